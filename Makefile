@@ -1,0 +1,32 @@
+# make train   a small GPT on the source of the Python standard library, with sharded optimizer state, and a sample of it
+# make test    lint and all tests
+# make lint    ruff alone
+# The virtual environment is made once; PYTHON=... chooses the interpreter, NPROC=... the number of ranks.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/installed
+NPROC ?= $(shell n=$$(nvidia-smi -L 2>/dev/null | grep -c '^GPU'); [ "$$n" -ge 2 ] && echo $$n || echo 2)
+
+.PHONY: train test lint install
+
+train: $(INSTALLED)
+	$(BIN)/torchrun --standalone --nproc_per_node=$(NPROC) train.py config/train_stdlib_char.py \
+		--gradient_accumulation_steps=$(NPROC)
+	$(BIN)/python sample.py --out_dir=out-stdlib-char --start="def " --num_samples=2 --max_new_tokens=400
+
+test: $(INSTALLED) lint
+	$(BIN)/python -m pytest
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+install: $(INSTALLED)
+
+$(INSTALLED): requirements.txt pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet -r requirements.txt
+	$(BIN)/pip install --quiet -e '.[dev]'
+	touch $@

@@ -1,0 +1,12 @@
+# The released gpt2-xl (1.5B) evaluated on OpenWebText: nanoGPT reports a validation loss of 2.54.
+#
+#   $ pip install '.[gpt2]'
+#   $ python train.py config/eval_gpt2_xl.py
+#
+# 500 batches of 8 * 1024 tokens of each split; nothing is trained or saved. torchrun divides them among the ranks.
+
+init_from = "gpt2-xl"
+eval_only = True
+eval_iters = 500
+batch_size = 8
+wandb_log = False

@@ -1,0 +1,29 @@
+# GPT-2 large (774M) from scratch on OpenWebText.
+#
+#   $ pip install '.[openwebtext]' && python data/openwebtext/prepare.py
+#   $ torchrun --standalone --nproc_per_node=8 train.py config/train_gpt2_large.py
+#
+# 773.6M parameters. Optimizer state per GPU: 6.2 GB with plain AdamW, 0.77 GB over eight ranks; weights and
+# gradients take 6.2 GB more on every rank. The learning rate is the GPT-3 paper's for this size (table 2.1).
+
+wandb_log = True
+wandb_project = "owt"
+wandb_run_name = "gpt2-large"
+
+n_layer = 36
+n_head = 20
+n_embd = 1280
+
+# 120 micro-steps * 4 sequences * 1024 tokens = 491,520 tokens per iteration, whatever the number of ranks
+gradient_accumulation_steps = 120
+batch_size = 4
+block_size = 1024
+
+learning_rate = 2.5e-4
+min_lr = 2.5e-5
+max_iters = 600000
+lr_decay_iters = 600000
+
+eval_interval = 1000
+eval_iters = 200
+log_interval = 10

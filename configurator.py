@@ -1,0 +1,101 @@
+"""Settings from config files and `--key=value` arguments over a script's defaults, names and types checked.
+
+    $ python train.py config/train_shakespeare_char.py --batch_size=32
+
+runs the file (plain Python that assigns some of the settings), then sets batch_size. A script calls
+
+    config = configure(globals())
+
+once, below its defaults: every module-level int, float, bool or str without a leading underscore is a setting.
+"""
+
+import difflib
+import os
+import runpy
+import sys
+import types
+from ast import literal_eval
+from typing import Any, NoReturn
+
+
+def fail(message: str) -> NoReturn:
+    """End this process because the user's input is wrong: one line on stderr, exit code 2, no traceback.
+
+    Under torchrun every rank says so: the first to exit has the others ended, so none may leave it to another. There the
+    interpreter is not wound up, which gloo's threads can turn into an abort (https://github.com/pytorch/pytorch/pull/179291).
+    """
+    print(f"error: {' '.join(message.split())}", file=sys.stderr, flush=True)
+    if "RANK" in os.environ:
+        sys.stdout.flush()
+        os._exit(2)
+    sys.exit(2)
+
+
+def configure(settings: dict[str, Any], argv: list[str] | None = None) -> dict[str, Any]:
+    """Override `settings` in place with the files and `--key=value`s of `argv` (default: sys.argv), left to right.
+
+    Returns:
+        The settings alone, by name. Prints those that changed, on rank 0. Wrong input ends the process by `fail`.
+    """
+    defaults = {key: value for key, value in settings.items() if _is_setting(key, value)}
+    config = dict(defaults)
+    for argument in sys.argv[1:] if argv is None else argv:
+        if argument.startswith("--") and "=" in argument:
+            key, text = argument[2:].split("=", 1)
+            config[key] = _checked(key, _parsed(text, defaults.get(key)), defaults, f"--{key}={text}")
+        elif argument.startswith("-"):
+            fail(f"{argument} is not of the form --key=value; write for example --batch_size=32")
+        else:
+            config.update(_read_file(argument, config, defaults))
+    if int(os.environ.get("RANK", "0")) == 0:
+        for key, value in config.items():
+            if value != defaults[key]:
+                print(f"Overriding: {key} = {value!r}")
+    settings.update(config)
+    return config
+
+
+def _is_setting(key: str, value: Any) -> bool:
+    return not key.startswith("_") and isinstance(value, int | float | bool | str)
+
+
+def _is_assignment(key: str, value: Any) -> bool:
+    return not key.startswith("_") and not callable(value) and not isinstance(value, types.ModuleType)
+
+
+def _read_file(path: str, config: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
+    """What a config file assigns. It sees the settings as they are so far; its modules, functions and _names are its own."""
+    if not os.path.isfile(path):
+        fail(f"config file {path} does not exist; settings are given as --key=value")
+    try:
+        names = runpy.run_path(path, init_globals=config)
+    except Exception as error:
+        fail(f"config file {path} cannot be run: {type(error).__name__}: {error}")
+    return {key: _checked(key, value, defaults, path) for key, value in names.items() if _is_assignment(key, value)}
+
+
+def _parsed(text: str, default: Any) -> Any:
+    """The Python value that `text` spells, or the text itself; where a string is wanted, only quotes are taken off."""
+    try:
+        value = literal_eval(text)
+    except (SyntaxError, ValueError):
+        return text
+    return text if isinstance(default, str) and not isinstance(value, str) else value
+
+
+def _checked(key: str, value: Any, defaults: dict[str, Any], where: str) -> Any:
+    """`value`, if `key` is a setting and the type is its default's."""
+    if key not in defaults:
+        near = difflib.get_close_matches(key, defaults, n=1)
+        fail(f"unknown setting {key!r} in {where}" + (f"; did you mean {near[0]!r}?" if near else ""))
+    wanted = type(defaults[key])
+    if wanted is float and type(value) is int:
+        return float(value)
+    if type(value) is not wanted:
+        fail(f"{key}={value!r} in {where} is {_article(type(value))}, but {key} takes {_article(wanted)}")
+    return value
+
+
+def _article(kind: type) -> str:
+    names = {int: "an integer", float: "a number", bool: "True or False", str: "text"}
+    return names.get(kind, f"a {kind.__name__}")

@@ -1,0 +1,107 @@
+"""What the prepare.py scripts share: the command line, the download, and token files that are never half there."""
+
+import argparse
+import hashlib
+import os
+import pickle
+import urllib.error
+import urllib.request
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import BinaryIO
+
+import numpy as np
+import tiktoken
+from tqdm import tqdm
+
+from configurator import fail
+
+TINY_SHAKESPEARE_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
+TINY_SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
+
+
+def input_argument(description: str) -> str | None:
+    """Parse the command line of a prepare.py: `--input FILE` or nothing."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--input", metavar="FILE", help="a local text file to use instead of the download")
+    return parser.parse_args().input
+
+
+def tiny_shakespeare(directory: str, local: str | None) -> str:
+    """The text: from `local` if given, else from `directory`/input.txt, downloaded there first if it is missing."""
+    path = local or os.path.join(directory, "input.txt")
+    if local is None and not os.path.exists(path):
+        download(TINY_SHAKESPEARE_URL, path, TINY_SHAKESPEARE_SHA256)
+    return read_text(path)
+
+
+def read_text(path: str) -> str:
+    """A UTF-8 file, its line ends as they are."""
+    try:
+        with open(path, encoding="utf-8", newline="") as file:
+            return file.read()
+    except (OSError, UnicodeDecodeError) as error:
+        fail(f"cannot read {path} as UTF-8 text: {error}")
+
+
+def download(url: str, path: str, sha256: str) -> None:
+    """Fetch `url` into `path`, with a progress bar; the file appears only if its checksum holds."""
+    digest = hashlib.sha256()
+    try:
+        with urllib.request.urlopen(url, timeout=30) as response, atomic(path) as file:
+            total = int(response.headers.get("Content-Length", 0)) or None
+            with tqdm(total=total, unit="B", unit_scale=True, desc=os.path.basename(path)) as bar:
+                while chunk := response.read(1 << 16):
+                    file.write(chunk)
+                    digest.update(chunk)
+                    bar.update(len(chunk))
+            if digest.hexdigest() != sha256:
+                raise ValueError(f"its checksum is {digest.hexdigest()}, not {sha256}")
+    except (urllib.error.URLError, OSError, ValueError) as error:
+        fail(f"cannot download {url} ({error}); fetch it by other means, put it at {path} or name it with --input FILE")
+
+
+def gpt2_encoding() -> tiktoken.Encoding:
+    """GPT-2's byte pairs; tiktoken downloads them the first time."""
+    try:
+        return tiktoken.get_encoding("gpt2")
+    except OSError as error:  # every error of requests, which tiktoken downloads with, is one
+        fail(f"tiktoken cannot download GPT-2's vocabulary ({error}); set TIKTOKEN_CACHE_DIR to a folder that holds it")
+
+
+@contextmanager
+def atomic(path: str) -> Iterator[BinaryIO]:
+    """A binary file that takes the place of `path` when the block ends without an error, and vanishes otherwise."""
+    temporary = f"{path}.{os.getpid()}.tmp"
+    try:
+        with open(temporary, "wb") as file:
+            yield file
+        os.replace(temporary, path)
+    finally:
+        if os.path.exists(temporary):
+            os.remove(temporary)
+
+
+def write_tokens(directory: str, split: str, chunks: Iterable[np.ndarray]) -> int:
+    """Write `split`.bin from chunks of uint16 tokens; returns how many there were."""
+    count = 0
+    with atomic(os.path.join(directory, f"{split}.bin")) as file:
+        for chunk in chunks:
+            file.write(np.ascontiguousarray(chunk, dtype=np.uint16).tobytes())
+            count += len(chunk)
+    print(f"{split}: {count:,} tokens")
+    return count
+
+
+def write_characters(directory: str, text: str, vocabulary: list[str]) -> None:
+    """Write text as one token per character: meta.pkl, and the first 90 % as train.bin, the rest as val.bin."""
+    stoi = {character: token for token, character in enumerate(vocabulary)}
+    print(f"{len(text):,} characters, vocabulary of {len(vocabulary)}: {''.join(vocabulary)!r}")
+    table = np.zeros(max(map(ord, vocabulary)) + 1, dtype=np.uint16)
+    table[[ord(character) for character in vocabulary]] = range(len(vocabulary))
+    tokens = table[np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)]
+    split = int(len(tokens) * 0.9)
+    with atomic(os.path.join(directory, "meta.pkl")) as file:
+        pickle.dump({"vocab_size": len(vocabulary), "stoi": stoi, "itos": dict(enumerate(vocabulary))}, file)
+    write_tokens(directory, "val", [tokens[split:]])
+    write_tokens(directory, "train", [tokens[:split]])

@@ -1,0 +1,23 @@
+"""Tiny Shakespeare in GPT-2's byte pairs, for fine-tuning.
+
+    $ python data/shakespeare/prepare.py
+
+301,966 tokens for training and 36,059 for validation. tiktoken downloads GPT-2's vocabulary the first time.
+"""
+
+import os
+import sys
+
+import numpy as np
+
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", ".."))
+from data.common import gpt2_encoding, input_argument, tiny_shakespeare, write_tokens
+
+DIRECTORY = os.path.dirname(os.path.abspath(__file__))
+
+if __name__ == "__main__":
+    text = tiny_shakespeare(DIRECTORY, input_argument(__doc__.splitlines()[0]))
+    encoding = gpt2_encoding()
+    split = int(len(text) * 0.9)
+    for name, part in (("val", text[split:]), ("train", text[:split])):
+        write_tokens(DIRECTORY, name, [np.array(encoding.encode_ordinary(part), dtype=np.uint16)])

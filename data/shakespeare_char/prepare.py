@@ -1,0 +1,18 @@
+"""Tiny Shakespeare, one token per character.
+
+    $ python data/shakespeare_char/prepare.py
+
+1,115,394 characters, a vocabulary of 65: 1,003,854 tokens for training and 111,540 for validation.
+"""
+
+import os
+import sys
+
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", ".."))
+from data.common import input_argument, tiny_shakespeare, write_characters
+
+DIRECTORY = os.path.dirname(os.path.abspath(__file__))
+
+if __name__ == "__main__":
+    text = tiny_shakespeare(DIRECTORY, input_argument(__doc__.splitlines()[0]))
+    write_characters(DIRECTORY, text, sorted(set(text)))

@@ -1,0 +1,140 @@
+"""Token files: `data/<name>/train.bin` and `val.bin` (uint16), and `meta.pkl` where the vocabulary is not GPT-2's.
+
+The files are nanoGPT's: what its prepare.py scripts wrote works here, and the other way round.
+"""
+
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+DATA_DIR = os.path.join(os.path.dirname(os.path.abspath(__file__)), "data")
+SPLITS = ("train", "val")
+EMBEDDED = "stdlib_char"  # needs no download, so it is prepared when it is missing
+
+
+class DataError(ValueError):
+    """A dataset that is missing or cannot be used; the message says what, where, and what to do."""
+
+
+class Dataset:
+    """The splits of one dataset, memory-mapped.
+
+    Args:
+        name: a folder of `data/`, or the path of one elsewhere.
+        block_size: tokens per sequence.
+
+    Raises:
+        DataError: if a file is missing, has an odd number of bytes, or is too short for one sequence.
+    """
+
+    def __init__(self, name: str, block_size: int) -> None:
+        self.directory = os.path.join(DATA_DIR, name)
+        self.block_size = block_size
+        self.meta = load_meta(self.directory)
+        self.tokens = {split: _open(self.directory, split, block_size) for split in SPLITS}  # (tokens,) uint16
+
+    @property
+    def vocab_size(self) -> int | None:
+        """Of the dataset's own vocabulary; None where the tokens are GPT-2's."""
+        return self.meta["vocab_size"] if self.meta else None
+
+    def offsets(self, split: str, count: int, key: tuple[int, ...]) -> np.ndarray:
+        """Where `count` random sequences of `split` begin, (count,) int64: a function of the arguments alone."""
+        generator = np.random.default_rng((SPLITS.index(split), *key))
+        return generator.integers(len(self.tokens[split]) - self.block_size, size=count)
+
+    def batch(self, split: str, offsets: np.ndarray, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
+        """Inputs and targets, each (len(offsets), block_size) int64.
+
+        Raises:
+            DataError: if a token is outside the model's vocabulary.
+        """
+        tokens = self.tokens[split]
+        rows = np.stack([tokens[start : start + self.block_size + 1] for start in offsets])
+        if rows.max() >= vocab_size:
+            raise DataError(
+                f"{os.path.join(self.directory, split)}.bin holds token {rows.max()}, but the model's vocabulary has "
+                f"{vocab_size}; prepare the dataset again, or train a model with its vocabulary"
+            )
+        rows = rows.astype(np.int64)
+        return rows[:, :-1], rows[:, 1:]
+
+
+def prepare_if_embedded(name: str) -> None:
+    """Write the embedded dataset if it is wanted and missing. One rank per machine only.
+
+    Raises:
+        DataError: if its script fails.
+    """
+    directory = os.path.join(DATA_DIR, name)
+    if name != EMBEDDED or all(os.path.exists(os.path.join(directory, f"{split}.bin")) for split in SPLITS):
+        return
+    script = os.path.join(directory, "prepare.py")
+    if subprocess.run([sys.executable, script], check=False).returncode:
+        raise DataError(f"{script} failed; run it by hand to see why")
+
+
+def load_meta(directory: str) -> dict[str, Any] | None:
+    """The dataset's `meta.pkl`: `vocab_size`, `stoi`, `itos`; None if it has none. Runs no code from the file.
+
+    Raises:
+        DataError: if the file is damaged or asks for more than plain containers.
+    """
+    path = os.path.join(directory, "meta.pkl")
+    if not os.path.exists(path):
+        return None
+    try:
+        with open(path, "rb") as file:
+            meta = _PlainUnpickler(file).load()
+        if not isinstance(meta["vocab_size"], int):
+            raise pickle.UnpicklingError("vocab_size is not an integer")
+    except (pickle.UnpicklingError, EOFError, KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        raise DataError(f"{path} is no vocabulary ({error}); run the dataset's prepare.py again") from error
+    return meta
+
+
+def codec(meta: dict[str, Any] | None) -> tuple[Callable[[str], list[int]], Callable[[list[int]], str]]:
+    """Functions from text to tokens and back: the dataset's own vocabulary, or GPT-2's byte pairs where it has none."""
+    if meta is None:
+        import tiktoken
+
+        encoding = tiktoken.get_encoding("gpt2")
+        return lambda text: encoding.encode(text, allowed_special={"<|endoftext|>"}), encoding.decode
+    stoi, itos = meta["stoi"], meta["itos"]
+
+    def encode(text: str) -> list[int]:
+        unknown = sorted(set(text) - set(stoi))
+        if unknown:
+            raise DataError(f"the vocabulary has no {''.join(unknown)!r}; leave it out of the prompt")
+        return [stoi[character] for character in text]
+
+    return encode, lambda tokens: "".join(itos[token] for token in tokens)
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    """Admits what pickle builds without looking anything up: dicts, lists, tuples, strings, numbers."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        raise pickle.UnpicklingError(f"it asks for {module}.{name}")
+
+
+def _open(directory: str, split: str, block_size: int) -> np.ndarray:
+    path = os.path.join(directory, f"{split}.bin")
+    if not os.path.exists(path):
+        script = os.path.join(directory, "prepare.py")
+        remedy = f"run: python {os.path.relpath(script)}" if os.path.exists(script) else "--dataset names a folder of data/"
+        raise DataError(f"dataset file {os.path.relpath(path)} is missing; {remedy}")
+    size = os.path.getsize(path)  # bytes
+    if size % 2:
+        raise DataError(f"{path} has an odd number of bytes ({size}), but its tokens take 2 each; prepare it again")
+    if size // 2 < block_size + 1:
+        raise DataError(
+            f"{path} holds {size // 2} tokens, too few for one sequence of block_size={block_size} and its targets; "
+            "use a smaller --block_size"
+        )
+    return np.memmap(path, dtype=np.uint16, mode="r")

@@ -1,0 +1,81 @@
+"""Text from a checkpoint of ours or nanoGPT's, or from a released GPT-2.
+
+$ python sample.py --out_dir=out-stdlib-char --start="def " --num_samples=3
+$ python sample.py --init_from=gpt2-xl --start="What is the answer to life?" --max_new_tokens=100
+$ python sample.py --out_dir=out-shakespeare-char --start=FILE:prompt.txt
+"""
+
+import os
+from contextlib import nullcontext
+
+import torch
+
+import hardware
+from configurator import configure, fail
+from dataset import DATA_DIR, DataError, codec, load_meta
+from model import GPT
+from zero import checkpoint as ckpt
+
+# -----------------------------------------------------------------------------
+init_from = "resume"  # 'resume': the checkpoint in out_dir; 'gpt2', ..., 'gpt2-xl', or a folder that holds a GPT-2
+out_dir = "out"
+start = "\n"  # the prompt, or FILE:path of a file that holds it
+num_samples = 10
+max_new_tokens = 500  # per sample
+temperature = 0.8  # 1.0 leaves the predictions as they are; less is less random
+top_k = 200  # sample among the k likeliest tokens only
+seed = 1337
+device = "auto"  # 'cpu', 'cuda', 'cuda:1', 'mps'; auto: cuda where there is one
+dtype = "auto"  # 'float32', 'bfloat16', 'float16'; auto: the best the GPU has, float32 on a CPU
+compile = False  # torch.compile, block by block
+configure(globals())
+# -----------------------------------------------------------------------------
+
+if device == "auto":
+    device = hardware.default_device()
+device_type = device.split(":")[0]
+if dtype == "auto":
+    dtype = hardware.default_dtype(device_type)
+if dtype not in hardware.DTYPES:
+    fail(f"dtype={dtype} is not one of {', '.join(hardware.DTYPES)}")
+if temperature <= 0 or top_k < 1:
+    fail(f"temperature={temperature} must be positive and top_k={top_k} at least 1")
+torch.manual_seed(seed)
+autocast = nullcontext() if dtype == "float32" else torch.amp.autocast(device_type, hardware.DTYPES[dtype])
+
+try:
+    meta = None
+    if init_from == "resume":
+        checkpoint = ckpt.load(os.path.join(out_dir, "ckpt.pt"))
+        model = GPT.from_checkpoint(checkpoint)
+        meta = load_meta(os.path.join(DATA_DIR, checkpoint["config"]["dataset"]))
+    else:
+        model = GPT.from_pretrained(init_from)
+    encode, decode = codec(meta)
+    if start.startswith("FILE:"):
+        with open(start[5:], encoding="utf-8") as file:
+            start = file.read()
+    tokens = encode(start)
+except ImportError as error:
+    fail(f"init_from={init_from} needs transformers ({error}); pip install '.[gpt2]'")
+except FileNotFoundError as error:
+    fail(f"there is no {error.filename}; check --out_dir and --start")
+except (ckpt.CheckpointError, DataError, ValueError, OSError) as error:
+    fail(str(error))
+if not tokens:
+    fail("the prompt is empty; give at least one character with --start")
+vocab_size = model.config.vocab_size
+if meta is not None and meta["vocab_size"] > vocab_size:
+    fail(f"the dataset's vocabulary has {meta['vocab_size']} tokens, the model's {vocab_size}; prepare it as it was")
+
+model.eval().to(device)
+if compile:
+    for block in model.transformer.h:
+        block.compile()
+
+prompt = torch.tensor([tokens], device=device)  # (1, time)
+for _ in range(num_samples):
+    with autocast:
+        sample = model.generate(prompt, max_new_tokens, temperature, top_k)
+    print(decode(sample[0].tolist()))
+    print("---------------")

@@ -1,0 +1,387 @@
+"""Train a GPT on one process, or on many with the optimizer state divided among them (ZeRO-1).
+
+One process, a CPU or a GPU:
+    $ python train.py config/train_shakespeare_char.py
+
+Two processes on a laptop, no GPU and no download needed:
+    $ torchrun --standalone --nproc_per_node=2 train.py config/train_stdlib_char.py
+
+Eight GPUs of one machine:
+    $ torchrun --standalone --nproc_per_node=8 train.py config/train_gpt2.py
+
+Eight GPUs on each of two machines, the first one at 10.0.0.1:
+    (first)  $ torchrun --nproc_per_node=8 --nnodes=2 --node_rank=0 --master_addr=10.0.0.1 train.py config/train_gpt2.py
+    (second) $ torchrun --nproc_per_node=8 --nnodes=2 --node_rank=1 --master_addr=10.0.0.1 train.py config/train_gpt2.py
+
+Every setting below can be given in a config file or as --key=value. Exit code 0: done; 2: wrong input, said in one line.
+"""
+
+import math
+import os
+import time
+from contextlib import nullcontext
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+import hardware
+from configurator import configure, fail
+from dataset import DataError, Dataset, prepare_if_embedded
+from logger import Logger
+from model import GPT, GPTConfig
+from zero import checkpoint as ckpt
+from zero.build import IMPLEMENTATIONS, build, describe
+from zero.memory import peak_bytes
+
+# -----------------------------------------------------------------------------
+# default settings: GPT-2 (124M) on OpenWebText
+# input and output
+out_dir = "out"
+eval_interval = 2000
+log_interval = 1
+eval_iters = 200
+eval_only = False  # evaluate once and exit
+always_save_checkpoint = True  # after every evaluation, not only after those that improve the validation loss
+init_from = "scratch"  # 'scratch', 'resume', 'gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl', or a folder with a GPT-2
+# wandb
+wandb_log = False
+wandb_project = "owt"
+wandb_run_name = "gpt2"
+# data
+dataset = "openwebtext"  # a folder of data/
+gradient_accumulation_steps = 5 * 8  # micro-steps of all ranks together
+batch_size = 12  # sequences per micro-step
+block_size = 1024  # tokens per sequence
+# model
+n_layer = 12
+n_head = 12
+n_embd = 768
+dropout = 0.0  # 0 for pretraining; try 0.1 for finetuning
+bias = False  # in LayerNorm and Linear
+# AdamW
+learning_rate = 6e-4
+max_iters = 600000
+weight_decay = 1e-1
+beta1 = 0.9
+beta2 = 0.95
+grad_clip = 1.0  # largest gradient norm; 0.0 for no clipping
+# learning rate
+decay_lr = True
+warmup_iters = 2000
+lr_decay_iters = 600000  # about max_iters, as Chinchilla has it
+min_lr = 6e-5  # about learning_rate / 10
+# ZeRO-1
+use_zero1 = True  # divide the optimizer state among the ranks
+zero1_impl = "sharded"  # 'sharded': ours; 'torch': ZeroRedundancyOptimizer
+zero_bucket_mb = 25.0  # megabytes per bucket of 'sharded'
+# system
+backend = "auto"  # 'nccl', 'gloo'; auto: nccl where every rank has a GPU of its own
+device = "auto"  # 'cpu', 'cuda', 'cuda:1', 'mps'; auto: cuda where there is one
+dtype = "auto"  # 'float32', 'bfloat16', 'float16' (with a scaler); auto: the best the GPU has, float32 on a CPU
+compile = torch.cuda.is_available()  # torch.compile, block by block
+seed = 1337
+config = configure(globals())
+# -----------------------------------------------------------------------------
+
+# ranks and devices
+ddp = "RANK" in os.environ  # started by torchrun
+rank, local_rank, world_size, local_world_size = (
+    int(os.environ.get(name, default))
+    for name, default in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_WORLD_SIZE", 1))
+)
+master_process = rank == 0  # this rank logs and writes files; whatever all ranks must take part in stands outside its ifs
+if device == "auto":
+    device = hardware.default_device()
+device_type = device.split(":")[0]
+if dtype == "auto":
+    dtype = hardware.default_dtype(device_type)
+if backend == "auto":
+    backend = "nccl" if device_type == "cuda" and local_world_size <= torch.cuda.device_count() else "gloo"
+
+# what can be wrong with the settings is found before anything is started or written
+if device_type == "cuda" and not torch.cuda.is_available():
+    fail(f"device={device}, but torch finds no GPU; use --device=cpu")
+if ddp and backend == "nccl" and device_type != "cuda":
+    fail(f"backend=nccl cannot serve device={device}; use --backend=gloo")
+if dtype not in hardware.DTYPES:
+    fail(f"dtype={dtype} is not one of {', '.join(hardware.DTYPES)}")
+if zero1_impl not in IMPLEMENTATIONS:
+    fail(f"zero1_impl={zero1_impl} is not one of {', '.join(IMPLEMENTATIONS)}")
+for name in ("batch_size", "block_size", "gradient_accumulation_steps", "eval_interval", "eval_iters", "log_interval"):
+    if config[name] < 1:
+        fail(f"{name}={config[name]} must be at least 1")
+if gradient_accumulation_steps % world_size:
+    fail(
+        f"gradient_accumulation_steps={gradient_accumulation_steps} cannot be split over {world_size} ranks; "
+        f"use --gradient_accumulation_steps={math.ceil(gradient_accumulation_steps / world_size) * world_size}"
+    )
+checkpoint_path = os.path.join(out_dir, "ckpt.pt")
+if init_from == "resume" and not os.path.exists(checkpoint_path):
+    fail(f"there is no checkpoint {checkpoint_path} to resume from; check --out_dir, or use --init_from=scratch")
+
+if ddp and device_type == "cpu":
+    hardware.divide_threads(local_world_size)
+if ddp:
+    if device_type == "cuda":
+        device = f"cuda:{local_rank % torch.cuda.device_count()}"
+        torch.cuda.set_device(device)
+    dist.init_process_group(backend)
+device = torch.device(device)
+ptdtype = hardware.DTYPES[dtype]
+autocast = nullcontext() if dtype == "float32" else torch.amp.autocast(device_type, ptdtype)
+if device_type == "cpu" and master_process and not hardware.cpu_has(ptdtype):
+    print(f"note: this CPU has no {dtype} instructions; --dtype=float32 will be faster")
+torch.backends.cuda.matmul.allow_tf32 = True
+torch.backends.cudnn.allow_tf32 = True
+micro_steps = gradient_accumulation_steps // world_size  # of this rank
+tokens_per_iter = gradient_accumulation_steps * batch_size * block_size  # of all ranks together
+if master_process:
+    os.makedirs(out_dir, exist_ok=True)
+    print(f"tokens per iteration will be: {tokens_per_iter:,}")
+
+# data: what exactly a batch holds depends on the seed and the iteration only, not on the ranks that share it
+try:
+    if local_rank == 0:
+        prepare_if_embedded(dataset)
+    if ddp:
+        dist.barrier()
+    data = Dataset(dataset, block_size)
+except DataError as error:
+    fail(str(error))
+
+
+def get_batch(split, offsets):
+    """The sequences at `offsets` and their targets on the device, each (len(offsets), block_size)."""
+    try:
+        x, y = (torch.from_numpy(tokens) for tokens in data.batch(split, offsets, raw_model.config.vocab_size))
+    except DataError as error:
+        fail(str(error))
+    if device_type == "cuda":  # pinned, so that the copy runs beside the computation
+        x, y = x.pin_memory(), y.pin_memory()
+    return x.to(device, non_blocking=True), y.to(device, non_blocking=True)
+
+
+def train_batches(iteration):
+    """This rank's micro-batches, from `iteration` on, without end."""
+    while True:
+        offsets = data.offsets("train", gradient_accumulation_steps * batch_size, key=(seed, 0, iteration))
+        for global_micro_step in range(rank, gradient_accumulation_steps, world_size):
+            start = global_micro_step * batch_size
+            yield get_batch("train", offsets[start : start + batch_size])
+        iteration += 1
+
+
+# model
+torch.manual_seed(seed)
+iter_num = 0
+best_val_loss = float("inf")
+checkpoint = None
+try:
+    if init_from == "scratch":
+        if master_process:
+            print("Initializing a new model from scratch")
+        vocab_size = data.vocab_size or GPTConfig.vocab_size
+        raw_model = GPT(GPTConfig(block_size, vocab_size, n_layer, n_head, n_embd, dropout, bias))
+    elif init_from == "resume":
+        if master_process:
+            print(f"Resuming training from {out_dir}")
+        checkpoint = ckpt.load(checkpoint_path)
+        raw_model = GPT.from_checkpoint(checkpoint, dropout)
+        iter_num = checkpoint["iter_num"]
+        best_val_loss = float(checkpoint["best_val_loss"])
+    elif init_from.startswith("gpt2") or os.path.isdir(init_from):
+        if master_process:
+            print(f"Initializing from GPT-2 weights: {init_from}")
+        raw_model = GPT.from_pretrained(init_from, dropout)
+    else:
+        fail(f"init_from={init_from} is neither scratch, resume, a gpt2 name nor a folder that holds a GPT-2")
+    if block_size < raw_model.config.block_size:
+        raw_model.crop_block_size(block_size)
+except ImportError as error:
+    fail(f"init_from={init_from} needs transformers ({error}); pip install '.[gpt2]'")
+except (ValueError, OSError) as error:
+    fail(str(error))
+if block_size > raw_model.config.block_size:
+    fail(f"block_size={block_size} is more than the model's {raw_model.config.block_size}; use at most that")
+if data.vocab_size is not None and data.vocab_size > raw_model.config.vocab_size:
+    fail(
+        f"dataset {dataset} has a vocabulary of {data.vocab_size}, the model one of {raw_model.config.vocab_size}; "
+        "use the dataset that the model was trained on"
+    )
+raw_model.to(device)
+if master_process:
+    print(f"number of parameters: {raw_model.num_params() / 1e6:.2f}M")
+if compile:
+    for block in raw_model.transformer.h:
+        block.compile()
+
+# optimizer: what the two ZeRO-1 flags choose is hidden in here
+model, optimizer = build(
+    raw_model,
+    raw_model.param_groups(weight_decay),
+    use_zero1=use_zero1,
+    zero1_impl=zero1_impl,
+    bucket_mb=zero_bucket_mb,
+    lr=learning_rate,
+    betas=(beta1, beta2),
+)
+scaler = torch.amp.GradScaler(device_type, enabled=dtype == "float16")
+if checkpoint is not None:
+    try:
+        ckpt.restore(optimizer, checkpoint["optimizer"])
+    except ckpt.CheckpointError as error:
+        fail(f"{checkpoint_path}: {error}")
+    scaler.load_state_dict(checkpoint.get("scaler", {}))
+    checkpoint = None  # lets go of the file
+if master_process:
+    print(describe(optimizer, use_zero1))
+
+
+@torch.no_grad()
+def estimate_loss():
+    """Mean loss over `eval_iters` batches of each split, which the ranks share. Needs to be called on all ranks."""
+    result = {}
+    raw_model.eval()
+    for split in ("train", "val"):
+        offsets = data.offsets(split, eval_iters * batch_size, key=(seed, 1, iter_num)).reshape(eval_iters, batch_size)
+        total = torch.zeros((), device=device)
+        for k in range(rank, eval_iters, world_size):
+            x, y = get_batch(split, offsets[k])
+            with autocast:
+                total += raw_model(x, y)[1]
+        result[split] = mean_over_ranks(total) * world_size / eval_iters
+    raw_model.train()
+    return result
+
+
+def mean_over_ranks(value):
+    """A scalar tensor's mean over the ranks, as a float. Needs to be called on all ranks."""
+    if ddp:
+        dist.all_reduce(value)
+    return value.item() / world_size
+
+
+def get_lr(iteration):
+    """Linear warm-up, then half a cosine down to `min_lr`."""
+    if iteration < warmup_iters:
+        return learning_rate * (iteration + 1) / (warmup_iters + 1)
+    if iteration > lr_decay_iters:
+        return min_lr
+    progress = (iteration - warmup_iters) / max(1, lr_decay_iters - warmup_iters)
+    return min_lr + 0.5 * (1.0 + math.cos(math.pi * progress)) * (learning_rate - min_lr)
+
+
+def save_checkpoint():
+    """Write ckpt.pt, which no longer knows how the state was sharded. Needs to be called on all ranks."""
+    optimizer_state = ckpt.consolidate(optimizer)
+    if master_process:
+        print(f"saving checkpoint to {out_dir}")
+        contents = {
+            "model": ckpt.model_state_dict(raw_model),
+            "optimizer": optimizer_state,
+            "model_args": vars(raw_model.config),
+            "iter_num": iter_num,
+            "best_val_loss": best_val_loss,
+            "config": config,
+            "scaler": scaler.state_dict(),
+        }
+        ckpt.save(contents, checkpoint_path)
+
+
+log = None
+if master_process:
+    try:
+        log = Logger(out_dir, init_from == "resume", wandb_log, wandb_project, wandb_run_name, config)
+    except ImportError:
+        fail("wandb_log=True, but wandb is not installed; pip install wandb, or use --wandb_log=False")
+
+# training loop
+flops_per_iter = raw_model.flops_per_token() * tokens_per_iter / world_size  # of one rank
+peak_flops = hardware.peak_flops(device, ptdtype)
+running_mfu = -1.0
+batches = train_batches(iter_num)
+x, y = next(batches)
+iterations_timed = 0  # since t0
+t0 = time.perf_counter()
+first_iter = iter_num
+while True:
+    lr = get_lr(iter_num) if decay_lr else learning_rate
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+
+    if iter_num % eval_interval == 0 or eval_only:
+        losses = estimate_loss()
+        if master_process:
+            print(f"step {iter_num}: train loss {losses['train']:.4f}, val loss {losses['val']:.4f}", flush=True)
+            log.log(
+                {
+                    "iter": iter_num,
+                    "train/loss": losses["train"],
+                    "val/loss": losses["val"],
+                    "lr": lr,
+                    "mfu": running_mfu * 100,
+                }
+            )
+        if eval_only:
+            break
+        if losses["val"] < best_val_loss or always_save_checkpoint:
+            best_val_loss = min(best_val_loss, losses["val"])
+            if iter_num > 0:
+                save_checkpoint()
+        t0, iterations_timed = time.perf_counter(), 0
+
+    # dropout draws from (seed, iteration, rank): resuming repeats it, evaluating does not disturb it
+    torch.manual_seed(int(np.random.SeedSequence((seed, iter_num, rank)).generate_state(1)[0]))
+    loss_sum = torch.zeros((), device=device)
+    for micro_step in range(micro_steps):
+        model.require_backward_grad_sync = micro_step == micro_steps - 1  # ranks exchange gradients once per iteration
+        with autocast:
+            _, loss = model(x, y)
+        loss_sum += loss.detach()
+        x, y = next(batches)  # read ahead while the device is busy
+        scaler.scale(loss / micro_steps).backward()
+    if grad_clip != 0.0:
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(raw_model.parameters(), grad_clip)
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad(set_to_none=True)
+
+    iterations_timed += 1
+    if iter_num % log_interval == 0:
+        mean_loss = mean_over_ranks(loss_sum) / micro_steps  # over the whole global batch; also waits for the device
+        dt = (time.perf_counter() - t0) / iterations_timed
+        if iter_num - first_iter >= 5:  # the first iterations warm up
+            mfu = flops_per_iter / dt / peak_flops
+            running_mfu = mfu if running_mfu == -1.0 else 0.9 * running_mfu + 0.1 * mfu
+        if master_process:
+            tokens_per_second, memory = tokens_per_iter / dt, peak_bytes(device)
+            print(
+                f"iter {iter_num}: loss {mean_loss:.4f}, time {dt * 1000:.2f}ms, mfu {running_mfu * 100:.2f}%, "
+                f"{tokens_per_second:,.0f} tok/s, peak memory {memory / 1e9:.2f} GB",
+                flush=True,
+            )
+            log.log(
+                {
+                    "iter": iter_num,
+                    "iter/loss": mean_loss,
+                    "iter/time_ms": dt * 1000,
+                    "iter/tokens_per_second": tokens_per_second,
+                    "iter/peak_memory_gb": memory / 1e9,
+                    "lr": lr,
+                    "mfu": running_mfu * 100,
+                }
+            )
+        t0, iterations_timed = time.perf_counter(), 0
+
+    iter_num += 1
+    if iter_num > max_iters:
+        break
+
+if master_process:
+    log.finish()
+if ddp:
+    # whoever holds the group must be gone before it, or its threads may abort the process at exit (pytorch/pull/179291)
+    del model, optimizer
+    dist.destroy_process_group()

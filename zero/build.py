@@ -1,0 +1,69 @@
+"""The one place that chooses how the optimizer state is held: (model, parameter groups, flags) -> (model, optimizer)."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+from zero.memory import state_bytes_predicted
+from zero.optimizer import ShardedOptimizer
+
+IMPLEMENTATIONS = ("sharded", "torch")
+
+
+def build(
+    model: torch.nn.Module,
+    groups: list[dict[str, Any]],
+    *,
+    use_zero1: bool = True,
+    zero1_impl: str = "sharded",
+    bucket_mb: float = 25,
+    **adamw: Any,
+) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """Wrap `model` for data parallelism and make its AdamW. Needs to be called on all ranks, `model` on its device.
+
+    Args:
+        groups: parameter groups, as for torch.optim.AdamW.
+        use_zero1: divide the optimizer state among the ranks; without torch.distributed there is nobody to divide with.
+        zero1_impl: 'sharded' is `zero.ShardedOptimizer`, 'torch' is `torch.distributed.optim.ZeroRedundancyOptimizer`.
+        bucket_mb: megabytes per bucket of ShardedOptimizer.
+        **adamw: for torch.optim.AdamW; its fused kernel is used where the device has one.
+
+    Returns:
+        The model to call in the training loop, and the optimizer.
+
+    Raises:
+        ValueError: if `zero1_impl` is unknown.
+    """
+    if zero1_impl not in IMPLEMENTATIONS:
+        raise ValueError(f"zero1_impl={zero1_impl!r} is not one of {', '.join(IMPLEMENTATIONS)}")
+    device = next(model.parameters()).device
+    adamw["fused"] = device.type in ("cuda", "cpu")
+    if not dist.is_initialized():
+        return model, torch.optim.AdamW(groups, **adamw)
+    if not use_zero1:
+        optimizer = torch.optim.AdamW(groups, **adamw)
+    elif zero1_impl == "torch":
+        optimizer = ZeroRedundancyOptimizer(groups, optimizer_class=torch.optim.AdamW, **adamw)
+    else:
+        optimizer = ShardedOptimizer(groups, torch.optim.AdamW, bucket_mb=bucket_mb, **adamw)
+    # gradients as views into DDP's buckets: the same all-reduce, without a second copy of every gradient
+    device_ids = [device.index] if device.type == "cuda" else None
+    return DistributedDataParallel(model, device_ids=device_ids, gradient_as_bucket_view=True), optimizer
+
+
+def describe(optimizer: torch.optim.Optimizer, use_zero1: bool) -> str:
+    """One line for the console: which implementation, its state bytes per rank, and what plain AdamW would hold."""
+    by_rank = state_bytes_predicted(optimizer)
+    whole = f"{sum(by_rank) / 1e6:.1f} MB"
+    if isinstance(optimizer, ShardedOptimizer | ZeroRedundancyOptimizer):
+        name = "sharded" if isinstance(optimizer, ShardedOptimizer) else "torch"
+        fullest = f"{max(by_rank) / 1e6:.1f} MB"
+        return (
+            f"Using ZeRO-1 optimizer state sharding: zero1_impl='{name}' ({type(optimizer).__name__}) over "
+            f"{len(by_rank)} ranks, {fullest} of AdamW state on the fullest rank; plain AdamW would hold {whole} on each"
+        )
+    why = " (use_zero1 needs more than one process; start with torchrun)" if use_zero1 else ""
+    return f"Using plain AdamW{why}: {whole} of optimizer state on each rank"

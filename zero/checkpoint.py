@@ -1,0 +1,228 @@
+"""Checkpoints that no longer know how the optimizer was sharded: the whole state to rank 0 and back, and the file.
+
+Whatever the implementation and the world size, `consolidate` gives on rank 0 exactly what the `state_dict()` of a
+single, unsharded optimizer would hold, and `restore` takes that on any implementation at any world size. State tensors
+travel flat, a few megabytes at a time; `ZeroRedundancyOptimizer.consolidate_state_dict`, which pickles whole states to
+every rank, is not used.
+"""
+
+import os
+import pickle
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from zero.layout import Slice
+from zero.optimizer import hyperparameters
+from zero.partition import Partition, packed_groups, parameters, partition
+
+_STAGING_BYTES = 25_000_000  # one message
+# how the machine at hand runs the update, not what the update is: kept from the running optimizer, never from a file
+_MACHINE_FLAGS = ("fused", "foreach", "capturable", "differentiable")
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be read, or does not belong to this model; the message names the file or the entry."""
+
+
+class _Run(NamedTuple):
+    """Elements `start:stop` of one state tensor of the rank's slice number `position`."""
+
+    position: int
+    key: str
+    dtype: torch.dtype
+    start: int
+    stop: int
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+
+# What one rank holds, without the tensors: for each of its slices {key: dtype of a per-element tensor, or the value}
+_Inventory = list[dict[str, Any]]
+
+
+def consolidate(optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
+    """Collect the whole optimizer state on rank 0. Needs to be called on all ranks.
+
+    Returns:
+        On rank 0 of the optimizer's process group: `{"state": ..., "param_groups": ...}` as the unsharded optimizer's
+        `state_dict()` would give it, all tensors copies on the CPU. Elsewhere: None.
+    """
+    part = partition(optimizer)
+    states = [part.inner.state.get(param, {}) for param in parameters(part.inner)]
+    inventory = [
+        {key: value.dtype if _per_element(key, value, param) else _to_cpu(value) for key, value in state.items()}
+        for state, param in zip(states, parameters(part.inner), strict=True)
+    ]
+    inventories = _gather_inventories(inventory, part)
+    wire = _wire_device(optimizer, part)
+
+    if part.rank != 0:
+        for message in _messages(part.slices[part.rank], inventory):
+            flat = torch.cat([_elements(states, run) for run in message])  # (elements of the message,)
+            dist.send(flat.to(wire), group_dst=0, group=part.process_group)
+        return None
+
+    whole: dict[int, dict[str, Any]] = {}
+    params = parameters(optimizer)
+    for rank, (slices, held) in enumerate(zip(part.slices, inventories, strict=True)):
+        for piece, entries in zip(slices, held, strict=True):
+            for key, entry in entries.items():
+                state = whole.setdefault(piece.param, {})
+                if isinstance(entry, torch.dtype) and key not in state:
+                    state[key] = torch.empty(params[piece.param].shape, dtype=entry)
+                elif not isinstance(entry, torch.dtype):
+                    state[key] = entry
+        for message in _messages(slices, held):
+            if rank == 0:
+                parts = [_elements(states, run) for run in message]
+            else:
+                flat = torch.empty(sum(run.numel for run in message), dtype=message[0].dtype, device=wire)
+                dist.recv(flat, group_src=rank, group=part.process_group)
+                parts = flat.split([run.numel for run in message])
+            for run, elements in zip(message, parts, strict=True):
+                piece = slices[run.position]
+                whole[piece.param][run.key].view(-1)[piece.start + run.start : piece.start + run.stop] = elements
+    return {"state": dict(sorted(whole.items())), "param_groups": packed_groups(optimizer)}
+
+
+def restore(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+    """Load an unsharded optimizer's state; each rank takes its slices. Needs to be called on all ranks.
+
+    Hyperparameters come from `state_dict`, but for the choice of kernel (`fused`, `foreach`, ...), which stays as it is;
+    `step` counters land where that choice wants them (https://github.com/pytorch/pytorch/issues/124133).
+    `state_dict` is only read; nothing in the optimizer aliases it.
+
+    Raises:
+        CheckpointError: if its groups or the shapes of its tensors are not those of this optimizer's parameters.
+    """
+    part = partition(optimizer)
+    params = parameters(optimizer)
+    lengths = [len(group["params"]) for group in optimizer.param_groups]
+    saved_lengths = [len(group["params"]) for group in state_dict["param_groups"]]
+    if lengths != saved_lengths:
+        raise CheckpointError(f"the saved optimizer has {saved_lengths} parameters in its groups, this one {lengths}")
+    for index, entries in state_dict["state"].items():
+        for key, value in entries.items():
+            if key != "step" and isinstance(value, torch.Tensor) and value.shape != params[index].shape:
+                raise CheckpointError(
+                    f"saved state {key!r} of parameter {index} has shape {tuple(value.shape)}, "
+                    f"the parameter {tuple(params[index].shape)}"
+                )
+    inner_groups = packed_groups(part.inner)
+    for saved, group, inner_group in zip(state_dict["param_groups"], optimizer.param_groups, inner_groups, strict=True):
+        for key, value in hyperparameters(saved).items():
+            if key not in _MACHINE_FLAGS:
+                group[key] = inner_group[key] = value
+    inner_state = {}
+    for position, (piece, local) in enumerate(zip(part.slices[part.rank], parameters(part.inner), strict=True)):
+        if piece.param in state_dict["state"]:
+            inner_state[position] = {
+                key: _own_part(key, value, params[piece.param], piece, local)
+                for key, value in state_dict["state"][piece.param].items()
+            }
+    part.inner.load_state_dict({"state": inner_state, "param_groups": inner_groups})
+
+
+def model_state_dict(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """`model.state_dict()` as copies on the CPU, each with storage of its own; tied entries stay tied."""
+    copies: dict[int, torch.Tensor] = {}
+    result = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) not in copies:
+            copies[id(tensor)] = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())
+        result[name] = copies[id(tensor)]
+    return result
+
+
+def save(checkpoint: dict[str, Any], path: str) -> None:
+    """Write the file so that `path` holds either the old checkpoint or the new one, never a part. One rank only."""
+    temporary = path + ".tmp"
+    with open(temporary, "wb") as file:
+        torch.save(checkpoint, file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def load(path: str) -> dict[str, Any]:
+    """Read a checkpoint, its tensors memory-mapped, so that the ranks of a machine share one copy. Runs no code from it.
+
+    Raises:
+        FileNotFoundError: if there is none.
+        CheckpointError: if the file is damaged, holds more than tensors and plain values, or lacks one of the keys.
+    """
+    try:
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        raise CheckpointError(f"{path} is no readable checkpoint ({str(error).splitlines()[0]})") from error
+    missing = {"model", "optimizer", "model_args", "iter_num", "best_val_loss", "config"} - set(checkpoint)
+    if missing:
+        raise CheckpointError(f"{path} lacks {', '.join(sorted(missing))}")
+    return checkpoint
+
+
+def _per_element(key: str, value: Any, param: torch.Tensor) -> bool:
+    return key != "step" and isinstance(value, torch.Tensor) and value.shape == param.shape
+
+
+def _to_cpu(value: Any) -> Any:
+    return value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
+
+
+def _elements(states: list[dict[str, Any]], run: _Run) -> torch.Tensor:
+    """The elements of a run, (run.numel,), out of the states of this rank's slices."""
+    return states[run.position][run.key].detach().view(-1)[run.start : run.stop]
+
+
+def _messages(slices: list[Slice], inventory: _Inventory) -> Iterator[list[_Run]]:
+    """Everything a rank holds, cut and packed into messages of one dtype and at most `_STAGING_BYTES`.
+
+    Sender and receiver both derive the messages from the inventory, so nothing but elements has to travel.
+    """
+    message: list[_Run] = []
+    free = 0  # bytes
+    for position, (piece, entries) in enumerate(zip(slices, inventory, strict=True)):
+        for key, dtype in entries.items():
+            if not isinstance(dtype, torch.dtype):
+                continue
+            start = 0
+            while start < piece.numel:
+                if message and (free < dtype.itemsize or message[0].dtype != dtype):
+                    yield message
+                    message = []
+                if not message:
+                    free = _STAGING_BYTES
+                stop = min(piece.numel, start + free // dtype.itemsize)
+                message.append(_Run(position, key, dtype, start, stop))
+                free -= (stop - start) * dtype.itemsize
+                start = stop
+    if message:
+        yield message
+
+
+def _gather_inventories(inventory: _Inventory, part: Partition) -> list[_Inventory]:
+    """Every rank's inventory on rank 0, this rank's own elsewhere."""
+    if len(part.slices) == 1:
+        return [inventory]
+    gathered = [None] * len(part.slices) if part.rank == 0 else None
+    dist.gather_object(inventory, gathered, group_dst=0, group=part.process_group)
+    return gathered if gathered is not None else [inventory]
+
+
+def _wire_device(optimizer: torch.optim.Optimizer, part: Partition) -> torch.device:
+    """Where tensors must lie to be sent: NCCL sends from the GPU, gloo from the CPU."""
+    if len(part.slices) > 1 and dist.get_backend(part.process_group) == "nccl":
+        return parameters(optimizer)[0].device
+    return torch.device("cpu")
+
+
+def _own_part(key: str, value: Any, param: torch.Tensor, piece: Slice, local: torch.Tensor) -> Any:
+    """This rank's part of one saved state entry, shaped as the inner optimizer holds it; a copy."""
+    if _per_element(key, value, param):
+        return value.reshape(-1)[piece.start : piece.stop].clone().view(local.shape)
+    return value.clone() if isinstance(value, torch.Tensor) else value

@@ -1,0 +1,44 @@
+"""Who holds which part of the optimizer state, asked of any of the three implementations."""
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.optim import ZeroRedundancyOptimizer
+
+from zero.layout import Slice
+from zero.optimizer import ShardedOptimizer
+
+
+class Partition(NamedTuple):
+    """One optimizer's state as it is spread over the ranks."""
+
+    inner: torch.optim.Optimizer  # holds this rank's part; its parameters are slices[rank], in that order
+    slices: list[list[Slice]]  # by rank; `param` counts through all of the optimizer's param_groups
+    rank: int  # of this process
+    process_group: dist.ProcessGroup | None
+
+
+def partition(optimizer: torch.optim.Optimizer) -> Partition:
+    """The partition of a ShardedOptimizer, a ZeroRedundancyOptimizer, or any other optimizer (which holds all of it)."""
+    if isinstance(optimizer, ShardedOptimizer):
+        slices = [optimizer.slices(rank) for rank in range(optimizer.world_size)]
+        return Partition(optimizer.inner, slices, optimizer.rank, optimizer.process_group)
+    index_of = {param: index for index, param in enumerate(parameters(optimizer))}
+    if isinstance(optimizer, ZeroRedundancyOptimizer):
+        by_rank, inner = optimizer._partition_parameters(), optimizer.optim
+        rank, group = optimizer.rank, optimizer.process_group
+    else:
+        by_rank, inner, rank, group = [optimizer.param_groups], optimizer, 0, None
+    slices = [[Slice(index_of[param], 0, param.numel()) for group in groups for param in group["params"]] for groups in by_rank]
+    return Partition(inner, slices, rank, group)
+
+
+def parameters(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
+    """All parameters, in the order in which a torch.optim `state_dict()` numbers them."""
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def packed_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """The `param_groups` of a torch.optim `state_dict()`: hyperparameters, and numbers in place of parameters."""
+    return torch.optim.Optimizer.state_dict(optimizer)["param_groups"]

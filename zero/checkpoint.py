@@ -53,6 +53,8 @@ def consolidate(optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
         `state_dict()` would give it, all tensors copies on the CPU. Elsewhere: None.
     """
     part = partition(optimizer)
+    if part.replicated and dist.is_initialized() and dist.get_rank() != 0:
+        return None
     states = [part.inner.state.get(param, {}) for param in parameters(part.inner)]
     inventory = [
         {key: value.dtype if _per_element(key, value, param) else _to_cpu(value) for key, value in state.items()}

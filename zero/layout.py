@@ -8,12 +8,16 @@ bucket        `bucket_numel` consecutive elements of the flat buffer, the unit o
 shard         the r-th 1/N of a bucket, owned by rank r
 slice         the part of one parameter that falls into one shard: a contiguous range of the flattened parameter
 
-Only the tail of the flat buffer is padded, by fewer than N elements, so every rank owns the same number of elements to
-within one element per rank, whatever the shapes (ZeRO, https://arxiv.org/abs/1910.02054, section 5.1).
+Parameters and shards begin at multiples of `align` elements. A vectorized kernel rounds the elements of its body and
+those of its tail, what is left of the last vector, differently (torch's fused CPU AdamW does); cut between vectors, a
+slice's tail is its parameter's, and the update of slices is that of whole parameters bit for bit.
+
+Padding is less than `align` elements per parameter and `align * world_size` in all, so every rank owns the same number
+of elements but for that (ZeRO, https://arxiv.org/abs/1910.02054, section 5.1).
 """
 
 from bisect import bisect_right
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -48,34 +52,32 @@ class Layout:
     Args:
         numels: elements of each parameter, in the order in which they are laid down.
         world_size: ranks that share the buffer.
-        bucket_numel: elements per bucket, rounded up to a multiple of `world_size`.
+        bucket_numel: elements per bucket, rounded up to a multiple of `align * world_size`.
+        align: elements per vector of the kernels that will run over slices.
+
+    Raises:
+        ValueError: if a size is impossible.
     """
 
     numels: tuple[int, ...]
     world_size: int
     bucket_numel: int
+    align: int = 1
+    offsets: tuple[int, ...] = field(init=False)  # first element of each parameter in the flat buffer
+    padded_numel: int = field(init=False)  # elements of the flat buffer
 
     def __post_init__(self) -> None:
-        if self.world_size < 1 or self.bucket_numel < 1 or any(n < 0 for n in self.numels):
-            raise ValueError(f"world_size and bucket_numel must be positive, numels not negative: {self}")
-        object.__setattr__(self, "bucket_numel", _round_up(self.bucket_numel, self.world_size))
-        object.__setattr__(self, "offsets", tuple(accumulate(self.numels, initial=0)))
-
-    offsets: tuple[int, ...] = ()  # first element of each parameter in the flat buffer, then the total; derived
-
-    @property
-    def numel(self) -> int:
-        """Elements of all parameters, without padding."""
-        return self.offsets[-1]
-
-    @property
-    def padded_numel(self) -> int:
-        """Elements of the flat buffer: `numel` and the padding of its tail."""
-        return _round_up(self.numel, self.world_size)
+        if min(self.world_size, self.bucket_numel, self.align) < 1 or any(numel < 0 for numel in self.numels):
+            raise ValueError(f"world_size, bucket_numel and align must be positive, numels not negative: {self.numels}")
+        *offsets, end = accumulate((_round_up(numel, self.align) for numel in self.numels), initial=0)
+        shards = self.align * self.world_size
+        object.__setattr__(self, "bucket_numel", _round_up(self.bucket_numel, shards))
+        object.__setattr__(self, "offsets", tuple(offsets))
+        object.__setattr__(self, "padded_numel", _round_up(end, shards))
 
     @property
     def buckets(self) -> list[Span]:
-        """The buckets, each a multiple of `world_size` long."""
+        """The buckets, each a multiple of `align * world_size` long."""
         starts = range(0, self.padded_numel, self.bucket_numel)
         return [Span(start, min(start + self.bucket_numel, self.padded_numel)) for start in starts]
 
@@ -89,13 +91,14 @@ class Layout:
         found = []
         for bucket in self.buckets:
             shard = self.shard(bucket, rank)
-            param = bisect_right(self.offsets, shard.start) - 1
-            while param < len(self.numels) and self.offsets[param] < shard.stop:
-                first = self.offsets[param]
-                start, stop = max(shard.start, first), min(shard.stop, self.offsets[param + 1])
+            first = max(0, bisect_right(self.offsets, shard.start) - 1)
+            for param in range(first, len(self.numels)):
+                offset = self.offsets[param]
+                if offset >= shard.stop:
+                    break
+                start, stop = max(shard.start - offset, 0), min(shard.stop - offset, self.numels[param])
                 if start < stop:
-                    found.append(Slice(param, start - first, stop - first))
-                param += 1
+                    found.append(Slice(param, start, stop))
         return found
 
 

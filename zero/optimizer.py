@@ -9,6 +9,8 @@ import torch.distributed as dist
 from zero.collectives import all_gather_shards
 from zero.layout import Layout, Slice
 
+_VECTOR_BYTES = 64  # the widest vector registers, AVX-512, and a cache line
+
 
 class FlatBuffer(NamedTuple):
     """Parameters of one dtype and device, whose data are views into one flat tensor."""
@@ -34,7 +36,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     At construction the parameters move into flat buffers (their `data` become views), which are cut into buckets and
     shards as `zero.layout` says. A slice of a parameter that falls into this rank's shards is handed to the inner
     optimizer as an ordinary parameter. AdamW and its like treat every element alone, so updating slices gives, bit for
-    bit, what updating whole parameters gives. One step has three phases:
+    bit, what updating whole parameters gives (`zero.layout` says where it may cut). One step has three phases:
 
     1. view grads   each owned slice's `grad` becomes a view into its parameter's gradient, which must be the mean over
                     the ranks already (DistributedDataParallel's all-reduce leaves it so)
@@ -140,10 +142,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 kinds.setdefault((params[position].dtype, params[position].device), []).append(position)
         for (dtype, device), positions in kinds.items():
             members = [params[position] for position in positions]
-            bucket_numel = max(1, int(self.bucket_mb * 1e6) // dtype.itemsize)
-            layout = Layout(tuple(param.numel() for param in members), self.world_size, bucket_numel)
+            layout = Layout(
+                numels=tuple(param.numel() for param in members),
+                world_size=self.world_size,
+                bucket_numel=max(1, int(self.bucket_mb * 1e6) // dtype.itemsize),
+                align=_VECTOR_BYTES // dtype.itemsize,
+            )
             data = torch.zeros(layout.padded_numel, dtype=dtype, device=device)
-            for param, offset in zip(members, layout.offsets, strict=False):
+            for param, offset in zip(members, layout.offsets, strict=True):
                 view = data[offset : offset + param.numel()].view(param.shape)
                 param.data = view.copy_(param.data)
             self.buffers.append(FlatBuffer(data, members, [first_index + p for p in positions], layout))
@@ -167,7 +173,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _view_gradients(self) -> None:
         """Point each owned slice's `grad` at its part of the parameter's gradient, or at None where there is none."""
         for buffer in self.buffers:
-            for param, offset in zip(buffer.params, buffer.layout.offsets, strict=False):
+            for param, offset in zip(buffer.params, buffer.layout.offsets, strict=True):
                 if param.data_ptr() != buffer.data.data_ptr() + offset * buffer.data.itemsize:
                     raise RuntimeError(
                         f"a parameter of shape {tuple(param.shape)} was moved or replaced after ShardedOptimizer was built; "

@@ -17,21 +17,23 @@ class Partition(NamedTuple):
     slices: list[list[Slice]]  # by rank; `param` counts through all of the optimizer's param_groups
     rank: int  # of this process
     process_group: dist.ProcessGroup | None
+    replicated: bool  # not spread at all: every process holds the same, as if it were rank 0 of one
 
 
 def partition(optimizer: torch.optim.Optimizer) -> Partition:
     """The partition of a ShardedOptimizer, a ZeroRedundancyOptimizer, or any other optimizer (which holds all of it)."""
     if isinstance(optimizer, ShardedOptimizer):
         slices = [optimizer.slices(rank) for rank in range(optimizer.world_size)]
-        return Partition(optimizer.inner, slices, optimizer.rank, optimizer.process_group)
+        return Partition(optimizer.inner, slices, optimizer.rank, optimizer.process_group, replicated=False)
     index_of = {param: index for index, param in enumerate(parameters(optimizer))}
+
+    def whole(groups: list[dict[str, Any]]) -> list[Slice]:
+        return [Slice(index_of[param], 0, param.numel()) for group in groups for param in group["params"]]
+
     if isinstance(optimizer, ZeroRedundancyOptimizer):
-        by_rank, inner = optimizer._partition_parameters(), optimizer.optim
-        rank, group = optimizer.rank, optimizer.process_group
-    else:
-        by_rank, inner, rank, group = [optimizer.param_groups], optimizer, 0, None
-    slices = [[Slice(index_of[param], 0, param.numel()) for group in groups for param in group["params"]] for groups in by_rank]
-    return Partition(inner, slices, rank, group)
+        slices = [whole(groups) for groups in optimizer._partition_parameters()]
+        return Partition(optimizer.optim, slices, optimizer.rank, optimizer.process_group, replicated=False)
+    return Partition(optimizer, [whole(optimizer.param_groups)], 0, None, replicated=True)
 
 
 def parameters(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:

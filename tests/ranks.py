@@ -1,0 +1,51 @@
+"""Run a function on several gloo ranks of this machine, each a process with one thread, which meet through a file."""
+
+import multiprocessing
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["torch", "torch.distributed.optim"])  # imported once, then forked
+
+TIMEOUT_S = 120
+
+
+def run_ranks(function: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
+    """`function(*args)` on every rank of a process group of `world_size`; what each returned, by rank.
+
+    Results must be what `torch.load(weights_only=True)` admits. An error on any rank is raised here, with its traceback.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        processes = [
+            _context.Process(target=_rank_main, args=(function, rank, world_size, folder, args)) for rank in range(world_size)
+        ]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join(TIMEOUT_S)
+        stuck = [rank for rank, process in enumerate(processes) if process.is_alive()]
+        for process in processes:
+            process.kill()
+        errors = [open(path).read() for rank in range(world_size) if os.path.exists(path := f"{folder}/{rank}.error")]
+        if errors or stuck:
+            raise RuntimeError("\n".join([*errors, f"ranks {stuck} did not end" if stuck else ""]))
+        return [torch.load(f"{folder}/{rank}.pt", weights_only=True) for rank in range(world_size)]
+
+
+def _rank_main(function: Callable[..., Any], rank: int, world_size: int, folder: str, args: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world_size)
+        torch.save(function(*args), f"{folder}/{rank}.pt")
+        dist.barrier()
+    except BaseException:
+        with open(f"{folder}/{rank}.error", "w") as file:
+            file.write(f"rank {rank}:\n{traceback.format_exc()}")
+    finally:
+        os._exit(0)  # without winding up the interpreter, which gloo's threads can turn into an abort

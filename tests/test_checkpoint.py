@@ -1,0 +1,184 @@
+"""State saved by any implementation at any world size goes on in any other; the file is whole or the old one."""
+
+import copy
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from toy import build_toy, largest_difference, train, weights
+
+from zero import checkpoint as ckpt
+
+STEPS = 4  # before and after the save
+
+
+def train_and_save(mode):
+    """The consolidated checkpoint, on rank 0. Every rank trains on the same batches, so the world size does not matter."""
+    model, optimizer = build_toy(mode)
+    train(model, optimizer, rank=0, steps=STEPS)
+    state = ckpt.consolidate(optimizer)
+    assert (state is None) == (dist.get_rank() != 0)
+    return {"model": weights(model), "optimizer": state}
+
+
+def resume_and_train(mode, saved):
+    model, optimizer = build_toy(mode, seed=99)
+    getattr(model, "module", model).load_state_dict(saved["model"])
+    before = copy.deepcopy(saved["optimizer"])
+    ckpt.restore(optimizer, saved["optimizer"])
+    assert_equal(saved["optimizer"], before)
+    train(model, optimizer, rank=0, steps=STEPS, first=STEPS)
+    return {"model": weights(model), "optimizer": ckpt.consolidate(optimizer)}
+
+
+def assert_equal(a, b, where=""):
+    """The same nested dicts and lists with bit-identical tensors of one dtype and device."""
+    assert type(a) is type(b), where
+    if isinstance(a, dict):
+        assert a.keys() == b.keys(), where
+        for key in a:
+            assert_equal(a[key], b[key], f"{where}.{key}")
+    elif isinstance(a, list):
+        assert len(a) == len(b), where
+        for index, (left, right) in enumerate(zip(a, b, strict=True)):
+            assert_equal(left, right, f"{where}[{index}]")
+    elif isinstance(a, torch.Tensor):
+        assert (a.dtype, a.device) == (b.dtype, b.device), where
+        assert torch.equal(a, b), where
+    else:
+        assert a == b, where
+
+
+def train_without_interruption():
+    """Plain AdamW: its own state_dict() halfway and at the end, and the weights."""
+    model, optimizer = build_toy("adamw")
+    train(model, optimizer, rank=0, steps=STEPS)
+    halfway = {"model": weights(model), "optimizer": copy.deepcopy(optimizer.state_dict())}
+    train(model, optimizer, rank=0, steps=STEPS, first=STEPS)
+    return halfway, {"model": weights(model), "optimizer": optimizer.state_dict()}
+
+
+@pytest.fixture(scope="module")
+def uninterrupted():
+    return run_ranks(train_without_interruption, 1)[0]
+
+
+@pytest.mark.parametrize(("mode", "world_size"), [("adamw", 2), ("torch", 2), ("torch", 3), ("sharded", 1), ("sharded", 4)])
+def test_consolidated_state_is_what_adamw_would_hold(mode, world_size, uninterrupted):
+    saved = run_ranks(train_and_save, world_size, mode)[0]
+    if world_size in (1, 2, 4):  # elsewhere the mean of equal gradients is rounded
+        assert_equal(saved, uninterrupted[0])
+    else:
+        assert largest_difference(saved["model"], uninterrupted[0]["model"]) < 1e-6
+        for index, state in uninterrupted[0]["optimizer"]["state"].items():
+            assert largest_difference(saved["optimizer"]["state"][index], state) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("mode", "world_size"), [("adamw", 2), ("torch", 2), ("torch", 4), ("sharded", 1), ("sharded", 2), ("sharded", 4)]
+)
+def test_any_state_resumes_anywhere(mode, world_size, uninterrupted):
+    """All files are equal (above), so resuming from one of them is resuming from any."""
+    halfway, end = uninterrupted
+    assert_equal(run_ranks(resume_and_train, world_size, mode, halfway)[0], end)
+
+
+def test_one_process_resumes_without_a_process_group(uninterrupted):
+    halfway, end = uninterrupted
+    resumed = resume_and_train("adamw", halfway)
+    assert largest_difference(resumed["model"], end["model"]) < 1e-6  # other threads than in the ranks, other rounding
+
+
+def large_parameter(mode):
+    """Several messages per slice: the pieces must meet again in order."""
+    ckpt._STAGING_BYTES = 1000
+    model, optimizer = build_toy(mode)
+    train(model, optimizer, rank=0, steps=1)
+    return ckpt.consolidate(optimizer)
+
+
+@pytest.mark.parametrize("mode", ["torch", "sharded"])
+def test_messages_are_cut_and_joined(mode):
+    ((small, _), (large, _)) = (run_ranks(large_parameter, 2, mode), run_ranks(one_step, 2, mode))
+    assert_equal(small, large)
+
+
+def one_step(mode):
+    model, optimizer = build_toy(mode)
+    train(model, optimizer, rank=0, steps=1)
+    return ckpt.consolidate(optimizer)
+
+
+def test_the_file_of_another_model_is_refused(uninterrupted):
+    model = torch.nn.Linear(3, 2)
+    with pytest.raises(ckpt.CheckpointError, match="in its groups"):
+        ckpt.restore(torch.optim.AdamW(model.parameters()), uninterrupted[0]["optimizer"])
+    optimizer, other = torch.optim.AdamW(model.parameters()), torch.nn.Linear(2, 3)
+    model(torch.ones(3)).sum().backward()
+    optimizer.step()
+    with pytest.raises(ckpt.CheckpointError, match="shape"):
+        ckpt.restore(torch.optim.AdamW(other.parameters()), optimizer.state_dict())
+
+
+def test_kernel_choice_is_the_running_optimizers(uninterrupted):
+    model, _ = build_toy("adamw")
+    optimizer = torch.optim.AdamW(model.param_groups(), lr=0.5, fused=False, foreach=True)
+    ckpt.restore(optimizer, uninterrupted[0]["optimizer"])
+    assert [(group["fused"], group["foreach"]) for group in optimizer.param_groups] == [(False, True)] * 2
+    assert optimizer.param_groups[0]["betas"] == (0.9, 0.95)
+
+
+CHECKPOINT = {"model": {}, "optimizer": {}, "model_args": {}, "iter_num": 1, "best_val_loss": 2.0, "config": {}}
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path):
+    path = str(tmp_path / "ckpt.pt")
+    ckpt.save(CHECKPOINT, path)
+
+    class Unpicklable:
+        def __reduce__(self):
+            raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        ckpt.save({**CHECKPOINT, "iter_num": Unpicklable()}, path)
+    assert ckpt.load(path)["iter_num"] == 1
+
+
+def test_saved_tensors_carry_no_buffer_and_stay_tied(tmp_path):
+    model, _ = build_toy("sharded")
+    state = ckpt.model_state_dict(model)
+    assert state["head.weight"] is state["embedding.weight"]
+    for tensor in state.values():
+        assert tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+
+
+class Hostile:
+    def __reduce__(self):
+        return os.system, ("touch hostile-code-ran",)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(b"", "readable"), (b"PK\x03\x04 torn", "readable"), (b"no zip at all", "readable")],
+)
+def test_damaged_files_are_named(tmp_path, content, message):
+    path = tmp_path / "ckpt.pt"
+    path.write_bytes(content)
+    with pytest.raises(ckpt.CheckpointError, match=message) as caught:
+        ckpt.load(str(path))
+    assert str(path) in str(caught.value)
+
+
+def test_hostile_and_incomplete_files_are_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    torch.save({**CHECKPOINT, "config": Hostile()}, "hostile.pt")
+    with pytest.raises(ckpt.CheckpointError, match="readable"):
+        ckpt.load("hostile.pt")
+    assert not os.path.exists("hostile-code-ran")
+    torch.save({"model": {}}, "half.pt")
+    with pytest.raises(ckpt.CheckpointError, match="lacks best_val_loss, config"):
+        ckpt.load("half.pt")
+
+

@@ -1,0 +1,160 @@
+"""ShardedOptimizer, ZeroRedundancyOptimizer and AdamW give the same weights; the state really is sharded."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from toy import MODES, batch, build_toy, largest_difference, make_toy, train, weights
+
+from zero import ShardedOptimizer
+from zero.memory import state_bytes_measured, state_bytes_predicted
+
+
+def train_all_modes(clip):
+    """The weights after 20 steps of each mode, by mode, and this rank's measured and predicted bytes of state."""
+    after, measured, predicted = {}, {}, {}
+    for mode in MODES:
+        model, optimizer = build_toy(mode)
+        train(model, optimizer, dist.get_rank(), steps=20, clip=clip)
+        after[mode] = weights(model)
+        measured[mode] = state_bytes_measured(optimizer)
+        predicted[mode] = state_bytes_predicted(optimizer)[dist.get_rank() if mode != "adamw" else 0]
+    return after, measured, predicted
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.1])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_parity(world_size, clip):
+    results = run_ranks(train_all_modes, world_size, clip)
+    reference = results[0][0]["adamw"]
+    assert largest_difference(reference, weights(make_toy())) > 0.01, "training must have changed something"
+    for after, _, _ in results:
+        for mode in MODES:
+            # every implementation sees the gradients of the same all-reduce, so nothing may differ, not even rounding
+            assert largest_difference(after[mode], reference) == 0.0, mode
+    frozen = make_toy().frozen.weight
+    assert torch.equal(reference["frozen.weight"], frozen)
+
+
+def test_state_is_sharded_evenly():
+    results = run_ranks(train_all_modes, 3, 0.0)
+    for _, measured, predicted in results:
+        assert measured == predicted
+    whole = results[0][1]["adamw"]
+    sharded = [measured["sharded"] for _, measured, _ in results]
+    assert sum(sharded) == whole
+    assert max(sharded) - min(sharded) <= 8 * 16 * 3  # less than a vector per shard of padding, 8 bytes per element
+    assert sum(measured["torch"] for _, measured, _ in results) == whole
+
+
+def step_by_hand(world_size):
+    """No DDP: gradients averaged by hand; parameters without a gradient, a closure, a scheduler, a late group."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    model, oracle = make_toy(), make_toy()
+    sharded = ShardedOptimizer(model.parameters(), torch.optim.AdamW, bucket_mb=0.0002, lr=0.1, weight_decay=0.1)
+    plain = torch.optim.AdamW(oracle.parameters(), lr=0.1, weight_decay=0.1)
+    late, late_oracle = torch.nn.Parameter(torch.arange(5.0)), torch.nn.Parameter(torch.arange(5.0))
+    for step in range(6):
+        if step == 3:
+            sharded.add_param_group({"params": [late], "lr": 0.5})
+            plain.add_param_group({"params": [late_oracle], "lr": 0.5})
+        if step == 0:
+            schedulers = [torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5) for optimizer in (sharded, plain)]
+
+        def loss_of(toy, extra, step=step):
+            return sum(toy(*batch(step, r)) for r in range(world_size)) / world_size + extra.square().sum()
+
+        def closure(extra=late):
+            sharded.zero_grad()
+            loss = loss_of(model, extra)
+            loss.backward()
+            return loss
+
+        loss = sharded.step(closure)
+        plain.zero_grad()
+        expected = loss_of(oracle, late_oracle)
+        expected.backward()
+        plain.step()
+        assert torch.equal(loss, expected)
+        for scheduler in schedulers:
+            scheduler.step()
+        assert sharded.param_groups[0]["lr"] == plain.param_groups[0]["lr"]
+    held = {id(owned.param) for owned in sharded.owned if sharded.inner.state.get(owned.local)}
+    assert id(model.unused.weight) not in held, "a parameter without a gradient must not get state"
+    return {"rank": rank, "late": late.detach(), "late_oracle": late_oracle.detach(), **_pair(model, oracle)}
+
+
+def _pair(model, oracle):
+    return {"model": weights(model), "oracle": weights(oracle)}
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_alone_as_a_drop_in(world_size):
+    for result in run_ranks(step_by_hand, world_size, world_size):
+        assert largest_difference(result["model"], result["oracle"]) == 0.0
+        assert torch.equal(result["late"], result["late_oracle"])
+        assert torch.equal(result["model"]["unused.weight"], make_toy().unused.weight)
+
+
+def test_without_a_process_group():
+    assert not dist.is_initialized()
+    result = step_by_hand(1)
+    assert largest_difference(result["model"], result["oracle"]) == 0.0
+
+
+def more_ranks_than_elements():
+    param, oracle = torch.nn.Parameter(torch.tensor([1.0, 2.0])), torch.nn.Parameter(torch.tensor([1.0, 2.0]))
+    sharded = ShardedOptimizer([param], torch.optim.AdamW, lr=0.1)
+    plain = torch.optim.AdamW([oracle], lr=0.1)
+    for _ in range(3):
+        param.grad = oracle.grad = torch.tensor([0.5, -0.5])
+        sharded.step()
+        plain.step()
+    assert torch.equal(param, oracle)
+    return len(sharded.owned)
+
+
+def test_a_rank_may_own_nothing():
+    assert sorted(run_ranks(more_ranks_than_elements, 4)) == [0, 0, 0, 1]  # a cut never lies inside a vector
+
+
+def scaler_with_an_infinite_gradient():
+    """A float16 scaler sees inf on one rank's loss only; after DDP's all-reduce every rank skips the step."""
+    model, optimizer = build_toy("sharded")
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    before = weights(model)
+    for step in range(2):
+        loss = model(*batch(step, dist.get_rank()))
+        if step == 0 and dist.get_rank() == 1:
+            loss = loss * float("inf")
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        if step == 0:
+            assert largest_difference(weights(model), before) == 0.0
+    assert largest_difference(weights(model), before) > 0
+    return weights(model), scaler.get_scale()
+
+
+def test_scaler_skips_on_all_ranks():
+    (first, scale), (second, other_scale) = run_ranks(scaler_with_an_infinite_gradient, 2)
+    assert largest_difference(first, second) == 0.0
+    assert scale == other_scale == 2.0**9
+
+
+def test_moving_a_parameter_is_an_error():
+    model = make_toy()
+    optimizer = ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+    model.hidden.weight.data = model.hidden.weight.data.clone()
+    with pytest.raises(RuntimeError, match="after model.to"):
+        optimizer.step()
+
+
+def test_state_dict_names_the_call_to_make():
+    optimizer = ShardedOptimizer(make_toy().parameters(), torch.optim.AdamW)
+    with pytest.raises(RuntimeError, match=r"zero\.checkpoint\.consolidate"):
+        optimizer.state_dict()
+    with pytest.raises(RuntimeError, match=r"zero\.checkpoint\.restore"):
+        optimizer.load_state_dict({})

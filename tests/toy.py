@@ -1,0 +1,83 @@
+"""A small model with everything that trips sharded optimizers, and the oracle: plain AdamW on the mean gradient."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from zero.build import build
+
+
+class Toy(nn.Module):
+    """Tied, frozen and unused parameters, biases, and sizes that no world size divides."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(11, 7)
+        self.hidden = nn.Linear(7, 7)
+        self.norm = nn.LayerNorm(7)
+        self.frozen = nn.Linear(7, 7)
+        self.unused = nn.Linear(3, 5)
+        self.scale = nn.Parameter(torch.tensor(1.0))  # no dimensions
+        self.head = nn.Linear(7, 11, bias=False)
+        self.head.weight = self.embedding.weight
+        self.frozen.requires_grad_(False)
+
+    def forward(self, tokens, targets):
+        x = self.norm(self.frozen(torch.tanh(self.hidden(self.embedding(tokens))))) * self.scale
+        return F.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
+
+    def param_groups(self):
+        params = [param for param in self.parameters() if param.requires_grad]
+        return [
+            {"params": [param for param in params if param.dim() >= 2], "weight_decay": 0.1},
+            {"params": [param for param in params if param.dim() < 2], "weight_decay": 0.0},
+        ]
+
+
+def make_toy(seed=0):
+    torch.manual_seed(seed)
+    return Toy()
+
+
+def batch(step, rank):
+    """Tokens and targets, each (4, 6), different at every step and on every rank."""
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return torch.randint(11, (2, 4, 6), generator=generator).unbind()
+
+
+# name -> flags of zero.build.build
+MODES = {
+    "adamw": {"use_zero1": False},
+    "torch": {"use_zero1": True, "zero1_impl": "torch"},
+    "sharded": {"use_zero1": True, "zero1_impl": "sharded", "bucket_mb": 0.0002},  # 50 elements: several buckets
+}
+
+
+def build_toy(mode, seed=0):
+    model = make_toy(seed)
+    # DDP refuses parameters without a gradient; that the optimizers skip them is tested without DDP
+    model.unused.requires_grad_(False)
+    return build(model, model.param_groups(), **MODES[mode], lr=0.01, betas=(0.9, 0.95))
+
+
+def train(model, optimizer, rank, steps, clip=0.0, first=0):
+    for step in range(first, first + steps):
+        for group in optimizer.param_groups:
+            group["lr"] = 0.01 / (1 + step)
+        model(*batch(step, rank)).backward()
+        if clip:
+            norm = nn.utils.clip_grad_norm_(model.parameters(), clip)
+            assert norm > clip, "the clip must bite"
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+
+def weights(model):
+    return {name.removeprefix("module."): tensor.detach().clone() for name, tensor in model.state_dict().items()}
+
+
+def largest_difference(a, b):
+    """Over all tensors, relative to the largest magnitude in `b`."""
+    assert a.keys() == b.keys()
+    scale = max(tensor.abs().max() for tensor in b.values())
+    return max((a[name] - b[name]).abs().max() for name in a) / scale

@@ -14,6 +14,7 @@ import numpy as np
 
 DATA_DIR = os.path.join(os.path.dirname(os.path.abspath(__file__)), "data")
 SPLITS = ("train", "val")
+_GOLDEN_RATIO = np.uint64(0x9E3779B97F4A7C15)  # (sqrt(5) - 1) / 2 of 2**64
 EMBEDDED = "stdlib_char"  # needs no download, so it is prepared when it is missing
 
 
@@ -43,10 +44,17 @@ class Dataset:
         """Of the dataset's own vocabulary; None where the tokens are GPT-2's."""
         return self.meta["vocab_size"] if self.meta else None
 
-    def offsets(self, split: str, count: int, key: tuple[int, ...]) -> np.ndarray:
-        """Where `count` random sequences of `split` begin, (count,) int64: a function of the arguments alone."""
-        generator = np.random.default_rng((SPLITS.index(split), *key))
-        return generator.integers(len(self.tokens[split]) - self.block_size, size=count)
+    def offsets(self, split: str, stream: tuple[int, ...], first: int, count: int) -> np.ndarray:
+        """Where sequences number `first` to `first + count` of a stream begin, (count,) int64: a function of its arguments.
+
+        A stream visits the whole split again and again, evenly: its sequences lie a golden ratio of the split apart, from
+        a random beginning on (an additive recurrence, as in quasi-Monte Carlo). Independent draws, nanoGPT's way, would
+        visit some places several times before others at all, and reach a higher loss in the same number of iterations.
+        """
+        beginning = np.random.default_rng((SPLITS.index(split), *stream)).integers(2**64, dtype=np.uint64)
+        numbers = np.arange(first, first + count, dtype=np.uint64)
+        places = beginning + numbers * _GOLDEN_RATIO  # in units of 2**-64 of the split; the product wraps around
+        return (places / 2.0**64 * (len(self.tokens[split]) - self.block_size)).astype(np.int64)
 
     def batch(self, split: str, offsets: np.ndarray, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
         """Inputs and targets, each (len(offsets), block_size) int64.

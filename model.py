@@ -184,6 +184,9 @@ class GPT(nn.Module):
     def from_pretrained(cls, name: str, dropout: float = 0.0) -> "GPT":
         """A released GPT-2, or any GPT2LMHeadModel saved in a local directory.
 
+        OpenAI trained with the tanh approximation of GELU; this model, like nanoGPT's, has the exact one, which moves the
+        logits of a trained GPT-2 by about 1e-3.
+
         Args:
             name: 'gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl', or the path of a directory.
             dropout: of the new model, whatever it was trained with.

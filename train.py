@@ -164,8 +164,9 @@ def get_batch(split, offsets):
 
 def train_batches(iteration):
     """This rank's micro-batches, from `iteration` on, without end."""
+    global_batch_size = gradient_accumulation_steps * batch_size
     while True:
-        offsets = data.offsets("train", gradient_accumulation_steps * batch_size, key=(seed, 0, iteration))
+        offsets = data.offsets("train", (seed,), iteration * global_batch_size, global_batch_size)
         for global_micro_step in range(rank, gradient_accumulation_steps, world_size):
             start = global_micro_step * batch_size
             yield get_batch("train", offsets[start : start + batch_size])
@@ -244,7 +245,7 @@ def estimate_loss():
     result = {}
     raw_model.eval()
     for split in ("train", "val"):
-        offsets = data.offsets(split, eval_iters * batch_size, key=(seed, 1, iter_num)).reshape(eval_iters, batch_size)
+        offsets = data.offsets(split, (seed, iter_num), 0, eval_iters * batch_size).reshape(eval_iters, batch_size)
         total = torch.zeros((), device=device)
         for k in range(rank, eval_iters, world_size):
             x, y = get_batch(split, offsets[k])

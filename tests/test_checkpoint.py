@@ -180,5 +180,3 @@ def test_hostile_and_incomplete_files_are_refused(tmp_path, monkeypatch):
     torch.save({"model": {}}, "half.pt")
     with pytest.raises(ckpt.CheckpointError, match="lacks best_val_loss, config"):
         ckpt.load("half.pt")
-
-

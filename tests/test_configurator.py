@@ -1,0 +1,142 @@
+"""Config files and --key=value: names and types checked, nanoGPT's own files unchanged."""
+
+import glob
+import os
+
+import pytest
+from conftest import ROOT
+
+from configurator import configure
+
+DEFAULTS = {"batch_size": 12, "learning_rate": 6e-4, "compile": True, "out_dir": "out", "_private": 1, "function": print}
+
+
+def settings(*argv):
+    values = dict(DEFAULTS)
+    config = configure(values, list(argv))
+    assert {key: values[key] for key in config} == config
+    return config
+
+
+def refused(capsys, *argv):
+    with pytest.raises(SystemExit) as caught:
+        settings(*argv)
+    assert caught.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert error.count("\n") == 1
+    return error
+
+
+def test_defaults_are_the_settings():
+    assert settings() == {"batch_size": 12, "learning_rate": 6e-4, "compile": True, "out_dir": "out"}
+
+
+def test_values_take_the_type_of_the_default():
+    config = settings("--batch_size=3", "--learning_rate=1", "--compile=False", "--out_dir=a=b", "--batch_size=4")
+    assert config == {"batch_size": 4, "learning_rate": 1.0, "compile": False, "out_dir": "a=b"}
+    assert isinstance(config["learning_rate"], float)
+
+
+@pytest.mark.parametrize("text", ["17", "None", "[1]", "x", "", "a b"])
+def test_text_stays_text(text):
+    assert settings(f"--out_dir={text}")["out_dir"] == text
+
+
+def test_quotes_are_taken_off():
+    assert settings("--out_dir='out'")["out_dir"] == "out"
+
+
+def test_only_changes_are_printed(capsys):
+    settings("--batch_size=3", "--out_dir=out")
+    assert capsys.readouterr().out == "Overriding: batch_size = 3\n"
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("--batchsize=3", "did you mean 'batch_size'?"),
+        ("--function=3", "unknown setting 'function'"),
+        ("--batch_size=abc", "takes an integer"),
+        ("--batch_size=1.5", "takes an integer"),
+        ("--batch_size=True", "takes an integer"),
+        ("--compile=1", "takes True or False"),
+        ("--learning_rate=fast", "takes a number"),
+        ("--compile", "--key=value"),
+        ("no_such_file.py", "does not exist"),
+    ],
+)
+def test_mistakes_end_with_one_line(capsys, argument, message):
+    assert message in refused(capsys, argument)
+
+
+def test_files_and_arguments_apply_in_order(tmp_path):
+    file = tmp_path / "config.py"
+    file.write_text("import time\n_half = 2\nbatch_size = 5 * 8 // _half\nout_dir = f'{out_dir}-x'\n")
+    assert settings("--out_dir=a", str(file), "--learning_rate=0.5") == {
+        "batch_size": 20,
+        "learning_rate": 0.5,
+        "compile": True,
+        "out_dir": "a-x",
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("batchsize = 3", "did you mean 'batch_size'?"),
+        ("betas = (0.9, 0.95)", "unknown setting 'betas'"),
+        ("batch_size = '3'", "takes an integer"),
+        ("batch_size = ", "SyntaxError"),
+        ("batch_size = 1 / 0", "ZeroDivisionError"),
+    ],
+)
+def test_mistakes_in_files_name_the_file(capsys, tmp_path, text, message):
+    file = tmp_path / "config.py"
+    file.write_text(text)
+    error = refused(capsys, str(file))
+    assert message in error
+    assert str(file) in error
+
+
+def train_defaults():
+    """The settings at the top of train.py, without running it."""
+    with open(os.path.join(ROOT, "train.py")) as file:
+        source = file.read()
+    head = source[source.index("out_dir = ") : source.index("config = configure")]
+    names = {"torch": __import__("torch")}
+    exec(head, names)
+    return {key: value for key, value in names.items() if key not in ("torch", "__builtins__")}
+
+
+NANOGPT_DEFAULTS = dict(
+    out_dir="out", eval_interval=2000, log_interval=1, eval_iters=200, eval_only=False, always_save_checkpoint=True,
+    init_from="scratch", wandb_log=False, wandb_project="owt", wandb_run_name="gpt2", dataset="openwebtext",
+    gradient_accumulation_steps=40, batch_size=12, block_size=1024, n_layer=12, n_head=12, n_embd=768, dropout=0.0,
+    bias=False, learning_rate=6e-4, max_iters=600000, weight_decay=1e-1, beta1=0.9, beta2=0.95, grad_clip=1.0,
+    decay_lr=True, warmup_iters=2000, lr_decay_iters=600000, min_lr=6e-5,
+)  # fmt: skip
+
+
+def test_nanogpts_settings_have_nanogpts_defaults():
+    defaults = train_defaults()
+    assert {key: defaults[key] for key in NANOGPT_DEFAULTS} == NANOGPT_DEFAULTS
+    assert set(defaults) - set(NANOGPT_DEFAULTS) == {
+        *("backend", "device", "dtype", "compile"),  # nanoGPT's too, but by the machine
+        *("use_zero1", "zero1_impl", "zero_bucket_mb", "seed"),
+    }
+
+
+@pytest.mark.parametrize("path", sorted(glob.glob(os.path.join(ROOT, "config", "*.py"))))
+def test_every_config_file_is_accepted(path):
+    assert configure(train_defaults(), [path]) != train_defaults()
+
+
+def test_a_nanogpt_config_file_works_unchanged(tmp_path):
+    file = tmp_path / "finetune.py"
+    file.write_text(
+        "import time\n\nout_dir = 'out-shakespeare'\neval_interval = 5\nwandb_run_name = 'ft-' + str(time.time())\n"
+        "init_from = 'gpt2-xl'\nalways_save_checkpoint = False\nlearning_rate = 3e-5\ndecay_lr = False\n"
+    )
+    config = configure(train_defaults(), [str(file)])
+    assert (config["init_from"], config["learning_rate"], config["decay_lr"]) == ("gpt2-xl", 3e-5, False)

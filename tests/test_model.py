@@ -1,0 +1,133 @@
+"""The model: GPT-2's numbers, nanoGPT's names, tying, cropping and sampling."""
+
+import pytest
+import torch
+
+from model import GPT, GPTConfig
+
+TINY = {"block_size": 16, "vocab_size": 40, "n_layer": 2, "n_head": 2, "n_embd": 8}
+
+
+def tiny(**changes):
+    torch.manual_seed(0)
+    return GPT(GPTConfig(**{**TINY, **changes})).eval()
+
+
+def test_parameters_have_nanogpts_names_in_nanogpts_order():
+    block = ["ln_1.weight", "attn.c_attn.weight", "attn.c_proj.weight", "ln_2.weight", "mlp.c_fc.weight", "mlp.c_proj.weight"]
+    expected = [
+        *("transformer.wte.weight", "transformer.wpe.weight"),
+        *(f"transformer.h.{layer}.{name}" for layer in range(2) for name in block),
+        "transformer.ln_f.weight",
+    ]
+    model = tiny(bias=False)
+    assert [name for name, _ in model.named_parameters()] == expected
+    assert list(model.state_dict()) == [*expected, "lm_head.weight"]
+
+
+def test_gpt2_124m_has_its_124m_parameters():
+    with torch.device("meta"):
+        model = GPT(GPTConfig(vocab_size=50257, bias=True))
+    assert sum(param.numel() for param in model.parameters()) == 124_439_808
+    assert model.num_params() == 124_439_808 - 1024 * 768
+
+
+def test_embedding_is_tied_and_groups_cover_every_parameter_once():
+    model = tiny()
+    assert model.lm_head.weight is model.transformer.wte.weight
+    decay, rest = model.param_groups(0.1)
+    assert (decay["weight_decay"], rest["weight_decay"]) == (0.1, 0.0)
+    assert all(param.dim() >= 2 for param in decay["params"])
+    assert all(param.dim() < 2 for param in rest["params"])
+    assert {id(p) for p in decay["params"] + rest["params"]} == {id(p) for p in model.parameters()}
+    model.transformer.wpe.weight.requires_grad_(False)
+    assert len(model.param_groups(0.1)[0]["params"]) == len(decay["params"]) - 1
+
+
+def test_a_position_does_not_see_the_future():
+    model = tiny()
+    tokens = torch.randint(40, (1, 16), generator=torch.Generator().manual_seed(0))
+    changed = tokens.clone()
+    changed[0, 10:] = 0
+    logits, other = model(tokens, tokens)[0], model(changed, tokens)[0]
+    assert torch.allclose(logits[:, :10], other[:, :10], atol=1e-6)
+    assert not torch.allclose(logits[:, 10:], other[:, 10:], atol=1e-3)
+
+
+def test_loss_ignores_minus_one_and_the_last_position_alone_is_the_same():
+    model = tiny()
+    tokens = torch.arange(16)[None]
+    logits, loss = model(tokens, tokens)
+    targets = torch.full((1, 16), -1)
+    targets[0, 3] = 3
+    assert torch.allclose(model(tokens, targets)[1], -logits[0, 3].log_softmax(-1)[3])
+    assert torch.allclose(model(tokens)[0], logits[:, -1:], atol=1e-6)
+    assert 3.0 < loss < 4.5  # near log(40) = 3.7 before training
+
+
+def test_crop_block_size():
+    model = tiny()
+    tokens = torch.arange(8)[None]
+    before = model(tokens)[0]
+    model.crop_block_size(8)
+    assert model.config.block_size == 8
+    assert model.transformer.wpe.weight.shape == (8, 8)
+    assert model.transformer.wpe.weight.requires_grad
+    assert torch.equal(model(tokens)[0], before)
+    with pytest.raises(ValueError, match="longer than block_size=8"):
+        model(torch.arange(9)[None])
+    with pytest.raises(ValueError, match="between 1 and the model's 8"):
+        model.crop_block_size(9)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"), [({"n_embd": 9}, "multiple of n_head"), ({"n_layer": 0}, "n_layer=0"), ({"dropout": 1.0}, "dropout")]
+)
+def test_impossible_sizes_are_refused(sizes, message):
+    with pytest.raises(ValueError, match=message):
+        GPTConfig(**{**TINY, **sizes})
+
+
+def test_generate():
+    model = tiny()
+    prompt = torch.tensor([[1, 2, 3], [4, 5, 6]])
+    torch.manual_seed(1)
+    sample = model.generate(prompt, 20, temperature=0.8, top_k=5)
+    assert sample.shape == (2, 23)
+    assert torch.equal(sample[:, :3], prompt)
+    torch.manual_seed(1)
+    assert torch.equal(model.generate(prompt, 20, temperature=0.8, top_k=5), sample)
+    greedy = model.generate(prompt, 4, top_k=1)
+    assert torch.equal(greedy[:, 3], model(prompt)[0][:, -1].argmax(-1))
+
+
+def test_from_checkpoint_takes_a_compiled_models_names_and_refuses_other_weights():
+    model = tiny()
+    checkpoint = {
+        "model_args": {**TINY, "dropout": 0.3, "bias": True},
+        "model": {f"_orig_mod.{key}": value for key, value in model.state_dict().items()},
+    }
+    loaded = GPT.from_checkpoint(checkpoint)
+    assert loaded.config.dropout == 0.0
+    assert all(torch.equal(value, model.state_dict()[key]) for key, value in loaded.state_dict().items())
+    checkpoint["model_args"]["n_embd"] = 16
+    with pytest.raises(ValueError, match="do not fit"):
+        GPT.from_checkpoint(checkpoint)
+
+
+def test_from_pretrained_equals_transformers(tmp_path):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    source = GPT2LMHeadModel(GPT2Config(vocab_size=101, n_positions=32, n_embd=24, n_layer=3, n_head=4)).eval()
+    with torch.no_grad():
+        for param in source.parameters():
+            param.add_(torch.randn_like(param) * 0.02)  # away from zero biases and unit norms
+    source.save_pretrained(tmp_path)
+    model = GPT.from_pretrained(str(tmp_path), dropout=0.1).eval()
+    assert model.config == GPTConfig(block_size=32, vocab_size=101, n_layer=3, n_head=4, n_embd=24, dropout=0.1, bias=True)
+    tokens = torch.randint(101, (2, 32))
+    expected = source(tokens).logits
+    logits, _ = model(tokens, tokens)
+    assert expected.std() > 0.1
+    assert (logits - expected).abs().max() < 1e-4

@@ -1,0 +1,247 @@
+"""The command line as users run it: train.py under python and torchrun, resuming, sampling, and every wrong input."""
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT
+
+SIZES = ["--n_layer=2", "--n_head=2", "--n_embd=32", "--block_size=16", "--batch_size=2", "--gradient_accumulation_steps=6"]
+SETTINGS = [
+    *("--device=cpu", "--compile=False", *SIZES, "--max_iters=9", "--eval_interval=5", "--eval_iters=3"),
+    *("--learning_rate=1e-2", "--warmup_iters=2", "--lr_decay_iters=10", "--dropout=0.1", "--grad_clip=0.5"),
+]
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory):
+    """A small dataset with a pattern in it: 3 * t modulo 29, and some noise."""
+    folder = tmp_path_factory.mktemp("data")
+    generator = np.random.default_rng(0)
+    for split, length in (("train", 4000), ("val", 1000)):
+        tokens = (3 * np.arange(length) + generator.integers(3, size=length)) % 29
+        tokens.astype(np.uint16).tofile(folder / f"{split}.bin")
+    letters = [chr(ord("A") + token) for token in range(29)]
+    meta = {"vocab_size": 29, "stoi": {c: t for t, c in enumerate(letters)}, "itos": dict(enumerate(letters))}
+    (folder / "meta.pkl").write_bytes(pickle.dumps(meta))
+    return str(folder)
+
+
+def run(script, *arguments, ranks=0, cwd=ROOT):
+    """A finished process; `ranks` > 0 starts it with torchrun."""
+    launcher = [sys.executable]
+    if ranks:
+        launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    return subprocess.run(
+        [*launcher, os.path.join(ROOT, script), *arguments],
+        cwd=cwd, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+
+
+def train(out, data, *arguments, ranks=0):
+    """Losses of a run from its metrics.jsonl, {iter: (train loss, val loss) or loss}, and its console output."""
+    process = run("train.py", *SETTINGS, f"--dataset={data}", f"--out_dir={out}", *arguments, ranks=ranks)
+    assert process.returncode == 0, process.stderr
+    events = [json.loads(line) for line in open(os.path.join(out, "metrics.jsonl"))]
+    losses = {event["iter"]: event["iter/loss"] for event in events if "iter/loss" in event}
+    evaluations = {event["iter"]: (event["train/loss"], event["val/loss"]) for event in events if "val/loss" in event}
+    return losses, evaluations, process.stdout
+
+
+@pytest.fixture(scope="session")
+def runs(data, tmp_path_factory):
+    """The same run by every implementation, without dropout, which draws from the rank too."""
+    folder = tmp_path_factory.mktemp("runs")
+    flags = {
+        "one": (0, []),
+        "adamw": (2, ["--use_zero1=False"]),
+        "torch": (2, ["--zero1_impl=torch"]),
+        "sharded": (2, []),
+        "sharded3": (3, []),
+    }
+    return {
+        name: (*train(folder / name, data, "--dropout=0.0", *arguments, ranks=ranks), torch_load(folder / name))
+        for name, (ranks, arguments) in flags.items()
+    }
+
+
+def torch_load(folder):
+    return torch.load(os.path.join(folder, "ckpt.pt"), weights_only=True)
+
+
+def test_one_curve_whatever_the_ranks_and_the_implementation(runs):
+    losses, evaluations, _, _ = runs["adamw"]
+    assert sorted(losses) == list(range(10))
+    assert sorted(evaluations) == [0, 5]
+    assert losses[9] < losses[0] - 0.3
+    for name, (other, other_evaluations, _, _) in runs.items():
+        assert max(abs(losses[i] - other[i]) for i in losses) < 1e-5, name
+        assert np.abs(np.subtract(list(evaluations.values()), list(other_evaluations.values()))).max() < 1e-5, name
+
+
+def test_two_ranks_give_the_same_weights_bit_for_bit(runs):
+    """Clipping included: at this stage all three clip the same all-reduced gradients."""
+    reference = runs["adamw"][3]
+    for name in ("torch", "sharded"):
+        for key, tensor in runs[name][3]["model"].items():
+            assert torch.equal(tensor, reference["model"][key]), (name, key)
+        for index, state in runs[name][3]["optimizer"]["state"].items():
+            for key, tensor in state.items():
+                assert torch.equal(tensor, reference["optimizer"]["state"][index][key]), (name, index, key)
+
+
+def test_the_console_says_what_runs(runs):
+    assert "Using ZeRO-1 optimizer state sharding: zero1_impl='sharded'" in runs["sharded"][2]
+    assert "Using ZeRO-1 optimizer state sharding: zero1_impl='torch'" in runs["torch"][2]
+    assert "Using plain AdamW (use_zero1 needs more than one process" in runs["one"][2]
+    assert "Using plain AdamW: " in runs["adamw"][2]
+    for name, (losses, evaluations, output, _) in runs.items():
+        for iteration, loss in losses.items():
+            assert f"iter {iteration}: loss {loss:.4f}, time " in output, name
+        for iteration, (train_loss, val_loss) in evaluations.items():
+            assert f"step {iteration}: train loss {train_loss:.4f}, val loss {val_loss:.4f}" in output, name
+
+
+def test_the_checkpoint_is_nanogpts(runs):
+    checkpoint = runs["sharded"][3]
+    assert set(checkpoint) >= {"model", "optimizer", "model_args", "iter_num", "best_val_loss", "config"}
+    assert checkpoint["model_args"] == {
+        "n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 16, "bias": False, "vocab_size": 29, "dropout": 0.0,
+    }  # fmt: skip
+    assert checkpoint["iter_num"] == 5
+    assert checkpoint["config"]["batch_size"] == 2
+    assert [len(group["params"]) for group in checkpoint["optimizer"]["param_groups"]] == [10, 5]
+    assert all(tensor.device.type == "cpu" for tensor in checkpoint["model"].values())
+
+
+def test_interrupted_runs_go_on_as_if_nothing_had_happened(data, runs, tmp_path):
+    """Saved on 3 ranks by 'sharded', resumed on 2 by 'torch', then on 1 by AdamW."""
+    losses = runs["one"][0]
+    out = tmp_path / "out"
+    flags = ["--dropout=0.0", "--eval_interval=3"]
+    train(out, data, *flags, "--max_iters=3", ranks=3)
+    assert torch_load(out)["iter_num"] == 3
+    train(out, data, *flags, "--max_iters=6", "--init_from=resume", "--zero1_impl=torch", ranks=2)
+    assert torch_load(out)["iter_num"] == 6
+    resumed, _, output = train(out, data, *flags, "--max_iters=9", "--init_from=resume")
+    assert "Resuming training from" in output
+    assert sorted(resumed) == list(range(10))
+    assert max(abs(losses[i] - resumed[i]) for i in losses) < 1e-4
+
+
+def test_resuming_repeats_the_dropout_of_the_uninterrupted_run(data, tmp_path):
+    flags = ["--eval_interval=4", "--dtype=bfloat16"]
+    train(tmp_path / "a", data, *flags, "--max_iters=8", ranks=2)
+    train(tmp_path / "b", data, *flags, "--max_iters=4", ranks=2)
+    train(tmp_path / "b", data, *flags, "--max_iters=8", "--init_from=resume", ranks=2)
+    whole, resumed = torch_load(tmp_path / "a"), torch_load(tmp_path / "b")
+    assert whole["iter_num"] == resumed["iter_num"] == 8
+    assert all(torch.equal(tensor, resumed["model"][key]) for key, tensor in whole["model"].items())
+
+
+def test_float16_trains_with_a_scaler(data, tmp_path):
+    losses, _, _ = train(tmp_path / "out", data, "--dtype=float16", ranks=2)
+    assert losses[9] < losses[0] - 0.3
+    assert torch_load(tmp_path / "out")["scaler"]["scale"] > 0
+
+
+def test_compiled_blocks_train_and_leave_no_trace_in_the_file(data, tmp_path):
+    losses, _, _ = train(tmp_path / "out", data, "--compile=True", "--dropout=0.0")
+    plain, _, _ = train(tmp_path / "plain", data, "--dropout=0.0")
+    assert max(abs(losses[i] - plain[i]) for i in losses) < 1e-4
+    assert not any("_orig_mod" in key for key in torch_load(tmp_path / "out")["model"])
+
+
+def test_eval_only_changes_nothing(data, runs, tmp_path):
+    out = tmp_path / "out"
+    _, evaluations, _ = train(out, data, "--max_iters=5")
+    before = (out / "ckpt.pt").read_bytes()
+    _, again, output = train(out, data, "--init_from=resume", "--eval_only=True", ranks=2)
+    assert again[5] == pytest.approx(evaluations[5], abs=1e-5)
+    assert "iter 5" not in output
+    assert (out / "ckpt.pt").read_bytes() == before
+
+
+def test_a_gpt2_folder_is_finetuned_with_a_smaller_block(data, tmp_path):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    GPT2LMHeadModel(GPT2Config(vocab_size=29, n_positions=64, n_embd=32, n_layer=2, n_head=2)).save_pretrained(tmp_path / "hf")
+    losses, _, output = train(tmp_path / "out", data, f"--init_from={tmp_path / 'hf'}")
+    assert "Initializing from GPT-2 weights" in output
+    assert losses[9] < losses[0] - 0.3
+    assert torch_load(tmp_path / "out")["model_args"]["block_size"] == 16
+
+
+def test_wandb_records_offline_without_login_or_network(data, tmp_path, monkeypatch):
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))  # no ~/.netrc
+    arguments = [*SETTINGS, f"--dataset={data}", "--wandb_log=True", "--max_iters=1", f"--out_dir={tmp_path / 'out'}"]
+    process = run("train.py", *arguments, cwd=tmp_path)
+    assert process.returncode == 0, process.stderr
+    assert "wandb records offline; to upload later: wandb login && wandb sync " in process.stdout
+    assert os.path.isdir(process.stdout.split("wandb sync ")[1].split()[0])
+
+
+def test_sample(runs, data, tmp_path):
+    assert train(tmp_path, data, "--max_iters=5")
+    command = [f"--out_dir={tmp_path}", "--start=ADGJ", "--num_samples=2", "--max_new_tokens=30", "--device=cpu"]
+    process = run("sample.py", *command)
+    assert process.returncode == 0, process.stderr
+    samples = process.stdout.split("---------------\n")
+    assert len(samples) == 3
+    for text in samples[:2]:
+        assert "ADGJ" in text
+        assert set(text.splitlines()[-1]) <= {chr(ord("A") + token) for token in range(29)}
+    assert run("sample.py", *command).stdout == process.stdout
+    (tmp_path / "prompt.txt").write_text("BEH")
+    prompted = run("sample.py", f"--out_dir={tmp_path}", f"--start=FILE:{tmp_path / 'prompt.txt'}", "--num_samples=1")
+    assert "BEH" in prompted.stdout
+
+
+MISTAKES = {
+    "unknown key": (["--use_zero=True"], "did you mean 'use_zero1'?"),
+    "wrong type": (["--batch_size=abc"], "takes an integer"),
+    "missing dataset": (["--dataset=nowhere"], "nowhere/train.bin is missing"),
+    "missing checkpoint": (["--init_from=resume"], "ckpt.pt to resume from"),
+    "indivisible": (["--gradient_accumulation_steps=5"], "cannot be split over 2 ranks; use --gradient_accumulation_steps=6"),
+    "impossible model": (["--n_embd=33"], "use a multiple of n_head"),
+    "unknown implementation": (["--zero1_impl=other"], "sharded, torch"),
+    "no such dtype": (["--dtype=int8"], "float32, bfloat16, float16"),
+    "no such init": (["--init_from=gtp2"], "neither scratch"),
+    "block too long": (["--block_size=2000"], "too few for one sequence"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_end_at_once_on_all_ranks(data, tmp_path, mistake):
+    arguments, message = MISTAKES[mistake]
+    process = run("train.py", *SETTINGS, f"--dataset={data}", f"--out_dir={tmp_path}", *arguments, ranks=2)
+    assert process.returncode != 0
+    errors = [line for line in process.stderr.splitlines() if line.startswith("error: ")]
+    assert 1 <= len(errors) <= 2, process.stderr
+    assert all(message in line for line in errors)
+    assert "exitcode  : 2" in process.stderr
+    assert 'train.py", line' not in process.stderr
+
+
+def test_mistakes_of_one_process_have_exit_code_2(data, tmp_path):
+    spoilt = tmp_path / "data"
+    spoilt.mkdir()
+    for split in ("train", "val"):
+        np.full(100, 60000, dtype=np.uint16).tofile(spoilt / f"{split}.bin")
+    process = run("train.py", *SETTINGS, f"--dataset={spoilt}", f"--out_dir={tmp_path}")
+    assert process.returncode == 2
+    assert "holds token 60000, but the model's vocabulary has 50304" in process.stderr
+    (tmp_path / "ckpt.pt").write_bytes(b"damaged")
+    for script in ("train.py", "sample.py"):
+        extra = [*SETTINGS, f"--dataset={data}"] if script == "train.py" else []
+        process = run(script, *extra, "--init_from=resume", f"--out_dir={tmp_path}")
+        assert process.returncode == 2
+        assert "ckpt.pt is no readable checkpoint" in process.stderr
+        assert process.stderr.count("\n") == 1

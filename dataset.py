@@ -44,14 +44,14 @@ class Dataset:
         """Of the dataset's own vocabulary; None where the tokens are GPT-2's."""
         return self.meta["vocab_size"] if self.meta else None
 
-    def offsets(self, split: str, stream: tuple[int, ...], first: int, count: int) -> np.ndarray:
+    def offsets(self, split: str, stream: tuple[int, int], first: int, count: int) -> np.ndarray:
         """Where sequences number `first` to `first + count` of a stream begin, (count,) int64: a function of its arguments.
 
         A stream visits the whole split again and again, evenly: its sequences lie a golden ratio of the split apart, from
         a random beginning on (an additive recurrence, as in quasi-Monte Carlo). Independent draws, nanoGPT's way, would
         visit some places several times before others at all, and reach a higher loss in the same number of iterations.
         """
-        beginning = np.random.default_rng((SPLITS.index(split), *stream)).integers(2**64, dtype=np.uint64)
+        beginning = np.random.default_rng((*stream, SPLITS.index(split))).integers(2**64, dtype=np.uint64)
         numbers = np.arange(first, first + count, dtype=np.uint64)
         places = beginning + numbers * _GOLDEN_RATIO  # in units of 2**-64 of the split; the product wraps around
         return (places / 2.0**64 * (len(self.tokens[split]) - self.block_size)).astype(np.int64)

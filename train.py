@@ -166,7 +166,7 @@ def train_batches(iteration):
     """This rank's micro-batches, from `iteration` on, without end."""
     global_batch_size = gradient_accumulation_steps * batch_size
     while True:
-        offsets = data.offsets("train", (seed,), iteration * global_batch_size, global_batch_size)
+        offsets = data.offsets("train", (seed, 0), iteration * global_batch_size, global_batch_size)
         for global_micro_step in range(rank, gradient_accumulation_steps, world_size):
             start = global_micro_step * batch_size
             yield get_batch("train", offsets[start : start + batch_size])
@@ -241,11 +241,14 @@ if master_process:
 
 @torch.no_grad()
 def estimate_loss():
-    """Mean loss over `eval_iters` batches of each split, which the ranks share. Needs to be called on all ranks."""
+    """Mean loss over `eval_iters` batches of each split, which the ranks share. Needs to be called on all ranks.
+
+    The batches are the same each time, so that two evaluations differ by the model alone.
+    """
     result = {}
     raw_model.eval()
     for split in ("train", "val"):
-        offsets = data.offsets(split, (seed, iter_num), 0, eval_iters * batch_size).reshape(eval_iters, batch_size)
+        offsets = data.offsets(split, (seed, 1), 0, eval_iters * batch_size).reshape(eval_iters, batch_size)
         total = torch.zeros((), device=device)
         for k in range(rank, eval_iters, world_size):
             x, y = get_batch(split, offsets[k])

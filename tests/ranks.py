@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import pathlib
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -32,7 +33,7 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any) -> list
         stuck = [rank for rank, process in enumerate(processes) if process.is_alive()]
         for process in processes:
             process.kill()
-        errors = [open(path).read() for rank in range(world_size) if os.path.exists(path := f"{folder}/{rank}.error")]
+        errors = [path.read_text() for path in sorted(pathlib.Path(folder).glob("*.error"))]
         if errors or stuck:
             raise RuntimeError("\n".join([*errors, f"ranks {stuck} did not end" if stuck else ""]))
         return [torch.load(f"{folder}/{rank}.pt", weights_only=True) for rank in range(world_size)]

@@ -26,17 +26,17 @@ def write(folder, train, val=None, meta=None):
 
 def test_offsets_depend_on_their_arguments_alone(tmp_path):
     data = Dataset(write(tmp_path / "d", range(1000)), block_size=8)
-    stream = data.offsets("train", (1337,), 0, 500)
-    assert np.array_equal(stream[100:300], data.offsets("train", (1337,), 100, 200))
-    assert not np.array_equal(stream, data.offsets("train", (1338,), 0, 500))
-    assert not np.array_equal(stream, data.offsets("train", (1337, 0), 0, 500))
-    assert not np.array_equal(stream, data.offsets("val", (1337,), 0, 500))
+    stream = data.offsets("train", (1337, 0), 0, 500)
+    assert np.array_equal(stream[100:300], data.offsets("train", (1337, 0), 100, 200))
+    assert not np.array_equal(stream, data.offsets("train", (1338, 0), 0, 500))
+    assert not np.array_equal(stream, data.offsets("train", (1337, 1), 0, 500))
+    assert not np.array_equal(stream, data.offsets("val", (1337, 0), 0, 500))
 
 
 @pytest.mark.parametrize("first", [0, 10**6, 10**12])
 def test_offsets_cover_the_split_evenly(tmp_path, first):
     data = Dataset(write(tmp_path / "d", range(10_008)), block_size=8)
-    offsets = data.offsets("train", (1337,), first, 5000)
+    offsets = data.offsets("train", (1337, 0), first, 5000)
     assert offsets.dtype == np.int64
     assert offsets.min() >= 0
     assert offsets.max() < 10_000
@@ -54,7 +54,7 @@ def test_targets_are_the_next_tokens(tmp_path):
 
 def test_the_shortest_possible_file_is_enough(tmp_path):
     data = Dataset(write(tmp_path / "d", range(9)), block_size=8)
-    assert set(data.offsets("train", (0,), 0, 10)) == {0}
+    assert set(data.offsets("train", (0, 0), 0, 10)) == {0}
 
 
 @pytest.mark.parametrize(

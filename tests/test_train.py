@@ -47,7 +47,8 @@ def train(out, data, *arguments, ranks=0):
     """Losses of a run from its metrics.jsonl, {iter: (train loss, val loss) or loss}, and its console output."""
     process = run("train.py", *SETTINGS, f"--dataset={data}", f"--out_dir={out}", *arguments, ranks=ranks)
     assert process.returncode == 0, process.stderr
-    events = [json.loads(line) for line in open(os.path.join(out, "metrics.jsonl"))]
+    with open(os.path.join(out, "metrics.jsonl")) as file:
+        events = [json.loads(line) for line in file]
     losses = {event["iter"]: event["iter/loss"] for event in events if "iter/loss" in event}
     evaluations = {event["iter"]: (event["train/loss"], event["val/loss"]) for event in events if "val/loss" in event}
     return losses, evaluations, process.stdout

@@ -7,13 +7,19 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed
-NPROC ?= $(shell n=$$(nvidia-smi -L 2>/dev/null | grep -c '^GPU'); [ "$$n" -ge 2 ] && echo $$n || echo 2)
+GPUS := $(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU')
+ifneq ($(filter-out 0 1,$(GPUS)),)
+NPROC ?= $(GPUS)
+else
+NPROC ?= 2
+ON_CPU := --device=cpu --compile=False
+endif
 
 .PHONY: train test lint install
 
 train: $(INSTALLED)
 	$(BIN)/torchrun --standalone --nproc_per_node=$(NPROC) train.py config/train_stdlib_char.py \
-		--gradient_accumulation_steps=$(NPROC)
+		--gradient_accumulation_steps=$(NPROC) $(ON_CPU)
 	$(BIN)/python sample.py --out_dir=out-stdlib-char --start="def " --num_samples=2 --max_new_tokens=400
 
 test: $(INSTALLED) lint

@@ -76,11 +76,12 @@ def _read_file(path: str, config: dict[str, Any], defaults: dict[str, Any]) -> d
 
 def _parsed(text: str, default: Any) -> Any:
     """The Python value that `text` spells, or the text itself; where a string is wanted, only quotes are taken off."""
-    try:
-        value = literal_eval(text)
-    except (SyntaxError, ValueError):
+    if isinstance(default, str) and not text.startswith(("'", '"')):
         return text
-    return text if isinstance(default, str) and not isinstance(value, str) else value
+    try:
+        return literal_eval(text)
+    except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError):
+        return text
 
 
 def _checked(key: str, value: Any, defaults: dict[str, Any], where: str) -> Any:

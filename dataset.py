@@ -8,7 +8,7 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -26,7 +26,7 @@ class Dataset:
     """The splits of one dataset, memory-mapped.
 
     Args:
-        name: a folder of `data/`, or the path of one elsewhere.
+        name: a folder of `data/`, or the absolute path of one elsewhere.
         block_size: tokens per sequence.
 
     Raises:
@@ -56,21 +56,27 @@ class Dataset:
         places = beginning + numbers * _GOLDEN_RATIO  # in units of 2**-64 of the split; the product wraps around
         return (places / 2.0**64 * (len(self.tokens[split]) - self.block_size)).astype(np.int64)
 
-    def batch(self, split: str, offsets: np.ndarray, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
-        """Inputs and targets, each (len(offsets), block_size) int64.
+    def batch(self, split: str, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Inputs and targets, each (len(offsets), block_size) int64."""
+        tokens = self.tokens[split]
+        rows = np.stack([tokens[start : start + self.block_size + 1] for start in offsets]).astype(np.int64)
+        return rows[:, :-1], rows[:, 1:]
+
+    def check(self, vocab_size: int, part: int = 0, parts: int = 1) -> None:
+        """Read through one of `parts` equal parts of the data.
 
         Raises:
-            DataError: if a token is outside the model's vocabulary.
+            DataError: if a token in it is outside a model's vocabulary of `vocab_size`.
         """
-        tokens = self.tokens[split]
-        rows = np.stack([tokens[start : start + self.block_size + 1] for start in offsets])
-        if rows.max() >= vocab_size:
-            raise DataError(
-                f"{os.path.join(self.directory, split)}.bin holds token {rows.max()}, but the model's vocabulary has "
-                f"{vocab_size}; prepare the dataset again, or train a model with its vocabulary"
-            )
-        rows = rows.astype(np.int64)
-        return rows[:, :-1], rows[:, 1:]
+        for split, tokens in self.tokens.items():
+            begin, end = (len(tokens) * number // parts for number in (part, part + 1))
+            for start in range(begin, end, 1 << 24):
+                largest = tokens[start : min(start + (1 << 24), end)].max()
+                if largest >= vocab_size:
+                    raise DataError(
+                        f"{os.path.join(self.directory, split)}.bin holds token {largest}, but the model's vocabulary has "
+                        f"{vocab_size}; prepare the dataset again, or train a model with its vocabulary"
+                    )
 
 
 def prepare_if_embedded(name: str) -> None:
@@ -80,7 +86,8 @@ def prepare_if_embedded(name: str) -> None:
         DataError: if its script fails.
     """
     directory = os.path.join(DATA_DIR, name)
-    if name != EMBEDDED or all(os.path.exists(os.path.join(directory, f"{split}.bin")) for split in SPLITS):
+    files = ("meta.pkl", "train.bin", "val.bin")
+    if name != EMBEDDED or all(os.path.exists(os.path.join(directory, file)) for file in files):
         return
     script = os.path.join(directory, "prepare.py")
     if subprocess.run([sys.executable, script], check=False).returncode:
@@ -106,13 +113,21 @@ def load_meta(directory: str) -> dict[str, Any] | None:
     return meta
 
 
-def codec(meta: dict[str, Any] | None) -> tuple[Callable[[str], list[int]], Callable[[list[int]], str]]:
-    """Functions from text to tokens and back: the dataset's own vocabulary, or GPT-2's byte pairs where it has none."""
+class Codec(NamedTuple):
+    """A vocabulary: text to tokens and back."""
+
+    encode: Callable[[str], list[int]]
+    decode: Callable[[list[int]], str]
+    vocab_size: int
+
+
+def load_codec(meta: dict[str, Any] | None) -> Codec:
+    """The dataset's own vocabulary, or GPT-2's byte pairs where it has none."""
     if meta is None:
         import tiktoken
 
         encoding = tiktoken.get_encoding("gpt2")
-        return lambda text: encoding.encode(text, allowed_special={"<|endoftext|>"}), encoding.decode
+        return Codec(lambda text: encoding.encode(text, allowed_special={"<|endoftext|>"}), encoding.decode, encoding.n_vocab)
     stoi, itos = meta["stoi"], meta["itos"]
 
     def encode(text: str) -> list[int]:
@@ -121,7 +136,7 @@ def codec(meta: dict[str, Any] | None) -> tuple[Callable[[str], list[int]], Call
             raise DataError(f"the vocabulary has no {''.join(unknown)!r}; leave it out of the prompt")
         return [stoi[character] for character in text]
 
-    return encode, lambda tokens: "".join(itos[token] for token in tokens)
+    return Codec(encode, lambda tokens: "".join(itos[token] for token in tokens), meta["vocab_size"])
 
 
 class _PlainUnpickler(pickle.Unpickler):

@@ -1,4 +1,4 @@
-"""What the machine at hand has: the default device, number format and threads, and its peak for the MFU."""
+"""What the machine at hand has: device, number format, threads, and its peak for the MFU."""
 
 import os
 import re
@@ -35,27 +35,38 @@ _PEAK_TFLOPS = (
 )
 
 
-def default_device() -> str:
-    """'cuda' where there is one, else 'cpu'."""
-    return "cuda" if torch.cuda.is_available() else "cpu"
+def resolve(device: str, dtype: str) -> tuple[str, str]:
+    """The device and the number format to use, with what 'auto' stands for filled in.
+
+    Raises:
+        ValueError: if this machine has no such device, or there is no such format.
+    """
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    kind, _, index = device.partition(":")
+    counts = {"cpu": 1, "cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}
+    if kind not in counts or (index and not index.isdigit()) or int(index or 0) >= counts[kind]:
+        raise ValueError(f"device={device} is not on this machine, which has {_count(counts)}; use for example --device=cpu")
+    if dtype == "auto":
+        dtype = "float32"
+        if kind == "cuda":
+            dtype = "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float16"
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype={dtype} is not one of {', '.join(DTYPES)}")
+    return device, dtype
 
 
-def default_dtype(device_type: str) -> str:
-    """bfloat16 on GPUs that have it, float16 on older ones, float32 on a CPU."""
-    if device_type != "cuda":
-        return "float32"
-    return "bfloat16" if torch.cuda.is_bf16_supported() else "float16"
+def _count(counts: dict[str, int]) -> str:
+    return ", ".join(f"{count} {kind}" for kind, count in counts.items())
 
 
-def cpu_has(dtype: torch.dtype) -> bool:
-    """Whether this CPU computes in `dtype` with instructions of its own; without them autocast works, but slowly."""
-    flags = {torch.bfloat16: ("avx512_bf16", "amx_bf16", "bf16"), torch.float16: ("avx512_fp16", "amx_fp16", "asimdhp")}
-    try:
-        with open("/proc/cpuinfo") as file:
-            words = set(file.read().split())
-    except OSError:
+def is_slow_on_cpu(dtype: torch.dtype) -> bool:
+    """Whether this CPU is known to lack instructions for `dtype`; autocast works without them, but slowly."""
+    flags = {torch.bfloat16: {"avx512_bf16", "amx_bf16", "bf16"}, torch.float16: {"avx512_fp16", "amx_fp16", "asimdhp"}}
+    if dtype == torch.float32 or not os.path.exists("/proc/cpuinfo"):
         return False
-    return dtype == torch.float32 or any(flag in words for flag in flags[dtype])
+    with open("/proc/cpuinfo") as file:
+        return flags[dtype].isdisjoint(file.read().split())
 
 
 def divide_threads(local_world_size: int) -> None:
@@ -67,24 +78,24 @@ def divide_threads(local_world_size: int) -> None:
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
     """Floating-point operations per second at which the MFU of one rank would be 100 %.
 
-    On a GPU of the table the data sheet's figure for bfloat16 and float16; for anything else the fastest of a few large
-    matrix products, measured here and now.
+    On a GPU of the table the data sheet's figure for bfloat16 and float16; for anything else the fastest large
+    matrix product of a fifth of a second, measured here and now.
     """
     if device.type == "cuda" and dtype != torch.float32:
         name = torch.cuda.get_device_name(device)
         for part, tflops in _PEAK_TFLOPS:
             if re.search(rf"\b{part}\b", name):
                 return tflops * 1e12
-    size = 8192 if device.type == "cuda" else 1024
+    size = 8192 if device.type == "cuda" else 512
     a = torch.ones(size, size, device=device, dtype=dtype)
-    seconds = []
-    for _ in range(8):
-        _synchronize(device)
+    fastest = float("inf")  # seconds
+    begin = time.perf_counter()
+    while time.perf_counter() < begin + 0.2:
         start = time.perf_counter()
         a @ a
         _synchronize(device)
-        seconds.append(time.perf_counter() - start)
-    return 2 * size**3 / min(seconds)
+        fastest = min(fastest, time.perf_counter() - start)
+    return 2 * size**3 / fastest
 
 
 def _synchronize(device: torch.device) -> None:

@@ -5,21 +5,29 @@ import os
 from typing import Any
 
 
+class LoggerError(ValueError):
+    """The folder or wandb cannot be written to; the message says why."""
+
+
 class Logger:
     """Writes one event to every place. One rank only.
 
     Args:
-        out_dir: folder of `metrics.jsonl`, one JSON object per event with the keys that wandb gets.
+        out_dir: folder of `metrics.jsonl`, made if it is missing; one JSON object per event with the keys that wandb gets.
         resume: go on with the file there; otherwise begin a new one.
         wandb_log: also log to wandb, imported only then.
         project, name, config: for `wandb.init`.
 
     Raises:
-        ImportError: if wandb is asked for and not installed.
+        LoggerError: if the folder cannot be made, or wandb is asked for and not installed or wrongly set up.
     """
 
     def __init__(self, out_dir: str, resume: bool, wandb_log: bool, project: str, name: str, config: dict[str, Any]):
-        self.file = open(os.path.join(out_dir, "metrics.jsonl"), "a" if resume else "w", buffering=1)  # by the line
+        try:
+            os.makedirs(out_dir, exist_ok=True)
+            self.file = open(os.path.join(out_dir, "metrics.jsonl"), "a" if resume else "w", buffering=1)  # by the line
+        except OSError as error:
+            raise LoggerError(f"cannot write to out_dir={out_dir}: {error}") from error
         self.run = _wandb_run(project, name, config) if wandb_log else None
 
     def log(self, event: dict[str, Any]) -> None:
@@ -35,14 +43,22 @@ class Logger:
 
 def _wandb_run(project: str, name: str, config: dict[str, Any]) -> Any:
     """A wandb run: online if there is a login and a network (or WANDB_MODE says so), otherwise recorded on disk."""
-    import wandb
-
-    mode = os.environ.get("WANDB_MODE") or ("online" if wandb.login(prompt=False) else "offline")
     try:
-        run = wandb.init(project=project, name=name, config=config, mode=mode)
-    except wandb.errors.CommError as error:
-        print(f"wandb cannot be reached ({str(error).splitlines()[0]})")
-        run = wandb.init(project=project, name=name, config=config, mode="offline")
+        import wandb
+    except ImportError as error:
+        raise LoggerError(f"wandb_log=True needs wandb ({error}); pip install wandb, or use --wandb_log=False") from error
+
+    def start(mode: str) -> Any:
+        return wandb.init(project=project, name=name, config=config, mode=mode)
+
+    try:
+        try:
+            run = start(os.environ.get("WANDB_MODE") or ("online" if wandb.login(prompt=False, verify=False) else "offline"))
+        except wandb.errors.CommError as error:
+            print(f"wandb cannot be reached: {str(error).splitlines()[0]}")
+            run = start("offline")
+    except (wandb.errors.Error, ValueError) as error:  # a project name or a WANDB_... variable that it does not take
+        raise LoggerError(f"wandb refuses to start: {error}") from error
     if run.offline:
         print(f"wandb records offline; to upload later: wandb login && wandb sync {os.path.dirname(run.dir)}")
     return run

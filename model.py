@@ -174,6 +174,7 @@ class GPT(nn.Module):
         sizes = {key: value for key, value in checkpoint["model_args"].items() if key in names}
         model = cls(GPTConfig(**{**sizes, "dropout": dropout}))
         weights = {key.removeprefix("_orig_mod."): tensor for key, tensor in checkpoint["model"].items()}
+        weights = {key: tensor for key, tensor in weights.items() if not key.endswith(".attn.bias")}  # old causal masks
         try:
             model.load_state_dict(weights)
         except RuntimeError as error:  # torch's message lists the offending names, a line each
@@ -195,7 +196,10 @@ class GPT(nn.Module):
             ImportError: without transformers.
             OSError: if the weights are neither on this machine nor to be downloaded.
         """
-        from transformers import GPT2LMHeadModel
+        try:
+            from transformers import GPT2LMHeadModel
+        except ImportError as error:
+            raise ImportError(f"{name} is read with transformers ({error}); pip install -e '.[gpt2]'") from error
 
         source = GPT2LMHeadModel.from_pretrained(name)
         config = GPTConfig(
@@ -216,20 +220,26 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def generate(
-        self, idx: torch.Tensor, max_new_tokens: int, temperature: float = 1.0, top_k: int | None = None
+        self,
+        idx: torch.Tensor,
+        max_new_tokens: int,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        vocab_size: int | None = None,
     ) -> torch.Tensor:
         """Continue `idx`, (batch, time) int64, by `max_new_tokens` sampled tokens; call `eval()` first.
 
         Args:
             temperature: divides the logits; towards 0 the likeliest token always wins.
             top_k: sample among the k likeliest tokens only.
+            vocab_size: sample among the first tokens only, where the model's vocabulary is padded.
 
         Returns:
             (batch, time + max_new_tokens) int64.
         """
         for _ in range(max_new_tokens):
             logits, _ = self(idx[:, -self.config.block_size :])
-            logits = logits[:, -1].float() / temperature
+            logits = logits[:, -1, :vocab_size].float() / temperature
             if top_k is not None:
                 kth = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
                 logits = logits.masked_fill(logits < kth, float("-inf"))

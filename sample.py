@@ -12,7 +12,7 @@ import torch
 
 import hardware
 from configurator import configure, fail
-from dataset import DATA_DIR, DataError, codec, load_meta
+from dataset import DATA_DIR, load_codec, load_meta
 from model import GPT
 from zero import checkpoint as ckpt
 
@@ -31,43 +31,35 @@ compile = False  # torch.compile, block by block
 configure(globals())
 # -----------------------------------------------------------------------------
 
-if device == "auto":
-    device = hardware.default_device()
-device_type = device.split(":")[0]
-if dtype == "auto":
-    dtype = hardware.default_dtype(device_type)
-if dtype not in hardware.DTYPES:
-    fail(f"dtype={dtype} is not one of {', '.join(hardware.DTYPES)}")
-if temperature <= 0 or top_k < 1:
-    fail(f"temperature={temperature} must be positive and top_k={top_k} at least 1")
-torch.manual_seed(seed)
-autocast = nullcontext() if dtype == "float32" else torch.amp.autocast(device_type, hardware.DTYPES[dtype])
-
 try:
+    device, dtype = hardware.resolve(device, dtype)
+    if temperature <= 0 or top_k < 1:
+        raise ValueError(f"temperature={temperature} must be positive and top_k={top_k} at least 1")
     meta = None
     if init_from == "resume":
         checkpoint = ckpt.load(os.path.join(out_dir, "ckpt.pt"))
         model = GPT.from_checkpoint(checkpoint)
-        meta = load_meta(os.path.join(DATA_DIR, checkpoint["config"]["dataset"]))
+        meta = load_meta(os.path.join(DATA_DIR, checkpoint["config"].get("dataset", "")))
     else:
         model = GPT.from_pretrained(init_from)
-    encode, decode = codec(meta)
+    codec = load_codec(meta)
+    if codec.vocab_size > model.config.vocab_size:
+        raise ValueError(
+            f"the model knows {model.config.vocab_size} tokens, the vocabulary at hand has {codec.vocab_size}; prepare the "
+            "dataset that it was trained on, so that its meta.pkl is there"
+        )
     if start.startswith("FILE:"):
         with open(start[5:], encoding="utf-8") as file:
             start = file.read()
-    tokens = encode(start)
-except ImportError as error:
-    fail(f"init_from={init_from} needs transformers ({error}); pip install '.[gpt2]'")
-except FileNotFoundError as error:
-    fail(f"there is no {error.filename}; check --out_dir and --start")
-except (ckpt.CheckpointError, DataError, ValueError, OSError) as error:
+    tokens = codec.encode(start)
+    if not tokens:
+        raise ValueError("the prompt is empty; give at least one character with --start")
+except (ValueError, OSError, ImportError) as error:
     fail(str(error))
-if not tokens:
-    fail("the prompt is empty; give at least one character with --start")
-vocab_size = model.config.vocab_size
-if meta is not None and meta["vocab_size"] > vocab_size:
-    fail(f"the dataset's vocabulary has {meta['vocab_size']} tokens, the model's {vocab_size}; prepare it as it was")
+device_type = device.split(":")[0]
+autocast = nullcontext() if dtype == "float32" else torch.amp.autocast(device_type, hardware.DTYPES[dtype])
 
+torch.manual_seed(seed)
 model.eval().to(device)
 if compile:
     for block in model.transformer.h:
@@ -76,6 +68,6 @@ if compile:
 prompt = torch.tensor([tokens], device=device)  # (1, time)
 for _ in range(num_samples):
     with autocast:
-        sample = model.generate(prompt, max_new_tokens, temperature, top_k)
-    print(decode(sample[0].tolist()))
+        sample = model.generate(prompt, max_new_tokens, temperature, top_k, codec.vocab_size)
+    print(codec.decode(sample[0].tolist()))
     print("---------------")

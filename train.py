@@ -19,7 +19,7 @@ Every setting below can be given in a config file or as --key=value. Exit code 0
 import math
 import os
 import time
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 
 import numpy as np
 import torch
@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 import hardware
 from configurator import configure, fail
-from dataset import DataError, Dataset, prepare_if_embedded
+from dataset import Dataset, prepare_if_embedded
 from logger import Logger
 from model import GPT, GPTConfig
 from zero import checkpoint as ckpt
@@ -91,26 +91,27 @@ rank, local_rank, world_size, local_world_size = (
     for name, default in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_WORLD_SIZE", 1))
 )
 master_process = rank == 0  # this rank logs and writes files; whatever all ranks must take part in stands outside its ifs
-if device == "auto":
-    device = hardware.default_device()
+try:
+    device, dtype = hardware.resolve(device, dtype)
+except ValueError as error:
+    fail(str(error))
 device_type = device.split(":")[0]
-if dtype == "auto":
-    dtype = hardware.default_dtype(device_type)
 if backend == "auto":
     backend = "nccl" if device_type == "cuda" and local_world_size <= torch.cuda.device_count() else "gloo"
 
 # what can be wrong with the settings is found before anything is started or written
-if device_type == "cuda" and not torch.cuda.is_available():
-    fail(f"device={device}, but torch finds no GPU; use --device=cpu")
+if backend not in ("nccl", "gloo"):
+    fail(f"backend={backend} is not one of nccl, gloo")
 if ddp and backend == "nccl" and device_type != "cuda":
     fail(f"backend=nccl cannot serve device={device}; use --backend=gloo")
-if dtype not in hardware.DTYPES:
-    fail(f"dtype={dtype} is not one of {', '.join(hardware.DTYPES)}")
 if zero1_impl not in IMPLEMENTATIONS:
     fail(f"zero1_impl={zero1_impl} is not one of {', '.join(IMPLEMENTATIONS)}")
 for name in ("batch_size", "block_size", "gradient_accumulation_steps", "eval_interval", "eval_iters", "log_interval"):
     if config[name] < 1:
         fail(f"{name}={config[name]} must be at least 1")
+for name in ("learning_rate", "min_lr", "weight_decay", "grad_clip", "warmup_iters", "seed"):
+    if config[name] < 0:
+        fail(f"{name}={config[name]} must not be negative")
 if gradient_accumulation_steps % world_size:
     fail(
         f"gradient_accumulation_steps={gradient_accumulation_steps} cannot be split over {world_size} ranks; "
@@ -130,33 +131,43 @@ if ddp:
 device = torch.device(device)
 ptdtype = hardware.DTYPES[dtype]
 autocast = nullcontext() if dtype == "float32" else torch.amp.autocast(device_type, ptdtype)
-if device_type == "cpu" and master_process and not hardware.cpu_has(ptdtype):
+if device_type == "cpu" and master_process and hardware.is_slow_on_cpu(ptdtype):
     print(f"note: this CPU has no {dtype} instructions; --dtype=float32 will be faster")
 torch.backends.cuda.matmul.allow_tf32 = True
 torch.backends.cudnn.allow_tf32 = True
 micro_steps = gradient_accumulation_steps // world_size  # of this rank
 tokens_per_iter = gradient_accumulation_steps * batch_size * block_size  # of all ranks together
 if master_process:
-    os.makedirs(out_dir, exist_ok=True)
     print(f"tokens per iteration will be: {tokens_per_iter:,}")
 
+
+@contextmanager
+def wrong_input_ends_all_ranks():
+    """If the block finds the user's input wrong on any rank, all ranks say so and end. Needs to be entered on all ranks."""
+    message = None
+    try:
+        yield
+    except (ValueError, OSError, ImportError) as error:
+        message = str(error)
+    if ddp:
+        messages = [None] * world_size
+        dist.all_gather_object(messages, message)
+        message = next(filter(None, messages), None)
+    if message is not None:
+        fail(message)
+
+
 # data: what exactly a batch holds depends on the seed and the iteration only, not on the ranks that share it
-try:
+with wrong_input_ends_all_ranks():
     if local_rank == 0:
         prepare_if_embedded(dataset)
-    if ddp:
-        dist.barrier()
+with wrong_input_ends_all_ranks():
     data = Dataset(dataset, block_size)
-except DataError as error:
-    fail(str(error))
 
 
 def get_batch(split, offsets):
     """The sequences at `offsets` and their targets on the device, each (len(offsets), block_size)."""
-    try:
-        x, y = (torch.from_numpy(tokens) for tokens in data.batch(split, offsets, raw_model.config.vocab_size))
-    except DataError as error:
-        fail(str(error))
+    x, y = (torch.from_numpy(tokens) for tokens in data.batch(split, offsets))
     if device_type == "cuda":  # pinned, so that the copy runs beside the computation
         x, y = x.pin_memory(), y.pin_memory()
     return x.to(device, non_blocking=True), y.to(device, non_blocking=True)
@@ -178,7 +189,7 @@ torch.manual_seed(seed)
 iter_num = 0
 best_val_loss = float("inf")
 checkpoint = None
-try:
+with wrong_input_ends_all_ranks():
     if init_from == "scratch":
         if master_process:
             print("Initializing a new model from scratch")
@@ -196,45 +207,42 @@ try:
             print(f"Initializing from GPT-2 weights: {init_from}")
         raw_model = GPT.from_pretrained(init_from, dropout)
     else:
-        fail(f"init_from={init_from} is neither scratch, resume, a gpt2 name nor a folder that holds a GPT-2")
-    if block_size < raw_model.config.block_size:
+        raise ValueError(f"init_from={init_from} is neither scratch, resume, a gpt2 name nor a folder that holds a GPT-2")
+    longest = raw_model.config.block_size
+    if block_size > longest or (block_size < longest and init_from == "resume"):
+        raise ValueError(f"block_size={block_size} does not fit the model; use --block_size={longest}")
+    if block_size < longest:
         raw_model.crop_block_size(block_size)
-except ImportError as error:
-    fail(f"init_from={init_from} needs transformers ({error}); pip install '.[gpt2]'")
-except (ValueError, OSError) as error:
-    fail(str(error))
-if block_size > raw_model.config.block_size:
-    fail(f"block_size={block_size} is more than the model's {raw_model.config.block_size}; use at most that")
-if data.vocab_size is not None and data.vocab_size > raw_model.config.vocab_size:
-    fail(
-        f"dataset {dataset} has a vocabulary of {data.vocab_size}, the model one of {raw_model.config.vocab_size}; "
-        "use the dataset that the model was trained on"
-    )
+    if data.vocab_size is not None and data.vocab_size > raw_model.config.vocab_size:
+        raise ValueError(
+            f"dataset {dataset} has a vocabulary of {data.vocab_size}, the model one of {raw_model.config.vocab_size}; "
+            "use the dataset that the model was trained on"
+        )
+    data.check(raw_model.config.vocab_size, rank, world_size)
 raw_model.to(device)
 if master_process:
     print(f"number of parameters: {raw_model.num_params() / 1e6:.2f}M")
-if compile:
+if compile:  # by the block: short to compile, and the parameters keep their names
     for block in raw_model.transformer.h:
         block.compile()
 
 # optimizer: what the two ZeRO-1 flags choose is hidden in here
-model, optimizer = build(
-    raw_model,
-    raw_model.param_groups(weight_decay),
-    use_zero1=use_zero1,
-    zero1_impl=zero1_impl,
-    bucket_mb=zero_bucket_mb,
-    lr=learning_rate,
-    betas=(beta1, beta2),
-)
-scaler = torch.amp.GradScaler(device_type, enabled=dtype == "float16")
-if checkpoint is not None:
-    try:
+with wrong_input_ends_all_ranks():
+    model, optimizer = build(
+        raw_model,
+        raw_model.param_groups(weight_decay),
+        use_zero1=use_zero1,
+        zero1_impl=zero1_impl,
+        bucket_mb=zero_bucket_mb,
+        lr=learning_rate,
+        betas=(beta1, beta2),
+    )
+    scaler = torch.amp.GradScaler(device_type, enabled=dtype == "float16")
+    if checkpoint is not None:
         ckpt.restore(optimizer, checkpoint["optimizer"])
-    except ckpt.CheckpointError as error:
-        fail(f"{checkpoint_path}: {error}")
-    scaler.load_state_dict(checkpoint.get("scaler", {}))
-    checkpoint = None  # lets go of the file
+        if checkpoint.get("scaler"):  # of a run in float16
+            scaler.load_state_dict(checkpoint["scaler"])
+        checkpoint = None  # lets go of the file
 if master_process:
     print(describe(optimizer, use_zero1))
 
@@ -294,11 +302,9 @@ def save_checkpoint():
 
 
 log = None
-if master_process:
-    try:
+with wrong_input_ends_all_ranks():
+    if master_process:
         log = Logger(out_dir, init_from == "resume", wandb_log, wandb_project, wandb_run_name, config)
-    except ImportError:
-        fail("wandb_log=True, but wandb is not installed; pip install wandb, or use --wandb_log=False")
 
 # training loop
 flops_per_iter = raw_model.flops_per_token() * tokens_per_iter / world_size  # of one rank

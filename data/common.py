@@ -2,9 +2,9 @@
 
 import argparse
 import hashlib
+import http.client
 import os
 import pickle
-import urllib.error
 import urllib.request
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -39,9 +39,12 @@ def read_text(path: str) -> str:
     """A UTF-8 file, its line ends as they are."""
     try:
         with open(path, encoding="utf-8", newline="") as file:
-            return file.read()
+            text = file.read()
     except (OSError, UnicodeDecodeError) as error:
         fail(f"cannot read {path} as UTF-8 text: {error}")
+    if not text:
+        fail(f"{path} is empty; name a text with --input FILE")
+    return text
 
 
 def download(url: str, path: str, sha256: str) -> None:
@@ -57,7 +60,7 @@ def download(url: str, path: str, sha256: str) -> None:
                     bar.update(len(chunk))
             if digest.hexdigest() != sha256:
                 raise ValueError(f"its checksum is {digest.hexdigest()}, not {sha256}")
-    except (urllib.error.URLError, OSError, ValueError) as error:
+    except (OSError, http.client.HTTPException, ValueError) as error:
         fail(f"cannot download {url} ({error}); fetch it by other means, put it at {path} or name it with --input FILE")
 
 

@@ -7,8 +7,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
-from toy import build_toy, largest_difference, train, weights
+from toy import batch, build_toy, largest_difference, make_toy, train, weights
 
+from zero import ShardedOptimizer
 from zero import checkpoint as ckpt
 
 STEPS = 4  # before and after the save
@@ -111,6 +112,75 @@ def one_step(mode):
     return ckpt.consolidate(optimizer)
 
 
+ELEMENTWISE = {
+    "SGD": {"momentum": 0.9},
+    "Adam": {},
+    "NAdam": {},
+    "RAdam": {},
+    "Adamax": {},
+    "RMSprop": {"momentum": 0.9},
+    "Adagrad": {},
+    "Adadelta": {},
+    "Rprop": {},
+    "ASGD": {},
+}
+
+
+def other_optimizers_there_and_back():
+    """Steps, consolidates into plain, steps, and restores into sharded: for every class, as the plain one all along."""
+    for name, kwargs in ELEMENTWISE.items():
+        optimizer_cls = getattr(torch.optim, name)
+        model, oracle = make_toy(), make_toy()
+        trainable = [[param for param in toy.parameters() if param.requires_grad] for toy in (model, oracle)]
+        sharded = ShardedOptimizer(trainable[0], optimizer_cls, bucket_mb=0.0002, lr=0.01, **kwargs)
+        plain = optimizer_cls(trainable[1], lr=0.01, **kwargs)  # Adagrad would make state for frozen ones, too
+
+        def steps(model, optimizer):
+            for step in range(3):
+                optimizer.zero_grad()
+                model(*batch(step, rank=0)).backward()
+                optimizer.step()
+
+        steps(model, sharded)
+        steps(oracle, plain)
+        state = ckpt.consolidate(sharded)
+        if state is not None:
+            assert_equal(state, plain.state_dict(), name)
+        ckpt.restore(sharded, plain.state_dict())
+        steps(model, sharded)
+        steps(oracle, plain)
+        assert largest_difference(weights(model), weights(oracle)) == 0.0, name
+
+
+def test_every_elementwise_optimizer_is_saved_and_restored():
+    run_ranks(other_optimizers_there_and_back, 2)
+
+
+def on_a_subgroup():
+    group = dist.new_group([1, 2])
+    if dist.get_rank() == 0:
+        return None
+    model, oracle = make_toy(), make_toy()
+    sharded = ShardedOptimizer(model.parameters(), torch.optim.AdamW, process_group=group, bucket_mb=0.0002)
+    plain = torch.optim.AdamW(oracle.parameters())
+    for step in range(3):
+        for toy, optimizer in ((model, sharded), (oracle, plain)):
+            optimizer.zero_grad()
+            toy(*batch(step, rank=0)).backward()
+            optimizer.step()
+    state = ckpt.consolidate(sharded)
+    assert (state is None) == (dist.get_rank() == 2)
+    if state is not None:
+        assert_equal(state, plain.state_dict())
+    ckpt.restore(sharded, plain.state_dict())
+    assert largest_difference(weights(model), weights(oracle)) == 0.0
+    return len(sharded.owned)
+
+
+def test_a_process_group_that_is_not_the_world():
+    assert all(run_ranks(on_a_subgroup, 3)[1:])
+
+
 def test_the_file_of_another_model_is_refused(uninterrupted):
     model = torch.nn.Linear(3, 2)
     with pytest.raises(ckpt.CheckpointError, match="in its groups"):
@@ -130,7 +200,14 @@ def test_kernel_choice_is_the_running_optimizers(uninterrupted):
     assert optimizer.param_groups[0]["betas"] == (0.9, 0.95)
 
 
-CHECKPOINT = {"model": {}, "optimizer": {}, "model_args": {}, "iter_num": 1, "best_val_loss": 2.0, "config": {}}
+CHECKPOINT = {
+    "model": {},
+    "optimizer": {"state": {}, "param_groups": []},
+    "model_args": {},
+    "iter_num": 1,
+    "best_val_loss": 2.0,
+    "config": {},
+}
 
 
 def test_a_failed_write_leaves_the_old_file(tmp_path):
@@ -144,6 +221,7 @@ def test_a_failed_write_leaves_the_old_file(tmp_path):
     with pytest.raises(OSError, match="disk full"):
         ckpt.save({**CHECKPOINT, "iter_num": Unpicklable()}, path)
     assert ckpt.load(path)["iter_num"] == 1
+    assert os.listdir(tmp_path) == ["ckpt.pt"]
 
 
 def test_saved_tensors_carry_no_buffer_and_stay_tied(tmp_path):
@@ -177,6 +255,13 @@ def test_hostile_and_incomplete_files_are_refused(tmp_path, monkeypatch):
     with pytest.raises(ckpt.CheckpointError, match="readable"):
         ckpt.load("hostile.pt")
     assert not os.path.exists("hostile-code-ran")
-    torch.save({"model": {}}, "half.pt")
-    with pytest.raises(ckpt.CheckpointError, match="lacks best_val_loss, config"):
-        ckpt.load("half.pt")
+    for content, lacks in (
+        ({**CHECKPOINT, "config": None, "model_args": 3}, "lacks model_args, config"),
+        ({**CHECKPOINT, "optimizer": {}}, r"lacks optimizer\.state"),
+        (7, "lacks model, optimizer"),
+    ):
+        torch.save(content, "half.pt")
+        with pytest.raises(ckpt.CheckpointError, match=lacks):
+            ckpt.load("half.pt")
+    with pytest.raises(ckpt.CheckpointError, match=r"no checkpoint nowhere\.pt"):
+        ckpt.load("nowhere.pt")

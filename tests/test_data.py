@@ -46,7 +46,7 @@ def test_offsets_cover_the_split_evenly(tmp_path, first):
 
 def test_targets_are_the_next_tokens(tmp_path):
     data = Dataset(write(tmp_path / "d", range(100)), block_size=8)
-    x, y = data.batch("train", np.array([0, 91]), vocab_size=100)
+    x, y = data.batch("train", np.array([0, 91]))
     assert x.dtype == y.dtype == np.int64
     assert np.array_equal(x, [np.arange(8), np.arange(91, 99)])
     assert np.array_equal(y, x + 1)
@@ -84,9 +84,13 @@ class Hostile:
 
 
 def test_tokens_outside_the_vocabulary_are_named(tmp_path):
-    data = Dataset(write(tmp_path / "d", range(100)), block_size=8)
-    with pytest.raises(DataError, match=r"train\.bin holds token 58, but the model's vocabulary has 58"):
-        data.batch("train", np.array([50]), vocab_size=58)
+    data = Dataset(write(tmp_path / "d", range(100), val=range(90)), block_size=8)
+    data.check(100)
+    with pytest.raises(DataError, match=r"train\.bin holds token 99, but the model's vocabulary has 99"):
+        data.check(99)
+    data.check(50, part=0, parts=2)
+    with pytest.raises(DataError, match="holds token 99"):
+        data.check(50, part=1, parts=2)
 
 
 def test_a_missing_dataset_names_the_command(monkeypatch):
@@ -120,7 +124,7 @@ def test_stdlib_char(scripts):
     assert data.vocab_size == 96
     assert len(data.tokens["train"]) > 8_000_000
     assert max(tokens.max() for tokens in data.tokens.values()) < 96
-    encode, decode = dataset.codec(data.meta)
+    encode, decode, _ = dataset.load_codec(data.meta)
     assert decode(encode("def f(x):\n")) == "def f(x):\n"
     assert "import " in decode(data.tokens["train"][:20000].tolist())
     with pytest.raises(DataError, match="has no 'é'"):
@@ -131,7 +135,7 @@ def test_stdlib_char_from_a_file(scripts, tmp_path):
     (tmp_path / "code.txt").write_text("\tdéf\n" * 100, encoding="utf-8")
     assert prepare(scripts, "stdlib_char", "--input", "code.txt", cwd=tmp_path).returncode == 0
     data = Dataset(str(scripts / "data" / "stdlib_char"), block_size=8)
-    assert dataset.codec(data.meta)[1](data.tokens["train"][:11].tolist()) == "        df\n"
+    assert dataset.load_codec(data.meta).decode(data.tokens["train"][:11].tolist()) == "        df\n"
 
 
 def test_shakespeare_char(scripts):

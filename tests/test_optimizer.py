@@ -6,6 +6,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 from toy import MODES, batch, build_toy, largest_difference, make_toy, train, weights
 
+from model import GPT, GPTConfig
 from zero import ShardedOptimizer
 from zero.memory import state_bytes_measured, state_bytes_predicted
 
@@ -150,6 +151,46 @@ def test_moving_a_parameter_is_an_error():
     model.hidden.weight.data = model.hidden.weight.data.clone()
     with pytest.raises(RuntimeError, match="build the optimizer after"):
         optimizer.step()
+
+
+def test_unfreezing_a_parameter_is_an_error():
+    model = make_toy()
+    optimizer = ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+    model.frozen.weight.requires_grad_(True)
+    optimizer.step()
+    model.frozen.weight.grad = torch.ones(7, 7)
+    with pytest.raises(RuntimeError, match="was frozen when"):
+        optimizer.step()
+
+
+def test_a_parameter_may_be_empty_or_not_contiguous():
+    params = [torch.nn.Parameter(torch.ones(0, 3)), torch.nn.Parameter(torch.arange(12.0).view(3, 4).t())]
+    oracle = [torch.nn.Parameter(param.detach().clone()) for param in params]
+    optimizers = [ShardedOptimizer(params, torch.optim.AdamW, lr=0.1), torch.optim.AdamW(oracle, lr=0.1)]
+    for group, optimizer in zip((params, oracle), optimizers, strict=True):
+        for param in group:
+            param.grad = torch.arange(param.numel(), dtype=torch.float32).view(param.shape)
+        optimizer.step()
+    assert torch.equal(params[1], oracle[1])
+
+
+def gpt2_state():
+    """Bytes of AdamW state for GPT-2 124M's shapes, really held after a step."""
+    with torch.device("meta"):
+        shapes = [param.shape for param in GPT(GPTConfig(vocab_size=50257)).parameters()]
+    params = [torch.nn.Parameter(torch.zeros(shape)) for shape in shapes]
+    for param in params:
+        param.grad = param.data
+    optimizer = ShardedOptimizer(params, torch.optim.AdamW, fused=True)
+    optimizer.step()
+    return state_bytes_measured(optimizer)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_gpt2_124m_state_is_divided_evenly_on_real_ranks(world_size):
+    by_rank = run_ranks(gpt2_state, world_size)
+    assert sum(by_rank) == 8 * 124_439_808
+    assert max(by_rank) / (sum(by_rank) / world_size) <= 1.001
 
 
 def test_state_dict_names_the_call_to_make():

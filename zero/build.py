@@ -26,7 +26,7 @@ def build(
 
     Args:
         groups: parameter groups, as for torch.optim.AdamW.
-        use_zero1: divide the optimizer state among the ranks; without torch.distributed there is nobody to divide with.
+        use_zero1: divide the optimizer state among the ranks; a single process has nobody to divide with.
         zero1_impl: 'sharded' is `zero.ShardedOptimizer`, 'torch' is `torch.distributed.optim.ZeroRedundancyOptimizer`.
         bucket_mb: megabytes per bucket of ShardedOptimizer.
         **adamw: for torch.optim.AdamW; its fused kernel is used where the device has one.
@@ -35,7 +35,7 @@ def build(
         The model to call in the training loop, and the optimizer.
 
     Raises:
-        ValueError: if `zero1_impl` is unknown.
+        ValueError: if `zero1_impl` is unknown, `bucket_mb` not positive, or an argument of AdamW's impossible.
     """
     if zero1_impl not in IMPLEMENTATIONS:
         raise ValueError(f"zero1_impl={zero1_impl!r} is not one of {', '.join(IMPLEMENTATIONS)}")
@@ -43,7 +43,7 @@ def build(
     adamw["fused"] = device.type in ("cuda", "cpu")
     if not dist.is_initialized():
         return model, torch.optim.AdamW(groups, **adamw)
-    if not use_zero1:
+    if not use_zero1 or dist.get_world_size() == 1:
         optimizer = torch.optim.AdamW(groups, **adamw)
     elif zero1_impl == "torch":
         optimizer = ZeroRedundancyOptimizer(groups, optimizer_class=torch.optim.AdamW, **adamw)

@@ -22,6 +22,9 @@ _STAGING_BYTES = 25_000_000  # one message
 # how the machine at hand runs the update, not what the update is: kept from the running optimizer, never from a file
 _MACHINE_FLAGS = ("fused", "foreach", "capturable", "differentiable")
 
+# tensors that torch.optim keeps once per parameter: Adam's and most others' counter, NAdam's product, ASGD's two rates
+_PER_PARAMETER = ("step", "mu_product", "eta", "mu")
+
 
 class CheckpointError(ValueError):
     """A checkpoint that cannot be read, or does not belong to this model; the message names the file or the entry."""
@@ -110,7 +113,7 @@ def restore(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> Non
         raise CheckpointError(f"the saved optimizer has {saved_lengths} parameters in its groups, this one {lengths}")
     for index, entries in state_dict["state"].items():
         for key, value in entries.items():
-            if key != "step" and isinstance(value, torch.Tensor) and value.shape != params[index].shape:
+            if isinstance(value, torch.Tensor) and value.dim() and value.shape != params[index].shape:
                 raise CheckpointError(
                     f"saved state {key!r} of parameter {index} has shape {tuple(value.shape)}, "
                     f"the parameter {tuple(params[index].shape)}"
@@ -144,32 +147,48 @@ def model_state_dict(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 def save(checkpoint: dict[str, Any], path: str) -> None:
     """Write the file so that `path` holds either the old checkpoint or the new one, never a part. One rank only."""
     temporary = path + ".tmp"
-    with open(temporary, "wb") as file:
-        torch.save(checkpoint, file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        with open(temporary, "wb") as file:
+            torch.save(checkpoint, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        if os.path.exists(temporary):
+            os.remove(temporary)
 
 
 def load(path: str) -> dict[str, Any]:
     """Read a checkpoint, its tensors memory-mapped, so that the ranks of a machine share one copy. Runs no code from it.
 
     Raises:
-        FileNotFoundError: if there is none.
-        CheckpointError: if the file is damaged, holds more than tensors and plain values, or lacks one of the keys.
+        CheckpointError: if the file is missing or damaged, holds more than tensors and plain values, or lacks one of the keys.
     """
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"there is no checkpoint {path}") from error
     except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
         raise CheckpointError(f"{path} is no readable checkpoint ({str(error).splitlines()[0]})") from error
-    missing = {"model", "optimizer", "model_args", "iter_num", "best_val_loss", "config"} - set(checkpoint)
+    keys = {
+        "model": dict,
+        "optimizer": dict,
+        "model_args": dict,
+        "iter_num": int,
+        "best_val_loss": (int, float, torch.Tensor),
+        "config": dict,
+    }
+    held = checkpoint if isinstance(checkpoint, dict) else {}
+    missing = [key for key, kind in keys.items() if not isinstance(held.get(key), kind)]
+    if "optimizer" not in missing:
+        missing += [f"optimizer.{key}" for key in ("state", "param_groups") if key not in held["optimizer"]]
     if missing:
-        raise CheckpointError(f"{path} lacks {', '.join(sorted(missing))}")
+        raise CheckpointError(f"{path} is no checkpoint of a model in training: it lacks {', '.join(missing)}")
     return checkpoint
 
 
 def _per_element(key: str, value: Any, param: torch.Tensor) -> bool:
-    return key != "step" and isinstance(value, torch.Tensor) and value.shape == param.shape
+    return key not in _PER_PARAMETER and isinstance(value, torch.Tensor) and value.shape == param.shape
 
 
 def _to_cpu(value: Any) -> Any:

@@ -2,8 +2,8 @@
 
 Words used everywhere in this package:
 
-flat buffer   all parameters of one dtype laid end to end in the order given (the optimizer gives them in reverse
-              registration order, the order in which backward produces gradients), then padding
+flat buffer   all parameters of one dtype laid end to end in the order given (the optimizer reverses its own: later
+              parameters get their gradients earlier), then padding
 bucket        `bucket_numel` consecutive elements of the flat buffer, the unit of communication; the last one is shorter
 shard         the r-th 1/N of a bucket, owned by rank r
 slice         the part of one parameter that falls into one shard: a contiguous range of the flattened parameter

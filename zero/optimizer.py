@@ -43,8 +43,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
     2. update       the inner optimizer steps over the owned slices, 1/N of the elements
     3. all-gather   every bucket's shards go from their owners to everyone
 
-    Parameters without a gradient are skipped, as torch.optim does; frozen ones stay where they are, outside the
-    buffers. A parameter must not be moved (`model.to`) or have its `data` replaced once the optimizer is built.
+    Parameters without a gradient are skipped, as torch.optim does. Those that are frozen at construction stay where they
+    are, outside the buffers, and must remain frozen. A parameter must not be moved (`model.to`) or have its `data`
+    replaced once the optimizer is built.
 
     Args:
         params: parameters or parameter groups, the same on all ranks, as for any `torch.optim.Optimizer`.
@@ -55,8 +56,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         **kwargs: for `optimizer_cls`.
 
     Raises:
-        RuntimeError: from `step`, if a parameter left its buffer; from `state_dict` and `load_state_dict`, which a
-            single rank cannot answer: `zero.checkpoint` has the calls.
+        ValueError: if `bucket_mb` is not positive.
+        RuntimeError: from `step`, if a parameter left its buffer or was unfrozen; from `state_dict` and `load_state_dict`,
+            which a single rank cannot answer: `zero.checkpoint` has the calls.
 
     Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", section 5.1
     (P_os); the interface is that of `torch.distributed.optim.ZeroRedundancyOptimizer`.
@@ -70,6 +72,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         bucket_mb: float = 25,
         **kwargs: Any,
     ) -> None:
+        if bucket_mb <= 0:
+            raise ValueError(f"bucket_mb={bucket_mb} must be positive")
         distributed = dist.is_available() and dist.is_initialized()
         self.process_group = process_group
         self.world_size = dist.get_world_size(process_group) if distributed else 1
@@ -172,12 +176,21 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _view_gradients(self) -> None:
         """Point each owned slice's `grad` at its part of the parameter's gradient, or at None where there is none."""
+        inside = set()
         for buffer in self.buffers:
             for param, offset in zip(buffer.params, buffer.layout.offsets, strict=True):
-                if param.data_ptr() != buffer.data.data_ptr() + offset * buffer.data.itemsize:
+                inside.add(param)
+                if param.numel() and param.data_ptr() != buffer.data.data_ptr() + offset * buffer.data.itemsize:
                     raise RuntimeError(
                         f"a parameter of shape {tuple(param.shape)} was moved or replaced after ShardedOptimizer was built; "
                         "build the optimizer after model.to(device)"
+                    )
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None and param not in inside:
+                    raise RuntimeError(
+                        f"a parameter of shape {tuple(param.shape)} was frozen when ShardedOptimizer was built and has a "
+                        "gradient now; build the optimizer after requires_grad_(True)"
                     )
         for owned in self.owned:
             if owned.param.grad is not None:

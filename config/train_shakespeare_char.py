@@ -9,7 +9,8 @@
 #       --block_size=64 --batch_size=12 --n_layer=4 --n_head=4 --n_embd=128 --max_iters=2000 --lr_decay_iters=2000 \
 #       --dropout=0.0
 #
-# about 70 seconds on two CPU cores, 1.89. On two ranks give each half of the batch: --gradient_accumulation_steps=2 --batch_size=6.
+# about 70 seconds on two CPU cores, 1.89. On two ranks give each rank half of the batch: --gradient_accumulation_steps=2
+# --batch_size=6.
 
 out_dir = "out-shakespeare-char"
 eval_interval = 250

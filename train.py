@@ -30,8 +30,9 @@ from configurator import configure, fail
 from dataset import Dataset, prepare_if_embedded
 from logger import Logger
 from model import GPT, GPTConfig
+from zero import ShardedGradScaler
 from zero import checkpoint as ckpt
-from zero.build import IMPLEMENTATIONS, build, describe
+from zero.build import IMPLEMENTATIONS, build, clip_grad_norm_, describe
 from zero.memory import peak_bytes
 
 # -----------------------------------------------------------------------------
@@ -75,6 +76,7 @@ min_lr = 6e-5  # about learning_rate / 10
 use_zero1 = True  # divide the optimizer state among the ranks
 zero1_impl = "sharded"  # 'sharded': ours; 'torch': ZeroRedundancyOptimizer
 zero_bucket_mb = 25.0  # megabytes per bucket of 'sharded'
+shard_gradients = False  # 'sharded': keep 1/N of the gradients, too, at the price of a reduce-scatter per micro-step
 # system
 backend = "auto"  # 'nccl', 'gloo'; auto: nccl where every rank has a GPU of its own
 device = "auto"  # 'cpu', 'cuda', 'cuda:1', 'mps'; auto: cuda where there is one
@@ -234,10 +236,11 @@ with wrong_input_ends_all_ranks():
         use_zero1=use_zero1,
         zero1_impl=zero1_impl,
         bucket_mb=zero_bucket_mb,
+        shard_gradients=shard_gradients,
         lr=learning_rate,
         betas=(beta1, beta2),
     )
-    scaler = torch.amp.GradScaler(device_type, enabled=dtype == "float16")
+    scaler = ShardedGradScaler(device_type, enabled=dtype == "float16")
     if checkpoint is not None:
         ckpt.restore(optimizer, checkpoint["optimizer"])
         if checkpoint.get("scaler"):  # of a run in float16
@@ -353,7 +356,7 @@ while True:
         scaler.scale(loss / micro_steps).backward()
     if grad_clip != 0.0:
         scaler.unscale_(optimizer)
-        torch.nn.utils.clip_grad_norm_(raw_model.parameters(), grad_clip)
+        clip_grad_norm_(optimizer, grad_clip)
     scaler.step(optimizer)
     scaler.update()
     optimizer.zero_grad(set_to_none=True)

@@ -7,7 +7,7 @@ from ranks import run_ranks
 from toy import MODES, batch, build_toy, largest_difference, make_toy, train, weights
 
 from model import GPT, GPTConfig
-from zero import ShardedOptimizer
+from zero import ShardedGradScaler, ShardedOptimizer
 from zero.memory import state_bytes_measured, state_bytes_predicted
 
 
@@ -31,8 +31,9 @@ def test_parity(world_size, clip):
     assert largest_difference(reference, weights(make_toy())) > 0.01, "training must have changed something"
     for after, _, _ in results:
         for mode in MODES:
-            # every implementation sees the gradients of the same all-reduce, so nothing may differ, not even rounding
-            assert largest_difference(after[mode], reference) == 0.0, mode
+            # a sum of two numbers is the same in any order; the norm of shards is added up in another one than a whole's
+            exact = (not clip and world_size <= 2) or mode == "torch"
+            assert largest_difference(after[mode], reference) <= (0.0 if exact else 1e-6), mode
     frozen = make_toy().frozen.weight
     assert torch.equal(reference["frozen.weight"], frozen)
 
@@ -120,9 +121,9 @@ def test_a_rank_may_own_nothing():
 
 
 def scaler_with_an_infinite_gradient():
-    """A float16 scaler sees inf on one rank's loss only; after DDP's all-reduce every rank skips the step."""
+    """A float16 scaler sees inf on one rank's loss only; every rank skips the step."""
     model, optimizer = build_toy("sharded")
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    scaler = ShardedGradScaler("cpu", init_scale=2.0**10)
     before = weights(model)
     for step in range(2):
         loss = model(*batch(step, dist.get_rank()))

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from zero.build import build
+from zero.build import build, clip_grad_norm_
 
 
 class Toy(nn.Module):
@@ -50,13 +50,13 @@ MODES = {
     "adamw": {"use_zero1": False},
     "torch": {"use_zero1": True, "zero1_impl": "torch"},
     "sharded": {"use_zero1": True, "zero1_impl": "sharded", "bucket_mb": 0.0002},  # 50 elements: several buckets
+    "gradients": {"use_zero1": True, "zero1_impl": "sharded", "bucket_mb": 0.0002, "shard_gradients": True},
 }
 
 
 def build_toy(mode, seed=0):
     model = make_toy(seed)
-    # DDP refuses parameters without a gradient; that the optimizers skip them is tested without DDP
-    model.unused.requires_grad_(False)
+    model.unused.requires_grad_(False)  # DistributedDataParallel refuses parameters without a gradient
     return build(model, model.param_groups(), **MODES[mode], lr=0.01, betas=(0.9, 0.95))
 
 
@@ -66,7 +66,7 @@ def train(model, optimizer, rank, steps, clip=0.0, first=0):
             group["lr"] = 0.01 / (1 + step)
         model(*batch(step, rank)).backward()
         if clip:
-            norm = nn.utils.clip_grad_norm_(model.parameters(), clip)
+            norm = clip_grad_norm_(optimizer, clip)
             assert norm > clip, "the clip must bite"
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)

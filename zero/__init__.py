@@ -1,5 +1,7 @@
 """ZeRO stage 1 for PyTorch: optimizer state divided evenly among the ranks. Imports torch and itself only."""
 
+from zero.data_parallel import ShardedDataParallel
+from zero.grad_scaler import ShardedGradScaler
 from zero.optimizer import ShardedOptimizer
 
-__all__ = ["ShardedOptimizer"]
+__all__ = ["ShardedDataParallel", "ShardedGradScaler", "ShardedOptimizer"]

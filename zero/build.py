@@ -7,8 +7,10 @@ import torch.distributed as dist
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
+from zero.data_parallel import ShardedDataParallel
 from zero.memory import state_bytes_predicted
 from zero.optimizer import ShardedOptimizer
+from zero.partition import parameters
 
 IMPLEMENTATIONS = ("sharded", "torch")
 
@@ -20,6 +22,7 @@ def build(
     use_zero1: bool = True,
     zero1_impl: str = "sharded",
     bucket_mb: float = 25,
+    shard_gradients: bool = False,
     **adamw: Any,
 ) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     """Wrap `model` for data parallelism and make its AdamW. Needs to be called on all ranks, `model` on its device.
@@ -29,6 +32,7 @@ def build(
         use_zero1: divide the optimizer state among the ranks; a single process has nobody to divide with.
         zero1_impl: 'sharded' is `zero.ShardedOptimizer`, 'torch' is `torch.distributed.optim.ZeroRedundancyOptimizer`.
         bucket_mb: megabytes per bucket of ShardedOptimizer.
+        shard_gradients: with 'sharded', let no full gradient outlive its bucket: one reduce-scatter per micro-step.
         **adamw: for torch.optim.AdamW; its fused kernel is used where the device has one.
 
     Returns:
@@ -48,10 +52,24 @@ def build(
     elif zero1_impl == "torch":
         optimizer = ZeroRedundancyOptimizer(groups, optimizer_class=torch.optim.AdamW, **adamw)
     else:
-        optimizer = ShardedOptimizer(groups, torch.optim.AdamW, bucket_mb=bucket_mb, **adamw)
+        optimizer = ShardedOptimizer(
+            groups, torch.optim.AdamW, bucket_mb=bucket_mb, registration_order=model.parameters(), **adamw
+        )
+        wrapped = ShardedDataParallel(model, optimizer, shard_gradients=shard_gradients)
+        return wrapped, optimizer
     # gradients as views into DDP's buckets: the same all-reduce, without a second copy of every gradient
     device_ids = [device.index] if device.type == "cuda" else None
     return DistributedDataParallel(model, device_ids=device_ids, gradient_as_bucket_view=True), optimizer
+
+
+def clip_grad_norm_(optimizer: torch.optim.Optimizer, max_norm: float) -> torch.Tensor:
+    """Clip the gradients of all parameters together, wherever they are; returns their norm. Needs to be called on all ranks.
+
+    Equal to `torch.nn.utils.clip_grad_norm_` over full gradients, inf and nan included.
+    """
+    if isinstance(optimizer, ShardedOptimizer):
+        return optimizer.clip_grad_norm_(max_norm)
+    return torch.nn.utils.clip_grad_norm_(parameters(optimizer), max_norm)
 
 
 def describe(optimizer: torch.optim.Optimizer, use_zero1: bool) -> str:

@@ -88,17 +88,19 @@ class Layout:
 
     def slices(self, rank: int) -> list[Slice]:
         """The slices that `rank` owns, from the front of the flat buffer to its end; `param` counts through `numels`."""
+        return [piece for bucket in self.buckets for piece in self.slices_in(self.shard(bucket, rank))]
+
+    def slices_in(self, span: Span) -> list[Slice]:
+        """The parts of parameters that lie in `span`, from its front to its end."""
         found = []
-        for bucket in self.buckets:
-            shard = self.shard(bucket, rank)
-            first = max(0, bisect_right(self.offsets, shard.start) - 1)
-            for param in range(first, len(self.numels)):
-                offset = self.offsets[param]
-                if offset >= shard.stop:
-                    break
-                start, stop = max(shard.start - offset, 0), min(shard.stop - offset, self.numels[param])
-                if start < stop:
-                    found.append(Slice(param, start, stop))
+        first = max(0, bisect_right(self.offsets, span.start) - 1)
+        for param in range(first, len(self.numels)):
+            offset = self.offsets[param]
+            if offset >= span.stop:
+                break
+            start, stop = max(span.start - offset, 0), min(span.stop - offset, self.numels[param])
+            if start < stop:
+                found.append(Slice(param, start, stop))
         return found
 
 

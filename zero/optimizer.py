@@ -1,13 +1,14 @@
 """ShardedOptimizer: any elementwise torch.optim class with its state divided evenly among the ranks."""
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from zero.collectives import all_gather_shards
-from zero.layout import Layout, Slice
+from zero.collectives import Gather, all_gather
+from zero.layout import Layout, Slice, Span
 
 _VECTOR_BYTES = 64  # the widest vector registers, AVX-512, and a cache line
 
@@ -27,7 +28,24 @@ class OwnedSlice(NamedTuple):
     param: torch.nn.Parameter
     start: int  # first element of the flattened parameter
     stop: int
+    offset: int  # first element of this rank's shard of the bucket
     local: torch.nn.Parameter  # (stop - start,), a view into FlatBuffer.data
+
+
+@dataclass
+class Bucket:
+    """One bucket at run time."""
+
+    data: torch.Tensor  # (world_size * shard_numel,), a view into FlatBuffer.data
+    owned: list[OwnedSlice]  # what this rank updates
+    members: list[tuple[torch.nn.Parameter, Slice, int]]  # all that lies in it: parameter, part of it, offset in the bucket
+    gather: Gather | None = None  # in flight: only this rank's shard of `data` may be read
+
+    def wait(self) -> None:
+        """Make all of `data` readable."""
+        if self.gather is not None:
+            self.gather.wait()
+            self.gather = None
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -38,10 +56,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
     optimizer as an ordinary parameter. AdamW and its like treat every element alone, so updating slices gives, bit for
     bit, what updating whole parameters gives (`zero.layout` says where it may cut). One step has three phases:
 
-    1. view grads   each owned slice's `grad` becomes a view into its parameter's gradient, which must be the mean over
-                    the ranks already (DistributedDataParallel's all-reduce leaves it so)
-    2. update       the inner optimizer steps over the owned slices, 1/N of the elements
-    3. all-gather   every bucket's shards go from their owners to everyone
+    1. collect gradients   each owned slice gets the gradient of its elements, the mean over the ranks. Alone, the class
+                           takes views of the parameters' gradients, which must be averaged already (by
+                           DistributedDataParallel's all-reduce or by hand). ShardedDataParallel puts the results of
+                           its reduce-scatters here instead.
+    2. update              bucket by bucket, the inner optimizer steps over the owned slices: 1/N of the elements
+    3. all-gather          as soon as a bucket is updated, its shards go from their owners to everyone, while the next
+                           one is updated. Alone, `step` waits for the last; under ShardedDataParallel the next forward
+                           waits for each where it needs it.
 
     Parameters without a gradient are skipped, as torch.optim does. Those that are frozen at construction stay where they
     are, outside the buffers, and must remain frozen. A parameter must not be moved (`model.to`) or have its `data`
@@ -53,6 +75,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         process_group: the ranks that share the state; default the whole world, or this process alone when
             torch.distributed is not initialized.
         bucket_mb: megabytes (10**6 bytes) per bucket.
+        registration_order: all parameters in the order in which the model uses them, `model.parameters()`, where `params`
+            are groups of another order; buckets then fill in the order in which backward produces gradients.
         **kwargs: for `optimizer_cls`.
 
     Raises:
@@ -70,6 +94,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         optimizer_cls: type[torch.optim.Optimizer],
         process_group: dist.ProcessGroup | None = None,
         bucket_mb: float = 25,
+        registration_order: Iterable[torch.nn.Parameter] | None = None,
         **kwargs: Any,
     ) -> None:
         if bucket_mb <= 0:
@@ -79,8 +104,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.world_size = dist.get_world_size(process_group) if distributed else 1
         self.rank = dist.get_rank(process_group) if distributed else 0
         self.bucket_mb = bucket_mb
+        self.registration_order = {param: index for index, param in enumerate(registration_order or [])}
         self.buffers: list[FlatBuffer] = []
-        self.owned: list[OwnedSlice] = []  # in the order of the inner optimizer's parameters
+        self.buckets: list[Bucket] = []
+        self.collect_gradients: Callable[[], None] = self._view_gradients  # phase 1
+        self.on_zero_grad: Callable[[], None] = lambda: None
+        self.gather_in_background = False  # whoever reads parameters calls `synchronize` or Bucket.wait first
         self.inner: torch.optim.Optimizer | None = None
         super().__init__(params, dict(kwargs))
         self._lay_out(first_group=0)
@@ -104,19 +133,69 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Update the owned slices and gather everyone else's. Needs to be called on all ranks.
 
         Returns:
-            What `closure` returned, or None. Every parameter is whole and new when this returns.
+            What `closure` returned, or None.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._view_gradients()
+        self.collect_gradients()
+        self.synchronize()
         _copy_hyperparameters(self.param_groups, self.inner.param_groups)
-        self.inner.step()
-        for owned in self.owned:
-            owned.local.grad = None
-        self._all_gather()
+        gradients = [[owned.local.grad for owned in bucket.owned] for bucket in self.buckets]
+        self._show_gradients([[None] * len(bucket.owned) for bucket in self.buckets])
+        for bucket, of_bucket in zip(self.buckets, gradients, strict=True):
+            if any(gradient is not None for gradient in of_bucket):
+                # the inner optimizer skips what has no gradient: it updates this bucket's slices alone
+                for owned, gradient in zip(bucket.owned, of_bucket, strict=True):
+                    owned.local.grad = gradient
+                self.inner.step()
+                for owned in bucket.owned:
+                    owned.local.grad = None
+            if self.world_size > 1:
+                bucket.gather = all_gather(bucket.data, self.process_group)
+        self._show_gradients(gradients)
+        if not self.gather_in_background:
+            self.synchronize()
         return loss
+
+    def synchronize(self) -> None:
+        """Wait until every parameter is whole."""
+        for bucket in self.buckets:
+            bucket.wait()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As in torch.optim; the owned slices' gradients are dropped with their parameters'."""
+        super().zero_grad(set_to_none)
+        self.on_zero_grad()
+        self._show_gradients([[None] * len(bucket.owned) for bucket in self.buckets])
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+        """Scale the owned slices' gradients as `torch.nn.utils.clip_grad_norm_` would. Needs to be called on all ranks.
+
+        Every rank adds up the squares of its slices, and one all-reduce of a scalar gives the norm of the whole gradient.
+
+        Returns:
+            The norm before clipping, a float32 scalar.
+        """
+        self.collect_gradients()
+        gradients = [owned.local.grad for owned in self.owned if owned.local.grad is not None]
+        device = self.buckets[0].data.device if self.buckets else None
+        total = torch.zeros((), device=device)
+        if gradients:
+            total = torch.stack(torch._foreach_norm(gradients)).float().square().sum()
+        if self.world_size > 1:
+            dist.all_reduce(total, group=self.process_group)
+        norm = total.sqrt()
+        if gradients:
+            torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+        return norm
+
+    @property
+    def owned(self) -> list[OwnedSlice]:
+        """The slices of this rank, bucket by bucket."""
+        return [owned for bucket in self.buckets for owned in bucket.owned]
 
     def slices(self, rank: int) -> list[Slice]:
         """The slices of any rank, in the order of the parameters of its inner optimizer.
@@ -140,31 +219,47 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Move the trainable parameters of the groups from `first_group` on into flat buffers, one per dtype and device."""
         first_index = sum(len(group["params"]) for group in self.param_groups[:first_group])
         params = [param for group in self.param_groups[first_group:] for param in group["params"]]
+        positions = range(len(params))
+        if self.registration_order:
+            positions = sorted(positions, key=lambda position: self.registration_order.get(params[position], -1))
         kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-        for position in reversed(range(len(params))):
+        for position in reversed(positions):
             if params[position].requires_grad:
                 kinds.setdefault((params[position].dtype, params[position].device), []).append(position)
-        for (dtype, device), positions in kinds.items():
-            members = [params[position] for position in positions]
+        for (dtype, device), members in kinds.items():
             layout = Layout(
-                numels=tuple(param.numel() for param in members),
+                numels=tuple(params[position].numel() for position in members),
                 world_size=self.world_size,
                 bucket_numel=max(1, int(self.bucket_mb * 1e6) // dtype.itemsize),
                 align=_VECTOR_BYTES // dtype.itemsize,
             )
             data = torch.zeros(layout.padded_numel, dtype=dtype, device=device)
-            for param, offset in zip(members, layout.offsets, strict=True):
+            for position, offset in zip(members, layout.offsets, strict=True):
+                param = params[position]
                 view = data[offset : offset + param.numel()].view(param.shape)
                 param.data = view.copy_(param.data)
-            self.buffers.append(FlatBuffer(data, members, [first_index + p for p in positions], layout))
-            for index, start, stop in layout.slices(self.rank):
-                local = torch.nn.Parameter(data[layout.offsets[index] + start : layout.offsets[index] + stop])
-                self.owned.append(OwnedSlice(members[index], start, stop, local))
+            buffer = FlatBuffer(data, [params[p] for p in members], [first_index + p for p in members], layout)
+            self.buffers.append(buffer)
+            self.buckets += [self._bucket(buffer, span) for span in layout.buckets]
+
+    def _bucket(self, buffer: FlatBuffer, span: Span) -> Bucket:
+        data, params, layout = buffer.data, buffer.params, buffer.layout
+        shard = layout.shard(span, self.rank)
+        owned = []
+        for index, start, stop in layout.slices_in(shard):
+            begin = layout.offsets[index] + start
+            local = torch.nn.Parameter(data[begin : begin + stop - start])
+            owned.append(OwnedSlice(params[index], start, stop, begin - shard.start, local))
+        members = [
+            (params[piece.param], piece, layout.offsets[piece.param] + piece.start - span.start)
+            for piece in layout.slices_in(span)
+        ]
+        return Bucket(data[span.start : span.stop], owned, members)
 
     def _inner_groups(self, first_group: int) -> list[dict[str, Any]]:
         """Parameter groups for the inner optimizer, with this rank's slices in place of the parameters."""
         locals_of: dict[torch.nn.Parameter, list[torch.nn.Parameter]] = {}
-        for owned in self.owned:
+        for owned in self.owned:  # a parameter's slices come in ascending order
             locals_of.setdefault(owned.param, []).append(owned.local)
         return [
             {
@@ -193,21 +288,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
                         "gradient now; build the optimizer after requires_grad_(True)"
                     )
         for owned in self.owned:
-            if owned.param.grad is not None:
-                owned.local.grad = owned.param.grad.reshape(-1)[owned.start : owned.stop]
+            gradient = owned.param.grad
+            owned.local.grad = None if gradient is None else gradient.reshape(-1)[owned.start : owned.stop]
 
-    def _all_gather(self) -> None:
-        """Send this rank's updated shards to all ranks and receive theirs."""
-        if self.world_size == 1:
-            return
-        in_flight = [
-            work
-            for buffer in self.buffers
-            for bucket in buffer.layout.buckets
-            for work in all_gather_shards(buffer.data[bucket.start : bucket.stop], self.process_group)
-        ]
-        for work in in_flight:
-            work.wait()
+    def _show_gradients(self, gradients: list[list[torch.Tensor | None]]) -> None:
+        """Set every owned slice's `grad`, bucket by bucket."""
+        for bucket, of_bucket in zip(self.buckets, gradients, strict=True):
+            for owned, gradient in zip(bucket.owned, of_bucket, strict=True):
+                owned.local.grad = gradient
 
 
 def _copy_hyperparameters(source: list[dict[str, Any]], target: list[dict[str, Any]]) -> None:

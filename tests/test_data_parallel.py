@@ -1,0 +1,214 @@
+"""ShardedDataParallel: the weights of plain AdamW on the mean gradient, whatever overlaps with what."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from toy import batch, largest_difference, make_toy, weights
+
+from zero import ShardedDataParallel, ShardedGradScaler, ShardedOptimizer, collectives
+from zero.build import clip_grad_norm_
+
+STEPS = 12
+
+
+def make(shard_gradients=False, seed=None):
+    """A wrapped toy whose ranks start from different weights; the wrapper must make them those of rank 0."""
+    model = make_toy(dist.get_rank() if seed is None else seed)
+    optimizer = ShardedOptimizer(
+        model.param_groups(),
+        torch.optim.AdamW,
+        bucket_mb=0.0002,
+        registration_order=model.parameters(),
+        lr=0.01,
+        fused=True,
+    )
+    return ShardedDataParallel(model, optimizer, shard_gradients=shard_gradients), optimizer
+
+
+def loss_of(model, step, rank, micro_step):
+    """One layer has a gradient every third step only, and with several ranks on rank 0 only."""
+    loss = model(*batch(10 * step + micro_step, rank))
+    toy = getattr(model, "module", model)
+    if step % 3 == 1 and micro_step == 0 and rank == 0:
+        loss = loss + toy.unused(torch.ones(3)).square().sum()
+    return loss
+
+
+def sharded_run(micro_steps=1, clip=0.0, shard_gradients=False):
+    model, optimizer = make(shard_gradients)
+    for step in range(STEPS):
+        for micro_step in range(micro_steps):
+            model.require_backward_grad_sync = micro_step == micro_steps - 1
+            (loss_of(model, step, dist.get_rank(), micro_step) / micro_steps).backward()
+        if clip:
+            assert clip_grad_norm_(optimizer, clip) > clip
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    return weights(model)
+
+
+def oracle_run(world_size, micro_steps=1, clip=0.0):
+    """One process that sees every rank's batches: gradients averaged as DistributedDataParallel does, before they are added."""
+    model = make_toy(0)
+    optimizer = torch.optim.AdamW(model.param_groups(), lr=0.01, fused=True)
+    for step in range(STEPS):
+        total = {}
+        for rank in range(world_size):
+            for micro_step in range(micro_steps):
+                (loss_of(model, step, rank, micro_step) / micro_steps).backward()
+            for param in model.parameters():
+                if param.grad is not None:
+                    share = param.grad * (1 / world_size)
+                    total[param] = total[param] + share if param in total else share
+            model.zero_grad()
+        for param, gradient in total.items():
+            param.grad = gradient
+        if clip:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        model.zero_grad()
+    return weights(model)
+
+
+def oracle(*args):
+    return run_ranks(oracle_run, 1, *args)[0]  # a process like the ranks: one thread
+
+
+@pytest.mark.parametrize("shard_gradients", [False, True])
+@pytest.mark.parametrize("micro_steps", [1, 4])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_parity(world_size, micro_steps, shard_gradients):
+    reference = oracle(world_size, micro_steps)
+    assert largest_difference(reference, weights(make_toy(0))) > 0.01, "training must have changed something"
+    # a sum of two is the same in any order; with shard_gradients micro-steps are added after ranks, not before
+    exact = world_size <= 2 and (micro_steps == 1 or not shard_gradients)
+    for result in run_ranks(sharded_run, world_size, micro_steps, 0.0, shard_gradients):
+        assert largest_difference(result, reference) <= (0.0 if exact else 1e-6)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_clipping(world_size):
+    reference = oracle(world_size, 2, 0.05)
+    assert largest_difference(reference, oracle(world_size, 2)) > 1e-3, "the clip must bite"
+    for result in run_ranks(sharded_run, world_size, 2, 0.05):
+        assert largest_difference(result, reference) <= 1e-6
+
+
+def without_overlap():
+    """Every collective is waited for as soon as it has started."""
+    for name in ("all_gather", "reduce_scatter"):
+        for module in ("zero.optimizer", "zero.data_parallel"):
+            namespace = __import__(module, fromlist=[name])
+            if hasattr(namespace, name):
+                setattr(namespace, name, _waiting(getattr(collectives, name)))
+    return sharded_run(micro_steps=2, clip=0.05)
+
+
+def _waiting(collective):
+    def wait_at_once(bucket, group):
+        in_flight = collective(bucket, group)
+        for work in in_flight.works:
+            work.wait()
+        return in_flight._replace(works=[])
+
+    return wait_at_once
+
+
+def test_overlap_changes_nothing():
+    for plain, overlapped in zip(run_ranks(without_overlap, 2), run_ranks(sharded_run, 2, 2, 0.05), strict=True):
+        assert largest_difference(plain, overlapped) == 0.0
+
+
+def poisoned():
+    """What is not this rank's shard is nan, and the gather itself is put off, until somebody waits for it."""
+    import zero.optimizer
+
+    class LateGather(collectives.Gather):
+        def wait(self):
+            collectives.all_gather(self.bucket, None).wait()
+
+    def poison(bucket, group):
+        shards = bucket.chunk(dist.get_world_size())
+        for owner, shard in enumerate(shards):
+            if owner != dist.get_rank():
+                shard.fill_(float("nan"))
+        return LateGather(bucket, [])
+
+    zero.optimizer.all_gather = poison
+    model, optimizer = make()
+    for step in range(STEPS):
+        loss = loss_of(model, step, dist.get_rank(), 0)
+        assert loss.isfinite()
+        loss.backward()
+        optimizer.step()
+        poisoned = any(param.isnan().any() for param in model.parameters())
+        assert poisoned, "the poison must be there to be found"
+        optimizer.zero_grad()
+    return weights(model)
+
+
+def test_a_parameter_is_never_read_before_it_is_gathered():
+    reference = oracle(2)
+    for result in run_ranks(poisoned, 2):
+        assert largest_difference(result, reference) == 0.0
+
+
+def no_sync_and_state():
+    """no_sync() accumulates; gradients are gone once they are reduced; bytes are those of a ring all-reduce."""
+    model, optimizer = make()
+    with model.no_sync():
+        loss_of(model, 0, dist.get_rank(), 0).backward()
+    assert model.module.hidden.weight.grad is not None
+    assert not collectives.sent_bytes
+    loss_of(model, 0, dist.get_rank(), 1).backward()
+    assert all(param.grad is None for param in model.parameters())
+    optimizer.step()
+    optimizer.synchronize()
+    elements = sum(bucket.data.numel() for bucket in optimizer.buckets)
+    expected = elements * 4 * (dist.get_world_size() - 1) // dist.get_world_size()
+    assert collectives.sent_bytes == {"reduce-scatter": expected, "all-gather": expected}
+    assert set(collectives.waited_s) == {"reduce-scatter", "all-gather"}
+    with pytest.raises(RuntimeError, match="zero_grad"):
+        loss_of(model, 1, dist.get_rank(), 0).backward()
+    return True
+
+
+def test_no_sync_and_bytes_sent():
+    run_ranks(no_sync_and_state, 2)
+
+
+def strangers():
+    model = make_toy()
+    optimizer = ShardedOptimizer([model.hidden.weight], torch.optim.AdamW)
+    with pytest.raises(ValueError, match=r"not the optimizer's: .*hidden\.bias, norm\.weight"):
+        ShardedDataParallel(model, optimizer)
+    return True
+
+
+def test_every_trainable_parameter_must_be_the_optimizers():
+    run_ranks(strangers, 1)
+
+
+def float16_with_an_overflow():
+    """A planted inf on one rank: both skip that step and halve the scale; then both train on."""
+    model, optimizer = make()
+    scaler = ShardedGradScaler("cpu", init_scale=2.0**10)
+    for step in range(4):
+        before = weights(model)
+        loss = loss_of(model, step, dist.get_rank(), 0)
+        scaler.scale(loss * (float("inf") if step == 1 and dist.get_rank() == 1 else 1.0)).backward()
+        scaler.unscale_(optimizer)
+        norm = clip_grad_norm_(optimizer, 1.0)
+        assert norm.isfinite() == (step != 1)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        assert (largest_difference(weights(model), before) == 0.0) == (step == 1)
+    return weights(model), scaler.get_scale()
+
+
+def test_float16_skips_on_all_ranks_or_on_none():
+    (first, scale), (second, other_scale) = run_ranks(float16_with_an_overflow, 2)
+    assert largest_difference(first, second) == 0.0
+    assert scale == other_scale == 2.0**9

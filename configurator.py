@@ -43,6 +43,8 @@ def configure(settings: dict[str, Any], argv: list[str] | None = None) -> dict[s
         if argument.startswith("--") and "=" in argument:
             key, text = argument[2:].split("=", 1)
             config[key] = _checked(key, _parsed(text, defaults.get(key)), defaults, f"--{key}={text}")
+        elif argument in ("-h", "--help"):
+            _help(settings.get("__doc__"), defaults)
         elif argument.startswith("-"):
             fail(f"{argument} is not of the form --key=value; write for example --batch_size=32")
         else:
@@ -88,7 +90,8 @@ def _checked(key: str, value: Any, defaults: dict[str, Any], where: str) -> Any:
     """`value`, if `key` is a setting and the type is its default's."""
     if key not in defaults:
         near = difflib.get_close_matches(key, defaults, n=1)
-        fail(f"unknown setting {key!r} in {where}" + (f"; did you mean {near[0]!r}?" if near else ""))
+        hint = f"did you mean {near[0]!r}?" if near else "--help lists all; in a file, names of your own begin with _"
+        fail(f"unknown setting {key!r} in {where}; {hint}")
     wanted = type(defaults[key])
     if wanted is float and type(value) is int:
         return float(value)
@@ -97,6 +100,14 @@ def _checked(key: str, value: Any, defaults: dict[str, Any], where: str) -> Any:
     return value
 
 
+def _help(text: str | None, defaults: dict[str, Any]) -> NoReturn:
+    """Print what the script says of itself and every setting with its default, and end."""
+    print(text or "")
+    for key, value in defaults.items():
+        print(f"  --{key}={value}")
+    sys.exit(0)
+
+
 def _article(kind: type) -> str:
-    names = {int: "an integer", float: "a number", bool: "True or False", str: "text"}
+    names = {int: "an integer", float: "a number", bool: "True or False (with a capital)", str: "text"}
     return names.get(kind, f"a {kind.__name__}")

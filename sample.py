@@ -33,8 +33,10 @@ configure(globals())
 
 try:
     device, dtype = hardware.resolve(device, dtype)
-    if temperature <= 0 or top_k < 1:
-        raise ValueError(f"temperature={temperature} must be positive and top_k={top_k} at least 1")
+    if temperature <= 0:
+        raise ValueError(f"temperature={temperature} must be positive")
+    if top_k < 1:
+        raise ValueError(f"top_k={top_k} must be at least 1")
     meta = None
     if init_from == "resume":
         checkpoint = ckpt.load(os.path.join(out_dir, "ckpt.pt"))

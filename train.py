@@ -204,6 +204,8 @@ with wrong_input_ends_all_ranks():
         raw_model = GPT.from_checkpoint(checkpoint, dropout)
         iter_num = checkpoint["iter_num"]
         best_val_loss = float(checkpoint["best_val_loss"])
+        if master_process:
+            print(f"with the checkpoint's model, at iteration {iter_num}: {raw_model.config}")
     elif init_from.startswith("gpt2") or os.path.isdir(init_from):
         if master_process:
             print(f"Initializing from GPT-2 weights: {init_from}")
@@ -312,13 +314,17 @@ with wrong_input_ends_all_ranks():
 # training loop
 flops_per_iter = raw_model.flops_per_token() * tokens_per_iter / world_size  # of one rank
 peak_flops = hardware.peak_flops(device, ptdtype)
+if master_process:
+    print(f"mfu is relative to {peak_flops / 1e12:.3g} TFLOP/s per rank in {dtype}")
 running_mfu = -1.0
 batches = train_batches(iter_num)
 x, y = next(batches)
 iterations_timed = 0  # since t0
 t0 = time.perf_counter()
 first_iter = iter_num
-while True:
+if iter_num > max_iters and master_process:
+    print(f"nothing to train: the checkpoint is at iteration {iter_num}, beyond max_iters={max_iters}")
+while iter_num <= max_iters or eval_only:
     lr = get_lr(iter_num) if decay_lr else learning_rate
     for group in optimizer.param_groups:
         group["lr"] = lr
@@ -389,8 +395,6 @@ while True:
         t0, iterations_timed = time.perf_counter(), 0
 
     iter_num += 1
-    if iter_num > max_iters:
-        break
 
 if master_process:
     log.finish()

@@ -1,6 +1,6 @@
 # The released gpt2 (124M) evaluated on OpenWebText: nanoGPT reports a validation loss of 3.12.
 #
-#   $ pip install '.[gpt2]'
+#   $ pip install -e '.[gpt2]'
 #   $ python train.py config/eval_gpt2.py
 #
 # 500 batches of 8 * 1024 tokens of each split; nothing is trained or saved. torchrun divides them among the ranks.

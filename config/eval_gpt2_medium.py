@@ -1,6 +1,6 @@
 # The released gpt2-medium (350M) evaluated on OpenWebText: nanoGPT reports a validation loss of 2.84.
 #
-#   $ pip install '.[gpt2]'
+#   $ pip install -e '.[gpt2]'
 #   $ python train.py config/eval_gpt2_medium.py
 #
 # 500 batches of 8 * 1024 tokens of each split; nothing is trained or saved. torchrun divides them among the ranks.

@@ -1,6 +1,6 @@
 # GPT-2 XL fine-tuned on Tiny Shakespeare: a few epochs at a constant small rate, keeping the best checkpoint.
 #
-#   $ pip install '.[gpt2]' && python data/shakespeare/prepare.py
+#   $ pip install -e '.[gpt2]' && python data/shakespeare/prepare.py
 #   $ torchrun --standalone --nproc_per_node=2 train.py config/finetune_shakespeare.py
 #   $ python sample.py --out_dir=out-shakespeare
 #

@@ -1,6 +1,6 @@
 # GPT-2 (124M) from scratch on OpenWebText, to a validation loss of about 2.85.
 #
-#   $ pip install '.[openwebtext]' && python data/openwebtext/prepare.py
+#   $ pip install -e '.[openwebtext]' && python data/openwebtext/prepare.py
 #   $ torchrun --standalone --nproc_per_node=8 train.py config/train_gpt2.py
 #
 # Eight A100s of 40 GB take about 4 days. Optimizer state per GPU: 1.0 GB with plain AdamW, 0.12 GB over eight ranks.

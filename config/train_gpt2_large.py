@@ -1,6 +1,6 @@
 # GPT-2 large (774M) from scratch on OpenWebText.
 #
-#   $ pip install '.[openwebtext]' && python data/openwebtext/prepare.py
+#   $ pip install -e '.[openwebtext]' && python data/openwebtext/prepare.py
 #   $ torchrun --standalone --nproc_per_node=8 train.py config/train_gpt2_large.py
 #
 # 773.6M parameters. Optimizer state per GPU: 6.2 GB with plain AdamW, 0.77 GB over eight ranks; weights and

@@ -1,6 +1,6 @@
 # GPT-2 medium (350M) from scratch on OpenWebText.
 #
-#   $ pip install '.[openwebtext]' && python data/openwebtext/prepare.py
+#   $ pip install -e '.[openwebtext]' && python data/openwebtext/prepare.py
 #   $ torchrun --standalone --nproc_per_node=8 train.py config/train_gpt2_medium.py
 #
 # 354.6M parameters. Optimizer state per GPU: 2.8 GB with plain AdamW, 0.35 GB over eight ranks; weights and

@@ -1,6 +1,6 @@
 # GPT-2 xl (1.5B) from scratch on OpenWebText.
 #
-#   $ pip install '.[openwebtext]' && python data/openwebtext/prepare.py
+#   $ pip install -e '.[openwebtext]' && python data/openwebtext/prepare.py
 #   $ torchrun --standalone --nproc_per_node=8 train.py config/train_gpt2_xl.py
 #
 # 1,556.8M parameters. Optimizer state per GPU: 12.5 GB with plain AdamW, 1.56 GB over eight ranks; weights and

@@ -70,6 +70,13 @@ def test_mistakes_end_with_one_line(capsys, argument, message):
     assert message in refused(capsys, argument)
 
 
+def test_help_lists_all_settings(capsys):
+    with pytest.raises(SystemExit) as caught:
+        settings("--help")
+    assert caught.value.code == 0
+    assert capsys.readouterr().out.split() == ["--batch_size=12", "--learning_rate=0.0006", "--compile=True", "--out_dir=out"]
+
+
 def test_files_and_arguments_apply_in_order(tmp_path):
     file = tmp_path / "config.py"
     file.write_text("import time\n_half = 2\nbatch_size = 5 * 8 // _half\nout_dir = f'{out_dir}-x'\n")

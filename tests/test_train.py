@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import re
 import subprocess
 import sys
 
@@ -290,7 +291,7 @@ def test_mistakes_end_at_once_on_all_ranks(data, tmp_path, mistake):
     assert 1 <= len(errors) <= 2, process.stderr  # torchrun may end the second rank while it is about to say the same
     assert all(message in line for line in errors)
     assert "exitcode  : 2" in process.stderr
-    assert f'File "{ROOT}' not in process.stderr
+    assert not re.search(rf'File "{ROOT}/[^.]', process.stderr), "no traceback but torchrun's own, which may lie in ROOT/.venv"
 
 
 def test_mistakes_of_one_process_have_exit_code_2(data, tmp_path):
@@ -301,5 +302,5 @@ def test_mistakes_of_one_process_have_exit_code_2(data, tmp_path):
         extra = [*SETTINGS, f"--dataset={data}"] if script == "train.py" else []
         process = run(script, *extra, "--init_from=resume", f"--out_dir={tmp_path}")
         assert process.returncode == 2
-        assert "ckpt.pt is no readable checkpoint" in process.stderr
+        assert "ckpt.pt is damaged, or no checkpoint" in process.stderr
         assert process.stderr.count("\n") == 1

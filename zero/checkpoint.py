@@ -169,7 +169,7 @@ def load(path: str) -> dict[str, Any]:
     except FileNotFoundError as error:
         raise CheckpointError(f"there is no checkpoint {path}") from error
     except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        raise CheckpointError(f"{path} is no readable checkpoint ({str(error).splitlines()[0]})") from error
+        raise CheckpointError(f"{path} is damaged, or no checkpoint: {str(error).splitlines()[0]}") from error
     keys = {
         "model": dict,
         "optimizer": dict,

@@ -1,6 +1,6 @@
 """OpenWebText in GPT-2's byte pairs, streamed: neither the download nor the tokens are ever in memory, or twice on disk.
 
-    $ pip install '.[openwebtext]' && python data/openwebtext/prepare.py
+    $ pip install -e '.[openwebtext]' && python data/openwebtext/prepare.py
 
 8,013,769 documents give about 9 billion tokens for training (18 GB) and 4.5 million for validation: every 2000th
 document, nanoGPT's share. `--input FILE` takes documents of your own: JSON lines with a "text" key (`.jsonl`), or plain
@@ -31,7 +31,7 @@ def downloaded() -> Iterator[str]:
     try:
         from datasets import load_dataset
     except ImportError:
-        fail("the download needs the datasets library; pip install '.[openwebtext]', or name a local file with --input FILE")
+        fail("the download needs the datasets library; pip install -e '.[openwebtext]', or name a local file with --input FILE")
     name = "Skylion007/openwebtext"
     try:
         documents = load_dataset(name, split="train", streaming=True)
@@ -77,5 +77,9 @@ def write(documents: Iterator[str], encoding: tiktoken.Encoding) -> dict[str, in
 
 if __name__ == "__main__":
     path = input_argument(__doc__.splitlines()[0])
-    for split, count in write(local(path) if path else downloaded(), gpt2_encoding()).items():
+    documents = local(path) if path else downloaded()
+    first = next(documents, None)  # before the progress bar: what can be wrong is found now
+    if first is None:
+        fail("there are no documents")
+    for split, count in write(itertools.chain([first], documents), gpt2_encoding()).items():
         print(f"{split}: {count:,} tokens")

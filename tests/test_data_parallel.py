@@ -106,8 +106,8 @@ def without_overlap():
 
 
 def _waiting(collective):
-    def wait_at_once(bucket, group):
-        in_flight = collective(bucket, group)
+    def wait_at_once(*args):
+        in_flight = collective(*args)
         for work in in_flight.works:
             work.wait()
         return in_flight._replace(works=[])

@@ -29,14 +29,14 @@ class Reduction(NamedTuple):
     """A reduce-scatter in flight. Until `add_to` returns, nothing in `bucket` may be written or given away."""
 
     bucket: torch.Tensor  # (world_size * shard_numel,)
-    own: torch.Tensor  # (shard_numel,), this rank's part of `bucket`, or the sum itself where the backend makes it
-    received: list[torch.Tensor]  # the same part of every other rank's bucket, still to be added; each (shard_numel,)
+    own: torch.Tensor | None  # (shard_numel,), this rank's part of `bucket`; None where the backend adds up by itself
+    received: list[torch.Tensor]  # the same part of the other ranks' buckets, or the backend's sum; each (shard_numel,)
     works: list[dist.Work]
 
     def add_to(self, shard: torch.Tensor, first: bool) -> None:
         """Wait, then put the sum over the ranks into `shard`, (shard_numel,): over what is there if `first`, else added."""
         _wait("reduce-scatter", self.works)
-        *others, last = [self.own, *self.received]
+        *others, last = [part for part in (self.own, *self.received) if part is not None]
         if others and first:
             total, *rest = others
             for part in rest:
@@ -50,22 +50,46 @@ class Reduction(NamedTuple):
             shard.add_(last)
 
 
-def reduce_scatter(bucket: torch.Tensor, group: dist.ProcessGroup | None) -> Reduction:
+class Pool:
+    """Tensors of the last steps, to be filled again: fresh memory costs a CPU more than the sum that it is for."""
+
+    def __init__(self) -> None:
+        self._free: dict[tuple[int, torch.dtype, torch.device], list[torch.Tensor]] = {}
+
+    def take(self, like: torch.Tensor) -> torch.Tensor:
+        """A flat tensor of the size and kind of `like`, with any content."""
+        free = self._free.get(_kind(like))
+        return free.pop() if free else torch.empty_like(like)
+
+    def give_back(self, tensor: torch.Tensor) -> None:
+        self._free.setdefault(_kind(tensor), []).append(tensor)
+
+
+def _kind(tensor: torch.Tensor) -> tuple[int, torch.dtype, torch.device]:
+    return tensor.numel(), tensor.dtype, tensor.device
+
+
+def reduce_scatter(bucket: torch.Tensor, group: dist.ProcessGroup | None, pool: Pool) -> Reduction:
     """Start summing every rank's `bucket` into shards, one for each rank. Needs to be called on all ranks, in one order.
 
     Gloo's native reduce-scatter takes twice as long as its all-reduce; there every pair of ranks exchanges the two parts
     that the other one owns, and each adds up its own: the bytes of a ring, `(N - 1) / N` of the bucket sent by each.
+
+    Args:
+        bucket: (world_size * shard_numel,), contiguous.
+        pool: gives the tensors to receive in; all tensors of the result go back to it when they have been added up.
     """
     world_size, rank = dist.get_world_size(group), dist.get_rank(group)
     parts = bucket.chunk(world_size)  # each (shard_numel,)
     sent_bytes["reduce-scatter"] += (world_size - 1) * parts[rank].nbytes
     if dist.get_backend(group) != "gloo":
-        total = torch.empty_like(parts[rank])
-        return Reduction(bucket, total, [], [_reduce_scatter_single(total, bucket, group=group, async_op=True)])
+        total = pool.take(parts[rank])
+        work = _reduce_scatter_single(total, bucket, group=group, async_op=True)
+        return Reduction(bucket, None, [total], [work])
     received, works = [], []
     for distance in range(1, world_size):
         source, target = (rank - distance) % world_size, (rank + distance) % world_size
-        received.append(torch.empty_like(parts[rank]))
+        received.append(pool.take(parts[rank]))
         works.append(dist.irecv(received[-1], group_src=source, group=group))
         works.append(dist.isend(parts[target], group_dst=target, group=group))
     return Reduction(bucket, parts[rank], received, works)

@@ -9,8 +9,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.autograd import Variable
 
-from zero.collectives import Reduction, reduce_scatter
+from zero.collectives import Pool, Reduction, reduce_scatter
 from zero.optimizer import Bucket, ShardedOptimizer
+
+_IN_FLIGHT = 4  # reduce-scatters at a time: enough to keep the wire busy, few enough to bound the memory
 
 
 class ShardedDataParallel(nn.Module):
@@ -68,7 +70,7 @@ class ShardedDataParallel(nn.Module):
         self._reduced = [False] * count  # whether the shard holds a gradient of this step
         self._filling: list[torch.Tensor | None] = [None] * count  # (world_size * shard_numel,), gradients as they arrive
         self._reductions: list[Reduction | None] = [None] * count  # in flight
-        self._spare: list[torch.Tensor] = []  # tensors of past reductions, to be filled again
+        self._pool = Pool()
         self._missing: list[set[nn.Parameter]] = []  # by bucket; empty outside of backward
         self._next = 0  # the bucket to be reduced next
         self._used: set[int] = set()  # numbers of the parameters that had a gradient on this rank
@@ -128,19 +130,16 @@ class ShardedDataParallel(nn.Module):
     def _filled(self, index: int) -> torch.Tensor:
         """The tensor that collects the gradients of a bucket."""
         if self._filling[index] is None:
-            data = self.optimizer.buckets[index].data
-            fits = [spare for spare in self._spare if spare.shape == data.shape and spare.dtype == data.dtype]
-            self._filling[index] = fits[0] if fits else torch.empty_like(data)
-            self._spare = [spare for spare in self._spare if spare is not self._filling[index]]
+            self._filling[index] = self._pool.take(self.optimizer.buckets[index].data)
         return self._filling[index]
 
     def _reduce_full_buckets(self) -> None:
         """Start the reduce-scatter of every full bucket whose turn it is: all ranks must start them in one order."""
         while self._next < len(self._missing) and not self._missing[self._next]:
             index, self._next = self._next, self._next + 1
-            if self._reductions[index] is not None:  # of the micro-step before
-                self._finish(index)
-            self._reductions[index] = reduce_scatter(self._filled(index), self.process_group)
+            self._finish(index)  # of the micro-step before
+            self._finish(index - _IN_FLIGHT)
+            self._reductions[index] = reduce_scatter(self._filled(index), self.process_group, self._pool)
             self._filling[index] = None
 
     @torch.no_grad()
@@ -164,13 +163,16 @@ class ShardedDataParallel(nn.Module):
             self._used_anywhere = (used, work)
 
     def _finish(self, index: int) -> None:
-        """Wait for a reduce-scatter, take its sum into the shard, and keep its tensor for another bucket."""
+        """If a reduce-scatter of this bucket is in flight, wait for it and take its sum into the shard."""
+        if index < 0 or self._reductions[index] is None:
+            return
         reduction, self._reductions[index] = self._reductions[index], None
         if self._shards[index] is None:
-            self._shards[index] = torch.empty_like(reduction.own)
+            self._shards[index] = torch.empty_like(reduction.bucket.chunk(self.world_size)[0])
         reduction.add_to(self._shards[index], first=not self._reduced[index])
         self._reduced[index] = True
-        self._spare.append(reduction.bucket)
+        for tensor in (reduction.bucket, *reduction.received):
+            self._pool.give_back(tensor)
 
     # -- step ----------------------------------------------------------------------------------------------------------
 
@@ -187,8 +189,7 @@ class ShardedDataParallel(nn.Module):
             used = set(flags.nonzero().flatten().tolist())
             self._used_anywhere = None
         for index, bucket in enumerate(self.optimizer.buckets):
-            if self._reductions[index] is not None:
-                self._finish(index)
+            self._finish(index)
             shard = self._shards[index]
             for owned in bucket.owned:
                 has_gradient = self._reduced[index] and self._number[owned.param] in used

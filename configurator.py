@@ -9,10 +9,13 @@ runs the file (plain Python that assigns some of the settings), then sets batch_
 once, below its defaults: every module-level int, float, bool or str without a leading underscore is a setting.
 """
 
+import contextlib
+import datetime
 import difflib
 import os
 import runpy
 import sys
+import time
 import types
 from ast import literal_eval
 from typing import Any, NoReturn
@@ -21,14 +24,31 @@ from typing import Any, NoReturn
 def fail(message: str) -> NoReturn:
     """End this process because the user's input is wrong: one line on stderr, exit code 2, no traceback.
 
-    Under torchrun every rank says so: the first to exit has the others ended, so none may leave it to another. There the
-    interpreter is not wound up, which gloo's threads can turn into an abort (https://github.com/pytorch/pytorch/pull/179291).
+    Under torchrun every rank says so and ends. There the interpreter is not wound up, which gloo's threads can turn into
+    an abort (https://github.com/pytorch/pytorch/pull/179291).
     """
-    print(f"error: {' '.join(message.split())}", file=sys.stderr, flush=True)
+    sys.stderr.write(f"error: {' '.join(message.split())}\n")  # in one piece, not between the words of another rank
+    sys.stderr.flush()
     if "RANK" in os.environ:
         sys.stdout.flush()
+        _meet_the_other_ranks()
         os._exit(2)
     sys.exit(2)
+
+
+def _meet_the_other_ranks(patience_s: float = 5.0) -> None:
+    """Wait until all ranks are about to end: torchrun, seeing the first one gone, kills those that have not said why yet."""
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        return  # they have met
+    with contextlib.suppress(RuntimeError):  # the store is gone with rank 0, or the others never came
+        store, _, world_size = next(dist.rendezvous("env://", timeout=datetime.timedelta(seconds=patience_s)))
+        end = time.monotonic() + patience_s
+        ready = store.add("ranks about to end", 1)
+        while ready < world_size and time.monotonic() < end:
+            time.sleep(0.01)
+            ready = store.add("ranks about to end", 0)
 
 
 def configure(settings: dict[str, Any], argv: list[str] | None = None) -> dict[str, Any]:

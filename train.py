@@ -75,7 +75,7 @@ min_lr = 6e-5  # about learning_rate / 10
 # ZeRO-1
 use_zero1 = True  # divide the optimizer state among the ranks
 zero1_impl = "sharded"  # 'sharded': ours; 'torch': ZeroRedundancyOptimizer
-zero_bucket_mb = 25.0  # megabytes per bucket of 'sharded'
+zero_bucket_mb = 75.0  # megabytes per bucket of 'sharded'
 shard_gradients = False  # 'sharded': keep 1/N of the gradients, too, at the price of a reduce-scatter per micro-step
 # system
 backend = "auto"  # 'nccl', 'gloo'; auto: nccl where every rank has a GPU of its own

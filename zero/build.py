@@ -21,7 +21,7 @@ def build(
     *,
     use_zero1: bool = True,
     zero1_impl: str = "sharded",
-    bucket_mb: float = 25,
+    bucket_mb: float = 75,
     shard_gradients: bool = False,
     **adamw: Any,
 ) -> tuple[torch.nn.Module, torch.optim.Optimizer]:

@@ -93,7 +93,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         params: Iterable[Any],
         optimizer_cls: type[torch.optim.Optimizer],
         process_group: dist.ProcessGroup | None = None,
-        bucket_mb: float = 25,
+        bucket_mb: float = 75,
         registration_order: Iterable[torch.nn.Parameter] | None = None,
         **kwargs: Any,
     ) -> None:

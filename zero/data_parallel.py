@@ -23,7 +23,7 @@ class ShardedDataParallel(nn.Module):
     step       the optimizer waits for the reduce-scatters (this is its phase 1), updates, and starts the all-gathers
     forward    a module waits for the all-gathers of the buckets that its own parameters lie in, just before it runs
 
-    So a rank sends the bytes of one all-reduce, half of them hidden behind backward and half behind forward. `state_dict`
+    So a rank sends the bytes of one all-reduce, half of them while backward runs and half while forward does. `state_dict`
     and `load_state_dict` of the model wait for all gathers; whoever else reads parameters calls
     `optimizer.synchronize()` first.
 

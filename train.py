@@ -32,7 +32,7 @@ from logger import Logger
 from model import GPT, GPTConfig
 from zero import ShardedGradScaler
 from zero import checkpoint as ckpt
-from zero.build import IMPLEMENTATIONS, build, clip_grad_norm_, describe
+from zero.build import IMPLEMENTATIONS, PARAM_DTYPES, build, clip_grad_norm_, describe
 from zero.memory import peak_bytes
 
 # -----------------------------------------------------------------------------
@@ -77,6 +77,7 @@ use_zero1 = True  # divide the optimizer state among the ranks
 zero1_impl = "sharded"  # 'sharded': ours; 'torch': ZeroRedundancyOptimizer
 zero_bucket_mb = 75.0  # megabytes per bucket of 'sharded'
 shard_gradients = False  # 'sharded': keep 1/N of the gradients, too, at the price of a reduce-scatter per micro-step
+param_dtype = "float32"  # 'bfloat16': weights and gradients in that, with 'sharded', which keeps 1/N of float32 masters
 # system
 backend = "auto"  # 'nccl', 'gloo'; auto: nccl where every rank has a GPU of its own
 device = "auto"  # 'cpu', 'cuda', 'cuda:1', 'mps'; auto: cuda where there is one
@@ -94,6 +95,8 @@ rank, local_rank, world_size, local_world_size = (
 )
 master_process = rank == 0  # this rank logs and writes files; whatever all ranks must take part in stands outside its ifs
 try:
+    if param_dtype == "bfloat16" and dtype == "auto":
+        dtype = "bfloat16"
     device, dtype = hardware.resolve(device, dtype)
 except ValueError as error:
     fail(str(error))
@@ -108,6 +111,10 @@ if ddp and backend == "nccl" and device_type != "cuda":
     fail(f"backend=nccl cannot serve device={device}; use --backend=gloo")
 if zero1_impl not in IMPLEMENTATIONS:
     fail(f"zero1_impl={zero1_impl} is not one of {', '.join(IMPLEMENTATIONS)}")
+if param_dtype not in PARAM_DTYPES:
+    fail(f"param_dtype={param_dtype} is not one of {', '.join(PARAM_DTYPES)}")
+if param_dtype == "bfloat16" and dtype != "bfloat16":
+    fail(f"param_dtype=bfloat16 computes in bfloat16, not in dtype={dtype}; use --dtype=bfloat16")
 for name in ("batch_size", "block_size", "gradient_accumulation_steps", "eval_interval", "eval_iters", "log_interval"):
     if config[name] < 1:
         fail(f"{name}={config[name]} must be at least 1")
@@ -239,6 +246,7 @@ with wrong_input_ends_all_ranks():
         zero1_impl=zero1_impl,
         bucket_mb=zero_bucket_mb,
         shard_gradients=shard_gradients,
+        param_dtype=param_dtype,
         lr=learning_rate,
         betas=(beta1, beta2),
     )
@@ -291,11 +299,11 @@ def get_lr(iteration):
 
 def save_checkpoint():
     """Write ckpt.pt, which no longer knows how the state was sharded. Needs to be called on all ranks."""
-    optimizer_state = ckpt.consolidate(optimizer)
+    model_state, optimizer_state = ckpt.model_state_dict(raw_model, optimizer), ckpt.consolidate(optimizer)
     if master_process:
         print(f"saving checkpoint to {out_dir}")
         contents = {
-            "model": ckpt.model_state_dict(raw_model),
+            "model": model_state,
             "optimizer": optimizer_state,
             "model_args": vars(raw_model.config),
             "iter_num": iter_num,

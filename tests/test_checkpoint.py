@@ -225,8 +225,8 @@ def test_a_failed_write_leaves_the_old_file(tmp_path):
 
 
 def test_saved_tensors_carry_no_buffer_and_stay_tied(tmp_path):
-    model, _ = build_toy("sharded")
-    state = ckpt.model_state_dict(model)
+    model, optimizer = build_toy("sharded")
+    state = ckpt.model_state_dict(model, optimizer)
     assert state["head.weight"] is state["embedding.weight"]
     for tensor in state.values():
         assert tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()

@@ -6,8 +6,9 @@ import torch.distributed as dist
 from ranks import run_ranks
 from toy import batch, largest_difference, make_toy, weights
 
-from zero import ShardedDataParallel, ShardedGradScaler, ShardedOptimizer, collectives
+from zero import ShardedDataParallel, ShardedGradScaler, ShardedOptimizer
 from zero.build import clip_grad_norm_
+from zero.collectives import Communicator, Gather
 
 STEPS = 12
 
@@ -98,10 +99,7 @@ def test_clipping(world_size):
 def without_overlap():
     """Every collective is waited for as soon as it has started."""
     for name in ("all_gather", "reduce_scatter"):
-        for module in ("zero.optimizer", "zero.data_parallel"):
-            namespace = __import__(module, fromlist=[name])
-            if hasattr(namespace, name):
-                setattr(namespace, name, _waiting(getattr(collectives, name)))
+        setattr(Communicator, name, _waiting(getattr(Communicator, name)))
     return sharded_run(micro_steps=2, clip=0.05)
 
 
@@ -122,20 +120,23 @@ def test_overlap_changes_nothing():
 
 def poisoned():
     """What is not this rank's shard is nan, and the gather itself is put off, until somebody waits for it."""
-    import zero.optimizer
+    all_gather = Communicator.all_gather
 
-    class LateGather(collectives.Gather):
+    class Late:
+        def __init__(self, *args):
+            self.args = args
+
         def wait(self):
-            collectives.all_gather(self.bucket, None).wait()
+            for work in all_gather(*self.args).works:
+                work.wait()
 
-    def poison(bucket, group):
-        shards = bucket.chunk(dist.get_world_size())
-        for owner, shard in enumerate(shards):
-            if owner != dist.get_rank():
+    def poison(comm, bucket, sizes):
+        for owner, shard in enumerate(bucket.split(sizes)):
+            if owner != comm.rank:
                 shard.fill_(float("nan"))
-        return LateGather(bucket, [])
+        return Gather(bucket, [Late(comm, bucket, sizes)])
 
-    zero.optimizer.all_gather = poison
+    Communicator.all_gather = poison
     model, optimizer = make()
     for step in range(STEPS):
         loss = loss_of(model, step, dist.get_rank(), 0)
@@ -160,15 +161,15 @@ def no_sync_and_state():
     with model.no_sync():
         loss_of(model, 0, dist.get_rank(), 0).backward()
     assert model.module.hidden.weight.grad is not None
-    assert not collectives.sent_bytes
+    assert not optimizer.comm.sent_bytes
     loss_of(model, 0, dist.get_rank(), 1).backward()
     assert all(param.grad is None for param in model.parameters())
     optimizer.step()
     optimizer.synchronize()
     elements = sum(bucket.data.numel() for bucket in optimizer.buckets)
     expected = elements * 4 * (dist.get_world_size() - 1) // dist.get_world_size()
-    assert collectives.sent_bytes == {"reduce-scatter": expected, "all-gather": expected}
-    assert set(collectives.waited_s) == {"reduce-scatter", "all-gather"}
+    assert optimizer.comm.sent_bytes == {"reduce-scatter": expected, "all-gather": expected}
+    assert set(optimizer.comm.waited_ms()) == {"reduce-scatter", "all-gather", "agreement"}
     with pytest.raises(RuntimeError, match="zero_grad"):
         loss_of(model, 1, dist.get_rank(), 0).backward()
     return True

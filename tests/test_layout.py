@@ -6,19 +6,22 @@ from hypothesis import strategies as st
 
 from zero.layout import Layout
 
-layouts = st.builds(
-    Layout,
-    numels=st.lists(st.integers(0, 50), max_size=12).map(tuple),
-    world_size=st.integers(1, 9),
-    bucket_numel=st.integers(1, 200),
-    align=st.sampled_from([1, 2, 8]),
-)
+sizes = {
+    "numels": st.lists(st.integers(0, 50), max_size=12),
+    "world_size": st.integers(1, 9),
+    "bucket_numel": st.integers(1, 200),
+    "align": st.sampled_from([1, 2, 8]),
+}
+by_element = st.fixed_dictionaries(sizes)
+both = st.tuples(st.sampled_from([Layout.by_element, Layout.by_parameter]), st.fixed_dictionaries(sizes))
 
 
-@given(layouts)
-def test_every_element_of_every_parameter_has_exactly_one_owner(layout):
+@given(both)
+def test_every_element_of_every_parameter_has_exactly_one_owner(case):
+    lay, args = case
+    layout = lay(**args)
     owners = [[0] * numel for numel in layout.numels]
-    for rank in range(layout.world_size):
+    for rank in range(args["world_size"]):
         for piece in layout.slices(rank):
             assert 0 <= piece.start < piece.stop <= layout.numels[piece.param]
             for element in range(piece.start, piece.stop):
@@ -26,38 +29,58 @@ def test_every_element_of_every_parameter_has_exactly_one_owner(layout):
     assert all(count == 1 for parameter in owners for count in parameter)
 
 
-@given(layouts)
-def test_buckets_tile_the_flat_buffer_and_shards_tile_the_buckets(layout):
+@given(both)
+def test_shards_tile_the_flat_buffer_and_parameters_do_not_overlap(case):
+    lay, args = case
+    layout = lay(**args)
     end = 0
-    for bucket in layout.buckets:
-        assert bucket.start == end
-        assert 0 < bucket.numel <= layout.bucket_numel
-        for rank in range(layout.world_size):
-            shard = layout.shard(bucket, rank)
+    for shards in layout.shards:
+        assert len(shards) == args["world_size"]
+        for shard in shards:
             assert shard.start == end
-            assert shard.numel * layout.world_size == bucket.numel
             end = shard.stop
-        assert bucket.stop == end
+            assert shard.start % args["align"] == 0
     assert end == layout.padded_numel
+    taken = sorted((offset, offset + numel) for offset, numel in zip(layout.offsets, layout.numels, strict=True) if numel)
+    assert all(stop <= start for (_, stop), (start, _) in zip(taken, taken[1:], strict=False))
+    assert not taken or taken[-1][1] <= layout.padded_numel
     padding = layout.padded_numel - sum(layout.numels)
-    assert 0 <= padding < layout.align * (layout.world_size + len(layout.numels))
+    assert 0 <= padding < args["align"] * (args["world_size"] + len(layout.numels))
 
 
-@given(layouts)
-def test_a_slice_lies_inside_one_of_its_owners_shards(layout):
-    for rank in range(layout.world_size):
-        shards = [layout.shard(bucket, rank) for bucket in layout.buckets]
+@given(both)
+def test_a_slice_lies_inside_one_of_its_owners_shards(case):
+    lay, args = case
+    layout = lay(**args)
+    for rank in range(args["world_size"]):
         for piece in layout.slices(rank):
             begin = layout.offsets[piece.param] + piece.start
-            assert any(shard.start <= begin and begin + piece.numel <= shard.stop for shard in shards)
+            assert any(shards[rank].start <= begin and begin + piece.numel <= shards[rank].stop for shards in layout.shards)
 
 
-@given(layouts)
-def test_cuts_lie_between_vectors(layout):
-    for rank in range(layout.world_size):
+@given(by_element)
+def test_shards_of_elements_are_equal_and_cut_between_vectors(args):
+    layout = Layout.by_element(**args)
+    for shards, bucket in zip(layout.shards, layout.buckets, strict=True):
+        assert len({shard.numel for shard in shards}) == 1
+        assert 0 < bucket.numel < args["bucket_numel"] + args["align"] * args["world_size"]
+    for rank in range(args["world_size"]):
         for piece in layout.slices(rank):
-            assert piece.start % layout.align == 0
-            assert piece.stop % layout.align == 0 or piece.stop == layout.numels[piece.param]
+            assert piece.start % args["align"] == 0
+            assert piece.stop % args["align"] == 0 or piece.stop == layout.numels[piece.param]
+
+
+@given(by_element)
+def test_whole_parameters_are_dealt_by_size(args):
+    layout = Layout.by_parameter(**args)
+    for rank in range(args["world_size"]):
+        assert all((piece.start, piece.stop) == (0, layout.numels[piece.param]) for piece in layout.slices(rank))
+    room = [-(-numel // args["align"]) * args["align"] for numel in args["numels"]]
+    for bucket in layout.buckets:
+        members = [size for size, offset in zip(room, layout.offsets, strict=True) if bucket.start <= offset < bucket.stop]
+        assert bucket.numel <= max(args["bucket_numel"], *members, 0)
+    load = [sum(shards[rank].numel for shards in layout.shards) for rank in range(args["world_size"])]
+    assert max(load) - min(load) <= max(room, default=0), "nobody has more than one parameter above the least"
 
 
 def gpt2_124m_numels():
@@ -69,14 +92,15 @@ def gpt2_124m_numels():
 def test_gpt2_124m_is_divided_evenly(world_size):
     numels = gpt2_124m_numels()
     assert sum(numels) == 124_439_808
-    layout = Layout(numels[::-1], world_size, bucket_numel=25_000_000 // 4, align=16)
+    layout = Layout.by_element(numels[::-1], world_size, bucket_numel=25_000_000 // 4, align=16)
     by_rank = [sum(piece.numel for piece in layout.slices(rank)) for rank in range(world_size)]
     assert sum(by_rank) == sum(numels)
     assert max(by_rank) / (sum(by_rank) / world_size) <= 1.001
 
 
-def test_impossible_layouts_are_refused():
+@pytest.mark.parametrize("lay", [Layout.by_element, Layout.by_parameter])
+def test_impossible_layouts_are_refused(lay):
     with pytest.raises(ValueError, match="world_size"):
-        Layout((1,), 0, 1)
+        lay((1,), 0, 1)
     with pytest.raises(ValueError, match="bucket_numel"):
-        Layout((1,), 1, 0)
+        lay((1,), 1, 0)

@@ -8,7 +8,7 @@ from toy import MODES, batch, build_toy, largest_difference, make_toy, train, we
 
 from model import GPT, GPTConfig
 from zero import ShardedGradScaler, ShardedOptimizer
-from zero.memory import state_bytes_measured, state_bytes_predicted
+from zero.memory import held_bytes, state_bytes_predicted
 
 
 def train_all_modes(clip):
@@ -18,7 +18,7 @@ def train_all_modes(clip):
         model, optimizer = build_toy(mode)
         train(model, optimizer, dist.get_rank(), steps=20, clip=clip)
         after[mode] = weights(model)
-        measured[mode] = state_bytes_measured(optimizer)
+        measured[mode] = held_bytes(optimizer)["state"]
         predicted[mode] = state_bytes_predicted(optimizer)[dist.get_rank() if mode != "adamw" else 0]
     return after, measured, predicted
 
@@ -184,7 +184,7 @@ def gpt2_state():
         param.grad = param.data
     optimizer = ShardedOptimizer(params, torch.optim.AdamW, fused=True)
     optimizer.step()
-    return state_bytes_measured(optimizer)
+    return held_bytes(optimizer)["state"]
 
 
 @pytest.mark.parametrize("world_size", [2, 4])

@@ -13,6 +13,7 @@ from zero.optimizer import ShardedOptimizer
 from zero.partition import parameters
 
 IMPLEMENTATIONS = ("sharded", "torch")
+PARAM_DTYPES = {"float32": None, "bfloat16": torch.bfloat16}  # None: as the model comes
 
 
 def build(
@@ -23,6 +24,7 @@ def build(
     zero1_impl: str = "sharded",
     bucket_mb: float = 75,
     shard_gradients: bool = False,
+    param_dtype: str = "float32",
     **adamw: Any,
 ) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     """Wrap `model` for data parallelism and make its AdamW. Needs to be called on all ranks, `model` on its device.
@@ -33,27 +35,38 @@ def build(
         zero1_impl: 'sharded' is `zero.ShardedOptimizer`, 'torch' is `torch.distributed.optim.ZeroRedundancyOptimizer`.
         bucket_mb: megabytes per bucket of ShardedOptimizer.
         shard_gradients: with 'sharded', let no full gradient outlive its bucket: one reduce-scatter per micro-step.
+        param_dtype: 'float32', or with 'sharded' 'bfloat16': weights and gradients in that, float32 masters 1/N per rank.
         **adamw: for torch.optim.AdamW; its fused kernel is used where the device has one.
 
     Returns:
         The model to call in the training loop, and the optimizer.
 
     Raises:
-        ValueError: if `zero1_impl` is unknown, `bucket_mb` not positive, or an argument of AdamW's impossible.
+        ValueError: if `zero1_impl` or `param_dtype` is unknown or do not go together, `bucket_mb` not positive, or an
+            argument of AdamW's impossible.
     """
     if zero1_impl not in IMPLEMENTATIONS:
         raise ValueError(f"zero1_impl={zero1_impl!r} is not one of {', '.join(IMPLEMENTATIONS)}")
+    if param_dtype not in PARAM_DTYPES:
+        raise ValueError(f"param_dtype={param_dtype!r} is not one of {', '.join(PARAM_DTYPES)}")
     device = next(model.parameters()).device
     adamw["fused"] = device.type in ("cuda", "cpu")
     if not dist.is_initialized():
         return model, torch.optim.AdamW(groups, **adamw)
+    if param_dtype != "float32" and dist.get_world_size() > 1 and not (use_zero1 and zero1_impl == "sharded"):
+        raise ValueError(f"param_dtype={param_dtype!r} needs the master weights of use_zero1=True, zero1_impl='sharded'")
     if not use_zero1 or dist.get_world_size() == 1:
         optimizer = torch.optim.AdamW(groups, **adamw)
     elif zero1_impl == "torch":
         optimizer = ZeroRedundancyOptimizer(groups, optimizer_class=torch.optim.AdamW, **adamw)
     else:
         optimizer = ShardedOptimizer(
-            groups, torch.optim.AdamW, bucket_mb=bucket_mb, registration_order=model.parameters(), **adamw
+            groups,
+            torch.optim.AdamW,
+            bucket_mb=bucket_mb,
+            registration_order=model.parameters(),
+            param_dtype=PARAM_DTYPES[param_dtype],
+            **adamw,
         )
         wrapped = ShardedDataParallel(model, optimizer, shard_gradients=shard_gradients)
         return wrapped, optimizer

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from zero.layout import Slice
-from zero.optimizer import hyperparameters
+from zero.optimizer import ShardedOptimizer, hyperparameters
 from zero.partition import Partition, packed_groups, parameters, partition
 
 _STAGING_BYTES = 25_000_000  # one message
@@ -56,15 +56,49 @@ def consolidate(optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
         `state_dict()` would give it, all tensors copies on the CPU. Elsewhere: None.
     """
     part = partition(optimizer)
-    if part.replicated and dist.is_initialized() and dist.get_rank() != 0:
+    if part.replicated and not _receives(part):
         return None
-    states = [part.inner.state.get(param, {}) for param in parameters(part.inner)]
+    whole = _gather(part, parameters(optimizer), [part.inner.state.get(local, {}) for local in parameters(part.inner)])
+    return None if whole is None else {"state": whole, "param_groups": packed_groups(optimizer)}
+
+
+def model_state_dict(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor] | None:
+    """The model's whole `state_dict()` on rank 0, in the precision of the updates. Needs to be called on all ranks.
+
+    Returns:
+        On rank 0 copies on the CPU, each with storage of its own, tied entries tied; float32 masters in place of weights
+        that are kept in less. Elsewhere: None.
+    """
+    part, params = partition(optimizer), parameters(optimizer)
+    masters = {}
+    if isinstance(optimizer, ShardedOptimizer) and optimizer.param_dtype is not None:
+        whole = _gather(part, params, [{"master": local.data} for local in parameters(part.inner)])
+        if whole is not None:
+            masters = {id(params[index]): state["master"] for index, state in whole.items()}
+    held = model.state_dict(keep_vars=True)
+    if not _receives(part):
+        return None
+    copies: dict[int, torch.Tensor] = masters
+    for tensor in held.values():
+        if id(tensor) not in copies:
+            copies[id(tensor)] = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())
+    return {name: copies[id(tensor)] for name, tensor in held.items()}
+
+
+def _gather(part: Partition, params: list[torch.Tensor], states: list[dict[str, Any]]) -> dict[int, dict[str, Any]] | None:
+    """What every rank has for each of its slices, put together on rank 0 by parameter. Needs to be called on all ranks.
+
+    Args:
+        params: the whole parameters.
+        states: for each slice of this rank tensors that hold a number per element, and any other values.
+    """
+    locals_ = parameters(part.inner)
     inventory = [
-        {key: value.dtype if _per_element(key, value, param) else _to_cpu(value) for key, value in state.items()}
-        for state, param in zip(states, parameters(part.inner), strict=True)
+        {key: value.dtype if _per_element(key, value, local) else _to_cpu(value) for key, value in state.items()}
+        for state, local in zip(states, locals_, strict=True)
     ]
     inventories = _gather_inventories(inventory, part)
-    wire = _wire_device(optimizer, part)
+    wire = _wire_device(params, part)
 
     if part.rank != 0:
         for message in _messages(part.slices[part.rank], inventory):
@@ -73,7 +107,6 @@ def consolidate(optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
         return None
 
     whole: dict[int, dict[str, Any]] = {}
-    params = parameters(optimizer)
     for rank, (slices, held) in enumerate(zip(part.slices, inventories, strict=True)):
         for piece, entries in zip(slices, held, strict=True):
             for key, entry in entries.items():
@@ -92,7 +125,7 @@ def consolidate(optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
             for run, elements in zip(message, parts, strict=True):
                 piece = slices[run.position]
                 whole[piece.param][run.key].view(-1)[piece.start + run.start : piece.start + run.stop] = elements
-    return {"state": dict(sorted(whole.items())), "param_groups": packed_groups(optimizer)}
+    return dict(sorted(whole.items()))
 
 
 def restore(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
@@ -113,7 +146,7 @@ def restore(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> Non
         raise CheckpointError(f"the saved optimizer has {saved_lengths} parameters in its groups, this one {lengths}")
     for index, entries in state_dict["state"].items():
         for key, value in entries.items():
-            if isinstance(value, torch.Tensor) and value.dim() and value.shape != params[index].shape:
+            if isinstance(value, torch.Tensor) and value.dim() and not _fits(value.shape, params[index].shape, part.whole):
                 raise CheckpointError(
                     f"saved state {key!r} of parameter {index} has shape {tuple(value.shape)}, "
                     f"the parameter {tuple(params[index].shape)}"
@@ -131,17 +164,6 @@ def restore(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> Non
                 for key, value in state_dict["state"][piece.param].items()
             }
     part.inner.load_state_dict({"state": inner_state, "param_groups": inner_groups})
-
-
-def model_state_dict(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """`model.state_dict()` as copies on the CPU, each with storage of its own; tied entries stay tied."""
-    copies: dict[int, torch.Tensor] = {}
-    result = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if id(tensor) not in copies:
-            copies[id(tensor)] = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())
-        result[name] = copies[id(tensor)]
-    return result
 
 
 def save(checkpoint: dict[str, Any], path: str) -> None:
@@ -185,6 +207,17 @@ def load(path: str) -> dict[str, Any]:
     if missing:
         raise CheckpointError(f"{path} is no checkpoint of a model in training: it lacks {', '.join(missing)}")
     return checkpoint
+
+
+def _receives(part: Partition) -> bool:
+    """Whether this process is the one that puts everything together."""
+    return part.rank == 0 and not (part.replicated and dist.is_initialized() and dist.get_rank() != 0)
+
+
+def _fits(shape: torch.Size, param_shape: torch.Size, whole: bool) -> bool:
+    """Whether state may have this shape: the parameter's, or with whole parameters that of its rows or columns."""
+    factored = len(shape) == len(param_shape) and all(n in (1, m) for n, m in zip(shape, param_shape, strict=True))
+    return shape == param_shape or (whole and factored)
 
 
 def _per_element(key: str, value: Any, param: torch.Tensor) -> bool:
@@ -235,10 +268,10 @@ def _gather_inventories(inventory: _Inventory, part: Partition) -> list[_Invento
     return gathered if gathered is not None else [inventory]
 
 
-def _wire_device(optimizer: torch.optim.Optimizer, part: Partition) -> torch.device:
+def _wire_device(params: list[torch.Tensor], part: Partition) -> torch.device:
     """Where tensors must lie to be sent: NCCL sends from the GPU, gloo from the CPU."""
     if len(part.slices) > 1 and dist.get_backend(part.process_group) == "nccl":
-        return parameters(optimizer)[0].device
+        return params[0].device
     return torch.device("cpu")
 
 

@@ -1,7 +1,7 @@
 """Reduce-scatter and all-gather of flat buckets, each the fast way of its backend, and what they cost."""
 
 import time
-from collections import Counter
+from collections import Counter, deque
 from typing import NamedTuple
 
 import torch
@@ -11,111 +11,165 @@ import torch.distributed as dist
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-sent_bytes: Counter[str] = Counter()  # by this process, by kind of collective
-waited_s: Counter[str] = Counter()  # how long the computation stood still for each kind: exposed communication
-
 
 class Gather(NamedTuple):
-    """An all-gather in flight. Until `wait` returns, only this rank's shard of `bucket` may be read."""
+    """An all-gather in flight. Until its works are done, only this rank's shard of `bucket` may be read."""
 
-    bucket: torch.Tensor  # (world_size * shard_numel,)
+    bucket: torch.Tensor  # (sum of sizes,)
     works: list[dist.Work]
-
-    def wait(self) -> None:
-        _wait("all-gather", self.works)
 
 
 class Reduction(NamedTuple):
-    """A reduce-scatter in flight. Until `add_to` returns, nothing in `bucket` may be written or given away."""
+    """A reduce-scatter in flight. Until its works are done, nothing in `bucket` may be written and no part read."""
 
-    bucket: torch.Tensor  # (world_size * shard_numel,)
-    own: torch.Tensor | None  # (shard_numel,), this rank's part of `bucket`; None where the backend adds up by itself
-    received: list[torch.Tensor]  # the same part of the other ranks' buckets, or the backend's sum; each (shard_numel,)
+    bucket: torch.Tensor  # (sum of sizes,)
+    parts: list[torch.Tensor]  # what adds up to this rank's shard; each (sizes[rank],)
+    received: list[torch.Tensor]  # the tensors from the pool that hold them
     works: list[dist.Work]
-
-    def add_to(self, shard: torch.Tensor, first: bool) -> None:
-        """Wait, then put the sum over the ranks into `shard`, (shard_numel,): over what is there if `first`, else added."""
-        _wait("reduce-scatter", self.works)
-        *others, last = [part for part in (self.own, *self.received) if part is not None]
-        if others and first:
-            total, *rest = others
-            for part in rest:
-                total.add_(part)
-            torch.add(total, last, out=shard)
-        elif first:
-            shard.copy_(last)
-        else:
-            for part in others:
-                last.add_(part)
-            shard.add_(last)
 
 
 class Pool:
-    """Tensors of the last steps, to be filled again: fresh memory costs a CPU more than the sum that it is for."""
+    """CPU tensors of the last steps, to be filled again: fresh memory costs a CPU more than the sum that it is for."""
 
     def __init__(self) -> None:
-        self._free: dict[tuple[int, torch.dtype, torch.device], list[torch.Tensor]] = {}
+        self._free: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
 
-    def take(self, like: torch.Tensor) -> torch.Tensor:
-        """A flat tensor of the size and kind of `like`, with any content."""
-        free = self._free.get(_kind(like))
-        return free.pop() if free else torch.empty_like(like)
+    def take(self, numel: int, like: torch.Tensor) -> torch.Tensor:
+        """A tensor, (numel,), of the dtype and device of `like`, with any content."""
+        free = self._free.get((numel, like.dtype))
+        return free.pop() if free and like.device.type == "cpu" else like.new_empty(numel)
 
     def give_back(self, tensor: torch.Tensor) -> None:
-        self._free.setdefault(_kind(tensor), []).append(tensor)
+        if tensor.device.type == "cpu":  # a GPU's own allocator is a pool already
+            self._free.setdefault((tensor.numel(), tensor.dtype), []).append(tensor)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for free in self._free.values() for tensor in free)
 
 
-def _kind(tensor: torch.Tensor) -> tuple[int, torch.dtype, torch.device]:
-    return tensor.numel(), tensor.dtype, tensor.device
+class Communicator:
+    """The collectives of one process group, and what they cost. Without torch.distributed, a group of one.
 
-
-def reduce_scatter(bucket: torch.Tensor, group: dist.ProcessGroup | None, pool: Pool) -> Reduction:
-    """Start summing every rank's `bucket` into shards, one for each rank. Needs to be called on all ranks, in one order.
-
-    Gloo's native reduce-scatter takes twice as long as its all-reduce; there every pair of ranks exchanges the two parts
-    that the other one owns, and each adds up its own: the bytes of a ring, `(N - 1) / N` of the bucket sent by each.
-
-    Args:
-        bucket: (world_size * shard_numel,), contiguous.
-        pool: gives the tensors to receive in; all tensors of the result go back to it when they have been added up.
+    Every method but those that only count needs to be called on all ranks, in one order. A bucket is a flat tensor,
+    (sum of sizes,), the shards of the ranks end to end, `sizes[r]` elements owned by rank r.
     """
-    world_size, rank = dist.get_world_size(group), dist.get_rank(group)
-    parts = bucket.chunk(world_size)  # each (shard_numel,)
-    sent_bytes["reduce-scatter"] += (world_size - 1) * parts[rank].nbytes
-    if dist.get_backend(group) != "gloo":
-        total = pool.take(parts[rank])
-        work = _reduce_scatter_single(total, bucket, group=group, async_op=True)
-        return Reduction(bucket, None, [total], [work])
-    received, works = [], []
-    for distance in range(1, world_size):
-        source, target = (rank - distance) % world_size, (rank + distance) % world_size
-        received.append(pool.take(parts[rank]))
-        works.append(dist.irecv(received[-1], group_src=source, group=group))
-        works.append(dist.isend(parts[target], group_dst=target, group=group))
-    return Reduction(bucket, parts[rank], received, works)
 
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        distributed = dist.is_available() and dist.is_initialized()
+        self.group = group
+        self.world_size = dist.get_world_size(group) if distributed else 1
+        self.rank = dist.get_rank(group) if distributed else 0
+        self.pool = Pool()
+        self.sent_bytes: Counter[str] = Counter()  # by this rank, by kind of collective
+        self._waited_s: Counter[str] = Counter()
+        self._waits: deque[tuple[str, torch.cuda.Event, torch.cuda.Event]] = deque()  # on a GPU: not read yet
 
-def all_gather(bucket: torch.Tensor, group: dist.ProcessGroup | None) -> Gather:
-    """Start filling `bucket` with every rank's own shard, in place. Needs to be called on all ranks, in one order.
+    def reduce_scatter(self, bucket: torch.Tensor, sizes: list[int]) -> Reduction:
+        """Start to bring together what adds up to each rank's shard; `add` does the sum.
 
-    Gloo's native all-gather takes more than three times as long as one broadcast per shard (448 ms against 134 ms for
-    124M float32 elements on 2 ranks), so there each owner broadcasts its shard.
+        Between CPUs every pair of ranks exchanges the two parts that the other one owns, and each adds up its own: the
+        bytes of a ring, `(N - 1) / N` of the bucket sent by each, in half the time of gloo's own reduce-scatter.
+        Anything of less than float32 is exchanged as well (all-to-all), and added up in float32: a ring would round
+        every partial sum. Between GPUs the rest is NCCL's own.
+        """
+        parts = bucket.split(sizes)
+        own = parts[self.rank]
+        self.sent_bytes["reduce-scatter"] += bucket.nbytes - own.nbytes
+        if self.world_size == 1:
+            return Reduction(bucket, [own], [], [])
+        if bucket.device.type == "cpu":
+            received, works = [], []
+            for distance in range(1, self.world_size):
+                source, target = (self.rank - distance) % self.world_size, (self.rank + distance) % self.world_size
+                if own.numel():
+                    received.append(self.pool.take(own.numel(), own))
+                    works.append(dist.irecv(received[-1], group_src=source, group=self.group))
+                if sizes[target]:
+                    works.append(dist.isend(parts[target], group_dst=target, group=self.group))
+            return Reduction(bucket, [own, *received], received, works)
+        if self._is_native(sizes) and bucket.dtype in (torch.float32, torch.float64):
+            total = self.pool.take(own.numel(), own)
+            work = _reduce_scatter_single(total, bucket, group=self.group, async_op=True)
+            return Reduction(bucket, [total], [total], [work])
+        received = self.pool.take(self.world_size * own.numel(), own)
+        work = dist.all_to_all_single(received, bucket, [own.numel()] * self.world_size, sizes, group=self.group, async_op=True)
+        return Reduction(bucket, list(received.chunk(self.world_size)), [received], [work])
 
-    Args:
-        bucket: (world_size * shard_numel,), contiguous; this rank's shard holds what the others are to receive.
-    """
-    world_size, rank = dist.get_world_size(group), dist.get_rank(group)
-    shards = bucket.chunk(world_size)  # each (shard_numel,)
-    sent_bytes["all-gather"] += (world_size - 1) * shards[rank].nbytes
-    if dist.get_backend(group) == "gloo":
-        works = [dist.broadcast(shard, group_src=owner, group=group, async_op=True) for owner, shard in enumerate(shards)]
-    else:
-        works = [_all_gather_single(bucket, shards[rank], group=group, async_op=True)]
-    return Gather(bucket, works)
+    def add(self, reduction: Reduction, shard: torch.Tensor, first: bool) -> None:
+        """Wait, then put the sum over the ranks into `shard`, (sizes[rank],): over what is there if `first`, else added.
 
+        `shard` is in float32 where the bucket is in less. The tensors of the reduction go back to the pool.
+        """
+        self.wait("reduce-scatter", reduction.works, shard.device)
+        total, *rest = reduction.parts if first else (shard, *reduction.parts)
+        if not rest:
+            shard.copy_(total)
+        for part in rest:
+            total = torch.add(total.to(shard.dtype), part, out=shard)
+        for tensor in (reduction.bucket, *reduction.received):
+            self.pool.give_back(tensor)
 
-def _wait(kind: str, works: list[dist.Work]) -> None:
-    begin = time.perf_counter()
-    for work in works:
-        work.wait()
-    waited_s[kind] += time.perf_counter() - begin
+    def all_gather(self, bucket: torch.Tensor, sizes: list[int]) -> Gather:
+        """Start filling `bucket` with every rank's own shard, in place.
+
+        Gloo's own all-gather takes more than three times as long as one broadcast per shard (448 ms against 134 ms for
+        124M float32 elements on 2 ranks), so there, and where shards are not equal, each owner broadcasts its shard.
+        """
+        shards = bucket.split(sizes)
+        own = shards[self.rank]
+        self.sent_bytes["all-gather"] += (self.world_size - 1) * own.nbytes
+        if self.world_size == 1:
+            works = []
+        elif bucket.device.type != "cpu" and self._is_native(sizes):
+            works = [_all_gather_single(bucket, own, group=self.group, async_op=True)]
+        else:
+            works = [
+                dist.broadcast(shard, group_src=owner, group=self.group, async_op=True)
+                for owner, shard in enumerate(shards)
+                if shard.numel()
+            ]
+        return Gather(bucket, works)
+
+    def all_reduce(self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> list[dist.Work]:
+        """Start an all-reduce in place."""
+        if self.world_size == 1:
+            return []
+        return [dist.all_reduce(tensor, op=op, group=self.group, async_op=True)]
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """Overwrite a contiguous tensor with that of rank 0."""
+        if self.world_size > 1 and tensor.numel():
+            dist.broadcast(tensor, group_src=0, group=self.group)
+
+    def wait(self, kind: str, works: list[dist.Work], device: torch.device) -> None:
+        """Have the computation wait for collectives; how long it stood still is counted as `kind`."""
+        if device.type != "cuda":
+            begin = time.perf_counter()
+            for work in works:
+                work.wait()
+            self._waited_s[kind] += time.perf_counter() - begin
+            return
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        for work in works:
+            work.wait()  # for NCCL the stream waits, not this thread
+        end.record()
+        self._waits.append((kind, begin, end))
+        while self._waits[0][2].query() and len(self._waits) > 1:
+            self._read_first_wait()
+
+    def waited_ms(self) -> dict[str, float]:
+        """How long the computation has stood still, by kind of collective: exposed communication. Waits for the device."""
+        while self._waits:
+            self._waits[0][2].synchronize()
+            self._read_first_wait()
+        return {kind: seconds * 1000 for kind, seconds in self._waited_s.items()}
+
+    def _read_first_wait(self) -> None:
+        kind, begin, end = self._waits.popleft()
+        self._waited_s[kind] += begin.elapsed_time(end) / 1000
+
+    def _is_native(self, sizes: list[int]) -> bool:
+        """Whether the backend's own functions are the fast ones, and take these shards."""
+        return dist.get_backend(self.group) != "gloo" and min(sizes) == max(sizes)

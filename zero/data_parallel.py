@@ -1,18 +1,34 @@
 """ShardedDataParallel: reduce-scatters during backward, all-gathers during the next forward."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd import Variable
 
-from zero.collectives import Pool, Reduction, reduce_scatter
-from zero.optimizer import Bucket, ShardedOptimizer
+from zero.collectives import Reduction
+from zero.optimizer import SPARSE, Bucket, ShardedOptimizer
 
 _IN_FLIGHT = 4  # reduce-scatters at a time: enough to keep the wire busy, few enough to bound the memory
+
+
+class Place(NamedTuple):
+    """Where elements `start:stop` of a parameter lie: from `offset` on in bucket number `bucket`."""
+
+    bucket: int
+    offset: int
+    start: int
+    stop: int
+
+
+class Agreement(NamedTuple):
+    """An all-reduce in flight. When its works are done, `used` says which parameters have a gradient on any rank."""
+
+    used: torch.Tensor  # (parameters,) uint8
+    works: list[dist.Work]
 
 
 class ShardedDataParallel(nn.Module):
@@ -25,7 +41,8 @@ class ShardedDataParallel(nn.Module):
 
     So a rank sends the bytes of one all-reduce, half of them while backward runs and half while forward does. `state_dict`
     and `load_state_dict` of the model wait for all gathers; whoever else reads parameters calls
-    `optimizer.synchronize()` first.
+    `optimizer.synchronize()` first. A module that is compiled (`module.compile()`, before it is wrapped) waits as a whole,
+    and its gradients arrive together: compile the blocks of a model, not all of it, and the overlap remains.
 
     A parameter without a gradient on any rank is skipped by the update; one that has a gradient on some ranks counts as
     zero on the others.
@@ -35,15 +52,22 @@ class ShardedDataParallel(nn.Module):
     reduce-scatters and adds to the owned shards, so a full gradient never outlives its bucket (the paper's P_os+g), at the
     price of a reduce-scatter per micro-step.
 
-    Construction broadcasts parameters and buffers from rank 0. It, forward, backward and step need to be called on all
-    ranks.
+    If the optimizer has a `param_dtype`, frozen parameters and buffers take it on, too. Gradients then arrive, accumulate
+    and are sent in that dtype; sums over ranks, and over micro-steps with `shard_gradients`, are float32.
+
+    Construction broadcasts frozen parameters and buffers from rank 0, as the optimizer has done with its own. It, forward,
+    backward and step need to be called on all ranks.
 
     Raises:
         ValueError: if a trainable parameter of `module` is not the optimizer's.
+        RuntimeError: from backward or step, if gradients of the last step are still there, or those of this one have
+            not been sent, or one is sparse.
 
     Source: Rajbhandari et al., "ZeRO", sections 5.1 and 5.2; the interface is that of
     `torch.nn.parallel.DistributedDataParallel`.
     """
+
+    gathers_in_background = True
 
     def __init__(self, module: nn.Module, optimizer: ShardedOptimizer, shard_gradients: bool = False) -> None:
         super().__init__()
@@ -51,39 +75,40 @@ class ShardedDataParallel(nn.Module):
         self.optimizer = optimizer
         self.shard_gradients = shard_gradients
         self.require_backward_grad_sync = True
-        self.world_size = optimizer.world_size
-        self.process_group = optimizer.process_group
+        self._comm = optimizer.comm
 
         self._params = [param for buffer in optimizer.buffers for param in buffer.params]
         self._number = {param: number for number, param in enumerate(self._params)}
         strangers = [name for name, param in module.named_parameters() if param.requires_grad and param not in self._number]
         if strangers:
             raise ValueError(f"these parameters require gradients but are not the optimizer's: {', '.join(strangers)}")
-        # per parameter: (bucket, where it begins in the bucket, elements start:stop of the parameter)
-        self._places: dict[nn.Parameter, list[tuple[int, int, int, int]]] = {param: [] for param in self._params}
+        self._places: dict[nn.Parameter, list[Place]] = {param: [] for param in self._params}
         for index, bucket in enumerate(optimizer.buckets):
             for param, piece, offset in bucket.members:
-                self._places[param].append((index, offset, piece.start, piece.stop))
+                self._places[param].append(Place(index, offset, piece.start, piece.stop))
 
         count = len(optimizer.buckets)
-        self._shards: list[torch.Tensor | None] = [None] * count  # (shard_numel,), the mean gradient; made when needed
+        self._shards: list[torch.Tensor | None] = [None] * count  # (sizes[rank],), the mean gradient; made when needed
         self._reduced = [False] * count  # whether the shard holds a gradient of this step
-        self._filling: list[torch.Tensor | None] = [None] * count  # (world_size * shard_numel,), gradients as they arrive
+        self._filling: list[torch.Tensor | None] = [None] * count  # (sum of sizes,), gradients as they arrive
         self._reductions: list[Reduction | None] = [None] * count  # in flight
-        self._pool = Pool()
         self._missing: list[set[nn.Parameter]] = []  # by bucket; empty outside of backward
         self._next = 0  # the bucket to be reduced next
         self._used: set[int] = set()  # numbers of the parameters that had a gradient on this rank
-        self._used_anywhere: tuple[torch.Tensor, dist.Work] | None = None  # (parameters,) uint8: on any rank; in flight
+        self._agreement: Agreement | None = None  # in flight
         self._collected = False
 
-        self._broadcast()
+        if optimizer.param_dtype is not None:
+            module.to(optimizer.param_dtype)
+        for tensor in (*module.parameters(), *module.buffers()):
+            if tensor not in self._number:
+                self._comm.broadcast(tensor.data)
         for param in self._params:
             param.register_post_accumulate_grad_hook(self._on_gradient)
-        self._wait_before_forward()
-        optimizer.collect_gradients = self._collect
-        optimizer.gather_in_background = True
-        optimizer.on_zero_grad = self._forget
+        self._wait_before_forward(module)
+        module.register_state_dict_pre_hook(lambda *_: optimizer.synchronize())
+        module.register_load_state_dict_pre_hook(self._before_loading)
+        optimizer.source = self
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
@@ -119,18 +144,20 @@ class ShardedDataParallel(nn.Module):
     def _fill(self, param: nn.Parameter) -> None:
         """Copy a gradient, divided by the number of ranks, to its places in the buckets, and free it."""
         if param.grad.is_sparse:
-            raise RuntimeError("sparse gradients cannot be laid flat; use nn.Embedding(sparse=False)")
+            raise RuntimeError(SPARSE)
         self._used.add(self._number[param])
         gradient = param.grad.reshape(-1)
         for index, offset, start, stop in self._places[param]:
-            torch.mul(gradient[start:stop], 1 / self.world_size, out=self._filled(index)[offset : offset + stop - start])
+            place = self._filled(index)[offset : offset + stop - start]
+            torch.mul(gradient[start:stop], 1 / self._comm.world_size, out=place)
             self._missing[index].discard(param)
         param.grad = None
 
     def _filled(self, index: int) -> torch.Tensor:
         """The tensor that collects the gradients of a bucket."""
         if self._filling[index] is None:
-            self._filling[index] = self._pool.take(self.optimizer.buckets[index].data)
+            data = self.optimizer.buckets[index].data
+            self._filling[index] = self._comm.pool.take(data.numel(), data)
         return self._filling[index]
 
     def _reduce_full_buckets(self) -> None:
@@ -139,7 +166,7 @@ class ShardedDataParallel(nn.Module):
             index, self._next = self._next, self._next + 1
             self._finish(index)  # of the micro-step before
             self._finish(index - _IN_FLIGHT)
-            self._reductions[index] = reduce_scatter(self._filled(index), self.process_group, self._pool)
+            self._reductions[index] = self._comm.reduce_scatter(self._filled(index), self.optimizer.buckets[index].sizes)
             self._filling[index] = None
 
     @torch.no_grad()
@@ -156,11 +183,11 @@ class ShardedDataParallel(nn.Module):
                     self._missing[index].discard(param)
         self._reduce_full_buckets()
         self._missing = []
-        if self.require_backward_grad_sync and self.world_size > 1:
-            used = torch.tensor([number in self._used for number in range(len(self._params))], dtype=torch.uint8)
-            used = used.to(self._params[0].device)
-            work = dist.all_reduce(used, op=dist.ReduceOp.MAX, group=self.process_group, async_op=True)
-            self._used_anywhere = (used, work)
+        self._settle_agreement()  # of the micro-step before
+        used = torch.ones(len(self._params), dtype=torch.uint8, device=self._params[0].device)
+        if unused := [number for number in range(len(self._params)) if number not in self._used]:
+            used[unused] = 0
+        self._agreement = Agreement(used, self._comm.all_reduce(used, dist.ReduceOp.MAX))
 
     def _finish(self, index: int) -> None:
         """If a reduce-scatter of this bucket is in flight, wait for it and take its sum into the shard."""
@@ -168,65 +195,89 @@ class ShardedDataParallel(nn.Module):
             return
         reduction, self._reductions[index] = self._reductions[index], None
         if self._shards[index] is None:
-            self._shards[index] = torch.empty_like(reduction.bucket.chunk(self.world_size)[0])
-        reduction.add_to(self._shards[index], first=not self._reduced[index])
+            self._shards[index] = torch.empty_like(self.optimizer.buckets[index].updated)
+        self._comm.add(reduction, self._shards[index], first=not self._reduced[index])
         self._reduced[index] = True
-        for tensor in (reduction.bucket, *reduction.received):
-            self._pool.give_back(tensor)
 
     # -- step ----------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def _collect(self) -> None:
-        """Give every owned slice its mean gradient, or None if no rank had one: phase 1 of the optimizer's step."""
-        if self._collected:
-            return
-        self._collected = True
-        used = self._used
-        if self._used_anywhere is not None:
-            flags, work = self._used_anywhere
-            work.wait()
-            used = set(flags.nonzero().flatten().tolist())
-            self._used_anywhere = None
+    def collect(self) -> Iterator[Bucket]:
+        """See GradientSource."""
+        if not self._collected:
+            self._settle_agreement()
+            if any(param.grad is not None for param in self._params):
+                raise RuntimeError(
+                    "gradients of this step have not been sent; its last backward must run outside of no_sync(), "
+                    "with require_backward_grad_sync = True"
+                )
         for index, bucket in enumerate(self.optimizer.buckets):
-            self._finish(index)
-            shard = self._shards[index]
-            for owned in bucket.owned:
-                has_gradient = self._reduced[index] and self._number[owned.param] in used
-                owned.local.grad = shard[owned.offset : owned.offset + owned.local.numel()] if has_gradient else None
+            if not self._collected:
+                self._finish(index)
+                for owned in bucket.owned:
+                    if self._reduced[index] and self._number[owned.param] in self._used:
+                        shard = self._shards[index]
+                        owned.local.grad = shard[owned.offset : owned.offset + owned.local.numel()].view(owned.local.shape)
+                    else:
+                        owned.local.grad = None
+            yield bucket
+        self._collected = True
 
-    def _forget(self) -> None:
-        """Begin a new step: what the shards hold is no gradient any more."""
-        self._collect()  # nothing may be in flight
+    def clear(self) -> None:
+        """See GradientSource."""
+        self._settle_agreement()
+        for index in range(len(self._reductions)):
+            self._finish(index)
         self._collected = False
         self._reduced = [False] * len(self._reduced)
         self._used = set()
 
+    def _settle_agreement(self) -> None:
+        """Count as used what any rank has used. A rank that has used everything need not wait for the others."""
+        if self._agreement is not None:
+            self._comm.wait("agreement", self._agreement.works, self._agreement.used.device)
+            if len(self._used) < len(self._params):
+                self._used |= set(self._agreement.used.nonzero().flatten().tolist())
+            self._agreement = None
+
     # -- forward -------------------------------------------------------------------------------------------------------
 
-    def _wait_before_forward(self) -> None:
-        """Have every module that holds parameters wait for their all-gathers before it runs, and state dicts for all."""
-        for module in self.module.modules():
-            indices = {place[0] for param in module.parameters(recurse=False) for place in self._places.get(param, [])}
-            if indices:
-                buckets = [self.optimizer.buckets[index] for index in sorted(indices)]
-                module.register_forward_pre_hook(_waiter(buckets))
-        self.module.register_state_dict_pre_hook(lambda *_: self.optimizer.synchronize())
-        self.module.register_load_state_dict_pre_hook(lambda *_: self.optimizer.synchronize())
+    def _wait_before_forward(self, module: nn.Module) -> None:
+        """Have every module that holds parameters, or is compiled, wait for its all-gathers before it runs."""
+        compiled = module._compiled_call_impl is not None
+        indices = {place.bucket for param in module.parameters(recurse=compiled) for place in self._places.get(param, [])}
+        if indices:
+            module.register_forward_pre_hook(self._waiter([self.optimizer.buckets[index] for index in sorted(indices)]))
+        if not compiled:
+            for child in module.children():
+                self._wait_before_forward(child)
 
-    def _broadcast(self) -> None:
-        """Make every rank's parameters and buffers those of rank 0."""
-        if self.world_size > 1:
-            inside = [buffer.data for buffer in self.optimizer.buffers]
-            outside = [tensor.data for tensor in self.module.parameters() if tensor not in self._number]
-            for tensor in (*inside, *outside, *self.module.buffers()):
-                dist.broadcast(tensor, group_src=0, group=self.process_group)
+    def _waiter(self, buckets: Iterable[Bucket]) -> Callable[..., None]:
+        @torch._dynamo.disable
+        def wait(*_: Any) -> None:
+            self.optimizer.synchronize(buckets)
 
+        return wait
 
-def _waiter(buckets: list[Bucket]) -> Any:
-    @torch._dynamo.disable
-    def wait(*_: Any) -> None:
-        for bucket in buckets:
-            bucket.wait()
+    @torch.no_grad()
+    def _before_loading(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+        """Load into the masters what the state dict has in full precision; the module itself loads the rest."""
+        self.optimizer.synchronize()
+        if self.optimizer.param_dtype is not None:
+            for name, param in module.named_parameters(remove_duplicate=False):
+                value = state_dict.get(prefix + name)
+                if value is not None and value.shape == param.shape:
+                    self.optimizer.set_parameter(param, value)
 
-    return wait
+    # ------------------------------------------------------------------------------------------------------------------
+
+    def held_bytes(self) -> dict[str, int]:
+        """See GradientSource."""
+        buckets = [tensor for tensor in self._filling if tensor is not None]
+        for reduction in self._reductions:
+            if reduction is not None:
+                buckets += [reduction.bucket, *reduction.received]
+        return {
+            "gradients": sum(shard.nbytes for shard in self._shards if shard is not None),
+            "buckets": sum(tensor.nbytes for tensor in buckets) + self._comm.pool.nbytes,
+        }

@@ -23,6 +23,6 @@ class ShardedGradScaler(torch.amp.GradScaler):
         _, found_inf, _ = args
         for found in super()._unscale_grads_(optimizer.inner, *args).values():  # none where this rank owns nothing
             found_inf += found.to(found_inf.device)
-        if optimizer.world_size > 1:
-            dist.all_reduce(found_inf, op=dist.ReduceOp.MAX, group=optimizer.process_group)
+        works = optimizer.comm.all_reduce(found_inf, dist.ReduceOp.MAX)
+        optimizer.comm.wait("found_inf", works, found_inf.device)
         return {found_inf.device: found_inf}

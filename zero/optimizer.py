@@ -1,23 +1,28 @@
-"""ShardedOptimizer: any elementwise torch.optim class with its state divided evenly among the ranks."""
+"""ShardedOptimizer: any torch.optim class with its state divided evenly among the ranks."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 
-from zero.collectives import Gather, all_gather
+from zero.collectives import Communicator, Gather
 from zero.layout import Layout, Slice, Span
 
 _VECTOR_BYTES = 64  # the widest vector registers, AVX-512, and a cache line
+_NEED_WHOLE_PARAMETERS = (torch.optim.Adafactor, torch.optim.Muon)  # they look at rows and columns
+_CANNOT_BE_DIVIDED = {
+    torch.optim.LBFGS: "it looks at all parameters together, several times per step",
+    torch.optim.SparseAdam: "sparse gradients cannot be laid flat",
+}
 
 
 class FlatBuffer(NamedTuple):
     """Parameters of one dtype and device, whose data are views into one flat tensor."""
 
     data: torch.Tensor  # (layout.padded_numel,)
-    params: list[torch.nn.Parameter]  # in layout order
+    params: list[torch.nn.Parameter]  # numbered as in the layout
     indices: list[int]  # the place of each in all of `param_groups`
     layout: Layout
 
@@ -29,38 +34,59 @@ class OwnedSlice(NamedTuple):
     start: int  # first element of the flattened parameter
     stop: int
     offset: int  # first element of this rank's shard of the bucket
-    local: torch.nn.Parameter  # (stop - start,), a view into FlatBuffer.data
+    # a view into the shard, or into its float32 master: (stop - start,), or with whole parameters the parameter's shape
+    local: torch.nn.Parameter
 
 
 @dataclass
 class Bucket:
     """One bucket at run time."""
 
-    data: torch.Tensor  # (world_size * shard_numel,), a view into FlatBuffer.data
-    owned: list[OwnedSlice]  # what this rank updates
+    data: torch.Tensor  # (sum of sizes,), a view into FlatBuffer.data
+    sizes: list[int]  # elements of each rank's shard
+    shard: torch.Tensor  # (sizes[rank],), this rank's part of `data`
+    master: torch.Tensor | None  # (sizes[rank],) float32, where `data` is in less
+    owned: list[OwnedSlice]  # what this rank updates, and the same by parameter group as the inner optimizer has it
+    local_by_group: dict[int, list[torch.nn.Parameter]]
     members: list[tuple[torch.nn.Parameter, Slice, int]]  # all that lies in it: parameter, part of it, offset in the bucket
-    gather: Gather | None = None  # in flight: only this rank's shard of `data` may be read
+    gather: Gather | None = None  # in flight: of `data` only `shard` may be read
 
-    def wait(self) -> None:
-        """Make all of `data` readable."""
-        if self.gather is not None:
-            self.gather.wait()
-            self.gather = None
+    @property
+    def updated(self) -> torch.Tensor:
+        """What the inner optimizer's parameters are views of, (sizes[rank],)."""
+        return self.shard if self.master is None else self.master
+
+
+class GradientSource(Protocol):
+    """Phase 1 of a step: where the gradients of the owned slices come from."""
+
+    gathers_in_background: bool  # whether someone waits for each bucket before its parameters are read
+
+    def collect(self) -> Iterator[Bucket]:
+        """Every bucket, once each of its owned slices has its mean gradient, or None. Needs to be called on all ranks."""
+
+    def clear(self) -> None:
+        """The gradients have been used: begin a new step."""
+
+    def held_bytes(self) -> dict[str, int]:
+        """Bytes held besides the parameters' gradients: in "gradients" of its own, and in "buckets"."""
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
     """ZeRO stage 1: each rank keeps and updates the optimizer state of 1/N of the elements.
 
-    At construction the parameters move into flat buffers (their `data` become views), which are cut into buckets and
-    shards as `zero.layout` says. A slice of a parameter that falls into this rank's shards is handed to the inner
-    optimizer as an ordinary parameter. AdamW and its like treat every element alone, so updating slices gives, bit for
-    bit, what updating whole parameters gives (`zero.layout` says where it may cut). One step has three phases:
+    At construction the parameters become those of rank 0 and move into flat buffers (their `data` become views), which
+    are cut into buckets and shards as `zero.layout` says. A slice of a parameter that falls into this rank's shards is
+    handed to the inner optimizer as an ordinary parameter. AdamW and its like treat every element alone, so updating
+    slices gives, bit for bit, what updating whole parameters gives (`zero.layout` says where it may cut). One step has
+    three phases:
 
     1. collect gradients   each owned slice gets the gradient of its elements, the mean over the ranks. Alone, the class
                            takes views of the parameters' gradients, which must be averaged already (by
                            DistributedDataParallel's all-reduce or by hand). ShardedDataParallel puts the results of
                            its reduce-scatters here instead.
-    2. update              bucket by bucket, the inner optimizer steps over the owned slices: 1/N of the elements
+    2. update              bucket by bucket, the inner optimizer steps over the owned slices: 1/N of the elements. The
+                           last bucket comes first: the next forward begins with its parameters
     3. all-gather          as soon as a bucket is updated, its shards go from their owners to everyone, while the next
                            one is updated. Alone, `step` waits for the last; under ShardedDataParallel the next forward
                            waits for each where it needs it.
@@ -69,20 +95,30 @@ class ShardedOptimizer(torch.optim.Optimizer):
     are, outside the buffers, and must remain frozen. A parameter must not be moved (`model.to`) or have its `data`
     replaced once the optimizer is built.
 
+    With `param_dtype=torch.bfloat16` the parameters turn into bfloat16, and each rank keeps float32 masters of its own
+    slices: 2 bytes per parameter, 2 for its gradient and 12/N for master and AdamW state (ZeRO, section 3.1). The masters
+    rule: to change a weight later, load a state dict into the ShardedDataParallel or call `set_parameter`.
+
+    Needs to be constructed on all ranks.
+
     Args:
         params: parameters or parameter groups, the same on all ranks, as for any `torch.optim.Optimizer`.
-        optimizer_cls: the class of the inner optimizer; must be elementwise.
+        optimizer_cls: the class of the inner optimizer.
         process_group: the ranks that share the state; default the whole world, or this process alone when
             torch.distributed is not initialized.
         bucket_mb: megabytes (10**6 bytes) per bucket.
         registration_order: all parameters in the order in which the model uses them, `model.parameters()`, where `params`
             are groups of another order; buckets then fill in the order in which backward produces gradients.
+        partition: 'element' cuts parameters wherever a shard ends; it is exact for classes that treat every element alone
+            and divides evenly. 'parameter' deals whole parameters, for classes that look at a parameter's shape (Muon,
+            Adafactor).
+        param_dtype: what the parameters are to be kept in, if it is less than the float32 they are updated in.
         **kwargs: for `optimizer_cls`.
 
     Raises:
-        ValueError: if `bucket_mb` is not positive.
-        RuntimeError: from `step`, if a parameter left its buffer or was unfrozen; from `state_dict` and `load_state_dict`,
-            which a single rank cannot answer: `zero.checkpoint` has the calls.
+        ValueError: if `bucket_mb` is not positive, `partition` unknown, or `optimizer_cls` cannot be divided that way.
+        RuntimeError: from `step`, if a parameter left its buffer or was unfrozen, or has a sparse gradient; from
+            `state_dict` and `load_state_dict`, which a single rank cannot answer: `zero.checkpoint` has the calls.
 
     Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", section 5.1
     (P_os); the interface is that of `torch.distributed.optim.ZeroRedundancyOptimizer`.
@@ -93,23 +129,31 @@ class ShardedOptimizer(torch.optim.Optimizer):
         params: Iterable[Any],
         optimizer_cls: type[torch.optim.Optimizer],
         process_group: dist.ProcessGroup | None = None,
+        *,
         bucket_mb: float = 75,
         registration_order: Iterable[torch.nn.Parameter] | None = None,
+        partition: str = "element",
+        param_dtype: torch.dtype | None = None,
         **kwargs: Any,
     ) -> None:
         if bucket_mb <= 0:
             raise ValueError(f"bucket_mb={bucket_mb} must be positive")
-        distributed = dist.is_available() and dist.is_initialized()
-        self.process_group = process_group
-        self.world_size = dist.get_world_size(process_group) if distributed else 1
-        self.rank = dist.get_rank(process_group) if distributed else 0
+        if partition not in ("element", "parameter"):
+            raise ValueError(f"partition={partition!r} is neither 'element' nor 'parameter'")
+        for refused, reason in _CANNOT_BE_DIVIDED.items():
+            if issubclass(optimizer_cls, refused):
+                raise ValueError(f"{optimizer_cls.__name__} cannot be divided among ranks: {reason}")
+        if issubclass(optimizer_cls, _NEED_WHOLE_PARAMETERS) and partition == "element":
+            raise ValueError(f"{optimizer_cls.__name__} looks at the shape of a parameter; use partition='parameter'")
+        self.comm = Communicator(process_group)
         self.bucket_mb = bucket_mb
+        self.partition = partition
+        self.param_dtype = param_dtype
         self.registration_order = {param: index for index, param in enumerate(registration_order or [])}
         self.buffers: list[FlatBuffer] = []
         self.buckets: list[Bucket] = []
-        self.collect_gradients: Callable[[], None] = self._view_gradients  # phase 1
-        self.on_zero_grad: Callable[[], None] = lambda: None
-        self.gather_in_background = False  # whoever reads parameters calls `synchronize` or Bucket.wait first
+        self._owned_of: dict[torch.nn.Parameter, list[OwnedSlice]] = {}  # this rank's slices of a parameter, ascending
+        self.source: GradientSource = ParameterGradients(self)
         self.inner: torch.optim.Optimizer | None = None
         super().__init__(params, dict(kwargs))
         self._lay_out(first_group=0)
@@ -142,33 +186,40 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.collect_gradients()
         self.synchronize()
         _copy_hyperparameters(self.param_groups, self.inner.param_groups)
-        gradients = [[owned.local.grad for owned in bucket.owned] for bucket in self.buckets]
-        self._show_gradients([[None] * len(bucket.owned) for bucket in self.buckets])
-        for bucket, of_bucket in zip(self.buckets, gradients, strict=True):
-            if any(gradient is not None for gradient in of_bucket):
-                # the inner optimizer skips what has no gradient: it updates this bucket's slices alone
-                for owned, gradient in zip(bucket.owned, of_bucket, strict=True):
-                    owned.local.grad = gradient
+        everything = [group["params"] for group in self.inner.param_groups]
+        try:
+            for bucket in reversed(self.buckets):
+                for index, group in enumerate(self.inner.param_groups):
+                    group["params"] = bucket.local_by_group.get(index, [])
                 self.inner.step()
-                for owned in bucket.owned:
-                    owned.local.grad = None
-            if self.world_size > 1:
-                bucket.gather = all_gather(bucket.data, self.process_group)
-        self._show_gradients(gradients)
-        if not self.gather_in_background:
+                if bucket.master is not None:
+                    bucket.shard.copy_(bucket.master)
+                bucket.gather = self.comm.all_gather(bucket.data, bucket.sizes)
+        finally:
+            for group, params in zip(self.inner.param_groups, everything, strict=True):
+                group["params"] = params
+        if not self.source.gathers_in_background:
             self.synchronize()
         return loss
 
-    def synchronize(self) -> None:
-        """Wait until every parameter is whole."""
-        for bucket in self.buckets:
-            bucket.wait()
+    def collect_gradients(self) -> None:
+        """Phase 1: until the next `zero_grad`, the owned slices have their gradients. Needs to be called on all ranks."""
+        for _ in self.source.collect():
+            pass
+
+    def synchronize(self, buckets: Iterable[Bucket] | None = None) -> None:
+        """Wait until every parameter, or every one that lies in `buckets`, is whole."""
+        for bucket in self.buckets if buckets is None else buckets:
+            if bucket.gather is not None:
+                self.comm.wait("all-gather", bucket.gather.works, bucket.data.device)
+                bucket.gather = None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in torch.optim; the owned slices' gradients are dropped with their parameters'."""
         super().zero_grad(set_to_none)
-        self.on_zero_grad()
-        self._show_gradients([[None] * len(bucket.owned) for bucket in self.buckets])
+        self.source.clear()
+        for owned in self.owned:
+            owned.local.grad = None
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
@@ -179,18 +230,25 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Returns:
             The norm before clipping, a float32 scalar.
         """
-        self.collect_gradients()
-        gradients = [owned.local.grad for owned in self.owned if owned.local.grad is not None]
-        device = self.buckets[0].data.device if self.buckets else None
-        total = torch.zeros((), device=device)
-        if gradients:
-            total = torch.stack(torch._foreach_norm(gradients)).float().square().sum()
-        if self.world_size > 1:
-            dist.all_reduce(total, group=self.process_group)
+        gradients = []
+        total = torch.zeros((), device=self.buckets[0].data.device if self.buckets else None)
+        for bucket in self.source.collect():  # while the gradients of the next one are on their way
+            of_bucket = [owned.local.grad for owned in bucket.owned if owned.local.grad is not None]
+            if of_bucket:
+                total += torch.stack(torch._foreach_norm(of_bucket)).float().square().sum()
+                gradients += of_bucket
+        self.comm.wait("norm", self.comm.all_reduce(total), total.device)
         norm = total.sqrt()
         if gradients:
             torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
         return norm
+
+    @torch.no_grad()
+    def set_parameter(self, param: torch.nn.Parameter, value: torch.Tensor) -> None:
+        """Overwrite a parameter and this rank's master slices of it, which take the full precision of `value`."""
+        param.copy_(value)
+        for owned in self._owned_of.get(param, []):
+            owned.local.copy_(value.reshape(-1)[owned.start : owned.stop].view(owned.local.shape))
 
     @property
     def owned(self) -> list[OwnedSlice]:
@@ -208,7 +266,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         raise RuntimeError(
-            f"the optimizer state is divided among {self.world_size} ranks; "
+            f"the optimizer state is divided among {self.comm.world_size} ranks; "
             "call zero.checkpoint.consolidate(optimizer) on all ranks to have it whole on rank 0"
         )
 
@@ -219,6 +277,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Move the trainable parameters of the groups from `first_group` on into flat buffers, one per dtype and device."""
         first_index = sum(len(group["params"]) for group in self.param_groups[:first_group])
         params = [param for group in self.param_groups[first_group:] for param in group["params"]]
+        group_of = {param: index for index, group in enumerate(self.param_groups) for param in group["params"]}
         positions = range(len(params))
         if self.registration_order:
             positions = sorted(positions, key=lambda position: self.registration_order.get(params[position], -1))
@@ -226,53 +285,95 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for position in reversed(positions):
             if params[position].requires_grad:
                 kinds.setdefault((params[position].dtype, params[position].device), []).append(position)
+        lay = Layout.by_element if self.partition == "element" else Layout.by_parameter
         for (dtype, device), members in kinds.items():
-            layout = Layout(
-                numels=tuple(params[position].numel() for position in members),
-                world_size=self.world_size,
-                bucket_numel=max(1, int(self.bucket_mb * 1e6) // dtype.itemsize),
-                align=_VECTOR_BYTES // dtype.itemsize,
+            kept_in = self.param_dtype or dtype
+            layout = lay(
+                [params[position].numel() for position in members],
+                self.comm.world_size,
+                bucket_numel=max(1, int(self.bucket_mb * 1e6) // kept_in.itemsize),
+                align=_VECTOR_BYTES // kept_in.itemsize,
             )
-            data = torch.zeros(layout.padded_numel, dtype=dtype, device=device)
-            for position, offset in zip(members, layout.offsets, strict=True):
-                param = params[position]
-                view = data[offset : offset + param.numel()].view(param.shape)
-                param.data = view.copy_(param.data)
+            data = torch.zeros(layout.padded_numel, dtype=kept_in, device=device)
             buffer = FlatBuffer(data, [params[p] for p in members], [first_index + p for p in members], layout)
             self.buffers.append(buffer)
-            self.buckets += [self._bucket(buffer, span) for span in layout.buckets]
+            for shards in layout.shards:
+                bucket = self._bucket(buffer, shards, dtype)
+                self.buckets.append(bucket)
+                for owned in bucket.owned:
+                    self._owned_of.setdefault(owned.param, []).append(owned)
+                    bucket.local_by_group.setdefault(group_of[owned.param], []).append(owned.local)
+            for param, offset in zip(buffer.params, layout.offsets, strict=True):
+                value = param.data.contiguous()
+                self.comm.broadcast(value)
+                param.data = data[offset : offset + param.numel()].view(param.shape)
+                self.set_parameter(param, value)
 
-    def _bucket(self, buffer: FlatBuffer, span: Span) -> Bucket:
-        data, params, layout = buffer.data, buffer.params, buffer.layout
-        shard = layout.shard(span, self.rank)
-        owned = []
-        for index, start, stop in layout.slices_in(shard):
-            begin = layout.offsets[index] + start
-            local = torch.nn.Parameter(data[begin : begin + stop - start])
-            owned.append(OwnedSlice(params[index], start, stop, begin - shard.start, local))
-        members = [
-            (params[piece.param], piece, layout.offsets[piece.param] + piece.start - span.start)
-            for piece in layout.slices_in(span)
-        ]
-        return Bucket(data[span.start : span.stop], owned, members)
+    def _bucket(self, buffer: FlatBuffer, shards: tuple[Span, ...], update_dtype: torch.dtype) -> Bucket:
+        data, layout = buffer.data, buffer.layout
+        span, own = Span(shards[0].start, shards[-1].stop), shards[self.comm.rank]
+        shard = data[own.start : own.stop]
+        master = None if update_dtype == data.dtype else torch.zeros_like(shard, dtype=update_dtype)
+        bucket = Bucket(data[span.start : span.stop], [piece.numel for piece in shards], shard, master, [], {}, [])
+        for index, start, stop in layout.slices_in(own):
+            offset = layout.offsets[index] + start - own.start
+            local = bucket.updated[offset : offset + stop - start]
+            if self.partition == "parameter":
+                local = local.view(buffer.params[index].shape)
+            bucket.owned.append(OwnedSlice(buffer.params[index], start, stop, offset, torch.nn.Parameter(local)))
+        for piece in layout.slices_in(span):
+            offset = layout.offsets[piece.param] + piece.start - span.start
+            bucket.members.append((buffer.params[piece.param], piece, offset))
+        return bucket
 
     def _inner_groups(self, first_group: int) -> list[dict[str, Any]]:
         """Parameter groups for the inner optimizer, with this rank's slices in place of the parameters."""
-        locals_of: dict[torch.nn.Parameter, list[torch.nn.Parameter]] = {}
-        for owned in self.owned:  # a parameter's slices come in ascending order
-            locals_of.setdefault(owned.param, []).append(owned.local)
         return [
             {
                 **hyperparameters(group),
-                "params": [local for param in group["params"] for local in locals_of.get(param, [])],
+                "params": [owned.local for param in group["params"] for owned in self._owned_of.get(param, [])],
             }
             for group in self.param_groups[first_group:]
         ]
 
-    def _view_gradients(self) -> None:
-        """Point each owned slice's `grad` at its part of the parameter's gradient, or at None where there is none."""
+
+class ParameterGradients:
+    """The gradients of a ShardedOptimizer alone: those of the parameters, which must be averaged already."""
+
+    gathers_in_background = False
+
+    def __init__(self, optimizer: ShardedOptimizer) -> None:
+        self.optimizer = optimizer
+        self._converted: dict[torch.nn.Parameter, tuple[torch.Tensor, int]] = {}  # local: its gradient's origin and version
+
+    def collect(self) -> Iterator[Bucket]:
+        """See GradientSource. A slice's gradient is a view of its parameter's; for a master slice it is a float32 copy."""
+        self._check()
+        for bucket in self.optimizer.buckets:
+            for param, start, stop, _, local in bucket.owned:
+                gradient = param.grad
+                if gradient is None:
+                    local.grad = None
+                elif bucket.master is None:
+                    local.grad = gradient.reshape(-1)[start:stop].view(local.shape)
+                else:
+                    converted, version = self._converted.get(local, (None, 0))
+                    if converted is not gradient or version != gradient._version:  # else the copy may be clipped by now
+                        local.grad = gradient.reshape(-1)[start:stop].view(local.shape).to(local.dtype)
+                        self._converted[local] = gradient, gradient._version
+            yield bucket
+
+    def clear(self) -> None:
+        """See GradientSource."""
+        self._converted.clear()
+
+    def held_bytes(self) -> dict[str, int]:
+        """See GradientSource."""
+        return {"gradients": sum(local.grad.nbytes for local in self._converted if local.grad is not None)}
+
+    def _check(self) -> None:
         inside = set()
-        for buffer in self.buffers:
+        for buffer in self.optimizer.buffers:
             for param, offset in zip(buffer.params, buffer.layout.offsets, strict=True):
                 inside.add(param)
                 if param.numel() and param.data_ptr() != buffer.data.data_ptr() + offset * buffer.data.itemsize:
@@ -280,22 +381,18 @@ class ShardedOptimizer(torch.optim.Optimizer):
                         f"a parameter of shape {tuple(param.shape)} was moved or replaced after ShardedOptimizer was built; "
                         "build the optimizer after model.to(device)"
                     )
-        for group in self.param_groups:
+                if param.grad is not None and param.grad.is_sparse:
+                    raise RuntimeError(SPARSE)
+        for group in self.optimizer.param_groups:
             for param in group["params"]:
                 if param.grad is not None and param not in inside:
                     raise RuntimeError(
                         f"a parameter of shape {tuple(param.shape)} was frozen when ShardedOptimizer was built and has a "
                         "gradient now; build the optimizer after requires_grad_(True)"
                     )
-        for owned in self.owned:
-            gradient = owned.param.grad
-            owned.local.grad = None if gradient is None else gradient.reshape(-1)[owned.start : owned.stop]
 
-    def _show_gradients(self, gradients: list[list[torch.Tensor | None]]) -> None:
-        """Set every owned slice's `grad`, bucket by bucket."""
-        for bucket, of_bucket in zip(self.buckets, gradients, strict=True):
-            for owned, gradient in zip(bucket.owned, of_bucket, strict=True):
-                owned.local.grad = gradient
+
+SPARSE = "sparse gradients cannot be laid flat; use nn.Embedding(sparse=False)"
 
 
 def _copy_hyperparameters(source: list[dict[str, Any]], target: list[dict[str, Any]]) -> None:

@@ -18,22 +18,24 @@ class Partition(NamedTuple):
     rank: int  # of this process
     process_group: dist.ProcessGroup | None
     replicated: bool  # not spread at all: every process holds the same, as if it were rank 0 of one
+    whole: bool  # by whole parameters: state may have the shape of a row or a column
 
 
 def partition(optimizer: torch.optim.Optimizer) -> Partition:
     """The partition of a ShardedOptimizer, a ZeroRedundancyOptimizer, or any other optimizer (which holds all of it)."""
     if isinstance(optimizer, ShardedOptimizer):
-        slices = [optimizer.slices(rank) for rank in range(optimizer.world_size)]
-        return Partition(optimizer.inner, slices, optimizer.rank, optimizer.process_group, replicated=False)
+        comm, whole = optimizer.comm, optimizer.partition == "parameter"
+        slices = [optimizer.slices(rank) for rank in range(comm.world_size)]
+        return Partition(optimizer.inner, slices, comm.rank, comm.group, replicated=False, whole=whole)
     index_of = {param: index for index, param in enumerate(parameters(optimizer))}
 
-    def whole(groups: list[dict[str, Any]]) -> list[Slice]:
+    def whole_parameters(groups: list[dict[str, Any]]) -> list[Slice]:
         return [Slice(index_of[param], 0, param.numel()) for group in groups for param in group["params"]]
 
     if isinstance(optimizer, ZeroRedundancyOptimizer):
-        slices = [whole(groups) for groups in optimizer._partition_parameters()]
-        return Partition(optimizer.optim, slices, optimizer.rank, optimizer.process_group, replicated=False)
-    return Partition(optimizer, [whole(optimizer.param_groups)], 0, None, replicated=True)
+        slices = [whole_parameters(groups) for groups in optimizer._partition_parameters()]
+        return Partition(optimizer.optim, slices, optimizer.rank, optimizer.process_group, replicated=False, whole=True)
+    return Partition(optimizer, [whole_parameters(optimizer.param_groups)], 0, None, replicated=True, whole=True)
 
 
 def parameters(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:

@@ -1,5 +1,7 @@
 """The arithmetic of buckets, shards and slices, for any shapes and world size; no process group."""
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -42,7 +44,7 @@ def test_shards_tile_the_flat_buffer_and_parameters_do_not_overlap(case):
             assert shard.start % args["align"] == 0
     assert end == layout.padded_numel
     taken = sorted((offset, offset + numel) for offset, numel in zip(layout.offsets, layout.numels, strict=True) if numel)
-    assert all(stop <= start for (_, stop), (start, _) in zip(taken, taken[1:], strict=False))
+    assert all(stop <= start for (_, stop), (start, _) in pairwise(taken))
     assert not taken or taken[-1][1] <= layout.padded_numel
     padding = layout.padded_numel - sum(layout.numels)
     assert 0 <= padding < args["align"] * (args["world_size"] + len(layout.numels))

@@ -78,7 +78,7 @@ class Communicator:
         self.sent_bytes["reduce-scatter"] += bucket.nbytes - own.nbytes
         if self.world_size == 1:
             return Reduction(bucket, [own], [], [])
-        if bucket.device.type == "cpu":
+        if self._is_between_cpus(bucket):
             received, works = [], []
             for distance in range(1, self.world_size):
                 source, target = (self.rank - distance) % self.world_size, (self.rank + distance) % self.world_size
@@ -88,7 +88,7 @@ class Communicator:
                 if sizes[target]:
                     works.append(dist.isend(parts[target], group_dst=target, group=self.group))
             return Reduction(bucket, [own, *received], received, works)
-        if self._is_native(sizes) and bucket.dtype in (torch.float32, torch.float64):
+        if self._is_native(bucket, sizes) and bucket.dtype in (torch.float32, torch.float64):
             total = self.pool.take(own.numel(), own)
             work = _reduce_scatter_single(total, bucket, group=self.group, async_op=True)
             return Reduction(bucket, [total], [total], [work])
@@ -121,7 +121,7 @@ class Communicator:
         self.sent_bytes["all-gather"] += (self.world_size - 1) * own.nbytes
         if self.world_size == 1:
             works = []
-        elif bucket.device.type != "cpu" and self._is_native(sizes):
+        elif self._is_native(bucket, sizes):
             works = [_all_gather_single(bucket, own, group=self.group, async_op=True)]
         else:
             works = [
@@ -170,6 +170,10 @@ class Communicator:
         kind, begin, end = self._waits.popleft()
         self._waited_s[kind] += begin.elapsed_time(end) / 1000
 
-    def _is_native(self, sizes: list[int]) -> bool:
+    def _is_between_cpus(self, bucket: torch.Tensor) -> bool:
+        """Whether ranks can send each other parts of the bucket: gloo does so for tensors in main memory only."""
+        return bucket.device.type == "cpu"
+
+    def _is_native(self, bucket: torch.Tensor, sizes: list[int]) -> bool:
         """Whether the backend's own functions are the fast ones, and take these shards."""
-        return dist.get_backend(self.group) != "gloo" and min(sizes) == max(sizes)
+        return bucket.device.type != "cpu" and dist.get_backend(self.group) != "gloo" and min(sizes) == max(sizes)

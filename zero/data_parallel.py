@@ -12,7 +12,7 @@ from torch.autograd import Variable
 from zero.collectives import Reduction
 from zero.optimizer import SPARSE, Bucket, ShardedOptimizer
 
-_IN_FLIGHT = 4  # reduce-scatters at a time: enough to keep the wire busy, few enough to bound the memory
+_IN_FLIGHT = 2  # reduce-scatters at a time: one on the wire, the next one ready; more is no faster and takes memory
 
 
 class Place(NamedTuple):
@@ -128,6 +128,8 @@ class ShardedDataParallel(nn.Module):
     def _on_gradient(self, param: nn.Parameter) -> None:
         """Take a gradient that backward has just finished."""
         if not (self.require_backward_grad_sync or self.shard_gradients):
+            if not any(self._reduced):
+                self._shards = [None] * len(self._shards)  # makes room for the full gradients
             return
         if not self._missing:
             self._begin_backward()

@@ -1,0 +1,171 @@
+"""Weights in bfloat16, float32 masters of the owned slices: AdamW on the masters, nothing lost in a checkpoint."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from toy import batch, largest_difference, make_toy, weights
+
+from zero import ShardedDataParallel, ShardedOptimizer
+from zero import checkpoint as ckpt
+from zero.build import build
+from zero.memory import held_bytes
+
+STEPS = 8
+
+
+def make(shard_gradients=False, seed=0, **kwargs):
+    model = make_toy(seed)
+    optimizer = ShardedOptimizer(
+        model.param_groups(), torch.optim.AdamW, bucket_mb=0.0002, param_dtype=torch.bfloat16, lr=0.01, fused=True, **kwargs
+    )
+    return ShardedDataParallel(model, optimizer, shard_gradients), optimizer
+
+
+def sharded_run(steps, micro_steps=1, shard_gradients=False):
+    model, optimizer = make(shard_gradients, seed=dist.get_rank())
+    train(model, optimizer, range(steps), micro_steps)
+    assert {param.dtype for param in model.parameters()} == {torch.bfloat16}, "frozen ones, too"
+    return {
+        "low": weights(model),
+        "master": ckpt.model_state_dict(model.module, optimizer),
+        "optimizer": ckpt.consolidate(optimizer),
+        "sent": dict(optimizer.comm.sent_bytes),
+        "padded": sum(bucket.data.numel() for bucket in optimizer.buckets),
+    }
+
+
+def train(model, optimizer, steps, micro_steps=1):
+    for step in steps:
+        for micro_step in range(micro_steps):
+            model.require_backward_grad_sync = micro_step == micro_steps - 1
+            (model(*batch(10 * step + micro_step, dist.get_rank())) / micro_steps).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def oracle_run(world_size, steps, micro_steps=1, shard_gradients=False):
+    """One process: a bfloat16 model whose gradients update a float32 copy, which is then rounded into the model."""
+    model, masters = make_toy(0), make_toy(0)
+    model.to(torch.bfloat16)
+    optimizer = torch.optim.AdamW(masters.param_groups(), lr=0.01, fused=True)
+    for step in range(steps):
+        for param in masters.parameters():
+            param.grad = None
+        for rank in range(world_size):
+            for micro_step in range(micro_steps):
+                (model(*batch(10 * step + micro_step, rank)) / micro_steps).backward()
+                if shard_gradients or micro_step == micro_steps - 1:
+                    for param, master in zip(model.parameters(), masters.parameters(), strict=True):
+                        if param.grad is not None:
+                            share = (param.grad * (1 / world_size)).float()
+                            master.grad = share if master.grad is None else master.grad + share
+                            param.grad = None
+        optimizer.step()
+        with torch.no_grad():
+            for param, master in zip(model.parameters(), masters.parameters(), strict=True):
+                param.copy_(master)
+    return {"low": weights(model), "master": weights(masters)}
+
+
+@pytest.mark.parametrize(("micro_steps", "shard_gradients"), [(1, False), (3, False), (3, True)])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_parity(world_size, micro_steps, shard_gradients):
+    oracle = run_ranks(oracle_run, 1, world_size, STEPS, micro_steps, shard_gradients)[0]
+    results = run_ranks(sharded_run, world_size, STEPS, micro_steps, shard_gradients)
+    exact = world_size <= 2 and not (shard_gradients and world_size > 1)
+    for result in results:
+        assert largest_difference(result["low"], oracle["low"]) <= (0.0 if exact else 2**-8)
+    master = results[0]["master"]
+    assert {tensor.dtype for tensor in master.values()} == {torch.float32, torch.bfloat16}  # what is frozen has no master
+    trained = {name for name in master if not name.startswith("frozen")}
+    difference = largest_difference(*({name: each[name].float() for name in trained} for each in (master, oracle["master"])))
+    assert difference <= (0.0 if exact else 1e-5)
+
+
+def test_a_collective_sends_two_bytes_per_element():
+    for result in run_ranks(sharded_run, 2, 1):
+        assert result["sent"] == {"reduce-scatter": result["padded"], "all-gather": result["padded"]}  # half of 2 bytes each
+
+
+def resume(saved):
+    """From a checkpoint into a model in float32 before it is built, or in bfloat16 afterwards: the same."""
+    before = make_toy(5)
+    before.load_state_dict(saved["master"])
+    optimizer = ShardedOptimizer(
+        before.param_groups(), torch.optim.AdamW, bucket_mb=0.0002, param_dtype=torch.bfloat16, lr=0.01, fused=True
+    )
+    model = ShardedDataParallel(before, optimizer)
+    ckpt.restore(optimizer, saved["optimizer"])
+    train(model, optimizer, range(STEPS, 2 * STEPS))
+    later, later_optimizer = make(seed=6)
+    later.module.load_state_dict(saved["master"])
+    ckpt.restore(later_optimizer, saved["optimizer"])
+    train(later, later_optimizer, range(STEPS, 2 * STEPS))
+    return [ckpt.model_state_dict(before, optimizer), ckpt.model_state_dict(later.module, later_optimizer)]
+
+
+def test_a_checkpoint_keeps_every_bit_of_the_masters():
+    saved = run_ranks(sharded_run, 2, STEPS)[0]
+    uninterrupted = run_ranks(sharded_run, 2, 2 * STEPS)[0]["master"]
+    for resumed in run_ranks(resume, 2, saved)[0]:
+        assert resumed.keys() == uninterrupted.keys()
+        assert all(torch.equal(resumed[name], uninterrupted[name]) for name in resumed)
+
+
+def alone_under_averaging_by_hand():
+    """Without ShardedDataParallel: what is clipped stays clipped, and new gradients are taken."""
+    model, masters = make_toy(), make_toy()
+    optimizer = ShardedOptimizer(model.param_groups(), torch.optim.AdamW, param_dtype=torch.bfloat16, lr=0.01)
+    model.to(torch.bfloat16)
+    plain = torch.optim.AdamW(masters.param_groups(), lr=0.01)
+    for step in range(4):
+        model(*batch(step, 0)).backward()
+        for param, master in zip(model.parameters(), masters.parameters(), strict=True):
+            master.grad = None if param.grad is None else param.grad.float()
+        assert optimizer.clip_grad_norm_(0.05) > 0.05
+        torch.nn.utils.clip_grad_norm_(masters.parameters(), 0.05)
+        optimizer.step()
+        plain.step()
+        model.zero_grad()  # not the optimizer's
+        low = {name: tensor.to(torch.bfloat16) for name, tensor in weights(masters).items()}
+        assert largest_difference(weights(model), low) <= 2**-8
+    return held_bytes(optimizer)["master"]
+
+
+def test_alone():
+    assert all(run_ranks(alone_under_averaging_by_hand, 2))
+
+
+def model_state():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(64, 64, bias=False) for _ in range(8)))
+    params = sum(param.numel() for param in model.parameters())
+    model, optimizer = build(model, [{"params": list(model.parameters())}], param_dtype="bfloat16", bucket_mb=0.01, lr=0.1)
+    model(torch.ones(2, 64, dtype=torch.bfloat16)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    with model.no_sync():
+        model(torch.ones(2, 64, dtype=torch.bfloat16)).sum().backward()
+    held = held_bytes(optimizer)
+    del held["buckets"]
+    return {purpose: count / params for purpose, count in held.items()}
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_model_state_is_that_of_the_paper(world_size):
+    for held in run_ranks(model_state, world_size):
+        assert held == {"parameters": 2, "gradients": 2, "master": 4 / world_size, "state": 8 / world_size}
+
+
+def refused():
+    model = make_toy()
+    with pytest.raises(ValueError, match="needs the master weights"):
+        build(model, model.param_groups(), use_zero1=False, param_dtype="bfloat16")
+    with pytest.raises(ValueError, match="not one of float32, bfloat16"):
+        build(model, model.param_groups(), param_dtype="float8")
+    return True
+
+
+def test_only_the_sharded_optimizer_has_masters():
+    run_ranks(refused, 2)

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
-from toy import batch, build_toy, largest_difference, make_toy, train, weights
+from toy import assert_equal, batch, build_toy, largest_difference, make_toy, train, weights
 
 from zero import ShardedOptimizer
 from zero import checkpoint as ckpt
@@ -32,24 +32,6 @@ def resume_and_train(mode, saved):
     assert_equal(saved["optimizer"], before)
     train(model, optimizer, rank=0, steps=STEPS, first=STEPS)
     return {"model": weights(model), "optimizer": ckpt.consolidate(optimizer)}
-
-
-def assert_equal(a, b, where=""):
-    """The same nested dicts and lists with bit-identical tensors of one dtype and device."""
-    assert type(a) is type(b), where
-    if isinstance(a, dict):
-        assert a.keys() == b.keys(), where
-        for key in a:
-            assert_equal(a[key], b[key], f"{where}.{key}")
-    elif isinstance(a, list):
-        assert len(a) == len(b), where
-        for index, (left, right) in enumerate(zip(a, b, strict=True)):
-            assert_equal(left, right, f"{where}[{index}]")
-    elif isinstance(a, torch.Tensor):
-        assert (a.dtype, a.device) == (b.dtype, b.device), where
-        assert torch.equal(a, b), where
-    else:
-        assert a == b, where
 
 
 def train_without_interruption():

@@ -116,9 +116,9 @@ def test_a_checkpoint_keeps_every_bit_of_the_masters():
 def alone_under_averaging_by_hand():
     """Without ShardedDataParallel: what is clipped stays clipped, and new gradients are taken."""
     model, masters = make_toy(), make_toy()
-    optimizer = ShardedOptimizer(model.param_groups(), torch.optim.AdamW, param_dtype=torch.bfloat16, lr=0.01)
+    optimizer = ShardedOptimizer(model.param_groups(), torch.optim.SGD, param_dtype=torch.bfloat16, lr=1.0)
     model.to(torch.bfloat16)
-    plain = torch.optim.AdamW(masters.param_groups(), lr=0.01)
+    plain = torch.optim.SGD(masters.param_groups(), lr=1.0)
     for step in range(4):
         model(*batch(step, 0)).backward()
         for param, master in zip(model.parameters(), masters.parameters(), strict=True):

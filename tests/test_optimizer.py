@@ -1,13 +1,15 @@
 """ShardedOptimizer, ZeroRedundancyOptimizer and AdamW give the same weights; the state really is sharded."""
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
-from toy import MODES, batch, build_toy, largest_difference, make_toy, train, weights
+from toy import MODES, assert_equal, batch, build_toy, largest_difference, make_toy, train, weights
 
 from model import GPT, GPTConfig
-from zero import ShardedGradScaler, ShardedOptimizer
+from zero import ShardedDataParallel, ShardedGradScaler, ShardedOptimizer, checkpoint
 from zero.memory import held_bytes, state_bytes_predicted
 
 
@@ -144,6 +146,84 @@ def test_scaler_skips_on_all_ranks():
     (first, scale), (second, other_scale) = run_ranks(scaler_with_an_infinite_gradient, 2)
     assert largest_difference(first, second) == 0.0
     assert scale == other_scale == 2.0**9
+
+
+WHOLE = {
+    "Muon": ({"lr": 0.02}, lambda model: [p for p in model.parameters() if p.requires_grad and p.dim() == 2]),
+    "Adafactor": ({"lr": 0.05}, lambda model: model.param_groups()),
+    "AdamW": ({"lr": 0.05}, lambda model: model.param_groups()),
+}
+
+
+def by_whole_parameters(name, overlapped):
+    """Against the class itself on the mean gradient, through a checkpoint and back."""
+    kwargs, choose = WHOLE[name]
+    optimizer_cls, rank, world_size = getattr(torch.optim, name), dist.get_rank(), dist.get_world_size()
+    model, oracle = make_toy(), make_toy()
+    if name == "Muon":
+        for toy in (model, oracle):
+            for param in toy.parameters():
+                param.requires_grad_(param.requires_grad and param.dim() == 2)
+    sharded = ShardedOptimizer(choose(model), optimizer_cls, bucket_mb=0.0002, partition="parameter", **kwargs)
+    plain = optimizer_cls(choose(oracle), **kwargs)
+    wrapped = ShardedDataParallel(model, sharded) if overlapped else model
+    for step in range(6):
+        if step == 3:
+            state = checkpoint.consolidate(sharded)
+            if rank == 0 and not overlapped:  # there the oracle's gradients are rounded otherwise
+                assert_equal(state, plain.state_dict())
+            checkpoint.restore(sharded, copy.deepcopy(plain.state_dict()))
+        losses = [oracle(*batch(step, r)) for r in range(world_size)]
+        (sum(losses) / world_size).backward()
+        if overlapped:
+            wrapped(*batch(step, rank)).backward()
+        else:
+            for param, other in zip(model.parameters(), oracle.parameters(), strict=True):
+                param.grad = None if other.grad is None else other.grad.clone()
+        for optimizer in (sharded, plain):
+            optimizer.step()
+            optimizer.zero_grad()
+    sharded.synchronize()
+    return {**_pair(model, oracle), "load": sum(owned.local.numel() for owned in sharded.owned)}
+
+
+@pytest.mark.parametrize("name", WHOLE)
+@pytest.mark.parametrize(("world_size", "overlapped"), [(1, True), (2, False), (3, False), (2, True), (4, True)])
+def test_classes_that_need_whole_parameters(name, world_size, overlapped):
+    results = run_ranks(by_whole_parameters, world_size, name, overlapped)
+    assert largest_difference(results[0]["oracle"], weights(make_toy())) > 0.01, "training must have changed something"
+    for result in results:
+        assert largest_difference(result["model"], result["oracle"]) <= (1e-5 if overlapped else 0.0)
+    load = [result["load"] for result in results]
+    assert max(load) - min(load) <= 77, "the largest parameter"
+
+
+@pytest.mark.parametrize(
+    ("optimizer_cls", "message"),
+    [
+        (torch.optim.LBFGS, "all parameters together"),
+        (torch.optim.SparseAdam, "laid flat"),
+        (torch.optim.Muon, "partition='parameter'"),
+        (torch.optim.Adafactor, "partition='parameter'"),
+    ],
+)
+def test_what_cannot_be_divided_is_refused(optimizer_cls, message):
+    with pytest.raises(ValueError, match=f"{optimizer_cls.__name__} .*{message}"):
+        ShardedOptimizer(make_toy().parameters(), optimizer_cls)
+    with pytest.raises(ValueError, match="neither 'element' nor 'parameter'"):
+        ShardedOptimizer(make_toy().parameters(), torch.optim.SGD, partition="rows")
+
+
+def test_sparse_gradients_are_refused():
+    embedding = torch.nn.Embedding(5, 3, sparse=True)
+    optimizer = ShardedOptimizer(embedding.parameters(), torch.optim.SGD, lr=0.1)
+    embedding(torch.tensor([1])).sum().backward()
+    with pytest.raises(RuntimeError, match="sparse=False"):
+        optimizer.step()
+    embedding.zero_grad()
+    wrapped = ShardedDataParallel(embedding, optimizer)
+    with pytest.raises(RuntimeError, match="sparse=False"):
+        wrapped(torch.tensor([1])).sum().backward()
 
 
 def test_moving_a_parameter_is_an_error():

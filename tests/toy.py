@@ -81,3 +81,21 @@ def largest_difference(a, b):
     assert a.keys() == b.keys()
     scale = max(tensor.abs().max() for tensor in b.values())
     return max((a[name] - b[name]).abs().max() for name in a) / scale
+
+
+def assert_equal(a, b, where=""):
+    """The same nested dicts and lists with bit-identical tensors of one dtype and device."""
+    assert type(a) is type(b), where
+    if isinstance(a, dict):
+        assert a.keys() == b.keys(), where
+        for key in a:
+            assert_equal(a[key], b[key], f"{where}.{key}")
+    elif isinstance(a, list):
+        assert len(a) == len(b), where
+        for index, (left, right) in enumerate(zip(a, b, strict=True)):
+            assert_equal(left, right, f"{where}[{index}]")
+    elif isinstance(a, torch.Tensor):
+        assert (a.dtype, a.device) == (b.dtype, b.device), where
+        assert torch.equal(a, b), where
+    else:
+        assert a == b, where

@@ -1,19 +1,26 @@
-"""The optimizers side by side in one process group: time and bytes per step of each, and the ratio to plain AdamW.
+"""The optimizers side by side in one process group: time, bytes sent and memory of each, next to plain AdamW.
 
 GPT-2 124M on two CPU ranks, a thread each, about five minutes:
     $ torchrun --standalone --nproc_per_node=2 bench.py --modes=adamw,torch,sharded --block_size=64 --batch_size=1
 
 The bytes of a 10.7M-parameter model on four:
-    $ torchrun --standalone --nproc_per_node=4 bench.py --modes=adamw,torch,sharded --n_layer=6 --n_head=6 --n_embd=384 \\
-        --vocab_size=65 --block_size=64 --batch_size=1
+    $ torchrun --standalone --nproc_per_node=4 bench.py --modes=adamw,torch,sharded,bfloat16 --n_layer=6 --n_head=6 \\
+        --n_embd=384 --vocab_size=65 --block_size=64 --batch_size=1
 
-On a noisy machine only what was measured next to each other can be compared, so the modes take turns, and the figure to look
-at is the median over the rounds of each mode's time divided by adamw's in the same round. A turn ends when every parameter is
-whole, so the all-gather that the next forward would hide shows once per turn.
+The memory of GPT-2 XL at each point of a step, on two ranks that share a GPU or have one each:
+    $ torchrun --standalone --nproc_per_node=2 bench.py --what=memory --modes=adamw,torch,sharded,shard_gradients,bfloat16 \\
+        --n_layer=48 --n_head=25 --n_embd=1600 --block_size=1024 --batch_size=1 --out=results/gpt2-xl-memory.json
+
+On a noisy machine only what was measured next to each other can be compared, so for their times the modes take turns, and
+the figure to look at is the median over the rounds of each mode's time divided by the first one's in the same round. A turn
+ends when every parameter is whole, so the all-gather that the next forward would hide shows once per turn.
 """
 
+import gc
+import json
 import os
 import statistics
+import sys
 import time
 from contextlib import nullcontext
 
@@ -28,9 +35,12 @@ from configurator import configure, fail
 from model import GPT, GPTConfig
 from zero import ShardedOptimizer
 from zero.build import build, clip_grad_norm_
+from zero.memory import held_bytes
 
 # -----------------------------------------------------------------------------
-modes = "adamw,torch,sharded"  # of those in MODES below; adamw is what the others are compared to
+what = "time"  # or 'memory'
+modes = "adamw,torch,sharded"  # of those in MODES below; the first is what the others are compared to
+out = ""  # a JSON file for the figures, besides the table
 rounds = 10  # turns of each mode; one more, the first, is not counted
 steps_per_turn = 3
 batch_size = 1  # of each rank
@@ -45,7 +55,7 @@ zero_bucket_mb = 75.0
 device = "auto"
 dtype = "auto"
 seed = 1337
-configure(globals())
+config = configure(globals())
 # -----------------------------------------------------------------------------
 
 ADAMW = {"lr": 1e-4, "betas": (0.9, 0.95)}
@@ -75,9 +85,40 @@ MODES = {
     "torch": built(zero1_impl="torch"),
     "sharded": built(),
     "shard_gradients": built(shard_gradients=True),
+    "bfloat16": built(param_dtype="bfloat16"),  # weights in bfloat16, sharded float32 masters
     "simple": simple,
     "fsdp2": fsdp2,
 }
+
+
+def contender(name):
+    """A model and its optimizer, of the same weights for every mode."""
+    torch.manual_seed(seed)
+    model = GPT(GPTConfig(block_size, vocab_size, n_layer, n_head, n_embd, 0.0, bias)).to(torch_device)
+    contender = MODES[name](model, model.param_groups(0.1))
+    torch.manual_seed(seed + dist.get_rank())  # different tokens on each rank
+    return contender
+
+
+def backward(model):
+    tokens = torch.randint(vocab_size, (2, batch_size, block_size), device=torch_device)
+    with autocast:
+        _, loss = model(*tokens)
+    loss.backward()
+
+
+def step(optimizer):
+    if grad_clip:
+        clip_grad_norm_(optimizer, grad_clip)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+
+
+def wait_for_all(optimizer):
+    if isinstance(optimizer, ShardedOptimizer):
+        optimizer.synchronize()
+    if torch_device.type == "cuda":
+        torch.cuda.synchronize()
 
 
 def turn(model, optimizer):
@@ -85,18 +126,9 @@ def turn(model, optimizer):
     dist.barrier()
     bytes_before, start = loopback_bytes(), time.perf_counter()
     for _ in range(steps_per_turn):
-        tokens = torch.randint(vocab_size, (2, batch_size, block_size), device=torch_device)
-        with autocast:
-            _, loss = model(*tokens)
-        loss.backward()
-        if grad_clip:
-            clip_grad_norm_(optimizer, grad_clip)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-    if isinstance(optimizer, ShardedOptimizer):
-        optimizer.synchronize()
-    if torch_device.type == "cuda":
-        torch.cuda.synchronize()
+        backward(model)
+        step(optimizer)
+    wait_for_all(optimizer)
     milliseconds = (time.perf_counter() - start) * 1000 / steps_per_turn
     dist.barrier()
     return milliseconds, (loopback_bytes() - bytes_before) / steps_per_turn / dist.get_world_size()
@@ -116,6 +148,8 @@ if "RANK" not in os.environ:
 names = modes.split(",")
 if unknown := [name for name in names if name not in MODES]:
     fail(f"modes={modes}: {', '.join(unknown)} is not one of {', '.join(MODES)}")
+if what not in ("time", "memory"):
+    fail(f"what={what} is not one of time, memory")
 device, dtype = hardware.resolve(device, dtype)
 local_rank = int(os.environ["LOCAL_RANK"])
 if device == "cuda":
@@ -128,29 +162,87 @@ if device == "cpu":
     hardware.divide_threads(int(os.environ["LOCAL_WORLD_SIZE"]))
 autocast = nullcontext() if dtype == "float32" else torch.amp.autocast(torch_device.type, hardware.DTYPES[dtype])
 
-contenders = {}
-for name in names:
-    torch.manual_seed(seed)
-    model = GPT(GPTConfig(block_size, vocab_size, n_layer, n_head, n_embd, 0.0, bias)).to(torch_device)
-    contenders[name] = MODES[name](model, model.param_groups(0.1))
-torch.manual_seed(seed + dist.get_rank())  # different tokens on each rank
 
-times = {name: [] for name in names}
-sent = {name: [] for name in names}
-for _ in range(rounds + 1):
-    for name, contender in contenders.items():
-        milliseconds, bytes_per_step = turn(*contender)
-        times[name].append(milliseconds)
-        sent[name].append(bytes_per_step)
-
-if dist.get_rank() == 0:
-    print(f"{model.num_params() / 1e6:.1f}M parameters, {dist.get_world_size()} ranks, {dtype}, {rounds} rounds")
-    print(f"{'mode':16}{'ms per step':>12}{'ratio':>8}{'MB sent per rank and step':>28}")
+def measure_time():
+    """Rows of the table: by mode the median time, ratio to the first mode, and bytes. Needs to be called on all ranks."""
+    contenders = {name: contender(name) for name in names}
+    times, sent = {name: [] for name in names}, {name: [] for name in names}
+    for _ in range(rounds + 1):
+        for name in names:
+            milliseconds, bytes_per_step = turn(*contenders[name])
+            times[name].append(milliseconds)
+            sent[name].append(bytes_per_step)
+    rows = []
     for name in names:
         ratios = [time / reference for time, reference in zip(times[name][1:], times[names[0]][1:], strict=True)]
-        print(
-            f"{name:16}{statistics.median(times[name][1:]):12.1f}{statistics.median(ratios):8.3f}"
-            f"{statistics.median(sent[name][1:]) / 1e6:28.1f}"
+        rows.append(
+            {
+                "mode": name,
+                "ms per step": statistics.median(times[name][1:]),
+                "ratio": statistics.median(ratios),
+                "MB sent per rank and step": statistics.median(sent[name][1:]) / 1e6,
+            }
         )
-del contenders, contender, model  # before the group that they hold
+    return rows
+
+
+def measure_memory():
+    """Rows of the table: by mode the bytes of the fullest rank at points of the second step. Needs to be called on all ranks.
+
+    On a GPU the bytes that its allocator holds, and their peak; on a CPU those of the model and its optimizer, without
+    activations, and no peak.
+    """
+    rows = []
+    for name in names:
+        gc.collect()  # the mode before
+        if torch_device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        model, optimizer = contender(name)
+        points = {"after init": bytes_now(optimizer)}
+        backward(model)
+        step(optimizer)
+        wait_for_all(optimizer)
+        points["after step"] = bytes_now(optimizer)
+        if hasattr(model, "require_backward_grad_sync"):  # a first micro-step, when full gradients are there
+            model.require_backward_grad_sync = False
+            backward(model)
+            model.require_backward_grad_sync = True
+        points["between micro-steps"] = bytes_now(optimizer)
+        backward(model)
+        points["before step"] = bytes_now(optimizer)
+        step(optimizer)
+        wait_for_all(optimizer)
+        if torch_device.type == "cuda":
+            points["peak"] = torch.cuda.max_memory_allocated()
+        gathered = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, points)
+        rows.append({"mode": name, **{f"{point}, MB": max(each[point] for each in gathered) / 1e6 for point in points}})
+        del model, optimizer
+    return rows
+
+
+def bytes_now(optimizer):
+    if torch_device.type == "cuda":
+        return torch.cuda.memory_allocated()
+    return sum(held_bytes(optimizer).values())
+
+
+rows = measure_time() if what == "time" else measure_memory()
+if dist.get_rank() == 0:
+    with torch.device("meta"):
+        parameters = GPT(GPTConfig(block_size, vocab_size, n_layer, n_head, n_embd, 0.0, bias)).num_params()
+    where = torch.cuda.get_device_name() if torch_device.type == "cuda" else "CPU"
+    title = f"{parameters / 1e6:.1f}M parameters, {dist.get_world_size()} ranks, {dist.get_backend()}, {where}, {dtype}"
+    print(title)
+    print("".join(f"{column:>{max(10, len(column) + 2)}}" for column in rows[0]))
+    for row in rows:
+        cells = (
+            f"{cell:.3f}" if column == "ratio" else cell if column == "mode" else f"{cell:.1f}" for column, cell in row.items()
+        )
+        print("".join(f"{cell:>{max(10, len(column) + 2)}}" for column, cell in zip(row, cells, strict=True)))
+    if out:
+        os.makedirs(os.path.dirname(out) or ".", exist_ok=True)
+        with open(out, "w") as file:
+            figures = {"what": title, "torch": torch.__version__, "date": time.strftime("%Y-%m-%d"), "command": sys.argv}
+            json.dump({**figures, "config": config, "rows": rows}, file, indent=1)
 dist.destroy_process_group()

@@ -1,5 +1,6 @@
 """bench.py runs every mode, and the bytes it counts on the loopback interface are those that the arithmetic says."""
 
+import json
 import os
 
 import pytest
@@ -27,3 +28,24 @@ def test_mistakes_have_exit_code_2():
     assert "torchrun" in run("bench.py").stderr
     process = run("bench.py", "--modes=adamw,other", ranks=1)
     assert "other is not one of adamw, torch, sharded" in process.stderr
+
+
+def test_memory_at_each_point_of_a_step(tmp_path):
+    path = tmp_path / "results" / "memory.json"
+    modes = ["adamw", "torch", "sharded", "shard_gradients", "bfloat16", "simple"]
+    process = run(
+        "bench.py", "--what=memory", f"--modes={','.join(modes)}", f"--out={path}", "--zero_bucket_mb=0.1", *SIZES, ranks=2
+    )
+    assert process.returncode == 0, process.stderr
+    rows = {row["mode"]: row for row in json.loads(path.read_text())["rows"]}
+    parameters = rows["adamw"]["after init, MB"]
+    for mode, copies in (
+        ("adamw", 4),
+        ("torch", 3),
+        ("simple", 3),
+        ("sharded", 3),
+        ("shard_gradients", 2.5),
+        ("bfloat16", 2.5),
+    ):
+        assert rows[mode]["between micro-steps, MB"] / parameters == pytest.approx(copies, rel=0.1), mode
+    assert "between micro-steps" in process.stdout

@@ -141,8 +141,8 @@ def test_model_state_bytes():
     for ranks in zip(*by_mode.values(), strict=True):
         adamw, sharded, gradients = ranks
         assert adamw["live"] == pytest.approx(16 * adamw["params"], rel=0.01)
-        assert (sharded["live"] - sharded["buckets"]) / adamw["live"] == pytest.approx(0.75, abs=0.002)
-        assert (gradients["live"] - gradients["buckets"]) / adamw["live"] == pytest.approx(0.625, abs=0.002)
+        assert (sharded["live"] - sharded["buckets"]) / adamw["live"] == pytest.approx(0.75, abs=0.005)
+        assert (gradients["live"] - gradients["buckets"]) / adamw["live"] == pytest.approx(0.625, abs=0.005)
         for result in ranks:
             assert result["buckets"] <= 0.05 * adamw["live"]
             assert result["held"] == pytest.approx(result["live"], rel=0.01), "what is held is accounted for"

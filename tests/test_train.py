@@ -160,6 +160,22 @@ def test_float16_trains_with_a_scaler(data, tmp_path):
     assert torch_load(out)["scaler"]["scale"] > 0
 
 
+def test_bfloat16_weights(data, runs, tmp_path):
+    """Two ranks in bfloat16, then one in float32: the curve stays near float32's, the file holds float32 masters."""
+    low = "--param_dtype=bfloat16", "--dropout=0.0"
+    losses, _, output = train(tmp_path, data, *low, "--max_iters=10", ranks=2)
+    assert "master weights" in output
+    checkpoint = torch_load(tmp_path)
+    assert {tensor.dtype for tensor in checkpoint["model"].values()} == {torch.float32}
+    assert any((tensor != tensor.to(torch.bfloat16)).any() for tensor in checkpoint["model"].values())
+    later, _, _ = train(tmp_path, data, "--init_from=resume", "--dropout=0.0")
+    again, _, _ = train(tmp_path, data, "--init_from=resume", *low, "--max_iters=24", ranks=3)
+    reference = runs["adamw"][0]
+    for other in (losses, later):
+        assert max(abs(other[i] - reference[i]) for i in other if i in reference) < 0.05
+    assert max(again) == 24
+
+
 def test_compiled_blocks_train_and_leave_no_trace_in_the_file(data, tmp_path):
     flags = ["--dropout=0.0", "--max_iters=5"]
     losses, _, _ = train(tmp_path / "out", data, "--compile=True", *flags, ranks=2)
@@ -270,6 +286,9 @@ MISTAKES = {
     "block too long": (["--block_size=2000"], "too few for one sequence"),
     "no such device": (["--device=cuda:7"], "use for example --device=cpu"),
     "no such backend": (["--backend=mpi"], "nccl, gloo"),
+    "no such weights": (["--param_dtype=float8"], "param_dtype=float8 is not one of float32, bfloat16"),
+    "weights of another dtype": (["--param_dtype=bfloat16", "--dtype=float16"], "use --dtype=bfloat16"),
+    "masters of no one": (["--param_dtype=bfloat16", "--zero1_impl=torch"], "needs the master weights"),
     "negative": (["--weight_decay=-0.1"], "weight_decay=-0.1 must not be negative"),
     "impossible betas": (["--beta1=2.0"], "beta"),
     "found by rank 0 alone": (["--out_dir=/dev/null/out"], "cannot write to out_dir=/dev/null/out"),

@@ -91,10 +91,12 @@ def describe(optimizer: torch.optim.Optimizer, use_zero1: bool) -> str:
     whole = f"{sum(by_rank) / 1e6:.1f} MB"
     if isinstance(optimizer, ShardedOptimizer | ZeroRedundancyOptimizer):
         name = "sharded" if isinstance(optimizer, ShardedOptimizer) else "torch"
-        fullest = f"{max(by_rank) / 1e6:.1f} MB"
+        fullest = f"{max(by_rank) / 1e6:.1f} MB of AdamW state on the fullest rank"
+        if isinstance(optimizer, ShardedOptimizer) and optimizer.param_dtype is not None:
+            fullest += f", half as much again in float32 master weights of {optimizer.param_dtype} ones"
         return (
             f"Using ZeRO-1 optimizer state sharding: zero1_impl='{name}' ({type(optimizer).__name__}) over "
-            f"{len(by_rank)} ranks, {fullest} of AdamW state on the fullest rank; plain AdamW would hold {whole} on each"
+            f"{len(by_rank)} ranks, {fullest}; plain AdamW would hold {whole} on each"
         )
     why = " (use_zero1 needs more than one process; start with torchrun)" if use_zero1 else ""
     return f"Using plain AdamW{why}: {whole} of optimizer state on each rank"

@@ -43,6 +43,10 @@ class Pool:
         if tensor.device.type == "cpu":  # a GPU's own allocator is a pool already
             self._free.setdefault((tensor.numel(), tensor.dtype), []).append(tensor)
 
+    def clear(self) -> None:
+        """Let go of the memory."""
+        self._free.clear()
+
     @property
     def nbytes(self) -> int:
         return sum(tensor.nbytes for free in self._free.values() for tensor in free)

@@ -88,7 +88,7 @@ class ShardedDataParallel(nn.Module):
                 self._places[param].append(Place(index, offset, piece.start, piece.stop))
 
         count = len(optimizer.buckets)
-        self._shards: list[torch.Tensor | None] = [None] * count  # (sizes[rank],), the mean gradient; made when needed
+        self._shards: list[torch.Tensor | None] = [None] * count  # (sizes[rank],), the mean gradient of this step
         self._reduced = [False] * count  # whether the shard holds a gradient of this step
         self._filling: list[torch.Tensor | None] = [None] * count  # (sum of sizes,), gradients as they arrive
         self._reductions: list[Reduction | None] = [None] * count  # in flight
@@ -128,8 +128,7 @@ class ShardedDataParallel(nn.Module):
     def _on_gradient(self, param: nn.Parameter) -> None:
         """Take a gradient that backward has just finished."""
         if not (self.require_backward_grad_sync or self.shard_gradients):
-            if not any(self._reduced):
-                self._shards = [None] * len(self._shards)  # makes room for the full gradients
+            self._comm.pool.clear()  # makes room for the full gradients
             return
         if not self._missing:
             self._begin_backward()
@@ -197,7 +196,8 @@ class ShardedDataParallel(nn.Module):
             return
         reduction, self._reductions[index] = self._reductions[index], None
         if self._shards[index] is None:
-            self._shards[index] = torch.empty_like(self.optimizer.buckets[index].updated)
+            like = self.optimizer.buckets[index].updated
+            self._shards[index] = self._comm.pool.take(like.numel(), like)
         self._comm.add(reduction, self._shards[index], first=not self._reduced[index])
         self._reduced[index] = True
 
@@ -230,6 +230,9 @@ class ShardedDataParallel(nn.Module):
         self._settle_agreement()
         for index in range(len(self._reductions)):
             self._finish(index)
+            if self._shards[index] is not None:
+                self._comm.pool.give_back(self._shards[index])
+                self._shards[index] = None
         self._collected = False
         self._reduced = [False] * len(self._reduced)
         self._used = set()

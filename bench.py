@@ -151,6 +151,8 @@ if unknown := [name for name in names if name not in MODES]:
 if what not in ("time", "memory"):
     fail(f"what={what} is not one of time, memory")
 device, dtype = hardware.resolve(device, dtype)
+if what == "memory" and "fsdp2" in names:
+    fail("what=memory cannot see into fsdp2, whose tensors are parts of others; leave it out of --modes")
 local_rank = int(os.environ["LOCAL_RANK"])
 if device == "cuda":
     device = f"cuda:{local_rank % torch.cuda.device_count()}"

@@ -17,18 +17,33 @@ class Logger:
         resume: go on with the file there; otherwise begin a new one.
         wandb_log: also log to wandb, imported only then.
         project, name, config: for `wandb.init`.
+        run_id: of the wandb run to go on with, if any.
 
     Raises:
         LoggerError: if the folder cannot be made, or wandb is asked for and not installed or wrongly set up.
     """
 
-    def __init__(self, out_dir: str, resume: bool, wandb_log: bool, project: str, name: str, config: dict[str, Any]):
+    def __init__(
+        self,
+        out_dir: str,
+        resume: bool,
+        wandb_log: bool,
+        project: str,
+        name: str,
+        config: dict[str, Any],
+        run_id: str | None = None,
+    ) -> None:
         try:
             os.makedirs(out_dir, exist_ok=True)
             self.file = open(os.path.join(out_dir, "metrics.jsonl"), "a" if resume else "w", buffering=1)  # by the line
         except OSError as error:
             raise LoggerError(f"cannot write to out_dir={out_dir}: {error}") from error
-        self.run = _wandb_run(project, name, config) if wandb_log else None
+        self.run = _wandb_run(project, name, config, run_id) if wandb_log else None
+
+    @property
+    def run_id(self) -> str | None:
+        """Of the wandb run, or None."""
+        return self.run.id if self.run else None
 
     def log(self, event: dict[str, Any]) -> None:
         self.file.write(json.dumps(event) + "\n")
@@ -41,7 +56,7 @@ class Logger:
             self.run.finish()
 
 
-def _wandb_run(project: str, name: str, config: dict[str, Any]) -> Any:
+def _wandb_run(project: str, name: str, config: dict[str, Any], run_id: str | None) -> Any:
     """A wandb run: online if there is a login and a network (or WANDB_MODE says so), otherwise recorded on disk."""
     try:
         import wandb
@@ -49,7 +64,7 @@ def _wandb_run(project: str, name: str, config: dict[str, Any]) -> Any:
         raise LoggerError(f"wandb_log=True needs wandb ({error}); pip install wandb, or use --wandb_log=False") from error
 
     def start(mode: str) -> Any:
-        return wandb.init(project=project, name=name, config=config, mode=mode)
+        return wandb.init(project=project, name=name, config=config, mode=mode, id=run_id, resume="allow" if run_id else None)
 
     try:
         try:

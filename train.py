@@ -13,11 +13,13 @@ Eight GPUs on each of two machines, the first one at 10.0.0.1:
     (first)  $ torchrun --nproc_per_node=8 --nnodes=2 --node_rank=0 --master_addr=10.0.0.1 train.py config/train_gpt2.py
     (second) $ torchrun --nproc_per_node=8 --nnodes=2 --node_rank=1 --master_addr=10.0.0.1 train.py config/train_gpt2.py
 
-Every setting below can be given in a config file or as --key=value. Exit code 0: done; 2: wrong input, said in one line.
+Every setting below can be given in a config file or as --key=value. SIGTERM and Ctrl-C save and end the run
+after the step at hand, SIGUSR1 saves. Exit code 0: done; 2: wrong input, said in one line.
 """
 
 import math
 import os
+import sys
 import time
 from contextlib import contextmanager, nullcontext
 
@@ -30,6 +32,7 @@ from configurator import configure, fail
 from dataset import Dataset, prepare_if_embedded
 from logger import Logger
 from model import GPT, GPTConfig
+from signals import Signals, Wish
 from zero import ShardedGradScaler
 from zero import checkpoint as ckpt
 from zero.build import IMPLEMENTATIONS, PARAM_DTYPES, build, clip_grad_norm_, describe
@@ -44,6 +47,9 @@ log_interval = 1
 eval_iters = 200
 eval_only = False  # evaluate once and exit
 always_save_checkpoint = True  # after every evaluation, not only after those that improve the validation loss
+on_save_error = "continue"  # when a checkpoint cannot be written, a full disk, say; 'stop': end the run, exit code 1
+keep_checkpoints = 0  # how many to keep by iteration, ckpt_<iter>.pt, besides ckpt.pt and ckpt_prev.pt
+async_save = False  # write checkpoints in the background
 init_from = "scratch"  # 'scratch', 'resume', 'gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl', or a folder with a GPT-2
 # wandb
 wandb_log = False
@@ -118,17 +124,16 @@ if param_dtype == "bfloat16" and dtype != "bfloat16":
 for name in ("batch_size", "block_size", "gradient_accumulation_steps", "eval_interval", "eval_iters", "log_interval"):
     if config[name] < 1:
         fail(f"{name}={config[name]} must be at least 1")
-for name in ("learning_rate", "min_lr", "weight_decay", "grad_clip", "warmup_iters", "seed"):
+for name in ("learning_rate", "min_lr", "weight_decay", "grad_clip", "warmup_iters", "seed", "keep_checkpoints"):
     if config[name] < 0:
         fail(f"{name}={config[name]} must not be negative")
+if on_save_error not in ("continue", "stop"):
+    fail(f"on_save_error={on_save_error} is not one of continue, stop")
 if gradient_accumulation_steps % world_size:
     fail(
         f"gradient_accumulation_steps={gradient_accumulation_steps} cannot be split over {world_size} ranks; "
         f"use --gradient_accumulation_steps={math.ceil(gradient_accumulation_steps / world_size) * world_size}"
     )
-checkpoint_path = os.path.join(out_dir, "ckpt.pt")
-if init_from == "resume" and not os.path.exists(checkpoint_path):
-    fail(f"there is no checkpoint {checkpoint_path} to resume from; check --out_dir, or use --init_from=scratch")
 
 if ddp and device_type == "cpu":
     hardware.divide_threads(local_world_size)
@@ -145,7 +150,8 @@ if device_type == "cpu" and master_process and hardware.is_slow_on_cpu(ptdtype):
 torch.backends.cuda.matmul.allow_tf32 = True
 torch.backends.cudnn.allow_tf32 = True
 micro_steps = gradient_accumulation_steps // world_size  # of this rank
-tokens_per_iter = gradient_accumulation_steps * batch_size * block_size  # of all ranks together
+sequences_per_iter = gradient_accumulation_steps * batch_size  # of all ranks together
+tokens_per_iter = sequences_per_iter * block_size
 if master_process:
     print(f"tokens per iteration will be: {tokens_per_iter:,}")
 
@@ -166,6 +172,12 @@ def wrong_input_ends_all_ranks():
         fail(message)
 
 
+def from_rank_0(values):
+    """Rank 0's list of plain values. Needs to be called on all ranks."""
+    dist.broadcast_object_list(values, src=0)
+    return values
+
+
 # data: what exactly a batch holds depends on the seed and the iteration only, not on the ranks that share it
 with wrong_input_ends_all_ranks():
     if local_rank == 0:
@@ -182,22 +194,34 @@ def get_batch(split, offsets):
     return x.to(device, non_blocking=True), y.to(device, non_blocking=True)
 
 
-def train_batches(iteration):
-    """This rank's micro-batches, from `iteration` on, without end."""
-    global_batch_size = gradient_accumulation_steps * batch_size
+def train_batches(position):
+    """This rank's micro-batches without end, once all ranks together have seen `position` sequences."""
     while True:
-        offsets = data.offsets("train", (seed, 0), iteration * global_batch_size, global_batch_size)
+        offsets = data.offsets("train", (seed, 0), position, sequences_per_iter)
         for global_micro_step in range(rank, gradient_accumulation_steps, world_size):
             start = global_micro_step * batch_size
             yield get_batch("train", offsets[start : start + batch_size])
-        iteration += 1
+        position += sequences_per_iter
 
 
 # model
 torch.manual_seed(seed)
 iter_num = 0
+first_sequence = 0  # of iteration 0, had the batches always been as large as now
 best_val_loss = float("inf")
 checkpoint = None
+wandb_run_id = None
+checkpoint_path = None
+with wrong_input_ends_all_ranks():
+    if init_from == "resume" and master_process:
+        try:
+            checkpoint_path, complaint = ckpt.find(out_dir)
+        except ckpt.CheckpointError as error:
+            raise ValueError(f"{error}; to resume, check --out_dir; to begin anew, use --init_from=scratch") from error
+        if complaint:
+            print(f"WARNING: {complaint}; resuming from {checkpoint_path}, the checkpoint before")
+if ddp:
+    [checkpoint_path] = from_rank_0([checkpoint_path])
 with wrong_input_ends_all_ranks():
     if init_from == "scratch":
         if master_process:
@@ -211,6 +235,8 @@ with wrong_input_ends_all_ranks():
         raw_model = GPT.from_checkpoint(checkpoint, dropout)
         iter_num = checkpoint["iter_num"]
         best_val_loss = float(checkpoint["best_val_loss"])
+        first_sequence = checkpoint.get("data_position", iter_num * sequences_per_iter) - iter_num * sequences_per_iter
+        wandb_run_id = checkpoint.get("wandb_run_id")
         if master_process:
             print(f"with the checkpoint's model, at iteration {iter_num}: {raw_model.config}")
     elif init_from.startswith("gpt2") or os.path.isdir(init_from):
@@ -299,9 +325,11 @@ def get_lr(iteration):
 
 def save_checkpoint():
     """Write ckpt.pt, which no longer knows how the state was sharded. Needs to be called on all ranks."""
+    begin = time.perf_counter()
     model_state, optimizer_state = ckpt.model_state_dict(raw_model, optimizer), ckpt.consolidate(optimizer)
     if master_process:
-        print(f"saving checkpoint to {out_dir}")
+        consolidate_s = time.perf_counter() - begin
+        print(f"saving checkpoint to {out_dir}", flush=True)
         contents = {
             "model": model_state,
             "optimizer": optimizer_state,
@@ -310,14 +338,33 @@ def save_checkpoint():
             "best_val_loss": best_val_loss,
             "config": config,
             "scaler": scaler.state_dict(),
+            "data_position": first_sequence + iter_num * sequences_per_iter,
+            "wandb_run_id": log.run_id,
         }
-        ckpt.save(contents, checkpoint_path)
+        writer.save(contents)
+        log.log({"iter": iter_num, "checkpoint/consolidate_s": consolidate_s})
+    report_saves()
 
 
-log = None
+def report_saves():
+    """Tell what has come of writing checkpoints, and end the run if it must. Needs to be called on all ranks."""
+    failed = False
+    for outcome in writer.outcomes() if master_process else ():
+        if isinstance(outcome, OSError):
+            failed = True
+            print(f"WARNING: the checkpoint was not written: {outcome}; the one before stands", flush=True)
+        else:
+            log.log({"iter": iter_num, "checkpoint/write_s": outcome.write_s, "checkpoint/bytes": outcome.nbytes})
+    if on_save_error == "stop" and (from_rank_0([failed])[0] if ddp else failed):
+        sys.exit("the run ends because a checkpoint could not be written (on_save_error=stop)")
+
+
+log = writer = None
 with wrong_input_ends_all_ranks():
     if master_process:
-        log = Logger(out_dir, init_from == "resume", wandb_log, wandb_project, wandb_run_name, config)
+        log = Logger(out_dir, init_from == "resume", wandb_log, wandb_project, wandb_run_name, config, wandb_run_id)
+        writer = ckpt.CheckpointWriter(out_dir, keep_checkpoints, async_save)
+signals = Signals()
 
 # training loop
 flops_per_iter = raw_model.flops_per_token() * tokens_per_iter / world_size  # of one rank
@@ -325,7 +372,7 @@ peak_flops = hardware.peak_flops(device, ptdtype)
 if master_process:
     print(f"mfu is relative to {peak_flops / 1e12:.3g} TFLOP/s per rank in {dtype}")
 running_mfu = -1.0
-batches = train_batches(iter_num)
+batches = train_batches(first_sequence + iter_num * sequences_per_iter)
 x, y = next(batches)
 iterations_timed = 0  # since t0
 t0 = time.perf_counter()
@@ -404,6 +451,18 @@ while iter_num <= max_iters or eval_only:
 
     iter_num += 1
 
+    wish = signals.decide()
+    if wish != Wish.NOTHING:
+        save_checkpoint()
+        t0, iterations_timed = time.perf_counter(), 0
+    if wish == Wish.SAVE_AND_STOP:
+        if master_process:
+            print(f"stopped by a signal before iteration {iter_num}; go on with --init_from=resume")
+        break
+
+if master_process:
+    writer.wait()
+report_saves()
 if master_process:
     log.finish()
 if ddp:

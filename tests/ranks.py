@@ -11,8 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed.optim"])  # imported once, then forked
+context = multiprocessing.get_context("forkserver")
+context.set_forkserver_preload(["torch", "torch.distributed.optim"])  # imported once, then forked
 
 TIMEOUT_S = 120
 
@@ -24,7 +24,7 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any) -> list
     """
     with tempfile.TemporaryDirectory() as folder:
         processes = [
-            _context.Process(target=_rank_main, args=(function, rank, world_size, folder, args)) for rank in range(world_size)
+            context.Process(target=_rank_main, args=(function, rank, world_size, folder, args)) for rank in range(world_size)
         ]
         for process in processes:
             process.start()

@@ -1,7 +1,6 @@
 """State saved by any implementation at any world size goes on in any other; the file is whole or the old one."""
 
 import copy
-import os
 
 import pytest
 import torch
@@ -182,72 +181,9 @@ def test_kernel_choice_is_the_running_optimizers(uninterrupted):
     assert optimizer.param_groups[0]["betas"] == (0.9, 0.95)
 
 
-CHECKPOINT = {
-    "model": {},
-    "optimizer": {"state": {}, "param_groups": []},
-    "model_args": {},
-    "iter_num": 1,
-    "best_val_loss": 2.0,
-    "config": {},
-}
-
-
-def test_a_failed_write_leaves_the_old_file(tmp_path):
-    path = str(tmp_path / "ckpt.pt")
-    ckpt.save(CHECKPOINT, path)
-
-    class Unpicklable:
-        def __reduce__(self):
-            raise OSError("disk full")
-
-    with pytest.raises(OSError, match="disk full"):
-        ckpt.save({**CHECKPOINT, "iter_num": Unpicklable()}, path)
-    assert ckpt.load(path)["iter_num"] == 1
-    assert os.listdir(tmp_path) == ["ckpt.pt"]
-
-
 def test_saved_tensors_carry_no_buffer_and_stay_tied(tmp_path):
     model, optimizer = build_toy("sharded")
     state = ckpt.model_state_dict(model, optimizer)
     assert state["head.weight"] is state["embedding.weight"]
     for tensor in state.values():
         assert tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
-
-
-class Hostile:
-    def __reduce__(self):
-        return os.system, ("touch hostile-code-ran",)
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"", "is damaged, or no checkpoint"),
-        (b"PK\x03\x04 torn", "is damaged, or no checkpoint"),
-        (b"no zip at all", "is damaged, or no checkpoint"),
-    ],
-)
-def test_damaged_files_are_named(tmp_path, content, message):
-    path = tmp_path / "ckpt.pt"
-    path.write_bytes(content)
-    with pytest.raises(ckpt.CheckpointError, match=message) as caught:
-        ckpt.load(str(path))
-    assert str(path) in str(caught.value)
-
-
-def test_hostile_and_incomplete_files_are_refused(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    torch.save({**CHECKPOINT, "config": Hostile()}, "hostile.pt")
-    with pytest.raises(ckpt.CheckpointError, match="is damaged, or no checkpoint"):
-        ckpt.load("hostile.pt")
-    assert not os.path.exists("hostile-code-ran")
-    for content, lacks in (
-        ({**CHECKPOINT, "config": None, "model_args": 3}, "lacks model_args, config"),
-        ({**CHECKPOINT, "optimizer": {}}, r"lacks optimizer\.state"),
-        (7, "lacks model, optimizer"),
-    ):
-        torch.save(content, "half.pt")
-        with pytest.raises(ckpt.CheckpointError, match=lacks):
-            ckpt.load("half.pt")
-    with pytest.raises(ckpt.CheckpointError, match=r"no checkpoint nowhere\.pt"):
-        ckpt.load("nowhere.pt")

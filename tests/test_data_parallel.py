@@ -1,5 +1,8 @@
 """ShardedDataParallel: the weights of plain AdamW on the mean gradient, whatever overlaps with what."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -137,6 +140,7 @@ def poisoned():
         return Gather(bucket, [Late(comm, bucket, sizes)])
 
     Communicator.all_gather = poison
+    torchs_own_modules()
     model, optimizer = make()
     for step in range(STEPS):
         loss = loss_of(model, step, dist.get_rank(), 0)
@@ -147,6 +151,29 @@ def poisoned():
         assert poisoned, "the poison must be there to be found"
         optimizer.zero_grad()
     return weights(model)
+
+
+def torchs_own_modules():
+    """Some read the weight of a child without calling it; the state dict of a part must wait, too."""
+    torch.manual_seed(0)
+    layers = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), torch.nn.Linear(8, 8)
+    optimizer = ShardedOptimizer([p for layer in layers for p in layer.parameters()], torch.optim.AdamW, bucket_mb=0.0005)
+    model = ShardedDataParallel(torch.nn.Sequential(*layers), optimizer)
+    x = torch.ones(2, 3, 8)
+    for step in range(4):
+        model.train(step < 3)
+        loss = model(x).square().sum()
+        assert loss.isfinite()
+        if step < 3:
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    loss = model.train()(x).square().sum()
+    loss.backward()
+    optimizer.step()
+    assert any(param.isnan().any() for param in layers[1].parameters())
+    assert not any(tensor.isnan().any() for tensor in model.module[1].state_dict().values())
+    optimizer.synchronize()
 
 
 def test_a_parameter_is_never_read_before_it_is_gathered():
@@ -177,6 +204,90 @@ def no_sync_and_state():
 
 def test_no_sync_and_bytes_sent():
     run_ranks(no_sync_and_state, 2)
+
+
+def misuse():
+    """What would train nothing, or train wrongly, is an error."""
+    tokens = batch(0, 0)
+    model, optimizer = make()
+    with pytest.raises(RuntimeError, match=r"assign=True\) has replaced weight of Embedding"):
+        model.module.load_state_dict(make_toy(1).state_dict(), assign=True)
+
+    model, optimizer = make()
+    model.to(torch.float64).to(torch.float32)
+    model(*tokens).backward()
+    with pytest.raises(RuntimeError, match="moved or replaced"):
+        optimizer.step()
+
+    model, optimizer = make()
+    with model.no_sync():
+        model(*tokens).backward()
+    with pytest.raises(RuntimeError, match="have not been sent"):
+        optimizer.step()
+
+    model, optimizer = make()
+    with pytest.raises(RuntimeError, match="before you make it"):
+        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(3))]})
+    return True
+
+
+def test_misuse_is_an_error():
+    run_ranks(misuse, 2)
+
+
+def failed_backward():
+    """A backward that ends halfway leaves nothing behind once the gradients are cleared."""
+    model, optimizer = make()
+    before = weights(model)
+    model.module.embedding.weight.register_hook(_fail_once())
+    with pytest.raises(RuntimeError, match="out of memory"):
+        model(*batch(0, 0)).backward()
+    with pytest.raises(RuntimeError, match="did not end"):
+        optimizer.step()
+    optimizer.zero_grad()
+    assert largest_difference(weights(model), before) == 0.0
+    for step in range(3):
+        model(*batch(step, 0)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    fresh, fresh_optimizer = make()
+    for step in range(3):
+        fresh(*batch(step, 0)).backward()
+        fresh_optimizer.step()
+        fresh_optimizer.zero_grad()
+    return largest_difference(weights(model), weights(fresh))
+
+
+def _fail_once():
+    left = [1]
+
+    def hook(gradient):
+        if left:
+            left.pop()
+            raise RuntimeError("out of memory")
+        return gradient
+
+    return hook
+
+
+def test_a_failed_backward_can_be_repeated():
+    assert run_ranks(failed_backward, 2) == [0.0, 0.0]
+
+
+def gone():
+    references = []
+    for _ in range(3):
+        model, optimizer = make()
+        model(*batch(0, 0)).backward()
+        optimizer.step()
+        references += [weakref.ref(model), weakref.ref(optimizer.buckets[0].data), weakref.ref(model.module.hidden.weight)]
+        del model, optimizer
+        gc.collect()
+    return [reference() is None for reference in references]
+
+
+def test_a_model_that_nobody_uses_is_freed():
+    assert all(all(freed) for freed in run_ranks(gone, 2))
 
 
 def strangers():

@@ -158,6 +158,16 @@ def test_model_state_is_that_of_the_paper(world_size):
         assert held == {"parameters": 2, "gradients": 2, "master": 4 / world_size, "state": 8 / world_size}
 
 
+def from_bfloat16():
+    """A model that comes in bfloat16 has float32 masters as well."""
+    optimizer = ShardedOptimizer(make_toy().to(torch.bfloat16).parameters(), torch.optim.SGD, param_dtype=torch.bfloat16)
+    return [bucket.master.dtype == torch.float32 for bucket in optimizer.buckets]
+
+
+def test_a_model_in_bfloat16_has_masters():
+    assert all(run_ranks(from_bfloat16, 2))
+
+
 def refused():
     model = make_toy()
     with pytest.raises(ValueError, match="needs the master weights"):

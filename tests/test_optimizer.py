@@ -214,6 +214,42 @@ def test_what_cannot_be_divided_is_refused(optimizer_cls, message):
         ShardedOptimizer(make_toy().parameters(), torch.optim.SGD, partition="rows")
 
 
+def muon_with_a_bias():
+    params = [torch.nn.Parameter(torch.ones(8, 8)), torch.nn.Parameter(torch.ones(3))]
+    with pytest.raises(ValueError, match="Muon only supports 2D"):
+        ShardedOptimizer(params, torch.optim.Muon, partition="parameter")
+    return True
+
+
+def test_a_shape_is_refused_by_all_ranks():
+    run_ranks(muon_with_a_bias, 2)
+
+
+def clipped(value):
+    """The norm and the clipped gradients of slices, against torch's of whole ones; one gradient is not contiguous."""
+    torch.manual_seed(0)
+    gradients = [torch.randn(6, 5), torch.randn(5, 4).t(), torch.randn(7), torch.randn(())]
+    gradients[1][2, 3] = value
+    params, oracle = ([torch.nn.Parameter(torch.zeros_like(g)) for g in gradients] for _ in range(2))
+    sharded = ShardedOptimizer(params, torch.optim.SGD, bucket_mb=0.0001, lr=1.0)
+    plain = torch.optim.SGD(oracle, lr=1.0)
+    for param, other, gradient in zip(params, oracle, gradients, strict=True):
+        param.grad, other.grad = gradient.clone(memory_format=torch.preserve_format), gradient.clone()
+    norm, expected = sharded.clip_grad_norm_(0.1), torch.nn.utils.clip_grad_norm_(oracle, 0.1)
+    torch.testing.assert_close(norm, expected, rtol=1e-6, atol=0, equal_nan=True)
+    sharded.step()
+    plain.step()
+    for param, other in zip(params, oracle, strict=True):
+        torch.testing.assert_close(param, other, rtol=1e-6, atol=1e-9, equal_nan=True)
+    return True
+
+
+@pytest.mark.parametrize("value", [1.0, float("inf"), float("nan")])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_clipping_is_that_of_torch(world_size, value):
+    run_ranks(clipped, world_size, value)
+
+
 def test_sparse_gradients_are_refused():
     embedding = torch.nn.Embedding(5, 3, sparse=True)
     optimizer = ShardedOptimizer(embedding.parameters(), torch.optim.SGD, lr=0.1)

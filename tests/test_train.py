@@ -277,7 +277,7 @@ MISTAKES = {
     "unknown key": (["--use_zero=True"], "did you mean 'use_zero1'?"),
     "wrong type": (["--batch_size=abc"], "takes an integer"),
     "missing dataset": (["--dataset=nowhere"], "nowhere/train.bin is missing"),
-    "missing checkpoint": (["--init_from=resume"], "ckpt.pt to resume from"),
+    "missing checkpoint": (["--init_from=resume"], "ckpt.pt; to resume, check --out_dir"),
     "indivisible": (["--gradient_accumulation_steps=5"], "cannot be split over 2 ranks; use --gradient_accumulation_steps=6"),
     "impossible model": (["--n_embd=33"], "use a multiple of n_head"),
     "unknown implementation": (["--zero1_impl=other"], "sharded, torch"),

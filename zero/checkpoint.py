@@ -1,282 +1,289 @@
-"""Checkpoints that no longer know how the optimizer was sharded: the whole state to rank 0 and back, and the file.
+"""The checkpoint: state gathered from all ranks, in a file that is whole or the one before it.
 
-Whatever the implementation and the world size, `consolidate` gives on rank 0 exactly what the `state_dict()` of a
-single, unsharded optimizer would hold, and `restore` takes that on any implementation at any world size. State tensors
-travel flat, a few megabytes at a time; `ZeroRedundancyOptimizer.consolidate_state_dict`, which pickles whole states to
-every rank, is not used.
+    $ python -m zero.checkpoint inspect out/ckpt.pt
+
+prints what a file holds and whether its checksums hold.
+
+A folder of checkpoints holds
+
+ckpt.pt             the newest
+ckpt_prev.pt        the one before, which takes over if the newest is damaged
+ckpt_<iter>.pt      the last few by iteration, if asked for
+ckpt*.pt.tmp        being written; what a killed process leaves of it is swept at the next start
 """
 
+import glob
 import os
-import pickle
+import re
+import shutil
+import sys
+import threading
+import time
+import zipfile
+import zlib
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 
-from zero.layout import Slice
-from zero.optimizer import ShardedOptimizer, hyperparameters
-from zero.partition import Partition, packed_groups, parameters, partition
+from zero.consolidation import CheckpointError, consolidate, model_state_dict, restore
 
-_STAGING_BYTES = 25_000_000  # one message
-# how the machine at hand runs the update, not what the update is: kept from the running optimizer, never from a file
-_MACHINE_FLAGS = ("fused", "foreach", "capturable", "differentiable")
+__all__ = [
+    "FORMAT",
+    "CheckpointError",
+    "CheckpointWriter",
+    "SaveReport",
+    "consolidate",
+    "find",
+    "load",
+    "model_state_dict",
+    "restore",
+    "save",
+    "verify",
+]
 
-# tensors that torch.optim keeps once per parameter: Adam's and most others' counter, NAdam's product, ASGD's two rates
-_PER_PARAMETER = ("step", "mu_product", "eta", "mu")
+FORMAT = 1  # of the keys beside nanoGPT's six
+NAME, PREVIOUS = "ckpt.pt", "ckpt_prev.pt"
+_BY_ITERATION = "ckpt_{:08d}.pt"
 
-
-class CheckpointError(ValueError):
-    """A checkpoint that cannot be read, or does not belong to this model; the message names the file or the entry."""
-
-
-class _Run(NamedTuple):
-    """Elements `start:stop` of one state tensor of the rank's slice number `position`."""
-
-    position: int
-    key: str
-    dtype: torch.dtype
-    start: int
-    stop: int
-
-    @property
-    def numel(self) -> int:
-        return self.stop - self.start
-
-
-# What one rank holds, without the tensors: for each of its slices {key: dtype of a per-element tensor, or the value}
-_Inventory = list[dict[str, Any]]
+# of every checkpoint, nanoGPT's included
+_KEYS = {
+    "model": dict,
+    "optimizer": dict,
+    "model_args": dict,
+    "iter_num": int,
+    "best_val_loss": (int, float, torch.Tensor),
+    "config": dict,
+}
 
 
-def consolidate(optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
-    """Collect the whole optimizer state on rank 0. Needs to be called on all ranks.
+class SaveReport(NamedTuple):
+    """One file written."""
 
-    Returns:
-        On rank 0 of the optimizer's process group: `{"state": ..., "param_groups": ...}` as the unsharded optimizer's
-        `state_dict()` would give it, all tensors copies on the CPU. Elsewhere: None.
-    """
-    part = partition(optimizer)
-    if part.replicated and not _receives(part):
-        return None
-    whole = _gather(part, parameters(optimizer), [part.inner.state.get(local, {}) for local in parameters(part.inner)])
-    return None if whole is None else {"state": whole, "param_groups": packed_groups(optimizer)}
+    iter_num: int
+    nbytes: int
+    write_s: float  # until it was on the disk
 
 
-def model_state_dict(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor] | None:
-    """The model's whole `state_dict()` on rank 0, in the precision of the updates. Needs to be called on all ranks.
+def save(checkpoint: dict[str, Any], folder: str, keep: int = 0) -> SaveReport:
+    """Write `ckpt.pt` so that it is at every moment either the old file or the new one. One process only.
 
-    Returns:
-        On rank 0 copies on the CPU, each with storage of its own, tied entries tied; float32 masters in place of weights
-        that are kept in less. Elsewhere: None.
-    """
-    part, params = partition(optimizer), parameters(optimizer)
-    masters = {}
-    if isinstance(optimizer, ShardedOptimizer) and optimizer.param_dtype is not None:
-        whole = _gather(part, params, [{"master": local.data} for local in parameters(part.inner)])
-        if whole is not None:
-            masters = {id(params[index]): state["master"] for index, state in whole.items()}
-    held = model.state_dict(keep_vars=True)
-    if not _receives(part):
-        return None
-    copies: dict[int, torch.Tensor] = masters
-    for tensor in held.values():
-        if id(tensor) not in copies:
-            copies[id(tensor)] = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())
-    return {name: copies[id(tensor)] for name, tensor in held.items()}
-
-
-def _gather(part: Partition, params: list[torch.Tensor], states: list[dict[str, Any]]) -> dict[int, dict[str, Any]] | None:
-    """What every rank has for each of its slices, put together on rank 0 by parameter. Needs to be called on all ranks.
+    The new file is complete and on the disk before it takes the name; the old one becomes `ckpt_prev.pt`. A manifest of
+    its tensors goes into the file: name, shape, dtype and CRC-32 of each.
 
     Args:
-        params: the whole parameters.
-        states: for each slice of this rank tensors that hold a number per element, and any other values.
-    """
-    locals_ = parameters(part.inner)
-    inventory = [
-        {key: value.dtype if _per_element(key, value, local) else _to_cpu(value) for key, value in state.items()}
-        for state, local in zip(states, locals_, strict=True)
-    ]
-    inventories = _gather_inventories(inventory, part)
-    wire = _wire_device(params, part)
-
-    if part.rank != 0:
-        for message in _messages(part.slices[part.rank], inventory):
-            flat = torch.cat([_elements(states, run) for run in message])  # (elements of the message,)
-            dist.send(flat.to(wire), group_dst=0, group=part.process_group)
-        return None
-
-    whole: dict[int, dict[str, Any]] = {}
-    for rank, (slices, held) in enumerate(zip(part.slices, inventories, strict=True)):
-        for piece, entries in zip(slices, held, strict=True):
-            for key, entry in entries.items():
-                state = whole.setdefault(piece.param, {})
-                if isinstance(entry, torch.dtype) and key not in state:
-                    state[key] = torch.empty(params[piece.param].shape, dtype=entry)
-                elif not isinstance(entry, torch.dtype):
-                    state[key] = entry
-        for message in _messages(slices, held):
-            if rank == 0:
-                parts = [_elements(states, run) for run in message]
-            else:
-                flat = torch.empty(sum(run.numel for run in message), dtype=message[0].dtype, device=wire)
-                dist.recv(flat, group_src=rank, group=part.process_group)
-                parts = flat.split([run.numel for run in message])
-            for run, elements in zip(message, parts, strict=True):
-                piece = slices[run.position]
-                whole[piece.param][run.key].view(-1)[piece.start + run.start : piece.start + run.stop] = elements
-    return dict(sorted(whole.items()))
-
-
-def restore(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-    """Load an unsharded optimizer's state; each rank takes its slices. Needs to be called on all ranks.
-
-    Hyperparameters come from `state_dict`, but for the choice of kernel (`fused`, `foreach`, ...), which stays as it is;
-    `step` counters land where that choice wants them (https://github.com/pytorch/pytorch/issues/124133).
-    `state_dict` is only read; nothing in the optimizer aliases it.
+        checkpoint: nanoGPT's six keys and any others of plain values and CPU tensors.
+        folder: where `ckpt.pt` lies; it must exist.
+        keep: how many of the newest checkpoints to keep by iteration besides.
 
     Raises:
-        CheckpointError: if its groups or the shapes of its tensors are not those of this optimizer's parameters.
+        OSError: if the disk is full or cannot be written to; the old file stands.
     """
-    part = partition(optimizer)
-    params = parameters(optimizer)
-    lengths = [len(group["params"]) for group in optimizer.param_groups]
-    saved_lengths = [len(group["params"]) for group in state_dict["param_groups"]]
-    if lengths != saved_lengths:
-        raise CheckpointError(f"the saved optimizer has {saved_lengths} parameters in its groups, this one {lengths}")
-    for index, entries in state_dict["state"].items():
-        for key, value in entries.items():
-            if isinstance(value, torch.Tensor) and value.dim() and not _fits(value.shape, params[index].shape, part.whole):
-                raise CheckpointError(
-                    f"saved state {key!r} of parameter {index} has shape {tuple(value.shape)}, "
-                    f"the parameter {tuple(params[index].shape)}"
-                )
-    inner_groups = packed_groups(part.inner)
-    for saved, group, inner_group in zip(state_dict["param_groups"], optimizer.param_groups, inner_groups, strict=True):
-        for key, value in hyperparameters(saved).items():
-            if key not in _MACHINE_FLAGS:
-                group[key] = inner_group[key] = value
-    inner_state = {}
-    for position, (piece, local) in enumerate(zip(part.slices[part.rank], parameters(part.inner), strict=True)):
-        if piece.param in state_dict["state"]:
-            inner_state[position] = {
-                key: _own_part(key, value, params[piece.param], piece, local)
-                for key, value in state_dict["state"][piece.param].items()
-            }
-    part.inner.load_state_dict({"state": inner_state, "param_groups": inner_groups})
-
-
-def save(checkpoint: dict[str, Any], path: str) -> None:
-    """Write the file so that `path` holds either the old checkpoint or the new one, never a part. One rank only."""
-    temporary = path + ".tmp"
+    begin = time.perf_counter()
+    path, temporary = os.path.join(folder, NAME), os.path.join(folder, NAME + ".tmp")
+    tensors = dict(_tensors(checkpoint))
+    checksums = {id(tensor): _crc32(tensor) for tensor in {id(tensor): tensor for tensor in tensors.values()}.values()}
+    manifest = {
+        name: {"shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch."), "crc32": checksums[id(tensor)]}
+        for name, tensor in tensors.items()
+    }
     try:
         with open(temporary, "wb") as file:
-            torch.save(checkpoint, file)
+            try:
+                torch.save({**checkpoint, "format": FORMAT, "manifest": manifest}, file)
+            except RuntimeError as error:  # torch's zip writer hides what the file said
+                raise OSError(f"cannot write {temporary}: {error}") from error
             file.flush()
             os.fsync(file.fileno())
+        if os.path.exists(path):
+            _also_as(path, os.path.join(folder, PREVIOUS))
         os.replace(temporary, path)
+        _sync_folder(folder)
     finally:
         if os.path.exists(temporary):
             os.remove(temporary)
+    if keep:
+        _also_as(path, os.path.join(folder, _BY_ITERATION.format(checkpoint["iter_num"])))
+        for old in sorted(glob.glob(os.path.join(glob.escape(folder), "ckpt_[0-9]*.pt")))[:-keep]:
+            os.remove(old)
+    return SaveReport(checkpoint["iter_num"], os.path.getsize(path), time.perf_counter() - begin)
+
+
+class CheckpointWriter:
+    """Writes the checkpoints of a run one after the other, in the background if asked to. One process only.
+
+    Args:
+        folder, keep: see `save`.
+        background: `save` returns at once and the file is written by a thread; a second `save` waits for the first.
+    """
+
+    def __init__(self, folder: str, keep: int = 0, background: bool = False) -> None:
+        self.folder, self.keep, self.background = folder, keep, background
+        self._thread: threading.Thread | None = None
+        self._outcomes: list[SaveReport | OSError] = []
+        for leftover in glob.glob(os.path.join(glob.escape(folder), "ckpt*.pt.tmp")):
+            os.remove(leftover)
+
+    def save(self, checkpoint: dict[str, Any]) -> None:
+        """Write a checkpoint, which must not be changed any more; `outcomes` will tell whether that was possible."""
+        self.wait()
+        self._thread = threading.Thread(target=self._write, args=(checkpoint,), name="checkpoint")
+        self._thread.start()
+        if not self.background:
+            self.wait()
+
+    def wait(self) -> None:
+        """Wait until nothing is being written."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def outcomes(self) -> list[SaveReport | OSError]:
+        """What has come of the saves that have ended since the last call."""
+        outcomes, self._outcomes = self._outcomes, []
+        return outcomes
+
+    def _write(self, checkpoint: dict[str, Any]) -> None:
+        try:
+            self._outcomes.append(save(checkpoint, self.folder, self.keep))
+        except OSError as error:
+            self._outcomes.append(error)
+
+
+def find(folder: str) -> tuple[str, str | None]:
+    """The newest undamaged checkpoint of a folder, and what is wrong with a newer one, if there is such.
+
+    Reads every byte of the file. One process only; the others are told.
+
+    Raises:
+        CheckpointError: if there is none.
+    """
+    complaints = []
+    for name in (NAME, PREVIOUS):
+        path = os.path.join(folder, name)
+        if os.path.exists(path):
+            try:
+                verify(path)
+                load(path)
+            except CheckpointError as error:
+                complaints.append(str(error))
+            else:
+                return path, "; ".join(complaints) or None
+    raise CheckpointError("; ".join(complaints) or f"there is no checkpoint {os.path.join(folder, NAME)}")
+
+
+def verify(path: str) -> None:
+    """Read every byte of a checkpoint and compare the checksums that its container, a zip archive, keeps of each entry.
+
+    Raises:
+        CheckpointError: if the file is missing or damaged.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            bad = archive.testzip()
+    except FileNotFoundError as error:
+        raise CheckpointError(f"there is no checkpoint {path}") from error
+    except Exception as error:  # there is no end to what damaged bytes provoke: zlib, struct, Unicode, memory, ...
+        raise CheckpointError(_damaged(path, error)) from error
+    if bad is not None:
+        raise CheckpointError(_damaged(path, f"the checksum of its entry {bad} does not hold"))
 
 
 def load(path: str) -> dict[str, Any]:
     """Read a checkpoint, its tensors memory-mapped, so that the ranks of a machine share one copy. Runs no code from it.
 
     Raises:
-        CheckpointError: if the file is missing or damaged, holds more than tensors and plain values, or lacks one of the keys.
+        CheckpointError: if the file is missing or damaged, holds more than tensors and plain values, or lacks one of the
+            keys of a checkpoint.
     """
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except FileNotFoundError as error:
         raise CheckpointError(f"there is no checkpoint {path}") from error
-    except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        raise CheckpointError(f"{path} is damaged, or no checkpoint: {str(error).splitlines()[0]}") from error
-    keys = {
-        "model": dict,
-        "optimizer": dict,
-        "model_args": dict,
-        "iter_num": int,
-        "best_val_loss": (int, float, torch.Tensor),
-        "config": dict,
-    }
+    except Exception as error:  # as in `verify`
+        raise CheckpointError(_damaged(path, error)) from error
     held = checkpoint if isinstance(checkpoint, dict) else {}
-    missing = [key for key, kind in keys.items() if not isinstance(held.get(key), kind)]
+    missing = [key for key, kind in _KEYS.items() if not isinstance(held.get(key), kind)]
     if "optimizer" not in missing:
         missing += [f"optimizer.{key}" for key in ("state", "param_groups") if key not in held["optimizer"]]
     if missing:
         raise CheckpointError(f"{path} is no checkpoint of a model in training: it lacks {', '.join(missing)}")
+    if held.get("format", FORMAT) != FORMAT:
+        raise CheckpointError(f"{path} has format {held['format']}, this program reads {FORMAT}; use the one that wrote it")
     return checkpoint
 
 
-def _receives(part: Partition) -> bool:
-    """Whether this process is the one that puts everything together."""
-    return part.rank == 0 and not (part.replicated and dist.is_initialized() and dist.get_rank() != 0)
+def _damaged(path: str, reason: object) -> str:
+    refused = re.search(r"GLOBAL (\S+) was not an allowed global", str(reason))
+    if refused:
+        return f"{path} asks for {refused[1]}; a checkpoint holds tensors and plain values only, so nothing of it was run"
+    lines = str(reason).splitlines() or [type(reason).__name__]
+    return f"{path} is damaged, or no checkpoint: {lines[0]}"
 
 
-def _fits(shape: torch.Size, param_shape: torch.Size, whole: bool) -> bool:
-    """Whether state may have this shape: the parameter's, or with whole parameters that of its rows or columns."""
-    factored = len(shape) == len(param_shape) and all(n in (1, m) for n, m in zip(shape, param_shape, strict=True))
-    return shape == param_shape or (whole and factored)
+def _also_as(path: str, other: str) -> None:
+    """Give a file a second name, in place of what had it; where a file cannot have two names, copy it."""
+    temporary = other + ".tmp"
+    try:
+        try:
+            os.link(path, temporary)
+        except OSError:
+            shutil.copyfile(path, temporary)
+        os.replace(temporary, other)
+    finally:
+        if os.path.exists(temporary):
+            os.remove(temporary)
 
 
-def _per_element(key: str, value: Any, param: torch.Tensor) -> bool:
-    return key not in _PER_PARAMETER and isinstance(value, torch.Tensor) and value.shape == param.shape
+def _sync_folder(folder: str) -> None:
+    """Have the names in a folder on the disk, too."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
-def _to_cpu(value: Any) -> Any:
-    return value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
+def _tensors(value: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor in nested dicts and lists, by the keys that lead to it, joined by dots."""
+    if isinstance(value, torch.Tensor):
+        yield name, value
+    elif isinstance(value, dict | list | tuple):
+        for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _tensors(inner, f"{name}.{key}" if name else str(key))
 
 
-def _elements(states: list[dict[str, Any]], run: _Run) -> torch.Tensor:
-    """The elements of a run, (run.numel,), out of the states of this rank's slices."""
-    return states[run.position][run.key].detach().view(-1)[run.start : run.stop]
+def _crc32(tensor: torch.Tensor) -> int:
+    return zlib.crc32(tensor.detach().reshape(-1).contiguous().view(torch.uint8).numpy())
 
 
-def _messages(slices: list[Slice], inventory: _Inventory) -> Iterator[list[_Run]]:
-    """Everything a rank holds, cut and packed into messages of one dtype and at most `_STAGING_BYTES`.
-
-    Sender and receiver both derive the messages from the inventory, so nothing but elements has to travel.
-    """
-    message: list[_Run] = []
-    free = 0  # bytes
-    for position, (piece, entries) in enumerate(zip(slices, inventory, strict=True)):
-        for key, dtype in entries.items():
-            if not isinstance(dtype, torch.dtype):
-                continue
-            start = 0
-            while start < piece.numel:
-                if message and (free < dtype.itemsize or message[0].dtype != dtype):
-                    yield message
-                    message = []
-                if not message:
-                    free = _STAGING_BYTES
-                stop = min(piece.numel, start + free // dtype.itemsize)
-                message.append(_Run(position, key, dtype, start, stop))
-                free -= (stop - start) * dtype.itemsize
-                start = stop
-    if message:
-        yield message
+def _inspect(path: str) -> bool:
+    """Print what a file holds; whether its checksums hold."""
+    verify(path)
+    checkpoint = load(path)
+    manifest, tensors = checkpoint.get("manifest", {}), dict(_tensors(checkpoint))
+    print(f"{path}: {os.path.getsize(path) / 1e6:.1f} MB, {'format ' + str(FORMAT) if manifest else 'written by nanoGPT'}")
+    print(f"iteration {checkpoint['iter_num']}, best validation loss {float(checkpoint['best_val_loss']):.4f}")
+    print(f"model_args {checkpoint['model_args']}")
+    for key in sorted(checkpoint.keys() - _KEYS.keys() - {"manifest"}):
+        print(f"{key} {checkpoint[key]}")
+    wrong = sorted(manifest.keys() ^ tensors.keys()) if manifest else []
+    for name, tensor in tensors.items():
+        entry = manifest.get(name)
+        holds = entry is None or (entry["shape"] == list(tensor.shape) and entry["crc32"] == _crc32(tensor))
+        if not holds:
+            wrong.append(name)
+        print(f"  {name} {tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}{'' if holds else ' WRONG CHECKSUM'}")
+    elements = sum(tensor.numel() for name, tensor in tensors.items())
+    print(f"{len(tensors)} tensors, {elements / 1e6:.1f}M numbers; {'all checksums hold' if not wrong else f'wrong: {wrong}'}")
+    return not wrong
 
 
-def _gather_inventories(inventory: _Inventory, part: Partition) -> list[_Inventory]:
-    """Every rank's inventory on rank 0, this rank's own elsewhere."""
-    if len(part.slices) == 1:
-        return [inventory]
-    gathered = [None] * len(part.slices) if part.rank == 0 else None
-    dist.gather_object(inventory, gathered, group_dst=0, group=part.process_group)
-    return gathered if gathered is not None else [inventory]
-
-
-def _wire_device(params: list[torch.Tensor], part: Partition) -> torch.device:
-    """Where tensors must lie to be sent: NCCL sends from the GPU, gloo from the CPU."""
-    if len(part.slices) > 1 and dist.get_backend(part.process_group) == "nccl":
-        return params[0].device
-    return torch.device("cpu")
-
-
-def _own_part(key: str, value: Any, param: torch.Tensor, piece: Slice, local: torch.Tensor) -> Any:
-    """This rank's part of one saved state entry, shaped as the inner optimizer holds it; a copy."""
-    if _per_element(key, value, param):
-        return value.reshape(-1)[piece.start : piece.stop].clone().view(local.shape)
-    return value.clone() if isinstance(value, torch.Tensor) else value
+if __name__ == "__main__":
+    try:
+        if len(sys.argv) != 3 or sys.argv[1] != "inspect":
+            raise CheckpointError("say what to do: python -m zero.checkpoint inspect FILE")
+        sys.exit(0 if _inspect(sys.argv[2]) else 1)
+    except CheckpointError as problem:
+        sys.stderr.write(f"error: {problem}\n")
+        sys.exit(2)

@@ -74,8 +74,8 @@ class Communicator:
 
         Between CPUs every pair of ranks exchanges the two parts that the other one owns, and each adds up its own: the
         bytes of a ring, `(N - 1) / N` of the bucket sent by each, in half the time of gloo's own reduce-scatter.
-        Anything of less than float32 is exchanged as well (all-to-all), and added up in float32: a ring would round
-        every partial sum. Between GPUs the rest is NCCL's own.
+        Anything of less than float32 is exchanged as well (all-to-all), so that it can be added up in float32: a ring
+        would round every partial sum. Between GPUs the rest is NCCL's own.
         """
         parts = bucket.split(sizes)
         own = parts[self.rank]
@@ -103,7 +103,8 @@ class Communicator:
     def add(self, reduction: Reduction, shard: torch.Tensor, first: bool) -> None:
         """Wait, then put the sum over the ranks into `shard`, (sizes[rank],): over what is there if `first`, else added.
 
-        `shard` is in float32 where the bucket is in less. The tensors of the reduction go back to the pool.
+        The sum is made in the dtype of `shard`, which may be wider than the bucket's. The tensors of the reduction go back
+        to the pool.
         """
         self.wait("reduce-scatter", reduction.works, shard.device)
         total, *rest = reduction.parts if first else (shard, *reduction.parts)

@@ -1,5 +1,6 @@
 """ShardedDataParallel: reduce-scatters during backward, all-gathers during the next forward."""
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -41,7 +42,8 @@ class ShardedDataParallel(nn.Module):
 
     So a rank sends the bytes of one all-reduce, half of them while backward runs and half while forward does. `state_dict`
     and `load_state_dict` of the model wait for all gathers; whoever else reads parameters calls
-    `optimizer.synchronize()` first. A module that is compiled (`module.compile()`, before it is wrapped) waits as a whole,
+    `optimizer.synchronize()` first, a module of your own that reads the weight of a child without calling it included.
+    A module that is compiled (`module.compile()`, before it is wrapped) waits as a whole,
     and its gradients arrive together: compile the blocks of a model, not all of it, and the overlap remains.
 
     A parameter without a gradient on any rank is skipped by the update; one that has a gradient on some ranks counts as
@@ -55,8 +57,9 @@ class ShardedDataParallel(nn.Module):
     If the optimizer has a `param_dtype`, frozen parameters and buffers take it on, too. Gradients then arrive, accumulate
     and are sent in that dtype; sums over ranks, and over micro-steps with `shard_gradients`, are float32.
 
-    Construction broadcasts frozen parameters and buffers from rank 0, as the optimizer has done with its own. It, forward,
-    backward and step need to be called on all ranks.
+    Construction broadcasts frozen parameters and buffers from rank 0, as the optimizer has done with its own; buffers (the
+    statistics of BatchNorm, say) are each rank's own from then on. It, forward, backward and step need to be called on all
+    ranks.
 
     Raises:
         ValueError: if a trainable parameter of `module` is not the optimizer's.
@@ -104,10 +107,12 @@ class ShardedDataParallel(nn.Module):
             if tensor not in self._number:
                 self._comm.broadcast(tensor.data)
         for param in self._params:
-            param.register_post_accumulate_grad_hook(self._on_gradient)
+            param.register_post_accumulate_grad_hook(_weakly(self._on_gradient))
         self._wait_before_forward(module)
-        module.register_state_dict_pre_hook(lambda *_: optimizer.synchronize())
-        module.register_load_state_dict_pre_hook(self._before_loading)
+        for part in module.modules():
+            part.register_state_dict_pre_hook(lambda *_: optimizer.synchronize())
+            part.register_load_state_dict_pre_hook(self._before_loading)
+            part.register_load_state_dict_post_hook(self._after_loading)
         optimizer.source = self
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -207,6 +212,8 @@ class ShardedDataParallel(nn.Module):
     def collect(self) -> Iterator[Bucket]:
         """See GradientSource."""
         if not self._collected:
+            if self._missing:
+                raise RuntimeError("the last backward did not end; call optimizer.zero_grad() and repeat the step")
             self._settle_agreement()
             if any(param.grad is not None for param in self._params):
                 raise RuntimeError(
@@ -236,6 +243,7 @@ class ShardedDataParallel(nn.Module):
         self._collected = False
         self._reduced = [False] * len(self._reduced)
         self._used = set()
+        self._missing, self._filling = [], [None] * len(self._filling)  # of a backward that has failed
 
     def _settle_agreement(self) -> None:
         """Count as used what any rank has used. A rank that has used everything need not wait for the others."""
@@ -248,12 +256,18 @@ class ShardedDataParallel(nn.Module):
     # -- forward -------------------------------------------------------------------------------------------------------
 
     def _wait_before_forward(self, module: nn.Module) -> None:
-        """Have every module that holds parameters, or is compiled, wait for its all-gathers before it runs."""
-        compiled = module._compiled_call_impl is not None
-        indices = {place.bucket for param in module.parameters(recurse=compiled) for place in self._places.get(param, [])}
+        """Have every module that holds parameters wait for its all-gathers before it runs.
+
+        One that is compiled waits for those of all its children, too, and so do torch's own modules, some of which read
+        a child's weight without calling the child (MultiheadAttention, TransformerEncoderLayer).
+        """
+        own = type(module).__module__.startswith("torch.nn.")
+        container = isinstance(module, nn.Sequential | nn.ModuleList | nn.ModuleDict)
+        together = module._compiled_call_impl is not None or (own and not container)
+        indices = {place.bucket for param in module.parameters(recurse=together) for place in self._places.get(param, [])}
         if indices:
             module.register_forward_pre_hook(self._waiter([self.optimizer.buckets[index] for index in sorted(indices)]))
-        if not compiled:
+        if not together:
             for child in module.children():
                 self._wait_before_forward(child)
 
@@ -269,10 +283,18 @@ class ShardedDataParallel(nn.Module):
         """Load into the masters what the state dict has in full precision; the module itself loads the rest."""
         self.optimizer.synchronize()
         if self.optimizer.param_dtype is not None:
-            for name, param in module.named_parameters(remove_duplicate=False):
+            for name, param in module.named_parameters(recurse=False):
                 value = state_dict.get(prefix + name)
                 if value is not None and value.shape == param.shape:
                     self.optimizer.set_parameter(param, value)
+
+    def _after_loading(self, module: nn.Module, _: Any) -> None:
+        strangers = [name for name, param in module.named_parameters() if param.requires_grad and param not in self._number]
+        if strangers:
+            raise RuntimeError(
+                f"load_state_dict(assign=True) has replaced {', '.join(strangers)} of {type(module).__name__}, which the "
+                "optimizer would go on updating; load with assign=False"
+            )
 
     # ------------------------------------------------------------------------------------------------------------------
 
@@ -286,3 +308,15 @@ class ShardedDataParallel(nn.Module):
             "gradients": sum(shard.nbytes for shard in self._shards if shard is not None),
             "buckets": sum(tensor.nbytes for tensor in buckets) + self._comm.pool.nbytes,
         }
+
+
+def _weakly(method: Callable[[nn.Parameter], None]) -> Callable[[nn.Parameter], None]:
+    """A hook that does not keep its owner alive: what hangs on a tensor is out of the garbage collector's sight."""
+    reference = weakref.WeakMethod(method)
+
+    def hook(param: nn.Parameter) -> None:
+        alive = reference()
+        if alive is not None:
+            alive(param)
+
+    return hook

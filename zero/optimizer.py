@@ -103,7 +103,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     Args:
         params: parameters or parameter groups, the same on all ranks, as for any `torch.optim.Optimizer`.
-        optimizer_cls: the class of the inner optimizer.
+        optimizer_cls: the class of the inner optimizer. Its `step` is called once per bucket, each time for other
+            parameters, so it must keep its state by parameter, as the classes of torch.optim do.
         process_group: the ranks that share the state; default the whole world, or this process alone when
             torch.distributed is not initialized.
         bucket_mb: megabytes (10**6 bytes) per bucket.
@@ -156,6 +157,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.source: GradientSource = ParameterGradients(self)
         self.inner: torch.optim.Optimizer | None = None
         super().__init__(params, dict(kwargs))
+        if partition == "parameter":
+            self._try_all_shapes(optimizer_cls, kwargs)
         self._lay_out(first_group=0)
         self.inner = optimizer_cls(self._inner_groups(first_group=0), **kwargs)
         self.defaults = dict(self.inner.defaults)
@@ -166,6 +169,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
         if self.inner is None:
             return  # still under construction: __init__ lays all groups out together
+        if self.source.gathers_in_background:
+            raise RuntimeError("ShardedDataParallel has laid out its buckets; add parameter groups before you make it")
         first = len(self.param_groups) - 1
         self._lay_out(first)
         for group in self._inner_groups(first):
@@ -204,7 +209,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def collect_gradients(self) -> None:
         """Phase 1: until the next `zero_grad`, the owned slices have their gradients. Needs to be called on all ranks."""
-        for _ in self.source.collect():
+        for _ in self._collect():
             pass
 
     def synchronize(self, buckets: Iterable[Bucket] | None = None) -> None:
@@ -232,7 +237,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         gradients = []
         total = torch.zeros((), device=self.buckets[0].data.device if self.buckets else None)
-        for bucket in self.source.collect():  # while the gradients of the next one are on their way
+        for bucket in self._collect():  # while the gradients of the next one are on their way
             of_bucket = [owned.local.grad for owned in bucket.owned if owned.local.grad is not None]
             if of_bucket:
                 total += torch.stack(torch._foreach_norm(of_bucket)).float().square().sum()
@@ -273,6 +278,43 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         raise RuntimeError("call zero.checkpoint.restore(optimizer, state_dict) on all ranks: each takes its slices")
 
+    def _collect(self) -> Iterator[Bucket]:
+        self._check_parameters()
+        yield from self.source.collect()
+
+    def _check_parameters(self) -> None:
+        """Every parameter must lie where it was laid, and only those may have gradients that one can sum flat."""
+        inside = set()
+        for buffer in self.buffers:
+            for param, offset in zip(buffer.params, buffer.layout.offsets, strict=True):
+                inside.add(param)
+                if param.numel() and param.data_ptr() != buffer.data.data_ptr() + offset * buffer.data.itemsize:
+                    raise RuntimeError(
+                        f"a parameter of shape {tuple(param.shape)} was moved or replaced after ShardedOptimizer was built; "
+                        "build the optimizer after model.to(device)"
+                    )
+                if param.grad is not None and param.grad.is_sparse:
+                    raise RuntimeError(SPARSE)
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None and param not in inside:
+                    raise RuntimeError(
+                        f"a parameter of shape {tuple(param.shape)} was frozen when ShardedOptimizer was built and has a "
+                        "gradient now; build the optimizer after requires_grad_(True)"
+                    )
+
+    def _try_all_shapes(self, optimizer_cls: type[torch.optim.Optimizer], kwargs: dict[str, Any]) -> None:
+        """Have the class refuse a shape on every rank, not only on the one that owns it; takes no memory."""
+
+        def shape_of(param: torch.nn.Parameter) -> torch.nn.Parameter:
+            return torch.nn.Parameter(torch.zeros((), dtype=param.dtype, device=param.device).expand(param.shape))
+
+        groups = [
+            {**hyperparameters(group), "params": [shape_of(param) for param in group["params"] if param.requires_grad]}
+            for group in self.param_groups
+        ]
+        optimizer_cls(groups, **kwargs)
+
     def _lay_out(self, first_group: int) -> None:
         """Move the trainable parameters of the groups from `first_group` on into flat buffers, one per dtype and device."""
         first_index = sum(len(group["params"]) for group in self.param_groups[:first_group])
@@ -288,6 +330,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         lay = Layout.by_element if self.partition == "element" else Layout.by_parameter
         for (dtype, device), members in kinds.items():
             kept_in = self.param_dtype or dtype
+            update_dtype = torch.promote_types(dtype, torch.float32) if self.param_dtype else dtype
             layout = lay(
                 [params[position].numel() for position in members],
                 self.comm.world_size,
@@ -298,7 +341,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             buffer = FlatBuffer(data, [params[p] for p in members], [first_index + p for p in members], layout)
             self.buffers.append(buffer)
             for shards in layout.shards:
-                bucket = self._bucket(buffer, shards, dtype)
+                bucket = self._bucket(buffer, shards, update_dtype)
                 self.buckets.append(bucket)
                 for owned in bucket.owned:
                     self._owned_of.setdefault(owned.param, []).append(owned)
@@ -347,14 +390,13 @@ class ParameterGradients:
         self._converted: dict[torch.nn.Parameter, tuple[torch.Tensor, int]] = {}  # local: its gradient's origin and version
 
     def collect(self) -> Iterator[Bucket]:
-        """See GradientSource. A slice's gradient is a view of its parameter's; for a master slice it is a float32 copy."""
-        self._check()
+        """See GradientSource. A slice's gradient is a view of its parameter's, or where there is none a copy."""
         for bucket in self.optimizer.buckets:
             for param, start, stop, _, local in bucket.owned:
                 gradient = param.grad
                 if gradient is None:
                     local.grad = None
-                elif bucket.master is None:
+                elif bucket.master is None and gradient.is_contiguous():
                     local.grad = gradient.reshape(-1)[start:stop].view(local.shape)
                 else:
                     converted, version = self._converted.get(local, (None, 0))
@@ -370,26 +412,6 @@ class ParameterGradients:
     def held_bytes(self) -> dict[str, int]:
         """See GradientSource."""
         return {"gradients": sum(local.grad.nbytes for local in self._converted if local.grad is not None)}
-
-    def _check(self) -> None:
-        inside = set()
-        for buffer in self.optimizer.buffers:
-            for param, offset in zip(buffer.params, buffer.layout.offsets, strict=True):
-                inside.add(param)
-                if param.numel() and param.data_ptr() != buffer.data.data_ptr() + offset * buffer.data.itemsize:
-                    raise RuntimeError(
-                        f"a parameter of shape {tuple(param.shape)} was moved or replaced after ShardedOptimizer was built; "
-                        "build the optimizer after model.to(device)"
-                    )
-                if param.grad is not None and param.grad.is_sparse:
-                    raise RuntimeError(SPARSE)
-        for group in self.optimizer.param_groups:
-            for param in group["params"]:
-                if param.grad is not None and param not in inside:
-                    raise RuntimeError(
-                        f"a parameter of shape {tuple(param.shape)} was frozen when ShardedOptimizer was built and has a "
-                        "gradient now; build the optimizer after requires_grad_(True)"
-                    )
 
 
 SPARSE = "sparse gradients cannot be laid flat; use nn.Embedding(sparse=False)"

@@ -1,0 +1,252 @@
+"""The file is whole or the one before it: full disks, damage of every kind, kills at any moment, hostile contents."""
+
+import os
+import random
+import subprocess
+import sys
+import time
+
+import pytest
+import ranks
+import torch
+from conftest import ROOT
+
+from zero import checkpoint as ckpt
+
+CHECKPOINT = {
+    "model": {"weight": torch.arange(3000.0), "tied": torch.ones(7)},
+    "optimizer": {"state": {0: {"step": torch.tensor(3.0), "exp_avg": torch.ones(3000)}}, "param_groups": [{"params": [0]}]},
+    "model_args": {"n_layer": 1},
+    "iter_num": 1,
+    "best_val_loss": 2.0,
+    "config": {"seed": 1},
+}
+
+
+def numbered(iteration):
+    return {**CHECKPOINT, "iter_num": iteration}
+
+
+def test_the_file_before_is_kept_and_so_are_the_last_few(tmp_path):
+    for iteration in (1, 2, 30, 4):
+        report = ckpt.save(numbered(iteration), str(tmp_path), keep=2)
+        assert report.iter_num == iteration
+        assert report.nbytes == os.path.getsize(tmp_path / "ckpt.pt")
+    assert sorted(os.listdir(tmp_path)) == ["ckpt.pt", "ckpt_00000004.pt", "ckpt_00000030.pt", "ckpt_prev.pt"]
+    assert ckpt.load(tmp_path / "ckpt.pt")["iter_num"] == 4
+    assert ckpt.load(tmp_path / "ckpt_prev.pt")["iter_num"] == 30
+    assert ckpt.find(str(tmp_path)) == (str(tmp_path / "ckpt.pt"), None)
+
+
+def test_where_a_file_cannot_have_two_names_it_is_copied(tmp_path, monkeypatch):
+    def no_links(*_):
+        raise OSError("not on this file system")
+
+    monkeypatch.setattr(os, "link", no_links)
+    test_the_file_before_is_kept_and_so_are_the_last_few(tmp_path)
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path):
+    ckpt.save(CHECKPOINT, str(tmp_path))
+
+    class Unpicklable:
+        def __reduce__(self):
+            raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        ckpt.save({**CHECKPOINT, "config": Unpicklable()}, str(tmp_path))
+    assert ckpt.load(tmp_path / "ckpt.pt")["iter_num"] == 1
+    assert os.listdir(tmp_path) == ["ckpt.pt"]
+
+
+def test_a_full_disk(tmp_path):
+    """/dev/full takes the name of the temporary file: every write fails as on a full disk."""
+    writer = ckpt.CheckpointWriter(str(tmp_path))
+    writer.save(numbered(1))
+    os.symlink("/dev/full", tmp_path / "ckpt.pt.tmp")
+    writer.save({**numbered(2), "model": {"weight": torch.ones(1_000_000)}})
+    written, failed = writer.outcomes()
+    assert written.iter_num == 1
+    assert isinstance(failed, OSError)
+    assert "ckpt.pt.tmp" in str(failed) or "No space left" in str(failed)
+    writer.save(numbered(3))
+    assert [outcome.iter_num for outcome in writer.outcomes()] == [3]
+    assert ckpt.load(tmp_path / "ckpt_prev.pt")["iter_num"] == 1
+
+
+def test_in_the_background_a_second_save_waits_for_the_first(tmp_path, monkeypatch):
+    running, most = [], []
+    save = ckpt.save
+
+    def slow(checkpoint, *args):
+        running.append(checkpoint["iter_num"])
+        most.append(len(running))
+        time.sleep(0.1)
+        report = save(checkpoint, *args)
+        running.remove(checkpoint["iter_num"])
+        return report
+
+    monkeypatch.setattr(ckpt, "save", slow)
+    writer = ckpt.CheckpointWriter(str(tmp_path), background=True)
+    begin = time.perf_counter()
+    writer.save(numbered(1))
+    assert time.perf_counter() - begin < 0.09, "the first one returns at once"
+    writer.save(numbered(2))
+    writer.wait()
+    assert most == [1, 1]
+    assert [outcome.iter_num for outcome in writer.outcomes()] == [1, 2]
+    assert ckpt.find(str(tmp_path))[0].endswith("ckpt.pt")
+
+
+def test_what_a_killed_process_left_is_swept(tmp_path):
+    (tmp_path / "ckpt.pt.tmp").write_bytes(b"torn")
+    (tmp_path / "other.tmp").write_bytes(b"of somebody else")
+    ckpt.CheckpointWriter(str(tmp_path))
+    assert os.listdir(tmp_path) == ["other.tmp"]
+
+
+# -- damage ------------------------------------------------------------------------------------------------------------
+
+
+class Hostile:
+    def __reduce__(self):
+        return os.system, ("touch hostile-code-ran",)
+
+
+def damages(whole, tmp_path):
+    """200 damaged files, by name, as bytes; where the damage lies in the padding between entries the file may be whole."""
+    rng = random.Random(0)
+    yield "empty", b""
+    yield "no zip", b"no zip at all"
+    yield "torn head", b"PK\x03\x04 torn"
+    yield "only the end", whole[-100:]
+    yield "twice", whole[: len(whole) // 2] * 2
+    for number in range(80):
+        yield f"truncated {number}", whole[: rng.randrange(1, len(whole))]
+    for number in range(80):
+        position = rng.randrange(len(whole))
+        flipped = whole[position] ^ (1 << rng.randrange(8))
+        yield f"flipped {number}", whole[:position] + bytes([flipped]) + whole[position + 1 :]
+    for number in range(20):
+        position = rng.randrange(len(whole) - 512)
+        yield f"zeroed {number}", whole[:position] + bytes(512) + whole[position + 512 :]
+    contents = [{**CHECKPOINT, "config": Hostile()}, Hostile(), 7, [], {}, {"model": {}}]
+    contents += [{key: value for key, value in CHECKPOINT.items() if key != missing} for missing in CHECKPOINT]
+    contents += [{**CHECKPOINT, "optimizer": {}}, {**CHECKPOINT, "iter_num": "1"}, {**CHECKPOINT, "format": 99}]
+    for number, content in enumerate(contents):
+        torch.save(content, tmp_path / "content.pt")
+        yield f"content {number}", (tmp_path / "content.pt").read_bytes()
+
+
+def same(checkpoint):
+    """Whether what was loaded is what was saved."""
+    return all(torch.equal(checkpoint["model"][name], tensor) for name, tensor in CHECKPOINT["model"].items()) and torch.equal(
+        checkpoint["optimizer"]["state"][0]["exp_avg"], torch.ones(3000)
+    )
+
+
+def test_two_hundred_damaged_files(tmp_path, monkeypatch):
+    """Each falls back to the file before; without one it is named in one line. Nothing runs code, nothing else escapes."""
+    monkeypatch.chdir(tmp_path)
+    folder, alone = tmp_path / "run", tmp_path / "alone"
+    folder.mkdir()
+    alone.mkdir()
+    ckpt.save(numbered(1), str(folder))
+    ckpt.save(numbered(2), str(folder))
+    whole = (folder / "ckpt.pt").read_bytes()
+    count = unharmed = 0
+    for name, damaged in damages(whole, tmp_path):
+        count += 1
+        for place in (folder, alone):
+            (place / "ckpt.pt").write_bytes(damaged)
+        path, complaint = ckpt.find(str(folder))
+        checkpoint = ckpt.load(path)
+        assert same(checkpoint), name
+        if complaint is None:
+            assert name.startswith(("flipped", "zeroed")), f"{name} was not noticed"
+            assert checkpoint["iter_num"] == 2
+            unharmed += 1
+            continue
+        assert checkpoint["iter_num"] == 1
+        assert str(folder / "ckpt.pt") in complaint
+        with pytest.raises(ckpt.CheckpointError, match=r"ckpt\.pt") as caught:
+            ckpt.find(str(alone))
+        assert "\n" not in str(caught.value)
+    assert count >= 195
+    assert unharmed < 25, "damage in the padding only"
+    assert not os.path.exists("hostile-code-ran")
+
+
+def test_hostile_and_incomplete_files_say_what_is_wrong(tmp_path):
+    for content, message in (
+        ({**CHECKPOINT, "config": None, "model_args": 3}, "lacks model_args, config"),
+        ({**CHECKPOINT, "optimizer": {}}, r"lacks optimizer\.state"),
+        ({**CHECKPOINT, "config": Hostile()}, "system"),
+        ({**CHECKPOINT, "format": 99}, "has format 99"),
+        (7, "lacks model, optimizer"),
+    ):
+        torch.save(content, tmp_path / "ckpt.pt")
+        with pytest.raises(ckpt.CheckpointError, match=message):
+            ckpt.load(str(tmp_path / "ckpt.pt"))
+    with pytest.raises(ckpt.CheckpointError, match=r"no checkpoint .*nowhere\.pt"):
+        ckpt.load(str(tmp_path / "nowhere.pt"))
+    with pytest.raises(ckpt.CheckpointError, match=r"no checkpoint .*nowhere\.pt"):
+        ckpt.verify(str(tmp_path / "nowhere.pt"))
+
+
+def inspect(path):
+    return subprocess.run(
+        [sys.executable, "-m", "zero.checkpoint", "inspect", str(path)], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+
+
+def test_inspect(tmp_path):
+    ckpt.save(numbered(5), str(tmp_path))
+    shown = inspect(tmp_path / "ckpt.pt")
+    assert shown.returncode == 0, shown.stderr
+    for part in ("iteration 5", "model.weight (3000,) float32", "optimizer.state.0.exp_avg (3000,)", "all checksums hold"):
+        assert part in shown.stdout
+    torch.save(CHECKPOINT, tmp_path / "nanogpt.pt")
+    assert "written by nanoGPT" in inspect(tmp_path / "nanogpt.pt").stdout
+    wrong = ckpt.load(tmp_path / "ckpt.pt")
+    wrong["model"]["weight"] = wrong["model"]["weight"] + 1  # a sound archive of other numbers
+    torch.save(wrong, tmp_path / "other.pt")
+    shown = inspect(tmp_path / "other.pt")
+    assert shown.returncode == 1
+    assert "model.weight (3000,) float32 WRONG CHECKSUM" in shown.stdout
+    (tmp_path / "torn.pt").write_bytes((tmp_path / "ckpt.pt").read_bytes()[:-1000])
+    shown = inspect(tmp_path / "torn.pt")
+    assert (shown.returncode, shown.stderr.count("\n")) == (2, 1)
+    assert inspect("").returncode == 2
+
+
+# -- kills -------------------------------------------------------------------------------------------------------------
+
+
+def save_without_end(folder, background, iteration, ready):
+    writer = ckpt.CheckpointWriter(folder, keep=2, background=background)
+    ready.set()
+    while True:
+        iteration += 1
+        writer.save({**numbered(iteration), "model": {"weight": torch.full((200_000,), float(iteration))}})
+        assert not [outcome for outcome in writer.outcomes() if isinstance(outcome, OSError)]
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_kill_inside_a_save_leaves_a_whole_file(tmp_path, background):
+    rng, iteration = random.Random(1), 0
+    for _ in range(25):
+        ready = ranks.context.Event()
+        process = ranks.context.Process(target=save_without_end, args=(str(tmp_path), background, iteration, ready))
+        process.start()
+        ready.wait()
+        time.sleep(0.01 + rng.random() * 0.1)
+        process.kill()
+        process.join()
+        path, complaint = ckpt.find(str(tmp_path))
+        assert complaint is None
+        checkpoint = ckpt.load(path)
+        assert checkpoint["iter_num"] >= iteration
+        assert (checkpoint["model"]["weight"] == checkpoint["iter_num"]).all()
+        iteration = checkpoint["iter_num"]
+    assert iteration > 25, "there must have been something to kill"

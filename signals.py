@@ -3,8 +3,8 @@
 import enum
 import os
 import signal
+import threading
 import time
-from types import FrameType
 
 import torch
 import torch.distributed as dist
@@ -21,31 +21,45 @@ class Wish(enum.IntEnum):
 
 
 class Signals:
-    """Turns signals to any rank into a decision of all ranks. Needs to be made on all ranks.
+    """Turns signals to any rank into a decision of all ranks. Needs to be made on all ranks, in the main thread.
 
-    A second SIGINT, more than a second after the first one, ends this process at once.
+    A second SIGINT, more than a second after the first one, ends this process at once. A thread listens, because Python's
+    own handlers would wait until the main thread comes back from a collective, which it may never do.
     """
 
     def __init__(self) -> None:
-        self.wish = Wish.NOTHING
+        self._wish = Wish.NOTHING
+        self._lock = threading.Lock()
         self._interrupted: float | None = None  # when SIGINT came first, in seconds
         # on the CPU, whatever the backend of the run: deciding must not wait for a GPU
         self._group = dist.new_group(backend="gloo") if dist.is_initialized() else None
+        self._inbox, outbox = os.pipe()
+        os.set_blocking(outbox, False)
+        signal.set_wakeup_fd(outbox)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-            signal.signal(number, self._on_signal)
+            signal.signal(number, lambda *_: None)  # in place of its default; the number goes to the inbox
+        threading.Thread(target=self._listen, name="signals", daemon=True).start()
 
     def decide(self) -> Wish:
         """What all ranks are to do now. Needs to be called on all ranks."""
-        decision = torch.tensor(int(self.wish))
-        self.wish = Wish.NOTHING
+        with self._lock:
+            decision, self._wish = torch.tensor(int(self._wish)), Wish.NOTHING
         if self._group is not None:
             dist.all_reduce(decision, op=dist.ReduceOp.MAX, group=self._group)
         return Wish(decision.item())
 
-    def _on_signal(self, number: int, _: FrameType | None) -> None:
+    def _listen(self) -> None:
+        while True:
+            for number in os.read(self._inbox, 64):
+                self._take(number)
+
+    def _take(self, number: int) -> None:
         if number == signal.SIGINT:
             now = time.monotonic()
-            if self._interrupted is not None and now - self._interrupted > _SAME_KEYSTROKE_S:
+            if self._interrupted is None:
+                self._interrupted = now
+            elif now - self._interrupted > _SAME_KEYSTROKE_S:
                 os._exit(128 + signal.SIGINT)
-            self._interrupted = self._interrupted or now
-        self.wish = max(self.wish, Wish.SAVE if number == signal.SIGUSR1 else Wish.SAVE_AND_STOP)
+        if number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+            with self._lock:
+                self._wish = max(self._wish, Wish.SAVE if number == signal.SIGUSR1 else Wish.SAVE_AND_STOP)

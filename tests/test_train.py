@@ -4,8 +4,11 @@ import json
 import os
 import pickle
 import re
+import resource
+import signal
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -182,6 +185,88 @@ def test_compiled_blocks_train_and_leave_no_trace_in_the_file(data, tmp_path):
     plain, _, _ = train(tmp_path / "plain", data, *flags, ranks=2)
     assert max(abs(losses[i] - plain[i]) for i in losses) < 1e-4
     assert not any("_orig_mod" in key for key in torch_load(tmp_path / "out")["model"])
+
+
+def started(out, data, *arguments):
+    """Two ranks in training, once iteration 8 has been logged; their process, their ids, and what they have printed."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", os.path.join(ROOT, "train.py"),
+         *SETTINGS, f"--dataset={data}", f"--out_dir={out}", "--max_iters=100000", "--eval_interval=100000", *arguments],
+        cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    printed = []
+    for line in process.stdout:
+        printed.append(line)
+        if line.startswith("iter 8:"):
+            break
+    children = subprocess.run(["ps", "-o", "pid=", "--ppid", str(process.pid)], capture_output=True, text=True).stdout
+    return process, [int(child) for child in children.split()], printed
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_one_rank_saves_and_ends_all(data, tmp_path, number):
+    """And the run goes on bit by bit as if there had been none, dropout and all."""
+    process, ranks, printed = started(tmp_path, data)
+    os.kill(ranks[-1], number)
+    rest, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors
+    printed = "".join([*printed, rest])
+    stopped = int(re.search(r"stopped by a signal before iteration (\d+)", printed)[1])
+    assert torch_load(tmp_path)["iter_num"] == stopped
+    end = f"--max_iters={stopped + 6}"
+    schedule = end, "--eval_interval=7", "--lr_decay_iters=20"
+    resumed, _, _ = train(tmp_path, data, "--init_from=resume", *schedule, "--dtype=float32", ranks=2)
+    whole, _, _ = train(tmp_path / "whole", data, *schedule, ranks=2)
+    assert [resumed[i] for i in range(stopped, stopped + 7)] == [whole[i] for i in range(stopped, stopped + 7)]
+
+
+def test_sigusr1_saves_and_goes_on_and_a_second_sigint_ends_at_once(data, tmp_path):
+    process, ranks, _ = started(tmp_path, data)
+    os.kill(ranks[0], signal.SIGUSR1)
+    for line in process.stdout:
+        if line.startswith("saving checkpoint"):
+            break
+    assert process.stdout.readline().startswith("iter "), "it goes on"
+    os.kill(ranks[0], signal.SIGSTOP)  # rank 1 hangs in a collective
+    os.kill(ranks[1], signal.SIGINT)
+    time.sleep(1.5)
+    os.kill(ranks[1], signal.SIGINT)
+    time.sleep(1)
+    os.kill(ranks[0], signal.SIGCONT)
+    _, errors = process.communicate(timeout=120)
+    assert re.search(r"rank +: 1 .*\n +exitcode +: 130 ", errors), errors
+    assert torch_load(tmp_path)["iter_num"] > 8
+
+
+def test_a_damaged_checkpoint_gives_way_to_the_one_before(data, tmp_path):
+    train(tmp_path, data, "--max_iters=12", "--keep_checkpoints=1", "--async_save=True", ranks=2)
+    assert sorted(name for name in os.listdir(tmp_path) if "ckpt" in name) == ["ckpt.pt", "ckpt_00000010.pt", "ckpt_prev.pt"]
+    whole = (tmp_path / "ckpt.pt").read_bytes()
+    middle = len(whole) // 2
+    (tmp_path / "ckpt.pt").write_bytes(whole[:middle] + bytes(64) + whole[middle + 64 :])
+    _, _, printed = train(tmp_path, data, "--max_iters=12", "--init_from=resume", "--eval_interval=50", ranks=2)
+    assert re.search(r"WARNING: \S+ckpt\.pt is damaged.*; resuming from \S+ckpt_prev\.pt", printed)
+    assert "at iteration 5:" in printed
+    (tmp_path / "ckpt_prev.pt").write_bytes(b"")
+    process = run("train.py", *SETTINGS, f"--dataset={data}", f"--out_dir={tmp_path}", "--init_from=resume")
+    assert (process.returncode, process.stderr.count("\n")) == (2, 1)
+    assert "ckpt_prev.pt is damaged" in process.stderr
+
+
+@pytest.mark.parametrize(("on_error", "code"), [("continue", 0), ("stop", 1)])
+def test_a_checkpoint_that_cannot_be_written(data, tmp_path, on_error, code):
+    train(tmp_path, data, "--max_iters=6")
+    process = subprocess.run(
+        [sys.executable, os.path.join(ROOT, "train.py"), *SETTINGS, f"--dataset={data}", f"--out_dir={tmp_path}",
+         "--init_from=resume", f"--on_save_error={on_error}"],
+        cwd=ROOT, capture_output=True, text=True, timeout=120,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000)),  # bytes per file
+    )  # fmt: skip
+    assert process.returncode == code, process.stderr
+    assert "WARNING: the checkpoint was not written" in process.stdout
+    assert "the one before stands" in process.stdout
+    assert ("iter 19:" in process.stdout) == (code == 0)
+    assert torch_load(tmp_path)["iter_num"] == 5
 
 
 def test_eval_only_changes_nothing(data, runs, tmp_path):

@@ -214,11 +214,11 @@ def load(path: str) -> dict[str, Any]:
 
 
 def _damaged(path: str, reason: object) -> str:
-    refused = re.search(r"GLOBAL (\S+) was not an allowed global", str(reason))
+    refused = re.search(r"GLOBAL ([\w.]+)", str(reason))
     if refused:
         return f"{path} asks for {refused[1]}; a checkpoint holds tensors and plain values only, so nothing of it was run"
-    lines = str(reason).splitlines() or [type(reason).__name__]
-    return f"{path} is damaged, or no checkpoint: {lines[0]}"
+    lines = [line for line in str(reason).splitlines() if line and not line.startswith("Weights only load failed")]
+    return f"{path} is damaged, or no checkpoint: {lines[0] if lines else type(reason).__name__}"
 
 
 def _also_as(path: str, other: str) -> None:

@@ -1,6 +1,7 @@
-# make train   a small GPT on the source of the Python standard library, with sharded optimizer state, and a sample of it
-# make test    lint and all tests
-# make lint    ruff alone
+# make train     a small GPT on the source of the Python standard library, with sharded optimizer state, and a sample of it
+# make test      lint and all tests
+# make test-all  the same and what takes minutes
+# make lint      ruff alone
 # The virtual environment is made once; PYTHON=... chooses the interpreter, NPROC=... the number of ranks.
 
 PYTHON ?= python3
@@ -15,7 +16,7 @@ NPROC ?= 2
 ON_CPU := --device=cpu --compile=False
 endif
 
-.PHONY: train test lint install
+.PHONY: train test test-all lint install
 
 train: $(INSTALLED)
 	$(BIN)/torchrun --standalone --nproc_per_node=$(NPROC) train.py config/train_stdlib_char.py \
@@ -24,6 +25,9 @@ train: $(INSTALLED)
 
 test: $(INSTALLED) lint
 	$(BIN)/python -m pytest
+
+test-all: $(INSTALLED) lint
+	$(BIN)/python -m pytest -m "slow or not slow"
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -11,6 +11,9 @@ The memory of GPT-2 XL at each point of a step, on two ranks that share a GPU or
     $ torchrun --standalone --nproc_per_node=2 bench.py --what=memory --modes=adamw,torch,sharded,shard_gradients,bfloat16 \\
         --n_layer=48 --n_head=25 --n_embd=1600 --block_size=1024 --batch_size=1 --out=results/gpt2-xl-memory.json
 
+Seconds and memory to save and restore GPT-2 124M:
+    $ torchrun --standalone --nproc_per_node=2 bench.py --what=checkpoint --modes=sharded,torch --block_size=64 --batch_size=1
+
 On a noisy machine only what was measured next to each other can be compared, so for their times the modes take turns, and
 the figure to look at is the median over the rounds of each mode's time divided by the first one's in the same round. A turn
 ends when every parameter is whole, so the all-gather that the next forward would hide shows once per turn.
@@ -21,6 +24,7 @@ import json
 import os
 import statistics
 import sys
+import tempfile
 import time
 from contextlib import nullcontext
 
@@ -33,12 +37,12 @@ from torch.nn.parallel import DistributedDataParallel
 import hardware
 from configurator import configure, fail
 from model import GPT, GPTConfig
-from zero import ShardedOptimizer
+from zero import ShardedOptimizer, checkpoint
 from zero.build import build, clip_grad_norm_
 from zero.memory import held_bytes
 
 # -----------------------------------------------------------------------------
-what = "time"  # or 'memory'
+what = "time"  # or 'memory', 'checkpoint'
 modes = "adamw,torch,sharded"  # of those in MODES below; the first is what the others are compared to
 out = ""  # a JSON file for the figures, besides the table
 rounds = 10  # turns of each mode; one more, the first, is not counted
@@ -143,28 +147,6 @@ def loopback_bytes():
         return int(file.read())
 
 
-if "RANK" not in os.environ:
-    fail("bench.py compares several ranks; start it with torchrun --standalone --nproc_per_node=2 bench.py")
-names = modes.split(",")
-if unknown := [name for name in names if name not in MODES]:
-    fail(f"modes={modes}: {', '.join(unknown)} is not one of {', '.join(MODES)}")
-if what not in ("time", "memory"):
-    fail(f"what={what} is not one of time, memory")
-device, dtype = hardware.resolve(device, dtype)
-if what == "memory" and "fsdp2" in names:
-    fail("what=memory cannot see into fsdp2, whose tensors are parts of others; leave it out of --modes")
-local_rank = int(os.environ["LOCAL_RANK"])
-if device == "cuda":
-    device = f"cuda:{local_rank % torch.cuda.device_count()}"
-    torch.cuda.set_device(device)
-torch_device = torch.device(device)
-shares_a_gpu = device != "cpu" and int(os.environ["LOCAL_WORLD_SIZE"]) > torch.cuda.device_count()
-dist.init_process_group("gloo" if device == "cpu" or shares_a_gpu else "nccl")
-if device == "cpu":
-    hardware.divide_threads(int(os.environ["LOCAL_WORLD_SIZE"]))
-autocast = nullcontext() if dtype == "float32" else torch.amp.autocast(torch_device.type, hardware.DTYPES[dtype])
-
-
 def measure_time():
     """Rows of the table: by mode the median time, ratio to the first mode, and bytes. Needs to be called on all ranks."""
     contenders = {name: contender(name) for name in names}
@@ -223,25 +205,122 @@ def measure_memory():
     return rows
 
 
+def measure_checkpoint():
+    """Rows of the table: by mode the seconds to consolidate, write and restore, and memory beyond the state itself.
+
+    PyTorch's own way is the last row where `torch` is among the modes. Needs to be called on all ranks.
+    """
+    rows = []
+    for name in [*names, *(["consolidate_state_dict"] if "torch" in names else [])]:
+        model, optimizer = contender("torch" if name == "consolidate_state_dict" else name)
+        backward(model)
+        step(optimizer)
+        wait_for_all(optimizer)
+        gc.collect()
+        dist.barrier()
+        before, begin = reset_peak(), time.perf_counter()
+        if name == "consolidate_state_dict":
+            optimizer.consolidate_state_dict(to=0)
+            state = optimizer.state_dict() if dist.get_rank() == 0 else None
+        else:
+            state = checkpoint.consolidate(optimizer)
+        seconds, extra = time.perf_counter() - begin, peak_resident() - before - state_bytes(state)
+        row = {"mode": name, "consolidate, s": seconds}
+        if name != "consolidate_state_dict":
+            with tempfile.TemporaryDirectory() as folder:
+                folder = shared(folder)
+                if state is not None:
+                    raw = getattr(model, "module", model)
+                    contents = {"model": raw.state_dict(), "optimizer": state, "model_args": {}, "config": {}}
+                    report = checkpoint.save({**contents, "iter_num": 1, "best_val_loss": 0.0}, folder)
+                    row |= {"write, s": report.write_s, "file, MB": report.nbytes / 1e6}
+                del state
+                dist.barrier()
+                begin = time.perf_counter()
+                checkpoint.restore(optimizer, checkpoint.load(f"{folder}/ckpt.pt")["optimizer"])
+                row["load and restore, s"] = time.perf_counter() - begin
+                dist.barrier()
+        gathered = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, extra)
+        row |= {"rank 0 extra, MB": gathered[0] / 1e6, "others extra, MB": max(gathered[1:], default=0) / 1e6}
+        rows.append(row)
+        del model, optimizer
+    return rows
+
+
+def shared(value):
+    """Rank 0's value on all ranks."""
+    values = [value]
+    dist.broadcast_object_list(values, src=0)
+    return values[0]
+
+
+def state_bytes(state):
+    if state is None:
+        return 0
+    return sum(value.nbytes for entry in state["state"].values() for value in entry.values() if isinstance(value, torch.Tensor))
+
+
+def reset_peak():
+    """Have the kernel forget this process's peak of resident memory; the bytes that are resident now."""
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")
+    return peak_resident()
+
+
+def peak_resident():
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) * 1024 for line in file if line.startswith("VmHWM:"))
+
+
+def decimals(column):
+    return 1 if column.startswith("ms") or "MB" in column else 3
+
+
 def bytes_now(optimizer):
     if torch_device.type == "cuda":
         return torch.cuda.memory_allocated()
     return sum(held_bytes(optimizer).values())
 
 
-rows = measure_time() if what == "time" else measure_memory()
+MEASURES = {"time": measure_time, "memory": measure_memory, "checkpoint": measure_checkpoint}
+if "RANK" not in os.environ:
+    fail("bench.py compares several ranks; start it with torchrun --standalone --nproc_per_node=2 bench.py")
+names = modes.split(",")
+if unknown := [name for name in names if name not in MODES]:
+    fail(f"modes={modes}: {', '.join(unknown)} is not one of {', '.join(MODES)}")
+if what not in MEASURES:
+    fail(f"what={what} is not one of {', '.join(MEASURES)}")
+if what == "checkpoint" and not os.path.exists("/proc/self/clear_refs"):
+    fail("what=checkpoint measures memory as Linux does; run it there")
+device, dtype = hardware.resolve(device, dtype)
+if what == "memory" and "fsdp2" in names:
+    fail("what=memory cannot see into fsdp2, whose tensors are parts of others; leave it out of --modes")
+local_rank = int(os.environ["LOCAL_RANK"])
+if device == "cuda":
+    device = f"cuda:{local_rank % torch.cuda.device_count()}"
+    torch.cuda.set_device(device)
+torch_device = torch.device(device)
+shares_a_gpu = device != "cpu" and int(os.environ["LOCAL_WORLD_SIZE"]) > torch.cuda.device_count()
+dist.init_process_group("gloo" if device == "cpu" or shares_a_gpu else "nccl")
+if device == "cpu":
+    hardware.divide_threads(int(os.environ["LOCAL_WORLD_SIZE"]))
+autocast = nullcontext() if dtype == "float32" else torch.amp.autocast(torch_device.type, hardware.DTYPES[dtype])
+
+rows = MEASURES[what]()
 if dist.get_rank() == 0:
     with torch.device("meta"):
         parameters = GPT(GPTConfig(block_size, vocab_size, n_layer, n_head, n_embd, 0.0, bias)).num_params()
     where = torch.cuda.get_device_name() if torch_device.type == "cuda" else "CPU"
     title = f"{parameters / 1e6:.1f}M parameters, {dist.get_world_size()} ranks, {dist.get_backend()}, {where}, {dtype}"
     print(title)
-    print("".join(f"{column:>{max(10, len(column) + 2)}}" for column in rows[0]))
+    widths = {column: max(10, len(column) + 2) for column in rows[0]}
+    widths["mode"] = 2 + max(len(row["mode"]) for row in rows)
+    print("".join(f"{column:>{width}}" for column, width in widths.items()))
     for row in rows:
-        cells = (
-            f"{cell:.3f}" if column == "ratio" else cell if column == "mode" else f"{cell:.1f}" for column, cell in row.items()
-        )
-        print("".join(f"{cell:>{max(10, len(column) + 2)}}" for column, cell in zip(row, cells, strict=True)))
+        cells = {column: row.get(column, "") for column in widths}
+        cells = {column: cell if isinstance(cell, str) else f"{cell:.{decimals(column)}f}" for column, cell in cells.items()}
+        print("".join(f"{cells[column]:>{width}}" for column, width in widths.items()))
     if out:
         os.makedirs(os.path.dirname(out) or ".", exist_ok=True)
         with open(out, "w") as file:

@@ -52,3 +52,15 @@ def test_memory_at_each_point_of_a_step(tmp_path):
     ):
         assert rows[mode]["between micro-steps, MB"] / parameters == pytest.approx(copies, rel=0.1), mode
     assert "between micro-steps" in process.stdout
+
+
+def test_checkpoints(tmp_path):
+    path = tmp_path / "checkpoint.json"
+    process = run("bench.py", "--what=checkpoint", "--modes=sharded,torch", f"--out={path}", *SIZES, ranks=2)
+    assert process.returncode == 0, process.stderr
+    rows = {row["mode"]: row for row in json.loads(path.read_text())["rows"]}
+    assert list(rows) == ["sharded", "torch", "consolidate_state_dict"]
+    for mode in ("sharded", "torch"):  # no more than a bucket of 75 MB beyond the state, with room for the allocator
+        assert rows[mode]["rank 0 extra, MB"] < 75
+        assert rows[mode]["others extra, MB"] < 75
+        assert rows[mode]["file, MB"] == pytest.approx(3 * 25.5, rel=0.05)

@@ -2,10 +2,12 @@
 
 Whatever the implementation and the world size, `consolidate` gives on rank 0 exactly what the `state_dict()` of a
 single, unsharded optimizer would hold, and `restore` takes that on any implementation at any world size. State tensors
-travel flat, a few megabytes at a time; `ZeroRedundancyOptimizer.consolidate_state_dict`, which pickles whole states to
-every rank, is not used.
+travel flat, a few megabytes at a time, on CPUs straight from where they lie to where they belong, so that consolidating
+takes no memory but the state's. `ZeroRedundancyOptimizer.consolidate_state_dict`, which pickles whole states to every rank, is
+not used.
 """
 
+from collections import deque
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -16,7 +18,8 @@ from zero.layout import Slice
 from zero.optimizer import ShardedOptimizer, hyperparameters
 from zero.partition import Partition, packed_groups, parameters, partition
 
-_STAGING_BYTES = 25_000_000  # one message
+_MESSAGE_BYTES = 25_000_000
+_IN_FLIGHT = 2  # messages at a time
 # how the machine at hand runs the update, not what the update is: kept from the running optimizer, never from a file
 _MACHINE_FLAGS = ("fused", "foreach", "capturable", "differentiable")
 
@@ -37,9 +40,13 @@ class _Run(NamedTuple):
     start: int
     stop: int
 
-    @property
-    def numel(self) -> int:
-        return self.stop - self.start
+
+class _Transfer(NamedTuple):
+    """A message in flight. Until `work` is done, `elements` may be neither read nor written; then they belong in `place`."""
+
+    work: dist.Work
+    elements: torch.Tensor  # (run.stop - run.start,), on the device that the backend sends from
+    place: torch.Tensor | None  # the same elements of the whole state; for the sender None
 
 
 # What one rank holds, without the tensors: for each of its slices {key: dtype of a per-element tensor, or the value}
@@ -98,10 +105,12 @@ def _gather(part: Partition, params: list[torch.Tensor], states: list[dict[str, 
     inventories = _gather_inventories(inventory, part)
     wire = _wire_device(params, part)
 
+    in_flight: deque[_Transfer] = deque()
     if part.rank != 0:
-        for message in _messages(part.slices[part.rank], inventory):
-            flat = torch.cat([_elements(states, run) for run in message])  # (elements of the message,)
-            dist.send(flat.to(wire), group_dst=0, group=part.process_group)
+        for run in _runs(part.slices[part.rank], inventory):
+            elements = _elements(states, run).to(wire)
+            _enqueue(in_flight, _Transfer(dist.isend(elements, group_dst=0, group=part.process_group), elements, None))
+        _drain(in_flight)
         return None
 
     whole: dict[int, dict[str, Any]] = {}
@@ -113,17 +122,31 @@ def _gather(part: Partition, params: list[torch.Tensor], states: list[dict[str, 
                     state[key] = torch.empty(params[piece.param].shape, dtype=entry)
                 elif not isinstance(entry, torch.dtype):
                     state[key] = entry
-        for message in _messages(slices, held):
+        for run in _runs(slices, held):
+            piece = slices[run.position]
+            place = whole[piece.param][run.key].view(-1)[piece.start + run.start : piece.start + run.stop]
             if rank == 0:
-                parts = [_elements(states, run) for run in message]
-            else:
-                flat = torch.empty(sum(run.numel for run in message), dtype=message[0].dtype, device=wire)
-                dist.recv(flat, group_src=rank, group=part.process_group)
-                parts = flat.split([run.numel for run in message])
-            for run, elements in zip(message, parts, strict=True):
-                piece = slices[run.position]
-                whole[piece.param][run.key].view(-1)[piece.start + run.start : piece.start + run.stop] = elements
+                place.copy_(_elements(states, run))
+                continue
+            received = place if wire.type == "cpu" else torch.empty_like(place, device=wire)
+            _enqueue(in_flight, _Transfer(dist.irecv(received, group_src=rank, group=part.process_group), received, place))
+    _drain(in_flight)
     return dict(sorted(whole.items()))
+
+
+def _enqueue(in_flight: deque[_Transfer], transfer: _Transfer) -> None:
+    in_flight.append(transfer)
+    if len(in_flight) > _IN_FLIGHT:
+        _drain(in_flight, leave=_IN_FLIGHT)
+
+
+def _drain(in_flight: deque[_Transfer], leave: int = 0) -> None:
+    """Finish the first transfers, until `leave` are left."""
+    while len(in_flight) > leave:
+        work, elements, place = in_flight.popleft()
+        work.wait()
+        if place is not None and place is not elements:
+            place.copy_(elements)
 
 
 def restore(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
@@ -188,30 +211,17 @@ def _elements(states: list[dict[str, Any]], run: _Run) -> torch.Tensor:
     return states[run.position][run.key].detach().view(-1)[run.start : run.stop]
 
 
-def _messages(slices: list[Slice], inventory: _Inventory) -> Iterator[list[_Run]]:
-    """Everything a rank holds, cut and packed into messages of one dtype and at most `_STAGING_BYTES`.
+def _runs(slices: list[Slice], inventory: _Inventory) -> Iterator[_Run]:
+    """Everything a rank holds per element, cut into messages of at most `_MESSAGE_BYTES`.
 
     Sender and receiver both derive the messages from the inventory, so nothing but elements has to travel.
     """
-    message: list[_Run] = []
-    free = 0  # bytes
     for position, (piece, entries) in enumerate(zip(slices, inventory, strict=True)):
         for key, dtype in entries.items():
-            if not isinstance(dtype, torch.dtype):
-                continue
-            start = 0
-            while start < piece.numel:
-                if message and (free < dtype.itemsize or message[0].dtype != dtype):
-                    yield message
-                    message = []
-                if not message:
-                    free = _STAGING_BYTES
-                stop = min(piece.numel, start + free // dtype.itemsize)
-                message.append(_Run(position, key, dtype, start, stop))
-                free -= (stop - start) * dtype.itemsize
-                start = stop
-    if message:
-        yield message
+            if isinstance(dtype, torch.dtype):
+                step = max(1, _MESSAGE_BYTES // dtype.itemsize)
+                for start in range(0, piece.numel, step):
+                    yield _Run(position, key, dtype, start, min(piece.numel, start + step))
 
 
 def _gather_inventories(inventory: _Inventory, part: Partition) -> list[_Inventory]:

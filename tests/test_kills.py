@@ -1,0 +1,128 @@
+"""Training that is killed at a random moment, one rank or all, and resumed, ends as if nothing had happened."""
+
+import json
+import os
+import random
+import tempfile
+import time
+
+import pytest
+import ranks
+import torch
+import torch.distributed as dist
+from toy import batch, build_toy, make_toy
+
+from zero import checkpoint as ckpt
+
+STEPS, WORLD_SIZE = 40, 2
+
+
+def train_rank(rank, meeting, folder, started):
+    """From the newest checkpoint to the end, a save every other step; the losses go to a file, a line each."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{meeting}/rendezvous", rank=rank, world_size=WORLD_SIZE)
+    model, optimizer = build_toy("sharded")
+    first = 0
+    if os.path.exists(f"{folder}/ckpt.pt"):
+        checkpoint = ckpt.load(ckpt.find(folder)[0])
+        model.module.load_state_dict(checkpoint["model"])
+        ckpt.restore(optimizer, checkpoint["optimizer"])
+        first = checkpoint["iter_num"]
+    writer = ckpt.CheckpointWriter(folder, keep=2, background=True) if rank == 0 else None
+    dist.barrier()
+    started.set()
+    with open(f"{folder}/losses{rank}", "a", buffering=1) as losses:
+        for step in range(first, STEPS):
+            if step % 2 == 0:
+                state = {"model": ckpt.model_state_dict(model.module, optimizer), "optimizer": ckpt.consolidate(optimizer)}
+                if rank == 0:
+                    writer.save({**state, "model_args": {}, "iter_num": step, "best_val_loss": 0.0, "config": {}})
+            loss = model(*batch(step, rank))
+            losses.write(json.dumps([step, loss.item()]) + "\n")
+            loss.backward()
+            optimizer.clip_grad_norm_(0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+    weights = ckpt.model_state_dict(model.module, optimizer)
+    if rank == 0:
+        writer.wait()
+        assert not [outcome for outcome in writer.outcomes() if isinstance(outcome, OSError)]
+        torch.save(weights, f"{folder}/end.pt")
+    dist.barrier()
+    os._exit(0)
+
+
+def start(folder):
+    """The ranks, and when all of them are in training."""
+    meeting = tempfile.mkdtemp(dir=folder)
+    events = [ranks.context.Event() for _ in range(WORLD_SIZE)]
+    processes = [
+        ranks.context.Process(target=train_rank, args=(rank, meeting, folder, event)) for rank, event in enumerate(events)
+    ]
+    for process in processes:
+        process.start()
+    return processes, events
+
+
+def finish(processes):
+    for process in processes:
+        process.join(60)
+        process.kill()
+    return [process.exitcode for process in processes]
+
+
+def curve(folder):
+    """Every loss that was ever logged, by rank and step: a step that was repeated must have given the same."""
+    losses = {}
+    for rank in range(WORLD_SIZE):
+        with open(f"{folder}/losses{rank}") as file:
+            for line in file:
+                if not line.endswith("]\n"):
+                    continue  # cut off by the kill
+                step, loss = json.loads(line)
+                assert losses.setdefault((rank, step), loss) == loss, "the repeated step differs"
+    return losses
+
+
+def kill_and_resume(tmp_path, trials):
+    rng = random.Random(0)
+    undisturbed = tmp_path / "undisturbed"
+    undisturbed.mkdir()
+    processes, events = start(str(undisturbed))
+    for event in events:
+        event.wait()
+    begin = time.monotonic()
+    assert finish(processes) == [0] * WORLD_SIZE
+    duration = time.monotonic() - begin
+    expected, end = curve(undisturbed), torch.load(undisturbed / "end.pt", weights_only=True)
+    assert len(expected) == STEPS * WORLD_SIZE
+    assert not torch.equal(end["hidden.weight"], make_toy(0).hidden.weight)
+    interrupted = 0
+    for trial in range(trials):
+        folder = tmp_path / str(trial)
+        folder.mkdir()
+        processes, events = start(str(folder))
+        for event in events:
+            event.wait()
+        time.sleep(rng.random() * duration)
+        victims = [rng.choice(processes)] if trial % 2 else processes
+        for process in victims:
+            process.kill()
+        finish(processes)  # a rank that is left alone finds out and fails
+        interrupted += not (folder / "end.pt").exists()
+        if not (folder / "end.pt").exists():
+            processes, _ = start(str(folder))
+            assert finish(processes) == [0] * WORLD_SIZE, trial
+        assert curve(folder) == expected, trial
+        resumed = torch.load(folder / "end.pt", weights_only=True)
+        assert all(torch.equal(resumed[name], end[name]) for name in end), trial
+    assert interrupted > trials // 2, "the kills must hit runs that are under way"
+
+
+def test_killed_25_times(tmp_path):
+    kill_and_resume(tmp_path, 25)
+
+
+@pytest.mark.slow
+def test_killed_100_times(tmp_path):
+    kill_and_resume(tmp_path, 100)

@@ -289,6 +289,16 @@ if "RANK" not in os.environ:
 names = modes.split(",")
 if unknown := [name for name in names if name not in MODES]:
     fail(f"modes={modes}: {', '.join(unknown)} is not one of {', '.join(MODES)}")
+for name in ("rounds", "steps_per_turn", "batch_size", "zero_bucket_mb"):
+    if config[name] <= 0:
+        fail(f"{name}={config[name]} must be positive")
+try:
+    GPTConfig(block_size, vocab_size, n_layer, n_head, n_embd, 0.0, bias)
+    if out:
+        os.makedirs(os.path.dirname(out) or ".", exist_ok=True)
+        open(out, "a").close()
+except (ValueError, OSError) as error:
+    fail(str(error))
 if what not in MEASURES:
     fail(f"what={what} is not one of {', '.join(MEASURES)}")
 if what == "checkpoint" and not os.path.exists("/proc/self/clear_refs"):
@@ -313,6 +323,8 @@ if dist.get_rank() == 0:
         parameters = GPT(GPTConfig(block_size, vocab_size, n_layer, n_head, n_embd, 0.0, bias)).num_params()
     where = torch.cuda.get_device_name() if torch_device.type == "cuda" else "CPU"
     title = f"{parameters / 1e6:.1f}M parameters, {dist.get_world_size()} ranks, {dist.get_backend()}, {where}, {dtype}"
+    if what == "memory" and torch_device.type == "cpu":
+        title += "; of the model and its optimizer, without activations"
     print(title)
     widths = {column: max(10, len(column) + 2) for column in rows[0]}
     widths["mode"] = 2 + max(len(row["mode"]) for row in rows)
@@ -322,8 +334,9 @@ if dist.get_rank() == 0:
         cells = {column: cell if isinstance(cell, str) else f"{cell:.{decimals(column)}f}" for column, cell in cells.items()}
         print("".join(f"{cells[column]:>{width}}" for column, width in widths.items()))
     if out:
-        os.makedirs(os.path.dirname(out) or ".", exist_ok=True)
         with open(out, "w") as file:
             figures = {"what": title, "torch": torch.__version__, "date": time.strftime("%Y-%m-%d"), "command": sys.argv}
             json.dump({**figures, "config": config, "rows": rows}, file, indent=1)
-dist.destroy_process_group()
+dist.barrier()
+sys.stdout.flush()
+os._exit(0)  # without winding up, which gloo's threads can turn into an abort (https://github.com/pytorch/pytorch/pull/179291)

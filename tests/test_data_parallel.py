@@ -141,6 +141,7 @@ def poisoned():
 
     Communicator.all_gather = poison
     torchs_own_modules()
+    a_users_own_module()
     model, optimizer = make()
     for step in range(STEPS):
         loss = loss_of(model, step, dist.get_rank(), 0)
@@ -171,8 +172,37 @@ def torchs_own_modules():
     loss = model.train()(x).square().sum()
     loss.backward()
     optimizer.step()
+    optimizer.zero_grad()
     assert any(param.isnan().any() for param in layers[1].parameters())
     assert not any(tensor.isnan().any() for tensor in model.module[1].state_dict().values())
+    optimizer.synchronize()
+
+
+class ReadsItsChild(torch.nn.Module):
+    """A head that is never called: its weight is used by its parent."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = torch.nn.Linear(8, 8), torch.nn.Linear(8, 3)
+
+    def forward(self, x):
+        return torch.nn.functional.linear(self.body(x), self.head.weight, self.head.bias)
+
+
+def a_users_own_module():
+    torch.manual_seed(0)
+    module = ReadsItsChild()
+    optimizer = ShardedOptimizer(module.parameters(), torch.optim.AdamW, bucket_mb=0.0002)
+    model = ShardedDataParallel(module, optimizer)
+    for _ in range(4):
+        loss = model(torch.ones(2, 8)).square().sum()
+        assert loss.isfinite()
+        optimizer.zero_grad()  # after forward, as some do
+        loss.backward()
+        optimizer.step()
+        assert module.head.weight.isnan().any()
+    in_head = {place.bucket for param in module.head.parameters() for place in model._places[param]}
+    assert model._root_waits_for == in_head, "everything else is waited for where it is used"
     optimizer.synchronize()
 
 
@@ -224,6 +254,19 @@ def misuse():
         model(*tokens).backward()
     with pytest.raises(RuntimeError, match="have not been sent"):
         optimizer.step()
+
+    model, optimizer = make()
+    model.module.frozen.requires_grad_(True)
+    model(*tokens).backward()
+    with pytest.raises(RuntimeError, match=r"frozen\.weight was frozen when"):
+        optimizer.step()
+
+    for wrapped, other, message in (
+        (make_toy(), torch.optim.SGD(make_toy().parameters()), "needs a ShardedOptimizer, not SGD"),
+        (make()[0], make()[1], "wrapped for data parallelism already"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            ShardedDataParallel(wrapped, other)
 
     model, optimizer = make()
     with pytest.raises(RuntimeError, match="before you make it"):

@@ -210,6 +210,8 @@ def test_classes_that_need_whole_parameters(name, world_size, overlapped):
 def test_what_cannot_be_divided_is_refused(optimizer_cls, message):
     with pytest.raises(ValueError, match=f"{optimizer_cls.__name__} .*{message}"):
         ShardedOptimizer(make_toy().parameters(), optimizer_cls)
+    with pytest.raises(ValueError, match="must be a class"):
+        ShardedOptimizer(make_toy().parameters(), "AdamW")
     with pytest.raises(ValueError, match="neither 'element' nor 'parameter'"):
         ShardedOptimizer(make_toy().parameters(), torch.optim.SGD, partition="rows")
 

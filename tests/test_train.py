@@ -373,6 +373,7 @@ MISTAKES = {
     "no such backend": (["--backend=mpi"], "nccl, gloo"),
     "no such weights": (["--param_dtype=float8"], "param_dtype=float8 is not one of float32, bfloat16"),
     "weights of another dtype": (["--param_dtype=bfloat16", "--dtype=float16"], "use --dtype=bfloat16"),
+    "shards of no one": (["--shard_gradients=True", "--use_zero1=False"], "needs use_zero1=True, zero1_impl='sharded'"),
     "masters of no one": (["--param_dtype=bfloat16", "--zero1_impl=torch"], "needs the master weights"),
     "negative": (["--weight_decay=-0.1"], "weight_decay=-0.1 must not be negative"),
     "impossible betas": (["--beta1=2.0"], "beta"),

@@ -42,8 +42,8 @@ def build(
         The model to call in the training loop, and the optimizer.
 
     Raises:
-        ValueError: if `zero1_impl` or `param_dtype` is unknown or do not go together, `bucket_mb` not positive, or an
-            argument of AdamW's impossible.
+        ValueError: if `zero1_impl` or `param_dtype` is unknown, flags do not go together, `bucket_mb` is not positive, or
+            an argument of AdamW's impossible.
     """
     if zero1_impl not in IMPLEMENTATIONS:
         raise ValueError(f"zero1_impl={zero1_impl!r} is not one of {', '.join(IMPLEMENTATIONS)}")
@@ -55,6 +55,8 @@ def build(
         return model, torch.optim.AdamW(groups, **adamw)
     if param_dtype != "float32" and dist.get_world_size() > 1 and not (use_zero1 and zero1_impl == "sharded"):
         raise ValueError(f"param_dtype={param_dtype!r} needs the master weights of use_zero1=True, zero1_impl='sharded'")
+    if shard_gradients and dist.get_world_size() > 1 and not (use_zero1 and zero1_impl == "sharded"):
+        raise ValueError("shard_gradients=True needs use_zero1=True, zero1_impl='sharded'")
     if not use_zero1 or dist.get_world_size() == 1:
         optimizer = torch.optim.AdamW(groups, **adamw)
     elif zero1_impl == "torch":

@@ -159,6 +159,8 @@ def restore(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> Non
     Raises:
         CheckpointError: if its groups or the shapes of its tensors are not those of this optimizer's parameters.
     """
+    if state_dict is None:
+        raise CheckpointError("the whole state is needed on every rank, and `consolidate` gives it to rank 0: save and load it")
     part = partition(optimizer)
     params = parameters(optimizer)
     lengths = [len(group["params"]) for group in optimizer.param_groups]

@@ -1,7 +1,7 @@
 """ShardedDataParallel: reduce-scatters during backward, all-gathers during the next forward."""
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -36,14 +36,14 @@ class ShardedDataParallel(nn.Module):
     """Data parallelism for a model whose optimizer is a ShardedOptimizer, in place of DistributedDataParallel.
 
     backward   as a parameter's gradient arrives, it is divided by the number of ranks, copied into its bucket and freed; a
-               bucket that has all its gradients is reduce-scattered at once, in the order of the buckets
+               bucket that has all its gradients is reduce-scattered at once, in the order of the buckets. After backward
+               `param.grad` is None: clip with `optimizer.clip_grad_norm_`, scale float16 with `ShardedGradScaler`
     step       the optimizer waits for the reduce-scatters (this is its phase 1), updates, and starts the all-gathers
     forward    a module waits for the all-gathers of the buckets that its own parameters lie in, just before it runs
 
     So a rank sends the bytes of one all-reduce, half of them while backward runs and half while forward does. `state_dict`
     and `load_state_dict` of the model wait for all gathers; whoever else reads parameters calls
-    `optimizer.synchronize()` first, a module of your own that reads the weight of a child without calling it included.
-    A module that is compiled (`module.compile()`, before it is wrapped) waits as a whole,
+    `optimizer.synchronize()` first. A module that is compiled (`module.compile()`, before it is wrapped) waits as a whole,
     and its gradients arrive together: compile the blocks of a model, not all of it, and the overlap remains.
 
     A parameter without a gradient on any rank is skipped by the update; one that has a gradient on some ranks counts as
@@ -62,7 +62,7 @@ class ShardedDataParallel(nn.Module):
     ranks.
 
     Raises:
-        ValueError: if a trainable parameter of `module` is not the optimizer's.
+        ValueError: if a trainable parameter of `module` is not the optimizer's, or one of the two is of the wrong kind.
         RuntimeError: from backward or step, if gradients of the last step are still there, or those of this one have
             not been sent, or one is sparse.
 
@@ -74,6 +74,10 @@ class ShardedDataParallel(nn.Module):
 
     def __init__(self, module: nn.Module, optimizer: ShardedOptimizer, shard_gradients: bool = False) -> None:
         super().__init__()
+        if not isinstance(optimizer, ShardedOptimizer):
+            raise ValueError(f"ShardedDataParallel needs a ShardedOptimizer, not {type(optimizer).__name__}")
+        if any(isinstance(part, nn.parallel.DistributedDataParallel | ShardedDataParallel) for part in module.modules()):
+            raise ValueError("the module is wrapped for data parallelism already; ShardedDataParallel takes the bare one")
         self.module = module
         self.optimizer = optimizer
         self.shard_gradients = shard_gradients
@@ -85,6 +89,7 @@ class ShardedDataParallel(nn.Module):
         strangers = [name for name, param in module.named_parameters() if param.requires_grad and param not in self._number]
         if strangers:
             raise ValueError(f"these parameters require gradients but are not the optimizer's: {', '.join(strangers)}")
+        self._others = [(name, param) for name, param in module.named_parameters() if param not in self._number]
         self._places: dict[nn.Parameter, list[Place]] = {param: [] for param in self._params}
         for index, bucket in enumerate(optimizer.buckets):
             for param, piece, offset in bucket.members:
@@ -100,6 +105,8 @@ class ShardedDataParallel(nn.Module):
         self._used: set[int] = set()  # numbers of the parameters that had a gradient on this rank
         self._agreement: Agreement | None = None  # in flight
         self._collected = False
+        self._called: set[nn.Parameter] = set()  # since the last step, the parameters of modules that have run
+        self._root_waits_for: set[int] = set()  # buckets of parameters that are used without their module being called
 
         if optimizer.param_dtype is not None:
             module.to(optimizer.param_dtype)
@@ -109,6 +116,7 @@ class ShardedDataParallel(nn.Module):
         for param in self._params:
             param.register_post_accumulate_grad_hook(_weakly(self._on_gradient))
         self._wait_before_forward(module)
+        module.register_forward_pre_hook(self._waiter(self._root_waits_for, []))
         for part in module.modules():
             part.register_state_dict_pre_hook(lambda *_: optimizer.synchronize())
             part.register_load_state_dict_pre_hook(self._before_loading)
@@ -137,8 +145,9 @@ class ShardedDataParallel(nn.Module):
             return
         if not self._missing:
             self._begin_backward()
+        if param not in self._called:
+            self._root_waits_for |= {place.bucket for place in self._places[param]}
         self._fill(param)
-        self._reduce_full_buckets()
 
     def _begin_backward(self) -> None:
         if self._collected:
@@ -157,6 +166,7 @@ class ShardedDataParallel(nn.Module):
             place = self._filled(index)[offset : offset + stop - start]
             torch.mul(gradient[start:stop], 1 / self._comm.world_size, out=place)
             self._missing[index].discard(param)
+            self._reduce_full_buckets()  # before the next one is taken: a large parameter fills several
         param.grad = None
 
     def _filled(self, index: int) -> torch.Tensor:
@@ -214,6 +224,9 @@ class ShardedDataParallel(nn.Module):
         if not self._collected:
             if self._missing:
                 raise RuntimeError("the last backward did not end; call optimizer.zero_grad() and repeat the step")
+            for name, param in self._others:
+                if param.grad is not None:
+                    raise RuntimeError(f"{name} was frozen when ShardedOptimizer was built and has a gradient now; build anew")
             self._settle_agreement()
             if any(param.grad is not None for param in self._params):
                 raise RuntimeError(
@@ -230,6 +243,8 @@ class ShardedDataParallel(nn.Module):
                     else:
                         owned.local.grad = None
             yield bucket
+        if not self._collected:
+            self._called.clear()
         self._collected = True
 
     def clear(self) -> None:
@@ -259,22 +274,26 @@ class ShardedDataParallel(nn.Module):
         """Have every module that holds parameters wait for its all-gathers before it runs.
 
         One that is compiled waits for those of all its children, too, and so do torch's own modules, some of which read
-        a child's weight without calling the child (MultiheadAttention, TransformerEncoderLayer).
+        a child's weight without calling the child (MultiheadAttention, TransformerEncoderLayer). Where another module
+        does so, the first backward, which comes before the first gather, finds out, and from then on the whole model
+        waits for those weights.
         """
         own = type(module).__module__.startswith("torch.nn.")
         container = isinstance(module, nn.Sequential | nn.ModuleList | nn.ModuleDict)
         together = module._compiled_call_impl is not None or (own and not container)
-        indices = {place.bucket for param in module.parameters(recurse=together) for place in self._places.get(param, [])}
-        if indices:
-            module.register_forward_pre_hook(self._waiter([self.optimizer.buckets[index] for index in sorted(indices)]))
+        params = [param for param in module.parameters(recurse=together) if param in self._number]
+        if params:
+            indices = {place.bucket for param in params for place in self._places[param]}
+            module.register_forward_pre_hook(self._waiter(indices, params))
         if not together:
             for child in module.children():
                 self._wait_before_forward(child)
 
-    def _waiter(self, buckets: Iterable[Bucket]) -> Callable[..., None]:
+    def _waiter(self, indices: set[int], params: list[nn.Parameter]) -> Callable[..., None]:
         @torch._dynamo.disable
         def wait(*_: Any) -> None:
-            self.optimizer.synchronize(buckets)
+            self._called.update(params)
+            self.optimizer.synchronize(self.optimizer.buckets[index] for index in sorted(indices))
 
         return wait
 

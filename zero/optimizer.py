@@ -99,7 +99,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     slices: 2 bytes per parameter, 2 for its gradient and 12/N for master and AdamW state (ZeRO, section 3.1). The masters
     rule: to change a weight later, load a state dict into the ShardedDataParallel or call `set_parameter`.
 
-    Needs to be constructed on all ranks.
+    Needs to be constructed on all ranks, with `param_dtype` before DistributedDataParallel, whose hooks a change of dtype
+    would take away.
 
     Args:
         params: parameters or parameter groups, the same on all ranks, as for any `torch.optim.Optimizer`.
@@ -141,6 +142,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             raise ValueError(f"bucket_mb={bucket_mb} must be positive")
         if partition not in ("element", "parameter"):
             raise ValueError(f"partition={partition!r} is neither 'element' nor 'parameter'")
+        if not isinstance(optimizer_cls, type):
+            raise ValueError(f"optimizer_cls={optimizer_cls!r} must be a class, torch.optim.AdamW for one")
         for refused, reason in _CANNOT_BE_DIVIDED.items():
             if issubclass(optimizer_cls, refused):
                 raise ValueError(f"{optimizer_cls.__name__} cannot be divided among ranks: {reason}")
@@ -157,6 +160,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.source: GradientSource = ParameterGradients(self)
         self.inner: torch.optim.Optimizer | None = None
         super().__init__(params, dict(kwargs))
+        given = [param for group in self.param_groups for param in group["params"]]
+        if len(given) > len(set(given)):
+            raise ValueError("a parameter is given more than once; give each one once")
         if partition == "parameter":
             self._try_all_shapes(optimizer_cls, kwargs)
         self._lay_out(first_group=0)
@@ -166,11 +172,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as in torch.optim; its parameters get buffers of their own. Needs to be called on all ranks."""
-        super().add_param_group(param_group)
-        if self.inner is None:
-            return  # still under construction: __init__ lays all groups out together
+        if self.inner is None:  # still under construction: __init__ lays all groups out together
+            return super().add_param_group(param_group)
         if self.source.gathers_in_background:
             raise RuntimeError("ShardedDataParallel has laid out its buckets; add parameter groups before you make it")
+        super().add_param_group(param_group)
         first = len(self.param_groups) - 1
         self._lay_out(first)
         for group in self._inner_groups(first):
@@ -251,6 +257,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def set_parameter(self, param: torch.nn.Parameter, value: torch.Tensor) -> None:
         """Overwrite a parameter and this rank's master slices of it, which take the full precision of `value`."""
+        self.synchronize()
         param.copy_(value)
         for owned in self._owned_of.get(param, []):
             owned.local.copy_(value.reshape(-1)[owned.start : owned.stop].view(owned.local.shape))

@@ -466,6 +466,6 @@ report_saves()
 if master_process:
     log.finish()
 if ddp:
-    # whoever holds the group must be gone before it, or its threads may abort the process at exit (pytorch/pull/179291)
-    del model, optimizer
-    dist.destroy_process_group()
+    dist.barrier()
+    sys.stdout.flush()
+    os._exit(0)  # without winding up, which gloo's threads can turn into an abort (pytorch/pull/179291)

@@ -22,8 +22,8 @@ def test_every_mode_and_its_bytes(ranks):
     one_all_reduce = 2 * (ranks - 1) / ranks * parameters * 4 / 1e6
     assert megabytes["adamw"] == pytest.approx(one_all_reduce, rel=0.02)
     for mode, times in (("torch", 1.5), ("sharded", 1), ("shard_gradients", 1), ("bfloat16", 0.5), ("simple", 1.5)):
-        # the figures have one decimal; besides the elements go a flag per parameter, TCP headers, acknowledgements
-        assert megabytes[mode] == pytest.approx(times * megabytes["adamw"], rel=0.02), mode
+        # TCP's headers and acknowledgements vary by a few percent in so small a model; test_data_parallel counts exactly
+        assert megabytes[mode] == pytest.approx(times * megabytes["adamw"], rel=0.06), mode
     assert rows[0][2] == "1.000"
 
 

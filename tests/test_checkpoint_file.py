@@ -38,6 +38,16 @@ def test_the_file_before_is_kept_and_so_are_the_last_few(tmp_path):
     assert ckpt.find(str(tmp_path)) == (str(tmp_path / "ckpt.pt"), None)
 
 
+def test_a_missing_file_is_mentioned(tmp_path):
+    with pytest.raises(ckpt.CheckpointError, match=r"there is no checkpoint .*ckpt\.pt$"):
+        ckpt.find(str(tmp_path))
+    ckpt.save(numbered(1), str(tmp_path))
+    os.rename(tmp_path / "ckpt.pt", tmp_path / "ckpt_prev.pt")
+    path, complaint = ckpt.find(str(tmp_path))
+    assert path == str(tmp_path / "ckpt_prev.pt")
+    assert complaint == f"there is no checkpoint {tmp_path / 'ckpt.pt'}"
+
+
 def test_where_a_file_cannot_have_two_names_it_is_copied(tmp_path, monkeypatch):
     def no_links(*_):
         raise OSError("not on this file system")

@@ -169,7 +169,9 @@ def find(folder: str) -> tuple[str, str | None]:
                 complaints.append(str(error))
             else:
                 return path, "; ".join(complaints) or None
-    raise CheckpointError("; ".join(complaints) or f"there is no checkpoint {os.path.join(folder, NAME)}")
+        elif name == NAME:
+            complaints.append(f"there is no checkpoint {path}")
+    raise CheckpointError("; ".join(complaints))
 
 
 def verify(path: str) -> None:

@@ -84,6 +84,19 @@ def test_a_full_disk(tmp_path):
     assert ckpt.load(tmp_path / "ckpt_prev.pt")["iter_num"] == 1
 
 
+@pytest.mark.parametrize("background", [False, True])
+def test_an_error_that_is_not_the_disks_is_not_swallowed(tmp_path, background):
+    class Unpicklable:
+        def __reduce__(self):
+            raise TypeError("a mistake in the program")
+
+    writer = ckpt.CheckpointWriter(str(tmp_path), background=background)
+    with pytest.raises(TypeError, match="a mistake in the program"):  # noqa: PT012 - in the background wait() raises it
+        writer.save({**CHECKPOINT, "config": Unpicklable()})
+        writer.wait()
+    assert not os.listdir(tmp_path)
+
+
 def test_in_the_background_a_second_save_waits_for_the_first(tmp_path, monkeypatch):
     running, most = [], []
     save = ckpt.save

@@ -53,10 +53,11 @@ def build(
     adamw["fused"] = device.type in ("cuda", "cpu")
     if not dist.is_initialized():
         return model, torch.optim.AdamW(groups, **adamw)
-    if param_dtype != "float32" and dist.get_world_size() > 1 and not (use_zero1 and zero1_impl == "sharded"):
-        raise ValueError(f"param_dtype={param_dtype!r} needs the master weights of use_zero1=True, zero1_impl='sharded'")
-    if shard_gradients and dist.get_world_size() > 1 and not (use_zero1 and zero1_impl == "sharded"):
-        raise ValueError("shard_gradients=True needs use_zero1=True, zero1_impl='sharded'")
+    if dist.get_world_size() > 1 and not (use_zero1 and zero1_impl == "sharded"):
+        if param_dtype != "float32":
+            raise ValueError(f"param_dtype={param_dtype!r} needs the master weights of use_zero1=True, zero1_impl='sharded'")
+        if shard_gradients:
+            raise ValueError("shard_gradients=True needs use_zero1=True, zero1_impl='sharded'")
     if not use_zero1 or dist.get_world_size() == 1:
         optimizer = torch.optim.AdamW(groups, **adamw)
     elif zero1_impl == "torch":

@@ -17,11 +17,11 @@ import os
 import re
 import shutil
 import sys
-import threading
 import time
 import zipfile
 import zlib
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import torch
@@ -119,7 +119,8 @@ class CheckpointWriter:
 
     def __init__(self, folder: str, keep: int = 0, background: bool = False) -> None:
         self.folder, self.keep, self.background = folder, keep, background
-        self._thread: threading.Thread | None = None
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._pending: Future[None] | None = None
         self._outcomes: list[SaveReport | OSError] = []
         for leftover in glob.glob(os.path.join(glob.escape(folder), "ckpt*.pt.tmp")):
             os.remove(leftover)
@@ -127,16 +128,16 @@ class CheckpointWriter:
     def save(self, checkpoint: dict[str, Any]) -> None:
         """Write a checkpoint, which must not be changed any more; `outcomes` will tell whether that was possible."""
         self.wait()
-        self._thread = threading.Thread(target=self._write, args=(checkpoint,), name="checkpoint")
-        self._thread.start()
-        if not self.background:
-            self.wait()
+        if self.background:
+            self._pending = self._thread.submit(self._write, checkpoint)
+        else:
+            self._write(checkpoint)
 
     def wait(self) -> None:
-        """Wait until nothing is being written."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+        """Wait until nothing is being written; raises what the thread raised, but for an OSError, which is an outcome."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
 
     def outcomes(self) -> list[SaveReport | OSError]:
         """What has come of the saves that have ended since the last call."""

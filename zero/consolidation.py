@@ -83,7 +83,7 @@ def model_state_dict(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -
     held = model.state_dict(keep_vars=True)
     if not _receives(part):
         return None
-    copies: dict[int, torch.Tensor] = masters
+    copies = dict(masters)
     for tensor in held.values():
         if id(tensor) not in copies:
             copies[id(tensor)] = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())
@@ -209,7 +209,7 @@ def _to_cpu(value: Any) -> Any:
 
 
 def _elements(states: list[dict[str, Any]], run: _Run) -> torch.Tensor:
-    """The elements of a run, (run.numel,), out of the states of this rank's slices."""
+    """The elements of a run, (run.stop - run.start,), out of the states of this rank's slices."""
     return states[run.position][run.key].detach().view(-1)[run.start : run.stop]
 
 

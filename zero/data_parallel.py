@@ -86,8 +86,7 @@ class ShardedDataParallel(nn.Module):
 
         self._params = [param for buffer in optimizer.buffers for param in buffer.params]
         self._number = {param: number for number, param in enumerate(self._params)}
-        strangers = [name for name, param in module.named_parameters() if param.requires_grad and param not in self._number]
-        if strangers:
+        if strangers := self._strangers(module):
             raise ValueError(f"these parameters require gradients but are not the optimizer's: {', '.join(strangers)}")
         self._others = [(name, param) for name, param in module.named_parameters() if param not in self._number]
         self._places: dict[nn.Parameter, list[Place]] = {param: [] for param in self._params}
@@ -307,9 +306,12 @@ class ShardedDataParallel(nn.Module):
                 if value is not None and value.shape == param.shape:
                     self.optimizer.set_parameter(param, value)
 
+    def _strangers(self, module: nn.Module) -> list[str]:
+        """The names of trainable parameters that are not the optimizer's."""
+        return [name for name, param in module.named_parameters() if param.requires_grad and param not in self._number]
+
     def _after_loading(self, module: nn.Module, _: Any) -> None:
-        strangers = [name for name, param in module.named_parameters() if param.requires_grad and param not in self._number]
-        if strangers:
+        if strangers := self._strangers(module):
             raise RuntimeError(
                 f"load_state_dict(assign=True) has replaced {', '.join(strangers)} of {type(module).__name__}, which the "
                 "optimizer would go on updating; load with assign=False"

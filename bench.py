@@ -206,7 +206,7 @@ def measure_memory():
 
 
 def measure_checkpoint():
-    """Rows of the table: by mode the seconds to consolidate, write and restore, and memory beyond the state itself.
+    """Rows of the table: by mode the seconds to consolidate, and memory beyond the state itself; then each format's figures.
 
     PyTorch's own way is the last row where `torch` is among the modes. Needs to be called on all ranks.
     """
@@ -227,25 +227,32 @@ def measure_checkpoint():
         seconds, extra = time.perf_counter() - begin, peak_resident() - before - state_bytes(state)
         row = {"mode": name, "consolidate, s": seconds}
         if name != "consolidate_state_dict":
-            with tempfile.TemporaryDirectory() as folder:
-                folder = shared(folder)
-                if state is not None:
-                    raw = getattr(model, "module", model)
-                    contents = {"model": raw.state_dict(), "optimizer": state, "model_args": {}, "config": {}}
-                    report = checkpoint.save({**contents, "iter_num": 1, "best_val_loss": 0.0}, folder)
-                    row |= {"write, s": report.write_s, "file, MB": report.nbytes / 1e6}
-                del state
-                dist.barrier()
-                begin = time.perf_counter()
-                checkpoint.restore(optimizer, checkpoint.load(f"{folder}/ckpt.pt")["optimizer"])
-                row["load and restore, s"] = time.perf_counter() - begin
-                dist.barrier()
+            del state
+            for format in checkpoint.FORMATS:
+                row |= {f"{format}: {column}": figure for column, figure in save_and_restore(model, optimizer, format).items()}
         gathered = [None] * dist.get_world_size()
         dist.all_gather_object(gathered, extra)
         row |= {"rank 0 extra, MB": gathered[0] / 1e6, "others extra, MB": max(gathered[1:], default=0) / 1e6}
         rows.append(row)
         del model, optimizer
     return rows
+
+
+def save_and_restore(model, optimizer, format):
+    """Seconds and megabytes of a checkpoint on the disk. Needs to be called on all ranks."""
+    with tempfile.TemporaryDirectory() as folder:
+        folder = shared(folder)
+        writer = checkpoint.CheckpointWriter(folder, format=format)
+        values = {"model_args": {}, "config": {}, "iter_num": 1, "best_val_loss": 0.0}
+        writer.save(getattr(model, "module", model), optimizer, values)
+        dist.barrier()
+        begin = time.perf_counter()
+        checkpoint.restore(optimizer, checkpoint.load(f"{folder}/ckpt.pt")["optimizer"])
+        figures = {"load, s": time.perf_counter() - begin}
+        for report in writer.outcomes():
+            figures |= {"write, s": report.write_s, "MB": report.nbytes / 1e6}
+        dist.barrier()
+    return figures
 
 
 def shared(value):

@@ -50,6 +50,9 @@ always_save_checkpoint = True  # after every evaluation, not only after those th
 on_save_error = "continue"  # when a checkpoint cannot be written, a full disk, say; 'stop': end the run, exit code 1
 keep_checkpoints = 0  # how many to keep by iteration, ckpt_<iter>.pt, besides ckpt.pt and ckpt_prev.pt
 async_save = False  # write checkpoints in the background
+checkpoint_format = (
+    "consolidated"  # one file, put together by rank 0; 'sharded': every rank writes its part, beside a small file
+)
 init_from = "scratch"  # 'scratch', 'resume', 'gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl', or a folder with a GPT-2
 # wandb
 wandb_log = False
@@ -127,6 +130,8 @@ for name in ("batch_size", "block_size", "gradient_accumulation_steps", "eval_in
 for name in ("learning_rate", "min_lr", "weight_decay", "grad_clip", "warmup_iters", "seed", "keep_checkpoints"):
     if config[name] < 0:
         fail(f"{name}={config[name]} must not be negative")
+if checkpoint_format not in ckpt.FORMATS:
+    fail(f"checkpoint_format={checkpoint_format} is not one of {', '.join(ckpt.FORMATS)}")
 if on_save_error not in ("continue", "stop"):
     fail(f"on_save_error={on_save_error} is not one of continue, stop")
 if gradient_accumulation_steps % world_size:
@@ -325,45 +330,47 @@ def get_lr(iteration):
 
 def save_checkpoint():
     """Write ckpt.pt, which no longer knows how the state was sharded. Needs to be called on all ranks."""
-    begin = time.perf_counter()
-    model_state, optimizer_state = ckpt.model_state_dict(raw_model, optimizer), ckpt.consolidate(optimizer)
     if master_process:
-        consolidate_s = time.perf_counter() - begin
         print(f"saving checkpoint to {out_dir}", flush=True)
-        contents = {
-            "model": model_state,
-            "optimizer": optimizer_state,
-            "model_args": vars(raw_model.config),
-            "iter_num": iter_num,
-            "best_val_loss": best_val_loss,
-            "config": config,
-            "scaler": scaler.state_dict(),
-            "data_position": first_sequence + iter_num * sequences_per_iter,
-            "wandb_run_id": log.run_id,
-        }
-        writer.save(contents)
-        log.log({"iter": iter_num, "checkpoint/consolidate_s": consolidate_s})
+    values = {
+        "model_args": vars(raw_model.config),
+        "iter_num": iter_num,
+        "best_val_loss": best_val_loss,
+        "config": config,
+        "scaler": scaler.state_dict(),
+        "data_position": first_sequence + iter_num * sequences_per_iter,
+        "wandb_run_id": log.run_id if master_process else None,
+    }
+    writer.save(raw_model, optimizer, values)
     report_saves()
 
 
 def report_saves():
     """Tell what has come of writing checkpoints, and end the run if it must. Needs to be called on all ranks."""
     failed = False
-    for outcome in writer.outcomes() if master_process else ():
+    for outcome in writer.outcomes() if master_process else ():  # rank 0 knows of everything
         if isinstance(outcome, OSError):
             failed = True
             print(f"WARNING: the checkpoint was not written: {outcome}; the one before stands", flush=True)
         else:
-            log.log({"iter": iter_num, "checkpoint/write_s": outcome.write_s, "checkpoint/bytes": outcome.nbytes})
+            log.log(
+                {
+                    "iter": iter_num,
+                    "checkpoint/consolidate_s": outcome.consolidate_s,
+                    "checkpoint/write_s": outcome.write_s,
+                    "checkpoint/bytes": outcome.nbytes,
+                }
+            )
     if on_save_error == "stop" and (from_rank_0([failed])[0] if ddp else failed):
         sys.exit("the run ends because a checkpoint could not be written (on_save_error=stop)")
 
 
-log = writer = None
+log = None
 with wrong_input_ends_all_ranks():
     if master_process:
         log = Logger(out_dir, init_from == "resume", wandb_log, wandb_project, wandb_run_name, config, wandb_run_id)
-        writer = ckpt.CheckpointWriter(out_dir, keep_checkpoints, async_save)
+with wrong_input_ends_all_ranks():
+    writer = ckpt.CheckpointWriter(out_dir, keep_checkpoints, async_save, checkpoint_format)
 signals = Signals()
 
 # training loop
@@ -460,8 +467,7 @@ while iter_num <= max_iters or eval_only:
             print(f"stopped by a signal before iteration {iter_num}; go on with --init_from=resume")
         break
 
-if master_process:
-    writer.wait()
+writer.wait()
 report_saves()
 if master_process:
     log.finish()

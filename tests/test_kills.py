@@ -17,7 +17,7 @@ from zero import checkpoint as ckpt
 STEPS, WORLD_SIZE = 40, 2
 
 
-def train_rank(rank, meeting, folder, started):
+def train_rank(rank, meeting, folder, format, started):
     """From the newest checkpoint to the end, a save every other step; the losses go to a file, a line each."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{meeting}/rendezvous", rank=rank, world_size=WORLD_SIZE)
@@ -28,15 +28,14 @@ def train_rank(rank, meeting, folder, started):
         model.module.load_state_dict(checkpoint["model"])
         ckpt.restore(optimizer, checkpoint["optimizer"])
         first = checkpoint["iter_num"]
-    writer = ckpt.CheckpointWriter(folder, keep=2, background=True) if rank == 0 else None
+    writer = ckpt.CheckpointWriter(folder, keep=2, background=True, format=format)
     dist.barrier()
     started.set()
     with open(f"{folder}/losses{rank}", "a", buffering=1) as losses:
         for step in range(first, STEPS):
             if step % 2 == 0:
-                state = {"model": ckpt.model_state_dict(model.module, optimizer), "optimizer": ckpt.consolidate(optimizer)}
-                if rank == 0:
-                    writer.save({**state, "model_args": {}, "iter_num": step, "best_val_loss": 0.0, "config": {}})
+                values = {"model_args": {}, "iter_num": step, "best_val_loss": 0.0, "config": {}}
+                writer.save(model.module, optimizer, values)
             loss = model(*batch(step, rank))
             losses.write(json.dumps([step, loss.item()]) + "\n")
             loss.backward()
@@ -44,20 +43,21 @@ def train_rank(rank, meeting, folder, started):
             optimizer.step()
             optimizer.zero_grad()
     weights = ckpt.model_state_dict(model.module, optimizer)
+    writer.wait()
+    assert not [outcome for outcome in writer.outcomes() if isinstance(outcome, OSError)]
     if rank == 0:
-        writer.wait()
-        assert not [outcome for outcome in writer.outcomes() if isinstance(outcome, OSError)]
         torch.save(weights, f"{folder}/end.pt")
     dist.barrier()
     os._exit(0)
 
 
-def start(folder):
+def start(folder, format):
     """The ranks, and when all of them are in training."""
     meeting = tempfile.mkdtemp(dir=folder)
     events = [ranks.context.Event() for _ in range(WORLD_SIZE)]
     processes = [
-        ranks.context.Process(target=train_rank, args=(rank, meeting, folder, event)) for rank, event in enumerate(events)
+        ranks.context.Process(target=train_rank, args=(rank, meeting, folder, format, event))
+        for rank, event in enumerate(events)
     ]
     for process in processes:
         process.start()
@@ -88,7 +88,7 @@ def kill_and_resume(tmp_path, trials):
     rng = random.Random(0)
     undisturbed = tmp_path / "undisturbed"
     undisturbed.mkdir()
-    processes, events = start(str(undisturbed))
+    processes, events = start(str(undisturbed), "consolidated")
     for event in events:
         event.wait()
     begin = time.monotonic()
@@ -101,7 +101,8 @@ def kill_and_resume(tmp_path, trials):
     for trial in range(trials):
         folder = tmp_path / str(trial)
         folder.mkdir()
-        processes, events = start(str(folder))
+        format = ckpt.FORMATS[trial // 2 % 2]
+        processes, events = start(str(folder), format)
         for event in events:
             event.wait()
         time.sleep(rng.random() * duration)
@@ -111,7 +112,7 @@ def kill_and_resume(tmp_path, trials):
         finish(processes)  # a rank that is left alone finds out and fails
         interrupted += not (folder / "end.pt").exists()
         if not (folder / "end.pt").exists():
-            processes, _ = start(str(folder))
+            processes, _ = start(str(folder), format)
             assert finish(processes) == [0] * WORLD_SIZE, trial
         assert curve(folder) == expected, trial
         resumed = torch.load(folder / "end.pt", weights_only=True)

@@ -1,8 +1,9 @@
-"""The checkpoint: state gathered from all ranks, in a file that is whole or the one before it.
+"""The checkpoint: state of all ranks, in a file that is whole or the one before it.
 
     $ python -m zero.checkpoint inspect out/ckpt.pt
+    $ python -m zero.checkpoint convert out/ckpt.pt other/ckpt.pt
 
-prints what a file holds and whether its checksums hold.
+print what a file holds and whether its checksums hold, and make a consolidated checkpoint of a sharded one or the reverse.
 
 A folder of checkpoints holds
 
@@ -10,30 +11,41 @@ ckpt.pt             the newest
 ckpt_prev.pt        the one before, which takes over if the newest is damaged
 ckpt_<iter>.pt      the last few by iteration, if asked for
 ckpt*.pt.tmp        being written; what a killed process leaves of it is swept at the next start
+shards_<iter>_*/    what sharded checkpoints among them keep outside the file; swept when none refers to it any more
+
+A consolidated checkpoint is one file with everything in it, collected on rank 0. A sharded one is the same file with tensors
+on the meta device in place of the real ones, which lie in a folder of torch.distributed.checkpoint: every rank writes
+there what it owns, and reads what it needs. The file is what makes the folder count, so both are replaced in one instant.
 """
 
 import glob
 import os
-import re
 import shutil
 import sys
 import time
+import uuid
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
-from zero.consolidation import CheckpointError, consolidate, model_state_dict, restore
+from zero.consolidation import consolidate, model_state_dict, own_pieces, restore
+from zero.shards import CheckpointError, FileSum, Piece, damage, damaged, read, sync_folder, write
 
 __all__ = [
     "FORMAT",
+    "FORMATS",
     "CheckpointError",
     "CheckpointWriter",
     "SaveReport",
     "consolidate",
+    "convert",
     "find",
     "load",
     "model_state_dict",
@@ -43,6 +55,7 @@ __all__ = [
 ]
 
 FORMAT = 1  # of the keys beside nanoGPT's six
+FORMATS = ("consolidated", "sharded")
 NAME, PREVIOUS = "ckpt.pt", "ckpt_prev.pt"
 _BY_ITERATION = "ckpt_{:08d}.pt"
 
@@ -58,80 +71,127 @@ _KEYS = {
 
 
 class SaveReport(NamedTuple):
-    """One file written."""
+    """One checkpoint written."""
 
     iter_num: int
     nbytes: int
+    consolidate_s: float  # until training could go on, if it was written in the background
     write_s: float  # until it was on the disk
 
 
-def save(checkpoint: dict[str, Any], folder: str, keep: int = 0) -> SaveReport:
+def save(checkpoint: dict[str, Any], folder: str, keep: int = 0) -> int:
     """Write `ckpt.pt` so that it is at every moment either the old file or the new one. One process only.
 
     The new file is complete and on the disk before it takes the name; the old one becomes `ckpt_prev.pt`. A manifest of
-    its tensors goes into the file: name, shape, dtype and CRC-32 of each.
+    its tensors goes into the file: name, shape, dtype and, but on the meta device, CRC-32 of each.
 
     Args:
         checkpoint: nanoGPT's six keys and any others of plain values and CPU tensors.
         folder: where `ckpt.pt` lies; it must exist.
         keep: how many of the newest checkpoints to keep by iteration besides.
 
+    Returns:
+        Bytes of the file.
+
     Raises:
         OSError: if the disk is full or cannot be written to; the old file stands.
     """
-    begin = time.perf_counter()
-    path, temporary = os.path.join(folder, NAME), os.path.join(folder, NAME + ".tmp")
-    tensors = dict(_tensors(checkpoint))
-    checksums = {id(tensor): _crc32(tensor) for tensor in {id(tensor): tensor for tensor in tensors.values()}.values()}
-    manifest = {
-        name: {"shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch."), "crc32": checksums[id(tensor)]}
-        for name, tensor in tensors.items()
-    }
-    try:
-        with open(temporary, "wb") as file:
-            try:
-                torch.save({**checkpoint, "format": FORMAT, "manifest": manifest}, file)
-            except RuntimeError as error:  # torch's zip writer hides what the file said
-                raise OSError(f"cannot write {temporary}: {error}") from error
-            file.flush()
-            os.fsync(file.fileno())
+    path = os.path.join(folder, NAME)
+    with _replacing(path) as temporary:
+        _write_file(checkpoint, temporary)
+        if keep:
+            _also_as(temporary, os.path.join(folder, _BY_ITERATION.format(checkpoint["iter_num"])))
         if os.path.exists(path):
             _also_as(path, os.path.join(folder, PREVIOUS))
-        os.replace(temporary, path)
-        _sync_folder(folder)
-    finally:
-        if os.path.exists(temporary):
-            os.remove(temporary)
     if keep:
-        _also_as(path, os.path.join(folder, _BY_ITERATION.format(checkpoint["iter_num"])))
-        for old in sorted(glob.glob(os.path.join(glob.escape(folder), "ckpt_[0-9]*.pt")))[:-keep]:
+        for old in sorted(_glob(folder, "ckpt_[0-9]*.pt"))[:-keep]:
             os.remove(old)
-    return SaveReport(checkpoint["iter_num"], os.path.getsize(path), time.perf_counter() - begin)
+    _sweep_shards(folder)
+    return os.path.getsize(path)
+
+
+def _save_sharded(
+    contents: dict[str, Any] | None, pieces: list[Piece], folder: str, keep: int, group: dist.ProcessGroup | None
+) -> int:
+    """Write the pieces of all ranks, then rank 0's `contents` as `ckpt.pt`. Needs to be called on all ranks of the group.
+
+    Returns:
+        Bytes of all files, elsewhere than on rank 0 without `ckpt.pt`.
+
+    Raises:
+        OSError: on all ranks if one cannot write its pieces, on rank 0 if it cannot write the file; the old one stands.
+    """
+    name = _shards_name(contents) if contents else None
+    if dist.is_initialized():
+        names = [name]
+        dist.broadcast_object_list(names, group_src=0, group=group)
+        [name] = names
+    try:
+        sums = write(pieces, os.path.join(folder, name), group)
+        if dist.is_initialized():
+            gathered = [{}] * dist.get_world_size(group)
+            dist.all_gather_object(gathered, sums, group=group)
+            sums = {file: entry for each in gathered for file, entry in each.items()}
+        nbytes = sum(entry.nbytes for entry in sums.values())
+        if contents is None:
+            return nbytes
+        if missing := [file for file in sums if not os.path.exists(os.path.join(folder, name, file))]:
+            raise OSError(f"rank 0 does not see what other ranks wrote to {folder} ({missing[0]}); use one that all share")
+        return save({**contents, "shards": _shards_entry(name, sums)}, folder, keep) + nbytes
+    except OSError:
+        if contents is not None:
+            _sweep_shards(folder)
+        raise
 
 
 class CheckpointWriter:
-    """Writes the checkpoints of a run one after the other, in the background if asked to. One process only.
+    """Writes the checkpoints of a run one after the other. Needs to be made on all ranks.
 
     Args:
-        folder, keep: see `save`.
-        background: `save` returns at once and the file is written by a thread; a second `save` waits for the first.
+        folder, keep: see `save`; the folder must be one that all ranks share.
+        background: `save` returns once the state is collected, on the CPU, and a thread writes the file; a second `save`
+            waits for the first.
+        format: 'consolidated', everything on rank 0, or 'sharded', every rank what it owns.
     """
 
-    def __init__(self, folder: str, keep: int = 0, background: bool = False) -> None:
-        self.folder, self.keep, self.background = folder, keep, background
+    def __init__(self, folder: str, keep: int = 0, background: bool = False, format: str = "consolidated") -> None:
+        self.folder, self.keep, self.background, self.format = folder, keep, background, format
+        # of its own, and on the CPU, whatever the backend of the run: the thread's collectives run beside the others
+        distributed = dist.is_initialized()
+        self._group = dist.new_group(backend="gloo") if distributed and format == "sharded" else None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
         self._outcomes: list[SaveReport | OSError] = []
-        for leftover in glob.glob(os.path.join(glob.escape(folder), "ckpt*.pt.tmp")):
-            os.remove(leftover)
+        if not distributed or dist.get_rank() == 0:
+            for leftover in _glob(folder, "ckpt*.pt.tmp"):
+                os.remove(leftover)
+            _sweep_shards(folder)
 
-    def save(self, checkpoint: dict[str, Any]) -> None:
-        """Write a checkpoint, which must not be changed any more; `outcomes` will tell whether that was possible."""
+    def save(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, values: dict[str, Any]) -> None:
+        """Write a checkpoint; `outcomes` will tell whether that was possible. Needs to be called on all ranks.
+
+        Args:
+            model: as the training code made it, without what `zero.build` wrapped around it.
+            values: plain values to go beside "model" and "optimizer"; those of rank 0 count.
+        """
         self.wait()
-        if self.background:
-            self._pending = self._thread.submit(self._write, checkpoint)
+        begin = time.perf_counter()
+        if self.format == "sharded":
+            pieces, contents = own_pieces(model, optimizer)
+            if self.background:
+                pieces = [piece._replace(elements=piece.elements.to("cpu", copy=True)) for piece in pieces]
+            contents = None if contents is None else {**contents, **values}
+            write_it = partial(_save_sharded, contents, pieces, self.folder, self.keep, self._group)
         else:
-            self._write(checkpoint)
+            contents = {"model": model_state_dict(model, optimizer), "optimizer": consolidate(optimizer), **values}
+            if contents["optimizer"] is None:
+                return
+            write_it = partial(save, contents, self.folder, self.keep)
+        write_it = partial(self._write, write_it, values["iter_num"], time.perf_counter() - begin)
+        if self.background:
+            self._pending = self._thread.submit(write_it)
+        else:
+            write_it()
 
     def wait(self) -> None:
         """Wait until nothing is being written; raises what the thread raised, but for an OSError, which is an outcome."""
@@ -140,13 +200,15 @@ class CheckpointWriter:
             pending.result()
 
     def outcomes(self) -> list[SaveReport | OSError]:
-        """What has come of the saves that have ended since the last call."""
+        """What has come of the saves that have ended since the last call; rank 0 knows of everything."""
         outcomes, self._outcomes = self._outcomes, []
         return outcomes
 
-    def _write(self, checkpoint: dict[str, Any]) -> None:
+    def _write(self, write_it: Callable[[], int], iter_num: int, consolidate_s: float) -> None:
+        begin = time.perf_counter()
         try:
-            self._outcomes.append(save(checkpoint, self.folder, self.keep))
+            nbytes = write_it()
+            self._outcomes.append(SaveReport(iter_num, nbytes, consolidate_s, time.perf_counter() - begin))
         except OSError as error:
             self._outcomes.append(error)
 
@@ -165,7 +227,6 @@ def find(folder: str) -> tuple[str, str | None]:
         if os.path.exists(path):
             try:
                 verify(path)
-                load(path)
             except CheckpointError as error:
                 complaints.append(str(error))
             else:
@@ -176,10 +237,12 @@ def find(folder: str) -> tuple[str, str | None]:
 
 
 def verify(path: str) -> None:
-    """Read every byte of a checkpoint and compare the checksums that its container, a zip archive, keeps of each entry.
+    """Read every byte of a checkpoint and compare checksums.
+
+    They are those that a file's container, a zip archive, keeps of each entry, and those that it keeps of its shards.
 
     Raises:
-        CheckpointError: if the file is missing or damaged.
+        CheckpointError: if the file is missing, damaged, or no checkpoint.
     """
     try:
         with zipfile.ZipFile(path) as archive:
@@ -187,64 +250,194 @@ def verify(path: str) -> None:
     except FileNotFoundError as error:
         raise CheckpointError(f"there is no checkpoint {path}") from error
     except Exception as error:  # there is no end to what damaged bytes provoke: zlib, struct, Unicode, memory, ...
-        raise CheckpointError(_damaged(path, error)) from error
+        raise CheckpointError(damaged(path, error)) from error
     if bad is not None:
-        raise CheckpointError(_damaged(path, f"the checksum of its entry {bad} does not hold"))
+        raise CheckpointError(damaged(path, f"the checksum of its entry {bad} does not hold"))
+    checkpoint = _read_file(path)
+    if "shards" in checkpoint:
+        sums = {name: FileSum(*entry) for name, entry in checkpoint["shards"]["files"].items()}
+        if harm := damage(_shards_folder(path, checkpoint), sums):
+            raise CheckpointError(damaged(path, harm))
 
 
 def load(path: str) -> dict[str, Any]:
     """Read a checkpoint, its tensors memory-mapped, so that the ranks of a machine share one copy. Runs no code from it.
 
+    Of a sharded one the model is read into memory, and the optimizer's state left for `restore`.
+
     Raises:
         CheckpointError: if the file is missing or damaged, holds more than tensors and plain values, or lacks one of the
             keys of a checkpoint.
     """
+    checkpoint = _read_file(path)
+    if "shards" in checkpoint:
+        folder = _shards_folder(path, checkpoint)
+        _read_shards(folder, [("model", checkpoint["model"])])
+        checkpoint["optimizer"]["shards"] = folder
+    return checkpoint
+
+
+def convert(source: str, target: str) -> None:
+    """Write a consolidated checkpoint as a sharded one, or a sharded one as a consolidated one. One process only.
+
+    A consolidated checkpoint is put together in memory.
+
+    Raises:
+        CheckpointError: if the source cannot be read, or the target is no new name that ends in .pt.
+        OSError: if the target cannot be written.
+    """
+    if os.path.exists(target) or not target.endswith(".pt"):
+        raise CheckpointError(f"{target} {'exists' if os.path.exists(target) else 'does not end in .pt'}; give another name")
+    verify(source)
+    checkpoint = _read_file(source)
+    tensors = [("model", checkpoint["model"])]
+    tensors += [(f"optimizer.state.{param}", entries) for param, entries in checkpoint["optimizer"]["state"].items()]
+    if "shards" in checkpoint:
+        _read_shards(_shards_folder(source, checkpoint), tensors)
+        del checkpoint["shards"]
+        with _replacing(target) as temporary:
+            _write_file(checkpoint, temporary)
+        return
+    name = _shards_name(checkpoint)
+    shards = os.path.join(os.path.dirname(target), name)
+    try:
+        checkpoint["shards"] = _shards_entry(name, write(_cut_out(tensors), shards, None))
+        with _replacing(target) as temporary:
+            _write_file(checkpoint, temporary)
+    except OSError:
+        shutil.rmtree(shards, ignore_errors=True)
+        raise
+
+
+def _read_file(path: str) -> dict[str, Any]:
+    """See `load`; of a sharded checkpoint only the file."""
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except FileNotFoundError as error:
         raise CheckpointError(f"there is no checkpoint {path}") from error
     except Exception as error:  # as in `verify`
-        raise CheckpointError(_damaged(path, error)) from error
+        raise CheckpointError(damaged(path, error)) from error
     held = checkpoint if isinstance(checkpoint, dict) else {}
     missing = [key for key, kind in _KEYS.items() if not isinstance(held.get(key), kind)]
     if "optimizer" not in missing:
         missing += [f"optimizer.{key}" for key in ("state", "param_groups") if key not in held["optimizer"]]
     if missing:
         raise CheckpointError(f"{path} is no checkpoint of a model in training: it lacks {', '.join(missing)}")
+    shards = held.get("shards")
+    if not _describes_shards(shards) if shards is not None else any(tensor.is_meta for _, tensor in _tensors(held)):
+        raise CheckpointError(f"{path} does not say where its tensors are; it is no checkpoint of this program")
     if held.get("format", FORMAT) != FORMAT:
         raise CheckpointError(f"{path} has format {held['format']}, this program reads {FORMAT}; use the one that wrote it")
     return checkpoint
 
 
-def _damaged(path: str, reason: object) -> str:
-    refused = re.search(r"GLOBAL ([\w.]+)", str(reason))
-    if refused:
-        return f"{path} asks for {refused[1]}; a checkpoint holds tensors and plain values only, so nothing of it was run"
-    lines = [line for line in str(reason).splitlines() if line and not line.startswith("Weights only load failed")]
-    return f"{path} is damaged, or no checkpoint: {lines[0] if lines else type(reason).__name__}"
+def _describes_shards(value: Any) -> bool:
+    """Whether this is a `_shards_entry`."""
+    return (
+        isinstance(value, dict)
+        and isinstance(value.get("folder"), str)
+        and isinstance(value.get("files"), dict)
+        and all(isinstance(entry, list) and len(entry) == 2 for entry in value["files"].values())
+    )
+
+
+def _write_file(checkpoint: dict[str, Any], path: str) -> None:
+    """Have a checkpoint with its manifest on the disk."""
+    tensors = list(_tensors(checkpoint))
+    described = {id(tensor): _described(tensor) for tensor in {id(tensor): tensor for _, tensor in tensors}.values()}
+    manifest = {name: described[id(tensor)] for name, tensor in tensors}
+    with open(path, "wb") as file:
+        try:
+            torch.save({**checkpoint, "format": FORMAT, "manifest": manifest}, file)
+        except RuntimeError as error:  # torch's zip writer hides what the file said
+            raise OSError(f"cannot write {path}: {error}") from error
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _shards_name(checkpoint: dict[str, Any]) -> str:
+    """A new name for a folder of shards; one that counts already is never written to."""
+    return f"shards_{checkpoint['iter_num']:08d}_{uuid.uuid4().hex[:8]}"
+
+
+def _shards_entry(name: str, sums: dict[str, FileSum]) -> dict[str, Any]:
+    """What the file of a sharded checkpoint says of its folder."""
+    return {"folder": name, "files": {file: list(entry) for file, entry in sums.items()}}
+
+
+def _shards_folder(path: str, checkpoint: dict[str, Any]) -> str:
+    return os.path.join(os.path.dirname(path), checkpoint["shards"]["folder"])
+
+
+def _read_shards(folder: str, tensors: list[tuple[str, dict[str, Any]]]) -> None:
+    """Put real tensors in place of those on the meta device; tied ones stay tied. `tensors`: prefix of names, and a dict."""
+    real: dict[int, torch.Tensor] = {}
+    pieces = []
+    for prefix, entries in tensors:
+        for key, tensor in entries.items():
+            if isinstance(tensor, torch.Tensor) and tensor.is_meta:
+                if id(tensor) not in real:
+                    real[id(tensor)] = torch.empty(tensor.shape, dtype=tensor.dtype)
+                    pieces.append(Piece.of_whole(f"{prefix}.{key}", real[id(tensor)]))
+                entries[key] = real[id(tensor)]
+    read(folder, pieces)
+
+
+def _cut_out(tensors: list[tuple[str, dict[str, Any]]]) -> list[Piece]:
+    """Put tensors on the meta device in place of real ones that have dimensions; the real ones, in pieces."""
+    metas: dict[int, torch.Tensor] = {}
+    pieces = []
+    for prefix, entries in tensors:
+        for key, tensor in entries.items():
+            if isinstance(tensor, torch.Tensor) and tensor.dim():
+                if id(tensor) not in metas:
+                    metas[id(tensor)] = torch.empty_like(tensor, device="meta")
+                    pieces.append(Piece.of_whole(f"{prefix}.{key}", tensor))
+                entries[key] = metas[id(tensor)]
+    return pieces
+
+
+def _glob(folder: str, pattern: str) -> list[str]:
+    return glob.glob(os.path.join(glob.escape(folder), pattern))
+
+
+def _sweep_shards(folder: str) -> None:
+    """Remove the shards that no file in the folder refers to; all stay if one of the files cannot be read."""
+    if not (left := set(map(os.path.basename, _glob(folder, "shards_*")))):
+        return
+    try:
+        for path in _glob(folder, "*.pt"):
+            checkpoint = _read_file(path)
+            if "shards" in checkpoint:
+                left.discard(checkpoint["shards"]["folder"])
+    except CheckpointError:
+        return
+    for name in left:
+        shutil.rmtree(os.path.join(folder, name))
+
+
+@contextmanager
+def _replacing(path: str) -> Iterator[str]:
+    """A name to write to; what is there takes the place of `path` when the block has ended well, and goes when it has not."""
+    temporary = path + ".tmp"
+    try:
+        yield temporary
+        os.replace(temporary, path)
+        sync_folder(os.path.dirname(path) or ".")
+    finally:
+        if os.path.lexists(temporary):
+            os.remove(temporary)
 
 
 def _also_as(path: str, other: str) -> None:
     """Give a file a second name, in place of what had it; where a file cannot have two names, copy it."""
-    temporary = other + ".tmp"
-    try:
+    with _replacing(other) as temporary:
+        if os.path.lexists(temporary):
+            os.remove(temporary)  # it may be another name of a file that counts
         try:
             os.link(path, temporary)
         except OSError:
             shutil.copyfile(path, temporary)
-        os.replace(temporary, other)
-    finally:
-        if os.path.exists(temporary):
-            os.remove(temporary)
-
-
-def _sync_folder(folder: str) -> None:
-    """Have the names in a folder on the disk, too."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _tensors(value: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
@@ -256,24 +449,31 @@ def _tensors(value: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
             yield from _tensors(inner, f"{name}.{key}" if name else str(key))
 
 
-def _crc32(tensor: torch.Tensor) -> int:
-    return zlib.crc32(tensor.detach().reshape(-1).contiguous().view(torch.uint8).numpy())
+def _described(tensor: torch.Tensor) -> dict[str, Any]:
+    """A tensor's entry in the manifest; on the meta device, where another file holds its elements, without a checksum."""
+    crc32 = None
+    if not tensor.is_meta:
+        crc32 = zlib.crc32(tensor.detach().reshape(-1).contiguous().view(torch.uint8).numpy())
+    return {"shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch."), "crc32": crc32}
 
 
 def _inspect(path: str) -> bool:
     """Print what a file holds; whether its checksums hold."""
     verify(path)
-    checkpoint = load(path)
+    checkpoint = _read_file(path)
     manifest, tensors = checkpoint.get("manifest", {}), dict(_tensors(checkpoint))
     print(f"{path}: {os.path.getsize(path) / 1e6:.1f} MB, {'format ' + str(FORMAT) if manifest else 'written by nanoGPT'}")
     print(f"iteration {checkpoint['iter_num']}, best validation loss {float(checkpoint['best_val_loss']):.4f}")
     print(f"model_args {checkpoint['model_args']}")
-    for key in sorted(checkpoint.keys() - _KEYS.keys() - {"manifest"}):
+    for key in sorted(checkpoint.keys() - _KEYS.keys() - {"manifest", "shards"}):
         print(f"{key} {checkpoint[key]}")
+    if "shards" in checkpoint:
+        sizes = [nbytes for nbytes, _ in checkpoint["shards"]["files"].values()]
+        print(f"{len(sizes)} files with a checksum each, {sum(sizes) / 1e6:.1f} MB in {_shards_folder(path, checkpoint)}")
     wrong = sorted(manifest.keys() ^ tensors.keys()) if manifest else []
     for name, tensor in tensors.items():
         entry = manifest.get(name)
-        holds = entry is None or (entry["shape"] == list(tensor.shape) and entry["crc32"] == _crc32(tensor))
+        holds = entry is None or entry == _described(tensor)
         if not holds:
             wrong.append(name)
         print(f"  {name} {tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}{'' if holds else ' WRONG CHECKSUM'}")
@@ -284,9 +484,13 @@ def _inspect(path: str) -> bool:
 
 if __name__ == "__main__":
     try:
-        if len(sys.argv) != 3 or sys.argv[1] != "inspect":
-            raise CheckpointError("say what to do: python -m zero.checkpoint inspect FILE")
-        sys.exit(0 if _inspect(sys.argv[2]) else 1)
-    except CheckpointError as problem:
+        match sys.argv[1:]:
+            case ["inspect", path]:
+                sys.exit(0 if _inspect(path) else 1)
+            case ["convert", source, target]:
+                convert(source, target)
+            case _:
+                raise CheckpointError("say what to do: python -m zero.checkpoint inspect FILE, or convert FILE NEW_FILE")
+    except (CheckpointError, OSError) as problem:
         sys.stderr.write(f"error: {problem}\n")
         sys.exit(2)

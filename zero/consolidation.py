@@ -5,6 +5,8 @@ single, unsharded optimizer would hold, and `restore` takes that on any implemen
 travel flat, a few megabytes at a time, on CPUs straight from where they lie to where they belong, so that consolidating
 takes no memory but the state's. `ZeroRedundancyOptimizer.consolidate_state_dict`, which pickles whole states to every rank, is
 not used.
+
+Where the whole is too much for rank 0, `own_pieces` names what each rank would have contributed, for `zero.shards` to write.
 """
 
 from collections import deque
@@ -17,6 +19,7 @@ import torch.distributed as dist
 from zero.layout import Slice
 from zero.optimizer import ShardedOptimizer, hyperparameters
 from zero.partition import Partition, packed_groups, parameters, partition
+from zero.shards import CheckpointError, Piece, read
 
 _MESSAGE_BYTES = 25_000_000
 _IN_FLIGHT = 2  # messages at a time
@@ -25,10 +28,6 @@ _MACHINE_FLAGS = ("fused", "foreach", "capturable", "differentiable")
 
 # tensors that torch.optim keeps once per parameter: Adam's and most others' counter, NAdam's product, ASGD's two rates
 _PER_PARAMETER = ("step", "mu_product", "eta", "mu")
-
-
-class CheckpointError(ValueError):
-    """A checkpoint that cannot be read, or does not belong to this model; the message names the file or the entry."""
 
 
 class _Run(NamedTuple):
@@ -90,6 +89,57 @@ def model_state_dict(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -
     return {name: copies[id(tensor)] for name, tensor in held.items()}
 
 
+def own_pieces(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[list[Piece], dict[str, Any] | None]:
+    """What `model_state_dict` and `consolidate` would collect, left where it is. Needs to be called on all ranks.
+
+    Returns:
+        This rank's pieces, as views: the state and the (master) weights of the slices it owns, on rank 0 also whatever of
+        the model nobody owns. And on rank 0 `{"model": ..., "optimizer": ...}` with tensors on the meta device in place of
+        what is in pieces, elsewhere None. A piece has the name that its tensor has there, joined by dots.
+    """
+    part, params = partition(optimizer), parameters(optimizer)
+    if part.replicated and not _receives(part):
+        return [], None
+    held = model.state_dict(keep_vars=True)
+    names = {id(tensor): f"model.{name}" for name, tensor in reversed(held.items())}  # of tied ones the first
+    locals_ = parameters(part.inner)
+    states = [part.inner.state.get(local, {}) for local in locals_]
+    pieces = []
+    for piece, local, state in zip(part.slices[part.rank], locals_, states, strict=True):
+        whole = params[piece.param]
+        pieces.append(Piece(names[id(whole)], whole.numel(), piece.start, local.detach().reshape(-1)))
+        for key, value in state.items():
+            if _per_element(key, value, local):
+                pieces.append(Piece(_state_name(piece.param, key), whole.numel(), piece.start, value.detach().reshape(-1)))
+    inventories = _gather_inventories(_inventory(states, locals_), part)
+    contents = None
+    if _receives(part):
+        owned = {id(params[piece.param]) for slices in part.slices for piece in slices}
+        others = {id(tensor): tensor for tensor in held.values() if id(tensor) not in owned}
+        pieces += [Piece.of_whole(names[key], tensor) for key, tensor in others.items()]
+        masters = isinstance(optimizer, ShardedOptimizer) and optimizer.param_dtype is not None
+
+        def stand_in(tensor: torch.Tensor) -> torch.Tensor:
+            in_full = masters and id(tensor) in owned
+            dtype = torch.promote_types(tensor.dtype, torch.float32) if in_full else tensor.dtype
+            return torch.empty(tensor.shape, dtype=dtype, device="meta")
+
+        stand_ins = {id(tensor): stand_in(tensor) for tensor in held.values()}
+        contents = {
+            "model": {name: stand_ins[id(tensor)] for name, tensor in held.items()},
+            "optimizer": {
+                "state": _room(part, params, inventories, device="meta"),
+                "param_groups": packed_groups(optimizer),
+            },
+        }
+    return pieces, contents
+
+
+def _state_name(param: int, key: str) -> str:
+    """The name of a state tensor's pieces; `param` counts through all of the optimizer's parameters."""
+    return f"optimizer.state.{param}.{key}"
+
+
 def _gather(part: Partition, params: list[torch.Tensor], states: list[dict[str, Any]]) -> dict[int, dict[str, Any]] | None:
     """What every rank has for each of its slices, put together on rank 0 by parameter. Needs to be called on all ranks.
 
@@ -97,11 +147,7 @@ def _gather(part: Partition, params: list[torch.Tensor], states: list[dict[str, 
         params: the whole parameters.
         states: for each slice of this rank tensors that hold a number per element, and any other values.
     """
-    locals_ = parameters(part.inner)
-    inventory = [
-        {key: value.dtype if _per_element(key, value, local) else _to_cpu(value) for key, value in state.items()}
-        for state, local in zip(states, locals_, strict=True)
-    ]
+    inventory = _inventory(states, parameters(part.inner))
     inventories = _gather_inventories(inventory, part)
     wire = _wire_device(params, part)
 
@@ -113,15 +159,8 @@ def _gather(part: Partition, params: list[torch.Tensor], states: list[dict[str, 
         _drain(in_flight)
         return None
 
-    whole: dict[int, dict[str, Any]] = {}
+    whole = _room(part, params, inventories, device="cpu")
     for rank, (slices, held) in enumerate(zip(part.slices, inventories, strict=True)):
-        for piece, entries in zip(slices, held, strict=True):
-            for key, entry in entries.items():
-                state = whole.setdefault(piece.param, {})
-                if isinstance(entry, torch.dtype) and key not in state:
-                    state[key] = torch.empty(params[piece.param].shape, dtype=entry)
-                elif not isinstance(entry, torch.dtype):
-                    state[key] = entry
         for run in _runs(slices, held):
             piece = slices[run.position]
             place = whole[piece.param][run.key].view(-1)[piece.start + run.start : piece.start + run.stop]
@@ -131,6 +170,27 @@ def _gather(part: Partition, params: list[torch.Tensor], states: list[dict[str, 
             received = place if wire.type == "cpu" else torch.empty_like(place, device=wire)
             _enqueue(in_flight, _Transfer(dist.irecv(received, group_src=rank, group=part.process_group), received, place))
     _drain(in_flight)
+    return whole
+
+
+def _inventory(states: list[dict[str, Any]], locals_: list[torch.Tensor]) -> _Inventory:
+    return [
+        {key: value.dtype if _per_element(key, value, local) else _to_cpu(value) for key, value in state.items()}
+        for state, local in zip(states, locals_, strict=True)
+    ]
+
+
+def _room(part: Partition, params: list[torch.Tensor], inventories: list[_Inventory], device: str) -> dict[int, dict[str, Any]]:
+    """The whole state by parameter, with room for what there is per element."""
+    whole: dict[int, dict[str, Any]] = {}
+    for slices, held in zip(part.slices, inventories, strict=True):
+        for piece, entries in zip(slices, held, strict=True):
+            for key, entry in entries.items():
+                state = whole.setdefault(piece.param, {})
+                if not isinstance(entry, torch.dtype):
+                    state[key] = entry
+                elif key not in state:
+                    state[key] = torch.empty(params[piece.param].shape, dtype=entry, device=device)
     return dict(sorted(whole.items()))
 
 
@@ -151,6 +211,9 @@ def _drain(in_flight: deque[_Transfer], leave: int = 0) -> None:
 
 def restore(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
     """Load an unsharded optimizer's state; each rank takes its slices. Needs to be called on all ranks.
+
+    State tensors on the meta device stand for what lies in pieces in the folder `state_dict["shards"]`; each rank reads
+    the elements of its slices.
 
     Hyperparameters come from `state_dict`, but for the choice of kernel (`fused`, `foreach`, ...), which stays as it is;
     `step` counters land where that choice wants them (https://github.com/pytorch/pytorch/issues/124133).
@@ -179,13 +242,17 @@ def restore(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> Non
         for key, value in hyperparameters(saved).items():
             if key not in _MACHINE_FLAGS:
                 group[key] = inner_group[key] = value
-    inner_state = {}
+    inner_state, in_pieces = {}, []
     for position, (piece, local) in enumerate(zip(part.slices[part.rank], parameters(part.inner), strict=True)):
-        if piece.param in state_dict["state"]:
-            inner_state[position] = {
-                key: _own_part(key, value, params[piece.param], piece, local)
-                for key, value in state_dict["state"][piece.param].items()
-            }
+        whole = params[piece.param]
+        for key, value in state_dict["state"].get(piece.param, {}).items():
+            own = _own_part(key, value, whole, piece, local)
+            inner_state.setdefault(position, {})[key] = own
+            if isinstance(value, torch.Tensor) and value.is_meta:
+                start = piece.start if _per_element(key, value, whole) else 0
+                in_pieces.append(Piece(_state_name(piece.param, key), value.numel(), start, own.view(-1)))
+    if in_pieces:
+        read(state_dict["shards"], in_pieces)
     part.inner.load_state_dict({"state": inner_state, "param_groups": inner_groups})
 
 
@@ -243,7 +310,9 @@ def _wire_device(params: list[torch.Tensor], part: Partition) -> torch.device:
 
 
 def _own_part(key: str, value: Any, param: torch.Tensor, piece: Slice, local: torch.Tensor) -> Any:
-    """This rank's part of one saved state entry, shaped as the inner optimizer holds it; a copy."""
+    """This rank's part of one saved state entry, shaped as the inner optimizer holds it; a copy, or room for one."""
+    if isinstance(value, torch.Tensor) and value.is_meta:
+        return torch.empty(local.shape if _per_element(key, value, param) else value.shape, dtype=value.dtype)
     if _per_element(key, value, param):
         return value.reshape(-1)[piece.start : piece.stop].clone().view(local.shape)
     return value.clone() if isinstance(value, torch.Tensor) else value

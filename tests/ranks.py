@@ -12,7 +12,9 @@ import torch
 import torch.distributed as dist
 
 context = multiprocessing.get_context("forkserver")
-context.set_forkserver_preload(["torch", "torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.optim"])  # imported once, then forked
+context.set_forkserver_preload(
+    ["torch", "torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.optim"]
+)  # imported once, then forked
 
 TIMEOUT_S = 120
 

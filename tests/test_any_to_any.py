@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
-from toy import MODES, largest_difference, make_toy, train, weights
+from toy import MODES, assert_equal, largest_difference, make_toy, train, weights
 
 from zero import checkpoint as ckpt
 from zero.build import build
@@ -21,19 +21,20 @@ def make(mode, seed):
 
 
 def save(mode, folder):
-    """Every rank trains on the same batches, so that the world size does not matter."""
+    """Every rank trains on the same batches, so that the world size does not matter; a folder for each format."""
     module, model, optimizer = make(mode, seed=0)
     train(model, optimizer, rank=0, steps=STEPS)
-    model_state, state = ckpt.model_state_dict(module, optimizer), ckpt.consolidate(optimizer)
-    if dist.get_rank() == 0:
-        contents = {"model": model_state, "optimizer": state, "model_args": {}, "iter_num": STEPS, "best_val_loss": 0.0}
-        ckpt.save({**contents, "config": {}}, folder)
+    for format in ckpt.FORMATS:
+        writer = ckpt.CheckpointWriter(f"{folder}/{format}", format=format)
+        writer.save(module, optimizer, {"model_args": {}, "iter_num": STEPS, "best_val_loss": 0.0, "config": {}})
+        assert not [outcome for outcome in writer.outcomes() if isinstance(outcome, OSError)]
+    dist.barrier()
 
 
 def resume(mode, folders):
     """The weights after each of the checkpoints has gone on here, in full precision; on rank 0."""
     after = []
-    for folder in folders:
+    for folder in (f"{folder}/{format}" for folder in folders for format in ckpt.FORMATS):
         module, model, optimizer = make(mode, seed=99)
         checkpoint = ckpt.load(ckpt.find(folder)[0])
         module.load_state_dict(checkpoint["model"])
@@ -65,6 +66,12 @@ def check(after, reference, *places):
         assert difference <= (1e-6 if 3 in [world_size for _, world_size in places] else 0.0), places
 
 
+def make_folder(place):
+    for format in ckpt.FORMATS:
+        (place / format).mkdir()
+    return str(place)
+
+
 @pytest.mark.parametrize(
     ("source", "target"),
     [
@@ -78,20 +85,23 @@ def check(after, reference, *places):
     ids=str,
 )
 def test_some(source, target, reference, tmp_path):
-    run_ranks(save, source[1], source[0], str(tmp_path))
-    [after] = run_ranks(resume, target[1], target[0], [str(tmp_path)])[0]
-    check(after, reference, source, target)
+    run_ranks(save, source[1], source[0], make_folder(tmp_path))
+    from_one_file, from_shards = run_ranks(resume, target[1], target[0], [str(tmp_path)])[0]
+    check(from_one_file, reference, source, target)
+    assert_equal(from_shards, from_one_file)
 
 
 @pytest.mark.slow
 def test_all(reference, tmp_path_factory):
     folders = []
     for mode, world_size in PLACES:
-        folders.append(str(tmp_path_factory.mktemp(f"{mode}{world_size}")))
+        folders.append(make_folder(tmp_path_factory.mktemp(f"{mode}{world_size}")))
         run_ranks(save, world_size, mode, folders[-1])
     for mode, world_size in PLACES:
-        for source, after in zip(PLACES, run_ranks(resume, world_size, mode, folders)[0], strict=True):
-            check(after, reference, source, (mode, world_size))
+        after = run_ranks(resume, world_size, mode, folders)[0]
+        for source, from_one_file, from_shards in zip(PLACES, after[::2], after[1::2], strict=True):
+            check(from_one_file, reference, source, (mode, world_size))
+            assert_equal(from_shards, from_one_file)
 
 
 def test_the_reference_has_learned(reference):

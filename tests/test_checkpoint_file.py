@@ -231,30 +231,33 @@ def test_hostile_and_incomplete_files_say_what_is_wrong(tmp_path):
         ckpt.verify(str(tmp_path / "nowhere.pt"))
 
 
-def inspect(path):
-    return subprocess.run(
-        [sys.executable, "-m", "zero.checkpoint", "inspect", str(path)], cwd=ROOT, capture_output=True, text=True, timeout=60
-    )
-
-
-def test_inspect(tmp_path):
+def test_inspect(tmp_path, capsys):
     ckpt.save(numbered(5), str(tmp_path))
-    shown = inspect(tmp_path / "ckpt.pt")
+    shown = subprocess.run(
+        [sys.executable, "-m", "zero.checkpoint", "inspect", str(tmp_path / "ckpt.pt")],
+        cwd=ROOT, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
     assert shown.returncode == 0, shown.stderr
     for part in ("iteration 5", "model.weight (3000,) float32", "optimizer.state.0.exp_avg (3000,)", "all checksums hold"):
         assert part in shown.stdout
+
+    def inspect(name):
+        code = ckpt.main(["inspect", str(tmp_path / name)])
+        return code, *capsys.readouterr()
+
     torch.save(CHECKPOINT, tmp_path / "nanogpt.pt")
-    assert "written by nanoGPT" in inspect(tmp_path / "nanogpt.pt").stdout
+    assert "written by nanoGPT" in inspect("nanogpt.pt")[1]
     wrong = ckpt.load(tmp_path / "ckpt.pt")
     wrong["model"]["weight"] = wrong["model"]["weight"] + 1  # a sound archive of other numbers
     torch.save(wrong, tmp_path / "other.pt")
-    shown = inspect(tmp_path / "other.pt")
-    assert shown.returncode == 1
-    assert "model.weight (3000,) float32 WRONG CHECKSUM" in shown.stdout
+    code, output, _ = inspect("other.pt")
+    assert code == 1
+    assert "model.weight (3000,) float32 WRONG CHECKSUM" in output
     (tmp_path / "torn.pt").write_bytes((tmp_path / "ckpt.pt").read_bytes()[:-1000])
-    shown = inspect(tmp_path / "torn.pt")
-    assert (shown.returncode, shown.stderr.count("\n")) == (2, 1)
-    assert inspect("").returncode == 2
+    for name in ("torn.pt", "nowhere.pt"):
+        code, _, errors = inspect(name)
+        assert (code, errors.count("\n")) == (2, 1)
+    assert ckpt.main([]) == 2
 
 
 # -- kills -------------------------------------------------------------------------------------------------------------

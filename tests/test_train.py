@@ -131,14 +131,17 @@ def test_the_checkpoint_is_nanogpts(runs):
 
 
 def test_interrupted_runs_go_on_as_if_nothing_had_happened(data, runs, tmp_path):
-    """Saved on 3 ranks by 'sharded', resumed on 2 by 'torch', then on 1 by AdamW."""
+    """Saved on 3 ranks by 'sharded' in one format, resumed on 2 by 'torch', saved in the other, then on 1 by AdamW."""
     losses = runs["one"][0]
     out = tmp_path / "out"
     flags = ["--dropout=0.0", "--eval_interval=3"]
-    train(out, data, *flags, "--max_iters=6", ranks=3)
+    train(out, data, *flags, "--max_iters=6", "--checkpoint_format=sharded", "--async_save=True", ranks=3)
     assert torch_load(out)["iter_num"] == 6
+    assert torch_load(out)["model"]["lm_head.weight"].is_meta
+    assert len([name for name in os.listdir(out) if name.startswith("shards_")]) == 2, "of ckpt.pt and ckpt_prev.pt"
     train(out, data, *flags, "--max_iters=12", "--init_from=resume", "--zero1_impl=torch", ranks=2)
     assert torch_load(out)["iter_num"] == 12
+    assert not torch_load(out)["model"]["lm_head.weight"].is_meta
     resumed, _, output = train(out, data, *flags, "--init_from=resume")
     assert "Resuming training from" in output
     assert sorted(resumed) == list(range(20))

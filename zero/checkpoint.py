@@ -122,13 +122,13 @@ def _save_sharded(
         OSError: on all ranks if one cannot write its pieces, on rank 0 if it cannot write the file; the old one stands.
     """
     name = _shards_name(contents) if contents else None
-    if dist.is_initialized():
+    if group is not None:
         names = [name]
         dist.broadcast_object_list(names, group_src=0, group=group)
         [name] = names
     try:
         sums = write(pieces, os.path.join(folder, name), group)
-        if dist.is_initialized():
+        if group is not None:
             gathered = [{}] * dist.get_world_size(group)
             dist.all_gather_object(gathered, sums, group=group)
             sums = {file: entry for each in gathered for file, entry in each.items()}
@@ -482,15 +482,21 @@ def _inspect(path: str) -> bool:
     return not wrong
 
 
-if __name__ == "__main__":
+def main(arguments: list[str]) -> int:
+    """The commands `inspect` and `convert`; the exit code."""
     try:
-        match sys.argv[1:]:
+        match arguments:
             case ["inspect", path]:
-                sys.exit(0 if _inspect(path) else 1)
+                return 0 if _inspect(path) else 1
             case ["convert", source, target]:
                 convert(source, target)
+                return 0
             case _:
                 raise CheckpointError("say what to do: python -m zero.checkpoint inspect FILE, or convert FILE NEW_FILE")
     except (CheckpointError, OSError) as problem:
         sys.stderr.write(f"error: {problem}\n")
-        sys.exit(2)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -76,7 +76,7 @@ class FileSum(NamedTuple):
 
 
 def write(pieces: list[Piece], folder: str, process_group: dist.ProcessGroup | None) -> dict[str, FileSum]:
-    """Write each rank's pieces, and have them on the disk. Needs to be called on all ranks of `process_group`.
+    """Write each rank's pieces, and have them on the disk. Needs to be called on all ranks of the group; None: alone.
 
     Together the pieces must cover every tensor once.
 
@@ -89,7 +89,13 @@ def write(pieces: list[Piece], folder: str, process_group: dist.ProcessGroup | N
     writer = _Writer(folder)
     with _quiet():
         try:
-            dcp.save({}, storage_writer=writer, planner=_SavePlanner(_with_elements(pieces)), process_group=process_group)
+            dcp.save(
+                {},
+                storage_writer=writer,
+                planner=_SavePlanner(_with_elements(pieces)),
+                process_group=process_group,
+                no_dist=process_group is None,
+            )
         except dcp.api.CheckpointException as failed:  # a BaseException
             rank, (error, _) = next(iter(failed.failures.items()))
             if isinstance(error, OSError | RuntimeError):  # torch's zip writer hides what the file said

@@ -1,7 +1,8 @@
-# make train     a small GPT on the source of the Python standard library, with sharded optimizer state, and a sample of it
-# make test      lint and all tests
-# make test-all  the same and what takes minutes
-# make lint      ruff alone
+# make train      a small GPT on the source of the Python standard library, with sharded optimizer state, and a sample of it
+# make test       lint and all tests
+# make test-all   the same and what takes minutes
+# make test-kills training that is killed a hundred times and resumed
+# make lint       ruff alone
 # The virtual environment is made once; PYTHON=... chooses the interpreter, NPROC=... the number of ranks.
 
 PYTHON ?= python3
@@ -16,7 +17,7 @@ NPROC ?= 2
 ON_CPU := --device=cpu --compile=False
 endif
 
-.PHONY: train test test-all lint install
+.PHONY: train test test-all test-kills lint install
 
 train: $(INSTALLED)
 	$(BIN)/torchrun --standalone --nproc_per_node=$(NPROC) train.py config/train_stdlib_char.py \
@@ -28,6 +29,9 @@ test: $(INSTALLED) lint
 
 test-all: $(INSTALLED) lint
 	$(BIN)/python -m pytest -m "slow or not slow"
+
+test-kills: $(INSTALLED)
+	$(BIN)/python -m pytest -m slow tests/test_kills.py
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

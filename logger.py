@@ -35,9 +35,10 @@ class Logger:
     ) -> None:
         try:
             os.makedirs(out_dir, exist_ok=True)
-            self.file = open(os.path.join(out_dir, "metrics.jsonl"), "a" if resume else "w", buffering=1)  # by the line
+            self.file = open(os.path.join(out_dir, "metrics.jsonl"), "ab" if resume else "wb", buffering=0)
         except OSError as error:
             raise LoggerError(f"cannot write to out_dir={out_dir}: {error}") from error
+        self.complained = False
         self.run = _wandb_run(project, name, config, run_id) if wandb_log else None
 
     @property
@@ -46,7 +47,17 @@ class Logger:
         return self.run.id if self.run else None
 
     def log(self, event: dict[str, Any]) -> None:
-        self.file.write(json.dumps(event) + "\n")
+        """Write an event; where the disk is full say so, once, and go on."""
+        line, begin = json.dumps(event).encode() + b"\n", self.file.tell()
+        try:
+            if self.file.write(line) < len(line):
+                raise OSError("the disk is full")
+            self.complained = False
+        except OSError as error:
+            self.file.truncate(begin)  # no torn lines
+            if not self.complained:
+                print(f"WARNING: figures are missing from {self.file.name}: {error}", flush=True)
+            self.complained = True
         if self.run:
             self.run.log(event)
 

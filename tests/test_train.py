@@ -5,6 +5,7 @@ import os
 import pickle
 import re
 import resource
+import shlex
 import signal
 import subprocess
 import sys
@@ -270,6 +271,43 @@ def test_a_checkpoint_that_cannot_be_written(data, tmp_path, on_error, code):
     assert "the one before stands" in process.stdout
     assert ("iter 19:" in process.stdout) == (code == 0)
     assert torch_load(tmp_path)["iter_num"] == 5
+
+
+@pytest.mark.parametrize("format", ["consolidated", "sharded"])
+def test_a_tmpfs_too_small_for_a_second_save(data, runs, tmp_path, format):
+    """The first one stands and is resumed from; a full disk ends no run."""
+    if subprocess.run(["unshare", "-Urm", "mount", "-t", "tmpfs", "tmpfs", str(tmp_path)], check=False).returncode:
+        pytest.skip("this machine lets nobody mount a tmpfs in a namespace of their own")
+    size = 3 * sum(tensor.nbytes for tensor in runs["one"][3]["model"].values())  # of a checkpoint: weights and two moments
+    train_py = [sys.executable, "train.py", *SETTINGS, f"--dataset={data}", f"--out_dir={tmp_path}"]
+    train_py += ["--max_iters=12", f"--checkpoint_format={format}"]
+    script = f"""
+        set -e
+        mount -t tmpfs -o size={int(1.8 * size)} tmpfs {tmp_path}
+        {shlex.join(train_py)}
+        head -c 10M /dev/zero > {tmp_path}/fill || true
+        echo =====
+        {shlex.join(train_py)} --init_from=resume
+        rm {tmp_path}/fill
+        ls {tmp_path}
+        {sys.executable} -m zero.checkpoint inspect {tmp_path}/ckpt.pt
+    """
+    process = subprocess.run(
+        ["unshare", "-Urm", "sh", "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert process.returncode == 0, process.stderr
+    first, second = process.stdout.split("=====\n")
+    assert first.count("WARNING: the checkpoint was not written") == 1, first
+    assert "WARNING: figures are missing" not in first
+    assert "at iteration 5: " in second
+    assert second.count("WARNING: the checkpoint was not written") == 2, "at iterations 5, where it resumes, and 10"
+    assert second.count("WARNING: figures are missing") == 1
+    assert "iter 12: " in first
+    assert "iter 12: " in second
+    assert "ckpt_prev" not in second
+    assert len(re.findall(r"^shards_", second, re.MULTILINE)) == (format == "sharded"), "what was begun is gone"
+    assert "iteration 5, " in second
+    assert "all checksums hold" in second
 
 
 def test_eval_only_changes_nothing(data, runs, tmp_path):

@@ -142,6 +142,7 @@ def save_where_one_rank_cannot(folder):
     written, failed = writer.outcomes()
     assert isinstance(failed, OSError)
     assert "rank 1 cannot write" in str(failed)
+    assert "File too large" in str(failed)
     return written.nbytes
 
 

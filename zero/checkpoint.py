@@ -36,7 +36,7 @@ import torch
 import torch.distributed as dist
 
 from zero.consolidation import consolidate, model_state_dict, own_pieces, restore
-from zero.shards import CheckpointError, FileSum, Piece, damage, damaged, read, sync_folder, write
+from zero.shards import CheckpointError, FileSum, Piece, damage, damaged, of_the_disk, read, sync_folder, write
 
 __all__ = [
     "FORMAT",
@@ -349,8 +349,8 @@ def _write_file(checkpoint: dict[str, Any], path: str) -> None:
     with open(path, "wb") as file:
         try:
             torch.save({**checkpoint, "format": FORMAT, "manifest": manifest}, file)
-        except RuntimeError as error:  # torch's zip writer hides what the file said
-            raise OSError(f"cannot write {path}: {error}") from error
+        except RuntimeError as error:
+            raise of_the_disk(error) from error
         file.flush()
         os.fsync(file.fileno())
 

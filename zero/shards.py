@@ -98,7 +98,7 @@ def write(pieces: list[Piece], folder: str, process_group: dist.ProcessGroup | N
             )
         except dcp.api.CheckpointException as failed:  # a BaseException
             rank, (error, _) = next(iter(failed.failures.items()))
-            if isinstance(error, OSError | RuntimeError):  # torch's zip writer hides what the file said
+            if isinstance(error, OSError):
                 raise OSError(f"rank {rank} cannot write to {folder}: {error}") from failed
             raise error from failed
     return writer.sums
@@ -149,6 +149,14 @@ def damage(folder: str, sums: dict[str, FileSum]) -> str | None:
             if found != expected:
                 return f"the checksum of {path} does not hold"
     return None
+
+
+def of_the_disk(error: RuntimeError) -> Exception:
+    """What a file said when torch's zip writer failed on it, if that is why it failed."""
+    reason = error
+    while reason is not None and not isinstance(reason, OSError):
+        reason = reason.__context__
+    return reason or error
 
 
 def sync_folder(folder: str) -> None:
@@ -207,7 +215,10 @@ class _Writer(dcp.FileSystemWriter):
         self.sums: dict[str, FileSum] = {}
 
     def write_data(self, plan: planner.SavePlan, planner: planner.SavePlanner) -> torch.futures.Future:
-        written = super().write_data(plan, planner)
+        try:
+            written = super().write_data(plan, planner)
+        except RuntimeError as error:
+            raise of_the_disk(error) from error
         for name in {result.storage_data.relative_path for result in written.wait()}:
             self.sums[name] = _file_sum(os.path.join(self.path, name))
         return written

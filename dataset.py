@@ -108,7 +108,7 @@ def load_meta(directory: str) -> dict[str, Any] | None:
             meta = _PlainUnpickler(file).load()
         if not isinstance(meta["vocab_size"], int):
             raise pickle.UnpicklingError("vocab_size is not an integer")
-    except (pickle.UnpicklingError, EOFError, KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+    except Exception as error:  # whatever damaged bytes provoke
         raise DataError(f"{path} is no vocabulary ({error}); run the dataset's prepare.py again") from error
     return meta
 

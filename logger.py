@@ -33,9 +33,12 @@ class Logger:
         config: dict[str, Any],
         run_id: str | None = None,
     ) -> None:
+        path = os.path.join(out_dir, "metrics.jsonl")
         try:
             os.makedirs(out_dir, exist_ok=True)
-            self.file = open(os.path.join(out_dir, "metrics.jsonl"), "ab" if resume else "wb", buffering=0)
+            self.file = open(path, "ab" if resume else "wb", buffering=0)
+            with open(path, "rb") as file:
+                self.file.truncate(file.read().rfind(b"\n") + 1)  # a line that a kill has cut off
         except OSError as error:
             raise LoggerError(f"cannot write to out_dir={out_dir}: {error}") from error
         self.complained = False

@@ -172,7 +172,10 @@ class GPT(nn.Module):
         """
         names = {field.name for field in fields(GPTConfig)}
         sizes = {key: value for key, value in checkpoint["model_args"].items() if key in names}
-        model = cls(GPTConfig(**{**sizes, "dropout": dropout}))
+        try:
+            model = cls(GPTConfig(**{**sizes, "dropout": dropout}))
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ValueError(f"the checkpoint's model_args {sizes} are no sizes of a model: {error}") from error
         weights = {key.removeprefix("_orig_mod."): tensor for key, tensor in checkpoint["model"].items()}
         weights = {key: tensor for key, tensor in weights.items() if not key.endswith(".attn.bias")}  # old causal masks
         try:

@@ -18,6 +18,7 @@ class Wish(enum.IntEnum):
     NOTHING = 0
     SAVE = 1
     SAVE_AND_STOP = 2
+    FAIL = 3  # stop as it is
 
 
 class Signals:
@@ -40,10 +41,10 @@ class Signals:
             signal.signal(number, lambda *_: None)  # in place of its default; the number goes to the inbox
         threading.Thread(target=self._listen, name="signals", daemon=True).start()
 
-    def decide(self) -> Wish:
-        """What all ranks are to do now. Needs to be called on all ranks."""
+    def decide(self, wish: Wish = Wish.NOTHING) -> Wish:
+        """What all ranks are to do now, with a wish of this rank besides the signals'. Needs to be called on all ranks."""
         with self._lock:
-            decision, self._wish = torch.tensor(int(self._wish)), Wish.NOTHING
+            decision, self._wish = torch.tensor(int(max(wish, self._wish))), Wish.NOTHING
         if self._group is not None:
             dist.all_reduce(decision, op=dist.ReduceOp.MAX, group=self._group)
         return Wish(decision.item())

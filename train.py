@@ -50,9 +50,7 @@ always_save_checkpoint = True  # after every evaluation, not only after those th
 on_save_error = "continue"  # when a checkpoint cannot be written, a full disk, say; 'stop': end the run, exit code 1
 keep_checkpoints = 0  # how many to keep by iteration, ckpt_<iter>.pt, besides ckpt.pt and ckpt_prev.pt
 async_save = False  # write checkpoints in the background
-checkpoint_format = (
-    "consolidated"  # one file, put together by rank 0; 'sharded': every rank writes its part, beside a small file
-)
+checkpoint_format = "consolidated"  # one file, put together by rank 0; 'sharded': every rank writes its part
 init_from = "scratch"  # 'scratch', 'resume', 'gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl', or a folder with a GPT-2
 # wandb
 wandb_log = False
@@ -177,12 +175,6 @@ def wrong_input_ends_all_ranks():
         fail(message)
 
 
-def from_rank_0(values):
-    """Rank 0's list of plain values. Needs to be called on all ranks."""
-    dist.broadcast_object_list(values, src=0)
-    return values
-
-
 # data: what exactly a batch holds depends on the seed and the iteration only, not on the ranks that share it
 with wrong_input_ends_all_ranks():
     if local_rank == 0:
@@ -216,7 +208,7 @@ first_sequence = 0  # of iteration 0, had the batches always been as large as no
 best_val_loss = float("inf")
 checkpoint = None
 wandb_run_id = None
-checkpoint_path = None
+checkpoint_path = complaint = None
 with wrong_input_ends_all_ranks():
     if init_from == "resume" and master_process:
         try:
@@ -226,7 +218,9 @@ with wrong_input_ends_all_ranks():
         if complaint:
             print(f"WARNING: {complaint}; resuming from {checkpoint_path}, the checkpoint before")
 if ddp:
-    [checkpoint_path] = from_rank_0([checkpoint_path])
+    paths = [checkpoint_path]
+    dist.broadcast_object_list(paths, src=0)
+    [checkpoint_path] = paths
 with wrong_input_ends_all_ranks():
     if init_from == "scratch":
         if master_process:
@@ -329,7 +323,7 @@ def get_lr(iteration):
 
 
 def save_checkpoint():
-    """Write ckpt.pt, which no longer knows how the state was sharded. Needs to be called on all ranks."""
+    """Write ckpt.pt, from which any other ranks and implementation can go on. Needs to be called on all ranks."""
     if master_process:
         print(f"saving checkpoint to {out_dir}", flush=True)
     values = {
@@ -342,27 +336,28 @@ def save_checkpoint():
         "wandb_run_id": log.run_id if master_process else None,
     }
     writer.save(raw_model, optimizer, values)
-    report_saves()
 
 
 def report_saves():
-    """Tell what has come of writing checkpoints, and end the run if it must. Needs to be called on all ranks."""
-    failed = False
+    """Tell what has come of writing checkpoints since the last call; what this rank wishes to be done about it."""
+    wish = Wish.NOTHING
     for outcome in writer.outcomes() if master_process else ():  # rank 0 knows of everything
         if isinstance(outcome, OSError):
-            failed = True
-            print(f"WARNING: the checkpoint was not written: {outcome}; the one before stands", flush=True)
-        else:
-            log.log(
-                {
-                    "iter": iter_num,
-                    "checkpoint/consolidate_s": outcome.consolidate_s,
-                    "checkpoint/write_s": outcome.write_s,
-                    "checkpoint/bytes": outcome.nbytes,
-                }
-            )
-    if on_save_error == "stop" and (from_rank_0([failed])[0] if ddp else failed):
-        sys.exit("the run ends because a checkpoint could not be written (on_save_error=stop)")
+            print(f"WARNING: the checkpoint was not written: {outcome}; what was there before stands", flush=True)
+            if on_save_error == "stop":
+                wish = Wish.FAIL
+            continue
+        if outcome.complaint:
+            print(f"WARNING: {outcome.complaint}", flush=True)
+        log.log(
+            {
+                "iter": outcome.iter_num,
+                "checkpoint/consolidate_s": outcome.consolidate_s,
+                "checkpoint/write_s": outcome.write_s,
+                "checkpoint/bytes": outcome.nbytes,
+            }
+        )
+    return wish
 
 
 log = None
@@ -370,7 +365,7 @@ with wrong_input_ends_all_ranks():
     if master_process:
         log = Logger(out_dir, init_from == "resume", wandb_log, wandb_project, wandb_run_name, config, wandb_run_id)
 with wrong_input_ends_all_ranks():
-    writer = ckpt.CheckpointWriter(out_dir, keep_checkpoints, async_save, checkpoint_format)
+    writer = ckpt.CheckpointWriter(out_dir, keep_checkpoints, async_save, checkpoint_format, damaged=complaint is not None)
 signals = Signals()
 
 # training loop
@@ -384,6 +379,7 @@ x, y = next(batches)
 iterations_timed = 0  # since t0
 t0 = time.perf_counter()
 first_iter = iter_num
+wish = Wish.NOTHING
 if iter_num > max_iters and master_process:
     print(f"nothing to train: the checkpoint is at iteration {iter_num}, beyond max_iters={max_iters}")
 while iter_num <= max_iters or eval_only:
@@ -458,17 +454,18 @@ while iter_num <= max_iters or eval_only:
 
     iter_num += 1
 
-    wish = signals.decide()
-    if wish != Wish.NOTHING:
+    wish = signals.decide(report_saves())
+    if wish in (Wish.SAVE, Wish.SAVE_AND_STOP):
         save_checkpoint()
         t0, iterations_timed = time.perf_counter(), 0
-    if wish == Wish.SAVE_AND_STOP:
-        if master_process:
-            print(f"stopped by a signal before iteration {iter_num}; go on with --init_from=resume")
+    if wish == Wish.SAVE_AND_STOP and master_process:
+        print(f"stopped by a signal before iteration {iter_num}; go on with --init_from=resume")
+    if wish in (Wish.SAVE_AND_STOP, Wish.FAIL):
         break
 
 writer.wait()
-report_saves()
+if Wish.FAIL in (wish, signals.decide(report_saves())):
+    sys.exit("the run ends because a checkpoint could not be written (on_save_error=stop)" if master_process else 1)
 if master_process:
     log.finish()
 if ddp:

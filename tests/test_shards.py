@@ -15,6 +15,7 @@ from toy import assert_equal, batch, build_toy, make_toy, train, weights
 from zero import ShardedOptimizer
 from zero import checkpoint as ckpt
 from zero.consolidation import own_pieces
+from zero.contents import read_file
 from zero.shards import FileSum, _file_sum
 
 VALUES = {"model_args": {"n_layer": 1}, "iter_num": 4, "best_val_loss": 2.0, "config": {"seed": 1}}
@@ -117,18 +118,50 @@ def test_only_what_a_file_refers_to_is_kept(tmp_path):
     for iteration in (5, 6):
         save_alone(tmp_path, iteration)
     assert iterations(tmp_path) == [2, 3, 4, 5, 6], "without `keep` what is kept by iteration stays"
-    for name in ("ckpt_00000002.pt", "ckpt_00000003.pt", "ckpt_00000004.pt"):
-        os.remove(tmp_path / name)
-    save_alone(tmp_path, 6)
-    assert iterations(tmp_path) == [4, 6, 6], "the copy needs the fourth"
-    (tmp_path / "shards_00000007_torn").mkdir()
-    (tmp_path / "ckpt_prev.pt").write_bytes(b"damaged")
+    (tmp_path / "exported.pt").write_bytes(b"of somebody else")
+    save_alone(tmp_path, 7, keep=1)
+    assert iterations(tmp_path) == [4, 6, 7], "the copy needs the fourth"
+    torn, others = tmp_path / f"shards_00000008_{8:08x}.tmp", ["shards_of_my_data", "shards_notes", "shards_00000008.tmp"]
+    for folder in (torn.name, *others):
+        (tmp_path / folder).mkdir()
     ckpt.CheckpointWriter(str(tmp_path))
-    assert iterations(tmp_path) == [4, 6, 6, 7], "what cannot be read may refer to any of them"
-    os.remove(tmp_path / "ckpt_prev.pt")
-    ckpt.CheckpointWriter(str(tmp_path))
-    assert iterations(tmp_path) == [4, 6]
-    ckpt.find(str(tmp_path))
+    assert not torn.exists()
+    assert all((tmp_path / folder).exists() for folder in others)
+    for folder in others:
+        (tmp_path / folder).rmdir()
+    os.rename(tmp_path / "ckpt.pt", tmp_path / "moved.pth")
+    save_alone(tmp_path, 9)
+    save_alone(tmp_path, 10)
+    assert iterations(tmp_path) == [4, 7, 9, 10], "what was moved out of the way is not this run's any more"
+
+
+def test_what_went_wrong_afterwards_is_told_but_the_checkpoint_is_written(tmp_path, monkeypatch):
+    for iteration in (1, 2):
+        save_alone(tmp_path, iteration)
+
+    def cannot(path, **_):
+        raise PermissionError(f"{path} cannot be removed")
+
+    monkeypatch.setattr(shutil, "rmtree", cannot)
+    writer = ckpt.CheckpointWriter(str(tmp_path), format="sharded")
+    model = make_toy()
+    writer.save(model, torch.optim.AdamW(model.param_groups()), {**VALUES, "iter_num": 3})
+    [outcome] = writer.outcomes()
+    assert outcome.iter_num == 3
+    assert "is written, but" in outcome.complaint
+    assert ckpt.load(str(tmp_path / "ckpt.pt"))["iter_num"] == 3
+
+
+def test_a_commit_that_fails_leaves_nothing(tmp_path, monkeypatch):
+    save_alone(tmp_path, 1)
+    before = sorted(os.listdir(tmp_path))
+
+    def cannot(source, target):
+        raise OSError("no more names")
+
+    monkeypatch.setattr(os, "replace", cannot)
+    save_alone(tmp_path, 2)
+    assert sorted(os.listdir(tmp_path)) == before
 
 
 def save_where_one_rank_cannot(folder):
@@ -139,16 +172,15 @@ def save_where_one_rank_cannot(folder):
     if dist.get_rank() == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000))  # bytes per file
     writer.save(model.module, optimizer, {**VALUES, "iter_num": 8})
-    written, failed = writer.outcomes()
+    *written, failed = writer.outcomes()
     assert isinstance(failed, OSError)
     assert "rank 1 cannot write" in str(failed)
     assert "File too large" in str(failed)
-    return written.nbytes
+    return len(written)
 
 
 def test_when_one_rank_cannot_write_all_go_on_and_the_old_one_stands(tmp_path):
-    all_of_it, of_one = run_ranks(save_where_one_rank_cannot, 2, str(tmp_path))
-    assert all_of_it > of_one
+    assert run_ranks(save_where_one_rank_cannot, 2, str(tmp_path)) == [1, 0], "rank 0 reports what was written"
     assert sorted(os.listdir(tmp_path))[0] == "ckpt.pt"
     assert len(os.listdir(tmp_path)) == 2, "what was begun is gone"
     path, complaint = ckpt.find(str(tmp_path))
@@ -220,7 +252,7 @@ def test_shards_that_ask_for_code_are_refused_by_name(tmp_path, monkeypatch):
     path = str(tmp_path / "ckpt.pt")
     [shards] = [tmp_path / name for name in os.listdir(tmp_path) if name.startswith("shards_")]
     contents, state = (shards / ".metadata").read_bytes(), ckpt.load(path)["optimizer"]
-    assert FileSum(*ckpt._read_file(path)["shards"]["files"][".metadata"]) == _file_sum(str(shards / ".metadata"))
+    assert FileSum(*read_file(path)["shards"]["files"][".metadata"]) == _file_sum(str(shards / ".metadata"))
 
     (shards / ".metadata").write_bytes(pickle.dumps(Hostile()))
     with_true_checksums(path, shards)
@@ -242,10 +274,19 @@ def test_a_file_that_does_not_say_where_its_tensors_are(tmp_path):
     _, optimizer = save_alone(tmp_path, 1)
     path = str(tmp_path / "ckpt.pt")
     whole = torch.load(path, weights_only=True)
-    for shards in (None, 3, {}, {"folder": 3, "files": {}}, {"folder": "x", "files": {"y": 3}}):
-        torch.save({**whole, "shards": shards} if shards else {k: v for k, v in whole.items() if k != "shards"}, path)
-        with pytest.raises(ckpt.CheckpointError, match="does not say where its tensors are"):
+    for shards in (
+        3,
+        {},
+        {"folder": 3, "files": {}},
+        {"folder": "x", "files": {"y": 3}},
+        {"folder": "x", "files": {3: [1, 2]}},
+    ):
+        torch.save({**whole, "shards": shards}, path)
+        with pytest.raises(ckpt.CheckpointError, match="wrong or missing in it: shards"):
             ckpt.load(path)
+    torch.save({key: value for key, value in whole.items() if key != "shards"}, path)
+    with pytest.raises(ckpt.CheckpointError, match="does not say where its tensors are"):
+        ckpt.load(path)
     torch.save({**whole, "model": {"other": torch.empty(3, device="meta")}}, path)
     with pytest.raises(ckpt.CheckpointError, match=r"no tensor model\.other of 3 elements"):
         ckpt.load(path)

@@ -268,7 +268,7 @@ def test_a_checkpoint_that_cannot_be_written(data, tmp_path, on_error, code):
     )  # fmt: skip
     assert process.returncode == code, process.stderr
     assert "WARNING: the checkpoint was not written" in process.stdout
-    assert "the one before stands" in process.stdout
+    assert "what was there before stands" in process.stdout
     assert ("iter 19:" in process.stdout) == (code == 0)
     assert torch_load(tmp_path)["iter_num"] == 5
 

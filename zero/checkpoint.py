@@ -20,15 +20,16 @@ there what it owns, and reads what it needs. The file is what makes the folder c
 
 import glob
 import os
+import re
 import shutil
 import sys
 import time
 import uuid
 import zipfile
-import zlib
+from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -36,10 +37,10 @@ import torch
 import torch.distributed as dist
 
 from zero.consolidation import consolidate, model_state_dict, own_pieces, restore
-from zero.shards import CheckpointError, FileSum, Piece, damage, damaged, of_the_disk, read, sync_folder, write
+from zero.contents import FORMAT, KEYS, manifest_entry, read_file, tensors_in, write_file
+from zero.shards import CheckpointError, FileSum, Piece, damage, damaged, read, sync_folder, write
 
 __all__ = [
-    "FORMAT",
     "FORMATS",
     "CheckpointError",
     "CheckpointWriter",
@@ -54,20 +55,10 @@ __all__ = [
     "verify",
 ]
 
-FORMAT = 1  # of the keys beside nanoGPT's six
 FORMATS = ("consolidated", "sharded")
 NAME, PREVIOUS = "ckpt.pt", "ckpt_prev.pt"
 _BY_ITERATION = "ckpt_{:08d}.pt"
-
-# of every checkpoint, nanoGPT's included
-_KEYS = {
-    "model": dict,
-    "optimizer": dict,
-    "model_args": dict,
-    "iter_num": int,
-    "best_val_loss": (int, float, torch.Tensor),
-    "config": dict,
-}
+_SHARDS = re.compile(r"shards_\d{8,}_[0-9a-f]{8}")  # nothing else is ever removed
 
 
 class SaveReport(NamedTuple):
@@ -75,73 +66,74 @@ class SaveReport(NamedTuple):
 
     iter_num: int
     nbytes: int
-    consolidate_s: float  # until training could go on, if it was written in the background
     write_s: float  # until it was on the disk
+    consolidate_s: float = 0.0  # before that; training can go on after it, if the rest happens in the background
+    complaint: str | None = None  # what went wrong once it was on the disk
 
 
-def save(checkpoint: dict[str, Any], folder: str, keep: int = 0) -> int:
+def save(checkpoint: dict[str, Any], folder: str, keep: int = 0, rotate: bool = True) -> SaveReport:
     """Write `ckpt.pt` so that it is at every moment either the old file or the new one. One process only.
 
-    The new file is complete and on the disk before it takes the name; the old one becomes `ckpt_prev.pt`. A manifest of
-    its tensors goes into the file: name, shape, dtype and, but on the meta device, CRC-32 of each.
+    The new file is complete and on the disk before it takes the name; the old one becomes `ckpt_prev.pt`.
 
     Args:
         checkpoint: nanoGPT's six keys and any others of plain values and CPU tensors.
         folder: where `ckpt.pt` lies; it must exist.
-        keep: how many of the newest checkpoints to keep by iteration besides.
-
-    Returns:
-        Bytes of the file.
+        keep: how many of the last checkpoints to keep by iteration besides.
+        rotate: False if the old one is damaged, so that it must not take the place of `ckpt_prev.pt`.
 
     Raises:
-        OSError: if the disk is full or cannot be written to; the old file stands.
+        OSError: if the disk is full or cannot be written to; the old files stand.
     """
-    path = os.path.join(folder, NAME)
-    with _replacing(path) as temporary:
-        _write_file(checkpoint, temporary)
+    begin = time.perf_counter()
+    path, previous = os.path.join(folder, NAME), os.path.join(folder, PREVIOUS)
+    replaced = {_shards_of(path), _shards_of(previous)} - {None}
+    _put(checkpoint, path, previous if rotate else None)
+    report = SaveReport(checkpoint["iter_num"], os.path.getsize(path), time.perf_counter() - begin)
+    try:
         if keep:
-            _also_as(temporary, os.path.join(folder, _BY_ITERATION.format(checkpoint["iter_num"])))
-        if os.path.exists(path):
-            _also_as(path, os.path.join(folder, PREVIOUS))
-    if keep:
-        for old in sorted(_glob(folder, "ckpt_[0-9]*.pt"))[:-keep]:
-            os.remove(old)
-    _sweep_shards(folder)
-    return os.path.getsize(path)
+            _also_as(path, os.path.join(folder, _BY_ITERATION.format(checkpoint["iter_num"])))
+            for old in sorted(_glob(folder, "ckpt_[0-9]*.pt"), key=os.path.getmtime)[:-keep]:
+                replaced |= {_shards_of(old)} - {None}
+                os.remove(old)
+        for name in replaced - {_shards_of(file) for file in (_glob(folder, "*.pt") if replaced else ())}:
+            shutil.rmtree(os.path.join(folder, name))
+    except OSError as error:
+        return report._replace(complaint=f"{path} is written, but not all is tidy beside it: {error}")
+    return report
 
 
 def _save_sharded(
-    contents: dict[str, Any] | None, pieces: list[Piece], folder: str, keep: int, group: dist.ProcessGroup | None
-) -> int:
+    contents: dict[str, Any] | None, pieces: list[Piece], folder: str, keep: int, rotate: bool, group: dist.ProcessGroup | None
+) -> SaveReport | None:
     """Write the pieces of all ranks, then rank 0's `contents` as `ckpt.pt`. Needs to be called on all ranks of the group.
 
     Returns:
-        Bytes of all files, elsewhere than on rank 0 without `ckpt.pt`.
+        On rank 0 the report, elsewhere None.
 
     Raises:
-        OSError: on all ranks if one cannot write its pieces, on rank 0 if it cannot write the file; the old one stands.
+        OSError: on all ranks if one cannot write its pieces, on rank 0 if it cannot write the file; the old ones stand.
     """
+    begin = time.perf_counter()
     name = _shards_name(contents) if contents else None
     if group is not None:
         names = [name]
         dist.broadcast_object_list(names, group_src=0, group=group)
         [name] = names
-    try:
-        sums = write(pieces, os.path.join(folder, name), group)
+    unfinished = os.path.join(folder, name + ".tmp")
+    with _gone_unless_it_counts(os.path.join(folder, NAME), name) if contents else nullcontext():
+        sums = write(pieces, unfinished, group)
         if group is not None:
             gathered = [{}] * dist.get_world_size(group)
             dist.all_gather_object(gathered, sums, group=group)
             sums = {file: entry for each in gathered for file, entry in each.items()}
-        nbytes = sum(entry.nbytes for entry in sums.values())
         if contents is None:
-            return nbytes
-        if missing := [file for file in sums if not os.path.exists(os.path.join(folder, name, file))]:
+            return None
+        if missing := [file for file in sums if not os.path.exists(os.path.join(unfinished, file))]:
             raise OSError(f"rank 0 does not see what other ranks wrote to {folder} ({missing[0]}); use one that all share")
-        return save({**contents, "shards": _shards_entry(name, sums)}, folder, keep) + nbytes
-    except OSError:
-        if contents is not None:
-            _sweep_shards(folder)
-        raise
+        report = save({**contents, "shards": _shards_entry(name, sums)}, folder, keep, rotate)
+    nbytes = report.nbytes + sum(entry.nbytes for entry in sums.values())
+    return report._replace(nbytes=nbytes, write_s=time.perf_counter() - begin)
 
 
 class CheckpointWriter:
@@ -152,20 +144,25 @@ class CheckpointWriter:
         background: `save` returns once the state is collected, on the CPU, and a thread writes the file; a second `save`
             waits for the first.
         format: 'consolidated', everything on rank 0, or 'sharded', every rank what it owns.
+        damaged: whether `find` has found the folder's newest checkpoint to be; what rank 0 says counts.
     """
 
-    def __init__(self, folder: str, keep: int = 0, background: bool = False, format: str = "consolidated") -> None:
-        self.folder, self.keep, self.background, self.format = folder, keep, background, format
+    def __init__(
+        self, folder: str, keep: int = 0, background: bool = False, format: str = "consolidated", damaged: bool = False
+    ) -> None:
+        self.folder, self.keep, self.background, self.format, self.damaged = folder, keep, background, format, damaged
         # of its own, and on the CPU, whatever the backend of the run: the thread's collectives run beside the others
         distributed = dist.is_initialized()
         self._group = dist.new_group(backend="gloo") if distributed and format == "sharded" else None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
-        self._outcomes: list[SaveReport | OSError] = []
+        self._outcomes: deque[SaveReport | OSError] = deque()
         if not distributed or dist.get_rank() == 0:
             for leftover in _glob(folder, "ckpt*.pt.tmp"):
                 os.remove(leftover)
-            _sweep_shards(folder)
+            for leftover in _glob(folder, "shards_*.tmp"):
+                if _SHARDS.fullmatch(os.path.basename(leftover).removesuffix(".tmp")):
+                    shutil.rmtree(leftover)
 
     def save(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, values: dict[str, Any]) -> None:
         """Write a checkpoint; `outcomes` will tell whether that was possible. Needs to be called on all ranks.
@@ -181,13 +178,13 @@ class CheckpointWriter:
             if self.background:
                 pieces = [piece._replace(elements=piece.elements.to("cpu", copy=True)) for piece in pieces]
             contents = None if contents is None else {**contents, **values}
-            write_it = partial(_save_sharded, contents, pieces, self.folder, self.keep, self._group)
+            write_it = partial(_save_sharded, contents, pieces, self.folder, self.keep, not self.damaged, self._group)
         else:
             contents = {"model": model_state_dict(model, optimizer), "optimizer": consolidate(optimizer), **values}
             if contents["optimizer"] is None:
                 return
-            write_it = partial(save, contents, self.folder, self.keep)
-        write_it = partial(self._write, write_it, values["iter_num"], time.perf_counter() - begin)
+            write_it = partial(save, contents, self.folder, self.keep, not self.damaged)
+        write_it = partial(self._write, write_it, time.perf_counter() - begin)
         if self.background:
             self._pending = self._thread.submit(write_it)
         else:
@@ -200,17 +197,18 @@ class CheckpointWriter:
             pending.result()
 
     def outcomes(self) -> list[SaveReport | OSError]:
-        """What has come of the saves that have ended since the last call; rank 0 knows of everything."""
-        outcomes, self._outcomes = self._outcomes, []
-        return outcomes
+        """What has come of the saves that have ended since the last call; on rank 0, of all of them."""
+        return [self._outcomes.popleft() for _ in range(len(self._outcomes))]
 
-    def _write(self, write_it: Callable[[], int], iter_num: int, consolidate_s: float) -> None:
-        begin = time.perf_counter()
+    def _write(self, write_it: Callable[[], SaveReport | None], consolidate_s: float) -> None:
         try:
-            nbytes = write_it()
-            self._outcomes.append(SaveReport(iter_num, nbytes, consolidate_s, time.perf_counter() - begin))
+            report = write_it()
         except OSError as error:
             self._outcomes.append(error)
+            return
+        self.damaged = False
+        if report is not None:
+            self._outcomes.append(report._replace(consolidate_s=consolidate_s))
 
 
 def find(folder: str) -> tuple[str, str | None]:
@@ -249,11 +247,11 @@ def verify(path: str) -> None:
             bad = archive.testzip()
     except FileNotFoundError as error:
         raise CheckpointError(f"there is no checkpoint {path}") from error
-    except Exception as error:  # there is no end to what damaged bytes provoke: zlib, struct, Unicode, memory, ...
+    except Exception as error:  # see `read_file`
         raise CheckpointError(damaged(path, error)) from error
     if bad is not None:
         raise CheckpointError(damaged(path, f"the checksum of its entry {bad} does not hold"))
-    checkpoint = _read_file(path)
+    checkpoint = read_file(path)
     if "shards" in checkpoint:
         sums = {name: FileSum(*entry) for name, entry in checkpoint["shards"]["files"].items()}
         if harm := damage(_shards_folder(path, checkpoint), sums):
@@ -269,7 +267,7 @@ def load(path: str) -> dict[str, Any]:
         CheckpointError: if the file is missing or damaged, holds more than tensors and plain values, or lacks one of the
             keys of a checkpoint.
     """
-    checkpoint = _read_file(path)
+    checkpoint = read_file(path)
     if "shards" in checkpoint:
         folder = _shards_folder(path, checkpoint)
         _read_shards(folder, [("model", checkpoint["model"])])
@@ -289,70 +287,18 @@ def convert(source: str, target: str) -> None:
     if os.path.exists(target) or not target.endswith(".pt"):
         raise CheckpointError(f"{target} {'exists' if os.path.exists(target) else 'does not end in .pt'}; give another name")
     verify(source)
-    checkpoint = _read_file(source)
+    checkpoint = read_file(source)
     tensors = [("model", checkpoint["model"])]
     tensors += [(f"optimizer.state.{param}", entries) for param, entries in checkpoint["optimizer"]["state"].items()]
     if "shards" in checkpoint:
         _read_shards(_shards_folder(source, checkpoint), tensors)
         del checkpoint["shards"]
-        with _replacing(target) as temporary:
-            _write_file(checkpoint, temporary)
+        _put(checkpoint, target)
         return
     name = _shards_name(checkpoint)
-    shards = os.path.join(os.path.dirname(target), name)
-    try:
-        checkpoint["shards"] = _shards_entry(name, write(_cut_out(tensors), shards, None))
-        with _replacing(target) as temporary:
-            _write_file(checkpoint, temporary)
-    except OSError:
-        shutil.rmtree(shards, ignore_errors=True)
-        raise
-
-
-def _read_file(path: str) -> dict[str, Any]:
-    """See `load`; of a sharded checkpoint only the file."""
-    try:
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except FileNotFoundError as error:
-        raise CheckpointError(f"there is no checkpoint {path}") from error
-    except Exception as error:  # as in `verify`
-        raise CheckpointError(damaged(path, error)) from error
-    held = checkpoint if isinstance(checkpoint, dict) else {}
-    missing = [key for key, kind in _KEYS.items() if not isinstance(held.get(key), kind)]
-    if "optimizer" not in missing:
-        missing += [f"optimizer.{key}" for key in ("state", "param_groups") if key not in held["optimizer"]]
-    if missing:
-        raise CheckpointError(f"{path} is no checkpoint of a model in training: it lacks {', '.join(missing)}")
-    shards = held.get("shards")
-    if not _describes_shards(shards) if shards is not None else any(tensor.is_meta for _, tensor in _tensors(held)):
-        raise CheckpointError(f"{path} does not say where its tensors are; it is no checkpoint of this program")
-    if held.get("format", FORMAT) != FORMAT:
-        raise CheckpointError(f"{path} has format {held['format']}, this program reads {FORMAT}; use the one that wrote it")
-    return checkpoint
-
-
-def _describes_shards(value: Any) -> bool:
-    """Whether this is a `_shards_entry`."""
-    return (
-        isinstance(value, dict)
-        and isinstance(value.get("folder"), str)
-        and isinstance(value.get("files"), dict)
-        and all(isinstance(entry, list) and len(entry) == 2 for entry in value["files"].values())
-    )
-
-
-def _write_file(checkpoint: dict[str, Any], path: str) -> None:
-    """Have a checkpoint with its manifest on the disk."""
-    tensors = list(_tensors(checkpoint))
-    described = {id(tensor): _described(tensor) for tensor in {id(tensor): tensor for _, tensor in tensors}.values()}
-    manifest = {name: described[id(tensor)] for name, tensor in tensors}
-    with open(path, "wb") as file:
-        try:
-            torch.save({**checkpoint, "format": FORMAT, "manifest": manifest}, file)
-        except RuntimeError as error:
-            raise of_the_disk(error) from error
-        file.flush()
-        os.fsync(file.fileno())
+    with _gone_unless_it_counts(target, name):
+        sums = write(_cut_out(tensors), os.path.join(os.path.dirname(target), name + ".tmp"), None)
+        _put({**checkpoint, "shards": _shards_entry(name, sums)}, target)
 
 
 def _shards_name(checkpoint: dict[str, Any]) -> str:
@@ -367,6 +313,27 @@ def _shards_entry(name: str, sums: dict[str, FileSum]) -> dict[str, Any]:
 
 def _shards_folder(path: str, checkpoint: dict[str, Any]) -> str:
     return os.path.join(os.path.dirname(path), checkpoint["shards"]["folder"])
+
+
+def _shards_of(path: str) -> str | None:
+    """The name of the folder that a file refers to, if it can be read and does."""
+    try:
+        name = read_file(path).get("shards", {}).get("folder", "")
+    except CheckpointError:
+        return None
+    return name if _SHARDS.fullmatch(name) else None
+
+
+@contextmanager
+def _gone_unless_it_counts(path: str, name: str) -> Iterator[None]:
+    """If the block fails before the file at `path` refers to the shards `name`, these are removed."""
+    try:
+        yield
+    except BaseException:
+        if _shards_of(path) != name:
+            for left in (name, name + ".tmp"):
+                shutil.rmtree(os.path.join(os.path.dirname(path), left), ignore_errors=True)
+        raise
 
 
 def _read_shards(folder: str, tensors: list[tuple[str, dict[str, Any]]]) -> None:
@@ -385,35 +352,33 @@ def _read_shards(folder: str, tensors: list[tuple[str, dict[str, Any]]]) -> None
 
 def _cut_out(tensors: list[tuple[str, dict[str, Any]]]) -> list[Piece]:
     """Put tensors on the meta device in place of real ones that have dimensions; the real ones, in pieces."""
-    metas: dict[int, torch.Tensor] = {}
+    metas: dict[tuple[Any, ...], torch.Tensor] = {}
     pieces = []
     for prefix, entries in tensors:
         for key, tensor in entries.items():
             if isinstance(tensor, torch.Tensor) and tensor.dim():
-                if id(tensor) not in metas:
-                    metas[id(tensor)] = torch.empty_like(tensor, device="meta")
+                place = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)  # of tied ones the same
+                if place not in metas or not tensor.numel():
+                    metas[place] = torch.empty_like(tensor, device="meta")
                     pieces.append(Piece.of_whole(f"{prefix}.{key}", tensor))
-                entries[key] = metas[id(tensor)]
+                entries[key] = metas[place]
     return pieces
+
+
+def _put(checkpoint: dict[str, Any], path: str, previous: str | None = None) -> None:
+    """Write a checkpoint's file, and let it and its shards count from one instant on. What was there becomes `previous`."""
+    with _replacing(path) as temporary:
+        write_file(checkpoint, temporary)
+        if "shards" in checkpoint:
+            shards = _shards_folder(path, checkpoint)
+            os.rename(shards + ".tmp", shards)
+            sync_folder(os.path.dirname(path) or ".")
+        if previous is not None and os.path.exists(path):
+            _also_as(path, previous)
 
 
 def _glob(folder: str, pattern: str) -> list[str]:
     return glob.glob(os.path.join(glob.escape(folder), pattern))
-
-
-def _sweep_shards(folder: str) -> None:
-    """Remove the shards that no file in the folder refers to; all stay if one of the files cannot be read."""
-    if not (left := set(map(os.path.basename, _glob(folder, "shards_*")))):
-        return
-    try:
-        for path in _glob(folder, "*.pt"):
-            checkpoint = _read_file(path)
-            if "shards" in checkpoint:
-                left.discard(checkpoint["shards"]["folder"])
-    except CheckpointError:
-        return
-    for name in left:
-        shutil.rmtree(os.path.join(folder, name))
 
 
 @contextmanager
@@ -438,34 +403,19 @@ def _also_as(path: str, other: str) -> None:
             os.link(path, temporary)
         except OSError:
             shutil.copyfile(path, temporary)
-
-
-def _tensors(value: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor in nested dicts and lists, by the keys that lead to it, joined by dots."""
-    if isinstance(value, torch.Tensor):
-        yield name, value
-    elif isinstance(value, dict | list | tuple):
-        for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from _tensors(inner, f"{name}.{key}" if name else str(key))
-
-
-def _described(tensor: torch.Tensor) -> dict[str, Any]:
-    """A tensor's entry in the manifest; on the meta device, where another file holds its elements, without a checksum."""
-    crc32 = None
-    if not tensor.is_meta:
-        crc32 = zlib.crc32(tensor.detach().reshape(-1).contiguous().view(torch.uint8).numpy())
-    return {"shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch."), "crc32": crc32}
+            with open(temporary, "rb+") as file:
+                os.fsync(file.fileno())
 
 
 def _inspect(path: str) -> bool:
     """Print what a file holds; whether its checksums hold."""
     verify(path)
-    checkpoint = _read_file(path)
-    manifest, tensors = checkpoint.get("manifest", {}), dict(_tensors(checkpoint))
+    checkpoint = read_file(path)
+    manifest, tensors = checkpoint.get("manifest", {}), dict(tensors_in(checkpoint))
     print(f"{path}: {os.path.getsize(path) / 1e6:.1f} MB, {'format ' + str(FORMAT) if manifest else 'written by nanoGPT'}")
     print(f"iteration {checkpoint['iter_num']}, best validation loss {float(checkpoint['best_val_loss']):.4f}")
     print(f"model_args {checkpoint['model_args']}")
-    for key in sorted(checkpoint.keys() - _KEYS.keys() - {"manifest", "shards"}):
+    for key in sorted(checkpoint.keys() - KEYS.keys() - {"manifest", "shards"}):
         print(f"{key} {checkpoint[key]}")
     if "shards" in checkpoint:
         sizes = [nbytes for nbytes, _ in checkpoint["shards"]["files"].values()]
@@ -473,7 +423,7 @@ def _inspect(path: str) -> bool:
     wrong = sorted(manifest.keys() ^ tensors.keys()) if manifest else []
     for name, tensor in tensors.items():
         entry = manifest.get(name)
-        holds = entry is None or entry == _described(tensor)
+        holds = entry is None or entry == manifest_entry(tensor)
         if not holds:
             wrong.append(name)
         print(f"  {name} {tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}{'' if holds else ' WRONG CHECKSUM'}")

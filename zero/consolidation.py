@@ -30,6 +30,9 @@ _MACHINE_FLAGS = ("fused", "foreach", "capturable", "differentiable")
 _PER_PARAMETER = ("step", "mu_product", "eta", "mu")
 
 
+_ADAMS, _ADAM_KEYS = (torch.optim.Adam, torch.optim.AdamW), ("step", "exp_avg", "exp_avg_sq")
+
+
 class _Run(NamedTuple):
     """Elements `start:stop` of one state tensor of the rank's slice number `position`."""
 
@@ -107,7 +110,8 @@ def own_pieces(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tupl
     pieces = []
     for piece, local, state in zip(part.slices[part.rank], locals_, states, strict=True):
         whole = params[piece.param]
-        pieces.append(Piece(names[id(whole)], whole.numel(), piece.start, local.detach().reshape(-1)))
+        if id(whole) in names:
+            pieces.append(Piece(names[id(whole)], whole.numel(), piece.start, local.detach().reshape(-1)))
         for key, value in state.items():
             if _per_element(key, value, local):
                 pieces.append(Piece(_state_name(piece.param, key), whole.numel(), piece.start, value.detach().reshape(-1)))
@@ -230,12 +234,20 @@ def restore(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> Non
     saved_lengths = [len(group["params"]) for group in state_dict["param_groups"]]
     if lengths != saved_lengths:
         raise CheckpointError(f"the saved optimizer has {saved_lengths} parameters in its groups, this one {lengths}")
+    for saved, group in zip(state_dict["param_groups"], optimizer.param_groups, strict=True):
+        for key, value in hyperparameters(saved).items():
+            if key in group and key not in _MACHINE_FLAGS and not _alike(value, group[key]):
+                raise CheckpointError(f"the saved optimizer has {key}={value!r}, this one {key}={group[key]!r}")
     for index, entries in state_dict["state"].items():
+        if not 0 <= index < len(params):
+            raise CheckpointError(f"there is saved state of parameter {index}, but there are {len(params)}")
+        if isinstance(part.inner, _ADAMS) and not (keys := entries.keys()) >= set(_ADAM_KEYS):
+            raise CheckpointError(f"saved state of parameter {index} is {', '.join(keys)} instead of {', '.join(_ADAM_KEYS)}")
         for key, value in entries.items():
-            if isinstance(value, torch.Tensor) and value.dim() and not _fits(value.shape, params[index].shape, part.whole):
+            if not _fits(key, value, params[index], part.whole):
+                shape = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
                 raise CheckpointError(
-                    f"saved state {key!r} of parameter {index} has shape {tuple(value.shape)}, "
-                    f"the parameter {tuple(params[index].shape)}"
+                    f"saved state {key!r} of parameter {index} has shape {shape}, the parameter {tuple(params[index].shape)}"
                 )
     inner_groups = packed_groups(part.inner)
     for saved, group, inner_group in zip(state_dict["param_groups"], optimizer.param_groups, inner_groups, strict=True):
@@ -261,10 +273,23 @@ def _receives(part: Partition) -> bool:
     return part.rank == 0 and not (part.replicated and dist.is_initialized() and dist.get_rank() != 0)
 
 
-def _fits(shape: torch.Size, param_shape: torch.Size, whole: bool) -> bool:
-    """Whether state may have this shape: the parameter's, or with whole parameters that of its rows or columns."""
-    factored = len(shape) == len(param_shape) and all(n in (1, m) for n, m in zip(shape, param_shape, strict=True))
-    return shape == param_shape or (whole and factored)
+def _fits(key: str, value: Any, param: torch.Tensor, whole: bool) -> bool:
+    """Whether state may look so: like the parameter, or with whole parameters like its rows or columns."""
+    if key in _PER_PARAMETER:
+        return isinstance(value, int | float) or (isinstance(value, torch.Tensor) and value.numel() == 1)
+    if not isinstance(value, torch.Tensor):
+        return key not in _ADAM_KEYS
+    factored = value.dim() == param.dim() and all(n in (1, m) for n, m in zip(value.shape, param.shape, strict=True))
+    return value.shape == param.shape or (whole and factored)
+
+
+def _alike(value: Any, ours: Any) -> bool:
+    """Whether a hyperparameter may take the place of ours."""
+    if isinstance(ours, list | tuple):
+        return isinstance(value, list | tuple) and len(value) == len(ours) and all(map(_alike, value, ours))
+    if isinstance(ours, int | float | torch.Tensor):
+        return isinstance(value, int | float | torch.Tensor)
+    return True
 
 
 def _per_element(key: str, value: Any, param: torch.Tensor) -> bool:
@@ -277,7 +302,7 @@ def _to_cpu(value: Any) -> Any:
 
 def _elements(states: list[dict[str, Any]], run: _Run) -> torch.Tensor:
     """The elements of a run, (run.stop - run.start,), out of the states of this rank's slices."""
-    return states[run.position][run.key].detach().view(-1)[run.start : run.stop]
+    return states[run.position][run.key].detach().reshape(-1)[run.start : run.stop]
 
 
 def _runs(slices: list[Slice], inventory: _Inventory) -> Iterator[_Run]:

@@ -6,14 +6,11 @@ looking is read here by an unpickler that admits its own records only.
 """
 
 import os
-import pathlib
 import pickle
 import re
 import warnings
 import zlib
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -22,20 +19,19 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import filesystem, metadata, planner
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+# what is meant here, and needs no warning
+warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+
 _METADATA = ".metadata"
 _READ_BYTES = 16_000_000
 _RECORDS = (
-    metadata.BytesStorageMetadata,
     metadata.ChunkStorageMetadata,
     metadata.Metadata,
     metadata.MetadataIndex,
-    metadata.StorageMeta,
     metadata.TensorProperties,
     metadata.TensorStorageMetadata,
     metadata._MEM_FORMAT_ENCODING,
     filesystem._StorageInfo,
-    pathlib.PosixPath,
-    pathlib.PurePosixPath,
     torch.Size,
 )
 _ADMITTED = {(record.__module__, record.__qualname__): record for record in _RECORDS}
@@ -87,20 +83,19 @@ def write(pieces: list[Piece], folder: str, process_group: dist.ProcessGroup | N
         OSError: on all ranks, if one of them cannot write.
     """
     writer = _Writer(folder)
-    with _quiet():
-        try:
-            dcp.save(
-                {},
-                storage_writer=writer,
-                planner=_SavePlanner(_with_elements(pieces)),
-                process_group=process_group,
-                no_dist=process_group is None,
-            )
-        except dcp.api.CheckpointException as failed:  # a BaseException
-            rank, (error, _) = next(iter(failed.failures.items()))
-            if isinstance(error, OSError):
-                raise OSError(f"rank {rank} cannot write to {folder}: {error}") from failed
-            raise error from failed
+    try:
+        dcp.save(
+            {},
+            storage_writer=writer,
+            planner=_SavePlanner(_with_elements(pieces)),
+            process_group=process_group,
+            no_dist=process_group is None,
+        )
+    except dcp.api.CheckpointException as failed:  # a BaseException
+        rank, (error, _) = next(iter(failed.failures.items()))
+        if isinstance(error, OSError):
+            raise OSError(f"rank {rank} cannot write to {folder}: {error}") from failed
+        raise error from failed
     return writer.sums
 
 
@@ -117,13 +112,12 @@ def read(folder: str, pieces: list[Piece]) -> None:
         for piece in pieces:
             if piece.name not in stored or tuple(stored[piece.name].size) != (piece.numel,):
                 raise CheckpointError(f"{folder} has no tensor {piece.name} of {piece.numel} elements")
-        with _quiet():
-            dcp.load({}, storage_reader=reader, planner=_LoadPlanner(pieces), no_dist=True)
+        dcp.load({}, storage_reader=reader, planner=_LoadPlanner(pieces), no_dist=True)
     except CheckpointError:
         raise
     except dcp.api.CheckpointException as failed:  # a BaseException
         raise CheckpointError(damaged(folder, next(iter(failed.failures.values()))[0])) from failed
-    except Exception as error:  # there is no end to what damaged bytes provoke: zlib, struct, Unicode, memory, ...
+    except Exception as error:  # whatever damaged bytes provoke
         raise CheckpointError(damaged(folder, error)) from error
 
 
@@ -145,9 +139,12 @@ def damage(folder: str, sums: dict[str, FileSum]) -> str | None:
         if os.path.getsize(path) != nbytes:
             return f"{path} has {os.path.getsize(path)} bytes instead of {nbytes}"
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        for path, found, expected in zip(paths, pool.map(_file_sum, paths), sums.values(), strict=True):
-            if found != expected:
-                return f"the checksum of {path} does not hold"
+        try:
+            for path, found, expected in zip(paths, pool.map(_file_sum, paths), sums.values(), strict=True):
+                if found != expected:
+                    return f"the checksum of {path} does not hold"
+        except OSError as error:
+            return str(error)
     return None
 
 
@@ -211,8 +208,11 @@ class _Writer(dcp.FileSystemWriter):
     """Keeps the checksums of what this rank writes."""
 
     def __init__(self, folder: str) -> None:
-        super().__init__(folder)
+        super().__init__(folder, per_thread_copy_ahead=0)  # whose stream would be another GPU's in a thread
         self.sums: dict[str, FileSum] = {}
+
+    def storage_meta(self) -> None:
+        """Nothing: it would be a path of this machine, in a class that other versions of Python call otherwise."""
 
     def write_data(self, plan: planner.SavePlan, planner: planner.SavePlanner) -> torch.futures.Future:
         try:
@@ -264,11 +264,3 @@ def _file_sum(path: str) -> FileSum:
             nbytes += len(block)
             crc32 = zlib.crc32(block, crc32)
     return FileSum(nbytes, crc32)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without the warning that a single process reads or writes alone."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield

@@ -1,0 +1,135 @@
+"""What is in a checkpoint's file: written with a manifest of its tensors, read as if a stranger had made it."""
+
+import os
+import zlib
+from collections.abc import Callable, Iterator
+from types import NoneType
+from typing import Any
+
+import torch
+
+from zero.shards import CheckpointError, FileSum, damaged, of_the_disk
+
+FORMAT = 1  # of the keys beside nanoGPT's six
+
+
+def _is(*kinds: type) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, kinds)
+
+
+def _is_dict(keys: type, *values: type) -> Callable[[Any], bool]:
+    return lambda held: (
+        isinstance(held, dict) and all(isinstance(key, keys) and isinstance(value, values) for key, value in held.items())
+    )
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and value >= 0
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) or (isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_meta)
+
+
+def _is_optimizer(value: Any) -> bool:
+    return (
+        isinstance(value, dict)
+        and _is_dict(int, dict)(value.get("state"))
+        and isinstance(value.get("param_groups"), list)
+        and all(isinstance(group, dict) and isinstance(group.get("params"), list) for group in value["param_groups"])
+    )
+
+
+def _is_scaler(value: Any) -> bool:
+    """Of torch.amp.GradScaler, which holds nothing when it is not enabled."""
+    keys = {"scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"}
+    return _is_dict(str, int, float)(value) and value.keys() in (set(), keys)
+
+
+def _is_shards(value: Any) -> bool:
+    return (
+        _is_dict(str, str, dict)(value)
+        and isinstance(value.get("folder"), str)
+        and _is_dict(str, list)(value.get("files"))
+        and all(len(entry) == len(FileSum._fields) for entry in value["files"].values())
+    )
+
+
+# of every checkpoint, nanoGPT's included
+KEYS = {
+    "model": _is_dict(str, torch.Tensor),
+    "optimizer": _is_optimizer,
+    "model_args": _is_dict(str, int, float, str, NoneType),
+    "iter_num": _is_count,
+    "best_val_loss": _is_number,
+    "config": _is_dict(str, object),
+}
+# of ours only
+_MORE_KEYS = {
+    "data_position": _is_count,
+    "format": _is(int),
+    "manifest": _is_dict(str, dict),
+    "scaler": _is_scaler,
+    "shards": _is_shards,
+    "wandb_run_id": _is(str, NoneType),
+}
+
+
+def read_file(path: str) -> dict[str, Any]:
+    """Read a checkpoint's file, its tensors memory-mapped. Runs no code from it.
+
+    Raises:
+        CheckpointError: if it is missing or damaged, holds more than tensors and plain values, or lacks one of the keys
+            of a checkpoint.
+    """
+    try:
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"there is no checkpoint {path}") from error
+    except Exception as error:  # whatever damaged bytes provoke: zlib, struct, Unicode, memory, ...
+        raise CheckpointError(damaged(path, error)) from error
+    held = checkpoint if isinstance(checkpoint, dict) else {}
+    wrong = [key for key, fits in KEYS.items() if not fits(held.get(key))]
+    wrong += [key for key, fits in _MORE_KEYS.items() if key in held and not fits(held[key])]
+    if wrong:
+        raise CheckpointError(f"{path} is no checkpoint of a model in training: wrong or missing in it: {', '.join(wrong)}")
+    if held.get("format", FORMAT) != FORMAT:
+        raise CheckpointError(f"{path} has format {held['format']}, this program reads {FORMAT}; use the one that wrote it")
+    if "shards" not in held and any(tensor.is_meta for _, tensor in tensors_in(held)):
+        raise CheckpointError(f"{path} does not say where its tensors are; it is no checkpoint of this program")
+    return checkpoint
+
+
+def write_file(checkpoint: dict[str, Any], path: str) -> None:
+    """Have a checkpoint and its manifest on the disk: name, shape, dtype and CRC-32 of each tensor.
+
+    Raises:
+        OSError: if the disk is full or cannot be written to.
+    """
+    tensors = list(tensors_in(checkpoint))
+    entries = {id(tensor): manifest_entry(tensor) for tensor in {id(tensor): tensor for _, tensor in tensors}.values()}
+    manifest = {name: entries[id(tensor)] for name, tensor in tensors}
+    with open(path, "wb") as file:
+        try:
+            torch.save({**checkpoint, "format": FORMAT, "manifest": manifest}, file)
+        except RuntimeError as error:
+            raise of_the_disk(error) from error
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def manifest_entry(tensor: torch.Tensor) -> dict[str, Any]:
+    """What the manifest says of a tensor; on the meta device, where another file has its elements, without a checksum."""
+    crc32 = None
+    if not tensor.is_meta:
+        crc32 = zlib.crc32(tensor.detach().reshape(-1).contiguous().view(torch.uint8).numpy())
+    return {"shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch."), "crc32": crc32}
+
+
+def tensors_in(value: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor in nested dicts and lists, by the keys that lead to it, joined by dots."""
+    if isinstance(value, torch.Tensor):
+        yield name, value
+    elif isinstance(value, dict | list | tuple):
+        for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from tensors_in(inner, f"{name}.{key}" if name else str(key))

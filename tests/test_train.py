@@ -259,18 +259,22 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(data, tmp_path):
 
 @pytest.mark.parametrize(("on_error", "code"), [("continue", 0), ("stop", 1)])
 def test_a_checkpoint_that_cannot_be_written(data, tmp_path, on_error, code):
+    """'stop' does so as soon as the background has failed, not at the next save, which would be that of iteration 4000."""
     train(tmp_path, data, "--max_iters=6")
+    torch.save({**torch_load(tmp_path), "iter_num": 2000}, tmp_path / "ckpt.pt")
+    last = 2014 if code == 0 else 3999
     process = subprocess.run(
         [sys.executable, os.path.join(ROOT, "train.py"), *SETTINGS, f"--dataset={data}", f"--out_dir={tmp_path}",
-         "--init_from=resume", f"--on_save_error={on_error}"],
+         "--init_from=resume", f"--on_save_error={on_error}", f"--async_save={code == 1}", f"--max_iters={last}",
+         "--eval_interval=2000"],
         cwd=ROOT, capture_output=True, text=True, timeout=120,
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000)),  # bytes per file
     )  # fmt: skip
     assert process.returncode == code, process.stderr
     assert "WARNING: the checkpoint was not written" in process.stdout
     assert "what was there before stands" in process.stdout
-    assert ("iter 19:" in process.stdout) == (code == 0)
-    assert torch_load(tmp_path)["iter_num"] == 5
+    assert (f"iter {last}:" in process.stdout) == (code == 0)
+    assert torch_load(tmp_path)["iter_num"] == 2000
 
 
 @pytest.mark.parametrize("format", ["consolidated", "sharded"])

@@ -96,7 +96,8 @@ def save(checkpoint: dict[str, Any], folder: str, keep: int = 0, rotate: bool = 
             for old in sorted(_glob(folder, "ckpt_[0-9]*.pt"), key=os.path.getmtime)[:-keep]:
                 replaced |= {_shards_of(old)} - {None}
                 os.remove(old)
-        for name in replaced - {_shards_of(file) for file in (_glob(folder, "*.pt") if replaced else ())}:
+        in_use = {_shards_of(file) for file in _glob(folder, "*.pt")} if replaced else set()
+        for name in replaced - in_use:
             shutil.rmtree(os.path.join(folder, name))
     except OSError as error:
         return report._replace(complaint=f"{path} is written, but not all is tidy beside it: {error}")

@@ -206,9 +206,10 @@ def measure_memory():
 
 
 def measure_checkpoint():
-    """Rows of the table: by mode the seconds to consolidate, and memory beyond the state itself; then each format's figures.
+    """Rows of the table: by mode the median seconds to consolidate, each format's figures, and memory beyond the state itself.
 
-    PyTorch's own way is the last row where `torch` is among the modes. Needs to be called on all ranks.
+    PyTorch's own way, which takes a minute and is tried once, is the last row where `torch` is among the modes. Needs to
+    be called on all ranks.
     """
     rows = []
     for name in [*names, *(["consolidate_state_dict"] if "torch" in names else [])]:
@@ -216,42 +217,50 @@ def measure_checkpoint():
         backward(model)
         step(optimizer)
         wait_for_all(optimizer)
-        gc.collect()
-        dist.barrier()
-        before, begin = reset_peak(), time.perf_counter()
         if name == "consolidate_state_dict":
-            optimizer.consolidate_state_dict(to=0)
-            state = optimizer.state_dict() if dist.get_rank() == 0 else None
+            tries, saved = [consolidation(optimizer, consolidate_pytorch)], {}
         else:
-            state = checkpoint.consolidate(optimizer)
-        seconds, extra = time.perf_counter() - begin, peak_resident() - before - state_bytes(state)
-        row = {"mode": name, "consolidate, s": seconds}
-        if name != "consolidate_state_dict":
-            del state
-            for format in checkpoint.FORMATS:
-                row |= {f"{format}: {column}": figure for column, figure in save_and_restore(model, optimizer, format).items()}
+            tries = [consolidation(optimizer, checkpoint.consolidate) for _ in range(rounds + 1)]
+            saved = save_and_restore(model, optimizer)
         gathered = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, extra)
+        dist.all_gather_object(gathered, max(extra for _, extra in tries))
+        row = {"mode": name, "consolidate, s": statistics.median([seconds for seconds, _ in tries][-rounds:])} | saved
         row |= {"rank 0 extra, MB": gathered[0] / 1e6, "others extra, MB": max(gathered[1:], default=0) / 1e6}
         rows.append(row)
         del model, optimizer
     return rows
 
 
-def save_and_restore(model, optimizer, format):
-    """Seconds and megabytes of a checkpoint on the disk. Needs to be called on all ranks."""
-    with tempfile.TemporaryDirectory() as folder:
-        folder = shared(folder)
-        writer = checkpoint.CheckpointWriter(folder, format=format)
-        values = {"model_args": {}, "config": {}, "iter_num": 1, "best_val_loss": 0.0}
-        writer.save(getattr(model, "module", model), optimizer, values)
-        dist.barrier()
-        begin = time.perf_counter()
-        checkpoint.restore(optimizer, checkpoint.load(f"{folder}/ckpt.pt")["optimizer"])
-        figures = {"load, s": time.perf_counter() - begin}
-        for report in writer.outcomes():
-            figures |= {"write, s": report.write_s, "MB": report.nbytes / 1e6}
-        dist.barrier()
+def consolidation(optimizer, consolidate):
+    """Seconds of a consolidation, and the bytes of memory it took at its peak beyond the state it gave."""
+    gc.collect()
+    dist.barrier()
+    before, begin = reset_peak(), time.perf_counter()
+    state = consolidate(optimizer)
+    return time.perf_counter() - begin, peak_resident() - before - state_bytes(state)
+
+
+def consolidate_pytorch(optimizer):
+    optimizer.consolidate_state_dict(to=0)
+    return optimizer.state_dict() if dist.get_rank() == 0 else None
+
+
+def save_and_restore(model, optimizer):
+    """Each format's seconds and megabytes of a checkpoint on the disk. Needs to be called on all ranks."""
+    figures = {}
+    for format in checkpoint.FORMATS:
+        with tempfile.TemporaryDirectory() as folder:
+            folder = shared(folder)
+            writer = checkpoint.CheckpointWriter(folder, format=format)
+            values = {"model_args": {}, "config": {}, "iter_num": 1, "best_val_loss": 0.0}
+            writer.save(getattr(model, "module", model), optimizer, values)
+            dist.barrier()
+            begin = time.perf_counter()
+            checkpoint.restore(optimizer, checkpoint.load(f"{folder}/ckpt.pt")["optimizer"])
+            figures[f"{format}: load, s"] = time.perf_counter() - begin
+            for report in writer.outcomes():
+                figures |= {f"{format}: write, s": report.write_s, f"{format}: MB": report.nbytes / 1e6}
+            dist.barrier()
     return figures
 
 

@@ -6,7 +6,7 @@ runs the file (plain Python that assigns some of the settings), then sets batch_
 
     config = configure(globals())
 
-once, below its defaults: every module-level int, float, bool or str without a leading underscore is a setting.
+once, below its defaults: every module-level int, float, bool or str in small letters without a leading underscore is a setting.
 """
 
 import contextlib
@@ -78,7 +78,7 @@ def configure(settings: dict[str, Any], argv: list[str] | None = None) -> dict[s
 
 
 def _is_setting(key: str, value: Any) -> bool:
-    return not key.startswith("_") and isinstance(value, int | float | bool | str)
+    return key.islower() and not key.startswith("_") and isinstance(value, int | float | bool | str)
 
 
 def _is_assignment(key: str, value: Any) -> bool:
@@ -124,7 +124,7 @@ def _help(text: str | None, defaults: dict[str, Any]) -> NoReturn:
     """Print what the script says of itself and every setting with its default, and end."""
     print(text or "")
     for key, value in defaults.items():
-        print(f"  --{key}={value}")
+        print(f"  --{key}={value!r}")
     sys.exit(0)
 
 

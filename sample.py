@@ -6,6 +6,7 @@ $ python sample.py --out_dir=out-shakespeare-char --start=FILE:prompt.txt
 """
 
 import os
+import sys
 from contextlib import nullcontext
 
 import torch
@@ -39,7 +40,10 @@ try:
         raise ValueError(f"top_k={top_k} must be at least 1")
     meta = None
     if init_from == "resume":
-        checkpoint = ckpt.load(os.path.join(out_dir, "ckpt.pt"))
+        path, complaint = ckpt.find(out_dir)
+        if complaint:
+            sys.stderr.write(f"WARNING: {complaint}; sampling from {path}, the checkpoint before\n")
+        checkpoint = ckpt.load(path)
         model = GPT.from_checkpoint(checkpoint)
         meta = load_meta(os.path.join(DATA_DIR, checkpoint["config"].get("dataset", "")))
     else:

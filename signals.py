@@ -62,5 +62,9 @@ class Signals:
             elif now - self._interrupted > _SAME_KEYSTROKE_S:
                 os._exit(128 + signal.SIGINT)
         if number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+            wish = Wish.SAVE if number == signal.SIGUSR1 else Wish.SAVE_AND_STOP
             with self._lock:
-                self._wish = max(self._wish, Wish.SAVE if number == signal.SIGUSR1 else Wish.SAVE_AND_STOP)
+                news, self._wish = wish > self._wish, max(wish, self._wish)
+            if news:
+                what = "saving" if wish == Wish.SAVE else "saving and stopping"
+                print(f"{signal.Signals(number).name}: {what} once the step at hand is done", flush=True)

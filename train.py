@@ -125,7 +125,7 @@ if param_dtype == "bfloat16" and dtype != "bfloat16":
 for name in ("batch_size", "block_size", "gradient_accumulation_steps", "eval_interval", "eval_iters", "log_interval"):
     if config[name] < 1:
         fail(f"{name}={config[name]} must be at least 1")
-for name in ("learning_rate", "min_lr", "weight_decay", "grad_clip", "warmup_iters", "seed", "keep_checkpoints"):
+for name in ("learning_rate", "min_lr", "weight_decay", "grad_clip", "warmup_iters", "max_iters", "seed", "keep_checkpoints"):
     if config[name] < 0:
         fail(f"{name}={config[name]} must not be negative")
 if checkpoint_format not in ckpt.FORMATS:
@@ -339,13 +339,12 @@ def save_checkpoint():
 
 
 def report_saves():
-    """Tell what has come of writing checkpoints since the last call; what this rank wishes to be done about it."""
-    wish = Wish.NOTHING
+    """Tell what has come of writing checkpoints since the last call, and whether the last one that is known of failed."""
+    global unsaved
     for outcome in writer.outcomes() if master_process else ():  # rank 0 knows of everything
-        if isinstance(outcome, OSError):
+        unsaved = isinstance(outcome, OSError)
+        if unsaved:
             print(f"WARNING: the checkpoint was not written: {outcome}; what was there before stands", flush=True)
-            if on_save_error == "stop":
-                wish = Wish.FAIL
             continue
         if outcome.complaint:
             print(f"WARNING: {outcome.complaint}", flush=True)
@@ -357,9 +356,12 @@ def report_saves():
                 "checkpoint/bytes": outcome.nbytes,
             }
         )
-    return wish
+    return unsaved
 
 
+if master_process and init_from != "resume" and not eval_only and os.path.exists(os.path.join(out_dir, "ckpt.pt")):
+    print(f"WARNING: out_dir={out_dir} holds another run, which this one replaces; to go on with it, use --init_from=resume")
+unsaved = False
 log = None
 with wrong_input_ends_all_ranks():
     if master_process:
@@ -404,7 +406,7 @@ while iter_num <= max_iters or eval_only:
             break
         if losses["val"] < best_val_loss or always_save_checkpoint:
             best_val_loss = min(best_val_loss, losses["val"])
-            if iter_num > 0:
+            if iter_num > first_iter:
                 save_checkpoint()
         t0, iterations_timed = time.perf_counter(), 0
 
@@ -454,21 +456,24 @@ while iter_num <= max_iters or eval_only:
 
     iter_num += 1
 
-    wish = signals.decide(report_saves())
+    wish = signals.decide(Wish.FAIL if report_saves() and on_save_error == "stop" else Wish.NOTHING)
     if wish in (Wish.SAVE, Wish.SAVE_AND_STOP):
         save_checkpoint()
         t0, iterations_timed = time.perf_counter(), 0
-    if wish == Wish.SAVE_AND_STOP and master_process:
-        print(f"stopped by a signal before iteration {iter_num}; go on with --init_from=resume")
     if wish in (Wish.SAVE_AND_STOP, Wish.FAIL):
         break
 
 writer.wait()
-if Wish.FAIL in (wish, signals.decide(report_saves())):
-    sys.exit("the run ends because a checkpoint could not be written (on_save_error=stop)" if master_process else 1)
+to_be_saved = on_save_error == "stop" or wish == Wish.SAVE_AND_STOP
+failed = signals.decide(Wish.FAIL if report_saves() and to_be_saved else Wish.NOTHING) == Wish.FAIL
 if master_process:
+    if failed:
+        print("the run ends without its last checkpoint, which could not be written", flush=True, file=sys.stderr)
+    elif wish == Wish.SAVE_AND_STOP:
+        print(f"stopped by a signal before iteration {iter_num}; go on with --init_from=resume", flush=True)
     log.finish()
 if ddp:
     dist.barrier()
     sys.stdout.flush()
-    os._exit(0)  # without winding up, which gloo's threads can turn into an abort (pytorch/pull/179291)
+    os._exit(int(failed))  # without winding up, which gloo's threads can turn into an abort (pytorch/pull/179291)
+sys.exit(int(failed))

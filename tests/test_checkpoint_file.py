@@ -55,6 +55,15 @@ def test_the_file_before_is_kept_and_so_are_the_last_few(tmp_path):
     assert ckpt.find(str(tmp_path)) == (str(tmp_path / "ckpt.pt"), None)
 
 
+def test_what_overwrites_the_newest_file_in_place_leaves_the_kept_ones(tmp_path):
+    """As `cp` does, to go back to one of them, and nanoGPT, when it resumes there."""
+    for iteration in (1, 2, 3):
+        ckpt.save(numbered(iteration), str(tmp_path), keep=2)
+    (tmp_path / "ckpt.pt").write_bytes((tmp_path / "ckpt_00000002.pt").read_bytes())
+    (tmp_path / "ckpt_prev.pt").write_bytes(b"")
+    assert [ckpt.load(tmp_path / f"{name}.pt")["iter_num"] for name in ("ckpt", "ckpt_00000002", "ckpt_00000003")] == [2, 2, 3]
+
+
 def test_a_missing_file_is_mentioned(tmp_path):
     with pytest.raises(ckpt.CheckpointError, match=r"there is no checkpoint .*ckpt\.pt$"):
         ckpt.find(str(tmp_path))
@@ -341,6 +350,7 @@ def test_inspect(tmp_path, capsys):
     assert shown.returncode == 0, shown.stderr
     for part in ("iteration 5", "model.weight (3000,) float32", "optimizer.state.0.exp_avg (3000,)", "all checksums hold"):
         assert part in shown.stdout
+    assert "MB, consolidated, format 1" in shown.stdout
 
     def inspect(name):
         code = ckpt.main(["inspect", str(tmp_path / name)])
@@ -355,9 +365,10 @@ def test_inspect(tmp_path, capsys):
     assert code == 1
     assert "model.weight (3000,) float32 WRONG CHECKSUM" in output
     (tmp_path / "torn.pt").write_bytes((tmp_path / "ckpt.pt").read_bytes()[:-1000])
-    for name in ("torn.pt", "nowhere.pt"):
+    for name, reason in (("torn.pt", "is damaged"), ("nowhere.pt", "there is no checkpoint"), ("", "is a folder")):
         code, _, errors = inspect(name)
         assert (code, errors.count("\n")) == (2, 1)
+        assert reason in errors
     assert ckpt.main([]) == 2
 
 

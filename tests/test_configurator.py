@@ -8,7 +8,7 @@ from conftest import ROOT
 
 from configurator import configure
 
-DEFAULTS = {"batch_size": 12, "learning_rate": 6e-4, "compile": True, "out_dir": "out", "_private": 1, "function": print}
+DEFAULTS = {"batch_size": 12, "learning_rate": 6e-4, "compile": True, "out_dir": "out", "_private": 1, "CONSTANT": 2, "function": print}
 
 
 def settings(*argv):
@@ -74,7 +74,7 @@ def test_help_lists_all_settings(capsys):
     with pytest.raises(SystemExit) as caught:
         settings("--help")
     assert caught.value.code == 0
-    assert capsys.readouterr().out.split() == ["--batch_size=12", "--learning_rate=0.0006", "--compile=True", "--out_dir=out"]
+    assert capsys.readouterr().out.split() == ["--batch_size=12", "--learning_rate=0.0006", "--compile=True", "--out_dir='out'"]
 
 
 def test_files_and_arguments_apply_in_order(tmp_path):

@@ -218,7 +218,9 @@ def test_damaged_shards(tmp_path, monkeypatch, capsys):
     assert ckpt.find(str(tmp_path)) == (str(tmp_path / "ckpt.pt"), None)
     monkeypatch.chdir(tmp_path)
     assert ckpt.main(["inspect", "ckpt.pt"]) == 0
-    assert "files with a checksum each" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "sharded, format 1" in shown
+    assert "files with a checksum each" in shown
     shutil.rmtree(shards)
     for arguments, complaint in (
         (["inspect", "ckpt.pt"], "there is no"),

@@ -191,12 +191,16 @@ def test_compiled_blocks_train_and_leave_no_trace_in_the_file(data, tmp_path):
     assert not any("_orig_mod" in key for key in torch_load(tmp_path / "out")["model"])
 
 
-def started(out, data, *arguments):
-    """Two ranks in training, once iteration 8 has been logged; their process, their ids, and what they have printed."""
+def started(out, data, *arguments, limit=resource.RLIM_INFINITY):
+    """Two ranks in training, once iteration 8 has been logged; their process, their ids, and what they have printed.
+
+    They can write files of at most `limit` bytes.
+    """
     process = subprocess.Popen(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", os.path.join(ROOT, "train.py"),
          *SETTINGS, f"--dataset={data}", f"--out_dir={out}", "--max_iters=100000", "--eval_interval=100000", *arguments],
         cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
     )  # fmt: skip
     printed = []
     for line in process.stdout:
@@ -261,7 +265,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(data, tmp_path):
 def test_a_checkpoint_that_cannot_be_written(data, tmp_path, on_error, code):
     """'stop' does so as soon as the background has failed, not at the next save, which would be that of iteration 4000."""
     train(tmp_path, data, "--max_iters=6")
-    torch.save({**torch_load(tmp_path), "iter_num": 2000}, tmp_path / "ckpt.pt")
+    torch.save({**torch_load(tmp_path), "iter_num": 1996}, tmp_path / "ckpt.pt")
     last = 2014 if code == 0 else 3999
     process = subprocess.run(
         [sys.executable, os.path.join(ROOT, "train.py"), *SETTINGS, f"--dataset={data}", f"--out_dir={tmp_path}",
@@ -274,7 +278,20 @@ def test_a_checkpoint_that_cannot_be_written(data, tmp_path, on_error, code):
     assert "WARNING: the checkpoint was not written" in process.stdout
     assert "what was there before stands" in process.stdout
     assert (f"iter {last}:" in process.stdout) == (code == 0)
-    assert torch_load(tmp_path)["iter_num"] == 2000
+    assert torch_load(tmp_path)["iter_num"] == 1996
+
+
+def test_a_signal_whose_checkpoint_cannot_be_written(data, tmp_path):
+    """It promises nothing, and is no success; the ranks end in order."""
+    process, ranks, _ = started(tmp_path, data, limit=100_000)
+    os.kill(ranks[-1], signal.SIGTERM)
+    printed, errors = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert set(re.findall(r"exitcode +: (-?\d+)", errors)) == {"1"}, errors
+    assert "SIGTERM: saving and stopping once the step at hand is done" in printed
+    assert "WARNING: the checkpoint was not written" in printed
+    assert "stopped by a signal" not in printed
+    assert "the run ends without its last checkpoint" in errors
 
 
 @pytest.mark.parametrize("format", ["consolidated", "sharded"])
@@ -304,7 +321,7 @@ def test_a_tmpfs_too_small_for_a_second_save(data, runs, tmp_path, format):
     assert first.count("WARNING: the checkpoint was not written") == 1, first
     assert "WARNING: figures are missing" not in first
     assert "at iteration 5: " in second
-    assert second.count("WARNING: the checkpoint was not written") == 2, "at iterations 5, where it resumes, and 10"
+    assert second.count("WARNING: the checkpoint was not written") == 1, "at iteration 10, not again at 5, where it resumes"
     assert second.count("WARNING: figures are missing") == 1
     assert "iter 12: " in first
     assert "iter 12: " in second
@@ -401,6 +418,22 @@ def test_sample(runs, data, tmp_path):
     (tmp_path / "prompt.txt").write_text("BEH")
     prompted = run("sample.py", f"--out_dir={tmp_path}", f"--start=FILE:{tmp_path / 'prompt.txt'}", "--num_samples=1")
     assert "BEH" in prompted.stdout
+    whole = (tmp_path / "ckpt.pt").read_bytes()
+    (tmp_path / "ckpt.pt").write_bytes(whole[:9000] + bytes([whole[9000] ^ 1]) + whole[9001:])
+    damaged = run("sample.py", *command)
+    assert (damaged.returncode, damaged.stderr.count("\n")) == (2, 1)
+    assert "is damaged" in damaged.stderr
+    (tmp_path / "ckpt_prev.pt").write_bytes(whole)
+    before = run("sample.py", *command)
+    assert before.stdout == process.stdout
+    assert "WARNING: " in before.stderr
+
+
+def test_a_second_run_in_the_same_folder_says_that_it_replaces_the_first(data, tmp_path):
+    _, _, first = train(tmp_path, data, "--max_iters=5")
+    _, _, second = train(tmp_path, data, "--max_iters=0")
+    warning = f"WARNING: out_dir={tmp_path} holds another run"
+    assert (warning in first, warning in second) == (False, True)
 
 
 MISTAKES = {

@@ -22,6 +22,7 @@ import glob
 import os
 import re
 import shutil
+import signal
 import sys
 import time
 import uuid
@@ -29,7 +30,7 @@ import zipfile
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -92,13 +93,13 @@ def save(checkpoint: dict[str, Any], folder: str, keep: int = 0, rotate: bool = 
     report = SaveReport(checkpoint["iter_num"], os.path.getsize(path), time.perf_counter() - begin)
     try:
         if keep:
-            _also_as(path, os.path.join(folder, _BY_ITERATION.format(checkpoint["iter_num"])))
+            _also_as(path, os.path.join(folder, _BY_ITERATION.format(checkpoint["iter_num"])))  # whatever others do to `path`
             for old in sorted(_glob(folder, "ckpt_[0-9]*.pt"), key=os.path.getmtime)[:-keep]:
                 replaced |= {_shards_of(old)} - {None}
                 os.remove(old)
         in_use = {_shards_of(file) for file in _glob(folder, "*.pt")} if replaced else set()
-        for name in replaced - in_use:
-            shutil.rmtree(os.path.join(folder, name))
+        for unused in filter(os.path.isdir, (os.path.join(folder, name) for name in replaced - in_use)):
+            shutil.rmtree(unused)
     except OSError as error:
         return report._replace(complaint=f"{path} is written, but not all is tidy beside it: {error}")
     return report
@@ -248,6 +249,8 @@ def verify(path: str) -> None:
             bad = archive.testzip()
     except FileNotFoundError as error:
         raise CheckpointError(f"there is no checkpoint {path}") from error
+    except IsADirectoryError as error:
+        raise CheckpointError(f"{path} is a folder; name a file, such as {os.path.join(path, NAME)}") from error
     except Exception as error:  # see `read_file`
         raise CheckpointError(damaged(path, error)) from error
     if bad is not None:
@@ -276,10 +279,13 @@ def load(path: str) -> dict[str, Any]:
     return checkpoint
 
 
-def convert(source: str, target: str) -> None:
+def convert(source: str, target: str) -> str:
     """Write a consolidated checkpoint as a sharded one, or a sharded one as a consolidated one. One process only.
 
     A consolidated checkpoint is put together in memory.
+
+    Returns:
+        The format of the new one.
 
     Raises:
         CheckpointError: if the source cannot be read, or the target is no new name that ends in .pt.
@@ -295,11 +301,12 @@ def convert(source: str, target: str) -> None:
         _read_shards(_shards_folder(source, checkpoint), tensors)
         del checkpoint["shards"]
         _put(checkpoint, target)
-        return
+        return "consolidated"
     name = _shards_name(checkpoint)
     with _gone_unless_it_counts(target, name):
         sums = write(_cut_out(tensors), os.path.join(os.path.dirname(target), name + ".tmp"), None)
         _put({**checkpoint, "shards": _shards_entry(name, sums)}, target)
+    return "sharded"
 
 
 def _shards_name(checkpoint: dict[str, Any]) -> str:
@@ -375,7 +382,7 @@ def _put(checkpoint: dict[str, Any], path: str, previous: str | None = None) -> 
             os.rename(shards + ".tmp", shards)
             sync_folder(os.path.dirname(path) or ".")
         if previous is not None and os.path.exists(path):
-            _also_as(path, previous)
+            _also_as(path, previous, link=True)  # `path` is about to be another file
 
 
 def _glob(folder: str, pattern: str) -> list[str]:
@@ -395,14 +402,15 @@ def _replacing(path: str) -> Iterator[str]:
             os.remove(temporary)
 
 
-def _also_as(path: str, other: str) -> None:
-    """Give a file a second name, in place of what had it; where a file cannot have two names, copy it."""
+def _also_as(path: str, other: str, link: bool = False) -> None:
+    """Copy a file to another name, in place of what had it; or, where a file can have two names, give it that one as well."""
     with _replacing(other) as temporary:
         if os.path.lexists(temporary):
             os.remove(temporary)  # it may be another name of a file that counts
-        try:
-            os.link(path, temporary)
-        except OSError:
+        if link:
+            with suppress(OSError):
+                os.link(path, temporary)
+        if not os.path.lexists(temporary):
             shutil.copyfile(path, temporary)
             with open(temporary, "rb+") as file:
                 os.fsync(file.fileno())
@@ -413,7 +421,8 @@ def _inspect(path: str) -> bool:
     verify(path)
     checkpoint = read_file(path)
     manifest, tensors = checkpoint.get("manifest", {}), dict(tensors_in(checkpoint))
-    print(f"{path}: {os.path.getsize(path) / 1e6:.1f} MB, {'format ' + str(FORMAT) if manifest else 'written by nanoGPT'}")
+    format = f"{FORMATS['shards' in checkpoint]}, format {FORMAT}" if manifest else "written by nanoGPT"
+    print(f"{path}: {os.path.getsize(path) / 1e6:.1f} MB, {format}")
     print(f"iteration {checkpoint['iter_num']}, best validation loss {float(checkpoint['best_val_loss']):.4f}")
     print(f"model_args {checkpoint['model_args']}")
     for key in sorted(checkpoint.keys() - KEYS.keys() - {"manifest", "shards"}):
@@ -440,7 +449,7 @@ def main(arguments: list[str]) -> int:
             case ["inspect", path]:
                 return 0 if _inspect(path) else 1
             case ["convert", source, target]:
-                convert(source, target)
+                print(f"{target}: {convert(source, target)}")
                 return 0
             case _:
                 raise CheckpointError("say what to do: python -m zero.checkpoint inspect FILE, or convert FILE NEW_FILE")
@@ -450,4 +459,5 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # whoever reads the output may leave, as `head` does
     sys.exit(main(sys.argv[1:]))

@@ -8,7 +8,15 @@ from conftest import ROOT
 
 from configurator import configure
 
-DEFAULTS = {"batch_size": 12, "learning_rate": 6e-4, "compile": True, "out_dir": "out", "_private": 1, "CONSTANT": 2, "function": print}
+DEFAULTS = {
+    "batch_size": 12,
+    "learning_rate": 6e-4,
+    "compile": True,
+    "out_dir": "out",
+    "_private": 1,
+    "LIMIT": 2,
+    "function": print,
+}
 
 
 def settings(*argv):

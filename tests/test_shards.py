@@ -1,5 +1,6 @@
 """The sharded format: what no rank has whole is written in pieces, read in others, and trusted no more than one file."""
 
+import io
 import os
 import pickle
 import random
@@ -16,7 +17,7 @@ from zero import ShardedOptimizer
 from zero import checkpoint as ckpt
 from zero.consolidation import own_pieces
 from zero.contents import read_file
-from zero.shards import FileSum, _file_sum
+from zero.shards import FileSum, _file_sum, _Unpickler
 
 VALUES = {"model_args": {"n_layer": 1}, "iter_num": 4, "best_val_loss": 2.0, "config": {"seed": 1}}
 
@@ -270,6 +271,25 @@ def test_shards_that_ask_for_code_are_refused_by_name(tmp_path, monkeypatch):
         with pytest.raises(ckpt.CheckpointError, match=r"shards_00000001.* is damaged|posix\.system"):
             attempt()
     assert not os.path.exists("hostile-code-ran")
+
+
+class GetAttr:
+    def __init__(self, owner, name):
+        self.arguments = owner, name
+
+    def __reduce__(self):
+        return getattr, self.arguments
+
+
+def test_memory_formats_are_read_from_every_python(tmp_path):
+    """Some pickle an Enum by getattr, which is admitted for that alone."""
+    kind = torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING
+    for pickled in (kind.TORCH_CHANNELS_LAST, GetAttr(kind, "TORCH_CHANNELS_LAST")):
+        assert _Unpickler(io.BytesIO(pickle.dumps(pickled))).load() is kind.TORCH_CHANNELS_LAST
+    with pytest.raises(pickle.UnpicklingError, match=r"builtins\.getattr"):
+        _Unpickler(io.BytesIO(pickle.dumps(GetAttr(torch.Size, "numel")))).load()
+    with pytest.raises(KeyError):
+        _Unpickler(io.BytesIO(pickle.dumps(GetAttr(kind, "mro")))).load()
 
 
 def test_a_file_that_does_not_say_where_its_tensors_are(tmp_path):

@@ -39,6 +39,7 @@ class Logger:
             self.file = open(path, "ab" if resume else "wb", buffering=0)
             with open(path, "rb") as file:
                 self.file.truncate(file.read().rfind(b"\n") + 1)  # a line that a kill has cut off
+            self.file.seek(0, os.SEEK_END)
         except OSError as error:
             raise LoggerError(f"cannot write to out_dir={out_dir}: {error}") from error
         self.complained = False

@@ -9,7 +9,7 @@ import time
 import torch
 import torch.distributed as dist
 
-_SAME_KEYSTROKE_S = 1.0  # torchrun passes a Ctrl-C on to the ranks, which the terminal has sent it to already
+_SAME_KEYSTROKE_S = 1.0  # launchers pass on a Ctrl-C that the terminal may have sent to this process already
 
 
 class Wish(enum.IntEnum):
@@ -67,4 +67,4 @@ class Signals:
                 news, self._wish = wish > self._wish, max(wish, self._wish)
             if news:
                 what = "saving" if wish == Wish.SAVE else "saving and stopping"
-                print(f"{signal.Signals(number).name}: {what} once the step at hand is done", flush=True)
+                print(f"{signal.Signals(number).name}: {what} at the next step boundary", flush=True)

@@ -3,6 +3,7 @@
 import copy
 import os
 import random
+import re
 import subprocess
 import sys
 import time
@@ -46,10 +47,12 @@ def write(writer, iteration, numel=3000, **values):
 
 
 def test_the_file_before_is_kept_and_so_are_the_last_few(tmp_path):
+    (tmp_path / "ckpt_3_best.pt").write_bytes(b"of the user")
     for iteration in (1, 2, 30, 4):
         report = ckpt.save(numbered(iteration), str(tmp_path), keep=2)
         assert (report.iter_num, report.nbytes) == (iteration, os.path.getsize(tmp_path / "ckpt.pt"))
-    assert sorted(os.listdir(tmp_path)) == ["ckpt.pt", "ckpt_00000004.pt", "ckpt_00000030.pt", "ckpt_prev.pt"]
+    files = ["ckpt.pt", "ckpt_00000004.pt", "ckpt_00000030.pt", "ckpt_3_best.pt", "ckpt_prev.pt"]
+    assert sorted(os.listdir(tmp_path)) == files
     assert ckpt.load(tmp_path / "ckpt.pt")["iter_num"] == 4
     assert ckpt.load(tmp_path / "ckpt_prev.pt")["iter_num"] == 30
     assert ckpt.find(str(tmp_path)) == (str(tmp_path / "ckpt.pt"), None)
@@ -72,6 +75,32 @@ def test_a_missing_file_is_mentioned(tmp_path):
     path, complaint = ckpt.find(str(tmp_path))
     assert path == str(tmp_path / "ckpt_prev.pt")
     assert complaint == f"there is no checkpoint {tmp_path / 'ckpt.pt'}"
+
+
+@pytest.mark.parametrize("format", ckpt.FORMATS)
+def test_nothing_counts_before_it_is_on_the_disk(tmp_path, monkeypatch, format):
+    """Contents, then the name they have while they are written, then the name that counts."""
+    steps = []
+
+    def note(call):
+        def noted(*arguments):
+            paths = [os.readlink(f"/proc/self/fd/{each}") if isinstance(each, int) else str(each) for each in arguments]
+            names = [re.sub("[0-9a-f]{8}_?", "", os.path.relpath(path, tmp_path)) for path in paths]
+            steps.append((call.__name__, *names))
+            return call(*arguments)
+
+        monkeypatch.setattr(os, call.__name__, noted)
+
+    for call in (os.fsync, os.rename, os.replace):
+        note(call)
+    write(ckpt.CheckpointWriter(str(tmp_path), format=format), 7)
+    commit = [("fsync", "ckpt.pt.tmp"), ("replace", "ckpt.pt.tmp", "ckpt.pt"), ("fsync", ".")]
+    if format == "sharded":
+        commit[1:1] = [("rename", "shards_.tmp", "shards_"), ("fsync", ".")]
+        before, steps = steps[: -len(commit)], steps[-len(commit) :]
+        assert ("fsync", "shards_.tmp/__0_0.distcp") in before
+        assert before[-1] == ("fsync", "shards_.tmp")
+    assert steps == commit
 
 
 def test_where_a_file_cannot_have_two_names_it_is_copied(tmp_path, monkeypatch):

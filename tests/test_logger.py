@@ -18,6 +18,7 @@ def test_a_resumed_run_goes_on_after_the_last_whole_line(tmp_path):
     with open(tmp_path / "metrics.jsonl", "a") as file:
         file.write('{"iter": 2, "los')  # a kill
     logger = make(tmp_path, resume=True)
+    assert logger.file.tell() == len('{"iter": 1}\n'), "where the next line goes back to if the disk is full"
     logger.log({"iter": 2})
     logger.log({"iter": 3})
     assert lines(tmp_path) == [{"iter": 1}, {"iter": 2}, {"iter": 3}]

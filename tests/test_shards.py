@@ -136,6 +136,35 @@ def test_only_what_a_file_refers_to_is_kept(tmp_path):
     assert iterations(tmp_path) == [4, 7, 9, 10], "what was moved out of the way is not this run's any more"
 
 
+def test_shards_of_a_save_that_was_killed_just_before_it_counted_are_swept(tmp_path):
+    for iteration in (1, 2, 3):
+        save_alone(tmp_path, iteration)
+    os.rename(tmp_path / "ckpt.pt", tmp_path / "ckpt.pt.tmp")
+    shutil.copyfile(tmp_path / "ckpt_prev.pt", tmp_path / "ckpt.pt")
+    os.link(tmp_path / "ckpt.pt", tmp_path / "ckpt_prev.pt.tmp")
+    assert iterations(tmp_path) == [2, 3]
+    ckpt.CheckpointWriter(str(tmp_path))
+    assert iterations(tmp_path) == [2]
+    assert not [name for name in os.listdir(tmp_path) if name.endswith(".tmp")]
+
+
+def test_shards_whose_removal_was_killed_are_swept(tmp_path, monkeypatch):
+    for iteration in (1, 2):
+        save_alone(tmp_path, iteration)
+
+    def killed(path):
+        raise SystemExit
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", killed)
+        with pytest.raises(SystemExit):
+            save_alone(tmp_path, 3)
+    assert iterations(tmp_path) == [1, 2, 3]
+    ckpt.CheckpointWriter(str(tmp_path))
+    assert iterations(tmp_path) == [2, 3]
+    assert not [name for name in os.listdir(tmp_path) if name.endswith(".tmp")]
+
+
 def test_what_went_wrong_afterwards_is_told_but_the_checkpoint_is_written(tmp_path, monkeypatch):
     for iteration in (1, 2):
         save_alone(tmp_path, iteration)

@@ -167,6 +167,13 @@ def test_float16_trains_with_a_scaler(data, tmp_path):
     assert torch_load(out)["scaler"]["scale"] > 0
 
 
+def test_another_batch_size_goes_on_where_the_data_was_left(data, runs, tmp_path):
+    torch.save(runs["one"][3], tmp_path / "ckpt.pt")
+    assert runs["one"][3]["data_position"] == 15 * 12
+    train(tmp_path, data, "--init_from=resume", "--batch_size=4", "--max_iters=20")
+    assert torch_load(tmp_path)["data_position"] == 15 * 12 + 5 * 24
+
+
 def test_bfloat16_weights(data, runs, tmp_path):
     """Two ranks in bfloat16, then one in float32: the curve stays near float32's, the file holds float32 masters."""
     low = "--param_dtype=bfloat16", "--dropout=0.0"
@@ -252,10 +259,13 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(data, tmp_path):
     whole = (tmp_path / "ckpt.pt").read_bytes()
     middle = len(whole) // 2
     (tmp_path / "ckpt.pt").write_bytes(whole[:middle] + bytes(64) + whole[middle + 64 :])
-    _, _, printed = train(tmp_path, data, "--max_iters=12", "--init_from=resume", "--eval_interval=50", ranks=2)
+    _, _, printed = train(tmp_path, data, "--max_iters=12", "--init_from=resume", "--eval_interval=11", ranks=2)
     assert re.search(r"WARNING: \S+ckpt\.pt is damaged.*; resuming from \S+ckpt_prev\.pt", printed)
     assert "at iteration 5:" in printed
-    (tmp_path / "ckpt_prev.pt").write_bytes(b"")
+    assert torch_load(tmp_path)["iter_num"] == 11
+    assert torch.load(tmp_path / "ckpt_prev.pt", weights_only=True)["iter_num"] == 5, "no damaged one has taken its place"
+    for name in ("ckpt.pt", "ckpt_prev.pt"):
+        (tmp_path / name).write_bytes(b"")
     process = run("train.py", *SETTINGS, f"--dataset={data}", f"--out_dir={tmp_path}", "--init_from=resume")
     assert (process.returncode, process.stderr.count("\n")) == (2, 1)
     assert "ckpt_prev.pt is damaged" in process.stderr
@@ -288,7 +298,7 @@ def test_a_signal_whose_checkpoint_cannot_be_written(data, tmp_path):
     printed, errors = process.communicate(timeout=120)
     assert process.returncode == 1
     assert set(re.findall(r"exitcode +: (-?\d+)", errors)) == {"1"}, errors
-    assert "SIGTERM: saving and stopping once the step at hand is done" in printed
+    assert "SIGTERM: saving and stopping at the next step boundary" in printed
     assert "WARNING: the checkpoint was not written" in printed
     assert "stopped by a signal" not in printed
     assert "the run ends without its last checkpoint" in errors
@@ -355,11 +365,16 @@ def test_wandb_records_offline_without_login_or_network(data, tmp_path, monkeypa
     monkeypatch.delenv("WANDB_MODE", raising=False)
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))  # no ~/.netrc
-    arguments = [*SETTINGS, f"--dataset={data}", "--wandb_log=True", "--max_iters=1", f"--out_dir={tmp_path / 'out'}"]
-    process = run("train.py", *arguments, cwd=tmp_path)
-    assert process.returncode == 0, process.stderr
-    assert "wandb records offline; to upload later: wandb login && wandb sync " in process.stdout
-    assert os.path.isdir(process.stdout.split("wandb sync ")[1].split()[0])
+    arguments = [*SETTINGS, f"--dataset={data}", "--wandb_log=True", "--max_iters=5", f"--out_dir={tmp_path / 'out'}"]
+    folders = []
+    for init_from in ("scratch", "resume"):
+        process = run("train.py", *arguments, f"--init_from={init_from}", cwd=tmp_path)
+        assert process.returncode == 0, process.stderr
+        assert "wandb records offline; to upload later: wandb login && wandb sync " in process.stdout
+        folders.append(process.stdout.split("wandb sync ")[1].split()[0])
+    assert all(os.path.isdir(folder) for folder in folders)
+    run_id = torch_load(tmp_path / "out")["wandb_run_id"]
+    assert [folder.rsplit("-", 1)[1] for folder in folders] == [run_id, run_id], "the resumed run is the same run"
 
 
 def test_wandb_records_offline_with_a_login_but_no_network(data, tmp_path, monkeypatch):

@@ -59,7 +59,8 @@ __all__ = [
 FORMATS = ("consolidated", "sharded")
 NAME, PREVIOUS = "ckpt.pt", "ckpt_prev.pt"
 _BY_ITERATION = "ckpt_{:08d}.pt"
-_SHARDS = re.compile(r"shards_\d{8,}_[0-9a-f]{8}")  # nothing else is ever removed
+# nothing else is ever removed
+_KEPT, _SHARDS = re.compile(r"ckpt_\d{8,}\.pt"), re.compile(r"shards_\d{8,}_[0-9a-f]{8}")
 
 
 class SaveReport(NamedTuple):
@@ -94,12 +95,11 @@ def save(checkpoint: dict[str, Any], folder: str, keep: int = 0, rotate: bool = 
     try:
         if keep:
             _also_as(path, os.path.join(folder, _BY_ITERATION.format(checkpoint["iter_num"])))  # whatever others do to `path`
-            for old in sorted(_glob(folder, "ckpt_[0-9]*.pt"), key=os.path.getmtime)[:-keep]:
+            kept = [path for path in _glob(folder, "ckpt_*.pt") if _KEPT.fullmatch(os.path.basename(path))]
+            for old in sorted(kept, key=os.path.getmtime)[:-keep]:
                 replaced |= {_shards_of(old)} - {None}
                 os.remove(old)
-        in_use = {_shards_of(file) for file in _glob(folder, "*.pt")} if replaced else set()
-        for unused in filter(os.path.isdir, (os.path.join(folder, name) for name in replaced - in_use)):
-            shutil.rmtree(unused)
+        _remove_unused(folder, replaced)
     except OSError as error:
         return report._replace(complaint=f"{path} is written, but not all is tidy beside it: {error}")
     return report
@@ -161,6 +161,7 @@ class CheckpointWriter:
         self._outcomes: deque[SaveReport | OSError] = deque()
         if not distributed or dist.get_rank() == 0:
             for leftover in _glob(folder, "ckpt*.pt.tmp"):
+                _remove_unused(folder, {_shards_of(leftover)} - {None})  # whole, but killed before it counted
                 os.remove(leftover)
             for leftover in _glob(folder, "shards_*.tmp"):
                 if _SHARDS.fullmatch(os.path.basename(leftover).removesuffix(".tmp")):
@@ -330,6 +331,14 @@ def _shards_of(path: str) -> str | None:
     except CheckpointError:
         return None
     return name if _SHARDS.fullmatch(name) else None
+
+
+def _remove_unused(folder: str, names: set[str]) -> None:
+    """Remove those of the shards that no file refers to any more."""
+    in_use = {_shards_of(file) for file in _glob(folder, "*.pt")} if names else set()
+    for unused in filter(os.path.isdir, (os.path.join(folder, name) for name in names - in_use)):
+        os.rename(unused, unused + ".tmp")  # what a kill leaves of it is swept at the next start
+        shutil.rmtree(unused + ".tmp")
 
 
 @contextmanager

@@ -206,7 +206,8 @@ def measure_memory():
 
 
 def measure_checkpoint():
-    """Rows of the table: by mode the median seconds to consolidate, each format's figures, and memory beyond the state itself.
+    """Rows of the table: by mode the seconds to consolidate for the first time and in the median of the rounds after it, each
+    format's figures, and memory beyond the state itself.
 
     PyTorch's own way, which takes a minute and is tried once, is the last row where `torch` is among the modes. Needs to
     be called on all ranks.
@@ -224,7 +225,8 @@ def measure_checkpoint():
             saved = save_and_restore(model, optimizer)
         gathered = [None] * dist.get_world_size()
         dist.all_gather_object(gathered, max(extra for _, extra in tries))
-        row = {"mode": name, "consolidate, s": statistics.median([seconds for seconds, _ in tries][-rounds:])} | saved
+        times = [seconds for seconds, _ in tries]
+        row = {"mode": name, "first, s": times[0], "consolidate, s": statistics.median(times[-rounds:])} | saved
         row |= {"rank 0 extra, MB": gathered[0] / 1e6, "others extra, MB": max(gathered[1:], default=0) / 1e6}
         rows.append(row)
         del model, optimizer

@@ -9,6 +9,7 @@ from ranks import run_ranks
 from toy import largest_difference, weights
 
 from model import GPT, GPTConfig
+from zero.arriving import SentGradient, local_gradient
 from zero.build import build, clip_grad_norm_
 from zero.memory import held_bytes
 
@@ -113,8 +114,8 @@ def test_communication_overlaps_with_computation(compile_blocks):
 def live_bytes():
     """Bytes of all tensors of this process, each storage once."""
     gc.collect()
-    tensors = [thing for thing in gc.get_objects() if isinstance(thing, torch.Tensor)]
-    tensors += [tensor.grad for tensor in tensors if tensor.is_leaf and tensor.grad is not None]
+    tensors = [thing for thing in gc.get_objects() if isinstance(thing, torch.Tensor) and not isinstance(thing, SentGradient)]
+    tensors += [gradient for tensor in tensors if tensor.is_leaf and (gradient := local_gradient(tensor)) is not None]
     return sum({tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}.values())
 
 

@@ -22,11 +22,12 @@ both = st.tuples(st.sampled_from([Layout.by_element, Layout.by_parameter]), st.f
 def test_every_element_of_every_parameter_has_exactly_one_owner(case):
     lay, args = case
     layout = lay(**args)
-    owners = [[0] * numel for numel in layout.numels]
+    owners = [[0] * max(numel, 1) for numel in layout.numels]  # one without elements has an owner, too
     for rank in range(args["world_size"]):
         for piece in layout.slices(rank):
-            assert 0 <= piece.start < piece.stop <= layout.numels[piece.param]
-            for element in range(piece.start, piece.stop):
+            numel = layout.numels[piece.param]
+            assert 0 <= piece.start < piece.stop <= numel or numel == piece.stop == 0
+            for element in range(piece.start, max(piece.stop, 1)):
                 owners[piece.param][element] += 1
     assert all(count == 1 for parameter in owners for count in parameter)
 
@@ -77,7 +78,7 @@ def test_whole_parameters_are_dealt_by_size(args):
     layout = Layout.by_parameter(**args)
     for rank in range(args["world_size"]):
         assert all((piece.start, piece.stop) == (0, layout.numels[piece.param]) for piece in layout.slices(rank))
-    room = [-(-numel // args["align"]) * args["align"] for numel in args["numels"]]
+    room = [-(-max(numel, 1) // args["align"]) * args["align"] for numel in args["numels"]]
     for bucket in layout.buckets:
         members = [size for size, offset in zip(room, layout.offsets, strict=True) if bucket.start <= offset < bucket.stop]
         assert bucket.numel <= max(args["bucket_numel"], *members, 0)

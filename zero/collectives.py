@@ -155,13 +155,14 @@ class Communicator:
                 work.wait()
             self._waited_s[kind] += time.perf_counter() - begin
             return
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        for work in works:
-            work.wait()  # for NCCL the stream waits, not this thread
-        end.record()
+        with torch.cuda.device(device):  # events belong to a device, and the wait to its current stream
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            for work in works:
+                work.wait()  # for NCCL the stream waits, not this thread
+            end.record()
         self._waits.append((kind, begin, end))
-        while self._waits[0][2].query() and len(self._waits) > 1:
+        while len(self._waits) > 1 and self._waits[0][2].query():
             self._read_first_wait()
 
     def waited_ms(self) -> dict[str, float]:

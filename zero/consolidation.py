@@ -9,6 +9,7 @@ not used.
 Where the whole is too much for rank 0, `own_pieces` names what each rank would have contributed, for `zero.shards` to write.
 """
 
+import copy
 from collections import deque
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -17,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from zero.layout import Slice
-from zero.optimizer import ShardedOptimizer, hyperparameters
+from zero.optimizer import ShardedOptimizer, flattened, hyperparameters, shaped
 from zero.partition import Partition, packed_groups, parameters, partition
 from zero.shards import CheckpointError, Piece, read
 
@@ -87,7 +88,9 @@ def model_state_dict(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -
         return None
     copies = dict(masters)
     for tensor in held.values():
-        if id(tensor) not in copies:
+        if not isinstance(tensor, torch.Tensor):  # of get_extra_state()
+            copies[id(tensor)] = copy.deepcopy(tensor)
+        elif id(tensor) not in copies:
             copies[id(tensor)] = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())
     return {name: copies[id(tensor)] for name, tensor in held.items()}
 
@@ -110,6 +113,7 @@ def own_pieces(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tupl
     pieces = []
     for piece, local, state in zip(part.slices[part.rank], locals_, states, strict=True):
         whole = params[piece.param]
+        _check_contiguous(piece.param, whole)
         if id(whole) in names:
             pieces.append(Piece(names[id(whole)], whole.numel(), piece.start, local.detach().reshape(-1)))
         for key, value in state.items():
@@ -139,6 +143,14 @@ def own_pieces(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tupl
     return pieces, contents
 
 
+def _check_contiguous(index: int, param: torch.Tensor) -> None:
+    """A stored piece is a range of elements in the order of the indices, a slice one in the order of memory."""
+    if not param.is_contiguous():
+        raise CheckpointError(
+            f"parameter {index} has strides {param.stride()}; shards hold contiguous parameters, the consolidated format any"
+        )
+
+
 def _state_name(param: int, key: str) -> str:
     """The name of a state tensor's pieces; `param` counts through all of the optimizer's parameters."""
     return f"optimizer.state.{param}.{key}"
@@ -151,14 +163,15 @@ def _gather(part: Partition, params: list[torch.Tensor], states: list[dict[str, 
         params: the whole parameters.
         states: for each slice of this rank tensors that hold a number per element, and any other values.
     """
-    inventory = _inventory(states, parameters(part.inner))
+    locals_ = parameters(part.inner)
+    inventory = _inventory(states, locals_)
     inventories = _gather_inventories(inventory, part)
     wire = _wire_device(params, part)
 
     in_flight: deque[_Transfer] = deque()
     if part.rank != 0:
         for run in _runs(part.slices[part.rank], inventory):
-            elements = _elements(states, run).to(wire)
+            elements = _elements(states, run, locals_).to(wire)
             _enqueue(in_flight, _Transfer(dist.isend(elements, group_dst=0, group=part.process_group), elements, None))
         _drain(in_flight)
         return None
@@ -167,9 +180,10 @@ def _gather(part: Partition, params: list[torch.Tensor], states: list[dict[str, 
     for rank, (slices, held) in enumerate(zip(part.slices, inventories, strict=True)):
         for run in _runs(slices, held):
             piece = slices[run.position]
-            place = whole[piece.param][run.key].view(-1)[piece.start + run.start : piece.start + run.stop]
+            flat = flattened(whole[piece.param][run.key], params[piece.param])
+            place = flat[piece.start + run.start : piece.start + run.stop]
             if rank == 0:
-                place.copy_(_elements(states, run))
+                place.copy_(_elements(states, run, locals_))
                 continue
             received = place if wire.type == "cpu" else torch.empty_like(place, device=wire)
             _enqueue(in_flight, _Transfer(dist.irecv(received, group_src=rank, group=part.process_group), received, place))
@@ -194,7 +208,7 @@ def _room(part: Partition, params: list[torch.Tensor], inventories: list[_Invent
                 if not isinstance(entry, torch.dtype):
                     state[key] = entry
                 elif key not in state:
-                    state[key] = torch.empty(params[piece.param].shape, dtype=entry, device=device)
+                    state[key] = torch.empty_like(params[piece.param], dtype=entry, device=device, requires_grad=False)
     return dict(sorted(whole.items()))
 
 
@@ -261,6 +275,7 @@ def restore(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> Non
             own = _own_part(key, value, whole, piece, local)
             inner_state.setdefault(position, {})[key] = own
             if isinstance(value, torch.Tensor) and value.is_meta:
+                _check_contiguous(piece.param, whole)
                 start = piece.start if _per_element(key, value, whole) else 0
                 in_pieces.append(Piece(_state_name(piece.param, key), value.numel(), start, own.view(-1)))
     if in_pieces:
@@ -300,9 +315,9 @@ def _to_cpu(value: Any) -> Any:
     return value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
 
 
-def _elements(states: list[dict[str, Any]], run: _Run) -> torch.Tensor:
+def _elements(states: list[dict[str, Any]], run: _Run, locals_: list[torch.Tensor]) -> torch.Tensor:
     """The elements of a run, (run.stop - run.start,), out of the states of this rank's slices."""
-    return states[run.position][run.key].detach().reshape(-1)[run.start : run.stop]
+    return flattened(states[run.position][run.key].detach(), locals_[run.position])[run.start : run.stop]
 
 
 def _runs(slices: list[Slice], inventory: _Inventory) -> Iterator[_Run]:
@@ -339,5 +354,5 @@ def _own_part(key: str, value: Any, param: torch.Tensor, piece: Slice, local: to
     if isinstance(value, torch.Tensor) and value.is_meta:
         return torch.empty(local.shape if _per_element(key, value, param) else value.shape, dtype=value.dtype)
     if _per_element(key, value, param):
-        return value.reshape(-1)[piece.start : piece.stop].clone().view(local.shape)
+        return shaped(flattened(value, param)[piece.start : piece.stop].clone(), local)
     return value.clone() if isinstance(value, torch.Tensor) else value

@@ -1,7 +1,9 @@
 """ShardedDataParallel: reduce-scatters during backward, all-gathers during the next forward."""
 
+import copy
+import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -9,11 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd import Variable
+from torch.utils._pytree import tree_leaves
 
+from zero.arriving import ArrivingParameters, SentGradient, holds_elsewhere, local_gradient
 from zero.collectives import Reduction
-from zero.optimizer import SPARSE, Bucket, ShardedOptimizer
+from zero.optimizer import SPARSE, Bucket, ShardedOptimizer, flattened, shaped
 
 _IN_FLIGHT = 2  # reduce-scatters at a time: one on the wire, the next one ready; more is no faster and takes memory
+_wrapper_of: weakref.WeakKeyDictionary[nn.Module, "weakref.ref[ShardedDataParallel]"] = weakref.WeakKeyDictionary()
 
 
 class Place(NamedTuple):
@@ -36,18 +41,24 @@ class ShardedDataParallel(nn.Module):
     """Data parallelism for a model whose optimizer is a ShardedOptimizer, in place of DistributedDataParallel.
 
     backward   as a parameter's gradient arrives, it is divided by the number of ranks, copied into its bucket and freed; a
-               bucket that has all its gradients is reduce-scattered at once, in the order of the buckets. After backward
-               `param.grad` is None: clip with `optimizer.clip_grad_norm_`, scale float16 with `ShardedGradScaler`
+               bucket that has all its gradients is reduce-scattered at once, in the order of the buckets. `param.grad` is
+               a `SentGradient` from then on, which can be dropped and zeroed, but not read: clip with
+               `optimizer.clip_grad_norm_`, scale float16 with `ShardedGradScaler`
     step       the optimizer waits for the reduce-scatters (this is its phase 1), updates, and starts the all-gathers
-    forward    a module waits for the all-gathers of the buckets that its own parameters lie in, just before it runs
+    forward    whoever reads a parameter from its module waits for the all-gathers of the buckets that it lies in
 
-    So a rank sends the bytes of one all-reduce, half of them while backward runs and half while forward does. `state_dict`
-    and `load_state_dict` of the model wait for all gathers; whoever else reads parameters calls
-    `optimizer.synchronize()` first. A module that is compiled (`module.compile()`, before it is wrapped) waits as a whole,
-    and its gradients arrive together: compile the blocks of a model, not all of it, and the overlap remains.
+    So a rank sends the bytes of one all-reduce, half of them while backward runs and half while forward does.
+
+    The wait is in the modules' own dictionaries of parameters (`ArrivingParameters`), which stand in place of plain ones
+    while gathers are in flight. So it does not matter who reads, or when: a module's forward, its parent, a hook,
+    `parameters()`, `state_dict()`, deepcopy. A module that reads parameters past these dictionaries waits before it runs,
+    as a whole: one that is compiled (before it is wrapped; compile the blocks of a model, not all of it, and the overlap
+    remains), and one that keeps parameters in attributes of its own (LSTM). What is left is a reference taken beforehand,
+    such as a list of parameters that a moving average made once: call `optimizer.synchronize()` before it is read after
+    `step`. `check_reads` finds these.
 
     A parameter without a gradient on any rank is skipped by the update; one that has a gradient on some ranks counts as
-    zero on the others.
+    zero on the others. Several backward passes add up until `zero_grad`, of the optimizer, the wrapper or the module.
 
     With `require_backward_grad_sync = False`, or inside `no_sync()`, gradients accumulate in `param.grad` as under
     DistributedDataParallel, and the next synchronized backward sends their sum. With `shard_gradients` every backward
@@ -59,25 +70,36 @@ class ShardedDataParallel(nn.Module):
 
     Construction broadcasts frozen parameters and buffers from rank 0, as the optimizer has done with its own; buffers (the
     statistics of BatchNorm, say) are each rank's own from then on. It, forward, backward and step need to be called on all
-    ranks.
+    ranks. `deepcopy` gives a copy of the module, without the wrapper. A wrapper that is deleted leaves the module as it
+    was; one whose optimizer has been replaced by a new ShardedOptimizer gives way to the new one's wrapper.
+
+    Args:
+        check_reads: a debugging mode. Whatever is read before it has arrived is nan, by whatever way it is read, at the
+            price of a copy of each bucket.
 
     Raises:
-        ValueError: if a trainable parameter of `module` is not the optimizer's, or one of the two is of the wrong kind.
-        RuntimeError: from backward or step, if gradients of the last step are still there, or those of this one have
-            not been sent, or one is sparse.
+        ValueError: if a trainable parameter of `module` is not the optimizer's, one of the two is of the wrong kind or
+            wrapped already, or a buffer or frozen parameter has elements that share memory.
+        RuntimeError: from backward, if a parameter was read before it had arrived, its gradient arrives again after its
+            bucket has been sent (as from several reentrant checkpoints), or is sparse; from step, if gradients of this
+            step have not been sent, or a parameter was replaced.
 
     Source: Rajbhandari et al., "ZeRO", sections 5.1 and 5.2; the interface is that of
-    `torch.nn.parallel.DistributedDataParallel`.
+    `torch.nn.parallel.DistributedDataParallel`; waiting dictionaries are DeepSpeed ZeRO-3's idea.
     """
 
-    gathers_in_background = True
-
-    def __init__(self, module: nn.Module, optimizer: ShardedOptimizer, shard_gradients: bool = False) -> None:
+    def __init__(
+        self, module: nn.Module, optimizer: ShardedOptimizer, shard_gradients: bool = False, check_reads: bool = False
+    ) -> None:
         super().__init__()
+        self._undo: list[Callable[[], None]] = []  # takes out of the module what was put into it
         if not isinstance(optimizer, ShardedOptimizer):
             raise ValueError(f"ShardedDataParallel needs a ShardedOptimizer, not {type(optimizer).__name__}")
         if any(isinstance(part, nn.parallel.DistributedDataParallel | ShardedDataParallel) for part in module.modules()):
             raise ValueError("the module is wrapped for data parallelism already; ShardedDataParallel takes the bare one")
+        if optimizer.wrapper is not None and optimizer.wrapper() is not None:
+            raise ValueError("the optimizer has a ShardedDataParallel already; make another ShardedOptimizer for another model")
+        self._replace_wrappers(module)
         self.module = module
         self.optimizer = optimizer
         self.shard_gradients = shard_gradients
@@ -86,9 +108,10 @@ class ShardedDataParallel(nn.Module):
 
         self._params = [param for buffer in optimizer.buffers for param in buffer.params]
         self._number = {param: number for number, param in enumerate(self._params)}
-        if strangers := self._strangers(module):
+        strangers = [name for name, param in module.named_parameters() if self._is_stranger(param)]
+        if strangers:
             raise ValueError(f"these parameters require gradients but are not the optimizer's: {', '.join(strangers)}")
-        self._others = [(name, param) for name, param in module.named_parameters() if param not in self._number]
+        optimizer.names.update({param: name for name, param in module.named_parameters()})
         self._places: dict[nn.Parameter, list[Place]] = {param: [] for param in self._params}
         for index, bucket in enumerate(optimizer.buckets):
             for param, piece, offset in bucket.members:
@@ -98,32 +121,90 @@ class ShardedDataParallel(nn.Module):
         self._shards: list[torch.Tensor | None] = [None] * count  # (sizes[rank],), the mean gradient of this step
         self._reduced = [False] * count  # whether the shard holds a gradient of this step
         self._filling: list[torch.Tensor | None] = [None] * count  # (sum of sizes,), gradients as they arrive
+        self._streams: list[set[torch.cuda.Stream]] = [set() for _ in range(count)]  # that have filled it, on a GPU
         self._reductions: list[Reduction | None] = [None] * count  # in flight
         self._missing: list[set[nn.Parameter]] = []  # by bucket; empty outside of backward
         self._next = 0  # the bucket to be reduced next
-        self._used: set[int] = set()  # numbers of the parameters that had a gradient on this rank
+        self._used: set[int] = set()  # numbers of the parameters that have a gradient in this step
         self._agreement: Agreement | None = None  # in flight
-        self._collected = False
-        self._called: set[nn.Parameter] = set()  # since the last step, the parameters of modules that have run
-        self._root_waits_for: set[int] = set()  # buckets of parameters that are used without their module being called
 
         if optimizer.param_dtype is not None:
             module.to(optimizer.param_dtype)
-        for tensor in (*module.parameters(), *module.buffers()):
+        self._sent = [SentGradient(param) for param in self._params]  # stands in `param.grad` for what is in the shards
+        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
             if tensor not in self._number:
-                self._comm.broadcast(tensor.data)
+                self._broadcast(name, tensor.detach())
+        on_gradient = _weakly(self._on_gradient)
         for param in self._params:
-            param.register_post_accumulate_grad_hook(_weakly(self._on_gradient))
-        self._wait_before_forward(module)
-        module.register_forward_pre_hook(self._waiter(self._root_waits_for, []))
+            self._undo.append(param.register_post_accumulate_grad_hook(on_gradient).remove)
+        # a ScriptModule has no such dictionary in Python
+        self._parts = [part for part in module.modules() if isinstance(vars(part).get("_parameters"), dict)]
+        self._owners = [part for part in self._parts if any(param in self._number for param in part._parameters.values())]
+        self._have_some_wait_as_a_whole(module)
+        if optimizer.param_dtype is not None:
+            before_loading = _weakly(self._before_loading)
+            for part in module.modules():
+                self._undo.append(part.register_load_state_dict_pre_hook(before_loading).remove)
         for part in module.modules():
-            part.register_state_dict_pre_hook(lambda *_: optimizer.synchronize())
-            part.register_load_state_dict_pre_hook(self._before_loading)
-            part.register_load_state_dict_post_hook(self._after_loading)
-        optimizer.source = self
+            _wrapper_of[part] = weakref.ref(self)
+        optimizer.wrapper = weakref.ref(self)
+        optimizer.check_reads = check_reads
+
+    def _replace_wrappers(self, module: nn.Module) -> None:
+        """A module has one wrapper; that of an optimizer which another one has followed is no longer of use."""
+        for part in module.modules():
+            reference = _wrapper_of.get(part)
+            other = reference() if reference is not None else None
+            if other is None:
+                continue
+            if other.optimizer.holds_its_parameters():
+                raise ValueError(
+                    f"{type(part).__name__} is wrapped by another ShardedDataParallel already; delete that one first, or make "
+                    "a new ShardedOptimizer to replace its optimizer"
+                )
+            other._unwrap()
+
+    def _unwrap(self) -> None:
+        """Leave the module as it was before it was wrapped, and nothing in flight."""
+        self._reset()
+        self.optimizer.synchronize()
+        for undo in self._undo:
+            undo()
+        self._undo = []
+        for param, sent in zip(self._params, self._sent, strict=True):
+            if param.grad is sent:
+                param.grad = None
+        for part in self.module.modules():
+            _wrapper_of.pop(part, None)
+        self.optimizer.wrapper = None
+        self.optimizer.check_reads = False
+
+    def __del__(self) -> None:
+        if self.__dict__.get("_undo") and not sys.is_finalizing():
+            self._unwrap()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        return copy.deepcopy(self.module, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError("a ShardedDataParallel belongs to a process group and cannot be pickled; pickle its .module")
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.module(*args, **kwargs)
+        if not self._undo and self._params:
+            raise RuntimeError("this ShardedDataParallel has been replaced by a newer one of the same module; call that one")
+        if torch.compiler.is_compiling():  # compiled with the wrapper, the module would read past the dictionaries
+            _uncompiled(self.optimizer.synchronize)()
+        result = self.module(*args, **kwargs)
+        if torch.is_grad_enabled() and (self.require_backward_grad_sync or self.shard_gradients):
+            for output in tree_leaves(result):
+                if isinstance(output, torch.Tensor) and output.requires_grad:
+                    output.register_hook(_weakly(self._on_output_gradient))
+        return result
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As the optimizer's: also drops what has been sent."""
+        super().zero_grad(set_to_none)
+        self.clear()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -136,37 +217,63 @@ class ShardedDataParallel(nn.Module):
 
     # -- backward ------------------------------------------------------------------------------------------------------
 
+    def _on_output_gradient(self, _: torch.Tensor) -> None:
+        """Backward begins here, and ends when this call of `backward` does.
+
+        The end of a call is all that autograd tells, and reentrant checkpoints call `backward` once per segment from
+        within. So whoever comes first here is the outermost.
+        """
+        if not self._missing and (self.require_backward_grad_sync or self.shard_gradients):
+            self._begin_backward()
+
     @torch.no_grad()
     def _on_gradient(self, param: nn.Parameter) -> None:
         """Take a gradient that backward has just finished."""
+        if any(self.optimizer.buckets[place.bucket].gather is not None for place in self._places[param]):
+            raise RuntimeError(
+                f"{self.optimizer.names[param]} has a gradient, but its all-gather was never waited for: it was read through a "
+                "reference taken beforehand; read it from its module, or call optimizer.synchronize() after step()"
+            )
         if not (self.require_backward_grad_sync or self.shard_gradients):
             self._comm.pool.clear()  # makes room for the full gradients
             return
         if not self._missing:
             self._begin_backward()
-        if param not in self._called:
-            self._root_waits_for |= {place.bucket for place in self._places[param]}
         self._fill(param)
 
+    @torch.no_grad()
     def _begin_backward(self) -> None:
-        if self._collected:
-            raise RuntimeError("gradients of the last step are still there; call optimizer.zero_grad() before backward")
+        self._follow_zeroing()
         self._missing = [{param for param, _, _ in bucket.members} for bucket in self.optimizer.buckets]
         self._next = 0
         Variable._execution_engine.queue_callback(self._end_backward)
 
     def _fill(self, param: nn.Parameter) -> None:
         """Copy a gradient, divided by the number of ranks, to its places in the buckets, and free it."""
-        if param.grad.is_sparse:
+        number = self._number[param]
+        gradient = param.grad
+        if gradient is self._sent[number]:
+            gradient = self._sent[number].take()
+        if gradient.is_sparse:
             raise RuntimeError(SPARSE)
-        self._used.add(self._number[param])
-        gradient = param.grad.reshape(-1)
+        self._used.add(number)
+        gradient = flattened(gradient, param)
         for index, offset, start, stop in self._places[param]:
+            if index < self._next:
+                raise RuntimeError(
+                    f"{self.optimizer.names[param]} gets a gradient again after its bucket has been sent in this backward; "
+                    "a module in several reentrant checkpoints does that: use checkpoint(..., use_reentrant=False)"
+                )
             place = self._filled(index)[offset : offset + stop - start]
-            torch.mul(gradient[start:stop], 1 / self._comm.world_size, out=place)
-            self._missing[index].discard(param)
+            if place.is_cuda:
+                self._streams[index].add(torch.cuda.current_stream(place.device))
+            if param in self._missing[index]:
+                torch.mul(gradient[start:stop], 1 / self._comm.world_size, out=place)
+                self._missing[index].discard(param)
+            else:  # a second time
+                place.add_(gradient[start:stop], alpha=1 / self._comm.world_size)
             self._reduce_full_buckets()  # before the next one is taken: a large parameter fills several
-        param.grad = None
+        param.grad = self._sent[number]
 
     def _filled(self, index: int) -> torch.Tensor:
         """The tensor that collects the gradients of a bucket."""
@@ -179,10 +286,20 @@ class ShardedDataParallel(nn.Module):
         """Start the reduce-scatter of every full bucket whose turn it is: all ranks must start them in one order."""
         while self._next < len(self._missing) and not self._missing[self._next]:
             index, self._next = self._next, self._next + 1
+            self._wait_for_streams(index)
             self._finish(index)  # of the micro-step before
             self._finish(index - _IN_FLIGHT)
             self._reductions[index] = self._comm.reduce_scatter(self._filled(index), self.optimizer.buckets[index].sizes)
             self._filling[index] = None
+
+    def _wait_for_streams(self, index: int) -> None:
+        """Have the stream that sends a bucket wait for the others that have filled it."""
+        streams, self._streams[index] = self._streams[index], set()
+        for stream in streams:
+            here = torch.cuda.current_stream(stream.device)
+            if stream != here:
+                here.wait_stream(stream)
+                self._filled(index).record_stream(stream)
 
     @torch.no_grad()
     def _end_backward(self) -> None:
@@ -191,7 +308,7 @@ class ShardedDataParallel(nn.Module):
             for param, piece, offset in bucket.members:
                 if param not in self._missing[index]:
                     continue
-                if param.grad is not None:  # of an earlier micro-step
+                if local_gradient(param) is not None:  # of an earlier micro-step
                     self._fill(param)
                 else:
                     self._filled(index)[offset : offset + piece.numel].zero_()
@@ -199,10 +316,14 @@ class ShardedDataParallel(nn.Module):
         self._reduce_full_buckets()
         self._missing = []
         self._settle_agreement()  # of the micro-step before
+        if not self._params:
+            return
         used = torch.ones(len(self._params), dtype=torch.uint8, device=self._params[0].device)
         if unused := [number for number in range(len(self._params)) if number not in self._used]:
             used[unused] = 0
         self._agreement = Agreement(used, self._comm.all_reduce(used, dist.ReduceOp.MAX))
+        if unused:
+            self._settle_agreement()
 
     def _finish(self, index: int) -> None:
         """If a reduce-scatter of this bucket is in flight, wait for it and take its sum into the shard."""
@@ -220,43 +341,72 @@ class ShardedDataParallel(nn.Module):
     @torch.no_grad()
     def collect(self) -> Iterator[Bucket]:
         """See GradientSource."""
-        if not self._collected:
-            if self._missing:
-                raise RuntimeError("the last backward did not end; call optimizer.zero_grad() and repeat the step")
-            for name, param in self._others:
-                if param.grad is not None:
-                    raise RuntimeError(f"{name} was frozen when ShardedOptimizer was built and has a gradient now; build anew")
-            self._settle_agreement()
-            if any(param.grad is not None for param in self._params):
-                raise RuntimeError(
-                    "gradients of this step have not been sent; its last backward must run outside of no_sync(), "
-                    "with require_backward_grad_sync = True"
-                )
+        if self._missing:
+            raise RuntimeError("the last backward did not end; call optimizer.zero_grad() and repeat the step")
+        if any(self._is_stranger(param) for part in self._parts for param in part._parameters.values()):
+            strangers = [name for name, param in self.module.named_parameters() if self._is_stranger(param)]
+            raise RuntimeError(
+                f"{', '.join(strangers)} require gradients, but are not the optimizer's: replaced (by load_state_dict with "
+                "assign=True, say) or unfrozen after it was built; build ShardedOptimizer and ShardedDataParallel anew"
+            )
+        self._settle_agreement()
+        self._follow_zeroing()
+        if any(local_gradient(param) is not None for param in self._params):
+            raise RuntimeError(
+                "gradients of this step have not been sent; its last backward must run outside of no_sync(), "
+                "with require_backward_grad_sync = True"
+            )
         for index, bucket in enumerate(self.optimizer.buckets):
-            if not self._collected:
-                self._finish(index)
-                for owned in bucket.owned:
-                    if self._reduced[index] and self._number[owned.param] in self._used:
-                        shard = self._shards[index]
-                        owned.local.grad = shard[owned.offset : owned.offset + owned.local.numel()].view(owned.local.shape)
-                    else:
-                        owned.local.grad = None
+            self._finish(index)
+            for owned in bucket.owned:
+                if self._reduced[index] and self._number[owned.param] in self._used:
+                    shard = self._shards[index]
+                    owned.local.grad = shaped(shard[owned.offset : owned.offset + owned.local.numel()], owned.local)
+                else:
+                    owned.local.grad = None
             yield bucket
-        if not self._collected:
-            self._called.clear()
-        self._collected = True
 
+    def updated(self) -> list[nn.Parameter]:
+        """See GradientSource."""
+        return [self._params[number] for number in self._used]
+
+    @torch.no_grad()
     def clear(self) -> None:
         """See GradientSource."""
+        self._settle_agreement()
+        self._follow_zeroing()
+        if not self._used:  # also what a backward that has failed has left
+            self._reset()
+
+    def _follow_zeroing(self) -> None:
+        """Do to what has been sent as was done to `param.grad` since: a gradient of None is dropped, one of zero is zero."""
+        dropped = {number for number in self._used if self._params[number].grad is not self._sent[number]}
+        zeroed = {number for number in self._used if self._sent[number].take_zeroed()}
+        if self._used and dropped == self._used:
+            self._reset()
+        elif dropped or zeroed:
+            for index, bucket in enumerate(self.optimizer.buckets):
+                self._finish(index)
+                for owned in bucket.owned if self._reduced[index] else ():
+                    if self._number[owned.param] in dropped | zeroed:
+                        self._shards[index][owned.offset : owned.offset + owned.local.numel()].zero_()
+            self._forget(dropped)
+
+    def _forget(self, numbers: Iterable[int]) -> None:
+        for number in list(numbers):
+            self._used.discard(number)
+            self._sent[number].take()
+
+    def _reset(self) -> None:
+        """Drop all gradients that have arrived here; nothing is in flight after that."""
         self._settle_agreement()
         for index in range(len(self._reductions)):
             self._finish(index)
             if self._shards[index] is not None:
                 self._comm.pool.give_back(self._shards[index])
                 self._shards[index] = None
-        self._collected = False
         self._reduced = [False] * len(self._reduced)
-        self._used = set()
+        self._forget(self._used)
         self._missing, self._filling = [], [None] * len(self._filling)  # of a backward that has failed
 
     def _settle_agreement(self) -> None:
@@ -264,58 +414,81 @@ class ShardedDataParallel(nn.Module):
         if self._agreement is not None:
             self._comm.wait("agreement", self._agreement.works, self._agreement.used.device)
             if len(self._used) < len(self._params):
-                self._used |= set(self._agreement.used.nonzero().flatten().tolist())
+                for number in self._agreement.used.nonzero().flatten().tolist():
+                    self._used.add(number)
+                    self._params[number].grad = self._sent[number]
             self._agreement = None
 
     # -- forward -------------------------------------------------------------------------------------------------------
 
-    def _wait_before_forward(self, module: nn.Module) -> None:
-        """Have every module that holds parameters wait for its all-gathers before it runs.
+    def on_gathers_started(self) -> None:
+        """See GradientSource. Whoever reads a parameter from now on waits for it."""
+        wait = _uncompiled(self._waiter())
+        for part in self._owners:
+            part.__dict__["_parameters"] = ArrivingParameters(part._parameters, wait)
 
-        One that is compiled waits for those of all its children, too, and so do torch's own modules, some of which read
-        a child's weight without calling the child (MultiheadAttention, TransformerEncoderLayer). Where another module
-        does so, the first backward, which comes before the first gather, finds out, and from then on the whole model
-        waits for those weights.
-        """
-        own = type(module).__module__.startswith("torch.nn.")
-        container = isinstance(module, nn.Sequential | nn.ModuleList | nn.ModuleDict)
-        together = module._compiled_call_impl is not None or (own and not container)
-        params = [param for param in module.parameters(recurse=together) if param in self._number]
-        if params:
-            indices = {place.bucket for param in params for place in self._places[param]}
-            module.register_forward_pre_hook(self._waiter(indices, params))
-        if not together:
-            for child in module.children():
-                self._wait_before_forward(child)
+    def on_gathers_ended(self) -> None:
+        """See GradientSource."""
+        _make_plain(self._owners)
 
-    def _waiter(self, indices: set[int], params: list[nn.Parameter]) -> Callable[..., None]:
-        @torch._dynamo.disable
+    def _waiter(self) -> Callable[[nn.Parameter], None]:
+        """Waits for one parameter; without a reference to the wrapper, which it shall not keep alive."""
+        optimizer, places = self.optimizer, self._places
+
+        def wait(param: nn.Parameter) -> None:
+            in_flight = [bucket for place in places.get(param, ()) if (bucket := optimizer.buckets[place.bucket]).gather]
+            if in_flight:
+                optimizer.synchronize(in_flight)
+
+        return wait
+
+    def _have_some_wait_as_a_whole(self, module: nn.Module) -> None:
+        """Have every module that reads parameters past the dictionaries wait before it runs."""
+        for part in module.modules():
+            past_python = isinstance(part, torch._dynamo.OptimizedModule | torch.jit.ScriptModule)
+            call = part._compiled_call_impl
+            if call is not None:  # hooks would be compiled with it
+                part._compiled_call_impl = _waiting_call(self._waiter_for(part), call)
+                self._undo.append(lambda part=part, call=call: setattr(part, "_compiled_call_impl", call))
+            elif past_python or holds_elsewhere(part, self._number):
+                hook = _uncompiled(self._waiter_for(part))
+                self._undo.append(part.register_forward_pre_hook(hook, prepend=True).remove)
+
+    def _waiter_for(self, module: nn.Module) -> Callable[..., None]:
+        """Waits for all parameters below a module, and leaves plain dictionaries, as compiled code expects."""
+        optimizer = self.optimizer
+        parts = [part for part in module.modules() if part in set(self._owners)]
+        params = [param for param in module.parameters() if param in self._number]
+        buckets = [optimizer.buckets[index] for index in sorted({p.bucket for param in params for p in self._places[param]})]
+
         def wait(*_: Any) -> None:
-            self._called.update(params)
-            self.optimizer.synchronize(self.optimizer.buckets[index] for index in sorted(indices))
+            if any(bucket.gather is not None for bucket in buckets):
+                optimizer.synchronize(buckets)
+            _make_plain(parts)
 
         return wait
 
     @torch.no_grad()
     def _before_loading(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
         """Load into the masters what the state dict has in full precision; the module itself loads the rest."""
-        self.optimizer.synchronize()
-        if self.optimizer.param_dtype is not None:
-            for name, param in module.named_parameters(recurse=False):
-                value = state_dict.get(prefix + name)
-                if value is not None and value.shape == param.shape:
-                    self.optimizer.set_parameter(param, value)
+        for name, param in module.named_parameters(recurse=False):
+            value = state_dict.get(prefix + name)
+            if value is not None and value.shape == param.shape:
+                self.optimizer.set_parameter(param, value)
 
-    def _strangers(self, module: nn.Module) -> list[str]:
-        """The names of trainable parameters that are not the optimizer's."""
-        return [name for name, param in module.named_parameters() if param.requires_grad and param not in self._number]
+    def _is_stranger(self, param: nn.Parameter | None) -> bool:
+        """Whether a parameter is trainable and not the optimizer's."""
+        return param is not None and param.requires_grad and param not in self._number
 
-    def _after_loading(self, module: nn.Module, _: Any) -> None:
-        if strangers := self._strangers(module):
-            raise RuntimeError(
-                f"load_state_dict(assign=True) has replaced {', '.join(strangers)} of {type(module).__name__}, which the "
-                "optimizer would go on updating; load with assign=False"
-            )
+    def _broadcast(self, name: str, tensor: torch.Tensor) -> None:
+        """Overwrite a tensor, whatever its strides, with that of rank 0."""
+        own = tensor[tuple(slice(1) if stride == 0 else slice(None) for stride in tensor.stride())]  # of an expanded one
+        if torch._debug_has_internal_overlap(own) == 1 or (not own.is_contiguous() and _shares_memory(own)):
+            raise ValueError(f"elements of {name} share memory, so it cannot be broadcast; clone() it before wrapping")
+        value = own.contiguous()
+        self._comm.broadcast(value)
+        if value is not own:
+            own.copy_(value)
 
     # ------------------------------------------------------------------------------------------------------------------
 
@@ -331,13 +504,51 @@ class ShardedDataParallel(nn.Module):
         }
 
 
-def _weakly(method: Callable[[nn.Parameter], None]) -> Callable[[nn.Parameter], None]:
+def _make_plain(parts: list[nn.Module]) -> None:
+    for part in parts:
+        if isinstance(part._parameters, ArrivingParameters):
+            part.__dict__["_parameters"] = part._parameters.plain()
+
+
+def _waiting_call(wait: Callable[..., None], call: Callable[..., Any]) -> Callable[..., Any]:
+    def wait_and_call(*args: Any, **kwargs: Any) -> Any:
+        wait()
+        return call(*args, **kwargs)
+
+    return wait_and_call
+
+
+def _uncompiled(function: Callable[..., None]) -> Callable[..., None]:
+    return torch.compiler.disable(function)
+
+
+def _shares_memory(tensor: torch.Tensor) -> bool:
+    """Whether two elements of a strided tensor lie in one place."""
+    places = torch.zeros((), dtype=torch.int64)
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        places = places.unsqueeze(-1) + torch.arange(size) * stride
+    return places.unique().numel() < tensor.numel()
+
+
+def _weakly(method: Callable[..., None]) -> Callable[..., None]:
     """A hook that does not keep its owner alive: what hangs on a tensor is out of the garbage collector's sight."""
-    reference = weakref.WeakMethod(method)
+    return _WeakHook(weakref.WeakMethod(method))
 
-    def hook(param: nn.Parameter) -> None:
-        alive = reference()
+
+class _WeakHook:
+    """Calls a method as long as its owner lives; a copy of what the hook hangs on has no part in that and does nothing."""
+
+    def __init__(self, reference: Callable[[], Callable[..., None] | None]) -> None:
+        self.reference = reference
+
+    def __call__(self, *args: Any) -> None:
+        alive = self.reference()
         if alive is not None:
-            alive(param)
+            alive(*args)
 
-    return hook
+    def __reduce__(self) -> Any:
+        return _WeakHook, (_nobody,)
+
+
+def _nobody() -> None:
+    """The reference of a hook that has been copied."""

@@ -15,7 +15,8 @@ parameter's shape; its shards are as equal as that allows.
 Parameters and shards begin at multiples of `align` elements. A vectorized kernel rounds the elements of its body and
 those of its tail, what is left of the last vector, differently (torch's fused CPU AdamW does); cut between vectors, a
 slice's tail is its parameter's, and the update of slices is that of whole parameters bit for bit. Padding is less than
-`align` elements per parameter and `align * world_size` in all.
+`align` elements per parameter and `align * world_size` in all; a parameter without elements takes `align`, so that it
+has a place, and one owner, like any other.
 """
 
 from bisect import bisect_right
@@ -71,7 +72,7 @@ class Layout:
             ValueError: if a size is impossible.
         """
         _check(numels, world_size, bucket_numel, align)
-        *offsets, end = accumulate((_round_up(numel, align) for numel in numels), initial=0)
+        *offsets, end = accumulate(_sizes(numels, align), initial=0)
         unit = align * world_size
         padded_numel, bucket_numel = _round_up(end, unit), _round_up(bucket_numel, unit)
         shards = []
@@ -88,7 +89,7 @@ class Layout:
         it every owner's parameters lie side by side. Arguments and errors are those of `by_element`.
         """
         _check(numels, world_size, bucket_numel, align)
-        sizes = [_round_up(numel, align) for numel in numels]
+        sizes = _sizes(numels, align)
         owner, load = [0] * len(sizes), [0] * world_size
         for param in sorted(range(len(sizes)), key=lambda param: -sizes[param]):
             owner[param] = load.index(min(load))
@@ -136,19 +137,24 @@ class Layout:
             if offset >= span.stop:
                 break
             start, stop = max(span.start - offset, 0), min(span.stop - offset, self.numels[param])
-            if start < stop:
+            if start < stop or (self.numels[param] == 0 and span.start <= offset):
                 found.append(Slice(param, start, stop))
         return found
 
     @cached_property
     def _laid(self) -> list[int]:
-        """The parameters from the front of the flat buffer to its end; empty ones before what begins where they do."""
-        return sorted(range(len(self.numels)), key=lambda param: (self.offsets[param], self.numels[param]))
+        """The parameters from the front of the flat buffer to its end."""
+        return sorted(range(len(self.numels)), key=lambda param: self.offsets[param])
 
 
 def _check(numels: Sequence[int], world_size: int, bucket_numel: int, align: int) -> None:
     if min(world_size, bucket_numel, align) < 1 or any(numel < 0 for numel in numels):
         raise ValueError(f"world_size, bucket_numel and align must be positive, numels not negative: {numels}")
+
+
+def _sizes(numels: Sequence[int], align: int) -> list[int]:
+    """The elements that each parameter takes in the flat buffer."""
+    return [_round_up(max(numel, 1), align) for numel in numels]
 
 
 def _round_up(value: int, multiple: int) -> int:

@@ -5,6 +5,7 @@ import sys
 
 import torch
 
+from zero.arriving import local_gradient
 from zero.optimizer import ShardedOptimizer
 from zero.partition import parameters, partition
 
@@ -43,7 +44,7 @@ def held_bytes(optimizer: torch.optim.Optimizer) -> dict[str, int]:
     states = partition(optimizer).inner.state.values()
     held = {
         "parameters": sum(param.nbytes for param in params),
-        "gradients": sum(param.grad.nbytes for param in params if param.grad is not None),
+        "gradients": sum(gradient.nbytes for param in params if (gradient := local_gradient(param)) is not None),
         "state": sum(
             value.nbytes
             for state in states

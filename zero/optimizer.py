@@ -1,11 +1,14 @@
 """ShardedOptimizer: any torch.optim class with its state divided evenly among the ranks."""
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
+from torch.utils.weak import WeakIdKeyDictionary
 
 from zero.collectives import Communicator, Gather
 from zero.layout import Layout, Slice, Span
@@ -16,6 +19,7 @@ _CANNOT_BE_DIVIDED = {
     torch.optim.LBFGS: "it looks at all parameters together, several times per step",
     torch.optim.SparseAdam: "sparse gradients cannot be laid flat",
 }
+_holder_of = WeakIdKeyDictionary()  # parameter: a reference to the ShardedOptimizer in whose buffers it lies
 
 
 class FlatBuffer(NamedTuple):
@@ -31,7 +35,7 @@ class OwnedSlice(NamedTuple):
     """A slice of this rank as the inner optimizer sees it."""
 
     param: torch.nn.Parameter
-    start: int  # first element of the flattened parameter
+    start: int  # first element of the flattened parameter, see `flattened`
     stop: int
     offset: int  # first element of this rank's shard of the bucket
     # a view into the shard, or into its float32 master: (stop - start,), or with whole parameters the parameter's shape
@@ -58,15 +62,22 @@ class Bucket:
 
 
 class GradientSource(Protocol):
-    """Phase 1 of a step: where the gradients of the owned slices come from."""
-
-    gathers_in_background: bool  # whether someone waits for each bucket before its parameters are read
+    """Phase 1 of a step: where the gradients of the owned slices come from; and who waits after phase 3."""
 
     def collect(self) -> Iterator[Bucket]:
         """Every bucket, once each of its owned slices has its mean gradient, or None. Needs to be called on all ranks."""
 
+    def updated(self) -> list[torch.nn.Parameter]:
+        """The parameters that have a gradient on any rank, so that the step at hand changes them."""
+
     def clear(self) -> None:
-        """The gradients have been used: begin a new step."""
+        """`param.grad` has been set to None or to zero: follow."""
+
+    def on_gathers_started(self) -> None:
+        """The all-gathers of a step are in flight."""
+
+    def on_gathers_ended(self) -> None:
+        """Every parameter is whole again."""
 
     def held_bytes(self) -> dict[str, int]:
         """Bytes held besides the parameters' gradients: in "gradients" of its own, and in "buckets"."""
@@ -93,11 +104,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     Parameters without a gradient are skipped, as torch.optim does. Those that are frozen at construction stay where they
     are, outside the buffers, and must remain frozen. A parameter must not be moved (`model.to`) or have its `data`
-    replaced once the optimizer is built.
+    replaced once the optimizer is built. It keeps its strides (channels_last, transposed) if its elements lie densely in
+    memory; otherwise it becomes contiguous.
+
+    As after any in-place update, backward through a graph from before the step raises, if it needs what has changed.
 
     With `param_dtype=torch.bfloat16` the parameters turn into bfloat16, and each rank keeps float32 masters of its own
-    slices: 2 bytes per parameter, 2 for its gradient and 12/N for master and AdamW state (ZeRO, section 3.1). The masters
-    rule: to change a weight later, load a state dict into the ShardedDataParallel or call `set_parameter`.
+    slices: 2 bytes per parameter, 2 for its gradient and 12/N for master and AdamW state (ZeRO, section 3.1). A weight that
+    is written to in place is taken over into its master by the next step (not if written through `.data`, which leaves no
+    trace); `set_parameter`, or a state dict loaded into the ShardedDataParallel, gives the master full precision.
 
     Needs to be constructed on all ranks, with `param_dtype` before DistributedDataParallel, whose hooks a change of dtype
     would take away.
@@ -118,9 +133,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         **kwargs: for `optimizer_cls`.
 
     Raises:
-        ValueError: if `bucket_mb` is not positive, `partition` unknown, or `optimizer_cls` cannot be divided that way.
-        RuntimeError: from `step`, if a parameter left its buffer or was unfrozen, or has a sparse gradient; from
-            `state_dict` and `load_state_dict`, which a single rank cannot answer: `zero.checkpoint` has the calls.
+        ValueError: if `bucket_mb` is not positive, `partition` unknown, `optimizer_cls` cannot be divided that way, or
+            parameters share memory.
+        RuntimeError: from `step`, if a parameter left its buffer or was unfrozen, or has a sparse gradient, or the inner
+            optimizer writes to its own param_groups; from `state_dict` and `load_state_dict`, which a single rank cannot
+            answer: `zero.checkpoint` has the calls.
 
     Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", section 5.1
     (P_os); the interface is that of `torch.distributed.optim.ZeroRedundancyOptimizer`.
@@ -156,13 +173,21 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.registration_order = {param: index for index, param in enumerate(registration_order or [])}
         self.buffers: list[FlatBuffer] = []
         self.buckets: list[Bucket] = []
+        self.check_reads = False  # see ShardedDataParallel
+        self.names: dict[torch.nn.Parameter, str] = {}  # for messages, as far as they are known
         self._owned_of: dict[torch.nn.Parameter, list[OwnedSlice]] = {}  # this rank's slices of a parameter, ascending
-        self.source: GradientSource = ParameterGradients(self)
+        self._versions: dict[torch.nn.Parameter, int] = {}  # where there are masters: of the parameter after the last step
+        self._alone: GradientSource = ParameterGradients(self)
+        self.wrapper: weakref.ref[GradientSource] | None = None  # the ShardedDataParallel; it keeps this object alive
         self.inner: torch.optim.Optimizer | None = None
         super().__init__(params, dict(kwargs))
         given = [param for group in self.param_groups for param in group["params"]]
         if len(given) > len(set(given)):
             raise ValueError("a parameter is given more than once; give each one once")
+        _check_memory(given)
+        for holder in {holder for param in given if (holder := _holder_of.get(param)) is not None}:
+            if holder() is not None:
+                holder().synchronize()
         if partition == "parameter":
             self._try_all_shapes(optimizer_cls, kwargs)
         self._lay_out(first_group=0)
@@ -174,18 +199,34 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Add a group, as in torch.optim; its parameters get buffers of their own. Needs to be called on all ranks."""
         if self.inner is None:  # still under construction: __init__ lays all groups out together
             return super().add_param_group(param_group)
-        if self.source.gathers_in_background:
+        if self.source is not self._alone:
             raise RuntimeError("ShardedDataParallel has laid out its buckets; add parameter groups before you make it")
         super().add_param_group(param_group)
+        _check_memory([param for group in self.param_groups for param in group["params"]])
         first = len(self.param_groups) - 1
         self._lay_out(first)
         for group in self._inner_groups(first):
             self.inner.add_param_group(group)
         _copy_hyperparameters(self.inner.param_groups[first:], self.param_groups[first:])
 
+    @property
+    def source(self) -> GradientSource:
+        """The ShardedDataParallel around the model as long as there is one, else the parameters' own gradients."""
+        wrapper = self.wrapper() if self.wrapper is not None else None
+        return self._alone if wrapper is None else wrapper
+
+    def holds_its_parameters(self) -> bool:
+        """Whether no other ShardedOptimizer has been built over them since."""
+        params = [param for buffer in self.buffers for param in buffer.params]
+        return all(_holder_of[param]() is self for param in params)
+
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """Update the owned slices and gather everyone else's. Needs to be called on all ranks.
+
+        Args:
+            closure: computes the loss anew; called once.
+            **kwargs: for the inner optimizer's `step`.
 
         Returns:
             What `closure` returned, or None.
@@ -196,22 +237,34 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 loss = closure()
         self.collect_gradients()
         self.synchronize()
+        self._take_over_written_weights()
         _copy_hyperparameters(self.param_groups, self.inner.param_groups)
+        before = [hyperparameters(group) for group in self.inner.param_groups]
         everything = [group["params"] for group in self.inner.param_groups]
         try:
             for bucket in reversed(self.buckets):
                 for index, group in enumerate(self.inner.param_groups):
                     group["params"] = bucket.local_by_group.get(index, [])
-                self.inner.step()
+                self.inner.step(**kwargs)
+                self._check_hyperparameters(before)
                 if bucket.master is not None:
                     bucket.shard.copy_(bucket.master)
-                bucket.gather = self.comm.all_gather(bucket.data, bucket.sizes)
+                bucket.gather = self._start_gather(bucket)
         finally:
             for group, params in zip(self.inner.param_groups, everything, strict=True):
                 group["params"] = params
-        if not self.source.gathers_in_background:
-            self.synchronize()
+        # the update and the gathers have written to the parameters' memory, which autograd must know
+        torch.autograd.graph.increment_version(self.source.updated())
+        self._note_versions(self._versions)
+        self.source.on_gathers_started()
         return loss
+
+    def _start_gather(self, bucket: Bucket) -> Gather:
+        if not self.check_reads:
+            return self.comm.all_gather(bucket.data, bucket.sizes)
+        arriving = bucket.data.clone()
+        bucket.data.fill_(float("nan"))  # until `synchronize` puts there what has arrived
+        return self.comm.all_gather(arriving, bucket.sizes)
 
     def collect_gradients(self) -> None:
         """Phase 1: until the next `zero_grad`, the owned slices have their gradients. Needs to be called on all ranks."""
@@ -220,13 +273,19 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def synchronize(self, buckets: Iterable[Bucket] | None = None) -> None:
         """Wait until every parameter, or every one that lies in `buckets`, is whole."""
+        ended = False
         for bucket in self.buckets if buckets is None else buckets:
             if bucket.gather is not None:
                 self.comm.wait("all-gather", bucket.gather.works, bucket.data.device)
+                if self.check_reads:
+                    bucket.data.copy_(bucket.gather.bucket)
                 bucket.gather = None
+                ended = True
+        if ended and all(bucket.gather is None for bucket in self.buckets):
+            self.source.on_gathers_ended()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As in torch.optim; the owned slices' gradients are dropped with their parameters'."""
+        """As in torch.optim: without a gradient a parameter is skipped, with one of zero it is still decayed and moved on."""
         super().zero_grad(set_to_none)
         self.source.clear()
         for owned in self.owned:
@@ -260,7 +319,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.synchronize()
         param.copy_(value)
         for owned in self._owned_of.get(param, []):
-            owned.local.copy_(value.reshape(-1)[owned.start : owned.stop].view(owned.local.shape))
+            owned.local.copy_(shaped(flattened(value, param)[owned.start : owned.stop], owned.local))
 
     @property
     def owned(self) -> list[OwnedSlice]:
@@ -297,8 +356,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 inside.add(param)
                 if param.numel() and param.data_ptr() != buffer.data.data_ptr() + offset * buffer.data.itemsize:
                     raise RuntimeError(
-                        f"a parameter of shape {tuple(param.shape)} was moved or replaced after ShardedOptimizer was built; "
-                        "build the optimizer after model.to(device)"
+                        f"{self._name(param)} was moved or replaced after ShardedOptimizer was built (by model.to, "
+                        "flatten_parameters, or another optimizer); build the optimizer after that"
                     )
                 if param.grad is not None and param.grad.is_sparse:
                     raise RuntimeError(SPARSE)
@@ -306,9 +365,33 @@ class ShardedOptimizer(torch.optim.Optimizer):
             for param in group["params"]:
                 if param.grad is not None and param not in inside:
                     raise RuntimeError(
-                        f"a parameter of shape {tuple(param.shape)} was frozen when ShardedOptimizer was built and has a "
-                        "gradient now; build the optimizer after requires_grad_(True)"
+                        f"{self._name(param)} was frozen when ShardedOptimizer was built and has a gradient now; build the "
+                        "optimizer after requires_grad_(True)"
                     )
+
+    def _name(self, param: torch.nn.Parameter) -> str:
+        return self.names.get(param) or f"a parameter of shape {tuple(param.shape)}"
+
+    def _check_hyperparameters(self, before: list[dict[str, Any]]) -> None:
+        """The inner optimizer steps once per bucket, so a count of its own in param_groups would be wrong."""
+        for old, group in zip(before, self.inner.param_groups, strict=True):
+            for key, value in hyperparameters(group).items():
+                if key not in old or (old[key] is not value and not _same(old[key], value)):
+                    raise RuntimeError(
+                        f"{type(self.inner).__name__} writes {key!r} into its param_groups, which ShardedOptimizer cannot "
+                        "carry over: it steps once per bucket; use a class that keeps its values in its state"
+                    )
+
+    def _take_over_written_weights(self) -> None:
+        """Where a weight has been written to since the last step, its master takes the new value."""
+        for bucket in self.buckets:
+            for param, _, _, offset, local in bucket.owned if bucket.master is not None else ():
+                if param._version != self._versions[param]:
+                    weight = shaped(bucket.shard[offset : offset + local.numel()], local)
+                    local.copy_(torch.where(weight == local.to(weight.dtype), local, weight))
+
+    def _note_versions(self, params: Iterable[torch.nn.Parameter]) -> None:
+        self._versions.update({param: param._version for param in params})
 
     def _try_all_shapes(self, optimizer_cls: type[torch.optim.Optimizer], kwargs: dict[str, Any]) -> None:
         """Have the class refuse a shape on every rank, not only on the one that owns it; takes no memory."""
@@ -354,10 +437,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
                     self._owned_of.setdefault(owned.param, []).append(owned)
                     bucket.local_by_group.setdefault(group_of[owned.param], []).append(owned.local)
             for param, offset in zip(buffer.params, layout.offsets, strict=True):
-                value = param.data.contiguous()
-                self.comm.broadcast(value)
-                param.data = data[offset : offset + param.numel()].view(param.shape)
+                value = param.data if _is_dense(param) else param.data.contiguous()
+                self.comm.broadcast(flattened(value, value))
+                place = data[offset : offset + param.numel()]
+                param.data = place.as_strided(value.shape, value.stride())
                 self.set_parameter(param, value)
+                _holder_of[param] = weakref.ref(self)
+            if self.param_dtype is not None:
+                self._note_versions(buffer.params)
 
     def _bucket(self, buffer: FlatBuffer, shards: tuple[Span, ...], update_dtype: torch.dtype) -> Bucket:
         data, layout = buffer.data, buffer.layout
@@ -369,7 +456,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             offset = layout.offsets[index] + start - own.start
             local = bucket.updated[offset : offset + stop - start]
             if self.partition == "parameter":
-                local = local.view(buffer.params[index].shape)
+                local = shaped(local, buffer.params[index])
             bucket.owned.append(OwnedSlice(buffer.params[index], start, stop, offset, torch.nn.Parameter(local)))
         for piece in layout.slices_in(span):
             offset = layout.offsets[piece.param] + piece.start - span.start
@@ -390,8 +477,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
 class ParameterGradients:
     """The gradients of a ShardedOptimizer alone: those of the parameters, which must be averaged already."""
 
-    gathers_in_background = False
-
     def __init__(self, optimizer: ShardedOptimizer) -> None:
         self.optimizer = optimizer
         self._converted: dict[torch.nn.Parameter, tuple[torch.Tensor, int]] = {}  # local: its gradient's origin and version
@@ -403,18 +488,31 @@ class ParameterGradients:
                 gradient = param.grad
                 if gradient is None:
                     local.grad = None
-                elif bucket.master is None and gradient.is_contiguous():
-                    local.grad = gradient.reshape(-1)[start:stop].view(local.shape)
-                else:
-                    converted, version = self._converted.get(local, (None, 0))
-                    if converted is not gradient or version != gradient._version:  # else the copy may be clipped by now
-                        local.grad = gradient.reshape(-1)[start:stop].view(local.shape).to(local.dtype)
-                        self._converted[local] = gradient, gradient._version
+                    continue
+                flat = flattened(gradient, param)
+                if bucket.master is None and flat.data_ptr() == gradient.data_ptr():  # a view
+                    local.grad = shaped(flat[start:stop], local)
+                    continue
+                converted, version = self._converted.get(local, (None, 0))
+                if converted is not gradient or version != gradient._version:  # else the copy may be clipped by now
+                    local.grad = shaped(flat[start:stop], local).to(local.dtype)
+                    self._converted[local] = gradient, gradient._version
             yield bucket
+
+    def updated(self) -> list[torch.nn.Parameter]:
+        """See GradientSource."""
+        return [param for buffer in self.optimizer.buffers for param in buffer.params if param.grad is not None]
 
     def clear(self) -> None:
         """See GradientSource."""
         self._converted.clear()
+
+    def on_gathers_started(self) -> None:
+        """See GradientSource. Nobody else would wait."""
+        self.optimizer.synchronize()
+
+    def on_gathers_ended(self) -> None:
+        """See GradientSource."""
 
     def held_bytes(self) -> dict[str, int]:
         """See GradientSource."""
@@ -432,3 +530,47 @@ def _copy_hyperparameters(source: list[dict[str, Any]], target: list[dict[str, A
 def hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
     """A parameter group without its parameters."""
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def flattened(tensor: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+    """`tensor`, of the shape of `param`, (param.numel(),), in the order in which the elements of `param` lie in memory.
+
+    Slices count in that order, so that a parameter that is channels_last, say, keeps its strides in the flat buffer. A
+    view, if `tensor` has the strides of `param` and these are dense.
+    """
+    if param.is_contiguous():
+        return tensor.reshape(-1)
+    return tensor.permute(sorted(range(param.dim()), key=param.stride, reverse=True)).reshape(-1)
+
+
+def shaped(flat: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """A view of contiguous elements, (like.numel(),), in the shape and the dense strides of `like`."""
+    return flat.as_strided(like.shape, like.stride())
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements lie in memory without gaps and without sharing it, in any order."""
+    return torch.ops.aten.is_non_overlapping_and_dense(tensor)
+
+
+def _check_memory(params: list[torch.nn.Parameter]) -> None:
+    """Parameters with memory in common would be torn apart in the flat buffers."""
+    spans = []
+    for param in params:
+        if param.requires_grad and param.numel() and param.device.type != "meta":
+            if not _is_dense(param) and torch._debug_has_internal_overlap(param) == 1:
+                raise ValueError(
+                    f"a parameter of shape {tuple(param.shape)} is expanded: elements share memory; clone() it first"
+                )
+            last = sum((size - 1) * stride for size, stride in zip(param.shape, param.stride(), strict=True))
+            spans.append((str(param.device), param.data_ptr(), param.data_ptr() + (last + 1) * param.itemsize, param.shape))
+    for (device, _, stop, shape), (next_device, start, _, next_shape) in pairwise(sorted(spans)):
+        if device == next_device and start < stop:
+            raise ValueError(
+                f"two parameters, of shapes {tuple(shape)} and {tuple(next_shape)}, share memory; tie them by using one "
+                "Parameter in both places, or clone() one of them"
+            )
+
+
+def _same(left: Any, right: Any) -> bool:
+    return torch.equal(left, right) if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor) else left == right

@@ -1,0 +1,143 @@
+"""What stands in a module in place of what is elsewhere: parameters that are arriving, gradients that have been sent."""
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class ArrivingParameters(dict):
+    """A module's `_parameters` while all-gathers are in flight: whoever reads a parameter waits for it first.
+
+    `nn.Module` looks up `module.weight` here, and so do `parameters()`, `state_dict()`, `to()` and their like. A copy and
+    a pickle are plain dicts.
+
+    Args:
+        parameters: the module's own, by name; None where it has none of that name.
+        wait: called with whatever is about to be handed out.
+    """
+
+    def __init__(self, parameters: dict[str, nn.Parameter | None], wait: Callable[[Any], None]) -> None:
+        super().__init__(parameters)
+        self._wait = wait
+
+    def plain(self) -> dict[str, nn.Parameter | None]:
+        """A dict of the same parameters that waits for nothing."""
+        return {name: super(ArrivingParameters, self).__getitem__(name) for name in self}
+
+    def __getitem__(self, name: str) -> nn.Parameter | None:
+        param = super().__getitem__(name)
+        self._wait(param)
+        return param
+
+    def get(self, name: str, default: Any = None) -> Any:
+        param = super().get(name, default)
+        self._wait(param)
+        return param
+
+    def __iter__(self) -> Iterator[str]:  # defined, so that dict(self) and {**self} go through __getitem__
+        return super().__iter__()
+
+    def values(self) -> list[nn.Parameter | None]:
+        return [self[name] for name in self]
+
+    def items(self) -> list[tuple[str, nn.Parameter | None]]:
+        return [(name, self[name]) for name in self]
+
+    def pop(self, name: str, *default: Any) -> Any:
+        param = super().pop(name, *default)
+        self._wait(param)
+        return param
+
+    def popitem(self) -> tuple[str, nn.Parameter | None]:
+        name, param = super().popitem()
+        self._wait(param)
+        return name, param
+
+    def setdefault(self, name: str, default: Any = None) -> Any:
+        param = super().setdefault(name, default)
+        self._wait(param)
+        return param
+
+    def copy(self) -> dict[str, nn.Parameter | None]:
+        return dict(self.items())
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return dict, (self.copy(),)
+
+
+class SentGradient(torch.Tensor):
+    """Stands in `param.grad` for a gradient that has been sent: its mean over the ranks lies in their shards.
+
+    It has the shape and dtype of the parameter and no elements. Setting `param.grad` to None drops the gradient, `zero_()`
+    makes it zero, and what a further backward adds is kept in `added` until it is sent, too. Anything else, clipping and
+    scaling by functions that do not know of shards above all, is an error.
+    """
+
+    added: torch.Tensor | None
+    zeroed: bool
+
+    @staticmethod
+    def __new__(cls, param: torch.Tensor) -> "SentGradient":
+        sent = torch.Tensor._make_wrapper_subclass(
+            cls, param.shape, strides=param.stride(), dtype=param.dtype, device=param.device
+        )
+        sent.added, sent.zeroed = None, False
+        return sent
+
+    def take(self) -> torch.Tensor | None:
+        """What has been added since the gradient was sent; nothing from then on."""
+        added, self.added = self.added, None
+        return added
+
+    def take_zeroed(self) -> bool:
+        """Whether it has been zeroed since the last call."""
+        zeroed, self.zeroed = self.zeroed, False
+        return zeroed
+
+    def __repr__(self, **_: Any) -> str:
+        return f"SentGradient(shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        ops = torch.ops.aten
+        sent = args[0]
+        if isinstance(sent, SentGradient) and hasattr(sent, "added"):  # not what sent.data gives
+            if function is ops.detach.default:
+                return sent
+            if function is ops.zero_.default:
+                sent.zeroed, sent.added = True, None
+                return sent
+            if function in (ops.add.Tensor, ops.add_.Tensor) and not isinstance(args[1], SentGradient):  # autograd
+                sent.added = args[1] if sent.added is None else sent.added + args[1]
+                return sent
+        if function is ops._foreach_zero_.default:
+            for tensor in sent:
+                tensor.zero_()
+            return None
+        raise RuntimeError(
+            f"{function.overloadpacket.__name__} cannot read this gradient: ShardedDataParallel has sent it, and each rank has "
+            "the mean of its own shards only; clip with optimizer.clip_grad_norm_, scale with zero.ShardedGradScaler"
+        )
+
+
+def local_gradient(param: torch.Tensor) -> torch.Tensor | None:
+    """The gradient that this rank alone holds: `param.grad`, or what has been added to it since it was sent."""
+    return param.grad.added if isinstance(param.grad, SentGradient) else param.grad
+
+
+def holds_elsewhere(module: nn.Module, params: Iterable[nn.Parameter]) -> bool:
+    """Whether a module keeps one of `params` in an attribute of its own besides its dictionary, as LSTM does in a list."""
+
+    def leaves(value: Any) -> Iterator[Any]:
+        if isinstance(value, list | tuple):
+            for inner in value:
+                yield from leaves(inner)
+        elif isinstance(value, dict):
+            yield from leaves(list(value.values()))
+        else:
+            yield value
+
+    attributes = [value for name, value in vars(module).items() if name not in ("_parameters", "_modules", "_buffers")]
+    return any(isinstance(leaf, nn.Parameter) and leaf in params for leaf in leaves(attributes))

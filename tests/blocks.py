@@ -5,12 +5,13 @@ import warnings
 from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import parametrizations, prune, spectral_norm, weight_norm
 from torch.utils.checkpoint import checkpoint
 
-WIDTH = 6
+WIDTH = 10
 now = types.SimpleNamespace(step=0, rank=0)  # for blocks that do other things at other times, or on other ranks
 
 
@@ -179,6 +180,24 @@ def clamps(child):
     return Part(forward, inner=linear()) if child else Part(forward, weight=parameter(WIDTH, WIDTH))
 
 
+def strided(*shape):
+    """Every other element of something."""
+    return torch.randn(*shape, 2)[..., 0] / WIDTH**0.5
+
+
+def expanded_buffer():
+    """One number as a vector; what lies in memory after that number belongs to each rank itself."""
+    memory = torch.cat([torch.rand(1) + 0.5, torch.full((WIDTH,), float(dist.get_rank()))])
+
+    def forward(part, x):
+        assert (part.others == dist.get_rank()).all(), "memory beyond the expanded buffer has been overwritten"
+        return part.inner(x) * part.scale
+
+    part = Part(forward, inner=linear(), scale=memory[:1].expand(WIDTH))
+    part.others = memory[1:]
+    return part
+
+
 def hooked_gradient():
     inner = linear()
     inner.weight.register_hook(_halve)
@@ -261,15 +280,17 @@ BLOCKS: dict[str, Callable[[], nn.Module]] = {
     "transposed parameter": lambda: Part(
         lambda part, x: F.linear(F.linear(x, part.weight), part.weight.t()), weight=nn.Parameter(parameter(WIDTH, 5).data.t())
     ),
-    "strided parameter": lambda: Part(
-        lambda part, x: F.linear(x, part.weight), weight=nn.Parameter(parameter(WIDTH, 2 * WIDTH).data[:, ::2])
+    "strided parameter": lambda: Part(lambda part, x: F.linear(x, part.weight), weight=nn.Parameter(strided(WIDTH, WIDTH))),
+    "frozen strided parameter": lambda: Part(
+        lambda part, x: F.linear(x, part.weight), weight=nn.Parameter(strided(WIDTH, WIDTH), requires_grad=False)
+    ),
+    "strided buffer": lambda: Part(
+        lambda part, x: F.linear(part.inner(x), part.mix), inner=linear(), mix=strided(WIDTH, WIDTH)
     ),
     "transposed buffer": lambda: Part(
         lambda part, x: F.linear(part.inner(x), part.mix), inner=linear(), mix=parameter(WIDTH, WIDTH).data.t()
     ),
-    "expanded buffer": lambda: Part(
-        lambda part, x: part.inner(x) * part.scale, inner=linear(), scale=torch.rand(1).add(0.5).expand(WIDTH)
-    ),
+    "expanded buffer": expanded_buffer,
     "no elements": lambda: Part(lambda part, x: part.inner(x) + part.none.sum(), inner=linear(), none=parameter(0, WIDTH)),
     "no dimensions": lambda: Part(lambda part, x: x * part.scale, scale=nn.Parameter(torch.tensor(0.5))),
     "sum of a parameter": lambda: Part(lambda part, x: x * part.weight.sum(), weight=parameter(WIDTH, 3)),

@@ -1,0 +1,330 @@
+"""Building blocks of models, each with something that trips a wrapper: every one takes and returns x, (4, 3, WIDTH)."""
+
+import types
+import warnings
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.utils import parametrizations, prune, spectral_norm, weight_norm
+from torch.utils.checkpoint import checkpoint
+
+WIDTH = 10
+now = types.SimpleNamespace(step=0, rank=0)  # for blocks that do other things at other times, or on other ranks
+
+
+class Part(nn.Module):
+    """Modules, parameters and buffers by name, and a forward that is a function of this module and x."""
+
+    def __init__(self, function: Callable[[nn.Module, torch.Tensor], torch.Tensor], **parts):
+        super().__init__()
+        self.function = function
+        for name, part in parts.items():
+            if isinstance(part, torch.Tensor) and not isinstance(part, nn.Parameter):
+                self.register_buffer(name, part)
+            else:
+                setattr(self, name, part)
+
+    def forward(self, x):
+        return self.function(self, x)
+
+
+def linear(**kwargs):
+    return nn.Linear(WIDTH, WIDTH, **kwargs)
+
+
+def parameter(*shape):
+    return nn.Parameter(torch.randn(*shape) / WIDTH**0.5)
+
+
+def tied():
+    first, second = linear(), linear()
+    second.weight = first.weight
+    return nn.Sequential(first, nn.Tanh(), second)
+
+
+def tied_transposed():
+    return Part(lambda part, x: F.linear(torch.tanh(part.inner(x)), part.inner.weight.t()), inner=linear())
+
+
+def same_module_under_two_names():
+    inner = linear()
+    return Part(lambda part, x: part.second(torch.tanh(part.first(x))), first=inner, second=inner)
+
+
+def frozen():
+    return nn.Sequential(linear().requires_grad_(False), linear())
+
+
+def frozen_bias():
+    inner = linear()
+    inner.bias.requires_grad_(False)
+    return inner
+
+
+def pruned():
+    return prune.random_unstructured(linear(), "weight", amount=0.4)
+
+
+def weight_norm_legacy():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        return weight_norm(linear())
+
+
+def used_when(condition):
+    """One layer that is used always, and one that is used when `condition()` says so."""
+
+    def forward(part, x):
+        return part.always(x) + part.sometimes(x) if condition() else part.always(x)
+
+    return Part(forward, always=linear(), sometimes=linear())
+
+
+def chosen_parameter(parameters, key):
+    return Part(lambda part, x: F.linear(x, part.parameters_[key()]), parameters_=parameters)
+
+
+def conv_channels_last():
+    conv = nn.Conv2d(3, 3, 3, padding=1).to(memory_format=torch.channels_last)
+    return Part(lambda part, x: part.conv(x.reshape(4, 3, 2, WIDTH // 2)).reshape(4, 3, WIDTH), conv=conv)
+
+
+def attention():
+    inner = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+    return Part(lambda part, x: part.inner(x, x, x)[0], inner=inner)
+
+
+def attention_other_widths():
+    inner = nn.MultiheadAttention(WIDTH, 2, kdim=3, vdim=4, add_bias_kv=True, batch_first=True)
+    return Part(lambda part, x: part.inner(x, x[..., :3], x[..., :4])[0], inner=inner)
+
+
+def encoder_layer():
+    return nn.TransformerEncoderLayer(WIDTH, 2, 8, dropout=0.1, batch_first=True)
+
+
+def encoder():
+    return nn.TransformerEncoder(encoder_layer(), 2, enable_nested_tensor=False)
+
+
+def recurrent(cls, **kwargs):
+    return Part(lambda part, x: part.inner(x)[0], inner=cls(WIDTH, WIDTH, batch_first=True, **kwargs))
+
+
+def in_dtype(dtype):
+    return Part(lambda part, x: part.inner(x.to(dtype)).to(x.dtype), inner=linear(dtype=dtype))
+
+
+def read_by_parent():
+    return Part(lambda part, x: F.linear(x, part.head.weight, part.head.bias), head=linear())
+
+
+def embeds_with_head():
+    """The tied weight of a language model, where the head alone has it: the parent reads it before the head is called."""
+
+    def forward(part, x):
+        tokens = (torch.arange(12) + now.step).reshape(4, 3) % WIDTH
+        return part.head(x + F.embedding(tokens, part.head.weight))
+
+    return Part(forward, head=linear(bias=False))
+
+
+def called_or_read(first_read):
+    """Called in one step and read by the parent in the next."""
+
+    def forward(part, x):
+        if now.step % 2 == first_read:
+            return part.head(x)
+        return F.linear(x, part.head.weight, part.head.bias)
+
+    return Part(forward, head=linear())
+
+
+def read_by_sibling():
+    """A module that reads the weight of another one, which is not its child and is called after it."""
+    owner = linear()
+    borrowed = [owner]  # in a list, so that it is not a child
+    reader = Part(lambda _, x: F.linear(x, borrowed[0].weight))
+    return Part(lambda part, x: part.owner(torch.tanh(part.reader(x))), reader=reader, owner=owner)
+
+
+def detached_read():
+    """Read without a gradient before it is called: no gradient tells of the reading."""
+    return Part(lambda part, x: part.head(x + part.head.weight.detach().mean()), head=linear())
+
+
+def functional_call():
+    def forward(part, x):
+        changed = {name: 1.01 * param for name, param in part.inner.named_parameters()}
+        return torch.func.functional_call(part.inner, changed, x)
+
+    return Part(forward, inner=linear())
+
+
+def child_forward():
+    """The child's forward is called as a plain method, which runs no hooks."""
+    return Part(lambda part, x: part.inner.forward(x), inner=linear())
+
+
+def clamps(child):
+    """A constraint that forward puts on weights before it uses them, as the critic of a Wasserstein GAN may."""
+
+    def forward(part, x):
+        owner = part.inner if child else part
+        owner.weight.data.clamp_(-0.2, 0.2)
+        return part.inner(x) if child else F.linear(x, part.weight)
+
+    return Part(forward, inner=linear()) if child else Part(forward, weight=parameter(WIDTH, WIDTH))
+
+
+def strided(*shape):
+    """Every other element of something."""
+    return torch.randn(*shape, 2)[..., 0] / WIDTH**0.5
+
+
+def expanded_buffer():
+    """One number as a vector; what lies in memory after that number belongs to each rank itself."""
+    memory = torch.cat([torch.rand(1) + 0.5, torch.full((WIDTH,), float(dist.get_rank()))])
+
+    def forward(part, x):
+        assert (part.others == dist.get_rank()).all(), "memory beyond the expanded buffer has been overwritten"
+        return part.inner(x) * part.scale
+
+    part = Part(forward, inner=linear(), scale=memory[:1].expand(WIDTH))
+    part.others = memory[1:]
+    return part
+
+
+def hooked_gradient():
+    inner = linear()
+    inner.weight.register_hook(_halve)
+    return inner
+
+
+def _halve(gradient):
+    return 0.5 * gradient
+
+
+def inner_gradient():
+    """A gradient within forward, whose graph backward goes through again."""
+
+    def forward(part, x):
+        with torch.enable_grad():
+            x = x if x.requires_grad else x.detach().requires_grad_()
+            return torch.autograd.grad(torch.tanh(part.inner(x)).square().sum(), x, create_graph=True)[0]
+
+    return Part(forward, inner=linear())
+
+
+def same_module_in_several_checkpoints(use_reentrant):
+    """The layers of ALBERT: all have the same weights, and each is a checkpoint."""
+
+    def forward(part, x):
+        for _ in range(3):
+            x = x + torch.tanh(checkpoint(part.inner, x, use_reentrant=use_reentrant))
+        return x
+
+    return Part(forward, inner=linear())
+
+
+def checkpoint_of_part(use_reentrant):
+    """The weight of a child is read within a checkpoint, and the child called outside of it."""
+
+    def forward(part, x):
+        inside = checkpoint(lambda x: F.linear(x, part.inner.weight), x, use_reentrant=use_reentrant)
+        return part.inner(torch.tanh(inside))
+
+    return Part(forward, inner=linear())
+
+
+BLOCKS: dict[str, Callable[[], nn.Module]] = {
+    "linear": linear,
+    "linear without bias": lambda: linear(bias=False),
+    "layer norm": lambda: nn.LayerNorm(WIDTH),
+    "batch norm": lambda: Part(lambda part, x: part.norm(x.flatten(0, 1)).view(x.shape), norm=nn.BatchNorm1d(WIDTH)),
+    "tied": tied,
+    "tied transposed": tied_transposed,
+    "same module under two names": same_module_under_two_names,
+    "frozen": frozen,
+    "frozen bias": frozen_bias,
+    "unused": lambda: used_when(lambda: False),
+    "used in odd steps": lambda: used_when(lambda: now.step % 2 == 1),
+    "used in the first step": lambda: used_when(lambda: now.step == 0),
+    "used by one rank": lambda: used_when(lambda: now.rank == 1),
+    "used by the ranks in turn": lambda: used_when(lambda: now.rank == now.step % 2),
+    "parameter list": lambda: chosen_parameter(nn.ParameterList(parameter(WIDTH, WIDTH) for _ in range(3)), lambda: 1),
+    "parameter list by rank": lambda: chosen_parameter(
+        nn.ParameterList(parameter(WIDTH, WIDTH) for _ in range(3)), lambda: (now.step + now.rank) % 3
+    ),
+    "parameter dict by rank": lambda: chosen_parameter(
+        nn.ParameterDict({name: parameter(WIDTH, WIDTH) for name in "ab"}), lambda: "ab"[now.rank]
+    ),
+    "experts by rank": lambda: Part(
+        lambda part, x: part.experts[(now.step + now.rank) % 3](x), experts=nn.ModuleList(linear() for _ in range(3))
+    ),
+    "legacy weight norm": weight_norm_legacy,
+    "weight norm": lambda: parametrizations.weight_norm(linear()),
+    "legacy spectral norm": lambda: spectral_norm(linear()),
+    "spectral norm": lambda: parametrizations.spectral_norm(linear()),
+    "pruned": pruned,
+    "attention": attention,
+    "attention of other widths": attention_other_widths,
+    "encoder layer": encoder_layer,
+    "encoder": encoder,
+    "lstm": lambda: recurrent(nn.LSTM),
+    "gru": lambda: recurrent(nn.GRU, num_layers=2),
+    "channels last": conv_channels_last,
+    "transposed parameter": lambda: Part(
+        lambda part, x: F.linear(F.linear(x, part.weight), part.weight.t()), weight=nn.Parameter(parameter(WIDTH, 5).data.t())
+    ),
+    "strided parameter": lambda: Part(lambda part, x: F.linear(x, part.weight), weight=nn.Parameter(strided(WIDTH, WIDTH))),
+    "frozen strided parameter": lambda: Part(
+        lambda part, x: F.linear(x, part.weight), weight=nn.Parameter(strided(WIDTH, WIDTH), requires_grad=False)
+    ),
+    "strided buffer": lambda: Part(
+        lambda part, x: F.linear(part.inner(x), part.mix), inner=linear(), mix=strided(WIDTH, WIDTH)
+    ),
+    "transposed buffer": lambda: Part(
+        lambda part, x: F.linear(part.inner(x), part.mix), inner=linear(), mix=parameter(WIDTH, WIDTH).data.t()
+    ),
+    "expanded buffer": expanded_buffer,
+    "no elements": lambda: Part(lambda part, x: part.inner(x) + part.none.sum(), inner=linear(), none=parameter(0, WIDTH)),
+    "no dimensions": lambda: Part(lambda part, x: x * part.scale, scale=nn.Parameter(torch.tensor(0.5))),
+    "sum of a parameter": lambda: Part(lambda part, x: x * part.weight.sum(), weight=parameter(WIDTH, 3)),
+    "float64": lambda: in_dtype(torch.float64),
+    "bfloat16": lambda: in_dtype(torch.bfloat16),
+    "read by parent": read_by_parent,
+    "embeds with head": embeds_with_head,
+    "called, then read": lambda: called_or_read(0),
+    "read, then called": lambda: called_or_read(1),
+    "read by sibling": read_by_sibling,
+    "detached read": detached_read,
+    "functional call": functional_call,
+    "child's forward": child_forward,
+    "clamps itself": lambda: clamps(child=False),
+    "clamps its child": lambda: clamps(child=True),
+    "hooked gradient": hooked_gradient,
+    "inner gradient": inner_gradient,
+    "one module in several reentrant checkpoints": lambda: same_module_in_several_checkpoints(True),
+    "one module in several checkpoints": lambda: same_module_in_several_checkpoints(False),
+    "read in a reentrant checkpoint": lambda: checkpoint_of_part(True),
+    "read in a checkpoint": lambda: checkpoint_of_part(False),
+}
+
+# how a model runs its block
+RUNS: dict[str, Callable[[nn.Module, torch.Tensor], torch.Tensor]] = {
+    "call": lambda block, x: block(x),
+    "twice": lambda block, x: block(torch.tanh(block(x))),
+    "forward": lambda block, x: block.forward(x),
+    "checkpoint": lambda block, x: checkpoint(block, x, use_reentrant=False),
+    "reentrant": lambda block, x: checkpoint(block, x, use_reentrant=True),
+    "reentrant twice": lambda block, x: checkpoint(
+        block, torch.tanh(checkpoint(block, x, use_reentrant=True)), use_reentrant=True
+    ),
+}
+
+# what computes its weight in a hook, of which only a call takes notice, and whose weight torch cannot copy
+BY_HOOK = {"legacy weight norm", "legacy spectral norm", "pruned"}

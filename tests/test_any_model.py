@@ -1,0 +1,546 @@
+"""Any model: random building blocks, optimizers and loops give the weights of the plain optimizer, or a clear refusal.
+
+    pytest tests/test_any_model.py                                  twenty models
+    ANY_MODEL_SEED=7 pytest -s -m slow tests/test_any_model.py      two hundred others
+    python tests/test_any_model.py "Description(...)"               one again, as a failure has printed it
+
+Hypothesis describes a model and its training loop in plain values. Two ranks, which live as long as they answer, train it
+twice: with the plain optimizer on gradients averaged by hand, and with the sharded one. Either all parameters, buffers and
+losses agree, or both ranks raise an error of this package's own.
+"""
+
+import contextlib
+import copy
+import faulthandler
+import linecache
+import os
+import pathlib
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections import Counter
+from dataclasses import dataclass, replace
+
+import hypothesis
+import pytest
+import torch
+import torch.distributed as dist
+from blocks import BLOCKS, BY_HOOK, RUNS, WIDTH, now
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from ranks import context
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import zero
+from zero import ShardedDataParallel, ShardedOptimizer
+from zero.collectives import Communicator
+
+SEED = int(os.environ.get("ANY_MODEL_SEED", "0"))
+STEPS = 4
+TOLERANCE = 1e-5  # of the largest weight
+TOLERANCE_BFLOAT16 = 3e-2  # one rounding more or less in a part of the model
+ANSWER_S = 30  # an example takes less than one second
+OTHER_RANK_S = 5  # once one rank has answered
+
+# eps: a gradient that is zero but for its rounding (of the bias of keys in attention) must not become a step of full size
+OPTIMIZERS = {
+    "adamw": (torch.optim.AdamW, {"lr": 0.03, "weight_decay": 0.1, "eps": 1e-4, "foreach": False, "fused": False}),
+    "adamw foreach": (torch.optim.AdamW, {"lr": 0.03, "weight_decay": 0.1, "eps": 1e-4, "foreach": True}),
+    "adamw fused": (torch.optim.AdamW, {"lr": 0.03, "weight_decay": 0.1, "eps": 1e-4, "fused": True}),
+    "amsgrad": (torch.optim.Adam, {"lr": 0.03, "amsgrad": True, "eps": 1e-4}),
+    "sgd": (torch.optim.SGD, {"lr": 0.2, "momentum": 0.9, "weight_decay": 0.01}),
+    "rmsprop": (torch.optim.RMSprop, {"lr": 0.01, "momentum": 0.5, "eps": 1e-4}),
+    "adagrad": (torch.optim.Adagrad, {"lr": 0.03, "eps": 1e-4}),
+}
+# what DistributedDataParallel with find_unused_parameters=True refuses, or gets wrong
+NOT_UNDER_DDP = {"one module in several reentrant checkpoints", "read in a reentrant checkpoint"}
+
+
+@dataclass(frozen=True)
+class Description:
+    """A model and its training loop. The defaults are the plainest."""
+
+    blocks: tuple[tuple[str, str], ...]  # which of BLOCKS, and which of RUNS
+    seed: int = 0
+    optimizer: str = "adamw"
+    wrapper: str = "sharded"  # ShardedDataParallel; 'alone': averaged by hand; 'before ddp' and 'after ddp': made then
+    groups: int = 1
+    reverse: bool = False  # parameters are given to the optimizer from the last to the first
+    registration_order: bool = False
+    partition: str = "element"
+    bucket_mb: float = 75
+    micro_steps: int = 1
+    no_sync: str = "attribute"  # or 'context'
+    shard_gradients: bool = False
+    clip: float = 0.0
+    zero_grad: str = "optimizer"  # of which object: or 'wrapper', 'module'
+    zero_when: str = "after step"  # or 'before forward', 'before backward'
+    set_to_none: bool = True
+    evaluate: str = ""  # after each step, and what is called for it: 'wrapper', 'module'
+    average: bool = False  # a moving average of the weights, by copies that are made right after step
+    late: tuple[int, ...] = ()  # ranks on which gathers arrive no sooner than they are waited for
+    other_start: bool = False  # the weights that other ranks than 0 begin with are others
+
+    def __str__(self):
+        changed = [f"{name}={value!r}" for name, value in vars(self).items() if value != getattr(Description, name, None)]
+        return f"Description({', '.join(changed)})"
+
+    __repr__ = __str__
+
+    def keys(self):
+        return {block for block, _ in self.blocks}
+
+
+# -- on the ranks --------------------------------------------------------------------------------------------------------
+
+
+class Model(nn.Module):
+    def __init__(self, description):
+        super().__init__()
+        self.stem = nn.Linear(3, WIDTH)
+        self.blocks = nn.ModuleList(BLOCKS[block]() for block, _ in description.blocks)
+        self.head = nn.Linear(WIDTH, 2)
+        self.runs = [run for _, run in description.blocks]
+
+    def forward(self, x):
+        x = self.stem(x)
+        for block, run in zip(self.blocks, self.runs, strict=True):
+            x = x + torch.tanh(RUNS[run](block, x))
+        return self.head(x)
+
+
+def loss_of(model, step, micro_step):
+    """Other data at every step and on every rank, and the same dropout however often it is asked for."""
+    now.step, now.rank = step, dist.get_rank()
+    torch.manual_seed(1000 * step + 10 * micro_step + dist.get_rank())
+    x, target = torch.randn(4, 3, 3), torch.randn(4, 3, 2)
+    return (model(x) - target).square().mean()
+
+
+def average_gradients(params):
+    """The mean over the ranks, where one of them has a gradient; who has none counts as zero."""
+    for param in params:
+        has_one = torch.tensor(0.0 if param.grad is None else 1.0)
+        dist.all_reduce(has_one)
+        if has_one:
+            share = torch.zeros_like(param) if param.grad is None else param.grad / dist.get_world_size()
+            share = share.contiguous()
+            dist.all_reduce(share)
+            if param.grad is None:
+                param.grad = torch.empty_like(param)
+            param.grad.copy_(share)
+
+
+def parameter_groups(model, description):
+    params = list(model.parameters())
+    params = params[::-1] if description.reverse else params
+    count = description.groups
+    lr = OPTIMIZERS[description.optimizer][1]["lr"]
+    groups = [{"params": params[index::count], "lr": lr / (1 + index), "weight_decay": 0.1 * index} for index in range(count)]
+    return groups if count > 1 else params
+
+
+def build(description, plain):
+    """The bare model, what is called in its place, and the optimizer."""
+    other = description.other_start and description.wrapper == "sharded"  # the others leave buffers to their user
+    torch.manual_seed(description.seed + (dist.get_rank() if other and not plain else 0))
+    model = Model(description)
+    cls, kwargs = OPTIMIZERS[description.optimizer]
+    if plain:
+        return model, model, cls(parameter_groups(model, description), **kwargs)
+    wrapper = model
+    if description.wrapper == "before ddp":
+        wrapper = wrap_in_ddp(model)
+    optimizer = ShardedOptimizer(
+        parameter_groups(model, description),
+        cls,
+        bucket_mb=description.bucket_mb,
+        partition=description.partition,
+        registration_order=model.parameters() if description.registration_order else None,
+        **kwargs,
+    )
+    if description.wrapper == "after ddp":
+        wrapper = wrap_in_ddp(model)
+    if description.wrapper == "sharded":
+        wrapper = ShardedDataParallel(model, optimizer, shard_gradients=description.shard_gradients)
+    return model, wrapper, optimizer
+
+
+def wrap_in_ddp(model):
+    return DistributedDataParallel(model, find_unused_parameters=True, broadcast_buffers=False)
+
+
+def train(description, plain):
+    """What has come of the training: parameters, buffers, moving averages and losses, by name."""
+    model, wrapper, optimizer = build(description, plain)
+    by_hand = plain or description.wrapper == "alone"
+    params = list(model.parameters())
+    average = copy.deepcopy(model) if description.average else None
+    found = {}
+
+    def clear():
+        of = {"optimizer": optimizer, "wrapper": wrapper, "module": model}[description.zero_grad]
+        of.zero_grad(set_to_none=description.set_to_none)
+
+    for step in range(STEPS):
+        for micro_step in range(description.micro_steps):
+            last = micro_step == description.micro_steps - 1
+            if description.zero_when == "before forward" and micro_step == 0:
+                clear()
+            skip = contextlib.nullcontext()
+            if not by_hand and description.no_sync == "context" and not last:
+                skip = wrapper.no_sync()
+            elif not by_hand:
+                wrapper.require_backward_grad_sync = last
+            with skip:
+                loss = loss_of(wrapper, step, micro_step)
+                if description.zero_when == "before backward" and micro_step == 0:
+                    clear()
+                (loss / description.micro_steps).backward()
+            found[f"loss {step}.{micro_step}"] = loss.detach()
+        if by_hand:
+            average_gradients(params)
+        if description.clip and isinstance(optimizer, ShardedOptimizer):
+            optimizer.clip_grad_norm_(description.clip)
+        elif description.clip:
+            torch.nn.utils.clip_grad_norm_(params, description.clip)
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.9
+        optimizer.step()
+        if average is not None:
+            for mean, value in zip(average.parameters(), copy.deepcopy(model).parameters(), strict=True):
+                mean.data.lerp_(value.data, 0.5)
+        if description.evaluate:
+            wrapper.eval()
+            with torch.no_grad():
+                found[f"evaluation {step}"] = loss_of(wrapper if description.evaluate == "wrapper" else model, step, 9)
+            wrapper.train()
+        if description.zero_when == "after step":
+            clear()
+    if isinstance(optimizer, ShardedOptimizer):
+        optimizer.synchronize()
+    found |= {name: param.detach().clone() for name, param in model.named_parameters()}
+    found |= {name: buffer.clone() for name, buffer in model.named_buffers()}
+    if average is not None:
+        found |= {f"average of {name}": param.detach() for name, param in average.named_parameters()}
+    return found
+
+
+class Late:
+    """A gather whose result is there when somebody waits for it and no sooner: until then all but the own shard is nan."""
+
+    def __init__(self, bucket, received, works):
+        self.bucket, self.received, self.works = bucket, received, works
+
+    def wait(self):
+        for work in self.works:
+            work.wait()
+        self.bucket.copy_(self.received)
+
+
+@contextlib.contextmanager
+def late_gathers(ever=True):
+    """In the block, this rank's gathers are late; if not `ever`, they come to nothing: a defect that must be found."""
+    all_gather = Communicator.all_gather
+
+    def gather(comm, bucket, sizes):
+        received = bucket.clone()  # the collectives themselves keep their order, which all ranks must have in common
+        in_flight = all_gather(comm, received, sizes)
+        for owner, shard in enumerate(bucket.split(sizes)):
+            if owner != comm.rank:
+                shard.fill_(float("nan"))
+        if ever:
+            return in_flight._replace(bucket=bucket, works=[Late(bucket, received, in_flight.works)])
+        return in_flight._replace(bucket=bucket)
+
+    Communicator.all_gather = gather
+    try:
+        yield
+    finally:
+        Communicator.all_gather = all_gather
+
+
+@contextlib.contextmanager
+def no_gathers():
+    """A defect: every rank keeps its own shards to itself, and the rest as it was."""
+    all_gather = Communicator.all_gather
+    Communicator.all_gather = lambda comm, bucket, sizes: all_gather(comm, bucket.clone(), sizes)._replace(bucket=bucket)
+    try:
+        yield
+    finally:
+        Communicator.all_gather = all_gather
+
+
+@contextlib.contextmanager
+def gradients_of_one_rank():
+    """A defect: the mean is that of rank 0 and zero."""
+    add = Communicator.add
+
+    def first_only(comm, reduction, shard, first):
+        for part in reduction.parts[1:] if comm.rank == 0 else reduction.parts[:1]:
+            part.zero_()
+        add(comm, reduction, shard, first)
+
+    Communicator.add = first_only
+    try:
+        yield
+    finally:
+        Communicator.add = add
+
+
+DEFECTS = {
+    "": contextlib.nullcontext,
+    "gathers are not waited for": lambda: late_gathers(ever=False),
+    "no gathers": no_gathers,
+    "gradients of one rank": gradients_of_one_rank,
+}
+
+
+def compare(description, result, expected):
+    """What is not equal within the tolerance: name and largest difference, relative to the largest magnitude of all."""
+    assert result.keys() == expected.keys(), result.keys() ^ expected.keys()
+    low = any(tensor.dtype == torch.bfloat16 for tensor in expected.values())
+    tolerance = TOLERANCE_BFLOAT16 if low else TOLERANCE
+    weights = [tensor for tensor in expected.values() if tensor.is_floating_point() and tensor.numel()]
+    assert all(tensor.isfinite().all() for tensor in weights), "the oracle itself must be finite"
+    scale = max(tensor.abs().max().item() for tensor in weights)
+    far = {}
+    for name, tensor in expected.items():
+        assert (tensor.dtype, tensor.shape) == (result[name].dtype, result[name].shape), name
+        if tensor.numel():
+            difference = (result[name].double() - tensor.double()).abs().max().item() / scale
+            if not difference <= tolerance:  # nan, too
+                far[name] = difference
+    return far
+
+
+def is_refusal(error):
+    """Whether a statement of this package has raised it: what torch raises where it is called from here says nothing."""
+    frame = error.__traceback__
+    while frame.tb_next is not None:
+        frame = frame.tb_next
+    file = frame.tb_frame.f_code.co_filename
+    raised_here = linecache.getline(file, frame.tb_lineno).strip().startswith("raise ")
+    own = pathlib.Path(file).parent == pathlib.Path(zero.__file__).parent
+    return type(error) in (RuntimeError, ValueError) and own and raised_here and bool(str(error))
+
+
+def outcome_on_rank(description, defect):
+    """("invalid", why): the plain optimizer cannot do it, or ("same" | "different" | "refused" | "error", what)."""
+    start = {}
+    try:
+        torch.manual_seed(description.seed)
+        start = {name: param.detach().clone() for name, param in Model(description).named_parameters()}
+        expected = train(description, plain=True)
+    except Exception:
+        return "invalid", traceback.format_exc()
+    if not any((expected[name] - start[name]).abs().max() > 1e-3 for name in start if start[name].numel()):
+        return "invalid", "training has changed nothing"
+    try:
+        with late_gathers() if dist.get_rank() in description.late else contextlib.nullcontext(), DEFECTS[defect]():
+            result = train(description, plain=False)
+    except Exception as error:
+        return ("refused", str(error)) if is_refusal(error) else ("error", traceback.format_exc())
+    far = compare(description, result, expected)
+    if not far:
+        return "same", ""
+    worst = sorted(far, key=lambda name: -far[name] if far[name] == far[name] else -1e9)
+    return "different", f"{len(far)} of {len(expected)}: " + ", ".join(f"{name} by {far[name]:.1g}" for name in worst[:5])
+
+
+def serve(rank, folder, connection):
+    """Answer with the outcome of each description that comes, until the pipe is closed."""
+    torch.set_num_threads(1)
+    log = os.open(f"{folder}/{rank}.log", os.O_WRONLY | os.O_CREAT)
+    os.dup2(log, 2)  # torch warns of the blocks a thousand times; the last words of a rank that dies are of interest
+    warnings.simplefilter("ignore")
+    faulthandler.enable(log)
+    faulthandler.register(signal.SIGUSR1, log)
+    try:
+        dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+        while True:
+            try:
+                outcome = outcome_on_rank(*connection.recv())
+            except EOFError:
+                break
+            except BaseException:
+                outcome = "harness", traceback.format_exc()
+            connection.send(outcome)
+    finally:
+        os._exit(0)
+
+
+# -- in the parent -------------------------------------------------------------------------------------------------------
+
+
+class Pair:
+    """Two ranks, started when they are first needed, and again after whatever may have left something in flight."""
+
+    def __init__(self):
+        self.processes = []
+        self.earlier = []  # what these processes have been given
+
+    def run(self, description, defect=""):
+        """("same" | "refused" | "invalid" | "wrong", what each rank says)."""
+        if not self.processes:
+            self._start()
+        for connection in self.connections:
+            connection.send((description, defect))
+        answers = [None, None]
+        deadline = time.monotonic() + ANSWER_S
+        while None in answers and time.monotonic() < deadline:
+            for rank, connection in enumerate(self.connections):
+                if answers[rank] is None and connection.poll(0.005):
+                    try:
+                        answers[rank] = connection.recv()
+                    except (EOFError, ConnectionResetError):
+                        answers[rank] = "died", self._log(rank)
+                    deadline = min(deadline, time.monotonic() + OTHER_RANK_S)
+        for rank, answer in enumerate(answers):
+            if answer is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(self.processes[rank].pid, signal.SIGUSR1)  # for the stack
+                time.sleep(0.3)
+                answers[rank] = "hang", self._log(rank)
+        kinds = {kind for kind, _ in answers}
+        what = "\n".join(f"rank {rank}: {kind}: {what}" for rank, (kind, what) in enumerate(answers))
+        if "died" in kinds:  # perhaps of what was written where it should not be some time ago
+            what += f"\nthe same processes had before: {self.earlier[-5:]}"
+        self.earlier.append(description)
+        if kinds != {"same"}:
+            self.stop()
+        return (kinds.pop() if kinds in ({"same"}, {"refused"}, {"invalid"}) else "wrong"), what
+
+    def _start(self):
+        self.folder = tempfile.mkdtemp()
+        pipes = [context.Pipe() for _ in range(2)]
+        self.connections = [ours for ours, _ in pipes]
+        self.processes = [context.Process(target=serve, args=(rank, self.folder, pipes[rank][1])) for rank in range(2)]
+        self.earlier = []
+        for process in self.processes:
+            process.start()
+        for _, theirs in pipes:
+            theirs.close()
+
+    def _log(self, rank):
+        return pathlib.Path(self.folder, f"{rank}.log").read_text()[-3000:]
+
+    def stop(self):
+        for process in self.processes:
+            process.kill()
+            process.join()
+        if self.processes:
+            for connection in self.connections:
+                connection.close()
+            shutil.rmtree(self.folder, ignore_errors=True)
+        self.processes = []
+
+
+@pytest.fixture(scope="module")
+def pair():
+    pair = Pair()
+    yield pair
+    pair.stop()
+
+
+def runs_of(block):
+    return st.sampled_from([run for run in RUNS if not (run == "forward" and block in BY_HOOK)])
+
+
+@st.composite
+def descriptions(draw):
+    one = st.sampled_from(list(BLOCKS)).flatmap(lambda block: st.tuples(st.just(block), runs_of(block)))
+    blocks = tuple(draw(st.lists(one, min_size=1, max_size=4)))
+    keys = {block for block, _ in blocks}
+    by_ddp = not (keys & NOT_UNDER_DDP or any("reentrant" in run for _, run in blocks))
+    wrappers = ["sharded", "sharded", "sharded", "alone", "before ddp", "after ddp"]
+    return Description(
+        blocks=blocks,
+        seed=draw(st.integers(0, 99)),
+        optimizer=draw(st.sampled_from(list(OPTIMIZERS))),
+        wrapper=draw(st.sampled_from(wrappers if by_ddp else wrappers[:4])),
+        groups=draw(st.integers(1, 3)),
+        reverse=draw(st.booleans()),
+        registration_order=draw(st.booleans()),
+        partition=draw(st.sampled_from(["element", "parameter"])),
+        bucket_mb=draw(st.sampled_from([75, 0.000001, 0.0002, 0.001])),
+        micro_steps=draw(st.integers(1, 3)),
+        no_sync=draw(st.sampled_from(["attribute", "context"])),
+        shard_gradients=draw(st.booleans()),
+        clip=draw(st.sampled_from([0.0, 0.1])),
+        zero_grad=draw(st.sampled_from(["optimizer", "optimizer", "optimizer", "wrapper", "module"])),
+        zero_when=draw(st.sampled_from(["after step", "before forward", "before backward"])),
+        set_to_none=draw(st.sampled_from([True, True, False])),
+        evaluate=draw(st.sampled_from(["", "wrapper", "module"])),
+        average=False if keys & BY_HOOK else draw(st.booleans()),
+        late=draw(st.sampled_from([(), (0,), (1,), (0, 1), (0, 1)])),
+        other_start=draw(st.booleans()),
+    )
+
+
+def check(pair, count):
+    """`count` descriptions; the first that fails is made as plain as it can be, and printed."""
+    verdicts = Counter()
+    print(f"ANY_MODEL_SEED={SEED}")
+
+    @hypothesis.seed(SEED)
+    @settings(
+        max_examples=count,
+        deadline=None,
+        database=None,
+        print_blob=False,
+        report_multiple_bugs=False,
+        suppress_health_check=list(HealthCheck),
+    )
+    @hypothesis.given(descriptions())
+    def every(description):
+        verdict, what = pair.run(description)
+        verdicts[verdict] += 1
+        hypothesis.assume(verdict != "invalid")
+        assert verdict != "wrong", f"{description}\n{what}"
+
+    every()
+    print(f"{count} models: {dict(verdicts)}")
+    assert verdicts["same"] >= verdicts.total() / 2, f"most were refused, or nothing to compare with: {verdicts}"
+
+
+def test_twenty_models(pair):
+    check(pair, 20)
+
+
+@pytest.mark.slow
+def test_two_hundred_models(pair):
+    check(pair, 200)
+
+
+PLAIN = Description(blocks=(("linear", "call"), ("layer norm", "call")), bucket_mb=0.000001)
+
+
+@pytest.mark.parametrize("wrapper", ["sharded", "alone", "before ddp", "after ddp"])
+def test_a_plain_model_passes(pair, wrapper):
+    verdict, what = pair.run(replace(PLAIN, wrapper=wrapper, late=(0, 1), other_start=True))
+    assert verdict == "same", what
+
+
+@pytest.mark.parametrize("defect", list(DEFECTS)[1:])
+def test_a_defect_is_found(pair, defect):
+    verdict, what = pair.run(PLAIN, defect)
+    assert verdict == "wrong", defect
+    assert "rank 0: different" in what
+
+
+def test_a_refusal_is_one_by_this_package(pair):
+    verdict, what = pair.run(replace(PLAIN, zero_grad="module"))
+    assert verdict == "refused"
+    assert "call optimizer.zero_grad() before backward" in what
+
+
+if __name__ == "__main__":
+    pair = Pair()
+    print(*pair.run(eval(sys.argv[1])), sep="\n")
+    pair.stop()

@@ -414,6 +414,8 @@ class Pair:
         self.earlier.append(description)
         if kinds != {"same"}:
             self.stop()
+        if kinds == {"refused", "hang"}:  # where models differ by rank; a launcher ends the rank that waits
+            return "refused", what
         return (kinds.pop() if kinds in ({"same"}, {"refused"}, {"invalid"}) else "wrong"), what
 
     def _start(self):
@@ -535,9 +537,9 @@ def test_a_defect_is_found(pair, defect):
 
 
 def test_a_refusal_is_one_by_this_package(pair):
-    verdict, what = pair.run(replace(PLAIN, zero_grad="module"))
+    verdict, what = pair.run(Description(blocks=(("linear", "reentrant twice"),), bucket_mb=0.000001))
     assert verdict == "refused"
-    assert "call optimizer.zero_grad() before backward" in what
+    assert "gets a gradient again" in what
 
 
 if __name__ == "__main__":

@@ -182,7 +182,7 @@ def clamps(child):
 
 def strided(*shape):
     """Every other element of something."""
-    return torch.randn(*shape, 2)[..., 0] / WIDTH**0.5
+    return parameter(*shape, 2).data[..., 0]
 
 
 def expanded_buffer():
@@ -228,6 +228,16 @@ def same_module_in_several_checkpoints(use_reentrant):
         return x
 
     return Part(forward, inner=linear())
+
+
+def checkpoint_on_one_rank():
+    """A backward within backward that only one rank has."""
+
+    def forward(part, x):
+        x = torch.tanh(part.always(x))
+        return checkpoint(part.sometimes, x, use_reentrant=True) if now.rank == 1 else x
+
+    return Part(forward, always=linear(), sometimes=linear())
 
 
 def checkpoint_of_part(use_reentrant):
@@ -310,6 +320,7 @@ BLOCKS: dict[str, Callable[[], nn.Module]] = {
     "inner gradient": inner_gradient,
     "one module in several reentrant checkpoints": lambda: same_module_in_several_checkpoints(True),
     "one module in several checkpoints": lambda: same_module_in_several_checkpoints(False),
+    "reentrant checkpoint on one rank": checkpoint_on_one_rank,
     "read in a reentrant checkpoint": lambda: checkpoint_of_part(True),
     "read in a checkpoint": lambda: checkpoint_of_part(False),
 }

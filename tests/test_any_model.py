@@ -43,7 +43,7 @@ from zero.collectives import Communicator
 SEED = int(os.environ.get("ANY_MODEL_SEED", "0"))
 STEPS = 4
 TOLERANCE = 1e-5  # of the largest weight
-TOLERANCE_BFLOAT16 = 3e-2  # one rounding more or less in a part of the model
+TOLERANCE_BFLOAT16 = 1e-2  # one rounding more or less in a part of the model
 ANSWER_S = 30  # an example takes less than one second
 OTHER_RANK_S = 5  # once one rank has answered
 
@@ -58,7 +58,11 @@ OPTIMIZERS = {
     "adagrad": (torch.optim.Adagrad, {"lr": 0.03, "eps": 1e-4}),
 }
 # what DistributedDataParallel with find_unused_parameters=True refuses, or gets wrong
-NOT_UNDER_DDP = {"one module in several reentrant checkpoints", "read in a reentrant checkpoint"}
+NOT_UNDER_DDP = {
+    "one module in several reentrant checkpoints",
+    "reentrant checkpoint on one rank",
+    "read in a reentrant checkpoint",
+}
 
 
 @dataclass(frozen=True)
@@ -68,7 +72,8 @@ class Description:
     blocks: tuple[tuple[str, str], ...]  # which of BLOCKS, and which of RUNS
     seed: int = 0
     optimizer: str = "adamw"
-    wrapper: str = "sharded"  # ShardedDataParallel; 'alone': averaged by hand; 'before ddp' and 'after ddp': made then
+    wrapper: str = "sharded"  # ShardedDataParallel; 'alone': averaged by hand; 'before ddp', 'after ddp': made then
+    frozen_head: bool = False  # then the first gradient comes from the last block
     groups: int = 1
     reverse: bool = False  # parameters are given to the optimizer from the last to the first
     registration_order: bool = False
@@ -105,6 +110,7 @@ class Model(nn.Module):
         self.stem = nn.Linear(3, WIDTH)
         self.blocks = nn.ModuleList(BLOCKS[block]() for block, _ in description.blocks)
         self.head = nn.Linear(WIDTH, 2)
+        self.head.requires_grad_(not description.frozen_head)
         self.runs = [run for _, run in description.blocks]
 
     def forward(self, x):
@@ -151,8 +157,8 @@ def build(description, plain):
     torch.manual_seed(description.seed + (dist.get_rank() if other and not plain else 0))
     model = Model(description)
     cls, kwargs = OPTIMIZERS[description.optimizer]
-    if plain:
-        return model, model, cls(parameter_groups(model, description), **kwargs)
+    if plain or description.wrapper == "ddp":
+        return model, model if plain else wrap_in_ddp(model), cls(parameter_groups(model, description), **kwargs)
     wrapper = model
     if description.wrapper == "before ddp":
         wrapper = wrap_in_ddp(model)
@@ -466,6 +472,7 @@ def descriptions(draw):
         seed=draw(st.integers(0, 99)),
         optimizer=draw(st.sampled_from(list(OPTIMIZERS))),
         wrapper=draw(st.sampled_from(wrappers if by_ddp else wrappers[:4])),
+        frozen_head=draw(st.booleans()),
         groups=draw(st.integers(1, 3)),
         reverse=draw(st.booleans()),
         registration_order=draw(st.booleans()),
@@ -488,6 +495,7 @@ def descriptions(draw):
 def check(pair, count):
     """`count` descriptions; the first that fails is made as plain as it can be, and printed."""
     verdicts = Counter()
+    failures = []
     print(f"ANY_MODEL_SEED={SEED}")
 
     @hypothesis.seed(SEED)
@@ -504,15 +512,46 @@ def check(pair, count):
         verdict, what = pair.run(description)
         verdicts[verdict] += 1
         hypothesis.assume(verdict != "invalid")
-        assert verdict != "wrong", f"{description}\n{what}"
+        if verdict == "wrong":
+            failures.append(f"{description}\n{what}")
+            pytest.fail(failures[-1], pytrace=False)
 
-    every()
+    try:
+        every()
+    finally:
+        if failures:  # what is late by chance may not fail again, and then the plainest is not among these
+            print(f"failed first: {failures[0]}\n\nfailed last: {failures[-1]}")
     print(f"{count} models: {dict(verdicts)}")
     assert verdicts["same"] >= verdicts.total() / 2, f"most were refused, or nothing to compare with: {verdicts}"
 
 
+def try_all(pair, descriptions):
+    verdicts, failures = Counter(), []
+    for description in descriptions:
+        verdict, what = pair.run(description)
+        verdicts[verdict] += 1
+        if verdict not in ("same", "refused"):
+            failures.append(f"{description}\n{what}")
+    print(dict(verdicts))
+    assert not failures, "\n\n".join([f"{len(failures)} of {verdicts.total()}", *failures])
+    assert verdicts["same"] >= verdicts.total() / 2, f"most were refused: {verdicts}"
+
+
 def test_twenty_models(pair):
     check(pair, 20)
+
+
+def test_every_block(pair):
+    """Each alone between the two ends of the model, in buckets as small as can be, none of which comes before it must."""
+    harsh = Description(blocks=(), bucket_mb=0.000001, late=(0, 1), other_start=True)
+    try_all(pair, [replace(harsh, blocks=((block, "call"),)) for block in BLOCKS])
+
+
+@pytest.mark.slow
+def test_every_way_to_run_every_block(pair):
+    for late in (0, 1), ():
+        pairs = [(block, run) for block in BLOCKS for run in RUNS if not (run == "forward" and block in BY_HOOK)]
+        try_all(pair, [Description(blocks=(one,), bucket_mb=0.000001, late=late) for one in pairs])
 
 
 @pytest.mark.slow
@@ -526,6 +565,13 @@ PLAIN = Description(blocks=(("linear", "call"), ("layer norm", "call")), bucket_
 @pytest.mark.parametrize("wrapper", ["sharded", "alone", "before ddp", "after ddp"])
 def test_a_plain_model_passes(pair, wrapper):
     verdict, what = pair.run(replace(PLAIN, wrapper=wrapper, late=(0, 1), other_start=True))
+    assert verdict == "same", what
+
+
+@pytest.mark.parametrize("block", ["used by one rank", "used by the ranks in turn", "used in odd steps", "tied"])
+def test_the_oracle_is_that_of_distributed_data_parallel(pair, block):
+    """Gradients are averaged by hand because DistributedDataParallel cannot do all blocks; where it can, it does the same."""
+    verdict, what = pair.run(replace(PLAIN, wrapper="ddp", blocks=((block, "call"),), micro_steps=2, clip=0.1))
     assert verdict == "same", what
 
 

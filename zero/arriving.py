@@ -103,7 +103,7 @@ class SentGradient(torch.Tensor):
     def __torch_dispatch__(cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         ops = torch.ops.aten
         sent = args[0]
-        if isinstance(sent, SentGradient) and hasattr(sent, "added"):  # not what sent.data gives
+        if isinstance(sent, SentGradient):
             if function is ops.detach.default:
                 return sent
             if function is ops.zero_.default:

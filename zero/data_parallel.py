@@ -137,8 +137,7 @@ class ShardedDataParallel(nn.Module):
         on_gradient = _weakly(self._on_gradient)
         for param in self._params:
             self._undo.append(param.register_post_accumulate_grad_hook(on_gradient).remove)
-        # a ScriptModule has no such dictionary in Python
-        self._parts = [part for part in module.modules() if isinstance(vars(part).get("_parameters"), dict)]
+        self._parts = list(module.modules())
         self._owners = [part for part in self._parts if any(param in self._number for param in part._parameters.values())]
         self._have_some_wait_as_a_whole(module)
         if optimizer.param_dtype is not None:
@@ -445,12 +444,13 @@ class ShardedDataParallel(nn.Module):
     def _have_some_wait_as_a_whole(self, module: nn.Module) -> None:
         """Have every module that reads parameters past the dictionaries wait before it runs."""
         for part in module.modules():
-            past_python = isinstance(part, torch._dynamo.OptimizedModule | torch.jit.ScriptModule)
+            if isinstance(part, torch.jit.ScriptModule):
+                raise ValueError("a ScriptModule reads its parameters without telling; wrap the module it was made from")
             call = part._compiled_call_impl
             if call is not None:  # hooks would be compiled with it
                 part._compiled_call_impl = _waiting_call(self._waiter_for(part), call)
                 self._undo.append(lambda part=part, call=call: setattr(part, "_compiled_call_impl", call))
-            elif past_python or holds_elsewhere(part, self._number):
+            elif isinstance(part, torch._dynamo.OptimizedModule) or holds_elsewhere(part, self._number):
                 hook = _uncompiled(self._waiter_for(part))
                 self._undo.append(part.register_forward_pre_hook(hook, prepend=True).remove)
 

@@ -1,0 +1,532 @@
+"""What people do with a model and an optimizer in PyTorch does the same under ShardedDataParallel, or is refused."""
+
+import copy
+import gc
+import io
+import pickle
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
+
+from zero import ShardedDataParallel, ShardedOptimizer, checkpoint
+from zero.arriving import ArrivingParameters, SentGradient
+from zero.collectives import Communicator, Gather
+
+TINY_MB = 0.0002  # 50 elements: several buckets
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def wrap(module, bucket_mb=TINY_MB, **kwargs):
+    optimizer = ShardedOptimizer(module.parameters(), torch.optim.AdamW, bucket_mb=bucket_mb, lr=0.01)
+    return ShardedDataParallel(module, optimizer, **kwargs), optimizer
+
+
+def wrap_plain(module, bucket_mb=None):
+    return DistributedDataParallel(module), torch.optim.AdamW(module.parameters(), lr=0.01)
+
+
+def inputs(step=0):
+    return torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+
+
+def backward(model, step=0):
+    model(inputs(step)).square().sum().backward()
+
+
+def make_gathers_late():
+    """On the last rank gathers arrive no sooner than they are waited for; until then there is nan in their place."""
+    if dist.get_rank() != dist.get_world_size() - 1:
+        return
+    all_gather = Communicator.all_gather
+
+    class Late:
+        def __init__(self, bucket, arriving):
+            self.bucket, self.arriving = bucket, arriving
+
+        def wait(self):
+            for work in self.arriving.works:
+                work.wait()
+            self.bucket.copy_(self.arriving.bucket)
+
+    def late(comm, bucket, sizes):
+        arriving = all_gather(comm, bucket.clone(), sizes)
+        bucket.fill_(float("nan"))
+        return Gather(bucket, [Late(bucket, arriving)])
+
+    Communicator.all_gather = late
+
+
+def same_under_both(trains, bucket_mb):
+    """`trains(wrap)` gives the same tensors with this package's two classes as with torch's two."""
+    ours = trains(lambda module: wrap(module, bucket_mb))
+    gc.collect()
+    plain = trains(wrap_plain)
+    assert len(ours) == len(plain)
+    assert all(tensor.isfinite().all() for tensor in ours)
+    return max((left - right).abs().max().item() for left, right in zip(ours, plain, strict=True))
+
+
+def a_gan(wrap):
+    """Two models trained in turn; the gradients that the generator's turn leaves in the critic are dropped, not used."""
+    generator, critic = nn.Linear(8, 8), net()
+    torch.manual_seed(1)
+    for param in generator.parameters():
+        nn.init.normal_(param)
+    (wrapped_generator, its_optimizer), (wrapped_critic, critics_optimizer) = wrap(generator), wrap(critic)
+    for step in range(5):
+        wrapped_critic.zero_grad()
+        backward(wrapped_critic, step)
+        wrapped_critic(wrapped_generator(inputs(step)).detach()).sum().backward()
+        critics_optimizer.step()
+        wrapped_generator.zero_grad()
+        wrapped_critic(wrapped_generator(inputs(step))).square().sum().backward()
+        its_optimizer.step()
+    return [param.detach().clone() for module in (generator, critic) for param in module.parameters()]
+
+
+def a_dropped_batch(of):
+    """A batch whose gradients are dropped again, by `zero_grad` of the wrapper or of the module, or of a part of it."""
+
+    def trains(wrap):
+        module = net()
+        model, optimizer = wrap(module)
+        zero_grad = {"wrapper": model.zero_grad, "module": module.zero_grad, "part": module[0].zero_grad}[of]
+        for step in range(4):
+            backward(model, 100 + step)
+            zero_grad()
+            backward(model, step)
+            optimizer.step()
+            module.zero_grad()
+        return [param.detach().clone() for param in module.parameters()]
+
+    return trains
+
+
+def a_step_without_zero_grad(wrap):
+    """Gradients add up over steps, clipped ones and new ones."""
+    module = net()
+    model, optimizer = wrap(module)
+    for step in range(4):
+        backward(model, step)
+        optimizer.step()
+    return [param.detach().clone() for param in module.parameters()]
+
+
+def one_gradient_less(wrap):
+    """`param.grad = None` takes one parameter out of the step."""
+    module = net()
+    model, optimizer = wrap(module)
+    for step in range(4):
+        backward(model, step)
+        module[0].weight.grad = None
+        optimizer.step()
+        optimizer.zero_grad()
+    return [param.detach().clone() for param in module.parameters()]
+
+
+def gradients_of_zero(wrap):
+    """After zero_grad(set_to_none=False) a step still decays and still has momentum."""
+    module = net()
+    model, optimizer = wrap(module)
+    for step in range(3):
+        backward(model, step)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+        optimizer.step()
+    return [param.detach().clone() for param in module.parameters()]
+
+
+def nothing_had_a_gradient(wrap):
+    module = net()
+    model, optimizer = wrap(module)
+    optimizer.step()
+    optimizer.zero_grad()
+    backward(model)
+    optimizer.step()
+    optimizer.zero_grad()
+    optimizer.step()
+    return [param.detach().clone() for param in module.parameters()]
+
+
+def averages(wrap):
+    """A moving average by deepcopy, of the module and of the wrapper, right after each step."""
+    module = net()
+    model, optimizer = wrap(module)
+    average = AveragedModel(model)
+    copies = []
+    for step in range(3):
+        backward(model, step)
+        optimizer.step()
+        average.update_parameters(model)
+        copies += [param.detach().clone() for param in copy.deepcopy(module).parameters()]
+        optimizer.zero_grad()
+    return [*copies, *(param.detach().clone() for param in average.parameters())]
+
+
+def unfreezing(wrap):
+    """Train a part, unfreeze the rest, go on with a new optimizer while the old wrapper is still there."""
+    module = net()
+    module[0].requires_grad_(False)
+    model, optimizer = wrap(module)
+    for step in range(2):
+        backward(model, step)
+        optimizer.step()
+        optimizer.zero_grad()
+    module[0].requires_grad_(True)
+    new_model, new_optimizer = wrap(module)
+    for step in range(2):
+        backward(new_model, step)
+        new_optimizer.step()
+        new_optimizer.zero_grad()
+    return [param.detach().clone() for param in module.parameters()]
+
+
+def a_frozen_critic(wrap):
+    """requires_grad_(False) for a while, as some do in the generator's turn."""
+    module = net()
+    model, optimizer = wrap(module)
+    for step in range(3):
+        backward(model, step)
+        optimizer.step()
+        optimizer.zero_grad()
+        module.requires_grad_(False)
+        module(inputs(step).requires_grad_()).sum().backward()
+        module.requires_grad_(True)
+    return [param.detach().clone() for param in module.parameters()]
+
+
+IDIOMS = {
+    "a GAN": a_gan,
+    "a batch dropped by the wrapper": a_dropped_batch("wrapper"),
+    "a batch dropped by the module": a_dropped_batch("module"),
+    "a batch dropped by a part": a_dropped_batch("part"),
+    "a step without zero_grad": a_step_without_zero_grad,
+    "one gradient less": one_gradient_less,
+    "gradients of zero": gradients_of_zero,
+    "nothing had a gradient": nothing_had_a_gradient,
+    "averages": averages,
+    "unfreezing": unfreezing,
+    "a frozen critic": a_frozen_critic,
+}
+
+
+def all_idioms(bucket_mb):
+    make_gathers_late()
+    return {name: same_under_both(trains, bucket_mb) for name, trains in IDIOMS.items()}
+
+
+@pytest.mark.parametrize("bucket_mb", [75, TINY_MB])
+def test_idioms_do_the_same_as_with_torchs_own(bucket_mb):
+    for differences in run_ranks(all_idioms, 2, bucket_mb):
+        assert differences == {name: pytest.approx(0, abs=1e-6) for name in IDIOMS}
+
+
+def copies():
+    """What is copied and pickled right after step is plain, whole, and trains on its own."""
+    make_gathers_late()
+    module = net()
+    model, optimizer = wrap(module)
+    backward(model)
+    optimizer.step()
+    assert isinstance(vars(module[0])["_parameters"], ArrivingParameters)
+    copied = copy.deepcopy(module)
+    from_wrapper = copy.deepcopy(model)
+    pickled = pickle.loads(pickle.dumps(module))
+    torch.save(module, io.BytesIO())
+    with pytest.raises(TypeError, match=r"pickle its \.module"):
+        pickle.dumps(model)
+    for other in (copied, from_wrapper, pickled):
+        assert type(other) is nn.Sequential
+        for part, original in zip(other.modules(), module.modules(), strict=True):
+            assert type(vars(part)["_parameters"]) is dict
+            assert not part._forward_pre_hooks
+            assert not part._load_state_dict_pre_hooks
+            for param, weight in zip(part.parameters(), original.parameters(), strict=True):
+                assert torch.equal(param, weight)
+                assert param.grad is None
+        other(inputs()).sum().backward()
+        torch.optim.SGD(other.parameters(), 0.1).step()
+    return True
+
+
+def test_copies_and_pickles_are_plain():
+    run_ranks(copies, 2)
+
+
+def deletion():
+    """A wrapper that is gone has left the module as it was, and nothing in flight, whatever happened last."""
+    make_gathers_late()
+    for last in ("forward", "backward", "step"):
+        module = net()
+        before = [dict(vars(part)) for part in module.modules()]
+        model, optimizer = wrap(module)
+        result = model(inputs()).square().sum()
+        if last != "forward":
+            result.backward()
+        if last == "step":
+            optimizer.step()
+        del model, result
+        gc.collect()
+        for part, attributes in zip(module.modules(), before, strict=True):
+            assert type(vars(part)["_parameters"]) is dict
+            assert vars(part).keys() == attributes.keys()
+            assert all(len(vars(part)[name]) == len(attributes[name]) for name in attributes if "hooks" in name)
+        assert all(param.grad is None and not param._post_accumulate_grad_hooks for param in module.parameters())
+        assert all(param.isfinite().all() for param in module.parameters())
+        together = torch.full((3,), float(dist.get_rank()))
+        dist.all_reduce(together)
+        assert together.tolist() == [1.0, 1.0, 1.0]
+        module(inputs()).sum().backward()
+        assert not isinstance(module[0].weight.grad, SentGradient)
+        module.zero_grad()
+        model, again = wrap(module)  # over the parameters in the old optimizer's buffers
+        backward(model)
+        again.step()
+    return True
+
+
+def test_a_deleted_wrapper_leaves_nothing_behind():
+    run_ranks(deletion, 2)
+
+
+class Counting(torch.optim.SGD):
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["count"] = group.get("count", 0) + 1
+        return super().step(closure)
+
+
+class Scaled(torch.optim.SGD):
+    def step(self, closure=None, scale=1.0):
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.grad.mul_(scale)
+        return super().step(closure)
+
+
+def refusals():
+    module = net()
+    model, optimizer = wrap(module)
+    with pytest.raises(ValueError, match="the optimizer has a ShardedDataParallel already"):
+        ShardedDataParallel(module, optimizer)
+    with pytest.raises(ValueError, match="the optimizer has a ShardedDataParallel already"):
+        ShardedDataParallel(net(), optimizer)
+
+    backward(model)
+    for read in (
+        lambda: nn.utils.clip_grad_norm_(module.parameters(), 1.0),
+        lambda: nn.utils.clip_grad_norm_(module.parameters(), 1.0, foreach=False),
+        lambda: nn.utils.clip_grad_value_(module.parameters(), 1.0),
+        lambda: module[0].weight.grad.norm(),
+        lambda: module[0].weight.grad.mul_(2),
+        lambda: torch.optim.SGD(module.parameters(), 0.1).step(),
+    ):
+        with pytest.raises(RuntimeError, match=r"cannot read this gradient: .*optimizer\.clip_grad_norm_"):
+            read()
+    assert optimizer.clip_grad_norm_(1e-3) > 1e-3
+
+    loss = model(inputs()).square().sum()
+    loss.backward(retain_graph=True)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    optimizer.zero_grad()
+
+    module[0].weight = nn.Parameter(torch.ones(8, 8))
+    backward(model)
+    with pytest.raises(RuntimeError, match=r"^0\.weight require gradients, but are not the optimizer's: replaced"):
+        optimizer.step()
+
+    module = net()
+    optimizer = ShardedOptimizer(module.parameters(), torch.optim.AdamW)
+    loss = module(inputs()).square().sum()
+    loss.backward(retain_graph=True)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+    module = net()
+    optimizer = ShardedOptimizer(module.parameters(), Counting, lr=0.1)
+    module(inputs()).sum().backward()
+    with pytest.raises(RuntimeError, match="Counting writes 'count' into its param_groups"):
+        optimizer.step()
+
+    module = net()
+    module.alias = nn.Parameter(module[0].weight.data)
+    with pytest.raises(ValueError, match="share memory"):
+        ShardedOptimizer(module.parameters(), torch.optim.AdamW)
+    with pytest.raises(ValueError, match="share memory"):
+        ShardedOptimizer([nn.Parameter(torch.ones(1, 3).expand(4, 3))], torch.optim.AdamW)
+    module = net()
+    module.register_buffer("windows", torch.arange(10.0).as_strided((4, 4), (2, 1)))
+    with pytest.raises(ValueError, match="elements of windows share memory"):
+        wrap(module)
+    with pytest.raises(ValueError, match="ScriptModule"):
+        wrap(torch.jit.script(net()))
+    return True
+
+
+def test_what_cannot_be_right_is_refused():
+    run_ranks(refusals, 2)
+
+
+def step_with_arguments():
+    weights = []
+    for scale in (1.0, 3.0):
+        module = nn.Linear(8, 3)
+        nn.init.ones_(module.weight)
+        optimizer = ShardedOptimizer(module.parameters(), Scaled, lr=0.1)
+        module(torch.ones(2, 8)).sum().backward()
+        optimizer.step(scale=scale)
+        weights.append(1 - module.weight.detach())
+    return (weights[1] / weights[0]).mean().item()
+
+
+def test_arguments_of_step_reach_the_inner_optimizer():
+    assert run_ranks(step_with_arguments, 2) == pytest.approx([3.0, 3.0])
+
+
+class WithExtraState(nn.Linear):
+    def get_extra_state(self):
+        return {"calls": [1, 2]}
+
+    def set_extra_state(self, state):
+        assert state == {"calls": [1, 2]}
+
+
+def consolidated(dtype=None):
+    """Zero-size, frozen, channels_last and transposed parameters, and extra state: as the unsharded optimizer has them."""
+    torch.manual_seed(0)
+    module = nn.Sequential(WithExtraState(8, 8), nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last))
+    module.empty = nn.Parameter(torch.zeros(0, 3))
+    module.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
+    module.transposed = nn.Parameter(torch.randn(5, 7).t())
+    strides = [param.stride() for param in module.parameters()]
+    plain = copy.deepcopy(module)
+    optimizer = ShardedOptimizer(module.parameters(), torch.optim.AdamW, bucket_mb=TINY_MB, lr=0.01)
+    reference = torch.optim.AdamW(plain.parameters(), lr=0.01)
+    assert [param.stride() for param in module.parameters()] == strides
+    for trained, its_optimizer in ((module, optimizer), (plain, reference)):
+        for step in range(3):
+            images = torch.randn(2, 3, 6, 6, generator=torch.Generator().manual_seed(step))
+            loss = trained[0](torch.ones(8)).square().sum() + trained[1](images).square().sum()
+            (loss + trained.empty.sum() + (trained.transposed * torch.arange(5.0)).square().sum()).backward()
+            its_optimizer.step()
+            its_optimizer.zero_grad()
+    whole, weights = checkpoint.consolidate(optimizer), checkpoint.model_state_dict(module, optimizer)
+    if dist.get_rank() == 0:
+        expected = reference.state_dict()
+        assert whole["param_groups"] == expected["param_groups"]
+        assert whole["state"].keys() == expected["state"].keys()
+        for index, state in expected["state"].items():
+            assert whole["state"][index].keys() == state.keys()
+            for key, value in state.items():
+                assert torch.equal(whole["state"][index][key], value), (index, key)
+        assert weights.keys() == plain.state_dict().keys()
+        assert weights.pop("0._extra_state") == {"calls": [1, 2]}
+        assert all(torch.equal(weights[name], plain.state_dict()[name]) for name in weights)
+    states = [whole]
+    dist.broadcast_object_list(states)
+    again = ShardedOptimizer(copy.deepcopy(module).parameters(), torch.optim.AdamW, bucket_mb=0.0005, lr=0.01)
+    checkpoint.restore(again, states[0])
+    restored = checkpoint.consolidate(again)
+    if dist.get_rank() == 0:
+        for index, state in whole["state"].items():
+            assert all(torch.equal(restored["state"][index][key], value) for key, value in state.items())
+    with pytest.raises(ValueError, match="shards hold contiguous parameters"):
+        checkpoint.own_pieces(module, optimizer)
+    return True
+
+
+def test_consolidated_state_is_the_unsharded_optimizers():
+    run_ranks(consolidated, 2)
+
+
+def written_weights():
+    """bfloat16 weights with masters: what is written in place between steps counts, and full precision is kept elsewhere."""
+    module = nn.Linear(8, 8)
+    optimizer = ShardedOptimizer(
+        module.parameters(), torch.optim.SGD, bucket_mb=TINY_MB, param_dtype=torch.bfloat16, lr=1e-5, momentum=0.9
+    )
+    model = ShardedDataParallel(module, optimizer)
+    for _ in range(3):
+        model(torch.ones(2, 8, dtype=torch.bfloat16)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    masters = [bucket.master.clone() for bucket in optimizer.buckets]
+    assert any((master != master.bfloat16()).any() for master in masters)
+    with torch.no_grad():
+        module.weight[0] = 7.0
+    model(torch.ones(2, 8, dtype=torch.bfloat16)).sum().backward()
+    optimizer.step()
+    return [module.weight[0].float().mean().item(), module.weight[1:].abs().max().item() < 1]
+
+
+def test_a_weight_written_in_place_reaches_its_master():
+    assert run_ranks(written_weights, 2) == [[7.0, True]] * 2
+
+
+def late_reads():
+    """A reference taken beforehand is what nobody can see; check_reads shows it, and a gradient that comes of it is refused."""
+    module = net()
+    model, optimizer = wrap(module, check_reads=True)
+    references = list(module.parameters())
+    backward(model)
+    optimizer.step()
+    optimizer.zero_grad()
+    assert all(param.isnan().all() for param in references)
+    with pytest.raises(RuntimeError, match=r"2\.weight has a gradient, but its all-gather was never waited for"):
+        (inputs() @ references[2].t()).sum().backward()
+    optimizer.zero_grad()
+    assert model(inputs()).isfinite().all()
+    assert all(param.isfinite().all() for param in references)
+    return True
+
+
+def test_reads_past_the_module_are_found():
+    run_ranks(late_reads, 2)
+
+
+def compiled(how):
+    def trains(wrap):
+        module = net()
+        inner = torch.compile(module, backend="eager") if how == "module before wrapping" else module
+        if how == "child":
+            module[0].compile(backend="eager")
+        model, optimizer = wrap(inner)
+        call = model
+        if how == "wrapper":
+            call = torch.compile(model, backend="eager")
+        elif how == "function":
+            call = torch.compile(lambda x: model(x), backend="eager")
+        elif how == "child after wrapping":
+            module[2].compile(backend="eager")
+        for step in range(4):
+            backward(call, step)
+            optimizer.step()
+            optimizer.zero_grad()
+        return [param.detach().clone() for param in module.parameters()]
+
+    return trains
+
+
+def all_compiled(bucket_mb):
+    make_gathers_late()
+    hows = ("module before wrapping", "child", "wrapper", "function", "child after wrapping")
+    return {how: same_under_both(compiled(how), bucket_mb) for how in hows}
+
+
+@pytest.mark.parametrize("bucket_mb", [75, TINY_MB])
+def test_what_is_compiled_waits_too(bucket_mb):
+    for differences in run_ranks(all_compiled, 2, bucket_mb):
+        assert differences == dict.fromkeys(differences, pytest.approx(0, abs=1e-6))

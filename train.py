@@ -30,6 +30,7 @@ import torch.distributed as dist
 import hardware
 from configurator import configure, fail
 from dataset import Dataset, prepare_if_embedded
+from distributed import launched
 from logger import Logger
 from model import GPT, GPTConfig
 from signals import Signals, Wish
@@ -95,11 +96,7 @@ config = configure(globals())
 # -----------------------------------------------------------------------------
 
 # ranks and devices
-ddp = "RANK" in os.environ  # started by torchrun
-rank, local_rank, world_size, local_world_size = (
-    int(os.environ.get(name, default))
-    for name, default in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_WORLD_SIZE", 1))
-)
+ddp, rank, local_rank, world_size, local_world_size = launched()  # by torchrun, or alone
 master_process = rank == 0  # this rank logs and writes files; whatever all ranks must take part in stands outside its ifs
 try:
     if param_dtype == "bfloat16" and dtype == "auto":

@@ -81,7 +81,8 @@ def build(
 def clip_grad_norm_(optimizer: torch.optim.Optimizer, max_norm: float) -> torch.Tensor:
     """Clip the gradients of all parameters together, wherever they are; returns their norm. Needs to be called on all ranks.
 
-    Equal to `torch.nn.utils.clip_grad_norm_` over full gradients, inf and nan included.
+    Equal to `torch.nn.utils.clip_grad_norm_` over full gradients, inf and nan included. With `max_norm=math.inf` it only
+    measures.
     """
     if isinstance(optimizer, ShardedOptimizer):
         return optimizer.clip_grad_norm_(max_norm)

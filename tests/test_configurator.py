@@ -212,7 +212,7 @@ def test_nanogpts_settings_have_nanogpts_defaults():
     assert set(defaults) - set(NANOGPT_DEFAULTS) == {
         *("backend", "device", "dtype", "compile"),  # nanoGPT's too, but by the machine
         *("use_zero1", "zero1_impl", "zero_bucket_mb", "shard_gradients", "param_dtype", "seed"),
-        *("on_save_error", "keep_checkpoints", "async_save", "checkpoint_format"),
+        *("on_nonfinite", "max_nonfinite", "on_save_error", "keep_checkpoints", "async_save", "checkpoint_format"),
     }
 
 

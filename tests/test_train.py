@@ -322,7 +322,7 @@ def test_a_tmpfs_too_small_for_a_second_save(data, runs, tmp_path, format):
         {shlex.join(train_py)}
         head -c 10M /dev/zero > {tmp_path}/fill || true
         echo =====
-        {shlex.join(train_py)} --init_from=resume
+        {shlex.join(train_py)} --init_from=resume --max_iters=35
         rm {tmp_path}/fill
         ls {tmp_path}
         {sys.executable} -m zero.checkpoint inspect {tmp_path}/ckpt.pt
@@ -335,10 +335,10 @@ def test_a_tmpfs_too_small_for_a_second_save(data, runs, tmp_path, format):
     assert first.count("WARNING: the checkpoint was not written") == 1, first
     assert "WARNING: figures are missing" not in first
     assert "at iteration 5: " in second
-    assert second.count("WARNING: the checkpoint was not written") == 1, "at iteration 10, not again at 5, where it resumes"
+    assert second.count("WARNING: the checkpoint was not written") == 6, "at iterations 10 to 35, not at 5, where it resumes"
     assert second.count("WARNING: figures are missing") == 1
     assert "iter 12: " in first
-    assert "iter 12: " in second
+    assert "iter 35: " in second
     assert "ckpt_prev" not in second
     assert len(re.findall(r"^shards_", second, re.MULTILINE)) == (format == "sharded"), "what was begun is gone"
     assert "iteration 5, " in second
@@ -475,7 +475,8 @@ def diverge(out, data, learning_rate, ranks, flags):
     assert all(tensor.isfinite().all() for tensor in checkpoint["model"].values())
     end = checkpoint["iter_num"] + 2
     losses, _, _ = train(out, data, *flags, "--init_from=resume", "--lr_decay_iters=2000", f"--max_iters={end}", ranks=ranks)
-    assert all(losses[iteration] is not None for iteration in range(end + 1))
+    assert end - 2 <= max(losses) <= end
+    assert None not in losses.values()
 
 
 @pytest.mark.parametrize(("learning_rate", "ranks", "flags"), DIVERGING[:2])
@@ -491,7 +492,6 @@ def test_more_runs_that_diverge_keep_their_checkpoints(data, tmp_path, learning_
 
 def test_a_checkpoint_that_is_refused_ends_the_run(data, tmp_path):
     """Although a disk that is full would not."""
-    train(tmp_path, data, "--max_iters=5")
     refusing = """
 import runpy
 import zero.checkpoint
@@ -499,14 +499,14 @@ zero.checkpoint._first_not_finite = lambda tensors: "transformer.wte.weight"
 runpy.run_path("train.py")
 """
     process = subprocess.run(
-        [sys.executable, "-c", refusing, *SETTINGS, f"--dataset={data}", f"--out_dir={tmp_path}", "--init_from=resume"],
+        [sys.executable, "-c", refusing, *SETTINGS, f"--dataset={data}", f"--out_dir={tmp_path}"],
         cwd=ROOT, capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert process.returncode == 1, process.stderr
     assert "WARNING: the checkpoint was not written: transformer.wte.weight is not finite" in process.stdout
-    assert "iter 10:" in process.stdout
-    assert "iter 11:" not in process.stdout
-    assert torch_load(tmp_path)["iter_num"] == 5
+    assert "iter 5:" in process.stdout
+    assert "iter 6:" not in process.stdout
+    assert sorted(os.listdir(tmp_path)) == ["metrics.jsonl", "run.lock"]
 
 
 def test_a_gpt2_folder_is_finetuned_with_a_smaller_block(data, tmp_path):

@@ -422,7 +422,8 @@ def collide(out, data, seed):
         time.sleep(0.05)
     other.kill()
     other.communicate()
-    assert before - {path.name for path in out.iterdir()} <= {"ckpt.pt.tmp"}
+    lost = before - {path.name for path in out.iterdir()}
+    assert all(name.endswith(".tmp") for name in lost), "but for what a killed run has left, which is swept"
 
 
 def collisions(out, data, trials):
@@ -473,9 +474,9 @@ def diverge(out, data, learning_rate, ranks, flags):
     assert "lower --learning_rate" in message
     checkpoint = ckpt.load(ckpt.find(str(out))[0])
     assert all(tensor.isfinite().all() for tensor in checkpoint["model"].values())
-    end = checkpoint["iter_num"] + 2
+    end = checkpoint["iter_num"] + 4
     losses, _, _ = train(out, data, *flags, "--init_from=resume", "--lr_decay_iters=2000", f"--max_iters={end}", ranks=ranks)
-    assert end - 2 <= max(losses) <= end
+    assert max(losses) > checkpoint["iter_num"]
     assert None not in losses.values()
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from toy import MODES, assert_equal, batch, build_toy, make_toy, weights
 
 from guard import Guard
@@ -139,3 +140,19 @@ def test_an_optimizer_without_the_kernel_skips_too():
         optimizer.step()
         assert torch.equal(model.hidden.weight, before["hidden.weight"]) == math.isnan(factor)
         optimizer.zero_grad()
+
+
+def test_watching_never_waits_for_the_device():
+    """Fake tensors have no values that the host could ask for."""
+    with FakeTensorMode():
+        model = torch.nn.Linear(3, 3)
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        guard = Guard(model, optimizer, ShardedGradScaler("cpu", enabled=False), limit=1)
+        for _ in range(2):
+            loss = model(torch.ones(3)).sum()
+            loss.backward()
+            guard.watch(loss.detach(), clip_grad_norm_(optimizer, 1.0))
+            optimizer.step()
+            optimizer.zero_grad()
+        with pytest.raises(DataDependentOutputException):
+            guard.look(1)

@@ -12,6 +12,7 @@ once, below its defaults: every module-level int, float, bool or str in small le
 import contextlib
 import datetime
 import difflib
+import math
 import os
 import runpy
 import sys
@@ -19,6 +20,10 @@ import time
 import types
 from ast import literal_eval
 from typing import Any, NoReturn
+
+from distributed import launched
+
+_LARGEST = 2**63 - 1  # of an integer that PyTorch, NumPy and a checkpoint take
 
 
 def fail(message: str) -> NoReturn:
@@ -29,11 +34,18 @@ def fail(message: str) -> NoReturn:
     """
     sys.stderr.write(f"error: {' '.join(message.split())}\n")  # in one piece, not between the words of another rank
     sys.stderr.flush()
-    if "RANK" in os.environ:
+    if _is_one_of_several():
         sys.stdout.flush()
         _meet_the_other_ranks()
         os._exit(2)
     sys.exit(2)
+
+
+def _is_one_of_several() -> bool:
+    try:
+        return launched().distributed
+    except ValueError:  # which is what the user is being told
+        return False
 
 
 def _meet_the_other_ranks(patience_s: float = 5.0) -> None:
@@ -57,19 +69,23 @@ def configure(settings: dict[str, Any], argv: list[str] | None = None) -> dict[s
     Returns:
         The settings alone, by name. Prints those that changed, on rank 0. Wrong input ends the process by `fail`.
     """
+    try:
+        rank = launched().rank
+    except ValueError as error:
+        fail(str(error))
     defaults = {key: value for key, value in settings.items() if _is_setting(key, value)}
     config = dict(defaults)
     for argument in sys.argv[1:] if argv is None else argv:
         if argument.startswith("--") and "=" in argument:
             key, text = argument[2:].split("=", 1)
-            config[key] = _checked(key, _parsed(text, defaults.get(key)), defaults, f"--{key}={text}")
+            config[key] = _checked(key, _parsed(text, defaults.get(key)), defaults, _shortened(argument))
         elif argument in ("-h", "--help"):
             _help(settings.get("__doc__"), defaults)
         elif argument.startswith("-"):
             fail(f"{argument} is not of the form --key=value; write for example --batch_size=32")
         else:
             config.update(_read_file(argument, config, defaults))
-    if int(os.environ.get("RANK", "0")) == 0:
+    if rank == 0:
         for key, value in config.items():
             if value != defaults[key]:
                 print(f"Overriding: {key} = {value!r}")
@@ -113,11 +129,26 @@ def _checked(key: str, value: Any, defaults: dict[str, Any], where: str) -> Any:
         hint = f"did you mean {near[0]!r}?" if near else "--help lists all; in a file, names of your own begin with _"
         fail(f"unknown setting {key!r} in {where}; {hint}")
     wanted = type(defaults[key])
+    if type(value) is int and abs(value) > _LARGEST:
+        fail(f"{key} in {where} is too large; integers go up to {_LARGEST}")
     if wanted is float and type(value) is int:
         return float(value)
     if type(value) is not wanted:
-        fail(f"{key}={value!r} in {where} is {_article(type(value))}, but {key} takes {_article(wanted)}")
+        fail(f"{key}={_shown(value)} in {where} is {_article(type(value))}, but {key} takes {_article(wanted)}")
+    if wanted is float and not math.isfinite(value):
+        fail(f"{key}={value} in {where} is not a finite number")
     return value
+
+
+def _shown(value: Any) -> str:
+    try:
+        return _shortened(repr(value))
+    except ValueError:  # Python spells no integer of more than 4300 digits
+        return "..."
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= 60 else f"{text[:60]}..."
 
 
 def _help(text: str | None, defaults: dict[str, Any]) -> NoReturn:

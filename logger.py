@@ -1,6 +1,7 @@
 """Where figures go besides the console: `metrics.jsonl` in the output folder and, when asked for, wandb."""
 
 import json
+import math
 import os
 from typing import Any
 
@@ -13,8 +14,9 @@ class Logger:
     """Writes one event to every place. One rank only.
 
     Args:
-        out_dir: folder of `metrics.jsonl`, made if it is missing; one JSON object per event with the keys that wandb gets.
-        resume: go on with the file there; otherwise begin a new one.
+        out_dir: folder of `metrics.jsonl`, made if it is missing; one JSON object per event with the keys that wandb gets,
+            and null in place of numbers that are not finite, which JSON has not. None: no file.
+        resume_at: go on with the file there, as it was when this iteration began; None: begin a new one.
         wandb_log: also log to wandb, imported only then.
         project, name, config: for `wandb.init`.
         run_id: of the wandb run to go on with, if any.
@@ -25,21 +27,22 @@ class Logger:
 
     def __init__(
         self,
-        out_dir: str,
-        resume: bool,
+        out_dir: str | None,
+        resume_at: int | None,
         wandb_log: bool,
         project: str,
         name: str,
         config: dict[str, Any],
         run_id: str | None = None,
     ) -> None:
-        path = os.path.join(out_dir, "metrics.jsonl")
+        self.file = None
         try:
-            os.makedirs(out_dir, exist_ok=True)
-            self.file = open(path, "ab" if resume else "wb", buffering=0)
-            with open(path, "rb") as file:
-                self.file.truncate(file.read().rfind(b"\n") + 1)  # a line that a kill has cut off
-            self.file.seek(0, os.SEEK_END)
+            if out_dir is not None:
+                os.makedirs(out_dir, exist_ok=True)
+                self.file = open(os.path.join(out_dir, "metrics.jsonl"), "wb" if resume_at is None else "ab", buffering=0)
+                # in place, one call: whole lines before or whole lines after, also where the disk is full
+                self.file.truncate(0 if resume_at is None else _end_of_lines_before(resume_at, self.file.name))
+                self.file.seek(0, os.SEEK_END)
         except OSError as error:
             raise LoggerError(f"cannot write to out_dir={out_dir}: {error}") from error
         self.complained = False
@@ -52,7 +55,12 @@ class Logger:
 
     def log(self, event: dict[str, Any]) -> None:
         """Write an event; where the disk is full say so, once, and go on."""
-        line, begin = json.dumps(event).encode() + b"\n", self.file.tell()
+        if self.run:
+            self.run.log(event)
+        if self.file is None:
+            return
+        finite = {key: None if _is_no_json(value) else value for key, value in event.items()}
+        line, begin = json.dumps(finite, allow_nan=False).encode() + b"\n", self.file.tell()
         try:
             if self.file.write(line) < len(line):
                 raise OSError("the disk is full")
@@ -62,13 +70,34 @@ class Logger:
             if not self.complained:
                 print(f"WARNING: figures are missing from {self.file.name}: {error}", flush=True)
             self.complained = True
-        if self.run:
-            self.run.log(event)
 
     def finish(self) -> None:
-        self.file.close()
+        if self.file:
+            self.file.close()
         if self.run:
             self.run.finish()
+
+
+def _end_of_lines_before(iteration: int, path: str) -> int:
+    """Where a file ends without what a run has logged from `iteration` on, nor a line that a kill has cut off; in bytes."""
+    end = 0
+    with open(path, "rb") as file:
+        for line in file:
+            if not line.endswith(b"\n") or _iteration(line) >= iteration:
+                break
+            end += len(line)
+    return end
+
+
+def _iteration(line: bytes) -> int:
+    try:
+        return json.loads(line)["iter"]
+    except (ValueError, TypeError, KeyError):  # somebody else's line, which stays
+        return -1
+
+
+def _is_no_json(value: Any) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)
 
 
 def _wandb_run(project: str, name: str, config: dict[str, Any], run_id: str | None) -> Any:

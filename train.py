@@ -14,7 +14,7 @@ Eight GPUs on each of two machines, the first one at 10.0.0.1:
     (second) $ torchrun --nproc_per_node=8 --nnodes=2 --node_rank=1 --master_addr=10.0.0.1 train.py config/train_gpt2.py
 
 Every setting below can be given in a config file or as --key=value. SIGTERM and Ctrl-C save and end the run
-after the step at hand, SIGUSR1 saves. Exit code 0: done; 2: wrong input, said in one line.
+after the step at hand, SIGUSR1 saves. Exit code 0: done; 2: wrong input, said in one line; 1: anything else.
 """
 
 import math
@@ -30,6 +30,9 @@ import torch.distributed as dist
 import hardware
 from configurator import configure, fail
 from dataset import Dataset, prepare_if_embedded
+from distributed import launched
+from guard import Guard
+from lock import Lock
 from logger import Logger
 from model import GPT, GPTConfig
 from signals import Signals, Wish
@@ -74,6 +77,8 @@ weight_decay = 1e-1
 beta1 = 0.9
 beta2 = 0.95
 grad_clip = 1.0  # largest gradient norm; 0.0 for no clipping
+on_nonfinite = "stop"  # when the loss or the gradient norm is inf or nan: end the run, exit code 1; 'skip': skip the update
+max_nonfinite = 10  # 'skip': so many in a row end the run
 # learning rate
 decay_lr = True
 warmup_iters = 2000
@@ -95,11 +100,7 @@ config = configure(globals())
 # -----------------------------------------------------------------------------
 
 # ranks and devices
-ddp = "RANK" in os.environ  # started by torchrun
-rank, local_rank, world_size, local_world_size = (
-    int(os.environ.get(name, default))
-    for name, default in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_WORLD_SIZE", 1))
-)
+ddp, rank, local_rank, world_size, local_world_size = launched()  # by torchrun, or alone
 master_process = rank == 0  # this rank logs and writes files; whatever all ranks must take part in stands outside its ifs
 try:
     if param_dtype == "bfloat16" and dtype == "auto":
@@ -122,7 +123,15 @@ if param_dtype not in PARAM_DTYPES:
     fail(f"param_dtype={param_dtype} is not one of {', '.join(PARAM_DTYPES)}")
 if param_dtype == "bfloat16" and dtype != "bfloat16":
     fail(f"param_dtype=bfloat16 computes in bfloat16, not in dtype={dtype}; use --dtype=bfloat16")
-for name in ("batch_size", "block_size", "gradient_accumulation_steps", "eval_interval", "eval_iters", "log_interval"):
+for name in (
+    "batch_size",
+    "block_size",
+    "gradient_accumulation_steps",
+    "eval_interval",
+    "eval_iters",
+    "log_interval",
+    "max_nonfinite",
+):
     if config[name] < 1:
         fail(f"{name}={config[name]} must be at least 1")
 for name in ("learning_rate", "min_lr", "weight_decay", "grad_clip", "warmup_iters", "max_iters", "seed", "keep_checkpoints"):
@@ -132,6 +141,8 @@ if checkpoint_format not in ckpt.FORMATS:
     fail(f"checkpoint_format={checkpoint_format} is not one of {', '.join(ckpt.FORMATS)}")
 if on_save_error not in ("continue", "stop"):
     fail(f"on_save_error={on_save_error} is not one of continue, stop")
+if on_nonfinite not in ("stop", "skip"):
+    fail(f"on_nonfinite={on_nonfinite} is not one of stop, skip")
 if gradient_accumulation_steps % world_size:
     fail(
         f"gradient_accumulation_steps={gradient_accumulation_steps} cannot be split over {world_size} ranks; "
@@ -208,9 +219,11 @@ first_sequence = 0  # of iteration 0, had the batches always been as large as no
 best_val_loss = float("inf")
 checkpoint = None
 wandb_run_id = None
-checkpoint_path = complaint = None
+checkpoint_path = complaint = lock = None
 with wrong_input_ends_all_ranks():
     if init_from == "resume" and master_process:
+        if not eval_only and os.path.isdir(out_dir):
+            lock = Lock(out_dir)  # before reading what another run may be about to replace
         try:
             checkpoint_path, complaint = ckpt.find(out_dir)
         except ckpt.CheckpointError as error:
@@ -234,6 +247,8 @@ with wrong_input_ends_all_ranks():
         raw_model = GPT.from_checkpoint(checkpoint, dropout)
         iter_num = checkpoint["iter_num"]
         best_val_loss = float(checkpoint["best_val_loss"])
+        if math.isnan(best_val_loss):  # which no loss would ever be less than
+            best_val_loss = float("inf")
         first_sequence = checkpoint.get("data_position", iter_num * sequences_per_iter) - iter_num * sequences_per_iter
         wandb_run_id = checkpoint.get("wandb_run_id")
         if master_process:
@@ -324,6 +339,9 @@ def get_lr(iteration):
 
 def save_checkpoint():
     """Write ckpt.pt, from which any other ranks and implementation can go on. Needs to be called on all ranks."""
+    guard.look(iter_num - 1)
+    if guard.failed:
+        return
     if master_process:
         print(f"saving checkpoint to {out_dir}", flush=True)
     values = {
@@ -338,11 +356,11 @@ def save_checkpoint():
     writer.save(raw_model, optimizer, values)
 
 
-def report_saves():
-    """Tell what has come of writing checkpoints since the last call, and whether the last one that is known of failed."""
+def report_saves(must_succeed):
+    """Tell what has come of writing checkpoints since the last call, and whether the run has to end for it."""
     global unsaved
     for outcome in writer.outcomes() if master_process else ():  # rank 0 knows of everything
-        unsaved = isinstance(outcome, OSError)
+        unsaved = None if isinstance(outcome, ckpt.SaveReport) else outcome
         if unsaved:
             print(f"WARNING: the checkpoint was not written: {outcome}; what was there before stands", flush=True)
             continue
@@ -356,19 +374,27 @@ def report_saves():
                 "checkpoint/bytes": outcome.nbytes,
             }
         )
-    return unsaved
+    return isinstance(unsaved, ckpt.DivergedError) or (must_succeed and unsaved is not None)
 
 
-if master_process and init_from != "resume" and not eval_only and os.path.exists(os.path.join(out_dir, "ckpt.pt")):
-    print(f"WARNING: out_dir={out_dir} holds another run, which this one replaces; to go on with it, use --init_from=resume")
-unsaved = False
+unsaved = None  # why the last save that is known of failed
 log = None
+saves = not eval_only  # else nothing in out_dir changes
+with wrong_input_ends_all_ranks():
+    if master_process and saves:
+        lock = lock or Lock(out_dir)
+        if init_from != "resume" and os.path.exists(os.path.join(out_dir, "ckpt.pt")):
+            print(f"WARNING: out_dir={out_dir} holds another run, which this one replaces; --init_from=resume goes on with it")
 with wrong_input_ends_all_ranks():
     if master_process:
-        log = Logger(out_dir, init_from == "resume", wandb_log, wandb_project, wandb_run_name, config, wandb_run_id)
+        resume_at = iter_num if init_from == "resume" else None
+        log = Logger(out_dir if saves else None, resume_at, wandb_log, wandb_project, wandb_run_name, config, wandb_run_id)
 with wrong_input_ends_all_ranks():
-    writer = ckpt.CheckpointWriter(out_dir, keep_checkpoints, async_save, checkpoint_format, damaged=complaint is not None)
+    writer = ckpt.CheckpointWriter(
+        out_dir, keep_checkpoints, async_save, checkpoint_format, damaged=complaint is not None, sweep=saves
+    )
 signals = Signals()
+guard = Guard(raw_model, optimizer, scaler, limit=1 if on_nonfinite == "stop" else max_nonfinite)
 
 # training loop
 flops_per_iter = raw_model.flops_per_token() * tokens_per_iter / world_size  # of one rank
@@ -404,7 +430,10 @@ while iter_num <= max_iters or eval_only:
             )
         if eval_only:
             break
-        if losses["val"] < best_val_loss or always_save_checkpoint:
+        if not all(map(math.isfinite, losses.values())):
+            if master_process:
+                print("WARNING: not finite, and so neither the best nor saved", flush=True)
+        elif losses["val"] < best_val_loss or always_save_checkpoint:
             best_val_loss = min(best_val_loss, losses["val"])
             if iter_num > first_iter:
                 save_checkpoint()
@@ -420,15 +449,18 @@ while iter_num <= max_iters or eval_only:
         loss_sum += loss.detach()
         x, y = next(batches)  # read ahead while the device is busy
         scaler.scale(loss / micro_steps).backward()
-    if grad_clip != 0.0:
-        scaler.unscale_(optimizer)
-        clip_grad_norm_(optimizer, grad_clip)
+    scaler.unscale_(optimizer)
+    norm = clip_grad_norm_(optimizer, grad_clip or math.inf)
+    guard.watch(loss_sum, norm)
     scaler.step(optimizer)
     scaler.update()
+    is_logged = iter_num % log_interval == 0
+    if is_logged or (iter_num + 1) % eval_interval == 0 or device_type == "cpu":  # else it would wait for the device
+        guard.look(iter_num)
     optimizer.zero_grad(set_to_none=True)
 
     iterations_timed += 1
-    if iter_num % log_interval == 0:
+    if is_logged:
         mean_loss = mean_over_ranks(loss_sum) / micro_steps  # over the whole global batch; also waits for the device
         dt = (time.perf_counter() - t0) / iterations_timed
         if iter_num - first_iter >= 5:  # the first iterations warm up
@@ -456,20 +488,21 @@ while iter_num <= max_iters or eval_only:
 
     iter_num += 1
 
-    wish = signals.decide(Wish.FAIL if report_saves() and on_save_error == "stop" else Wish.NOTHING)
+    wish = signals.decide(Wish.FAIL if report_saves(on_save_error == "stop") or guard.failed else Wish.NOTHING)
     if wish in (Wish.SAVE, Wish.SAVE_AND_STOP):
         save_checkpoint()
         t0, iterations_timed = time.perf_counter(), 0
-    if wish in (Wish.SAVE_AND_STOP, Wish.FAIL):
+    if wish in (Wish.SAVE_AND_STOP, Wish.FAIL) or guard.failed:
         break
 
 writer.wait()
-to_be_saved = on_save_error == "stop" or wish == Wish.SAVE_AND_STOP
-failed = signals.decide(Wish.FAIL if report_saves() and to_be_saved else Wish.NOTHING) == Wish.FAIL
+guard.look(iter_num - 1)
+must_end = report_saves(on_save_error == "stop" or wish == Wish.SAVE_AND_STOP) or guard.failed
+failed = signals.decide(Wish.FAIL if must_end else Wish.NOTHING) == Wish.FAIL
 if master_process:
-    if failed:
-        print("the run ends without its last checkpoint, which could not be written", flush=True, file=sys.stderr)
-    elif wish == Wish.SAVE_AND_STOP:
+    if failed and unsaved:
+        print(f"the run ends without its last checkpoint, which was not written: {unsaved}", flush=True, file=sys.stderr)
+    elif wish == Wish.SAVE_AND_STOP and not failed:
         print(f"stopped by a signal before iteration {iter_num}; go on with --init_from=resume", flush=True)
     log.finish()
 if ddp:

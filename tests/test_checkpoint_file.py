@@ -51,11 +51,57 @@ def test_the_file_before_is_kept_and_so_are_the_last_few(tmp_path):
     for iteration in (1, 2, 30, 4):
         report = ckpt.save(numbered(iteration), str(tmp_path), keep=2)
         assert (report.iter_num, report.nbytes) == (iteration, os.path.getsize(tmp_path / "ckpt.pt"))
-    files = ["ckpt.pt", "ckpt_00000004.pt", "ckpt_00000030.pt", "ckpt_3_best.pt", "ckpt_prev.pt"]
+    files = ["ckpt.pt", "ckpt_00000002.pt", "ckpt_00000004.pt", "ckpt_00000030.pt", "ckpt_3_best.pt", "ckpt_prev.pt"]
     assert sorted(os.listdir(tmp_path)) == files
     assert ckpt.load(tmp_path / "ckpt.pt")["iter_num"] == 4
     assert ckpt.load(tmp_path / "ckpt_prev.pt")["iter_num"] == 30
     assert ckpt.find(str(tmp_path)) == (str(tmp_path / "ckpt.pt"), None)
+
+
+def test_the_last_few_are_those_of_the_largest_iterations(tmp_path):
+    """Whatever their files' times; later ones than the newest are of a run that went back, and stay."""
+    for iteration in (10, 20, 30, 40):
+        ckpt.save(numbered(iteration), str(tmp_path), keep=9)
+    for age, iteration in enumerate((40, 10, 30, 20)):
+        os.utime(tmp_path / f"ckpt_{iteration:08d}.pt", (2e9 - age, 2e9 - age))
+
+    def kept():
+        return [int(name[5:-3]) for name in sorted(os.listdir(tmp_path)) if re.fullmatch(r"ckpt_\d+\.pt", name)]
+
+    ckpt.save(numbered(25), str(tmp_path), keep=2)
+    assert kept() == [20, 25, 30, 40]
+    ckpt.save(numbered(35), str(tmp_path), keep=1)
+    assert kept() == [35, 40]
+    ckpt.save(numbered(100_000_000), str(tmp_path), keep=2)
+    assert sorted(kept()) == [40, 100_000_000]
+
+
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("format", ckpt.FORMATS)
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_weights_that_are_not_finite_take_no_ones_place(tmp_path, format, background, value):
+    writer = ckpt.CheckpointWriter(str(tmp_path), keep=3, format=format, background=background)
+    write(writer, 1)
+    writer.wait()
+    before = sorted(os.listdir(tmp_path))
+    write(writer, value)
+    writer.wait()
+    written, refused = writer.outcomes()
+    assert written.iter_num == 1
+    assert isinstance(refused, ckpt.DivergedError)
+    assert str(refused) == "weight is not finite"
+    assert sorted(os.listdir(tmp_path)) == before
+    assert ckpt.find(str(tmp_path)) == (str(tmp_path / "ckpt.pt"), None)
+    write(writer, 2)
+    writer.wait()
+    assert [outcome.iter_num for outcome in writer.outcomes()] == [2]
+
+
+def test_a_writer_that_sweeps_nothing(tmp_path):
+    for name in ("ckpt.pt.tmp", "shards_00000001_00000000.tmp"):
+        (tmp_path / name).mkdir()
+    ckpt.CheckpointWriter(str(tmp_path), sweep=False)
+    assert len(os.listdir(tmp_path)) == 2
 
 
 def test_what_overwrites_the_newest_file_in_place_leaves_the_kept_ones(tmp_path):

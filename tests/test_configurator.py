@@ -7,7 +7,9 @@ import pytest
 from conftest import ROOT
 
 from configurator import configure
+from distributed import launched
 
+ALL_LAUNCH_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 DEFAULTS = {
     "batch_size": 12,
     "learning_rate": 6e-4,
@@ -71,11 +73,53 @@ def test_only_changes_are_printed(capsys):
         ("--compile=1", "takes True or False"),
         ("--learning_rate=fast", "takes a number"),
         ("--compile", "--key=value"),
+        ("--batch_size=" + 400 * "9", "batch_size in --batch_size=999"),
+        ("--batch_size=" + 5000 * "9", "takes an integer"),
+        ("--batch_size=0x" + 5000 * "f", "is too large; integers go up to 9223372036854775807"),
+        ("--batch_size=[0x" + 5000 * "f" + "]", "takes an integer"),
+        ("--learning_rate=-" + 400 * "9", "is too large"),
+        ("--learning_rate=1e400", "learning_rate=inf in --learning_rate=1e400 is not a finite number"),
         ("no_such_file.py", "does not exist"),
     ],
 )
 def test_mistakes_end_with_one_line(capsys, argument, message):
     assert message in refused(capsys, argument)
+
+
+TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"RANK": "0"}, "RANK is set without WORLD_SIZE, MASTER_ADDR, MASTER_PORT; start with torchrun"),
+        ({**TORCHRUN, "MASTER_PORT": ""}, "RANK is set without MASTER_PORT"),
+        ({**TORCHRUN, "RANK": "one"}, "RANK=one is not an integer"),
+        ({**TORCHRUN, "RANK": "9" * 5000}, "is not an integer"),
+        ({**TORCHRUN, "WORLD_SIZE": "2.0"}, "WORLD_SIZE=2.0 is not an integer"),
+        ({**TORCHRUN, "RANK": "2"}, "RANK=2 is not one of the ranks 0 to WORLD_SIZE-1=1"),
+        ({**TORCHRUN, "RANK": "-1"}, "RANK=-1 is not one"),
+        ({**TORCHRUN, "MASTER_PORT": "70000"}, "MASTER_PORT=70000 is not a port"),
+        ({**TORCHRUN, "LOCAL_RANK": "x"}, "LOCAL_RANK=x is not an integer"),
+        ({**TORCHRUN, "LOCAL_WORLD_SIZE": "0"}, "LOCAL_WORLD_SIZE=0 cannot be"),
+    ],
+)
+def test_launch_variables_that_cannot_be(capsys, monkeypatch, variables, message):
+    for name in ALL_LAUNCH_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert message in refused(capsys)
+
+
+def test_launch_variables_count_together_or_not_at_all(monkeypatch):
+    for name in ALL_LAUNCH_VARIABLES:
+        monkeypatch.setenv(name, "7")
+    monkeypatch.delenv("RANK")
+    assert launched() == (False, 0, 0, 1, 1)
+    for name, value in TORCHRUN.items():
+        monkeypatch.setenv(name, value)
+    assert launched() == (True, 1, 7, 2, 7)
 
 
 def test_help_lists_all_settings(capsys):
@@ -104,6 +148,11 @@ def test_files_and_arguments_apply_in_order(tmp_path):
         ("batch_size = '3'", "takes an integer"),
         ("batch_size = ", "SyntaxError"),
         ("batch_size = 1 / 0", "ZeroDivisionError"),
+        ("batch_size = 10**5000", "is too large"),
+        ("batch_size = " + 5000 * "9", "SyntaxError"),
+        ("out_dir = [10**5000]", "takes text"),
+        ("learning_rate = 10**400", "is too large"),
+        ("learning_rate = float('nan')", "is not a finite number"),
     ],
 )
 def test_mistakes_in_files_name_the_file(capsys, tmp_path, text, message):
@@ -163,7 +212,7 @@ def test_nanogpts_settings_have_nanogpts_defaults():
     assert set(defaults) - set(NANOGPT_DEFAULTS) == {
         *("backend", "device", "dtype", "compile"),  # nanoGPT's too, but by the machine
         *("use_zero1", "zero1_impl", "zero_bucket_mb", "shard_gradients", "param_dtype", "seed"),
-        *("on_save_error", "keep_checkpoints", "async_save", "checkpoint_format"),
+        *("on_nonfinite", "max_nonfinite", "on_save_error", "keep_checkpoints", "async_save", "checkpoint_format"),
     }
 
 

@@ -218,6 +218,28 @@ def test_when_one_rank_cannot_write_all_go_on_and_the_old_one_stands(tmp_path):
     assert ckpt.load(path)["iter_num"] == 4
 
 
+def save_where_one_rank_has_diverged(folder):
+    """What each rank refused: rank 1 alone sees the nan, in the last of its slices."""
+    model, optimizer = build_toy("sharded")
+    writer = ckpt.CheckpointWriter(folder, format="sharded", background=True)
+    for diverged in (False, True):
+        if diverged and dist.get_rank() == 1:
+            with torch.no_grad():
+                optimizer.owned[-1].local.fill_(float("nan"))
+        writer.save(model.module, optimizer, VALUES)
+        writer.wait()
+    return [str(outcome) for outcome in writer.outcomes() if isinstance(outcome, ckpt.DivergedError)]
+
+
+def test_what_one_rank_finds_not_to_be_finite_all_refuse(tmp_path):
+    on_0, on_1 = run_ranks(save_where_one_rank_has_diverged, 2, str(tmp_path))
+    assert on_0 == on_1
+    assert len(on_0) == 1
+    assert on_0[0].endswith(" is not finite")
+    assert len(os.listdir(tmp_path)) == 2, "ckpt.pt and its shards; nothing was begun"
+    assert all(tensor.isfinite().all() for tensor in ckpt.load(ckpt.find(str(tmp_path))[0])["model"].values())
+
+
 # -- damage ------------------------------------------------------------------------------------------------------------
 
 

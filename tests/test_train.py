@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import random
 import re
 import resource
 import shlex
@@ -15,6 +16,9 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT
+
+from lock import Lock
+from zero import checkpoint as ckpt
 
 SIZES = ["--n_layer=2", "--n_head=2", "--n_embd=32", "--block_size=16", "--batch_size=2", "--gradient_accumulation_steps=6"]
 SETTINGS = [
@@ -318,7 +322,7 @@ def test_a_tmpfs_too_small_for_a_second_save(data, runs, tmp_path, format):
         {shlex.join(train_py)}
         head -c 10M /dev/zero > {tmp_path}/fill || true
         echo =====
-        {shlex.join(train_py)} --init_from=resume
+        {shlex.join(train_py)} --init_from=resume --max_iters=35
         rm {tmp_path}/fill
         ls {tmp_path}
         {sys.executable} -m zero.checkpoint inspect {tmp_path}/ckpt.pt
@@ -331,24 +335,179 @@ def test_a_tmpfs_too_small_for_a_second_save(data, runs, tmp_path, format):
     assert first.count("WARNING: the checkpoint was not written") == 1, first
     assert "WARNING: figures are missing" not in first
     assert "at iteration 5: " in second
-    assert second.count("WARNING: the checkpoint was not written") == 1, "at iteration 10, not again at 5, where it resumes"
+    assert second.count("WARNING: the checkpoint was not written") == 6, "at iterations 10 to 35, not at 5, where it resumes"
     assert second.count("WARNING: figures are missing") == 1
     assert "iter 12: " in first
-    assert "iter 12: " in second
+    assert "iter 35: " in second
     assert "ckpt_prev" not in second
     assert len(re.findall(r"^shards_", second, re.MULTILINE)) == (format == "sharded"), "what was begun is gone"
     assert "iteration 5, " in second
     assert "all checksums hold" in second
 
 
-def test_eval_only_changes_nothing(data, runs, tmp_path):
+def test_eval_only_changes_nothing(data, tmp_path):
+    """Not even in a folder that cannot be written to, where another run is under way."""
     out = tmp_path / "out"
     _, evaluations, _ = train(out, data, "--max_iters=5")
-    before = (out / "ckpt.pt").read_bytes()
-    _, again, output = train(out, data, "--init_from=resume", "--eval_only=True", ranks=2)
-    assert again[5] == pytest.approx(evaluations[5], abs=1e-5)
-    assert "iter 5" not in output
-    assert (out / "ckpt.pt").read_bytes() == before
+    (out / "ckpt.pt.tmp").write_bytes(b"being written")
+    lock = Lock(str(out))
+
+    def state():
+        return {path.name: (path.stat().st_mtime_ns, path.read_bytes()) for path in sorted(out.iterdir())}
+
+    before = state()
+    out.chmod(0o500)
+    process = run(
+        "train.py", *SETTINGS, f"--dataset={data}", f"--out_dir={out}", "--init_from=resume", "--eval_only=True", ranks=2
+    )
+    assert process.returncode == 0, process.stderr
+    assert "step 5: train loss {:.4f}, val loss {:.4f}".format(*evaluations[5]) in process.stdout
+    assert "iter 5" not in process.stdout
+    sampled = run("sample.py", f"--out_dir={out}", "--start=A", "--num_samples=1", "--max_new_tokens=1")
+    assert sampled.returncode == 0, sampled.stderr
+    assert ckpt.main(["inspect", str(out / "ckpt.pt")]) == 0
+    out.chmod(0o700)
+    assert state() == before
+    lock.release()
+
+
+def test_world_size_alone_divides_nothing(data, runs, tmp_path, monkeypatch):
+    """As SLURM and containers set it."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    losses, _, _ = train(tmp_path, data, "--dropout=0.0", "--max_iters=1")
+    assert losses == {i: runs["one"][0][i] for i in (0, 1)}
+
+
+# -- one run per folder ------------------------------------------------------------------------------------------------
+
+
+def test_a_run_in_a_folder_that_is_in_use_is_refused_on_all_ranks(data, tmp_path):
+    names = ["ckpt.pt.tmp", "metrics.jsonl", "shards_00000001_00000000.tmp"]
+    for name in names:
+        (tmp_path / name).write_text("of the run that is there")
+    lock = Lock(str(tmp_path))
+    process = run("train.py", *SETTINGS, f"--dataset={data}", f"--out_dir={tmp_path}", ranks=2)
+    lock.release()
+    errors = [line for line in process.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 2, process.stderr
+    assert all(f"out_dir={tmp_path} is in use by another run: process {os.getpid()} on " in line for line in errors)
+    assert re.findall(r"exitcode  : (-?\d+)", process.stderr) == ["2", "2"], process.stderr
+    assert all((tmp_path / name).read_text() == "of the run that is there" for name in names)
+
+
+def collide(out, data, seed):
+    """Two runs resume in one folder, one a random while after the other; the one that goes on is killed."""
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    command = [sys.executable, os.path.join(ROOT, "train.py"), *SETTINGS, f"--dataset={data}", f"--out_dir={out}"]
+    command += ["--init_from=resume", "--max_iters=100000", "--eval_interval=5", "--keep_checkpoints=1000000"]
+    before = {path.name for path in out.iterdir()}
+    processes = []
+    for _ in range(2):
+        processes.append(subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True))
+        time.sleep(rng.choice((0, rng.random(), 5 * rng.random())))
+    end = time.monotonic() + 60
+    while all(process.poll() is None for process in processes) and time.monotonic() < end:
+        time.sleep(0.05)
+    [refused] = [process for process in processes if process.poll() is not None]
+    [other] = [process for process in processes if process is not refused]
+    error = refused.communicate()[1]
+    assert refused.returncode == 2, error
+    assert error.count("\n") == 1
+    assert f"is in use by another run: process {other.pid} on " in error
+    newest = torch_load(out)["iter_num"]
+    while torch_load(out)["iter_num"] < newest + 10:
+        assert other.poll() is None, other.communicate()[1]
+        time.sleep(0.05)
+    other.kill()
+    other.communicate()
+    lost = before - {path.name for path in out.iterdir()}
+    assert all(name.endswith(".tmp") for name in lost), "but for what a killed run has left, which is swept"
+
+
+def collisions(out, data, trials):
+    train(out, data, "--max_iters=5")
+    for seed in range(trials):
+        collide(out, data, seed)
+    end = torch_load(out)["iter_num"] + 7
+    train(out, data, "--init_from=resume", f"--max_iters={end}")
+    events = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [event["iter"] for event in events if "iter/loss" in event] == list(range(end + 1)), "every iteration once"
+    assert [event["iter"] for event in events if "val/loss" in event] == list(range(0, end + 1, 5))
+
+
+def test_two_runs_in_one_folder_2_times(data, tmp_path):
+    collisions(tmp_path, data, 2)
+
+
+@pytest.mark.slow
+def test_two_runs_in_one_folder_20_times(data, tmp_path):
+    collisions(tmp_path, data, 20)
+
+
+# -- runs that diverge -------------------------------------------------------------------------------------------------
+
+DIVERGING = [  # the learning rate from iteration 8 on, ranks, flags
+    ("1e30", 0, ["--log_interval=4"]),
+    ("1e4", 2, ["--dtype=bfloat16", "--checkpoint_format=sharded"]),
+    ("1e30", 2, ["--use_zero1=False", "--checkpoint_format=sharded"]),
+    ("1e6", 2, ["--zero1_impl=torch", "--dtype=float16"]),
+    ("1e38", 2, ["--zero1_impl=torch", "--checkpoint_format=sharded", "--grad_clip=0.0"]),
+    ("1e10", 2, ["--dtype=float16", "--async_save=True"]),
+    ("1e300", 2, ["--param_dtype=bfloat16", "--checkpoint_format=sharded"]),
+    ("1e4", 0, ["--dtype=float16", "--grad_clip=0.0"]),
+    ("1e10", 2, ["--shard_gradients=True", "--on_nonfinite=skip", "--max_nonfinite=3"]),
+    ("1e6", 2, ["--use_zero1=False", "--dtype=bfloat16", "--on_nonfinite=skip", "--grad_clip=0.0"]),
+]
+
+
+def diverge(out, data, learning_rate, ranks, flags):
+    flags = [f"--dataset={data}", f"--out_dir={out}", *flags]
+    schedule = ["--warmup_iters=8", "--lr_decay_iters=7", f"--min_lr={learning_rate}", "--max_iters=1000"]
+    process = run("train.py", *SETTINGS, *schedule, *flags, ranks=ranks)
+    assert process.returncode == 1, process.stdout + process.stderr
+    if ranks:
+        assert re.findall(r"exitcode  : (-?\d+)", process.stderr) == ["1"] * ranks, process.stderr
+    [message] = [line for line in process.stderr.splitlines() if line.startswith("the run ends, ")]
+    assert re.search(r"not finite at iteration \d+: .*(loss of rank \d|gradient norm) is .*first in .* on rank \d", message)
+    assert "lower --learning_rate" in message
+    checkpoint = ckpt.load(ckpt.find(str(out))[0])
+    assert all(tensor.isfinite().all() for tensor in checkpoint["model"].values())
+    end = checkpoint["iter_num"] + 4
+    losses, _, _ = train(out, data, *flags, "--init_from=resume", "--lr_decay_iters=2000", f"--max_iters={end}", ranks=ranks)
+    assert max(losses) > checkpoint["iter_num"]
+    assert None not in losses.values()
+
+
+@pytest.mark.parametrize(("learning_rate", "ranks", "flags"), DIVERGING[:2])
+def test_a_run_that_diverges_keeps_its_checkpoint(data, tmp_path, learning_rate, ranks, flags):
+    diverge(tmp_path, data, learning_rate, ranks, flags)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("learning_rate", "ranks", "flags"), DIVERGING[2:])
+def test_more_runs_that_diverge_keep_their_checkpoints(data, tmp_path, learning_rate, ranks, flags):
+    diverge(tmp_path, data, learning_rate, ranks, flags)
+
+
+def test_a_checkpoint_that_is_refused_ends_the_run(data, tmp_path):
+    """Although a disk that is full would not."""
+    refusing = """
+import runpy
+import zero.checkpoint
+zero.checkpoint._first_not_finite = lambda tensors: "transformer.wte.weight"
+runpy.run_path("train.py")
+"""
+    process = subprocess.run(
+        [sys.executable, "-c", refusing, *SETTINGS, f"--dataset={data}", f"--out_dir={tmp_path}"],
+        cwd=ROOT, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert process.returncode == 1, process.stderr
+    assert "WARNING: the checkpoint was not written: transformer.wte.weight is not finite" in process.stdout
+    assert "iter 5:" in process.stdout
+    assert "iter 6:" not in process.stdout
+    assert sorted(os.listdir(tmp_path)) == ["metrics.jsonl", "run.lock"]
 
 
 def test_a_gpt2_folder_is_finetuned_with_a_smaller_block(data, tmp_path):
@@ -472,6 +631,12 @@ MORE_MISTAKES = {  # that are found where those above are
     "--max_iters=-1": "max_iters=-1 must not be negative",
     "--checkpoint_format=zip": "consolidated, sharded",
     "--on_save_error=cry": "continue, stop",
+    "--on_nonfinite=cry": "stop, skip",
+    "--max_nonfinite=0": "max_nonfinite=0 must be at least 1",
+    "--seed=18446744073709551616": "seed in --seed=18446744073709551616 is too large",
+    f"--seed={2**63}": "integers go up to 9223372036854775807",
+    f"--batch_size={'9' * 400}": "is too large",
+    f"--min_lr={'9' * 400}": "is too large",
     "--beta1=2.0": "beta",
 }
 

@@ -81,11 +81,15 @@ def build(
 def clip_grad_norm_(optimizer: torch.optim.Optimizer, max_norm: float) -> torch.Tensor:
     """Clip the gradients of all parameters together, wherever they are; returns their norm. Needs to be called on all ranks.
 
-    Equal to `torch.nn.utils.clip_grad_norm_` over full gradients, inf and nan included.
+    As `torch.nn.utils.clip_grad_norm_` over full gradients. With `max_norm=math.inf` it only measures.
     """
     if isinstance(optimizer, ShardedOptimizer):
         return optimizer.clip_grad_norm_(max_norm)
-    return torch.nn.utils.clip_grad_norm_(parameters(optimizer), max_norm)
+    params = parameters(optimizer)
+    norm = torch.nn.utils.get_total_norm([param.grad for param in params if param.grad is not None])
+    # gradients whose norm is not finite stay as they are, so that one can see which of them it is
+    torch.nn.utils.clip_grads_with_norm_(params, max_norm, norm.nan_to_num(0.0, 0.0, 0.0))
+    return norm
 
 
 def describe(optimizer: torch.optim.Optimizer, use_zero1: bool) -> str:

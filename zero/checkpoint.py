@@ -28,7 +28,7 @@ import time
 import uuid
 import zipfile
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
@@ -45,6 +45,7 @@ __all__ = [
     "FORMATS",
     "CheckpointError",
     "CheckpointWriter",
+    "DivergedError",
     "SaveReport",
     "consolidate",
     "convert",
@@ -60,7 +61,11 @@ FORMATS = ("consolidated", "sharded")
 NAME, PREVIOUS = "ckpt.pt", "ckpt_prev.pt"
 _BY_ITERATION = "ckpt_{:08d}.pt"
 # nothing else is ever removed
-_KEPT, _SHARDS = re.compile(r"ckpt_\d{8,}\.pt"), re.compile(r"shards_\d{8,}_[0-9a-f]{8}")
+_KEPT, _SHARDS = re.compile(r"ckpt_(\d{8,})\.pt"), re.compile(r"shards_\d{8,}_[0-9a-f]{8}")
+
+
+class DivergedError(ArithmeticError):
+    """Weights that are not finite, which take no checkpoint's place; the message names the first such tensor."""
 
 
 class SaveReport(NamedTuple):
@@ -85,9 +90,11 @@ def save(checkpoint: dict[str, Any], folder: str, keep: int = 0, rotate: bool = 
         rotate: False if the old one is damaged, so that it must not take the place of `ckpt_prev.pt`.
 
     Raises:
+        DivergedError: if a weight is not finite; the old files stand.
         OSError: if the disk is full or cannot be written to; the old files stand.
     """
     begin = time.perf_counter()
+    _refuse([_first_not_finite(checkpoint["model"].items())])
     path, previous = os.path.join(folder, NAME), os.path.join(folder, PREVIOUS)
     replaced = {_shards_of(path), _shards_of(previous)} - {None}
     _put(checkpoint, path, previous if rotate else None)
@@ -95,8 +102,11 @@ def save(checkpoint: dict[str, Any], folder: str, keep: int = 0, rotate: bool = 
     try:
         if keep:
             _also_as(path, os.path.join(folder, _BY_ITERATION.format(checkpoint["iter_num"])))  # whatever others do to `path`
-            kept = [path for path in _glob(folder, "ckpt_*.pt") if _KEPT.fullmatch(os.path.basename(path))]
-            for old in sorted(kept, key=os.path.getmtime)[:-keep]:
+            names = [match for file in _glob(folder, "ckpt_*.pt") if (match := _KEPT.fullmatch(os.path.basename(file)))]
+            # later ones are of a run that went back behind them, and not of this one
+            so_far = sorted((int(name[1]), name[0]) for name in names if int(name[1]) <= checkpoint["iter_num"])
+            for _, name in so_far[:-keep]:
+                old = os.path.join(folder, name)
                 replaced |= {_shards_of(old)} - {None}
                 os.remove(old)
         _remove_unused(folder, replaced)
@@ -114,9 +124,17 @@ def _save_sharded(
         On rank 0 the report, elsewhere None.
 
     Raises:
+        DivergedError: on all ranks if a weight is not finite; the old ones stand.
         OSError: on all ranks if one cannot write its pieces, on rank 0 if it cannot write the file; the old ones stand.
     """
     begin = time.perf_counter()
+    weights = ((piece.name, piece.elements) for piece in pieces if piece.name.startswith("model."))
+    bad = [_first_not_finite(weights)]
+    if group is not None:
+        gathered = [None] * dist.get_world_size(group)
+        dist.all_gather_object(gathered, bad[0], group=group)
+        bad = gathered
+    _refuse(bad)
     name = _shards_name(contents) if contents else None
     if group is not None:
         names = [name]
@@ -147,10 +165,17 @@ class CheckpointWriter:
             waits for the first.
         format: 'consolidated', everything on rank 0, or 'sharded', every rank what it owns.
         damaged: whether `find` has found the folder's newest checkpoint to be; what rank 0 says counts.
+        sweep: remove what killed runs have left; False for a run that will save nothing and is to change nothing.
     """
 
     def __init__(
-        self, folder: str, keep: int = 0, background: bool = False, format: str = "consolidated", damaged: bool = False
+        self,
+        folder: str,
+        keep: int = 0,
+        background: bool = False,
+        format: str = "consolidated",
+        damaged: bool = False,
+        sweep: bool = True,
     ) -> None:
         self.folder, self.keep, self.background, self.format, self.damaged = folder, keep, background, format, damaged
         # of its own, and on the CPU, whatever the backend of the run: the thread's collectives run beside the others
@@ -158,8 +183,8 @@ class CheckpointWriter:
         self._group = dist.new_group(backend="gloo") if distributed and format == "sharded" else None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
-        self._outcomes: deque[SaveReport | OSError] = deque()
-        if not distributed or dist.get_rank() == 0:
+        self._outcomes: deque[SaveReport | OSError | DivergedError] = deque()
+        if sweep and (not distributed or dist.get_rank() == 0):
             for leftover in _glob(folder, "ckpt*.pt.tmp"):
                 _remove_unused(folder, {_shards_of(leftover)} - {None})  # whole, but killed before it counted
                 os.remove(leftover)
@@ -194,19 +219,19 @@ class CheckpointWriter:
             write_it()
 
     def wait(self) -> None:
-        """Wait until nothing is being written; raises what the thread raised, but for an OSError, which is an outcome."""
+        """Wait until nothing is being written; raises what the thread raised, unless that is an outcome."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()
 
-    def outcomes(self) -> list[SaveReport | OSError]:
+    def outcomes(self) -> list[SaveReport | OSError | DivergedError]:
         """What has come of the saves that have ended since the last call; on rank 0, of all of them."""
         return [self._outcomes.popleft() for _ in range(len(self._outcomes))]
 
     def _write(self, write_it: Callable[[], SaveReport | None], consolidate_s: float) -> None:
         try:
             report = write_it()
-        except OSError as error:
+        except (OSError, DivergedError) as error:
             self._outcomes.append(error)
             return
         self.damaged = False
@@ -308,6 +333,22 @@ def convert(source: str, target: str) -> str:
         sums = write(_cut_out(tensors), os.path.join(os.path.dirname(target), name + ".tmp"), None)
         _put({**checkpoint, "shards": _shards_entry(name, sums)}, target)
     return "sharded"
+
+
+def _first_not_finite(tensors: Iterable[tuple[str, torch.Tensor]]) -> str | None:
+    """The first name whose tensor holds an inf or a nan; takes no memory to speak of. None on the meta device is looked at."""
+    for name, tensor in tensors:
+        if tensor.is_floating_point() and tensor.numel() and not tensor.is_meta:
+            least, most = tensor.detach().aminmax()  # nan, if there is one
+            if not (least.isfinite() and most.isfinite()):
+                return name
+    return None
+
+
+def _refuse(bad: list[str | None]) -> None:
+    """Raise for what any rank has found not to be finite."""
+    if name := next(filter(None, bad), None):
+        raise DivergedError(f"{name.removeprefix('model.')} is not finite")
 
 
 def _shards_name(checkpoint: dict[str, Any]) -> str:

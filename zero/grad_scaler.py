@@ -16,6 +16,11 @@ class ShardedGradScaler(torch.amp.GradScaler):
     `unscale_` and `step` need to be called on all ranks. Any other optimizer is treated as ever.
     """
 
+    def skip_if(self, optimizer: torch.optim.Optimizer, flag: torch.Tensor) -> None:
+        """Between `unscale_` and `step`: if `flag` is 1, skip the update as if gradients were not finite; no wait for it."""
+        for found in self._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values():
+            found.copy_(torch.maximum(found, flag.to(found.device)))
+
     def _unscale_grads_(self, optimizer: torch.optim.Optimizer, *args: Any) -> dict[torch.device, torch.Tensor]:
         if not isinstance(optimizer, ShardedOptimizer):
             return super()._unscale_grads_(optimizer, *args)

@@ -1,0 +1,107 @@
+"""An update that is not finite is not made; all ranks decide together."""
+
+import math
+import sys
+
+import torch
+import torch.distributed as dist
+
+from zero import ShardedGradScaler
+from zero.partition import parameters, partition
+
+_REMEDY = "try a lower --learning_rate, --grad_clip=1.0, more --warmup_iters or --dtype=float32"
+
+
+class Guard:
+    """Has an update skipped if the loss of any rank or the gradient norm is not finite. Needs to be made on all ranks.
+
+    `watch` leaves the decision on the device, where the fused AdamW reads it (`found_inf`, as GradScaler has it), so that a
+    GPU is not waited for. `look` brings it to the host. Once `limit` updates in a row were skipped no further one is made:
+    however late the host looks, the weights are those before the first of them. With float16, gradients that are not
+    finite are the scaler's business; only the loss counts here.
+
+    Args:
+        model: whose parameters have the names to be told.
+        limit: so many skipped updates in a row end the run.
+    """
+
+    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, scaler: ShardedGradScaler, limit: int) -> None:
+        self.optimizer, self.scaler, self.limit = optimizer, scaler, limit
+        self.failed = False  # for good, as far as the host knows; the same on all ranks
+        self._part = partition(optimizer)
+        self._names = {param: name for name, param in model.named_parameters()}
+        device = next(model.parameters()).device
+        self._in_a_row, self._skipped = torch.zeros((), device=device), torch.zeros((), device=device)  # updates
+        self._loss = self._norm = torch.zeros((), device=device)
+        self._reported = 0  # of the skipped ones
+
+    def watch(self, loss: torch.Tensor, norm: torch.Tensor) -> None:
+        """Before `scaler.step`: decide whether it is to change anything. Needs to be called on all ranks.
+
+        Args:
+            loss: of this rank, a scalar.
+            norm: of all gradients, the same on all ranks.
+        """
+        self._loss, self._norm = loss.clone(), norm
+        finite = loss.isfinite() if self.scaler.is_enabled() else loss.isfinite() & norm.isfinite()
+        bad = (~finite).float()
+        if dist.is_initialized():
+            dist.all_reduce(bad, dist.ReduceOp.MAX)
+        skip = torch.maximum(bad, (self._in_a_row >= self.limit).float())
+        self._in_a_row = (self._in_a_row + 1) * skip
+        self._skipped = self._skipped + skip
+        if self.scaler.is_enabled():
+            self.scaler.skip_if(self.optimizer, skip)
+        elif self._part.inner.defaults.get("fused"):
+            self._part.inner.found_inf = skip
+        elif skip:  # without that kernel, as on mps, the host has to know
+            self.optimizer.zero_grad(set_to_none=True)
+
+    def look(self, iteration: int) -> None:
+        """After the step of `iteration`, best before its gradients are dropped: report. Needs to be called on all ranks."""
+        in_a_row, skipped = (int(count) for count in torch.stack((self._in_a_row, self._skipped)).tolist())
+        if skipped == self._reported:
+            return
+        news, self._reported, self.failed = skipped - self._reported, skipped, in_a_row >= self.limit
+        reason = self._reason()
+        if dist.is_initialized() and dist.get_rank() > 0:
+            return
+        if not self.failed:
+            print(f"WARNING: {news} updates skipped by iteration {iteration}, {in_a_row} in a row: {reason}", flush=True)
+            return
+        first = iteration - in_a_row + 1
+        made = "no update was made with that" if self.limit == 1 else f"{in_a_row} updates in a row were skipped"
+        sys.stdout.flush()
+        print(
+            f"the run ends, not finite at iteration {first}: {reason}; {made}; {_REMEDY}, and go on from the checkpoint with "
+            "--init_from=resume",
+            file=sys.stderr,
+            flush=True,
+        )
+
+    def _reason(self) -> str:
+        """What is not finite, and where. Needs to be called on all ranks."""
+        found = [(self._loss.item(), self._first_bad())]
+        if dist.is_initialized():
+            found = found * dist.get_world_size()
+            dist.all_gather_object(found, found[0])
+        reasons = [f"the loss of rank {rank} is {loss}" for rank, (loss, _) in enumerate(found) if not math.isfinite(loss)]
+        if not math.isfinite(self._norm.item()):
+            reasons.append(f"the gradient norm is {self._norm.item()}")
+        places = [(*place, rank) for rank, (_, place) in enumerate(found) if place is not None]
+        if places:
+            _, what, rank = min(places)
+            reasons.append(f"first in {what} on rank {rank}")
+        return ", ".join(reasons) or "a loss or a gradient norm was not finite"
+
+    def _first_bad(self) -> tuple[int, str] | None:
+        """Place in the model and name of the first parameter of this rank that, or whose gradient, is not finite."""
+        params, places = parameters(self.optimizer), {name: place for place, name in enumerate(self._names.values())}
+        bad = []
+        for piece, local in zip(self._part.slices[self._part.rank], parameters(self._part.inner), strict=True):
+            name = self._names[params[piece.param]]
+            if not local.detach().isfinite().all():
+                bad.append((places[name], name))
+            elif local.grad is not None and not local.grad.isfinite().all():
+                bad.append((places[name], f"the gradient of {name}"))
+        return min(bad, default=None)

@@ -36,6 +36,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import hardware
 from configurator import configure, fail
+from distributed import launched, start_process_group
 from model import GPT, GPTConfig
 from zero import ShardedOptimizer, checkpoint
 from zero.build import build, clip_grad_norm_
@@ -302,7 +303,8 @@ def bytes_now(optimizer):
 
 
 MEASURES = {"time": measure_time, "memory": measure_memory, "checkpoint": measure_checkpoint}
-if "RANK" not in os.environ:
+launch = launched()
+if not launch.distributed:
     fail("bench.py compares several ranks; start it with torchrun --standalone --nproc_per_node=2 bench.py")
 names = modes.split(",")
 if unknown := [name for name in names if name not in MODES]:
@@ -324,15 +326,9 @@ if what == "checkpoint" and not os.path.exists("/proc/self/clear_refs"):
 device, dtype = hardware.resolve(device, dtype)
 if what == "memory" and "fsdp2" in names:
     fail("what=memory cannot see into fsdp2, whose tensors are parts of others; leave it out of --modes")
-local_rank = int(os.environ["LOCAL_RANK"])
-if device == "cuda":
-    device = f"cuda:{local_rank % torch.cuda.device_count()}"
-    torch.cuda.set_device(device)
-torch_device = torch.device(device)
-shares_a_gpu = device != "cpu" and int(os.environ["LOCAL_WORLD_SIZE"]) > torch.cuda.device_count()
-dist.init_process_group("gloo" if device == "cpu" or shares_a_gpu else "nccl")
+torch_device = torch.device(start_process_group(launch, device))
 if device == "cpu":
-    hardware.divide_threads(int(os.environ["LOCAL_WORLD_SIZE"]))
+    hardware.divide_threads(launch.local_world_size)
 autocast = nullcontext() if dtype == "float32" else torch.amp.autocast(torch_device.type, hardware.DTYPES[dtype])
 
 rows = MEASURES[what]()

@@ -1,7 +1,10 @@
-"""Who this process is among those that were started together, as torchrun says in environment variables."""
+"""The ranks of a run: who this process is, as torchrun says in environment variables, and the process group of all."""
 
 import os
 from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
 
 
 class Launch(NamedTuple):
@@ -36,6 +39,33 @@ def launched() -> Launch:
     if local_rank < 0 or local_world_size < 1:
         raise ValueError(f"LOCAL_RANK={local_rank} and LOCAL_WORLD_SIZE={local_world_size} cannot be; {_REMEDY}")
     return Launch(True, rank, local_rank, world_size, local_world_size)
+
+
+def start_process_group(launch: Launch, device: str, backend: str = "auto") -> str:
+    """Start torch.distributed; 'auto' is NCCL where every rank has a GPU of its own, else gloo. Called on all ranks.
+
+    Returns:
+        The device of this rank; of 'cuda' the GPU that goes with its place on the machine.
+    """
+    if device.startswith("cuda"):
+        device = f"cuda:{launch.local_rank % torch.cuda.device_count()}"
+        torch.cuda.set_device(device)
+    store, _, _ = next(dist.rendezvous("env://"))
+    if backend == "auto":
+        backend = "nccl" if device.startswith("cuda") and _has_each_rank_a_gpu(device, store, launch.world_size) else "gloo"
+    device_id = torch.device(device) if backend == "nccl" else None
+    dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.world_size, device_id=device_id)
+    return device
+
+
+def _has_each_rank_a_gpu(device: str, store: dist.Store, world_size: int) -> bool:
+    """Whether no two ranks share a GPU, be it that each sees all of its machine or only its own."""
+    if store.add(f"ranks on GPU {torch.cuda.get_device_properties(device).uuid}", 1) > 1:
+        store.set("a GPU is shared", "")
+    if store.add("ranks that have said so", 1) == world_size:
+        store.set("all ranks have said so", "")
+    store.wait(["all ranks have said so"])
+    return not store.check(["a GPU is shared"])
 
 
 _REMEDY = "start with torchrun, or unset RANK to start alone"

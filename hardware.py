@@ -31,7 +31,7 @@ _PEAK_TFLOPS = (
     ("RTX 4090", 165.2),
     ("RTX 3090", 71.0),
     ("MI300X", 1307.4),
-    ("MI250X", 383.0),
+    ("MI250X", 191.5),  # of one of its two dies, each a device of its own
 )
 
 

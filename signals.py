@@ -9,6 +9,8 @@ import time
 import torch
 import torch.distributed as dist
 
+from zero.collectives import PATIENCE
+
 _SAME_KEYSTROKE_S = 1.0  # launchers pass on a Ctrl-C that the terminal may have sent to this process already
 
 
@@ -33,7 +35,7 @@ class Signals:
         self._lock = threading.Lock()
         self._interrupted: float | None = None  # when SIGINT came first, in seconds
         # on the CPU, whatever the backend of the run: deciding must not wait for a GPU
-        self._group = dist.new_group(backend="gloo") if dist.is_initialized() else None
+        self._group = dist.new_group(backend="gloo", timeout=PATIENCE) if dist.is_initialized() else None
         self._inbox, outbox = os.pipe()
         os.set_blocking(outbox, False)
         signal.set_wakeup_fd(outbox)

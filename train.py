@@ -30,7 +30,7 @@ import torch.distributed as dist
 import hardware
 from configurator import configure, fail
 from dataset import Dataset, prepare_if_embedded
-from distributed import launched
+from distributed import launched, start_process_group
 from guard import Guard
 from lock import Lock
 from logger import Logger
@@ -90,6 +90,7 @@ zero1_impl = "sharded"  # 'sharded': ours; 'torch': ZeroRedundancyOptimizer
 zero_bucket_mb = 75.0  # megabytes per bucket of 'sharded'
 shard_gradients = False  # 'sharded': keep 1/N of the gradients, too, at the price of a reduce-scatter per micro-step
 param_dtype = "float32"  # 'bfloat16': weights and gradients in that, with 'sharded', which keeps 1/N of float32 masters
+zero_check_reads = False  # 'sharded': debugging; a parameter that is read before it has arrived is nan
 # system
 backend = "auto"  # 'nccl', 'gloo'; auto: nccl where every rank has a GPU of its own
 device = "auto"  # 'cpu', 'cuda', 'cuda:1', 'mps'; auto: cuda where there is one
@@ -100,7 +101,8 @@ config = configure(globals())
 # -----------------------------------------------------------------------------
 
 # ranks and devices
-ddp, rank, local_rank, world_size, local_world_size = launched()  # by torchrun, or alone
+launch = launched()  # by torchrun, or alone
+ddp, rank, local_rank, world_size, local_world_size = launch
 master_process = rank == 0  # this rank logs and writes files; whatever all ranks must take part in stands outside its ifs
 try:
     if param_dtype == "bfloat16" and dtype == "auto":
@@ -109,12 +111,10 @@ try:
 except ValueError as error:
     fail(str(error))
 device_type = device.split(":")[0]
-if backend == "auto":
-    backend = "nccl" if device_type == "cuda" and local_world_size <= torch.cuda.device_count() else "gloo"
 
 # what can be wrong with the settings is found before anything is started or written
-if backend not in ("nccl", "gloo"):
-    fail(f"backend={backend} is not one of nccl, gloo")
+if backend not in ("auto", "nccl", "gloo"):
+    fail(f"backend={backend} is not one of auto, nccl, gloo")
 if ddp and backend == "nccl" and device_type != "cuda":
     fail(f"backend=nccl cannot serve device={device}; use --backend=gloo")
 if zero1_impl not in IMPLEMENTATIONS:
@@ -152,10 +152,7 @@ if gradient_accumulation_steps % world_size:
 if ddp and device_type == "cpu":
     hardware.divide_threads(local_world_size)
 if ddp:
-    if device_type == "cuda":
-        device = f"cuda:{local_rank % torch.cuda.device_count()}"
-        torch.cuda.set_device(device)
-    dist.init_process_group(backend)
+    device = start_process_group(launch, device, backend)
 device = torch.device(device)
 ptdtype = hardware.DTYPES[dtype]
 autocast = nullcontext() if dtype == "float32" else torch.amp.autocast(device_type, ptdtype)
@@ -287,6 +284,7 @@ with wrong_input_ends_all_ranks():
         bucket_mb=zero_bucket_mb,
         shard_gradients=shard_gradients,
         param_dtype=param_dtype,
+        check_reads=zero_check_reads,
         lr=learning_rate,
         betas=(beta1, beta2),
     )

@@ -25,6 +25,7 @@ def build(
     bucket_mb: float = 75,
     shard_gradients: bool = False,
     param_dtype: str = "float32",
+    check_reads: bool = False,
     **adamw: Any,
 ) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     """Wrap `model` for data parallelism and make its AdamW. Needs to be called on all ranks, `model` on its device.
@@ -36,6 +37,7 @@ def build(
         bucket_mb: megabytes per bucket of ShardedOptimizer.
         shard_gradients: with 'sharded', let no full gradient outlive its bucket: one reduce-scatter per micro-step.
         param_dtype: 'float32', or with 'sharded' 'bfloat16': weights and gradients in that, float32 masters 1/N per rank.
+        check_reads: with 'sharded', a debugging mode: a parameter that is read before it has arrived is nan.
         **adamw: for torch.optim.AdamW; its fused kernel is used where the device has one.
 
     Returns:
@@ -58,6 +60,8 @@ def build(
             raise ValueError(f"param_dtype={param_dtype!r} needs the master weights of use_zero1=True, zero1_impl='sharded'")
         if shard_gradients:
             raise ValueError("shard_gradients=True needs use_zero1=True, zero1_impl='sharded'")
+        if check_reads:
+            raise ValueError("zero_check_reads=True needs use_zero1=True, zero1_impl='sharded'")
     if not use_zero1 or dist.get_world_size() == 1:
         optimizer = torch.optim.AdamW(groups, **adamw)
     elif zero1_impl == "torch":
@@ -71,7 +75,7 @@ def build(
             param_dtype=PARAM_DTYPES[param_dtype],
             **adamw,
         )
-        wrapped = ShardedDataParallel(model, optimizer, shard_gradients=shard_gradients)
+        wrapped = ShardedDataParallel(model, optimizer, shard_gradients=shard_gradients, check_reads=check_reads)
         return wrapped, optimizer
     # gradients as views into DDP's buckets: the same all-reduce, without a second copy of every gradient
     device_ids = [device.index] if device.type == "cuda" else None
@@ -84,9 +88,10 @@ def clip_grad_norm_(optimizer: torch.optim.Optimizer, max_norm: float) -> torch.
     As `torch.nn.utils.clip_grad_norm_` over full gradients. With `max_norm=math.inf` it only measures.
     """
     if isinstance(optimizer, ShardedOptimizer):
-        return optimizer.clip_grad_norm_(max_norm)
-    params = parameters(optimizer)
-    norm = torch.nn.utils.get_total_norm([param.grad for param in params if param.grad is not None])
+        params, norm = parameters(optimizer.inner), optimizer.gradient_norm()
+    else:
+        params = parameters(optimizer)
+        norm = torch.nn.utils.get_total_norm([param.grad for param in params if param.grad is not None])
     # gradients whose norm is not finite stay as they are, so that one can see which of them it is
     torch.nn.utils.clip_grads_with_norm_(params, max_norm, norm.nan_to_num(0.0, 0.0, 0.0))
     return norm

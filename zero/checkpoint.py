@@ -37,6 +37,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from zero.collectives import PATIENCE
 from zero.consolidation import consolidate, model_state_dict, own_pieces, restore
 from zero.contents import FORMAT, KEYS, manifest_entry, read_file, tensors_in, write_file
 from zero.shards import CheckpointError, FileSum, Piece, damage, damaged, read, sync_folder, write
@@ -178,9 +179,10 @@ class CheckpointWriter:
         sweep: bool = True,
     ) -> None:
         self.folder, self.keep, self.background, self.format, self.damaged = folder, keep, background, format, damaged
-        # of its own, and on the CPU, whatever the backend of the run: the thread's collectives run beside the others
+        # of its own, and on the CPU, whatever the backend of the run: the thread's collectives run beside the others, and
+        # NCCL would end a run whose ranks wait for its timeout, 10 minutes, while rank 0 writes
         distributed = dist.is_initialized()
-        self._group = dist.new_group(backend="gloo") if distributed and format == "sharded" else None
+        self._group = dist.new_group(backend="gloo", timeout=PATIENCE) if distributed else None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
         self._outcomes: deque[SaveReport | OSError | DivergedError] = deque()
@@ -209,20 +211,30 @@ class CheckpointWriter:
             write_it = partial(_save_sharded, contents, pieces, self.folder, self.keep, not self.damaged, self._group)
         else:
             contents = {"model": model_state_dict(model, optimizer), "optimizer": consolidate(optimizer), **values}
-            if contents["optimizer"] is None:
-                return
             write_it = partial(save, contents, self.folder, self.keep, not self.damaged)
+            if contents["optimizer"] is None:  # rank 0 has it all
+                write_it = _nothing
         write_it = partial(self._write, write_it, time.perf_counter() - begin)
         if self.background:
             self._pending = self._thread.submit(write_it)
         else:
             write_it()
+            self._meet()
 
     def wait(self) -> None:
-        """Wait until nothing is being written; raises what the thread raised, unless that is an outcome."""
+        """Wait until nothing is being written. Needs to be called on all ranks.
+
+        Raises what the thread raised, unless that is an outcome.
+        """
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()
+            self._meet()
+
+    def _meet(self) -> None:
+        """Have the ranks wait here, however long one of them writes, rather than in the run's own collectives."""
+        if self._group is not None:
+            dist.barrier(self._group)
 
     def outcomes(self) -> list[SaveReport | OSError | DivergedError]:
         """What has come of the saves that have ended since the last call; on rank 0, of all of them."""
@@ -237,6 +249,10 @@ class CheckpointWriter:
         self.damaged = False
         if report is not None:
             self._outcomes.append(report._replace(consolidate_s=consolidate_s))
+
+
+def _nothing() -> None:
+    """What a rank writes that has nothing to write."""
 
 
 def find(folder: str) -> tuple[str, str | None]:

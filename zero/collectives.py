@@ -2,6 +2,8 @@
 
 import time
 from collections import Counter, deque
+from datetime import timedelta
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -10,6 +12,20 @@ import torch.distributed as dist
 # torch 2.13 renamed these two; torch 2.11 has only the old names
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+PATIENCE = timedelta(days=1)  # where ranks wait for a disk, which may take longer than any step
+
+
+@cache
+def cpu_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """A group of the same ranks that sends from main memory: `group` itself, or one beside it if it is NCCL's.
+
+    Needs to be called on all ranks of the group, the first time.
+    """
+    if dist.get_backend(group) == "gloo":
+        return group
+    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+    return dist.new_group(ranks, timeout=PATIENCE, backend="gloo", use_local_synchronization=True)
 
 
 class Gather(NamedTuple):

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from zero.collectives import cpu_group
 from zero.layout import Slice
 from zero.optimizer import ShardedOptimizer, flattened, hyperparameters, shaped
 from zero.partition import Partition, packed_groups, parameters, partition
@@ -45,11 +46,10 @@ class _Run(NamedTuple):
 
 
 class _Transfer(NamedTuple):
-    """A message in flight. Until `work` is done, `elements` may be neither read nor written; then they belong in `place`."""
+    """A message in flight. Until `work` is done, `elements` may be neither read nor written."""
 
     work: dist.Work
-    elements: torch.Tensor  # (run.stop - run.start,), on the device that the backend sends from
-    place: torch.Tensor | None  # the same elements of the whole state; for the sender None
+    elements: torch.Tensor  # (run.stop - run.start,) on the CPU: a GPU may have no room left, and NCCL a communicator per pair
 
 
 # What one rank holds, without the tensors: for each of its slices {key: dtype of a per-element tensor, or the value}
@@ -166,13 +166,13 @@ def _gather(part: Partition, params: list[torch.Tensor], states: list[dict[str, 
     locals_ = parameters(part.inner)
     inventory = _inventory(states, locals_)
     inventories = _gather_inventories(inventory, part)
-    wire = _wire_device(params, part)
+    group = cpu_group(part.process_group) if len(part.slices) > 1 else None
 
     in_flight: deque[_Transfer] = deque()
     if part.rank != 0:
         for run in _runs(part.slices[part.rank], inventory):
-            elements = _elements(states, run, locals_).to(wire)
-            _enqueue(in_flight, _Transfer(dist.isend(elements, group_dst=0, group=part.process_group), elements, None))
+            elements = _elements(states, run, locals_).cpu()
+            _enqueue(in_flight, _Transfer(dist.isend(elements, group_dst=0, group=group), elements))
         _drain(in_flight)
         return None
 
@@ -185,8 +185,7 @@ def _gather(part: Partition, params: list[torch.Tensor], states: list[dict[str, 
             if rank == 0:
                 place.copy_(_elements(states, run, locals_))
                 continue
-            received = place if wire.type == "cpu" else torch.empty_like(place, device=wire)
-            _enqueue(in_flight, _Transfer(dist.irecv(received, group_src=rank, group=part.process_group), received, place))
+            _enqueue(in_flight, _Transfer(dist.irecv(place, group_src=rank, group=group), place))
     _drain(in_flight)
     return whole
 
@@ -221,10 +220,7 @@ def _enqueue(in_flight: deque[_Transfer], transfer: _Transfer) -> None:
 def _drain(in_flight: deque[_Transfer], leave: int = 0) -> None:
     """Finish the first transfers, until `leave` are left."""
     while len(in_flight) > leave:
-        work, elements, place = in_flight.popleft()
-        work.wait()
-        if place is not None and place is not elements:
-            place.copy_(elements)
+        in_flight.popleft().work.wait()
 
 
 def restore(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
@@ -338,15 +334,8 @@ def _gather_inventories(inventory: _Inventory, part: Partition) -> list[_Invento
     if len(part.slices) == 1:
         return [inventory]
     gathered = [None] * len(part.slices) if part.rank == 0 else None
-    dist.gather_object(inventory, gathered, group_dst=0, group=part.process_group)
+    dist.gather_object(inventory, gathered, group_dst=0, group=cpu_group(part.process_group))
     return gathered if gathered is not None else [inventory]
-
-
-def _wire_device(params: list[torch.Tensor], part: Partition) -> torch.device:
-    """Where tensors must lie to be sent: NCCL sends from the GPU, gloo from the CPU."""
-    if len(part.slices) > 1 and dist.get_backend(part.process_group) == "nccl":
-        return params[0].device
-    return torch.device("cpu")
 
 
 def _own_part(key: str, value: Any, param: torch.Tensor, piece: Slice, local: torch.Tensor) -> Any:

@@ -291,27 +291,29 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for owned in self.owned:
             owned.local.grad = None
 
-    @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Scale the owned slices' gradients as `torch.nn.utils.clip_grad_norm_` would. Needs to be called on all ranks.
-
-        Every rank adds up the squares of its slices, and one all-reduce of a scalar gives the norm of the whole gradient.
 
         Returns:
             The norm before clipping, a float32 scalar.
         """
-        gradients = []
+        norm = self.gradient_norm()
+        torch.nn.utils.clip_grads_with_norm_([owned.local for owned in self.owned], max_norm, norm)
+        return norm
+
+    @torch.no_grad()
+    def gradient_norm(self) -> torch.Tensor:
+        """The norm of the gradients of all parameters together, a float32 scalar. Needs to be called on all ranks.
+
+        Every rank adds up the squares of its slices, and one all-reduce of a scalar gives the norm of the whole gradient.
+        """
         total = torch.zeros((), device=self.buckets[0].data.device if self.buckets else None)
         for bucket in self._collect():  # while the gradients of the next one are on their way
             of_bucket = [owned.local.grad for owned in bucket.owned if owned.local.grad is not None]
             if of_bucket:
                 total += torch.stack(torch._foreach_norm(of_bucket)).float().square().sum()
-                gradients += of_bucket
         self.comm.wait("norm", self.comm.all_reduce(total), total.device)
-        norm = total.sqrt()
-        if gradients:
-            torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
-        return norm
+        return total.sqrt()
 
     @torch.no_grad()
     def set_parameter(self, param: torch.nn.Parameter, value: torch.Tensor) -> None:

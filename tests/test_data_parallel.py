@@ -1,5 +1,6 @@
 """ShardedDataParallel: the weights of plain AdamW on the mean gradient, whatever overlaps with what."""
 
+import functools
 import gc
 import weakref
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
+from torch.utils.checkpoint import checkpoint
 from toy import batch, largest_difference, make_toy, weights
 
 from zero import ShardedDataParallel, ShardedGradScaler, ShardedOptimizer
@@ -234,6 +236,30 @@ def no_sync_and_state():
 
 def test_no_sync_and_bytes_sent():
     run_ranks(no_sync_and_state, 2)
+
+
+def reentrant_checkpoints():
+    """Each calls backward from within backward; the buckets are sent once, and most of them before the end."""
+    torch.manual_seed(0)
+    module = torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(7)])
+    optimizer = ShardedOptimizer(module.parameters(), torch.optim.AdamW, bucket_mb=0.0002)
+    whole = torch.nn.Sequential(module)
+    whole.forward = lambda x: functools.reduce(lambda x, part: checkpoint(part, x, use_reentrant=True), module, x)
+    model = ShardedDataParallel(whole, optimizer)
+    sent = []
+    for _ in range(2):
+        before = optimizer.comm.sent_bytes["reduce-scatter"]
+        model(torch.ones(2, 8, requires_grad=True)).square().sum().backward()
+        sent.append(optimizer.comm.sent_bytes["reduce-scatter"] - before)
+        optimizer.step()
+        optimizer.zero_grad()
+    elements = sum(bucket.data.numel() for bucket in optimizer.buckets)
+    assert len(optimizer.buckets) > 7
+    return [nbytes / (elements * 4 // 2) for nbytes in sent]
+
+
+def test_reentrant_checkpoints_send_each_bucket_once():
+    assert run_ranks(reentrant_checkpoints, 2) == [[1.0, 1.0]] * 2
 
 
 def misuse():

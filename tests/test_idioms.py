@@ -288,6 +288,9 @@ def deletion():
         module(inputs()).sum().backward()
         assert not isinstance(module[0].weight.grad, SentGradient)
         module.zero_grad()
+        if last == "backward":
+            with pytest.raises(RuntimeError, match="had sent the gradients of this step is gone"):
+                optimizer.step()
         model, again = wrap(module)  # over the parameters in the old optimizer's buffers
         backward(model)
         again.step()

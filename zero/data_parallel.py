@@ -137,8 +137,7 @@ class ShardedDataParallel(nn.Module):
         on_gradient = _weakly(self._on_gradient)
         for param in self._params:
             self._undo.append(param.register_post_accumulate_grad_hook(on_gradient).remove)
-        self._parts = list(module.modules())
-        self._owners = [part for part in self._parts if any(param in self._number for param in part._parameters.values())]
+        self._look_for_owners()
         self._have_some_wait_as_a_whole(module)
         if optimizer.param_dtype is not None:
             before_loading = _weakly(self._before_loading)
@@ -165,6 +164,8 @@ class ShardedDataParallel(nn.Module):
 
     def _unwrap(self) -> None:
         """Leave the module as it was before it was wrapped, and nothing in flight."""
+        if self._used:
+            self.optimizer.refuse_step("the ShardedDataParallel that had sent the gradients of this step is gone")
         self._reset()
         self.optimizer.synchronize()
         for undo in self._undo:
@@ -196,7 +197,7 @@ class ShardedDataParallel(nn.Module):
         result = self.module(*args, **kwargs)
         if torch.is_grad_enabled() and (self.require_backward_grad_sync or self.shard_gradients):
             for output in tree_leaves(result):
-                if isinstance(output, torch.Tensor) and output.requires_grad:
+                if isinstance(output, torch.Tensor) and output.grad_fn is not None:
                     output.register_hook(_weakly(self._on_output_gradient))
         return result
 
@@ -423,12 +424,18 @@ class ShardedDataParallel(nn.Module):
     def on_gathers_started(self) -> None:
         """See GradientSource. Whoever reads a parameter from now on waits for it."""
         wait = _uncompiled(self._waiter())
+        self._look_for_owners()  # anew: parametrizations, say, may have been added
         for part in self._owners:
             part.__dict__["_parameters"] = ArrivingParameters(part._parameters, wait)
 
     def on_gathers_ended(self) -> None:
         """See GradientSource."""
         _make_plain(self._owners)
+
+    def _look_for_owners(self) -> None:
+        """Find the modules that hold parameters of the optimizer's."""
+        self._parts = list(self.module.modules())
+        self._owners = [part for part in self._parts if any(param in self._number for param in part._parameters.values())]
 
     def _waiter(self) -> Callable[[nn.Parameter], None]:
         """Waits for one parameter; without a reference to the wrapper, which it shall not keep alive."""

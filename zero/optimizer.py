@@ -174,6 +174,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.buffers: list[FlatBuffer] = []
         self.buckets: list[Bucket] = []
         self.check_reads = False  # see ShardedDataParallel
+        self._refusal: str | None = None
         self.names: dict[torch.nn.Parameter, str] = {}  # for messages, as far as they are known
         self._owned_of: dict[torch.nn.Parameter, list[OwnedSlice]] = {}  # this rank's slices of a parameter, ascending
         self._versions: dict[torch.nn.Parameter, int] = {}  # where there are masters: of the parameter after the last step
@@ -287,6 +288,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in torch.optim: without a gradient a parameter is skipped, with one of zero it is still decayed and moved on."""
         super().zero_grad(set_to_none)
+        self._refusal = None
         self.source.clear()
         for owned in self.owned:
             owned.local.grad = None
@@ -346,7 +348,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         raise RuntimeError("call zero.checkpoint.restore(optimizer, state_dict) on all ranks: each takes its slices")
 
+    def refuse_step(self, reason: str) -> None:
+        """Have the next step raise: the gradients that it would use are lost. `zero_grad` begins anew."""
+        self._refusal = reason
+
     def _collect(self) -> Iterator[Bucket]:
+        if self._refusal is not None:
+            raise RuntimeError(f"{self._refusal}; call zero_grad() and repeat backward")
         self._check_parameters()
         yield from self.source.collect()
 

@@ -49,7 +49,9 @@ def test_the_lock_of_a_killed_process_is_free(tmp_path):
 
 def test_programs_that_it_starts_do_not_inherit_it(tmp_path):
     lock = Lock(str(tmp_path))
-    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, close_fds=False)
+    says_ready = [sys.executable, "-c", "print(flush=True); input()"]
+    child = subprocess.Popen(says_ready, stdin=subprocess.PIPE, stdout=subprocess.PIPE, close_fds=False)
+    child.stdout.readline()  # the kernel closes files some time after Popen has returned
     lock.release()
     Lock(str(tmp_path)).release()
     child.communicate(b"\n")

@@ -343,7 +343,8 @@ class ShardedDataParallel(nn.Module):
         """See GradientSource."""
         if self._missing:
             raise RuntimeError("the last backward did not end; call optimizer.zero_grad() and repeat the step")
-        if any(self._is_stranger(param) for part in self._parts for param in part._parameters.values()):
+        others = {param for part in self._parts for param in part._parameters.values()} - self._number.keys()
+        if any(self._is_stranger(param) for param in others):
             strangers = [name for name, param in self.module.named_parameters() if self._is_stranger(param)]
             raise RuntimeError(
                 f"{', '.join(strangers)} require gradients, but are not the optimizer's: replaced (by load_state_dict with "

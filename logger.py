@@ -16,7 +16,8 @@ class Logger:
     Args:
         out_dir: folder of `metrics.jsonl`, made if it is missing; one JSON object per event with the keys that wandb gets,
             and null in place of numbers that are not finite, which JSON has not. None: no file.
-        resume_at: go on with the file there, as it was when this iteration began; None: begin a new one.
+        resume_at: go on with the file there, as it was when this iteration began, and with what tells of the checkpoint
+            written then; None: begin a new one.
         wandb_log: also log to wandb, imported only then.
         project, name, config: for `wandb.init`.
         run_id: of the wandb run to go on with, if any.
@@ -40,9 +41,11 @@ class Logger:
             if out_dir is not None:
                 os.makedirs(out_dir, exist_ok=True)
                 self.file = open(os.path.join(out_dir, "metrics.jsonl"), "wb" if resume_at is None else "ab", buffering=0)
-                # in place, one call: whole lines before or whole lines after, also where the disk is full
-                self.file.truncate(0 if resume_at is None else _end_of_lines_before(resume_at, self.file.name))
+                # in place: whole lines before or whole lines after, also where the disk is full
+                end, kept = (0, []) if resume_at is None else _lines_before(resume_at, self.file.name)
+                self.file.truncate(end)
                 self.file.seek(0, os.SEEK_END)
+                self.file.write(b"".join(kept))
         except OSError as error:
             raise LoggerError(f"cannot write to out_dir={out_dir}: {error}") from error
         self.complained = False
@@ -78,22 +81,30 @@ class Logger:
             self.run.finish()
 
 
-def _end_of_lines_before(iteration: int, path: str) -> int:
-    """Where a file ends without what a run has logged from `iteration` on, nor a line that a kill has cut off; in bytes."""
-    end = 0
+def _lines_before(iteration: int, path: str) -> tuple[int, list[bytes]]:
+    """Where a file ends without what a run has logged from `iteration` on, nor a line that a kill has cut off, in bytes.
+
+    Also the lines after that which tell of checkpoints up to that iteration: they are written when the disk has them.
+    """
+    end, kept, found = 0, [], False
     with open(path, "rb") as file:
         for line in file:
-            if not line.endswith(b"\n") or _iteration(line) >= iteration:
-                break
-            end += len(line)
-    return end
+            at, tells_of_checkpoint = _iteration(line)
+            found = found or at >= iteration or not line.endswith(b"\n")
+            if not found:
+                end += len(line)
+            elif tells_of_checkpoint and at <= iteration and line.endswith(b"\n"):
+                kept.append(line)
+    return end, kept
 
 
-def _iteration(line: bytes) -> int:
+def _iteration(line: bytes) -> tuple[int, bool]:
+    """What iteration a line belongs to, and whether it tells of its checkpoint."""
     try:
-        return json.loads(line)["iter"]
+        event = json.loads(line)
+        return int(event["iter"]), any(key.startswith("checkpoint/") for key in event)
     except (ValueError, TypeError, KeyError):  # somebody else's line, which stays
-        return -1
+        return -1, False
 
 
 def _is_no_json(value: Any) -> bool:

@@ -452,12 +452,8 @@ while iter_num <= max_iters or eval_only:
     guard.watch(loss_sum, norm)
     scaler.step(optimizer)
     scaler.update()
-    is_logged = iter_num % log_interval == 0
-    if is_logged or (iter_num + 1) % eval_interval == 0 or device_type == "cpu":  # else it would wait for the device
-        guard.look(iter_num)
-    optimizer.zero_grad(set_to_none=True)
-
     iterations_timed += 1
+    is_logged = iter_num % log_interval == 0
     if is_logged:
         mean_loss = mean_over_ranks(loss_sum) / micro_steps  # over the whole global batch; also waits for the device
         dt = (time.perf_counter() - t0) / iterations_timed
@@ -484,6 +480,9 @@ while iter_num <= max_iters or eval_only:
             )
         t0, iterations_timed = time.perf_counter(), 0
 
+    if is_logged or (iter_num + 1) % eval_interval == 0 or device_type == "cpu":  # else it would wait for the device
+        guard.look(iter_num)
+    optimizer.zero_grad(set_to_none=True)
     iter_num += 1
 
     wish = signals.decide(Wish.FAIL if report_saves(on_save_error == "stop") or guard.failed else Wish.NOTHING)

@@ -82,6 +82,7 @@ class Description:
     micro_steps: int = 1
     no_sync: str = "attribute"  # or 'context'
     shard_gradients: bool = False
+    broadcast_buffers: bool = True
     clip: float = 0.0
     zero_grad: str = "optimizer"  # of which object: or 'wrapper', 'module'
     zero_when: str = "after step"  # or 'before forward', 'before backward'
@@ -128,6 +129,25 @@ def loss_of(model, step, micro_step):
     return (model(x) - target).square().mean()
 
 
+class ByHand(nn.Module):
+    """What DistributedDataParallel does with buffers, a broadcast each; gradients are averaged before the step."""
+
+    def __init__(self, module, broadcast_buffers):
+        super().__init__()
+        self.module, self.broadcast_buffers = module, broadcast_buffers
+        self.require_backward_grad_sync = self.last_was_synchronized = True
+
+    def forward(self, x):
+        if self.broadcast_buffers and self.last_was_synchronized:
+            for buffer in self.module.buffers():
+                value = buffer.clone().contiguous()
+                dist.broadcast(value, 0)
+                if not torch.equal(value, buffer):
+                    buffer.data.copy_(value)
+        self.last_was_synchronized = torch.is_grad_enabled() and self.require_backward_grad_sync
+        return self.module(x)
+
+
 def average_gradients(params):
     """The mean over the ranks, where one of them has a gradient; who has none counts as zero."""
     for param in params:
@@ -157,11 +177,13 @@ def build(description, plain):
     torch.manual_seed(description.seed + (dist.get_rank() if other and not plain else 0))
     model = Model(description)
     cls, kwargs = OPTIMIZERS[description.optimizer]
+    broadcast_buffers = description.broadcast_buffers and description.wrapper != "alone"
     if plain or description.wrapper == "ddp":
-        return model, model if plain else wrap_in_ddp(model), cls(parameter_groups(model, description), **kwargs)
+        wrap = ByHand if plain else wrap_in_ddp
+        return model, wrap(model, broadcast_buffers), cls(parameter_groups(model, description), **kwargs)
     wrapper = model
     if description.wrapper == "before ddp":
-        wrapper = wrap_in_ddp(model)
+        wrapper = wrap_in_ddp(model, broadcast_buffers)
     optimizer = ShardedOptimizer(
         parameter_groups(model, description),
         cls,
@@ -171,14 +193,16 @@ def build(description, plain):
         **kwargs,
     )
     if description.wrapper == "after ddp":
-        wrapper = wrap_in_ddp(model)
+        wrapper = wrap_in_ddp(model, broadcast_buffers)
     if description.wrapper == "sharded":
-        wrapper = ShardedDataParallel(model, optimizer, shard_gradients=description.shard_gradients)
+        wrapper = ShardedDataParallel(
+            model, optimizer, shard_gradients=description.shard_gradients, broadcast_buffers=broadcast_buffers
+        )
     return model, wrapper, optimizer
 
 
-def wrap_in_ddp(model):
-    return DistributedDataParallel(model, find_unused_parameters=True, broadcast_buffers=False)
+def wrap_in_ddp(model, broadcast_buffers):
+    return DistributedDataParallel(model, find_unused_parameters=True, broadcast_buffers=broadcast_buffers)
 
 
 def train(description, plain):
@@ -201,7 +225,7 @@ def train(description, plain):
             skip = contextlib.nullcontext()
             if not by_hand and description.no_sync == "context" and not last:
                 skip = wrapper.no_sync()
-            elif not by_hand:
+            elif plain or not by_hand:
                 wrapper.require_backward_grad_sync = last
             with skip:
                 loss = loss_of(wrapper, step, micro_step)
@@ -481,6 +505,7 @@ def descriptions(draw):
         micro_steps=draw(st.integers(1, 3)),
         no_sync=draw(st.sampled_from(["attribute", "context"])),
         shard_gradients=draw(st.booleans()),
+        broadcast_buffers=draw(st.booleans()),
         clip=draw(st.sampled_from([0.0, 0.1])),
         zero_grad=draw(st.sampled_from(["optimizer", "optimizer", "optimizer", "wrapper", "module"])),
         zero_when=draw(st.sampled_from(["after step", "before forward", "before backward"])),

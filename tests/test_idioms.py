@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
 from zero import ShardedDataParallel, ShardedOptimizer, checkpoint
-from zero.arriving import ArrivingParameters, SentGradient
+from zero.arriving import SentGradient, WaitingDict
 from zero.collectives import Communicator, Gather
 
 TINY_MB = 0.0002  # 50 elements: several buckets
@@ -190,6 +190,87 @@ def unfreezing(wrap):
     return [param.detach().clone() for param in module.parameters()]
 
 
+def clamped(how):
+    """Weights clipped right after the step, as for a Wasserstein critic, over what the optimizer hands out."""
+
+    def trains(wrap):
+        module = net()
+        model, optimizer = wrap(module)
+        for step in range(4):
+            backward(model, step)
+            optimizer.step()
+            for group in optimizer.param_groups:
+                for param in dict(group)["params"] if how == "copied group" else group["params"]:
+                    param.data.clamp_(-0.1, 0.1)
+            optimizer.zero_grad()
+        return [param.detach().clone() for param in module.parameters()]
+
+    return trains
+
+
+def a_parameter_of_the_loss(wrap):
+    """One that the wrapped module does not hold; DistributedDataParallel leaves its gradient alone, so data are the same."""
+    module, log_sigma = net(), nn.Parameter(torch.ones(3))
+    if wrap is wrap_plain:
+        model = DistributedDataParallel(module)
+        optimizer = torch.optim.AdamW([*module.parameters(), log_sigma], lr=0.01)
+    else:
+        optimizer = ShardedOptimizer([*module.parameters(), log_sigma], torch.optim.AdamW, bucket_mb=TINY_MB, lr=0.01)
+        model = ShardedDataParallel(module, optimizer)
+    for _ in range(4):
+        (model(torch.ones(4, 8)) / log_sigma.exp() + log_sigma).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [param.detach().clone() for param in (*module.parameters(), log_sigma)]
+
+
+def a_part_zeroed_between_micro_steps(wrap):
+    """Synchronized micro-steps; between them the gradients of a part are dropped."""
+    module = net()
+    model, optimizer = wrap(module)
+    for step in range(4):
+        backward(model, step)
+        module[0].zero_grad()
+        backward(model, 100 + step)
+        optimizer.step()
+        optimizer.zero_grad()
+    return [param.detach().clone() for param in module.parameters()]
+
+
+def batch_norm(wrap):
+    """Running statistics, and evaluations by them: those of rank 0, on all ranks."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+    model, optimizer = wrap(module)
+    found = []
+    for step in range(4):
+        model.require_backward_grad_sync = step % 2 == 1
+        backward(model, step)
+        if step % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+        model.eval()
+        with torch.no_grad():
+            found += [model(inputs(step)), model(inputs(step)), *(buffer.float() for buffer in copy.deepcopy(module).buffers())]
+        model.train()
+    return [*found, *(param.detach().clone() for param in module.parameters())]
+
+
+def hyperparameters_changed(wrap):
+    """A schedule in param_groups, and its copy of a group, between steps that are still gathering."""
+    module = net()
+    model, optimizer = wrap(module)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 4)
+    for step in range(4):
+        backward(model, step)
+        optimizer.step()
+        scheduler.step()
+        optimizer.param_groups[0]["weight_decay"] *= 2
+        assert copy.copy(optimizer.param_groups[0]).keys() >= {"lr", "params"}
+        optimizer.zero_grad()
+    return [param.detach().clone() for param in module.parameters()]
+
+
 def a_frozen_critic(wrap):
     """requires_grad_(False) for a while, as some do in the generator's turn."""
     module = net()
@@ -216,6 +297,12 @@ IDIOMS = {
     "averages": averages,
     "unfreezing": unfreezing,
     "a frozen critic": a_frozen_critic,
+    "weights clamped over param_groups": clamped("group"),
+    "weights clamped over a copy of param_groups": clamped("copied group"),
+    "a parameter of the loss": a_parameter_of_the_loss,
+    "a part zeroed between micro-steps": a_part_zeroed_between_micro_steps,
+    "BatchNorm": batch_norm,
+    "hyperparameters changed": hyperparameters_changed,
 }
 
 
@@ -237,7 +324,7 @@ def copies():
     model, optimizer = wrap(module)
     backward(model)
     optimizer.step()
-    assert isinstance(vars(module[0])["_parameters"], ArrivingParameters)
+    assert isinstance(vars(module[0])["_parameters"], WaitingDict)
     copied = copy.deepcopy(module)
     from_wrapper = copy.deepcopy(model)
     pickled = pickle.loads(pickle.dumps(module))
@@ -332,11 +419,34 @@ def refusals():
         lambda: nn.utils.clip_grad_value_(module.parameters(), 1.0),
         lambda: module[0].weight.grad.norm(),
         lambda: module[0].weight.grad.mul_(2),
+        lambda: module[0].weight.grad.add_(module[0].weight.detach(), alpha=0.1),
+        lambda: module[0].weight.grad + 1,
+        lambda: module[0].weight.grad.data.clamp_(-1, 1),
+        lambda: setattr(module[0].weight.grad, "data", torch.zeros(8, 8)),
         lambda: torch.optim.SGD(module.parameters(), 0.1).step(),
     ):
-        with pytest.raises(RuntimeError, match=r"cannot read this gradient: .*optimizer\.clip_grad_norm_"):
+        with pytest.raises(RuntimeError, match=r"cannot read or write this gradient: .*optimizer\.clip_grad_norm_"):
             read()
     assert optimizer.clip_grad_norm_(1e-3) > 1e-3
+
+    with pytest.raises(RuntimeError, match=r"optimizer\.inner\.state has that of this rank's slices"):
+        optimizer.state.clear()
+    for copies in (pickle.dumps, copy.deepcopy):
+        with pytest.raises(TypeError, match=r"zero\.checkpoint\.consolidate\(optimizer\)"):
+            copies(optimizer)
+    optimizer.zero_grad()
+    module[0].weight.grad = torch.ones(8, 8)
+    with pytest.raises(RuntimeError, match="one set by hand is never sent"):
+        optimizer.step()
+    optimizer.zero_grad()
+
+    groups = [{"params": module.parameters(), "lr": 0.1}]
+    grouped = ShardedOptimizer(groups, torch.optim.SGD)
+    groups[0]["lr"] = 0.2
+    with pytest.raises(RuntimeError, match="change the one in its param_groups"):
+        grouped.step()
+    module = net()
+    model, optimizer = wrap(module)
 
     loss = model(inputs()).square().sum()
     loss.backward(retain_graph=True)
@@ -470,13 +580,14 @@ def written_weights():
     assert any((master != master.bfloat16()).any() for master in masters)
     with torch.no_grad():
         module.weight[0] = 7.0
+    module.weight.data[1] = 9.0
     model(torch.ones(2, 8, dtype=torch.bfloat16)).sum().backward()
     optimizer.step()
-    return [module.weight[0].float().mean().item(), module.weight[1:].abs().max().item() < 1]
+    return [*(module.weight[row].float().mean().item() for row in (0, 1)), module.weight[2:].abs().max().item() < 1]
 
 
 def test_a_weight_written_in_place_reaches_its_master():
-    assert run_ranks(written_weights, 2) == [[7.0, True]] * 2
+    assert run_ranks(written_weights, 2) == [[7.0, 9.0, True]] * 2
 
 
 def late_reads():

@@ -40,6 +40,11 @@ def test_a_resumed_run_goes_on_where_its_checkpoint_stands(tmp_path, torn):
         (tmp_path / "metrics.jsonl").write_text("".join(f"{line}\n" for line in before + beyond) + torn)
         make(tmp_path, resume_at=5).log({"iter": 5})
         assert (tmp_path / "metrics.jsonl").read_text().splitlines() == [*before, '{"iter": 5}']
+    saves = [f'{{"iter": {iteration}, "checkpoint/write_s": 1.0}}' for iteration in (3, 5, 7)]
+    late = ['{"iter": 5}', saves[0], '{"iter": 6}', saves[1], '{"iter": 7}', saves[2]]
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{line}\n" for line in before + late) + torn)
+    make(tmp_path, resume_at=5).log({"iter": 5})
+    assert (tmp_path / "metrics.jsonl").read_text().splitlines() == [*before, *saves[:2], '{"iter": 5}']
     make(tmp_path, resume_at=0)
     assert (tmp_path / "metrics.jsonl").read_text() == ""
 

@@ -7,60 +7,61 @@ import torch
 from torch import nn
 
 
-class ArrivingParameters(dict):
-    """A module's `_parameters` while all-gathers are in flight: whoever reads a parameter waits for it first.
+class WaitingDict(dict):
+    """A dict of what may still be arriving: whoever reads a value waits for it first.
 
-    `nn.Module` looks up `module.weight` here, and so do `parameters()`, `state_dict()`, `to()` and their like. A copy and
-    a pickle are plain dicts.
+    It stands for a module's `_parameters` while all-gathers are in flight (`nn.Module` looks up `module.weight` there, and
+    so do `parameters()`, `state_dict()`, `to()` and their like), and for an optimizer's parameter group. A copy and a pickle
+    are plain dicts.
 
     Args:
-        parameters: the module's own, by name; None where it has none of that name.
+        values: by name.
         wait: called with whatever is about to be handed out.
     """
 
-    def __init__(self, parameters: dict[str, nn.Parameter | None], wait: Callable[[Any], None]) -> None:
-        super().__init__(parameters)
+    def __init__(self, values: dict[str, Any], wait: Callable[[Any], None]) -> None:
+        super().__init__(values)
         self._wait = wait
 
-    def plain(self) -> dict[str, nn.Parameter | None]:
-        """A dict of the same parameters that waits for nothing."""
-        return {name: super(ArrivingParameters, self).__getitem__(name) for name in self}
+    def plain(self) -> dict[str, Any]:
+        """A dict of the same values that waits for nothing."""
+        return {name: super(WaitingDict, self).__getitem__(name) for name in self}
 
-    def __getitem__(self, name: str) -> nn.Parameter | None:
-        param = super().__getitem__(name)
-        self._wait(param)
-        return param
+    def __getitem__(self, name: str) -> Any:
+        value = super().__getitem__(name)
+        self._wait(value)
+        return value
 
     def get(self, name: str, default: Any = None) -> Any:
-        param = super().get(name, default)
-        self._wait(param)
-        return param
+        value = super().get(name, default)
+        self._wait(value)
+        return value
 
     def __iter__(self) -> Iterator[str]:  # defined, so that dict(self) and {**self} go through __getitem__
         return super().__iter__()
 
-    def values(self) -> list[nn.Parameter | None]:
+    def values(self) -> list[Any]:
         return [self[name] for name in self]
 
-    def items(self) -> list[tuple[str, nn.Parameter | None]]:
+    def items(self) -> list[tuple[str, Any]]:
         return [(name, self[name]) for name in self]
 
     def pop(self, name: str, *default: Any) -> Any:
-        param = super().pop(name, *default)
-        self._wait(param)
-        return param
+        value = super().pop(name, *default)
+        self._wait(value)
+        return value
 
-    def popitem(self) -> tuple[str, nn.Parameter | None]:
-        name, param = super().popitem()
-        self._wait(param)
-        return name, param
+    def popitem(self) -> tuple[str, Any]:
+        name, value = super().popitem()
+        self._wait(value)
+        return name, value
 
     def setdefault(self, name: str, default: Any = None) -> Any:
-        param = super().setdefault(name, default)
-        self._wait(param)
-        return param
+        value = super().setdefault(name, default)
+        self._wait(value)
+        return value
 
-    def copy(self) -> dict[str, nn.Parameter | None]:
+    def copy(self) -> dict[str, Any]:
         return dict(self.items())
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -74,6 +75,8 @@ class SentGradient(torch.Tensor):
     makes it zero, and what a further backward adds is kept in `added` until it is sent, too. Anything else, clipping and
     scaling by functions that do not know of shards above all, is an error.
     """
+
+    data = property(lambda sent: sent, lambda sent, _: _refuse("data"))
 
     added: torch.Tensor | None
     zeroed: bool
@@ -109,17 +112,22 @@ class SentGradient(torch.Tensor):
             if function is ops.zero_.default:
                 sent.zeroed, sent.added = True, None
                 return sent
-            if function in (ops.add.Tensor, ops.add_.Tensor) and not isinstance(args[1], SentGradient):  # autograd
-                sent.added = args[1] if sent.added is None else sent.added + args[1]
+            in_backward = torch._C._current_graph_task_id() != -1
+            if function in (ops.add.Tensor, ops.add_.Tensor) and in_backward and not kwargs:
+                sent.added = args[1].clone() if sent.added is None else sent.added + args[1]
                 return sent
         if function is ops._foreach_zero_.default:
             for tensor in sent:
                 tensor.zero_()
             return None
-        raise RuntimeError(
-            f"{function.overloadpacket.__name__} cannot read this gradient: ShardedDataParallel has sent it, and each rank has "
-            "the mean of its own shards only; clip with optimizer.clip_grad_norm_, scale with zero.ShardedGradScaler"
-        )
+        return _refuse(function.overloadpacket.__name__)
+
+
+def _refuse(function: str) -> None:
+    raise RuntimeError(
+        f"{function} cannot read or write this gradient: ShardedDataParallel has sent it, and each rank has the mean of its "
+        "own shards only; clip with optimizer.clip_grad_norm_, scale with zero.ShardedGradScaler"
+    )
 
 
 def local_gradient(param: torch.Tensor) -> torch.Tensor | None:

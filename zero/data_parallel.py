@@ -13,7 +13,7 @@ from torch import nn
 from torch.autograd import Variable
 from torch.utils._pytree import tree_leaves
 
-from zero.arriving import ArrivingParameters, SentGradient, holds_elsewhere, local_gradient
+from zero.arriving import SentGradient, WaitingDict, holds_elsewhere, local_gradient
 from zero.collectives import Reduction
 from zero.optimizer import SPARSE, Bucket, ShardedOptimizer, flattened, shaped
 
@@ -49,13 +49,14 @@ class ShardedDataParallel(nn.Module):
 
     So a rank sends the bytes of one all-reduce, half of them while backward runs and half while forward does.
 
-    The wait is in the modules' own dictionaries of parameters (`ArrivingParameters`), which stand in place of plain ones
+    The wait is in the modules' own dictionaries of parameters (`WaitingDict`), which stand in place of plain ones
     while gathers are in flight. So it does not matter who reads, or when: a module's forward, its parent, a hook,
-    `parameters()`, `state_dict()`, deepcopy. A module that reads parameters past these dictionaries waits before it runs,
-    as a whole: one that is compiled (before it is wrapped; compile the blocks of a model, not all of it, and the overlap
-    remains), and one that keeps parameters in attributes of its own (LSTM). What is left is a reference taken beforehand,
-    such as a list of parameters that a moving average made once: call `optimizer.synchronize()` before it is read after
-    `step`. `check_reads` finds these.
+    `parameters()`, `state_dict()`, deepcopy. The optimizer's `param_groups` wait as well. A module that reads parameters past
+    these dictionaries waits before it runs, as a whole: one that is compiled (compile the blocks of a model, not all of it,
+    and the overlap remains), and one that keeps parameters in attributes of its own (LSTM). What is left is a reference
+    that neither the module nor the optimizer hands out after `step`: a list of parameters that a moving average made once,
+    or another module with the same Parameter (a decoder outside that is tied to an embedding inside, a traced copy). Call
+    `optimizer.synchronize()` before these are read. `check_reads` finds them.
 
     A parameter without a gradient on any rank is skipped by the update; one that has a gradient on some ranks counts as
     zero on the others. Several backward passes add up until `zero_grad`, of the optimizer, the wrapper or the module.
@@ -68,12 +69,14 @@ class ShardedDataParallel(nn.Module):
     If the optimizer has a `param_dtype`, frozen parameters and buffers take it on, too. Gradients then arrive, accumulate
     and are sent in that dtype; sums over ranks, and over micro-steps with `shard_gradients`, are float32.
 
-    Construction broadcasts frozen parameters and buffers from rank 0, as the optimizer has done with its own; buffers (the
-    statistics of BatchNorm, say) are each rank's own from then on. It, forward, backward and step need to be called on all
-    ranks. `deepcopy` gives a copy of the module, without the wrapper. A wrapper that is deleted leaves the module as it
-    was; one whose optimizer has been replaced by a new ShardedOptimizer gives way to the new one's wrapper.
+    Construction broadcasts frozen parameters and buffers from rank 0, as the optimizer has done with its own. It, forward,
+    backward and step need to be called on all ranks. `deepcopy` gives a copy of the module, without the wrapper. A wrapper
+    that is deleted leaves the module as it was; one whose optimizer has been replaced by a new ShardedOptimizer gives way to
+    the new one's wrapper.
 
     Args:
+        broadcast_buffers: before a forward whose last one was synchronized, every rank takes the buffers of rank 0 (the
+            statistics of BatchNorm, say), as under DistributedDataParallel; otherwise they are each rank's own.
         check_reads: a debugging mode. Whatever is read before it has arrived is nan, by whatever way it is read, at the
             price of a copy of each bucket.
 
@@ -89,7 +92,12 @@ class ShardedDataParallel(nn.Module):
     """
 
     def __init__(
-        self, module: nn.Module, optimizer: ShardedOptimizer, shard_gradients: bool = False, check_reads: bool = False
+        self,
+        module: nn.Module,
+        optimizer: ShardedOptimizer,
+        shard_gradients: bool = False,
+        broadcast_buffers: bool = True,
+        check_reads: bool = False,
     ) -> None:
         super().__init__()
         self._undo: list[Callable[[], None]] = []  # takes out of the module what was put into it
@@ -105,6 +113,8 @@ class ShardedDataParallel(nn.Module):
         self.shard_gradients = shard_gradients
         self.require_backward_grad_sync = True
         self._comm = optimizer.comm
+        self.broadcast_buffers = broadcast_buffers
+        self._last_was_synchronized = True  # the last forward; else it is not followed by a broadcast
 
         self._params = [param for buffer in optimizer.buffers for param in buffer.params]
         self._number = {param: number for number, param in enumerate(self._params)}
@@ -133,7 +143,7 @@ class ShardedDataParallel(nn.Module):
         self._sent = [SentGradient(param) for param in self._params]  # stands in `param.grad` for what is in the shards
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
             if tensor not in self._number:
-                self._broadcast(name, tensor.detach())
+                self._broadcast([_distinct(name, tensor.detach())])
         on_gradient = _weakly(self._on_gradient)
         for param in self._params:
             self._undo.append(param.register_post_accumulate_grad_hook(on_gradient).remove)
@@ -194,7 +204,10 @@ class ShardedDataParallel(nn.Module):
             raise RuntimeError("this ShardedDataParallel has been replaced by a newer one of the same module; call that one")
         if torch.compiler.is_compiling():  # compiled with the wrapper, the module would read past the dictionaries
             _uncompiled(self.optimizer.synchronize)()
+        if self.broadcast_buffers and self._last_was_synchronized:
+            _uncompiled(self._broadcast_buffers)()
         result = self.module(*args, **kwargs)
+        self._last_was_synchronized = torch.is_grad_enabled() and self.require_backward_grad_sync
         if torch.is_grad_enabled() and (self.require_backward_grad_sync or self.shard_gradients):
             for output in tree_leaves(result):
                 if isinstance(output, torch.Tensor) and output.grad_fn is not None:
@@ -243,6 +256,7 @@ class ShardedDataParallel(nn.Module):
 
     @torch.no_grad()
     def _begin_backward(self) -> None:
+        self._settle_agreement()
         self._follow_zeroing()
         self._missing = [{param for param, _, _ in bucket.members} for bucket in self.optimizer.buckets]
         self._next = 0
@@ -354,8 +368,8 @@ class ShardedDataParallel(nn.Module):
         self._follow_zeroing()
         if any(local_gradient(param) is not None for param in self._params):
             raise RuntimeError(
-                "gradients of this step have not been sent; its last backward must run outside of no_sync(), "
-                "with require_backward_grad_sync = True"
+                "gradients of this step have not been sent: its last backward must run outside of no_sync(), with "
+                "require_backward_grad_sync = True; one set by hand is never sent"
             )
         for index, bucket in enumerate(self.optimizer.buckets):
             self._finish(index)
@@ -376,7 +390,7 @@ class ShardedDataParallel(nn.Module):
         """See GradientSource."""
         self._settle_agreement()
         self._follow_zeroing()
-        if not self._used:  # also what a backward that has failed has left
+        if not self._used or self._missing:  # of a backward that has failed
             self._reset()
 
     def _follow_zeroing(self) -> None:
@@ -426,8 +440,11 @@ class ShardedDataParallel(nn.Module):
         """See GradientSource. Whoever reads a parameter from now on waits for it."""
         wait = _uncompiled(self._waiter())
         self._look_for_owners()  # anew: parametrizations, say, may have been added
+        inside = {param for part in self._owners for param in part._parameters.values()}
+        for param in self._number.keys() - inside:  # a loss's own, say, which nobody else would wait for
+            wait(param)
         for part in self._owners:
-            part.__dict__["_parameters"] = ArrivingParameters(part._parameters, wait)
+            part.__dict__["_parameters"] = WaitingDict(part._parameters, wait)
 
     def on_gathers_ended(self) -> None:
         """See GradientSource."""
@@ -488,15 +505,25 @@ class ShardedDataParallel(nn.Module):
         """Whether a parameter is trainable and not the optimizer's."""
         return param is not None and param.requires_grad and param not in self._number
 
-    def _broadcast(self, name: str, tensor: torch.Tensor) -> None:
-        """Overwrite a tensor, whatever its strides, with that of rank 0."""
-        own = tensor[tuple(slice(1) if stride == 0 else slice(None) for stride in tensor.stride())]  # of an expanded one
-        if torch._debug_has_internal_overlap(own) == 1 or (not own.is_contiguous() and _shares_memory(own)):
-            raise ValueError(f"elements of {name} share memory, so it cannot be broadcast; clone() it before wrapping")
-        value = own.contiguous()
-        self._comm.broadcast(value)
-        if value is not own:
-            own.copy_(value)
+    @torch.no_grad()
+    def _broadcast_buffers(self) -> None:
+        """Have each rank use the buffers of rank 0, as DistributedDataParallel does, without a trace in autograd."""
+        kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+        buffers = list(self.module.named_buffers())
+        for name, buffer in buffers:
+            kinds.setdefault((buffer.dtype, buffer.device), []).append(_distinct(name, buffer))
+        with torch.autograd._unsafe_preserve_version_counter(tuple(buffer for _, buffer in buffers)):
+            for of_kind in kinds.values():
+                self._broadcast(of_kind)
+
+    def _broadcast(self, tensors: list[torch.Tensor]) -> None:
+        """Overwrite tensors of one dtype and device, whatever their strides, with those of rank 0."""
+        values = [tensor.contiguous().view(-1) for tensor in tensors]
+        flat = values[0] if len(values) == 1 else torch.cat(values)
+        self._comm.broadcast(flat)
+        for tensor, value in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
+            if value.data_ptr() != tensor.data_ptr():
+                tensor.copy_(value.view(tensor.shape))
 
     # ------------------------------------------------------------------------------------------------------------------
 
@@ -514,7 +541,7 @@ class ShardedDataParallel(nn.Module):
 
 def _make_plain(parts: list[nn.Module]) -> None:
     for part in parts:
-        if isinstance(part._parameters, ArrivingParameters):
+        if isinstance(part._parameters, WaitingDict):
             part.__dict__["_parameters"] = part._parameters.plain()
 
 
@@ -528,6 +555,14 @@ def _waiting_call(wait: Callable[..., None], call: Callable[..., Any]) -> Callab
 
 def _uncompiled(function: Callable[..., None]) -> Callable[..., None]:
     return torch.compiler.disable(function)
+
+
+def _distinct(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """The elements of a tensor that are different places in memory: of an expanded one the first."""
+    own = tensor[tuple(slice(1) if stride == 0 else slice(None) for stride in tensor.stride())]
+    if torch._debug_has_internal_overlap(own) == 1 or (not own.is_contiguous() and _shares_memory(own)):
+        raise ValueError(f"elements of {name} share memory, so it cannot be broadcast; clone() it before wrapping")
+    return own
 
 
 def _shares_memory(tensor: torch.Tensor) -> bool:

@@ -10,10 +10,12 @@ import torch
 import torch.distributed as dist
 from torch.utils.weak import WeakIdKeyDictionary
 
+from zero.arriving import WaitingDict
 from zero.collectives import Communicator, Gather
 from zero.layout import Layout, Slice, Span
 
 _VECTOR_BYTES = 64  # the widest vector registers, AVX-512, and a cache line
+_CACHED = 2**17  # elements to look at in one go, so that a CPU's cache holds what comes of them
 _NEED_WHOLE_PARAMETERS = (torch.optim.Adafactor, torch.optim.Muon)  # they look at rows and columns
 _CANNOT_BE_DIVIDED = {
     torch.optim.LBFGS: "it looks at all parameters together, several times per step",
@@ -111,8 +113,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     With `param_dtype=torch.bfloat16` the parameters turn into bfloat16, and each rank keeps float32 masters of its own
     slices: 2 bytes per parameter, 2 for its gradient and 12/N for master and AdamW state (ZeRO, section 3.1). A weight that
-    is written to in place is taken over into its master by the next step (not if written through `.data`, which leaves no
-    trace); `set_parameter`, or a state dict loaded into the ShardedDataParallel, gives the master full precision.
+    has been written to is taken over into its master by the next step; `set_parameter`, or a state dict loaded into the
+    ShardedDataParallel, gives the master full precision.
 
     Needs to be constructed on all ranks, with `param_dtype` before DistributedDataParallel, whose hooks a change of dtype
     would take away.
@@ -136,8 +138,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         ValueError: if `bucket_mb` is not positive, `partition` unknown, `optimizer_cls` cannot be divided that way, or
             parameters share memory.
         RuntimeError: from `step`, if a parameter left its buffer or was unfrozen, or has a sparse gradient, or the inner
-            optimizer writes to its own param_groups; from `state_dict` and `load_state_dict`, which a single rank cannot
-            answer: `zero.checkpoint` has the calls.
+            optimizer writes to its own param_groups; from `state`, `state_dict` and `load_state_dict`, which a single rank
+            cannot answer: `zero.checkpoint` has the calls.
 
     Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", section 5.1
     (P_os); the interface is that of `torch.distributed.optim.ZeroRedundancyOptimizer`.
@@ -177,7 +179,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._refusal: str | None = None
         self.names: dict[torch.nn.Parameter, str] = {}  # for messages, as far as they are known
         self._owned_of: dict[torch.nn.Parameter, list[OwnedSlice]] = {}  # this rank's slices of a parameter, ascending
-        self._versions: dict[torch.nn.Parameter, int] = {}  # where there are masters: of the parameter after the last step
+        self._given: list[tuple[dict[str, Any], dict[str, Any]]] = []  # groups as they were given, and what they held then
         self._alone: GradientSource = ParameterGradients(self)
         self.wrapper: weakref.ref[GradientSource] | None = None  # the ShardedDataParallel; it keeps this object alive
         self.inner: torch.optim.Optimizer | None = None
@@ -198,11 +200,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as in torch.optim; its parameters get buffers of their own. Needs to be called on all ranks."""
-        if self.inner is None:  # still under construction: __init__ lays all groups out together
-            return super().add_param_group(param_group)
-        if self.source is not self._alone:
+        if self.inner is not None and self.source is not self._alone:
             raise RuntimeError("ShardedDataParallel has laid out its buckets; add parameter groups before you make it")
         super().add_param_group(param_group)
+        self._given.append((param_group, hyperparameters(param_group)))
+        self.param_groups[-1] = WaitingDict(param_group, self._wait_for_list)
+        if self.inner is None:  # still under construction: __init__ lays all groups out together
+            return
         _check_memory([param for group in self.param_groups for param in group["params"]])
         first = len(self.param_groups) - 1
         self._lay_out(first)
@@ -239,6 +243,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.collect_gradients()
         self.synchronize()
         self._take_over_written_weights()
+        if any(_changed(group, before) for group, before in self._given):
+            raise RuntimeError("a group that ShardedOptimizer was given has been changed; change the one in its param_groups")
         _copy_hyperparameters(self.param_groups, self.inner.param_groups)
         before = [hyperparameters(group) for group in self.inner.param_groups]
         everything = [group["params"] for group in self.inner.param_groups]
@@ -256,7 +262,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 group["params"] = params
         # the update and the gathers have written to the parameters' memory, which autograd must know
         torch.autograd.graph.increment_version(self.source.updated())
-        self._note_versions(self._versions)
         self.source.on_gathers_started()
         return loss
 
@@ -285,9 +290,19 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if ended and all(bucket.gather is None for bucket in self.buckets):
             self.source.on_gathers_ended()
 
+    def _wait_for_list(self, value: Any) -> None:
+        """Whoever reads the parameters of a group waits for all of them; other values are there."""
+        if isinstance(value, list):
+            self.synchronize()
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in torch.optim: without a gradient a parameter is skipped, with one of zero it is still decayed and moved on."""
-        super().zero_grad(set_to_none)
+        groups = self.param_groups
+        self.param_groups = [group.plain() for group in groups]  # gradients are zeroed while parameters arrive
+        try:
+            super().zero_grad(set_to_none)
+        finally:
+            self.param_groups = groups
         self._refusal = None
         self.source.clear()
         for owned in self.owned:
@@ -339,6 +354,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
             piece._replace(param=buffer.indices[piece.param]) for buffer in self.buffers for piece in buffer.layout.slices(rank)
         )
 
+    @property
+    def state(self) -> Any:
+        raise RuntimeError(
+            f"the optimizer state is divided among {self.comm.world_size} ranks: optimizer.inner.state has that of this rank's "
+            "slices, zero.checkpoint.consolidate(optimizer) the whole"
+        )
+
+    @state.setter
+    def state(self, empty: Any) -> None:
+        """torch.optim.Optimizer makes an empty one at construction; it is the inner optimizer that has state."""
+
     def state_dict(self) -> dict[str, Any]:
         raise RuntimeError(
             f"the optimizer state is divided among {self.comm.world_size} ranks; "
@@ -347,6 +373,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         raise RuntimeError("call zero.checkpoint.restore(optimizer, state_dict) on all ranks: each takes its slices")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "a ShardedOptimizer belongs to a process group and cannot be copied or pickled; call "
+            "zero.checkpoint.consolidate(optimizer) on all ranks and save what rank 0 gets"
+        )
 
     def refuse_step(self, reason: str) -> None:
         """Have the next step raise: the gradients that it would use are lost. `zero_grad` begins anew."""
@@ -385,23 +417,23 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _check_hyperparameters(self, before: list[dict[str, Any]]) -> None:
         """The inner optimizer steps once per bucket, so a count of its own in param_groups would be wrong."""
         for old, group in zip(before, self.inner.param_groups, strict=True):
-            for key, value in hyperparameters(group).items():
-                if key not in old or (old[key] is not value and not _same(old[key], value)):
-                    raise RuntimeError(
-                        f"{type(self.inner).__name__} writes {key!r} into its param_groups, which ShardedOptimizer cannot "
-                        "carry over: it steps once per bucket; use a class that keeps its values in its state"
-                    )
+            if keys := _changed(group, old):
+                raise RuntimeError(
+                    f"{type(self.inner).__name__} writes {keys[0]!r} into its param_groups, which ShardedOptimizer cannot "
+                    "carry over: it steps once per bucket; use a class that keeps its values in its state"
+                )
 
     def _take_over_written_weights(self) -> None:
         """Where a weight has been written to since the last step, its master takes the new value."""
         for bucket in self.buckets:
-            for param, _, _, offset, local in bucket.owned if bucket.master is not None else ():
-                if param._version != self._versions[param]:
-                    weight = shaped(bucket.shard[offset : offset + local.numel()], local)
-                    local.copy_(torch.where(weight == local.to(weight.dtype), local, weight))
-
-    def _note_versions(self, params: Iterable[torch.nn.Parameter]) -> None:
-        self._versions.update({param: param._version for param in params})
+            if bucket.master is None:
+                continue
+            on_cpu = bucket.shard.device.type == "cpu"
+            at_once = _CACHED if on_cpu else max(1, bucket.shard.numel())
+            for master, shard in zip(bucket.master.split(at_once), bucket.shard.split(at_once), strict=True):
+                unwritten = shard == master.to(shard.dtype)
+                if not on_cpu or not unwritten.all():  # a GPU is not waited for
+                    torch.where(unwritten, master, shard, out=master)
 
     def _try_all_shapes(self, optimizer_cls: type[torch.optim.Optimizer], kwargs: dict[str, Any]) -> None:
         """Have the class refuse a shape on every rank, not only on the one that owns it; takes no memory."""
@@ -453,8 +485,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 param.data = place.as_strided(value.shape, value.stride())
                 self.set_parameter(param, value)
                 _holder_of[param] = weakref.ref(self)
-            if self.param_dtype is not None:
-                self._note_versions(buffer.params)
 
     def _bucket(self, buffer: FlatBuffer, shards: tuple[Span, ...], update_dtype: torch.dtype) -> Bucket:
         data, layout = buffer.data, buffer.layout
@@ -580,6 +610,12 @@ def _check_memory(params: list[torch.nn.Parameter]) -> None:
                 f"two parameters, of shapes {tuple(shape)} and {tuple(next_shape)}, share memory; tie them by using one "
                 "Parameter in both places, or clone() one of them"
             )
+
+
+def _changed(group: dict[str, Any], before: dict[str, Any]) -> list[str]:
+    """The hyperparameters of a group that are not what they were."""
+    now = hyperparameters(group)
+    return [key for key in now if key not in before or (before[key] is not now[key] and not _same(before[key], now[key]))]
 
 
 def _same(left: Any, right: Any) -> bool:

@@ -1,5 +1,6 @@
 """Who holds which part of the optimizer state, asked of any of the three implementations."""
 
+from itertools import count
 from typing import Any, NamedTuple
 
 import torch
@@ -45,4 +46,8 @@ def parameters(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
 
 def packed_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """The `param_groups` of a torch.optim `state_dict()`: hyperparameters, and numbers in place of parameters."""
-    return torch.optim.Optimizer.state_dict(optimizer)["param_groups"]
+    numbers = count()
+    return [
+        {**{key: value for key, value in group.items() if key != "params"}, "params": [next(numbers) for _ in group["params"]]}
+        for group in optimizer.param_groups
+    ]

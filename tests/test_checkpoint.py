@@ -112,9 +112,8 @@ def other_optimizers_there_and_back():
     for name, kwargs in ELEMENTWISE.items():
         optimizer_cls = getattr(torch.optim, name)
         model, oracle = make_toy(), make_toy()
-        trainable = [[param for param in toy.parameters() if param.requires_grad] for toy in (model, oracle)]
-        sharded = ShardedOptimizer(trainable[0], optimizer_cls, bucket_mb=0.0002, lr=0.01, **kwargs)
-        plain = optimizer_cls(trainable[1], lr=0.01, **kwargs)  # Adagrad would make state for frozen ones, too
+        sharded = ShardedOptimizer(model.parameters(), optimizer_cls, bucket_mb=0.0002, lr=0.01, **kwargs)
+        plain = optimizer_cls(oracle.parameters(), lr=0.01, **kwargs)  # Adagrad makes state for frozen ones, too
 
         def steps(model, optimizer):
             for step in range(3):

@@ -517,17 +517,19 @@ class WithExtraState(nn.Linear):
         assert state == {"calls": [1, 2]}
 
 
-def consolidated(dtype=None):
+def consolidated(optimizer_cls):
     """Zero-size, frozen, channels_last and transposed parameters, and extra state: as the unsharded optimizer has them."""
     torch.manual_seed(0)
     module = nn.Sequential(WithExtraState(8, 8), nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last))
     module.empty = nn.Parameter(torch.zeros(0, 3))
     module.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
+    module.expanded = nn.Parameter(torch.ones(3, 1).expand(3, 2), requires_grad=False)
+    module.sliced = nn.Parameter(torch.randn(6, 6)[::2, ::3].t(), requires_grad=False)
     module.transposed = nn.Parameter(torch.randn(5, 7).t())
     strides = [param.stride() for param in module.parameters()]
     plain = copy.deepcopy(module)
-    optimizer = ShardedOptimizer(module.parameters(), torch.optim.AdamW, bucket_mb=TINY_MB, lr=0.01)
-    reference = torch.optim.AdamW(plain.parameters(), lr=0.01)
+    optimizer = ShardedOptimizer(module.parameters(), optimizer_cls, bucket_mb=TINY_MB, lr=0.01)
+    reference = optimizer_cls(plain.parameters(), lr=0.01)
     assert [param.stride() for param in module.parameters()] == strides
     for trained, its_optimizer in ((module, optimizer), (plain, reference)):
         for step in range(3):
@@ -550,7 +552,9 @@ def consolidated(dtype=None):
         assert all(torch.equal(weights[name], plain.state_dict()[name]) for name in weights)
     states = [whole]
     dist.broadcast_object_list(states)
-    again = ShardedOptimizer(copy.deepcopy(module).parameters(), torch.optim.AdamW, bucket_mb=0.0005, lr=0.01)
+    partly_frozen = copy.deepcopy(module)
+    partly_frozen[0].requires_grad_(False)  # whose state stays
+    again = ShardedOptimizer(partly_frozen.parameters(), optimizer_cls, bucket_mb=0.0005, lr=0.01)
     checkpoint.restore(again, states[0])
     restored = checkpoint.consolidate(again)
     if dist.get_rank() == 0:
@@ -561,8 +565,9 @@ def consolidated(dtype=None):
     return True
 
 
-def test_consolidated_state_is_the_unsharded_optimizers():
-    run_ranks(consolidated, 2)
+@pytest.mark.parametrize("optimizer_cls", [torch.optim.AdamW, torch.optim.Adagrad])  # which has state of frozen ones, too
+def test_consolidated_state_is_the_unsharded_optimizers(optimizer_cls):
+    run_ranks(consolidated, 2, optimizer_cls)
 
 
 def written_weights():

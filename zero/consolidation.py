@@ -113,7 +113,8 @@ def own_pieces(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tupl
     pieces = []
     for piece, local, state in zip(part.slices[part.rank], locals_, states, strict=True):
         whole = params[piece.param]
-        _check_contiguous(piece.param, whole)
+        if local is not whole:  # frozen ones stay whole
+            _check_contiguous(piece.param, whole)
         if id(whole) in names:
             pieces.append(Piece(names[id(whole)], whole.numel(), piece.start, local.detach().reshape(-1)))
         for key, value in state.items():
@@ -125,10 +126,12 @@ def own_pieces(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tupl
         owned = {id(params[piece.param]) for slices in part.slices for piece in slices}
         others = {id(tensor): tensor for tensor in held.values() if id(tensor) not in owned}
         pieces += [Piece.of_whole(names[key], tensor) for key, tensor in others.items()]
-        masters = isinstance(optimizer, ShardedOptimizer) and optimizer.param_dtype is not None
+        with_masters = set()
+        if isinstance(optimizer, ShardedOptimizer) and optimizer.param_dtype is not None:
+            with_masters = {id(param) for buffer in optimizer.buffers for param in buffer.params}
 
         def stand_in(tensor: torch.Tensor) -> torch.Tensor:
-            in_full = masters and id(tensor) in owned
+            in_full = id(tensor) in with_masters
             dtype = torch.promote_types(tensor.dtype, torch.float32) if in_full else tensor.dtype
             return torch.empty(tensor.shape, dtype=dtype, device="meta")
 
@@ -207,7 +210,8 @@ def _room(part: Partition, params: list[torch.Tensor], inventories: list[_Invent
                 if not isinstance(entry, torch.dtype):
                     state[key] = entry
                 elif key not in state:
-                    state[key] = torch.empty_like(params[piece.param], dtype=entry, device=device, requires_grad=False)
+                    param = params[piece.param]
+                    state[key] = shaped(torch.empty(param.numel(), dtype=entry, device=device), param)
     return dict(sorted(whole.items()))
 
 
@@ -271,7 +275,8 @@ def restore(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> Non
             own = _own_part(key, value, whole, piece, local)
             inner_state.setdefault(position, {})[key] = own
             if isinstance(value, torch.Tensor) and value.is_meta:
-                _check_contiguous(piece.param, whole)
+                if local is not whole:
+                    _check_contiguous(piece.param, whole)
                 start = piece.start if _per_element(key, value, whole) else 0
                 in_pieces.append(Piece(_state_name(piece.param, key), value.numel(), start, own.view(-1)))
     if in_pieces:

@@ -105,9 +105,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
                            waits for each where it needs it.
 
     Parameters without a gradient are skipped, as torch.optim does. Those that are frozen at construction stay where they
-    are, outside the buffers, and must remain frozen. A parameter must not be moved (`model.to`) or have its `data`
-    replaced once the optimizer is built. It keeps its strides (channels_last, transposed) if its elements lie densely in
-    memory; otherwise it becomes contiguous.
+    are, outside the buffers, and must remain frozen; if there is state of theirs, rank 0 has it. A parameter must not be
+    moved (`model.to`) or have its `data` replaced once the optimizer is built. It keeps its strides (channels_last,
+    transposed) if its elements lie densely in memory; otherwise it becomes contiguous.
 
     As after any in-place update, backward through a graph from before the step raises, if it needs what has changed.
 
@@ -179,6 +179,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._refusal: str | None = None
         self.names: dict[torch.nn.Parameter, str] = {}  # for messages, as far as they are known
         self._owned_of: dict[torch.nn.Parameter, list[OwnedSlice]] = {}  # this rank's slices of a parameter, ascending
+        self._frozen: list[Slice] = []  # whole parameters, which are in no bucket
         self._given: list[tuple[dict[str, Any], dict[str, Any]]] = []  # groups as they were given, and what they held then
         self._alone: GradientSource = ParameterGradients(self)
         self.wrapper: weakref.ref[GradientSource] | None = None  # the ShardedDataParallel; it keeps this object alive
@@ -350,9 +351,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         Their `param` counts through all of `param_groups`, as the keys of a torch.optim `state_dict()` do.
         """
-        return sorted(
+        pieces = [
             piece._replace(param=buffer.indices[piece.param]) for buffer in self.buffers for piece in buffer.layout.slices(rank)
-        )
+        ]
+        return sorted(pieces + (self._frozen if rank == 0 else []))
 
     @property
     def state(self) -> Any:
@@ -457,8 +459,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
             positions = sorted(positions, key=lambda position: self.registration_order.get(params[position], -1))
         kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
         for position in reversed(positions):
-            if params[position].requires_grad:
-                kinds.setdefault((params[position].dtype, params[position].device), []).append(position)
+            param = params[position]
+            if param.requires_grad:
+                kinds.setdefault((param.dtype, param.device), []).append(position)
+                continue
+            self._frozen.append(Slice(first_index + position, 0, param.numel()))
+            if self.comm.rank == 0:
+                self._owned_of[param] = [OwnedSlice(param, 0, param.numel(), 0, param)]
         lay = Layout.by_element if self.partition == "element" else Layout.by_parameter
         for (dtype, device), members in kinds.items():
             kept_in = self.param_dtype or dtype
@@ -575,17 +582,18 @@ def hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
 def flattened(tensor: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
     """`tensor`, of the shape of `param`, (param.numel(),), in the order in which the elements of `param` lie in memory.
 
-    Slices count in that order, so that a parameter that is channels_last, say, keeps its strides in the flat buffer. A
-    view, if `tensor` has the strides of `param` and these are dense.
+    Slices count in that order, so that a parameter that is channels_last, say, keeps its strides in the flat buffer. Where
+    its elements are not dense, as those of a frozen one may be, it is the order of the indices. A view, if `tensor` has the
+    strides of `param` and these are dense.
     """
-    if param.is_contiguous():
+    if param.is_contiguous() or not _is_dense(param):
         return tensor.reshape(-1)
     return tensor.permute(sorted(range(param.dim()), key=param.stride, reverse=True)).reshape(-1)
 
 
 def shaped(flat: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """A view of contiguous elements, (like.numel(),), in the shape and the dense strides of `like`."""
-    return flat.as_strided(like.shape, like.stride())
+    """A view of contiguous elements, (like.numel(),), in the shape and the strides of `like`, if these are dense."""
+    return flat.as_strided(like.shape, like.stride()) if _is_dense(like) else flat.view(like.shape)
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:

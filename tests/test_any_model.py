@@ -571,7 +571,7 @@ def test_every_block(pair):
     harsh = Description(blocks=(), bucket_mb=0.000001, late=(0, 1), other_start=True)
     alone = [replace(harsh, blocks=((block, "call"),)) for block in BLOCKS]
     try_all(pair, alone)
-    with_strides = ("strided", "transposed", "channels_last")
+    with_strides = ("strided", "transposed", "channels last")
     try_all(pair, [replace(d, partition="parameter") for d in alone if any(word in str(d) for word in with_strides)])
 
 

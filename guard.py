@@ -28,6 +28,7 @@ class Guard:
     def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, scaler: ShardedGradScaler, limit: int) -> None:
         self.optimizer, self.scaler, self.limit = optimizer, scaler, limit
         self.failed = False  # for good, as far as the host knows; the same on all ranks
+        self.in_a_row = 0  # updates skipped up to the last one that the host knows of
         self._part = partition(optimizer)
         self._names = {param: name for name, param in model.named_parameters()}
         device = next(model.parameters()).device
@@ -59,22 +60,23 @@ class Guard:
 
     def look(self, iteration: int) -> None:
         """After the step of `iteration`, best before its gradients are dropped: report. Needs to be called on all ranks."""
-        in_a_row, skipped = (int(count) for count in torch.stack((self._in_a_row, self._skipped)).tolist())
+        self.in_a_row, skipped = (int(count) for count in torch.stack((self._in_a_row, self._skipped)).tolist())
         if skipped == self._reported:
             return
-        news, self._reported, self.failed = skipped - self._reported, skipped, in_a_row >= self.limit
+        news, self._reported, self.failed = skipped - self._reported, skipped, self.in_a_row >= self.limit
         reason = self._reason()
         if dist.is_initialized() and dist.get_rank() > 0:
             return
         if not self.failed:
-            print(f"WARNING: {news} updates skipped by iteration {iteration}, {in_a_row} in a row: {reason}", flush=True)
+            updates = "1 more update was" if news == 1 else f"{news} more updates were"
+            row = f"{self.in_a_row} in a row so far"
+            print(f"WARNING: by iteration {iteration}, {updates} skipped ({row}): {reason}", flush=True)
             return
-        first = iteration - in_a_row + 1
-        made = "no update was made with that" if self.limit == 1 else f"{in_a_row} updates in a row were skipped"
+        first = iteration - self.in_a_row + 1
+        made = "no update was made with that" if self.limit == 1 else f"{self.in_a_row} updates in a row were skipped"
         sys.stdout.flush()
         print(
-            f"the run ends, not finite at iteration {first}: {reason}; {made}; {_REMEDY}, and go on from the checkpoint with "
-            "--init_from=resume",
+            f"the run ends at iteration {iteration}, not finite since iteration {first}: {reason}; {made}; {_REMEDY}",
             file=sys.stderr,
             flush=True,
         )

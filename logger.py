@@ -37,6 +37,7 @@ class Logger:
         run_id: str | None = None,
     ) -> None:
         self.file = None
+        self.run = _wandb_run(project, name, config, run_id) if wandb_log else None
         try:
             if out_dir is not None:
                 os.makedirs(out_dir, exist_ok=True)
@@ -49,7 +50,6 @@ class Logger:
         except OSError as error:
             raise LoggerError(f"cannot write to out_dir={out_dir}: {error}") from error
         self.complained = False
-        self.run = _wandb_run(project, name, config, run_id) if wandb_log else None
 
     @property
     def run_id(self) -> str | None:

@@ -360,7 +360,7 @@ def report_saves(must_succeed):
     for outcome in writer.outcomes() if master_process else ():  # rank 0 knows of everything
         unsaved = None if isinstance(outcome, ckpt.SaveReport) else outcome
         if unsaved:
-            print(f"WARNING: the checkpoint was not written: {outcome}; what was there before stands", flush=True)
+            print(f"WARNING: the checkpoint was not written: {outcome}; files from before are unchanged", flush=True)
             continue
         if outcome.complaint:
             print(f"WARNING: {outcome.complaint}", flush=True)
@@ -428,9 +428,9 @@ while iter_num <= max_iters or eval_only:
             )
         if eval_only:
             break
-        if not all(map(math.isfinite, losses.values())):
+        if guard.in_a_row or not all(map(math.isfinite, losses.values())):
             if master_process:
-                print("WARNING: not finite, and so neither the best nor saved", flush=True)
+                print("WARNING: not saved: the loss or the last gradients are not finite", flush=True)
         elif losses["val"] < best_val_loss or always_save_checkpoint:
             best_val_loss = min(best_val_loss, losses["val"])
             if iter_num > first_iter:
@@ -497,6 +497,8 @@ guard.look(iter_num - 1)
 must_end = report_saves(on_save_error == "stop" or wish == Wish.SAVE_AND_STOP) or guard.failed
 failed = signals.decide(Wish.FAIL if must_end else Wish.NOTHING) == Wish.FAIL
 if master_process:
+    if guard.failed and os.path.exists(os.path.join(out_dir, "ckpt.pt")):
+        print("its checkpoint is as it was; --init_from=resume goes on from there", flush=True, file=sys.stderr)
     if failed and unsaved:
         print(f"the run ends without its last checkpoint, which was not written: {unsaved}", flush=True, file=sys.stderr)
     elif wish == Wish.SAVE_AND_STOP and not failed:

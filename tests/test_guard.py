@@ -64,7 +64,7 @@ def test_a_skipped_step_leaves_no_trace(kind):
         assert_equal(disturbed[mode]["state"], undisturbed[mode]["state"], mode)
         assert not disturbed[mode]["failed"]
         printed = disturbed[mode]["printed"]
-        assert printed.startswith("WARNING: 1 updates skipped by iteration 3, 1 in a row: "), printed
+        assert printed.startswith("WARNING: by iteration 3, 1 more update was skipped (1 in a row so far): "), printed
         assert printed.count("\n") == 1
         assert ("the loss of rank 1 is nan" in printed) == (kind == "loss")
         where = "scale" if kind == "loss" else "hidden.bias"
@@ -80,7 +80,7 @@ def test_nothing_moves_until_the_host_looks():
         assert_equal(stopped[mode]["model"], before[mode]["model"], mode)
         assert_equal(stopped[mode]["state"], before[mode]["state"], mode)
         assert stopped[mode]["failed"] == others[mode]["failed"] == (not before[mode]["failed"])
-        assert "the run ends, not finite at iteration 3: " in stopped[mode]["printed"]
+        assert "the run ends at iteration 6, not finite since iteration 3: " in stopped[mode]["printed"]
         assert "lower --learning_rate" in stopped[mode]["printed"]
         assert not others[mode]["printed"]
 
@@ -125,7 +125,7 @@ def test_float16_leaves_gradients_to_the_scaler(capsys):
     step(3, loss_factor=math.nan)
     assert guard.failed
     assert_equal(weights(model), before)
-    assert "not finite at iteration 3: the loss of rank 0 is nan; no update" in capsys.readouterr().err
+    assert "not finite since iteration 3: the loss of rank 0 is nan; no update" in capsys.readouterr().err
 
 
 def test_an_optimizer_without_the_kernel_skips_too():

@@ -1,6 +1,7 @@
 """The command line as users run it: train.py under python and torchrun, resuming, sampling, and every wrong input."""
 
 import json
+import math
 import os
 import pickle
 import random
@@ -290,7 +291,7 @@ def test_a_checkpoint_that_cannot_be_written(data, tmp_path, on_error, code):
     )  # fmt: skip
     assert process.returncode == code, process.stderr
     assert "WARNING: the checkpoint was not written" in process.stdout
-    assert "what was there before stands" in process.stdout
+    assert "files from before are unchanged" in process.stdout
     assert (f"iter {last}:" in process.stdout) == (code == 0)
     assert torch_load(tmp_path)["iter_num"] == 1996
 
@@ -469,9 +470,10 @@ def diverge(out, data, learning_rate, ranks, flags):
     assert process.returncode == 1, process.stdout + process.stderr
     if ranks:
         assert re.findall(r"exitcode  : (-?\d+)", process.stderr) == ["1"] * ranks, process.stderr
-    [message] = [line for line in process.stderr.splitlines() if line.startswith("the run ends, ")]
-    assert re.search(r"not finite at iteration \d+: .*(loss of rank \d|gradient norm) is .*first in .* on rank \d", message)
+    [message] = [line for line in process.stderr.splitlines() if line.startswith("the run ends at iteration ")]
+    assert re.search(r"not finite since iteration \d+: .*(loss of rank \d|gradient norm) is .*first in .* on rank \d", message)
     assert "lower --learning_rate" in message
+    assert "--init_from=resume goes on from there" in process.stderr
     checkpoint = ckpt.load(ckpt.find(str(out))[0])
     assert all(tensor.isfinite().all() for tensor in checkpoint["model"].values())
     end = checkpoint["iter_num"] + 4
@@ -489,6 +491,18 @@ def test_a_run_that_diverges_keeps_its_checkpoint(data, tmp_path, learning_rate,
 @pytest.mark.parametrize(("learning_rate", "ranks", "flags"), DIVERGING[2:])
 def test_more_runs_that_diverge_keep_their_checkpoints(data, tmp_path, learning_rate, ranks, flags):
     diverge(tmp_path, data, learning_rate, ranks, flags)
+
+
+def test_nothing_is_saved_while_updates_are_skipped(data, tmp_path):
+    """Weights that are large but finite, whose gradients are inf, do not take the place of what can be trained."""
+    train(tmp_path, data, "--max_iters=5")
+    schedule = ["--learning_rate=1e4", "--decay_lr=False", "--grad_clip=0.0", "--max_iters=20"]
+    skip = ["--on_nonfinite=skip", "--max_nonfinite=1000"]
+    _, evaluations, printed = train(tmp_path, data, "--init_from=resume", *schedule, *skip)
+    assert "20, 1 more update was skipped (1" in printed, printed[-500:]
+    assert all(map(math.isfinite, evaluations[20]))
+    assert ckpt.load(str(tmp_path / "ckpt.pt"))["iter_num"] == 5
+    assert printed.count("WARNING: not saved") == 3
 
 
 def test_a_checkpoint_that_is_refused_ends_the_run(data, tmp_path):
@@ -686,5 +700,5 @@ for mistake in mistakes.splitlines():
         extra = [*SETTINGS, f"--dataset={data}"] if script == "train.py" else []
         process = run(script, *extra, "--init_from=resume", f"--out_dir={tmp_path}")
         assert process.returncode == 2
-        assert "ckpt.pt is damaged, or no checkpoint" in process.stderr
+        assert "ckpt.pt is damaged, or not a checkpoint" in process.stderr
         assert process.stderr.count("\n") == 1

@@ -125,8 +125,8 @@ class SentGradient(torch.Tensor):
 
 def _refuse(function: str) -> None:
     raise RuntimeError(
-        f"{function} cannot read or write this gradient: ShardedDataParallel has sent it, and each rank has the mean of its "
-        "own shards only; clip with optimizer.clip_grad_norm_, scale with zero.ShardedGradScaler"
+        "this gradient cannot be read or written: ShardedDataParallel has sent it, and each rank has the mean of its shards "
+        f"only; clip with optimizer.clip_grad_norm_, scale with zero.ShardedGradScaler (the function was {function})"
     )
 
 

@@ -504,7 +504,8 @@ def _inspect(path: str) -> bool:
             wrong.append(name)
         print(f"  {name} {tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}{'' if holds else ' WRONG CHECKSUM'}")
     elements = sum(tensor.numel() for name, tensor in tensors.items())
-    print(f"{len(tensors)} tensors, {elements / 1e6:.1f}M numbers; {'all checksums hold' if not wrong else f'wrong: {wrong}'}")
+    sound = "all checksums hold" if manifest else "it has no checksums but those of the archive, which hold"
+    print(f"{len(tensors)} tensors, {elements / 1e6:.1f}M numbers; {sound if not wrong else f'wrong: {wrong}'}")
     return not wrong
 
 

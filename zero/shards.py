@@ -127,7 +127,7 @@ def damaged(path: str, reason: object) -> str:
     if refused:
         return f"{path} asks for {refused[1]}; a checkpoint holds tensors and plain values only, so nothing of it was run"
     lines = [line for line in str(reason).splitlines() if line and not line.startswith("Weights only load failed")]
-    return f"{path} is damaged, or no checkpoint: {lines[0] if lines else type(reason).__name__}"
+    return f"{path} is damaged, or not a checkpoint: {lines[0] if lines else type(reason).__name__}"
 
 
 def damage(folder: str, sums: dict[str, FileSum]) -> str | None:

@@ -103,7 +103,7 @@ def _iteration(line: bytes) -> tuple[int, bool]:
     try:
         event = json.loads(line)
         return int(event["iter"]), any(key.startswith("checkpoint/") for key in event)
-    except (ValueError, TypeError, KeyError):  # somebody else's line, which stays
+    except (ValueError, TypeError, KeyError, OverflowError):  # somebody else's line, of no iteration
         return -1, False
 
 

@@ -1,6 +1,8 @@
 """What stands in a module in place of what is elsewhere: parameters that are arriving, gradients that have been sent."""
 
-from collections.abc import Callable, Iterable, Iterator
+import gc
+from collections.abc import Callable, Container, Iterator
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -78,6 +80,12 @@ class SentGradient(torch.Tensor):
 
     data = property(lambda sent: sent, lambda sent, _: _refuse("data"))
 
+    def share_memory_(self) -> None:
+        _refuse("share_memory_")
+
+    def __reduce_ex__(self, protocol: Any) -> None:
+        _refuse("pickle")
+
     added: torch.Tensor | None
     zeroed: bool
 
@@ -135,17 +143,30 @@ def local_gradient(param: torch.Tensor) -> torch.Tensor | None:
     return param.grad.added if isinstance(param.grad, SentGradient) else param.grad
 
 
-def holds_elsewhere(module: nn.Module, params: Iterable[nn.Parameter]) -> bool:
-    """Whether a module keeps one of `params` in an attribute of its own besides its dictionary, as LSTM does in a list."""
+def held_elsewhere(module: nn.Module, params: Container[nn.Parameter], waiting: Container[nn.Module]) -> list[nn.Parameter]:
+    """Those of `params` that a module can reach past the dictionaries, as LSTM can through a list of its own.
 
-    def leaves(value: Any) -> Iterator[Any]:
-        if isinstance(value, list | tuple):
-            for inner in value:
-                yield from leaves(inner)
-        elif isinstance(value, dict):
-            yield from leaves(list(value.values()))
+    Looks into whatever its attributes hold: containers, objects, functions, and modules that are not among `waiting`.
+    """
+    found, seen = [], set()
+    pending = [value for name, value in vars(module).items() if name not in _WAITING]
+    while pending:
+        value = pending.pop()
+        if id(value) in seen or isinstance(value, _NO_WAY_ON):
+            continue
+        seen.add(id(value))
+        if isinstance(value, torch.Tensor):
+            if value in params:
+                found.append(value)
+        elif isinstance(value, nn.Module):
+            if value not in waiting:
+                pending.append(vars(value))
+        elif isinstance(value, FunctionType):  # not its globals, from which everything can be reached
+            pending += [value.__closure__, value.__defaults__]
         else:
-            yield value
+            pending += gc.get_referents(value)
+    return found
 
-    attributes = [value for name, value in vars(module).items() if name not in ("_parameters", "_modules", "_buffers")]
-    return any(isinstance(leaf, nn.Parameter) and leaf in params for leaf in leaves(attributes))
+
+_WAITING = ("_parameters", "_modules", "_buffers", "_compiled_call_impl")  # taken care of otherwise, or of no interest
+_NO_WAY_ON = (type(None), bool, int, float, str, bytes, type, ModuleType, torch.optim.Optimizer)

@@ -28,7 +28,7 @@ import time
 import uuid
 import zipfile
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
@@ -79,7 +79,9 @@ class SaveReport(NamedTuple):
     complaint: str | None = None  # what went wrong once it was on the disk
 
 
-def save(checkpoint: dict[str, Any], folder: str, keep: int = 0, rotate: bool = True) -> SaveReport:
+def save(
+    checkpoint: dict[str, Any], folder: str, keep: int = 0, rotate: bool = True, buffers: Container[str] = ()
+) -> SaveReport:
     """Write `ckpt.pt` so that it is at every moment either the old file or the new one. One process only.
 
     The new file is complete and on the disk before it takes the name; the old one becomes `ckpt_prev.pt`.
@@ -89,13 +91,14 @@ def save(checkpoint: dict[str, Any], folder: str, keep: int = 0, rotate: bool = 
         folder: where `ckpt.pt` lies; it must exist.
         keep: how many of the last checkpoints to keep by iteration besides.
         rotate: False if the old one is damaged, so that it must not take the place of `ckpt_prev.pt`.
+        buffers: names in the model that may be inf, as a mask is.
 
     Raises:
         DivergedError: if a weight is not finite; the old files stand.
         OSError: if the disk is full or cannot be written to; the old files stand.
     """
     begin = time.perf_counter()
-    _refuse([_first_not_finite(checkpoint["model"].items())])
+    _refuse([_first_not_finite((name, value) for name, value in checkpoint["model"].items() if name not in buffers)])
     path, previous = os.path.join(folder, NAME), os.path.join(folder, PREVIOUS)
     replaced = {_shards_of(path), _shards_of(previous)} - {None}
     _put(checkpoint, path, previous if rotate else None)
@@ -117,7 +120,13 @@ def save(checkpoint: dict[str, Any], folder: str, keep: int = 0, rotate: bool = 
 
 
 def _save_sharded(
-    contents: dict[str, Any] | None, pieces: list[Piece], folder: str, keep: int, rotate: bool, group: dist.ProcessGroup | None
+    contents: dict[str, Any] | None,
+    pieces: list[Piece],
+    folder: str,
+    keep: int,
+    rotate: bool,
+    buffers: Container[str],
+    group: dist.ProcessGroup | None,
 ) -> SaveReport | None:
     """Write the pieces of all ranks, then rank 0's `contents` as `ckpt.pt`. Needs to be called on all ranks of the group.
 
@@ -129,8 +138,8 @@ def _save_sharded(
         OSError: on all ranks if one cannot write its pieces, on rank 0 if it cannot write the file; the old ones stand.
     """
     begin = time.perf_counter()
-    weights = ((piece.name, piece.elements) for piece in pieces if piece.name.startswith("model."))
-    bad = [_first_not_finite(weights)]
+    named = ((piece.name.removeprefix("model."), piece) for piece in pieces if piece.name.startswith("model."))
+    bad = [_first_not_finite((name, piece.elements) for name, piece in named if name not in buffers)]
     if group is not None:
         gathered = [None] * dist.get_world_size(group)
         dist.all_gather_object(gathered, bad[0], group=group)
@@ -203,23 +212,26 @@ class CheckpointWriter:
         """
         self.wait()
         begin = time.perf_counter()
+        buffers = model.state_dict().keys() - {name for name, _ in model.named_parameters(remove_duplicate=False)}
         if self.format == "sharded":
             pieces, contents = own_pieces(model, optimizer)
             if self.background:
                 pieces = [piece._replace(elements=piece.elements.to("cpu", copy=True)) for piece in pieces]
             contents = None if contents is None else {**contents, **values}
-            write_it = partial(_save_sharded, contents, pieces, self.folder, self.keep, not self.damaged, self._group)
+            write_it = partial(_save_sharded, contents, pieces, self.folder, self.keep, not self.damaged, buffers, self._group)
         else:
             contents = {"model": model_state_dict(model, optimizer), "optimizer": consolidate(optimizer), **values}
-            write_it = partial(save, contents, self.folder, self.keep, not self.damaged)
+            write_it = partial(save, contents, self.folder, self.keep, not self.damaged, buffers)
             if contents["optimizer"] is None:  # rank 0 has it all
                 write_it = _nothing
         write_it = partial(self._write, write_it, time.perf_counter() - begin)
         if self.background:
             self._pending = self._thread.submit(write_it)
         else:
-            write_it()
-            self._meet()
+            try:
+                write_it()
+            finally:
+                self._meet()
 
     def wait(self) -> None:
         """Wait until nothing is being written. Needs to be called on all ranks.
@@ -228,8 +240,10 @@ class CheckpointWriter:
         """
         pending, self._pending = self._pending, None
         if pending is not None:
-            pending.result()
-            self._meet()
+            try:
+                pending.result()
+            finally:
+                self._meet()
 
     def _meet(self) -> None:
         """Have the ranks wait here, however long one of them writes, rather than in the run's own collectives."""
@@ -354,7 +368,7 @@ def convert(source: str, target: str) -> str:
 def _first_not_finite(tensors: Iterable[tuple[str, torch.Tensor]]) -> str | None:
     """The first name whose tensor holds an inf or a nan; takes no memory to speak of. None on the meta device is looked at."""
     for name, tensor in tensors:
-        if tensor.is_floating_point() and tensor.numel() and not tensor.is_meta:
+        if isinstance(tensor, torch.Tensor) and tensor.is_floating_point() and tensor.numel() and not tensor.is_meta:
             least, most = tensor.detach().aminmax()  # nan, if there is one
             if not (least.isfinite() and most.isfinite()):
                 return name
@@ -364,7 +378,7 @@ def _first_not_finite(tensors: Iterable[tuple[str, torch.Tensor]]) -> str | None
 def _refuse(bad: list[str | None]) -> None:
     """Raise for what any rank has found not to be finite."""
     if name := next(filter(None, bad), None):
-        raise DivergedError(f"{name.removeprefix('model.')} is not finite")
+        raise DivergedError(f"{name} is not finite")
 
 
 def _shards_name(checkpoint: dict[str, Any]) -> str:

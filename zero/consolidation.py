@@ -80,6 +80,7 @@ def model_state_dict(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -
     part, params = partition(optimizer), parameters(optimizer)
     masters = {}
     if isinstance(optimizer, ShardedOptimizer) and optimizer.param_dtype is not None:
+        optimizer.take_over_written_weights()
         whole = _gather(part, params, [{"master": local.data} for local in parameters(part.inner)])
         if whole is not None:
             masters = {id(params[index]): state["master"] for index, state in whole.items()}
@@ -106,6 +107,8 @@ def own_pieces(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tupl
     part, params = partition(optimizer), parameters(optimizer)
     if part.replicated and not _receives(part):
         return [], None
+    if isinstance(optimizer, ShardedOptimizer):
+        optimizer.take_over_written_weights()
     held = model.state_dict(keep_vars=True)
     names = {id(tensor): f"model.{name}" for name, tensor in reversed(held.items())}  # of tied ones the first
     locals_ = parameters(part.inner)
@@ -124,7 +127,8 @@ def own_pieces(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tupl
     contents = None
     if _receives(part):
         owned = {id(params[piece.param]) for slices in part.slices for piece in slices}
-        others = {id(tensor): tensor for tensor in held.values() if id(tensor) not in owned}
+        tensors = [tensor for tensor in held.values() if isinstance(tensor, torch.Tensor)]  # the rest is get_extra_state()'s
+        others = {id(tensor): tensor for tensor in tensors if id(tensor) not in owned}
         pieces += [Piece.of_whole(names[key], tensor) for key, tensor in others.items()]
         with_masters = set()
         if isinstance(optimizer, ShardedOptimizer) and optimizer.param_dtype is not None:
@@ -135,9 +139,9 @@ def own_pieces(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tupl
             dtype = torch.promote_types(tensor.dtype, torch.float32) if in_full else tensor.dtype
             return torch.empty(tensor.shape, dtype=dtype, device="meta")
 
-        stand_ins = {id(tensor): stand_in(tensor) for tensor in held.values()}
+        stand_ins = {id(tensor): stand_in(tensor) for tensor in tensors}
         contents = {
-            "model": {name: stand_ins[id(tensor)] for name, tensor in held.items()},
+            "model": {name: stand_ins.get(id(value), value) for name, value in held.items()},
             "optimizer": {
                 "state": _room(part, params, inventories, device="meta"),
                 "param_groups": packed_groups(optimizer),

@@ -11,6 +11,7 @@ import torch
 from zero.shards import CheckpointError, FileSum, damaged, of_the_disk
 
 FORMAT = 1  # of the keys beside nanoGPT's six
+EXTRA_STATE = "_extra_state"  # torch.nn.modules.module has it so
 
 
 def _is(*kinds: type) -> Callable[[Any], bool]:
@@ -29,6 +30,22 @@ def _is_count(value: Any) -> bool:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) or (isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_meta)
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether it is what `read_file` reads again: tensors and plain values, in dicts and lists."""
+    if isinstance(value, dict):
+        return all(_is_plain(key) and _is_plain(inner) for key, inner in value.items())
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    return isinstance(value, torch.Tensor | int | float | str | bytes | NoneType)
+
+
+def _is_model(value: Any) -> bool:
+    """A state dict: tensors, and what a module's `get_extra_state` gave."""
+    return _is_dict(str, object)(value) and all(
+        isinstance(held, torch.Tensor) or (name.endswith(EXTRA_STATE) and _is_plain(held)) for name, held in value.items()
+    )
 
 
 def _is_optimizer(value: Any) -> bool:
@@ -57,7 +74,7 @@ def _is_shards(value: Any) -> bool:
 
 # of every checkpoint, nanoGPT's included
 KEYS = {
-    "model": _is_dict(str, torch.Tensor),
+    "model": _is_model,
     "optimizer": _is_optimizer,
     "model_args": _is_dict(str, int, float, str, NoneType),
     "iter_num": _is_count,
@@ -105,7 +122,10 @@ def write_file(checkpoint: dict[str, Any], path: str) -> None:
 
     Raises:
         OSError: if the disk is full or cannot be written to.
+        ValueError: if extra state of the model is not of tensors and plain values.
     """
+    if odd := [name for name, value in checkpoint["model"].items() if not _is_plain(value)]:
+        raise ValueError(f"{odd[0]} is more than tensors and plain values, so that no checkpoint could be read; change it")
     tensors = list(tensors_in(checkpoint))
     entries = {id(tensor): manifest_entry(tensor) for tensor in {id(tensor): tensor for _, tensor in tensors}.values()}
     manifest = {name: entries[id(tensor)] for name, tensor in tensors}

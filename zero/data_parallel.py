@@ -5,6 +5,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +14,7 @@ from torch import nn
 from torch.autograd import Variable
 from torch.utils._pytree import tree_leaves
 
-from zero.arriving import SentGradient, WaitingDict, holds_elsewhere, local_gradient
+from zero.arriving import SentGradient, WaitingDict, held_elsewhere, local_gradient
 from zero.collectives import Reduction
 from zero.optimizer import SPARSE, Bucket, ShardedOptimizer, flattened, shaped
 
@@ -82,10 +83,11 @@ class ShardedDataParallel(nn.Module):
 
     Raises:
         ValueError: if a trainable parameter of `module` is not the optimizer's, one of the two is of the wrong kind or
-            wrapped already, or a buffer or frozen parameter has elements that share memory.
+            wrapped already, or a buffer or frozen parameter shares memory, within itself or with a trainable parameter.
         RuntimeError: from backward, if a parameter was read before it had arrived, its gradient arrives again after its
             bucket has been sent (as from several reentrant checkpoints), or is sparse; from step, if gradients of this
-            step have not been sent, or a parameter was replaced.
+            step have not been sent, or a parameter was replaced; from forward, if the last backward failed and its
+            gradients have not been dropped.
 
     Source: Rajbhandari et al., "ZeRO", sections 5.1 and 5.2; the interface is that of
     `torch.nn.parallel.DistributedDataParallel`; waiting dictionaries are DeepSpeed ZeRO-3's idea.
@@ -107,6 +109,10 @@ class ShardedDataParallel(nn.Module):
             raise ValueError("the module is wrapped for data parallelism already; ShardedDataParallel takes the bare one")
         if optimizer.wrapper is not None and optimizer.wrapper() is not None:
             raise ValueError("the optimizer has a ShardedDataParallel already; make another ShardedOptimizer for another model")
+        if ignored := getattr(module, "_ddp_params_and_buffers_to_ignore", None):
+            raise ValueError(
+                f"DistributedDataParallel was told to ignore {', '.join(ignored)}, which ShardedDataParallel cannot"
+            )
         self._replace_wrappers(module)
         self.module = module
         self.optimizer = optimizer
@@ -138,17 +144,26 @@ class ShardedDataParallel(nn.Module):
         self._used: set[int] = set()  # numbers of the parameters that have a gradient in this step
         self._agreement: Agreement | None = None  # in flight
 
+        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+            if tensor not in self._number and optimizer.has_left(tensor):
+                raise ValueError(
+                    f"{name} shares memory with a trainable parameter, which ShardedOptimizer has moved; clone() it, or use "
+                    "the parameter in its place"
+                )
         if optimizer.param_dtype is not None:
             module.to(optimizer.param_dtype)
         self._sent = [SentGradient(param) for param in self._params]  # stands in `param.grad` for what is in the shards
-        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        for name, tensor in (*module.named_parameters(), *(module.named_buffers() if broadcast_buffers else ())):
             if tensor not in self._number:
                 self._broadcast([_distinct(name, tensor.detach())])
         on_gradient = _weakly(self._on_gradient)
         for param in self._params:
             self._undo.append(param.register_post_accumulate_grad_hook(on_gradient).remove)
+        self._wait = _uncompiled(_waiter(optimizer, self._places))
+        self._held: dict[nn.Module, list[nn.Parameter]] = {}  # by modules that wait as a whole: what they hold elsewhere
+        self._attributes: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()  # how many there were
         self._look_for_owners()
-        self._have_some_wait_as_a_whole(module)
+        self._attributes.clear()  # look again after the first forward, which may have made some
         if optimizer.param_dtype is not None:
             before_loading = _weakly(self._before_loading)
             for part in module.modules():
@@ -178,11 +193,12 @@ class ShardedDataParallel(nn.Module):
             self.optimizer.refuse_step("the ShardedDataParallel that had sent the gradients of this step is gone")
         self._reset()
         self.optimizer.synchronize()
+        _make_plain(self._owners)
         for undo in self._undo:
             undo()
         self._undo = []
-        for param, sent in zip(self._params, self._sent, strict=True):
-            if param.grad is sent:
+        for param in self._params:
+            if isinstance(param.grad, SentGradient):
                 param.grad = None
         for part in self.module.modules():
             _wrapper_of.pop(part, None)
@@ -204,13 +220,15 @@ class ShardedDataParallel(nn.Module):
             raise RuntimeError("this ShardedDataParallel has been replaced by a newer one of the same module; call that one")
         if torch.compiler.is_compiling():  # compiled with the wrapper, the module would read past the dictionaries
             _uncompiled(self.optimizer.synchronize)()
+        if self._missing and torch._C._current_graph_task_id() == -1:
+            self._recover()
         if self.broadcast_buffers and self._last_was_synchronized:
             _uncompiled(self._broadcast_buffers)()
         result = self.module(*args, **kwargs)
         self._last_was_synchronized = torch.is_grad_enabled() and self.require_backward_grad_sync
         if torch.is_grad_enabled() and (self.require_backward_grad_sync or self.shard_gradients):
-            for output in tree_leaves(result):
-                if isinstance(output, torch.Tensor) and output.grad_fn is not None:
+            for output in _tensors_in(result):
+                if output.grad_fn is not None:
                     output.register_hook(_weakly(self._on_output_gradient))
         return result
 
@@ -242,6 +260,8 @@ class ShardedDataParallel(nn.Module):
     @torch.no_grad()
     def _on_gradient(self, param: nn.Parameter) -> None:
         """Take a gradient that backward has just finished."""
+        if param.grad is None:  # another hook has dropped it
+            return
         if any(self.optimizer.buckets[place.bucket].gather is not None for place in self._places[param]):
             raise RuntimeError(
                 f"{self.optimizer.names[param]} has a gradient, but its all-gather was never waited for: it was read through a "
@@ -339,6 +359,13 @@ class ShardedDataParallel(nn.Module):
         if unused:
             self._settle_agreement()
 
+    def _recover(self) -> None:
+        """After a backward that has failed: go on if its gradients have been dropped."""
+        self._follow_zeroing()
+        if self._missing and self._used:
+            raise RuntimeError("the last backward did not end; call zero_grad() to drop its gradients")
+        self._reset()
+
     def _finish(self, index: int) -> None:
         """If a reduce-scatter of this bucket is in flight, wait for it and take its sum into the shard."""
         if index < 0 or self._reductions[index] is None:
@@ -395,6 +422,12 @@ class ShardedDataParallel(nn.Module):
 
     def _follow_zeroing(self) -> None:
         """Do to what has been sent as was done to `param.grad` since: a gradient of None is dropped, one of zero is zero."""
+        for param, sent in zip(self._params, self._sent, strict=True):
+            if isinstance(param.grad, SentGradient) and param.grad is not sent:
+                raise RuntimeError(
+                    f"the gradient of {self.optimizer.names[param]} was put there again after zero_grad or a step, but it is "
+                    "gone: ShardedDataParallel keeps the one that was sent last"
+                )
         dropped = {number for number in self._used if self._params[number].grad is not self._sent[number]}
         zeroed = {number for number in self._used if self._sent[number].take_zeroed()}
         if self._used and dropped == self._used:
@@ -410,7 +443,9 @@ class ShardedDataParallel(nn.Module):
     def _forget(self, numbers: Iterable[int]) -> None:
         for number in list(numbers):
             self._used.discard(number)
-            self._sent[number].take()
+            if self._params[number].grad is self._sent[number]:
+                self._params[number].grad = None
+            self._sent[number] = SentGradient(self._params[number])  # another one, so that the old one is not taken for it
 
     def _reset(self) -> None:
         """Drop all gradients that have arrived here; nothing is in flight after that."""
@@ -438,60 +473,45 @@ class ShardedDataParallel(nn.Module):
 
     def on_gathers_started(self) -> None:
         """See GradientSource. Whoever reads a parameter from now on waits for it."""
-        wait = _uncompiled(self._waiter())
         self._look_for_owners()  # anew: parametrizations, say, may have been added
         inside = {param for part in self._owners for param in part._parameters.values()}
         for param in self._number.keys() - inside:  # a loss's own, say, which nobody else would wait for
-            wait(param)
+            self._wait(param)
         for part in self._owners:
-            part.__dict__["_parameters"] = WaitingDict(part._parameters, wait)
+            part.__dict__["_parameters"] = WaitingDict(part._parameters, self._wait)
 
     def on_gathers_ended(self) -> None:
         """See GradientSource."""
         _make_plain(self._owners)
 
     def _look_for_owners(self) -> None:
-        """Find the modules that hold parameters of the optimizer's."""
+        """Find the modules that hold parameters of the optimizer's, and those that must wait as a whole."""
         self._parts = list(self.module.modules())
         self._owners = [part for part in self._parts if any(param in self._number for param in part._parameters.values())]
-
-    def _waiter(self) -> Callable[[nn.Parameter], None]:
-        """Waits for one parameter; without a reference to the wrapper, which it shall not keep alive."""
-        optimizer, places = self.optimizer, self._places
-
-        def wait(param: nn.Parameter) -> None:
-            in_flight = [bucket for place in places.get(param, ()) if (bucket := optimizer.buckets[place.bucket]).gather]
-            if in_flight:
-                optimizer.synchronize(in_flight)
-
-        return wait
-
-    def _have_some_wait_as_a_whole(self, module: nn.Module) -> None:
-        """Have every module that reads parameters past the dictionaries wait before it runs."""
-        for part in module.modules():
+        inside: set[nn.Module] = set()
+        for part in self._parts:
+            call = part._compiled_call_impl
+            if call is not None and not isinstance(call, _WaitingCall):  # hooks would be compiled with it
+                part._compiled_call_impl = _WaitingCall(_weakly(self._wait_as_a_whole), part, call)
+                self._undo.append(lambda part=part, call=call: setattr(part, "_compiled_call_impl", call))
+            if self._attributes.get(part) == len(vars(part)):
+                continue
+            self._attributes[part] = len(vars(part))
             if isinstance(part, torch.jit.ScriptModule):
                 raise ValueError("a ScriptModule reads its parameters without telling; wrap the module it was made from")
-            call = part._compiled_call_impl
-            if call is not None:  # hooks would be compiled with it
-                part._compiled_call_impl = _waiting_call(self._waiter_for(part), call)
-                self._undo.append(lambda part=part, call=call: setattr(part, "_compiled_call_impl", call))
-            elif isinstance(part, torch._dynamo.OptimizedModule) or holds_elsewhere(part, self._number):
-                hook = _uncompiled(self._waiter_for(part))
+            inside = inside or {self, *self._parts}
+            held = held_elsewhere(part, self._number, inside)
+            if part not in self._held and (held or isinstance(part, torch._dynamo.OptimizedModule)):
+                hook = _weakly(self._wait_as_a_whole)
                 self._undo.append(part.register_forward_pre_hook(hook, prepend=True).remove)
+            if held or part in self._held:
+                self._held[part] = held
 
-    def _waiter_for(self, module: nn.Module) -> Callable[..., None]:
-        """Waits for all parameters below a module, and leaves plain dictionaries, as compiled code expects."""
-        optimizer = self.optimizer
-        parts = [part for part in module.modules() if part in set(self._owners)]
-        params = [param for param in module.parameters() if param in self._number]
-        buckets = [optimizer.buckets[index] for index in sorted({p.bucket for param in params for p in self._places[param]})]
-
-        def wait(*_: Any) -> None:
-            if any(bucket.gather is not None for bucket in buckets):
-                optimizer.synchronize(buckets)
-            _make_plain(parts)
-
-        return wait
+    def _wait_as_a_whole(self, module: nn.Module, *_: Any) -> None:
+        """Wait for all that a module can read, and leave plain dictionaries below it, as compiled code expects."""
+        for param in (*module.parameters(), *self._held.get(module, ())):
+            self._wait(param)
+        _make_plain(module.modules())
 
     @torch.no_grad()
     def _before_loading(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
@@ -539,18 +559,44 @@ class ShardedDataParallel(nn.Module):
         }
 
 
-def _make_plain(parts: list[nn.Module]) -> None:
+def _make_plain(parts: Iterable[nn.Module]) -> None:
     for part in parts:
         if isinstance(part._parameters, WaitingDict):
             part.__dict__["_parameters"] = part._parameters.plain()
 
 
-def _waiting_call(wait: Callable[..., None], call: Callable[..., Any]) -> Callable[..., Any]:
-    def wait_and_call(*args: Any, **kwargs: Any) -> Any:
-        wait()
-        return call(*args, **kwargs)
+def _waiter(optimizer: ShardedOptimizer, places: dict[nn.Parameter, list[Place]]) -> Callable[[Any], None]:
+    """Waits for one parameter; without a reference to the wrapper, which it shall not keep alive."""
 
-    return wait_and_call
+    def wait(param: Any) -> None:
+        in_flight = [bucket for place in places.get(param, ()) if (bucket := optimizer.buckets[place.bucket]).gather]
+        if in_flight:
+            optimizer.synchronize(in_flight)
+
+    return wait
+
+
+class _WaitingCall(NamedTuple):
+    """What a compiled module calls in place of its code."""
+
+    wait: Callable[[nn.Module], None]
+    module: nn.Module
+    compiled: Callable[..., Any]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.wait(self.module)
+        return self.compiled(*args, **kwargs)
+
+
+def _tensors_in(output: Any) -> Iterator[torch.Tensor]:
+    """The tensors that a forward has given, as DistributedDataParallel finds them, and in whatever else is a pytree."""
+    for leaf in tree_leaves(output):
+        if isinstance(leaf, torch.Tensor):
+            yield leaf
+        elif isinstance(leaf, dict):  # of a class of its own
+            yield from _tensors_in(list(leaf.values()))
+        elif is_dataclass(leaf):
+            yield from _tensors_in([getattr(leaf, field.name) for field in fields(leaf)])
 
 
 def _uncompiled(function: Callable[..., None]) -> Callable[..., None]:
@@ -587,7 +633,7 @@ class _WeakHook:
     def __call__(self, *args: Any) -> None:
         alive = self.reference()
         if alive is not None:
-            alive(*args)
+            (_uncompiled(alive) if torch.compiler.is_compiling() else alive)(*args)
 
     def __reduce__(self) -> Any:
         return _WeakHook, (_nobody,)

@@ -3,15 +3,15 @@
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import WeakIdKeyDictionary
 
 from zero.arriving import WaitingDict
-from zero.collectives import Communicator, Gather
+from zero.collectives import Communicator, Gather, cpu_group
 from zero.layout import Layout, Slice, Span
 
 _VECTOR_BYTES = 64  # the widest vector registers, AVX-512, and a cache line
@@ -180,7 +180,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.names: dict[torch.nn.Parameter, str] = {}  # for messages, as far as they are known
         self._owned_of: dict[torch.nn.Parameter, list[OwnedSlice]] = {}  # this rank's slices of a parameter, ascending
         self._frozen: list[Slice] = []  # whole parameters, which are in no bucket
-        self._given: list[tuple[dict[str, Any], dict[str, Any]]] = []  # groups as they were given, and what they held then
+        self._given: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}  # groups as they were given, what they held then
+        self._laid_out: list[list[torch.nn.Parameter]] = []  # the parameters of each group
+        self._left: list[tuple[StorageWeakRef, int, int]] = []  # memory that parameters were in before: storage, addresses
         self._alone: GradientSource = ParameterGradients(self)
         self.wrapper: weakref.ref[GradientSource] | None = None  # the ShardedDataParallel; it keeps this object alive
         self.inner: torch.optim.Optimizer | None = None
@@ -192,10 +194,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for holder in {holder for param in given if (holder := _holder_of.get(param)) is not None}:
             if holder() is not None:
                 holder().synchronize()
-        if partition == "parameter":
-            self._try_all_shapes(optimizer_cls, kwargs)
         self._lay_out(first_group=0)
-        self.inner = optimizer_cls(self._inner_groups(first_group=0), **kwargs)
+        self.inner = self._on_all_ranks(lambda: optimizer_cls(self._inner_groups(first_group=0), **kwargs))
         self.defaults = dict(self.inner.defaults)
         _copy_hyperparameters(self.inner.param_groups, self.param_groups)
 
@@ -204,16 +204,40 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self.inner is not None and self.source is not self._alone:
             raise RuntimeError("ShardedDataParallel has laid out its buckets; add parameter groups before you make it")
         super().add_param_group(param_group)
-        self._given.append((param_group, hyperparameters(param_group)))
-        self.param_groups[-1] = WaitingDict(param_group, self._wait_for_list)
+        self._laid_out.append(list(param_group["params"]))
+        self._have_groups_wait()
         if self.inner is None:  # still under construction: __init__ lays all groups out together
             return
         _check_memory([param for group in self.param_groups for param in group["params"]])
         first = len(self.param_groups) - 1
         self._lay_out(first)
         for group in self._inner_groups(first):
-            self.inner.add_param_group(group)
+            self._on_all_ranks(lambda group=group: self.inner.add_param_group(group))
         _copy_hyperparameters(self.inner.param_groups[first:], self.param_groups[first:])
+
+    def _on_all_ranks(self, make: Callable[[], Any]) -> Any:
+        """What `make` gives. If it raises on any rank, raise on all, so that none waits for another in vain."""
+        error, made = None, None
+        try:
+            made = make()
+        except Exception as raised:
+            error = raised
+        if self.comm.world_size > 1:
+            errors = [None] * self.comm.world_size
+            dist.all_gather_object(errors, error and str(error), group=cpu_group(self.comm.group))
+            if error is None and any(errors):
+                rank = next(rank for rank, message in enumerate(errors) if message)
+                raise ValueError(f"rank {rank}: {errors[rank]}")
+        if error is not None:
+            raise error
+        return made
+
+    def _have_groups_wait(self) -> None:
+        """Whoever reads the parameters of a group waits for them; also of one that has been put into `param_groups`."""
+        for index, group in enumerate(self.param_groups):
+            if not isinstance(group, WaitingDict):
+                self.param_groups[index] = WaitingDict(group, self._wait_for_list)
+                self._given[index] = group, hyperparameters(group)
 
     @property
     def source(self) -> GradientSource:
@@ -243,8 +267,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 loss = closure()
         self.collect_gradients()
         self.synchronize()
-        self._take_over_written_weights()
-        if any(_changed(group, before) for group, before in self._given):
+        self.take_over_written_weights()
+        if any(_changed(group, before) for group, before in self._given.values()):
             raise RuntimeError("a group that ShardedOptimizer was given has been changed; change the one in its param_groups")
         _copy_hyperparameters(self.param_groups, self.inner.param_groups)
         before = [hyperparameters(group) for group in self.inner.param_groups]
@@ -298,6 +322,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in torch.optim: without a gradient a parameter is skipped, with one of zero it is still decayed and moved on."""
+        self._have_groups_wait()
         groups = self.param_groups
         self.param_groups = [group.plain() for group in groups]  # gradients are zeroed while parameters arrive
         try:
@@ -405,6 +430,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
                     )
                 if param.grad is not None and param.grad.is_sparse:
                     raise RuntimeError(SPARSE)
+        self._have_groups_wait()
+        groups = [group["params"] for group in self.param_groups]
+        if [list(map(id, params)) for params in groups] != [list(map(id, params)) for params in self._laid_out]:
+            raise RuntimeError("the parameters in param_groups have been changed; build ShardedOptimizer anew for that")
         for group in self.param_groups:
             for param in group["params"]:
                 if param.grad is not None and param not in inside:
@@ -425,8 +454,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
                     "carry over: it steps once per bucket; use a class that keeps its values in its state"
                 )
 
-    def _take_over_written_weights(self) -> None:
+    @torch.no_grad()
+    def take_over_written_weights(self) -> None:
         """Where a weight has been written to since the last step, its master takes the new value."""
+        self.synchronize()
         for bucket in self.buckets:
             if bucket.master is None:
                 continue
@@ -437,17 +468,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 if not on_cpu or not unwritten.all():  # a GPU is not waited for
                     torch.where(unwritten, master, shard, out=master)
 
-    def _try_all_shapes(self, optimizer_cls: type[torch.optim.Optimizer], kwargs: dict[str, Any]) -> None:
-        """Have the class refuse a shape on every rank, not only on the one that owns it; takes no memory."""
-
-        def shape_of(param: torch.nn.Parameter) -> torch.nn.Parameter:
-            return torch.nn.Parameter(torch.zeros((), dtype=param.dtype, device=param.device).expand(param.shape))
-
-        groups = [
-            {**hyperparameters(group), "params": [shape_of(param) for param in group["params"] if param.requires_grad]}
-            for group in self.param_groups
-        ]
-        optimizer_cls(groups, **kwargs)
+    def has_left(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is still in memory that one of the parameters was in before it moved into its flat buffer."""
+        if tensor.numel() == 0 or tensor.is_meta:
+            return False
+        storage, (start, stop) = StorageWeakRef(tensor.untyped_storage()), _span(tensor)
+        return any(left == storage and start < end and begin < stop for left, begin, end in self._left)
 
     def _lay_out(self, first_group: int) -> None:
         """Move the trainable parameters of the groups from `first_group` on into flat buffers, one per dtype and device."""
@@ -486,6 +512,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
                     self._owned_of.setdefault(owned.param, []).append(owned)
                     bucket.local_by_group.setdefault(group_of[owned.param], []).append(owned.local)
             for param, offset in zip(buffer.params, layout.offsets, strict=True):
+                if param.numel():
+                    self._left.append((StorageWeakRef(param.untyped_storage()), *_span(param)))
                 value = param.data if _is_dense(param) else param.data.contiguous()
                 self.comm.broadcast(flattened(value, value))
                 place = data[offset : offset + param.numel()]
@@ -605,19 +633,28 @@ def _check_memory(params: list[torch.nn.Parameter]) -> None:
     """Parameters with memory in common would be torn apart in the flat buffers."""
     spans = []
     for param in params:
-        if param.requires_grad and param.numel() and param.device.type != "meta":
-            if not _is_dense(param) and torch._debug_has_internal_overlap(param) == 1:
+        if param.numel() and not param.is_meta:
+            if param.requires_grad and not _is_dense(param) and torch._debug_has_internal_overlap(param) == 1:
                 raise ValueError(
                     f"a parameter of shape {tuple(param.shape)} is expanded: elements share memory; clone() it first"
                 )
-            last = sum((size - 1) * stride for size, stride in zip(param.shape, param.stride(), strict=True))
-            spans.append((str(param.device), param.data_ptr(), param.data_ptr() + (last + 1) * param.itemsize, param.shape))
-    for (device, _, stop, shape), (next_device, start, _, next_shape) in pairwise(sorted(spans)):
-        if device == next_device and start < stop:
-            raise ValueError(
-                f"two parameters, of shapes {tuple(shape)} and {tuple(next_shape)}, share memory; tie them by using one "
-                "Parameter in both places, or clone() one of them"
-            )
+            spans.append((str(param.device), *_span(param), param.requires_grad, tuple(param.shape)))
+    reached: dict[tuple[str, bool], tuple[int, tuple[int, ...]]] = {}  # by device and whether trainable
+    for device, start, stop, trainable, shape in sorted(spans):
+        for other in (True, False) if trainable else (True,):  # frozen ones may share with each other
+            end, its_shape = reached.get((device, other), (start, ()))
+            if start < end:
+                raise ValueError(
+                    f"two parameters, of shapes {its_shape} and {shape}, share memory; tie them by using one Parameter in both "
+                    "places, or clone() one of them"
+                )
+        reached[device, trainable] = max((stop, shape), reached.get((device, trainable), (stop, shape)))
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """The addresses between which the elements lie."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.itemsize
 
 
 def _changed(group: dict[str, Any], before: dict[str, Any]) -> list[str]:

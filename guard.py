@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from zero import ShardedGradScaler
+from zero.optimizer import GradientNorms
 from zero.partition import parameters, partition
 
 _REMEDY = "try a lower --learning_rate, --grad_clip=1.0, more --warmup_iters or --dtype=float32"
@@ -32,23 +33,27 @@ class Guard:
         self._part = partition(optimizer)
         self._names = {param: name for name, param in model.named_parameters()}
         device = next(model.parameters()).device
-        self._in_a_row, self._skipped = torch.zeros((), device=device), torch.zeros((), device=device)  # updates
-        self._loss = self._norm = torch.zeros((), device=device)
+        self._zero = torch.zeros((), device=device)
+        self._in_a_row = self._skipped = self._zero  # updates
+        # of the last one that was the first of its row: loss, norm of all gradients, norms of this rank's, (locals + 2,)
+        self._first = torch.zeros(len(parameters(self._part.inner)) + 2, device=device)
         self._reported = 0  # of the skipped ones
 
-    def watch(self, loss: torch.Tensor, norm: torch.Tensor) -> None:
+    def watch(self, loss: torch.Tensor, norms: GradientNorms) -> None:
         """Before `scaler.step`: decide whether it is to change anything. Needs to be called on all ranks.
 
         Args:
             loss: of this rank, a scalar.
-            norm: of all gradients, the same on all ranks.
+            norms: of the gradients.
         """
-        self._loss, self._norm = loss.clone(), norm
-        finite = loss.isfinite() if self.scaler.is_enabled() else loss.isfinite() & norm.isfinite()
+        finite = loss.isfinite() if self.scaler.is_enabled() else loss.isfinite() & norms.total.isfinite()
         bad = (~finite).float()
         if dist.is_initialized():
             dist.all_reduce(bad, dist.ReduceOp.MAX)
         skip = torch.maximum(bad, (self._in_a_row >= self.limit).float())
+        each = [norms.each.get(local, self._zero) for local in parameters(self._part.inner)]
+        figures = torch.stack([figure.float() for figure in (loss, norms.total, *each)])
+        self._first = torch.where((skip > self._in_a_row), figures, self._first)
         self._in_a_row = (self._in_a_row + 1) * skip
         self._skipped = self._skipped + skip
         if self.scaler.is_enabled():
@@ -59,7 +64,7 @@ class Guard:
             self.optimizer.zero_grad(set_to_none=True)
 
     def look(self, iteration: int) -> None:
-        """After the step of `iteration`, best before its gradients are dropped: report. Needs to be called on all ranks."""
+        """After the step of `iteration`: report. Needs to be called on all ranks."""
         self.in_a_row, skipped = (int(count) for count in torch.stack((self._in_a_row, self._skipped)).tolist())
         if skipped == self._reported:
             return
@@ -83,27 +88,28 @@ class Guard:
 
     def _reason(self) -> str:
         """What is not finite, and where. Needs to be called on all ranks."""
-        found = [(self._loss.item(), self._first_bad())]
+        loss, norm, *each = self._first.tolist()
+        found = [(loss, self._first_bad(each))]
         if dist.is_initialized():
             found = found * dist.get_world_size()
             dist.all_gather_object(found, found[0])
         reasons = [f"the loss of rank {rank} is {loss}" for rank, (loss, _) in enumerate(found) if not math.isfinite(loss)]
-        if not math.isfinite(self._norm.item()):
-            reasons.append(f"the gradient norm is {self._norm.item()}")
+        if not math.isfinite(norm):
+            reasons.append(f"the gradient norm is {norm}")
         places = [(*place, rank) for rank, (_, place) in enumerate(found) if place is not None]
         if places:
             _, what, rank = min(places)
             reasons.append(f"first in {what} on rank {rank}")
-        return ", ".join(reasons) or "a loss or a gradient norm was not finite"
+        return ", ".join(reasons)
 
-    def _first_bad(self) -> tuple[int, str] | None:
+    def _first_bad(self, norms: list[float]) -> tuple[int, str] | None:
         """Place in the model and name of the first parameter of this rank that, or whose gradient, is not finite."""
         params, places = parameters(self.optimizer), {name: place for place, name in enumerate(self._names.values())}
         bad = []
-        for piece, local in zip(self._part.slices[self._part.rank], parameters(self._part.inner), strict=True):
+        for piece, local, norm in zip(self._part.slices[self._part.rank], parameters(self._part.inner), norms, strict=True):
             name = self._names[params[piece.param]]
             if not local.detach().isfinite().all():
                 bad.append((places[name], name))
-            elif local.grad is not None and not local.grad.isfinite().all():
+            elif not math.isfinite(norm):
                 bad.append((places[name], f"the gradient of {name}"))
         return min(bad, default=None)

@@ -448,8 +448,8 @@ while iter_num <= max_iters or eval_only:
         x, y = next(batches)  # read ahead while the device is busy
         scaler.scale(loss / micro_steps).backward()
     scaler.unscale_(optimizer)
-    norm = clip_grad_norm_(optimizer, grad_clip or math.inf)
-    guard.watch(loss_sum, norm)
+    norms = clip_grad_norm_(optimizer, grad_clip or math.inf)
+    guard.watch(loss_sum, norms)
     scaler.step(optimizer)
     scaler.update()
     iterations_timed += 1

@@ -15,6 +15,7 @@ from guard import Guard
 from zero import ShardedGradScaler
 from zero import checkpoint as ckpt
 from zero.build import clip_grad_norm_
+from zero.optimizer import GradientNorms
 
 BAD = 3  # the step that is not finite
 
@@ -80,7 +81,8 @@ def test_nothing_moves_until_the_host_looks():
         assert_equal(stopped[mode]["model"], before[mode]["model"], mode)
         assert_equal(stopped[mode]["state"], before[mode]["state"], mode)
         assert stopped[mode]["failed"] == others[mode]["failed"] == (not before[mode]["failed"])
-        assert "the run ends at iteration 6, not finite since iteration 3: " in stopped[mode]["printed"]
+        assert "the run ends at iteration 6, not finite since iteration 3: the loss of rank 1" in stopped[mode]["printed"]
+        assert "first in the gradient of scale on rank " in stopped[mode]["printed"]
         assert "lower --learning_rate" in stopped[mode]["printed"]
         assert not others[mode]["printed"]
 
@@ -90,10 +92,10 @@ def test_the_limit_counts_skips_in_a_row():
     guard = Guard(model, optimizer, ShardedGradScaler("cpu", enabled=False), limit=3)
     good, bad = torch.tensor(1.0), torch.tensor(math.inf)
     for step, loss in enumerate([bad, bad, good, bad, bad]):
-        guard.watch(loss, good)
+        guard.watch(loss, GradientNorms(good, {}))
         guard.look(step)
         assert not guard.failed
-    guard.watch(good, bad)
+    guard.watch(good, GradientNorms(bad, {}))
     guard.look(5)
     assert guard.failed
 

@@ -1,9 +1,12 @@
 """What people do with a model and an optimizer in PyTorch does the same under ShardedDataParallel, or is refused."""
 
+import collections
 import copy
+import functools
 import gc
 import io
 import pickle
+import types
 
 import pytest
 import torch
@@ -271,6 +274,99 @@ def hyperparameters_changed(wrap):
     return [param.detach().clone() for param in module.parameters()]
 
 
+class Holder(nn.Module):
+    """Reads a parameter of its neighbour's through whatever holds it, made at once or by the first forward."""
+
+    def __init__(self, kind, late):
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.kind, self.held = kind, None
+        self.hold() if not late else None
+
+    def hold(self):
+        weight = self.first.weight
+        outside = nn.Linear(8, 8)
+        outside.weight = weight
+        self.held = {
+            "list": lambda: [weight],
+            "set": lambda: {weight},
+            "deque": lambda: collections.deque([weight]),
+            "namespace": lambda: types.SimpleNamespace(weight=weight),
+            "partial": lambda: functools.partial(nn.functional.linear, weight=weight),
+            "function": lambda: lambda: weight,
+            "module": lambda: [outside],
+        }[self.kind]()
+
+    def forward(self, x):
+        if self.held is None:
+            self.hold()
+        weight = {
+            "list": lambda: self.held[0],
+            "set": lambda: next(iter(self.held)),
+            "deque": lambda: self.held[0],
+            "namespace": lambda: self.held.weight,
+            "partial": lambda: self.held.keywords["weight"],
+            "function": lambda: self.held(),
+            "module": lambda: self.held[0].weight,
+        }[self.kind]()
+        return self.second(torch.tanh(x @ weight)) + self.first(x)
+
+
+def held_elsewhere(kind, late):
+    def trains(wrap):
+        torch.manual_seed(0)
+        module = Holder(kind, late)
+        model, optimizer = wrap(module)
+        for step in range(3):
+            backward(model, step)
+            optimizer.step()
+            optimizer.zero_grad()
+        return [param.detach().clone() for param in module.parameters()]
+
+    return trains
+
+
+def a_hook_drops_a_gradient(wrap):
+    module = net()
+    module[0].weight.register_post_accumulate_grad_hook(lambda param: setattr(param, "grad", None))
+    model, optimizer = wrap(module)
+    for step in range(3):
+        backward(model, step)
+        optimizer.step()
+        optimizer.zero_grad()
+    return [param.detach().clone() for param in module.parameters()]
+
+
+def groups_replaced(wrap):
+    """By dicts with the same parameters, as some schedulers and loaders do."""
+    module = net()
+    model, optimizer = wrap(module)
+    for step in range(4):
+        backward(model, step)
+        optimizer.step()
+        optimizer.param_groups[0] = {**optimizer.param_groups[0], "lr": 0.02 / (1 + step)}
+        optimizer.zero_grad()
+    return [param.detach().clone() for param in module.parameters()]
+
+
+def a_backward_that_fails(wrap):
+    """Its gradients are dropped by the module, and training goes on."""
+    module = net()
+    model, optimizer = wrap(module)
+    for step in range(4):
+        hook = module[0].weight.register_hook(lambda _: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            backward(model, 100 + step)
+        hook.remove()
+        if wrap is wrap_plain:  # which has all-reduced what it had, and would wait for the rest
+            model = DistributedDataParallel(module)
+        module.zero_grad()
+        backward(model, step)
+        optimizer.step()
+        optimizer.zero_grad()
+    return [param.detach().clone() for param in module.parameters()]
+
+
 def a_frozen_critic(wrap):
     """requires_grad_(False) for a while, as some do in the generator's turn."""
     module = net()
@@ -303,6 +399,14 @@ IDIOMS = {
     "a part zeroed between micro-steps": a_part_zeroed_between_micro_steps,
     "BatchNorm": batch_norm,
     "hyperparameters changed": hyperparameters_changed,
+    "a hook drops a gradient": a_hook_drops_a_gradient,
+    "groups replaced": groups_replaced,
+    "a backward that fails": a_backward_that_fails,
+    **{
+        f"held in a {kind}{', later' * late}": held_elsewhere(kind, late)
+        for kind in ("list", "set", "deque", "namespace", "partial", "function", "module")
+        for late in (False, True)
+    },
 }
 
 
@@ -317,10 +421,21 @@ def test_idioms_do_the_same_as_with_torchs_own(bucket_mb):
         assert differences == {name: pytest.approx(0, abs=1e-6) for name in IDIOMS}
 
 
+class First(nn.Module):
+    """The first of two results."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return self.inner(x)[0]
+
+
 def copies():
     """What is copied and pickled right after step is plain, whole, and trains on its own."""
     make_gathers_late()
-    module = net()
+    module = nn.Sequential(*net(), First(nn.LSTM(3, 3)))
     model, optimizer = wrap(module)
     backward(model)
     optimizer.step()
@@ -335,7 +450,7 @@ def copies():
         assert type(other) is nn.Sequential
         for part, original in zip(other.modules(), module.modules(), strict=True):
             assert type(vars(part)["_parameters"]) is dict
-            assert not part._forward_pre_hooks
+            assert all(hook.reference() is None for hook in part._forward_pre_hooks.values()), "it does nothing any more"
             assert not part._load_state_dict_pre_hooks
             for param, weight in zip(part.parameters(), original.parameters(), strict=True):
                 assert torch.equal(param, weight)
@@ -402,6 +517,87 @@ class Scaled(torch.optim.SGD):
                 if param.grad is not None:
                     param.grad.mul_(scale)
         return super().step(closure)
+
+
+class CountsItself(torch.optim.SGD):
+    """Its rate falls with its calls, which it counts in an attribute."""
+
+    calls = 0
+
+    def step(self, closure=None):
+        self.calls += 1
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.data.sub_(param.grad, alpha=0.1 / self.calls)
+
+
+class ByNorm(torch.optim.SGD):
+    """Steps of the length of the parameter, as LAMB's."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.data.sub_(param.grad * (0.1 * param.data.norm() / param.grad.norm()))
+
+
+def refusals_of_what_is_cut_off():
+    """Memory, gradients, groups and classes that would no longer mean what they mean in torch."""
+    weight = nn.Parameter(torch.ones(8, 8))
+    alias = nn.Parameter(weight.data, requires_grad=False)
+    with pytest.raises(ValueError, match="share memory"):
+        ShardedOptimizer([weight, alias], torch.optim.AdamW)
+    for put in (
+        lambda module: module.register_buffer("alias", module[0].weight.data[2:]),
+        lambda module: setattr(module[2], "alias", module[0].weight.data.view(-1)),
+        lambda module: setattr(module, "alias", nn.Parameter(module[0].weight.data, requires_grad=False)),
+    ):
+        module = net()
+        put(module)
+        optimizer = ShardedOptimizer([param for param in module.parameters() if param.requires_grad], torch.optim.AdamW)
+        with pytest.raises(ValueError, match="shares memory with a trainable parameter"):
+            ShardedDataParallel(module, optimizer)
+
+    module = net()
+    module._ddp_params_and_buffers_to_ignore = ["0.weight"]
+    with pytest.raises(ValueError, match=r"0\.weight"):
+        wrap(module)
+
+    for change in (lambda params: params.pop(), lambda params: params.reverse()):
+        module = net()
+        model, optimizer = wrap(module)
+        backward(model)
+        change(optimizer.param_groups[0]["params"])
+        with pytest.raises(RuntimeError, match="the parameters in param_groups have been changed"):
+            optimizer.step()
+
+    module = net()
+    model, optimizer = wrap(module)
+    backward(model)
+    saved = module[0].weight.grad
+    optimizer.zero_grad()
+    backward(model, 1)
+    module[0].weight.grad = saved
+    with pytest.raises(RuntimeError, match=r"the gradient of 0\.weight was put there again"):
+        optimizer.step()
+    with pytest.raises(RuntimeError, match="cannot be read or written"):
+        pickle.dumps(saved)
+    with pytest.raises(RuntimeError, match="cannot be read or written"):
+        module.share_memory()
+
+    for optimizer_cls, partition in ((CountsItself, "element"), (CountsItself, "parameter"), (ByNorm, "element")):
+        with pytest.raises(ValueError, match=f"{optimizer_cls.__name__} does not do the same"):
+            ShardedOptimizer(net().parameters(), optimizer_cls, partition=partition)
+    ShardedOptimizer(net().parameters(), ByNorm, partition="parameter")
+    module = nn.Linear(8, 8)
+    module.bias.requires_grad_(False)
+    with pytest.raises(ValueError, match="Muon only supports 2D"):  # on both ranks, although one of them owns it
+        ShardedOptimizer(module.parameters(), torch.optim.Muon, partition="parameter")
+    return True
+
+
+def test_what_would_be_cut_off_is_refused():
+    run_ranks(refusals_of_what_is_cut_off, 2)
 
 
 def refusals():

@@ -143,8 +143,8 @@ def local_gradient(param: torch.Tensor) -> torch.Tensor | None:
     return param.grad.added if isinstance(param.grad, SentGradient) else param.grad
 
 
-def held_elsewhere(module: nn.Module, params: Container[nn.Parameter], waiting: Container[nn.Module]) -> list[nn.Parameter]:
-    """Those of `params` that a module can reach past the dictionaries, as LSTM can through a list of its own.
+def held_elsewhere(module: nn.Module, waiting: Container[nn.Module]) -> list[torch.Tensor]:
+    """The tensors that a module can reach past its dictionaries, as LSTM can its parameters through a list of its own.
 
     Looks into whatever its attributes hold: containers, objects, functions, and modules that are not among `waiting`.
     """
@@ -156,8 +156,7 @@ def held_elsewhere(module: nn.Module, params: Container[nn.Parameter], waiting: 
             continue
         seen.add(id(value))
         if isinstance(value, torch.Tensor):
-            if value in params:
-                found.append(value)
+            found.append(value)
         elif isinstance(value, nn.Module):
             if value not in waiting:
                 pending.append(vars(value))

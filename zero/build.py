@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from zero.data_parallel import ShardedDataParallel
 from zero.memory import state_bytes_predicted
-from zero.optimizer import ShardedOptimizer
+from zero.optimizer import GradientNorms, ShardedOptimizer
 from zero.partition import parameters
 
 IMPLEMENTATIONS = ("sharded", "torch")
@@ -82,19 +82,21 @@ def build(
     return DistributedDataParallel(model, device_ids=device_ids, gradient_as_bucket_view=True), optimizer
 
 
-def clip_grad_norm_(optimizer: torch.optim.Optimizer, max_norm: float) -> torch.Tensor:
-    """Clip the gradients of all parameters together, wherever they are; returns their norm. Needs to be called on all ranks.
+def clip_grad_norm_(optimizer: torch.optim.Optimizer, max_norm: float) -> GradientNorms:
+    """Clip the gradients of all parameters together, wherever they are; returns norms. Needs to be called on all ranks.
 
     As `torch.nn.utils.clip_grad_norm_` over full gradients. With `max_norm=math.inf` it only measures.
     """
     if isinstance(optimizer, ShardedOptimizer):
-        params, norm = parameters(optimizer.inner), optimizer.gradient_norm()
+        params, norms = parameters(optimizer.inner), optimizer.gradient_norms()
     else:
-        params = parameters(optimizer)
-        norm = torch.nn.utils.get_total_norm([param.grad for param in params if param.grad is not None])
-    # gradients whose norm is not finite stay as they are, so that one can see which of them it is
-    torch.nn.utils.clip_grads_with_norm_(params, max_norm, norm.nan_to_num(0.0, 0.0, 0.0))
-    return norm
+        params = [param for param in parameters(optimizer) if param.grad is not None]
+        each = torch._foreach_norm([param.grad for param in params]) if params else ()
+        total = torch.linalg.vector_norm(torch.stack(each)) if params else torch.zeros(())
+        norms = GradientNorms(total, dict(zip(params, each, strict=True)))
+    # gradients whose norm is not finite stay as they are
+    torch.nn.utils.clip_grads_with_norm_(params, max_norm, norms.total.nan_to_num(0.0, 0.0, 0.0))
+    return norms
 
 
 def describe(optimizer: torch.optim.Optimizer, use_zero1: bool) -> str:

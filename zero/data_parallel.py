@@ -145,11 +145,7 @@ class ShardedDataParallel(nn.Module):
         self._agreement: Agreement | None = None  # in flight
 
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-            if tensor not in self._number and optimizer.has_left(tensor):
-                raise ValueError(
-                    f"{name} shares memory with a trainable parameter, which ShardedOptimizer has moved; clone() it, or use "
-                    "the parameter in its place"
-                )
+            self._refuse_alias(tensor, name)
         if optimizer.param_dtype is not None:
             module.to(optimizer.param_dtype)
         self._sent = [SentGradient(param) for param in self._params]  # stands in `param.grad` for what is in the shards
@@ -233,8 +229,12 @@ class ShardedDataParallel(nn.Module):
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As the optimizer's: also drops what has been sent."""
+        """As the optimizer's: also drops what has been sent, while parameters arrive."""
+        arriving = [(part, part._parameters) for part in self._owners]
+        _make_plain(self._owners)
         super().zero_grad(set_to_none)
+        for part, parameters in arriving:
+            part.__dict__["_parameters"] = parameters
         self.clear()
 
     @contextmanager
@@ -260,8 +260,8 @@ class ShardedDataParallel(nn.Module):
     @torch.no_grad()
     def _on_gradient(self, param: nn.Parameter) -> None:
         """Take a gradient that backward has just finished."""
-        if param.grad is None:  # another hook has dropped it
-            return
+        if param.grad is None:  # another hook has dropped it; DistributedDataParallel takes that for zero
+            param.grad = torch.zeros_like(param)
         if any(self.optimizer.buckets[place.bucket].gather is not None for place in self._places[param]):
             raise RuntimeError(
                 f"{self.optimizer.names[param]} has a gradient, but its all-gather was never waited for: it was read through a "
@@ -500,7 +500,10 @@ class ShardedDataParallel(nn.Module):
             if isinstance(part, torch.jit.ScriptModule):
                 raise ValueError("a ScriptModule reads its parameters without telling; wrap the module it was made from")
             inside = inside or {self, *self._parts}
-            held = held_elsewhere(part, self._number, inside)
+            tensors = held_elsewhere(part, inside)
+            for tensor in tensors:
+                self._refuse_alias(tensor, f"a tensor that {type(part).__name__} holds")
+            held = [tensor for tensor in tensors if tensor in self._number]
             if part not in self._held and (held or isinstance(part, torch._dynamo.OptimizedModule)):
                 hook = _weakly(self._wait_as_a_whole)
                 self._undo.append(part.register_forward_pre_hook(hook, prepend=True).remove)
@@ -520,6 +523,13 @@ class ShardedDataParallel(nn.Module):
             value = state_dict.get(prefix + name)
             if value is not None and value.shape == param.shape:
                 self.optimizer.set_parameter(param, value)
+
+    def _refuse_alias(self, tensor: torch.Tensor, name: str) -> None:
+        if tensor not in self._number and self.optimizer.has_left(tensor):
+            raise ValueError(
+                f"{name} shares memory with a trainable parameter, which ShardedOptimizer has moved; clone() it, or use the "
+                "parameter in its place"
+            )
 
     def _is_stranger(self, param: nn.Parameter | None) -> bool:
         """Whether a parameter is trainable and not the optimizer's."""

@@ -85,6 +85,13 @@ class GradientSource(Protocol):
         """Bytes held besides the parameters' gradients: in "gradients" of its own, and in "buckets"."""
 
 
+class GradientNorms(NamedTuple):
+    """Norms of gradients before they are clipped; all on the device."""
+
+    total: torch.Tensor  # of all parameters together, on every rank
+    each: dict[torch.nn.Parameter, torch.Tensor]  # of each parameter of this rank's inner optimizer that has a gradient
+
+
 class ShardedOptimizer(torch.optim.Optimizer):
     """ZeRO stage 1: each rank keeps and updates the optimizer state of 1/N of the elements.
 
@@ -106,8 +113,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     Parameters without a gradient are skipped, as torch.optim does. Those that are frozen at construction stay where they
     are, outside the buffers, and must remain frozen; if there is state of theirs, rank 0 has it. A parameter must not be
-    moved (`model.to`) or have its `data` replaced once the optimizer is built. It keeps its strides (channels_last,
-    transposed) if its elements lie densely in memory; otherwise it becomes contiguous.
+    moved (`model.to`) or have its `data` replaced once the optimizer is built, and views of its memory that were made
+    before stay behind. It keeps its strides (channels_last, transposed) if its elements lie densely in memory; otherwise it
+    becomes contiguous.
 
     As after any in-place update, backward through a graph from before the step raises, if it needs what has changed.
 
@@ -194,6 +202,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for holder in {holder for param in given if (holder := _holder_of.get(param)) is not None}:
             if holder() is not None:
                 holder().synchronize()
+        if not optimizer_cls.__module__.startswith("torch.optim"):
+            self._try_to_divide(optimizer_cls, kwargs)
         self._lay_out(first_group=0)
         self.inner = self._on_all_ranks(lambda: optimizer_cls(self._inner_groups(first_group=0), **kwargs))
         self.defaults = dict(self.inner.defaults)
@@ -231,6 +241,33 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if error is not None:
             raise error
         return made
+
+    def _try_to_divide(self, optimizer_cls: type[torch.optim.Optimizer], kwargs: dict[str, Any]) -> None:
+        """Refuse a class that does not do the same by pieces, which it is stepped for one by one, as with the whole."""
+        generator = torch.Generator().manual_seed(0)
+        like = next((param for group in self.param_groups for param in group["params"] if param.requires_grad), torch.empty(0))
+        values, *gradients = (torch.randn(4, 2, 64, generator=generator).to(like.device)).unbind()
+        whole = [(0, 2)] if self.partition == "element" else [(0, 1), (1, 2)]
+        pieces = [(0, 1), (1, 2)]
+
+        def train(rows: list[tuple[int, int]], at_once: bool) -> torch.Tensor:
+            shape = (-1,) if self.partition == "element" else (8, 8)
+            params = [torch.nn.Parameter(values[start:stop].clone().view(shape)) for start, stop in rows]
+            optimizer = optimizer_cls([{**hyperparameters(self.param_groups[0]), "params": params}], **kwargs)
+            for gradient in gradients:
+                for param, (start, stop) in zip(params, rows, strict=True):
+                    param.grad = gradient[start:stop].clone().view(shape)
+                for chosen in [params] if at_once else [[param] for param in params]:
+                    optimizer.param_groups[0]["params"] = chosen
+                    optimizer.step()
+            return torch.cat([param.detach().view(-1) for param in params])
+
+        if not torch.allclose(train(whole, at_once=True), train(pieces, at_once=False), rtol=1e-4, atol=1e-6, equal_nan=True):
+            raise ValueError(
+                f"{optimizer_cls.__name__} does not do the same when it is stepped for one piece of the parameters after the "
+                "other, so its state cannot be divided"
+                + ("; partition='parameter' keeps parameters whole" if self.partition == "element" else "")
+            )
 
     def _have_groups_wait(self) -> None:
         """Whoever reads the parameters of a group waits for them; also of one that has been put into `param_groups`."""
@@ -340,23 +377,25 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Returns:
             The norm before clipping, a float32 scalar.
         """
-        norm = self.gradient_norm()
+        norm = self.gradient_norms().total
         torch.nn.utils.clip_grads_with_norm_([owned.local for owned in self.owned], max_norm, norm)
         return norm
 
     @torch.no_grad()
-    def gradient_norm(self) -> torch.Tensor:
-        """The norm of the gradients of all parameters together, a float32 scalar. Needs to be called on all ranks.
+    def gradient_norms(self) -> GradientNorms:
+        """The norms of this rank's slices, and that of all gradients, a float32 scalar. Needs to be called on all ranks.
 
         Every rank adds up the squares of its slices, and one all-reduce of a scalar gives the norm of the whole gradient.
         """
-        total = torch.zeros((), device=self.buckets[0].data.device if self.buckets else None)
+        total, each = torch.zeros((), device=self.buckets[0].data.device if self.buckets else None), {}
         for bucket in self._collect():  # while the gradients of the next one are on their way
-            of_bucket = [owned.local.grad for owned in bucket.owned if owned.local.grad is not None]
-            if of_bucket:
-                total += torch.stack(torch._foreach_norm(of_bucket)).float().square().sum()
+            locals_ = [owned.local for owned in bucket.owned if owned.local.grad is not None]
+            if locals_:
+                norms = torch._foreach_norm([local.grad for local in locals_])
+                each.update(zip(locals_, norms, strict=True))
+                total += torch.stack(norms).float().square().sum()
         self.comm.wait("norm", self.comm.all_reduce(total), total.device)
-        return total.sqrt()
+        return GradientNorms(total.sqrt(), each)
 
     @torch.no_grad()
     def set_parameter(self, param: torch.nn.Parameter, value: torch.Tensor) -> None:
@@ -470,7 +509,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def has_left(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is still in memory that one of the parameters was in before it moved into its flat buffer."""
-        if tensor.numel() == 0 or tensor.is_meta:
+        if tensor.numel() == 0 or tensor.is_meta or not torch._C._has_storage(tensor):
             return False
         storage, (start, stop) = StorageWeakRef(tensor.untyped_storage()), _span(tensor)
         return any(left == storage and start < end and begin < stop for left, begin, end in self._left)

@@ -1,5 +1,6 @@
 """State saved by any implementation at any world size goes on in any other; the file is whole or the old one."""
 
+import contextlib
 import copy
 
 import pytest
@@ -8,7 +9,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 from toy import assert_equal, batch, build_toy, largest_difference, make_toy, train, weights
 
-from zero import ShardedOptimizer, consolidation
+from zero import ShardedDataParallel, ShardedOptimizer, consolidation
 from zero import checkpoint as ckpt
 
 STEPS = 4  # before and after the save
@@ -186,3 +187,55 @@ def test_saved_tensors_carry_no_buffer_and_stay_tied(tmp_path):
     assert state["head.weight"] is state["embedding.weight"]
     for tensor in state.values():
         assert tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+
+
+class Odd(torch.nn.Module):
+    """Extra state, a buffer that is inf by design, and weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = torch.nn.Linear(8, 8)
+        self.register_buffer("mask", torch.full((4, 4), -torch.inf).triu(1))
+        self.extra = {"calls": [1, 2.0, "three", None]}
+
+    def forward(self, x):
+        return self.inner(x)
+
+    def get_extra_state(self):
+        return self.extra
+
+    def set_extra_state(self, state):
+        self.extra = state
+
+
+def odd_models(folder):
+    """What a file holds of them: extra state, a mask, and weights as they were written after the last step."""
+    for format in ckpt.FORMATS:
+        torch.manual_seed(0)
+        module = Odd()
+        optimizer = ShardedOptimizer(module.parameters(), torch.optim.AdamW, param_dtype=torch.bfloat16, lr=0.1)
+        model = ShardedDataParallel(module, optimizer)
+        model(torch.ones(4, 8, dtype=torch.bfloat16)).sum().backward()
+        optimizer.step()
+        module.inner.weight.data.clamp_(-0.1, 0.1)
+        writer = ckpt.CheckpointWriter(folder, format=format)
+        values = {"model_args": {}, "iter_num": 1, "best_val_loss": 1.0, "config": {}}
+        writer.save(module, optimizer, values)
+        if dist.get_rank() == 0:
+            assert [type(outcome) for outcome in writer.outcomes()] == [ckpt.SaveReport]
+            saved = ckpt.load(f"{folder}/ckpt.pt")["model"]
+            assert saved["inner.weight"].abs().max() <= 0.1001
+            assert saved["_extra_state"] == module.extra
+            assert torch.equal(saved["mask"], module.mask.float())
+        module.inner.weight.data[0, 0] = torch.inf
+        writer.save(module, optimizer, values)
+        assert dist.get_rank() or [str(outcome) for outcome in writer.outcomes()] == ["inner.weight is not finite"]
+        module.inner.weight.data[0, 0] = 0
+        module.extra = {"object": object()}
+        with pytest.raises(ValueError, match="_extra_state is more than") if dist.get_rank() == 0 else contextlib.nullcontext():
+            writer.save(module, optimizer, values)
+    return True
+
+
+def test_models_with_more_than_weights(tmp_path):
+    run_ranks(odd_models, 2, str(tmp_path))

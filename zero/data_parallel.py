@@ -53,11 +53,14 @@ class ShardedDataParallel(nn.Module):
     The wait is in the modules' own dictionaries of parameters (`WaitingDict`), which stand in place of plain ones
     while gathers are in flight. So it does not matter who reads, or when: a module's forward, its parent, a hook,
     `parameters()`, `state_dict()`, deepcopy. The optimizer's `param_groups` wait as well. A module that reads parameters past
-    these dictionaries waits before it runs, as a whole: one that is compiled (compile the blocks of a model, not all of it,
-    and the overlap remains), and one that keeps parameters in attributes of its own (LSTM). What is left is a reference
-    that neither the module nor the optimizer hands out after `step`: a list of parameters that a moving average made once,
-    or another module with the same Parameter (a decoder outside that is tied to an embedding inside, a traced copy). Call
-    `optimizer.synchronize()` before these are read. `check_reads` finds them.
+    these dictionaries waits before it runs, as a whole: one that is compiled with `Module.compile` (compile the blocks of a
+    model, not all of it, and the overlap remains), and one that has parameters in attributes, of its own (LSTM) or others',
+    by the end of the first step. A function from `torch.compile` that is called past the wrapper is right, but compiled anew
+    until torch gives up; compile the module instead.
+
+    What is left is a reference that neither the module nor the optimizer hands out after `step`: a list of parameters that
+    a moving average made once, or another module with the same Parameter (a decoder outside that is tied to an embedding
+    inside, a traced copy). Call `optimizer.synchronize()` before these are read. `check_reads` finds them.
 
     A parameter without a gradient on any rank is skipped by the update; one that has a gradient on some ranks counts as
     zero on the others. Several backward passes add up until `zero_grad`, of the optimizer, the wrapper or the module.

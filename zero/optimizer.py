@@ -130,7 +130,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     Args:
         params: parameters or parameter groups, the same on all ranks, as for any `torch.optim.Optimizer`.
         optimizer_cls: the class of the inner optimizer. Its `step` is called once per bucket, each time for other
-            parameters, so it must keep its state by parameter, as the classes of torch.optim do.
+            parameters, so it must keep its state by parameter, as the classes of torch.optim do. Any other class is tried
+            on a small tensor, whole and in two pieces, and refused if that does not give the same.
         process_group: the ranks that share the state; default the whole world, or this process alone when
             torch.distributed is not initialized.
         bucket_mb: megabytes (10**6 bytes) per bucket.

@@ -8,6 +8,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+TWO_FILES_AT_A_TIME := -n 2 --dist loadfile
 INSTALLED := $(VENV)/installed
 GPUS := $(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU')
 ifneq ($(filter-out 0 1,$(GPUS)),)
@@ -25,10 +26,10 @@ train: $(INSTALLED)
 	$(BIN)/python sample.py --out_dir=out-stdlib-char --start="def " --num_samples=2 --max_new_tokens=400
 
 test: $(INSTALLED) lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(TWO_FILES_AT_A_TIME)
 
 test-all: $(INSTALLED) lint
-	$(BIN)/python -m pytest -m "slow or not slow"
+	$(BIN)/python -m pytest $(TWO_FILES_AT_A_TIME) -m "slow or not slow"
 
 test-kills: $(INSTALLED)
 	$(BIN)/python -m pytest -m slow tests/test_kills.py

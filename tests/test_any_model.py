@@ -173,7 +173,8 @@ def parameter_groups(model, description):
 
 def build(description, plain):
     """The bare model, what is called in its place, and the optimizer."""
-    other = description.other_start and description.wrapper == "sharded"  # the others leave buffers to their user
+    # the others leave buffers to their user
+    other = description.other_start and description.wrapper == "sharded" and description.broadcast_buffers
     torch.manual_seed(description.seed + (dist.get_rank() if other and not plain else 0))
     model = Model(description)
     cls, kwargs = OPTIMIZERS[description.optimizer]

@@ -53,7 +53,7 @@ class Guard:
         skip = torch.maximum(bad, (self._in_a_row >= self.limit).float())
         each = [norms.each.get(local, self._zero) for local in parameters(self._part.inner)]
         figures = torch.stack([figure.float() for figure in (loss, norms.total, *each)])
-        self._first = torch.where((skip > self._in_a_row), figures, self._first)
+        self._first = torch.where(skip > self._in_a_row, figures, self._first)
         self._in_a_row = (self._in_a_row + 1) * skip
         self._skipped = self._skipped + skip
         if self.scaler.is_enabled():

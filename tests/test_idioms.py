@@ -312,16 +312,20 @@ class Holder(nn.Module):
         return self.second(torch.tanh(x @ weight)) + self.first(x)
 
 
+def three_steps(wrap, module):
+    """The plainest loop; the parameters after it."""
+    model, optimizer = wrap(module)
+    for step in range(3):
+        backward(model, step)
+        optimizer.step()
+        optimizer.zero_grad()
+    return [param.detach().clone() for param in module.parameters()]
+
+
 def held_elsewhere(kind, late):
     def trains(wrap):
         torch.manual_seed(0)
-        module = Holder(kind, late)
-        model, optimizer = wrap(module)
-        for step in range(3):
-            backward(model, step)
-            optimizer.step()
-            optimizer.zero_grad()
-        return [param.detach().clone() for param in module.parameters()]
+        return three_steps(wrap, Holder(kind, late))
 
     return trains
 
@@ -329,12 +333,7 @@ def held_elsewhere(kind, late):
 def a_hook_drops_a_gradient(wrap):
     module = net()
     module[0].weight.register_post_accumulate_grad_hook(lambda param: setattr(param, "grad", None))
-    model, optimizer = wrap(module)
-    for step in range(3):
-        backward(model, step)
-        optimizer.step()
-        optimizer.zero_grad()
-    return [param.detach().clone() for param in module.parameters()]
+    return three_steps(wrap, module)
 
 
 def groups_replaced(wrap):

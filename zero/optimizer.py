@@ -304,7 +304,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self.collect_gradients()
-        self.synchronize()
         self.take_over_written_weights()
         if any(_changed(group, before) for group, before in self._given.values()):
             raise RuntimeError("a group that ShardedOptimizer was given has been changed; change the one in its param_groups")

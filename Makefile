@@ -32,7 +32,7 @@ test-all: $(INSTALLED) lint
 	$(BIN)/python -m pytest $(TWO_FILES_AT_A_TIME) -m "slow or not slow"
 
 test-kills: $(INSTALLED)
-	$(BIN)/python -m pytest -m slow tests/test_kills.py
+	$(BIN)/python -m pytest -m slow tests/checkpoint/test_kills.py
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -259,7 +259,9 @@ def save_and_restore(model, optimizer):
             writer.save(getattr(model, "module", model), optimizer, values)
             dist.barrier()
             begin = time.perf_counter()
-            checkpoint.restore(optimizer, checkpoint.load(f"{folder}/ckpt.pt")["optimizer"])
+            path = f"{folder}/ckpt.pt"
+            loaded = checkpoint.load(path)
+            checkpoint.restore(optimizer, loaded["optimizer"], checkpoint.chunk_reader(path, loaded))
             figures[f"{format}: load, s"] = time.perf_counter() - begin
             for report in writer.outcomes():
                 figures |= {f"{format}: write, s": report.write_s, f"{format}: MB": report.nbytes / 1e6}

@@ -290,7 +290,7 @@ with wrong_input_ends_all_ranks():
     )
     scaler = ShardedGradScaler(device_type, enabled=dtype == "float16")
     if checkpoint is not None:
-        ckpt.restore(optimizer, checkpoint["optimizer"])
+        ckpt.restore(optimizer, checkpoint["optimizer"], ckpt.chunk_reader(checkpoint_path, checkpoint))
         if checkpoint.get("scaler"):  # of a run in float16
             scaler.load_state_dict(checkpoint["scaler"])
         checkpoint = None  # lets go of the file

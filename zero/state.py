@@ -6,13 +6,13 @@ travel flat, a few megabytes at a time, on CPUs straight from where they lie to 
 takes no memory but the state's. `ZeroRedundancyOptimizer.consolidate_state_dict`, which pickles whole states to every rank, is
 not used.
 
-Where the whole is too much for rank 0, `own_pieces` names what each rank would have contributed, for `zero.shards` to write.
+Where the whole is too much for rank 0, `own_pieces` names what each rank would have contributed, for somebody to write.
 """
 
 import copy
 from collections import deque
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,6 @@ from zero.collectives import cpu_group
 from zero.layout import Slice
 from zero.optimizer import ShardedOptimizer, flattened, hyperparameters, shaped
 from zero.partition import Partition, packed_groups, parameters, partition
-from zero.shards import CheckpointError, Piece, read
 
 _MESSAGE_BYTES = 25_000_000
 _IN_FLIGHT = 2  # messages at a time
@@ -33,6 +32,24 @@ _PER_PARAMETER = ("step", "mu_product", "eta", "mu")
 
 
 _ADAMS, _ADAM_KEYS = (torch.optim.Adam, torch.optim.AdamW), ("step", "exp_avg", "exp_avg_sq")
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be read, or does not belong to this model; the message names the file or the entry."""
+
+
+class Piece(NamedTuple):
+    """Elements `start:start + len(elements)` of one flattened tensor of the checkpoint."""
+
+    name: str
+    numel: int  # of the whole tensor
+    start: int
+    elements: torch.Tensor  # (stop - start,)
+
+    @classmethod
+    def of_whole(cls, name: str, tensor: torch.Tensor) -> Self:
+        """All of a tensor, as one piece."""
+        return cls(name, tensor.numel(), 0, tensor.detach().reshape(-1))
 
 
 class _Run(NamedTuple):
@@ -231,11 +248,14 @@ def _drain(in_flight: deque[_Transfer], leave: int = 0) -> None:
         in_flight.popleft().work.wait()
 
 
-def restore(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+def restore(
+    optimizer: torch.optim.Optimizer,
+    state_dict: dict[str, Any],
+    read_pieces: Callable[[list[Piece]], None] | None = None,
+) -> None:
     """Load an unsharded optimizer's state; each rank takes its slices. Needs to be called on all ranks.
 
-    State tensors on the meta device stand for what lies in pieces in the folder `state_dict["shards"]`; each rank reads
-    the elements of its slices.
+    State tensors on the meta device stand for elements that `read_pieces` reads, each rank those of its slices.
 
     Hyperparameters come from `state_dict`, but for the choice of kernel (`fused`, `foreach`, ...), which stays as it is;
     `step` counters land where that choice wants them (https://github.com/pytorch/pytorch/issues/124133).
@@ -284,7 +304,11 @@ def restore(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> Non
                 start = piece.start if _per_element(key, value, whole) else 0
                 in_pieces.append(Piece(_state_name(piece.param, key), value.numel(), start, own.view(-1)))
     if in_pieces:
-        read(state_dict["shards"], in_pieces)
+        if read_pieces is None:
+            raise CheckpointError(
+                "the saved state lies in shards; give restore what reads them, zero.checkpoint.chunk_reader(path, checkpoint)"
+            )
+        read_pieces(in_pieces)
     part.inner.load_state_dict({"state": inner_state, "param_groups": inner_groups})
 
 

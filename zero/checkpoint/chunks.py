@@ -7,11 +7,8 @@ looking is read here by an unpickler that admits its own records only.
 
 import os
 import pickle
-import re
 import warnings
-import zlib
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple, Self
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,11 +16,13 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import filesystem, metadata, planner
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from zero.checkpoint.files import FileSum, damaged, file_sum, of_the_disk, sync_folder
+from zero.state import CheckpointError, Piece
+
 # what is meant here, and needs no warning
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 _METADATA = ".metadata"
-_READ_BYTES = 16_000_000
 _RECORDS = (
     metadata.ChunkStorageMetadata,
     metadata.Metadata,
@@ -36,39 +35,6 @@ _RECORDS = (
 )
 _ADMITTED = {(record.__module__, record.__qualname__): record for record in _RECORDS}
 _ADMITTED["torch.serialization", "_get_layout"] = torch.serialization._get_layout  # how a torch.layout is pickled
-
-
-class CheckpointError(ValueError):
-    """A checkpoint that cannot be read, or does not belong to this model; the message names the file or the entry."""
-
-
-class Piece(NamedTuple):
-    """Elements `start:start + len(elements)` of one flattened tensor of the checkpoint."""
-
-    name: str
-    numel: int  # of the whole tensor
-    start: int
-    elements: torch.Tensor  # (stop - start,)
-
-    @classmethod
-    def of_whole(cls, name: str, tensor: torch.Tensor) -> Self:
-        """All of a tensor, as one piece."""
-        return cls(name, tensor.numel(), 0, tensor.detach().reshape(-1))
-
-    @property
-    def index(self) -> metadata.MetadataIndex:
-        return metadata.MetadataIndex(self.name, [self.start])
-
-    @property
-    def chunk(self) -> metadata.ChunkStorageMetadata:
-        return metadata.ChunkStorageMetadata(torch.Size([self.start]), torch.Size([self.elements.numel()]))
-
-
-class FileSum(NamedTuple):
-    """What a file must be like to be whole."""
-
-    nbytes: int
-    crc32: int
 
 
 def write(pieces: list[Piece], folder: str, process_group: dist.ProcessGroup | None) -> dict[str, FileSum]:
@@ -121,56 +87,12 @@ def read(folder: str, pieces: list[Piece]) -> None:
         raise CheckpointError(damaged(folder, error)) from error
 
 
-def damaged(path: str, reason: object) -> str:
-    """One line on a file, or a folder, that cannot be read."""
-    refused = re.search(r"GLOBAL ([\w.]+)", str(reason))
-    if refused:
-        return f"{path} asks for {refused[1]}; a checkpoint holds tensors and plain values only, so nothing of it was run"
-    lines = [line for line in str(reason).splitlines() if line and not line.startswith("Weights only load failed")]
-    return f"{path} is damaged, or not a checkpoint: {lines[0] if lines else type(reason).__name__}"
-
-
-def damage(folder: str, sums: dict[str, FileSum]) -> str | None:
-    """What is wrong with the files of a folder, if anything; reads every byte."""
-    paths = [os.path.join(folder, name) for name in sums]
-    for path, (nbytes, _) in zip(paths, sums.values(), strict=True):
-        if not os.path.exists(path):
-            return f"there is no {path}"
-        if os.path.getsize(path) != nbytes:
-            return f"{path} has {os.path.getsize(path)} bytes instead of {nbytes}"
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        try:
-            for path, found, expected in zip(paths, pool.map(_file_sum, paths), sums.values(), strict=True):
-                if found != expected:
-                    return f"the checksum of {path} does not hold"
-        except OSError as error:
-            return str(error)
-    return None
-
-
-def of_the_disk(error: RuntimeError) -> Exception:
-    """What a file said when torch's zip writer failed on it, if that is why it failed."""
-    reason = error
-    while reason is not None and not isinstance(reason, OSError):
-        reason = reason.__context__
-    return reason or error
-
-
-def sync_folder(folder: str) -> None:
-    """Have the names in a folder on the disk, too."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 class _SavePlanner(dcp.DefaultSavePlanner):
     """Plans to write pieces in place of a state dict."""
 
     def __init__(self, pieces: list[Piece]) -> None:
         super().__init__(flatten_state_dict=False)
-        self.pieces = {piece.index: piece for piece in pieces}
+        self.pieces = {_index(piece): piece for piece in pieces}
 
     def create_local_plan(self) -> planner.SavePlan:
         self.plan = planner.SavePlan([self._write_item(piece) for piece in self.pieces.values()])
@@ -182,8 +104,8 @@ class _SavePlanner(dcp.DefaultSavePlanner):
     @staticmethod
     def _write_item(piece: Piece) -> planner.WriteItem:
         properties = metadata.TensorProperties.create_from_tensor(piece.elements)
-        data = planner.TensorWriteData(piece.chunk, properties, torch.Size([piece.numel]))
-        return planner.WriteItem(piece.index, planner.WriteItemType.SHARD, tensor_data=data)
+        data = planner.TensorWriteData(_chunk(piece), properties, torch.Size([piece.numel]))
+        return planner.WriteItem(_index(piece), planner.WriteItemType.SHARD, tensor_data=data)
 
 
 class _LoadPlanner(dcp.DefaultLoadPlanner):
@@ -191,13 +113,13 @@ class _LoadPlanner(dcp.DefaultLoadPlanner):
 
     def __init__(self, pieces: list[Piece]) -> None:
         super().__init__(flatten_state_dict=False)
-        self.pieces = {piece.index: piece for piece in pieces}
+        self.pieces = {_index(piece): piece for piece in pieces}
 
     def create_local_plan(self) -> planner.LoadPlan:
         stored = self.metadata.state_dict_metadata
         items = []
         for piece in self.pieces.values():
-            items += create_read_items_for_chunk_list(piece.name, stored[piece.name], [piece.chunk])
+            items += create_read_items_for_chunk_list(piece.name, stored[piece.name], [_chunk(piece)])
         return planner.LoadPlan(items)
 
     def lookup_tensor(self, index: metadata.MetadataIndex) -> torch.Tensor:
@@ -220,12 +142,12 @@ class _Writer(dcp.FileSystemWriter):
         except RuntimeError as error:
             raise of_the_disk(error) from error
         for name in {result.storage_data.relative_path for result in written.wait()}:
-            self.sums[name] = _file_sum(os.path.join(self.path, name))
+            self.sums[name] = file_sum(os.path.join(self.path, name))
         return written
 
     def finish(self, metadata: metadata.Metadata, results: list[Any]) -> None:
         super().finish(metadata, results)
-        self.sums[_METADATA] = _file_sum(os.path.join(self.path, _METADATA))
+        self.sums[_METADATA] = file_sum(os.path.join(self.path, _METADATA))
         sync_folder(self.path)
 
 
@@ -266,10 +188,38 @@ def _with_elements(pieces: list[Piece]) -> list[Piece]:
     return [piece for piece in pieces if piece.elements.numel()]
 
 
-def _file_sum(path: str) -> FileSum:
-    nbytes = crc32 = 0
-    with open(path, "rb") as file:
-        while block := file.read(_READ_BYTES):
-            nbytes += len(block)
-            crc32 = zlib.crc32(block, crc32)
-    return FileSum(nbytes, crc32)
+def _index(piece: Piece) -> metadata.MetadataIndex:
+    return metadata.MetadataIndex(piece.name, [piece.start])
+
+
+def _chunk(piece: Piece) -> metadata.ChunkStorageMetadata:
+    return metadata.ChunkStorageMetadata(torch.Size([piece.start]), torch.Size([piece.elements.numel()]))
+
+
+def read_tensors(folder: str, tensors: list[tuple[str, dict[str, Any]]]) -> None:
+    """Put real tensors in place of those on the meta device; tied ones stay tied. `tensors`: prefix of names, and a dict."""
+    real: dict[int, torch.Tensor] = {}
+    pieces = []
+    for prefix, entries in tensors:
+        for key, tensor in entries.items():
+            if isinstance(tensor, torch.Tensor) and tensor.is_meta:
+                if id(tensor) not in real:
+                    real[id(tensor)] = torch.empty(tensor.shape, dtype=tensor.dtype)
+                    pieces.append(Piece.of_whole(f"{prefix}.{key}", real[id(tensor)]))
+                entries[key] = real[id(tensor)]
+    read(folder, pieces)
+
+
+def cut_out(tensors: list[tuple[str, dict[str, Any]]]) -> list[Piece]:
+    """Put tensors on the meta device in place of real ones that have dimensions; the real ones, in pieces."""
+    metas: dict[tuple[Any, ...], torch.Tensor] = {}
+    pieces = []
+    for prefix, entries in tensors:
+        for key, tensor in entries.items():
+            if isinstance(tensor, torch.Tensor) and tensor.dim():
+                place = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)  # of tied ones the same
+                if place not in metas or not tensor.numel():
+                    metas[place] = torch.empty_like(tensor, device="meta")
+                    pieces.append(Piece.of_whole(f"{prefix}.{key}", tensor))
+                entries[key] = metas[place]
+    return pieces

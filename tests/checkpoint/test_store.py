@@ -15,6 +15,8 @@ from conftest import ROOT
 
 from model import GPT, GPTConfig
 from zero import checkpoint as ckpt
+from zero.checkpoint import writer as writer_module
+from zero.checkpoint.__main__ import main
 
 CHECKPOINT = {
     "model": {"weight": torch.arange(3000.0), "tied": torch.ones(7)},
@@ -211,7 +213,7 @@ def test_in_the_background_a_second_save_waits_for_the_first(tmp_path, monkeypat
         running.remove(checkpoint["iter_num"])
         return nbytes
 
-    monkeypatch.setattr(ckpt, "save", slow)
+    monkeypatch.setattr(writer_module, "save", slow)
     writer = ckpt.CheckpointWriter(str(tmp_path), background=True)
     begin = time.perf_counter()
     write(writer, 1)
@@ -428,7 +430,7 @@ def test_inspect(tmp_path, capsys):
     assert "MB, consolidated, format 1" in shown.stdout
 
     def inspect(name):
-        code = ckpt.main(["inspect", str(tmp_path / name)])
+        code = main(["inspect", str(tmp_path / name)])
         return code, *capsys.readouterr()
 
     torch.save(CHECKPOINT, tmp_path / "nanogpt.pt")
@@ -444,7 +446,7 @@ def test_inspect(tmp_path, capsys):
         code, _, errors = inspect(name)
         assert (code, errors.count("\n")) == (2, 1)
         assert reason in errors
-    assert ckpt.main([]) == 2
+    assert main([]) == 2
 
 
 # -- kills -------------------------------------------------------------------------------------------------------------

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from zero.shards import CheckpointError, FileSum, damaged, of_the_disk
+from zero.checkpoint.files import FileSum, damaged, of_the_disk
+from zero.state import CheckpointError
 
 FORMAT = 1  # of the keys beside nanoGPT's six
 EXTRA_STATE = "_extra_state"  # torch.nn.modules.module has it so

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 from toy import assert_equal, batch, build_toy, largest_difference, make_toy, train, weights
 
-from zero import ShardedDataParallel, ShardedOptimizer, consolidation
+from zero import ShardedDataParallel, ShardedOptimizer, state
 from zero import checkpoint as ckpt
 
 STEPS = 4  # before and after the save
@@ -76,7 +76,7 @@ def test_one_process_resumes_without_a_process_group(uninterrupted):
 
 def large_parameter(mode):
     """Several messages per slice: the pieces must meet again in order."""
-    consolidation._MESSAGE_BYTES = 1000
+    state._MESSAGE_BYTES = 1000
     model, optimizer = build_toy(mode)
     train(model, optimizer, rank=0, steps=1)
     return ckpt.consolidate(optimizer)

@@ -19,6 +19,7 @@ from conftest import ROOT
 
 from lock import Lock
 from zero import checkpoint as ckpt
+from zero.checkpoint.__main__ import main
 
 SIZES = ["--n_layer=2", "--n_head=2", "--n_embd=32", "--block_size=16", "--batch_size=2", "--gradient_accumulation_steps=6"]
 SETTINGS = [
@@ -365,7 +366,7 @@ def test_eval_only_changes_nothing(data, tmp_path):
     assert "iter 5" not in process.stdout
     sampled = run("sample.py", f"--out_dir={out}", "--start=A", "--num_samples=1", "--max_new_tokens=1")
     assert sampled.returncode == 0, sampled.stderr
-    assert ckpt.main(["inspect", str(out / "ckpt.pt")]) == 0
+    assert main(["inspect", str(out / "ckpt.pt")]) == 0
     out.chmod(0o700)
     assert state() == before
     lock.release()
@@ -518,7 +519,7 @@ def run_patched(patch, *arguments):
 
 def test_a_checkpoint_that_is_refused_ends_the_run(data, tmp_path):
     """Although a disk that is full would not."""
-    patch = "import zero.checkpoint; zero.checkpoint._first_not_finite = lambda tensors: 'transformer.wte.weight'"
+    patch = "import zero.checkpoint.writer; zero.checkpoint.writer._first_not_finite = lambda tensors: 'transformer.wte.weight'"
     process = run_patched(patch, f"--dataset={data}", f"--out_dir={tmp_path}")
     assert process.returncode == 1, process.stderr
     assert "WARNING: the checkpoint was not written: transformer.wte.weight is not finite" in process.stdout

@@ -24,9 +24,10 @@ def train_rank(rank, meeting, folder, format, started):
     model, optimizer = build_toy("sharded")
     first = 0
     if os.path.exists(f"{folder}/ckpt.pt"):
-        checkpoint = ckpt.load(ckpt.find(folder)[0])
+        path, _ = ckpt.find(folder)
+        checkpoint = ckpt.load(path)
         model.module.load_state_dict(checkpoint["model"])
-        ckpt.restore(optimizer, checkpoint["optimizer"])
+        ckpt.restore(optimizer, checkpoint["optimizer"], ckpt.chunk_reader(path, checkpoint))
         first = checkpoint["iter_num"]
     writer = ckpt.CheckpointWriter(folder, keep=2, background=True, format=format)
     dist.barrier()

@@ -36,9 +36,10 @@ def resume(mode, folders):
     after = []
     for folder in (f"{folder}/{format}" for folder in folders for format in ckpt.FORMATS):
         module, model, optimizer = make(mode, seed=99)
-        checkpoint = ckpt.load(ckpt.find(folder)[0])
+        path, _ = ckpt.find(folder)
+        checkpoint = ckpt.load(path)
         module.load_state_dict(checkpoint["model"])
-        ckpt.restore(optimizer, checkpoint["optimizer"])
+        ckpt.restore(optimizer, checkpoint["optimizer"], ckpt.chunk_reader(path, checkpoint))
         train(model, optimizer, rank=0, steps=STEPS, first=STEPS)
         after.append(ckpt.model_state_dict(module, optimizer))
         del module, model, optimizer

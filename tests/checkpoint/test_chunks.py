@@ -15,9 +15,11 @@ from toy import assert_equal, batch, build_toy, make_toy, train, weights
 
 from zero import ShardedOptimizer
 from zero import checkpoint as ckpt
-from zero.consolidation import own_pieces
-from zero.contents import read_file
-from zero.shards import FileSum, _file_sum, _Unpickler
+from zero.checkpoint.__main__ import main
+from zero.checkpoint.chunks import _Unpickler
+from zero.checkpoint.files import FileSum, file_sum
+from zero.checkpoint.format import read_file
+from zero.state import own_pieces
 
 VALUES = {"model_args": {"n_layer": 1}, "iter_num": 4, "best_val_loss": 2.0, "config": {"seed": 1}}
 
@@ -67,6 +69,12 @@ def test_either_format_is_turned_into_the_other(folder, mode, world_size):
     same(ckpt.load(str(folder / "again.pt")), one_file)
 
 
+def restore(optimizer, path):
+    checkpoint = ckpt.load(path)
+    ckpt.restore(optimizer, checkpoint["optimizer"], ckpt.chunk_reader(path, checkpoint))
+    return checkpoint
+
+
 def rows_and_columns(folder):
     """Adafactor keeps a row and a column per matrix, which belong to no element."""
     toy, oracle = make_toy(), make_toy()
@@ -84,7 +92,7 @@ def rows_and_columns(folder):
         ckpt.convert(f"{folder}/joined.pt", f"{folder}/cut.pt")
     dist.barrier()
     for file in ("ckpt.pt", "joined.pt", "cut.pt"):
-        ckpt.restore(sharded, ckpt.load(f"{folder}/{file}")["optimizer"])
+        restore(sharded, f"{folder}/{file}")
         state = ckpt.consolidate(sharded)
         if state is not None:
             assert_equal(list(state["state"].values()), list(plain.state_dict()["state"].values()), file)
@@ -269,7 +277,7 @@ def test_damaged_shards(tmp_path, monkeypatch, capsys):
     assert count == 86
     assert ckpt.find(str(tmp_path)) == (str(tmp_path / "ckpt.pt"), None)
     monkeypatch.chdir(tmp_path)
-    assert ckpt.main(["inspect", "ckpt.pt"]) == 0
+    assert main(["inspect", "ckpt.pt"]) == 0
     shown = capsys.readouterr().out
     assert "sharded, format 1" in shown
     assert "files with a checksum each" in shown
@@ -281,7 +289,7 @@ def test_damaged_shards(tmp_path, monkeypatch, capsys):
         (["convert", "ckpt_prev.pt", "other"], "does not end in .pt"),
         (["convert", "ckpt_prev.pt", "nowhere/other.pt"], "No such file"),
     ):
-        assert ckpt.main(arguments) == 2
+        assert main(arguments) == 2
         error = capsys.readouterr().err
         assert complaint in error
         assert error.count("\n") == 1
@@ -296,7 +304,7 @@ class Hostile:
 def with_true_checksums(path, shards):
     """Someone who means harm takes care that checksums hold."""
     checkpoint = torch.load(path, weights_only=True)
-    sums = {name: list(_file_sum(str(shards / name))) for name in os.listdir(shards)}
+    sums = {name: list(file_sum(str(shards / name))) for name in os.listdir(shards)}
     torch.save({**checkpoint, "shards": {"folder": shards.name, "files": sums}}, path)
 
 
@@ -305,20 +313,26 @@ def test_shards_that_ask_for_code_are_refused_by_name(tmp_path, monkeypatch):
     _, optimizer = save_alone(tmp_path, 1)
     path = str(tmp_path / "ckpt.pt")
     [shards] = [tmp_path / name for name in os.listdir(tmp_path) if name.startswith("shards_")]
-    contents, state = (shards / ".metadata").read_bytes(), ckpt.load(path)["optimizer"]
-    assert FileSum(*read_file(path)["shards"]["files"][".metadata"]) == _file_sum(str(shards / ".metadata"))
+    contents, checkpoint = (shards / ".metadata").read_bytes(), ckpt.load(path)
+    assert FileSum(*read_file(path)["shards"]["files"][".metadata"]) == file_sum(str(shards / ".metadata"))
 
     (shards / ".metadata").write_bytes(pickle.dumps(Hostile()))
     with_true_checksums(path, shards)
     ckpt.verify(path)
-    for attempt in (lambda: ckpt.load(path), lambda: ckpt.restore(optimizer, state)):
+    for attempt in (
+        lambda: ckpt.load(path),
+        lambda: ckpt.restore(optimizer, checkpoint["optimizer"], ckpt.chunk_reader(path, checkpoint)),
+    ):
         with pytest.raises(ckpt.CheckpointError, match=r"asks for posix\.system"):
             attempt()
 
     (shards / ".metadata").write_bytes(contents)
     torch.save(Hostile(), shards / "__0_0.distcp")
     with_true_checksums(path, shards)
-    for attempt in (lambda: ckpt.load(path), lambda: ckpt.restore(optimizer, state)):
+    for attempt in (
+        lambda: ckpt.load(path),
+        lambda: ckpt.restore(optimizer, checkpoint["optimizer"], ckpt.chunk_reader(path, checkpoint)),
+    ):
         with pytest.raises(ckpt.CheckpointError, match=r"shards_00000001.* is damaged|posix\.system"):
             attempt()
     assert not os.path.exists("hostile-code-ran")
@@ -367,15 +381,13 @@ def test_a_file_that_does_not_say_where_its_tensors_are(tmp_path):
     whole["optimizer"]["state"][0]["other"] = torch.empty(11, 7, device="meta")
     torch.save(whole, path)
     with pytest.raises(ckpt.CheckpointError, match=r"no tensor optimizer\.state\.0\.other of 77 elements"):
-        ckpt.restore(optimizer, ckpt.load(path)["optimizer"])
+        restore(optimizer, path)
 
 
 def test_a_single_process_goes_on(tmp_path):
     model, optimizer = save_alone(tmp_path, 1)
     other = make_toy(seed=9)
     resumed = torch.optim.AdamW(other.param_groups(), lr=0.5)
-    checkpoint = ckpt.load(str(tmp_path / "ckpt.pt"))
-    other.load_state_dict(checkpoint["model"])
-    ckpt.restore(resumed, checkpoint["optimizer"])
+    other.load_state_dict(restore(resumed, str(tmp_path / "ckpt.pt"))["model"])
     assert_equal(resumed.state_dict(), optimizer.state_dict())
     assert_equal(weights(other), weights(model))

@@ -1,0 +1,57 @@
+"""The commands `inspect` and `convert`."""
+
+import os
+import signal
+import sys
+
+from zero.checkpoint.format import FORMAT, KEYS, manifest_entry, read_file, tensors_in
+from zero.checkpoint.store import FORMATS, _shards_folder, convert, verify
+from zero.state import CheckpointError
+
+
+def _inspect(path: str) -> bool:
+    """Print what a file holds; whether its checksums hold."""
+    verify(path)
+    checkpoint = read_file(path)
+    manifest, tensors = checkpoint.get("manifest", {}), dict(tensors_in(checkpoint))
+    format = f"{FORMATS['shards' in checkpoint]}, format {FORMAT}" if manifest else "written by nanoGPT"
+    print(f"{path}: {os.path.getsize(path) / 1e6:.1f} MB, {format}")
+    print(f"iteration {checkpoint['iter_num']}, best validation loss {float(checkpoint['best_val_loss']):.4f}")
+    print(f"model_args {checkpoint['model_args']}")
+    for key in sorted(checkpoint.keys() - KEYS.keys() - {"manifest", "shards"}):
+        print(f"{key} {checkpoint[key]}")
+    if "shards" in checkpoint:
+        sizes = [nbytes for nbytes, _ in checkpoint["shards"]["files"].values()]
+        print(f"{len(sizes)} files with a checksum each, {sum(sizes) / 1e6:.1f} MB in {_shards_folder(path, checkpoint)}")
+    wrong = sorted(manifest.keys() ^ tensors.keys()) if manifest else []
+    for name, tensor in tensors.items():
+        entry = manifest.get(name)
+        holds = entry is None or entry == manifest_entry(tensor)
+        if not holds:
+            wrong.append(name)
+        print(f"  {name} {tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}{'' if holds else ' WRONG CHECKSUM'}")
+    elements = sum(tensor.numel() for name, tensor in tensors.items())
+    sound = "all checksums hold" if manifest else "it has no checksums but those of the archive, which hold"
+    print(f"{len(tensors)} tensors, {elements / 1e6:.1f}M numbers; {sound if not wrong else f'wrong: {wrong}'}")
+    return not wrong
+
+
+def main(arguments: list[str]) -> int:
+    """The commands `inspect` and `convert`; the exit code."""
+    try:
+        match arguments:
+            case ["inspect", path]:
+                return 0 if _inspect(path) else 1
+            case ["convert", source, target]:
+                print(f"{target}: {convert(source, target)}")
+                return 0
+            case _:
+                raise CheckpointError("say what to do: python -m zero.checkpoint inspect FILE, or convert FILE NEW_FILE")
+    except (CheckpointError, OSError) as problem:
+        sys.stderr.write(f"error: {problem}\n")
+        return 2
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # whoever reads the output may leave, as `head` does
+    sys.exit(main(sys.argv[1:]))

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from zero import ShardedGradScaler
+from zero.collectives import gather_objects
 from zero.optimizer import GradientNorms
 from zero.partition import parameters, partition
 
@@ -89,10 +90,7 @@ class Guard:
     def _reason(self) -> str:
         """What is not finite, and where. Needs to be called on all ranks."""
         loss, norm, *each = self._first.tolist()
-        found = [(loss, self._first_bad(each))]
-        if dist.is_initialized():
-            found = found * dist.get_world_size()
-            dist.all_gather_object(found, found[0])
+        found = gather_objects((loss, self._first_bad(each)))
         reasons = [f"the loss of rank {rank} is {loss}" for rank, (loss, _) in enumerate(found) if not math.isfinite(loss)]
         if not math.isfinite(norm):
             reasons.append(f"the gradient norm is {norm}")

@@ -4,7 +4,7 @@ import time
 from collections import Counter, deque
 from datetime import timedelta
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,24 @@ def cpu_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
         return group
     ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
     return dist.new_group(ranks, timeout=PATIENCE, backend="gloo", use_local_synchronization=True)
+
+
+def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Every rank's value, by rank, on all ranks. Needs to be called on all ranks; without torch.distributed on one."""
+    if not dist.is_initialized():
+        return [value]
+    values = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def broadcast_object(value: Any, group: dist.ProcessGroup | None = None) -> Any:
+    """Rank 0's value, on all ranks. Needs to be called on all ranks; without torch.distributed on one."""
+    if not dist.is_initialized():
+        return value
+    values = [value]
+    dist.broadcast_object_list(values, group_src=0, group=group)
+    return values[0]
 
 
 class Gather(NamedTuple):

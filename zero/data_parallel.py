@@ -133,8 +133,8 @@ class ShardedDataParallel(nn.Module):
         optimizer.names.update({param: name for name, param in module.named_parameters()})
         self._places: dict[nn.Parameter, list[Place]] = {param: [] for param in self._params}
         for index, bucket in enumerate(optimizer.buckets):
-            for param, piece, offset in bucket.members:
-                self._places[param].append(Place(index, offset, piece.start, piece.stop))
+            for param, placed in bucket.members:
+                self._places[param].append(Place(index, placed.offset, placed.start, placed.stop))
 
         count = len(optimizer.buckets)
         self._shards: list[torch.Tensor | None] = [None] * count  # (sizes[rank],), the mean gradient of this step
@@ -281,7 +281,7 @@ class ShardedDataParallel(nn.Module):
     def _begin_backward(self) -> None:
         self._settle_agreement()
         self._follow_zeroing()
-        self._missing = [{param for param, _, _ in bucket.members} for bucket in self.optimizer.buckets]
+        self._missing = [{param for param, _ in bucket.members} for bucket in self.optimizer.buckets]
         self._next = 0
         Variable._execution_engine.queue_callback(self._end_backward)
 
@@ -342,13 +342,13 @@ class ShardedDataParallel(nn.Module):
     def _end_backward(self) -> None:
         """Complete the buckets that wait for parameters that this backward did not reach."""
         for index, bucket in enumerate(self.optimizer.buckets):
-            for param, piece, offset in bucket.members:
+            for param, placed in bucket.members:
                 if param not in self._missing[index]:
                     continue
                 if local_gradient(param) is not None:  # of an earlier micro-step
                     self._fill(param)
                 else:
-                    self._filled(index)[offset : offset + piece.numel].zero_()
+                    self._filled(index)[placed.offset : placed.offset + placed.stop - placed.start].zero_()
                     self._missing[index].discard(param)
         self._reduce_full_buckets()
         self._missing = []

@@ -1,5 +1,7 @@
 """Pure arithmetic: how flattened parameters are cut into buckets, shards and slices. No tensors, no communication.
 
+`plan` says for any world size which rank owns which slice of which parameter; `ShardedOptimizer` allocates what it says.
+
 Words used everywhere in this package:
 
 flat buffer   all parameters of one dtype laid end to end in the order given (the optimizer reverses its own: later
@@ -19,12 +21,33 @@ slice's tail is its parameter's, and the update of slices is that of whole param
 has a place, and one owner, like any other.
 """
 
+import math
 from bisect import bisect_right
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
+
+import torch
+
+_VECTOR_BYTES = 64  # the widest vector registers, AVX-512, and a cache line
+PARTITIONS = ("element", "parameter")
+
+
+class ParameterSpec(NamedTuple):
+    """What a plan needs to know of a parameter."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool = True
+    group: int = 0  # number of its parameter group
+    name: str = ""
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
 
 
 class Slice(NamedTuple):
@@ -37,6 +60,29 @@ class Slice(NamedTuple):
     @property
     def numel(self) -> int:
         return self.stop - self.start
+
+
+def parameter_specs(groups: list[dict[str, Any]], names: Mapping[torch.nn.Parameter, str] | None = None) -> list[ParameterSpec]:
+    """The specs of the parameters of torch.optim groups, which may be on the meta device.
+
+    Args:
+        names: of the parameters, as far as they are known.
+    """
+    names = names or {}
+    return [
+        ParameterSpec(tuple(param.shape), param.dtype, param.device, param.requires_grad, index, names.get(param, ""))
+        for index, group in enumerate(groups)
+        for param in group["params"]
+    ]
+
+
+class PlacedSlice(NamedTuple):
+    """Elements `start:stop` of flattened parameter number `param`, from `offset` on in a bucket or shard."""
+
+    param: int
+    start: int
+    stop: int
+    offset: int
 
 
 class Span(NamedTuple):
@@ -128,6 +174,13 @@ class Layout:
         """The slices that `rank` owns, from the front of the flat buffer to its end; `param` counts through `numels`."""
         return [piece for shards in self.shards for piece in self.slices_in(shards[rank])]
 
+    def placed_in(self, span: Span) -> list[PlacedSlice]:
+        """The parts of parameters that lie in `span`, with their places in it, from its front to its end."""
+        return [
+            PlacedSlice(param, start, stop, self.offsets[param] + start - span.start)
+            for param, start, stop in self.slices_in(span)
+        ]
+
     def slices_in(self, span: Span) -> list[Slice]:
         """The parts of parameters that lie in `span`, from its front to its end."""
         found = []
@@ -145,6 +198,109 @@ class Layout:
     def _laid(self) -> list[int]:
         """The parameters from the front of the flat buffer to its end."""
         return sorted(range(len(self.numels)), key=lambda param: self.offsets[param])
+
+
+@dataclass(frozen=True)
+class BufferPlan:
+    """One flat buffer: trainable parameters of one dtype and device."""
+
+    params: tuple[int, ...]  # numbers of the plan's parameters, in the order of the layout
+    layout: Layout
+    dtype: torch.dtype  # that the parameters are kept in
+    update_dtype: torch.dtype  # that they are updated in
+    device: torch.device
+
+    @property
+    def has_masters(self) -> bool:
+        """Whether each rank keeps its slices in `update_dtype` as well."""
+        return self.dtype != self.update_dtype
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which rank owns which slice of which parameter.
+
+    Frozen parameters are in no buffer. If there is optimizer state of theirs, rank 0 has it.
+    """
+
+    params: tuple[ParameterSpec, ...]
+    world_size: int
+    buffers: tuple[BufferPlan, ...]
+
+    def slices(self, rank: int) -> list[Slice]:
+        """The slices that `rank` owns, in the order of the parameters."""
+        slices = [
+            piece._replace(param=buffer.params[piece.param]) for buffer in self.buffers for piece in buffer.layout.slices(rank)
+        ]
+        if rank == 0:
+            slices += [Slice(number, 0, spec.numel) for number, spec in enumerate(self.params) if not spec.requires_grad]
+        return sorted(slices)
+
+    def followed_by(self, other: Self) -> Self:
+        """This plan and one of more parameters, which are numbered after this one's."""
+        first = len(self.params)
+        buffers = [replace(buffer, params=tuple(first + number for number in buffer.params)) for buffer in other.buffers]
+        return replace(self, params=self.params + other.params, buffers=(*self.buffers, *buffers))
+
+
+def plan(
+    params: Sequence[ParameterSpec],
+    world_size: int,
+    *,
+    bucket_mb: float = 75,
+    partition: str = "element",
+    param_dtype: torch.dtype | None = None,
+    order: Sequence[int] | None = None,
+) -> Plan:
+    """Lay trainable parameters out in flat buffers, one per dtype and device, last ones first.
+
+    Args:
+        params: all parameters, numbered as a torch.optim `state_dict()` numbers them.
+        world_size: ranks that share the optimizer state.
+        bucket_mb: megabytes (10**6 bytes) per bucket.
+        partition: 'element', equal shards, or 'parameter', whole parameters.
+        param_dtype: what the parameters are to be kept in; they are updated in their own dtype, float32 at least.
+        order: the parameters' numbers in the order in which the model uses them, if that is another one.
+
+    Raises:
+        ValueError: if `bucket_mb` is not positive, `partition` unknown, or `world_size` less than 1.
+    """
+    if bucket_mb <= 0:
+        raise ValueError(f"bucket_mb={bucket_mb} must be positive")
+    if partition not in PARTITIONS:
+        raise ValueError(f"partition={partition!r} is neither 'element' nor 'parameter'")
+    kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    for number in reversed(range(len(params)) if order is None else order):
+        if params[number].requires_grad:
+            kinds.setdefault((params[number].dtype, params[number].device), []).append(number)
+    lay_out = Layout.by_element if partition == "element" else Layout.by_parameter
+    buffers = []
+    for (own_dtype, device), numbers in kinds.items():
+        dtype = param_dtype or own_dtype
+        layout = lay_out(
+            [params[number].numel for number in numbers],
+            world_size,
+            bucket_numel=max(1, int(bucket_mb * 1e6) // dtype.itemsize),
+            align=_VECTOR_BYTES // dtype.itemsize,
+        )
+        update_dtype = own_dtype if param_dtype is None else torch.promote_types(own_dtype, torch.float32)
+        buffers.append(BufferPlan(tuple(numbers), layout, dtype, update_dtype, device))
+    return Plan(tuple(params), world_size, tuple(buffers))
+
+
+def zero_redundancy_slices(params: Sequence[ParameterSpec], world_size: int) -> list[list[Slice]]:
+    """Whole parameters as `torch.distributed.optim.ZeroRedundancyOptimizer` deals them to the ranks, by rank.
+
+    Group by group, the largest parameter first, each goes to the rank that has the fewest elements so far (its
+    `_partition_parameters`).
+    """
+    slices: list[list[Slice]] = [[] for _ in range(world_size)]
+    load = [0] * world_size  # elements
+    for number in sorted(range(len(params)), key=lambda number: (params[number].group, -params[number].numel)):
+        rank = load.index(min(load))
+        slices[rank].append(Slice(number, 0, params[number].numel))
+        load[rank] += params[number].numel
+    return slices
 
 
 def _check(numels: Sequence[int], world_size: int, bucket_numel: int, align: int) -> None:

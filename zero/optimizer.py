@@ -11,10 +11,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import WeakIdKeyDictionary
 
 from zero.arriving import WaitingDict
-from zero.collectives import Communicator, Gather, cpu_group
-from zero.layout import Layout, Slice, Span
+from zero.collectives import Communicator, Gather, cpu_group, gather_objects
+from zero.layout import BufferPlan, Layout, PlacedSlice, Plan, Slice, Span, parameter_specs, plan
 
-_VECTOR_BYTES = 64  # the widest vector registers, AVX-512, and a cache line
 _CACHED = 2**17  # elements to look at in one go, so that a CPU's cache holds what comes of them
 _NEED_WHOLE_PARAMETERS = (torch.optim.Adafactor, torch.optim.Muon)  # they look at rows and columns
 _CANNOT_BE_DIVIDED = {
@@ -29,7 +28,6 @@ class FlatBuffer(NamedTuple):
 
     data: torch.Tensor  # (layout.padded_numel,)
     params: list[torch.nn.Parameter]  # numbered as in the layout
-    indices: list[int]  # the place of each in all of `param_groups`
     layout: Layout
 
 
@@ -54,7 +52,7 @@ class Bucket:
     master: torch.Tensor | None  # (sizes[rank],) float32, where `data` is in less
     owned: list[OwnedSlice]  # what this rank updates, and the same by parameter group as the inner optimizer has it
     local_by_group: dict[int, list[torch.nn.Parameter]]
-    members: list[tuple[torch.nn.Parameter, Slice, int]]  # all that lies in it: parameter, part of it, offset in the bucket
+    members: list[tuple[torch.nn.Parameter, PlacedSlice]]  # all that lies in it
     gather: Gather | None = None  # in flight: of `data` only `shard` may be read
 
     @property
@@ -166,10 +164,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         param_dtype: torch.dtype | None = None,
         **kwargs: Any,
     ) -> None:
-        if bucket_mb <= 0:
-            raise ValueError(f"bucket_mb={bucket_mb} must be positive")
-        if partition not in ("element", "parameter"):
-            raise ValueError(f"partition={partition!r} is neither 'element' nor 'parameter'")
         if not isinstance(optimizer_cls, type):
             raise ValueError(f"optimizer_cls={optimizer_cls!r} must be a class, torch.optim.AdamW for one")
         for refused, reason in _CANNOT_BE_DIVIDED.items():
@@ -188,7 +182,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._refusal: str | None = None
         self.names: dict[torch.nn.Parameter, str] = {}  # for messages, as far as they are known
         self._owned_of: dict[torch.nn.Parameter, list[OwnedSlice]] = {}  # this rank's slices of a parameter, ascending
-        self._frozen: list[Slice] = []  # whole parameters, which are in no bucket
         self._given: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}  # groups as they were given, what they held then
         self._laid_out: list[list[torch.nn.Parameter]] = []  # the parameters of each group
         self._left: list[tuple[StorageWeakRef, int, int]] = []  # memory that parameters were in before: storage, addresses
@@ -205,7 +198,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 holder().synchronize()
         if not optimizer_cls.__module__.startswith("torch.optim"):
             self._try_to_divide(optimizer_cls, kwargs)
-        self._lay_out(first_group=0)
+        self.plan = self._plan(first_group=0)
+        self._allocate(self.plan, first_group=0)
         self.inner = self._on_all_ranks(lambda: optimizer_cls(self._inner_groups(first_group=0), **kwargs))
         self.defaults = dict(self.inner.defaults)
         _copy_hyperparameters(self.inner.param_groups, self.param_groups)
@@ -221,7 +215,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
             return
         _check_memory([param for group in self.param_groups for param in group["params"]])
         first = len(self.param_groups) - 1
-        self._lay_out(first)
+        added = self._plan(first)
+        self.plan = self.plan.followed_by(added)
+        self._allocate(added, first)
         for group in self._inner_groups(first):
             self._on_all_ranks(lambda group=group: self.inner.add_param_group(group))
         _copy_hyperparameters(self.inner.param_groups[first:], self.param_groups[first:])
@@ -234,8 +230,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         except Exception as raised:
             error = raised
         if self.comm.world_size > 1:
-            errors = [None] * self.comm.world_size
-            dist.all_gather_object(errors, error and str(error), group=cpu_group(self.comm.group))
+            errors = gather_objects(error and str(error), cpu_group(self.comm.group))
             if error is None and any(errors):
                 rank = next(rank for rank, message in enumerate(errors) if message)
                 raise ValueError(f"rank {rank}: {errors[rank]}")
@@ -415,10 +410,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         Their `param` counts through all of `param_groups`, as the keys of a torch.optim `state_dict()` do.
         """
-        pieces = [
-            piece._replace(param=buffer.indices[piece.param]) for buffer in self.buffers for piece in buffer.layout.slices(rank)
-        ]
-        return sorted(pieces + (self._frozen if rank == 0 else []))
+        return self.plan.slices(rank)
 
     @property
     def state(self) -> Any:
@@ -514,68 +506,64 @@ class ShardedOptimizer(torch.optim.Optimizer):
         storage, (start, stop) = StorageWeakRef(tensor.untyped_storage()), _span(tensor)
         return any(left == storage and start < end and begin < stop for left, begin, end in self._left)
 
-    def _lay_out(self, first_group: int) -> None:
-        """Move the trainable parameters of the groups from `first_group` on into flat buffers, one per dtype and device."""
-        first_index = sum(len(group["params"]) for group in self.param_groups[:first_group])
+    def _plan(self, first_group: int) -> Plan:
+        """Where the parameters of the groups from `first_group` on are to lie."""
+        groups = self.param_groups[first_group:]
+        params = [param for group in groups for param in group["params"]]
+        order = sorted(range(len(params)), key=lambda number: self.registration_order.get(params[number], -1))
+        return plan(
+            parameter_specs(groups),
+            self.comm.world_size,
+            bucket_mb=self.bucket_mb,
+            partition=self.partition,
+            param_dtype=self.param_dtype,
+            order=order,
+        )
+
+    def _allocate(self, planned: Plan, first_group: int) -> None:
+        """Move the parameters of the groups from `first_group` on to their places in new flat buffers."""
         params = [param for group in self.param_groups[first_group:] for param in group["params"]]
         group_of = {param: index for index, group in enumerate(self.param_groups) for param in group["params"]}
-        positions = range(len(params))
-        if self.registration_order:
-            positions = sorted(positions, key=lambda position: self.registration_order.get(params[position], -1))
-        kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-        for position in reversed(positions):
-            param = params[position]
-            if param.requires_grad:
-                kinds.setdefault((param.dtype, param.device), []).append(position)
-                continue
-            self._frozen.append(Slice(first_index + position, 0, param.numel()))
-            if self.comm.rank == 0:
-                self._owned_of[param] = [OwnedSlice(param, 0, param.numel(), 0, param)]
-        lay = Layout.by_element if self.partition == "element" else Layout.by_parameter
-        for (dtype, device), members in kinds.items():
-            kept_in = self.param_dtype or dtype
-            update_dtype = torch.promote_types(dtype, torch.float32) if self.param_dtype else dtype
-            layout = lay(
-                [params[position].numel() for position in members],
-                self.comm.world_size,
-                bucket_numel=max(1, int(self.bucket_mb * 1e6) // kept_in.itemsize),
-                align=_VECTOR_BYTES // kept_in.itemsize,
-            )
-            data = torch.zeros(layout.padded_numel, dtype=kept_in, device=device)
-            buffer = FlatBuffer(data, [params[p] for p in members], [first_index + p for p in members], layout)
+        if self.comm.rank == 0:  # it has the state of frozen parameters, if there is any
+            frozen = [param for param in params if not param.requires_grad]
+            self._owned_of.update({param: [OwnedSlice(param, 0, param.numel(), 0, param)] for param in frozen})
+        for planned_buffer in planned.buffers:
+            data = torch.zeros(planned_buffer.layout.padded_numel, dtype=planned_buffer.dtype, device=planned_buffer.device)
+            buffer = FlatBuffer(data, [params[number] for number in planned_buffer.params], planned_buffer.layout)
             self.buffers.append(buffer)
-            for shards in layout.shards:
-                bucket = self._bucket(buffer, shards, update_dtype)
+            for shards in planned_buffer.layout.shards:
+                bucket = self._bucket(buffer, shards, planned_buffer)
                 self.buckets.append(bucket)
                 for owned in bucket.owned:
                     self._owned_of.setdefault(owned.param, []).append(owned)
                     bucket.local_by_group.setdefault(group_of[owned.param], []).append(owned.local)
-            for param, offset in zip(buffer.params, layout.offsets, strict=True):
-                if param.numel():
-                    self._left.append((StorageWeakRef(param.untyped_storage()), *_span(param)))
-                value = param.data if _is_dense(param) else param.data.contiguous()
-                self.comm.broadcast(flattened(value, value))
-                place = data[offset : offset + param.numel()]
-                param.data = place.as_strided(value.shape, value.stride())
-                self.set_parameter(param, value)
-                _holder_of[param] = weakref.ref(self)
+            self._move_parameters(buffer)
 
-    def _bucket(self, buffer: FlatBuffer, shards: tuple[Span, ...], update_dtype: torch.dtype) -> Bucket:
-        data, layout = buffer.data, buffer.layout
+    def _bucket(self, buffer: FlatBuffer, shards: tuple[Span, ...], planned: BufferPlan) -> Bucket:
         span, own = Span(shards[0].start, shards[-1].stop), shards[self.comm.rank]
-        shard = data[own.start : own.stop]
-        master = None if update_dtype == data.dtype else torch.zeros_like(shard, dtype=update_dtype)
-        bucket = Bucket(data[span.start : span.stop], [piece.numel for piece in shards], shard, master, [], {}, [])
-        for index, start, stop in layout.slices_in(own):
-            offset = layout.offsets[index] + start - own.start
-            local = bucket.updated[offset : offset + stop - start]
+        data, shard = buffer.data[span.start : span.stop], buffer.data[own.start : own.stop]
+        master = torch.zeros_like(shard, dtype=planned.update_dtype) if planned.has_masters else None
+        bucket = Bucket(data, [piece.numel for piece in shards], shard, master, [], {}, [])
+        for number, start, stop, offset in planned.layout.placed_in(own):
+            param, local = buffer.params[number], bucket.updated[offset : offset + stop - start]
             if self.partition == "parameter":
-                local = shaped(local, buffer.params[index])
-            bucket.owned.append(OwnedSlice(buffer.params[index], start, stop, offset, torch.nn.Parameter(local)))
-        for piece in layout.slices_in(span):
-            offset = layout.offsets[piece.param] + piece.start - span.start
-            bucket.members.append((buffer.params[piece.param], piece, offset))
+                local = shaped(local, param)
+            bucket.owned.append(OwnedSlice(param, start, stop, offset, torch.nn.Parameter(local)))
+        for placed in planned.layout.placed_in(span):
+            bucket.members.append((buffer.params[placed.param], placed))
         return bucket
+
+    def _move_parameters(self, buffer: FlatBuffer) -> None:
+        """Make the data of a buffer's parameters, with the values of rank 0, views into the buffer."""
+        for param, offset in zip(buffer.params, buffer.layout.offsets, strict=True):
+            if param.numel():
+                self._left.append((StorageWeakRef(param.untyped_storage()), *_span(param)))
+            value = param.data if _is_dense(param) else param.data.contiguous()
+            self.comm.broadcast(flattened(value, value))
+            place = buffer.data[offset : offset + param.numel()]
+            param.data = place.as_strided(value.shape, value.stride())
+            self.set_parameter(param, value)
+            _holder_of[param] = weakref.ref(self)
 
     def _inner_groups(self, first_group: int) -> list[dict[str, Any]]:
         """Parameter groups for the inner optimizer, with this rank's slices in place of the parameters."""

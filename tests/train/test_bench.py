@@ -31,7 +31,7 @@ def test_mistakes_have_exit_code_2():
     assert "torchrun" in run("bench.py").stderr
     process = run("bench.py", "--modes=adamw,other", ranks=1)
     assert "other is not one of adamw, torch, sharded" in process.stderr
-    for argument, message in (("--rounds=0", "rounds=0 must be positive"), ("--n_embd=63", "use a multiple of n_head")):
+    for argument, message in (("--rounds=0", "rounds=0 must be at least 1"), ("--n_embd=63", "use a multiple of n_head")):
         assert message in run("bench.py", argument, ranks=1).stderr
 
 

@@ -2,11 +2,14 @@
 
 import glob
 import os
+from typing import Literal
 
 import pytest
+import torch
 from conftest import ROOT
 
-from configurator import configure
+import configurator
+from configurator import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, configure
 from distributed import launched
 
 ALL_LAUNCH_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -168,9 +171,48 @@ def train_defaults():
     with open(os.path.join(ROOT, "train.py")) as file:
         source = file.read()
     head = source[source.index("out_dir = ") : source.index("config = configure")]
-    names = {"torch": __import__("torch")}
+    names = {"torch": torch, "Literal": Literal, **vars(configurator)}
+    before = {*names, "__annotations__"}
     exec(head, names)
-    return {key: value for key, value in names.items() if key not in ("torch", "__builtins__")}
+    return {key: value for key, value in names.items() if key not in before}
+
+
+DECLARED = {
+    "count": (3, PositiveInt),
+    "step": (3, NonNegativeInt),
+    "size": (0.5, PositiveFloat),
+    "rate": (0.5, NonNegativeFloat),
+    "decay": (0.5, Fraction),
+    "format": ("one", Literal["one", "two"]),
+}
+BAD_VALUES = {
+    "count=0": "must be at least 1",
+    "step=-1": "must not be negative",
+    "size=0.0": "must be positive",
+    "rate=-0.1": "must not be negative",
+    "decay=1.0": "must be at least 0 and less than 1",
+    "decay=-0.5": "must be at least 0 and less than 1",
+    "format=three": "is not one of one, two",
+}
+
+
+def declared():
+    kinds = {key: kind for key, (_, kind) in DECLARED.items()}
+    return {**{key: value for key, (value, _) in DECLARED.items()}, "__annotations__": kinds}
+
+
+@pytest.mark.parametrize("text", BAD_VALUES)
+def test_a_value_must_keep_the_declared_range_or_choices(text, capsys):
+    with pytest.raises(SystemExit) as ended:
+        configure(declared(), [f"--{text}"])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == f"error: {text} {BAD_VALUES[text]}\n"
+
+
+@pytest.mark.parametrize("text", ["count=1", "step=0", "size=0.01", "rate=0.0", "decay=0.0", "format=two"])
+def test_values_at_the_end_of_a_range_are_taken(text):
+    key, value = text.split("=")
+    assert str(configure(declared(), [f"--{text}"])[key]) == value
 
 
 NANOGPT_DEFAULTS = {

@@ -29,7 +29,7 @@ from zero.checkpoint.store import (
     _shards_of,
     save,
 )
-from zero.collectives import PATIENCE
+from zero.collectives import PATIENCE, broadcast_object, gather_objects
 from zero.state import Piece, consolidate, model_state_dict, own_pieces
 
 
@@ -53,24 +53,13 @@ def _save_sharded(
     """
     begin = time.perf_counter()
     named = ((piece.name.removeprefix("model."), piece) for piece in pieces if piece.name.startswith("model."))
-    bad = [_first_not_finite((name, piece.elements) for name, piece in named if name not in buffers)]
-    if group is not None:
-        gathered = [None] * dist.get_world_size(group)
-        dist.all_gather_object(gathered, bad[0], group=group)
-        bad = gathered
-    _refuse(bad)
-    name = _shards_name(contents) if contents else None
-    if group is not None:
-        names = [name]
-        dist.broadcast_object_list(names, group_src=0, group=group)
-        [name] = names
+    bad = _first_not_finite((name, piece.elements) for name, piece in named if name not in buffers)
+    _refuse(gather_objects(bad, group))
+    name = broadcast_object(_shards_name(contents) if contents else None, group)
     unfinished = os.path.join(folder, name + ".tmp")
     with _gone_unless_it_counts(os.path.join(folder, NAME), name) if contents else nullcontext():
         sums = write(pieces, unfinished, group)
-        if group is not None:
-            gathered = [{}] * dist.get_world_size(group)
-            dist.all_gather_object(gathered, sums, group=group)
-            sums = {file: entry for each in gathered for file, entry in each.items()}
+        sums = {file: entry for each in gather_objects(sums, group) for file, entry in each.items()}
         if contents is None:
             return None
         if missing := [file for file in sums if not os.path.exists(os.path.join(unfinished, file))]:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from zero import ShardedGradScaler
 from zero.collectives import gather_objects
 from zero.optimizer import GradientNorms
-from zero.partition import parameters, partition
+from zero.partition import partition
 
 _REMEDY = "try a lower --learning_rate, --grad_clip=1.0, more --warmup_iters or --dtype=float32"
 
@@ -37,7 +37,7 @@ class Guard:
         self._zero = torch.zeros((), device=device)
         self._in_a_row = self._skipped = self._zero  # updates
         # of the last one that was the first of its row: loss, norm of all gradients, norms of this rank's, (locals + 2,)
-        self._first = torch.zeros(len(parameters(self._part.inner)) + 2, device=device)
+        self._first = torch.zeros(len(self._part.locals) + 2, device=device)
         self._reported = 0  # of the skipped ones
 
     def watch(self, loss: torch.Tensor, norms: GradientNorms) -> None:
@@ -52,7 +52,7 @@ class Guard:
         if dist.is_initialized():
             dist.all_reduce(bad, dist.ReduceOp.MAX)
         skip = torch.maximum(bad, (self._in_a_row >= self.limit).float())
-        each = [norms.each.get(local, self._zero) for local in parameters(self._part.inner)]
+        each = [norms.each.get(local, self._zero) for local in self._part.locals]
         figures = torch.stack([figure.float() for figure in (loss, norms.total, *each)])
         self._first = torch.where(skip > self._in_a_row, figures, self._first)
         self._in_a_row = (self._in_a_row + 1) * skip
@@ -102,9 +102,9 @@ class Guard:
 
     def _first_bad(self, norms: list[float]) -> tuple[int, str] | None:
         """Place in the model and name of the first parameter of this rank that, or whose gradient, is not finite."""
-        params, places = parameters(self.optimizer), {name: place for place, name in enumerate(self._names.values())}
+        params, places = self._part.params, {name: place for place, name in enumerate(self._names.values())}
         bad = []
-        for piece, local, norm in zip(self._part.slices[self._part.rank], parameters(self._part.inner), norms, strict=True):
+        for piece, local, norm in zip(self._part.plan.slices(self._part.rank), self._part.locals, norms, strict=True):
             name = self._names[params[piece.param]]
             if not local.detach().isfinite().all():
                 bad.append((places[name], name))

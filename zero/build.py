@@ -8,9 +8,9 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from zero.data_parallel import ShardedDataParallel
-from zero.memory import state_bytes_predicted
+from zero.memory import predicted_bytes
 from zero.optimizer import GradientNorms, ShardedOptimizer
-from zero.partition import parameters
+from zero.partition import parameters, partition
 
 IMPLEMENTATIONS = ("sharded", "torch")
 PARAM_DTYPES = {"float32": None, "bfloat16": torch.bfloat16}  # None: as the model comes
@@ -101,12 +101,13 @@ def clip_grad_norm_(optimizer: torch.optim.Optimizer, max_norm: float) -> Gradie
 
 def describe(optimizer: torch.optim.Optimizer, use_zero1: bool) -> str:
     """One line for the console: which implementation, its state bytes per rank, and what plain AdamW would hold."""
-    by_rank = state_bytes_predicted(optimizer)
+    plan = partition(optimizer).plan
+    by_rank = [predicted_bytes(plan, rank)["state"] for rank in range(plan.world_size)]
     whole = f"{sum(by_rank) / 1e6:.1f} MB"
     if isinstance(optimizer, ShardedOptimizer | ZeroRedundancyOptimizer):
         name = "sharded" if isinstance(optimizer, ShardedOptimizer) else "torch"
         fullest = f"{max(by_rank) / 1e6:.1f} MB of AdamW state on the fullest rank"
-        if isinstance(optimizer, ShardedOptimizer) and optimizer.param_dtype is not None:
+        if plan.has_masters:
             fullest += f", half as much again in float32 master weights of {optimizer.param_dtype} ones"
         return (
             f"Using ZeRO-1 optimizer state sharding: zero1_impl='{name}' ({type(optimizer).__name__}) over "

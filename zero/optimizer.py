@@ -175,7 +175,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.bucket_mb = bucket_mb
         self.partition = partition
         self.param_dtype = param_dtype
-        self.registration_order = {param: index for index, param in enumerate(registration_order or [])}
+        self.registration_order = list(registration_order or ())
         self.buffers: list[FlatBuffer] = []
         self.buckets: list[Bucket] = []
         self.check_reads = False  # see ShardedDataParallel
@@ -508,16 +508,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _plan(self, first_group: int) -> Plan:
         """Where the parameters of the groups from `first_group` on are to lie."""
-        groups = self.param_groups[first_group:]
-        params = [param for group in groups for param in group["params"]]
-        order = sorted(range(len(params)), key=lambda number: self.registration_order.get(params[number], -1))
+        specs = parameter_specs(self.param_groups[first_group:], self.registration_order)
         return plan(
-            parameter_specs(groups),
-            self.comm.world_size,
-            bucket_mb=self.bucket_mb,
-            partition=self.partition,
-            param_dtype=self.param_dtype,
-            order=order,
+            specs, self.comm.world_size, bucket_mb=self.bucket_mb, partition=self.partition, param_dtype=self.param_dtype
         )
 
     def _allocate(self, planned: Plan, first_group: int) -> None:

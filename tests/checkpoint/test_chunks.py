@@ -19,7 +19,7 @@ from zero.checkpoint.__main__ import main
 from zero.checkpoint.chunks import _Unpickler
 from zero.checkpoint.files import FileSum, file_sum
 from zero.checkpoint.format import read_file
-from zero.state import own_pieces
+from zero.state import local_chunks
 
 VALUES = {"model_args": {"n_layer": 1}, "iter_num": 4, "best_val_loss": 2.0, "config": {"seed": 1}}
 
@@ -34,7 +34,7 @@ def save_both(mode, folder):
         writer.wait()
         assert not [outcome for outcome in writer.outcomes() if isinstance(outcome, OSError)]
     dist.barrier()
-    return sum(piece.elements.numel() for piece in own_pieces(model.module, optimizer)[0])
+    return sum(piece.elements.numel() for piece in local_chunks(model.module, optimizer)[0])
 
 
 @pytest.fixture

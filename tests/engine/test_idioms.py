@@ -756,7 +756,7 @@ def consolidated(optimizer_cls):
         for index, state in whole["state"].items():
             assert all(torch.equal(restored["state"][index][key], value) for key, value in state.items())
     with pytest.raises(ValueError, match="shards hold contiguous parameters"):
-        checkpoint.own_pieces(module, optimizer)
+        checkpoint.local_chunks(module, optimizer)
     return True
 
 

@@ -10,7 +10,8 @@ from toy import MODES, assert_equal, batch, build_toy, largest_difference, make_
 
 from model import GPT, GPTConfig
 from zero import ShardedDataParallel, ShardedGradScaler, ShardedOptimizer, checkpoint
-from zero.memory import held_bytes, state_bytes_predicted
+from zero.memory import held_bytes, predicted_bytes
+from zero.partition import partition
 
 
 def train_all_modes(clip):
@@ -21,7 +22,7 @@ def train_all_modes(clip):
         train(model, optimizer, dist.get_rank(), steps=20, clip=clip)
         after[mode] = weights(model)
         measured[mode] = held_bytes(optimizer)["state"]
-        predicted[mode] = state_bytes_predicted(optimizer)[dist.get_rank() if mode != "adamw" else 0]
+        predicted[mode] = predicted_bytes(partition(optimizer).plan, dist.get_rank() if mode != "adamw" else 0)["state"]
     return after, measured, predicted
 
 

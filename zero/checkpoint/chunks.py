@@ -17,7 +17,7 @@ from torch.distributed.checkpoint import filesystem, metadata, planner
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from zero.checkpoint.files import FileSum, damaged, file_sum, of_the_disk, sync_folder
-from zero.state import CheckpointError, Piece
+from zero.state import CheckpointError, TensorChunk
 
 # what is meant here, and needs no warning
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
@@ -37,7 +37,7 @@ _ADMITTED = {(record.__module__, record.__qualname__): record for record in _REC
 _ADMITTED["torch.serialization", "_get_layout"] = torch.serialization._get_layout  # how a torch.layout is pickled
 
 
-def write(pieces: list[Piece], folder: str, process_group: dist.ProcessGroup | None) -> dict[str, FileSum]:
+def write(pieces: list[TensorChunk], folder: str, process_group: dist.ProcessGroup | None) -> dict[str, FileSum]:
     """Write each rank's pieces, and have them on the disk. Needs to be called on all ranks of the group; None: alone.
 
     Together the pieces must cover every tensor once.
@@ -65,7 +65,7 @@ def write(pieces: list[Piece], folder: str, process_group: dist.ProcessGroup | N
     return writer.sums
 
 
-def read(folder: str, pieces: list[Piece]) -> None:
+def read(folder: str, pieces: list[TensorChunk]) -> None:
     """Fill the elements of `pieces`, whoever wrote them and however they were cut. Any rank alone.
 
     Raises:
@@ -90,7 +90,7 @@ def read(folder: str, pieces: list[Piece]) -> None:
 class _SavePlanner(dcp.DefaultSavePlanner):
     """Plans to write pieces in place of a state dict."""
 
-    def __init__(self, pieces: list[Piece]) -> None:
+    def __init__(self, pieces: list[TensorChunk]) -> None:
         super().__init__(flatten_state_dict=False)
         self.pieces = {_index(piece): piece for piece in pieces}
 
@@ -102,7 +102,7 @@ class _SavePlanner(dcp.DefaultSavePlanner):
         return self.pieces[index].elements
 
     @staticmethod
-    def _write_item(piece: Piece) -> planner.WriteItem:
+    def _write_item(piece: TensorChunk) -> planner.WriteItem:
         properties = metadata.TensorProperties.create_from_tensor(piece.elements)
         data = planner.TensorWriteData(_chunk(piece), properties, torch.Size([piece.numel]))
         return planner.WriteItem(_index(piece), planner.WriteItemType.SHARD, tensor_data=data)
@@ -111,7 +111,7 @@ class _SavePlanner(dcp.DefaultSavePlanner):
 class _LoadPlanner(dcp.DefaultLoadPlanner):
     """Plans to read pieces in place of a state dict."""
 
-    def __init__(self, pieces: list[Piece]) -> None:
+    def __init__(self, pieces: list[TensorChunk]) -> None:
         super().__init__(flatten_state_dict=False)
         self.pieces = {_index(piece): piece for piece in pieces}
 
@@ -183,16 +183,16 @@ class _Unpickler(pickle.Unpickler):
         return metadata._MEM_FORMAT_ENCODING[name]
 
 
-def _with_elements(pieces: list[Piece]) -> list[Piece]:
+def _with_elements(pieces: list[TensorChunk]) -> list[TensorChunk]:
     """Of tensors that have no elements nothing is written."""
     return [piece for piece in pieces if piece.elements.numel()]
 
 
-def _index(piece: Piece) -> metadata.MetadataIndex:
+def _index(piece: TensorChunk) -> metadata.MetadataIndex:
     return metadata.MetadataIndex(piece.name, [piece.start])
 
 
-def _chunk(piece: Piece) -> metadata.ChunkStorageMetadata:
+def _chunk(piece: TensorChunk) -> metadata.ChunkStorageMetadata:
     return metadata.ChunkStorageMetadata(torch.Size([piece.start]), torch.Size([piece.elements.numel()]))
 
 
@@ -205,12 +205,12 @@ def read_tensors(folder: str, tensors: list[tuple[str, dict[str, Any]]]) -> None
             if isinstance(tensor, torch.Tensor) and tensor.is_meta:
                 if id(tensor) not in real:
                     real[id(tensor)] = torch.empty(tensor.shape, dtype=tensor.dtype)
-                    pieces.append(Piece.of_whole(f"{prefix}.{key}", real[id(tensor)]))
+                    pieces.append(TensorChunk.of_whole(f"{prefix}.{key}", real[id(tensor)]))
                 entries[key] = real[id(tensor)]
     read(folder, pieces)
 
 
-def cut_out(tensors: list[tuple[str, dict[str, Any]]]) -> list[Piece]:
+def cut_out(tensors: list[tuple[str, dict[str, Any]]]) -> list[TensorChunk]:
     """Put tensors on the meta device in place of real ones that have dimensions; the real ones, in pieces."""
     metas: dict[tuple[Any, ...], torch.Tensor] = {}
     pieces = []
@@ -220,6 +220,6 @@ def cut_out(tensors: list[tuple[str, dict[str, Any]]]) -> list[Piece]:
                 place = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)  # of tied ones the same
                 if place not in metas or not tensor.numel():
                     metas[place] = torch.empty_like(tensor, device="meta")
-                    pieces.append(Piece.of_whole(f"{prefix}.{key}", tensor))
+                    pieces.append(TensorChunk.of_whole(f"{prefix}.{key}", tensor))
                 entries[key] = metas[place]
     return pieces

@@ -17,7 +17,7 @@ import torch
 from zero.checkpoint.chunks import cut_out, read, read_tensors, write
 from zero.checkpoint.files import FileSum, also_as, damage, damaged, replacing, sync_folder
 from zero.checkpoint.format import read_file, write_file
-from zero.state import CheckpointError, Piece
+from zero.state import CheckpointError, TensorChunk
 
 FORMATS = ("consolidated", "sharded")
 NAME, PREVIOUS = "ckpt.pt", "ckpt_prev.pt"
@@ -145,7 +145,7 @@ def load(path: str) -> dict[str, Any]:
     return checkpoint
 
 
-def chunk_reader(path: str, checkpoint: dict[str, Any]) -> Callable[[list[Piece]], None] | None:
+def chunk_reader(path: str, checkpoint: dict[str, Any]) -> Callable[[list[TensorChunk]], None] | None:
     """What `restore` reads a sharded checkpoint's optimizer state with; None for a consolidated one, which holds it.
 
     Args:

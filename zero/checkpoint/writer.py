@@ -30,12 +30,12 @@ from zero.checkpoint.store import (
     save,
 )
 from zero.collectives import PATIENCE, broadcast_object, gather_objects
-from zero.state import Piece, consolidate, model_state_dict, own_pieces
+from zero.state import TensorChunk, full_state, local_chunks
 
 
 def _save_sharded(
     contents: dict[str, Any] | None,
-    pieces: list[Piece],
+    pieces: list[TensorChunk],
     folder: str,
     keep: int,
     rotate: bool,
@@ -117,16 +117,17 @@ class CheckpointWriter:
         begin = time.perf_counter()
         buffers = model.state_dict().keys() - {name for name, _ in model.named_parameters(remove_duplicate=False)}
         if self.format == "sharded":
-            pieces, contents = own_pieces(model, optimizer)
+            pieces, contents = local_chunks(model, optimizer)
             if self.background:
                 pieces = [piece._replace(elements=piece.elements.to("cpu", copy=True)) for piece in pieces]
             contents = None if contents is None else {**contents, **values}
             write_it = partial(_save_sharded, contents, pieces, self.folder, self.keep, not self.damaged, buffers, self._group)
         else:
-            contents = {"model": model_state_dict(model, optimizer), "optimizer": consolidate(optimizer), **values}
-            write_it = partial(save, contents, self.folder, self.keep, not self.damaged, buffers)
-            if contents["optimizer"] is None:  # rank 0 has it all
+            contents = full_state(model, optimizer)
+            if contents is None:  # rank 0 has it all
                 write_it = _nothing
+            else:
+                write_it = partial(save, {**contents, **values}, self.folder, self.keep, not self.damaged, buffers)
         write_it = partial(self._write, write_it, time.perf_counter() - begin)
         if self.background:
             self._pending = self._thread.submit(write_it)

@@ -27,7 +27,7 @@ import sys
 import tempfile
 import time
 from contextlib import nullcontext
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -65,7 +65,7 @@ seed: NonNegativeInt = 1337
 config = configure(globals())
 # -----------------------------------------------------------------------------
 
-ADAMW = {"lr": 1e-4, "betas": (0.9, 0.95)}
+ADAMW: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95)}
 
 
 def simple(model, groups):
@@ -153,7 +153,8 @@ def loopback_bytes():
 def measure_time():
     """Rows of the table: by mode the median time, ratio to the first mode, and bytes. Needs to be called on all ranks."""
     contenders = {name: contender(name) for name in names}
-    times, sent = {name: [] for name in names}, {name: [] for name in names}
+    times: dict[str, list[float]] = {name: [] for name in names}
+    sent: dict[str, list[float]] = {name: [] for name in names}
     for _ in range(rounds + 1):
         for name in names:
             milliseconds, bytes_per_step = turn(*contenders[name])

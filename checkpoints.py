@@ -30,9 +30,9 @@ class Checkpoints:
         self.is_rank_0 = not dist.is_initialized() or dist.get_rank() == 0
         self.error: OSError | DivergedError | None = None  # why the last save failed; on rank 0, which knows of all
         self._lock: Lock | None = None  # on rank 0
-        self._path: str | None = None  # of the checkpoint that was loaded
+        self._path = ""  # of the checkpoint that was loaded
         self._newest_is_corrupt = False  # then another one was loaded; on rank 0
-        self._writer: CheckpointWriter | None = None
+        self._writer: CheckpointWriter  # from `claim` on
 
     def load(self) -> dict[str, Any]:
         """Read the newest checkpoint that is not corrupt. Locks the folder first, unless the run is read-only.
@@ -78,7 +78,7 @@ class Checkpoints:
         """
         for outcome in self._writer.outcomes() if self.is_rank_0 else ():
             self.error = None if isinstance(outcome, SaveReport) else outcome
-            if self.error is not None:
+            if not isinstance(outcome, SaveReport):
                 print(f"WARNING: the checkpoint was not written: {outcome}; files from before are unchanged", flush=True)
                 continue
             if outcome.complaint:
@@ -125,7 +125,7 @@ class Checkpoints:
 
     def _claim(self) -> None:
         self._lock = self._lock or Lock(self.folder)
-        if self._path is None and self.exist():
+        if not self._path and self.exist():
             print(
                 f"WARNING: out_dir={self.folder} holds another run, which this one replaces; --init_from=resume goes on with it"
             )

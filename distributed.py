@@ -180,9 +180,9 @@ def _has_each_rank_a_gpu(device: str, store: dist.Store, world_size: int) -> boo
 
 
 def _integer(name: str, default: int | None = None) -> int:
-    text = os.environ.get(name)
-    if text is None and default is not None:
+    if name not in os.environ and default is not None:
         return default
+    text = os.environ[name]
     try:
         return int(text)
     except ValueError as error:

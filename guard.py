@@ -60,7 +60,7 @@ class Guard:
         if self.scaler.is_enabled():
             self.scaler.skip_if(self.optimizer, skip)
         elif self._part.inner.defaults.get("fused"):
-            self._part.inner.found_inf = skip
+            self._part.inner.found_inf = skip  # type: ignore[attr-defined]  # where torch.amp.GradScaler puts it
         elif skip:  # without that kernel, as on mps, the host has to know
             self.optimizer.zero_grad(set_to_none=True)
 

@@ -3,6 +3,7 @@
 import os
 import re
 import time
+from typing import Any
 
 import torch
 
@@ -35,7 +36,7 @@ _PEAK_TFLOPS = (
 )
 
 
-def resolve(device: str, dtype: str, param_dtype: str = "float32") -> tuple[str, str]:
+def resolve(device: str, dtype: str, param_dtype: str = "float32") -> tuple[str, Any]:
     """The device and the number format to compute in, with what 'auto' stands for filled in.
 
     Args:

@@ -211,7 +211,7 @@ def _wandb_run(project: str, name: str, config: dict[str, Any], run_id: str | No
     except ImportError as error:
         raise LoggerError(f"wandb_log=True needs wandb ({error}); pip install wandb, or use --wandb_log=False") from error
 
-    def start(mode: str) -> Any:
+    def start(mode: Any) -> Any:
         return wandb.init(project=project, name=name, config=config, mode=mode, id=run_id, resume="allow" if run_id else None)
 
     try:

@@ -155,6 +155,11 @@ class GPT(nn.Module):
         logits = self.lm_head(x)
         return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
 
+    def compile_blocks(self) -> None:
+        """Compile the model block by block: that is short to compile, and the parameters keep their names."""
+        for block in self.transformer.h:
+            block.compile()
+
     def crop_block_size(self, block_size: int) -> None:
         """Forget the positions from `block_size` on. Call it before an optimizer takes the parameters."""
         if block_size == self.config.block_size:

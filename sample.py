@@ -64,8 +64,7 @@ autocast = nullcontext() if dtype == "float32" else torch.amp.autocast(device_ty
 torch.manual_seed(seed)
 model.eval().to(device)
 if compile:
-    for block in model.transformer.h:
-        block.compile()
+    model.compile_blocks()
 
 prompt = torch.tensor([tokens], device=device)  # (1, time)
 for _ in range(num_samples):

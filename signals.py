@@ -9,7 +9,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from zero.collectives import PATIENCE
+from zero.collectives import LONG_TIMEOUT
 
 _SAME_KEYSTROKE_S = 1.0  # launchers pass on a Ctrl-C that the terminal may have sent to this process already
 
@@ -35,7 +35,7 @@ class Signals:
         self._lock = threading.Lock()
         self._interrupted: float | None = None  # when SIGINT came first, in seconds
         # on the CPU, whatever the backend of the run: deciding must not wait for a GPU
-        self._group = dist.new_group(backend="gloo", timeout=PATIENCE) if dist.is_initialized() else None
+        self._group = dist.new_group(backend="gloo", timeout=LONG_TIMEOUT) if dist.is_initialized() else None
         self._inbox, outbox = os.pipe()
         os.set_blocking(outbox, False)
         signal.set_wakeup_fd(outbox)
@@ -49,7 +49,7 @@ class Signals:
             decision, self._wish = torch.tensor(int(max(wish, self._wish))), Wish.NOTHING
         if self._group is not None:
             dist.all_reduce(decision, op=dist.ReduceOp.MAX, group=self._group)
-        return Wish(decision.item())
+        return Wish(int(decision.item()))
 
     def _listen(self) -> None:
         while True:

@@ -174,9 +174,8 @@ with exit_on_wrong_input():
 raw_model.to(device)
 if master_process:
     print(f"number of parameters: {raw_model.num_params() / 1e6:.2f}M")
-if compile:  # by the block: short to compile, and the parameters keep their names
-    for block in raw_model.transformer.h:
-        block.compile()
+if compile:
+    raw_model.compile_blocks()
 
 # optimizer: `build` hides what the ZeRO-1 settings choose
 with exit_on_wrong_input():

@@ -98,6 +98,10 @@ class PlacedSlice(NamedTuple):
     stop: int
     offset: int
 
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
 
 class Span(NamedTuple):
     """Elements `start:stop` of the flat buffer."""

@@ -3,15 +3,17 @@
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.profiler import record_function
 from torch.utils.weak import WeakIdKeyDictionary
 
 from zero.arriving import WaitingDict
-from zero.collectives import Communicator, Gather, cpu_group, gather_objects
+from zero.collectives import AllGatherWork, Communicator, cpu_group, gather_objects
 from zero.layout import BufferPlan, Layout, PlacedSlice, Plan, Slice, Span, parameter_specs, plan
 
 _CACHED = 2**17  # elements to look at in one go, so that a CPU's cache holds what comes of them
@@ -46,6 +48,7 @@ class OwnedSlice(NamedTuple):
 class Bucket:
     """One bucket at run time."""
 
+    number: int  # among all buckets of the optimizer
     data: torch.Tensor  # (sum of sizes,), a view into FlatBuffer.data
     sizes: list[int]  # elements of each rank's shard
     shard: torch.Tensor  # (sizes[rank],), this rank's part of `data`
@@ -53,7 +56,7 @@ class Bucket:
     owned: list[OwnedSlice]  # what this rank updates, and the same by parameter group as the inner optimizer has it
     local_by_group: dict[int, list[torch.nn.Parameter]]
     members: list[tuple[torch.nn.Parameter, PlacedSlice]]  # all that lies in it
-    gather: Gather | None = None  # in flight: of `data` only `shard` may be read
+    gather: AllGatherWork | None = None  # in flight: of `data` only `shard` may be read
 
     @property
     def updated(self) -> torch.Tensor:
@@ -187,7 +190,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._left: list[tuple[StorageWeakRef, int, int]] = []  # memory that parameters were in before: storage, addresses
         self._alone: GradientSource = ParameterGradients(self)
         self.wrapper: weakref.ref[GradientSource] | None = None  # the ShardedDataParallel; it keeps this object alive
-        self.inner: torch.optim.Optimizer | None = None
+        self.inner: torch.optim.Optimizer  # of this rank's slices
+        self._is_built = False
         super().__init__(params, dict(kwargs))
         given = [param for group in self.param_groups for param in group["params"]]
         if len(given) > len(set(given)):
@@ -201,17 +205,18 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.plan = self._plan(first_group=0)
         self._allocate(self.plan, first_group=0)
         self.inner = self._on_all_ranks(lambda: optimizer_cls(self._inner_groups(first_group=0), **kwargs))
+        self._is_built = True
         self.defaults = dict(self.inner.defaults)
         _copy_hyperparameters(self.inner.param_groups, self.param_groups)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as in torch.optim; its parameters get buffers of their own. Needs to be called on all ranks."""
-        if self.inner is not None and self.source is not self._alone:
+        if self._is_built and self.source is not self._alone:
             raise RuntimeError("ShardedDataParallel has laid out its buckets; add parameter groups before you make it")
         super().add_param_group(param_group)
         self._laid_out.append(list(param_group["params"]))
         self._have_groups_wait()
-        if self.inner is None:  # still under construction: __init__ lays all groups out together
+        if not self._is_built:  # still under construction: __init__ lays all groups out together
             return
         _check_memory([param for group in self.param_groups for param in group["params"]])
         first = len(self.param_groups) - 1
@@ -219,7 +224,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.plan = self.plan.followed_by(added)
         self._allocate(added, first)
         for group in self._inner_groups(first):
-            self._on_all_ranks(lambda group=group: self.inner.add_param_group(group))
+            self._on_all_ranks(partial(self.inner.add_param_group, group))
         _copy_hyperparameters(self.inner.param_groups[first:], self.param_groups[first:])
 
     def _on_all_ranks(self, make: Callable[[], Any]) -> Any:
@@ -298,6 +303,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        # phase 1: collect gradients
         self.collect_gradients()
         self.take_over_written_weights()
         if any(_changed(group, before) for group, before in self._given.values()):
@@ -307,13 +313,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
         everything = [group["params"] for group in self.inner.param_groups]
         try:
             for bucket in reversed(self.buckets):
-                for index, group in enumerate(self.inner.param_groups):
-                    group["params"] = bucket.local_by_group.get(index, [])
-                self.inner.step(**kwargs)
-                self._check_hyperparameters(before)
-                if bucket.master is not None:
-                    bucket.shard.copy_(bucket.master)
-                bucket.gather = self._start_gather(bucket)
+                # phase 2: update the owned slices
+                with record_function(f"zero::update bucket {bucket.number}"):
+                    for index, group in enumerate(self.inner.param_groups):
+                        group["params"] = bucket.local_by_group.get(index, [])
+                    self.inner.step(**kwargs)
+                    self._check_hyperparameters(before)
+                    if bucket.master is not None:
+                        bucket.shard.copy_(bucket.master)
+                # phase 3: all-gather
+                with record_function(f"zero::all_gather bucket {bucket.number}"):
+                    bucket.gather = self._start_gather(bucket)
         finally:
             for group, params in zip(self.inner.param_groups, everything, strict=True):
                 group["params"] = params
@@ -322,7 +332,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.source.on_gathers_started()
         return loss
 
-    def _start_gather(self, bucket: Bucket) -> Gather:
+    def _start_gather(self, bucket: Bucket) -> AllGatherWork:
         if not self.check_reads:
             return self.comm.all_gather(bucket.data, bucket.sizes)
         arriving = bucket.data.clone()
@@ -339,7 +349,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         ended = False
         for bucket in self.buckets if buckets is None else buckets:
             if bucket.gather is not None:
-                self.comm.wait("all-gather", bucket.gather.works, bucket.data.device)
+                with record_function(f"zero::wait_all_gather bucket {bucket.number}"):
+                    self.comm.wait("all-gather", bucket.gather.works, bucket.data.device)
                 if self.check_reads:
                     bucket.data.copy_(bucket.gather.bucket)
                 bucket.gather = None
@@ -355,7 +366,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in torch.optim: without a gradient a parameter is skipped, with one of zero it is still decayed and moved on."""
         self._have_groups_wait()
-        groups = self.param_groups
+        groups: list[Any] = self.param_groups
         self.param_groups = [group.plain() for group in groups]  # gradients are zeroed while parameters arrive
         try:
             super().zero_grad(set_to_none)
@@ -382,11 +393,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         Every rank adds up the squares of its slices, and one all-reduce of a scalar gives the norm of the whole gradient.
         """
-        total, each = torch.zeros((), device=self.buckets[0].data.device if self.buckets else None), {}
+        total = torch.zeros((), device=self.buckets[0].data.device if self.buckets else None)
+        each: dict[torch.nn.Parameter, torch.Tensor] = {}
         for bucket in self._collect():  # while the gradients of the next one are on their way
             locals_ = [owned.local for owned in bucket.owned if owned.local.grad is not None]
             if locals_:
-                norms = torch._foreach_norm([local.grad for local in locals_])
+                norms = torch._foreach_norm([local.grad for local in locals_ if local.grad is not None])
                 each.update(zip(locals_, norms, strict=True))
                 total += torch.stack(norms).float().square().sum()
         self.comm.wait("norm", self.comm.all_reduce(total), total.device)
@@ -536,7 +548,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         span, own = Span(shards[0].start, shards[-1].stop), shards[self.comm.rank]
         data, shard = buffer.data[span.start : span.stop], buffer.data[own.start : own.stop]
         master = torch.zeros_like(shard, dtype=planned.update_dtype) if planned.has_masters else None
-        bucket = Bucket(data, [piece.numel for piece in shards], shard, master, [], {}, [])
+        bucket = Bucket(len(self.buckets), data, [piece.numel for piece in shards], shard, master, [], {}, [])
         for number, start, stop, offset in planned.layout.placed_in(own):
             param, local = buffer.params[number], bucket.updated[offset : offset + stop - start]
             if self.partition == "parameter":

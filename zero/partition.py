@@ -66,7 +66,7 @@ def partition(optimizer: torch.optim.Optimizer) -> Partition:
         numbers = {param: number for number, param in enumerate(parameters(optimizer))}
         dealt = tuple(
             tuple(Slice(numbers[param], 0, param.numel()) for group in groups for param in group["params"])
-            for groups in optimizer._partition_parameters()
+            for groups in optimizer._partition_parameters()  # type: ignore[attr-defined]  # not in torch's stubs
         )
         plan = Plan(tuple(specs), len(dealt), dealt=dealt)
         return Partition(optimizer, optimizer.optim, plan, optimizer.rank, optimizer.process_group)

@@ -63,7 +63,7 @@ class _Message(NamedTuple):
 class _Transfer(NamedTuple):
     """A message in flight. Until `work` is done, `elements` may be neither read nor written."""
 
-    work: dist.Work
+    work: Any  # dist.Work; torch declares that isend may return None, outside of the group
     elements: torch.Tensor  # (stop - start,) on the CPU: a GPU may have no room left, and NCCL a communicator per pair
 
 
@@ -72,7 +72,7 @@ _Metadata = list[dict[str, Any]]
 
 
 def consolidate(optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
-    """Gather the whole optimizer state on rank 0. Needs to be called on all ranks.
+    """AllGatherWork the whole optimizer state on rank 0. Needs to be called on all ranks.
 
     Returns:
         On rank 0 of the optimizer's process group: `{"state": ..., "param_groups": ...}` as the unsharded optimizer's
@@ -230,7 +230,7 @@ def _gather_metadata(metadata: _Metadata, part: Partition) -> list[_Metadata]:
     """Every rank's metadata on rank 0, this rank's own elsewhere. Needs to be called on all ranks."""
     if len(part.slices) == 1:
         return [metadata]
-    gathered = [None] * len(part.slices) if part.rank == 0 else None
+    gathered: list[Any] | None = [None] * len(part.slices) if part.rank == 0 else None
     dist.gather_object(metadata, gathered, group_dst=0, group=cpu_group(part.process_group))
     return gathered if gathered is not None else [metadata]
 

@@ -18,7 +18,7 @@ from zero import checkpoint as ckpt
 from zero.checkpoint.__main__ import main
 from zero.checkpoint.chunks import _Unpickler
 from zero.checkpoint.files import FileSum, file_sum
-from zero.checkpoint.format import read_file
+from zero.checkpoint.format import read as read_file
 from zero.state import local_chunks
 
 VALUES = {"model_args": {"n_layer": 1}, "iter_num": 4, "best_val_loss": 2.0, "config": {"seed": 1}}

@@ -519,7 +519,7 @@ def run_patched(patch, *arguments):
 
 def test_a_checkpoint_that_is_refused_ends_the_run(data, tmp_path):
     """Although a disk that is full would not."""
-    patch = "import zero.checkpoint.store; zero.checkpoint.store._first_not_finite = lambda tensors: 'transformer.wte.weight'"
+    patch = "import zero.checkpoint.writer; zero.checkpoint.writer._first_nonfinite = lambda tensors: 'transformer.wte.weight'"
     process = run_patched(patch, f"--dataset={data}", f"--out_dir={tmp_path}")
     assert process.returncode == 1, process.stderr
     assert "WARNING: the checkpoint was not written: transformer.wte.weight is not finite" in process.stdout

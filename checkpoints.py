@@ -58,8 +58,9 @@ class Checkpoints:
         """
         if not self.read_only:
             on_rank_0(self._claim)
-        corrupt, sweep = self._newest_is_corrupt, not self.read_only
-        self._writer = CheckpointWriter(self.folder, self.keep, self.background, self.format, damaged=corrupt, sweep=sweep)
+        self._writer = CheckpointWriter(
+            self.folder, self.keep, self.background, self.format, self._newest_is_corrupt, sweep=not self.read_only
+        )
 
     def save(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, values: dict[str, Any]) -> None:
         """Write a checkpoint; `report` will say what became of it. See `CheckpointWriter.save`."""
@@ -81,8 +82,8 @@ class Checkpoints:
             if not isinstance(outcome, SaveReport):
                 print(f"WARNING: the checkpoint was not written: {outcome}; files from before are unchanged", flush=True)
                 continue
-            if outcome.complaint:
-                print(f"WARNING: {outcome.complaint}", flush=True)
+            if outcome.warning:
+                print(f"WARNING: {outcome.warning}", flush=True)
             log.log(
                 {
                     "iter": outcome.iter_num,
@@ -114,12 +115,12 @@ class Checkpoints:
         if not self.read_only and os.path.isdir(self.folder):
             self._lock = Lock(self.folder)  # before reading what another run may be about to replace
         try:
-            path, complaint = ckpt.find(self.folder)
+            path, warning = ckpt.find(self.folder)
         except CheckpointError as error:
             remedy = "to resume, check --out_dir; to begin anew, use --init_from=scratch"
             raise CheckpointError(f"{error}; {remedy}") from error
-        if complaint:
-            print(f"WARNING: {complaint}; resuming from {path}, the checkpoint before")
+        if warning:
+            print(f"WARNING: {warning}; resuming from {path}, the checkpoint before")
             self._newest_is_corrupt = True
         return path
 

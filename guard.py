@@ -17,8 +17,8 @@ _REMEDY = "try a lower --learning_rate, --grad_clip=1.0, more --warmup_iters or 
 class Guard:
     """Has an update skipped if the loss of any rank or the gradient norm is not finite. Needs to be made on all ranks.
 
-    `watch` leaves the decision on the device, where the fused AdamW reads it (`found_inf`, as GradScaler has it), so that a
-    GPU is not waited for. `look` brings it to the host. Once `limit` updates in a row were skipped no further one is made:
+    `check` leaves the decision on the device, where the fused AdamW reads it (`found_inf`, as GradScaler has it), so that a
+    GPU is not waited for. `report` brings it to the host. Once `limit` updates in a row were skipped no further one is made:
     however late the host looks, the weights are those before the first of them. With float16, gradients that are not
     finite are the scaler's business; only the loss counts here.
 
@@ -40,7 +40,7 @@ class Guard:
         self._first = torch.zeros(len(self._part.locals) + 2, device=device)
         self._reported = 0  # of the skipped ones
 
-    def watch(self, loss: torch.Tensor, norms: GradientNorms) -> None:
+    def check(self, loss: torch.Tensor, norms: GradientNorms) -> None:
         """Before `scaler.step`: decide whether it is to change anything. Needs to be called on all ranks.
 
         Args:
@@ -64,7 +64,7 @@ class Guard:
         elif skip:  # without that kernel, as on mps, the host has to know
             self.optimizer.zero_grad(set_to_none=True)
 
-    def look(self, iteration: int) -> None:
+    def report(self, iteration: int) -> None:
         """After the step of `iteration`: report. Needs to be called on all ranks."""
         self.in_a_row, skipped = (int(count) for count in torch.stack((self._in_a_row, self._skipped)).tolist())
         if skipped == self._reported:

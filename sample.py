@@ -38,9 +38,9 @@ with exit_on_wrong_input():
     device, dtype = hardware.resolve(device, dtype)
     meta = None
     if init_from == "resume":
-        path, complaint = ckpt.find(out_dir)
-        if complaint:
-            sys.stderr.write(f"WARNING: {complaint}; sampling from {path}, the checkpoint before\n")
+        path, warning = ckpt.find(out_dir)
+        if warning:
+            sys.stderr.write(f"WARNING: {warning}; sampling from {path}, the checkpoint before\n")
         checkpoint = ckpt.load(path)
         model = GPT.from_checkpoint(checkpoint)
         meta = load_meta(os.path.join(DATA_DIR, checkpoint["config"].get("dataset", "")))

@@ -32,7 +32,7 @@ from distributed import exit_on_wrong_input, finish, launched, mean_over_ranks, 
 from guard import Guard
 from logger import Logger, Meter
 from model import GPT, GPTConfig
-from signals import Signals, Wish
+from signals import Action, Signals
 from zero import ShardedGradScaler
 from zero.build import build, clip_grad_norm_, describe
 
@@ -232,7 +232,7 @@ def get_lr(iteration):
 
 def save_checkpoint():
     """Write ckpt.pt, unless updates are being skipped. Needs to be called on all ranks."""
-    guard.look(iter_num - 1)
+    guard.report(iter_num - 1)
     if guard.failed:
         return
     values = {
@@ -269,7 +269,7 @@ guard = Guard(raw_model, optimizer, scaler, limit=1 if on_nonfinite == "stop" el
 batches = data.micro_batches(seed, data_position, batch_size, gradient_accumulation_steps, rank, world_size)
 x, y = get_batch("train", next(batches))
 first_iter = iter_num
-wish = Wish.NOTHING
+action = Action.CONTINUE
 if iter_num > max_iters and master_process:
     print(f"nothing to train: the checkpoint is at iteration {iter_num}, beyond max_iters={max_iters}")
 meter.restart()
@@ -304,7 +304,7 @@ while iter_num <= max_iters or eval_only:
         scaler.scale(loss / micro_steps).backward()
     scaler.unscale_(optimizer)
     norms = clip_grad_norm_(optimizer, grad_clip or math.inf)
-    guard.watch(loss_sum, norms)
+    guard.check(loss_sum, norms)
     scaler.step(optimizer)
     scaler.update()
     meter.count_iteration()
@@ -313,24 +313,24 @@ while iter_num <= max_iters or eval_only:
         meter.log_iteration(iter_num, mean_over_ranks(loss_sum) / micro_steps, lr)  # of the global batch; waits for the device
 
     if is_logged or (iter_num + 1) % eval_interval == 0 or device.type == "cpu":  # else it would wait for the device
-        guard.look(iter_num)
+        guard.report(iter_num)
     optimizer.zero_grad(set_to_none=True)
     iter_num += 1
     data_position += sequences_per_iter
 
     must_fail = checkpoints.report(log) or guard.failed
-    wish = signals.decide(Wish.FAIL if must_fail else Wish.NOTHING)
-    if wish in (Wish.SAVE, Wish.SAVE_AND_STOP):
+    action = signals.agree(Action.FAIL if must_fail else Action.CONTINUE)
+    if action in (Action.SAVE, Action.SAVE_AND_STOP):
         save_checkpoint()
         meter.restart()
-    if wish in (Wish.SAVE_AND_STOP, Wish.FAIL) or guard.failed:
+    if action in (Action.SAVE_AND_STOP, Action.FAIL) or guard.failed:
         break
 
 checkpoints.wait()
-guard.look(iter_num - 1)
-stopped = wish == Wish.SAVE_AND_STOP
+guard.report(iter_num - 1)
+stopped = action == Action.SAVE_AND_STOP
 must_fail = checkpoints.report(log, required=stopped) or guard.failed
-failed = signals.decide(Wish.FAIL if must_fail else Wish.NOTHING) == Wish.FAIL
+failed = signals.agree(Action.FAIL if must_fail else Action.CONTINUE) == Action.FAIL
 if failed:
     checkpoints.explain_failure(diverged=guard.failed)
 elif stopped and master_process:

@@ -68,7 +68,7 @@ class Pool:
     def __init__(self) -> None:
         self._free: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
 
-    def take(self, numel: int, like: torch.Tensor) -> torch.Tensor:
+    def acquire(self, numel: int, like: torch.Tensor) -> torch.Tensor:
         """A tensor, (numel,), of the dtype and device of `like`, with any content."""
         free = self._free.get((numel, like.dtype))
         return free.pop() if free and like.device.type == "cpu" else like.new_empty(numel)
@@ -122,16 +122,16 @@ class Communicator:
             for distance in range(1, self.world_size):
                 source, target = (self.rank - distance) % self.world_size, (self.rank + distance) % self.world_size
                 if own.numel():
-                    received.append(self.pool.take(own.numel(), own))
+                    received.append(self.pool.acquire(own.numel(), own))
                     works.append(dist.irecv(received[-1], group_src=source, group=self.group))
                 if sizes[target]:
                     works.append(dist.isend(parts[target], group_dst=target, group=self.group))
             return ReduceScatterWork(bucket, [own, *received], received, works)
         if self._is_native(bucket, sizes) and bucket.dtype in (torch.float32, torch.float64):
-            total = self.pool.take(own.numel(), own)
+            total = self.pool.acquire(own.numel(), own)
             work = _reduce_scatter_single(total, bucket, group=self.group, async_op=True)
             return ReduceScatterWork(bucket, [total], [total], [work])
-        gathered = self.pool.take(self.world_size * own.numel(), own)
+        gathered = self.pool.acquire(self.world_size * own.numel(), own)
         work = dist.all_to_all_single(gathered, bucket, [own.numel()] * self.world_size, sizes, group=self.group, async_op=True)
         return ReduceScatterWork(bucket, list(gathered.chunk(self.world_size)), [gathered], [work])
 

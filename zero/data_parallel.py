@@ -17,9 +17,9 @@ from torch.autograd import Variable
 from torch.profiler import record_function
 from torch.utils._pytree import tree_leaves
 
-from zero.arriving import SentGradient, WaitingDict, held_elsewhere, local_gradient
 from zero.collectives import ReduceScatterWork
 from zero.optimizer import SPARSE, Bucket, OwnedSlice, ShardedOptimizer, flattened, shaped
+from zero.placeholders import SentGradient, WaitingDict, find_hidden_tensors, local_gradient
 
 _IN_FLIGHT = 2  # reduce-scatters at a time: one on the wire, the next one ready; more is no faster and takes memory
 _wrapper_of: weakref.WeakKeyDictionary[nn.Module, "weakref.ref[ShardedDataParallel]"] = weakref.WeakKeyDictionary()
@@ -47,7 +47,7 @@ class BucketGradients:
 
     bucket: Bucket
     missing: set[nn.Parameter] = field(default_factory=set)  # in backward: those whose gradients have not arrived
-    filling: torch.Tensor | None = None  # (sum of sizes,), gradients as they arrive
+    buffer: torch.Tensor | None = None  # (sum of sizes,), gradients as they arrive
     streams: set[torch.cuda.Stream] = field(default_factory=set)  # that have filled it, on a GPU
     reduction: ReduceScatterWork | None = None  # in flight
     shard: torch.Tensor | None = None  # (sizes[rank],), the mean gradient of this step
@@ -180,20 +180,20 @@ class ShardedDataParallel(nn.Module):
         buffers = self.module.named_buffers() if self.broadcast_buffers else ()
         for name, tensor in (*self.module.named_parameters(), *buffers):
             if tensor not in self._number:
-                self._broadcast([_distinct(name, tensor.detach())])
+                self._broadcast([_distinct_elements(name, tensor.detach())])
 
     def _install_hooks(self) -> None:
         """Put into the module what tells of gradients, reads and loaded weights; `_undo` takes it out again."""
-        on_gradient = _weakly(self._on_gradient)
+        on_gradient = _weak_hook(self._on_gradient)
         for param in self._params:
             self._undo.append(param.register_post_accumulate_grad_hook(on_gradient).remove)
         self._wait = _uncompiled(_waiter(self.optimizer, self._places))
-        self._held: dict[nn.Module, list[nn.Parameter]] = {}  # by modules that wait as a whole: what they hold elsewhere
+        self._hidden: dict[nn.Module, list[nn.Parameter]] = {}  # by modules that wait as a whole: what they hold elsewhere
         self._attributes: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()  # how many there were
-        self._look_for_owners()
+        self._find_owners()
         self._attributes.clear()  # look again after the first forward, which may have made some
         if self.optimizer.param_dtype is not None:
-            before_loading = _weakly(self._before_loading)
+            before_loading = _weak_hook(self._before_loading)
             for part in self.module.modules():
                 self._undo.append(part.register_load_state_dict_pre_hook(before_loading).remove)
         for part in self.module.modules():
@@ -219,7 +219,7 @@ class ShardedDataParallel(nn.Module):
             self.optimizer.refuse_step("the ShardedDataParallel that had sent the gradients of this step is gone")
         self._reset()
         self.optimizer.synchronize()
-        _make_plain(self._owners)
+        _restore_plain_dicts(self._owners)
         for undo in self._undo:
             undo()
         self._undo = []
@@ -255,13 +255,13 @@ class ShardedDataParallel(nn.Module):
         if torch.is_grad_enabled() and (self.require_backward_grad_sync or self.shard_gradients):
             for output in _tensors_in(result):
                 if output.grad_fn is not None:
-                    output.register_hook(_weakly(self._on_output_gradient))
+                    output.register_hook(_weak_hook(self._on_output_gradient))
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As the optimizer's: also drops what has been sent, while parameters arrive."""
         arriving = [(part, part._parameters) for part in self._owners]
-        _make_plain(self._owners)
+        _restore_plain_dicts(self._owners)
         super().zero_grad(set_to_none)
         for part, parameters in arriving:
             part.__dict__["_parameters"] = parameters
@@ -302,18 +302,18 @@ class ShardedDataParallel(nn.Module):
             return
         if self._phase is Phase.IDLE:
             self._begin_backward()
-        self._fill(param)
+        self._copy_to_bucket(param)
 
     @torch.no_grad()
     def _begin_backward(self) -> None:
-        self._settle_agreement()
-        self._follow_zeroing()
+        self._wait_for_agreement()
+        self._apply_zeroing()
         for gradients in self._gradients:
             gradients.missing = {param for param, _ in gradients.bucket.members}
         self._phase, self._next = Phase.BACKWARD, 0
         Variable._execution_engine.queue_callback(self._end_backward)
 
-    def _fill(self, param: nn.Parameter) -> None:
+    def _copy_to_bucket(self, param: nn.Parameter) -> None:
         """Copy a gradient, divided by the number of ranks, to its places in the buckets, and free it."""
         number = self._number[param]
         gradient: Any = param.grad
@@ -330,7 +330,7 @@ class ShardedDataParallel(nn.Module):
                     "a module in several reentrant checkpoints does that: use checkpoint(..., use_reentrant=False)"
                 )
             gradients = self._gradients[index]
-            place = self._filled(gradients)[offset : offset + stop - start]
+            place = self._bucket_buffer(gradients)[offset : offset + stop - start]
             if place.is_cuda:
                 gradients.streams.add(torch.cuda.current_stream(place.device))
             if param in gradients.missing:
@@ -341,24 +341,24 @@ class ShardedDataParallel(nn.Module):
             self._reduce_full_buckets()  # before the next one is taken: a large parameter fills several
         param.grad = self._sent[number]
 
-    def _filled(self, gradients: BucketGradients) -> torch.Tensor:
+    def _bucket_buffer(self, gradients: BucketGradients) -> torch.Tensor:
         """The tensor that collects the gradients of a bucket."""
-        if gradients.filling is None:
+        if gradients.buffer is None:
             data = gradients.bucket.data
-            gradients.filling = self._comm.pool.take(data.numel(), data)
-        return gradients.filling
+            gradients.buffer = self._comm.pool.acquire(data.numel(), data)
+        return gradients.buffer
 
     def _reduce_full_buckets(self) -> None:
         """Start the reduce-scatter of every full bucket whose turn it is: all ranks must start them in one order."""
         while self._next < len(self._gradients) and not self._gradients[self._next].missing:
             gradients = self._gradients[self._next]
             self._wait_for_streams(gradients)
-            self._finish(gradients)  # of the micro-step before
+            self._finish_reduce_scatter(gradients)  # of the micro-step before
             if self._next >= _IN_FLIGHT:
-                self._finish(self._gradients[self._next - _IN_FLIGHT])
+                self._finish_reduce_scatter(self._gradients[self._next - _IN_FLIGHT])
             with record_function(f"zero::reduce_scatter bucket {self._next}"):
-                gradients.reduction = self._comm.reduce_scatter(self._filled(gradients), gradients.bucket.sizes)
-            gradients.filling = None
+                gradients.reduction = self._comm.reduce_scatter(self._bucket_buffer(gradients), gradients.bucket.sizes)
+            gradients.buffer = None
             self._next += 1
 
     def _wait_for_streams(self, gradients: BucketGradients) -> None:
@@ -368,7 +368,7 @@ class ShardedDataParallel(nn.Module):
             here = torch.cuda.current_stream(stream.device)
             if stream != here:
                 here.wait_stream(stream)
-                self._filled(gradients).record_stream(stream)
+                self._bucket_buffer(gradients).record_stream(stream)
 
     @torch.no_grad()
     def _end_backward(self) -> None:
@@ -378,13 +378,13 @@ class ShardedDataParallel(nn.Module):
                 if param not in gradients.missing:
                     continue
                 if local_gradient(param) is not None:  # of an earlier micro-step
-                    self._fill(param)
+                    self._copy_to_bucket(param)
                 else:
-                    self._filled(gradients)[placed.offset : placed.offset + placed.numel].zero_()
+                    self._bucket_buffer(gradients)[placed.offset : placed.offset + placed.numel].zero_()
                     gradients.missing.discard(param)
         self._reduce_full_buckets()
         self._phase = Phase.IDLE
-        self._settle_agreement()  # of the micro-step before
+        self._wait_for_agreement()  # of the micro-step before
         if not self._params:
             return
         used = torch.ones(len(self._params), dtype=torch.uint8, device=self._params[0].device)
@@ -392,23 +392,23 @@ class ShardedDataParallel(nn.Module):
             used[unused] = 0
         self._agreement = Agreement(used, self._comm.all_reduce(used, dist.ReduceOp.MAX))
         if unused:
-            self._settle_agreement()
+            self._wait_for_agreement()
 
     def _recover(self) -> None:
         """After a backward that has failed: go on if its gradients have been dropped."""
-        self._follow_zeroing()
+        self._apply_zeroing()
         if self._phase is Phase.BACKWARD and self._used:
             raise RuntimeError("the last backward did not end; call zero_grad() to drop its gradients")
         self._reset()
 
-    def _finish(self, gradients: BucketGradients) -> None:
+    def _finish_reduce_scatter(self, gradients: BucketGradients) -> None:
         """If a reduce-scatter of this bucket is in flight, wait for it and take its sum into the shard."""
         if gradients.reduction is None:
             return
         reduction, gradients.reduction = gradients.reduction, None
         if gradients.shard is None:
             like = gradients.bucket.updated
-            gradients.shard = self._comm.pool.take(like.numel(), like)
+            gradients.shard = self._comm.pool.acquire(like.numel(), like)
         with record_function(f"zero::wait_reduce_scatter bucket {gradients.bucket.number}"):
             self._comm.add(reduction, gradients.shard, first=not gradients.is_reduced)
         gradients.is_reduced = True
@@ -427,15 +427,15 @@ class ShardedDataParallel(nn.Module):
                 "load_state_dict with assign=True, say) or unfrozen after it was built; build ShardedOptimizer and "
                 "ShardedDataParallel anew"
             )
-        self._settle_agreement()
-        self._follow_zeroing()
+        self._wait_for_agreement()
+        self._apply_zeroing()
         if any(local_gradient(param) is not None for param in self._params):
             raise RuntimeError(
                 "gradients of this step have not been sent: its last backward must run outside of no_sync(), with "
                 "require_backward_grad_sync = True; one set by hand is never sent"
             )
         for gradients in self._gradients:
-            self._finish(gradients)
+            self._finish_reduce_scatter(gradients)
             for owned in gradients.bucket.owned:
                 is_used = gradients.is_reduced and self._number[owned.param] in self._used
                 owned.local.grad = gradients.owned_gradient(owned) if is_used else None
@@ -448,12 +448,12 @@ class ShardedDataParallel(nn.Module):
     @torch.no_grad()
     def clear(self) -> None:
         """See GradientSource."""
-        self._settle_agreement()
-        self._follow_zeroing()
+        self._wait_for_agreement()
+        self._apply_zeroing()
         if not self._used or self._phase is Phase.BACKWARD:  # of a backward that has failed
             self._reset()
 
-    def _follow_zeroing(self) -> None:
+    def _apply_zeroing(self) -> None:
         """Do to what has been sent as was done to `param.grad` since: a gradient of None is dropped, one of zero is zero."""
         for param, sent in zip(self._params, self._sent, strict=True):
             if isinstance(param.grad, SentGradient) and param.grad is not sent:
@@ -467,13 +467,13 @@ class ShardedDataParallel(nn.Module):
             self._reset()
         elif dropped or zeroed:
             for gradients in self._gradients:
-                self._finish(gradients)
+                self._finish_reduce_scatter(gradients)
                 for owned in gradients.bucket.owned if gradients.is_reduced else ():
                     if self._number[owned.param] in dropped | zeroed:
                         gradients.owned_gradient(owned).zero_()
-            self._forget(dropped)
+            self._drop(dropped)
 
-    def _forget(self, numbers: Iterable[int]) -> None:
+    def _drop(self, numbers: Iterable[int]) -> None:
         for number in list(numbers):
             self._used.discard(number)
             if self._params[number].grad is self._sent[number]:
@@ -482,18 +482,18 @@ class ShardedDataParallel(nn.Module):
 
     def _reset(self) -> None:
         """Drop all gradients that have arrived here; nothing is in flight after that."""
-        self._settle_agreement()
+        self._wait_for_agreement()
         for gradients in self._gradients:
-            self._finish(gradients)
+            self._finish_reduce_scatter(gradients)
             if gradients.shard is not None:
                 self._comm.pool.release(gradients.shard)
                 gradients.shard = None
             gradients.is_reduced = False
-            gradients.missing, gradients.filling = set(), None  # of a backward that has failed
-        self._forget(self._used)
+            gradients.missing, gradients.buffer = set(), None  # of a backward that has failed
+        self._drop(self._used)
         self._phase = Phase.IDLE
 
-    def _settle_agreement(self) -> None:
+    def _wait_for_agreement(self) -> None:
         """Count as used what any rank has used. A rank that has used everything need not wait for the others."""
         if self._agreement is not None:
             self._comm.wait("agreement", self._agreement.works, self._agreement.used.device)
@@ -507,7 +507,7 @@ class ShardedDataParallel(nn.Module):
 
     def on_gathers_started(self) -> None:
         """See GradientSource. Whoever reads a parameter from now on waits for it."""
-        self._look_for_owners()  # anew: parametrizations, say, may have been added
+        self._find_owners()  # anew: parametrizations, say, may have been added
         inside = {param for part in self._owners for param in part._parameters.values()}
         for param in self._number.keys() - inside:  # a loss's own, say, which nobody else would wait for
             self._wait(param)
@@ -516,9 +516,9 @@ class ShardedDataParallel(nn.Module):
 
     def on_gathers_ended(self) -> None:
         """See GradientSource."""
-        _make_plain(self._owners)
+        _restore_plain_dicts(self._owners)
 
-    def _look_for_owners(self) -> None:
+    def _find_owners(self) -> None:
         """Find the modules that hold parameters of the optimizer's, and those that must wait as a whole."""
         self._parts = list(self.module.modules())
         self._owners = [part for part in self._parts if any(param in self._number for param in part._parameters.values())]
@@ -526,7 +526,7 @@ class ShardedDataParallel(nn.Module):
         for part in self._parts:
             call = part._compiled_call_impl
             if call is not None and not isinstance(call, _WaitingCall):  # hooks would be compiled with it
-                waiting: Any = _WaitingCall(_weakly(self._wait_as_a_whole), part, call)
+                waiting: Any = _WaitingCall(_weak_hook(self._wait_for_module), part, call)
                 part._compiled_call_impl = waiting
                 self._undo.append(partial(setattr, part, "_compiled_call_impl", call))
             if self._attributes.get(part) == len(vars(part)):
@@ -535,21 +535,21 @@ class ShardedDataParallel(nn.Module):
             if isinstance(part, torch.jit.ScriptModule):
                 raise ValueError("a ScriptModule reads its parameters without telling; wrap the module it was made from")
             inside = inside or {self, *self._parts}
-            tensors = held_elsewhere(part, inside)
+            tensors = find_hidden_tensors(part, inside)
             for tensor in tensors:
                 self._refuse_alias(tensor, f"a tensor that {type(part).__name__} holds")
             held: list[Any] = [tensor for tensor in tensors if tensor in self._number]
-            if part not in self._held and (held or isinstance(part, torch._dynamo.OptimizedModule)):
-                hook = _weakly(self._wait_as_a_whole)
+            if part not in self._hidden and (held or isinstance(part, torch._dynamo.OptimizedModule)):
+                hook = _weak_hook(self._wait_for_module)
                 self._undo.append(part.register_forward_pre_hook(hook, prepend=True).remove)
-            if held or part in self._held:
-                self._held[part] = held
+            if held or part in self._hidden:
+                self._hidden[part] = held
 
-    def _wait_as_a_whole(self, module: nn.Module, *_: Any) -> None:
+    def _wait_for_module(self, module: nn.Module, *_: Any) -> None:
         """Wait for all that a module can read, and leave plain dictionaries below it, as compiled code expects."""
-        for param in (*module.parameters(), *self._held.get(module, ())):
+        for param in (*module.parameters(), *self._hidden.get(module, ())):
             self._wait(param)
-        _make_plain(module.modules())
+        _restore_plain_dicts(module.modules())
 
     @torch.no_grad()
     def _before_loading(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
@@ -560,7 +560,7 @@ class ShardedDataParallel(nn.Module):
                 self.optimizer.set_parameter(param, value)
 
     def _refuse_alias(self, tensor: torch.Tensor, name: str) -> None:
-        if tensor not in self._number and self.optimizer.has_left(tensor):
+        if tensor not in self._number and self.optimizer.is_in_former_memory(tensor):
             raise ValueError(
                 f"{name} shares memory with a trainable parameter, which ShardedOptimizer has moved; clone() it, or use the "
                 "parameter in its place"
@@ -579,7 +579,7 @@ class ShardedDataParallel(nn.Module):
         kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
         buffers = list(self.module.named_buffers())
         for name, buffer in buffers:
-            kinds.setdefault((buffer.dtype, buffer.device), []).append(_distinct(name, buffer))
+            kinds.setdefault((buffer.dtype, buffer.device), []).append(_distinct_elements(name, buffer))
         with torch.autograd._unsafe_preserve_version_counter(tuple(buffer for _, buffer in buffers)):
             for of_kind in kinds.values():
                 self._broadcast(of_kind)
@@ -597,7 +597,7 @@ class ShardedDataParallel(nn.Module):
 
     def held_bytes(self) -> dict[str, int]:
         """See GradientSource."""
-        buckets = [gradients.filling for gradients in self._gradients if gradients.filling is not None]
+        buckets = [gradients.buffer for gradients in self._gradients if gradients.buffer is not None]
         for gradients in self._gradients:
             if gradients.reduction is not None:
                 buckets += [gradients.reduction.bucket, *gradients.reduction.received]
@@ -618,7 +618,7 @@ def _check_arguments(module: nn.Module, optimizer: ShardedOptimizer) -> None:
         raise ValueError(f"DistributedDataParallel was told to ignore {', '.join(ignored)}, which ShardedDataParallel cannot")
 
 
-def _make_plain(parts: Iterable[nn.Module]) -> None:
+def _restore_plain_dicts(parts: Iterable[nn.Module]) -> None:
     for part in parts:
         if isinstance(part._parameters, WaitingDict):
             part.__dict__["_parameters"] = part._parameters.plain()
@@ -662,7 +662,7 @@ def _uncompiled(function: Callable[..., None]) -> Callable[..., None]:
     return torch.compiler.disable(function)
 
 
-def _distinct(name: str, tensor: torch.Tensor) -> torch.Tensor:
+def _distinct_elements(name: str, tensor: torch.Tensor) -> torch.Tensor:
     """The elements of a tensor that are different places in memory: of an expanded one the first."""
     own = tensor[tuple(slice(1) if stride == 0 else slice(None) for stride in tensor.stride())]
     if torch._debug_has_internal_overlap(own) == 1 or (not own.is_contiguous() and _shares_memory(own)):
@@ -678,7 +678,7 @@ def _shares_memory(tensor: torch.Tensor) -> bool:
     return places.unique().numel() < tensor.numel()
 
 
-def _weakly(method: Callable[..., None]) -> Callable[..., None]:
+def _weak_hook(method: Callable[..., None]) -> Callable[..., None]:
     """A hook that does not keep its owner alive: what hangs on a tensor is out of the garbage collector's sight."""
     return _WeakHook(weakref.WeakMethod(method))
 
@@ -695,8 +695,8 @@ class _WeakHook:
             (_uncompiled(alive) if torch.compiler.is_compiling() else alive)(*args)
 
     def __reduce__(self) -> Any:
-        return _WeakHook, (_nobody,)
+        return _WeakHook, (_no_owner,)
 
 
-def _nobody() -> None:
+def _no_owner() -> None:
     """The reference of a hook that has been copied."""

@@ -5,10 +5,10 @@ import sys
 
 import torch
 
-from zero.arriving import local_gradient
 from zero.layout import Plan
 from zero.optimizer import ShardedOptimizer
 from zero.partition import parameters, partition
+from zero.placeholders import local_gradient
 
 
 def predicted_bytes(plan: Plan, rank: int, tensors_per_parameter: int = 2) -> dict[str, int]:

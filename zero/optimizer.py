@@ -12,17 +12,17 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.profiler import record_function
 from torch.utils.weak import WeakIdKeyDictionary
 
-from zero.arriving import WaitingDict
 from zero.collectives import AllGatherWork, Communicator, cpu_group, gather_objects
 from zero.layout import BufferPlan, Layout, PlacedSlice, Plan, Slice, Span, parameter_specs, plan
+from zero.placeholders import WaitingDict
 
 _CACHED = 2**17  # elements to look at in one go, so that a CPU's cache holds what comes of them
 _NEED_WHOLE_PARAMETERS = (torch.optim.Adafactor, torch.optim.Muon)  # they look at rows and columns
-_CANNOT_BE_DIVIDED = {
+_UNSUPPORTED = {
     torch.optim.LBFGS: "it looks at all parameters together, several times per step",
     torch.optim.SparseAdam: "sparse gradients cannot be laid flat",
 }
-_holder_of = WeakIdKeyDictionary()  # parameter: a reference to the ShardedOptimizer in whose buffers it lies
+_optimizer_of = WeakIdKeyDictionary()  # parameter: a reference to the ShardedOptimizer in whose buffers it lies
 
 
 class FlatBuffer(NamedTuple):
@@ -169,7 +169,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     ) -> None:
         if not isinstance(optimizer_cls, type):
             raise ValueError(f"optimizer_cls={optimizer_cls!r} must be a class, torch.optim.AdamW for one")
-        for refused, reason in _CANNOT_BE_DIVIDED.items():
+        for refused, reason in _UNSUPPORTED.items():
             if issubclass(optimizer_cls, refused):
                 raise ValueError(f"{optimizer_cls.__name__} cannot be divided among ranks: {reason}")
         if issubclass(optimizer_cls, _NEED_WHOLE_PARAMETERS) and partition == "element":
@@ -185,10 +185,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._refusal: str | None = None
         self.names: dict[torch.nn.Parameter, str] = {}  # for messages, as far as they are known
         self._owned_of: dict[torch.nn.Parameter, list[OwnedSlice]] = {}  # this rank's slices of a parameter, ascending
-        self._given: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}  # groups as they were given, what they held then
-        self._laid_out: list[list[torch.nn.Parameter]] = []  # the parameters of each group
-        self._left: list[tuple[StorageWeakRef, int, int]] = []  # memory that parameters were in before: storage, addresses
-        self._alone: GradientSource = ParameterGradients(self)
+        # by number, the groups as they were given, and what they held then
+        self._original_groups: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}
+        self._params_of_groups: list[list[torch.nn.Parameter]] = []  # the parameters of each group
+        # where parameters lay before they moved into the buffers: storage, addresses
+        self._former_memory: list[tuple[StorageWeakRef, int, int]] = []
+        self._parameter_gradients: GradientSource = ParameterGradients(self)
         self.wrapper: weakref.ref[GradientSource] | None = None  # the ShardedDataParallel; it keeps this object alive
         self.inner: torch.optim.Optimizer  # of this rank's slices
         self._is_built = False
@@ -197,11 +199,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if len(given) > len(set(given)):
             raise ValueError("a parameter is given more than once; give each one once")
         _check_memory(given)
-        for holder in {holder for param in given if (holder := _holder_of.get(param)) is not None}:
+        for holder in {holder for param in given if (holder := _optimizer_of.get(param)) is not None}:
             if holder() is not None:
                 holder().synchronize()
         if not optimizer_cls.__module__.startswith("torch.optim"):
-            self._try_to_divide(optimizer_cls, kwargs)
+            self._check_divisible(optimizer_cls, kwargs)
         self.plan = self._plan(first_group=0)
         self._allocate(self.plan, first_group=0)
         self.inner = self._on_all_ranks(lambda: optimizer_cls(self._inner_groups(first_group=0), **kwargs))
@@ -211,11 +213,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as in torch.optim; its parameters get buffers of their own. Needs to be called on all ranks."""
-        if self._is_built and self.source is not self._alone:
+        if self._is_built and self.source is not self._parameter_gradients:
             raise RuntimeError("ShardedDataParallel has laid out its buckets; add parameter groups before you make it")
         super().add_param_group(param_group)
-        self._laid_out.append(list(param_group["params"]))
-        self._have_groups_wait()
+        self._params_of_groups.append(list(param_group["params"]))
+        self._wrap_param_groups()
         if not self._is_built:  # still under construction: __init__ lays all groups out together
             return
         _check_memory([param for group in self.param_groups for param in group["params"]])
@@ -243,7 +245,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             raise error
         return made
 
-    def _try_to_divide(self, optimizer_cls: type[torch.optim.Optimizer], kwargs: dict[str, Any]) -> None:
+    def _check_divisible(self, optimizer_cls: type[torch.optim.Optimizer], kwargs: dict[str, Any]) -> None:
         """Refuse a class that does not do the same by pieces, which it is stepped for one by one, as with the whole."""
         generator = torch.Generator().manual_seed(0)
         like = next((param for group in self.param_groups for param in group["params"] if param.requires_grad), torch.empty(0))
@@ -270,23 +272,23 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 + ("; partition='parameter' keeps parameters whole" if self.partition == "element" else "")
             )
 
-    def _have_groups_wait(self) -> None:
+    def _wrap_param_groups(self) -> None:
         """Whoever reads the parameters of a group waits for them; also of one that has been put into `param_groups`."""
         for index, group in enumerate(self.param_groups):
             if not isinstance(group, WaitingDict):
                 self.param_groups[index] = WaitingDict(group, self._wait_for_list)
-                self._given[index] = group, hyperparameters(group)
+                self._original_groups[index] = group, hyperparameters(group)
 
     @property
     def source(self) -> GradientSource:
         """The ShardedDataParallel around the model as long as there is one, else the parameters' own gradients."""
         wrapper = self.wrapper() if self.wrapper is not None else None
-        return self._alone if wrapper is None else wrapper
+        return self._parameter_gradients if wrapper is None else wrapper
 
     def holds_its_parameters(self) -> bool:
         """Whether no other ShardedOptimizer has been built over them since."""
         params = [param for buffer in self.buffers for param in buffer.params]
-        return all(_holder_of[param]() is self for param in params)
+        return all(_optimizer_of[param]() is self for param in params)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
@@ -305,8 +307,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 loss = closure()
         # phase 1: collect gradients
         self.collect_gradients()
-        self.take_over_written_weights()
-        if any(_changed(group, before) for group, before in self._given.values()):
+        self.update_masters()
+        if any(_changed(group, before) for group, before in self._original_groups.values()):
             raise RuntimeError("a group that ShardedOptimizer was given has been changed; change the one in its param_groups")
         _copy_hyperparameters(self.param_groups, self.inner.param_groups)
         before = [hyperparameters(group) for group in self.inner.param_groups]
@@ -365,7 +367,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in torch.optim: without a gradient a parameter is skipped, with one of zero it is still decayed and moved on."""
-        self._have_groups_wait()
+        self._wrap_param_groups()
         groups: list[Any] = self.param_groups
         self.param_groups = [group.plain() for group in groups]  # gradients are zeroed while parameters arrive
         try:
@@ -473,9 +475,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
                     )
                 if param.grad is not None and param.grad.is_sparse:
                     raise RuntimeError(SPARSE)
-        self._have_groups_wait()
+        self._wrap_param_groups()
         groups = [group["params"] for group in self.param_groups]
-        if [list(map(id, params)) for params in groups] != [list(map(id, params)) for params in self._laid_out]:
+        if [list(map(id, params)) for params in groups] != [list(map(id, params)) for params in self._params_of_groups]:
             raise RuntimeError("the parameters in param_groups have been changed; build ShardedOptimizer anew for that")
         for group in self.param_groups:
             for param in group["params"]:
@@ -498,7 +500,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 )
 
     @torch.no_grad()
-    def take_over_written_weights(self) -> None:
+    def update_masters(self) -> None:
         """Where a weight has been written to since the last step, its master takes the new value."""
         self.synchronize()
         for bucket in self.buckets:
@@ -511,12 +513,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 if not on_cpu or not unwritten.all():  # a GPU is not waited for
                     torch.where(unwritten, master, shard, out=master)
 
-    def has_left(self, tensor: torch.Tensor) -> bool:
+    def is_in_former_memory(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is still in memory that one of the parameters was in before it moved into its flat buffer."""
         if tensor.numel() == 0 or tensor.is_meta or not torch._C._has_storage(tensor):
             return False
         storage, (start, stop) = StorageWeakRef(tensor.untyped_storage()), _span(tensor)
-        return any(left == storage and start < end and begin < stop for left, begin, end in self._left)
+        return any(left == storage and start < end and begin < stop for left, begin, end in self._former_memory)
 
     def _plan(self, first_group: int) -> Plan:
         """Where the parameters of the groups from `first_group` on are to lie."""
@@ -562,13 +564,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Make the data of a buffer's parameters, with the values of rank 0, views into the buffer."""
         for param, offset in zip(buffer.params, buffer.layout.offsets, strict=True):
             if param.numel():
-                self._left.append((StorageWeakRef(param.untyped_storage()), *_span(param)))
+                self._former_memory.append((StorageWeakRef(param.untyped_storage()), *_span(param)))
             value = param.data if _is_dense(param) else param.data.contiguous()
             self.comm.broadcast(flattened(value, value))
             place = buffer.data[offset : offset + param.numel()]
             param.data = place.as_strided(value.shape, value.stride())
             self.set_parameter(param, value)
-            _holder_of[param] = weakref.ref(self)
+            _optimizer_of[param] = weakref.ref(self)
 
     def _inner_groups(self, first_group: int) -> list[dict[str, Any]]:
         """Parameter groups for the inner optimizer, with this rank's slices in place of the parameters."""

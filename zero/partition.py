@@ -52,7 +52,7 @@ class Partition:
     def update_masters(self) -> None:
         """Have float32 masters, if there are any, follow weights that have been written to since the last step."""
         if isinstance(self.optimizer, ShardedOptimizer):
-            self.optimizer.take_over_written_weights()
+            self.optimizer.update_masters()
 
 
 def partition(optimizer: torch.optim.Optimizer) -> Partition:

@@ -186,7 +186,7 @@ def test_what_went_wrong_afterwards_is_told_but_the_checkpoint_is_written(tmp_pa
     writer.save(model, torch.optim.AdamW(model.param_groups()), {**VALUES, "iter_num": 3})
     [outcome] = writer.outcomes()
     assert outcome.iter_num == 3
-    assert "is written, but" in outcome.complaint
+    assert "is written, but" in outcome.warning
     assert ckpt.load(str(tmp_path / "ckpt.pt"))["iter_num"] == 3
 
 
@@ -221,8 +221,8 @@ def test_when_one_rank_cannot_write_all_go_on_and_the_old_one_stands(tmp_path):
     assert run_ranks(save_where_one_rank_cannot, 2, str(tmp_path)) == [1, 0], "rank 0 reports what was written"
     assert sorted(os.listdir(tmp_path))[0] == "ckpt.pt"
     assert len(os.listdir(tmp_path)) == 2, "what was begun is gone"
-    path, complaint = ckpt.find(str(tmp_path))
-    assert complaint is None
+    path, warning = ckpt.find(str(tmp_path))
+    assert warning is None
     assert ckpt.load(path)["iter_num"] == 4
 
 
@@ -268,10 +268,10 @@ def test_damaged_shards(tmp_path, monkeypatch, capsys):
             damages.append(whole[:position] + bytes([whole[position] ^ (1 << rng.randrange(8))]) + whole[position + 1 :])
         for damage in damages:
             os.remove(shards / name) if damage is None else (shards / name).write_bytes(damage)
-            path, complaint = ckpt.find(str(tmp_path))
+            path, warning = ckpt.find(str(tmp_path))
             assert ckpt.load(path)["iter_num"] == 1
-            assert "\n" not in complaint
-            assert str(shards / name) in complaint
+            assert "\n" not in warning
+            assert str(shards / name) in warning
             count += 1
         (shards / name).write_bytes(whole)
     assert count == 86
@@ -282,7 +282,7 @@ def test_damaged_shards(tmp_path, monkeypatch, capsys):
     assert "sharded, format 1" in shown
     assert "files with a checksum each" in shown
     shutil.rmtree(shards)
-    for arguments, complaint in (
+    for arguments, warning in (
         (["inspect", "ckpt.pt"], "there is no"),
         (["convert", "ckpt.pt", "other.pt"], "there is no"),
         (["convert", "ckpt_prev.pt", "ckpt.pt"], "exists"),
@@ -291,7 +291,7 @@ def test_damaged_shards(tmp_path, monkeypatch, capsys):
     ):
         assert main(arguments) == 2
         error = capsys.readouterr().err
-        assert complaint in error
+        assert warning in error
         assert error.count("\n") == 1
     assert sorted(os.listdir()) == before
 

@@ -120,9 +120,9 @@ def test_a_missing_file_is_mentioned(tmp_path):
         ckpt.find(str(tmp_path))
     ckpt.save(numbered(1), str(tmp_path))
     os.rename(tmp_path / "ckpt.pt", tmp_path / "ckpt_prev.pt")
-    path, complaint = ckpt.find(str(tmp_path))
+    path, warning = ckpt.find(str(tmp_path))
     assert path == str(tmp_path / "ckpt_prev.pt")
-    assert complaint == f"there is no checkpoint {tmp_path / 'ckpt.pt'}"
+    assert warning == f"there is no checkpoint {tmp_path / 'ckpt.pt'}"
 
 
 @pytest.mark.parametrize("format", ckpt.FORMATS)
@@ -286,16 +286,16 @@ def test_two_hundred_damaged_files(tmp_path, monkeypatch):
         count += 1
         for place in (folder, alone):
             (place / "ckpt.pt").write_bytes(damaged)
-        path, complaint = ckpt.find(str(folder))
+        path, warning = ckpt.find(str(folder))
         checkpoint = ckpt.load(path)
         assert same(checkpoint), name
-        if complaint is None:
+        if warning is None:
             assert name.startswith(("flipped", "zeroed")), f"{name} was not noticed"
             assert checkpoint["iter_num"] == 2
             unharmed += 1
             continue
         assert checkpoint["iter_num"] == 1
-        assert str(folder / "ckpt.pt") in complaint
+        assert str(folder / "ckpt.pt") in warning
         with pytest.raises(ckpt.CheckpointError, match=r"ckpt\.pt") as caught:
             ckpt.find(str(alone))
         assert "\n" not in str(caught.value)
@@ -385,7 +385,7 @@ def test_a_damaged_file_never_takes_the_place_of_the_one_before(tmp_path, monkey
     write(writer, 2)
     (tmp_path / "ckpt.pt").write_bytes(b"damaged")
     assert ckpt.find(str(tmp_path))[1] is not None
-    writer = ckpt.CheckpointWriter(str(tmp_path), damaged=True)
+    writer = ckpt.CheckpointWriter(str(tmp_path), newest_is_corrupt=True)
 
     def cannot(*_):
         raise OSError("as if killed here")
@@ -476,8 +476,8 @@ def test_a_kill_inside_a_save_leaves_a_whole_file(tmp_path, background, format):
         time.sleep(rng.random() * 0.1)
         process.kill()
         process.join()
-        path, complaint = ckpt.find(str(tmp_path))
-        assert complaint is None
+        path, warning = ckpt.find(str(tmp_path))
+        assert warning is None
         checkpoint = ckpt.load(path)
         assert checkpoint["iter_num"] >= iteration
         assert (checkpoint["model"]["weight"] == checkpoint["iter_num"]).all()

@@ -12,9 +12,9 @@ from torch.utils.checkpoint import checkpoint
 from toy import batch, largest_difference, make_toy, weights
 
 from zero import ShardedDataParallel, ShardedGradScaler, ShardedOptimizer
-from zero.arriving import SentGradient
 from zero.build import clip_grad_norm_
 from zero.collectives import AllGatherWork, Communicator
+from zero.placeholders import SentGradient
 
 STEPS = 12
 

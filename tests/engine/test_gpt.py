@@ -9,9 +9,9 @@ from ranks import run_ranks
 from toy import largest_difference, weights
 
 from model import GPT, GPTConfig
-from zero.arriving import SentGradient, local_gradient
 from zero.build import build, clip_grad_norm_
 from zero.memory import held_bytes
+from zero.placeholders import SentGradient, local_gradient
 
 STEPS = 50
 MODES = {

@@ -79,19 +79,19 @@ def find(folder: str) -> tuple[str, str | None]:
     Raises:
         CheckpointError: if there is none.
     """
-    complaints = []
+    warnings = []
     for name in (NAME, PREVIOUS):
         path = os.path.join(folder, name)
         if os.path.exists(path):
             try:
                 verify(path)
             except CheckpointError as error:
-                complaints.append(str(error))
+                warnings.append(str(error))
             else:
-                return path, "; ".join(complaints) or None
+                return path, "; ".join(warnings) or None
         elif name == NAME:
-            complaints.append(f"there is no checkpoint {path}")
-    raise CheckpointError("; ".join(complaints))
+            warnings.append(f"there is no checkpoint {path}")
+    raise CheckpointError("; ".join(warnings))
 
 
 def verify(path: str) -> None:

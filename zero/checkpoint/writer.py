@@ -28,7 +28,7 @@ class SaveReport(NamedTuple):
     nbytes: int
     write_s: float  # until it was on the disk
     consolidate_s: float = 0.0  # before that; training can go on after it, if the rest happens in the background
-    complaint: str | None = None  # what went wrong once it was on the disk
+    warning: str | None = None  # what went wrong once it was on the disk
 
 
 def save(
@@ -47,9 +47,9 @@ def save(
     begin = time.perf_counter()
     weights = ((name, value) for name, value in checkpoint["model"].items() if name not in buffers)
     _check_finite([_first_nonfinite(weights)])
-    complaint = store.commit(checkpoint, folder, keep, rotate)
+    warning = store.commit(checkpoint, folder, keep, rotate)
     nbytes = os.path.getsize(os.path.join(folder, store.NAME))
-    return SaveReport(checkpoint["iter_num"], nbytes, time.perf_counter() - begin, complaint=complaint)
+    return SaveReport(checkpoint["iter_num"], nbytes, time.perf_counter() - begin, warning=warning)
 
 
 def save_sharded(
@@ -90,9 +90,9 @@ def save_sharded(
             return None
         if missing := [file for file in sums if not os.path.exists(os.path.join(unfinished, file))]:
             raise OSError(f"rank 0 does not see what other ranks wrote to {folder} ({missing[0]}); use one that all share")
-        complaint = store.commit({**checkpoint, "shards": store.shards_entry(name, sums)}, folder, keep, rotate)
+        warning = store.commit({**checkpoint, "shards": store.shards_entry(name, sums)}, folder, keep, rotate)
     nbytes = os.path.getsize(os.path.join(folder, store.NAME)) + sum(entry.nbytes for entry in sums.values())
-    return SaveReport(checkpoint["iter_num"], nbytes, time.perf_counter() - begin, complaint=complaint)
+    return SaveReport(checkpoint["iter_num"], nbytes, time.perf_counter() - begin, warning=warning)
 
 
 class CheckpointWriter:
@@ -103,7 +103,7 @@ class CheckpointWriter:
         background: `save` returns once the state is collected, on the CPU, and a thread writes the file; a second `save`
             waits for the first.
         format: 'consolidated', everything on rank 0, or 'sharded', every rank what it owns.
-        damaged: whether `find` has found the folder's newest checkpoint to be corrupt; rank 0's answer counts.
+        newest_is_corrupt: whether `find` has found so; rank 0's answer counts.
         sweep: remove what killed runs have left; False for a run that will save nothing and must change nothing.
     """
 
@@ -113,10 +113,11 @@ class CheckpointWriter:
         keep: int = 0,
         background: bool = False,
         format: str = "consolidated",
-        damaged: bool = False,
+        newest_is_corrupt: bool = False,
         sweep: bool = True,
     ) -> None:
-        self.folder, self.keep, self.background, self.format, self.damaged = folder, keep, background, format, damaged
+        self.folder, self.keep, self.background, self.format = folder, keep, background, format
+        self.newest_is_corrupt = newest_is_corrupt
         # of its own, and on the CPU, whatever the backend of the run: the thread's collectives run beside the others, and
         # NCCL would end a run whose ranks wait for its timeout, 10 minutes, while rank 0 writes
         distributed = dist.is_initialized()
@@ -167,14 +168,16 @@ class CheckpointWriter:
         state = full_state(model, optimizer)
         if state is None:  # rank 0 has it all
             return None
-        return partial(save, {**state, **values}, self.folder, self.keep, not self.damaged, _buffers(model))
+        return partial(save, {**state, **values}, self.folder, self.keep, not self.newest_is_corrupt, _buffers(model))
 
     def _sharded_task(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, values: dict[str, Any]) -> "_Task":
         own, state = local_chunks(model, optimizer)
         if self.background:  # training goes on and overwrites what the chunks are views of
             own = [chunk._replace(elements=chunk.elements.to("cpu", copy=True)) for chunk in own]
         checkpoint = None if state is None else {**state, **values}
-        return partial(save_sharded, checkpoint, own, self.folder, self.keep, not self.damaged, _buffers(model), self._group)
+        return partial(
+            save_sharded, checkpoint, own, self.folder, self.keep, not self.newest_is_corrupt, _buffers(model), self._group
+        )
 
     def _run(self, task: "_Task", consolidate_s: float) -> None:
         try:
@@ -182,7 +185,7 @@ class CheckpointWriter:
         except (OSError, DivergedError) as error:
             self._outcomes.append(error)
             return
-        self.damaged = False
+        self.newest_is_corrupt = False
         if report is not None:
             self._outcomes.append(report._replace(consolidate_s=consolidate_s))
 

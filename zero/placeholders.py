@@ -145,7 +145,7 @@ def local_gradient(param: torch.Tensor) -> torch.Tensor | None:
     return param.grad.added if isinstance(param.grad, SentGradient) else param.grad
 
 
-def held_elsewhere(module: nn.Module, waiting: Container[nn.Module]) -> list[torch.Tensor]:
+def find_hidden_tensors(module: nn.Module, waiting: Container[nn.Module]) -> list[torch.Tensor]:
     """The tensors that a module can reach past its dictionaries, as LSTM can its parameters through a list of its own.
 
     Looks into whatever its attributes hold: containers, objects, functions, and modules that are not among `waiting`.

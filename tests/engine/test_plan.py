@@ -1,0 +1,187 @@
+"""zero.layout.plan and zero.memory.predicted_bytes: made from a model without memory, they say what a built optimizer holds."""
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from ranks import run_ranks
+from toy import Toy, make_toy
+
+from model import GPT, GPTConfig
+from zero.build import build, clip_grad_norm_
+from zero.layout import ParameterSpec, parameter_specs, plan, replicated_plan, zero_redundancy_plan
+from zero.memory import held_bytes, predicted_bytes
+from zero.optimizer import ShardedOptimizer
+from zero.partition import partition
+
+FLOATS = [torch.float32, torch.bfloat16, torch.float64]
+specs = st.lists(
+    st.builds(
+        ParameterSpec,
+        shape=st.lists(st.integers(0, 9), max_size=3).map(tuple),
+        dtype=st.sampled_from(FLOATS),
+        device=st.just(torch.device("meta")),
+        requires_grad=st.booleans(),
+        group=st.integers(0, 2),
+        position=st.integers(-1, 5),
+    ),
+    max_size=9,
+)
+options = st.fixed_dictionaries(
+    {
+        "bucket_mb": st.sampled_from([75, 0.0002, 0.000001]),
+        "partition": st.sampled_from(["element", "parameter"]),
+        "param_dtype": st.sampled_from([None, torch.bfloat16]),
+    }
+)
+
+
+@given(specs, st.integers(1, 9), options)
+def test_every_element_has_one_owner_in_every_plan(params, world_size, kwargs):
+    for planned in (plan(params, world_size, **kwargs), zero_redundancy_plan(params, world_size), replicated_plan(params)):
+        owners = [[0] * max(spec.numel, 1) for spec in params]  # one without elements also has an owner
+        for rank in range(planned.world_size):
+            for piece in planned.slices(rank):
+                for element in range(piece.start, max(piece.stop, 1)):
+                    owners[piece.param][element] += 1
+        assert all(count == 1 for parameter in owners for count in parameter)
+
+
+@given(specs, st.integers(1, 9), options)
+def test_a_plan_in_two_parts_numbers_the_second_after_the_first(params, world_size, kwargs):
+    halves = params[: len(params) // 2], params[len(params) // 2 :]
+    first, second = (plan(half, world_size, **kwargs) for half in halves)
+    for rank in range(world_size):
+        shifted = [piece._replace(param=piece.param + len(halves[0])) for piece in second.slices(rank)]
+        assert first.followed_by(second).slices(rank) == first.slices(rank) + shifted
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"bucket_mb": 0}, "bucket_mb=0 must be positive"),
+        ({"partition": "half"}, "'half' is neither"),
+        ({"world_size": 0}, "world"),
+    ],
+)
+def test_impossible_plans_are_refused(kwargs, message):
+    params = [ParameterSpec((3,), torch.float32, torch.device("cpu"))]
+    with pytest.raises(ValueError, match=message):
+        plan(params, **{"world_size": 2, **kwargs})
+
+
+# name: arguments of ShardedOptimizer
+SETTINGS = {
+    "equal shards": {},
+    "small buckets": {"bucket_mb": 0.0002},
+    "whole parameters": {"bucket_mb": 0.0002, "partition": "parameter"},
+    "masters": {"bucket_mb": 0.0002, "param_dtype": torch.bfloat16},
+    "masters, whole parameters": {"partition": "parameter", "param_dtype": torch.bfloat16},
+}
+
+
+def planned_and_built():
+    """By setting: whether a plan made on the meta device is the built optimizer's; bytes planned, and bytes held."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    results = {}
+    for setting, kwargs in SETTINGS.items():
+        with torch.device("meta"):
+            meta = Toy()
+        planned = plan(parameter_specs(meta.param_groups(), meta.parameters()), world_size, **kwargs)
+        model = make_toy()
+        groups = model.param_groups()
+        optimizer = ShardedOptimizer(groups, torch.optim.AdamW, registration_order=model.parameters(), **kwargs)
+        part = partition(optimizer)
+        same = [planned.slices(each) == part.plan.slices(each) for each in range(world_size)]
+        same.append([piece.numel for piece in planned.slices(rank)] == [local.numel() for local in part.locals])
+        same.append([buffer.layout for buffer in planned.buffers] == [buffer.layout for buffer in optimizer.buffers])
+        for param in model.parameters():  # so that there is state of every one
+            param.grad = torch.ones_like(param) if param.requires_grad else None
+        optimizer.step()
+        held = held_bytes(optimizer)
+        held = {key: held[key] for key in ("parameters", "state", "master")}
+        results[setting] = same, predicted_bytes(planned, rank), held
+    return results
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_built_optimizer_holds_what_was_planned(world_size):
+    for results in run_ranks(planned_and_built, world_size):
+        assert results.keys() == SETTINGS.keys()
+        for setting, (same, predicted, held) in results.items():
+            assert all(same), setting
+            assert {key: predicted[key] for key in held} == held, setting
+            assert held["state"] > 0
+            assert (held["master"] > 0) == ("masters" in setting)
+
+
+# name: flags of zero.build.build
+FLAGS = {
+    "adamw": {"use_zero1": False},
+    "torch": {"zero1_impl": "torch"},
+    "sharded": {"bucket_mb": 0.02},
+    "shard_gradients": {"bucket_mb": 0.02, "shard_gradients": True},
+    "bfloat16": {"bucket_mb": 0.02, "param_dtype": "bfloat16"},
+}
+SIZES = GPTConfig(block_size=8, vocab_size=19, n_layer=2, n_head=2, n_embd=24, bias=False)
+
+
+def gpt_plan(mode, model, world_size):
+    specs = parameter_specs(model.param_groups(0.1), model.parameters(), {p: name for name, p in model.named_parameters()})
+    if mode == "torch":
+        return zero_redundancy_plan(specs, world_size)
+    if mode == "adamw":
+        return replicated_plan(specs)
+    return plan(specs, world_size, bucket_mb=0.02, param_dtype=torch.bfloat16 if mode == "bfloat16" else None)
+
+
+def predicted_and_measured():
+    """By mode: bytes predicted from a GPT on the meta device, and those that this rank holds before and after a step."""
+    results = {}
+    for mode, flags in FLAGS.items():
+        with torch.device("meta"):
+            planned = gpt_plan(mode, GPT(SIZES), dist.get_world_size())
+        module = GPT(SIZES)
+        model, optimizer = build(module, module.param_groups(0.1), lr=0.01, **flags)
+        dealt = partition(optimizer).plan
+        same = [planned.slices(rank) == dealt.slices(rank) for rank in range(planned.world_size)]
+        tokens = torch.randint(19, (2, 2, 8))
+        model(*tokens)[1].backward()
+        clip_grad_norm_(optimizer, math.inf)  # waits for the gradients
+        before = held_bytes(optimizer)
+        optimizer.step()
+        rank = dist.get_rank() if planned.world_size > 1 else 0
+        results[mode] = same, predicted_bytes(planned, rank), before, held_bytes(optimizer)
+    return results
+
+
+def test_predictions_of_every_implementation_are_what_is_held():
+    for results in run_ranks(predicted_and_measured, 2):
+        for mode, (same, predicted, before, after) in results.items():
+            assert all(same), mode
+            assert before["parameters"] == after["parameters"] == predicted["parameters"], mode
+            gradients = "gradients" if mode in ("adamw", "torch") else "gradient_shards"
+            assert before["gradients"] == predicted[gradients] > 0, mode
+            assert after["state"] == predicted["state"] > 0, mode
+            assert after["master"] == predicted["master"], mode
+
+
+def test_specs_have_names_and_groups():
+    with torch.device("meta"):
+        model = GPT(SIZES)
+    specs = parameter_specs(model.param_groups(0.1), model.parameters(), {p: name for name, p in model.named_parameters()})
+    assert specs[0].name == "transformer.wte.weight"
+    assert (specs[0].shape, specs[0].group, specs[0].position) == ((19, 24), 0, 0)
+    assert {spec.group for spec in specs} == {0, 1}
+
+
+def test_gpt2_xl_over_1024_ranks_is_planned_without_its_memory():
+    with torch.device("meta"):
+        model = GPT(GPTConfig(n_layer=48, n_head=25, n_embd=1600))
+    planned = plan(parameter_specs(model.param_groups(0.1), model.parameters()), 1024)
+    state = [predicted_bytes(planned, rank)["state"] for rank in (0, 511, 1023)]
+    numel = sum(param.numel() for param in model.parameters())
+    assert max(state) == pytest.approx(8 * numel / 1024, rel=0.01)

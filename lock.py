@@ -55,7 +55,5 @@ class Lock:
         except OSError as error:
             if error.errno not in _UNSUPPORTED:
                 raise
-            print(
-                f"WARNING: {self._file.name} cannot be locked: {error}; make sure no other run uses this folder", flush=True
-            )
+            print(f"WARNING: {self._file.name} cannot be locked: {error}; make sure no other run uses this folder", flush=True)
         return True

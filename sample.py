@@ -50,7 +50,7 @@ with exit_on_wrong_input():
     if codec.vocab_size > model.config.vocab_size:
         raise ValueError(
             f"the model knows {model.config.vocab_size} tokens, the vocabulary at hand has {codec.vocab_size}; prepare the "
-            "dataset that the model was trained on, which writes its meta.pkl"
+            "dataset that the model was trained on, to create its meta.pkl"
         )
     if start.startswith("FILE:"):
         with open(start[5:], encoding="utf-8") as file:

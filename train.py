@@ -1,4 +1,4 @@
-"""Train a GPT with one process, or with many processes that share the optimizer state (ZeRO-1).
+"""Train a GPT with one process, or with many processes and sharded optimizer state (ZeRO-1).
 
 One process on a CPU or a GPU:
     $ python train.py config/train_shakespeare_char.py

@@ -1,9 +1,12 @@
-# make train      a small GPT on the source of the Python standard library, with sharded optimizer state, and a sample of it
-# make test       lint and all tests
-# make test-all   the same and what takes minutes
-# make test-kills training that is killed a hundred times and resumed
-# make lint       ruff and mypy alone
-# The virtual environment is made once; PYTHON=... chooses the interpreter, NPROC=... the number of ranks.
+# make train       train a small GPT with sharded optimizer state on the source of the Python standard library, print samples
+# make test        run the linters and all tests except the slow ones
+# make test-all    run the linters and all tests, also those that take minutes
+# make test-kills  run the test that kills a training run a hundred times and resumes it
+# make lint        run ruff and mypy only
+# make install     create the virtual environment only
+#
+# Each target creates the virtual environment if it is missing. PYTHON=... chooses the Python interpreter. NPROC=... chooses the
+# number of ranks.
 
 PYTHON ?= python3
 VENV := .venv

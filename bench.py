@@ -1,22 +1,23 @@
-"""The optimizers side by side in one process group: time, bytes sent and memory of each, next to plain AdamW.
+"""Compare the optimizers in one process group: time, bytes sent and memory of each one and of plain AdamW.
 
-GPT-2 124M on two CPU ranks, a thread each, about five minutes:
+Time of GPT-2 124M on two CPU ranks with one thread each. It takes about five minutes:
     $ torchrun --standalone --nproc_per_node=2 bench.py --modes=adamw,torch,sharded --block_size=64 --batch_size=1
 
-The bytes of a 10.7M-parameter model on four:
+Bytes sent by a 10.7M-parameter model on four CPU ranks:
     $ torchrun --standalone --nproc_per_node=4 bench.py --modes=adamw,torch,sharded,bfloat16 --n_layer=6 --n_head=6 \\
         --n_embd=384 --vocab_size=65 --block_size=64 --batch_size=1
 
-The memory of GPT-2 XL at each point of a step, on two ranks that share a GPU or have one each:
+Memory of GPT-2 XL at each point of a step, on two ranks. The ranks share a GPU, or each rank has its own GPU:
     $ torchrun --standalone --nproc_per_node=2 bench.py --what=memory --modes=adamw,torch,sharded,shard_gradients,bfloat16 \\
         --n_layer=48 --n_head=25 --n_embd=1600 --block_size=1024 --batch_size=1 --out=results/gpt2-xl-memory.json
 
-Seconds and memory to save and restore GPT-2 124M:
+Time and memory to save and restore GPT-2 124M:
     $ torchrun --standalone --nproc_per_node=2 bench.py --what=checkpoint --modes=sharded,torch --block_size=64 --batch_size=1
 
-On a noisy machine only what was measured next to each other can be compared, so for their times the modes take turns, and
-the figure to look at is the median over the rounds of each mode's time divided by the first one's in the same round. A turn
-ends when every parameter is whole, so the all-gather that the next forward would hide shows once per turn.
+On a noisy machine, compare only measurements that were taken close together. For this reason the modes take turns when the
+time is measured. The column to read is "ratio": the time of a mode is divided by the time of the first mode in the same
+round, and the ratio is the median over all rounds. A turn ends when every all-gather has ended. So once per turn, the time
+includes an all-gather that would normally overlap with the next forward.
 """
 
 import gc
@@ -46,11 +47,11 @@ from zero.memory import held_bytes
 
 # -----------------------------------------------------------------------------
 what: Literal["time", "memory", "checkpoint"] = "time"
-modes = "adamw,torch,sharded"  # of those in MODES below; the first is what the others are compared to
-out = ""  # a JSON file for the figures, besides the table
-rounds: PositiveInt = 10  # turns of each mode; one more, the first, is not counted
+modes = "adamw,torch,sharded"  # names from MODES below; the others are compared to the first one
+out = ""  # path of a JSON file that also receives the figures
+rounds: PositiveInt = 10  # turns of each mode; one more turn comes first and is not counted
 steps_per_turn: PositiveInt = 3
-batch_size: PositiveInt = 1  # of each rank
+batch_size: PositiveInt = 1  # sequences per rank
 block_size = 1024
 n_layer = 12
 n_head = 12
@@ -69,13 +70,13 @@ ADAMW: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95)}
 
 
 def simple(model, groups):
-    """The simple scheme: DistributedDataParallel's all-reduce, then ShardedOptimizer's all-gather, nothing overlapped."""
+    """The simple scheme: DistributedDataParallel's all-reduce, then ShardedOptimizer's all-gather, which overlaps nothing."""
     optimizer = ShardedOptimizer(groups, torch.optim.AdamW, bucket_mb=zero_bucket_mb, fused=True, **ADAMW)
     return DistributedDataParallel(model, gradient_as_bucket_view=True), optimizer
 
 
 def fsdp2(model, groups):
-    """FSDP2 with parameters kept whole between forward and backward, block by block."""
+    """FSDP2, applied block by block. Parameters stay unsharded between forward and backward."""
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     for block in model.transformer.h:
         fully_shard(block, mesh=mesh, reshard_after_forward=False)
@@ -99,7 +100,7 @@ MODES = {
 
 
 def contender(name):
-    """A model and its optimizer, of the same weights for every mode."""
+    """Returns a model and its optimizer. All modes start from the same weights."""
     torch.manual_seed(seed)
     model = GPT(GPTConfig(block_size, vocab_size, n_layer, n_head, n_embd, 0.0, bias)).to(device)
     contender = MODES[name](model, model.param_groups(0.1))
@@ -129,7 +130,7 @@ def wait_for_all(optimizer):
 
 
 def turn(model, optimizer):
-    """Milliseconds per step, and bytes that each rank sent per step, of a few steps. Needs to be called on all ranks."""
+    """Run a few steps and return milliseconds per step and bytes sent per rank and step. Needs to be called on all ranks."""
     dist.barrier()
     bytes_before, start = loopback_bytes(), time.perf_counter()
     for _ in range(steps_per_turn):
@@ -142,7 +143,7 @@ def turn(model, optimizer):
 
 
 def loopback_bytes():
-    """Bytes that have gone over this machine's loopback interface, or 0 where that cannot be read."""
+    """Returns the bytes sent over the loopback interface of this machine, or 0 if the count cannot be read."""
     path = "/sys/class/net/lo/statistics/tx_bytes"
     if not os.path.exists(path):
         return 0
@@ -151,7 +152,7 @@ def loopback_bytes():
 
 
 def measure_time():
-    """Rows of the table: by mode the median time, ratio to the first mode, and bytes. Needs to be called on all ranks."""
+    """Returns one table row per mode: median time, ratio to the first mode, bytes sent. Needs to be called on all ranks."""
     contenders = {name: contender(name) for name in names}
     times: dict[str, list[float]] = {name: [] for name in names}
     sent: dict[str, list[float]] = {name: [] for name in names}
@@ -175,14 +176,14 @@ def measure_time():
 
 
 def measure_memory():
-    """Rows of the table: by mode the bytes of the fullest rank at points of the second step. Needs to be called on all ranks.
+    """Returns one table row per mode: bytes at several points of the first two steps. Needs to be called on all ranks.
 
-    On a GPU the bytes that its allocator holds, and their peak; on a CPU those of the model and its optimizer, without
-    activations, and no peak.
+    Each figure is the maximum over the ranks. On a GPU it is what the allocator holds, and the peak of that. On a CPU it is
+    the model and its optimizer without activations, and there is no peak.
     """
     rows = []
     for name in names:
-        gc.collect()  # the mode before
+        gc.collect()  # free the memory of the previous mode
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         model, optimizer = contender(name)
@@ -191,7 +192,7 @@ def measure_memory():
         step(optimizer)
         wait_for_all(optimizer)
         points["after step"] = bytes_now(optimizer)
-        if hasattr(model, "require_backward_grad_sync"):  # a first micro-step, when full gradients are there
+        if hasattr(model, "require_backward_grad_sync"):  # first micro-step: full gradients accumulate
             model.require_backward_grad_sync = False
             backward(model)
             model.require_backward_grad_sync = True
@@ -209,11 +210,12 @@ def measure_memory():
 
 
 def measure_checkpoint():
-    """Rows of the table: by mode the seconds to consolidate for the first time and in the median of the rounds after it, each
-    format's figures, and memory beyond the state itself.
+    """Returns one table row per mode. Needs to be called on all ranks.
 
-    PyTorch's own way, which takes a minute and is tried once, is the last row where `torch` is among the modes. Needs to
-    be called on all ranks.
+    A row holds the seconds of the first consolidation, the median seconds of the consolidations after it, the seconds and
+    megabytes of each checkpoint format, and the memory that consolidation takes in addition to the state itself.
+
+    If `torch` is one of the modes, the last row is PyTorch's own `consolidate_state_dict`. It takes a minute and runs once.
     """
     rows = []
     for name in [*names, *(["consolidate_state_dict"] if "torch" in names else [])]:
@@ -236,7 +238,7 @@ def measure_checkpoint():
 
 
 def consolidation(optimizer, consolidate):
-    """Seconds of a consolidation, and the bytes of memory it took at its peak beyond the state it gave."""
+    """Returns the seconds of a consolidation and its peak memory in bytes, without the state that it returned."""
     gc.collect()
     dist.barrier()
     before, begin = reset_peak(), time.perf_counter()
@@ -250,7 +252,7 @@ def consolidate_pytorch(optimizer):
 
 
 def save_and_restore(model, optimizer):
-    """Each format's seconds and megabytes of a checkpoint on the disk. Needs to be called on all ranks."""
+    """Returns the seconds and megabytes of a checkpoint on disk in each format. Needs to be called on all ranks."""
     figures = {}
     for format in checkpoint.FORMATS:
         with tempfile.TemporaryDirectory() as folder:
@@ -277,7 +279,7 @@ def state_bytes(state):
 
 
 def reset_peak():
-    """Have the kernel forget this process's peak of resident memory; the bytes that are resident now."""
+    """Reset the peak resident memory of this process and return the bytes that are resident now."""
     with open("/proc/self/clear_refs", "w") as file:
         file.write("5")
     return peak_resident()
@@ -311,9 +313,9 @@ with exit_on_wrong_input():
         os.makedirs(os.path.dirname(out) or ".", exist_ok=True)
         open(out, "a").close()
     if what == "checkpoint" and not os.path.exists("/proc/self/clear_refs"):
-        raise ValueError("what=checkpoint measures memory as Linux does; run it there")
+        raise ValueError("what=checkpoint reads memory figures that only Linux has; run it on Linux")
     if what == "memory" and "fsdp2" in names:
-        raise ValueError("what=memory cannot see into fsdp2, whose tensors are parts of others; leave it out of --modes")
+        raise ValueError("what=memory cannot measure fsdp2, whose tensors are parts of other tensors; remove it from --modes")
     device, dtype = hardware.resolve(device, dtype)
     device = start(launch, device)
 autocast = nullcontext() if dtype == "float32" else torch.amp.autocast(device.type, hardware.DTYPES[dtype])
@@ -325,7 +327,7 @@ if dist.get_rank() == 0:
     where = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
     title = f"{parameters / 1e6:.1f}M parameters, {dist.get_world_size()} ranks, {dist.get_backend()}, {where}, {dtype}"
     if what == "memory" and device.type == "cpu":
-        title += "; of the model and its optimizer, without activations"
+        title += "; model and optimizer, without activations"
     print(title)
     widths = {column: max(10, len(column) + 2) for column in rows[0]}
     widths["mode"] = 2 + max(len(row["mode"]) for row in rows)

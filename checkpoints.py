@@ -1,4 +1,4 @@
-"""The checkpoints of a run in its output folder: found and loaded, saved, reported."""
+"""The checkpoints of a run in its output folder: find, load, save and report them."""
 
 import os
 import sys
@@ -15,12 +15,12 @@ from zero.checkpoint import CheckpointError, CheckpointWriter, DivergedError, Sa
 
 
 class Checkpoints:
-    """What a run does with its checkpoints. Every method needs to be called on all ranks, construction included.
+    """Loads and saves the checkpoints of a run. The constructor and every method need to be called on all ranks.
 
     Args:
-        folder: the run's output folder, which all ranks share.
-        read_only: a run that saves nothing and changes nothing in the folder.
-        stop_on_error: a checkpoint that cannot be written ends the run.
+        folder: output folder of the run, shared by all ranks.
+        read_only: the run saves no checkpoint and changes nothing in the folder.
+        stop_on_error: end the run if a checkpoint cannot be written.
         keep, background, format: see `zero.checkpoint.CheckpointWriter`.
     """
 
@@ -28,33 +28,33 @@ class Checkpoints:
         self.folder, self.read_only, self.stop_on_error = folder, read_only, stop_on_error
         self.keep, self.background, self.format = keep, background, format
         self.is_rank_0 = not dist.is_initialized() or dist.get_rank() == 0
-        self.error: OSError | DivergedError | None = None  # why the last save failed; on rank 0, which knows of all
+        self.error: OSError | DivergedError | None = None  # on rank 0: why the last save failed on any rank
         self._lock: Lock | None = None  # on rank 0
-        self._path = ""  # of the checkpoint that was loaded
-        self._newest_is_corrupt = False  # then another one was loaded; on rank 0
-        self._writer: CheckpointWriter  # from `claim` on
+        self._path = ""  # path of the loaded checkpoint
+        self._newest_is_corrupt = False  # on rank 0: True if an older checkpoint was loaded instead
+        self._writer: CheckpointWriter  # set by `claim`
 
     def load(self) -> dict[str, Any]:
-        """Read the newest checkpoint that is not corrupt. Locks the folder first, unless the run is read-only.
+        """Read the newest checkpoint that is not corrupt. Lock the folder first, unless the run is read-only.
 
         Returns:
-            See `zero.checkpoint.load`.
+            The checkpoint, see `zero.checkpoint.load`.
 
         Raises:
-            ValueError: if there is none, it cannot be read, or another run writes to the folder.
+            ValueError: if there is no checkpoint, it cannot be read, or another run writes to the folder.
         """
         self._path = on_rank_0(self._find)
         return ckpt.load(self._path)
 
     def restore(self, optimizer: torch.optim.Optimizer, checkpoint: dict[str, Any]) -> None:
-        """Load the optimizer's state from what `load` returned. See `zero.checkpoint.restore`."""
+        """Load the optimizer state from the checkpoint that `load` returned. See `zero.checkpoint.restore`."""
         ckpt.restore(optimizer, checkpoint["optimizer"], ckpt.chunk_reader(self._path, checkpoint))
 
     def claim(self) -> None:
-        """Lock the folder for this run, unless it is read-only, and remove what killed runs have left in it.
+        """Lock the folder for this run and remove the unfinished files of killed runs. A read-only run does neither.
 
         Raises:
-            ValueError: if another run writes to the folder, or it cannot be written to.
+            ValueError: if another run writes to the folder, or this run cannot write to it.
         """
         if not self.read_only:
             on_rank_0(self._claim)
@@ -63,19 +63,20 @@ class Checkpoints:
         )
 
     def save(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, values: dict[str, Any]) -> None:
-        """Write a checkpoint; `report` will say what became of it. See `CheckpointWriter.save`."""
+        """Write a checkpoint. `report` prints the result. See `CheckpointWriter.save`."""
         if self.is_rank_0:
             print(f"saving checkpoint to {self.folder}", flush=True)
         self._writer.save(model, optimizer, values)
 
     def report(self, log: Logger, required: bool = False) -> bool:
-        """Print and log what became of the saves since the last call.
+        """Print and log the results of the saves that have ended since the last call.
 
         Args:
-            required: the last one must have succeeded.
+            log: logger for the times and sizes.
+            required: the last save must have succeeded.
 
         Returns:
-            On rank 0, which knows of every save, whether the run must end for it; elsewhere False.
+            On rank 0: whether the run must end because of a failed save. On other ranks: False.
         """
         for outcome in self._writer.outcomes() if self.is_rank_0 else ():
             self.error = None if isinstance(outcome, SaveReport) else outcome
@@ -95,32 +96,32 @@ class Checkpoints:
         return isinstance(self.error, DivergedError) or (self.error is not None and (required or self.stop_on_error))
 
     def wait(self) -> None:
-        """Wait until nothing is being written."""
+        """Wait until the save in progress has ended."""
         self._writer.wait()
 
     def explain_failure(self, diverged: bool) -> None:
-        """Print on stderr what a run that failed leaves behind, on rank 0."""
+        """Print on stderr which checkpoint a failed run leaves in the folder. Only rank 0 prints."""
         if not self.is_rank_0:
             return
         if diverged and self.exist():
-            print("its checkpoint is as it was; --init_from=resume goes on from there", flush=True, file=sys.stderr)
+            print("the checkpoint is unchanged; --init_from=resume goes on from there", flush=True, file=sys.stderr)
         if self.error is not None:
             print(f"the run ends without its last checkpoint, which was not written: {self.error}", flush=True, file=sys.stderr)
 
     def exist(self) -> bool:
-        """Whether there is a checkpoint to resume from."""
+        """Returns whether the folder has a checkpoint to resume from."""
         return os.path.exists(os.path.join(self.folder, "ckpt.pt"))
 
     def _find(self) -> str:
         if not self.read_only and os.path.isdir(self.folder):
-            self._lock = Lock(self.folder)  # before reading what another run may be about to replace
+            self._lock = Lock(self.folder)  # lock before reading: another run could replace the file
         try:
             path, warning = ckpt.find(self.folder)
         except CheckpointError as error:
-            remedy = "to resume, check --out_dir; to begin anew, use --init_from=scratch"
+            remedy = "to resume, check --out_dir; to start a new run, use --init_from=scratch"
             raise CheckpointError(f"{error}; {remedy}") from error
         if warning:
-            print(f"WARNING: {warning}; resuming from {path}, the checkpoint before")
+            print(f"WARNING: {warning}; resuming from {path}, the previous checkpoint")
             self._newest_is_corrupt = True
         return path
 
@@ -128,5 +129,6 @@ class Checkpoints:
         self._lock = self._lock or Lock(self.folder)
         if not self._path and self.exist():
             print(
-                f"WARNING: out_dir={self.folder} holds another run, which this one replaces; --init_from=resume goes on with it"
+                f"WARNING: out_dir={self.folder} holds another run, which this one replaces; "
+                "to continue that run, use --init_from=resume"
             )

@@ -1,13 +1,14 @@
-"""Settings from config files and `--key=value` arguments over a script's defaults, names and types checked.
+"""Settings of a script: config files and `--key=value` arguments override the defaults. Names and types are checked.
 
     $ python train.py config/train_shakespeare_char.py --batch_size=32
 
-runs the file (plain Python that assigns some of the settings), then sets batch_size. A script calls
+This command runs the config file, which is plain Python that assigns some of the settings. Then it sets batch_size. A script
+calls
 
     config = configure(globals())
 
-once, below its defaults: every module-level int, float, bool or str in small letters without a leading underscore is a setting.
-Its type is that of the default; what else it must be is declared beside it, as a range or as choices:
+once, below its defaults. A setting is a module-level int, float, bool or str with a lowercase name and no leading underscore.
+The type of a setting is the type of its default. An annotation declares further limits, as a range or as choices:
 
     batch_size: PositiveInt = 12
     zero1_impl: Literal["sharded", "torch"] = "sharded"
@@ -26,13 +27,13 @@ from typing import Annotated, Any, Literal, NamedTuple, NoReturn, get_args, get_
 
 from distributed import exit_with_error, launched
 
-_LARGEST = 2**63 - 1  # of an integer that PyTorch, NumPy and a checkpoint take
+_LARGEST = 2**63 - 1  # largest integer that PyTorch, NumPy and a checkpoint can hold
 
 
 class Rule(NamedTuple):
-    """What values a setting may take."""
+    """A limit on the values of a setting."""
 
-    text: str  # as in "batch_size=0 must be at least 1"
+    text: str  # end of the error message, for example "must be at least 1"
     holds: Callable[[Any], bool]
 
 
@@ -44,10 +45,16 @@ Fraction = Annotated[float, Rule("must be at least 0 and less than 1", lambda va
 
 
 def configure(settings: dict[str, Any], argv: list[str] | None = None) -> dict[str, Any]:
-    """Override `settings` in place with the files and `--key=value`s of `argv` (default: sys.argv), left to right.
+    """Override `settings` in place with the config files and `--key=value` arguments of `argv`, from left to right.
+
+    Rank 0 prints the settings that changed. Wrong input ends the process with exit code 2.
+
+    Args:
+        settings: the globals of the script.
+        argv: command-line arguments; None: sys.argv[1:].
 
     Returns:
-        The settings alone, by name. Prints those that changed, on rank 0. Wrong input ends the process, exit code 2.
+        The settings by name, without the other globals.
     """
     try:
         rank = launched().rank
@@ -62,7 +69,7 @@ def configure(settings: dict[str, Any], argv: list[str] | None = None) -> dict[s
         elif argument in ("-h", "--help"):
             _help(settings.get("__doc__"), defaults)
         elif argument.startswith("-"):
-            exit_with_error(f"{argument} is not of the form --key=value; write for example --batch_size=32")
+            exit_with_error(f"{argument} is not of the form --key=value; for example, write --batch_size=32")
         else:
             config.update(_read_file(argument, config, defaults))
     for key, kind in _declared(settings).items():
@@ -81,7 +88,7 @@ def _is_setting(key: str, value: Any) -> bool:
 
 
 def _declared(settings: dict[str, Any]) -> dict[str, Any]:
-    """The annotations beside the settings. Python 3.14 makes them only when its `inspect` asks the module for them."""
+    """Returns the annotations of the settings. Python 3.14 creates them only when `inspect` asks the module for them."""
     module = sys.modules.get(settings.get("__name__", ""))
     if module is not None and vars(module) is settings:
         return inspect.get_annotations(module)
@@ -101,7 +108,11 @@ def _is_assignment(key: str, value: Any) -> bool:
 
 
 def _read_file(path: str, config: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
-    """What a config file assigns. It sees the settings as they are so far; its modules, functions and _names are its own."""
+    """Run a config file and return the settings that it assigns.
+
+    The file can read the current value of every setting. Its modules, functions and names with a leading underscore are not
+    settings.
+    """
     if not os.path.isfile(path):
         exit_with_error(f"config file {path} does not exist; settings are given as --key=value")
     try:
@@ -112,7 +123,10 @@ def _read_file(path: str, config: dict[str, Any], defaults: dict[str, Any]) -> d
 
 
 def _parsed(text: str, default: Any) -> Any:
-    """The Python value that `text` spells, or the text itself; where a string is wanted, only quotes are taken off."""
+    """Returns the Python value of the literal `text`, or `text` itself if it is not a literal.
+
+    If the default is a string, only text in quotes is parsed.
+    """
     if isinstance(default, str) and not text.startswith(("'", '"')):
         return text
     try:
@@ -122,10 +136,13 @@ def _parsed(text: str, default: Any) -> Any:
 
 
 def _checked(key: str, value: Any, defaults: dict[str, Any], where: str) -> Any:
-    """`value`, if `key` is a setting and the type is its default's."""
+    """Returns `value` with the type of the default of `key`: an int becomes a float where needed.
+
+    An unknown setting or another wrong type ends the process.
+    """
     if key not in defaults:
         near = difflib.get_close_matches(key, defaults, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else "--help lists all; in a file, names of your own begin with _"
+        hint = f"did you mean {near[0]!r}?" if near else "--help lists all settings; in a file, start other names with _"
         exit_with_error(f"unknown setting {key!r} in {where}; {hint}")
     wanted = type(defaults[key])
     if type(value) is int and abs(value) > _LARGEST:
@@ -142,7 +159,7 @@ def _checked(key: str, value: Any, defaults: dict[str, Any], where: str) -> Any:
 def _shown(value: Any) -> str:
     try:
         return _shortened(repr(value))
-    except ValueError:  # Python spells no integer of more than 4300 digits
+    except ValueError:  # Python does not print integers of more than 4300 digits
         return "..."
 
 
@@ -151,7 +168,7 @@ def _shortened(text: str) -> str:
 
 
 def _help(text: str | None, defaults: dict[str, Any]) -> NoReturn:
-    """Print what the script says of itself and every setting with its default, and end."""
+    """Print the docstring of the script and every setting with its default, then end the process."""
     print(text or "")
     for key, value in defaults.items():
         print(f"  --{key}={value!r}")

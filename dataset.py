@@ -1,6 +1,6 @@
-"""Token files: `data/<name>/train.bin` and `val.bin` (uint16), and `meta.pkl` where the vocabulary is not GPT-2's.
+"""Token files: `data/<name>/train.bin` and `val.bin` (uint16), and `meta.pkl` if the vocabulary is not GPT-2's.
 
-The files are nanoGPT's: what its prepare.py scripts wrote works here, and the other way round.
+The files have nanoGPT's format: this program reads the files of nanoGPT's prepare.py scripts, and nanoGPT reads these files.
 """
 
 import os
@@ -14,19 +14,19 @@ import numpy as np
 
 DATA_DIR = os.path.join(os.path.dirname(os.path.abspath(__file__)), "data")
 SPLITS = ("train", "val")
-_GOLDEN_RATIO = np.uint64(0x9E3779B97F4A7C15)  # (sqrt(5) - 1) / 2 of 2**64
-EMBEDDED = "stdlib_char"  # needs no download, so it is prepared when it is missing
+_GOLDEN_RATIO = np.uint64(0x9E3779B97F4A7C15)  # 2**64 * (sqrt(5) - 1) / 2
+EMBEDDED = "stdlib_char"  # this dataset needs no download, so train.py prepares it if it is missing
 
 
 class DataError(ValueError):
-    """A dataset that is missing or cannot be used; the message says what, where, and what to do."""
+    """A dataset is missing or cannot be used. The message names the file, the problem and the remedy."""
 
 
 class Dataset:
     """The splits of one dataset, memory-mapped.
 
     Args:
-        name: a folder of `data/`, or the absolute path of one elsewhere.
+        name: name of a folder in `data/`, or the absolute path of another folder.
         block_size: tokens per sequence.
 
     Raises:
@@ -41,32 +41,35 @@ class Dataset:
 
     @property
     def vocab_size(self) -> int | None:
-        """Of the dataset's own vocabulary; None where the tokens are GPT-2's."""
+        """The size of the dataset's own vocabulary, or None if the tokens are GPT-2's."""
         return self.meta["vocab_size"] if self.meta else None
 
     def offsets(self, split: str, stream: tuple[int, int], first: int, count: int) -> np.ndarray:
-        """Where sequences number `first` to `first + count` of a stream begin, (count,) int64: a function of its arguments.
+        """Returns the start positions of sequences `first`, ..., `first + count - 1` of a stream, (count,) int64.
 
-        A stream visits the whole split again and again, evenly: its sequences lie a golden ratio of the split apart, from
-        a random beginning on (an additive recurrence, as in quasi-Monte Carlo). Independent draws, nanoGPT's way, would
-        visit some places several times before others at all, and reach a higher loss in the same number of iterations.
+        The result depends on the arguments only. A stream visits the whole split evenly, again and again. It begins at a
+        random position, and each step to the next sequence is the length of the split times the golden ratio, with
+        wrap-around (an additive recurrence, as in quasi-Monte Carlo). nanoGPT draws independent random positions. That visits
+        some positions several times before it visits others, and reaches a higher loss in the same number of iterations.
         """
         beginning = np.random.default_rng((*stream, SPLITS.index(split))).integers(2**64, dtype=np.uint64)
         numbers = np.arange(first, first + count, dtype=np.uint64)
-        places = beginning + numbers * _GOLDEN_RATIO  # in units of 2**-64 of the split; the product wraps around
+        places = beginning + numbers * _GOLDEN_RATIO  # in units of 2**-64 of the split; the arithmetic wraps around
         return (places / 2.0**64 * (len(self.tokens[split]) - self.block_size)).astype(np.int64)
 
     def micro_batches(
         self, seed: int, first: int, batch_size: int, count: int, rank: int = 0, world_size: int = 1
     ) -> Iterator[np.ndarray]:
-        """The offsets, (batch_size,) int64, of one rank's micro-batches of the training split, without end.
+        """Yields the offsets of the training micro-batches of one rank, (batch_size,) int64 each. It never ends.
 
-        Which sequences make up an iteration depends on the seed and `first` only, not on the ranks that share it.
+        The sequences of an iteration depend on the seed and on `first` only. They do not depend on the number of ranks.
 
         Args:
-            first: the number of sequences that all ranks together have seen.
+            seed: seed of the run.
+            first: number of sequences that all ranks together have seen.
             batch_size: sequences per micro-batch.
-            count: micro-batches of all ranks together in one iteration.
+            count: micro-batches per iteration, all ranks together.
+            rank, world_size: this rank and the number of ranks.
         """
         while True:
             offsets = self.offsets("train", (seed, 0), first, count * batch_size).reshape(count, batch_size)
@@ -74,20 +77,24 @@ class Dataset:
             first += count * batch_size
 
     def batch(self, split: str, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Inputs and targets, each (len(offsets), block_size) int64."""
+        """Returns the inputs and the targets, each (len(offsets), block_size) int64."""
         tokens = self.tokens[split]
         rows = np.stack([tokens[start : start + self.block_size + 1] for start in offsets]).astype(np.int64)
         return rows[:, :-1], rows[:, 1:]
 
     def check(self, vocab_size: int, part: int = 0, parts: int = 1) -> None:
-        """Read through one of `parts` equal parts of the data.
+        """Check the tokens of one of `parts` equal parts of the data against the vocabulary of a model.
+
+        Args:
+            vocab_size: vocabulary size of the model.
+            part, parts: number of the part to check, and number of parts.
 
         Raises:
-            DataError: if the dataset's vocabulary, or a token in that part, is outside a model's one of `vocab_size`.
+            DataError: if the vocabulary of the dataset is larger than `vocab_size`, or a token is not less than it.
         """
         if self.vocab_size is not None and self.vocab_size > vocab_size:
             raise DataError(
-                f"dataset {self.name} has a vocabulary of {self.vocab_size}, the model one of {vocab_size}; "
+                f"dataset {self.name} has a vocabulary of {self.vocab_size}, the model has a vocabulary of {vocab_size}; "
                 "use the dataset that the model was trained on"
             )
         for split, tokens in self.tokens.items():
@@ -102,10 +109,10 @@ class Dataset:
 
 
 def prepare_if_embedded(name: str) -> None:
-    """Write the embedded dataset if it is wanted and missing. One rank per machine only.
+    """Prepare the dataset `name` if it is the embedded one and it is missing. Call this on one rank per machine.
 
     Raises:
-        DataError: if its script fails.
+        DataError: if the script of the dataset fails.
     """
     directory = os.path.join(DATA_DIR, name)
     files = ("meta.pkl", "train.bin", "val.bin")
@@ -113,14 +120,16 @@ def prepare_if_embedded(name: str) -> None:
         return
     script = os.path.join(directory, "prepare.py")
     if subprocess.run([sys.executable, script], check=False).returncode:
-        raise DataError(f"{script} failed; run it by hand to see why")
+        raise DataError(f"{script} failed; run it yourself to see the reason")
 
 
 def load_meta(directory: str) -> dict[str, Any] | None:
-    """The dataset's `meta.pkl`: `vocab_size`, `stoi`, `itos`; None if it has none. Runs no code from the file.
+    """Returns the content of `meta.pkl`: `vocab_size`, `stoi`, `itos`; None if there is no such file.
+
+    Code in the file is not run.
 
     Raises:
-        DataError: if the file is damaged or asks for more than plain containers.
+        DataError: if the file is damaged, or needs more than plain containers and values.
     """
     path = os.path.join(directory, "meta.pkl")
     if not os.path.exists(path):
@@ -130,13 +139,13 @@ def load_meta(directory: str) -> dict[str, Any] | None:
             meta = _PlainUnpickler(file).load()
         if not isinstance(meta["vocab_size"], int):
             raise pickle.UnpicklingError("vocab_size is not an integer")
-    except Exception as error:  # whatever damaged bytes provoke
+    except Exception as error:  # damaged bytes can raise any exception
         raise DataError(f"{path} is no vocabulary ({error}); run the dataset's prepare.py again") from error
     return meta
 
 
 class Codec(NamedTuple):
-    """A vocabulary: text to tokens and back."""
+    """A vocabulary: functions that convert text to tokens and tokens to text."""
 
     encode: Callable[[str], list[int]]
     decode: Callable[[list[int]], str]
@@ -144,7 +153,7 @@ class Codec(NamedTuple):
 
 
 def load_codec(meta: dict[str, Any] | None) -> Codec:
-    """The dataset's own vocabulary, or GPT-2's byte pairs where it has none."""
+    """Returns the dataset's own vocabulary, or GPT-2's BPE vocabulary if `meta` is None."""
     if meta is None:
         import tiktoken
 
@@ -162,7 +171,7 @@ def load_codec(meta: dict[str, Any] | None) -> Codec:
 
 
 class _PlainUnpickler(pickle.Unpickler):
-    """Admits what pickle builds without looking anything up: dicts, lists, tuples, strings, numbers."""
+    """Accepts only what pickle builds without an import: dicts, lists, tuples, strings, numbers."""
 
     def find_class(self, module: str, name: str) -> Any:
         raise pickle.UnpicklingError(f"it asks for {module}.{name}")
@@ -172,11 +181,11 @@ def _open(directory: str, split: str, block_size: int) -> np.ndarray:
     path = os.path.join(directory, f"{split}.bin")
     if not os.path.exists(path):
         script = os.path.join(directory, "prepare.py")
-        remedy = f"run: python {os.path.relpath(script)}" if os.path.exists(script) else "--dataset names a folder of data/"
+        remedy = f"run: python {os.path.relpath(script)}" if os.path.exists(script) else "--dataset must name a folder in data/"
         raise DataError(f"dataset file {os.path.relpath(path)} is missing; {remedy}")
     size = os.path.getsize(path)  # bytes
     if size % 2:
-        raise DataError(f"{path} has an odd number of bytes ({size}), but its tokens take 2 each; prepare it again")
+        raise DataError(f"{path} has an odd number of bytes ({size}), but each token takes 2 bytes; prepare the dataset again")
     if size // 2 < block_size + 1:
         raise DataError(
             f"{path} holds {size // 2} tokens, too few for one sequence of block_size={block_size} and its targets; "

@@ -1,6 +1,6 @@
-"""The ranks of a run: who this process is, its device, the process group of all, and how all of them end.
+"""The ranks of a run: the launch variables, the device of each rank, the process group, and the end of all ranks.
 
-Outside of a process group every function works for one process alone.
+Without a process group, every function works for a single process.
 """
 
 import contextlib
@@ -18,26 +18,27 @@ import torch.distributed as dist
 import hardware
 from zero.collectives import broadcast_object, gather_objects
 
-_REMEDY = "start with torchrun, or unset RANK to start alone"
+_REMEDY = "start with torchrun, or unset RANK to start a single process"
 
 
 class Launch(NamedTuple):
-    """This process among the ranks of a run; not distributed: started alone."""
+    """The place of this process among the ranks of a run."""
 
-    distributed: bool = False
+    distributed: bool = False  # False: a single process without torchrun
     rank: int = 0
-    local_rank: int = 0  # among those of this machine
+    local_rank: int = 0  # rank among the processes of this machine
     world_size: int = 1
     local_world_size: int = 1
 
 
 def launched() -> Launch:
-    """What the launch variables say. They count together or not at all.
+    """Returns the launch variables that torchrun sets.
 
-    Without RANK this process is alone, whatever WORLD_SIZE and others a cluster or a container sets.
+    Without RANK, the run is a single process. In that case the other variables are ignored, because a cluster or a container
+    may set WORLD_SIZE and others.
 
     Raises:
-        ValueError: if RANK stands without the others, or one of them is impossible.
+        ValueError: if RANK is set without the other variables, or if a variable has an impossible value.
     """
     if "RANK" not in os.environ:
         return Launch()
@@ -51,19 +52,20 @@ def launched() -> Launch:
     if not 0 < port < 2**16:
         raise ValueError(f"MASTER_PORT={port} is not a port, 1 to 65535; {_REMEDY}")
     if local_rank < 0 or local_world_size < 1:
-        raise ValueError(f"LOCAL_RANK={local_rank} and LOCAL_WORLD_SIZE={local_world_size} cannot be; {_REMEDY}")
+        raise ValueError(f"LOCAL_RANK={local_rank} and LOCAL_WORLD_SIZE={local_world_size} cannot be valid; {_REMEDY}")
     return Launch(True, rank, local_rank, world_size, local_world_size)
 
 
 def start(launch: Launch, device: str, backend: str = "auto") -> torch.device:
-    """Start torch.distributed, unless this process is alone. Needs to be called on all ranks.
+    """Start torch.distributed, unless the run is a single process. Needs to be called on all ranks.
 
     Args:
-        device: as `hardware.resolve` gives it. On CPUs each rank gets its share of the machine's cores.
-        backend: 'nccl', 'gloo' or 'auto', which is NCCL where every rank has a GPU of its own, else gloo.
+        launch: what `launched` returned.
+        device: what `hardware.resolve` returned. On CPUs, each rank gets its share of the cores of the machine.
+        backend: 'nccl', 'gloo' or 'auto'; 'auto' is NCCL if every rank has its own GPU, otherwise gloo.
 
     Returns:
-        The device of this rank; of 'cuda' the GPU with the number of the rank's place on its machine.
+        The device of this rank. For 'cuda' it is the GPU number `local_rank`, modulo the number of visible GPUs.
 
     Raises:
         ValueError: if the backend does not support the device.
@@ -74,7 +76,7 @@ def start(launch: Launch, device: str, backend: str = "auto") -> torch.device:
         device = f"cuda:{launch.local_rank % torch.cuda.device_count()}"
         torch.cuda.set_device(device)
     elif backend == "nccl":
-        raise ValueError(f"backend=nccl cannot serve device={device}; use --backend=gloo")
+        raise ValueError(f"backend=nccl does not support device={device}; use --backend=gloo")
     elif device == "cpu":
         hardware.divide_threads(launch.local_world_size)
     store, _, _ = next(dist.rendezvous("env://"))
@@ -86,7 +88,7 @@ def start(launch: Launch, device: str, backend: str = "auto") -> torch.device:
 
 
 def finish(exit_code: int = 0) -> NoReturn:
-    """End this process once all ranks are here. Needs to be called on all ranks."""
+    """Wait for all ranks, then end this process. Needs to be called on all ranks."""
     if dist.is_initialized():
         dist.barrier()
     _exit(exit_code)
@@ -95,9 +97,9 @@ def finish(exit_code: int = 0) -> NoReturn:
 def exit_with_error(message: str) -> NoReturn:
     """End this process because the user's input is wrong: one line on stderr, exit code 2, no traceback.
 
-    Under torchrun every rank needs to call it, and says so.
+    Under torchrun, every rank needs to call this function, and every rank prints the line.
     """
-    sys.stderr.write(f"error: {' '.join(message.split())}\n")  # one write, so that the lines of two ranks do not mix
+    sys.stderr.write(f"error: {' '.join(message.split())}\n")  # one write: the lines of two ranks do not mix
     if _is_one_of_several() and not dist.is_initialized():
         _meet_the_other_ranks()
     _exit(2)
@@ -105,7 +107,7 @@ def exit_with_error(message: str) -> NoReturn:
 
 @contextmanager
 def exit_on_wrong_input() -> Iterator[None]:
-    """If the block finds the user's input wrong on any rank, all ranks say so and end. Needs to be entered on all ranks."""
+    """If the block raises for wrong input on any rank, all ranks print the error and end. Needs to be entered on all ranks."""
     message = None
     try:
         yield
@@ -117,10 +119,10 @@ def exit_on_wrong_input() -> Iterator[None]:
 
 
 def on_rank_0(function: Callable[[], Any]) -> Any:
-    """Call a function on rank 0 alone; all ranks return what it returned. Needs to be called on all ranks.
+    """Call a function on rank 0 only and return its result on all ranks. Needs to be called on all ranks.
 
     Raises:
-        ValueError, OSError: on all ranks, what the function raised on rank 0.
+        ValueError, OSError: on all ranks, if the function raised it on rank 0.
     """
     result = error = None
     if not dist.is_initialized() or dist.get_rank() == 0:
@@ -135,7 +137,7 @@ def on_rank_0(function: Callable[[], Any]) -> Any:
 
 
 def mean_over_ranks(value: torch.Tensor) -> float:
-    """The mean of a scalar tensor, which is overwritten. Needs to be called on all ranks."""
+    """Returns the mean of a scalar tensor over the ranks and overwrites the tensor. Needs to be called on all ranks."""
     if not dist.is_initialized():
         return value.item()
     dist.all_reduce(value)
@@ -143,7 +145,10 @@ def mean_over_ranks(value: torch.Tensor) -> float:
 
 
 def _exit(code: int) -> NoReturn:
-    """Under torchrun skip Python's shutdown: gloo's threads can abort it (https://github.com/pytorch/pytorch/pull/179291)."""
+    """End this process. Under torchrun, skip Python's shutdown.
+
+    The threads of gloo can abort the shutdown (https://github.com/pytorch/pytorch/pull/179291).
+    """
     sys.stdout.flush()
     sys.stderr.flush()
     if _is_one_of_several():
@@ -154,13 +159,13 @@ def _exit(code: int) -> NoReturn:
 def _is_one_of_several() -> bool:
     try:
         return launched().distributed
-    except ValueError:  # which is what the user is being told
+    except ValueError:  # the caller already reports this error
         return False
 
 
 def _meet_the_other_ranks(patience_s: float = 5.0) -> None:
-    """Wait until all ranks are about to end: torchrun kills the other ranks when the first one ends."""
-    with contextlib.suppress(RuntimeError):  # the store has ended with rank 0, or the others never came
+    """Wait until all ranks are about to end, because torchrun kills the other ranks when the first rank ends."""
+    with contextlib.suppress(RuntimeError):  # the store has ended with rank 0, or the other ranks did not connect
         store, _, world_size = next(dist.rendezvous("env://", timeout=datetime.timedelta(seconds=patience_s)))
         end = time.monotonic() + patience_s
         ready = store.add("ranks about to end", 1)
@@ -170,7 +175,7 @@ def _meet_the_other_ranks(patience_s: float = 5.0) -> None:
 
 
 def _has_each_rank_a_gpu(device: str, store: dist.Store, world_size: int) -> bool:
-    """Whether no two ranks share a GPU. A rank may see all GPUs of its machine, or only its own."""
+    """Returns whether every rank has its own GPU. A rank may see all GPUs of its machine, or only its own."""
     if store.add(f"ranks on GPU {torch.cuda.get_device_properties(device).uuid}", 1) > 1:
         store.set("a GPU is shared", "")
     if store.add("ranks that have reported", 1) == world_size:

@@ -1,4 +1,4 @@
-"""An update that is not finite is not made; all ranks decide together."""
+"""Skips updates whose loss or gradients are not finite. All ranks decide together."""
 
 import math
 import sys
@@ -15,37 +15,41 @@ _REMEDY = "try a lower --learning_rate, --grad_clip=1.0, more --warmup_iters or 
 
 
 class Guard:
-    """Has an update skipped if the loss of any rank or the gradient norm is not finite. Needs to be made on all ranks.
+    """Skips an update if the loss of any rank or the gradient norm is not finite. Needs to be created on all ranks.
 
-    `check` leaves the decision on the device, where the fused AdamW reads it (`found_inf`, as GradScaler has it), so that a
-    GPU is not waited for. `report` brings it to the host. Once `limit` updates in a row were skipped no further one is made:
-    however late the host looks, the weights are those before the first of them. With float16, gradients that are not
-    finite are the scaler's business; only the loss counts here.
+    `check` leaves the decision on the device, where the fused AdamW reads it (`found_inf`, the flag of GradScaler). So the
+    host does not wait for a GPU. `report` copies the decision to the host. After `limit` consecutive skipped updates, every
+    later update is skipped as well. So the weights stay as they were before the first skipped update of that row, even if
+    the host reads the decision much later. With float16, only the loss counts here, because the gradient scaler handles
+    gradients that are not finite.
 
     Args:
-        model: whose parameters have the names to be told.
-        limit: so many skipped updates in a row end the run.
+        model: the model, which gives the parameter names for the messages.
+        optimizer: the optimizer of the model.
+        scaler: the gradient scaler, which is enabled for float16 only.
+        limit: number of consecutive skipped updates that ends the run.
     """
 
     def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, scaler: ShardedGradScaler, limit: int) -> None:
         self.optimizer, self.scaler, self.limit = optimizer, scaler, limit
-        self.failed = False  # for good, as far as the host knows; the same on all ranks
-        self.in_a_row = 0  # updates skipped up to the last one that the host knows of
+        self.failed = False  # whether the limit was reached at the last `report`; the same on all ranks
+        self.in_a_row = 0  # number of consecutive skipped updates at the last `report`
         self._part = partition(optimizer)
         self._names = {param: name for name, param in model.named_parameters()}
         device = next(model.parameters()).device
         self._zero = torch.zeros((), device=device)
-        self._in_a_row = self._skipped = self._zero  # updates
-        # of the last one that was the first of its row: loss, norm of all gradients, norms of this rank's, (locals + 2,)
+        self._in_a_row = self._skipped = self._zero  # number of skipped updates: consecutive ones, all
+        # figures of the first skipped update of the latest row, (locals + 2,): loss, norm of all gradients, norm of the
+        # gradient of each local parameter
         self._first = torch.zeros(len(self._part.locals) + 2, device=device)
-        self._reported = 0  # of the skipped ones
+        self._reported = 0  # number of skipped updates that `report` has reported
 
     def check(self, loss: torch.Tensor, norms: GradientNorms) -> None:
-        """Before `scaler.step`: decide whether it is to change anything. Needs to be called on all ranks.
+        """Decide whether the next `scaler.step` makes an update. Needs to be called on all ranks, before `scaler.step`.
 
         Args:
-            loss: of this rank, a scalar.
-            norms: of the gradients.
+            loss: loss of this rank, a scalar.
+            norms: norms of the gradients.
         """
         finite = loss.isfinite() if self.scaler.is_enabled() else loss.isfinite() & norms.total.isfinite()
         bad = (~finite).float()
@@ -61,11 +65,11 @@ class Guard:
             self.scaler.skip_if(self.optimizer, skip)
         elif self._part.inner.defaults.get("fused"):
             self._part.inner.found_inf = skip  # type: ignore[attr-defined]  # where torch.amp.GradScaler puts it
-        elif skip:  # without that kernel, as on mps, the host has to know
+        elif skip:  # no fused kernel (mps): the host reads the decision
             self.optimizer.zero_grad(set_to_none=True)
 
     def report(self, iteration: int) -> None:
-        """After the step of `iteration`: report. Needs to be called on all ranks."""
+        """Print the updates skipped since the last call. Needs to be called on all ranks, after the step of `iteration`."""
         self.in_a_row, skipped = (int(count) for count in torch.stack((self._in_a_row, self._skipped)).tolist())
         if skipped == self._reported:
             return
@@ -79,7 +83,7 @@ class Guard:
             print(f"WARNING: by iteration {iteration}, {updates} skipped ({row}): {reason}", flush=True)
             return
         first = iteration - self.in_a_row + 1
-        made = "no update was made with that" if self.limit == 1 else f"{self.in_a_row} updates in a row were skipped"
+        made = "no update was made with these values" if self.limit == 1 else f"{self.in_a_row} updates in a row were skipped"
         sys.stdout.flush()
         print(
             f"the run ends at iteration {iteration}, not finite since iteration {first}: {reason}; {made}; {_REMEDY}",
@@ -88,7 +92,7 @@ class Guard:
         )
 
     def _reason(self) -> str:
-        """What is not finite, and where. Needs to be called on all ranks."""
+        """Returns a text that says which values are not finite, and where. Needs to be called on all ranks."""
         loss, norm, *each = self._first.tolist()
         found = gather_objects((loss, self._first_bad(each)))
         reasons = [f"the loss of rank {rank} is {loss}" for rank, (loss, _) in enumerate(found) if not math.isfinite(loss)]
@@ -101,7 +105,14 @@ class Guard:
         return ", ".join(reasons)
 
     def _first_bad(self, norms: list[float]) -> tuple[int, str] | None:
-        """Place in the model and name of the first parameter of this rank that, or whose gradient, is not finite."""
+        """Returns the first parameter of this rank that is not finite or has a gradient that is not finite.
+
+        Args:
+            norms: norm of the gradient of each local parameter.
+
+        Returns:
+            The position of the parameter in the model and its name, or None.
+        """
         params, places = self._part.params, {name: place for place, name in enumerate(self._names.values())}
         bad = []
         for piece, local, norm in zip(self._part.plan.slices(self._part.rank), self._part.locals, norms, strict=True):

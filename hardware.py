@@ -1,4 +1,4 @@
-"""What the machine at hand has: device, number format, threads, and its peak for the MFU."""
+"""The hardware of this machine: device, dtype, CPU threads, and peak FLOP/s for the MFU."""
 
 import os
 import re
@@ -9,8 +9,8 @@ import torch
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
-# Dense tensor-core peaks in bfloat16 or float16, in TFLOP/s, from NVIDIA's and AMD's data sheets. The first name that
-# stands as whole words in torch.cuda.get_device_name() counts, so longer names come before shorter ones.
+# Dense tensor-core peaks in bfloat16 or float16, in TFLOP/s, from the data sheets of NVIDIA and AMD. peak_flops() takes the
+# first name that matches whole words of torch.cuda.get_device_name(), so longer names come before shorter names.
 _PEAK_TFLOPS = (
     ("B200", 2250.0),
     ("GH200", 989.4),
@@ -32,25 +32,30 @@ _PEAK_TFLOPS = (
     ("RTX 4090", 165.2),
     ("RTX 3090", 71.0),
     ("MI300X", 1307.4),
-    ("MI250X", 191.5),  # of one of its two dies, each a device of its own
+    ("MI250X", 191.5),  # one of the two dies; each die is a separate device
 )
 
 
 def resolve(device: str, dtype: str, param_dtype: str = "float32") -> tuple[str, Any]:
-    """The device and the number format to compute in, with what 'auto' stands for filled in.
+    """Replace 'auto' and check the device and the dtypes.
 
     Args:
-        param_dtype: the number format of the weights. Weights in less than float32 are computed with in that.
+        device: 'auto', 'cpu', 'cuda', 'cuda:1', 'mps'.
+        dtype: dtype of the computation, or 'auto'.
+        param_dtype: dtype of the weights. If it is less precise than float32, the computation must use the same dtype.
+
+    Returns:
+        The device and the dtype of the computation.
 
     Raises:
-        ValueError: if this machine has no such device, or the two number formats do not go together.
+        ValueError: if this machine has no such device, or the two dtypes do not fit together.
     """
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     kind, _, index = device.partition(":")
     counts = {"cpu": 1, "cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}
     if kind not in counts or (index and not index.isdigit()) or int(index or 0) >= counts[kind]:
-        raise ValueError(f"device={device} is not on this machine, which has {_count(counts)}; use for example --device=cpu")
+        raise ValueError(f"device={device} is not available; this machine has {_count(counts)}; use for example --device=cpu")
     if dtype == "auto":
         dtype = param_dtype
         if kind == "cuda" and param_dtype == "float32":
@@ -67,7 +72,7 @@ def _count(counts: dict[str, int]) -> str:
 
 
 def is_slow_on_cpu(device: torch.device, dtype: str) -> bool:
-    """Whether the device is a CPU that is known to lack instructions for `dtype`; autocast works without them, but slowly."""
+    """Returns whether the device is a CPU that is known to lack instructions for `dtype`; autocast is slow without them."""
     flags = {"bfloat16": {"avx512_bf16", "amx_bf16", "bf16"}, "float16": {"avx512_fp16", "amx_fp16", "asimdhp"}}
     if device.type != "cpu" or dtype == "float32" or not os.path.exists("/proc/cpuinfo"):
         return False
@@ -76,16 +81,16 @@ def is_slow_on_cpu(device: torch.device, dtype: str) -> bool:
 
 
 def divide_threads(local_world_size: int) -> None:
-    """Give each rank of this machine its share of the cores; torchrun would give each a single thread."""
+    """Give each rank on this machine its share of the cores. torchrun would give each rank a single thread."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     torch.set_num_threads(max(1, cores // local_world_size))
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """Floating-point operations per second at which the MFU of one rank would be 100 %.
+    """Returns the peak FLOP/s of one rank, which corresponds to an MFU of 100 %.
 
-    On a GPU of the table the data sheet's figure for bfloat16 and float16; for anything else the fastest large
-    matrix product of a fifth of a second, measured here and now.
+    For bfloat16 and float16 on a GPU in the table, this is the figure of the data sheet. In all other cases, this function
+    multiplies large matrices for 0.2 s and takes the fastest product.
     """
     if device.type == "cuda" and dtype != torch.float32:
         name = torch.cuda.get_device_name(device)

@@ -1,4 +1,4 @@
-"""One run at a time writes to a folder."""
+"""A lock on a folder: only one run at a time writes to it."""
 
 import errno
 import fcntl
@@ -7,21 +7,22 @@ import socket
 import time
 
 NAME = "run.lock"
-_UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # by some network file systems
+_UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # raised by network file systems without locks
 
 
 class LockError(ValueError):
-    """Another run writes to the folder, or nobody can; the message says which."""
+    """Another run writes to the folder, or the folder cannot be written to. The message says which."""
 
 
 class Lock:
-    """Held from construction until `release`, or until this process is gone, however it ended.
+    """A lock that this process holds from construction until `release`, or until the process ends for any reason.
 
-    The kernel holds it for the open file, which stays in the folder: whoever removed it might remove the next one's. What
-    it says is for people; of a run that has ended it means nothing. Programs that this one starts do not inherit it.
+    The kernel ties the lock to the open file. The file stays in the folder, because a process that removed it could remove the
+    file of the next run. The text in the file is for people. It has no meaning after the end of the run. Child processes
+    do not inherit the lock.
 
     Raises:
-        LockError: if another run has it, or the folder cannot be made or written to.
+        LockError: if another run holds the lock, or the folder cannot be created or written to.
     """
 
     def __init__(self, folder: str) -> None:
@@ -29,11 +30,11 @@ class Lock:
             os.makedirs(folder, exist_ok=True)
             self._file = open(os.path.join(folder, NAME), "a+")
             if not self._take():
-                time.sleep(0.2)  # the other one may have begun this instant, and not written who it is
+                time.sleep(0.2)  # the other run may have just started and has not written its text yet
                 self._file.seek(0)
-                holder = self._file.read().strip() or "it does not say who it is"
+                holder = self._file.read().strip() or "its process is unknown"
                 raise LockError(
-                    f"out_dir={folder} is in use by another run: {holder}; wait for its end, or use another --out_dir"
+                    f"out_dir={folder} is in use by another run: {holder}; wait until it ends, or use another --out_dir"
                 )
             self._file.truncate(0)
             since = time.strftime("%Y-%m-%d %H:%M:%S %z")
@@ -43,7 +44,7 @@ class Lock:
             raise LockError(f"cannot write to out_dir={folder}: {error}") from error
 
     def release(self) -> None:
-        """Let others write there."""
+        """Release the lock, so that another run can write to the folder."""
         self._file.close()
 
     def _take(self) -> bool:
@@ -54,7 +55,5 @@ class Lock:
         except OSError as error:
             if error.errno not in _UNSUPPORTED:
                 raise
-            print(
-                f"WARNING: {self._file.name} cannot be locked: {error}; see to it that no other run uses its folder", flush=True
-            )
+            print(f"WARNING: {self._file.name} cannot be locked: {error}; make sure no other run uses this folder", flush=True)
         return True

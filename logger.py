@@ -1,4 +1,4 @@
-"""The figures of a run: measured by the meter; logged to the console, to `metrics.jsonl` and, when asked for, to wandb."""
+"""The metrics of a run. `Meter` measures them, `Logger` writes them to the console, `metrics.jsonl` and optionally wandb."""
 
 import json
 import math
@@ -11,7 +11,7 @@ import torch
 import hardware
 from zero.memory import peak_bytes
 
-# what the console shows of an event, in this order; metrics.jsonl and wandb get all of it
+# keys of an event that the console shows, in this order; metrics.jsonl and wandb receive all keys
 _CONSOLE = {
     "step": {"train/loss": "train loss {:.4f}", "val/loss": "val loss {:.4f}"},
     "iter": {
@@ -25,24 +25,25 @@ _CONSOLE = {
 
 
 class LoggerError(ValueError):
-    """The folder or wandb cannot be written to; the message says why."""
+    """The output folder cannot be written to, or wandb does not start. The message gives the reason."""
 
 
 class Logger:
-    """Writes an event to every place, on rank 0. On other ranks it does nothing.
+    """Writes events to the console, `metrics.jsonl` and wandb on rank 0. On other ranks it does nothing.
 
     Args:
-        out_dir: folder of `metrics.jsonl`, made if it is missing; one JSON object per event with the keys that wandb gets,
-            and null in place of numbers that are not finite, which JSON has not. None: no file.
-        resume_at: go on with the file there, as it was when this iteration began, and with what tells of the checkpoint
-            written then; None: begin a new one.
-        wandb_log: also log to wandb, imported only then.
-        project, name, config: for `wandb.init`.
-        run_id: of the wandb run to go on with, if any.
-        rank: of this process.
+        out_dir: folder of `metrics.jsonl`, created if it is missing. The file has one JSON object per event, with the same
+            keys as in wandb. A number that is not finite becomes null, because JSON has no such number. None: no file.
+        resume_at: continue the existing file as it was at the start of this iteration, and keep the lines about checkpoints
+            up to it. None: start a new file.
+        wandb_log: also log to wandb, which is imported only in this case.
+        project, name, config: arguments of `wandb.init`.
+        run_id: ID of the wandb run to continue, or None.
+        rank: rank of this process.
 
     Raises:
-        LoggerError: if the folder cannot be made, or wandb is asked for and not installed or wrongly set up.
+        LoggerError: if the folder cannot be created or written to, or if wandb is requested but not installed or not
+            configured correctly.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class Logger:
             if out_dir is not None:
                 os.makedirs(out_dir, exist_ok=True)
                 self.file = open(os.path.join(out_dir, "metrics.jsonl"), "wb" if resume_at is None else "ab", buffering=0)
-                # in place: whole lines before or whole lines after, also where the disk is full
+                # edit in place: the file has whole lines before and after this, even if the disk is full
                 end, kept = (0, []) if resume_at is None else _lines_before(resume_at, self.file.name)
                 self.file.truncate(end)
                 self.file.seek(0, os.SEEK_END)
@@ -76,14 +77,15 @@ class Logger:
 
     @property
     def run_id(self) -> str | None:
-        """Of the wandb run, or None."""
+        """The ID of the wandb run, or None."""
         return self.run.id if self.run else None
 
     def log(self, event: dict[str, Any], console: str | None = None) -> None:
-        """Write an event. If the disk is full, print that once and go on.
+        """Write an event. If the disk is full, print a warning once and continue.
 
         Args:
-            console: "step" or "iter": print a line that begins with this word.
+            event: the metrics by key; "iter" is the iteration.
+            console: "step" or "iter": also print a line that starts with this word. None: print nothing.
         """
         if console is not None and self.rank == 0:
             shown = [text.format(event[key]) for key, text in _CONSOLE[console].items() if key in event]
@@ -99,7 +101,7 @@ class Logger:
                 raise OSError("the disk is full")
             self.complained = False
         except OSError as error:
-            self.file.truncate(begin)  # no torn lines
+            self.file.truncate(begin)  # remove the incomplete line
             if not self.complained:
                 print(f"WARNING: figures are missing from {self.file.name}: {error}", flush=True)
             self.complained = True
@@ -112,41 +114,41 @@ class Logger:
 
 
 class Meter:
-    """The clock of a run: how long an iteration takes, and what follows from that. Needs to be made on all ranks.
+    """Measures the time of iterations, tokens per second and MFU. Needs to be created on all ranks.
 
-    To add a metric, add it to the event of `log_iteration` or `log_evaluation`; to show it on the console as well, add it
+    To add a metric, add it to the event in `log_iteration` or `log_evaluation`. To show it on the console as well, add it
     to `_CONSOLE`.
 
     Args:
-        log: where the figures go.
-        tokens_per_iter: of all ranks together.
-        flops_per_iter: of one rank.
-        device, dtype: what this rank computes on and in.
+        log: logger that receives the metrics.
+        tokens_per_iter: tokens per iteration, all ranks together.
+        flops_per_iter: FLOPs per iteration of one rank.
+        device, dtype: device and dtype of the computation on this rank.
     """
 
-    _WARM_UP = 5  # iterations that do not count for the MFU
+    _WARM_UP = 5  # number of first iterations that do not count for the MFU
 
     def __init__(self, log: Logger, tokens_per_iter: int, flops_per_iter: float, device: torch.device, dtype: str) -> None:
         self.log, self.device = log, device
         self.tokens_per_iter, self.flops_per_iter = tokens_per_iter, flops_per_iter
-        self.peak_flops = hardware.peak_flops(device, hardware.DTYPES[dtype])  # per second
+        self.peak_flops = hardware.peak_flops(device, hardware.DTYPES[dtype])  # FLOP/s of this rank
         if log.rank == 0:
             print(f"mfu is relative to {self.peak_flops / 1e12:.3g} TFLOP/s per rank in {dtype}")
         self.mfu = -1.0  # running mean; -1: not measured yet, as in nanoGPT
-        self._iterations = 0  # in all
+        self._iterations = 0  # number of iterations since construction
         self.restart()
 
     def restart(self) -> None:
-        """Begin to measure here: what took time until now was no iteration."""
+        """Restart the clock. The time since the last restart or log is not counted."""
         self._begin, self._timed = time.perf_counter(), 0
 
     def count_iteration(self) -> None:
-        """An iteration has ended."""
+        """Count an iteration that has ended."""
         self._iterations += 1
         self._timed += 1
 
     def log_iteration(self, iteration: int, loss: float, lr: float) -> None:
-        """Log the mean of the iterations since the last restart or log."""
+        """Log the metrics of an iteration. Times are means over the iterations since the last restart or log."""
         seconds = (time.perf_counter() - self._begin) / self._timed
         if self._iterations > self._WARM_UP:
             mfu = self.flops_per_iter / seconds / self.peak_flops
@@ -164,7 +166,13 @@ class Meter:
         self.restart()
 
     def log_evaluation(self, iteration: int, losses: dict[str, float], lr: float) -> None:
-        """Log the losses by split."""
+        """Log the losses of an evaluation.
+
+        Args:
+            iteration: iteration before which the evaluation ran.
+            losses: loss by split.
+            lr: learning rate.
+        """
         event = {
             "iter": iteration,
             **{f"{split}/loss": loss for split, loss in losses.items()},
@@ -175,9 +183,12 @@ class Meter:
 
 
 def _lines_before(iteration: int, path: str) -> tuple[int, list[bytes]]:
-    """Where a file ends without what a run has logged from `iteration` on, nor a line that a kill has cut off, in bytes.
+    """Returns how much of `metrics.jsonl` a run keeps when it resumes at `iteration`.
 
-    Also the lines after that which tell of checkpoints up to that iteration: they are written when the disk has them.
+    Returns:
+        The length in bytes of the lines before the first line of `iteration` or later, or before the first incomplete line
+        (from a killed run). And the later lines about checkpoints up to `iteration`: such a line is written late, when the
+        checkpoint is on the disk.
     """
     end, kept, found = 0, [], False
     with open(path, "rb") as file:
@@ -192,11 +203,11 @@ def _lines_before(iteration: int, path: str) -> tuple[int, list[bytes]]:
 
 
 def _iteration(line: bytes) -> tuple[int, bool]:
-    """What iteration a line belongs to, and whether it tells of its checkpoint."""
+    """Returns the iteration of a line, and whether the line is about a checkpoint. The iteration of a foreign line is -1."""
     try:
         event = json.loads(line)
         return int(event["iter"]), any(key.startswith("checkpoint/") for key in event)
-    except (ValueError, TypeError, KeyError, OverflowError):  # somebody else's line, of no iteration
+    except (ValueError, TypeError, KeyError, OverflowError):  # the line is not from this program
         return -1, False
 
 
@@ -205,7 +216,10 @@ def _is_no_json(value: Any) -> bool:
 
 
 def _wandb_run(project: str, name: str, config: dict[str, Any], run_id: str | None) -> Any:
-    """A wandb run: online if there is a login and a network (or WANDB_MODE says so), otherwise recorded on disk."""
+    """Start a wandb run. WANDB_MODE chooses the mode; without it, the run is online if there is a login, otherwise offline.
+
+    An offline run is recorded on disk. A run is also offline if wandb cannot be reached.
+    """
     try:
         import wandb
     except ImportError as error:
@@ -220,8 +234,8 @@ def _wandb_run(project: str, name: str, config: dict[str, Any], run_id: str | No
         except wandb.errors.CommError as error:
             print(f"wandb cannot be reached: {str(error).splitlines()[0]}")
             run = start("offline")
-    except (wandb.errors.Error, ValueError) as error:  # a project name or a WANDB_... variable that it does not take
-        raise LoggerError(f"wandb refuses to start: {error}") from error
+    except (wandb.errors.Error, ValueError) as error:  # invalid project name or WANDB_... variable
+        raise LoggerError(f"wandb does not start: {error}") from error
     if run.offline:
         print(f"wandb records offline; to upload later: wandb login && wandb sync {os.path.dirname(run.dir)}")
     return run

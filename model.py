@@ -1,7 +1,8 @@
-"""GPT-2 in one file, with nanoGPT's parameter names, so that checkpoints pass between the two.
+"""GPT-2 in one file. The parameter names are those of nanoGPT, so each program can load the checkpoints of the other.
 
-The architecture is GPT-2's (Radford et al. 2019): pre-norm blocks, learned positions, GELU, input embedding tied to the
-output head. Weights come from a seed, from a checkpoint (`load_state_dict`) or from a GPT-2 release (`from_pretrained`).
+The architecture is GPT-2 (Radford et al. 2019): pre-norm blocks, learned position embeddings, GELU, and an output head that
+shares its weight with the token embedding. The weights are initialized from a seed, or come from a checkpoint
+(`load_state_dict`) or from a GPT-2 release (`from_pretrained`).
 """
 
 import math
@@ -16,7 +17,7 @@ from torch import nn
 
 @dataclass
 class GPTConfig:
-    """Sizes of the model; the defaults are GPT-2 124M, its vocabulary of 50257 padded up to a multiple of 64."""
+    """Sizes of the model. The defaults are GPT-2 124M, with the vocabulary of 50257 padded up to a multiple of 64."""
 
     block_size: int = 1024
     vocab_size: int = 50304
@@ -24,7 +25,7 @@ class GPTConfig:
     n_head: int = 12
     n_embd: int = 768
     dropout: float = 0.0
-    bias: bool = True  # in Linear and LayerNorm, as GPT-2 has it; False is a little better and faster
+    bias: bool = True  # True: bias in Linear and LayerNorm layers, like GPT-2; False: a bit better and faster
 
     def __post_init__(self) -> None:
         for name in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd"):
@@ -37,13 +38,13 @@ class GPTConfig:
 
 
 class CausalSelfAttention(nn.Module):
-    """Multi-head attention in which a position sees itself and what came before."""
+    """Multi-head attention. Each position attends to itself and to earlier positions."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.n_head = config.n_head
         self.dropout = config.dropout
-        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)  # query, key and value at once
+        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)  # query, key and value in one product
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
         self.resid_dropout = nn.Dropout(config.dropout)
 
@@ -58,7 +59,7 @@ class CausalSelfAttention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Four times wider in the middle, position by position."""
+    """Feed-forward network with a hidden size of 4 * n_embd, applied to each position separately."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -71,7 +72,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then MLP, each added to the residual stream."""
+    """Attention followed by an MLP. The output of each is added to the residual stream."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -86,7 +87,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """The language model: tokens in, next-token logits (and the loss, given targets) out."""
+    """The language model. It maps tokens to next-token logits and, if targets are given, to a loss."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -101,11 +102,14 @@ class GPT(nn.Module):
             }
         )
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
-        self.lm_head.weight = self.transformer.wte.weight  # tied: one parameter, which counts once
+        self.lm_head.weight = self.transformer.wte.weight  # weight tying: one parameter, counted once
         self._initialize()
 
     def _initialize(self) -> None:
-        """GPT-2's: normal(0, 0.02), zero biases, and the 2 * n_layer projections into the residual stream scaled down."""
+        """Initialize as in GPT-2: weights from normal(0, 0.02), biases to zero.
+
+        The 2 * n_layer projections into the residual stream use a standard deviation of 0.02 / sqrt(2 * n_layer).
+        """
         for name, param in self.named_parameters():
             if name.endswith("bias"):
                 nn.init.zeros_(param)
@@ -115,16 +119,19 @@ class GPT(nn.Module):
                 nn.init.normal_(param, std=0.02)
 
     def num_params(self) -> int:
-        """Parameters without the position embeddings, as nanoGPT counts them; the tied embedding counts, once."""
+        """Returns the number of parameters without the position embeddings, as in nanoGPT. The tied embedding counts once."""
         return sum(param.numel() for param in self.parameters()) - self.transformer.wpe.weight.numel()
 
     def flops_per_token(self) -> int:
-        """Floating-point operations per token, forward and backward (PaLM, https://arxiv.org/abs/2204.02311, app. B)."""
+        """Returns the FLOPs per token of forward and backward (PaLM, https://arxiv.org/abs/2204.02311, appendix B)."""
         config = self.config
         return 6 * self.num_params() + 12 * config.n_layer * config.n_embd * config.block_size
 
     def param_groups(self, weight_decay: float) -> list[dict[str, Any]]:
-        """Parameter groups for an optimizer: matrices and embeddings decay; biases and norms do not; frozen ones are out."""
+        """Returns parameter groups for an optimizer, without frozen parameters.
+
+        Weight decay applies to matrices and embeddings. It does not apply to biases and LayerNorm weights.
+        """
         params = [param for param in self.parameters() if param.requires_grad]
         return [
             {"params": [param for param in params if param.dim() >= 2], "weight_decay": weight_decay},
@@ -132,15 +139,15 @@ class GPT(nn.Module):
         ]
 
     def forward(self, idx: torch.Tensor, targets: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Next-token logits and, with targets, the mean cross-entropy.
+        """Compute next-token logits and, if targets are given, the mean cross-entropy.
 
         Args:
-            idx: (batch, time) int64 tokens, time <= block_size.
-            targets: (batch, time) int64, the token that follows each; -1 is not counted.
+            idx: tokens, (batch, time) int64, time <= block_size.
+            targets: the next token of each position, (batch, time) int64; -1 is ignored.
 
         Returns:
-            Logits (batch, time, vocab_size) and the loss in nats; without targets (batch, 1, vocab_size), of the last
-            position only, and None.
+            With targets: logits (batch, time, vocab_size) and the loss in nats. Without targets: logits of the last position
+            only (batch, 1, vocab_size), and None.
         """
         time = idx.shape[1]
         if time > self.config.block_size:
@@ -156,12 +163,12 @@ class GPT(nn.Module):
         return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
 
     def compile_blocks(self) -> None:
-        """Compile the model block by block: that is short to compile, and the parameters keep their names."""
+        """Compile each block separately. This compiles faster than the whole model, and parameters keep their names."""
         for block in self.transformer.h:
             block.compile()
 
     def crop_block_size(self, block_size: int) -> None:
-        """Forget the positions from `block_size` on. Call it before an optimizer takes the parameters."""
+        """Remove the embeddings of positions >= `block_size`. Call this before you create the optimizer."""
         if block_size == self.config.block_size:
             return
         if not 1 <= block_size < self.config.block_size:
@@ -173,47 +180,49 @@ class GPT(nn.Module):
 
     @classmethod
     def from_checkpoint(cls, checkpoint: dict[str, Any], dropout: float = 0.0) -> "GPT":
-        """The model of a checkpoint of ours or nanoGPT's, which may come from a `torch.compile`d model.
+        """Returns the model of a checkpoint that this program or nanoGPT wrote.
+
+        The checkpoint may come from a model that was compiled with `torch.compile`.
 
         Raises:
-            ValueError: if its weights do not fit its `model_args`.
+            ValueError: if the weights of the checkpoint do not fit its `model_args`.
         """
         names = {field.name for field in fields(GPTConfig)}
         sizes = {key: value for key, value in checkpoint["model_args"].items() if key in names}
         try:
             model = cls(GPTConfig(**{**sizes, "dropout": dropout}))
         except (TypeError, ValueError, RuntimeError) as error:
-            raise ValueError(f"the checkpoint's model_args {sizes} are no sizes of a model: {error}") from error
+            raise ValueError(f"the checkpoint's model_args {sizes} are not valid model sizes: {error}") from error
         weights = {key.removeprefix("_orig_mod."): tensor for key, tensor in checkpoint["model"].items()}
         weights = {key: tensor for key, tensor in weights.items() if not key.endswith(".attn.bias")}  # old causal masks
         try:
             model.load_state_dict(weights)
-        except RuntimeError as error:  # torch's message lists the offending names, a line each
+        except RuntimeError as error:  # the message lists the wrong names, one per line
             raise ValueError(f"the checkpoint's weights do not fit its model_args: {error}") from error
         return model
 
     @classmethod
     def from_pretrained(cls, name: str, dropout: float = 0.0) -> "GPT":
-        """A released GPT-2, or any GPT2LMHeadModel saved in a local directory.
+        """Returns a released GPT-2, or any GPT2LMHeadModel saved in a local directory.
 
-        OpenAI trained with the tanh approximation of GELU; this model, like nanoGPT's, has the exact one, which moves the
-        logits of a trained GPT-2 by about 1e-3.
+        OpenAI trained with the tanh approximation of GELU. This model uses the exact GELU, like nanoGPT. The difference
+        changes the logits of a trained GPT-2 by about 1e-3.
 
         Args:
             name: 'gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl', or the path of a directory.
-            dropout: of the new model, whatever it was trained with.
+            dropout: dropout of the returned model; the dropout of the original training is not used.
 
         Raises:
-            ImportError: without transformers.
-            OSError: if the weights are neither on this machine nor to be downloaded.
-            ValueError: if the name is neither that of a GPT-2 nor a directory.
+            ImportError: if transformers is not installed.
+            OSError: if the weights are not on this machine and cannot be downloaded.
+            ValueError: if the name is neither the name of a GPT-2 nor a directory.
         """
         if not (name.startswith("gpt2") or os.path.isdir(name)):
             raise ValueError(f"init_from={name} is neither scratch, resume, a gpt2 name nor a folder that holds a GPT-2")
         try:
             from transformers import GPT2LMHeadModel
         except ImportError as error:
-            raise ImportError(f"{name} is read with transformers ({error}); pip install -e '.[gpt2]'") from error
+            raise ImportError(f"{name} needs the transformers library ({error}); pip install -e '.[gpt2]'") from error
 
         source = GPT2LMHeadModel.from_pretrained(name)
         config = GPTConfig(
@@ -227,7 +236,7 @@ class GPT(nn.Module):
         )
         model = cls(config)
         weights = source.state_dict()
-        # OpenAI's Conv1D keeps its weight as (in, out), Linear as (out, in)
+        # the weight is (in, out) in OpenAI's Conv1D and (out, in) in Linear
         conv1d = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
         model.load_state_dict({key: weights[key].t() if key.endswith(conv1d) else weights[key] for key in model.state_dict()})
         return model
@@ -241,15 +250,17 @@ class GPT(nn.Module):
         top_k: int | None = None,
         vocab_size: int | None = None,
     ) -> torch.Tensor:
-        """Continue `idx`, (batch, time) int64, by `max_new_tokens` sampled tokens; call `eval()` first.
+        """Append `max_new_tokens` sampled tokens to each sequence of `idx`. Call `eval()` first.
 
         Args:
-            temperature: divides the logits; towards 0 the likeliest token always wins.
-            top_k: sample among the k likeliest tokens only.
-            vocab_size: sample among the first tokens only, where the model's vocabulary is padded.
+            idx: the prompts, (batch, time) int64.
+            max_new_tokens: number of tokens to sample per sequence.
+            temperature: the logits are divided by it; close to 0, the most likely token is always chosen.
+            top_k: sample from the k most likely tokens only.
+            vocab_size: sample from the first `vocab_size` tokens only, for a model with a padded vocabulary.
 
         Returns:
-            (batch, time + max_new_tokens) int64.
+            The prompts with their continuations, (batch, time + max_new_tokens) int64.
         """
         for _ in range(max_new_tokens):
             logits, _ = self(idx[:, -self.config.block_size :])

@@ -1,4 +1,4 @@
-"""Text from a checkpoint of ours or nanoGPT's, or from a released GPT-2.
+"""Sample text from a checkpoint that this program or nanoGPT wrote, or from a released GPT-2.
 
 $ python sample.py --out_dir=out-stdlib-char --start="def " --num_samples=3
 $ python sample.py --init_from=gpt2-xl --start="What is the answer to life?" --max_new_tokens=100
@@ -22,15 +22,15 @@ from zero import checkpoint as ckpt
 # -----------------------------------------------------------------------------
 init_from = "resume"  # 'resume': the checkpoint in out_dir; 'gpt2', ..., 'gpt2-xl', or a folder that holds a GPT-2
 out_dir = "out"
-start = "\n"  # the prompt, or FILE:path of a file that holds it
+start = "\n"  # the prompt, or FILE:path to read the prompt from a file
 num_samples = 10
-max_new_tokens = 500  # per sample
-temperature: PositiveFloat = 0.8  # 1.0 leaves the predictions as they are; less is less random
-top_k: PositiveInt = 200  # sample among the k likeliest tokens only
+max_new_tokens = 500  # number of tokens to generate per sample
+temperature: PositiveFloat = 0.8  # 1.0: probabilities of the model; lower values: less random text
+top_k: PositiveInt = 200  # sample from the k most likely tokens only
 seed: NonNegativeInt = 1337
-device = "auto"  # 'cpu', 'cuda', 'cuda:1', 'mps'; auto: cuda where there is one
-dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: the best the GPU has, float32 on a CPU
-compile = False  # torch.compile, block by block
+device = "auto"  # 'cpu', 'cuda', 'cuda:1', 'mps'; auto: cuda if available, otherwise cpu
+dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: best on GPU, float32 on CPU
+compile = False  # compile the model block by block with torch.compile
 configure(globals())
 # -----------------------------------------------------------------------------
 
@@ -40,7 +40,7 @@ with exit_on_wrong_input():
     if init_from == "resume":
         path, warning = ckpt.find(out_dir)
         if warning:
-            sys.stderr.write(f"WARNING: {warning}; sampling from {path}, the checkpoint before\n")
+            sys.stderr.write(f"WARNING: {warning}; sampling from {path}, the previous checkpoint\n")
         checkpoint = ckpt.load(path)
         model = GPT.from_checkpoint(checkpoint)
         meta = load_meta(os.path.join(DATA_DIR, checkpoint["config"].get("dataset", "")))
@@ -50,7 +50,7 @@ with exit_on_wrong_input():
     if codec.vocab_size > model.config.vocab_size:
         raise ValueError(
             f"the model knows {model.config.vocab_size} tokens, the vocabulary at hand has {codec.vocab_size}; prepare the "
-            "dataset that it was trained on, so that its meta.pkl is there"
+            "dataset that the model was trained on, to create its meta.pkl"
         )
     if start.startswith("FILE:"):
         with open(start[5:], encoding="utf-8") as file:

@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT end a run after the step at hand, SIGUSR1 has it saved; all ranks decide together."""
+"""Signal handling. SIGTERM and SIGINT save and stop a run after the current step, SIGUSR1 saves. All ranks decide together."""
 
 import enum
 import os
@@ -11,40 +11,44 @@ import torch.distributed as dist
 
 from zero.collectives import LONG_TIMEOUT
 
-_SAME_KEYSTROKE_S = 1.0  # launchers pass on a Ctrl-C that the terminal may have sent to this process already
+_SAME_KEYSTROKE_S = 1.0  # a launcher may forward a Ctrl-C that the terminal has also sent to this process
 
 
 class Action(enum.IntEnum):
-    """What is to happen at the next step boundary; the larger one wins."""
+    """The action at the next step boundary. The largest value wins."""
 
     CONTINUE = 0
     SAVE = 1
     SAVE_AND_STOP = 2
-    FAIL = 3  # stop as it is
+    FAIL = 3  # stop without saving
 
 
 class Signals:
-    """Turns signals to any rank into a decision of all ranks. Needs to be made on all ranks, in the main thread.
+    """Turns a signal to any rank into an action of all ranks. Needs to be created on all ranks, in the main thread.
 
-    A second SIGINT, more than a second after the first one, ends this process at once. A thread listens, because Python's
-    own handlers would wait until the main thread comes back from a collective, which it may never do.
+    A second SIGINT, more than a second after the first one, ends this process at once. A thread receives the signals, because
+    a Python signal handler would have to wait until the main thread returns from a collective, which may never happen.
     """
 
     def __init__(self) -> None:
         self._action = Action.CONTINUE
         self._lock = threading.Lock()
-        self._interrupted: float | None = None  # when SIGINT came first, in seconds
-        # on the CPU, whatever the backend of the run: deciding must not wait for a GPU
+        self._interrupted: float | None = None  # time of the first SIGINT, in seconds
+        # always gloo, because `agree` must not wait for a GPU
         self._group = dist.new_group(backend="gloo", timeout=LONG_TIMEOUT) if dist.is_initialized() else None
         self._inbox, outbox = os.pipe()
         os.set_blocking(outbox, False)
         signal.set_wakeup_fd(outbox)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-            signal.signal(number, lambda *_: None)  # in place of its default; the number goes to the inbox
+            signal.signal(number, lambda *_: None)  # replaces the default action; the signal number goes to the inbox
         threading.Thread(target=self._listen, name="signals", daemon=True).start()
 
     def agree(self, action: Action = Action.CONTINUE) -> Action:
-        """The largest action that any rank asks for, or a signal to it. Needs to be called on all ranks."""
+        """Returns the largest action that any rank or a signal to any rank requests. Needs to be called on all ranks.
+
+        Args:
+            action: action that this rank requests.
+        """
         with self._lock:
             decision, self._action = torch.tensor(int(max(action, self._action))), Action.CONTINUE
         if self._group is not None:

@@ -1,20 +1,20 @@
-"""Train a GPT on one process, or on many with the optimizer state divided among them (ZeRO-1).
+"""Train a GPT with one process, or with many processes and sharded optimizer state (ZeRO-1).
 
-One process, a CPU or a GPU:
+One process on a CPU or a GPU:
     $ python train.py config/train_shakespeare_char.py
 
-Two processes on a laptop, no GPU and no download needed:
+Two processes on a laptop, without a GPU and without a download:
     $ torchrun --standalone --nproc_per_node=2 train.py config/train_stdlib_char.py
 
-Eight GPUs of one machine:
+Eight GPUs on one machine:
     $ torchrun --standalone --nproc_per_node=8 train.py config/train_gpt2.py
 
-Eight GPUs on each of two machines, the first one at 10.0.0.1:
+Eight GPUs on each of two machines, where the first machine has the address 10.0.0.1:
     (first)  $ torchrun --nproc_per_node=8 --nnodes=2 --node_rank=0 --master_addr=10.0.0.1 train.py config/train_gpt2.py
     (second) $ torchrun --nproc_per_node=8 --nnodes=2 --node_rank=1 --master_addr=10.0.0.1 train.py config/train_gpt2.py
 
-Every setting below can be given in a config file or as --key=value. SIGTERM and Ctrl-C save and end the run
-after the step at hand, SIGUSR1 saves. Exit code 0: done; 2: wrong input, said in one line; 1: anything else.
+A config file or --key=value overrides any setting below. SIGTERM and Ctrl-C save a checkpoint after the current step and
+stop the run. SIGUSR1 saves and continues. Exit code 0: done; 2: wrong input, explained in one line; 1: any other error.
 """
 
 import math
@@ -44,19 +44,19 @@ eval_interval: PositiveInt = 2000
 log_interval: PositiveInt = 1
 eval_iters: PositiveInt = 200
 eval_only = False  # evaluate once and exit
-always_save_checkpoint = True  # after every evaluation, not only after those that improve the validation loss
-on_save_error: Literal["continue", "stop"] = "continue"  # when a checkpoint cannot be written; stop: exit code 1
-keep_checkpoints: NonNegativeInt = 0  # how many to keep by iteration, ckpt_<iter>.pt, besides ckpt.pt and ckpt_prev.pt
+always_save_checkpoint = True  # after every evaluation; False: only when the validation loss improves
+on_save_error: Literal["continue", "stop"] = "continue"  # if a checkpoint cannot be written; stop: exit code 1
+keep_checkpoints: NonNegativeInt = 0  # number of ckpt_<iter>.pt files to keep, in addition to ckpt.pt and ckpt_prev.pt
 async_save = False  # write checkpoints in the background
-checkpoint_format: Literal["consolidated", "sharded"] = "consolidated"  # one file by rank 0; or each rank writes its part
+checkpoint_format: Literal["consolidated", "sharded"] = "consolidated"  # rank 0 writes one file, or each rank its part
 init_from = "scratch"  # 'scratch', 'resume', 'gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl', or a folder with a GPT-2
 # wandb
 wandb_log = False
 wandb_project = "owt"
 wandb_run_name = "gpt2"
 # data
-dataset = "openwebtext"  # a folder of data/
-gradient_accumulation_steps: PositiveInt = 5 * 8  # micro-steps of all ranks together
+dataset = "openwebtext"  # name of a folder in data/
+gradient_accumulation_steps: PositiveInt = 5 * 8  # micro-steps per iteration, summed over all ranks
 batch_size: PositiveInt = 12  # sequences per micro-step
 block_size: PositiveInt = 1024  # tokens per sequence
 # model
@@ -64,41 +64,41 @@ n_layer = 12
 n_head = 12
 n_embd = 768
 dropout = 0.0  # 0 for pretraining; try 0.1 for finetuning
-bias = False  # in LayerNorm and Linear
+bias = False  # use biases in LayerNorm and Linear layers
 # AdamW
 learning_rate: NonNegativeFloat = 6e-4
 max_iters: NonNegativeInt = 600000
 weight_decay: NonNegativeFloat = 1e-1
 beta1: Fraction = 0.9
 beta2: Fraction = 0.95
-grad_clip: NonNegativeFloat = 1.0  # largest gradient norm; 0.0 for no clipping
-on_nonfinite: Literal["stop", "skip"] = "stop"  # a loss or gradient norm of inf or nan ends the run, exit code 1; or is skipped
-max_nonfinite: PositiveInt = 10  # skipped updates in a row that end the run
+grad_clip: NonNegativeFloat = 1.0  # maximum gradient norm; 0.0 disables clipping
+on_nonfinite: Literal["stop", "skip"] = "stop"  # if the loss or gradient norm is inf or nan: exit code 1, or skip the update
+max_nonfinite: PositiveInt = 10  # number of consecutive skipped updates that ends the run
 # learning rate
 decay_lr = True
 warmup_iters: NonNegativeInt = 2000
-lr_decay_iters = 600000  # about max_iters, as Chinchilla has it
-min_lr: NonNegativeFloat = 6e-5  # about learning_rate / 10
+lr_decay_iters = 600000  # should be about max_iters, as in Chinchilla
+min_lr: NonNegativeFloat = 6e-5  # should be about learning_rate / 10
 # ZeRO-1
-use_zero1 = True  # divide the optimizer state among the ranks
-zero1_impl: Literal["sharded", "torch"] = "sharded"  # ours, or ZeroRedundancyOptimizer
-zero_bucket_mb: PositiveFloat = 75.0  # megabytes per bucket of 'sharded'
-shard_gradients = False  # 'sharded': also keep 1/N of the gradients; costs a reduce-scatter per micro-step
-param_dtype: Literal["float32", "bfloat16"] = "float32"  # of weights and gradients; 'sharded' keeps 1/N of float32 masters
-zero_check_reads = False  # 'sharded': debugging; a parameter that is read before it has arrived is nan
+use_zero1 = True  # shard the optimizer state across the ranks
+zero1_impl: Literal["sharded", "torch"] = "sharded"  # 'sharded': the code in zero/; 'torch': ZeroRedundancyOptimizer
+zero_bucket_mb: PositiveFloat = 75.0  # 'sharded': megabytes per bucket
+shard_gradients = False  # 'sharded': also keep only 1/N of the gradients; costs one reduce-scatter per micro-step
+param_dtype: Literal["float32", "bfloat16"] = "float32"  # weights and gradients; 'sharded' keeps float32 masters, 1/N per rank
+zero_check_reads = False  # 'sharded', for debugging: a parameter is nan until its all-gather has ended
 # system
-backend: Literal["auto", "nccl", "gloo"] = "auto"  # auto: nccl where every rank has a GPU of its own
-device = "auto"  # 'cpu', 'cuda', 'cuda:1', 'mps'; auto: cuda where there is one
-dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # float16 with a scaler; auto: the GPU's best, CPU: float32
-compile = torch.cuda.is_available()  # torch.compile, block by block
+backend: Literal["auto", "nccl", "gloo"] = "auto"  # auto: nccl if every rank has its own GPU, otherwise gloo
+device = "auto"  # 'cpu', 'cuda', 'cuda:1', 'mps'; auto: cuda if available, otherwise cpu
+dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # float16 uses GradScaler; auto: best on GPU, float32 on CPU
+compile = torch.cuda.is_available()  # compile the model block by block with torch.compile
 seed: NonNegativeInt = 1337
 config = configure(globals())
 # -----------------------------------------------------------------------------
 
 # ranks and devices
-launch = launched()  # by torchrun, or alone
+launch = launched()  # by torchrun, or as a single process
 ddp, rank, local_rank, world_size, _ = launch
-master_process = rank == 0  # this rank prints; what all ranks must take part in stands outside its ifs
+master_process = rank == 0  # this rank prints; calls that need all ranks must not be inside `if master_process`
 with exit_on_wrong_input():
     device, dtype = hardware.resolve(device, dtype, param_dtype)
     if gradient_accumulation_steps % world_size:
@@ -110,8 +110,8 @@ with exit_on_wrong_input():
 autocast = nullcontext() if dtype == "float32" else torch.amp.autocast(device.type, hardware.DTYPES[dtype])
 torch.backends.cuda.matmul.allow_tf32 = True
 torch.backends.cudnn.allow_tf32 = True
-micro_steps = gradient_accumulation_steps // world_size  # of this rank
-sequences_per_iter = gradient_accumulation_steps * batch_size  # of all ranks together
+micro_steps = gradient_accumulation_steps // world_size  # per iteration on this rank
+sequences_per_iter = gradient_accumulation_steps * batch_size  # on all ranks together
 tokens_per_iter = sequences_per_iter * block_size
 if master_process:
     print(f"tokens per iteration will be: {tokens_per_iter:,}")
@@ -127,9 +127,9 @@ with exit_on_wrong_input():
 
 
 def get_batch(split, offsets):
-    """The sequences at `offsets` and their targets on the device, each (len(offsets), block_size)."""
+    """Returns the sequences at `offsets` and their targets, on the device, each (len(offsets), block_size)."""
     x, y = (torch.from_numpy(tokens) for tokens in data.batch(split, offsets))
-    if device.type == "cuda":  # pinned, so that the copy runs beside the computation
+    if device.type == "cuda":  # pinned memory: the copy overlaps with the computation
         x, y = x.pin_memory(), y.pin_memory()
     return x.to(device, non_blocking=True), y.to(device, non_blocking=True)
 
@@ -137,7 +137,7 @@ def get_batch(split, offsets):
 # model
 torch.manual_seed(seed)
 iter_num = 0
-data_position = 0  # sequences that all ranks together have seen
+data_position = 0  # number of sequences that all ranks together have seen
 best_val_loss = float("inf")
 checkpoint = None
 checkpoints = Checkpoints(
@@ -158,7 +158,7 @@ with exit_on_wrong_input():
         raw_model = GPT.from_checkpoint(checkpoint, dropout)
         iter_num = checkpoint["iter_num"]
         data_position = checkpoint.get("data_position", iter_num * sequences_per_iter)
-        if not math.isnan(checkpoint["best_val_loss"]):  # no loss is less than nan
+        if not math.isnan(checkpoint["best_val_loss"]):  # with nan, no later loss would be an improvement
             best_val_loss = float(checkpoint["best_val_loss"])
         origin = f"Resuming training from {out_dir}\nwith the checkpoint's model, at iteration {iter_num}: {raw_model.config}"
     else:
@@ -177,7 +177,7 @@ if master_process:
 if compile:
     raw_model.compile_blocks()
 
-# optimizer: `build` hides what the ZeRO-1 settings choose
+# optimizer: `build` chooses the implementation from the ZeRO-1 settings
 with exit_on_wrong_input():
     model, optimizer = build(
         raw_model,
@@ -194,7 +194,7 @@ with exit_on_wrong_input():
     scaler = ShardedGradScaler(device.type, enabled=dtype == "float16")
     if checkpoint is not None:
         checkpoints.restore(optimizer, checkpoint)
-        if checkpoint.get("scaler"):  # of a run in float16
+        if checkpoint.get("scaler"):  # the checkpoint is from a float16 run
             scaler.load_state_dict(checkpoint["scaler"])
 if master_process:
     print(describe(optimizer, use_zero1))
@@ -202,9 +202,9 @@ if master_process:
 
 @torch.no_grad()
 def estimate_loss():
-    """Mean loss over `eval_iters` batches of each split, which the ranks share. Needs to be called on all ranks.
+    """Returns the mean loss over `eval_iters` batches of each split. Needs to be called on all ranks.
 
-    The batches are the same each time, so that two evaluations differ by the model alone.
+    The ranks share the batches. Every evaluation uses the same batches, so only the model can change the loss.
     """
     result = {}
     raw_model.eval()
@@ -221,7 +221,7 @@ def estimate_loss():
 
 
 def get_lr(iteration):
-    """Linear warm-up, then half a cosine down to `min_lr`."""
+    """Returns the learning rate: linear warm-up, then cosine decay to `min_lr`."""
     if iteration < warmup_iters:
         return learning_rate * (iteration + 1) / (warmup_iters + 1)
     if iteration > lr_decay_iters:
@@ -231,7 +231,7 @@ def get_lr(iteration):
 
 
 def save_checkpoint():
-    """Write ckpt.pt, unless updates are being skipped. Needs to be called on all ranks."""
+    """Write ckpt.pt, unless the guard has ended the run. Needs to be called on all ranks."""
     guard.report(iter_num - 1)
     if guard.failed:
         return
@@ -260,7 +260,7 @@ with exit_on_wrong_input():
         None if checkpoint is None else checkpoint.get("wandb_run_id"),
         rank,
     )
-checkpoint = None  # releases the file
+checkpoint = None  # release the memory-mapped file
 meter = Meter(log, tokens_per_iter, raw_model.flops_per_token() * tokens_per_iter / world_size, device, dtype)
 signals = Signals()
 guard = Guard(raw_model, optimizer, scaler, limit=1 if on_nonfinite == "stop" else max_nonfinite)
@@ -292,15 +292,15 @@ while iter_num <= max_iters or eval_only:
                 save_checkpoint()
         meter.restart()
 
-    # dropout draws from (seed, iteration, rank): resuming repeats it, evaluating does not disturb it
+    # seed dropout from (seed, iteration, rank): a resumed run repeats it, and an evaluation does not change it
     torch.manual_seed(int(np.random.SeedSequence((seed, iter_num, rank)).generate_state(1)[0]))
     loss_sum = torch.zeros((), device=device)
     for micro_step in range(micro_steps):
-        model.require_backward_grad_sync = micro_step == micro_steps - 1  # ranks exchange gradients once per iteration
+        model.require_backward_grad_sync = micro_step == micro_steps - 1  # sync in the last micro-step; shard_gradients: in all
         with autocast:
             _, loss = model(x, y)
         loss_sum += loss.detach()
-        x, y = get_batch("train", next(batches))  # read ahead while the device is busy
+        x, y = get_batch("train", next(batches))  # prefetch the next batch while the device computes
         scaler.scale(loss / micro_steps).backward()
     scaler.unscale_(optimizer)
     norms = clip_grad_norm_(optimizer, grad_clip or math.inf)
@@ -310,9 +310,9 @@ while iter_num <= max_iters or eval_only:
     meter.count_iteration()
     is_logged = iter_num % log_interval == 0
     if is_logged:
-        meter.log_iteration(iter_num, mean_over_ranks(loss_sum) / micro_steps, lr)  # of the global batch; waits for the device
+        meter.log_iteration(iter_num, mean_over_ranks(loss_sum) / micro_steps, lr)  # global mean; waits for the device
 
-    if is_logged or (iter_num + 1) % eval_interval == 0 or device.type == "cpu":  # else it would wait for the device
+    if is_logged or (iter_num + 1) % eval_interval == 0 or device.type == "cpu":  # report() waits for a GPU
         guard.report(iter_num)
     optimizer.zero_grad(set_to_none=True)
     iter_num += 1
@@ -334,6 +334,6 @@ failed = signals.agree(Action.FAIL if must_fail else Action.CONTINUE) == Action.
 if failed:
     checkpoints.explain_failure(diverged=guard.failed)
 elif stopped and master_process:
-    print(f"stopped by a signal before iteration {iter_num}; go on with --init_from=resume", flush=True)
+    print(f"stopped by a signal before iteration {iter_num}; continue with --init_from=resume", flush=True)
 log.finish()
 finish(int(failed))

@@ -1,10 +1,11 @@
-# GPT-2 large (774M) from scratch on OpenWebText.
+# Train GPT-2 large (774M) from scratch on OpenWebText.
 #
 #   $ pip install -e '.[openwebtext]' && python data/openwebtext/prepare.py
 #   $ torchrun --standalone --nproc_per_node=8 train.py config/train_gpt2_large.py
 #
-# 773.6M parameters. Optimizer state per GPU: 6.2 GB with plain AdamW, 0.77 GB over eight ranks; weights and
-# gradients take 6.2 GB more on every rank. The learning rate is the GPT-3 paper's for this size (table 2.1).
+# The model has 773.6M parameters. The optimizer state takes 6.2 GB per GPU with plain AdamW, and 0.77 GB per GPU on eight
+# ranks. Weights and gradients take another 6.2 GB on every rank. The learning rate is the one of the GPT-3 paper for this size
+# (table 2.1).
 
 wandb_log = True
 wandb_project = "owt"
@@ -14,7 +15,7 @@ n_layer = 36
 n_head = 20
 n_embd = 1280
 
-# 120 micro-steps * 4 sequences * 1024 tokens = 491,520 tokens per iteration, whatever the number of ranks
+# 120 micro-steps * 4 sequences * 1024 tokens = 491,520 tokens per iteration, for any number of ranks
 gradient_accumulation_steps = 120
 batch_size = 4
 block_size = 1024

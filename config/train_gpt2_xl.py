@@ -1,10 +1,11 @@
-# GPT-2 xl (1.5B) from scratch on OpenWebText.
+# Train GPT-2 xl (1.5B) from scratch on OpenWebText.
 #
 #   $ pip install -e '.[openwebtext]' && python data/openwebtext/prepare.py
 #   $ torchrun --standalone --nproc_per_node=8 train.py config/train_gpt2_xl.py
 #
-# 1,556.8M parameters. Optimizer state per GPU: 12.5 GB with plain AdamW, 1.56 GB over eight ranks; weights and
-# gradients take 12.5 GB more on every rank. The learning rate is the GPT-3 paper's for this size (table 2.1).
+# The model has 1,556.8M parameters. The optimizer state takes 12.5 GB per GPU with plain AdamW, and 1.56 GB per GPU on eight
+# ranks. Weights and gradients take another 12.5 GB on every rank. The learning rate is the one of the GPT-3 paper for this size
+# (table 2.1).
 
 wandb_log = True
 wandb_project = "owt"
@@ -14,7 +15,7 @@ n_layer = 48
 n_head = 25
 n_embd = 1600
 
-# 240 micro-steps * 2 sequences * 1024 tokens = 491,520 tokens per iteration, whatever the number of ranks
+# 240 micro-steps * 2 sequences * 1024 tokens = 491,520 tokens per iteration, for any number of ranks
 gradient_accumulation_steps = 240
 batch_size = 2
 block_size = 1024

@@ -1,4 +1,4 @@
-"""What the prepare.py scripts share: the command line, the download, and token files that are never half there."""
+"""Functions of the prepare.py scripts: the command line, the download, and token files that are either complete or missing."""
 
 import argparse
 import hashlib
@@ -21,14 +21,14 @@ TINY_SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca
 
 
 def input_argument(description: str) -> str | None:
-    """Parse the command line of a prepare.py: `--input FILE` or nothing."""
+    """Parse the command line of a prepare.py script and return FILE of `--input FILE`, or None."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--input", metavar="FILE", help="a local text file to use instead of the download")
     return parser.parse_args().input
 
 
 def tiny_shakespeare(directory: str, local: str | None) -> str:
-    """The text: from `local` if given, else from `directory`/input.txt, downloaded there first if it is missing."""
+    """Returns the text of the file `local`, or of `directory`/input.txt, which is downloaded if it is missing."""
     path = local or os.path.join(directory, "input.txt")
     if local is None and not os.path.exists(path):
         download(TINY_SHAKESPEARE_URL, path, TINY_SHAKESPEARE_SHA256)
@@ -36,19 +36,19 @@ def tiny_shakespeare(directory: str, local: str | None) -> str:
 
 
 def read_text(path: str) -> str:
-    """A UTF-8 file, its line ends as they are."""
+    """Returns the text of a UTF-8 file. Line ends are not changed."""
     try:
         with open(path, encoding="utf-8", newline="") as file:
             text = file.read()
     except (OSError, UnicodeDecodeError) as error:
         exit_with_error(f"cannot read {path} as UTF-8 text: {error}")
     if not text:
-        exit_with_error(f"{path} is empty; name a text with --input FILE")
+        exit_with_error(f"{path} is empty; give a text file with --input FILE")
     return text
 
 
 def download(url: str, path: str, sha256: str) -> None:
-    """Fetch `url` into `path`, with a progress bar; the file appears only if its checksum holds."""
+    """Download `url` to `path` with a progress bar. The file is created only if its checksum is `sha256`."""
     digest = hashlib.sha256()
     try:
         with urllib.request.urlopen(url, timeout=30) as response, atomic(path) as file:
@@ -62,15 +62,15 @@ def download(url: str, path: str, sha256: str) -> None:
                 raise ValueError(f"its checksum is {digest.hexdigest()}, not {sha256}")
     except (OSError, http.client.HTTPException, ValueError) as error:
         exit_with_error(
-            f"cannot download {url} ({error}); fetch it by other means, put it at {path} or name it with --input FILE"
+            f"cannot download {url} ({error}); download it in another way and save it as {path}, or use --input FILE"
         )
 
 
 def gpt2_encoding() -> tiktoken.Encoding:
-    """GPT-2's byte pairs; tiktoken downloads them the first time."""
+    """Returns GPT-2's BPE encoding. tiktoken downloads its vocabulary the first time."""
     try:
         return tiktoken.get_encoding("gpt2")
-    except OSError as error:  # every error of requests, which tiktoken downloads with, is one
+    except OSError as error:  # tiktoken downloads with requests, whose errors are OSErrors
         exit_with_error(
             f"tiktoken cannot download GPT-2's vocabulary ({error}); set TIKTOKEN_CACHE_DIR to a folder that holds it"
         )
@@ -78,7 +78,7 @@ def gpt2_encoding() -> tiktoken.Encoding:
 
 @contextmanager
 def atomic(path: str) -> Iterator[BinaryIO]:
-    """A binary file that takes the place of `path` when the block ends without an error, and vanishes otherwise."""
+    """Opens a temporary binary file that replaces `path` if the block ends without an error. Otherwise it is removed."""
     temporary = f"{path}.{os.getpid()}.tmp"
     try:
         with open(temporary, "wb") as file:
@@ -90,7 +90,7 @@ def atomic(path: str) -> Iterator[BinaryIO]:
 
 
 def write_tokens(directory: str, split: str, chunks: Iterable[np.ndarray]) -> int:
-    """Write `split`.bin from chunks of uint16 tokens; returns how many there were."""
+    """Write chunks of uint16 tokens to `split`.bin and return the number of tokens."""
     count = 0
     with atomic(os.path.join(directory, f"{split}.bin")) as file:
         for chunk in chunks:
@@ -101,7 +101,7 @@ def write_tokens(directory: str, split: str, chunks: Iterable[np.ndarray]) -> in
 
 
 def write_characters(directory: str, text: str, vocabulary: list[str]) -> None:
-    """Write text as one token per character: meta.pkl, and the first 90 % as train.bin, the rest as val.bin."""
+    """Write a text with one token per character: vocabulary to meta.pkl, first 90 % to train.bin, the rest to val.bin."""
     stoi = {character: token for token, character in enumerate(vocabulary)}
     print(f"{len(text):,} characters, vocabulary of {len(vocabulary)}: {''.join(vocabulary)!r}")
     table = np.zeros(max(map(ord, vocabulary)) + 1, dtype=np.uint16)

@@ -1,10 +1,10 @@
-"""OpenWebText in GPT-2's byte pairs, streamed: neither the download nor the tokens are ever in memory, or twice on disk.
+"""OpenWebText as GPT-2 BPE tokens. The script streams the data, so it never holds the whole dataset in memory or twice on disk.
 
     $ pip install -e '.[openwebtext]' && python data/openwebtext/prepare.py
 
-8,013,769 documents give about 9 billion tokens for training (18 GB) and 4.5 million for validation: every 2000th
-document, nanoGPT's share. `--input FILE` takes documents of your own: JSON lines with a "text" key (`.jsonl`), or plain
-text with one document per line.
+8,013,769 documents give about 9 billion tokens for training (18 GB) and 4.5 million for validation. Every 2000th document is
+for validation, the same fraction as in nanoGPT. `--input FILE` uses your own documents: JSON lines with a "text" key
+(`.jsonl`), or plain text with one document per line.
 """
 
 import itertools
@@ -22,31 +22,31 @@ from data.common import atomic, gpt2_encoding, input_argument
 from distributed import exit_with_error
 
 DIRECTORY = os.path.dirname(os.path.abspath(__file__))
-VALIDATION_EVERY = 2000  # documents
-BATCH = 1024  # documents tokenized at once
+VALIDATION_EVERY = 2000  # one of this many documents goes to val.bin
+BATCH = 1024  # documents to tokenize at once
 
 
 def downloaded() -> Iterator[str]:
-    """The documents of OpenWebText, streamed from the Hugging Face hub."""
+    """Yields the documents of OpenWebText, streamed from the Hugging Face hub."""
     try:
         from datasets import load_dataset
     except ImportError:
         exit_with_error(
-            "the download needs the datasets library; pip install -e '.[openwebtext]', or name a local file with --input FILE"
+            "the download needs the datasets library; pip install -e '.[openwebtext]', or give a local file with --input FILE"
         )
     name = "Skylion007/openwebtext"
     try:
         documents = load_dataset(name, split="train", streaming=True)
-    except OSError as error:  # its ConnectionError is one too
+    except OSError as error:  # the ConnectionError of the library is an OSError
         exit_with_error(
-            f"cannot stream {name} from https://huggingface.co/datasets/{name} ({error}); give a local copy as --input FILE"
+            f"cannot stream {name} from https://huggingface.co/datasets/{name} ({error}); give a local copy with --input FILE"
         )
     for document in documents:
         yield document["text"]
 
 
 def local(path: str) -> Iterator[str]:
-    """The documents of a local file, a line each."""
+    """Yields the documents of a local file, which has one document per line."""
     try:
         with open(path, encoding="utf-8") as file:
             for number, line in enumerate(file, start=1):
@@ -61,7 +61,10 @@ def local(path: str) -> Iterator[str]:
 
 
 def write(documents: Iterator[str], encoding: tiktoken.Encoding) -> dict[str, int]:
-    """Tokenize batch by batch into train.bin and val.bin, a document's end marked; returns the tokens of each."""
+    """Tokenize the documents batch by batch into train.bin and val.bin and return the number of tokens of each file.
+
+    An end-of-text token follows every document.
+    """
     counts = {"train": 0, "val": 0}
     numbers = itertools.count()
     with (
@@ -82,7 +85,7 @@ def write(documents: Iterator[str], encoding: tiktoken.Encoding) -> dict[str, in
 if __name__ == "__main__":
     path = input_argument(__doc__.splitlines()[0])
     documents = local(path) if path else downloaded()
-    first = next(documents, None)  # before the progress bar: what can be wrong is found now
+    first = next(documents, None)  # read one document before the progress bar starts, so that errors appear first
     if first is None:
         exit_with_error("there are no documents")
     for split, count in write(itertools.chain([first], documents), gpt2_encoding()).items():

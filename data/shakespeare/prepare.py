@@ -1,8 +1,8 @@
-"""Tiny Shakespeare in GPT-2's byte pairs, for fine-tuning.
+"""Tiny Shakespeare as GPT-2 BPE tokens, for fine-tuning.
 
     $ python data/shakespeare/prepare.py
 
-301,966 tokens for training and 36,059 for validation. tiktoken downloads GPT-2's vocabulary the first time.
+This gives 301,966 tokens for training and 36,059 for validation. tiktoken downloads GPT-2's vocabulary the first time.
 """
 
 import os

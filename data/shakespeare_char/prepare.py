@@ -2,7 +2,7 @@
 
     $ python data/shakespeare_char/prepare.py
 
-1,115,394 characters, a vocabulary of 65: 1,003,854 tokens for training and 111,540 for validation.
+The text has 1,115,394 characters and a vocabulary of 65. This gives 1,003,854 tokens for training and 111,540 for validation.
 """
 
 import os

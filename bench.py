@@ -184,29 +184,33 @@ def measure_memory():
     rows = []
     for name in names:
         gc.collect()  # free the memory of the previous mode
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-        model, optimizer = contender(name)
-        points = {"after init": bytes_now(optimizer)}
-        backward(model)
-        step(optimizer)
-        wait_for_all(optimizer)
-        points["after step"] = bytes_now(optimizer)
-        if hasattr(model, "require_backward_grad_sync"):  # first micro-step: full gradients accumulate
-            model.require_backward_grad_sync = False
-            backward(model)
-            model.require_backward_grad_sync = True
-        points["between micro-steps"] = bytes_now(optimizer)
-        backward(model)
-        points["before step"] = bytes_now(optimizer)
-        step(optimizer)
-        wait_for_all(optimizer)
-        if device.type == "cuda":
-            points["peak"] = torch.cuda.max_memory_allocated()
-        gathered = gather_objects(points)
-        rows.append({"mode": name, **{f"{point}, MB": max(each[point] for each in gathered) / 1e6 for point in points}})
-        del model, optimizer
+        points = gather_objects(memory_points(name))
+        rows.append({"mode": name, **{f"{point}, MB": max(each[point] for each in points) / 1e6 for point in points[0]}})
     return rows
+
+
+def memory_points(name):
+    """Returns this rank's bytes at each point of the first two steps of a mode. Needs to be called on all ranks."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    model, optimizer = contender(name)
+    points = {"after init": bytes_now(optimizer)}
+    backward(model)
+    step(optimizer)
+    wait_for_all(optimizer)
+    points["after step"] = bytes_now(optimizer)
+    if hasattr(model, "require_backward_grad_sync"):  # first micro-step: full gradients accumulate
+        model.require_backward_grad_sync = False
+        backward(model)
+        model.require_backward_grad_sync = True
+    points["between micro-steps"] = bytes_now(optimizer)
+    backward(model)
+    points["before step"] = bytes_now(optimizer)
+    step(optimizer)
+    wait_for_all(optimizer)
+    if device.type == "cuda":
+        points["peak"] = torch.cuda.max_memory_allocated()
+    return points
 
 
 def measure_checkpoint():
@@ -218,23 +222,37 @@ def measure_checkpoint():
     If `torch` is one of the modes, the last row is PyTorch's own `consolidate_state_dict`. It takes a minute and runs once.
     """
     rows = []
-    for name in [*names, *(["consolidate_state_dict"] if "torch" in names else [])]:
-        model, optimizer = contender("torch" if name == "consolidate_state_dict" else name)
-        backward(model)
-        step(optimizer)
-        wait_for_all(optimizer)
-        if name == "consolidate_state_dict":
-            tries, saved = [consolidation(optimizer, consolidate_pytorch)], {}
-        else:
-            tries = [consolidation(optimizer, checkpoint.consolidate) for _ in range(rounds + 1)]
-            saved = save_and_restore(model, optimizer)
-        gathered = gather_objects(max(extra for _, extra in tries))
-        times = [seconds for seconds, _ in tries]
-        row = {"mode": name, "first, s": times[0], "consolidate, s": statistics.median(times[-rounds:])} | saved
-        row |= {"rank 0 extra, MB": gathered[0] / 1e6, "others extra, MB": max(gathered[1:], default=0) / 1e6}
-        rows.append(row)
+    for name in names:
+        model, optimizer = trained(name)
+        tries = [consolidation(optimizer, checkpoint.consolidate) for _ in range(rounds + 1)]
+        rows.append({"mode": name, **consolidation_figures(tries), **save_and_restore(model, optimizer)})
         del model, optimizer
+    if "torch" in names:
+        _, optimizer = trained("torch")
+        tries = [consolidation(optimizer, consolidate_pytorch)]
+        rows.append({"mode": "consolidate_state_dict", **consolidation_figures(tries)})
     return rows
+
+
+def trained(name):
+    """Returns a model and its optimizer after one step, so that there is optimizer state. Needs to be called on all ranks."""
+    model, optimizer = contender(name)
+    backward(model)
+    step(optimizer)
+    wait_for_all(optimizer)
+    return model, optimizer
+
+
+def consolidation_figures(tries):
+    """Returns the columns for several calls of `consolidation`. Needs to be called on all ranks."""
+    first, *rest = (seconds for seconds, _ in tries)
+    extra = gather_objects(max(extra for _, extra in tries))  # by rank
+    return {
+        "first, s": first,
+        "consolidate, s": statistics.median(rest or [first]),
+        "rank 0 extra, MB": extra[0] / 1e6,
+        "others extra, MB": max(extra[1:], default=0) / 1e6,
+    }
 
 
 def consolidation(optimizer, consolidate):

@@ -24,7 +24,7 @@ class Checkpoints:
         keep, background, format: see `zero.checkpoint.CheckpointWriter`.
     """
 
-    def __init__(self, folder: str, *, read_only: bool, stop_on_error: bool, keep: int, background: bool, format: str) -> None:
+    def __init__(self, folder: str, keep: int, background: bool, format: str, *, read_only: bool, stop_on_error: bool) -> None:
         self.folder, self.read_only, self.stop_on_error = folder, read_only, stop_on_error
         self.keep, self.background, self.format = keep, background, format
         self.is_rank_0 = not dist.is_initialized() or dist.get_rank() == 0

@@ -97,7 +97,7 @@ config = configure(globals())
 
 # ranks and devices
 launch = launched()  # by torchrun, or as a single process
-ddp, rank, local_rank, world_size, _ = launch
+_, rank, local_rank, world_size, _ = launch
 master_process = rank == 0  # this rank prints; calls that need all ranks must not be inside `if master_process`
 with exit_on_wrong_input():
     device, dtype = hardware.resolve(device, dtype, param_dtype)
@@ -141,12 +141,7 @@ data_position = 0  # number of sequences that all ranks together have seen
 best_val_loss = float("inf")
 checkpoint = None
 checkpoints = Checkpoints(
-    out_dir,
-    read_only=eval_only,
-    stop_on_error=on_save_error == "stop",
-    keep=keep_checkpoints,
-    background=async_save,
-    format=checkpoint_format,
+    out_dir, keep_checkpoints, async_save, checkpoint_format, read_only=eval_only, stop_on_error=on_save_error == "stop"
 )
 with exit_on_wrong_input():
     if init_from == "scratch":

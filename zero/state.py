@@ -72,7 +72,7 @@ _Metadata = list[dict[str, Any]]
 
 
 def consolidate(optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
-    """AllGatherWork the whole optimizer state on rank 0. Needs to be called on all ranks.
+    """Gather the whole optimizer state on rank 0. Needs to be called on all ranks.
 
     Returns:
         On rank 0 of the optimizer's process group: `{"state": ..., "param_groups": ...}` as the unsharded optimizer's

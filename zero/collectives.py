@@ -120,8 +120,8 @@ class Communicator:
         Between CPUs, each pair of ranks exchanges the parts that the other rank owns, and each rank adds up its own shard.
         Each rank sends as many bytes as in a ring, `(N - 1) / N` of the bucket, in half the time of gloo's own
         reduce-scatter. Between GPUs, float32 and float64 buckets with equal shards use NCCL's own reduce-scatter. All other
-        buckets use an all-to-all, so that the sum of lower-precision dtypes can be computed in float32: a ring would round
-        every partial sum.
+        buckets use an all-to-all. The parts of lower-precision dtypes can then be added up in float32, while a ring would
+        round every partial sum.
         """
         parts = bucket.split(sizes)
         own = parts[self.rank]

@@ -115,7 +115,7 @@ class ShardedDataParallel(nn.Module):
         broadcast_buffers: before the first forward, and before each forward that follows a synchronized forward, every rank
             takes the buffers of rank 0 (for example the statistics of BatchNorm), as under DistributedDataParallel. If
             False, each rank keeps its own buffers.
-        check_reads: a debugging mode. A parameter that is read before it has arrived is nan, for every way of reading it.
+        check_reads: a debugging mode. A parameter that is read before it has arrived is nan, no matter how it is read.
             This costs a copy of each bucket.
 
     Raises:
@@ -158,7 +158,7 @@ class ShardedDataParallel(nn.Module):
         self._agreement: Agreement | None = None  # in flight
         if optimizer.param_dtype is not None:
             module.to(optimizer.param_dtype)
-        self._sent = [SentGradient(param) for param in self._params]  # in `param.grad`, for gradients in the shards
+        self._sent = [SentGradient(param) for param in self._params]  # placeholders for gradients in the shards
         self._broadcast_unsharded()
         self._install_hooks()
         optimizer.wrapper = weakref.ref(self)

@@ -300,7 +300,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             **kwargs: arguments of the inner optimizer's `step`.
 
         Returns:
-            What `closure` returned, or None.
+            The return value of `closure`, or None.
         """
         loss = None
         if closure is not None:
@@ -597,7 +597,7 @@ class ParameterGradients:
 
     def __init__(self, optimizer: ShardedOptimizer) -> None:
         self.optimizer = optimizer
-        self._converted: dict[torch.nn.Parameter, tuple[torch.Tensor, int]] = {}  # by local: source of its gradient, version
+        self._converted: dict[torch.nn.Parameter, tuple[torch.Tensor, int]] = {}  # by local: source gradient, its version
 
     def collect(self) -> Iterator[Bucket]:
         """See GradientSource. The gradient of a slice is a view of its parameter's gradient, or a copy if no view exists."""

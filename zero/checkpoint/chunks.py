@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from zero.checkpoint.files import FileSum, corruption_message, file_sum, sync_folder, underlying_os_error
 from zero.state import CheckpointError, TensorChunk
 
-# this case is intended here and needs no warning
+# torch.distributed.checkpoint is used without torch.distributed on purpose, so this warning is not needed
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 _METADATA = ".metadata"
@@ -66,7 +66,9 @@ def write(chunks: list[TensorChunk], folder: str, process_group: dist.ProcessGro
 
 
 def read(folder: str, chunks: list[TensorChunk]) -> None:
-    """Fill the elements of `chunks`, for any writers and any division into chunks. Each rank can call it alone.
+    """Fill the elements of `chunks`. Each rank can call it alone.
+
+    It does not matter which ranks wrote the elements, or how the tensors were divided into chunks.
 
     Raises:
         CheckpointError: if the files are missing, damaged, or not of these tensors.

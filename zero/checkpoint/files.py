@@ -55,7 +55,7 @@ def underlying_os_error(error: RuntimeError) -> BaseException:
 
 
 def sync_folder(folder: str) -> None:
-    """Write the file names of a folder to the disk."""
+    """Sync a folder, so that its file names are on the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -77,7 +77,7 @@ def atomic_write(path: str) -> Iterator[str]:
 
 
 def link_or_copy(path: str, other: str, link: bool = False) -> None:
-    """Copy a file to another name and replace any file there. With `link`, make a hard link instead, if it is possible."""
+    """Copy a file to another name and replace any file there. With `link`, make a hard link instead, if possible."""
     with atomic_write(other) as temporary:
         if os.path.lexists(temporary):
             os.remove(temporary)  # it may be a hard link to a checkpoint

@@ -42,7 +42,7 @@ def commit(checkpoint: dict[str, Any], folder: str, keep: int = 0, rotate: bool 
         rotate: False if the old file is corrupt and must not replace `ckpt_prev.pt`.
 
     Returns:
-        A description of a problem after the checkpoint was on the disk, or None.
+        A description of a problem that occurred after the checkpoint was on the disk, or None.
 
     Raises:
         OSError: if the disk is full or cannot be written to. The old files are unchanged.
@@ -72,9 +72,12 @@ def sweep(folder: str) -> None:
 
 
 def find(folder: str) -> tuple[str, str | None]:
-    """Return the newest checkpoint of a folder that is not corrupt, and a description of a newer corrupt one, or None.
+    """Find the newest checkpoint of a folder that is not corrupt.
 
     Reads every byte of the file. Call it on one process only, and send the result to the other processes.
+
+    Returns:
+        The path of the checkpoint, and a description of what is wrong with a newer checkpoint, or None.
 
     Raises:
         CheckpointError: if there is no checkpoint that is not corrupt.
@@ -214,7 +217,7 @@ def _commit_file(checkpoint: dict[str, Any], path: str, previous: str | None = N
             os.rename(shards + ".tmp", shards)
             sync_folder(os.path.dirname(path) or ".")
         if previous is not None and os.path.exists(path):
-            link_or_copy(path, previous, link=True)  # `path` will be replaced by a new file
+            link_or_copy(path, previous, link=True)  # `path` will be replaced by a new file, so a link is enough
 
 
 def _prune(folder: str, keep: int, iteration: int) -> set[str]:

@@ -28,7 +28,7 @@ class SaveReport(NamedTuple):
     nbytes: int
     write_s: float  # time until the checkpoint was on the disk
     consolidate_s: float = 0.0  # time before that; a background save lets training continue afterwards
-    warning: str | None = None  # problem after the checkpoint was on the disk
+    warning: str | None = None  # a problem that occurred after the checkpoint was on the disk
 
 
 def save(
@@ -192,7 +192,7 @@ class CheckpointWriter:
             self._outcomes.append(report._replace(consolidate_s=consolidate_s))
 
     def _barrier(self) -> None:
-        """Make the ranks wait here while one of them writes, for any time, and not in the collectives of the run."""
+        """Make the ranks wait here, and not in the collectives of the run, for as long as one of them writes."""
         if self._group is not None:
             dist.barrier(self._group)
 

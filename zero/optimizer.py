@@ -487,7 +487,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._wrap_param_groups()
         groups = [group["params"] for group in self.param_groups]
         if [list(map(id, params)) for params in groups] != [list(map(id, params)) for params in self._params_of_groups]:
-            raise RuntimeError("the parameters in param_groups have been changed; build ShardedOptimizer anew for that")
+            raise RuntimeError("the parameters in param_groups have been changed; build a new ShardedOptimizer for that")
         for group in self.param_groups:
             for param in group["params"]:
                 if param.grad is not None and param not in inside:

@@ -1,4 +1,4 @@
-"""ZeRO stage 1 for PyTorch: optimizer state divided evenly among the ranks. Imports torch and itself only."""
+"""ZeRO stage 1 for PyTorch: optimizer state divided evenly among the ranks. Imports only torch and its own modules."""
 
 from zero.data_parallel import ShardedDataParallel
 from zero.grad_scaler import ShardedGradScaler

@@ -1,4 +1,4 @@
-"""The one place that chooses how the optimizer state is held: (model, parameter groups, flags) -> (model, optimizer)."""
+"""The only module that selects the implementation: (model, parameter groups, flags) -> (model, optimizer)."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from zero.optimizer import GradientNorms, ShardedOptimizer
 from zero.partition import parameters, partition
 
 IMPLEMENTATIONS = ("sharded", "torch")
-PARAM_DTYPES = {"float32": None, "bfloat16": torch.bfloat16}  # None: as the model comes
+PARAM_DTYPES = {"float32": None, "bfloat16": torch.bfloat16}  # None: the model keeps its dtypes
 
 
 def build(
@@ -28,24 +28,27 @@ def build(
     check_reads: bool = False,
     **adamw: Any,
 ) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    """Wrap `model` for data parallelism and make its AdamW. Needs to be called on all ranks, `model` on its device.
+    """Wrap `model` for data parallelism and create its AdamW. Needs to be called on all ranks, with `model` on its device.
 
     Args:
         groups: parameter groups, as for torch.optim.AdamW.
-        use_zero1: divide the optimizer state among the ranks; a single process has nobody to divide with.
-        zero1_impl: 'sharded' is `zero.ShardedOptimizer`, 'torch' is `torch.distributed.optim.ZeroRedundancyOptimizer`.
+        use_zero1: divide the optimizer state among the ranks. A single process does not divide it.
+        zero1_impl: 'sharded' selects `zero.ShardedOptimizer`, 'torch' selects
+            `torch.distributed.optim.ZeroRedundancyOptimizer`.
         bucket_mb: megabytes per bucket of ShardedOptimizer.
-        shard_gradients: with 'sharded', let no full gradient outlive its bucket: one reduce-scatter per micro-step.
-        param_dtype: 'float32', or with 'sharded' 'bfloat16': weights and gradients in that, float32 masters 1/N per rank.
-        check_reads: with 'sharded', a debugging mode: a parameter that is read before it has arrived is nan.
-        **adamw: for torch.optim.AdamW; its fused kernel is used where the device has one.
+        shard_gradients: only with 'sharded': no full gradient outlives its bucket. This takes one reduce-scatter per
+            micro-step.
+        param_dtype: 'float32', or with 'sharded' also 'bfloat16': weights and gradients are bfloat16, and each rank holds
+            1/N of the float32 masters.
+        check_reads: only with 'sharded': a debugging mode in which a parameter that is read before it has arrived is nan.
+        **adamw: arguments of torch.optim.AdamW. Its fused kernel is used if the device has one.
 
     Returns:
         The model to call in the training loop, and the optimizer.
 
     Raises:
-        ValueError: if `zero1_impl` or `param_dtype` is unknown, flags do not go together, `bucket_mb` is not positive, or
-            an argument of AdamW's impossible.
+        ValueError: if `zero1_impl` or `param_dtype` is unknown, flags cannot be combined, `bucket_mb` is not positive, or
+            an argument of AdamW is invalid.
     """
     if zero1_impl not in IMPLEMENTATIONS:
         raise ValueError(f"zero1_impl={zero1_impl!r} is not one of {', '.join(IMPLEMENTATIONS)}")
@@ -77,15 +80,19 @@ def build(
         optimizer = ZeroRedundancyOptimizer(groups, optimizer_class=torch.optim.AdamW, **adamw)
     else:
         optimizer = torch.optim.AdamW(groups, **adamw)
-    # gradients as views into DDP's buckets: the same all-reduce, without a second copy of every gradient
+    # gradients are views into DDP's buckets: the all-reduce is the same, but there is no second copy of every gradient
     device_ids = [device.index] if device.type == "cuda" else None
     return DistributedDataParallel(model, device_ids=device_ids, gradient_as_bucket_view=True), optimizer
 
 
 def clip_grad_norm_(optimizer: torch.optim.Optimizer, max_norm: float) -> GradientNorms:
-    """Clip the gradients of all parameters together, wherever they are; returns norms. Needs to be called on all ranks.
+    """Clip the gradients of all parameters together, with any implementation. Needs to be called on all ranks.
 
-    As `torch.nn.utils.clip_grad_norm_` over full gradients. With `max_norm=math.inf` it only measures.
+    The result is that of `torch.nn.utils.clip_grad_norm_` on full gradients. With `max_norm=math.inf`, the function only
+    measures.
+
+    Returns:
+        The norms before clipping.
     """
     if isinstance(optimizer, ShardedOptimizer):
         params, norms = parameters(optimizer.inner), optimizer.gradient_norms()
@@ -94,13 +101,13 @@ def clip_grad_norm_(optimizer: torch.optim.Optimizer, max_norm: float) -> Gradie
         each = torch._foreach_norm([param.grad for param in params if param.grad is not None]) if params else ()
         total = torch.linalg.vector_norm(torch.stack(each)) if params else torch.zeros(())
         norms = GradientNorms(total, dict(zip(params, each, strict=True)))
-    # gradients whose norm is not finite stay as they are
+    # gradients whose norm is not finite stay unchanged
     torch.nn.utils.clip_grads_with_norm_(params, max_norm, norms.total.nan_to_num(0.0, 0.0, 0.0))
     return norms
 
 
 def describe(optimizer: torch.optim.Optimizer, use_zero1: bool) -> str:
-    """One line for the console: which implementation, its state bytes per rank, and what plain AdamW would hold."""
+    """Return one line for the console: the implementation, its state bytes per rank, and the state bytes of plain AdamW."""
     plan = partition(optimizer).plan
     by_rank = [predicted_bytes(plan, rank)["state"] for rank in range(plan.world_size)]
     whole = f"{sum(by_rank) / 1e6:.1f} MB"
@@ -108,7 +115,7 @@ def describe(optimizer: torch.optim.Optimizer, use_zero1: bool) -> str:
         name = "sharded" if isinstance(optimizer, ShardedOptimizer) else "torch"
         fullest = f"{max(by_rank) / 1e6:.1f} MB of AdamW state on the fullest rank"
         if plan.has_masters:
-            fullest += f", half as much again in float32 master weights of {plan.param_dtype} ones"
+            fullest += f", plus half of that in float32 master weights of the {plan.param_dtype} weights"
         return (
             f"Using ZeRO-1 optimizer state sharding: zero1_impl='{name}' ({type(optimizer).__name__}) over "
             f"{len(by_rank)} ranks, {fullest}; plain AdamW would hold {whole} on each"

@@ -1,4 +1,7 @@
-"""Reduce-scatter and all-gather of flat buckets, each the fast way of its backend, and what they cost."""
+"""Reduce-scatter and all-gather of flat buckets, with the fast method of each backend.
+
+Also counts the bytes that the collectives send and the time that the computation waits for them.
+"""
 
 import time
 from collections import Counter, defaultdict, deque
@@ -9,18 +12,19 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-# torch 2.13 renamed these two; torch 2.11 has only the old names
+# torch 2.13 renamed these two functions; torch 2.11 has only the old names
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-LONG_TIMEOUT = timedelta(days=1)  # where ranks wait for a disk, which may take longer than any step
+LONG_TIMEOUT = timedelta(days=1)  # for waits on a disk, which may take longer than any step
 
 
 @cache
 def cpu_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """A group of the same ranks that sends from main memory: `group` itself, or one beside it if it is NCCL's.
+    """Return a process group of the same ranks that sends from main memory.
 
-    Needs to be called on all ranks of the group, the first time.
+    This is `group` itself if its backend is gloo; otherwise it is a new gloo group. The first call needs to be made on all
+    ranks of the group.
     """
     if dist.get_backend(group) == "gloo":
         return group
@@ -29,7 +33,10 @@ def cpu_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
 
 
 def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Every rank's value, by rank, on all ranks. Needs to be called on all ranks; without torch.distributed on one."""
+    """Gather the values of all ranks on all ranks, in rank order. Needs to be called on all ranks.
+
+    Without torch.distributed, this process is the only rank.
+    """
     if not dist.is_initialized():
         return [value]
     values = [None] * dist.get_world_size(group)
@@ -38,7 +45,10 @@ def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[A
 
 
 def broadcast_object(value: Any, group: dist.ProcessGroup | None = None) -> Any:
-    """Rank 0's value, on all ranks. Needs to be called on all ranks; without torch.distributed on one."""
+    """Return the value of rank 0 on all ranks. Needs to be called on all ranks.
+
+    Without torch.distributed, this process is the only rank.
+    """
     if not dist.is_initialized():
         return value
     values = [value]
@@ -54,31 +64,31 @@ class AllGatherWork(NamedTuple):
 
 
 class ReduceScatterWork(NamedTuple):
-    """A reduce-scatter in flight. Until its works are done, nothing in `bucket` may be written and no part read."""
+    """A reduce-scatter in flight. Until its works are done, `bucket` may not be written and `parts` may not be read."""
 
     bucket: torch.Tensor  # (sum of sizes,)
-    parts: list[torch.Tensor]  # what adds up to this rank's shard; each (sizes[rank],)
-    received: list[torch.Tensor]  # the tensors from the pool that hold them
+    parts: list[torch.Tensor]  # their sum is this rank's shard; each (sizes[rank],)
+    received: list[torch.Tensor]  # the tensors from the pool that hold received parts
     works: list[dist.Work]
 
 
 class Pool:
-    """CPU tensors of the last steps, to be filled again: fresh memory costs a CPU more than the sum that it is for."""
+    """CPU tensors that are kept for reuse: on a CPU, fresh memory costs more time than the sum that it is used for."""
 
     def __init__(self) -> None:
         self._free: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
 
     def acquire(self, numel: int, like: torch.Tensor) -> torch.Tensor:
-        """A tensor, (numel,), of the dtype and device of `like`, with any content."""
+        """Return a tensor, (numel,), with the dtype and device of `like` and undefined content."""
         free = self._free.get((numel, like.dtype))
         return free.pop() if free and like.device.type == "cpu" else like.new_empty(numel)
 
     def release(self, tensor: torch.Tensor) -> None:
-        if tensor.device.type == "cpu":  # a GPU's own allocator is a pool already
+        if tensor.device.type == "cpu":  # the allocator of a GPU is already a pool
             self._free.setdefault((tensor.numel(), tensor.dtype), []).append(tensor)
 
     def clear(self) -> None:
-        """Let go of the memory."""
+        """Free the memory of the pool."""
         self._free.clear()
 
     @property
@@ -87,10 +97,11 @@ class Pool:
 
 
 class Communicator:
-    """The collectives of one process group, and what they cost. Without torch.distributed, a group of one.
+    """The collectives of one process group, with counters of bytes and wait time.
 
-    Every method but those that only count needs to be called on all ranks, in one order. A bucket is a flat tensor,
-    (sum of sizes,), the shards of the ranks end to end, `sizes[r]` elements owned by rank r.
+    Without torch.distributed, the group has one rank. Every method, except those that only count, needs to be called on all
+    ranks and in the same order. A bucket is a flat tensor, (sum of sizes,). It holds the shards of the ranks end to end, in
+    rank order. Rank r owns a shard of `sizes[r]` elements.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
@@ -99,17 +110,18 @@ class Communicator:
         self.world_size = dist.get_world_size(group) if distributed else 1
         self.rank = dist.get_rank(group) if distributed else 0
         self.pool = Pool()
-        self.sent_bytes: Counter[str] = Counter()  # by this rank, by kind of collective
+        self.sent_bytes: Counter[str] = Counter()  # bytes that this rank sent, by kind of collective
         self._waited_s: defaultdict[str, float] = defaultdict(float)
-        self._waits: deque[tuple[str, torch.cuda.Event, torch.cuda.Event]] = deque()  # on a GPU: not read yet
+        self._waits: deque[tuple[str, torch.cuda.Event, torch.cuda.Event]] = deque()  # on a GPU: events not yet read
 
     def reduce_scatter(self, bucket: torch.Tensor, sizes: list[int]) -> ReduceScatterWork:
-        """Start to bring together what adds up to each rank's shard; `add` does the sum.
+        """Start a reduce-scatter: send the parts of each shard to the rank that owns it. `add` computes the sum.
 
-        Between CPUs every pair of ranks exchanges the two parts that the other one owns, and each adds up its own: the
-        bytes of a ring, `(N - 1) / N` of the bucket sent by each, in half the time of gloo's own reduce-scatter.
-        Anything of less than float32 is exchanged as well (all-to-all), so that it can be added up in float32: a ring
-        would round every partial sum. Between GPUs the rest is NCCL's own.
+        Between CPUs, each pair of ranks exchanges the parts that the other rank owns, and each rank adds up its own shard.
+        Each rank sends as many bytes as in a ring, `(N - 1) / N` of the bucket, in half the time of gloo's own
+        reduce-scatter. Between GPUs, float32 and float64 buckets with equal shards use NCCL's own reduce-scatter. All other
+        buckets use an all-to-all. The parts of lower-precision dtypes can then be added up in float32, while a ring would
+        round every partial sum.
         """
         parts = bucket.split(sizes)
         own = parts[self.rank]
@@ -136,10 +148,10 @@ class Communicator:
         return ReduceScatterWork(bucket, list(gathered.chunk(self.world_size)), [gathered], [work])
 
     def add(self, reduction: ReduceScatterWork, shard: torch.Tensor, first: bool) -> None:
-        """Wait, then put the sum over the ranks into `shard`, (sizes[rank],): over what is there if `first`, else added.
+        """Wait for a reduce-scatter and store its sum over the ranks in `shard`, (sizes[rank],).
 
-        The sum is made in the dtype of `shard`, which may be wider than the bucket's. The tensors of the reduction go back
-        to the pool.
+        If `first`, the sum overwrites `shard`; otherwise it is added to `shard`. The sum is computed in the dtype of
+        `shard`, which may be wider than the dtype of the bucket. The tensors of the reduction return to the pool.
         """
         self.wait("reduce-scatter", reduction.works, shard.device)
         total, *rest = reduction.parts if first else (shard, *reduction.parts)
@@ -151,10 +163,10 @@ class Communicator:
             self.pool.release(tensor)
 
     def all_gather(self, bucket: torch.Tensor, sizes: list[int]) -> AllGatherWork:
-        """Start filling `bucket` with every rank's own shard, in place.
+        """Start an in-place all-gather: fill `bucket` with the shards of all ranks.
 
         Gloo's own all-gather takes more than three times as long as one broadcast per shard (448 ms against 134 ms for
-        124M float32 elements on 2 ranks), so there, and where shards are not equal, each owner broadcasts its shard.
+        124M float32 elements on 2 ranks). So with gloo, or if the shards are not equal, each owner broadcasts its shard.
         """
         shards = bucket.split(sizes)
         own = shards[self.rank]
@@ -172,36 +184,39 @@ class Communicator:
         return AllGatherWork(bucket, works)
 
     def all_reduce(self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> list[dist.Work]:
-        """Start an all-reduce in place."""
+        """Start an in-place all-reduce."""
         if self.world_size == 1:
             return []
         return [dist.all_reduce(tensor, op=op, group=self.group, async_op=True)]
 
     def broadcast(self, tensor: torch.Tensor) -> None:
-        """Overwrite a contiguous tensor with that of rank 0."""
+        """Overwrite a contiguous tensor with the tensor of rank 0."""
         if self.world_size > 1 and tensor.numel():
             dist.broadcast(tensor, group_src=0, group=self.group)
 
     def wait(self, kind: str, works: list[dist.Work], device: torch.device) -> None:
-        """Have the computation wait for collectives; how long it stood still is counted as `kind`."""
+        """Make the computation wait for collectives. The wait time is counted under `kind`."""
         if device.type != "cuda":
             start = time.perf_counter()
             for work in works:
                 work.wait()
             self._waited_s[kind] += time.perf_counter() - start
             return
-        with torch.cuda.device(device):  # events belong to a device, and the wait to its current stream
+        with torch.cuda.device(device):  # events belong to a device; its current stream waits
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begin.record()
             for work in works:
-                work.wait()  # for NCCL the stream waits, not this thread
+                work.wait()  # with NCCL, the stream waits, not this thread
             end.record()
         self._waits.append((kind, begin, end))
         while len(self._waits) > 1 and self._waits[0][2].query():
             self._read_first_wait()
 
     def waited_ms(self) -> dict[str, float]:
-        """How long the computation has stood still, by kind of collective: exposed communication. Waits for the device."""
+        """Return the time that the computation has waited, in ms, by kind of collective (exposed communication).
+
+        Waits for the device.
+        """
         while self._waits:
             self._waits[0][2].synchronize()
             self._read_first_wait()
@@ -212,9 +227,9 @@ class Communicator:
         self._waited_s[kind] += begin.elapsed_time(end) / 1000
 
     def _is_between_cpus(self, bucket: torch.Tensor) -> bool:
-        """Whether ranks can send each other parts of the bucket: gloo does so for tensors in main memory only."""
+        """Return whether ranks can send parts of the bucket to each other: gloo supports only tensors in main memory."""
         return bucket.device.type == "cpu"
 
     def _is_native(self, bucket: torch.Tensor, sizes: list[int]) -> bool:
-        """Whether the backend's own functions are the fast ones, and take these shards."""
+        """Return whether the backend's own functions are the fast method and support these shards."""
         return bucket.device.type != "cpu" and dist.get_backend(self.group) != "gloo" and min(sizes) == max(sizes)

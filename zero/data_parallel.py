@@ -21,12 +21,12 @@ from zero.collectives import ReduceScatterWork
 from zero.optimizer import SPARSE, Bucket, OwnedSlice, ShardedOptimizer, flattened, shaped
 from zero.placeholders import SentGradient, WaitingDict, find_hidden_tensors, local_gradient
 
-_IN_FLIGHT = 2  # reduce-scatters at a time: one on the wire, the next one ready; more is no faster and takes memory
+_IN_FLIGHT = 2  # reduce-scatters in flight: one on the wire, the next one ready; more are not faster and take memory
 _wrapper_of: weakref.WeakKeyDictionary[nn.Module, "weakref.ref[ShardedDataParallel]"] = weakref.WeakKeyDictionary()
 
 
 class Place(NamedTuple):
-    """Where elements `start:stop` of a parameter lie: from `offset` on in bucket number `bucket`."""
+    """The place of elements `start:stop` of a parameter: they begin at `offset` in bucket number `bucket`."""
 
     bucket: int
     offset: int
@@ -35,7 +35,7 @@ class Place(NamedTuple):
 
 
 class Phase(enum.Enum):
-    """What a ShardedDataParallel is doing."""
+    """The phase of a ShardedDataParallel."""
 
     IDLE = "no backward runs"
     BACKWARD = "gradients arrive; also after a backward that has failed"
@@ -46,82 +46,89 @@ class BucketGradients:
     """The gradients of one bucket, from backward to the end of the step."""
 
     bucket: Bucket
-    missing: set[nn.Parameter] = field(default_factory=set)  # in backward: those whose gradients have not arrived
-    buffer: torch.Tensor | None = None  # (sum of sizes,), gradients as they arrive
-    streams: set[torch.cuda.Stream] = field(default_factory=set)  # that have filled it, on a GPU
+    missing: set[nn.Parameter] = field(default_factory=set)  # in backward: parameters without their gradient yet
+    buffer: torch.Tensor | None = None  # (sum of sizes,), collects gradients as they arrive
+    streams: set[torch.cuda.Stream] = field(default_factory=set)  # on a GPU: streams that have written to `buffer`
     reduction: ReduceScatterWork | None = None  # in flight
     shard: torch.Tensor | None = None  # (sizes[rank],), the mean gradient of this step
     is_reduced: bool = False  # whether `shard` holds a gradient of this step
 
     def owned_gradient(self, owned: OwnedSlice) -> torch.Tensor:
-        """The part of the shard that belongs to an owned slice, in its shape."""
+        """Return the part of the shard that belongs to an owned slice, in the shape of the slice."""
         assert self.shard is not None
         return shaped(self.shard[owned.offset : owned.offset + owned.local.numel()], owned.local)
 
 
 class Agreement(NamedTuple):
-    """An all-reduce in flight. When its works are done, `used` says which parameters have a gradient on any rank."""
+    """An all-reduce in flight. When its works are done, `used` marks the parameters that have a gradient on any rank."""
 
-    used: torch.Tensor  # (parameters,) uint8
+    used: torch.Tensor  # (number of parameters,) uint8
     works: list[dist.Work]
 
 
 class ShardedDataParallel(nn.Module):
-    """Data parallelism for a model whose optimizer is a ShardedOptimizer, in place of DistributedDataParallel.
+    """Data parallelism for a model whose optimizer is a ShardedOptimizer. It replaces DistributedDataParallel.
 
-    backward   as a parameter's gradient arrives, it is divided by the number of ranks, copied into its bucket and freed; a
-               bucket that has all its gradients is reduce-scattered at once, in the order of the buckets. `param.grad` is
-               a `SentGradient` from then on, which can be dropped and zeroed, but not read: clip with
-               `optimizer.clip_grad_norm_`, scale float16 with `ShardedGradScaler`
-    step       the optimizer waits for the reduce-scatters (this is its phase 1), updates, and starts the all-gathers
-    forward    whoever reads a parameter from its module waits for the all-gathers of the buckets that it lies in
+    backward   When the gradient of a parameter arrives, it is divided by the world size, copied into its bucket and freed. A
+               bucket that has all its gradients is reduce-scattered at once, in the order of the buckets. From then on,
+               `param.grad` is a `SentGradient`. It can be dropped and zeroed, but not read: clip with
+               `optimizer.clip_grad_norm_`, and scale float16 gradients with `ShardedGradScaler`.
+    step       The optimizer waits for the reduce-scatters (its phase 1), updates the owned slices, and starts the
+               all-gathers.
+    forward    A read of a parameter from its module waits for the all-gathers of the buckets that hold the parameter.
 
-    So a rank sends the bytes of one all-reduce, half of them while backward runs and half while forward does.
+    A rank therefore sends as many bytes as in one all-reduce: one half during backward, the other half during forward.
 
-    The wait is in the modules' own dictionaries of parameters (`WaitingDict`), which stand in place of plain ones
-    while gathers are in flight. So it does not matter who reads, or when: a module's forward, its parent, a hook,
-    `parameters()`, `state_dict()`, deepcopy. The optimizer's `param_groups` wait as well. A module that reads parameters past
-    these dictionaries waits before it runs, as a whole: one that is compiled with `Module.compile` (compile the blocks of a
-    model, not all of it, and the overlap remains), and one that has parameters in attributes, of its own (LSTM) or others',
-    by the end of the first step. A function from `torch.compile` that is called past the wrapper is right, but compiled anew
-    until torch gives up; compile the module instead.
+    The modules' own dictionaries of parameters wait. While all-gathers are in flight, each plain dictionary is replaced by a
+    `WaitingDict`. It therefore does not matter what reads a parameter, or when: a module's forward, its parent, a hook,
+    `parameters()`, `state_dict()`, or deepcopy. The optimizer's `param_groups` wait as well. Some modules read parameters
+    without these dictionaries. Such a module waits for all parameters that it can read, before it runs. This applies to a
+    module that is compiled with `Module.compile`. (To keep the overlap, compile the blocks of a model, not the whole model.)
+    It also applies to a module that has parameters in attributes by the end of the first step: its own parameters (LSTM) or
+    those of other modules. A function from `torch.compile` that is called without the wrapper is correct, but torch
+    recompiles it until it gives up. Compile the module instead.
 
-    What is left is a reference that neither the module nor the optimizer hands out after `step`: a list of parameters that
-    a moving average made once, or another module with the same Parameter (a decoder outside that is tied to an embedding
-    inside, a traced copy). Call `optimizer.synchronize()` before these are read. `check_reads` finds them.
+    One case remains: a reference that neither the module nor the optimizer has returned after `step`. Examples are a list of
+    parameters that a moving average made once, and another module with the same Parameter (a decoder outside the model that
+    is tied to an embedding inside it, or a traced copy). Call `optimizer.synchronize()` before a read through such a
+    reference. `check_reads` detects these reads.
 
-    A parameter without a gradient on any rank is skipped by the update; one that has a gradient on some ranks counts as
-    zero on the others. Several backward passes add up until `zero_grad`, of the optimizer, the wrapper or the module.
+    The update skips a parameter that has no gradient on any rank. If a parameter has a gradient on some ranks, its gradient
+    counts as zero on the other ranks. Gradients of several backward passes add up until `zero_grad` of the optimizer, the
+    wrapper or the module is called.
 
     With `require_backward_grad_sync = False`, or inside `no_sync()`, gradients accumulate in `param.grad` as under
-    DistributedDataParallel, and the next synchronized backward sends their sum. With `shard_gradients` every backward
-    reduce-scatters and adds to the owned shards, so a full gradient never outlives its bucket (the paper's P_os+g), at the
-    price of a reduce-scatter per micro-step.
+    DistributedDataParallel, and the next synchronized backward sends their sum. With `shard_gradients`, every backward
+    reduce-scatters its gradients and adds them to the owned shards. A full gradient then never outlives its bucket (the
+    paper's P_os+g). The cost is one reduce-scatter per micro-step.
 
-    If the optimizer has a `param_dtype`, frozen parameters and buffers take it on, too. Gradients then arrive, accumulate
-    and are sent in that dtype; sums over ranks, and over micro-steps with `shard_gradients`, are float32.
+    If the optimizer has a `param_dtype`, frozen parameters and buffers are converted to it as well. Gradients then arrive,
+    accumulate and are sent in that dtype. Sums over ranks are float32. With `shard_gradients`, sums over micro-steps are
+    float32 as well.
 
-    Construction broadcasts frozen parameters and buffers from rank 0, as the optimizer has done with its own. It, forward,
-    backward and step need to be called on all ranks. `deepcopy` gives a copy of the module, without the wrapper. A wrapper
-    that is deleted leaves the module as it was; one whose optimizer has been replaced by a new ShardedOptimizer gives way to
-    the new one's wrapper.
+    Construction broadcasts frozen parameters and, with `broadcast_buffers`, buffers from rank 0, as the optimizer has done
+    with its own parameters. Construction, forward, backward and step need to be called on all ranks. `deepcopy` returns a
+    copy of the module, without the wrapper. Deletion of a wrapper leaves the module as it was before. If a new
+    ShardedOptimizer has replaced the optimizer of a wrapper, the wrapper of the new optimizer replaces the old wrapper.
 
     Args:
-        broadcast_buffers: before a forward whose last one was synchronized, every rank takes the buffers of rank 0 (the
-            statistics of BatchNorm, say), as under DistributedDataParallel; otherwise they are each rank's own.
-        check_reads: a debugging mode. Whatever is read before it has arrived is nan, by whatever way it is read, at the
-            price of a copy of each bucket.
+        broadcast_buffers: before the first forward, and before each forward that follows a synchronized forward, every rank
+            takes the buffers of rank 0 (for example the statistics of BatchNorm), as under DistributedDataParallel. If
+            False, each rank keeps its own buffers.
+        check_reads: a debugging mode. A parameter that is read before it has arrived is nan, no matter how it is read.
+            This costs a copy of each bucket.
 
     Raises:
-        ValueError: if a trainable parameter of `module` is not the optimizer's, one of the two is of the wrong kind or
-            wrapped already, or a buffer or frozen parameter shares memory, within itself or with a trainable parameter.
-        RuntimeError: from backward, if a parameter was read before it had arrived, its gradient arrives again after its
-            bucket has been sent (as from several reentrant checkpoints), or is sparse; from step, if gradients of this
-            step have not been sent, or a parameter was replaced; from forward, if the last backward failed and its
-            gradients have not been dropped.
+        ValueError: if a trainable parameter of `module` does not belong to the optimizer, if `module` or `optimizer` has the
+            wrong type or is already wrapped, or if a buffer or frozen parameter shares memory, within itself or with a
+            trainable parameter.
+        RuntimeError: from backward, if a parameter was read before it had arrived, if its gradient arrives again after its
+            bucket has been sent (as from several reentrant checkpoints), or if its gradient is sparse. From step, if
+            gradients of this step have not been sent, or if a parameter was replaced. From forward, if the last backward
+            failed and its gradients have not been dropped.
 
-    Source: Rajbhandari et al., "ZeRO", sections 5.1 and 5.2; the interface is that of
-    `torch.nn.parallel.DistributedDataParallel`; waiting dictionaries are DeepSpeed ZeRO-3's idea.
+    Source: Rajbhandari et al., "ZeRO", sections 5.1 and 5.2. The interface is that of
+    `torch.nn.parallel.DistributedDataParallel`. The waiting dictionaries follow DeepSpeed ZeRO-3.
     """
 
     def __init__(
@@ -133,7 +140,7 @@ class ShardedDataParallel(nn.Module):
         check_reads: bool = False,
     ) -> None:
         super().__init__()
-        self._undo: list[Callable[[], None]] = []  # takes out of the module what was put into it
+        self._undo: list[Callable[[], None]] = []  # removes from the module everything that the wrapper installed
         _check_arguments(module, optimizer)
         self._replace_wrappers(module)
         self.module = module
@@ -142,23 +149,23 @@ class ShardedDataParallel(nn.Module):
         self.broadcast_buffers = broadcast_buffers
         self.require_backward_grad_sync = True
         self._comm = optimizer.comm
-        self._last_was_synchronized = True  # the last forward; else it is not followed by a broadcast
+        self._last_was_synchronized = True  # the last forward; if False, the next one does not broadcast
         self._index_parameters()
         self._check_parameters()
         self._phase = Phase.IDLE
-        self._next = 0  # the bucket to be reduced next
+        self._next = 0  # number of the bucket to be reduce-scattered next
         self._used: set[int] = set()  # numbers of the parameters that have a gradient in this step
         self._agreement: Agreement | None = None  # in flight
         if optimizer.param_dtype is not None:
             module.to(optimizer.param_dtype)
-        self._sent = [SentGradient(param) for param in self._params]  # stands in `param.grad` for what is in the shards
+        self._sent = [SentGradient(param) for param in self._params]  # placeholders for gradients in the shards
         self._broadcast_unsharded()
         self._install_hooks()
         optimizer.wrapper = weakref.ref(self)
         optimizer.check_reads = check_reads
 
     def _index_parameters(self) -> None:
-        """Number the optimizer's parameters, and note where in the buckets each of them lies."""
+        """Number the optimizer's parameters, and record the places of each parameter in the buckets."""
         optimizer = self.optimizer
         self._params = [param for buffer in optimizer.buffers for param in buffer.params]
         self._number = {param: number for number, param in enumerate(self._params)}
@@ -176,22 +183,22 @@ class ShardedDataParallel(nn.Module):
             self._refuse_alias(tensor, name)
 
     def _broadcast_unsharded(self) -> None:
-        """Begin on every rank with rank 0's frozen parameters and, if they are broadcast at all, buffers."""
+        """Broadcast rank 0's frozen parameters and, with `broadcast_buffers`, its buffers to all ranks."""
         buffers = self.module.named_buffers() if self.broadcast_buffers else ()
         for name, tensor in (*self.module.named_parameters(), *buffers):
             if tensor not in self._number:
                 self._broadcast([_distinct_elements(name, tensor.detach())])
 
     def _install_hooks(self) -> None:
-        """Put into the module what tells of gradients, reads and loaded weights; `_undo` takes it out again."""
+        """Install hooks for gradients, reads and loaded weights in the module. `_undo` removes them."""
         on_gradient = _weak_hook(self._on_gradient)
         for param in self._params:
             self._undo.append(param.register_post_accumulate_grad_hook(on_gradient).remove)
         self._wait = _uncompiled(_waiter(self.optimizer, self._places))
-        self._hidden: dict[nn.Module, list[nn.Parameter]] = {}  # by modules that wait as a whole: what they hold elsewhere
-        self._attributes: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()  # how many there were
+        self._hidden: dict[nn.Module, list[nn.Parameter]] = {}  # by module that waits as a whole: parameters in attributes
+        self._attributes: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()  # number of attributes
         self._find_owners()
-        self._attributes.clear()  # look again after the first forward, which may have made some
+        self._attributes.clear()  # search again after the first forward, which may create attributes
         if self.optimizer.param_dtype is not None:
             before_loading = _weak_hook(self._before_loading)
             for part in self.module.modules():
@@ -200,7 +207,7 @@ class ShardedDataParallel(nn.Module):
             _wrapper_of[part] = weakref.ref(self)
 
     def _replace_wrappers(self, module: nn.Module) -> None:
-        """A module has one wrapper; that of an optimizer which another one has followed is no longer of use."""
+        """Remove the wrapper of an optimizer that another one has replaced. A module can have only one wrapper."""
         for part in module.modules():
             reference = _wrapper_of.get(part)
             other = reference() if reference is not None else None
@@ -214,7 +221,7 @@ class ShardedDataParallel(nn.Module):
             other._unwrap()
 
     def _unwrap(self) -> None:
-        """Leave the module as it was before it was wrapped, and nothing in flight."""
+        """Leave the module as it was before it was wrapped, with nothing in flight."""
         if self._used:
             self.optimizer.refuse_step("the ShardedDataParallel that had sent the gradients of this step is gone")
         self._reset()
@@ -244,7 +251,7 @@ class ShardedDataParallel(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not self._undo and self._params:
             raise RuntimeError("this ShardedDataParallel has been replaced by a newer one of the same module; call that one")
-        if torch.compiler.is_compiling():  # compiled with the wrapper, the module would read past the dictionaries
+        if torch.compiler.is_compiling():  # if compiled with the wrapper, the module bypasses the dictionaries
             _uncompiled(self.optimizer.synchronize)()
         if self._phase is Phase.BACKWARD and torch._C._current_graph_task_id() == -1:
             self._recover()
@@ -259,7 +266,7 @@ class ShardedDataParallel(nn.Module):
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As the optimizer's: also drops what has been sent, while parameters arrive."""
+        """Same as the optimizer's `zero_grad`: also drops gradients that have been sent. Does not wait for parameters."""
         arriving = [(part, part._parameters) for part in self._owners]
         _restore_plain_dicts(self._owners)
         super().zero_grad(set_to_none)
@@ -279,18 +286,18 @@ class ShardedDataParallel(nn.Module):
     # -- backward ------------------------------------------------------------------------------------------------------
 
     def _on_output_gradient(self, _: torch.Tensor) -> None:
-        """Backward begins here, and ends when this call of `backward` does.
+        """Begin a backward. It ends when this call of `backward` ends.
 
-        The end of a call is all that autograd tells, and reentrant checkpoints call `backward` once per segment from
-        within. So whoever comes first here is the outermost.
+        Autograd reports only the end of a call, and reentrant checkpoints call `backward` once per segment inside the outer
+        call. The first call of this hook therefore belongs to the outermost `backward`.
         """
         if self._phase is Phase.IDLE and (self.require_backward_grad_sync or self.shard_gradients):
             self._begin_backward()
 
     @torch.no_grad()
     def _on_gradient(self, param: nn.Parameter) -> None:
-        """Take a gradient that backward has just finished."""
-        if param.grad is None:  # another hook has dropped it; DistributedDataParallel takes that for zero
+        """Process a gradient that backward has just accumulated."""
+        if param.grad is None:  # another hook has dropped it; DistributedDataParallel treats this as zero
             param.grad = torch.zeros_like(param)
         if any(self.optimizer.buckets[place.bucket].gather is not None for place in self._places[param]):
             raise RuntimeError(
@@ -298,7 +305,7 @@ class ShardedDataParallel(nn.Module):
                 "reference taken beforehand; read it from its module, or call optimizer.synchronize() after step()"
             )
         if not (self.require_backward_grad_sync or self.shard_gradients):
-            self._comm.pool.clear()  # makes room for the full gradients
+            self._comm.pool.clear()  # frees memory for the full gradients
             return
         if self._phase is Phase.IDLE:
             self._begin_backward()
@@ -314,7 +321,7 @@ class ShardedDataParallel(nn.Module):
         Variable._execution_engine.queue_callback(self._end_backward)
 
     def _copy_to_bucket(self, param: nn.Parameter) -> None:
-        """Copy a gradient, divided by the number of ranks, to its places in the buckets, and free it."""
+        """Copy a gradient, divided by the world size, to its places in the buckets, and free it."""
         number = self._number[param]
         gradient: Any = param.grad
         if gradient is self._sent[number]:
@@ -336,24 +343,24 @@ class ShardedDataParallel(nn.Module):
             if param in gradients.missing:
                 torch.mul(gradient[start:stop], 1 / self._comm.world_size, out=place)
                 gradients.missing.discard(param)
-            else:  # a second time
+            else:  # the second gradient of this parameter in this backward
                 place.add_(gradient[start:stop], alpha=1 / self._comm.world_size)
-            self._reduce_full_buckets()  # before the next one is taken: a large parameter fills several
+            self._reduce_full_buckets()  # before the next buffer is acquired: a large parameter fills several
         param.grad = self._sent[number]
 
     def _bucket_buffer(self, gradients: BucketGradients) -> torch.Tensor:
-        """The tensor that collects the gradients of a bucket."""
+        """Return the tensor that collects the gradients of a bucket."""
         if gradients.buffer is None:
             data = gradients.bucket.data
             gradients.buffer = self._comm.pool.acquire(data.numel(), data)
         return gradients.buffer
 
     def _reduce_full_buckets(self) -> None:
-        """Start the reduce-scatter of every full bucket whose turn it is: all ranks must start them in one order."""
+        """Start the reduce-scatters of full buckets in bucket order: all ranks must start them in the same order."""
         while self._next < len(self._gradients) and not self._gradients[self._next].missing:
             gradients = self._gradients[self._next]
             self._wait_for_streams(gradients)
-            self._finish_reduce_scatter(gradients)  # of the micro-step before
+            self._finish_reduce_scatter(gradients)  # the one of the previous micro-step
             if self._next >= _IN_FLIGHT:
                 self._finish_reduce_scatter(self._gradients[self._next - _IN_FLIGHT])
             with record_function(f"zero::reduce_scatter bucket {self._next}"):
@@ -362,7 +369,7 @@ class ShardedDataParallel(nn.Module):
             self._next += 1
 
     def _wait_for_streams(self, gradients: BucketGradients) -> None:
-        """Have the stream that sends a bucket wait for the others that have filled it."""
+        """Make the stream that sends a bucket wait for the other streams that have filled it."""
         streams, gradients.streams = gradients.streams, set()
         for stream in streams:
             here = torch.cuda.current_stream(stream.device)
@@ -372,19 +379,19 @@ class ShardedDataParallel(nn.Module):
 
     @torch.no_grad()
     def _end_backward(self) -> None:
-        """Complete the buckets that wait for parameters that this backward did not reach."""
+        """Complete the buckets that still wait for gradients, for parameters that this backward did not reach."""
         for gradients in self._gradients:
             for param, placed in gradients.bucket.members:
                 if param not in gradients.missing:
                     continue
-                if local_gradient(param) is not None:  # of an earlier micro-step
+                if local_gradient(param) is not None:  # accumulated in an earlier micro-step
                     self._copy_to_bucket(param)
                 else:
                     self._bucket_buffer(gradients)[placed.offset : placed.offset + placed.numel].zero_()
                     gradients.missing.discard(param)
         self._reduce_full_buckets()
         self._phase = Phase.IDLE
-        self._wait_for_agreement()  # of the micro-step before
+        self._wait_for_agreement()  # the one of the previous micro-step
         if not self._params:
             return
         used = torch.ones(len(self._params), dtype=torch.uint8, device=self._params[0].device)
@@ -395,14 +402,14 @@ class ShardedDataParallel(nn.Module):
             self._wait_for_agreement()
 
     def _recover(self) -> None:
-        """After a backward that has failed: go on if its gradients have been dropped."""
+        """Continue after a failed backward if its gradients have been dropped. Otherwise raise an error."""
         self._apply_zeroing()
         if self._phase is Phase.BACKWARD and self._used:
             raise RuntimeError("the last backward did not end; call zero_grad() to drop its gradients")
         self._reset()
 
     def _finish_reduce_scatter(self, gradients: BucketGradients) -> None:
-        """If a reduce-scatter of this bucket is in flight, wait for it and take its sum into the shard."""
+        """If a reduce-scatter of this bucket is in flight, wait for it and accumulate its sum in the shard."""
         if gradients.reduction is None:
             return
         reduction, gradients.reduction = gradients.reduction, None
@@ -423,9 +430,9 @@ class ShardedDataParallel(nn.Module):
         others = {param for part in self._parts for param in part._parameters.values()} - self._number.keys()
         if any(self._is_unmanaged(param) for param in others):
             raise RuntimeError(
-                f"{', '.join(self._unmanaged_names())} require gradients, but are not the optimizer's: replaced (by "
-                "load_state_dict with assign=True, say) or unfrozen after it was built; build ShardedOptimizer and "
-                "ShardedDataParallel anew"
+                f"{', '.join(self._unmanaged_names())} require gradients, but are not the optimizer's: replaced (for "
+                "example by load_state_dict with assign=True) or unfrozen after the optimizer was built; build "
+                "ShardedOptimizer and ShardedDataParallel again"
             )
         self._wait_for_agreement()
         self._apply_zeroing()
@@ -450,11 +457,11 @@ class ShardedDataParallel(nn.Module):
         """See GradientSource."""
         self._wait_for_agreement()
         self._apply_zeroing()
-        if not self._used or self._phase is Phase.BACKWARD:  # of a backward that has failed
+        if not self._used or self._phase is Phase.BACKWARD:  # BACKWARD: a backward has failed
             self._reset()
 
     def _apply_zeroing(self) -> None:
-        """Do to what has been sent as was done to `param.grad` since: a gradient of None is dropped, one of zero is zero."""
+        """Apply to the sent gradients what was done to `param.grad` since: None drops a gradient, `zero_()` zeroes it."""
         for param, sent in zip(self._params, self._sent, strict=True):
             if isinstance(param.grad, SentGradient) and param.grad is not sent:
                 raise RuntimeError(
@@ -478,10 +485,10 @@ class ShardedDataParallel(nn.Module):
             self._used.discard(number)
             if self._params[number].grad is self._sent[number]:
                 self._params[number].grad = None
-            self._sent[number] = SentGradient(self._params[number])  # another one, so that the old one is not taken for it
+            self._sent[number] = SentGradient(self._params[number])  # a new object, which differs from the old one
 
     def _reset(self) -> None:
-        """Drop all gradients that have arrived here; nothing is in flight after that."""
+        """Drop all gradients that have arrived on this rank. Afterwards nothing is in flight."""
         self._wait_for_agreement()
         for gradients in self._gradients:
             self._finish_reduce_scatter(gradients)
@@ -489,12 +496,12 @@ class ShardedDataParallel(nn.Module):
                 self._comm.pool.release(gradients.shard)
                 gradients.shard = None
             gradients.is_reduced = False
-            gradients.missing, gradients.buffer = set(), None  # of a backward that has failed
+            gradients.missing, gradients.buffer = set(), None  # left over from a failed backward
         self._drop(self._used)
         self._phase = Phase.IDLE
 
     def _wait_for_agreement(self) -> None:
-        """Count as used what any rank has used. A rank that has used everything need not wait for the others."""
+        """Mark a parameter as used if any rank has used it. A rank that has used all of them does not read the result."""
         if self._agreement is not None:
             self._comm.wait("agreement", self._agreement.works, self._agreement.used.device)
             if len(self._used) < len(self._params):
@@ -506,10 +513,10 @@ class ShardedDataParallel(nn.Module):
     # -- forward -------------------------------------------------------------------------------------------------------
 
     def on_gathers_started(self) -> None:
-        """See GradientSource. Whoever reads a parameter from now on waits for it."""
-        self._find_owners()  # anew: parametrizations, say, may have been added
+        """See GradientSource. From now on, each read of a parameter waits for it."""
+        self._find_owners()  # search again: for example, parametrizations may have been added
         inside = {param for part in self._owners for param in part._parameters.values()}
-        for param in self._number.keys() - inside:  # a loss's own, say, which nobody else would wait for
+        for param in self._number.keys() - inside:  # for example those of a loss: nothing else waits for them
             self._wait(param)
         for part in self._owners:
             part.__dict__["_parameters"] = WaitingDict(part._parameters, self._wait)
@@ -519,13 +526,13 @@ class ShardedDataParallel(nn.Module):
         _restore_plain_dicts(self._owners)
 
     def _find_owners(self) -> None:
-        """Find the modules that hold parameters of the optimizer's, and those that must wait as a whole."""
+        """Find the modules that hold parameters of the optimizer, and the modules that must wait as a whole."""
         self._parts = list(self.module.modules())
         self._owners = [part for part in self._parts if any(param in self._number for param in part._parameters.values())]
         inside: set[nn.Module] = set()
         for part in self._parts:
             call = part._compiled_call_impl
-            if call is not None and not isinstance(call, _WaitingCall):  # hooks would be compiled with it
+            if call is not None and not isinstance(call, _WaitingCall):  # a hook would be compiled too
                 waiting: Any = _WaitingCall(_weak_hook(self._wait_for_module), part, call)
                 part._compiled_call_impl = waiting
                 self._undo.append(partial(setattr, part, "_compiled_call_impl", call))
@@ -533,7 +540,7 @@ class ShardedDataParallel(nn.Module):
                 continue
             self._attributes[part] = len(vars(part))
             if isinstance(part, torch.jit.ScriptModule):
-                raise ValueError("a ScriptModule reads its parameters without telling; wrap the module it was made from")
+                raise ValueError("parameter reads by a ScriptModule cannot be detected; wrap the module it was made from")
             inside = inside or {self, *self._parts}
             tensors = find_hidden_tensors(part, inside)
             for tensor in tensors:
@@ -546,14 +553,14 @@ class ShardedDataParallel(nn.Module):
                 self._hidden[part] = held
 
     def _wait_for_module(self, module: nn.Module, *_: Any) -> None:
-        """Wait for all that a module can read, and leave plain dictionaries below it, as compiled code expects."""
+        """Wait for everything that a module can read, and restore its plain dictionaries, as compiled code expects."""
         for param in (*module.parameters(), *self._hidden.get(module, ())):
             self._wait(param)
         _restore_plain_dicts(module.modules())
 
     @torch.no_grad()
     def _before_loading(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-        """Load into the masters what the state dict has in full precision; the module itself loads the rest."""
+        """Load parameters from the state dict into the masters, in full precision. The module itself loads the rest."""
         for name, param in module.named_parameters(recurse=False):
             value = state_dict.get(prefix + name)
             if value is not None and value.shape == param.shape:
@@ -570,12 +577,12 @@ class ShardedDataParallel(nn.Module):
         return [name for name, param in self.module.named_parameters() if self._is_unmanaged(param)]
 
     def _is_unmanaged(self, param: nn.Parameter | None) -> bool:
-        """Whether a parameter is trainable and not the optimizer's."""
+        """Return whether a parameter is trainable but does not belong to the optimizer."""
         return param is not None and param.requires_grad and param not in self._number
 
     @torch.no_grad()
     def _broadcast_buffers(self) -> None:
-        """Have each rank use the buffers of rank 0, as DistributedDataParallel does, without a trace in autograd."""
+        """Broadcast the buffers of rank 0, as DistributedDataParallel does. Autograd does not record the write."""
         kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
         buffers = list(self.module.named_buffers())
         for name, buffer in buffers:
@@ -585,7 +592,7 @@ class ShardedDataParallel(nn.Module):
                 self._broadcast(of_kind)
 
     def _broadcast(self, tensors: list[torch.Tensor]) -> None:
-        """Overwrite tensors of one dtype and device, whatever their strides, with those of rank 0."""
+        """Overwrite tensors of one dtype and device, with any strides, with the tensors of rank 0."""
         values = [tensor.contiguous().view(-1) for tensor in tensors]
         flat = values[0] if len(values) == 1 else torch.cat(values)
         self._comm.broadcast(flat)
@@ -625,7 +632,7 @@ def _restore_plain_dicts(parts: Iterable[nn.Module]) -> None:
 
 
 def _waiter(optimizer: ShardedOptimizer, places: dict[nn.Parameter, list[Place]]) -> Callable[[Any], None]:
-    """Waits for one parameter; without a reference to the wrapper, which it shall not keep alive."""
+    """Return a function that waits for one parameter. It holds no reference that would keep the wrapper alive."""
 
     def wait(param: Any) -> None:
         in_flight = [bucket for place in places.get(param, ()) if (bucket := optimizer.buckets[place.bucket]).gather]
@@ -636,7 +643,7 @@ def _waiter(optimizer: ShardedOptimizer, places: dict[nn.Parameter, list[Place]]
 
 
 class _WaitingCall(NamedTuple):
-    """What a compiled module calls in place of its code."""
+    """The function that a compiled module calls in place of its compiled code: it waits first."""
 
     wait: Callable[[nn.Module], None]
     module: nn.Module
@@ -648,11 +655,11 @@ class _WaitingCall(NamedTuple):
 
 
 def _tensors_in(output: Any) -> Iterator[torch.Tensor]:
-    """The tensors that a forward has given, as DistributedDataParallel finds them, and in whatever else is a pytree."""
+    """Yield the tensors in the output of a forward, as DistributedDataParallel finds them, and those in any other pytree."""
     for leaf in tree_leaves(output):
         if isinstance(leaf, torch.Tensor):
             yield leaf
-        elif isinstance(leaf, dict):  # of a class of its own
+        elif isinstance(leaf, dict):  # a subclass of dict
             yield from _tensors_in(list(leaf.values()))
         elif is_dataclass(leaf):
             yield from _tensors_in([getattr(leaf, field.name) for field in fields(leaf)])
@@ -663,7 +670,7 @@ def _uncompiled(function: Callable[..., None]) -> Callable[..., None]:
 
 
 def _distinct_elements(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """The elements of a tensor that are different places in memory: of an expanded one the first."""
+    """Return the elements of a tensor that lie in different places in memory: the first one of each expanded dimension."""
     own = tensor[tuple(slice(1) if stride == 0 else slice(None) for stride in tensor.stride())]
     if torch._debug_has_internal_overlap(own) == 1 or (not own.is_contiguous() and _shares_memory(own)):
         raise ValueError(f"elements of {name} share memory, so it cannot be broadcast; clone() it before wrapping")
@@ -671,7 +678,7 @@ def _distinct_elements(name: str, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _shares_memory(tensor: torch.Tensor) -> bool:
-    """Whether two elements of a strided tensor lie in one place."""
+    """Return whether two elements of a strided tensor lie in the same place in memory."""
     places = torch.zeros((), dtype=torch.int64)
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
         places = places.unsqueeze(-1) + torch.arange(size) * stride
@@ -679,12 +686,12 @@ def _shares_memory(tensor: torch.Tensor) -> bool:
 
 
 def _weak_hook(method: Callable[..., None]) -> Callable[..., None]:
-    """A hook that does not keep its owner alive: what hangs on a tensor is out of the garbage collector's sight."""
+    """Return a hook that does not keep its owner alive: the garbage collector cannot see the hooks of a tensor."""
     return _WeakHook(weakref.WeakMethod(method))
 
 
 class _WeakHook:
-    """Calls a method as long as its owner lives; a copy of what the hook hangs on has no part in that and does nothing."""
+    """Calls a method as long as its owner lives. A copy of the hook, made with its tensor or module, does nothing."""
 
     def __init__(self, reference: Callable[[], Callable[..., None] | None]) -> None:
         self.reference = reference
@@ -699,4 +706,4 @@ class _WeakHook:
 
 
 def _no_owner() -> None:
-    """The reference of a hook that has been copied."""
+    """The reference of a copied hook, which has no owner."""

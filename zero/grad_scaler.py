@@ -1,4 +1,4 @@
-"""A gradient scaler for float16 that looks at sharded gradients, too."""
+"""A gradient scaler for float16 that also supports sharded gradients."""
 
 from typing import Any
 
@@ -9,15 +9,19 @@ from zero.optimizer import ShardedOptimizer
 
 
 class ShardedGradScaler(torch.amp.GradScaler):
-    """`torch.amp.GradScaler`, except that the ranks of a ShardedOptimizer skip a step all together or not at all.
+    """`torch.amp.GradScaler`, except that either all ranks of a ShardedOptimizer skip a step or none of them does.
 
-    Each of them sees its own shards only, so an inf or nan in one is made known to all by an all-reduce of one number.
-    (`torch.distributed.fsdp.sharded_grad_scaler` reads the gradients of the parameters themselves, which are gone here.)
-    `unscale_` and `step` need to be called on all ranks. Any other optimizer is treated as ever.
+    Each rank sees only its own shards. An all-reduce of one number therefore tells all ranks about an inf or nan in any
+    shard. (`torch.distributed.fsdp.sharded_grad_scaler` reads the gradients of the parameters themselves, which no longer
+    exist here.) `unscale_` and `step` need to be called on all ranks. For any other optimizer, the behavior is that of
+    `torch.amp.GradScaler`.
     """
 
     def skip_if(self, optimizer: torch.optim.Optimizer, flag: torch.Tensor) -> None:
-        """Between `unscale_` and `step`: if `flag` is 1, skip the update as if gradients were not finite; no wait for it."""
+        """Skip the update, as for gradients that are not finite, if `flag` is 1. Call it between `unscale_` and `step`.
+
+        Does not wait for the value of `flag`.
+        """
         for found in self._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values():
             found.copy_(torch.maximum(found, flag.to(found.device)))
 
@@ -26,7 +30,7 @@ class ShardedGradScaler(torch.amp.GradScaler):
             return super()._unscale_grads_(optimizer, *args)
         optimizer.collect_gradients()
         _, found_inf, _ = args
-        for found in super()._unscale_grads_(optimizer.inner, *args).values():  # none where this rank owns nothing
+        for found in super()._unscale_grads_(optimizer.inner, *args).values():  # empty if this rank owns nothing
             found_inf += found.to(found_inf.device)
         works = optimizer.comm.all_reduce(found_inf, dist.ReduceOp.MAX)
         optimizer.comm.wait("found_inf", works, found_inf.device)

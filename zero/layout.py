@@ -1,24 +1,25 @@
-"""Pure arithmetic: how flattened parameters are cut into buckets, shards and slices. No tensors, no communication.
+"""Division of flattened parameters into buckets, shards and slices. Arithmetic only: no tensors, no communication.
 
-`plan` says for any world size which rank owns which slice of which parameter; `ShardedOptimizer` allocates what it says.
+`plan` computes for any world size which rank owns which slice of which parameter. `ShardedOptimizer` allocates its buffers
+from this plan.
 
-Words used everywhere in this package:
+Terms used in this package:
 
-flat buffer   all parameters of one dtype laid end to end in the order given (the optimizer reverses its own: later
-              parameters get their gradients earlier), then padding
-bucket        consecutive elements of the flat buffer, the unit of communication
-shard         the part of a bucket that one rank owns; the shards of a bucket lie side by side, by rank
-slice         the part of one parameter that falls into one shard: a contiguous range of the flattened parameter
+flat buffer   all parameters of one dtype laid end to end in the given order, with padding. The optimizer reverses the order
+              of its parameters, because later parameters get their gradients earlier.
+bucket        consecutive elements of the flat buffer; the unit of communication
+shard         the part of a bucket that one rank owns; the shards of a bucket lie side by side, in rank order
+slice         the part of one parameter that lies in one shard: a contiguous range of the flattened parameter
 
-`Layout.by_element` makes all shards of a bucket equal (ZeRO, https://arxiv.org/abs/1910.02054, section 5.1), so that
-parameters are cut wherever a shard ends. `Layout.by_parameter` deals whole parameters, for optimizers that look at a
-parameter's shape; its shards are as equal as that allows.
+`Layout.by_element` makes all shards of a bucket equal (ZeRO, https://arxiv.org/abs/1910.02054, section 5.1), so it cuts
+parameters wherever a shard ends. `Layout.by_parameter` assigns whole parameters to ranks, for optimizers that use the shape
+of a parameter. Its shards are as equal as whole parameters allow.
 
-Parameters and shards begin at multiples of `align` elements. A vectorized kernel rounds the elements of its body and
-those of its tail, what is left of the last vector, differently (torch's fused CPU AdamW does); cut between vectors, a
-slice's tail is its parameter's, and the update of slices is that of whole parameters bit for bit. Padding is less than
-`align` elements per parameter and `align * world_size` in all; a parameter without elements takes `align`, so that it
-has a place, and one owner, like any other.
+Parameters and shards begin at multiples of `align` elements. A vectorized kernel may round the elements of full vectors and
+the elements of the tail after the last full vector differently (torch's fused CPU AdamW does). The cuts lie between vectors,
+so the tail of a slice is the tail of its parameter. An update of slices therefore equals an update of whole parameters bit
+for bit. Padding takes less than `align` elements after each parameter, and less than `align * world_size` elements at the
+end. A parameter without elements takes `align` elements, so that it has a place and one owner like any other parameter.
 """
 
 import math
@@ -31,19 +32,19 @@ from typing import Any, NamedTuple, Self
 
 import torch
 
-_VECTOR_BYTES = 64  # the widest vector registers, AVX-512, and a cache line
+_VECTOR_BYTES = 64  # size of the widest vector registers (AVX-512) and of a cache line
 PARTITIONS = ("element", "parameter")
 
 
 class ParameterSpec(NamedTuple):
-    """What a plan needs to know of a parameter."""
+    """The properties of a parameter that a plan needs."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
     requires_grad: bool = True
     group: int = 0  # number of its parameter group
-    position: int = -1  # in the order in which the model registers its parameters, if it is known
+    position: int = -1  # in the order in which the model registers its parameters; -1 if unknown
     name: str = ""
 
     @property
@@ -68,11 +69,11 @@ def parameter_specs(
     registration_order: Iterable[torch.nn.Parameter] = (),
     names: Mapping[torch.nn.Parameter, str] | None = None,
 ) -> list[ParameterSpec]:
-    """The specs of the parameters of torch.optim groups, which may be on the meta device.
+    """Return the specs of the parameters in torch.optim groups. The parameters may be on the meta device.
 
     Args:
-        registration_order: `model.parameters()`, where the groups have another order.
-        names: of the parameters, as far as they are known.
+        registration_order: `model.parameters()`, if the groups have another order.
+        names: names of the parameters. Names may be missing.
     """
     positions, names = {param: position for position, param in enumerate(registration_order)}, names or {}
     return [
@@ -91,7 +92,7 @@ def parameter_specs(
 
 
 class PlacedSlice(NamedTuple):
-    """Elements `start:stop` of flattened parameter number `param`, from `offset` on in a bucket or shard."""
+    """Elements `start:stop` of flattened parameter number `param`; they begin at `offset` in a bucket or shard."""
 
     param: int
     start: int
@@ -116,24 +117,24 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """Where each parameter, bucket, shard and slice lies in one flat buffer."""
+    """The positions of the parameters, buckets, shards and slices in one flat buffer."""
 
-    numels: tuple[int, ...]  # elements of each parameter
+    numels: tuple[int, ...]  # number of elements of each parameter
     offsets: tuple[int, ...]  # first element of each parameter in the flat buffer
-    shards: tuple[tuple[Span, ...], ...]  # of each bucket, by rank; without gaps from 0 to padded_numel
+    shards: tuple[tuple[Span, ...], ...]  # shards of each bucket, by rank; they cover 0 to padded_numel without gaps
 
     @classmethod
     def by_element(cls, numels: Sequence[int], world_size: int, bucket_numel: int, align: int = 1) -> Self:
-        """Buckets of `bucket_numel` elements, rounded up to a multiple of `align * world_size`, in equal shards.
+        """Make buckets of `bucket_numel` elements, rounded up to a multiple of `align * world_size`, with equal shards.
 
         Args:
-            numels: elements of each parameter, in the order in which they are laid down.
-            world_size: ranks that share the buffer.
-            bucket_numel: elements per bucket; the last one is shorter.
-            align: elements per vector of the kernels that will run over slices.
+            numels: number of elements of each parameter, in the order of the flat buffer.
+            world_size: number of ranks that share the buffer.
+            bucket_numel: number of elements per bucket. The last bucket may be shorter.
+            align: number of elements per vector of the kernels that will run over slices.
 
         Raises:
-            ValueError: if a size is impossible.
+            ValueError: if a size is invalid.
         """
         _check(numels, world_size, bucket_numel, align)
         *offsets, end = accumulate(_sizes(numels, align), initial=0)
@@ -147,10 +148,10 @@ class Layout:
 
     @classmethod
     def by_parameter(cls, numels: Sequence[int], world_size: int, bucket_numel: int, align: int = 1) -> Self:
-        """Whole parameters dealt by size, the largest first, each to the rank that has least so far.
+        """Assign whole parameters, the largest first, each to the rank with the fewest elements so far.
 
-        A bucket holds consecutive parameters, no more than `bucket_numel` elements if they are not larger each, and in
-        it every owner's parameters lie side by side. Arguments and errors are those of `by_element`.
+        A bucket holds consecutive parameters. It has at most `bucket_numel` elements, unless a single parameter has more.
+        Within a bucket, the parameters of each owner lie side by side. Arguments and errors are those of `by_element`.
         """
         _check(numels, world_size, bucket_numel, align)
         sizes = _sizes(numels, align)
@@ -158,7 +159,7 @@ class Layout:
         for param in sorted(range(len(sizes)), key=lambda param: -sizes[param]):
             owner[param] = load.index(min(load))
             load[owner[param]] += sizes[param]
-        members: list[list[int]] = []  # of each bucket
+        members: list[list[int]] = []  # parameters of each bucket
         room = 0
         for param, size in enumerate(sizes):
             if not members or size > room:
@@ -180,27 +181,27 @@ class Layout:
 
     @cached_property
     def buckets(self) -> list[Span]:
-        """The buckets, from the front of the flat buffer to its end."""
+        """The buckets, in the order of the flat buffer."""
         return [Span(shards[0].start, shards[-1].stop) for shards in self.shards]
 
     @property
     def padded_numel(self) -> int:
-        """Elements of the flat buffer."""
+        """Number of elements of the flat buffer."""
         return self.buckets[-1].stop if self.buckets else 0
 
     def slices(self, rank: int) -> list[Slice]:
-        """The slices that `rank` owns, from the front of the flat buffer to its end; `param` counts through `numels`."""
+        """Return the slices that `rank` owns, in the order of the flat buffer; `param` counts through `numels`."""
         return [piece for shards in self.shards for piece in self.slices_in(shards[rank])]
 
     def placed_in(self, span: Span) -> list[PlacedSlice]:
-        """The parts of parameters that lie in `span`, with their places in it, from its front to its end."""
+        """Return the parts of parameters that lie in `span`, with their offsets in it, in the order of the flat buffer."""
         return [
             PlacedSlice(param, start, stop, self.offsets[param] + start - span.start)
             for param, start, stop in self.slices_in(span)
         ]
 
     def slices_in(self, span: Span) -> list[Slice]:
-        """The parts of parameters that lie in `span`, from its front to its end."""
+        """Return the parts of parameters that lie in `span`, in the order of the flat buffer."""
         found = []
         first = max(0, bisect_right(self._laid, span.start, key=lambda param: self.offsets[param]) - 1)
         for param in self._laid[first:]:
@@ -214,7 +215,7 @@ class Layout:
 
     @cached_property
     def _laid(self) -> list[int]:
-        """The parameters from the front of the flat buffer to its end."""
+        """The numbers of the parameters, in the order of the flat buffer."""
         return sorted(range(len(self.numels)), key=lambda param: self.offsets[param])
 
 
@@ -224,13 +225,13 @@ class BufferPlan:
 
     params: tuple[int, ...]  # numbers of the plan's parameters, in the order of the layout
     layout: Layout
-    dtype: torch.dtype  # that the parameters are kept in
-    update_dtype: torch.dtype  # that they are updated in
+    dtype: torch.dtype  # dtype in which the parameters are stored
+    update_dtype: torch.dtype  # dtype in which the parameters are updated
     device: torch.device
 
     @property
     def has_masters(self) -> bool:
-        """Whether each rank keeps its slices in `update_dtype` as well."""
+        """Whether each rank also keeps its slices in `update_dtype`."""
         return self.dtype != self.update_dtype
 
 
@@ -240,38 +241,38 @@ class Plan:
 
     params: tuple[ParameterSpec, ...]
     world_size: int
-    buffers: tuple[BufferPlan, ...] = ()  # the trainable parameters of a ShardedOptimizer
-    dealt: tuple[tuple[Slice, ...], ...] | None = None  # without buffers: the whole parameters of each rank
-    partition: str = "element"  # or 'parameter'
-    param_dtype: torch.dtype | None = None  # under ShardedDataParallel also that of frozen parameters
+    buffers: tuple[BufferPlan, ...] = ()  # flat buffers of a ShardedOptimizer, for trainable parameters
+    dealt: tuple[tuple[Slice, ...], ...] | None = None  # if there are no buffers: the whole parameters of each rank
+    partition: str = "element"  # 'element' or 'parameter'
+    param_dtype: torch.dtype | None = None  # under ShardedDataParallel also the dtype of frozen parameters
 
     def slices(self, rank: int) -> list[Slice]:
-        """The slices that `rank` owns, in the order of its inner optimizer's parameters."""
+        """Return the slices that `rank` owns, in the order of its inner optimizer's parameters."""
         if self.dealt is not None:
             return list(self.dealt[rank])
         slices = [
             piece._replace(param=buffer.params[piece.param]) for buffer in self.buffers for piece in buffer.layout.slices(rank)
         ]
-        if rank == 0:  # it has the optimizer state of frozen parameters, if there is any
+        if rank == 0:  # rank 0 has the optimizer state of frozen parameters, if there is any
             slices += [Slice(number, 0, spec.numel) for number, spec in enumerate(self.params) if not spec.requires_grad]
         return sorted(slices)
 
     def update_dtype(self, number: int) -> torch.dtype:
-        """What a parameter is updated in."""
+        """Return the dtype in which a parameter is updated."""
         return self._update_dtypes.get(number, self.params[number].dtype)
 
     @property
     def has_masters(self) -> bool:
-        """Whether owners keep their slices in more precision than the parameters have."""
+        """Whether owners keep their slices in higher precision than the parameters."""
         return any(buffer.has_masters for buffer in self.buffers)
 
     @property
     def has_whole_parameters(self) -> bool:
-        """Whether every slice is a whole parameter, so that state may have the shape of a row or a column."""
+        """Whether every slice is a whole parameter. State may then have the shape of a row or a column."""
         return self.dealt is not None or self.partition == "parameter"
 
     def followed_by(self, other: Self) -> Self:
-        """This plan and one of more parameters, which are numbered after this one's."""
+        """Return this plan with the parameters of `other` added. They are numbered after the parameters of this plan."""
         first = len(self.params)
         buffers = [replace(buffer, params=tuple(first + number for number in buffer.params)) for buffer in other.buffers]
         return replace(self, params=self.params + other.params, buffers=(*self.buffers, *buffers))
@@ -289,17 +290,18 @@ def plan(
     partition: str = "element",
     param_dtype: torch.dtype | None = None,
 ) -> Plan:
-    """The plan of a ShardedOptimizer: flat buffers, one per dtype and device, in reverse registration order.
+    """Return the plan of a ShardedOptimizer: flat buffers, one per dtype and device, in reverse registration order.
 
     Args:
         params: all parameters, numbered as a torch.optim `state_dict()` numbers them.
-        world_size: ranks that share the optimizer state.
+        world_size: number of ranks that share the optimizer state.
         bucket_mb: megabytes (10**6 bytes) per bucket.
-        partition: 'element', equal shards, or 'parameter', whole parameters.
-        param_dtype: what the parameters are to be kept in; they are updated in their own dtype, float32 at least.
+        partition: 'element' for equal shards, 'parameter' for whole parameters.
+        param_dtype: dtype in which the parameters will be stored. They are then updated in their own dtype, promoted to at
+            least float32.
 
     Raises:
-        ValueError: if `bucket_mb` is not positive, `partition` unknown, or `world_size` less than 1.
+        ValueError: if `bucket_mb` is not positive, `partition` is unknown, or `world_size` is less than 1.
     """
     if bucket_mb <= 0:
         raise ValueError(f"bucket_mb={bucket_mb} must be positive")
@@ -325,13 +327,13 @@ def plan(
 
 
 def zero_redundancy_plan(params: Sequence[ParameterSpec], world_size: int) -> Plan:
-    """The plan of `torch.distributed.optim.ZeroRedundancyOptimizer`, which deals whole parameters to the ranks.
+    """Return the plan of `torch.distributed.optim.ZeroRedundancyOptimizer`, which assigns whole parameters to ranks.
 
-    Group by group, the largest parameter first, each goes to the rank that has the fewest elements so far (its
-    `_partition_parameters`).
+    It goes through the groups in order, and in each group starts with the largest parameter. Each parameter goes to the rank
+    with the fewest elements so far (see its `_partition_parameters`).
     """
     dealt: list[list[Slice]] = [[] for _ in range(world_size)]
-    load = [0] * world_size  # elements
+    load = [0] * world_size  # number of elements per rank
     for number in sorted(range(len(params)), key=lambda number: (params[number].group, -params[number].numel)):
         rank = load.index(min(load))
         dealt[rank].append(Slice(number, 0, params[number].numel))
@@ -340,7 +342,7 @@ def zero_redundancy_plan(params: Sequence[ParameterSpec], world_size: int) -> Pl
 
 
 def replicated_plan(params: Sequence[ParameterSpec]) -> Plan:
-    """The plan of an optimizer that is not sharded: every rank is as rank 0 of one."""
+    """Return the plan of an optimizer that is not sharded: every rank acts as rank 0 of a world of size 1."""
     return Plan(tuple(params), 1, dealt=(tuple(Slice(number, 0, spec.numel) for number, spec in enumerate(params)),))
 
 
@@ -350,7 +352,7 @@ def _check(numels: Sequence[int], world_size: int, bucket_numel: int, align: int
 
 
 def _sizes(numels: Sequence[int], align: int) -> list[int]:
-    """The elements that each parameter takes in the flat buffer."""
+    """Return the number of elements that each parameter takes in the flat buffer."""
     return [_round_up(max(numel, 1), align) for numel in numels]
 
 

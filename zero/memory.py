@@ -1,4 +1,4 @@
-"""Bytes: predicted from a plan, measured on tensors and on the device."""
+"""Memory use in bytes: predicted from a plan, or measured on tensors and on the device."""
 
 import resource
 import sys
@@ -12,18 +12,21 @@ from zero.placeholders import local_gradient
 
 
 def predicted_bytes(plan: Plan, rank: int, tensors_per_parameter: int = 2) -> dict[str, int]:
-    """Bytes that a rank will hold for the model and its optimizer. A model on the meta device is enough for a plan.
+    """Predict the bytes that a rank will hold for the model and its optimizer, by purpose.
+
+    A model on the meta device is enough to make a plan.
 
     Args:
-        plan: of any implementation, see `zero.layout`.
-        tensors_per_parameter: 2 for Adam and AdamW (`exp_avg`, `exp_avg_sq`), each of the dtype of the update.
+        plan: the plan of any implementation, see `zero.layout`.
+        tensors_per_parameter: number of state tensors per parameter, each in the dtype of the update. Adam and AdamW have 2
+            (`exp_avg`, `exp_avg_sq`).
 
     Returns:
         parameters       the weights that forward and backward use, with the padding of flat buffers
-        gradients        full ones, while they accumulate
+        gradients        full gradients, while they accumulate
         gradient_shards  mean gradients of the owned slices, from the last backward to the end of the step
-        state            per-element optimizer state once every parameter has been updated; `step` counters, 4 bytes per
-                         slice, are not counted
+        state            per-element optimizer state after every parameter has been updated; excludes `step` counters,
+                         4 bytes per slice
         master           masters of the owned slices
     """
     frozen = [spec for spec in plan.params if not spec.requires_grad]
@@ -50,14 +53,15 @@ def predicted_bytes(plan: Plan, rank: int, tensors_per_parameter: int = 2) -> di
 
 
 def held_bytes(optimizer: torch.optim.Optimizer) -> dict[str, int]:
-    """Bytes that this rank holds now for the model and its optimizer, by purpose.
+    """Return the bytes that this rank holds now for the model and its optimizer, by purpose.
 
     Returns:
         parameters  the weights that forward and backward use
-        gradients   full ones, and with ShardedDataParallel this rank's shards
-        state       per-element optimizer state, `step` counters not counted
+        gradients   full gradients, and with ShardedDataParallel also this rank's gradient shards
+        state       per-element optimizer state; excludes `step` counters
         master      float32 masters of the owned slices
-        buckets     what communication holds besides: buckets being filled, sent or received, or kept for the next ones
+        buckets     other memory for communication: buckets that are being filled, sent or received, and tensors in the
+                    pool for later buckets
     """
     params = parameters(optimizer)
     states = partition(optimizer).inner.state.values()
@@ -84,8 +88,8 @@ def held_bytes(optimizer: torch.optim.Optimizer) -> dict[str, int]:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Peak memory of this process in bytes: what the allocator held on a GPU, the resident set on a CPU."""
+    """Return the peak memory of this process in bytes: allocated memory on a GPU, the resident set size on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB
+    return peak if sys.platform == "darwin" else peak * 1024  # Linux reports KiB

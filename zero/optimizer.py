@@ -1,4 +1,4 @@
-"""ShardedOptimizer: any torch.optim class with its state divided evenly among the ranks."""
+"""ShardedOptimizer: a torch.optim class with its state divided evenly among the ranks."""
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -16,13 +16,13 @@ from zero.collectives import AllGatherWork, Communicator, cpu_group, gather_obje
 from zero.layout import BufferPlan, Layout, PlacedSlice, Plan, Slice, Span, parameter_specs, plan
 from zero.placeholders import WaitingDict
 
-_CACHED = 2**17  # elements to look at in one go, so that a CPU's cache holds what comes of them
-_NEED_WHOLE_PARAMETERS = (torch.optim.Adafactor, torch.optim.Muon)  # they look at rows and columns
+_CACHED = 2**17  # elements to process at a time, so that intermediate results fit into a CPU's cache
+_NEED_WHOLE_PARAMETERS = (torch.optim.Adafactor, torch.optim.Muon)  # they use rows and columns
 _UNSUPPORTED = {
     torch.optim.LBFGS: "it looks at all parameters together, several times per step",
     torch.optim.SparseAdam: "sparse gradients cannot be laid flat",
 }
-_optimizer_of = WeakIdKeyDictionary()  # parameter: a reference to the ShardedOptimizer in whose buffers it lies
+_optimizer_of = WeakIdKeyDictionary()  # by parameter: a reference to the ShardedOptimizer whose buffers hold it
 
 
 class FlatBuffer(NamedTuple):
@@ -34,125 +34,126 @@ class FlatBuffer(NamedTuple):
 
 
 class OwnedSlice(NamedTuple):
-    """A slice of this rank as the inner optimizer sees it."""
+    """A slice of this rank, as the inner optimizer sees it."""
 
     param: torch.nn.Parameter
     start: int  # first element of the flattened parameter, see `flattened`
     stop: int
-    offset: int  # first element of this rank's shard of the bucket
-    # a view into the shard, or into its float32 master: (stop - start,), or with whole parameters the parameter's shape
+    offset: int  # first element in this rank's shard of the bucket
+    # a view into the shard or into its float32 master; (stop - start,), or with whole parameters the parameter's shape
     local: torch.nn.Parameter
 
 
 @dataclass
 class Bucket:
-    """One bucket at run time."""
+    """The tensors and slices of one bucket at run time."""
 
     number: int  # among all buckets of the optimizer
     data: torch.Tensor  # (sum of sizes,), a view into FlatBuffer.data
     sizes: list[int]  # elements of each rank's shard
     shard: torch.Tensor  # (sizes[rank],), this rank's part of `data`
-    master: torch.Tensor | None  # (sizes[rank],) float32, where `data` is in less
-    owned: list[OwnedSlice]  # what this rank updates, and the same by parameter group as the inner optimizer has it
-    local_by_group: dict[int, list[torch.nn.Parameter]]
-    members: list[tuple[torch.nn.Parameter, PlacedSlice]]  # all that lies in it
-    gather: AllGatherWork | None = None  # in flight: of `data` only `shard` may be read
+    master: torch.Tensor | None  # (sizes[rank],) float32, if `data` has lower precision
+    owned: list[OwnedSlice]  # the slices that this rank updates
+    local_by_group: dict[int, list[torch.nn.Parameter]]  # their local parameters, by group of the inner optimizer
+    members: list[tuple[torch.nn.Parameter, PlacedSlice]]  # all slices in the bucket
+    gather: AllGatherWork | None = None  # in flight: only the `shard` part of `data` may be read
 
     @property
     def updated(self) -> torch.Tensor:
-        """What the inner optimizer's parameters are views of, (sizes[rank],)."""
+        """The tensor that the inner optimizer updates through views, (sizes[rank],)."""
         return self.shard if self.master is None else self.master
 
 
 class GradientSource(Protocol):
-    """Phase 1 of a step: where the gradients of the owned slices come from; and who waits after phase 3."""
+    """The source of the gradients of the owned slices (phase 1 of a step). It also controls the waits after phase 3."""
 
     def collect(self) -> Iterator[Bucket]:
-        """Every bucket, once each of its owned slices has its mean gradient, or None. Needs to be called on all ranks."""
+        """Yield each bucket when each of its owned slices has its mean gradient or None. Needs to be called on all ranks."""
 
     def updated(self) -> list[torch.nn.Parameter]:
-        """The parameters that have a gradient on any rank, so that the step at hand changes them."""
+        """Return the parameters that have a gradient on any rank. The current step changes these parameters."""
 
     def clear(self) -> None:
-        """`param.grad` has been set to None or to zero: follow."""
+        """Follow a change of `param.grad` to None or to zero."""
 
     def on_gathers_started(self) -> None:
-        """The all-gathers of a step are in flight."""
+        """Called when the all-gathers of a step are in flight."""
 
     def on_gathers_ended(self) -> None:
-        """Every parameter is whole again."""
+        """Called when every parameter is whole again."""
 
     def held_bytes(self) -> dict[str, int]:
-        """Bytes held besides the parameters' gradients: in "gradients" of its own, and in "buckets"."""
+        """Return the bytes held in addition to the parameters' gradients: "gradients" of the source, and "buckets"."""
 
 
 class GradientNorms(NamedTuple):
-    """Norms of gradients before they are clipped; all on the device."""
+    """Norms of gradients before clipping. All norms are on the device."""
 
-    total: torch.Tensor  # of all parameters together, on every rank
-    each: dict[torch.nn.Parameter, torch.Tensor]  # of each parameter of this rank's inner optimizer that has a gradient
+    total: torch.Tensor  # norm of all gradients together, on every rank
+    each: dict[torch.nn.Parameter, torch.Tensor]  # norm by parameter of this rank's inner optimizer, if it has a gradient
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
     """ZeRO stage 1: each rank keeps and updates the optimizer state of 1/N of the elements.
 
-    At construction the parameters become those of rank 0 and move into flat buffers (their `data` become views), which
-    are cut into buckets and shards as `zero.layout` says. A slice of a parameter that falls into this rank's shards is
-    handed to the inner optimizer as an ordinary parameter. AdamW and its like treat every element alone, so updating
-    slices gives, bit for bit, what updating whole parameters gives (`zero.layout` says where it may cut). One step has
-    three phases:
+    At construction, the parameters take the values of rank 0 and move into flat buffers: their `data` become views. The
+    buffers are divided into buckets and shards as described in `zero.layout`. The inner optimizer receives each slice that
+    lies in this rank's shards as an ordinary parameter. AdamW and similar classes treat every element independently, so an
+    update of slices equals an update of whole parameters bit for bit (`zero.layout` describes where the cuts lie). One step
+    has three phases:
 
-    1. collect gradients   each owned slice gets the gradient of its elements, the mean over the ranks. Alone, the class
-                           takes views of the parameters' gradients, which must be averaged already (by
-                           DistributedDataParallel's all-reduce or by hand). ShardedDataParallel puts the results of
-                           its reduce-scatters here instead.
-    2. update              bucket by bucket, the inner optimizer steps over the owned slices: 1/N of the elements. The
-                           last bucket comes first: the next forward begins with its parameters
-    3. all-gather          as soon as a bucket is updated, its shards go from their owners to everyone, while the next
-                           one is updated. Alone, `step` waits for the last; under ShardedDataParallel the next forward
-                           waits for each where it needs it.
+    1. collect gradients   Each owned slice gets the gradient of its elements, averaged over the ranks. Without
+                           ShardedDataParallel, the class takes views of the parameters' gradients, which must already be
+                           averaged (by DistributedDataParallel's all-reduce or by hand). ShardedDataParallel provides the
+                           results of its reduce-scatters instead.
+    2. update              Bucket by bucket, the inner optimizer steps over the owned slices, 1/N of the elements. The last
+                           bucket comes first, because the next forward begins with its parameters.
+    3. all-gather          As soon as a bucket is updated, the owners send its shards to all ranks, while the next bucket is
+                           updated. Without ShardedDataParallel, `step` waits for all of these all-gathers. With it, the
+                           next forward waits for each all-gather when it needs the parameters.
 
-    Parameters without a gradient are skipped, as torch.optim does. Those that are frozen at construction stay where they
-    are, outside the buffers, and must remain frozen; if there is state of theirs, rank 0 has it. A parameter must not be
-    moved (`model.to`) or have its `data` replaced once the optimizer is built, and views of its memory that were made
-    before stay behind. It keeps its strides (channels_last, transposed) if its elements lie densely in memory; otherwise it
-    becomes contiguous.
+    Parameters without a gradient are skipped, as in torch.optim. Parameters that are frozen at construction stay outside the
+    buffers and must remain frozen. If they have optimizer state, rank 0 holds it. After the optimizer is built, a parameter
+    must not be moved (`model.to`), and its `data` must not be replaced. Views of its memory from before construction do not
+    move with the parameter. A parameter keeps its strides (channels_last, transposed) if its elements are dense in memory.
+    Otherwise it becomes contiguous.
 
-    As after any in-place update, backward through a graph from before the step raises, if it needs what has changed.
+    As after any in-place update, backward through a graph from before the step raises an error if it needs a value that has
+    changed.
 
-    With `param_dtype=torch.bfloat16` the parameters turn into bfloat16, and each rank keeps float32 masters of its own
-    slices: 2 bytes per parameter, 2 for its gradient and 12/N for master and AdamW state (ZeRO, section 3.1). A weight that
-    has been written to is taken over into its master by the next step; `set_parameter`, or a state dict loaded into the
-    ShardedDataParallel, gives the master full precision.
+    With `param_dtype=torch.bfloat16`, the parameters become bfloat16, and each rank keeps float32 masters of its own slices.
+    This takes 2 bytes per parameter, 2 bytes for its gradient, and 12/N bytes for its master and AdamW state (ZeRO, section
+    3.1). If a weight has been written to, the next step copies it into its master. `set_parameter`, or a state dict that is
+    loaded into the ShardedDataParallel, gives the master full precision.
 
-    Needs to be constructed on all ranks, with `param_dtype` before DistributedDataParallel, whose hooks a change of dtype
-    would take away.
+    Needs to be constructed on all ranks. With `param_dtype`, construct it before DistributedDataParallel, because a change
+    of dtype removes the hooks of DistributedDataParallel.
 
     Args:
-        params: parameters or parameter groups, the same on all ranks, as for any `torch.optim.Optimizer`.
-        optimizer_cls: the class of the inner optimizer. Its `step` is called once per bucket, each time for other
-            parameters, so it must keep its state by parameter, as the classes of torch.optim do. Any other class is tried
-            on a small tensor, whole and in two pieces, and refused if that does not give the same.
-        process_group: the ranks that share the state; default the whole world, or this process alone when
-            torch.distributed is not initialized.
+        params: parameters or parameter groups, as for any `torch.optim.Optimizer`. They must be the same on all ranks.
+        optimizer_cls: class of the inner optimizer. Its `step` is called once per bucket, each time for other parameters. It
+            must therefore keep its state by parameter, as the classes of torch.optim do. Any other class is tested on a
+            small tensor, as a whole and in two pieces, and is refused if the results differ.
+        process_group: the ranks that share the state. Default: all ranks, or only this process if torch.distributed is not
+            initialized.
         bucket_mb: megabytes (10**6 bytes) per bucket.
-        registration_order: all parameters in the order in which the model uses them, `model.parameters()`, where `params`
-            are groups of another order; buckets then fill in the order in which backward produces gradients.
-        partition: 'element' cuts parameters wherever a shard ends; it is exact for classes that treat every element alone
-            and divides evenly. 'parameter' deals whole parameters, for classes that look at a parameter's shape (Muon,
-            Adafactor).
-        param_dtype: what the parameters are to be kept in, if it is less than the float32 they are updated in.
-        **kwargs: for `optimizer_cls`.
+        registration_order: all parameters in the order in which the model uses them, `model.parameters()`. Pass it if
+            `params` are groups in another order. Buckets then fill in the order in which backward produces gradients.
+        partition: 'element' cuts parameters wherever a shard ends. It divides evenly, and it is exact for classes that treat
+            every element independently. 'parameter' assigns whole parameters to ranks, for classes that use the shape of a
+            parameter (Muon, Adafactor).
+        param_dtype: dtype in which the parameters are stored, if it has lower precision than the float32 of the update.
+        **kwargs: arguments of `optimizer_cls`.
 
     Raises:
-        ValueError: if `bucket_mb` is not positive, `partition` unknown, `optimizer_cls` cannot be divided that way, or
+        ValueError: if `bucket_mb` is not positive, `partition` is unknown, `optimizer_cls` cannot be divided in this way, or
             parameters share memory.
-        RuntimeError: from `step`, if a parameter left its buffer or was unfrozen, or has a sparse gradient, or the inner
-            optimizer writes to its own param_groups; from `state`, `state_dict` and `load_state_dict`, which a single rank
-            cannot answer: `zero.checkpoint` has the calls.
+        RuntimeError: from `step`, if a parameter has left its buffer, was unfrozen, or has a sparse gradient, or if the
+            inner optimizer writes to its own param_groups. From `state`, `state_dict` and `load_state_dict`, because a
+            single rank does not have the whole state. Use the functions of `zero.checkpoint` instead.
 
     Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", section 5.1
-    (P_os); the interface is that of `torch.distributed.optim.ZeroRedundancyOptimizer`.
+    (P_os). The interface is that of `torch.distributed.optim.ZeroRedundancyOptimizer`.
     """
 
     def __init__(
@@ -168,7 +169,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         **kwargs: Any,
     ) -> None:
         if not isinstance(optimizer_cls, type):
-            raise ValueError(f"optimizer_cls={optimizer_cls!r} must be a class, torch.optim.AdamW for one")
+            raise ValueError(f"optimizer_cls={optimizer_cls!r} must be a class, for example torch.optim.AdamW")
         for refused, reason in _UNSUPPORTED.items():
             if issubclass(optimizer_cls, refused):
                 raise ValueError(f"{optimizer_cls.__name__} cannot be divided among ranks: {reason}")
@@ -183,16 +184,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.buckets: list[Bucket] = []
         self.check_reads = False  # see ShardedDataParallel
         self._refusal: str | None = None
-        self.names: dict[torch.nn.Parameter, str] = {}  # for messages, as far as they are known
+        self.names: dict[torch.nn.Parameter, str] = {}  # known names, for messages
         self._owned_of: dict[torch.nn.Parameter, list[OwnedSlice]] = {}  # this rank's slices of a parameter, ascending
-        # by number, the groups as they were given, and what they held then
+        # by number: each group as it was given, and its hyperparameters at that time
         self._original_groups: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}
         self._params_of_groups: list[list[torch.nn.Parameter]] = []  # the parameters of each group
-        # where parameters lay before they moved into the buffers: storage, addresses
+        # memory of the parameters before they moved into the buffers: storage, start address, end address
         self._former_memory: list[tuple[StorageWeakRef, int, int]] = []
         self._parameter_gradients: GradientSource = ParameterGradients(self)
-        self.wrapper: weakref.ref[GradientSource] | None = None  # the ShardedDataParallel; it keeps this object alive
-        self.inner: torch.optim.Optimizer  # of this rank's slices
+        self.wrapper: weakref.ref[GradientSource] | None = None  # the ShardedDataParallel, which keeps this object alive
+        self.inner: torch.optim.Optimizer  # optimizer of this rank's slices
         self._is_built = False
         super().__init__(params, dict(kwargs))
         given = [param for group in self.param_groups for param in group["params"]]
@@ -212,13 +213,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         _copy_hyperparameters(self.inner.param_groups, self.param_groups)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, as in torch.optim; its parameters get buffers of their own. Needs to be called on all ranks."""
+        """Add a group, as in torch.optim. Its parameters get their own buffers. Needs to be called on all ranks."""
         if self._is_built and self.source is not self._parameter_gradients:
             raise RuntimeError("ShardedDataParallel has laid out its buckets; add parameter groups before you make it")
         super().add_param_group(param_group)
         self._params_of_groups.append(list(param_group["params"]))
         self._wrap_param_groups()
-        if not self._is_built:  # still under construction: __init__ lays all groups out together
+        if not self._is_built:  # during construction, __init__ lays out all groups together
             return
         _check_memory([param for group in self.param_groups for param in group["params"]])
         first = len(self.param_groups) - 1
@@ -230,7 +231,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         _copy_hyperparameters(self.inner.param_groups[first:], self.param_groups[first:])
 
     def _on_all_ranks(self, make: Callable[[], Any]) -> Any:
-        """What `make` gives. If it raises on any rank, raise on all, so that none waits for another in vain."""
+        """Return the result of `make`. If it raises on any rank, raise on all ranks, so that no rank waits forever."""
         error, made = None, None
         try:
             made = make()
@@ -246,7 +247,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return made
 
     def _check_divisible(self, optimizer_cls: type[torch.optim.Optimizer], kwargs: dict[str, Any]) -> None:
-        """Refuse a class that does not do the same by pieces, which it is stepped for one by one, as with the whole."""
+        """Refuse a class if steps for one piece after the other do not give the same result as steps for the whole."""
         generator = torch.Generator().manual_seed(0)
         like = next((param for group in self.param_groups for param in group["params"] if param.requires_grad), torch.empty(0))
         values, *gradients = (torch.randn(4, 2, 64, generator=generator).to(like.device)).unbind()
@@ -267,13 +268,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         if not torch.allclose(train(whole, at_once=True), train(pieces, at_once=False), rtol=1e-4, atol=1e-6, equal_nan=True):
             raise ValueError(
-                f"{optimizer_cls.__name__} does not do the same when it is stepped for one piece of the parameters after the "
-                "other, so its state cannot be divided"
+                f"{optimizer_cls.__name__} does not do the same if it steps for one piece of the parameters after the other, "
+                "so its state cannot be divided"
                 + ("; partition='parameter' keeps parameters whole" if self.partition == "element" else "")
             )
 
     def _wrap_param_groups(self) -> None:
-        """Whoever reads the parameters of a group waits for them; also of one that has been put into `param_groups`."""
+        """Make reads of a group's parameters wait for them. Includes groups that have been put into `param_groups`."""
         for index, group in enumerate(self.param_groups):
             if not isinstance(group, WaitingDict):
                 self.param_groups[index] = WaitingDict(group, self._wait_for_list)
@@ -281,25 +282,25 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @property
     def source(self) -> GradientSource:
-        """The ShardedDataParallel around the model as long as there is one, else the parameters' own gradients."""
+        """The ShardedDataParallel around the model if there is one, otherwise the parameters' own gradients."""
         wrapper = self.wrapper() if self.wrapper is not None else None
         return self._parameter_gradients if wrapper is None else wrapper
 
     def holds_its_parameters(self) -> bool:
-        """Whether no other ShardedOptimizer has been built over them since."""
+        """Return whether no other ShardedOptimizer has been built over its parameters since."""
         params = [param for buffer in self.buffers for param in buffer.params]
         return all(_optimizer_of[param]() is self for param in params)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-        """Update the owned slices and gather everyone else's. Needs to be called on all ranks.
+        """Update the owned slices and all-gather the slices of all ranks. Needs to be called on all ranks.
 
         Args:
-            closure: computes the loss anew; called once.
-            **kwargs: for the inner optimizer's `step`.
+            closure: recomputes the loss. It is called once.
+            **kwargs: arguments of the inner optimizer's `step`.
 
         Returns:
-            What `closure` returned, or None.
+            The return value of `closure`, or None.
         """
         loss = None
         if closure is not None:
@@ -329,7 +330,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         finally:
             for group, params in zip(self.inner.param_groups, everything, strict=True):
                 group["params"] = params
-        # the update and the gathers have written to the parameters' memory, which autograd must know
+        # tell autograd that the update and the all-gathers write to the memory of the parameters
         torch.autograd.graph.increment_version(self.source.updated())
         self.source.on_gathers_started()
         return loss
@@ -338,16 +339,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if not self.check_reads:
             return self.comm.all_gather(bucket.data, bucket.sizes)
         arriving = bucket.data.clone()
-        bucket.data.fill_(float("nan"))  # until `synchronize` puts there what has arrived
+        bucket.data.fill_(float("nan"))  # until `synchronize` copies the gathered data
         return self.comm.all_gather(arriving, bucket.sizes)
 
     def collect_gradients(self) -> None:
-        """Phase 1: until the next `zero_grad`, the owned slices have their gradients. Needs to be called on all ranks."""
+        """Phase 1: give the owned slices their gradients until the next `zero_grad`. Needs to be called on all ranks."""
         for _ in self._collect():
             pass
 
     def synchronize(self, buckets: Iterable[Bucket] | None = None) -> None:
-        """Wait until every parameter, or every one that lies in `buckets`, is whole."""
+        """Wait until every parameter is whole, or with `buckets` every parameter that lies in them."""
         ended = False
         for bucket in self.buckets if buckets is None else buckets:
             if bucket.gather is not None:
@@ -361,15 +362,19 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self.source.on_gathers_ended()
 
     def _wait_for_list(self, value: Any) -> None:
-        """Whoever reads the parameters of a group waits for all of them; other values are there."""
+        """Wait for all parameters if `value` is the list of a group's parameters. Other values need no wait."""
         if isinstance(value, list):
             self.synchronize()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As in torch.optim: without a gradient a parameter is skipped, with one of zero it is still decayed and moved on."""
+        """Reset the gradients, as in torch.optim.
+
+        The next step skips a parameter without a gradient. It still updates a parameter with a zero gradient: weight decay
+        and momentum apply.
+        """
         self._wrap_param_groups()
         groups: list[Any] = self.param_groups
-        self.param_groups = [group.plain() for group in groups]  # gradients are zeroed while parameters arrive
+        self.param_groups = [group.plain() for group in groups]  # no wait for parameters in flight
         try:
             super().zero_grad(set_to_none)
         finally:
@@ -380,7 +385,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             owned.local.grad = None
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
-        """Scale the owned slices' gradients as `torch.nn.utils.clip_grad_norm_` would. Needs to be called on all ranks.
+        """Scale the gradients of the owned slices like `torch.nn.utils.clip_grad_norm_`. Needs to be called on all ranks.
 
         Returns:
             The norm before clipping, a float32 scalar.
@@ -391,13 +396,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def gradient_norms(self) -> GradientNorms:
-        """The norms of this rank's slices, and that of all gradients, a float32 scalar. Needs to be called on all ranks.
+        """Return the gradient norms of this rank's slices and the norm of all gradients. Needs to be called on all ranks.
 
-        Every rank adds up the squares of its slices, and one all-reduce of a scalar gives the norm of the whole gradient.
+        The norm of all gradients is a float32 scalar. Each rank adds up the squares of its slices, and one all-reduce of a
+        scalar gives the norm of the whole gradient.
         """
         total = torch.zeros((), device=self.buckets[0].data.device if self.buckets else None)
         each: dict[torch.nn.Parameter, torch.Tensor] = {}
-        for bucket in self._collect():  # while the gradients of the next one are on their way
+        for bucket in self._collect():  # meanwhile, the gradients of the next bucket are in flight
             locals_ = [owned.local for owned in bucket.owned if owned.local.grad is not None]
             if locals_:
                 norms = torch._foreach_norm([local.grad for local in locals_ if local.grad is not None])
@@ -408,7 +414,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def set_parameter(self, param: torch.nn.Parameter, value: torch.Tensor) -> None:
-        """Overwrite a parameter and this rank's master slices of it, which take the full precision of `value`."""
+        """Overwrite a parameter and this rank's master slices of it. The masters keep the full precision of `value`."""
         self.synchronize()
         param.copy_(value)
         for owned in self._owned_of.get(param, []):
@@ -420,9 +426,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return [owned for bucket in self.buckets for owned in bucket.owned]
 
     def slices(self, rank: int) -> list[Slice]:
-        """The slices of any rank, in the order of the parameters of its inner optimizer.
+        """Return the slices of any rank, in the order of the parameters of its inner optimizer.
 
-        Their `param` counts through all of `param_groups`, as the keys of a torch.optim `state_dict()` do.
+        Their `param` counts through all of `param_groups`, like the keys of a torch.optim `state_dict()`.
         """
         return self.plan.slices(rank)
 
@@ -430,17 +436,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def state(self) -> Any:
         raise RuntimeError(
             f"the optimizer state is divided among {self.comm.world_size} ranks: optimizer.inner.state has that of this rank's "
-            "slices, zero.checkpoint.consolidate(optimizer) the whole"
+            "slices, zero.checkpoint.consolidate(optimizer) gathers all of it"
         )
 
     @state.setter
     def state(self, empty: Any) -> None:
-        """torch.optim.Optimizer makes an empty one at construction; it is the inner optimizer that has state."""
+        """Ignore the empty state that torch.optim.Optimizer sets at construction: the inner optimizer holds the state."""
 
     def state_dict(self) -> dict[str, Any]:
         raise RuntimeError(
             f"the optimizer state is divided among {self.comm.world_size} ranks; "
-            "call zero.checkpoint.consolidate(optimizer) on all ranks to have it whole on rank 0"
+            "call zero.checkpoint.consolidate(optimizer) on all ranks to gather it on rank 0"
         )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -453,7 +459,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         )
 
     def refuse_step(self, reason: str) -> None:
-        """Have the next step raise: the gradients that it would use are lost. `zero_grad` begins anew."""
+        """Make the next step raise an error, because its gradients are lost. `zero_grad` clears this."""
         self._refusal = reason
 
     def _collect(self) -> Iterator[Bucket]:
@@ -463,7 +469,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         yield from self.source.collect()
 
     def _check_parameters(self) -> None:
-        """Every parameter must lie where it was laid, and only those may have gradients that one can sum flat."""
+        """Check that each parameter is still in its place, and that the groups still have the same parameters.
+
+        Also refuse sparse gradients, and gradients of parameters outside the buffers.
+        """
         inside = set()
         for buffer in self.buffers:
             for param, offset in zip(buffer.params, buffer.layout.offsets, strict=True):
@@ -478,7 +487,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._wrap_param_groups()
         groups = [group["params"] for group in self.param_groups]
         if [list(map(id, params)) for params in groups] != [list(map(id, params)) for params in self._params_of_groups]:
-            raise RuntimeError("the parameters in param_groups have been changed; build ShardedOptimizer anew for that")
+            raise RuntimeError("the parameters in param_groups have been changed; build a new ShardedOptimizer for that")
         for group in self.param_groups:
             for param in group["params"]:
                 if param.grad is not None and param not in inside:
@@ -491,7 +500,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return self.names.get(param) or f"a parameter of shape {tuple(param.shape)}"
 
     def _check_hyperparameters(self, before: list[dict[str, Any]]) -> None:
-        """The inner optimizer steps once per bucket, so a count of its own in param_groups would be wrong."""
+        """Refuse an inner optimizer that writes to its param_groups: it steps once per bucket, so a count would be wrong."""
         for old, group in zip(before, self.inner.param_groups, strict=True):
             if keys := _changed(group, old):
                 raise RuntimeError(
@@ -501,7 +510,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def update_masters(self) -> None:
-        """Where a weight has been written to since the last step, its master takes the new value."""
+        """Copy weights that have been written to since the last step into their masters."""
         self.synchronize()
         for bucket in self.buckets:
             if bucket.master is None:
@@ -510,18 +519,18 @@ class ShardedOptimizer(torch.optim.Optimizer):
             at_once = _CACHED if on_cpu else max(1, bucket.shard.numel())
             for master, shard in zip(bucket.master.split(at_once), bucket.shard.split(at_once), strict=True):
                 unwritten = shard == master.to(shard.dtype)
-                if not on_cpu or not unwritten.all():  # a GPU is not waited for
+                if not on_cpu or not unwritten.all():  # does not wait for a GPU
                     torch.where(unwritten, master, shard, out=master)
 
     def is_in_former_memory(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is still in memory that one of the parameters was in before it moved into its flat buffer."""
+        """Return whether a tensor lies in the memory of a parameter from before it moved into its flat buffer."""
         if tensor.numel() == 0 or tensor.is_meta or not torch._C._has_storage(tensor):
             return False
         storage, (start, stop) = StorageWeakRef(tensor.untyped_storage()), _span(tensor)
         return any(left == storage and start < end and begin < stop for left, begin, end in self._former_memory)
 
     def _plan(self, first_group: int) -> Plan:
-        """Where the parameters of the groups from `first_group` on are to lie."""
+        """Return the plan for the parameters of the groups from `first_group` on."""
         specs = parameter_specs(self.param_groups[first_group:], self.registration_order)
         return plan(
             specs, self.comm.world_size, bucket_mb=self.bucket_mb, partition=self.partition, param_dtype=self.param_dtype
@@ -531,7 +540,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Move the parameters of the groups from `first_group` on to their places in new flat buffers."""
         params = [param for group in self.param_groups[first_group:] for param in group["params"]]
         group_of = {param: index for index, group in enumerate(self.param_groups) for param in group["params"]}
-        if self.comm.rank == 0:  # it has the state of frozen parameters, if there is any
+        if self.comm.rank == 0:  # rank 0 has the state of frozen parameters, if there is any
             frozen = [param for param in params if not param.requires_grad]
             self._owned_of.update({param: [OwnedSlice(param, 0, param.numel(), 0, param)] for param in frozen})
         for planned_buffer in planned.buffers:
@@ -561,7 +570,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return bucket
 
     def _move_parameters(self, buffer: FlatBuffer) -> None:
-        """Make the data of a buffer's parameters, with the values of rank 0, views into the buffer."""
+        """Make the data of a buffer's parameters views into the buffer, with the values of rank 0."""
         for param, offset in zip(buffer.params, buffer.layout.offsets, strict=True):
             if param.numel():
                 self._former_memory.append((StorageWeakRef(param.untyped_storage()), *_span(param)))
@@ -573,7 +582,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             _optimizer_of[param] = weakref.ref(self)
 
     def _inner_groups(self, first_group: int) -> list[dict[str, Any]]:
-        """Parameter groups for the inner optimizer, with this rank's slices in place of the parameters."""
+        """Return parameter groups for the inner optimizer, with this rank's slices in place of the parameters."""
         return [
             {
                 **hyperparameters(group),
@@ -584,14 +593,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
 
 class ParameterGradients:
-    """The gradients of a ShardedOptimizer alone: those of the parameters, which must be averaged already."""
+    """The gradient source without ShardedDataParallel: the gradients of the parameters, which must already be averaged."""
 
     def __init__(self, optimizer: ShardedOptimizer) -> None:
         self.optimizer = optimizer
-        self._converted: dict[torch.nn.Parameter, tuple[torch.Tensor, int]] = {}  # local: its gradient's origin and version
+        self._converted: dict[torch.nn.Parameter, tuple[torch.Tensor, int]] = {}  # by local: source gradient, its version
 
     def collect(self) -> Iterator[Bucket]:
-        """See GradientSource. A slice's gradient is a view of its parameter's, or where there is none a copy."""
+        """See GradientSource. The gradient of a slice is a view of its parameter's gradient, or a copy if no view exists."""
         for bucket in self.optimizer.buckets:
             for param, start, stop, _, local in bucket.owned:
                 gradient = param.grad
@@ -599,11 +608,11 @@ class ParameterGradients:
                     local.grad = None
                     continue
                 flat = flattened(gradient, param)
-                if bucket.master is None and flat.data_ptr() == gradient.data_ptr():  # a view
+                if bucket.master is None and flat.data_ptr() == gradient.data_ptr():  # `flat` is a view
                     local.grad = shaped(flat[start:stop], local)
                     continue
                 converted, version = self._converted.get(local, (None, 0))
-                if converted is not gradient or version != gradient._version:  # else the copy may be clipped by now
+                if converted is not gradient or version != gradient._version:  # otherwise keep the copy, which may be clipped
                     local.grad = shaped(flat[start:stop], local).to(local.dtype)
                     self._converted[local] = gradient, gradient._version
             yield bucket
@@ -617,7 +626,7 @@ class ParameterGradients:
         self._converted.clear()
 
     def on_gathers_started(self) -> None:
-        """See GradientSource. Nobody else would wait."""
+        """See GradientSource. Without ShardedDataParallel, nothing else waits."""
         self.optimizer.synchronize()
 
     def on_gathers_ended(self) -> None:
@@ -637,16 +646,18 @@ def _copy_hyperparameters(source: list[dict[str, Any]], target: list[dict[str, A
 
 
 def hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
-    """A parameter group without its parameters."""
+    """Return a parameter group without its parameters."""
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
 def flattened(tensor: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
-    """`tensor`, of the shape of `param`, (param.numel(),), in the order in which the elements of `param` lie in memory.
+    """Flatten `tensor`, which has the shape of `param`, in the order in which the elements of `param` lie in memory.
 
-    Slices count in that order, so that a parameter that is channels_last, say, keeps its strides in the flat buffer. Where
-    its elements are not dense, as those of a frozen one may be, it is the order of the indices. A view, if `tensor` has the
-    strides of `param` and these are dense.
+    Slices use this order, so that for example a channels_last parameter keeps its strides in the flat buffer. If the
+    elements of `param` are not dense, which can happen for a frozen parameter, the order is that of the indices.
+
+    Returns:
+        The elements, (param.numel(),). A view if `tensor` has the strides of `param` and these are dense.
     """
     if param.is_contiguous() or not _is_dense(param):
         return tensor.reshape(-1)
@@ -654,17 +665,17 @@ def flattened(tensor: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
 
 
 def shaped(flat: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """A view of contiguous elements, (like.numel(),), in the shape and the strides of `like`, if these are dense."""
+    """Return a view of contiguous elements, (like.numel(),), in the shape of `like`, and in its strides if dense."""
     return flat.as_strided(like.shape, like.stride()) if _is_dense(like) else flat.view(like.shape)
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements lie in memory without gaps and without sharing it, in any order."""
+    """Return whether the elements lie in memory without gaps and without overlap, in any order."""
     return torch.ops.aten.is_non_overlapping_and_dense(tensor)
 
 
 def _check_memory(params: list[torch.nn.Parameter]) -> None:
-    """Parameters with memory in common would be torn apart in the flat buffers."""
+    """Refuse parameters that share memory, because the flat buffers would separate them."""
     spans = []
     for param in params:
         if param.numel() and not param.is_meta:
@@ -673,9 +684,9 @@ def _check_memory(params: list[torch.nn.Parameter]) -> None:
                     f"a parameter of shape {tuple(param.shape)} is expanded: elements share memory; clone() it first"
                 )
             spans.append((str(param.device), *_span(param), param.requires_grad, tuple(param.shape)))
-    reached: dict[tuple[str, bool], tuple[int, tuple[int, ...]]] = {}  # by device and whether trainable
+    reached: dict[tuple[str, bool], tuple[int, tuple[int, ...]]] = {}  # by device, trainable: end, shape
     for device, start, stop, trainable, shape in sorted(spans):
-        for other in (True, False) if trainable else (True,):  # frozen ones may share with each other
+        for other in (True, False) if trainable else (True,):  # frozen parameters may share memory with each other
             end, its_shape = reached.get((device, other), (start, ()))
             if start < end:
                 raise ValueError(
@@ -686,13 +697,13 @@ def _check_memory(params: list[torch.nn.Parameter]) -> None:
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    """The addresses between which the elements lie."""
+    """Return the start address and the end address of the elements."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.itemsize
 
 
 def _changed(group: dict[str, Any], before: dict[str, Any]) -> list[str]:
-    """The hyperparameters of a group that are not what they were."""
+    """Return the names of the hyperparameters of a group that differ from `before`."""
     now = hyperparameters(group)
     return [key for key in now if key not in before or (before[key] is not now[key] and not _same(before[key], now[key]))]
 

@@ -1,4 +1,4 @@
-"""Who holds which part of the optimizer state, asked of any of the three implementations."""
+"""The partition of the optimizer state over the ranks, for each of the three implementations."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,14 +15,14 @@ from zero.optimizer import ShardedOptimizer
 
 @dataclass(frozen=True)
 class Partition:
-    """One optimizer's state as it is spread over the ranks."""
+    """The state of one optimizer, divided among the ranks."""
 
     optimizer: torch.optim.Optimizer
-    inner: torch.optim.Optimizer  # holds this rank's part; its parameters are slices[rank], in that order
+    inner: torch.optim.Optimizer  # holds this rank's part of the state; its parameters are slices[rank], in that order
     plan: Plan
     rank: int  # of this process
     process_group: dist.ProcessGroup | None
-    replicated: bool = False  # not spread at all: every process holds the same, as if it were rank 0 of one
+    replicated: bool = False  # not divided: every process holds the whole state, as rank 0 of a world of size 1
 
     @cached_property
     def params(self) -> list[torch.nn.Parameter]:
@@ -31,7 +31,7 @@ class Partition:
 
     @cached_property
     def slices(self) -> list[list[Slice]]:
-        """By rank; `param` counts through all of the optimizer's param_groups."""
+        """The slices of each rank; `param` counts through all of the optimizer's param_groups."""
         return [self.plan.slices(rank) for rank in range(self.plan.world_size)]
 
     @cached_property
@@ -46,23 +46,23 @@ class Partition:
 
     @property
     def receives(self) -> bool:
-        """Whether this process is the one on which the whole is put together."""
+        """Whether this process is the one that receives the whole state."""
         return self.rank == 0 and not (self.replicated and dist.is_initialized() and dist.get_rank() != 0)
 
     def update_masters(self) -> None:
-        """Have float32 masters, if there are any, follow weights that have been written to since the last step."""
+        """Update float32 masters, if there are any, from weights that have been written to since the last step."""
         if isinstance(self.optimizer, ShardedOptimizer):
             self.optimizer.update_masters()
 
 
 def partition(optimizer: torch.optim.Optimizer) -> Partition:
-    """The partition of a ShardedOptimizer, a ZeroRedundancyOptimizer, or any other optimizer (which holds all of it)."""
+    """Return the partition of a ShardedOptimizer or ZeroRedundancyOptimizer; any other optimizer holds the whole state."""
     if isinstance(optimizer, ShardedOptimizer):
         comm = optimizer.comm
         return Partition(optimizer, optimizer.inner, optimizer.plan, comm.rank, comm.group)
     specs = parameter_specs(optimizer.param_groups)
     if isinstance(optimizer, ZeroRedundancyOptimizer):
-        # as this version of torch has dealt them; `zero.layout.zero_redundancy_plan` says so beforehand
+        # the assignment that this version of torch has made; `zero.layout.zero_redundancy_plan` predicts it
         numbers = {param: number for number, param in enumerate(parameters(optimizer))}
         dealt = tuple(
             tuple(Slice(numbers[param], 0, param.numel()) for group in groups for param in group["params"])
@@ -74,12 +74,12 @@ def partition(optimizer: torch.optim.Optimizer) -> Partition:
 
 
 def parameters(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
-    """All parameters, in the order in which a torch.optim `state_dict()` numbers them."""
+    """Return all parameters, in the order in which a torch.optim `state_dict()` numbers them."""
     return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 def packed_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """The `param_groups` of a torch.optim `state_dict()`: hyperparameters, and numbers in place of parameters."""
+    """Return the `param_groups` of a torch.optim `state_dict()`: hyperparameters, and numbers in place of parameters."""
     numbers = count()
     return [
         {**{key: value for key, value in group.items() if key != "params"}, "params": [next(numbers) for _ in group["params"]]}

@@ -1,4 +1,4 @@
-"""What stands in a module in place of what is elsewhere: parameters that are arriving, gradients that have been sent."""
+"""Placeholders in a module for parameters that are in flight and for gradients that have been sent."""
 
 import gc
 from collections.abc import Callable, Container, Iterator
@@ -10,15 +10,15 @@ from torch import nn
 
 
 class WaitingDict(dict):
-    """A dict of what may still be arriving: whoever reads a value waits for it first.
+    """A dict whose values may still be in flight: each read of a value waits for it first.
 
-    It stands for a module's `_parameters` while all-gathers are in flight (`nn.Module` looks up `module.weight` there, and
-    so do `parameters()`, `state_dict()`, `to()` and their like), and for an optimizer's parameter group. A copy and a pickle
-    are plain dicts.
+    It replaces a module's `_parameters` while all-gathers are in flight: `nn.Module` looks up `module.weight` there, and so
+    do `parameters()`, `state_dict()`, `to()` and similar methods. It also replaces an optimizer's parameter group. A copy or
+    a pickle of it is a plain dict.
 
     Args:
-        values: by name.
-        wait: called with whatever is about to be handed out.
+        values: values by name.
+        wait: called with each value before the value is returned.
     """
 
     def __init__(self, values: dict[str, Any], wait: Callable[[Any], None]) -> None:
@@ -26,7 +26,7 @@ class WaitingDict(dict):
         self._wait = wait
 
     def plain(self) -> dict[str, Any]:
-        """A dict of the same values that waits for nothing."""
+        """Return a plain dict of the same values, without a wait."""
         return {name: super(WaitingDict, self).__getitem__(name) for name in self}
 
     def __getitem__(self, name: str) -> Any:
@@ -39,7 +39,7 @@ class WaitingDict(dict):
         self._wait(value)
         return value
 
-    def __iter__(self) -> Iterator[str]:  # defined, so that dict(self) and {**self} go through __getitem__
+    def __iter__(self) -> Iterator[str]:  # defined so that dict(self) and {**self} call __getitem__
         return super().__iter__()
 
     def values(self) -> Any:
@@ -71,11 +71,11 @@ class WaitingDict(dict):
 
 
 class SentGradient(torch.Tensor):
-    """Stands in `param.grad` for a gradient that has been sent: its mean over the ranks lies in their shards.
+    """Placeholder in `param.grad` for a gradient that has been sent. The ranks' shards hold its mean over the ranks.
 
-    It has the shape and dtype of the parameter and no elements. Setting `param.grad` to None drops the gradient, `zero_()`
-    makes it zero, and what a further backward adds is kept in `added` until it is sent, too. Anything else, clipping and
-    scaling by functions that do not know of shards above all, is an error.
+    It has the shape and dtype of the parameter, but no elements. Setting `param.grad` to None drops the gradient. `zero_()`
+    sets the gradient to zero. `added` holds the sum that a further backward adds, until that is sent as well. All other
+    operations raise an error, in particular clipping and scaling by functions that do not support shards.
     """
 
     data = property(lambda sent: sent, lambda sent, _: _refuse("data"))
@@ -98,12 +98,12 @@ class SentGradient(torch.Tensor):
         return sent
 
     def take_added(self) -> torch.Tensor | None:
-        """What has been added since the gradient was sent; nothing from then on."""
+        """Return the sum that has been added since the gradient was sent, and reset it to None."""
         added, self.added = self.added, None
         return added
 
     def take_zeroed(self) -> bool:
-        """Whether it has been zeroed since the last call."""
+        """Return whether the gradient has been zeroed since the last call."""
         zeroed, self.zeroed = self.zeroed, False
         return zeroed
 
@@ -135,20 +135,20 @@ class SentGradient(torch.Tensor):
 
 def _refuse(function: str) -> None:
     raise RuntimeError(
-        "this gradient cannot be read or written: ShardedDataParallel has sent it, and each rank has the mean of its shards "
-        f"only; clip with optimizer.clip_grad_norm_, scale with zero.ShardedGradScaler (the function was {function})"
+        "this gradient cannot be read or written: ShardedDataParallel has sent it, and each rank holds only its shards of "
+        f"the mean; clip with optimizer.clip_grad_norm_, scale with zero.ShardedGradScaler (the function was {function})"
     )
 
 
 def local_gradient(param: torch.Tensor) -> torch.Tensor | None:
-    """The gradient that this rank alone holds: `param.grad`, or what has been added to it since it was sent."""
+    """Return the gradient that only this rank holds: `param.grad`, or the sum added to it since it was sent."""
     return param.grad.added if isinstance(param.grad, SentGradient) else param.grad
 
 
 def find_hidden_tensors(module: nn.Module, waiting: Container[nn.Module]) -> list[torch.Tensor]:
-    """The tensors that a module can reach past its dictionaries, as LSTM can its parameters through a list of its own.
+    """Find the tensors that a module can reach without its dictionaries, such as the list of parameters in an LSTM.
 
-    Looks into whatever its attributes hold: containers, objects, functions, and modules that are not among `waiting`.
+    Searches the values of all other attributes: containers, objects, functions, and modules that are not in `waiting`.
     """
     found, seen = [], set()
     pending = [value for name, value in vars(module).items() if name not in _WAITING]
@@ -162,12 +162,12 @@ def find_hidden_tensors(module: nn.Module, waiting: Container[nn.Module]) -> lis
         elif isinstance(value, nn.Module):
             if value not in waiting:
                 pending.append(vars(value))
-        elif isinstance(value, FunctionType):  # not its globals, from which everything can be reached
+        elif isinstance(value, FunctionType):  # excludes its globals, from which everything can be reached
             pending += [value.__closure__, value.__defaults__]
         else:
             pending += gc.get_referents(value)
     return found
 
 
-_WAITING = ("_parameters", "_modules", "_buffers", "_compiled_call_impl")  # taken care of otherwise, or of no interest
+_WAITING = ("_parameters", "_modules", "_buffers", "_compiled_call_impl")  # handled elsewhere, or not relevant
 _NO_WAY_ON = (type(None), bool, int, float, str, bytes, type, ModuleType, torch.optim.Optimizer)

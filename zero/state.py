@@ -1,13 +1,13 @@
-"""Optimizer state that no longer knows how it was sharded: gather the whole of it on rank 0, and restore it anywhere.
+"""Optimizer state that does not depend on its sharding: gather the whole state on rank 0, and restore it at any world size.
 
-Whatever the implementation and the world size, `consolidate` gives on rank 0 exactly what the `state_dict()` of a
-single, unsharded optimizer would hold, and `restore` loads that into any implementation at any world size. State tensors
-travel flat, a few megabytes at a time, on CPUs straight from where they lie to where they belong, so that consolidating
-takes no memory but the state's. `ZeroRedundancyOptimizer.consolidate_state_dict`, which pickles whole states to every rank, is
-not used.
+For any implementation and any world size, `consolidate` returns on rank 0 exactly what the `state_dict()` of a single,
+unsharded optimizer would hold. `restore` loads this into any implementation at any world size. State tensors are sent flat,
+in messages of a few megabytes. On CPUs they are sent from their own memory directly into the destination, so consolidation
+takes no memory except for the state itself. `ZeroRedundancyOptimizer.consolidate_state_dict`, which sends whole pickled
+states to every rank, is not used.
 
-Where the whole is too much for rank 0, `local_chunks` gives what each rank has to write itself. This module does not know of
-files: `restore` is given a function that reads chunks.
+If the whole state is too large for rank 0, `local_chunks` returns the part that each rank has to write itself. This module
+does not access files: `restore` takes a function that reads chunks.
 """
 
 import copy
@@ -24,16 +24,16 @@ from zero.optimizer import flattened, hyperparameters, shaped
 from zero.partition import Partition, packed_groups, partition
 
 _MESSAGE_BYTES = 25_000_000
-_IN_FLIGHT = 2  # messages at a time
-# how this machine runs the update, not what the update is: taken from the running optimizer, never from a file
+_IN_FLIGHT = 2  # messages in flight
+# these flags select how this machine runs the update, not its result: taken from the running optimizer, never from a file
 _MACHINE_FLAGS = ("fused", "foreach", "capturable", "differentiable")
-# tensors that torch.optim keeps once per parameter: the step counter of Adam and most others, NAdam's product, ASGD's two rates
+# tensors that torch.optim keeps once per parameter: step counter of Adam and most others, product of NAdam, two rates of ASGD
 _PER_PARAMETER = ("step", "mu_product", "eta", "mu")
 _ADAMS, _ADAM_KEYS = (torch.optim.Adam, torch.optim.AdamW), ("step", "exp_avg", "exp_avg_sq")
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be read, or does not belong to this model; the message names the file or the entry."""
+    """A checkpoint cannot be read or does not belong to this model. The message names the file or the entry."""
 
 
 class TensorChunk(NamedTuple):
@@ -42,16 +42,16 @@ class TensorChunk(NamedTuple):
     name: str
     numel: int  # of the whole tensor
     start: int
-    elements: torch.Tensor  # (stop - start,)
+    elements: torch.Tensor  # (number of elements in the chunk,)
 
     @classmethod
     def of_whole(cls, name: str, tensor: torch.Tensor) -> Self:
-        """All of a tensor, as one chunk."""
+        """Return a whole tensor as one chunk."""
         return cls(name, tensor.numel(), 0, tensor.detach().reshape(-1))
 
 
 class _Message(NamedTuple):
-    """What one message carries: elements `start:stop` of one state tensor of the rank's slice number `position`."""
+    """The content of one message: elements `start:stop` of one state tensor of the rank's slice number `position`."""
 
     position: int
     key: str
@@ -64,10 +64,11 @@ class _Transfer(NamedTuple):
     """A message in flight. Until `work` is done, `elements` may be neither read nor written."""
 
     work: Any  # dist.Work; torch declares that isend may return None, outside of the group
-    elements: torch.Tensor  # (stop - start,) on the CPU: a GPU may have no room left, and NCCL a communicator per pair
+    # (stop - start,) on the CPU: a GPU may have no memory left, and NCCL needs a communicator per pair of ranks
+    elements: torch.Tensor
 
 
-# What a rank holds, without the tensors: for each of its slices {key: dtype of a per-element tensor, or the value}
+# Metadata of a rank's state, for each of its slices: {key: dtype of a per-element tensor, or the value itself}
 _Metadata = list[dict[str, Any]]
 
 
@@ -75,50 +76,57 @@ def consolidate(optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
     """Gather the whole optimizer state on rank 0. Needs to be called on all ranks.
 
     Returns:
-        On rank 0 of the optimizer's process group: `{"state": ..., "param_groups": ...}` as the unsharded optimizer's
-        `state_dict()` would give it, all tensors copies on the CPU. Elsewhere: None.
+        On rank 0 of the optimizer's process group: `{"state": ..., "param_groups": ...}`, as in the `state_dict()` of the
+        unsharded optimizer. All tensors are copies on the CPU. On other ranks: None.
     """
     return _gather_optimizer(partition(optimizer))
 
 
 def model_state_dict(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor] | None:
-    """The model's whole `state_dict()` on rank 0, in the precision of the updates. Needs to be called on all ranks.
+    """Gather the model's whole `state_dict()` on rank 0, in the precision of the updates. Needs to be called on all ranks.
 
     Returns:
-        On rank 0 copies on the CPU, each with storage of its own, tied entries tied; float32 masters in place of weights
-        that are kept in less. Elsewhere: None.
+        On rank 0: copies on the CPU, each with its own storage. Tied entries stay tied. Float32 masters replace weights that
+        are stored in lower precision. On other ranks: None.
     """
     return _gather_model(model, partition(optimizer))
 
 
 def full_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
-    """What `model_state_dict` and `consolidate` give, as "model" and "optimizer". Needs to be called on all ranks."""
+    """Gather the results of `model_state_dict` and `consolidate` on rank 0, as "model" and "optimizer".
+
+    Needs to be called on all ranks.
+
+    Returns:
+        On rank 0: the two results. On other ranks: None.
+    """
     part = partition(optimizer)
     state = {"model": _gather_model(model, part), "optimizer": _gather_optimizer(part)}
     return state if part.receives else None
 
 
 def local_chunks(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[list[TensorChunk], dict[str, Any] | None]:
-    """What `full_state` would gather, left where it is. Needs to be called on all ranks.
+    """Return the state that `full_state` would gather, but leave it on its ranks. Needs to be called on all ranks.
 
     Returns:
-        This rank's chunks, as views: the state and the (master) weights of the slices it owns, on rank 0 also whatever of
-        the model nobody owns. And on rank 0 what `full_state` gives, with tensors on the meta device in place of those in
-        chunks; elsewhere None. A chunk has the name that its tensor has there, joined by dots.
+        First, this rank's chunks, as views: the state and the (master) weights of the slices that it owns. Rank 0 also has
+        the tensors of the model that no rank owns. Second, on rank 0 the result of `full_state`, with tensors on the meta
+        device in place of the tensors in chunks. On other ranks, the second value is None. The name of a chunk is the path
+        of its tensor in this result: its keys, joined by dots.
     """
     part = partition(optimizer)
     if part.replicated and not part.receives:
         return [], None
     part.update_masters()
     held = model.state_dict(keep_vars=True)
-    names = {id(tensor): f"model.{name}" for name, tensor in reversed(held.items())}  # of tied ones the first
+    names = {id(tensor): f"model.{name}" for name, tensor in reversed(held.items())}  # first name of tied tensors
     chunks = _chunks_of_slices(part, names)
     metadata = _gather_metadata(_local_metadata(part, part.states), part)
     if not part.receives:
         return chunks, None
     owned = {id(part.params[piece.param]) for slices in part.slices for piece in slices}
     for key, tensor in {id(tensor): tensor for tensor in held.values()}.items():
-        if key not in owned and isinstance(tensor, torch.Tensor):  # the rest is of get_extra_state()
+        if key not in owned and isinstance(tensor, torch.Tensor):  # others are from get_extra_state()
             chunks.append(TensorChunk.of_whole(names[key], tensor))
     optimizer_state = {"state": _allocate(part, metadata, device="meta"), "param_groups": packed_groups(optimizer)}
     return chunks, {"model": _on_meta_device(held, part), "optimizer": optimizer_state}
@@ -129,29 +137,29 @@ def restore(
     state_dict: dict[str, Any],
     read_chunks: Callable[[list[TensorChunk]], None] | None = None,
 ) -> None:
-    """Load an unsharded optimizer's state; each rank takes its slices. Needs to be called on all ranks.
+    """Load the state of an unsharded optimizer. Each rank takes its slices. Needs to be called on all ranks.
 
-    Hyperparameters come from `state_dict`, but for the choice of kernel (`fused`, `foreach`, ...), which stays as it is;
-    `step` counters land where that choice wants them (https://github.com/pytorch/pytorch/issues/124133).
-    `state_dict` is only read; nothing in the optimizer aliases it.
+    Hyperparameters come from `state_dict`, except for the choice of kernel (`fused`, `foreach`, ...), which stays unchanged.
+    `step` counters go to the device that this kernel requires (https://github.com/pytorch/pytorch/issues/124133).
+    `state_dict` is only read. Nothing in the optimizer aliases it.
 
     Args:
-        state_dict: what `consolidate` gave, or the `state_dict()` of an unsharded optimizer.
-        read_chunks: fills the elements of chunks. Where tensors in `state_dict` are on the meta device, each rank has it
-            read the elements of its slices.
+        state_dict: the result of `consolidate`, or the `state_dict()` of an unsharded optimizer.
+        read_chunks: fills the elements of chunks. If tensors in `state_dict` are on the meta device, each rank uses this
+            function to read the elements of its slices.
 
     Raises:
-        CheckpointError: if its groups or the shapes of its tensors are not those of this optimizer's parameters.
+        CheckpointError: if its groups or the shapes of its tensors do not match this optimizer's parameters.
     """
     if state_dict is None:
-        raise CheckpointError("the whole state is needed on every rank, and `consolidate` gives it to rank 0: save and load it")
+        raise CheckpointError("every rank needs the whole state, but `consolidate` returns it on rank 0: save it and load it")
     part = partition(optimizer)
     _check_groups(state_dict["param_groups"], optimizer)
     _check_state(state_dict["state"], part)
     states, chunks = _local_states(state_dict["state"], part)
     if chunks:
         if read_chunks is None:
-            raise CheckpointError("the state lies in shards; give restore what zero.checkpoint.chunk_reader returns for them")
+            raise CheckpointError("the state is in shards; restore needs the function from zero.checkpoint.chunk_reader")
         read_chunks(chunks)
     inner_groups = packed_groups(part.inner)
     for saved, group, inner_group in zip(state_dict["param_groups"], optimizer.param_groups, inner_groups, strict=True):
@@ -183,7 +191,7 @@ def _gather_model(model: torch.nn.Module, part: Partition) -> dict[str, torch.Te
         return None
     copies = dict(masters)
     for tensor in held.values():
-        if not isinstance(tensor, torch.Tensor):  # of get_extra_state()
+        if not isinstance(tensor, torch.Tensor):  # from get_extra_state()
             copies[id(tensor)] = copy.deepcopy(tensor)
         elif id(tensor) not in copies:
             copies[id(tensor)] = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())
@@ -191,10 +199,10 @@ def _gather_model(model: torch.nn.Module, part: Partition) -> dict[str, torch.Te
 
 
 def _gather(part: Partition, states: list[dict[str, Any]]) -> dict[int, dict[str, Any]] | None:
-    """What every rank has for each of its slices, put together on rank 0 by parameter. Needs to be called on all ranks.
+    """Gather the states of all slices of all ranks on rank 0, by parameter. Needs to be called on all ranks.
 
     Args:
-        states: for each slice of this rank tensors that hold a number per element, and any other values.
+        states: for each slice of this rank, tensors with one number per element, and any other values.
     """
     metadata = _gather_metadata(_local_metadata(part, states), part)
     group = cpu_group(part.process_group) if len(part.slices) > 1 else None
@@ -227,7 +235,7 @@ def _local_metadata(part: Partition, states: list[dict[str, Any]]) -> _Metadata:
 
 
 def _gather_metadata(metadata: _Metadata, part: Partition) -> list[_Metadata]:
-    """Every rank's metadata on rank 0, this rank's own elsewhere. Needs to be called on all ranks."""
+    """Gather the metadata of all ranks on rank 0. Other ranks get only their own. Needs to be called on all ranks."""
     if len(part.slices) == 1:
         return [metadata]
     gathered: list[Any] | None = [None] * len(part.slices) if part.rank == 0 else None
@@ -236,7 +244,7 @@ def _gather_metadata(metadata: _Metadata, part: Partition) -> list[_Metadata]:
 
 
 def _allocate(part: Partition, metadata: list[_Metadata], device: str) -> dict[int, dict[str, Any]]:
-    """The whole state by parameter, with uninitialized tensors for what there is per element."""
+    """Return the whole state by parameter, with uninitialized tensors for per-element entries."""
     whole: dict[int, dict[str, Any]] = {}
     for slices, held in zip(part.slices, metadata, strict=True):
         for piece, entries in zip(slices, held, strict=True):
@@ -251,9 +259,9 @@ def _allocate(part: Partition, metadata: list[_Metadata], device: str) -> dict[i
 
 
 def _messages(slices: list[Slice], metadata: _Metadata) -> Iterator[_Message]:
-    """Everything a rank holds per element, cut into messages of at most `_MESSAGE_BYTES`.
+    """Divide the per-element state of a rank into messages of at most `_MESSAGE_BYTES`.
 
-    Sender and receiver both derive the messages from the metadata, so only elements have to be sent.
+    Sender and receiver both derive the messages from the metadata, so only elements are sent.
     """
     for position, (piece, entries) in enumerate(zip(slices, metadata, strict=True)):
         for key, dtype in entries.items():
@@ -264,7 +272,7 @@ def _messages(slices: list[Slice], metadata: _Metadata) -> Iterator[_Message]:
 
 
 def _elements(part: Partition, states: list[dict[str, Any]], message: _Message) -> torch.Tensor:
-    """The elements of a message, (stop - start,), from the states of this rank's slices."""
+    """Return the elements of a message, (stop - start,), from the states of this rank's slices."""
     value, local = states[message.position][message.key].detach(), part.locals[message.position]
     return flattened(value, local)[message.start : message.stop]
 
@@ -275,7 +283,7 @@ def _enqueue(in_flight: deque[_Transfer], transfer: _Transfer) -> None:
 
 
 def _drain(in_flight: deque[_Transfer], leave: int = 0) -> None:
-    """Finish the first transfers, until `leave` are left."""
+    """Wait for the oldest transfers, until only `leave` are in flight."""
     while len(in_flight) > leave:
         in_flight.popleft().work.wait()
 
@@ -284,10 +292,10 @@ def _drain(in_flight: deque[_Transfer], leave: int = 0) -> None:
 
 
 def _chunks_of_slices(part: Partition, names: dict[int, str]) -> list[TensorChunk]:
-    """The (master) weights and the state of this rank's slices.
+    """Return the (master) weights and the state of this rank's slices as chunks.
 
     Args:
-        names: of the model's tensors, by id.
+        names: names of the model's tensors, by id.
     """
     chunks = []
     for piece, local, state in zip(part.slices[part.rank], part.locals, part.states, strict=True):
@@ -304,7 +312,7 @@ def _chunks_of_slices(part: Partition, names: dict[int, str]) -> list[TensorChun
 
 
 def _on_meta_device(held: dict[str, Any], part: Partition) -> dict[str, Any]:
-    """A model's state dict with tensors on the meta device, of the dtype of the updates; tied ones stay tied."""
+    """Return a model's state dict with tensors on the meta device, in the dtype of the updates. Tied tensors stay tied."""
     trainable = [number for number, spec in enumerate(part.plan.params) if spec.requires_grad]
     dtypes = {id(part.params[number]): part.plan.update_dtype(number) for number in trainable}
     meta = {
@@ -316,15 +324,15 @@ def _on_meta_device(held: dict[str, Any], part: Partition) -> dict[str, Any]:
 
 
 def _check_contiguous(number: int, param: torch.Tensor) -> None:
-    """A stored chunk is a range of elements in the order of the indices, a slice one in the order of memory."""
+    """Refuse a parameter that is not contiguous: a chunk is a range in index order, but a slice in memory order."""
     if not param.is_contiguous():
         raise CheckpointError(
-            f"parameter {number} has strides {param.stride()}; shards hold contiguous parameters, the consolidated format any"
+            f"parameter {number} has strides {param.stride()}; shards hold contiguous parameters, consolidated files hold any"
         )
 
 
 def _state_name(number: int, key: str) -> str:
-    """The name of the chunks of a state tensor; `number` counts through all of the optimizer's parameters."""
+    """Return the name of the chunks of a state tensor; `number` counts through all of the optimizer's parameters."""
     return f"optimizer.state.{number}.{key}"
 
 
@@ -332,7 +340,7 @@ def _state_name(number: int, key: str) -> str:
 
 
 def _check_groups(saved_groups: list[dict[str, Any]], optimizer: torch.optim.Optimizer) -> None:
-    """Refuse groups that are not those of this optimizer."""
+    """Refuse groups that do not match the groups of this optimizer."""
     lengths = [len(group["params"]) for group in optimizer.param_groups]
     saved_lengths = [len(group["params"]) for group in saved_groups]
     if lengths != saved_lengths:
@@ -360,7 +368,7 @@ def _check_state(saved: dict[int, dict[str, Any]], part: Partition) -> None:
 
 
 def _local_states(saved: dict[int, dict[str, Any]], part: Partition) -> tuple[dict[int, dict[str, Any]], list[TensorChunk]]:
-    """This rank's part of saved state, by the inner optimizer's numbers, and the chunks of it that have yet to be read."""
+    """Return this rank's part of saved state, by the inner optimizer's numbers, and its chunks that are not read yet."""
     states: dict[int, dict[str, Any]] = {}
     chunks = []
     for position, (piece, local) in enumerate(zip(part.slices[part.rank], part.locals, strict=True)):
@@ -377,7 +385,10 @@ def _local_states(saved: dict[int, dict[str, Any]], part: Partition) -> tuple[di
 
 
 def _own_part(key: str, value: Any, param: torch.Tensor, piece: Slice, local: torch.Tensor) -> Any:
-    """This rank's part of one saved entry, shaped as the inner optimizer holds it; a copy, or uninitialized if on meta."""
+    """Return this rank's part of one saved entry, in the shape of the inner optimizer's entry.
+
+    It is a copy. If the saved entry is on the meta device, it is an uninitialized tensor.
+    """
     if isinstance(value, torch.Tensor) and value.is_meta:
         return torch.empty(local.shape if _is_per_element(key, value, param) else value.shape, dtype=value.dtype)
     if _is_per_element(key, value, param):
@@ -386,7 +397,7 @@ def _own_part(key: str, value: Any, param: torch.Tensor, piece: Slice, local: to
 
 
 def _fits(key: str, value: Any, param: torch.Tensor, whole: bool) -> bool:
-    """Whether state may have this shape: the parameter's, or with whole parameters that of its rows or columns."""
+    """Return whether state may have this shape: that of the parameter, or with whole parameters that of rows or columns."""
     if key in _PER_PARAMETER:
         return isinstance(value, int | float) or (isinstance(value, torch.Tensor) and value.numel() == 1)
     if not isinstance(value, torch.Tensor):
@@ -396,7 +407,7 @@ def _fits(key: str, value: Any, param: torch.Tensor, whole: bool) -> bool:
 
 
 def _is_same_kind(value: Any, ours: Any) -> bool:
-    """Whether a hyperparameter may take the place of ours."""
+    """Return whether a hyperparameter may replace ours."""
     if isinstance(ours, list | tuple):
         return isinstance(value, list | tuple) and len(value) == len(ours) and all(map(_is_same_kind, value, ours))
     if isinstance(ours, int | float | torch.Tensor):

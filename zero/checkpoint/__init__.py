@@ -1,21 +1,23 @@
-"""The checkpoint: state of all ranks, in a file that is whole or the one before it.
+"""Checkpoints with the state of all ranks. The file is always complete: either the new checkpoint or the previous one.
 
     $ python -m zero.checkpoint inspect out/ckpt.pt
     $ python -m zero.checkpoint convert out/ckpt.pt other/ckpt.pt
 
-print what a file holds and whether its checksums hold, and make a consolidated checkpoint of a sharded one or the reverse.
+The first command prints the content of a file and whether its checksums are correct. The second command converts a sharded
+checkpoint to a consolidated one, or the reverse.
 
-A folder of checkpoints holds
+A folder of checkpoints contains
 
-ckpt.pt             the newest
-ckpt_prev.pt        the one before, which takes over if the newest is damaged
-ckpt_<iter>.pt      the last few by iteration, if asked for
-ckpt*.pt.tmp        being written; what a killed process leaves of it is swept at the next start
-shards_<iter>_*/    what sharded checkpoints among them keep outside the file; swept when none refers to it any more
+ckpt.pt             the newest checkpoint
+ckpt_prev.pt        the previous checkpoint, which is used if the newest is damaged
+ckpt_<iter>.pt      the last checkpoints by iteration, if requested
+ckpt*.pt.tmp        a file that is being written. The next start removes what a killed process has left.
+shards_<iter>_*/    the tensors of sharded checkpoints. The folder is removed when no file refers to it any more.
 
-A consolidated checkpoint is one file with everything in it, collected on rank 0. A sharded one is the same file with tensors
-on the meta device in place of the real ones, which lie in a folder of torch.distributed.checkpoint: every rank writes
-there what it owns, and reads what it needs. The file is what makes the folder count, so both are replaced in one instant.
+A consolidated checkpoint is one file with the whole state, gathered on rank 0. A sharded checkpoint is the same file, but
+with tensors on the meta device in place of the real tensors. These are in a folder of torch.distributed.checkpoint: every
+rank writes the tensors that it owns, and reads the tensors that it needs. A folder is valid only if the file refers to it,
+so the replacement of the file replaces both at once.
 """
 
 from zero.checkpoint.store import FORMATS, chunk_reader, convert, find, load, verify

@@ -11,7 +11,7 @@ from zero.state import CheckpointError
 
 
 def _inspect(path: str) -> bool:
-    """Print what a file holds; whether its checksums hold."""
+    """Print the content of a file. Returns whether its checksums are correct."""
     verify(path)
     checkpoint = format.read(path)
     manifest, tensors = checkpoint.get("manifest", {}), dict(tensors_in(checkpoint))
@@ -32,13 +32,13 @@ def _inspect(path: str) -> bool:
             wrong.append(name)
         print(f"  {name} {tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}{'' if holds else ' WRONG CHECKSUM'}")
     elements = sum(tensor.numel() for name, tensor in tensors.items())
-    sound = "all checksums hold" if manifest else "it has no checksums but those of the archive, which hold"
+    sound = "all checksums hold" if manifest else "it has only the checksums of the archive, which hold"
     print(f"{len(tensors)} tensors, {elements / 1e6:.1f}M numbers; {sound if not wrong else f'wrong: {wrong}'}")
     return not wrong
 
 
 def main(arguments: list[str]) -> int:
-    """The commands `inspect` and `convert`; the exit code."""
+    """Run the command `inspect` or `convert`. Returns the exit code."""
     try:
         match arguments:
             case ["inspect", path]:
@@ -47,12 +47,12 @@ def main(arguments: list[str]) -> int:
                 print(f"{target}: {convert(source, target)}")
                 return 0
             case _:
-                raise CheckpointError("say what to do: python -m zero.checkpoint inspect FILE, or convert FILE NEW_FILE")
+                raise CheckpointError("usage: python -m zero.checkpoint inspect FILE, or convert FILE NEW_FILE")
     except (CheckpointError, OSError) as problem:
         sys.stderr.write(f"error: {problem}\n")
         return 2
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # whoever reads the output may leave, as `head` does
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # the reader of the output may exit early, like `head`
     sys.exit(main(sys.argv[1:]))

@@ -1,8 +1,8 @@
-"""A checkpoint's tensors in chunks: every rank writes those it has, any other ranks read the parts they need.
+"""The tensors of a checkpoint in chunks: each rank writes its chunks, and any set of ranks reads the parts that it needs.
 
-The files are those of torch.distributed.checkpoint, whose planners decide what goes where. A tensor is stored flat, and
-its chunks are whatever ranges of elements the ranks had of it. What torch.distributed.checkpoint would unpickle without
-looking is read here by an unpickler that admits its own records only.
+The files are those of torch.distributed.checkpoint, whose planners assign the data to files. A tensor is stored flat. Its
+chunks are the ranges of elements that the ranks had. torch.distributed.checkpoint would unpickle its metadata without a
+check. Here, an unpickler reads the metadata and admits only the records of torch.distributed.checkpoint.
 """
 
 import os
@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from zero.checkpoint.files import FileSum, corruption_message, file_sum, sync_folder, underlying_os_error
 from zero.state import CheckpointError, TensorChunk
 
-# what is meant here, and needs no warning
+# torch.distributed.checkpoint is used without torch.distributed on purpose, so this warning is not needed
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 _METADATA = ".metadata"
@@ -34,13 +34,13 @@ _RECORDS = (
     torch.Size,
 )
 _ADMITTED: dict[tuple[str, str], Any] = {(record.__module__, record.__qualname__): record for record in _RECORDS}
-_ADMITTED["torch.serialization", "_get_layout"] = torch.serialization._get_layout  # how a torch.layout is pickled
+_ADMITTED["torch.serialization", "_get_layout"] = torch.serialization._get_layout  # pickles refer to it for a torch.layout
 
 
 def write(chunks: list[TensorChunk], folder: str, process_group: dist.ProcessGroup | None) -> dict[str, FileSum]:
-    """Write each rank's chunks, and have them on the disk. Needs to be called on all ranks of the group; None: alone.
+    """Write each rank's chunks to the disk. Needs to be called on all ranks of the group; None means this process alone.
 
-    Together the chunks must cover every tensor once.
+    Together, the chunks of all ranks must cover every tensor once.
 
     Returns:
         Name and checksum of each file that this rank wrote into `folder`.
@@ -57,7 +57,7 @@ def write(chunks: list[TensorChunk], folder: str, process_group: dist.ProcessGro
             process_group=process_group,
             no_dist=process_group is None,
         )
-    except dcp.api.CheckpointException as failed:  # a BaseException
+    except dcp.api.CheckpointException as failed:  # a subclass of BaseException
         rank, (error, _) = next(iter(failed.failures.items()))
         if isinstance(error, OSError):
             raise OSError(f"rank {rank} cannot write to {folder}: {error}") from failed
@@ -66,7 +66,9 @@ def write(chunks: list[TensorChunk], folder: str, process_group: dist.ProcessGro
 
 
 def read(folder: str, chunks: list[TensorChunk]) -> None:
-    """Fill the elements of `chunks`, whoever wrote them and however they were cut. Any rank alone.
+    """Fill the elements of `chunks`. Each rank can call it alone.
+
+    It does not matter which ranks wrote the elements, or how the tensors were divided into chunks.
 
     Raises:
         CheckpointError: if the files are missing, damaged, or not of these tensors.
@@ -81,14 +83,14 @@ def read(folder: str, chunks: list[TensorChunk]) -> None:
         dcp.load({}, storage_reader=reader, planner=_LoadPlanner(chunks), no_dist=True)
     except CheckpointError:
         raise
-    except dcp.api.CheckpointException as failed:  # a BaseException
+    except dcp.api.CheckpointException as failed:  # a subclass of BaseException
         raise CheckpointError(corruption_message(folder, next(iter(failed.failures.values()))[0])) from failed
-    except Exception as error:  # whatever damaged bytes provoke
+    except Exception as error:  # damaged bytes can raise any error
         raise CheckpointError(corruption_message(folder, error)) from error
 
 
 class _SavePlanner(dcp.DefaultSavePlanner):
-    """Plans to write chunks in place of a state dict."""
+    """Plans the write of chunks in place of a state dict."""
 
     def __init__(self, chunks: list[TensorChunk]) -> None:
         super().__init__(flatten_state_dict=False)
@@ -109,7 +111,7 @@ class _SavePlanner(dcp.DefaultSavePlanner):
 
 
 class _LoadPlanner(dcp.DefaultLoadPlanner):
-    """Plans to read chunks in place of a state dict."""
+    """Plans the read of chunks in place of a state dict."""
 
     def __init__(self, chunks: list[TensorChunk]) -> None:
         super().__init__(flatten_state_dict=False)
@@ -128,14 +130,14 @@ class _LoadPlanner(dcp.DefaultLoadPlanner):
 
 
 class _Writer(dcp.FileSystemWriter):
-    """Keeps the checksums of what this rank writes."""
+    """Keeps the checksums of the files that this rank writes."""
 
     def __init__(self, folder: str) -> None:
-        super().__init__(folder, per_thread_copy_ahead=0)  # whose stream would be another GPU's in a thread
+        super().__init__(folder, per_thread_copy_ahead=0)  # in a thread, its stream would be on another GPU
         self.sums: dict[str, FileSum] = {}
 
     def storage_meta(self) -> None:
-        """Nothing: it would be a path of this machine, in a class that other versions of Python call otherwise."""
+        """Return None. The default has a path of this machine, in a class with another name in other Python versions."""
 
     def write_data(self, plan: planner.SavePlan, planner: planner.SavePlanner) -> torch.futures.Future:
         try:
@@ -153,7 +155,7 @@ class _Writer(dcp.FileSystemWriter):
 
 
 class _Reader(dcp.FileSystemReader):
-    """Reads the table of contents with nothing in it run."""
+    """Reads the metadata and runs no code from it."""
 
     def __init__(self, folder: str) -> None:
         super().__init__(folder)
@@ -178,14 +180,14 @@ class _Unpickler(pickle.Unpickler):
 
     @staticmethod
     def _memory_format(kind: type, name: str) -> metadata._MEM_FORMAT_ENCODING:
-        """In place of getattr, by which Python 3.11 pickles an Enum before 3.11.4."""
+        """Replace getattr, with which Python 3.11 before 3.11.4 pickles an Enum."""
         if kind is not metadata._MEM_FORMAT_ENCODING:
             raise pickle.UnpicklingError("GLOBAL builtins.getattr is not admitted")
         return metadata._MEM_FORMAT_ENCODING[name]
 
 
 def _with_elements(chunks: list[TensorChunk]) -> list[TensorChunk]:
-    """Of tensors that have no elements nothing is written."""
+    """Return the chunks that have elements. Nothing is written for tensors without elements."""
     return [chunk for chunk in chunks if chunk.elements.numel()]
 
 
@@ -198,7 +200,11 @@ def _storage_metadata(chunk: TensorChunk) -> metadata.ChunkStorageMetadata:
 
 
 def read_tensors(folder: str, tensors: list[tuple[str, dict[str, Any]]]) -> None:
-    """Put real tensors in place of those on the meta device; tied ones stay tied. `tensors`: prefix of names, and a dict."""
+    """Replace tensors on the meta device by real tensors, filled from `folder`. Tied tensors stay tied.
+
+    Args:
+        tensors: pairs of a prefix of names and a dict of tensors.
+    """
     real: dict[int, torch.Tensor] = {}
     chunks = []
     for prefix, entries in tensors:
@@ -212,13 +218,13 @@ def read_tensors(folder: str, tensors: list[tuple[str, dict[str, Any]]]) -> None
 
 
 def take_tensors(tensors: list[tuple[str, dict[str, Any]]]) -> list[TensorChunk]:
-    """Put tensors on the meta device in place of real ones that have dimensions; the real ones, as chunks."""
+    """Replace real tensors that have dimensions by tensors on the meta device. Returns the real tensors as chunks."""
     metas: dict[tuple[Any, ...], torch.Tensor] = {}
     chunks = []
     for prefix, entries in tensors:
         for key, tensor in entries.items():
             if isinstance(tensor, torch.Tensor) and tensor.dim():
-                place = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)  # of tied ones the same
+                place = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)  # same for tied tensors
                 if place not in metas or not tensor.numel():
                     metas[place] = torch.empty_like(tensor, device="meta")
                     chunks.append(TensorChunk.of_whole(f"{prefix}.{key}", tensor))

@@ -1,4 +1,4 @@
-"""Files that are whole or not there: atomic replacement, fsync, checksums, and what a disk says when it fails."""
+"""Files that are either complete or absent: atomic replacement, fsync, checksums, and messages for disk errors."""
 
 import os
 import re
@@ -13,23 +13,23 @@ _READ_BYTES = 16_000_000
 
 
 class FileSum(NamedTuple):
-    """What a file must be like to be whole."""
+    """Size and checksum of a complete file."""
 
     nbytes: int
     crc32: int
 
 
 def corruption_message(path: str, reason: object) -> str:
-    """One line on a file, or a folder, that cannot be read."""
+    """Return one line about a file or a folder that cannot be read."""
     refused = re.search(r"GLOBAL ([\w.]+)", str(reason))
     if refused:
-        return f"{path} asks for {refused[1]}; a checkpoint holds tensors and plain values only, so nothing of it was run"
+        return f"{path} asks for {refused[1]}; a checkpoint holds tensors and plain values only, so none of its code was run"
     lines = [line for line in str(reason).splitlines() if line and not line.startswith("Weights only load failed")]
     return f"{path} is damaged, or not a checkpoint: {lines[0] if lines else type(reason).__name__}"
 
 
 def find_corruption(folder: str, sums: dict[str, FileSum]) -> str | None:
-    """What is wrong with the files of a folder, if anything; reads every byte."""
+    """Return a description of the first wrong file of a folder, or None. Reads every byte."""
     paths = [os.path.join(folder, name) for name in sums]
     for path, (nbytes, _) in zip(paths, sums.values(), strict=True):
         if not os.path.exists(path):
@@ -47,7 +47,7 @@ def find_corruption(folder: str, sums: dict[str, FileSum]) -> str | None:
 
 
 def underlying_os_error(error: RuntimeError) -> BaseException:
-    """What a file said when torch's zip writer failed on it, if that is why it failed."""
+    """Return the OSError that made torch's zip writer fail, or `error` itself if there is none."""
     reason: BaseException | None = error
     while reason is not None and not isinstance(reason, OSError):
         reason = reason.__context__
@@ -55,7 +55,7 @@ def underlying_os_error(error: RuntimeError) -> BaseException:
 
 
 def sync_folder(folder: str) -> None:
-    """Have the names in a folder on the disk, too."""
+    """Sync a folder, so that its file names are on the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -65,7 +65,7 @@ def sync_folder(folder: str) -> None:
 
 @contextmanager
 def atomic_write(path: str) -> Iterator[str]:
-    """A name to write to; what is there takes the place of `path` when the block has ended well, and goes when it has not."""
+    """Yield a temporary name to write to. If the block succeeds, the file replaces `path`; otherwise it is removed."""
     temporary = path + ".tmp"
     try:
         yield temporary
@@ -77,10 +77,10 @@ def atomic_write(path: str) -> Iterator[str]:
 
 
 def link_or_copy(path: str, other: str, link: bool = False) -> None:
-    """Copy a file to another name, in place of what had it; or, where a file can have two names, give it that one as well."""
+    """Copy a file to another name and replace any file there. With `link`, make a hard link instead, if possible."""
     with atomic_write(other) as temporary:
         if os.path.lexists(temporary):
-            os.remove(temporary)  # it may be another name of a file that counts
+            os.remove(temporary)  # it may be a hard link to a checkpoint
         if link:
             with suppress(OSError):
                 os.link(path, temporary)

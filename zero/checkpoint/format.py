@@ -1,4 +1,4 @@
-"""What is in a checkpoint's file: written with a manifest of its tensors, read as if a stranger had made it."""
+"""The content of a checkpoint file. It is written with a manifest of its tensors, and read as untrusted input."""
 
 import os
 import zlib
@@ -11,8 +11,8 @@ import torch
 from zero.checkpoint.files import FileSum, corruption_message, underlying_os_error
 from zero.state import CheckpointError
 
-FORMAT = 1  # of the keys beside nanoGPT's six
-EXTRA_STATE = "_extra_state"  # torch.nn.modules.module has it so
+FORMAT = 1  # version of the keys that are added to nanoGPT's six
+EXTRA_STATE = "_extra_state"  # same as in torch.nn.modules.module
 
 
 def _is(*kinds: type) -> Callable[[Any], bool]:
@@ -34,7 +34,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether it is what `read` reads again: tensors and plain values, in dicts and lists."""
+    """Return whether `read` can read the value again: tensors and plain values, in dicts and lists."""
     if isinstance(value, dict):
         return all(_is_plain(key) and _is_plain(inner) for key, inner in value.items())
     if isinstance(value, list | tuple):
@@ -43,7 +43,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _is_model(value: Any) -> bool:
-    """A state dict: tensors, and what a module's `get_extra_state` gave."""
+    """Return whether the value is a state dict: tensors, and results of a module's `get_extra_state`."""
     return _is_dict(str, object)(value) and all(
         isinstance(held, torch.Tensor) or (name.endswith(EXTRA_STATE) and _is_plain(held)) for name, held in value.items()
     )
@@ -59,7 +59,7 @@ def _is_optimizer(value: Any) -> bool:
 
 
 def _is_scaler(value: Any) -> bool:
-    """Of torch.amp.GradScaler, which holds nothing when it is not enabled."""
+    """Return whether the value is a state of torch.amp.GradScaler, which is empty if the scaler is not enabled."""
     keys = {"scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"}
     return _is_dict(str, int, float)(value) and value.keys() in (set(), keys)
 
@@ -73,7 +73,7 @@ def _is_shards(value: Any) -> bool:
     )
 
 
-# of every checkpoint, nanoGPT's included
+# keys of every checkpoint, including those of nanoGPT
 KEYS = {
     "model": _is_model,
     "optimizer": _is_optimizer,
@@ -82,7 +82,7 @@ KEYS = {
     "best_val_loss": _is_number,
     "config": _is_dict(str, object),
 }
-# of ours only
+# keys of this program's checkpoints only
 _MORE_KEYS = {
     "data_position": _is_count,
     "format": _is(int),
@@ -94,7 +94,7 @@ _MORE_KEYS = {
 
 
 def read(path: str) -> dict[str, Any]:
-    """Read a checkpoint's file, its tensors memory-mapped. Runs no code from it.
+    """Read a checkpoint file, with its tensors memory-mapped. Runs no code from it.
 
     Raises:
         CheckpointError: if it is missing or damaged, holds more than tensors and plain values, or lacks one of the keys
@@ -104,7 +104,7 @@ def read(path: str) -> dict[str, Any]:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except FileNotFoundError as error:
         raise CheckpointError(f"there is no checkpoint {path}") from error
-    except Exception as error:  # whatever damaged bytes provoke: zlib, struct, Unicode, memory, ...
+    except Exception as error:  # damaged bytes can raise any error: zlib, struct, Unicode, memory, ...
         raise CheckpointError(corruption_message(path, error)) from error
     held = checkpoint if isinstance(checkpoint, dict) else {}
     wrong = [key for key, fits in KEYS.items() if not fits(held.get(key))]
@@ -119,14 +119,14 @@ def read(path: str) -> dict[str, Any]:
 
 
 def write(checkpoint: dict[str, Any], path: str) -> None:
-    """Have a checkpoint and its manifest on the disk: name, shape, dtype and CRC-32 of each tensor.
+    """Write a checkpoint and its manifest to the disk. The manifest has name, shape, dtype and CRC-32 of each tensor.
 
     Raises:
         OSError: if the disk is full or cannot be written to.
-        ValueError: if extra state of the model is not of tensors and plain values.
+        ValueError: if extra state of the model contains more than tensors and plain values.
     """
     if odd := [name for name, value in checkpoint["model"].items() if not _is_plain(value)]:
-        raise ValueError(f"{odd[0]} is more than tensors and plain values, so that no checkpoint could be read; change it")
+        raise ValueError(f"{odd[0]} is more than tensors and plain values, so the checkpoint could not be read; change it")
     tensors = list(tensors_in(checkpoint))
     entries = {id(tensor): manifest_entry(tensor) for tensor in {id(tensor): tensor for _, tensor in tensors}.values()}
     manifest = {name: entries[id(tensor)] for name, tensor in tensors}
@@ -140,7 +140,7 @@ def write(checkpoint: dict[str, Any], path: str) -> None:
 
 
 def manifest_entry(tensor: torch.Tensor) -> dict[str, Any]:
-    """What the manifest says of a tensor; on the meta device, where another file has its elements, without a checksum."""
+    """Return the manifest entry of a tensor. On the meta device it has no checksum: the elements are in another file."""
     crc32 = None
     if not tensor.is_meta:
         crc32 = zlib.crc32(tensor.detach().reshape(-1).contiguous().view(torch.uint8).numpy().data)
@@ -148,7 +148,7 @@ def manifest_entry(tensor: torch.Tensor) -> dict[str, Any]:
 
 
 def tensors_in(value: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor in nested dicts and lists, by the keys that lead to it, joined by dots."""
+    """Yield every tensor in nested dicts and lists, with its name: the keys that lead to it, joined by dots."""
     if isinstance(value, torch.Tensor):
         yield name, value
     elif isinstance(value, dict | list | tuple):

@@ -1,4 +1,4 @@
-"""A folder of checkpoints: the newest, the one before it, those kept by iteration, and the shards that they refer to."""
+"""A folder of checkpoints: the newest, the previous one, those kept by iteration, and the shards that they refer to."""
 
 import glob
 import os
@@ -25,34 +25,34 @@ from zero.state import CheckpointError, TensorChunk
 FORMATS = ("consolidated", "sharded")
 NAME, PREVIOUS = "ckpt.pt", "ckpt_prev.pt"
 _BY_ITERATION = "ckpt_{:08d}.pt"
-# nothing else is ever removed
+# apart from temporary files, only names that match these patterns are removed
 _KEPT, _SHARDS = re.compile(r"ckpt_(\d{8,})\.pt"), re.compile(r"shards_\d{8,}_[0-9a-f]{8}")
 
 
 def commit(checkpoint: dict[str, Any], folder: str, keep: int = 0, rotate: bool = True) -> str | None:
-    """Make a checkpoint the newest of a folder. One process only.
+    """Make a checkpoint the newest in a folder. Call it on one process only.
 
-    At every moment `ckpt.pt` is either the old file or the new one. The new one is complete and on the disk before it
-    takes the name; the old one becomes `ckpt_prev.pt`.
+    At every moment, `ckpt.pt` is either the old file or the new file. The new file is complete and on the disk before it
+    gets this name. The old file becomes `ckpt_prev.pt`.
 
     Args:
-        checkpoint: nanoGPT's six keys and any others of plain values and CPU tensors; with `shards_entry` the shards that
-            have been written to its folder + ".tmp".
-        keep: how many of the last checkpoints to keep by iteration as well.
-        rotate: False if the old one is corrupt, so that it must not take the place of `ckpt_prev.pt`.
+        checkpoint: nanoGPT's six keys, and any other keys with plain values and CPU tensors. With the entry "shards" (see
+            `shards_entry`), the shards must already be in the folder of this entry + ".tmp".
+        keep: number of the last checkpoints that are also kept by iteration.
+        rotate: False if the old file is corrupt and must not replace `ckpt_prev.pt`.
 
     Returns:
-        What went wrong once the checkpoint was on the disk, if anything.
+        A description of a problem that occurred after the checkpoint was on the disk, or None.
 
     Raises:
-        OSError: if the disk is full or cannot be written to; the old files are unchanged.
+        OSError: if the disk is full or cannot be written to. The old files are unchanged.
     """
     path, previous = os.path.join(folder, NAME), os.path.join(folder, PREVIOUS)
     replaced = _referenced_shards(path) | _referenced_shards(previous)
     _commit_file(checkpoint, path, previous if rotate else None)
     try:
         if keep:
-            # a copy, so that no program that overwrites `path` in place changes it
+            # a copy, not a hard link: a program that overwrites `path` in place does not change it
             link_or_copy(path, os.path.join(folder, _BY_ITERATION.format(checkpoint["iter_num"])))
             replaced |= _prune(folder, keep, checkpoint["iter_num"])
         _remove_unreferenced(folder, replaced)
@@ -62,7 +62,7 @@ def commit(checkpoint: dict[str, Any], folder: str, keep: int = 0, rotate: bool 
 
 
 def sweep(folder: str) -> None:
-    """Remove what killed runs have left. One process only."""
+    """Remove files that killed runs have left. Call it on one process only."""
     for leftover in _glob(folder, "ckpt*.pt.tmp"):
         _remove_unreferenced(folder, _referenced_shards(leftover))  # complete, but never committed
         os.remove(leftover)
@@ -72,12 +72,15 @@ def sweep(folder: str) -> None:
 
 
 def find(folder: str) -> tuple[str, str | None]:
-    """The newest checkpoint of a folder that is not corrupt, and what is wrong with a newer one, if there is such.
+    """Find the newest checkpoint of a folder that is not corrupt.
 
-    Reads every byte of the file. One process only; the others are told.
+    Reads every byte of the file. Call it on one process only, and send the result to the other processes.
+
+    Returns:
+        The path of the checkpoint, and a description of what is wrong with a newer checkpoint, or None.
 
     Raises:
-        CheckpointError: if there is none.
+        CheckpointError: if there is no checkpoint that is not corrupt.
     """
     warnings = []
     for name in (NAME, PREVIOUS):
@@ -97,7 +100,7 @@ def find(folder: str) -> tuple[str, str | None]:
 def verify(path: str) -> None:
     """Read every byte of a checkpoint and compare checksums.
 
-    They are those that a file's container, a zip archive, keeps of each entry, and those that it keeps of its shards.
+    The file is a zip archive, which has a checksum of each entry. A sharded checkpoint also has the checksums of its shards.
 
     Raises:
         CheckpointError: if the file is missing, corrupt, or not a checkpoint.
@@ -121,10 +124,10 @@ def verify(path: str) -> None:
 
 
 def load(path: str) -> dict[str, Any]:
-    """Read a checkpoint, its tensors memory-mapped, so that the ranks of a machine share one copy. Runs no code from it.
+    """Read a checkpoint, with its tensors memory-mapped: the ranks of a machine share one copy. Runs no code from it.
 
-    Of a sharded one the model is read into memory, and the optimizer's state stays on the meta device: `chunk_reader`
-    gives what `restore` needs to read it.
+    From a sharded checkpoint, the model is read into memory, and the optimizer state stays on the meta device.
+    `chunk_reader` returns the function that `restore` needs to read this state.
 
     Raises:
         CheckpointError: if the file is missing or corrupt, holds more than tensors and plain values, or lacks one of the
@@ -137,22 +140,24 @@ def load(path: str) -> dict[str, Any]:
 
 
 def chunk_reader(path: str, checkpoint: dict[str, Any]) -> Callable[[list[TensorChunk]], None] | None:
-    """What `restore` reads a sharded checkpoint's optimizer state with; None for a consolidated one, which holds it.
+    """Return the function with which `restore` reads the optimizer state of a sharded checkpoint.
+
+    Returns None for a consolidated checkpoint, which contains its optimizer state.
 
     Args:
-        path: of the checkpoint.
-        checkpoint: what `load` gave for it.
+        path: path of the checkpoint.
+        checkpoint: result of `load` for this path.
     """
     return partial(chunks.read, shards_folder(path, checkpoint)) if "shards" in checkpoint else None
 
 
 def convert(source: str, target: str) -> str:
-    """Write a consolidated checkpoint as a sharded one, or a sharded one as a consolidated one. One process only.
+    """Convert a consolidated checkpoint to a sharded one, or the reverse. Call it on one process only.
 
-    A consolidated checkpoint is put together in memory.
+    A consolidated checkpoint is assembled in memory.
 
     Returns:
-        The format of the new one.
+        The format of the new checkpoint.
 
     Raises:
         CheckpointError: if the source cannot be read, or the target exists or does not end in .pt.
@@ -177,23 +182,23 @@ def convert(source: str, target: str) -> str:
 
 
 def new_shards_name(checkpoint: dict[str, Any]) -> str:
-    """A new name for a folder of shards; one that a checkpoint refers to is never written to."""
+    """Return a new name for a folder of shards. A folder that a checkpoint refers to is never written again."""
     return f"shards_{checkpoint['iter_num']:08d}_{uuid.uuid4().hex[:8]}"
 
 
 def shards_entry(name: str, sums: dict[str, FileSum]) -> dict[str, Any]:
-    """The entry "shards" of a sharded checkpoint: its folder, and size and checksum of each file there."""
+    """Return the entry "shards" of a sharded checkpoint: its folder, and the size and checksum of each file there."""
     return {"folder": name, "files": {file: list(entry) for file, entry in sums.items()}}
 
 
 def shards_folder(path: str, checkpoint: dict[str, Any]) -> str:
-    """The folder of a sharded checkpoint's shards."""
+    """Return the path of the folder with the shards of a sharded checkpoint."""
     return os.path.join(os.path.dirname(path), checkpoint["shards"]["folder"])
 
 
 @contextmanager
 def remove_shards_on_error(path: str, name: str) -> Iterator[None]:
-    """If the block fails before the file at `path` refers to the shards `name`, remove these."""
+    """Remove the shards `name` if the block fails before the file at `path` refers to them."""
     try:
         yield
     except BaseException:
@@ -204,7 +209,7 @@ def remove_shards_on_error(path: str, name: str) -> Iterator[None]:
 
 
 def _commit_file(checkpoint: dict[str, Any], path: str, previous: str | None = None) -> None:
-    """Write a checkpoint's file, and replace the one at `path`, which becomes `previous`, in one instant."""
+    """Write a checkpoint file and atomically replace the file at `path` with it. The old file becomes `previous`."""
     with atomic_write(path) as temporary:
         format.write(checkpoint, temporary)
         if "shards" in checkpoint:
@@ -212,13 +217,13 @@ def _commit_file(checkpoint: dict[str, Any], path: str, previous: str | None = N
             os.rename(shards + ".tmp", shards)
             sync_folder(os.path.dirname(path) or ".")
         if previous is not None and os.path.exists(path):
-            link_or_copy(path, previous, link=True)  # `path` is about to be another file
+            link_or_copy(path, previous, link=True)  # `path` will be replaced by a new file, so a link is enough
 
 
 def _prune(folder: str, keep: int, iteration: int) -> set[str]:
-    """Remove all but the last checkpoints by iteration. Returns the names of the shards that these referred to."""
+    """Remove all checkpoints by iteration except the last `keep`. Returns the shards that the removed files referred to."""
     names = [match for file in _glob(folder, "ckpt_*.pt") if (match := _KEPT.fullmatch(os.path.basename(file)))]
-    # later ones are of a run that has been resumed from an earlier iteration; it has yet to reach them
+    # ignore later iterations: a run that was resumed from an earlier iteration has not reached them yet
     so_far = sorted((int(name[1]), name[0]) for name in names if int(name[1]) <= iteration)
     shards: set[str] = set()
     for _, name in so_far[:-keep]:
@@ -229,7 +234,7 @@ def _prune(folder: str, keep: int, iteration: int) -> set[str]:
 
 
 def _referenced_shards(path: str) -> set[str]:
-    """The name of the folder of shards that a file refers to; nothing if it cannot be read or does not refer to any."""
+    """Return the name of the shards folder that a file refers to; an empty set if it is not readable or has no shards."""
     try:
         name = format.read(path).get("shards", {}).get("folder", "")
     except CheckpointError:
@@ -238,7 +243,7 @@ def _referenced_shards(path: str) -> set[str]:
 
 
 def _remove_unreferenced(folder: str, names: set[str]) -> None:
-    """Remove those of the shards that no file refers to any more."""
+    """Remove the shards in `names` that no file refers to any more."""
     in_use = set().union(*map(_referenced_shards, _glob(folder, "*.pt"))) if names else set()
     for unused in filter(os.path.isdir, (os.path.join(folder, name) for name in names - in_use)):
         os.rename(unused, unused + ".tmp")  # if a kill interrupts the removal, the next start sweeps the rest

@@ -1,4 +1,4 @@
-"""Saving: the state of all ranks to the disk, in the background if asked to, and a report of each save."""
+"""Save the state of all ranks to the disk, in the background if requested, and report each save."""
 
 import os
 import time
@@ -18,31 +18,31 @@ from zero.state import TensorChunk, full_state, local_chunks
 
 
 class DivergedError(ArithmeticError):
-    """Weights that are not finite, so that no checkpoint is written; the message names the first such tensor."""
+    """Weights are not finite, so no checkpoint is written. The message names the first such tensor."""
 
 
 class SaveReport(NamedTuple):
-    """One checkpoint written."""
+    """The report of one written checkpoint."""
 
     iter_num: int
     nbytes: int
-    write_s: float  # until it was on the disk
-    consolidate_s: float = 0.0  # before that; training can go on after it, if the rest happens in the background
-    warning: str | None = None  # what went wrong once it was on the disk
+    write_s: float  # time until the checkpoint was on the disk
+    consolidate_s: float = 0.0  # time before that; a background save lets training continue afterwards
+    warning: str | None = None  # a problem that occurred after the checkpoint was on the disk
 
 
 def save(
     checkpoint: dict[str, Any], folder: str, keep: int = 0, rotate: bool = True, buffers: Container[str] = ()
 ) -> SaveReport:
-    """Write a consolidated checkpoint. One process only.
+    """Write a consolidated checkpoint. Call it on one process only.
 
     Args:
-        checkpoint, folder, keep, rotate: see `store.commit`; the folder must exist.
-        buffers: names in the model that may be inf, as a mask is.
+        checkpoint, folder, keep, rotate: see `store.commit`. The folder must exist.
+        buffers: names in the model whose values may be inf, for example a mask.
 
     Raises:
-        DivergedError: if a weight is not finite; the old files are unchanged.
-        OSError: if the disk is full or cannot be written to; the old files are unchanged.
+        DivergedError: if a weight is not finite. The old files are unchanged.
+        OSError: if the disk is full or cannot be written to. The old files are unchanged.
     """
     begin = time.perf_counter()
     weights = ((name, value) for name, value in checkpoint["model"].items() if name not in buffers)
@@ -64,18 +64,19 @@ def save_sharded(
     """Write the chunks of all ranks, then rank 0's checkpoint. Needs to be called on all ranks of the group.
 
     Args:
-        checkpoint: on rank 0, with tensors on the meta device in place of those in chunks; elsewhere None.
-        tensor_chunks: of this rank.
-        folder, keep, rotate, buffers: see `save`; all ranks must share the folder.
-        group: of CPU tensors; None: this process alone.
+        checkpoint: on rank 0, the checkpoint with tensors on the meta device in place of the tensors in chunks. On other
+            ranks, None.
+        tensor_chunks: the chunks of this rank.
+        folder, keep, rotate, buffers: see `save`. All ranks must share the folder.
+        group: process group for CPU tensors. None means this process alone.
 
     Returns:
-        On rank 0 the report, elsewhere None.
+        The report on rank 0, None on other ranks.
 
     Raises:
-        DivergedError: on all ranks if a weight is not finite; the old files are unchanged.
-        OSError: on all ranks if one cannot write its chunks, on rank 0 if it cannot write the file; the old files are
-            unchanged.
+        DivergedError: on all ranks, if a weight is not finite. The old files are unchanged.
+        OSError: on all ranks, if one of them cannot write its chunks. On rank 0, if it cannot write the file. The old files
+            are unchanged.
     """
     begin = time.perf_counter()
     named = ((chunk.name.removeprefix("model."), chunk) for chunk in tensor_chunks if chunk.name.startswith("model."))
@@ -89,22 +90,22 @@ def save_sharded(
         if checkpoint is None:
             return None
         if missing := [file for file in sums if not os.path.exists(os.path.join(unfinished, file))]:
-            raise OSError(f"rank 0 does not see what other ranks wrote to {folder} ({missing[0]}); use one that all share")
+            raise OSError(f"rank 0 does not see what other ranks wrote to {folder} ({missing[0]}); use a folder that all share")
         warning = store.commit({**checkpoint, "shards": store.shards_entry(name, sums)}, folder, keep, rotate)
     nbytes = os.path.getsize(os.path.join(folder, store.NAME)) + sum(entry.nbytes for entry in sums.values())
     return SaveReport(checkpoint["iter_num"], nbytes, time.perf_counter() - begin, warning=warning)
 
 
 class CheckpointWriter:
-    """Writes the checkpoints of a run one after the other. Needs to be made on all ranks.
+    """Writes the checkpoints of a run one after the other. Needs to be constructed on all ranks.
 
     Args:
-        folder, keep: see `save`; the folder must be one that all ranks share.
-        background: `save` returns once the state is collected, on the CPU, and a thread writes the file; a second `save`
-            waits for the first.
-        format: 'consolidated', everything on rank 0, or 'sharded', every rank what it owns.
-        newest_is_corrupt: whether `find` has found so; rank 0's answer counts.
-        sweep: remove what killed runs have left; False for a run that will save nothing and must change nothing.
+        folder, keep: see `save`. All ranks must share the folder.
+        background: if True, `save` returns when the state is collected on the CPU, and a thread writes the file. A second
+            `save` waits for the first.
+        format: 'consolidated' (rank 0 writes everything) or 'sharded' (each rank writes what it owns).
+        newest_is_corrupt: whether `find` has found that the newest checkpoint is corrupt. Only the value of rank 0 counts.
+        sweep: remove files that killed runs have left. Pass False for a run that saves nothing and must change nothing.
     """
 
     def __init__(
@@ -118,8 +119,9 @@ class CheckpointWriter:
     ) -> None:
         self.folder, self.keep, self.background, self.format = folder, keep, background, format
         self.newest_is_corrupt = newest_is_corrupt
-        # of its own, and on the CPU, whatever the backend of the run: the thread's collectives run beside the others, and
-        # NCCL would end a run whose ranks wait for its timeout, 10 minutes, while rank 0 writes
+        # The writer has its own gloo process group, for any backend of the run. The collectives of the thread run
+        # concurrently with the others. With NCCL, the run would end if the ranks wait longer than its timeout, 10 minutes,
+        # while rank 0 writes.
         distributed = dist.is_initialized()
         self._group = dist.new_group(backend="gloo", timeout=LONG_TIMEOUT) if distributed else None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
@@ -129,11 +131,11 @@ class CheckpointWriter:
             store.sweep(folder)
 
     def save(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, values: dict[str, Any]) -> None:
-        """Write a checkpoint; `outcomes` will tell whether that was possible. Needs to be called on all ranks.
+        """Write a checkpoint. `outcomes` reports whether this succeeded. Needs to be called on all ranks.
 
         Args:
-            model: as the training code made it, without what `zero.build` wrapped around it.
-            values: plain values to go beside "model" and "optimizer"; those of rank 0 count.
+            model: the model from the training code, without the wrapper of `zero.build`.
+            values: plain values that are saved in addition to "model" and "optimizer". Only the values of rank 0 count.
         """
         self.wait()
         begin = time.perf_counter()
@@ -149,9 +151,9 @@ class CheckpointWriter:
             self._barrier()
 
     def wait(self) -> None:
-        """Wait until nothing is being written. Needs to be called on all ranks.
+        """Wait until no checkpoint is being written. Needs to be called on all ranks.
 
-        Raises what the thread raised, unless that is an outcome.
+        Raises the exception of the thread, unless the exception is one of the `outcomes`.
         """
         pending, self._pending = self._pending, None
         if pending is not None:
@@ -161,18 +163,18 @@ class CheckpointWriter:
                 self._barrier()
 
     def outcomes(self) -> list[SaveReport | OSError | DivergedError]:
-        """The results of the saves that have ended since the last call; on rank 0, of all of them."""
+        """Return the results of the saves that have ended since the last call. Rank 0 has the results of all saves."""
         return [self._outcomes.popleft() for _ in range(len(self._outcomes))]
 
     def _consolidated_task(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, values: dict[str, Any]) -> "_Task":
         state = full_state(model, optimizer)
-        if state is None:  # rank 0 has it all
+        if state is None:  # rank 0 has the whole state
             return None
         return partial(save, {**state, **values}, self.folder, self.keep, not self.newest_is_corrupt, _buffers(model))
 
     def _sharded_task(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, values: dict[str, Any]) -> "_Task":
         own, state = local_chunks(model, optimizer)
-        if self.background:  # training goes on and overwrites what the chunks are views of
+        if self.background:  # training continues and overwrites the memory that the chunks view
             own = [chunk._replace(elements=chunk.elements.to("cpu", copy=True)) for chunk in own]
         checkpoint = None if state is None else {**state, **values}
         return partial(
@@ -190,7 +192,7 @@ class CheckpointWriter:
             self._outcomes.append(report._replace(consolidate_s=consolidate_s))
 
     def _barrier(self) -> None:
-        """Have the ranks wait here, however long one of them writes, rather than in the run's own collectives."""
+        """Make the ranks wait here, and not in the collectives of the run, for as long as one of them writes."""
         if self._group is not None:
             dist.barrier(self._group)
 
@@ -199,21 +201,21 @@ _Task = Callable[[], SaveReport | None] | None
 
 
 def _buffers(model: torch.nn.Module) -> set[str]:
-    """The names in a model's state dict that are not of parameters."""
+    """Return the names in a model's state dict that are not names of parameters."""
     return model.state_dict().keys() - {name for name, _ in model.named_parameters(remove_duplicate=False)}
 
 
 def _first_nonfinite(tensors: Iterable[tuple[str, torch.Tensor]]) -> str | None:
-    """The first name whose tensor holds an inf or a nan. Needs almost no memory. Tensors on the meta device are skipped."""
+    """Return the first name whose tensor holds an inf or a nan. Needs almost no memory. Skips tensors on the meta device."""
     for name, tensor in tensors:
         if isinstance(tensor, torch.Tensor) and tensor.is_floating_point() and tensor.numel() and not tensor.is_meta:
-            least, most = tensor.detach().aminmax()  # nan, if there is one
+            least, most = tensor.detach().aminmax()  # both are nan if the tensor holds a nan
             if not (least.isfinite() and most.isfinite()):
                 return name
     return None
 
 
 def _check_finite(nonfinite: list[str | None]) -> None:
-    """Raise for the first name that any rank has found."""
+    """Raise an error for the first name that any rank has found."""
     if name := next(filter(None, nonfinite), None):
         raise DivergedError(f"{name} is not finite")

@@ -10,7 +10,6 @@ import pytest
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)
 os.environ["PYTHONPATH"] = ROOT  # for the processes of tests.ranks
-os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # torch.compile starts no processes of its own, which would import torch
 
 
 def shared_data(name):

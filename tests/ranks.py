@@ -13,7 +13,16 @@ import torch.distributed as dist
 
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(
-    ["torch", "torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.optim", "torch._inductor.compile_fx", "torch.distributed.fsdp", "numpy", "pytest"]
+    [
+        "torch",
+        "torch._dynamo",
+        "torch.distributed.checkpoint",
+        "torch.distributed.optim",
+        "torch._inductor.compile_fx",
+        "torch.distributed.fsdp",
+        "numpy",
+        "pytest",
+    ]
 )  # imported once, then forked
 
 TIMEOUT_S = 120

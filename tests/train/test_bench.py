@@ -14,7 +14,9 @@ SIZES = ["--n_layer=2", "--n_head=2", "--n_embd=512", "--vocab_size=65", "--bloc
 def test_every_mode_and_its_bytes(ranks):
     modes = ["adamw", "torch", "sharded", "shard_gradients", "bfloat16", "simple", "fsdp2"]
     start = run_for_real if ranks == 2 else run
-    process = start("bench.py", f"--modes={','.join(modes)}", "--rounds=3", f"--steps_per_turn={4 // ranks}", *SIZES, ranks=ranks)
+    process = start(
+        "bench.py", f"--modes={','.join(modes)}", "--rounds=3", f"--steps_per_turn={4 // ranks}", *SIZES, ranks=ranks
+    )
     assert process.returncode == 0, process.stderr
     rows = [line.split() for line in process.stdout.splitlines() if line.split()[0] in modes]
     assert [row[0] for row in rows] == modes

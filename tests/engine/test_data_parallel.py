@@ -1,4 +1,4 @@
-"""ShardedDataParallel: the weights of plain AdamW on the mean gradient, whatever overlaps with what."""
+"""zero/data_parallel.py: the weights of plain AdamW on the mean gradient, whatever overlaps with what."""
 
 import functools
 import gc
@@ -11,7 +11,7 @@ from ranks import run_ranks
 from torch.utils.checkpoint import checkpoint
 from toy import batch, largest_difference, make_toy, weights
 
-from zero import ShardedDataParallel, ShardedGradScaler, ShardedOptimizer
+from zero import ShardedDataParallel, ShardedOptimizer
 from zero.arriving import SentGradient
 from zero.build import clip_grad_norm_
 from zero.collectives import Communicator, Gather
@@ -371,27 +371,3 @@ def strangers():
 
 def test_every_trainable_parameter_must_be_the_optimizers():
     run_ranks(strangers, 1)
-
-
-def float16_with_an_overflow():
-    """A planted inf on one rank: both skip that step and halve the scale; then both train on."""
-    model, optimizer = make()
-    scaler = ShardedGradScaler("cpu", init_scale=2.0**10)
-    for step in range(4):
-        before = weights(model)
-        loss = loss_of(model, step, dist.get_rank(), 0)
-        scaler.scale(loss * (float("inf") if step == 1 and dist.get_rank() == 1 else 1.0)).backward()
-        scaler.unscale_(optimizer)
-        norms = clip_grad_norm_(optimizer, 1.0)
-        assert norms.total.isfinite() == (step != 1)
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-        assert (largest_difference(weights(model), before) == 0.0) == (step == 1)
-    return weights(model), scaler.get_scale()
-
-
-def test_float16_skips_on_all_ranks_or_on_none():
-    (first, scale), (second, other_scale) = run_ranks(float16_with_an_overflow, 2)
-    assert largest_difference(first, second) == 0.0
-    assert scale == other_scale == 2.0**9

@@ -1,4 +1,4 @@
-"""The arithmetic of buckets, shards and slices, for any shapes and world size; no process group."""
+"""zero/layout.py: the arithmetic of buckets, shards and slices, for any shapes and world size; no process group."""
 
 from itertools import pairwise
 

@@ -1,8 +1,8 @@
 """Any model: random building blocks, optimizers and loops give the weights of the plain optimizer, or a clear refusal.
 
-    pytest tests/test_any_model.py                                  twenty models
-    ANY_MODEL_SEED=7 pytest -s -m slow tests/test_any_model.py      two hundred others
-    python tests/test_any_model.py "Description(...)"               one again, as a failure has printed it
+    pytest tests/engine/test_any_model.py                                  twenty models
+    ANY_MODEL_SEED=7 pytest -s -m slow tests/engine/test_any_model.py      two hundred others
+    python tests/engine/test_any_model.py "Description(...)"               one again, as a failure has printed it
 
 Hypothesis describes a model and its training loop in plain values. Two ranks, which live as long as they answer, train it
 twice: with the plain optimizer on gradients averaged by hand, and with the sharded one. Either all parameters, buffers and

@@ -1,4 +1,4 @@
-"""bench.py runs every mode, and the bytes it counts on the loopback interface are those that the arithmetic says."""
+"""bench.py: it runs every mode, and the bytes it counts on the loopback interface are those that the arithmetic says."""
 
 import json
 import os

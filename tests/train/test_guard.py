@@ -1,4 +1,4 @@
-"""Updates that are not finite are not made, on any rank, by any implementation, and the run says where that began."""
+"""guard.py: updates that are not finite are not made, on any rank, by any implementation, and the run says where that began."""
 
 import contextlib
 import io

@@ -1,4 +1,4 @@
-"""One run per folder: whoever comes second is told who is there, whoever was killed is in nobody's way."""
+"""lock.py: one run per folder; whoever comes second is told who is there, whoever was killed is in nobody's way."""
 
 import errno
 import fcntl

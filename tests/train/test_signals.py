@@ -1,5 +1,7 @@
 """signals.py in train.py: a signal to one rank saves, or saves and ends, the run of all ranks."""
 
+import contextlib
+import io
 import os
 import re
 import signal
@@ -7,7 +9,11 @@ import subprocess
 import time
 
 import pytest
+import torch.distributed as dist
+from ranks import run_ranks
 from scripts import NO_LIMIT, SETTINGS, Forked, command, environment, torch_load, train
+
+from signals import Signals, Wish
 
 LONG = ["--max_iters=100000", "--eval_interval=100000"]
 
@@ -93,3 +99,29 @@ def test_a_signal_whose_checkpoint_cannot_be_written(data, tmp_path):
     assert "WARNING: the checkpoint was not written" in printed
     assert "stopped by a signal" not in printed
     assert "the run ends without its last checkpoint" in errors
+
+
+def decisions():
+    """What both ranks decide after signals to one of them and wishes of the other."""
+    signals, rank, printed = Signals(), dist.get_rank(), io.StringIO()
+
+    def send(number):
+        os.kill(os.getpid(), number)
+        while signal.Signals(number).name not in printed.getvalue():
+            time.sleep(0.001)
+
+    with contextlib.redirect_stdout(printed):
+        found = [signals.decide()]
+        if rank == 1:
+            send(signal.SIGUSR1)
+        found.append(signals.decide())
+        if rank == 1:
+            send(signal.SIGTERM)
+        found.append(signals.decide(Wish.SAVE if rank == 0 else Wish.NOTHING))
+        found += [signals.decide(Wish.FAIL if rank == 0 else Wish.SAVE), signals.decide()]
+    assert printed.getvalue().count("\n") == (2 if rank == 1 else 0)
+    return [wish.name for wish in found]
+
+
+def test_the_largest_wish_of_any_rank_is_decided_once():
+    assert run_ranks(decisions, 2) == [["NOTHING", "SAVE", "SAVE_AND_STOP", "FAIL", "NOTHING"]] * 2

@@ -1,4 +1,4 @@
-"""train.py and sample.py with wrong input: one line that says what is wrong, exit code 2 on all ranks, nothing written."""
+"""train.py with wrong input: one line that says what is wrong, exit code 2 on all ranks, nothing written."""
 
 import os
 import re
@@ -19,7 +19,6 @@ MISTAKES = {
 
 
 MORE_MISTAKES = {  # that are found where those above are
-    "--batch_size=abc": "takes an integer",
     "--dataset=nowhere": "nowhere/train.bin is missing",
     "--n_embd=33": "use a multiple of n_head",
     "--zero1_impl=other": "sharded, torch",
@@ -36,10 +35,6 @@ MORE_MISTAKES = {  # that are found where those above are
     "--on_save_error=cry": "continue, stop",
     "--on_nonfinite=cry": "stop, skip",
     "--max_nonfinite=0": "max_nonfinite=0 must be at least 1",
-    "--seed=18446744073709551616": "seed in --seed=18446744073709551616 is too large",
-    f"--seed={2**63}": "integers go up to 9223372036854775807",
-    f"--batch_size={'9' * 400}": "is too large",
-    f"--min_lr={'9' * 400}": "is too large",
     "--beta1=2.0": "beta",
 }
 
@@ -86,10 +81,3 @@ sys.exit(0)
         assert error.startswith("error: ")
         assert message in error
     assert not os.listdir(tmp_path)
-    (tmp_path / "ckpt.pt").write_bytes(b"damaged")
-    for script in ("train.py", "sample.py"):
-        extra = [*SETTINGS, f"--dataset={data}"] if script == "train.py" else []
-        process = run(script, *extra, "--init_from=resume", f"--out_dir={tmp_path}")
-        assert process.returncode == 2
-        assert "ckpt.pt is damaged, or not a checkpoint" in process.stderr
-        assert process.stderr.count("\n") == 1

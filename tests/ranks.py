@@ -60,4 +60,4 @@ def _rank_main(function: Callable[..., Any], rank: int, world_size: int, folder:
         with open(f"{folder}/{rank}.error", "w") as file:
             file.write(f"rank {rank}:\n{traceback.format_exc()}")
     finally:
-        os._exit(0)  # without winding up the interpreter, which gloo's threads can turn into an abort
+        os._exit(0)  # the interpreter does not clean up, which gloo's threads can turn into an abort

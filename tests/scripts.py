@@ -28,7 +28,7 @@ GRACE_S = 0.5  # between the first rank that fails and the end of the others; to
 
 
 class Finished(NamedTuple):
-    """What has come of a script. Its ranks share one stdout and one stderr."""
+    """The end of a script. Its ranks share one stdout and one stderr."""
 
     returncode: int  # 0 if all ranks have ended with 0
     returncodes: list[int]  # by rank; of torchrun's ranks, those that it reports

@@ -1,4 +1,4 @@
-"""zero/checkpoint/chunks.py: tensors are written in pieces, read in others, and trusted no more than one file."""
+"""zero/checkpoint/chunks.py: tensors are written in pieces and read in other pieces; damaged or hostile files are refused."""
 
 import enum
 import os
@@ -84,7 +84,7 @@ def test_damaged_shards(tmp_path):
 
 
 def with_true_checksums(path, shards):
-    """Someone who means harm takes care that checksums hold."""
+    """An attacker would see to it that the checksums hold."""
     checkpoint = torch.load(path, weights_only=True)
     sums = {name: list(file_sum(str(shards / name))) for name in os.listdir(shards)}
     torch.save({**checkpoint, "shards": {"folder": shards.name, "files": sums}}, path)

@@ -1,4 +1,4 @@
-"""zero/checkpoint/format.py: what is in a file is read as if a stranger had written it, and refused in one line."""
+"""zero/checkpoint/format.py: a file is read as if a stranger had written it; wrong contents are refused in one line."""
 
 import copy
 
@@ -11,7 +11,7 @@ from zero import checkpoint as ckpt
 
 
 def gpt_checkpoint(**sizes):
-    """Of a small GPT after a step, as train.py writes it."""
+    """The checkpoint of a small GPT after a step, as train.py writes it."""
     model = GPT(GPTConfig(**{"block_size": 4, "vocab_size": 5, "n_layer": 1, "n_head": 1, "n_embd": 8, **sizes}))
     optimizer = torch.optim.AdamW(model.param_groups(0.1))
     model(torch.zeros(1, 4, dtype=torch.long), torch.zeros(1, 4, dtype=torch.long))[1].backward()

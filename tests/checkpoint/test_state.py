@@ -122,12 +122,12 @@ ELEMENTWISE = {
 
 
 def other_optimizers_there_and_back():
-    """Steps, consolidates into plain, steps, and restores into sharded: for every class, as the plain one all along."""
+    """For every class: the state of steps, consolidation, restoring and more steps is that of the plain optimizer."""
     for name, kwargs in ELEMENTWISE.items():
         optimizer_cls = getattr(torch.optim, name)
         model, oracle = make_toy(), make_toy()
         sharded = ShardedOptimizer(model.parameters(), optimizer_cls, bucket_mb=0.0002, lr=0.01, **kwargs)
-        plain = optimizer_cls(oracle.parameters(), lr=0.01, **kwargs)  # Adagrad makes state for frozen ones, too
+        plain = optimizer_cls(oracle.parameters(), lr=0.01, **kwargs)  # Adagrad also makes state for frozen ones
 
         def steps(model, optimizer):
             for step in range(3):

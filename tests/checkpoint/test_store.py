@@ -36,7 +36,7 @@ def test_the_file_before_is_kept_and_so_are_the_last_few(tmp_path, monkeypatch, 
 
 
 def test_the_last_few_are_those_of_the_largest_iterations(tmp_path):
-    """Whatever their files' times; later ones than the newest are of a run that went back, and stay."""
+    """The times of the files do not count. Files of later iterations than the newest are of a run that went back, and stay."""
     for iteration in (10, 20, 30, 40):
         ckpt.save(numbered(iteration), str(tmp_path), keep=9)
     for age, iteration in enumerate((40, 10, 30, 20)):
@@ -54,7 +54,7 @@ def test_the_last_few_are_those_of_the_largest_iterations(tmp_path):
 
 
 def test_what_overwrites_the_newest_file_in_place_leaves_the_kept_ones(tmp_path):
-    """As `cp` does, to go back to one of them, and nanoGPT, when it resumes there."""
+    """A user does that with `cp` to go back to one of them, and nanoGPT when it resumes there."""
     for iteration in (1, 2, 3):
         ckpt.save(numbered(iteration), str(tmp_path), keep=2)
     (tmp_path / "ckpt.pt").write_bytes((tmp_path / "ckpt_00000002.pt").read_bytes())
@@ -118,7 +118,7 @@ def is_what_was_saved(checkpoint):
 
 
 def test_two_hundred_damaged_files(tmp_path, monkeypatch):
-    """Each falls back to the file before; without one it is named in one line. Nothing runs code, nothing else escapes."""
+    """Each falls back to the file before; without one, one line names it. No code of the file runs."""
     monkeypatch.chdir(tmp_path)
     folder, alone = tmp_path / "run", tmp_path / "alone"
     folder.mkdir()

@@ -1,4 +1,4 @@
-"""zero/checkpoint/writer.py: a save is whole or not there, on all ranks, in the background too, and its outcome is told."""
+"""zero/checkpoint/writer.py: a save is whole or not there, on all ranks, also in the background, and is reported."""
 
 import os
 import re

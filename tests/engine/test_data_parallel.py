@@ -1,4 +1,4 @@
-"""zero/data_parallel.py: the weights of plain AdamW on the mean gradient, whatever overlaps with what."""
+"""zero/data_parallel.py: the weights are those of plain AdamW on the mean gradient, with any overlap."""
 
 import functools
 import gc
@@ -125,7 +125,7 @@ def test_overlap_changes_nothing():
 
 
 def poisoned():
-    """What is not this rank's shard is nan, and the gather itself is put off, until somebody waits for it."""
+    """All but the shard of this rank is nan, and the gather starts only when somebody waits for it."""
     all_gather = Communicator.all_gather
 
     class Late:
@@ -159,7 +159,7 @@ def poisoned():
 
 
 def torchs_own_modules():
-    """Some read the weight of a child without calling it; the state dict of a part must wait, too."""
+    """Some read the weight of a child without calling it; the state dict of a part must also wait."""
     torch.manual_seed(0)
     layers = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), torch.nn.Linear(8, 8)
     optimizer = ShardedOptimizer([p for layer in layers for p in layer.parameters()], torch.optim.AdamW, bucket_mb=0.0005)
@@ -239,7 +239,7 @@ def test_no_sync_and_bytes_sent():
 
 
 def reentrant_checkpoints():
-    """Each calls backward from within backward; the buckets are sent once, and most of them before the end."""
+    """Each calls backward within backward; every bucket is sent once."""
     torch.manual_seed(0)
     module = torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(7)])
     optimizer = ShardedOptimizer(module.parameters(), torch.optim.AdamW, bucket_mb=0.0002)
@@ -263,7 +263,7 @@ def test_reentrant_checkpoints_send_each_bucket_once():
 
 
 def misuse():
-    """What would train nothing, or train wrongly, is an error."""
+    """A use that would train nothing, or train wrongly, is an error."""
     tokens = batch(0, 0)
     model, optimizer = make()
     model.module.load_state_dict(make_toy(1).state_dict(), assign=True)

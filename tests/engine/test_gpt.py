@@ -1,4 +1,4 @@
-"""A tiny GPT, compiled or not: the weights of DistributedDataParallel and AdamW, with what can overlap overlapping."""
+"""A tiny GPT, compiled or not, gets the weights of DistributedDataParallel and AdamW, and communication overlaps."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Weights in bfloat16, float32 masters of the owned slices: AdamW on the masters, nothing lost in a checkpoint."""
+"""Weights in bfloat16 and float32 masters of the owned slices: AdamW updates the masters, a checkpoint keeps every bit."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ def make(shard_gradients=False, seed=0, **kwargs):
 def sharded_run(steps, micro_steps=1, shard_gradients=False):
     model, optimizer = make(shard_gradients, seed=dist.get_rank())
     train(model, optimizer, range(steps), micro_steps)
-    assert {param.dtype for param in model.parameters()} == {torch.bfloat16}, "frozen ones, too"
+    assert {param.dtype for param in model.parameters()} == {torch.bfloat16}, "also the frozen ones"
     return {
         "low": weights(model),
         "master": ckpt.model_state_dict(model.module, optimizer),
@@ -113,7 +113,7 @@ def test_a_checkpoint_keeps_every_bit_of_the_masters():
 
 
 def alone_under_averaging_by_hand():
-    """Without ShardedDataParallel: what is clipped stays clipped, and new gradients are taken."""
+    """Without ShardedDataParallel: clipped gradients stay clipped, and new gradients are used."""
     model, masters = make_toy(), make_toy()
     optimizer = ShardedOptimizer(model.param_groups(), torch.optim.SGD, param_dtype=torch.bfloat16, lr=1.0)
     model.to(torch.bfloat16)

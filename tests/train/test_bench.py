@@ -1,4 +1,4 @@
-"""bench.py: it runs every mode, and the bytes it counts on the loopback interface are those that the arithmetic says."""
+"""bench.py runs every mode, and counts the bytes on the loopback interface that the arithmetic gives."""
 
 import json
 import os

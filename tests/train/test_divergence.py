@@ -52,7 +52,7 @@ def test_more_runs_that_diverge_keep_their_checkpoints(data, tmp_path, learning_
 
 
 def test_nothing_is_saved_while_updates_are_skipped(data, tmp_path):
-    """Weights whose loss is finite and whose gradients are not do not take the place of what can be trained."""
+    """Weights with a finite loss but gradients that are not finite do not replace weights that can be trained."""
     process = run(
         *("train.py", *SETTINGS, f"--dataset={data}", f"--out_dir={tmp_path}", "--max_iters=5", "--on_nonfinite=skip"),
         before="""

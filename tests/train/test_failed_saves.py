@@ -17,7 +17,7 @@ MODEL_BYTES = sum(tensor.nbytes for tensor in GPT(GPTConfig(16, 29, 2, 2, 32, 0.
 
 @pytest.mark.parametrize(("on_error", "code"), [("continue", 0), ("stop", 1)])
 def test_a_checkpoint_that_cannot_be_written(data, tmp_path, on_error, code):
-    """'stop' does so as soon as the background has failed, not at the next save, which would be that of iteration 4000."""
+    """'stop' ends the run as soon as the save in the background has failed, not at the next save, in iteration 4000."""
     train(tmp_path, data, "--max_iters=6")
     torch.save({**torch_load(tmp_path), "iter_num": 1996}, tmp_path / "ckpt.pt")
     last = 2014 if code == 0 else 3999

@@ -43,7 +43,7 @@ def test_another_batch_size_goes_on_where_the_data_was_left(data, runs, tmp_path
 
 
 def test_a_checkpoint_of_nanogpt_is_resumed_and_sampled(data, runs, tmp_path):
-    """Its best_val_loss is a tensor, its optimizer another kernel's, its names a compiled model's; no keys of ours."""
+    """best_val_loss is a tensor, the optimizer has another kernel, the names are of a compiled model; no keys of ours."""
     checkpoint = {key: value for key, value in runs["one"].checkpoint.items() if key != "scaler"}
     checkpoint["best_val_loss"] = torch.tensor(checkpoint["best_val_loss"])
     checkpoint["model"] = {f"_orig_mod.{key}": value for key, value in checkpoint["model"].items()}

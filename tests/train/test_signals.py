@@ -90,7 +90,7 @@ def test_sigusr1_saves_and_goes_on_and_a_second_sigint_ends_at_once(data, tmp_pa
 
 
 def test_a_signal_whose_checkpoint_cannot_be_written(data, tmp_path):
-    """It promises nothing, and is no success; the ranks end in order."""
+    """The run does not say that it was saved, and its exit code is 1 on all ranks."""
     with started(tmp_path, data, limit=100_000) as run:
         os.kill(run.pids[-1], signal.SIGTERM)
         _, codes, printed, errors = run.finish()

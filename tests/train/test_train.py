@@ -1,4 +1,4 @@
-"""train.py: what it trains, on one process and on several, and what it says and saves of that."""
+"""train.py: what it trains on one process and on several, what it prints, and what it saves."""
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ def test_one_curve_whatever_the_ranks_and_the_implementation(runs):
 
 
 def test_two_ranks_give_the_same_weights_bit_for_bit(runs):
-    """Without clipping: a norm that is added up shard by shard is rounded otherwise."""
+    """Without clipping, because a norm that is added up shard by shard is rounded in another way."""
     reference = runs["adamw unclipped"].checkpoint
     assert not torch.equal(reference["model"]["lm_head.weight"], runs["adamw"].checkpoint["model"]["lm_head.weight"]), (
         "it must clip"
@@ -88,7 +88,7 @@ def test_compiled_blocks_train_and_leave_no_trace_in_the_file(data, tmp_path):
 
 
 def test_world_size_alone_divides_nothing(data, runs, tmp_path, monkeypatch):
-    """As SLURM and containers set it."""
+    """SLURM and containers set it."""
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("LOCAL_RANK", "1")
     losses, _, _ = train(tmp_path, data, "--dropout=0.0", "--max_iters=1")

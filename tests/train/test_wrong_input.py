@@ -18,7 +18,7 @@ MISTAKES = {
 }
 
 
-MORE_MISTAKES = {  # that are found where those above are
+MORE_MISTAKES = {  # one process finds them in the same way
     "--dataset=nowhere": "nowhere/train.bin is missing",
     "--n_embd=33": "use a multiple of n_head",
     "--zero1_impl=other": "sharded, torch",

@@ -2,7 +2,7 @@
 # make test       lint and all tests
 # make test-all   the same and what takes minutes
 # make test-kills training that is killed a hundred times and resumed
-# make lint       ruff alone
+# make lint       ruff and mypy alone
 # The virtual environment is made once; PYTHON=... chooses the interpreter, NPROC=... the number of ranks.
 
 PYTHON ?= python3
@@ -37,6 +37,7 @@ test-kills: $(INSTALLED)
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/mypy
 
 install: $(INSTALLED)
 

@@ -27,6 +27,7 @@ import sys
 import tempfile
 import time
 from contextlib import nullcontext
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -35,20 +36,21 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import hardware
-from configurator import configure, fail
-from distributed import launched, start_process_group
+from configurator import NonNegativeInt, PositiveFloat, PositiveInt, configure
+from distributed import exit_on_wrong_input, finish, launched, start
 from model import GPT, GPTConfig
 from zero import ShardedOptimizer, checkpoint
 from zero.build import build, clip_grad_norm_
+from zero.collectives import broadcast_object, gather_objects
 from zero.memory import held_bytes
 
 # -----------------------------------------------------------------------------
-what = "time"  # or 'memory', 'checkpoint'
+what: Literal["time", "memory", "checkpoint"] = "time"
 modes = "adamw,torch,sharded"  # of those in MODES below; the first is what the others are compared to
 out = ""  # a JSON file for the figures, besides the table
-rounds = 10  # turns of each mode; one more, the first, is not counted
-steps_per_turn = 3
-batch_size = 1  # of each rank
+rounds: PositiveInt = 10  # turns of each mode; one more, the first, is not counted
+steps_per_turn: PositiveInt = 3
+batch_size: PositiveInt = 1  # of each rank
 block_size = 1024
 n_layer = 12
 n_head = 12
@@ -56,14 +58,14 @@ n_embd = 768
 vocab_size = 50304
 bias = False
 grad_clip = 1.0
-zero_bucket_mb = 75.0
+zero_bucket_mb: PositiveFloat = 75.0
 device = "auto"
-dtype = "auto"
-seed = 1337
+dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+seed: NonNegativeInt = 1337
 config = configure(globals())
 # -----------------------------------------------------------------------------
 
-ADAMW = {"lr": 1e-4, "betas": (0.9, 0.95)}
+ADAMW: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95)}
 
 
 def simple(model, groups):
@@ -74,7 +76,7 @@ def simple(model, groups):
 
 def fsdp2(model, groups):
     """FSDP2 with parameters kept whole between forward and backward, block by block."""
-    mesh = init_device_mesh(torch_device.type, (dist.get_world_size(),))
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     for block in model.transformer.h:
         fully_shard(block, mesh=mesh, reshard_after_forward=False)
     fully_shard(model, mesh=mesh, reshard_after_forward=False)
@@ -99,14 +101,14 @@ MODES = {
 def contender(name):
     """A model and its optimizer, of the same weights for every mode."""
     torch.manual_seed(seed)
-    model = GPT(GPTConfig(block_size, vocab_size, n_layer, n_head, n_embd, 0.0, bias)).to(torch_device)
+    model = GPT(GPTConfig(block_size, vocab_size, n_layer, n_head, n_embd, 0.0, bias)).to(device)
     contender = MODES[name](model, model.param_groups(0.1))
     torch.manual_seed(seed + dist.get_rank())  # different tokens on each rank
     return contender
 
 
 def backward(model):
-    tokens = torch.randint(vocab_size, (2, batch_size, block_size), device=torch_device)
+    tokens = torch.randint(vocab_size, (2, batch_size, block_size), device=device)
     with autocast:
         _, loss = model(*tokens)
     loss.backward()
@@ -122,7 +124,7 @@ def step(optimizer):
 def wait_for_all(optimizer):
     if isinstance(optimizer, ShardedOptimizer):
         optimizer.synchronize()
-    if torch_device.type == "cuda":
+    if device.type == "cuda":
         torch.cuda.synchronize()
 
 
@@ -151,7 +153,8 @@ def loopback_bytes():
 def measure_time():
     """Rows of the table: by mode the median time, ratio to the first mode, and bytes. Needs to be called on all ranks."""
     contenders = {name: contender(name) for name in names}
-    times, sent = {name: [] for name in names}, {name: [] for name in names}
+    times: dict[str, list[float]] = {name: [] for name in names}
+    sent: dict[str, list[float]] = {name: [] for name in names}
     for _ in range(rounds + 1):
         for name in names:
             milliseconds, bytes_per_step = turn(*contenders[name])
@@ -180,7 +183,7 @@ def measure_memory():
     rows = []
     for name in names:
         gc.collect()  # the mode before
-        if torch_device.type == "cuda":
+        if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         model, optimizer = contender(name)
         points = {"after init": bytes_now(optimizer)}
@@ -197,10 +200,9 @@ def measure_memory():
         points["before step"] = bytes_now(optimizer)
         step(optimizer)
         wait_for_all(optimizer)
-        if torch_device.type == "cuda":
+        if device.type == "cuda":
             points["peak"] = torch.cuda.max_memory_allocated()
-        gathered = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, points)
+        gathered = gather_objects(points)
         rows.append({"mode": name, **{f"{point}, MB": max(each[point] for each in gathered) / 1e6 for point in points}})
         del model, optimizer
     return rows
@@ -224,8 +226,7 @@ def measure_checkpoint():
         else:
             tries = [consolidation(optimizer, checkpoint.consolidate) for _ in range(rounds + 1)]
             saved = save_and_restore(model, optimizer)
-        gathered = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, max(extra for _, extra in tries))
+        gathered = gather_objects(max(extra for _, extra in tries))
         times = [seconds for seconds, _ in tries]
         row = {"mode": name, "first, s": times[0], "consolidate, s": statistics.median(times[-rounds:])} | saved
         row |= {"rank 0 extra, MB": gathered[0] / 1e6, "others extra, MB": max(gathered[1:], default=0) / 1e6}
@@ -253,7 +254,7 @@ def save_and_restore(model, optimizer):
     figures = {}
     for format in checkpoint.FORMATS:
         with tempfile.TemporaryDirectory() as folder:
-            folder = shared(folder)
+            folder = broadcast_object(folder)
             writer = checkpoint.CheckpointWriter(folder, format=format)
             values = {"model_args": {}, "config": {}, "iter_num": 1, "best_val_loss": 0.0}
             writer.save(getattr(model, "module", model), optimizer, values)
@@ -267,13 +268,6 @@ def save_and_restore(model, optimizer):
                 figures |= {f"{format}: write, s": report.write_s, f"{format}: MB": report.nbytes / 1e6}
             dist.barrier()
     return figures
-
-
-def shared(value):
-    """Rank 0's value on all ranks."""
-    values = [value]
-    dist.broadcast_object_list(values, src=0)
-    return values[0]
 
 
 def state_bytes(state):
@@ -299,47 +293,38 @@ def decimals(column):
 
 
 def bytes_now(optimizer):
-    if torch_device.type == "cuda":
+    if device.type == "cuda":
         return torch.cuda.memory_allocated()
     return sum(held_bytes(optimizer).values())
 
 
 MEASURES = {"time": measure_time, "memory": measure_memory, "checkpoint": measure_checkpoint}
 launch = launched()
-if not launch.distributed:
-    fail("bench.py compares several ranks; start it with torchrun --standalone --nproc_per_node=2 bench.py")
 names = modes.split(",")
-if unknown := [name for name in names if name not in MODES]:
-    fail(f"modes={modes}: {', '.join(unknown)} is not one of {', '.join(MODES)}")
-for name in ("rounds", "steps_per_turn", "batch_size", "zero_bucket_mb"):
-    if config[name] <= 0:
-        fail(f"{name}={config[name]} must be positive")
-try:
+with exit_on_wrong_input():
+    if not launch.distributed:
+        raise ValueError("bench.py compares several ranks; start it with torchrun --standalone --nproc_per_node=2 bench.py")
+    if unknown := [name for name in names if name not in MODES]:
+        raise ValueError(f"modes={modes}: {', '.join(unknown)} is not one of {', '.join(MODES)}")
     GPTConfig(block_size, vocab_size, n_layer, n_head, n_embd, 0.0, bias)
     if out:
         os.makedirs(os.path.dirname(out) or ".", exist_ok=True)
         open(out, "a").close()
-except (ValueError, OSError) as error:
-    fail(str(error))
-if what not in MEASURES:
-    fail(f"what={what} is not one of {', '.join(MEASURES)}")
-if what == "checkpoint" and not os.path.exists("/proc/self/clear_refs"):
-    fail("what=checkpoint measures memory as Linux does; run it there")
-device, dtype = hardware.resolve(device, dtype)
-if what == "memory" and "fsdp2" in names:
-    fail("what=memory cannot see into fsdp2, whose tensors are parts of others; leave it out of --modes")
-torch_device = torch.device(start_process_group(launch, device))
-if device == "cpu":
-    hardware.divide_threads(launch.local_world_size)
-autocast = nullcontext() if dtype == "float32" else torch.amp.autocast(torch_device.type, hardware.DTYPES[dtype])
+    if what == "checkpoint" and not os.path.exists("/proc/self/clear_refs"):
+        raise ValueError("what=checkpoint measures memory as Linux does; run it there")
+    if what == "memory" and "fsdp2" in names:
+        raise ValueError("what=memory cannot see into fsdp2, whose tensors are parts of others; leave it out of --modes")
+    device, dtype = hardware.resolve(device, dtype)
+    device = start(launch, device)
+autocast = nullcontext() if dtype == "float32" else torch.amp.autocast(device.type, hardware.DTYPES[dtype])
 
 rows = MEASURES[what]()
 if dist.get_rank() == 0:
     with torch.device("meta"):
         parameters = GPT(GPTConfig(block_size, vocab_size, n_layer, n_head, n_embd, 0.0, bias)).num_params()
-    where = torch.cuda.get_device_name() if torch_device.type == "cuda" else "CPU"
+    where = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
     title = f"{parameters / 1e6:.1f}M parameters, {dist.get_world_size()} ranks, {dist.get_backend()}, {where}, {dtype}"
-    if what == "memory" and torch_device.type == "cpu":
+    if what == "memory" and device.type == "cpu":
         title += "; of the model and its optimizer, without activations"
     print(title)
     widths = {column: max(10, len(column) + 2) for column in rows[0]}
@@ -353,6 +338,4 @@ if dist.get_rank() == 0:
         with open(out, "w") as file:
             figures = {"what": title, "torch": torch.__version__, "date": time.strftime("%Y-%m-%d"), "command": sys.argv}
             json.dump({**figures, "config": config, "rows": rows}, file, indent=1)
-dist.barrier()
-sys.stdout.flush()
-os._exit(0)  # without winding up, which gloo's threads can turn into an abort (https://github.com/pytorch/pytorch/pull/179291)
+finish()

@@ -7,72 +7,52 @@ runs the file (plain Python that assigns some of the settings), then sets batch_
     config = configure(globals())
 
 once, below its defaults: every module-level int, float, bool or str in small letters without a leading underscore is a setting.
+Its type is that of the default; what else it must be is declared beside it, as a range or as choices:
+
+    batch_size: PositiveInt = 12
+    zero1_impl: Literal["sharded", "torch"] = "sharded"
 """
 
-import contextlib
-import datetime
 import difflib
+import inspect
 import math
 import os
 import runpy
 import sys
-import time
 import types
 from ast import literal_eval
-from typing import Any, NoReturn
+from collections.abc import Callable
+from typing import Annotated, Any, Literal, NamedTuple, NoReturn, get_args, get_origin
 
-from distributed import launched
+from distributed import exit_with_error, launched
 
 _LARGEST = 2**63 - 1  # of an integer that PyTorch, NumPy and a checkpoint take
 
 
-def fail(message: str) -> NoReturn:
-    """End this process because the user's input is wrong: one line on stderr, exit code 2, no traceback.
+class Rule(NamedTuple):
+    """What values a setting may take."""
 
-    Under torchrun every rank says so and ends. There the interpreter is not wound up, which gloo's threads can turn into
-    an abort (https://github.com/pytorch/pytorch/pull/179291).
-    """
-    sys.stderr.write(f"error: {' '.join(message.split())}\n")  # in one piece, not between the words of another rank
-    sys.stderr.flush()
-    if _is_one_of_several():
-        sys.stdout.flush()
-        _meet_the_other_ranks()
-        os._exit(2)
-    sys.exit(2)
+    text: str  # as in "batch_size=0 must be at least 1"
+    holds: Callable[[Any], bool]
 
 
-def _is_one_of_several() -> bool:
-    try:
-        return launched().distributed
-    except ValueError:  # which is what the user is being told
-        return False
-
-
-def _meet_the_other_ranks(patience_s: float = 5.0) -> None:
-    """Wait until all ranks are about to end: torchrun, seeing the first one gone, kills those that have not said why yet."""
-    import torch.distributed as dist
-
-    if dist.is_initialized():
-        return  # they have met
-    with contextlib.suppress(RuntimeError):  # the store is gone with rank 0, or the others never came
-        store, _, world_size = next(dist.rendezvous("env://", timeout=datetime.timedelta(seconds=patience_s)))
-        end = time.monotonic() + patience_s
-        ready = store.add("ranks about to end", 1)
-        while ready < world_size and time.monotonic() < end:
-            time.sleep(0.01)
-            ready = store.add("ranks about to end", 0)
+PositiveInt = Annotated[int, Rule("must be at least 1", lambda value: value >= 1)]
+NonNegativeInt = Annotated[int, Rule("must not be negative", lambda value: value >= 0)]
+PositiveFloat = Annotated[float, Rule("must be positive", lambda value: value > 0)]
+NonNegativeFloat = Annotated[float, Rule("must not be negative", lambda value: value >= 0)]
+Fraction = Annotated[float, Rule("must be at least 0 and less than 1", lambda value: 0 <= value < 1)]
 
 
 def configure(settings: dict[str, Any], argv: list[str] | None = None) -> dict[str, Any]:
     """Override `settings` in place with the files and `--key=value`s of `argv` (default: sys.argv), left to right.
 
     Returns:
-        The settings alone, by name. Prints those that changed, on rank 0. Wrong input ends the process by `fail`.
+        The settings alone, by name. Prints those that changed, on rank 0. Wrong input ends the process, exit code 2.
     """
     try:
         rank = launched().rank
     except ValueError as error:
-        fail(str(error))
+        exit_with_error(str(error))
     defaults = {key: value for key, value in settings.items() if _is_setting(key, value)}
     config = dict(defaults)
     for argument in sys.argv[1:] if argv is None else argv:
@@ -82,9 +62,12 @@ def configure(settings: dict[str, Any], argv: list[str] | None = None) -> dict[s
         elif argument in ("-h", "--help"):
             _help(settings.get("__doc__"), defaults)
         elif argument.startswith("-"):
-            fail(f"{argument} is not of the form --key=value; write for example --batch_size=32")
+            exit_with_error(f"{argument} is not of the form --key=value; write for example --batch_size=32")
         else:
             config.update(_read_file(argument, config, defaults))
+    for key, kind in _declared(settings).items():
+        if key in config:
+            _check_rule(key, config[key], kind)
     if rank == 0:
         for key, value in config.items():
             if value != defaults[key]:
@@ -97,6 +80,22 @@ def _is_setting(key: str, value: Any) -> bool:
     return key.islower() and not key.startswith("_") and isinstance(value, int | float | bool | str)
 
 
+def _declared(settings: dict[str, Any]) -> dict[str, Any]:
+    """The annotations beside the settings. Python 3.14 makes them only when its `inspect` asks the module for them."""
+    module = sys.modules.get(settings.get("__name__", ""))
+    if module is not None and vars(module) is settings:
+        return inspect.get_annotations(module)
+    return settings.get("__annotations__", {})
+
+
+def _check_rule(key: str, value: Any, kind: Any) -> None:
+    if get_origin(kind) is Literal and value not in get_args(kind):
+        exit_with_error(f"{key}={_shortened(value)} is not one of {', '.join(get_args(kind))}")
+    for rule in getattr(kind, "__metadata__", ()):
+        if not rule.holds(value):
+            exit_with_error(f"{key}={value} {rule.text}")
+
+
 def _is_assignment(key: str, value: Any) -> bool:
     return not key.startswith("_") and not callable(value) and not isinstance(value, types.ModuleType)
 
@@ -104,11 +103,11 @@ def _is_assignment(key: str, value: Any) -> bool:
 def _read_file(path: str, config: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
     """What a config file assigns. It sees the settings as they are so far; its modules, functions and _names are its own."""
     if not os.path.isfile(path):
-        fail(f"config file {path} does not exist; settings are given as --key=value")
+        exit_with_error(f"config file {path} does not exist; settings are given as --key=value")
     try:
         names = runpy.run_path(path, init_globals=config)
     except Exception as error:
-        fail(f"config file {path} cannot be run: {type(error).__name__}: {error}")
+        exit_with_error(f"config file {path} cannot be run: {type(error).__name__}: {error}")
     return {key: _checked(key, value, defaults, path) for key, value in names.items() if _is_assignment(key, value)}
 
 
@@ -127,16 +126,16 @@ def _checked(key: str, value: Any, defaults: dict[str, Any], where: str) -> Any:
     if key not in defaults:
         near = difflib.get_close_matches(key, defaults, n=1)
         hint = f"did you mean {near[0]!r}?" if near else "--help lists all; in a file, names of your own begin with _"
-        fail(f"unknown setting {key!r} in {where}; {hint}")
+        exit_with_error(f"unknown setting {key!r} in {where}; {hint}")
     wanted = type(defaults[key])
     if type(value) is int and abs(value) > _LARGEST:
-        fail(f"{key} in {where} is too large; integers go up to {_LARGEST}")
+        exit_with_error(f"{key} in {where} is too large; integers go up to {_LARGEST}")
     if wanted is float and type(value) is int:
         return float(value)
     if type(value) is not wanted:
-        fail(f"{key}={_shown(value)} in {where} is {_article(type(value))}, but {key} takes {_article(wanted)}")
+        exit_with_error(f"{key}={_shown(value)} in {where} is {_article(type(value))}, but {key} takes {_article(wanted)}")
     if wanted is float and not math.isfinite(value):
-        fail(f"{key}={value} in {where} is not a finite number")
+        exit_with_error(f"{key}={value} in {where} is not a finite number")
     return value
 
 

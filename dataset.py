@@ -7,7 +7,7 @@ import os
 import pickle
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -35,7 +35,7 @@ class Dataset:
 
     def __init__(self, name: str, block_size: int) -> None:
         self.directory = os.path.join(DATA_DIR, name)
-        self.block_size = block_size
+        self.name, self.block_size = name, block_size
         self.meta = load_meta(self.directory)
         self.tokens = {split: _open(self.directory, split, block_size) for split in SPLITS}  # (tokens,) uint16
 
@@ -56,6 +56,23 @@ class Dataset:
         places = beginning + numbers * _GOLDEN_RATIO  # in units of 2**-64 of the split; the product wraps around
         return (places / 2.0**64 * (len(self.tokens[split]) - self.block_size)).astype(np.int64)
 
+    def micro_batches(
+        self, seed: int, first: int, batch_size: int, count: int, rank: int = 0, world_size: int = 1
+    ) -> Iterator[np.ndarray]:
+        """The offsets, (batch_size,) int64, of one rank's micro-batches of the training split, without end.
+
+        Which sequences make up an iteration depends on the seed and `first` only, not on the ranks that share it.
+
+        Args:
+            first: the number of sequences that all ranks together have seen.
+            batch_size: sequences per micro-batch.
+            count: micro-batches of all ranks together in one iteration.
+        """
+        while True:
+            offsets = self.offsets("train", (seed, 0), first, count * batch_size).reshape(count, batch_size)
+            yield from offsets[rank::world_size]
+            first += count * batch_size
+
     def batch(self, split: str, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Inputs and targets, each (len(offsets), block_size) int64."""
         tokens = self.tokens[split]
@@ -66,8 +83,13 @@ class Dataset:
         """Read through one of `parts` equal parts of the data.
 
         Raises:
-            DataError: if a token in it is outside a model's vocabulary of `vocab_size`.
+            DataError: if the dataset's vocabulary, or a token in that part, is outside a model's one of `vocab_size`.
         """
+        if self.vocab_size is not None and self.vocab_size > vocab_size:
+            raise DataError(
+                f"dataset {self.name} has a vocabulary of {self.vocab_size}, the model one of {vocab_size}; "
+                "use the dataset that the model was trained on"
+            )
         for split, tokens in self.tokens.items():
             begin, end = (len(tokens) * number // parts for number in (part, part + 1))
             for start in range(begin, end, 1 << 24):

@@ -1,10 +1,24 @@
-"""The ranks of a run: who this process is, as torchrun says in environment variables, and the process group of all."""
+"""The ranks of a run: who this process is, its device, the process group of all, and how all of them end.
 
+Outside of a process group every function works for one process alone.
+"""
+
+import contextlib
+import datetime
 import os
-from typing import NamedTuple
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
+
+import hardware
+from zero.collectives import broadcast_object, gather_objects
+
+_REMEDY = "start with torchrun, or unset RANK to start alone"
 
 
 class Launch(NamedTuple):
@@ -41,40 +55,134 @@ def launched() -> Launch:
     return Launch(True, rank, local_rank, world_size, local_world_size)
 
 
-def start_process_group(launch: Launch, device: str, backend: str = "auto") -> str:
-    """Start torch.distributed; 'auto' is NCCL where every rank has a GPU of its own, else gloo. Called on all ranks.
+def start(launch: Launch, device: str, backend: str = "auto") -> torch.device:
+    """Start torch.distributed, unless this process is alone. Needs to be called on all ranks.
+
+    Args:
+        device: as `hardware.resolve` gives it. On CPUs each rank gets its share of the machine's cores.
+        backend: 'nccl', 'gloo' or 'auto', which is NCCL where every rank has a GPU of its own, else gloo.
 
     Returns:
-        The device of this rank; of 'cuda' the GPU that goes with its place on the machine.
+        The device of this rank; of 'cuda' the GPU with the number of the rank's place on its machine.
+
+    Raises:
+        ValueError: if the backend does not support the device.
     """
+    if not launch.distributed:
+        return torch.device(device)
     if device.startswith("cuda"):
         device = f"cuda:{launch.local_rank % torch.cuda.device_count()}"
         torch.cuda.set_device(device)
+    elif backend == "nccl":
+        raise ValueError(f"backend=nccl cannot serve device={device}; use --backend=gloo")
+    elif device == "cpu":
+        hardware.divide_threads(launch.local_world_size)
     store, _, _ = next(dist.rendezvous("env://"))
     if backend == "auto":
         backend = "nccl" if device.startswith("cuda") and _has_each_rank_a_gpu(device, store, launch.world_size) else "gloo"
     device_id = torch.device(device) if backend == "nccl" else None
     dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.world_size, device_id=device_id)
-    return device
+    return torch.device(device)
+
+
+def finish(exit_code: int = 0) -> NoReturn:
+    """End this process once all ranks are here. Needs to be called on all ranks."""
+    if dist.is_initialized():
+        dist.barrier()
+    _exit(exit_code)
+
+
+def exit_with_error(message: str) -> NoReturn:
+    """End this process because the user's input is wrong: one line on stderr, exit code 2, no traceback.
+
+    Under torchrun every rank needs to call it, and says so.
+    """
+    sys.stderr.write(f"error: {' '.join(message.split())}\n")  # one write, so that the lines of two ranks do not mix
+    if _is_one_of_several() and not dist.is_initialized():
+        _meet_the_other_ranks()
+    _exit(2)
+
+
+@contextmanager
+def exit_on_wrong_input() -> Iterator[None]:
+    """If the block finds the user's input wrong on any rank, all ranks say so and end. Needs to be entered on all ranks."""
+    message = None
+    try:
+        yield
+    except (ValueError, OSError, ImportError) as error:
+        message = str(error)
+    message = next(filter(None, gather_objects(message)), None)
+    if message is not None:
+        exit_with_error(message)
+
+
+def on_rank_0(function: Callable[[], Any]) -> Any:
+    """Call a function on rank 0 alone; all ranks return what it returned. Needs to be called on all ranks.
+
+    Raises:
+        ValueError, OSError: on all ranks, what the function raised on rank 0.
+    """
+    result = error = None
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        try:
+            result = function()
+        except (ValueError, OSError) as raised:
+            error = raised
+    result, error = broadcast_object((result, error))
+    if error is not None:
+        raise error
+    return result
+
+
+def mean_over_ranks(value: torch.Tensor) -> float:
+    """The mean of a scalar tensor, which is overwritten. Needs to be called on all ranks."""
+    if not dist.is_initialized():
+        return value.item()
+    dist.all_reduce(value)
+    return value.item() / dist.get_world_size()
+
+
+def _exit(code: int) -> NoReturn:
+    """Under torchrun skip Python's shutdown: gloo's threads can abort it (https://github.com/pytorch/pytorch/pull/179291)."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if _is_one_of_several():
+        os._exit(code)
+    sys.exit(code)
+
+
+def _is_one_of_several() -> bool:
+    try:
+        return launched().distributed
+    except ValueError:  # which is what the user is being told
+        return False
+
+
+def _meet_the_other_ranks(patience_s: float = 5.0) -> None:
+    """Wait until all ranks are about to end: torchrun kills the other ranks when the first one ends."""
+    with contextlib.suppress(RuntimeError):  # the store has ended with rank 0, or the others never came
+        store, _, world_size = next(dist.rendezvous("env://", timeout=datetime.timedelta(seconds=patience_s)))
+        end = time.monotonic() + patience_s
+        ready = store.add("ranks about to end", 1)
+        while ready < world_size and time.monotonic() < end:
+            time.sleep(0.01)
+            ready = store.add("ranks about to end", 0)
 
 
 def _has_each_rank_a_gpu(device: str, store: dist.Store, world_size: int) -> bool:
-    """Whether no two ranks share a GPU, be it that each sees all of its machine or only its own."""
+    """Whether no two ranks share a GPU. A rank may see all GPUs of its machine, or only its own."""
     if store.add(f"ranks on GPU {torch.cuda.get_device_properties(device).uuid}", 1) > 1:
         store.set("a GPU is shared", "")
-    if store.add("ranks that have said so", 1) == world_size:
-        store.set("all ranks have said so", "")
-    store.wait(["all ranks have said so"])
+    if store.add("ranks that have reported", 1) == world_size:
+        store.set("all ranks have reported", "")
+    store.wait(["all ranks have reported"])
     return not store.check(["a GPU is shared"])
 
 
-_REMEDY = "start with torchrun, or unset RANK to start alone"
-
-
 def _integer(name: str, default: int | None = None) -> int:
-    text = os.environ.get(name)
-    if text is None and default is not None:
+    if name not in os.environ and default is not None:
         return default
+    text = os.environ[name]
     try:
         return int(text)
     except ValueError as error:

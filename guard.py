@@ -7,8 +7,9 @@ import torch
 import torch.distributed as dist
 
 from zero import ShardedGradScaler
+from zero.collectives import gather_objects
 from zero.optimizer import GradientNorms
-from zero.partition import parameters, partition
+from zero.partition import partition
 
 _REMEDY = "try a lower --learning_rate, --grad_clip=1.0, more --warmup_iters or --dtype=float32"
 
@@ -16,8 +17,8 @@ _REMEDY = "try a lower --learning_rate, --grad_clip=1.0, more --warmup_iters or 
 class Guard:
     """Has an update skipped if the loss of any rank or the gradient norm is not finite. Needs to be made on all ranks.
 
-    `watch` leaves the decision on the device, where the fused AdamW reads it (`found_inf`, as GradScaler has it), so that a
-    GPU is not waited for. `look` brings it to the host. Once `limit` updates in a row were skipped no further one is made:
+    `check` leaves the decision on the device, where the fused AdamW reads it (`found_inf`, as GradScaler has it), so that a
+    GPU is not waited for. `report` brings it to the host. Once `limit` updates in a row were skipped no further one is made:
     however late the host looks, the weights are those before the first of them. With float16, gradients that are not
     finite are the scaler's business; only the loss counts here.
 
@@ -36,10 +37,10 @@ class Guard:
         self._zero = torch.zeros((), device=device)
         self._in_a_row = self._skipped = self._zero  # updates
         # of the last one that was the first of its row: loss, norm of all gradients, norms of this rank's, (locals + 2,)
-        self._first = torch.zeros(len(parameters(self._part.inner)) + 2, device=device)
+        self._first = torch.zeros(len(self._part.locals) + 2, device=device)
         self._reported = 0  # of the skipped ones
 
-    def watch(self, loss: torch.Tensor, norms: GradientNorms) -> None:
+    def check(self, loss: torch.Tensor, norms: GradientNorms) -> None:
         """Before `scaler.step`: decide whether it is to change anything. Needs to be called on all ranks.
 
         Args:
@@ -51,7 +52,7 @@ class Guard:
         if dist.is_initialized():
             dist.all_reduce(bad, dist.ReduceOp.MAX)
         skip = torch.maximum(bad, (self._in_a_row >= self.limit).float())
-        each = [norms.each.get(local, self._zero) for local in parameters(self._part.inner)]
+        each = [norms.each.get(local, self._zero) for local in self._part.locals]
         figures = torch.stack([figure.float() for figure in (loss, norms.total, *each)])
         self._first = torch.where(skip > self._in_a_row, figures, self._first)
         self._in_a_row = (self._in_a_row + 1) * skip
@@ -59,11 +60,11 @@ class Guard:
         if self.scaler.is_enabled():
             self.scaler.skip_if(self.optimizer, skip)
         elif self._part.inner.defaults.get("fused"):
-            self._part.inner.found_inf = skip
+            self._part.inner.found_inf = skip  # type: ignore[attr-defined]  # where torch.amp.GradScaler puts it
         elif skip:  # without that kernel, as on mps, the host has to know
             self.optimizer.zero_grad(set_to_none=True)
 
-    def look(self, iteration: int) -> None:
+    def report(self, iteration: int) -> None:
         """After the step of `iteration`: report. Needs to be called on all ranks."""
         self.in_a_row, skipped = (int(count) for count in torch.stack((self._in_a_row, self._skipped)).tolist())
         if skipped == self._reported:
@@ -89,10 +90,7 @@ class Guard:
     def _reason(self) -> str:
         """What is not finite, and where. Needs to be called on all ranks."""
         loss, norm, *each = self._first.tolist()
-        found = [(loss, self._first_bad(each))]
-        if dist.is_initialized():
-            found = found * dist.get_world_size()
-            dist.all_gather_object(found, found[0])
+        found = gather_objects((loss, self._first_bad(each)))
         reasons = [f"the loss of rank {rank} is {loss}" for rank, (loss, _) in enumerate(found) if not math.isfinite(loss)]
         if not math.isfinite(norm):
             reasons.append(f"the gradient norm is {norm}")
@@ -104,9 +102,9 @@ class Guard:
 
     def _first_bad(self, norms: list[float]) -> tuple[int, str] | None:
         """Place in the model and name of the first parameter of this rank that, or whose gradient, is not finite."""
-        params, places = parameters(self.optimizer), {name: place for place, name in enumerate(self._names.values())}
+        params, places = self._part.params, {name: place for place, name in enumerate(self._names.values())}
         bad = []
-        for piece, local, norm in zip(self._part.slices[self._part.rank], parameters(self._part.inner), norms, strict=True):
+        for piece, local, norm in zip(self._part.plan.slices(self._part.rank), self._part.locals, norms, strict=True):
             name = self._names[params[piece.param]]
             if not local.detach().isfinite().all():
                 bad.append((places[name], name))

@@ -3,6 +3,7 @@
 import os
 import re
 import time
+from typing import Any
 
 import torch
 
@@ -35,11 +36,14 @@ _PEAK_TFLOPS = (
 )
 
 
-def resolve(device: str, dtype: str) -> tuple[str, str]:
-    """The device and the number format to use, with what 'auto' stands for filled in.
+def resolve(device: str, dtype: str, param_dtype: str = "float32") -> tuple[str, Any]:
+    """The device and the number format to compute in, with what 'auto' stands for filled in.
+
+    Args:
+        param_dtype: the number format of the weights. Weights in less than float32 are computed with in that.
 
     Raises:
-        ValueError: if this machine has no such device, or there is no such format.
+        ValueError: if this machine has no such device, or the two number formats do not go together.
     """
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -48,11 +52,13 @@ def resolve(device: str, dtype: str) -> tuple[str, str]:
     if kind not in counts or (index and not index.isdigit()) or int(index or 0) >= counts[kind]:
         raise ValueError(f"device={device} is not on this machine, which has {_count(counts)}; use for example --device=cpu")
     if dtype == "auto":
-        dtype = "float32"
-        if kind == "cuda":
+        dtype = param_dtype
+        if kind == "cuda" and param_dtype == "float32":
             dtype = "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float16"
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype={dtype} is not one of {', '.join(DTYPES)}")
+    if param_dtype not in ("float32", dtype):
+        raise ValueError(
+            f"param_dtype={param_dtype} computes in {param_dtype}, not in dtype={dtype}; use --dtype={param_dtype}"
+        )
     return device, dtype
 
 
@@ -60,10 +66,10 @@ def _count(counts: dict[str, int]) -> str:
     return ", ".join(f"{count} {kind}" for kind, count in counts.items())
 
 
-def is_slow_on_cpu(dtype: torch.dtype) -> bool:
-    """Whether this CPU is known to lack instructions for `dtype`; autocast works without them, but slowly."""
-    flags = {torch.bfloat16: {"avx512_bf16", "amx_bf16", "bf16"}, torch.float16: {"avx512_fp16", "amx_fp16", "asimdhp"}}
-    if dtype == torch.float32 or not os.path.exists("/proc/cpuinfo"):
+def is_slow_on_cpu(device: torch.device, dtype: str) -> bool:
+    """Whether the device is a CPU that is known to lack instructions for `dtype`; autocast works without them, but slowly."""
+    flags = {"bfloat16": {"avx512_bf16", "amx_bf16", "bf16"}, "float16": {"avx512_fp16", "amx_fp16", "asimdhp"}}
+    if device.type != "cpu" or dtype == "float32" or not os.path.exists("/proc/cpuinfo"):
         return False
     with open("/proc/cpuinfo") as file:
         return flags[dtype].isdisjoint(file.read().split())

@@ -1,9 +1,27 @@
-"""Where figures go besides the console: `metrics.jsonl` in the output folder and, when asked for, wandb."""
+"""The figures of a run: measured by the meter; logged to the console, to `metrics.jsonl` and, when asked for, to wandb."""
 
 import json
 import math
 import os
+import time
 from typing import Any
+
+import torch
+
+import hardware
+from zero.memory import peak_bytes
+
+# what the console shows of an event, in this order; metrics.jsonl and wandb get all of it
+_CONSOLE = {
+    "step": {"train/loss": "train loss {:.4f}", "val/loss": "val loss {:.4f}"},
+    "iter": {
+        "iter/loss": "loss {:.4f}",
+        "iter/time_ms": "time {:.2f}ms",
+        "mfu": "mfu {:.2f}%",
+        "iter/tokens_per_second": "{:,.0f} tok/s",
+        "iter/peak_memory_gb": "peak memory {:.2f} GB",
+    },
+}
 
 
 class LoggerError(ValueError):
@@ -11,7 +29,7 @@ class LoggerError(ValueError):
 
 
 class Logger:
-    """Writes one event to every place. One rank only.
+    """Writes an event to every place, on rank 0. On other ranks it does nothing.
 
     Args:
         out_dir: folder of `metrics.jsonl`, made if it is missing; one JSON object per event with the keys that wandb gets,
@@ -21,6 +39,7 @@ class Logger:
         wandb_log: also log to wandb, imported only then.
         project, name, config: for `wandb.init`.
         run_id: of the wandb run to go on with, if any.
+        rank: of this process.
 
     Raises:
         LoggerError: if the folder cannot be made, or wandb is asked for and not installed or wrongly set up.
@@ -35,8 +54,13 @@ class Logger:
         name: str,
         config: dict[str, Any],
         run_id: str | None = None,
+        rank: int = 0,
     ) -> None:
-        self.file = None
+        self.file = self.run = None
+        self.rank = rank
+        self.complained = False
+        if rank > 0:
+            return
         self.run = _wandb_run(project, name, config, run_id) if wandb_log else None
         try:
             if out_dir is not None:
@@ -49,15 +73,21 @@ class Logger:
                 self.file.write(b"".join(kept))
         except OSError as error:
             raise LoggerError(f"cannot write to out_dir={out_dir}: {error}") from error
-        self.complained = False
 
     @property
     def run_id(self) -> str | None:
         """Of the wandb run, or None."""
         return self.run.id if self.run else None
 
-    def log(self, event: dict[str, Any]) -> None:
-        """Write an event; where the disk is full say so, once, and go on."""
+    def log(self, event: dict[str, Any], console: str | None = None) -> None:
+        """Write an event. If the disk is full, print that once and go on.
+
+        Args:
+            console: "step" or "iter": print a line that begins with this word.
+        """
+        if console is not None and self.rank == 0:
+            shown = [text.format(event[key]) for key, text in _CONSOLE[console].items() if key in event]
+            print(f"{console} {event['iter']}: {', '.join(shown)}", flush=True)
         if self.run:
             self.run.log(event)
         if self.file is None:
@@ -79,6 +109,69 @@ class Logger:
             self.file.close()
         if self.run:
             self.run.finish()
+
+
+class Meter:
+    """The clock of a run: how long an iteration takes, and what follows from that. Needs to be made on all ranks.
+
+    To add a metric, add it to the event of `log_iteration` or `log_evaluation`; to show it on the console as well, add it
+    to `_CONSOLE`.
+
+    Args:
+        log: where the figures go.
+        tokens_per_iter: of all ranks together.
+        flops_per_iter: of one rank.
+        device, dtype: what this rank computes on and in.
+    """
+
+    _WARM_UP = 5  # iterations that do not count for the MFU
+
+    def __init__(self, log: Logger, tokens_per_iter: int, flops_per_iter: float, device: torch.device, dtype: str) -> None:
+        self.log, self.device = log, device
+        self.tokens_per_iter, self.flops_per_iter = tokens_per_iter, flops_per_iter
+        self.peak_flops = hardware.peak_flops(device, hardware.DTYPES[dtype])  # per second
+        if log.rank == 0:
+            print(f"mfu is relative to {self.peak_flops / 1e12:.3g} TFLOP/s per rank in {dtype}")
+        self.mfu = -1.0  # running mean; -1: not measured yet, as in nanoGPT
+        self._iterations = 0  # in all
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin to measure here: what took time until now was no iteration."""
+        self._begin, self._timed = time.perf_counter(), 0
+
+    def count_iteration(self) -> None:
+        """An iteration has ended."""
+        self._iterations += 1
+        self._timed += 1
+
+    def log_iteration(self, iteration: int, loss: float, lr: float) -> None:
+        """Log the mean of the iterations since the last restart or log."""
+        seconds = (time.perf_counter() - self._begin) / self._timed
+        if self._iterations > self._WARM_UP:
+            mfu = self.flops_per_iter / seconds / self.peak_flops
+            self.mfu = mfu if self.mfu == -1.0 else 0.9 * self.mfu + 0.1 * mfu
+        event = {
+            "iter": iteration,
+            "iter/loss": loss,
+            "iter/time_ms": seconds * 1000,
+            "iter/tokens_per_second": self.tokens_per_iter / seconds,
+            "iter/peak_memory_gb": peak_bytes(self.device) / 1e9,
+            "lr": lr,
+            "mfu": self.mfu * 100,
+        }
+        self.log.log(event, console="iter")
+        self.restart()
+
+    def log_evaluation(self, iteration: int, losses: dict[str, float], lr: float) -> None:
+        """Log the losses by split."""
+        event = {
+            "iter": iteration,
+            **{f"{split}/loss": loss for split, loss in losses.items()},
+            "lr": lr,
+            "mfu": self.mfu * 100,
+        }
+        self.log.log(event, console="step")
 
 
 def _lines_before(iteration: int, path: str) -> tuple[int, list[bytes]]:
@@ -118,7 +211,7 @@ def _wandb_run(project: str, name: str, config: dict[str, Any], run_id: str | No
     except ImportError as error:
         raise LoggerError(f"wandb_log=True needs wandb ({error}); pip install wandb, or use --wandb_log=False") from error
 
-    def start(mode: str) -> Any:
+    def start(mode: Any) -> Any:
         return wandb.init(project=project, name=name, config=config, mode=mode, id=run_id, resume="allow" if run_id else None)
 
     try:

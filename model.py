@@ -5,6 +5,7 @@ output head. Weights come from a seed, from a checkpoint (`load_state_dict`) or 
 """
 
 import math
+import os
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -154,9 +155,16 @@ class GPT(nn.Module):
         logits = self.lm_head(x)
         return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
 
+    def compile_blocks(self) -> None:
+        """Compile the model block by block: that is short to compile, and the parameters keep their names."""
+        for block in self.transformer.h:
+            block.compile()
+
     def crop_block_size(self, block_size: int) -> None:
         """Forget the positions from `block_size` on. Call it before an optimizer takes the parameters."""
-        if not 1 <= block_size <= self.config.block_size:
+        if block_size == self.config.block_size:
+            return
+        if not 1 <= block_size < self.config.block_size:
             raise ValueError(f"block_size={block_size} must be between 1 and the model's {self.config.block_size}")
         self.config.block_size = block_size
         self.transformer.wpe = nn.Embedding.from_pretrained(
@@ -198,7 +206,10 @@ class GPT(nn.Module):
         Raises:
             ImportError: without transformers.
             OSError: if the weights are neither on this machine nor to be downloaded.
+            ValueError: if the name is neither that of a GPT-2 nor a directory.
         """
+        if not (name.startswith("gpt2") or os.path.isdir(name)):
+            raise ValueError(f"init_from={name} is neither scratch, resume, a gpt2 name nor a folder that holds a GPT-2")
         try:
             from transformers import GPT2LMHeadModel
         except ImportError as error:

@@ -8,12 +8,14 @@ $ python sample.py --out_dir=out-shakespeare-char --start=FILE:prompt.txt
 import os
 import sys
 from contextlib import nullcontext
+from typing import Literal
 
 import torch
 
 import hardware
-from configurator import configure, fail
+from configurator import NonNegativeInt, PositiveFloat, PositiveInt, configure
 from dataset import DATA_DIR, load_codec, load_meta
+from distributed import exit_on_wrong_input
 from model import GPT
 from zero import checkpoint as ckpt
 
@@ -23,26 +25,22 @@ out_dir = "out"
 start = "\n"  # the prompt, or FILE:path of a file that holds it
 num_samples = 10
 max_new_tokens = 500  # per sample
-temperature = 0.8  # 1.0 leaves the predictions as they are; less is less random
-top_k = 200  # sample among the k likeliest tokens only
-seed = 1337
+temperature: PositiveFloat = 0.8  # 1.0 leaves the predictions as they are; less is less random
+top_k: PositiveInt = 200  # sample among the k likeliest tokens only
+seed: NonNegativeInt = 1337
 device = "auto"  # 'cpu', 'cuda', 'cuda:1', 'mps'; auto: cuda where there is one
-dtype = "auto"  # 'float32', 'bfloat16', 'float16'; auto: the best the GPU has, float32 on a CPU
+dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: the best the GPU has, float32 on a CPU
 compile = False  # torch.compile, block by block
 configure(globals())
 # -----------------------------------------------------------------------------
 
-try:
+with exit_on_wrong_input():
     device, dtype = hardware.resolve(device, dtype)
-    if temperature <= 0:
-        raise ValueError(f"temperature={temperature} must be positive")
-    if top_k < 1:
-        raise ValueError(f"top_k={top_k} must be at least 1")
     meta = None
     if init_from == "resume":
-        path, complaint = ckpt.find(out_dir)
-        if complaint:
-            sys.stderr.write(f"WARNING: {complaint}; sampling from {path}, the checkpoint before\n")
+        path, warning = ckpt.find(out_dir)
+        if warning:
+            sys.stderr.write(f"WARNING: {warning}; sampling from {path}, the checkpoint before\n")
         checkpoint = ckpt.load(path)
         model = GPT.from_checkpoint(checkpoint)
         meta = load_meta(os.path.join(DATA_DIR, checkpoint["config"].get("dataset", "")))
@@ -60,16 +58,13 @@ try:
     tokens = codec.encode(start)
     if not tokens:
         raise ValueError("the prompt is empty; give at least one character with --start")
-except (ValueError, OSError, ImportError) as error:
-    fail(str(error))
 device_type = device.split(":")[0]
 autocast = nullcontext() if dtype == "float32" else torch.amp.autocast(device_type, hardware.DTYPES[dtype])
 
 torch.manual_seed(seed)
 model.eval().to(device)
 if compile:
-    for block in model.transformer.h:
-        block.compile()
+    model.compile_blocks()
 
 prompt = torch.tensor([tokens], device=device)  # (1, time)
 for _ in range(num_samples):

@@ -9,15 +9,15 @@ import time
 import torch
 import torch.distributed as dist
 
-from zero.collectives import PATIENCE
+from zero.collectives import LONG_TIMEOUT
 
 _SAME_KEYSTROKE_S = 1.0  # launchers pass on a Ctrl-C that the terminal may have sent to this process already
 
 
-class Wish(enum.IntEnum):
+class Action(enum.IntEnum):
     """What is to happen at the next step boundary; the larger one wins."""
 
-    NOTHING = 0
+    CONTINUE = 0
     SAVE = 1
     SAVE_AND_STOP = 2
     FAIL = 3  # stop as it is
@@ -31,11 +31,11 @@ class Signals:
     """
 
     def __init__(self) -> None:
-        self._wish = Wish.NOTHING
+        self._action = Action.CONTINUE
         self._lock = threading.Lock()
         self._interrupted: float | None = None  # when SIGINT came first, in seconds
         # on the CPU, whatever the backend of the run: deciding must not wait for a GPU
-        self._group = dist.new_group(backend="gloo", timeout=PATIENCE) if dist.is_initialized() else None
+        self._group = dist.new_group(backend="gloo", timeout=LONG_TIMEOUT) if dist.is_initialized() else None
         self._inbox, outbox = os.pipe()
         os.set_blocking(outbox, False)
         signal.set_wakeup_fd(outbox)
@@ -43,13 +43,13 @@ class Signals:
             signal.signal(number, lambda *_: None)  # in place of its default; the number goes to the inbox
         threading.Thread(target=self._listen, name="signals", daemon=True).start()
 
-    def decide(self, wish: Wish = Wish.NOTHING) -> Wish:
-        """What all ranks are to do now, with a wish of this rank besides the signals'. Needs to be called on all ranks."""
+    def agree(self, action: Action = Action.CONTINUE) -> Action:
+        """The largest action that any rank asks for, or a signal to it. Needs to be called on all ranks."""
         with self._lock:
-            decision, self._wish = torch.tensor(int(max(wish, self._wish))), Wish.NOTHING
+            decision, self._action = torch.tensor(int(max(action, self._action))), Action.CONTINUE
         if self._group is not None:
             dist.all_reduce(decision, op=dist.ReduceOp.MAX, group=self._group)
-        return Wish(decision.item())
+        return Action(int(decision.item()))
 
     def _listen(self) -> None:
         while True:
@@ -64,9 +64,9 @@ class Signals:
             elif now - self._interrupted > _SAME_KEYSTROKE_S:
                 os._exit(128 + signal.SIGINT)
         if number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-            wish = Wish.SAVE if number == signal.SIGUSR1 else Wish.SAVE_AND_STOP
+            action = Action.SAVE if number == signal.SIGUSR1 else Action.SAVE_AND_STOP
             with self._lock:
-                news, self._wish = wish > self._wish, max(wish, self._wish)
+                news, self._action = action > self._action, max(action, self._action)
             if news:
-                what = "saving" if wish == Wish.SAVE else "saving and stopping"
+                what = "saving" if action == Action.SAVE else "saving and stopping"
                 print(f"{signal.Signals(number).name}: {what} at the next step boundary", flush=True)

@@ -14,7 +14,7 @@ import numpy as np
 import tiktoken
 from tqdm import tqdm
 
-from configurator import fail
+from distributed import exit_with_error
 
 TINY_SHAKESPEARE_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 TINY_SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
@@ -41,9 +41,9 @@ def read_text(path: str) -> str:
         with open(path, encoding="utf-8", newline="") as file:
             text = file.read()
     except (OSError, UnicodeDecodeError) as error:
-        fail(f"cannot read {path} as UTF-8 text: {error}")
+        exit_with_error(f"cannot read {path} as UTF-8 text: {error}")
     if not text:
-        fail(f"{path} is empty; name a text with --input FILE")
+        exit_with_error(f"{path} is empty; name a text with --input FILE")
     return text
 
 
@@ -61,7 +61,9 @@ def download(url: str, path: str, sha256: str) -> None:
             if digest.hexdigest() != sha256:
                 raise ValueError(f"its checksum is {digest.hexdigest()}, not {sha256}")
     except (OSError, http.client.HTTPException, ValueError) as error:
-        fail(f"cannot download {url} ({error}); fetch it by other means, put it at {path} or name it with --input FILE")
+        exit_with_error(
+            f"cannot download {url} ({error}); fetch it by other means, put it at {path} or name it with --input FILE"
+        )
 
 
 def gpt2_encoding() -> tiktoken.Encoding:
@@ -69,7 +71,9 @@ def gpt2_encoding() -> tiktoken.Encoding:
     try:
         return tiktoken.get_encoding("gpt2")
     except OSError as error:  # every error of requests, which tiktoken downloads with, is one
-        fail(f"tiktoken cannot download GPT-2's vocabulary ({error}); set TIKTOKEN_CACHE_DIR to a folder that holds it")
+        exit_with_error(
+            f"tiktoken cannot download GPT-2's vocabulary ({error}); set TIKTOKEN_CACHE_DIR to a folder that holds it"
+        )
 
 
 @contextmanager

@@ -8,9 +8,9 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from zero.data_parallel import ShardedDataParallel
-from zero.memory import state_bytes_predicted
+from zero.memory import predicted_bytes
 from zero.optimizer import GradientNorms, ShardedOptimizer
-from zero.partition import parameters
+from zero.partition import parameters, partition
 
 IMPLEMENTATIONS = ("sharded", "torch")
 PARAM_DTYPES = {"float32": None, "bfloat16": torch.bfloat16}  # None: as the model comes
@@ -62,12 +62,8 @@ def build(
             raise ValueError("shard_gradients=True needs use_zero1=True, zero1_impl='sharded'")
         if check_reads:
             raise ValueError("zero_check_reads=True needs use_zero1=True, zero1_impl='sharded'")
-    if not use_zero1 or dist.get_world_size() == 1:
-        optimizer = torch.optim.AdamW(groups, **adamw)
-    elif zero1_impl == "torch":
-        optimizer = ZeroRedundancyOptimizer(groups, optimizer_class=torch.optim.AdamW, **adamw)
-    else:
-        optimizer = ShardedOptimizer(
+    if use_zero1 and zero1_impl == "sharded" and dist.get_world_size() > 1:
+        sharded = ShardedOptimizer(
             groups,
             torch.optim.AdamW,
             bucket_mb=bucket_mb,
@@ -75,8 +71,12 @@ def build(
             param_dtype=PARAM_DTYPES[param_dtype],
             **adamw,
         )
-        wrapped = ShardedDataParallel(model, optimizer, shard_gradients=shard_gradients, check_reads=check_reads)
-        return wrapped, optimizer
+        return ShardedDataParallel(model, sharded, shard_gradients=shard_gradients, check_reads=check_reads), sharded
+    optimizer: torch.optim.Optimizer
+    if use_zero1 and dist.get_world_size() > 1:
+        optimizer = ZeroRedundancyOptimizer(groups, optimizer_class=torch.optim.AdamW, **adamw)
+    else:
+        optimizer = torch.optim.AdamW(groups, **adamw)
     # gradients as views into DDP's buckets: the same all-reduce, without a second copy of every gradient
     device_ids = [device.index] if device.type == "cuda" else None
     return DistributedDataParallel(model, device_ids=device_ids, gradient_as_bucket_view=True), optimizer
@@ -91,7 +91,7 @@ def clip_grad_norm_(optimizer: torch.optim.Optimizer, max_norm: float) -> Gradie
         params, norms = parameters(optimizer.inner), optimizer.gradient_norms()
     else:
         params = [param for param in parameters(optimizer) if param.grad is not None]
-        each = torch._foreach_norm([param.grad for param in params]) if params else ()
+        each = torch._foreach_norm([param.grad for param in params if param.grad is not None]) if params else ()
         total = torch.linalg.vector_norm(torch.stack(each)) if params else torch.zeros(())
         norms = GradientNorms(total, dict(zip(params, each, strict=True)))
     # gradients whose norm is not finite stay as they are
@@ -101,13 +101,14 @@ def clip_grad_norm_(optimizer: torch.optim.Optimizer, max_norm: float) -> Gradie
 
 def describe(optimizer: torch.optim.Optimizer, use_zero1: bool) -> str:
     """One line for the console: which implementation, its state bytes per rank, and what plain AdamW would hold."""
-    by_rank = state_bytes_predicted(optimizer)
+    plan = partition(optimizer).plan
+    by_rank = [predicted_bytes(plan, rank)["state"] for rank in range(plan.world_size)]
     whole = f"{sum(by_rank) / 1e6:.1f} MB"
     if isinstance(optimizer, ShardedOptimizer | ZeroRedundancyOptimizer):
         name = "sharded" if isinstance(optimizer, ShardedOptimizer) else "torch"
         fullest = f"{max(by_rank) / 1e6:.1f} MB of AdamW state on the fullest rank"
-        if isinstance(optimizer, ShardedOptimizer) and optimizer.param_dtype is not None:
-            fullest += f", half as much again in float32 master weights of {optimizer.param_dtype} ones"
+        if plan.has_masters:
+            fullest += f", half as much again in float32 master weights of {plan.param_dtype} ones"
         return (
             f"Using ZeRO-1 optimizer state sharding: zero1_impl='{name}' ({type(optimizer).__name__}) over "
             f"{len(by_rank)} ranks, {fullest}; plain AdamW would hold {whole} on each"

@@ -1,10 +1,10 @@
 """Reduce-scatter and all-gather of flat buckets, each the fast way of its backend, and what they cost."""
 
 import time
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from datetime import timedelta
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -13,7 +13,7 @@ import torch.distributed as dist
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-PATIENCE = timedelta(days=1)  # where ranks wait for a disk, which may take longer than any step
+LONG_TIMEOUT = timedelta(days=1)  # where ranks wait for a disk, which may take longer than any step
 
 
 @cache
@@ -25,17 +25,35 @@ def cpu_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     if dist.get_backend(group) == "gloo":
         return group
     ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-    return dist.new_group(ranks, timeout=PATIENCE, backend="gloo", use_local_synchronization=True)
+    return dist.new_group(ranks, timeout=LONG_TIMEOUT, backend="gloo", use_local_synchronization=True)
 
 
-class Gather(NamedTuple):
+def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Every rank's value, by rank, on all ranks. Needs to be called on all ranks; without torch.distributed on one."""
+    if not dist.is_initialized():
+        return [value]
+    values = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def broadcast_object(value: Any, group: dist.ProcessGroup | None = None) -> Any:
+    """Rank 0's value, on all ranks. Needs to be called on all ranks; without torch.distributed on one."""
+    if not dist.is_initialized():
+        return value
+    values = [value]
+    dist.broadcast_object_list(values, group_src=0, group=group)
+    return values[0]
+
+
+class AllGatherWork(NamedTuple):
     """An all-gather in flight. Until its works are done, only this rank's shard of `bucket` may be read."""
 
     bucket: torch.Tensor  # (sum of sizes,)
     works: list[dist.Work]
 
 
-class Reduction(NamedTuple):
+class ReduceScatterWork(NamedTuple):
     """A reduce-scatter in flight. Until its works are done, nothing in `bucket` may be written and no part read."""
 
     bucket: torch.Tensor  # (sum of sizes,)
@@ -50,12 +68,12 @@ class Pool:
     def __init__(self) -> None:
         self._free: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
 
-    def take(self, numel: int, like: torch.Tensor) -> torch.Tensor:
+    def acquire(self, numel: int, like: torch.Tensor) -> torch.Tensor:
         """A tensor, (numel,), of the dtype and device of `like`, with any content."""
         free = self._free.get((numel, like.dtype))
         return free.pop() if free and like.device.type == "cpu" else like.new_empty(numel)
 
-    def give_back(self, tensor: torch.Tensor) -> None:
+    def release(self, tensor: torch.Tensor) -> None:
         if tensor.device.type == "cpu":  # a GPU's own allocator is a pool already
             self._free.setdefault((tensor.numel(), tensor.dtype), []).append(tensor)
 
@@ -82,10 +100,10 @@ class Communicator:
         self.rank = dist.get_rank(group) if distributed else 0
         self.pool = Pool()
         self.sent_bytes: Counter[str] = Counter()  # by this rank, by kind of collective
-        self._waited_s: Counter[str] = Counter()
+        self._waited_s: defaultdict[str, float] = defaultdict(float)
         self._waits: deque[tuple[str, torch.cuda.Event, torch.cuda.Event]] = deque()  # on a GPU: not read yet
 
-    def reduce_scatter(self, bucket: torch.Tensor, sizes: list[int]) -> Reduction:
+    def reduce_scatter(self, bucket: torch.Tensor, sizes: list[int]) -> ReduceScatterWork:
         """Start to bring together what adds up to each rank's shard; `add` does the sum.
 
         Between CPUs every pair of ranks exchanges the two parts that the other one owns, and each adds up its own: the
@@ -97,26 +115,27 @@ class Communicator:
         own = parts[self.rank]
         self.sent_bytes["reduce-scatter"] += bucket.nbytes - own.nbytes
         if self.world_size == 1:
-            return Reduction(bucket, [own], [], [])
+            return ReduceScatterWork(bucket, [own], [], [])
         if self._is_between_cpus(bucket):
-            received, works = [], []
+            received: list[torch.Tensor] = []
+            works: list[Any] = []
             for distance in range(1, self.world_size):
                 source, target = (self.rank - distance) % self.world_size, (self.rank + distance) % self.world_size
                 if own.numel():
-                    received.append(self.pool.take(own.numel(), own))
+                    received.append(self.pool.acquire(own.numel(), own))
                     works.append(dist.irecv(received[-1], group_src=source, group=self.group))
                 if sizes[target]:
                     works.append(dist.isend(parts[target], group_dst=target, group=self.group))
-            return Reduction(bucket, [own, *received], received, works)
+            return ReduceScatterWork(bucket, [own, *received], received, works)
         if self._is_native(bucket, sizes) and bucket.dtype in (torch.float32, torch.float64):
-            total = self.pool.take(own.numel(), own)
+            total = self.pool.acquire(own.numel(), own)
             work = _reduce_scatter_single(total, bucket, group=self.group, async_op=True)
-            return Reduction(bucket, [total], [total], [work])
-        received = self.pool.take(self.world_size * own.numel(), own)
-        work = dist.all_to_all_single(received, bucket, [own.numel()] * self.world_size, sizes, group=self.group, async_op=True)
-        return Reduction(bucket, list(received.chunk(self.world_size)), [received], [work])
+            return ReduceScatterWork(bucket, [total], [total], [work])
+        gathered = self.pool.acquire(self.world_size * own.numel(), own)
+        work = dist.all_to_all_single(gathered, bucket, [own.numel()] * self.world_size, sizes, group=self.group, async_op=True)
+        return ReduceScatterWork(bucket, list(gathered.chunk(self.world_size)), [gathered], [work])
 
-    def add(self, reduction: Reduction, shard: torch.Tensor, first: bool) -> None:
+    def add(self, reduction: ReduceScatterWork, shard: torch.Tensor, first: bool) -> None:
         """Wait, then put the sum over the ranks into `shard`, (sizes[rank],): over what is there if `first`, else added.
 
         The sum is made in the dtype of `shard`, which may be wider than the bucket's. The tensors of the reduction go back
@@ -129,9 +148,9 @@ class Communicator:
         for part in rest:
             total = torch.add(total.to(shard.dtype), part, out=shard)
         for tensor in (reduction.bucket, *reduction.received):
-            self.pool.give_back(tensor)
+            self.pool.release(tensor)
 
-    def all_gather(self, bucket: torch.Tensor, sizes: list[int]) -> Gather:
+    def all_gather(self, bucket: torch.Tensor, sizes: list[int]) -> AllGatherWork:
         """Start filling `bucket` with every rank's own shard, in place.
 
         Gloo's own all-gather takes more than three times as long as one broadcast per shard (448 ms against 134 ms for
@@ -150,7 +169,7 @@ class Communicator:
                 for owner, shard in enumerate(shards)
                 if shard.numel()
             ]
-        return Gather(bucket, works)
+        return AllGatherWork(bucket, works)
 
     def all_reduce(self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> list[dist.Work]:
         """Start an all-reduce in place."""
@@ -166,10 +185,10 @@ class Communicator:
     def wait(self, kind: str, works: list[dist.Work], device: torch.device) -> None:
         """Have the computation wait for collectives; how long it stood still is counted as `kind`."""
         if device.type != "cuda":
-            begin = time.perf_counter()
+            start = time.perf_counter()
             for work in works:
                 work.wait()
-            self._waited_s[kind] += time.perf_counter() - begin
+            self._waited_s[kind] += time.perf_counter() - start
             return
         with torch.cuda.device(device):  # events belong to a device, and the wait to its current stream
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

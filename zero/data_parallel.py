@@ -1,22 +1,25 @@
 """ShardedDataParallel: reduce-scatters during backward, all-gathers during the next forward."""
 
 import copy
+import enum
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd import Variable
+from torch.profiler import record_function
 from torch.utils._pytree import tree_leaves
 
-from zero.arriving import SentGradient, WaitingDict, held_elsewhere, local_gradient
-from zero.collectives import Reduction
-from zero.optimizer import SPARSE, Bucket, ShardedOptimizer, flattened, shaped
+from zero.collectives import ReduceScatterWork
+from zero.optimizer import SPARSE, Bucket, OwnedSlice, ShardedOptimizer, flattened, shaped
+from zero.placeholders import SentGradient, WaitingDict, find_hidden_tensors, local_gradient
 
 _IN_FLIGHT = 2  # reduce-scatters at a time: one on the wire, the next one ready; more is no faster and takes memory
 _wrapper_of: weakref.WeakKeyDictionary[nn.Module, "weakref.ref[ShardedDataParallel]"] = weakref.WeakKeyDictionary()
@@ -29,6 +32,31 @@ class Place(NamedTuple):
     offset: int
     start: int
     stop: int
+
+
+class Phase(enum.Enum):
+    """What a ShardedDataParallel is doing."""
+
+    IDLE = "no backward runs"
+    BACKWARD = "gradients arrive; also after a backward that has failed"
+
+
+@dataclass
+class BucketGradients:
+    """The gradients of one bucket, from backward to the end of the step."""
+
+    bucket: Bucket
+    missing: set[nn.Parameter] = field(default_factory=set)  # in backward: those whose gradients have not arrived
+    buffer: torch.Tensor | None = None  # (sum of sizes,), gradients as they arrive
+    streams: set[torch.cuda.Stream] = field(default_factory=set)  # that have filled it, on a GPU
+    reduction: ReduceScatterWork | None = None  # in flight
+    shard: torch.Tensor | None = None  # (sizes[rank],), the mean gradient of this step
+    is_reduced: bool = False  # whether `shard` holds a gradient of this step
+
+    def owned_gradient(self, owned: OwnedSlice) -> torch.Tensor:
+        """The part of the shard that belongs to an owned slice, in its shape."""
+        assert self.shard is not None
+        return shaped(self.shard[owned.offset : owned.offset + owned.local.numel()], owned.local)
 
 
 class Agreement(NamedTuple):
@@ -106,71 +134,70 @@ class ShardedDataParallel(nn.Module):
     ) -> None:
         super().__init__()
         self._undo: list[Callable[[], None]] = []  # takes out of the module what was put into it
-        if not isinstance(optimizer, ShardedOptimizer):
-            raise ValueError(f"ShardedDataParallel needs a ShardedOptimizer, not {type(optimizer).__name__}")
-        if any(isinstance(part, nn.parallel.DistributedDataParallel | ShardedDataParallel) for part in module.modules()):
-            raise ValueError("the module is wrapped for data parallelism already; ShardedDataParallel takes the bare one")
-        if optimizer.wrapper is not None and optimizer.wrapper() is not None:
-            raise ValueError("the optimizer has a ShardedDataParallel already; make another ShardedOptimizer for another model")
-        if ignored := getattr(module, "_ddp_params_and_buffers_to_ignore", None):
-            raise ValueError(
-                f"DistributedDataParallel was told to ignore {', '.join(ignored)}, which ShardedDataParallel cannot"
-            )
+        _check_arguments(module, optimizer)
         self._replace_wrappers(module)
         self.module = module
         self.optimizer = optimizer
         self.shard_gradients = shard_gradients
+        self.broadcast_buffers = broadcast_buffers
         self.require_backward_grad_sync = True
         self._comm = optimizer.comm
-        self.broadcast_buffers = broadcast_buffers
         self._last_was_synchronized = True  # the last forward; else it is not followed by a broadcast
-
-        self._params = [param for buffer in optimizer.buffers for param in buffer.params]
-        self._number = {param: number for number, param in enumerate(self._params)}
-        strangers = [name for name, param in module.named_parameters() if self._is_stranger(param)]
-        if strangers:
-            raise ValueError(f"these parameters require gradients but are not the optimizer's: {', '.join(strangers)}")
-        optimizer.names.update({param: name for name, param in module.named_parameters()})
-        self._places: dict[nn.Parameter, list[Place]] = {param: [] for param in self._params}
-        for index, bucket in enumerate(optimizer.buckets):
-            for param, piece, offset in bucket.members:
-                self._places[param].append(Place(index, offset, piece.start, piece.stop))
-
-        count = len(optimizer.buckets)
-        self._shards: list[torch.Tensor | None] = [None] * count  # (sizes[rank],), the mean gradient of this step
-        self._reduced = [False] * count  # whether the shard holds a gradient of this step
-        self._filling: list[torch.Tensor | None] = [None] * count  # (sum of sizes,), gradients as they arrive
-        self._streams: list[set[torch.cuda.Stream]] = [set() for _ in range(count)]  # that have filled it, on a GPU
-        self._reductions: list[Reduction | None] = [None] * count  # in flight
-        self._missing: list[set[nn.Parameter]] = []  # by bucket; empty outside of backward
+        self._index_parameters()
+        self._check_parameters()
+        self._phase = Phase.IDLE
         self._next = 0  # the bucket to be reduced next
         self._used: set[int] = set()  # numbers of the parameters that have a gradient in this step
         self._agreement: Agreement | None = None  # in flight
-
-        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-            self._refuse_alias(tensor, name)
         if optimizer.param_dtype is not None:
             module.to(optimizer.param_dtype)
         self._sent = [SentGradient(param) for param in self._params]  # stands in `param.grad` for what is in the shards
-        for name, tensor in (*module.named_parameters(), *(module.named_buffers() if broadcast_buffers else ())):
-            if tensor not in self._number:
-                self._broadcast([_distinct(name, tensor.detach())])
-        on_gradient = _weakly(self._on_gradient)
-        for param in self._params:
-            self._undo.append(param.register_post_accumulate_grad_hook(on_gradient).remove)
-        self._wait = _uncompiled(_waiter(optimizer, self._places))
-        self._held: dict[nn.Module, list[nn.Parameter]] = {}  # by modules that wait as a whole: what they hold elsewhere
-        self._attributes: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()  # how many there were
-        self._look_for_owners()
-        self._attributes.clear()  # look again after the first forward, which may have made some
-        if optimizer.param_dtype is not None:
-            before_loading = _weakly(self._before_loading)
-            for part in module.modules():
-                self._undo.append(part.register_load_state_dict_pre_hook(before_loading).remove)
-        for part in module.modules():
-            _wrapper_of[part] = weakref.ref(self)
+        self._broadcast_unsharded()
+        self._install_hooks()
         optimizer.wrapper = weakref.ref(self)
         optimizer.check_reads = check_reads
+
+    def _index_parameters(self) -> None:
+        """Number the optimizer's parameters, and note where in the buckets each of them lies."""
+        optimizer = self.optimizer
+        self._params = [param for buffer in optimizer.buffers for param in buffer.params]
+        self._number = {param: number for number, param in enumerate(self._params)}
+        optimizer.names.update({param: name for name, param in self.module.named_parameters()})
+        self._places: dict[nn.Parameter, list[Place]] = {param: [] for param in self._params}
+        for bucket in optimizer.buckets:
+            for param, placed in bucket.members:
+                self._places[param].append(Place(bucket.number, placed.offset, placed.start, placed.stop))
+        self._gradients = [BucketGradients(bucket) for bucket in optimizer.buckets]
+
+    def _check_parameters(self) -> None:
+        if unmanaged := self._unmanaged_names():
+            raise ValueError(f"these parameters require gradients but are not the optimizer's: {', '.join(unmanaged)}")
+        for name, tensor in (*self.module.named_parameters(), *self.module.named_buffers()):
+            self._refuse_alias(tensor, name)
+
+    def _broadcast_unsharded(self) -> None:
+        """Begin on every rank with rank 0's frozen parameters and, if they are broadcast at all, buffers."""
+        buffers = self.module.named_buffers() if self.broadcast_buffers else ()
+        for name, tensor in (*self.module.named_parameters(), *buffers):
+            if tensor not in self._number:
+                self._broadcast([_distinct_elements(name, tensor.detach())])
+
+    def _install_hooks(self) -> None:
+        """Put into the module what tells of gradients, reads and loaded weights; `_undo` takes it out again."""
+        on_gradient = _weak_hook(self._on_gradient)
+        for param in self._params:
+            self._undo.append(param.register_post_accumulate_grad_hook(on_gradient).remove)
+        self._wait = _uncompiled(_waiter(self.optimizer, self._places))
+        self._hidden: dict[nn.Module, list[nn.Parameter]] = {}  # by modules that wait as a whole: what they hold elsewhere
+        self._attributes: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()  # how many there were
+        self._find_owners()
+        self._attributes.clear()  # look again after the first forward, which may have made some
+        if self.optimizer.param_dtype is not None:
+            before_loading = _weak_hook(self._before_loading)
+            for part in self.module.modules():
+                self._undo.append(part.register_load_state_dict_pre_hook(before_loading).remove)
+        for part in self.module.modules():
+            _wrapper_of[part] = weakref.ref(self)
 
     def _replace_wrappers(self, module: nn.Module) -> None:
         """A module has one wrapper; that of an optimizer which another one has followed is no longer of use."""
@@ -192,7 +219,7 @@ class ShardedDataParallel(nn.Module):
             self.optimizer.refuse_step("the ShardedDataParallel that had sent the gradients of this step is gone")
         self._reset()
         self.optimizer.synchronize()
-        _make_plain(self._owners)
+        _restore_plain_dicts(self._owners)
         for undo in self._undo:
             undo()
         self._undo = []
@@ -219,7 +246,7 @@ class ShardedDataParallel(nn.Module):
             raise RuntimeError("this ShardedDataParallel has been replaced by a newer one of the same module; call that one")
         if torch.compiler.is_compiling():  # compiled with the wrapper, the module would read past the dictionaries
             _uncompiled(self.optimizer.synchronize)()
-        if self._missing and torch._C._current_graph_task_id() == -1:
+        if self._phase is Phase.BACKWARD and torch._C._current_graph_task_id() == -1:
             self._recover()
         if self.broadcast_buffers and self._last_was_synchronized:
             _uncompiled(self._broadcast_buffers)()
@@ -228,13 +255,13 @@ class ShardedDataParallel(nn.Module):
         if torch.is_grad_enabled() and (self.require_backward_grad_sync or self.shard_gradients):
             for output in _tensors_in(result):
                 if output.grad_fn is not None:
-                    output.register_hook(_weakly(self._on_output_gradient))
+                    output.register_hook(_weak_hook(self._on_output_gradient))
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As the optimizer's: also drops what has been sent, while parameters arrive."""
         arriving = [(part, part._parameters) for part in self._owners]
-        _make_plain(self._owners)
+        _restore_plain_dicts(self._owners)
         super().zero_grad(set_to_none)
         for part, parameters in arriving:
             part.__dict__["_parameters"] = parameters
@@ -257,7 +284,7 @@ class ShardedDataParallel(nn.Module):
         The end of a call is all that autograd tells, and reentrant checkpoints call `backward` once per segment from
         within. So whoever comes first here is the outermost.
         """
-        if not self._missing and (self.require_backward_grad_sync or self.shard_gradients):
+        if self._phase is Phase.IDLE and (self.require_backward_grad_sync or self.shard_gradients):
             self._begin_backward()
 
     @torch.no_grad()
@@ -273,24 +300,25 @@ class ShardedDataParallel(nn.Module):
         if not (self.require_backward_grad_sync or self.shard_gradients):
             self._comm.pool.clear()  # makes room for the full gradients
             return
-        if not self._missing:
+        if self._phase is Phase.IDLE:
             self._begin_backward()
-        self._fill(param)
+        self._copy_to_bucket(param)
 
     @torch.no_grad()
     def _begin_backward(self) -> None:
-        self._settle_agreement()
-        self._follow_zeroing()
-        self._missing = [{param for param, _, _ in bucket.members} for bucket in self.optimizer.buckets]
-        self._next = 0
+        self._wait_for_agreement()
+        self._apply_zeroing()
+        for gradients in self._gradients:
+            gradients.missing = {param for param, _ in gradients.bucket.members}
+        self._phase, self._next = Phase.BACKWARD, 0
         Variable._execution_engine.queue_callback(self._end_backward)
 
-    def _fill(self, param: nn.Parameter) -> None:
+    def _copy_to_bucket(self, param: nn.Parameter) -> None:
         """Copy a gradient, divided by the number of ranks, to its places in the buckets, and free it."""
         number = self._number[param]
-        gradient = param.grad
+        gradient: Any = param.grad
         if gradient is self._sent[number]:
-            gradient = self._sent[number].take()
+            gradient = self._sent[number].take_added()
         if gradient.is_sparse:
             raise RuntimeError(SPARSE)
         self._used.add(number)
@@ -301,58 +329,62 @@ class ShardedDataParallel(nn.Module):
                     f"{self.optimizer.names[param]} gets a gradient again after its bucket has been sent in this backward; "
                     "a module in several reentrant checkpoints does that: use checkpoint(..., use_reentrant=False)"
                 )
-            place = self._filled(index)[offset : offset + stop - start]
+            gradients = self._gradients[index]
+            place = self._bucket_buffer(gradients)[offset : offset + stop - start]
             if place.is_cuda:
-                self._streams[index].add(torch.cuda.current_stream(place.device))
-            if param in self._missing[index]:
+                gradients.streams.add(torch.cuda.current_stream(place.device))
+            if param in gradients.missing:
                 torch.mul(gradient[start:stop], 1 / self._comm.world_size, out=place)
-                self._missing[index].discard(param)
+                gradients.missing.discard(param)
             else:  # a second time
                 place.add_(gradient[start:stop], alpha=1 / self._comm.world_size)
             self._reduce_full_buckets()  # before the next one is taken: a large parameter fills several
         param.grad = self._sent[number]
 
-    def _filled(self, index: int) -> torch.Tensor:
+    def _bucket_buffer(self, gradients: BucketGradients) -> torch.Tensor:
         """The tensor that collects the gradients of a bucket."""
-        if self._filling[index] is None:
-            data = self.optimizer.buckets[index].data
-            self._filling[index] = self._comm.pool.take(data.numel(), data)
-        return self._filling[index]
+        if gradients.buffer is None:
+            data = gradients.bucket.data
+            gradients.buffer = self._comm.pool.acquire(data.numel(), data)
+        return gradients.buffer
 
     def _reduce_full_buckets(self) -> None:
         """Start the reduce-scatter of every full bucket whose turn it is: all ranks must start them in one order."""
-        while self._next < len(self._missing) and not self._missing[self._next]:
-            index, self._next = self._next, self._next + 1
-            self._wait_for_streams(index)
-            self._finish(index)  # of the micro-step before
-            self._finish(index - _IN_FLIGHT)
-            self._reductions[index] = self._comm.reduce_scatter(self._filled(index), self.optimizer.buckets[index].sizes)
-            self._filling[index] = None
+        while self._next < len(self._gradients) and not self._gradients[self._next].missing:
+            gradients = self._gradients[self._next]
+            self._wait_for_streams(gradients)
+            self._finish_reduce_scatter(gradients)  # of the micro-step before
+            if self._next >= _IN_FLIGHT:
+                self._finish_reduce_scatter(self._gradients[self._next - _IN_FLIGHT])
+            with record_function(f"zero::reduce_scatter bucket {self._next}"):
+                gradients.reduction = self._comm.reduce_scatter(self._bucket_buffer(gradients), gradients.bucket.sizes)
+            gradients.buffer = None
+            self._next += 1
 
-    def _wait_for_streams(self, index: int) -> None:
+    def _wait_for_streams(self, gradients: BucketGradients) -> None:
         """Have the stream that sends a bucket wait for the others that have filled it."""
-        streams, self._streams[index] = self._streams[index], set()
+        streams, gradients.streams = gradients.streams, set()
         for stream in streams:
             here = torch.cuda.current_stream(stream.device)
             if stream != here:
                 here.wait_stream(stream)
-                self._filled(index).record_stream(stream)
+                self._bucket_buffer(gradients).record_stream(stream)
 
     @torch.no_grad()
     def _end_backward(self) -> None:
         """Complete the buckets that wait for parameters that this backward did not reach."""
-        for index, bucket in enumerate(self.optimizer.buckets):
-            for param, piece, offset in bucket.members:
-                if param not in self._missing[index]:
+        for gradients in self._gradients:
+            for param, placed in gradients.bucket.members:
+                if param not in gradients.missing:
                     continue
                 if local_gradient(param) is not None:  # of an earlier micro-step
-                    self._fill(param)
+                    self._copy_to_bucket(param)
                 else:
-                    self._filled(index)[offset : offset + piece.numel].zero_()
-                    self._missing[index].discard(param)
+                    self._bucket_buffer(gradients)[placed.offset : placed.offset + placed.numel].zero_()
+                    gradients.missing.discard(param)
         self._reduce_full_buckets()
-        self._missing = []
-        self._settle_agreement()  # of the micro-step before
+        self._phase = Phase.IDLE
+        self._wait_for_agreement()  # of the micro-step before
         if not self._params:
             return
         used = torch.ones(len(self._params), dtype=torch.uint8, device=self._params[0].device)
@@ -360,56 +392,54 @@ class ShardedDataParallel(nn.Module):
             used[unused] = 0
         self._agreement = Agreement(used, self._comm.all_reduce(used, dist.ReduceOp.MAX))
         if unused:
-            self._settle_agreement()
+            self._wait_for_agreement()
 
     def _recover(self) -> None:
         """After a backward that has failed: go on if its gradients have been dropped."""
-        self._follow_zeroing()
-        if self._missing and self._used:
+        self._apply_zeroing()
+        if self._phase is Phase.BACKWARD and self._used:
             raise RuntimeError("the last backward did not end; call zero_grad() to drop its gradients")
         self._reset()
 
-    def _finish(self, index: int) -> None:
+    def _finish_reduce_scatter(self, gradients: BucketGradients) -> None:
         """If a reduce-scatter of this bucket is in flight, wait for it and take its sum into the shard."""
-        if index < 0 or self._reductions[index] is None:
+        if gradients.reduction is None:
             return
-        reduction, self._reductions[index] = self._reductions[index], None
-        if self._shards[index] is None:
-            like = self.optimizer.buckets[index].updated
-            self._shards[index] = self._comm.pool.take(like.numel(), like)
-        self._comm.add(reduction, self._shards[index], first=not self._reduced[index])
-        self._reduced[index] = True
+        reduction, gradients.reduction = gradients.reduction, None
+        if gradients.shard is None:
+            like = gradients.bucket.updated
+            gradients.shard = self._comm.pool.acquire(like.numel(), like)
+        with record_function(f"zero::wait_reduce_scatter bucket {gradients.bucket.number}"):
+            self._comm.add(reduction, gradients.shard, first=not gradients.is_reduced)
+        gradients.is_reduced = True
 
     # -- step ----------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def collect(self) -> Iterator[Bucket]:
         """See GradientSource."""
-        if self._missing:
+        if self._phase is Phase.BACKWARD:
             raise RuntimeError("the last backward did not end; call optimizer.zero_grad() and repeat the step")
         others = {param for part in self._parts for param in part._parameters.values()} - self._number.keys()
-        if any(self._is_stranger(param) for param in others):
-            strangers = [name for name, param in self.module.named_parameters() if self._is_stranger(param)]
+        if any(self._is_unmanaged(param) for param in others):
             raise RuntimeError(
-                f"{', '.join(strangers)} require gradients, but are not the optimizer's: replaced (by load_state_dict with "
-                "assign=True, say) or unfrozen after it was built; build ShardedOptimizer and ShardedDataParallel anew"
+                f"{', '.join(self._unmanaged_names())} require gradients, but are not the optimizer's: replaced (by "
+                "load_state_dict with assign=True, say) or unfrozen after it was built; build ShardedOptimizer and "
+                "ShardedDataParallel anew"
             )
-        self._settle_agreement()
-        self._follow_zeroing()
+        self._wait_for_agreement()
+        self._apply_zeroing()
         if any(local_gradient(param) is not None for param in self._params):
             raise RuntimeError(
                 "gradients of this step have not been sent: its last backward must run outside of no_sync(), with "
                 "require_backward_grad_sync = True; one set by hand is never sent"
             )
-        for index, bucket in enumerate(self.optimizer.buckets):
-            self._finish(index)
-            for owned in bucket.owned:
-                if self._reduced[index] and self._number[owned.param] in self._used:
-                    shard = self._shards[index]
-                    owned.local.grad = shaped(shard[owned.offset : owned.offset + owned.local.numel()], owned.local)
-                else:
-                    owned.local.grad = None
-            yield bucket
+        for gradients in self._gradients:
+            self._finish_reduce_scatter(gradients)
+            for owned in gradients.bucket.owned:
+                is_used = gradients.is_reduced and self._number[owned.param] in self._used
+                owned.local.grad = gradients.owned_gradient(owned) if is_used else None
+            yield gradients.bucket
 
     def updated(self) -> list[nn.Parameter]:
         """See GradientSource."""
@@ -418,12 +448,12 @@ class ShardedDataParallel(nn.Module):
     @torch.no_grad()
     def clear(self) -> None:
         """See GradientSource."""
-        self._settle_agreement()
-        self._follow_zeroing()
-        if not self._used or self._missing:  # of a backward that has failed
+        self._wait_for_agreement()
+        self._apply_zeroing()
+        if not self._used or self._phase is Phase.BACKWARD:  # of a backward that has failed
             self._reset()
 
-    def _follow_zeroing(self) -> None:
+    def _apply_zeroing(self) -> None:
         """Do to what has been sent as was done to `param.grad` since: a gradient of None is dropped, one of zero is zero."""
         for param, sent in zip(self._params, self._sent, strict=True):
             if isinstance(param.grad, SentGradient) and param.grad is not sent:
@@ -436,14 +466,14 @@ class ShardedDataParallel(nn.Module):
         if self._used and dropped == self._used:
             self._reset()
         elif dropped or zeroed:
-            for index, bucket in enumerate(self.optimizer.buckets):
-                self._finish(index)
-                for owned in bucket.owned if self._reduced[index] else ():
+            for gradients in self._gradients:
+                self._finish_reduce_scatter(gradients)
+                for owned in gradients.bucket.owned if gradients.is_reduced else ():
                     if self._number[owned.param] in dropped | zeroed:
-                        self._shards[index][owned.offset : owned.offset + owned.local.numel()].zero_()
-            self._forget(dropped)
+                        gradients.owned_gradient(owned).zero_()
+            self._drop(dropped)
 
-    def _forget(self, numbers: Iterable[int]) -> None:
+    def _drop(self, numbers: Iterable[int]) -> None:
         for number in list(numbers):
             self._used.discard(number)
             if self._params[number].grad is self._sent[number]:
@@ -452,17 +482,18 @@ class ShardedDataParallel(nn.Module):
 
     def _reset(self) -> None:
         """Drop all gradients that have arrived here; nothing is in flight after that."""
-        self._settle_agreement()
-        for index in range(len(self._reductions)):
-            self._finish(index)
-            if self._shards[index] is not None:
-                self._comm.pool.give_back(self._shards[index])
-                self._shards[index] = None
-        self._reduced = [False] * len(self._reduced)
-        self._forget(self._used)
-        self._missing, self._filling = [], [None] * len(self._filling)  # of a backward that has failed
+        self._wait_for_agreement()
+        for gradients in self._gradients:
+            self._finish_reduce_scatter(gradients)
+            if gradients.shard is not None:
+                self._comm.pool.release(gradients.shard)
+                gradients.shard = None
+            gradients.is_reduced = False
+            gradients.missing, gradients.buffer = set(), None  # of a backward that has failed
+        self._drop(self._used)
+        self._phase = Phase.IDLE
 
-    def _settle_agreement(self) -> None:
+    def _wait_for_agreement(self) -> None:
         """Count as used what any rank has used. A rank that has used everything need not wait for the others."""
         if self._agreement is not None:
             self._comm.wait("agreement", self._agreement.works, self._agreement.used.device)
@@ -476,7 +507,7 @@ class ShardedDataParallel(nn.Module):
 
     def on_gathers_started(self) -> None:
         """See GradientSource. Whoever reads a parameter from now on waits for it."""
-        self._look_for_owners()  # anew: parametrizations, say, may have been added
+        self._find_owners()  # anew: parametrizations, say, may have been added
         inside = {param for part in self._owners for param in part._parameters.values()}
         for param in self._number.keys() - inside:  # a loss's own, say, which nobody else would wait for
             self._wait(param)
@@ -485,9 +516,9 @@ class ShardedDataParallel(nn.Module):
 
     def on_gathers_ended(self) -> None:
         """See GradientSource."""
-        _make_plain(self._owners)
+        _restore_plain_dicts(self._owners)
 
-    def _look_for_owners(self) -> None:
+    def _find_owners(self) -> None:
         """Find the modules that hold parameters of the optimizer's, and those that must wait as a whole."""
         self._parts = list(self.module.modules())
         self._owners = [part for part in self._parts if any(param in self._number for param in part._parameters.values())]
@@ -495,29 +526,30 @@ class ShardedDataParallel(nn.Module):
         for part in self._parts:
             call = part._compiled_call_impl
             if call is not None and not isinstance(call, _WaitingCall):  # hooks would be compiled with it
-                part._compiled_call_impl = _WaitingCall(_weakly(self._wait_as_a_whole), part, call)
-                self._undo.append(lambda part=part, call=call: setattr(part, "_compiled_call_impl", call))
+                waiting: Any = _WaitingCall(_weak_hook(self._wait_for_module), part, call)
+                part._compiled_call_impl = waiting
+                self._undo.append(partial(setattr, part, "_compiled_call_impl", call))
             if self._attributes.get(part) == len(vars(part)):
                 continue
             self._attributes[part] = len(vars(part))
             if isinstance(part, torch.jit.ScriptModule):
                 raise ValueError("a ScriptModule reads its parameters without telling; wrap the module it was made from")
             inside = inside or {self, *self._parts}
-            tensors = held_elsewhere(part, inside)
+            tensors = find_hidden_tensors(part, inside)
             for tensor in tensors:
                 self._refuse_alias(tensor, f"a tensor that {type(part).__name__} holds")
-            held = [tensor for tensor in tensors if tensor in self._number]
-            if part not in self._held and (held or isinstance(part, torch._dynamo.OptimizedModule)):
-                hook = _weakly(self._wait_as_a_whole)
+            held: list[Any] = [tensor for tensor in tensors if tensor in self._number]
+            if part not in self._hidden and (held or isinstance(part, torch._dynamo.OptimizedModule)):
+                hook = _weak_hook(self._wait_for_module)
                 self._undo.append(part.register_forward_pre_hook(hook, prepend=True).remove)
-            if held or part in self._held:
-                self._held[part] = held
+            if held or part in self._hidden:
+                self._hidden[part] = held
 
-    def _wait_as_a_whole(self, module: nn.Module, *_: Any) -> None:
+    def _wait_for_module(self, module: nn.Module, *_: Any) -> None:
         """Wait for all that a module can read, and leave plain dictionaries below it, as compiled code expects."""
-        for param in (*module.parameters(), *self._held.get(module, ())):
+        for param in (*module.parameters(), *self._hidden.get(module, ())):
             self._wait(param)
-        _make_plain(module.modules())
+        _restore_plain_dicts(module.modules())
 
     @torch.no_grad()
     def _before_loading(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
@@ -528,13 +560,16 @@ class ShardedDataParallel(nn.Module):
                 self.optimizer.set_parameter(param, value)
 
     def _refuse_alias(self, tensor: torch.Tensor, name: str) -> None:
-        if tensor not in self._number and self.optimizer.has_left(tensor):
+        if tensor not in self._number and self.optimizer.is_in_former_memory(tensor):
             raise ValueError(
                 f"{name} shares memory with a trainable parameter, which ShardedOptimizer has moved; clone() it, or use the "
                 "parameter in its place"
             )
 
-    def _is_stranger(self, param: nn.Parameter | None) -> bool:
+    def _unmanaged_names(self) -> list[str]:
+        return [name for name, param in self.module.named_parameters() if self._is_unmanaged(param)]
+
+    def _is_unmanaged(self, param: nn.Parameter | None) -> bool:
         """Whether a parameter is trainable and not the optimizer's."""
         return param is not None and param.requires_grad and param not in self._number
 
@@ -544,7 +579,7 @@ class ShardedDataParallel(nn.Module):
         kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
         buffers = list(self.module.named_buffers())
         for name, buffer in buffers:
-            kinds.setdefault((buffer.dtype, buffer.device), []).append(_distinct(name, buffer))
+            kinds.setdefault((buffer.dtype, buffer.device), []).append(_distinct_elements(name, buffer))
         with torch.autograd._unsafe_preserve_version_counter(tuple(buffer for _, buffer in buffers)):
             for of_kind in kinds.values():
                 self._broadcast(of_kind)
@@ -562,17 +597,28 @@ class ShardedDataParallel(nn.Module):
 
     def held_bytes(self) -> dict[str, int]:
         """See GradientSource."""
-        buckets = [tensor for tensor in self._filling if tensor is not None]
-        for reduction in self._reductions:
-            if reduction is not None:
-                buckets += [reduction.bucket, *reduction.received]
+        buckets = [gradients.buffer for gradients in self._gradients if gradients.buffer is not None]
+        for gradients in self._gradients:
+            if gradients.reduction is not None:
+                buckets += [gradients.reduction.bucket, *gradients.reduction.received]
         return {
-            "gradients": sum(shard.nbytes for shard in self._shards if shard is not None),
+            "gradients": sum(gradients.shard.nbytes for gradients in self._gradients if gradients.shard is not None),
             "buckets": sum(tensor.nbytes for tensor in buckets) + self._comm.pool.nbytes,
         }
 
 
-def _make_plain(parts: Iterable[nn.Module]) -> None:
+def _check_arguments(module: nn.Module, optimizer: ShardedOptimizer) -> None:
+    if not isinstance(optimizer, ShardedOptimizer):
+        raise ValueError(f"ShardedDataParallel needs a ShardedOptimizer, not {type(optimizer).__name__}")
+    if any(isinstance(part, nn.parallel.DistributedDataParallel | ShardedDataParallel) for part in module.modules()):
+        raise ValueError("the module is wrapped for data parallelism already; ShardedDataParallel takes the bare one")
+    if optimizer.wrapper is not None and optimizer.wrapper() is not None:
+        raise ValueError("the optimizer has a ShardedDataParallel already; make another ShardedOptimizer for another model")
+    if ignored := getattr(module, "_ddp_params_and_buffers_to_ignore", None):
+        raise ValueError(f"DistributedDataParallel was told to ignore {', '.join(ignored)}, which ShardedDataParallel cannot")
+
+
+def _restore_plain_dicts(parts: Iterable[nn.Module]) -> None:
     for part in parts:
         if isinstance(part._parameters, WaitingDict):
             part.__dict__["_parameters"] = part._parameters.plain()
@@ -616,7 +662,7 @@ def _uncompiled(function: Callable[..., None]) -> Callable[..., None]:
     return torch.compiler.disable(function)
 
 
-def _distinct(name: str, tensor: torch.Tensor) -> torch.Tensor:
+def _distinct_elements(name: str, tensor: torch.Tensor) -> torch.Tensor:
     """The elements of a tensor that are different places in memory: of an expanded one the first."""
     own = tensor[tuple(slice(1) if stride == 0 else slice(None) for stride in tensor.stride())]
     if torch._debug_has_internal_overlap(own) == 1 or (not own.is_contiguous() and _shares_memory(own)):
@@ -632,7 +678,7 @@ def _shares_memory(tensor: torch.Tensor) -> bool:
     return places.unique().numel() < tensor.numel()
 
 
-def _weakly(method: Callable[..., None]) -> Callable[..., None]:
+def _weak_hook(method: Callable[..., None]) -> Callable[..., None]:
     """A hook that does not keep its owner alive: what hangs on a tensor is out of the garbage collector's sight."""
     return _WeakHook(weakref.WeakMethod(method))
 
@@ -649,8 +695,8 @@ class _WeakHook:
             (_uncompiled(alive) if torch.compiler.is_compiling() else alive)(*args)
 
     def __reduce__(self) -> Any:
-        return _WeakHook, (_nobody,)
+        return _WeakHook, (_no_owner,)
 
 
-def _nobody() -> None:
+def _no_owner() -> None:
     """The reference of a hook that has been copied."""

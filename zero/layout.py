@@ -1,5 +1,7 @@
 """Pure arithmetic: how flattened parameters are cut into buckets, shards and slices. No tensors, no communication.
 
+`plan` says for any world size which rank owns which slice of which parameter; `ShardedOptimizer` allocates what it says.
+
 Words used everywhere in this package:
 
 flat buffer   all parameters of one dtype laid end to end in the order given (the optimizer reverses its own: later
@@ -19,12 +21,34 @@ slice's tail is its parameter's, and the update of slices is that of whole param
 has a place, and one owner, like any other.
 """
 
+import math
 from bisect import bisect_right
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
+
+import torch
+
+_VECTOR_BYTES = 64  # the widest vector registers, AVX-512, and a cache line
+PARTITIONS = ("element", "parameter")
+
+
+class ParameterSpec(NamedTuple):
+    """What a plan needs to know of a parameter."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool = True
+    group: int = 0  # number of its parameter group
+    position: int = -1  # in the order in which the model registers its parameters, if it is known
+    name: str = ""
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
 
 
 class Slice(NamedTuple):
@@ -33,6 +57,46 @@ class Slice(NamedTuple):
     param: int
     start: int
     stop: int
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+
+def parameter_specs(
+    groups: list[dict[str, Any]],
+    registration_order: Iterable[torch.nn.Parameter] = (),
+    names: Mapping[torch.nn.Parameter, str] | None = None,
+) -> list[ParameterSpec]:
+    """The specs of the parameters of torch.optim groups, which may be on the meta device.
+
+    Args:
+        registration_order: `model.parameters()`, where the groups have another order.
+        names: of the parameters, as far as they are known.
+    """
+    positions, names = {param: position for position, param in enumerate(registration_order)}, names or {}
+    return [
+        ParameterSpec(
+            tuple(param.shape),
+            param.dtype,
+            param.device,
+            param.requires_grad,
+            group=index,
+            position=positions.get(param, -1),
+            name=names.get(param, ""),
+        )
+        for index, group in enumerate(groups)
+        for param in group["params"]
+    ]
+
+
+class PlacedSlice(NamedTuple):
+    """Elements `start:stop` of flattened parameter number `param`, from `offset` on in a bucket or shard."""
+
+    param: int
+    start: int
+    stop: int
+    offset: int
 
     @property
     def numel(self) -> int:
@@ -128,6 +192,13 @@ class Layout:
         """The slices that `rank` owns, from the front of the flat buffer to its end; `param` counts through `numels`."""
         return [piece for shards in self.shards for piece in self.slices_in(shards[rank])]
 
+    def placed_in(self, span: Span) -> list[PlacedSlice]:
+        """The parts of parameters that lie in `span`, with their places in it, from its front to its end."""
+        return [
+            PlacedSlice(param, start, stop, self.offsets[param] + start - span.start)
+            for param, start, stop in self.slices_in(span)
+        ]
+
     def slices_in(self, span: Span) -> list[Slice]:
         """The parts of parameters that lie in `span`, from its front to its end."""
         found = []
@@ -145,6 +216,132 @@ class Layout:
     def _laid(self) -> list[int]:
         """The parameters from the front of the flat buffer to its end."""
         return sorted(range(len(self.numels)), key=lambda param: self.offsets[param])
+
+
+@dataclass(frozen=True)
+class BufferPlan:
+    """One flat buffer: trainable parameters of one dtype and device."""
+
+    params: tuple[int, ...]  # numbers of the plan's parameters, in the order of the layout
+    layout: Layout
+    dtype: torch.dtype  # that the parameters are kept in
+    update_dtype: torch.dtype  # that they are updated in
+    device: torch.device
+
+    @property
+    def has_masters(self) -> bool:
+        """Whether each rank keeps its slices in `update_dtype` as well."""
+        return self.dtype != self.update_dtype
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which rank owns which slice of which parameter."""
+
+    params: tuple[ParameterSpec, ...]
+    world_size: int
+    buffers: tuple[BufferPlan, ...] = ()  # the trainable parameters of a ShardedOptimizer
+    dealt: tuple[tuple[Slice, ...], ...] | None = None  # without buffers: the whole parameters of each rank
+    partition: str = "element"  # or 'parameter'
+    param_dtype: torch.dtype | None = None  # under ShardedDataParallel also that of frozen parameters
+
+    def slices(self, rank: int) -> list[Slice]:
+        """The slices that `rank` owns, in the order of its inner optimizer's parameters."""
+        if self.dealt is not None:
+            return list(self.dealt[rank])
+        slices = [
+            piece._replace(param=buffer.params[piece.param]) for buffer in self.buffers for piece in buffer.layout.slices(rank)
+        ]
+        if rank == 0:  # it has the optimizer state of frozen parameters, if there is any
+            slices += [Slice(number, 0, spec.numel) for number, spec in enumerate(self.params) if not spec.requires_grad]
+        return sorted(slices)
+
+    def update_dtype(self, number: int) -> torch.dtype:
+        """What a parameter is updated in."""
+        return self._update_dtypes.get(number, self.params[number].dtype)
+
+    @property
+    def has_masters(self) -> bool:
+        """Whether owners keep their slices in more precision than the parameters have."""
+        return any(buffer.has_masters for buffer in self.buffers)
+
+    @property
+    def has_whole_parameters(self) -> bool:
+        """Whether every slice is a whole parameter, so that state may have the shape of a row or a column."""
+        return self.dealt is not None or self.partition == "parameter"
+
+    def followed_by(self, other: Self) -> Self:
+        """This plan and one of more parameters, which are numbered after this one's."""
+        first = len(self.params)
+        buffers = [replace(buffer, params=tuple(first + number for number in buffer.params)) for buffer in other.buffers]
+        return replace(self, params=self.params + other.params, buffers=(*self.buffers, *buffers))
+
+    @cached_property
+    def _update_dtypes(self) -> dict[int, torch.dtype]:
+        return {number: buffer.update_dtype for buffer in self.buffers for number in buffer.params}
+
+
+def plan(
+    params: Sequence[ParameterSpec],
+    world_size: int,
+    *,
+    bucket_mb: float = 75,
+    partition: str = "element",
+    param_dtype: torch.dtype | None = None,
+) -> Plan:
+    """The plan of a ShardedOptimizer: flat buffers, one per dtype and device, in reverse registration order.
+
+    Args:
+        params: all parameters, numbered as a torch.optim `state_dict()` numbers them.
+        world_size: ranks that share the optimizer state.
+        bucket_mb: megabytes (10**6 bytes) per bucket.
+        partition: 'element', equal shards, or 'parameter', whole parameters.
+        param_dtype: what the parameters are to be kept in; they are updated in their own dtype, float32 at least.
+
+    Raises:
+        ValueError: if `bucket_mb` is not positive, `partition` unknown, or `world_size` less than 1.
+    """
+    if bucket_mb <= 0:
+        raise ValueError(f"bucket_mb={bucket_mb} must be positive")
+    if partition not in PARTITIONS:
+        raise ValueError(f"partition={partition!r} is neither 'element' nor 'parameter'")
+    kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    for number in sorted(range(len(params)), key=lambda number: params[number].position)[::-1]:
+        if params[number].requires_grad:
+            kinds.setdefault((params[number].dtype, params[number].device), []).append(number)
+    lay_out = Layout.by_element if partition == "element" else Layout.by_parameter
+    buffers = []
+    for (own_dtype, device), numbers in kinds.items():
+        dtype = param_dtype or own_dtype
+        layout = lay_out(
+            [params[number].numel for number in numbers],
+            world_size,
+            bucket_numel=max(1, int(bucket_mb * 1e6) // dtype.itemsize),
+            align=_VECTOR_BYTES // dtype.itemsize,
+        )
+        update_dtype = own_dtype if param_dtype is None else torch.promote_types(own_dtype, torch.float32)
+        buffers.append(BufferPlan(tuple(numbers), layout, dtype, update_dtype, device))
+    return Plan(tuple(params), world_size, tuple(buffers), partition=partition, param_dtype=param_dtype)
+
+
+def zero_redundancy_plan(params: Sequence[ParameterSpec], world_size: int) -> Plan:
+    """The plan of `torch.distributed.optim.ZeroRedundancyOptimizer`, which deals whole parameters to the ranks.
+
+    Group by group, the largest parameter first, each goes to the rank that has the fewest elements so far (its
+    `_partition_parameters`).
+    """
+    dealt: list[list[Slice]] = [[] for _ in range(world_size)]
+    load = [0] * world_size  # elements
+    for number in sorted(range(len(params)), key=lambda number: (params[number].group, -params[number].numel)):
+        rank = load.index(min(load))
+        dealt[rank].append(Slice(number, 0, params[number].numel))
+        load[rank] += params[number].numel
+    return Plan(tuple(params), world_size, dealt=tuple(map(tuple, dealt)))
+
+
+def replicated_plan(params: Sequence[ParameterSpec]) -> Plan:
+    """The plan of an optimizer that is not sharded: every rank is as rank 0 of one."""
+    return Plan(tuple(params), 1, dealt=(tuple(Slice(number, 0, spec.numel) for number, spec in enumerate(params)),))
 
 
 def _check(numels: Sequence[int], world_size: int, bucket_numel: int, align: int) -> None:

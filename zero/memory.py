@@ -1,33 +1,52 @@
-"""Bytes: predicted from the partition, measured on tensors and on the device."""
+"""Bytes: predicted from a plan, measured on tensors and on the device."""
 
 import resource
 import sys
 
 import torch
 
-from zero.arriving import local_gradient
+from zero.layout import Plan
 from zero.optimizer import ShardedOptimizer
 from zero.partition import parameters, partition
+from zero.placeholders import local_gradient
 
 
-def state_bytes_predicted(optimizer: torch.optim.Optimizer, tensors_per_parameter: int = 2) -> list[int]:
-    """Bytes of per-element optimizer state on each rank, by rank, once every parameter has been updated.
+def predicted_bytes(plan: Plan, rank: int, tensors_per_parameter: int = 2) -> dict[str, int]:
+    """Bytes that a rank will hold for the model and its optimizer. A model on the meta device is enough for a plan.
 
     Args:
-        tensors_per_parameter: 2 for Adam and AdamW (`exp_avg`, `exp_avg_sq`), each of the dtype of the update. The `step`
-            counters, 4 bytes per slice, are not counted, nor are master weights.
+        plan: of any implementation, see `zero.layout`.
+        tensors_per_parameter: 2 for Adam and AdamW (`exp_avg`, `exp_avg_sq`), each of the dtype of the update.
+
+    Returns:
+        parameters       the weights that forward and backward use, with the padding of flat buffers
+        gradients        full ones, while they accumulate
+        gradient_shards  mean gradients of the owned slices, from the last backward to the end of the step
+        state            per-element optimizer state once every parameter has been updated; `step` counters, 4 bytes per
+                         slice, are not counted
+        master           masters of the owned slices
     """
-    params = parameters(optimizer)
-    masters = isinstance(optimizer, ShardedOptimizer) and optimizer.param_dtype is not None
-    return [
-        tensors_per_parameter
-        * sum(
-            piece.numel * (torch.float32.itemsize if masters else params[piece.param].element_size())
-            for piece in slices
-            if params[piece.param].requires_grad
-        )
-        for slices in partition(optimizer).slices
-    ]
+    frozen = [spec for spec in plan.params if not spec.requires_grad]
+    trainable = [spec for spec in plan.params if spec.requires_grad]
+    owned = [piece for piece in plan.slices(rank) if plan.params[piece.param].requires_grad]
+    predicted = {
+        "parameters": sum(spec.numel * (plan.param_dtype or spec.dtype).itemsize for spec in frozen),
+        "gradients": 0,
+        "gradient_shards": 0,
+        "state": tensors_per_parameter * sum(piece.numel * plan.update_dtype(piece.param).itemsize for piece in owned),
+        "master": 0,
+    }
+    if not plan.buffers:
+        predicted["gradients"] = sum(spec.numel * spec.dtype.itemsize for spec in trainable)
+        predicted["parameters"] += predicted["gradients"]
+    for buffer in plan.buffers:
+        shard_numel = sum(shards[rank].numel for shards in buffer.layout.shards)
+        predicted["parameters"] += buffer.layout.padded_numel * buffer.dtype.itemsize
+        predicted["gradients"] += sum(buffer.layout.numels) * buffer.dtype.itemsize
+        predicted["gradient_shards"] += shard_numel * buffer.update_dtype.itemsize
+        if buffer.has_masters:
+            predicted["master"] += shard_numel * buffer.update_dtype.itemsize
+    return predicted
 
 
 def held_bytes(optimizer: torch.optim.Optimizer) -> dict[str, int]:

@@ -3,25 +3,26 @@
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.profiler import record_function
 from torch.utils.weak import WeakIdKeyDictionary
 
-from zero.arriving import WaitingDict
-from zero.collectives import Communicator, Gather, cpu_group
-from zero.layout import Layout, Slice, Span
+from zero.collectives import AllGatherWork, Communicator, cpu_group, gather_objects
+from zero.layout import BufferPlan, Layout, PlacedSlice, Plan, Slice, Span, parameter_specs, plan
+from zero.placeholders import WaitingDict
 
-_VECTOR_BYTES = 64  # the widest vector registers, AVX-512, and a cache line
 _CACHED = 2**17  # elements to look at in one go, so that a CPU's cache holds what comes of them
 _NEED_WHOLE_PARAMETERS = (torch.optim.Adafactor, torch.optim.Muon)  # they look at rows and columns
-_CANNOT_BE_DIVIDED = {
+_UNSUPPORTED = {
     torch.optim.LBFGS: "it looks at all parameters together, several times per step",
     torch.optim.SparseAdam: "sparse gradients cannot be laid flat",
 }
-_holder_of = WeakIdKeyDictionary()  # parameter: a reference to the ShardedOptimizer in whose buffers it lies
+_optimizer_of = WeakIdKeyDictionary()  # parameter: a reference to the ShardedOptimizer in whose buffers it lies
 
 
 class FlatBuffer(NamedTuple):
@@ -29,7 +30,6 @@ class FlatBuffer(NamedTuple):
 
     data: torch.Tensor  # (layout.padded_numel,)
     params: list[torch.nn.Parameter]  # numbered as in the layout
-    indices: list[int]  # the place of each in all of `param_groups`
     layout: Layout
 
 
@@ -48,14 +48,15 @@ class OwnedSlice(NamedTuple):
 class Bucket:
     """One bucket at run time."""
 
+    number: int  # among all buckets of the optimizer
     data: torch.Tensor  # (sum of sizes,), a view into FlatBuffer.data
     sizes: list[int]  # elements of each rank's shard
     shard: torch.Tensor  # (sizes[rank],), this rank's part of `data`
     master: torch.Tensor | None  # (sizes[rank],) float32, where `data` is in less
     owned: list[OwnedSlice]  # what this rank updates, and the same by parameter group as the inner optimizer has it
     local_by_group: dict[int, list[torch.nn.Parameter]]
-    members: list[tuple[torch.nn.Parameter, Slice, int]]  # all that lies in it: parameter, part of it, offset in the bucket
-    gather: Gather | None = None  # in flight: of `data` only `shard` may be read
+    members: list[tuple[torch.nn.Parameter, PlacedSlice]]  # all that lies in it
+    gather: AllGatherWork | None = None  # in flight: of `data` only `shard` may be read
 
     @property
     def updated(self) -> torch.Tensor:
@@ -166,13 +167,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         param_dtype: torch.dtype | None = None,
         **kwargs: Any,
     ) -> None:
-        if bucket_mb <= 0:
-            raise ValueError(f"bucket_mb={bucket_mb} must be positive")
-        if partition not in ("element", "parameter"):
-            raise ValueError(f"partition={partition!r} is neither 'element' nor 'parameter'")
         if not isinstance(optimizer_cls, type):
             raise ValueError(f"optimizer_cls={optimizer_cls!r} must be a class, torch.optim.AdamW for one")
-        for refused, reason in _CANNOT_BE_DIVIDED.items():
+        for refused, reason in _UNSUPPORTED.items():
             if issubclass(optimizer_cls, refused):
                 raise ValueError(f"{optimizer_cls.__name__} cannot be divided among ranks: {reason}")
         if issubclass(optimizer_cls, _NEED_WHOLE_PARAMETERS) and partition == "element":
@@ -181,49 +178,55 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.bucket_mb = bucket_mb
         self.partition = partition
         self.param_dtype = param_dtype
-        self.registration_order = {param: index for index, param in enumerate(registration_order or [])}
+        self.registration_order = list(registration_order or ())
         self.buffers: list[FlatBuffer] = []
         self.buckets: list[Bucket] = []
         self.check_reads = False  # see ShardedDataParallel
         self._refusal: str | None = None
         self.names: dict[torch.nn.Parameter, str] = {}  # for messages, as far as they are known
         self._owned_of: dict[torch.nn.Parameter, list[OwnedSlice]] = {}  # this rank's slices of a parameter, ascending
-        self._frozen: list[Slice] = []  # whole parameters, which are in no bucket
-        self._given: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}  # groups as they were given, what they held then
-        self._laid_out: list[list[torch.nn.Parameter]] = []  # the parameters of each group
-        self._left: list[tuple[StorageWeakRef, int, int]] = []  # memory that parameters were in before: storage, addresses
-        self._alone: GradientSource = ParameterGradients(self)
+        # by number, the groups as they were given, and what they held then
+        self._original_groups: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}
+        self._params_of_groups: list[list[torch.nn.Parameter]] = []  # the parameters of each group
+        # where parameters lay before they moved into the buffers: storage, addresses
+        self._former_memory: list[tuple[StorageWeakRef, int, int]] = []
+        self._parameter_gradients: GradientSource = ParameterGradients(self)
         self.wrapper: weakref.ref[GradientSource] | None = None  # the ShardedDataParallel; it keeps this object alive
-        self.inner: torch.optim.Optimizer | None = None
+        self.inner: torch.optim.Optimizer  # of this rank's slices
+        self._is_built = False
         super().__init__(params, dict(kwargs))
         given = [param for group in self.param_groups for param in group["params"]]
         if len(given) > len(set(given)):
             raise ValueError("a parameter is given more than once; give each one once")
         _check_memory(given)
-        for holder in {holder for param in given if (holder := _holder_of.get(param)) is not None}:
+        for holder in {holder for param in given if (holder := _optimizer_of.get(param)) is not None}:
             if holder() is not None:
                 holder().synchronize()
         if not optimizer_cls.__module__.startswith("torch.optim"):
-            self._try_to_divide(optimizer_cls, kwargs)
-        self._lay_out(first_group=0)
+            self._check_divisible(optimizer_cls, kwargs)
+        self.plan = self._plan(first_group=0)
+        self._allocate(self.plan, first_group=0)
         self.inner = self._on_all_ranks(lambda: optimizer_cls(self._inner_groups(first_group=0), **kwargs))
+        self._is_built = True
         self.defaults = dict(self.inner.defaults)
         _copy_hyperparameters(self.inner.param_groups, self.param_groups)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as in torch.optim; its parameters get buffers of their own. Needs to be called on all ranks."""
-        if self.inner is not None and self.source is not self._alone:
+        if self._is_built and self.source is not self._parameter_gradients:
             raise RuntimeError("ShardedDataParallel has laid out its buckets; add parameter groups before you make it")
         super().add_param_group(param_group)
-        self._laid_out.append(list(param_group["params"]))
-        self._have_groups_wait()
-        if self.inner is None:  # still under construction: __init__ lays all groups out together
+        self._params_of_groups.append(list(param_group["params"]))
+        self._wrap_param_groups()
+        if not self._is_built:  # still under construction: __init__ lays all groups out together
             return
         _check_memory([param for group in self.param_groups for param in group["params"]])
         first = len(self.param_groups) - 1
-        self._lay_out(first)
+        added = self._plan(first)
+        self.plan = self.plan.followed_by(added)
+        self._allocate(added, first)
         for group in self._inner_groups(first):
-            self._on_all_ranks(lambda group=group: self.inner.add_param_group(group))
+            self._on_all_ranks(partial(self.inner.add_param_group, group))
         _copy_hyperparameters(self.inner.param_groups[first:], self.param_groups[first:])
 
     def _on_all_ranks(self, make: Callable[[], Any]) -> Any:
@@ -234,8 +237,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         except Exception as raised:
             error = raised
         if self.comm.world_size > 1:
-            errors = [None] * self.comm.world_size
-            dist.all_gather_object(errors, error and str(error), group=cpu_group(self.comm.group))
+            errors = gather_objects(error and str(error), cpu_group(self.comm.group))
             if error is None and any(errors):
                 rank = next(rank for rank, message in enumerate(errors) if message)
                 raise ValueError(f"rank {rank}: {errors[rank]}")
@@ -243,7 +245,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             raise error
         return made
 
-    def _try_to_divide(self, optimizer_cls: type[torch.optim.Optimizer], kwargs: dict[str, Any]) -> None:
+    def _check_divisible(self, optimizer_cls: type[torch.optim.Optimizer], kwargs: dict[str, Any]) -> None:
         """Refuse a class that does not do the same by pieces, which it is stepped for one by one, as with the whole."""
         generator = torch.Generator().manual_seed(0)
         like = next((param for group in self.param_groups for param in group["params"] if param.requires_grad), torch.empty(0))
@@ -270,23 +272,23 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 + ("; partition='parameter' keeps parameters whole" if self.partition == "element" else "")
             )
 
-    def _have_groups_wait(self) -> None:
+    def _wrap_param_groups(self) -> None:
         """Whoever reads the parameters of a group waits for them; also of one that has been put into `param_groups`."""
         for index, group in enumerate(self.param_groups):
             if not isinstance(group, WaitingDict):
                 self.param_groups[index] = WaitingDict(group, self._wait_for_list)
-                self._given[index] = group, hyperparameters(group)
+                self._original_groups[index] = group, hyperparameters(group)
 
     @property
     def source(self) -> GradientSource:
         """The ShardedDataParallel around the model as long as there is one, else the parameters' own gradients."""
         wrapper = self.wrapper() if self.wrapper is not None else None
-        return self._alone if wrapper is None else wrapper
+        return self._parameter_gradients if wrapper is None else wrapper
 
     def holds_its_parameters(self) -> bool:
         """Whether no other ShardedOptimizer has been built over them since."""
         params = [param for buffer in self.buffers for param in buffer.params]
-        return all(_holder_of[param]() is self for param in params)
+        return all(_optimizer_of[param]() is self for param in params)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
@@ -303,22 +305,27 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        # phase 1: collect gradients
         self.collect_gradients()
-        self.take_over_written_weights()
-        if any(_changed(group, before) for group, before in self._given.values()):
+        self.update_masters()
+        if any(_changed(group, before) for group, before in self._original_groups.values()):
             raise RuntimeError("a group that ShardedOptimizer was given has been changed; change the one in its param_groups")
         _copy_hyperparameters(self.param_groups, self.inner.param_groups)
         before = [hyperparameters(group) for group in self.inner.param_groups]
         everything = [group["params"] for group in self.inner.param_groups]
         try:
             for bucket in reversed(self.buckets):
-                for index, group in enumerate(self.inner.param_groups):
-                    group["params"] = bucket.local_by_group.get(index, [])
-                self.inner.step(**kwargs)
-                self._check_hyperparameters(before)
-                if bucket.master is not None:
-                    bucket.shard.copy_(bucket.master)
-                bucket.gather = self._start_gather(bucket)
+                # phase 2: update the owned slices
+                with record_function(f"zero::update bucket {bucket.number}"):
+                    for index, group in enumerate(self.inner.param_groups):
+                        group["params"] = bucket.local_by_group.get(index, [])
+                    self.inner.step(**kwargs)
+                    self._check_hyperparameters(before)
+                    if bucket.master is not None:
+                        bucket.shard.copy_(bucket.master)
+                # phase 3: all-gather
+                with record_function(f"zero::all_gather bucket {bucket.number}"):
+                    bucket.gather = self._start_gather(bucket)
         finally:
             for group, params in zip(self.inner.param_groups, everything, strict=True):
                 group["params"] = params
@@ -327,7 +334,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.source.on_gathers_started()
         return loss
 
-    def _start_gather(self, bucket: Bucket) -> Gather:
+    def _start_gather(self, bucket: Bucket) -> AllGatherWork:
         if not self.check_reads:
             return self.comm.all_gather(bucket.data, bucket.sizes)
         arriving = bucket.data.clone()
@@ -344,7 +351,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         ended = False
         for bucket in self.buckets if buckets is None else buckets:
             if bucket.gather is not None:
-                self.comm.wait("all-gather", bucket.gather.works, bucket.data.device)
+                with record_function(f"zero::wait_all_gather bucket {bucket.number}"):
+                    self.comm.wait("all-gather", bucket.gather.works, bucket.data.device)
                 if self.check_reads:
                     bucket.data.copy_(bucket.gather.bucket)
                 bucket.gather = None
@@ -359,8 +367,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in torch.optim: without a gradient a parameter is skipped, with one of zero it is still decayed and moved on."""
-        self._have_groups_wait()
-        groups = self.param_groups
+        self._wrap_param_groups()
+        groups: list[Any] = self.param_groups
         self.param_groups = [group.plain() for group in groups]  # gradients are zeroed while parameters arrive
         try:
             super().zero_grad(set_to_none)
@@ -387,11 +395,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         Every rank adds up the squares of its slices, and one all-reduce of a scalar gives the norm of the whole gradient.
         """
-        total, each = torch.zeros((), device=self.buckets[0].data.device if self.buckets else None), {}
+        total = torch.zeros((), device=self.buckets[0].data.device if self.buckets else None)
+        each: dict[torch.nn.Parameter, torch.Tensor] = {}
         for bucket in self._collect():  # while the gradients of the next one are on their way
             locals_ = [owned.local for owned in bucket.owned if owned.local.grad is not None]
             if locals_:
-                norms = torch._foreach_norm([local.grad for local in locals_])
+                norms = torch._foreach_norm([local.grad for local in locals_ if local.grad is not None])
                 each.update(zip(locals_, norms, strict=True))
                 total += torch.stack(norms).float().square().sum()
         self.comm.wait("norm", self.comm.all_reduce(total), total.device)
@@ -415,10 +424,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         Their `param` counts through all of `param_groups`, as the keys of a torch.optim `state_dict()` do.
         """
-        pieces = [
-            piece._replace(param=buffer.indices[piece.param]) for buffer in self.buffers for piece in buffer.layout.slices(rank)
-        ]
-        return sorted(pieces + (self._frozen if rank == 0 else []))
+        return self.plan.slices(rank)
 
     @property
     def state(self) -> Any:
@@ -469,9 +475,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
                     )
                 if param.grad is not None and param.grad.is_sparse:
                     raise RuntimeError(SPARSE)
-        self._have_groups_wait()
+        self._wrap_param_groups()
         groups = [group["params"] for group in self.param_groups]
-        if [list(map(id, params)) for params in groups] != [list(map(id, params)) for params in self._laid_out]:
+        if [list(map(id, params)) for params in groups] != [list(map(id, params)) for params in self._params_of_groups]:
             raise RuntimeError("the parameters in param_groups have been changed; build ShardedOptimizer anew for that")
         for group in self.param_groups:
             for param in group["params"]:
@@ -494,7 +500,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 )
 
     @torch.no_grad()
-    def take_over_written_weights(self) -> None:
+    def update_masters(self) -> None:
         """Where a weight has been written to since the last step, its master takes the new value."""
         self.synchronize()
         for bucket in self.buckets:
@@ -507,75 +513,64 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 if not on_cpu or not unwritten.all():  # a GPU is not waited for
                     torch.where(unwritten, master, shard, out=master)
 
-    def has_left(self, tensor: torch.Tensor) -> bool:
+    def is_in_former_memory(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is still in memory that one of the parameters was in before it moved into its flat buffer."""
         if tensor.numel() == 0 or tensor.is_meta or not torch._C._has_storage(tensor):
             return False
         storage, (start, stop) = StorageWeakRef(tensor.untyped_storage()), _span(tensor)
-        return any(left == storage and start < end and begin < stop for left, begin, end in self._left)
+        return any(left == storage and start < end and begin < stop for left, begin, end in self._former_memory)
 
-    def _lay_out(self, first_group: int) -> None:
-        """Move the trainable parameters of the groups from `first_group` on into flat buffers, one per dtype and device."""
-        first_index = sum(len(group["params"]) for group in self.param_groups[:first_group])
+    def _plan(self, first_group: int) -> Plan:
+        """Where the parameters of the groups from `first_group` on are to lie."""
+        specs = parameter_specs(self.param_groups[first_group:], self.registration_order)
+        return plan(
+            specs, self.comm.world_size, bucket_mb=self.bucket_mb, partition=self.partition, param_dtype=self.param_dtype
+        )
+
+    def _allocate(self, planned: Plan, first_group: int) -> None:
+        """Move the parameters of the groups from `first_group` on to their places in new flat buffers."""
         params = [param for group in self.param_groups[first_group:] for param in group["params"]]
         group_of = {param: index for index, group in enumerate(self.param_groups) for param in group["params"]}
-        positions = range(len(params))
-        if self.registration_order:
-            positions = sorted(positions, key=lambda position: self.registration_order.get(params[position], -1))
-        kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-        for position in reversed(positions):
-            param = params[position]
-            if param.requires_grad:
-                kinds.setdefault((param.dtype, param.device), []).append(position)
-                continue
-            self._frozen.append(Slice(first_index + position, 0, param.numel()))
-            if self.comm.rank == 0:
-                self._owned_of[param] = [OwnedSlice(param, 0, param.numel(), 0, param)]
-        lay = Layout.by_element if self.partition == "element" else Layout.by_parameter
-        for (dtype, device), members in kinds.items():
-            kept_in = self.param_dtype or dtype
-            update_dtype = torch.promote_types(dtype, torch.float32) if self.param_dtype else dtype
-            layout = lay(
-                [params[position].numel() for position in members],
-                self.comm.world_size,
-                bucket_numel=max(1, int(self.bucket_mb * 1e6) // kept_in.itemsize),
-                align=_VECTOR_BYTES // kept_in.itemsize,
-            )
-            data = torch.zeros(layout.padded_numel, dtype=kept_in, device=device)
-            buffer = FlatBuffer(data, [params[p] for p in members], [first_index + p for p in members], layout)
+        if self.comm.rank == 0:  # it has the state of frozen parameters, if there is any
+            frozen = [param for param in params if not param.requires_grad]
+            self._owned_of.update({param: [OwnedSlice(param, 0, param.numel(), 0, param)] for param in frozen})
+        for planned_buffer in planned.buffers:
+            data = torch.zeros(planned_buffer.layout.padded_numel, dtype=planned_buffer.dtype, device=planned_buffer.device)
+            buffer = FlatBuffer(data, [params[number] for number in planned_buffer.params], planned_buffer.layout)
             self.buffers.append(buffer)
-            for shards in layout.shards:
-                bucket = self._bucket(buffer, shards, update_dtype)
+            for shards in planned_buffer.layout.shards:
+                bucket = self._bucket(buffer, shards, planned_buffer)
                 self.buckets.append(bucket)
                 for owned in bucket.owned:
                     self._owned_of.setdefault(owned.param, []).append(owned)
                     bucket.local_by_group.setdefault(group_of[owned.param], []).append(owned.local)
-            for param, offset in zip(buffer.params, layout.offsets, strict=True):
-                if param.numel():
-                    self._left.append((StorageWeakRef(param.untyped_storage()), *_span(param)))
-                value = param.data if _is_dense(param) else param.data.contiguous()
-                self.comm.broadcast(flattened(value, value))
-                place = data[offset : offset + param.numel()]
-                param.data = place.as_strided(value.shape, value.stride())
-                self.set_parameter(param, value)
-                _holder_of[param] = weakref.ref(self)
+            self._move_parameters(buffer)
 
-    def _bucket(self, buffer: FlatBuffer, shards: tuple[Span, ...], update_dtype: torch.dtype) -> Bucket:
-        data, layout = buffer.data, buffer.layout
+    def _bucket(self, buffer: FlatBuffer, shards: tuple[Span, ...], planned: BufferPlan) -> Bucket:
         span, own = Span(shards[0].start, shards[-1].stop), shards[self.comm.rank]
-        shard = data[own.start : own.stop]
-        master = None if update_dtype == data.dtype else torch.zeros_like(shard, dtype=update_dtype)
-        bucket = Bucket(data[span.start : span.stop], [piece.numel for piece in shards], shard, master, [], {}, [])
-        for index, start, stop in layout.slices_in(own):
-            offset = layout.offsets[index] + start - own.start
-            local = bucket.updated[offset : offset + stop - start]
+        data, shard = buffer.data[span.start : span.stop], buffer.data[own.start : own.stop]
+        master = torch.zeros_like(shard, dtype=planned.update_dtype) if planned.has_masters else None
+        bucket = Bucket(len(self.buckets), data, [piece.numel for piece in shards], shard, master, [], {}, [])
+        for number, start, stop, offset in planned.layout.placed_in(own):
+            param, local = buffer.params[number], bucket.updated[offset : offset + stop - start]
             if self.partition == "parameter":
-                local = shaped(local, buffer.params[index])
-            bucket.owned.append(OwnedSlice(buffer.params[index], start, stop, offset, torch.nn.Parameter(local)))
-        for piece in layout.slices_in(span):
-            offset = layout.offsets[piece.param] + piece.start - span.start
-            bucket.members.append((buffer.params[piece.param], piece, offset))
+                local = shaped(local, param)
+            bucket.owned.append(OwnedSlice(param, start, stop, offset, torch.nn.Parameter(local)))
+        for placed in planned.layout.placed_in(span):
+            bucket.members.append((buffer.params[placed.param], placed))
         return bucket
+
+    def _move_parameters(self, buffer: FlatBuffer) -> None:
+        """Make the data of a buffer's parameters, with the values of rank 0, views into the buffer."""
+        for param, offset in zip(buffer.params, buffer.layout.offsets, strict=True):
+            if param.numel():
+                self._former_memory.append((StorageWeakRef(param.untyped_storage()), *_span(param)))
+            value = param.data if _is_dense(param) else param.data.contiguous()
+            self.comm.broadcast(flattened(value, value))
+            place = buffer.data[offset : offset + param.numel()]
+            param.data = place.as_strided(value.shape, value.stride())
+            self.set_parameter(param, value)
+            _optimizer_of[param] = weakref.ref(self)
 
     def _inner_groups(self, first_group: int) -> list[dict[str, Any]]:
         """Parameter groups for the inner optimizer, with this rank's slices in place of the parameters."""

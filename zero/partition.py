@@ -1,42 +1,76 @@
 """Who holds which part of the optimizer state, asked of any of the three implementations."""
 
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import count
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
-from zero.layout import Slice
+from zero.layout import Plan, Slice, parameter_specs, replicated_plan
 from zero.optimizer import ShardedOptimizer
 
 
-class Partition(NamedTuple):
+@dataclass(frozen=True)
+class Partition:
     """One optimizer's state as it is spread over the ranks."""
 
+    optimizer: torch.optim.Optimizer
     inner: torch.optim.Optimizer  # holds this rank's part; its parameters are slices[rank], in that order
-    slices: list[list[Slice]]  # by rank; `param` counts through all of the optimizer's param_groups
+    plan: Plan
     rank: int  # of this process
     process_group: dist.ProcessGroup | None
-    replicated: bool  # not spread at all: every process holds the same, as if it were rank 0 of one
-    whole: bool  # by whole parameters: state may have the shape of a row or a column
+    replicated: bool = False  # not spread at all: every process holds the same, as if it were rank 0 of one
+
+    @cached_property
+    def params(self) -> list[torch.nn.Parameter]:
+        """The whole parameters, numbered as in the plan."""
+        return parameters(self.optimizer)
+
+    @cached_property
+    def slices(self) -> list[list[Slice]]:
+        """By rank; `param` counts through all of the optimizer's param_groups."""
+        return [self.plan.slices(rank) for rank in range(self.plan.world_size)]
+
+    @cached_property
+    def locals(self) -> list[torch.nn.Parameter]:
+        """The parameters of the inner optimizer: this rank's slices."""
+        return parameters(self.inner)
+
+    @property
+    def states(self) -> list[dict[str, Any]]:
+        """The state of each of this rank's slices."""
+        return [self.inner.state.get(local, {}) for local in self.locals]
+
+    @property
+    def receives(self) -> bool:
+        """Whether this process is the one on which the whole is put together."""
+        return self.rank == 0 and not (self.replicated and dist.is_initialized() and dist.get_rank() != 0)
+
+    def update_masters(self) -> None:
+        """Have float32 masters, if there are any, follow weights that have been written to since the last step."""
+        if isinstance(self.optimizer, ShardedOptimizer):
+            self.optimizer.update_masters()
 
 
 def partition(optimizer: torch.optim.Optimizer) -> Partition:
     """The partition of a ShardedOptimizer, a ZeroRedundancyOptimizer, or any other optimizer (which holds all of it)."""
     if isinstance(optimizer, ShardedOptimizer):
-        comm, whole = optimizer.comm, optimizer.partition == "parameter"
-        slices = [optimizer.slices(rank) for rank in range(comm.world_size)]
-        return Partition(optimizer.inner, slices, comm.rank, comm.group, replicated=False, whole=whole)
-    index_of = {param: index for index, param in enumerate(parameters(optimizer))}
-
-    def whole_parameters(groups: list[dict[str, Any]]) -> list[Slice]:
-        return [Slice(index_of[param], 0, param.numel()) for group in groups for param in group["params"]]
-
+        comm = optimizer.comm
+        return Partition(optimizer, optimizer.inner, optimizer.plan, comm.rank, comm.group)
+    specs = parameter_specs(optimizer.param_groups)
     if isinstance(optimizer, ZeroRedundancyOptimizer):
-        slices = [whole_parameters(groups) for groups in optimizer._partition_parameters()]
-        return Partition(optimizer.optim, slices, optimizer.rank, optimizer.process_group, replicated=False, whole=True)
-    return Partition(optimizer, [whole_parameters(optimizer.param_groups)], 0, None, replicated=True, whole=True)
+        # as this version of torch has dealt them; `zero.layout.zero_redundancy_plan` says so beforehand
+        numbers = {param: number for number, param in enumerate(parameters(optimizer))}
+        dealt = tuple(
+            tuple(Slice(numbers[param], 0, param.numel()) for group in groups for param in group["params"])
+            for groups in optimizer._partition_parameters()  # type: ignore[attr-defined]  # not in torch's stubs
+        )
+        plan = Plan(tuple(specs), len(dealt), dealt=dealt)
+        return Partition(optimizer, optimizer.optim, plan, optimizer.rank, optimizer.process_group)
+    return Partition(optimizer, optimizer, replicated_plan(specs), 0, None, replicated=True)
 
 
 def parameters(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:

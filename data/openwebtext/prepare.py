@@ -18,8 +18,8 @@ import tiktoken
 from tqdm import tqdm
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", ".."))
-from configurator import fail
 from data.common import atomic, gpt2_encoding, input_argument
+from distributed import exit_with_error
 
 DIRECTORY = os.path.dirname(os.path.abspath(__file__))
 VALIDATION_EVERY = 2000  # documents
@@ -31,12 +31,16 @@ def downloaded() -> Iterator[str]:
     try:
         from datasets import load_dataset
     except ImportError:
-        fail("the download needs the datasets library; pip install -e '.[openwebtext]', or name a local file with --input FILE")
+        exit_with_error(
+            "the download needs the datasets library; pip install -e '.[openwebtext]', or name a local file with --input FILE"
+        )
     name = "Skylion007/openwebtext"
     try:
         documents = load_dataset(name, split="train", streaming=True)
     except OSError as error:  # its ConnectionError is one too
-        fail(f"cannot stream {name} from https://huggingface.co/datasets/{name} ({error}); give a local copy as --input FILE")
+        exit_with_error(
+            f"cannot stream {name} from https://huggingface.co/datasets/{name} ({error}); give a local copy as --input FILE"
+        )
     for document in documents:
         yield document["text"]
 
@@ -51,9 +55,9 @@ def local(path: str) -> Iterator[str]:
                 try:
                     yield json.loads(line)["text"] if path.endswith(".jsonl") else line
                 except (json.JSONDecodeError, KeyError, TypeError):
-                    fail(f'{path} line {number} is no JSON object with a "text" key')
+                    exit_with_error(f'{path} line {number} is no JSON object with a "text" key')
     except (OSError, UnicodeDecodeError) as error:
-        fail(f"cannot read {path}: {error}")
+        exit_with_error(f"cannot read {path}: {error}")
 
 
 def write(documents: Iterator[str], encoding: tiktoken.Encoding) -> dict[str, int]:
@@ -80,6 +84,6 @@ if __name__ == "__main__":
     documents = local(path) if path else downloaded()
     first = next(documents, None)  # before the progress bar: what can be wrong is found now
     if first is None:
-        fail("there are no documents")
+        exit_with_error("there are no documents")
     for split, count in write(itertools.chain([first], documents), gpt2_encoding()).items():
         print(f"{split}: {count:,} tokens")

@@ -12,8 +12,8 @@ import sys
 import sysconfig
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", ".."))
-from configurator import fail
 from data.common import input_argument, read_text, write_characters
+from distributed import exit_with_error
 
 DIRECTORY = os.path.dirname(os.path.abspath(__file__))
 VOCABULARY = ["\n"] + [chr(code) for code in range(32, 127)]
@@ -31,7 +31,7 @@ def standard_library() -> str:
                 with open(os.path.join(folder, name), encoding="utf-8", errors="ignore") as file:
                     texts.append(file.read())
     if not texts:
-        fail(f"there are no .py files in {root}; name a text with --input FILE")
+        exit_with_error(f"there are no .py files in {root}; name a text with --input FILE")
     return "\n".join(texts)
 
 

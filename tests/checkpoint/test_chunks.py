@@ -17,8 +17,8 @@ from zero import ShardedOptimizer
 from zero import checkpoint as ckpt
 from zero.checkpoint.chunks import read, write
 from zero.checkpoint.files import FileSum, file_sum
-from zero.checkpoint.format import read_file
-from zero.state import Piece
+from zero.checkpoint.format import read as read_file
+from zero.state import TensorChunk
 
 
 def rows_and_columns(folder):
@@ -135,7 +135,7 @@ class ByGetattr(pickle.Pickler):
 
 def test_memory_formats_are_read_from_every_python(tmp_path, monkeypatch):
     """getattr is admitted in a table of contents for this alone."""
-    pieces = [Piece.of_whole("weight", torch.arange(6.0))]
+    pieces = [TensorChunk.of_whole("weight", torch.arange(6.0))]
     write(pieces, str(tmp_path), None)
     contents = tmp_path / ".metadata"
     table = pickle.loads(contents.read_bytes())
@@ -153,7 +153,7 @@ def test_memory_formats_are_read_from_every_python(tmp_path, monkeypatch):
         with open(contents, "wb") as file:
             pickler(file, **kwargs).dump(table)
         target = torch.zeros(6)
-        read(str(tmp_path), [Piece.of_whole("weight", target)])
+        read(str(tmp_path), [TensorChunk.of_whole("weight", target)])
         assert torch.equal(target, torch.arange(6.0))
 
     read_after(pickle.Pickler)

@@ -4,20 +4,20 @@ import os
 
 import pytest
 
-from zero.checkpoint.files import FileSum, also_as, damage, damaged, file_sum, replacing
+from zero.checkpoint.files import FileSum, atomic_write, corruption_message, file_sum, find_corruption, link_or_copy
 
 
 def test_a_block_that_fails_leaves_the_old_file(tmp_path):
     path = tmp_path / "file"
     for content in ("first", "second"):
-        with replacing(str(path)) as temporary:
+        with atomic_write(str(path)) as temporary:
             with open(temporary, "w") as file:
                 file.write(content)
             assert path.exists() == (content == "second")
         assert path.read_text() == content
 
     def fail_halfway():
-        with replacing(str(path)) as temporary, open(temporary, "w") as file:
+        with atomic_write(str(path)) as temporary, open(temporary, "w") as file:
             file.write("third")
             raise RuntimeError("halfway")
 
@@ -34,7 +34,7 @@ def test_another_name(tmp_path, link):
     path.write_text("new")
     other.write_text("old")
     (tmp_path / "other.tmp").write_text("left by a killed process")
-    also_as(str(path), str(other), link)
+    link_or_copy(str(path), str(other), link)
     assert other.read_text() == "new"
     assert path.samefile(other) == link
     assert sorted(os.listdir(tmp_path)) == ["file", "other"]
@@ -45,13 +45,13 @@ def test_damage_is_named(tmp_path):
         (tmp_path / name).write_bytes(b"123456789")
     sums = {name: file_sum(str(tmp_path / name)) for name in ("a", "b")}
     assert sums["a"] == FileSum(9, 0xCBF43926)  # the check value of CRC-32
-    assert damage(str(tmp_path), sums) is None
+    assert find_corruption(str(tmp_path), sums) is None
     (tmp_path / "b").write_bytes(b"123456780")
-    assert damage(str(tmp_path), sums) == f"the checksum of {tmp_path / 'b'} does not hold"
+    assert find_corruption(str(tmp_path), sums) == f"the checksum of {tmp_path / 'b'} does not hold"
     (tmp_path / "b").write_bytes(b"1234567")
-    assert damage(str(tmp_path), sums) == f"{tmp_path / 'b'} has 7 bytes instead of 9"
+    assert find_corruption(str(tmp_path), sums) == f"{tmp_path / 'b'} has 7 bytes instead of 9"
     (tmp_path / "b").unlink()
-    assert damage(str(tmp_path), sums) == f"there is no {tmp_path / 'b'}"
+    assert find_corruption(str(tmp_path), sums) == f"there is no {tmp_path / 'b'}"
 
 
 @pytest.mark.parametrize(
@@ -67,5 +67,5 @@ def test_damage_is_named(tmp_path):
     ],
 )
 def test_one_line_on_a_damaged_file(reason, expected):
-    assert damaged("x", reason).startswith(expected)
-    assert "\n" not in damaged("x", reason)
+    assert corruption_message("x", reason).startswith(expected)
+    assert "\n" not in corruption_message("x", reason)

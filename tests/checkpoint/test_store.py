@@ -13,7 +13,7 @@ from ranks import run_ranks
 from toy import assert_equal, build_toy, make_toy, train
 
 from zero import checkpoint as ckpt
-from zero.state import own_pieces
+from zero.state import local_chunks
 
 
 def no_links(*_):
@@ -159,7 +159,7 @@ def save_both(mode, folder):
         writer.wait()
         assert not [outcome for outcome in writer.outcomes() if isinstance(outcome, OSError)]
     dist.barrier()
-    return sum(piece.elements.numel() for piece in own_pieces(model.module, optimizer)[0])
+    return sum(piece.elements.numel() for piece in local_chunks(model.module, optimizer)[0])
 
 
 @pytest.fixture
@@ -244,7 +244,7 @@ def test_what_went_wrong_afterwards_is_told_but_the_checkpoint_is_written(tmp_pa
     writer.save(model, torch.optim.AdamW(model.param_groups()), {**VALUES, "iter_num": 3})
     [outcome] = writer.outcomes()
     assert outcome.iter_num == 3
-    assert "is written, but" in outcome.complaint
+    assert "is written, but" in outcome.warning
     assert ckpt.load(str(tmp_path / "ckpt.pt"))["iter_num"] == 3
 
 

@@ -123,7 +123,7 @@ def test_a_damaged_file_never_takes_the_place_of_the_one_before(tmp_path, monkey
     write(writer, 2)
     (tmp_path / "ckpt.pt").write_bytes(b"damaged")
     assert ckpt.find(str(tmp_path))[1] is not None
-    writer = ckpt.CheckpointWriter(str(tmp_path), damaged=True)
+    writer = ckpt.CheckpointWriter(str(tmp_path), newest_is_corrupt=True)
 
     def cannot(*_):
         raise OSError("as if killed here")

@@ -12,9 +12,9 @@ from torch.utils.checkpoint import checkpoint
 from toy import batch, largest_difference, make_toy, weights
 
 from zero import ShardedDataParallel, ShardedOptimizer
-from zero.arriving import SentGradient
 from zero.build import clip_grad_norm_
-from zero.collectives import Communicator, Gather
+from zero.collectives import AllGatherWork, Communicator
+from zero.placeholders import SentGradient
 
 STEPS = 12
 
@@ -140,7 +140,7 @@ def poisoned():
         for owner, shard in enumerate(bucket.split(sizes)):
             if owner != comm.rank:
                 shard.fill_(float("nan"))
-        return Gather(bucket, [Late(comm, bucket, sizes)])
+        return AllGatherWork(bucket, [Late(comm, bucket, sizes)])
 
     Communicator.all_gather = poison
     torchs_own_modules()

@@ -17,9 +17,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
 from zero import ShardedDataParallel, ShardedOptimizer, checkpoint
-from zero.arriving import SentGradient, WaitingDict
-from zero.collectives import Communicator, Gather
-from zero.state import own_pieces
+from zero.collectives import AllGatherWork, Communicator
+from zero.placeholders import SentGradient, WaitingDict
+from zero.state import local_chunks
 
 TINY_MB = 0.0002  # 50 elements: several buckets
 
@@ -64,7 +64,7 @@ def make_gathers_late():
     def late(comm, bucket, sizes):
         arriving = all_gather(comm, bucket.clone(), sizes)
         bucket.fill_(float("nan"))
-        return Gather(bucket, [Late(bucket, arriving)])
+        return AllGatherWork(bucket, [Late(bucket, arriving)])
 
     Communicator.all_gather = late
 
@@ -757,7 +757,7 @@ def consolidated(optimizer_cls):
         for index, state in whole["state"].items():
             assert all(torch.equal(restored["state"][index][key], value) for key, value in state.items())
     with pytest.raises(ValueError, match="shards hold contiguous parameters"):
-        own_pieces(module, optimizer)
+        local_chunks(module, optimizer)
     return True
 
 

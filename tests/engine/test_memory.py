@@ -10,9 +10,10 @@ from toy import MODES, build_toy, train
 
 from model import GPT, GPTConfig
 from zero import ShardedOptimizer
-from zero.arriving import SentGradient, local_gradient
 from zero.build import build
-from zero.memory import held_bytes, state_bytes_predicted
+from zero.memory import held_bytes, predicted_bytes
+from zero.partition import partition
+from zero.placeholders import SentGradient, local_gradient
 
 
 def state_bytes():
@@ -22,7 +23,7 @@ def state_bytes():
         model, optimizer = build_toy(mode)
         train(model, optimizer, dist.get_rank(), steps=1)
         measured[mode] = held_bytes(optimizer)["state"]
-        predicted[mode] = state_bytes_predicted(optimizer)[dist.get_rank() if mode != "adamw" else 0]
+        predicted[mode] = predicted_bytes(partition(optimizer).plan, dist.get_rank() if mode != "adamw" else 0)["state"]
     return measured, predicted
 
 

@@ -20,7 +20,14 @@ def held(mode):
         assert torch.equal(local.detach().reshape(-1), whole.reshape(-1)[piece.start : piece.stop])
     numels = [param.numel() for param in params]
     slices = [[list(piece) for piece in of_rank] for of_rank in part.slices]
-    return {"slices": slices, "numels": numels, "rank": part.rank, "replicated": part.replicated, "whole": part.whole}
+    whole = part.plan.has_whole_parameters
+    return {
+        "slices": slices,
+        "numels": numels,
+        "rank": part.rank,
+        "replicated": part.replicated,
+        "whole": part.plan.has_whole_parameters,
+    }
 
 
 @pytest.mark.parametrize("world_size", [1, 3])

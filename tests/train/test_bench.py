@@ -34,7 +34,7 @@ def test_mistakes_have_exit_code_2():
     for ranks, argument, message in (
         (0, "--rounds=1", "torchrun"),
         (1, "--modes=adamw,other", "other is not one of adamw, torch, sharded"),
-        (1, "--rounds=0", "rounds=0 must be positive"),
+        (1, "--rounds=0", "rounds=0 must be at least 1"),
         (1, "--n_embd=63", "use a multiple of n_head"),
     ):
         process = run("bench.py", argument, ranks=ranks)

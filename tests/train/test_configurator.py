@@ -3,12 +3,13 @@
 import glob
 import os
 from ast import literal_eval
+from typing import Literal
 
 import pytest
 from conftest import ROOT
 from scripts import run
 
-from configurator import configure
+from configurator import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, configure
 
 DEFAULTS = {
     "batch_size": 12,
@@ -139,6 +140,44 @@ def train_defaults():
     assert shown.returncode == 0, shown.stderr
     settings = [line.strip().removeprefix("--").split("=", 1) for line in shown.stdout.splitlines() if line.startswith("  --")]
     return {key: literal_eval(value) for key, value in settings}
+
+
+DECLARED = {
+    "count": (3, PositiveInt),
+    "step": (3, NonNegativeInt),
+    "size": (0.5, PositiveFloat),
+    "rate": (0.5, NonNegativeFloat),
+    "decay": (0.5, Fraction),
+    "format": ("one", Literal["one", "two"]),
+}
+BAD_VALUES = {
+    "count=0": "must be at least 1",
+    "step=-1": "must not be negative",
+    "size=0.0": "must be positive",
+    "rate=-0.1": "must not be negative",
+    "decay=1.0": "must be at least 0 and less than 1",
+    "decay=-0.5": "must be at least 0 and less than 1",
+    "format=three": "is not one of one, two",
+}
+
+
+def declared():
+    kinds = {key: kind for key, (_, kind) in DECLARED.items()}
+    return {**{key: value for key, (value, _) in DECLARED.items()}, "__annotations__": kinds}
+
+
+@pytest.mark.parametrize("text", BAD_VALUES)
+def test_a_value_must_keep_the_declared_range_or_choices(text, capsys):
+    with pytest.raises(SystemExit) as ended:
+        configure(declared(), [f"--{text}"])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == f"error: {text} {BAD_VALUES[text]}\n"
+
+
+@pytest.mark.parametrize("text", ["count=1", "step=0", "size=0.01", "rate=0.0", "decay=0.0", "format=two"])
+def test_values_at_the_end_of_a_range_are_taken(text):
+    key, value = text.split("=")
+    assert str(configure(declared(), [f"--{text}"])[key]) == value
 
 
 NANOGPT_DEFAULTS = {

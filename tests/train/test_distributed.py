@@ -6,7 +6,7 @@ from ranks import context
 from scripts import LAUNCH_VARIABLES
 
 from configurator import configure
-from distributed import Launch, launched, start_process_group
+from distributed import Launch, launched, start
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
 
@@ -57,8 +57,8 @@ def join(port, results):
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
-    device = start_process_group(launched(), "cpu")
-    results.put((device, dist.get_backend(), dist.get_rank(), dist.get_world_size()))
+    device = start(launched(), "cpu")
+    results.put((str(device), dist.get_backend(), dist.get_rank(), dist.get_world_size()))
 
 
 def test_ranks_on_cpus_meet_by_gloo(monkeypatch):

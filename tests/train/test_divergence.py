@@ -57,8 +57,8 @@ def test_nothing_is_saved_while_updates_are_skipped(data, tmp_path):
         *("train.py", *SETTINGS, f"--dataset={data}", f"--out_dir={tmp_path}", "--max_iters=5", "--on_nonfinite=skip"),
         before="""
 import guard, torch
-watch = guard.Guard.watch
-guard.Guard.watch = lambda self, loss, norms: watch(self, loss, norms._replace(total=norms.total * torch.inf))
+check = guard.Guard.check
+guard.Guard.check = lambda self, loss, norms: check(self, loss, norms._replace(total=norms.total * torch.inf))
 """,
     )
     assert process.returncode == 0, process.stderr

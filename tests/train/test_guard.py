@@ -39,10 +39,10 @@ def guarded(mode, limit, kind, steps, looks=range(100)):
                 else:
                     hooks = [raw.hidden.bias.register_hook(lambda gradient: gradient * math.inf)]
             loss.backward()
-            guard.watch(loss.detach(), clip_grad_norm_(optimizer, 0.1 if step % 2 else math.inf))
+            guard.check(loss.detach(), clip_grad_norm_(optimizer, 0.1 if step % 2 else math.inf))
             optimizer.step()
             if step in looks:
-                guard.look(step)
+                guard.report(step)
             optimizer.zero_grad(set_to_none=True)
             for hook in hooks:
                 hook.remove()
@@ -92,11 +92,11 @@ def test_the_limit_counts_skips_in_a_row():
     guard = Guard(model, optimizer, ShardedGradScaler("cpu", enabled=False), limit=3)
     good, bad = torch.tensor(1.0), torch.tensor(math.inf)
     for step, loss in enumerate([bad, bad, good, bad, bad]):
-        guard.watch(loss, GradientNorms(good, {}))
-        guard.look(step)
+        guard.check(loss, GradientNorms(good, {}))
+        guard.report(step)
         assert not guard.failed
-    guard.watch(good, GradientNorms(bad, {}))
-    guard.look(5)
+    guard.check(good, GradientNorms(bad, {}))
+    guard.report(5)
     assert guard.failed
 
 
@@ -110,10 +110,10 @@ def test_float16_leaves_gradients_to_the_scaler(capsys):
         loss = model(*batch(iteration, 0))
         scaler.scale(loss * factor).backward()
         scaler.unscale_(optimizer)
-        guard.watch(loss.detach() * loss_factor, clip_grad_norm_(optimizer, math.inf))
+        guard.check(loss.detach() * loss_factor, clip_grad_norm_(optimizer, math.inf))
         scaler.step(optimizer)
         scaler.update()
-        guard.look(iteration)
+        guard.report(iteration)
         optimizer.zero_grad(set_to_none=True)
 
     step(0)
@@ -138,7 +138,7 @@ def test_an_optimizer_without_the_kernel_skips_too():
     for factor in (math.nan, 1.0):
         loss = model(*batch(0, 0)) * factor
         loss.backward()
-        guard.watch(loss.detach(), clip_grad_norm_(optimizer, 1.0))
+        guard.check(loss.detach(), clip_grad_norm_(optimizer, 1.0))
         optimizer.step()
         assert torch.equal(model.hidden.weight, before["hidden.weight"]) == math.isnan(factor)
         optimizer.zero_grad()
@@ -153,8 +153,8 @@ def test_watching_never_waits_for_the_device():
         for _ in range(2):
             loss = model(torch.ones(3)).sum()
             loss.backward()
-            guard.watch(loss.detach(), clip_grad_norm_(optimizer, 1.0))
+            guard.check(loss.detach(), clip_grad_norm_(optimizer, 1.0))
             optimizer.step()
             optimizer.zero_grad()
         with pytest.raises(DataDependentOutputException):
-            guard.look(1)
+            guard.report(1)

@@ -56,7 +56,7 @@ def test_the_peak_of_a_cpu_is_measured():
 
 
 def test_float32_is_slow_nowhere():
-    assert not hardware.is_slow_on_cpu(torch.float32)
+    assert not hardware.is_slow_on_cpu(torch.device("cpu"), "float32")
 
 
 def test_ranks_share_the_cores(monkeypatch):

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 from scripts import NO_LIMIT, SETTINGS, Forked, command, environment, torch_load, train
 
-from signals import Signals, Wish
+from signals import Action, Signals
 
 LONG = ["--max_iters=100000", "--eval_interval=100000"]
 
@@ -102,7 +102,7 @@ def test_a_signal_whose_checkpoint_cannot_be_written(data, tmp_path):
 
 
 def decisions():
-    """What both ranks decide after signals to one of them and wishes of the other."""
+    """What both ranks agree on after signals to one of them and requests of the other."""
     signals, rank, printed = Signals(), dist.get_rank(), io.StringIO()
 
     def send(number):
@@ -111,17 +111,17 @@ def decisions():
             time.sleep(0.001)
 
     with contextlib.redirect_stdout(printed):
-        found = [signals.decide()]
+        found = [signals.agree()]
         if rank == 1:
             send(signal.SIGUSR1)
-        found.append(signals.decide())
+        found.append(signals.agree())
         if rank == 1:
             send(signal.SIGTERM)
-        found.append(signals.decide(Wish.SAVE if rank == 0 else Wish.NOTHING))
-        found += [signals.decide(Wish.FAIL if rank == 0 else Wish.SAVE), signals.decide()]
+        found.append(signals.agree(Action.SAVE if rank == 0 else Action.CONTINUE))
+        found += [signals.agree(Action.FAIL if rank == 0 else Action.SAVE), signals.agree()]
     assert printed.getvalue().count("\n") == (2 if rank == 1 else 0)
-    return [wish.name for wish in found]
+    return [action.name for action in found]
 
 
-def test_the_largest_wish_of_any_rank_is_decided_once():
-    assert run_ranks(decisions, 2) == [["NOTHING", "SAVE", "SAVE_AND_STOP", "FAIL", "NOTHING"]] * 2
+def test_the_largest_action_of_any_rank_is_agreed_on_once():
+    assert run_ranks(decisions, 2) == [["CONTINUE", "SAVE", "SAVE_AND_STOP", "FAIL", "CONTINUE"]] * 2

@@ -18,8 +18,8 @@ on the meta device in place of the real ones, which lie in a folder of torch.dis
 there what it owns, and reads what it needs. The file is what makes the folder count, so both are replaced in one instant.
 """
 
-from zero.checkpoint.store import FORMATS, DivergedError, SaveReport, chunk_reader, convert, find, load, save, verify
-from zero.checkpoint.writer import CheckpointWriter
+from zero.checkpoint.store import FORMATS, chunk_reader, convert, find, load, verify
+from zero.checkpoint.writer import CheckpointWriter, DivergedError, SaveReport, save
 from zero.state import CheckpointError, consolidate, model_state_dict, restore
 
 __all__ = [

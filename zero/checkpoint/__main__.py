@@ -4,25 +4,26 @@ import os
 import signal
 import sys
 
-from zero.checkpoint.format import FORMAT, KEYS, manifest_entry, read_file, tensors_in
-from zero.checkpoint.store import FORMATS, _shards_folder, convert, verify
+from zero.checkpoint import format
+from zero.checkpoint.format import FORMAT, KEYS, manifest_entry, tensors_in
+from zero.checkpoint.store import FORMATS, convert, shards_folder, verify
 from zero.state import CheckpointError
 
 
 def _inspect(path: str) -> bool:
     """Print what a file holds; whether its checksums hold."""
     verify(path)
-    checkpoint = read_file(path)
+    checkpoint = format.read(path)
     manifest, tensors = checkpoint.get("manifest", {}), dict(tensors_in(checkpoint))
-    format = f"{FORMATS['shards' in checkpoint]}, format {FORMAT}" if manifest else "written by nanoGPT"
-    print(f"{path}: {os.path.getsize(path) / 1e6:.1f} MB, {format}")
+    kind = f"{FORMATS['shards' in checkpoint]}, format {FORMAT}" if manifest else "written by nanoGPT"
+    print(f"{path}: {os.path.getsize(path) / 1e6:.1f} MB, {kind}")
     print(f"iteration {checkpoint['iter_num']}, best validation loss {float(checkpoint['best_val_loss']):.4f}")
     print(f"model_args {checkpoint['model_args']}")
     for key in sorted(checkpoint.keys() - KEYS.keys() - {"manifest", "shards"}):
         print(f"{key} {checkpoint[key]}")
     if "shards" in checkpoint:
         sizes = [nbytes for nbytes, _ in checkpoint["shards"]["files"].values()]
-        print(f"{len(sizes)} files with a checksum each, {sum(sizes) / 1e6:.1f} MB in {_shards_folder(path, checkpoint)}")
+        print(f"{len(sizes)} files with a checksum each, {sum(sizes) / 1e6:.1f} MB in {shards_folder(path, checkpoint)}")
     wrong = sorted(manifest.keys() ^ tensors.keys()) if manifest else []
     for name, tensor in tensors.items():
         entry = manifest.get(name)

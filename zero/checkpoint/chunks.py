@@ -1,7 +1,7 @@
-"""A checkpoint's tensors in pieces: every rank writes those it has, any other ranks read the parts they need.
+"""A checkpoint's tensors in chunks: every rank writes those it has, any other ranks read the parts they need.
 
 The files are those of torch.distributed.checkpoint, whose planners decide what goes where. A tensor is stored flat, and
-its pieces are whatever ranges of elements the ranks had of it. What torch.distributed.checkpoint would unpickle without
+its chunks are whatever ranges of elements the ranks had of it. What torch.distributed.checkpoint would unpickle without
 looking is read here by an unpickler that admits its own records only.
 """
 
@@ -16,8 +16,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import filesystem, metadata, planner
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from zero.checkpoint.files import FileSum, damaged, file_sum, of_the_disk, sync_folder
-from zero.state import CheckpointError, Piece
+from zero.checkpoint.files import FileSum, corruption_message, file_sum, sync_folder, underlying_os_error
+from zero.state import CheckpointError, TensorChunk
 
 # what is meant here, and needs no warning
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
@@ -33,14 +33,14 @@ _RECORDS = (
     filesystem._StorageInfo,
     torch.Size,
 )
-_ADMITTED = {(record.__module__, record.__qualname__): record for record in _RECORDS}
+_ADMITTED: dict[tuple[str, str], Any] = {(record.__module__, record.__qualname__): record for record in _RECORDS}
 _ADMITTED["torch.serialization", "_get_layout"] = torch.serialization._get_layout  # how a torch.layout is pickled
 
 
-def write(pieces: list[Piece], folder: str, process_group: dist.ProcessGroup | None) -> dict[str, FileSum]:
-    """Write each rank's pieces, and have them on the disk. Needs to be called on all ranks of the group; None: alone.
+def write(chunks: list[TensorChunk], folder: str, process_group: dist.ProcessGroup | None) -> dict[str, FileSum]:
+    """Write each rank's chunks, and have them on the disk. Needs to be called on all ranks of the group; None: alone.
 
-    Together the pieces must cover every tensor once.
+    Together the chunks must cover every tensor once.
 
     Returns:
         Name and checksum of each file that this rank wrote into `folder`.
@@ -53,7 +53,7 @@ def write(pieces: list[Piece], folder: str, process_group: dist.ProcessGroup | N
         dcp.save(
             {},
             storage_writer=writer,
-            planner=_SavePlanner(_with_elements(pieces)),
+            planner=_SavePlanner(_with_elements(chunks)),
             process_group=process_group,
             no_dist=process_group is None,
         )
@@ -65,65 +65,66 @@ def write(pieces: list[Piece], folder: str, process_group: dist.ProcessGroup | N
     return writer.sums
 
 
-def read(folder: str, pieces: list[Piece]) -> None:
-    """Fill the elements of `pieces`, whoever wrote them and however they were cut. Any rank alone.
+def read(folder: str, chunks: list[TensorChunk]) -> None:
+    """Fill the elements of `chunks`, whoever wrote them and however they were cut. Any rank alone.
 
     Raises:
         CheckpointError: if the files are missing, damaged, or not of these tensors.
     """
-    pieces = _with_elements(pieces)
+    chunks = _with_elements(chunks)
     try:
         reader = _Reader(folder)
         stored = reader.metadata.state_dict_metadata
-        for piece in pieces:
-            if piece.name not in stored or tuple(stored[piece.name].size) != (piece.numel,):
-                raise CheckpointError(f"{folder} has no tensor {piece.name} of {piece.numel} elements")
-        dcp.load({}, storage_reader=reader, planner=_LoadPlanner(pieces), no_dist=True)
+        for chunk in chunks:
+            if chunk.name not in stored or tuple(stored[chunk.name].size) != (chunk.numel,):
+                raise CheckpointError(f"{folder} has no tensor {chunk.name} of {chunk.numel} elements")
+        dcp.load({}, storage_reader=reader, planner=_LoadPlanner(chunks), no_dist=True)
     except CheckpointError:
         raise
     except dcp.api.CheckpointException as failed:  # a BaseException
-        raise CheckpointError(damaged(folder, next(iter(failed.failures.values()))[0])) from failed
+        raise CheckpointError(corruption_message(folder, next(iter(failed.failures.values()))[0])) from failed
     except Exception as error:  # whatever damaged bytes provoke
-        raise CheckpointError(damaged(folder, error)) from error
+        raise CheckpointError(corruption_message(folder, error)) from error
 
 
 class _SavePlanner(dcp.DefaultSavePlanner):
-    """Plans to write pieces in place of a state dict."""
+    """Plans to write chunks in place of a state dict."""
 
-    def __init__(self, pieces: list[Piece]) -> None:
+    def __init__(self, chunks: list[TensorChunk]) -> None:
         super().__init__(flatten_state_dict=False)
-        self.pieces = {_index(piece): piece for piece in pieces}
+        self.chunks = {_index(chunk): chunk for chunk in chunks}
 
     def create_local_plan(self) -> planner.SavePlan:
-        self.plan = planner.SavePlan([self._write_item(piece) for piece in self.pieces.values()])
+        self.plan = planner.SavePlan([self._write_item(chunk) for chunk in self.chunks.values()])
         return self.plan
 
     def lookup_object(self, index: metadata.MetadataIndex) -> torch.Tensor:
-        return self.pieces[index].elements
+        return self.chunks[index].elements
 
     @staticmethod
-    def _write_item(piece: Piece) -> planner.WriteItem:
-        properties = metadata.TensorProperties.create_from_tensor(piece.elements)
-        data = planner.TensorWriteData(_chunk(piece), properties, torch.Size([piece.numel]))
-        return planner.WriteItem(_index(piece), planner.WriteItemType.SHARD, tensor_data=data)
+    def _write_item(chunk: TensorChunk) -> planner.WriteItem:
+        properties = metadata.TensorProperties.create_from_tensor(chunk.elements)
+        data = planner.TensorWriteData(_storage_metadata(chunk), properties, torch.Size([chunk.numel]))
+        return planner.WriteItem(_index(chunk), planner.WriteItemType.SHARD, tensor_data=data)
 
 
 class _LoadPlanner(dcp.DefaultLoadPlanner):
-    """Plans to read pieces in place of a state dict."""
+    """Plans to read chunks in place of a state dict."""
 
-    def __init__(self, pieces: list[Piece]) -> None:
+    def __init__(self, chunks: list[TensorChunk]) -> None:
         super().__init__(flatten_state_dict=False)
-        self.pieces = {_index(piece): piece for piece in pieces}
+        self.chunks = {_index(chunk): chunk for chunk in chunks}
 
     def create_local_plan(self) -> planner.LoadPlan:
-        stored = self.metadata.state_dict_metadata
+        assert self.metadata is not None
+        stored: dict[str, Any] = self.metadata.state_dict_metadata
         items = []
-        for piece in self.pieces.values():
-            items += create_read_items_for_chunk_list(piece.name, stored[piece.name], [_chunk(piece)])
+        for chunk in self.chunks.values():
+            items += create_read_items_for_chunk_list(chunk.name, stored[chunk.name], [_storage_metadata(chunk)])
         return planner.LoadPlan(items)
 
     def lookup_tensor(self, index: metadata.MetadataIndex) -> torch.Tensor:
-        return self.pieces[index].elements
+        return self.chunks[index].elements
 
 
 class _Writer(dcp.FileSystemWriter):
@@ -140,7 +141,7 @@ class _Writer(dcp.FileSystemWriter):
         try:
             written = super().write_data(plan, planner)
         except RuntimeError as error:
-            raise of_the_disk(error) from error
+            raise underlying_os_error(error) from error
         for name in {result.storage_data.relative_path for result in written.wait()}:
             self.sums[name] = file_sum(os.path.join(self.path, name))
         return written
@@ -148,7 +149,7 @@ class _Writer(dcp.FileSystemWriter):
     def finish(self, metadata: metadata.Metadata, results: list[Any]) -> None:
         super().finish(metadata, results)
         self.sums[_METADATA] = file_sum(os.path.join(self.path, _METADATA))
-        sync_folder(self.path)
+        sync_folder(str(self.path))
 
 
 class _Reader(dcp.FileSystemReader):
@@ -183,43 +184,43 @@ class _Unpickler(pickle.Unpickler):
         return metadata._MEM_FORMAT_ENCODING[name]
 
 
-def _with_elements(pieces: list[Piece]) -> list[Piece]:
+def _with_elements(chunks: list[TensorChunk]) -> list[TensorChunk]:
     """Of tensors that have no elements nothing is written."""
-    return [piece for piece in pieces if piece.elements.numel()]
+    return [chunk for chunk in chunks if chunk.elements.numel()]
 
 
-def _index(piece: Piece) -> metadata.MetadataIndex:
-    return metadata.MetadataIndex(piece.name, [piece.start])
+def _index(chunk: TensorChunk) -> metadata.MetadataIndex:
+    return metadata.MetadataIndex(chunk.name, [chunk.start])
 
 
-def _chunk(piece: Piece) -> metadata.ChunkStorageMetadata:
-    return metadata.ChunkStorageMetadata(torch.Size([piece.start]), torch.Size([piece.elements.numel()]))
+def _storage_metadata(chunk: TensorChunk) -> metadata.ChunkStorageMetadata:
+    return metadata.ChunkStorageMetadata(torch.Size([chunk.start]), torch.Size([chunk.elements.numel()]))
 
 
 def read_tensors(folder: str, tensors: list[tuple[str, dict[str, Any]]]) -> None:
     """Put real tensors in place of those on the meta device; tied ones stay tied. `tensors`: prefix of names, and a dict."""
     real: dict[int, torch.Tensor] = {}
-    pieces = []
+    chunks = []
     for prefix, entries in tensors:
         for key, tensor in entries.items():
             if isinstance(tensor, torch.Tensor) and tensor.is_meta:
                 if id(tensor) not in real:
                     real[id(tensor)] = torch.empty(tensor.shape, dtype=tensor.dtype)
-                    pieces.append(Piece.of_whole(f"{prefix}.{key}", real[id(tensor)]))
+                    chunks.append(TensorChunk.of_whole(f"{prefix}.{key}", real[id(tensor)]))
                 entries[key] = real[id(tensor)]
-    read(folder, pieces)
+    read(folder, chunks)
 
 
-def cut_out(tensors: list[tuple[str, dict[str, Any]]]) -> list[Piece]:
-    """Put tensors on the meta device in place of real ones that have dimensions; the real ones, in pieces."""
+def take_tensors(tensors: list[tuple[str, dict[str, Any]]]) -> list[TensorChunk]:
+    """Put tensors on the meta device in place of real ones that have dimensions; the real ones, as chunks."""
     metas: dict[tuple[Any, ...], torch.Tensor] = {}
-    pieces = []
+    chunks = []
     for prefix, entries in tensors:
         for key, tensor in entries.items():
             if isinstance(tensor, torch.Tensor) and tensor.dim():
                 place = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)  # of tied ones the same
                 if place not in metas or not tensor.numel():
                     metas[place] = torch.empty_like(tensor, device="meta")
-                    pieces.append(Piece.of_whole(f"{prefix}.{key}", tensor))
+                    chunks.append(TensorChunk.of_whole(f"{prefix}.{key}", tensor))
                 entries[key] = metas[place]
-    return pieces
+    return chunks

@@ -19,7 +19,7 @@ class FileSum(NamedTuple):
     crc32: int
 
 
-def damaged(path: str, reason: object) -> str:
+def corruption_message(path: str, reason: object) -> str:
     """One line on a file, or a folder, that cannot be read."""
     refused = re.search(r"GLOBAL ([\w.]+)", str(reason))
     if refused:
@@ -28,7 +28,7 @@ def damaged(path: str, reason: object) -> str:
     return f"{path} is damaged, or not a checkpoint: {lines[0] if lines else type(reason).__name__}"
 
 
-def damage(folder: str, sums: dict[str, FileSum]) -> str | None:
+def find_corruption(folder: str, sums: dict[str, FileSum]) -> str | None:
     """What is wrong with the files of a folder, if anything; reads every byte."""
     paths = [os.path.join(folder, name) for name in sums]
     for path, (nbytes, _) in zip(paths, sums.values(), strict=True):
@@ -46,9 +46,9 @@ def damage(folder: str, sums: dict[str, FileSum]) -> str | None:
     return None
 
 
-def of_the_disk(error: RuntimeError) -> Exception:
+def underlying_os_error(error: RuntimeError) -> BaseException:
     """What a file said when torch's zip writer failed on it, if that is why it failed."""
-    reason = error
+    reason: BaseException | None = error
     while reason is not None and not isinstance(reason, OSError):
         reason = reason.__context__
     return reason or error
@@ -64,7 +64,7 @@ def sync_folder(folder: str) -> None:
 
 
 @contextmanager
-def replacing(path: str) -> Iterator[str]:
+def atomic_write(path: str) -> Iterator[str]:
     """A name to write to; what is there takes the place of `path` when the block has ended well, and goes when it has not."""
     temporary = path + ".tmp"
     try:
@@ -76,9 +76,9 @@ def replacing(path: str) -> Iterator[str]:
             os.remove(temporary)
 
 
-def also_as(path: str, other: str, link: bool = False) -> None:
+def link_or_copy(path: str, other: str, link: bool = False) -> None:
     """Copy a file to another name, in place of what had it; or, where a file can have two names, give it that one as well."""
-    with replacing(other) as temporary:
+    with atomic_write(other) as temporary:
         if os.path.lexists(temporary):
             os.remove(temporary)  # it may be another name of a file that counts
         if link:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from zero.checkpoint.files import FileSum, damaged, of_the_disk
+from zero.checkpoint.files import FileSum, corruption_message, underlying_os_error
 from zero.state import CheckpointError
 
 FORMAT = 1  # of the keys beside nanoGPT's six
@@ -34,7 +34,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether it is what `read_file` reads again: tensors and plain values, in dicts and lists."""
+    """Whether it is what `read` reads again: tensors and plain values, in dicts and lists."""
     if isinstance(value, dict):
         return all(_is_plain(key) and _is_plain(inner) for key, inner in value.items())
     if isinstance(value, list | tuple):
@@ -93,7 +93,7 @@ _MORE_KEYS = {
 }
 
 
-def read_file(path: str) -> dict[str, Any]:
+def read(path: str) -> dict[str, Any]:
     """Read a checkpoint's file, its tensors memory-mapped. Runs no code from it.
 
     Raises:
@@ -105,7 +105,7 @@ def read_file(path: str) -> dict[str, Any]:
     except FileNotFoundError as error:
         raise CheckpointError(f"there is no checkpoint {path}") from error
     except Exception as error:  # whatever damaged bytes provoke: zlib, struct, Unicode, memory, ...
-        raise CheckpointError(damaged(path, error)) from error
+        raise CheckpointError(corruption_message(path, error)) from error
     held = checkpoint if isinstance(checkpoint, dict) else {}
     wrong = [key for key, fits in KEYS.items() if not fits(held.get(key))]
     wrong += [key for key, fits in _MORE_KEYS.items() if key in held and not fits(held[key])]
@@ -118,7 +118,7 @@ def read_file(path: str) -> dict[str, Any]:
     return checkpoint
 
 
-def write_file(checkpoint: dict[str, Any], path: str) -> None:
+def write(checkpoint: dict[str, Any], path: str) -> None:
     """Have a checkpoint and its manifest on the disk: name, shape, dtype and CRC-32 of each tensor.
 
     Raises:
@@ -134,7 +134,7 @@ def write_file(checkpoint: dict[str, Any], path: str) -> None:
         try:
             torch.save({**checkpoint, "format": FORMAT, "manifest": manifest}, file)
         except RuntimeError as error:
-            raise of_the_disk(error) from error
+            raise underlying_os_error(error) from error
         file.flush()
         os.fsync(file.fileno())
 
@@ -143,7 +143,7 @@ def manifest_entry(tensor: torch.Tensor) -> dict[str, Any]:
     """What the manifest says of a tensor; on the meta device, where another file has its elements, without a checksum."""
     crc32 = None
     if not tensor.is_meta:
-        crc32 = zlib.crc32(tensor.detach().reshape(-1).contiguous().view(torch.uint8).numpy())
+        crc32 = zlib.crc32(tensor.detach().reshape(-1).contiguous().view(torch.uint8).numpy().data)
     return {"shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch."), "crc32": crc32}
 
 

@@ -1,4 +1,4 @@
-"""zero/arriving.py: what stands in for parameters that arrive and for gradients that have been sent."""
+"""zero/placeholders.py: what stands in for parameters that arrive and for gradients that have been sent."""
 
 import copy
 import pickle
@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from zero.arriving import SentGradient, WaitingDict, held_elsewhere, local_gradient
+from zero.placeholders import SentGradient, WaitingDict, find_hidden_tensors, local_gradient
 
 READS = {
     "[]": lambda waiting: waiting["a"],
@@ -70,8 +70,8 @@ def test_a_sent_gradient_keeps_what_backward_adds():
         (factor * param).sum().backward()
     assert param.grad is sent
     assert torch.equal(local_gradient(param), torch.full((3,), 3.0))
-    assert torch.equal(sent.take(), torch.full((3,), 3.0))
-    assert sent.take() is None
+    assert torch.equal(sent.take_added(), torch.full((3,), 3.0))
+    assert sent.take_added() is None
     assert local_gradient(param) is None
 
 
@@ -81,7 +81,7 @@ def test_a_sent_gradient_can_be_zeroed(foreach):
     sent = param.grad = SentGradient(param)
     param.sum().backward()
     torch.optim.SGD([param], foreach=foreach).zero_grad(set_to_none=False)
-    assert sent.take() is None
+    assert sent.take_added() is None
     assert sent.take_zeroed()
     assert not sent.take_zeroed()
 
@@ -89,12 +89,12 @@ def test_a_sent_gradient_can_be_zeroed(foreach):
 def test_tensors_that_a_module_holds_past_its_dictionaries_are_found():
     module, other, part = nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)
     module.part = part
-    assert held_elsewhere(module, {module, part}) == []
+    assert find_hidden_tensors(module, {module, part}) == []
     weight = part.weight
     module.held = [{"inside": (other.weight,)}, lambda: weight, part]
-    found = held_elsewhere(module, {module, part})
+    found = find_hidden_tensors(module, {module, part})
     assert {id(tensor) for tensor in found} == {id(other.weight), id(part.weight)}
     module.held = [other]
-    assert {id(tensor) for tensor in held_elsewhere(module, {module, part})} == {id(other.weight), id(other.bias)}
+    assert {id(tensor) for tensor in find_hidden_tensors(module, {module, part})} == {id(other.weight), id(other.bias)}
     lstm = nn.LSTM(2, 2)
-    assert {id(tensor) for tensor in held_elsewhere(lstm, {lstm})} == {id(param) for param in lstm.parameters()}
+    assert {id(tensor) for tensor in find_hidden_tensors(lstm, {lstm})} == {id(param) for param in lstm.parameters()}

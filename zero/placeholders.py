@@ -42,10 +42,10 @@ class WaitingDict(dict):
     def __iter__(self) -> Iterator[str]:  # defined, so that dict(self) and {**self} go through __getitem__
         return super().__iter__()
 
-    def values(self) -> list[Any]:
+    def values(self) -> Any:
         return [self[name] for name in self]
 
-    def items(self) -> list[tuple[str, Any]]:
+    def items(self) -> Any:
         return [(name, self[name]) for name in self]
 
     def pop(self, name: str, *default: Any) -> Any:
@@ -83,7 +83,7 @@ class SentGradient(torch.Tensor):
     def share_memory_(self) -> None:
         _refuse("share_memory_")
 
-    def __reduce_ex__(self, protocol: Any) -> None:
+    def __reduce_ex__(self, protocol: Any) -> Any:
         _refuse("pickle")
 
     added: torch.Tensor | None
@@ -97,7 +97,7 @@ class SentGradient(torch.Tensor):
         sent.added, sent.zeroed = None, False
         return sent
 
-    def take(self) -> torch.Tensor | None:
+    def take_added(self) -> torch.Tensor | None:
         """What has been added since the gradient was sent; nothing from then on."""
         added, self.added = self.added, None
         return added
@@ -107,11 +107,13 @@ class SentGradient(torch.Tensor):
         zeroed, self.zeroed = self.zeroed, False
         return zeroed
 
-    def __repr__(self, **_: Any) -> str:
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"SentGradient(shape={tuple(self.shape)}, dtype={self.dtype})"
 
     @classmethod
-    def __torch_dispatch__(cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]  # torch declares it as a function
+        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
         ops = torch.ops.aten
         sent = args[0]
         if isinstance(sent, SentGradient):
@@ -143,7 +145,7 @@ def local_gradient(param: torch.Tensor) -> torch.Tensor | None:
     return param.grad.added if isinstance(param.grad, SentGradient) else param.grad
 
 
-def held_elsewhere(module: nn.Module, waiting: Container[nn.Module]) -> list[torch.Tensor]:
+def find_hidden_tensors(module: nn.Module, waiting: Container[nn.Module]) -> list[torch.Tensor]:
     """The tensors that a module can reach past its dictionaries, as LSTM can its parameters through a list of its own.
 
     Looks into whatever its attributes hold: containers, objects, functions, and modules that are not among `waiting`.

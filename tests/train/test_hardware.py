@@ -27,9 +27,10 @@ def test_a_device_that_is_not_there_is_refused(monkeypatch, device):
         hardware.resolve(device, "float32")
 
 
-def test_a_number_format_that_does_not_exist_is_refused():
-    with pytest.raises(ValueError, match="dtype=int8 is not one of float32, bfloat16, float16"):
-        hardware.resolve("cpu", "int8")
+def test_the_number_format_follows_that_of_the_weights():
+    assert hardware.resolve("cpu", "auto", "bfloat16") == ("cpu", "bfloat16")
+    with pytest.raises(ValueError, match="param_dtype=bfloat16 computes in bfloat16, not in dtype=float16"):
+        hardware.resolve("cpu", "float16", "bfloat16")
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-TWO_FILES_AT_A_TIME := -n 2 --dist loadfile
+TWO_FILES_AT_A_TIME := -n 2 --dist loadfile --no-loadscope-reorder
 INSTALLED := $(VENV)/installed
 GPUS := $(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU')
 ifneq ($(filter-out 0 1,$(GPUS)),)

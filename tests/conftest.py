@@ -1,6 +1,10 @@
+"""What all tests share: where the project lies, the test data, and a small dataset with runs of train.py on it."""
+
 import os
+import pickle
 import sys
 
+import numpy as np
 import pytest
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -15,3 +19,25 @@ def shared_data(name):
     if not os.path.exists(path):
         pytest.skip(f"{path} is absent; ZERO1_TEST_DATA names the folder that holds it")
     return path
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory):
+    """A small dataset with a pattern in it: 3 * t modulo 29, and some noise."""
+    folder = tmp_path_factory.mktemp("data")
+    generator = np.random.default_rng(0)
+    for split, length in (("train", 4000), ("val", 1000)):
+        tokens = (3 * np.arange(length) + generator.integers(3, size=length)) % 29
+        tokens.astype(np.uint16).tofile(folder / f"{split}.bin")
+    letters = [chr(ord("A") + token) for token in range(29)]
+    meta = {"vocab_size": 29, "stoi": {c: t for t, c in enumerate(letters)}, "itos": dict(enumerate(letters))}
+    (folder / "meta.pkl").write_bytes(pickle.dumps(meta))
+    return str(folder)
+
+
+@pytest.fixture(scope="session")
+def runs(data, tmp_path_factory):
+    """One run of train.py by each implementation, see scripts.Runs."""
+    from scripts import Runs
+
+    return Runs(tmp_path_factory.mktemp("runs"), data)

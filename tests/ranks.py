@@ -13,7 +13,16 @@ import torch.distributed as dist
 
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(
-    ["torch", "torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.optim"]
+    [
+        "torch",
+        "torch._dynamo",
+        "torch.distributed.checkpoint",
+        "torch.distributed.optim",
+        "torch._inductor.compile_fx",
+        "torch.distributed.fsdp",
+        "numpy",
+        "pytest",
+    ]
 )  # imported once, then forked
 
 TIMEOUT_S = 120
@@ -51,4 +60,4 @@ def _rank_main(function: Callable[..., Any], rank: int, world_size: int, folder:
         with open(f"{folder}/{rank}.error", "w") as file:
             file.write(f"rank {rank}:\n{traceback.format_exc()}")
     finally:
-        os._exit(0)  # without winding up the interpreter, which gloo's threads can turn into an abort
+        os._exit(0)  # the interpreter does not clean up, which gloo's threads can turn into an abort

@@ -85,6 +85,12 @@ def curve(folder):
     return losses
 
 
+def steps_taken(folder):
+    """How many losses rank 0 has logged so far."""
+    path = folder / "losses0"
+    return path.read_text().count("\n") if path.exists() else 0
+
+
 def kill_and_resume(tmp_path, trials):
     rng = random.Random(0)
     undisturbed = tmp_path / "undisturbed"
@@ -106,7 +112,10 @@ def kill_and_resume(tmp_path, trials):
         processes, events = start(str(folder), format)
         for event in events:
             event.wait()
-        time.sleep(rng.random() * duration)
+        steps = rng.randrange(STEPS - 1)
+        while all(process.exitcode is None for process in processes) and steps_taken(folder) < steps:
+            time.sleep(0.001)
+        time.sleep(rng.random() * duration / STEPS)
         victims = [rng.choice(processes)] if trial % 2 else processes
         for process in victims:
             process.kill()

@@ -1,12 +1,12 @@
 """Any model: random building blocks, optimizers and loops give the weights of the plain optimizer, or a clear refusal.
 
-    pytest tests/test_any_model.py                                  twenty models
-    ANY_MODEL_SEED=7 pytest -s -m slow tests/test_any_model.py      two hundred others
-    python tests/test_any_model.py "Description(...)"               one again, as a failure has printed it
+    pytest tests/engine/test_any_model.py                                          twenty models
+    ANY_MODEL_SEED=7 pytest -s -m slow tests/engine/test_any_model.py              two hundred others
+    PYTHONPATH=.:tests python tests/engine/test_any_model.py "Description(...)"    one again, as a failure has printed it
 
 Hypothesis describes a model and its training loop in plain values. Two ranks, which live as long as they answer, train it
 twice: with the plain optimizer on gradients averaged by hand, and with the sharded one. Either all parameters, buffers and
-losses agree, or both ranks raise an error of this package's own.
+losses agree, or both ranks raise an error that this package has written.
 """
 
 import contextlib
@@ -47,7 +47,7 @@ TOLERANCE_BFLOAT16 = 1e-2  # one rounding more or less in a part of the model
 ANSWER_S = 30  # an example takes less than one second
 OTHER_RANK_S = 5  # once one rank has answered
 
-# eps: a gradient that is zero but for its rounding (of the bias of keys in attention) must not become a step of full size
+# eps: the bias of keys in attention has a gradient of zero plus rounding, which must not become a step of full size
 OPTIMIZERS = {
     "adamw": (torch.optim.AdamW, {"lr": 0.03, "weight_decay": 0.1, "eps": 1e-4, "foreach": False, "fused": False}),
     "adamw foreach": (torch.optim.AdamW, {"lr": 0.03, "weight_decay": 0.1, "eps": 1e-4, "foreach": True}),
@@ -89,8 +89,8 @@ class Description:
     set_to_none: bool = True
     evaluate: str = ""  # after each step, and what is called for it: 'wrapper', 'module'
     average: bool = False  # a moving average of the weights, by copies that are made right after step
-    late: tuple[int, ...] = ()  # ranks on which gathers arrive no sooner than they are waited for
-    other_start: bool = False  # the weights that other ranks than 0 begin with are others
+    late: tuple[int, ...] = ()  # ranks on which a gather arrives only when somebody waits for it
+    other_start: bool = False  # all ranks but 0 begin with other weights
 
     def __str__(self):
         changed = [f"{name}={value!r}" for name, value in vars(self).items() if value != getattr(Description, name, None)]
@@ -122,7 +122,7 @@ class Model(nn.Module):
 
 
 def loss_of(model, step, micro_step):
-    """Other data at every step and on every rank, and the same dropout however often it is asked for."""
+    """Other data at every step and on every rank; the same dropout each time it is called."""
     now.step, now.rank = step, dist.get_rank()
     torch.manual_seed(1000 * step + 10 * micro_step + dist.get_rank())
     x, target = torch.randn(4, 3, 3), torch.randn(4, 3, 2)
@@ -130,7 +130,7 @@ def loss_of(model, step, micro_step):
 
 
 class ByHand(nn.Module):
-    """What DistributedDataParallel does with buffers, a broadcast each; gradients are averaged before the step."""
+    """Broadcasts buffers as DistributedDataParallel does; gradients are averaged before the step."""
 
     def __init__(self, module, broadcast_buffers):
         super().__init__()
@@ -149,7 +149,7 @@ class ByHand(nn.Module):
 
 
 def average_gradients(params):
-    """The mean over the ranks, where one of them has a gradient; who has none counts as zero."""
+    """The mean over the ranks where any of them has a gradient; a rank without one counts as zero."""
     for param in params:
         has_one = torch.tensor(0.0 if param.grad is None else 1.0)
         dist.all_reduce(has_one)
@@ -207,7 +207,7 @@ def wrap_in_ddp(model, broadcast_buffers):
 
 
 def train(description, plain):
-    """What has come of the training: parameters, buffers, moving averages and losses, by name."""
+    """The results of the training: parameters, buffers, moving averages and losses, by name."""
     model, wrapper, optimizer = build(description, plain)
     by_hand = plain or description.wrapper == "alone"
     params = list(model.parameters())
@@ -263,7 +263,7 @@ def train(description, plain):
 
 
 class Late:
-    """A gather whose result is there when somebody waits for it and no sooner: until then all but the own shard is nan."""
+    """A gather whose result is there only when somebody waits for it; until then all but the own shard is nan."""
 
     def __init__(self, bucket, received, works):
         self.bucket, self.received, self.works = bucket, received, works
@@ -276,11 +276,11 @@ class Late:
 
 @contextlib.contextmanager
 def late_gathers(ever=True):
-    """In the block, this rank's gathers are late; if not `ever`, they come to nothing: a defect that must be found."""
+    """In the block, the gathers of this rank are late. If not `ever`, they never arrive, a defect that must be found."""
     all_gather = Communicator.all_gather
 
     def gather(comm, bucket, sizes):
-        received = bucket.clone()  # the collectives themselves keep their order, which all ranks must have in common
+        received = bucket.clone()  # the order of the collectives must stay the same on all ranks
         in_flight = all_gather(comm, received, sizes)
         for owner, shard in enumerate(bucket.split(sizes)):
             if owner != comm.rank:
@@ -298,7 +298,7 @@ def late_gathers(ever=True):
 
 @contextlib.contextmanager
 def no_gathers():
-    """A defect: every rank keeps its own shards to itself, and the rest as it was."""
+    """A defect: no rank gives its shards to the others, which keep their old values."""
     all_gather = Communicator.all_gather
     Communicator.all_gather = lambda comm, bucket, sizes: all_gather(comm, bucket.clone(), sizes)._replace(bucket=bucket)
     try:
@@ -345,13 +345,13 @@ def compare(description, result, expected):
         assert (tensor.dtype, tensor.shape) == (result[name].dtype, result[name].shape), name
         if tensor.numel():
             difference = (result[name].double() - tensor.double()).abs().max().item() / scale
-            if not difference <= tolerance:  # nan, too
+            if not difference <= tolerance:  # also for nan
                 far[name] = difference
     return far
 
 
 def is_refusal(error):
-    """Whether a statement of this package has raised it: what torch raises where it is called from here says nothing."""
+    """Whether a `raise` of this package has raised it; an error that torch raises when this package calls it does not count."""
     frame = error.__traceback__
     while frame.tb_next is not None:
         frame = frame.tb_next
@@ -388,7 +388,7 @@ def serve(rank, folder, connection):
     """Answer with the outcome of each description that comes, until the pipe is closed."""
     torch.set_num_threads(1)
     log = os.open(f"{folder}/{rank}.log", os.O_WRONLY | os.O_CREAT)
-    os.dup2(log, 2)  # torch warns of the blocks a thousand times; the last words of a rank that dies are of interest
+    os.dup2(log, 2)  # torch prints many warnings; what a rank prints before it dies is worth keeping
     warnings.simplefilter("ignore")
     faulthandler.enable(log)
     faulthandler.register(signal.SIGUSR1, log)
@@ -410,7 +410,7 @@ def serve(rank, folder, connection):
 
 
 class Pair:
-    """Two ranks, started when they are first needed, and again after whatever may have left something in flight."""
+    """Two ranks, started when they are first needed, and again after any run that may have left something in flight."""
 
     def __init__(self):
         self.processes = []
@@ -440,7 +440,7 @@ class Pair:
                 answers[rank] = "hang", self._log(rank)
         kinds = {kind for kind, _ in answers}
         what = "\n".join(f"rank {rank}: {kind}: {what}" for rank, (kind, what) in enumerate(answers))
-        if "died" in kinds:  # perhaps of what was written where it should not be some time ago
+        if "died" in kinds:  # an earlier run may have written to memory that is not its own
             what += f"\nthe same processes had before: {self.earlier[-5:]}"
         self.earlier.append(description)
         if kinds != {"same"}:
@@ -519,7 +519,7 @@ def descriptions(draw):
 
 
 def check(pair, count):
-    """`count` descriptions; the first that fails is made as plain as it can be, and printed."""
+    """Try `count` descriptions; make the first that fails as plain as possible, and print it."""
     verdicts = Counter()
     failures = []
     print(f"ANY_MODEL_SEED={SEED}")
@@ -545,7 +545,7 @@ def check(pair, count):
     try:
         every()
     finally:
-        if failures:  # what is late by chance may not fail again, and then the plainest is not among these
+        if failures:  # a failure by chance may not come again, and then the plainest is not among these
             print(f"failed first: {failures[0]}\n\nfailed last: {failures[-1]}")
     print(f"{count} models: {dict(verdicts)}")
     assert verdicts["same"] >= verdicts.total() / 2, f"most were refused, or nothing to compare with: {verdicts}"
@@ -568,7 +568,7 @@ def test_twenty_models(pair):
 
 
 def test_every_block(pair):
-    """Each alone between the two ends of the model, in buckets as small as can be, none of which comes before it must."""
+    """Each block alone between the two ends of the model, in the smallest buckets, which all arrive as late as possible."""
     harsh = Description(blocks=(), bucket_mb=0.000001, late=(0, 1), other_start=True)
     alone = [replace(harsh, blocks=((block, "call"),)) for block in BLOCKS]
     try_all(pair, alone)

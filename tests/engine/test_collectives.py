@@ -1,4 +1,6 @@
-"""Every way in which a bucket can travel gives the same sums and the same shards."""
+"""zero/collectives.py: every way in which a bucket can travel gives the same sums and the same shards."""
+
+import importlib
 
 import pytest
 import torch
@@ -6,48 +8,85 @@ import torch.distributed as dist
 from ranks import run_ranks
 
 from zero import collectives
-from zero.collectives import Communicator
+
+NEW_NAMES = "reduce_scatter_single", "all_gather_single"  # of torch 2.13
+OLD_NAMES = "reduce_scatter_tensor", "all_gather_into_tensor"
 
 
-def travel(between_cpus, native, old_names, dtype, sizes):
-    """Reduce-scatter and all-gather with the choices of a backend forced; gloo knows all the functions."""
-    Communicator._is_between_cpus = lambda self, bucket: between_cpus
-    Communicator._is_native = lambda self, bucket, sizes: native and min(sizes) == max(sizes)
+class LooksLikeOnGpu(torch.Tensor):
+    """A tensor in main memory that says it is on a GPU; gloo carries it all the same."""
+
+    device = torch.device("cuda", 0)
+
+
+def travel(looks_like_on_gpu, looks_like_nccl, old_names, dtype, sizes):
+    """Reduce-scatter and all-gather as on another backend or in another version of torch; gloo knows all the functions."""
     if old_names:  # those of torch 2.11
-        collectives._reduce_scatter_single = dist.reduce_scatter_tensor
-        collectives._all_gather_single = dist.all_gather_into_tensor
-    comm, rank = Communicator(None), dist.get_rank()
+        for name in NEW_NAMES:
+            if hasattr(dist, name):
+                delattr(dist, name)
+    if looks_like_nccl:
+        dist.get_backend = lambda group=None: "nccl"
+    called = set()
+    for name in (*NEW_NAMES, *OLD_NAMES, "isend", "irecv", "all_to_all_single", "broadcast"):
+        if hasattr(dist, name):
+            setattr(dist, name, noted(getattr(dist, name), called))
+    importlib.reload(collectives)
+    comm, rank = collectives.Communicator(None), dist.get_rank()
+
+    def place(bucket):
+        return bucket.as_subclass(LooksLikeOnGpu) if looks_like_on_gpu else bucket
+
     buckets = [torch.arange(sum(sizes), dtype=dtype) / 7 + r for r in range(comm.world_size)]
     expected = sum(bucket.float() for bucket in buckets).split(sizes)[rank]
     shard = torch.empty(sizes[rank])
     for first in (True, False):
-        comm.add(comm.reduce_scatter(buckets[rank].clone(), sizes), shard, first=first)
+        comm.add(comm.reduce_scatter(place(buckets[rank].clone()), sizes), shard, first=first)
     torch.testing.assert_close(shard, 2 * expected, rtol=1e-6, atol=1e-6)  # added up in float32, whatever was sent
     assert comm.sent_bytes["reduce-scatter"] == 2 * (sum(sizes) - sizes[rank]) * dtype.itemsize
 
     bucket = torch.full((sum(sizes),), float("nan"), dtype=dtype)
     bucket.split(sizes)[rank].fill_(rank)
-    gather = comm.all_gather(bucket, sizes)
+    gather = comm.all_gather(place(bucket), sizes)
     comm.wait("all-gather", gather.works, bucket.device)
     assert [part.tolist() for part in bucket.split(sizes)] == [[float(r)] * size for r, size in enumerate(sizes)]
     assert comm.sent_bytes["all-gather"] == (comm.world_size - 1) * sizes[rank] * dtype.itemsize
     assert set(comm.waited_ms()) == {"reduce-scatter", "all-gather"}
-    return True
+    return sorted(called)
+
+
+def noted(function, called):
+    """`function`, which also adds its name to `called`."""
+
+    def call(*args, **kwargs):
+        called.add(function.__name__)
+        return function(*args, **kwargs)
+
+    return call
 
 
 @pytest.mark.parametrize("sizes", [[6, 6, 6], [5, 0, 7], [4, 4]])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("between_cpus", "native", "old_names"),
-    [(True, False, False), (False, False, False), (False, True, False), (False, True, True)],
+    ("looks_like_on_gpu", "looks_like_nccl", "old_names"),
+    [(False, False, False), (True, False, False), (True, True, False), (True, True, True)],
     ids=["gloo", "gloo on a GPU", "nccl", "nccl, torch 2.11"],
 )
-def test_every_way(between_cpus, native, old_names, dtype, sizes):
-    run_ranks(travel, len(sizes), between_cpus, native, old_names, dtype, sizes)
+def test_every_way(looks_like_on_gpu, looks_like_nccl, old_names, dtype, sizes):
+    native = looks_like_nccl and len(set(sizes)) == 1
+    reduce_scatter, all_gather = OLD_NAMES if old_names or not hasattr(dist, NEW_NAMES[0]) else NEW_NAMES
+    fast = {
+        reduce_scatter if native and dtype == torch.float32 else "all_to_all_single",  # else added up in float32
+        all_gather if native else "broadcast",
+    }
+    if not looks_like_on_gpu:
+        fast = {"isend", "irecv", "broadcast"}
+    called = run_ranks(travel, len(sizes), looks_like_on_gpu, looks_like_nccl, old_names, dtype, sizes)
+    assert set().union(*called) == fast
 
 
 def test_a_group_of_one_needs_no_process_group():
-    comm = Communicator(None)
+    comm = collectives.Communicator(None)
     bucket, shard = torch.arange(4.0), torch.empty(4)
     comm.add(comm.reduce_scatter(bucket, [4]), shard, first=True)
     assert torch.equal(shard, bucket)

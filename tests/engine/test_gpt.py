@@ -1,6 +1,4 @@
-"""Fifty steps of a tiny GPT: the weights of DistributedDataParallel and AdamW, in the memory and the bytes of ZeRO-1."""
-
-import gc
+"""A tiny GPT, compiled or not, gets the weights of DistributedDataParallel and AdamW, and communication overlaps."""
 
 import pytest
 import torch
@@ -10,8 +8,6 @@ from toy import largest_difference, weights
 
 from model import GPT, GPTConfig
 from zero.build import build, clip_grad_norm_
-from zero.memory import held_bytes
-from zero.placeholders import SentGradient, local_gradient
 
 STEPS = 50
 MODES = {
@@ -109,41 +105,3 @@ def test_communication_overlaps_with_computation(compile_blocks):
         in_flight = [count for event, count in events[: events.index(("forward", 0))] if event == "gathers in flight"]
         assert in_flight, "nobody waits before the first block"
         assert in_flight[-1] > 0, "all gathers have ended before the first block runs"
-
-
-def live_bytes():
-    """Bytes of all tensors of this process, each storage once."""
-    gc.collect()
-    tensors = [thing for thing in gc.get_objects() if isinstance(thing, torch.Tensor) and not isinstance(thing, SentGradient)]
-    tensors += [gradient for tensor in tensors if tensor.is_leaf and (gradient := local_gradient(tensor)) is not None]
-    return sum({tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}.values())
-
-
-def model_state(mode):
-    """Live bytes, and those accounted for, between the micro-steps of the second step, when all kinds of state exist."""
-    before = live_bytes()
-    torch.manual_seed(0)
-    model = GPT(GPTConfig(block_size=16, vocab_size=65, n_layer=12, n_head=2, n_embd=128, bias=False))
-    model, optimizer = build(model, model.param_groups(0.1), lr=1e-2, **{**MODES[mode], "bucket_mb": 0.2})
-    tokens = torch.randint(65, (2, 1, 16))
-    model(*tokens)[1].backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    model.require_backward_grad_sync = False
-    model(*tokens)[1].backward()
-    held = held_bytes(optimizer)
-    params = sum(param.numel() for param in model.parameters())
-    result = {"live": live_bytes() - before, "held": sum(held.values()), "buckets": held["buckets"], "params": params}
-    return result
-
-
-def test_model_state_bytes():
-    by_mode = {mode: run_ranks(model_state, 2, mode) for mode in MODES}
-    for ranks in zip(*by_mode.values(), strict=True):
-        adamw, sharded, gradients = ranks
-        assert adamw["live"] == pytest.approx(16 * adamw["params"], rel=0.01)
-        assert (sharded["live"] - sharded["buckets"]) / adamw["live"] == pytest.approx(0.75, abs=0.005)
-        assert (gradients["live"] - gradients["buckets"]) / adamw["live"] == pytest.approx(0.625, abs=0.005)
-        for result in ranks:
-            assert result["buckets"] <= 0.05 * adamw["live"]
-            assert result["held"] == pytest.approx(result["live"], rel=0.01), "what is held is accounted for"

@@ -1,4 +1,4 @@
-"""What people do with a model and an optimizer in PyTorch does the same under ShardedDataParallel, or is refused."""
+"""Usual ways to use a model and an optimizer: under ShardedDataParallel each does the same as in PyTorch, or is refused."""
 
 import collections
 import copy
@@ -47,7 +47,7 @@ def backward(model, step=0):
 
 
 def make_gathers_late():
-    """On the last rank gathers arrive no sooner than they are waited for; until then there is nan in their place."""
+    """On the last rank a gather arrives only when somebody waits for it; until then its place holds nan."""
     if dist.get_rank() != dist.get_world_size() - 1:
         return
     all_gather = Communicator.all_gather
@@ -80,7 +80,7 @@ def same_under_both(trains, bucket_mb):
 
 
 def a_gan(wrap):
-    """Two models trained in turn; the gradients that the generator's turn leaves in the critic are dropped, not used."""
+    """Two models trained in turn; the critic drops the gradients that the turn of the generator leaves in it."""
     generator, critic = nn.Linear(8, 8), net()
     torch.manual_seed(1)
     for param in generator.parameters():
@@ -98,7 +98,7 @@ def a_gan(wrap):
 
 
 def a_dropped_batch(of):
-    """A batch whose gradients are dropped again, by `zero_grad` of the wrapper or of the module, or of a part of it."""
+    """`zero_grad` of the wrapper, of the module or of a part of it drops the gradients of a batch."""
 
     def trains(wrap):
         module = net()
@@ -213,7 +213,7 @@ def clamped(how):
 
 
 def a_parameter_of_the_loss(wrap):
-    """One that the wrapped module does not hold; DistributedDataParallel leaves its gradient alone, so data are the same."""
+    """DistributedDataParallel does not average its gradient, so all ranks have the same data."""
     module, log_sigma = net(), nn.Parameter(torch.ones(3))
     if wrap is wrap_plain:
         model = DistributedDataParallel(module)
@@ -242,7 +242,7 @@ def a_part_zeroed_between_micro_steps(wrap):
 
 
 def batch_norm(wrap):
-    """Running statistics, and evaluations by them: those of rank 0, on all ranks."""
+    """All ranks have the running statistics of rank 0, and evaluate with them."""
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
     model, optimizer = wrap(module)
@@ -276,7 +276,7 @@ def hyperparameters_changed(wrap):
 
 
 class Holder(nn.Module):
-    """Reads a parameter of its neighbour's through whatever holds it, made at once or by the first forward."""
+    """Reads a parameter of another module through some holder, which is made at once or by the first forward."""
 
     def __init__(self, kind, late):
         super().__init__()
@@ -314,7 +314,7 @@ class Holder(nn.Module):
 
 
 def three_steps(wrap, module):
-    """The plainest loop; the parameters after it."""
+    """The parameters after the plainest loop."""
     model, optimizer = wrap(module)
     for step in range(3):
         backward(model, step)
@@ -323,7 +323,7 @@ def three_steps(wrap, module):
     return [param.detach().clone() for param in module.parameters()]
 
 
-def find_hidden_tensors(kind, late):
+def held_elsewhere(kind, late):
     def trains(wrap):
         torch.manual_seed(0)
         return three_steps(wrap, Holder(kind, late))
@@ -338,7 +338,7 @@ def a_hook_drops_a_gradient(wrap):
 
 
 def groups_replaced(wrap):
-    """By dicts with the same parameters, as some schedulers and loaders do."""
+    """Some schedulers and loaders put other dicts with the same parameters there."""
     module = net()
     model, optimizer = wrap(module)
     for step in range(4):
@@ -358,7 +358,7 @@ def a_backward_that_fails(wrap):
         with pytest.raises(ZeroDivisionError):
             backward(model, 100 + step)
         hook.remove()
-        if wrap is wrap_plain:  # which has all-reduced what it had, and would wait for the rest
+        if wrap is wrap_plain:  # it has all-reduced a part, and would wait for the rest
             model = DistributedDataParallel(module)
         module.zero_grad()
         backward(model, step)
@@ -368,7 +368,7 @@ def a_backward_that_fails(wrap):
 
 
 def a_frozen_critic(wrap):
-    """requires_grad_(False) for a while, as some do in the generator's turn."""
+    """The critic is frozen for a while, as in the turn of a generator."""
     module = net()
     model, optimizer = wrap(module)
     for step in range(3):
@@ -403,7 +403,7 @@ IDIOMS = {
     "groups replaced": groups_replaced,
     "a backward that fails": a_backward_that_fails,
     **{
-        f"held in a {kind}{', later' * late}": find_hidden_tensors(kind, late)
+        f"held in a {kind}{', later' * late}": held_elsewhere(kind, late)
         for kind in ("list", "set", "deque", "namespace", "partial", "function", "module")
         for late in (False, True)
     },
@@ -433,7 +433,7 @@ class First(nn.Module):
 
 
 def copies():
-    """What is copied and pickled right after step is plain, whole, and trains on its own."""
+    """A copy or a pickle that is made right after step is plain and whole, and trains on its own."""
     make_gathers_late()
     module = nn.Sequential(*net(), First(nn.LSTM(3, 3)))
     model, optimizer = wrap(module)
@@ -465,7 +465,7 @@ def test_copies_and_pickles_are_plain():
 
 
 def deletion():
-    """A wrapper that is gone has left the module as it was, and nothing in flight, whatever happened last."""
+    """A deleted wrapper leaves the module as it was and nothing in flight, after a forward, a backward or a step."""
     make_gathers_late()
     for last in ("forward", "backward", "step"):
         module = net()
@@ -532,7 +532,7 @@ class CountsItself(torch.optim.SGD):
 
 
 class ByNorm(torch.optim.SGD):
-    """Steps of the length of the parameter, as LAMB's."""
+    """The length of a step depends on the norm of the parameter, as in LAMB."""
 
     def step(self, closure=None):
         for group in self.param_groups:
@@ -542,7 +542,7 @@ class ByNorm(torch.optim.SGD):
 
 
 def refusals_of_what_is_cut_off():
-    """Memory, gradients, groups and classes that would no longer mean what they mean in torch."""
+    """Memory, gradients, groups and classes that would mean something else than in torch."""
     weight = nn.Parameter(torch.ones(8, 8))
     alias = nn.Parameter(weight.data, requires_grad=False)
     with pytest.raises(ValueError, match="share memory"):
@@ -591,7 +591,7 @@ def refusals_of_what_is_cut_off():
     ShardedOptimizer(net().parameters(), ByNorm, partition="parameter")
     module = nn.Linear(8, 8)
     module.bias.requires_grad_(False)
-    with pytest.raises(ValueError, match="Muon only supports 2D"):  # on both ranks, although one of them owns it
+    with pytest.raises(ValueError, match="Muon only supports 2D"):  # on both ranks, although only one of them owns it
         ShardedOptimizer(module.parameters(), torch.optim.Muon, partition="parameter")
     return True
 
@@ -761,13 +761,13 @@ def consolidated(optimizer_cls):
     return True
 
 
-@pytest.mark.parametrize("optimizer_cls", [torch.optim.AdamW, torch.optim.Adagrad])  # which has state of frozen ones, too
+@pytest.mark.parametrize("optimizer_cls", [torch.optim.AdamW, torch.optim.Adagrad])  # Adagrad also has state of frozen ones
 def test_consolidated_state_is_the_unsharded_optimizers(optimizer_cls):
     run_ranks(consolidated, 2, optimizer_cls)
 
 
 def written_weights():
-    """bfloat16 weights with masters: what is written in place between steps counts, and full precision is kept elsewhere."""
+    """bfloat16 weights with masters: a value written in place between steps counts; all others keep full precision."""
     module = nn.Linear(8, 8)
     optimizer = ShardedOptimizer(
         module.parameters(), torch.optim.SGD, bucket_mb=TINY_MB, param_dtype=torch.bfloat16, lr=1e-5, momentum=0.9
@@ -792,7 +792,7 @@ def test_a_weight_written_in_place_reaches_its_master():
 
 
 def late_reads():
-    """A reference taken beforehand is what nobody can see; check_reads shows it, and a gradient that comes of it is refused."""
+    """Nobody can see a reference that was taken before; check_reads shows that it is used, and its gradient is refused."""
     module = net()
     model, optimizer = wrap(module, check_reads=True)
     references = list(module.parameters())

@@ -1,4 +1,4 @@
-"""The arithmetic of buckets, shards and slices, for any shapes and world size; no process group."""
+"""zero/layout.py: the arithmetic of buckets, shards and slices, for any shapes and world size; no process group."""
 
 from itertools import pairwise
 
@@ -22,7 +22,7 @@ both = st.tuples(st.sampled_from([Layout.by_element, Layout.by_parameter]), st.f
 def test_every_element_of_every_parameter_has_exactly_one_owner(case):
     lay, args = case
     layout = lay(**args)
-    owners = [[0] * max(numel, 1) for numel in layout.numels]  # one without elements has an owner, too
+    owners = [[0] * max(numel, 1) for numel in layout.numels]  # one without elements also has an owner
     for rank in range(args["world_size"]):
         for piece in layout.slices(rank):
             numel = layout.numels[piece.param]

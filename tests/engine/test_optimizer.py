@@ -1,4 +1,4 @@
-"""ShardedOptimizer, ZeroRedundancyOptimizer and AdamW give the same weights; the state really is sharded."""
+"""zero/optimizer.py: ShardedOptimizer, ZeroRedundancyOptimizer and AdamW give the same weights, or a clear refusal."""
 
 import copy
 
@@ -8,48 +8,32 @@ import torch.distributed as dist
 from ranks import run_ranks
 from toy import MODES, assert_equal, batch, build_toy, largest_difference, make_toy, train, weights
 
-from model import GPT, GPTConfig
-from zero import ShardedDataParallel, ShardedGradScaler, ShardedOptimizer, checkpoint
-from zero.memory import held_bytes, predicted_bytes
-from zero.partition import partition
+from zero import ShardedDataParallel, ShardedOptimizer, checkpoint
 
 
 def train_all_modes(clip):
-    """The weights after 20 steps of each mode, by mode, and this rank's measured and predicted bytes of state."""
-    after, measured, predicted = {}, {}, {}
+    """The weights after 20 steps of each mode, by mode."""
+    after = {}
     for mode in MODES:
         model, optimizer = build_toy(mode)
         train(model, optimizer, dist.get_rank(), steps=20, clip=clip)
         after[mode] = weights(model)
-        measured[mode] = held_bytes(optimizer)["state"]
-        predicted[mode] = predicted_bytes(partition(optimizer).plan, dist.get_rank() if mode != "adamw" else 0)["state"]
-    return after, measured, predicted
+    return after
 
 
 @pytest.mark.parametrize("clip", [0.0, 0.1])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_parity(world_size, clip):
     results = run_ranks(train_all_modes, world_size, clip)
-    reference = results[0][0]["adamw"]
+    reference = results[0]["adamw"]
     assert largest_difference(reference, weights(make_toy())) > 0.01, "training must have changed something"
-    for after, _, _ in results:
+    for after in results:
         for mode in MODES:
             # a sum of two numbers is the same in any order; the norm of shards is added up in another one than a whole's
             exact = (not clip and world_size <= 2) or mode == "torch"
             assert largest_difference(after[mode], reference) <= (0.0 if exact else 1e-6), mode
     frozen = make_toy().frozen.weight
     assert torch.equal(reference["frozen.weight"], frozen)
-
-
-def test_state_is_sharded_evenly():
-    results = run_ranks(train_all_modes, 3, 0.0)
-    for _, measured, predicted in results:
-        assert measured == predicted
-    whole = results[0][1]["adamw"]
-    sharded = [measured["sharded"] for _, measured, _ in results]
-    assert sum(sharded) == whole
-    assert max(sharded) - min(sharded) <= 8 * 16 * 3  # less than a vector per shard of padding, 8 bytes per element
-    assert sum(measured["torch"] for _, measured, _ in results) == whole
 
 
 def step_by_hand(world_size):
@@ -121,32 +105,6 @@ def more_ranks_than_elements():
 
 def test_a_rank_may_own_nothing():
     assert sorted(run_ranks(more_ranks_than_elements, 4)) == [0, 0, 0, 1]  # a cut never lies inside a vector
-
-
-def scaler_with_an_infinite_gradient():
-    """A float16 scaler sees inf on one rank's loss only; every rank skips the step."""
-    model, optimizer = build_toy("sharded")
-    scaler = ShardedGradScaler("cpu", init_scale=2.0**10)
-    before = weights(model)
-    for step in range(2):
-        loss = model(*batch(step, dist.get_rank()))
-        if step == 0 and dist.get_rank() == 1:
-            loss = loss * float("inf")
-        scaler.scale(loss).backward()
-        scaler.unscale_(optimizer)
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-        if step == 0:
-            assert largest_difference(weights(model), before) == 0.0
-    assert largest_difference(weights(model), before) > 0
-    return weights(model), scaler.get_scale()
-
-
-def test_scaler_skips_on_all_ranks():
-    (first, scale), (second, other_scale) = run_ranks(scaler_with_an_infinite_gradient, 2)
-    assert largest_difference(first, second) == 0.0
-    assert scale == other_scale == 2.0**9
 
 
 WHOLE = {
@@ -292,25 +250,6 @@ def test_a_parameter_may_be_empty_or_not_contiguous():
             param.grad = torch.arange(param.numel(), dtype=torch.float32).view(param.shape)
         optimizer.step()
     assert torch.equal(params[1], oracle[1])
-
-
-def gpt2_state():
-    """Bytes of AdamW state for GPT-2 124M's shapes, really held after a step."""
-    with torch.device("meta"):
-        shapes = [param.shape for param in GPT(GPTConfig(vocab_size=50257)).parameters()]
-    params = [torch.nn.Parameter(torch.zeros(shape)) for shape in shapes]
-    for param in params:
-        param.grad = param.data
-    optimizer = ShardedOptimizer(params, torch.optim.AdamW, fused=True)
-    optimizer.step()
-    return held_bytes(optimizer)["state"]
-
-
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_gpt2_124m_state_is_divided_evenly_on_real_ranks(world_size):
-    by_rank = run_ranks(gpt2_state, world_size)
-    assert sum(by_rank) == 8 * 124_439_808
-    assert max(by_rank) / (sum(by_rank) / world_size) <= 1.001
 
 
 def test_state_dict_names_the_call_to_make():

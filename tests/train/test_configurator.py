@@ -1,18 +1,16 @@
-"""Config files and --key=value: names and types checked, nanoGPT's own files unchanged."""
+"""configurator.py: config files and --key=value, names and types checked; nanoGPT's own files work unchanged."""
 
 import glob
 import os
+from ast import literal_eval
 from typing import Literal
 
 import pytest
-import torch
 from conftest import ROOT
+from scripts import run
 
-import configurator
 from configurator import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, configure
-from distributed import launched
 
-ALL_LAUNCH_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 DEFAULTS = {
     "batch_size": 12,
     "learning_rate": 6e-4,
@@ -51,6 +49,10 @@ def test_values_take_the_type_of_the_default():
     assert isinstance(config["learning_rate"], float)
 
 
+def test_the_largest_integer_is_that_of_64_bits():
+    assert settings(f"--batch_size={2**63 - 1}")["batch_size"] == 9223372036854775807
+
+
 @pytest.mark.parametrize("text", ["17", "None", "[1]", "x", "", "a b"])
 def test_text_stays_text(text):
     assert settings(f"--out_dir={text}")["out_dir"] == text
@@ -76,6 +78,7 @@ def test_only_changes_are_printed(capsys):
         ("--compile=1", "takes True or False"),
         ("--learning_rate=fast", "takes a number"),
         ("--compile", "--key=value"),
+        ("--batch_size=9223372036854775808", "batch_size in --batch_size=9223372036854775808 is too large; integers go up to"),
         ("--batch_size=" + 400 * "9", "batch_size in --batch_size=999"),
         ("--batch_size=" + 5000 * "9", "takes an integer"),
         ("--batch_size=0x" + 5000 * "f", "is too large; integers go up to 9223372036854775807"),
@@ -87,42 +90,6 @@ def test_only_changes_are_printed(capsys):
 )
 def test_mistakes_end_with_one_line(capsys, argument, message):
     assert message in refused(capsys, argument)
-
-
-TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
-
-
-@pytest.mark.parametrize(
-    ("variables", "message"),
-    [
-        ({"RANK": "0"}, "RANK is set without WORLD_SIZE, MASTER_ADDR, MASTER_PORT; start with torchrun"),
-        ({**TORCHRUN, "MASTER_PORT": ""}, "RANK is set without MASTER_PORT"),
-        ({**TORCHRUN, "RANK": "one"}, "RANK=one is not an integer"),
-        ({**TORCHRUN, "RANK": "9" * 5000}, "is not an integer"),
-        ({**TORCHRUN, "WORLD_SIZE": "2.0"}, "WORLD_SIZE=2.0 is not an integer"),
-        ({**TORCHRUN, "RANK": "2"}, "RANK=2 is not one of the ranks 0 to WORLD_SIZE-1=1"),
-        ({**TORCHRUN, "RANK": "-1"}, "RANK=-1 is not one"),
-        ({**TORCHRUN, "MASTER_PORT": "70000"}, "MASTER_PORT=70000 is not a port"),
-        ({**TORCHRUN, "LOCAL_RANK": "x"}, "LOCAL_RANK=x is not an integer"),
-        ({**TORCHRUN, "LOCAL_WORLD_SIZE": "0"}, "LOCAL_WORLD_SIZE=0 cannot be"),
-    ],
-)
-def test_launch_variables_that_cannot_be(capsys, monkeypatch, variables, message):
-    for name in ALL_LAUNCH_VARIABLES:
-        monkeypatch.delenv(name, raising=False)
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    assert message in refused(capsys)
-
-
-def test_launch_variables_count_together_or_not_at_all(monkeypatch):
-    for name in ALL_LAUNCH_VARIABLES:
-        monkeypatch.setenv(name, "7")
-    monkeypatch.delenv("RANK")
-    assert launched() == (False, 0, 0, 1, 1)
-    for name, value in TORCHRUN.items():
-        monkeypatch.setenv(name, value)
-    assert launched() == (True, 1, 7, 2, 7)
 
 
 def test_help_lists_all_settings(capsys):
@@ -166,15 +133,13 @@ def test_mistakes_in_files_name_the_file(capsys, tmp_path, text, message):
     assert str(file) in error
 
 
+@pytest.fixture(scope="module")
 def train_defaults():
-    """The settings at the top of train.py, without running it."""
-    with open(os.path.join(ROOT, "train.py")) as file:
-        source = file.read()
-    head = source[source.index("out_dir = ") : source.index("config = configure")]
-    names = {"torch": torch, "Literal": Literal, **vars(configurator)}
-    before = {*names, "__annotations__"}
-    exec(head, names)
-    return {key: value for key, value in names.items() if key not in before}
+    """The settings of train.py and their defaults, as --help lists them."""
+    shown = run("train.py", "--help")
+    assert shown.returncode == 0, shown.stderr
+    settings = [line.strip().removeprefix("--").split("=", 1) for line in shown.stdout.splitlines() if line.startswith("  --")]
+    return {key: literal_eval(value) for key, value in settings}
 
 
 DECLARED = {
@@ -248,26 +213,26 @@ NANOGPT_DEFAULTS = {
 }
 
 
-def test_nanogpts_settings_have_nanogpts_defaults():
-    defaults = train_defaults()
+def test_nanogpts_settings_have_nanogpts_defaults(train_defaults):
+    defaults = train_defaults
     assert {key: defaults[key] for key in NANOGPT_DEFAULTS} == NANOGPT_DEFAULTS
     assert set(defaults) - set(NANOGPT_DEFAULTS) == {
-        *("backend", "device", "dtype", "compile"),  # nanoGPT's too, but by the machine
+        *("backend", "device", "dtype", "compile"),  # also in nanoGPT, but the machine decides
         *("use_zero1", "zero1_impl", "zero_bucket_mb", "shard_gradients", "param_dtype", "zero_check_reads", "seed"),
         *("on_nonfinite", "max_nonfinite", "on_save_error", "keep_checkpoints", "async_save", "checkpoint_format"),
     }
 
 
 @pytest.mark.parametrize("path", sorted(glob.glob(os.path.join(ROOT, "config", "*.py"))))
-def test_every_config_file_is_accepted(path):
-    assert configure(train_defaults(), [path]) != train_defaults()
+def test_every_config_file_is_accepted(train_defaults, path):
+    assert configure(dict(train_defaults), [path]) != train_defaults
 
 
-def test_a_nanogpt_config_file_works_unchanged(tmp_path):
+def test_a_nanogpt_config_file_works_unchanged(train_defaults, tmp_path):
     file = tmp_path / "finetune.py"
     file.write_text(
         "import time\n\nout_dir = 'out-shakespeare'\neval_interval = 5\nwandb_run_name = 'ft-' + str(time.time())\n"
         "init_from = 'gpt2-xl'\nalways_save_checkpoint = False\nlearning_rate = 3e-5\ndecay_lr = False\n"
     )
-    config = configure(train_defaults(), [str(file)])
+    config = configure(dict(train_defaults), [str(file)])
     assert (config["init_from"], config["learning_rate"], config["decay_lr"]) == ("gpt2-xl", 3e-5, False)

@@ -1,4 +1,4 @@
-"""Updates that are not finite are not made, on any rank, by any implementation, and the run says where that began."""
+"""guard.py: no rank makes an update that is not finite, with any implementation, and the run says where that began."""
 
 import contextlib
 import io
@@ -57,7 +57,7 @@ def all_modes(limit, kind, steps, looks=None):
 
 @pytest.mark.parametrize("kind", ["loss", "gradient"])
 def test_a_skipped_step_leaves_no_trace(kind):
-    """Weights, moments and step counters are those of a run that was never given it."""
+    """Weights, moments and step counters are those of a run that never had that step."""
     disturbed, others = run_ranks(all_modes, 2, 5, kind, list(range(6)))
     undisturbed = run_ranks(all_modes, 2, 5, kind, [step for step in range(6) if step != BAD])[0]
     for mode in MODES:
@@ -74,7 +74,7 @@ def test_a_skipped_step_leaves_no_trace(kind):
 
 
 def test_nothing_moves_until_the_host_looks():
-    """As on a GPU, where it looks later than every step; with 'stop', the first bad step is the last."""
+    """On a GPU it does not look after every step. With 'stop', no update is made after the first bad step."""
     stopped, others = run_ranks(all_modes, 2, 1, "loss", list(range(7)), [6])
     before = run_ranks(all_modes, 2, 1, "loss", list(range(BAD)))[0]
     for mode in MODES:
@@ -101,7 +101,7 @@ def test_the_limit_counts_skips_in_a_row():
 
 
 def test_float16_leaves_gradients_to_the_scaler(capsys):
-    """Which skips and counts for itself; a loss that is not finite counts here and is skipped, whatever its gradients."""
+    """The scaler skips and counts for itself. A loss that is not finite counts here, and its step is skipped."""
     model, optimizer = build_toy("adamw")
     scaler = ShardedGradScaler("cpu", init_scale=2.0**10)
     guard = Guard(model, optimizer, scaler, limit=1)

@@ -1,4 +1,4 @@
-"""One run per folder: whoever comes second is told who is there, whoever was killed is in nobody's way."""
+"""lock.py: one run per folder; a second run is told who is there, and the lock of a killed run is free."""
 
 import errno
 import fcntl

@@ -1,4 +1,4 @@
-"""metrics.jsonl holds whole lines, whatever happened to the run that wrote it."""
+"""logger.py: metrics.jsonl holds whole lines whatever happened to the run, and wandb records without a network."""
 
 import json
 import math
@@ -7,6 +7,7 @@ import sys
 import types
 
 import pytest
+from scripts import SETTINGS, run_for_real, torch_load
 
 from logger import Logger
 
@@ -104,3 +105,30 @@ def test_a_full_disk_is_mentioned_once_and_tears_no_line(tmp_path, capsys):
     logger.file.room = 100
     logger.log({"iter": 15})
     assert logger.file.content.endswith(b'11}\n{"iter": 15}\n')
+
+
+def test_wandb_records_offline_without_login_or_network(data, tmp_path, monkeypatch):
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))  # no ~/.netrc
+    arguments = [*SETTINGS, f"--dataset={data}", "--wandb_log=True", "--max_iters=5", f"--out_dir={tmp_path / 'out'}"]
+    folders = []
+    for init_from in ("scratch", "resume"):
+        process = run_for_real("train.py", *arguments, f"--init_from={init_from}", cwd=tmp_path)
+        assert process.returncode == 0, process.stderr
+        assert "wandb records offline; to upload later: wandb login && wandb sync " in process.stdout
+        folders.append(process.stdout.split("wandb sync ")[1].split()[0])
+    assert all(os.path.isdir(folder) for folder in folders)
+    run_id = torch_load(tmp_path / "out")["wandb_run_id"]
+    assert [folder.rsplit("-", 1)[1] for folder in folders] == [run_id, run_id], "the resumed run is the same run"
+
+
+def test_wandb_records_offline_with_a_login_but_no_network(data, tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
+    monkeypatch.setenv("WANDB_INIT_TIMEOUT", "2")
+    arguments = [*SETTINGS, f"--dataset={data}", "--wandb_log=True", "--max_iters=1", f"--out_dir={tmp_path / 'out'}"]
+    process = run_for_real("train.py", *arguments, cwd=tmp_path)
+    assert process.returncode == 0, process.stderr
+    assert "wandb cannot be reached" in process.stdout
+    assert "wandb records offline; to upload later" in process.stdout

@@ -1,4 +1,4 @@
-"""The model: GPT-2's numbers, nanoGPT's names, tying, cropping and sampling."""
+"""model.py: GPT-2's numbers, nanoGPT's names, tying, cropping and sampling."""
 
 import pytest
 import torch

@@ -1,8 +1,7 @@
-"""Token files: prepare.py scripts, batches, and what can be wrong with the files."""
+"""data/*/prepare.py: from a text to token files, also from a local file, and what is said without a network."""
 
 import json
 import os
-import pickle
 import shutil
 import subprocess
 import sys
@@ -13,90 +12,6 @@ from conftest import ROOT, shared_data
 
 import dataset
 from dataset import DataError, Dataset
-
-
-def write(folder, train, val=None, meta=None):
-    folder.mkdir(exist_ok=True)
-    np.asarray(train, dtype=np.uint16).tofile(folder / "train.bin")
-    np.asarray(train if val is None else val, dtype=np.uint16).tofile(folder / "val.bin")
-    if meta is not None:
-        (folder / "meta.pkl").write_bytes(pickle.dumps(meta))
-    return str(folder)
-
-
-def test_offsets_depend_on_their_arguments_alone(tmp_path):
-    data = Dataset(write(tmp_path / "d", range(1000)), block_size=8)
-    stream = data.offsets("train", (1337, 0), 0, 500)
-    assert np.array_equal(stream[100:300], data.offsets("train", (1337, 0), 100, 200))
-    assert not np.array_equal(stream, data.offsets("train", (1338, 0), 0, 500))
-    assert not np.array_equal(stream, data.offsets("train", (1337, 1), 0, 500))
-    assert not np.array_equal(stream, data.offsets("val", (1337, 0), 0, 500))
-
-
-@pytest.mark.parametrize("first", [0, 10**6, 10**12])
-def test_offsets_cover_the_split_evenly(tmp_path, first):
-    data = Dataset(write(tmp_path / "d", range(10_008)), block_size=8)
-    offsets = data.offsets("train", (1337, 0), first, 5000)
-    assert offsets.dtype == np.int64
-    assert offsets.min() >= 0
-    assert offsets.max() < 10_000
-    counts, _ = np.histogram(offsets, bins=100, range=(0, 10_000))
-    assert abs(counts - 50).max() <= 4  # independent draws: a standard deviation of 7
-
-
-def test_targets_are_the_next_tokens(tmp_path):
-    data = Dataset(write(tmp_path / "d", range(100)), block_size=8)
-    x, y = data.batch("train", np.array([0, 91]))
-    assert x.dtype == y.dtype == np.int64
-    assert np.array_equal(x, [np.arange(8), np.arange(91, 99)])
-    assert np.array_equal(y, x + 1)
-
-
-def test_the_shortest_possible_file_is_enough(tmp_path):
-    data = Dataset(write(tmp_path / "d", range(9)), block_size=8)
-    assert set(data.offsets("train", (0, 0), 0, 10)) == {0}
-
-
-@pytest.mark.parametrize(
-    ("spoil", "message"),
-    [
-        (lambda folder: os.remove(folder / "val.bin"), "is missing"),
-        (lambda folder: (folder / "train.bin").write_bytes(b"123"), "odd number of bytes"),
-        (lambda folder: (folder / "val.bin").write_bytes(b"12" * 8), "too few for one sequence of block_size=8"),
-        (lambda folder: (folder / "meta.pkl").write_bytes(b"junk"), "no vocabulary"),
-        (lambda folder: (folder / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": "many"})), "no vocabulary"),
-        (lambda folder: (folder / "meta.pkl").write_bytes(pickle.dumps(Hostile())), "asks for posix.system"),
-    ],
-)
-def test_bad_files_are_named(tmp_path, spoil, message, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    folder = tmp_path / "d"
-    write(folder, range(100), meta={"vocab_size": 100, "stoi": {}, "itos": {}})
-    spoil(folder)
-    with pytest.raises(DataError, match=message):
-        Dataset(str(folder), block_size=8)
-    assert not os.path.exists("hostile-code-ran")
-
-
-class Hostile:
-    def __reduce__(self):
-        return os.system, ("touch hostile-code-ran",)
-
-
-def test_tokens_outside_the_vocabulary_are_named(tmp_path):
-    data = Dataset(write(tmp_path / "d", range(100), val=range(90)), block_size=8)
-    data.check(100)
-    with pytest.raises(DataError, match=r"train\.bin holds token 99, but the model's vocabulary has 99"):
-        data.check(99)
-    data.check(50, part=0, parts=2)
-    with pytest.raises(DataError, match="holds token 99"):
-        data.check(50, part=1, parts=2)
-
-
-def test_a_missing_dataset_names_the_command(monkeypatch):
-    monkeypatch.chdir(ROOT)
-    with pytest.raises(DataError, match=r"run: python data/openwebtext/prepare\.py"):
-        Dataset("openwebtext", block_size=8)
 
 
 @pytest.fixture

@@ -1,0 +1,71 @@
+"""Small checkpoints for these tests, and models to save."""
+
+import os
+
+import torch
+from toy import assert_equal, batch, make_toy
+
+from zero import checkpoint as ckpt
+
+CHECKPOINT = {
+    "model": {"weight": torch.arange(3000.0), "tied": torch.ones(7)},
+    "optimizer": {"state": {0: {"step": torch.tensor(3.0), "exp_avg": torch.ones(3000)}}, "param_groups": [{"params": [0]}]},
+    "model_args": {"n_layer": 1},
+    "iter_num": 1,
+    "best_val_loss": 2.0,
+    "config": {"seed": 1},
+}
+
+
+def numbered(iteration):
+    return {**CHECKPOINT, "iter_num": iteration}
+
+
+class Weight(torch.nn.Module):
+    """A frozen number and a weight that is the number of the iteration everywhere."""
+
+    def __init__(self, iteration, numel):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.full((numel,), float(iteration)))
+        self.register_buffer("frozen", torch.tensor(5.0))
+
+
+def write(writer, iteration, numel=3000, **values):
+    model = Weight(iteration, numel)
+    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer.state[model.weight] = {"step": torch.tensor(3.0), "exp_avg": torch.ones(numel)}
+    writer.save(model, optimizer, {"model_args": {}, "best_val_loss": 2.0, "config": {}, **values, "iter_num": iteration})
+
+
+VALUES = {"model_args": {"n_layer": 1}, "iter_num": 4, "best_val_loss": 2.0, "config": {"seed": 1}}
+
+
+def save_alone(folder, iteration, **writer):
+    """A checkpoint of one process; its model and optimizer."""
+    model = make_toy()
+    optimizer = torch.optim.AdamW(model.param_groups(), lr=0.01)
+    model(*batch(iteration, rank=0)).backward()
+    optimizer.step()
+    ckpt.CheckpointWriter(str(folder), format="sharded", **writer).save(model, optimizer, {**VALUES, "iter_num": iteration})
+    return model, optimizer
+
+
+def iterations(folder):
+    """Those of which there are shards."""
+    return sorted(int(name.split("_")[1]) for name in os.listdir(folder) if name.startswith("shards_"))
+
+
+def restore(optimizer, path):
+    checkpoint = ckpt.load(path)
+    ckpt.restore(optimizer, checkpoint["optimizer"], ckpt.chunk_reader(path, checkpoint))
+    return checkpoint
+
+
+def assert_same_contents(a, b):
+    for key in ("model", "optimizer", "model_args", "iter_num", "config"):
+        assert_equal(a[key], b[key], key)
+
+
+class Hostile:
+    def __reduce__(self):
+        return os.system, ("touch hostile-code-ran",)

@@ -1,0 +1,44 @@
+"""A process that is killed at any moment of a save leaves a whole checkpoint, in both formats."""
+
+import random
+import time
+
+import pytest
+import ranks
+import torch
+from contents import write
+
+from zero import checkpoint as ckpt
+
+
+def save_without_end(folder, background, format, iteration, ready):
+    torch.set_num_threads(1)
+    writer = ckpt.CheckpointWriter(folder, keep=2, background=background, format=format)
+    while True:
+        iteration += 1
+        write(writer, iteration, numel=200_000)
+        outcomes = writer.outcomes()
+        assert not [outcome for outcome in outcomes if isinstance(outcome, OSError)]
+        if outcomes:
+            ready.set()
+
+
+@pytest.mark.parametrize("format", ckpt.FORMATS)
+@pytest.mark.parametrize("background", [False, True])
+def test_a_kill_inside_a_save_leaves_a_whole_file(tmp_path, background, format):
+    rng, iteration = random.Random(1), 0
+    for _ in range(25):
+        ready = ranks.context.Event()
+        process = ranks.context.Process(target=save_without_end, args=(str(tmp_path), background, format, iteration, ready))
+        process.start()
+        ready.wait()
+        time.sleep(rng.random() * 0.1)
+        process.kill()
+        process.join()
+        path, complaint = ckpt.find(str(tmp_path))
+        assert complaint is None
+        checkpoint = ckpt.load(path)
+        assert checkpoint["iter_num"] >= iteration
+        assert (checkpoint["model"]["weight"] == checkpoint["iter_num"]).all()
+        iteration = checkpoint["iter_num"]
+    assert iteration > 25, "there must have been something to kill"

@@ -1,0 +1,211 @@
+"""zero/checkpoint/writer.py: a save is whole or not there, on all ranks, also in the background, and is reported."""
+
+import os
+import re
+import resource
+import shutil
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from contents import VALUES, iterations, save_alone, write
+from ranks import run_ranks
+from toy import build_toy, train
+
+from zero import checkpoint as ckpt
+from zero.checkpoint import writer as writer_module
+
+
+@pytest.mark.parametrize("format", ckpt.FORMATS)
+def test_nothing_counts_before_it_is_on_the_disk(tmp_path, monkeypatch, format):
+    """Contents, then the name they have while they are written, then the name that counts."""
+    steps = []
+
+    def note(call):
+        def noted(*arguments):
+            paths = [os.readlink(f"/proc/self/fd/{each}") if isinstance(each, int) else str(each) for each in arguments]
+            names = [re.sub("[0-9a-f]{8}_?", "", os.path.relpath(path, tmp_path)) for path in paths]
+            steps.append((call.__name__, *names))
+            return call(*arguments)
+
+        monkeypatch.setattr(os, call.__name__, noted)
+
+    for call in (os.fsync, os.rename, os.replace):
+        note(call)
+    write(ckpt.CheckpointWriter(str(tmp_path), format=format), 7)
+    commit = [("fsync", "ckpt.pt.tmp"), ("replace", "ckpt.pt.tmp", "ckpt.pt"), ("fsync", ".")]
+    if format == "sharded":
+        commit[1:1] = [("rename", "shards_.tmp", "shards_"), ("fsync", ".")]
+        before, steps = steps[: -len(commit)], steps[-len(commit) :]
+        assert ("fsync", "shards_.tmp/__0_0.distcp") in before
+        assert before[-1] == ("fsync", "shards_.tmp")
+    assert steps == commit
+
+
+def test_a_full_disk(tmp_path):
+    """/dev/full takes the name of the temporary file: every write fails as on a full disk."""
+    writer = ckpt.CheckpointWriter(str(tmp_path))
+    write(writer, 1)
+    os.symlink("/dev/full", tmp_path / "ckpt.pt.tmp")
+    write(writer, 2, numel=1_000_000)
+    written, failed = writer.outcomes()
+    assert written.iter_num == 1
+    assert isinstance(failed, OSError)
+    assert "No space left" in str(failed)
+    write(writer, 3)
+    assert [outcome.iter_num for outcome in writer.outcomes()] == [3]
+    assert ckpt.load(tmp_path / "ckpt_prev.pt")["iter_num"] == 1
+
+
+@pytest.mark.parametrize("kind", [TypeError, RuntimeError])
+@pytest.mark.parametrize("background", [False, True])
+def test_an_error_that_is_not_the_disks_is_not_swallowed(tmp_path, background, kind):
+    class Unpicklable:
+        def __reduce__(self):
+            raise kind("a mistake in the program")
+
+    writer = ckpt.CheckpointWriter(str(tmp_path), background=background)
+    with pytest.raises(kind, match="a mistake in the program"):  # noqa: PT012 - in the background wait() raises it
+        write(writer, 1, config=Unpicklable())
+        writer.wait()
+    assert not os.listdir(tmp_path)
+
+
+def test_in_the_background_a_second_save_waits_for_the_first(tmp_path, monkeypatch):
+    running, most = [], []
+    save = ckpt.save
+
+    def slow(checkpoint, *args):
+        running.append(checkpoint["iter_num"])
+        most.append(len(running))
+        time.sleep(0.1)
+        nbytes = save(checkpoint, *args)
+        running.remove(checkpoint["iter_num"])
+        return nbytes
+
+    monkeypatch.setattr(writer_module, "save", slow)
+    writer = ckpt.CheckpointWriter(str(tmp_path), background=True)
+    begin = time.perf_counter()
+    write(writer, 1)
+    assert time.perf_counter() - begin < 0.09, "the first one returns at once"
+    write(writer, 2)
+    writer.wait()
+    assert most == [1, 1]
+    assert [outcome.iter_num for outcome in writer.outcomes()] == [1, 2]
+    assert ckpt.find(str(tmp_path))[0].endswith("ckpt.pt")
+
+
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("format", ckpt.FORMATS)
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_weights_that_are_not_finite_take_no_ones_place(tmp_path, format, background, value):
+    writer = ckpt.CheckpointWriter(str(tmp_path), keep=3, format=format, background=background)
+    write(writer, 1)
+    writer.wait()
+    before = sorted(os.listdir(tmp_path))
+    write(writer, value)
+    writer.wait()
+    written, refused = writer.outcomes()
+    assert written.iter_num == 1
+    assert isinstance(refused, ckpt.DivergedError)
+    assert str(refused) == "weight is not finite"
+    assert sorted(os.listdir(tmp_path)) == before
+    assert ckpt.find(str(tmp_path)) == (str(tmp_path / "ckpt.pt"), None)
+    write(writer, 2)
+    writer.wait()
+    assert [outcome.iter_num for outcome in writer.outcomes()] == [2]
+
+
+def test_a_damaged_file_never_takes_the_place_of_the_one_before(tmp_path, monkeypatch):
+    writer = ckpt.CheckpointWriter(str(tmp_path))
+    write(writer, 1)
+    write(writer, 2)
+    (tmp_path / "ckpt.pt").write_bytes(b"damaged")
+    assert ckpt.find(str(tmp_path))[1] is not None
+    writer = ckpt.CheckpointWriter(str(tmp_path), newest_is_corrupt=True)
+
+    def cannot(*_):
+        raise OSError("as if killed here")
+
+    with monkeypatch.context() as context:
+        context.setattr(os, "replace", cannot)
+        write(writer, 3)
+    assert ckpt.load(ckpt.find(str(tmp_path))[0])["iter_num"] == 1
+    write(writer, 3)
+    assert ckpt.load(tmp_path / "ckpt_prev.pt")["iter_num"] == 1
+    write(writer, 4)
+    assert ckpt.load(tmp_path / "ckpt_prev.pt")["iter_num"] == 3
+    assert ckpt.find(str(tmp_path)) == (str(tmp_path / "ckpt.pt"), None)
+
+
+def test_what_a_killed_process_left_is_swept(tmp_path):
+    (tmp_path / "ckpt.pt.tmp").write_bytes(b"torn")
+    (tmp_path / "other.tmp").write_bytes(b"of somebody else")
+    ckpt.CheckpointWriter(str(tmp_path))
+    assert os.listdir(tmp_path) == ["other.tmp"]
+
+
+def test_a_writer_that_sweeps_nothing(tmp_path):
+    for name in ("ckpt.pt.tmp", "shards_00000001_00000000.tmp"):
+        (tmp_path / name).mkdir()
+    ckpt.CheckpointWriter(str(tmp_path), sweep=False)
+    assert len(os.listdir(tmp_path)) == 2
+
+
+def test_shards_of_a_save_that_was_killed_just_before_it_counted_are_swept(tmp_path):
+    for iteration in (1, 2, 3):
+        save_alone(tmp_path, iteration)
+    os.rename(tmp_path / "ckpt.pt", tmp_path / "ckpt.pt.tmp")
+    shutil.copyfile(tmp_path / "ckpt_prev.pt", tmp_path / "ckpt.pt")
+    os.link(tmp_path / "ckpt.pt", tmp_path / "ckpt_prev.pt.tmp")
+    assert iterations(tmp_path) == [2, 3]
+    ckpt.CheckpointWriter(str(tmp_path))
+    assert iterations(tmp_path) == [2]
+    assert not [name for name in os.listdir(tmp_path) if name.endswith(".tmp")]
+
+
+def save_where_one_rank_cannot(folder):
+    model, optimizer = build_toy("sharded")
+    train(model, optimizer, rank=0, steps=1)
+    writer = ckpt.CheckpointWriter(folder, format="sharded")
+    writer.save(model.module, optimizer, VALUES)
+    if dist.get_rank() == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000))  # bytes per file
+    writer.save(model.module, optimizer, {**VALUES, "iter_num": 8})
+    *written, failed = writer.outcomes()
+    assert isinstance(failed, OSError)
+    assert "rank 1 cannot write" in str(failed)
+    assert "File too large" in str(failed)
+    return len(written)
+
+
+def test_when_one_rank_cannot_write_all_go_on_and_the_old_one_stands(tmp_path):
+    assert run_ranks(save_where_one_rank_cannot, 2, str(tmp_path)) == [1, 0], "rank 0 reports what was written"
+    assert sorted(os.listdir(tmp_path))[0] == "ckpt.pt"
+    assert len(os.listdir(tmp_path)) == 2, "what was begun is gone"
+    path, complaint = ckpt.find(str(tmp_path))
+    assert complaint is None
+    assert ckpt.load(path)["iter_num"] == 4
+
+
+def save_where_one_rank_has_diverged(folder):
+    """What each rank refused: rank 1 alone sees the nan, in the last of its slices."""
+    model, optimizer = build_toy("sharded")
+    writer = ckpt.CheckpointWriter(folder, format="sharded", background=True)
+    for diverged in (False, True):
+        if diverged and dist.get_rank() == 1:
+            with torch.no_grad():
+                optimizer.owned[-1].local.fill_(float("nan"))
+        writer.save(model.module, optimizer, VALUES)
+        writer.wait()
+    return [str(outcome) for outcome in writer.outcomes() if isinstance(outcome, ckpt.DivergedError)]
+
+
+def test_what_one_rank_finds_not_to_be_finite_all_refuse(tmp_path):
+    on_0, on_1 = run_ranks(save_where_one_rank_has_diverged, 2, str(tmp_path))
+    assert on_0 == on_1
+    assert len(on_0) == 1
+    assert on_0[0].endswith(" is not finite")
+    assert len(os.listdir(tmp_path)) == 2, "ckpt.pt and its shards; nothing was begun"
+    assert all(tensor.isfinite().all() for tensor in ckpt.load(ckpt.find(str(tmp_path))[0])["model"].values())

@@ -1,0 +1,61 @@
+"""zero/partition.py: who holds which slices, asked of each implementation."""
+
+import pytest
+import torch
+from ranks import run_ranks
+from toy import MODES, build_toy
+
+from zero.partition import packed_groups, parameters, partition
+
+
+def held(mode):
+    """This rank's view of all slices, as plain lists, and what stands beside them."""
+    _, optimizer = build_toy(mode)
+    part = partition(optimizer)
+    params = parameters(optimizer)
+    own = part.slices[part.rank]
+    assert [id(param) for group in optimizer.param_groups for param in group["params"]] == list(map(id, params))
+    for piece, local in zip(own, parameters(part.inner), strict=True):
+        whole = params[piece.param].detach()
+        assert torch.equal(local.detach().reshape(-1), whole.reshape(-1)[piece.start : piece.stop])
+    numels = [param.numel() for param in params]
+    slices = [[list(piece) for piece in of_rank] for of_rank in part.slices]
+    whole = part.plan.has_whole_parameters
+    return {
+        "slices": slices,
+        "numels": numels,
+        "rank": part.rank,
+        "replicated": part.replicated,
+        "whole": part.plan.has_whole_parameters,
+    }
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("mode", MODES)
+def test_every_element_has_one_holder(mode, world_size):
+    results = run_ranks(held, world_size, mode)
+    alone = mode == "adamw" or world_size == 1
+    for rank, result in enumerate(results):
+        assert result["slices"] == results[0]["slices"], "all ranks agree"
+        assert len(result["slices"]) == (1 if alone else world_size)
+        assert result["rank"] == (0 if alone else rank)
+        assert result["replicated"] == alone
+        assert result["whole"] == (alone or mode == "torch")
+    pieces = sorted(tuple(piece) for of_rank in results[0]["slices"] for piece in of_rank)
+    for number, numel in enumerate(results[0]["numels"]):
+        ends = [(start, stop) for param, start, stop in pieces if param == number]
+        assert [0] + [stop for _, stop in ends] == [start for start, _ in ends] + [numel]
+
+
+def packed(mode):
+    _, optimizer = build_toy(mode)
+    plain = torch.optim.AdamW(
+        [{"params": group["params"], "weight_decay": group["weight_decay"]} for group in optimizer.param_groups],
+        lr=0.01, betas=(0.9, 0.95), fused=True,
+    )  # fmt: skip
+    return packed_groups(optimizer) == plain.state_dict()["param_groups"]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_groups_are_packed_as_a_state_dict_has_them(mode):
+    assert run_ranks(packed, 2, mode) == [True, True]

@@ -1,0 +1,106 @@
+"""train.py when a checkpoint cannot be written: the old one stays, and the run goes on or ends as it was told to."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import scripts
+import torch
+from scripts import ROOT, SETTINGS, environment, run, torch_load, train
+
+from model import GPT, GPTConfig
+
+MODEL_BYTES = sum(tensor.nbytes for tensor in GPT(GPTConfig(16, 29, 2, 2, 32, 0.0, False)).state_dict().values())
+
+
+@pytest.mark.parametrize(("on_error", "code"), [("continue", 0), ("stop", 1)])
+def test_a_checkpoint_that_cannot_be_written(data, tmp_path, on_error, code):
+    """'stop' ends the run as soon as the save in the background has failed, not at the next save, in iteration 4000."""
+    train(tmp_path, data, "--max_iters=6")
+    torch.save({**torch_load(tmp_path), "iter_num": 1996}, tmp_path / "ckpt.pt")
+    last = 2014 if code == 0 else 3999
+    process = run(
+        *("train.py", *SETTINGS, f"--dataset={data}", f"--out_dir={tmp_path}", "--init_from=resume", "--eval_interval=2000"),
+        *(f"--on_save_error={on_error}", f"--async_save={code == 1}", f"--max_iters={last}"),
+        limit=100_000,
+    )
+    assert process.returncode == code, process.stderr
+    assert "WARNING: the checkpoint was not written" in process.stdout
+    assert "files from before are unchanged" in process.stdout
+    assert (f"iter {last}:" in process.stdout) == (code == 0)
+    assert torch_load(tmp_path)["iter_num"] == 1996
+
+
+# in a namespace of its own: a run on a disk with room for 1.8 checkpoints, then one on the full disk
+ON_A_SMALL_DISK = f"""
+import os, subprocess, sys
+sys.path[:0] = [{os.path.dirname(scripts.__file__)!r}, {ROOT!r}]
+from scripts import run
+from zero.checkpoint.__main__ import main
+folder, *arguments = sys.argv[1:]
+subprocess.run(["mount", "-t", "tmpfs", "-o", "size={int(1.8 * 3 * MODEL_BYTES)}", "tmpfs", folder], check=True)
+
+def train(*more):
+    finished = run(*arguments, *more)
+    print(finished.stdout, flush=True)
+    assert finished.returncode == 0, finished.stderr
+
+if __name__ == "__main__":
+    train()
+    fill = os.path.join(folder, "fill")
+    subprocess.run(f"head -c 10M /dev/zero > {{fill}}", shell=True)
+    print("=====")
+    train("--init_from=resume", "--max_iters=35")
+    os.remove(fill)
+    print(*os.listdir(folder), sep="\\n")
+    sys.exit(main(["inspect", os.path.join(folder, "ckpt.pt")]))
+"""
+
+
+@pytest.mark.parametrize("format", ["consolidated", "sharded"])
+def test_a_tmpfs_too_small_for_a_second_save(data, tmp_path, format):
+    """The first one stands and is resumed from; a full disk ends no run."""
+    if subprocess.run(["unshare", "-Urm", "mount", "-t", "tmpfs", "tmpfs", str(tmp_path)], check=False).returncode:
+        pytest.skip("this machine lets nobody mount a tmpfs in a namespace of their own")
+    arguments = ["train.py", *SETTINGS, f"--dataset={data}", f"--out_dir={tmp_path}", "--max_iters=12"]
+    process = subprocess.run(
+        ["unshare", "-Urm", sys.executable, "-c", ON_A_SMALL_DISK, str(tmp_path), *arguments, f"--checkpoint_format={format}"],
+        cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert process.returncode == 0, process.stderr
+    first, second = process.stdout.split("=====\n")
+    assert first.count("WARNING: the checkpoint was not written") == 1, first
+    assert "WARNING: figures are missing" not in first
+    assert "at iteration 5: " in second
+    assert second.count("WARNING: the checkpoint was not written") == 6, "at iterations 10 to 35, not at 5, where it resumes"
+    assert second.count("WARNING: figures are missing") == 1
+    assert "iter 12: " in first
+    assert "iter 35: " in second
+    assert "ckpt_prev" not in second
+    assert len(re.findall(r"^shards_", second, re.MULTILINE)) == (format == "sharded"), "what was begun is gone"
+    assert "iteration 5, " in second
+    assert "all checksums hold" in second
+
+
+def test_a_checkpoint_that_is_refused_ends_the_run(data, tmp_path):
+    """A full disk would not end it."""
+    not_finite_while_it_saves = """
+import torch
+from zero.checkpoint import CheckpointWriter
+save = CheckpointWriter.save
+def save_with_a_nan(writer, model, optimizer, values):
+    weight = model.transformer.wte.weight.data
+    before = weight.clone()
+    weight[3] = torch.nan
+    save(writer, model, optimizer, values)
+    weight.copy_(before)
+CheckpointWriter.save = save_with_a_nan
+"""
+    process = run("train.py", *SETTINGS, f"--dataset={data}", f"--out_dir={tmp_path}", before=not_finite_while_it_saves)
+    assert process.returncode == 1, process.stderr
+    assert "WARNING: the checkpoint was not written: transformer.wte.weight is not finite" in process.stdout
+    assert "iter 5:" in process.stdout
+    assert "iter 6:" not in process.stdout
+    assert sorted(os.listdir(tmp_path)) == ["metrics.jsonl", "run.lock"]

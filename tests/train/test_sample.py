@@ -1,0 +1,51 @@
+"""sample.py: text from a checkpoint, within the vocabulary at hand."""
+
+import pickle
+
+import torch
+from scripts import run, run_for_real, train
+
+
+def test_sample(data, tmp_path):
+    _, _, printed = train(tmp_path, data, "--max_iters=5")
+    assert "WARNING" not in printed
+    command = [f"--out_dir={tmp_path}", "--start=ADGJ", "--num_samples=2", "--max_new_tokens=30", "--device=cpu"]
+    process = run_for_real("sample.py", *command)
+    assert process.returncode == 0, process.stderr
+    samples = process.stdout.split("---------------\n")
+    assert len(samples) == 3
+    for text in samples[:2]:
+        assert "ADGJ" in text
+        assert set(text.splitlines()[-1]) <= {chr(ord("A") + token) for token in range(29)}
+    assert run("sample.py", *command).stdout == process.stdout
+    (tmp_path / "prompt.txt").write_text("BEH")
+    prompted = run("sample.py", f"--out_dir={tmp_path}", f"--start=FILE:{tmp_path / 'prompt.txt'}", "--num_samples=1")
+    assert "BEH" in prompted.stdout
+    whole = (tmp_path / "ckpt.pt").read_bytes()
+    (tmp_path / "ckpt.pt").write_bytes(whole[:9000] + bytes([whole[9000] ^ 1]) + whole[9001:])
+    damaged = run("sample.py", *command)
+    assert (damaged.returncode, damaged.stderr.count("\n")) == (2, 1)
+    assert "ckpt.pt is damaged, or not a checkpoint" in damaged.stderr
+    (tmp_path / "ckpt_prev.pt").write_bytes(whole)
+    before = run("sample.py", *command)
+    assert before.stdout == process.stdout
+    assert "WARNING: " in before.stderr
+    _, _, printed = train(tmp_path, data, "--max_iters=0")
+    assert f"WARNING: out_dir={tmp_path} holds another run, which this one replaces" in printed
+
+
+def test_sample_stays_within_the_vocabulary(runs, tmp_path):
+    """The model's vocabulary may be padded; it may not be smaller than the one at hand."""
+    config = {**runs["one"].checkpoint["config"], "dataset": str(tmp_path)}
+    torch.save({**runs["one"].checkpoint, "config": config}, tmp_path / "ckpt.pt")
+    command = [f"--out_dir={tmp_path}", "--start=A", "--num_samples=1", "--max_new_tokens=300", "--temperature=50.0"]
+    for size, code in ((5, 0), (29, 0), (30, 2)):
+        letters = [chr(ord("A") + token) for token in range(size)]
+        meta = {"vocab_size": size, "stoi": {c: t for t, c in enumerate(letters)}, "itos": dict(enumerate(letters))}
+        (tmp_path / "meta.pkl").write_bytes(pickle.dumps(meta))
+        process = run("sample.py", *command)
+        assert process.returncode == code, process.stderr
+        if code == 0:
+            assert set(process.stdout.splitlines()[-2]) == set(letters)
+        else:
+            assert "the model knows 29 tokens, the vocabulary at hand has 30" in process.stderr

@@ -1,0 +1,83 @@
+"""train.py with wrong input: one line that says what is wrong, exit code 2 on all ranks, nothing written."""
+
+import os
+import re
+
+import numpy as np
+import pytest
+from scripts import ROOT, SETTINGS, run, run_for_real
+
+MISTAKES = {
+    "unknown key": (["--use_zero=True"], "did you mean 'use_zero1'?"),
+    "missing checkpoint": (["--init_from=resume"], "ckpt.pt; to resume, check --out_dir"),
+    "indivisible": (["--gradient_accumulation_steps=5"], "cannot be split over 2 ranks; use --gradient_accumulation_steps=6"),
+    "shards of no one": (["--shard_gradients=True", "--use_zero1=False"], "needs use_zero1=True, zero1_impl='sharded'"),
+    "masters of no one": (["--param_dtype=bfloat16", "--zero1_impl=torch"], "needs the master weights"),
+    "found by rank 0 alone": (["--out_dir=/dev/null/out"], "cannot write to out_dir=/dev/null/out"),
+    "found by one rank alone": (["--dataset=SPOILT"], "holds token 60000, but the model's vocabulary has 50304"),
+}
+
+
+MORE_MISTAKES = {  # one process finds them in the same way
+    "--dataset=nowhere": "nowhere/train.bin is missing",
+    "--n_embd=33": "use a multiple of n_head",
+    "--zero1_impl=other": "sharded, torch",
+    "--dtype=int8": "float32, bfloat16, float16",
+    "--init_from=gtp2": "neither scratch",
+    "--block_size=2000": "too few for one sequence",
+    "--device=cuda:7": "use for example --device=cpu",
+    "--backend=mpi": "nccl, gloo",
+    "--param_dtype=float8": "param_dtype=float8 is not one of float32, bfloat16",
+    "--param_dtype=bfloat16 --dtype=float16": "use --dtype=bfloat16",
+    "--weight_decay=-0.1": "weight_decay=-0.1 must not be negative",
+    "--max_iters=-1": "max_iters=-1 must not be negative",
+    "--checkpoint_format=zip": "consolidated, sharded",
+    "--on_save_error=cry": "continue, stop",
+    "--on_nonfinite=cry": "stop, skip",
+    "--max_nonfinite=0": "max_nonfinite=0 must be at least 1",
+    "--beta1=2.0": "beta",
+}
+
+
+UNDER_TORCHRUN = ("unknown key", "found by one rank alone")
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_end_at_once_on_all_ranks(data, tmp_path, mistake):
+    arguments, message = MISTAKES[mistake]
+    start = run_for_real if mistake in UNDER_TORCHRUN else run
+    for split in ("train", "val"):
+        tokens = np.zeros(2000, dtype=np.uint16)
+        tokens[-1] = 60000  # which the last rank reads
+        tokens.tofile(tmp_path / f"{split}.bin")
+    arguments = [argument.replace("SPOILT", str(tmp_path)) for argument in arguments]
+    process = start("train.py", *SETTINGS, f"--dataset={data}", f"--out_dir={tmp_path}", *arguments, ranks=2)
+    assert process.returncode != 0
+    errors = [line for line in process.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 2, process.stderr
+    assert all(message in line for line in errors)
+    assert process.returncodes == [2, 2], process.stderr
+    assert not re.search(rf'File "{ROOT}/[^.]', process.stderr), "no traceback but torchrun's own, which may lie in ROOT/.venv"
+
+
+def test_mistakes_of_one_process_have_exit_code_2(data, tmp_path):
+    all_of_them = """
+import runpy, sys
+_, settings, mistakes = sys.argv
+for mistake in mistakes.splitlines():
+    sys.argv[1:] = [*settings.split(), *mistake.split()]
+    try:
+        runpy.run_path("train.py")
+    except SystemExit as end:
+        print("exit code", end.code, file=sys.stderr)
+sys.exit(0)
+"""
+    settings = [*SETTINGS, f"--dataset={data}", f"--out_dir={tmp_path}"]
+    process = run("train.py", " ".join(settings), "\n".join(MORE_MISTAKES), before=all_of_them)
+    assert process.returncode == 0, process.stderr
+    errors = process.stderr.splitlines()
+    assert errors[1::2] == ["exit code 2"] * len(MORE_MISTAKES), process.stderr
+    for error, message in zip(errors[::2], MORE_MISTAKES.values(), strict=True):
+        assert error.startswith("error: ")
+        assert message in error
+    assert not os.listdir(tmp_path)

@@ -73,10 +73,10 @@ def test_damaged_shards(tmp_path):
             damages.append(whole[:position] + bytes([whole[position] ^ (1 << rng.randrange(8))]) + whole[position + 1 :])
         for damage in damages:
             os.remove(shards / name) if damage is None else (shards / name).write_bytes(damage)
-            path, complaint = ckpt.find(str(tmp_path))
+            path, warning = ckpt.find(str(tmp_path))
             assert ckpt.load(path)["iter_num"] == 1
-            assert "\n" not in complaint
-            assert str(shards / name) in complaint
+            assert "\n" not in warning
+            assert str(shards / name) in warning
             count += 1
         (shards / name).write_bytes(whole)
     assert count == 86
@@ -143,11 +143,11 @@ def test_memory_formats_are_read_from_every_python(tmp_path, monkeypatch):
     found = []
     load = dcp.load
 
-    def look(state_dict, storage_reader, **how):
+    def noted(state_dict, storage_reader, **how):
         found.append(storage_reader.read_metadata().state_dict_metadata["weight"].properties.memory_format)
         load(state_dict, storage_reader=storage_reader, **how)
 
-    monkeypatch.setattr(dcp, "load", look)
+    monkeypatch.setattr(dcp, "load", noted)
 
     def read_after(pickler, **kwargs):
         with open(contents, "wb") as file:

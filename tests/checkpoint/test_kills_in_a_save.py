@@ -35,8 +35,8 @@ def test_a_kill_inside_a_save_leaves_a_whole_file(tmp_path, background, format):
         time.sleep(rng.random() * 0.1)
         process.kill()
         process.join()
-        path, complaint = ckpt.find(str(tmp_path))
-        assert complaint is None
+        path, warning = ckpt.find(str(tmp_path))
+        assert warning is None
         checkpoint = ckpt.load(path)
         assert checkpoint["iter_num"] >= iteration
         assert (checkpoint["model"]["weight"] == checkpoint["iter_num"]).all()

@@ -55,7 +55,7 @@ def test_sharded_checkpoints(tmp_path, monkeypatch, capsys):
     assert "sharded, format 1" in shown
     assert "files with a checksum each" in shown
     shutil.rmtree(tmp_path / shards)
-    for arguments, complaint in (
+    for arguments, warning in (
         (["inspect", "ckpt.pt"], "there is no"),
         (["convert", "ckpt.pt", "other.pt"], "there is no"),
         (["convert", "ckpt_prev.pt", "ckpt.pt"], "exists"),
@@ -64,6 +64,6 @@ def test_sharded_checkpoints(tmp_path, monkeypatch, capsys):
     ):
         assert main(arguments) == 2
         error = capsys.readouterr().err
-        assert complaint in error
+        assert warning in error
         assert error.count("\n") == 1
     assert sorted(os.listdir()) == before

@@ -67,9 +67,9 @@ def test_a_missing_file_is_mentioned(tmp_path):
         ckpt.find(str(tmp_path))
     ckpt.save(numbered(1), str(tmp_path))
     os.rename(tmp_path / "ckpt.pt", tmp_path / "ckpt_prev.pt")
-    path, complaint = ckpt.find(str(tmp_path))
+    path, warning = ckpt.find(str(tmp_path))
     assert path == str(tmp_path / "ckpt_prev.pt")
-    assert complaint == f"there is no checkpoint {tmp_path / 'ckpt.pt'}"
+    assert warning == f"there is no checkpoint {tmp_path / 'ckpt.pt'}"
 
 
 def test_a_failed_write_leaves_the_old_file(tmp_path):
@@ -131,16 +131,16 @@ def test_two_hundred_damaged_files(tmp_path, monkeypatch):
         count += 1
         for place in (folder, alone):
             (place / "ckpt.pt").write_bytes(damaged)
-        path, complaint = ckpt.find(str(folder))
+        path, warning = ckpt.find(str(folder))
         checkpoint = ckpt.load(path)
         assert is_what_was_saved(checkpoint), name
-        if complaint is None:
+        if warning is None:
             assert name.startswith(("flipped", "zeroed")), f"{name} was not noticed"
             assert checkpoint["iter_num"] == 2
             unharmed += 1
             continue
         assert checkpoint["iter_num"] == 1
-        assert str(folder / "ckpt.pt") in complaint
+        assert str(folder / "ckpt.pt") in warning
         with pytest.raises(ckpt.CheckpointError, match=r"ckpt\.pt") as caught:
             ckpt.find(str(alone))
         assert "\n" not in str(caught.value)

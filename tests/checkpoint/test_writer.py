@@ -184,8 +184,8 @@ def test_when_one_rank_cannot_write_all_go_on_and_the_old_one_stands(tmp_path):
     assert run_ranks(save_where_one_rank_cannot, 2, str(tmp_path)) == [1, 0], "rank 0 reports what was written"
     assert sorted(os.listdir(tmp_path))[0] == "ckpt.pt"
     assert len(os.listdir(tmp_path)) == 2, "what was begun is gone"
-    path, complaint = ckpt.find(str(tmp_path))
-    assert complaint is None
+    path, warning = ckpt.find(str(tmp_path))
+    assert warning is None
     assert ckpt.load(path)["iter_num"] == 4
 
 

@@ -323,7 +323,7 @@ def three_steps(wrap, module):
     return [param.detach().clone() for param in module.parameters()]
 
 
-def held_elsewhere(kind, late):
+def find_hidden_tensors(kind, late):
     def trains(wrap):
         torch.manual_seed(0)
         return three_steps(wrap, Holder(kind, late))
@@ -403,7 +403,7 @@ IDIOMS = {
     "groups replaced": groups_replaced,
     "a backward that fails": a_backward_that_fails,
     **{
-        f"held in a {kind}{', later' * late}": held_elsewhere(kind, late)
+        f"held in a {kind}{', later' * late}": find_hidden_tensors(kind, late)
         for kind in ("list", "set", "deque", "namespace", "partial", "function", "module")
         for late in (False, True)
     },

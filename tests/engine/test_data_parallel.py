@@ -371,3 +371,31 @@ def strangers():
 
 def test_every_trainable_parameter_must_be_the_optimizers():
     run_ranks(strangers, 1)
+
+
+def profiled_step():
+    """The names of the ranges of a step in a trace, in the order in which they begin, and the number of buckets."""
+    model, optimizer = make(seed=0)
+    loss_of(model, 1, 0, 0).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        loss_of(model, 2, 0, 0).backward()
+        optimizer.step()
+        optimizer.synchronize()
+    events = sorted(profiler.events(), key=lambda event: event.time_range.start)
+    return [event.name for event in events if event.name.startswith("zero::")], len(optimizer.buckets)
+
+
+def test_a_trace_names_the_phases_of_a_step_by_bucket():
+    for names, count in run_ranks(profiled_step, 2):
+        buckets = list(range(count))
+
+        def of(phase, names=names):
+            return [int(name.rpartition(" ")[2]) for name in names if name.startswith(f"zero::{phase} bucket ")]
+
+        assert count > 3
+        assert of("reduce_scatter") == of("wait_reduce_scatter") == buckets
+        assert of("update") == of("all_gather") == buckets[::-1]
+        assert sorted(of("wait_all_gather")) == sorted(2 * buckets)
+        assert names.index(f"zero::update bucket {count - 1}") > names.index(f"zero::wait_reduce_scatter bucket {count - 1}")

@@ -23,7 +23,7 @@ def test_what_auto_stands_for(monkeypatch):
 @pytest.mark.parametrize("device", ["cuda:1", "cuda:x", "cpu:1", "tpu", ""])
 def test_a_device_that_is_not_there_is_refused(monkeypatch, device):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(ValueError, match=f"device={device} is not on this machine, which has 1 cpu, 1 cuda, "):
+    with pytest.raises(ValueError, match=f"device={device} is not available; this machine has 1 cpu, 1 cuda, "):
         hardware.resolve(device, "float32")
 
 

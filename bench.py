@@ -27,7 +27,6 @@ import statistics
 import sys
 import tempfile
 import time
-from contextlib import nullcontext
 from typing import Any, Literal
 
 import torch
@@ -37,12 +36,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import hardware
-from configurator import NonNegativeInt, PositiveFloat, PositiveInt, configure
-from distributed import exit_on_wrong_input, finish, launched, start
+from configurator import PositiveFloat, PositiveInt, configure
+from distributed import broadcast_object, exit_on_wrong_input, finish, gather_objects, is_rank_0, launched, start
 from model import GPT, GPTConfig
 from zero import ShardedOptimizer, checkpoint
 from zero.build import build, clip_grad_norm_
-from zero.collectives import broadcast_object, gather_objects
 from zero.memory import held_bytes
 
 # -----------------------------------------------------------------------------
@@ -62,7 +60,7 @@ grad_clip = 1.0
 zero_bucket_mb: PositiveFloat = 75.0
 device = "auto"
 dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-seed: NonNegativeInt = 1337
+seed = 1337
 config = configure(globals())
 # -----------------------------------------------------------------------------
 
@@ -266,7 +264,7 @@ def consolidation(optimizer, consolidate):
 
 def consolidate_pytorch(optimizer):
     optimizer.consolidate_state_dict(to=0)
-    return optimizer.state_dict() if dist.get_rank() == 0 else None
+    return optimizer.state_dict() if is_rank_0() else None
 
 
 def save_and_restore(model, optimizer):
@@ -336,10 +334,10 @@ with exit_on_wrong_input():
         raise ValueError("what=memory cannot measure fsdp2, whose tensors are parts of other tensors; remove it from --modes")
     device, dtype = hardware.resolve(device, dtype)
     device = start(launch, device)
-autocast = nullcontext() if dtype == "float32" else torch.amp.autocast(device.type, hardware.DTYPES[dtype])
+autocast = hardware.autocast(device, dtype)
 
 rows = MEASURES[what]()
-if dist.get_rank() == 0:
+if is_rank_0():
     with torch.device("meta"):
         parameters = GPT(GPTConfig(block_size, vocab_size, n_layer, n_head, n_embd, 0.0, bias)).num_params()
     where = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"

@@ -5,9 +5,8 @@ import sys
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from distributed import on_rank_0
+from distributed import is_rank_0, on_rank_0, print0
 from lock import Lock
 from logger import Logger
 from zero import checkpoint as ckpt
@@ -27,7 +26,6 @@ class Checkpoints:
     def __init__(self, folder: str, keep: int, background: bool, format: str, *, read_only: bool, stop_on_error: bool) -> None:
         self.folder, self.read_only, self.stop_on_error = folder, read_only, stop_on_error
         self.keep, self.background, self.format = keep, background, format
-        self.is_rank_0 = not dist.is_initialized() or dist.get_rank() == 0
         self.error: OSError | DivergedError | None = None  # on rank 0: why the last save failed on any rank
         self._lock: Lock | None = None  # on rank 0
         self._path = ""  # path of the loaded checkpoint
@@ -44,6 +42,7 @@ class Checkpoints:
             ValueError: if there is no checkpoint, it cannot be read, or another run writes to the folder.
         """
         self._path = on_rank_0(self._find)
+        print0(f"Resuming training from {self.folder}")
         return ckpt.load(self._path)
 
     def restore(self, optimizer: torch.optim.Optimizer, checkpoint: dict[str, Any]) -> None:
@@ -64,8 +63,7 @@ class Checkpoints:
 
     def save(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, values: dict[str, Any]) -> None:
         """Write a checkpoint. `report` prints the result. See `CheckpointWriter.save`."""
-        if self.is_rank_0:
-            print(f"saving checkpoint to {self.folder}", flush=True)
+        print0(f"saving checkpoint to {self.folder}")
         self._writer.save(model, optimizer, values)
 
     def report(self, log: Logger, required: bool = False) -> bool:
@@ -78,7 +76,7 @@ class Checkpoints:
         Returns:
             On rank 0: whether the run must end because of a failed save. On other ranks: False.
         """
-        for outcome in self._writer.outcomes() if self.is_rank_0 else ():
+        for outcome in self._writer.outcomes() if is_rank_0() else ():
             self.error = None if isinstance(outcome, SaveReport) else outcome
             if not isinstance(outcome, SaveReport):
                 print(f"WARNING: the checkpoint was not written: {outcome}; files from before are unchanged", flush=True)
@@ -101,7 +99,7 @@ class Checkpoints:
 
     def explain_failure(self, diverged: bool) -> None:
         """Print on stderr which checkpoint a failed run leaves in the folder. Only rank 0 prints."""
-        if not self.is_rank_0:
+        if not is_rank_0():
             return
         if diverged and self.exist():
             print("the checkpoint is unchanged; --init_from=resume goes on from there", flush=True, file=sys.stderr)

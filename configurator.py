@@ -41,7 +41,7 @@ PositiveInt = Annotated[int, Rule("must be at least 1", lambda value: value >= 1
 NonNegativeInt = Annotated[int, Rule("must not be negative", lambda value: value >= 0)]
 PositiveFloat = Annotated[float, Rule("must be positive", lambda value: value > 0)]
 NonNegativeFloat = Annotated[float, Rule("must not be negative", lambda value: value >= 0)]
-Fraction = Annotated[float, Rule("must be at least 0 and less than 1", lambda value: 0 <= value < 1)]
+UnitInterval = Annotated[float, Rule("must be at least 0 and less than 1", lambda value: 0 <= value < 1)]
 
 
 def configure(settings: dict[str, Any], argv: list[str] | None = None) -> dict[str, Any]:
@@ -97,7 +97,7 @@ def _declared(settings: dict[str, Any]) -> dict[str, Any]:
 
 def _check_rule(key: str, value: Any, kind: Any) -> None:
     if get_origin(kind) is Literal and value not in get_args(kind):
-        exit_with_error(f"{key}={_shortened(value)} is not one of {', '.join(get_args(kind))}")
+        exit_with_error(f"{key}={_shortened(str(value))} is not one of {', '.join(map(str, get_args(kind)))}")
     for rule in getattr(kind, "__metadata__", ()):
         if not rule.holds(value):
             exit_with_error(f"{key}={value} {rule.text}")

@@ -15,7 +15,7 @@ import numpy as np
 DATA_DIR = os.path.join(os.path.dirname(os.path.abspath(__file__)), "data")
 SPLITS = ("train", "val")
 _GOLDEN_RATIO = np.uint64(0x9E3779B97F4A7C15)  # 2**64 * (sqrt(5) - 1) / 2
-EMBEDDED = "stdlib_char"  # this dataset needs no download, so train.py prepares it if it is missing
+WITHOUT_DOWNLOAD = "stdlib_char"  # this dataset needs no download, so train.py prepares it if it is missing
 
 
 class DataError(ValueError):
@@ -108,7 +108,7 @@ class Dataset:
                     )
 
 
-def prepare_if_embedded(name: str) -> None:
+def prepare_if_missing(name: str) -> None:
     """Prepare the dataset `name` if it is the embedded one and it is missing. Call this on one rank per machine.
 
     Raises:
@@ -116,7 +116,7 @@ def prepare_if_embedded(name: str) -> None:
     """
     directory = os.path.join(DATA_DIR, name)
     files = ("meta.pkl", "train.bin", "val.bin")
-    if name != EMBEDDED or all(os.path.exists(os.path.join(directory, file)) for file in files):
+    if name != WITHOUT_DOWNLOAD or all(os.path.exists(os.path.join(directory, file)) for file in files):
         return
     script = os.path.join(directory, "prepare.py")
     if subprocess.run([sys.executable, script], check=False).returncode:

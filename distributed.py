@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 import hardware
-from zero.collectives import broadcast_object, gather_objects
+from zero.collectives import broadcast_object, gather_objects, is_rank_0
 
 _REMEDY = "start with torchrun, or unset RANK to start a single process"
 
@@ -100,8 +100,10 @@ def exit_with_error(message: str) -> NoReturn:
     Under torchrun, every rank needs to call this function, and every rank prints the line.
     """
     sys.stderr.write(f"error: {' '.join(message.split())}\n")  # one write: the lines of two ranks do not mix
+    sys.stdout.flush()
+    sys.stderr.flush()
     if _is_one_of_several() and not dist.is_initialized():
-        _meet_the_other_ranks()
+        _wait_for_other_ranks()
     _exit(2)
 
 
@@ -118,6 +120,12 @@ def exit_on_wrong_input() -> Iterator[None]:
         exit_with_error(message)
 
 
+def print0(*values: Any) -> None:
+    """Print on rank 0 only, at once."""
+    if is_rank_0():
+        print(*values, flush=True)
+
+
 def on_rank_0(function: Callable[[], Any]) -> Any:
     """Call a function on rank 0 only and return its result on all ranks. Needs to be called on all ranks.
 
@@ -125,7 +133,7 @@ def on_rank_0(function: Callable[[], Any]) -> Any:
         ValueError, OSError: on all ranks, if the function raised it on rank 0.
     """
     result = error = None
-    if not dist.is_initialized() or dist.get_rank() == 0:
+    if is_rank_0():
         try:
             result = function()
         except (ValueError, OSError) as raised:
@@ -163,11 +171,11 @@ def _is_one_of_several() -> bool:
         return False
 
 
-def _meet_the_other_ranks(patience_s: float = 5.0) -> None:
+def _wait_for_other_ranks(timeout_s: float = 5.0) -> None:
     """Wait until all ranks are about to end, because torchrun kills the other ranks when the first rank ends."""
     with contextlib.suppress(RuntimeError):  # the store has ended with rank 0, or the other ranks did not connect
-        store, _, world_size = next(dist.rendezvous("env://", timeout=datetime.timedelta(seconds=patience_s)))
-        end = time.monotonic() + patience_s
+        store, _, world_size = next(dist.rendezvous("env://", timeout=datetime.timedelta(seconds=timeout_s)))
+        end = time.monotonic() + timeout_s
         ready = store.add("ranks about to end", 1)
         while ready < world_size and time.monotonic() < end:
             time.sleep(0.01)

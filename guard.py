@@ -115,8 +115,8 @@ class Guard:
         """
         params, places = self._part.params, {name: place for place, name in enumerate(self._names.values())}
         bad = []
-        for piece, local, norm in zip(self._part.plan.slices(self._part.rank), self._part.locals, norms, strict=True):
-            name = self._names[params[piece.param]]
+        for slice_, local, norm in zip(self._part.plan.slices(self._part.rank), self._part.locals, norms, strict=True):
+            name = self._names[params[slice_.param]]
             if not local.detach().isfinite().all():
                 bad.append((places[name], name))
             elif not math.isfinite(norm):

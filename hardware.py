@@ -3,6 +3,7 @@
 import os
 import re
 import time
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ _PEAK_TFLOPS = (
 )
 
 
-def resolve(device: str, dtype: str, param_dtype: str = "float32") -> tuple[str, Any]:
+def resolve(device: str, dtype: str, param_dtype: str = "float32") -> tuple[str, str]:
     """Replace 'auto' and check the device and the dtypes.
 
     Args:
@@ -69,6 +70,11 @@ def resolve(device: str, dtype: str, param_dtype: str = "float32") -> tuple[str,
 
 def _count(counts: dict[str, int]) -> str:
     return ", ".join(f"{count} {kind}" for kind, count in counts.items())
+
+
+def autocast(device: torch.device, dtype: str) -> AbstractContextManager[Any]:
+    """Return the context in which forward computes in `dtype`."""
+    return nullcontext() if dtype == "float32" else torch.amp.autocast(device.type, DTYPES[dtype])
 
 
 def is_slow_on_cpu(device: torch.device, dtype: str) -> bool:

@@ -6,7 +6,6 @@ shares its weight with the token embedding. The weights are initialized from a s
 """
 
 import math
-import os
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -215,10 +214,7 @@ class GPT(nn.Module):
         Raises:
             ImportError: if transformers is not installed.
             OSError: if the weights are not on this machine and cannot be downloaded.
-            ValueError: if the name is neither the name of a GPT-2 nor a directory.
         """
-        if not (name.startswith("gpt2") or os.path.isdir(name)):
-            raise ValueError(f"init_from={name} is neither scratch, resume, a gpt2 name nor a folder that holds a GPT-2")
         try:
             from transformers import GPT2LMHeadModel
         except ImportError as error:

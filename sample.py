@@ -7,13 +7,12 @@ $ python sample.py --out_dir=out-shakespeare-char --start=FILE:prompt.txt
 
 import os
 import sys
-from contextlib import nullcontext
 from typing import Literal
 
 import torch
 
 import hardware
-from configurator import NonNegativeInt, PositiveFloat, PositiveInt, configure
+from configurator import PositiveFloat, PositiveInt, configure
 from dataset import DATA_DIR, load_codec, load_meta
 from distributed import exit_on_wrong_input
 from model import GPT
@@ -27,7 +26,7 @@ num_samples = 10
 max_new_tokens = 500  # number of tokens to generate per sample
 temperature: PositiveFloat = 0.8  # 1.0: probabilities of the model; lower values: less random text
 top_k: PositiveInt = 200  # sample from the k most likely tokens only
-seed: NonNegativeInt = 1337
+seed = 1337
 device = "auto"  # 'cpu', 'cuda', 'cuda:1', 'mps'; auto: cuda if available, otherwise cpu
 dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: best on GPU, float32 on CPU
 compile = False  # compile the model block by block with torch.compile
@@ -58,8 +57,7 @@ with exit_on_wrong_input():
     tokens = codec.encode(start)
     if not tokens:
         raise ValueError("the prompt is empty; give at least one character with --start")
-device_type = device.split(":")[0]
-autocast = nullcontext() if dtype == "float32" else torch.amp.autocast(device_type, hardware.DTYPES[dtype])
+autocast = hardware.autocast(torch.device(device), dtype)
 
 torch.manual_seed(seed)
 model.eval().to(device)

@@ -18,7 +18,7 @@ stop the run. SIGUSR1 saves and continues. Exit code 0: done; 2: wrong input, ex
 """
 
 import math
-from contextlib import nullcontext
+import os
 from typing import Literal
 
 import numpy as np
@@ -26,9 +26,9 @@ import torch
 
 import hardware
 from checkpoints import Checkpoints
-from configurator import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, configure
-from dataset import Dataset, prepare_if_embedded
-from distributed import exit_on_wrong_input, finish, launched, mean_over_ranks, start
+from configurator import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, UnitInterval, configure
+from dataset import Dataset, prepare_if_missing
+from distributed import exit_on_wrong_input, finish, launched, mean_over_ranks, print0, start
 from guard import Guard
 from logger import Logger, Meter
 from model import GPT, GPTConfig
@@ -69,8 +69,8 @@ bias = False  # use biases in LayerNorm and Linear layers
 learning_rate: NonNegativeFloat = 6e-4
 max_iters: NonNegativeInt = 600000
 weight_decay: NonNegativeFloat = 1e-1
-beta1: Fraction = 0.9
-beta2: Fraction = 0.95
+beta1: UnitInterval = 0.9
+beta2: UnitInterval = 0.95
 grad_clip: NonNegativeFloat = 1.0  # maximum gradient norm; 0.0 disables clipping
 on_nonfinite: Literal["stop", "skip"] = "stop"  # if the loss or gradient norm is inf or nan: exit code 1, or skip the update
 max_nonfinite: PositiveInt = 10  # number of consecutive skipped updates that ends the run
@@ -97,8 +97,8 @@ config = configure(globals())
 
 # ranks and devices
 launch = launched()  # by torchrun, or as a single process
-_, rank, local_rank, world_size, _ = launch
-master_process = rank == 0  # this rank prints; calls that need all ranks must not be inside `if master_process`
+rank, local_rank, world_size = launch.rank, launch.local_rank, launch.world_size
+# Every rank runs every line, and print0 prints on rank 0: a collective must never stand where only some ranks go.
 with exit_on_wrong_input():
     device, dtype = hardware.resolve(device, dtype, param_dtype)
     if gradient_accumulation_steps % world_size:
@@ -107,21 +107,20 @@ with exit_on_wrong_input():
             f"use --gradient_accumulation_steps={math.ceil(gradient_accumulation_steps / world_size) * world_size}"
         )
     device = start(launch, device, backend)
-autocast = nullcontext() if dtype == "float32" else torch.amp.autocast(device.type, hardware.DTYPES[dtype])
+autocast = hardware.autocast(device, dtype)
 torch.backends.cuda.matmul.allow_tf32 = True
 torch.backends.cudnn.allow_tf32 = True
 micro_steps = gradient_accumulation_steps // world_size  # per iteration on this rank
 sequences_per_iter = gradient_accumulation_steps * batch_size  # on all ranks together
 tokens_per_iter = sequences_per_iter * block_size
-if master_process:
-    print(f"tokens per iteration will be: {tokens_per_iter:,}")
-    if hardware.is_slow_on_cpu(device, dtype):
-        print(f"note: this CPU has no {dtype} instructions; --dtype=float32 will be faster")
+print0(f"tokens per iteration will be: {tokens_per_iter:,}")
+if hardware.is_slow_on_cpu(device, dtype):
+    print0(f"note: this CPU has no {dtype} instructions; --dtype=float32 will be faster")
 
 # data
 with exit_on_wrong_input():
     if local_rank == 0:
-        prepare_if_embedded(dataset)
+        prepare_if_missing(dataset)
 with exit_on_wrong_input():
     data = Dataset(dataset, block_size)
 
@@ -139,36 +138,35 @@ torch.manual_seed(seed)
 iter_num = 0
 data_position = 0  # number of sequences that all ranks together have seen
 best_val_loss = float("inf")
-checkpoint = None
+checkpoint = wandb_run_id = None
 checkpoints = Checkpoints(
     out_dir, keep_checkpoints, async_save, checkpoint_format, read_only=eval_only, stop_on_error=on_save_error == "stop"
 )
 with exit_on_wrong_input():
     if init_from == "scratch":
-        origin = "Initializing a new model from scratch"
+        print0("Initializing a new model from scratch")
         vocab_size = data.vocab_size or GPTConfig.vocab_size
         raw_model = GPT(GPTConfig(block_size, vocab_size, n_layer, n_head, n_embd, dropout, bias))
     elif init_from == "resume":
         checkpoint = checkpoints.load()
         raw_model = GPT.from_checkpoint(checkpoint, dropout)
-        iter_num = checkpoint["iter_num"]
+        iter_num, wandb_run_id = checkpoint["iter_num"], checkpoint.get("wandb_run_id")
         data_position = checkpoint.get("data_position", iter_num * sequences_per_iter)
         if not math.isnan(checkpoint["best_val_loss"]):  # with nan, no later loss would be an improvement
             best_val_loss = float(checkpoint["best_val_loss"])
-        origin = f"Resuming training from {out_dir}\nwith the checkpoint's model, at iteration {iter_num}: {raw_model.config}"
-    else:
-        origin = f"Initializing from GPT-2 weights: {init_from}"
+        print0(f"with the checkpoint's model, at iteration {iter_num}: {raw_model.config}")
+    elif init_from.startswith("gpt2") or os.path.isdir(init_from):
+        print0(f"Initializing from GPT-2 weights: {init_from}")
         raw_model = GPT.from_pretrained(init_from, dropout)
-    if master_process:
-        print(origin)
+    else:
+        raise ValueError(f"init_from={init_from} is neither scratch, resume, a gpt2 name nor a folder that holds a GPT-2")
     longest = raw_model.config.block_size
     if block_size > longest or (block_size < longest and init_from == "resume"):
         raise ValueError(f"block_size={block_size} does not fit the model; use --block_size={longest}")
     raw_model.crop_block_size(block_size)
     data.check(raw_model.config.vocab_size, rank, world_size)
 raw_model.to(device)
-if master_process:
-    print(f"number of parameters: {raw_model.num_params() / 1e6:.2f}M")
+print0(f"number of parameters: {raw_model.num_params() / 1e6:.2f}M")
 if compile:
     raw_model.compile_blocks()
 
@@ -191,8 +189,8 @@ with exit_on_wrong_input():
         checkpoints.restore(optimizer, checkpoint)
         if checkpoint.get("scaler"):  # the checkpoint is from a float16 run
             scaler.load_state_dict(checkpoint["scaler"])
-if master_process:
-    print(describe(optimizer, use_zero1))
+        checkpoint = None  # frees the memory
+print0(describe(optimizer, use_zero1))
 
 
 @torch.no_grad()
@@ -247,15 +245,14 @@ with exit_on_wrong_input():
     checkpoints.claim()
     log = Logger(
         None if eval_only else out_dir,
-        None if checkpoint is None else iter_num,
+        iter_num if init_from == "resume" else None,
         wandb_log,
         wandb_project,
         wandb_run_name,
         config,
-        None if checkpoint is None else checkpoint.get("wandb_run_id"),
+        wandb_run_id,
         rank,
     )
-checkpoint = None  # release the memory-mapped file
 meter = Meter(log, tokens_per_iter, raw_model.flops_per_token() * tokens_per_iter / world_size, device, dtype)
 signals = Signals()
 guard = Guard(raw_model, optimizer, scaler, limit=1 if on_nonfinite == "stop" else max_nonfinite)
@@ -265,8 +262,8 @@ batches = data.micro_batches(seed, data_position, batch_size, gradient_accumulat
 x, y = get_batch("train", next(batches))
 first_iter = iter_num
 action = Action.CONTINUE
-if iter_num > max_iters and master_process:
-    print(f"nothing to train: the checkpoint is at iteration {iter_num}, beyond max_iters={max_iters}")
+if iter_num > max_iters:
+    print0(f"nothing to train: the checkpoint is at iteration {iter_num}, beyond max_iters={max_iters}")
 meter.restart()
 while iter_num <= max_iters or eval_only:
     lr = get_lr(iter_num) if decay_lr else learning_rate
@@ -279,8 +276,7 @@ while iter_num <= max_iters or eval_only:
         if eval_only:
             break
         if guard.in_a_row or not all(map(math.isfinite, losses.values())):
-            if master_process:
-                print("WARNING: not saved: the loss or the last gradients are not finite", flush=True)
+            print0("WARNING: not saved: the loss or the last gradients are not finite")
         elif losses["val"] < best_val_loss or always_save_checkpoint:
             best_val_loss = min(best_val_loss, losses["val"])
             if iter_num > first_iter:
@@ -328,7 +324,7 @@ must_fail = checkpoints.report(log, required=stopped) or guard.failed
 failed = signals.agree(Action.FAIL if must_fail else Action.CONTINUE) == Action.FAIL
 if failed:
     checkpoints.explain_failure(diverged=guard.failed)
-elif stopped and master_process:
-    print(f"stopped by a signal before iteration {iter_num}; continue with --init_from=resume", flush=True)
+elif stopped:
+    print0(f"stopped by a signal before iteration {iter_num}; continue with --init_from=resume")
 log.finish()
 finish(int(failed))

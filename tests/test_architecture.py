@@ -44,7 +44,14 @@ def graph():
             name = name.rpartition(".")[0]
         return name
 
-    return {module: {ours(name) for name in imports_of(path)} - {"", module} for module, path in modules.items()}
+    found = {module: {ours(name) for name in imports_of(path)} - {"", module} for module, path in modules.items()}
+    return {module: names | packages_of(module, names) for module, names in found.items()}
+
+
+def packages_of(module, names):
+    """The packages around imported modules, whose __init__ runs first; not those around the importing module itself."""
+    parents = {name.rpartition(".")[0] for name in names} | {"zero" for name in names if name.startswith("zero.")}
+    return {parent for parent in parents - {""} if not module.startswith(parent)}
 
 
 def reachable(graph, module):

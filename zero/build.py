@@ -50,21 +50,11 @@ def build(
         ValueError: if `zero1_impl` or `param_dtype` is unknown, flags cannot be combined, `bucket_mb` is not positive, or
             an argument of AdamW is invalid.
     """
-    if zero1_impl not in IMPLEMENTATIONS:
-        raise ValueError(f"zero1_impl={zero1_impl!r} is not one of {', '.join(IMPLEMENTATIONS)}")
-    if param_dtype not in PARAM_DTYPES:
-        raise ValueError(f"param_dtype={param_dtype!r} is not one of {', '.join(PARAM_DTYPES)}")
+    _check_flags(use_zero1, zero1_impl, shard_gradients, param_dtype, check_reads)
     device = next(model.parameters()).device
     adamw["fused"] = device.type in ("cuda", "cpu")
     if not dist.is_initialized():
         return model, torch.optim.AdamW(groups, **adamw)
-    if dist.get_world_size() > 1 and not (use_zero1 and zero1_impl == "sharded"):
-        if param_dtype != "float32":
-            raise ValueError(f"param_dtype={param_dtype!r} needs the master weights of use_zero1=True, zero1_impl='sharded'")
-        if shard_gradients:
-            raise ValueError("shard_gradients=True needs use_zero1=True, zero1_impl='sharded'")
-        if check_reads:
-            raise ValueError("zero_check_reads=True needs use_zero1=True, zero1_impl='sharded'")
     if use_zero1 and zero1_impl == "sharded" and dist.get_world_size() > 1:
         sharded = ShardedOptimizer(
             groups,
@@ -83,6 +73,21 @@ def build(
     # gradients are views into DDP's buckets: the all-reduce is the same, but there is no second copy of every gradient
     device_ids = [device.index] if device.type == "cuda" else None
     return DistributedDataParallel(model, device_ids=device_ids, gradient_as_bucket_view=True), optimizer
+
+
+def _check_flags(use_zero1: bool, zero1_impl: str, shard_gradients: bool, param_dtype: str, check_reads: bool) -> None:
+    if zero1_impl not in IMPLEMENTATIONS:
+        raise ValueError(f"zero1_impl={zero1_impl!r} is not one of {', '.join(IMPLEMENTATIONS)}")
+    if param_dtype not in PARAM_DTYPES:
+        raise ValueError(f"param_dtype={param_dtype!r} is not one of {', '.join(PARAM_DTYPES)}")
+    if not dist.is_initialized() or dist.get_world_size() == 1 or (use_zero1 and zero1_impl == "sharded"):
+        return
+    if param_dtype != "float32":
+        raise ValueError(f"param_dtype={param_dtype!r} needs the master weights of use_zero1=True, zero1_impl='sharded'")
+    if shard_gradients:
+        raise ValueError("shard_gradients=True needs use_zero1=True, zero1_impl='sharded'")
+    if check_reads:
+        raise ValueError("zero_check_reads=True needs use_zero1=True, zero1_impl='sharded'")
 
 
 def clip_grad_norm_(optimizer: torch.optim.Optimizer, max_norm: float) -> GradientNorms:

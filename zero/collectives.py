@@ -32,6 +32,11 @@ def cpu_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     return dist.new_group(ranks, timeout=LONG_TIMEOUT, backend="gloo", use_local_synchronization=True)
 
 
+def is_rank_0() -> bool:
+    """Return whether this process is rank 0 of all ranks, or alone."""
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
 def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """Gather the values of all ranks on all ranks, in rank order. Needs to be called on all ranks.
 

@@ -199,7 +199,7 @@ class ShardedDataParallel(nn.Module):
         self._attributes: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()  # number of attributes
         self._find_owners()
         self._attributes.clear()  # search again after the first forward, which may create attributes
-        if self.optimizer.param_dtype is not None:
+        if self.optimizer.plan.has_masters:
             before_loading = _weak_hook(self._before_loading)
             for part in self.module.modules():
                 self._undo.append(part.register_load_state_dict_pre_hook(before_loading).remove)
@@ -358,15 +358,15 @@ class ShardedDataParallel(nn.Module):
     def _reduce_full_buckets(self) -> None:
         """Start the reduce-scatters of full buckets in bucket order: all ranks must start them in the same order."""
         while self._next < len(self._gradients) and not self._gradients[self._next].missing:
-            gradients = self._gradients[self._next]
+            number, self._next = self._next, self._next + 1  # first: hooks of another device may run in another thread
+            gradients = self._gradients[number]
             self._wait_for_streams(gradients)
-            self._finish_reduce_scatter(gradients)  # the one of the previous micro-step
-            if self._next >= _IN_FLIGHT:
-                self._finish_reduce_scatter(self._gradients[self._next - _IN_FLIGHT])
-            with record_function(f"zero::reduce_scatter bucket {self._next}"):
+            self._finish_reduce_scatter(gradients)  # of the previous micro-step
+            if number >= _IN_FLIGHT:
+                self._finish_reduce_scatter(self._gradients[number - _IN_FLIGHT])
+            with record_function(f"zero::reduce_scatter bucket {number}"):
                 gradients.reduction = self._comm.reduce_scatter(self._bucket_buffer(gradients), gradients.bucket.sizes)
             gradients.buffer = None
-            self._next += 1
 
     def _wait_for_streams(self, gradients: BucketGradients) -> None:
         """Make the stream that sends a bucket wait for the other streams that have filled it."""

@@ -68,12 +68,14 @@ def parameter_specs(
     groups: list[dict[str, Any]],
     registration_order: Iterable[torch.nn.Parameter] = (),
     names: Mapping[torch.nn.Parameter, str] | None = None,
+    first_group: int = 0,
 ) -> list[ParameterSpec]:
     """Return the specs of the parameters in torch.optim groups. The parameters may be on the meta device.
 
     Args:
         registration_order: `model.parameters()`, if the groups have another order.
         names: names of the parameters. Names may be missing.
+        first_group: number of the first group.
     """
     positions, names = {param: position for position, param in enumerate(registration_order)}, names or {}
     return [
@@ -86,7 +88,7 @@ def parameter_specs(
             position=positions.get(param, -1),
             name=names.get(param, ""),
         )
-        for index, group in enumerate(groups)
+        for index, group in enumerate(groups, first_group)
         for param in group["params"]
     ]
 
@@ -160,13 +162,13 @@ class Layout:
             owner[param] = load.index(min(load))
             load[owner[param]] += sizes[param]
         members: list[list[int]] = []  # parameters of each bucket
-        room = 0
+        free = 0
         for param, size in enumerate(sizes):
-            if not members or size > room:
+            if not members or size > free:
                 members.append([])
-                room = bucket_numel
+                free = bucket_numel
             members[-1].append(param)
-            room -= size
+            free -= size
         offsets, shards, end = [0] * len(sizes), [], 0
         for bucket in members:
             bounds = [end]
@@ -191,7 +193,7 @@ class Layout:
 
     def slices(self, rank: int) -> list[Slice]:
         """Return the slices that `rank` owns, in the order of the flat buffer; `param` counts through `numels`."""
-        return [piece for shards in self.shards for piece in self.slices_in(shards[rank])]
+        return [slice_ for shards in self.shards for slice_ in self.slices_in(shards[rank])]
 
     def placed_in(self, span: Span) -> list[PlacedSlice]:
         """Return the parts of parameters that lie in `span`, with their offsets in it, in the order of the flat buffer."""
@@ -203,8 +205,8 @@ class Layout:
     def slices_in(self, span: Span) -> list[Slice]:
         """Return the parts of parameters that lie in `span`, in the order of the flat buffer."""
         found = []
-        first = max(0, bisect_right(self._laid, span.start, key=lambda param: self.offsets[param]) - 1)
-        for param in self._laid[first:]:
+        first = max(0, bisect_right(self._in_order, span.start, key=lambda param: self.offsets[param]) - 1)
+        for param in self._in_order[first:]:
             offset = self.offsets[param]
             if offset >= span.stop:
                 break
@@ -214,7 +216,7 @@ class Layout:
         return found
 
     @cached_property
-    def _laid(self) -> list[int]:
+    def _in_order(self) -> list[int]:
         """The numbers of the parameters, in the order of the flat buffer."""
         return sorted(range(len(self.numels)), key=lambda param: self.offsets[param])
 
@@ -242,16 +244,18 @@ class Plan:
     params: tuple[ParameterSpec, ...]
     world_size: int
     buffers: tuple[BufferPlan, ...] = ()  # flat buffers of a ShardedOptimizer, for trainable parameters
-    dealt: tuple[tuple[Slice, ...], ...] | None = None  # if there are no buffers: the whole parameters of each rank
+    assigned: tuple[tuple[Slice, ...], ...] | None = None  # if there are no buffers: the whole parameters of each rank
     partition: str = "element"  # 'element' or 'parameter'
     param_dtype: torch.dtype | None = None  # under ShardedDataParallel also the dtype of frozen parameters
 
     def slices(self, rank: int) -> list[Slice]:
         """Return the slices that `rank` owns, in the order of its inner optimizer's parameters."""
-        if self.dealt is not None:
-            return list(self.dealt[rank])
+        if self.assigned is not None:
+            return list(self.assigned[rank])
         slices = [
-            piece._replace(param=buffer.params[piece.param]) for buffer in self.buffers for piece in buffer.layout.slices(rank)
+            slice_._replace(param=buffer.params[slice_.param])
+            for buffer in self.buffers
+            for slice_ in buffer.layout.slices(rank)
         ]
         if rank == 0:  # rank 0 has the optimizer state of frozen parameters, if there is any
             slices += [Slice(number, 0, spec.numel) for number, spec in enumerate(self.params) if not spec.requires_grad]
@@ -269,7 +273,7 @@ class Plan:
     @property
     def has_whole_parameters(self) -> bool:
         """Whether every slice is a whole parameter. State may then have the shape of a row or a column."""
-        return self.dealt is not None or self.partition == "parameter"
+        return self.assigned is not None or self.partition == "parameter"
 
     def followed_by(self, other: Self) -> Self:
         """Return this plan with the parameters of `other` added. They are numbered after the parameters of this plan."""
@@ -280,6 +284,14 @@ class Plan:
     @cached_property
     def _update_dtypes(self) -> dict[int, torch.dtype]:
         return {number: buffer.update_dtype for buffer in self.buffers for number in buffer.params}
+
+
+def check_options(bucket_mb: float, partition: str) -> None:
+    """Raise ValueError if `bucket_mb` is not positive or `partition` is unknown."""
+    if bucket_mb <= 0:
+        raise ValueError(f"bucket_mb={bucket_mb} must be positive")
+    if partition not in PARTITIONS:
+        raise ValueError(f"partition={partition!r} is neither 'element' nor 'parameter'")
 
 
 def plan(
@@ -303,10 +315,8 @@ def plan(
     Raises:
         ValueError: if `bucket_mb` is not positive, `partition` is unknown, or `world_size` is less than 1.
     """
-    if bucket_mb <= 0:
-        raise ValueError(f"bucket_mb={bucket_mb} must be positive")
-    if partition not in PARTITIONS:
-        raise ValueError(f"partition={partition!r} is neither 'element' nor 'parameter'")
+    check_options(bucket_mb, partition)
+    _check((), world_size, 1, 1)
     kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     for number in sorted(range(len(params)), key=lambda number: params[number].position)[::-1]:
         if params[number].requires_grad:
@@ -332,18 +342,18 @@ def zero_redundancy_plan(params: Sequence[ParameterSpec], world_size: int) -> Pl
     It goes through the groups in order, and in each group starts with the largest parameter. Each parameter goes to the rank
     with the fewest elements so far (see its `_partition_parameters`).
     """
-    dealt: list[list[Slice]] = [[] for _ in range(world_size)]
+    assigned: list[list[Slice]] = [[] for _ in range(world_size)]
     load = [0] * world_size  # number of elements per rank
     for number in sorted(range(len(params)), key=lambda number: (params[number].group, -params[number].numel)):
         rank = load.index(min(load))
-        dealt[rank].append(Slice(number, 0, params[number].numel))
+        assigned[rank].append(Slice(number, 0, params[number].numel))
         load[rank] += params[number].numel
-    return Plan(tuple(params), world_size, dealt=tuple(map(tuple, dealt)))
+    return Plan(tuple(params), world_size, assigned=tuple(map(tuple, assigned)))
 
 
 def replicated_plan(params: Sequence[ParameterSpec]) -> Plan:
     """Return the plan of an optimizer that is not sharded: every rank acts as rank 0 of a world of size 1."""
-    return Plan(tuple(params), 1, dealt=(tuple(Slice(number, 0, spec.numel) for number, spec in enumerate(params)),))
+    return Plan(tuple(params), 1, assigned=(tuple(Slice(number, 0, spec.numel) for number, spec in enumerate(params)),))
 
 
 def _check(numels: Sequence[int], world_size: int, bucket_numel: int, align: int) -> None:

@@ -11,44 +11,48 @@ from zero.partition import parameters, partition
 from zero.placeholders import local_gradient
 
 
-def predicted_bytes(plan: Plan, rank: int, tensors_per_parameter: int = 2) -> dict[str, int]:
-    """Predict the bytes that a rank will hold for the model and its optimizer, by purpose.
-
-    A model on the meta device is enough to make a plan.
+def predicted_bytes(
+    plan: Plan, rank: int, *, tensors_per_parameter: int = 2, wrapped: bool = True, shard_gradients: bool = False
+) -> dict[str, int]:
+    """Return the bytes that a rank will hold for the model and its optimizer. A model on the meta device is enough.
 
     Args:
         plan: the plan of any implementation, see `zero.layout`.
-        tensors_per_parameter: number of state tensors per parameter, each in the dtype of the update. Adam and AdamW have 2
-            (`exp_avg`, `exp_avg_sq`).
+        tensors_per_parameter: per-element state tensors. The number is 2 for Adam and AdamW (`exp_avg`, `exp_avg_sq`). They
+            have the dtype of the update.
+        wrapped: a ShardedOptimizer is used with ShardedDataParallel, which converts frozen parameters to `param_dtype` and
+            keeps gradients as shards once they are sent.
+        shard_gradients: see ShardedDataParallel.
 
     Returns:
         parameters       the weights that forward and backward use, with the padding of flat buffers
-        gradients        full gradients, while they accumulate
+        gradients        full gradients, between the micro-steps of an iteration
         gradient_shards  mean gradients of the owned slices, from the last backward to the end of the step
-        state            per-element optimizer state after every parameter has been updated; excludes `step` counters,
-                         4 bytes per slice
+        state            per-element optimizer state after every parameter has been updated. `step` counters, 4 bytes per
+                         slice, are not counted.
         master           masters of the owned slices
     """
+    trainable = [number for number, spec in enumerate(plan.params) if spec.requires_grad]
     frozen = [spec for spec in plan.params if not spec.requires_grad]
-    trainable = [spec for spec in plan.params if spec.requires_grad]
-    owned = [piece for piece in plan.slices(rank) if plan.params[piece.param].requires_grad]
+    frozen_dtype = plan.param_dtype if wrapped else None
+    owned = [slice_ for slice_ in plan.slices(rank) if plan.params[slice_.param].requires_grad]
+    updated = sum(slice_.numel * plan.update_dtype(slice_.param).itemsize for slice_ in owned)
     predicted = {
-        "parameters": sum(spec.numel * (plan.param_dtype or spec.dtype).itemsize for spec in frozen),
+        "parameters": sum(spec.numel * (frozen_dtype or spec.dtype).itemsize for spec in frozen),
         "gradients": 0,
         "gradient_shards": 0,
-        "state": tensors_per_parameter * sum(piece.numel * plan.update_dtype(piece.param).itemsize for piece in owned),
+        "state": tensors_per_parameter * updated,
         "master": 0,
     }
     if not plan.buffers:
-        predicted["gradients"] = sum(spec.numel * spec.dtype.itemsize for spec in trainable)
+        predicted["gradients"] = sum(plan.params[number].numel * plan.params[number].dtype.itemsize for number in trainable)
         predicted["parameters"] += predicted["gradients"]
     for buffer in plan.buffers:
-        shard_numel = sum(shards[rank].numel for shards in buffer.layout.shards)
+        shard_bytes = sum(shards[rank].numel for shards in buffer.layout.shards) * buffer.update_dtype.itemsize
         predicted["parameters"] += buffer.layout.padded_numel * buffer.dtype.itemsize
-        predicted["gradients"] += sum(buffer.layout.numels) * buffer.dtype.itemsize
-        predicted["gradient_shards"] += shard_numel * buffer.update_dtype.itemsize
-        if buffer.has_masters:
-            predicted["master"] += shard_numel * buffer.update_dtype.itemsize
+        predicted["gradients"] += 0 if shard_gradients else sum(buffer.layout.numels) * buffer.dtype.itemsize
+        predicted["gradient_shards"] += shard_bytes if wrapped else 0
+        predicted["master"] += shard_bytes if buffer.has_masters else 0
     return predicted
 
 

@@ -13,7 +13,7 @@ from torch.profiler import record_function
 from torch.utils.weak import WeakIdKeyDictionary
 
 from zero.collectives import AllGatherWork, Communicator, cpu_group, gather_objects
-from zero.layout import BufferPlan, Layout, PlacedSlice, Plan, Slice, Span, parameter_specs, plan
+from zero.layout import BufferPlan, Layout, PlacedSlice, Plan, Slice, Span, check_options, parameter_specs, plan
 from zero.placeholders import WaitingDict
 
 _CACHED = 2**17  # elements to process at a time, so that intermediate results fit into a CPU's cache
@@ -168,13 +168,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         param_dtype: torch.dtype | None = None,
         **kwargs: Any,
     ) -> None:
-        if not isinstance(optimizer_cls, type):
-            raise ValueError(f"optimizer_cls={optimizer_cls!r} must be a class, for example torch.optim.AdamW")
-        for refused, reason in _UNSUPPORTED.items():
-            if issubclass(optimizer_cls, refused):
-                raise ValueError(f"{optimizer_cls.__name__} cannot be divided among ranks: {reason}")
-        if issubclass(optimizer_cls, _NEED_WHOLE_PARAMETERS) and partition == "element":
-            raise ValueError(f"{optimizer_cls.__name__} looks at the shape of a parameter; use partition='parameter'")
+        check_options(bucket_mb, partition)
+        _check_class(optimizer_cls, partition)
         self.comm = Communicator(process_group)
         self.bucket_mb = bucket_mb
         self.partition = partition
@@ -531,7 +526,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _plan(self, first_group: int) -> Plan:
         """Return the plan for the parameters of the groups from `first_group` on."""
-        specs = parameter_specs(self.param_groups[first_group:], self.registration_order)
+        specs = parameter_specs(self.param_groups[first_group:], self.registration_order, first_group=first_group)
         return plan(
             specs, self.comm.world_size, bucket_mb=self.bucket_mb, partition=self.partition, param_dtype=self.param_dtype
         )
@@ -540,9 +535,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Move the parameters of the groups from `first_group` on to their places in new flat buffers."""
         params = [param for group in self.param_groups[first_group:] for param in group["params"]]
         group_of = {param: index for index, group in enumerate(self.param_groups) for param in group["params"]}
-        if self.comm.rank == 0:  # rank 0 has the state of frozen parameters, if there is any
-            frozen = [param for param in params if not param.requires_grad]
-            self._owned_of.update({param: [OwnedSlice(param, 0, param.numel(), 0, param)] for param in frozen})
+        for number, start, stop in planned.slices(self.comm.rank):
+            if not planned.params[number].requires_grad:  # a frozen parameter stays in its own memory
+                self._owned_of[params[number]] = [OwnedSlice(params[number], start, stop, 0, params[number])]
         for planned_buffer in planned.buffers:
             data = torch.zeros(planned_buffer.layout.padded_numel, dtype=planned_buffer.dtype, device=planned_buffer.device)
             buffer = FlatBuffer(data, [params[number] for number in planned_buffer.params], planned_buffer.layout)
@@ -559,7 +554,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         span, own = Span(shards[0].start, shards[-1].stop), shards[self.comm.rank]
         data, shard = buffer.data[span.start : span.stop], buffer.data[own.start : own.stop]
         master = torch.zeros_like(shard, dtype=planned.update_dtype) if planned.has_masters else None
-        bucket = Bucket(len(self.buckets), data, [piece.numel for piece in shards], shard, master, [], {}, [])
+        bucket = Bucket(len(self.buckets), data, [span.numel for span in shards], shard, master, [], {}, [])
         for number, start, stop, offset in planned.layout.placed_in(own):
             param, local = buffer.params[number], bucket.updated[offset : offset + stop - start]
             if self.partition == "parameter":
@@ -638,6 +633,16 @@ class ParameterGradients:
 
 
 SPARSE = "sparse gradients cannot be laid flat; use nn.Embedding(sparse=False)"
+
+
+def _check_class(optimizer_cls: type[torch.optim.Optimizer], partition: str) -> None:
+    if not isinstance(optimizer_cls, type):
+        raise ValueError(f"optimizer_cls={optimizer_cls!r} must be a class, for example torch.optim.AdamW")
+    for refused, reason in _UNSUPPORTED.items():
+        if issubclass(optimizer_cls, refused):
+            raise ValueError(f"{optimizer_cls.__name__} cannot be divided among ranks: {reason}")
+    if issubclass(optimizer_cls, _NEED_WHOLE_PARAMETERS) and partition == "element":
+        raise ValueError(f"{optimizer_cls.__name__} looks at the shape of a parameter; use partition='parameter'")
 
 
 def _copy_hyperparameters(source: list[dict[str, Any]], target: list[dict[str, Any]]) -> None:

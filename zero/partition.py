@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
+from zero.collectives import is_rank_0
 from zero.layout import Plan, Slice, parameter_specs, replicated_plan
 from zero.optimizer import ShardedOptimizer
 
@@ -47,10 +48,10 @@ class Partition:
     @property
     def receives(self) -> bool:
         """Whether this process is the one that receives the whole state."""
-        return self.rank == 0 and not (self.replicated and dist.is_initialized() and dist.get_rank() != 0)
+        return is_rank_0() if self.replicated else self.rank == 0
 
-    def update_masters(self) -> None:
-        """Update float32 masters, if there are any, from weights that have been written to since the last step."""
+    def synchronize(self) -> None:
+        """Wait for parameters in flight, and update masters from weights that have been written to since the last step."""
         if isinstance(self.optimizer, ShardedOptimizer):
             self.optimizer.update_masters()
 
@@ -64,11 +65,11 @@ def partition(optimizer: torch.optim.Optimizer) -> Partition:
     if isinstance(optimizer, ZeroRedundancyOptimizer):
         # the assignment that this version of torch has made; `zero.layout.zero_redundancy_plan` predicts it
         numbers = {param: number for number, param in enumerate(parameters(optimizer))}
-        dealt = tuple(
+        assigned = tuple(
             tuple(Slice(numbers[param], 0, param.numel()) for group in groups for param in group["params"])
             for groups in optimizer._partition_parameters()  # type: ignore[attr-defined]  # not in torch's stubs
         )
-        plan = Plan(tuple(specs), len(dealt), dealt=dealt)
+        plan = Plan(tuple(specs), len(assigned), assigned=assigned)
         return Partition(optimizer, optimizer.optim, plan, optimizer.rank, optimizer.process_group)
     return Partition(optimizer, optimizer, replicated_plan(specs), 0, None, replicated=True)
 

@@ -117,14 +117,14 @@ def local_chunks(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tu
     part = partition(optimizer)
     if part.replicated and not part.receives:
         return [], None
-    part.update_masters()
+    part.synchronize()
     held = model.state_dict(keep_vars=True)
     names = {id(tensor): f"model.{name}" for name, tensor in reversed(held.items())}  # first name of tied tensors
     chunks = _chunks_of_slices(part, names)
     metadata = _gather_metadata(_local_metadata(part, part.states), part)
     if not part.receives:
         return chunks, None
-    owned = {id(part.params[piece.param]) for slices in part.slices for piece in slices}
+    owned = {id(part.params[slice_.param]) for slices in part.slices for slice_ in slices}
     for key, tensor in {id(tensor): tensor for tensor in held.values()}.items():
         if key not in owned and isinstance(tensor, torch.Tensor):  # others are from get_extra_state()
             chunks.append(TensorChunk.of_whole(names[key], tensor))
@@ -180,9 +180,9 @@ def _gather_optimizer(part: Partition) -> dict[str, Any] | None:
 
 
 def _gather_model(model: torch.nn.Module, part: Partition) -> dict[str, torch.Tensor] | None:
+    part.synchronize()
     masters = {}
     if part.plan.has_masters:
-        part.update_masters()
         whole = _gather(part, [{"master": local.data} for local in part.locals])
         if whole is not None:
             masters = {id(part.params[number]): state["master"] for number, state in whole.items()}
@@ -216,9 +216,9 @@ def _gather(part: Partition, states: list[dict[str, Any]]) -> dict[int, dict[str
     whole = _allocate(part, metadata, device="cpu")
     for rank, (slices, held) in enumerate(zip(part.slices, metadata, strict=True)):
         for message in _messages(slices, held):
-            piece = slices[message.position]
-            flat = flattened(whole[piece.param][message.key], part.params[piece.param])
-            place = flat[piece.start + message.start : piece.start + message.stop]
+            slice_ = slices[message.position]
+            flat = flattened(whole[slice_.param][message.key], part.params[slice_.param])
+            place = flat[slice_.start + message.start : slice_.start + message.stop]
             if rank == 0:
                 place.copy_(_elements(part, states, message))
             else:
@@ -247,13 +247,13 @@ def _allocate(part: Partition, metadata: list[_Metadata], device: str) -> dict[i
     """Return the whole state by parameter, with uninitialized tensors for per-element entries."""
     whole: dict[int, dict[str, Any]] = {}
     for slices, held in zip(part.slices, metadata, strict=True):
-        for piece, entries in zip(slices, held, strict=True):
+        for slice_, entries in zip(slices, held, strict=True):
             for key, entry in entries.items():
-                state = whole.setdefault(piece.param, {})
+                state = whole.setdefault(slice_.param, {})
                 if not isinstance(entry, torch.dtype):
                     state[key] = entry
                 elif key not in state:
-                    param = part.params[piece.param]
+                    param = part.params[slice_.param]
                     state[key] = shaped(torch.empty(param.numel(), dtype=entry, device=device), param)
     return dict(sorted(whole.items()))
 
@@ -263,12 +263,12 @@ def _messages(slices: list[Slice], metadata: _Metadata) -> Iterator[_Message]:
 
     Sender and receiver both derive the messages from the metadata, so only elements are sent.
     """
-    for position, (piece, entries) in enumerate(zip(slices, metadata, strict=True)):
+    for position, (slice_, entries) in enumerate(zip(slices, metadata, strict=True)):
         for key, dtype in entries.items():
             if isinstance(dtype, torch.dtype):
                 step = max(1, _MESSAGE_BYTES // dtype.itemsize)
-                for start in range(0, piece.numel, step):
-                    yield _Message(position, key, dtype, start, min(piece.numel, start + step))
+                for start in range(0, slice_.numel, step):
+                    yield _Message(position, key, dtype, start, min(slice_.numel, start + step))
 
 
 def _elements(part: Partition, states: list[dict[str, Any]], message: _Message) -> torch.Tensor:
@@ -298,16 +298,16 @@ def _chunks_of_slices(part: Partition, names: dict[int, str]) -> list[TensorChun
         names: names of the model's tensors, by id.
     """
     chunks = []
-    for piece, local, state in zip(part.slices[part.rank], part.locals, part.states, strict=True):
-        param = part.params[piece.param]
+    for slice_, local, state in zip(part.slices[part.rank], part.locals, part.states, strict=True):
+        param = part.params[slice_.param]
         if local is not param:  # a whole parameter may have any strides
-            _check_contiguous(piece.param, param)
+            _check_contiguous(slice_.param, param)
         if id(param) in names:
-            chunks.append(TensorChunk(names[id(param)], param.numel(), piece.start, local.detach().reshape(-1)))
+            chunks.append(TensorChunk(names[id(param)], param.numel(), slice_.start, local.detach().reshape(-1)))
         for key, value in state.items():
             if _is_per_element(key, value, local):
-                name = _state_name(piece.param, key)
-                chunks.append(TensorChunk(name, param.numel(), piece.start, value.detach().reshape(-1)))
+                name = _state_name(slice_.param, key)
+                chunks.append(TensorChunk(name, param.numel(), slice_.start, value.detach().reshape(-1)))
     return chunks
 
 
@@ -371,20 +371,20 @@ def _local_states(saved: dict[int, dict[str, Any]], part: Partition) -> tuple[di
     """Return this rank's part of saved state, by the inner optimizer's numbers, and its chunks that are not read yet."""
     states: dict[int, dict[str, Any]] = {}
     chunks = []
-    for position, (piece, local) in enumerate(zip(part.slices[part.rank], part.locals, strict=True)):
-        param = part.params[piece.param]
-        for key, value in saved.get(piece.param, {}).items():
-            own = _own_part(key, value, param, piece, local)
+    for position, (slice_, local) in enumerate(zip(part.slices[part.rank], part.locals, strict=True)):
+        param = part.params[slice_.param]
+        for key, value in saved.get(slice_.param, {}).items():
+            own = _own_part(key, value, param, slice_, local)
             states.setdefault(position, {})[key] = own
             if isinstance(value, torch.Tensor) and value.is_meta:
                 if local is not param:
-                    _check_contiguous(piece.param, param)
-                start = piece.start if _is_per_element(key, value, param) else 0
-                chunks.append(TensorChunk(_state_name(piece.param, key), value.numel(), start, own.view(-1)))
+                    _check_contiguous(slice_.param, param)
+                start = slice_.start if _is_per_element(key, value, param) else 0
+                chunks.append(TensorChunk(_state_name(slice_.param, key), value.numel(), start, own.view(-1)))
     return states, chunks
 
 
-def _own_part(key: str, value: Any, param: torch.Tensor, piece: Slice, local: torch.Tensor) -> Any:
+def _own_part(key: str, value: Any, param: torch.Tensor, slice_: Slice, local: torch.Tensor) -> Any:
     """Return this rank's part of one saved entry, in the shape of the inner optimizer's entry.
 
     It is a copy. If the saved entry is on the meta device, it is an uninitialized tensor.
@@ -392,7 +392,7 @@ def _own_part(key: str, value: Any, param: torch.Tensor, piece: Slice, local: to
     if isinstance(value, torch.Tensor) and value.is_meta:
         return torch.empty(local.shape if _is_per_element(key, value, param) else value.shape, dtype=value.dtype)
     if _is_per_element(key, value, param):
-        return shaped(flattened(value, param)[piece.start : piece.stop].clone(), local)
+        return shaped(flattened(value, param)[slice_.start : slice_.stop].clone(), local)
     return value.clone() if isinstance(value, torch.Tensor) else value
 
 

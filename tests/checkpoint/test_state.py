@@ -252,3 +252,23 @@ def odd_models(folder):
 
 def test_models_with_more_than_weights(tmp_path):
     run_ranks(odd_models, 2, str(tmp_path))
+
+
+def state_dict_of_another_module():
+    """The whole state dict, right after a step, of a module outside of the wrapper; and the weights when all have arrived."""
+    toy = make_toy()
+    outside = torch.nn.Linear(7, 7)
+    outside.weight = toy.hidden.weight
+    optimizer = ShardedOptimizer(toy.param_groups(), torch.optim.AdamW, bucket_mb=0.0002, lr=0.01)
+    model = ShardedDataParallel(toy, optimizer, check_reads=True)  # what has not arrived is nan
+    model(*batch(0, dist.get_rank())).backward()
+    optimizer.step()
+    saved = ckpt.model_state_dict(outside, optimizer)
+    return None if saved is None else saved["weight"], toy.hidden.weight.detach()
+
+
+def test_parameters_in_flight_are_waited_for_through_any_module():
+    (saved, weight), (none, _) = run_ranks(state_dict_of_another_module, 2)
+    assert none is None
+    assert torch.equal(saved, weight)
+    assert saved.isfinite().all()

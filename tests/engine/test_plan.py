@@ -90,9 +90,10 @@ def planned_and_built():
     for setting, kwargs in SETTINGS.items():
         with torch.device("meta"):
             meta = Toy()
-        planned = plan(parameter_specs(meta.param_groups(), meta.parameters()), world_size, **kwargs)
+        meta_groups = [*meta.param_groups(), {"params": list(meta.frozen.parameters())}]
+        planned = plan(parameter_specs(meta_groups, meta.parameters()), world_size, **kwargs)
         model = make_toy()
-        groups = model.param_groups()
+        groups = [*model.param_groups(), {"params": list(model.frozen.parameters())}]
         optimizer = ShardedOptimizer(groups, torch.optim.AdamW, registration_order=model.parameters(), **kwargs)
         part = partition(optimizer)
         same = [planned.slices(each) == part.plan.slices(each) for each in range(world_size)]
@@ -103,7 +104,7 @@ def planned_and_built():
         optimizer.step()
         held = held_bytes(optimizer)
         held = {key: held[key] for key in ("parameters", "state", "master")}
-        results[setting] = same, predicted_bytes(planned, rank), held
+        results[setting] = same, predicted_bytes(planned, rank, wrapped=False), held
     return results
 
 
@@ -146,27 +147,48 @@ def predicted_and_measured():
             planned = gpt_plan(mode, GPT(SIZES), dist.get_world_size())
         module = GPT(SIZES)
         model, optimizer = build(module, module.param_groups(0.1), lr=0.01, **flags)
-        dealt = partition(optimizer).plan
-        same = [planned.slices(rank) == dealt.slices(rank) for rank in range(planned.world_size)]
+        built = partition(optimizer).plan
+        same = [planned.slices(rank) == built.slices(rank) for rank in range(planned.world_size)]
         tokens = torch.randint(19, (2, 2, 8))
+        model.require_backward_grad_sync = False
+        model(*tokens)[1].backward()
+        between = held_bytes(optimizer)["gradients"]
+        model.require_backward_grad_sync = True
         model(*tokens)[1].backward()
         clip_grad_norm_(optimizer, math.inf)  # waits for the gradients
         before = held_bytes(optimizer)
         optimizer.step()
         rank = dist.get_rank() if planned.world_size > 1 else 0
-        results[mode] = same, predicted_bytes(planned, rank), before, held_bytes(optimizer)
+        predicted = predicted_bytes(planned, rank, shard_gradients=mode == "shard_gradients")
+        results[mode] = same, predicted, between, before, held_bytes(optimizer)
     return results
 
 
 def test_predictions_of_every_implementation_are_what_is_held():
     for results in run_ranks(predicted_and_measured, 2):
-        for mode, (same, predicted, before, after) in results.items():
+        for mode, (same, predicted, between, before, after) in results.items():
             assert all(same), mode
+            if mode == "shard_gradients":  # some are still on the wire, as buckets
+                assert predicted["gradients"] == 0
+            else:
+                assert between == predicted["gradients"] > 0, mode
             assert before["parameters"] == after["parameters"] == predicted["parameters"], mode
             gradients = "gradients" if mode in ("adamw", "torch") else "gradient_shards"
             assert before["gradients"] == predicted[gradients] > 0, mode
             assert after["state"] == predicted["state"] > 0, mode
             assert after["master"] == predicted["master"], mode
+
+
+def test_a_group_that_is_added_has_the_next_number():
+    model = make_toy()
+    decayed, others = model.param_groups()
+    optimizer = ShardedOptimizer([decayed], torch.optim.AdamW, bucket_mb=0.0002)
+    optimizer.add_param_group(others)
+    assert {spec.group for spec in optimizer.plan.params} == {0, 1}
+    assert [spec.group for spec in optimizer.plan.params] == sorted(spec.group for spec in optimizer.plan.params)
+    assert [slice_.numel for slice_ in optimizer.plan.slices(0)] == [
+        p.numel() for g in optimizer.inner.param_groups for p in g["params"]
+    ]
 
 
 def test_specs_have_names_and_groups():

@@ -9,7 +9,7 @@ import pytest
 from conftest import ROOT
 from scripts import run
 
-from configurator import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, configure
+from configurator import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, UnitInterval, configure
 
 DEFAULTS = {
     "batch_size": 12,
@@ -147,8 +147,9 @@ DECLARED = {
     "step": (3, NonNegativeInt),
     "size": (0.5, PositiveFloat),
     "rate": (0.5, NonNegativeFloat),
-    "decay": (0.5, Fraction),
+    "decay": (0.5, UnitInterval),
     "format": ("one", Literal["one", "two"]),
+    "level": (1, Literal[1, 2]),
 }
 BAD_VALUES = {
     "count=0": "must be at least 1",
@@ -158,6 +159,7 @@ BAD_VALUES = {
     "decay=1.0": "must be at least 0 and less than 1",
     "decay=-0.5": "must be at least 0 and less than 1",
     "format=three": "is not one of one, two",
+    "level=3": "is not one of 1, 2",
 }
 
 

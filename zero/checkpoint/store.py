@@ -29,8 +29,8 @@ _BY_ITERATION = "ckpt_{:08d}.pt"
 _KEPT, _SHARDS = re.compile(r"ckpt_(\d{8,})\.pt"), re.compile(r"shards_\d{8,}_[0-9a-f]{8}")
 
 
-def commit(checkpoint: dict[str, Any], folder: str, keep: int = 0, rotate: bool = True) -> str | None:
-    """Make a checkpoint the newest in a folder. Call it on one process only.
+def commit(checkpoint: dict[str, Any], folder: str, rotate: bool = True) -> set[str]:
+    """Make a checkpoint the newest in a folder. Call it on one process only, and `clean_up` after it.
 
     At every moment, `ckpt.pt` is either the old file or the new file. The new file is complete and on the disk before it
     gets this name. The old file becomes `ckpt_prev.pt`.
@@ -38,11 +38,10 @@ def commit(checkpoint: dict[str, Any], folder: str, keep: int = 0, rotate: bool 
     Args:
         checkpoint: nanoGPT's six keys, and any other keys with plain values and CPU tensors. With the entry "shards" (see
             `shards_entry`), the shards must already be in the folder of this entry + ".tmp".
-        keep: number of the last checkpoints that are also kept by iteration.
         rotate: False if the old file is corrupt and must not replace `ckpt_prev.pt`.
 
     Returns:
-        A description of a problem that occurred after the checkpoint was on the disk, or None.
+        The names of the shards that the old files referred to.
 
     Raises:
         OSError: if the disk is full or cannot be written to. The old files are unchanged.
@@ -50,11 +49,26 @@ def commit(checkpoint: dict[str, Any], folder: str, keep: int = 0, rotate: bool 
     path, previous = os.path.join(folder, NAME), os.path.join(folder, PREVIOUS)
     replaced = _referenced_shards(path) | _referenced_shards(previous)
     _commit_file(checkpoint, path, previous if rotate else None)
+    return replaced
+
+
+def clean_up(folder: str, keep: int, iteration: int, replaced: set[str]) -> str | None:
+    """Keep the newest checkpoint by iteration as well, and remove what is no longer needed. Call it on one process only.
+
+    Args:
+        keep: number of the last checkpoints that are kept by iteration.
+        iteration: of the newest checkpoint.
+        replaced: what `commit` returned.
+
+    Returns:
+        A description of a problem, or None.
+    """
+    path = os.path.join(folder, NAME)
     try:
         if keep:
             # a copy, not a hard link: a program that overwrites `path` in place does not change it
-            link_or_copy(path, os.path.join(folder, _BY_ITERATION.format(checkpoint["iter_num"])))
-            replaced |= _prune(folder, keep, checkpoint["iter_num"])
+            link_or_copy(path, os.path.join(folder, _BY_ITERATION.format(iteration)))
+            replaced = replaced | _prune(folder, keep, iteration)
         _remove_unreferenced(folder, replaced)
     except OSError as error:
         return f"{path} is written, but old files could not be copied or removed: {error}"

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from zero.checkpoint import chunks, store
-from zero.collectives import LONG_TIMEOUT, broadcast_object, gather_objects
+from zero.collectives import LONG_TIMEOUT, broadcast_object, gather_objects, is_rank_0
 from zero.state import TensorChunk, full_state, local_chunks
 
 
@@ -37,7 +37,8 @@ def save(
     """Write a consolidated checkpoint. Call it on one process only.
 
     Args:
-        checkpoint, folder, keep, rotate: see `store.commit`. The folder must exist.
+        checkpoint, folder, rotate: see `store.commit`. The folder must exist.
+        keep: see `store.clean_up`.
         buffers: names in the model whose values may be inf, for example a mask.
 
     Raises:
@@ -47,19 +48,19 @@ def save(
     begin = time.perf_counter()
     weights = ((name, value) for name, value in checkpoint["model"].items() if name not in buffers)
     _check_finite([_first_nonfinite(weights)])
-    warning = store.commit(checkpoint, folder, keep, rotate)
-    nbytes = os.path.getsize(os.path.join(folder, store.NAME))
-    return SaveReport(checkpoint["iter_num"], nbytes, time.perf_counter() - begin, warning=warning)
+    replaced = store.commit(checkpoint, folder, rotate)
+    report = SaveReport(checkpoint["iter_num"], os.path.getsize(os.path.join(folder, store.NAME)), time.perf_counter() - begin)
+    return report._replace(warning=store.clean_up(folder, keep, report.iter_num, replaced))
 
 
-def save_sharded(
+def _save_sharded(
     checkpoint: dict[str, Any] | None,
     tensor_chunks: list[TensorChunk],
     folder: str,
-    keep: int = 0,
-    rotate: bool = True,
-    buffers: Container[str] = (),
-    group: dist.ProcessGroup | None = None,
+    keep: int,
+    rotate: bool,
+    buffers: Container[str],
+    group: dist.ProcessGroup | None,
 ) -> SaveReport | None:
     """Write the chunks of all ranks, then rank 0's checkpoint. Needs to be called on all ranks of the group.
 
@@ -68,7 +69,7 @@ def save_sharded(
             ranks, None.
         tensor_chunks: the chunks of this rank.
         folder, keep, rotate, buffers: see `save`. All ranks must share the folder.
-        group: process group for CPU tensors. None means this process alone.
+        group: process group for CPU tensors; None only without torch.distributed.
 
     Returns:
         The report on rank 0, None on other ranks.
@@ -91,9 +92,10 @@ def save_sharded(
             return None
         if missing := [file for file in sums if not os.path.exists(os.path.join(unfinished, file))]:
             raise OSError(f"rank 0 does not see what other ranks wrote to {folder} ({missing[0]}); use a folder that all share")
-        warning = store.commit({**checkpoint, "shards": store.shards_entry(name, sums)}, folder, keep, rotate)
+        replaced = store.commit({**checkpoint, "shards": store.shards_entry(name, sums)}, folder, rotate)
     nbytes = os.path.getsize(os.path.join(folder, store.NAME)) + sum(entry.nbytes for entry in sums.values())
-    return SaveReport(checkpoint["iter_num"], nbytes, time.perf_counter() - begin, warning=warning)
+    report = SaveReport(checkpoint["iter_num"], nbytes, time.perf_counter() - begin)
+    return report._replace(warning=store.clean_up(folder, keep, report.iter_num, replaced))
 
 
 class CheckpointWriter:
@@ -122,12 +124,11 @@ class CheckpointWriter:
         # The writer has its own gloo process group, for any backend of the run. The collectives of the thread run
         # concurrently with the others. With NCCL, the run would end if the ranks wait longer than its timeout, 10 minutes,
         # while rank 0 writes.
-        distributed = dist.is_initialized()
-        self._group = dist.new_group(backend="gloo", timeout=LONG_TIMEOUT) if distributed else None
+        self._group = dist.new_group(backend="gloo", timeout=LONG_TIMEOUT) if dist.is_initialized() else None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
         self._outcomes: deque[SaveReport | OSError | DivergedError] = deque()
-        if sweep and (not distributed or dist.get_rank() == 0):
+        if sweep and is_rank_0():
             store.sweep(folder)
 
     def save(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, values: dict[str, Any]) -> None:
@@ -178,7 +179,7 @@ class CheckpointWriter:
             own = [chunk._replace(elements=chunk.elements.to("cpu", copy=True)) for chunk in own]
         checkpoint = None if state is None else {**state, **values}
         return partial(
-            save_sharded, checkpoint, own, self.folder, self.keep, not self.newest_is_corrupt, _buffers(model), self._group
+            _save_sharded, checkpoint, own, self.folder, self.keep, not self.newest_is_corrupt, _buffers(model), self._group
         )
 
     def _run(self, task: "_Task", consolidate_s: float) -> None:

@@ -73,12 +73,12 @@ class Guard:
         self.in_a_row, skipped = (int(count) for count in torch.stack((self._in_a_row, self._skipped)).tolist())
         if skipped == self._reported:
             return
-        news, self._reported, self.failed = skipped - self._reported, skipped, self.in_a_row >= self.limit
+        new_skips, self._reported, self.failed = skipped - self._reported, skipped, self.in_a_row >= self.limit
         reason = self._reason()
         if dist.is_initialized() and dist.get_rank() > 0:
             return
         if not self.failed:
-            updates = "1 more update was" if news == 1 else f"{news} more updates were"
+            updates = "1 more update was" if new_skips == 1 else f"{new_skips} more updates were"
             row = f"{self.in_a_row} in a row so far"
             print(f"WARNING: by iteration {iteration}, {updates} skipped ({row}): {reason}", flush=True)
             return

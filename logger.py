@@ -59,7 +59,7 @@ class Logger:
     ) -> None:
         self.file = self.run = None
         self.rank = rank
-        self.complained = False
+        self.warned = False
         if rank > 0:
             return
         self.run = _wandb_run(project, name, config, run_id) if wandb_log else None
@@ -99,12 +99,12 @@ class Logger:
         try:
             if self.file.write(line) < len(line):
                 raise OSError("the disk is full")
-            self.complained = False
+            self.warned = False
         except OSError as error:
             self.file.truncate(begin)  # remove the incomplete line
-            if not self.complained:
+            if not self.warned:
                 print(f"WARNING: figures are missing from {self.file.name}: {error}", flush=True)
-            self.complained = True
+            self.warned = True
 
     def finish(self) -> None:
         if self.file:
@@ -193,11 +193,11 @@ def _lines_before(iteration: int, path: str) -> tuple[int, list[bytes]]:
     end, kept, found = 0, [], False
     with open(path, "rb") as file:
         for line in file:
-            at, tells_of_checkpoint = _iteration(line)
+            at, is_about_checkpoint = _iteration(line)
             found = found or at >= iteration or not line.endswith(b"\n")
             if not found:
                 end += len(line)
-            elif tells_of_checkpoint and at <= iteration and line.endswith(b"\n"):
+            elif is_about_checkpoint and at <= iteration and line.endswith(b"\n"):
                 kept.append(line)
     return end, kept
 

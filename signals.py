@@ -70,7 +70,7 @@ class Signals:
         if number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
             action = Action.SAVE if number == signal.SIGUSR1 else Action.SAVE_AND_STOP
             with self._lock:
-                news, self._action = action > self._action, max(action, self._action)
-            if news:
+                is_new, self._action = action > self._action, max(action, self._action)
+            if is_new:
                 what = "saving" if action == Action.SAVE else "saving and stopping"
                 print(f"{signal.Signals(number).name}: {what} at the next step boundary", flush=True)

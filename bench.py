@@ -323,7 +323,7 @@ with exit_on_wrong_input():
     if not launch.distributed:
         raise ValueError("bench.py compares several ranks; start it with torchrun --standalone --nproc_per_node=2 bench.py")
     if unknown := [name for name in names if name not in MODES]:
-        raise ValueError(f"modes={modes}: {', '.join(unknown)} is not one of {', '.join(MODES)}")
+        raise ValueError(f"modes={modes}: {', '.join(unknown) or repr(modes)} is not one of {', '.join(MODES)}")
     GPTConfig(block_size, vocab_size, n_layer, n_head, n_embd, 0.0, bias)
     if out:
         os.makedirs(os.path.dirname(out) or ".", exist_ok=True)

@@ -52,8 +52,13 @@ with exit_on_wrong_input():
             "dataset that the model was trained on, to create its meta.pkl"
         )
     if start.startswith("FILE:"):
-        with open(start[5:], encoding="utf-8") as file:
-            start = file.read()
+        try:
+            with open(start[5:], encoding="utf-8") as file:
+                start = file.read()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(
+                f"cannot read the prompt file {start[5:]}: {error}; --start=FILE:path names a text file"
+            ) from error
     tokens = codec.encode(start)
     if not tokens:
         raise ValueError("the prompt is empty; give at least one character with --start")

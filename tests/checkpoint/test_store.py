@@ -214,6 +214,18 @@ def test_only_what_a_file_refers_to_is_kept(tmp_path):
     assert iterations(tmp_path) == [4, 7, 9, 10], "what was moved out of the way is not this run's any more"
 
 
+def test_shards_of_a_kept_file_that_is_replaced_are_removed(tmp_path):
+    """A run that is resumed from an earlier iteration reaches the later ones again."""
+    for iteration in (2, 4, 6):
+        save_alone(tmp_path, iteration, keep=2)
+    shutil.copy(tmp_path / "ckpt_00000004.pt", tmp_path / "ckpt.pt")
+    for iteration in (6, 8):
+        save_alone(tmp_path, iteration, keep=2)
+    referenced = {ckpt.load(str(path))["shards"]["folder"] for path in tmp_path.glob("*.pt")}
+    assert {path.name for path in tmp_path.glob("shards_*")} == referenced
+    assert sorted(path.name for path in tmp_path.glob("ckpt_0*.pt")) == ["ckpt_00000006.pt", "ckpt_00000008.pt"]
+
+
 def test_shards_whose_removal_was_killed_are_swept(tmp_path, monkeypatch):
     for iteration in (1, 2):
         save_alone(tmp_path, iteration)

@@ -48,9 +48,13 @@ def main(arguments: list[str]) -> int:
                 return 0
             case _:
                 raise CheckpointError("usage: python -m zero.checkpoint inspect FILE, or convert FILE NEW_FILE")
-    except (CheckpointError, OSError) as problem:
-        sys.stderr.write(f"error: {problem}\n")
-        return 2
+    except CheckpointError as error:
+        sys.stderr.write(f"error: {error}\n")
+    except OSError as error:
+        sys.stderr.write(
+            f"error: cannot write {arguments[-1]}: {error.strerror or error}; choose a folder that can be written to\n"
+        )
+    return 2
 
 
 if __name__ == "__main__":

@@ -66,9 +66,11 @@ def clean_up(folder: str, keep: int, iteration: int, replaced: set[str]) -> str 
     path = os.path.join(folder, NAME)
     try:
         if keep:
+            kept = os.path.join(folder, _BY_ITERATION.format(iteration))
+            replaced = replaced | _referenced_shards(kept)  # a run that was resumed from an earlier iteration overwrites it
             # a copy, not a hard link: a program that overwrites `path` in place does not change it
-            link_or_copy(path, os.path.join(folder, _BY_ITERATION.format(iteration)))
-            replaced = replaced | _prune(folder, keep, iteration)
+            link_or_copy(path, kept)
+            replaced |= _prune(folder, keep, iteration)
         _remove_unreferenced(folder, replaced)
     except OSError as error:
         return f"{path} is written, but old files could not be copied or removed: {error}"

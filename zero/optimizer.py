@@ -13,7 +13,7 @@ from torch.profiler import record_function
 from torch.utils.weak import WeakIdKeyDictionary
 
 from zero.collectives import AllGatherWork, Communicator, cpu_group, gather_objects
-from zero.layout import BufferPlan, Layout, PlacedSlice, Plan, Slice, Span, check_options, parameter_specs, plan
+from zero.layout import BufferPlan, Layout, PlacedSlice, Plan, Span, check_options, parameter_specs, plan
 from zero.placeholders import WaitingDict
 
 _CACHED = 2**17  # elements to process at a time, so that intermediate results fit into a CPU's cache
@@ -419,13 +419,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def owned(self) -> list[OwnedSlice]:
         """The slices of this rank, bucket by bucket."""
         return [owned for bucket in self.buckets for owned in bucket.owned]
-
-    def slices(self, rank: int) -> list[Slice]:
-        """Return the slices of any rank, in the order of the parameters of its inner optimizer.
-
-        Their `param` counts through all of `param_groups`, like the keys of a torch.optim `state_dict()`.
-        """
-        return self.plan.slices(rank)
 
     @property
     def state(self) -> Any:

@@ -14,14 +14,15 @@ The type of a setting is the type of its default. An annotation declares further
     zero1_impl: Literal["sharded", "torch"] = "sharded"
 """
 
+import ast
 import difflib
 import inspect
+import itertools
 import math
 import os
 import runpy
 import sys
 import types
-from ast import literal_eval
 from collections.abc import Callable
 from typing import Annotated, Any, Literal, NamedTuple, NoReturn, get_args, get_origin
 
@@ -83,6 +84,27 @@ def configure(settings: dict[str, Any], argv: list[str] | None = None) -> dict[s
     return config
 
 
+def settings_of(path: str, **names: Any) -> dict[str, Any]:
+    """Returns the default settings of another script, with their annotations, without running the script.
+
+    Args:
+        path: the script. Its settings are the assignments above its call of `configure`.
+        **names: modules that the defaults use.
+    """
+    with open(path) as file:
+        statements = ast.parse(file.read()).body
+    above = itertools.takewhile(lambda statement: "configure" not in _called(statement), statements)
+    assignments: list[ast.stmt] = [statement for statement in above if isinstance(statement, ast.Assign | ast.AnnAssign)]
+    settings = {**globals(), **names, "__annotations__": {}}
+    exec(compile(ast.Module(assignments, []), path, "exec"), settings)
+    defaults = {key: value for key, value in settings.items() if _is_setting(key, value)}
+    return {**defaults, "__annotations__": settings["__annotations__"]}
+
+
+def _called(statement: ast.stmt) -> set[str]:
+    return {call.func.id for call in ast.walk(statement) if isinstance(call, ast.Call) and isinstance(call.func, ast.Name)}
+
+
 def _is_setting(key: str, value: Any) -> bool:
     return key.islower() and not key.startswith("_") and isinstance(value, int | float | bool | str)
 
@@ -130,7 +152,7 @@ def _parsed(text: str, default: Any) -> Any:
     if isinstance(default, str) and not text.startswith(("'", '"')):
         return text
     try:
-        return literal_eval(text)
+        return ast.literal_eval(text)
     except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError):
         return text
 

@@ -12,6 +12,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+# sizes of the released models; their vocabulary has 50257 tokens
+GPT2_SIZES = {
+    "gpt2": {"n_layer": 12, "n_head": 12, "n_embd": 768},
+    "gpt2-medium": {"n_layer": 24, "n_head": 16, "n_embd": 1024},
+    "gpt2-large": {"n_layer": 36, "n_head": 20, "n_embd": 1280},
+    "gpt2-xl": {"n_layer": 48, "n_head": 25, "n_embd": 1600},
+}
 
 
 @dataclass
@@ -91,6 +100,7 @@ class GPT(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.config = config
+        self.activation_checkpointing = False  # True: keep only the input of each block, and compute the rest again in backward
         self.transformer = nn.ModuleDict(
             {
                 "wte": nn.Embedding(config.vocab_size, config.n_embd),
@@ -154,7 +164,7 @@ class GPT(nn.Module):
         positions = torch.arange(time, device=idx.device)
         x = self.transformer.drop(self.transformer.wte(idx) + self.transformer.wpe(positions))
         for block in self.transformer.h:
-            x = block(x)
+            x = checkpoint(block, x, use_reentrant=False) if self.activation_checkpointing else block(x)
         x = self.transformer.ln_f(x)
         if targets is None:
             return self.lm_head(x[:, -1:]), None

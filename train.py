@@ -25,16 +25,19 @@ import numpy as np
 import torch
 
 import hardware
+from accounting import Workload
 from checkpoints import Checkpoints
 from configurator import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, UnitInterval, configure
 from dataset import Dataset, prepare_if_missing
 from distributed import exit_on_wrong_input, finish, launched, mean_over_ranks, print0, start
 from guard import Guard
 from logger import Logger, Meter
+from memory_check import MemoryCheck
 from model import GPT, GPTConfig
 from signals import Action, Signals
 from zero import ShardedGradScaler
 from zero.build import build, clip_grad_norm_, describe
+from zero.flags import Flags
 
 # -----------------------------------------------------------------------------
 # default settings: GPT-2 (124M) on OpenWebText
@@ -65,6 +68,7 @@ n_head = 12
 n_embd = 768
 dropout = 0.0  # 0 for pretraining; try 0.1 for finetuning
 bias = False  # use biases in LayerNorm and Linear layers
+activation_checkpointing = False  # keep only the input of each block for backward, and compute the block again: less memory
 # AdamW
 learning_rate: NonNegativeFloat = 6e-4
 max_iters: NonNegativeInt = 600000
@@ -167,23 +171,15 @@ with exit_on_wrong_input():
     data.check(raw_model.config.vocab_size, rank, world_size)
 raw_model.to(device)
 print0(f"number of parameters: {raw_model.num_params() / 1e6:.2f}M")
+raw_model.activation_checkpointing = activation_checkpointing
 if compile:
     raw_model.compile_blocks()
 
 # optimizer: `build` chooses the implementation from the ZeRO-1 settings
 with exit_on_wrong_input():
-    model, optimizer = build(
-        raw_model,
-        raw_model.param_groups(weight_decay),
-        use_zero1=use_zero1,
-        zero1_impl=zero1_impl,
-        bucket_mb=zero_bucket_mb,
-        shard_gradients=shard_gradients,
-        param_dtype=param_dtype,
-        check_reads=zero_check_reads,
-        lr=learning_rate,
-        betas=(beta1, beta2),
-    )
+    flags = Flags(use_zero1, zero1_impl, zero_bucket_mb, shard_gradients, param_dtype, zero_check_reads)
+    groups = raw_model.param_groups(weight_decay)
+    model, optimizer = build(raw_model, groups, **vars(flags), lr=learning_rate, betas=(beta1, beta2))
     scaler = ShardedGradScaler(device.type, enabled=dtype == "float16")
     if checkpoint is not None:
         checkpoints.restore(optimizer, checkpoint)
@@ -254,6 +250,8 @@ with exit_on_wrong_input():
         rank,
     )
 meter = Meter(log, tokens_per_iter, raw_model.flops_per_token() * tokens_per_iter / world_size, device, dtype)
+workload = Workload(raw_model.config, batch_size, dtype, device.type, activation_checkpointing)
+memory = MemoryCheck(log, model, optimizer, workload, flags, micro_steps, compile)
 signals = Signals()
 guard = Guard(raw_model, optimizer, scaler, limit=1 if on_nonfinite == "stop" else max_nonfinite)
 
@@ -264,6 +262,8 @@ first_iter = iter_num
 action = Action.CONTINUE
 if iter_num > max_iters:
     print0(f"nothing to train: the checkpoint is at iteration {iter_num}, beyond max_iters={max_iters}")
+if iter_num <= max_iters and not eval_only:
+    memory.announce(iter_num)
 meter.restart()
 while iter_num <= max_iters or eval_only:
     lr = get_lr(iter_num) if decay_lr else learning_rate
@@ -289,7 +289,7 @@ while iter_num <= max_iters or eval_only:
     for micro_step in range(micro_steps):
         model.require_backward_grad_sync = micro_step == micro_steps - 1  # sync in the last micro-step; shard_gradients: in all
         with autocast:
-            _, loss = model(x, y)
+            loss = model(x, y)[1]  # the logits, which can be the largest tensor, are not kept
         loss_sum += loss.detach()
         x, y = get_batch("train", next(batches))  # prefetch the next batch while the device computes
         scaler.scale(loss / micro_steps).backward()
@@ -305,6 +305,9 @@ while iter_num <= max_iters or eval_only:
 
     if is_logged or (iter_num + 1) % eval_interval == 0 or device.type == "cpu":  # report() waits for a GPU
         guard.report(iter_num)
+    if iter_num == first_iter + 2:  # all kinds of state exist since the second step
+        memory.compare(iter_num)
+        meter.restart()
     optimizer.zero_grad(set_to_none=True)
     iter_num += 1
     data_position += sequences_per_iter

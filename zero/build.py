@@ -8,12 +8,9 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from zero.data_parallel import ShardedDataParallel
-from zero.memory import predicted_bytes
+from zero.flags import PARAM_DTYPES, Flags
 from zero.optimizer import GradientNorms, ShardedOptimizer
 from zero.partition import parameters, partition
-
-IMPLEMENTATIONS = ("sharded", "torch")
-PARAM_DTYPES = {"float32": None, "bfloat16": torch.bfloat16}  # None: the model keeps its dtypes
 
 
 def build(
@@ -50,12 +47,13 @@ def build(
         ValueError: if `zero1_impl` or `param_dtype` is unknown, flags cannot be combined, `bucket_mb` is not positive, or
             an argument of AdamW is invalid.
     """
-    _check_flags(use_zero1, zero1_impl, shard_gradients, param_dtype, check_reads)
+    flags = Flags(use_zero1, zero1_impl, bucket_mb, shard_gradients, param_dtype, check_reads)
+    implementation = flags.implementation(dist.get_world_size() if dist.is_initialized() else 1)
     device = next(model.parameters()).device
     adamw["fused"] = device.type in ("cuda", "cpu")
     if not dist.is_initialized():
         return model, torch.optim.AdamW(groups, **adamw)
-    if use_zero1 and zero1_impl == "sharded" and dist.get_world_size() > 1:
+    if implementation == "sharded":
         sharded = ShardedOptimizer(
             groups,
             torch.optim.AdamW,
@@ -66,28 +64,13 @@ def build(
         )
         return ShardedDataParallel(model, sharded, shard_gradients=shard_gradients, check_reads=check_reads), sharded
     optimizer: torch.optim.Optimizer
-    if use_zero1 and dist.get_world_size() > 1:
+    if implementation == "torch":
         optimizer = ZeroRedundancyOptimizer(groups, optimizer_class=torch.optim.AdamW, **adamw)
     else:
         optimizer = torch.optim.AdamW(groups, **adamw)
     # gradients are views into DDP's buckets: the all-reduce is the same, but there is no second copy of every gradient
     device_ids = [device.index] if device.type == "cuda" else None
     return DistributedDataParallel(model, device_ids=device_ids, gradient_as_bucket_view=True), optimizer
-
-
-def _check_flags(use_zero1: bool, zero1_impl: str, shard_gradients: bool, param_dtype: str, check_reads: bool) -> None:
-    if zero1_impl not in IMPLEMENTATIONS:
-        raise ValueError(f"zero1_impl={zero1_impl!r} is not one of {', '.join(IMPLEMENTATIONS)}")
-    if param_dtype not in PARAM_DTYPES:
-        raise ValueError(f"param_dtype={param_dtype!r} is not one of {', '.join(PARAM_DTYPES)}")
-    if not dist.is_initialized() or dist.get_world_size() == 1 or (use_zero1 and zero1_impl == "sharded"):
-        return
-    if param_dtype != "float32":
-        raise ValueError(f"param_dtype={param_dtype!r} needs the master weights of use_zero1=True, zero1_impl='sharded'")
-    if shard_gradients:
-        raise ValueError("shard_gradients=True needs use_zero1=True, zero1_impl='sharded'")
-    if check_reads:
-        raise ValueError("zero_check_reads=True needs use_zero1=True, zero1_impl='sharded'")
 
 
 def clip_grad_norm_(optimizer: torch.optim.Optimizer, max_norm: float) -> GradientNorms:
@@ -114,7 +97,7 @@ def clip_grad_norm_(optimizer: torch.optim.Optimizer, max_norm: float) -> Gradie
 def describe(optimizer: torch.optim.Optimizer, use_zero1: bool) -> str:
     """Return one line for the console: the implementation, its state bytes per rank, and the state bytes of plain AdamW."""
     plan = partition(optimizer).plan
-    by_rank = [predicted_bytes(plan, rank)["state"] for rank in range(plan.world_size)]
+    by_rank = [2 * owned for owned in plan.updated_bytes]  # exp_avg and exp_avg_sq
     whole = f"{sum(by_rank) / 1e6:.1f} MB"
     if isinstance(optimizer, ShardedOptimizer | ZeroRedundancyOptimizer):
         name = "sharded" if isinstance(optimizer, ShardedOptimizer) else "torch"

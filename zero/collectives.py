@@ -16,6 +16,7 @@ import torch.distributed as dist
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
+MAX_IN_FLIGHT = 2  # reduce-scatters in flight: one on the wire, the next one ready; more are not faster and take memory
 LONG_TIMEOUT = timedelta(days=1)  # for waits on a disk, which may take longer than any step
 
 
@@ -23,10 +24,10 @@ LONG_TIMEOUT = timedelta(days=1)  # for waits on a disk, which may take longer t
 def cpu_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     """Return a process group of the same ranks that sends from main memory.
 
-    This is `group` itself if its backend is gloo; otherwise it is a new gloo group. The first call needs to be made on all
-    ranks of the group.
+    This is `group` itself if its backend is gloo, or the fake one of PyTorch's tests; otherwise it is a new gloo group. The
+    first call needs to be made on all ranks of the group.
     """
-    if dist.get_backend(group) == "gloo":
+    if dist.get_backend(group) in ("gloo", "fake"):
         return group
     ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
     return dist.new_group(ranks, timeout=LONG_TIMEOUT, backend="gloo", use_local_synchronization=True)

@@ -17,11 +17,10 @@ from torch.autograd import Variable
 from torch.profiler import record_function
 from torch.utils._pytree import tree_leaves
 
-from zero.collectives import ReduceScatterWork
+from zero.collectives import MAX_IN_FLIGHT, ReduceScatterWork
 from zero.optimizer import SPARSE, Bucket, OwnedSlice, ShardedOptimizer, flattened, shaped
 from zero.placeholders import SentGradient, WaitingDict, find_hidden_tensors, local_gradient
 
-_IN_FLIGHT = 2  # reduce-scatters in flight: one on the wire, the next one ready; more are not faster and take memory
 _wrapper_of: weakref.WeakKeyDictionary[nn.Module, "weakref.ref[ShardedDataParallel]"] = weakref.WeakKeyDictionary()
 
 
@@ -316,6 +315,7 @@ class ShardedDataParallel(nn.Module):
         self._wait_for_agreement()
         self._apply_zeroing()
         for gradients in self._gradients:
+            self._finish_reduce_scatter(gradients)  # of the previous micro-step
             gradients.missing = {param for param, _ in gradients.bucket.members}
         self._phase, self._next = Phase.BACKWARD, 0
         Variable._execution_engine.queue_callback(self._end_backward)
@@ -361,9 +361,8 @@ class ShardedDataParallel(nn.Module):
             number, self._next = self._next, self._next + 1  # first: hooks of another device may run in another thread
             gradients = self._gradients[number]
             self._wait_for_streams(gradients)
-            self._finish_reduce_scatter(gradients)  # of the previous micro-step
-            if number >= _IN_FLIGHT:
-                self._finish_reduce_scatter(self._gradients[number - _IN_FLIGHT])
+            if number >= MAX_IN_FLIGHT:
+                self._finish_reduce_scatter(self._gradients[number - MAX_IN_FLIGHT])
             with record_function(f"zero::reduce_scatter bucket {number}"):
                 gradients.reduction = self._comm.reduce_scatter(self._bucket_buffer(gradients), gradients.bucket.sizes)
             gradients.buffer = None

@@ -191,6 +191,21 @@ class Layout:
         """Number of elements of the flat buffer."""
         return self.buckets[-1].stop if self.buckets else 0
 
+    def owned_numels(self) -> list[int]:
+        """Return the number of elements that each rank owns, without padding."""
+        owned = [0] * len(self.shards[0]) if self.shards else []
+        positions = iter(self._in_order)
+        param = next(positions, None)
+        for shards in self.shards:
+            for rank, (start, stop) in enumerate(shards):
+                while param is not None and self.offsets[param] < stop:
+                    begin, end = self.offsets[param], self.offsets[param] + self.numels[param]
+                    owned[rank] += max(0, min(end, stop) - max(begin, start))
+                    if end > stop:  # the rest lies in the next shard
+                        break
+                    param = next(positions, None)
+        return owned
+
     def slices(self, rank: int) -> list[Slice]:
         """Return the slices that `rank` owns, in the order of the flat buffer; `param` counts through `numels`."""
         return [slice_ for shards in self.shards for slice_ in self.slices_in(shards[rank])]
@@ -260,6 +275,19 @@ class Plan:
         if rank == 0:  # rank 0 has the optimizer state of frozen parameters, if there is any
             slices += [Slice(number, 0, spec.numel) for number, spec in enumerate(self.params) if not spec.requires_grad]
         return sorted(slices)
+
+    @cached_property
+    def updated_bytes(self) -> list[int]:
+        """By rank: bytes of the trainable elements that it owns, in the dtype of the update."""
+        owned = [0] * self.world_size
+        for buffer in self.buffers:
+            for rank, numel in enumerate(buffer.layout.owned_numels()):
+                owned[rank] += numel * buffer.update_dtype.itemsize
+        for rank, slices in enumerate(self.assigned or ()):
+            for number, start, stop in slices:
+                if self.params[number].requires_grad:
+                    owned[rank] += (stop - start) * self.params[number].dtype.itemsize
+        return owned
 
     def update_dtype(self, number: int) -> torch.dtype:
         """Return the dtype in which a parameter is updated."""

@@ -1,63 +1,22 @@
-"""Memory use in bytes: predicted from a plan, or measured on tensors and on the device."""
+"""Memory use in bytes, measured on tensors and on the device. `zero.prediction` predicts it."""
 
 import resource
 import sys
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
-from zero.layout import Plan
 from zero.optimizer import ShardedOptimizer
 from zero.partition import parameters, partition
 from zero.placeholders import local_gradient
 
 
-def predicted_bytes(
-    plan: Plan, rank: int, *, tensors_per_parameter: int = 2, wrapped: bool = True, shard_gradients: bool = False
-) -> dict[str, int]:
-    """Return the bytes that a rank will hold for the model and its optimizer. A model on the meta device is enough.
+def held_bytes(optimizer: torch.optim.Optimizer, model: torch.nn.Module | None = None) -> dict[str, int]:
+    """Return the bytes that this rank holds now for the model and its optimizer, by purpose.
 
     Args:
-        plan: the plan of any implementation, see `zero.layout`.
-        tensors_per_parameter: per-element state tensors. The number is 2 for Adam and AdamW (`exp_avg`, `exp_avg_sq`). They
-            have the dtype of the update.
-        wrapped: a ShardedOptimizer is used with ShardedDataParallel, which converts frozen parameters to `param_dtype` and
-            keeps gradients as shards once they are sent.
-        shard_gradients: see ShardedDataParallel.
-
-    Returns:
-        parameters       the weights that forward and backward use, with the padding of flat buffers
-        gradients        full gradients, between the micro-steps of an iteration
-        gradient_shards  mean gradients of the owned slices, from the last backward to the end of the step
-        state            per-element optimizer state after every parameter has been updated. `step` counters, 4 bytes per
-                         slice, are not counted.
-        master           masters of the owned slices
-    """
-    trainable = [number for number, spec in enumerate(plan.params) if spec.requires_grad]
-    frozen = [spec for spec in plan.params if not spec.requires_grad]
-    frozen_dtype = plan.param_dtype if wrapped else None
-    owned = [slice_ for slice_ in plan.slices(rank) if plan.params[slice_.param].requires_grad]
-    updated = sum(slice_.numel * plan.update_dtype(slice_.param).itemsize for slice_ in owned)
-    predicted = {
-        "parameters": sum(spec.numel * (frozen_dtype or spec.dtype).itemsize for spec in frozen),
-        "gradients": 0,
-        "gradient_shards": 0,
-        "state": tensors_per_parameter * updated,
-        "master": 0,
-    }
-    if not plan.buffers:
-        predicted["gradients"] = sum(plan.params[number].numel * plan.params[number].dtype.itemsize for number in trainable)
-        predicted["parameters"] += predicted["gradients"]
-    for buffer in plan.buffers:
-        shard_bytes = sum(shards[rank].numel for shards in buffer.layout.shards) * buffer.update_dtype.itemsize
-        predicted["parameters"] += buffer.layout.padded_numel * buffer.dtype.itemsize
-        predicted["gradients"] += 0 if shard_gradients else sum(buffer.layout.numels) * buffer.dtype.itemsize
-        predicted["gradient_shards"] += shard_bytes if wrapped else 0
-        predicted["master"] += shard_bytes if buffer.has_masters else 0
-    return predicted
-
-
-def held_bytes(optimizer: torch.optim.Optimizer) -> dict[str, int]:
-    """Return the bytes that this rank holds now for the model and its optimizer, by purpose.
+        model: the wrapped model. With it, parameters outside of the optimizer count as well, and the gradient buckets of
+            DistributedDataParallel, which live as long as the wrapper.
 
     Returns:
         parameters  the weights that forward and backward use
@@ -67,7 +26,7 @@ def held_bytes(optimizer: torch.optim.Optimizer) -> dict[str, int]:
         buckets     other memory for communication: buckets that are being filled, sent or received, and tensors in the
                     pool for later buckets
     """
-    params = parameters(optimizer)
+    params = list(dict.fromkeys([*parameters(optimizer), *(() if model is None else model.parameters())]))
     states = partition(optimizer).inner.state.values()
     held = {
         "parameters": sum(param.nbytes for param in params),
@@ -81,6 +40,10 @@ def held_bytes(optimizer: torch.optim.Optimizer) -> dict[str, int]:
         "master": 0,
         "buckets": 0,
     }
+    if isinstance(model, DistributedDataParallel):
+        # a synchronized gradient is a view into a bucket; one that accumulates after zero_grad has its own memory
+        own = [param.grad.nbytes for param in params if param.grad is not None and not param.grad._is_view()]
+        held["gradients"] = sum(own) + sum(param.nbytes for param in params if param.requires_grad)
     if isinstance(optimizer, ShardedOptimizer):
         held["parameters"] += sum(
             buffer.data.nbytes - sum(param.nbytes for param in buffer.params) for buffer in optimizer.buffers

@@ -1,6 +1,4 @@
-"""zero.layout.plan and zero.memory.predicted_bytes: made from a model without memory, they say what a built optimizer holds."""
-
-import math
+"""zero.layout.plan and zero.flags: a plan made from a model without memory is that of the built optimizer."""
 
 import pytest
 import torch
@@ -11,11 +9,13 @@ from ranks import run_ranks
 from toy import Toy, make_toy
 
 from model import GPT, GPTConfig
-from zero.build import build, clip_grad_norm_
+from zero.build import build
+from zero.flags import Flags
 from zero.layout import ParameterSpec, parameter_specs, plan, replicated_plan, zero_redundancy_plan
-from zero.memory import held_bytes, predicted_bytes
+from zero.memory import held_bytes
 from zero.optimizer import ShardedOptimizer
 from zero.partition import partition
+from zero.prediction import Prediction
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float64]
 specs = st.lists(
@@ -104,7 +104,7 @@ def planned_and_built():
         optimizer.step()
         held = held_bytes(optimizer)
         held = {key: held[key] for key in ("parameters", "state", "master")}
-        results[setting] = same, predicted_bytes(planned, rank, wrapped=False), held
+        results[setting] = same, Prediction(planned, rank).at("after step"), held
     return results
 
 
@@ -119,64 +119,42 @@ def test_a_built_optimizer_holds_what_was_planned(world_size):
             assert (held["master"] > 0) == ("masters" in setting)
 
 
-# name: flags of zero.build.build
-FLAGS = {
-    "adamw": {"use_zero1": False},
-    "torch": {"zero1_impl": "torch"},
-    "sharded": {"bucket_mb": 0.02},
-    "shard_gradients": {"bucket_mb": 0.02, "shard_gradients": True},
-    "bfloat16": {"bucket_mb": 0.02, "param_dtype": "bfloat16"},
-}
 SIZES = GPTConfig(block_size=8, vocab_size=19, n_layer=2, n_head=2, n_embd=24, bias=False)
+FLAGS = [
+    Flags(use_zero1=False),
+    Flags(zero1_impl="torch"),
+    Flags(bucket_mb=0.02),
+    Flags(bucket_mb=0.02, shard_gradients=True),
+    Flags(bucket_mb=0.02, param_dtype="bfloat16"),
+]
 
 
-def gpt_plan(mode, model, world_size):
-    specs = parameter_specs(model.param_groups(0.1), model.parameters(), {p: name for name, p in model.named_parameters()})
-    if mode == "torch":
-        return zero_redundancy_plan(specs, world_size)
-    if mode == "adamw":
-        return replicated_plan(specs)
-    return plan(specs, world_size, bucket_mb=0.02, param_dtype=torch.bfloat16 if mode == "bfloat16" else None)
-
-
-def predicted_and_measured():
-    """By mode: bytes predicted from a GPT on the meta device, and those that this rank holds before and after a step."""
-    results = {}
-    for mode, flags in FLAGS.items():
+def planned_and_chosen():
+    """Whether the plan that flags choose for a GPT on the meta device is that of the optimizer that they build."""
+    same = []
+    for flags in FLAGS:
         with torch.device("meta"):
-            planned = gpt_plan(mode, GPT(SIZES), dist.get_world_size())
+            meta = GPT(SIZES)
+        planned = flags.plan(parameter_specs(meta.param_groups(0.1), meta.parameters()), dist.get_world_size())
         module = GPT(SIZES)
-        model, optimizer = build(module, module.param_groups(0.1), lr=0.01, **flags)
-        built = partition(optimizer).plan
-        same = [planned.slices(rank) == built.slices(rank) for rank in range(planned.world_size)]
-        tokens = torch.randint(19, (2, 2, 8))
-        model.require_backward_grad_sync = False
-        model(*tokens)[1].backward()
-        between = held_bytes(optimizer)["gradients"]
-        model.require_backward_grad_sync = True
-        model(*tokens)[1].backward()
-        clip_grad_norm_(optimizer, math.inf)  # waits for the gradients
-        before = held_bytes(optimizer)
-        optimizer.step()
-        rank = dist.get_rank() if planned.world_size > 1 else 0
-        predicted = predicted_bytes(planned, rank, shard_gradients=mode == "shard_gradients")
-        results[mode] = same, predicted, between, before, held_bytes(optimizer)
-    return results
+        built = partition(build(module, module.param_groups(0.1), lr=0.01, **vars(flags))[1]).plan
+        same.append([planned.slices(rank) == built.slices(rank) for rank in range(planned.world_size)])
+    return same
 
 
-def test_predictions_of_every_implementation_are_what_is_held():
-    for results in run_ranks(predicted_and_measured, 2):
-        for mode, (same, predicted, between, before, after) in results.items():
-            assert all(same), mode
-            if mode == "shard_gradients":  # some are still on the wire, as buckets
-                assert predicted["gradients"] == 0
-            else:
-                assert between == predicted["gradients"] > 0, mode
-            assert before["parameters"] == after["parameters"] == predicted["parameters"], mode
-            gradients = "gradients" if mode in ("adamw", "torch") else "gradient_shards"
-            assert before["gradients"] == predicted[gradients] > 0, mode
-            assert after["state"] == predicted["state"] > 0, mode
-            assert after["master"] == predicted["master"], mode
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_flags_choose_the_plan_of_what_they_build(world_size):
+    for same in run_ranks(planned_and_chosen, world_size):
+        assert len(same) == len(FLAGS)
+        assert all(map(all, same))
+
+
+@given(specs, st.integers(1, 9), options)
+def test_updated_bytes_are_those_of_the_slices(params, world_size, kwargs):
+    for planned in (plan(params, world_size, **kwargs), zero_redundancy_plan(params, world_size), replicated_plan(params)):
+        for rank, owned in enumerate(planned.updated_bytes):
+            trainable = [piece for piece in planned.slices(rank) if params[piece.param].requires_grad]
+            assert owned == sum(piece.numel * planned.update_dtype(piece.param).itemsize for piece in trainable)
 
 
 def test_a_group_that_is_added_has_the_next_number():
@@ -204,6 +182,6 @@ def test_gpt2_xl_over_1024_ranks_is_planned_without_its_memory():
     with torch.device("meta"):
         model = GPT(GPTConfig(n_layer=48, n_head=25, n_embd=1600))
     planned = plan(parameter_specs(model.param_groups(0.1), model.parameters()), 1024)
-    state = [predicted_bytes(planned, rank)["state"] for rank in (0, 511, 1023)]
+    state = [Prediction(planned, rank).state for rank in (0, 511, 1023)]
     numel = sum(param.numel() for param in model.parameters())
     assert max(state) == pytest.approx(8 * numel / 1024, rel=0.01)

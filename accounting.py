@@ -1,0 +1,163 @@
+"""What a run will need on each rank: memory at each point of a step, bytes to send. plan.py prints it, train.py checks it.
+
+`zero.prediction` predicts the model, the optimizer and the communication from the plan that training uses. `activations`
+predicts the activations. This module joins them for a GPT and the settings of train.py.
+"""
+
+import hashlib
+import json
+import os
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from model import GPT, GPTConfig
+from zero.flags import Flags
+from zero.layout import ParameterSpec, Plan, parameter_specs
+from zero.prediction import Prediction
+
+MODES = {  # the ways to hold the optimizer state, by the name in tables
+    "adamw": Flags(use_zero1=False),
+    "torch": Flags(zero1_impl="torch"),
+    "sharded": Flags(),
+    "shard_gradients": Flags(shard_gradients=True),
+    "bfloat16": Flags(param_dtype="bfloat16"),
+}
+TOLERANCE = 0.05  # a larger relative difference between prediction and measurement is worth a warning
+_CACHE = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "nanogpt-zero1", "activations.json")
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What a micro-step computes, and on what kind of device."""
+
+    config: GPTConfig
+    batch_size: int  # sequences per micro-step
+    dtype: str  # of the computation
+    device_type: str  # 'cuda', 'cpu', ...
+    activation_checkpointing: bool = False
+
+
+class Activations(NamedTuple):
+    """Bytes of activations in a micro-step, see `activations.Activations`."""
+
+    saved: int
+    first_half: int
+    second_half: int
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """The bytes of the rank with the most optimizer state."""
+
+    prediction: Prediction  # model, optimizer and communication
+    activations: Activations
+    state_to_mean: float  # optimizer state, relative to the mean over the ranks
+
+    @property
+    def peak(self) -> int:
+        """Peak bytes while training."""
+        return self.prediction.peak(self.activations.first_half, self.activations.second_half)
+
+    @property
+    def saving_peak(self) -> int:
+        """Peak bytes on the device of rank 0 while it saves a consolidated checkpoint."""
+        held = self.prediction
+        return sum(held.at("after step").values()) + (held.consolidated if held.on_cpu else 0)
+
+
+def gpt_specs(config: GPTConfig) -> list[ParameterSpec]:
+    """Returns the parameters of a GPT, as its optimizer numbers them, without allocating them."""
+    with torch.device("meta"), _SkipInitialization():
+        model = GPT(config)
+    names = {param: name for name, param in model.named_parameters()}
+    return parameter_specs(model.param_groups(0.0), model.parameters(), names)
+
+
+class _SkipInitialization(TorchFunctionMode):
+    """Skips `normal_`: on the meta device it does nothing, but its first call imports torch._dynamo, which takes a second."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        return kwargs["tensor"] if func is torch.nn.init.normal_ else func(*args, **kwargs)
+
+
+def forecast(
+    plan: Plan,
+    flags: Flags,
+    world_size: int,
+    micro_steps: int,
+    device_type: str,
+    activations: Activations,
+    distributed: bool,
+) -> Forecast:
+    """Predict what the rank with the most optimizer state will need.
+
+    Args:
+        plan: the plan of the flags, see `Flags.plan`.
+        micro_steps: micro-steps per iteration on each rank.
+        distributed: the ranks are torchrun's, so that the model is wrapped for data parallelism.
+    """
+    owned = plan.updated_bytes
+    sharded = flags.implementation(world_size) == "sharded"
+    prediction = Prediction(
+        plan,
+        owned.index(max(owned)),
+        "ShardedDataParallel" if sharded else "DistributedDataParallel" if distributed else None,
+        world_size,
+        micro_steps,
+        shard_gradients=sharded and flags.shard_gradients,
+        on_cpu=device_type == "cpu",
+    )
+    return Forecast(prediction, activations, max(owned) * len(owned) / max(1, sum(owned)))
+
+
+def predicted_activations(workload: Workload, param_dtype: str) -> Activations:
+    """Returns the result of `activations.predict`. It is kept in a file, because the fake tensors take a second to import."""
+    known = _read_cache()
+    key = f"{workload} {param_dtype} {_version()}"
+    if key not in known:
+        import activations  # only here: see above
+
+        known[key] = activations.predict(
+            workload.config,
+            workload.batch_size,
+            workload.dtype,
+            param_dtype,
+            workload.activation_checkpointing,
+            workload.device_type,
+        )
+        _write_cache(known)
+    return Activations(*known[key])
+
+
+@cache
+def _version() -> str:
+    """Returns a text that changes with the code that activations depend on."""
+    sources = hashlib.sha256()
+    for name in ("model.py", "activations.py"):
+        with open(os.path.join(os.path.dirname(os.path.abspath(__file__)), name), "rb") as file:
+            sources.update(file.read())
+    return f"torch {torch.__version__} {sources.hexdigest()[:16]}"
+
+
+@cache
+def _read_cache() -> dict[str, Any]:
+    try:
+        with open(_CACHE) as file:
+            return json.load(file)
+    except (OSError, ValueError):  # there is none, or it is damaged: it will be written again
+        return {}
+
+
+def _write_cache(known: dict[str, Any]) -> None:
+    try:
+        os.makedirs(os.path.dirname(_CACHE), exist_ok=True)
+        with open(f"{_CACHE}.{os.getpid()}", "w") as file:
+            json.dump(known, file)
+        os.replace(file.name, _CACHE)
+    except OSError:  # a home that cannot be written to: the next prediction takes a second longer
+        return

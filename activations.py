@@ -1,0 +1,166 @@
+"""Memory for the activations of a GPT, predicted without a GPU and without its weights.
+
+`predict` runs a micro-step of a small model on fake tensors (PyTorch's FakeTensorMode): they have shapes, dtypes and
+lifetimes, but no memory. `LiveBytes` counts the bytes that would be alive. A model of many equal layers follows from two
+models of two and three layers. The program therefore needs no formula, which a change of `model.py` would make wrong.
+"""
+
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple, Self
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from hardware import DTYPES
+from model import GPT, CausalSelfAttention, GPTConfig
+
+_WITH_MEMORY = (torch.Tensor, nn.Parameter, FakeTensor)  # other classes wrap these, or are placeholders without memory
+
+
+class Activations(NamedTuple):
+    """Bytes on one rank in a micro-step, in addition to parameters and their gradients."""
+
+    saved: int  # what forward keeps for backward
+    first_half: int  # peak until backward begins with the first block, which comes last in backward
+    second_half: int  # peak from then until the end of backward
+
+    def extrapolated(self, smaller: Self, layers: int) -> "Activations":
+        """Returns the bytes of a model that has `layers` more layers. `smaller` has one layer less than this one."""
+        return Activations(*(here + layers * (here - there) for here, there in zip(self, smaller, strict=True)))
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of the tensors that operations inside of this context create, as long as they are alive.
+
+    Several tensors that share one storage count once. Tensors from before the context count from the first operation that
+    returns a view of them, unless they are given to `ignore`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0  # bytes
+        self._alive: dict[int, int] = {}  # by address of the storage object: bytes
+
+    def ignore(self, tensors: Any) -> None:
+        """Do not count the storages of these tensors."""
+        for tensor in tensors:
+            self._alive[tensor.untyped_storage()._cdata] = 0
+
+    def reset_peak(self) -> None:
+        """Start a new peak."""
+        self.peak = self.now
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if type(leaf) in _WITH_MEMORY:
+                self._count(leaf.untyped_storage())
+        return result
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key in self._alive:
+            return
+        self._alive[key] = storage.nbytes()
+        self.now += self._alive[key]
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self._free, key).atexit = False
+
+    def _free(self, key: int) -> None:
+        self.now -= self._alive.pop(key)
+
+
+def predict(
+    config: GPTConfig, batch_size: int, dtype: str, param_dtype: str, checkpointing: bool, device_type: str
+) -> Activations:
+    """Predict the activations of a micro-step without torch.compile, which needs less.
+
+    Args:
+        config: sizes of the model. Sequences have `block_size` tokens.
+        batch_size: sequences per micro-step.
+        dtype: dtype of the computation, a key of `hardware.DTYPES`.
+        param_dtype: dtype of the weights.
+        checkpointing: see `GPT.activation_checkpointing`.
+        device_type: 'cpu' or 'cuda'; any other counts as 'cuda'.
+    """
+
+    def measure(layers: int) -> Activations:
+        return _measure(replace(config, n_layer=layers), batch_size, dtype, param_dtype, checkpointing, device_type)
+
+    if config.n_layer <= 3:
+        return measure(config.n_layer)
+    return measure(3).extrapolated(measure(2), config.n_layer - 3)
+
+
+def _measure(
+    config: GPTConfig, batch_size: int, dtype: str, param_dtype: str, checkpointing: bool, device_type: str
+) -> Activations:
+    with torch.device("meta"):
+        model = GPT(config).to(DTYPES[param_dtype])
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model = model.to_empty(device="cpu")
+        model.activation_checkpointing = checkpointing
+        tokens = torch.zeros((batch_size, config.block_size), dtype=torch.int64)
+        autocast = torch.autocast("cpu", torch.bfloat16, enabled=dtype != "float32")  # float16 takes as many bytes
+        if device_type != "cpu":
+            _imitate_cuda(model)
+        return micro_step(model, lambda: model(tokens, tokens)[1], autocast)
+
+
+def micro_step(model: GPT, forward: Callable[[], torch.Tensor], autocast: Any) -> Activations:
+    """Run forward and backward on the CPU and measure the activations. Gradients are dropped as they arrive."""
+    live = LiveBytes()
+    live.ignore({*model.parameters(), *model.buffers()})
+    halves: list[int] = []
+
+    def drop(param: torch.nn.Parameter) -> None:
+        param.grad = None
+        if not halves and param in first_block:
+            halves.append(live.peak)
+            live.reset_peak()
+
+    first_block = set(model.transformer.h[0].parameters())
+    handles = [param.register_post_accumulate_grad_hook(drop) for param in model.parameters()]
+    try:
+        with live:
+            with autocast:
+                loss = forward()
+            saved = live.now
+            loss.backward()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return Activations(saved, halves[0], live.peak)
+
+
+def _imitate_cuda(model: GPT) -> None:
+    """Make a model on the CPU keep the bytes that it would keep on a GPU.
+
+    Autocast computes LayerNorm in float32 on a GPU, and in the dtype of its input on a CPU. Dropout keeps a mask of one byte
+    per element on a GPU, and factors in the dtype of the input on a CPU. Attention keeps no mask for its dropout on a GPU.
+    """
+    for part in model.modules():
+        if isinstance(part, nn.LayerNorm):
+            part.forward = partial(_layer_norm_on_cuda, part)
+        elif isinstance(part, nn.Dropout) and part.p:
+            part.forward = partial(_dropout_on_cuda, part)
+        elif isinstance(part, CausalSelfAttention):
+            part.dropout = 0.0
+
+
+def _layer_norm_on_cuda(norm: nn.LayerNorm, x: torch.Tensor) -> torch.Tensor:
+    if not torch.is_autocast_enabled("cpu"):
+        return F.layer_norm(x, norm.normalized_shape, norm.weight, norm.bias, norm.eps)
+    bias = None if norm.bias is None else norm.bias.float()
+    return F.layer_norm(x.float(), norm.normalized_shape, norm.weight.float(), bias, norm.eps)
+
+
+def _dropout_on_cuda(dropout: nn.Dropout, x: torch.Tensor) -> torch.Tensor:
+    return torch.native_dropout(x, dropout.p, True)[0]

@@ -1,0 +1,106 @@
+"""Memory of a run: what is predicted at its start, and after a few steps what it takes."""
+
+from typing import Any
+
+import torch
+
+from accounting import Activations, Forecast, Workload, forecast, predicted_activations
+from distributed import launched
+from logger import Logger
+from zero.collectives import gather_objects
+from zero.flags import Flags
+from zero.memory import held_bytes, peak_bytes
+from zero.partition import partition
+
+TOLERANCE = 0.05  # a larger relative difference between prediction and measurement causes a warning ...
+GPU_WORKSPACES = 100_000_000  # ... if it is also more than this on a GPU, where cuBLAS and others take workspaces
+
+
+class MemoryCheck:
+    """Prints and logs the memory that the fullest rank will need. The constructor and `compare` need to be called on all ranks.
+
+    Args:
+        log: logger that receives the figures.
+        model, optimizer: what `zero.build.build` returned for `flags`.
+        workload: the micro-step.
+        micro_steps: micro-steps per iteration on each rank.
+        compiled: the model is compiled, so that activations take less than predicted.
+    """
+
+    def __init__(
+        self,
+        log: Logger,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        workload: Workload,
+        flags: Flags,
+        micro_steps: int,
+        compiled: bool,
+    ) -> None:
+        self.log, self.model, self.optimizer, self.compiled = log, model, optimizer, compiled
+        self.device = next(model.parameters()).device
+        launch, plan = launched(), partition(optimizer).plan
+        param_dtype = "bfloat16" if plan.has_masters else "float32"
+        activations = _activations(workload, param_dtype) if log.rank == 0 else Activations(0, 0, 0)
+        self.forecast: Forecast = forecast(
+            plan, flags, launch.world_size, micro_steps, workload.device_type, activations, launch.distributed
+        )
+        self.predicted = self.forecast.prediction.at("before step")
+
+    def announce(self, iteration: int) -> None:
+        """Print and log the prediction."""
+        peak = self.forecast.peak
+        if self.log.rank == 0:
+            parts = _parts({"activations": self.forecast.activations.saved, **self.predicted})
+            print(f"predicted memory: {_size(peak)} at the peak of the fullest rank; {parts}")
+        self.log.log({"iter": iteration, "memory/predicted_peak_mb": peak / 1e6, **_logged("predicted", self.predicted)})
+
+    def compare(self, iteration: int) -> None:
+        """Print and log what the fullest rank holds. Call it on all ranks, after the update and before `zero_grad`."""
+        held = held_bytes(self.optimizer, self.model)
+        on_gpu = self.device.type == "cuda"
+        by_rank = gather_objects((sum(held.values()), peak_bytes(self.device) if on_gpu else 0, held))
+        total, _, held = max(by_rank, key=lambda rank: rank[0])
+        peak = max(peak for _, peak, _ in by_rank)
+        if self.log.rank > 0:
+            return
+        predicted = sum(self.predicted.values())
+        line = f"measured memory: {_size(total)} of model and optimizer (predicted {_size(predicted)})"
+        event: dict[str, Any] = {"iter": iteration, **_logged("measured", held)}
+        if on_gpu:
+            line += f", {_size(peak)} at the peak (predicted {_size(self.forecast.peak)})"
+            event["memory/measured_peak_mb"] = peak / 1e6
+        print(line, flush=True)
+        self.log.log(event)
+        if self._differs(predicted, total):
+            print(f"WARNING: model and optimizer take {_parts(held)}; predicted were {_parts(self.predicted)}", flush=True)
+        if on_gpu and self._differs(self.forecast.peak, peak) and not (self.compiled and peak < self.forecast.peak):
+            print(
+                f"WARNING: the peak is {_size(peak)}; predicted were {_parts(self.predicted)}, and activations of "
+                f"{_size(self.forecast.activations.saved)}",
+                flush=True,
+            )
+
+    def _differs(self, predicted: int, measured: int) -> bool:
+        allowed = max(TOLERANCE * predicted, GPU_WORKSPACES if self.device.type == "cuda" else 0)
+        return abs(measured - predicted) > allowed
+
+
+def _activations(workload: Workload, param_dtype: str) -> Activations:
+    try:
+        return predicted_activations(workload, param_dtype)
+    except Exception as error:  # a model that was changed may do what fake tensors cannot do
+        print(f"note: activations cannot be predicted: {type(error).__name__}: {error}")
+        return Activations(0, 0, 0)
+
+
+def _parts(by_purpose: dict[str, int]) -> str:
+    return ", ".join(f"{_size(count)} of {purpose}" for purpose, count in by_purpose.items() if count)
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
+
+
+def _logged(which: str, by_purpose: dict[str, int]) -> dict[str, float]:
+    return {f"memory/{which}_{purpose}_mb": count / 1e6 for purpose, count in by_purpose.items()}

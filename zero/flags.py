@@ -1,0 +1,65 @@
+"""The flags of `zero.build.build`: which combinations are valid, which implementation they choose, and its plan."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from zero.layout import ParameterSpec, Plan, plan, replicated_plan, zero_redundancy_plan
+
+IMPLEMENTATIONS = ("sharded", "torch")
+PARAM_DTYPES = {"float32": None, "bfloat16": torch.bfloat16}  # None: the model keeps its dtypes
+
+
+@dataclass(frozen=True)
+class Flags:
+    """See `zero.build.build`.
+
+    Raises:
+        ValueError: if `zero1_impl` or `param_dtype` is unknown.
+    """
+
+    use_zero1: bool = True
+    zero1_impl: str = "sharded"
+    bucket_mb: float = 75
+    shard_gradients: bool = False
+    param_dtype: str = "float32"
+    check_reads: bool = False
+
+    def __post_init__(self) -> None:
+        if self.zero1_impl not in IMPLEMENTATIONS:
+            raise ValueError(f"zero1_impl={self.zero1_impl!r} is not one of {', '.join(IMPLEMENTATIONS)}")
+        if self.param_dtype not in PARAM_DTYPES:
+            raise ValueError(f"param_dtype={self.param_dtype!r} is not one of {', '.join(PARAM_DTYPES)}")
+
+    def implementation(self, world_size: int) -> Literal["adamw", "torch", "sharded"]:
+        """Return the implementation on `world_size` ranks. A single rank has plain AdamW for all flags.
+
+        Raises:
+            ValueError: if several ranks cannot combine the flags.
+        """
+        if world_size == 1:
+            return "adamw"
+        if self.use_zero1 and self.zero1_impl == "sharded":
+            return "sharded"
+        if self.param_dtype != "float32":
+            raise ValueError(
+                f"param_dtype={self.param_dtype!r} needs the master weights of use_zero1=True, zero1_impl='sharded'"
+            )
+        if self.shard_gradients:
+            raise ValueError("shard_gradients=True needs use_zero1=True, zero1_impl='sharded'")
+        if self.check_reads:
+            raise ValueError("zero_check_reads=True needs use_zero1=True, zero1_impl='sharded'")
+        return "torch" if self.use_zero1 else "adamw"
+
+    def plan(self, params: Sequence[ParameterSpec], world_size: int) -> Plan:
+        """Return the plan of the implementation on `world_size` ranks.
+
+        Raises:
+            ValueError: if several ranks cannot combine the flags, or `bucket_mb` is not positive.
+        """
+        implementation = self.implementation(world_size)
+        if implementation == "sharded":
+            return plan(params, world_size, bucket_mb=self.bucket_mb, param_dtype=PARAM_DTYPES[self.param_dtype])
+        return zero_redundancy_plan(params, world_size) if implementation == "torch" else replicated_plan(params)

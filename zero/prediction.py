@@ -1,0 +1,252 @@
+"""Bytes of memory and of communication on one rank, predicted from a plan. Arithmetic only: no tensors, no process group.
+
+The figures are those of a steady state, from the second step on. They count the elements of tensors. The allocator of a GPU
+rounds each tensor up to 512 bytes, and the libraries of a GPU (cuBLAS, NCCL) take workspaces in addition.
+"""
+
+from collections import Counter, deque
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import torch
+
+from zero.collectives import MAX_IN_FLIGHT
+from zero.layout import Plan
+
+PURPOSES = ("parameters", "gradients", "state", "master", "buckets")
+
+# wrapped       the model is wrapped for data parallelism, before the first step
+# accumulating  after a micro-step that is not the last one of its iteration
+# before step   after the last backward and after clipping: all gradients are in the place where the update reads them
+# after step    after the update and `zero_grad`, when all parameters have arrived
+Point = Literal["wrapped", "accumulating", "before step", "after step"]
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Predictions for one rank.
+
+    Args:
+        plan: the plan of any implementation, see `zero.flags` and `zero.layout`.
+        rank: a rank of the plan. A plan without sharding has only rank 0.
+        wrapper: 'ShardedDataParallel', 'DistributedDataParallel' with `gradient_as_bucket_view`, or None: a single process.
+        world_size: number of ranks.
+        micro_steps: micro-steps per iteration on each rank.
+        shard_gradients: see `zero.ShardedDataParallel`.
+        on_cpu: on a CPU, buckets are kept from step to step, and ranks send parts of a bucket to each other.
+        tensors_per_parameter: per-element state tensors. The number is 2 for Adam and AdamW (`exp_avg`, `exp_avg_sq`). They
+            have the dtype of the update. `step` counters, 4 bytes per slice, are not counted.
+    """
+
+    plan: Plan
+    rank: int = 0
+    wrapper: Literal["ShardedDataParallel", "DistributedDataParallel"] | None = None
+    world_size: int = 1
+    micro_steps: int = 1
+    shard_gradients: bool = False
+    on_cpu: bool = False
+    tensors_per_parameter: int = 2
+
+    def at(self, point: Point) -> dict[str, int]:
+        """Return the bytes of the model and its optimizer at a point of a step, by purpose.
+
+        Returns:
+            parameters  the weights that forward and backward use, with the padding of flat buffers
+            gradients   full gradients, or with ShardedDataParallel after the last backward the shards of this rank
+            state       per-element optimizer state
+            master      masters of the owned slices
+            buckets     other memory for communication: buckets in flight, and on a CPU those kept for the next step
+        """
+        gradients, buckets = self._gradients_and_buckets(point)
+        return {
+            "parameters": self.parameters,
+            "gradients": gradients,
+            "state": 0 if point == "wrapped" else self.state,
+            "master": self.master,
+            "buckets": buckets,
+        }
+
+    def peak(self, first_half: int, second_half: int) -> int:
+        """Return the peak bytes of training.
+
+        Args:
+            first_half: peak bytes of activations until about half of backward, when there are few new gradients.
+            second_half: peak bytes of activations after that, when nearly all gradients exist.
+        """
+        held = self.parameters + self.state + self.master
+        full, shards, kept = self.full_gradients, self.gradient_shards, self._traffic.kept
+        accumulates = self.micro_steps > 1
+        if self.wrapper == "DistributedDataParallel":
+            return held + full * (2 if accumulates else 1) + max(first_half, second_half)
+        if self.wrapper is None:
+            return held + max(first_half + full * accumulates, second_half + full)
+        peaks = [first_half + kept, second_half + (kept if self.on_cpu else shards + self._traffic.peak)]
+        if accumulates:
+            peaks.append(first_half + shards if self.shard_gradients else max(first_half, second_half) + full)
+        return held + max(peaks)
+
+    def sent(self) -> dict[str, int]:
+        """Return the bytes that this rank sends per iteration, by kind of collective.
+
+        An all-reduce counts as a ring, 2 (N - 1) / N of its bytes. ZeroRedundancyOptimizer broadcasts every parameter: the
+        figure is the mean over the ranks, (N - 1) / N of the bytes.
+        """
+        others = self.world_size - 1
+        if self.wrapper == "ShardedDataParallel":
+            scattered = gathered = 0
+            for buffer in self.plan.buffers:
+                own = sum(shards[self.rank].numel for shards in buffer.layout.shards)
+                scattered += (buffer.layout.padded_numel - own) * buffer.dtype.itemsize
+                gathered += others * own * buffer.dtype.itemsize
+            return {"reduce-scatter": scattered * (self.micro_steps if self.shard_gradients else 1), "all-gather": gathered}
+        one_way = self.full_gradients * others // self.world_size
+        return {"all-reduce": 2 * one_way} | ({"broadcast": one_way} if self.plan.world_size > 1 else {})
+
+    @cached_property
+    def parameters(self) -> int:
+        """Bytes of the weights that forward and backward use."""
+        specs = self.plan.params
+        frozen_dtype = self.plan.param_dtype if self.wrapper == "ShardedDataParallel" else None
+        total = sum(spec.numel * (frozen_dtype or spec.dtype).itemsize for spec in specs if not spec.requires_grad)
+        if not self.plan.buffers:
+            return total + self.full_gradients
+        return total + sum(buffer.layout.padded_numel * buffer.dtype.itemsize for buffer in self.plan.buffers)
+
+    @cached_property
+    def full_gradients(self) -> int:
+        """Bytes of the gradients of all parameters."""
+        if not self.plan.buffers:
+            return sum(spec.numel * spec.dtype.itemsize for spec in self.plan.params if spec.requires_grad)
+        return sum(sum(buffer.layout.numels) * buffer.dtype.itemsize for buffer in self.plan.buffers)
+
+    @cached_property
+    def gradient_shards(self) -> int:
+        """Bytes of the mean gradients of the owned slices under ShardedDataParallel."""
+        return sum(self._own_bytes)
+
+    @cached_property
+    def state(self) -> int:
+        """Bytes of the per-element optimizer state of the owned slices."""
+        return self.tensors_per_parameter * self.plan.updated_bytes[self.rank]
+
+    @cached_property
+    def whole_state(self) -> int:
+        """Bytes of the per-element optimizer state of all ranks together."""
+        return self.tensors_per_parameter * sum(self.plan.updated_bytes)
+
+    @cached_property
+    def master(self) -> int:
+        """Bytes of the masters of the owned slices."""
+        return sum(
+            shards[self.rank].numel * buffer.update_dtype.itemsize
+            for buffer in self.plan.buffers
+            if buffer.has_masters
+            for shards in buffer.layout.shards
+        )
+
+    @cached_property
+    def consolidated(self) -> int:
+        """Bytes in the main memory of rank 0 while it saves a consolidated checkpoint: weights and state of all ranks."""
+        specs = enumerate(self.plan.params)
+        return self.whole_state + sum(spec.numel * self.plan.update_dtype(number).itemsize for number, spec in specs)
+
+    @property
+    def largest_buckets(self) -> int:
+        """Largest bytes of communication buffers at one time, in addition to gradients and their shards."""
+        if self.wrapper != "ShardedDataParallel":
+            return 0
+        return self._traffic.kept - self.gradient_shards if self.on_cpu else self._traffic.peak
+
+    def _gradients_and_buckets(self, point: Point) -> tuple[int, int]:
+        if self.wrapper == "DistributedDataParallel":
+            # its buckets exist from construction on; gradients are views into them, except those that accumulate
+            return self.full_gradients * (2 if point == "accumulating" else 1), 0
+        if self.wrapper is None:
+            return self.full_gradients if point in ("accumulating", "before step") else 0, 0
+        if point == "wrapped":
+            return 0, 0
+        if point == "accumulating" and not self.shard_gradients:
+            return self.full_gradients, 0  # kept buckets are freed
+        if point == "accumulating":  # the last reduce-scatters are in flight
+            shards = sum(self._own_bytes[:-MAX_IN_FLIGHT])
+            return shards, self._traffic.kept - shards if self.on_cpu else self._traffic.in_flight
+        shards = self.gradient_shards if point == "before step" else 0
+        return shards, self._traffic.kept - shards if self.on_cpu else 0
+
+    @cached_property
+    def _own_bytes(self) -> list[int]:
+        """Bytes of the gradient shard of each bucket."""
+        return [
+            shards[self.rank].numel * buffer.update_dtype.itemsize
+            for buffer in self.plan.buffers
+            for shards in buffer.layout.shards
+        ]
+
+    @cached_property
+    def _traffic(self) -> "_Traffic":
+        """The reduce-scatters of an iteration, bucket by bucket, as ShardedDataParallel runs them."""
+        traffic = _Traffic(self.on_cpu)
+        arrived: set[int] = set()
+        in_flight: deque[tuple[int, tuple[int, torch.dtype], list[tuple[int, torch.dtype]]]] = deque()
+
+        def finish() -> None:
+            number, shard, tensors = in_flight.popleft()
+            if number not in arrived:
+                traffic.acquire(shard, is_shard=True)
+                arrived.add(number)
+            for tensor in tensors:
+                traffic.release(tensor)
+
+        buckets = [(buffer, shards) for buffer in self.plan.buffers for shards in buffer.layout.shards]
+        for _ in range(min(2, self.micro_steps) if self.shard_gradients else 1):
+            while in_flight:
+                finish()
+            for number, (buffer, shards) in enumerate(buckets):
+                own = shards[self.rank].numel
+                tensors = [(shards[-1].stop - shards[0].start, buffer.dtype)]
+                traffic.acquire(tensors[0])
+                if len(in_flight) == MAX_IN_FLIGHT:
+                    finish()
+                if self.on_cpu:
+                    received = [(own, buffer.dtype)] * (self.world_size - 1 if own else 0)
+                elif buffer.dtype in (torch.float32, torch.float64):
+                    received = [(own, buffer.dtype)]  # NCCL's own reduce-scatter
+                else:
+                    received = [(self.world_size * own, buffer.dtype)]  # all-to-all
+                for tensor in received:
+                    traffic.acquire(tensor)
+                in_flight.append((number, (own, buffer.update_dtype), tensors + received))
+        traffic.in_flight = sum(_nbytes(tensor) for _, _, tensors in in_flight for tensor in tensors)
+        while in_flight:
+            finish()
+        return traffic
+
+
+class _Traffic:
+    """Counts the bytes of tensors that are acquired and released, with or without a `zero.collectives.Pool`."""
+
+    def __init__(self, pooled: bool) -> None:
+        self.kept = 0  # bytes in the pool after all tensors are released
+        self.peak = 0  # largest bytes of buckets in use at one time, without shards
+        self.in_flight = 0  # bytes of the buckets in flight at the end of backward
+        self._pooled, self._now = pooled, 0
+        self._free: Counter[tuple[int, torch.dtype]] = Counter()
+
+    def acquire(self, tensor: tuple[int, torch.dtype], is_shard: bool = False) -> None:
+        if not is_shard:
+            self._now += _nbytes(tensor)
+            self.peak = max(self.peak, self._now)
+        if self._free[tensor]:
+            self._free[tensor] -= 1
+        elif self._pooled:
+            self.kept += _nbytes(tensor)
+
+    def release(self, tensor: tuple[int, torch.dtype]) -> None:
+        self._now -= _nbytes(tensor)
+        self._free[tensor] += 1
+
+
+def _nbytes(tensor: tuple[int, torch.dtype]) -> int:
+    numel, dtype = tensor
+    return numel * dtype.itemsize

@@ -83,7 +83,10 @@ class Prediction:
             return held + max(first_half + full * accumulates, second_half + full)
         peaks = [first_half + kept, second_half + (kept if self.on_cpu else shards + self._traffic.peak)]
         if accumulates:
-            peaks.append(first_half + shards if self.shard_gradients else max(first_half, second_half) + full)
+            if self.shard_gradients:
+                peaks.append(first_half + shards)
+            else:  # in the last backward, gradients move from parameters to buckets; received parts are additional
+                peaks += [first_half + full + self._traffic.received, second_half + full]
         return held + max(peaks)
 
     def sent(self) -> dict[str, int]:
@@ -217,6 +220,8 @@ class Prediction:
                 for tensor in received:
                     traffic.acquire(tensor)
                 in_flight.append((number, (own, buffer.update_dtype), tensors + received))
+                received_now = sum(_nbytes(tensor) for _, _, tensors in in_flight for tensor in tensors[1:])
+                traffic.received = max(traffic.received, received_now)
         traffic.in_flight = sum(_nbytes(tensor) for _, _, tensors in in_flight for tensor in tensors)
         while in_flight:
             finish()
@@ -229,7 +234,8 @@ class _Traffic:
     def __init__(self, pooled: bool) -> None:
         self.kept = 0  # bytes in the pool after all tensors are released
         self.peak = 0  # largest bytes of buckets in use at one time, without shards
-        self.in_flight = 0  # bytes of the buckets in flight at the end of backward
+        self.received = 0  # largest bytes of received parts in flight at one time
+        self.in_flight = 0  # bytes of the buckets in flight at the end of backward, with received parts
         self._pooled, self._now = pooled, 0
         self._free: Counter[tuple[int, torch.dtype]] = Counter()
 

@@ -1,0 +1,1 @@
+"""What bench.py measures: memory, time and checkpoints, one file each."""

@@ -1,0 +1,157 @@
+"""The models and optimizers that are compared. Every mode starts from the same weights."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import accounting
+import hardware
+from accounting import Workload, forecast, gpt_specs, predicted_activations
+from model import GPT, GPTConfig
+from zero import ShardedDataParallel, ShardedOptimizer
+from zero.build import build, clip_grad_norm_
+from zero.flags import PARAM_DTYPES, Flags
+
+# simple: DistributedDataParallel's all-reduce, an update of 1/N, then an all-gather that overlaps with nothing
+# fsdp2: FSDP2, applied block by block; parameters stay unsharded between forward and backward
+MODES = (*accounting.MODES, "simple", "fsdp2")
+ADAMW: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95)}
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What all contenders have in common."""
+
+    config: GPTConfig
+    batch_size: int  # sequences per rank and micro-step
+    device: torch.device
+    dtype: str  # of the computation; the mode bfloat16 always computes in bfloat16
+    bucket_mb: float
+    grad_clip: float
+    activation_checkpointing: bool
+    seed: int
+
+    def flags(self, mode: str) -> Flags:
+        """Returns the flags of a mode of `accounting.MODES`."""
+        flags = accounting.MODES[mode]
+        return Flags(flags.use_zero1, flags.zero1_impl, self.bucket_mb, flags.shard_gradients, flags.param_dtype)
+
+    def workload(self, mode: str) -> Workload:
+        """Returns what a micro-step of a mode computes."""
+        dtype = "bfloat16" if mode == "bfloat16" else self.dtype
+        return Workload(self.config, self.batch_size, dtype, self.device.type, self.activation_checkpointing)
+
+    def forecast(self, mode: str, world_size: int, micro_steps: int) -> accounting.Forecast | None:
+        """Returns the prediction for a mode, or None if there is none."""
+        if mode not in accounting.MODES:
+            return None
+        flags = self.flags(mode)
+        plan = flags.plan(gpt_specs(self.config), world_size)
+        activations = predicted_activations(self.workload(mode), "bfloat16" if plan.has_masters else "float32")
+        return forecast(plan, flags, world_size, micro_steps, self.device.type, activations, distributed=True)
+
+
+class Contender:
+    """A model and its optimizer. Every method needs to be called on all ranks."""
+
+    def __init__(self, setup: Setup, mode: str) -> None:
+        self.setup, self.mode = setup, mode
+        torch.manual_seed(setup.seed)
+        self.module = GPT(setup.config).to(setup.device)
+        self.module.activation_checkpointing = setup.activation_checkpointing
+        self.model: torch.nn.Module
+        self.optimizer: torch.optim.Optimizer
+        torch.manual_seed(setup.seed + dist.get_rank())  # different tokens on each rank
+
+    def wrap(self) -> "Contender":
+        """Wrap the model for data parallelism and create its optimizer."""
+        groups = self.module.param_groups(0.1)
+        if self.mode == "simple":
+            self.optimizer = ShardedOptimizer(groups, torch.optim.AdamW, bucket_mb=self.setup.bucket_mb, fused=True, **ADAMW)
+            self.model = DistributedDataParallel(self.module, gradient_as_bucket_view=True)
+        elif self.mode == "fsdp2":
+            mesh = init_device_mesh(self.setup.device.type, (dist.get_world_size(),))
+            for block in self.module.transformer.h:
+                fully_shard(block, mesh=mesh, reshard_after_forward=False)
+            self.model = fully_shard(self.module, mesh=mesh, reshard_after_forward=False)
+            self.optimizer = torch.optim.AdamW(self.module.param_groups(0.1), fused=True, **ADAMW)
+        elif dist.get_world_size() == 1 and self.mode not in ("adamw", "torch"):
+            self._shard_over_one_rank(groups)
+        else:
+            self.model, self.optimizer = build(self.module, groups, **vars(self.setup.flags(self.mode)), **ADAMW)
+        if dist.get_backend() == "fake" and isinstance(self.model, DistributedDataParallel):
+            self.model.register_comm_hook(None, _without_communication)
+        return self
+
+    def forward(self) -> torch.Tensor:
+        """Returns the loss of new random tokens."""
+        shape = 2, self.setup.batch_size, self.setup.config.block_size
+        tokens = torch.randint(self.setup.config.vocab_size, shape, device=self.setup.device)
+        with hardware.autocast(self.setup.device, self.setup.workload(self.mode).dtype):
+            return self.model(*tokens)[1]
+
+    @contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """In this block, gradients accumulate without communication (with shard_gradients, they are sent)."""
+        self._set_sync(False)
+        yield
+        self._set_sync(True)
+
+    def clip(self) -> None:
+        """Wait for the gradients and clip them."""
+        if self.mode == "fsdp2":
+            torch.nn.utils.clip_grad_norm_(self.module.parameters(), self.setup.grad_clip or float("inf"))
+        else:
+            clip_grad_norm_(self.optimizer, self.setup.grad_clip or float("inf"))
+
+    def update(self) -> None:
+        """Step and drop the gradients."""
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def step(self) -> None:
+        """Run one micro-step and the update."""
+        self.forward().backward()
+        self.clip()
+        self.update()
+
+    def wait(self) -> None:
+        """Wait until all parameters have arrived and the device has done its work."""
+        if isinstance(self.optimizer, ShardedOptimizer):
+            self.optimizer.synchronize()
+        if self.setup.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def _set_sync(self, sync: bool) -> None:
+        if self.mode == "fsdp2":
+            self.model.set_requires_gradient_sync(sync)
+        else:
+            self.model.require_backward_grad_sync = sync
+
+    def _shard_over_one_rank(self, groups: list[dict[str, Any]]) -> None:
+        """Use the sharded implementation with one rank, which `build` does not do."""
+        flags = self.setup.flags(self.mode)
+        self.optimizer = ShardedOptimizer(
+            groups,
+            torch.optim.AdamW,
+            bucket_mb=flags.bucket_mb,
+            registration_order=self.module.parameters(),
+            param_dtype=PARAM_DTYPES[flags.param_dtype],
+            fused=True,
+            **ADAMW,
+        )
+        self.model = ShardedDataParallel(self.module, self.optimizer, shard_gradients=flags.shard_gradients)
+
+
+def _without_communication(_: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Hook of DistributedDataParallel: the fake process group returns no tensors."""
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future

@@ -1,0 +1,206 @@
+"""Memory at each point of a step: what is alive, what it consists of, and what was predicted."""
+
+import ctypes
+import gc
+import os
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from activations import LiveBytes
+from benchmarks.contenders import Contender, Setup
+from distributed import gather_objects
+from zero.memory import held_bytes
+from zero.state import full_state
+
+POINTS = ("after init", "after wrapping", "accumulating", "before step", "after step", "saving", "peak")
+MICRO_STEPS = 2  # the second step has two micro-steps, so that gradients accumulate
+
+
+class MemoryProfile:
+    """Measures one contender on this rank. Every method needs to be called on all ranks.
+
+    On a GPU, the figures are what the allocator has given out. On a CPU, they are the bytes of all tensors that are alive.
+    """
+
+    def __init__(self, setup: Setup, mode: str) -> None:
+        self.setup, self.mode = setup, mode
+        self.on_gpu = setup.device.type == "cuda"
+        self.points: dict[str, dict[str, Any]] = {}
+        self.live = LiveBytes()
+
+    def measure(self, can_save: bool = True) -> dict[str, dict[str, Any]]:
+        """Run two steps and return the bytes by point of a step: total, parts, and on a CPU the resident peak until then."""
+        free_unused_memory()
+        self._resident_before = reset_resident_peak()
+        if self.on_gpu:
+            torch.cuda.reset_peak_memory_stats()
+            self._allocated_before = torch.cuda.memory_allocated()
+        context: AbstractContextManager[Any] = nullcontext() if self.on_gpu else self.live
+        with context:
+            self.contender = Contender(self.setup, self.mode)
+            parameters = sum(param.nbytes for param in self.contender.module.parameters())
+            self._record("after init", {"parameters": parameters})
+            self.contender.wrap()
+            self._record("after wrapping", self._held())
+            self._first_step()
+            self._second_step()
+            if can_save and self.mode not in ("fsdp2", "simple"):
+                state = full_state(self.contender.module, self.contender.optimizer)
+                self._record("saving", self._held())
+                del state
+        return self.points
+
+    def _first_step(self) -> None:
+        """Create the optimizer state."""
+        with self.contender.accumulating():
+            self.contender.forward().backward()
+        self.contender.step()
+        self.contender.wait()
+
+    def _second_step(self) -> None:
+        contender = self.contender
+        self._reset_peak()
+        begin, before = time.perf_counter(), self._now()
+        with contender.accumulating():
+            loss = contender.forward()
+            activations = self._now() - before
+            loss.backward()
+            del loss
+        held = self._held()
+        self._record("accumulating", held)
+        contender.forward().backward()
+        contender.clip()
+        contender.wait()
+        self._record("before step", self._held())
+        contender.update()
+        contender.wait()
+        self.seconds = time.perf_counter() - begin
+        self._record("after step", self._held())
+        self._record("peak", {**held, "activations": activations}, total=self._peak())
+
+    def _record(self, point: str, parts: dict[str, int], total: int | None = None) -> None:
+        if dist.get_backend() != "fake":
+            dist.barrier()  # gloo holds the tensors of the last collective until it takes the next one
+        total = self._now() if total is None else total
+        self.points[point] = {"total": total, **parts, "rest": total - sum(parts.values())}
+        if not self.on_gpu:
+            self.points[point]["resident peak"] = resident_peak() - self._resident_before
+            reset_resident_peak()
+
+    def _held(self) -> dict[str, int]:
+        """Returns the bytes of the model and its optimizer by purpose."""
+        if self.mode != "fsdp2":
+            return held_bytes(self.contender.optimizer, self.contender.model)
+        params = list(self.contender.module.parameters())
+        states = self.contender.optimizer.state.values()
+        return {
+            "parameters": sum(_local_bytes(param) for param in params),
+            "gradients": sum(_local_bytes(param.grad) for param in params if param.grad is not None),
+            "state": sum(_local_bytes(value) for state in states for key, value in state.items() if key != "step"),
+        }
+
+    def _now(self) -> int:
+        return torch.cuda.memory_allocated() - self._allocated_before if self.on_gpu else self.live.now
+
+    def _peak(self) -> int:
+        return torch.cuda.max_memory_allocated() - self._allocated_before if self.on_gpu else self.live.peak
+
+    def _reset_peak(self) -> None:
+        if self.on_gpu:
+            torch.cuda.reset_peak_memory_stats()
+        else:
+            self.live.reset_peak()
+
+
+def memory_rows(setup: Setup, mode: str) -> list[dict[str, Any]]:
+    """Returns one row per point, from the rank that holds the most at this point. Needs to be called on all ranks."""
+    by_rank = gather_objects(MemoryProfile(setup, mode).measure())
+    predicted = predicted_totals(setup, mode, dist.get_world_size())
+    rows = []
+    for point in by_rank[0]:
+        fullest = max((points[point] for points in by_rank), key=lambda figures: figures["total"])
+        rows.append({"mode": mode, "point": point, **fullest, "predicted": predicted.get(point)})
+    return rows
+
+
+def predicted_totals(setup: Setup, mode: str, world_size: int) -> dict[str, int]:
+    """Returns the predicted bytes of the fullest rank by point, as far as there is a prediction."""
+    forecast = setup.forecast(mode, world_size, MICRO_STEPS)
+    if forecast is None:
+        return {}
+    held = forecast.prediction
+    numel = sum(spec.numel * spec.dtype.itemsize for spec in held.plan.params)
+    return {
+        "after init": numel,
+        "after wrapping": sum(held.at("wrapped").values()),
+        "accumulating": sum(held.at("accumulating").values()),
+        "before step": sum(held.at("before step").values()),
+        "after step": sum(held.at("after step").values()),
+        "saving": forecast.saving_peak,
+        "peak": forecast.peak,
+    }
+
+
+def simulated_rows(setup: Setup, modes: list[str], world_size: int, report: Callable[[str], None]) -> list[dict[str, Any]]:
+    """Returns one row per mode and point, measured on rank 0 of a world whose other ranks do not exist.
+
+    PyTorch's fake process group takes the place of the communication, so the steps compute with wrong gradients, but in real
+    memory and time. Call it without a process group.
+    """
+    rows = []
+    for mode in modes:
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+        try:
+            profile = MemoryProfile(setup, mode)
+            points = profile.measure(can_save=False)
+            predicted = predicted_totals(setup, mode, world_size)
+            report(f"{world_size} ranks, {mode}: {profile.seconds * 1000:.0f} ms of own computation per step")
+            for point, figures in points.items():
+                row = {"world_size": world_size, "mode": mode, "point": point, **figures, "predicted": predicted.get(point)}
+                rows.append({**row, "own computation, ms": profile.seconds * 1000})
+            del profile
+        finally:
+            dist.destroy_process_group()
+    return rows
+
+
+def _local_bytes(tensor: torch.Tensor) -> int:
+    """Returns the bytes of a tensor, or of this rank's part of a DTensor."""
+    return getattr(tensor, "_local_tensor", tensor).nbytes
+
+
+def free_unused_memory() -> None:
+    """Give memory of freed tensors back to the system, so that it does not hide what is allocated next."""
+    gc.collect()
+    if can_reset_resident_peak():
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it
+        if trim is not None:
+            trim(0)
+
+
+def can_reset_resident_peak() -> bool:
+    """Returns whether this system can reset the peak of the resident memory of a process (Linux)."""
+    return os.path.exists("/proc/self/clear_refs")
+
+
+def reset_resident_peak() -> int:
+    """Reset the peak resident memory of this process and return the bytes that are resident now; 0 if this is impossible."""
+    if not can_reset_resident_peak():
+        return 0
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")
+    return resident_peak()
+
+
+def resident_peak() -> int:
+    """Returns the peak resident memory of this process since the last reset, in bytes; 0 if this is unknown."""
+    if not can_reset_resident_peak():
+        return 0
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) * 1024 for line in file if line.startswith("VmHWM:"))

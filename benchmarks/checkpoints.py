@@ -1,0 +1,102 @@
+"""Time and memory to collect the state of all ranks on rank 0, and to write and load it in each checkpoint format."""
+
+import gc
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import accounting
+from benchmarks.contenders import Contender, Setup
+from benchmarks.memory import reset_resident_peak, resident_peak
+from distributed import broadcast_object, gather_objects, is_rank_0
+from zero import checkpoint
+
+
+def checkpoint_rows(setup: Setup, modes: list[str], rounds: int) -> list[dict[str, Any]]:
+    """Returns one row per mode. Needs to be called on all ranks.
+
+    A row holds the seconds of the first consolidation, the median seconds of the consolidations after it, the seconds and
+    megabytes of each checkpoint format, and the memory that consolidation takes in addition to the state itself.
+
+    If `torch` is one of the modes, the last row is PyTorch's own `consolidate_state_dict`. It takes a minute and runs once.
+    """
+    rows = []
+    for mode in modes:
+        if mode not in accounting.MODES:
+            continue
+        contender = _trained(setup, mode)
+        tries = [_consolidation(contender, checkpoint.consolidate) for _ in range(rounds + 1)]
+        rows.append({"mode": mode, **_figures(tries), **_save_and_restore(contender)})
+        del contender
+    if "torch" in modes:
+        tries = [_consolidation(_trained(setup, "torch"), _consolidate_pytorch)]
+        rows.append({"mode": "consolidate_state_dict", **_figures(tries)})
+    return rows
+
+
+def _trained(setup: Setup, mode: str) -> Contender:
+    """Returns a contender after one step, so that there is optimizer state."""
+    contender = Contender(setup, mode).wrap()
+    contender.step()
+    contender.wait()
+    return contender
+
+
+def _figures(tries: list[tuple[float, int]]) -> dict[str, float]:
+    """Returns the columns for several calls of `_consolidation`. Needs to be called on all ranks."""
+    first, *rest = (seconds for seconds, _ in tries)
+    extra = gather_objects(max(extra for _, extra in tries))  # by rank
+    return {
+        "first, s": first,
+        "consolidate, s": statistics.median(rest or [first]),
+        "rank 0 extra, MB": extra[0] / 1e6,
+        "others extra, MB": max(extra[1:], default=0) / 1e6,
+    }
+
+
+def _consolidation(contender: Contender, consolidate: Callable[[torch.optim.Optimizer], Any]) -> tuple[float, int]:
+    """Returns the seconds of a consolidation and its peak memory in bytes, without the state that it returned."""
+    gc.collect()
+    dist.barrier()
+    before, begin = reset_resident_peak(), time.perf_counter()
+    state = consolidate(contender.optimizer)
+    return time.perf_counter() - begin, resident_peak() - before - _state_bytes(state)
+
+
+def _consolidate_pytorch(optimizer: Any) -> dict[str, Any] | None:
+    optimizer.consolidate_state_dict(to=0)
+    return optimizer.state_dict() if is_rank_0() else None
+
+
+def _save_and_restore(contender: Contender) -> dict[str, float]:
+    """Returns the seconds and megabytes of a checkpoint on disk in each format. Needs to be called on all ranks."""
+    figures = {}
+    for format in checkpoint.FORMATS:
+        with tempfile.TemporaryDirectory() as folder:
+            folder = broadcast_object(folder)
+            writer = checkpoint.CheckpointWriter(folder, format=format)
+            values = {"model_args": {}, "config": {}, "iter_num": 1, "best_val_loss": 0.0}
+            writer.save(contender.module, contender.optimizer, values)
+            dist.barrier()
+            begin = time.perf_counter()
+            path = f"{folder}/ckpt.pt"
+            loaded = checkpoint.load(path)
+            checkpoint.restore(contender.optimizer, loaded["optimizer"], checkpoint.chunk_reader(path, loaded))
+            figures[f"{format}: load, s"] = time.perf_counter() - begin
+            for report in writer.outcomes():
+                if not isinstance(report, checkpoint.SaveReport):
+                    raise report
+                figures |= {f"{format}: write, s": report.write_s, f"{format}: MB": report.nbytes / 1e6}
+            dist.barrier()
+    return figures
+
+
+def _state_bytes(state: dict[str, Any] | None) -> int:
+    if state is None:
+        return 0
+    return sum(value.nbytes for entry in state["state"].values() for value in entry.values() if isinstance(value, torch.Tensor))

@@ -1,0 +1,144 @@
+"""Time of a step: the whole, its phases, and the communication that the computation waits for."""
+
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks.contenders import Contender, Setup
+from zero import ShardedOptimizer
+
+PHASES = ("forward and backward", "optimizer")
+
+
+def time_rows(setup: Setup, modes: list[str], block_size: int, rounds: int, steps_per_turn: int) -> list[dict[str, Any]]:
+    """Returns one row per mode. The modes take turns. Needs to be called on all ranks.
+
+    On a noisy machine, only measurements that were taken close together can be compared: the ratio is that of a mode to the
+    first mode in the same round, and its median over the rounds. The first round is not counted.
+    """
+    setup = replace(setup, config=replace(setup.config, block_size=block_size))
+    contenders = {mode: TimedContender(setup, mode) for mode in modes}
+    turns: dict[str, list[dict[str, float]]] = {mode: [] for mode in modes}
+    for _ in range(rounds + 1):
+        for mode in modes:
+            turns[mode].append(contenders[mode].turn(steps_per_turn))
+    rows = []
+    for mode in modes:
+        counted, reference = turns[mode][1:], turns[modes[0]][1:]
+        ratios = [turn["ms per step"] / other["ms per step"] for turn, other in zip(counted, reference, strict=True)]
+        medians = {column: statistics.median(turn[column] for turn in counted) for column in counted[0]}
+        rows.append({"mode": mode, "block_size": block_size, **medians, "ratio": statistics.median(ratios)})
+    return rows
+
+
+class TimedContender:
+    """A contender that is timed. Every method needs to be called on all ranks."""
+
+    def __init__(self, setup: Setup, mode: str) -> None:
+        self.contender = Contender(setup, mode).wrap()
+        self.on_gpu = setup.device.type == "cuda"
+        self._seconds = dict.fromkeys(PHASES, 0.0)
+        self._calls = {
+            "step": 0.0,
+            "own update": 0.0,
+        }  # seconds in ZeroRedundancyOptimizer
+        if isinstance(self.contender.model, DistributedDataParallel):
+            self.contender.model._set_ddp_runtime_logging_sample_rate(1)
+        optimizer = self.contender.optimizer
+        if isinstance(optimizer, ZeroRedundancyOptimizer):
+            optimizer.step = self._timed(optimizer.step, "step")
+            optimizer.optim.step = self._timed(optimizer.optim.step, "own update")
+
+    def turn(self, steps: int) -> dict[str, float]:
+        """Run a few steps and return milliseconds per step and megabytes sent per rank and step.
+
+        A turn ends when every all-gather has ended. So once per turn, the time includes an all-gather that would normally
+        overlap with the next forward. On a GPU, the phases are timed in one more step, which waits for the device between
+        them.
+        """
+        dist.barrier()
+        self._seconds, exposed = dict.fromkeys(PHASES, 0.0), dict.fromkeys(PHASES, 0.0)
+        bytes_before, begin = loopback_bytes(), time.perf_counter()
+        for _ in range(steps):
+            if self.on_gpu:
+                self.contender.step()
+            else:
+                self._step(exposed)
+        self.contender.wait()
+        whole = (time.perf_counter() - begin) / steps
+        dist.barrier()
+        sent = (loopback_bytes() - bytes_before) / steps / dist.get_world_size()
+        timed_steps = steps
+        if self.on_gpu:
+            self._step(exposed)
+            timed_steps = 1
+        figures = {"ms per step": whole * 1000}
+        for phase in PHASES:
+            figures[f"{phase}, ms"] = (self._seconds[phase] - exposed[phase]) * 1000 / timed_steps
+        if self.contender.mode != "fsdp2":  # FSDP2 does not say how long it waits
+            figures["exposed communication, ms"] = sum(exposed.values()) * 1000 / timed_steps
+        return {**figures, "MB sent": sent / 1e6}
+
+    def _step(self, exposed: dict[str, float]) -> None:
+        """Run one step, add the seconds of its phases, and add to `exposed` the seconds that they waited."""
+        with self._phase("forward and backward", exposed):
+            self.contender.forward().backward()
+        exposed["forward and backward"] += self._backward_waits()
+        with self._phase("optimizer", exposed):
+            self.contender.clip()
+            self.contender.update()
+
+    @contextmanager
+    def _phase(self, phase: str, exposed: dict[str, float]) -> Iterator[None]:
+        waited, begin = self._waited(), time.perf_counter()
+        yield
+        if self.on_gpu:
+            torch.cuda.synchronize()
+        self._seconds[phase] += time.perf_counter() - begin
+        exposed[phase] += self._waited() - waited
+
+    def _waited(self) -> float:
+        """Returns the seconds that the optimizer or ShardedDataParallel has waited for collectives so far."""
+        optimizer = self.contender.optimizer
+        if isinstance(optimizer, ShardedOptimizer):
+            return sum(optimizer.comm.waited_ms().values()) / 1000
+        return self._calls["step"] - self._calls["own update"]
+
+    def _timed(self, function: Callable[..., Any], key: str) -> Callable[..., Any]:
+        """Returns the function with a clock around it."""
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            begin = time.perf_counter()
+            result = function(*args, **kwargs)
+            if self.on_gpu:
+                torch.cuda.synchronize()
+            self._calls[key] += time.perf_counter() - begin
+            return result
+
+        return timed
+
+    def _backward_waits(self) -> float:
+        """Returns the seconds of the last all-reduce of DistributedDataParallel that did not overlap with backward."""
+        if not isinstance(self.contender.model, DistributedDataParallel):
+            return 0.0
+        data = self.contender.model._get_ddp_logging_data()
+        communication = data.get("backward_comm_time", 0) - data.get("backward_compute_comm_overlap_time", 0)
+        return max(0, communication) / 1e9
+
+
+def loopback_bytes() -> int:
+    """Returns the bytes sent over the loopback interface of this machine, or 0 if the count cannot be read."""
+    path = "/sys/class/net/lo/statistics/tx_bytes"
+    if not os.path.exists(path):
+        return 0
+    with open(path) as file:
+        return int(file.read())

@@ -12,9 +12,8 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
-from torch.overrides import TorchFunctionMode
 
-from model import GPT, GPTConfig
+from model import GPT, GPTConfig, SkipInitialization
 from zero.flags import Flags
 from zero.layout import ParameterSpec, Plan, parameter_specs
 from zero.prediction import Prediction
@@ -71,18 +70,10 @@ class Forecast:
 
 def gpt_specs(config: GPTConfig) -> list[ParameterSpec]:
     """Returns the parameters of a GPT, as its optimizer numbers them, without allocating them."""
-    with torch.device("meta"), _SkipInitialization():
+    with torch.device("meta"), SkipInitialization():
         model = GPT(config)
     names = {param: name for name, param in model.named_parameters()}
     return parameter_specs(model.param_groups(0.0), model.parameters(), names)
-
-
-class _SkipInitialization(TorchFunctionMode):
-    """Skips `normal_`: on the meta device it does nothing, but its first call imports torch._dynamo, which takes a second."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        return kwargs["tensor"] if func is torch.nn.init.normal_ else func(*args, **kwargs)
 
 
 def forecast(

@@ -6,7 +6,8 @@ models of two and three layers. The program therefore needs no formula, which a 
 """
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, Self
@@ -19,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hardware import DTYPES
-from model import GPT, CausalSelfAttention, GPTConfig
+from model import GPT, CausalSelfAttention, GPTConfig, SkipInitialization
 
 _WITH_MEMORY = (torch.Tensor, nn.Parameter, FakeTensor)  # other classes wrap these, or are placeholders without memory
 
@@ -102,16 +103,25 @@ def predict(
 def _measure(
     config: GPTConfig, batch_size: int, dtype: str, param_dtype: str, checkpointing: bool, device_type: str
 ) -> Activations:
-    with torch.device("meta"):
-        model = GPT(config).to(DTYPES[param_dtype])
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        model = model.to_empty(device="cpu")
+    with FakeTensorMode(), _default_dtype(DTYPES[param_dtype]):
+        with SkipInitialization():
+            model = GPT(config)
         model.activation_checkpointing = checkpointing
         tokens = torch.zeros((batch_size, config.block_size), dtype=torch.int64)
         autocast = torch.autocast("cpu", torch.bfloat16, enabled=dtype != "float32")  # float16 takes as many bytes
         if device_type != "cpu":
             _imitate_cuda(model)
         return micro_step(model, lambda: model(tokens, tokens)[1], autocast)
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def micro_step(model: GPT, forward: Callable[[], torch.Tensor], autocast: Any) -> Activations:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 # sizes of the released models; their vocabulary has 50257 tokens
@@ -276,3 +277,15 @@ class GPT(nn.Module):
                 logits = logits.masked_fill(logits < kth, float("-inf"))
             idx = torch.cat((idx, torch.multinomial(logits.softmax(dim=-1), num_samples=1)), dim=1)
         return idx
+
+
+class SkipInitialization(TorchFunctionMode):
+    """In this context, new modules do not initialize their parameters.
+
+    This is for modules on the meta device or of fake tensors. They have no values, but the functions of `nn.init` take a second
+    to import what they need there.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        return kwargs["tensor"] if getattr(func, "__module__", None) == nn.init.__name__ else func(*args, **kwargs)

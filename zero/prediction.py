@@ -71,23 +71,30 @@ class Prediction:
         """Return the peak bytes of training.
 
         Args:
-            first_half: peak bytes of activations until about half of backward, when there are few new gradients.
-            second_half: peak bytes of activations after that, when nearly all gradients exist.
+            first_half: peak bytes of activations from forward until the first gradients arrive.
+            second_half: peak bytes of activations when all gradients but the last one have arrived, with the last one.
         """
         held = self.parameters + self.state + self.master
-        full, shards, kept = self.full_gradients, self.gradient_shards, self._traffic.kept
-        accumulates = self.micro_steps > 1
-        if self.wrapper == "DistributedDataParallel":
-            return held + full * (2 if accumulates else 1) + max(first_half, second_half)
+        full, last, traffic = self.full_gradients, self._last_gradient, self._traffic
+        before_last = traffic.before_last + second_half  # at the end of a backward that sends gradients
+        if self.micro_steps == 1:
+            local: list[int] = []
+        elif self.micro_steps == 2:  # gradients accumulate in their own memory: in the first backward, and until the last one
+            local = [full - last + second_half, full + first_half]
+        else:
+            local = [full + max(first_half, second_half)]
         if self.wrapper is None:
-            return held + max(first_half + full * accumulates, second_half + full)
-        peaks = [first_half + kept, second_half + (kept if self.on_cpu else shards + self._traffic.peak)]
-        if accumulates:
-            if self.shard_gradients:
-                peaks.append(first_half + shards)
-            else:  # in the last backward, gradients move from parameters to buckets; received parts are additional
-                peaks += [first_half + full + self._traffic.received, second_half + full]
-        return held + max(peaks)
+            return held + max(local or [first_half, full - last + second_half], default=0)
+        if self.wrapper == "DistributedDataParallel":
+            return held + full + max([first_half, second_half, *local])
+        if self.shard_gradients or self.micro_steps == 1:
+            shards = self.gradient_shards if self.micro_steps > 1 else 0
+            if self.on_cpu:
+                return held + traffic.kept + max(first_half, second_half)
+            return held + max(shards + first_half, before_last, self.gradient_shards + traffic.peak)
+        # in the last backward, gradients move from the parameters to buckets; received parts are additional
+        stale = traffic.kept if self.on_cpu else 0  # until the first gradient of the next iteration arrives
+        return held + max(*local, stale + first_half, full + first_half + traffic.received, last + before_last)
 
     def sent(self) -> dict[str, int]:
         """Return the bytes that this rank sends per iteration, by kind of collective.
@@ -178,6 +185,19 @@ class Prediction:
         return shards, self._traffic.kept - shards if self.on_cpu else 0
 
     @cached_property
+    def _last_gradient(self) -> int:
+        """Bytes of the gradient that arrives last: that of the parameter that is registered first."""
+        number = self._last_parameter
+        if number is None:
+            return 0
+        return self.plan.params[number].numel * (self.plan.param_dtype or self.plan.params[number].dtype).itemsize
+
+    @cached_property
+    def _last_parameter(self) -> int | None:
+        trainable = [number for number, spec in enumerate(self.plan.params) if spec.requires_grad]
+        return min(trainable, key=lambda number: self.plan.params[number].position, default=None)
+
+    @cached_property
     def _own_bytes(self) -> list[int]:
         """Bytes of the gradient shard of each bucket."""
         return [
@@ -186,11 +206,21 @@ class Prediction:
             for shards in buffer.layout.shards
         ]
 
+    def _first_bucket_of_last_parameter(self) -> int:
+        before = 0
+        for buffer in self.plan.buffers:
+            if self._last_parameter in buffer.params:
+                offset = buffer.layout.offsets[buffer.params.index(self._last_parameter)]
+                return before + sum(bucket.stop <= offset for bucket in buffer.layout.buckets)
+            before += len(buffer.layout.shards)
+        return 0
+
     @cached_property
     def _traffic(self) -> "_Traffic":
         """The reduce-scatters of an iteration, bucket by bucket, as ShardedDataParallel runs them."""
         traffic = _Traffic(self.on_cpu)
         arrived: set[int] = set()
+        own_bytes = self._own_bytes.__getitem__
         in_flight: deque[tuple[int, tuple[int, torch.dtype], list[tuple[int, torch.dtype]]]] = deque()
 
         def finish() -> None:
@@ -202,6 +232,7 @@ class Prediction:
                 traffic.release(tensor)
 
         buckets = [(buffer, shards) for buffer in self.plan.buffers for shards in buffer.layout.shards]
+        first_of_last = self._first_bucket_of_last_parameter()
         for _ in range(min(2, self.micro_steps) if self.shard_gradients else 1):
             while in_flight:
                 finish()
@@ -209,6 +240,8 @@ class Prediction:
                 own = shards[self.rank].numel
                 tensors = [(shards[-1].stop - shards[0].start, buffer.dtype)]
                 traffic.acquire(tensors[0])
+                if number == first_of_last:
+                    traffic.before_last = traffic.kept if self.on_cpu else traffic.now + sum(map(own_bytes, arrived))
                 if len(in_flight) == MAX_IN_FLIGHT:
                     finish()
                 if self.on_cpu:
@@ -234,22 +267,24 @@ class _Traffic:
     def __init__(self, pooled: bool) -> None:
         self.kept = 0  # bytes in the pool after all tensors are released
         self.peak = 0  # largest bytes of buckets in use at one time, without shards
+        self.now = 0  # bytes of buckets in use, without shards
+        self.before_last = 0  # bytes when the last gradient arrives, with shards
         self.received = 0  # largest bytes of received parts in flight at one time
         self.in_flight = 0  # bytes of the buckets in flight at the end of backward, with received parts
-        self._pooled, self._now = pooled, 0
+        self._pooled = pooled
         self._free: Counter[tuple[int, torch.dtype]] = Counter()
 
     def acquire(self, tensor: tuple[int, torch.dtype], is_shard: bool = False) -> None:
         if not is_shard:
-            self._now += _nbytes(tensor)
-            self.peak = max(self.peak, self._now)
+            self.now += _nbytes(tensor)
+            self.peak = max(self.peak, self.now)
         if self._free[tensor]:
             self._free[tensor] -= 1
         elif self._pooled:
             self.kept += _nbytes(tensor)
 
     def release(self, tensor: tuple[int, torch.dtype]) -> None:
-        self._now -= _nbytes(tensor)
+        self.now -= _nbytes(tensor)
         self._free[tensor] += 1
 
 

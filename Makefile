@@ -2,6 +2,7 @@
 # make test        run the linters and all tests except the slow ones
 # make test-all    run the linters and all tests, also those that take minutes
 # make test-kills  run the test that kills a training run a hundred times and resumes it
+# make bench-gpu   in less than nine minutes, measure everything that only a GPU can show; needs only torch and numpy
 # make lint        run ruff and mypy only
 # make install     create the virtual environment only
 #
@@ -21,7 +22,7 @@ NPROC ?= 2
 ON_CPU := --device=cpu --compile=False
 endif
 
-.PHONY: train test test-all test-kills lint install
+.PHONY: train test test-all test-kills bench-gpu lint install
 
 train: $(INSTALLED)
 	$(BIN)/torchrun --standalone --nproc_per_node=$(NPROC) train.py config/train_stdlib_char.py \
@@ -36,6 +37,9 @@ test-all: $(INSTALLED) lint
 
 test-kills: $(INSTALLED)
 	$(BIN)/python -m pytest -m slow tests/checkpoint/test_kills.py
+
+bench-gpu:
+	$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m benchmarks.gpu
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -16,6 +16,7 @@ from activations import LiveBytes
 from benchmarks.contenders import Contender, Setup
 from distributed import gather_objects
 from zero.memory import held_bytes
+from zero.prediction import PURPOSES
 from zero.state import full_state
 
 POINTS = ("after init", "after wrapping", "accumulating", "before step", "after step", "saving", "peak")
@@ -125,8 +126,15 @@ def memory_rows(setup: Setup, mode: str) -> list[dict[str, Any]]:
     rows = []
     for point in by_rank[0]:
         fullest = max((points[point] for points in by_rank), key=lambda figures: figures["total"])
-        rows.append({"mode": mode, "point": point, **fullest, "predicted": predicted.get(point)})
+        rows.append({"mode": mode, "point": point, **_row(fullest, predicted.get(point))})
     return rows
+
+
+def _row(figures: dict[str, Any], predicted: int | None) -> dict[str, Any]:
+    """Returns the figures of a point, in the order of the table."""
+    off = None if predicted is None else 100 * (predicted / max(1, figures["total"]) - 1)
+    parts = {part: figures.get(part) for part in (*PURPOSES, "activations", "rest", "resident peak")}
+    return {"total": figures["total"], "predicted": predicted, "off by, %": off, **parts}
 
 
 def predicted_totals(setup: Setup, mode: str, world_size: int) -> dict[str, int]:
@@ -162,7 +170,7 @@ def simulated_rows(setup: Setup, modes: list[str], world_size: int, report: Call
             predicted = predicted_totals(setup, mode, world_size)
             report(f"{world_size} ranks, {mode}: {profile.seconds * 1000:.0f} ms of own computation per step")
             for point, figures in points.items():
-                row = {"world_size": world_size, "mode": mode, "point": point, **figures, "predicted": predicted.get(point)}
+                row = {"world_size": world_size, "mode": mode, "point": point, **_row(figures, predicted.get(point))}
                 rows.append({**row, "own computation, ms": profile.seconds * 1000})
             del profile
         finally:

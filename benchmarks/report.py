@@ -14,14 +14,15 @@ IN_BYTES = ("total", "predicted", "resident peak", *PARTS)
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Returns the rows as text. Bytes become MB. An empty line stands between groups with another first cell."""
-    columns = list(dict.fromkeys(column for row in rows for column in row))
+    columns = [column for column in _columns(rows) if any(row.get(column) is not None for row in rows)]
     headings = [f"{column}, MB" if column in IN_BYTES else column for column in columns]
     cells = [headings, *([_cell(column, row.get(column)) for column in columns] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     has_names = isinstance(rows[0][columns[0]], str)
     lines = []
     for number, line in enumerate(cells):
-        if number > 1 and line[0] != cells[number - 1][0] and sum(other[0] == line[0] for other in cells) > 1:
+        group = line[: columns.index("point")] if "point" in columns else []
+        if number and group != cells[number - 1][: len(group)]:
             lines.append("")
         first = line[0].ljust(widths[0]) if has_names else line[0].rjust(widths[0])
         lines.append(
@@ -30,19 +31,25 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def _columns(rows: list[dict[str, Any]]) -> list[str]:
+    return list(dict.fromkeys(column for row in rows for column in row))
+
+
 def _cell(column: str, value: Any) -> str:
     if value is None:
         return ""
     if column in IN_BYTES:
         return f"{value / 1e6:.1f}"
     if isinstance(value, float):
+        if column.endswith("%"):
+            return f"{value:+.1f}"
         return f"{value:.1f}" if column.endswith(", ms") or "MB" in column or column == "ms per step" else f"{value:.3f}"
     return str(value)
 
 
 def comma_separated(rows: list[dict[str, Any]]) -> str:
     """Returns the rows as CSV."""
-    columns = list(dict.fromkeys(column for row in rows for column in row))
+    columns = _columns(rows)
     text = io.StringIO()
     writer = csv.DictWriter(text, columns, lineterminator="\n")
     writer.writeheader()

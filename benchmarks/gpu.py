@@ -1,0 +1,123 @@
+"""Everything that only a GPU can show, in one command of less than nine minutes. It needs only torch and numpy.
+
+    $ make bench-gpu          # or: python -m benchmarks.gpu
+
+The folder results/<card>/ receives the output of each part and a summary. Without a GPU, a small model runs through the same
+parts on the CPU, with gloo in place of NCCL. A part that fails does not stop the others. Exit code 1: a part failed.
+"""
+
+import os
+import platform
+import subprocess
+import sys
+import time
+from datetime import date
+from typing import NamedTuple
+
+import torch
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+BUDGET_S = 530.0  # for all parts together
+
+
+class Part(NamedTuple):
+    """A command, its number of ranks (0: a process without torchrun), and the seconds that it may take."""
+
+    name: str
+    ranks: int
+    command: list[str]
+    limit_s: float = 150.0
+
+
+def parts(on_gpu: bool, out: str) -> list[Part]:
+    """Returns the parts in the order of their importance. `out` is the folder in results/."""
+    alone = "nccl" if on_gpu else "gloo"
+    tiny = ["--n_layer=4", "--n_embd=192", "--block_size=64", "--vocab_size=512"]
+    large = ["--model=gpt2-xl", "--block_size=1024"] if on_gpu else tiny
+    medium = ["--model=gpt2-medium", "--block_size=1024"] if on_gpu else tiny
+    small = ["--model=gpt2", "--block_size=1024", "--batch_size=8"] if on_gpu else tiny
+    own = ["adamw", "sharded", "shard_gradients", "bfloat16"]
+    with_torch = f"--modes={','.join([*own, 'torch'])}"
+
+    def bench(what: str, name: str, *arguments: str) -> list[str]:
+        return ["bench.py", f"--what={what}", f"--name={os.path.join(out, name)}", *arguments]
+
+    def train(name: str, *arguments: str) -> list[str]:
+        sizes = ["--n_layer=4", "--n_head=4", "--n_embd=128", "--block_size=64", "--batch_size=12"]
+        steps = ["--max_iters=20", "--eval_interval=20", "--eval_iters=2", "--log_interval=5", "--warmup_iters=2"]
+        folder = f"--out_dir={os.path.join('out', 'bench-gpu-' + name)}"
+        return ["train.py", "--dataset=stdlib_char", "--gradient_accumulation_steps=4", *sizes, *steps, folder, *arguments]
+
+    trace = f"--path={os.path.join('results', out, 'trace.json.gz')}"
+    eager = "--compile=False"
+    return [
+        Part("parity-2-gloo-ranks", 2, ["-m", "benchmarks.parity", "--backend=gloo"]),
+        Part(f"parity-1-{alone}-rank", 1, ["-m", "benchmarks.parity", f"--backend={alone}"]),
+        Part("train-float32", 2, train("float32", "--dtype=float32", eager)),
+        Part("train-bfloat16", 2, train("bfloat16", "--param_dtype=bfloat16", eager)),
+        Part("train-float16", 2, train("float16", "--dtype=float16", "--shard_gradients=True", eager)),
+        Part("train-resumed", 1, train("float32", "--dtype=float32", "--init_from=resume", "--max_iters=25", eager)),
+        Part("memory-bfloat16", 0, bench("memory", "memory-bfloat16", *large, "--dtype=bfloat16", "--simulate_world_size=8")),
+        Part("memory-float32", 0, bench("memory", "memory-float32", *large, "--dtype=float32", "--simulate_world_size=8")),
+        Part("memory-2-gloo-ranks", 2, bench("memory", "memory-2-gloo-ranks", *medium, with_torch)),
+        Part(f"time-1-{alone}-rank", 1, bench("time", "time", *small, f"--modes={','.join(own)}")),
+        Part("trace", 1, ["-m", "benchmarks.trace", trace, *small]),
+        Part("train-compiled", 1, train("compiled", "--compile=True")),
+    ]
+
+
+def run(part: Part, limit_s: float, folder: str) -> tuple[str, float]:
+    """Run a part, write its output to a file, and return its result and its seconds."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={part.ranks}"] if part.ranks else []
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+    begin = time.monotonic()
+    path = os.path.join(folder, f"{part.name}.txt")
+    with open(path, "w") as file:
+        file.write(f"$ {' '.join([*torchrun, *part.command])}\n\n")
+        file.flush()
+        process = subprocess.Popen(
+            [sys.executable, *torchrun, *part.command],
+            cwd=ROOT,
+            env=environment,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            code = process.wait(limit_s)
+            result = "ok" if code == 0 else f"failed with exit code {code}"
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, 9)
+            process.wait()
+            result = f"did not end within {limit_s:.0f} s"
+    return result, time.monotonic() - begin
+
+
+def main() -> None:
+    on_gpu = torch.cuda.is_available()
+    card = "-".join(torch.cuda.get_device_name().lower().split()) if on_gpu else "cpu"
+    folder = os.path.join(ROOT, "results", card)
+    os.makedirs(folder, exist_ok=True)
+    begin = time.monotonic()
+    lines = [
+        "$ make bench-gpu",
+        f"date: {date.today().isoformat()}",
+        f"machine: {card}, {os.cpu_count()} cores, {platform.system()}, torch {torch.__version__}",
+        "",
+    ]
+    print("\n".join(lines))
+    results = []
+    for part in parts(on_gpu, card):
+        left = BUDGET_S - (time.monotonic() - begin)
+        result, seconds = run(part, min(left, part.limit_s), folder) if left > 5 else ("not run: no time left", 0.0)
+        results.append(result)
+        lines.append(f"{part.name:24} {seconds:6.1f} s  {result}")
+        print(lines[-1], flush=True)
+        with open(os.path.join(folder, "summary.txt"), "w") as file:
+            file.write("\n".join(lines) + "\n")
+    print(f"\nresults are in {os.path.relpath(folder)}")
+    sys.exit(0 if all(result == "ok" for result in results) else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -3,6 +3,7 @@
 import os
 import pickle
 import sys
+import tempfile
 
 import numpy as np
 import pytest
@@ -10,6 +11,13 @@ import pytest
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)
 os.environ["PYTHONPATH"] = ROOT  # for the processes of tests.ranks
+
+
+def pytest_configure(config):
+    """Keep what the scripts cache, such as predictions of activations, out of the user's home."""
+    cache = tempfile.TemporaryDirectory()
+    os.environ["XDG_CACHE_HOME"] = cache.name
+    config.add_cleanup(cache.cleanup)
 
 
 def shared_data(name):

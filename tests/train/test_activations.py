@@ -1,0 +1,112 @@
+"""activations.py: what it predicts on fake tensors is what PyTorch's own tracker measures in a real step."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.distributed._tools.mem_tracker import MemTracker
+
+from activations import LiveBytes, micro_step, predict
+from hardware import DTYPES
+from model import GPT, GPTConfig
+
+SIZES = GPTConfig(block_size=64, vocab_size=65, n_layer=5, n_head=4, n_embd=64, dropout=0.1)
+BATCH = 8
+ELEMENTS = BATCH * SIZES.block_size * SIZES.n_embd  # of the residual stream
+PRECISIONS = {  # dtype of the computation, and of the weights
+    "float32": ("float32", "float32"),
+    "autocast": ("bfloat16", "float32"),
+    "bfloat16 weights": ("bfloat16", "bfloat16"),
+}
+every_precision = pytest.mark.parametrize(("dtype", "param_dtype"), PRECISIONS.values(), ids=PRECISIONS)
+with_and_without_checkpointing = pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
+
+
+def real_step(config, dtype, param_dtype, checkpointing):
+    """A model, its forward pass to the loss, and the autocast around that: all that a micro-step on the CPU needs."""
+    torch.manual_seed(0)
+    model = GPT(config).to(DTYPES[param_dtype])
+    model.activation_checkpointing = checkpointing
+    tokens = torch.zeros((BATCH, config.block_size), dtype=torch.int64)
+    return model, lambda: model(tokens, tokens)[1], torch.autocast("cpu", torch.bfloat16, enabled=dtype != "float32")
+
+
+def tracked(config, dtype, param_dtype, checkpointing):
+    """Bytes that MemTracker counts after forward, and the most in a micro-step; without parameters and their gradients."""
+    model, forward, autocast = real_step(config, dtype, param_dtype, checkpointing)
+
+    def total(when):
+        return tracker.get_tracker_snapshot(when)[torch.device("cpu")]["Total"]
+
+    tracker = MemTracker()
+    tracker.track_external(model)
+    parameters = total("current")
+    with tracker:
+        with autocast:
+            loss = forward()
+        saved = total("current") - parameters
+        for param in model.parameters():  # after forward, because hooks of the tracker read the gradients first
+            param.register_post_accumulate_grad_hook(lambda param: setattr(param, "grad", None))
+        loss.backward()
+    return saved, total("peak") - parameters
+
+
+@with_and_without_checkpointing
+@every_precision
+def test_predictions_are_what_pytorchs_tracker_counts(dtype, param_dtype, checkpointing):
+    predicted = predict(SIZES, BATCH, dtype, param_dtype, checkpointing, "cpu")
+    saved, peak = tracked(SIZES, dtype, param_dtype, checkpointing)
+    assert predicted.saved == pytest.approx(saved, rel=0.01)
+    assert max(predicted.first_half, predicted.second_half) == pytest.approx(peak, rel=0.01)
+
+
+@with_and_without_checkpointing
+@every_precision
+def test_seven_layers_follow_from_three(dtype, param_dtype, checkpointing):
+    """Real tensors also hold the gradient of the tied embedding during backward: less than 1 % with this vocabulary."""
+    config = replace(SIZES, n_layer=7)
+    predicted = predict(config, BATCH, dtype, param_dtype, checkpointing, "cpu")
+    measured = micro_step(*real_step(config, dtype, param_dtype, checkpointing))
+    assert predicted.saved == measured.saved
+    assert predicted == pytest.approx(measured, rel=0.01)
+
+
+def test_live_bytes_counts_a_storage_once_and_forgets_what_is_freed():
+    weight = torch.ones(100)
+    with LiveBytes() as live:
+        live.ignore([weight])
+        weight.t().add_(1)
+        assert live.now == 0
+        tensor = torch.empty(1000)
+        view = tensor.view(10, 100)[2:]
+        assert live.now == 4000
+        other = view + weight
+        assert live.now == 4000 + 3200
+        del tensor
+        assert live.now == 4000 + 3200, "the view needs the whole storage"
+        del view
+        assert live.now == 3200
+        assert live.peak == 4000 + 3200
+        live.reset_peak()
+        assert live.peak == 3200
+        del other
+        assert live.now == 0
+
+
+@every_precision
+def test_dropout_takes_a_byte_per_element_on_a_gpu(dtype, param_dtype):
+    """On a CPU it takes much more, because attention keeps its T x T probabilities."""
+    in_precision = BATCH, dtype, param_dtype, False
+    on_gpu, on_cpu = (predict(SIZES, *in_precision, device_type) for device_type in ("cuda", "cpu"))
+    without = predict(replace(SIZES, dropout=0.0), *in_precision, "cuda")
+    dropouts = 1 + 2 * SIZES.n_layer
+    assert on_gpu.saved - without.saved == pytest.approx(dropouts * ELEMENTS, rel=0.05)
+    assert on_gpu.saved < 0.7 * on_cpu.saved
+    assert max(on_gpu) < 0.7 * max(on_cpu)
+
+
+def test_layer_norm_keeps_float32_on_a_gpu_with_bfloat16_weights():
+    config, in_precision = replace(SIZES, dropout=0.0), (BATCH, "bfloat16", "bfloat16", False)
+    on_gpu, on_cpu = (predict(config, *in_precision, device_type) for device_type in ("cuda", "cpu"))
+    norms = 1 + 2 * SIZES.n_layer
+    assert on_gpu.saved - on_cpu.saved == pytest.approx(2 * norms * ELEMENTS, rel=0.1)

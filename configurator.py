@@ -95,10 +95,14 @@ def settings_of(path: str, **names: Any) -> dict[str, Any]:
         statements = ast.parse(file.read()).body
     above = itertools.takewhile(lambda statement: "configure" not in _called(statement), statements)
     assignments: list[ast.stmt] = [statement for statement in above if isinstance(statement, ast.Assign | ast.AnnAssign)]
-    settings = {**globals(), **names, "__annotations__": {}}
+    settings = {**globals(), **names}
     exec(compile(ast.Module(assignments, []), path, "exec"), settings)
     defaults = {key: value for key, value in settings.items() if _is_setting(key, value)}
-    return {**defaults, "__annotations__": settings["__annotations__"]}
+    kinds = {}
+    for statement in assignments:  # `exec` leaves no annotations in `settings` since Python 3.14
+        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+            kinds[statement.target.id] = eval(compile(ast.Expression(statement.annotation), path, "eval"), settings)
+    return {**defaults, "__annotations__": kinds}
 
 
 def _called(statement: ast.stmt) -> set[str]:

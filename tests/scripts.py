@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from ast import literal_eval
 from multiprocessing.connection import wait
 from typing import NamedTuple
 
@@ -167,6 +168,14 @@ def train(out, data, *arguments, ranks=0, run=run):
     losses = {event["iter"]: event["iter/loss"] for event in events if "iter/loss" in event}
     evaluations = {event["iter"]: (event["train/loss"], event["val/loss"]) for event in events if "val/loss" in event}
     return losses, evaluations, process.stdout
+
+
+def defaults_of(script):
+    """The settings of a script and their defaults, as --help lists them."""
+    shown = run(script, "--help")
+    assert shown.returncode == 0, shown.stderr
+    settings = [line.strip().removeprefix("--").split("=", 1) for line in shown.stdout.splitlines() if line.startswith("  --")]
+    return {key: literal_eval(value) for key, value in settings}
 
 
 def torch_load(folder, name="ckpt.pt"):

@@ -2,14 +2,14 @@
 
 import glob
 import os
-from ast import literal_eval
 from typing import Literal
 
 import pytest
+import torch
 from conftest import ROOT
-from scripts import run
+from scripts import defaults_of
 
-from configurator import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, UnitInterval, configure
+from configurator import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, UnitInterval, configure, settings_of
 
 DEFAULTS = {
     "batch_size": 12,
@@ -135,11 +135,7 @@ def test_mistakes_in_files_name_the_file(capsys, tmp_path, text, message):
 
 @pytest.fixture(scope="module")
 def train_defaults():
-    """The settings of train.py and their defaults, as --help lists them."""
-    shown = run("train.py", "--help")
-    assert shown.returncode == 0, shown.stderr
-    settings = [line.strip().removeprefix("--").split("=", 1) for line in shown.stdout.splitlines() if line.startswith("  --")]
-    return {key: literal_eval(value) for key, value in settings}
+    return defaults_of("train.py")
 
 
 DECLARED = {
@@ -239,3 +235,30 @@ def test_a_nanogpt_config_file_works_unchanged(train_defaults, tmp_path):
     )
     config = configure(dict(train_defaults), [str(file)])
     assert (config["init_from"], config["learning_rate"], config["decay_lr"]) == ("gpt2-xl", 3e-5, False)
+
+
+def test_settings_of_a_script_are_those_that_its_help_lists(train_defaults):
+    settings = settings_of(os.path.join(ROOT, "train.py"), torch=torch)
+    kinds = settings.pop("__annotations__")
+    assert settings == train_defaults
+    assert list(settings) == list(train_defaults)
+    assert kinds["batch_size"] is PositiveInt
+    assert kinds["zero1_impl"] == Literal["sharded", "torch"]
+
+
+def test_settings_of_a_script_keep_their_limits_and_the_script_is_not_run(tmp_path, capsys):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os\n"
+        "1 / 0\n"
+        "batch_size: PositiveInt = 3 * 4\n"
+        "parallel = os.name == ''\n"
+        "_private, LIMIT = 1, 2\n"
+        "config = configure(globals())\n"
+        "rank = 0\n"
+    )
+    settings = settings_of(str(script), os=os)
+    assert settings == {"batch_size": 12, "parallel": False, "__annotations__": {"batch_size": PositiveInt}}
+    with pytest.raises(SystemExit):
+        configure(settings, ["--batch_size=0"])
+    assert capsys.readouterr().err == "error: batch_size=0 must be at least 1\n"

@@ -76,7 +76,7 @@ buckets      most that communication holds in addition to gradients
 activations  what forward keeps for backward; peak: the most while training, without torch.compile; the parts of a peak are
              not all at their largest at the same time
 saving       on the device of rank 0
-max batch    sequences per micro-step that fit into {gpu_memory_gb:g} GB
+max batch    sequences per micro-step that fit into {gpu_memory_gb:g} GB, up to {largest_batch}
 sent, ms     per rank and iteration, and the time at {bandwidth_gbit:g} Gbit/s if it overlaps with nothing"""
 
 
@@ -166,13 +166,15 @@ class Planner:
             "saving": result.saving_peak,
             "saving_on_cpu": prediction.consolidated,
             "fits": "yes" if fits else "no",
-            "largest_batch": self.largest_batch(workload, flags, lambda *activations: prediction.peak(*activations)),
+            "largest_batch": self.largest_batch(
+                workload, flags, lambda *halves: max(prediction.peak(*halves), result.saving_peak)
+            ),
             "sent": sent,
             "sent_ms": sent * 8 / self.settings["bandwidth_gbit"] / 1e6,
         }
 
     def largest_batch(self, workload: Workload, flags: Flags, peak: Any) -> int:
-        """Returns the largest batch size whose peak fits, or 0.
+        """Returns the largest batch size whose peak fits, or 0. `peak` maps the two peaks of activations to that of the device.
 
         The peak of activations is the largest of several linear functions of the batch size, so it is convex. A straight
         line between two predicted batch sizes is therefore not too low.
@@ -236,7 +238,7 @@ def print_plan(planner: Planner, sizes: list[int]) -> list[dict[str, Any]]:
     print(f"{numel / 1e6:.1f}M parameters, {planner.dtype} on {planner.device_type}, {sequences} per micro-step,")
     print(f"{steps} micro-steps per iteration on all ranks together; GB (10^9 bytes) on the rank with the most optimizer state")
     print_table(rows)
-    print(LEGEND.format(**settings))
+    print(LEGEND.format(**settings, largest_batch=BATCHES[-1]))
     if planner.device_type != "cpu":
         saving = f"{rows[0]['saving_on_cpu'] / 1e9:.1f} GB of main memory on rank 0"
         print(f"             with checkpoint_format=consolidated, it also takes {saving}")

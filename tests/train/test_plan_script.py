@@ -1,0 +1,158 @@
+"""plan.py: the table, its files, the owners of a parameter, the largest batch, and what is refused."""
+
+import json
+import math
+import re
+from dataclasses import replace
+
+import pytest
+from scripts import SIZES, defaults_of, run
+
+from accounting import MODES, gpt_specs
+from activations import predict
+from model import GPTConfig
+from zero.prediction import Prediction
+
+CONFIG = GPTConfig(block_size=16, vocab_size=29, n_layer=2, n_head=2, n_embd=32, bias=False)  # as in SIZES and the data
+SETTINGS = [*SIZES, "--device=cpu", "--zero_bucket_mb=0.02"]
+FLAGS = {mode: replace(flags, bucket_mb=0.02) for mode, flags in MODES.items()}
+WORLD_SIZES = [1, 2, 8]
+
+
+def plan(data, *arguments):
+    """What plan.py prints for the small model."""
+    process = run("plan.py", f"--dataset={data}", *SETTINGS, *arguments)
+    assert process.returncode == 0, process.stderr
+    return process.stdout
+
+
+def rows_of(path):
+    """The rows of a JSON file of plan.py: (world size, mode): figures."""
+    return {(row["world_size"], row["mode"]): row for row in json.loads(path.read_text())["rows"]}
+
+
+@pytest.fixture(scope="module")
+def planned(data, tmp_path_factory):
+    """What one run printed, its rows, and its picture."""
+    pytest.importorskip("vl_convert")
+    folder = tmp_path_factory.mktemp("plan")
+    world_sizes = ",".join(map(str, WORLD_SIZES))
+    printed = plan(data, f"--world_size={world_sizes}", f"--json={folder / 'plan.json'}", f"--plot={folder / 'plan.png'}")
+    return printed, rows_of(folder / "plan.json"), folder / "plan.png"
+
+
+def test_the_table_has_every_mode_for_every_number_of_ranks(planned):
+    printed, rows, picture = planned
+    lines = [tuple(line.split()[:2]) for line in printed.splitlines() if re.match(r" *\d+  \w", line)]
+    modes = {size: list(MODES) if size > 1 else ["adamw"] for size in WORLD_SIZES}
+    expected = [(size, mode) for size in WORLD_SIZES for mode in [*modes[size], "checkpointing"]]
+    assert [(int(size), mode) for size, mode in lines] == expected
+    assert list(rows) == expected
+    assert picture.read_bytes().startswith(b"\x89PNG\r\n")
+    assert "note: 8 ranks cannot share 6 micro-steps; 8 are assumed" in printed
+
+
+@pytest.mark.parametrize("mode", [*MODES, "checkpointing"])
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_the_rows_are_the_predictions_of_the_rank_with_the_most_state(planned, world_size, mode):
+    _, rows, _ = planned
+    if world_size == 1 and mode not in ("adamw", "checkpointing"):
+        assert (world_size, mode) not in rows
+        return
+    flags = FLAGS.get(mode, FLAGS["sharded"])
+    in_dtype = ("bfloat16", "bfloat16") if mode == "bfloat16" else ("float32", "float32")
+    activations = predict(CONFIG, 2, *in_dtype, mode == "checkpointing", "cpu")
+    wrapper = "DistributedDataParallel" if mode in ("adamw", "torch") else "ShardedDataParallel"
+    owners = flags.plan(gpt_specs(CONFIG), world_size)
+    ranks = [
+        Prediction(
+            owners,
+            rank,
+            wrapper if world_size > 1 else None,
+            world_size,
+            micro_steps=math.ceil(6 / world_size),
+            shard_gradients=flags.shard_gradients,
+            on_cpu=True,
+        )
+        for rank in range(owners.world_size)
+    ]
+    fullest = max(ranks, key=lambda prediction: prediction.state)
+    expected = {
+        **fullest.at("accumulating" if world_size < 6 else "before step"),
+        "buckets": fullest.largest_buckets,
+        "activations": activations.saved,
+        "peak": fullest.peak(activations.first_half, activations.second_half),
+        "sent": sum(fullest.sent().values()),
+        "saving_on_cpu": fullest.consolidated,
+        "state_to_mean": pytest.approx(fullest.state * len(ranks) / sum(prediction.state for prediction in ranks)),
+    }
+    row = rows[world_size, mode]
+    assert {key: row[key] for key in expected} == expected
+
+
+def test_owners_of_a_parameter_cover_it_once(data):
+    printed = plan(data, "--world_size=1,3", "--explain=transformer.wte.weight")
+    blocks = re.findall(r"^(\w+, \d ranks): transformer.wte.weight, \(29, 32\), 928 elements.*\n((?:  .*\n)+)", printed, re.M)
+    assert [name for name, _ in blocks] == ["adamw, 1 ranks", "sharded, 3 ranks", "torch, 3 ranks"]
+    for name, lines in blocks:
+        slices = [tuple(map(int, found)) for found in re.findall(r"rank (\d): (\d+) to (\d+) ", lines)]
+        end = 0
+        for _, start, stop in sorted(slices, key=lambda slice_: slice_[1]):
+            assert start == end < stop, name
+            end = stop
+        assert end == 928, name
+        assert len({rank for rank, _, _ in slices}) == (3 if name.startswith("sharded") else 1), name
+
+
+@pytest.mark.parametrize("memory_mb", [1, 12])
+def test_the_largest_batch_fits_and_a_larger_one_does_not(data, tmp_path, memory_mb):
+    path = tmp_path / "plan.json"
+
+    def rows(batch_size):
+        plan(data, "--world_size=2", f"--gpu_memory_gb={memory_mb / 1e3}", f"--batch_size={batch_size}", f"--json={path}")
+        return {mode: row for (_, mode), row in rows_of(path).items()}
+
+    largest = {mode: row["largest_batch"] for mode, row in rows(1).items()}
+    assert largest["checkpointing"] > 1.5 * largest["sharded"] >= 1.5 * largest["adamw"] > 0
+    for mode in ("adamw", "checkpointing"):
+        fitting, larger = rows(largest[mode])[mode], rows(math.ceil(1.1 * largest[mode]))[mode]
+        assert fitting["peak"] <= memory_mb * 1e6 < larger["peak"], mode
+        assert (fitting["fits"], larger["fits"]) == ("yes", "no"), mode
+
+
+def test_no_batch_fits_where_saving_does_not(data, tmp_path):
+    """On a CPU, a consolidated checkpoint takes the memory of the whole state: here more than training with batch size 1."""
+    path = tmp_path / "plan.json"
+    plan(data, "--world_size=8", "--gpu_memory_gb=0.0005", "--batch_size=1", f"--json={path}")
+    row = rows_of(path)[8, "checkpointing"]
+    assert row["peak"] < 0.5e6 < row["saving"]
+    assert (row["fits"], row["largest_batch"]) == ("no", 0)
+
+
+def test_every_setting_of_the_trainer_is_accepted():
+    settings, own = defaults_of("train.py"), {"world_size", "gpu_memory_gb", "bandwidth_gbit", "explain", "json", "plot"}
+    with_own = defaults_of("plan.py")
+    assert set(with_own) == set(settings) | own
+    assert {key: with_own[key] for key in settings} == settings
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("--world_size=0", "numbers of ranks"),
+        ("--world_size=x", "numbers of ranks"),
+        ("--world_size=2,", "numbers of ranks"),
+        ("--gpu_memory_gb=0", "gpu_memory_gb=0.0 must be positive"),
+        ("--batch_size=0", "batch_size=0 must be at least 1"),
+        ("--wrld_size=2", "did you mean 'world_size'?"),
+        ("--explain=transformer.wte", "the model has no such parameter; it has for example transformer.wte.weight"),
+        ("--n_embd=33", "use a multiple of n_head"),
+        ("--init_from=resume", "plan.py takes sizes from settings, not from files"),
+        ("--plot=plan.pdf", "must end with .png, .svg or .html"),
+    ],
+)
+def test_mistakes_have_exit_code_2(argument, message):
+    process = run("plan.py", *SETTINGS, argument)
+    assert message in process.stderr
+    assert (process.returncode, process.stderr.count("\n")) == (2, 1)
+    assert "ranks  mode" not in process.stdout

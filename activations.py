@@ -32,9 +32,25 @@ class Activations(NamedTuple):
     first_half: int  # peak until backward begins with the first block, which comes last in backward
     second_half: int  # peak from then until the end of backward
 
-    def extrapolated(self, smaller: Self, layers: int) -> "Activations":
+
+class _Peaks(NamedTuple):
+    """As `Activations`, but with two peaks for the first half: each of these numbers is linear in the number of layers.
+
+    Their maximum is not. With autocast, forward holds a copy of the weights of all blocks, and frees it before backward. With
+    activation checkpointing and large logits, the peak is therefore in backward for a few layers, and in forward for many.
+    """
+
+    saved: int
+    forward: int
+    first_half_of_backward: int
+    second_half: int
+
+    def extrapolated(self, smaller: Self, layers: int) -> "_Peaks":
         """Returns the bytes of a model that has `layers` more layers. `smaller` has one layer less than this one."""
-        return Activations(*(here + layers * (here - there) for here, there in zip(self, smaller, strict=True)))
+        return _Peaks(*(here + layers * (here - there) for here, there in zip(self, smaller, strict=True)))
+
+    def activations(self) -> Activations:
+        return Activations(self.saved, max(self.forward, self.first_half_of_backward), self.second_half)
 
 
 class LiveBytes(TorchDispatchMode):
@@ -92,17 +108,15 @@ def predict(
         device_type: 'cpu' or 'cuda'; any other counts as 'cuda'.
     """
 
-    def measure(layers: int) -> Activations:
+    def measure(layers: int) -> _Peaks:
         return _measure(replace(config, n_layer=layers), batch_size, dtype, param_dtype, checkpointing, device_type)
 
     if config.n_layer <= 3:
-        return measure(config.n_layer)
-    return measure(3).extrapolated(measure(2), config.n_layer - 3)
+        return measure(config.n_layer).activations()
+    return measure(3).extrapolated(measure(2), config.n_layer - 3).activations()
 
 
-def _measure(
-    config: GPTConfig, batch_size: int, dtype: str, param_dtype: str, checkpointing: bool, device_type: str
-) -> Activations:
+def _measure(config: GPTConfig, batch_size: int, dtype: str, param_dtype: str, checkpointing: bool, device_type: str) -> _Peaks:
     with FakeTensorMode(), _default_dtype(DTYPES[param_dtype]):
         with SkipInitialization():
             model = GPT(config)
@@ -111,7 +125,7 @@ def _measure(
         autocast = torch.autocast("cpu", torch.bfloat16, enabled=dtype != "float32")  # float16 takes as many bytes
         if device_type != "cpu":
             _imitate_cuda(model)
-        return micro_step(model, lambda: model(tokens, tokens)[1], autocast)
+        return _micro_step(model, lambda: model(tokens, tokens)[1], autocast)
 
 
 @contextmanager
@@ -126,6 +140,10 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 def micro_step(model: GPT, forward: Callable[[], torch.Tensor], autocast: Any) -> Activations:
     """Run forward and backward on the CPU and measure the activations. Gradients are dropped as they arrive."""
+    return _micro_step(model, forward, autocast).activations()
+
+
+def _micro_step(model: GPT, forward: Callable[[], torch.Tensor], autocast: Any) -> _Peaks:
     live = LiveBytes()
     live.ignore({*model.parameters(), *model.buffers()})
     halves: list[int] = []
@@ -142,12 +160,13 @@ def micro_step(model: GPT, forward: Callable[[], torch.Tensor], autocast: Any) -
         with live:
             with autocast:
                 loss = forward()
-            saved = live.now
+            saved, peak_of_forward = live.now, live.peak
+            live.reset_peak()
             loss.backward()
     finally:
         for handle in handles:
             handle.remove()
-    return Activations(saved, halves[0], live.peak)
+    return _Peaks(saved, peak_of_forward, halves[0], live.peak)
 
 
 def _imitate_cuda(model: GPT) -> None:

@@ -45,6 +45,7 @@ class MemoryCheck:
         self.forecast: Forecast = forecast(
             plan, flags, launch.world_size, micro_steps, workload.device_type, activations, launch.distributed
         )
+        self.compared = False
         self.predicted = self.forecast.prediction.at("before step")
 
     def announce(self, iteration: int) -> None:
@@ -56,8 +57,11 @@ class MemoryCheck:
         self.log.log({"iter": iteration, "memory/predicted_peak_mb": peak / 1e6, **_logged("predicted", self.predicted)})
 
     def compare(self, iteration: int) -> None:
-        """Print and log what the fullest rank holds. Call it on all ranks, after the update and before `zero_grad`."""
-        held = held_bytes(self.optimizer, self.model)
+        """Print and log once what the fullest rank holds. Call it on all ranks, after an update and before `zero_grad`."""
+        held = held_bytes(self.optimizer, self.model) if not self.compared else {}
+        if not held.get("state"):  # compared already, or no update has been made yet, because float16 has overflowed
+            return
+        self.compared = True
         on_gpu = self.device.type == "cuda"
         by_rank = gather_objects((sum(held.values()), peak_bytes(self.device) if on_gpu else 0, held))
         total, _, held = max(by_rank, key=lambda rank: rank[0])

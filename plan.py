@@ -119,6 +119,8 @@ class Planner:
     def __init__(self, settings: dict[str, Any], config: GPTConfig) -> None:
         self.settings, self.config = settings, config
         self.specs: Sequence[ParameterSpec] = gpt_specs(config)
+        if settings["device"].partition(":")[0] not in ("auto", "cpu", "cuda", "mps"):
+            raise ValueError(f"device={settings['device']} is not one of auto, cpu, cuda, mps")
         self.device_type = "cuda" if settings["device"] == "auto" else settings["device"].partition(":")[0]
         on_cpu = self.device_type == "cpu"
         self.dtype = ("float32" if on_cpu else "bfloat16") if settings["dtype"] == "auto" else settings["dtype"]
@@ -256,6 +258,9 @@ def main() -> None:
     with exit_on_wrong_input():
         if settings["plot"]:
             charts.check_path(settings["plot"])
+        if settings["json"]:
+            os.makedirs(os.path.dirname(settings["json"]) or ".", exist_ok=True)
+            open(settings["json"], "a").close()
         sizes = world_sizes(settings["world_size"])
         planner = Planner(settings, model_config(settings))
         if settings["explain"]:

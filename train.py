@@ -305,9 +305,8 @@ while iter_num <= max_iters or eval_only:
 
     if is_logged or (iter_num + 1) % eval_interval == 0 or device.type == "cpu":  # report() waits for a GPU
         guard.report(iter_num)
-    if iter_num == first_iter + 2:  # all kinds of state exist since the second step
-        memory.compare(iter_num)
-        meter.restart()
+    if iter_num >= first_iter + 2:
+        memory.compare(iter_num)  # once, as soon as there is optimizer state
     optimizer.zero_grad(set_to_none=True)
     iter_num += 1
     data_position += sequences_per_iter

@@ -1,15 +1,17 @@
-"""bench.py runs every mode, and counts the bytes on the loopback interface that the arithmetic gives."""
+"""bench.py runs every mode, counts the bytes that the arithmetic gives, and measures the memory that was predicted."""
 
+import csv
 import json
 import os
 import subprocess
 import sys
 
 import pytest
-from scripts import run, run_for_real
+from scripts import ROOT, environment, run, run_for_real
 
 SIZES = ["--n_layer=2", "--n_head=2", "--n_embd=512", "--vocab_size=65", "--block_size=16", "--device=cpu"]
-
+OWN = ["adamw", "torch", "sharded", "shard_gradients", "bfloat16"]  # with predictions
+MODES = [*OWN, "simple", "fsdp2"]
 
 # runs a command in a network namespace, whose loopback interface carries nothing else
 ALONE_ON_THE_NETWORK = """
@@ -33,66 +35,153 @@ def alone():
     return prefix if allowed else []
 
 
+def results(folder, measure):
+    """The rows of a measure in results.json."""
+    content = json.loads((folder / "results.json").read_text())
+    return next(rows for name, rows in content.items() if name.startswith(measure))
+
+
 @pytest.mark.skipif(not os.path.exists("/sys/class/net/lo/statistics/tx_bytes"), reason="no loopback counters on this system")
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_every_mode_and_its_bytes(ranks, alone):
-    modes = ["adamw", "torch", "sharded", "shard_gradients", "bfloat16", "simple", "fsdp2"]
-    flags = f"--modes={','.join(modes)}", "--rounds=3", f"--steps_per_turn={4 // ranks}", *SIZES
-    process = run_for_real("bench.py", *flags, ranks=ranks, prefix=alone)
+def test_every_mode_and_its_bytes(ranks, alone, tmp_path):
+    flags = "--what=time", f"--modes={','.join(MODES)}", "--rounds=3", f"--steps_per_turn={4 // ranks}", "--name=bytes", *SIZES
+    process = run_for_real("bench.py", *flags, ranks=ranks, prefix=alone, cwd=tmp_path)
     assert process.returncode == 0, process.stderr
-    rows = [line.split() for line in process.stdout.splitlines() if line.split()[0] in modes]
-    assert [row[0] for row in rows] == modes
-    megabytes = {row[0]: float(row[3]) for row in rows}
+    rows = results(tmp_path / "results" / "bytes", "Time")
+    assert [row["mode"] for row in rows] == MODES
+    megabytes = {row["mode"]: row["MB sent"] for row in rows}
     parameters = 2 * 12 * 512**2 + 65 * 512 + 16 * 512 + 5 * 512
     one_all_reduce = 2 * (ranks - 1) / ranks * parameters * 4 / 1e6
     assert megabytes["adamw"] == pytest.approx(one_all_reduce, rel=0.02)
     for mode, times in (("torch", 1.5), ("sharded", 1), ("shard_gradients", 1), ("bfloat16", 0.5), ("simple", 1.5)):
         # TCP's headers and acknowledgements vary by a few percent in so small a model; test_data_parallel counts exactly
         assert megabytes[mode] == pytest.approx(times * megabytes["adamw"], rel=0.06), mode
-    assert rows[0][2] == "1.000"
+    assert rows[0]["ratio"] == 1
+    for row in rows:
+        phases = [row["forward and backward, ms"], row["optimizer, ms"]]
+        assert min(phases) > 0
+        assert ("exposed communication, ms" in row) == (row["mode"] != "fsdp2")
+        if row["mode"] != "fsdp2":
+            assert row["exposed communication, ms"] > 0
+    with open(tmp_path / "results" / "bytes" / "speed_comparison.csv") as file:
+        assert [row["mode"] for row in csv.DictReader(file)] == MODES
 
 
-def test_mistakes_have_exit_code_2():
-    for ranks, argument, message in (
-        (0, "--rounds=1", "torchrun"),
-        (1, "--modes=adamw,other", "other is not one of adamw, torch, sharded"),
-        (1, "--rounds=0", "rounds=0 must be at least 1"),
-        (1, "--n_embd=63", "use a multiple of n_head"),
+def test_several_block_sizes(tmp_path):
+    flags = ["--what=time", "--rounds=1", "--steps_per_turn=1", "--name=sweep", *SIZES, "--block_size=8,16"]
+    process = run("bench.py", *flags, ranks=2, cwd=tmp_path)
+    assert process.returncode == 0, process.stderr
+    rows = results(tmp_path / "results" / "sweep", "Time")
+    assert [(row["mode"], row["block_size"]) for row in rows] == [
+        (mode, size) for size in (8, 16) for mode in ("adamw", "torch", "sharded")
+    ]
+    assert (tmp_path / "results" / "sweep" / "time.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_mistakes_have_exit_code_2(tmp_path):
+    for ranks, arguments, message in (
+        (0, ["--rounds=1"], "torchrun"),
+        (0, ["--simulate_world_size=8"], "--what=memory"),
+        (0, ["--simulate_world_size=8,x", "--what=memory"], "simulate_world_size=8,x must be positive integers"),
+        (1, ["--modes=adamw,other"], "other is not one of adamw, torch, sharded"),
+        (1, ["--model=gpt5"], "model=gpt5 is not one of gpt2, "),
+        (1, ["--block_size=64,0"], "block_size=64,0 must be positive integers"),
+        (1, ["--rounds=0"], "rounds=0 must be at least 1"),
+        (1, ["--n_embd=63"], "use a multiple of n_head"),
     ):
-        process = run("bench.py", argument, ranks=ranks)
+        process = run("bench.py", *arguments, ranks=ranks, cwd=tmp_path)
         assert message in process.stderr
         assert (process.returncode, process.stderr.count("\n")) == (2, 1)
+    assert not os.listdir(tmp_path)
+
+
+def check_memory(rows, modes, points):
+    """Check that tensors take what was predicted, at every point."""
+    assert [(row["mode"], row["point"]) for row in rows if row["mode"] in OWN] == [
+        (mode, point) for mode in modes if mode in OWN for point in points
+    ]
+    for row in rows:
+        if row["mode"] in OWN:
+            assert row["predicted"] == pytest.approx(row["total"], rel=0.02), (row["mode"], row["point"])
+        parts = ("parameters", "gradients", "state", "master", "buckets", "activations", "rest")
+        assert sum(row[part] or 0 for part in parts) == row["total"], (row["mode"], row["point"])
 
 
 def test_memory_at_each_point_of_a_step(tmp_path):
-    path = tmp_path / "results" / "memory.json"
-    modes = ["adamw", "torch", "sharded", "shard_gradients", "bfloat16", "simple"]
+    process = run("bench.py", "--what=memory", "--name=memory", "--zero_bucket_mb=0.5", *SIZES, ranks=2, cwd=tmp_path)
+    assert process.returncode == 0, process.stderr
+    folder = tmp_path / "results" / "memory"
+    points = ["after init", "after wrapping", "accumulating", "before step", "after step", "peak", "saving"]
+    rows = results(folder, "Memory")
+    check_memory(rows, MODES, points)
+    total = {(row["mode"], row["point"]): row["total"] for row in rows}
+    parameters = total["adamw", "after init"]
+    for mode, copies in (("adamw", 5), ("torch", 4), ("simple", 4), ("sharded", 3), ("bfloat16", 2.5), ("fsdp2", 2.5)):
+        assert total[mode, "accumulating"] / parameters == pytest.approx(copies, rel=0.02), mode
+    assert {row["mode"] for row in rows} == set(MODES)
+    written = (folder / "memory_profile.txt").read_text()
+    assert "bench.py --what=memory" in written
+    assert "accumulating" in written
+    assert (folder / "memory.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_memory_of_one_rank_of_a_large_world(tmp_path):
     process = run(
-        "bench.py", "--what=memory", f"--modes={','.join(modes)}", f"--out={path}", "--zero_bucket_mb=0.1", *SIZES, ranks=2
+        "bench.py",
+        *("--what=memory", "--name=simulated", "--zero_bucket_mb=0.5", "--simulate_world_size=8,64", *SIZES),
+        cwd=tmp_path,
     )
     assert process.returncode == 0, process.stderr
-    rows = {row["mode"]: row for row in json.loads(path.read_text())["rows"]}
-    parameters = rows["adamw"]["after init, MB"]
-    for mode, copies in (
-        ("adamw", 4),
-        ("torch", 3),
-        ("simple", 3),
-        ("sharded", 3),
-        ("shard_gradients", 2.5),
-        ("bfloat16", 2.5),
-    ):
-        assert rows[mode]["between micro-steps, MB"] / parameters == pytest.approx(copies, rel=0.1), mode
-    assert "between micro-steps" in process.stdout
+    rows = results(tmp_path / "results" / "simulated", "Memory")
+    for world_size in (8, 64):
+        of_world = [row for row in rows if row["world_size"] == world_size]
+        check_memory(of_world, MODES, ["after init", "after wrapping", "accumulating", "before step", "after step", "peak"])
+        state = {row["mode"]: row["state"] for row in of_world if row["point"] == "after step"}
+        assert state["sharded"] == pytest.approx(state["adamw"] / world_size, rel=0.01)
+        assert all(row["own computation, ms"] > 0 for row in of_world)
 
 
 def test_checkpoints(tmp_path):
-    path = tmp_path / "checkpoint.json"
-    process = run("bench.py", "--what=checkpoint", "--modes=sharded,torch", f"--out={path}", *SIZES, ranks=2)
+    process = run("bench.py", "--what=checkpoint", "--name=checkpoints", *SIZES, ranks=2, cwd=tmp_path)
     assert process.returncode == 0, process.stderr
-    rows = {row["mode"]: row for row in json.loads(path.read_text())["rows"]}
+    rows = {row["mode"]: row for row in results(tmp_path / "results" / "checkpoints", "Checkpoints")}
     assert list(rows) == ["sharded", "torch", "consolidate_state_dict"]
     for mode in ("sharded", "torch"):  # no more than a bucket of 75 MB beyond the state, with room for the allocator
         assert rows[mode]["rank 0 extra, MB"] < 75
         assert rows[mode]["others extra, MB"] < 75
         for format in ("consolidated", "sharded"):
             assert rows[mode][f"{format}: MB"] == pytest.approx(3 * 25.5, rel=0.05)
+
+
+def test_the_tutorials_model(tmp_path):
+    process = run("bench.py", "--model=cookbook", "--name=cookbook", "--device=cpu", ranks=2, cwd=tmp_path)
+    assert process.returncode == 0, process.stderr
+    rows = {row["mode"]: row for row in results(tmp_path / "results" / "cookbook", "Memory")}
+    assert len({row["sum of parameters"] for row in rows.values()}) == 1
+    parameters = 20 * (2000 * 2000 + 2000) * 4 / 1e6
+    adam, sharded = rows["tutorial: Adam"], rows["tutorial: ZeroRedundancyOptimizer"]
+    for point, copies in (("local model", 1), ("after wrapping", 2), ("before step", 3)):
+        assert adam[f"{point}, MB"] == pytest.approx(copies * parameters, rel=0.02)
+        assert sharded[f"{point}, MB"] == pytest.approx(copies * parameters, rel=0.02)
+    saved = adam["after step, MB"] - sharded["after step, MB"]
+    assert saved == pytest.approx(parameters, rel=0.06)  # half of Adam's two moments
+
+
+def test_parity_of_all_modes_on_this_device():
+    line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "benchmarks.parity"]
+    line.append("--device=cpu")
+    process = subprocess.run(line, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=240)
+    assert process.returncode == 0, process.stdout + process.stderr
+    lines = [line.split() for line in process.stdout.splitlines() if "difference" in line]
+    assert [line[1] for line in lines] == [*OWN[1:], "activation"] * 2
+    assert {line[0] for line in lines} == {"ok"}
+
+
+@pytest.mark.slow
+def test_what_a_gpu_shows_also_runs_on_a_cpu():
+    environment_of_cpu = {**environment(), "CUDA_VISIBLE_DEVICES": ""}
+    process = subprocess.run(
+        [sys.executable, "-m", "benchmarks.gpu"], cwd=ROOT, env=environment_of_cpu, capture_output=True, text=True, timeout=900
+    )
+    assert process.returncode == 0, process.stdout + process.stderr
+    assert process.stdout.count("  ok\n") == 12

@@ -178,7 +178,9 @@ try:
     else:
         for measure in measures:
             {"memory": measure_memory, "time": measure_time, "checkpoint": measure_checkpoint}[measure]()
-except (torch.OutOfMemoryError, MemoryError) as error:
+except RuntimeError as error:
+    if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
+        raise
     exit_with_error(f"out of memory: {error}; lower --batch_size or --block_size, choose a smaller --model, or fewer --modes")
 if is_rank_0() and folder:
     print(f"\nresults are in {folder}")

@@ -47,7 +47,8 @@ def plan_chart(rows: Rows, gpu_memory_gb: float | None) -> Any:
         {"bar": row["mode"], "facet": ranks[row["world_size"]], "mark": row["peak"] / 1e9, "parts": _parts(row, MEMORY, 1e9)}
         for row in rows
     ]
-    return _chart(bars, MEMORY, _unique(rows, "mode"), list(ranks.values()), "GB", title, mark="peak", limit=gpu_memory_gb)
+    modes = _unique(sorted(rows, key=lambda row: -row["world_size"]), "mode")  # a single rank has fewer modes
+    return _chart(bars, MEMORY, modes, list(ranks.values()), "GB", title, mark="peak", limit=gpu_memory_gb)
 
 
 def memory_chart(rows: Rows) -> Any:

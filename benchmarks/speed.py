@@ -86,7 +86,7 @@ class TimedContender:
             figures[f"{phase}, ms"] = (self._seconds[phase] - exposed[phase]) * 1000 / timed_steps
         if self.contender.mode != "fsdp2":  # FSDP2 does not say how long it waits
             figures["exposed communication, ms"] = sum(exposed.values()) * 1000 / timed_steps
-        return {**figures, "MB sent": sent / 1e6}
+        return figures | ({"MB sent": sent / 1e6} if dist.get_backend() == "gloo" else {})
 
     def _step(self, exposed: dict[str, float]) -> None:
         """Run one step, add the seconds of its phases, and add to `exposed` the seconds that they waited."""

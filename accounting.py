@@ -9,14 +9,14 @@ import json
 import os
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from model import GPT, GPTConfig, SkipInitialization
 from zero.flags import Flags
 from zero.layout import ParameterSpec, Plan, parameter_specs
-from zero.prediction import Prediction
+from zero.prediction import Activations, Prediction
 
 MODES = {  # the ways to hold the optimizer state, by the name in tables
     "adamw": Flags(use_zero1=False),
@@ -25,7 +25,6 @@ MODES = {  # the ways to hold the optimizer state, by the name in tables
     "shard_gradients": Flags(shard_gradients=True),
     "bfloat16": Flags(param_dtype="bfloat16"),
 }
-TOLERANCE = 0.05  # a larger relative difference between prediction and measurement is worth a warning
 _CACHE = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "nanogpt-zero1", "activations.json")
 
 
@@ -40,14 +39,6 @@ class Workload:
     activation_checkpointing: bool = False
 
 
-class Activations(NamedTuple):
-    """Bytes of activations in a micro-step, see `activations.Activations`."""
-
-    saved: int
-    first_half: int
-    second_half: int
-
-
 @dataclass(frozen=True)
 class Forecast:
     """The bytes of the rank with the most optimizer state."""
@@ -59,7 +50,7 @@ class Forecast:
     @property
     def peak(self) -> int:
         """Peak bytes while training."""
-        return self.prediction.peak(self.activations.first_half, self.activations.second_half)
+        return self.prediction.peak(self.activations)
 
     @property
     def saving_peak(self) -> int:

@@ -21,16 +21,9 @@ from torch.utils._pytree import tree_leaves
 
 from hardware import DTYPES
 from model import GPT, CausalSelfAttention, GPTConfig, SkipInitialization
+from zero.prediction import Activations
 
 _WITH_MEMORY = (torch.Tensor, nn.Parameter, FakeTensor)  # other classes wrap these, or are placeholders without memory
-
-
-class Activations(NamedTuple):
-    """Bytes on one rank in a micro-step, in addition to parameters and their gradients."""
-
-    saved: int  # what forward keeps for backward
-    first_half: int  # peak until backward begins with the first block, which comes last in backward
-    second_half: int  # peak from then until the end of backward
 
 
 class _Peaks(NamedTuple):
@@ -50,6 +43,7 @@ class _Peaks(NamedTuple):
         return _Peaks(*(here + layers * (here - there) for here, there in zip(self, smaller, strict=True)))
 
     def activations(self) -> Activations:
+        """Returns the figures with one peak per half."""
         return Activations(self.saved, max(self.forward, self.first_half_of_backward), self.second_half)
 
 

@@ -4,13 +4,14 @@ from typing import Any
 
 import torch
 
-from accounting import Activations, Forecast, Workload, forecast, predicted_activations
+from accounting import Forecast, Workload, forecast, predicted_activations
 from distributed import launched
 from logger import Logger
 from zero.collectives import gather_objects
 from zero.flags import Flags
 from zero.memory import held_bytes, peak_bytes
 from zero.partition import partition
+from zero.prediction import Activations
 
 TOLERANCE = 0.05  # a larger relative difference between prediction and measurement causes a warning ...
 GPU_WORKSPACES = 100_000_000  # ... if it is also more than this on a GPU, where cuBLAS and others take workspaces
@@ -58,16 +59,16 @@ class MemoryCheck:
 
     def compare(self, iteration: int) -> None:
         """Print and log once what the fullest rank holds. Call it on all ranks, after an update and before `zero_grad`."""
-        held = held_bytes(self.optimizer, self.model) if not self.compared else {}
-        if not held.get("state"):  # compared already, or no update has been made yet, because float16 has overflowed
+        if self.compared:
             return
-        self.compared = True
         on_gpu = self.device.type == "cuda"
+        held = held_bytes(self.optimizer, self.model)
         by_rank = gather_objects((sum(held.values()), peak_bytes(self.device) if on_gpu else 0, held))
+        self.compared = any(held["state"] for _, _, held in by_rank)
+        if not self.compared or self.log.rank > 0:  # no state: no update has been made yet, because float16 has overflowed
+            return
         total, _, held = max(by_rank, key=lambda rank: rank[0])
         peak = max(peak for _, peak, _ in by_rank)
-        if self.log.rank > 0:
-            return
         predicted = sum(self.predicted.values())
         line = f"measured memory: {_size(total)} of model and optimizer (predicted {_size(predicted)})"
         event: dict[str, Any] = {"iter": iteration, **_logged("measured", held)}
@@ -78,7 +79,8 @@ class MemoryCheck:
         self.log.log(event)
         if self._differs(predicted, total):
             print(f"WARNING: model and optimizer take {_parts(held)}; predicted were {_parts(self.predicted)}", flush=True)
-        if on_gpu and self._differs(self.forecast.peak, peak) and not (self.compiled and peak < self.forecast.peak):
+        is_comparable = self.forecast.activations.saved > 0 and not (self.compiled and peak < self.forecast.peak)
+        if on_gpu and is_comparable and self._differs(self.forecast.peak, peak):
             print(
                 f"WARNING: the peak is {_size(peak)}; predicted were {_parts(self.predicted)}, and activations of "
                 f"{_size(self.forecast.activations.saved)}",

@@ -41,6 +41,7 @@ from distributed import exit_on_wrong_input
 from model import GPT2_SIZES, GPTConfig
 from zero.flags import Flags
 from zero.layout import ParameterSpec, Plan
+from zero.prediction import Activations
 
 OWN_SETTINGS = {
     "world_size": "1,2,4,8,64,1024",
@@ -169,7 +170,7 @@ class Planner:
             "saving_on_cpu": prediction.consolidated,
             "fits": "yes" if fits else "no",
             "largest_batch": self.largest_batch(
-                workload, flags, lambda *halves: max(prediction.peak(*halves), result.saving_peak)
+                workload, flags, lambda activations: max(prediction.peak(activations), result.saving_peak)
             ),
             "sent": sent,
             "sent_ms": sent * 8 / self.settings["bandwidth_gbit"] / 1e6,
@@ -183,9 +184,9 @@ class Planner:
         """
         low = None
         for batch in BATCHES:
-            _, *halves = predicted_activations(replace(workload, batch_size=batch), flags.param_dtype)
-            high = batch, halves
-            if peak(*halves) > self.memory:
+            activations = predicted_activations(replace(workload, batch_size=batch), flags.param_dtype)
+            high = batch, activations
+            if peak(activations) > self.memory:
                 break
             low = high
         if low is None:
@@ -193,7 +194,8 @@ class Planner:
 
         def does_not_fit(size: int) -> bool:
             share = (size - low[0]) / max(1, high[0] - low[0])
-            return peak(*(round(a + share * (b - a)) for a, b in zip(low[1], high[1], strict=True))) > self.memory
+            between = Activations(*(round(a + share * (b - a)) for a, b in zip(low[1], high[1], strict=True)))
+            return peak(between) > self.memory
 
         return low[0] + bisect_left(range(low[0] + 1, high[0] + 1), True, key=does_not_fit)
 

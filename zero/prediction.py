@@ -7,7 +7,7 @@ rounds each tensor up to 512 bytes, and the libraries of a GPU (cuBLAS, NCCL) ta
 from collections import Counter, deque
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -21,6 +21,14 @@ PURPOSES = ("parameters", "gradients", "state", "master", "buckets")
 # before step   after the last backward and after clipping: all gradients are in the place where the update reads them
 # after step    after the update and `zero_grad`, when all parameters have arrived
 Point = Literal["wrapped", "accumulating", "before step", "after step"]
+
+
+class Activations(NamedTuple):
+    """Bytes of activations in a micro-step, in addition to parameters and to gradients that have arrived."""
+
+    saved: int  # what forward keeps for backward
+    first_half: int  # peak from forward until backward reaches the first layer; few gradients have arrived by its largest
+    second_half: int  # peak from then on; all gradients but the last one have arrived, and the last one is included
 
 
 @dataclass(frozen=True)
@@ -67,13 +75,9 @@ class Prediction:
             "buckets": buckets,
         }
 
-    def peak(self, first_half: int, second_half: int) -> int:
-        """Return the peak bytes of training.
-
-        Args:
-            first_half: peak bytes of activations from forward until the first gradients arrive.
-            second_half: peak bytes of activations when all gradients but the last one have arrived, with the last one.
-        """
+    def peak(self, activations: Activations) -> int:
+        """Return the peak bytes of training."""
+        _, first_half, second_half = activations
         held = self.parameters + self.state + self.master
         full, last, traffic = self.full_gradients, self._last_gradient, self._traffic
         before_last = traffic.before_last + second_half  # at the end of a backward that sends gradients

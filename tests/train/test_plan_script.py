@@ -81,7 +81,7 @@ def test_the_rows_are_the_predictions_of_the_rank_with_the_most_state(planned, w
         **fullest.at("accumulating" if world_size < 6 else "before step"),
         "buckets": fullest.largest_buckets,
         "activations": activations.saved,
-        "peak": fullest.peak(activations.first_half, activations.second_half),
+        "peak": fullest.peak(activations),
         "sent": sum(fullest.sent().values()),
         "saving_on_cpu": fullest.consolidated,
         "state_to_mean": pytest.approx(fullest.state * len(ranks) / sum(prediction.state for prediction in ranks)),

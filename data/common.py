@@ -8,11 +8,12 @@ import pickle
 import urllib.request
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 import numpy as np
-import tiktoken
-from tqdm import tqdm
+
+if TYPE_CHECKING:
+    import tiktoken
 
 from distributed import exit_with_error
 
@@ -49,6 +50,8 @@ def read_text(path: str) -> str:
 
 def download(url: str, path: str, sha256: str) -> None:
     """Download `url` to `path` with a progress bar. The file is created only if its checksum is `sha256`."""
+    from tqdm import tqdm  # only here: see gpt2_encoding
+
     digest = hashlib.sha256()
     try:
         with urllib.request.urlopen(url, timeout=30) as response, atomic(path) as file:
@@ -66,8 +69,10 @@ def download(url: str, path: str, sha256: str) -> None:
         )
 
 
-def gpt2_encoding() -> tiktoken.Encoding:
+def gpt2_encoding() -> "tiktoken.Encoding":
     """Returns GPT-2's BPE encoding. tiktoken downloads its vocabulary the first time."""
+    import tiktoken  # only here: a dataset of characters needs only numpy
+
     try:
         return tiktoken.get_encoding("gpt2")
     except OSError as error:  # tiktoken downloads with requests, whose errors are OSErrors

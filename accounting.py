@@ -69,29 +69,30 @@ def gpt_specs(config: GPTConfig) -> list[ParameterSpec]:
 
 def forecast(
     plan: Plan,
-    flags: Flags,
     world_size: int,
     micro_steps: int,
     device_type: str,
     activations: Activations,
+    shard_gradients: bool,
     distributed: bool,
 ) -> Forecast:
     """Predict what the rank with the most optimizer state will need.
 
     Args:
-        plan: the plan of the flags, see `Flags.plan`.
+        plan: see `Flags.plan`.
         micro_steps: micro-steps per iteration on each rank.
+        shard_gradients: see `zero.ShardedDataParallel`.
         distributed: the ranks are torchrun's, so that the model is wrapped for data parallelism.
     """
     owned = plan.updated_bytes
-    sharded = flags.implementation(world_size) == "sharded"
+    sharded = bool(plan.buffers)
     prediction = Prediction(
         plan,
         owned.index(max(owned)),
         "ShardedDataParallel" if sharded else "DistributedDataParallel" if distributed else None,
         world_size,
         micro_steps,
-        shard_gradients=sharded and flags.shard_gradients,
+        shard_gradients=sharded and shard_gradients,
         on_cpu=device_type == "cpu",
     )
     return Forecast(prediction, activations, max(owned) * len(owned) / max(1, sum(owned)))

@@ -8,7 +8,6 @@ from accounting import Forecast, Workload, forecast, predicted_activations
 from distributed import launched
 from logger import Logger
 from zero.collectives import gather_objects
-from zero.flags import Flags
 from zero.memory import held_bytes, peak_bytes
 from zero.partition import partition
 from zero.prediction import Activations
@@ -22,7 +21,7 @@ class MemoryCheck:
 
     Args:
         log: logger that receives the figures.
-        model, optimizer: what `zero.build.build` returned for `flags`.
+        model, optimizer, shard_gradients: what `zero.build.build` returned, and its flag.
         workload: the micro-step.
         micro_steps: micro-steps per iteration on each rank.
         compiled: the model is compiled, so that activations take less than predicted.
@@ -34,7 +33,7 @@ class MemoryCheck:
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
         workload: Workload,
-        flags: Flags,
+        shard_gradients: bool,
         micro_steps: int,
         compiled: bool,
     ) -> None:
@@ -44,7 +43,13 @@ class MemoryCheck:
         param_dtype = "bfloat16" if plan.has_masters else "float32"
         activations = _activations(workload, param_dtype) if log.rank == 0 else Activations(0, 0, 0)
         self.forecast: Forecast = forecast(
-            plan, flags, launch.world_size, micro_steps, workload.device_type, activations, launch.distributed
+            plan,
+            launch.world_size,
+            micro_steps,
+            workload.device_type,
+            activations,
+            shard_gradients,
+            launch.distributed,
         )
         self.compared = False
         self.predicted = self.forecast.prediction.at("before step")

@@ -155,7 +155,15 @@ class Planner:
         )
         activations = predicted_activations(workload, flags.param_dtype)
         plan = self.plan(flags, world_size)
-        result = forecast(plan, flags, world_size, micro_steps, workload.device_type, activations, world_size > 1)
+        result = forecast(
+            plan,
+            world_size,
+            micro_steps,
+            workload.device_type,
+            activations,
+            flags.shard_gradients,
+            distributed=world_size > 1,
+        )
         prediction, sent = result.prediction, sum(result.prediction.sent().values())
         fits = max(result.peak, result.saving_peak) <= self.memory
         return {

@@ -251,7 +251,7 @@ with exit_on_wrong_input():
     )
 meter = Meter(log, tokens_per_iter, raw_model.flops_per_token() * tokens_per_iter / world_size, device, dtype)
 workload = Workload(raw_model.config, batch_size, dtype, device.type, activation_checkpointing)
-memory = MemoryCheck(log, model, optimizer, workload, flags, micro_steps, compile)
+memory = MemoryCheck(log, model, optimizer, workload, shard_gradients, micro_steps, compile)
 signals = Signals()
 guard = Guard(raw_model, optimizer, scaler, limit=1 if on_nonfinite == "stop" else max_nonfinite)
 

@@ -18,6 +18,7 @@ from model import GPT, GPTConfig
 from zero import ShardedDataParallel, ShardedOptimizer
 from zero.build import build, clip_grad_norm_
 from zero.flags import PARAM_DTYPES, Flags
+from zero.layout import plan
 
 # simple: DistributedDataParallel's all-reduce, an update of 1/N, then an all-gather that overlaps with nothing
 # fsdp2: FSDP2, applied block by block; parameters stay unsharded between forward and backward
@@ -52,10 +53,19 @@ class Setup:
         """Returns the prediction for a mode, or None if there is none."""
         if mode not in accounting.MODES:
             return None
-        flags = self.flags(mode)
-        plan = flags.plan(gpt_specs(self.config), world_size)
-        activations = predicted_activations(self.workload(mode), "bfloat16" if plan.has_masters else "float32")
-        return forecast(plan, flags, world_size, micro_steps, self.device.type, activations, distributed=True)
+        flags, specs = self.flags(mode), gpt_specs(self.config)
+        if is_sharded_over_one_rank(mode, world_size):
+            planned = plan(specs, 1, bucket_mb=flags.bucket_mb, param_dtype=PARAM_DTYPES[flags.param_dtype])
+        else:
+            planned = flags.plan(specs, world_size)
+        activations = predicted_activations(self.workload(mode), "bfloat16" if planned.has_masters else "float32")
+        shard_gradients, device_type = flags.shard_gradients, self.device.type
+        return forecast(planned, world_size, micro_steps, device_type, activations, shard_gradients, distributed=True)
+
+
+def is_sharded_over_one_rank(mode: str, world_size: int) -> bool:
+    """Returns whether the sharded implementation runs on one rank, which it does here, but not in train.py."""
+    return world_size == 1 and mode in ("sharded", "shard_gradients", "bfloat16")
 
 
 class Contender:
@@ -82,7 +92,7 @@ class Contender:
                 fully_shard(block, mesh=mesh, reshard_after_forward=False)
             self.model = fully_shard(self.module, mesh=mesh, reshard_after_forward=False)
             self.optimizer = torch.optim.AdamW(self.module.param_groups(0.1), fused=True, **ADAMW)
-        elif dist.get_world_size() == 1 and self.mode not in ("adamw", "torch"):
+        elif is_sharded_over_one_rank(self.mode, dist.get_world_size()):
             self._shard_over_one_rank(groups)
         else:
             self.model, self.optimizer = build(self.module, groups, **vars(self.setup.flags(self.mode)), **ADAMW)

@@ -56,7 +56,7 @@ def check():
     workload = Workload(SIZES, batch_size=2, dtype="float32", device_type="cpu")
     log = SimpleNamespace(rank=0, events=[])
     log.log = log.events.append
-    check = MemoryCheck(log, wrapped, optimizer, workload, flags, micro_steps=1, compiled=False)
+    check = MemoryCheck(log, wrapped, optimizer, workload, shard_gradients=False, micro_steps=1, compiled=False)
     tokens = torch.zeros((2, 16), dtype=torch.int64)
     for _ in range(2):
         optimizer.zero_grad()

@@ -1,6 +1,5 @@
 """Time and memory to collect the state of all ranks on rank 0, and to write and load it in each checkpoint format."""
 
-import gc
 import statistics
 import tempfile
 import time
@@ -12,7 +11,7 @@ import torch.distributed as dist
 
 import accounting
 from benchmarks.contenders import Contender, Setup
-from benchmarks.memory import reset_resident_peak, resident_peak
+from benchmarks.memory import free_unused_memory, reset_resident_peak, resident_peak
 from distributed import broadcast_object, gather_objects, is_rank_0
 from zero import checkpoint
 
@@ -61,7 +60,7 @@ def _figures(tries: list[tuple[float, int]]) -> dict[str, float]:
 
 def _consolidation(contender: Contender, consolidate: Callable[[torch.optim.Optimizer], Any]) -> tuple[float, int]:
     """Returns the seconds of a consolidation and its peak memory in bytes, without the state that it returned."""
-    gc.collect()
+    free_unused_memory()
     dist.barrier()
     before, begin = reset_resident_peak(), time.perf_counter()
     state = consolidate(contender.optimizer)

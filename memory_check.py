@@ -58,9 +58,10 @@ class MemoryCheck:
         """Print and log the prediction."""
         peak = self.forecast.peak
         if self.log.rank == 0:
-            parts = _parts({"activations": self.forecast.activations.saved, **self.predicted})
-            print(f"predicted memory: {_size(peak)} at the peak of the fullest rank; {parts}")
-        self.log.log({"iter": iteration, "memory/predicted_peak_mb": peak / 1e6, **_logged("predicted", self.predicted)})
+            held = _parts({"activations": self.forecast.activations.saved, **self.predicted})
+            print(f"predicted memory: {_size(peak)} at the peak of the fullest rank; {held}")
+        parts = {"peak": peak, "activations": self.forecast.activations.saved, **self.predicted}
+        self.log.log({"iter": iteration, **_logged("predicted", parts)})
 
     def compare(self, iteration: int) -> None:
         """Print and log once what the fullest rank holds. Call it on all ranks, after an update and before `zero_grad`."""
@@ -75,7 +76,7 @@ class MemoryCheck:
         total, _, held = max(by_rank, key=lambda rank: rank[0])
         peak = max(peak for _, peak, _ in by_rank)
         predicted = sum(self.predicted.values())
-        line = f"measured memory: {_size(total)} of model and optimizer (predicted {_size(predicted)})"
+        line = f"measured memory: {_size(total)} of parameters, gradients, state and buckets (predicted {_size(predicted)})"
         event: dict[str, Any] = {"iter": iteration, **_logged("measured", held)}
         if on_gpu:
             line += f", {_size(peak)} at the peak (predicted {_size(self.forecast.peak)})"

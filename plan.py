@@ -3,23 +3,24 @@
 GPT-2 XL on 1 to 1024 GPUs with 80 GB. This needs no GPU and starts no processes:
     $ python plan.py config/train_gpt2_xl.py --world_size=1,2,4,8,64,1024 --gpu_memory_gb=80
 
-The same on CPUs, for two ranks on a laptop:
+A small model on two CPU ranks of a laptop:
     $ python plan.py config/train_shakespeare_char.py --world_size=2 --device=cpu --gradient_accumulation_steps=2
 
-The owners of one parameter, and the table as a file and as a picture:
-    $ python plan.py config/train_gpt2_xl.py --world_size=8 --explain=transformer.wte.weight
+The table as a file and as a picture, and the owners of one parameter:
     $ python plan.py config/train_gpt2_xl.py --json=plan.json --plot=plan.png
+    $ python plan.py config/train_gpt2_xl.py --world_size=8 --explain=transformer.wte.weight
 
 Every setting of train.py is a setting of plan.py, with the same default. These are added:
     world_size      numbers of ranks, separated by commas
-    gpu_memory_gb   what PyTorch can use on each GPU; CUDA itself takes about 1 GB in addition
+    gpu_memory_gb   memory that PyTorch may use on each GPU, in 10^9 bytes; CUDA itself takes about 1 GB in addition
     bandwidth_gbit  what a rank can send per second, to estimate the time of communication that overlaps with nothing
     explain         name of a parameter
     json            path of a JSON file that also receives the table, in bytes
     plot            path of a picture: .png, .svg or .html (interactive)
 
 Modes: `adamw` is use_zero1=False, `torch` is zero1_impl=torch, `sharded` is the default. `shard_gradients`, `bfloat16`
-(param_dtype=bfloat16) and `checkpointing` (activation_checkpointing=True) are added to `sharded`.
+(param_dtype=bfloat16) and `checkpointing` (activation_checkpointing=True) are added to `sharded`, and `all` adds the three
+together. With activation_checkpointing=True, all rows have it. The row that the settings choose is marked with *.
 """
 
 import difflib
@@ -54,14 +55,15 @@ OWN_SETTINGS = {
 BATCHES = [4**power for power in range(7)]  # activations are predicted for these batch sizes, and interpolated between them
 COLUMNS = {  # heading of each column, and its text in a row
     "ranks": "{world_size}",
-    "mode": "{mode}",
+    "mode": "{mode}{chosen}",
     "parameters": "{parameters:.2f}",
     "gradients": "{gradients:.2f}",
     "state": "{state:.2f}",
-    "/mean": "{state_to_mean:.2f}",
+    "uneven": "{state_to_mean:.2f}",
     "masters": "{master:.2f}",
     "buckets": "{buckets:.2f}",
     "activations": "{activations:.2f}",
+    "temporary": "{temporary:.2f}",
     "peak": "{peak:.2f}",
     "saving": "{saving:.2f}",
     "fits": "{fits}",
@@ -69,16 +71,22 @@ COLUMNS = {  # heading of each column, and its text in a row
     "sent": "{sent:.2f}",
     "ms": "{sent_ms:.0f}",
 }
-IN_GB = ("parameters", "gradients", "state", "master", "buckets", "activations", "peak", "saving", "sent")
+PARTS = ("parameters", "gradients", "state", "master", "buckets", "activations")
+SCALED = (*PARTS, "temporary", "peak", "saving", "sent")
 LEGEND = """
+*            the mode that the settings choose
 gradients    between micro-steps if there are several, otherwise before the update
-/mean        optimizer state of this rank, relative to the mean of the ranks
-buckets      most that communication holds in addition to gradients
-activations  what forward keeps for backward; peak: the most while training, without torch.compile; the parts of a peak are
-             not all at their largest at the same time
-saving       on the device of rank 0
-max batch    sequences per micro-step that fit into {gpu_memory_gb:g} GB, up to {largest_batch}
-sent, ms     per rank and iteration, and the time at {bandwidth_gbit:g} Gbit/s if it overlaps with nothing"""
+uneven       optimizer state of this rank, divided by the mean over all ranks; 1.00 is perfectly even
+masters      this rank's part of the float32 copy of bfloat16 weights
+buckets      the most that communication holds in addition to gradients
+activations  what forward keeps for backward
+temporary    what the peak needs in addition to these parts: the gradients of the logits and of the tied embedding, and
+             autocast's copies of the weights
+peak         the most while training, without torch.compile, which usually takes less
+saving       the peak while a checkpoint is gathered, on the device of rank 0{saving}
+fits         whether peak and saving are at most {gpu_memory_gb:g} GB
+max batch    the largest batch_size that fits, up to {largest_batch}
+sent, ms     {unit} that a rank sends per iteration, and the time at {bandwidth_gbit:g} Gbit/s if it overlaps with nothing"""
 
 
 def model_config(settings: dict[str, Any]) -> GPTConfig:
@@ -136,38 +144,49 @@ class Planner:
         return self._plans[key]
 
     def rows(self, world_size: int) -> list[dict[str, Any]]:
-        """Returns one row per mode. A single process has only one mode."""
-        modes = dict(MODES) if world_size > 1 else {"adamw": MODES["adamw"]}
-        if not self.settings["activation_checkpointing"]:
-            modes["checkpointing"] = modes["sharded" if world_size > 1 else "adamw"]
-        bucket_mb = self.settings["zero_bucket_mb"]
-        return [self.row(mode, replace(flags, bucket_mb=bucket_mb), world_size) for mode, flags in modes.items()]
+        """Returns one row per mode, and one for the settings if no mode is theirs. A single process has only one mode."""
+        base = "sharded" if world_size > 1 else "adamw"
+        modes = {(flags, False): mode for mode, flags in MODES.items() if world_size > 1 or mode == "adamw"}
+        modes[MODES[base], True] = "checkpointing"
+        if world_size > 1:
+            modes[replace(MODES["bfloat16"], shard_gradients=True), True] = "all"
+        settings = self.settings
+        if settings["activation_checkpointing"]:
+            modes = {(flags, True): mode for (flags, checkpointing), mode in modes.items() if mode != "checkpointing"}
+        chosen = MODES["adamw"]
+        if world_size > 1:
+            chosen = Flags(
+                settings["use_zero1"],
+                settings["zero1_impl"],
+                shard_gradients=settings["shard_gradients"],
+                param_dtype=settings["param_dtype"],
+            )
+        if chosen.implementation(world_size) != "sharded":  # the other flags have no effect
+            chosen = MODES[chosen.implementation(world_size)]
+        key = chosen, settings["activation_checkpointing"]
+        modes.setdefault(key, "these flags")
+        return [self.row(mode, *one, world_size, chosen=one == key) for one, mode in modes.items()]
 
-    def row(self, mode: str, flags: Flags, world_size: int) -> dict[str, Any]:
+    def row(self, mode: str, flags: Flags, checkpointing: bool, world_size: int, chosen: bool) -> dict[str, Any]:
         """Returns the figures of one mode, in bytes, on the rank with the most optimizer state."""
-        micro_steps = math.ceil(self.settings["gradient_accumulation_steps"] / world_size)
-        workload = Workload(
-            self.config,
-            self.settings["batch_size"],
-            "bfloat16" if flags.param_dtype == "bfloat16" else self.dtype,
-            self.device_type,
-            self.settings["activation_checkpointing"] or mode == "checkpointing",
-        )
-        activations = predicted_activations(workload, flags.param_dtype)
-        plan = self.plan(flags, world_size)
+        settings = self.settings
+        flags = replace(flags, bucket_mb=settings["zero_bucket_mb"])
+        micro_steps = math.ceil(settings["gradient_accumulation_steps"] / world_size)
+        dtype = "bfloat16" if flags.param_dtype == "bfloat16" else self.dtype
+        workload = Workload(self.config, settings["batch_size"], dtype, self.device_type, checkpointing)
         result = forecast(
-            plan,
+            self.plan(flags, world_size),
             world_size,
             micro_steps,
             workload.device_type,
-            activations,
+            predicted_activations(workload, flags.param_dtype),
             flags.shard_gradients,
             distributed=world_size > 1,
         )
         prediction, sent = result.prediction, sum(result.prediction.sent().values())
-        fits = max(result.peak, result.saving_peak) <= self.memory
-        return {
+        row: dict[str, Any] = {
             "mode": mode,
+            "chosen": " *" if chosen else "",
             "world_size": world_size,
             **prediction.at("accumulating" if micro_steps > 1 else "before step"),
             "buckets": prediction.largest_buckets,
@@ -176,22 +195,25 @@ class Planner:
             "peak": result.peak,
             "saving": result.saving_peak,
             "saving_on_cpu": prediction.consolidated,
-            "fits": "yes" if fits else "no",
-            "largest_batch": self.largest_batch(
-                workload, flags, lambda activations: max(prediction.peak(activations), result.saving_peak)
-            ),
+            "fits": "yes" if max(result.peak, result.saving_peak) <= self.memory else "no",
             "sent": sent,
-            "sent_ms": sent * 8 / self.settings["bandwidth_gbit"] / 1e6,
+            "sent_ms": sent * 8 / settings["bandwidth_gbit"] / 1e6,
         }
+        # the parts are not all at their largest at the same time, so the peak can also be less than their sum
+        row["temporary"] = max(0, row["peak"] - sum(row[part] for part in PARTS))
+        row["largest_batch"] = self.largest_batch(
+            workload, flags, lambda activations: max(prediction.peak(activations), result.saving_peak)
+        )
+        return row
 
     def largest_batch(self, workload: Workload, flags: Flags, peak: Any) -> int:
-        """Returns the largest batch size whose peak fits, or 0. `peak` maps the two peaks of activations to that of the device.
+        """Returns the largest batch size whose peak fits, or 0. `peak` maps activations to the peak of the device.
 
         The peak of activations is the largest of several linear functions of the batch size, so it is convex. A straight
         line between two predicted batch sizes is therefore not too low.
         """
         low = None
-        for batch in BATCHES:
+        for batch in sorted({*BATCHES, workload.batch_size}):
             activations = predicted_activations(replace(workload, batch_size=batch), flags.param_dtype)
             high = batch, activations
             if peak(activations) > self.memory:
@@ -211,6 +233,8 @@ class Planner:
 def explain(name: str, planner: Planner, world_size: int) -> None:
     """Print which rank owns which elements of a parameter."""
     names = [spec.name for spec in planner.specs]
+    if name == "lm_head.weight":
+        raise ValueError("explain=lm_head.weight: it is the same tensor as transformer.wte.weight")
     if name not in names:
         near = difflib.get_close_matches(name, names, n=1) or names[:1]
         raise ValueError(f"explain={name}: the model has no such parameter; it has for example {near[0]}")
@@ -218,18 +242,20 @@ def explain(name: str, planner: Planner, world_size: int) -> None:
     spec = planner.specs[number]
     for mode in ("sharded", "torch") if world_size > 1 else ("adamw",):
         plan = planner.plan(replace(MODES[mode], bucket_mb=planner.settings["zero_bucket_mb"]), world_size)
-        print(f"{mode}, {world_size} ranks: {name}, {tuple(spec.shape)}, {spec.numel:,} elements of the flattened parameter")
+        print(f"{mode}, ranks: {world_size}; {name} {tuple(spec.shape)}, {spec.numel:,} elements when flattened")
         for rank in range(plan.world_size):
-            for slice_ in plan.slices(rank):
-                if slice_.param == number:
-                    print(f"  rank {rank}: {slice_.start:,} to {slice_.stop:,} ({slice_.numel / spec.numel:.1%})")
+            owned = [slice_ for slice_ in plan.slices(rank) if slice_.param == number]
+            if owned:
+                share = sum(slice_.numel for slice_ in owned) / max(1, spec.numel)
+                ranges = ", ".join(f"{slice_.start:,} to {slice_.stop:,}" for slice_ in owned)
+                print(f"  rank {rank} owns {share:.1%}: {ranges}")
 
 
-def print_table(rows: list[dict[str, Any]]) -> None:
+def print_table(rows: list[dict[str, Any]], divisor: float) -> None:
     """Print the rows, with an empty line between world sizes."""
     cells = [list(COLUMNS)]
     for row in rows:
-        scaled = {key: value / 1e9 if key in IN_GB else value for key, value in row.items()}
+        scaled = {key: value / divisor if key in SCALED else value for key, value in row.items()}
         cells.append([text.format(**scaled) for text in COLUMNS.values()])
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     world_size = None
@@ -245,19 +271,36 @@ def print_plan(planner: Planner, sizes: list[int]) -> list[dict[str, Any]]:
     """Print the table with its explanations and return its rows."""
     rows = [row for size in sizes for row in planner.rows(size)]
     settings = planner.settings
+    divisor, unit = (1e9, "GB") if max(row["peak"] for row in rows) >= 1e9 else (1e6, "MB")
     steps, numel = settings["gradient_accumulation_steps"], sum(spec.numel for spec in planner.specs)
     sequences = f"{settings['batch_size']} sequences of {planner.config.block_size} tokens"
     print(f"{numel / 1e6:.1f}M parameters, {planner.dtype} on {planner.device_type}, {sequences} per micro-step,")
-    print(f"{steps} micro-steps per iteration on all ranks together; GB (10^9 bytes) on the rank with the most optimizer state")
-    print_table(rows)
-    print(LEGEND.format(**settings, largest_batch=BATCHES[-1]))
-    if planner.device_type != "cpu":
-        saving = f"{rows[0]['saving_on_cpu'] / 1e9:.1f} GB of main memory on rank 0"
-        print(f"             with checkpoint_format=consolidated, it also takes {saving}")
+    print(f"{steps} micro-steps per iteration on all ranks together; {unit} on the rank with the most optimizer state")
+    print_table(rows, divisor)
+    gathered = f"{rows[0]['saving_on_cpu'] / divisor:.2f} {unit}"
+    saving = f";\n{'':13}with checkpoint_format=consolidated, it also takes {gathered} of main memory"
+    if planner.device_type == "cpu":
+        saving = ""
+    print(LEGEND.format(**settings, largest_batch=BATCHES[-1], unit=unit, saving=saving))
     for size in sizes:
         if steps % size:
             print(f"note: {size} ranks cannot share {steps} micro-steps; {math.ceil(steps / size) * size} are assumed")
+        if size > 1 and steps <= size:
+            print(f"note: with one micro-step on each of {size} ranks, shard_gradients changes nothing")
     return rows
+
+
+def check_outputs(settings: dict[str, Any]) -> None:
+    """Raise ValueError or OSError now if the files of --json and --plot cannot be written later."""
+    if settings["explain"] and (settings["json"] or settings["plot"]):
+        raise ValueError("explain prints no table; remove --json and --plot, or run plan.py once more without --explain")
+    if settings["plot"]:
+        charts.check_path(settings["plot"])
+    for key in ("json", "plot"):
+        if os.path.isdir(settings[key]):
+            raise ValueError(f"{key}={settings[key]} is a folder; give the path of a file")
+        if settings[key]:
+            os.makedirs(os.path.dirname(settings[key]) or ".", exist_ok=True)
 
 
 def main() -> None:
@@ -266,11 +309,7 @@ def main() -> None:
     settings["__annotations__"] |= {"gpu_memory_gb": PositiveFloat, "bandwidth_gbit": PositiveFloat}
     settings = configure(settings)
     with exit_on_wrong_input():
-        if settings["plot"]:
-            charts.check_path(settings["plot"])
-        if settings["json"]:
-            os.makedirs(os.path.dirname(settings["json"]) or ".", exist_ok=True)
-            open(settings["json"], "a").close()
+        check_outputs(settings)
         sizes = world_sizes(settings["world_size"])
         planner = Planner(settings, model_config(settings))
         if settings["explain"]:
@@ -281,8 +320,10 @@ def main() -> None:
         if settings["json"]:
             with open(settings["json"], "w") as file:
                 dump({"settings": settings, "rows": rows}, file, indent=1)
+            print(f"the table is in {settings['json']}")
         if settings["plot"]:
             charts.save(charts.plan_chart(rows, settings["gpu_memory_gb"]), settings["plot"])
+            print(f"the picture is in {settings['plot']}")
 
 
 if __name__ == "__main__":

@@ -70,7 +70,7 @@ def test_a_wrong_prediction_causes_a_warning_with_the_parts(check, capsys, facto
     check.predicted = {purpose: round(factor * count) for purpose, count in check.predicted.items()}
     check.compare(2)
     line, *warnings = capsys.readouterr().out.splitlines()
-    assert line.startswith("measured memory: 0.4 MB of model and optimizer (predicted 0.")
+    assert line.startswith("measured memory: 0.4 MB of parameters, gradients, state and buckets (predicted 0.")
     assert check.log.events[0]["memory/measured_parameters_mb"] == sum(p.nbytes for p in check.model.parameters()) / 1e6
     assert len(warnings) == warns
     if warns:

@@ -25,6 +25,13 @@ checkpoints.csv and results.json, and as pictures if altair and vl-convert-pytho
 On a noisy machine, compare only measurements that were taken close together. For this reason the modes take turns when the
 time is measured. The column to read is "ratio": the time of a mode is divided by the time of the first mode in the same
 round, and the ratio is the median over all rounds.
+
+Modes: adamw, torch, sharded, shard_gradients, bfloat16 (as in plan.py); simple: all-reduce, update of the own part, then an
+all-gather without overlap; fsdp2: PyTorch's fully_shard.
+
+Points of a step: after init: the model exists. after wrapping: data parallelism is set up. accumulating: between micro-steps.
+before step, after step: around the update. saving: a checkpoint is gathered. peak: the most within a step. Parts: rest is
+everything else, for example temporary tensors of backward; resident peak is what the system has given to the process.
 """
 
 import datetime
@@ -96,18 +103,22 @@ with exit_on_wrong_input():
     worlds = numbers("simulate_world_size", simulate_world_size) if simulate_world_size else []
     if worlds and (launch.distributed or measures != ["memory"]):
         raise ValueError("simulate_world_size measures memory in one process; start it with python bench.py --what=memory")
-    if not worlds and not launch.distributed:
-        raise ValueError("bench.py compares several ranks; start it with torchrun --standalone --nproc_per_node=2 bench.py")
     if "checkpoint" in measures and model != "cookbook" and not can_reset_resident_peak():
         raise ValueError("what=checkpoint reads memory figures that only Linux has; run it on Linux")
     if model and model not in (*GPT2_SIZES, "cookbook"):
         raise ValueError(f"model={model} is not one of {', '.join(GPT2_SIZES)}, cookbook")
+    if model == "cookbook" and modes:
+        raise ValueError("modes cannot be chosen with model=cookbook; remove --modes")
+    if "," in block_size and measures != ["time"]:
+        raise ValueError(f"block_size={block_size}: only what=time takes several values; give one")
     if worlds and model == "cookbook":
         raise ValueError("model=cookbook needs real ranks; start it with torchrun --standalone --nproc_per_node=2 bench.py")
     block_sizes = numbers("block_size", block_size)
     sizes = GPT2_SIZES.get(model, {"n_layer": n_layer, "n_head": n_head, "n_embd": n_embd})
     gpt = GPTConfig(block_sizes[-1], vocab_size, **sizes, dropout=0.0, bias=bias)
     names = {measure: modes_of(measure) for measure in measures}
+    if not worlds and not launch.distributed:
+        raise ValueError("bench.py compares several ranks; start it with torchrun --standalone --nproc_per_node=2 bench.py")
     device, dtype = hardware.resolve(device, dtype)
     device = torch.device(device) if worlds else start(launch, device)
     setup = Setup(gpt, batch_size, device, dtype, zero_bucket_mb, grad_clip, activation_checkpointing, seed)
@@ -116,7 +127,8 @@ with exit_on_wrong_input():
     ranks = f"simulated ranks {simulate_world_size}" if worlds else f"{launch.world_size} ranks, {dist.get_backend()}"
     if name == "auto":
         count = "simulated" if worlds else f"{launch.world_size}-ranks"
-        name = "-".join([title, count, *where.lower().split()])
+        lengths = "" if model == "cookbook" else f"{batch_size}x{block_size.replace(',', '-')}"
+        name = "-".join(filter(None, [title, lengths, count, *where.lower().split()]))
     folder = os.path.join("results", name) if name else ""
     description = {
         "command": " ".join(["bench.py", *sys.argv[1:]]),
@@ -140,7 +152,7 @@ def measure_memory():
     if not worlds:
         rows = [row for mode in names["memory"] for row in memory_rows(setup, mode)]
     kind = "allocated on the GPU" if device.type == "cuda" else "of live tensors"
-    report(f"Memory: bytes {kind}, on the fullest rank", rows, "memory_profile.txt")
+    report("memory", f"Memory: MB {kind}, on {'rank 0' if worlds else 'the fullest rank'}", rows, "memory_profile.txt")
     if is_rank_0() and pictures:
         for world in worlds or [None]:
             of_world = [row for row in rows if row.get("world_size") == world]
@@ -152,29 +164,26 @@ def measure_time():
     rows = []
     for length in block_sizes:
         rows += time_rows(setup, names["time"], length, rounds, steps_per_turn)
-    report("Time of a step; the ratio is that to the first mode", rows, "speed_comparison.csv")
+    report("time", "Time of a step; the ratio is that to the first mode", rows, "speed_comparison.csv")
     if is_rank_0() and pictures:
         results.draw("time", charts.time_chart(rows))
 
 
 def measure_checkpoint():
     """Needs to be called on all ranks."""
-    report("Checkpoints", checkpoint_rows(setup, names["checkpoint"], rounds), "checkpoints.csv")
+    report("checkpoint", "Checkpoints", checkpoint_rows(setup, names["checkpoint"], rounds), "checkpoints.csv")
 
 
-def report(measure, rows, file):
+def report(measure, title, rows, file):
     if is_rank_0():
-        results.add(measure, rows, file)
+        results.add(measure, title, rows, file)
 
 
 print0(results.title if is_rank_0() else "")
 try:
     if model == "cookbook":
-        report(
-            "Memory as in PyTorch's tutorial: peaks of the fullest rank",
-            cookbook_rows(device, zero_bucket_mb),
-            "memory_profile.txt",
-        )
+        rows = cookbook_rows(device, zero_bucket_mb)
+        report("cookbook", "Memory as in PyTorch's tutorial: peaks of the fullest rank", rows, "memory_profile.txt")
     else:
         for measure in measures:
             {"memory": measure_memory, "time": measure_time, "checkpoint": measure_checkpoint}[measure]()

@@ -80,7 +80,7 @@ def time_chart(rows: Rows) -> Any:
         bars.append(bar | {"text": None if row.get("ratio") is None else f"{row['ratio']:.2f}"})
     modes = _unique(rows, "mode")
     own_scales = "; each block size has its own scale" if len(sizes) > 1 else ""
-    title = "Time of a step", f"number at a bar: time relative to {modes[0]}{own_scales}" if modes else ""
+    title = "Time of a step", f"bars: median time; number: median of the ratio to {modes[0]}{own_scales}" if modes else ""
     return _chart(bars, TIME, modes, list(sizes.values()), "ms", title)
 
 

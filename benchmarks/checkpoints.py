@@ -17,10 +17,10 @@ from zero import checkpoint
 
 
 def checkpoint_rows(setup: Setup, modes: list[str], rounds: int) -> list[dict[str, Any]]:
-    """Returns one row per mode. Needs to be called on all ranks.
+    """Returns one row per mode and format. Needs to be called on all ranks.
 
-    A row holds the seconds of the first consolidation, the median seconds of the consolidations after it, the seconds and
-    megabytes of each checkpoint format, and the memory that consolidation takes in addition to the state itself.
+    A row holds the seconds of the first consolidation, the median seconds of the consolidations after it, the memory that they
+    take in addition to the state itself, and the seconds and megabytes of one checkpoint format on the disk.
 
     If `torch` is one of the modes, the last row is PyTorch's own `consolidate_state_dict`. It takes a minute and runs once.
     """
@@ -30,7 +30,8 @@ def checkpoint_rows(setup: Setup, modes: list[str], rounds: int) -> list[dict[st
             continue
         contender = _trained(setup, mode)
         tries = [_consolidation(contender, checkpoint.consolidate) for _ in range(rounds + 1)]
-        rows.append({"mode": mode, **_figures(tries), **_save_and_restore(contender)})
+        figures = _figures(tries)
+        rows += [{"mode": mode, **figures, **saved} for saved in _save_and_restore(contender)]
         del contender
     if "torch" in modes:
         tries = [_consolidation(_trained(setup, "torch"), _consolidate_pytorch)]
@@ -72,9 +73,9 @@ def _consolidate_pytorch(optimizer: Any) -> dict[str, Any] | None:
     return optimizer.state_dict() if is_rank_0() else None
 
 
-def _save_and_restore(contender: Contender) -> dict[str, float]:
-    """Returns the seconds and megabytes of a checkpoint on disk in each format. Needs to be called on all ranks."""
-    figures = {}
+def _save_and_restore(contender: Contender) -> list[dict[str, Any]]:
+    """Returns the seconds and megabytes of a checkpoint on disk, for each format. Needs to be called on all ranks."""
+    rows = []
     for format in checkpoint.FORMATS:
         with tempfile.TemporaryDirectory() as folder:
             folder = broadcast_object(folder)
@@ -86,13 +87,14 @@ def _save_and_restore(contender: Contender) -> dict[str, float]:
             path = f"{folder}/ckpt.pt"
             loaded = checkpoint.load(path)
             checkpoint.restore(contender.optimizer, loaded["optimizer"], checkpoint.chunk_reader(path, loaded))
-            figures[f"{format}: load, s"] = time.perf_counter() - begin
+            row: dict[str, Any] = {"format": format, "load, s": time.perf_counter() - begin}
             for report in writer.outcomes():
                 if not isinstance(report, checkpoint.SaveReport):
                     raise report
-                figures |= {f"{format}: write, s": report.write_s, f"{format}: MB": report.nbytes / 1e6}
+                row |= {"write, s": report.write_s, "MB": report.nbytes / 1e6}
+            rows.append(row)
             dist.barrier()
-    return figures
+    return rows
 
 
 def _state_bytes(state: dict[str, Any] | None) -> int:

@@ -39,7 +39,7 @@ def cookbook_rows(device: torch.device, bucket_mb: float) -> list[dict[str, Any]
             raise RuntimeError(f"{implementation}: the ranks have different parameters: {[total for _, total in by_rank]}")
         sums[implementation] = by_rank[0][1]
         figures = {point: max(points[point] for points, _ in by_rank) for point in by_rank[0][0]}
-        rows.append({"mode": implementation, **figures, "sum of parameters": f"{sums[implementation]:.6f}"})
+        rows.append({"mode": implementation, **figures, "check: sum of weights": f"{sums[implementation]:.6f}"})
     if len(set(sums.values())) > 1:
         raise RuntimeError(f"the implementations have different parameters: {sums}")
     return rows

@@ -37,8 +37,7 @@ def alone():
 
 def results(folder, measure):
     """The rows of a measure in results.json."""
-    content = json.loads((folder / "results.json").read_text())
-    return next(rows for name, rows in content.items() if name.startswith(measure))
+    return json.loads((folder / "results.json").read_text())[measure]["rows"]
 
 
 @pytest.mark.skipif(not os.path.exists("/sys/class/net/lo/statistics/tx_bytes"), reason="no loopback counters on this system")
@@ -47,7 +46,7 @@ def test_every_mode_and_its_bytes(ranks, alone, tmp_path):
     flags = "--what=time", f"--modes={','.join(MODES)}", "--rounds=3", f"--steps_per_turn={4 // ranks}", "--name=bytes", *SIZES
     process = run_for_real("bench.py", *flags, ranks=ranks, prefix=alone, cwd=tmp_path)
     assert process.returncode == 0, process.stderr
-    rows = results(tmp_path / "results" / "bytes", "Time")
+    rows = results(tmp_path / "results" / "bytes", "time")
     assert [row["mode"] for row in rows] == MODES
     megabytes = {row["mode"]: row["MB sent"] for row in rows}
     parameters = 2 * 12 * 512**2 + 65 * 512 + 16 * 512 + 5 * 512
@@ -71,7 +70,7 @@ def test_several_block_sizes(tmp_path):
     flags = ["--what=time", "--rounds=1", "--steps_per_turn=1", "--name=sweep", *SIZES, "--block_size=8,16"]
     process = run("bench.py", *flags, ranks=2, cwd=tmp_path)
     assert process.returncode == 0, process.stderr
-    rows = results(tmp_path / "results" / "sweep", "Time")
+    rows = results(tmp_path / "results" / "sweep", "time")
     assert [(row["mode"], row["block_size"]) for row in rows] == [
         (mode, size) for size in (8, 16) for mode in ("adamw", "torch", "sharded")
     ]
@@ -85,7 +84,9 @@ def test_mistakes_have_exit_code_2(tmp_path):
         (0, ["--simulate_world_size=8,x", "--what=memory"], "simulate_world_size=8,x must be positive integers"),
         (1, ["--modes=adamw,other"], "other is not one of adamw, torch, sharded"),
         (1, ["--model=gpt5"], "model=gpt5 is not one of gpt2, "),
-        (1, ["--block_size=64,0"], "block_size=64,0 must be positive integers"),
+        (1, ["--what=time", "--block_size=64,0"], "block_size=64,0 must be positive integers"),
+        (1, ["--model=cookbook", "--modes=adamw"], "remove --modes"),
+        (1, ["--block_size=8,16"], "only what=time takes several values"),
         (1, ["--rounds=0"], "rounds=0 must be at least 1"),
         (1, ["--n_embd=63"], "use a multiple of n_head"),
     ):
@@ -112,7 +113,7 @@ def test_memory_at_each_point_of_a_step(tmp_path):
     assert process.returncode == 0, process.stderr
     folder = tmp_path / "results" / "memory"
     points = ["after init", "after wrapping", "accumulating", "before step", "after step", "peak", "saving"]
-    rows = results(folder, "Memory")
+    rows = results(folder, "memory")
     check_memory(rows, MODES, points)
     total = {(row["mode"], row["point"]): row["total"] for row in rows}
     parameters = total["adamw", "after init"]
@@ -132,7 +133,7 @@ def test_memory_of_one_rank_of_a_large_world(tmp_path):
         cwd=tmp_path,
     )
     assert process.returncode == 0, process.stderr
-    rows = results(tmp_path / "results" / "simulated", "Memory")
+    rows = results(tmp_path / "results" / "simulated", "memory")
     for world_size in (8, 64):
         of_world = [row for row in rows if row["world_size"] == world_size]
         check_memory(of_world, MODES, ["after init", "after wrapping", "accumulating", "before step", "after step", "peak"])
@@ -144,20 +145,34 @@ def test_memory_of_one_rank_of_a_large_world(tmp_path):
 def test_checkpoints(tmp_path):
     process = run("bench.py", "--what=checkpoint", "--name=checkpoints", *SIZES, ranks=2, cwd=tmp_path)
     assert process.returncode == 0, process.stderr
-    rows = {row["mode"]: row for row in results(tmp_path / "results" / "checkpoints", "Checkpoints")}
-    assert list(rows) == ["sharded", "torch", "consolidate_state_dict"]
-    for mode in ("sharded", "torch"):  # no more than a bucket of 75 MB beyond the state, with room for the allocator
-        assert rows[mode]["rank 0 extra, MB"] < 75
-        assert rows[mode]["others extra, MB"] < 75
-        for format in ("consolidated", "sharded"):
-            assert rows[mode][f"{format}: MB"] == pytest.approx(3 * 25.5, rel=0.05)
+    rows = results(tmp_path / "results" / "checkpoints", "checkpoint")
+    formats = ("consolidated", "sharded")
+    assert [(row["mode"], row.get("format")) for row in rows] == [
+        *((mode, format) for mode in ("sharded", "torch") for format in formats),
+        ("consolidate_state_dict", None),
+    ]
+    for row in rows[:-1]:  # no more than a bucket of 75 MB beyond the state, with room for the allocator
+        assert row["rank 0 extra, MB"] < 75
+        assert row["others extra, MB"] < 75
+        assert row["MB"] == pytest.approx(3 * 25.5, rel=0.05)
+
+
+def test_results_of_another_measure_stay(tmp_path):
+    for what in ("memory", "time"):
+        arguments = [f"--what={what}", "--name=both", "--modes=adamw", "--rounds=1", "--steps_per_turn=1", *SIZES]
+        assert run("bench.py", *arguments, ranks=1, cwd=tmp_path).returncode == 0
+    content = json.loads((tmp_path / "results" / "both" / "results.json").read_text())
+    assert {measure: f"--what={measure}" in entry["command"] for measure, entry in content.items()} == {
+        "memory": True,
+        "time": True,
+    }
 
 
 def test_the_tutorials_model(tmp_path):
     process = run("bench.py", "--model=cookbook", "--name=cookbook", "--device=cpu", ranks=2, cwd=tmp_path)
     assert process.returncode == 0, process.stderr
-    rows = {row["mode"]: row for row in results(tmp_path / "results" / "cookbook", "Memory")}
-    assert len({row["sum of parameters"] for row in rows.values()}) == 1
+    rows = {row["mode"]: row for row in results(tmp_path / "results" / "cookbook", "cookbook")}
+    assert len({row["check: sum of weights"] for row in rows.values()}) == 1
     parameters = 20 * (2000 * 2000 + 2000) * 4 / 1e6
     adam, sharded = rows["tutorial: Adam"], rows["tutorial: ZeroRedundancyOptimizer"]
     for point, copies in (("local model", 1), ("after wrapping", 2), ("before step", 3)):

@@ -131,7 +131,8 @@ def _version() -> str:
 def _read_cache() -> dict[str, Any]:
     try:
         with open(_CACHE) as file:
-            return json.load(file)
+            known = json.load(file)
+            return known if isinstance(known, dict) else {}
     except (OSError, ValueError):  # there is none, or it is damaged: it will be written again
         return {}
 

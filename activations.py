@@ -160,7 +160,8 @@ def _micro_step(model: GPT, forward: Callable[[], torch.Tensor], autocast: Any) 
     finally:
         for handle in handles:
             handle.remove()
-    return _Peaks(saved, peak_of_forward, halves[0], live.peak)
+    first_half = halves[0] if halves else live.peak  # the first block may be frozen
+    return _Peaks(saved, peak_of_forward, first_half, live.peak)
 
 
 def _imitate_cuda(model: GPT) -> None:

@@ -31,7 +31,8 @@ all-gather without overlap; fsdp2: PyTorch's fully_shard.
 
 Points of a step: after init: the model exists. after wrapping: data parallelism is set up. accumulating: between micro-steps.
 before step, after step: around the update. saving: a checkpoint is gathered. peak: the most within a step. Parts: rest is
-everything else, for example temporary tensors of backward; resident peak is what the system has given to the process.
+everything else, for example temporary tensors of backward, and with fsdp2 the gradients that accumulate; resident peak is what
+the system has given to the process, in the first mode with the libraries.
 """
 
 import datetime

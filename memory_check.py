@@ -9,7 +9,7 @@ from distributed import launched
 from logger import Logger
 from zero.collectives import gather_objects
 from zero.memory import held_bytes, peak_bytes
-from zero.partition import partition
+from zero.partition import parameters, partition
 from zero.prediction import Activations
 
 TOLERANCE = 0.05  # a larger relative difference between prediction and measurement causes a warning ...
@@ -53,10 +53,14 @@ class MemoryCheck:
         )
         self.compared = False
         self.predicted = self.forecast.prediction.at("before step")
+        inside = set(parameters(optimizer))
+        frozen = sum(param.nbytes for param in model.parameters() if param not in inside)  # the plan does not have them
+        self.predicted["parameters"] += frozen
+        self.predicted_peak = self.forecast.peak + frozen
 
     def announce(self, iteration: int) -> None:
         """Print and log the prediction."""
-        peak = self.forecast.peak
+        peak = self.predicted_peak
         if self.log.rank == 0:
             held = _parts({"activations": self.forecast.activations.saved, **self.predicted})
             print(f"predicted memory: {_size(peak)} at the peak of the fullest rank; {held}")
@@ -79,14 +83,14 @@ class MemoryCheck:
         line = f"measured memory: {_size(total)} of parameters, gradients, state and buckets (predicted {_size(predicted)})"
         event: dict[str, Any] = {"iter": iteration, **_logged("measured", held)}
         if on_gpu:
-            line += f", {_size(peak)} at the peak (predicted {_size(self.forecast.peak)})"
+            line += f", {_size(peak)} at the peak (predicted {_size(self.predicted_peak)})"
             event["memory/measured_peak_mb"] = peak / 1e6
         print(line, flush=True)
         self.log.log(event)
         if self._differs(predicted, total):
             print(f"WARNING: model and optimizer take {_parts(held)}; predicted were {_parts(self.predicted)}", flush=True)
-        is_comparable = self.forecast.activations.saved > 0 and not (self.compiled and peak < self.forecast.peak)
-        if on_gpu and is_comparable and self._differs(self.forecast.peak, peak):
+        is_comparable = self.forecast.activations.saved > 0 and not (self.compiled and peak < self.predicted_peak)
+        if on_gpu and is_comparable and self._differs(self.predicted_peak, peak):
             print(
                 f"WARNING: the peak is {_size(peak)}; predicted were {_parts(self.predicted)}, and activations of "
                 f"{_size(self.forecast.activations.saved)}",

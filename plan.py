@@ -131,8 +131,8 @@ class Planner:
         if settings["device"].partition(":")[0] not in ("auto", "cpu", "cuda", "mps"):
             raise ValueError(f"device={settings['device']} is not one of auto, cpu, cuda, mps")
         self.device_type = "cuda" if settings["device"] == "auto" else settings["device"].partition(":")[0]
-        on_cpu = self.device_type == "cpu"
-        self.dtype = ("float32" if on_cpu else "bfloat16") if settings["dtype"] == "auto" else settings["dtype"]
+        best = "bfloat16" if self.device_type == "cuda" else "float32"
+        self.dtype = best if settings["dtype"] == "auto" else settings["dtype"]
         self.memory = int(settings["gpu_memory_gb"] * 1e9)
         self._plans: dict[tuple[Flags, int], Plan] = {}
 
@@ -184,6 +184,8 @@ class Planner:
             distributed=world_size > 1,
         )
         prediction, sent = result.prediction, sum(result.prediction.sent().values())
+        is_gathered = settings["checkpoint_format"] == "consolidated"
+        saving = result.saving_peak if is_gathered else sum(prediction.at("after step").values())
         row: dict[str, Any] = {
             "mode": mode,
             "chosen": " *" if chosen else "",
@@ -193,16 +195,16 @@ class Planner:
             "state_to_mean": result.state_to_mean,
             "activations": result.activations.saved,
             "peak": result.peak,
-            "saving": result.saving_peak,
+            "saving": saving,
             "saving_on_cpu": prediction.consolidated,
-            "fits": "yes" if max(result.peak, result.saving_peak) <= self.memory else "no",
+            "fits": "yes" if max(result.peak, saving) <= self.memory else "no",
             "sent": sent,
             "sent_ms": sent * 8 / settings["bandwidth_gbit"] / 1e6,
         }
         # the parts are not all at their largest at the same time, so the peak can also be less than their sum
         row["temporary"] = max(0, row["peak"] - sum(row[part] for part in PARTS))
         row["largest_batch"] = self.largest_batch(
-            workload, flags, lambda activations: max(prediction.peak(activations), result.saving_peak)
+            workload, flags, lambda activations: max(prediction.peak(activations), saving)
         )
         return row
 
@@ -279,9 +281,11 @@ def print_plan(planner: Planner, sizes: list[int]) -> list[dict[str, Any]]:
     print_table(rows, divisor)
     gathered = f"{rows[0]['saving_on_cpu'] / divisor:.2f} {unit}"
     saving = f";\n{'':13}with checkpoint_format=consolidated, it also takes {gathered} of main memory"
-    if planner.device_type == "cpu":
+    if planner.device_type == "cpu" or settings["checkpoint_format"] == "sharded":
         saving = ""
     print(LEGEND.format(**settings, largest_batch=BATCHES[-1], unit=unit, saving=saving))
+    if 1 in sizes:
+        print("note: 1 rank is a process without torchrun; DistributedDataParallel would take the gradients once more")
     for size in sizes:
         if steps % size:
             print(f"note: {size} ranks cannot share {steps} micro-steps; {math.ceil(steps / size) * size} are assumed")

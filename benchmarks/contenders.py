@@ -74,7 +74,8 @@ class Contender:
     def __init__(self, setup: Setup, mode: str) -> None:
         self.setup, self.mode = setup, mode
         torch.manual_seed(setup.seed)
-        self.module = GPT(setup.config).to(setup.device)
+        with setup.device:  # initializes there: on a CPU, GPT-2 XL would take most of a minute
+            self.module = GPT(setup.config)
         self.module.activation_checkpointing = setup.activation_checkpointing
         self.model: torch.nn.Module
         self.optimizer: torch.optim.Optimizer

@@ -8,6 +8,7 @@ parts on the CPU, with gloo in place of NCCL. A part that fails does not stop th
 
 import os
 import platform
+import signal
 import subprocess
 import sys
 import time
@@ -50,6 +51,7 @@ def parts(on_gpu: bool, out: str) -> list[Part]:
 
     trace = f"--path={os.path.join('results', out, 'trace.json.gz')}"
     eager = "--compile=False"
+    eight = ["--simulate_world_size=8"]
     return [
         Part("parity-2-gloo-ranks", 2, ["-m", "benchmarks.parity", "--backend=gloo"]),
         Part(f"parity-1-{alone}-rank", 1, ["-m", "benchmarks.parity", f"--backend={alone}"]),
@@ -57,8 +59,8 @@ def parts(on_gpu: bool, out: str) -> list[Part]:
         Part("train-bfloat16", 2, train("bfloat16", "--param_dtype=bfloat16", eager)),
         Part("train-float16", 2, train("float16", "--dtype=float16", "--shard_gradients=True", eager)),
         Part("train-resumed", 1, train("float32", "--dtype=float32", "--init_from=resume", "--max_iters=25", eager)),
-        Part("memory-bfloat16", 0, bench("memory", "memory-bfloat16", *large, "--dtype=bfloat16", "--simulate_world_size=8")),
-        Part("memory-float32", 0, bench("memory", "memory-float32", *large, "--dtype=float32", "--simulate_world_size=8")),
+        Part("memory-bfloat16", 0, bench("memory", "memory-bfloat16", *large, with_torch, "--dtype=bfloat16", *eight)),
+        Part("memory-float32", 0, bench("memory", "memory-float32", *large, with_torch, "--dtype=float32", *eight)),
         Part("memory-2-gloo-ranks", 2, bench("memory", "memory-2-gloo-ranks", *medium, with_torch)),
         Part(f"time-1-{alone}-rank", 1, bench("time", "time", *small, f"--modes={','.join(own)}")),
         Part("trace", 1, ["-m", "benchmarks.trace", trace, *small]),
@@ -87,8 +89,12 @@ def run(part: Part, limit_s: float, folder: str) -> tuple[str, float]:
             code = process.wait(limit_s)
             result = "ok" if code == 0 else f"failed with exit code {code}"
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, 9)
-            process.wait()
+            process.terminate()  # torchrun ends its ranks, which have sessions of their own
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
             result = f"did not end within {limit_s:.0f} s"
     return result, time.monotonic() - begin
 

@@ -3,7 +3,7 @@
 Two ranks, which share a GPU or run on the CPU:
     $ torchrun --standalone --nproc_per_node=2 -m benchmarks.parity --backend=gloo
 
-One rank with NCCL goes through the sharded path as well:
+One rank with NCCL goes through the sharded path, which has nobody to send to, and calls NCCL's collectives on their own:
     $ torchrun --standalone --nproc_per_node=1 -m benchmarks.parity --backend=nccl
 """
 
@@ -74,6 +74,19 @@ def _ratio(differences: torch.Tensor, changes: torch.Tensor, reduce: Callable[[t
     return (reduce(differences) / reduce(changes)).item()
 
 
+def call_collectives(device: torch.device) -> None:
+    """Call the collectives of NCCL that buckets use. Needs to be called on all ranks."""
+    for dtype in (torch.float32, torch.bfloat16):
+        bucket = torch.arange(64 * dist.get_world_size(), device=device).to(dtype)
+        shard, gathered = bucket.new_empty(64), torch.empty_like(bucket)
+        dist.reduce_scatter_tensor(shard, bucket)
+        dist.all_to_all_single(gathered, bucket)
+        dist.all_gather_into_tensor(gathered, shard)
+        print0(
+            f"ok     reduce-scatter, all-to-all, all-gather of {dtype} with {dist.get_backend()}: {gathered.sum().item():.0f}"
+        )
+
+
 def main() -> None:
     config = configure(globals())
     launch = launched()
@@ -83,6 +96,8 @@ def main() -> None:
         chosen, _ = hardware.resolve(config["device"], "float32")
         used = start(launch, chosen, config["backend"])
     print0(f"{launch.world_size} ranks, {dist.get_backend()}, {used.type}, torch {torch.__version__}")
+    if dist.get_backend() == "nccl":
+        call_collectives(used)
     gpt = GPTConfig(block_size=64, vocab_size=65, n_layer=4, n_head=4, n_embd=128, bias=True)
     setup = Setup(gpt, 4, used, "float32", bucket_mb=0.3, grad_clip=0.0, activation_checkpointing=False, seed=1)
     with sdpa_kernel(SDPBackend.MATH):  # the backward of other kernels adds up in a different order each time

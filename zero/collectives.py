@@ -161,10 +161,10 @@ class Communicator:
         """
         self.wait("reduce-scatter", reduction.works, shard.device)
         total, *rest = reduction.parts if first else (shard, *reduction.parts)
-        if not rest:
-            shard.copy_(total)
+        if not rest or total.dtype != shard.dtype:
+            total = shard.copy_(total)
         for part in rest:
-            total = torch.add(total.to(shard.dtype), part, out=shard)
+            total = torch.add(total, part, out=shard)
         for tensor in (reduction.bucket, *reduction.received):
             self.pool.release(tensor)
 

@@ -1,7 +1,8 @@
 """Bytes of memory and of communication on one rank, predicted from a plan. Arithmetic only: no tensors, no process group.
 
 The figures are those of a steady state, from the second step on. They count the elements of tensors. The allocator of a GPU
-rounds each tensor up to 512 bytes, and the libraries of a GPU (cuBLAS, NCCL) take workspaces in addition.
+rounds tensors up: to 512 bytes, and those of 10 MB or more by up to 1 MB. The libraries of a GPU (cuBLAS, NCCL) take workspaces
+in addition.
 """
 
 from collections import Counter, deque
@@ -42,7 +43,8 @@ class Prediction:
         world_size: number of ranks.
         micro_steps: micro-steps per iteration on each rank.
         shard_gradients: see `zero.ShardedDataParallel`.
-        on_cpu: on a CPU, buckets are kept from step to step, and ranks send parts of a bucket to each other.
+        on_cpu: on a CPU, buckets are kept from step to step, and ranks send parts of a bucket to each other. On a GPU, the
+            backend is NCCL.
         tensors_per_parameter: per-element state tensors. The number is 2 for Adam and AdamW (`exp_avg`, `exp_avg_sq`). They
             have the dtype of the update. `step` counters, 4 bytes per slice, are not counted.
     """
@@ -76,29 +78,39 @@ class Prediction:
         }
 
     def peak(self, activations: Activations) -> int:
-        """Return the peak bytes of training."""
+        """Return the peak bytes of a run: of its construction, or of its training."""
+        return max(self.construction, self.parameters + self.state + self.master + self._peak_of_training(activations))
+
+    @property
+    def construction(self) -> int:
+        """Peak bytes while the model is wrapped. Its parameters exist twice while they move into flat buffers."""
+        original = sum(spec.numel * spec.dtype.itemsize for spec in self.plan.params)
+        return sum(self.at("wrapped").values()) + (original if self.plan.buffers else 0)
+
+    def _peak_of_training(self, activations: Activations) -> int:
+        """Return the peak bytes of gradients, buckets and activations."""
         _, first_half, second_half = activations
-        held = self.parameters + self.state + self.master
         full, last, traffic = self.full_gradients, self._last_gradient, self._traffic
-        before_last = traffic.before_last + second_half  # at the end of a backward that sends gradients
+        if self.wrapper is None:
+            return full + max(first_half, second_half) if self.micro_steps > 1 else max(first_half, full - last + second_half)
         if self.micro_steps == 1:
             local: list[int] = []
         elif self.micro_steps == 2:  # gradients accumulate in their own memory: in the first backward, and until the last one
             local = [full - last + second_half, full + first_half]
         else:
             local = [full + max(first_half, second_half)]
-        if self.wrapper is None:
-            return held + max(local or [first_half, full - last + second_half], default=0)
         if self.wrapper == "DistributedDataParallel":
-            return held + full + max([first_half, second_half, *local])
+            own = last if self.micro_steps > 1 else 0  # in the last backward, gradients move into buckets one by one
+            return full + max([first_half, own + second_half, *local])
+        before_last = traffic.before_last + second_half  # at the end of a backward that sends gradients
         if self.shard_gradients or self.micro_steps == 1:
-            shards = self.gradient_shards if self.micro_steps > 1 else 0
             if self.on_cpu:
-                return held + traffic.kept + max(first_half, second_half)
-            return held + max(shards + first_half, before_last, self.gradient_shards + traffic.peak)
+                return traffic.kept + max(first_half, second_half)
+            shards = self.gradient_shards if self.micro_steps > 1 else 0
+            return max(shards + first_half, before_last, self.gradient_shards + traffic.peak)
         # in the last backward, gradients move from the parameters to buckets; received parts are additional
         stale = traffic.kept if self.on_cpu else 0  # until the first gradient of the next iteration arrives
-        return held + max(*local, stale + first_half, full + first_half + traffic.received, last + before_last)
+        return max(*local, stale + first_half, full + first_half + traffic.received, last + before_last)
 
     def sent(self) -> dict[str, int]:
         """Return the bytes that this rank sends per iteration, by kind of collective.
@@ -183,7 +195,8 @@ class Prediction:
         if point == "accumulating" and not self.shard_gradients:
             return self.full_gradients, 0  # kept buckets are freed
         if point == "accumulating":  # the last reduce-scatters are in flight
-            shards = sum(self._own_bytes[:-MAX_IN_FLIGHT])
+            arrived = self._own_bytes if self.micro_steps > 2 else self._own_bytes[:-MAX_IN_FLIGHT]
+            shards = sum(arrived)
             return shards, self._traffic.kept - shards if self.on_cpu else self._traffic.in_flight
         shards = self.gradient_shards if point == "before step" else 0
         return shards, self._traffic.kept - shards if self.on_cpu else 0
@@ -225,14 +238,14 @@ class Prediction:
         traffic = _Traffic(self.on_cpu)
         arrived: set[int] = set()
         own_bytes = self._own_bytes.__getitem__
-        in_flight: deque[tuple[int, tuple[int, torch.dtype], list[tuple[int, torch.dtype]]]] = deque()
+        in_flight: deque[_InFlight] = deque()
 
         def finish() -> None:
-            number, shard, tensors = in_flight.popleft()
-            if number not in arrived:
-                traffic.acquire(shard, is_shard=True)
-                arrived.add(number)
-            for tensor in tensors:
+            reduction = in_flight.popleft()
+            if reduction.number not in arrived:
+                traffic.acquire(reduction.shard, is_shard=True)
+                arrived.add(reduction.number)
+            for tensor in (reduction.bucket, *reduction.received):
                 traffic.release(tensor)
 
         buckets = [(buffer, shards) for buffer in self.plan.buffers for shards in buffer.layout.shards]
@@ -242,8 +255,8 @@ class Prediction:
                 finish()
             for number, (buffer, shards) in enumerate(buckets):
                 own = shards[self.rank].numel
-                tensors = [(shards[-1].stop - shards[0].start, buffer.dtype)]
-                traffic.acquire(tensors[0])
+                bucket = shards[-1].stop - shards[0].start, buffer.dtype
+                traffic.acquire(bucket)
                 if number == first_of_last:
                     traffic.before_last = traffic.kept if self.on_cpu else traffic.now + sum(map(own_bytes, arrived))
                 if len(in_flight) == MAX_IN_FLIGHT:
@@ -256,13 +269,25 @@ class Prediction:
                     received = [(self.world_size * own, buffer.dtype)]  # all-to-all
                 for tensor in received:
                     traffic.acquire(tensor)
-                in_flight.append((number, (own, buffer.update_dtype), tensors + received))
-                received_now = sum(_nbytes(tensor) for _, _, tensors in in_flight for tensor in tensors[1:])
+                in_flight.append(_InFlight(number, bucket, received, (own, buffer.update_dtype)))
+                received_now = sum(_nbytes(tensor) for reduction in in_flight for tensor in reduction.received)
                 traffic.received = max(traffic.received, received_now)
-        traffic.in_flight = sum(_nbytes(tensor) for _, _, tensors in in_flight for tensor in tensors)
+        traffic.in_flight = traffic.now
         while in_flight:
             finish()
         return traffic
+
+
+_Tensor = tuple[int, torch.dtype]  # number of elements, dtype
+
+
+class _InFlight(NamedTuple):
+    """A reduce-scatter in flight."""
+
+    number: int  # of the bucket
+    bucket: _Tensor
+    received: list[_Tensor]
+    shard: _Tensor  # receives the sum
 
 
 class _Traffic:
@@ -276,9 +301,9 @@ class _Traffic:
         self.received = 0  # largest bytes of received parts in flight at one time
         self.in_flight = 0  # bytes of the buckets in flight at the end of backward, with received parts
         self._pooled = pooled
-        self._free: Counter[tuple[int, torch.dtype]] = Counter()
+        self._free: Counter[_Tensor] = Counter()
 
-    def acquire(self, tensor: tuple[int, torch.dtype], is_shard: bool = False) -> None:
+    def acquire(self, tensor: _Tensor, is_shard: bool = False) -> None:
         if not is_shard:
             self.now += _nbytes(tensor)
             self.peak = max(self.peak, self.now)
@@ -287,11 +312,11 @@ class _Traffic:
         elif self._pooled:
             self.kept += _nbytes(tensor)
 
-    def release(self, tensor: tuple[int, torch.dtype]) -> None:
+    def release(self, tensor: _Tensor) -> None:
         self.now -= _nbytes(tensor)
         self._free[tensor] += 1
 
 
-def _nbytes(tensor: tuple[int, torch.dtype]) -> int:
+def _nbytes(tensor: _Tensor) -> int:
     numel, dtype = tensor
     return numel * dtype.itemsize

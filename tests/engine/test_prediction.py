@@ -1,17 +1,21 @@
 """zero/prediction.py: what it predicts is what tensors take, at every point of a step, for every mode and any world size."""
 
+import itertools
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
 from ranks import context, run_ranks
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from activations import LiveBytes
+from activations import LiveBytes, predict
 from model import GPT, GPTConfig
 from zero.build import build, clip_grad_norm_
 from zero.flags import Flags
 from zero.layout import parameter_specs
 from zero.memory import held_bytes
+from zero.optimizer import ShardedOptimizer
 from zero.prediction import Prediction
 
 SIZES = GPTConfig(block_size=8, vocab_size=65, n_layer=4, n_head=2, n_embd=96, bias=False)
@@ -34,56 +38,69 @@ def without_communication(_, bucket):
     return future
 
 
-def predicted_and_measured(mode):
-    """By point of a step: the bytes predicted from a model on the meta device, the bytes held, and all bytes alive."""
-    flags, world_size, rank = MODES[mode], dist.get_world_size(), dist.get_rank()
+def prediction_of(flags, world_size, rank, micro_steps, sizes=SIZES):
+    """The prediction for a GPT on the meta device."""
     with torch.device("meta"):
-        model = GPT(SIZES)
+        model = GPT(sizes)
     plan = flags.plan(parameter_specs(model.param_groups(0.1), model.parameters()), world_size)
-    sharded = flags.implementation(world_size) == "sharded"
-    prediction = Prediction(
+    wrapper = "ShardedDataParallel" if plan.buffers else "DistributedDataParallel" if dist.is_initialized() else None
+    return Prediction(
         plan,
         rank if plan.world_size > 1 else 0,
-        "ShardedDataParallel" if sharded else "DistributedDataParallel",
+        wrapper,
         world_size,
-        micro_steps=2,
-        shard_gradients=sharded and flags.shard_gradients,
+        micro_steps,
+        shard_gradients=bool(plan.buffers) and flags.shard_gradients,
         on_cpu=True,
     )
+
+
+def run_steps(flags, micro_steps, sizes, measure, live):
+    """Two steps; `measure` is called at each point of the second one. The optimizer."""
+    module = GPT(sizes)
+    model, optimizer = build(module, module.param_groups(0.1), lr=0.01, **vars(flags))
+    if dist.is_initialized() and dist.get_backend() == "fake" and not isinstance(optimizer, ShardedOptimizer):
+        model.register_comm_hook(None, without_communication)
+    tokens = torch.randint(sizes.vocab_size, (2, 1, sizes.block_size))
+
+    def micro_step(sync):
+        model.require_backward_grad_sync = sync
+        with torch.autocast("cpu", enabled=flags.param_dtype == "bfloat16"):
+            loss = model(*tokens)[1]
+        loss.backward()
+
+    measure("wrapped", model, optimizer)
+    for step in range(2):
+        live.reset_peak()
+        for number in range(micro_steps):
+            micro_step(sync=number == micro_steps - 1)
+            if step and number == micro_steps - 2:
+                measure("accumulating", model, optimizer)
+        clip_grad_norm_(optimizer, 1.0)
+        if step:
+            measure("before step", model, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        if isinstance(optimizer, ShardedOptimizer):
+            optimizer.synchronize()
+    measure("after step", model, optimizer)
+    return optimizer
+
+
+def predicted_and_measured(mode, micro_steps=2):
+    """By point of a step: the bytes predicted from a model on the meta device, the bytes held, and all bytes alive."""
+    flags, world_size, rank = MODES[mode], dist.get_world_size(), dist.get_rank()
+    prediction = prediction_of(flags, world_size, rank, micro_steps)
     points = {}
+
+    def measure(point, model, optimizer):
+        dist.barrier()  # gloo holds the tensors of the last collective until its thread takes the next one
+        points[point] = prediction.at(point), held_bytes(optimizer, model), live.now
+
     with LiveBytes() as live:
-        module = GPT(SIZES)
-        model, optimizer = build(module, module.param_groups(0.1), lr=0.01, **vars(flags))
-        if dist.get_backend() == "fake" and not sharded:
-            model.register_comm_hook(None, without_communication)
-        tokens = torch.randint(65, (2, 1, 8))
-
-        def measure(point):
-            dist.barrier()  # gloo holds the tensors of the last collective until its thread takes the next one
-            points[point] = prediction.at(point), held_bytes(optimizer, model), live.now
-
-        def micro_step(sync):
-            model.require_backward_grad_sync = sync
-            with torch.autocast("cpu", enabled=flags.param_dtype == "bfloat16"):
-                loss = model(*tokens)[1]
-            loss.backward()
-
-        measure("wrapped")
-        for step in range(2):
-            micro_step(sync=False)
-            if step:
-                measure("accumulating")
-            micro_step(sync=True)
-            clip_grad_norm_(optimizer, 1.0)
-            if step:
-                measure("before step")
-            optimizer.step()
-            optimizer.zero_grad()
-            if sharded:
-                optimizer.synchronize()
-        measure("after step")
-        sent = optimizer.comm.sent_bytes if sharded else {}
-        per_step = {kind: sent[kind] // 2 for kind in ("reduce-scatter", "all-gather") if kind in sent}
+        optimizer = run_steps(flags, micro_steps, SIZES, measure, live)
+    sent = optimizer.comm.sent_bytes if isinstance(optimizer, ShardedOptimizer) else {}
+    per_step = {kind: sent[kind] // 2 for kind in ("reduce-scatter", "all-gather") if kind in sent}
     return points, prediction.sent(), per_step
 
 
@@ -101,11 +118,50 @@ def every_mode():
     return {mode: predicted_and_measured(mode) for mode in MODES}
 
 
+def three_micro_steps():
+    return {mode: predicted_and_measured(mode, micro_steps=3) for mode in MODES}
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_predictions_are_what_tensors_take(world_size):
     for results in run_ranks(every_mode, world_size):
         for mode, result in results.items():
             check(mode, result)
+
+
+def test_predictions_with_more_micro_steps():
+    for results in run_ranks(three_micro_steps, 2):
+        for mode, result in results.items():
+            check(mode, result)
+
+
+# a large vocabulary: the gradient of the tied embedding decides the peak; many layers: activations do
+PEAK_SIZES = [replace(SIZES, vocab_size=3000), replace(SIZES, n_layer=8, block_size=64)]
+
+
+def predicted_and_measured_peaks():
+    """Peaks of training in bytes, by mode, number of micro-steps and sizes."""
+    world_size, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+    peaks = {}
+    for mode, flags in MODES.items() if world_size > 1 else [("adamw", MODES["adamw"])]:
+        dtype = "bfloat16" if flags.param_dtype == "bfloat16" else "float32"
+        for micro_steps, (number, sizes) in itertools.product((1, 2, 3), enumerate(PEAK_SIZES)):
+            with LiveBytes() as live:
+                optimizer = run_steps(flags, micro_steps, sizes, lambda *_: None, live)
+            activations = predict(sizes, 1, dtype, flags.param_dtype, False, "cpu")
+            prediction = prediction_of(flags, world_size, rank, micro_steps, sizes)
+            peaks[f"{mode}, {micro_steps} micro-steps, sizes {number}"] = prediction.peak(activations), live.peak
+            del optimizer
+    return peaks
+
+
+@pytest.mark.parametrize("world_size", [None, 1, 2, 3])
+def test_the_peak_of_training(world_size):
+    by_rank = [predicted_and_measured_peaks()] if world_size is None else run_ranks(predicted_and_measured_peaks, world_size)
+    for peaks in by_rank:
+        assert peaks
+        for case, (predicted, measured) in peaks.items():
+            assert 0.98 * measured <= predicted <= 1.03 * measured, case
 
 
 def _simulated(world_size, rank, results):

@@ -101,7 +101,7 @@ def model_config(settings: dict[str, Any]) -> GPTConfig:
         return GPTConfig(**sizes)
     if settings["init_from"] != "scratch":
         raise ValueError(
-            f"init_from={settings['init_from']}: plan.py takes sizes from settings, not from files; set n_layer, ..."
+            f"init_from={settings['init_from']}: plan.py reads no checkpoint; remove it and give n_layer, n_head and n_embd"
         )
     folder = os.path.join(DATA_DIR, settings["dataset"])
     meta = load_meta(folder)

@@ -157,7 +157,7 @@ def predicted_totals(setup: Setup, mode: str, world_size: int) -> dict[str, int]
         "before step": sum(held.at("before step").values()),
         "after step": sum(held.at("after step").values()),
         "saving": forecast.saving_peak,
-        "peak": forecast.peak,
+        "peak": held.peak_of_training(forecast.activations),
     }
 
 

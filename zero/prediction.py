@@ -79,7 +79,11 @@ class Prediction:
 
     def peak(self, activations: Activations) -> int:
         """Return the peak bytes of a run: of its construction, or of its training."""
-        return max(self.construction, self.parameters + self.state + self.master + self._peak_of_training(activations))
+        return max(self.construction, self.peak_of_training(activations))
+
+    def peak_of_training(self, activations: Activations) -> int:
+        """Return the peak bytes of training, after the first step."""
+        return self.parameters + self.state + self.master + self._largest_of_a_step(activations)
 
     @property
     def construction(self) -> int:
@@ -87,8 +91,8 @@ class Prediction:
         original = sum(spec.numel * spec.dtype.itemsize for spec in self.plan.params)
         return sum(self.at("wrapped").values()) + (original if self.plan.buffers else 0)
 
-    def _peak_of_training(self, activations: Activations) -> int:
-        """Return the peak bytes of gradients, buckets and activations."""
+    def _largest_of_a_step(self, activations: Activations) -> int:
+        """Return the largest bytes of gradients, buckets and activations together."""
         _, first_half, second_half = activations
         full, last, traffic = self.full_gradients, self._last_gradient, self._traffic
         if self.wrapper is None:

@@ -103,7 +103,8 @@ def check_memory(rows, modes, points):
     ]
     for row in rows:
         if row["mode"] in OWN:
-            assert row["predicted"] == pytest.approx(row["total"], rel=0.02), (row["mode"], row["point"])
+            tolerance = 0.03 if row["point"] == "peak" else 0.02
+            assert row["predicted"] == pytest.approx(row["total"], rel=tolerance), (row["mode"], row["point"])
         parts = ("parameters", "gradients", "state", "master", "buckets", "activations", "rest")
         assert sum(row[part] or 0 for part in parts) == row["total"], (row["mode"], row["point"])
 

@@ -16,6 +16,7 @@ from zero.prediction import Prediction
 CONFIG = GPTConfig(block_size=16, vocab_size=29, n_layer=2, n_head=2, n_embd=32, bias=False)  # as in SIZES and the data
 SETTINGS = [*SIZES, "--device=cpu", "--zero_bucket_mb=0.02"]
 FLAGS = {mode: replace(flags, bucket_mb=0.02) for mode, flags in MODES.items()}
+FLAGS |= {"checkpointing": FLAGS["sharded"], "all": replace(FLAGS["bfloat16"], shard_gradients=True)}
 WORLD_SIZES = [1, 2, 8]
 
 
@@ -44,24 +45,25 @@ def planned(data, tmp_path_factory):
 def test_the_table_has_every_mode_for_every_number_of_ranks(planned):
     printed, rows, picture = planned
     lines = [tuple(line.split()[:2]) for line in printed.splitlines() if re.match(r" *\d+  \w", line)]
-    modes = {size: list(MODES) if size > 1 else ["adamw"] for size in WORLD_SIZES}
-    expected = [(size, mode) for size in WORLD_SIZES for mode in [*modes[size], "checkpointing"]]
+    alone = ["adamw", "checkpointing"]
+    expected = [(size, mode) for size in WORLD_SIZES for mode in (FLAGS if size > 1 else alone)]
     assert [(int(size), mode) for size, mode in lines] == expected
     assert list(rows) == expected
+    chosen = [tuple(line.split()[:2]) for line in printed.splitlines() if re.match(r" *\d+  \w+ \*", line)]
+    assert chosen == [("1", "adamw"), ("2", "sharded"), ("8", "sharded")]
     assert picture.read_bytes().startswith(b"\x89PNG\r\n")
     assert "note: 8 ranks cannot share 6 micro-steps; 8 are assumed" in printed
 
 
-@pytest.mark.parametrize("mode", [*MODES, "checkpointing"])
+@pytest.mark.parametrize("mode", FLAGS)
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_the_rows_are_the_predictions_of_the_rank_with_the_most_state(planned, world_size, mode):
     _, rows, _ = planned
     if world_size == 1 and mode not in ("adamw", "checkpointing"):
         assert (world_size, mode) not in rows
         return
-    flags = FLAGS.get(mode, FLAGS["sharded"])
-    in_dtype = ("bfloat16", "bfloat16") if mode == "bfloat16" else ("float32", "float32")
-    activations = predict(CONFIG, 2, *in_dtype, mode == "checkpointing", "cpu")
+    flags = FLAGS[mode] if world_size > 1 else FLAGS["adamw"]
+    activations = predict(CONFIG, 2, flags.param_dtype, flags.param_dtype, mode in ("checkpointing", "all"), "cpu")
     wrapper = "DistributedDataParallel" if mode in ("adamw", "torch") else "ShardedDataParallel"
     owners = flags.plan(gpt_specs(CONFIG), world_size)
     ranks = [
@@ -90,12 +92,28 @@ def test_the_rows_are_the_predictions_of_the_rank_with_the_most_state(planned, w
     assert {key: row[key] for key in expected} == expected
 
 
+@pytest.mark.parametrize(
+    ("arguments", "row"),
+    [
+        (["--use_zero1=False", "--zero1_impl=torch"], "adamw"),
+        (["--zero1_impl=torch"], "torch"),
+        (["--param_dtype=bfloat16", "--shard_gradients=True"], "these flags"),
+        (["--param_dtype=bfloat16", "--shard_gradients=True", "--activation_checkpointing=True"], "all"),
+    ],
+)
+def test_the_row_of_the_settings_is_marked(data, arguments, row):
+    lines = plan(data, "--world_size=2", *arguments).splitlines()
+    assert [line for line in lines if re.match(rf" *2  {row} \*", line)]
+    assert len([line for line in lines if re.match(r" *2  [\w ]+ \*", line)]) == 1
+
+
 def test_owners_of_a_parameter_cover_it_once(data):
     printed = plan(data, "--world_size=1,3", "--explain=transformer.wte.weight")
-    blocks = re.findall(r"^(\w+, \d ranks): transformer.wte.weight, \(29, 32\), 928 elements.*\n((?:  .*\n)+)", printed, re.M)
-    assert [name for name, _ in blocks] == ["adamw, 1 ranks", "sharded, 3 ranks", "torch, 3 ranks"]
+    blocks = re.findall(r"^(\w+, ranks: \d); transformer.wte.weight \(29, 32\), 928 elements.*\n((?:  .*\n)+)", printed, re.M)
+    assert [name for name, _ in blocks] == ["adamw, ranks: 1", "sharded, ranks: 3", "torch, ranks: 3"]
     for name, lines in blocks:
-        slices = [tuple(map(int, found)) for found in re.findall(r"rank (\d): (\d+) to (\d+) ", lines)]
+        owned = re.findall(r"rank (\d) owns [\d.]+%: (.*)", lines)
+        slices = [(rank, *map(int, pair.split(" to "))) for rank, ranges in owned for pair in ranges.split(", ")]
         end = 0
         for _, start, stop in sorted(slices, key=lambda slice_: slice_[1]):
             assert start == end < stop, name
@@ -147,12 +165,17 @@ def test_every_setting_of_the_trainer_is_accepted():
         ("--wrld_size=2", "did you mean 'world_size'?"),
         ("--explain=transformer.wte", "the model has no such parameter; it has for example transformer.wte.weight"),
         ("--n_embd=33", "use a multiple of n_head"),
-        ("--init_from=resume", "plan.py takes sizes from settings, not from files"),
+        ("--init_from=resume", "plan.py reads no checkpoint"),
+        ("--explain=lm_head.weight", "the same tensor as transformer.wte.weight"),
+        ("--device=gpu", "device=gpu is not one of auto, cpu, cuda, mps"),
+        ("--json=data", "json=data is a folder"),
+        ("--param_dtype=bfloat16 --use_zero1=False", "needs the master weights"),
+        ("--explain=transformer.wte.weight --json=plan.json", "remove --json and --plot"),
         ("--plot=plan.pdf", "must end with .png, .svg or .html"),
     ],
 )
 def test_mistakes_have_exit_code_2(argument, message):
-    process = run("plan.py", *SETTINGS, argument)
+    process = run("plan.py", *SETTINGS, *argument.split())
     assert message in process.stderr
     assert (process.returncode, process.stderr.count("\n")) == (2, 1)
     assert "ranks  mode" not in process.stdout

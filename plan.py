@@ -80,8 +80,8 @@ uneven       optimizer state of this rank, divided by the mean over all ranks; 1
 masters      this rank's part of the float32 copy of bfloat16 weights
 buckets      the most that communication holds in addition to gradients
 activations  what forward keeps for backward
-temporary    what the peak needs in addition to these parts: the gradients of the logits and of the tied embedding, and
-             autocast's copies of the weights
+temporary    what the peak needs in addition to these parts: gradients of the logits and of the tied embedding, autocast's
+             copies of the weights, or the original weights while the model is wrapped
 peak         the most while training, without torch.compile, which usually takes less
 saving       the peak while a checkpoint is gathered, on the device of rank 0{saving}
 fits         whether peak and saving are at most {gpu_memory_gb:g} GB

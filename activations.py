@@ -119,7 +119,7 @@ def _measure(config: GPTConfig, batch_size: int, dtype: str, param_dtype: str, c
         autocast = torch.autocast("cpu", torch.bfloat16, enabled=dtype != "float32")  # float16 takes as many bytes
         if device_type != "cpu":
             _imitate_cuda(model)
-        return _micro_step(model, lambda: model(tokens, tokens)[1], autocast)
+        return micro_step(model, lambda: model(tokens, tokens)[1], autocast)
 
 
 @contextmanager
@@ -132,12 +132,8 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def micro_step(model: GPT, forward: Callable[[], torch.Tensor], autocast: Any) -> Activations:
+def micro_step(model: GPT, forward: Callable[[], torch.Tensor], autocast: Any) -> _Peaks:
     """Run forward and backward on the CPU and measure the activations. Gradients are dropped as they arrive."""
-    return _micro_step(model, forward, autocast).activations()
-
-
-def _micro_step(model: GPT, forward: Callable[[], torch.Tensor], autocast: Any) -> _Peaks:
     live = LiveBytes()
     live.ignore({*model.parameters(), *model.buffers()})
     halves: list[int] = []

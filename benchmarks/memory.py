@@ -93,7 +93,9 @@ class MemoryProfile:
 
     def _record(self, point: str, parts: dict[str, int], total: int | None = None) -> None:
         if dist.get_backend() != "fake":
-            dist.barrier()  # gloo holds the tensors of the last collective until it takes the next one
+            for _ in range(10):  # each thread of gloo holds the tensors of its last collective until it takes the next one
+                dist.barrier()
+            time.sleep(0.05)
         total = self._now() if total is None else total
         self.points[point] = {"total": total, **parts, "rest": total - sum(parts.values())}
         if not self.on_gpu:

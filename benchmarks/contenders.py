@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -41,8 +41,7 @@ class Setup:
 
     def flags(self, mode: str) -> Flags:
         """Returns the flags of a mode of `accounting.MODES`."""
-        flags = accounting.MODES[mode]
-        return Flags(flags.use_zero1, flags.zero1_impl, self.bucket_mb, flags.shard_gradients, flags.param_dtype)
+        return replace(accounting.MODES[mode], bucket_mb=self.bucket_mb)
 
     def workload(self, mode: str) -> Workload:
         """Returns what a micro-step of a mode computes."""

@@ -3,18 +3,16 @@
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.contenders import Contender, Setup
-from zero import ShardedOptimizer
+from zero.communication import CommunicationMeter
 
 PHASES = ("forward and backward", "optimizer")
 
@@ -46,17 +44,8 @@ class TimedContender:
     def __init__(self, setup: Setup, mode: str) -> None:
         self.contender = Contender(setup, mode).wrap()
         self.on_gpu = setup.device.type == "cuda"
+        self.communication = CommunicationMeter(self.contender.model, self.contender.optimizer)
         self._seconds = dict.fromkeys(PHASES, 0.0)
-        self._calls = {
-            "step": 0.0,
-            "own update": 0.0,
-        }  # seconds in ZeroRedundancyOptimizer
-        if isinstance(self.contender.model, DistributedDataParallel):
-            self.contender.model._set_ddp_runtime_logging_sample_rate(1)
-        optimizer = self.contender.optimizer
-        if isinstance(optimizer, ZeroRedundancyOptimizer):
-            optimizer.step = self._timed(optimizer.step, "step")
-            optimizer.optim.step = self._timed(optimizer.optim.step, "own update")
 
     def turn(self, steps: int) -> dict[str, float]:
         """Run a few steps and return milliseconds per step and megabytes sent per rank and step.
@@ -92,7 +81,6 @@ class TimedContender:
         """Run one step, add the seconds of its phases, and add to `exposed` the seconds that they waited."""
         with self._phase("forward and backward", exposed):
             self.contender.forward().backward()
-        exposed["forward and backward"] += self._backward_waits()
         with self._phase("optimizer", exposed):
             self.contender.clip()
             self.contender.update()
@@ -107,32 +95,8 @@ class TimedContender:
         exposed[phase] += self._waited() - waited
 
     def _waited(self) -> float:
-        """Returns the seconds that the optimizer or ShardedDataParallel has waited for collectives so far."""
-        optimizer = self.contender.optimizer
-        if isinstance(optimizer, ShardedOptimizer):
-            return sum(optimizer.comm.waited_ms().values()) / 1000
-        return self._calls["step"] - self._calls["own update"]
-
-    def _timed(self, function: Callable[..., Any], key: str) -> Callable[..., Any]:
-        """Returns the function with a clock around it."""
-
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            begin = time.perf_counter()
-            result = function(*args, **kwargs)
-            if self.on_gpu:
-                torch.cuda.synchronize()
-            self._calls[key] += time.perf_counter() - begin
-            return result
-
-        return timed
-
-    def _backward_waits(self) -> float:
-        """Returns the seconds of the last all-reduce of DistributedDataParallel that did not overlap with backward."""
-        if not isinstance(self.contender.model, DistributedDataParallel):
-            return 0.0
-        data = self.contender.model._get_ddp_logging_data()
-        communication = data.get("backward_comm_time", 0) - data.get("backward_compute_comm_overlap_time", 0)
-        return max(0, communication) / 1e9
+        """Returns the seconds that the computation has waited for collectives so far."""
+        return sum(self.communication.waited_ms().values()) / 1000
 
 
 def loopback_bytes() -> int:

@@ -3,14 +3,16 @@
 Also counts the bytes that the collectives send and the time that the computation waits for them.
 """
 
-import time
-from collections import Counter, defaultdict, deque
+from collections import Counter
+from contextlib import nullcontext
 from datetime import timedelta
 from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+
+from zero.stopwatch import Stopwatch
 
 # torch 2.13 renamed these two functions; torch 2.11 has only the old names
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -117,8 +119,7 @@ class Communicator:
         self.rank = dist.get_rank(group) if distributed else 0
         self.pool = Pool()
         self.sent_bytes: Counter[str] = Counter()  # bytes that this rank sent, by kind of collective
-        self._waited_s: defaultdict[str, float] = defaultdict(float)
-        self._waits: deque[tuple[str, torch.cuda.Event, torch.cuda.Event]] = deque()  # on a GPU: events not yet read
+        self.waits = Stopwatch()  # time that the computation waited, by kind of collective (exposed communication)
 
     def reduce_scatter(self, bucket: torch.Tensor, sizes: list[int]) -> ReduceScatterWork:
         """Start a reduce-scatter: send the parts of each shard to the rank that owns it. `add` computes the sum.
@@ -202,35 +203,9 @@ class Communicator:
 
     def wait(self, kind: str, works: list[dist.Work], device: torch.device) -> None:
         """Make the computation wait for collectives. The wait time is counted under `kind`."""
-        if device.type != "cuda":
-            start = time.perf_counter()
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext(), self.waits.measure(kind, device):
             for work in works:
-                work.wait()
-            self._waited_s[kind] += time.perf_counter() - start
-            return
-        with torch.cuda.device(device):  # events belong to a device; its current stream waits
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            for work in works:
-                work.wait()  # with NCCL, the stream waits, not this thread
-            end.record()
-        self._waits.append((kind, begin, end))
-        while len(self._waits) > 1 and self._waits[0][2].query():
-            self._read_first_wait()
-
-    def waited_ms(self) -> dict[str, float]:
-        """Return the time that the computation has waited, in ms, by kind of collective (exposed communication).
-
-        Waits for the device.
-        """
-        while self._waits:
-            self._waits[0][2].synchronize()
-            self._read_first_wait()
-        return {kind: seconds * 1000 for kind, seconds in self._waited_s.items()}
-
-    def _read_first_wait(self) -> None:
-        kind, begin, end = self._waits.popleft()
-        self._waited_s[kind] += begin.elapsed_time(end) / 1000
+                work.wait()  # with NCCL, the current stream of the device waits, not this thread
 
     def _is_between_cpus(self, bucket: torch.Tensor) -> bool:
         """Return whether ranks can send parts of the bucket to each other: gloo supports only tensors in main memory."""

@@ -259,7 +259,7 @@ class ShardedDataParallel(nn.Module):
         result = self.module(*args, **kwargs)
         self._last_was_synchronized = torch.is_grad_enabled() and self.require_backward_grad_sync
         if torch.is_grad_enabled() and (self.require_backward_grad_sync or self.shard_gradients):
-            for output in _tensors_in(result):
+            for output in tensors_in(result):
                 if output.grad_fn is not None:
                     output.register_hook(_weak_hook(self._on_output_gradient))
         return result
@@ -397,8 +397,11 @@ class ShardedDataParallel(nn.Module):
         if unused := [number for number in range(len(self._params)) if number not in self._used]:
             used[unused] = 0
         self._agreement = Agreement(used, self._comm.all_reduce(used, dist.ReduceOp.MAX))
-        if unused:
+        if unused:  # a rank that has used all parameters does not read the result
             self._wait_for_agreement()
+            for number in used.nonzero().flatten().tolist():
+                self._used.add(number)
+                self._params[number].grad = self._sent[number]
 
     def _recover(self) -> None:
         """Continue after a failed backward if its gradients have been dropped. Otherwise raise an error."""
@@ -433,7 +436,6 @@ class ShardedDataParallel(nn.Module):
                 "example by load_state_dict with assign=True) or unfrozen after the optimizer was built; build "
                 "ShardedOptimizer and ShardedDataParallel again"
             )
-        self._wait_for_agreement()
         self._apply_zeroing()
         if any(local_gradient(param) is not None for param in self._params):
             raise RuntimeError(
@@ -500,13 +502,8 @@ class ShardedDataParallel(nn.Module):
         self._phase = Phase.IDLE
 
     def _wait_for_agreement(self) -> None:
-        """Mark a parameter as used if any rank has used it. A rank that has used all of them does not read the result."""
         if self._agreement is not None:
-            self._comm.wait("agreement", self._agreement.works, self._agreement.used.device)
-            if len(self._used) < len(self._params):
-                for number in self._agreement.used.nonzero().flatten().tolist():
-                    self._used.add(number)
-                    self._params[number].grad = self._sent[number]
+            self._comm.wait("all-reduce", self._agreement.works, self._agreement.used.device)
             self._agreement = None
 
     # -- forward -------------------------------------------------------------------------------------------------------
@@ -653,15 +650,15 @@ class _WaitingCall(NamedTuple):
         return self.compiled(*args, **kwargs)
 
 
-def _tensors_in(output: Any) -> Iterator[torch.Tensor]:
+def tensors_in(output: Any) -> Iterator[torch.Tensor]:
     """Yield the tensors in the output of a forward, as DistributedDataParallel finds them, and those in any other pytree."""
     for leaf in tree_leaves(output):
         if isinstance(leaf, torch.Tensor):
             yield leaf
         elif isinstance(leaf, dict):  # a subclass of dict
-            yield from _tensors_in(list(leaf.values()))
+            yield from tensors_in(list(leaf.values()))
         elif is_dataclass(leaf):
-            yield from _tensors_in([getattr(leaf, field.name) for field in fields(leaf)])
+            yield from tensors_in([getattr(leaf, field.name) for field in fields(leaf)])
 
 
 def _uncompiled(function: Callable[..., None]) -> Callable[..., None]:

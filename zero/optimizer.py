@@ -404,7 +404,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 norms = torch._foreach_norm([local.grad for local in locals_ if local.grad is not None])
                 each.update(zip(locals_, norms, strict=True))
                 total += torch.stack(norms).float().square().sum()
-        self.comm.wait("norm", self.comm.all_reduce(total), total.device)
+        self.comm.wait("all-reduce", self.comm.all_reduce(total), total.device)
         return GradientNorms(total.sqrt(), each)
 
     @torch.no_grad()

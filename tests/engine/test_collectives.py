@@ -51,7 +51,7 @@ def travel(looks_like_on_gpu, looks_like_nccl, old_names, dtype, sizes):
     comm.wait("all-gather", gather.works, bucket.device)
     assert [part.tolist() for part in bucket.split(sizes)] == [[float(r)] * size for r, size in enumerate(sizes)]
     assert comm.sent_bytes["all-gather"] == (comm.world_size - 1) * sizes[rank] * dtype.itemsize
-    assert set(comm.waited_ms()) == {"reduce-scatter", "all-gather"}
+    assert set(comm.waits.read_ms()) == {"reduce-scatter", "all-gather"}
     return sorted(called)
 
 

@@ -230,7 +230,7 @@ def no_sync_and_state():
     elements = sum(bucket.data.numel() for bucket in optimizer.buckets)
     expected = elements * 4 * (dist.get_world_size() - 1) // dist.get_world_size()
     assert optimizer.comm.sent_bytes == {"reduce-scatter": expected, "all-gather": expected}
-    assert set(optimizer.comm.waited_ms()) == {"reduce-scatter", "all-gather", "agreement"}
+    assert set(optimizer.comm.waits.read_ms()) == {"reduce-scatter", "all-gather", "all-reduce"}
     return True
 
 

@@ -1,0 +1,57 @@
+"""Time by name, where the work runs: on a GPU by events in its current stream, otherwise by the clock of the host."""
+
+import time
+from collections import defaultdict, deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+Mark = float | torch.cuda.Event  # a moment: seconds of the host's clock, or an event on a GPU
+
+
+class Stopwatch:
+    """Adds up time by name. The host never waits for a GPU, except in `read_ms`."""
+
+    def __init__(self) -> None:
+        self._seconds: defaultdict[str, float] = defaultdict(float)
+        self._unread: deque[tuple[str, torch.cuda.Event, torch.cuda.Event]] = deque()
+
+    @contextmanager
+    def measure(self, name: str, device: torch.device) -> Iterator[None]:
+        """Add the time of the block under `name`. If the block raises, its time is not counted."""
+        begin = mark(device)
+        yield
+        self.add(name, begin, mark(device))
+
+    def add(self, name: str, begin: Mark, end: Mark) -> None:
+        """Add the time between two marks of one device under `name`."""
+        if isinstance(begin, torch.cuda.Event) and isinstance(end, torch.cuda.Event):
+            self._unread.append((name, begin, end))
+            while len(self._unread) > 1 and self._unread[0][2].query():
+                self._read_first()
+        else:
+            assert isinstance(begin, float)
+            assert isinstance(end, float)
+            self._seconds[name] += end - begin
+
+    def read_ms(self) -> dict[str, float]:
+        """Return the time so far by name, in ms. Waits until a GPU has reached the last mark."""
+        while self._unread:
+            self._unread[0][2].synchronize()
+            self._read_first()
+        return {name: seconds * 1000 for name, seconds in self._seconds.items()}
+
+    def _read_first(self) -> None:
+        name, begin, end = self._unread.popleft()
+        self._seconds[name] += begin.elapsed_time(end) / 1000
+
+
+def mark(device: torch.device) -> Mark:
+    """Return the current moment on a device. On a GPU, this is when its current stream arrives here."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    with torch.cuda.device(device):  # events belong to a device
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+    return event

@@ -2,6 +2,7 @@
 
 import math
 import sys
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -28,10 +29,18 @@ class Guard:
         optimizer: the optimizer of the model.
         scaler: the gradient scaler, which is enabled for float16 only.
         limit: number of consecutive skipped updates that ends the run.
+        alert: called on rank 0 with a title and a text when updates have been skipped.
     """
 
-    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, scaler: ShardedGradScaler, limit: int) -> None:
-        self.optimizer, self.scaler, self.limit = optimizer, scaler, limit
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        scaler: ShardedGradScaler,
+        limit: int,
+        alert: Callable[[str, str], None] = lambda *_: None,
+    ) -> None:
+        self.optimizer, self.scaler, self.limit, self.alert = optimizer, scaler, limit, alert
         self.failed = False  # whether the limit was reached at the last `report`; the same on all ranks
         self.in_a_row = 0  # number of consecutive skipped updates at the last `report`
         self._part = partition(optimizer)
@@ -77,6 +86,7 @@ class Guard:
         reason = self._reason()
         if dist.is_initialized() and dist.get_rank() > 0:
             return
+        self.alert("Loss or gradients not finite", f"at iteration {iteration}: {reason}")
         if not self.failed:
             updates = "1 more update was" if new_skips == 1 else f"{new_skips} more updates were"
             row = f"{self.in_a_row} in a row so far"

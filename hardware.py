@@ -1,6 +1,7 @@
 """The hardware of this machine: device, dtype, CPU threads, and peak FLOP/s for the MFU."""
 
 import os
+import platform
 import re
 import time
 from contextlib import AbstractContextManager, nullcontext
@@ -75,6 +76,18 @@ def _count(counts: dict[str, int]) -> str:
 def autocast(device: torch.device, dtype: str) -> AbstractContextManager[Any]:
     """Return the context in which forward computes in `dtype`."""
     return nullcontext() if dtype == "float32" else torch.amp.autocast(device.type, DTYPES[dtype])
+
+
+def device_name(device: torch.device) -> str:
+    """Returns the name of the product: of the GPU, or of the processor as far as the system tells it."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    if os.path.exists("/proc/cpuinfo"):
+        with open("/proc/cpuinfo") as file:
+            names = [line.split(":", 1)[1].strip() for line in file if line.startswith("model name")]
+        if names:
+            return names[0]
+    return platform.processor() or platform.machine()
 
 
 def is_slow_on_cpu(device: torch.device, dtype: str) -> bool:

@@ -1,77 +1,72 @@
-"""The metrics of a run. `Meter` measures them, `Logger` writes them to the console, `metrics.jsonl` and optionally wandb."""
+"""Where the metrics of a run go: the console, `metrics.jsonl`, and optionally wandb."""
 
 import json
 import math
 import os
-import time
+import statistics
+from array import array
+from collections.abc import Iterator
+from io import FileIO
 from typing import Any
 
-import torch
-
-import hardware
-from zero.memory import peak_bytes
-
-# keys of an event that the console shows, in this order; metrics.jsonl and wandb receive all keys
-_CONSOLE = {
-    "step": {"train/loss": "train loss {:.4f}", "val/loss": "val loss {:.4f}"},
-    "iter": {
-        "iter/loss": "loss {:.4f}",
-        "iter/time_ms": "time {:.2f}ms",
-        "mfu": "mfu {:.2f}%",
-        "iter/tokens_per_second": "{:,.0f} tok/s",
-        "iter/peak_memory_gb": "peak memory {:.2f} GB",
-    },
-}
+from alerts import Alerts
+from distributed import is_rank_0
+from wandb_run import WandbRun
+from zero.checkpoint.files import atomic_write
 
 
 class LoggerError(ValueError):
-    """The output folder cannot be written to, or wandb does not start. The message gives the reason."""
+    """The output folder cannot be written to. The message gives the reason."""
 
 
 class Logger:
     """Writes events to the console, `metrics.jsonl` and wandb on rank 0. On other ranks it does nothing.
 
     Args:
-        out_dir: folder of `metrics.jsonl`, created if it is missing. The file has one JSON object per event, with the same
-            keys as in wandb. A number that is not finite becomes null, because JSON has no such number. None: no file.
+        out_dir: folder of `metrics.jsonl` and `run.json`, created if it is missing. `metrics.jsonl` has one JSON object per
+            event, with the same keys as in wandb. A number that is not finite becomes null, because JSON has no such number.
+            None: no files.
         resume_at: continue the existing file as it was at the start of this iteration, and keep the lines about checkpoints
             up to it. None: start a new file.
-        wandb_log: also log to wandb, which is imported only in this case.
-        project, name, config: arguments of `wandb.init`.
+        config: settings of the run and facts about it. `run.json` and wandb get all of them. `wandb_log`, `wandb_mode`,
+            `wandb_project`, `wandb_run_name` and `implementation` choose the wandb run.
         run_id: ID of the wandb run to continue, or None.
-        rank: rank of this process.
 
     Raises:
-        LoggerError: if the folder cannot be created or written to, or if wandb is requested but not installed or not
+        ValueError: if the folder cannot be created or written to, or if wandb is requested but not installed or not
             configured correctly.
     """
 
-    def __init__(
-        self,
-        out_dir: str | None,
-        resume_at: int | None,
-        wandb_log: bool,
-        project: str,
-        name: str,
-        config: dict[str, Any],
-        run_id: str | None = None,
-        rank: int = 0,
-    ) -> None:
-        self.file = self.run = None
-        self.rank = rank
-        self.warned = False
-        if rank > 0:
+    def __init__(self, out_dir: str | None, resume_at: int | None, config: dict[str, Any], run_id: str | None = None) -> None:
+        self.file: FileIO | None = None
+        self.run: WandbRun | None = None
+        self._warned = False
+        self._alerts, self._summary = Alerts(), Summary()
+        if not is_rank_0():
             return
-        self.run = _wandb_run(project, name, config, run_id) if wandb_log else None
         try:
             if out_dir is not None:
                 os.makedirs(out_dir, exist_ok=True)
-                self.file = open(os.path.join(out_dir, "metrics.jsonl"), "wb" if resume_at is None else "ab", buffering=0)
-                # edit in place: the file has whole lines before and after this, even if the disk is full
-                end, kept = (0, []) if resume_at is None else _lines_before(resume_at, self.file.name)
-                self.file.truncate(end)
-                self.file.seek(0, os.SEEK_END)
-                self.file.write(b"".join(kept))
+            path = os.path.join(out_dir, "metrics.jsonl") if out_dir is not None else None
+            end, late = 0, list[bytes]()
+            if path is not None and resume_at is not None and os.path.exists(path):
+                end, late = _lines_before(resume_at, path)
+            if config["wandb_log"] and config["wandb_mode"] != "disabled":
+                history = () if path is None else _events(path, end, late)
+                mode, project, name = (config[f"wandb_{key}"] for key in ("mode", "project", "run_name"))
+                job_type = config["implementation"]
+                self.run = WandbRun(mode, project, name, config, job_type, run_id, resume_at, history)
+            if path is None:
+                return
+            for event in _events(path, end, late):
+                self._summary.add(event)
+            with atomic_write(os.path.join(os.path.dirname(path), "run.json")) as temporary, open(temporary, "w") as file:
+                json.dump(config, file, indent=1)
+            self.file = open(path, "wb" if resume_at is None else "ab", buffering=0)
+            # edit in place: the file has whole lines before and after this, even if the disk is full
+            self.file.truncate(end)
+            self.file.seek(0, os.SEEK_END)
+            self.file.write(b"".join(late))
         except OSError as error:
             raise LoggerError(f"cannot write to out_dir={out_dir}: {error}") from error
 
@@ -80,106 +75,76 @@ class Logger:
         """The ID of the wandb run, or None."""
         return self.run.id if self.run else None
 
-    def log(self, event: dict[str, Any], console: str | None = None) -> None:
+    def log(self, event: dict[str, Any], line: str | None = None) -> None:
         """Write an event. If the disk is full, print a warning once and continue.
 
         Args:
             event: the metrics by key; "iter" is the iteration.
-            console: "step" or "iter": also print a line that starts with this word. None: print nothing.
+            line: also print this line.
         """
-        if console is not None and self.rank == 0:
-            shown = [text.format(event[key]) for key, text in _CONSOLE[console].items() if key in event]
-            print(f"{console} {event['iter']}: {', '.join(shown)}", flush=True)
+        if not is_rank_0():
+            return
+        if line is not None:
+            print(line, flush=True)
+        for title, text in self._alerts.check(event):
+            print(f"WARNING: {title.lower()}: {text}", flush=True)
+            self.alert(title, text)
+        self._summary.add(event)
         if self.run:
             self.run.log(event)
-        if self.file is None:
-            return
-        finite = {key: None if _is_no_json(value) else value for key, value in event.items()}
-        line, begin = json.dumps(finite, allow_nan=False).encode() + b"\n", self.file.tell()
-        try:
-            if self.file.write(line) < len(line):
-                raise OSError("the disk is full")
-            self.warned = False
-        except OSError as error:
-            self.file.truncate(begin)  # remove the incomplete line
-            if not self.warned:
-                print(f"WARNING: figures are missing from {self.file.name}: {error}", flush=True)
-            self.warned = True
+            if "val/loss" in event:
+                self.run.summarize(self._summary.values())
+        if self.file is not None:
+            self._write(self.file, {key: None if _is_no_json(value) else value for key, value in event.items()})
+
+    def alert(self, title: str, text: str) -> None:
+        """Send an alert through wandb, if there is a run."""
+        if self.run:
+            self.run.alert(title, text)
 
     def finish(self) -> None:
         if self.file:
             self.file.close()
         if self.run:
+            self.run.summarize(self._summary.values())
             self.run.finish()
 
+    def _write(self, file: FileIO, event: dict[str, Any]) -> None:
+        line, begin = json.dumps(event, allow_nan=False).encode() + b"\n", file.tell()
+        try:
+            if file.write(line) < len(line):
+                raise OSError("the disk is full")
+            self._warned = False
+        except OSError as error:
+            file.truncate(begin)  # remove the incomplete line
+            if not self._warned:
+                print(f"WARNING: figures are missing from {file.name}: {error}", flush=True)
+            self._warned = True
 
-class Meter:
-    """Measures the time of iterations, tokens per second and MFU. Needs to be created on all ranks.
 
-    To add a metric, add it to the event in `log_iteration` or `log_evaluation`. To show it on the console as well, add it
-    to `_CONSOLE`.
+class Summary:
+    """The figures that stand for a whole run."""
 
-    Args:
-        log: logger that receives the metrics.
-        tokens_per_iter: tokens per iteration, all ranks together.
-        flops_per_iter: FLOPs per iteration of one rank.
-        device, dtype: device and dtype of the computation on this rank.
-    """
+    def __init__(self) -> None:
+        self._best_val_loss = self._peak_memory_mb = math.nan
+        self._tokens_per_second = array("d")
 
-    _WARM_UP = 5  # number of first iterations that do not count for the MFU
+    def add(self, event: dict[str, Any]) -> None:
+        """Take the figures of an event. A figure is None or nan if it was not finite."""
+        self._best_val_loss = min(event.get("val/loss") or math.inf, self._best_val_loss)
+        self._peak_memory_mb = max(event.get("memory/peak_mb") or 0.0, self._peak_memory_mb)
+        if event.get("throughput/tokens_per_second"):
+            self._tokens_per_second.append(event["throughput/tokens_per_second"])
 
-    def __init__(self, log: Logger, tokens_per_iter: int, flops_per_iter: float, device: torch.device, dtype: str) -> None:
-        self.log, self.device = log, device
-        self.tokens_per_iter, self.flops_per_iter = tokens_per_iter, flops_per_iter
-        self.peak_flops = hardware.peak_flops(device, hardware.DTYPES[dtype])  # FLOP/s of this rank
-        if log.rank == 0:
-            print(f"mfu is relative to {self.peak_flops / 1e12:.3g} TFLOP/s per rank in {dtype}")
-        self.mfu = -1.0  # running mean; -1: not measured yet, as in nanoGPT
-        self._iterations = 0  # number of iterations since construction
-        self.restart()
-
-    def restart(self) -> None:
-        """Restart the clock. The time since the last restart or log is not counted."""
-        self._begin, self._timed = time.perf_counter(), 0
-
-    def count_iteration(self) -> None:
-        """Count an iteration that has ended."""
-        self._iterations += 1
-        self._timed += 1
-
-    def log_iteration(self, iteration: int, loss: float, lr: float) -> None:
-        """Log the metrics of an iteration. Times are means over the iterations since the last restart or log."""
-        seconds = (time.perf_counter() - self._begin) / self._timed
-        if self._iterations > self._WARM_UP:
-            mfu = self.flops_per_iter / seconds / self.peak_flops
-            self.mfu = mfu if self.mfu == -1.0 else 0.9 * self.mfu + 0.1 * mfu
-        event = {
-            "iter": iteration,
-            "iter/loss": loss,
-            "iter/time_ms": seconds * 1000,
-            "iter/tokens_per_second": self.tokens_per_iter / seconds,
-            "iter/peak_memory_gb": peak_bytes(self.device) / 1e9,
-            "lr": lr,
-            "mfu": self.mfu * 100,
+    def values(self) -> dict[str, float]:
+        """Returns the figures that there are so far."""
+        speed = statistics.median(self._tokens_per_second) if self._tokens_per_second else math.nan
+        figures = {
+            "best_val_loss": self._best_val_loss,
+            "peak_memory_mb": self._peak_memory_mb,
+            "median_tokens_per_second": speed,
         }
-        self.log.log(event, console="iter")
-        self.restart()
-
-    def log_evaluation(self, iteration: int, losses: dict[str, float], lr: float) -> None:
-        """Log the losses of an evaluation.
-
-        Args:
-            iteration: iteration before which the evaluation ran.
-            losses: loss by split.
-            lr: learning rate.
-        """
-        event = {
-            "iter": iteration,
-            **{f"{split}/loss": loss for split, loss in losses.items()},
-            "lr": lr,
-            "mfu": self.mfu * 100,
-        }
-        self.log.log(event, console="step")
+        return {key: figure for key, figure in figures.items() if math.isfinite(figure)}
 
 
 def _lines_before(iteration: int, path: str) -> tuple[int, list[bytes]]:
@@ -202,6 +167,17 @@ def _lines_before(iteration: int, path: str) -> tuple[int, list[bytes]]:
     return end, kept
 
 
+def _events(path: str, end: int, late: list[bytes]) -> Iterator[dict[str, Any]]:
+    """Yield the events in the first `end` bytes of `metrics.jsonl`, then those of the lines `late`."""
+    if end:
+        with open(path, "rb") as file:
+            while file.tell() < end:
+                line = file.readline()
+                if _iteration(line)[0] >= 0:
+                    yield json.loads(line)
+    yield from map(json.loads, late)
+
+
 def _iteration(line: bytes) -> tuple[int, bool]:
     """Returns the iteration of a line, and whether the line is about a checkpoint. The iteration of a foreign line is -1."""
     try:
@@ -213,29 +189,3 @@ def _iteration(line: bytes) -> tuple[int, bool]:
 
 def _is_no_json(value: Any) -> bool:
     return isinstance(value, float) and not math.isfinite(value)
-
-
-def _wandb_run(project: str, name: str, config: dict[str, Any], run_id: str | None) -> Any:
-    """Start a wandb run. WANDB_MODE chooses the mode; without it, the run is online if there is a login, otherwise offline.
-
-    An offline run is recorded on disk. A run is also offline if wandb cannot be reached.
-    """
-    try:
-        import wandb
-    except ImportError as error:
-        raise LoggerError(f"wandb_log=True needs wandb ({error}); pip install wandb, or use --wandb_log=False") from error
-
-    def start(mode: Any) -> Any:
-        return wandb.init(project=project, name=name, config=config, mode=mode, id=run_id, resume="allow" if run_id else None)
-
-    try:
-        try:
-            run = start(os.environ.get("WANDB_MODE") or ("online" if wandb.login(prompt=False, verify=False) else "offline"))
-        except wandb.errors.CommError as error:
-            print(f"wandb cannot be reached: {str(error).splitlines()[0]}")
-            run = start("offline")
-    except (wandb.errors.Error, ValueError) as error:  # invalid project name or WANDB_... variable
-        raise LoggerError(f"wandb does not start: {error}") from error
-    if run.offline:
-        print(f"wandb records offline; to upload later: wandb login && wandb sync {os.path.dirname(run.dir)}")
-    return run

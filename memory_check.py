@@ -7,8 +7,10 @@ import torch
 from accounting import Forecast, Workload, forecast, predicted_activations
 from distributed import launched
 from logger import Logger
-from zero.collectives import gather_objects
-from zero.memory import held_bytes, peak_bytes
+from memory_meter import MemoryMeter
+from zero.collectives import gather_objects, is_rank_0
+from zero.layout import replicated_plan
+from zero.memory import held_bytes
 from zero.partition import parameters, partition
 from zero.prediction import Activations
 
@@ -38,10 +40,11 @@ class MemoryCheck:
         compiled: bool,
     ) -> None:
         self.log, self.model, self.optimizer, self.compiled = log, model, optimizer, compiled
+        self.meter = MemoryMeter(model, optimizer)
         self.device = next(model.parameters()).device
         launch, plan = launched(), partition(optimizer).plan
         param_dtype = "bfloat16" if plan.has_masters else "float32"
-        activations = _activations(workload, param_dtype) if log.rank == 0 else Activations(0, 0, 0)
+        activations = _activations(workload, param_dtype) if is_rank_0() else Activations(0, 0, 0)
         self.forecast: Forecast = forecast(
             plan,
             launch.world_size,
@@ -51,17 +54,28 @@ class MemoryCheck:
             shard_gradients,
             launch.distributed,
         )
+        plain_adamw = forecast(
+            replicated_plan(plan.params),
+            launch.world_size,
+            micro_steps,
+            workload.device_type,
+            activations,
+            False,
+            launch.distributed,
+        )
         self.compared = False
         self.predicted = self.forecast.prediction.at("before step")
         inside = set(parameters(optimizer))
         frozen = sum(param.nbytes for param in model.parameters() if param not in inside)  # the plan does not have them
         self.predicted["parameters"] += frozen
+        # bytes that plain AdamW would hold before its step
+        self.plain_adamw = sum(plain_adamw.prediction.at("before step").values()) + frozen
         self.predicted_peak = self.forecast.peak + frozen
 
     def announce(self, iteration: int) -> None:
         """Print and log the prediction."""
         peak = self.predicted_peak
-        if self.log.rank == 0:
+        if is_rank_0():
             held = _parts({"activations": self.forecast.activations.saved, **self.predicted})
             print(f"predicted memory: {_size(peak)} at the peak of the fullest rank; {held}")
         parts = {"peak": peak, "activations": self.forecast.activations.saved, **self.predicted}
@@ -73,9 +87,9 @@ class MemoryCheck:
             return
         on_gpu = self.device.type == "cuda"
         held = held_bytes(self.optimizer, self.model)
-        by_rank = gather_objects((sum(held.values()), peak_bytes(self.device) if on_gpu else 0, held))
+        by_rank = gather_objects((sum(held.values()), self.meter.peak() if on_gpu else 0, held))
         self.compared = any(held["state"] for _, _, held in by_rank)
-        if not self.compared or self.log.rank > 0:  # no state: no update has been made yet, because float16 has overflowed
+        if not self.compared or not is_rank_0():  # no state: no update has been made yet, because float16 has overflowed
             return
         total, _, held = max(by_rank, key=lambda rank: rank[0])
         peak = max(peak for _, peak, _ in by_rank)

@@ -19,6 +19,7 @@ stop the run. SIGUSR1 saves and continues. Exit code 0: done; 2: wrong input, ex
 
 import math
 import os
+import time
 from typing import Literal
 
 import numpy as np
@@ -30,9 +31,11 @@ from checkpoints import Checkpoints
 from configurator import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, UnitInterval, configure
 from dataset import Dataset, prepare_if_missing
 from distributed import exit_on_wrong_input, finish, launched, mean_over_ranks, print0, start
+from environment import environment
 from guard import Guard
-from logger import Logger, Meter
+from logger import Logger
 from memory_check import MemoryCheck
+from meter import Meter
 from model import GPT, GPTConfig
 from signals import Action, Signals
 from zero import ShardedGradScaler
@@ -45,6 +48,7 @@ from zero.flags import Flags
 out_dir = "out"
 eval_interval: PositiveInt = 2000
 log_interval: PositiveInt = 1
+metric_interval: PositiveInt = 10  # iterations between measurements that compare the ranks
 eval_iters: PositiveInt = 200
 eval_only = False  # evaluate once and exit
 always_save_checkpoint = True  # after every evaluation; False: only when the validation loss improves
@@ -57,6 +61,7 @@ init_from = "scratch"  # 'scratch', 'resume', 'gpt2', 'gpt2-medium', 'gpt2-large
 wandb_log = False
 wandb_project = "owt"
 wandb_run_name = "gpt2"
+wandb_mode: Literal["online", "offline", "disabled"] = os.environ.get("WANDB_MODE") or "online"
 # data
 dataset = "openwebtext"  # name of a folder in data/
 gradient_accumulation_steps: PositiveInt = 5 * 8  # micro-steps per iteration, summed over all ranks
@@ -239,21 +244,15 @@ def save_checkpoint():
 # logging
 with exit_on_wrong_input():
     checkpoints.claim()
-    log = Logger(
-        None if eval_only else out_dir,
-        iter_num if init_from == "resume" else None,
-        wandb_log,
-        wandb_project,
-        wandb_run_name,
-        config,
-        wandb_run_id,
-        rank,
-    )
-meter = Meter(log, tokens_per_iter, raw_model.flops_per_token() * tokens_per_iter / world_size, device, dtype)
+    facts = {"implementation": flags.implementation(world_size), "world_size": world_size, "micro_steps": micro_steps}
+    facts |= {"parameters": raw_model.num_params(), **environment(device)}
+    log = Logger(None if eval_only else out_dir, iter_num if init_from == "resume" else None, config | facts, wandb_run_id)
 workload = Workload(raw_model.config, batch_size, dtype, device.type, activation_checkpointing)
 memory = MemoryCheck(log, model, optimizer, workload, shard_gradients, micro_steps, compile)
+flops_per_iter = raw_model.flops_per_token() * tokens_per_iter / world_size  # of this rank
+meter = Meter(log, model, optimizer, memory, dtype, tokens_per_iter, flops_per_iter, max_iters, metric_interval)
 signals = Signals()
-guard = Guard(raw_model, optimizer, scaler, limit=1 if on_nonfinite == "stop" else max_nonfinite)
+guard = Guard(raw_model, optimizer, scaler, limit=1 if on_nonfinite == "stop" else max_nonfinite, alert=log.alert)
 
 # training loop
 batches = data.micro_batches(seed, data_position, batch_size, gradient_accumulation_steps, rank, world_size)
@@ -271,8 +270,9 @@ while iter_num <= max_iters or eval_only:
         group["lr"] = lr
 
     if iter_num % eval_interval == 0 or eval_only:
+        begin = time.perf_counter()
         losses = estimate_loss()
-        meter.log_evaluation(iter_num, losses, lr)
+        meter.log_evaluation(iter_num, losses, lr, data_position * block_size, time.perf_counter() - begin)
         if eval_only:
             break
         if guard.in_a_row or not all(map(math.isfinite, losses.values())):
@@ -285,31 +285,36 @@ while iter_num <= max_iters or eval_only:
 
     # seed dropout from (seed, iteration, rank): a resumed run repeats it, and an evaluation does not change it
     torch.manual_seed(int(np.random.SeedSequence((seed, iter_num, rank)).generate_state(1)[0]))
+    is_logged = iter_num % log_interval == 0
+    meter.begin_iteration(iter_num, is_logged)
     loss_sum = torch.zeros((), device=device)
     for micro_step in range(micro_steps):
         model.require_backward_grad_sync = micro_step == micro_steps - 1  # sync in the last micro-step; shard_gradients: in all
-        with autocast:
+        with meter.phase("forward"), autocast:
             loss = model(x, y)[1]  # the logits, which can be the largest tensor, are not kept
         loss_sum += loss.detach()
-        x, y = get_batch("train", next(batches))  # prefetch the next batch while the device computes
-        scaler.scale(loss / micro_steps).backward()
-    scaler.unscale_(optimizer)
-    norms = clip_grad_norm_(optimizer, grad_clip or math.inf)
-    guard.check(loss_sum, norms)
-    scaler.step(optimizer)
-    scaler.update()
-    meter.count_iteration()
-    is_logged = iter_num % log_interval == 0
-    if is_logged:
-        meter.log_iteration(iter_num, mean_over_ranks(loss_sum) / micro_steps, lr)  # global mean; waits for the device
-
-    if is_logged or (iter_num + 1) % eval_interval == 0 or device.type == "cpu":  # report() waits for a GPU
-        guard.report(iter_num)
+        with meter.phase("data"):
+            x, y = get_batch("train", next(batches))  # prefetch the next batch while the device computes
+        with meter.phase("backward"):
+            scaler.scale(loss / micro_steps).backward()
+    with meter.phase("clip"):
+        scaler.unscale_(optimizer)
+        norms = clip_grad_norm_(optimizer, grad_clip or math.inf)
+        guard.check(loss_sum, norms)
+    meter.measure_memory("before_step")
+    with meter.phase("update"):
+        scaler.step(optimizer)
+        scaler.update()
     if iter_num >= first_iter + 2:
         memory.compare(iter_num)  # once, as soon as there is optimizer state
     optimizer.zero_grad(set_to_none=True)
-    iter_num += 1
+    meter.measure_memory("after_step")
     data_position += sequences_per_iter
+    if is_logged:  # waits for the device
+        meter.log_iteration(iter_num, loss_sum / micro_steps, norms.total, lr, data_position * block_size)
+    if is_logged or (iter_num + 1) % eval_interval == 0 or device.type == "cpu":  # report() waits for a GPU
+        guard.report(iter_num)
+    iter_num += 1
 
     must_fail = checkpoints.report(log) or guard.failed
     action = signals.agree(Action.FAIL if must_fail else Action.CONTINUE)

@@ -1,0 +1,45 @@
+"""What a run runs on: devices, versions of libraries, commit of the code. `run.json` and wandb get it beside the settings."""
+
+import importlib.metadata
+import os
+import platform
+import subprocess
+from typing import Any
+
+import numpy as np
+import torch
+
+import hardware
+from zero.collectives import gather_objects
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """Returns the names of the devices, one per rank, the versions and the commit. Needs to be called on all ranks."""
+    return {
+        "devices": gather_objects(hardware.device_name(device)),
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "numpy": np.__version__,
+            "cuda": torch.version.cuda,
+            "wandb": _version("wandb"),
+        },
+        "git_commit": _git_commit(),
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _git_commit() -> str | None:
+    """Returns the commit of this code, with "-dirty" if files have changed since, or None if it is not a git checkout."""
+    folder = os.path.dirname(os.path.abspath(__file__))
+    command = ["git", "-C", folder, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None

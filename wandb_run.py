@@ -1,0 +1,236 @@
+"""The wandb run of a training job, on rank 0. A thread sends the figures, so that wandb never ends or slows the training."""
+
+import atexit
+import contextlib
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+_QUEUE = 10_000  # number of calls that can wait for wandb
+_FINISH_S = 60.0  # how long the end of the run may take
+
+
+class WandbRun:
+    """A run of wandb. Create it on one rank only, in the main thread: wandb ends its process together with the thread that
+    has started it.
+
+    Calls return at once: a daemon thread makes them. If one fails, a line says so, and nothing more is sent. Each iteration is
+    one row of the run, and its step is the iteration. A WANDB_... variable of the environment (WANDB_PROJECT, WANDB_NAME,
+    WANDB_RUN_GROUP, WANDB_JOB_TYPE, WANDB_RUN_ID, WANDB_RESUME and those that wandb reads itself) comes before an argument.
+
+    Args:
+        mode: 'online' or 'offline'. An online run without a login or a network becomes an offline run: a folder on disk.
+        project: project of wandb.
+        name: name of the run, and of the group that unites the runs to compare.
+        config: settings and facts of the run.
+        job_type: type of the run within its group.
+        run_id: ID of the run to continue. None: a new run.
+        resume_at: iteration at which the run goes on. Its rows from there on are removed (wandb calls it rewind); if the
+            server refuses to, they stay, and the first new row is the one after them.
+        history: earlier events of the run, in order, before `resume_at`. Those that the run lacks are sent again: to a new
+            folder on disk, all of them. They are read by the thread, while the training goes on.
+
+    Attributes:
+        id: ID of the run.
+
+    Raises:
+        ValueError: if wandb is not installed or not configured correctly. The message is one line.
+    """
+
+    def __init__(
+        self,
+        mode: str,
+        project: str,
+        name: str,
+        config: dict[str, Any],
+        job_type: str,
+        run_id: str | None = None,
+        resume_at: int | None = None,
+        history: Iterable[dict[str, Any]] = (),
+    ) -> None:
+        try:
+            import wandb
+        except ImportError as error:
+            raise ValueError(f"wandb_log=True needs wandb ({error}); pip install wandb, or use --wandb_log=False") from error
+        self._wandb = wandb
+        try:
+            self._run = self._start(mode, project, name, config, job_type, run_id, resume_at)
+        except Exception as error:
+            raise ValueError(f"wandb does not start: {_line(error)}") from error
+        self.id: str = self._run.id
+        self._first = self._run.starting_step  # the run has earlier rows already
+        self._newest = -1  # iteration of the newest row
+        self._samples = wandb.Table(columns=["iter", "text"], log_mode="INCREMENTAL")
+        self._queue: queue.Queue[Callable[[], Any] | None] = queue.Queue(_QUEUE)  # None: finish
+        self._has_stopped = self._is_full = self._is_finished = False
+        self._exit_code = 0
+        self._thread = threading.Thread(target=self._work, args=(history,), name="wandb", daemon=True)
+        self._thread.start()
+        # made now, because an interpreter that is ending starts no thread
+        self._give_up = threading.Event()
+        self._undertaker = threading.Thread(target=self._abandon, name="wandb end", daemon=True)
+        self._undertaker.start()
+        atexit.register(self.finish, exit_code=1)  # after an exception; it comes before wandb's own hook
+
+    def log(self, event: dict[str, Any]) -> None:
+        """Send an event. `event["iter"]` is its iteration; "sample/text" becomes a row of a table."""
+        self._call(partial(self._send, event))
+
+    def alert(self, title: str, text: str) -> None:
+        """Send an alert, which wandb forwards by e-mail or Slack."""
+        self._call(partial(self._run.alert, title, text))
+
+    def summarize(self, values: dict[str, Any]) -> None:
+        """Set figures that describe the whole run."""
+        self._call(partial(self._run.summary.update, values))
+
+    def finish(self, exit_code: int = 0) -> None:
+        """Wait until everything has been sent, but at most 60 seconds. Later calls do nothing.
+
+        Args:
+            exit_code: wandb shows the run as failed if it is not 0.
+        """
+        if self._is_finished:
+            return
+        self._is_finished, self._exit_code = True, exit_code
+        atexit.unregister(self.finish)
+        end = time.monotonic() + _FINISH_S
+        with contextlib.suppress(queue.Full):
+            self._queue.put(None, timeout=_FINISH_S)
+        self._thread.join(max(0.0, end - time.monotonic()))
+        if self._thread.is_alive():
+            self._stop(f"it has not finished within {_FINISH_S:.0f} s")
+            self._give_up.set()
+            self._undertaker.join(1.0)
+
+    def _start(
+        self,
+        mode: str,
+        project: str,
+        name: str,
+        config: dict[str, Any],
+        job_type: str,
+        run_id: str | None,
+        resume_at: int | None,
+    ) -> Any:
+        """Start or continue the run. Returns wandb's object."""
+        run_id = os.environ.get("WANDB_RUN_ID") or run_id
+        arguments = {
+            "project": _unless_set("WANDB_PROJECT", project),
+            "name": _unless_set("WANDB_NAME", name),
+            "group": _unless_set("WANDB_RUN_GROUP", name),
+            "job_type": _unless_set("WANDB_JOB_TYPE", job_type),
+            "config": config,
+        }
+        why = ""
+        if mode == "online":
+            try:
+                self._set_up()
+                if self._wandb.login(prompt=False, verify=False):
+                    run = self._start_online(arguments, run_id, resume_at)
+                    print(f"wandb: {run.url}", flush=True)
+                    return run
+                why = " (there is no login)"
+            except (self._wandb.errors.CommError, TimeoutError) as error:
+                why = f" ({_line(error)})"
+        self._set_up()
+        run = self._wandb.init(**arguments, mode="offline", id=run_id)
+        newest = "; the folder has all rows of the run: leave out its older folders" if resume_at else ""
+        print(f"wandb records offline{why}; to upload later: wandb login && wandb sync {run.sync_dir}{newest}", flush=True)
+        return run
+
+    def _start_online(self, arguments: dict[str, Any], run_id: str | None, resume_at: int | None) -> Any:
+        resume = _unless_set("WANDB_RESUME", "allow") if run_id else None
+        refusal = None
+        if resume and resume_at:
+            try:
+                return self._wandb.init(**arguments, mode="online", resume_from=f"{run_id}?_step={resume_at - 1}")
+            except self._wandb.errors.CommError as error:
+                if "deadline exceeded" in str(error):  # there is no server
+                    raise
+                refusal = _line(error)
+                self._set_up()
+        run = self._wandb.init(**arguments, mode="online", id=run_id, resume=resume)
+        if resume_at and run.starting_step > resume_at:
+            rows = f"{resume_at} to {run.starting_step - 1}"
+            print(f"wandb keeps the rows of iterations {rows} as they are ({refusal or 'WANDB_RESUME is set'})", flush=True)
+        return run
+
+    def _set_up(self) -> None:
+        """Start wandb's process, or start it anew, because it keeps the run ID of an attempt that has failed."""
+        self._wandb.teardown()
+        self._wandb.setup(self._wandb.Settings(show_info=False))  # the first call decides what is printed: warnings
+        self._wandb.setup(self._wandb.Settings(silent=True))  # runs and logins say nothing else
+
+    def _call(self, call: Callable[[], Any]) -> None:
+        if self._has_stopped:
+            return
+        try:
+            self._queue.put_nowait(call)
+        except queue.Full:
+            if not self._is_full:
+                print("WARNING: wandb is too slow and misses figures; metrics.jsonl has all of them", flush=True)
+            self._is_full = True
+
+    def _work(self, history: Iterable[dict[str, Any]]) -> None:
+        """In the thread: send everything, then finish the run."""
+        try:
+            self._run.define_metric("iter")
+            self._run.define_metric("*", step_metric="iter")
+            self._run.define_metric("val/loss", step_metric="iter", summary="min")
+            for event in history:
+                self._send(event)
+            while (call := self._queue.get()) is not None:
+                call()
+        except Exception as error:
+            self._stop(_line(error))
+            while self._queue.get() is not None:
+                pass
+        try:
+            self._run.finish(self._exit_code)
+        except Exception as error:
+            self._stop(_line(error))
+        self._tear_down()
+
+    def _send(self, event: dict[str, Any]) -> None:
+        """Send an event as a part of the row of its iteration, or, if it comes late, of the newest row."""
+        if event["iter"] < self._first:
+            return
+        row = dict(event)
+        if event["iter"] < self._newest:
+            del row["iter"]
+        else:
+            self._newest = event["iter"]
+        if "sample/text" in event:
+            self._samples.add_data(event["iter"], event["sample/text"])
+            row["sample/text"] = self._samples
+        self._run.log(row, step=self._newest)
+
+    def _stop(self, reason: str) -> None:
+        """Send nothing more, and say why if it is the first reason."""
+        if not self._has_stopped:
+            print(f"WARNING: wandb has stopped: {reason}; training goes on, metrics.jsonl has all figures", flush=True)
+        self._has_stopped = True
+
+    def _abandon(self) -> None:
+        self._give_up.wait()
+        self._tear_down()
+
+    def _tear_down(self) -> None:
+        """End wandb's process, after its hook in `atexit` has been removed, which would wait for the process without end."""
+        with contextlib.suppress(Exception, SystemExit):
+            self._wandb.teardown(self._exit_code)
+
+
+def _unless_set(variable: str, value: str) -> str | None:
+    """Returns the value, or None if the environment has the variable: an argument of `wandb.init` would hide it."""
+    return None if os.environ.get(variable) else value
+
+
+def _line(error: Exception) -> str:
+    """Returns the first line of an error's message, or its type if there is no message."""
+    return next(iter(str(error).splitlines()), type(error).__name__)

@@ -2,6 +2,8 @@
 
 import os
 import sys
+import time
+from collections import deque
 from typing import Any
 
 import torch
@@ -31,6 +33,7 @@ class Checkpoints:
         self._path = ""  # path of the loaded checkpoint
         self._newest_is_corrupt = False  # on rank 0: True if an older checkpoint was loaded instead
         self._writer: CheckpointWriter  # set by `claim`
+        self._blocked_s: deque[float] = deque()  # how long `save` took, for each save without a report so far
 
     def load(self) -> dict[str, Any]:
         """Read the newest checkpoint that is not corrupt. Lock the folder first, unless the run is read-only.
@@ -64,7 +67,9 @@ class Checkpoints:
     def save(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, values: dict[str, Any]) -> None:
         """Write a checkpoint. `report` prints the result. See `CheckpointWriter.save`."""
         print0(f"saving checkpoint to {self.folder}")
+        begin = time.perf_counter()
         self._writer.save(model, optimizer, values)
+        self._blocked_s.append(time.perf_counter() - begin)
 
     def report(self, log: Logger, required: bool = False) -> bool:
         """Print and log the results of the saves that have ended since the last call.
@@ -77,6 +82,7 @@ class Checkpoints:
             On rank 0: whether the run must end because of a failed save. On other ranks: False.
         """
         for outcome in self._writer.outcomes() if is_rank_0() else ():
+            blocked_s = self._blocked_s.popleft()
             self.error = None if isinstance(outcome, SaveReport) else outcome
             if not isinstance(outcome, SaveReport):
                 print(f"WARNING: the checkpoint was not written: {outcome}; files from before are unchanged", flush=True)
@@ -88,6 +94,7 @@ class Checkpoints:
                     "iter": outcome.iter_num,
                     "checkpoint/consolidate_s": outcome.consolidate_s,
                     "checkpoint/write_s": outcome.write_s,
+                    "checkpoint/blocked_s": blocked_s,
                     "checkpoint/bytes": outcome.nbytes,
                 }
             )

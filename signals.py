@@ -66,6 +66,8 @@ class Signals:
             if self._interrupted is None:
                 self._interrupted = now
             elif now - self._interrupted > _SAME_KEYSTROKE_S:
+                if os.isatty(1):
+                    os.write(1, b"\n")  # the terminal's last line may show the progress
                 os._exit(128 + signal.SIGINT)
         if number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
             action = Action.SAVE if number == signal.SIGUSR1 else Action.SAVE_AND_STOP

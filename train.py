@@ -37,6 +37,7 @@ from logger import Logger
 from memory_check import MemoryCheck
 from meter import Meter
 from model import GPT, GPTConfig
+from progress import Progress
 from signals import Action, Signals
 from zero import ShardedGradScaler
 from zero.build import build, clip_grad_norm_, describe
@@ -107,6 +108,7 @@ config = configure(globals())
 # ranks and devices
 launch = launched()  # by torchrun, or as a single process
 rank, local_rank, world_size = launch.rank, launch.local_rank, launch.world_size
+progress = Progress(max_iters, rank)
 # Every rank runs every line, and print0 prints on rank 0: a collective must never stand where only some ranks go.
 with exit_on_wrong_input():
     device, dtype = hardware.resolve(device, dtype, param_dtype)
@@ -127,7 +129,7 @@ if hardware.is_slow_on_cpu(device, dtype):
     print0(f"note: this CPU has no {dtype} instructions; --dtype=float32 will be faster")
 
 # data
-with exit_on_wrong_input():
+with exit_on_wrong_input(), progress.task(f"preparing {dataset}"):
     if local_rank == 0:
         prepare_if_missing(dataset)
 with exit_on_wrong_input():
@@ -151,7 +153,7 @@ checkpoint = wandb_run_id = None
 checkpoints = Checkpoints(
     out_dir, keep_checkpoints, async_save, checkpoint_format, read_only=eval_only, stop_on_error=on_save_error == "stop"
 )
-with exit_on_wrong_input():
+with exit_on_wrong_input(), progress.task("loading the model"):
     if init_from == "scratch":
         print0("Initializing a new model from scratch")
         vocab_size = data.vocab_size or GPTConfig.vocab_size
@@ -181,7 +183,7 @@ if compile:
     raw_model.compile_blocks()
 
 # optimizer: `build` chooses the implementation from the ZeRO-1 settings
-with exit_on_wrong_input():
+with exit_on_wrong_input(), progress.task("making the optimizer"):
     flags = Flags(use_zero1, zero1_impl, zero_bucket_mb, shard_gradients, param_dtype, zero_check_reads)
     groups = raw_model.param_groups(weight_decay)
     model, optimizer = build(raw_model, groups, **vars(flags), lr=learning_rate, betas=(beta1, beta2))
@@ -205,7 +207,7 @@ def estimate_loss():
     for split in ("train", "val"):
         offsets = data.offsets(split, (seed, 1), 0, eval_iters * batch_size).reshape(eval_iters, batch_size)
         total = torch.zeros((), device=device)
-        for k in range(rank, eval_iters, world_size):
+        for k in progress.track(range(rank, eval_iters, world_size), f"evaluating on {split}"):
             x, y = get_batch(split, offsets[k])
             with autocast:
                 total += raw_model(x, y)[1]
@@ -238,7 +240,8 @@ def save_checkpoint():
         "data_position": data_position,
         "wandb_run_id": log.run_id,
     }
-    checkpoints.save(raw_model, optimizer, values)
+    with progress.task("saving the checkpoint"):
+        checkpoints.save(raw_model, optimizer, values)
 
 
 # logging

@@ -1,4 +1,5 @@
-# make train       train a small GPT with sharded optimizer state on the source of the Python standard library, print samples
+# make train       train a small GPT with sharded optimizer state on the source of the Python standard library, print samples,
+#                  draw the metrics of the run
 # make test        run the linters and all tests except the slow ones
 # make test-all    run the linters and all tests, also those that take minutes
 # make test-kills  run the test that kills a training run a hundred times and resumes it
@@ -28,6 +29,8 @@ train: $(INSTALLED)
 	$(BIN)/torchrun --standalone --nproc_per_node=$(NPROC) train.py config/train_stdlib_char.py \
 		--gradient_accumulation_steps=$(NPROC) $(ON_CPU)
 	$(BIN)/python sample.py --out_dir=out-stdlib-char --start="def " --num_samples=2 --max_new_tokens=400
+	$(BIN)/python dashboard.py out-stdlib-char --png=out-stdlib-char/pictures
+	@echo "the pictures of the run are in out-stdlib-char/pictures"
 
 test: $(INSTALLED) lint
 	$(BIN)/python -m pytest $(TWO_FILES_AT_A_TIME)

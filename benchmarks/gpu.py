@@ -37,6 +37,7 @@ def parts(on_gpu: bool, out: str) -> list[Part]:
     large = ["--model=gpt2-xl", "--block_size=1024"] if on_gpu else tiny
     medium = ["--model=gpt2-medium", "--block_size=1024"] if on_gpu else tiny
     small = ["--model=gpt2", "--block_size=1024", "--batch_size=8"] if on_gpu else tiny
+    gpt2 = ["--n_layer=12", "--n_head=12", "--n_embd=768", "--block_size=1024", "--batch_size=8"] if on_gpu else []
     own = ["adamw", "sharded", "shard_gradients", "bfloat16"]
     with_torch = f"--modes={','.join([*own, 'torch'])}"
 
@@ -49,7 +50,6 @@ def parts(on_gpu: bool, out: str) -> list[Part]:
         folder = f"--out_dir={os.path.join('out', 'bench-gpu-' + name)}"
         return ["train.py", "--dataset=stdlib_char", "--gradient_accumulation_steps=4", *sizes, *steps, folder, *arguments]
 
-    trace = f"--path={os.path.join('results', out, 'trace.json.gz')}"
     eager = "--compile=False"
     eight = ["--simulate_world_size=8"]
     return [
@@ -63,7 +63,7 @@ def parts(on_gpu: bool, out: str) -> list[Part]:
         Part("memory-float32", 0, bench("memory", "memory-float32", *large, with_torch, "--dtype=float32", *eight)),
         Part("memory-2-gloo-ranks", 2, bench("memory", "memory-2-gloo-ranks", *medium, with_torch)),
         Part(f"time-1-{alone}-rank", 1, bench("time", "time", *small, f"--modes={','.join(own)}")),
-        Part("trace", 1, ["-m", "benchmarks.trace", trace, *small]),
+        Part("profile", 1, train("profile", *gpt2, "--max_iters=10", "--profile=True", "--profile_memory=True", eager)),
         Part("train-compiled", 1, train("compiled", "--compile=True")),
     ]
 

@@ -155,13 +155,33 @@ class Codec(NamedTuple):
     vocab_size: int
 
 
-def load_codec(meta: dict[str, Any] | None) -> Codec:
-    """Returns the dataset's own vocabulary, or GPT-2's BPE vocabulary if `meta` is None."""
-    if meta is None:
+def load_codec(meta: dict[str, Any] | None, model_vocab_size: int) -> Codec:
+    """Returns the dataset's own vocabulary, or GPT-2's BPE vocabulary if `meta` is None.
+
+    Raises:
+        DataError: if GPT-2's vocabulary is not available, or the vocabulary is larger than that of the model.
+    """
+    codec = _gpt2_codec() if meta is None else _own_codec(meta)
+    if codec.vocab_size > model_vocab_size:
+        raise DataError(
+            f"the model knows {model_vocab_size} tokens, the vocabulary at hand has {codec.vocab_size}; prepare the dataset "
+            "that the model was trained on, to create its meta.pkl"
+        )
+    return codec
+
+
+def _gpt2_codec() -> Codec:
+    try:
         import tiktoken
 
         encoding = tiktoken.get_encoding("gpt2")
-        return Codec(lambda text: encoding.encode(text, allowed_special={"<|endoftext|>"}), encoding.decode, encoding.n_vocab)
+    except (ImportError, OSError) as error:  # tiktoken downloads with requests, whose errors are OSErrors
+        remedy = "pip install tiktoken, and set TIKTOKEN_CACHE_DIR to a folder that holds the vocabulary if there is no network"
+        raise DataError(f"GPT-2's vocabulary is not available ({error}); {remedy}") from error
+    return Codec(lambda text: encoding.encode(text, allowed_special={"<|endoftext|>"}), encoding.decode, encoding.n_vocab)
+
+
+def _own_codec(meta: dict[str, Any]) -> Codec:
     stoi, itos = meta["stoi"], meta["itos"]
 
     def encode(text: str) -> list[int]:

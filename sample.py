@@ -45,12 +45,7 @@ with exit_on_wrong_input():
         meta = load_meta(os.path.join(DATA_DIR, checkpoint["config"].get("dataset", "")))
     else:
         model = GPT.from_pretrained(init_from)
-    codec = load_codec(meta)
-    if codec.vocab_size > model.config.vocab_size:
-        raise ValueError(
-            f"the model knows {model.config.vocab_size} tokens, the vocabulary at hand has {codec.vocab_size}; prepare the "
-            "dataset that the model was trained on, to create its meta.pkl"
-        )
+    codec = load_codec(meta, model.config.vocab_size)
     if start.startswith("FILE:"):
         try:
             with open(start[5:], encoding="utf-8") as file:

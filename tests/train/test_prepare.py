@@ -39,7 +39,7 @@ def test_stdlib_char(scripts):
     assert data.vocab_size == 96
     assert len(data.tokens["train"]) > 8_000_000
     assert max(tokens.max() for tokens in data.tokens.values()) < 96
-    encode, decode, _ = dataset.load_codec(data.meta)
+    encode, decode, _ = dataset.load_codec(data.meta, data.vocab_size)
     assert decode(encode("def f(x):\n")) == "def f(x):\n"
     assert "import " in decode(data.tokens["train"][:20000].tolist())
     with pytest.raises(DataError, match="has no 'é'"):
@@ -50,7 +50,7 @@ def test_stdlib_char_from_a_file(scripts, tmp_path):
     (tmp_path / "code.txt").write_text("\tdéf\n" * 100, encoding="utf-8")
     assert prepare(scripts, "stdlib_char", "--input", "code.txt", cwd=tmp_path).returncode == 0
     data = Dataset(str(scripts / "data" / "stdlib_char"), block_size=8)
-    assert dataset.load_codec(data.meta).decode(data.tokens["train"][:11].tolist()) == "        df\n"
+    assert dataset.load_codec(data.meta, data.vocab_size).decode(data.tokens["train"][:11].tolist()) == "        df\n"
 
 
 def test_shakespeare_char(scripts):

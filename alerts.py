@@ -1,8 +1,10 @@
 """Alerts about a run, from the metrics that it logs."""
 
-import statistics
+import math
 from collections import deque
 from typing import Any, NamedTuple
+
+import numpy as np
 
 _WINDOW = 50  # logged losses that a new one is compared with
 _DEVIATIONS = 6  # a loss is a spike if it is so many standard deviations above their mean ...
@@ -30,10 +32,10 @@ class Alerts:
 
     def _spike(self, event: dict[str, Any]) -> Alert | None:
         loss, losses, alert = event.get("iter/loss"), self._losses, None
-        if loss is None:
+        if loss is None or not math.isfinite(loss):  # the guard reports a loss that is not finite
             return None
         if len(losses) == _WINDOW:
-            mean, deviation = statistics.fmean(losses), statistics.pstdev(losses)
+            mean, deviation = float(np.mean(losses)), float(np.std(losses))
             if loss > max(mean + _DEVIATIONS * deviation, _RATIO * mean):
                 alert = Alert("Loss spike", f"the loss of iteration {event['iter']} is {loss:.4f}; the mean was {mean:.4f}")
                 losses.clear()  # compare with the losses from now on

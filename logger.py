@@ -126,15 +126,17 @@ class Summary:
     """The figures that stand for a whole run."""
 
     def __init__(self) -> None:
-        self._best_val_loss = self._peak_memory_mb = math.nan
+        self._best_val_loss, self._peak_memory_mb = math.inf, -math.inf
         self._tokens_per_second = array("d")
 
     def add(self, event: dict[str, Any]) -> None:
         """Take the figures of an event. A figure is None or nan if it was not finite."""
-        self._best_val_loss = min(event.get("val/loss") or math.inf, self._best_val_loss)
-        self._peak_memory_mb = max(event.get("memory/peak_mb") or 0.0, self._peak_memory_mb)
-        if event.get("throughput/tokens_per_second"):
-            self._tokens_per_second.append(event["throughput/tokens_per_second"])
+        if (loss := event.get("val/loss")) is not None and not math.isnan(loss):
+            self._best_val_loss = min(loss, self._best_val_loss)
+        if (peak_mb := event.get("memory/peak_mb")) is not None:
+            self._peak_memory_mb = max(peak_mb, self._peak_memory_mb)
+        if (speed := event.get("throughput/tokens_per_second")) is not None:
+            self._tokens_per_second.append(speed)
 
     def values(self) -> dict[str, float]:
         """Returns the figures that there are so far."""

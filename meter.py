@@ -31,7 +31,7 @@ class Meter:
         memory: the prediction of the memory, and its meter.
         dtype: dtype of the computation.
         tokens_per_iter: tokens per iteration, all ranks together.
-        flops_per_iter: FLOPs per iteration of one rank.
+        flops_per_token: FLOPs of the model per token.
         max_iters: last iteration of the run.
         metric_interval: metrics that need a collective are measured at the first logged iteration of every so many.
     """
@@ -46,12 +46,13 @@ class Meter:
         memory: MemoryCheck,
         dtype: str,
         tokens_per_iter: int,
-        flops_per_iter: float,
+        flops_per_token: float,
         max_iters: int,
         metric_interval: int,
     ) -> None:
         self.log, self.memory, self.device = log, memory, memory.device
-        self.tokens_per_iter, self.flops_per_iter = tokens_per_iter, flops_per_iter
+        self.tokens_per_iter = tokens_per_iter
+        self.flops_per_iter = flops_per_token * tokens_per_iter / launched().world_size  # of one rank
         self.max_iters, self.metric_interval = max_iters, metric_interval
         self.peak_flops = hardware.peak_flops(self.device, hardware.DTYPES[dtype])  # FLOP/s of this rank
         print0(f"mfu is relative to {self.peak_flops / 1e12:.3g} TFLOP/s per rank in {dtype}")

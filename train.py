@@ -37,7 +37,9 @@ from logger import Logger
 from memory_check import MemoryCheck
 from meter import Meter
 from model import GPT, GPTConfig
+from profiling import Profiler
 from progress import Progress
+from sampling import Sampler
 from signals import Action, Signals
 from zero import ShardedGradScaler
 from zero.build import build, clip_grad_norm_, describe
@@ -51,6 +53,7 @@ eval_interval: PositiveInt = 2000
 log_interval: PositiveInt = 1
 metric_interval: PositiveInt = 10  # iterations between measurements that compare the ranks
 eval_iters: PositiveInt = 200
+sample_interval: NonNegativeInt = 0  # iterations from one short sample of text to the next; 0: no samples
 eval_only = False  # evaluate once and exit
 always_save_checkpoint = True  # after every evaluation; False: only when the validation loss improves
 on_save_error: Literal["continue", "stop"] = "continue"  # if a checkpoint cannot be written; stop: exit code 1
@@ -102,6 +105,8 @@ device = "auto"  # 'cpu', 'cuda', 'cuda:1', 'mps'; auto: cuda if available, othe
 dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # float16 uses GradScaler; auto: best on GPU, float32 on CPU
 compile = torch.cuda.is_available()  # compile the model block by block with torch.compile
 seed: NonNegativeInt = 1337
+profile = False  # after a few iterations, write a trace of torch.profiler to out_dir/profile
+profile_memory = False  # the same, with the allocations of memory; on a GPU also write a snapshot of its memory
 config = configure(globals())
 # -----------------------------------------------------------------------------
 
@@ -119,6 +124,7 @@ with exit_on_wrong_input():
         )
     device = start(launch, device, backend)
 autocast = hardware.autocast(device, dtype)
+profiler = Profiler(os.path.join(out_dir, "profile"), rank, device, profile, profile_memory)
 torch.backends.cuda.matmul.allow_tf32 = True
 torch.backends.cudnn.allow_tf32 = True
 micro_steps = gradient_accumulation_steps // world_size  # per iteration on this rank
@@ -250,10 +256,10 @@ with exit_on_wrong_input():
     facts = {"implementation": flags.implementation(world_size), "world_size": world_size, "micro_steps": micro_steps}
     facts |= {"parameters": raw_model.num_params(), **environment(device)}
     log = Logger(None if eval_only else out_dir, iter_num if init_from == "resume" else None, config | facts, wandb_run_id)
+    sampler = Sampler(sample_interval, raw_model, data.meta, autocast, log, seed)
 workload = Workload(raw_model.config, batch_size, dtype, device.type, activation_checkpointing)
 memory = MemoryCheck(log, model, optimizer, workload, shard_gradients, micro_steps, compile)
-flops_per_iter = raw_model.flops_per_token() * tokens_per_iter / world_size  # of this rank
-meter = Meter(log, model, optimizer, memory, dtype, tokens_per_iter, flops_per_iter, max_iters, metric_interval)
+meter = Meter(log, model, optimizer, memory, dtype, tokens_per_iter, raw_model.flops_per_token(), max_iters, metric_interval)
 signals = Signals()
 guard = Guard(raw_model, optimizer, scaler, limit=1 if on_nonfinite == "stop" else max_nonfinite, alert=log.alert)
 
@@ -285,6 +291,8 @@ while iter_num <= max_iters or eval_only:
             if iter_num > first_iter:
                 save_checkpoint()
         meter.restart()
+    if sampler.write(iter_num):
+        meter.restart()
 
     # seed dropout from (seed, iteration, rank): a resumed run repeats it, and an evaluation does not change it
     torch.manual_seed(int(np.random.SeedSequence((seed, iter_num, rank)).generate_state(1)[0]))
@@ -314,9 +322,11 @@ while iter_num <= max_iters or eval_only:
     meter.measure_memory("after_step")
     data_position += sequences_per_iter
     if is_logged:  # waits for the device
-        meter.log_iteration(iter_num, loss_sum / micro_steps, norms.total, lr, data_position * block_size)
+        progress.show(meter.log_iteration(iter_num, loss_sum / micro_steps, norms.total, lr, data_position * block_size))
     if is_logged or (iter_num + 1) % eval_interval == 0 or device.type == "cpu":  # report() waits for a GPU
         guard.report(iter_num)
+    progress.update(iter_num)
+    profiler.step()
     iter_num += 1
 
     must_fail = checkpoints.report(log) or guard.failed
@@ -336,5 +346,7 @@ if failed:
     checkpoints.explain_failure(diverged=guard.failed)
 elif stopped:
     print0(f"stopped by a signal before iteration {iter_num}; continue with --init_from=resume")
+profiler.finish()
+progress.close()
 log.finish()
 finish(int(failed))

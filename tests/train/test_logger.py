@@ -1,19 +1,19 @@
-"""logger.py: metrics.jsonl holds whole lines whatever happened to the run, and wandb records without a network."""
+"""logger.py: metrics.jsonl holds whole lines whatever happened to the run, and wandb gets the same."""
 
 import json
 import math
 import os
-import sys
-import types
 
 import pytest
-from scripts import SETTINGS, run_for_real, torch_load
 
+import logger
 from logger import Logger
 
+CONFIG = {"wandb_log": False, "wandb_mode": "online", "wandb_project": "p", "wandb_run_name": "n", "implementation": "sharded"}
 
-def make(folder, resume_at=None, wandb_log=False):
-    return Logger(folder and str(folder), resume_at, wandb_log, project="", name="", config={})
+
+def make(folder, resume_at=None):
+    return Logger(folder and str(folder), resume_at, CONFIG)
 
 
 def lines(folder):
@@ -24,10 +24,10 @@ def test_a_resumed_run_goes_on_after_the_last_whole_line(tmp_path):
     make(tmp_path).log({"iter": 1})
     with open(tmp_path / "metrics.jsonl", "a") as file:
         file.write('{"iter": 2, "los')  # a kill
-    logger = make(tmp_path, resume_at=2)
-    assert logger.file.tell() == len('{"iter": 1}\n'), "where the next line goes back to if the disk is full"
-    logger.log({"iter": 2})
-    logger.log({"iter": 3})
+    log = make(tmp_path, resume_at=2)
+    assert log.file.tell() == len('{"iter": 1}\n'), "where the next line goes back to if the disk is full"
+    log.log({"iter": 2})
+    log.log({"iter": 3})
     assert lines(tmp_path) == [{"iter": 1}, {"iter": 2}, {"iter": 3}]
     make(tmp_path).log({"iter": 0})
     assert lines(tmp_path) == [{"iter": 0}]
@@ -50,26 +50,102 @@ def test_a_resumed_run_goes_on_where_its_checkpoint_stands(tmp_path, torn):
     assert (tmp_path / "metrics.jsonl").read_text() == ""
 
 
-def test_what_is_not_finite_is_null_in_the_file_and_itself_in_wandb(tmp_path, monkeypatch):
-    run = types.SimpleNamespace(events=[], offline=False, finish=lambda: None)
-    run.log = run.events.append
-    error = type("Error", (Exception,), {})
-    wandb = types.SimpleNamespace(
-        init=lambda **_: run, login=lambda **_: True, errors=types.SimpleNamespace(Error=error, CommError=error)
-    )
-    monkeypatch.setitem(sys.modules, "wandb", wandb)
+class FakeRun:
+    """What WandbRun offers, with notes of the calls."""
+
+    id = "abc"
+
+    def __init__(self, *how):
+        *self.how, history = how
+        self.history, self.events, self.alerts, self.summary, self.is_finished = list(history), [], [], {}, False
+
+    def log(self, event):
+        self.events.append(event)
+
+    def alert(self, title, text):
+        self.alerts.append((title, text))
+
+    def summarize(self, values):
+        self.summary = values
+
+    def finish(self):
+        self.is_finished = True
+
+
+@pytest.fixture
+def wandb(monkeypatch):
+    """Replaces the run of wandb; returns a Logger with one."""
+    monkeypatch.setattr(logger, "WandbRun", FakeRun)
+    return lambda *how, **config: Logger(*how[:2], CONFIG | {"wandb_log": True} | config, *how[2:])
+
+
+def test_what_is_not_finite_is_null_in_the_file_and_itself_in_wandb(tmp_path, wandb):
     event = {"iter": 1, "a": math.nan, "b": math.inf, "c": -math.inf, "d": 2.0, "e": None}
-    make(tmp_path, wandb_log=True).log(event)
-    assert run.events == [event]
+    log = wandb(str(tmp_path), None)
+    log.log(event)
+    assert log.run.events == [event]
     text = (tmp_path / "metrics.jsonl").read_text()
     assert text == '{"iter": 1, "a": null, "b": null, "c": null, "d": 2.0, "e": null}\n'
 
 
+def test_wandb_gets_the_run_and_what_was_logged_before(tmp_path, wandb):
+    before = [{"iter": 0, "x": 1.0}, {"iter": 1, "x": 2.0}]
+    lines = [*map(json.dumps, before), "a remark", '{"iter": 2}', '{"iter": 2, "checkpoint/bytes": 7}', '{"iter": 3, "to']
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
+    log = wandb(str(tmp_path), 2, "abc")
+    assert log.run.how[:3] == ["online", "p", "n"]
+    assert log.run.how[4:] == ["sharded", "abc", 2]
+    assert log.run.history == [*before, {"iter": 2, "checkpoint/bytes": 7}]
+    assert log.run_id == "abc"
+    log.finish()
+    assert log.run.is_finished
+    assert wandb(str(tmp_path), None).run.history == [], "a new run"
+    assert wandb(str(tmp_path), None, wandb_mode="disabled").run is None
+
+
+def test_a_wandb_that_does_not_start_leaves_the_files_as_they_are(tmp_path, monkeypatch):
+    def fail(*_):
+        raise ValueError("wandb does not start: no reason")
+
+    monkeypatch.setattr(logger, "WandbRun", fail)
+    for name in ("metrics.jsonl", "run.json"):
+        (tmp_path / name).write_text("{}\n")
+    with pytest.raises(ValueError, match="no reason"):
+        Logger(str(tmp_path), None, CONFIG | {"wandb_log": True})
+    assert [(tmp_path / name).read_text() for name in ("metrics.jsonl", "run.json")] == ["{}\n", "{}\n"]
+
+
+def test_the_summary_of_a_run_that_was_resumed(tmp_path, wandb):
+    log = wandb(str(tmp_path), None)
+    for iteration, speed in enumerate((10.0, 30.0, 20.0, 90.0)):
+        log.log({"iter": iteration, "val/loss": 3.0 - iteration, "lr": 0.1})
+        log.log({"iter": iteration, "throughput/tokens_per_second": speed, "memory/peak_mb": 100.0 - iteration})
+    assert log.run.summary == {"best_val_loss": 0.0, "peak_memory_mb": 100.0, "median_tokens_per_second": 20.0}
+    log.finish()
+    resumed = wandb(str(tmp_path), 2)
+    assert resumed.run.summary == {}
+    resumed.log({"iter": 2, "val/loss": math.nan})
+    resumed.finish()
+    assert resumed.run.summary == {"best_val_loss": 2.0, "peak_memory_mb": 100.0, "median_tokens_per_second": 20.0}
+
+
+def test_alerts_go_to_the_console_and_to_wandb(tmp_path, wandb, capsys):
+    log = wandb(str(tmp_path), None)
+    for iteration in range(50):
+        log.log({"iter": iteration, "iter/loss": 2.0 + 0.01 * (iteration % 2)})
+    assert capsys.readouterr().out == ""
+    log.log({"iter": 50, "iter/loss": 3.0}, "iter 50: loss 3.0000")
+    line, warning = capsys.readouterr().out.splitlines()
+    assert line == "iter 50: loss 3.0000"
+    assert warning == "WARNING: loss spike: the loss of iteration 50 is 3.0000; the mean was 2.0050"
+    assert log.run.alerts == [("Loss spike", "the loss of iteration 50 is 3.0000; the mean was 2.0050")]
+
+
 def test_without_a_folder_there_is_no_file(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    logger = make(None)
-    logger.log({"iter": 1})
-    logger.finish()
+    log = make(None)
+    log.log({"iter": 1})
+    log.finish()
     assert not os.listdir(tmp_path)
 
 
@@ -96,39 +172,12 @@ class Full:
 
 
 def test_a_full_disk_is_mentioned_once_and_tears_no_line(tmp_path, capsys):
-    logger = make(tmp_path)
-    logger.file = Full(room=30)
+    log = make(tmp_path)
+    log.file = Full(room=30)
     for iteration in range(10, 15):
-        logger.log({"iter": iteration})  # 13 bytes
-    assert logger.file.content == b'{"iter": 10}\n{"iter": 11}\n'
+        log.log({"iter": iteration})  # 13 bytes
+    assert log.file.content == b'{"iter": 10}\n{"iter": 11}\n'
     assert capsys.readouterr().out.count("figures are missing from metrics.jsonl") == 1
-    logger.file.room = 100
-    logger.log({"iter": 15})
-    assert logger.file.content.endswith(b'11}\n{"iter": 15}\n')
-
-
-def test_wandb_records_offline_without_login_or_network(data, tmp_path, monkeypatch):
-    monkeypatch.delenv("WANDB_MODE", raising=False)
-    monkeypatch.delenv("WANDB_API_KEY", raising=False)
-    monkeypatch.setenv("HOME", str(tmp_path))  # no ~/.netrc
-    arguments = [*SETTINGS, f"--dataset={data}", "--wandb_log=True", "--max_iters=5", f"--out_dir={tmp_path / 'out'}"]
-    folders = []
-    for init_from in ("scratch", "resume"):
-        process = run_for_real("train.py", *arguments, f"--init_from={init_from}", cwd=tmp_path)
-        assert process.returncode == 0, process.stderr
-        assert "wandb records offline; to upload later: wandb login && wandb sync " in process.stdout
-        folders.append(process.stdout.split("wandb sync ")[1].split()[0])
-    assert all(os.path.isdir(folder) for folder in folders)
-    run_id = torch_load(tmp_path / "out")["wandb_run_id"]
-    assert [folder.rsplit("-", 1)[1] for folder in folders] == [run_id, run_id], "the resumed run is the same run"
-
-
-def test_wandb_records_offline_with_a_login_but_no_network(data, tmp_path, monkeypatch):
-    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
-    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
-    monkeypatch.setenv("WANDB_INIT_TIMEOUT", "2")
-    arguments = [*SETTINGS, f"--dataset={data}", "--wandb_log=True", "--max_iters=1", f"--out_dir={tmp_path / 'out'}"]
-    process = run_for_real("train.py", *arguments, cwd=tmp_path)
-    assert process.returncode == 0, process.stderr
-    assert "wandb cannot be reached" in process.stdout
-    assert "wandb records offline; to upload later" in process.stdout
+    log.file.room = 100
+    log.log({"iter": 15})
+    assert log.file.content.endswith(b'11}\n{"iter": 15}\n')

@@ -1,4 +1,4 @@
-"""Compare the optimizers: memory at each point of a step, time, bytes sent, checkpoints.
+"""Compare the optimizers: memory at each point of a step, time, bytes sent, checkpoints. Measure what the metrics cost.
 
 Everything about GPT-2 124M on two CPU ranks with one thread each. It takes about five minutes:
     $ torchrun --standalone --nproc_per_node=2 bench.py --what=all --model=gpt2 --batch_size=1 --block_size=64
@@ -16,11 +16,15 @@ Memory of GPT-2 XL on two ranks. The ranks share a GPU, or each rank has its own
 Memory of rank 0 of 8, 64 and 1024 ranks, measured in one process without the others:
     $ python bench.py --what=memory --model=gpt2 --batch_size=1 --block_size=64 --simulate_world_size=8,64,1024
 
+What the metrics of a run cost, with a 10.7M-parameter model:
+    $ torchrun --standalone --nproc_per_node=2 bench.py --what=telemetry --n_layer=6 --n_head=6 --n_embd=384 \\
+        --vocab_size=65 --block_size=256 --batch_size=1 --rounds=20
+
 Memory of the model of PyTorch's tutorial on ZeroRedundancyOptimizer:
     $ torchrun --standalone --nproc_per_node=2 bench.py --model=cookbook
 
 The tables are printed. The folder results/<name>/ receives them as memory_profile.txt, speed_comparison.csv,
-checkpoints.csv and results.json, and as pictures if altair and vl-convert-python are installed.
+checkpoints.csv, telemetry.csv and results.json, and as pictures if altair and vl-convert-python are installed.
 
 On a noisy machine, compare only measurements that were taken close together. For this reason the modes take turns when the
 time is measured. The column to read is "ratio": the time of a mode is divided by the time of the first mode in the same
@@ -52,12 +56,13 @@ from benchmarks.cookbook import cookbook_rows
 from benchmarks.memory import can_reset_resident_peak, memory_rows, simulated_rows
 from benchmarks.report import Results
 from benchmarks.speed import time_rows
+from benchmarks.telemetry import telemetry_rows
 from configurator import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, configure
 from distributed import exit_on_wrong_input, exit_with_error, finish, is_rank_0, launched, on_rank_0, print0, start
 from model import GPT2_SIZES, GPTConfig
 
 # -----------------------------------------------------------------------------
-what: Literal["memory", "time", "checkpoint", "all"] = "all"
+what: Literal["memory", "time", "checkpoint", "telemetry", "all"] = "all"
 modes = ""  # names from benchmarks.contenders.MODES; empty: a choice for each measure; others are compared to the first one
 model = ""  # 'gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl', or 'cookbook'; empty: the sizes below
 name = "auto"  # results/<name>/ receives the results; auto: from model, ranks and device; empty: write nothing
@@ -79,7 +84,12 @@ dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
 seed: NonNegativeInt = 1337
 config = configure(globals())
 # -----------------------------------------------------------------------------
-DEFAULT_MODES = {"memory": ",".join(MODES), "time": "adamw,torch,sharded", "checkpoint": "sharded,torch"}
+DEFAULT_MODES = {
+    "memory": ",".join(MODES),
+    "time": "adamw,torch,sharded",
+    "checkpoint": "sharded,torch",
+    "telemetry": "sharded",
+}
 
 
 def numbers(key, text):
@@ -100,7 +110,7 @@ def modes_of(measure):
 
 launch = launched()
 with exit_on_wrong_input():
-    measures = ["memory", "time", "checkpoint"] if what == "all" else [what]
+    measures = ["memory", "time", "checkpoint", "telemetry"] if what == "all" else [what]
     worlds = numbers("simulate_world_size", simulate_world_size) if simulate_world_size else []
     if worlds and (launch.distributed or measures != ["memory"]):
         raise ValueError("simulate_world_size measures memory in one process; start it with python bench.py --what=memory")
@@ -175,11 +185,22 @@ def measure_checkpoint():
     report("checkpoint", "Checkpoints", checkpoint_rows(setup, names["checkpoint"], rounds), "checkpoints.csv")
 
 
+def measure_telemetry():
+    """Needs to be called on all ranks."""
+    report("telemetry", "Metrics: the ratio is that to a step without them", telemetry_rows(setup, rounds), "telemetry.csv")
+
+
 def report(measure, title, rows, file):
     if is_rank_0():
         results.add(measure, title, rows, file)
 
 
+MEASURES = {
+    "memory": measure_memory,
+    "time": measure_time,
+    "checkpoint": measure_checkpoint,
+    "telemetry": measure_telemetry,
+}
 print0(results.title if is_rank_0() else "")
 try:
     if model == "cookbook":
@@ -187,7 +208,7 @@ try:
         report("cookbook", "Memory as in PyTorch's tutorial: peaks of the fullest rank", rows, "memory_profile.txt")
     else:
         for measure in measures:
-            {"memory": measure_memory, "time": measure_time, "checkpoint": measure_checkpoint}[measure]()
+            MEASURES[measure]()
 except RuntimeError as error:
     if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
         raise

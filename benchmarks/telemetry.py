@@ -1,0 +1,112 @@
+"""The time that the metrics of a run cost: steps as in train.py, without them, with them, and with wandb."""
+
+import importlib.util
+import math
+import os
+import statistics
+import tempfile
+import time
+from contextlib import AbstractContextManager, nullcontext, redirect_stdout
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.contenders import Contender, Setup
+from distributed import mean_over_ranks
+from logger import Logger
+from memory_check import MemoryCheck
+from meter import Meter
+from zero.build import clip_grad_norm_
+
+METRIC_INTERVAL = 10  # steps; the default of train.py, with log_interval=1. A turn has as many
+NEVER_ENDS = 10**9  # iterations
+
+
+class NoMeter:
+    """What `Meter` offers, without metrics: only the loss is read, as in nanoGPT."""
+
+    def begin_iteration(self, iteration: int, is_logged: bool) -> None:
+        pass
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def measure_memory(self, point: str) -> None:
+        pass
+
+    def log_iteration(self, iteration: int, loss: torch.Tensor, *_: Any) -> None:
+        print(f"iter {iteration}: loss {mean_over_ranks(loss.clone()):.4f}")
+
+    def restart(self) -> None:
+        pass
+
+
+def telemetry_rows(setup: Setup, rounds: int) -> list[dict[str, Any]]:
+    """Returns one row per kind of telemetry, with the sharded implementation. Needs to be called on all ranks.
+
+    The kinds take turns of a few steps with the same model. The ratio is that to the turn without metrics in the same round,
+    and its median over the rounds. The first round is not counted.
+    """
+    contender = Contender(setup, "sharded").wrap()
+    with tempfile.TemporaryDirectory() as folder, open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
+        meters: dict[str, NoMeter | Meter] = {"off": NoMeter(), "metrics": _meter(contender, folder, wandb_log=False)}
+        if importlib.util.find_spec("wandb"):
+            meters["metrics and wandb"] = _meter(contender, os.path.join(folder, "wandb"), wandb_log=True)
+        turns: dict[str, list[float]] = {kind: [] for kind in meters}
+        for turn in range(rounds + 1):
+            for kind, meter in meters.items():
+                turns[kind].append(_turn(contender, meter, turn * METRIC_INTERVAL))
+        for meter in meters.values():
+            if isinstance(meter, Meter):
+                meter.log.finish()
+    reference = turns["off"][1:]
+    return [
+        {
+            "telemetry": kind,
+            "ms per step": statistics.median(times[1:]),
+            "ratio": statistics.median(own / other for own, other in zip(times[1:], reference, strict=True)),
+        }
+        for kind, times in turns.items()
+    ]
+
+
+def _meter(contender: Contender, folder: str, wandb_log: bool) -> Meter:
+    setup, model, optimizer = contender.setup, contender.model, contender.optimizer
+    os.environ["WANDB_DIR"] = folder  # not the folder of the user's runs
+    wandb = {"wandb_log": wandb_log, "wandb_mode": "offline", "wandb_project": "telemetry", "wandb_run_name": "telemetry"}
+    log = Logger(folder, None, {**wandb, "implementation": "sharded"})
+    memory = MemoryCheck(log, model, optimizer, setup.workload("sharded"), False, 1, False)
+    tokens = setup.batch_size * setup.config.block_size * dist.get_world_size()
+    flops = contender.module.flops_per_token()
+    return Meter(log, model, optimizer, memory, setup.dtype, tokens, flops, NEVER_ENDS, METRIC_INTERVAL)
+
+
+def _turn(contender: Contender, meter: Meter | NoMeter, first: int) -> float:
+    """Returns the milliseconds of a step."""
+    dist.barrier()
+    meter.restart()
+    begin = time.perf_counter()
+    for iteration in range(first, first + METRIC_INTERVAL):
+        _step(contender, meter, iteration)
+    contender.wait()
+    return (time.perf_counter() - begin) * 1000 / METRIC_INTERVAL
+
+
+def _step(contender: Contender, meter: Meter | NoMeter, iteration: int) -> None:
+    """One iteration as in train.py."""
+    meter.begin_iteration(iteration, is_logged=True)
+    with meter.phase("forward"):
+        loss = contender.forward()
+    with meter.phase("data"):  # train.py prepares a batch here
+        pass
+    with meter.phase("backward"):
+        loss.backward()
+    with meter.phase("clip"):
+        norms = clip_grad_norm_(contender.optimizer, contender.setup.grad_clip or math.inf)
+    meter.measure_memory("before_step")
+    with meter.phase("update"):
+        contender.optimizer.step()
+    contender.optimizer.zero_grad(set_to_none=True)
+    meter.measure_memory("after_step")
+    meter.log_iteration(iteration, loss.detach(), norms.total, 0.0, 0)

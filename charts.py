@@ -1,12 +1,15 @@
 """Draw the figures of plan.py and bench.py as charts with Altair: rows (lists of dicts) in, a chart out.
 
-Altair is an optional dependency, `pip install -e '.[plots]'`. It is imported when a function needs it. Only `save` writes:
+The style of run_charts.py is also here. Altair is an optional dependency, `pip install -e '.[plots]'`. It is imported when a
+function needs it. Only `save` writes:
     charts.save(charts.time_chart(rows), "results/time.png")
 """
 
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+from zero.checkpoint.files import atomic_write
 
 Rows = Sequence[Mapping[str, Any]]
 
@@ -29,8 +32,9 @@ TIME = {
     "exposed communication, ms": ("exposed communication", "#CC79A7"),
 }
 _LIMIT = "#D55E00"  # colour of the line at the memory of a GPU
-_FONT = "Helvetica, Arial, Liberation Sans, sans-serif"
-_NUMBER = ",.3~f"  # format of the numbers that appear under the mouse
+NUMBER = ",.3~f"  # format of the numbers that appear under the mouse
+FONT = "Helvetica, Arial, Liberation Sans, sans-serif"
+ACTIONS = {"export": True, "source": False, "compiled": False, "editor": False}  # menu of a web page; the editor is a web page
 _WIDTH = 820  # of the facets side by side, in pixels before the scale
 
 
@@ -93,22 +97,39 @@ def check_path(path: str) -> None:
     """
     if os.path.splitext(path)[1].lower() not in ENDINGS:
         raise ValueError(f"the picture {path} must end with .png, .svg or .html; change the ending")
-    _altair()
+    altair()
 
 
 def save(chart: Any, path: str) -> None:
-    """Write a chart to a .png, .svg or .html file, and create its folder. The .html file needs no network."""
+    """Write a chart to a .png, .svg or .html file, and create its folder. The .html file needs no network.
+
+    A file that was there before stays until the new one is complete.
+    """
     check_path(path)
     os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
     ending = os.path.splitext(path)[1].lower()
-    if ending == ".html":
-        actions = {"export": True, "source": False, "compiled": False, "editor": False}  # the editor is a web page
-        chart.save(path, format="html", inline=True, embed_options={"actions": actions})
-    else:
-        chart.save(path, format=ending[1:], scale_factor=2 if ending == ".png" else 1)
+    with atomic_write(path) as temporary:
+        if ending == ".html":
+            chart.save(temporary, format="html", inline=True, embed_options={"actions": ACTIONS})
+        else:
+            chart.save(temporary, format=ending[1:], scale_factor=2 if ending == ".png" else 1)
 
 
-def _altair() -> Any:
+def styled(chart: Any) -> Any:
+    """Returns the chart with the fonts, colours and distances of all charts."""
+    return (
+        chart.configure(font=FONT, background="white", padding=10)
+        .configure_title(anchor="start", fontSize=16, subtitleFontSize=13, subtitleColor="#444444", subtitlePadding=4, offset=8)
+        .configure_header(labelFontSize=13, labelFontWeight="bold", labelPadding=4)
+        .configure_axis(labelFontSize=12, titleFontSize=12, titleFontWeight="normal")
+        .configure_axisX(tickCount=5, domain=False, ticks=False, gridColor="#DDDDDD", labelFlush=False)
+        .configure_axisY(domain=False, ticks=False, labelPadding=6, labelLimit=240)
+        .configure_legend(orient="top", direction="horizontal", labelFontSize=13, symbolType="square", symbolSize=150)
+        .configure_view(stroke=None)
+    )
+
+
+def altair() -> Any:
     try:
         import altair
         import vl_convert  # noqa: F401  Altair saves with it
@@ -147,7 +168,7 @@ def _chart(
         mark: what the tick at a bar's "mark" shows.
         limit: where to draw a line through all facets.
     """
-    alt = _altair()
+    alt = altair()
     if not bars:
         raise ValueError("a chart needs at least one row, and there are none; measure or plan something first")
     used = {name: colour for name, colour in purposes.values() if any(name in bar["parts"] for bar in bars)}
@@ -164,9 +185,9 @@ def _chart(
 
     base = alt.Chart().encode(y=alt.Y("bar:N", title=None, scale=alt.Scale(domain=bar_order)))
     picked = alt.selection_point(fields=["purpose"], bind="legend")
-    tooltip = ["purpose:N", alt.Tooltip("amount:Q", title=unit, format=_NUMBER)]
+    tooltip = ["purpose:N", alt.Tooltip("amount:Q", title=unit, format=NUMBER)]
     if any("total" in bar for bar in bars):
-        tooltip.append(alt.Tooltip("total:Q", title=f"total, {unit}", format=_NUMBER))
+        tooltip.append(alt.Tooltip("total:Q", title=f"total, {unit}", format=NUMBER))
     stacked = base.transform_filter("isValid(datum.amount)").mark_bar(height={"band": 0.75})
     stacked = stacked.encode(
         x=alt.X("amount:Q", title=unit, scale=alt.Scale(nice=False)),
@@ -182,26 +203,19 @@ def _chart(
     if any(bar.get("mark") is not None for bar in bars):
         tick = {"color": "black", "opacity": 1, "thickness": 2.5, "height": {"band": 0.95}}
         ticks = base.transform_filter("isValid(datum.mark)").mark_tick(**tick)
-        layers.append(ticks.encode(x="mark:Q", tooltip=alt.Tooltip("mark:Q", title=f"{mark}, {unit}", format=_NUMBER)))
+        layers.append(ticks.encode(x="mark:Q", tooltip=alt.Tooltip("mark:Q", title=f"{mark}, {unit}", format=NUMBER)))
     if any(bar.get("text") for bar in bars):
         ends = base.transform_filter("isValid(datum.text)").mark_text(align="left", dx=4, fontSize=12)
         layers.append(ends.encode(x="end:Q", text="text:N"))
 
     columns = min(len(facets), 2 if len(facets) == 4 else 3)
     facet = alt.Facet("facet:N", sort=facets, title=None)
-    return (
+    chart = (
         alt.layer(*layers)
         .properties(width=_WIDTH // columns, height=alt.Step(24))
         .facet(facet=facet, columns=columns, spacing=20, data=alt.InlineData(values=values))
         .resolve_scale(x="independent" if unit == "ms" else "shared")
         .resolve_axis(x="independent")  # a shared axis is also drawn below a place without a facet
         .properties(title=alt.TitleParams(title[0], subtitle=title[1]))
-        .configure(font=_FONT, background="white", padding=10)
-        .configure_title(anchor="start", fontSize=16, subtitleFontSize=13, subtitleColor="#444444", subtitlePadding=4, offset=8)
-        .configure_header(labelFontSize=13, labelFontWeight="bold", labelPadding=4)
-        .configure_axis(labelFontSize=12, titleFontSize=12, titleFontWeight="normal")
-        .configure_axisX(tickCount=5, domain=False, ticks=False, gridColor="#DDDDDD", labelFlush=False)
-        .configure_axisY(domain=False, ticks=False, labelPadding=6, labelLimit=240)
-        .configure_legend(orient="top", direction="horizontal", labelFontSize=13, symbolType="square", symbolSize=150)
-        .configure_view(stroke=None)
     )
+    return styled(chart)

@@ -1,0 +1,173 @@
+"""Show the metrics of runs over each other, without an account: losses, memory, throughput, communication, checkpoints.
+
+One page for the browser, which needs no network:
+    $ python dashboard.py out-adamw out-torch out-sharded --html=runs.html
+
+The same charts as pictures, one file per section:
+    $ python dashboard.py out-adamw out-torch out-sharded --png=pictures
+
+While runs go on, draw again when their files change. The open page shows the new state by itself. Ctrl-C ends this:
+    $ python dashboard.py out-stdlib-char --html=runs.html --watch
+
+Each OUT_DIR is the out_dir of a run of train.py, or a copy of its files metrics.jsonl and run.json.
+"""
+
+import argparse
+import contextlib
+import json
+import math
+import os
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import NoReturn
+
+import charts
+import run_charts
+from distributed import exit_on_wrong_input, exit_with_error
+from run_charts import Curve
+from zero.checkpoint.files import atomic_write
+
+WATCH_S = 5  # seconds between two looks at the files, and between two looks of an open page
+
+
+def read_metrics(out_dir: str) -> dict[str, Curve]:
+    """Returns the curve of each metric of a run. Whatever else is in the file is skipped, such as half a line of a killed run.
+
+    Raises:
+        ValueError: if the folder has no metrics.jsonl, or if the file cannot be read.
+    """
+    curves: dict[str, Curve] = {}
+    try:
+        with open(os.path.join(out_dir, "metrics.jsonl"), "rb") as file:
+            for line in file:
+                iteration, values = _numbers(line)
+                for key, value in values.items():
+                    curves.setdefault(key, Curve()).add(iteration, value)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise ValueError(f"there is no {out_dir}/metrics.jsonl; give the out_dir of a run of train.py") from error
+    except OSError as error:
+        raise ValueError(f"cannot read {out_dir}/metrics.jsonl: {error.strerror}; give a folder that can be read") from error
+    return curves
+
+
+def _numbers(line: bytes) -> tuple[int, dict[str, float]]:
+    """Returns the iteration of a line, and its finite numbers by metric. A line that is not from train.py has none."""
+    try:
+        event = json.loads(line)
+        numbers = {key: float(value) for key, value in event.items() if type(value) in (int, float)}
+        iteration = int(numbers.pop("iter"))
+    except (ValueError, AttributeError, KeyError, OverflowError):
+        return 0, {}
+    if numbers.get("mfu", 0) < 0:  # not measured yet
+        del numbers["mfu"]
+    return iteration, {key: value for key, value in numbers.items() if math.isfinite(value)}
+
+
+def labels(out_dirs: list[str]) -> list[str]:
+    """Returns a label for each run, such as "sharded, 2 ranks". Equal ones are followed by the folder.
+
+    A run without a readable run.json is called like its folder.
+    """
+    found = [_label(out_dir) for out_dir in out_dirs]
+    for name_of in (lambda path: os.path.basename(os.path.abspath(path)), os.path.abspath):
+        count = Counter(found)
+        found = [
+            f"{label}, {name_of(path)}" if count[label] > 1 else label for label, path in zip(found, out_dirs, strict=True)
+        ]
+    return found
+
+
+def _label(out_dir: str) -> str:
+    try:
+        with open(os.path.join(out_dir, "run.json"), "rb") as file:
+            run = json.load(file)
+        ranks = int(run["world_size"])
+        return f"{run['implementation']}, {ranks} rank{'s' if ranks > 1 else ''}"
+    except (OSError, ValueError, TypeError, KeyError):
+        return os.path.basename(os.path.abspath(out_dir))
+
+
+def draw(out_dirs: list[str], html: str | None, png: str | None, reload_s: float | None = None) -> bool:
+    """Read the runs and write the page and the pictures. If the runs have no figures yet, write nothing and return False.
+
+    Args:
+        out_dirs: folders of the runs.
+        html: path of the page, or None.
+        png: folder of the pictures, or None.
+        reload_s: seconds until an open page loads itself again. None: never.
+    """
+    runs = dict(zip(labels(out_dirs), map(read_metrics, out_dirs), strict=True))
+    sections = run_charts.sections(runs)
+    if html and sections:
+        os.makedirs(os.path.dirname(html) or ".", exist_ok=True)
+        with atomic_write(html) as temporary, open(temporary, "w", encoding="utf-8") as file:
+            file.write(run_charts.page(sections, reload_s))
+    if png:
+        for name, row in sections.items():
+            charts.save(run_charts.picture(name, row), os.path.join(png, f"{name.lower()}.png"))
+    return bool(sections)
+
+
+def watch(out_dirs: list[str], redraw: Callable[[], object]) -> None:
+    """Call `redraw` now, and whenever the files of the runs have changed, until Ctrl-C."""
+
+    def state() -> list[tuple[int, int]]:
+        paths = [os.path.join(out_dir, name) for out_dir in out_dirs for name in ("metrics.jsonl", "run.json")]
+        found = [os.stat(path) for path in paths if os.path.exists(path)]
+        return [(file.st_mtime_ns, file.st_size) for file in found]
+
+    drawn = None
+    with contextlib.suppress(KeyboardInterrupt):
+        while True:
+            if (now := state()) != drawn:
+                redraw()
+                drawn = now
+            time.sleep(WATCH_S)
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line, as everywhere."""
+
+    def error(self, message: str) -> NoReturn:
+        exit_with_error(f"{message}; --help shows examples")
+
+
+def arguments() -> argparse.Namespace:
+    """Returns what the command line says."""
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out_dirs", nargs="*", type=os.path.normpath, metavar="OUT_DIR", help="folder of a run")
+    parser.add_argument("--html", metavar="FILE", help="write a page for the browser")
+    parser.add_argument("--png", metavar="DIR", help="write pictures into a folder")
+    parser.add_argument("--watch", action="store_true", help="draw again when the files change, until Ctrl-C")
+    return parser.parse_args()
+
+
+def check(args: argparse.Namespace) -> None:
+    """Raise ValueError if the command line has nothing to draw or nowhere to write."""
+    if not args.out_dirs:
+        raise ValueError("no OUT_DIR is given; give the out_dir of at least one run of train.py")
+    if not args.html and not args.png:
+        raise ValueError("nothing to write is given; add --html=FILE or --png=DIR")
+    if args.html and (not args.html.endswith(".html") or os.path.isdir(args.html)):
+        raise ValueError(f"html={args.html} must be the path of a file that ends with .html")
+    if args.png and os.path.isfile(args.png):
+        raise ValueError(f"png={args.png} is a file; give the path of a folder")
+
+
+def main() -> None:
+    args = arguments()
+    with exit_on_wrong_input():
+        check(args)
+        if args.watch:
+            print(f"watching {', '.join(args.out_dirs)}; Ctrl-C ends this", flush=True)
+            watch(args.out_dirs, lambda: draw(args.out_dirs, args.html, args.png, WATCH_S))
+        if not draw(args.out_dirs, args.html, args.png):  # the last page of a watch, which does not load itself again
+            raise ValueError(f"there are no figures yet in {', '.join(args.out_dirs)}; try again later, or add --watch")
+    for kind, path in {"page is": args.html, "pictures are": args.png}.items():
+        if path:
+            print(f"the {kind} in {path}")
+
+
+if __name__ == "__main__":
+    main()

@@ -42,14 +42,17 @@ p { color: #444444; margin: 0 10px 10px; }
 <script>
 const reload_ms = $reload_ms;
 vegaEmbed("#charts", $chart, $options).then(({view}) => {
-  const before = sessionStorage.getItem("view");
-  if (before) view.setState(JSON.parse(before));
-  const kept = {signals: name => name.startsWith("zoom_"), data: name => ["picked_store", "zoom_store"].includes(name)};
+  const kept = {signals: name => name == "zoom_iter", data: name => name == "picked_store", recurse: false};
   const reload = () => {
     sessionStorage.setItem("view", JSON.stringify(view.getState(kept)));
     location.reload();
   };
   if (reload_ms) setTimeout(reload, reload_ms);
+  const before = JSON.parse(sessionStorage.getItem("view"));
+  if (!before) return;
+  for (const [name, value] of Object.entries(before.signals)) view.signal(name, value);
+  for (const [name, rows] of Object.entries(before.data)) view.data(name, rows);
+  view.runAsync();
 });
 </script>
 </body>
@@ -150,7 +153,9 @@ def page(found: Mapping[str, list[Any]], reload_s: float | None) -> str:
     return _PAGE.substitute(
         font=charts.FONT,
         library=vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;"),
-        chart=chart.to_json(indent=None).replace("<", "\\u003c"),  # so the name of a run cannot end the script
+        chart=chart.to_json(indent=None, separators=(",", ":")).replace(
+            "<", "\\u003c"
+        ),  # so the name of a run cannot end the script
         options=json.dumps({"mode": "vega-lite", "actions": charts.ACTIONS}),
         reload_ms=json.dumps(reload_s and reload_s * 1000),
     )
@@ -218,8 +223,9 @@ def _curves(runs: Runs, title: str, key: str, unit: str = "", is_loss: bool = Fa
     picked, hovered, _ = _selections()
     runs_dashes = [[_DASH * (len(labels) - place), _DASH * place] for place in range(len(labels))]
     dash = alt.StrokeDash("run:N", legend=None, scale=alt.Scale(domain=labels, range=runs_dashes))
+    has_dot = any(len(curve.points) == 1 for curve in curves.values())  # which is not a line
     base = alt.Chart().encode(x=alt.X("iter:Q", title="iteration", scale=alt.Scale(nice=False), axis=alt.Axis(labelFlush=True)))
-    lines = base.mark_line(clip=True, strokeWidth=2.5 if is_loss else 1.5, strokeJoin="round").encode(
+    lines = base.mark_line(clip=True, strokeWidth=2.5 if is_loss else 1.5, strokeJoin="round", point=has_dot).encode(
         y=alt.Y("value:Q", title=unit or "loss", scale=scale, axis=alt.Axis(**_AXIS)),
         color=_colour(labels, "stroke"),
         strokeDash=dash if is_loss else alt.Undefined,

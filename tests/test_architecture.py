@@ -8,7 +8,7 @@ import sys
 import pytest
 from conftest import ROOT
 
-SCRIPTS = ("train", "sample", "bench", "plan")
+SCRIPTS = ("train", "sample", "bench", "plan", "dashboard")
 TOUCHES_FILES = {"glob", "io", "mmap", "os", "pathlib", "pickle", "shutil", "tempfile", "zipfile"}
 
 

@@ -2,8 +2,10 @@
 
 import atexit
 import contextlib
+import logging
 import os
 import queue
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -12,6 +14,7 @@ from typing import Any
 
 _QUEUE = 10_000  # number of calls that can wait for wandb
 _FINISH_S = 60.0  # how long the end of the run may take
+_FREE_BYTES = 1_000_000  # an offline run needs them on the disk
 
 
 class WandbRun:
@@ -56,7 +59,9 @@ class WandbRun:
             import wandb
         except ImportError as error:
             raise ValueError(f"wandb_log=True needs wandb ({error}); pip install wandb, or use --wandb_log=False") from error
-        self._wandb = wandb
+        self._wandb: Any = wandb
+        for chatty in ("asyncio", "opentelemetry"):  # wandb uses them, and they repeat that a connection is lost
+            logging.getLogger(chatty).addHandler(logging.NullHandler())
         try:
             self._run = self._start(mode, project, name, config, job_type, run_id, resume_at)
         except Exception as error:
@@ -119,7 +124,7 @@ class WandbRun:
     ) -> Any:
         """Start or continue the run. Returns wandb's object."""
         run_id = os.environ.get("WANDB_RUN_ID") or run_id
-        arguments = {
+        arguments: dict[str, Any] = {
             "project": _unless_set("WANDB_PROJECT", project),
             "name": _unless_set("WANDB_NAME", name),
             "group": _unless_set("WANDB_RUN_GROUP", name),
@@ -200,6 +205,8 @@ class WandbRun:
         """Send an event as a part of the row of its iteration, or, if it comes late, of the newest row."""
         if event["iter"] < self._first:
             return
+        if self._run.offline and shutil.disk_usage(self._run.dir).free < _FREE_BYTES:
+            raise OSError(f"less than {_FREE_BYTES / 1e6:.0f} MB are free in {self._run.dir}")  # wandb itself says nothing
         row = dict(event)
         if event["iter"] < self._newest:
             del row["iter"]
@@ -213,7 +220,8 @@ class WandbRun:
     def _stop(self, reason: str) -> None:
         """Send nothing more, and say why if it is the first reason."""
         if not self._has_stopped:
-            print(f"WARNING: wandb has stopped: {reason}; training goes on, metrics.jsonl has all figures", flush=True)
+            rest = "" if self._is_finished else "training goes on, "
+            print(f"WARNING: wandb has stopped: {reason}; {rest}metrics.jsonl has all figures", flush=True)
         self._has_stopped = True
 
     def _abandon(self) -> None:

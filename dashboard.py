@@ -9,6 +9,9 @@ The same charts as pictures, one file per section:
 While runs go on, draw again when their files change. The open page shows the new state by itself. Ctrl-C ends this:
     $ python dashboard.py out-stdlib-char --html=runs.html --watch
 
+Save a workspace and a report in wandb that compare the runs of a project. Without a login, write them to a file:
+    $ python dashboard.py --wandb --project=owt
+
 Each OUT_DIR is the out_dir of a run of train.py, or a copy of its files metrics.jsonl and run.json.
 """
 
@@ -24,6 +27,7 @@ from typing import NoReturn
 
 import charts
 import run_charts
+import workspace
 from distributed import exit_on_wrong_input, exit_with_error
 from run_charts import Curve
 from zero.checkpoint.files import atomic_write
@@ -139,6 +143,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("out_dirs", nargs="*", type=os.path.normpath, metavar="OUT_DIR", help="folder of a run")
     parser.add_argument("--html", metavar="FILE", help="write a page for the browser")
     parser.add_argument("--png", metavar="DIR", help="write pictures into a folder")
+    parser.add_argument("--wandb", action="store_true", help="save a workspace and a report in wandb")
+    parser.add_argument("--project", default="owt", help="project of wandb, by default that of train.py")
+    parser.add_argument("--entity", help="user or team of wandb, by default that of the login")
     parser.add_argument("--watch", action="store_true", help="draw again when the files change, until Ctrl-C")
     return parser.parse_args()
 
@@ -158,6 +165,9 @@ def check(args: argparse.Namespace) -> None:
 def main() -> None:
     args = arguments()
     with exit_on_wrong_input():
+        if args.wandb:
+            print(*workspace.publish(args.project, args.entity, f"wandb-{args.project}.json"), sep="\n")
+            return
         check(args)
         if args.watch:
             print(f"watching {', '.join(args.out_dirs)}; Ctrl-C ends this", flush=True)

@@ -60,8 +60,6 @@ class Logger:
                 return
             for event in _events(path, end, late):
                 self._summary.add(event)
-            with atomic_write(os.path.join(os.path.dirname(path), "run.json")) as temporary, open(temporary, "w") as file:
-                json.dump(config, file, indent=1)
             self.file = open(path, "wb" if resume_at is None else "ab", buffering=0)
             # edit in place: the file has whole lines before and after this, even if the disk is full
             self.file.truncate(end)
@@ -69,6 +67,11 @@ class Logger:
             self.file.write(b"".join(late))
         except OSError as error:
             raise LoggerError(f"cannot write to out_dir={out_dir}: {error}") from error
+        try:
+            with atomic_write(os.path.join(os.path.dirname(path), "run.json")) as temporary, open(temporary, "w") as file:
+                json.dump(config, file, indent=1)
+        except OSError as error:  # the disk is full; training does not need the file
+            print(f"WARNING: run.json is not written: {error}", flush=True)
 
     @property
     def run_id(self) -> str | None:

@@ -64,4 +64,4 @@ guard.Guard.check = lambda self, loss, norms: check(self, loss, norms._replace(t
     assert process.returncode == 0, process.stderr
     assert "by iteration 4, 1 more update was skipped (5 in a row so far): the gradient norm is inf" in process.stdout
     assert "WARNING: not saved" in process.stdout
-    assert sorted(os.listdir(tmp_path)) == ["metrics.jsonl", "run.lock"]
+    assert sorted(os.listdir(tmp_path)) == ["metrics.jsonl", "run.json", "run.lock"]

@@ -103,4 +103,4 @@ CheckpointWriter.save = save_with_a_nan
     assert "WARNING: the checkpoint was not written: transformer.wte.weight is not finite" in process.stdout
     assert "iter 5:" in process.stdout
     assert "iter 6:" not in process.stdout
-    assert sorted(os.listdir(tmp_path)) == ["metrics.jsonl", "run.lock"]
+    assert sorted(os.listdir(tmp_path)) == ["metrics.jsonl", "run.json", "run.lock"]

@@ -14,12 +14,12 @@ from typing import Any
 
 _QUEUE = 10_000  # number of calls that can wait for wandb
 _FINISH_S = 60.0  # how long the end of the run may take
+_REST = 4  # pause after each event that is sent again, relative to the time that it took
 _FREE_BYTES = 1_000_000  # an offline run needs them on the disk
 
 
 class WandbRun:
-    """A run of wandb. Create it on one rank only, in the main thread: wandb ends its process together with the thread that
-    has started it.
+    """A run of wandb. Create it on one rank only.
 
     Calls return at once: a daemon thread makes them. If one fails, a line says so, and nothing more is sent. Each iteration is
     one row of the run, and its step is the iteration. A WANDB_... variable of the environment (WANDB_PROJECT, WANDB_NAME,
@@ -73,6 +73,7 @@ class WandbRun:
         self._queue: queue.Queue[Callable[[], Any] | None] = queue.Queue(_QUEUE)  # None: finish
         self._has_stopped = self._is_full = self._is_finished = False
         self._exit_code = 0
+        self._hurry = threading.Event()  # the training has ended
         self._thread = threading.Thread(target=self._work, args=(history,), name="wandb", daemon=True)
         self._thread.start()
         # made now, because an interpreter that is ending starts no thread
@@ -103,6 +104,7 @@ class WandbRun:
             return
         self._is_finished, self._exit_code = True, exit_code
         atexit.unregister(self.finish)
+        self._hurry.set()
         end = time.monotonic() + _FINISH_S
         with contextlib.suppress(queue.Full):
             self._queue.put(None, timeout=_FINISH_S)
@@ -187,8 +189,12 @@ class WandbRun:
             self._run.define_metric("iter")
             self._run.define_metric("*", step_metric="iter")
             self._run.define_metric("val/loss", step_metric="iter", summary="min")
+            begin = time.perf_counter()
             for event in history:
                 self._send(event)
+                if self._queue.qsize() < _QUEUE // 2:  # leave most of the time to the thread that trains
+                    self._hurry.wait(_REST * (time.perf_counter() - begin))
+                begin = time.perf_counter()
             while (call := self._queue.get()) is not None:
                 call()
         except Exception as error:

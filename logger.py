@@ -25,7 +25,7 @@ class Logger:
     Args:
         out_dir: folder of `metrics.jsonl` and `run.json`, created if it is missing. `metrics.jsonl` has one JSON object per
             event, with the same keys as in wandb. A number that is not finite becomes null, because JSON has no such number.
-            None: no files.
+            None: no files, and a new run of wandb.
         resume_at: continue the existing file as it was at the start of this iteration, and keep the lines about checkpoints
             up to it. None: start a new file.
         config: settings of the run and facts about it. `run.json` and wandb get all of them. `wandb_log`, `wandb_mode`,
@@ -55,7 +55,8 @@ class Logger:
                 history = () if path is None else _events(path, end, late)
                 mode, project, name = (config[f"wandb_{key}"] for key in ("mode", "project", "run_name"))
                 job_type = config["implementation"]
-                self.run = WandbRun(mode, project, name, config, job_type, run_id, resume_at, history)
+                continued = (run_id, resume_at) if path is not None else (None, None)
+                self.run = WandbRun(mode, project, name, config, job_type, *continued, history)
             if path is None:
                 return
             for event in _events(path, end, late):
@@ -105,12 +106,13 @@ class Logger:
         if self.run:
             self.run.alert(title, text)
 
-    def finish(self) -> None:
+    def finish(self, exit_code: int = 0) -> None:
+        """Close the file and the run of wandb. wandb shows a run whose exit code is not 0 as failed."""
         if self.file:
             self.file.close()
         if self.run:
             self.run.summarize(self._summary.values())
-            self.run.finish()
+            self.run.finish(exit_code)
 
     def _write(self, file: FileIO, event: dict[str, Any]) -> None:
         line, begin = json.dumps(event, allow_nan=False).encode() + b"\n", file.tell()

@@ -348,5 +348,5 @@ elif stopped:
     print0(f"stopped by a signal before iteration {iter_num}; continue with --init_from=resume")
 profiler.finish()
 progress.close()
-log.finish()
+log.finish(int(failed))
 finish(int(failed))

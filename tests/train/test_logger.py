@@ -57,7 +57,7 @@ class FakeRun:
 
     def __init__(self, *how):
         *self.how, history = how
-        self.history, self.events, self.alerts, self.summary, self.is_finished = list(history), [], [], {}, False
+        self.history, self.events, self.alerts, self.summary, self.exit_code = list(history), [], [], {}, None
 
     def log(self, event):
         self.events.append(event)
@@ -68,8 +68,8 @@ class FakeRun:
     def summarize(self, values):
         self.summary = values
 
-    def finish(self):
-        self.is_finished = True
+    def finish(self, exit_code):
+        self.exit_code = exit_code
 
 
 @pytest.fixture
@@ -97,10 +97,12 @@ def test_wandb_gets_the_run_and_what_was_logged_before(tmp_path, wandb):
     assert log.run.how[4:] == ["sharded", "abc", 2]
     assert log.run.history == [*before, {"iter": 2, "checkpoint/bytes": 7}]
     assert log.run_id == "abc"
-    log.finish()
-    assert log.run.is_finished
+    log.finish(1)
+    assert log.run.exit_code == 1
     assert wandb(str(tmp_path), None).run.history == [], "a new run"
     assert wandb(str(tmp_path), None, wandb_mode="disabled").run is None
+    evaluation = wandb(None, 2, "abc")
+    assert evaluation.run.how[5:] == [None, None], "it must not rewind the run"
 
 
 def test_a_wandb_that_does_not_start_leaves_the_files_as_they_are(tmp_path, monkeypatch):

@@ -150,12 +150,11 @@ def page(found: Mapping[str, list[Any]], reload_s: float | None) -> str:
 
     stacked = alt.vconcat(*itertools.starmap(_section, found.items()), spacing=40).resolve_scale(color="independent")
     chart = charts.styled(_with_selections(stacked))
+    spec = chart.to_json(indent=None, separators=(",", ":"))
     return _PAGE.substitute(
         font=charts.FONT,
         library=vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;"),
-        chart=chart.to_json(indent=None, separators=(",", ":")).replace(
-            "<", "\\u003c"
-        ),  # so the name of a run cannot end the script
+        chart=spec.replace("<", "\\u003c"),  # so the name of a run cannot end the script
         options=json.dumps({"mode": "vega-lite", "actions": charts.ACTIONS}),
         reload_ms=json.dumps(reload_s and reload_s * 1000),
     )
@@ -172,10 +171,8 @@ def _with_selections(chart: Any) -> Any:
     Altair could collect the selections by itself, but it puts each one into all layers of a chart, which Vega refuses.
     """
     alt = charts.altair()
-    names = list(_layer_names(chart))
-
+    names, params = list(_layer_names(chart)), []
     picked, hovered, zoom = _selections()
-    params = []
     for selection, kinds in ((picked, ("curves", "bars")), (hovered, ("rule",)), (zoom, ("curves",))):
         if views := [name for name in names if name.startswith(kinds)]:
             params.append(alt.TopLevelSelectionParameter(views=views, **selection.param.to_dict()))
@@ -203,14 +200,15 @@ def _curves(runs: Runs, title: str, key: str, unit: str = "", is_loss: bool = Fa
     alt = charts.altair()
     ranges = [(curve.median(), max(value for _, value in curve.points)) for curve in curves.values()]
     divisor, unit = _unit(unit, max(largest for _, largest in ranges))
-    notes, scale = [], alt.Scale(zero=False)
-    if not is_loss:
-        top = max(min(largest, 2 * middle) or largest for middle, largest in ranges) / divisor
-        scale = alt.Scale(domain=[0, top * 1.05 or 1], nice=False)
-        outside = sum(value / divisor > top * 1.05 for curve in curves.values() for _, value in curve.points)
-        notes += [f"{outside} point{'s' if outside > 1 else ''} above the axis"] if outside else []
-    else:
+    notes = []
+    if is_loss:
+        scale = alt.Scale(zero=False)
         notes += ["where losses are equal, the colours take turns"] if len(curves) > 1 else []
+    else:
+        top = 1.05 * max(min(largest, 2 * middle) or largest for middle, largest in ranges) / divisor
+        scale = alt.Scale(domain=[0, top or 1], nice=False)
+        outside = sum(value / divisor > top for curve in curves.values() for _, value in curve.points)
+        notes += [f"{outside} point{'s' if outside > 1 else ''} above the axis"] if outside else []
     every = max(curve.every for curve in curves.values())
     notes += [f"one of {every} points is drawn"] if every > 1 else []
     values = [
@@ -221,8 +219,8 @@ def _curves(runs: Runs, title: str, key: str, unit: str = "", is_loss: bool = Fa
 
     labels = list(runs)
     picked, hovered, _ = _selections()
-    runs_dashes = [[_DASH * (len(labels) - place), _DASH * place] for place in range(len(labels))]
-    dash = alt.StrokeDash("run:N", legend=None, scale=alt.Scale(domain=labels, range=runs_dashes))
+    dashes = [[_DASH * (len(labels) - place), _DASH * place] for place in range(len(labels))]
+    dash = alt.StrokeDash("run:N", legend=None, scale=alt.Scale(domain=labels, range=dashes))
     has_dot = any(len(curve.points) == 1 for curve in curves.values())  # which is not a line
     base = alt.Chart().encode(x=alt.X("iter:Q", title="iteration", scale=alt.Scale(nice=False), axis=alt.Axis(labelFlush=True)))
     lines = base.mark_line(clip=True, strokeWidth=2.5 if is_loss else 1.5, strokeJoin="round", point=has_dot).encode(

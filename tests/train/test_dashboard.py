@@ -251,6 +251,10 @@ def test_a_label_may_have_any_characters(tmp_path):
     dashboard.draw([str(tmp_path)], str(tmp_path / "runs.html"), str(tmp_path / "pictures"))
     assert "</script><b>" not in (tmp_path / "runs.html").read_text()
     assert os.listdir(tmp_path / "pictures") == ["loss.png"]
+    (chart,) = drawn([str(tmp_path)]).values()
+    _, under_mouse = chart["layer"][1]["encoding"]["tooltip"]
+    assert under_mouse["title"] == "</script><b>.[x]'\"\\, 2 ranks"
+    assert under_mouse["field"] == "</script><b>\\.\\[x\\]\\'\\\"\\\\, 2 ranks"
 
 
 WRONG = {

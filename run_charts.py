@@ -96,7 +96,9 @@ def sections(runs: Runs) -> dict[str, list[Any]]:
     """Returns the name of each section that has anything to show, and its charts."""
     exposed = {kind.replace("_", "-"): f"comm/exposed_{kind}_ms" for kind in _COLLECTIVES}
     sent = {kind.replace("_", "-"): f"comm/sent_{kind}_mb_per_step" for kind in _COLLECTIVES}
-    points = {name: f"memory/{name.replace(' ', '_')}_mb" for name in ("after init", "before step", "after step", "peak")}
+    points = {name: f"memory/{name.replace(' ', '_')}_mb" for name in ("after init", "before step", "after step")}
+    if any("memory/reserved_mb" in run for run in runs.values()):  # on a CPU, the peak includes Python and its libraries
+        points["peak"] = "memory/peak_mb"
     parts = {name: f"memory/measured_{part}_mb" for part, name in _PARTS.items()}
     predicted = {name: f"memory/predicted_{part}_mb" for part, name in _PARTS.items()}
     state = {"optimizer state": "memory/optimizer_state_mb", "saved against plain AdamW": "memory/saved_mb"}

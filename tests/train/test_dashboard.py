@@ -19,7 +19,7 @@ ALL_KINDS = ["all_reduce", "reduce_scatter", "all_gather", "broadcast"]
 SECTIONS = ["Loss", "Memory", "Throughput", "Communication", "Checkpoints"]
 
 
-def events(implementation, iterations=12):
+def events(implementation, iterations=12, on_gpu=True):
     """The events of a run whose first iteration takes 2000 ms instead of 100."""
     state, kinds = MB[implementation], KINDS[implementation]
     yield {"iter": 0, "memory/predicted_peak_mb": 2000 + state, "memory/predicted_state_mb": state + 4}
@@ -37,6 +37,7 @@ def events(implementation, iterations=12):
             yield {
                 **{"iter": iteration, "memory/after_init_mb": 500.0, "memory/before_step_mb": 1500.0 + state},
                 **{"memory/after_step_mb": 1000.0 + state, "memory/peak_mb": 1900.0 + state + iteration},
+                **({"memory/reserved_mb": 3000.0} if on_gpu else {}),
                 **{"memory/optimizer_state_mb": state, "memory/predicted_mb": 2000.0 + state, "memory/saved_mb": 800.0 - state},
             }
     yield {"iter": 3, "memory/measured_state_mb": state, "memory/measured_parameters_mb": 500.0}
@@ -140,6 +141,15 @@ def test_memory_has_its_points_and_its_predictions(runs):
     saved = bars(charts["Optimizer state, and memory saved"])
     assert saved == {"optimizer state": [800.0, 400.0], "saved against plain AdamW": [0.0, 400.0]}
     assert curve(charts["Peak memory"], "sharded, 2 ranks") == [(0, 2.3), (5, 2.305), (10, 2.31)]
+
+
+def test_on_a_cpu_the_peak_of_the_process_is_not_beside_the_bytes_of_tensors(runs):
+    for folder in runs:
+        with open(os.path.join(folder, "metrics.jsonl"), "w") as file:
+            file.writelines(json.dumps(event) + "\n" for event in events("adamw", on_gpu=False))
+    charts = drawn(runs)
+    assert list(bars(charts["Memory at the points of a step"])) == ["after init", "before step", "after step"]
+    assert curve(charts["Peak memory"], "adamw, 2 ranks, out-adamw")[0] == (0, 2.7)
 
 
 def test_the_first_iteration_does_not_stretch_the_axis(runs):

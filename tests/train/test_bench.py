@@ -158,6 +158,17 @@ def test_checkpoints(tmp_path):
         assert row["MB"] == pytest.approx(3 * 25.5, rel=0.05)
 
 
+def test_what_the_metrics_cost(tmp_path):
+    process = run("bench.py", "--what=telemetry", "--name=telemetry", "--rounds=1", *SIZES, ranks=2, cwd=tmp_path)
+    assert process.returncode == 0, process.stderr
+    rows = results(tmp_path / "results" / "telemetry", "telemetry")
+    assert [row["telemetry"] for row in rows] == ["off", "metrics", "metrics and wandb"]
+    assert rows[0]["ratio"] == 1
+    assert all(row["ms per step"] > 0 for row in rows)
+    assert "iter " not in process.stdout
+    assert os.listdir(tmp_path) == ["results"], "the runs it makes are gone"
+
+
 def test_results_of_another_measure_stay(tmp_path):
     for what in ("memory", "time"):
         arguments = [f"--what={what}", "--name=both", "--modes=adamw", "--rounds=1", "--steps_per_turn=1", *SIZES]

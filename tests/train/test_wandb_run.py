@@ -71,16 +71,26 @@ def in_summary(folder, key):
     return [record["update"][key] for record in records(folder, "summary") if key in record.get("update", {})]
 
 
-def test_an_offline_run_has_every_figure_of_metrics_jsonl(data, tmp_path, wandb_folder):
-    arguments = [f"--dataset={data}", f"--out_dir={tmp_path}", "--wandb_log=True", "--wandb_run_name=test"]
-    process = run("train.py", *SETTINGS, *arguments, ranks=2, cwd=tmp_path)
+@pytest.mark.parametrize(
+    ("implementation", "flags"),
+    [("adamw", "--use_zero1=False"), ("torch", "--zero1_impl=torch"), ("sharded", "--use_zero1=True")],
+)
+def test_an_offline_run_has_every_figure_of_metrics_jsonl(data, tmp_path, wandb_folder, implementation, flags):
+    arguments = [
+        f"--dataset={data}",
+        f"--out_dir={tmp_path}",
+        "--wandb_log=True",
+        "--wandb_run_name=test",
+        "--metric_interval=1",
+    ]
+    process = run("train.py", *SETTINGS, *arguments, flags, ranks=2, cwd=tmp_path)
     assert process.returncode == 0, process.stderr
     expected = merged(tmp_path)
     assert [row["iter"] for row in expected] == list(range(20))
     assert {"val/loss", "iter/loss"} <= expected[5].keys()
     assert rows(newest(wandb_folder)) == expected
     (start,) = records(newest(wandb_folder), "run")
-    assert (start["display_name"], start["run_group"], start["job_type"]) == ("test", "test", "sharded")
+    assert (start["display_name"], start["run_group"], start["job_type"]) == ("test", "test", implementation)
     assert start["config"]["update"]["n_layer"] == 2
     best = min(row["val/loss"] for row in expected if "val/loss" in row)
     values = in_summary(newest(wandb_folder), "best_val_loss")
@@ -106,6 +116,8 @@ def test_a_resumed_run_is_one_curve(data, tmp_path, wandb_folder, how):
     assert resumed.returncode == 0, resumed.stderr
     assert newest(wandb_folder).name in resumed.stdout
     assert "leave out its older folders" in resumed.stdout
+    with open(tmp_path / "out" / "metrics.jsonl") as file:
+        assert [event["iter"] for event in map(json.loads, file) if "iter/loss" in event] == list(range(61))
     expected = merged(tmp_path / "out")
     assert [row["iter"] for row in expected] == list(range(61))
     assert expected[:30] == begun[:30]

@@ -30,7 +30,6 @@ train: $(INSTALLED)
 		--gradient_accumulation_steps=$(NPROC) $(ON_CPU)
 	$(BIN)/python sample.py --out_dir=out-stdlib-char --start="def " --num_samples=2 --max_new_tokens=400
 	$(BIN)/python dashboard.py out-stdlib-char --png=out-stdlib-char/pictures
-	@echo "the pictures of the run are in out-stdlib-char/pictures"
 
 test: $(INSTALLED) lint
 	$(BIN)/python -m pytest $(TWO_FILES_AT_A_TIME)

@@ -33,7 +33,7 @@ class Checkpoints:
         self._path = ""  # path of the loaded checkpoint
         self._newest_is_corrupt = False  # on rank 0: True if an older checkpoint was loaded instead
         self._writer: CheckpointWriter  # set by `claim`
-        self._blocked_s: deque[float] = deque()  # how long `save` took, for each save without a report so far
+        self._blocked_s: deque[float] = deque()  # on rank 0: how long `save` took, for each save without a report so far
 
     def load(self) -> dict[str, Any]:
         """Read the newest checkpoint that is not corrupt. Lock the folder first, unless the run is read-only.
@@ -69,7 +69,8 @@ class Checkpoints:
         print0(f"saving checkpoint to {self.folder}")
         begin = time.perf_counter()
         self._writer.save(model, optimizer, values)
-        self._blocked_s.append(time.perf_counter() - begin)
+        if is_rank_0():
+            self._blocked_s.append(time.perf_counter() - begin)
 
     def report(self, log: Logger, required: bool = False) -> bool:
         """Print and log the results of the saves that have ended since the last call.

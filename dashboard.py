@@ -21,9 +21,8 @@ import json
 import math
 import os
 import time
-from collections import Counter
 from collections.abc import Callable
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import charts
 import run_charts
@@ -74,22 +73,31 @@ def labels(out_dirs: list[str]) -> list[str]:
     A run without a readable run.json is called like its folder.
     """
     found = [_label(out_dir) for out_dir in out_dirs]
-    for name_of in (lambda path: os.path.basename(os.path.abspath(path)), os.path.abspath):
-        count = Counter(found)
-        found = [
-            f"{label}, {name_of(path)}" if count[label] > 1 else label for label, path in zip(found, out_dirs, strict=True)
-        ]
-    return found
+    folders = [os.path.basename(os.path.abspath(out_dir)) for out_dir in out_dirs]
+    if len(set(zip(found, folders, strict=True))) < len(out_dirs):
+        folders = [os.path.abspath(out_dir) for out_dir in out_dirs]
+    if len(set(found)) == len(found):
+        return found
+    return [label if label == folder else f"{label}, {folder}" for label, folder in zip(found, folders, strict=True)]
 
 
 def _label(out_dir: str) -> str:
+    """Returns the implementation and the number of ranks of a run, or all of them if they have changed when it was resumed."""
     try:
-        with open(os.path.join(out_dir, "run.json"), "rb") as file:
-            run = json.load(file)
-        ranks = int(run["world_size"])
-        return f"{run['implementation']}, {ranks} rank{'s' if ranks > 1 else ''}"
-    except (OSError, ValueError, TypeError, KeyError):
+        facts = _facts(out_dir)
+        parts = facts.get("parts") or [facts]
+        return " then ".join(f"{part['implementation']}, {_ranks(part['world_size'])}" for part in parts)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return os.path.basename(os.path.abspath(out_dir))
+
+
+def _ranks(count: int) -> str:
+    return f"{count:d} rank{'s' if count > 1 else ''}"
+
+
+def _facts(out_dir: str) -> dict[str, Any]:
+    with open(os.path.join(out_dir, "run.json"), "rb") as file:
+        return json.load(file)
 
 
 def draw(out_dirs: list[str], html: str | None, png: str | None, reload_s: float | None = None) -> bool:
@@ -101,6 +109,8 @@ def draw(out_dirs: list[str], html: str | None, png: str | None, reload_s: float
         png: folder of the pictures, or None.
         reload_s: seconds until an open page loads itself again. None: never.
     """
+    if reload_s is not None:  # a run may begin later
+        out_dirs = [out_dir for out_dir in out_dirs if os.path.exists(os.path.join(out_dir, "metrics.jsonl"))]
     runs = dict(zip(labels(out_dirs), map(read_metrics, out_dirs), strict=True))
     sections = run_charts.sections(runs)
     if html and sections:
@@ -111,6 +121,13 @@ def draw(out_dirs: list[str], html: str | None, png: str | None, reload_s: float
         for name, row in sections.items():
             charts.save(run_charts.picture(name, row), os.path.join(png, f"{name.lower()}.png"))
     return bool(sections)
+
+
+def _project(out_dirs: list[str]) -> str:
+    try:
+        return str(_facts(out_dirs[0])["wandb_project"])
+    except (OSError, ValueError, KeyError, IndexError) as error:
+        raise ValueError("--wandb needs --project=NAME, or the OUT_DIR of a run of the project") from error
 
 
 def watch(out_dirs: list[str], redraw: Callable[[], object]) -> None:
@@ -144,7 +161,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--html", metavar="FILE", help="write a page for the browser")
     parser.add_argument("--png", metavar="DIR", help="write pictures into a folder")
     parser.add_argument("--wandb", action="store_true", help="save a workspace and a report in wandb")
-    parser.add_argument("--project", default="owt", help="project of wandb, by default that of train.py")
+    parser.add_argument("--project", help="project of wandb, by default that of the first OUT_DIR")
     parser.add_argument("--entity", help="user or team of wandb, by default that of the login")
     parser.add_argument("--watch", action="store_true", help="draw again when the files change, until Ctrl-C")
     return parser.parse_args()
@@ -154,6 +171,8 @@ def check(args: argparse.Namespace) -> None:
     """Raise ValueError if the command line has nothing to draw or nowhere to write."""
     if not args.out_dirs:
         raise ValueError("no OUT_DIR is given; give the out_dir of at least one run of train.py")
+    if missing := [out_dir for out_dir in args.out_dirs if not os.path.isdir(out_dir)]:
+        raise ValueError(f"there is no folder {missing[0]}; give the out_dir of a run of train.py")
     if not args.html and not args.png:
         raise ValueError("nothing to write is given; add --html=FILE or --png=DIR")
     if args.html and (not args.html.endswith(".html") or os.path.isdir(args.html)):
@@ -166,8 +185,10 @@ def main() -> None:
     args = arguments()
     with exit_on_wrong_input():
         if args.wandb:
-            print(*workspace.publish(args.project, args.entity, f"wandb-{args.project}.json"), sep="\n")
-            return
+            project = args.project or _project(args.out_dirs)
+            print(*workspace.publish(project, args.entity, f"wandb-{project}.json"), sep="\n")
+            if not args.html and not args.png:
+                return
         check(args)
         if args.watch:
             print(f"watching {', '.join(args.out_dirs)}; Ctrl-C ends this", flush=True)

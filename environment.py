@@ -8,14 +8,20 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 import hardware
-from zero.collectives import gather_objects
+from zero.collectives import gather_objects, is_rank_0
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """Returns the names of the devices, one per rank, the versions and the commit. Needs to be called on all ranks."""
+    """Returns facts about this run: device, backend, names of the devices, one per rank, versions, and on rank 0 the commit.
+
+    Needs to be called on all ranks.
+    """
     return {
+        "device": device.type,
+        "backend": dist.get_backend() if dist.is_initialized() else None,
         "devices": gather_objects(hardware.device_name(device)),
         "versions": {
             "python": platform.python_version(),
@@ -24,7 +30,7 @@ def environment(device: torch.device) -> dict[str, Any]:
             "cuda": torch.version.cuda,
             "wandb": _version("wandb"),
         },
-        "git_commit": _git_commit(),
+        "git_commit": _git_commit() if is_rank_0() else None,
     }
 
 

@@ -1,5 +1,6 @@
 """Where the metrics of a run go: the console, `metrics.jsonl`, and optionally wandb."""
 
+import contextlib
 import json
 import math
 import os
@@ -11,7 +12,7 @@ from typing import Any
 
 from alerts import Alerts
 from distributed import is_rank_0
-from wandb_run import WandbRun
+from wandb_run import WandbError, WandbRun, mode_of
 from zero.checkpoint.files import atomic_write
 
 
@@ -33,8 +34,7 @@ class Logger:
         run_id: ID of the wandb run to continue, or None.
 
     Raises:
-        ValueError: if the folder cannot be created or written to, or if wandb is requested but not installed or not
-            configured correctly.
+        ValueError: if the folder cannot be created or written to, or if wandb is not configured correctly.
     """
 
     def __init__(self, out_dir: str | None, resume_at: int | None, config: dict[str, Any], run_id: str | None = None) -> None:
@@ -44,35 +44,34 @@ class Logger:
         self._alerts, self._summary = Alerts(), Summary()
         if not is_rank_0():
             return
+        end, late, path = 0, list[bytes](), os.path.join(out_dir or "", "metrics.jsonl")
         try:
             if out_dir is not None:
                 os.makedirs(out_dir, exist_ok=True)
-            path = os.path.join(out_dir, "metrics.jsonl") if out_dir is not None else None
-            end, late = 0, list[bytes]()
-            if path is not None and resume_at is not None and os.path.exists(path):
-                end, late = _lines_before(resume_at, path)
-            if config["wandb_log"] and config["wandb_mode"] != "disabled":
-                history = () if path is None else _events(path, end, late)
-                mode, project, name = (config[f"wandb_{key}"] for key in ("mode", "project", "run_name"))
-                job_type = config["implementation"]
-                continued = (run_id, resume_at) if path is not None else (None, None)
-                self.run = WandbRun(mode, project, name, config, job_type, *continued, history)
-            if path is None:
-                return
-            for event in _events(path, end, late):
-                self._summary.add(event)
-            self.file = open(path, "wb" if resume_at is None else "ab", buffering=0)
+                self.file = open(path, "ab", buffering=0)
+                if resume_at is not None:
+                    end, late = _lines_before(resume_at, path)
+        except OSError as error:
+            raise LoggerError(f"cannot write to out_dir={out_dir}: {error}") from error
+        if config["wandb_log"] and (mode := mode_of(config["wandb_mode"])) != "disabled":
+            project, name, job_type = (config[key] for key in ("wandb_project", "wandb_run_name", "implementation"))
+            continued = (run_id, resume_at) if out_dir is not None else (None, None)
+            try:
+                self.run = WandbRun(mode, project, name, config, job_type, *continued, _events(path, end, late))
+            except WandbError as error:
+                print(f"WARNING: {error}; training goes on, metrics.jsonl has all figures", flush=True)
+        if self.file is None:
+            return
+        for event in _events(path, end, late):
+            self._summary.add(event)
+        try:
             # edit in place: the file has whole lines before and after this, even if the disk is full
             self.file.truncate(end)
             self.file.seek(0, os.SEEK_END)
             self.file.write(b"".join(late))
         except OSError as error:
             raise LoggerError(f"cannot write to out_dir={out_dir}: {error}") from error
-        try:
-            with atomic_write(os.path.join(os.path.dirname(path), "run.json")) as temporary, open(temporary, "w") as file:
-                json.dump(config, file, indent=1)
-        except OSError as error:  # the disk is full; training does not need the file
-            print(f"WARNING: run.json is not written: {error}", flush=True)
+        _write_facts(os.path.join(os.path.dirname(path), "run.json"), config, resume_at)
 
     @property
     def run_id(self) -> str | None:
@@ -152,6 +151,23 @@ class Summary:
             "median_tokens_per_second": speed,
         }
         return {key: figure for key, figure in figures.items() if math.isfinite(figure)}
+
+
+def _write_facts(path: str, config: dict[str, Any], resume_at: int | None) -> None:
+    """Write run.json. If a resumed run goes on with another implementation or world size, it lists all of them."""
+    now = {key: config[key] for key in ("implementation", "world_size") if key in config}
+    parts = []
+    try:
+        if resume_at is not None:
+            with contextlib.suppress(OSError, ValueError, KeyError), open(path) as file:
+                parts = [part for part in json.load(file)["parts"] if part["from_iter"] < resume_at]
+        if not parts or {key: parts[-1].get(key) for key in now} != now:
+            parts.append({"from_iter": resume_at or 0, **now})
+        with atomic_write(path) as temporary, open(temporary, "w") as file:
+            json.dump({**config, "parts": parts}, file, indent=1)
+            file.write("\n")
+    except OSError as error:  # the disk is full; training does not need the file
+        print(f"WARNING: run.json is not written: {error}", flush=True)
 
 
 def _lines_before(iteration: int, path: str) -> tuple[int, list[bytes]]:

@@ -77,7 +77,8 @@ class MemoryCheck:
         peak = self.predicted_peak
         if is_rank_0():
             held = _parts({"activations": self.forecast.activations.saved, **self.predicted})
-            print(f"predicted memory: {_size(peak)} at the peak of the fullest rank; {held}")
+            on_cpu = ", without Python and its libraries" if self.device.type == "cpu" else ""
+            print(f"predicted memory: {_size(peak)} at the peak of the fullest rank{on_cpu}; {held}")
         parts = {"peak": peak, "activations": self.forecast.activations.saved, **self.predicted}
         self.log.log({"iter": iteration, **_logged("predicted", parts)})
 

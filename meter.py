@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch.profiler import record_function
 
@@ -102,11 +103,12 @@ class Meter:
             tokens: tokens that all ranks together have seen.
         """
         global_loss = mean_over_ranks(loss.clone())
-        seconds = (time.perf_counter() - self._begin) / self._timed
+        end = time.perf_counter()
+        seconds = (end - self._begin) / self._timed
         if self._iterations > self._WARM_UP:
             mfu = self.flops_per_iter / seconds / self.peak_flops
             self.mfu = mfu if self.mfu == -1.0 else 0.9 * self.mfu + 0.1 * mfu
-        elapsed_s = time.perf_counter() - self._started
+        elapsed_s = end - self._started
         before, now = self._before, self._totals()
         spent = {key: (total - before.get(key, 0)) / self._timed for key, total in now.items()}  # per iteration
         exposed_ms = sum(spent[f"waited {kind}"] for kind in KINDS)
@@ -140,22 +142,21 @@ class Meter:
             f"iter {iteration}: loss {global_loss:.4f}, time {seconds * 1000:.2f}ms, mfu {self.mfu * 100:.2f}%, "
             f"{self.tokens_per_iter / seconds:,.0f} tok/s, peak memory {self.memory.meter.peak() / 1e9:.2f} GB",
         )
-        self.restart()
+        self._begin, self._timed, self._before = end, 0, now  # the time of logging is part of the next iteration
         return event
 
-    def log_evaluation(self, iteration: int, losses: dict[str, float], lr: float, tokens: int, seconds: float) -> None:
+    def log_evaluation(self, iteration: int, losses: dict[str, float], lr: float, seconds: float) -> None:
         """Log the losses of an evaluation.
 
         Args:
             iteration: iteration before which the evaluation ran.
             losses: loss by split.
-            lr, tokens: see `log_iteration`.
+            lr: learning rate.
             seconds: duration of the evaluation.
         """
         event = {
             "iter": iteration,
             **{f"{split}/loss": loss for split, loss in losses.items()},
-            "iter/tokens": tokens,
             "lr": lr,
             "mfu": self.mfu * 100,
             "time/eval_s": seconds,
@@ -173,7 +174,7 @@ class Meter:
         own = [loss, computed_ms, self.memory.meter.held_before_step, *memory.values()]
         losses, times, held, *by_figure = zip(*gather_numbers(own), strict=True)  # each: one number per rank
         event: dict[str, float] = {
-            "iter/loss_max_rank": max(losses),
+            "iter/loss_max_rank": float(np.max(losses)),  # nan if a loss is nan
             "time/rank_spread_ms": max(times) - min(times),
             "time/slowest_rank": times.index(max(times)),
         }
@@ -182,7 +183,8 @@ class Meter:
             event[f"memory/{name}_min"] = min(values)
             event[f"memory/{name}_rank"] = values.index(max(values))
         event["memory/predicted_mb"] = self.memory.predicted_peak / 1e6
-        event["memory/saved_mb"] = (self.memory.plain_adamw - max(held)) / 1e6
+        if event["memory/optimizer_state_mb_min"] > 0 or self.memory.compared:  # before the first update there is no state
+            event["memory/saved_mb"] = (self.memory.plain_adamw - max(held)) / 1e6
         return event
 
     def _totals(self) -> dict[str, float]:

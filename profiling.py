@@ -42,12 +42,14 @@ class Profiler:
         )
         self._profile.start()
 
-    def step(self) -> None:
-        """Count an iteration that has ended."""
+    def step(self) -> bool:
+        """Count an iteration that has ended. Returns whether this took long, because the files were written."""
         if self._profile is not None:
             self._profile.step()
             if self._is_written:
                 self.finish()
+                return True
+        return False
 
     def finish(self) -> None:
         """Stop recording. If the run has ended within the recorded iterations, write those that there are."""
@@ -61,13 +63,19 @@ class Profiler:
             )
 
     def _write(self, profiler: profile) -> None:
-        os.makedirs(self._folder, exist_ok=True)
-        path = os.path.join(self._folder, f"rank{self._rank}")
-        profiler.export_chrome_trace(f"{path}.json.gz")
-        if self._on_gpu and self._memory:
-            torch.cuda.memory._dump_snapshot(f"{path}_memory.pickle")
-            torch.cuda.memory._record_memory_history(enabled=None)
         self._is_written = True
+        try:
+            os.makedirs(self._folder, exist_ok=True)
+            path = os.path.join(self._folder, f"rank{self._rank}")
+            profiler.export_chrome_trace(f"{path}.json.gz")
+            if self._on_gpu and self._memory:
+                torch.cuda.memory._dump_snapshot(f"{path}_memory.pickle")
+        except OSError as error:  # for example, the disk is full
+            print(f"WARNING: rank {self._rank} cannot write its profile: {error}", flush=True)
+            return
+        finally:
+            if self._on_gpu and self._memory:
+                torch.cuda.memory._record_memory_history(enabled=None)
         if self._rank == 0:
             by = "self_device_time_total" if self._on_gpu else "self_cpu_time_total"
             print(profiler.key_averages().table(sort_by=by, row_limit=10, max_name_column_width=40))

@@ -12,6 +12,8 @@ from string import Template
 from typing import Any
 
 import charts
+from zero.communication import KINDS
+from zero.prediction import PURPOSES
 
 Runs = Mapping[str, Mapping[str, "Curve"]]  # label: metric: curve
 
@@ -19,9 +21,8 @@ MOST_POINTS = 1000  # of a curve; more than a chart has pixels
 
 # Okabe and Ito, as in charts.py, without the yellow, in which thin lines are hard to see; with more runs the colours repeat
 _COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#000000")
-_COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
-_PARTS = {"parameters": "parameters", "gradients": "gradients", "state": "optimizer state", "master": "master weights"}
-_PARTS |= {"buckets": "communication buffers"}
+COLLECTIVES = tuple(kind.replace("-", "_") for kind in KINDS)
+PARTS = {part: charts.MEMORY[part][0] for part in PURPOSES}  # of the memory of a rank: their names
 _WIDTH, _HEIGHT = 540, 220  # of a chart without its axes, in pixels before the scale
 _BAR, _NAME = 15, 24  # height of a bar, and of the name above a group of bars
 _AXIS = {"minExtent": 56}  # the same width for all axes on the left, so that the charts stand in line
@@ -94,21 +95,23 @@ class Curve:
 
 def sections(runs: Runs) -> dict[str, list[Any]]:
     """Returns the name of each section that has anything to show, and its charts."""
-    exposed = {kind.replace("_", "-"): f"comm/exposed_{kind}_ms" for kind in _COLLECTIVES}
-    sent = {kind.replace("_", "-"): f"comm/sent_{kind}_mb_per_step" for kind in _COLLECTIVES}
+    exposed = {kind.replace("_", "-"): f"comm/exposed_{kind}_ms" for kind in COLLECTIVES}
+    sent = {kind.replace("_", "-"): f"comm/sent_{kind}_mb_per_step" for kind in COLLECTIVES}
     points = {name: f"memory/{name.replace(' ', '_')}_mb" for name in ("after init", "before step", "after step")}
     if any("memory/reserved_mb" in run for run in runs.values()):  # on a CPU, the peak includes Python and its libraries
         points["peak"] = "memory/peak_mb"
-    parts = {name: f"memory/measured_{part}_mb" for part, name in _PARTS.items()}
-    predicted = {name: f"memory/predicted_{part}_mb" for part, name in _PARTS.items()}
+    parts = {name: f"memory/measured_{part}_mb" for part, name in PARTS.items()}
+    predicted = {name: f"memory/predicted_{part}_mb" for part, name in PARTS.items()}
     state = {"optimizer state": "memory/optimizer_state_mb", "saved against plain AdamW": "memory/saved_mb"}
     phases = {"whole step": "time/step_ms", "data": "time/data_ms", "forward and backward": "time/forward_backward_ms"}
-    phases |= {"optimizer": "time/optimizer_ms", "exposed communication": "comm/exposed_ms"}
+    phases |= {"optimizer": "time/optimizer_ms", "of these, exposed communication": "comm/exposed_ms"}
     seconds = {name: f"checkpoint/{name}_s" for name in ("consolidate", "write", "blocked")}
     found = {
         "Loss": [
             _curves(runs, "Training loss", "iter/loss", is_loss=True),
             _curves(runs, "Validation loss", "val/loss", is_loss=True),
+            _curves(runs, "Gradient norm before clipping", "iter/grad_norm", "norm"),
+            _curves(runs, "Learning rate", "lr", "learning rate"),
         ],
         "Memory": [
             _bars(runs, "Memory at the points of a step", points, "MB", Curve.latest, {"peak": "memory/predicted_mb"}),
@@ -210,7 +213,7 @@ def _curves(runs: Runs, title: str, key: str, unit: str = "", is_loss: bool = Fa
         top = 1.05 * max(min(largest, 2 * middle) or largest for middle, largest in ranges) / divisor
         scale = alt.Scale(domain=[0, top or 1], nice=False)
         outside = sum(value / divisor > top for curve in curves.values() for _, value in curve.points)
-        notes += [f"{outside} point{'s' if outside > 1 else ''} above the axis"] if outside else []
+        notes += [f"{outside} value{'s are' if outside > 1 else ' is'} outside of the chart"] if outside else []
     every = max(curve.every for curve in curves.values())
     notes += [f"one of {every} points is drawn"] if every > 1 else []
     values = [
@@ -221,6 +224,7 @@ def _curves(runs: Runs, title: str, key: str, unit: str = "", is_loss: bool = Fa
 
     labels = list(runs)
     picked, hovered, _ = _selections()
+    picked_or_faint = alt.when(picked).then(alt.value(1)).otherwise(alt.value(0.1))
     dashes = [[_DASH * (len(labels) - place), _DASH * place] for place in range(len(labels))]
     dash = alt.StrokeDash("run:N", legend=None, scale=alt.Scale(domain=labels, range=dashes))
     has_dot = any(len(curve.points) == 1 for curve in curves.values())  # which is not a line
@@ -229,15 +233,19 @@ def _curves(runs: Runs, title: str, key: str, unit: str = "", is_loss: bool = Fa
         y=alt.Y("value:Q", title=unit or "loss", scale=scale, axis=alt.Axis(**_AXIS)),
         color=_colour(labels, "stroke"),
         strokeDash=dash if is_loss else alt.Undefined,
-        opacity=alt.when(picked).then(alt.value(1)).otherwise(alt.value(0.1)),
+        opacity=picked_or_faint,
     )
     under_mouse = [alt.Tooltip("iter:Q", title="iteration", format=",")]
     under_mouse += [alt.Tooltip(f"{_escaped(label)}:Q", title=label, format=charts.NUMBER) for label in curves]
-    rule = base.transform_pivot("run", value="value", groupby=["iter"]).mark_rule(color="#888888")
+    rule = base.transform_pivot("run", value="value", groupby=["iter"], op="max").mark_rule(color="#888888")
     rule = rule.encode(
         opacity=alt.when(hovered, empty=False).then(alt.value(1)).otherwise(alt.value(0)), tooltip=under_mouse
     ).properties(name=f"rule {title}")
-    layers = alt.layer(lines.properties(name=f"curves {title}"), rule, data=alt.InlineData(values=values))
+    layers = [lines.properties(name=f"curves {title}"), rule]
+    if is_loss and len(curves) > 1:  # where a curve is alone, this fills the gaps between its dashes
+        thin = base.mark_line(clip=True, strokeWidth=1.5, strokeJoin="round")
+        layers.insert(0, thin.encode(y="value:Q", color=_colour(labels, "stroke"), opacity=picked_or_faint))
+    layers = alt.layer(*layers, data=alt.InlineData(values=values))
     return layers.properties(width=_WIDTH, height=_HEIGHT, title=_title(title, notes))
 
 

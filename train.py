@@ -65,7 +65,7 @@ init_from = "scratch"  # 'scratch', 'resume', 'gpt2', 'gpt2-medium', 'gpt2-large
 wandb_log = False
 wandb_project = "owt"
 wandb_run_name = "gpt2"
-wandb_mode: Literal["online", "offline", "disabled"] = os.environ.get("WANDB_MODE") or "online"
+wandb_mode: Literal["online", "offline", "disabled"] = "online"  # the variable WANDB_MODE comes first
 # data
 dataset = "openwebtext"  # name of a folder in data/
 gradient_accumulation_steps: PositiveInt = 5 * 8  # micro-steps per iteration, summed over all ranks
@@ -228,8 +228,8 @@ def get_lr(iteration):
         return learning_rate * (iteration + 1) / (warmup_iters + 1)
     if iteration > lr_decay_iters:
         return min_lr
-    progress = (iteration - warmup_iters) / max(1, lr_decay_iters - warmup_iters)
-    return min_lr + 0.5 * (1.0 + math.cos(math.pi * progress)) * (learning_rate - min_lr)
+    ratio = (iteration - warmup_iters) / max(1, lr_decay_iters - warmup_iters)
+    return min_lr + 0.5 * (1.0 + math.cos(math.pi * ratio)) * (learning_rate - min_lr)
 
 
 def save_checkpoint():
@@ -244,19 +244,24 @@ def save_checkpoint():
         "config": config,
         "scaler": scaler.state_dict(),
         "data_position": data_position,
-        "wandb_run_id": log.run_id,
+        "wandb_run_id": log.run_id or wandb_run_id,
     }
     with progress.task("saving the checkpoint"):
         checkpoints.save(raw_model, optimizer, values)
 
 
 # logging
-with exit_on_wrong_input():
+with exit_on_wrong_input(), progress.task("starting the log"):
     checkpoints.claim()
-    facts = {"implementation": flags.implementation(world_size), "world_size": world_size, "micro_steps": micro_steps}
-    facts |= {"parameters": raw_model.num_params(), **environment(device)}
-    log = Logger(None if eval_only else out_dir, iter_num if init_from == "resume" else None, config | facts, wandb_run_id)
-    sampler = Sampler(sample_interval, raw_model, data.meta, autocast, log, seed)
+    facts: dict[str, object] = {
+        "implementation": flags.implementation(world_size),
+        "world_size": world_size,
+        "micro_steps": micro_steps,
+    }
+    facts |= {"parameters": raw_model.num_params(), "dtype": dtype, **environment(device)}
+    folder = None if eval_only or iter_num > max_iters else out_dir
+    log = Logger(folder, iter_num if init_from == "resume" else None, config | facts, wandb_run_id)
+    sampler = Sampler(0 if eval_only else sample_interval, raw_model, data.meta, autocast, log, seed)
 workload = Workload(raw_model.config, batch_size, dtype, device.type, activation_checkpointing)
 memory = MemoryCheck(log, model, optimizer, workload, shard_gradients, micro_steps, compile)
 meter = Meter(log, model, optimizer, memory, dtype, tokens_per_iter, raw_model.flops_per_token(), max_iters, metric_interval)
@@ -281,7 +286,7 @@ while iter_num <= max_iters or eval_only:
     if iter_num % eval_interval == 0 or eval_only:
         begin = time.perf_counter()
         losses = estimate_loss()
-        meter.log_evaluation(iter_num, losses, lr, data_position * block_size, time.perf_counter() - begin)
+        meter.log_evaluation(iter_num, losses, lr, time.perf_counter() - begin)
         if eval_only:
             break
         if guard.in_a_row or not all(map(math.isfinite, losses.values())):
@@ -326,7 +331,8 @@ while iter_num <= max_iters or eval_only:
     if is_logged or (iter_num + 1) % eval_interval == 0 or device.type == "cpu":  # report() waits for a GPU
         guard.report(iter_num)
     progress.update(iter_num)
-    profiler.step()
+    if profiler.step():
+        meter.restart()
     iter_num += 1
 
     must_fail = checkpoints.report(log) or guard.failed

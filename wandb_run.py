@@ -13,9 +13,13 @@ from functools import partial
 from typing import Any
 
 _QUEUE = 10_000  # number of calls that can wait for wandb
-_FINISH_S = 60.0  # how long the end of the run may take
+_FINISH_S = 60.0  # at the end of the run: how long to wait for the next figure to be sent
 _REST = 4  # pause after each event that is sent again, relative to the time that it took
 _FREE_BYTES = 1_000_000  # an offline run needs them on the disk
+
+
+class WandbError(RuntimeError):
+    """There is no run of wandb, for a reason that does not concern the training."""
 
 
 class WandbRun:
@@ -41,7 +45,8 @@ class WandbRun:
         id: ID of the run.
 
     Raises:
-        ValueError: if wandb is not installed or not configured correctly. The message is one line.
+        WandbError: if wandb is not installed or cannot start.
+        ValueError: if wandb is not configured correctly. The messages are one line.
     """
 
     def __init__(
@@ -58,28 +63,31 @@ class WandbRun:
         try:
             import wandb
         except ImportError as error:
-            raise ValueError(f"wandb_log=True needs wandb ({error}); pip install wandb, or use --wandb_log=False") from error
+            raise WandbError(f"wandb is not installed ({error}); pip install wandb") from error
         self._wandb: Any = wandb
         for chatty in ("asyncio", "opentelemetry"):  # wandb uses them, and they repeat that a connection is lost
             logging.getLogger(chatty).addHandler(logging.NullHandler())
         try:
             self._run = self._start(mode, project, name, config, job_type, run_id, resume_at)
-        except Exception as error:
+        except (wandb.errors.UsageError, ValueError) as error:  # an invalid project name or WANDB_... variable
             raise ValueError(f"wandb does not start: {_line(error)}") from error
+        except Exception as error:
+            raise WandbError(f"wandb does not start: {_line(error)}") from error
         self.id: str = self._run.id
         self._first = self._run.starting_step  # the run has earlier rows already
         self._newest = -1  # iteration of the newest row
+        self._sent = 0  # number of calls that the thread has made
         self._samples = wandb.Table(columns=["iter", "text"], log_mode="INCREMENTAL")
         self._queue: queue.Queue[Callable[[], Any] | None] = queue.Queue(_QUEUE)  # None: finish
         self._has_stopped = self._is_full = self._is_finished = False
         self._exit_code = 0
-        self._hurry = threading.Event()  # the training has ended
+        self._is_ending = threading.Event()  # the training has ended
         self._thread = threading.Thread(target=self._work, args=(history,), name="wandb", daemon=True)
         self._thread.start()
         # made now, because an interpreter that is ending starts no thread
         self._give_up = threading.Event()
-        self._undertaker = threading.Thread(target=self._abandon, name="wandb end", daemon=True)
-        self._undertaker.start()
+        self._ender = threading.Thread(target=self._tear_down_if_given_up, name="wandb end", daemon=True)
+        self._ender.start()
         atexit.register(self.finish, exit_code=1)  # after an exception; it comes before wandb's own hook
 
     def log(self, event: dict[str, Any]) -> None:
@@ -95,7 +103,7 @@ class WandbRun:
         self._call(partial(self._run.summary.update, values))
 
     def finish(self, exit_code: int = 0) -> None:
-        """Wait until everything has been sent, but at most 60 seconds. Later calls do nothing.
+        """Wait until everything has been sent, or nothing has been sent for 60 seconds. Later calls do nothing.
 
         Args:
             exit_code: wandb shows the run as failed if it is not 0.
@@ -104,15 +112,20 @@ class WandbRun:
             return
         self._is_finished, self._exit_code = True, exit_code
         atexit.unregister(self.finish)
-        self._hurry.set()
-        end = time.monotonic() + _FINISH_S
-        with contextlib.suppress(queue.Full):
-            self._queue.put(None, timeout=_FINISH_S)
-        self._thread.join(max(0.0, end - time.monotonic()))
+        self._is_ending.set()
+        end, sent, is_asked = time.monotonic() + _FINISH_S, self._sent, False
+        while self._thread.is_alive() and time.monotonic() < end:
+            if not is_asked:
+                with contextlib.suppress(queue.Full):  # try again when the thread has taken a call
+                    self._queue.put_nowait(None)
+                    is_asked = True
+            self._thread.join(0.2)
+            if self._sent > sent:
+                end, sent = time.monotonic() + _FINISH_S, self._sent
         if self._thread.is_alive():
-            self._stop(f"it has not finished within {_FINISH_S:.0f} s")
+            self._stop(f"it has not sent anything for {_FINISH_S:.0f} s")
             self._give_up.set()
-            self._undertaker.join(1.0)
+            self._ender.join(1.0)
 
     def _start(
         self,
@@ -192,11 +205,13 @@ class WandbRun:
             begin = time.perf_counter()
             for event in history:
                 self._send(event)
+                self._sent += 1
                 if self._queue.qsize() < _QUEUE // 2:  # leave most of the time to the thread that trains
-                    self._hurry.wait(_REST * (time.perf_counter() - begin))
+                    self._is_ending.wait(_REST * (time.perf_counter() - begin))
                 begin = time.perf_counter()
             while (call := self._queue.get()) is not None:
                 call()
+                self._sent += 1
         except Exception as error:
             self._stop(_line(error))
             while self._queue.get() is not None:
@@ -230,7 +245,7 @@ class WandbRun:
             print(f"WARNING: wandb has stopped: {reason}; {rest}metrics.jsonl has all figures", flush=True)
         self._has_stopped = True
 
-    def _abandon(self) -> None:
+    def _tear_down_if_given_up(self) -> None:
         self._give_up.wait()
         self._tear_down()
 
@@ -238,6 +253,19 @@ class WandbRun:
         """End wandb's process, after its hook in `atexit` has been removed, which would wait for the process without end."""
         with contextlib.suppress(Exception, SystemExit):
             self._wandb.teardown(self._exit_code)
+
+
+def mode_of(setting: str) -> str:
+    """Returns the mode of wandb: that of WANDB_MODE if the variable is set, otherwise the setting.
+
+    Raises:
+        ValueError: if WANDB_MODE has another value than 'online', 'offline' or 'disabled', or wandb's older names of them.
+    """
+    mode = os.environ.get("WANDB_MODE") or setting
+    mode = {"run": "online", "dryrun": "offline"}.get(mode, mode)
+    if mode not in ("online", "offline", "disabled"):
+        raise ValueError(f"WANDB_MODE={mode} is not one of online, offline, disabled; change or unset the variable")
+    return mode
 
 
 def _unless_set(variable: str, value: str) -> str | None:

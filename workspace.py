@@ -10,14 +10,14 @@ import math
 import os
 from typing import Any, Literal, NamedTuple
 
+from run_charts import COLLECTIVES, PARTS
+
 NAME = "nanoGPT with ZeRO-1"  # title of the workspace and of the report
 X_AXIS = "iter"
 
 # Implementation: colour of its runs. The palette is that of Okabe and Ito, which the colour-blind can tell apart.
 _COLOURS = {"adamw": "#0072B2", "torch": "#E69F00", "sharded": "#009E73"}
 _ID = "nanogptzero"  # of the workspace, in its URL; a later call finds the workspace by it
-_COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
-_PARTS = ("parameters", "gradients", "state", "master", "buckets")
 
 
 class Panel(NamedTuple):
@@ -70,7 +70,7 @@ SECTIONS = (
             ),
             Panel("Peak, MB", ("memory/peak_mb", "memory/peak_mb_min")),
             Panel("Optimizer state of a rank, MB", ("memory/optimizer_state_mb", "memory/optimizer_state_mb_min")),
-            Panel("Peak, predicted and measured, MB", ("memory/predicted_mb", "memory/peak_mb")),
+            Panel("Peak and its prediction, MB (on a CPU the peak includes Python)", ("memory/predicted_mb", "memory/peak_mb")),
             Panel("Less than plain AdamW, MB", ("memory/saved_mb",)),
             Panel("Predicted peak, MB", ("memory/predicted_peak_mb",), "bars"),
             Panel("Activations, predicted, MB", ("memory/predicted_activations_mb",), "bars"),
@@ -80,7 +80,7 @@ SECTIONS = (
                     (f"memory/predicted_{part}_mb", f"memory/measured_{part}_mb"),
                     "bars",
                 )
-                for part in _PARTS
+                for part in PARTS
             ),
         ),
     ),
@@ -105,10 +105,10 @@ SECTIONS = (
         "sends.",
         (
             Panel("Exposed, % of a step", ("comm/exposed_percent",)),
-            Panel("Exposed, by kind, ms", ("comm/exposed_ms", *(f"comm/exposed_{kind}_ms" for kind in _COLLECTIVES))),
+            Panel("Exposed, by kind, ms", ("comm/exposed_ms", *(f"comm/exposed_{kind}_ms" for kind in COLLECTIVES))),
             Panel(
                 "Sent per step, by kind, MB",
-                ("comm/sent_mb_per_step", *(f"comm/sent_{kind}_mb_per_step" for kind in _COLLECTIVES)),
+                ("comm/sent_mb_per_step", *(f"comm/sent_{kind}_mb_per_step" for kind in COLLECTIVES)),
             ),
         ),
     ),

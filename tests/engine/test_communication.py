@@ -75,7 +75,7 @@ def test_a_rank_waits_for_a_slower_one(mode):
     by_rank, same = run_ranks(sleepy, 2, mode)
     assert by_rank == same, "every rank gets the numbers of all ranks"
     (waiting,), (sleeping,) = by_rank
-    assert waiting > 0.8 * SLEEP_S * 1000
+    assert waiting > 0.5 * SLEEP_S * 1000
     assert sleeping < 0.5 * waiting, "time in which a rank computes is no wait"
 
 

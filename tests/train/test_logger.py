@@ -8,6 +8,7 @@ import pytest
 
 import logger
 from logger import Logger
+from wandb_run import WandbError
 
 CONFIG = {"wandb_log": False, "wandb_mode": "online", "wandb_project": "p", "wandb_run_name": "n", "implementation": "sharded"}
 
@@ -76,6 +77,7 @@ class FakeRun:
 def wandb(monkeypatch):
     """Replaces the run of wandb; returns a Logger with one."""
     monkeypatch.setattr(logger, "WandbRun", FakeRun)
+    monkeypatch.delenv("WANDB_MODE", raising=False)
     return lambda *how, **config: Logger(*how[:2], CONFIG | {"wandb_log": True} | config, *how[2:])
 
 
@@ -115,6 +117,57 @@ def test_a_wandb_that_does_not_start_leaves_the_files_as_they_are(tmp_path, monk
     with pytest.raises(ValueError, match="no reason"):
         Logger(str(tmp_path), None, CONFIG | {"wandb_log": True})
     assert [(tmp_path / name).read_text() for name in ("metrics.jsonl", "run.json")] == ["{}\n", "{}\n"]
+
+
+def test_a_wandb_that_cannot_start_does_not_end_the_run(tmp_path, monkeypatch, capsys):
+    def fail(*_):
+        raise WandbError("wandb is not installed (No module named 'wandb'); pip install wandb")
+
+    monkeypatch.setattr(logger, "WandbRun", fail)
+    log = Logger(str(tmp_path), None, CONFIG | {"wandb_log": True})
+    log.log({"iter": 0})
+    log.finish()
+    assert log.run_id is None
+    assert lines(tmp_path) == [{"iter": 0}]
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("WARNING: wandb is not installed (")
+    assert line.endswith("; pip install wandb; training goes on, metrics.jsonl has all figures")
+
+
+def test_the_variable_comes_before_the_setting(tmp_path, wandb, monkeypatch):
+    for variable, mode in (
+        ("", "online"),
+        ("offline", "offline"),
+        ("dryrun", "offline"),
+        ("run", "online"),
+        ("disabled", None),
+    ):
+        monkeypatch.setenv("WANDB_MODE", variable)
+        run = wandb(str(tmp_path), None).run
+        assert mode == (run and run.how[0]), variable
+    monkeypatch.setenv("WANDB_MODE", "foo")
+    with pytest.raises(
+        ValueError, match="WANDB_MODE=foo is not one of online, offline, disabled; change or unset the variable"
+    ):
+        wandb(str(tmp_path), None)
+    assert wandb(str(tmp_path), None, wandb_log=False).run is None, "it does not matter without wandb"
+
+
+def test_run_json_lists_what_a_resumed_run_has_changed(tmp_path):
+    def parts(resume_at, implementation, world_size=2):
+        Logger(str(tmp_path), resume_at, CONFIG | {"implementation": implementation, "world_size": world_size})
+        content = json.loads((tmp_path / "run.json").read_text())
+        assert content["implementation"] == implementation
+        return [(part["from_iter"], part["implementation"], part["world_size"]) for part in content["parts"]]
+
+    assert parts(None, "sharded") == [(0, "sharded", 2)]
+    assert parts(10, "sharded") == [(0, "sharded", 2)]
+    assert parts(20, "torch") == [(0, "sharded", 2), (20, "torch", 2)]
+    assert parts(30, "torch", 4) == [(0, "sharded", 2), (20, "torch", 2), (30, "torch", 4)]
+    assert parts(20, "adamw") == [(0, "sharded", 2), (20, "adamw", 2)], "from an older checkpoint"
+    assert parts(None, "adamw") == [(0, "adamw", 2)]
+    (tmp_path / "run.json").write_text("damaged")
+    assert parts(30, "adamw") == [(30, "adamw", 2)]
 
 
 def test_the_summary_of_a_run_that_was_resumed(tmp_path, wandb):

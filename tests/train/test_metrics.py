@@ -24,7 +24,7 @@ import os, time
 if os.environ.get("RANK") == "1":
     import model
     forward = model.GPT.forward
-    model.GPT.forward = lambda *args: (time.sleep(0.1), forward(*args))[1]
+    model.GPT.forward = lambda *args: (time.sleep(0.3), forward(*args))[1]
 """
 
 
@@ -72,7 +72,8 @@ def test_every_implementation_logs_the_same_keys_at_the_same_events(events):
     when, _ = documented()
     of_ranks = {key for key, at in when.items() if at == "ranks"}
     for event in iterations(events["sharded"][0]):
-        assert (of_ranks <= set(event)) == (event["iter"] % 2 == 0), "metric_interval=2"
+        expected = of_ranks - {"memory/saved_mb"} if event["iter"] == 0 else of_ranks  # no state before the first update
+        assert of_ranks & set(event) == (expected if event["iter"] % 2 == 0 else set()), "metric_interval=2"
 
 
 def test_the_losses_are_equal(events):
@@ -144,8 +145,8 @@ def test_the_rank_that_computes_longest_is_named(data, tmp_path):
     assert process.returncode == 0, process.stderr
     lines = iterations(map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines()))
     assert [event["time/slowest_rank"] for event in lines] == [1] * 6
-    assert all(event["time/rank_spread_ms"] > 0.8 * 3 * 100 for event in lines), "three micro-steps of 0.1 s more"
-    assert all(event["comm/exposed_ms"] > 0.5 * 3 * 100 for event in lines), "rank 0 waits for it"
+    assert all(event["time/rank_spread_ms"] > 0.5 * 3 * 300 for event in lines), "three micro-steps of 0.3 s more"
+    assert all(event["comm/exposed_ms"] > 0.5 * 3 * 300 for event in lines), "rank 0 waits for it"
     assert process.stdout.count("WARNING: a rank lags: at iteration 4, rank 1 computes ") == 1
 
 

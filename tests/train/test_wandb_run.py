@@ -104,15 +104,19 @@ def test_an_offline_run_has_every_figure_of_metrics_jsonl(data, tmp_path, wandb_
 def test_a_resumed_run_is_one_curve(data, tmp_path, wandb_folder, how):
     """The newest folder has the iterations before the checkpoint, and no others that a killed run had begun."""
     arguments = [f"--dataset={data}", f"--out_dir={tmp_path / 'out'}", "--wandb_log=True", "--eval_interval=30"]
-    if how == "stopped":
-        first = run("train.py", *SETTINGS, *arguments, "--max_iters=30", cwd=tmp_path)
-        assert first.returncode == 0, first.stderr
-    else:
-        with Forked("train.py", *SETTINGS, *arguments, "--max_iters=100000", cwd=tmp_path) as forked:
+    with Forked("train.py", *SETTINGS, *arguments, "--max_iters=100000", ranks=2, cwd=tmp_path) as forked:
+        if how == "stopped":
+            forked.wait_for("iter 30:")
+            os.kill(forked.pids[1], signal.SIGTERM)
+            assert forked.finish().returncode == 0
+        else:
             forked.wait_for("iter 37:")
             os.kill(forked.pids[0], signal.SIGKILL)
     begun = merged(tmp_path / "out")
-    resumed = run("train.py", *SETTINGS, *arguments, "--max_iters=60", "--init_from=resume", cwd=tmp_path)
+    if how == "killed":  # in the middle of a line
+        with open(tmp_path / "out" / "metrics.jsonl", "a") as file:
+            file.write('{"iter": 1000, "iter/lo')
+    resumed = run("train.py", *SETTINGS, *arguments, "--max_iters=60", "--init_from=resume", ranks=2, cwd=tmp_path)
     assert resumed.returncode == 0, resumed.stderr
     assert newest(wandb_folder).name in resumed.stdout
     assert "leave out its older folders" in resumed.stdout
@@ -338,7 +342,7 @@ def test_a_slow_wandb_slows_nothing(fake, monkeypatch, capsys):
     assert fake.rows == []
     printed = capsys.readouterr().out
     assert printed.count("wandb is too slow") == 1
-    assert printed.count("wandb has stopped: it has not finished within") == 1
+    assert printed.count("wandb has stopped: it has not sent anything for") == 1
 
 
 @pytest.mark.parametrize("reason", ["an error of wandb", "no space"])
@@ -360,10 +364,14 @@ def test_after_an_error_nothing_more_is_sent(fake, monkeypatch, capsys, reason):
     assert capsys.readouterr().out.count(f"WARNING: wandb has stopped: {reason}; ") == 1
 
 
-def test_without_wandb_there_is_one_line(monkeypatch):
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ValueError, match=r"^wandb_log=True needs wandb .*; pip install wandb, or use --wandb_log=False$"):
-        start()
+def test_without_wandb_training_goes_on_with_one_line(data, tmp_path):
+    arguments = [f"--dataset={data}", f"--out_dir={tmp_path}", "--wandb_log=True", "--max_iters=2"]
+    process = run("train.py", *SETTINGS, *arguments, before="import sys; sys.modules['wandb'] = None")
+    assert process.returncode == 0, process.stderr
+    (line,) = [line for line in process.stdout.splitlines() if "wandb" in line and not line.startswith("Overriding")]
+    assert line.startswith("WARNING: wandb is not installed (")
+    assert line.endswith("; pip install wandb; training goes on, metrics.jsonl has all figures")
+    assert [row["iter"] for row in merged(tmp_path)] == [0, 1, 2]
 
 
 def test_an_invalid_project_is_refused(data, tmp_path):

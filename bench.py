@@ -88,7 +88,7 @@ DEFAULT_MODES = {
     "memory": ",".join(MODES),
     "time": "adamw,torch,sharded",
     "checkpoint": "sharded,torch",
-    "telemetry": "sharded",
+    "telemetry": "adamw,sharded",
 }
 
 
@@ -187,7 +187,12 @@ def measure_checkpoint():
 
 def measure_telemetry():
     """Needs to be called on all ranks."""
-    report("telemetry", "Metrics: the ratio is that to a step without them", telemetry_rows(setup, rounds), "telemetry.csv")
+    report(
+        "telemetry",
+        "Metrics: the ratio is that to a step without them",
+        telemetry_rows(setup, names["telemetry"], rounds),
+        "telemetry.csv",
+    )
 
 
 def report(measure, title, rows, file):

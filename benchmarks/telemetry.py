@@ -42,27 +42,33 @@ class NoMeter:
         pass
 
 
-def telemetry_rows(setup: Setup, rounds: int) -> list[dict[str, Any]]:
-    """Returns one row per kind of telemetry, with the sharded implementation. Needs to be called on all ranks.
+def telemetry_rows(setup: Setup, modes: list[str], rounds: int) -> list[dict[str, Any]]:
+    """Returns one row per mode and kind of telemetry. Needs to be called on all ranks.
 
-    The kinds take turns of a few steps with the same model. The ratio is that to the turn without metrics in the same round,
-    and its median over the rounds. The first round is not counted.
+    Each kind has its own model, and the kinds of a mode take turns of a few steps. The ratio is that to the turn without
+    metrics in the same round, and its median over the rounds. The first round is not counted.
     """
-    contender = Contender(setup, "sharded").wrap()
+    return [row for mode in modes for row in _rows_of(setup, mode, rounds)]
+
+
+def _rows_of(setup: Setup, mode: str, rounds: int) -> list[dict[str, Any]]:
+    kinds = ["off", "metrics", *(["metrics and wandb"] if importlib.util.find_spec("wandb") else [])]
+    contenders = {kind: Contender(setup, mode).wrap() for kind in kinds}
+    turns: dict[str, list[float]] = {kind: [] for kind in kinds}
     with tempfile.TemporaryDirectory() as folder, open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
-        meters: dict[str, NoMeter | Meter] = {"off": NoMeter(), "metrics": _meter(contender, folder, wandb_log=False)}
-        if importlib.util.find_spec("wandb"):
-            meters["metrics and wandb"] = _meter(contender, os.path.join(folder, "wandb"), wandb_log=True)
-        turns: dict[str, list[float]] = {kind: [] for kind in meters}
+        meters: dict[str, NoMeter | Meter] = {"off": NoMeter()}
+        for kind in kinds[1:]:
+            meters[kind] = _meter(contenders[kind], os.path.join(folder, kind), wandb_log="wandb" in kind)
         for turn in range(rounds + 1):
             for kind, meter in meters.items():
-                turns[kind].append(_turn(contender, meter, turn * METRIC_INTERVAL))
+                turns[kind].append(_turn(contenders[kind], meter, turn * METRIC_INTERVAL))
         for meter in meters.values():
             if isinstance(meter, Meter):
                 meter.log.finish()
     reference = turns["off"][1:]
     return [
         {
+            "mode": mode,
             "telemetry": kind,
             "ms per step": statistics.median(times[1:]),
             "ratio": statistics.median(own / other for own, other in zip(times[1:], reference, strict=True)),
@@ -73,10 +79,14 @@ def telemetry_rows(setup: Setup, rounds: int) -> list[dict[str, Any]]:
 
 def _meter(contender: Contender, folder: str, wandb_log: bool) -> Meter:
     setup, model, optimizer = contender.setup, contender.model, contender.optimizer
-    os.environ["WANDB_DIR"] = folder  # not the folder of the user's runs
     wandb = {"wandb_log": wandb_log, "wandb_mode": "offline", "wandb_project": "telemetry", "wandb_run_name": "telemetry"}
-    log = Logger(folder, None, {**wandb, "implementation": "sharded"})
-    memory = MemoryCheck(log, model, optimizer, setup.workload("sharded"), False, 1, False)
+    before = {name: os.environ.pop(name) for name in ("WANDB_DIR", "WANDB_MODE") if name in os.environ}
+    os.environ["WANDB_DIR"] = folder  # not the folder of the user's runs
+    log = Logger(folder, None, {**wandb, "implementation": contender.mode})
+    del os.environ["WANDB_DIR"]
+    os.environ.update(before)
+    shard_gradients = contender.mode == "shard_gradients"
+    memory = MemoryCheck(log, model, optimizer, setup.workload(contender.mode), shard_gradients, 1, False)
     tokens = setup.batch_size * setup.config.block_size * dist.get_world_size()
     flops = contender.module.flops_per_token()
     return Meter(log, model, optimizer, memory, setup.dtype, tokens, flops, NEVER_ENDS, METRIC_INTERVAL)

@@ -162,8 +162,11 @@ def test_what_the_metrics_cost(tmp_path):
     process = run("bench.py", "--what=telemetry", "--name=telemetry", "--rounds=1", *SIZES, ranks=2, cwd=tmp_path)
     assert process.returncode == 0, process.stderr
     rows = results(tmp_path / "results" / "telemetry", "telemetry")
-    assert [row["telemetry"] for row in rows] == ["off", "metrics", "metrics and wandb"]
-    assert rows[0]["ratio"] == 1
+    kinds = ["off", "metrics", "metrics and wandb"]
+    assert [(row["mode"], row["telemetry"]) for row in rows] == [
+        (mode, kind) for mode in ("adamw", "sharded") for kind in kinds
+    ]
+    assert rows[0]["ratio"] == rows[3]["ratio"] == 1
     assert all(row["ms per step"] > 0 for row in rows)
     assert "iter " not in process.stdout
     assert os.listdir(tmp_path) == ["results"], "the runs it makes are gone"

@@ -42,7 +42,7 @@ def test_the_trace_has_the_iterations_after_the_first_ones(traces):
         steps = [name for name, _, _ in ranges(events, "ProfilerStep#")]
         assert steps == [f"ProfilerStep#{WAIT + WARM_UP + number}" for number in range(ACTIVE)]
     assert "wrote the profile of each rank to " in printed
-    assert "aten::mm" in printed
+    assert "Self CPU time" in printed
 
 
 def test_every_phase_of_every_step_is_a_range(traces):
@@ -109,6 +109,15 @@ def test_a_short_run_writes_what_it_has_or_says_that_it_has_nothing(steps, is_wr
     assert (tmp_path / "profile").exists() == is_written
     if is_written:
         assert [name for name, _, _ in ranges(trace(tmp_path, 0), "step ")] == [f"step {WAIT + WARM_UP}"]
+
+
+def test_a_folder_that_cannot_be_written_to_does_not_end_the_run(tmp_path, capfd):
+    (tmp_path / "profile").write_text("a file")
+    profiler = Profiler(str(tmp_path / "profile"), 0, torch.device("cpu"), True, False)
+    wrote = [profiler.step() for _ in range(WAIT + WARM_UP + ACTIVE + 2)]
+    profiler.finish()
+    assert wrote == [False] * (WAIT + WARM_UP + ACTIVE - 1) + [True, False, False]
+    assert capfd.readouterr().out.count("WARNING: rank 0 cannot write its profile: ") == 1
 
 
 def test_without_the_settings_nothing_is_recorded(tmp_path, capfd):

@@ -110,7 +110,7 @@ class Meter:
             self.mfu = mfu if self.mfu == -1.0 else 0.9 * self.mfu + 0.1 * mfu
         elapsed_s = end - self._started
         before, now = self._before, self._totals()
-        spent = {key: (total - before.get(key, 0)) / self._timed for key, total in now.items()}  # per iteration
+        spent = {key: (total - before[key]) / self._timed for key, total in now.items()}  # per iteration
         exposed_ms = sum(spent[f"waited {kind}"] for kind in KINDS)
         forward_backward_ms, optimizer_ms = spent["forward"] + spent["backward"], spent["clip"] + spent["update"]
         event: dict[str, Any] = {

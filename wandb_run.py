@@ -67,8 +67,15 @@ class WandbRun:
         self._wandb: Any = wandb
         for chatty in ("asyncio", "opentelemetry"):  # wandb uses them, and they repeat that a connection is lost
             logging.getLogger(chatty).addHandler(logging.NullHandler())
+        arguments: dict[str, Any] = {
+            "project": _unless_set("WANDB_PROJECT", project),
+            "name": _unless_set("WANDB_NAME", name),
+            "group": _unless_set("WANDB_RUN_GROUP", name),
+            "job_type": _unless_set("WANDB_JOB_TYPE", job_type),
+            "config": config,
+        }
         try:
-            self._run = self._start(mode, project, name, config, job_type, run_id, resume_at)
+            self._run = self._start(mode, arguments, os.environ.get("WANDB_RUN_ID") or run_id, resume_at)
         except (wandb.errors.UsageError, ValueError) as error:  # an invalid project name or WANDB_... variable
             raise ValueError(f"wandb does not start: {_line(error)}") from error
         except Exception as error:
@@ -127,25 +134,8 @@ class WandbRun:
             self._give_up.set()
             self._ender.join(1.0)
 
-    def _start(
-        self,
-        mode: str,
-        project: str,
-        name: str,
-        config: dict[str, Any],
-        job_type: str,
-        run_id: str | None,
-        resume_at: int | None,
-    ) -> Any:
-        """Start or continue the run. Returns wandb's object."""
-        run_id = os.environ.get("WANDB_RUN_ID") or run_id
-        arguments: dict[str, Any] = {
-            "project": _unless_set("WANDB_PROJECT", project),
-            "name": _unless_set("WANDB_NAME", name),
-            "group": _unless_set("WANDB_RUN_GROUP", name),
-            "job_type": _unless_set("WANDB_JOB_TYPE", job_type),
-            "config": config,
-        }
+    def _start(self, mode: str, arguments: dict[str, Any], run_id: str | None, resume_at: int | None) -> Any:
+        """Start or continue the run with these arguments of `wandb.init`. Returns wandb's object."""
         why = ""
         if mode == "online":
             try:

@@ -100,6 +100,26 @@ def test_the_limit_counts_skips_in_a_row():
     assert guard.failed
 
 
+@pytest.mark.parametrize("limit", [1, 3])
+def test_skipped_updates_are_an_alert(limit, capsys):
+    model, alerts = torch.nn.Linear(2, 1), []
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    guard = Guard(model, optimizer, ShardedGradScaler("cpu", enabled=False), limit, alert=lambda *alert: alerts.append(alert))
+    for step, factor in enumerate((1.0, math.nan)):
+        optimizer.zero_grad()
+        loss = model(torch.ones(2)).sum() * factor
+        loss.backward()
+        guard.check(loss.detach(), clip_grad_norm_(optimizer, math.inf))
+        optimizer.step()
+        guard.report(step)
+    ((title, text),) = alerts
+    assert title == "Loss or gradients not finite"
+    assert text.startswith("at iteration 1: the loss of rank 0 is nan")
+    assert guard.failed == (limit == 1)
+    printed = capsys.readouterr()
+    assert ("ends" in printed.err) == guard.failed, "what the console gets does not change"
+
+
 def test_float16_leaves_gradients_to_the_scaler(capsys):
     """The scaler skips and counts for itself. A loss that is not finite counts here, and its step is skipped."""
     model, optimizer = build_toy("adamw")

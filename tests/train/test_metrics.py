@@ -117,6 +117,21 @@ def test_figures_that_are_known(events, name):
     assert iterations(lines)[-1]["throughput/eta_hours"] == 0.0
 
 
+def test_training_stands_still_for_the_whole_of_a_save(events):
+    for lines, _ in events.values():
+        (save,) = [event for event in lines if "checkpoint/blocked_s" in event]
+        assert save["checkpoint/blocked_s"] >= save["checkpoint/consolidate_s"] + save["checkpoint/write_s"] > 0
+
+
+def test_the_time_of_logging_is_in_the_time_of_a_step(data, tmp_path):
+    slow = "import logger, time; w = logger.Logger._write; logger.Logger._write = lambda *a: (time.sleep(0.2), w(*a))[1]"
+    arguments = [f"--dataset={data}", f"--out_dir={tmp_path}", "--max_iters=4", "--eval_interval=100"]
+    process = run("train.py", *SETTINGS, *arguments, before=slow)
+    assert process.returncode == 0, process.stderr
+    times = [json.loads(line).get("time/step_ms") for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [time > 200 for time in times if time is not None] == [False, True, True, True, True]
+
+
 def test_memory_at_the_points_of_a_step(events):
     """On a CPU these are exact: parameters P, DistributedDataParallel's buckets P, state 2P."""
     lines, facts = events["adamw"]

@@ -128,6 +128,12 @@ def test_a_resumed_run_is_one_curve(data, tmp_path, wandb_folder, how):
     assert rows(newest(wandb_folder)) == expected
     ids = {folder.name.rsplit("-", 1)[1] for folder in wandb_folder.glob("offline-run-*")}
     assert ids == {torch_load(tmp_path / "out")["wandb_run_id"]}
+    if how == "stopped":
+        without = run("train.py", *SETTINGS, *arguments, "--wandb_log=False", "--max_iters=90", "--init_from=resume", ranks=2)
+        assert without.returncode == 0, without.stderr
+        checkpoint = torch_load(tmp_path / "out")
+        assert checkpoint["iter_num"] == 90
+        assert ids == {checkpoint["wandb_run_id"]}, "a process without wandb keeps the run"
 
 
 def test_without_a_login_the_run_is_offline(data, tmp_path, wandb_folder, monkeypatch):

@@ -23,6 +23,7 @@ def build(
     shard_gradients: bool = False,
     param_dtype: str = "float32",
     check_reads: bool = False,
+    shard_size: int = 0,
     **adamw: Any,
 ) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     """Wrap `model` for data parallelism and create its AdamW. Needs to be called on all ranks, with `model` on its device.
@@ -38,6 +39,8 @@ def build(
         param_dtype: 'float32', or with 'sharded' also 'bfloat16': weights and gradients are bfloat16, and each rank holds
             1/N of the float32 masters.
         check_reads: only with 'sharded': a debugging mode in which a parameter that is read before it has arrived is nan.
+        shard_size: only with 'sharded': number of consecutive ranks that share the state. Each such group of ranks holds a
+            replica of the whole state. 0: all ranks share it.
         **adamw: arguments of torch.optim.AdamW. Its fused kernel is used if the device has one.
 
     Returns:
@@ -45,9 +48,9 @@ def build(
 
     Raises:
         ValueError: if `zero1_impl` or `param_dtype` is unknown, flags cannot be combined, `bucket_mb` is not positive, or
-            an argument of AdamW is invalid.
+            `shard_size` or an argument of AdamW is invalid.
     """
-    flags = Flags(use_zero1, zero1_impl, bucket_mb, shard_gradients, param_dtype, check_reads)
+    flags = Flags(use_zero1, zero1_impl, bucket_mb, shard_gradients, param_dtype, check_reads, shard_size)
     implementation = flags.implementation(dist.get_world_size() if dist.is_initialized() else 1)
     device = next(model.parameters()).device
     adamw["fused"] = device.type in ("cuda", "cpu")
@@ -58,6 +61,7 @@ def build(
             groups,
             torch.optim.AdamW,
             bucket_mb=bucket_mb,
+            shard_size=shard_size,
             registration_order=model.parameters(),
             param_dtype=PARAM_DTYPES[param_dtype],
             **adamw,
@@ -102,11 +106,13 @@ def describe(optimizer: torch.optim.Optimizer, use_zero1: bool) -> str:
     if isinstance(optimizer, ShardedOptimizer | ZeroRedundancyOptimizer):
         name = "sharded" if isinstance(optimizer, ShardedOptimizer) else "torch"
         fullest = f"{max(by_rank) / 1e6:.1f} MB of AdamW state on the fullest rank"
+        count = optimizer.comm.replicas if isinstance(optimizer, ShardedOptimizer) else 1
+        replicas = f" in each of {count} groups" if count > 1 else ""
         if plan.has_masters:
             fullest += f", plus half of that in float32 master weights of the {plan.param_dtype} weights"
         return (
             f"Using ZeRO-1 optimizer state sharding: zero1_impl='{name}' ({type(optimizer).__name__}) over "
-            f"{len(by_rank)} ranks, {fullest}; plain AdamW would hold {whole} on each"
+            f"{len(by_rank)} ranks{replicas}, {fullest}; plain AdamW would hold {whole} on each"
         )
     why = " (use_zero1 needs more than one process; start with torchrun)" if use_zero1 else ""
     return f"Using plain AdamW{why}: {whole} of optimizer state on each rank"

@@ -4,7 +4,7 @@ Also counts the bytes that the collectives send and the time that the computatio
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
 from functools import cache
@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from zero.layout import resolve_shard_size
 from zero.stopwatch import Stopwatch
 
 # torch 2.13 renamed these two functions; torch 2.11 has only the old names
@@ -34,6 +35,13 @@ def cpu_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
         return group
     ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
     return dist.new_group(ranks, timeout=LONG_TIMEOUT, backend="gloo", use_local_synchronization=True)
+
+
+def _subgroup(group: dist.ProcessGroup | None, members: Iterable[int]) -> dist.ProcessGroup:
+    """Return a new process group of some ranks of `group`. Needs to be called on these ranks."""
+    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+    chosen = [ranks[member] for member in members]
+    return dist.new_group(chosen, backend=dist.get_backend(group), use_local_synchronization=True)
 
 
 def is_rank_0() -> bool:
@@ -121,33 +129,53 @@ class Pool:
 class Communicator:
     """The collectives of one process group, with counters of bytes and wait time.
 
-    Without torch.distributed, the group has one rank. Every method, except those that only count, needs to be called on all
-    ranks and in the same order. A bucket is a flat tensor, (sum of sizes,). It holds the shards of the ranks end to end, in
-    rank order. Rank r owns a shard of `sizes[r]` elements.
+    Without torch.distributed, the group has one rank. Construction and every method, except those that only count, need to be
+    called on all ranks and in the same order.
+
+    The ranks form shard groups of `shard_size` consecutive ranks. A bucket is a flat tensor, (sum of sizes,). It holds the
+    shards of the ranks of a shard group end to end, in rank order. Rank r of the shard group owns a shard of `sizes[r]`
+    elements. If there are several shard groups, each of them holds a replica of every shard, and the ranks that hold the same
+    shards form a replica group. This is hybrid sharding, as in Megatron-LM (`num_distributed_optimizer_instances`) and in
+    PyTorch FSDP (`HYBRID_SHARD`).
+
+    Args:
+        group: all ranks that train the model. Default: all ranks of the run.
+        shard_size: number of ranks in a shard group. 0: all ranks form one.
+
+    Raises:
+        ValueError: if `shard_size` does not divide the number of ranks.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, shard_size: int = 0) -> None:
         distributed = dist.is_available() and dist.is_initialized()
         self.group = group
         self.world_size = dist.get_world_size(group) if distributed else 1
         self.rank = dist.get_rank(group) if distributed else 0
+        self.shard_size = resolve_shard_size(shard_size, self.world_size)
+        self.replicas = self.world_size // self.shard_size
+        self.replica, self.shard_rank = divmod(self.rank, self.shard_size)
+        self.shard_group, self.replica_group = group, None
+        if self.replicas > 1:
+            first = self.replica * self.shard_size
+            self.shard_group = _subgroup(group, range(first, first + self.shard_size))
+            self.replica_group = _subgroup(group, range(self.shard_rank, self.world_size, self.shard_size))
         self.pool = Pool()
         self.sent_bytes: Counter[str] = Counter()  # bytes that this rank sent, by kind of collective
         self.waits = Stopwatch()  # time that the computation waited, by kind of collective (exposed communication)
 
     def reduce_scatter(self, bucket: torch.Tensor, sizes: list[int]) -> ReduceScatterWork:
-        """Start a reduce-scatter: send the parts of each shard to the rank that owns it. `add` computes the sum.
+        """Start a reduce-scatter over the shard group: send the parts of each shard to the rank that owns it.
 
-        Between CPUs, each pair of ranks exchanges the parts that the other rank owns, and each rank adds up its own shard.
-        Each rank sends as many bytes as in a ring, `(N - 1) / N` of the bucket, in half the time of gloo's own
-        reduce-scatter. Between GPUs, float32 and float64 buckets with equal shards use NCCL's own reduce-scatter. All other
-        buckets use an all-to-all. The parts of lower-precision dtypes can then be added up in float32, while a ring would
-        round every partial sum.
+        `add` computes the sum. Between CPUs, each pair of ranks exchanges the parts that the other rank owns, and each rank
+        adds up its own shard. Each rank sends as many bytes as in a ring, `(N - 1) / N` of the bucket, in half the time of
+        gloo's own reduce-scatter. Between GPUs, float32 and float64 buckets with equal shards use NCCL's own reduce-scatter.
+        All other buckets use an all-to-all. The parts of lower-precision dtypes can then be added up in float32, while a ring
+        would round every partial sum.
         """
         parts = bucket.split(sizes)
-        own = parts[self.rank]
+        own = parts[self.shard_rank]
         self.sent_bytes["reduce-scatter"] += bucket.nbytes - own.nbytes
-        if self.world_size == 1:
+        if self.shard_size == 1:
             return ReduceScatterWork(bucket, [own], [], [])
         if self._is_between_cpus(bucket):
             received: list[torch.Tensor] = []
@@ -155,20 +183,21 @@ class Communicator:
             for source, target in self._peers():
                 if own.numel():
                     received.append(self.pool.acquire(own.numel(), own))
-                    works.append(dist.irecv(received[-1], group_src=source, group=self.group))
+                    works.append(dist.irecv(received[-1], group_src=source, group=self.shard_group))
                 if sizes[target]:
-                    works.append(dist.isend(parts[target], group_dst=target, group=self.group))
+                    works.append(dist.isend(parts[target], group_dst=target, group=self.shard_group))
             return ReduceScatterWork(bucket, [own, *received], received, works)
         if self._is_native(bucket, sizes) and bucket.dtype in (torch.float32, torch.float64):
             total = self.pool.acquire(own.numel(), own)
-            work = _reduce_scatter_single(total, bucket, group=self.group, async_op=True)
+            work = _reduce_scatter_single(total, bucket, group=self.shard_group, async_op=True)
             return ReduceScatterWork(bucket, [total], [total], [work])
-        gathered = self.pool.acquire(self.world_size * own.numel(), own)
-        work = dist.all_to_all_single(gathered, bucket, [own.numel()] * self.world_size, sizes, group=self.group, async_op=True)
-        return ReduceScatterWork(bucket, list(gathered.chunk(self.world_size)), [gathered], [work])
+        gathered = self.pool.acquire(self.shard_size * own.numel(), own)
+        received_sizes = [own.numel()] * self.shard_size
+        work = dist.all_to_all_single(gathered, bucket, received_sizes, sizes, group=self.shard_group, async_op=True)
+        return ReduceScatterWork(bucket, list(gathered.chunk(self.shard_size)), [gathered], [work])
 
     def add(self, reduction: ReduceScatterWork, shard: torch.Tensor, first: bool) -> None:
-        """Wait for a reduce-scatter and store its sum over the ranks in `shard`, (sizes[rank],).
+        """Wait for a reduce-scatter and store its sum over the shard group in `shard`, (sizes[shard_rank],).
 
         If `first`, the sum overwrites `shard`; otherwise it is added to `shard`. The sum is computed in the dtype of
         `shard`, which may be wider than the dtype of the bucket. The tensors of the reduction return to the pool.
@@ -183,7 +212,7 @@ class Communicator:
             self.pool.release(tensor)
 
     def all_gather(self, bucket: torch.Tensor, sizes: list[int]) -> AllGatherWork:
-        """Start an in-place all-gather: fill `bucket` with the shards of all ranks.
+        """Start an in-place all-gather: fill `bucket` with the shards of all ranks of the shard group.
 
         Between CPUs, each rank sends its shard to each other rank. Gloo's own all-gather takes more than three times as long
         (448 ms for 124M float32 elements on 2 ranks). One broadcast per shard takes a third more on 2 ranks and as long on 4,
@@ -191,35 +220,45 @@ class Communicator:
         shards are not equal, each owner broadcasts its shard.
         """
         shards = bucket.split(sizes)
-        own = shards[self.rank]
-        self.sent_bytes["all-gather"] += (self.world_size - 1) * own.nbytes
+        own = shards[self.shard_rank]
+        self.sent_bytes["all-gather"] += (self.shard_size - 1) * own.nbytes
         works: list[Any] = []
         if self._is_between_cpus(bucket):
             for source, target in self._peers():
                 if sizes[source]:
-                    works.append(dist.irecv(shards[source], group_src=source, group=self.group))
+                    works.append(dist.irecv(shards[source], group_src=source, group=self.shard_group))
                 if own.numel():
-                    works.append(dist.isend(own, group_dst=target, group=self.group))
-        elif self.world_size == 1:
+                    works.append(dist.isend(own, group_dst=target, group=self.shard_group))
+        elif self.shard_size == 1:
             pass
         elif self._is_native(bucket, sizes):
-            works = [_all_gather_single(bucket, own, group=self.group, async_op=True)]
+            works = [_all_gather_single(bucket, own, group=self.shard_group, async_op=True)]
         else:
             works = [
-                dist.broadcast(shard, group_src=owner, group=self.group, async_op=True)
+                dist.broadcast(shard, group_src=owner, group=self.shard_group, async_op=True)
                 for owner, shard in enumerate(shards)
                 if shard.numel()
             ]
         return AllGatherWork(bucket, works)
 
+    def all_reduce_shard(self, shard: torch.Tensor) -> list[dist.Work]:
+        """Start an in-place all-reduce of a shard, (sizes[shard_rank],), over its replicas.
+
+        The result has the same bits on all of them, because an all-reduce adds up each element on one rank.
+        """
+        if self.replicas == 1 or not shard.numel():
+            return []
+        self.sent_bytes["all-reduce"] += 2 * shard.nbytes * (self.replicas - 1) // self.replicas
+        return [dist.all_reduce(shard, group=self.replica_group, async_op=True)]
+
     def all_reduce(self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> list[dist.Work]:
-        """Start an in-place all-reduce."""
+        """Start an in-place all-reduce over all ranks."""
         if self.world_size == 1:
             return []
         return [dist.all_reduce(tensor, op=op, group=self.group, async_op=True)]
 
     def broadcast(self, tensor: torch.Tensor) -> None:
-        """Overwrite a contiguous tensor with the tensor of rank 0."""
+        """Overwrite a contiguous tensor on all ranks with the tensor of rank 0."""
         if self.world_size > 1 and tensor.numel():
             dist.broadcast(tensor, group_src=0, group=self.group)
 
@@ -231,8 +270,8 @@ class Communicator:
 
     def _peers(self) -> Iterator[tuple[int, int]]:
         """Yield the rank to receive from and the rank to send to, for each turn of a pairwise exchange."""
-        for distance in range(1, self.world_size):
-            yield (self.rank - distance) % self.world_size, (self.rank + distance) % self.world_size
+        for distance in range(1, self.shard_size):
+            yield (self.shard_rank - distance) % self.shard_size, (self.shard_rank + distance) % self.shard_size
 
     def _is_between_cpus(self, bucket: torch.Tensor) -> bool:
         """Return whether ranks can send parts of the bucket to each other: gloo supports only tensors in main memory."""

@@ -49,8 +49,10 @@ class BucketGradients:
     buffer: torch.Tensor | None = None  # (sum of sizes,), collects gradients as they arrive
     streams: set[torch.cuda.Stream] = field(default_factory=set)  # on a GPU: streams that have written to `buffer`
     reduction: ReduceScatterWork | None = None  # in flight
-    shard: torch.Tensor | None = None  # (sizes[rank],), the mean gradient of this step
+    shard: torch.Tensor | None = None  # (sizes[shard_rank],), the mean gradient of this step
     is_reduced: bool = False  # whether `shard` holds a gradient of this step
+    # with replicas: the all-reduce of `shard` over them, in flight or done; None: `shard` has the sum over the shard group only
+    all_reduce: list[dist.Work] | None = None
 
     def owned_gradient(self, owned: OwnedSlice) -> torch.Tensor:
         """Return the part of the shard that belongs to an owned slice, in the shape of the slice."""
@@ -77,6 +79,10 @@ class ShardedDataParallel(nn.Module):
     forward    A read of a parameter from its module waits for the all-gathers of the buckets that hold the parameter.
 
     A rank therefore sends as many bytes as in one all-reduce: one half during backward, the other half during forward.
+
+    If the optimizer has a `shard_size`, the reduce-scatters and all-gathers stay inside a group of that many ranks. As soon as
+    a reduce-scatter has ended, an all-reduce adds up its shard over the groups. With `shard_gradients`, this happens only after
+    the last micro-step.
 
     The modules' own dictionaries of parameters wait. While all-gathers are in flight, each plain dictionary is replaced by a
     `WaitingDict`. It therefore does not matter what reads a parameter, or when: a module's forward, its parent, a hook,
@@ -363,6 +369,8 @@ class ShardedDataParallel(nn.Module):
             self._wait_for_streams(gradients)
             if number >= MAX_IN_FLIGHT:
                 self._finish_reduce_scatter(self._gradients[number - MAX_IN_FLIGHT])
+                if self.require_backward_grad_sync:
+                    self._start_all_reduce(self._gradients[number - MAX_IN_FLIGHT])
             with record_function(f"zero::reduce_scatter bucket {number}"):
                 gradients.reduction = self._comm.reduce_scatter(self._bucket_buffer(gradients), gradients.bucket.sizes)
             gradients.buffer = None
@@ -415,12 +423,31 @@ class ShardedDataParallel(nn.Module):
         if gradients.reduction is None:
             return
         reduction, gradients.reduction = gradients.reduction, None
+        if gradients.all_reduce is not None:  # an earlier backward of this step: count its sum once in the next all-reduce
+            assert gradients.shard is not None
+            self._wait_for_all_reduce(gradients)
+            if self._comm.replica > 0:
+                gradients.shard.zero_()
+            gradients.all_reduce = None
         if gradients.shard is None:
             like = gradients.bucket.updated
             gradients.shard = self._comm.pool.acquire(like.numel(), like)
         with record_function(f"zero::wait_reduce_scatter bucket {gradients.bucket.number}"):
             self._comm.add(reduction, gradients.shard, first=not gradients.is_reduced)
         gradients.is_reduced = True
+
+    def _start_all_reduce(self, gradients: BucketGradients) -> None:
+        """Start to add up the shard over its replicas, if it has a gradient of this step that is not added up yet."""
+        if gradients.is_reduced and gradients.all_reduce is None:
+            assert gradients.shard is not None
+            with record_function(f"zero::all_reduce bucket {gradients.bucket.number}"):
+                gradients.all_reduce = self._comm.all_reduce_shard(gradients.shard)
+
+    def _wait_for_all_reduce(self, gradients: BucketGradients) -> None:
+        if gradients.all_reduce:
+            with record_function(f"zero::wait_all_reduce bucket {gradients.bucket.number}"):
+                self._comm.wait("all-reduce", gradients.all_reduce, gradients.bucket.data.device)
+            gradients.all_reduce = []
 
     # -- step ----------------------------------------------------------------------------------------------------------
 
@@ -442,8 +469,13 @@ class ShardedDataParallel(nn.Module):
                 "gradients of this step have not been sent: its last backward must run outside of no_sync(), with "
                 "require_backward_grad_sync = True; one set by hand is never sent"
             )
+        if self._comm.replicas > 1:  # start all of them before the first wait
+            for gradients in self._gradients:
+                self._finish_reduce_scatter(gradients)
+                self._start_all_reduce(gradients)
         for gradients in self._gradients:
             self._finish_reduce_scatter(gradients)
+            self._wait_for_all_reduce(gradients)
             for owned in gradients.bucket.owned:
                 is_used = gradients.is_reduced and self._number[owned.param] in self._used
                 owned.local.grad = gradients.owned_gradient(owned) if is_used else None
@@ -476,6 +508,7 @@ class ShardedDataParallel(nn.Module):
         elif dropped or zeroed:
             for gradients in self._gradients:
                 self._finish_reduce_scatter(gradients)
+                self._wait_for_all_reduce(gradients)
                 for owned in gradients.bucket.owned if gradients.is_reduced else ():
                     if self._number[owned.param] in dropped | zeroed:
                         gradients.owned_gradient(owned).zero_()
@@ -493,10 +526,11 @@ class ShardedDataParallel(nn.Module):
         self._wait_for_agreement()
         for gradients in self._gradients:
             self._finish_reduce_scatter(gradients)
+            self._wait_for_all_reduce(gradients)
             if gradients.shard is not None:
                 self._comm.pool.release(gradients.shard)
                 gradients.shard = None
-            gradients.is_reduced = False
+            gradients.is_reduced, gradients.all_reduce = False, None
             gradients.missing, gradients.buffer = set(), None  # left over from a failed backward
         self._drop(self._used)
         self._phase = Phase.IDLE

@@ -6,7 +6,7 @@ from typing import Literal
 
 import torch
 
-from zero.layout import ParameterSpec, Plan, plan, replicated_plan, zero_redundancy_plan
+from zero.layout import ParameterSpec, Plan, plan, replicated_plan, resolve_shard_size, zero_redundancy_plan
 
 IMPLEMENTATIONS = ("sharded", "torch")
 PARAM_DTYPES = {"float32": None, "bfloat16": torch.bfloat16}  # None: the model keeps its dtypes
@@ -26,6 +26,7 @@ class Flags:
     shard_gradients: bool = False
     param_dtype: str = "float32"
     check_reads: bool = False
+    shard_size: int = 0
 
     def __post_init__(self) -> None:
         if self.zero1_impl not in IMPLEMENTATIONS:
@@ -37,11 +38,12 @@ class Flags:
         """Return the implementation on `world_size` ranks. A single rank has plain AdamW for all flags.
 
         Raises:
-            ValueError: if several ranks cannot combine the flags.
+            ValueError: if several ranks cannot combine the flags, or `shard_size` does not divide `world_size`.
         """
         if world_size == 1:
             return "adamw"
         if self.use_zero1 and self.zero1_impl == "sharded":
+            resolve_shard_size(self.shard_size, world_size)
             return "sharded"
         if self.param_dtype != "float32":
             raise ValueError(
@@ -51,15 +53,18 @@ class Flags:
             raise ValueError("shard_gradients=True needs use_zero1=True, zero1_impl='sharded'")
         if self.check_reads:
             raise ValueError("zero_check_reads=True needs use_zero1=True, zero1_impl='sharded'")
+        if self.shard_size:
+            raise ValueError(f"zero_shard_size={self.shard_size} needs use_zero1=True, zero1_impl='sharded'")
         return "torch" if self.use_zero1 else "adamw"
 
     def plan(self, params: Sequence[ParameterSpec], world_size: int) -> Plan:
         """Return the plan of the implementation on `world_size` ranks.
 
         Raises:
-            ValueError: if several ranks cannot combine the flags, or `bucket_mb` is not positive.
+            ValueError: see `implementation`, and if `bucket_mb` is not positive.
         """
         implementation = self.implementation(world_size)
         if implementation == "sharded":
-            return plan(params, world_size, bucket_mb=self.bucket_mb, param_dtype=PARAM_DTYPES[self.param_dtype])
+            sharing = resolve_shard_size(self.shard_size, world_size)
+            return plan(params, sharing, bucket_mb=self.bucket_mb, param_dtype=PARAM_DTYPES[self.param_dtype])
         return zero_redundancy_plan(params, world_size) if implementation == "torch" else replicated_plan(params)

@@ -257,7 +257,7 @@ class Plan:
     """Which rank owns which slice of which parameter."""
 
     params: tuple[ParameterSpec, ...]
-    world_size: int
+    world_size: int  # number of ranks that share the optimizer state
     buffers: tuple[BufferPlan, ...] = ()  # flat buffers of a ShardedOptimizer, for trainable parameters
     assigned: tuple[tuple[Slice, ...], ...] | None = None  # if there are no buffers: the whole parameters of each rank
     partition: str = "element"  # 'element' or 'parameter'
@@ -312,6 +312,18 @@ class Plan:
     @cached_property
     def _update_dtypes(self) -> dict[int, torch.dtype]:
         return {number: buffer.update_dtype for buffer in self.buffers for number in buffer.params}
+
+
+def resolve_shard_size(shard_size: int, world_size: int) -> int:
+    """Return how many of `world_size` ranks share the optimizer state. `shard_size=0` means all of them.
+
+    Raises:
+        ValueError: if `shard_size` does not divide `world_size`.
+    """
+    if shard_size and (shard_size < 0 or world_size % shard_size):
+        fitting = [str(size) for size in range(1, world_size + 1) if world_size % size == 0]
+        raise ValueError(f"shard_size={shard_size} does not divide {world_size} ranks; use one of {', '.join(fitting)}")
+    return shard_size or world_size
 
 
 def check_options(bucket_mb: float, partition: str) -> None:

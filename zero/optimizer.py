@@ -94,7 +94,7 @@ class GradientNorms(NamedTuple):
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
-    """ZeRO stage 1: each rank keeps and updates the optimizer state of 1/N of the elements.
+    """ZeRO stage 1: each of N ranks keeps and updates the optimizer state of 1/N of the elements.
 
     At construction, the parameters take the values of rank 0 and move into flat buffers: their `data` become views. The
     buffers are divided into buckets and shards as described in `zero.layout`. The inner optimizer receives each slice that
@@ -134,8 +134,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         optimizer_cls: class of the inner optimizer. Its `step` is called once per bucket, each time for other parameters. It
             must therefore keep its state by parameter, as the classes of torch.optim do. Any other class is tested on a
             small tensor, as a whole and in two pieces, and is refused if the results differ.
-        process_group: the ranks that share the state. Default: all ranks, or only this process if torch.distributed is not
+        process_group: the ranks that train the model. Default: all ranks, or only this process if torch.distributed is not
             initialized.
+        shard_size: number of consecutive ranks that share the state, for example those of one machine. It must divide the
+            number of ranks. Each such group of ranks holds a replica of the whole state. Then the reduce-scatters and
+            all-gathers stay inside a group. Only all-reduces of shards, 1/shard_size of the gradients, leave it. 0: all ranks
+            share the state.
         bucket_mb: megabytes (10**6 bytes) per bucket.
         registration_order: all parameters in the order in which the model uses them, `model.parameters()`. Pass it if
             `params` are groups in another order. Buckets then fill in the order in which backward produces gradients.
@@ -146,8 +150,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         **kwargs: arguments of `optimizer_cls`.
 
     Raises:
-        ValueError: if `bucket_mb` is not positive, `partition` is unknown, `optimizer_cls` cannot be divided in this way, or
-            parameters share memory.
+        ValueError: if `bucket_mb` is not positive, `shard_size` does not divide the number of ranks, `partition` is unknown,
+            `optimizer_cls` cannot be divided in this way, or parameters share memory.
         RuntimeError: from `step`, if a parameter has left its buffer, was unfrozen, or has a sparse gradient, or if the
             inner optimizer writes to its own param_groups. From `state`, `state_dict` and `load_state_dict`, because a
             single rank does not have the whole state. Use the functions of `zero.checkpoint` instead.
@@ -162,6 +166,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         optimizer_cls: type[torch.optim.Optimizer],
         process_group: dist.ProcessGroup | None = None,
         *,
+        shard_size: int = 0,
         bucket_mb: float = 75,
         registration_order: Iterable[torch.nn.Parameter] | None = None,
         partition: str = "element",
@@ -170,7 +175,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     ) -> None:
         check_options(bucket_mb, partition)
         _check_class(optimizer_cls, partition)
-        self.comm = Communicator(process_group)
+        self.comm = Communicator(process_group, shard_size)
         self.bucket_mb = bucket_mb
         self.partition = partition
         self.param_dtype = param_dtype
@@ -394,7 +399,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Return the gradient norms of this rank's slices and the norm of all gradients. Needs to be called on all ranks.
 
         The norm of all gradients is a float32 scalar. Each rank adds up the squares of its slices, and one all-reduce of a
-        scalar gives the norm of the whole gradient.
+        scalar gives the norm of the whole gradient. It runs over all ranks, also if there are replicas: the norm must have the
+        same bits on all of them.
         """
         total = torch.zeros((), device=self.buckets[0].data.device if self.buckets else None)
         each: dict[torch.nn.Parameter, torch.Tensor] = {}
@@ -405,7 +411,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 each.update(zip(locals_, norms, strict=True))
                 total += torch.stack(norms).float().square().sum()
         self.comm.wait("all-reduce", self.comm.all_reduce(total), total.device)
-        return GradientNorms(total.sqrt(), each)
+        return GradientNorms((total / self.comm.replicas).sqrt(), each)
 
     @torch.no_grad()
     def set_parameter(self, param: torch.nn.Parameter, value: torch.Tensor) -> None:
@@ -423,7 +429,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     @property
     def state(self) -> Any:
         raise RuntimeError(
-            f"the optimizer state is divided among {self.comm.world_size} ranks: optimizer.inner.state has that of this rank's "
+            f"the optimizer state is divided among {self.comm.shard_size} ranks: optimizer.inner.state has that of this rank's "
             "slices, zero.checkpoint.consolidate(optimizer) gathers all of it"
         )
 
@@ -433,7 +439,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         raise RuntimeError(
-            f"the optimizer state is divided among {self.comm.world_size} ranks; "
+            f"the optimizer state is divided among {self.comm.shard_size} ranks; "
             "call zero.checkpoint.consolidate(optimizer) on all ranks to gather it on rank 0"
         )
 
@@ -521,14 +527,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Return the plan for the parameters of the groups from `first_group` on."""
         specs = parameter_specs(self.param_groups[first_group:], self.registration_order, first_group=first_group)
         return plan(
-            specs, self.comm.world_size, bucket_mb=self.bucket_mb, partition=self.partition, param_dtype=self.param_dtype
+            specs, self.comm.shard_size, bucket_mb=self.bucket_mb, partition=self.partition, param_dtype=self.param_dtype
         )
 
     def _allocate(self, planned: Plan, first_group: int) -> None:
         """Move the parameters of the groups from `first_group` on to their places in new flat buffers."""
         params = [param for group in self.param_groups[first_group:] for param in group["params"]]
         group_of = {param: index for index, group in enumerate(self.param_groups) for param in group["params"]}
-        for number, start, stop in planned.slices(self.comm.rank):
+        for number, start, stop in planned.slices(self.comm.shard_rank):
             if not planned.params[number].requires_grad:  # a frozen parameter stays in its own memory
                 self._owned_of[params[number]] = [OwnedSlice(params[number], start, stop, 0, params[number])]
         for planned_buffer in planned.buffers:
@@ -544,7 +550,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._move_parameters(buffer)
 
     def _bucket(self, buffer: FlatBuffer, shards: tuple[Span, ...], planned: BufferPlan) -> Bucket:
-        span, own = Span(shards[0].start, shards[-1].stop), shards[self.comm.rank]
+        span, own = Span(shards[0].start, shards[-1].stop), shards[self.comm.shard_rank]
         data, shard = buffer.data[span.start : span.stop], buffer.data[own.start : own.stop]
         master = torch.zeros_like(shard, dtype=planned.update_dtype) if planned.has_masters else None
         bucket = Bucket(len(self.buckets), data, [span.numel for span in shards], shard, master, [], {}, [])

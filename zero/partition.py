@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
-from zero.collectives import is_rank_0
 from zero.layout import Plan, Slice, parameter_specs, replicated_plan
 from zero.optimizer import ShardedOptimizer
 
@@ -21,9 +20,11 @@ class Partition:
     optimizer: torch.optim.Optimizer
     inner: torch.optim.Optimizer  # holds this rank's part of the state; its parameters are slices[rank], in that order
     plan: Plan
-    rank: int  # of this process
-    process_group: dist.ProcessGroup | None
-    replicated: bool = False  # not divided: every process holds the whole state, as rank 0 of a world of size 1
+    rank: int  # of this process, among the ranks that share the state
+    process_group: dist.ProcessGroup | None  # the ranks that share the state
+    # number of the replica of the state that this process holds a part of. An optimizer that is not sharded has one replica in
+    # every process, which is rank 0 of a world of size 1
+    replica: int = 0
 
     @cached_property
     def params(self) -> list[torch.nn.Parameter]:
@@ -48,7 +49,7 @@ class Partition:
     @property
     def receives(self) -> bool:
         """Whether this process is the one that receives the whole state."""
-        return is_rank_0() if self.replicated else self.rank == 0
+        return self.rank == 0 and self.replica == 0
 
     def synchronize(self) -> None:
         """Wait for parameters in flight, and update masters from weights that have been written to since the last step."""
@@ -60,7 +61,7 @@ def partition(optimizer: torch.optim.Optimizer) -> Partition:
     """Return the partition of a ShardedOptimizer or ZeroRedundancyOptimizer; any other optimizer holds the whole state."""
     if isinstance(optimizer, ShardedOptimizer):
         comm = optimizer.comm
-        return Partition(optimizer, optimizer.inner, optimizer.plan, comm.rank, comm.group)
+        return Partition(optimizer, optimizer.inner, optimizer.plan, comm.shard_rank, comm.shard_group, comm.replica)
     specs = parameter_specs(optimizer.param_groups)
     if isinstance(optimizer, ZeroRedundancyOptimizer):
         # the assignment that this version of torch has made; `zero.layout.zero_redundancy_plan` predicts it
@@ -71,7 +72,8 @@ def partition(optimizer: torch.optim.Optimizer) -> Partition:
         )
         plan = Plan(tuple(specs), len(assigned), assigned=assigned)
         return Partition(optimizer, optimizer.optim, plan, optimizer.rank, optimizer.process_group)
-    return Partition(optimizer, optimizer, replicated_plan(specs), 0, None, replicated=True)
+    replica = dist.get_rank() if dist.is_initialized() else 0
+    return Partition(optimizer, optimizer, replicated_plan(specs), 0, None, replica)
 
 
 def parameters(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:

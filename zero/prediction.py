@@ -40,7 +40,8 @@ class Prediction:
         plan: the plan of any implementation, see `zero.flags` and `zero.layout`.
         rank: a rank of the plan. A plan without sharding has only rank 0.
         wrapper: 'ShardedDataParallel', 'DistributedDataParallel' with `gradient_as_bucket_view`, or None: a single process.
-        world_size: number of ranks.
+        world_size: number of ranks. A ShardedDataParallel may have more ranks than its plan: then there are replicas of the
+            state.
         micro_steps: micro-steps per iteration on each rank.
         shard_gradients: see `zero.ShardedDataParallel`.
         on_cpu: on a CPU, buckets are kept from step to step, and ranks send parts of a bucket to each other. On a GPU, the
@@ -122,15 +123,18 @@ class Prediction:
         An all-reduce counts as a ring, 2 (N - 1) / N of its bytes. ZeroRedundancyOptimizer broadcasts every parameter: the
         figure is the mean over the ranks, (N - 1) / N of the bytes.
         """
-        others = self.world_size - 1
         if self.wrapper == "ShardedDataParallel":
+            others, replicas = self.plan.world_size - 1, self.world_size // self.plan.world_size
             scattered = gathered = 0
             for buffer in self.plan.buffers:
                 own = sum(shards[self.rank].numel for shards in buffer.layout.shards)
                 scattered += (buffer.layout.padded_numel - own) * buffer.dtype.itemsize
                 gathered += others * own * buffer.dtype.itemsize
-            return {"reduce-scatter": scattered * (self.micro_steps if self.shard_gradients else 1), "all-gather": gathered}
-        one_way = self.full_gradients * others // self.world_size
+            sent = {"reduce-scatter": scattered * (self.micro_steps if self.shard_gradients else 1), "all-gather": gathered}
+            if replicas > 1:
+                sent["all-reduce"] = sum(2 * own * (replicas - 1) // replicas for own in self._own_bytes)
+            return sent
+        one_way = self.full_gradients * (self.world_size - 1) // self.world_size
         return {"all-reduce": 2 * one_way} | ({"broadcast": one_way} if self.plan.world_size > 1 else {})
 
     @cached_property
@@ -266,11 +270,11 @@ class Prediction:
                 if len(in_flight) == MAX_IN_FLIGHT:
                     finish()
                 if self.on_cpu:
-                    received = [(own, buffer.dtype)] * (self.world_size - 1 if own else 0)
+                    received = [(own, buffer.dtype)] * (self.plan.world_size - 1 if own else 0)
                 elif buffer.dtype in (torch.float32, torch.float64):
                     received = [(own, buffer.dtype)]  # NCCL's own reduce-scatter
                 else:
-                    received = [(self.world_size * own, buffer.dtype)]  # all-to-all
+                    received = [(self.plan.world_size * own, buffer.dtype)]  # all-to-all
                 for tensor in received:
                     traffic.acquire(tensor)
                 in_flight.append(_InFlight(number, bucket, received, (own, buffer.update_dtype)))

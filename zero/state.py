@@ -115,7 +115,7 @@ def local_chunks(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tu
         of its tensor in this result: its keys, joined by dots.
     """
     part = partition(optimizer)
-    if part.replicated and not part.receives:
+    if part.replica:
         return [], None
     part.synchronize()
     held = model.state_dict(keep_vars=True)
@@ -173,7 +173,7 @@ def restore(
 
 
 def _gather_optimizer(part: Partition) -> dict[str, Any] | None:
-    if part.replicated and not part.receives:
+    if part.replica:
         return None
     whole = _gather(part, part.states)
     return None if whole is None else {"state": whole, "param_groups": packed_groups(part.optimizer)}
@@ -181,6 +181,8 @@ def _gather_optimizer(part: Partition) -> dict[str, Any] | None:
 
 def _gather_model(model: torch.nn.Module, part: Partition) -> dict[str, torch.Tensor] | None:
     part.synchronize()
+    if part.replica:
+        return None
     masters = {}
     if part.plan.has_masters:
         whole = _gather(part, [{"master": local.data} for local in part.locals])

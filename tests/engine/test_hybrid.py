@@ -1,0 +1,182 @@
+"""Hybrid sharding: groups of ranks share the state, and every group holds a replica of it. Same weights, same checkpoints."""
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from test_prediction import SIZES, prediction_of
+from toy import assert_equal, batch, build_toy, largest_difference, make_toy, train, weights
+
+from model import GPT
+from zero.build import build, clip_grad_norm_, describe
+from zero.checkpoint import CheckpointWriter, chunk_reader, consolidate, load, restore
+from zero.collectives import gather_objects
+from zero.flags import Flags
+from zero.memory import held_bytes
+from zero.partition import partition
+
+HYBRID = {"bucket_mb": 0.0002}
+
+
+def hybrid_toy(shard_size, **flags):
+    model = make_toy()
+    model.unused.requires_grad_(False)
+    return build(model, model.param_groups(), lr=0.01, betas=(0.9, 0.95), shard_size=shard_size, **{**HYBRID, **flags})
+
+
+def trained_like_adamw(shard_size, clip, flags):
+    rank = dist.get_rank()
+    model, optimizer = hybrid_toy(shard_size, **flags)
+    train(model, optimizer, rank, 10, clip)
+    reference, adamw = build_toy("adamw")
+    train(reference, adamw, rank, 10, clip)
+    state = {str(key): value for key, value in optimizer.inner.state_dict()["state"].items()}
+    return {"hybrid": weights(model), "adamw": weights(reference), "state": state}
+
+
+@pytest.mark.parametrize("flags", [{}, {"shard_gradients": True}], ids=["sharded", "shard_gradients"])
+@pytest.mark.parametrize("clip", [0.0, 0.1])
+@pytest.mark.parametrize(("world_size", "shard_size"), [(2, 1), (3, 1), (4, 1), (4, 2), (6, 2), (6, 3)])
+def test_the_weights_are_those_of_adamw(world_size, shard_size, clip, flags):
+    results = run_ranks(trained_like_adamw, world_size, shard_size, clip, flags)
+    for rank, result in enumerate(results):
+        exact = world_size == 2 and not clip  # a sum of two is the same in any order
+        assert largest_difference(result["hybrid"], result["adamw"]) <= (0.0 if exact else 1e-6)
+        assert_equal(result["hybrid"], results[0]["hybrid"], f"rank {rank}")  # the same bits on every rank ...
+        assert_equal(result["state"], results[rank % shard_size]["state"], f"rank {rank}")  # ... and on every replica
+
+
+def bfloat16_weights(shard_size):
+    model, optimizer = hybrid_toy(shard_size, param_dtype="bfloat16")
+    for step in range(10):
+        model(*batch(step, dist.get_rank())).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.synchronize()
+    return {"weights": weights(model), "masters": [owned.local.detach().clone() for owned in optimizer.owned]}
+
+
+def test_bfloat16_weights_have_the_same_masters_on_every_replica():
+    flat = run_ranks(bfloat16_weights, 4, 4)
+    hybrid = run_ranks(bfloat16_weights, 4, 2)
+    for rank, result in enumerate(hybrid):
+        assert_equal(result["weights"], hybrid[0]["weights"])
+        assert_equal(result["masters"], hybrid[rank % 2]["masters"])
+        # the sum over the replicas is in float32, so only the order of sums differs: at most one rounding to bfloat16
+        assert largest_difference(result["weights"], flat[0]["weights"]) <= 2**-7
+
+
+def several_backwards(order):
+    """Gradients that have been added up over the replicas already are counted once when more gradients follow."""
+    rank, found = dist.get_rank(), {}
+    for name, shard_size in (("flat", 4), ("hybrid", 2)):
+        model, optimizer = hybrid_toy(shard_size, shard_gradients=True)
+        for step, what in enumerate(order):
+            if what == "zero":
+                optimizer.zero_grad(set_to_none=False)
+            elif what == "drop":
+                optimizer.zero_grad()
+            elif what == "norm":
+                clip_grad_norm_(optimizer, math.inf)
+            else:
+                model.require_backward_grad_sync = what == "synchronized"
+                model(*batch(step, rank)).backward()
+        found[f"{name} norm"] = {"norm": clip_grad_norm_(optimizer, math.inf).total}
+        optimizer.step()
+        optimizer.synchronize()
+        found[name] = weights(model)
+    return found
+
+
+@pytest.mark.parametrize(
+    "order",
+    [
+        ("synchronized", "synchronized"),
+        ("local", "local", "synchronized"),
+        ("synchronized", "norm", "synchronized"),
+        ("synchronized", "norm", "local", "synchronized"),
+        ("synchronized", "norm", "drop", "synchronized"),
+        ("synchronized", "zero", "synchronized"),
+    ],
+)
+def test_backward_passes_of_a_step_add_up(order):
+    for result in run_ranks(several_backwards, 4, order):
+        assert largest_difference(result["hybrid norm"], result["flat norm"]) <= 1e-6
+        assert result["flat norm"]["norm"] > 0.01
+        # AdamW's first step is lr * sign(gradient), so a wrong sum shows in the norm, and a wrong sign in the weights
+        assert largest_difference(result["hybrid"], result["flat"]) <= 1e-6
+
+
+def saved_and_resumed(folder, format):
+    """States after a save at 2 x 2 ranks and a resume with other groups, and back."""
+    found = {}
+    model, optimizer = hybrid_toy(2)
+    train(model, optimizer, dist.get_rank(), 3)
+    found["2 x 2"] = consolidate(optimizer)
+    writer = CheckpointWriter(folder, format=format)
+    values = {"model_args": {}, "iter_num": 3, "best_val_loss": 1.0, "config": {}}
+    writer.save(model.module, optimizer, values)
+    for name, flags in (("flat", {"shard_size": 0}), ("4 x 1", {"shard_size": 1}), ("2 x 2 again", {"shard_size": 2})):
+        saved = load(f"{folder}/ckpt.pt")
+        other, its_optimizer = hybrid_toy(**flags)
+        other.module.load_state_dict(saved["model"])
+        restore(its_optimizer, saved["optimizer"], chunk_reader(f"{folder}/ckpt.pt", saved))
+        found[name] = consolidate(its_optimizer)
+        assert_equal(weights(other.module), weights(model.module))
+    return {name: state and {str(key): value for key, value in state["state"].items()} for name, state in found.items()}
+
+
+@pytest.mark.parametrize("format", ["consolidated", "sharded"])
+def test_checkpoints_do_not_depend_on_the_groups(tmp_path, format):
+    on_rank_0, *others = run_ranks(saved_and_resumed, 4, str(tmp_path), format)
+    for name, state in on_rank_0.items():
+        assert_equal(state, on_rank_0["2 x 2"], name)
+    assert len(on_rank_0["2 x 2"]) > 5
+    assert not any(state for result in others for state in result.values())  # only rank 0 receives the state
+
+
+def held_and_sent(shard_size, flags, micro_steps):
+    flags = Flags(bucket_mb=0.1, shard_size=shard_size, **flags)
+    module = GPT(SIZES)
+    model, optimizer = build(module, module.param_groups(0.1), lr=0.01, **vars(flags))
+    tokens = torch.randint(SIZES.vocab_size, (2, 1, SIZES.block_size))
+    part = partition(optimizer)
+    prediction = prediction_of(flags, dist.get_world_size(), part.rank, micro_steps)
+    for _ in range(2):
+        for micro_step in range(micro_steps):
+            model.require_backward_grad_sync = micro_step == micro_steps - 1
+            model(*tokens)[1].backward()
+        clip_grad_norm_(optimizer, 1.0)
+        before = held_bytes(optimizer, model)
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.synchronize()
+    sent = {kind: count // 2 for kind, count in optimizer.comm.sent_bytes.items()}
+    points = {"before step": before, "after step": held_bytes(optimizer, model)}
+    return {point: (prediction.at(point), held) for point, held in points.items()} | {"sent": (prediction.sent(), sent)}
+
+
+@pytest.mark.parametrize("flags", [{}, {"shard_gradients": True}, {"param_dtype": "bfloat16"}], ids=str)
+@pytest.mark.parametrize(("world_size", "shard_size"), [(2, 1), (4, 2)])
+def test_predicted_bytes_are_those_held_and_sent(world_size, shard_size, flags):
+    for result in run_ranks(held_and_sent, world_size, shard_size, flags, 2):
+        for predicted, measured in result.values():
+            assert predicted == {**dict.fromkeys(predicted, 0), **measured}
+        assert result["sent"][1]["all-reduce"] > 0
+
+
+def refusals():
+    for shard_size, message in ((3, "shard_size=3 does not divide 4 ranks; use one of 1, 2, 4"), (-1, "use one of 1, 2, 4")):
+        with pytest.raises(ValueError, match=message):
+            hybrid_toy(shard_size)
+    with pytest.raises(ValueError, match="zero_shard_size=2 needs use_zero1=True, zero1_impl='sharded'"):
+        hybrid_toy(2, use_zero1=False)
+    lines = gather_objects(describe(hybrid_toy(2)[1], True))
+    assert "over 2 ranks in each of 2 groups" in lines[0]
+    return True
+
+
+def test_groups_that_do_not_fit_are_refused():
+    run_ranks(refusals, 4)

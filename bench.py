@@ -31,7 +31,7 @@ time is measured. The column to read is "ratio": the time of a mode is divided b
 round, and the ratio is the median over all rounds.
 
 Modes: adamw, torch, sharded, shard_gradients, bfloat16 (as in plan.py); simple: all-reduce, update of the own part, then an
-all-gather without overlap; fsdp2: PyTorch's fully_shard.
+all-gather without overlap; hybrid: sharded, where zero_shard_size ranks share the state; fsdp2: PyTorch's fully_shard.
 
 Points of a step: after init: the model exists. after wrapping: data parallelism is set up. accumulating: between micro-steps.
 before step, after step: around the update. saving: a checkpoint is gathered. peak: the most within a step. Parts: rest is
@@ -79,13 +79,14 @@ bias = False
 activation_checkpointing = False
 grad_clip: NonNegativeFloat = 1.0
 zero_bucket_mb: PositiveFloat = 75.0
+zero_shard_size: NonNegativeInt = 0  # of the mode hybrid; 0: the ranks of one machine
 device = "auto"
 dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
 seed: NonNegativeInt = 1337
 config = configure(globals())
 # -----------------------------------------------------------------------------
 DEFAULT_MODES = {
-    "memory": ",".join(MODES),
+    "memory": ",".join(mode for mode in MODES if mode != "hybrid"),  # on one machine, it is the same as sharded
     "time": "adamw,torch,sharded",
     "checkpoint": "sharded,torch",
     "telemetry": "adamw,sharded",
@@ -132,7 +133,8 @@ with exit_on_wrong_input():
         raise ValueError("bench.py compares several ranks; start it with torchrun --standalone --nproc_per_node=2 bench.py")
     device, dtype = hardware.resolve(device, dtype)
     device = torch.device(device) if worlds else start(launch, device)
-    setup = Setup(gpt, batch_size, device, dtype, zero_bucket_mb, grad_clip, activation_checkpointing, seed)
+    shard_size = zero_shard_size or launch.local_world_size
+    setup = Setup(gpt, batch_size, device, dtype, zero_bucket_mb, grad_clip, activation_checkpointing, seed, shard_size)
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     title = model or f"{n_layer}x{n_embd}"
     ranks = f"simulated ranks {simulate_world_size}" if worlds else f"{launch.world_size} ranks, {dist.get_backend()}"

@@ -69,10 +69,11 @@ COLUMNS = {  # heading of each column, and its text in a row
     "fits": "{fits}",
     "max batch": "{largest_batch}",
     "sent": "{sent:.2f}",
+    "between": "{between:.2f}",
     "ms": "{sent_ms:.0f}",
 }
 PARTS = ("parameters", "gradients", "state", "master", "buckets", "activations")
-SCALED = (*PARTS, "temporary", "peak", "saving", "sent")
+SCALED = (*PARTS, "temporary", "peak", "saving", "sent", "between")
 LEGEND = """
 *            the mode that the settings choose
 gradients    between micro-steps if there are several, otherwise before the update
@@ -86,7 +87,8 @@ peak         the most while training, without torch.compile, which usually takes
 saving       the peak while a checkpoint is gathered, on the device of rank 0{saving}
 fits         whether peak and saving are at most {gpu_memory_gb:g} GB
 max batch    the largest batch_size that fits, up to {largest_batch}
-sent, ms     {unit} that a rank sends per iteration, and the time at {bandwidth_gbit:g} Gbit/s if it overlaps with nothing"""
+sent, ms     {unit} that a rank sends per iteration, and the time at {bandwidth_gbit:g} Gbit/s without overlap{between}"""
+_BETWEEN = "\nbetween      of this: what leaves its group of zero_shard_size={zero_shard_size} ranks, for hybrid sharding"
 
 
 def model_config(settings: dict[str, Any]) -> GPTConfig:
@@ -143,6 +145,13 @@ class Planner:
             self._plans[key] = flags.plan(self.specs, world_size)
         return self._plans[key]
 
+    def complete(self, flags: Flags, world_size: int) -> Flags:
+        """Returns the flags of a mode with the sizes in the settings. If zero_shard_size does not fit, all share the state."""
+        flags = replace(flags, bucket_mb=self.settings["zero_bucket_mb"])
+        shard_size = self.settings["zero_shard_size"]
+        is_hybrid = shard_size and world_size % shard_size == 0 and flags.implementation(world_size) == "sharded"
+        return replace(flags, shard_size=shard_size) if is_hybrid else flags
+
     def rows(self, world_size: int) -> list[dict[str, Any]]:
         """Returns one row per mode, and one for the settings if no mode is theirs. A single process has only one mode."""
         base = "sharded" if world_size > 1 else "adamw"
@@ -170,7 +179,7 @@ class Planner:
     def row(self, mode: str, flags: Flags, checkpointing: bool, world_size: int, chosen: bool) -> dict[str, Any]:
         """Returns the figures of one mode, in bytes, on the rank with the most optimizer state."""
         settings = self.settings
-        flags = replace(flags, bucket_mb=settings["zero_bucket_mb"])
+        flags = self.complete(flags, world_size)
         micro_steps = math.ceil(settings["gradient_accumulation_steps"] / world_size)
         dtype = "bfloat16" if flags.param_dtype == "bfloat16" else self.dtype
         workload = Workload(self.config, settings["batch_size"], dtype, self.device_type, checkpointing)
@@ -199,6 +208,7 @@ class Planner:
             "saving_on_cpu": prediction.consolidated,
             "fits": "yes" if max(result.peak, saving) <= self.memory else "no",
             "sent": sent,
+            "between": prediction.sent().get("all-reduce", 0) if prediction.wrapper == "ShardedDataParallel" else 0,
             "sent_ms": sent * 8 / settings["bandwidth_gbit"] / 1e6,
         }
         # the parts are not all at their largest at the same time, so the peak can also be less than their sum
@@ -243,8 +253,9 @@ def explain(name: str, planner: Planner, world_size: int) -> None:
     number = names.index(name)
     spec = planner.specs[number]
     for mode in ("sharded", "torch") if world_size > 1 else ("adamw",):
-        plan = planner.plan(replace(MODES[mode], bucket_mb=planner.settings["zero_bucket_mb"]), world_size)
-        print(f"{mode}, ranks: {world_size}; {name} {tuple(spec.shape)}, {spec.numel:,} elements when flattened")
+        plan = planner.plan(planner.complete(MODES[mode], world_size), world_size)
+        groups = f" in {world_size // plan.world_size} groups" if 1 < plan.world_size < world_size else ""
+        print(f"{mode}, ranks: {world_size}{groups}; {name} {tuple(spec.shape)}, {spec.numel:,} elements when flattened")
         for rank in range(plan.world_size):
             owned = [slice_ for slice_ in plan.slices(rank) if slice_.param == number]
             if owned:
@@ -255,17 +266,18 @@ def explain(name: str, planner: Planner, world_size: int) -> None:
 
 def print_table(rows: list[dict[str, Any]], divisor: float) -> None:
     """Print the rows, with an empty line between world sizes."""
-    cells = [list(COLUMNS)]
+    columns = {column: text for column, text in COLUMNS.items() if column != "between" or any(row["between"] for row in rows)}
+    cells = [list(columns)]
     for row in rows:
         scaled = {key: value / divisor if key in SCALED else value for key, value in row.items()}
-        cells.append([text.format(**scaled) for text in COLUMNS.values()])
+        cells.append([text.format(**scaled) for text in columns.values()])
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     world_size = None
     for line in cells:
         if line[0] != world_size:
             world_size = line[0]
             print()
-        aligned = zip(COLUMNS, line, widths, strict=True)
+        aligned = zip(columns, line, widths, strict=True)
         print("  ".join(f"{cell:{'<' if column == 'mode' else '>'}{width}}" for column, cell, width in aligned))
 
 
@@ -283,7 +295,11 @@ def print_plan(planner: Planner, sizes: list[int]) -> list[dict[str, Any]]:
     saving = f";\n{'':13}with checkpoint_format=consolidated, it also takes {gathered} of main memory"
     if planner.device_type == "cpu" or settings["checkpoint_format"] == "sharded":
         saving = ""
-    print(LEGEND.format(**settings, largest_batch=BATCHES[-1], unit=unit, saving=saving))
+    between = _BETWEEN.format(**settings) if any(row["between"] for row in rows) else ""
+    print(LEGEND.format(**settings, largest_batch=BATCHES[-1], unit=unit, saving=saving, between=between))
+    if misfits := [str(size) for size in sizes if size > 1 and size % (settings["zero_shard_size"] or 1)]:
+        which = f"{', '.join(misfits)} ranks cannot form groups of zero_shard_size={settings['zero_shard_size']}"
+        print(f"note: {which}; there, all ranks share the state")
     if 1 in sizes:
         print("note: 1 rank is a process without torchrun; DistributedDataParallel would take the gradients once more")
     for size in sizes:

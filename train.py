@@ -98,6 +98,7 @@ zero1_impl: Literal["sharded", "torch"] = "sharded"  # 'sharded': the code in ze
 zero_bucket_mb: PositiveFloat = 75.0  # 'sharded': megabytes per bucket
 shard_gradients = False  # 'sharded': also keep only 1/N of the gradients; costs one reduce-scatter per micro-step
 param_dtype: Literal["float32", "bfloat16"] = "float32"  # weights and gradients; 'sharded' keeps float32 masters, 1/N per rank
+zero_shard_size: NonNegativeInt = 0  # 'sharded': ranks that share the optimizer state, such as the GPUs of a machine; 0: all
 zero_check_reads = False  # 'sharded', for debugging: a parameter is nan until its all-gather has ended
 # system
 backend: Literal["auto", "nccl", "gloo"] = "auto"  # auto: nccl if every rank has its own GPU, otherwise gloo
@@ -190,7 +191,7 @@ if compile:
 
 # optimizer: `build` chooses the implementation from the ZeRO-1 settings
 with exit_on_wrong_input(), progress.task("making the optimizer"):
-    flags = Flags(use_zero1, zero1_impl, zero_bucket_mb, shard_gradients, param_dtype, zero_check_reads)
+    flags = Flags(use_zero1, zero1_impl, zero_bucket_mb, shard_gradients, param_dtype, zero_check_reads, zero_shard_size)
     groups = raw_model.param_groups(weight_decay)
     model, optimizer = build(raw_model, groups, **vars(flags), lr=learning_rate, betas=(beta1, beta2))
     scaler = ShardedGradScaler(device.type, enabled=dtype == "float16")

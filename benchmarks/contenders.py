@@ -20,9 +20,10 @@ from zero.build import build, clip_grad_norm_
 from zero.flags import PARAM_DTYPES, Flags
 from zero.layout import plan
 
+# hybrid: sharded, with zero_shard_size
 # simple: DistributedDataParallel's all-reduce, an update of 1/N, then an all-gather that overlaps with nothing
 # fsdp2: FSDP2, applied block by block; parameters stay unsharded between forward and backward
-MODES = (*accounting.MODES, "simple", "fsdp2")
+MODES = (*accounting.MODES, "hybrid", "simple", "fsdp2")
 ADAMW: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95)}
 
 
@@ -38,9 +39,12 @@ class Setup:
     grad_clip: float
     activation_checkpointing: bool
     seed: int
+    shard_size: int = 0  # of the mode hybrid
 
     def flags(self, mode: str) -> Flags:
-        """Returns the flags of a mode of `accounting.MODES`."""
+        """Returns the flags of a mode of `accounting.MODES`, or of hybrid."""
+        if mode == "hybrid":
+            return replace(self.flags("sharded"), shard_size=self.shard_size)
         return replace(accounting.MODES[mode], bucket_mb=self.bucket_mb)
 
     def workload(self, mode: str) -> Workload:
@@ -50,7 +54,7 @@ class Setup:
 
     def forecast(self, mode: str, world_size: int, micro_steps: int) -> accounting.Forecast | None:
         """Returns the prediction for a mode, or None if there is none."""
-        if mode not in accounting.MODES:
+        if mode in ("simple", "fsdp2"):
             return None
         flags, specs = self.flags(mode), gpt_specs(self.config)
         if is_sharded_over_one_rank(mode, world_size):

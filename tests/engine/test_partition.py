@@ -25,7 +25,7 @@ def held(mode):
         "slices": slices,
         "numels": numels,
         "rank": part.rank,
-        "replicated": part.replicated,
+        "replica": part.replica,
         "whole": part.plan.has_whole_parameters,
     }
 
@@ -39,7 +39,7 @@ def test_every_element_has_one_holder(mode, world_size):
         assert result["slices"] == results[0]["slices"], "all ranks agree"
         assert len(result["slices"]) == (1 if alone else world_size)
         assert result["rank"] == (0 if alone else rank)
-        assert result["replicated"] == alone
+        assert result["replica"] == (rank if alone else 0)
         assert result["whole"] == (alone or mode == "torch")
     pieces = sorted(tuple(piece) for of_rank in results[0]["slices"] for piece in of_rank)
     for number, numel in enumerate(results[0]["numels"]):

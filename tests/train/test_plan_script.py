@@ -179,3 +179,21 @@ def test_mistakes_have_exit_code_2(argument, message):
     assert message in process.stderr
     assert (process.returncode, process.stderr.count("\n")) == (2, 1)
     assert "ranks  mode" not in process.stdout
+
+
+def test_groups_of_ranks_share_the_state(data, tmp_path):
+    printed = plan(data, "--world_size=2,8", "--zero_shard_size=4", f"--json={tmp_path / 'plan.json'}")
+    rows = rows_of(tmp_path / "plan.json")
+    whole = FLAGS["sharded"].plan(gpt_specs(CONFIG), 4)
+    for mode in ("sharded", "shard_gradients"):
+        assert rows[8, mode]["state"] == max(2 * owned for owned in whole.updated_bytes)
+        # an all-reduce of 1/4 of the gradients between two groups: each rank sends half of it twice
+        assert rows[8, mode]["between"] == sum(4 * span[0].numel for span in whole.buffers[0].layout.shards)
+    assert rows[8, "bfloat16"]["between"] > 0  # float32 sums
+    assert not any(rows[8, mode]["between"] for mode in ("adamw", "torch"))
+    assert "what leaves its group of zero_shard_size=4 ranks" in printed
+    assert "note: 2 ranks cannot form groups of zero_shard_size=4; there, all ranks share the state" in printed
+    explained = plan(data, "--world_size=8", "--zero_shard_size=4", "--explain=transformer.wte.weight")
+    assert "sharded, ranks: 8 in 2 groups; transformer.wte.weight" in explained
+    assert "rank 3 owns" in explained
+    assert "rank 4 owns" not in explained.partition("torch, ranks: 8")[0]

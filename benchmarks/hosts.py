@@ -1,0 +1,233 @@
+"""Several hosts on one machine: network namespaces with addresses of their own, joined by a switch. Linux, root, iproute2.
+
+    with Hosts(2) as hosts:
+        jobs = hosts.torchrun("train.py", "config/train_stdlib_char.py", "--out_dir=/tmp/out", ranks_per_host=2)
+        assert [job.finish() for job in jobs] == [0, 0], jobs[0].printed()
+
+Every host has the address 10.77.0.<its number + 1>, the name host<its number>, and a full-duplex link to the switch, `eth0`. As
+on a Debian machine, its own name means 127.0.1.1 to itself. The hosts share the file system. A relative path is in a folder
+that only one host has. Nothing of this can be seen or reached from outside, so many such networks can exist at a time.
+"""
+
+import contextlib
+import functools
+import itertools
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from typing import Any
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+PORT = 1234  # of torchrun's rendezvous, as in nanoGPT's README
+_ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PATH": f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin"}
+_BE_A_HOST = 'hostname "$1" && mount --bind "$2" /etc/hosts && shift 2 && exec "$@"'  # in its own UTS and mount namespaces
+_numbers = itertools.count()
+
+
+@functools.cache
+def why_not() -> str | None:
+    """Returns the reason why this machine or this user cannot have such hosts, None if they can."""
+    missing = [name for name in ("ip", "tc", "unshare", "mount") if shutil.which(name, path=_ENVIRONMENT["PATH"]) is None]
+    if missing:
+        return f"network namespaces need the commands {', '.join(missing)}"
+    try:
+        with Hosts(1, mbit_per_s=1000) as hosts:
+            code = hosts[0].start("true").finish()
+    except subprocess.CalledProcessError as error:
+        return f"no network namespaces: {' '.join(error.cmd)}: {error.stderr.strip()}"
+    return None if code == 0 else "a host cannot have a name of its own"
+
+
+class Job(subprocess.Popen[bytes]):
+    """A command under way on a host; `pid` is that of the command. Stdout and stderr go to one file."""
+
+    def __init__(self, command: list[str], path: str, **options: Any) -> None:
+        self.path = path
+        with open(path, "wb") as output:
+            super().__init__(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, **options)
+
+    def printed(self) -> str:
+        """What it has written so far."""
+        with open(self.path, errors="replace") as file:
+            return file.read()
+
+    def wait_for(self, text: str, timeout_s: float = 60.0) -> str:
+        """Wait until `text` has been printed; everything that has been printed then.
+
+        Raises:
+            TimeoutError: it is not printed in time, or the command has ended without it.
+        """
+        end = time.monotonic() + timeout_s
+        while True:
+            is_over = self.poll() is not None or time.monotonic() > end  # looked at first: the last words count
+            if text in (printed := self.printed()):
+                return printed
+            if is_over:
+                raise TimeoutError(f"{text!r} is not printed; exit code {self.returncode}:\n{printed}")
+            time.sleep(0.02)
+
+    def finish(self, timeout_s: float = 120.0) -> int:
+        """Wait for its end; its exit code, negative if a signal ended it.
+
+        Raises:
+            TimeoutError: it has not ended in time.
+        """
+        try:
+            return self.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise TimeoutError(f"it does not end:\n{self.printed()}") from None
+
+
+class Host:
+    """One host. `Hosts` makes and removes it."""
+
+    def __init__(self, number: int, namespace: str, switch: str, folder: str) -> None:
+        self.name, self.address = f"host{number}", f"10.77.0.{number + 1}"
+        self.number, self.namespace, self.folder = number, namespace, os.path.join(folder, f"host{number}")
+        self._switch, self._etc_hosts = switch, os.path.join(folder, f"{self.name}.hosts")
+        self._jobs: list[Job] = []
+        os.mkdir(self.folder)
+
+    def join(self, names: dict[str, str]) -> None:
+        """Connect it to the switch. `names` are the addresses of all hosts, by name."""
+        with open(self._etc_hosts, "w") as file:
+            for name, address in {"localhost": "127.0.0.1", **names, self.name: "127.0.1.1"}.items():
+                file.write(f"{address} {name}\n")
+        _run("ip", "-n", self.namespace, "link", "set", "lo", "up")
+        peer = ("peer", "name", self.name, "netns", self._switch)
+        _run("ip", "link", "add", "eth0", "netns", self.namespace, "type", "veth", *peer)
+        _run("ip", "-n", self._switch, "link", "set", self.name, "master", "switch", "addrgenmode", "none", "up")
+        _run("ip", "-n", self.namespace, "address", "add", f"{self.address}/24", "dev", "eth0")
+        _run("ip", "-n", self.namespace, "link", "set", "eth0", "addrgenmode", "none", "up")  # no IPv6 packets to count
+
+    def start(self, *command: str, cwd: str | None = None, env: dict[str, str] | None = None) -> Job:
+        """Start a command. It begins in `cwd`, or in the host's own `folder`; `env` is added to the environment."""
+        line = ["ip", "netns", "exec", self.namespace, "unshare", "--uts", "--mount", "sh", "-c", _BE_A_HOST, "sh"]
+        path = os.path.join(self.folder, f"output{len(self._jobs)}")
+        line += [self.name, self._etc_hosts, *command]
+        self._jobs.append(Job(line, path, cwd=cwd or self.folder, env=_ENVIRONMENT | (env or {})))
+        return self._jobs[-1]
+
+    def torchrun(self, *arguments: str, cwd: str | None = None, env: dict[str, str] | None = None) -> Job:
+        """Start torchrun with these arguments. Of the arguments, `name.py` is a script of this repository."""
+        line = [os.path.join(ROOT, text) if text.endswith(".py") and "/" not in text else text for text in arguments]
+        return self.start(sys.executable, "-m", "torch.distributed.run", *line, cwd=cwd, env=env)
+
+    def set_rate(self, mbit_per_s: float | None) -> None:
+        """Limit the link in both directions, or remove the limit."""
+        for namespace, device in ((self.namespace, "eth0"), (self._switch, self.name)):
+            if mbit_per_s is None:
+                subprocess.run(
+                    ["tc", "-n", namespace, "qdisc", "del", "dev", device, "root"], env=_ENVIRONMENT, capture_output=True
+                )
+                continue
+            burst = max(200_000, int(mbit_per_s * 250))  # bytes: three of the largest packets, and two milliseconds
+            limit = ("rate", f"{mbit_per_s}mbit", "burst", f"{burst}", "latency", "200ms")
+            _run("tc", "-n", namespace, "qdisc", "replace", "dev", device, "root", "tbf", *limit)
+
+    def sent_bytes(self) -> int:
+        """Bytes that have left through the link, with the headers of Ethernet, IP and TCP.
+
+        The kernel hands up to 64 KiB with one header to the link, so the headers are fewer than on a cable.
+        """
+        shown = _run("ip", "-n", self.namespace, "-s", "-j", "link", "show", "eth0")
+        return int(json.loads(shown)[0]["stats64"]["tx"]["bytes"])
+
+    def pids(self) -> list[int]:
+        """The processes of this host."""
+        return [int(pid) for pid in _run("ip", "netns", "pids", self.namespace).split()]
+
+    def kill(self) -> None:
+        """End every process at once, as a loss of power does."""
+        while pids := self.pids():
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            for job in self._jobs:
+                job.poll()
+            time.sleep(0.01)
+
+
+class Hosts(list[Host]):
+    """Makes `number` hosts, each with a link of `mbit_per_s`. As a context manager, ends their processes and removes them.
+
+    Raises:
+        subprocess.CalledProcessError: with the command of iproute2 that failed, and its `stderr`.
+    """
+
+    def __init__(self, number: int, mbit_per_s: float | None = None) -> None:
+        super().__init__()
+        network = f"zero1-{os.getpid()}-{next(_numbers)}"
+        self.switch = f"{network}-switch"  # a namespace as well, which has the bridge
+        self._folder = tempfile.TemporaryDirectory(prefix=f"{network}-")
+        self._namespaces: list[str] = []
+        try:
+            self._add_namespace(self.switch)
+            _run("ip", "-n", self.switch, "link", "add", "switch", "type", "bridge")
+            _run("ip", "-n", self.switch, "link", "set", "switch", "addrgenmode", "none", "up")
+            for k in range(number):
+                self._add_namespace(f"{network}-host{k}")
+                self.append(Host(k, f"{network}-host{k}", self.switch, self._folder.name))
+            for host in self:
+                host.join({other.name: other.address for other in self})
+                host.set_rate(mbit_per_s)
+        except BaseException:
+            self.close()
+            raise
+
+    def _add_namespace(self, name: str) -> None:
+        _run("ip", "netns", "add", name)
+        self._namespaces.append(name)
+
+    def torchrun(
+        self,
+        *arguments: str,
+        ranks_per_host: int = 2,
+        rendezvous: str = "static",
+        options: tuple[str, ...] = (),
+        cwd: str | None = None,
+        env: dict[str, str] | None = None,
+    ) -> list[Job]:
+        """Start a script on all hosts, as a user does: one torchrun per host, with the same line but for `--node_rank`.
+
+        Args:
+            arguments: the script and its arguments.
+            rendezvous: 'static' is how nanoGPT's README writes it; 'c10d' is `--rdzv-backend=c10d`.
+            options: more options of torchrun, such as `--max-restarts=3`; the last one of a name counts.
+        """
+        return [
+            host.torchrun(*self.options(host, ranks_per_host, rendezvous), *options, *arguments, cwd=cwd, env=env)
+            for host in self
+        ]
+
+    def options(self, host: Host, ranks_per_host: int = 2, rendezvous: str = "static") -> list[str]:
+        """The options of torchrun on this host; see `torchrun`."""
+        common = [f"--nproc_per_node={ranks_per_host}", f"--nnodes={len(self)}"]
+        if rendezvous == "c10d":
+            # by name: torchrun would not know that it is on the host with this address, because the host's name means 127.0.1.1
+            return [*common, "--rdzv-backend=c10d", f"--rdzv-endpoint={self[0].name}:{PORT}", "--rdzv-id=job"]
+        return [*common, f"--node_rank={host.number}", f"--master_addr={self[0].address}", f"--master_port={PORT}"]
+
+    def close(self) -> None:
+        """End all processes of the hosts and remove the hosts."""
+        for host in self:
+            host.kill()
+        for name in self._namespaces:
+            _run("ip", "netns", "delete", name)
+        self._namespaces.clear()
+        self._folder.cleanup()
+
+    def __enter__(self) -> "Hosts":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _run(*command: str) -> str:
+    return subprocess.run(command, env=_ENVIRONMENT, check=True, capture_output=True, text=True).stdout

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 import hardware
+from interface import choose_interface
 from zero.collectives import broadcast_object, gather_objects, is_rank_0
 
 _REMEDY = "start with torchrun, or unset RANK to start a single process"
@@ -80,6 +81,7 @@ def start(launch: Launch, device: str, backend: str = "auto") -> torch.device:
     elif device == "cpu":
         hardware.divide_threads(launch.local_world_size)
     store, _, _ = next(dist.rendezvous("env://"))
+    choose_interface(store, launch.rank, launch.world_size, is_one_machine=launch.local_world_size == launch.world_size)
     if backend == "auto":
         backend = "nccl" if device.startswith("cuda") and _has_each_rank_a_gpu(device, store, launch.world_size) else "gloo"
     device_id = torch.device(device) if backend == "nccl" else None

@@ -6,7 +6,7 @@ function needs it. Only `save` writes:
 """
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from zero.checkpoint.files import atomic_write
@@ -76,16 +76,28 @@ def time_chart(rows: Rows) -> Any:
 
     The first mode is the one that the others are relative to.
     """
-    sizes = {size: f"block size {size}" for size in sorted(row["block_size"] for row in rows)}
+    in_order = sorted(rows, key=lambda row: row["block_size"])
+    return _time_chart(in_order, lambda row: f"block size {row['block_size']}", "Time of a step")
+
+
+def network_chart(rows: Rows) -> Any:
+    """The same for the rows of benchmarks.network, one facet per number of ranks and speed of the network."""
+    return _time_chart(
+        rows,
+        lambda row: f"{row['ranks']} ranks, {row['Gbit/s']:g} Gbit/s",
+        "Time of a step on two machines with a slow network",
+    )
+
+
+def _time_chart(rows: Rows, facet: Callable[[Mapping[str, Any]], str], title: str) -> Any:
     bars = []
     for row in rows:
-        parts = _parts(row, TIME, 1)
-        bar = {"bar": row["mode"], "facet": sizes[row["block_size"]], "parts": parts, "total": row["ms per step"]}
+        bar = {"bar": row["mode"], "facet": facet(row), "parts": _parts(row, TIME, 1), "total": row["ms per step"]}
         bars.append(bar | {"text": None if row.get("ratio") is None else f"{row['ratio']:.2f}"})
-    modes = _unique(rows, "mode")
-    own_scales = "; each block size has its own scale" if len(sizes) > 1 else ""
-    title = "Time of a step", f"bars: median time; number: median of the ratio to {modes[0]}{own_scales}" if modes else ""
-    return _chart(bars, TIME, modes, list(sizes.values()), "ms", title)
+    modes, facets = _unique(rows, "mode"), list(dict.fromkeys(map(facet, rows)))
+    own_scales = "; each facet has its own scale" if len(facets) > 1 else ""
+    subtitle = f"bars: median time; number: median of the ratio to {modes[0]}{own_scales}" if modes else ""
+    return _chart(bars, TIME, modes, facets, "ms", (title, subtitle))
 
 
 def check_path(path: str) -> None:

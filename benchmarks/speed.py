@@ -1,6 +1,6 @@
 """Time of a step: the whole, its phases, and the communication that the computation waits for."""
 
-import os
+import glob
 import statistics
 import time
 from collections.abc import Iterator
@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.contenders import Contender, Setup
+from distributed import launched
 from zero.communication import CommunicationMeter
 
 PHASES = ("forward and backward", "optimizer")
@@ -48,7 +49,7 @@ class TimedContender:
         self._seconds = dict.fromkeys(PHASES, 0.0)
 
     def turn(self, steps: int) -> dict[str, float]:
-        """Run a few steps and return milliseconds per step and megabytes sent per rank and step.
+        """Run a few steps and return milliseconds per step and megabytes sent per rank and step, counted on this machine.
 
         A turn ends when every all-gather has ended. So once per turn, the time includes an all-gather that would normally
         overlap with the next forward. On a GPU, the phases are timed in one more step, which waits for the device between
@@ -56,7 +57,8 @@ class TimedContender:
         """
         dist.barrier()
         self._seconds, exposed = dict.fromkeys(PHASES, 0.0), dict.fromkeys(PHASES, 0.0)
-        bytes_before, begin = loopback_bytes(), time.perf_counter()
+        local, remote = sent_bytes()
+        begin = time.perf_counter()
         for _ in range(steps):
             if self.on_gpu:
                 self.contender.step()
@@ -65,7 +67,7 @@ class TimedContender:
         self.contender.wait()
         whole = (time.perf_counter() - begin) / steps
         dist.barrier()
-        sent = (loopback_bytes() - bytes_before) / steps / dist.get_world_size()
+        local, remote = (now - before for now, before in zip(sent_bytes(), (local, remote), strict=True))
         timed_steps = steps
         if self.on_gpu:
             self._step(exposed)
@@ -75,7 +77,14 @@ class TimedContender:
             figures[f"{phase}, ms"] = (self._seconds[phase] - exposed[phase]) * 1000 / timed_steps
         if self.contender.mode != "fsdp2":  # FSDP2 does not say how long it waits
             figures["exposed communication, ms"] = sum(exposed.values()) * 1000 / timed_steps
-        return figures | ({"MB sent": sent / 1e6} if dist.get_backend() == "gloo" else {})
+        if dist.get_backend() == "gloo":
+            launch = launched()
+            on_several = launch.local_world_size < launch.world_size
+            share = steps * launch.local_world_size * 1e6
+            figures["MB sent"] = (local + (remote if on_several else 0)) / share
+            if on_several:
+                figures["MB to other machines"] = remote / share
+        return figures
 
     def _step(self, exposed: dict[str, float]) -> None:
         """Run one step, add the seconds of its phases, and add to `exposed` the seconds that they waited."""
@@ -99,10 +108,10 @@ class TimedContender:
         return sum(self.communication.waited_ms().values()) / 1000
 
 
-def loopback_bytes() -> int:
-    """Returns the bytes sent over the loopback interface of this machine, or 0 if the count cannot be read."""
-    path = "/sys/class/net/lo/statistics/tx_bytes"
-    if not os.path.exists(path):
-        return 0
-    with open(path) as file:
-        return int(file.read())
+def sent_bytes() -> tuple[int, int]:
+    """Returns the bytes sent over the loopback interface of this machine, and over all others; 0 if they cannot be read."""
+    counts = {"lo": 0}
+    for path in glob.glob("/sys/class/net/*/statistics/tx_bytes"):
+        with open(path) as file:
+            counts[path.split("/")[4]] = int(file.read())
+    return counts["lo"], sum(counts.values()) - counts["lo"]

@@ -26,26 +26,29 @@ def hybrid_toy(shard_size, **flags):
     return build(model, model.param_groups(), lr=0.01, betas=(0.9, 0.95), shard_size=shard_size, **{**HYBRID, **flags})
 
 
-def trained_like_adamw(shard_size, clip, flags):
-    rank = dist.get_rank()
-    model, optimizer = hybrid_toy(shard_size, **flags)
-    train(model, optimizer, rank, 10, clip)
-    reference, adamw = build_toy("adamw")
-    train(reference, adamw, rank, 10, clip)
-    state = {str(key): value for key, value in optimizer.inner.state_dict()["state"].items()}
-    return {"hybrid": weights(model), "adamw": weights(reference), "state": state}
+def trained_like_adamw(shard_size):
+    rank, found = dist.get_rank(), {}
+    for clip in (0.0, 0.1):
+        reference, adamw = build_toy("adamw")
+        train(reference, adamw, rank, 10, clip)
+        for shard_gradients in (False, True):
+            model, optimizer = hybrid_toy(shard_size, shard_gradients=shard_gradients)
+            train(model, optimizer, rank, 10, clip)
+            state = {str(key): value for key, value in optimizer.inner.state_dict()["state"].items()}
+            result = {"clip": clip, "hybrid": weights(model), "adamw": weights(reference), "state": state}
+            found[f"clip {clip}, shard_gradients {shard_gradients}"] = result
+    return found
 
 
-@pytest.mark.parametrize("flags", [{}, {"shard_gradients": True}], ids=["sharded", "shard_gradients"])
-@pytest.mark.parametrize("clip", [0.0, 0.1])
-@pytest.mark.parametrize(("world_size", "shard_size"), [(2, 1), (3, 1), (4, 1), (4, 2), (6, 2), (6, 3)])
-def test_the_weights_are_those_of_adamw(world_size, shard_size, clip, flags):
-    results = run_ranks(trained_like_adamw, world_size, shard_size, clip, flags)
-    for rank, result in enumerate(results):
-        exact = world_size == 2 and not clip  # a sum of two is the same in any order
-        assert largest_difference(result["hybrid"], result["adamw"]) <= (0.0 if exact else 1e-6)
-        assert_equal(result["hybrid"], results[0]["hybrid"], f"rank {rank}")  # the same bits on every rank ...
-        assert_equal(result["state"], results[rank % shard_size]["state"], f"rank {rank}")  # ... and on every replica
+@pytest.mark.parametrize(("world_size", "shard_size"), [(2, 1), (3, 1), (4, 2), (6, 3)])
+def test_the_weights_are_those_of_adamw(world_size, shard_size):
+    results = run_ranks(trained_like_adamw, world_size, shard_size)
+    for rank, found in enumerate(results):
+        for how, result in found.items():
+            exact = world_size == 2 and not result["clip"]  # a sum of two is the same in any order
+            assert largest_difference(result["hybrid"], result["adamw"]) <= (0.0 if exact else 1e-6), how
+            assert_equal(result["hybrid"], results[0][how]["hybrid"], f"rank {rank}, {how}")  # same bits on every rank ...
+            assert_equal(result["state"], results[rank % shard_size][how]["state"], f"rank {rank}, {how}")  # ... and replica
 
 
 def bfloat16_weights(shard_size):
@@ -66,6 +69,20 @@ def test_bfloat16_weights_have_the_same_masters_on_every_replica():
         assert_equal(result["masters"], hybrid[rank % 2]["masters"])
         # the sum over the replicas is in float32, so only the order of sums differs: at most one rounding to bfloat16
         assert largest_difference(result["weights"], flat[0]["weights"]) <= 2**-7
+
+
+ORDERS = [
+    ("synchronized", "synchronized"),
+    ("local", "local", "synchronized"),
+    ("synchronized", "norm", "synchronized"),
+    ("synchronized", "norm", "local", "synchronized"),
+    ("synchronized", "norm", "drop", "synchronized"),
+    ("synchronized", "zero", "synchronized"),
+]
+
+
+def every_order():
+    return [several_backwards(order) for order in ORDERS]
 
 
 def several_backwards(order):
@@ -90,23 +107,13 @@ def several_backwards(order):
     return found
 
 
-@pytest.mark.parametrize(
-    "order",
-    [
-        ("synchronized", "synchronized"),
-        ("local", "local", "synchronized"),
-        ("synchronized", "norm", "synchronized"),
-        ("synchronized", "norm", "local", "synchronized"),
-        ("synchronized", "norm", "drop", "synchronized"),
-        ("synchronized", "zero", "synchronized"),
-    ],
-)
-def test_backward_passes_of_a_step_add_up(order):
-    for result in run_ranks(several_backwards, 4, order):
-        assert largest_difference(result["hybrid norm"], result["flat norm"]) <= 1e-6
-        assert result["flat norm"]["norm"] > 0.01
-        # AdamW's first step is lr * sign(gradient), so a wrong sum shows in the norm, and a wrong sign in the weights
-        assert largest_difference(result["hybrid"], result["flat"]) <= 1e-6
+def test_backward_passes_of_a_step_add_up():
+    for results in run_ranks(every_order, 4):
+        for order, result in zip(ORDERS, results, strict=True):
+            assert largest_difference(result["hybrid norm"], result["flat norm"]) <= 1e-6, order
+            assert result["flat norm"]["norm"] > 0.01
+            # AdamW's first step is lr * sign(gradient), so a wrong sum shows in the norm, and a wrong sign in the weights
+            assert largest_difference(result["hybrid"], result["flat"]) <= 1e-6, order
 
 
 def saved_and_resumed(folder, format):
@@ -137,6 +144,11 @@ def test_checkpoints_do_not_depend_on_the_groups(tmp_path, format):
     assert not any(state for result in others for state in result.values())  # only rank 0 receives the state
 
 
+def held_and_sent_by_every_mode(shard_size):
+    modes = {"sharded": {}, "shard_gradients": {"shard_gradients": True}, "bfloat16": {"param_dtype": "bfloat16"}}
+    return {mode: held_and_sent(shard_size, flags, 2) for mode, flags in modes.items()}
+
+
 def held_and_sent(shard_size, flags, micro_steps):
     flags = Flags(bucket_mb=0.1, shard_size=shard_size, **flags)
     module = GPT(SIZES)
@@ -158,13 +170,13 @@ def held_and_sent(shard_size, flags, micro_steps):
     return {point: (prediction.at(point), held) for point, held in points.items()} | {"sent": (prediction.sent(), sent)}
 
 
-@pytest.mark.parametrize("flags", [{}, {"shard_gradients": True}, {"param_dtype": "bfloat16"}], ids=str)
 @pytest.mark.parametrize(("world_size", "shard_size"), [(2, 1), (4, 2)])
-def test_predicted_bytes_are_those_held_and_sent(world_size, shard_size, flags):
-    for result in run_ranks(held_and_sent, world_size, shard_size, flags, 2):
-        for predicted, measured in result.values():
-            assert predicted == {**dict.fromkeys(predicted, 0), **measured}
-        assert result["sent"][1]["all-reduce"] > 0
+def test_predicted_bytes_are_those_held_and_sent(world_size, shard_size):
+    for results in run_ranks(held_and_sent_by_every_mode, world_size, shard_size):
+        for mode, result in results.items():
+            for predicted, measured in result.values():
+                assert predicted == {**dict.fromkeys(predicted, 0), **measured}, mode
+            assert result["sent"][1]["all-reduce"] > 0
 
 
 def refusals():

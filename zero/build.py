@@ -107,12 +107,13 @@ def describe(optimizer: torch.optim.Optimizer, use_zero1: bool) -> str:
         name = "sharded" if isinstance(optimizer, ShardedOptimizer) else "torch"
         fullest = f"{max(by_rank) / 1e6:.1f} MB of AdamW state on the fullest rank"
         count = optimizer.comm.replicas if isinstance(optimizer, ShardedOptimizer) else 1
+        ranks = f"{len(by_rank)} rank{'s' if len(by_rank) > 1 else ''}"
         replicas = f" in each of {count} groups" if count > 1 else ""
         if plan.has_masters:
             fullest += f", plus half of that in float32 master weights of the {plan.param_dtype} weights"
         return (
             f"Using ZeRO-1 optimizer state sharding: zero1_impl='{name}' ({type(optimizer).__name__}) over "
-            f"{len(by_rank)} ranks{replicas}, {fullest}; plain AdamW would hold {whole} on each"
+            f"{ranks}{replicas}, {fullest}; plain AdamW would hold {whole} on each"
         )
     why = " (use_zero1 needs more than one process; start with torchrun)" if use_zero1 else ""
     return f"Using plain AdamW{why}: {whole} of optimizer state on each rank"

@@ -22,7 +22,7 @@ def test_two_ranks_give_the_same_weights_bit_for_bit(runs):
     assert not torch.equal(reference["model"]["lm_head.weight"], runs["adamw"].checkpoint["model"]["lm_head.weight"]), (
         "it must clip"
     )
-    for name in ("torch unclipped", "sharded unclipped"):
+    for name in ("torch unclipped", "sharded unclipped", "hybrid unclipped"):
         for key, tensor in runs[name].checkpoint["model"].items():
             assert torch.equal(tensor, reference["model"][key]), (name, key)
         for index, state in runs[name].checkpoint["optimizer"]["state"].items():
@@ -33,6 +33,7 @@ def test_two_ranks_give_the_same_weights_bit_for_bit(runs):
 def test_the_console_says_what_runs(runs):
     assert "Using ZeRO-1 optimizer state sharding: zero1_impl='sharded'" in runs["sharded"].printed
     assert "Using ZeRO-1 optimizer state sharding: zero1_impl='torch'" in runs["torch"].printed
+    assert "(ShardedOptimizer) over 1 rank in each of 2 groups, " in runs["hybrid unclipped"].printed
     assert "Using plain AdamW (use_zero1 needs more than one process" in runs["one"].printed
     assert "Using plain AdamW: " in runs["adamw"].printed
     for name in runs.HOW:

@@ -4,6 +4,7 @@ import os
 import sys
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ class Checkpoints:
     """Loads and saves the checkpoints of a run. The constructor and every method need to be called on all ranks.
 
     Args:
-        folder: output folder of the run, shared by all ranks.
+        folder: output folder of the run. If the hosts do not share it, that of rank 0 has the checkpoints.
         read_only: the run saves no checkpoint and changes nothing in the folder.
         stop_on_error: end the run if a checkpoint cannot be written.
         keep, background, format: see `zero.checkpoint.CheckpointWriter`.
@@ -31,6 +32,7 @@ class Checkpoints:
         self.error: OSError | DivergedError | None = None  # on rank 0: why the last save failed on any rank
         self._lock: Lock | None = None  # on rank 0
         self._path = ""  # path of the loaded checkpoint
+        self._read_chunks: Callable[..., None] | None = None  # reads the state of the loaded checkpoint
         self._newest_is_corrupt = False  # on rank 0: True if an older checkpoint was loaded instead
         self._writer: CheckpointWriter  # set by `claim`
         self._blocked_s: deque[float] = deque()  # on rank 0: how long `save` took, for each save without a report so far
@@ -39,18 +41,21 @@ class Checkpoints:
         """Read the newest checkpoint that is not corrupt. Lock the folder first, unless the run is read-only.
 
         Returns:
-            The checkpoint, see `zero.checkpoint.load`.
+            The checkpoint, see `zero.checkpoint.load_on_all_ranks`.
 
         Raises:
             ValueError: if there is no checkpoint, it cannot be read, or another run writes to the folder.
         """
         self._path = on_rank_0(self._find)
         print0(f"Resuming training from {self.folder}")
-        return ckpt.load(self._path)
+        own_path = os.path.join(self.folder, os.path.basename(self._path))  # each host may have another folder
+        checkpoint, self._read_chunks = ckpt.load_on_all_ranks(own_path)
+        return checkpoint
 
     def restore(self, optimizer: torch.optim.Optimizer, checkpoint: dict[str, Any]) -> None:
         """Load the optimizer state from the checkpoint that `load` returned. See `zero.checkpoint.restore`."""
-        ckpt.restore(optimizer, checkpoint["optimizer"], ckpt.chunk_reader(self._path, checkpoint))
+        read_chunks, self._read_chunks = self._read_chunks, None  # it keeps the checkpoint in memory
+        ckpt.restore(optimizer, checkpoint["optimizer"], read_chunks)
 
     def claim(self) -> None:
         """Lock the folder for this run and remove the unfinished files of killed runs. A read-only run does neither.

@@ -23,7 +23,7 @@ from zero.layout import Slice
 from zero.optimizer import flattened, hyperparameters, shaped
 from zero.partition import Partition, packed_groups, partition
 
-_MESSAGE_BYTES = 25_000_000
+MESSAGE_BYTES = 25_000_000
 _IN_FLIGHT = 2  # messages in flight
 # these flags select how this machine runs the update, not its result: taken from the running optimizer, never from a file
 _MACHINE_FLAGS = ("fused", "foreach", "capturable", "differentiable")
@@ -60,7 +60,7 @@ class _Message(NamedTuple):
     stop: int
 
 
-class _Transfer(NamedTuple):
+class Transfer(NamedTuple):
     """A message in flight. Until `work` is done, `elements` may be neither read nor written."""
 
     work: Any  # dist.Work; torch declares that isend may return None, outside of the group
@@ -146,7 +146,7 @@ def restore(
     Args:
         state_dict: the result of `consolidate`, or the `state_dict()` of an unsharded optimizer.
         read_chunks: fills the elements of chunks. If tensors in `state_dict` are on the meta device, each rank uses this
-            function to read the elements of its slices.
+            function to read the elements of its slices. It is called on all ranks, also with an empty list.
 
     Raises:
         CheckpointError: if its groups or the shapes of its tensors do not match this optimizer's parameters.
@@ -155,12 +155,12 @@ def restore(
         raise CheckpointError("every rank needs the whole state, but `consolidate` returns it on rank 0: save it and load it")
     part = partition(optimizer)
     _check_groups(state_dict["param_groups"], optimizer)
-    _check_state(state_dict["state"], part)
+    _check_state(state_dict["state"], part, in_chunks=read_chunks is not None)
     states, chunks = _local_states(state_dict["state"], part)
-    if chunks:
-        if read_chunks is None:
-            raise CheckpointError("the state is in shards; restore needs the function from zero.checkpoint.chunk_reader")
+    if read_chunks is not None:
         read_chunks(chunks)
+    elif chunks:
+        raise CheckpointError("the state is in shards; restore needs the function from zero.checkpoint.chunk_reader")
     inner_groups = packed_groups(part.inner)
     for saved, group, inner_group in zip(state_dict["param_groups"], optimizer.param_groups, inner_groups, strict=True):
         for key, value in hyperparameters(saved).items():
@@ -208,12 +208,12 @@ def _gather(part: Partition, states: list[dict[str, Any]]) -> dict[int, dict[str
     """
     metadata = _gather_metadata(_local_metadata(part, states), part)
     group = cpu_group(part.process_group) if len(part.slices) > 1 else None
-    in_flight: deque[_Transfer] = deque()
+    in_flight: deque[Transfer] = deque()
     if part.rank != 0:
         for message in _messages(part.slices[part.rank], metadata[0]):
             elements = _elements(part, states, message).cpu()
-            _enqueue(in_flight, _Transfer(dist.isend(elements, group_dst=0, group=group), elements))
-        _drain(in_flight)
+            enqueue(in_flight, Transfer(dist.isend(elements, group_dst=0, group=group), elements))
+        drain(in_flight)
         return None
     whole = _allocate(part, metadata, device="cpu")
     for rank, (slices, held) in enumerate(zip(part.slices, metadata, strict=True)):
@@ -224,8 +224,8 @@ def _gather(part: Partition, states: list[dict[str, Any]]) -> dict[int, dict[str
             if rank == 0:
                 place.copy_(_elements(part, states, message))
             else:
-                _enqueue(in_flight, _Transfer(dist.irecv(place, group_src=rank, group=group), place))
-    _drain(in_flight)
+                enqueue(in_flight, Transfer(dist.irecv(place, group_src=rank, group=group), place))
+    drain(in_flight)
     return whole
 
 
@@ -261,14 +261,14 @@ def _allocate(part: Partition, metadata: list[_Metadata], device: str) -> dict[i
 
 
 def _messages(slices: list[Slice], metadata: _Metadata) -> Iterator[_Message]:
-    """Divide the per-element state of a rank into messages of at most `_MESSAGE_BYTES`.
+    """Divide the per-element state of a rank into messages of at most `MESSAGE_BYTES`.
 
     Sender and receiver both derive the messages from the metadata, so only elements are sent.
     """
     for position, (slice_, entries) in enumerate(zip(slices, metadata, strict=True)):
         for key, dtype in entries.items():
             if isinstance(dtype, torch.dtype):
-                step = max(1, _MESSAGE_BYTES // dtype.itemsize)
+                step = max(1, MESSAGE_BYTES // dtype.itemsize)
                 for start in range(0, slice_.numel, step):
                     yield _Message(position, key, dtype, start, min(slice_.numel, start + step))
 
@@ -279,12 +279,12 @@ def _elements(part: Partition, states: list[dict[str, Any]], message: _Message) 
     return flattened(value, local)[message.start : message.stop]
 
 
-def _enqueue(in_flight: deque[_Transfer], transfer: _Transfer) -> None:
+def enqueue(in_flight: deque[Transfer], transfer: Transfer) -> None:
     in_flight.append(transfer)
-    _drain(in_flight, leave=_IN_FLIGHT)
+    drain(in_flight, leave=_IN_FLIGHT)
 
 
-def _drain(in_flight: deque[_Transfer], leave: int = 0) -> None:
+def drain(in_flight: deque[Transfer], leave: int = 0) -> None:
     """Wait for the oldest transfers, until only `leave` are in flight."""
     while len(in_flight) > leave:
         in_flight.popleft().work.wait()
@@ -353,13 +353,15 @@ def _check_groups(saved_groups: list[dict[str, Any]], optimizer: torch.optim.Opt
                 raise CheckpointError(f"the saved optimizer has {key}={value!r}, this one {key}={group[key]!r}")
 
 
-def _check_state(saved: dict[int, dict[str, Any]], part: Partition) -> None:
-    """Refuse state that does not fit the parameters."""
+def _check_state(saved: dict[int, dict[str, Any]], part: Partition, in_chunks: bool) -> None:
+    """Refuse state that does not fit the parameters, with the same result on all ranks."""
     for number, entries in saved.items():
         if not 0 <= number < len(part.params):
             raise CheckpointError(f"there is saved state of parameter {number}, but there are {len(part.params)}")
         if isinstance(part.inner, _ADAMS) and not (keys := entries.keys()) >= set(_ADAM_KEYS):
             raise CheckpointError(f"saved state of parameter {number} is {', '.join(keys)} instead of {', '.join(_ADAM_KEYS)}")
+        if in_chunks and part.plan.assigned is None and part.plan.params[number].requires_grad:
+            _check_contiguous(number, part.params[number])
         for key, value in entries.items():
             param = part.params[number]
             if not _fits(key, value, param, part.plan.has_whole_parameters):
@@ -379,8 +381,6 @@ def _local_states(saved: dict[int, dict[str, Any]], part: Partition) -> tuple[di
             own = _own_part(key, value, param, slice_, local)
             states.setdefault(position, {})[key] = own
             if isinstance(value, torch.Tensor) and value.is_meta:
-                if local is not param:
-                    _check_contiguous(slice_.param, param)
                 start = slice_.start if _is_per_element(key, value, param) else 0
                 chunks.append(TensorChunk(_state_name(slice_.param, key), value.numel(), start, own.view(-1)))
     return states, chunks

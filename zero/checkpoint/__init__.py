@@ -20,6 +20,7 @@ rank writes the tensors that it owns, and reads the tensors that it needs. A fol
 so the replacement of the file replaces both at once.
 """
 
+from zero.checkpoint.sending import load_on_all_ranks
 from zero.checkpoint.store import FORMATS, chunk_reader, convert, find, load, verify
 from zero.checkpoint.writer import CheckpointWriter, DivergedError, SaveReport, save
 from zero.state import CheckpointError, consolidate, model_state_dict, restore
@@ -35,6 +36,7 @@ __all__ = [
     "convert",
     "find",
     "load",
+    "load_on_all_ranks",
     "model_state_dict",
     "restore",
     "save",

@@ -1,0 +1,178 @@
+"""A checkpoint for ranks that do not see its file, for example on hosts without a shared disk: rank 0 sends it to them.
+
+Such a rank receives the plain values and the shapes of all tensors. In `restore`, rank 0 sends it the optimizer state of its
+own slices, and nothing else: with plain AdamW this is the whole state, because every rank holds it. No weights are sent,
+because every implementation broadcasts those of rank 0 when it wraps the model.
+"""
+
+import hashlib
+import os
+import zipfile
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from zero.checkpoint.format import tensors_in
+from zero.checkpoint.store import chunk_reader, load, verify
+from zero.collectives import broadcast_object, cpu_group, gather_objects, is_rank_0
+from zero.state import MESSAGE_BYTES, CheckpointError, TensorChunk, Transfer, drain, enqueue
+
+_ReadChunks = Callable[[list[TensorChunk]], None]
+
+
+class _Identity(NamedTuple):
+    """What identifies a checkpoint file without reading its tensors."""
+
+    content: str  # hash of the names, sizes and CRC-32s of the entries of the archive
+    file: tuple[int, int]  # inode and time of the last change: equal on all hosts that share the file, not in a copy
+
+
+def load_on_all_ranks(path: str) -> tuple[dict[str, Any], _ReadChunks | None]:
+    """Load rank 0's checkpoint, also on ranks that do not see its file. Needs to be called on all ranks.
+
+    If every rank sees the file, this is `load` and `chunk_reader`. A rank with another file, with a damaged copy or without a
+    file gets the checkpoint from rank 0. There, the optimizer state is on the meta device, and all weights are zero: wrap the
+    model with `zero.build.build`, which broadcasts the weights of rank 0.
+
+    Args:
+        path: on rank 0, the checkpoint. On other ranks, where this rank would find the same file.
+
+    Returns:
+        The checkpoint, and the function with which `restore` reads its optimizer state. If any rank does not see the file, this
+        function needs to be called on all ranks, as `restore` does.
+
+    Raises:
+        CheckpointError: on all ranks, if rank 0 cannot read the checkpoint.
+    """
+    group = cpu_group(None) if dist.is_initialized() else None
+    own = _identity(path)
+    of_rank_0 = broadcast_object(own, group)
+    checkpoint: dict[str, Any] = {}
+    error = None
+    try:
+        if is_rank_0() or _is_same(path, own, of_rank_0):
+            checkpoint = load(path)
+    except CheckpointError as raised:
+        error = raised
+    receivers = [rank for rank, sees in enumerate(gather_objects(bool(checkpoint), group)) if not sees]
+    if 0 in receivers:
+        raise broadcast_object(error, group)
+    read_chunks = chunk_reader(path, checkpoint) if checkpoint else None
+    if not receivers:
+        return checkpoint, read_chunks
+    outline = broadcast_object(_outline(checkpoint) if is_rank_0() else None, group)
+    if not checkpoint:
+        return outline, partial(_read_or_receive, None)
+    return checkpoint, partial(_read_or_receive, read_chunks or partial(_copy, checkpoint["optimizer"]["state"]))
+
+
+def _identity(path: str) -> _Identity | None:
+    """Return the identity of a file, or None if it cannot be read."""
+    try:
+        with open(path, "rb") as file, zipfile.ZipFile(file) as archive:
+            entries = [(entry.filename, entry.file_size, entry.CRC) for entry in archive.infolist()]
+            status = os.fstat(file.fileno())
+    except Exception:  # damaged bytes can raise any error
+        return None
+    return _Identity(hashlib.sha256(repr(entries).encode()).hexdigest(), (status.st_ino, status.st_mtime_ns))
+
+
+def _is_same(path: str, own: _Identity | None, other: _Identity | None) -> bool:
+    """Return whether this rank's file is rank 0's file, or a copy of it. Reads every byte of a copy, which may be damaged."""
+    if own is None or other is None or own.content != other.content:
+        return False
+    if own.file != other.file:
+        verify(path)
+    return True
+
+
+def _outline(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """Return a checkpoint without its large tensors: weights are zero, optimizer state is on the meta device.
+
+    Tensors without dimensions, such as `step`, keep their values. The zeros share one element, so they take no memory.
+    """
+
+    def without_elements(entries: dict[Any, Any], make: Callable[[torch.Tensor], torch.Tensor]) -> dict[Any, Any]:
+        return {key: make(held) if isinstance(held, torch.Tensor) and held.dim() else held for key, held in entries.items()}
+
+    model = without_elements(checkpoint["model"], lambda weight: torch.zeros((), dtype=weight.dtype).expand(weight.shape))
+    state = {
+        number: without_elements(entries, lambda tensor: torch.empty_like(tensor, device="meta"))
+        for number, entries in checkpoint["optimizer"]["state"].items()
+    }
+    return {**checkpoint, "model": model, "optimizer": {**checkpoint["optimizer"], "state": state}}
+
+
+def _read_or_receive(read_chunks: _ReadChunks | None, own: list[TensorChunk]) -> None:
+    """Fill the elements of `own`: ranks that see the file read them, the other ranks receive them from rank 0.
+
+    Needs to be called on all ranks. Rank 0 sends one message to each receiver, then the next message to each, and so on. After
+    each round it tells all ranks whether it could read the elements. So no rank waits longer than one round.
+
+    Args:
+        read_chunks: fills the elements of chunks; None if this rank does not see the file.
+
+    Raises:
+        CheckpointError: on all ranks, if one of them cannot read the checkpoint.
+    """
+    group = cpu_group(None)
+    messages = _messages(own) if read_chunks is None else []
+    error = _read(read_chunks, own)
+    error = next(filter(None, gather_objects(error, group)), None)
+    asked = gather_objects([[chunk._replace(elements=chunk.elements.to("meta")) for chunk in part] for part in messages], group)
+    in_flight: deque[Transfer] = deque()
+    for number in range(max(map(len, asked))):
+        if error is not None:
+            break
+        for rank, its_messages in enumerate(asked if is_rank_0() else ()):
+            if number < len(its_messages):
+                read = [
+                    chunk._replace(elements=torch.empty_like(chunk.elements, device="cpu")) for chunk in its_messages[number]
+                ]
+                error = error or _read(read_chunks, read)
+                for chunk in read:
+                    enqueue(in_flight, Transfer(dist.isend(chunk.elements, group_dst=rank, group=group), chunk.elements))
+        for chunk in messages[number] if number < len(messages) else ():
+            enqueue(in_flight, Transfer(dist.irecv(chunk.elements, group_src=0, group=group), chunk.elements))
+        drain(in_flight)
+        error = broadcast_object(error, group)
+    if error is not None:
+        raise error
+
+
+def _read(read_chunks: _ReadChunks | None, chunks: list[TensorChunk]) -> CheckpointError | None:
+    """Fill the elements of `chunks`, if this rank sees the file. Returns the error if the file cannot be read."""
+    try:
+        if read_chunks is not None and chunks:
+            read_chunks(chunks)
+    except CheckpointError as error:
+        return error
+    return None
+
+
+def _copy(state: dict[int, dict[str, Any]], chunks: list[TensorChunk]) -> None:
+    """Fill the elements of `chunks` from the optimizer state of a consolidated checkpoint."""
+    tensors = dict(tensors_in(state, "optimizer.state"))
+    for chunk in chunks:
+        stop = chunk.start + chunk.elements.numel()
+        chunk.elements.copy_(tensors[chunk.name].reshape(-1)[chunk.start : stop])
+
+
+def _messages(chunks: list[TensorChunk]) -> list[list[TensorChunk]]:
+    """Divide chunks into messages of at most `MESSAGE_BYTES`."""
+    messages: list[list[TensorChunk]] = []
+    free_bytes = 0
+    for chunk in chunks:
+        step = MESSAGE_BYTES // chunk.elements.itemsize
+        for start in range(0, chunk.elements.numel(), step):
+            part = chunk._replace(start=chunk.start + start, elements=chunk.elements[start : start + step])
+            if part.elements.nbytes > free_bytes:
+                messages.append([])
+                free_bytes = MESSAGE_BYTES
+            messages[-1].append(part)
+            free_bytes -= part.elements.nbytes
+    return messages

@@ -121,27 +121,28 @@ def _read_or_receive(read_chunks: _ReadChunks | None, own: list[TensorChunk]) ->
     """
     group = cpu_group(None)
     messages = _messages(own) if read_chunks is None else []
-    error = _read(read_chunks, own)
-    error = next(filter(None, gather_objects(error, group)), None)
-    asked = gather_objects([[chunk._replace(elements=chunk.elements.to("meta")) for chunk in part] for part in messages], group)
+    asked = gather_objects([_allocate(message, "meta") for message in messages], group)
+    error = next(filter(None, gather_objects(_read(read_chunks, own), group)), None)
     in_flight: deque[Transfer] = deque()
     for number in range(max(map(len, asked))):
         if error is not None:
             break
-        for rank, its_messages in enumerate(asked if is_rank_0() else ()):
-            if number < len(its_messages):
-                read = [
-                    chunk._replace(elements=torch.empty_like(chunk.elements, device="cpu")) for chunk in its_messages[number]
-                ]
-                error = error or _read(read_chunks, read)
-                for chunk in read:
-                    enqueue(in_flight, Transfer(dist.isend(chunk.elements, group_dst=rank, group=group), chunk.elements))
+        for rank, wanted in enumerate(asked if is_rank_0() else ()):
+            read = _allocate(wanted[number], "cpu") if number < len(wanted) else []
+            error = error or _read(read_chunks, read)  # after an error, the receivers still wait for their messages
+            for chunk in read:
+                enqueue(in_flight, Transfer(dist.isend(chunk.elements, group_dst=rank, group=group), chunk.elements))
         for chunk in messages[number] if number < len(messages) else ():
             enqueue(in_flight, Transfer(dist.irecv(chunk.elements, group_src=0, group=group), chunk.elements))
         drain(in_flight)
         error = broadcast_object(error, group)
     if error is not None:
         raise error
+
+
+def _allocate(chunks: list[TensorChunk], device: str) -> list[TensorChunk]:
+    """Return the same chunks with uninitialized elements."""
+    return [chunk._replace(elements=torch.empty_like(chunk.elements, device=device)) for chunk in chunks]
 
 
 def _read(read_chunks: _ReadChunks | None, chunks: list[TensorChunk]) -> CheckpointError | None:

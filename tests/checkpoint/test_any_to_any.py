@@ -10,14 +10,19 @@ from zero import checkpoint as ckpt
 from zero.build import build
 
 STEPS = 4  # before and after the save
-ALL_MODES = {**MODES, "bfloat16": {"param_dtype": "bfloat16", "bucket_mb": 0.0002}}
+ALL_MODES = {**MODES, "bfloat16": {"param_dtype": "bfloat16", "bucket_mb": 0.0002}, "hybrid": {"bucket_mb": 0.0002}}
 PLACES = [(mode, world_size) for world_size in (1, 2, 3, 4) for mode in ALL_MODES]
+
+
+def flags_of(mode):
+    groups_of = max(1, dist.get_world_size() // 2)
+    return ALL_MODES[mode] | ({"shard_size": groups_of} if mode == "hybrid" else {})
 
 
 def make(mode, seed):
     model = make_toy(seed)
     model.unused.requires_grad_(False)  # DistributedDataParallel refuses parameters without a gradient
-    return model, *build(model, model.param_groups(), **ALL_MODES[mode], lr=0.01, betas=(0.9, 0.95))
+    return model, *build(model, model.param_groups(), **flags_of(mode), lr=0.01, betas=(0.9, 0.95))
 
 
 def save(mode, folder):
@@ -82,6 +87,8 @@ def make_folder(place):
         (("adamw", 2), ("bfloat16", 3)),
         (("bfloat16", 4), ("gradients", 2)),
         (("bfloat16", 2), ("bfloat16", 1)),
+        (("hybrid", 4), ("sharded", 2)),
+        (("adamw", 1), ("hybrid", 4)),
     ],
     ids=str,
 )

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from contents import VALUES
 from ranks import run_ranks
 from scripts import run, torch_load, train
-from test_any_to_any import ALL_MODES
+from test_any_to_any import ALL_MODES, flags_of
 from toy import assert_equal, make_toy, weights
 from toy import train as train_toy
 
@@ -29,7 +29,7 @@ def make(mode, seed, state_dict=None):
     module.unused.requires_grad_(False)  # DistributedDataParallel refuses parameters without a gradient
     if state_dict is not None:
         module.load_state_dict(state_dict)
-    return module, *build(module, module.param_groups(), **ALL_MODES[mode], lr=0.01, betas=(0.9, 0.95))
+    return module, *build(module, module.param_groups(), **flags_of(mode), lr=0.01, betas=(0.9, 0.95))
 
 
 def save(mode, folder, format, seed=0, iteration=4):
@@ -102,7 +102,7 @@ def every_folder(mode, root):
     return True
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow), 4])
 @pytest.mark.parametrize("mode", ALL_MODES)
 def test_resumed_without_the_file(mode, world_size, tmp_path):
     assert all(run_ranks(every_folder, world_size, mode, str(tmp_path)))

@@ -47,6 +47,11 @@ class MemoryMeter:
         """Returns the peak in bytes since the process started."""
         return max(self._largest_peak, peak_bytes(self.device))
 
+    def forget_peak(self) -> None:
+        """Begin a new peak: what the process took until now was not the run."""
+        self._largest_peak = 0
+        reset_peak(self.device)
+
     def take(self) -> dict[str, float]:
         """Returns the figures by name, and begins a new peak."""
         peak, self._largest_peak = peak_bytes(self.device), self.peak()

@@ -66,8 +66,10 @@ class Meter:
         self.restart()
         self._started = self._begin
 
-    def restart(self) -> None:
-        """Restart the clock. What happened since the last restart or log is not counted."""
+    def restart(self, new_peak: bool = False) -> None:
+        """Restart the clock. What happened since the last restart or log is not counted. Begin a new peak if `new_peak`."""
+        if new_peak:
+            self.memory.meter.forget_peak()
         self._begin, self._timed, self._before = time.perf_counter(), 0, self._totals()
 
     def begin_iteration(self, iteration: int, is_logged: bool) -> None:

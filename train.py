@@ -40,6 +40,7 @@ from model import GPT, GPTConfig
 from profiling import Profiler
 from progress import Progress
 from sampling import Sampler
+from shadow import Shadow
 from signals import Action, Signals
 from zero import ShardedGradScaler
 from zero.build import build, clip_grad_norm_, describe
@@ -106,6 +107,7 @@ device = "auto"  # 'cpu', 'cuda', 'cuda:1', 'mps'; auto: cuda if available, othe
 dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # float16 uses GradScaler; auto: best on GPU, float32 on CPU
 compile = torch.cuda.is_available()  # compile the model block by block with torch.compile
 seed: NonNegativeInt = 1337
+shadow_check: NonNegativeInt = 0  # iterations in which plain AdamW trains a copy, to print how far the weights differ; 0: off
 profile = False  # after a few iterations, write a trace of torch.profiler to out_dir/profile
 profile_memory = False  # the same, with the allocations of memory; on a GPU also write a snapshot of its memory
 config = configure(globals())
@@ -193,6 +195,7 @@ if compile:
 with exit_on_wrong_input(), progress.task("making the optimizer"):
     flags = Flags(use_zero1, zero1_impl, zero_bucket_mb, shard_gradients, param_dtype, zero_check_reads, zero_shard_size)
     groups = raw_model.param_groups(weight_decay)
+    shadow = Shadow(0 if eval_only else shadow_check, raw_model, groups, checkpoints, checkpoint)
     model, optimizer = build(raw_model, groups, **vars(flags), lr=learning_rate, betas=(beta1, beta2))
     scaler = ShardedGradScaler(device.type, enabled=dtype == "float16")
     if checkpoint is not None:
@@ -268,6 +271,7 @@ memory = MemoryCheck(log, model, optimizer, workload, shard_gradients, micro_ste
 meter = Meter(log, model, optimizer, memory, dtype, tokens_per_iter, raw_model.flops_per_token(), max_iters, metric_interval)
 signals = Signals()
 guard = Guard(raw_model, optimizer, scaler, limit=1 if on_nonfinite == "stop" else max_nonfinite, alert=log.alert)
+shadow.follow(optimizer, scaler, guard.limit, autocast, micro_steps, grad_clip)
 
 # training loop
 batches = data.micro_batches(seed, data_position, batch_size, gradient_accumulation_steps, rank, world_size)
@@ -307,6 +311,7 @@ while iter_num <= max_iters or eval_only:
     loss_sum = torch.zeros((), device=device)
     for micro_step in range(micro_steps):
         model.require_backward_grad_sync = micro_step == micro_steps - 1  # sync in the last micro-step; shard_gradients: in all
+        shadow.micro_step(x, y)
         with meter.phase("forward"), autocast:
             loss = model(x, y)[1]  # the logits, which can be the largest tensor, are not kept
         loss_sum += loss.detach()
@@ -322,7 +327,7 @@ while iter_num <= max_iters or eval_only:
     with meter.phase("update"):
         scaler.step(optimizer)
         scaler.update()
-    if iter_num >= first_iter + 2:
+    if iter_num >= first_iter + max(2, shadow_check):
         memory.compare(iter_num)  # once, as soon as there is optimizer state
     optimizer.zero_grad(set_to_none=True)
     meter.measure_memory("after_step")
@@ -332,6 +337,8 @@ while iter_num <= max_iters or eval_only:
     if is_logged or (iter_num + 1) % eval_interval == 0 or device.type == "cpu":  # report() waits for a GPU
         guard.report(iter_num)
     progress.update(iter_num)
+    if shadow.update():
+        meter.restart(new_peak=True)
     if profiler.step():
         meter.restart()
     iter_num += 1
@@ -344,6 +351,7 @@ while iter_num <= max_iters or eval_only:
     if action in (Action.SAVE_AND_STOP, Action.FAIL) or guard.failed:
         break
 
+shadow.finish()
 checkpoints.wait()
 guard.report(iter_num - 1)
 stopped = action == Action.SAVE_AND_STOP

@@ -144,21 +144,19 @@ class Shadow:
 
     @torch.no_grad()
     def _compare(self) -> None:
-        self._part.synchronize()
         for number, values, plain in self._pairs():
             figures = torch.stack(((values - plain).abs().max(), plain.abs().max()))
             self._largest[:, number] = torch.maximum(self._largest[:, number], figures)  # nan stays
 
     def _pairs(self) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
         """Yield the number of a parameter, its elements in the run, and the same elements in the copy."""
-        part, plain = self._part, parameters(self._optimizer)
+        part, params, plain = self._part, parameters(self._part.optimizer), parameters(self._optimizer)  # waits for all-gathers
         if part.plan.has_masters:
-            for slice_, local in zip(part.slices[part.rank], part.locals, strict=True):
-                same = flattened(plain[slice_.param], part.params[slice_.param])[slice_.start : slice_.stop]
-                yield slice_.param, local, same
+            for (number, start, stop), local in zip(part.slices[part.rank], part.locals, strict=True):
+                yield number, local, flattened(plain[number], params[number])[start:stop]
         else:
-            for number, param in enumerate(part.params):
-                yield number, param, plain[number]
+            for number, (param, same) in enumerate(zip(params, plain, strict=True)):
+                yield number, param, same
 
     def _report(self) -> None:
         by_rank = np.array(gather_numbers(self._largest.flatten().tolist()))  # (ranks, 2 * parameters)

@@ -23,11 +23,11 @@ UNCLIPPED = ["--grad_clip=0.0", "--max_iters=4", "--eval_interval=4"]
 EXACT = "bit-identical to plain AdamW"
 # the loss of a micro-step is nan on rank 0, in the second iteration: its micro-steps 4 to 6, first the copy's, then the run's
 DISTURBED = """
-import os, model
+import os, model, torch
 forward, calls = model.GPT.forward, []
 def disturbed(self, x, y=None):
     logits, loss = forward(self, x, y)
-    if self.training and os.environ["RANK"] == "0":
+    if self.training and os.environ["RANK"] == "0" and type(loss) is torch.Tensor:  # a prediction of memory has fake tensors
         calls.append(None)
         loss = loss * float("nan") if 6 < len(calls) <= 12 else loss
     return logits, loss
@@ -119,8 +119,8 @@ def test_the_shadow_skips_the_updates_that_the_run_skips(data, tmp_path, dtype):
 
 @pytest.mark.parametrize("checkpoint_format", ["consolidated", "sharded"])
 def test_a_resumed_run_and_its_shadow_begin_at_the_same_checkpoint(data, tmp_path, checkpoint_format):
-    """The scale of float16 is part of it. The run ends before the check does."""
-    flags = "--grad_clip=0.0", "--dtype=float16", f"--checkpoint_format={checkpoint_format}"
+    """The run ends before the check does."""
+    flags = "--grad_clip=0.0", f"--checkpoint_format={checkpoint_format}"
     train(tmp_path, data, *flags, "--max_iters=5", ranks=3)
     resumed = train(tmp_path, data, *flags, "--max_iters=6", "--init_from=resume", "--shadow_check=100", ranks=2)
     assert differences(resumed[2])[1] == f"shadow check: after 2 iterations, all 15 parameters are {EXACT}"

@@ -54,15 +54,17 @@ class Checkpoints:
 
     def restore(self, optimizer: torch.optim.Optimizer, checkpoint: dict[str, Any]) -> None:
         """Load the optimizer state from the checkpoint that `load` returned. See `zero.checkpoint.restore`."""
-        read_chunks, self._read_chunks = self._read_chunks, None  # it keeps the checkpoint in memory
-        ckpt.restore(optimizer, checkpoint["optimizer"], read_chunks)
+        ckpt.restore(optimizer, checkpoint["optimizer"], self._read_chunks)
 
     def claim(self) -> None:
         """Lock the folder for this run and remove the unfinished files of killed runs. A read-only run does neither.
 
+        The checkpoint that `load` returned cannot be restored any more.
+
         Raises:
             ValueError: if another run writes to the folder, or this run cannot write to it.
         """
+        self._read_chunks = None  # it keeps the loaded checkpoint in memory
         if not self.read_only:
             on_rank_0(self._claim)
         self._writer = CheckpointWriter(

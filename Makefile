@@ -4,7 +4,7 @@
 # make test-all    run the linters and all tests, also those that take minutes
 # make test-kills  run the test that kills a training run a hundred times and resumes it
 # make bench-gpu   in less than nine minutes, measure everything that only a GPU can show; needs only torch and numpy
-# make lint        run ruff and mypy only
+# make lint        run ruff, mypy and shellcheck only
 # make install     create the virtual environment only
 #
 # Each target creates the virtual environment if it is missing. PYTHON=... chooses the Python interpreter. NPROC=... chooses the
@@ -47,6 +47,7 @@ lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/shellcheck slurm/train.sbatch
 
 install: $(INSTALLED)
 

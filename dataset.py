@@ -7,6 +7,7 @@ import os
 import pickle
 import subprocess
 import sys
+import zlib
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ import numpy as np
 
 DATA_DIR = os.path.join(os.path.dirname(os.path.abspath(__file__)), "data")
 SPLITS = ("train", "val")
+_PIECE, _PIECES = 2**19, 64  # tokens per piece (1 MB) and pieces that a fingerprint covers
 _GOLDEN_RATIO = np.uint64(0x9E3779B97F4A7C15)  # 2**64 * (sqrt(5) - 1) / 2
 WITHOUT_DOWNLOAD = "stdlib_char"  # this dataset needs no download, so train.py prepares it if it is missing
 
@@ -81,6 +83,26 @@ class Dataset:
         tokens = self.tokens[split]
         rows = np.stack([tokens[start : start + self.block_size + 1] for start in offsets]).astype(np.int64)
         return rows[:, :-1], rows[:, 1:]
+
+    def fingerprint(self) -> dict[str, str]:
+        """Returns the size and a checksum (CRC-32) of each token file, and a checksum of `meta.pkl`, by name of the file.
+
+        A checksum covers the whole of a file of up to 64 MB. Of a larger file it covers 64 evenly spaced pieces of 1 MB, among
+        them the first and the last one, so that it reads the same 64 MB at any size. A file that was cut off, shifted or made
+        from other text is found. A change that lies between the pieces of a large file is not.
+        """
+        result = {}
+        for split, tokens in self.tokens.items():
+            starts = np.linspace(0, len(tokens) - _PIECE, _PIECES, dtype=int)
+            pieces = [tokens] if len(tokens) <= _PIECE * _PIECES else [tokens[start : start + _PIECE] for start in starts]
+            checksum = 0
+            for piece in pieces:
+                checksum = zlib.crc32(piece.data, checksum)
+            result[f"{split}.bin"] = f"{len(tokens)} tokens with checksum {checksum:08x}"
+        if self.meta:
+            with open(os.path.join(self.directory, "meta.pkl"), "rb") as file:
+                result["meta.pkl"] = f"checksum {zlib.crc32(file.read()):08x}"
+        return result
 
     def check(self, vocab_size: int, part: int = 0, parts: int = 1) -> None:
         """Check the tokens of one of `parts` equal parts of the data against the vocabulary of a model.

@@ -5,11 +5,13 @@ Without a process group, every function works for a single process.
 
 import contextlib
 import datetime
+import json
 import os
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -80,13 +82,28 @@ def start(launch: Launch, device: str, backend: str = "auto") -> torch.device:
         raise ValueError(f"backend=nccl does not support device={device}; use --backend=gloo")
     elif device == "cpu":
         hardware.divide_threads(launch.local_world_size)
-    store, _, _ = next(dist.rendezvous("env://"))
-    choose_interface(store, launch.rank, launch.world_size, is_one_machine=launch.local_world_size == launch.world_size)
+    choose_interface(_store(), launch.rank, launch.world_size, is_one_machine=launch.local_world_size == launch.world_size)
     if backend == "auto":
-        backend = "nccl" if device.startswith("cuda") and _has_each_rank_a_gpu(device, store, launch.world_size) else "gloo"
+        backend = "nccl" if device.startswith("cuda") and _has_each_rank_a_gpu(device, launch) else "gloo"
     device_id = torch.device(device) if backend == "nccl" else None
-    dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.world_size, device_id=device_id)
+    dist.init_process_group(backend, store=_store(), rank=launch.rank, world_size=launch.world_size, device_id=device_id)
     return torch.device(device)
+
+
+def agree(launch: Launch, value: Any, rule: Callable[[list[Any]], Any]) -> Any:
+    """Returns on all ranks what `rule` returns on rank 0 for the values of all ranks. Needs to be called on all ranks.
+
+    This works before the process group has started. `value` and the result must be what JSON can hold. A key is deleted
+    when it has been read, because torchrun keeps the store when it starts the ranks again.
+    """
+    if not launch.distributed:
+        return rule([value])
+    _store().set(f"value of rank {launch.rank}", json.dumps(value))
+    if launch.rank == 0:
+        result = json.dumps(rule([_take(f"value of rank {rank}") for rank in range(launch.world_size)]))
+        for rank in range(launch.world_size):
+            _store().set(f"result for rank {rank}", result)
+    return _take(f"result for rank {launch.rank}")
 
 
 def finish(exit_code: int = 0) -> NoReturn:
@@ -184,14 +201,23 @@ def _wait_for_other_ranks(timeout_s: float = 5.0) -> None:
             ready = store.add("ranks about to end", 0)
 
 
-def _has_each_rank_a_gpu(device: str, store: dist.Store, world_size: int) -> bool:
+@cache
+def _store() -> dist.Store:
+    """Returns the store through which the ranks meet. This process keeps it: rank 0 may be the one that holds it for all."""
+    return next(dist.rendezvous("env://"))[0]
+
+
+def _take(key: str) -> Any:
+    """Wait until a rank has set the key, delete it and return its value."""
+    value = json.loads(_store().get(key))
+    _store().delete_key(key)
+    return value
+
+
+def _has_each_rank_a_gpu(device: str, launch: Launch) -> bool:
     """Returns whether every rank has its own GPU. A rank may see all GPUs of its machine, or only its own."""
-    if store.add(f"ranks on GPU {torch.cuda.get_device_properties(device).uuid}", 1) > 1:
-        store.set("a GPU is shared", "")
-    if store.add("ranks that have reported", 1) == world_size:
-        store.set("all ranks have reported", "")
-    store.wait(["all ranks have reported"])
-    return not store.check(["a GPU is shared"])
+    gpu = str(torch.cuda.get_device_properties(device).uuid)
+    return agree(launch, gpu, lambda gpus: len(set(gpus)) == len(gpus))
 
 
 def _integer(name: str, default: int | None = None) -> int:

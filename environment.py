@@ -23,14 +23,18 @@ def environment(device: torch.device) -> dict[str, Any]:
         "device": device.type,
         "backend": dist.get_backend() if dist.is_initialized() else None,
         "devices": gather_objects(hardware.device_name(device)),
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "numpy": np.__version__,
-            "cuda": torch.version.cuda,
-            "wandb": _version("wandb"),
-        },
+        "versions": {**versions(), "wandb": _version("wandb")},
         "git_commit": _git_commit() if is_rank_0() else None,
+    }
+
+
+def versions() -> dict[str, str | None]:
+    """Returns the versions of what every rank computes with."""
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "cuda": torch.version.cuda,
     }
 
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from zero import ShardedGradScaler
-from zero.collectives import gather_objects
+from zero.collectives import gather_objects, is_rank_0
 from zero.optimizer import GradientNorms
 from zero.partition import partition
 
@@ -41,7 +41,7 @@ class Guard:
         alert: Callable[[str, str], None] = lambda *_: None,
     ) -> None:
         self.optimizer, self.scaler, self.limit, self.alert = optimizer, scaler, limit, alert
-        self.failed = False  # whether the limit was reached at the last `report`; the same on all ranks
+        self.failed = False  # whether the run must end without another checkpoint; the same on all ranks
         self.in_a_row = 0  # number of consecutive skipped updates at the last `report`
         self._part = partition(optimizer)
         self._names = {param: name for name, param in model.named_parameters()}
@@ -82,24 +82,30 @@ class Guard:
         self.in_a_row, skipped = (int(count) for count in torch.stack((self._in_a_row, self._skipped)).tolist())
         if skipped == self._reported:
             return
-        new_skips, self._reported, self.failed = skipped - self._reported, skipped, self.in_a_row >= self.limit
+        new_skips, self._reported, is_last = skipped - self._reported, skipped, self.in_a_row >= self.limit
+        self.failed = self.failed or is_last
         reason = self._reason()
-        if dist.is_initialized() and dist.get_rank() > 0:
+        if not is_rank_0():
             return
         self.alert("Loss or gradients not finite", f"at iteration {iteration}: {reason}")
-        if not self.failed:
+        if not is_last:
             updates = "1 more update was" if new_skips == 1 else f"{new_skips} more updates were"
             row = f"{self.in_a_row} in a row so far"
             print(f"WARNING: by iteration {iteration}, {updates} skipped ({row}): {reason}", flush=True)
             return
         first = iteration - self.in_a_row + 1
         made = "no update was made with these values" if self.limit == 1 else f"{self.in_a_row} updates in a row were skipped"
-        sys.stdout.flush()
-        print(
-            f"the run ends at iteration {iteration}, not finite since iteration {first}: {reason}; {made}; {_REMEDY}",
-            file=sys.stderr,
-            flush=True,
-        )
+        _print_error(f"the run ends at iteration {iteration}, not finite since iteration {first}: {reason}; {made}; {_REMEDY}")
+
+    def fail(self, title: str, message: str) -> None:
+        """End the run at the next step boundary, without another checkpoint. Needs to be called on all ranks.
+
+        Rank 0 prints the message and sends it as an alert.
+        """
+        self.failed = True
+        if is_rank_0():
+            self.alert(title, message)
+            _print_error(message)
 
     def _reason(self) -> str:
         """Returns a text that says which values are not finite, and where. Needs to be called on all ranks."""
@@ -132,3 +138,8 @@ class Guard:
             elif not math.isfinite(norm):
                 bad.append((places[name], f"the gradient of {name}"))
         return min(bad, default=None)
+
+
+def _print_error(message: str) -> None:
+    sys.stdout.flush()
+    print(message, file=sys.stderr, flush=True)

@@ -29,7 +29,9 @@ import hardware
 from accounting import Workload
 from checkpoints import Checkpoints
 from configurator import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, UnitInterval, configure
+from consistency import compare_model_and_data, compare_settings
 from dataset import Dataset, prepare_if_missing
+from desync import DesyncCheck
 from distributed import exit_on_wrong_input, finish, launched, mean_over_ranks, print0, start
 from environment import environment
 from guard import Guard
@@ -101,6 +103,7 @@ shard_gradients = False  # 'sharded': also keep only 1/N of the gradients; costs
 param_dtype: Literal["float32", "bfloat16"] = "float32"  # weights and gradients; 'sharded' keeps float32 masters, 1/N per rank
 zero_shard_size: NonNegativeInt = 0  # 'sharded': ranks that share the optimizer state, such as the GPUs of a machine; 0: all
 zero_check_reads = False  # 'sharded', for debugging: a parameter is nan until its all-gather has ended
+desync_check_interval: NonNegativeInt = 0  # iterations between comparisons of the ranks' weights; 0: no comparison
 # system
 backend: Literal["auto", "nccl", "gloo"] = "auto"  # auto: nccl if every rank has its own GPU, otherwise gloo
 device = "auto"  # 'cpu', 'cuda', 'cuda:1', 'mps'; auto: cuda if available, otherwise cpu
@@ -120,6 +123,7 @@ progress = Progress(max_iters, rank)
 # Every rank runs every line, and print0 prints on rank 0: a collective must never stand where only some ranks go.
 with exit_on_wrong_input():
     device, dtype = hardware.resolve(device, dtype, param_dtype)
+    compare_settings(launch, config | {"device": device.partition(":")[0], "dtype": dtype})
     if gradient_accumulation_steps % world_size:
         raise ValueError(
             f"gradient_accumulation_steps={gradient_accumulation_steps} cannot be split over {world_size} ranks; "
@@ -185,6 +189,8 @@ with exit_on_wrong_input(), progress.task("loading the model"):
         raise ValueError(f"block_size={block_size} does not fit the model; use --block_size={longest}")
     raw_model.crop_block_size(block_size)
     data.check(raw_model.config.vocab_size, rank, world_size)
+with exit_on_wrong_input(), progress.task("comparing the ranks"):
+    compare_model_and_data(raw_model, data, iter_num=iter_num, data_position=data_position, best_val_loss=best_val_loss)
 raw_model.to(device)
 print0(f"number of parameters: {raw_model.num_params() / 1e6:.2f}M")
 raw_model.activation_checkpointing = activation_checkpointing
@@ -239,6 +245,7 @@ def get_lr(iteration):
 def save_checkpoint():
     """Write ckpt.pt, unless the guard has ended the run. Needs to be called on all ranks."""
     guard.report(iter_num - 1)
+    desync.check(iter_num, now=True)
     if guard.failed:
         return
     values = {
@@ -272,6 +279,7 @@ meter = Meter(log, model, optimizer, memory, dtype, tokens_per_iter, raw_model.f
 signals = Signals()
 guard = Guard(raw_model, optimizer, scaler, limit=1 if on_nonfinite == "stop" else max_nonfinite, alert=log.alert)
 shadow.follow(optimizer, scaler, guard.limit, autocast, micro_steps, grad_clip)
+desync = DesyncCheck(raw_model, optimizer, desync_check_interval, guard.fail)
 
 # training loop
 batches = data.micro_batches(seed, data_position, batch_size, gradient_accumulation_steps, rank, world_size)
@@ -319,6 +327,7 @@ while iter_num <= max_iters or eval_only:
             x, y = get_batch("train", next(batches))  # prefetch the next batch while the device computes
         with meter.phase("backward"):
             scaler.scale(loss / micro_steps).backward()
+    desync.check(iter_num)  # all weights have arrived by now, and the update will overwrite them
     with meter.phase("clip"):
         scaler.unscale_(optimizer)
         norms = clip_grad_norm_(optimizer, grad_clip or math.inf)

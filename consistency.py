@@ -1,0 +1,130 @@
+"""Checks at the start of a run: all ranks have the same versions, source files, settings, model and dataset.
+
+A rank that differs would make the ranks wait for each other forever, or would train another model in silence.
+docs/many-machines.md says what the checks cost and what they cannot see.
+"""
+
+import pathlib
+import zlib
+from collections import Counter
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dataset import Dataset
+from distributed import Launch, agree
+from environment import versions
+from zero.collectives import gather_objects
+
+Facts = dict[str, dict[str, Any]]  # values by name, by the remedy if they are not the same on all ranks
+
+_OF_EACH_HOST = ("out_dir", "wandb_run_name")  # a host may have its own disk; config files put the time into the name of a run
+_SHOWN = 3  # differences that a message names
+
+
+def compare_settings(launch: Launch, settings: dict[str, Any]) -> None:
+    """Check that all ranks have the same versions, source files and settings. Needs to be called on all ranks.
+
+    This works before the process group has started, because a rank with another backend or device could not join it.
+    `out_dir` and `wandb_run_name` may differ: each host may write to a disk of its own, and only rank 0 names the run.
+
+    Raises:
+        ValueError: on all ranks, with the ranks that differ, what they have and what the others have.
+    """
+    facts: Facts = {
+        "install the same versions on all hosts": versions(),
+        "copy the same code to all hosts": sources(),
+        "start all ranks with the same settings": {
+            name: value for name, value in settings.items() if name not in _OF_EACH_HOST
+        },
+    }
+    if message := agree(launch, facts, difference):
+        raise ValueError(message)
+
+
+def compare_model_and_data(model: torch.nn.Module, data: Dataset, **values: Any) -> None:
+    """Check that all ranks have the same dataset, and a model of the same shape. Needs to be called on all ranks.
+
+    The weights themselves are not compared, because the ranks take those of rank 0.
+
+    Args:
+        model: compared are its config, and the names, shapes and dtypes of its parameters.
+        data: compared are the files, see `Dataset.fingerprint`.
+        **values: what the ranks have read from a checkpoint.
+
+    Raises:
+        ValueError: as `compare_settings`.
+    """
+    if not dist.is_initialized():
+        return
+    parameters = {name: f"{tuple(param.shape)} {param.dtype}" for name, param in model.named_parameters()}
+    facts: Facts = {
+        "copy the dataset from one host to the others": data.fingerprint(),
+        "give all hosts the same checkpoint or pretrained model": {**values, **vars(model.config), **parameters},
+    }
+    if message := difference(gather_objects(facts)):
+        raise ValueError(message)
+
+
+def sources() -> dict[str, str]:
+    """Returns a checksum (CRC-32) of each source file of this program, by path."""
+    root = pathlib.Path(__file__).parent
+    paths = sorted([*root.glob("*.py"), *root.glob("zero/**/*.py")])
+    return {str(path.relative_to(root)): f"{zlib.crc32(path.read_bytes()):08x}" for path in paths}
+
+
+def difference(by_rank: list[Facts]) -> str | None:
+    """Returns a line that says which ranks differ in what, and the remedy; None if all ranks have the same facts."""
+    for remedy in by_rank[0]:
+        values = [facts.get(remedy, {}) for facts in by_rank]
+        names = dict.fromkeys(name for of_rank in values for name in of_rank)
+        texts = [_difference(name, [str(of_rank.get(name, "absent")) for of_rank in values]) for name in names]
+        if found := [text for text in texts if text]:
+            more = [f"{len(found) - _SHOWN} more differ"] if len(found) > _SHOWN else []
+            return "; ".join([*found[:_SHOWN], *more, remedy])
+    return None
+
+
+def _difference(name: str, values: list[str]) -> str | None:
+    """Returns a text that says which ranks have which value of one name, or None if all have the same."""
+    ranks: dict[str, list[int]] = {}  # by value
+    for rank, value in enumerate(values):
+        ranks.setdefault(value, []).append(rank)
+    if len(ranks) == 1:
+        return None
+    common = most_common(values)
+    others = [] if common is None else [f"the others {name}={common}"]
+    odd = [
+        f"{describe_ranks(of_value)} {'has' if len(of_value) == 1 else 'have'} {name}={value}"
+        for value, of_value in ranks.items()
+        if value != common
+    ]
+    more = [f"{len(odd) - _SHOWN} more values on other ranks"] if len(odd) > _SHOWN else []
+    return ", ".join([*odd[:_SHOWN], *more, *others])
+
+
+def most_common(values: Iterable[Hashable]) -> Any:
+    """Returns the value that most ranks have, or None if two values are equally common, as always with two ranks."""
+    (first, count), *rest = Counter(values).most_common(2)
+    return first if not rest or rest[0][1] < count else None
+
+
+def describe_ranks(ranks: Sequence[int]) -> str:
+    """Returns, for example, "rank 2" or "ranks 0, 3 and 8 to 15", from ascending ranks."""
+    runs: list[list[int]] = []  # first and last rank of each row of consecutive ranks
+    for rank in ranks:
+        if runs and runs[-1][1] == rank - 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    texts = [str(first) if first == last else f"{first} to {last}" for first, last in runs]
+    return f"rank{'s' if len(ranks) > 1 else ''} {enumerate_texts(texts)}"
+
+
+def enumerate_texts(texts: Sequence[str]) -> str:
+    """Returns, for example, "a, b and c". Only the first texts are named, the others are counted."""
+    more = len(texts) - _SHOWN
+    *most, last = [*texts[:_SHOWN], f"{more} more"] if more > 0 else texts
+    return f"{', '.join(most)} and {last}" if most else last

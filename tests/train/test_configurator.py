@@ -220,6 +220,7 @@ def test_nanogpts_settings_have_nanogpts_defaults(train_defaults):
         "zero_shard_size",
         *("activation_checkpointing", "metric_interval", "sample_interval", "wandb_mode", "profile", "profile_memory"),
         "shadow_check",
+        "desync_check_interval",
         *("on_nonfinite", "max_nonfinite", "on_save_error", "keep_checkpoints", "async_save", "checkpoint_format"),
     }
 

@@ -119,7 +119,9 @@ def describe_ranks(ranks: Sequence[int]) -> str:
             runs[-1][1] = rank
         else:
             runs.append([rank, rank])
-    texts = [str(first) if first == last else f"{first} to {last}" for first, last in runs]
+    texts: list[str] = []
+    for first, last in runs:
+        texts += [f"{first} to {last}"] if last > first + 1 else map(str, range(first, last + 1))
     return f"rank{'s' if len(ranks) > 1 else ''} {enumerate_texts(texts)}"
 
 

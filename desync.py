@@ -71,6 +71,7 @@ class DesyncCheck:
                 common = most_common(values)
                 found.append(f"{describe_ranks([rank for rank, value in enumerate(values) if value != common])} in {name}")
         if found:
+            self.interval = 0  # one message is enough
             text = f"the ranks differ at iteration {iteration}: {enumerate_texts(found)}"
             self.fail("The ranks differ", f"{text}; a checkpoint is saved only while all ranks agree")
 

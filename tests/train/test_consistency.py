@@ -122,7 +122,7 @@ def test_what_the_line_says():
     assert difference([same, other]) == "rank 0 has b=2, rank 1 has b=3; mend it", "with two ranks nobody is in the majority"
     assert difference([same, same, other]) == "rank 2 has b=3, the others b=2; mend it"
     assert difference([other] * 8 + [same] * 9) == "ranks 0 to 7 have b=3, the others b=2; mend it"
-    assert difference([same] * 2 + [other] * 2) == "ranks 0 to 1 have b=2, ranks 2 to 3 have b=3; mend it"
+    assert difference([same] * 2 + [other] * 2) == "ranks 0 and 1 have b=2, ranks 2 and 3 have b=3; mend it"
     assert difference([same, facts(a=1), same]) == "rank 1 has b=absent, the others b=2; mend it"
     assert difference([same, {}, same]) == "rank 1 has a=absent, the others a=1; rank 1 has b=absent, the others b=2; mend it"
 

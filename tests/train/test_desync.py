@@ -22,7 +22,7 @@ from model import GPT
 begin, init = Meter.begin_iteration, GPT.__init__
 def remember(self, *args):
     init(self, *args)
-    Meter.model = self
+    Meter.model = getattr(Meter, "model", self)  # the first one; the prediction of the memory makes another
 def flip(self, iteration, is_logged):
     if iteration == 13 and os.environ["RANK"] == "CULPRIT":
         weight = Meter.model.get_parameter("WEIGHT").data.view(-1)
@@ -62,8 +62,8 @@ def test_a_flipped_bit_is_found_at_the_next_comparison(data, tmp_path, case, cul
 
 
 def test_nothing_is_saved_before_the_ranks_have_compared(data, tmp_path):
-    message, saved = flipped(data, tmp_path, 1, "--desync_check_interval=1000", ranks=2)
-    assert message.startswith(f"the ranks differ at iteration 20: ranks 0 to 1 in {WEIGHT} (bucket"), "nobody knows which one"
+    message, saved = flipped(data, tmp_path, 1, "--desync_check_interval=20", ranks=2)
+    assert message.startswith(f"the ranks differ at iteration 20: ranks 0 and 1 in {WEIGHT} (bucket"), "nobody knows which one"
     assert saved == 10
 
 
@@ -108,7 +108,7 @@ def messages_of(mode, what):
         ("nothing", None),
         ("frozen", "frozen.weight"),
         ("buffer", "table"),
-        ("rate", "the learning rate of group 0 and rank 1 in the learning rate of group 1"),
+        ("rate", "the learning rate of group 0"),
         ("iteration", "the iteration"),
     ],
 )

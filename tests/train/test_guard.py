@@ -120,6 +120,18 @@ def test_skipped_updates_are_an_alert(limit, capsys):
     assert ("ends" in printed.err) == guard.failed, "what the console gets does not change"
 
 
+def test_another_check_can_end_the_run(capsys):
+    model, alerts = torch.nn.Linear(2, 1), []
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    guard = Guard(model, optimizer, ShardedGradScaler("cpu", enabled=False), 3, alert=lambda *alert: alerts.append(alert))
+    guard.fail("The ranks differ", "in a weight")
+    guard.check(torch.tensor(math.nan), GradientNorms(torch.tensor(1.0), {}))
+    guard.report(0)
+    assert guard.failed, "a skipped update does not make it go on"
+    assert alerts[0] == ("The ranks differ", "in a weight")
+    assert capsys.readouterr().err == "in a weight\n"
+
+
 def test_float16_leaves_gradients_to_the_scaler(capsys):
     """The scaler skips and counts for itself. A loss that is not finite counts here, and its step is skipped."""
     model, optimizer = build_toy("adamw")

@@ -12,6 +12,7 @@ import torch
 from distributed import is_rank_0, on_rank_0, print0
 from lock import Lock
 from logger import Logger
+from watchdog import position
 from zero import checkpoint as ckpt
 from zero.checkpoint import CheckpointError, CheckpointWriter, DivergedError, SaveReport
 
@@ -36,6 +37,12 @@ class Checkpoints:
         self._newest_is_corrupt = False  # on rank 0: True if an older checkpoint was loaded instead
         self._writer: CheckpointWriter  # set by `claim`
         self._blocked_s: deque[float] = deque()  # on rank 0: how long `save` took, for each save without a report so far
+
+    def resolve(self, init_from: str) -> str:
+        """Returns 'resume' or 'scratch' for 'auto': does rank 0 see a checkpoint in the folder? Otherwise `init_from`."""
+        if init_from != "auto":
+            return init_from
+        return "resume" if on_rank_0(self.exist) else "scratch"
 
     def load(self) -> dict[str, Any]:
         """Read the newest checkpoint that is not corrupt. Lock the folder first, unless the run is read-only.
@@ -75,7 +82,8 @@ class Checkpoints:
         """Write a checkpoint. `report` prints the result. See `CheckpointWriter.save`."""
         print0(f"saving checkpoint to {self.folder}")
         begin = time.perf_counter()
-        self._writer.save(model, optimizer, values)
+        with position.at("saving the checkpoint", patient=True):
+            self._writer.save(model, optimizer, values)
         if is_rank_0():
             self._blocked_s.append(time.perf_counter() - begin)
 
@@ -110,7 +118,8 @@ class Checkpoints:
 
     def wait(self) -> None:
         """Wait until the save in progress has ended."""
-        self._writer.wait()
+        with position.at("saving the checkpoint", patient=True):
+            self._writer.wait()
 
     def explain_failure(self, diverged: bool) -> None:
         """Print on stderr which checkpoint a failed run leaves in the folder. Only rank 0 prints."""
@@ -123,7 +132,7 @@ class Checkpoints:
 
     def exist(self) -> bool:
         """Returns whether the folder has a checkpoint to resume from."""
-        return os.path.exists(os.path.join(self.folder, "ckpt.pt"))
+        return any(os.path.exists(os.path.join(self.folder, name)) for name in ("ckpt.pt", "ckpt_prev.pt"))
 
     def _find(self) -> str:
         if not self.read_only and os.path.isdir(self.folder):

@@ -4,11 +4,15 @@ Without a process group, every function works for a single process.
 """
 
 import contextlib
+import ctypes
 import datetime
+import hashlib
 import json
 import os
+import signal
 import sys
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -22,6 +26,8 @@ from interface import choose_interface
 from zero.collectives import broadcast_object, gather_objects, is_rank_0
 
 _REMEDY = "start with torchrun, or unset RANK to start a single process"
+_MEETING_S = 600.0  # in which all ranks must have started
+_BACKSTOP_S = 60.0  # collectives time out later than the watchdog, which knows more
 
 
 class Launch(NamedTuple):
@@ -59,13 +65,16 @@ def launched() -> Launch:
     return Launch(True, rank, local_rank, world_size, local_world_size)
 
 
-def start(launch: Launch, device: str, backend: str = "auto") -> torch.device:
+def start(launch: Launch, device: str, backend: str = "auto", timeout_s: float = 600.0) -> torch.device:
     """Start torch.distributed, unless the run is a single process. Needs to be called on all ranks.
+
+    On Linux, a rank of torchrun is killed when torchrun ends. It would go on alone, and keep its GPU and the output folder.
 
     Args:
         launch: what `launched` returned.
         device: what `hardware.resolve` returned. On CPUs, each rank gets its share of the cores of the machine.
         backend: 'nccl', 'gloo' or 'auto'; 'auto' is NCCL if every rank has its own GPU, otherwise gloo.
+        timeout_s: see `watchdog.Watchdog`. Collectives have a minute more, also those before there is a watchdog.
 
     Returns:
         The device of this rank. For 'cuda' it is the GPU number `local_rank`, modulo the number of visible GPUs.
@@ -75,6 +84,8 @@ def start(launch: Launch, device: str, backend: str = "auto") -> torch.device:
     """
     if not launch.distributed:
         return torch.device(device)
+    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
+        _end_with_parent()
     if device.startswith("cuda"):
         device = f"cuda:{launch.local_rank % torch.cuda.device_count()}"
         torch.cuda.set_device(device)
@@ -83,10 +94,13 @@ def start(launch: Launch, device: str, backend: str = "auto") -> torch.device:
     elif device == "cpu":
         hardware.divide_threads(launch.local_world_size)
     choose_interface(_store(), launch.rank, launch.world_size, is_one_machine=launch.local_world_size == launch.world_size)
+    timeout = datetime.timedelta(seconds=timeout_s + _BACKSTOP_S)
     if backend == "auto":
         backend = "nccl" if device.startswith("cuda") and _has_each_rank_a_gpu(device, launch) else "gloo"
     device_id = torch.device(device) if backend == "nccl" else None
-    dist.init_process_group(backend, store=_store(), rank=launch.rank, world_size=launch.world_size, device_id=device_id)
+    dist.init_process_group(
+        backend, store=_store(), rank=launch.rank, world_size=launch.world_size, timeout=timeout, device_id=device_id
+    )
     return torch.device(device)
 
 
@@ -201,10 +215,32 @@ def _wait_for_other_ranks(timeout_s: float = 5.0) -> None:
             ready = store.add("ranks about to end", 0)
 
 
+def _end_with_parent() -> None:
+    """Ask the kernel to kill this process when its parent ends."""
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, int(signal.SIGKILL), 0, 0, 0)
+
+
 @cache
 def _store() -> dist.Store:
-    """Returns the store through which the ranks meet. This process keeps it: rank 0 may be the one that holds it for all."""
-    return next(dist.rendezvous("env://"))[0]
+    """Returns the store through which the ranks meet, without keys from before a restart. Needs to be called on all ranks.
+
+    This process keeps it, because rank 0 may be the one that holds it for all. torchrun may keep its store when it restarts the
+    ranks, and they would connect to addresses of ranks that have ended (https://github.com/pytorch/pytorch/issues/135712). So
+    the part that this function returns is named by an ID of every process of this start. A rank may read the old ID of another
+    rank at first. It has the right IDs when all ranks have the same: the others know its new ID.
+    """
+    store, rank, world_size = next(dist.rendezvous("env://", timeout=datetime.timedelta(seconds=_MEETING_S)))
+    ids, names = ([f"{key} of rank {rank}" for rank in range(world_size)] for key in ("id", "name"))
+    store.set(ids[rank], uuid.uuid4().hex)
+    end = time.monotonic() + _MEETING_S
+    while time.monotonic() < end:
+        name = hashlib.sha256(b"".join(store.multi_get(ids))).hexdigest()
+        store.set(names[rank], name)
+        if {found.decode() for found in store.multi_get(names)} == {name}:
+            return dist.PrefixStore(name, store)
+        time.sleep(0.1)
+    raise RuntimeError(f"not all of the {world_size} ranks have started within {_MEETING_S:.0f} s")
 
 
 def _take(key: str) -> Any:

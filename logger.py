@@ -13,6 +13,7 @@ from typing import Any
 from alerts import Alerts
 from distributed import is_rank_0
 from wandb_run import WandbError, WandbRun, mode_of
+from watchdog import position
 from zero.checkpoint.files import atomic_write
 
 
@@ -111,7 +112,8 @@ class Logger:
             self.file.close()
         if self.run:
             self.run.summarize(self._summary.values())
-            self.run.finish(exit_code)
+            with position.at("ending the run of wandb", patient=True):
+                self.run.finish(exit_code)
 
     def _write(self, file: FileIO, event: dict[str, Any]) -> None:
         line, begin = json.dumps(event, allow_nan=False).encode() + b"\n", file.tell()

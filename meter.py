@@ -14,6 +14,7 @@ from distributed import launched, mean_over_ranks, print0
 from logger import Logger
 from memory_check import MemoryCheck
 from memory_meter import Point
+from watchdog import position
 from zero.collectives import gather_numbers
 from zero.communication import KINDS, CommunicationMeter
 from zero.stopwatch import Stopwatch
@@ -74,6 +75,7 @@ class Meter:
 
     def begin_iteration(self, iteration: int, is_logged: bool) -> None:
         """Say that an iteration begins, and whether `log_iteration` will be called for it."""
+        position.begin_iteration(iteration)
         self._is_measured = is_logged and iteration // self.metric_interval > self._last_interval
         if self._is_measured:
             self._last_interval = iteration // self.metric_interval
@@ -83,7 +85,8 @@ class Meter:
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Measure a phase of an iteration: "forward", "backward", "data", "clip" or "update". A profiler shows its name."""
-        with record_function(name), self._phases.measure(name, _HOST if name == "data" else self.device):
+        device = _HOST if name == "data" else self.device
+        with position.at(name), record_function(name), self._phases.measure(name, device):
             yield
 
     def measure_memory(self, point: Point) -> None:

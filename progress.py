@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TextIO, TypeVar
 
+from watchdog import position
+
 T = TypeVar("T")
 
 # metrics that the line shows, in this order; a narrow terminal shows the first ones only
@@ -95,7 +97,8 @@ class Progress:
         """Show a part of the run that takes long. `update` of the yielded task counts up to `total`."""
         before, self._task = self._task, Task(description, total)
         try:
-            yield self._task
+            with position.at(description):
+                yield self._task
         finally:
             with self._lock:
                 self._task = before
@@ -107,6 +110,7 @@ class Progress:
             for item in items:
                 yield item
                 task.update()
+                position.move()
 
     def close(self) -> None:
         """Remove the line for good."""

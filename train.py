@@ -44,6 +44,7 @@ from progress import Progress
 from sampling import Sampler
 from shadow import Shadow
 from signals import Action, Signals
+from watchdog import Watchdog
 from zero import ShardedGradScaler
 from zero.build import build, clip_grad_norm_, describe
 from zero.flags import Flags
@@ -63,7 +64,8 @@ on_save_error: Literal["continue", "stop"] = "continue"  # if a checkpoint canno
 keep_checkpoints: NonNegativeInt = 0  # number of ckpt_<iter>.pt files to keep, in addition to ckpt.pt and ckpt_prev.pt
 async_save = False  # write checkpoints in the background
 checkpoint_format: Literal["consolidated", "sharded"] = "consolidated"  # rank 0 writes one file, or each rank its part
-init_from = "scratch"  # 'scratch', 'resume', 'gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl', or a folder with a GPT-2
+# 'auto': resume if out_dir has a checkpoint, otherwise scratch; so torchrun --max-restarts=3 goes on after a rank is lost
+init_from = "scratch"  # 'scratch', 'resume', 'auto', 'gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl', or a folder with a GPT-2
 # wandb
 wandb_log = False
 wandb_project = "owt"
@@ -106,6 +108,7 @@ zero_check_reads = False  # 'sharded', for debugging: a parameter is nan until i
 desync_check_interval: NonNegativeInt = 0  # iterations between comparisons of the ranks' weights; 0: no comparison
 # system
 backend: Literal["auto", "nccl", "gloo"] = "auto"  # auto: nccl if every rank has its own GPU, otherwise gloo
+dist_timeout_s: PositiveFloat = 600.0  # seconds without progress on any rank after which the ranks end, with the reason
 device = "auto"  # 'cpu', 'cuda', 'cuda:1', 'mps'; auto: cuda if available, otherwise cpu
 dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # float16 uses GradScaler; auto: best on GPU, float32 on CPU
 compile = torch.cuda.is_available()  # compile the model block by block with torch.compile
@@ -129,7 +132,7 @@ with exit_on_wrong_input():
             f"gradient_accumulation_steps={gradient_accumulation_steps} cannot be split over {world_size} ranks; "
             f"use --gradient_accumulation_steps={math.ceil(gradient_accumulation_steps / world_size) * world_size}"
         )
-    device = start(launch, device, backend)
+    device = start(launch, device, backend, dist_timeout_s)
 autocast = hardware.autocast(device, dtype)
 profiler = Profiler(os.path.join(out_dir, "profile"), rank, device, profile, profile_memory)
 torch.backends.cuda.matmul.allow_tf32 = True
@@ -167,6 +170,7 @@ checkpoints = Checkpoints(
     out_dir, keep_checkpoints, async_save, checkpoint_format, read_only=eval_only, stop_on_error=on_save_error == "stop"
 )
 with exit_on_wrong_input(), progress.task("loading the model"):
+    init_from = checkpoints.resolve(init_from)
     if init_from == "scratch":
         print0("Initializing a new model from scratch")
         vocab_size = data.vocab_size or GPTConfig.vocab_size
@@ -183,7 +187,7 @@ with exit_on_wrong_input(), progress.task("loading the model"):
         print0(f"Initializing from GPT-2 weights: {init_from}")
         raw_model = GPT.from_pretrained(init_from, dropout)
     else:
-        raise ValueError(f"init_from={init_from} is neither scratch, resume, a gpt2 name nor a folder that holds a GPT-2")
+        raise ValueError(f"init_from={init_from} is neither scratch, resume, auto, a gpt2 name nor a folder that holds a GPT-2")
     longest = raw_model.config.block_size
     if block_size > longest or (block_size < longest and init_from == "resume"):
         raise ValueError(f"block_size={block_size} does not fit the model; use --block_size={longest}")
@@ -277,6 +281,7 @@ workload = Workload(raw_model.config, batch_size, dtype, device.type, activation
 memory = MemoryCheck(log, model, optimizer, workload, shard_gradients, micro_steps, compile)
 meter = Meter(log, model, optimizer, memory, dtype, tokens_per_iter, raw_model.flops_per_token(), max_iters, metric_interval)
 signals = Signals()
+Watchdog(dist_timeout_s, out_dir)  # ends the ranks if they hang
 guard = Guard(raw_model, optimizer, scaler, limit=1 if on_nonfinite == "stop" else max_nonfinite, alert=log.alert)
 shadow.follow(optimizer, scaler, guard.limit, autocast, micro_steps, grad_clip)
 desync = DesyncCheck(raw_model, optimizer, desync_check_interval, guard.fail)

@@ -217,10 +217,8 @@ def test_nanogpts_settings_have_nanogpts_defaults(train_defaults):
     assert set(defaults) - set(NANOGPT_DEFAULTS) == {
         *("backend", "device", "dtype", "compile"),  # also in nanoGPT, but the machine decides
         *("use_zero1", "zero1_impl", "zero_bucket_mb", "shard_gradients", "param_dtype", "zero_check_reads", "seed"),
-        "zero_shard_size",
+        *("zero_shard_size", "dist_timeout_s", "shadow_check", "desync_check_interval"),
         *("activation_checkpointing", "metric_interval", "sample_interval", "wandb_mode", "profile", "profile_memory"),
-        "shadow_check",
-        "desync_check_interval",
         *("on_nonfinite", "max_nonfinite", "on_save_error", "keep_checkpoints", "async_save", "checkpoint_format"),
     }
 

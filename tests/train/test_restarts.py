@@ -1,5 +1,6 @@
 """Lost ranks: a run that hangs ends and says why, and torchrun brings the job back from its last checkpoint."""
 
+import json
 import os
 import re
 import signal
@@ -48,7 +49,7 @@ def test_auto_starts_from_scratch_and_then_resumes(data, tmp_path):
     metrics = (tmp_path / "metrics.jsonl").read_bytes()
     refused = run("train.py", *SETTINGS, f"--dataset={data}", f"--out_dir={tmp_path}", *flags, ranks=2)
     assert refused.returncodes == [2, 2], "never silently from scratch"
-    assert "ckpt_prev.pt is corrupt" in refused.stderr or "ckpt_prev.pt" in refused.stderr
+    assert "ckpt_prev.pt" in refused.stderr
     assert (tmp_path / "metrics.jsonl").read_bytes() == metrics
 
 
@@ -66,10 +67,8 @@ def test_the_ranks_that_wait_for_a_stopped_rank_end_and_name_it(data, tmp_path):
         os.kill(run.pids[1], signal.SIGSTOP)
         errors = ended(run, (0, 2))
     for rank in (0, 2):
-        line = (
-            rf"error: rank {rank} has waited \d+ s for the \S+ at iteration \d+.*; no sign of life from rank 1, last seen at "
-        )
-        assert re.search(line, errors), errors
+        waits = rf"error: rank {rank} has waited \d+ s for the \S+ at iteration \d+.*"
+        assert re.search(rf"{waits}; no sign of life from rank 1, last seen at iteration \d+", errors), errors
         assert (tmp_path / "flight_recorder" / f"rank{rank}").stat().st_size > 0
 
 
@@ -93,7 +92,7 @@ def test_a_rank_that_has_stopped_during_a_save_is_noticed(data, tmp_path):
         run.wait_for("saving checkpoint")
         os.kill(run.pids[1], signal.SIGSTOP)
         errors = ended(run, (0,))
-    assert re.search(r"rank 0 has been at .*saving the checkpoint for .*; no sign of life from rank 1", errors), errors
+    assert re.search(r"error: rank 0 has .*saving the checkpoint.*; no sign of life from rank 1", errors), errors
 
 
 class Host:
@@ -111,8 +110,9 @@ class Host:
 
     def start(self):
         variables = {**environment(), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-        pipe = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        self.agent = subprocess.Popen(self.line, cwd=ROOT, env=variables, **pipe)
+        self.agent = subprocess.Popen(
+            self.line, cwd=ROOT, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
 
     def watch(self):
         while True:
@@ -127,8 +127,9 @@ class Host:
 
     def close(self):
         self.again = False
-        self.agent.kill()
-        self.thread.join()
+        while self.thread.is_alive():
+            self.agent.kill()
+            self.thread.join(0.1)
 
 
 class Job:
@@ -139,14 +140,7 @@ class Job:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         self.checkpoint = out / "ckpt.pt"
-        line = [
-            *SETTINGS,
-            f"--dataset={data}",
-            f"--out_dir={out}",
-            "--init_from=auto",
-            "--gradient_accumulation_steps=2",
-            *arguments,
-        ]
+        line = [*SETTINGS, f"--dataset={data}", f"--out_dir={out}", "--init_from=auto", *arguments]
         self.hosts = [Host(number, port, nodes, line, again) for number in (0, 1)]
 
     def __enter__(self):
@@ -174,7 +168,7 @@ class Job:
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends the ranks of an agent that was killed")
 def test_a_job_that_loses_ranks_and_agents_reaches_its_end_by_itself(data, tmp_path):
     """Its weights are those of a job that loses nothing, bit for bit."""
-    settings = "--max_iters=600", "--eval_interval=10", "--log_interval=10", "--eval_iters=2"
+    settings = "--gradient_accumulation_steps=2", "--max_iters=600", "--eval_interval=10", "--log_interval=10", "--eval_iters=2"
     with Job(tmp_path / "disturbed", data, *settings) as job:
         for kill in range(10):
             job.wait_for_checkpoint()
@@ -190,7 +184,7 @@ def test_a_job_that_loses_ranks_and_agents_reaches_its_end_by_itself(data, tmp_p
             host.thread.join(200)
             assert host.agent.returncode == 0, job.printed()
         assert job.printed().count("Resuming training") == 10
-    train(tmp_path / "quiet", data, "--gradient_accumulation_steps=2", *settings, ranks=2)
+    train(tmp_path / "quiet", data, *settings, ranks=2)
     disturbed, quiet = torch_load(tmp_path / "disturbed"), torch_load(tmp_path / "quiet")
     assert disturbed["iter_num"] == quiet["iter_num"] == 600
     assert all(torch.equal(tensor, disturbed["model"][name]) for name, tensor in quiet["model"].items())
@@ -198,17 +192,19 @@ def test_a_job_that_loses_ranks_and_agents_reaches_its_end_by_itself(data, tmp_p
 
 @pytest.mark.slow
 def test_a_job_that_loses_a_host_goes_on_smaller_with_the_same_batches(data, tmp_path):
-    settings = "--max_iters=60", "--eval_interval=10", "--dropout=0.0"
+    settings = "--gradient_accumulation_steps=2", "--max_iters=200", "--eval_interval=10", "--dropout=0.0"
     with Job(tmp_path / "smaller", data, *settings, nodes="1:2", again=False) as job:
         job.wait_for_checkpoint()
         job.hosts[1].agent.kill()
         job.hosts[0].thread.join(120)
         assert job.hosts[0].agent.returncode == 0, job.printed()
         assert "rank 0 lost the" in job.printed()
-    losses, _, _ = train(tmp_path / "whole", data, "--gradient_accumulation_steps=2", *settings, ranks=2)
-    resumed, _, printed = train(tmp_path / "smaller", data, "--gradient_accumulation_steps=2", *settings, "--init_from=auto")
-    assert sorted(resumed) == list(range(61))
-    assert max(abs(losses[i] - resumed[i]) for i in losses) < 1e-4
+    losses, _, _ = train(tmp_path / "whole", data, *settings, ranks=2)
+    with open(tmp_path / "smaller" / "metrics.jsonl") as file:
+        events = [json.loads(line) for line in file]
+    smaller = {event["iter"]: event["iter/loss"] for event in events if "iter/loss" in event}
+    assert sorted(smaller) == list(range(201))
+    assert max(abs(losses[i] - smaller[i]) for i in losses) < 1e-4
 
 
 @pytest.mark.slow

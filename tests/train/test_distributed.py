@@ -1,12 +1,16 @@
 """distributed.py: which rank this process is, as the launch variables say, and what is wrong with them."""
 
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch.distributed as dist
 from ranks import context
 from scripts import LAUNCH_VARIABLES
 
 from configurator import configure
-from distributed import Launch, launched, start
+from distributed import Launch, _fresh, launched, start
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
 
@@ -72,3 +76,27 @@ def test_ranks_on_cpus_meet_by_gloo(monkeypatch):
     for name in LAUNCH_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     assert launched() == Launch() == (False, 0, 0, 1, 1)
+
+
+def test_a_restarted_rank_finds_nothing_that_the_ranks_before_have_left_in_the_store():
+    """torchrun may keep its store over a restart."""
+    store = dist.HashStore()
+
+    def started(delays):
+        """What each rank reads from its part of the store, before rank 0 writes to it and after."""
+        both_have_looked = threading.Barrier(2)
+
+        def start(rank):
+            time.sleep(delays[rank])
+            part = _fresh(store, Launch(True, rank, rank, 2, 2), 20.0)
+            found = part.check(["address"])
+            both_have_looked.wait(20)
+            if rank == 0:
+                part.set("address", str(delays))
+            return found, part.get("address").decode()
+
+        with ThreadPoolExecutor(2) as ranks:
+            return list(ranks.map(start, (0, 1)))
+
+    for delays in ((0.0, 0.3), (0.3, 0.0), (0.0, 0.0)):
+        assert started(delays) == [(False, str(delays))] * 2

@@ -201,6 +201,7 @@ def test_train_shows_the_line_and_prints_what_it_prints_to_a_pipe(data, tmp_path
     assert code == 0, written
     texts = drawn(written)
     assert any(text.startswith("iter 19/19 |") and ", loss " in text for text in texts)
-    (tmp_path / "ckpt.pt").unlink()
+    for name in ("ckpt.pt", "ckpt_prev.pt"):
+        (tmp_path / name).unlink()
     plain = subprocess.run(line, cwd=ROOT, env=environment(), capture_output=True, text=True)
     assert printed("\n".join(screen(written))) == printed(plain.stdout)

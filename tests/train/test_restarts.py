@@ -168,7 +168,7 @@ class Job:
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends the ranks of an agent that was killed")
 def test_a_job_that_loses_ranks_and_agents_reaches_its_end_by_itself(data, tmp_path):
     """Its weights are those of a job that loses nothing, bit for bit."""
-    settings = "--gradient_accumulation_steps=2", "--max_iters=600", "--eval_interval=10", "--log_interval=10", "--eval_iters=2"
+    settings = "--gradient_accumulation_steps=2", "--max_iters=250", "--eval_interval=10", "--log_interval=10", "--eval_iters=2"
     with Job(tmp_path / "disturbed", data, *settings) as job:
         for kill in range(10):
             job.wait_for_checkpoint()
@@ -181,12 +181,12 @@ def test_a_job_that_loses_ranks_and_agents_reaches_its_end_by_itself(data, tmp_p
             else:
                 os.kill(ranks[0], signal.SIGKILL)
         for host in job.hosts:
-            host.thread.join(200)
+            host.thread.join(300)
             assert host.agent.returncode == 0, job.printed()
-        assert job.printed().count("Resuming training") == 10
+        assert job.printed().count("Resuming training") >= 10
     train(tmp_path / "quiet", data, *settings, ranks=2)
     disturbed, quiet = torch_load(tmp_path / "disturbed"), torch_load(tmp_path / "quiet")
-    assert disturbed["iter_num"] == quiet["iter_num"] == 600
+    assert disturbed["iter_num"] == quiet["iter_num"] == 250
     assert all(torch.equal(tensor, disturbed["model"][name]) for name, tensor in quiet["model"].items())
 
 

@@ -120,6 +120,25 @@ def agree(launch: Launch, value: Any, rule: Callable[[list[Any]], Any]) -> Any:
     return _take(f"result for rank {launch.rank}")
 
 
+def without_old_keys(store: dist.Store, rank: int, world_size: int) -> dist.Store:
+    """Returns a part of the store without keys from before a restart. Needs to be called on all ranks.
+
+    torchrun may keep its store when it restarts the ranks, and they would connect to addresses of ranks that have ended
+    (https://github.com/pytorch/pytorch/issues/135712). So the part is named by an ID of every process of this start. A rank may
+    read the old ID of another rank at first. It has the right IDs when all ranks have the same: the others know its new ID.
+    """
+    ids, names = ([f"{key} of rank {number}" for number in range(world_size)] for key in ("id", "name"))
+    store.set(ids[rank], uuid.uuid4().hex)
+    end = time.monotonic() + _MEETING_S
+    while time.monotonic() < end:
+        name = hashlib.sha256(b"".join(store.multi_get(ids))).hexdigest()
+        store.set(names[rank], name)
+        if {found.decode() for found in store.multi_get(names)} == {name}:
+            return dist.PrefixStore(name, store)
+        time.sleep(0.1)
+    raise RuntimeError(f"not all of the {world_size} ranks have started within {_MEETING_S:.0f} s")
+
+
 def finish(exit_code: int = 0) -> NoReturn:
     """Wait for all ranks, then end this process. Needs to be called on all ranks."""
     if dist.is_initialized():
@@ -209,10 +228,11 @@ def _wait_for_other_ranks(timeout_s: float = 5.0) -> None:
     with contextlib.suppress(RuntimeError):  # the store has ended with rank 0, or the other ranks did not connect
         store, _, world_size = next(dist.rendezvous("env://", timeout=datetime.timedelta(seconds=timeout_s)))
         end = time.monotonic() + timeout_s
-        ready = store.add("ranks about to end", 1)
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun may keep the store over a restart
+        ready = store.add(f"ranks about to end {attempt}", 1)
         while ready < world_size and time.monotonic() < end:
             time.sleep(0.01)
-            ready = store.add("ranks about to end", 0)
+            ready = store.add(f"ranks about to end {attempt}", 0)
 
 
 def _end_with_parent() -> None:
@@ -223,24 +243,12 @@ def _end_with_parent() -> None:
 
 @cache
 def _store() -> dist.Store:
-    """Returns the store through which the ranks meet, without keys from before a restart. Needs to be called on all ranks.
+    """Returns the store through which the ranks meet. Needs to be called on all ranks.
 
-    This process keeps it, because rank 0 may be the one that holds it for all. torchrun may keep its store when it restarts the
-    ranks, and they would connect to addresses of ranks that have ended (https://github.com/pytorch/pytorch/issues/135712). So
-    the part that this function returns is named by an ID of every process of this start. A rank may read the old ID of another
-    rank at first. It has the right IDs when all ranks have the same: the others know its new ID.
+    This process keeps it, because rank 0 may be the one that holds it for all.
     """
     store, rank, world_size = next(dist.rendezvous("env://", timeout=datetime.timedelta(seconds=_MEETING_S)))
-    ids, names = ([f"{key} of rank {rank}" for rank in range(world_size)] for key in ("id", "name"))
-    store.set(ids[rank], uuid.uuid4().hex)
-    end = time.monotonic() + _MEETING_S
-    while time.monotonic() < end:
-        name = hashlib.sha256(b"".join(store.multi_get(ids))).hexdigest()
-        store.set(names[rank], name)
-        if {found.decode() for found in store.multi_get(names)} == {name}:
-            return dist.PrefixStore(name, store)
-        time.sleep(0.1)
-    raise RuntimeError(f"not all of the {world_size} ranks have started within {_MEETING_S:.0f} s")
+    return without_old_keys(store, rank, world_size)
 
 
 def _take(key: str) -> Any:

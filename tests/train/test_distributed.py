@@ -10,7 +10,7 @@ from ranks import context
 from scripts import LAUNCH_VARIABLES
 
 from configurator import configure
-from distributed import Launch, _fresh, launched, start
+from distributed import Launch, launched, start, without_old_keys
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
 
@@ -88,7 +88,7 @@ def test_a_restarted_rank_finds_nothing_that_the_ranks_before_have_left_in_the_s
 
         def start(rank):
             time.sleep(delays[rank])
-            part = _fresh(store, Launch(True, rank, rank, 2, 2), 20.0)
+            part = without_old_keys(store, rank, 2)
             found = part.check(["address"])
             both_have_looked.wait(20)
             if rank == 0:

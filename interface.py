@@ -11,12 +11,12 @@ import torch.distributed as dist
 
 
 def choose_interface(store: dist.Store, rank: int, world_size: int, is_one_machine: bool) -> None:
-    """Set GLOO_SOCKET_IFNAME, unless the user has, to the interface that reaches the other ranks. Call on all ranks.
+    """Set GLOO_SOCKET_IFNAME to the interface that reaches the other ranks, unless the user has set it.
 
-    Gloo would take the address of this machine's name. On many machines that is 127.0.1.1, which no other machine can reach.
-    Ranks of one machine talk over loopback. If there are several machines, each uses the interface that reaches MASTER_ADDR. The
-    machine that has this address may see it as loopback; it uses the interface that reaches another machine. If the interface
-    is not found, the variable stays unset. NCCL chooses for itself (NCCL_SOCKET_IFNAME).
+    Gloo would take the address of this machine's name. On many machines this is 127.0.1.1, which no other machine can reach.
+    Ranks of one machine use loopback. Several machines each use the interface that reaches MASTER_ADDR. On the machine that
+    has this address, the name may mean loopback. Then it uses the interface that reaches another machine. If the interface is
+    not found, the variable stays unset. NCCL chooses for itself. Needs to be called on all ranks.
     """
     address = _own_address("127.0.0.1" if is_one_machine else os.environ["MASTER_ADDR"])
     if not is_one_machine:

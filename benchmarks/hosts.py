@@ -6,7 +6,8 @@
 
 Every host has the address 10.77.0.<its number + 1>, the name host<its number>, and a full-duplex link to the switch, `eth0`. As
 on a Debian machine, its own name means 127.0.1.1 to itself. The hosts share the file system. A relative path is in a folder
-that only one host has. Nothing of this can be seen or reached from outside, so many such networks can exist at a time.
+that only one host has. The hosts divide the cores of this machine among themselves. Nothing of the network can be seen or
+reached from outside, so many such networks can exist at a time.
 """
 
 import contextlib
@@ -32,7 +33,9 @@ _numbers = itertools.count()
 @functools.cache
 def why_not() -> str | None:
     """Returns the reason why this machine or this user cannot have such hosts, None if they can."""
-    missing = [name for name in ("ip", "tc", "unshare", "mount") if shutil.which(name, path=_ENVIRONMENT["PATH"]) is None]
+    missing = [
+        name for name in ("ip", "tc", "unshare", "mount", "taskset") if shutil.which(name, path=_ENVIRONMENT["PATH"]) is None
+    ]
     if missing:
         return f"network namespaces need the commands {', '.join(missing)}"
     try:
@@ -86,10 +89,11 @@ class Job(subprocess.Popen[bytes]):
 class Host:
     """One host. `Hosts` makes and removes it."""
 
-    def __init__(self, number: int, namespace: str, switch: str, folder: str) -> None:
+    def __init__(self, number: int, namespace: str, switch: str, folder: str, cores: list[int]) -> None:
         self.name, self.address = f"host{number}", f"10.77.0.{number + 1}"
         self.number, self.namespace, self.folder = number, namespace, os.path.join(folder, f"host{number}")
         self._switch, self._etc_hosts = switch, os.path.join(folder, f"{self.name}.hosts")
+        self._cores = ",".join(map(str, cores))
         self._jobs: list[Job] = []
         os.mkdir(self.folder)
 
@@ -107,9 +111,9 @@ class Host:
 
     def start(self, *command: str, cwd: str | None = None, env: dict[str, str] | None = None) -> Job:
         """Start a command. It begins in `cwd`, or in the host's own `folder`; `env` is added to the environment."""
-        line = ["ip", "netns", "exec", self.namespace, "unshare", "--uts", "--mount", "sh", "-c", _BE_A_HOST, "sh"]
+        line = ["taskset", "-c", self._cores, "ip", "netns", "exec", self.namespace, "unshare", "--uts", "--mount"]
+        line += ["sh", "-c", _BE_A_HOST, "sh", self.name, self._etc_hosts, *command]
         path = os.path.join(self.folder, f"output{len(self._jobs)}")
-        line += [self.name, self._etc_hosts, *command]
         self._jobs.append(Job(line, path, cwd=cwd or self.folder, env=_ENVIRONMENT | (env or {})))
         return self._jobs[-1]
 
@@ -170,9 +174,12 @@ class Hosts(list[Host]):
             self._add_namespace(self.switch)
             _run("ip", "-n", self.switch, "link", "add", "switch", "type", "bridge")
             _run("ip", "-n", self.switch, "link", "set", "switch", "addrgenmode", "none", "up")
+            cores = sorted(os.sched_getaffinity(0))
+            share = max(1, len(cores) // number)  # if there are fewer cores than hosts, some hosts have the same core
             for k in range(number):
                 self._add_namespace(f"{network}-host{k}")
-                self.append(Host(k, f"{network}-host{k}", self.switch, self._folder.name))
+                own = [cores[core % len(cores)] for core in range(k * share, (k + 1) * share)]
+                self.append(Host(k, f"{network}-host{k}", self.switch, self._folder.name, own))
             for host in self:
                 host.join({other.name: other.address for other in self})
                 host.set_rate(mbit_per_s)

@@ -92,7 +92,8 @@ class Meter:
     def measure_memory(self, point: Point) -> None:
         """Measure the memory at a point of the step, if this iteration is measured."""
         if self._is_measured:
-            self.memory.meter.measure(point)
+            with self._phases.measure("memory", _HOST):  # on a CPU, it may wait for the parameters
+                self.memory.meter.measure(point)
 
     def log_iteration(
         self, iteration: int, loss: torch.Tensor, grad_norm: torch.Tensor, lr: float, tokens: int
@@ -140,7 +141,7 @@ class Meter:
             **{f"comm/sent_{_key(kind)}_mb_per_step": spent[f"sent {kind}"] / 1e6 for kind in KINDS},
         }
         if self._is_measured:
-            computed_ms = forward_backward_ms + optimizer_ms - exposed_ms
+            computed_ms = forward_backward_ms + optimizer_ms + spent["memory"] - exposed_ms
             event |= self._over_ranks(loss.item(), computed_ms + (spent["data"] if self.device.type == "cpu" else 0))
         self.log.log(
             event,
@@ -195,7 +196,7 @@ class Meter:
     def _totals(self) -> dict[str, float]:
         """Returns the time and the bytes since construction, by what they were spent on."""
         return {
-            **dict.fromkeys(("forward", "backward", "data", "clip", "update"), 0.0),
+            **dict.fromkeys(("forward", "backward", "data", "clip", "update", "memory"), 0.0),
             **self._phases.read_ms(),
             **{f"waited {kind}": ms for kind, ms in self._communication.waited_ms().items()},
             **{f"sent {kind}": count for kind, count in self._communication.sent_bytes().items()},

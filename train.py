@@ -336,7 +336,7 @@ while iter_num <= max_iters or eval_only:
     with meter.phase("clip"):
         scaler.unscale_(optimizer)
         norms = clip_grad_norm_(optimizer, grad_clip or math.inf)
-        guard.check(loss_sum, norms)
+    guard.check(loss_sum, norms)  # waits for all ranks
     meter.measure_memory("before_step")
     with meter.phase("update"):
         scaler.step(optimizer)

@@ -1,6 +1,7 @@
 """Runs on several hosts, which are network namespaces: exact as on one host, and with the bytes between hosts as predicted."""
 
 import json
+import statistics
 import sys
 from collections import Counter
 from functools import cache
@@ -259,3 +260,17 @@ def test_a_stranger_cannot_end_a_run(data, tmp_path):
     undisturbed, *_ = train(tmp_path / "undisturbed", data, "--max_iters=5", ranks=2)
     assert len(undisturbed) == 6
     assert losses_of(tmp_path / "disturbed") == losses_of(tmp_path / "undisturbed")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("implementation", ["adamw", "sharded"])
+def test_a_slow_link_makes_no_rank_look_slow(data, implementation):
+    arguments = [*SIZES, "--gradient_accumulation_steps=3", "--metric_interval=1", *ARGUMENTS[implementation]]
+    with Hosts(3) as hosts:
+        hosts[1].set_rate(10)
+        finish(hosts.torchrun("train.py", *SETTINGS, f"--dataset={data}", "--out_dir=out", *arguments, ranks_per_host=1))
+        with open(f"{hosts[0].folder}/out/metrics.jsonl") as file:
+            events = [json.loads(line) for line in file]
+    measured = [event for event in events if "time/slowest_rank" in event]
+    assert statistics.median(event["comm/exposed_percent"] for event in measured) > 50, "the link is slow"
+    assert statistics.median(event["time/rank_spread_ms"] / event["time/step_ms"] for event in measured) < 0.1

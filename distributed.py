@@ -9,6 +9,7 @@ import datetime
 import hashlib
 import json
 import os
+import resource
 import signal
 import sys
 import time
@@ -86,6 +87,8 @@ def start(launch: Launch, device: str, backend: str = "auto", timeout_s: float =
         return torch.device(device)
     if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
         _end_with_parent()
+    with contextlib.suppress(ValueError):  # the largest number of open files: gloo aborts when strangers' connections use it up
+        resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
     if device.startswith("cuda"):
         device = f"cuda:{launch.local_rank % torch.cuda.device_count()}"
         torch.cuda.set_device(device)

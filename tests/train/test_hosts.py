@@ -82,6 +82,7 @@ for place in sys.argv[1:]:
                 if end == "reset":
                     stranger.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
                 stranger.close()
+    held += [socket.create_connection((host, int(port))) for _ in range(450)]
 print("all said", flush=True)
 time.sleep(1000)  # holds the connections until it is killed
 """
@@ -247,7 +248,10 @@ def test_a_stranger_cannot_end_a_run(data, tmp_path):
     signal = tmp_path / "go on"
     with Hosts(2) as hosts:
         script = train_py(tmp_path, WAIT.format(signal=str(signal)))
-        jobs = hosts.torchrun(script, *arguments, f"--out_dir={tmp_path / 'disturbed'}", ranks_per_host=1)
+        few_files = ("sh", "-c", 'ulimit -S -n 400; exec "$@"', "sh")  # fewer than the connections of the stranger
+        torchrun = (*few_files, sys.executable, "-m", "torch.distributed.run")
+        run = (script, *arguments, f"--out_dir={tmp_path / 'disturbed'}")
+        jobs = [host.start(*torchrun, *hosts.options(host, ranks_per_host=1), *run) for host in hosts]
         jobs[0].wait_for("rank 0 waits")  # and rank 1 waits for it, in a reduce-scatter
         places = [(host, *place) for host in hosts for place in listening(host)]
         addresses = [(host.number, address) for host, address, port in places if port != "1234"]

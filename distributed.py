@@ -111,7 +111,7 @@ def agree(launch: Launch, value: Any, rule: Callable[[list[Any]], Any]) -> Any:
     """Returns on all ranks what `rule` returns on rank 0 for the values of all ranks. Needs to be called on all ranks.
 
     This works before the process group has started. `value` and the result must be what JSON can hold. A key is deleted
-    when it has been read, because torchrun keeps the store when it starts the ranks again.
+    when it has been read, so that the next call does not find it.
     """
     if not launch.distributed:
         return rule([value])

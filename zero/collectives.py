@@ -38,10 +38,13 @@ def cpu_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
 
 
 def _subgroup(group: dist.ProcessGroup | None, members: Iterable[int]) -> dist.ProcessGroup:
-    """Return a new process group of some ranks of `group`. Needs to be called on these ranks."""
-    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+    """Return a new process group of some ranks of `group`, with its timeout. Needs to be called on these ranks."""
+    whole, backend = group or dist.group.WORLD, dist.get_backend(group)
+    ranks = dist.get_process_group_ranks(whole)
     chosen = [ranks[member] for member in members]
-    return dist.new_group(chosen, backend=dist.get_backend(group), use_local_synchronization=True)
+    options = getattr(whole._get_backend(torch.device("cuda" if backend == "nccl" else "cpu")), "options", None)
+    timeout = getattr(options, "_timeout", None)
+    return dist.new_group(chosen, timeout=timeout, backend=backend, use_local_synchronization=True)
 
 
 def is_rank_0() -> bool:

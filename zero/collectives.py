@@ -39,7 +39,8 @@ def cpu_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
 
 def _subgroup(group: dist.ProcessGroup | None, members: Iterable[int]) -> dist.ProcessGroup:
     """Return a new process group of some ranks of `group`, with its timeout. Needs to be called on these ranks."""
-    whole, backend = group or dist.group.WORLD, dist.get_backend(group)
+    backend = dist.get_backend(group)
+    whole: Any = group or dist.group.WORLD
     ranks = dist.get_process_group_ranks(whole)
     chosen = [ranks[member] for member in members]
     options = getattr(whole._get_backend(torch.device("cuda" if backend == "nccl" else "cpu")), "options", None)

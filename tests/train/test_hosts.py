@@ -15,9 +15,19 @@ from model import GPT, GPTConfig
 from zero.flags import Flags
 from zero.layout import parameter_specs
 
-FLAGS = {"adamw": Flags(use_zero1=False), "torch": Flags(zero1_impl="torch"), "sharded": Flags()}
+FLAGS = {
+    "adamw": Flags(use_zero1=False),
+    "torch": Flags(zero1_impl="torch"),
+    "sharded": Flags(),
+    "hybrid": Flags(shard_size=2),
+}
 WIDTH = 128  # of the model: so large that a step's small messages are less than one percent
-ARGUMENTS = {"adamw": ["--use_zero1=False"], "torch": ["--zero1_impl=torch"], "sharded": []}
+ARGUMENTS = {
+    "adamw": ["--use_zero1=False"],
+    "torch": ["--zero1_impl=torch"],
+    "sharded": [],
+    "hybrid": ["--zero_shard_size=2"],
+}
 SIZES = [f"--n_embd={WIDTH}", "--gradient_accumulation_steps=4", "--max_iters=11"]
 FIRST, LAST = 6, 9  # iterations between which bytes are counted: no evaluation, no checkpoint
 
@@ -176,11 +186,14 @@ def sends(implementation, world_size):
     owned = [4 * sum(part.numel for part in plan.slices(rank)) for rank in range(plan.world_size)]
     assert sum(owned) == whole
     ranks = range(world_size)
-    if implementation == "sharded":
-        for source in ranks:  # reduce-scatter: each to each, the part that the receiver owns
-            yield from ((source, target, owned[target]) for target in ranks if target != source)
-        for owner in ranks:  # all-gather: each owner broadcasts its shard
-            yield from ((*edge, owned[owner]) for edge in tree(owner, world_size))
+    if implementation in ("sharded", "hybrid"):
+        size, replicas = plan.world_size, world_size // plan.world_size
+        for source in ranks:
+            first = source - source % size
+            for target in {*range(first, first + size)} - {source}:
+                yield source, target, owned[target % size]  # reduce-scatter: the part that the receiver owns
+                yield source, target, owned[source % size]  # all-gather: what the sender owns
+            yield source, (source + size) % world_size, owned[source % size] * 2 * (replicas - 1) / replicas  # a ring
         return
     yield from ((rank, (rank + 1) % world_size, whole * 2 * (world_size - 1) / world_size) for rank in ranks)  # a ring
     if implementation == "torch":  # each owner broadcasts its parameters
@@ -208,7 +221,15 @@ def test_two_hosts_send_each_other_what_the_arithmetic_says(on_hosts):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "how",
-    [("adamw", 2, 2), ("torch", 2, 2), ("sharded", 4, 1), ("adamw", 4, 1), ("torch", 4, 1), ("sharded", 2, 2, "c10d")],
+    [
+        ("adamw", 2, 2),
+        ("torch", 2, 2),
+        ("hybrid", 2, 2),
+        ("sharded", 4, 1),
+        ("adamw", 4, 1),
+        ("torch", 4, 1),
+        ("sharded", 2, 2, "c10d"),
+    ],
     ids=lambda how: "-".join(map(str, how)),
 )
 def test_other_implementations_and_hosts(on_hosts, on_one_host, how):
@@ -216,6 +237,12 @@ def test_other_implementations_and_hosts(on_hosts, on_one_host, how):
     assert_the_same(out, on_one_host(how[0]))
     if "c10d" not in how:  # which gives the ranks to the hosts in any order
         assert sent == pytest.approx(predicted(*how), rel=0.02)
+
+
+@pytest.mark.slow
+def test_hybrid_sharding_halves_the_bytes_between_two_hosts_of_two_ranks(on_hosts):
+    hybrid, sharded = (sum(on_hosts(implementation, 2, 2)[1]) for implementation in ("hybrid", "sharded"))
+    assert hybrid / sharded == pytest.approx(0.5, rel=0.02)
 
 
 @pytest.mark.slow

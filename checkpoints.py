@@ -5,6 +5,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -14,7 +15,9 @@ from lock import Lock
 from logger import Logger
 from watchdog import position
 from zero import checkpoint as ckpt
-from zero.checkpoint import CheckpointError, CheckpointWriter, DivergedError, SaveReport
+from zero.checkpoint import CheckpointError, CheckpointWriter, DivergedError, SaveReport, format
+from zero.checkpoint.store import NAME, PREVIOUS
+from zero.collectives import gather_objects
 
 
 class Checkpoints:
@@ -39,9 +42,22 @@ class Checkpoints:
         self._blocked_s: deque[float] = deque()  # on rank 0: how long `save` took, for each save without a report so far
 
     def resolve(self, init_from: str) -> str:
-        """Returns 'resume' or 'scratch' for 'auto': does rank 0 see a checkpoint in the folder? Otherwise `init_from`."""
+        """Returns 'resume' or 'scratch' for 'auto': does rank 0 see a checkpoint in the folder? Otherwise `init_from`.
+
+        Raises:
+            ValueError: if the hosts do not share the folder, and another rank sees a later checkpoint than rank 0. After a
+                restart, torchrun may put rank 0 on another host.
+        """
         if init_from != "auto":
             return init_from
+        of_rank_0, *others = iterations = gather_objects(self._iteration())
+        if max(iterations) > of_rank_0:
+            last = max(others)
+            own = f"the checkpoint of rank 0 is at iteration {of_rank_0}" if of_rank_0 >= 0 else "rank 0 has none"
+            raise ValueError(
+                f"init_from=auto: rank {iterations.index(last)} has a checkpoint of iteration {last} in its out_dir, but {own}; "
+                "use an out_dir that all hosts share, or start torchrun with --node_rank=0 on the host of the last checkpoint"
+            )
         return "resume" if on_rank_0(self.exist) else "scratch"
 
     def load(self) -> dict[str, Any]:
@@ -132,7 +148,14 @@ class Checkpoints:
 
     def exist(self) -> bool:
         """Returns whether the folder has a checkpoint to resume from."""
-        return any(os.path.exists(os.path.join(self.folder, name)) for name in ("ckpt.pt", "ckpt_prev.pt"))
+        return any(os.path.exists(os.path.join(self.folder, name)) for name in (NAME, PREVIOUS))
+
+    def _iteration(self) -> int:
+        """Returns the iteration of the newest checkpoint that this rank can read, -1 if there is none."""
+        for name in (NAME, PREVIOUS):
+            with suppress(CheckpointError):
+                return format.read(os.path.join(self.folder, name))["iter_num"]
+        return -1
 
     def _find(self) -> str:
         if not self.read_only and os.path.isdir(self.folder):

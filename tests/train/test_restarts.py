@@ -174,6 +174,12 @@ class Job:
             assert time.monotonic() < end, self.printed()
             time.sleep(0.02)
 
+    def finish(self):
+        """Wait until both hosts have ended without an error."""
+        for host in self.hosts:
+            host.thread.join(300)
+            assert host.agent.returncode == 0, self.printed()
+
     def written(self):
         return self.checkpoint.stat().st_mtime_ns if self.checkpoint.exists() else 0
 
@@ -197,11 +203,10 @@ def test_a_job_that_loses_ranks_and_agents_reaches_its_end_by_itself(data, tmp_p
                 assert not any(os.path.exists(f"/proc/{rank}/exe") for rank in ranks)
             else:
                 os.kill(ranks[0], signal.SIGKILL)
-        for host in job.hosts:
-            host.thread.join(300)
-            assert host.agent.returncode == 0, job.printed()
+        job.finish()
         assert job.printed().count("Resuming training") >= 10
-    train(tmp_path / "quiet", data, *settings, ranks=2)
+    with Job(tmp_path / "quiet", data, *settings) as job:  # on two hosts as well: the threads of a rank depend on its host
+        job.finish()
     disturbed, quiet = torch_load(tmp_path / "disturbed"), torch_load(tmp_path / "quiet")
     assert disturbed["iter_num"] == quiet["iter_num"] == 250
     assert all(torch.equal(tensor, disturbed["model"][name]) for name, tensor in quiet["model"].items())

@@ -77,7 +77,7 @@ def time_chart(rows: Rows) -> Any:
     The first mode is the one that the others are relative to.
     """
     in_order = sorted(rows, key=lambda row: row["block_size"])
-    return _time_chart(in_order, lambda row: f"block size {row['block_size']}", "Time of a step")
+    return _time_chart(in_order, lambda row: f"block size {row['block_size']}", "Time of a step", "ms")
 
 
 def network_chart(rows: Rows) -> Any:
@@ -89,15 +89,16 @@ def network_chart(rows: Rows) -> Any:
     )
 
 
-def _time_chart(rows: Rows, facet: Callable[[Mapping[str, Any]], str], title: str) -> Any:
-    bars = []
+def _time_chart(rows: Rows, facet: Callable[[Mapping[str, Any]], str], title: str, unit: str) -> Any:
+    bars, divisor = [], {"ms": 1, "s": 1000}[unit]
     for row in rows:
-        bar = {"bar": row["mode"], "facet": facet(row), "parts": _parts(row, TIME, 1), "total": row["ms per step"]}
+        bar = {"bar": row["mode"], "facet": facet(row), "parts": _parts(row, TIME, divisor)}
+        bar["total"] = row["ms per step"] / divisor
         bars.append(bar | {"text": None if row.get("ratio") is None else f"{row['ratio']:.2f}"})
     modes, facets = _unique(rows, "mode"), list(dict.fromkeys(map(facet, rows)))
     own_scales = "; each facet has its own scale" if len(facets) > 1 else ""
     subtitle = f"bars: median time; number: median of the ratio to {modes[0]}{own_scales}" if modes else ""
-    return _chart(bars, TIME, modes, facets, "ms", (title, subtitle))
+    return _chart(bars, TIME, modes, facets, unit, (title, subtitle))
 
 
 def check_path(path: str) -> None:
@@ -226,7 +227,7 @@ def _chart(
         alt.layer(*layers)
         .properties(width=_WIDTH // columns, height=alt.Step(24))
         .facet(facet=facet, columns=columns, spacing=20, data=alt.InlineData(values=values))
-        .resolve_scale(x="independent" if unit == "ms" else "shared")
+        .resolve_scale(x="independent" if unit in ("ms", "s") else "shared")
         .resolve_axis(x="independent")  # a shared axis is also drawn below a place without a facet
         .properties(title=alt.TitleParams(title[0], subtitle=title[1]))
     )

@@ -40,7 +40,7 @@ class Network(NamedTuple):
     steps_per_turn: int
 
 
-NETWORKS = (Network(10, 7, 4), Network(1, 7, 2), Network(0.1, 3, 1))
+NETWORKS = (Network(10, 7, 4), Network(1, 7, 3), Network(0.1, 2, 2))
 
 
 def rows_of(network: Network, ranks_per_host: int) -> list[dict[str, Any]]:

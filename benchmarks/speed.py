@@ -64,7 +64,10 @@ class TimedContender:
                 self.contender.step()
             else:
                 self._step(exposed)
+        waited = self._waited()
         self.contender.wait()
+        if not self.on_gpu:
+            exposed["end of the turn"] = self._waited() - waited
         whole = (time.perf_counter() - begin) / steps
         dist.barrier()
         local, remote = (now - before for now, before in zip(sent_bytes(), (local, remote), strict=True))

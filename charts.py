@@ -82,11 +82,8 @@ def time_chart(rows: Rows) -> Any:
 
 def network_chart(rows: Rows) -> Any:
     """The same for the rows of benchmarks.network, one facet per number of ranks and speed of the network."""
-    return _time_chart(
-        rows,
-        lambda row: f"{row['ranks']} ranks, {row['Gbit/s']:g} Gbit/s",
-        "Time of a step on two machines with a slow network",
-    )
+    title = "Time of a step on two machines with a slow network"
+    return _time_chart(rows, lambda row: f"{row['ranks']} ranks, {row['Gbit/s']:g} Gbit/s", title, "s")
 
 
 def _time_chart(rows: Rows, facet: Callable[[Mapping[str, Any]], str], title: str, unit: str) -> Any:

@@ -55,8 +55,8 @@ class Checkpoints:
             last = max(others)
             own = f"the checkpoint of rank 0 is at iteration {of_rank_0}" if of_rank_0 >= 0 else "rank 0 has none"
             raise ValueError(
-                f"init_from=auto: rank {iterations.index(last)} has a checkpoint of iteration {last} in its out_dir, but {own}; use "
-                "an out_dir that all hosts share, or start torchrun with --node_rank=0 on the host of the last checkpoint"
+                f"init_from=auto: rank {iterations.index(last)} has a checkpoint of iteration {last} in out_dir, but {own}; "
+                "use an out_dir that all hosts share, or start torchrun with --node_rank=0 on the host of the last checkpoint"
             )
         return "resume" if on_rank_0(self.exist) else "scratch"
 

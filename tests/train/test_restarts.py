@@ -63,7 +63,7 @@ def test_auto_does_not_fall_back_to_an_earlier_checkpoint_of_another_host(data, 
             train(tmp_path / "0", data, *flags, f"--max_iters={iterations}", ranks=2)
         refused = run("train.py", *flags, "--max_iters=9", ranks=2, before=own_folder)
         assert refused.returncodes == [2, 2]
-        assert f"rank 1 has a checkpoint of iteration 6 in its out_dir, but {has}; use an out_dir that all" in refused.stderr
+        assert f"rank 1 has a checkpoint of iteration 6 in out_dir, but {has}; use an out_dir that all" in refused.stderr
     train(tmp_path / "0", data, *flags, "--max_iters=9", ranks=2)
     goes_on = run("train.py", *flags, "--max_iters=10", ranks=2, before=own_folder)
     assert goes_on.returncode == 0, goes_on.stderr

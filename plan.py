@@ -148,9 +148,13 @@ class Planner:
     def complete(self, flags: Flags, world_size: int) -> Flags:
         """Returns the flags of a mode with the sizes in the settings. If zero_shard_size does not fit, all share the state."""
         flags = replace(flags, bucket_mb=self.settings["zero_bucket_mb"])
+        is_sharded = flags.implementation(world_size) == "sharded"
+        return replace(flags, shard_size=self.shard_size(world_size)) if is_sharded else flags
+
+    def shard_size(self, world_size: int) -> int:
+        """Returns zero_shard_size if it divides the number of ranks, otherwise 0: all ranks share the state."""
         shard_size = self.settings["zero_shard_size"]
-        is_hybrid = shard_size and world_size % shard_size == 0 and flags.implementation(world_size) == "sharded"
-        return replace(flags, shard_size=shard_size) if is_hybrid else flags
+        return shard_size if shard_size and world_size % shard_size == 0 else 0
 
     def rows(self, world_size: int) -> list[dict[str, Any]]:
         """Returns one row per mode, and one for the settings if no mode is theirs. A single process has only one mode."""
@@ -169,10 +173,11 @@ class Planner:
                 settings["zero1_impl"],
                 shard_gradients=settings["shard_gradients"],
                 param_dtype=settings["param_dtype"],
+                shard_size=self.shard_size(world_size),
             )
         if chosen.implementation(world_size) != "sharded":  # the other flags have no effect
             chosen = MODES[chosen.implementation(world_size)]
-        key = chosen, settings["activation_checkpointing"]
+        key = replace(chosen, shard_size=0), settings["activation_checkpointing"]
         modes.setdefault(key, "these flags")
         return [self.row(mode, *one, world_size, chosen=one == key) for one, mode in modes.items()]
 
@@ -299,7 +304,7 @@ def print_plan(planner: Planner, sizes: list[int]) -> list[dict[str, Any]]:
     print(LEGEND.format(**settings, largest_batch=BATCHES[-1], unit=unit, saving=saving, between=between))
     if misfits := [str(size) for size in sizes if size > 1 and size % (settings["zero_shard_size"] or 1)]:
         which = f"{', '.join(misfits)} ranks cannot form groups of zero_shard_size={settings['zero_shard_size']}"
-        print(f"note: {which}; there, all ranks share the state")
+        print(f"note: {which}, so train.py refuses them; the table shows what they take if all of them share the state")
     if 1 in sizes:
         print("note: 1 rank is a process without torchrun; DistributedDataParallel would take the gradients once more")
     for size in sizes:

@@ -21,6 +21,7 @@ _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 MAX_IN_FLIGHT = 2  # reduce-scatters in flight: one on the wire, the next one ready; more are not faster and take memory
+TAG = 0x2E60  # of messages between two ranks, so that no receive of the user's own takes one
 LONG_TIMEOUT = timedelta(days=1)  # for waits on a disk, which may take longer than any step
 
 
@@ -187,9 +188,9 @@ class Communicator:
             for source, target in self._peers():
                 if own.numel():
                     received.append(self.pool.acquire(own.numel(), own))
-                    works.append(dist.irecv(received[-1], group_src=source, group=self.shard_group))
+                    works.append(dist.irecv(received[-1], group_src=source, group=self.shard_group, tag=TAG))
                 if sizes[target]:
-                    works.append(dist.isend(parts[target], group_dst=target, group=self.shard_group))
+                    works.append(dist.isend(parts[target], group_dst=target, group=self.shard_group, tag=TAG))
             return ReduceScatterWork(bucket, [own, *received], received, works)
         if self._is_native(bucket, sizes) and bucket.dtype in (torch.float32, torch.float64):
             total = self.pool.acquire(own.numel(), own)
@@ -230,9 +231,9 @@ class Communicator:
         if self._is_between_cpus(bucket):
             for source, target in self._peers():
                 if sizes[source]:
-                    works.append(dist.irecv(shards[source], group_src=source, group=self.shard_group))
+                    works.append(dist.irecv(shards[source], group_src=source, group=self.shard_group, tag=TAG))
                 if own.numel():
-                    works.append(dist.isend(own, group_dst=target, group=self.shard_group))
+                    works.append(dist.isend(own, group_dst=target, group=self.shard_group, tag=TAG))
         elif self.shard_size == 1:
             pass
         elif self._is_native(bucket, sizes):

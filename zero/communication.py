@@ -20,7 +20,7 @@ class CommunicationMeter:
     """Counts the bytes sent and the time waited (exposed communication) of a wrapped model and its optimizer.
 
     all-reduce      DistributedDataParallel: from the last gradient until backward ends. ShardedDataParallel: the scalars
-                    that it reduces, for example the gradient norm.
+                    that it reduces, for example the gradient norm (waits only), and the shards if they have replicas.
     reduce-scatter  ShardedDataParallel: waits in backward, and before the gradients are clipped.
     all-gather      ShardedDataParallel: waits in forward.
     broadcast       ZeroRedundancyOptimizer: from the end of its update until every rank has every parameter.

@@ -81,8 +81,8 @@ class ShardedDataParallel(nn.Module):
     A rank therefore sends as many bytes as in one all-reduce: one half during backward, the other half during forward.
 
     If the optimizer has a `shard_size`, the reduce-scatters and all-gathers stay inside a group of that many ranks. As soon as
-    a reduce-scatter has ended, an all-reduce adds up its shard over the groups. With `shard_gradients`, this happens only after
-    the last micro-step.
+    a reduce-scatter has ended, an all-reduce adds up its shard over the groups. With `shard_gradients`, this happens only in a
+    synchronized backward: run the other micro-steps inside `no_sync()`.
 
     The modules' own dictionaries of parameters wait. While all-gathers are in flight, each plain dictionary is replaced by a
     `WaitingDict`. It therefore does not matter what reads a parameter, or when: a module's forward, its parent, a hook,
@@ -438,7 +438,7 @@ class ShardedDataParallel(nn.Module):
 
     def _start_all_reduce(self, gradients: BucketGradients) -> None:
         """Start to add up the shard over its replicas, if it has a gradient of this step that is not added up yet."""
-        if gradients.is_reduced and gradients.all_reduce is None:
+        if self._comm.replicas > 1 and gradients.is_reduced and gradients.all_reduce is None:
             assert gradients.shard is not None
             with record_function(f"zero::all_reduce bucket {gradients.bucket.number}"):
                 gradients.all_reduce = self._comm.all_reduce_shard(gradients.shard)
@@ -469,8 +469,8 @@ class ShardedDataParallel(nn.Module):
                 "gradients of this step have not been sent: its last backward must run outside of no_sync(), with "
                 "require_backward_grad_sync = True; one set by hand is never sent"
             )
-        if self._comm.replicas > 1:  # start all of them before the first wait
-            for gradients in self._gradients:
+        if self._comm.replicas > 1:
+            for gradients in self._gradients:  # start all of them before the first wait
                 self._finish_reduce_scatter(gradients)
                 self._start_all_reduce(gradients)
         for gradients in self._gradients:

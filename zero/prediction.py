@@ -269,7 +269,7 @@ class Prediction:
                     traffic.before_last = traffic.kept if self.on_cpu else traffic.now + sum(map(own_bytes, arrived))
                 if len(in_flight) == MAX_IN_FLIGHT:
                     finish()
-                if self.on_cpu:
+                if self.on_cpu or self.plan.world_size == 1:
                     received = [(own, buffer.dtype)] * (self.plan.world_size - 1 if own else 0)
                 elif buffer.dtype in (torch.float32, torch.float64):
                     received = [(own, buffer.dtype)]  # NCCL's own reduce-scatter

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Self
 import torch
 import torch.distributed as dist
 
-from zero.collectives import cpu_group
+from zero.collectives import TAG, cpu_group
 from zero.layout import Slice
 from zero.optimizer import flattened, hyperparameters, shaped
 from zero.partition import Partition, packed_groups, partition
@@ -212,7 +212,7 @@ def _gather(part: Partition, states: list[dict[str, Any]]) -> dict[int, dict[str
     if part.rank != 0:
         for message in _messages(part.slices[part.rank], metadata[0]):
             elements = _elements(part, states, message).cpu()
-            enqueue(in_flight, Transfer(dist.isend(elements, group_dst=0, group=group), elements))
+            enqueue(in_flight, Transfer(dist.isend(elements, group_dst=0, group=group, tag=TAG), elements))
         drain(in_flight)
         return None
     whole = _allocate(part, metadata, device="cpu")
@@ -224,7 +224,7 @@ def _gather(part: Partition, states: list[dict[str, Any]]) -> dict[int, dict[str
             if rank == 0:
                 place.copy_(_elements(part, states, message))
             else:
-                enqueue(in_flight, Transfer(dist.irecv(place, group_src=rank, group=group), place))
+                enqueue(in_flight, Transfer(dist.irecv(place, group_src=rank, group=group, tag=TAG), place))
     drain(in_flight)
     return whole
 

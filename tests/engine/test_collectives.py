@@ -85,6 +85,23 @@ def test_every_way(looks_like_on_gpu, looks_like_nccl, old_names, dtype, sizes):
     assert set().union(*called) == fast
 
 
+def receive_of_the_users_own():
+    """A message between two ranks that is received before an all-gather and sent after it."""
+    comm, rank = collectives.Communicator(None), dist.get_rank()
+    bucket, message = torch.full((4,), float(rank)), torch.full((2,), 7.0)
+    own = dist.irecv(message, 0) if rank == 1 else None
+    gather = comm.all_gather(bucket, [2, 2])
+    if rank == 0:
+        own = dist.isend(message, 1)
+    comm.wait("all-gather", gather.works, bucket.device)
+    own.wait()
+    return bucket.tolist(), message.tolist()
+
+
+def test_messages_of_the_user_are_not_mixed_up_with_shards():
+    assert run_ranks(receive_of_the_users_own, 2) == [([0.0, 0.0, 1.0, 1.0], [7.0, 7.0])] * 2
+
+
 def test_a_group_of_one_needs_no_process_group():
     comm = collectives.Communicator(None)
     bucket, shard = torch.arange(4.0), torch.empty(4)

@@ -1,15 +1,18 @@
 """Hybrid sharding: groups of ranks share the state, and every group holds a replica of it. Same weights, same checkpoints."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
 from test_prediction import SIZES, prediction_of
+from torch.nn.parallel import DistributedDataParallel
 from toy import assert_equal, batch, build_toy, largest_difference, make_toy, train, weights
 
 from model import GPT
+from zero import ShardedDataParallel, ShardedGradScaler, ShardedOptimizer
 from zero.build import build, clip_grad_norm_, describe
 from zero.checkpoint import CheckpointWriter, chunk_reader, consolidate, load, restore
 from zero.collectives import gather_objects
@@ -78,6 +81,8 @@ ORDERS = [
     ("synchronized", "norm", "local", "synchronized"),
     ("synchronized", "norm", "drop", "synchronized"),
     ("synchronized", "zero", "synchronized"),
+    ("synchronized", "zero one", "synchronized"),
+    ("synchronized", "norm", "drop one", "synchronized"),
 ]
 
 
@@ -85,16 +90,32 @@ def every_order():
     return [several_backwards(order) for order in ORDERS]
 
 
+class Late:
+    """A work that begins when it is waited for."""
+
+    def __init__(self, start):
+        self.wait = start
+
+
+def all_reduce_late(comm, shard):
+    return [Late(partial(dist.all_reduce, shard, group=comm.replica_group))] if comm.replicas > 1 else []
+
+
 def several_backwards(order):
     """Gradients that have been added up over the replicas already are counted once when more gradients follow."""
     rank, found = dist.get_rank(), {}
     for name, shard_size in (("flat", 4), ("hybrid", 2)):
         model, optimizer = hybrid_toy(shard_size, shard_gradients=True)
+        optimizer.comm.all_reduce_shard = partial(all_reduce_late, optimizer.comm)
         for step, what in enumerate(order):
             if what == "zero":
                 optimizer.zero_grad(set_to_none=False)
             elif what == "drop":
                 optimizer.zero_grad()
+            elif what == "zero one":
+                model.module.hidden.weight.grad.zero_()
+            elif what == "drop one":
+                model.module.hidden.weight.grad = None
             elif what == "norm":
                 clip_grad_norm_(optimizer, math.inf)
             else:
@@ -177,6 +198,56 @@ def test_predicted_bytes_are_those_held_and_sent(world_size, shard_size):
             for predicted, measured in result.values():
                 assert predicted == {**dict.fromkeys(predicted, 0), **measured}, mode
             assert result["sent"][1]["all-reduce"] > 0
+
+
+def with_ddp_and_part_of_the_ranks():
+    """Gradients that DistributedDataParallel has averaged, and a group that is not all ranks."""
+    ranks, rank = [0, 1, 3, 4], dist.get_rank()
+    group = dist.new_group(ranks)
+    if rank not in ranks:
+        return None
+    found = {}
+    for name, shard_size in (("adamw", None), ("under ddp", 2), ("wrapped", 2)):
+        model = make_toy()
+        model.unused.requires_grad_(False)
+        if shard_size is None:
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+        else:
+            optimizer = ShardedOptimizer(
+                model.parameters(), torch.optim.AdamW, group, shard_size=shard_size, bucket_mb=0.0002, lr=0.01, fused=True
+            )
+        ddp = DistributedDataParallel(model, process_group=group)
+        train(ShardedDataParallel(model, optimizer) if name == "wrapped" else ddp, optimizer, rank, 5, clip=0.0)
+        found[name] = weights(model)
+    return found
+
+
+def test_gradients_of_ddp_and_a_group_of_some_ranks():
+    results = [found for found in run_ranks(with_ddp_and_part_of_the_ranks, 5) if found is not None]
+    assert len(results) == 4
+    for found in results:
+        assert_equal(found["under ddp"], found["adamw"])
+        assert largest_difference(found["wrapped"], found["adamw"]) <= 1e-6
+        assert_equal(found["wrapped"], results[0]["wrapped"])
+
+
+def inf_on_one_replica():
+    model, optimizer = hybrid_toy(2)
+    scaler = ShardedGradScaler("cpu", init_scale=8.0)
+    before = weights(model)
+    loss = model(*batch(0, dist.get_rank())) * (math.inf if dist.get_rank() == 3 else 1.0)
+    scaler.scale(loss).backward()
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+    return {"before": before, "after": weights(model), "scale": torch.tensor(scaler.get_scale())}
+
+
+def test_a_gradient_that_is_not_finite_on_one_replica_skips_the_update_on_all():
+    for result in run_ranks(inf_on_one_replica, 4):
+        assert_equal(result["after"], result["before"])
+        assert result["scale"] == 4.0
 
 
 def refusals():

@@ -167,6 +167,7 @@ def test_every_setting_of_the_trainer_is_accepted():
         ("--n_embd=33", "use a multiple of n_head"),
         ("--init_from=resume", "plan.py reads no checkpoint"),
         ("--explain=lm_head.weight", "the same tensor as transformer.wte.weight"),
+        ("--zero_shard_size=2 --zero1_impl=torch --world_size=4", "zero_shard_size=2 needs use_zero1=True"),
         ("--device=gpu", "device=gpu is not one of auto, cpu, cuda, mps"),
         ("--json=data", "json=data is a folder"),
         ("--param_dtype=bfloat16 --use_zero1=False", "needs the master weights"),
@@ -192,7 +193,7 @@ def test_groups_of_ranks_share_the_state(data, tmp_path):
     assert rows[8, "bfloat16"]["between"] > 0  # float32 sums
     assert not any(rows[8, mode]["between"] for mode in ("adamw", "torch"))
     assert "what leaves its group of zero_shard_size=4 ranks" in printed
-    assert "note: 2 ranks cannot form groups of zero_shard_size=4; there, all ranks share the state" in printed
+    assert "note: 2 ranks cannot form groups of zero_shard_size=4, so train.py refuses them" in printed
     explained = plan(data, "--world_size=8", "--zero_shard_size=4", "--explain=transformer.wte.weight")
     assert "sharded, ranks: 8 in 2 groups; transformer.wte.weight" in explained
     assert "rank 3 owns" in explained

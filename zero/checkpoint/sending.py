@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from zero.checkpoint.format import tensors_in
 from zero.checkpoint.store import chunk_reader, load, verify
-from zero.collectives import broadcast_object, cpu_group, gather_objects, is_rank_0
+from zero.collectives import TAG, broadcast_object, cpu_group, gather_objects, is_rank_0
 from zero.state import MESSAGE_BYTES, CheckpointError, TensorChunk, Transfer, drain, enqueue
 
 _ReadChunks = Callable[[list[TensorChunk]], None]
@@ -131,9 +131,9 @@ def _read_or_receive(read_chunks: _ReadChunks | None, own: list[TensorChunk]) ->
             read = _allocate(wanted[number], "cpu") if number < len(wanted) else []
             error = error or _read(read_chunks, read)  # after an error, the receivers still wait for their messages
             for chunk in read:
-                enqueue(in_flight, Transfer(dist.isend(chunk.elements, group_dst=rank, group=group), chunk.elements))
+                enqueue(in_flight, Transfer(dist.isend(chunk.elements, group_dst=rank, group=group, tag=TAG), chunk.elements))
         for chunk in messages[number] if number < len(messages) else ():
-            enqueue(in_flight, Transfer(dist.irecv(chunk.elements, group_src=0, group=group), chunk.elements))
+            enqueue(in_flight, Transfer(dist.irecv(chunk.elements, group_src=0, group=group, tag=TAG), chunk.elements))
         drain(in_flight)
         error = broadcast_object(error, group)
     if error is not None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from distributed import is_rank_0, on_rank_0, print0
-from lock import Lock
+from lock import Lock, read_holder
 from logger import Logger
 from watchdog import position
 from zero import checkpoint as ckpt
@@ -85,11 +85,13 @@ class Checkpoints:
         The checkpoint that `load` returned cannot be restored any more.
 
         Raises:
-            ValueError: if another run writes to the folder, or this run cannot write to it.
+            ValueError: if another run writes to the folder, this run cannot write to it, or all ranks must share it and do not.
         """
         self._read_chunks = None  # it keeps the loaded checkpoint in memory
         if not self.read_only:
             on_rank_0(self._claim)
+            if self.format == "sharded":
+                self._check_shared()
         self._writer = CheckpointWriter(
             self.folder, self.keep, self.background, self.format, self._newest_is_corrupt, sweep=not self.read_only
         )
@@ -149,6 +151,16 @@ class Checkpoints:
     def exist(self) -> bool:
         """Returns whether the folder has a checkpoint to resume from."""
         return any(os.path.exists(os.path.join(self.folder, name)) for name in (NAME, PREVIOUS))
+
+    def _check_shared(self) -> None:
+        """Check that all ranks see the folder of rank 0, by the text of its lock."""
+        held = on_rank_0(lambda: read_holder(self.folder))
+        blind = [rank for rank, text in enumerate(gather_objects(read_holder(self.folder))) if text != held]
+        if blind:
+            raise ValueError(
+                f"checkpoint_format=sharded: rank {blind[0]} does not see the out_dir={self.folder} of rank 0; use a folder "
+                "that all hosts share, or --checkpoint_format=consolidated"
+            )
 
     def _iteration(self) -> int:
         """Returns the iteration of the newest checkpoint that this rank can read, -1 if there is none."""

@@ -5,6 +5,7 @@ docs/many-machines.md says what the checks cost and what they cannot see.
 """
 
 import pathlib
+import sys
 import zlib
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
@@ -20,7 +21,8 @@ from zero.collectives import gather_objects
 
 Facts = dict[str, dict[str, Any]]  # values by name, by the remedy if they are not the same on all ranks
 
-_OF_EACH_HOST = ("out_dir", "wandb_run_name")  # a host may have its own disk; config files put the time into the name of a run
+# settings that may differ: a host may have its own disks, the content of the dataset is compared later, rank 0 alone logs
+_OF_EACH_HOST = ("out_dir", "dataset", "wandb_log", "wandb_mode", "wandb_project", "wandb_run_name")
 _SHOWN = 3  # differences that a message names
 
 
@@ -28,7 +30,7 @@ def compare_settings(launch: Launch, settings: dict[str, Any]) -> None:
     """Check that all ranks have the same versions, source files and settings. Needs to be called on all ranks.
 
     This works before the process group has started, because a rank with another backend or device could not join it.
-    `out_dir` and `wandb_run_name` may differ: each host may write to a disk of its own, and only rank 0 names the run.
+    `out_dir`, `dataset` and the settings of wandb may differ: each host may have disks of its own, and only rank 0 logs.
 
     Raises:
         ValueError: on all ranks, with the ranks that differ, what they have and what the others have.
@@ -69,10 +71,13 @@ def compare_model_and_data(model: torch.nn.Module, data: Dataset, **values: Any)
 
 
 def sources() -> dict[str, str]:
-    """Returns a checksum (CRC-32) of each source file of this program, by path."""
-    root = pathlib.Path(__file__).parent
-    paths = sorted([*root.glob("*.py"), *root.glob("zero/**/*.py")])
-    return {str(path.relative_to(root)): f"{zlib.crc32(path.read_bytes()):08x}" for path in paths}
+    """Returns a checksum (CRC-32) of each source file of this program that has been imported, by path."""
+    root = pathlib.Path(__file__).resolve().parent
+    files = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
+    paths = sorted({pathlib.Path(file).resolve() for file in files if file and file.endswith(".py")})
+    names = {str(path.relative_to(root)): path for path in paths if path.is_relative_to(root) and path.is_file()}
+    own = {name: path for name, path in names.items() if "/" not in name or name.startswith("zero/")}
+    return {name: f"{zlib.crc32(path.read_bytes()):08x}" for name, path in own.items()}
 
 
 def difference(by_rank: list[Facts]) -> str | None:

@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 import hardware
 from interface import choose_interface
-from zero.collectives import broadcast_object, gather_objects, is_rank_0
+from zero.collectives import LONG_TIMEOUT, broadcast_object, gather_objects, is_rank_0
 
 _REMEDY = "start with torchrun, or unset RANK to start a single process"
 _MEETING_S = 600.0  # in which all ranks must have started
@@ -69,8 +69,6 @@ def launched() -> Launch:
 def start(launch: Launch, device: str, backend: str = "auto", timeout_s: float = 600.0) -> torch.device:
     """Start torch.distributed, unless the run is a single process. Needs to be called on all ranks.
 
-    On Linux, a rank of torchrun is killed when torchrun ends. It would go on alone, and keep its GPU and the output folder.
-
     Args:
         launch: what `launched` returned.
         device: what `hardware.resolve` returned. On CPUs, each rank gets its share of the cores of the machine.
@@ -85,10 +83,7 @@ def start(launch: Launch, device: str, backend: str = "auto", timeout_s: float =
     """
     if not launch.distributed:
         return torch.device(device)
-    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
-        _end_with_parent()
-    with contextlib.suppress(ValueError):  # the largest number of open files: gloo aborts when strangers' connections use it up
-        resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
+    _raise_limit_of_open_files()
     if device.startswith("cuda"):
         device = f"cuda:{launch.local_rank % torch.cuda.device_count()}"
         torch.cuda.set_device(device)
@@ -112,53 +107,75 @@ def agree(launch: Launch, value: Any, rule: Callable[[list[Any]], Any]) -> Any:
 
     This works before the process group has started. `value` and the result must be what JSON can hold. A key is deleted
     when it has been read, so that the next call does not find it.
+
+    Raises:
+        ValueError: on all ranks, if one of them ends with `exit_with_error` before it calls this function.
     """
     if not launch.distributed:
         return rule([value])
-    _store().set(f"value of rank {launch.rank}", json.dumps(value))
+    _store().set(_value_key(launch.rank), json.dumps([value, None]))
     if launch.rank == 0:
-        result = json.dumps(rule([_take(f"value of rank {rank}") for rank in range(launch.world_size)]))
+        values, errors = zip(*(_take(_value_key(rank)) for rank in range(launch.world_size)), strict=True)
+        error = next(filter(None, errors), None)
+        result = json.dumps([None if error else rule(list(values)), error])
         for rank in range(launch.world_size):
-            _store().set(f"result for rank {rank}", result)
-    return _take(f"result for rank {launch.rank}")
+            _store().set(_result_key(rank), result)
+    result, error = _take(_result_key(launch.rank))
+    if error:
+        raise ValueError(error)
+    return result
 
 
-def without_old_keys(store: dist.Store, rank: int, world_size: int) -> dist.Store:
+def without_old_keys(store: dist.Store, rank: int, world_size: int, timeout_s: float = _MEETING_S) -> dist.Store:
     """Returns a part of the store without keys from before a restart. Needs to be called on all ranks.
 
     torchrun may keep its store when it restarts the ranks, and they would connect to addresses of ranks that have ended
     (https://github.com/pytorch/pytorch/issues/135712). So the part is named by an ID of every process of this start. A rank may
     read the old ID of another rank at first. It has the right IDs when all ranks have the same: the others know its new ID.
+
+    Raises:
+        RuntimeError: if not all ranks call this function within `timeout_s`, or if another process has taken this rank.
     """
     ids, names = ([f"{key} of rank {number}" for number in range(world_size)] for key in ("id", "name"))
-    store.set(ids[rank], uuid.uuid4().hex)
-    end = time.monotonic() + _MEETING_S
+    own = uuid.uuid4().hex
+    store.set(ids[rank], own)
+    end = time.monotonic() + timeout_s
     while time.monotonic() < end:
-        name = hashlib.sha256(b"".join(store.multi_get(ids))).hexdigest()
+        if late := [number for number in range(world_size) if not store.check([ids[number]])]:
+            time.sleep(0.1)
+            continue
+        found = store.multi_get(ids)
+        if found[rank].decode() != own:
+            raise RuntimeError(f"another process is rank {rank} now; this one is left from an earlier start")
+        name = hashlib.sha256(b"".join(found)).hexdigest()
         store.set(names[rank], name)
-        if {found.decode() for found in store.multi_get(names)} == {name}:
+        if {text.decode() for text in store.multi_get(names)} == {name}:
             return dist.PrefixStore(name, store)
+        late = list(range(world_size))
         time.sleep(0.1)
-    raise RuntimeError(f"not all of the {world_size} ranks have started within {_MEETING_S:.0f} s")
+    missing = f"rank {late[0]}" if len(late) == 1 else f"{len(late)} of {world_size} ranks"
+    raise RuntimeError(f"{missing} did not start within {timeout_s:.0f} s")
 
 
 def finish(exit_code: int = 0) -> NoReturn:
     """Wait for all ranks, then end this process. Needs to be called on all ranks."""
     if dist.is_initialized():
-        dist.barrier()
+        # rank 0 may take long to end the run of wandb
+        dist.barrier(dist.new_group(backend="gloo", timeout=LONG_TIMEOUT))
     _exit(exit_code)
 
 
 def exit_with_error(message: str) -> NoReturn:
     """End this process because the user's input is wrong: one line on stderr, exit code 2, no traceback.
 
-    Under torchrun, every rank needs to call this function, and every rank prints the line.
+    Every rank prints the line. If the process group has started, every rank needs to call this function. Before that, ranks
+    that call `agree` get the message there.
     """
     sys.stderr.write(f"error: {' '.join(message.split())}\n")  # one write: the lines of two ranks do not mix
     sys.stdout.flush()
     sys.stderr.flush()
     if _is_one_of_several() and not dist.is_initialized():
-        _wait_for_other_ranks()
+        _end_with_other_ranks(message)
     _exit(2)
 
 
@@ -226,22 +243,43 @@ def _is_one_of_several() -> bool:
         return False
 
 
-def _wait_for_other_ranks(timeout_s: float = 5.0) -> None:
-    """Wait until all ranks are about to end, because torchrun kills the other ranks when the first rank ends."""
+def _end_with_other_ranks(message: str, timeout_s: float = 10.0) -> None:
+    """Tell the other ranks why this rank ends, and wait until they end too: torchrun kills them when the first rank ends."""
+    launch = launched()
     with contextlib.suppress(RuntimeError):  # the store has ended with rank 0, or the other ranks did not connect
-        store, _, world_size = next(dist.rendezvous("env://", timeout=datetime.timedelta(seconds=timeout_s)))
+        store = _store() if _store.cache_info().currsize else _meet(timeout_s)
+        for rank in range(1, launch.world_size) if launch.rank == 0 else ():
+            store.set(_result_key(rank), json.dumps([None, message]))
+        if launch.rank > 0:
+            store.set(_value_key(launch.rank), json.dumps([None, message]))
         end = time.monotonic() + timeout_s
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun may keep the store over a restart
-        ready = store.add(f"ranks about to end {attempt}", 1)
-        while ready < world_size and time.monotonic() < end:
+        ready = store.add("ranks about to end", 1)
+        while ready < launch.world_size and time.monotonic() < end:
             time.sleep(0.01)
-            ready = store.add(f"ranks about to end {attempt}", 0)
+            ready = store.add("ranks about to end", 0)
 
 
-def _end_with_parent() -> None:
-    """Ask the kernel to kill this process when its parent ends."""
+def _raise_limit_of_open_files() -> None:
+    """Raise it as far as this process may: gloo aborts when connections of strangers use it up."""
+    limit, largest = resource.getrlimit(resource.RLIMIT_NOFILE)
+    enough = 2**16 if largest == resource.RLIM_INFINITY else min(largest, 2**16)
+    if limit != resource.RLIM_INFINITY and limit < enough:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (enough, largest))
+
+
+def _end_with_torchrun() -> None:
+    """On Linux, let the kernel kill a rank of torchrun when torchrun ends; if it has ended, end now.
+
+    Otherwise the rank would go on alone, keep its GPU and the output folder, and meet the ranks of the next torchrun.
+    """
+    if "TORCHELASTIC_RUN_ID" not in os.environ or sys.platform != "linux":
+        return
     pr_set_pdeathsig = 1
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, int(signal.SIGKILL), 0, 0, 0)
+    # process 1 takes over the children of a process that has ended; in a container, it may be torchrun itself
+    if os.getppid() == 1 and "python" not in os.path.basename(os.path.realpath("/proc/1/exe")):
+        sys.stderr.write("error: torchrun has ended\n")
+        os._exit(1)
 
 
 @cache
@@ -250,8 +288,21 @@ def _store() -> dist.Store:
 
     This process keeps it, because rank 0 may be the one that holds it for all.
     """
-    store, rank, world_size = next(dist.rendezvous("env://", timeout=datetime.timedelta(seconds=_MEETING_S)))
-    return without_old_keys(store, rank, world_size)
+    return _meet(_MEETING_S)
+
+
+def _meet(timeout_s: float) -> dist.Store:
+    _end_with_torchrun()
+    store, rank, world_size = next(dist.rendezvous("env://", timeout=datetime.timedelta(seconds=timeout_s)))
+    return without_old_keys(store, rank, world_size, timeout_s)
+
+
+def _value_key(rank: int) -> str:
+    return f"value of rank {rank}"
+
+
+def _result_key(rank: int) -> str:
+    return f"result for rank {rank}"
 
 
 def _take(key: str) -> Any:

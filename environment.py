@@ -23,7 +23,7 @@ def environment(device: torch.device) -> dict[str, Any]:
         "device": device.type,
         "backend": dist.get_backend() if dist.is_initialized() else None,
         "devices": gather_objects(hardware.device_name(device)),
-        "versions": {**versions(), "wandb": _version("wandb")},
+        "versions": {**versions(), "python": platform.python_version(), "wandb": _version("wandb")},
         "git_commit": _git_commit() if is_rank_0() else None,
     }
 
@@ -31,7 +31,7 @@ def environment(device: torch.device) -> dict[str, Any]:
 def versions() -> dict[str, str | None]:
     """Returns the versions of what every rank computes with."""
     return {
-        "python": platform.python_version(),
+        "python": ".".join(platform.python_version_tuple()[:2]),
         "torch": torch.__version__,
         "numpy": np.__version__,
         "cuda": torch.version.cuda,

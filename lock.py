@@ -10,6 +10,15 @@ NAME = "run.lock"
 _UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # raised by network file systems without locks
 
 
+def read_holder(folder: str) -> str:
+    """Returns the text of the last lock on a folder: process, host and time; '' if there is none."""
+    try:
+        with open(os.path.join(folder, NAME)) as file:
+            return file.read().strip()
+    except FileNotFoundError:
+        return ""
+
+
 class LockError(ValueError):
     """Another run writes to the folder, or the folder cannot be written to. The message says which."""
 
@@ -31,8 +40,7 @@ class Lock:
             self._file = open(os.path.join(folder, NAME), "a+")
             if not self._take():
                 time.sleep(0.2)  # the other run may have just started and has not written its text yet
-                self._file.seek(0)
-                holder = self._file.read().strip() or "its process is unknown"
+                holder = read_holder(folder) or "its process is unknown"
                 raise LockError(
                     f"out_dir={folder} is in use by another run: {holder}; wait until it ends, or use another --out_dir"
                 )

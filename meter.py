@@ -75,7 +75,6 @@ class Meter:
 
     def begin_iteration(self, iteration: int, is_logged: bool) -> None:
         """Say that an iteration begins, and whether `log_iteration` will be called for it."""
-        position.begin_iteration(iteration)
         self._is_measured = is_logged and iteration // self.metric_interval > self._last_interval
         if self._is_measured:
             self._last_interval = iteration // self.metric_interval

@@ -5,6 +5,8 @@ import os
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
+from watchdog import position
+
 # numbers of iterations: first skip some; then record some without keeping them, because a profiler is slow when it starts; then
 # record those of the trace
 WAIT, WARM_UP, ACTIVE = 5, 2, 3
@@ -45,7 +47,8 @@ class Profiler:
     def step(self) -> bool:
         """Count an iteration that has ended. Returns whether this took long, because the files were written."""
         if self._profile is not None:
-            self._profile.step()
+            with position.at("profiling", patient=True):
+                self._profile.step()
             if self._is_written:
                 self.finish()
                 return True

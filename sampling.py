@@ -9,6 +9,7 @@ from dataset import DataError, load_codec
 from distributed import print0
 from logger import Logger
 from model import GPT
+from watchdog import position
 
 TOKENS = 100  # per sample
 TEMPERATURE, TOP_K = 0.8, 200  # the defaults of sample.py
@@ -63,6 +64,11 @@ class Sampler:
         """
         if not self._interval or iteration % self._interval:
             return False
+        with position.at("sampling", patient=True):
+            self._write(iteration)
+        return True
+
+    def _write(self, iteration: int) -> None:
         torch.manual_seed(self._seed)
         prompt = torch.tensor([self._prompt], device=self._model.lm_head.weight.device)  # (1, 1)
         self._model.eval()
@@ -72,4 +78,3 @@ class Sampler:
         text = self._codec.decode(tokens[0, len(self._prompt) :].tolist())
         print0(f"sample {iteration}:\n{text}\n---------------")
         self._log.log({"iter": iteration, "sample/text": text})
-        return True

@@ -44,7 +44,7 @@ from progress import Progress
 from sampling import Sampler
 from shadow import Shadow
 from signals import Action, Signals
-from watchdog import Watchdog
+from watchdog import Watchdog, position
 from zero import ShardedGradScaler
 from zero.build import build, clip_grad_norm_, describe
 from zero.flags import Flags
@@ -133,6 +133,7 @@ with exit_on_wrong_input():
             f"use --gradient_accumulation_steps={math.ceil(gradient_accumulation_steps / world_size) * world_size}"
         )
     device = start(launch, device, backend, dist_timeout_s)
+Watchdog(dist_timeout_s, out_dir)  # ends the ranks if they hang
 autocast = hardware.autocast(device, dtype)
 profiler = Profiler(os.path.join(out_dir, "profile"), rank, device, profile, profile_memory)
 torch.backends.cuda.matmul.allow_tf32 = True
@@ -217,6 +218,7 @@ print0(describe(optimizer, use_zero1))
 
 
 @torch.no_grad()
+@position.at("evaluation")
 def estimate_loss():
     """Returns the mean loss over `eval_iters` batches of each split. Needs to be called on all ranks.
 
@@ -281,7 +283,6 @@ workload = Workload(raw_model.config, batch_size, dtype, device.type, activation
 memory = MemoryCheck(log, model, optimizer, workload, shard_gradients, micro_steps, compile)
 meter = Meter(log, model, optimizer, memory, dtype, tokens_per_iter, raw_model.flops_per_token(), max_iters, metric_interval)
 signals = Signals()
-Watchdog(dist_timeout_s, out_dir)  # ends the ranks if they hang
 guard = Guard(raw_model, optimizer, scaler, limit=1 if on_nonfinite == "stop" else max_nonfinite, alert=log.alert)
 shadow.follow(optimizer, scaler, guard.limit, autocast, micro_steps, grad_clip)
 desync = DesyncCheck(raw_model, optimizer, desync_check_interval, guard.fail)
@@ -297,6 +298,7 @@ if iter_num <= max_iters and not eval_only:
     memory.announce(iter_num)
 meter.restart()
 while iter_num <= max_iters or eval_only:
+    position.begin_iteration(iter_num)
     lr = get_lr(iter_num) if decay_lr else learning_rate
     for group in optimizer.param_groups:
         group["lr"] = lr

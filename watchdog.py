@@ -63,9 +63,10 @@ class Watchdog:
 
     Needs to be created on all ranks, in the main thread. A thread posts the position of the main thread to the store of the
     process group every second, which is a sign of life as well. When the main thread has not moved for half of the timeout,
-    it reads the posts of all ranks. While a rank does something patiently, for example writes a checkpoint, only a rank that
-    shows no sign of life ends the others. The exit code is 1. The last collectives of this rank, from PyTorch's flight
-    recorder, are written to `folder`/flight_recorder/rank<r>; `torchfrtrace` reads these files.
+    it reads the posts of all ranks. While a rank does something patiently, for example writes a checkpoint, and before the
+    first iteration, only a rank that shows no sign of life ends the others. A second thread decides, because a call of the
+    store may never return when the host of the store is lost. The exit code is 1. The last collectives of this rank, from
+    PyTorch's flight recorder, are written to `folder`/flight_recorder/rank<r>; `torchfrtrace` reads these files.
 
     A collective that raises, because another rank has ended, gets a line about the position below its traceback.
 
@@ -79,43 +80,61 @@ class Watchdog:
         self._keys = [str(rank) for rank in range(dist.get_world_size())]
         # its own connection, because the main thread may wait in a call of the store
         connection = distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
-        self._store: dist.Store | None = dist.PrefixStore("watchdog", connection)
+        self._store = dist.PrefixStore("watchdog", connection)
         self._store.set_timeout(timedelta(seconds=max(_STORE_TIMEOUT_S, timeout_s / 4)))
         self._main_thread = threading.get_ident()
         self._beats, self._moves, self._moved_at = 0, -1, time.monotonic()
         self._peers: list[_Peer] = []  # by rank, while this rank does not move
-        self._beat()
+        self._posts: list[_Post] = []  # the last ones that were read, by rank
+        self._must_read, self._answered_at = False, time.monotonic()
+        self._post()
         dist.barrier()  # now every rank has posted
         self._show_traceback, sys.excepthook = sys.excepthook, self._explain
-        threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
+        for work in (self._keep_posting, self._watch):
+            threading.Thread(target=work, name="watchdog", daemon=True).start()
+
+    def _keep_posting(self) -> None:
+        while True:
+            self._pause()
+            with suppress(RuntimeError):  # the store does not answer; the other thread decides
+                self._post()
 
     def _watch(self) -> None:
         while True:
-            time.sleep(min(_BEAT_S, self._timeout_s / 10))
-            if message := self._beat():
+            self._pause()
+            if message := self._judge(time.monotonic()):
                 self._end(message)
 
-    def _beat(self) -> str | None:
-        """Post a sign of life. Returns the reason to end this rank, or None."""
-        now = time.monotonic()
+    def _pause(self) -> None:
+        time.sleep(min(_BEAT_S, self._timeout_s / 10))
+
+    def _post(self) -> None:
+        """Post a sign of life, and read those of the other ranks if this rank does not move."""
         self._beats += 1
-        own = _Post(self._beats, position.moves, position.is_patient, str(position), self._collective())
+        self._store.set(self._keys[self._rank], json.dumps(self._own()))
+        if self._must_read:
+            self._posts = [_Post(*json.loads(post)) for post in self._store.multi_get(self._keys)]
+        self._answered_at = time.monotonic()
+
+    def _own(self) -> "_Post":
+        is_patient = position.is_patient or position.iteration < 0
+        return _Post(self._beats, position.moves, is_patient, str(position), self._collective())
+
+    def _judge(self, now: float) -> str | None:
+        """Returns the reason to end this rank, or None."""
+        own = self._own()
         if own.moves != self._moves:
-            self._moves, self._moved_at, self._peers = own.moves, now, []
+            self._moves, self._moved_at, self._peers, self._posts = own.moves, now, [], []
         still_s = now - self._moved_at
-        try:
-            if self._store is not None:
-                self._store.set(self._keys[self._rank], json.dumps(own))
-                if still_s > self._timeout_s / 2:
-                    posts = self._store.multi_get(self._keys)
-                    self._see([_Post(*json.loads(post)) for post in posts], now)
-        except RuntimeError:
-            self._store = None
+        self._must_read = still_s > self._timeout_s / 2
+        if self._posts:
+            self._see(self._posts, now)
         if still_s < self._timeout_s:
             return None
-        if self._store is None:
-            return None if own.is_patient else f"{self._waits(own, still_s)}; the store of the ranks does not answer"
-        return self._hang(self._waits(own, still_s), now)
+        if now - self._answered_at > self._timeout_s / 2:
+            is_busy = own.is_patient and not own.collective
+            return None if is_busy else f"{self._waits(own, still_s)}; the store of the ranks does not answer"
+        return self._hang(self._waits(own, still_s), now) if self._peers else None
 
     def _see(self, posts: list["_Post"], now: float) -> None:
         """Note which ranks have shown a sign of life or have moved since the last call."""

@@ -225,7 +225,8 @@ class Hosts(list[Host]):
         for host in self:
             host.kill()
         for name in self._namespaces:
-            _run("ip", "netns", "delete", name)
+            with contextlib.suppress(subprocess.CalledProcessError):  # the others go nevertheless
+                _run("ip", "netns", "delete", name)
         self._namespaces.clear()
         self._folder.cleanup()
 

@@ -322,7 +322,7 @@ def resolve_shard_size(shard_size: int, world_size: int) -> int:
     """
     if shard_size and (shard_size < 0 or world_size % shard_size):
         fitting = [str(size) for size in range(1, world_size + 1) if world_size % size == 0]
-        raise ValueError(f"shard_size={shard_size} does not divide {world_size} ranks; use one of {', '.join(fitting)}")
+        raise ValueError(f"zero_shard_size={shard_size} does not divide {world_size} ranks; use one of {', '.join(fitting)}")
     return shard_size or world_size
 
 

@@ -29,7 +29,7 @@ REFUSED = {  # what the last rank does before it runs train.py, and the line tha
         "rank 2 has param_dtype=bfloat16, the others param_dtype=float32; rank 2 has dtype=bfloat16, the others dtype=float32",
     ),
     "another backend": ("sys.argv.append('--backend=gloo')", "rank 2 has backend=gloo, the others backend=auto; start all"),
-    "another dataset": ("sys.argv.append('--dataset=DATA')", "rank 2 has dataset=DATA, the others dataset="),
+    "another dataset": ("sys.argv.append('--dataset=DATA')", "rank 2 has train.bin=4000 tokens with checksum "),
     "another dataset file": (
         "from dataset import Dataset; of = Dataset.__init__; Dataset.__init__ = lambda self, _, size: of(self, 'DATA', size)",
         "rank 2 has train.bin=4000 tokens with checksum ",

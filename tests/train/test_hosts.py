@@ -1,6 +1,8 @@
 """Runs on several hosts, which are network namespaces: exact as on one host, and with the bytes between hosts as predicted."""
 
 import json
+import os
+import signal
 import statistics
 import sys
 from collections import Counter
@@ -252,15 +254,41 @@ def test_between_two_ranks_pytorchs_optimizer_sends_half_as_much_again(on_hosts)
     assert sharded / ddp == pytest.approx(1.0, rel=0.02)
 
 
-def test_hosts_that_share_no_folder_cannot_write_one_checkpoint_together(data, tmp_path):
-    arguments = ["--out_dir=out", "--checkpoint_format=sharded", "--on_save_error=stop", "--max_iters=5"]
+def test_hosts_that_share_no_folder_cannot_write_one_checkpoint_together(data):
     with Hosts(2) as hosts:
-        jobs = hosts.torchrun("train.py", *SETTINGS, f"--dataset={data}", *arguments, ranks_per_host=1)
-        assert [job.finish() for job in jobs] == [1, 1]
-        printed = "".join(job.printed() for job in jobs)
-    (warning,) = (line for line in printed.splitlines() if line.startswith("WARNING: the checkpoint was not written"))
-    assert "rank 0 does not see what other ranks wrote to out (" in warning
-    assert "; use a folder that all share" in warning
+        arguments = [*SETTINGS, f"--dataset={data}", "--out_dir=out", "--checkpoint_format=sharded"]
+        jobs = hosts.torchrun("train.py", *arguments, ranks_per_host=1)
+        assert [job.finish() for job in jobs] == [1, 1]  # torchrun's own exit code
+        for job in jobs:
+            (error,) = (line for line in job.printed().splitlines() if line.startswith("error: "))
+            assert error.startswith(
+                "error: checkpoint_format=sharded: rank 1 does not see the out_dir=out of rank 0; use a folder"
+            )
+
+
+def test_wrong_input_on_one_host_ends_all(data):
+    with Hosts(2) as hosts:
+        arguments = ["train.py", *SETTINGS, f"--dataset={data}", "--out_dir=out"]
+        jobs = [
+            host.torchrun(*hosts.options(host, ranks_per_host=1), *arguments, *wrong)
+            for host, wrong in zip(hosts, ([], ["--n_layer=two"]), strict=True)
+        ]
+        for job in jobs:
+            assert job.finish(60) == 1
+            assert "error: --n_layer" in job.printed() or "error: n_layer" in job.printed(), job.printed()
+
+
+@pytest.mark.slow
+def test_a_frozen_host_that_holds_the_store_ends_the_others(data):
+    arguments = [*SETTINGS, f"--dataset={data}", "--out_dir=out", "--max_iters=100000", "--dist_timeout_s=4"]
+    with Hosts(2) as hosts:
+        jobs = hosts.torchrun("train.py", *arguments, ranks_per_host=1)
+        jobs[0].wait_for("iter 20:")
+        for pid in hosts[0].pids():
+            os.kill(pid, signal.SIGSTOP)
+        jobs[1].wait_for("the store of the ranks does not answer", timeout_s=30)
+        for pid in hosts[0].pids():
+            os.kill(pid, signal.SIGCONT)
 
 
 def listening(host):
@@ -272,9 +300,9 @@ def listening(host):
 
 def test_a_stranger_cannot_end_a_run(data, tmp_path):
     arguments = [*SETTINGS, f"--dataset={data}", "--max_iters=5"]
-    signal = tmp_path / "go on"
+    go_on = tmp_path / "go on"
     with Hosts(2) as hosts:
-        script = train_py(tmp_path, WAIT.format(signal=str(signal)))
+        script = train_py(tmp_path, WAIT.format(signal=str(go_on)))
         few_files = ("sh", "-c", 'ulimit -S -n 400; exec "$@"', "sh")  # fewer than the connections of the stranger
         torchrun = (*few_files, sys.executable, "-m", "torch.distributed.run")
         run = (script, *arguments, f"--out_dir={tmp_path / 'disturbed'}")
@@ -286,7 +314,7 @@ def test_a_stranger_cannot_end_a_run(data, tmp_path):
         assert len(places) > len(addresses), "torchrun's store listens as well"
         talk = hosts[1].start(sys.executable, "-c", STRANGER, *(f"{host.address}:{port}" for host, _, port in places))
         talk.wait_for("all said")
-        signal.touch()
+        go_on.touch()
         finish(jobs)
     undisturbed, *_ = train(tmp_path / "undisturbed", data, "--max_iters=5", ranks=2)
     assert len(undisturbed) == 6

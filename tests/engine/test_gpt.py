@@ -49,7 +49,7 @@ def every_mode(micro_steps, clip):
 
 
 @pytest.mark.parametrize(("micro_steps", "clip"), [(1, 0.0), (4, 0.0), (1, 0.1), (4, 0.1)])
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", [1, 2, pytest.param(3, marks=pytest.mark.slow), 4])
 def test_fifty_steps(world_size, micro_steps, clip):
     results = run_ranks(every_mode, world_size, micro_steps, clip)
     reference = results[0]["adamw"]

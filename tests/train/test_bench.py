@@ -41,7 +41,7 @@ def results(folder, measure):
 
 
 @pytest.mark.skipif(not os.path.exists("/sys/class/net/lo/statistics/tx_bytes"), reason="no loopback counters on this system")
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_every_mode_and_its_bytes(ranks, alone, tmp_path):
     flags = "--what=time", f"--modes={','.join(MODES)}", "--rounds=3", f"--steps_per_turn={4 // ranks}", "--name=bytes", *SIZES
     process = run_for_real("bench.py", *flags, ranks=ranks, prefix=alone, cwd=tmp_path)
@@ -183,6 +183,7 @@ def test_results_of_another_measure_stay(tmp_path):
     }
 
 
+@pytest.mark.slow
 def test_the_tutorials_model(tmp_path):
     process = run("bench.py", "--model=cookbook", "--name=cookbook", "--device=cpu", ranks=2, cwd=tmp_path)
     assert process.returncode == 0, process.stderr

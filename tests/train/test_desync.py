@@ -67,7 +67,7 @@ def test_nothing_is_saved_before_the_ranks_have_compared(data, tmp_path):
     assert saved == 10
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [case if case == "sharded" else pytest.param(case, marks=pytest.mark.slow) for case in CASES])
 def test_the_check_changes_nothing(data, tmp_path, case):
     checkpoints = []
     for interval in (0, 3):

@@ -154,8 +154,8 @@ class Checkpoints:
 
     def _check_shared(self) -> None:
         """Check that all ranks see the folder of rank 0, by the text of its lock."""
-        held = on_rank_0(lambda: read_holder(self.folder))
-        blind = [rank for rank, text in enumerate(gather_objects(read_holder(self.folder))) if text != held]
+        held = gather_objects(read_holder(self.folder))
+        blind = [rank for rank, text in enumerate(held) if text != held[0]]
         if blind:
             raise ValueError(
                 f"checkpoint_format=sharded: rank {blind[0]} does not see the out_dir={self.folder} of rank 0; use a folder "

@@ -11,11 +11,11 @@ _UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # raised by netwo
 
 
 def read_holder(folder: str) -> str:
-    """Returns the text of the last lock on a folder: process, host and time; '' if there is none."""
+    """Returns the text of the last lock on a folder: process, host and time; '' if it cannot be read."""
     try:
         with open(os.path.join(folder, NAME)) as file:
             return file.read().strip()
-    except FileNotFoundError:
+    except OSError:  # the caller may be one of several ranks, which must go on together
         return ""
 
 

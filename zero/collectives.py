@@ -228,14 +228,14 @@ class Communicator:
         own = shards[self.shard_rank]
         self.sent_bytes["all-gather"] += (self.shard_size - 1) * own.nbytes
         works: list[Any] = []
+        if self.shard_size == 1:
+            return AllGatherWork(bucket, works)
         if self._is_between_cpus(bucket):
             for source, target in self._peers():
                 if sizes[source]:
                     works.append(dist.irecv(shards[source], group_src=source, group=self.shard_group, tag=TAG))
                 if own.numel():
                     works.append(dist.isend(own, group_dst=target, group=self.shard_group, tag=TAG))
-        elif self.shard_size == 1:
-            pass
         elif self._is_native(bucket, sizes):
             works = [_all_gather_single(bucket, own, group=self.shard_group, async_op=True)]
         else:

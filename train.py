@@ -104,7 +104,7 @@ zero_bucket_mb: PositiveFloat = 75.0  # 'sharded': megabytes per bucket
 shard_gradients = False  # 'sharded': also keep only 1/N of the gradients; costs one reduce-scatter per micro-step
 param_dtype: Literal["float32", "bfloat16"] = "float32"  # weights and gradients; 'sharded' keeps float32 masters, 1/N per rank
 zero_shard_size: NonNegativeInt = 0  # 'sharded': ranks that share the optimizer state, such as the GPUs of a machine; 0: all
-zero_check_reads = False  # 'sharded', for debugging: a parameter is nan until its all-gather has ended
+zero_check_reads = False  # 'sharded', for debugging: check in every iteration, not only in the first ones, that forward waits
 desync_check_interval: NonNegativeInt = 0  # iterations between comparisons of the ranks' weights; 0: no comparison
 # system
 backend: Literal["auto", "nccl", "gloo"] = "auto"  # auto: nccl if every rank has its own GPU, otherwise gloo
@@ -207,7 +207,7 @@ with exit_on_wrong_input(), progress.task("making the optimizer"):
     flags = Flags(use_zero1, zero1_impl, zero_bucket_mb, shard_gradients, param_dtype, zero_check_reads, zero_shard_size)
     groups = raw_model.param_groups(weight_decay)
     shadow = Shadow(0 if eval_only else shadow_check, raw_model, groups, checkpoints, checkpoint)
-    model, optimizer = build(raw_model, groups, **vars(flags), lr=learning_rate, betas=(beta1, beta2))
+    model, optimizer = build(raw_model, groups, **vars(flags), overlap=True, lr=learning_rate, betas=(beta1, beta2))
     scaler = ShardedGradScaler(device.type, enabled=dtype == "float16")
     if checkpoint is not None:
         checkpoints.restore(optimizer, checkpoint)

@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from zero.data_parallel import ShardedDataParallel
 from zero.flags import PARAM_DTYPES, Flags
-from zero.optimizer import GradientNorms, ShardedOptimizer
+from zero.optimizer import GradientNorms, ShardedOptimizer, float32_norms
 from zero.partition import parameters, partition
 
 
@@ -24,6 +24,7 @@ def build(
     param_dtype: str = "float32",
     check_reads: bool = False,
     shard_size: int = 0,
+    overlap: bool = False,
     **adamw: Any,
 ) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     """Wrap `model` for data parallelism and create its AdamW. Needs to be called on all ranks, with `model` on its device.
@@ -38,9 +39,12 @@ def build(
             micro-step.
         param_dtype: 'float32', or with 'sharded' also 'bfloat16': weights and gradients are bfloat16, and each rank holds
             1/N of the float32 masters.
-        check_reads: only with 'sharded': a debugging mode in which a parameter that is read before it has arrived is nan.
+        check_reads: only with 'sharded' and `overlap`: in each forward, an operation that reads a parameter before it has
+            arrived raises an error.
         shard_size: only with 'sharded': number of consecutive ranks that share the state. Each such group of ranks holds a
             replica of the whole state. 0: all ranks share it.
+        overlap: with 'sharded', the all-gathers run during the next forward. For models that read parameters through their
+            modules, see `zero.ShardedDataParallel`.
         **adamw: arguments of torch.optim.AdamW. Its fused kernel is used if the device has one.
 
     Returns:
@@ -66,7 +70,7 @@ def build(
             param_dtype=PARAM_DTYPES[param_dtype],
             **adamw,
         )
-        return ShardedDataParallel(model, sharded, shard_gradients=shard_gradients, check_reads=check_reads), sharded
+        return ShardedDataParallel(model, sharded, shard_gradients, overlap=overlap, check_reads=check_reads), sharded
     optimizer: torch.optim.Optimizer
     if implementation == "torch":
         optimizer = ZeroRedundancyOptimizer(groups, optimizer_class=torch.optim.AdamW, **adamw)
@@ -90,8 +94,8 @@ def clip_grad_norm_(optimizer: torch.optim.Optimizer, max_norm: float) -> Gradie
         params, norms = parameters(optimizer.inner), optimizer.gradient_norms()
     else:
         params = [param for param in parameters(optimizer) if param.grad is not None]
-        each = torch._foreach_norm([param.grad for param in params if param.grad is not None]) if params else ()
-        total = torch.linalg.vector_norm(torch.stack(each)) if params else torch.zeros(())
+        each = float32_norms([param.grad for param in params if param.grad is not None]) if params else []
+        total = torch.linalg.vector_norm(torch.stack(each)) if params else torch.zeros((), dtype=torch.float32)
         norms = GradientNorms(total, dict(zip(params, each, strict=True)))
     # gradients whose norm is not finite stay unchanged
     torch.nn.utils.clip_grads_with_norm_(params, max_norm, norms.total.nan_to_num(0.0, 0.0, 0.0))

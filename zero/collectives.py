@@ -270,8 +270,8 @@ class Communicator:
     def wait(self, kind: str, works: list[dist.Work], device: torch.device) -> None:
         """Make the computation wait for collectives. The wait time is counted under `kind`."""
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext(), self.waits.measure(kind, device):
-            for work in works:
-                work.wait()  # with NCCL, the current stream of the device waits, not this thread
+            while works:  # a receive must not be waited for twice, also if this is interrupted
+                works.pop(0).wait()  # with NCCL, the current stream of the device waits, not this thread
 
     def _peers(self) -> Iterator[tuple[int, int]]:
         """Yield the rank to receive from and the rank to send to, for each turn of a pairwise exchange."""

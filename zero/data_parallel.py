@@ -2,13 +2,14 @@
 
 import copy
 import enum
+import math
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, fields, is_dataclass
-from functools import partial
 from typing import Any, NamedTuple
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -17,10 +18,13 @@ from torch.autograd import Variable
 from torch.profiler import record_function
 from torch.utils._pytree import tree_leaves
 
-from zero.collectives import MAX_IN_FLIGHT, ReduceScatterWork
-from zero.optimizer import SPARSE, Bucket, OwnedSlice, ShardedOptimizer, flattened, shaped
-from zero.placeholders import SentGradient, WaitingDict, find_hidden_tensors, local_gradient
+from zero.collectives import MAX_IN_FLIGHT, ReduceScatterWork, cpu_group
+from zero.optimizer import SPARSE, Bucket, OwnedSlice, ShardedOptimizer
+from zero.placeholders import SentGradient, local_gradient
+from zero.tensors import distinct_elements, flattened, properties, shaped
+from zero.waiting import ReadCheck, Readers, WeakHook
 
+CHECKED_FORWARDS = 2  # with `overlap`: forwards after a step in which reads are checked, after a start
 _wrapper_of: weakref.WeakKeyDictionary[nn.Module, "weakref.ref[ShardedDataParallel]"] = weakref.WeakKeyDictionary()
 
 
@@ -74,29 +78,27 @@ class ShardedDataParallel(nn.Module):
                bucket that has all its gradients is reduce-scattered at once, in the order of the buckets. From then on,
                `param.grad` is a `SentGradient`. It can be dropped and zeroed, but not read: clip with
                `optimizer.clip_grad_norm_`, and scale float16 gradients with `ShardedGradScaler`.
-    step       The optimizer waits for the reduce-scatters (its phase 1), updates the owned slices, and starts the
-               all-gathers.
-    forward    A read of a parameter from its module waits for the all-gathers of the buckets that hold the parameter.
+    step       The optimizer waits for the reduce-scatters (its phase 1), updates the owned slices, all-gathers each bucket
+               as soon as it is updated, and waits until every parameter is in its place.
+    forward    With `overlap`, step does not wait. A read of a parameter from its module waits for the all-gathers of the
+               buckets that hold the parameter.
 
-    A rank therefore sends as many bytes as in one all-reduce: one half during backward, the other half during forward.
+    A rank therefore sends as many bytes as in one all-reduce: one half during backward, the other half in step, or with
+    `overlap` during the next forward.
 
     If the optimizer has a `shard_size`, the reduce-scatters and all-gathers stay inside a group of that many ranks. As soon as
     a reduce-scatter has ended, an all-reduce adds up its shard over the groups. With `shard_gradients`, this happens only in a
     synchronized backward: run the other micro-steps inside `no_sync()`.
 
-    The modules' own dictionaries of parameters wait. While all-gathers are in flight, each plain dictionary is replaced by a
-    `WaitingDict`. It therefore does not matter what reads a parameter, or when: a module's forward, its parent, a hook,
-    `parameters()`, `state_dict()`, or deepcopy. The optimizer's `param_groups` wait as well. Some modules read parameters
-    without these dictionaries. Such a module waits for all parameters that it can read, before it runs. This applies to a
-    module that is compiled with `Module.compile`. (To keep the overlap, compile the blocks of a model, not the whole model.)
-    It also applies to a module that has parameters in attributes by the end of the first step: its own parameters (LSTM) or
-    those of other modules. A function from `torch.compile` that is called without the wrapper is correct, but torch
-    recompiles it until it gives up. Compile the module instead.
-
-    One case remains: a reference that neither the module nor the optimizer has returned after `step`. Examples are a list of
-    parameters that a moving average made once, and another module with the same Parameter (a decoder outside the model that
-    is tied to an embedding inside it, or a traced copy). Call `optimizer.synchronize()` before a read through such a
-    reference. `check_reads` detects these reads.
+    With `overlap`, one rule: after `step`, read parameters from their modules (or from the optimizer's `param_groups`). The
+    modules' own dictionaries of parameters wait: while all-gathers are in flight, each plain dictionary is replaced by a
+    `WaitingDict`. It therefore does not matter what reads a parameter from its module, when, or in which thread: a forward, a
+    parent, a hook, `parameters()`, `state_dict()`, or deepcopy. An RNN (it has a list of its parameters) and a compiled
+    module wait for all parameters that they contain; to keep the overlap, compile the blocks of a model, not the whole model.
+    Before a read in another way (from a list or a variable made before `step`, from a view, from a module outside of the model
+    with the same Parameter, or in a process forked after `step`), and before the process group is destroyed, call
+    `optimizer.synchronize()`. In the first forwards of the wrapper, an operation that reads a parameter too early raises an
+    error that names it. A forward of the module itself is not checked.
 
     The update skips a parameter that has no gradient on any rank. If a parameter has a gradient on some ranks, its gradient
     counts as zero on the other ranks. Gradients of several backward passes add up until `zero_grad` of the optimizer, the
@@ -120,17 +122,19 @@ class ShardedDataParallel(nn.Module):
         broadcast_buffers: before the first forward, and before each forward that follows a synchronized forward, every rank
             takes the buffers of rank 0 (for example the statistics of BatchNorm), as under DistributedDataParallel. If
             False, each rank keeps its own buffers.
-        check_reads: a debugging mode. A parameter that is read before it has arrived is nan, no matter how it is read.
-            This costs a copy of each bucket.
+        overlap: let the all-gathers of a step overlap with the next forward. By default they end in `step`, so that whoever
+            reads a parameter, when, how and in which thread, reads what has been updated.
+        check_reads: with `overlap`, check the reads of all forwards, not only of the first ones. The check costs time in each
+            operation, and is left out if a module is compiled.
 
     Raises:
         ValueError: if a trainable parameter of `module` does not belong to the optimizer, if `module` or `optimizer` has the
-            wrong type or is already wrapped, or if a buffer or frozen parameter shares memory, within itself or with a
-            trainable parameter.
-        RuntimeError: from backward, if a parameter was read before it had arrived, if its gradient arrives again after its
-            bucket has been sent (as from several reentrant checkpoints), or if its gradient is sparse. From step, if
-            gradients of this step have not been sent, or if a parameter was replaced. From forward, if the last backward
-            failed and its gradients have not been dropped.
+            wrong type or is already wrapped, if the model differs between the ranks, or if a buffer or frozen parameter shares
+            memory, within itself or with a part of a trainable parameter, or cannot be stored in `param_dtype`.
+        RuntimeError: from forward, if a parameter is read before it has arrived, if buffers differ between the ranks, or if
+            the last backward failed and its gradients have not been dropped. From backward, if a parameter was read before it
+            had arrived, if a gradient arrives again after its bucket has been sent (as from several reentrant checkpoints), or
+            if it is sparse. From step, if gradients of this step have not been sent, or if a parameter was replaced.
 
     Source: Rajbhandari et al., "ZeRO", sections 5.1 and 5.2. The interface is that of
     `torch.nn.parallel.DistributedDataParallel`. The waiting dictionaries follow DeepSpeed ZeRO-3.
@@ -142,6 +146,7 @@ class ShardedDataParallel(nn.Module):
         optimizer: ShardedOptimizer,
         shard_gradients: bool = False,
         broadcast_buffers: bool = True,
+        overlap: bool = False,
         check_reads: bool = False,
     ) -> None:
         super().__init__()
@@ -151,13 +156,18 @@ class ShardedDataParallel(nn.Module):
         self.module = module
         self.optimizer = optimizer
         self.shard_gradients = shard_gradients
-        self.broadcast_buffers = broadcast_buffers
+        # as with DistributedDataParallel, a module without buffers is not asked for buffers later
+        self.broadcast_buffers = broadcast_buffers and next(module.buffers(), None) is not None
+        self.overlap = overlap
+        self._checked_forwards = math.inf if check_reads else CHECKED_FORWARDS  # forwards that are still to be checked
         self.require_backward_grad_sync = True
         self._comm = optimizer.comm
         self._last_was_synchronized = True  # the last forward; if False, the next one does not broadcast
         self._index_parameters()
         self._check_parameters()
         self._phase = Phase.IDLE
+        self._task: int | None = None  # the outermost call of backward: its end ends the phase
+        self._has_sent = False  # whether gradients of this step have been sent
         self._next = 0  # number of the bucket to be reduce-scattered next
         self._used: set[int] = set()  # numbers of the parameters that have a gradient in this step
         self._agreement: Agreement | None = None  # in flight
@@ -167,7 +177,6 @@ class ShardedDataParallel(nn.Module):
         self._broadcast_unsharded()
         self._install_hooks()
         optimizer.wrapper = weakref.ref(self)
-        optimizer.check_reads = check_reads
 
     def _index_parameters(self) -> None:
         """Number the optimizer's parameters, and record the places of each parameter in the buckets."""
@@ -182,30 +191,42 @@ class ShardedDataParallel(nn.Module):
         self._gradients = [BucketGradients(bucket) for bucket in optimizer.buckets]
 
     def _check_parameters(self) -> None:
+        """Refuse, on all ranks, parameters and buffers that are not the optimizer's, differ, or cannot be moved."""
+        named = [*self.module.named_parameters(), *self.module.named_buffers()]
+        self.optimizer.check_same_on_all_ranks(
+            {f"{name!r}": (*properties(tensor), self._number.get(tensor)) for name, tensor in named}  # type: ignore[call-overload]
+        )
+        self.optimizer.on_all_ranks(self._check_own)
+
+    def _check_own(self) -> None:
         if unmanaged := self._unmanaged_names():
-            raise ValueError(f"these parameters require gradients but are not the optimizer's: {', '.join(unmanaged)}")
-        for name, tensor in (*self.module.named_parameters(), *self.module.named_buffers()):
-            self._refuse_alias(tensor, name)
+            raise ValueError(
+                f"these parameters require gradients but are not the optimizer's: {', '.join(unmanaged)}; give all of them to "
+                "one ShardedOptimizer, or use DistributedDataParallel, under which several ShardedOptimizers share a module"
+            )
+        named: list[tuple[str, Any]] = [*self.module.named_parameters(), *self.module.named_buffers()]
+        named += [attribute for part in self.module.modules() for attribute in vars(part).items()]
+        for name, tensor in named:
+            if isinstance(tensor, torch.Tensor) and tensor not in self._number:
+                self.optimizer.take_along(tensor, name)
+                if self.optimizer.param_dtype is not None and tensor.is_complex():
+                    raise ValueError(f"param_dtype={self.optimizer.param_dtype} would drop the imaginary parts of {name}")
 
     def _broadcast_unsharded(self) -> None:
         """Broadcast rank 0's frozen parameters and, with `broadcast_buffers`, its buffers to all ranks."""
         buffers = self.module.named_buffers() if self.broadcast_buffers else ()
         for name, tensor in (*self.module.named_parameters(), *buffers):
             if tensor not in self._number:
-                self._broadcast([_distinct_elements(name, tensor.detach())])
+                self._broadcast([distinct_elements(name, tensor.detach())])
 
     def _install_hooks(self) -> None:
         """Install hooks for gradients, reads and loaded weights in the module. `_undo` removes them."""
-        on_gradient = _weak_hook(self._on_gradient)
+        on_gradient = WeakHook(self._on_gradient)
         for param in self._params:
             self._undo.append(param.register_post_accumulate_grad_hook(on_gradient).remove)
-        self._wait = _uncompiled(_waiter(self.optimizer, self._places))
-        self._hidden: dict[nn.Module, list[nn.Parameter]] = {}  # by module that waits as a whole: parameters in attributes
-        self._attributes: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()  # number of attributes
-        self._find_owners()
-        self._attributes.clear()  # search again after the first forward, which may create attributes
+        self._readers = Readers(self.module, set(self._params), _waiter(self.optimizer, self._places), self._undo)
         if self.optimizer.plan.has_masters:
-            before_loading = _weak_hook(self._before_loading)
+            before_loading = WeakHook(self._before_loading)
             for part in self.module.modules():
                 self._undo.append(part.register_load_state_dict_pre_hook(before_loading).remove)
         for part in self.module.modules():
@@ -231,7 +252,6 @@ class ShardedDataParallel(nn.Module):
             self.optimizer.refuse_step("the ShardedDataParallel that had sent the gradients of this step is gone")
         self._reset()
         self.optimizer.synchronize()
-        _restore_plain_dicts(self._owners)
         for undo in self._undo:
             undo()
         self._undo = []
@@ -241,7 +261,6 @@ class ShardedDataParallel(nn.Module):
         for part in self.module.modules():
             _wrapper_of.pop(part, None)
         self.optimizer.wrapper = None
-        self.optimizer.check_reads = False
 
     def __del__(self) -> None:
         if self.__dict__.get("_undo") and not sys.is_finalizing():
@@ -257,26 +276,38 @@ class ShardedDataParallel(nn.Module):
         if not self._undo and self._params:
             raise RuntimeError("this ShardedDataParallel has been replaced by a newer one of the same module; call that one")
         if torch.compiler.is_compiling():  # if compiled with the wrapper, the module bypasses the dictionaries
-            _uncompiled(self.optimizer.synchronize)()
-        if self._phase is Phase.BACKWARD and torch._C._current_graph_task_id() == -1:
-            self._recover()
+            torch.compiler.disable(self.optimizer.synchronize)()
+        if torch._C._current_graph_task_id() == -1:  # no backward runs
+            self._task = None
+            if self._phase is Phase.BACKWARD:
+                self._recover()
         if self.broadcast_buffers and self._last_was_synchronized:
-            _uncompiled(self._broadcast_buffers)()
-        result = self.module(*args, **kwargs)
+            torch.compiler.disable(self._broadcast_buffers)()
+        with self._check_of_reads():
+            result = self.module(*args, **kwargs)
         self._last_was_synchronized = torch.is_grad_enabled() and self.require_backward_grad_sync
         if torch.is_grad_enabled() and (self.require_backward_grad_sync or self.shard_gradients):
             for output in tensors_in(result):
                 if output.grad_fn is not None:
-                    output.register_hook(_weak_hook(self._on_output_gradient))
+                    output.register_hook(WeakHook(self._on_output_gradient))
         return result
+
+    def _check_of_reads(self) -> Any:
+        """Return a context for forward that refuses reads of parameters in flight."""
+        optimizer = self.optimizer
+        if self._checked_forwards <= 0 or self._readers.is_compiled or torch.compiler.is_compiling() or not self._in_flight():
+            return nullcontext()
+        self._checked_forwards -= 1
+        return ReadCheck(self._in_flight, optimizer.names)
+
+    def _in_flight(self) -> list[torch.Tensor]:
+        """Return the memory whose all-gathers are in flight."""
+        return [bucket.data for bucket in self.optimizer.buckets if bucket.gather is not None]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Same as the optimizer's `zero_grad`: also drops gradients that have been sent. Does not wait for parameters."""
-        arriving = [(part, part._parameters) for part in self._owners]
-        _restore_plain_dicts(self._owners)
-        super().zero_grad(set_to_none)
-        for part, parameters in arriving:
-            part.__dict__["_parameters"] = parameters
+        with self._readers.suspended():
+            super().zero_grad(set_to_none)
         self.clear()
 
     @contextmanager
@@ -291,13 +322,20 @@ class ShardedDataParallel(nn.Module):
     # -- backward ------------------------------------------------------------------------------------------------------
 
     def _on_output_gradient(self, _: torch.Tensor) -> None:
-        """Begin a backward. It ends when this call of `backward` ends.
+        """Note the outermost call of backward, before gradients accumulate into parameters.
 
-        Autograd reports only the end of a call, and reentrant checkpoints call `backward` once per segment inside the outer
-        call. The first call of this hook therefore belongs to the outermost `backward`.
+        A call of `torch.autograd.grad` comes here as well. Its end changes nothing, because it accumulates nothing. Autograd
+        reports only the end of a call, and reentrant checkpoints call `backward` once per segment inside the outer call. The
+        first call of this hook therefore belongs to the outermost one.
         """
         if self._phase is Phase.IDLE and (self.require_backward_grad_sync or self.shard_gradients):
-            self._begin_backward()
+            self._end_with_this_call()
+
+    def _end_with_this_call(self) -> None:
+        task = torch._C._current_graph_task_id()
+        if self._task != task:
+            self._task = task
+            Variable._execution_engine.queue_callback(self._end_backward)
 
     @torch.no_grad()
     def _on_gradient(self, param: nn.Parameter) -> None:
@@ -313,6 +351,8 @@ class ShardedDataParallel(nn.Module):
             self._comm.pool.clear()  # frees memory for the full gradients
             return
         if self._phase is Phase.IDLE:
+            if self._task is None:  # the parameter was used outside of the module, for example in a penalty
+                self._end_with_this_call()
             self._begin_backward()
         self._copy_to_bucket(param)
 
@@ -324,7 +364,6 @@ class ShardedDataParallel(nn.Module):
             self._finish_reduce_scatter(gradients)  # of the previous micro-step
             gradients.missing = {param for param, _ in gradients.bucket.members}
         self._phase, self._next = Phase.BACKWARD, 0
-        Variable._execution_engine.queue_callback(self._end_backward)
 
     def _copy_to_bucket(self, param: nn.Parameter) -> None:
         """Copy a gradient, divided by the world size, to its places in the buckets, and free it."""
@@ -387,6 +426,10 @@ class ShardedDataParallel(nn.Module):
     @torch.no_grad()
     def _end_backward(self) -> None:
         """Complete the buckets that still wait for gradients, for parameters that this backward did not reach."""
+        self._task = None
+        if self._phase is Phase.IDLE:  # no gradient has accumulated: it was a call of torch.autograd.grad
+            return
+        self._has_sent = True
         for gradients in self._gradients:
             for param, placed in gradients.bucket.members:
                 if param not in gradients.missing:
@@ -456,8 +499,9 @@ class ShardedDataParallel(nn.Module):
         """See GradientSource."""
         if self._phase is Phase.BACKWARD:
             raise RuntimeError("the last backward did not end; call optimizer.zero_grad() and repeat the step")
-        others = {param for part in self._parts for param in part._parameters.values()} - self._number.keys()
-        if any(self._is_unmanaged(param) for param in others):
+        with self._readers.suspended():
+            is_unmanaged = any(self._is_unmanaged(param) for param in self.module.parameters())
+        if is_unmanaged:
             raise RuntimeError(
                 f"{', '.join(self._unmanaged_names())} require gradients, but are not the optimizer's: replaced (for "
                 "example by load_state_dict with assign=True) or unfrozen after the optimizer was built; build "
@@ -469,6 +513,9 @@ class ShardedDataParallel(nn.Module):
                 "gradients of this step have not been sent: its last backward must run outside of no_sync(), with "
                 "require_backward_grad_sync = True; one set by hand is never sent"
             )
+        if not self._has_sent:  # no gradient has accumulated on this rank; other ranks may wait for its zeros
+            self._begin_backward()
+            self._end_backward()
         if self._comm.replicas > 1:
             for gradients in self._gradients:  # start all of them before the first wait
                 self._finish_reduce_scatter(gradients)
@@ -543,50 +590,16 @@ class ShardedDataParallel(nn.Module):
     # -- forward -------------------------------------------------------------------------------------------------------
 
     def on_gathers_started(self) -> None:
-        """See GradientSource. From now on, each read of a parameter waits for it."""
-        self._find_owners()  # search again: for example, parametrizations may have been added
-        inside = {param for part in self._owners for param in part._parameters.values()}
-        for param in self._number.keys() - inside:  # for example those of a loss: nothing else waits for them
-            self._wait(param)
-        for part in self._owners:
-            part.__dict__["_parameters"] = WaitingDict(part._parameters, self._wait)
+        """See GradientSource."""
+        self._has_sent = False
+        if self.overlap:
+            self._readers.begin()
+        else:
+            self.optimizer.synchronize()
 
     def on_gathers_ended(self) -> None:
         """See GradientSource."""
-        _restore_plain_dicts(self._owners)
-
-    def _find_owners(self) -> None:
-        """Find the modules that hold parameters of the optimizer, and the modules that must wait as a whole."""
-        self._parts = list(self.module.modules())
-        self._owners = [part for part in self._parts if any(param in self._number for param in part._parameters.values())]
-        inside: set[nn.Module] = set()
-        for part in self._parts:
-            call = part._compiled_call_impl
-            if call is not None and not isinstance(call, _WaitingCall):  # a hook would be compiled too
-                waiting: Any = _WaitingCall(_weak_hook(self._wait_for_module), part, call)
-                part._compiled_call_impl = waiting
-                self._undo.append(partial(setattr, part, "_compiled_call_impl", call))
-            if self._attributes.get(part) == len(vars(part)):
-                continue
-            self._attributes[part] = len(vars(part))
-            if isinstance(part, torch.jit.ScriptModule):
-                raise ValueError("parameter reads by a ScriptModule cannot be detected; wrap the module it was made from")
-            inside = inside or {self, *self._parts}
-            tensors = find_hidden_tensors(part, inside)
-            for tensor in tensors:
-                self._refuse_alias(tensor, f"a tensor that {type(part).__name__} holds")
-            held: list[Any] = [tensor for tensor in tensors if tensor in self._number]
-            if part not in self._hidden and (held or isinstance(part, torch._dynamo.OptimizedModule)):
-                hook = _weak_hook(self._wait_for_module)
-                self._undo.append(part.register_forward_pre_hook(hook, prepend=True).remove)
-            if held or part in self._hidden:
-                self._hidden[part] = held
-
-    def _wait_for_module(self, module: nn.Module, *_: Any) -> None:
-        """Wait for everything that a module can read, and restore its plain dictionaries, as compiled code expects."""
-        for param in (*module.parameters(), *self._hidden.get(module, ())):
-            self._wait(param)
-        _restore_plain_dicts(module.modules())
+        self._readers.end()
 
     @torch.no_grad()
     def _before_loading(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
@@ -595,13 +608,6 @@ class ShardedDataParallel(nn.Module):
             value = state_dict.get(prefix + name)
             if value is not None and value.shape == param.shape:
                 self.optimizer.set_parameter(param, value)
-
-    def _refuse_alias(self, tensor: torch.Tensor, name: str) -> None:
-        if tensor not in self._number and self.optimizer.is_in_former_memory(tensor):
-            raise ValueError(
-                f"{name} shares memory with a trainable parameter, which ShardedOptimizer has moved; clone() it, or use the "
-                "parameter in its place"
-            )
 
     def _unmanaged_names(self) -> list[str]:
         return [name for name, param in self.module.named_parameters() if self._is_unmanaged(param)]
@@ -613,11 +619,20 @@ class ShardedDataParallel(nn.Module):
     @torch.no_grad()
     def _broadcast_buffers(self) -> None:
         """Broadcast the buffers of rank 0, as DistributedDataParallel does. Autograd does not record the write."""
+        buffers = {name: buffer for name, buffer in self.module.named_buffers() if not self.optimizer.is_in_buffer(buffer)}
+        own = torch.tensor(crc32(repr([(name, properties(buffer)) for name, buffer in buffers.items()]).encode()))
+        expected = own.clone()
+        if self._comm.world_size > 1:
+            dist.broadcast(expected, group_src=0, group=cpu_group(self._comm.group))
+        if expected != own:
+            raise RuntimeError(
+                "the names, shapes or dtypes of this rank's buffers are no longer those of rank 0, because a forward has "
+                "registered or resized some; do so on all ranks, or use broadcast_buffers=False"
+            )
         kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
-        buffers = list(self.module.named_buffers())
-        for name, buffer in buffers:
-            kinds.setdefault((buffer.dtype, buffer.device), []).append(_distinct_elements(name, buffer))
-        with torch.autograd._unsafe_preserve_version_counter(tuple(buffer for _, buffer in buffers)):
+        for name, buffer in buffers.items():
+            kinds.setdefault((buffer.dtype, buffer.device), []).append(distinct_elements(name, buffer))
+        with torch.autograd._unsafe_preserve_version_counter(tuple(buffers.values())):
             for of_kind in kinds.values():
                 self._broadcast(of_kind)
 
@@ -655,12 +670,6 @@ def _check_arguments(module: nn.Module, optimizer: ShardedOptimizer) -> None:
         raise ValueError(f"DistributedDataParallel was told to ignore {', '.join(ignored)}, which ShardedDataParallel cannot")
 
 
-def _restore_plain_dicts(parts: Iterable[nn.Module]) -> None:
-    for part in parts:
-        if isinstance(part._parameters, WaitingDict):
-            part.__dict__["_parameters"] = part._parameters.plain()
-
-
 def _waiter(optimizer: ShardedOptimizer, places: dict[nn.Parameter, list[Place]]) -> Callable[[Any], None]:
     """Return a function that waits for one parameter. It holds no reference that would keep the wrapper alive."""
 
@@ -672,18 +681,6 @@ def _waiter(optimizer: ShardedOptimizer, places: dict[nn.Parameter, list[Place]]
     return wait
 
 
-class _WaitingCall(NamedTuple):
-    """The function that a compiled module calls in place of its compiled code: it waits first."""
-
-    wait: Callable[[nn.Module], None]
-    module: nn.Module
-    compiled: Callable[..., Any]
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self.wait(self.module)
-        return self.compiled(*args, **kwargs)
-
-
 def tensors_in(output: Any) -> Iterator[torch.Tensor]:
     """Yield the tensors in the output of a forward, as DistributedDataParallel finds them, and those in any other pytree."""
     for leaf in tree_leaves(output):
@@ -693,47 +690,3 @@ def tensors_in(output: Any) -> Iterator[torch.Tensor]:
             yield from tensors_in(list(leaf.values()))
         elif is_dataclass(leaf):
             yield from tensors_in([getattr(leaf, field.name) for field in fields(leaf)])
-
-
-def _uncompiled(function: Callable[..., None]) -> Callable[..., None]:
-    return torch.compiler.disable(function)
-
-
-def _distinct_elements(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Return the elements of a tensor that lie in different places in memory: the first one of each expanded dimension."""
-    own = tensor[tuple(slice(1) if stride == 0 else slice(None) for stride in tensor.stride())]
-    if torch._debug_has_internal_overlap(own) == 1 or (not own.is_contiguous() and _shares_memory(own)):
-        raise ValueError(f"elements of {name} share memory, so it cannot be broadcast; clone() it before wrapping")
-    return own
-
-
-def _shares_memory(tensor: torch.Tensor) -> bool:
-    """Return whether two elements of a strided tensor lie in the same place in memory."""
-    places = torch.zeros((), dtype=torch.int64)
-    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
-        places = places.unsqueeze(-1) + torch.arange(size) * stride
-    return places.unique().numel() < tensor.numel()
-
-
-def _weak_hook(method: Callable[..., None]) -> Callable[..., None]:
-    """Return a hook that does not keep its owner alive: the garbage collector cannot see the hooks of a tensor."""
-    return _WeakHook(weakref.WeakMethod(method))
-
-
-class _WeakHook:
-    """Calls a method as long as its owner lives. A copy of the hook, made with its tensor or module, does nothing."""
-
-    def __init__(self, reference: Callable[[], Callable[..., None] | None]) -> None:
-        self.reference = reference
-
-    def __call__(self, *args: Any) -> None:
-        alive = self.reference()
-        if alive is not None:
-            (_uncompiled(alive) if torch.compiler.is_compiling() else alive)(*args)
-
-    def __reduce__(self) -> Any:
-        return _WeakHook, (_no_owner,)
-
-
-def _no_owner() -> None:
-    """The reference of a copied hook, which has no owner."""

@@ -1,7 +1,11 @@
 """ShardedOptimizer: a torch.optim class with its state divided evenly among the ranks."""
 
+import gc
+import os
+import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -9,14 +13,21 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import record_function
 from torch.utils.weak import WeakIdKeyDictionary
 
-from zero.collectives import AllGatherWork, Communicator, cpu_group, gather_objects
+from zero.collectives import AllGatherWork, Communicator, broadcast_object, cpu_group, gather_objects
 from zero.layout import BufferPlan, Layout, PlacedSlice, Plan, Span, check_options, parameter_specs, plan
-from zero.placeholders import WaitingDict
+from zero.tensors import check_memory, flattened, has_memory, is_dense, memory_span, properties, shaped, with_own_storage
+from zero.waiting import WaitingDict
 
 _CACHED = 2**17  # elements to process at a time, so that intermediate results fit into a CPU's cache
+# classes that treat every element independently, and keep all that they count in the state of a parameter
+_ELEMENTWISE = (
+    *(torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax, torch.optim.ASGD),
+    *(torch.optim.NAdam, torch.optim.RAdam, torch.optim.RMSprop, torch.optim.Rprop, torch.optim.SGD),
+)
 _NEED_WHOLE_PARAMETERS = (torch.optim.Adafactor, torch.optim.Muon)  # they use rows and columns
 _UNSUPPORTED = {
     torch.optim.LBFGS: "it looks at all parameters together, several times per step",
@@ -131,9 +142,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     Args:
         params: parameters or parameter groups, as for any `torch.optim.Optimizer`. They must be the same on all ranks.
-        optimizer_cls: class of the inner optimizer. Its `step` is called once per bucket, each time for other parameters. It
-            must therefore keep its state by parameter, as the classes of torch.optim do. Any other class is tested on a
-            small tensor, as a whole and in two pieces, and is refused if the results differ.
+        optimizer_cls: class of the inner optimizer. If it is one of torch.optim's own, its `step` is called bucket by bucket,
+            so that all-gathers overlap with updates; otherwise once, for all owned slices together. With 'parameter', the
+            promise of a class of the caller's is that it treats each parameter independently of the others.
         process_group: the ranks that train the model. Default: all ranks, or only this process if torch.distributed is not
             initialized.
         shard_size: number of consecutive ranks that share the state, for example those of one machine. It must divide the
@@ -146,15 +157,20 @@ class ShardedOptimizer(torch.optim.Optimizer):
         partition: 'element' cuts parameters wherever a shard ends. It divides evenly, and it is exact for classes that treat
             every element independently. 'parameter' assigns whole parameters to ranks, for classes that use the shape of a
             parameter (Muon, Adafactor).
+        elementwise: needed with 'element' for a class that is not one of torch.optim's (Adam, AdamW, SGD, ...). With True, the
+            caller promises: what `optimizer_cls` does to an element depends on that element, its gradient, its state, the
+            hyperparameters of its group and the number of steps. It does not depend on the shape of a parameter (no norm, no
+            rule for matrices), on other parameters, or on which process updates it (no random numbers).
         param_dtype: dtype in which the parameters are stored, if it has lower precision than the float32 of the update.
         **kwargs: arguments of `optimizer_cls`.
 
     Raises:
         ValueError: if `bucket_mb` is not positive, `shard_size` does not divide the number of ranks, `partition` is unknown,
-            `optimizer_cls` cannot be divided in this way, or parameters share memory.
-        RuntimeError: from `step`, if a parameter has left its buffer, was unfrozen, or has a sparse gradient, or if the
-            inner optimizer writes to its own param_groups. From `state`, `state_dict` and `load_state_dict`, because a
-            single rank does not have the whole state. Use the functions of `zero.checkpoint` instead.
+            `optimizer_cls` cannot be divided in this way or is not declared, the parameters differ between the ranks, share
+            memory, or cannot be stored in `param_dtype`.
+        RuntimeError: from `step`, if a parameter has left its buffer, was unfrozen, or has a sparse gradient. From
+            `state[param]`, `state_dict` and `load_state_dict`, because a single rank does not have the whole state. Use the
+            functions of `zero.checkpoint` instead.
 
     Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", section 5.1
     (P_os). The interface is that of `torch.distributed.optim.ZeroRedundancyOptimizer`.
@@ -170,11 +186,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         bucket_mb: float = 75,
         registration_order: Iterable[torch.nn.Parameter] | None = None,
         partition: str = "element",
+        elementwise: bool = False,
         param_dtype: torch.dtype | None = None,
         **kwargs: Any,
     ) -> None:
         check_options(bucket_mb, partition)
-        _check_class(optimizer_cls, partition)
+        _check_class(optimizer_cls, partition, elementwise)
         self.comm = Communicator(process_group, shard_size)
         self.bucket_mb = bucket_mb
         self.partition = partition
@@ -182,32 +199,37 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.registration_order = list(registration_order or ())
         self.buffers: list[FlatBuffer] = []
         self.buckets: list[Bucket] = []
-        self.check_reads = False  # see ShardedDataParallel
         self._refusal: str | None = None
         self.names: dict[torch.nn.Parameter, str] = {}  # known names, for messages
         self._owned_of: dict[torch.nn.Parameter, list[OwnedSlice]] = {}  # this rank's slices of a parameter, ascending
         # by number: each group as it was given, and its hyperparameters at that time
         self._original_groups: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}
         self._params_of_groups: list[list[torch.nn.Parameter]] = []  # the parameters of each group
-        # memory of the parameters before they moved into the buffers: storage, start address, end address
-        self._former_memory: list[tuple[StorageWeakRef, int, int]] = []
+        # memory of the parameters before they moved into the buffers: storage, start address, end address, and whether the
+        # elements lie in the buffer as they lay there
+        self._former_memory: dict[torch.nn.Parameter, tuple[StorageWeakRef, int, int, bool]] = {}
         self._parameter_gradients: GradientSource = ParameterGradients(self)
         self.wrapper: weakref.ref[GradientSource] | None = None  # the ShardedDataParallel, which keeps this object alive
         self.inner: torch.optim.Optimizer  # optimizer of this rank's slices
+        self._steps_by_bucket = optimizer_cls in (*_ELEMENTWISE, *_NEED_WHOLE_PARAMETERS)
         self._is_built = False
+        self._lock, self._pid = threading.RLock(), os.getpid()
+        # a rank that ends its program right after a step must not leave the others without their parameters
+        weakref.finalize(self, _wait_for_gathers, self.buckets, self._pid)
         super().__init__(params, dict(kwargs))
         given = [param for group in self.param_groups for param in group["params"]]
         if len(given) > len(set(given)):
             raise ValueError("a parameter is given more than once; give each one once")
-        _check_memory(given)
-        for holder in {holder for param in given if (holder := _optimizer_of.get(param)) is not None}:
-            if holder() is not None:
-                holder().synchronize()
-        if not optimizer_cls.__module__.startswith("torch.optim"):
-            self._check_divisible(optimizer_cls, kwargs)
+        self._check_parameters_given(given)
+        for param in given:
+            before = _optimizer_of.get(param, _nobody)()
+            if before is not None:
+                before.synchronize()
         self.plan = self._plan(first_group=0)
         self._allocate(self.plan, first_group=0)
-        self.inner = self._on_all_ranks(lambda: optimizer_cls(self._inner_groups(first_group=0), **kwargs))
+        self.inner = self.on_all_ranks(lambda: optimizer_cls(self._inner_groups(first_group=0), **kwargs))
+        if self.inner._optimizer_step_pre_hooks or self.inner._optimizer_step_post_hooks:
+            raise ValueError(f"{optimizer_cls.__name__} registers step hooks on itself, which ShardedOptimizer would not call")
         self._is_built = True
         self.defaults = dict(self.inner.defaults)
         _copy_hyperparameters(self.inner.param_groups, self.param_groups)
@@ -221,16 +243,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._wrap_param_groups()
         if not self._is_built:  # during construction, __init__ lays out all groups together
             return
-        _check_memory([param for group in self.param_groups for param in group["params"]])
+        given = [param for group in self.param_groups for param in group["params"]]
+        self._check_parameters_given(given)
         first = len(self.param_groups) - 1
         added = self._plan(first)
         self.plan = self.plan.followed_by(added)
         self._allocate(added, first)
         for group in self._inner_groups(first):
-            self._on_all_ranks(partial(self.inner.add_param_group, group))
+            self.on_all_ranks(partial(self.inner.add_param_group, group))
         _copy_hyperparameters(self.inner.param_groups[first:], self.param_groups[first:])
 
-    def _on_all_ranks(self, make: Callable[[], Any]) -> Any:
+    def on_all_ranks(self, make: Callable[[], Any]) -> Any:
         """Return the result of `make`. If it raises on any rank, raise on all ranks, so that no rank waits forever."""
         error, made = None, None
         try:
@@ -246,32 +269,37 @@ class ShardedOptimizer(torch.optim.Optimizer):
             raise error
         return made
 
-    def _check_divisible(self, optimizer_cls: type[torch.optim.Optimizer], kwargs: dict[str, Any]) -> None:
-        """Refuse a class if steps for one piece after the other do not give the same result as steps for the whole."""
-        generator = torch.Generator().manual_seed(0)
-        like = next((param for group in self.param_groups for param in group["params"] if param.requires_grad), torch.empty(0))
-        values, *gradients = (torch.randn(4, 2, 64, generator=generator).to(like.device)).unbind()
-        whole = [(0, 2)] if self.partition == "element" else [(0, 1), (1, 2)]
-        pieces = [(0, 1), (1, 2)]
+    def check_same_on_all_ranks(self, facts: dict[str, Any]) -> None:
+        """Raise ValueError on all ranks if the facts of a rank differ from those of rank 0."""
+        expected = broadcast_object(facts, cpu_group(self.comm.group)) if self.comm.world_size > 1 else facts
 
-        def train(rows: list[tuple[int, int]], at_once: bool) -> torch.Tensor:
-            shape = (-1,) if self.partition == "element" else (8, 8)
-            params = [torch.nn.Parameter(values[start:stop].clone().view(shape)) for start, stop in rows]
-            optimizer = optimizer_cls([{**hyperparameters(self.param_groups[0]), "params": params}], **kwargs)
-            for gradient in gradients:
-                for param, (start, stop) in zip(params, rows, strict=True):
-                    param.grad = gradient[start:stop].clone().view(shape)
-                for chosen in [params] if at_once else [[param] for param in params]:
-                    optimizer.param_groups[0]["params"] = chosen
-                    optimizer.step()
-            return torch.cat([param.detach().view(-1) for param in params])
+        def compare() -> None:
+            for name in expected | facts:
+                if facts.get(name) != expected.get(name):
+                    raise ValueError(
+                        f"the model differs between the ranks: {name} is {facts.get(name, 'absent')}, on rank 0 "
+                        f"{expected.get(name, 'absent')}; build the same model on all ranks"
+                    )
 
-        if not torch.allclose(train(whole, at_once=True), train(pieces, at_once=False), rtol=1e-4, atol=1e-6, equal_nan=True):
-            raise ValueError(
-                f"{optimizer_cls.__name__} does not do the same if it steps for one piece of the parameters after the other, "
-                "so its state cannot be divided"
-                + ("; partition='parameter' keeps parameters whole" if self.partition == "element" else "")
-            )
+        self.on_all_ranks(compare)
+
+    def _check_parameters_given(self, params: list[torch.nn.Parameter]) -> None:
+        """Refuse parameters that differ between the ranks, or that cannot move into flat buffers, on all ranks."""
+        self.check_same_on_all_ranks({f"parameter {number}": properties(param) for number, param in enumerate(params)})
+        self.on_all_ranks(lambda: check_memory(params))
+        if self.param_dtype is not None:
+            self.on_all_ranks(lambda: self._check_param_dtype(params))
+
+    def _check_param_dtype(self, params: list[torch.nn.Parameter]) -> None:
+        if any(param.is_complex() for param in params):
+            raise ValueError(f"param_dtype={self.param_dtype} would drop the imaginary parts of a complex parameter")
+        gc.collect()  # a wrapper that nobody holds any more does not count
+        for thing in gc.get_objects():
+            if issubclass(type(thing), DistributedDataParallel) and not set(params).isdisjoint(thing.parameters()):
+                raise ValueError(
+                    "param_dtype would remove the hooks of the DistributedDataParallel around these parameters, and their "
+                    "gradients would not be averaged; build ShardedOptimizer before DistributedDataParallel"
+                )
 
     def _wrap_param_groups(self) -> None:
         """Make reads of a group's parameters wait for them. Includes groups that have been put into `param_groups`."""
@@ -312,21 +340,24 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if any(_changed(group, before) for group, before in self._original_groups.values()):
             raise RuntimeError("a group that ShardedOptimizer was given has been changed; change the one in its param_groups")
         _copy_hyperparameters(self.param_groups, self.inner.param_groups)
-        before = [hyperparameters(group) for group in self.inner.param_groups]
+        if not self._steps_by_bucket:
+            with record_function("zero::update"):
+                self._inner_step(**kwargs)
+            _copy_hyperparameters(self.inner.param_groups, self.param_groups)  # which a class may change, as a counter
         everything = [group["params"] for group in self.inner.param_groups]
         try:
             for bucket in reversed(self.buckets):
                 # phase 2: update the owned slices
                 with record_function(f"zero::update bucket {bucket.number}"):
-                    for index, group in enumerate(self.inner.param_groups):
-                        group["params"] = bucket.local_by_group.get(index, [])
-                    self.inner.step(**kwargs)
-                    self._check_hyperparameters(before)
+                    if self._steps_by_bucket:
+                        for index, group in enumerate(self.inner.param_groups):
+                            group["params"] = bucket.local_by_group.get(index, [])
+                        self._inner_step(**kwargs)
                     if bucket.master is not None:
                         bucket.shard.copy_(bucket.master)
                 # phase 3: all-gather
                 with record_function(f"zero::all_gather bucket {bucket.number}"):
-                    bucket.gather = self._start_gather(bucket)
+                    bucket.gather = self.comm.all_gather(bucket.data, bucket.sizes)
         finally:
             for group, params in zip(self.inner.param_groups, everything, strict=True):
                 group["params"] = params
@@ -335,31 +366,33 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.source.on_gathers_started()
         return loss
 
-    def _start_gather(self, bucket: Bucket) -> AllGatherWork:
-        if not self.check_reads:
-            return self.comm.all_gather(bucket.data, bucket.sizes)
-        arriving = bucket.data.clone()
-        bucket.data.fill_(float("nan"))  # until `synchronize` copies the gathered data
-        return self.comm.all_gather(arriving, bucket.sizes)
+    def _inner_step(self, **kwargs: Any) -> None:
+        """Run the inner optimizer's own step. The hooks that torch runs around every `step` run around ours, once."""
+        step = type(self.inner).step
+        (step.__wrapped__ if getattr(step, "hooked", False) else step)(self.inner, **kwargs)  # type: ignore[attr-defined]
+
+    def synchronize(self, buckets: Iterable[Bucket] | None = None) -> None:
+        """Wait until every parameter is whole, or with `buckets` every parameter that lies in them."""
+        if os.getpid() != self._pid and any(bucket.gather is not None for bucket in self.buckets):
+            raise RuntimeError(
+                "this process was forked while all-gathers were in flight, and cannot wait for them; call "
+                "optimizer.synchronize() before the fork"
+            )
+        with self._lock:  # two threads must not wait for the same receive
+            ended = False
+            for bucket in self.buckets if buckets is None else buckets:
+                if bucket.gather is not None:
+                    with record_function(f"zero::wait_all_gather bucket {bucket.number}"):
+                        self.comm.wait("all-gather", bucket.gather.works, bucket.data.device)
+                    bucket.gather = None
+                    ended = True
+            if ended and all(bucket.gather is None for bucket in self.buckets):
+                self.source.on_gathers_ended()
 
     def collect_gradients(self) -> None:
         """Phase 1: give the owned slices their gradients until the next `zero_grad`. Needs to be called on all ranks."""
         for _ in self._collect():
             pass
-
-    def synchronize(self, buckets: Iterable[Bucket] | None = None) -> None:
-        """Wait until every parameter is whole, or with `buckets` every parameter that lies in them."""
-        ended = False
-        for bucket in self.buckets if buckets is None else buckets:
-            if bucket.gather is not None:
-                with record_function(f"zero::wait_all_gather bucket {bucket.number}"):
-                    self.comm.wait("all-gather", bucket.gather.works, bucket.data.device)
-                if self.check_reads:
-                    bucket.data.copy_(bucket.gather.bucket)
-                bucket.gather = None
-                ended = True
-        if ended and all(bucket.gather is None for bucket in self.buckets):
-            self.source.on_gathers_ended()
 
     def _wait_for_list(self, value: Any) -> None:
         """Wait for all parameters if `value` is the list of a group's parameters. Other values need no wait."""
@@ -402,14 +435,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         scalar gives the norm of the whole gradient. It runs over all ranks, also if there are replicas: the norm must have the
         same bits on all of them.
         """
-        total = torch.zeros((), device=self.buckets[0].data.device if self.buckets else None)
+        total = torch.zeros((), dtype=torch.float32, device=self.buckets[0].data.device if self.buckets else None)
         each: dict[torch.nn.Parameter, torch.Tensor] = {}
         for bucket in self._collect():  # meanwhile, the gradients of the next bucket are in flight
             locals_ = [owned.local for owned in bucket.owned if owned.local.grad is not None]
             if locals_:
-                norms = torch._foreach_norm([local.grad for local in locals_ if local.grad is not None])
+                norms = float32_norms([local.grad for local in locals_ if local.grad is not None])
                 each.update(zip(locals_, norms, strict=True))
-                total += torch.stack(norms).float().square().sum()
+                total += torch.stack(norms).square().sum()
         self.comm.wait("all-reduce", self.comm.all_reduce(total), total.device)
         return GradientNorms((total / self.comm.replicas).sqrt(), each)
 
@@ -428,14 +461,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @property
     def state(self) -> Any:
-        raise RuntimeError(
-            f"the optimizer state is divided among {self.comm.shard_size} ranks: optimizer.inner.state has that of this rank's "
-            "slices, zero.checkpoint.consolidate(optimizer) gathers all of it"
-        )
+        """Entries of the caller's own, by any keys but parameters. The inner optimizer holds the state of parameters."""
+        return self._state
 
     @state.setter
     def state(self, empty: Any) -> None:
-        """Ignore the empty state that torch.optim.Optimizer sets at construction: the inner optimizer holds the state."""
+        """Set by torch.optim.Optimizer at construction."""
+        self._state = CallersState(dict, empty)
 
     def state_dict(self) -> dict[str, Any]:
         raise RuntimeError(
@@ -472,10 +504,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             for param, offset in zip(buffer.params, buffer.layout.offsets, strict=True):
                 inside.add(param)
                 if param.numel() and param.data_ptr() != buffer.data.data_ptr() + offset * buffer.data.itemsize:
-                    raise RuntimeError(
-                        f"{self._name(param)} was moved or replaced after ShardedOptimizer was built (by model.to, "
-                        "flatten_parameters, or another optimizer); build the optimizer after that"
-                    )
+                    self._take_back(param, buffer.data[offset : offset + param.numel()])
                 if param.grad is not None and param.grad.is_sparse:
                     raise RuntimeError(SPARSE)
         self._wrap_param_groups()
@@ -490,17 +519,25 @@ class ShardedOptimizer(torch.optim.Optimizer):
                         "optimizer after requires_grad_(True)"
                     )
 
+    def _take_back(self, param: torch.nn.Parameter, place: torch.Tensor) -> None:
+        """Copy a parameter whose `data` were replaced (`param.data = ...`) into its place in the flat buffer."""
+        is_alike = (param.dtype, param.device) == (place.dtype, place.device) and is_dense(param)
+        if not is_alike or _optimizer_of[param]() is not self or self.is_in_buffer(param):
+            raise RuntimeError(
+                f"{self._name(param)} was moved or replaced after ShardedOptimizer was built (by model.to, "
+                "flatten_parameters, or another optimizer); build the optimizer after that"
+            )
+        value = param.data
+        param.data = with_own_storage(place).as_strided(value.shape, value.stride())
+        param.data.copy_(value)
+
+    def is_in_buffer(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor lies in a flat buffer."""
+        spans = (memory_span(buffer.data) for buffer in self.buffers)
+        return has_memory(tensor) and any(start <= tensor.data_ptr() < stop for start, stop in spans)
+
     def _name(self, param: torch.nn.Parameter) -> str:
         return self.names.get(param) or f"a parameter of shape {tuple(param.shape)}"
-
-    def _check_hyperparameters(self, before: list[dict[str, Any]]) -> None:
-        """Refuse an inner optimizer that writes to its param_groups: it steps once per bucket, so a count would be wrong."""
-        for old, group in zip(before, self.inner.param_groups, strict=True):
-            if keys := _changed(group, old):
-                raise RuntimeError(
-                    f"{type(self.inner).__name__} writes {keys[0]!r} into its param_groups, which ShardedOptimizer cannot "
-                    "carry over: it steps once per bucket; use a class that keeps its values in its state"
-                )
 
     @torch.no_grad()
     def update_masters(self) -> None:
@@ -516,12 +553,24 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 if not on_cpu or not unwritten.all():  # does not wait for a GPU
                     torch.where(unwritten, master, shard, out=master)
 
-    def is_in_former_memory(self, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor lies in the memory of a parameter from before it moved into its flat buffer."""
-        if tensor.numel() == 0 or tensor.is_meta or not torch._C._has_storage(tensor):
-            return False
-        storage, (start, stop) = StorageWeakRef(tensor.untyped_storage()), _span(tensor)
-        return any(left == storage and start < end and begin < stop for left, begin, end in self._former_memory)
+    def take_along(self, tensor: torch.Tensor, name: str) -> None:
+        """If a tensor lies in the memory that a parameter has left for its flat buffer, make it follow the parameter.
+
+        Raises:
+            ValueError: if it cannot, because it has another dtype, or a part of it lies elsewhere.
+        """
+        if not has_memory(tensor):
+            return
+        storage, (start, stop) = StorageWeakRef(tensor.untyped_storage()), memory_span(tensor)
+        for param, (left, begin, end, is_same) in self._former_memory.items():
+            if left == storage and start < end and begin < stop:
+                if not is_same or tensor.dtype != param.dtype or start < begin or end < stop:
+                    raise ValueError(
+                        f"{name} shares memory with {self._name(param)}, which ShardedOptimizer has moved, and cannot follow; "
+                        "clone() it, or use the parameter in its place"
+                    )
+                offset = param.storage_offset() + (start - begin) // tensor.itemsize
+                tensor.data = param.data.as_strided(tensor.shape, tensor.stride(), offset)
 
     def _plan(self, first_group: int) -> Plan:
         """Return the plan for the parameters of the groups from `first_group` on."""
@@ -567,10 +616,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Make the data of a buffer's parameters views into the buffer, with the values of rank 0."""
         for param, offset in zip(buffer.params, buffer.layout.offsets, strict=True):
             if param.numel():
-                self._former_memory.append((StorageWeakRef(param.untyped_storage()), *_span(param)))
-            value = param.data if _is_dense(param) else param.data.contiguous()
+                is_same = is_dense(param) and param.dtype == buffer.data.dtype
+                self._former_memory[param] = StorageWeakRef(param.untyped_storage()), *memory_span(param), is_same
+            value = param.data if is_dense(param) else param.data.contiguous()
             self.comm.broadcast(flattened(value, value))
-            place = buffer.data[offset : offset + param.numel()]
+            place = with_own_storage(buffer.data[offset : offset + param.numel()])
             param.data = place.as_strided(value.shape, value.stride())
             self.set_parameter(param, value)
             _optimizer_of[param] = weakref.ref(self)
@@ -584,6 +634,40 @@ class ShardedOptimizer(torch.optim.Optimizer):
             }
             for group in self.param_groups[first_group:]
         ]
+
+
+class CallersState(defaultdict):
+    """The `state` of a ShardedOptimizer: what wrappers of optimizers keep there for themselves.
+
+    Raises:
+        RuntimeError: if the state of a parameter is wanted, which is divided among the ranks.
+    """
+
+    def _refuse(self, *_: Any) -> Any:
+        raise RuntimeError(
+            "the optimizer state is divided among the ranks: optimizer.inner.state has that of this rank's slices, "
+            "zero.checkpoint.consolidate(optimizer) gathers all of it"
+        )
+
+    def _checked(self, key: Any) -> Any:
+        return self._refuse() if isinstance(key, torch.Tensor) else key
+
+    def __missing__(self, key: Any) -> Any:
+        return super().__missing__(self._checked(key))
+
+    def __contains__(self, key: Any) -> bool:
+        return super().__contains__(self._checked(key))
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        super().__setitem__(self._checked(key), value)
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        return super().get(self._checked(key), default)
+
+    def setdefault(self, key: Any, default: Any = None) -> Any:
+        return super().setdefault(self._checked(key), default)
+
+    __iter__ = __len__ = keys = values = items = clear = popitem = _refuse  # type: ignore[assignment]
 
 
 class ParameterGradients:
@@ -634,14 +718,31 @@ class ParameterGradients:
 SPARSE = "sparse gradients cannot be laid flat; use nn.Embedding(sparse=False)"
 
 
-def _check_class(optimizer_cls: type[torch.optim.Optimizer], partition: str) -> None:
+def _nobody() -> None:
+    """A reference to the optimizer of a parameter that has none."""
+
+
+def _wait_for_gathers(buckets: list[Bucket], pid: int) -> None:
+    for bucket in buckets if os.getpid() == pid else ():
+        while bucket.gather is not None and bucket.gather.works:
+            bucket.gather.works.pop(0).wait()
+
+
+def _check_class(optimizer_cls: type[torch.optim.Optimizer], partition: str, elementwise: bool) -> None:
     if not isinstance(optimizer_cls, type):
         raise ValueError(f"optimizer_cls={optimizer_cls!r} must be a class, for example torch.optim.AdamW")
     for refused, reason in _UNSUPPORTED.items():
         if issubclass(optimizer_cls, refused):
             raise ValueError(f"{optimizer_cls.__name__} cannot be divided among ranks: {reason}")
-    if issubclass(optimizer_cls, _NEED_WHOLE_PARAMETERS) and partition == "element":
+    if partition == "parameter":
+        return
+    if issubclass(optimizer_cls, _NEED_WHOLE_PARAMETERS):
         raise ValueError(f"{optimizer_cls.__name__} looks at the shape of a parameter; use partition='parameter'")
+    if optimizer_cls not in _ELEMENTWISE and not elementwise:
+        raise ValueError(
+            f"{optimizer_cls.__name__} is not one of torch.optim's classes that treat every element independently; if it does, "
+            "pass elementwise=True (ShardedOptimizer says what that promises), otherwise partition='parameter'"
+        )
 
 
 def _copy_hyperparameters(source: list[dict[str, Any]], target: list[dict[str, Any]]) -> None:
@@ -649,61 +750,19 @@ def _copy_hyperparameters(source: list[dict[str, Any]], target: list[dict[str, A
         to_group.update(hyperparameters(from_group))
 
 
+def float32_norms(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the norms of gradients in float32, also if these are float16, whose norm may be larger than float16 can hold."""
+    norms: Sequence[torch.Tensor]
+    if any(gradient.dtype.itemsize < 4 for gradient in gradients):
+        norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
+    else:
+        norms = torch._foreach_norm(gradients)
+    return [norm.float() for norm in norms]
+
+
 def hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
     """Return a parameter group without its parameters."""
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
-
-
-def flattened(tensor: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
-    """Flatten `tensor`, which has the shape of `param`, in the order in which the elements of `param` lie in memory.
-
-    Slices use this order, so that for example a channels_last parameter keeps its strides in the flat buffer. If the
-    elements of `param` are not dense, which can happen for a frozen parameter, the order is that of the indices.
-
-    Returns:
-        The elements, (param.numel(),). A view if `tensor` has the strides of `param` and these are dense.
-    """
-    if param.is_contiguous() or not _is_dense(param):
-        return tensor.reshape(-1)
-    return tensor.permute(sorted(range(param.dim()), key=param.stride, reverse=True)).reshape(-1)
-
-
-def shaped(flat: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return a view of contiguous elements, (like.numel(),), in the shape of `like`, and in its strides if dense."""
-    return flat.as_strided(like.shape, like.stride()) if _is_dense(like) else flat.view(like.shape)
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """Return whether the elements lie in memory without gaps and without overlap, in any order."""
-    return torch.ops.aten.is_non_overlapping_and_dense(tensor)
-
-
-def _check_memory(params: list[torch.nn.Parameter]) -> None:
-    """Refuse parameters that share memory, because the flat buffers would separate them."""
-    spans = []
-    for param in params:
-        if param.numel() and not param.is_meta:
-            if param.requires_grad and not _is_dense(param) and torch._debug_has_internal_overlap(param) == 1:
-                raise ValueError(
-                    f"a parameter of shape {tuple(param.shape)} is expanded: elements share memory; clone() it first"
-                )
-            spans.append((str(param.device), *_span(param), param.requires_grad, tuple(param.shape)))
-    reached: dict[tuple[str, bool], tuple[int, tuple[int, ...]]] = {}  # by device, trainable: end, shape
-    for device, start, stop, trainable, shape in sorted(spans):
-        for other in (True, False) if trainable else (True,):  # frozen parameters may share memory with each other
-            end, its_shape = reached.get((device, other), (start, ()))
-            if start < end:
-                raise ValueError(
-                    f"two parameters, of shapes {its_shape} and {shape}, share memory; tie them by using one Parameter in both "
-                    "places, or clone() one of them"
-                )
-        reached[device, trainable] = max((stop, shape), reached.get((device, trainable), (stop, shape)))
-
-
-def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the start address and the end address of the elements."""
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.itemsize
 
 
 def _changed(group: dict[str, Any], before: dict[str, Any]) -> list[str]:

@@ -1,73 +1,8 @@
-"""Placeholders in a module for parameters that are in flight and for gradients that have been sent."""
+"""Placeholders for gradients that have been sent."""
 
-import gc
-from collections.abc import Callable, Container, Iterator
-from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
-from torch import nn
-
-
-class WaitingDict(dict):
-    """A dict whose values may still be in flight: each read of a value waits for it first.
-
-    It replaces a module's `_parameters` while all-gathers are in flight: `nn.Module` looks up `module.weight` there, and so
-    do `parameters()`, `state_dict()`, `to()` and similar methods. It also replaces an optimizer's parameter group. A copy or
-    a pickle of it is a plain dict.
-
-    Args:
-        values: values by name.
-        wait: called with each value before the value is returned.
-    """
-
-    def __init__(self, values: dict[str, Any], wait: Callable[[Any], None]) -> None:
-        super().__init__(values)
-        self._wait = wait
-
-    def plain(self) -> dict[str, Any]:
-        """Return a plain dict of the same values, without a wait."""
-        return {name: super(WaitingDict, self).__getitem__(name) for name in self}
-
-    def __getitem__(self, name: str) -> Any:
-        value = super().__getitem__(name)
-        self._wait(value)
-        return value
-
-    def get(self, name: str, default: Any = None) -> Any:
-        value = super().get(name, default)
-        self._wait(value)
-        return value
-
-    def __iter__(self) -> Iterator[str]:  # defined so that dict(self) and {**self} call __getitem__
-        return super().__iter__()
-
-    def values(self) -> Any:
-        return [self[name] for name in self]
-
-    def items(self) -> Any:
-        return [(name, self[name]) for name in self]
-
-    def pop(self, name: str, *default: Any) -> Any:
-        value = super().pop(name, *default)
-        self._wait(value)
-        return value
-
-    def popitem(self) -> tuple[str, Any]:
-        name, value = super().popitem()
-        self._wait(value)
-        return name, value
-
-    def setdefault(self, name: str, default: Any = None) -> Any:
-        value = super().setdefault(name, default)
-        self._wait(value)
-        return value
-
-    def copy(self) -> dict[str, Any]:
-        return dict(self.items())
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return dict, (self.copy(),)
 
 
 class SentGradient(torch.Tensor):
@@ -143,31 +78,3 @@ def _refuse(function: str) -> None:
 def local_gradient(param: torch.Tensor) -> torch.Tensor | None:
     """Return the gradient that only this rank holds: `param.grad`, or the sum added to it since it was sent."""
     return param.grad.added if isinstance(param.grad, SentGradient) else param.grad
-
-
-def find_hidden_tensors(module: nn.Module, waiting: Container[nn.Module]) -> list[torch.Tensor]:
-    """Find the tensors that a module can reach without its dictionaries, such as the list of parameters in an LSTM.
-
-    Searches the values of all other attributes: containers, objects, functions, and modules that are not in `waiting`.
-    """
-    found, seen = [], set()
-    pending = [value for name, value in vars(module).items() if name not in _WAITING]
-    while pending:
-        value = pending.pop()
-        if id(value) in seen or isinstance(value, _NO_WAY_ON):
-            continue
-        seen.add(id(value))
-        if isinstance(value, torch.Tensor):
-            found.append(value)
-        elif isinstance(value, nn.Module):
-            if value not in waiting:
-                pending.append(vars(value))
-        elif isinstance(value, FunctionType):  # excludes its globals, from which everything can be reached
-            pending += [value.__closure__, value.__defaults__]
-        else:
-            pending += gc.get_referents(value)
-    return found
-
-
-_WAITING = ("_parameters", "_modules", "_buffers", "_compiled_call_impl")  # handled elsewhere, or not relevant
-_NO_WAY_ON = (type(None), bool, int, float, str, bytes, type, ModuleType, torch.optim.Optimizer)

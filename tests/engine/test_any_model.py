@@ -35,6 +35,7 @@ from hypothesis import strategies as st
 from ranks import context
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import _disable_current_modes
 
 import zero
 from zero import ShardedDataParallel, ShardedOptimizer
@@ -271,7 +272,8 @@ class Late:
     def wait(self):
         for work in self.works:
             work.wait()
-        self.bucket.copy_(self.received)
+        with _disable_current_modes():  # a real gather is no operation of this thread
+            self.bucket.copy_(self.received)
 
 
 @contextlib.contextmanager

@@ -30,7 +30,7 @@ def make(shard_gradients=False, seed=None):
         lr=0.01,
         fused=True,
     )
-    return ShardedDataParallel(model, optimizer, shard_gradients=shard_gradients), optimizer
+    return ShardedDataParallel(model, optimizer, shard_gradients=shard_gradients, overlap=True), optimizer
 
 
 def loss_of(model, step, rank, micro_step):
@@ -163,7 +163,7 @@ def torchs_own_modules():
     torch.manual_seed(0)
     layers = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), torch.nn.Linear(8, 8)
     optimizer = ShardedOptimizer([p for layer in layers for p in layer.parameters()], torch.optim.AdamW, bucket_mb=0.0005)
-    model = ShardedDataParallel(torch.nn.Sequential(*layers), optimizer)
+    model = ShardedDataParallel(torch.nn.Sequential(*layers), optimizer, overlap=True)
     x, of_linear = torch.ones(2, 3, 8), list(layers[1].parameters())
     for step in range(4):
         model.train(step < 3)
@@ -197,7 +197,7 @@ def a_users_own_module():
     torch.manual_seed(0)
     module = ReadsItsChild()
     optimizer = ShardedOptimizer(module.parameters(), torch.optim.AdamW, bucket_mb=0.0002)
-    model = ShardedDataParallel(module, optimizer)
+    model = ShardedDataParallel(module, optimizer, overlap=True)
     weight = module.head.weight
     for _ in range(4):
         loss = model(torch.ones(2, 8)).square().sum()

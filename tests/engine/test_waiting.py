@@ -1,0 +1,42 @@
+"""zero/waiting.py: reads of what is in flight."""
+
+import copy
+import pickle
+
+import pytest
+
+from zero.waiting import WaitingDict
+
+READS = {
+    "[]": lambda waiting: waiting["a"],
+    "get": lambda waiting: waiting.get("a"),
+    "values": lambda waiting: list(waiting.values()),
+    "items": lambda waiting: list(waiting.items()),
+    "pop": lambda waiting: waiting.pop("a"),
+    "popitem": lambda waiting: waiting.popitem(),
+    "setdefault": lambda waiting: waiting.setdefault("a"),
+    "copy": lambda waiting: waiting.copy(),
+    "dict": lambda waiting: dict(waiting),
+    "unpacking": lambda waiting: {**waiting},
+    "copy.copy": copy.copy,
+    "pickle": lambda waiting: pickle.loads(pickle.dumps(waiting)),
+}
+
+
+@pytest.mark.parametrize("read", READS)
+def test_whoever_reads_a_value_waits_for_it(read):
+    waited = []
+    waiting = WaitingDict({"a": 1}, waited.append)
+    found = READS[read](waiting)
+    assert waited == [1]
+    assert type(found) is not WaitingDict
+
+
+def test_whoever_reads_no_value_does_not_wait():
+    waited = []
+    waiting = WaitingDict({"a": 1}, waited.append)
+    assert (list(waiting), len(waiting), "a" in waiting, waiting.plain()) == (["a"], 1, True, {"a": 1})
+    assert not waited
+    assert type(waiting.plain()) is dict
+    assert waiting.get("b", 2) == 2
+    assert waiting.pop("b", 3) == 3

@@ -1,0 +1,100 @@
+"""Tensors as ranges of memory: flat views, storages, and elements that share memory."""
+
+import torch
+from torch.utils.dlpack import from_dlpack
+
+
+def flattened(tensor: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+    """Flatten `tensor`, which has the shape of `param`, in the order in which the elements of `param` lie in memory.
+
+    Slices use this order, so that for example a channels_last parameter keeps its strides in the flat buffer. If the
+    elements of `param` are not dense, which can happen for a frozen parameter, the order is that of the indices.
+
+    Returns:
+        The elements, (param.numel(),). A view if `tensor` has the strides of `param` and these are dense.
+    """
+    if param.is_contiguous() or not is_dense(param):
+        return tensor.reshape(-1)
+    return tensor.permute(sorted(range(param.dim()), key=param.stride, reverse=True)).reshape(-1)
+
+
+def shaped(flat: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Return a view of contiguous elements, (like.numel(),), in the shape of `like`, and in its strides if dense."""
+    return flat.as_strided(like.shape, like.stride()) if is_dense(like) else flat.view(like.shape)
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Return whether the elements lie in memory without gaps and without overlap, in any order."""
+    return torch.ops.aten.is_non_overlapping_and_dense(tensor)
+
+
+def properties(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype, bool]:
+    """Return the shape, the strides (0 for a dimension that needs none), the dtype, and whether it requires gradients."""
+    strides = tuple(stride if size > 1 else 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tuple(tensor.shape), strides, tensor.dtype, tensor.requires_grad
+
+
+def has_memory(tensor: torch.Tensor) -> bool:
+    """Return whether the elements of a tensor have an address."""
+    return tensor.numel() > 0 and not tensor.is_meta and torch._C._has_storage(tensor)
+
+
+def memory_span(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return the start address and the end address of the elements."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.itemsize
+
+
+def with_own_storage(part: torch.Tensor) -> torch.Tensor:
+    """Return the same memory as a tensor with a storage of its own, (part.numel(),). `part` is contiguous.
+
+    What copies, saves or compares storages (deepcopy, torch.save, safetensors) then takes the part, not the whole buffer.
+    """
+    return from_dlpack(part) if type(part) is torch.Tensor and part.device.type in ("cpu", "cuda") else part
+
+
+def check_memory(params: list[torch.nn.Parameter]) -> None:
+    """Refuse parameters whose memory the flat buffers would separate from others who use it.
+
+    Raises:
+        ValueError: if two of them share memory, or one lies in the shared memory of several processes.
+    """
+    spans = []
+    for param in params:
+        if param.requires_grad and param.device.type == "cpu" and param.is_shared():
+            raise ValueError(
+                f"a parameter of shape {tuple(param.shape)} is in shared memory (share_memory()), which it would leave; build "
+                "the optimizer first and share a copy of the weights"
+            )
+        if param.numel() and not param.is_meta:
+            if param.requires_grad and not is_dense(param) and torch._debug_has_internal_overlap(param) == 1:
+                raise ValueError(
+                    f"a parameter of shape {tuple(param.shape)} is expanded: elements share memory; clone() it first"
+                )
+            spans.append((str(param.device), *memory_span(param), param.requires_grad, tuple(param.shape)))
+    reached: dict[tuple[str, bool], tuple[int, tuple[int, ...]]] = {}  # by device, trainable: end, shape
+    for device, start, stop, trainable, shape in sorted(spans):
+        for other in (True, False) if trainable else (True,):  # frozen parameters may share memory with each other
+            end, its_shape = reached.get((device, other), (start, ()))
+            if start < end:
+                raise ValueError(
+                    f"two parameters, of shapes {its_shape} and {shape}, share memory; tie them by using one Parameter in both "
+                    "places, or clone() one of them"
+                )
+        reached[device, trainable] = max((stop, shape), reached.get((device, trainable), (stop, shape)))
+
+
+def distinct_elements(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Return the elements of a tensor that lie in different places in memory: the first one of each expanded dimension."""
+    own = tensor[tuple(slice(1) if stride == 0 else slice(None) for stride in tensor.stride())]
+    if torch._debug_has_internal_overlap(own) == 1 or (not own.is_contiguous() and _shares_memory(own)):
+        raise ValueError(f"elements of {name} share memory, so it cannot be broadcast; clone() it before wrapping")
+    return own
+
+
+def _shares_memory(tensor: torch.Tensor) -> bool:
+    """Return whether two elements of a strided tensor lie in the same place in memory."""
+    places = torch.zeros((), dtype=torch.int64)
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        places = places.unsqueeze(-1) + torch.arange(size) * stride
+    return places.unique().numel() < tensor.numel()

@@ -51,7 +51,8 @@ class OwnedSlice(NamedTuple):
     start: int  # first element of the flattened parameter, see `flattened`
     stop: int
     offset: int  # first element in this rank's shard of the bucket
-    # a view into the shard or into its float32 master; (stop - start,), or with whole parameters the parameter's shape
+    # a view into the shard or into its float32 master; (stop - start,), or the parameter's shape with whole parameters and
+    # for a parameter of one element
     local: torch.nn.Parameter
 
 
@@ -605,7 +606,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         bucket = Bucket(len(self.buckets), data, [span.numel for span in shards], shard, master, [], {}, [])
         for number, start, stop, offset in planned.layout.placed_in(own):
             param, local = buffer.params[number], bucket.updated[offset : offset + stop - start]
-            if self.partition == "parameter":
+            if self.partition == "parameter" or param.numel() == 1:  # then any state of it has one shape
                 local = shaped(local, param)
             bucket.owned.append(OwnedSlice(param, start, stop, offset, torch.nn.Parameter(local)))
         for placed in planned.layout.placed_in(span):

@@ -12,13 +12,14 @@ does not access files: `restore` takes a function that reads chunks.
 
 import copy
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
 
-from zero.collectives import TAG, cpu_group
+from zero.collectives import TAG, cpu_group, gather_objects
 from zero.layout import Slice
 from zero.optimizer import flattened, hyperparameters, shaped
 from zero.partition import Partition, packed_groups, partition
@@ -27,13 +28,27 @@ MESSAGE_BYTES = 25_000_000
 _IN_FLIGHT = 2  # messages in flight
 # these flags select how this machine runs the update, not its result: taken from the running optimizer, never from a file
 _MACHINE_FLAGS = ("fused", "foreach", "capturable", "differentiable")
-# tensors that torch.optim keeps once per parameter: step counter of Adam and most others, product of NAdam, two rates of ASGD
-_PER_PARAMETER = ("step", "mu_product", "eta", "mu")
-_ADAMS, _ADAM_KEYS = (torch.optim.Adam, torch.optim.AdamW), ("step", "exp_avg", "exp_avg_sq")
+_RULE = "state must have one number per element, or be one number, the same on all ranks; use partition='parameter'"
+# what each class of torch.optim keeps for a parameter: always, and with some hyperparameters or shapes
+_ENTRIES: dict[type, tuple[set[str], set[str]]] = {
+    torch.optim.Adadelta: ({"step", "square_avg", "acc_delta"}, set()),
+    torch.optim.Adafactor: ({"step"}, {"row_var", "col_var", "variance"}),
+    torch.optim.Adagrad: ({"step", "sum"}, set()),
+    torch.optim.Adam: ({"step", "exp_avg", "exp_avg_sq"}, {"max_exp_avg_sq"}),
+    torch.optim.AdamW: ({"step", "exp_avg", "exp_avg_sq"}, {"max_exp_avg_sq"}),
+    torch.optim.Adamax: ({"step", "exp_avg", "exp_inf"}, set()),
+    torch.optim.ASGD: ({"step", "eta", "mu", "ax"}, set()),
+    torch.optim.Muon: ({"momentum_buffer"}, set()),
+    torch.optim.NAdam: ({"step", "mu_product", "exp_avg", "exp_avg_sq"}, set()),
+    torch.optim.RAdam: ({"step", "exp_avg", "exp_avg_sq"}, set()),
+    torch.optim.RMSprop: ({"step", "square_avg"}, {"momentum_buffer", "grad_avg"}),
+    torch.optim.Rprop: ({"step", "prev", "step_size"}, set()),
+    torch.optim.SGD: (set(), {"momentum_buffer"}),
+}
 
 
 class CheckpointError(ValueError):
-    """A checkpoint cannot be read or does not belong to this model. The message names the file or the entry."""
+    """A checkpoint cannot be made or read, or does not belong to this model. The message names the file or the entry."""
 
 
 class TensorChunk(NamedTuple):
@@ -50,16 +65,6 @@ class TensorChunk(NamedTuple):
         return cls(name, tensor.numel(), 0, tensor.detach().reshape(-1))
 
 
-class _Message(NamedTuple):
-    """The content of one message: elements `start:stop` of one state tensor of the rank's slice number `position`."""
-
-    position: int
-    key: str
-    dtype: torch.dtype
-    start: int
-    stop: int
-
-
 class Transfer(NamedTuple):
     """A message in flight. Until `work` is done, `elements` may be neither read nor written."""
 
@@ -68,8 +73,28 @@ class Transfer(NamedTuple):
     elements: torch.Tensor
 
 
-# Metadata of a rank's state, for each of its slices: {key: dtype of a per-element tensor, or the value itself}
-_Metadata = list[dict[str, Any]]
+# What the state of a slice contributes to the state of its parameter. Numbers, None and tensors, in dicts, lists and tuples:
+# a tensor on the meta device, in the shape that the whole state has, stands for elements; other leaves are equal in all slices
+_Outline = dict[str, Any]
+
+
+def map_leaves(function: Callable[[str, Any], Any], tree: Any, name: str = "") -> Any:
+    """Return nested dicts, lists and tuples with `function(name, leaf)` in place of each leaf.
+
+    The name of a leaf is `name` and the keys that lead to the leaf, joined by dots.
+    """
+    if not isinstance(tree, dict | list | tuple):
+        return function(name, tree)
+    pairs = tree.items() if isinstance(tree, dict) else enumerate(tree)
+    mapped = {key: map_leaves(function, inner, f"{name}.{key}" if name else str(key)) for key, inner in pairs}
+    return mapped if isinstance(tree, dict) else list(mapped.values()) if isinstance(tree, list) else tuple(mapped.values())
+
+
+def leaves(tree: Any, name: str = "") -> dict[str, Any]:
+    """Return the leaves of nested dicts, lists and tuples by their names, see `map_leaves`."""
+    found: dict[str, Any] = {}
+    map_leaves(found.__setitem__, tree, name)
+    return found
 
 
 def consolidate(optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
@@ -78,6 +103,10 @@ def consolidate(optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
     Returns:
         On rank 0 of the optimizer's process group: `{"state": ..., "param_groups": ...}`, as in the `state_dict()` of the
         unsharded optimizer. All tensors are copies on the CPU. On other ranks: None.
+
+    Raises:
+        CheckpointError: on all ranks, if the state of the slices of a parameter cannot be joined exactly: an entry must have
+            one number per element, or be the same on all ranks. With whole parameters, it may have any shape.
     """
     return _gather_optimizer(partition(optimizer))
 
@@ -99,6 +128,9 @@ def full_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict
 
     Returns:
         On rank 0: the two results. On other ranks: None.
+
+    Raises:
+        CheckpointError: see `consolidate`.
     """
     part = partition(optimizer)
     state = {"model": _gather_model(model, part), "optimizer": _gather_optimizer(part)}
@@ -113,22 +145,26 @@ def local_chunks(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tu
         the tensors of the model that no rank owns. Second, on rank 0 the result of `full_state`, with tensors on the meta
         device in place of the tensors in chunks. On other ranks, the second value is None. The name of a chunk is the path
         of its tensor in this result: its keys, joined by dots.
+
+    Raises:
+        CheckpointError: on all ranks, if a parameter is cut and not contiguous, and see `consolidate`.
     """
     part = partition(optimizer)
+    _check_contiguous(part)
+    outlines, whole = _outlines(part, part.states)
     if part.replica:
         return [], None
     part.synchronize()
     held = model.state_dict(keep_vars=True)
     names = {id(tensor): f"model.{name}" for name, tensor in reversed(held.items())}  # first name of tied tensors
-    chunks = _chunks_of_slices(part, names)
-    metadata = _gather_metadata(_local_metadata(part, part.states), part)
+    chunks = _chunks_of_slices(part, outlines[part.rank], names)
     if not part.receives:
         return chunks, None
     owned = {id(part.params[slice_.param]) for slices in part.slices for slice_ in slices}
     for key, tensor in {id(tensor): tensor for tensor in held.values()}.items():
         if key not in owned and isinstance(tensor, torch.Tensor):  # others are from get_extra_state()
             chunks.append(TensorChunk.of_whole(names[key], tensor))
-    optimizer_state = {"state": _allocate(part, metadata, device="meta"), "param_groups": packed_groups(optimizer)}
+    optimizer_state = {"state": whole, "param_groups": _copied(packed_groups(optimizer))}
     return chunks, {"model": _on_meta_device(held, part), "optimizer": optimizer_state}
 
 
@@ -149,7 +185,8 @@ def restore(
             function to read the elements of its slices. It is called on all ranks, also with an empty list.
 
     Raises:
-        CheckpointError: if its groups or the shapes of its tensors do not match this optimizer's parameters.
+        CheckpointError: if its groups or the shapes of its tensors do not match this optimizer's parameters, or if it is not
+            the state of this optimizer's class. What a class outside of torch.optim keeps is not known, so any entries fit.
     """
     if state_dict is None:
         raise CheckpointError("every rank needs the whole state, but `consolidate` returns it on rank 0: save it and load it")
@@ -165,7 +202,8 @@ def restore(
     for saved, group, inner_group in zip(state_dict["param_groups"], optimizer.param_groups, inner_groups, strict=True):
         for key, value in hyperparameters(saved).items():
             if key not in _MACHINE_FLAGS:
-                group[key] = inner_group[key] = value
+                ours = group.get(key)
+                group[key] = inner_group[key] = _copied(value, ours.device if isinstance(ours, torch.Tensor) else "cpu")
     part.inner.load_state_dict({"state": states, "param_groups": inner_groups})
 
 
@@ -173,10 +211,8 @@ def restore(
 
 
 def _gather_optimizer(part: Partition) -> dict[str, Any] | None:
-    if part.replica:
-        return None
     whole = _gather(part, part.states)
-    return None if whole is None else {"state": whole, "param_groups": packed_groups(part.optimizer)}
+    return None if whole is None else {"state": whole, "param_groups": _copied(packed_groups(part.optimizer))}
 
 
 def _gather_model(model: torch.nn.Module, part: Partition) -> dict[str, torch.Tensor] | None:
@@ -204,79 +240,108 @@ def _gather(part: Partition, states: list[dict[str, Any]]) -> dict[int, dict[str
     """Gather the states of all slices of all ranks on rank 0, by parameter. Needs to be called on all ranks.
 
     Args:
-        states: for each slice of this rank, tensors with one number per element, and any other values.
+        states: of each slice of this rank.
     """
-    metadata = _gather_metadata(_local_metadata(part, states), part)
+    outlines, whole = _outlines(part, states)
+    if part.replica:
+        return None
     group = cpu_group(part.process_group) if len(part.slices) > 1 else None
     in_flight: deque[Transfer] = deque()
+    complete = [Slice(0, 0, local.numel()) for local in part.locals]
+    own = _messages(complete, part.locals, states, outlines[part.rank])
     if part.rank != 0:
-        for message in _messages(part.slices[part.rank], metadata[0]):
-            elements = _elements(part, states, message).cpu()
+        for message in own:
+            elements = message.cpu()
             enqueue(in_flight, Transfer(dist.isend(elements, group_dst=0, group=group, tag=TAG), elements))
         drain(in_flight)
         return None
-    whole = _allocate(part, metadata, device="cpu")
-    for rank, (slices, held) in enumerate(zip(part.slices, metadata, strict=True)):
-        for message in _messages(slices, held):
-            slice_ = slices[message.position]
-            flat = flattened(whole[slice_.param][message.key], part.params[slice_.param])
-            place = flat[slice_.start + message.start : slice_.start + message.stop]
+    whole = map_leaves(lambda _, leaf: torch.empty_like(leaf, device="cpu") if _is_meta(leaf) else leaf, whole)
+    for rank, slices in enumerate(part.slices):
+        numbers = [slice_.param for slice_ in slices]
+        params, targets = [part.params[number] for number in numbers], [whole.get(number, {}) for number in numbers]
+        for place in _messages(slices, params, targets, outlines[rank]):
             if rank == 0:
-                place.copy_(_elements(part, states, message))
+                place.copy_(next(own))
             else:
                 enqueue(in_flight, Transfer(dist.irecv(place, group_src=rank, group=group, tag=TAG), place))
     drain(in_flight)
     return whole
 
 
-def _local_metadata(part: Partition, states: list[dict[str, Any]]) -> _Metadata:
-    return [
-        {key: value.dtype if _is_per_element(key, value, local) else _to_cpu(value) for key, value in state.items()}
-        for state, local in zip(states, part.locals, strict=True)
-    ]
+def _outlines(part: Partition, states: list[dict[str, Any]]) -> tuple[list[list[_Outline]], dict[int, _Outline]]:
+    """Return the outlines of all slices, by rank, and that of each parameter. Needs to be called on all ranks.
 
-
-def _gather_metadata(metadata: _Metadata, part: Partition) -> list[_Metadata]:
-    """Gather the metadata of all ranks on rank 0. Other ranks get only their own. Needs to be called on all ranks."""
-    if len(part.slices) == 1:
-        return [metadata]
-    gathered: list[Any] | None = [None] * len(part.slices) if part.rank == 0 else None
-    dist.gather_object(metadata, gathered, group_dst=0, group=cpu_group(part.process_group))
-    return gathered if gathered is not None else [metadata]
-
-
-def _allocate(part: Partition, metadata: list[_Metadata], device: str) -> dict[int, dict[str, Any]]:
-    """Return the whole state by parameter, with uninitialized tensors for per-element entries."""
-    whole: dict[int, dict[str, Any]] = {}
-    for slices, held in zip(part.slices, metadata, strict=True):
-        for slice_, entries in zip(slices, held, strict=True):
-            for key, entry in entries.items():
-                state = whole.setdefault(slice_.param, {})
-                if not isinstance(entry, torch.dtype):
-                    state[key] = entry
-                elif key not in state:
-                    param = part.params[slice_.param]
-                    state[key] = shaped(torch.empty(param.numel(), dtype=entry, device=device), param)
-    return dict(sorted(whole.items()))
-
-
-def _messages(slices: list[Slice], metadata: _Metadata) -> Iterator[_Message]:
-    """Divide the per-element state of a rank into messages of at most `MESSAGE_BYTES`.
-
-    Sender and receiver both derive the messages from the metadata, so only elements are sent.
+    All ranks that share the state return the same, or raise the same error. Replicas have equal states, so they do the same.
     """
-    for position, (slice_, entries) in enumerate(zip(slices, metadata, strict=True)):
-        for key, dtype in entries.items():
-            if isinstance(dtype, torch.dtype):
-                step = max(1, MESSAGE_BYTES // dtype.itemsize)
-                for start in range(0, slice_.numel, step):
-                    yield _Message(position, key, dtype, start, min(slice_.numel, start + step))
+    own, error = [], None
+    try:
+        for slice_, local, state in zip(part.slices[part.rank], part.locals, states, strict=True):
+            own.append(map_leaves(partial(_outline, part, slice_.param, local), state))
+    except CheckpointError as raised:
+        error = raised
+    gathered = [(own, error)]
+    if len(part.slices) > 1:
+        gathered = gather_objects(gathered[0], cpu_group(part.process_group))
+    if error := next(filter(None, (error for _, error in gathered)), None):
+        raise error
+    first: dict[int, tuple[int, _Outline]] = {}  # by parameter: the rank and the outline of its first slice
+    for rank, slices in enumerate(part.slices):
+        for slice_, outline in zip(slices, gathered[rank][0], strict=True):
+            first_rank, its_outline = first.setdefault(slice_.param, (rank, outline))
+            there, here = ({name: _text(leaf) for name, leaf in leaves(held).items()} for held in (its_outline, outline))
+            for name in there | here:
+                if there.get(name) != here.get(name):
+                    a, b = (text.get(name, "nothing") for text in (there, here))
+                    entry = _entry(part, name, slice_.param)
+                    raise CheckpointError(f"{entry} as {a} on rank {first_rank} and {b} on rank {rank}: {_RULE}")
+    return [outlines for outlines, _ in gathered], {number: held for number, (_, held) in sorted(first.items()) if held}
 
 
-def _elements(part: Partition, states: list[dict[str, Any]], message: _Message) -> torch.Tensor:
-    """Return the elements of a message, (stop - start,), from the states of this rank's slices."""
-    value, local = states[message.position][message.key].detach(), part.locals[message.position]
-    return flattened(value, local)[message.start : message.stop]
+def _outline(part: Partition, number: int, local: torch.Tensor, name: str, value: Any) -> Any:
+    """Return the leaf of an outline for a leaf of the state of a slice."""
+    if isinstance(value, int | float | complex | None):
+        return value
+    entry = _entry(part, name, number)
+    if not isinstance(value, torch.Tensor):
+        raise CheckpointError(f"{entry} as {type(value).__name__}, which cannot be restored; use tensors and numbers")
+    if value.shape == local.shape:
+        param = part.params[number]
+        return shaped(torch.empty(param.numel(), dtype=value.dtype, device="meta"), param)
+    if value.numel() == 1:
+        return _copied(value)
+    if not _is_whole(part, number):
+        raise CheckpointError(f"{entry} in shape {tuple(value.shape)} for {local.numel()} elements: {_RULE}")
+    return torch.empty(value.shape, dtype=value.dtype, device="meta")
+
+
+def _entry(part: Partition, name: str, number: int) -> str:
+    return f"{type(part.inner).__name__} keeps {name!r} of parameter {number}"
+
+
+def _text(leaf: Any) -> str:
+    """Return a text that differs for different leaves of outlines."""
+    if _is_meta(leaf):
+        return f"a number per element, {leaf.dtype}"
+    return f"{leaf.dtype} {leaf.tolist()}" if isinstance(leaf, torch.Tensor) else repr(leaf)
+
+
+def _messages(
+    slices: list[Slice], params: Sequence[torch.Tensor], trees: list[dict[str, Any]], outlines: list[_Outline]
+) -> Iterator[torch.Tensor]:
+    """Yield the elements of slices that outlines leave out, flat, in messages of at most `MESSAGE_BYTES`.
+
+    Sender and receiver derive the same messages from the outlines, so only elements are sent.
+
+    Args:
+        params, trees: for each slice, a parameter and its state, of which the slice is a part.
+    """
+    for (_, start, stop), param, tree, outline in zip(slices, params, trees, outlines, strict=True):
+        tensors = leaves(tree)
+        for name, leaf in leaves(outline).items():
+            if _is_meta(leaf) and leaf.numel():
+                value = tensors[name].detach()
+                flat = flattened(value, param)[start:stop] if value.shape == param.shape else value.reshape(-1)
+                yield from flat.split(MESSAGE_BYTES // flat.itemsize)
 
 
 def enqueue(in_flight: deque[Transfer], transfer: Transfer) -> None:
@@ -293,23 +358,22 @@ def drain(in_flight: deque[Transfer], leave: int = 0) -> None:
 # -- chunks ------------------------------------------------------------------------------------------------------------
 
 
-def _chunks_of_slices(part: Partition, names: dict[int, str]) -> list[TensorChunk]:
+def _chunks_of_slices(part: Partition, outlines: list[_Outline], names: dict[int, str]) -> list[TensorChunk]:
     """Return the (master) weights and the state of this rank's slices as chunks.
 
     Args:
+        outlines: of the state of this rank's slices.
         names: names of the model's tensors, by id.
     """
     chunks = []
-    for slice_, local, state in zip(part.slices[part.rank], part.locals, part.states, strict=True):
+    for slice_, local, state, outline in zip(part.slices[part.rank], part.locals, part.states, outlines, strict=True):
         param = part.params[slice_.param]
-        if local is not param:  # a whole parameter may have any strides
-            _check_contiguous(slice_.param, param)
         if id(param) in names:
             chunks.append(TensorChunk(names[id(param)], param.numel(), slice_.start, local.detach().reshape(-1)))
-        for key, value in state.items():
-            if _is_per_element(key, value, local):
-                name = _state_name(slice_.param, key)
-                chunks.append(TensorChunk(name, param.numel(), slice_.start, value.detach().reshape(-1)))
+        named = leaves(outline, f"optimizer.state.{slice_.param}")
+        for (name, leaf), value in zip(named.items(), leaves(state).values(), strict=True):
+            if _is_meta(leaf):
+                chunks.append(TensorChunk(name, leaf.numel(), slice_.start, value.detach().reshape(-1)))
     return chunks
 
 
@@ -322,20 +386,15 @@ def _on_meta_device(held: dict[str, Any], part: Partition) -> dict[str, Any]:
         for tensor in held.values()
         if isinstance(tensor, torch.Tensor)
     }
-    return {name: meta.get(id(value), value) for name, value in held.items()}
+    return {name: meta[id(value)] if id(value) in meta else copy.deepcopy(value) for name, value in held.items()}
 
 
-def _check_contiguous(number: int, param: torch.Tensor) -> None:
+def _check_contiguous(part: Partition) -> None:
     """Refuse a parameter that is not contiguous: a chunk is a range in index order, but a slice in memory order."""
-    if not param.is_contiguous():
-        raise CheckpointError(
-            f"parameter {number} has strides {param.stride()}; shards hold contiguous parameters, consolidated files hold any"
-        )
-
-
-def _state_name(number: int, key: str) -> str:
-    """Return the name of the chunks of a state tensor; `number` counts through all of the optimizer's parameters."""
-    return f"optimizer.state.{number}.{key}"
+    for number, (param, spec) in enumerate(zip(part.params, part.plan.params, strict=True)):
+        if part.plan.assigned is None and spec.requires_grad and not param.is_contiguous():
+            strides = f"parameter {number} has strides {param.stride()}"
+            raise CheckpointError(f"{strides}; shards hold contiguous parameters, consolidated files hold any")
 
 
 # -- restore -----------------------------------------------------------------------------------------------------------
@@ -354,58 +413,53 @@ def _check_groups(saved_groups: list[dict[str, Any]], optimizer: torch.optim.Opt
 
 
 def _check_state(saved: dict[int, dict[str, Any]], part: Partition, in_chunks: bool) -> None:
-    """Refuse state that does not fit the parameters, with the same result on all ranks."""
+    """Refuse state that does not fit the parameters or the class, with the same result on all ranks."""
+    if in_chunks:
+        _check_contiguous(part)
+    inner = type(part.inner)
+    known = next((cls for cls in inner.__mro__ if cls in _ENTRIES), None)
     for number, entries in saved.items():
         if not 0 <= number < len(part.params):
             raise CheckpointError(f"there is saved state of parameter {number}, but there are {len(part.params)}")
-        if isinstance(part.inner, _ADAMS) and not (keys := entries.keys()) >= set(_ADAM_KEYS):
-            raise CheckpointError(f"saved state of parameter {number} is {', '.join(keys)} instead of {', '.join(_ADAM_KEYS)}")
-        if in_chunks and part.plan.assigned is None and part.plan.params[number].requires_grad:
-            _check_contiguous(number, part.params[number])
-        for key, value in entries.items():
-            param = part.params[number]
-            if not _fits(key, value, param, part.plan.has_whole_parameters):
-                shape = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
-                raise CheckpointError(
-                    f"saved state {key!r} of parameter {number} has shape {shape}, the parameter {tuple(param.shape)}"
-                )
+        of = [cls for cls, (always, sometimes) in _ENTRIES.items() if always <= entries.keys() <= always | sometimes]
+        if entries and known and known not in of and (of or not _ENTRIES[known][0] <= entries.keys()):
+            kept = f"{', '.join(entries)}{' of ' if of else ''}{' or '.join(cls.__name__ for cls in of)}"
+            raise CheckpointError(f"the saved state is {kept}, not of {inner.__name__}; build the optimizer that was saved")
+        shape = part.params[number].shape
+        for name, value in leaves(entries).items():
+            if isinstance(value, torch.Tensor) and value.numel() != 1 and value.shape != shape:
+                factored = value.dim() == len(shape) and all(n in (1, m) for n, m in zip(value.shape, shape, strict=True))
+                if not _is_whole(part, number) or (known and not factored):  # a class outside of torch.optim may keep any shape
+                    shapes = f"shape {tuple(value.shape)}, the parameter {tuple(shape)}"
+                    raise CheckpointError(f"saved state {name!r} of parameter {number} has {shapes}")
 
 
 def _local_states(saved: dict[int, dict[str, Any]], part: Partition) -> tuple[dict[int, dict[str, Any]], list[TensorChunk]]:
     """Return this rank's part of saved state, by the inner optimizer's numbers, and its chunks that are not read yet."""
     states: dict[int, dict[str, Any]] = {}
-    chunks = []
+    chunks: list[TensorChunk] = []
     for position, (slice_, local) in enumerate(zip(part.slices[part.rank], part.locals, strict=True)):
-        param = part.params[slice_.param]
-        for key, value in saved.get(slice_.param, {}).items():
-            own = _own_part(key, value, param, slice_, local)
-            states.setdefault(position, {})[key] = own
-            if isinstance(value, torch.Tensor) and value.is_meta:
-                start = slice_.start if _is_per_element(key, value, param) else 0
-                chunks.append(TensorChunk(_state_name(slice_.param, key), value.numel(), start, own.view(-1)))
+        if slice_.param in saved:
+            take = partial(_own_part, part.params[slice_.param], slice_, local, chunks)
+            states[position] = map_leaves(take, saved[slice_.param], f"optimizer.state.{slice_.param}")
     return states, chunks
 
 
-def _own_part(key: str, value: Any, param: torch.Tensor, slice_: Slice, local: torch.Tensor) -> Any:
-    """Return this rank's part of one saved entry, in the shape of the inner optimizer's entry.
+def _own_part(param: torch.Tensor, slice_: Slice, local: torch.Tensor, chunks: list[TensorChunk], name: str, value: Any) -> Any:
+    """Return this rank's part of one saved value, in the shape of the inner optimizer's entry.
 
-    It is a copy. If the saved entry is on the meta device, it is an uninitialized tensor.
+    It is a copy. If the saved value is on the meta device, it is an uninitialized tensor, which is added to `chunks`.
     """
-    if isinstance(value, torch.Tensor) and value.is_meta:
-        return torch.empty(local.shape if _is_per_element(key, value, param) else value.shape, dtype=value.dtype)
-    if _is_per_element(key, value, param):
-        return shaped(flattened(value, param)[slice_.start : slice_.stop].clone(), local)
-    return value.clone() if isinstance(value, torch.Tensor) else value
-
-
-def _fits(key: str, value: Any, param: torch.Tensor, whole: bool) -> bool:
-    """Return whether state may have this shape: that of the parameter, or with whole parameters that of rows or columns."""
-    if key in _PER_PARAMETER:
-        return isinstance(value, int | float) or (isinstance(value, torch.Tensor) and value.numel() == 1)
     if not isinstance(value, torch.Tensor):
-        return key not in _ADAM_KEYS
-    factored = value.dim() == param.dim() and all(n in (1, m) for n, m in zip(value.shape, param.shape, strict=True))
-    return value.shape == param.shape or (whole and factored)
+        return value
+    is_per_element = value.shape == param.shape
+    if value.is_meta:
+        own = torch.empty(local.shape if is_per_element else value.shape, dtype=value.dtype)
+        chunks.append(TensorChunk(name, value.numel(), slice_.start if is_per_element else 0, own.view(-1)))
+        return own
+    if is_per_element:
+        return shaped(flattened(value, param)[slice_.start : slice_.stop].clone(), local)
+    return value.clone()
 
 
 def _is_same_kind(value: Any, ours: Any) -> bool:
@@ -417,9 +471,15 @@ def _is_same_kind(value: Any, ours: Any) -> bool:
     return True
 
 
-def _is_per_element(key: str, value: Any, param: torch.Tensor) -> bool:
-    return key not in _PER_PARAMETER and isinstance(value, torch.Tensor) and value.shape == param.shape
+def _is_whole(part: Partition, number: int) -> bool:
+    """Return whether a parameter is never cut: then its state may have any shape."""
+    return part.plan.has_whole_parameters or not part.plan.params[number].requires_grad
 
 
-def _to_cpu(value: Any) -> Any:
-    return value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
+def _is_meta(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.is_meta
+
+
+def _copied(tree: Any, device: torch.device | str = "cpu") -> Any:
+    """Return nested dicts, lists and tuples with copies of their tensors on a device."""
+    return map_leaves(lambda _, leaf: leaf.detach().to(device, copy=True) if isinstance(leaf, torch.Tensor) else leaf, tree)

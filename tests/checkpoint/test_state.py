@@ -2,16 +2,21 @@
 
 import contextlib
 import copy
+import os
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from toy import assert_equal, batch, build_toy, largest_difference, make_toy, train, weights
 
 from zero import ShardedDataParallel, ShardedOptimizer
 from zero import checkpoint as ckpt
 from zero.build import build
+from zero.partition import partition
+from zero.state import full_state, local_chunks
 
 STEPS = 4  # before and after the save
 
@@ -272,3 +277,212 @@ def test_parameters_in_flight_are_waited_for_through_any_module():
     assert none is None
     assert torch.equal(saved, weight)
     assert saved.isfinite().all()
+
+
+SHAPES = ((17,), (), (1,), (1, 1), (4, 5))  # on two ranks, rank 0 has the last element of the first, rank 1 the others
+
+
+class Keeping(torch.optim.Optimizer):
+    """SGD with momentum, and state of each kind that a class may keep."""
+
+    def __init__(self, params, lr=0.01, kind="nested"):
+        super().__init__(params, {"lr": lr, "kind": kind})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    self.update(group["kind"], param, self.state[param])
+                    param.sub_(self.state[param]["mu"], alpha=group["lr"])
+
+    def update(self, kind, param, state):
+        momentum = state.setdefault("mu", torch.zeros_like(param))  # an entry of this name is one number in ASGD
+        momentum.mul_(0.9).add_(param.grad)
+        if kind == "nested":  # as in AggMo
+            buffers = state.setdefault("momentum_buffer", {beta: torch.zeros_like(param) for beta in (0.0, 0.99)})
+            for beta, buffer in buffers.items():
+                param.sub_(buffer.mul_(beta).add_(param.grad), alpha=0.01)
+            state["counts"] = (state.get("counts", (0, None))[0] + 1, None, [torch.tensor(3.0)])
+        elif kind == "history":
+            state["history"] = torch.stack([momentum, param.grad])
+        elif kind == "norm":
+            state["norm"] = param.grad.norm()
+        elif kind == "single":
+            state["count"] = torch.ones(1)
+        elif kind == "late" and param.numel() == 1:
+            state["late"] = 1.0
+        elif kind == "text":
+            state["text"] = "a"
+
+
+def make_list():
+    generator = torch.Generator().manual_seed(0)
+    return torch.nn.ParameterList(torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in SHAPES)
+
+
+def divide(model, optimizer_cls, **kwargs):
+    return ShardedOptimizer(model.parameters(), optimizer_cls, bucket_mb=1e-6, **kwargs)
+
+
+def update(model, optimizer, steps):
+    for step in steps:
+        for number, param in enumerate(model.parameters()):
+            param.grad = torch.randn(param.shape, generator=torch.Generator().manual_seed(100 * step + number))
+        optimizer.step()
+
+
+def everywhere(state):
+    """What rank 0 has, on all ranks."""
+    states = [state]
+    dist.broadcast_object_list(states)
+    return states[0]
+
+
+def there_and_back(kwargs, folder):
+    """The state in memory, in each kind of file, and after each conversion, goes on as if it had never been interrupted."""
+    optimizer_cls = Keeping if "kind" in kwargs else torch.optim.AdamW
+    model, oracle = make_list(), make_list()
+    optimizer, plain = divide(model, optimizer_cls, **kwargs), optimizer_cls(oracle.parameters(), **kwargs)
+    assert [(slices[0].param, slices[0].numel) for slices in partition(optimizer).slices] == [(0, 1), (0, 16)]
+    update(model, optimizer, range(3))
+    update(oracle, plain, range(3))
+    expected = copy.deepcopy(plain.state_dict())
+    update(oracle, plain, range(3, 6))
+    state = everywhere(ckpt.consolidate(optimizer))
+    assert_equal(state, expected)
+    loaded = [(ckpt.model_state_dict(model, optimizer), state, None)]
+    for format in ckpt.FORMATS:
+        path = f"{folder}/{format}/ckpt.pt"
+        if dist.get_rank() == 0:
+            os.mkdir(os.path.dirname(path))
+        dist.barrier()
+        values = {"model_args": {}, "iter_num": 3, "best_val_loss": 0.0, "config": {}}
+        ckpt.CheckpointWriter(os.path.dirname(path), format=format).save(model, optimizer, values)
+        if dist.get_rank() == 0:
+            ckpt.convert(path, f"{path}.converted.pt")
+        dist.barrier()
+        for each in (path, f"{path}.converted.pt"):
+            saved = ckpt.load(each)
+            loaded.append((saved["model"], saved["optimizer"], ckpt.chunk_reader(each, saved)))
+    for weights_, its_state, read_chunks in loaded:
+        for resume in (divide, lambda model, cls, **kwargs: cls(model.parameters(), **kwargs)):
+            resumed = make_list()
+            resumed.load_state_dict(everywhere(weights_))
+            its_optimizer = resume(resumed, optimizer_cls, **kwargs)
+            ckpt.restore(its_optimizer, its_state, read_chunks)
+            update(resumed, its_optimizer, range(3, 6))
+            assert largest_difference(weights(resumed), weights(oracle)) == 0
+            assert_equal(everywhere(ckpt.consolidate(its_optimizer)), plain.state_dict())
+    return True
+
+
+@pytest.mark.parametrize("kwargs", [{"kind": "nested"}, {"kind": "mu"}, {"amsgrad": True}], ids=str)
+def test_state_of_any_name_and_in_dicts(kwargs, tmp_path):
+    run_ranks(there_and_back, 2, kwargs, str(tmp_path))
+
+
+REFUSED = {
+    "history": "'history' of parameter 0 in shape (2, 1) for 1 elements",
+    "norm": "'norm' of parameter 0 as torch.float32 ",
+    "single": "'count' of parameter 0 as a number per element, torch.float32 on rank 0 and torch.float32 [1.0] on rank 1",
+    "late": "'late' of parameter 0 as 1.0 on rank 0 and nothing on rank 1",
+    "text": "'text' of parameter 0 as str",
+}
+
+
+def refused():
+    """All ranks say the same, and none waits for another."""
+    for kind, message in REFUSED.items():
+        model = make_list()
+        optimizer = divide(model, Keeping, kind=kind, shard_size=2)
+        update(model, optimizer, range(2))
+        for save in (partial(ckpt.consolidate, optimizer), *(partial(f, model, optimizer) for f in (full_state, local_chunks))):
+            with pytest.raises(ckpt.CheckpointError) as error:
+                save()
+            assert str(error.value).startswith(f"Keeping keeps {message}"), error.value
+            assert everywhere(str(error.value)) == str(error.value)
+            assert ("use partition='parameter'" in str(error.value)) == (kind != "text")
+    return True
+
+
+@pytest.mark.parametrize("world_size", [2, 4])  # with 4, there are two replicas
+def test_state_that_cannot_be_joined_is_refused_when_it_is_saved(world_size):
+    run_ranks(refused, world_size)
+
+
+def state_of_whole_parameters():
+    """With partition='parameter' there is nothing to join: state has any shape."""
+    model, oracle = make_list(), make_list()
+    optimizer, plain = (
+        divide(model, Keeping, kind="history", partition="parameter"),
+        Keeping(oracle.parameters(), kind="history"),
+    )
+    update(model, optimizer, range(2))
+    update(oracle, plain, range(2))
+    state = everywhere(ckpt.consolidate(optimizer))
+    assert_equal(state, plain.state_dict())
+    again = divide(make_list(), Keeping, partition="parameter")
+    ckpt.restore(again, state)
+    assert_equal(everywhere(ckpt.consolidate(again)), state)
+    return True
+
+
+def test_state_of_whole_parameters_has_any_shape():
+    run_ranks(state_of_whole_parameters, 2)
+
+
+def tensor_learning_rates():
+    """What is saved does not change with the optimizer, and the optimizer does not change with what was restored."""
+    model = make_list()
+    optimizers = [
+        torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.5)),
+        ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=torch.tensor(0.5)),
+        divide(model, torch.optim.AdamW, lr=torch.tensor(0.5)),
+    ]
+    for optimizer in optimizers:
+        update(model, optimizer, range(1))
+        state, (_, outline) = ckpt.consolidate(optimizer), local_chunks(model, optimizer)
+        optimizer.param_groups[0]["lr"].fill_(0.25)
+        if dist.get_rank() == 0:
+            assert state["param_groups"][0]["lr"] == outline["optimizer"]["param_groups"][0]["lr"] == 0.5
+        state = everywhere(state)
+        ckpt.restore(optimizer, state)
+        state["param_groups"][0]["lr"].fill_(0.125)
+        assert optimizer.param_groups[0]["lr"] == partition(optimizer).inner.param_groups[0]["lr"] == 0.5
+    return True
+
+
+def test_a_tensor_learning_rate_is_copied():
+    run_ranks(tensor_learning_rates, 2)
+
+
+def other_classes():
+    saved = {}
+    for name, kwargs in {**ELEMENTWISE, "AdamW": {"amsgrad": True}}.items():
+        model = make_list()
+        optimizer = divide(model, getattr(torch.optim, name), **kwargs)
+        saved[f"new {name}"] = everywhere(ckpt.consolidate(optimizer))
+        update(model, optimizer, range(1))
+        saved[name] = everywhere(ckpt.consolidate(optimizer))
+    saved["AdamW and more"] = copy.deepcopy(saved["AdamW"])
+    for entries in saved["AdamW and more"]["state"].values():
+        entries["more"] = torch.tensor(1.0)
+    accepted = set()
+    for name, state in saved.items():
+        for cls in (torch.optim.AdamW, torch.optim.SGD, type("Mine", (torch.optim.Adam,), {})):
+            optimizer = cls(make_list().parameters())
+            with contextlib.suppress(ckpt.CheckpointError):
+                ckpt.restore(optimizer, state)
+                accepted.add((name, cls.__name__))
+    state_of_adam = {(name, cls) for name in ("Adam", "AdamW", "RAdam", "AdamW and more") for cls in ("AdamW", "Mine")}
+    fresh = {(name, cls) for name in saved if name.startswith("new ") for cls in ("AdamW", "SGD", "Mine")}
+    fresh -= {("new Adagrad", cls) for cls in ("AdamW", "SGD", "Mine")}  # it has state before its first step
+    assert accepted == state_of_adam | fresh | {("SGD", "SGD"), ("AdamW and more", "SGD")}, accepted
+    with pytest.raises(ckpt.CheckpointError, match="is step, exp_avg, exp_avg_sq, max_exp_avg_sq of Adam or AdamW, not of SGD"):
+        ckpt.restore(divide(make_list(), torch.optim.SGD, momentum=0.9), saved["AdamW"])
+    return True
+
+
+def test_state_of_another_class_is_refused():
+    run_ranks(other_classes, 2)

@@ -14,7 +14,7 @@ def _inspect(path: str) -> bool:
     """Print the content of a file. Returns whether its checksums are correct."""
     verify(path)
     checkpoint = format.read(path)
-    manifest, tensors = checkpoint.get("manifest", {}), dict(tensors_in(checkpoint))
+    manifest, tensors = checkpoint.get("manifest", {}), tensors_in(checkpoint)
     kind = f"{FORMATS['shards' in checkpoint]}, format {FORMAT}" if manifest else "written by nanoGPT"
     print(f"{path}: {os.path.getsize(path) / 1e6:.1f} MB, {kind}")
     print(f"iteration {checkpoint['iter_num']}, best validation loss {float(checkpoint['best_val_loss']):.4f}")

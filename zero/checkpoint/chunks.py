@@ -17,7 +17,7 @@ from torch.distributed.checkpoint import filesystem, metadata, planner
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from zero.checkpoint.files import FileSum, corruption_message, file_sum, sync_folder, underlying_os_error
-from zero.state import CheckpointError, TensorChunk
+from zero.state import CheckpointError, TensorChunk, map_leaves
 
 # torch.distributed.checkpoint is used without torch.distributed on purpose, so this warning is not needed
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
@@ -199,34 +199,36 @@ def _storage_metadata(chunk: TensorChunk) -> metadata.ChunkStorageMetadata:
     return metadata.ChunkStorageMetadata(torch.Size([chunk.start]), torch.Size([chunk.elements.numel()]))
 
 
-def read_tensors(folder: str, tensors: list[tuple[str, dict[str, Any]]]) -> None:
-    """Replace tensors on the meta device by real tensors, filled from `folder`. Tied tensors stay tied.
-
-    Args:
-        tensors: pairs of a prefix of names and a dict of tensors.
-    """
+def read_tensors(folder: str, tree: dict[str, Any]) -> dict[str, Any]:
+    """Return a tree with real tensors, filled from `folder`, in place of those on the meta device. Tied tensors stay tied."""
     real: dict[int, torch.Tensor] = {}
     chunks = []
-    for prefix, entries in tensors:
-        for key, tensor in entries.items():
-            if isinstance(tensor, torch.Tensor) and tensor.is_meta:
-                if id(tensor) not in real:
-                    real[id(tensor)] = torch.empty(tensor.shape, dtype=tensor.dtype)
-                    chunks.append(TensorChunk.of_whole(f"{prefix}.{key}", real[id(tensor)]))
-                entries[key] = real[id(tensor)]
+
+    def allocate(name: str, leaf: Any) -> Any:
+        if not (isinstance(leaf, torch.Tensor) and leaf.is_meta):
+            return leaf
+        if id(leaf) not in real:
+            real[id(leaf)] = torch.empty(leaf.shape, dtype=leaf.dtype)
+            chunks.append(TensorChunk.of_whole(name, real[id(leaf)]))
+        return real[id(leaf)]
+
+    filled = map_leaves(allocate, tree)
     read(folder, chunks)
+    return filled
 
 
-def take_tensors(tensors: list[tuple[str, dict[str, Any]]]) -> list[TensorChunk]:
-    """Replace real tensors that have dimensions by tensors on the meta device. Returns the real tensors as chunks."""
+def take_tensors(tree: dict[str, Any]) -> tuple[dict[str, Any], list[TensorChunk]]:
+    """Return a tree with tensors on the meta device in place of real ones that have dimensions, and these as chunks."""
     metas: dict[tuple[Any, ...], torch.Tensor] = {}
     chunks = []
-    for prefix, entries in tensors:
-        for key, tensor in entries.items():
-            if isinstance(tensor, torch.Tensor) and tensor.dim():
-                place = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)  # same for tied tensors
-                if place not in metas or not tensor.numel():
-                    metas[place] = torch.empty_like(tensor, device="meta")
-                    chunks.append(TensorChunk.of_whole(f"{prefix}.{key}", tensor))
-                entries[key] = metas[place]
-    return chunks
+
+    def take(name: str, leaf: Any) -> Any:
+        if not (isinstance(leaf, torch.Tensor) and leaf.dim()):
+            return leaf
+        place = (leaf.data_ptr(), leaf.shape, leaf.stride(), leaf.dtype)  # same for tied tensors
+        if place not in metas or not leaf.numel():
+            metas[place] = torch.empty_like(leaf, device="meta")
+            chunks.append(TensorChunk.of_whole(name, leaf))
+        return metas[place]
+
+    return map_leaves(take, tree), chunks

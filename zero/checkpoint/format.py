@@ -2,14 +2,14 @@
 
 import os
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import NoneType
 from typing import Any
 
 import torch
 
 from zero.checkpoint.files import FileSum, corruption_message, underlying_os_error
-from zero.state import CheckpointError
+from zero.state import CheckpointError, leaves
 
 FORMAT = 1  # version of the keys that are added to nanoGPT's six
 EXTRA_STATE = "_extra_state"  # same as in torch.nn.modules.module
@@ -113,7 +113,7 @@ def read(path: str) -> dict[str, Any]:
         raise CheckpointError(f"{path} is no checkpoint of a model in training: wrong or missing in it: {', '.join(wrong)}")
     if held.get("format", FORMAT) != FORMAT:
         raise CheckpointError(f"{path} has format {held['format']}, this program reads {FORMAT}; use the one that wrote it")
-    if "shards" not in held and any(tensor.is_meta for _, tensor in tensors_in(held)):
+    if "shards" not in held and any(tensor.is_meta for tensor in tensors_in(held).values()):
         raise CheckpointError(f"{path} does not say where its tensors are; it is no checkpoint of this program")
     return checkpoint
 
@@ -127,9 +127,9 @@ def write(checkpoint: dict[str, Any], path: str) -> None:
     """
     if odd := [name for name, value in checkpoint["model"].items() if not _is_plain(value)]:
         raise ValueError(f"{odd[0]} is more than tensors and plain values, so the checkpoint could not be read; change it")
-    tensors = list(tensors_in(checkpoint))
-    entries = {id(tensor): manifest_entry(tensor) for tensor in {id(tensor): tensor for _, tensor in tensors}.values()}
-    manifest = {name: entries[id(tensor)] for name, tensor in tensors}
+    tensors = tensors_in(checkpoint)
+    entries = {id(tensor): manifest_entry(tensor) for tensor in {id(tensor): tensor for tensor in tensors.values()}.values()}
+    manifest = {name: entries[id(tensor)] for name, tensor in tensors.items()}
     with open(path, "wb") as file:
         try:
             torch.save({**checkpoint, "format": FORMAT, "manifest": manifest}, file)
@@ -147,10 +147,6 @@ def manifest_entry(tensor: torch.Tensor) -> dict[str, Any]:
     return {"shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch."), "crc32": crc32}
 
 
-def tensors_in(value: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield every tensor in nested dicts and lists, with its name: the keys that lead to it, joined by dots."""
-    if isinstance(value, torch.Tensor):
-        yield name, value
-    elif isinstance(value, dict | list | tuple):
-        for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from tensors_in(inner, f"{name}.{key}" if name else str(key))
+def tensors_in(value: Any, name: str = "") -> dict[str, torch.Tensor]:
+    """Return every tensor in nested dicts and lists by its name: the keys that lead to it, joined by dots."""
+    return {name: leaf for name, leaf in leaves(value, name).items() if isinstance(leaf, torch.Tensor)}

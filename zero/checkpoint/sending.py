@@ -19,7 +19,7 @@ import torch.distributed as dist
 from zero.checkpoint.format import tensors_in
 from zero.checkpoint.store import chunk_reader, load, verify
 from zero.collectives import TAG, broadcast_object, cpu_group, gather_objects, is_rank_0
-from zero.state import MESSAGE_BYTES, CheckpointError, TensorChunk, Transfer, drain, enqueue
+from zero.state import MESSAGE_BYTES, CheckpointError, TensorChunk, Transfer, drain, enqueue, map_leaves
 
 _ReadChunks = Callable[[list[TensorChunk]], None]
 
@@ -96,14 +96,16 @@ def _outline(checkpoint: dict[str, Any]) -> dict[str, Any]:
     Tensors without dimensions, such as `step`, keep their values. The zeros share one element, so they take no memory.
     """
 
-    def without_elements(entries: dict[Any, Any], make: Callable[[torch.Tensor], torch.Tensor]) -> dict[Any, Any]:
-        return {key: make(held) if isinstance(held, torch.Tensor) and held.dim() else held for key, held in entries.items()}
+    def has_elements(held: Any) -> bool:
+        return isinstance(held, torch.Tensor) and held.dim() > 0
 
-    model = without_elements(checkpoint["model"], lambda weight: torch.zeros((), dtype=weight.dtype).expand(weight.shape))
-    state = {
-        number: without_elements(entries, lambda tensor: torch.empty_like(tensor, device="meta"))
-        for number, entries in checkpoint["optimizer"]["state"].items()
+    model = {
+        name: torch.zeros((), dtype=held.dtype).expand(held.shape) if has_elements(held) else held
+        for name, held in checkpoint["model"].items()
     }
+    state = map_leaves(
+        lambda _, held: torch.empty_like(held, device="meta") if has_elements(held) else held, checkpoint["optimizer"]["state"]
+    )
     return {**checkpoint, "model": model, "optimizer": {**checkpoint["optimizer"], "state": state}}
 
 
@@ -157,7 +159,7 @@ def _read(read_chunks: _ReadChunks | None, chunks: list[TensorChunk]) -> Checkpo
 
 def _copy(state: dict[int, dict[str, Any]], chunks: list[TensorChunk]) -> None:
     """Fill the elements of `chunks` from the optimizer state of a consolidated checkpoint."""
-    tensors = dict(tensors_in(state, "optimizer.state"))
+    tensors = tensors_in(state, "optimizer.state")
     for chunk in chunks:
         stop = chunk.start + chunk.elements.numel()
         chunk.elements.copy_(tensors[chunk.name].reshape(-1)[chunk.start : stop])

@@ -151,7 +151,7 @@ def load(path: str) -> dict[str, Any]:
     """
     checkpoint = format.read(path)
     if "shards" in checkpoint:
-        chunks.read_tensors(shards_folder(path, checkpoint), [("model", checkpoint["model"])])
+        checkpoint.update(chunks.read_tensors(shards_folder(path, checkpoint), {"model": checkpoint["model"]}))
     return checkpoint
 
 
@@ -183,16 +183,20 @@ def convert(source: str, target: str) -> str:
         raise CheckpointError(f"{target} {'exists' if os.path.exists(target) else 'does not end in .pt'}; give another name")
     verify(source)
     checkpoint = format.read(source)
-    tensors = [("model", checkpoint["model"])]
-    tensors += [(f"optimizer.state.{param}", entries) for param, entries in checkpoint["optimizer"]["state"].items()]
-    if "shards" in checkpoint:
-        chunks.read_tensors(shards_folder(source, checkpoint), tensors)
+    tensors = {"model": checkpoint["model"], "optimizer.state": checkpoint["optimizer"]["state"]}
+    taken: list[TensorChunk] = []
+    if is_sharded := "shards" in checkpoint:
+        tensors = chunks.read_tensors(shards_folder(source, checkpoint), tensors)
         del checkpoint["shards"]
+    else:
+        tensors, taken = chunks.take_tensors(tensors)
+    checkpoint["model"], checkpoint["optimizer"]["state"] = tensors.values()
+    if is_sharded:
         _commit_file(checkpoint, target)
         return "consolidated"
     name = new_shards_name(checkpoint)
     with remove_shards_on_error(target, name):
-        sums = chunks.write(chunks.take_tensors(tensors), os.path.join(os.path.dirname(target), name + ".tmp"), None)
+        sums = chunks.write(taken, os.path.join(os.path.dirname(target), name + ".tmp"), None)
         _commit_file({**checkpoint, "shards": shards_entry(name, sums)}, target)
     return "sharded"
 

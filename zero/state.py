@@ -45,6 +45,7 @@ _ENTRIES: dict[type, tuple[set[str], set[str]]] = {
     torch.optim.Rprop: ({"step", "prev", "step_size"}, set()),
     torch.optim.SGD: (set(), {"momentum_buffer"}),
 }
+_NUMBERS = {"step", "eta", "mu", "mu_product"}  # which of these are one number; the others have the parameter's shape
 
 
 class CheckpointError(ValueError):
@@ -304,7 +305,7 @@ def _outline(part: Partition, number: int, local: torch.Tensor, name: str, value
     entry = _entry(part, name, number)
     if not isinstance(value, torch.Tensor):
         raise CheckpointError(f"{entry} as {type(value).__name__}, which cannot be restored; use tensors and numbers")
-    if value.shape == local.shape:
+    if value.dim() and value.shape == local.shape:
         param = part.params[number]
         return shaped(torch.empty(param.numel(), dtype=value.dtype, device="meta"), param)
     if value.numel() == 1:
@@ -425,13 +426,25 @@ def _check_state(saved: dict[int, dict[str, Any]], part: Partition, in_chunks: b
         if entries and known and known not in of and (of or not _ENTRIES[known][0] <= entries.keys()):
             kept = f"{', '.join(entries)}{' of ' if of else ''}{' or '.join(cls.__name__ for cls in of)}"
             raise CheckpointError(f"the saved state is {kept}, not of {inner.__name__}; build the optimizer that was saved")
-        shape = part.params[number].shape
+        whole, shape = _is_whole(part, number), part.params[number].shape
         for name, value in leaves(entries).items():
-            if isinstance(value, torch.Tensor) and value.numel() != 1 and value.shape != shape:
-                factored = value.dim() == len(shape) and all(n in (1, m) for n, m in zip(value.shape, shape, strict=True))
-                if not _is_whole(part, number) or (known and not factored):  # a class outside of torch.optim may keep any shape
-                    shapes = f"shape {tuple(value.shape)}, the parameter {tuple(shape)}"
-                    raise CheckpointError(f"saved state {name!r} of parameter {number} has {shapes}")
+            is_tensor = isinstance(value, torch.Tensor)
+            is_number = isinstance(value, int | float) or (is_tensor and value.numel() == 1)
+            has_shape = is_tensor and (value.shape == shape or (whole and _is_factor(value.shape, shape)))
+            if known is None or name not in set.union(*_ENTRIES[known]):
+                fits = not is_tensor or is_number or has_shape or whole
+            else:
+                fits = is_number if name in _NUMBERS else has_shape or (value is None and known is torch.optim.SGD)
+            if not fits:
+                found = f"shape {tuple(value.shape)}" if is_tensor else f"type {type(value).__name__}"
+                raise CheckpointError(
+                    f"saved state {name!r} of parameter {number} has {found}, the parameter shape {tuple(shape)}"
+                )
+
+
+def _is_factor(shape: torch.Size, whole: torch.Size) -> bool:
+    """Return whether this is the shape of the rows or of the columns of a whole parameter."""
+    return len(shape) == len(whole) and all(n in (1, m) for n, m in zip(shape, whole, strict=True))
 
 
 def _local_states(saved: dict[int, dict[str, Any]], part: Partition) -> tuple[dict[int, dict[str, Any]], list[TensorChunk]]:

@@ -26,17 +26,18 @@ Memory of the model of PyTorch's tutorial on ZeroRedundancyOptimizer:
 The tables are printed. The folder results/<name>/ receives them as memory_profile.txt, speed_comparison.csv,
 checkpoints.csv, telemetry.csv and results.json, and as pictures if altair and vl-convert-python are installed.
 
-On a noisy machine, compare only measurements that were taken close together. For this reason the modes take turns when the
-time is measured. The column to read is "ratio": the time of a mode is divided by the time of the first mode in the same
-round, and the ratio is the median over all rounds.
+On a noisy machine, compare only measurements that were taken close together. For this reason the modes take turns when
+the time is measured. The column to read is "ratio": the time of a mode is divided by the time of the first mode in the
+same round, and the ratio is the median over all rounds.
 
-Modes: adamw, torch, sharded, shard_gradients, bfloat16 (as in plan.py); simple: all-reduce, update of the own part, then an
-all-gather without overlap; hybrid: sharded, where zero_shard_size ranks share the state; fsdp2: PyTorch's fully_shard.
+Modes: adamw, torch, sharded, shard_gradients, bfloat16 (as in plan.py); simple: all-reduce, update of the own part,
+then an all-gather without overlap; hybrid: sharded, where zero_shard_size ranks share the state; fsdp2: PyTorch's
+fully_shard.
 
-Points of a step: after init: the model exists. after wrapping: data parallelism is set up. accumulating: between micro-steps.
-before step, after step: around the update. saving: a checkpoint is gathered. peak: the most within a step. Parts: rest is
-everything else, for example temporary tensors of backward, and with fsdp2 the gradients that accumulate; resident peak is what
-the system has given to the process, in the first mode with the libraries.
+Points of a step: after init: the model exists. after wrapping: data parallelism is set up. accumulating: between
+micro-steps. before step, after step: around the update. saving: a checkpoint is gathered. peak: the most within a step.
+Parts: rest is everything else, for example temporary tensors of backward, and with fsdp2 the gradients that accumulate;
+resident peak is what the system has given to the process, in the first mode with the libraries.
 """
 
 import datetime
@@ -62,26 +63,26 @@ from distributed import exit_on_wrong_input, exit_with_error, finish, is_rank_0,
 from model import GPT2_SIZES, GPTConfig
 
 # -----------------------------------------------------------------------------
-what: Literal["memory", "time", "checkpoint", "telemetry", "all"] = "all"
+what: Literal["memory", "time", "checkpoint", "telemetry", "all"] = "all"  # telemetry: what the metrics cost
 modes = ""  # names from benchmarks.contenders.MODES; empty: a choice for each measure; others are compared to the first one
 model = ""  # 'gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl', or 'cookbook'; empty: the sizes below
 name = "auto"  # results/<name>/ receives the results; auto: from model, ranks and device; empty: write nothing
 simulate_world_size = ""  # numbers of ranks, for example 8,64,1024: measure the memory of rank 0 in one process
 rounds: PositiveInt = 5  # turns of each mode; one more turn comes first and is not counted
-steps_per_turn: PositiveInt = 3
+steps_per_turn: PositiveInt = 3  # one micro-step and one update each
 batch_size: PositiveInt = 1  # sequences per rank and micro-step
 block_size = "1024"  # tokens per sequence; several values, as 128,256,512, only for the time
 n_layer = 12
 n_head = 12
 n_embd = 768
 vocab_size = 50304
-bias = False
-activation_checkpointing = False
-grad_clip: NonNegativeFloat = 1.0
-zero_bucket_mb: PositiveFloat = 75.0
-zero_shard_size: NonNegativeInt = 0  # of the mode hybrid; 0: the ranks of one machine
-device = "auto"
-dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+bias = False  # use biases in LayerNorm and Linear layers
+activation_checkpointing = False  # as in train.py
+grad_clip: NonNegativeFloat = 1.0  # maximum gradient norm; 0.0 disables clipping
+zero_bucket_mb: PositiveFloat = 75.0  # megabytes per bucket of sharded
+zero_shard_size: NonNegativeInt = 0  # of the mode hybrid: ranks that share the state; 0: those of one machine
+device = "auto"  # 'cpu', 'cuda'; auto: cuda if available, otherwise cpu
+dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of the computation; auto: best on GPU, float32 on CPU
 seed: NonNegativeInt = 1337
 config = configure(globals())
 # -----------------------------------------------------------------------------

@@ -10,8 +10,11 @@ calls
 once, below its defaults. A setting is a module-level int, float, bool or str with a lowercase name and no leading underscore.
 The type of a setting is the type of its default. An annotation declares further limits, as a range or as choices:
 
-    batch_size: PositiveInt = 12
+    batch_size: PositiveInt = 12  # sequences per micro-step
     zero1_impl: Literal["sharded", "torch"] = "sharded"
+
+`--help` shows the default, the comment and the limits of each setting. A comment stands at the end of the line, or in lines of
+its own above. A line of at most three plain words, such as "# learning rate", is a heading instead.
 """
 
 import ast
@@ -20,15 +23,21 @@ import inspect
 import itertools
 import math
 import os
+import re
 import runpy
 import sys
+import textwrap
+import tokenize
 import types
 from collections.abc import Callable
-from typing import Annotated, Any, Literal, NamedTuple, NoReturn, get_args, get_origin
+from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
 
 from distributed import exit_with_error, launched
 
 _LARGEST = 2**63 - 1  # largest integer that PyTorch, NumPy and a checkpoint can hold
+_HEADING = re.compile(r"[\w-]+( [\w-]+){0,2}")
+_HELP_WIDTH = 120
+_HELP_INTRODUCTION = "Settings with their defaults. --key=value sets one, a file of lines such as batch_size = 8 sets several:"
 
 
 class Rule(NamedTuple):
@@ -68,7 +77,9 @@ def configure(settings: dict[str, Any], argv: list[str] | None = None) -> dict[s
             key, text = argument[2:].split("=", 1)
             config[key] = _checked(key, _parsed(text, defaults.get(key)), defaults, _shortened(argument))
         elif argument in ("-h", "--help"):
-            _help(settings.get("__doc__"), defaults)
+            if rank == 0:
+                print(_help(settings, defaults))
+            sys.exit(0)
         elif argument.startswith("-"):
             exit_with_error(f"{argument} is not of the form --key=value; for example, write --batch_size=32")
         else:
@@ -84,25 +95,36 @@ def configure(settings: dict[str, Any], argv: list[str] | None = None) -> dict[s
     return config
 
 
-def settings_of(path: str, **names: Any) -> dict[str, Any]:
-    """Returns the default settings of another script, with their annotations, without running the script.
+def settings_of(*paths: str, **names: Any) -> dict[str, Any]:
+    """Returns the default settings of other scripts, with their annotations, without running the scripts.
 
     Args:
-        path: the script. Its settings are the assignments above its call of `configure`.
+        paths: the scripts. The settings of a script are the assignments above its call of `configure`.
         **names: modules that the defaults use.
     """
-    with open(path) as file:
-        statements = ast.parse(file.read()).body
-    above = itertools.takewhile(lambda statement: "configure" not in _called(statement), statements)
-    assignments: list[ast.stmt] = [statement for statement in above if isinstance(statement, ast.Assign | ast.AnnAssign)]
     settings = {**globals(), **names}
-    exec(compile(ast.Module(assignments, []), path, "exec"), settings)
-    defaults = {key: value for key, value in settings.items() if _is_setting(key, value)}
     kinds = {}
-    for statement in assignments:  # `exec` leaves no annotations in `settings` since Python 3.14
-        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
-            kinds[statement.target.id] = eval(compile(ast.Expression(statement.annotation), path, "eval"), settings)
-    return {**defaults, "__annotations__": kinds}
+    for path in paths:
+        assignments = _assignments(path)
+        exec(compile(ast.Module([*assignments.values()], []), path, "exec"), settings)
+        for name, statement in assignments.items():  # `exec` leaves no annotations in `settings` since Python 3.14
+            if isinstance(statement, ast.AnnAssign):
+                kinds[name] = eval(compile(ast.Expression(statement.annotation), path, "eval"), settings)
+    defaults = {key: value for key, value in settings.items() if _is_setting(key, value)}
+    return {**defaults, "__annotations__": kinds, "__files__": paths}
+
+
+def _assignments(path: str) -> dict[str, ast.stmt]:
+    """Returns the assignments to lowercase names above the call of `configure` in a script, by name."""
+    with tokenize.open(path) as file:
+        statements = ast.parse(file.read()).body
+    assignments: dict[str, ast.stmt] = {}
+    for statement in itertools.takewhile(lambda statement: "configure" not in _called(statement), statements):
+        if isinstance(statement, ast.Assign | ast.AnnAssign):
+            target = statement.target if isinstance(statement, ast.AnnAssign) else statement.targets[0]
+            if isinstance(target, ast.Name) and target.id.islower():
+                assignments[target.id] = statement
+    return assignments
 
 
 def _called(statement: ast.stmt) -> set[str]:
@@ -193,12 +215,49 @@ def _shortened(text: str) -> str:
     return text if len(text) <= 60 else f"{text[:60]}..."
 
 
-def _help(text: str | None, defaults: dict[str, Any]) -> NoReturn:
-    """Print the docstring of the script and every setting with its default, then end the process."""
-    print(text or "")
-    for key, value in defaults.items():
-        print(f"  --{key}={value!r}")
-    sys.exit(0)
+def _help(settings: dict[str, Any], defaults: dict[str, Any]) -> str:
+    """Returns the docstring of a script, and every setting with its default, its comment and its limits."""
+    files = settings.get("__files__", [settings["__file__"]] if "__file__" in settings else [])
+    notes = {key: note for file in files for key, note in _notes(file).items()}
+    kinds = _declared(settings)
+    assigned = {key: f"  --{key}={value!r}" for key, value in defaults.items()}
+    width = max(map(len, assigned.values())) + 2
+    lines = [settings.get("__doc__") or "", _HELP_INTRODUCTION]
+    for key, start in assigned.items():
+        heading, comments = notes.get(key, ("", []))
+        lines += ["", heading] if heading else []
+        lines += textwrap.wrap(
+            "; ".join([*comments, *_limits(kinds.get(key))]),
+            _HELP_WIDTH,
+            initial_indent=start.ljust(width),
+            subsequent_indent=width * " ",
+            break_on_hyphens=False,
+        ) or [start]
+    return "\n".join(lines)
+
+
+def _limits(kind: Any) -> list[str]:
+    choices = [f"one of {', '.join(map(str, get_args(kind)))}"] if get_origin(kind) is Literal else []
+    return choices + [rule.text for rule in getattr(kind, "__metadata__", ())]
+
+
+def _notes(path: str) -> dict[str, tuple[str, list[str]]]:
+    """Returns the heading above each setting of a script, or "", and the comments on the setting."""
+    own_line, at_end = dict[int, str](), dict[int, str]()  # comments by line number
+    with tokenize.open(path) as file:
+        for token in tokenize.generate_tokens(file.readline):
+            if token.type == tokenize.COMMENT:
+                (at_end if token.start[1] else own_line)[token.start[0]] = token.string.strip("#- ")
+    notes = {}
+    for name, statement in _assignments(path).items():
+        above = itertools.takewhile(own_line.__contains__, itertools.count(statement.lineno - 1, -1))
+        heading, lines = "", list[str]()
+        for line in reversed([*above]):
+            is_heading = _HEADING.fullmatch(own_line[line])
+            heading, lines = (own_line[line], []) if is_heading else (heading, [*lines, own_line[line]])
+        beside = [at_end[line] for line in range(statement.lineno, (statement.end_lineno or 0) + 1) if line in at_end]
+        notes[name] = heading, [comment for comment in (*beside, " ".join(lines).strip()) if comment]
+    return notes
 
 
 def _article(kind: type) -> str:

@@ -1,4 +1,4 @@
-"""Plan a run before you rent its GPUs: memory per rank, largest batch and bytes to send, for each way to hold the state.
+"""Plan a run before you rent its GPUs: memory per rank, largest batch, bytes to send, for each way to hold the state.
 
 GPT-2 XL on 1 to 1024 GPUs with 80 GB. This needs no GPU and starts no processes:
     $ python plan.py config/train_gpt2_xl.py --world_size=1,2,4,8,64,1024 --gpu_memory_gb=80
@@ -10,17 +10,11 @@ The table as a file and as a picture, and the owners of one parameter:
     $ python plan.py config/train_gpt2_xl.py --json=plan.json --plot=plan.png
     $ python plan.py config/train_gpt2_xl.py --world_size=8 --explain=transformer.wte.weight
 
-Every setting of train.py is a setting of plan.py, with the same default. These are added:
-    world_size      numbers of ranks, separated by commas
-    gpu_memory_gb   memory that PyTorch may use on each GPU, in 10^9 bytes; CUDA itself takes about 1 GB in addition
-    bandwidth_gbit  what a rank can send per second, to estimate the time of communication that overlaps with nothing
-    explain         name of a parameter
-    json            path of a JSON file that also receives the table, in bytes
-    plot            path of a picture: .png, .svg or .html (interactive)
+Every setting of train.py is a setting of plan.py, with the same default.
 
 Modes: `adamw` is use_zero1=False, `torch` is zero1_impl=torch, `sharded` is the default. `shard_gradients`, `bfloat16`
-(param_dtype=bfloat16) and `checkpointing` (activation_checkpointing=True) are added to `sharded`, and `all` adds the three
-together. With activation_checkpointing=True, all rows have it. The row that the settings choose is marked with *.
+(param_dtype=bfloat16) and `checkpointing` (activation_checkpointing=True) are added to `sharded`, and `all` adds the
+three together. With activation_checkpointing=True, all rows have it. The row that the settings choose is marked with *.
 """
 
 import difflib
@@ -44,14 +38,15 @@ from zero.flags import Flags
 from zero.layout import ParameterSpec, Plan
 from zero.prediction import Activations
 
-OWN_SETTINGS = {
-    "world_size": "1,2,4,8,64,1024",
-    "gpu_memory_gb": 80.0,
-    "bandwidth_gbit": 100.0,
-    "explain": "",
-    "json": "",
-    "plot": "",
-}
+# plan
+world_size = "1,2,4,8,64,1024"  # numbers of ranks, separated by commas
+# memory that PyTorch may use on each GPU, in 10^9 bytes; CUDA itself takes about 1 GB in addition
+gpu_memory_gb: PositiveFloat = 80.0
+bandwidth_gbit: PositiveFloat = 100.0  # what a rank can send per second, to estimate communication that overlaps with nothing
+explain = ""  # name of a parameter: print which rank owns which part of it, instead of the table
+json = ""  # path of a JSON file that also receives the table, in bytes
+plot = ""  # path of a picture: .png, .svg or .html (interactive)
+
 BATCHES = [4**power for power in range(7)]  # activations are predicted for these batch sizes, and interpolated between them
 COLUMNS = {  # heading of each column, and its text in a row
     "ranks": "{world_size}",
@@ -247,7 +242,7 @@ class Planner:
         return low[0] + bisect_left(range(low[0] + 1, high[0] + 1), True, key=does_not_fit)
 
 
-def explain(name: str, planner: Planner, world_size: int) -> None:
+def print_owners(name: str, planner: Planner, world_size: int) -> None:
     """Print which rank owns which elements of a parameter."""
     names = [spec.name for spec in planner.specs]
     if name == "lm_head.weight":
@@ -330,16 +325,14 @@ def check_outputs(settings: dict[str, Any]) -> None:
 
 def main() -> None:
     train = os.path.join(os.path.dirname(os.path.abspath(__file__)), "train.py")
-    settings = {**settings_of(train, torch=torch), **OWN_SETTINGS, "__doc__": __doc__}
-    settings["__annotations__"] |= {"gpu_memory_gb": PositiveFloat, "bandwidth_gbit": PositiveFloat}
-    settings = configure(settings)
+    settings = configure({**settings_of(__file__, train, torch=torch), "__doc__": __doc__})
     with exit_on_wrong_input():
         check_outputs(settings)
         sizes = world_sizes(settings["world_size"])
         planner = Planner(settings, model_config(settings))
         if settings["explain"]:
             for size in sizes:
-                explain(settings["explain"], planner, size)
+                print_owners(settings["explain"], planner, size)
             return
         rows = print_plan(planner, sizes)
         if settings["json"]:

@@ -20,13 +20,13 @@ from zero import checkpoint as ckpt
 
 # -----------------------------------------------------------------------------
 init_from = "resume"  # 'resume': the checkpoint in out_dir; 'gpt2', ..., 'gpt2-xl', or a folder that holds a GPT-2
-out_dir = "out"
+out_dir = "out"  # folder of the run
 start = "\n"  # the prompt, or FILE:path to read the prompt from a file
-num_samples = 10
+num_samples = 10  # number of texts
 max_new_tokens = 500  # number of tokens to generate per sample
 temperature: PositiveFloat = 0.8  # 1.0: probabilities of the model; lower values: less random text
 top_k: PositiveInt = 200  # sample from the k most likely tokens only
-seed = 1337
+seed = 1337  # another seed gives other texts
 device = "auto"  # 'cpu', 'cuda', 'cuda:1', 'mps'; auto: cuda if available, otherwise cpu
 dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: best on GPU, float32 on CPU
 compile = False  # compile the model block by block with torch.compile

@@ -174,8 +174,7 @@ def defaults_of(script):
     """The settings of a script and their defaults, as --help lists them."""
     shown = run(script, "--help")
     assert shown.returncode == 0, shown.stderr
-    settings = [line.strip().removeprefix("--").split("=", 1) for line in shown.stdout.splitlines() if line.startswith("  --")]
-    return {key: literal_eval(value) for key, value in settings}
+    return {key: literal_eval(value) for key, value in re.findall(r"^  --(\w+)=(.+?)(?:  .*)?$", shown.stdout, re.MULTILINE)}
 
 
 def torch_load(folder, name="ckpt.pt"):

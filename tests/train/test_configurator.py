@@ -2,12 +2,13 @@
 
 import glob
 import os
+import re
 from typing import Literal
 
 import pytest
 import torch
 from conftest import ROOT
-from scripts import defaults_of
+from scripts import defaults_of, run
 
 from configurator import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, UnitInterval, configure, settings_of
 
@@ -96,7 +97,72 @@ def test_help_lists_all_settings(capsys):
     with pytest.raises(SystemExit) as caught:
         settings("--help")
     assert caught.value.code == 0
-    assert capsys.readouterr().out.split() == ["--batch_size=12", "--learning_rate=0.0006", "--compile=True", "--out_dir='out'"]
+    listed = [line.strip() for line in capsys.readouterr().out.splitlines() if line.startswith("  --")]
+    assert listed == ["--batch_size=12", "--learning_rate=0.0006", "--compile=True", "--out_dir='out'"]
+
+
+SCRIPT = (
+    '''"""What it does."""
+from typing import Literal
+from configurator import PositiveInt, configure
+# -----
+# this comment belongs to no setting, because a heading comes next
+# AdamW
+rate = 0.5  # per step; # is no end
+steps: PositiveInt = 3
+# longer than a heading: it goes to the setting below,
+# in two lines, then.
+names = (
+    "a # b"  # at the end
+)
+# data
+kind: Literal["one", "two"] = "one"  # '''
+    + " ".join(["word"] * 30)
+    + """
+# learning rate
+configure(globals())
+rate = 1  # after the settings
+"""
+)
+HELP = f"""What it does.
+INTRODUCTION
+
+AdamW
+  --rate=0.5       per step; # is no end
+  --steps=3        must be at least 1
+  --names='a # b'  at the end; longer than a heading: it goes to the setting below, in two lines, then.
+
+data
+  --kind='one'     {" ".join(["word"] * 20)}
+                   {" ".join(["word"] * 10)}; one of one, two
+"""
+
+
+def test_help_shows_what_stands_beside_the_settings(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    shown = run(str(script), "--help")
+    assert shown.returncode == 0, shown.stderr
+    lines = shown.stdout.splitlines()
+    assert "--key=value" in lines[1]
+    assert [lines[0], "INTRODUCTION", *lines[2:]] == HELP.splitlines()
+
+
+EXPLAINED = {
+    "train.py": r"--batch_size=12 +sequences per micro-step; must be at least 1\n",
+    "sample.py": r"--dtype='auto' +auto: best on GPU, float32 on CPU; one of auto, float32, bfloat16, float16\n",
+    "bench.py": r"--rounds=5 +turns of each mode; one more turn comes first and is not counted; must be at least 1\n",
+    "plan.py": r"--world_size='1,2,4,8,64,1024' +numbers of ranks, separated by commas\n",
+    "dashboard.py": r"--png DIR +write pictures into a folder\n",
+}
+
+
+@pytest.mark.parametrize("script", EXPLAINED)
+def test_help_of_every_script_explains_the_settings_in_120_columns(script):
+    shown = run(script, "--help")
+    assert (shown.returncode, shown.stderr) == (0, "")
+    assert re.search(EXPLAINED[script], shown.stdout)
+    assert max(map(len, shown.stdout.splitlines())) <= 120
 
 
 def test_files_and_arguments_apply_in_order(tmp_path):
@@ -241,6 +307,7 @@ def test_a_nanogpt_config_file_works_unchanged(train_defaults, tmp_path):
 def test_settings_of_a_script_are_those_that_its_help_lists(train_defaults):
     settings = settings_of(os.path.join(ROOT, "train.py"), torch=torch)
     kinds = settings.pop("__annotations__")
+    del settings["__files__"]
     assert settings == train_defaults
     assert list(settings) == list(train_defaults)
     assert kinds["batch_size"] is PositiveInt
@@ -259,7 +326,8 @@ def test_settings_of_a_script_keep_their_limits_and_the_script_is_not_run(tmp_pa
         "rank = 0\n"
     )
     settings = settings_of(str(script), os=os)
-    assert settings == {"batch_size": 12, "parallel": False, "__annotations__": {"batch_size": PositiveInt}}
+    kinds = {"batch_size": PositiveInt}
+    assert settings == {"batch_size": 12, "parallel": False, "__annotations__": kinds, "__files__": (str(script),)}
     with pytest.raises(SystemExit):
         configure(settings, ["--batch_size=0"])
     assert capsys.readouterr().err == "error: batch_size=0 must be at least 1\n"

@@ -1,13 +1,15 @@
 """zero/checkpoint/__main__.py: the commands `inspect` and `convert`, and their exit codes."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
 
+import pytest
 import torch
 from conftest import ROOT
-from contents import CHECKPOINT, numbered, save_alone
+from contents import CHECKPOINT, assert_same_contents, numbered, save_alone
 
 from zero import checkpoint as ckpt
 from zero.checkpoint.__main__ import main
@@ -20,28 +22,83 @@ def test_inspect(tmp_path, capsys):
         cwd=ROOT, capture_output=True, text=True, timeout=60,
     )  # fmt: skip
     assert shown.returncode == 0, shown.stderr
-    for part in ("iteration 5", "model.weight (3000,) float32", "optimizer.state.0.exp_avg (3000,)", "all checksums hold"):
-        assert part in shown.stdout
-    assert "MB, consolidated, format 1" in shown.stdout
+    lines = shown.stdout.splitlines()
+    assert lines[0] == f"{tmp_path / 'ckpt.pt'}: all checksums hold"
+    assert "MB, consolidated, format 1; 4 tensors, 0.0M numbers" in lines[1]
+    assert "iteration 5" in lines[2]
+    assert "float32" not in shown.stdout
 
-    def inspect(name):
-        code = main(["inspect", str(tmp_path / name)])
+    def inspect(name, *options):
+        code = main(["inspect", str(tmp_path / name), *options])
         return code, *capsys.readouterr()
 
+    _, listed, _ = inspect("ckpt.pt", "--tensors")
+    assert listed.startswith(shown.stdout)
+    assert "  model.weight (3000,) float32\n" in listed
+    assert "  optimizer.state.0.exp_avg (3000,)" in listed
     torch.save(CHECKPOINT, tmp_path / "nanogpt.pt")
     assert "written by nanoGPT" in inspect("nanogpt.pt")[1]
     wrong = ckpt.load(tmp_path / "ckpt.pt")
     wrong["model"]["weight"] = wrong["model"]["weight"] + 1  # a sound archive of other numbers
     torch.save(wrong, tmp_path / "other.pt")
-    code, output, _ = inspect("other.pt")
+    code, output, _ = inspect("other.pt", "--tensors")
     assert code == 1
-    assert "model.weight (3000,) float32 WRONG CHECKSUM" in output
+    assert output.startswith(f"{tmp_path / 'other.pt'}: WRONG: ['model.weight']\n")
+    assert "  model.weight (3000,) float32 WRONG CHECKSUM\n" in output
     (tmp_path / "torn.pt").write_bytes((tmp_path / "ckpt.pt").read_bytes()[:-1000])
     for name, reason in (("torn.pt", "is damaged"), ("nowhere.pt", "there is no checkpoint"), ("", "is a folder")):
         code, _, errors = inspect(name)
         assert (code, errors.count("\n")) == (2, 1)
         assert reason in errors
-    assert main([]) == 2
+
+
+@pytest.mark.parametrize(
+    ("line", "part"),
+    [
+        ("--help", "inspect | convert"),
+        ("inspect --help", "--tensors   also list name, shape and dtype of every tensor"),
+        ("convert --help", "--to {consolidated,sharded}"),
+    ],
+)
+def test_help_is_no_error(line, part, capsys):
+    with pytest.raises(SystemExit) as end:
+        main(line.split())
+    assert end.value.code == 0
+    output, errors = capsys.readouterr()
+    assert part in output
+    assert max(map(len, output.splitlines())) <= 120
+    assert not errors
+
+
+@pytest.mark.parametrize("line", ["", "inspect", "convert ckpt.pt", "convert ckpt.pt other.pt --to=torch", "--inspect ckpt.pt"])
+def test_wrong_arguments_are_one_line(line, capsys):
+    with pytest.raises(SystemExit) as end:
+        main(line.split())
+    assert end.value.code == 2
+    assert re.fullmatch(r"error: .*; see python -m zero.checkpoint.* --help\n", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("source", ckpt.FORMATS)
+def test_a_file_is_converted_to_the_format_that_is_named(source, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    save_alone(tmp_path, 1)
+    if source == "consolidated":
+        ckpt.convert("ckpt.pt", "whole.pt")
+        os.rename("whole.pt", "ckpt.pt")
+    expected = whole("ckpt.pt")
+    other = ckpt.FORMATS[source == "consolidated"]
+    for name, to in (("consolidated", ["--to=consolidated"]), ("sharded", ["--to", "sharded"]), (other, [])):
+        assert main(["convert", "ckpt.pt", f"{name}{len(to)}.pt", *to]) == 0
+        assert capsys.readouterr().out == f"{name}{len(to)}.pt: {name}\n"
+        converted = ckpt.load(f"{name}{len(to)}.pt")
+        assert ("shards" in converted) == (name == "sharded")
+        assert_same_contents(whole(f"{name}{len(to)}.pt"), expected)
+
+
+def whole(path):
+    """The contents of a checkpoint, with the tensors of its shards."""
+    ckpt.convert(path, f"{path}-whole.pt", "consolidated")
+    return ckpt.load(f"{path}-whole.pt")
 
 
 def test_sharded_checkpoints(tmp_path, monkeypatch, capsys):

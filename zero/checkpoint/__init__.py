@@ -1,10 +1,10 @@
 """Checkpoints with the state of all ranks. The file is always complete: either the new checkpoint or the previous one.
 
     $ python -m zero.checkpoint inspect out/ckpt.pt
-    $ python -m zero.checkpoint convert out/ckpt.pt other/ckpt.pt
+    $ python -m zero.checkpoint convert out/ckpt.pt other/ckpt.pt --to=consolidated
 
-The first command prints the content of a file and whether its checksums are correct. The second command converts a sharded
-checkpoint to a consolidated one, or the reverse.
+The first command prints whether the checksums of a file are correct, and its content. The second command writes it in the
+other format, or in the format that `--to` names.
 
 A folder of checkpoints contains
 

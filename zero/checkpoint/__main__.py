@@ -1,8 +1,10 @@
 """The commands `inspect` and `convert`."""
 
+import argparse
 import os
 import signal
 import sys
+from typing import NoReturn
 
 from zero.checkpoint import format
 from zero.checkpoint.format import FORMAT, KEYS, manifest_entry, tensors_in
@@ -10,13 +12,18 @@ from zero.checkpoint.store import FORMATS, convert, shards_folder, verify
 from zero.state import CheckpointError
 
 
-def _inspect(path: str) -> bool:
-    """Print the content of a file. Returns whether its checksums are correct."""
+def _inspect(path: str, show_tensors: bool) -> bool:
+    """Print whether the checksums of a file are correct, then its content. Returns whether they are."""
     verify(path)
     checkpoint = format.read(path)
     manifest, tensors = checkpoint.get("manifest", {}), tensors_in(checkpoint)
+    wrong = {name for name in tensors.keys() & manifest.keys() if manifest[name] != manifest_entry(tensors[name])}
+    different = sorted(wrong | (manifest.keys() ^ tensors.keys() if manifest else set()))
+    sound = "all checksums hold" if manifest else "it has only the checksums of the archive, which hold"
+    elements = sum(tensor.numel() for tensor in tensors.values())
     kind = f"{FORMATS['shards' in checkpoint]}, format {FORMAT}" if manifest else "written by nanoGPT"
-    print(f"{path}: {os.path.getsize(path) / 1e6:.1f} MB, {kind}")
+    print(f"{path}: {f'WRONG: {different}' if different else sound}")
+    print(f"{os.path.getsize(path) / 1e6:.1f} MB, {kind}; {len(tensors)} tensors, {elements / 1e6:.1f}M numbers")
     print(f"iteration {checkpoint['iter_num']}, best validation loss {float(checkpoint['best_val_loss']):.4f}")
     print(f"model_args {checkpoint['model_args']}")
     for key in sorted(checkpoint.keys() - KEYS.keys() - {"manifest", "shards"}):
@@ -24,36 +31,44 @@ def _inspect(path: str) -> bool:
     if "shards" in checkpoint:
         sizes = [nbytes for nbytes, _ in checkpoint["shards"]["files"].values()]
         print(f"{len(sizes)} files with a checksum each, {sum(sizes) / 1e6:.1f} MB in {shards_folder(path, checkpoint)}")
-    wrong = sorted(manifest.keys() ^ tensors.keys()) if manifest else []
-    for name, tensor in tensors.items():
-        entry = manifest.get(name)
-        holds = entry is None or entry == manifest_entry(tensor)
-        if not holds:
-            wrong.append(name)
-        print(f"  {name} {tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}{'' if holds else ' WRONG CHECKSUM'}")
-    elements = sum(tensor.numel() for name, tensor in tensors.items())
-    sound = "all checksums hold" if manifest else "it has only the checksums of the archive, which hold"
-    print(f"{len(tensors)} tensors, {elements / 1e6:.1f}M numbers; {sound if not wrong else f'wrong: {wrong}'}")
-    return not wrong
+    for name, tensor in tensors.items() if show_tensors else ():
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        print(f"  {name} {tuple(tensor.shape)} {dtype}{' WRONG CHECKSUM' if name in wrong else ''}")
+    return not different
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"error: {message}; see {self.prog} --help\n")
 
 
 def main(arguments: list[str]) -> int:
-    """Run the command `inspect` or `convert`. Returns the exit code."""
+    """Run the command `inspect` or `convert`. Returns the exit code; --help and wrong arguments end the process."""
+    parser = _Parser("python -m zero.checkpoint", description="Look at a checkpoint, or change its format.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="inspect | convert")
+    about = "say whether the checksums of a checkpoint hold, and what it contains; exit code 1 if one does not"
+    command = commands.add_parser("inspect", help=about, description=about)
+    command.add_argument("file", metavar="FILE", help="a checkpoint, such as out/ckpt.pt")
+    command.add_argument("--tensors", action="store_true", help="also list name, shape and dtype of every tensor")
+    about = "write a checkpoint to a new file, in one file (consolidated) or with a folder of shards (sharded)"
+    command = commands.add_parser("convert", help=about, description=about)
+    command.add_argument("file", metavar="FILE", help="a checkpoint, such as out/ckpt.pt; it stays as it is")
+    command.add_argument("new_file", metavar="NEW_FILE", help="a name that ends in .pt and does not exist")
+    formats = "the new format, as for checkpoint_format of train.py; by default the one that FILE does not have"
+    command.add_argument("--to", choices=FORMATS, help=formats)
+    args = parser.parse_args(arguments)
     try:
-        match arguments:
-            case ["inspect", path]:
-                return 0 if _inspect(path) else 1
-            case ["convert", source, target]:
-                print(f"{target}: {convert(source, target)}")
-                return 0
-            case _:
-                raise CheckpointError("usage: python -m zero.checkpoint inspect FILE, or convert FILE NEW_FILE")
+        if args.command == "inspect":
+            return 0 if _inspect(args.file, args.tensors) else 1
+        print(f"{args.new_file}: {convert(args.file, args.new_file, args.to)}")
+        return 0
     except CheckpointError as error:
         sys.stderr.write(f"error: {error}\n")
     except OSError as error:
-        sys.stderr.write(
-            f"error: cannot write {arguments[-1]}: {error.strerror or error}; choose a folder that can be written to\n"
-        )
+        where = vars(args).get("new_file", "the output")
+        sys.stderr.write(f"error: cannot write {where}: {error.strerror or error}; choose a folder that can be written to\n")
     return 2
 
 

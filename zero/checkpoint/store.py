@@ -167,10 +167,13 @@ def chunk_reader(path: str, checkpoint: dict[str, Any]) -> Callable[[list[Tensor
     return partial(chunks.read, shards_folder(path, checkpoint)) if "shards" in checkpoint else None
 
 
-def convert(source: str, target: str) -> str:
-    """Convert a consolidated checkpoint to a sharded one, or the reverse. Call it on one process only.
+def convert(source: str, target: str, to: str | None = None) -> str:
+    """Write a checkpoint to a new file in one of the two formats. Call it on one process only.
 
     A consolidated checkpoint is assembled in memory.
+
+    Args:
+        to: "consolidated" or "sharded". None: the format that the source does not have.
 
     Returns:
         The format of the new checkpoint.
@@ -184,21 +187,22 @@ def convert(source: str, target: str) -> str:
     verify(source)
     checkpoint = format.read(source)
     tensors = {"model": checkpoint["model"], "optimizer.state": checkpoint["optimizer"]["state"]}
+    to = to or FORMATS["shards" not in checkpoint]
     taken: list[TensorChunk] = []
-    if is_sharded := "shards" in checkpoint:
+    if "shards" in checkpoint:
         tensors = chunks.read_tensors(shards_folder(source, checkpoint), tensors)
         del checkpoint["shards"]
-    else:
+    if to == "sharded":
         tensors, taken = chunks.take_tensors(tensors)
     checkpoint["model"], checkpoint["optimizer"]["state"] = tensors.values()
-    if is_sharded:
+    if to == "consolidated":
         _commit_file(checkpoint, target)
-        return "consolidated"
+        return to
     name = new_shards_name(checkpoint)
     with remove_shards_on_error(target, name):
         sums = chunks.write(taken, os.path.join(os.path.dirname(target), name + ".tmp"), None)
         _commit_file({**checkpoint, "shards": shards_entry(name, sums)}, target)
-    return "sharded"
+    return to
 
 
 def new_shards_name(checkpoint: dict[str, Any]) -> str:

@@ -58,7 +58,7 @@ class Meter:
         self.max_iters, self.metric_interval = max_iters, metric_interval
         self.peak_flops = hardware.peak_flops(self.device, hardware.DTYPES[dtype])  # FLOP/s of this rank
         print0(f"mfu is relative to {self.peak_flops / 1e12:.3g} TFLOP/s per rank in {dtype}")
-        self.mfu = -1.0  # running mean; -1: not measured yet, as in nanoGPT
+        self._mfu: dict[str, float] = {}  # running mean in percent, as in nanoGPT; empty if not measured yet
         self._communication = CommunicationMeter(model, optimizer)
         self._phases = Stopwatch()
         self._iterations = 0  # number of iterations since construction
@@ -111,8 +111,8 @@ class Meter:
         end = time.perf_counter()
         seconds = (end - self._begin) / self._timed
         if self._iterations > self._WARM_UP:
-            mfu = self.flops_per_iter / seconds / self.peak_flops
-            self.mfu = mfu if self.mfu == -1.0 else 0.9 * self.mfu + 0.1 * mfu
+            mfu = self.flops_per_iter / seconds / self.peak_flops * 100
+            self._mfu = {"mfu": 0.9 * self._mfu.get("mfu", mfu) + 0.1 * mfu}
         elapsed_s = end - self._started
         before, now = self._before, self._totals()
         spent = {key: (total - before[key]) / self._timed for key, total in now.items()}  # per iteration
@@ -124,7 +124,7 @@ class Meter:
             "iter/grad_norm": grad_norm.item(),
             "iter/tokens": tokens,
             "lr": lr,
-            "mfu": self.mfu * 100,
+            **self._mfu,
             "throughput/tokens_per_second": self.tokens_per_iter / seconds,
             "throughput/tokens_per_second_per_rank": self.tokens_per_iter / seconds / launched().world_size,
             "throughput/tflops_per_rank": self.flops_per_iter / seconds / 1e12,
@@ -142,9 +142,10 @@ class Meter:
         if self._is_measured:
             computed_ms = forward_backward_ms + optimizer_ms + spent["memory"] - exposed_ms
             event |= self._over_ranks(loss.item(), computed_ms + (spent["data"] if self.device.type == "cpu" else 0))
+        percent = f"{event['mfu']:.2f}%" if self._mfu else "n/a"
         self.log.log(
             event,
-            f"iter {iteration}: loss {global_loss:.4f}, time {seconds * 1000:.2f}ms, mfu {self.mfu * 100:.2f}%, "
+            f"iter {iteration}: loss {global_loss:.4f}, time {seconds * 1000:.2f}ms, mfu {percent}, "
             f"{self.tokens_per_iter / seconds:,.0f} tok/s, peak memory {self.memory.meter.peak() / 1e9:.2f} GB",
         )
         self._begin, self._timed, self._before = end, 0, now  # the time of logging is part of the next iteration
@@ -163,7 +164,7 @@ class Meter:
             "iter": iteration,
             **{f"{split}/loss": loss for split, loss in losses.items()},
             "lr": lr,
-            "mfu": self.mfu * 100,
+            **self._mfu,
             "time/eval_s": seconds,
         }
         self.log.log(event, f"step {iteration}: train loss {losses['train']:.4f}, val loss {losses['val']:.4f}")

@@ -117,6 +117,14 @@ def test_figures_that_are_known(events, name):
     assert iterations(lines)[-1]["throughput/eta_hours"] == 0.0
 
 
+def test_mfu_begins_when_it_is_measured(events, runs):
+    for lines, _ in events.values():
+        assert [event["iter"] for event in iterations(lines) if "mfu" in event] == [5, 6], "five iterations warm up"
+        assert all(event["mfu"] > 0 for event in lines if "mfu" in event)
+    assert re.findall(r"^iter (\d+): .*, mfu n/a, ", runs["sharded"].printed, re.MULTILINE) == ["0", "1", "2", "3", "4"]
+    assert re.search(r"^iter 5: .*, mfu \d+\.\d\d%, ", runs["sharded"].printed, re.MULTILINE)
+
+
 def test_training_stands_still_for_the_whole_of_a_save(events):
     for lines, _ in events.values():
         (save,) = [event for event in lines if "checkpoint/blocked_s" in event]

@@ -6,11 +6,13 @@ One page for the browser, which needs no network:
 The same charts as pictures, one file per section:
     $ python dashboard.py out-adamw out-torch out-sharded --png=pictures
 
-While runs go on, draw again when their files change. The open page shows the new state by itself. Ctrl-C ends this:
+While runs go on, draw again when their files change. The open page shows the new state by itself. Ctrl-C ends this.
+A folder may not exist yet:
     $ python dashboard.py out-stdlib-char --html=runs.html --watch
 
-Save a workspace and a report in wandb that compare the runs of a project. Without a login, write them to a file:
-    $ python dashboard.py --wandb --project=owt
+Save a workspace and a report in wandb that compare the runs of a project. Without a login, write them to a file in
+the first OUT_DIR:
+    $ python dashboard.py --wandb out-stdlib-char
 
 Each OUT_DIR is the out_dir of a run of train.py, or a copy of its files metrics.jsonl and run.json.
 """
@@ -62,8 +64,6 @@ def _numbers(line: bytes) -> tuple[int, dict[str, float]]:
         iteration = int(numbers.pop("iter"))
     except (ValueError, AttributeError, KeyError, OverflowError):
         return 0, {}
-    if numbers.get("mfu", 0) < 0:  # not measured yet
-        del numbers["mfu"]
     return iteration, {key: value for key, value in numbers.items() if math.isfinite(value)}
 
 
@@ -109,8 +109,6 @@ def draw(out_dirs: list[str], html: str | None, png: str | None, reload_s: float
         png: folder of the pictures, or None.
         reload_s: seconds until an open page loads itself again. None: never.
     """
-    if reload_s is not None:  # a run may begin later
-        out_dirs = [out_dir for out_dir in out_dirs if os.path.exists(os.path.join(out_dir, "metrics.jsonl"))]
     runs = dict(zip(labels(out_dirs), map(read_metrics, out_dirs), strict=True))
     sections = run_charts.sections(runs)
     if html and sections:
@@ -121,6 +119,11 @@ def draw(out_dirs: list[str], html: str | None, png: str | None, reload_s: float
         for name, row in sections.items():
             charts.save(run_charts.picture(name, row), os.path.join(png, f"{name.lower()}.png"))
     return bool(sections)
+
+
+def begun(out_dirs: list[str]) -> list[str]:
+    """Returns the folders of the runs that have written metrics."""
+    return [out_dir for out_dir in out_dirs if os.path.exists(os.path.join(out_dir, "metrics.jsonl"))]
 
 
 def _project(out_dirs: list[str]) -> str:
@@ -160,7 +163,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("out_dirs", nargs="*", type=os.path.normpath, metavar="OUT_DIR", help="folder of a run")
     parser.add_argument("--html", metavar="FILE", help="write a page for the browser")
     parser.add_argument("--png", metavar="DIR", help="write pictures into a folder")
-    parser.add_argument("--wandb", action="store_true", help="save a workspace and a report in wandb")
+    parser.add_argument(
+        "--wandb", action="store_true", help="save a workspace and a report in wandb; without a login, in the first OUT_DIR"
+    )
     parser.add_argument("--project", help="project of wandb, by default that of the first OUT_DIR")
     parser.add_argument("--entity", help="user or team of wandb, by default that of the login")
     parser.add_argument("--watch", action="store_true", help="draw again when the files change, until Ctrl-C")
@@ -169,11 +174,12 @@ def arguments() -> argparse.Namespace:
 
 def check(args: argparse.Namespace) -> None:
     """Raise ValueError if the command line has nothing to draw or nowhere to write."""
-    if not args.out_dirs:
+    if not args.out_dirs and (args.html or args.png or not args.wandb):
         raise ValueError("no OUT_DIR is given; give the out_dir of at least one run of train.py")
-    if missing := [out_dir for out_dir in args.out_dirs if not os.path.isdir(out_dir)]:
-        raise ValueError(f"there is no folder {missing[0]}; give the out_dir of a run of train.py")
-    if not args.html and not args.png:
+    for out_dir in args.out_dirs:
+        if not os.path.isdir(out_dir) and (os.path.exists(out_dir) or not args.watch):
+            raise ValueError(f"there is no folder {out_dir}; give the out_dir of a run of train.py")
+    if not args.html and not args.png and not args.wandb:
         raise ValueError("nothing to write is given; add --html=FILE or --png=DIR")
     if args.html and (not args.html.endswith(".html") or os.path.isdir(args.html)):
         raise ValueError(f"html={args.html} must be the path of a file that ends with .html")
@@ -184,17 +190,24 @@ def check(args: argparse.Namespace) -> None:
 def main() -> None:
     args = arguments()
     with exit_on_wrong_input():
+        check(args)
         if args.wandb:
             project = args.project or _project(args.out_dirs)
-            print(*workspace.publish(project, args.entity, f"wandb-{project}.json"), sep="\n")
+            path = os.path.join(*args.out_dirs[:1], f"wandb-{project}.json")
+            print(*workspace.publish(project, args.entity, path), sep="\n")
             if not args.html and not args.png:
                 return
-        check(args)
+        out_dirs, no_figures = args.out_dirs, f"there are no figures yet in {', '.join(args.out_dirs)}"
         if args.watch:
-            print(f"watching {', '.join(args.out_dirs)}; Ctrl-C ends this", flush=True)
-            watch(args.out_dirs, lambda: draw(args.out_dirs, args.html, args.png, WATCH_S))
-        if not draw(args.out_dirs, args.html, args.png):  # the last page of a watch, which does not load itself again
-            raise ValueError(f"there are no figures yet in {', '.join(args.out_dirs)}; try again later, or add --watch")
+            missing = [out_dir for out_dir in out_dirs if not os.path.isdir(out_dir)]
+            waiting = f"waiting for {', '.join(missing)} to appear; " if missing else ""
+            print(f"watching {', '.join(out_dirs)}; {waiting}Ctrl-C ends this", flush=True)
+            watch(out_dirs, lambda: draw(begun(out_dirs), args.html, args.png, WATCH_S))
+            if not draw(begun(out_dirs), args.html, args.png):  # the last page does not load itself again
+                print(f"{no_figures}, so nothing is written")
+                return
+        elif not draw(out_dirs, args.html, args.png):
+            raise ValueError(f"{no_figures}; try again later, or add --watch")
     for kind, path in {"page is": args.html, "pictures are": args.png}.items():
         if path:
             print(f"the {kind} in {path}")

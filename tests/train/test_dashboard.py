@@ -23,11 +23,11 @@ def events(implementation, iterations=12, on_gpu=True):
     """The events of a run whose first iteration takes 2000 ms instead of 100."""
     state, kinds = MB[implementation], KINDS[implementation]
     yield {"iter": 0, "memory/predicted_peak_mb": 2000 + state, "memory/predicted_state_mb": state + 4}
-    yield {"iter": 0, "train/loss": 4.1, "val/loss": 4.2, "mfu": -100.0}
+    yield {"iter": 0, "train/loss": 4.1, "val/loss": 4.2}
     for iteration in range(iterations):
         ms = 100.0 if iteration else 2000.0
         yield {
-            **{"iter": iteration, "iter/loss": 4.0 - iteration / 100, "mfu": -100.0 if iteration < 5 else 31.0},
+            **{"iter": iteration, "iter/loss": 4.0 - iteration / 100, **({"mfu": 31.0} if iteration >= 5 else {})},
             **{"throughput/tokens_per_second": 1e6 / ms, "time/step_ms": ms, "time/data_ms": 2.0},
             **{"time/forward_backward_ms": ms - 22, "time/optimizer_ms": 20.0, "comm/exposed_ms": 7.0 * len(kinds)},
             **{f"comm/exposed_{kind}_ms": 7.0 * (kind in kinds) for kind in ALL_KINDS},
@@ -191,7 +191,7 @@ def test_checkpoints(runs):
 
 
 def test_figures_that_no_run_has_are_left_out(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text('{"iter": 0, "iter/loss": 2.0}\n{"iter": 1, "mfu": -100.0}\n')
+    (tmp_path / "metrics.jsonl").write_text('{"iter": 0, "iter/loss": 2.0}\n')
     assert list(drawn([str(tmp_path)])) == ["Training loss"]
 
 
@@ -281,7 +281,8 @@ WRONG = {
     "RUN --speed=3": "unrecognized arguments: --speed=3",
     "RUN/nothing --html=RUN/x.html": "there is no folder RUN/nothing; give the out_dir of a run of train.py",
     "RUN/run.json --html=RUN/x.html": "there is no folder RUN/run.json; ",
-    "RUN/nothing --html=RUN/x.html --watch": "there is no folder RUN/nothing; ",
+    "RUN/run.json --html=RUN/x.html --watch": "there is no folder RUN/run.json; ",
+    "RUN/nothing --wandb --project=gpt": "there is no folder RUN/nothing; ",
     "RUN RUN/folder --html=RUN/x.html": "cannot read RUN/folder/metrics.jsonl: Is a directory",
     "RUN/new --html=RUN/x.html": "there is no RUN/new/metrics.jsonl; give the out_dir of a run of train.py",
     "RUN/empty --html=RUN/x.html": "there are no figures yet in RUN/empty",
@@ -371,3 +372,33 @@ def test_a_watched_page_loads_itself_again_until_the_watch_ends(tmp_path, monkey
     dashboard.main()
     assert seen == [False, (0, True), (1, True)]
     assert "reload_ms = null;" in page.read_text()
+
+
+@pytest.mark.parametrize("begins", [True, False])
+def test_the_watch_waits_for_a_folder_that_does_not_exist_yet(begins, tmp_path, monkeypatch, capsys):
+    folder, page = tmp_path / "out", tmp_path / "runs.html"
+
+    def begin():
+        assert not page.exists()
+        folder.mkdir()
+        append(folder, '{"iter": 0, "iter/loss": 2.0}\n')
+
+    sleeping(monkeypatch, lambda: None, *([begin] if begins else []))
+    monkeypatch.setattr(sys, "argv", ["dashboard.py", str(folder), f"--html={page}", "--watch"])
+    dashboard.main()
+    first, last = capsys.readouterr().out.splitlines()
+    assert first == f"watching {folder}; waiting for {folder} to appear; Ctrl-C ends this"
+    assert last == (f"the page is in {page}" if begins else f"there are no figures yet in {folder}, so nothing is written")
+    assert page.exists() == begins
+    assert folder.exists() == begins
+
+
+def test_what_wandb_would_get_is_written_into_the_folder_of_the_run(runs, monkeypatch, capsys):
+    folder = runs[0]
+    with open(os.path.join(folder, "run.json"), "w") as file:
+        json.dump({"wandb_project": "gpt"}, file)
+    monkeypatch.setattr(dashboard.workspace, "publish", lambda *arguments: list(map(str, arguments)))
+    for arguments, path in ((runs, f"{folder}/wandb-gpt.json"), (["--project=gpt"], "wandb-gpt.json")):
+        monkeypatch.setattr(sys, "argv", ["dashboard.py", *arguments, "--wandb"])
+        dashboard.main()
+        assert capsys.readouterr().out.splitlines() == ["gpt", "None", path]

@@ -77,6 +77,18 @@ def test_several_block_sizes(tmp_path):
     assert (tmp_path / "results" / "sweep" / "time.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_everything_with_several_block_sizes(tmp_path):
+    flags = ["--rounds=1", "--steps_per_turn=1", "--modes=adamw", "--name=all", *SIZES, "--n_embd=64", "--block_size=8,16"]
+    process = run("bench.py", *flags, ranks=2, cwd=tmp_path)
+    assert process.returncode == 0, process.stderr
+    assert "note: block_size=8,16 is for the time; memory, checkpoint, telemetry take 8\n" in process.stdout
+    rows = {what: results(tmp_path / "results" / "all", what) for what in ("memory", "time", "checkpoint", "telemetry")}
+    assert [row["block_size"] for row in rows["time"]] == [8, 16]
+    parameters = 4 * (2 * 12 * 64**2 + 65 * 64 + 8 * 64 + 5 * 64)  # eight embeddings of positions
+    assert [row["total"] for row in rows["memory"] if row["point"] == "after init"] == [parameters]
+    assert "note: block_size=8,16 is" in (tmp_path / "results" / "all" / "memory_profile.txt").read_text()
+
+
 def test_mistakes_have_exit_code_2(tmp_path):
     for ranks, arguments, message in (
         (0, ["--rounds=1"], "torchrun"),
@@ -86,7 +98,7 @@ def test_mistakes_have_exit_code_2(tmp_path):
         (1, ["--model=gpt5"], "model=gpt5 is not one of gpt2, "),
         (1, ["--what=time", "--block_size=64,0"], "block_size=64,0 must be positive integers"),
         (1, ["--model=cookbook", "--modes=adamw"], "remove --modes"),
-        (1, ["--block_size=8,16"], "only what=time takes several values"),
+        (1, ["--what=memory", "--block_size=8,16"], "only the time (what=time, what=all) takes several values"),
         (1, ["--rounds=0"], "rounds=0 must be at least 1"),
         (1, ["--n_embd=63"], "use a multiple of n_head"),
     ):

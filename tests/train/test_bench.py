@@ -77,13 +77,21 @@ def test_several_block_sizes(tmp_path):
     assert (tmp_path / "results" / "sweep" / "time.png").read_bytes().startswith(b"\x89PNG")
 
 
+ONLY_BLOCK_SIZES = """
+import benchmarks.checkpoints, benchmarks.telemetry
+rows = lambda setup, modes, rounds: [{"mode": mode, "block_size": setup.config.block_size} for mode in modes]
+benchmarks.checkpoints.checkpoint_rows = benchmarks.telemetry.telemetry_rows = rows
+"""  # two slow measures give nothing else
+
+
 def test_everything_with_several_block_sizes(tmp_path):
     flags = ["--rounds=1", "--steps_per_turn=1", "--modes=adamw", "--name=all", *SIZES, "--n_embd=64", "--block_size=8,16"]
-    process = run("bench.py", *flags, ranks=2, cwd=tmp_path)
+    process = run("bench.py", *flags, ranks=2, cwd=tmp_path, before=ONLY_BLOCK_SIZES)
     assert process.returncode == 0, process.stderr
     assert "note: block_size=8,16 is for the time; memory, checkpoint, telemetry take 8\n" in process.stdout
     rows = {what: results(tmp_path / "results" / "all", what) for what in ("memory", "time", "checkpoint", "telemetry")}
     assert [row["block_size"] for row in rows["time"]] == [8, 16]
+    assert rows["checkpoint"] == rows["telemetry"] == [{"mode": "adamw", "block_size": 8}]
     parameters = 4 * (2 * 12 * 64**2 + 65 * 64 + 8 * 64 + 5 * 64)  # eight embeddings of positions
     assert [row["total"] for row in rows["memory"] if row["point"] == "after init"] == [parameters]
     assert "note: block_size=8,16 is" in (tmp_path / "results" / "all" / "memory_profile.txt").read_text()

@@ -10,7 +10,7 @@ import string
 
 import pytest
 from conftest import ROOT
-from scripts import SIZES, run_for_real
+from scripts import SIZES, run
 
 with open(os.path.join(ROOT, "CONTRIBUTING.md")) as file:
     TEXT = file.read()
@@ -36,6 +36,11 @@ def apply(diff, folder):
         (folder / name).write_text(text)
 
 
+def run_copy(folder, script, *arguments):
+    """Run a script of the copy, which imports the modules of the copy."""
+    return run(str(folder / script), *arguments, before=f"import sys; sys.path.insert(0, {str(folder)!r})")
+
+
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory):
     """A copy of the files with all recipes applied, and the dataset of the last one."""
@@ -52,14 +57,14 @@ def copy(tmp_path_factory):
             path.parent.mkdir()
             path.write_text(content)
     (folder / "text").write_text(200 * string.ascii_lowercase)
-    prepared = run_for_real(str(folder / "data/my_text/prepare.py"), "--input", str(folder / "text"))
+    prepared = run_copy(folder, "data/my_text/prepare.py", "--input", str(folder / "text"))
     assert "vocabulary of 26" in prepared.stdout, prepared.stderr
     return folder
 
 
 def train(folder, *flags):
     """The events of a run of the copy."""
-    process = run_for_real(str(folder / "train.py"), *TRAIN, *flags, f"--out_dir={folder / 'out'}")
+    process = run_copy(folder, "train.py", *TRAIN, *flags, f"--out_dir={folder / 'out'}")
     assert process.returncode == 0, process.stderr
     with open(folder / "out" / "metrics.jsonl") as file:
         return list(map(json.loads, file))
@@ -85,9 +90,9 @@ def test_a_run_with_all_recipes(copy):
 
 
 def test_the_new_settings_are_checked_and_explained(copy):
-    refused = run_for_real(str(copy / "train.py"), "--z_loss=-1")
+    refused = run_copy(copy, "train.py", "--z_loss=-1")
     assert (refused.returncode, refused.stderr) == (2, "error: z_loss=-1.0 must not be negative\n")
-    shown = run_for_real(str(copy / "train.py"), "--help").stdout
+    shown = run_copy(copy, "train.py", "--help").stdout
     assert re.search(r"--z_loss=0.0 +weight of the squared log-partition function in the training loss; must not be", shown)
     assert re.search(r"--lr_schedule='cosine' +shape of the decay; one of cosine, linear\n", shown)
 

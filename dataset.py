@@ -3,6 +3,7 @@
 The files have nanoGPT's format: this program reads the files of nanoGPT's prepare.py scripts, and nanoGPT reads these files.
 """
 
+import ast
 import os
 import pickle
 import subprocess
@@ -146,6 +147,27 @@ def prepare_if_missing(name: str) -> None:
     sys.stderr.write(done.stderr)
     if done.returncode:
         raise DataError(f"{script} failed; run it yourself to see the reason")
+
+
+def expected_vocab_size(directory: str) -> int | None:
+    """Returns the `Dataset.vocab_size` that a dataset will have when it is prepared: VOCAB_SIZE in its `prepare.py`.
+
+    The script is read, not run.
+
+    Raises:
+        DataError: if there is no script, or it does not say this.
+    """
+    path = os.path.join(directory, "prepare.py")
+    try:
+        with open(path, encoding="utf-8") as file:
+            [value] = [
+                ast.literal_eval(statement.value)
+                for statement in ast.parse(file.read()).body
+                if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == "VOCAB_SIZE"
+            ]
+    except (OSError, SyntaxError, ValueError) as error:
+        raise DataError(f"{os.path.relpath(path)} has no line such as VOCAB_SIZE = 65") from error
+    return value
 
 
 def load_meta(directory: str) -> dict[str, Any] | None:

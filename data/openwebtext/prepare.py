@@ -22,6 +22,7 @@ from data.common import atomic, gpt2_encoding, input_argument
 from distributed import exit_with_error
 
 DIRECTORY = os.path.dirname(os.path.abspath(__file__))
+VOCAB_SIZE = None  # for plan.py: GPT-2's, without a meta.pkl
 VALIDATION_EVERY = 2000  # one of this many documents goes to val.bin
 BATCH = 1024  # documents to tokenize at once
 

@@ -14,6 +14,7 @@ sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."
 from data.common import gpt2_encoding, input_argument, tiny_shakespeare, write_tokens
 
 DIRECTORY = os.path.dirname(os.path.abspath(__file__))
+VOCAB_SIZE = None  # for plan.py: GPT-2's, without a meta.pkl
 
 if __name__ == "__main__":
     text = tiny_shakespeare(DIRECTORY, input_argument(__doc__.splitlines()[0]))

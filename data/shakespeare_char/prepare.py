@@ -12,6 +12,7 @@ sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."
 from data.common import input_argument, tiny_shakespeare, write_characters
 
 DIRECTORY = os.path.dirname(os.path.abspath(__file__))
+VOCAB_SIZE = 65  # of the download, for plan.py
 
 if __name__ == "__main__":
     text = tiny_shakespeare(DIRECTORY, input_argument(__doc__.splitlines()[0]))

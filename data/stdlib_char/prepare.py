@@ -16,6 +16,7 @@ from data.common import input_argument, read_text, write_characters
 from distributed import exit_with_error
 
 DIRECTORY = os.path.dirname(os.path.abspath(__file__))
+VOCAB_SIZE = 96  # for plan.py
 VOCABULARY = ["\n"] + [chr(code) for code in range(32, 127)]
 LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from conftest import ROOT
 
-from dataset import DataError, Dataset
+from dataset import DATA_DIR, DataError, Dataset, expected_vocab_size
 
 
 def write(folder, train, val=None, meta=None):
@@ -92,3 +92,19 @@ def test_a_missing_dataset_names_the_command(monkeypatch):
     monkeypatch.chdir(ROOT)
     with pytest.raises(DataError, match=r"run: python data/openwebtext/prepare\.py"):
         Dataset("openwebtext", block_size=8)
+
+
+@pytest.mark.parametrize(
+    ("name", "size"), [("shakespeare_char", 65), ("stdlib_char", 96), ("shakespeare", None), ("openwebtext", None)]
+)
+def test_the_vocabulary_of_a_dataset_is_known_before_it_is_prepared(name, size):
+    assert expected_vocab_size(os.path.join(DATA_DIR, name)) == size
+
+
+@pytest.mark.parametrize("script", ["", "VOCAB_SIZE = len(text)", "VOCAB_SIZE ="])
+def test_a_script_that_does_not_say_its_vocabulary(tmp_path, script):
+    with pytest.raises(DataError, match=r"no/prepare.py has no line such as VOCAB_SIZE = 65"):
+        expected_vocab_size(str(tmp_path / "no"))
+    (tmp_path / "prepare.py").write_text(script)
+    with pytest.raises(DataError, match=r"prepare.py has no line such as VOCAB_SIZE = 65"):
+        expected_vocab_size(str(tmp_path))

@@ -11,7 +11,7 @@ import pytest
 from conftest import ROOT, shared_data
 
 import dataset
-from dataset import DataError, Dataset
+from dataset import DataError, Dataset, expected_vocab_size
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def tokens(scripts, name, split):
 def test_stdlib_char(scripts):
     assert prepare(scripts, "stdlib_char").returncode == 0
     data = Dataset(str(scripts / "data" / "stdlib_char"), block_size=64)
-    assert data.vocab_size == 96
+    assert data.vocab_size == expected_vocab_size(data.directory) == 96
     assert len(data.tokens["train"]) > 8_000_000
     assert max(tokens.max() for tokens in data.tokens.values()) < 96
     encode, decode, _ = dataset.load_codec(data.meta, data.vocab_size)
@@ -58,7 +58,8 @@ def test_shakespeare_char(scripts):
     assert prepare(scripts, "shakespeare_char", "--input", text).returncode == 0
     assert len(tokens(scripts, "shakespeare_char", "train")) == 1_003_854
     assert len(tokens(scripts, "shakespeare_char", "val")) == 111_540
-    assert dataset.load_meta(str(scripts / "data" / "shakespeare_char"))["vocab_size"] == 65
+    folder = str(scripts / "data" / "shakespeare_char")
+    assert dataset.load_meta(folder)["vocab_size"] == expected_vocab_size(folder) == 65
 
 
 def test_shakespeare(scripts):

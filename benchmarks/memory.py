@@ -90,6 +90,9 @@ class MemoryProfile:
         contender.wait()
         self._record("after step", self._held())
         self._record("peak", {**held, "activations": activations}, total=self._peak())
+        if not self.on_gpu:  # a record begins a new resident peak, but this row is that of the whole step
+            points = ("accumulating", "before step", "after step")
+            self.points["peak"]["resident peak"] = max(self.points[point]["resident peak"] for point in points)
 
     def _record(self, point: str, parts: dict[str, int], total: int | None = None) -> None:
         if dist.get_backend() != "fake":

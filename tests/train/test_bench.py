@@ -12,6 +12,7 @@ from scripts import ROOT, environment, run, run_for_real
 SIZES = ["--n_layer=2", "--n_head=2", "--n_embd=512", "--vocab_size=65", "--block_size=16", "--device=cpu"]
 OWN = ["adamw", "torch", "sharded", "shard_gradients", "bfloat16"]  # with predictions
 MODES = [*OWN, "simple", "fsdp2"]
+POINTS_OF_A_STEP = ["accumulating", "before step", "after step"]
 
 # runs a command in a network namespace, whose loopback interface carries nothing else
 ALONE_ON_THE_NETWORK = """
@@ -158,6 +159,9 @@ def test_memory_of_one_rank_of_a_large_world(tmp_path):
     for world_size in (8, 64):
         of_world = [row for row in rows if row["world_size"] == world_size]
         check_memory(of_world, MODES, ["after init", "after wrapping", "accumulating", "before step", "after step", "peak"])
+        resident = {(row["mode"], row["point"]): row["resident peak"] for row in of_world}
+        for mode in MODES:  # the peak is that of the whole step
+            assert resident[mode, "peak"] == max(resident[mode, point] for point in POINTS_OF_A_STEP)
         state = {row["mode"]: row["state"] for row in of_world if row["point"] == "after step"}
         assert state["sharded"] == pytest.approx(state["adamw"] / world_size, rel=0.01)
         assert all(row["own computation, ms"] > 0 for row in of_world)

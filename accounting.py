@@ -7,15 +7,15 @@ predicts the activations. This module joins them for a GPT and the settings of t
 import hashlib
 import json
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache
-from typing import Any
+from typing import Any, Self
 
 import torch
 
 from model import GPT, GPTConfig, SkipInitialization
 from zero.flags import Flags
-from zero.layout import ParameterSpec, Plan, parameter_specs
+from zero.layout import ParameterSpec, Plan, parameter_specs, replicated_plan
 from zero.prediction import Activations, Prediction
 
 MODES = {  # the ways to hold the optimizer state, by the name in tables
@@ -25,6 +25,9 @@ MODES = {  # the ways to hold the optimizer state, by the name in tables
     "shard_gradients": Flags(shard_gradients=True),
     "bfloat16": Flags(param_dtype="bfloat16"),
 }
+# Resident peak of a rank on a CPU, without Python and its libraries (0.4 GB), relative to the predicted peak: malloc keeps the
+# pages of freed tensors. Measured: 1.03 to 1.30 for 10.7M and 124M parameters on two ranks, see docs/accounting.md.
+CPU_RESIDENT = 1.3
 _CACHE = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "nanogpt-zero1", "activations.json")
 
 
@@ -40,23 +43,57 @@ class Workload:
 
 
 @dataclass(frozen=True)
+class Extras:
+    """The settings of train.py that take memory in addition to the model, its optimizer and its communication."""
+
+    shadow_check: int = 0
+    zero_check_reads: bool = False
+    async_save: bool = False
+    checkpoint_format: str = "consolidated"
+
+    @classmethod
+    def of(cls, settings: dict[str, Any]) -> Self:
+        """Returns these settings out of all settings."""
+        return cls(**{field.name: settings[field.name] for field in fields(cls)})
+
+
+@dataclass(frozen=True)
 class Forecast:
     """The bytes of the rank with the most optimizer state."""
 
     prediction: Prediction  # model, optimizer and communication
     activations: Activations
     state_to_mean: float  # optimizer state, relative to the mean over the ranks
+    extras: Extras
+    shadow: int  # bytes of the copy that `shadow_check` trains beside the run, in its iterations
 
     @property
     def peak(self) -> int:
-        """Peak bytes while training."""
-        return self.prediction.peak(self.activations)
+        """Peak bytes while training. The activations of a shadow do not add to those of the run, see `shadow.Shadow`."""
+        held = self.prediction
+        peak = held.peak(self.activations)
+        if self.extras.zero_check_reads and held.wrapper == "ShardedDataParallel":
+            # from the update until they are read, every parameter exists twice: as nan, and as what arrives
+            peak = max(peak, sum(held.at("before step").values()) + held.parameters)
+        return peak + self.shadow
 
     @property
     def saving_peak(self) -> int:
-        """Peak bytes on the device of rank 0 while it saves a consolidated checkpoint."""
+        """Peak bytes on the device of a rank while a checkpoint is saved. With `async_save`, training goes on meanwhile."""
         held = self.prediction
-        return sum(held.at("after step").values()) + (held.consolidated if held.on_cpu else 0)
+        meanwhile = self.peak if self.extras.async_save else sum(held.at("after step").values()) + self.shadow
+        return meanwhile + (self.saved_copy if held.on_cpu else 0)
+
+    @property
+    def saved_copy(self) -> int:
+        """Bytes of main memory for what is saved: the whole state on rank 0, or of a sharded checkpoint each rank's part.
+
+        A sharded checkpoint is copied only with `async_save`.
+        """
+        held = self.prediction
+        if self.extras.checkpoint_format == "consolidated":
+            return held.consolidated
+        return held.state + held.plan.updated_bytes[held.rank] if self.extras.async_save else 0
 
 
 def gpt_specs(config: GPTConfig) -> list[ParameterSpec]:
@@ -75,6 +112,7 @@ def forecast(
     activations: Activations,
     shard_gradients: bool,
     distributed: bool,
+    extras: Extras = Extras(),
 ) -> Forecast:
     """Predict what the rank with the most optimizer state will need.
 
@@ -83,6 +121,7 @@ def forecast(
         micro_steps: micro-steps per iteration on each rank.
         shard_gradients: see `zero.ShardedDataParallel`.
         distributed: the ranks are torchrun's, so that the model is wrapped for data parallelism.
+        extras: other settings that take memory.
     """
     owned = plan.updated_bytes
     sharded = bool(plan.buffers)
@@ -95,7 +134,13 @@ def forecast(
         shard_gradients=sharded and shard_gradients,
         on_cpu=device_type == "cpu",
     )
-    return Forecast(prediction, activations, max(owned) * len(owned) / max(1, sum(owned)))
+    shadow = 0
+    if extras.shadow_check:
+        copy = Prediction(
+            replicated_plan(plan.params), 0, "DistributedDataParallel" if distributed else None, world_size, micro_steps
+        )
+        shadow = sum(copy.at("accumulating" if micro_steps > 1 else "before step").values())
+    return Forecast(prediction, activations, max(owned) * len(owned) / max(1, sum(owned)), extras, shadow)
 
 
 def predicted_activations(workload: Workload, param_dtype: str) -> Activations:

@@ -83,12 +83,11 @@ def start(launch: Launch, device: str, backend: str = "auto", timeout_s: float =
     """
     if not launch.distributed:
         return torch.device(device)
+    check_backend(backend, device)
     _raise_limit_of_open_files()
     if device.startswith("cuda"):
         device = f"cuda:{launch.local_rank % torch.cuda.device_count()}"
         torch.cuda.set_device(device)
-    elif backend == "nccl":
-        raise ValueError(f"backend=nccl does not support device={device}; use --backend=gloo")
     elif device == "cpu":
         hardware.divide_threads(launch.local_world_size)
     choose_interface(_store(), launch.rank, launch.world_size, is_one_machine=launch.local_world_size == launch.world_size)
@@ -100,6 +99,12 @@ def start(launch: Launch, device: str, backend: str = "auto", timeout_s: float =
         backend, store=_store(), rank=launch.rank, world_size=launch.world_size, timeout=timeout, device_id=device_id
     )
     return torch.device(device)
+
+
+def check_backend(backend: str, device: str) -> None:
+    """Raise ValueError if several ranks cannot use the backend on such a device."""
+    if backend == "nccl" and not device.startswith("cuda"):
+        raise ValueError(f"backend=nccl does not support device={device}; use --backend=gloo")
 
 
 def agree(launch: Launch, value: Any, rule: Callable[[list[Any]], Any]) -> Any:

@@ -58,15 +58,29 @@ def resolve(device: str, dtype: str, param_dtype: str = "float32") -> tuple[str,
     counts = {"cpu": 1, "cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}
     if kind not in counts or (index and not index.isdigit()) or int(index or 0) >= counts[kind]:
         raise ValueError(f"device={device} is not available; this machine has {_count(counts)}; use for example --device=cpu")
+    best = "float32"
+    if kind == "cuda":
+        best = "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float16"
+    return device, resolve_dtype(dtype, param_dtype, best)
+
+
+def resolve_dtype(dtype: str, param_dtype: str, best: str) -> str:
+    """Returns the dtype of the computation.
+
+    Args:
+        dtype, param_dtype: see `resolve`.
+        best: what 'auto' stands for if the weights are float32.
+
+    Raises:
+        ValueError: if the two dtypes do not fit together.
+    """
     if dtype == "auto":
-        dtype = param_dtype
-        if kind == "cuda" and param_dtype == "float32":
-            dtype = "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float16"
+        dtype = best if param_dtype == "float32" else param_dtype
     if param_dtype not in ("float32", dtype):
         raise ValueError(
             f"param_dtype={param_dtype} computes in {param_dtype}, not in dtype={dtype}; use --dtype={param_dtype}"
         )
-    return device, dtype
+    return dtype
 
 
 def _count(counts: dict[str, int]) -> str:

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from accounting import Forecast, Workload, forecast, predicted_activations
+from accounting import Extras, Forecast, Workload, forecast, predicted_activations
 from distributed import launched
 from logger import Logger
 from memory_meter import MemoryMeter
@@ -27,6 +27,7 @@ class MemoryCheck:
         workload: the micro-step.
         micro_steps: micro-steps per iteration on each rank.
         compiled: the model is compiled, so that activations take less than predicted.
+        extras: other settings that take memory.
     """
 
     def __init__(
@@ -38,6 +39,7 @@ class MemoryCheck:
         shard_gradients: bool,
         micro_steps: int,
         compiled: bool,
+        extras: Extras,
     ) -> None:
         self.log, self.model, self.optimizer, self.compiled = log, model, optimizer, compiled
         self.meter = MemoryMeter(model, optimizer)
@@ -53,6 +55,7 @@ class MemoryCheck:
             activations,
             shard_gradients,
             launch.distributed,
+            extras,
         )
         plain_adamw = forecast(
             replicated_plan(plan.params),
@@ -70,7 +73,7 @@ class MemoryCheck:
         self.predicted["parameters"] += frozen
         # bytes that plain AdamW would hold before its step
         self.plain_adamw = sum(plain_adamw.prediction.at("before step").values()) + frozen
-        self.predicted_peak = self.forecast.peak + frozen
+        self.predicted_peak = self.forecast.peak - self.forecast.shadow + frozen  # when the shadow is gone, as in `compare`
 
     def announce(self, iteration: int) -> None:
         """Print and log the prediction."""
@@ -79,6 +82,12 @@ class MemoryCheck:
             held = _parts({"activations": self.forecast.activations.saved, **self.predicted})
             on_cpu = ", without Python and its libraries" if self.device.type == "cpu" else ""
             print(f"predicted memory: {_size(peak)} at the peak of the fullest rank{on_cpu}; {held}")
+            extras, shadow, copied = self.forecast.extras, _size(self.forecast.shadow), _size(self.forecast.saved_copy)
+            if extras.shadow_check:
+                print(f"in addition, shadow_check takes {shadow} before iteration {iteration + extras.shadow_check}")
+            if extras.async_save:
+                whose = "rank 0" if extras.checkpoint_format == "consolidated" else "each rank"
+                print(f"in addition, async_save takes {copied} of main memory of {whose} while a checkpoint is written")
         parts = {"peak": peak, "activations": self.forecast.activations.saved, **self.predicted}
         self.log.log({"iter": iteration, **_logged("predicted", parts)})
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
-# sizes of the released models; their vocabulary has 50257 tokens
+# sizes of the released models, which have 50257 tokens and 1024 positions
 GPT2_SIZES = {
     "gpt2": {"n_layer": 12, "n_head": 12, "n_embd": 768},
     "gpt2-medium": {"n_layer": 24, "n_head": 16, "n_embd": 1024},
@@ -44,6 +44,12 @@ class GPTConfig:
             raise ValueError(f"n_embd={self.n_embd} cannot be split over n_head={self.n_head} heads; use a multiple of n_head")
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"dropout={self.dropout} must be at least 0 and less than 1")
+
+
+def check_block_size(block_size: int, longest: int, croppable: bool = True) -> None:
+    """Raise ValueError if a model of `longest` positions cannot train on sequences of `block_size` tokens."""
+    if not 1 <= block_size <= longest or (block_size < longest and not croppable):
+        raise ValueError(f"block_size={block_size} does not fit the model; use --block_size={longest}")
 
 
 class CausalSelfAttention(nn.Module):
@@ -181,8 +187,7 @@ class GPT(nn.Module):
         """Remove the embeddings of positions >= `block_size`. Call this before you create the optimizer."""
         if block_size == self.config.block_size:
             return
-        if not 1 <= block_size < self.config.block_size:
-            raise ValueError(f"block_size={block_size} must be between 1 and the model's {self.config.block_size}")
+        check_block_size(block_size, self.config.block_size)
         self.config.block_size = block_size
         self.transformer.wpe = nn.Embedding.from_pretrained(
             self.transformer.wpe.weight.detach()[:block_size].clone(), freeze=False

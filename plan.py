@@ -29,20 +29,25 @@ from typing import Any
 import torch
 
 import charts
-from accounting import MODES, Workload, forecast, gpt_specs, predicted_activations
-from configurator import PositiveFloat, configure, settings_of
-from dataset import DATA_DIR, load_meta
-from distributed import exit_on_wrong_input
-from model import GPT2_SIZES, GPTConfig
+from accounting import CPU_RESIDENT, MODES, Extras, Forecast, Workload, forecast, gpt_specs, predicted_activations
+from configurator import NonNegativeFloat, NonNegativeInt, PositiveFloat, configure, settings_of
+from dataset import DATA_DIR, DataError, Dataset, expected_vocab_size
+from distributed import check_backend, exit_on_wrong_input
+from hardware import resolve_dtype
+from model import GPT2_SIZES, GPTConfig, check_block_size
+from shadow import check_device
 from zero.flags import Flags
 from zero.layout import ParameterSpec, Plan
-from zero.prediction import Activations
+from zero.prediction import Activations, Prediction
 
 # plan
 world_size = "1,2,4,8,64,1024"  # numbers of ranks, separated by commas
-# memory that PyTorch may use on each GPU, in 10^9 bytes; CUDA itself takes about 1 GB in addition
+vocab_size: NonNegativeInt = 0  # number of tokens, if the dataset is not prepared and not one of data/; 0: that of the dataset
+# memory that PyTorch may use on each GPU, in 10^9 bytes; CUDA itself takes about 1 GB in addition. With --device=cpu, memory
+# of each rank; Python and its libraries take about 0.4 GB in addition
 gpu_memory_gb: PositiveFloat = 80.0
 bandwidth_gbit: PositiveFloat = 100.0  # what a rank can send per second, to estimate communication that overlaps with nothing
+bandwidth_between_gbit: NonNegativeFloat = 0.0  # the same between machines of zero_shard_size ranks each; 0: bandwidth_gbit
 explain = ""  # name of a parameter: print which rank owns which part of it, instead of the table
 json = ""  # path of a JSON file that also receives the table, in bytes
 plot = ""  # path of a picture: .png, .svg or .html (interactive)
@@ -59,6 +64,7 @@ COLUMNS = {  # heading of each column, and its text in a row
     "buckets": "{buckets:.2f}",
     "activations": "{activations:.2f}",
     "temporary": "{temporary:.2f}",
+    "shadow": "{shadow:.2f}",
     "peak": "{peak:.2f}",
     "saving": "{saving:.2f}",
     "fits": "{fits}",
@@ -67,8 +73,9 @@ COLUMNS = {  # heading of each column, and its text in a row
     "between": "{between:.2f}",
     "ms": "{sent_ms:.0f}",
 }
-PARTS = ("parameters", "gradients", "state", "master", "buckets", "activations")
+PARTS = ("parameters", "gradients", "state", "master", "buckets", "activations", "shadow")
 SCALED = (*PARTS, "temporary", "peak", "saving", "sent", "between")
+OPTIONAL = ("shadow", "between")  # columns that are left out if all rows have 0
 LEGEND = """
 *            the mode that the settings choose
 gradients    between micro-steps if there are several, otherwise before the update
@@ -77,13 +84,17 @@ masters      this rank's part of the float32 copy of bfloat16 weights
 buckets      the most that communication holds in addition to gradients
 activations  what forward keeps for backward
 temporary    what the peak needs in addition to these parts: gradients of the logits and of the tied embedding, autocast's
-             copies of the weights, or the original weights while the model is wrapped
+             copies of the weights, the original weights while the model is wrapped, or what zero_check_reads copies{shadow}
 peak         the most while training, without torch.compile, which usually takes less
-saving       the peak while a checkpoint is gathered, on the device of rank 0{saving}
-fits         whether peak and saving are at most {gpu_memory_gb:g} GB
+saving       the peak while a checkpoint is {saving}
+fits         whether peak and saving are at most {gpu_memory_gb:g} GB{resident}
 max batch    the largest batch_size that fits, up to {largest_batch}
 sent, ms     {unit} that a rank sends per iteration, and the time at {bandwidth_gbit:g} Gbit/s without overlap{between}"""
-_BETWEEN = "\nbetween      of this: what leaves its group of zero_shard_size={zero_shard_size} ranks, for hybrid sharding"
+_SHADOW = "\nshadow       what shadow_check holds in the first iterations ({shadow_check}): plain AdamW on a copy of the model"
+_RESIDENT = f", with {CPU_RESIDENT - 1:.0%} more for pages that the system's allocator keeps"
+_BETWEEN = """
+between      of this: what leaves a machine of zero_shard_size={zero_shard_size} ranks, as the mean over its ranks, at
+             {gbit:g} Gbit/s. Without hybrid sharding, a ring leads through all ranks, and one rank of each machine sends on"""
 
 
 def model_config(settings: dict[str, Any]) -> GPTConfig:
@@ -94,17 +105,41 @@ def model_config(settings: dict[str, Any]) -> GPTConfig:
     """
     sizes: dict[str, Any] = {name: settings[name] for name in ("block_size", "n_layer", "n_head", "n_embd", "dropout", "bias")}
     if settings["init_from"] in GPT2_SIZES:
+        check_block_size(settings["block_size"], GPTConfig.block_size)
+        if settings["vocab_size"]:
+            raise ValueError(f"vocab_size={settings['vocab_size']}: {settings['init_from']} has its own; remove --vocab_size")
         sizes |= {**GPT2_SIZES[settings["init_from"]], "bias": True, "vocab_size": 50257}
         return GPTConfig(**sizes)
     if settings["init_from"] != "scratch":
         raise ValueError(
             f"init_from={settings['init_from']}: plan.py reads no checkpoint; remove it and give n_layer, n_head and n_embd"
         )
-    folder = os.path.join(DATA_DIR, settings["dataset"])
-    meta = load_meta(folder)
-    if meta is None and not os.path.exists(os.path.join(folder, "train.bin")):
-        print(f"note: {settings['dataset']} is not prepared; a vocabulary of {GPTConfig.vocab_size} tokens is assumed")
-    return GPTConfig(**sizes, **({"vocab_size": meta["vocab_size"]} if meta else {}))
+    return GPTConfig(**sizes, vocab_size=vocab_size(settings))
+
+
+def vocab_size(settings: dict[str, Any]) -> int:
+    """Returns the size of the vocabulary that train.py would give the model.
+
+    Raises:
+        ValueError: if the dataset is prepared, and train.py would refuse it or not use `--vocab_size`.
+    """
+    name, given = settings["dataset"], settings["vocab_size"]
+    folder = os.path.join(DATA_DIR, name)
+    if os.path.exists(os.path.join(folder, "train.bin")):
+        size = Dataset(name, settings["block_size"]).vocab_size or GPTConfig.vocab_size
+        if given not in (0, size):
+            raise ValueError(f"vocab_size={given}: dataset {name} is prepared and gives {size}; remove --vocab_size")
+        return size
+    if given:
+        return given
+    try:
+        return expected_vocab_size(folder) or GPTConfig.vocab_size
+    except DataError as error:
+        print(f"WARNING: the vocabulary of dataset {name} is not known: it is not prepared, and {error}.")
+        print(
+            f"         The table is for {GPTConfig.vocab_size} tokens and may be far off; use --vocab_size=<number of tokens>"
+        )
+        return GPTConfig.vocab_size
 
 
 def world_sizes(text: str) -> list[int]:
@@ -129,8 +164,15 @@ class Planner:
             raise ValueError(f"device={settings['device']} is not one of auto, cpu, cuda, mps")
         self.device_type = "cuda" if settings["device"] == "auto" else settings["device"].partition(":")[0]
         best = "bfloat16" if self.device_type == "cuda" else "float32"
-        self.dtype = best if settings["dtype"] == "auto" else settings["dtype"]
-        self.memory = int(settings["gpu_memory_gb"] * 1e9)
+        self.dtype = resolve_dtype(settings["dtype"], settings["param_dtype"], best)
+        check_device(settings["shadow_check"], self.device_type)
+        if settings["bandwidth_between_gbit"] and not settings["zero_shard_size"]:
+            raise ValueError(
+                "bandwidth_between_gbit needs the number of ranks of a machine; use for example --zero_shard_size=8"
+            )
+        resident = CPU_RESIDENT if self.device_type == "cpu" else 1.0
+        self.memory = int(settings["gpu_memory_gb"] * 1e9 / resident)  # that tensors may take
+        self.extras = Extras.of(settings)
         self._plans: dict[tuple[Flags, int], Plan] = {}
 
     def plan(self, flags: Flags, world_size: int) -> Plan:
@@ -161,18 +203,19 @@ class Planner:
         settings = self.settings
         if settings["activation_checkpointing"]:
             modes = {(flags, True): mode for (flags, checkpointing), mode in modes.items() if mode != "checkpointing"}
-        chosen = MODES["adamw"]
-        if world_size > 1:
-            chosen = Flags(
-                settings["use_zero1"],
-                settings["zero1_impl"],
-                shard_gradients=settings["shard_gradients"],
-                param_dtype=settings["param_dtype"],
-                shard_size=self.shard_size(world_size),
-            )
+        chosen = Flags(
+            settings["use_zero1"],
+            settings["zero1_impl"],
+            shard_gradients=settings["shard_gradients"],
+            param_dtype=settings["param_dtype"],
+            check_reads=settings["zero_check_reads"],
+            shard_size=settings["zero_shard_size"],
+        )
+        if chosen.use_zero1 and chosen.zero1_impl == "sharded":
+            chosen = replace(chosen, shard_size=self.shard_size(world_size))
         if chosen.implementation(world_size) != "sharded":  # the other flags have no effect
             chosen = MODES[chosen.implementation(world_size)]
-        key = replace(chosen, shard_size=0), settings["activation_checkpointing"]
+        key = replace(chosen, shard_size=0, check_reads=False), settings["activation_checkpointing"]
         modes.setdefault(key, "these flags")
         return [self.row(mode, *one, world_size, chosen=one == key) for one, mode in modes.items()]
 
@@ -181,20 +224,21 @@ class Planner:
         settings = self.settings
         flags = self.complete(flags, world_size)
         micro_steps = math.ceil(settings["gradient_accumulation_steps"] / world_size)
-        dtype = "bfloat16" if flags.param_dtype == "bfloat16" else self.dtype
+        dtype = flags.param_dtype if flags.param_dtype != "float32" else self.dtype
         workload = Workload(self.config, settings["batch_size"], dtype, self.device_type, checkpointing)
         result = forecast(
             self.plan(flags, world_size),
             world_size,
             micro_steps,
             workload.device_type,
-            predicted_activations(workload, flags.param_dtype),
+            self.activations(workload, flags),
             flags.shard_gradients,
             distributed=world_size > 1,
+            extras=self.extras,
         )
         prediction, sent = result.prediction, sum(result.prediction.sent().values())
-        is_gathered = settings["checkpoint_format"] == "consolidated"
-        saving = result.saving_peak if is_gathered else sum(prediction.at("after step").values())
+        between = self.between(prediction)
+        bandwidth = settings["bandwidth_gbit"]
         row: dict[str, Any] = {
             "mode": mode,
             "chosen": " *" if chosen else "",
@@ -203,32 +247,52 @@ class Planner:
             "buckets": prediction.largest_buckets,
             "state_to_mean": result.state_to_mean,
             "activations": result.activations.saved,
+            "shadow": result.shadow,
             "peak": result.peak,
-            "saving": saving,
-            "saving_on_cpu": prediction.consolidated,
-            "fits": "yes" if max(result.peak, saving) <= self.memory else "no",
+            "saving": result.saving_peak,
+            "saving_on_cpu": result.saved_copy,
+            "fits": "yes" if max(result.peak, result.saving_peak) <= self.memory else "no",
             "sent": sent,
-            "between": prediction.sent().get("all-reduce", 0) if prediction.wrapper == "ShardedDataParallel" else 0,
-            "sent_ms": sent * 8 / settings["bandwidth_gbit"] / 1e6,
+            "between": between,
+            "sent_ms": ((sent - between) / bandwidth + between / (settings["bandwidth_between_gbit"] or bandwidth)) * 8 / 1e6,
         }
         # the parts are not all at their largest at the same time, so the peak can also be less than their sum
         row["temporary"] = max(0, row["peak"] - sum(row[part] for part in PARTS))
-        row["largest_batch"] = self.largest_batch(
-            workload, flags, lambda activations: max(prediction.peak(activations), saving)
-        )
+        row["largest_batch"] = self.largest_batch(workload, flags, result)
         return row
 
-    def largest_batch(self, workload: Workload, flags: Flags, peak: Any) -> int:
-        """Returns the largest batch size whose peak fits, or 0. `peak` maps activations to the peak of the device.
+    def activations(self, workload: Workload, flags: Flags) -> Activations:
+        """Returns the larger activations: of the run, or of the shadow, whose weights are always float32."""
+        return predicted_activations(workload, "float32" if self.settings["shadow_check"] else flags.param_dtype)
+
+    def between(self, prediction: Prediction) -> int:
+        """Returns the bytes that leave a machine of `zero_shard_size` ranks, as the mean over its ranks; 0 without this size.
+
+        With hybrid sharding, these are the all-reduces between the replicas. All other modes send everything along rings over
+        all ranks: on each machine, one rank sends to the next machine.
+        """
+        sent, world_size = prediction.sent(), prediction.world_size
+        if prediction.wrapper == "ShardedDataParallel" and prediction.plan.world_size < world_size:
+            return sent["all-reduce"]
+        machines = math.ceil(world_size / (self.settings["zero_shard_size"] or world_size))
+        return sum(sent.values()) * machines // world_size if machines > 1 else 0
+
+    def largest_batch(self, workload: Workload, flags: Flags, result: Forecast) -> int:
+        """Returns the largest batch size that fits, or 0. `result` is the forecast for any batch size.
 
         The peak of activations is the largest of several linear functions of the batch size, so it is convex. A straight
         line between two predicted batch sizes is therefore not too low.
         """
+
+        def fits(activations: Activations) -> bool:
+            forecast = replace(result, activations=activations)
+            return max(forecast.peak, forecast.saving_peak) <= self.memory
+
         low = None
         for batch in sorted({*BATCHES, workload.batch_size}):
-            activations = predicted_activations(replace(workload, batch_size=batch), flags.param_dtype)
+            activations = self.activations(replace(workload, batch_size=batch), flags)
             high = batch, activations
-            if peak(activations) > self.memory:
+            if not fits(activations):
                 break
             low = high
         if low is None:
@@ -237,7 +301,7 @@ class Planner:
         def does_not_fit(size: int) -> bool:
             share = (size - low[0]) / max(1, high[0] - low[0])
             between = Activations(*(round(a + share * (b - a)) for a, b in zip(low[1], high[1], strict=True)))
-            return peak(between) > self.memory
+            return not fits(between)
 
         return low[0] + bisect_left(range(low[0] + 1, high[0] + 1), True, key=does_not_fit)
 
@@ -266,7 +330,7 @@ def print_owners(name: str, planner: Planner, world_size: int) -> None:
 
 def print_table(rows: list[dict[str, Any]], divisor: float) -> None:
     """Print the rows, with an empty line between world sizes."""
-    columns = {column: text for column, text in COLUMNS.items() if column != "between" or any(row["between"] for row in rows)}
+    columns = {key: text for key, text in COLUMNS.items() if key not in OPTIONAL or any(row[key] for row in rows)}
     cells = [list(columns)]
     for row in rows:
         scaled = {key: value / divisor if key in SCALED else value for key, value in row.items()}
@@ -291,12 +355,18 @@ def print_plan(planner: Planner, sizes: list[int]) -> list[dict[str, Any]]:
     print(f"{numel / 1e6:.1f}M parameters, {planner.dtype} on {planner.device_type}, {sequences} per micro-step,")
     print(f"{steps} micro-steps per iteration on all ranks together; {unit} on the rank with the most optimizer state")
     print_table(rows, divisor)
-    gathered = f"{rows[0]['saving_on_cpu'] / divisor:.2f} {unit}"
-    saving = f";\n{'':13}with checkpoint_format=consolidated, it also takes {gathered} of main memory"
-    if planner.device_type == "cpu" or settings["checkpoint_format"] == "sharded":
-        saving = ""
-    between = _BETWEEN.format(**settings) if any(row["between"] for row in rows) else ""
-    print(LEGEND.format(**settings, largest_batch=BATCHES[-1], unit=unit, saving=saving, between=between))
+    copied = max(row["saving_on_cpu"] for row in rows)
+    saving = "written in the background, while training goes on" if settings["async_save"] else "saved"
+    if copied and planner.device_type != "cpu":
+        whose = "rank 0" if settings["checkpoint_format"] == "consolidated" else "each rank, at most"
+        saving += f";\n{'':13}a copy of it takes {copied / divisor:.2f} {unit} of main memory of {whose}"
+    gbit = settings["bandwidth_between_gbit"] or settings["bandwidth_gbit"]
+    details = {
+        "shadow": _SHADOW.format(**settings) if settings["shadow_check"] else "",
+        "resident": _RESIDENT if planner.device_type == "cpu" else "",
+        "between": _BETWEEN.format(**settings, gbit=gbit) if any(row["between"] for row in rows) else "",
+    }
+    print(LEGEND.format(**settings, **details, largest_batch=BATCHES[-1], unit=unit, saving=saving))
     if misfits := [str(size) for size in sizes if size > 1 and size % (settings["zero_shard_size"] or 1)]:
         which = f"{', '.join(misfits)} ranks cannot form groups of zero_shard_size={settings['zero_shard_size']}"
         print(f"note: {which}, so train.py refuses them; the table shows what they take if all of them share the state")
@@ -329,6 +399,8 @@ def main() -> None:
     with exit_on_wrong_input():
         check_outputs(settings)
         sizes = world_sizes(settings["world_size"])
+        if max(sizes) > 1:
+            check_backend(settings["backend"], "cuda" if settings["device"] == "auto" else settings["device"])
         planner = Planner(settings, model_config(settings))
         if settings["explain"]:
             for size in sizes:

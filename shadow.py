@@ -19,6 +19,12 @@ from zero.optimizer import flattened, hyperparameters
 from zero.partition import parameters, partition
 
 
+def check_device(iterations: int, device_type: str) -> None:
+    """Raise ValueError if `shadow_check` is on and the random numbers of the device cannot be repeated (mps)."""
+    if iterations and device_type not in ("cpu", "cuda"):
+        raise ValueError(f"shadow_check={iterations} does not support device={device_type}; use --shadow_check=0")
+
+
 class Shadow:
     """Trains a copy of the model with DistributedDataParallel and plain AdamW, and compares the weights after each update.
 
@@ -29,7 +35,8 @@ class Shadow:
     Every rank compares whole weights, so a wrong all-gather is seen on any rank. If the weights are bfloat16, each rank
     compares its float32 masters instead.
 
-    The copy takes 16 bytes per parameter on each rank: weights, gradients and two moments in float32. Its activations do not
+    The copy takes 16 bytes per parameter on each rank: weights, gradients and two moments in float32; and 4 more while
+    DistributedDataParallel accumulates gradients outside of its buckets (`accounting` predicts it). Its activations do not
     add to those of the run, because one micro-step runs after the other. As under DistributedDataParallel, every trainable
     parameter must have a gradient. Every method needs to be called on all ranks.
 
@@ -55,8 +62,7 @@ class Shadow:
         if not iterations:
             return
         self._device = next(model.parameters()).device
-        if self._device.type not in ("cpu", "cuda"):
-            raise ValueError(f"shadow_check={iterations} does not support device={self._device.type}; use --shadow_check=0")
+        check_device(iterations, self._device.type)
         self._names = {param: name for name, param in model.named_parameters()}
         self._raw, groups = copy.deepcopy((model, groups))
         for part, copied in zip(model.modules(), self._raw.modules(), strict=True):

@@ -27,7 +27,7 @@ import numpy as np
 import torch
 
 import hardware
-from accounting import Workload
+from accounting import Extras, Workload
 from checkpoints import Checkpoints
 from configurator import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, UnitInterval, configure
 from consistency import compare_model_and_data, compare_settings
@@ -39,7 +39,7 @@ from guard import Guard
 from logger import Logger
 from memory_check import MemoryCheck
 from meter import Meter
-from model import GPT, GPTConfig
+from model import GPT, GPTConfig, check_block_size
 from profiling import Profiler
 from progress import Progress
 from sampling import Sampler
@@ -190,9 +190,7 @@ with exit_on_wrong_input(), progress.task("loading the model"):
         raw_model = GPT.from_pretrained(init_from, dropout)
     else:
         raise ValueError(f"init_from={init_from} is neither scratch, resume, auto, a gpt2 name nor a folder that holds a GPT-2")
-    longest = raw_model.config.block_size
-    if block_size > longest or (block_size < longest and init_from == "resume"):
-        raise ValueError(f"block_size={block_size} does not fit the model; use --block_size={longest}")
+    check_block_size(block_size, raw_model.config.block_size, croppable=init_from != "resume")
     raw_model.crop_block_size(block_size)
     data.check(raw_model.config.vocab_size, rank, world_size)
 with exit_on_wrong_input(), progress.task("comparing the ranks"):
@@ -281,7 +279,7 @@ with exit_on_wrong_input(), progress.task("starting the log"):
     log = Logger(folder, iter_num if init_from == "resume" else None, config | facts, wandb_run_id)
     sampler = Sampler(0 if eval_only else sample_interval, raw_model, data.meta, autocast, log, seed)
 workload = Workload(raw_model.config, batch_size, dtype, device.type, activation_checkpointing)
-memory = MemoryCheck(log, model, optimizer, workload, shard_gradients, micro_steps, compile)
+memory = MemoryCheck(log, model, optimizer, workload, shard_gradients, micro_steps, compile, Extras.of(config))
 meter = Meter(log, model, optimizer, memory, dtype, tokens_per_iter, raw_model.flops_per_token(), max_iters, metric_interval)
 signals = Signals()
 guard = Guard(raw_model, optimizer, scaler, limit=1 if on_nonfinite == "stop" else max_nonfinite, alert=log.alert)

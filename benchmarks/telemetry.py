@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from accounting import Extras
 from benchmarks.contenders import Contender, Setup
 from distributed import mean_over_ranks
 from logger import Logger
@@ -86,7 +87,7 @@ def _meter(contender: Contender, folder: str, wandb_log: bool) -> Meter:
     del os.environ["WANDB_DIR"]
     os.environ.update(before)
     shard_gradients = contender.mode == "shard_gradients"
-    memory = MemoryCheck(log, model, optimizer, setup.workload(contender.mode), shard_gradients, 1, False)
+    memory = MemoryCheck(log, model, optimizer, setup.workload(contender.mode), shard_gradients, 1, False, Extras())
     tokens = setup.batch_size * setup.config.block_size * dist.get_world_size()
     flops = contender.module.flops_per_token()
     return Meter(log, model, optimizer, memory, setup.dtype, tokens, flops, NEVER_ENDS, METRIC_INTERVAL)

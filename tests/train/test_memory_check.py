@@ -1,20 +1,27 @@
 """memory_check.py: a run says what memory it will need and what it takes, and warns if the two differ."""
 
 import json
+from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
+from ranks import run_ranks
 from scripts import train
 
 import memory_check
-from accounting import Workload
+from accounting import Extras, Workload, forecast, gpt_specs
+from activations import LiveBytes, predict
 from memory_check import MemoryCheck
 from model import GPT, GPTConfig
-from zero.build import build
+from shadow import Shadow
+from zero import ShardedGradScaler
+from zero.build import build, clip_grad_norm_
 from zero.flags import Flags
 from zero.prediction import PURPOSES
 
+BUCKET_MB = 0.02
 SIZES = GPTConfig(block_size=16, vocab_size=29, n_layer=2, n_head=2, n_embd=32)
 
 
@@ -56,7 +63,9 @@ def check():
     workload = Workload(SIZES, batch_size=2, dtype="float32", device_type="cpu")
     log = SimpleNamespace(events=[])
     log.log = log.events.append
-    check = MemoryCheck(log, wrapped, optimizer, workload, shard_gradients=False, micro_steps=1, compiled=False)
+    check = MemoryCheck(
+        log, wrapped, optimizer, workload, shard_gradients=False, micro_steps=1, compiled=False, extras=Extras()
+    )
     tokens = torch.zeros((2, 16), dtype=torch.int64)
     for _ in range(2):
         optimizer.zero_grad()
@@ -109,3 +118,46 @@ def test_a_model_that_cannot_be_predicted_trains_all_the_same(monkeypatch, capsy
     monkeypatch.setattr(memory_check, "predicted_activations", fail)
     assert memory_check._activations(None, "float32") == (0, 0, 0)
     assert capsys.readouterr().out == ("note: activations cannot be predicted: RuntimeError: no fake tensors for this model\n")
+
+
+def peaks_with(settings):
+    """Predicted and measured peak bytes of three iterations with `shadow_check` or `zero_check_reads`, by micro-steps."""
+    sizes, peaks = replace(SIZES, vocab_size=1000, n_embd=64), {}
+    for micro_steps in (1, 3):
+        extras, flags = Extras(**settings), Flags(bucket_mb=BUCKET_MB, check_reads=settings.get("zero_check_reads", False))
+        activations = predict(sizes, 1, "float32", "float32", False, "cpu")
+        plan = flags.plan(gpt_specs(sizes), 2)
+        predicted = forecast(plan, 2, micro_steps, "cpu", activations, False, True, extras).peak
+        with LiveBytes() as live:
+            module = GPT(sizes)
+            groups = module.param_groups(0.1)
+            shadow = Shadow(extras.shadow_check, module, groups, None, None)
+            model, optimizer = build(module, groups, lr=0.01, **vars(flags))
+            shadow.follow(optimizer, ShardedGradScaler("cpu", enabled=False), 1, nullcontext(), micro_steps, 1.0)
+            tokens = torch.zeros((1, sizes.block_size), dtype=torch.int64)
+            for _ in range(3):
+                for micro_step in range(micro_steps):
+                    model.require_backward_grad_sync = micro_step == micro_steps - 1
+                    shadow.micro_step(tokens, tokens)
+                    model(tokens, tokens)[1].backward()
+                clip_grad_norm_(optimizer, 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+                shadow.update()
+        peaks[micro_steps] = predicted, live.peak
+    return peaks
+
+
+@pytest.mark.parametrize("settings", [{"shadow_check": 4}, {"zero_check_reads": True}, {}], ids=str)
+def test_the_peak_counts_what_checks_take(settings):
+    for peaks in run_ranks(peaks_with, 2, settings):
+        for micro_steps, (predicted, measured) in peaks.items():
+            assert 0.97 * measured <= predicted <= 1.04 * measured, (micro_steps, predicted, measured)
+
+
+def test_what_settings_take_in_addition_is_announced(data, tmp_path):
+    _, _, printed = train(tmp_path, data, "--max_iters=2", "--shadow_check=2", "--async_save=True", ranks=2)
+    numel = sum(spec.numel for spec in gpt_specs(replace(SIZES, bias=False)))
+    assert f"in addition, shadow_check takes {20 * numel / 1e6:.1f} MB before iteration 2\n" in printed
+    assert f"in addition, async_save takes {12 * numel / 1e6:.1f} MB of main memory of rank 0" in printed
+    assert "WARNING" not in printed

@@ -76,7 +76,7 @@ def test_crop_block_size():
     assert torch.equal(model(tokens)[0], before)
     with pytest.raises(ValueError, match="longer than block_size=8"):
         model(torch.arange(9)[None])
-    with pytest.raises(ValueError, match="between 1 and the model's 8"):
+    with pytest.raises(ValueError, match="block_size=9 does not fit the model; use --block_size=8"):
         model.crop_block_size(9)
 
 

@@ -6,10 +6,14 @@ import re
 from dataclasses import replace
 
 import pytest
+import torch
+from conftest import ROOT
 from scripts import SIZES, defaults_of, run
 
-from accounting import MODES, gpt_specs
+import plan as plan_script
+from accounting import CPU_RESIDENT, MODES, gpt_specs
 from activations import predict
+from configurator import settings_of
 from model import GPTConfig
 from zero.prediction import Prediction
 
@@ -25,6 +29,18 @@ def plan(data, *arguments):
     process = run("plan.py", f"--dataset={data}", *SETTINGS, *arguments)
     assert process.returncode == 0, process.stderr
     return process.stdout
+
+
+def planner(**changes):
+    """A Planner of the small model, with one micro-step per rank on two ranks."""
+    settings = {**settings_of(f"{ROOT}/train.py", torch=torch), **plan_script.OWN_SETTINGS, "device": "cpu"}
+    settings |= {"gradient_accumulation_steps": 2, "batch_size": 2, "zero_bucket_mb": 0.02, **changes}
+    return plan_script.Planner(settings, CONFIG)
+
+
+def row(world_size, **changes):
+    """The row of the settings."""
+    return next(row for row in planner(**changes).rows(world_size) if row["chosen"])
 
 
 def rows_of(path):
@@ -134,7 +150,7 @@ def test_the_largest_batch_fits_and_a_larger_one_does_not(data, tmp_path, memory
     assert largest["checkpointing"] > 1.5 * largest["sharded"] >= 1.5 * largest["adamw"] > 0
     for mode in ("adamw", "checkpointing"):
         fitting, larger = rows(largest[mode])[mode], rows(math.ceil(1.1 * largest[mode]))[mode]
-        assert fitting["peak"] <= memory_mb * 1e6 < larger["peak"], mode
+        assert fitting["peak"] <= memory_mb * 1e6 / CPU_RESIDENT < larger["peak"], mode
         assert (fitting["fits"], larger["fits"]) == ("yes", "no"), mode
 
 
@@ -143,12 +159,13 @@ def test_no_batch_fits_where_saving_does_not(data, tmp_path):
     path = tmp_path / "plan.json"
     plan(data, "--world_size=8", "--gpu_memory_gb=0.0005", "--batch_size=1", f"--json={path}")
     row = rows_of(path)[8, "checkpointing"]
-    assert row["peak"] < 0.5e6 < row["saving"]
+    assert CPU_RESIDENT * row["peak"] < 0.5e6 < CPU_RESIDENT * row["saving"]
     assert (row["fits"], row["largest_batch"]) == ("no", 0)
 
 
 def test_every_setting_of_the_trainer_is_accepted():
-    settings, own = defaults_of("train.py"), {"world_size", "gpu_memory_gb", "bandwidth_gbit", "explain", "json", "plot"}
+    settings, own = defaults_of("train.py"), {"world_size", "vocab_size", "gpu_memory_gb", "explain", "json", "plot"}
+    own |= {"bandwidth_gbit", "bandwidth_between_gbit"}
     with_own = defaults_of("plan.py")
     assert set(with_own) == set(settings) | own
     assert {key: with_own[key] for key in settings} == settings
@@ -173,6 +190,15 @@ def test_every_setting_of_the_trainer_is_accepted():
         ("--param_dtype=bfloat16 --use_zero1=False", "needs the master weights"),
         ("--explain=transformer.wte.weight --json=plan.json", "remove --json and --plot"),
         ("--plot=plan.pdf", "must end with .png, .svg or .html"),
+        ("--bandwidth_between_gbit=10", "needs the number of ranks of a machine"),
+        ("--init_from=gpt2 --vocab_size=65", "gpt2 has its own; remove --vocab_size"),
+        # what train.py refuses
+        ("--init_from=gpt2 --block_size=2048", "block_size=2048 does not fit the model; use --block_size=1024"),
+        ("--param_dtype=bfloat16 --dtype=float16", "computes in bfloat16, not in dtype=float16"),
+        ("--zero_check_reads=True --use_zero1=False", "zero_check_reads=True needs use_zero1=True"),
+        ("--zero_shard_size=3 --use_zero1=False --world_size=2", "zero_shard_size=3 needs use_zero1=True"),
+        ("--backend=nccl", "backend=nccl does not support device=cpu"),
+        ("--device=mps --shadow_check=2", "shadow_check=2 does not support device=mps"),
     ],
 )
 def test_mistakes_have_exit_code_2(argument, message):
@@ -191,10 +217,89 @@ def test_groups_of_ranks_share_the_state(data, tmp_path):
         # an all-reduce of 1/4 of the gradients between two groups: each rank sends half of it twice
         assert rows[8, mode]["between"] == sum(4 * span[0].numel for span in whole.buffers[0].layout.shards)
     assert rows[8, "bfloat16"]["between"] > 0  # float32 sums
-    assert not any(rows[8, mode]["between"] for mode in ("adamw", "torch"))
-    assert "what leaves its group of zero_shard_size=4 ranks" in printed
+    for mode in ("adamw", "torch"):  # on two machines of four ranks, one rank of each sends everything to the other machine
+        assert rows[8, mode]["between"] == pytest.approx(rows[8, mode]["sent"] / 4, rel=1e-6)
+    assert not any(rows[2, mode]["between"] for mode in ("adamw", "torch", "sharded"))  # one machine
+    assert "what leaves a machine of zero_shard_size=4 ranks" in printed
     assert "note: 2 ranks cannot form groups of zero_shard_size=4, so train.py refuses them" in printed
     explained = plan(data, "--world_size=8", "--zero_shard_size=4", "--explain=transformer.wte.weight")
     assert "sharded, ranks: 8 in 2 groups; transformer.wte.weight" in explained
     assert "rank 3 owns" in explained
     assert "rank 4 owns" not in explained.partition("torch, ranks: 8")[0]
+
+
+def test_both_networks_have_a_bandwidth():
+    sizes = {"zero_shard_size": 2, "bandwidth_gbit": 100.0}
+    one, two = (row(4, **sizes, bandwidth_between_gbit=gbit) for gbit in (0.0, 1.0))
+    assert one["sent_ms"] == pytest.approx(8 * one["sent"] / 100 / 1e6)
+    assert two["sent_ms"] == pytest.approx(8 * ((one["sent"] - one["between"]) / 100 + one["between"]) / 1e6)
+
+
+@pytest.mark.parametrize(
+    ("name", "size"), [("shakespeare_char", 65), ("stdlib_char", 96), ("shakespeare", 50304), ("openwebtext", 50304)]
+)
+def test_a_known_dataset_need_not_be_prepared(tmp_path, monkeypatch, capsys, name, size):
+    copied = tmp_path / name
+    copied.mkdir()
+    with open(f"{ROOT}/data/{name}/prepare.py") as script:
+        (copied / "prepare.py").write_text(script.read())
+    monkeypatch.setattr(plan_script, "DATA_DIR", str(tmp_path))
+    assert plan_script.vocab_size({"dataset": name, "vocab_size": 0}) == size
+    assert plan_script.vocab_size({"dataset": name, "vocab_size": 100}) == 100
+    assert capsys.readouterr().out == ""
+
+
+def test_an_unknown_vocabulary_is_said_aloud(tmp_path, capsys):
+    name = str(tmp_path / "mine")
+    assert plan_script.vocab_size({"dataset": name, "vocab_size": 0}) == 50304
+    assert "WARNING: the vocabulary of dataset" in (printed := capsys.readouterr().out)
+    assert "use --vocab_size=<number of tokens>" in printed
+    assert plan_script.vocab_size({"dataset": name, "vocab_size": 1000}) == 1000
+    assert capsys.readouterr().out == ""
+
+
+def test_a_prepared_dataset_is_checked_as_in_a_run(data):
+    settings = {"dataset": data, "vocab_size": 0, "block_size": 16}
+    assert plan_script.vocab_size(settings) == 29
+    with pytest.raises(ValueError, match=r"is prepared and gives 29; remove --vocab_size"):
+        plan_script.vocab_size({**settings, "vocab_size": 65})
+    with pytest.raises(ValueError, match="too few for one sequence of block_size=4000"):
+        plan_script.vocab_size({**settings, "block_size": 4000})
+
+
+@pytest.mark.parametrize(
+    ("world_size", "micro_steps", "per_parameter"),
+    [(1, 1, 16), (1, 2, 16), (2, 1, 16), (2, 2, 20)],  # DistributedDataParallel accumulates outside of its buckets
+)
+def test_a_shadow_takes_memory(world_size, micro_steps, per_parameter):
+    steps = {"gradient_accumulation_steps": world_size * micro_steps}
+    without, with_shadow = row(world_size, **steps), row(world_size, **steps, shadow_check=3)
+    assert with_shadow["shadow"] == per_parameter * sum(spec.numel for spec in gpt_specs(CONFIG))
+    assert without["shadow"] == 0
+    for column in ("peak", "saving"):
+        assert with_shadow[column] == without[column] + with_shadow["shadow"]
+    assert with_shadow["largest_batch"] <= without["largest_batch"]
+
+
+def test_a_background_save_takes_a_copy_while_training_goes_on():
+    numel = sum(spec.numel for spec in gpt_specs(CONFIG))
+    saved = row(2, async_save=True)
+    assert saved["saving"] == saved["peak"] + 12 * numel  # float32 weights and two moments
+    part = row(2, async_save=True, checkpoint_format="sharded")
+    assert part["saving"] - part["peak"] == part["saving_on_cpu"] == pytest.approx(6 * numel, rel=0.01)
+    assert row(2, checkpoint_format="sharded")["saving_on_cpu"] == 0
+    on_gpu = row(2, async_save=True, device="cuda")
+    assert on_gpu["saving"] == on_gpu["peak"]
+    assert on_gpu["saving_on_cpu"] == 12 * numel
+
+
+def test_a_cpu_takes_more_than_the_tensors():
+    bytes_ = max(row(2)["peak"], row(2)["saving"])
+    assert row(2, gpu_memory_gb=bytes_ * CPU_RESIDENT * 1.01 / 1e9)["fits"] == "yes"
+    assert row(2, gpu_memory_gb=bytes_ * CPU_RESIDENT * 0.99 / 1e9)["fits"] == "no"
+    assert row(2, gpu_memory_gb=row(2, device="cuda")["peak"] * 1.01 / 1e9, device="cuda")["fits"] == "yes"
+
+
+def test_the_weights_of_one_process_are_float32_and_it_computes_as_asked():
+    assert planner(param_dtype="bfloat16").dtype == "bfloat16"
+    assert planner().dtype == "float32"

@@ -47,7 +47,6 @@ class Extras:
     """The settings of train.py that take memory in addition to the model, its optimizer and its communication."""
 
     shadow_check: int = 0
-    zero_check_reads: bool = False
     async_save: bool = False
     checkpoint_format: str = "consolidated"
 
@@ -70,12 +69,7 @@ class Forecast:
     @property
     def peak(self) -> int:
         """Peak bytes while training. The activations of a shadow do not add to those of the run, see `shadow.Shadow`."""
-        held = self.prediction
-        peak = held.peak(self.activations)
-        if self.extras.zero_check_reads and held.wrapper == "ShardedDataParallel":
-            # from the update until they are read, every parameter exists twice: as nan, and as what arrives
-            peak = max(peak, sum(held.at("before step").values()) + held.parameters)
-        return peak + self.shadow
+        return self.prediction.peak(self.activations) + self.shadow
 
     @property
     def saving_peak(self) -> int:

@@ -84,7 +84,7 @@ masters      this rank's part of the float32 copy of bfloat16 weights
 buckets      the most that communication holds in addition to gradients
 activations  what forward keeps for backward
 temporary    what the peak needs in addition to these parts: gradients of the logits and of the tied embedding, autocast's
-             copies of the weights, the original weights while the model is wrapped, or what zero_check_reads copies{shadow}
+             copies of the weights, or the original weights while the model is wrapped{shadow}
 peak         the most while training, without torch.compile, which usually takes less
 saving       the peak while a checkpoint is {saving}
 fits         whether peak and saving are at most {gpu_memory_gb:g} GB{resident}
@@ -114,10 +114,10 @@ def model_config(settings: dict[str, Any]) -> GPTConfig:
         raise ValueError(
             f"init_from={settings['init_from']}: plan.py reads no checkpoint; remove it and give n_layer, n_head and n_embd"
         )
-    return GPTConfig(**sizes, vocab_size=vocab_size(settings))
+    return GPTConfig(**sizes, vocab_size=vocabulary(settings))
 
 
-def vocab_size(settings: dict[str, Any]) -> int:
+def vocabulary(settings: dict[str, Any]) -> int:
     """Returns the size of the vocabulary that train.py would give the model.
 
     Raises:

@@ -105,7 +105,7 @@ zero_bucket_mb: PositiveFloat = 75.0  # 'sharded': megabytes per bucket
 shard_gradients = False  # 'sharded': also keep only 1/N of the gradients; costs one reduce-scatter per micro-step
 param_dtype: Literal["float32", "bfloat16"] = "float32"  # weights and gradients; 'sharded' keeps float32 masters, 1/N per rank
 zero_shard_size: NonNegativeInt = 0  # 'sharded': ranks that share the optimizer state, such as the GPUs of a machine; 0: all
-zero_check_reads = False  # 'sharded', for debugging: check in every iteration, not only in the first ones, that forward waits
+zero_check_reads = False  # 'sharded', for debugging: refuse early reads of parameters in all iterations, not only the first
 desync_check_interval: NonNegativeInt = 0  # iterations between comparisons of the ranks' weights; 0: no comparison
 # system
 backend: Literal["auto", "nccl", "gloo"] = "auto"  # auto: nccl if every rank has its own GPU, otherwise gloo

@@ -265,7 +265,7 @@ def state_dict_of_another_module():
     outside = torch.nn.Linear(7, 7)
     outside.weight = toy.hidden.weight
     optimizer = ShardedOptimizer(toy.param_groups(), torch.optim.AdamW, bucket_mb=0.0002, lr=0.01)
-    model = ShardedDataParallel(toy, optimizer, check_reads=True)  # what has not arrived is nan
+    model = ShardedDataParallel(toy, optimizer, overlap=True)
     model(*batch(0, dist.get_rank())).backward()
     optimizer.step()
     saved = ckpt.model_state_dict(outside, optimizer)
@@ -322,7 +322,7 @@ def make_list():
 
 
 def divide(model, optimizer_cls, **kwargs):
-    return ShardedOptimizer(model.parameters(), optimizer_cls, bucket_mb=1e-6, **kwargs)
+    return ShardedOptimizer(model.parameters(), optimizer_cls, bucket_mb=1e-6, elementwise=optimizer_cls is Keeping, **kwargs)
 
 
 def update(model, optimizer, steps):

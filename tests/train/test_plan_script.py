@@ -33,7 +33,7 @@ def plan(data, *arguments):
 
 def planner(**changes):
     """A Planner of the small model, with one micro-step per rank on two ranks."""
-    settings = {**settings_of(f"{ROOT}/train.py", torch=torch), **plan_script.OWN_SETTINGS, "device": "cpu"}
+    settings = {**settings_of(plan_script.__file__, f"{ROOT}/train.py", torch=torch), "device": "cpu"}
     settings |= {"gradient_accumulation_steps": 2, "batch_size": 2, "zero_bucket_mb": 0.02, **changes}
     return plan_script.Planner(settings, CONFIG)
 

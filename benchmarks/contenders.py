@@ -18,7 +18,7 @@ from model import GPT, GPTConfig
 from zero import ShardedDataParallel, ShardedOptimizer
 from zero.build import build, clip_grad_norm_
 from zero.flags import PARAM_DTYPES, Flags
-from zero.layout import plan
+from zero.layout import BucketMB, plan
 
 # hybrid: sharded, with zero_shard_size
 # simple: DistributedDataParallel's all-reduce, an update of 1/N, then an all-gather that overlaps with nothing
@@ -35,7 +35,7 @@ class Setup:
     batch_size: int  # sequences per rank and micro-step
     device: torch.device
     dtype: str  # of the computation; the mode bfloat16 always computes in bfloat16
-    bucket_mb: float
+    bucket_mb: BucketMB
     grad_clip: float
     activation_checkpointing: bool
     seed: int

@@ -17,13 +17,14 @@ from activations import LiveBytes
 from benchmarks.memory import free_unused_memory
 from distributed import gather_objects
 from zero import ShardedDataParallel, ShardedOptimizer
+from zero.layout import BucketMB
 
 # without bucket views, as in the tutorial, DistributedDataParallel keeps its buckets in addition to the gradients
 IMPLEMENTATIONS = ("tutorial: Adam", "tutorial: ZeroRedundancyOptimizer", "adamw", "torch", "sharded")
 LAYERS, WIDTH, BATCH, LEARNING_RATE = 20, 2000, 20, 0.01
 
 
-def cookbook_rows(device: torch.device, bucket_mb: float) -> list[dict[str, Any]]:
+def cookbook_rows(device: torch.device, bucket_mb: BucketMB) -> list[dict[str, Any]]:
     """Returns one row per implementation, with the figures of the fullest rank in MB. Needs to be called on all ranks.
 
     The figures are peaks, as in the tutorial: on a GPU of the allocator, on a CPU of the bytes of all live tensors.
@@ -45,7 +46,7 @@ def cookbook_rows(device: torch.device, bucket_mb: float) -> list[dict[str, Any]
     return rows
 
 
-def _train(implementation: str, device: torch.device, bucket_mb: float) -> tuple[dict[str, float], float]:
+def _train(implementation: str, device: torch.device, bucket_mb: BucketMB) -> tuple[dict[str, float], float]:
     """Returns megabytes by point, and the sum of the parameters in float64."""
     live = LiveBytes()
     on_gpu = device.type == "cuda"
@@ -75,7 +76,7 @@ def _train(implementation: str, device: torch.device, bucket_mb: float) -> tuple
     return points, sum(param.detach().double().sum().item() for param in module.parameters())
 
 
-def _wrapped(implementation: str, module: nn.Module, bucket_mb: float) -> tuple[nn.Module, torch.optim.Optimizer]:
+def _wrapped(implementation: str, module: nn.Module, bucket_mb: BucketMB) -> tuple[nn.Module, torch.optim.Optimizer]:
     if implementation == "sharded":
         sharded = ShardedOptimizer(module.parameters(), torch.optim.Adam, bucket_mb=bucket_mb, lr=LEARNING_RATE)
         return ShardedDataParallel(module, sharded), sharded

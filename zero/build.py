@@ -9,6 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from zero.data_parallel import ShardedDataParallel
 from zero.flags import PARAM_DTYPES, Flags
+from zero.layout import BucketMB
 from zero.optimizer import GradientNorms, ShardedOptimizer, float32_norms
 from zero.partition import parameters, partition
 
@@ -19,7 +20,7 @@ def build(
     *,
     use_zero1: bool = True,
     zero1_impl: str = "sharded",
-    bucket_mb: float = 75,
+    bucket_mb: BucketMB = "auto",
     shard_gradients: bool = False,
     param_dtype: str = "float32",
     check_reads: bool = False,
@@ -34,7 +35,7 @@ def build(
         use_zero1: divide the optimizer state among the ranks. A single process does not divide it.
         zero1_impl: 'sharded' selects `zero.ShardedOptimizer`, 'torch' selects
             `torch.distributed.optim.ZeroRedundancyOptimizer`.
-        bucket_mb: megabytes per bucket of ShardedOptimizer.
+        bucket_mb: megabytes per bucket of ShardedOptimizer. 'auto': chosen by `zero.layout.auto_bucket_mb`.
         shard_gradients: only with 'sharded': no full gradient outlives its bucket. This takes one reduce-scatter per
             micro-step.
         param_dtype: 'float32', or with 'sharded' also 'bfloat16': weights and gradients are bfloat16, and each rank holds
@@ -51,8 +52,8 @@ def build(
         The model to call in the training loop, and the optimizer.
 
     Raises:
-        ValueError: if `zero1_impl` or `param_dtype` is unknown, flags cannot be combined, `bucket_mb` is not positive, or
-            `shard_size` or an argument of AdamW is invalid.
+        ValueError: if `zero1_impl` or `param_dtype` is unknown, flags cannot be combined, `bucket_mb` is neither 'auto' nor
+            positive, or `shard_size` or an argument of AdamW is invalid.
     """
     flags = Flags(use_zero1, zero1_impl, bucket_mb, shard_gradients, param_dtype, check_reads, shard_size)
     implementation = flags.implementation(dist.get_world_size() if dist.is_initialized() else 1)

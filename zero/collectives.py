@@ -21,6 +21,7 @@ _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 MAX_IN_FLIGHT = 2  # reduce-scatters in flight: one on the wire, the next one ready; more are not faster and take memory
+KEPT_BYTES = 4_000_000  # smallest tensor that a Pool keeps
 TAG = 0x2E60  # of messages between two ranks, so that no receive of the user's own takes one
 LONG_TIMEOUT = timedelta(days=1)  # for waits on a disk, which may take longer than any step
 
@@ -108,7 +109,11 @@ class ReduceScatterWork(NamedTuple):
 
 
 class Pool:
-    """CPU tensors that are kept for reuse: on a CPU, fresh memory costs more time than the sum that it is used for."""
+    """Large CPU tensors that are kept for reuse: their fresh memory costs more time than the sum that it is used for.
+
+    Tensors of less than `KEPT_BYTES` are freed, because malloc itself reuses their memory. So a small model holds no memory
+    for communication from one step to the next. The allocator of a GPU is a pool for tensors of all sizes.
+    """
 
     def __init__(self) -> None:
         self._free: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
@@ -119,7 +124,7 @@ class Pool:
         return free.pop() if free and like.device.type == "cpu" else like.new_empty(numel)
 
     def release(self, tensor: torch.Tensor) -> None:
-        if tensor.device.type == "cpu":  # the allocator of a GPU is already a pool
+        if tensor.device.type == "cpu" and tensor.nbytes >= KEPT_BYTES:
             self._free.setdefault((tensor.numel(), tensor.dtype), []).append(tensor)
 
     def clear(self) -> None:

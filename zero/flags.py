@@ -6,7 +6,7 @@ from typing import Literal
 
 import torch
 
-from zero.layout import ParameterSpec, Plan, plan, replicated_plan, resolve_shard_size, zero_redundancy_plan
+from zero.layout import BucketMB, ParameterSpec, Plan, plan, replicated_plan, resolve_shard_size, zero_redundancy_plan
 
 IMPLEMENTATIONS = ("sharded", "torch")
 PARAM_DTYPES = {"float32": None, "bfloat16": torch.bfloat16}  # None: the model keeps its dtypes
@@ -22,7 +22,7 @@ class Flags:
 
     use_zero1: bool = True
     zero1_impl: str = "sharded"
-    bucket_mb: float = 75
+    bucket_mb: BucketMB = "auto"
     shard_gradients: bool = False
     param_dtype: str = "float32"
     check_reads: bool = False
@@ -61,7 +61,7 @@ class Flags:
         """Return the plan of the implementation on `world_size` ranks.
 
         Raises:
-            ValueError: see `implementation`, and if `bucket_mb` is not positive.
+            ValueError: see `implementation`, and if `bucket_mb` is neither 'auto' nor positive.
         """
         implementation = self.implementation(world_size)
         if implementation == "sharded":

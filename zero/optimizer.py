@@ -18,7 +18,7 @@ from torch.profiler import record_function
 from torch.utils.weak import WeakIdKeyDictionary
 
 from zero.collectives import AllGatherWork, Communicator, broadcast_object, cpu_group, gather_objects
-from zero.layout import BufferPlan, Layout, PlacedSlice, Plan, Span, check_options, parameter_specs, plan
+from zero.layout import BucketMB, BufferPlan, Layout, PlacedSlice, Plan, Span, check_options, parameter_specs, plan
 from zero.tensors import check_memory, flattened, has_memory, is_dense, memory_span, properties, shaped, with_own_storage
 from zero.waiting import WaitingDict
 
@@ -152,7 +152,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             number of ranks. Each such group of ranks holds a replica of the whole state. Then the reduce-scatters and
             all-gathers stay inside a group. Only all-reduces of shards, 1/shard_size of the gradients, leave it. 0: all ranks
             share the state.
-        bucket_mb: megabytes (10**6 bytes) per bucket.
+        bucket_mb: megabytes (10**6 bytes) per bucket, or 'auto', see `zero.layout.auto_bucket_mb`.
         registration_order: all parameters in the order in which the model uses them, `model.parameters()`. Pass it if
             `params` are groups in another order. Buckets then fill in the order in which backward produces gradients.
         partition: 'element' cuts parameters wherever a shard ends. It divides evenly, and it is exact for classes that treat
@@ -166,8 +166,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         **kwargs: arguments of `optimizer_cls`.
 
     Raises:
-        ValueError: if `bucket_mb` is not positive, `shard_size` does not divide the number of ranks, `partition` is unknown,
-            `optimizer_cls` cannot be divided in this way or is not declared, the parameters differ between the ranks, share
+        ValueError: if `bucket_mb` is neither 'auto' nor positive, `shard_size` does not divide the number of ranks, `partition` is
+            unknown, `optimizer_cls` cannot be divided in this way or is not declared, the parameters differ between the ranks, share
             memory, or cannot be stored in `param_dtype`.
         RuntimeError: from `step`, if a parameter has left its buffer, was unfrozen, or has a sparse gradient. From
             `state[param]`, `state_dict` and `load_state_dict`, because a single rank does not have the whole state. Use the
@@ -184,7 +184,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         process_group: dist.ProcessGroup | None = None,
         *,
         shard_size: int = 0,
-        bucket_mb: float = 75,
+        bucket_mb: BucketMB = "auto",
         registration_order: Iterable[torch.nn.Parameter] | None = None,
         partition: str = "element",
         elementwise: bool = False,

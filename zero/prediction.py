@@ -5,6 +5,7 @@ rounds tensors up: to 512 bytes, and those of 10 MB or more by up to 1 MB. The l
 in addition.
 """
 
+import math
 from collections import Counter, deque
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,7 +13,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from zero.collectives import MAX_IN_FLIGHT
+from zero.collectives import KEPT_BYTES, MAX_IN_FLIGHT
 from zero.layout import Plan
 
 PURPOSES = ("parameters", "gradients", "state", "master", "buckets")
@@ -44,8 +45,8 @@ class Prediction:
             state.
         micro_steps: micro-steps per iteration on each rank.
         shard_gradients: see `zero.ShardedDataParallel`.
-        on_cpu: on a CPU, buckets are kept from step to step, and ranks send parts of a bucket to each other. On a GPU, the
-            backend is NCCL.
+        on_cpu: on a CPU, large buckets are kept from step to step, and ranks send parts of a bucket to each other. On a GPU,
+            the backend is NCCL.
         tensors_per_parameter: per-element state tensors. The number is 2 for Adam and AdamW (`exp_avg`, `exp_avg_sq`). They
             have the dtype of the update. `step` counters, 4 bytes per slice, are not counted.
     """
@@ -67,7 +68,7 @@ class Prediction:
             gradients   full gradients, or with ShardedDataParallel after the last backward the shards of this rank
             state       per-element optimizer state
             master      masters of the owned slices
-            buckets     other memory for communication: buckets in flight, and on a CPU those kept for the next step
+            buckets     other memory for communication: buckets in flight, and on a CPU the large ones kept for the next step
         """
         gradients, buckets = self._gradients_and_buckets(point)
         return {
@@ -109,13 +110,13 @@ class Prediction:
             return full + max([first_half, own + second_half, *local])
         before_last = traffic.before_last + second_half  # at the end of a backward that sends gradients
         if self.shard_gradients or self.micro_steps == 1:
-            if self.on_cpu:
-                return traffic.kept + max(first_half, second_half)
-            shards = self.gradient_shards if self.micro_steps > 1 else 0
-            return max(shards + first_half, before_last, self.gradient_shards + traffic.peak)
+            fresh_shards = self.gradient_shards - traffic.kept_shards
+            shards = fresh_shards if self.micro_steps > 1 else 0
+            return traffic.kept + max(shards + first_half, before_last, fresh_shards + traffic.peak)
         # in the last backward, gradients move from the parameters to buckets; received parts are additional
-        stale = traffic.kept if self.on_cpu else 0  # until the first gradient of the next iteration arrives
-        return max(*local, stale + first_half, full + first_half + traffic.received, last + before_last)
+        before_last += traffic.kept_before_last
+        # kept tensors stay until the first gradient of the next iteration arrives
+        return max(*local, traffic.kept + first_half, full + first_half + traffic.received, last + before_last)
 
     def sent(self) -> dict[str, int]:
         """Return the bytes that this rank sends per iteration, by kind of collective.
@@ -190,7 +191,7 @@ class Prediction:
         """Largest bytes of communication buffers at one time, in addition to gradients and their shards."""
         if self.wrapper != "ShardedDataParallel":
             return 0
-        return self._traffic.kept - self.gradient_shards if self.on_cpu else self._traffic.peak
+        return self._traffic.kept - self._traffic.kept_shards + self._traffic.peak
 
     def _gradients_and_buckets(self, point: Point) -> tuple[int, int]:
         if self.wrapper == "DistributedDataParallel":
@@ -204,10 +205,11 @@ class Prediction:
             return self.full_gradients, 0  # kept buckets are freed
         if point == "accumulating":  # the last reduce-scatters are in flight
             arrived = self._own_bytes if self.micro_steps > 2 else self._own_bytes[:-MAX_IN_FLIGHT]
-            shards = sum(arrived)
-            return shards, self._traffic.kept - shards if self.on_cpu else self._traffic.in_flight
-        shards = self.gradient_shards if point == "before step" else 0
-        return shards, self._traffic.kept - shards if self.on_cpu else 0
+            kept = self._traffic.kept - sum(filter(self._traffic.is_kept, arrived))
+            return sum(arrived), kept + self._traffic.in_flight
+        if point == "before step":
+            return self.gradient_shards, self._traffic.kept - self._traffic.kept_shards
+        return 0, self._traffic.kept
 
     @cached_property
     def _last_gradient(self) -> int:
@@ -245,13 +247,12 @@ class Prediction:
         """The reduce-scatters of an iteration, bucket by bucket, as ShardedDataParallel runs them."""
         traffic = _Traffic(self.on_cpu)
         arrived: set[int] = set()
-        own_bytes = self._own_bytes.__getitem__
         in_flight: deque[_InFlight] = deque()
 
         def finish() -> None:
             reduction = in_flight.popleft()
             if reduction.number not in arrived:
-                traffic.acquire(reduction.shard, is_shard=True)
+                traffic.add_shard(reduction.shard)
                 arrived.add(reduction.number)
             for tensor in (reduction.bucket, *reduction.received):
                 traffic.release(tensor)
@@ -266,7 +267,7 @@ class Prediction:
                 bucket = shards[-1].stop - shards[0].start, buffer.dtype
                 traffic.acquire(bucket)
                 if number == first_of_last:
-                    traffic.before_last = traffic.kept if self.on_cpu else traffic.now + sum(map(own_bytes, arrived))
+                    traffic.reach_last()
                 if len(in_flight) == MAX_IN_FLIGHT:
                     finish()
                 if self.on_cpu or self.plan.world_size == 1:
@@ -299,30 +300,50 @@ class _InFlight(NamedTuple):
 
 
 class _Traffic:
-    """Counts the bytes of tensors that are acquired and released, with or without a `zero.collectives.Pool`."""
+    """Counts the bytes of communication: tensors that a `zero.collectives.Pool` keeps, and fresh ones, which it does not."""
 
-    def __init__(self, pooled: bool) -> None:
-        self.kept = 0  # bytes in the pool after all tensors are released
-        self.peak = 0  # largest bytes of buckets in use at one time, without shards
-        self.now = 0  # bytes of buckets in use, without shards
-        self.before_last = 0  # bytes when the last gradient arrives, with shards
+    def __init__(self, on_cpu: bool) -> None:
+        self.kept = 0  # bytes that the pool has given out or keeps, with kept shards
+        self.kept_shards = 0  # bytes of the shards that the pool will keep
+        self.peak = 0  # largest bytes of fresh tensors at one time, without shards
+        self.now = 0  # bytes of fresh tensors, without shards
+        self.before_last = 0  # bytes of fresh tensors when the last gradient arrives, with shards
+        self.kept_before_last = 0  # `kept` at that time
         self.received = 0  # largest bytes of received parts in flight at one time
-        self.in_flight = 0  # bytes of the buckets in flight at the end of backward, with received parts
-        self._pooled = pooled
+        self.in_flight = 0  # bytes of fresh tensors in flight at the end of backward
+        self._shards = 0  # bytes of fresh shards
+        self._smallest_kept = KEPT_BYTES if on_cpu else math.inf
         self._free: Counter[_Tensor] = Counter()
 
-    def acquire(self, tensor: _Tensor, is_shard: bool = False) -> None:
-        if not is_shard:
+    def is_kept(self, nbytes: int) -> bool:
+        return nbytes >= self._smallest_kept
+
+    def acquire(self, tensor: _Tensor) -> None:
+        if not self.is_kept(_nbytes(tensor)):
             self.now += _nbytes(tensor)
             self.peak = max(self.peak, self.now)
-        if self._free[tensor]:
+        elif self._free[tensor]:
             self._free[tensor] -= 1
-        elif self._pooled:
+        else:
             self.kept += _nbytes(tensor)
 
     def release(self, tensor: _Tensor) -> None:
-        self.now -= _nbytes(tensor)
-        self._free[tensor] += 1
+        if self.is_kept(_nbytes(tensor)):
+            self._free[tensor] += 1
+        else:
+            self.now -= _nbytes(tensor)
+
+    def add_shard(self, shard: _Tensor) -> None:
+        """Acquire a shard. It stays until the end of the iteration."""
+        if self.is_kept(_nbytes(shard)):
+            self.kept_shards += _nbytes(shard)
+            self.acquire(shard)
+        else:
+            self._shards += _nbytes(shard)
+
+    def reach_last(self) -> None:
+        """The last gradient arrives."""
+        self.before_last, self.kept_before_last = self.now + self._shards, self.kept
 
 
 def _nbytes(tensor: _Tensor) -> int:

@@ -58,6 +58,7 @@ def refused():
         ({"zero1_impl": "other"}, "zero1_impl='other' is not one of sharded, torch"),
         ({"param_dtype": "float8"}, "not one of float32, bfloat16"),
         ({"bucket_mb": 0}, "bucket_mb=0 must be positive"),
+        ({"bucket_mb": "large"}, "bucket_mb='large' is neither 'auto' nor a number"),
         ({"lr": -1.0}, "Invalid learning rate"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -3,10 +3,11 @@
 from itertools import pairwise
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zero.layout import Layout
+from zero.layout import Layout, ParameterSpec, auto_bucket_mb, plan
 
 sizes = {
     "numels": st.lists(st.integers(0, 50), max_size=12),
@@ -107,3 +108,32 @@ def test_impossible_layouts_are_refused(lay):
         lay((1,), 0, 1)
     with pytest.raises(ValueError, match="bucket_numel"):
         lay((1,), 1, 0)
+
+
+@pytest.mark.parametrize(
+    ("params", "world_size", "expected"),
+    [
+        (0.8e6, 2, 4),  # one bucket
+        (0.8e6, 64, 4),
+        (10.7e6, 2, 5.35),
+        (10.7e6, 64, 5.35),
+        (124e6, 2, 25),
+        (124e6, 25, 25),
+        (124e6, 64, 62),
+        (1558e6, 8, 25),
+        (1558e6, 64, 64),
+        (0, 1, 4),
+    ],
+)
+def test_the_automatic_bucket_size(params, world_size, expected):
+    assert auto_bucket_mb(int(4 * params), world_size) == pytest.approx(expected)
+
+
+def test_automatic_buckets_follow_the_bytes_of_the_trainable_parameters():
+    def spec(numel, is_trainable):
+        return ParameterSpec((numel,), torch.float32, torch.device("cpu"), is_trainable)
+
+    specs = [spec(8_000_000, True), spec(8_000_000, True), spec(80_000_000, False)]
+    for param_dtype, megabytes in [(None, 8), (torch.bfloat16, 4)]:
+        (buffer,) = plan(specs, 2, param_dtype=param_dtype).buffers
+        assert [bucket.numel * buffer.dtype.itemsize / 1e6 for bucket in buffer.layout.buckets] == [megabytes] * 8

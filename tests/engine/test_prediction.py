@@ -25,7 +25,7 @@ MODES = {
     "adamw": Flags(use_zero1=False),
     "torch": Flags(zero1_impl="torch"),
     "sharded": Flags(bucket_mb=BUCKET_MB),
-    "one bucket": Flags(),
+    "automatic": Flags(),
     "shard_gradients": Flags(bucket_mb=BUCKET_MB, shard_gradients=True),
     "bfloat16": Flags(bucket_mb=BUCKET_MB, param_dtype="bfloat16"),
     "bfloat16, shard_gradients": Flags(bucket_mb=BUCKET_MB, param_dtype="bfloat16", shard_gradients=True),
@@ -37,6 +37,16 @@ def without_communication(_, bucket):
     future = torch.futures.Future()
     future.set_result(bucket.buffer())
     return future
+
+
+LARGER = replace(SIZES, n_layer=6, n_head=6, n_embd=384)  # 10.7M parameters
+MODES_OF_LARGER = {  # on a CPU, the pool keeps
+    "buckets": Flags(),
+    "buckets and shards": Flags(bucket_mb=12),
+    "buckets, with shard_gradients": Flags(shard_gradients=True),
+    "buckets and shards, with shard_gradients": Flags(bucket_mb=12, shard_gradients=True),
+    "bfloat16": Flags(bucket_mb=6, param_dtype="bfloat16"),
+}
 
 
 def prediction_of(flags, world_size, rank, micro_steps, sizes=SIZES):
@@ -88,10 +98,9 @@ def run_steps(flags, micro_steps, sizes, measure, live):
     return optimizer
 
 
-def predicted_and_measured(mode, micro_steps=2):
+def predicted_and_measured(flags, micro_steps=2, sizes=SIZES):
     """By point of a step: the bytes predicted from a model on the meta device, the bytes held, and all bytes alive."""
-    flags, world_size, rank = MODES[mode], dist.get_world_size(), dist.get_rank()
-    prediction = prediction_of(flags, world_size, rank, micro_steps)
+    prediction = prediction_of(flags, dist.get_world_size(), dist.get_rank(), micro_steps, sizes)
     points = {}
 
     def measure(point, model, optimizer):
@@ -105,7 +114,7 @@ def predicted_and_measured(mode, micro_steps=2):
         points[point] = predicted, held_bytes(optimizer, model), live.now
 
     with LiveBytes() as live:
-        optimizer = run_steps(flags, micro_steps, SIZES, measure, live)
+        optimizer = run_steps(flags, micro_steps, sizes, measure, live)
     sent = optimizer.comm.sent_bytes if isinstance(optimizer, ShardedOptimizer) else {}
     per_step = {kind: sent[kind] // 2 for kind in ("reduce-scatter", "all-gather") if kind in sent}
     return points, prediction.sent(), per_step
@@ -122,11 +131,15 @@ def check(mode, result):
 
 
 def every_mode():
-    return {mode: predicted_and_measured(mode) for mode in MODES}
+    return {mode: predicted_and_measured(flags) for mode, flags in MODES.items()}
 
 
 def three_micro_steps():
-    return {mode: predicted_and_measured(mode, micro_steps=3) for mode in MODES}
+    return {mode: predicted_and_measured(flags, micro_steps=3) for mode, flags in MODES.items()}
+
+
+def kept_tensors(micro_steps):
+    return {mode: predicted_and_measured(flags, micro_steps, LARGER) for mode, flags in MODES_OF_LARGER.items()}
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
@@ -140,6 +153,56 @@ def test_predictions_with_more_micro_steps():
     for results in run_ranks(three_micro_steps, 2):
         for mode, result in results.items():
             check(mode, result)
+
+
+@pytest.mark.parametrize("micro_steps", [2, 3])
+def test_predictions_with_tensors_that_the_pool_keeps(micro_steps):
+    for results in run_ranks(kept_tensors, 2, micro_steps):
+        for mode, result in results.items():
+            check(mode, result)
+        held = {mode: points["after step"][1]["buckets"] for mode, (points, *_) in results.items()}
+        assert 0 < held["buckets"] < held["buckets and shards"]
+
+
+DEMO = replace(SIZES, vocab_size=97, n_head=4, n_embd=128)  # 0.8M parameters
+POINTS = "before step", "after step"
+
+
+def held_by_mode(sizes):
+    """Bytes that this rank holds at the points of a step, by mode."""
+    return {
+        mode: {point: sum(held.values()) for point, (_, held, _) in predicted_and_measured(flags, 2, sizes)[0].items()}
+        for mode, flags in {"adamw": Flags(use_zero1=False), "sharded": Flags()}.items()
+    }
+
+
+def saves(by_mode, share, sizes, world_size):
+    """Whether `sharded` holds less than `adamw`, by a share of 8P - 8P/N bytes of AdamW state for P parameters."""
+    with torch.device("meta"):
+        count = sum(param.numel() for param in GPT(sizes).parameters())
+    expected = share * (8 * count - 8 * count / world_size)
+    return all(by_mode["adamw"][point] - by_mode["sharded"][point] >= expected for point in POINTS)
+
+
+@pytest.mark.parametrize(("sizes", "share"), [(DEMO, 0.5), (LARGER, 0.8)])
+def test_the_default_saves_memory_between_two_ranks(sizes, share):
+    for by_mode in run_ranks(held_by_mode, 2, sizes):
+        assert saves(by_mode, share, sizes, 2)
+
+
+GPT2 = replace(SIZES, vocab_size=50304, n_layer=12, n_head=12, n_embd=768, block_size=64)
+
+
+@pytest.mark.parametrize("world_size", [2, 4, 8, 64])
+@pytest.mark.parametrize(("sizes", "share"), [(DEMO, 0.5), (LARGER, 0.8), (GPT2, 0.8)])
+@pytest.mark.parametrize("on_cpu", [True, False])
+def test_the_default_is_predicted_to_save_memory(sizes, share, world_size, on_cpu):
+    wrappers = {"adamw": "DistributedDataParallel", "sharded": "ShardedDataParallel"}
+    by_mode = {}
+    for mode, flags in {"adamw": Flags(use_zero1=False), "sharded": Flags()}.items():
+        prediction = replace(prediction_of(flags, world_size, 0, 1, sizes), wrapper=wrappers[mode], on_cpu=on_cpu)
+        by_mode[mode] = {point: sum(prediction.at(point).values()) for point in POINTS}
+    assert saves(by_mode, share, sizes, world_size)
 
 
 # a large vocabulary: the gradient of the tied embedding decides the peak; many layers: activations do

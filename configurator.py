@@ -12,6 +12,7 @@ The type of a setting is the type of its default. An annotation declares further
 
     batch_size: PositiveInt = 12  # sequences per micro-step
     zero1_impl: Literal["sharded", "torch"] = "sharded"
+    zero_bucket_mb: Literal["auto"] | PositiveFloat = "auto"  # the word, or a number
 
 `--help` shows the default, the comment and the limits of each setting. A comment stands at the end of the line, or in lines of
 its own above. A line of at most three plain words, such as "# learning rate", is a heading instead.
@@ -30,7 +31,7 @@ import textwrap
 import tokenize
 import types
 from collections.abc import Callable
-from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
+from typing import Annotated, Any, Literal, NamedTuple, NoReturn, Union, get_args, get_origin
 
 from distributed import exit_with_error, launched
 
@@ -71,11 +72,11 @@ def configure(settings: dict[str, Any], argv: list[str] | None = None) -> dict[s
     except ValueError as error:
         exit_with_error(str(error))
     defaults = {key: value for key, value in settings.items() if _is_setting(key, value)}
-    config = dict(defaults)
+    config, kinds = dict(defaults), _declared(settings)
     for argument in sys.argv[1:] if argv is None else argv:
         if argument.startswith("--") and "=" in argument:
             key, text = argument[2:].split("=", 1)
-            config[key] = _checked(key, _parsed(text, defaults.get(key)), defaults, _shortened(argument))
+            config[key] = _checked(key, _parsed(text, _type(key, defaults, kinds)), defaults, kinds, _shortened(argument))
         elif argument in ("-h", "--help"):
             if rank == 0:
                 print(_help(settings, defaults))
@@ -83,8 +84,8 @@ def configure(settings: dict[str, Any], argv: list[str] | None = None) -> dict[s
         elif argument.startswith("-"):
             exit_with_error(f"{argument} is not of the form --key=value; for example, write --batch_size=32")
         else:
-            config.update(_read_file(argument, config, defaults))
-    for key, kind in _declared(settings).items():
+            config.update(_read_file(argument, config, defaults, kinds))
+    for key, kind in kinds.items():
         if key in config:
             _check_rule(key, config[key], kind)
     if rank == 0:
@@ -143,7 +144,21 @@ def _declared(settings: dict[str, Any]) -> dict[str, Any]:
     return settings.get("__annotations__", {})
 
 
+def _words(kind: Any) -> tuple[str, ...]:
+    """Returns the words that a number setting accepts as well: those of `Literal["auto"] | PositiveFloat`."""
+    return get_args(get_args(kind)[0]) if get_origin(kind) in (Union, types.UnionType) else ()
+
+
+def _type(key: str, defaults: dict[str, Any], kinds: dict[str, Any]) -> type[Any]:
+    """Returns the type of a setting. If it is a number or a word, this is the type of the number."""
+    return float if _words(kinds.get(key)) else type(defaults.get(key))
+
+
 def _check_rule(key: str, value: Any, kind: Any) -> None:
+    if _words(kind):
+        if isinstance(value, str):
+            return
+        kind = get_args(kind)[1]
     if get_origin(kind) is Literal and value not in get_args(kind):
         exit_with_error(f"{key}={_shortened(str(value))} is not one of {', '.join(map(str, get_args(kind)))}")
     for rule in getattr(kind, "__metadata__", ()):
@@ -155,7 +170,7 @@ def _is_assignment(key: str, value: Any) -> bool:
     return not key.startswith("_") and not callable(value) and not isinstance(value, types.ModuleType)
 
 
-def _read_file(path: str, config: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
+def _read_file(path: str, config: dict[str, Any], defaults: dict[str, Any], kinds: dict[str, Any]) -> dict[str, Any]:
     """Run a config file and return the settings that it assigns.
 
     The file can read the current value of every setting. Its modules, functions and names with a leading underscore are not
@@ -167,15 +182,15 @@ def _read_file(path: str, config: dict[str, Any], defaults: dict[str, Any]) -> d
         names = runpy.run_path(path, init_globals=config)
     except Exception as error:
         exit_with_error(f"config file {path} cannot be run: {type(error).__name__}: {error}")
-    return {key: _checked(key, value, defaults, path) for key, value in names.items() if _is_assignment(key, value)}
+    return {key: _checked(key, value, defaults, kinds, path) for key, value in names.items() if _is_assignment(key, value)}
 
 
-def _parsed(text: str, default: Any) -> Any:
+def _parsed(text: str, wanted: type[Any]) -> Any:
     """Returns the Python value of the literal `text`, or `text` itself if it is not a literal.
 
-    If the default is a string, only text in quotes is parsed.
+    If a string is wanted, only text in quotes is parsed.
     """
-    if isinstance(default, str) and not text.startswith(("'", '"')):
+    if wanted is str and not text.startswith(("'", '"')):
         return text
     try:
         return ast.literal_eval(text)
@@ -183,8 +198,8 @@ def _parsed(text: str, default: Any) -> Any:
         return text
 
 
-def _checked(key: str, value: Any, defaults: dict[str, Any], where: str) -> Any:
-    """Returns `value` with the type of the default of `key`: an int becomes a float where needed.
+def _checked(key: str, value: Any, defaults: dict[str, Any], kinds: dict[str, Any], where: str) -> Any:
+    """Returns `value` with the type of the setting `key`: an int becomes a float where needed.
 
     An unknown setting or another wrong type ends the process.
     """
@@ -192,13 +207,16 @@ def _checked(key: str, value: Any, defaults: dict[str, Any], where: str) -> Any:
         near = difflib.get_close_matches(key, defaults, n=1)
         hint = f"did you mean {near[0]!r}?" if near else "--help lists all settings; in a file, start other names with _"
         exit_with_error(f"unknown setting {key!r} in {where}; {hint}")
-    wanted = type(defaults[key])
+    wanted, words = _type(key, defaults, kinds), _words(kinds.get(key))
+    if isinstance(value, str) and value in words:
+        return value
     if type(value) is int and abs(value) > _LARGEST:
         exit_with_error(f"{key} in {where} is too large; integers go up to {_LARGEST}")
     if wanted is float and type(value) is int:
         return float(value)
     if type(value) is not wanted:
-        exit_with_error(f"{key}={_shown(value)} in {where} is {_article(type(value))}, but {key} takes {_article(wanted)}")
+        accepted = " or ".join([*words, _article(wanted)])
+        exit_with_error(f"{key}={_shown(value)} in {where} is {_article(type(value))}, but {key} takes {accepted}")
     if wanted is float and not math.isfinite(value):
         exit_with_error(f"{key}={value} in {where} is not a finite number")
     return value
@@ -237,6 +255,8 @@ def _help(settings: dict[str, Any], defaults: dict[str, Any]) -> str:
 
 
 def _limits(kind: Any) -> list[str]:
+    if words := _words(kind):
+        return [f"{', '.join(words)}, or a number that {limit}" for limit in _limits(get_args(kind)[1])]
     choices = [f"one of {', '.join(map(str, get_args(kind)))}"] if get_origin(kind) is Literal else []
     return choices + [rule.text for rule in getattr(kind, "__metadata__", ())]
 

@@ -101,7 +101,7 @@ min_lr: NonNegativeFloat = 6e-5  # should be about learning_rate / 10
 # ZeRO-1
 use_zero1 = True  # shard the optimizer state across the ranks
 zero1_impl: Literal["sharded", "torch"] = "sharded"  # 'sharded': the code in zero/; 'torch': ZeroRedundancyOptimizer
-zero_bucket_mb: PositiveFloat = 75.0  # 'sharded': megabytes per bucket
+zero_bucket_mb: Literal["auto"] | PositiveFloat = "auto"  # 'sharded': megabytes per bucket; auto: 4 to 25, by the model's size
 shard_gradients = False  # 'sharded': also keep only 1/N of the gradients; costs one reduce-scatter per micro-step
 param_dtype: Literal["float32", "bfloat16"] = "float32"  # weights and gradients; 'sharded' keeps float32 masters, 1/N per rank
 zero_shard_size: NonNegativeInt = 0  # 'sharded': ranks that share the optimizer state, such as the GPUs of a machine; 0: all

@@ -24,7 +24,6 @@ block_size = 64  # 2 * 12 * 64 = 1,536 tokens per iteration
 n_layer = 4
 n_head = 4
 n_embd = 128  # 0.8M parameters
-zero_bucket_mb = 0.3  # a tenth of their bytes; larger buckets would take what the sharded state saves
 dropout = 0.0
 
 learning_rate = 1e-3

@@ -166,9 +166,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         **kwargs: arguments of `optimizer_cls`.
 
     Raises:
-        ValueError: if `bucket_mb` is neither 'auto' nor positive, `shard_size` does not divide the number of ranks, `partition` is
-            unknown, `optimizer_cls` cannot be divided in this way or is not declared, the parameters differ between the ranks, share
-            memory, or cannot be stored in `param_dtype`.
+        ValueError: if `bucket_mb` is neither 'auto' nor positive, `shard_size` does not divide the number of ranks,
+            `partition` is unknown, `optimizer_cls` cannot be divided in this way or is not declared, the parameters differ
+            between the ranks, share memory, or cannot be stored in `param_dtype`.
         RuntimeError: from `step`, if a parameter has left its buffer, was unfrozen, or has a sparse gradient. From
             `state[param]`, `state_dict` and `load_state_dict`, because a single rank does not have the whole state. Use the
             functions of `zero.checkpoint` instead.

@@ -331,3 +331,34 @@ def test_settings_of_a_script_keep_their_limits_and_the_script_is_not_run(tmp_pa
     with pytest.raises(SystemExit):
         configure(settings, ["--batch_size=0"])
     assert capsys.readouterr().err == "error: batch_size=0 must be at least 1\n"
+
+
+def with_a_word(*argv):
+    settings = {"bucket": "auto", "__annotations__": {"bucket": Literal["auto"] | PositiveFloat}}
+    return configure(settings, list(argv))["bucket"]
+
+
+def test_a_setting_can_be_a_word_or_a_number(tmp_path):
+    file = tmp_path / "config.py"
+    file.write_text("bucket = 3\n")
+    assert with_a_word() == with_a_word("--bucket=auto") == with_a_word(str(file), "--bucket='auto'") == "auto"
+    assert with_a_word("--bucket=2.5") == 2.5
+    number = with_a_word(str(file))
+    assert number == 3
+    assert isinstance(number, float)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("large", "bucket='large' in --bucket=large is text, but bucket takes auto or a number"),
+        ("True", "bucket=True in --bucket=True is True or False (with a capital), but bucket takes auto or a number"),
+        ("0", "bucket=0.0 must be positive"),
+        ("1e999", "bucket=inf in --bucket=1e999 is not a finite number"),
+    ],
+)
+def test_neither_the_word_nor_a_number_is_refused(value, message, capsys):
+    with pytest.raises(SystemExit) as exit:
+        with_a_word(f"--bucket={value}")
+    assert exit.value.code == 2
+    assert capsys.readouterr().err == f"error: {message}\n"

@@ -31,7 +31,7 @@ import textwrap
 import tokenize
 import types
 from collections.abc import Callable
-from typing import Annotated, Any, Literal, NamedTuple, NoReturn, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
 
 from distributed import exit_with_error, launched
 

@@ -112,11 +112,12 @@ class Prediction:
         if self.shard_gradients or self.micro_steps == 1:
             fresh_shards = self.gradient_shards - traffic.kept_shards
             shards = fresh_shards if self.micro_steps > 1 else 0
-            return traffic.kept + max(shards + first_half, before_last, fresh_shards + traffic.peak)
-        # in the last backward, gradients move from the parameters to buckets; received parts are additional
+            return traffic.kept + max(shards + traffic.first + first_half, before_last, fresh_shards + traffic.peak)
+        # in the last backward, gradients move from the parameters to buckets; an empty bucket, or received parts, are additional
+        additional = max(self._first_bucket, traffic.received)
         before_last += traffic.kept_before_last
         # kept tensors stay until the first gradient of the next iteration arrives
-        return max(*local, traffic.kept + first_half, full + first_half + traffic.received, last + before_last)
+        return max(*local, traffic.kept + first_half, full + first_half + additional, last + before_last)
 
     def sent(self) -> dict[str, int]:
         """Return the bytes that this rank sends per iteration, by kind of collective.
@@ -233,6 +234,11 @@ class Prediction:
             for shards in buffer.layout.shards
         ]
 
+    @cached_property
+    def _first_bucket(self) -> int:
+        """Bytes of the bucket that fills first."""
+        return next((buffer.layout.buckets[0].numel * buffer.dtype.itemsize for buffer in self.plan.buffers), 0)
+
     def _first_bucket_of_last_parameter(self) -> int:
         before = 0
         for buffer in self.plan.buffers:
@@ -257,6 +263,7 @@ class Prediction:
             for tensor in (reduction.bucket, *reduction.received):
                 traffic.release(tensor)
 
+        traffic.first = 0 if traffic.is_kept(self._first_bucket) else self._first_bucket
         buckets = [(buffer, shards) for buffer in self.plan.buffers for shards in buffer.layout.shards]
         first_of_last = self._first_bucket_of_last_parameter()
         for _ in range(min(2, self.micro_steps) if self.shard_gradients else 1):
@@ -309,6 +316,7 @@ class _Traffic:
         self.now = 0  # bytes of fresh tensors, without shards
         self.before_last = 0  # bytes of fresh tensors when the last gradient arrives, with shards
         self.kept_before_last = 0  # `kept` at that time
+        self.first = 0  # bytes of the first bucket, if it is fresh
         self.received = 0  # largest bytes of received parts in flight at one time
         self.in_flight = 0  # bytes of fresh tensors in flight at the end of backward
         self._shards = 0  # bytes of fresh shards

@@ -13,6 +13,7 @@ from typing import Any, Self
 
 import torch
 
+from hardware import multiplies_in_float32
 from model import GPT, GPTConfig, SkipInitialization
 from zero.flags import Flags
 from zero.layout import ParameterSpec, Plan, parameter_specs, replicated_plan
@@ -158,12 +159,12 @@ def predicted_activations(workload: Workload, param_dtype: str) -> Activations:
 
 @cache
 def _version() -> str:
-    """Returns a text that changes with the code that activations depend on."""
+    """Returns a text that changes with the code and the CPU that activations depend on."""
     sources = hashlib.sha256()
     for name in ("model.py", "activations.py"):
         with open(os.path.join(os.path.dirname(os.path.abspath(__file__)), name), "rb") as file:
             sources.update(file.read())
-    return f"torch {torch.__version__} {sources.hexdigest()[:16]}"
+    return f"torch {torch.__version__} {sources.hexdigest()[:16]} {multiplies_in_float32()}"
 
 
 @cache

@@ -19,11 +19,12 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hardware import DTYPES
+from hardware import DTYPES, multiplies_in_float32
 from model import GPT, CausalSelfAttention, GPTConfig, SkipInitialization
 from zero.prediction import Activations
 
 _WITH_MEMORY = (torch.Tensor, nn.Parameter, FakeTensor)  # other classes wrap these, or are placeholders without memory
+_PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 
 
 class _Peaks(NamedTuple):
@@ -52,28 +53,57 @@ class LiveBytes(TorchDispatchMode):
 
     Several tensors that share one storage count once. Tensors from before the context count from the first operation that
     returns a view of them, unless they are given to `ignore`.
+
+    If two gradients arrive at one place, autograd adds the second to the first in place, but not in a context like this one,
+    nor on fake tensors. There, such a sum counts as in place: its peak does not include both the sum and the first gradient.
+
+    Args:
+        on_cpu: the tensors are, or stand for, tensors of this CPU, and the peak includes the scratch memory of matrix products
+            there (`hardware.multiplies_in_float32`).
     """
 
-    def __init__(self) -> None:
+    def __init__(self, on_cpu: bool = True) -> None:
         super().__init__()
-        self.now = self.peak = 0  # bytes
+        self._multiplies_in_float32 = on_cpu and multiplies_in_float32()
+        self.now = 0  # bytes
+        self._peak = 0
         self._alive: dict[int, int] = {}  # by address of the storage object: bytes
+        self._sum: tuple[int, int] | None = None  # the last operation added to a gradient: its key, bytes with both
 
     def ignore(self, tensors: Any) -> None:
         """Do not count the storages of these tensors."""
         for tensor in tensors:
             self._alive[tensor.untyped_storage()._cdata] = 0
 
+    @property
+    def peak(self) -> int:
+        """Most bytes since the last reset."""
+        self._end_sum()
+        return self._peak
+
     def reset_peak(self) -> None:
         """Start a new peak."""
-        self.peak = self.now
+        self._sum = None
+        self._peak = self.now
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._end_sum()
         result = func(*args, **(kwargs or {}))
+        before = self._peak
         for leaf in tree_leaves(result):
             if type(leaf) in _WITH_MEMORY:
                 self._count(leaf.untyped_storage())
+        if _adds_gradients(func, args):
+            self._peak, self._sum = before, (args[0].untyped_storage()._cdata, self.now)
+        if self._multiplies_in_float32 and func in _PRODUCTS and result.dtype == torch.bfloat16:
+            self._peak = max(self._peak, self.now + result.numel() * torch.float32.itemsize)
         return result
+
+    def _end_sum(self) -> None:
+        """Count both the sum and the gradient that was added to, if that is still alive."""
+        if self._sum is not None:
+            self._peak = max(self._peak, self._sum[1])
+            self._sum = None
 
     def _count(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata
@@ -81,11 +111,22 @@ class LiveBytes(TorchDispatchMode):
             return
         self._alive[key] = storage.nbytes()
         self.now += self._alive[key]
-        self.peak = max(self.peak, self.now)
+        self._peak = max(self._peak, self.now)
         weakref.finalize(storage, self._free, key).atexit = False
 
     def _free(self, key: int) -> None:
         self.now -= self._alive.pop(key)
+        if self._sum is not None and self._sum[0] == key:
+            self._sum = None
+
+
+def _adds_gradients(func: Any, args: Any) -> bool:
+    """Returns whether autograd would add in place if nobody else holds the first tensor (torch/csrc/autograd/input_buffer.cpp).
+
+    A view is added out of place: autograd itself holds its base.
+    """
+    in_backward = torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled()
+    return in_backward and func is torch.ops.aten.add.Tensor and not args[0]._is_view()
 
 
 def predict(
@@ -119,7 +160,7 @@ def _measure(config: GPTConfig, batch_size: int, dtype: str, param_dtype: str, c
         autocast = torch.autocast("cpu", torch.bfloat16, enabled=dtype != "float32")  # float16 takes as many bytes
         if device_type != "cpu":
             _imitate_cuda(model)
-        return micro_step(model, lambda: model(tokens, tokens)[1], autocast)
+        return micro_step(model, lambda: model(tokens, tokens)[1], autocast, device_type == "cpu")
 
 
 @contextmanager
@@ -132,9 +173,12 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def micro_step(model: GPT, forward: Callable[[], torch.Tensor], autocast: Any) -> _Peaks:
-    """Run forward and backward on the CPU and measure the activations. Gradients are dropped as they arrive."""
-    live = LiveBytes()
+def micro_step(model: GPT, forward: Callable[[], torch.Tensor], autocast: Any, on_cpu: bool = True) -> _Peaks:
+    """Run forward and backward on the CPU and measure the activations. Gradients are dropped as they arrive.
+
+    `on_cpu` is that of `LiveBytes`.
+    """
+    live = LiveBytes(on_cpu)
     live.ignore({*model.parameters(), *model.buffers()})
     halves: list[int] = []
 

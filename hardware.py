@@ -113,6 +113,14 @@ def is_slow_on_cpu(device: torch.device, dtype: str) -> bool:
         return flags[dtype].isdisjoint(file.read().split())
 
 
+def multiplies_in_float32() -> bool:
+    """Returns whether this CPU holds a bfloat16 matrix product in float32 as well while it computes it.
+
+    oneDNN does so with AVX-512 where the instructions for bfloat16 are missing.
+    """
+    return torch.backends.cpu.get_cpu_capability() == "AVX512" and is_slow_on_cpu(torch.device("cpu"), "bfloat16")
+
+
 def divide_threads(local_world_size: int) -> None:
     """Give each rank on this machine its share of the cores. torchrun would give each rank a single thread."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -26,14 +26,15 @@ MICRO_STEPS = 2  # the second step has two micro-steps, so that gradients accumu
 class MemoryProfile:
     """Measures one contender on this rank. Every method needs to be called on all ranks.
 
-    On a GPU, the figures are what the allocator has given out. On a CPU, they are the bytes of all tensors that are alive.
+    On a GPU, the figures are what the allocator has given out. On a CPU, they are the bytes of all tensors that are alive, or
+    if benchmarks/malloc_counter.c is preloaded, what malloc has given out.
     """
 
     def __init__(self, setup: Setup, mode: str) -> None:
         self.setup, self.mode = setup, mode
         self.on_gpu = setup.device.type == "cuda"
         self.points: dict[str, dict[str, Any]] = {}
-        self.live = LiveBytes()
+        self.live = MallocBytes() if MallocBytes.is_preloaded() else LiveBytes()
 
     def measure(self, can_save: bool = True) -> dict[str, dict[str, Any]]:
         """Run two steps and return the bytes by point of a step: total, parts, and on a CPU the resident peak until then."""
@@ -128,6 +129,44 @@ class MemoryProfile:
             torch.cuda.reset_peak_memory_stats()
         else:
             self.live.reset_peak()
+
+
+class MallocBytes:
+    """Counts the bytes that malloc gives out inside of this context: tensors, scratch of libraries, everything of 1 KiB or more.
+
+    `benchmarks/malloc_counter.c` does the counting; its first lines say how to build and preload it.
+    """
+
+    def __init__(self) -> None:
+        self._library = ctypes.CDLL(None)  # the process, with what is preloaded
+        self._library.malloc_counter_now.restype = self._library.malloc_counter_peak.restype = ctypes.c_longlong
+        self._before = 0  # bytes when the context begins
+
+    @staticmethod
+    def is_preloaded() -> bool:
+        return hasattr(ctypes.CDLL(None), "malloc_counter_now")
+
+    def __enter__(self) -> Self:
+        self._before = self._library.malloc_counter_now()
+        self.reset_peak()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return
+
+    @property
+    def now(self) -> int:
+        """Bytes that are in use now."""
+        return self._library.malloc_counter_now() - self._before
+
+    @property
+    def peak(self) -> int:
+        """Most bytes since the last reset."""
+        return self._library.malloc_counter_peak() - self._before
+
+    def reset_peak(self) -> None:
+        """Start a new peak."""
+        self._library.malloc_counter_reset_peak()
 
 
 def memory_rows(setup: Setup, mode: str) -> list[dict[str, Any]]:

@@ -16,6 +16,11 @@ Memory of GPT-2 XL on two ranks. The ranks share a GPU, or each rank has its own
 Memory of rank 0 of 8, 64 and 1024 ranks, measured in one process without the others:
     $ python bench.py --what=memory --model=gpt2 --batch_size=1 --block_size=64 --simulate_world_size=8,64,1024
 
+Memory below PyTorch, as malloc gives it out on a CPU (Linux with glibc):
+    $ cc -O2 -shared -fPIC -o malloc_counter.so benchmarks/malloc_counter.c
+    $ LD_PRELOAD=$PWD/malloc_counter.so torchrun --standalone --nproc_per_node=2 bench.py --what=memory --model=gpt2 \\
+        --batch_size=1 --block_size=64 --dtype=bfloat16
+
 What the metrics of a run cost, with a 10.7M-parameter model:
     $ torchrun --standalone --nproc_per_node=2 bench.py --what=telemetry --n_layer=6 --n_head=6 --n_embd=384 \\
         --vocab_size=65 --block_size=256 --batch_size=1 --rounds=20
@@ -54,7 +59,7 @@ import hardware
 from benchmarks.checkpoints import checkpoint_rows
 from benchmarks.contenders import MODES, Setup
 from benchmarks.cookbook import cookbook_rows
-from benchmarks.memory import can_reset_resident_peak, memory_rows, simulated_rows
+from benchmarks.memory import MallocBytes, can_reset_resident_peak, memory_rows, simulated_rows
 from benchmarks.report import Results
 from benchmarks.speed import time_rows
 from benchmarks.telemetry import telemetry_rows
@@ -168,7 +173,8 @@ def measure_memory():
     rows = [row for world in worlds for row in simulated_rows(setup, names["memory"], world, print)]
     if not worlds:
         rows = [row for mode in names["memory"] for row in memory_rows(setup, mode)]
-    kind = "allocated on the GPU" if device.type == "cuda" else "of live tensors"
+    on_cpu = "given out by malloc" if MallocBytes.is_preloaded() else "of live tensors"
+    kind = "allocated on the GPU" if device.type == "cuda" else on_cpu
     report("memory", f"Memory: MB {kind}, on {'rank 0' if worlds else 'the fullest rank'}", rows, "memory_profile.txt")
     if is_rank_0() and pictures:
         for world in worlds or [None]:

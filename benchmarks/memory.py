@@ -34,7 +34,7 @@ class MemoryProfile:
         self.setup, self.mode = setup, mode
         self.on_gpu = setup.device.type == "cuda"
         self.points: dict[str, dict[str, Any]] = {}
-        self.live = MallocBytes() if MallocBytes.is_preloaded() else LiveBytes()
+        self.live: MallocBytes | LiveBytes = MallocBytes() if MallocBytes.is_preloaded() else LiveBytes()
 
     def measure(self, can_save: bool = True) -> dict[str, dict[str, Any]]:
         """Run two steps and return the bytes by point of a step: total, parts, and on a CPU the resident peak until then."""
@@ -132,7 +132,7 @@ class MemoryProfile:
 
 
 class MallocBytes:
-    """Counts the bytes that malloc gives out inside of this context: tensors, scratch of libraries, everything of 1 KiB or more.
+    """Counts the bytes that malloc gives out inside of this context: tensors, scratch of libraries, blocks of 1 KiB or more.
 
     `benchmarks/malloc_counter.c` does the counting; its first lines say how to build and preload it.
     """

@@ -1,4 +1,8 @@
-"""activations.py: what it predicts on fake tensors is what PyTorch's own tracker measures in a real step."""
+"""activations.py: what it predicts on fake tensors is what PyTorch's own tracker measures in a real step.
+
+The tracker sees no scratch memory of matrix products, and sums of two gradients out of place, which autograd computes in place.
+Neither counts in the peaks that are compared with it. `test_malloc.py` compares both with what malloc gives out.
+"""
 
 from dataclasses import replace
 
@@ -19,6 +23,14 @@ PRECISIONS = {  # dtype of the computation, and of the weights
     "bfloat16 weights": ("bfloat16", "bfloat16"),
 }
 every_precision = pytest.mark.parametrize(("dtype", "param_dtype"), PRECISIONS.values(), ids=PRECISIONS)
+WIDE = replace(SIZES, vocab_size=4000, dropout=0.0)  # the tied embedding decides the end of backward
+
+
+@pytest.fixture(autouse=True)
+def _without_scratch_memory(monkeypatch):
+    monkeypatch.setattr("activations.multiplies_in_float32", lambda: False)
+
+
 with_and_without_checkpointing = pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
 
 
@@ -97,6 +109,43 @@ def test_live_bytes_counts_a_storage_once_and_forgets_what_is_freed():
         assert live.peak == 3200
         del other
         assert live.now == 0
+
+
+def test_autograd_adds_the_gradients_of_the_tied_embedding_in_place_under_autocast():
+    """Otherwise the first gradient is a view, and their sum is a third tensor. `test_malloc.py` measures both."""
+    tied = 4 * WIDE.vocab_size * WIDE.n_embd
+    copies = {name: predict(WIDE, 1, *dtypes, False, "cpu").second_half / tied for name, dtypes in PRECISIONS.items()}
+    assert copies == pytest.approx({"float32": 3, "autocast": 2, "bfloat16 weights": 1.5}, rel=0.05)
+
+
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_live_bytes_counts_the_sum_of_two_gradients_in_place_unless_the_first_is_kept(is_kept):
+    weight, kept = torch.ones(1000, requires_grad=True), []
+    with LiveBytes() as live:
+        live.ignore([weight])
+        first, second = (weight * factor for factor in (2.0, 3.0))
+        product = first.sum() + second.sum()
+        if is_kept:
+            second.grad_fn.register_hook(lambda gradients, _: kept.extend(gradients))
+        del first, second
+        before = live.now
+        live.reset_peak()
+        product.backward()
+    assert live.peak - before == pytest.approx((3 if is_kept else 2) * 4000, abs=100)
+    assert torch.equal(weight.grad, torch.full((1000,), 5.0))
+
+
+def test_products_take_scratch_memory_on_some_cpus_and_none_on_a_gpu(monkeypatch):
+    def predicted(device_type):
+        short = replace(WIDE, block_size=8)  # so that the largest product is the gradient of the tied embedding
+        return predict(short, 1, *PRECISIONS["autocast"], False, device_type)
+
+    without = [predicted(device_type) for device_type in ("cpu", "cuda")]
+    monkeypatch.setattr("activations.multiplies_in_float32", lambda: True)
+    on_cpu, on_gpu = (predicted(device_type) for device_type in ("cpu", "cuda"))
+    assert on_gpu == without[1]
+    assert on_cpu.saved == without[0].saved
+    assert on_cpu.first_half > without[0].first_half
 
 
 @every_precision

@@ -1,13 +1,13 @@
 """ShardedOptimizer: a torch.optim class with its state divided evenly among the ranks."""
 
 import gc
-import os
 import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing import current_process
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -214,7 +214,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.inner: torch.optim.Optimizer  # optimizer of this rank's slices
         self._steps_by_bucket = optimizer_cls in (*_ELEMENTWISE, *_NEED_WHOLE_PARAMETERS)
         self._is_built = False
-        self._lock, self._pid = threading.RLock(), os.getpid()
+        self._lock, self._pid = threading.RLock(), current_process().pid
         # a rank that ends its program right after a step must not leave the others without their parameters
         weakref.finalize(self, _wait_for_gathers, self.buckets, self._pid)
         super().__init__(params, dict(kwargs))
@@ -374,7 +374,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def synchronize(self, buckets: Iterable[Bucket] | None = None) -> None:
         """Wait until every parameter is whole, or with `buckets` every parameter that lies in them."""
-        if os.getpid() != self._pid and any(bucket.gather is not None for bucket in self.buckets):
+        if current_process().pid != self._pid and any(bucket.gather is not None for bucket in self.buckets):
             raise RuntimeError(
                 "this process was forked while all-gathers were in flight, and cannot wait for them; call "
                 "optimizer.synchronize() before the fork"
@@ -724,7 +724,7 @@ def _nobody() -> None:
 
 
 def _wait_for_gathers(buckets: list[Bucket], pid: int) -> None:
-    for bucket in buckets if os.getpid() == pid else ():
+    for bucket in buckets if current_process().pid == pid else ():
         while bucket.gather is not None and bucket.gather.works:
             bucket.gather.works.pop(0).wait()
 

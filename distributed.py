@@ -11,6 +11,7 @@ import json
 import os
 import resource
 import signal
+import subprocess
 import sys
 import time
 import uuid
@@ -121,7 +122,7 @@ def agree(launch: Launch, value: Any, rule: Callable[[list[Any]], Any]) -> Any:
     _store().set(_value_key(launch.rank), json.dumps([value, None]))
     if launch.rank == 0:
         values, errors = zip(*(_take(_value_key(rank)) for rank in range(launch.world_size)), strict=True)
-        error = next(filter(None, errors), None)
+        error = "; ".join(dict.fromkeys(filter(None, errors)))
         result = json.dumps([None if error else rule(list(values)), error])
         for rank in range(launch.world_size):
             _store().set(_result_key(rank), result)
@@ -162,39 +163,59 @@ def without_old_keys(store: dist.Store, rank: int, world_size: int, timeout_s: f
     raise RuntimeError(f"{missing} did not start within {timeout_s:.0f} s")
 
 
-def finish(exit_code: int = 0) -> NoReturn:
-    """Wait for all ranks, then end this process. Needs to be called on all ranks."""
+def finish(exit_code: int = 0, last_line: str = "") -> NoReturn:
+    """Wait for all ranks, then end this process. Needs to be called on all ranks.
+
+    If torchrun has received a signal, it prints a traceback below everything that its ranks have printed. So under torchrun, on
+    Linux, another process prints the last line of the run again when torchrun has ended.
+
+    Args:
+        last_line: printed on rank 0 if the exit code is 0.
+    """
     if dist.is_initialized():
         # rank 0 may take long to end the run of wandb
         dist.barrier(dist.new_group(backend="gloo", timeout=LONG_TIMEOUT))
+    if last_line and not exit_code:
+        print0(last_line)
+        if is_rank_0() and "TORCHELASTIC_RUN_ID" in os.environ:
+            _print_after(os.getppid(), last_line)
     _exit(exit_code)
 
 
 def exit_with_error(message: str) -> NoReturn:
     """End this process because the user's input is wrong: one line on stderr, exit code 2, no traceback.
 
-    Every rank prints the line. If the process group has started, every rank needs to call this function. Before that, ranks
-    that call `agree` get the message there.
+    Before the process group has started, the ranks end together: the first rank of each host prints the line, and ranks that
+    call `agree` get the message there. When it has started, this rank prints its line, and torchrun ends the others; if every
+    rank could have the message, use `exit_on_wrong_input`.
     """
-    sys.stderr.write(f"error: {' '.join(message.split())}\n")  # one write: the lines of two ranks do not mix
-    sys.stdout.flush()
-    sys.stderr.flush()
     if _is_one_of_several() and not dist.is_initialized():
         _end_with_other_ranks(message)
+    else:
+        _print_error(message)
     _exit(2)
 
 
 @contextmanager
 def exit_on_wrong_input() -> Iterator[None]:
-    """If the block raises for wrong input on any rank, all ranks print the error and end. Needs to be entered on all ranks."""
+    """If the block raises for wrong input on any rank, all ranks end with exit code 2. Needs to be entered on all ranks.
+
+    The first rank of each host prints the error of the first rank that has one.
+    """
     message = None
     try:
         yield
     except (ValueError, OSError, ImportError) as error:
         message = str(error)
     message = next(filter(None, gather_objects(message)), None)
-    if message is not None:
+    if message is None:
+        return
+    if not dist.is_initialized():
         exit_with_error(message)
+    if launched().local_rank == 0:
+        _print_error(message)
+    dist.barrier()  # torchrun kills the others when one of its ranks has ended
+    _exit(2)
 
 
 def print0(*values: Any) -> None:
@@ -248,20 +269,59 @@ def _is_one_of_several() -> bool:
         return False
 
 
-def _end_with_other_ranks(message: str, timeout_s: float = 10.0) -> None:
-    """Tell the other ranks why this rank ends, and wait until they end too: torchrun kills them when the first rank ends."""
-    launch = launched()
+def _end_with_other_ranks(message: str, timeout_s: float = 30.0) -> None:
+    """Print why this rank ends, and wait until the others end too: torchrun kills them when the first rank ends.
+
+    The first rank of each host prints its message. Rank 0 also prints the messages of the others that it does not have itself.
+    A rank prints its own if rank 0 has not come to do that.
+    """
+    launch, came = launched(), False
+    if launch.local_rank == 0:
+        _print_error(message)
     with contextlib.suppress(RuntimeError):  # the store has ended with rank 0, or the other ranks did not connect
         store = _store() if _store.cache_info().currsize else _meet(timeout_s)
-        for rank in range(1, launch.world_size) if launch.rank == 0 else ():
-            store.set(_result_key(rank), json.dumps([None, message]))
-        if launch.rank > 0:
+        others, end = range(1, launch.world_size), time.monotonic() + timeout_s
+
+        def wait_for(count: int) -> bool:
+            while not (enough := store.add("ranks about to end", 0) >= count) and time.monotonic() < end:
+                time.sleep(0.01)
+            return enough
+
+        if launch.rank == 0:
+            for rank in others:
+                store.set(_result_key(rank), json.dumps([None, message]))
+            wait_for(len(others))
+            told = [json.loads(store.get(key))[1] for key in map(_value_key, others) if store.check([key])]
+            for other in dict.fromkeys(text for text in told if text and text != message):
+                _print_error(other)
+        else:
             store.set(_value_key(launch.rank), json.dumps([None, message]))
-        end = time.monotonic() + timeout_s
-        ready = store.add("ranks about to end", 1)
-        while ready < launch.world_size and time.monotonic() < end:
-            time.sleep(0.01)
-            ready = store.add("ranks about to end", 0)
+        store.add("ranks about to end", 1)
+        came = wait_for(launch.world_size)
+    if launch.local_rank > 0 and not came:
+        _print_error(message)
+
+
+def _print_error(message: str) -> None:
+    """Print one line on stderr, and write it to the file from which torchrun takes the root cause for its report."""
+    line = f"error: {' '.join(message.split())}"
+    sys.stdout.flush()
+    sys.stderr.write(f"{line}\n")  # one write: the lines of two ranks do not mix
+    sys.stderr.flush()
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        # The root cause is the first failure, in whole seconds. Ranks without a file fail when torchrun finds that they have
+        # ended. The keys are those of torch.distributed.elastic.multiprocessing.errors.
+        details = {"py_callstack": line, "timestamp": str(int(time.time()) - 1)}
+        with contextlib.suppress(OSError), open(path, "w") as file:
+            json.dump({"message": {"message": line, "extraInfo": details}}, file)
+
+
+def _print_after(pid: int, line: str) -> None:
+    """Start a process that prints a line on stdout when the process `pid` has ended. Only Linux can do that."""
+    with contextlib.suppress(AttributeError, OSError):  # without pidfd_open
+        ended = os.pidfd_open(pid)
+        script = "import select, sys; select.select([int(sys.argv[1])], [], []); print(sys.argv[2])"
+        subprocess.Popen([sys.executable, "-IS", "-c", script, str(ended), line], pass_fds=[ended], start_new_session=True)
 
 
 def _raise_limit_of_open_files() -> None:

@@ -369,14 +369,12 @@ while iter_num <= max_iters or eval_only:
 shadow.finish()
 checkpoints.wait()
 guard.report(iter_num - 1)
-stopped = action == Action.SAVE_AND_STOP
-must_fail = checkpoints.report(log, required=stopped) or guard.failed
+last_line = f"stopped by a signal before iteration {iter_num}; continue with --init_from=resume"
+must_fail = checkpoints.report(log, required=True) or guard.failed
 failed = signals.agree(Action.FAIL if must_fail else Action.CONTINUE) == Action.FAIL
 if failed:
     checkpoints.explain_failure(diverged=guard.failed)
-elif stopped:
-    print0(f"stopped by a signal before iteration {iter_num}; continue with --init_from=resume")
 profiler.finish()
 progress.close()
 log.finish(int(failed))
-finish(int(failed))
+finish(int(failed), last_line if action == Action.SAVE_AND_STOP else "")

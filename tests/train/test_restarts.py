@@ -234,4 +234,4 @@ def test_wrong_input_ends_a_job_with_restarts(data, tmp_path):
     line = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max-restarts=1", "train.py", "--n_layer=x"]
     ended = subprocess.run([sys.executable, *line], cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=200)
     assert ended.returncode == 1
-    assert ended.stderr.count("error: ") == 4, "two ranks, twice"
+    assert ended.stderr.count("\nerror: ") + ended.stderr.startswith("error: ") == 2, "at each start"

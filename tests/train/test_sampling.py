@@ -72,9 +72,9 @@ def test_a_vocabulary_that_is_not_available_ends_the_run_at_its_start(data, tmp_
     assert run("train.py", *settings, before=without).returncode == 0
     refused = run("train.py", *settings, "--sample_interval=5", before=without, ranks=2)
     assert refused.returncodes == [2, 2]
-    for line in refused.stderr.splitlines():
-        assert line.startswith("error: sample_interval=5 cannot write samples: GPT-2's vocabulary is not available")
-        assert "--sample_interval=0" in line
+    (line,) = refused.stderr.splitlines()
+    assert line.startswith("error: sample_interval=5 cannot write samples: GPT-2's vocabulary is not available")
+    assert "--sample_interval=0" in line
 
 
 def test_a_vocabulary_larger_than_the_models_is_refused():

@@ -1,4 +1,4 @@
-"""train.py with wrong input: one line that says what is wrong, exit code 2 on all ranks, nothing written."""
+"""train.py with wrong input: one line that says what is wrong, printed once, exit code 2 on all ranks, nothing written."""
 
 import os
 import re
@@ -55,10 +55,25 @@ def test_mistakes_end_at_once_on_all_ranks(data, tmp_path, mistake):
     process = start("train.py", *SETTINGS, f"--dataset={data}", f"--out_dir={tmp_path}", *arguments, ranks=2)
     assert process.returncode != 0
     errors = [line for line in process.stderr.splitlines() if line.startswith("error: ")]
-    assert len(errors) == 2, process.stderr
-    assert all(message in line for line in errors)
+    assert len(errors) == 1, process.stderr
+    assert message in errors[0]
+    if start is run_for_real:
+        root_cause = process.stderr[process.stderr.index("Root Cause") :]
+        assert f"traceback : {errors[0]}" in root_cause
     assert process.returncodes == [2, 2], process.stderr
     assert not re.search(rf'File "{ROOT}/[^.]', process.stderr), "no traceback but torchrun's own, which may lie in ROOT/.venv"
+
+
+@pytest.mark.parametrize("mistakes", [{1: "--n_layer=x"}, {2: "--n_head=y"}, {0: "--n_layer=x", 2: "--n_head=y"}])
+def test_mistakes_of_some_ranks_are_told_once_each(data, tmp_path, mistakes):
+    """Before the ranks have met, and by rank 0 alone, because all are on one host."""
+    own = f"import os, sys; sys.argv += [{mistakes}.get(int(os.environ['RANK']), '--max_iters=3')]"
+    process = run("train.py", *SETTINGS, f"--dataset={data}", f"--out_dir={tmp_path / 'out'}", ranks=3, before=own)
+    assert process.returncodes == [2, 2, 2], process.stderr
+    errors = process.stderr.splitlines()
+    assert len(errors) == len(mistakes), process.stderr
+    for error, mistake in zip(errors, mistakes.values(), strict=True):
+        assert error.startswith(f"error: {mistake[2:8]}")
 
 
 def test_mistakes_of_one_process_have_exit_code_2(data, tmp_path):

@@ -16,6 +16,7 @@ import numpy as np
 
 DATA_DIR = os.path.join(os.path.dirname(os.path.abspath(__file__)), "data")
 SPLITS = ("train", "val")
+EVALUATION_BATCH = 12  # sequences per `eval_iters`, for any batch_size and number of ranks; nanoGPT's default batch_size
 _PIECE, _PIECES = 2**19, 64  # tokens per piece (1 MB) and pieces that a fingerprint covers
 _GOLDEN_RATIO = np.uint64(0x9E3779B97F4A7C15)  # 2**64 * (sqrt(5) - 1) / 2
 WITHOUT_DOWNLOAD = "stdlib_char"  # this dataset needs no download, so train.py prepares it if it is missing
@@ -80,15 +81,26 @@ class Dataset:
             first += count * batch_size
 
     def batch(self, split: str, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the inputs and the targets, each (len(offsets), block_size) int64."""
+        """Returns the inputs and the targets, each (len(offsets), block_size) int64. Offset -1 has no targets: they are -1."""
         tokens = self.tokens[split]
-        rows = np.stack([tokens[start : start + self.block_size + 1] for start in offsets]).astype(np.int64)
-        return rows[:, :-1], rows[:, 1:]
+        rows = np.stack([tokens[start : start + self.block_size + 1] for start in np.maximum(offsets, 0)]).astype(np.int64)
+        return rows[:, :-1], np.where(offsets[:, None] < 0, -1, rows[:, 1:])
 
     def fingerprint(self) -> dict[str, str]:
         """Returns the size and a checksum (CRC-32) of each token file, and a checksum of `meta.pkl`, by name of the file.
 
         A checksum covers the whole of a file of up to 64 MB. Of a larger file it covers 64 evenly spaced pieces of 1 MB, among
+    def evaluation(
+        self, split: str, seed: int, count: int, batch_size: int, rank: int = 0, world_size: int = 1
+    ) -> list[np.ndarray]:
+        """Returns the offsets of the batches that one rank evaluates, (batch_size,) int64 each.
+
+        All ranks together evaluate the first `count` sequences of a stream that depends on the seed and the split only. The
+        last batch is filled up with -1, because a model would be compiled again for another size.
+        """
+        own = self.offsets(split, (seed, 1), 0, count)[rank::world_size]
+        return list(np.pad(own, (0, -len(own) % batch_size), constant_values=-1).reshape(-1, batch_size))
+
         them the first and the last one, so that it reads the same 64 MB at any size. A file that was cut off, shifted or made
         from other text is found. A change that lies between the pieces of a large file is not.
         """

@@ -30,8 +30,8 @@ import hardware
 from accounting import Extras, Workload
 from checkpoints import Checkpoints
 from configurator import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, UnitInterval, configure
-from consistency import compare_model_and_data, compare_settings
-from dataset import Dataset, prepare_if_missing
+from consistency import compare_model_and_data, compare_settings, compare_with_checkpoint
+from dataset import EVALUATION_BATCH, Dataset, prepare_if_missing
 from desync import DesyncCheck
 from distributed import exit_on_wrong_input, finish, launched, mean_over_ranks, print0, start
 from environment import environment
@@ -57,7 +57,7 @@ out_dir = "out"
 eval_interval: PositiveInt = 2000
 log_interval: PositiveInt = 1
 metric_interval: PositiveInt = 10  # iterations between measurements that compare the ranks
-eval_iters: PositiveInt = 200
+eval_iters: PositiveInt = 200  # an evaluation takes 12 times as many sequences of each split, for any batch_size
 sample_interval: NonNegativeInt = 0  # iterations from one short sample of text to the next; 0: no samples
 eval_only = False  # evaluate once and exit
 always_save_checkpoint = True  # after every evaluation; False: only when the validation loss improves
@@ -219,20 +219,20 @@ print0(describe(optimizer, use_zero1))
 @torch.no_grad()
 @position.at("evaluation")
 def estimate_loss():
-    """Returns the mean loss over `eval_iters` batches of each split. Needs to be called on all ranks.
+    """Returns the mean loss over sequences of each split. Needs to be called on all ranks.
 
-    The ranks share the batches. Every evaluation uses the same batches, so only the model can change the loss.
+    The ranks share the sequences. Every evaluation uses the same sequences, so only the model can change the loss.
     """
-    result = {}
+    result, count = {}, eval_iters * EVALUATION_BATCH
     raw_model.eval()
     for split in ("train", "val"):
-        offsets = data.offsets(split, (seed, 1), 0, eval_iters * batch_size).reshape(eval_iters, batch_size)
+        batches = data.evaluation(split, seed, count, batch_size, rank, world_size)
         total = torch.zeros((), device=device)
-        for k in progress.track(range(rank, eval_iters, world_size), f"evaluating on {split}"):
-            x, y = get_batch(split, offsets[k])
+        for offsets in progress.track(batches, f"evaluating on {split}"):
+            x, y = get_batch(split, offsets)
             with autocast:
-                total += raw_model(x, y)[1]
-        result[split] = mean_over_ranks(total) * world_size / eval_iters
+                total.add_(raw_model(x, y)[1], alpha=(offsets >= 0).sum().item())  # the mean of so many sequences
+        result[split] = mean_over_ranks(total) * world_size / count
     raw_model.train()
     return result
 

@@ -3,8 +3,8 @@
 #   $ pip install -e '.[gpt2]'
 #   $ python train.py config/eval_gpt2.py
 #
-# The evaluation uses 500 batches of 8 * 1024 tokens per split. It trains and saves nothing. With torchrun, the ranks share the
-# batches.
+# The evaluation uses 500 * 12 sequences of 1024 tokens per split, in batches of 8. It trains and saves nothing. With torchrun,
+# the ranks share the sequences.
 
 init_from = "gpt2"
 eval_only = True

@@ -11,7 +11,7 @@ import time
 
 out_dir = "out-shakespeare"
 eval_interval = 5
-eval_iters = 40
+eval_iters = 4  # 48 sequences
 always_save_checkpoint = False
 
 wandb_log = False

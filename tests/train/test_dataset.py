@@ -39,6 +39,35 @@ def test_offsets_cover_the_split_evenly(tmp_path, first):
     assert abs(counts - 50).max() <= 4  # independent draws: a standard deviation of 7
 
 
+@pytest.mark.parametrize("count", [1, 24, 25])
+def test_an_evaluation_has_the_same_sequences_on_any_number_of_ranks_in_any_batches(tmp_path, count):
+    data = Dataset(write(tmp_path / "d", range(1000)), block_size=8)
+    expected = sorted(data.offsets("val", (7, 1), 0, count))
+    for world_size, batch_size in ((1, 12), (2, 5), (4, 64), (3, 1)):
+        ranks = [data.evaluation("val", 7, count, batch_size, rank, world_size) for rank in range(world_size)]
+        assert all(offsets.shape == (batch_size,) for batches in ranks for offsets in batches), "no other size to compile"
+        assert sorted(offset for batches in ranks for offsets in batches for offset in offsets if offset >= 0) == expected
+        assert all((offsets >= 0).any() for batches in ranks for offsets in batches)
+
+
+def test_a_sequence_that_fills_a_batch_has_no_targets(tmp_path):
+    data = Dataset(write(tmp_path / "d", range(100)), block_size=8)
+    x, y = data.batch("train", np.array([5, -1]))
+    assert np.array_equal(x, [np.arange(5, 13), np.arange(8)])
+    assert np.array_equal(y, [np.arange(6, 14), [-1] * 8])
+
+
+def test_the_fingerprint_of_a_vocabulary_is_that_of_its_tokens(tmp_path):
+    """Not of the bytes of meta.pkl, which depend on the program that wrote it."""
+    meta = {"vocab_size": 3, "itos": {0: "a", 1: "b", 2: "c"}, "stoi": {}}
+    first = Dataset(write(tmp_path / "first", range(3), meta=meta), 2)
+    again = Dataset(write(tmp_path / "again", range(3), meta={**meta, "itos": {2: "c", 0: "a", 1: "b"}, "more": 1}), 2)
+    other = Dataset(write(tmp_path / "other", range(3), meta={**meta, "itos": {0: "a", 1: "c", 2: "b"}}), 2)
+    bpe = Dataset(write(tmp_path / "bpe", range(3)), 2)
+    assert first.vocabulary == again.vocabulary
+    assert len({first.vocabulary, other.vocabulary, bpe.vocabulary}) == 3
+
+
 def test_targets_are_the_next_tokens(tmp_path):
     data = Dataset(write(tmp_path / "d", range(100)), block_size=8)
     x, y = data.batch("train", np.array([0, 91]))

@@ -2,7 +2,7 @@
 
 import numpy as np
 import torch
-from scripts import torch_load, train
+from scripts import SETTINGS, run, torch_load, train
 
 
 def test_one_curve_whatever_the_ranks_and_the_implementation(runs):
@@ -19,6 +19,22 @@ def test_one_curve_whatever_the_ranks_and_the_implementation(runs):
 def test_two_ranks_give_the_same_weights_bit_for_bit(runs):
     """Without clipping, because a norm that is added up shard by shard is rounded in another way."""
     reference = runs["adamw unclipped"].checkpoint
+def test_an_evaluation_depends_neither_on_the_ranks_nor_on_the_batch_size(data, runs):
+    """And so neither on how the last batch of a rank is filled up."""
+    assert runs["one"].losses
+    printed = []
+    for ranks, batch_size in ((0, 2), (2, 5), (4, 3)):
+        flags = [f"--dataset={data}", f"--out_dir={runs.folder / 'one'}", "--init_from=resume", "--eval_only=True"]
+        flags += [f"--batch_size={batch_size}", "--gradient_accumulation_steps=4"]
+        process = run("train.py", *SETTINGS, *flags, ranks=ranks)
+        assert process.returncode == 0, process.stderr
+        printed.append(
+            [float(loss) for loss in re.findall(r"^step \d+: train loss (\S+), val loss (\S+)$", process.stdout, re.M)[0]]
+        )
+    assert printed[1] == pytest.approx(printed[0], abs=1.1e-4)
+    assert printed[2] == pytest.approx(printed[0], abs=1.1e-4)
+
+
     assert not torch.equal(reference["model"]["lm_head.weight"], runs["adamw"].checkpoint["model"]["lm_head.weight"]), (
         "it must clip"
     )
@@ -37,11 +53,11 @@ def test_the_console_says_what_runs(runs):
     assert "Using plain AdamW (use_zero1 needs more than one process" in runs["one"].printed
     assert "Using plain AdamW: " in runs["adamw"].printed
     for name in runs.HOW:
-        run = runs[name]
-        for iteration, loss in run.losses.items():
-            assert f"iter {iteration}: loss {loss:.4f}, time " in run.printed, name
-        for iteration, (train_loss, val_loss) in run.evaluations.items():
-            assert f"step {iteration}: train loss {train_loss:.4f}, val loss {val_loss:.4f}" in run.printed, name
+        _, _, printed, _ = runs[name]
+        for iteration, loss in runs[name].losses.items():
+            assert f"iter {iteration}: loss {loss:.4f}, time " in printed, name
+        for iteration, (train_loss, val_loss) in runs[name].evaluations.items():
+            assert f"step {iteration}: train loss {train_loss:.4f}, val loss {val_loss:.4f}" in printed, name
 
 
 def test_the_checkpoint_is_nanogpts(runs):

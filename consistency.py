@@ -1,4 +1,5 @@
-"""Checks at the start of a run: all ranks have the same versions, source files, settings, model and dataset.
+"""Checks at the start of a run: all ranks have the same versions, source files, settings, model and dataset, and a resumed run
+has the vocabulary of its checkpoint.
 
 A rank that differs would make the ranks wait for each other forever, or would train another model in silence.
 docs/many-machines.md says what the checks cost and what they cannot see.
@@ -15,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from dataset import Dataset
-from distributed import Launch, agree
+from distributed import Launch, agree, print0
 from environment import versions
 from zero.collectives import gather_objects
 
@@ -68,6 +69,32 @@ def compare_model_and_data(model: torch.nn.Module, data: Dataset, **values: Any)
     }
     if message := difference(gather_objects(facts)):
         raise ValueError(message)
+
+
+def compare_with_checkpoint(checkpoint: dict[str, Any], settings: dict[str, Any], data: Dataset) -> None:
+    """Check that a run resumes with its vocabulary, and print on rank 0 what else is not as before.
+
+    A checkpoint from nanoGPT has no vocabulary to compare.
+
+    Raises:
+        ValueError: if the dataset has another vocabulary.
+    """
+    vocabulary, name = checkpoint.get("vocabulary", data.vocabulary), checkpoint["config"].get("dataset")
+    if vocabulary != data.vocabulary:
+        raise ValueError(
+            f"dataset {data.name} has another vocabulary ({data.vocabulary}) than the checkpoint ({vocabulary}); "
+            f"use the files of dataset {name} that it was trained on, or start a new run in another --out_dir"
+        )
+    if "dataset" in checkpoint and checkpoint["dataset"] != data.fingerprint():
+        print0(f"note: the run goes on with other data: dataset {data.name}; until the checkpoint it was dataset {name}")
+    group = checkpoint["optimizer"]["param_groups"][0]
+    saved = {**checkpoint["model_args"], "weight_decay": group.get("weight_decay")}
+    saved["beta1"], saved["beta2"] = group.get("betas", (None, None))
+    names = ("n_layer", "n_head", "n_embd", "bias", "weight_decay", "beta1", "beta2")
+    ignored = [name for name in names if saved.get(name) is not None and saved[name] != settings[name]]
+    if ignored:
+        used = ", ".join(f"{name}={saved[name]} (not {settings[name]})" for name in ignored)
+        print0(f"note: a resumed run uses the checkpoint's values: {used}")
 
 
 def sources() -> dict[str, str]:

@@ -42,11 +42,21 @@ class Dataset:
         self.name, self.block_size = name, block_size
         self.meta = load_meta(self.directory)
         self.tokens = {split: _open(self.directory, split, block_size) for split in SPLITS}  # (tokens,) uint16
+        self._fingerprint: dict[str, str] = {}
 
     @property
     def vocab_size(self) -> int | None:
         """The size of the dataset's own vocabulary, or None if the tokens are GPT-2's."""
         return self.meta["vocab_size"] if self.meta else None
+
+    @property
+    def vocabulary(self) -> str:
+        """What tells this vocabulary from another one: its size, and a checksum (CRC-32) of its tokens."""
+        if not self.meta:
+            return "GPT-2's"
+        tokens = self.meta.get("itos", {})
+        tokens = sorted(tokens.items()) if isinstance(tokens, dict) else list(enumerate(tokens))
+        return f"{self.vocab_size} tokens with checksum {zlib.crc32(repr(tokens).encode()):08x}"
 
     def offsets(self, split: str, stream: tuple[int, int], first: int, count: int) -> np.ndarray:
         """Returns the start positions of sequences `first`, ..., `first + count - 1` of a stream, (count,) int64.
@@ -80,16 +90,6 @@ class Dataset:
             yield from offsets[rank::world_size]
             first += count * batch_size
 
-    def batch(self, split: str, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the inputs and the targets, each (len(offsets), block_size) int64. Offset -1 has no targets: they are -1."""
-        tokens = self.tokens[split]
-        rows = np.stack([tokens[start : start + self.block_size + 1] for start in np.maximum(offsets, 0)]).astype(np.int64)
-        return rows[:, :-1], np.where(offsets[:, None] < 0, -1, rows[:, 1:])
-
-    def fingerprint(self) -> dict[str, str]:
-        """Returns the size and a checksum (CRC-32) of each token file, and a checksum of `meta.pkl`, by name of the file.
-
-        A checksum covers the whole of a file of up to 64 MB. Of a larger file it covers 64 evenly spaced pieces of 1 MB, among
     def evaluation(
         self, split: str, seed: int, count: int, batch_size: int, rank: int = 0, world_size: int = 1
     ) -> list[np.ndarray]:
@@ -101,10 +101,22 @@ class Dataset:
         own = self.offsets(split, (seed, 1), 0, count)[rank::world_size]
         return list(np.pad(own, (0, -len(own) % batch_size), constant_values=-1).reshape(-1, batch_size))
 
+    def batch(self, split: str, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the inputs and the targets, each (len(offsets), block_size) int64. Offset -1 has no targets: they are -1."""
+        tokens = self.tokens[split]
+        rows = np.stack([tokens[start : start + self.block_size + 1] for start in np.maximum(offsets, 0)]).astype(np.int64)
+        return rows[:, :-1], np.where(offsets[:, None] < 0, -1, rows[:, 1:])
+
+    def fingerprint(self) -> dict[str, str]:
+        """Returns the size and a checksum (CRC-32) of each token file, and a checksum of `meta.pkl`, by name of the file.
+
+        A checksum covers the whole of a file of up to 64 MB. Of a larger file it covers 64 evenly spaced pieces of 1 MB, among
         them the first and the last one, so that it reads the same 64 MB at any size. A file that was cut off, shifted or made
-        from other text is found. A change that lies between the pieces of a large file is not.
+        from other text is found. A change that lies between the pieces of a large file is not. The files are read once.
         """
-        result = {}
+        if self._fingerprint:
+            return self._fingerprint
+        result = self._fingerprint
         for split, tokens in self.tokens.items():
             starts = np.linspace(0, len(tokens) - _PIECE, _PIECES, dtype=int)
             pieces = [tokens] if len(tokens) <= _PIECE * _PIECES else [tokens[start : start + _PIECE] for start in starts]
@@ -116,6 +128,10 @@ class Dataset:
             with open(os.path.join(self.directory, "meta.pkl"), "rb") as file:
                 result["meta.pkl"] = f"checksum {zlib.crc32(file.read()):08x}"
         return result
+
+    def identity(self) -> dict[str, Any]:
+        """Returns what a checkpoint says about its data."""
+        return {"vocabulary": self.vocabulary, "dataset": self.fingerprint()}
 
     def check(self, vocab_size: int, part: int = 0, parts: int = 1) -> None:
         """Check the tokens of one of `parts` equal parts of the data against the vocabulary of a model.

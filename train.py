@@ -178,6 +178,7 @@ with exit_on_wrong_input(), progress.task("loading the model"):
         vocab_size = data.vocab_size or GPTConfig.vocab_size
         raw_model = GPT(GPTConfig(block_size, vocab_size, n_layer, n_head, n_embd, dropout, bias))
     elif init_from == "resume":
+        compare_with_checkpoint(checkpoint, config, data)
         checkpoint = checkpoints.load()
         raw_model = GPT.from_checkpoint(checkpoint, dropout)
         iter_num, wandb_run_id = checkpoint["iter_num"], checkpoint.get("wandb_run_id")
@@ -260,6 +261,7 @@ def save_checkpoint():
         "config": config,
         "scaler": scaler.state_dict(),
         "data_position": data_position,
+        **data.identity(),
         "wandb_run_id": log.run_id or wandb_run_id,
     }
     with progress.task("saving the checkpoint"):

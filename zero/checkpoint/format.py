@@ -85,10 +85,12 @@ KEYS = {
 # keys of this program's checkpoints only
 _MORE_KEYS = {
     "data_position": _is_count,
+    "dataset": _is_dict(str, str),
     "format": _is(int),
     "manifest": _is_dict(str, dict),
     "scaler": _is_scaler,
     "shards": _is_shards,
+    "vocabulary": _is(str),
     "wandb_run_id": _is(str, NoneType),
 }
 

@@ -13,6 +13,7 @@ import torch
 from distributed import is_rank_0, on_rank_0, print0
 from lock import Lock, read_holder
 from logger import Logger
+from signals import Action
 from watchdog import position
 from zero import checkpoint as ckpt
 from zero.checkpoint import CheckpointError, CheckpointWriter, DivergedError, SaveReport, format
@@ -25,15 +26,19 @@ class Checkpoints:
 
     Args:
         folder: output folder of the run. If the hosts do not share it, that of rank 0 has the checkpoints.
+        always: save when the run ends, also if it has saved before.
         read_only: the run saves no checkpoint and changes nothing in the folder.
         stop_on_error: end the run if a checkpoint cannot be written.
         keep, background, format: see `zero.checkpoint.CheckpointWriter`.
     """
 
-    def __init__(self, folder: str, keep: int, background: bool, format: str, *, read_only: bool, stop_on_error: bool) -> None:
-        self.folder, self.read_only, self.stop_on_error = folder, read_only, stop_on_error
+    def __init__(
+        self, folder: str, keep: int, background: bool, format: str, *, always: bool, read_only: bool, stop_on_error: bool
+    ) -> None:
+        self.folder, self.always, self.read_only, self.stop_on_error = folder, always, read_only, stop_on_error
         self.keep, self.background, self.format = keep, background, format
         self.error: OSError | DivergedError | None = None  # on rank 0: why the last save failed on any rank
+        self._newest: int | None = None  # iteration of the checkpoint that was loaded or saved last
         self._lock: Lock | None = None  # on rank 0
         self._path = ""  # path of the loaded checkpoint
         self._read_chunks: Callable[..., None] | None = None  # reads the state of the loaded checkpoint
@@ -73,6 +78,7 @@ class Checkpoints:
         print0(f"Resuming training from {self.folder}")
         own_path = os.path.join(self.folder, os.path.basename(self._path))  # each host may have another folder
         checkpoint, self._read_chunks = ckpt.load_on_all_ranks(own_path)
+        self._newest = checkpoint["iter_num"]
         return checkpoint
 
     def restore(self, optimizer: torch.optim.Optimizer, checkpoint: dict[str, Any]) -> None:
@@ -99,11 +105,20 @@ class Checkpoints:
     def save(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, values: dict[str, Any]) -> None:
         """Write a checkpoint. `report` prints the result. See `CheckpointWriter.save`."""
         print0(f"saving checkpoint to {self.folder}")
+        self._newest = values["iter_num"]
         begin = time.perf_counter()
         with position.at("saving the checkpoint", patient=True):
             self._writer.save(model, optimizer, values)
         if is_rank_0():
             self._blocked_s.append(time.perf_counter() - begin)
+
+    def due(self, iteration: int, is_end: bool) -> Action:
+        """Returns whether a checkpoint is due before `iteration`: only at the end of the run, unless it has just been saved.
+
+        Without `always`, the newest checkpoint is the best one: it is kept, and only a run without a checkpoint saves its end.
+        """
+        is_due = self._newest is None or (self.always and self._newest != iteration)
+        return Action.SAVE if is_end and is_due else Action.CONTINUE
 
     def report(self, log: Logger, required: bool = False) -> bool:
         """Print and log the results of the saves that have ended since the last call.

@@ -60,7 +60,7 @@ metric_interval: PositiveInt = 10  # iterations between measurements that compar
 eval_iters: PositiveInt = 200  # an evaluation takes 12 times as many sequences of each split, for any batch_size
 sample_interval: NonNegativeInt = 0  # iterations from one short sample of text to the next; 0: no samples
 eval_only = False  # evaluate once and exit
-always_save_checkpoint = True  # after every evaluation; False: only when the validation loss improves
+always_save_checkpoint = True  # after every evaluation and at the end; False: only when the validation loss improves
 on_save_error: Literal["continue", "stop"] = "continue"  # if a checkpoint cannot be written; stop: exit code 1
 keep_checkpoints: NonNegativeInt = 0  # number of ckpt_<iter>.pt files to keep, in addition to ckpt.pt and ckpt_prev.pt
 async_save = False  # write checkpoints in the background
@@ -168,9 +168,8 @@ iter_num = 0
 data_position = 0  # number of sequences that all ranks together have seen
 best_val_loss = float("inf")
 checkpoint = wandb_run_id = None
-checkpoints = Checkpoints(
-    out_dir, keep_checkpoints, async_save, checkpoint_format, read_only=eval_only, stop_on_error=on_save_error == "stop"
-)
+saving = {"always": always_save_checkpoint, "read_only": eval_only, "stop_on_error": on_save_error == "stop"}
+checkpoints = Checkpoints(out_dir, keep_checkpoints, async_save, checkpoint_format, **saving)
 with exit_on_wrong_input(), progress.task("loading the model"):
     init_from = checkpoints.resolve(init_from)
     if init_from == "scratch":
@@ -178,8 +177,8 @@ with exit_on_wrong_input(), progress.task("loading the model"):
         vocab_size = data.vocab_size or GPTConfig.vocab_size
         raw_model = GPT(GPTConfig(block_size, vocab_size, n_layer, n_head, n_embd, dropout, bias))
     elif init_from == "resume":
-        compare_with_checkpoint(checkpoint, config, data)
         checkpoint = checkpoints.load()
+        compare_with_checkpoint(checkpoint, config, data)
         raw_model = GPT.from_checkpoint(checkpoint, dropout)
         iter_num, wandb_run_id = checkpoint["iter_num"], checkpoint.get("wandb_run_id")
         data_position = checkpoint.get("data_position", iter_num * sequences_per_iter)
@@ -261,8 +260,8 @@ def save_checkpoint():
         "config": config,
         "scaler": scaler.state_dict(),
         "data_position": data_position,
-        **data.identity(),
         "wandb_run_id": log.run_id or wandb_run_id,
+        **data.identity(),
     }
     with progress.task("saving the checkpoint"):
         checkpoints.save(raw_model, optimizer, values)
@@ -294,7 +293,7 @@ x, y = get_batch("train", next(batches))
 first_iter = iter_num
 action = Action.CONTINUE
 if iter_num > max_iters:
-    print0(f"nothing to train: the checkpoint is at iteration {iter_num}, beyond max_iters={max_iters}")
+    print0(f"nothing to train: the checkpoint is at iteration {iter_num}, beyond max_iters={max_iters}; use a larger one")
 if iter_num <= max_iters and not eval_only:
     memory.announce(iter_num)
 meter.restart()
@@ -361,7 +360,9 @@ while iter_num <= max_iters or eval_only:
     iter_num += 1
 
     must_fail = checkpoints.report(log) or guard.failed
-    action = signals.agree(Action.FAIL if must_fail else Action.CONTINUE)
+    action = signals.agree(
+        Action.FAIL if must_fail else checkpoints.due(iter_num, is_end=iter_num > max_iters and not guard.in_a_row)
+    )
     if action in (Action.SAVE, Action.SAVE_AND_STOP):
         save_checkpoint()
         meter.restart()

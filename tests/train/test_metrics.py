@@ -127,8 +127,10 @@ def test_mfu_begins_when_it_is_measured(events, runs):
 
 def test_training_stands_still_for_the_whole_of_a_save(events):
     for lines, _ in events.values():
-        (save,) = [event for event in lines if "checkpoint/blocked_s" in event]
-        assert save["checkpoint/blocked_s"] >= save["checkpoint/consolidate_s"] + save["checkpoint/write_s"] > 0
+        saves = [event for event in lines if "checkpoint/blocked_s" in event]
+        assert [save["iter"] for save in saves] == [5, STEPS + 1]
+        for save in saves:
+            assert save["checkpoint/blocked_s"] >= save["checkpoint/consolidate_s"] + save["checkpoint/write_s"] > 0
 
 
 def test_the_time_of_logging_is_in_the_time_of_a_step(data, tmp_path):

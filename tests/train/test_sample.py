@@ -7,7 +7,7 @@ from scripts import run, run_for_real, train
 
 
 def test_sample(data, tmp_path):
-    _, _, printed = train(tmp_path, data, "--max_iters=5")
+    _, _, printed = train(tmp_path, data, "--max_iters=4")
     assert "WARNING" not in printed
     command = [f"--out_dir={tmp_path}", "--start=ADGJ", "--num_samples=2", "--max_new_tokens=30", "--device=cpu"]
     process = run_for_real("sample.py", *command)

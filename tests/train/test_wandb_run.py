@@ -86,7 +86,7 @@ def test_an_offline_run_has_every_figure_of_metrics_jsonl(data, tmp_path, wandb_
     process = run("train.py", *SETTINGS, *arguments, flags, ranks=2, cwd=tmp_path)
     assert process.returncode == 0, process.stderr
     expected = merged(tmp_path)
-    assert [row["iter"] for row in expected] == list(range(20))
+    assert [row["iter"] for row in expected] == list(range(21)), "the last one about the last checkpoint"
     assert {"val/loss", "iter/loss"} <= expected[5].keys()
     assert rows(newest(wandb_folder)) == expected
     (start,) = records(newest(wandb_folder), "run")
@@ -123,7 +123,7 @@ def test_a_resumed_run_is_one_curve(data, tmp_path, wandb_folder, how):
     with open(tmp_path / "out" / "metrics.jsonl") as file:
         assert [event["iter"] for event in map(json.loads, file) if "iter/loss" in event] == list(range(61))
     expected = merged(tmp_path / "out")
-    assert [row["iter"] for row in expected] == list(range(61))
+    assert [row["iter"] for row in expected] == list(range(62)), "the last one about the last checkpoint"
     assert expected[:30] == begun[:30]
     assert rows(newest(wandb_folder)) == expected
     ids = {folder.name.rsplit("-", 1)[1] for folder in wandb_folder.glob("offline-run-*")}
@@ -132,7 +132,7 @@ def test_a_resumed_run_is_one_curve(data, tmp_path, wandb_folder, how):
         without = run("train.py", *SETTINGS, *arguments, "--wandb_log=False", "--max_iters=90", "--init_from=resume", ranks=2)
         assert without.returncode == 0, without.stderr
         checkpoint = torch_load(tmp_path / "out")
-        assert checkpoint["iter_num"] == 90
+        assert checkpoint["iter_num"] == 91
         assert ids == {checkpoint["wandb_run_id"]}, "a process without wandb keeps the run"
 
 

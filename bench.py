@@ -36,8 +36,8 @@ the time is measured. The column to read is "ratio": the time of a mode is divid
 same round, and the ratio is the median over all rounds.
 
 Modes: adamw, torch, sharded, shard_gradients, bfloat16 (as in plan.py); simple: all-reduce, update of the own part,
-then an all-gather without overlap; hybrid: sharded, where zero_shard_size ranks share the state; fsdp2: PyTorch's
-fully_shard.
+then an all-gather without overlap; hybrid: sharded, where zero_shard_size ranks share the state; no_overlap: sharded,
+whose step waits for the all-gathers; fsdp2: PyTorch's fully_shard.
 
 Points of a step: after init: the model exists. after wrapping: data parallelism is set up. accumulating: between
 micro-steps. before step, after step: around the update. saving: a checkpoint is gathered. peak: the most within a step.
@@ -92,7 +92,8 @@ seed: NonNegativeInt = 1337
 config = configure(globals())
 # -----------------------------------------------------------------------------
 DEFAULT_MODES = {
-    "memory": ",".join(mode for mode in MODES if mode != "hybrid"),  # on one machine, it is the same as sharded
+    # on one machine, hybrid is the same as sharded; no_overlap takes as much memory
+    "memory": ",".join(mode for mode in MODES if mode not in ("hybrid", "no_overlap")),
     "time": "adamw,torch,sharded",
     "checkpoint": "sharded,torch",
     "telemetry": "adamw,sharded",

@@ -21,9 +21,10 @@ from zero.flags import PARAM_DTYPES, Flags
 from zero.layout import BucketMB, plan
 
 # hybrid: sharded, with zero_shard_size
+# no_overlap: sharded, where step waits for the all-gathers, as is the default of ShardedDataParallel
 # simple: DistributedDataParallel's all-reduce, an update of 1/N, then an all-gather that overlaps with nothing
 # fsdp2: FSDP2, applied block by block; parameters stay unsharded between forward and backward
-MODES = (*accounting.MODES, "hybrid", "simple", "fsdp2")
+MODES = (*accounting.MODES, "hybrid", "no_overlap", "simple", "fsdp2")
 ADAMW: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95)}
 
 
@@ -42,10 +43,9 @@ class Setup:
     shard_size: int = 0  # of the mode hybrid
 
     def flags(self, mode: str) -> Flags:
-        """Returns the flags of a mode of `accounting.MODES`, or of hybrid."""
-        if mode == "hybrid":
-            return replace(self.flags("sharded"), shard_size=self.shard_size)
-        return replace(accounting.MODES[mode], bucket_mb=self.bucket_mb)
+        """Returns the flags of a mode of `accounting.MODES`, of hybrid, or of no_overlap."""
+        flags = replace(accounting.MODES.get(mode, Flags()), bucket_mb=self.bucket_mb)
+        return replace(flags, shard_size=self.shard_size) if mode == "hybrid" else flags
 
     def workload(self, mode: str) -> Workload:
         """Returns what a micro-step of a mode computes."""
@@ -99,7 +99,8 @@ class Contender:
         elif is_sharded_over_one_rank(self.mode, dist.get_world_size()):
             self._shard_over_one_rank(groups)
         else:
-            self.model, self.optimizer = build(self.module, groups, **vars(self.setup.flags(self.mode)), **ADAMW)
+            flags, overlap = self.setup.flags(self.mode), self.mode != "no_overlap"
+            self.model, self.optimizer = build(self.module, groups, **vars(flags), overlap=overlap, **ADAMW)
         if dist.get_backend() == "fake" and isinstance(self.model, DistributedDataParallel):
             self.model.register_comm_hook(None, _without_communication)
         return self
@@ -161,7 +162,7 @@ class Contender:
             fused=True,
             **ADAMW,
         )
-        self.model = ShardedDataParallel(self.module, self.optimizer, shard_gradients=flags.shard_gradients)
+        self.model = ShardedDataParallel(self.module, self.optimizer, flags.shard_gradients, overlap=True)
 
 
 def _without_communication(_: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:

@@ -79,7 +79,7 @@ def _train(implementation: str, device: torch.device, bucket_mb: BucketMB) -> tu
 def _wrapped(implementation: str, module: nn.Module, bucket_mb: BucketMB) -> tuple[nn.Module, torch.optim.Optimizer]:
     if implementation == "sharded":
         sharded = ShardedOptimizer(module.parameters(), torch.optim.Adam, bucket_mb=bucket_mb, lr=LEARNING_RATE)
-        return ShardedDataParallel(module, sharded), sharded
+        return ShardedDataParallel(module, sharded, overlap=True), sharded
     model = DistributedDataParallel(module, gradient_as_bucket_view=not implementation.startswith("tutorial"))
     if implementation in ("torch", "tutorial: ZeroRedundancyOptimizer"):
         return model, ZeroRedundancyOptimizer(module.parameters(), optimizer_class=torch.optim.Adam, lr=LEARNING_RATE)

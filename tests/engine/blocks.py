@@ -3,6 +3,7 @@
 import types
 import warnings
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -250,6 +251,77 @@ def checkpoint_of_part(use_reentrant):
     return Part(forward, inner=linear())
 
 
+class Holder(nn.Module):
+    """Reads the weight of its child in a way of its own, which it has made once: at construction, or in the first forward."""
+
+    def __init__(self, hold, late):
+        super().__init__()
+        self.inner, self.hold, self.read = linear(), hold, None
+        if not late:
+            self.read = hold(self)
+
+    def forward(self, x):
+        if self.read is None:
+            self.read = self.hold(self)
+        return self.inner(F.linear(x, self.read()))
+
+
+def in_a_module(holder):
+    other = nn.Linear(WIDTH, WIDTH)
+    other.weight = holder.inner.weight
+    borrowed = [other]  # in a list, so that it is not a child
+    return lambda: borrowed[0].weight
+
+
+def in_an_attribute(take):
+    """What `take` makes of the weight, in an attribute, where it is found when the memory of the weight moves."""
+
+    def hold(holder):
+        holder.alias = take(holder.inner.weight)
+        return lambda: holder.alias.view(-1, WIDTH).expand(WIDTH, WIDTH)
+
+    return hold
+
+
+def in_a_buffer(take):
+    def hold(holder):
+        holder.register_buffer("alias", take(holder.inner.weight))
+        return lambda: holder.alias.view(-1, WIDTH).expand(WIDTH, WIDTH)
+
+    return hold
+
+
+HOLDERS: dict[str, Callable[[Holder], Callable[[], torch.Tensor]]] = {
+    "a list": lambda holder: lambda held=(holder.inner.weight,): held[0],
+    "a set": lambda holder: lambda held={holder.inner.weight}: next(iter(held)),
+    "a bound method": lambda holder: lambda method=holder.inner.weight.t: method().t(),
+    "a module": in_a_module,
+    "an alias": in_an_attribute(lambda weight: weight.detach()),
+    "the data": in_an_attribute(lambda weight: weight.data),
+    "a row": in_an_attribute(lambda weight: weight.data[2]),
+    "a buffer": in_a_buffer(lambda weight: weight.detach()),
+    "a row in a buffer": in_a_buffer(lambda weight: weight.data[2]),
+}
+
+
+def reads_its_list_in(method):
+    """A parent that calls another method of its child, which reads a list."""
+
+    class Lister(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = linear()
+            self.listed = [self.inner.weight]
+
+        def apply_list(self, x):
+            return F.linear(x, self.listed[0])
+
+        def forward(self, x):
+            return self.inner(x)
+
+    return Part(lambda part, x: part.child(getattr(part.child, method)(x)), child=Lister())
+
+
 BLOCKS: dict[str, Callable[[], nn.Module]] = {
     "linear": linear,
     "linear without bias": lambda: linear(bias=False),
@@ -270,7 +342,7 @@ BLOCKS: dict[str, Callable[[], nn.Module]] = {
         nn.ParameterList(parameter(WIDTH, WIDTH) for _ in range(3)), lambda: (now.step + now.rank) % 3
     ),
     "parameter dict by rank": lambda: chosen_parameter(
-        nn.ParameterDict({name: parameter(WIDTH, WIDTH) for name in "ab"}), lambda: "ab"[now.rank]
+        nn.ParameterDict({name: parameter(WIDTH, WIDTH) for name in "abcd"}), lambda: "abcd"[now.rank]
     ),
     "experts by rank": lambda: Part(
         lambda part, x: part.experts[(now.step + now.rank) % 3](x), experts=nn.ModuleList(linear() for _ in range(3))
@@ -323,6 +395,12 @@ BLOCKS: dict[str, Callable[[], nn.Module]] = {
     "reentrant checkpoint on one rank": checkpoint_on_one_rank,
     "read in a reentrant checkpoint": lambda: checkpoint_of_part(True),
     "read in a checkpoint": lambda: checkpoint_of_part(False),
+    "list read by a method": lambda: reads_its_list_in("apply_list"),
+    **{
+        f"held in {name}{', later' * late}": partial(Holder, hold, late)
+        for name, hold in HOLDERS.items()
+        for late in (False, True)
+    },
 }
 
 # how a model runs its block
@@ -339,3 +417,7 @@ RUNS: dict[str, Callable[[nn.Module, torch.Tensor], torch.Tensor]] = {
 
 # what computes its weight in a hook, of which only a call takes notice, and whose weight torch cannot copy
 BY_HOOK = {"legacy weight norm", "legacy spectral norm", "pruned"}
+
+# what holds its weight past its module, and the part of it whose memory was taken before the model was wrapped
+HELD = {block for block in BLOCKS if block.startswith("held in") or block == "list read by a method"}
+EARLY_ALIASES = {f"held in {name}" for name in ("an alias", "the data", "a row", "a buffer", "a row in a buffer")}

@@ -1,0 +1,128 @@
+"""Optimizers that are not torch's: some treat every element independently, others need whole parameters."""
+
+import torch
+
+
+class Plain(torch.optim.Optimizer):
+    """Gradient descent; the others change `update`."""
+
+    def __init__(self, params, lr=0.1, weight_decay=0.0):
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
+
+    def update(self, param, group):
+        """What is taken from the parameter."""
+        return group["lr"] * (param.grad + group["weight_decay"] * param)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.sub_(self.update(param, group))
+
+
+class CountsInGroups(Plain):
+    """Its rate falls with the steps, which it counts in its groups."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["count"] = group.get("count", 0) + 1
+        super().step()
+
+    def update(self, param, group):
+        return super().update(param, group) / group["count"]
+
+
+class CountsCalls(Plain):
+    """Its rate falls with the steps, which it counts in an attribute."""
+
+    calls = 0
+
+    def step(self, closure=None):
+        self.calls += 1
+        super().step()
+
+    def update(self, param, group):
+        return super().update(param, group) / self.calls
+
+
+class Lookahead(Plain):
+    """Every second step goes half of the way back to slow weights."""
+
+    calls = 0
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for param in group["params"]:
+                self.state[param].setdefault("slow", param.detach().clone())
+        super().step()
+        self.calls += 1
+        if self.calls % 2 == 0:
+            with torch.no_grad():
+                for group in self.param_groups:
+                    for param in group["params"]:
+                        param.copy_(self.state[param]["slow"].lerp_(param, 0.5))
+
+
+class SignMomentum(Plain):
+    """Lion, with a sign that is zero at zero: a gradient of rounding must not become a step of full size."""
+
+    def update(self, param, group):
+        mean = self.state[param].setdefault("mean", torch.zeros_like(param))
+        direction = 0.9 * mean + 0.1 * param.grad
+        mean.lerp_(param.grad, 0.01)
+        return group["lr"] * (direction / (direction.abs() + 1e-4) + group["weight_decay"] * param)
+
+
+class OwnTable(Plain):
+    """Momentum in a dict of its own, by parameter."""
+
+    def __init__(self, params, **kwargs):
+        super().__init__(params, **kwargs)
+        self.momentum = {}
+
+    def update(self, param, group):
+        momentum = self.momentum.setdefault(param, torch.zeros_like(param))
+        return group["lr"] * momentum.mul_(0.9).add_(param.grad)
+
+
+class AdamWithWarmup(torch.optim.AdamW):
+    """A subclass of torch's own that counts."""
+
+    calls = 0
+
+    def step(self, closure=None):
+        self.calls += 1
+        rates = [group["lr"] for group in self.param_groups]
+        for group in self.param_groups:
+            group["lr"] = group["lr"] * min(1.0, self.calls / 3)
+        super().step()
+        for group, rate in zip(self.param_groups, rates, strict=True):
+            group["lr"] = rate
+
+
+class ByNorm(Plain):
+    """LARS and LAMB: the length of a step depends on the norm of the parameter."""
+
+    def update(self, param, group):
+        ratio = param.norm() / (param.grad.norm() + 1e-2)
+        return super().update(param, group) * (ratio.clamp(0.1, 1.0) if param.dim() > 1 else 1.0)
+
+
+class DecaysMatrices(Plain):
+    def update(self, param, group):
+        return group["lr"] * (param.grad + (0.1 * param if param.dim() >= 2 else 0.0))
+
+
+class Centralized(Plain):
+    """The mean gradient of a row is taken out."""
+
+    def update(self, param, group):
+        gradient = param.grad
+        if gradient.dim() > 1 and gradient.numel():
+            gradient = gradient - gradient.mean(dim=tuple(range(1, gradient.dim())), keepdim=True)
+        return group["lr"] * gradient
+
+
+ELEMENTWISE = (CountsInGroups, CountsCalls, Lookahead, SignMomentum, OwnTable, AdamWithWarmup)
+WHOLE = (ByNorm, DecaysMatrices, Centralized)

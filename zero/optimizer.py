@@ -207,6 +207,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         # memory of the parameters before they moved into the buffers: storage, start address, end address, and whether the
         # elements lie in the buffer as they lay there
         self._former_memory: dict[torch.nn.Parameter, tuple[StorageWeakRef, int, int, bool]] = {}
+        # device, shape, strides and dtype of the parameters in the buffers, which their slices follow
+        self._properties: dict[torch.nn.Parameter, tuple[Any, ...]] = {}
         self._parameter_gradients: GradientSource = ParameterGradients(self)
         self.wrapper: weakref.ref[GradientSource] | None = None  # the ShardedDataParallel, which keeps this object alive
         self.inner: torch.optim.Optimizer  # optimizer of this rank's slices
@@ -506,7 +508,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _take_back(self, param: torch.nn.Parameter, place: torch.Tensor) -> None:
         """Copy a parameter whose `data` were replaced (`param.data = ...`) into its place in the flat buffer."""
-        is_alike = (param.dtype, param.device) == (place.dtype, place.device) and is_dense(param)
+        is_alike = (param.device, *properties(param.data)) == self._properties[param]
         if not is_alike or _optimizer_of[param]() is not self or self.is_in_buffer(param):
             raise RuntimeError(
                 f"{self._name(param)} was moved or replaced after ShardedOptimizer was built (by model.to, "
@@ -607,6 +609,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self.comm.broadcast(flattened(value, value))
             place = with_own_storage(buffer.data[offset : offset + param.numel()])
             param.data = place.as_strided(value.shape, value.stride())
+            self._properties[param] = param.device, *properties(param.data)
             self.set_parameter(param, value)
             _optimizer_of[param] = weakref.ref(self)
 

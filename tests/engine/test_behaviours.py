@@ -1066,7 +1066,7 @@ BEHAVIOURS: dict[str, Any] = {
     "layers dropped": loop(plain_each, Dropped),
     **{
         f"between steps: {change.__name__}": between_steps(change)
-        for change in (freeze, write_weights, write_data, initialize_again, normalize_rows, orthogonal, from_vector, pruned)
+        for change in (freeze, write_weights, write_data, initialize_again, normalize_rows, from_vector, pruned)
     },
     "between steps: load": between_steps(load(True)),
     "between steps: load a part": between_steps(load(False)),
@@ -1133,6 +1133,7 @@ AVERAGED_BY_HAND: dict[str, Any] = {
 }
 SENT = "this gradient cannot be read or written: .*optimizer\\.clip_grad_norm_"
 REFUSED: dict[str, Any] = {
+    "data with other strides": (between_steps(orthogonal), r"0\.weight was moved or replaced"),
     "weights assigned": (between_steps(load(True, assign=True)), r"0\.weight, .* replaced \(for example by load_state_dict"),
     "a new part": (between_steps(grows, make=WithExtra), r"extra\.weight, extra\.bias require gradients"),
     "a later hook after accumulation": (hooked(hooks_after_accumulation, later=True), SENT),

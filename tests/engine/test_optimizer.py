@@ -226,7 +226,7 @@ def test_sparse_gradients_are_refused():
 def test_moving_a_parameter_is_an_error():
     model = make_toy()
     optimizer = ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
-    model.hidden.weight.data = model.hidden.weight.data.clone()
+    model.hidden.weight.data = model.hidden.weight.data.double()
     with pytest.raises(RuntimeError, match="build the optimizer after"):
         optimizer.step()
 

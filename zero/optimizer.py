@@ -20,7 +20,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from zero.collectives import AllGatherWork, Communicator, broadcast_object, cpu_group, gather_objects
 from zero.layout import BucketMB, BufferPlan, Layout, PlacedSlice, Plan, Span, check_options, parameter_specs, plan
 from zero.tensors import check_memory, flattened, has_memory, is_dense, memory_span, properties, shaped, with_own_storage
-from zero.waiting import WaitingList
+from zero.waiting import WaitingDict
 
 _CACHED = 2**17  # elements to process at a time, so that intermediate results fit into a CPU's cache
 # classes that treat every element independently, and keep all that they count in the state of a parameter
@@ -203,6 +203,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._refusal: str | None = None
         self.names: dict[torch.nn.Parameter, str] = {}  # known names, for messages
         self._owned_of: dict[torch.nn.Parameter, list[OwnedSlice]] = {}  # this rank's slices of a parameter, ascending
+        # by number: each group as it was given, and its hyperparameters at that time
+        self._original_groups: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}
         self._params_of_groups: list[list[torch.nn.Parameter]] = []  # the parameters of each group
         # memory of the parameters before they moved into the buffers: storage, start address, end address, and whether the
         # elements lie in the buffer as they lay there
@@ -241,7 +243,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             raise RuntimeError("ShardedDataParallel has laid out its buckets; add parameter groups before you make it")
         super().add_param_group(param_group)
         self._params_of_groups.append(list(param_group["params"]))
-        self.param_groups[-1]["params"] = WaitingList(param_group["params"], self.synchronize)
+        self._wrap_param_groups()
         if not self._is_built:  # during construction, __init__ lays out all groups together
             return
         given = [param for group in self.param_groups for param in group["params"]]
@@ -302,6 +304,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
                     "gradients would not be averaged; build ShardedOptimizer before DistributedDataParallel"
                 )
 
+    def _wrap_param_groups(self) -> None:
+        """Make reads of a group's parameters wait for them. Includes groups that have been put into `param_groups`."""
+        for index, group in enumerate(self.param_groups):
+            if not isinstance(group, WaitingDict):
+                self.param_groups[index] = WaitingDict(group, self._wait_for_list)
+                self._original_groups[index] = group, hyperparameters(group)
+
     @property
     def source(self) -> GradientSource:
         """The ShardedDataParallel around the model if there is one, otherwise the parameters' own gradients."""
@@ -331,6 +340,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         # phase 1: collect gradients
         self.collect_gradients()
         self.update_masters()
+        if any(_changed(group, before) for group, before in self._original_groups.values()):
+            raise RuntimeError("a group that ShardedOptimizer was given has been changed; change the one in its param_groups")
         _copy_hyperparameters(self.param_groups, self.inner.param_groups)
         if not self._steps_by_bucket:
             with record_function("zero::update"):
@@ -386,20 +397,24 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for _ in self._collect():
             pass
 
+    def _wait_for_list(self, value: Any) -> None:
+        """Wait for all parameters if `value` is the list of a group's parameters. Other values need no wait."""
+        if isinstance(value, list):
+            self.synchronize()
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients, as in torch.optim.
 
         The next step skips a parameter without a gradient. It still updates a parameter with a zero gradient: weight decay
         and momentum apply.
         """
-        waiting = [group["params"] for group in self.param_groups]
+        self._wrap_param_groups()
+        groups: list[Any] = self.param_groups
+        self.param_groups = [group.plain() for group in groups]  # no wait for parameters in flight
         try:
-            for group, params in zip(self.param_groups, self._params_of_groups, strict=True):
-                group["params"] = params  # no wait for parameters in flight
             super().zero_grad(set_to_none)
         finally:
-            for group, params in zip(self.param_groups, waiting, strict=True):
-                group["params"] = params
+            self.param_groups = groups
         self._refusal = None
         self.source.clear()
         for owned in self.owned:
@@ -495,6 +510,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                     self._take_back(param, buffer.data[offset : offset + param.numel()])
                 if param.grad is not None and param.grad.is_sparse:
                     raise RuntimeError(SPARSE)
+        self._wrap_param_groups()
         groups = [group["params"] for group in self.param_groups]
         if [list(map(id, params)) for params in groups] != [list(map(id, params)) for params in self._params_of_groups]:
             raise RuntimeError("the parameters in param_groups have been changed; build a new ShardedOptimizer for that")
@@ -710,7 +726,7 @@ def _nobody() -> None:
     """A reference to the optimizer of a parameter that has none."""
 
 
-def _wait_for_gathers(buckets: list[Bucket], pid: int | None) -> None:
+def _wait_for_gathers(buckets: list[Bucket], pid: int) -> None:
     for bucket in buckets if current_process().pid == pid else ():
         while bucket.gather is not None and bucket.gather.works:
             bucket.gather.works.pop(0).wait()
@@ -751,3 +767,13 @@ def float32_norms(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
 def hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
     """Return a parameter group without its parameters."""
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def _changed(group: dict[str, Any], before: dict[str, Any]) -> list[str]:
+    """Return the names of the hyperparameters of a group that differ from `before`."""
+    now = hyperparameters(group)
+    return [key for key in now if key not in before or (before[key] is not now[key] and not _same(before[key], now[key]))]
+
+
+def _same(left: Any, right: Any) -> bool:
+    return torch.equal(left, right) if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor) else left == right

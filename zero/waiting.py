@@ -18,7 +18,8 @@ class WaitingDict(dict):
     """A dict whose values may still be in flight: each read of a value waits for it first.
 
     It replaces a module's `_parameters` while all-gathers are in flight: `nn.Module` looks up `module.weight` there, and so
-    do `parameters()`, `state_dict()`, `to()` and similar methods. A copy or a pickle of it is a plain dict.
+    do `parameters()`, `state_dict()`, `to()` and similar methods. It also replaces an optimizer's parameter group. A copy or
+    a pickle of it is a plain dict.
 
     Args:
         values: values by name.
@@ -57,35 +58,21 @@ class WaitingDict(dict):
         self._wait(value)
         return value
 
+    def popitem(self) -> tuple[str, Any]:
+        name, value = super().popitem()
+        self._wait(value)
+        return name, value
+
+    def setdefault(self, name: str, default: Any = None) -> Any:
+        value = super().setdefault(name, default)
+        self._wait(value)
+        return value
+
     def copy(self) -> dict[str, Any]:
         return dict(self.items())
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return dict, (self.copy(),)
-
-
-class WaitingList(list):
-    """The parameters of an optimizer's group: whoever goes through them waits for all of them. A copy is a plain list.
-
-    Args:
-        params: the parameters.
-        wait: waits for all of them.
-    """
-
-    def __init__(self, params: Iterable[nn.Parameter], wait: Callable[[], None]) -> None:
-        super().__init__(params)
-        self._wait = wait
-
-    def __iter__(self) -> Iterator[nn.Parameter]:
-        self._wait()
-        return super().__iter__()
-
-    def __getitem__(self, index: Any) -> Any:
-        self._wait()
-        return super().__getitem__(index)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return list, ([*self],)
 
 
 class Readers:

@@ -5,7 +5,7 @@ import pickle
 
 import pytest
 
-from zero.waiting import WaitingDict, WaitingList
+from zero.waiting import WaitingDict
 
 READS = {
     "[]": lambda waiting: waiting["a"],
@@ -13,6 +13,8 @@ READS = {
     "values": lambda waiting: list(waiting.values()),
     "items": lambda waiting: list(waiting.items()),
     "pop": lambda waiting: waiting.pop("a"),
+    "popitem": lambda waiting: waiting.popitem(),
+    "setdefault": lambda waiting: waiting.setdefault("a"),
     "copy": lambda waiting: waiting.copy(),
     "dict": lambda waiting: dict(waiting),
     "unpacking": lambda waiting: {**waiting},
@@ -38,26 +40,3 @@ def test_whoever_reads_no_value_does_not_wait():
     assert type(waiting.plain()) is dict
     assert waiting.get("b", 2) == 2
     assert waiting.pop("b", 3) == 3
-
-
-LIST_READS = {
-    "for": lambda waiting: [value + 0 for value in waiting],
-    "list": list,
-    "unpacking": lambda waiting: [*waiting],
-    "[]": lambda waiting: waiting[:],
-    "copy": copy.copy,
-    "deepcopy": copy.deepcopy,
-    "pickle": lambda waiting: pickle.loads(pickle.dumps(waiting)),
-}
-
-
-@pytest.mark.parametrize("read", LIST_READS)
-def test_whoever_goes_through_a_list_waits_for_it(read):
-    waited = []
-    waiting = WaitingList([1, 2], lambda: waited.append(1))
-    found = LIST_READS[read](waiting)
-    assert waited == [1]
-    assert found == [1, 2]
-    assert type(found) is list
-    assert len(waiting) == 2
-    assert waited == [1]

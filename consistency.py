@@ -74,12 +74,13 @@ def compare_model_and_data(model: torch.nn.Module, data: Dataset, **values: Any)
 def compare_with_checkpoint(checkpoint: dict[str, Any], settings: dict[str, Any], data: Dataset) -> None:
     """Check that a run resumes with its vocabulary, and print on rank 0 what else is not as before.
 
-    A checkpoint from nanoGPT has no vocabulary to compare.
+    Of a checkpoint from nanoGPT, only the size of the vocabulary is known.
 
     Raises:
         ValueError: if the dataset has another vocabulary.
     """
-    vocabulary, name = checkpoint.get("vocabulary", data.vocabulary), checkpoint["config"].get("dataset")
+    size, name = checkpoint["model_args"].get("vocab_size"), checkpoint["config"].get("dataset")
+    vocabulary = checkpoint.get("vocabulary", data.vocabulary if data.vocab_size in (None, size) else f"{size} tokens")
     if vocabulary != data.vocabulary:
         raise ValueError(
             f"dataset {data.name} has another vocabulary ({data.vocabulary}) than the checkpoint ({vocabulary}); "

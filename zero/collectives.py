@@ -23,6 +23,7 @@ _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.re
 MAX_IN_FLIGHT = 2  # reduce-scatters in flight: one on the wire, the next one ready; more are not faster and take memory
 KEPT_BYTES = 4_000_000  # smallest tensor that a Pool keeps
 TAG = 0x2E60  # of messages between two ranks, so that no receive of the user's own takes one
+GRADIENTS, PARAMETERS = TAG + 1, TAG + 2  # so that no parameter is ever taken for a gradient
 LONG_TIMEOUT = timedelta(days=1)  # for waits on a disk, which may take longer than any step
 
 
@@ -193,9 +194,9 @@ class Communicator:
             for source, target in self._peers():
                 if own.numel():
                     received.append(self.pool.acquire(own.numel(), own))
-                    works.append(dist.irecv(received[-1], group_src=source, group=self.shard_group, tag=TAG))
+                    works.append(dist.irecv(received[-1], group_src=source, group=self.shard_group, tag=GRADIENTS))
                 if sizes[target]:
-                    works.append(dist.isend(parts[target], group_dst=target, group=self.shard_group, tag=TAG))
+                    works.append(dist.isend(parts[target], group_dst=target, group=self.shard_group, tag=GRADIENTS))
             return ReduceScatterWork(bucket, [own, *received], received, works)
         if self._is_native(bucket, sizes) and bucket.dtype in (torch.float32, torch.float64):
             total = self.pool.acquire(own.numel(), own)
@@ -238,9 +239,9 @@ class Communicator:
         if self._is_between_cpus(bucket):
             for source, target in self._peers():
                 if sizes[source]:
-                    works.append(dist.irecv(shards[source], group_src=source, group=self.shard_group, tag=TAG))
+                    works.append(dist.irecv(shards[source], group_src=source, group=self.shard_group, tag=PARAMETERS))
                 if own.numel():
-                    works.append(dist.isend(own, group_dst=target, group=self.shard_group, tag=TAG))
+                    works.append(dist.isend(own, group_dst=target, group=self.shard_group, tag=PARAMETERS))
         elif self._is_native(bucket, sizes):
             works = [_all_gather_single(bucket, own, group=self.shard_group, async_op=True)]
         else:

@@ -5,9 +5,11 @@ import enum
 import math
 import sys
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, fields, is_dataclass
+from functools import partial
 from typing import Any, NamedTuple
 from zlib import crc32
 
@@ -166,8 +168,6 @@ class ShardedDataParallel(nn.Module):
         self._index_parameters()
         self._check_parameters()
         self._phase = Phase.IDLE
-        self._task: int | None = None  # the outermost call of backward: its end ends the phase
-        self._has_sent = False  # whether gradients of this step have been sent
         self._next = 0  # number of the bucket to be reduce-scattered next
         self._used: set[int] = set()  # numbers of the parameters that have a gradient in this step
         self._agreement: Agreement | None = None  # in flight
@@ -225,6 +225,8 @@ class ShardedDataParallel(nn.Module):
         for param in self._params:
             self._undo.append(param.register_post_accumulate_grad_hook(on_gradient).remove)
         self._readers = Readers(self.module, set(self._params), _waiter(self.optimizer, self._places), self._undo)
+        if self.overlap:
+            self._readers.find()
         if self.optimizer.plan.has_masters:
             before_loading = WeakHook(self._before_loading)
             for part in self.module.modules():
@@ -277,20 +279,22 @@ class ShardedDataParallel(nn.Module):
             raise RuntimeError("this ShardedDataParallel has been replaced by a newer one of the same module; call that one")
         if torch.compiler.is_compiling():  # if compiled with the wrapper, the module bypasses the dictionaries
             torch.compiler.disable(self.optimizer.synchronize)()
-        if torch._C._current_graph_task_id() == -1:  # no backward runs
-            self._task = None
-            if self._phase is Phase.BACKWARD:
-                self._recover()
+        if self._phase is Phase.BACKWARD and torch._C._current_graph_task_id() == -1:
+            self._recover()
         if self.broadcast_buffers and self._last_was_synchronized:
             torch.compiler.disable(self._broadcast_buffers)()
         with self._check_of_reads():
             result = self.module(*args, **kwargs)
         self._last_was_synchronized = torch.is_grad_enabled() and self.require_backward_grad_sync
         if torch.is_grad_enabled() and (self.require_backward_grad_sync or self.shard_gradients):
-            for output in tensors_in(result):
-                if output.grad_fn is not None:
-                    output.register_hook(WeakHook(self._on_output_gradient))
+            torch.compiler.disable(self._watch)(result)
         return result
+
+    def _watch(self, result: Any) -> None:
+        """Note the begin of a backward through the outputs of a forward."""
+        for output in tensors_in(result):
+            if output.grad_fn is not None:
+                output.register_hook(partial(WeakHook(self._on_output_gradient), _nearest_leaf(output.grad_fn)))
 
     def _check_of_reads(self) -> Any:
         """Return a context for forward that refuses reads of parameters in flight."""
@@ -321,21 +325,17 @@ class ShardedDataParallel(nn.Module):
 
     # -- backward ------------------------------------------------------------------------------------------------------
 
-    def _on_output_gradient(self, _: torch.Tensor) -> None:
-        """Note the outermost call of backward, before gradients accumulate into parameters.
+    def _on_output_gradient(self, leaf: Any, _: torch.Tensor) -> None:
+        """Begin a backward, before any gradient arrives: also a rank on which none arrives takes part. It ends with this call.
 
-        A call of `torch.autograd.grad` comes here as well. Its end changes nothing, because it accumulates nothing. Autograd
-        reports only the end of a call, and reentrant checkpoints call `backward` once per segment inside the outer call. The
-        first call of this hook therefore belongs to the outermost one.
+        `torch.autograd.grad` comes here as well. It accumulates no gradients, not even in the leaf next to the output.
+
+        Autograd reports only the end of a call, and reentrant checkpoints call `backward` once per segment inside the outer
+        call. The first call of this hook therefore belongs to the outermost `backward`.
         """
-        if self._phase is Phase.IDLE and (self.require_backward_grad_sync or self.shard_gradients):
-            self._end_with_this_call()
-
-    def _end_with_this_call(self) -> None:
-        task = torch._C._current_graph_task_id()
-        if self._task != task:
-            self._task = task
-            Variable._execution_engine.queue_callback(self._end_backward)
+        is_due = self._phase is Phase.IDLE and (self.require_backward_grad_sync or self.shard_gradients)
+        if is_due and _accumulates(leaf):
+            self._begin_backward()
 
     @torch.no_grad()
     def _on_gradient(self, param: nn.Parameter) -> None:
@@ -351,9 +351,7 @@ class ShardedDataParallel(nn.Module):
             self._comm.pool.clear()  # frees memory for the full gradients
             return
         if self._phase is Phase.IDLE:
-            if self._task is None:  # the parameter was used outside of the module, for example in a penalty
-                self._end_with_this_call()
-            self._begin_backward()
+            self._begin_backward()  # the parameter was used outside of the module, for example in a penalty
         self._copy_to_bucket(param)
 
     @torch.no_grad()
@@ -364,6 +362,7 @@ class ShardedDataParallel(nn.Module):
             self._finish_reduce_scatter(gradients)  # of the previous micro-step
             gradients.missing = {param for param, _ in gradients.bucket.members}
         self._phase, self._next = Phase.BACKWARD, 0
+        Variable._execution_engine.queue_callback(self._end_backward)
 
     def _copy_to_bucket(self, param: nn.Parameter) -> None:
         """Copy a gradient, divided by the world size, to its places in the buckets, and free it."""
@@ -426,10 +425,6 @@ class ShardedDataParallel(nn.Module):
     @torch.no_grad()
     def _end_backward(self) -> None:
         """Complete the buckets that still wait for gradients, for parameters that this backward did not reach."""
-        self._task = None
-        if self._phase is Phase.IDLE:  # no gradient has accumulated: it was a call of torch.autograd.grad
-            return
-        self._has_sent = True
         for gradients in self._gradients:
             for param, placed in gradients.bucket.members:
                 if param not in gradients.missing:
@@ -499,11 +494,9 @@ class ShardedDataParallel(nn.Module):
         """See GradientSource."""
         if self._phase is Phase.BACKWARD:
             raise RuntimeError("the last backward did not end; call optimizer.zero_grad() and repeat the step")
-        with self._readers.suspended():
-            is_unmanaged = any(self._is_unmanaged(param) for param in self.module.parameters())
-        if is_unmanaged:
+        if unmanaged := self._unmanaged_names():
             raise RuntimeError(
-                f"{', '.join(self._unmanaged_names())} require gradients, but are not the optimizer's: replaced (for "
+                f"{', '.join(unmanaged)} require gradients, but are not the optimizer's: replaced (for "
                 "example by load_state_dict with assign=True) or unfrozen after the optimizer was built; build "
                 "ShardedOptimizer and ShardedDataParallel again"
             )
@@ -513,9 +506,6 @@ class ShardedDataParallel(nn.Module):
                 "gradients of this step have not been sent: its last backward must run outside of no_sync(), with "
                 "require_backward_grad_sync = True; one set by hand is never sent"
             )
-        if not self._has_sent:  # no gradient has accumulated on this rank; other ranks may wait for its zeros
-            self._begin_backward()
-            self._end_backward()
         if self._comm.replicas > 1:
             for gradients in self._gradients:  # start all of them before the first wait
                 self._finish_reduce_scatter(gradients)
@@ -591,7 +581,6 @@ class ShardedDataParallel(nn.Module):
 
     def on_gathers_started(self) -> None:
         """See GradientSource."""
-        self._has_sent = False
         if self.overlap:
             self._readers.begin()
         else:
@@ -610,24 +599,22 @@ class ShardedDataParallel(nn.Module):
                 self.optimizer.set_parameter(param, value)
 
     def _unmanaged_names(self) -> list[str]:
-        return [name for name, param in self.module.named_parameters() if self._is_unmanaged(param)]
-
-    def _is_unmanaged(self, param: nn.Parameter | None) -> bool:
-        """Return whether a parameter is trainable but does not belong to the optimizer."""
-        return param is not None and param.requires_grad and param not in self._number
+        """Return the names of the trainable parameters that do not belong to the optimizer."""
+        named = self.module.named_parameters()
+        return [name for name, param in named if param.requires_grad and param not in self._number]
 
     @torch.no_grad()
     def _broadcast_buffers(self) -> None:
         """Broadcast the buffers of rank 0, as DistributedDataParallel does. Autograd does not record the write."""
         buffers = {name: buffer for name, buffer in self.module.named_buffers() if not self.optimizer.is_in_buffer(buffer)}
-        own = torch.tensor(crc32(repr([(name, properties(buffer)) for name, buffer in buffers.items()]).encode()))
-        expected = own.clone()
+        own = crc32(repr([(name, properties(buffer)) for name, buffer in buffers.items()]).encode())
+        extremes = torch.tensor([own, -own])
         if self._comm.world_size > 1:
-            dist.broadcast(expected, group_src=0, group=cpu_group(self._comm.group))
-        if expected != own:
+            dist.all_reduce(extremes, dist.ReduceOp.MAX, group=cpu_group(self._comm.group))
+        if extremes[0] != -extremes[1]:
             raise RuntimeError(
-                "the names, shapes or dtypes of this rank's buffers are no longer those of rank 0, because a forward has "
-                "registered or resized some; do so on all ranks, or use broadcast_buffers=False"
+                "the names, shapes or dtypes of the buffers differ between the ranks, because a forward has registered or "
+                "resized some; do so on all ranks, or use broadcast_buffers=False"
             )
         kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
         for name, buffer in buffers.items():
@@ -657,6 +644,26 @@ class ShardedDataParallel(nn.Module):
             "gradients": sum(gradients.shard.nbytes for gradients in self._gradients if gradients.shard is not None),
             "buckets": sum(tensor.nbytes for tensor in buckets) + self._comm.pool.nbytes,
         }
+
+
+def _nearest_leaf(node: Any) -> Any:
+    """Return the node nearest to `node` in its graph that accumulates a gradient into a leaf."""
+    pending = deque([node])
+    while pending:
+        node = pending.popleft()
+        following = [other for other, _ in node.next_functions if other is not None]
+        if not following and hasattr(node, "variable"):
+            return node
+        pending.extend(following)
+    return None
+
+
+def _accumulates(leaf: Any) -> bool:
+    """Return whether the running call of autograd accumulates a gradient into a leaf, and is not `torch.autograd.grad`."""
+    try:
+        return leaf is not None and torch._C._will_engine_execute_node(leaf)
+    except RuntimeError:  # the leaf is an input of torch.autograd.grad
+        return False
 
 
 def _check_arguments(module: nn.Module, optimizer: ShardedOptimizer) -> None:

@@ -221,11 +221,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         weakref.finalize(self, _wait_for_gathers, self.buckets, self._pid)
         super().__init__(params, dict(kwargs))
         given = [param for group in self.param_groups for param in group["params"]]
-        if len(given) > len(set(given)):
-            raise ValueError("a parameter is given more than once; give each one once")
         self._check_parameters_given(given)
         for param in given:
-            before = _optimizer_of.get(param, _nobody)()
+            before = _optimizer_of.get(param, lambda: None)()
             if before is not None:
                 before.synchronize()
         self.plan = self._plan(first_group=0)
@@ -264,7 +262,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         except Exception as raised:
             error = raised
         if self.comm.world_size > 1:
-            errors = gather_objects(error and str(error), cpu_group(self.comm.group))
+            errors = gather_objects(error and (str(error) or repr(error)), cpu_group(self.comm.group))
             if error is None and any(errors):
                 rank = next(rank for rank, message in enumerate(errors) if message)
                 raise ValueError(f"rank {rank}: {errors[rank]}")
@@ -289,11 +287,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _check_parameters_given(self, params: list[torch.nn.Parameter]) -> None:
         """Refuse parameters that differ between the ranks, or that cannot move into flat buffers, on all ranks."""
         self.check_same_on_all_ranks({f"parameter {number}": properties(param) for number, param in enumerate(params)})
-        self.on_all_ranks(lambda: check_memory(params))
-        if self.param_dtype is not None:
-            self.on_all_ranks(lambda: self._check_param_dtype(params))
+        self.on_all_ranks(lambda: self._check_own_parameters(params))
 
-    def _check_param_dtype(self, params: list[torch.nn.Parameter]) -> None:
+    def _check_own_parameters(self, params: list[torch.nn.Parameter]) -> None:
+        if len(params) > len(set(params)):
+            raise ValueError("a parameter is given more than once; give each one once")
+        check_memory(params)
+        if self.param_dtype is None:
+            return
         if any(param.is_complex() for param in params):
             raise ValueError(f"param_dtype={self.param_dtype} would drop the imaginary parts of a complex parameter")
         gc.collect()  # a wrapper that nobody holds any more does not count
@@ -361,6 +362,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 # phase 3: all-gather
                 with record_function(f"zero::all_gather bucket {bucket.number}"):
                     bucket.gather = self.comm.all_gather(bucket.data, bucket.sizes)
+        except BaseException:
+            self.synchronize()  # nobody waits for gathers that have started
+            raise
         finally:
             for group, params in zip(self.inner.param_groups, everything, strict=True):
                 group["params"] = params
@@ -502,14 +506,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         Also refuse sparse gradients, and gradients of parameters outside the buffers.
         """
-        inside = set()
-        for buffer in self.buffers:
-            for param, offset in zip(buffer.params, buffer.layout.offsets, strict=True):
-                inside.add(param)
-                if param.numel() and param.data_ptr() != buffer.data.data_ptr() + offset * buffer.data.itemsize:
-                    self._take_back(param, buffer.data[offset : offset + param.numel()])
-                if param.grad is not None and param.grad.is_sparse:
-                    raise RuntimeError(SPARSE)
+        inside = {param for buffer in self.buffers for param in buffer.params}
+        for param in inside:
+            if param.grad is not None and param.grad.is_sparse:
+                raise RuntimeError(SPARSE)
         self._wrap_param_groups()
         groups = [group["params"] for group in self.param_groups]
         if [list(map(id, params)) for params in groups] != [list(map(id, params)) for params in self._params_of_groups]:
@@ -544,8 +544,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def update_masters(self) -> None:
-        """Copy weights that have been written to since the last step into their masters."""
+        """Copy weights that have been written to since the last step into their places and their masters."""
         self.synchronize()
+        for buffer in self.buffers:
+            for param, offset in zip(buffer.params, buffer.layout.offsets, strict=True):
+                if param.numel() and param.data_ptr() != buffer.data.data_ptr() + offset * buffer.data.itemsize:
+                    self._take_back(param, buffer.data[offset : offset + param.numel()])
         for bucket in self.buckets:
             if bucket.master is None:
                 continue
@@ -668,6 +672,9 @@ class CallersState(defaultdict):
     def get(self, key: Any, default: Any = None) -> Any:
         return super().get(self._checked(key), default)
 
+    def pop(self, key: Any, *default: Any) -> Any:
+        return super().pop(self._checked(key), *default)
+
     def setdefault(self, key: Any, default: Any = None) -> Any:
         return super().setdefault(self._checked(key), default)
 
@@ -722,11 +729,7 @@ class ParameterGradients:
 SPARSE = "sparse gradients cannot be laid flat; use nn.Embedding(sparse=False)"
 
 
-def _nobody() -> None:
-    """A reference to the optimizer of a parameter that has none."""
-
-
-def _wait_for_gathers(buckets: list[Bucket], pid: int) -> None:
+def _wait_for_gathers(buckets: list[Bucket], pid: int | None) -> None:
     for bucket in buckets if current_process().pid == pid else ():
         while bucket.gather is not None and bucket.gather.works:
             bucket.gather.works.pop(0).wait()

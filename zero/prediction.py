@@ -113,7 +113,7 @@ class Prediction:
             fresh_shards = self.gradient_shards - traffic.kept_shards
             shards = fresh_shards if self.micro_steps > 1 else 0
             return traffic.kept + max(shards + traffic.first + first_half, before_last, fresh_shards + traffic.peak)
-        # in the last backward, gradients move from the parameters to buckets; an empty bucket, or received parts, are additional
+        # in the last backward, gradients move from the parameters to buckets; an empty bucket, or received parts, come on top
         additional = max(self._first_bucket, traffic.received)
         before_last += traffic.kept_before_last
         # kept tensors stay until the first gradient of the next iteration arrives

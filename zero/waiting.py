@@ -94,13 +94,12 @@ class Readers:
         self.wait = torch.compiler.disable(wait)
         self.undo = undo
         self.owners: list[nn.Module] = []  # modules that have parameters of `params`
-        self._known: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules that `_find` has seen
+        self._known: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules that `find` has seen
         self.is_compiled = False  # whether a module is compiled
-        self._find()
 
     def begin(self) -> None:
         """Make reads wait. Modules may have been added or compiled in the meantime."""
-        self._find()
+        self.find()
         inside = {param for part in self.owners for param in part._parameters.values()}
         for param in self.params - inside:  # for example those of a loss: nothing else waits for them
             self.wait(param)
@@ -116,11 +115,13 @@ class Readers:
         """Inside of this context, reads do not wait."""
         waiting = [(part, part._parameters) for part in self.owners]
         self.end()
-        yield
-        for part, parameters in waiting:
-            part.__dict__["_parameters"] = parameters
+        try:
+            yield
+        finally:
+            for part, parameters in waiting:
+                part.__dict__["_parameters"] = parameters
 
-    def _find(self) -> None:
+    def find(self) -> None:
         """Find the modules that have parameters, and make those wait as a whole that read them without their dictionaries."""
         parts = list(self.module.modules())
         self.owners = [part for part in parts if not self.params.isdisjoint(part._parameters.values())]
@@ -156,6 +157,8 @@ class ReadCheck(TorchDispatchMode):
         RuntimeError: from the operation, with the name of the parameter.
     """
 
+    supports_higher_order_operators = True  # such as flex_attention
+
     def __init__(self, in_flight: Callable[[], list[torch.Tensor]], names: dict[nn.Parameter, str]) -> None:
         super().__init__()
         self.in_flight = in_flight
@@ -174,7 +177,7 @@ class ReadCheck(TorchDispatchMode):
         spans = {name: memory_span(param) for param, name in self.names.items()}
         names = [name for name, (begin, end) in spans.items() if start < end and begin < stop]
         raise RuntimeError(
-            f"{func.overloadpacket.__name__} uses {', '.join(names) or 'a parameter'} before its all-gather has ended, because "
+            f"{func} uses {', '.join(names) or 'a parameter'} before its all-gather has ended, because "
             "it was not read from its module (but from a list, a view, or a variable); read it from its module, call "
             "optimizer.synchronize() after step(), or use overlap=False"
         )

@@ -683,7 +683,7 @@ def refusals():
     with pytest.raises(ValueError, match="elements of windows share memory"):
         wrap(module)
     with pytest.raises(ValueError, match="ScriptModule"):
-        wrap(torch.jit.script(net()))
+        wrap(torch.jit.script(net()), overlap=True)
     return True
 
 

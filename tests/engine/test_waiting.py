@@ -4,8 +4,9 @@ import copy
 import pickle
 
 import pytest
+import torch
 
-from zero.waiting import WaitingDict
+from zero.waiting import ReadCheck, WaitingDict
 
 READS = {
     "[]": lambda waiting: waiting["a"],
@@ -40,3 +41,11 @@ def test_whoever_reads_no_value_does_not_wait():
     assert type(waiting.plain()) is dict
     assert waiting.get("b", 2) == 2
     assert waiting.pop("b", 3) == 3
+
+
+def test_a_check_of_reads_sees_operations_of_higher_order():
+    flying, other = torch.ones(3), torch.ones(3)
+    with ReadCheck(lambda: [flying], {}):
+        assert torch.cond(other.sum() > 0, lambda x: 2 * x, lambda x: 3 * x, (other,)).tolist() == [2, 2, 2]
+        with pytest.raises(RuntimeError, match="uses a parameter before its all-gather has ended"):
+            torch.cond(other.sum() > 0, lambda x: 2 * x, lambda x: 3 * x, (flying,))

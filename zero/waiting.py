@@ -157,7 +157,12 @@ class ReadCheck(TorchDispatchMode):
         RuntimeError: from the operation, with the name of the parameter.
     """
 
-    supports_higher_order_operators = True  # such as flex_attention
+    supports_higher_order_operators = True  # such as torch.cond
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let torch.compile compile in this context: flex_attention does so by itself."""
+        return True
 
     def __init__(self, in_flight: Callable[[], list[torch.Tensor]], names: dict[nn.Parameter, str]) -> None:
         super().__init__()

@@ -5,6 +5,7 @@ import pickle
 
 import pytest
 import torch
+from torch.nn.attention.flex_attention import flex_attention
 
 from zero.waiting import ReadCheck, WaitingDict
 
@@ -49,3 +50,9 @@ def test_a_check_of_reads_sees_operations_of_higher_order():
         assert torch.cond(other.sum() > 0, lambda x: 2 * x, lambda x: 3 * x, (other,)).tolist() == [2, 2, 2]
         with pytest.raises(RuntimeError, match="uses a parameter before its all-gather has ended"):
             torch.cond(other.sum() > 0, lambda x: 2 * x, lambda x: 3 * x, (flying,))
+
+
+def test_a_check_of_reads_lets_torch_compile_compile():
+    x = torch.randn(1, 1, 128, 16)
+    with torch.no_grad(), ReadCheck(lambda: [torch.ones(3)], {}):
+        assert flex_attention(x, x, x).shape == x.shape  # it compiles itself

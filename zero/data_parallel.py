@@ -1,7 +1,6 @@
 """ShardedDataParallel: reduce-scatters during backward, all-gathers during the next forward."""
 
 import copy
-import enum
 import math
 import sys
 import weakref
@@ -37,13 +36,6 @@ class Place(NamedTuple):
     offset: int
     start: int
     stop: int
-
-
-class Phase(enum.Enum):
-    """The phase of a ShardedDataParallel."""
-
-    IDLE = "no backward runs"
-    BACKWARD = "gradients arrive; also after a backward that has failed"
 
 
 @dataclass
@@ -167,7 +159,7 @@ class ShardedDataParallel(nn.Module):
         self._last_was_synchronized = True  # the last forward; if False, the next one does not broadcast
         self._index_parameters()
         self._check_parameters()
-        self._phase = Phase.IDLE
+        self._in_backward = False  # whether gradients arrive; also after a backward that has failed
         self._next = 0  # number of the bucket to be reduce-scattered next
         self._used: set[int] = set()  # numbers of the parameters that have a gradient in this step
         self._agreement: Agreement | None = None  # in flight
@@ -279,7 +271,7 @@ class ShardedDataParallel(nn.Module):
             raise RuntimeError("this ShardedDataParallel has been replaced by a newer one of the same module; call that one")
         if torch.compiler.is_compiling():  # if compiled with the wrapper, the module bypasses the dictionaries
             torch.compiler.disable(self.optimizer.synchronize)()
-        if self._phase is Phase.BACKWARD and torch._C._current_graph_task_id() == -1:
+        if self._in_backward and torch._C._current_graph_task_id() == -1:
             self._recover()
         if self.broadcast_buffers and self._last_was_synchronized:
             torch.compiler.disable(self._broadcast_buffers)()
@@ -333,7 +325,7 @@ class ShardedDataParallel(nn.Module):
         Autograd reports only the end of a call, and reentrant checkpoints call `backward` once per segment inside the outer
         call. The first call of this hook therefore belongs to the outermost `backward`.
         """
-        is_due = self._phase is Phase.IDLE and (self.require_backward_grad_sync or self.shard_gradients)
+        is_due = not self._in_backward and (self.require_backward_grad_sync or self.shard_gradients)
         if is_due and _accumulates(leaf):
             self._begin_backward()
 
@@ -350,7 +342,7 @@ class ShardedDataParallel(nn.Module):
         if not (self.require_backward_grad_sync or self.shard_gradients):
             self._comm.pool.clear()  # frees memory for the full gradients
             return
-        if self._phase is Phase.IDLE:
+        if not self._in_backward:
             self._begin_backward()  # the parameter was used outside of the module, for example in a penalty
         self._copy_to_bucket(param)
 
@@ -361,7 +353,7 @@ class ShardedDataParallel(nn.Module):
         for gradients in self._gradients:
             self._finish_reduce_scatter(gradients)  # of the previous micro-step
             gradients.missing = {param for param, _ in gradients.bucket.members}
-        self._phase, self._next = Phase.BACKWARD, 0
+        self._in_backward, self._next = True, 0
         Variable._execution_engine.queue_callback(self._end_backward)
 
     def _copy_to_bucket(self, param: nn.Parameter) -> None:
@@ -435,7 +427,7 @@ class ShardedDataParallel(nn.Module):
                     self._bucket_buffer(gradients)[placed.offset : placed.offset + placed.numel].zero_()
                     gradients.missing.discard(param)
         self._reduce_full_buckets()
-        self._phase = Phase.IDLE
+        self._in_backward = False
         self._wait_for_agreement()  # the one of the previous micro-step
         if not self._params:
             return
@@ -452,7 +444,7 @@ class ShardedDataParallel(nn.Module):
     def _recover(self) -> None:
         """Continue after a failed backward if its gradients have been dropped. Otherwise raise an error."""
         self._apply_zeroing()
-        if self._phase is Phase.BACKWARD and self._used:
+        if self._in_backward and self._used:
             raise RuntimeError("the last backward did not end; call zero_grad() to drop its gradients")
         self._reset()
 
@@ -492,7 +484,7 @@ class ShardedDataParallel(nn.Module):
     @torch.no_grad()
     def collect(self) -> Iterator[Bucket]:
         """See GradientSource."""
-        if self._phase is Phase.BACKWARD:
+        if self._in_backward:
             raise RuntimeError("the last backward did not end; call optimizer.zero_grad() and repeat the step")
         if unmanaged := self._unmanaged_names():
             raise RuntimeError(
@@ -527,7 +519,7 @@ class ShardedDataParallel(nn.Module):
         """See GradientSource."""
         self._wait_for_agreement()
         self._apply_zeroing()
-        if not self._used or self._phase is Phase.BACKWARD:  # BACKWARD: a backward has failed
+        if not self._used or self._in_backward:  # a backward has failed
             self._reset()
 
     def _apply_zeroing(self) -> None:
@@ -570,7 +562,7 @@ class ShardedDataParallel(nn.Module):
             gradients.is_reduced, gradients.all_reduce = False, None
             gradients.missing, gradients.buffer = set(), None  # left over from a failed backward
         self._drop(self._used)
-        self._phase = Phase.IDLE
+        self._in_backward = False
 
     def _wait_for_agreement(self) -> None:
         if self._agreement is not None:

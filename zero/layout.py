@@ -337,16 +337,8 @@ def auto_bucket_mb(nbytes: int, world_size: int) -> float:
     At least 4 MB, because every message takes time before it begins: with buckets of 0.3 MB, a model with 0.8M parameters
     takes 1.3 to 1.5 times as long as plain AdamW, with one bucket 0.9 to 1.3 times (two cores, gloo, a noisy machine).
 
-    At most 25 MB, as in DistributedDataParallel: larger buckets take memory and overlap less. With more than 25 ranks 1 MB
-    per rank, because a ring cuts a bucket into one message per rank (Megatron-LM lets
-    its buckets grow with the ranks for the same reason).
-
-    | MB per bucket, float32 parameters | 2 to 25 ranks | 64 ranks |
-    |---|---|---|
-    | 0.8M | 4: one bucket | 4 |
-    | 10.7M | 5.4 | 5.4 |
-    | 124M (GPT-2) | 25 | 62 |
-    | 1558M (GPT-2 XL) | 25 | 64 |
+    At most 25 MB, as in DistributedDataParallel: larger buckets take memory and overlap less. With more than 25 ranks 1 MB per
+    rank, because a ring cuts a bucket into one message per rank (Megatron-LM lets its buckets grow for the same reason).
     """
     return max(4.0, min(nbytes / 8e6, max(25.0, world_size)))
 

@@ -121,17 +121,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
     2. update              Bucket by bucket, the inner optimizer steps over the owned slices, 1/N of the elements. The last
                            bucket comes first, because the next forward begins with its parameters.
     3. all-gather          As soon as a bucket is updated, the owners send its shards to all ranks, while the next bucket is
-                           updated. Without ShardedDataParallel, `step` waits for all of these all-gathers. With it, the
-                           next forward waits for each all-gather when it needs the parameters.
+                           updated. `step` waits for all of these all-gathers. With `ShardedDataParallel(overlap=True)`, the
+                           next forward waits for each of them when it needs the parameters.
 
     Parameters without a gradient are skipped, as in torch.optim. Parameters that are frozen at construction stay outside the
     buffers and must remain frozen. If they have optimizer state, rank 0 holds it. After the optimizer is built, a parameter
-    must not be moved (`model.to`), and its `data` must not be replaced. Views of its memory from before construction do not
-    move with the parameter. A parameter keeps its strides (channels_last, transposed) if its elements are dense in memory.
-    Otherwise it becomes contiguous.
-
-    As after any in-place update, backward through a graph from before the step raises an error if it needs a value that has
-    changed.
+    must not be moved (`model.to`). Views of its memory from before construction move with it only if ShardedDataParallel finds
+    them in attributes and buffers of the module. A parameter keeps its strides (channels_last, transposed) if its elements
+    are dense in memory. Otherwise it becomes contiguous.
 
     With `param_dtype=torch.bfloat16`, the parameters become bfloat16, and each rank keeps float32 masters of its own slices.
     This takes 2 bytes per parameter, 2 bytes for its gradient, and 12/N bytes for its master and AdamW state (ZeRO, section

@@ -23,7 +23,7 @@ def make(mode, compile_blocks=False, **overrides):
     if compile_blocks:
         for block in model.transformer.h:
             block.compile()
-    return build(model, model.param_groups(0.1), lr=6e-4, betas=(0.9, 0.95), **{**MODES[mode], **overrides})
+    return build(model, model.param_groups(0.1), overlap=True, lr=6e-4, betas=(0.9, 0.95), **{**MODES[mode], **overrides})
 
 
 def train(model, optimizer, steps=STEPS, micro_steps=1, clip=0.0):

@@ -206,8 +206,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         # memory of the parameters before they moved into the buffers: storage, start address, end address, and whether the
         # elements lie in the buffer as they lay there
         self._former_memory: dict[torch.nn.Parameter, tuple[StorageWeakRef, int, int, bool]] = {}
-        # device, shape, strides and dtype of the parameters in the buffers, which their slices follow
-        self._properties: dict[torch.nn.Parameter, tuple[Any, ...]] = {}
+        self._forms: dict[torch.nn.Parameter, tuple[Any, ...]] = {}  # of the parameters in the buffers: their slices follow it
         self._parameter_gradients: GradientSource = ParameterGradients(self)
         self.wrapper: weakref.ref[GradientSource] | None = None  # the ShardedDataParallel, which keeps this object alive
         self.inner: torch.optim.Optimizer  # optimizer of this rank's slices
@@ -521,8 +520,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _take_back(self, param: torch.nn.Parameter, place: torch.Tensor) -> None:
         """Copy a parameter whose `data` were replaced (`param.data = ...`) into its place in the flat buffer."""
-        is_alike = (param.device, *properties(param.data)) == self._properties[param]
-        if not is_alike or _optimizer_of[param]() is not self or self.is_in_buffer(param):
+        if _form(param) != self._forms[param] or _optimizer_of[param]() is not self or self.is_in_buffer(param):
             raise RuntimeError(
                 f"{self._name(param)} was moved or replaced after ShardedOptimizer was built (by model.to, "
                 "flatten_parameters, or another optimizer); build the optimizer after that"
@@ -545,8 +543,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.synchronize()
         for buffer in self.buffers:
             for param, offset in zip(buffer.params, buffer.layout.offsets, strict=True):
-                if param.numel() and param.data_ptr() != buffer.data.data_ptr() + offset * buffer.data.itemsize:
-                    self._take_back(param, buffer.data[offset : offset + param.numel()])
+                place = buffer.data[offset : offset + param.numel()]
+                if param.numel() and (param.data_ptr(), *_form(param)) != (place.data_ptr(), *self._forms[param]):
+                    self._take_back(param, place)
         for bucket in self.buckets:
             if bucket.master is None:
                 continue
@@ -626,7 +625,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self.comm.broadcast(flattened(value, value))
             place = with_own_storage(buffer.data[offset : offset + param.numel()])
             param.data = place.as_strided(value.shape, value.stride())
-            self._properties[param] = param.device, *properties(param.data)
+            self._forms[param] = _form(param)
             self.set_parameter(param, value)
             _optimizer_of[param] = weakref.ref(self)
 
@@ -724,6 +723,10 @@ class ParameterGradients:
 
 
 SPARSE = "sparse gradients cannot be laid flat; use nn.Embedding(sparse=False)"
+
+
+def _form(param: torch.Tensor) -> tuple[Any, ...]:
+    return param.device, param.dtype, param.shape, param.stride()
 
 
 def _wait_for_gathers(buckets: list[Bucket], pid: int | None) -> None:

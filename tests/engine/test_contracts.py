@@ -376,9 +376,9 @@ def data_replaced(wrap):
         optimizer.step()
         module[0].weight.data = nn.functional.normalize(module[0].weight.data)
         nn.utils.vector_to_parameters(nn.utils.parameters_to_vector(module.parameters()) * 0.9, module.parameters())
+        optimizer.zero_grad()
         if wrap is not wrap_plain:  # DistributedDataParallel loses its hooks
             module.to(torch.float64).to(torch.float32)
-        optimizer.zero_grad()
     return [param.detach().clone() for param in module.parameters()]
 
 

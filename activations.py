@@ -51,7 +51,8 @@ class _Peaks(NamedTuple):
 class LiveBytes(TorchDispatchMode):
     """Counts the bytes of the tensors that operations inside of this context create, as long as they are alive.
 
-    Several tensors that share one storage count once. Tensors from before the context count from the first operation that
+    Several tensors that share one storage count once, as do storages inside of another one (the parameters in a flat buffer of
+    `zero.ShardedOptimizer`). Tensors from before the context count from the first operation that
     returns a view of them, unless they are given to `ignore`.
 
     If two gradients arrive at one place, autograd adds the second to the first in place, but not in a context like this one,
@@ -68,6 +69,7 @@ class LiveBytes(TorchDispatchMode):
         self.now = 0  # bytes
         self._peak = 0
         self._alive: dict[int, int] = {}  # by address of the storage object: bytes
+        self._spans: dict[int, tuple[int, int]] = {}  # the same: start address and end address of its memory, if it is real
         self._sum: tuple[int, int] | None = None  # the last operation added to a gradient: its key, bytes with both
 
     def ignore(self, tensors: Any) -> None:
@@ -92,7 +94,7 @@ class LiveBytes(TorchDispatchMode):
         before = self._peak
         for leaf in tree_leaves(result):
             if type(leaf) in _WITH_MEMORY:
-                self._count(leaf.untyped_storage())
+                self._count(leaf.untyped_storage(), is_real=type(leaf) is not FakeTensor)
         if _adds_gradients(func, args):
             self._peak, self._sum = before, (args[0].untyped_storage()._cdata, self.now)
         if self._multiplies_in_float32 and func in _PRODUCTS and result.dtype == torch.bfloat16:
@@ -105,17 +107,22 @@ class LiveBytes(TorchDispatchMode):
             self._peak = max(self._peak, self._sum[1])
             self._sum = None
 
-    def _count(self, storage: torch.UntypedStorage) -> None:
+    def _count(self, storage: torch.UntypedStorage, is_real: bool) -> None:
         key = storage._cdata
         if key in self._alive:
             return
-        self._alive[key] = storage.nbytes()
+        start = storage.data_ptr() if is_real else 0
+        is_inside = start and any(begin <= start < end for begin, end in self._spans.values())
+        self._alive[key] = 0 if is_inside else storage.nbytes()
+        if start and not is_inside:
+            self._spans[key] = start, start + storage.nbytes()
         self.now += self._alive[key]
         self._peak = max(self._peak, self.now)
         weakref.finalize(storage, self._free, key).atexit = False
 
     def _free(self, key: int) -> None:
         self.now -= self._alive.pop(key)
+        self._spans.pop(key, None)
         if self._sum is not None and self._sum[0] == key:
             self._sum = None
 

@@ -244,27 +244,27 @@ def test_a_known_dataset_need_not_be_prepared(tmp_path, monkeypatch, capsys, nam
     with open(f"{ROOT}/data/{name}/prepare.py") as script:
         (copied / "prepare.py").write_text(script.read())
     monkeypatch.setattr(plan_script, "DATA_DIR", str(tmp_path))
-    assert plan_script.vocab_size({"dataset": name, "vocab_size": 0}) == size
-    assert plan_script.vocab_size({"dataset": name, "vocab_size": 100}) == 100
+    assert plan_script.vocabulary({"dataset": name, "vocab_size": 0}) == size
+    assert plan_script.vocabulary({"dataset": name, "vocab_size": 100}) == 100
     assert capsys.readouterr().out == ""
 
 
 def test_an_unknown_vocabulary_is_said_aloud(tmp_path, capsys):
     name = str(tmp_path / "mine")
-    assert plan_script.vocab_size({"dataset": name, "vocab_size": 0}) == 50304
+    assert plan_script.vocabulary({"dataset": name, "vocab_size": 0}) == 50304
     assert "WARNING: the vocabulary of dataset" in (printed := capsys.readouterr().out)
     assert "use --vocab_size=<number of tokens>" in printed
-    assert plan_script.vocab_size({"dataset": name, "vocab_size": 1000}) == 1000
+    assert plan_script.vocabulary({"dataset": name, "vocab_size": 1000}) == 1000
     assert capsys.readouterr().out == ""
 
 
 def test_a_prepared_dataset_is_checked_as_in_a_run(data):
     settings = {"dataset": data, "vocab_size": 0, "block_size": 16}
-    assert plan_script.vocab_size(settings) == 29
+    assert plan_script.vocabulary(settings) == 29
     with pytest.raises(ValueError, match=r"is prepared and gives 29; remove --vocab_size"):
-        plan_script.vocab_size({**settings, "vocab_size": 65})
+        plan_script.vocabulary({**settings, "vocab_size": 65})
     with pytest.raises(ValueError, match="too few for one sequence of block_size=4000"):
-        plan_script.vocab_size({**settings, "block_size": 4000})
+        plan_script.vocabulary({**settings, "block_size": 4000})
 
 
 @pytest.mark.parametrize(

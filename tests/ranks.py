@@ -25,7 +25,7 @@ context.set_forkserver_preload(
     ]
 )  # imported once, then forked
 
-TIMEOUT_S = 120
+TIMEOUT_S = 300
 
 
 def run_ranks(function: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:

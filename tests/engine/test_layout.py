@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zero.layout import Layout, ParameterSpec, auto_bucket_mb, plan
@@ -17,6 +17,9 @@ sizes = {
 }
 by_element = st.fixed_dictionaries(sizes)
 both = st.tuples(st.sampled_from([Layout.by_element, Layout.by_parameter]), st.fixed_dictionaries(sizes))
+
+settings.register_profile("no deadline", deadline=None)  # a loaded machine may take any time
+settings.load_profile("no deadline")
 
 
 @given(both)

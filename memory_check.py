@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from accounting import Extras, Forecast, Workload, forecast, predicted_activations
 from distributed import launched
@@ -11,6 +12,7 @@ from memory_meter import MemoryMeter
 from zero.collectives import gather_objects, is_rank_0
 from zero.layout import replicated_plan
 from zero.memory import held_bytes
+from zero.optimizer import ShardedOptimizer
 from zero.partition import parameters, partition
 from zero.prediction import Activations
 
@@ -144,3 +146,24 @@ def _size(count: int) -> str:
 
 def _logged(which: str, by_purpose: dict[str, int]) -> dict[str, float]:
     return {f"memory/{which}_{purpose}_mb": count / 1e6 for purpose, count in by_purpose.items()}
+
+
+def describe(optimizer: torch.optim.Optimizer, use_zero1: bool) -> str:
+    """Return one line for the console: the implementation, its state bytes per rank, and the state bytes of plain AdamW."""
+    plan = partition(optimizer).plan
+    by_rank = [2 * owned for owned in plan.updated_bytes]  # exp_avg and exp_avg_sq
+    whole = f"{sum(by_rank) / 1e6:.1f} MB"
+    if isinstance(optimizer, ShardedOptimizer | ZeroRedundancyOptimizer):
+        name = "sharded" if isinstance(optimizer, ShardedOptimizer) else "torch"
+        fullest = f"{max(by_rank) / 1e6:.1f} MB of AdamW state on the fullest rank"
+        count = optimizer.comm.replicas if isinstance(optimizer, ShardedOptimizer) else 1
+        ranks = f"{len(by_rank)} rank{'s' if len(by_rank) > 1 else ''}"
+        replicas = f" in each of {count} groups" if count > 1 else ""
+        if plan.has_masters:
+            fullest += f", plus half of that in float32 master weights of the {plan.param_dtype} weights"
+        return (
+            f"Using ZeRO-1 optimizer state sharding: zero1_impl='{name}' ({type(optimizer).__name__}) over "
+            f"{ranks}{replicas}, {fullest}; plain AdamW would hold {whole} on each"
+        )
+    why = " (use_zero1 needs more than one process; start with torchrun)" if use_zero1 else ""
+    return f"Using plain AdamW{why}: {whole} of optimizer state on each rank"

@@ -15,6 +15,7 @@ from guard import Guard
 from zero import ShardedGradScaler
 from zero.build import build, clip_grad_norm_
 from zero.collectives import gather_numbers
+from zero.flags import Flags
 from zero.optimizer import flattened, hyperparameters
 from zero.partition import parameters, partition
 
@@ -69,7 +70,7 @@ class Shadow:
             if part._compiled_call_impl is not None:  # a copy is not compiled, and eager kernels round differently
                 copied.compile()
         self._model: Any
-        self._model, self._optimizer = build(self._raw, groups, use_zero1=False)
+        self._model, self._optimizer = build(self._raw, groups, Flags(use_zero1=False))
         if checkpoint is not None:
             checkpoints.restore(self._optimizer, checkpoint)
 

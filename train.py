@@ -37,7 +37,7 @@ from distributed import exit_on_wrong_input, finish, launched, mean_over_ranks, 
 from environment import environment
 from guard import Guard
 from logger import Logger
-from memory_check import MemoryCheck
+from memory_check import MemoryCheck, describe
 from meter import Meter
 from model import GPT, GPTConfig, check_block_size
 from profiling import Profiler
@@ -47,7 +47,7 @@ from shadow import Shadow
 from signals import Action, Signals
 from watchdog import Watchdog, position
 from zero import ShardedGradScaler
-from zero.build import build, clip_grad_norm_, describe
+from zero.build import build, clip_grad_norm_
 from zero.flags import Flags
 
 # -----------------------------------------------------------------------------
@@ -206,7 +206,7 @@ with exit_on_wrong_input(), progress.task("making the optimizer"):
     flags = Flags(use_zero1, zero1_impl, zero_bucket_mb, shard_gradients, param_dtype, zero_check_reads, zero_shard_size)
     groups = raw_model.param_groups(weight_decay)
     shadow = Shadow(0 if eval_only else shadow_check, raw_model, groups, checkpoints, checkpoint)
-    model, optimizer = build(raw_model, groups, **vars(flags), overlap=True, lr=learning_rate, betas=(beta1, beta2))
+    model, optimizer = build(raw_model, groups, flags, overlap=True, lr=learning_rate, betas=(beta1, beta2))
     scaler = ShardedGradScaler(device.type, enabled=dtype == "float16")
     if checkpoint is not None:
         checkpoints.restore(optimizer, checkpoint)

@@ -100,7 +100,7 @@ class Contender:
             self._shard_over_one_rank(groups)
         else:
             flags, overlap = self.setup.flags(self.mode), self.mode != "no_overlap"
-            self.model, self.optimizer = build(self.module, groups, **vars(flags), overlap=overlap, **ADAMW)
+            self.model, self.optimizer = build(self.module, groups, flags, overlap=overlap, **ADAMW)
         if dist.get_backend() == "fake" and isinstance(self.model, DistributedDataParallel):
             self.model.register_comm_hook(None, _without_communication)
         return self

@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from zero.build import build, clip_grad_norm_
+from zero.flags import Flags
 
 
 class Toy(nn.Module):
@@ -45,19 +46,18 @@ def batch(step, rank):
     return torch.randint(11, (2, 4, 6), generator=generator).unbind()
 
 
-# name -> flags of zero.build.build
 MODES = {
-    "adamw": {"use_zero1": False},
-    "torch": {"use_zero1": True, "zero1_impl": "torch"},
-    "sharded": {"use_zero1": True, "zero1_impl": "sharded", "bucket_mb": 0.0002},  # 50 elements: several buckets
-    "gradients": {"use_zero1": True, "zero1_impl": "sharded", "bucket_mb": 0.0002, "shard_gradients": True},
+    "adamw": Flags(use_zero1=False),
+    "torch": Flags(zero1_impl="torch"),
+    "sharded": Flags(bucket_mb=0.0002),  # 50 elements: several buckets
+    "gradients": Flags(bucket_mb=0.0002, shard_gradients=True),
 }
 
 
 def build_toy(mode, seed=0):
     model = make_toy(seed)
     model.unused.requires_grad_(False)  # DistributedDataParallel refuses parameters without a gradient
-    return build(model, model.param_groups(), **MODES[mode], lr=0.01, betas=(0.9, 0.95))
+    return build(model, model.param_groups(), MODES[mode], lr=0.01, betas=(0.9, 0.95))
 
 
 def train(model, optimizer, rank, steps, clip=0.0, first=0):

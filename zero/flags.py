@@ -14,19 +14,19 @@ PARAM_DTYPES = {"float32": None, "bfloat16": torch.bfloat16}  # None: the model 
 
 @dataclass(frozen=True)
 class Flags:
-    """See `zero.build.build`.
+    """How the ranks share the optimizer state. All flags from `bucket_mb` on belong to ShardedOptimizer.
 
     Raises:
         ValueError: if `zero1_impl` or `param_dtype` is unknown.
     """
 
-    use_zero1: bool = True
-    zero1_impl: str = "sharded"
-    bucket_mb: BucketMB = "auto"
-    shard_gradients: bool = False
-    param_dtype: str = "float32"
-    check_reads: bool = False
-    shard_size: int = 0
+    use_zero1: bool = True  # divide the optimizer state among the ranks; a single process does not divide it
+    zero1_impl: str = "sharded"  # `zero.ShardedOptimizer`, or 'torch': `torch.distributed.optim.ZeroRedundancyOptimizer`
+    bucket_mb: BucketMB = "auto"  # megabytes per bucket, see `zero.layout.auto_bucket_mb`
+    shard_gradients: bool = False  # no full gradient outlives its bucket; takes one reduce-scatter per micro-step
+    param_dtype: str = "float32"  # 'bfloat16': also the gradients, and each rank holds 1/N of the float32 masters
+    check_reads: bool = False  # with `overlap`: each forward refuses operations on parameters that have not arrived
+    shard_size: int = 0  # consecutive ranks that share the state, each such group has all of it; 0: all ranks
 
     def __post_init__(self) -> None:
         if self.zero1_impl not in IMPLEMENTATIONS:

@@ -1,5 +1,7 @@
 """A checkpoint of any implementation at any world size goes on in any other as if AdamW had never been interrupted."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -8,21 +10,22 @@ from toy import MODES, assert_equal, largest_difference, make_toy, train, weight
 
 from zero import checkpoint as ckpt
 from zero.build import build
+from zero.flags import Flags
 
 STEPS = 4  # before and after the save
-ALL_MODES = {**MODES, "bfloat16": {"param_dtype": "bfloat16", "bucket_mb": 0.0002}, "hybrid": {"bucket_mb": 0.0002}}
+ALL_MODES = {**MODES, "bfloat16": Flags(param_dtype="bfloat16", bucket_mb=0.0002), "hybrid": Flags(bucket_mb=0.0002)}
 PLACES = [(mode, world_size) for world_size in (1, 2, 3, 4) for mode in ALL_MODES]
 
 
 def flags_of(mode):
     groups_of = max(1, dist.get_world_size() // 2)
-    return ALL_MODES[mode] | ({"shard_size": groups_of} if mode == "hybrid" else {})
+    return replace(ALL_MODES[mode], shard_size=groups_of) if mode == "hybrid" else ALL_MODES[mode]
 
 
 def make(mode, seed):
     model = make_toy(seed)
     model.unused.requires_grad_(False)  # DistributedDataParallel refuses parameters without a gradient
-    return model, *build(model, model.param_groups(), **flags_of(mode), lr=0.01, betas=(0.9, 0.95))
+    return model, *build(model, model.param_groups(), flags_of(mode), lr=0.01, betas=(0.9, 0.95))
 
 
 def save(mode, folder):

@@ -29,7 +29,7 @@ def make(mode, seed, state_dict=None):
     module.unused.requires_grad_(False)  # DistributedDataParallel refuses parameters without a gradient
     if state_dict is not None:
         module.load_state_dict(state_dict)
-    return module, *build(module, module.param_groups(), **flags_of(mode), lr=0.01, betas=(0.9, 0.95))
+    return module, *build(module, module.param_groups(), flags_of(mode), lr=0.01, betas=(0.9, 0.95))
 
 
 def save(mode, folder, format, seed=0, iteration=4):

@@ -15,6 +15,7 @@ from toy import assert_equal, batch, build_toy, largest_difference, make_toy, tr
 from zero import ShardedDataParallel, ShardedOptimizer
 from zero import checkpoint as ckpt
 from zero.build import build
+from zero.flags import Flags
 from zero.partition import partition
 from zero.state import full_state, local_chunks
 
@@ -94,7 +95,7 @@ class Large(torch.nn.Module):
 def large_parameters(implementation):
     """What each rank owns takes several messages of 25 MB, whose elements must meet again in order."""
     model, oracle = Large(), Large()
-    wrapped, optimizer = build(model, [{"params": list(model.parameters())}], zero1_impl=implementation, lr=0.01)
+    wrapped, optimizer = build(model, [{"params": list(model.parameters())}], Flags(zero1_impl=implementation), lr=0.01)
     plain = torch.optim.AdamW(oracle.parameters(), lr=0.01, fused=True)
     x = torch.arange(7_000_000.0)
     for each, its_optimizer in ((wrapped, optimizer), (oracle, plain)):

@@ -8,7 +8,9 @@ import torch.distributed as dist
 from ranks import run_ranks
 from toy import MODES, batch, build_toy, make_toy
 
-from zero.build import build, clip_grad_norm_, describe
+from memory_check import describe
+from zero.build import build, clip_grad_norm_
+from zero.flags import Flags
 
 CLASSES = {
     "adamw": ("DistributedDataParallel", "AdamW"),
@@ -22,7 +24,7 @@ def chosen():
     found = {}
     for mode in MODES:
         model, optimizer = build_toy(mode)
-        found[mode] = [type(model).__name__, type(optimizer).__name__, describe(optimizer, MODES[mode]["use_zero1"])]
+        found[mode] = [type(model).__name__, type(optimizer).__name__, describe(optimizer, MODES[mode].use_zero1)]
     return found
 
 
@@ -59,10 +61,11 @@ def refused():
         ({"param_dtype": "float8"}, "not one of float32, bfloat16"),
         ({"bucket_mb": 0}, "bucket_mb=0 must be positive"),
         ({"bucket_mb": "large"}, "bucket_mb='large' is neither 'auto' nor a number"),
-        ({"lr": -1.0}, "Invalid learning rate"),
     ):
         with pytest.raises(ValueError, match=message):
-            build(model, groups, **flags)
+            build(model, groups, Flags(**flags))
+    with pytest.raises(ValueError, match="Invalid learning rate"):
+        build(model, groups, lr=-1.0)
     for others in ({"use_zero1": False}, {"zero1_impl": "torch"}):
         for flags, message in (
             ({"param_dtype": "bfloat16"}, "needs the master weights"),
@@ -70,7 +73,7 @@ def refused():
             ({"check_reads": True}, "zero_check_reads=True needs use_zero1=True, zero1_impl='sharded'"),
         ):
             with pytest.raises(ValueError, match=message):
-                build(model, groups, **others, **flags)
+                build(model, groups, Flags(**others, **flags))
     return True
 
 

@@ -1,5 +1,7 @@
 """A tiny GPT, compiled or not, gets the weights of DistributedDataParallel and AdamW, and communication overlaps."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -8,12 +10,13 @@ from toy import largest_difference, weights
 
 from model import GPT, GPTConfig
 from zero.build import build, clip_grad_norm_
+from zero.flags import Flags
 
 STEPS = 50
 MODES = {
-    "adamw": {"use_zero1": False},
-    "sharded": {"bucket_mb": 0.02},
-    "gradients": {"bucket_mb": 0.02, "shard_gradients": True},
+    "adamw": Flags(use_zero1=False),
+    "sharded": Flags(bucket_mb=0.02),
+    "gradients": Flags(bucket_mb=0.02, shard_gradients=True),
 }
 
 
@@ -23,7 +26,8 @@ def make(mode, compile_blocks=False, **overrides):
     if compile_blocks:
         for block in model.transformer.h:
             block.compile()
-    return build(model, model.param_groups(0.1), overlap=True, lr=6e-4, betas=(0.9, 0.95), **{**MODES[mode], **overrides})
+    flags = replace(MODES[mode], **overrides)
+    return build(model, model.param_groups(0.1), flags, overlap=True, lr=6e-4, betas=(0.9, 0.95))
 
 
 def train(model, optimizer, steps=STEPS, micro_steps=1, clip=0.0):

@@ -15,7 +15,7 @@ def make(mode):
     if mode == "adamw":
         return build_toy(mode)
     model = make_toy(seed=dist.get_rank())
-    return build(model, model.param_groups(), **MODES[mode], lr=0.01)
+    return build(model, model.param_groups(), MODES[mode], lr=0.01)
 
 
 def train_with_an_overflow(mode, clip):

@@ -11,22 +11,23 @@ from test_prediction import SIZES, prediction_of
 from torch.nn.parallel import DistributedDataParallel
 from toy import assert_equal, batch, build_toy, largest_difference, make_toy, train, weights
 
+from memory_check import describe
 from model import GPT
 from zero import ShardedDataParallel, ShardedGradScaler, ShardedOptimizer
-from zero.build import build, clip_grad_norm_, describe
+from zero.build import build, clip_grad_norm_
 from zero.checkpoint import CheckpointWriter, chunk_reader, consolidate, load, restore
 from zero.collectives import gather_objects
 from zero.flags import Flags
 from zero.memory import held_bytes
 from zero.partition import partition
 
-HYBRID = {"bucket_mb": 0.0002}
-
 
 def hybrid_toy(shard_size, **flags):
     model = make_toy()
     model.unused.requires_grad_(False)
-    return build(model, model.param_groups(), lr=0.01, betas=(0.9, 0.95), shard_size=shard_size, **{**HYBRID, **flags})
+    return build(
+        model, model.param_groups(), Flags(bucket_mb=0.0002, shard_size=shard_size, **flags), lr=0.01, betas=(0.9, 0.95)
+    )
 
 
 def trained_like_adamw(shard_size):
@@ -146,9 +147,9 @@ def saved_and_resumed(folder, format):
     writer = CheckpointWriter(folder, format=format)
     values = {"model_args": {}, "iter_num": 3, "best_val_loss": 1.0, "config": {}}
     writer.save(model.module, optimizer, values)
-    for name, flags in (("flat", {"shard_size": 0}), ("4 x 1", {"shard_size": 1}), ("2 x 2 again", {"shard_size": 2})):
+    for name, shard_size in (("flat", 0), ("4 x 1", 1), ("2 x 2 again", 2)):
         saved = load(f"{folder}/ckpt.pt")
-        other, its_optimizer = hybrid_toy(**flags)
+        other, its_optimizer = hybrid_toy(shard_size)
         other.module.load_state_dict(saved["model"])
         restore(its_optimizer, saved["optimizer"], chunk_reader(f"{folder}/ckpt.pt", saved))
         found[name] = consolidate(its_optimizer)
@@ -173,7 +174,7 @@ def held_and_sent_by_every_mode(shard_size):
 def held_and_sent(shard_size, flags, micro_steps):
     flags = Flags(bucket_mb=0.1, shard_size=shard_size, **flags)
     module = GPT(SIZES)
-    model, optimizer = build(module, module.param_groups(0.1), lr=0.01, **vars(flags))
+    model, optimizer = build(module, module.param_groups(0.1), flags, lr=0.01)
     tokens = torch.randint(SIZES.vocab_size, (2, 1, SIZES.block_size))
     part = partition(optimizer)
     prediction = prediction_of(flags, dist.get_world_size(), part.rank, micro_steps)

@@ -1,5 +1,7 @@
 """zero/memory.py: bytes as they are predicted, as they are accounted for, and as they are really held."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,6 +12,7 @@ from activations import LiveBytes
 from model import GPT, GPTConfig
 from zero import ShardedOptimizer
 from zero.build import build
+from zero.flags import Flags
 from zero.memory import held_bytes
 from zero.partition import partition
 from zero.prediction import Prediction
@@ -61,7 +64,7 @@ def model_state(mode):
     with LiveBytes() as live:
         torch.manual_seed(0)
         model = GPT(GPTConfig(block_size=16, vocab_size=65, n_layer=12, n_head=2, n_embd=128, bias=False))
-        model, optimizer = build(model, model.param_groups(0.1), lr=1e-2, **{**MODES[mode], "bucket_mb": 0.2})
+        model, optimizer = build(model, model.param_groups(0.1), replace(MODES[mode], bucket_mb=0.2), lr=1e-2)
         tokens = torch.randint(65, (2, 1, 16))
         model(*tokens)[1].backward()
         optimizer.step()
@@ -90,7 +93,9 @@ def model_state_in_bfloat16():
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(torch.nn.Linear(64, 64, bias=False) for _ in range(8)))
     params = sum(param.numel() for param in model.parameters())
-    model, optimizer = build(model, [{"params": list(model.parameters())}], param_dtype="bfloat16", bucket_mb=0.01, lr=0.1)
+    model, optimizer = build(
+        model, [{"params": list(model.parameters())}], Flags(param_dtype="bfloat16", bucket_mb=0.01), lr=0.1
+    )
     model(torch.ones(2, 64, dtype=torch.bfloat16)).sum().backward()
     optimizer.step()
     optimizer.zero_grad()

@@ -137,7 +137,7 @@ def planned_and_chosen():
             meta = GPT(SIZES)
         planned = flags.plan(parameter_specs(meta.param_groups(0.1), meta.parameters()), dist.get_world_size())
         module = GPT(SIZES)
-        built = partition(build(module, module.param_groups(0.1), lr=0.01, **vars(flags))[1]).plan
+        built = partition(build(module, module.param_groups(0.1), flags, lr=0.01)[1]).plan
         same.append([planned.slices(rank) == built.slices(rank) for rank in range(planned.world_size)])
     return same
 

@@ -69,7 +69,7 @@ def prediction_of(flags, world_size, rank, micro_steps, sizes=SIZES):
 def run_steps(flags, micro_steps, sizes, measure, live):
     """Two steps; `measure` is called at each point of the second one. The optimizer."""
     module = GPT(sizes)
-    model, optimizer = build(module, module.param_groups(0.1), lr=0.01, **vars(flags))
+    model, optimizer = build(module, module.param_groups(0.1), flags, lr=0.01)
     if dist.is_initialized() and dist.get_backend() == "fake" and not isinstance(optimizer, ShardedOptimizer):
         model.register_comm_hook(None, without_communication)
     tokens = torch.randint(sizes.vocab_size, (2, 1, sizes.block_size))
@@ -239,7 +239,7 @@ def peak_of_construction(mode):
     prediction = prediction_of(MODES[mode], dist.get_world_size(), dist.get_rank(), micro_steps=1)
     with LiveBytes() as live:
         model = GPT(SIZES)
-        build(model, model.param_groups(0.1), lr=0.01, **vars(MODES[mode]))
+        build(model, model.param_groups(0.1), MODES[mode], lr=0.01)
     return prediction.construction, live.peak
 
 

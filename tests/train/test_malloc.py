@@ -23,6 +23,7 @@ from benchmarks.memory import POINTS, MallocBytes, MemoryProfile, predicted_tota
 from hardware import autocast
 from model import GPT, GPT2_SIZES, GPTConfig
 from zero.build import build, clip_grad_norm_
+from zero.flags import Flags
 
 CPU = torch.device("cpu")
 WIDE = GPTConfig(block_size=16, vocab_size=20000, n_layer=2, n_head=4, n_embd=64, bias=False)  # the tied embedding decides
@@ -52,7 +53,7 @@ def peak_of_one_process(config, dtype):
     torch.set_num_threads(1)
     with MallocBytes() as live:
         model = GPT(config)
-        model, optimizer = build(model, model.param_groups(0.1), use_zero1=False, **ADAMW)
+        model, optimizer = build(model, model.param_groups(0.1), Flags(use_zero1=False), **ADAMW)
         for _ in range(3):
             live.reset_peak()
             tokens = torch.randint(config.vocab_size, (2, 1, config.block_size))

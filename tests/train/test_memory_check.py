@@ -59,7 +59,7 @@ def test_a_run_takes_what_it_says(data, tmp_path, flags):
 def check():
     """A check of a single process after two steps with plain AdamW, with the gradients of the second; its log is a list."""
     flags, model = Flags(), GPT(SIZES)
-    wrapped, optimizer = build(model, model.param_groups(0.1), lr=0.01, **vars(flags))
+    wrapped, optimizer = build(model, model.param_groups(0.1), flags, lr=0.01)
     workload = Workload(SIZES, batch_size=2, dtype="float32", device_type="cpu")
     log = SimpleNamespace(events=[])
     log.log = log.events.append
@@ -132,7 +132,7 @@ def peaks_with(settings):
             module = GPT(sizes)
             groups = module.param_groups(0.1)
             shadow = Shadow(extras.shadow_check, module, groups, None, None)
-            model, optimizer = build(module, groups, lr=0.01, **vars(flags))
+            model, optimizer = build(module, groups, flags, lr=0.01)
             shadow.follow(optimizer, ShardedGradScaler("cpu", enabled=False), 1, nullcontext(), micro_steps, 1.0)
             tokens = torch.zeros((1, sizes.block_size), dtype=torch.int64)
             for _ in range(3):

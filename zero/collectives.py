@@ -93,13 +93,6 @@ def broadcast_object(value: Any, group: dist.ProcessGroup | None = None) -> Any:
     return values[0]
 
 
-class AllGatherWork(NamedTuple):
-    """An all-gather in flight. Until its works are done, only this rank's shard of `bucket` may be read."""
-
-    bucket: torch.Tensor  # (sum of sizes,)
-    works: list[dist.Work]
-
-
 class ReduceScatterWork(NamedTuple):
     """A reduce-scatter in flight. Until its works are done, `bucket` may not be written and `parts` may not be read."""
 
@@ -188,7 +181,7 @@ class Communicator:
         self.sent_bytes["reduce-scatter"] += bucket.nbytes - own.nbytes
         if self.shard_size == 1:
             return ReduceScatterWork(bucket, [own], [], [])
-        if self._is_between_cpus(bucket):
+        if bucket.device.type == "cpu":  # gloo sends only from main memory
             received: list[torch.Tensor] = []
             works: list[Any] = []
             for source, target in self._peers():
@@ -222,7 +215,7 @@ class Communicator:
         for tensor in (reduction.bucket, *reduction.received):
             self.pool.release(tensor)
 
-    def all_gather(self, bucket: torch.Tensor, sizes: list[int]) -> AllGatherWork:
+    def all_gather(self, bucket: torch.Tensor, sizes: list[int]) -> list[dist.Work]:
         """Start an in-place all-gather: fill `bucket` with the shards of all ranks of the shard group.
 
         Between CPUs, each rank sends its shard to each other rank. Gloo's own all-gather takes more than three times as long
@@ -235,8 +228,8 @@ class Communicator:
         self.sent_bytes["all-gather"] += (self.shard_size - 1) * own.nbytes
         works: list[Any] = []
         if self.shard_size == 1:
-            return AllGatherWork(bucket, works)
-        if self._is_between_cpus(bucket):
+            return works
+        if bucket.device.type == "cpu":
             for source, target in self._peers():
                 if sizes[source]:
                     works.append(dist.irecv(shards[source], group_src=source, group=self.shard_group, tag=PARAMETERS))
@@ -250,7 +243,7 @@ class Communicator:
                 for owner, shard in enumerate(shards)
                 if shard.numel()
             ]
-        return AllGatherWork(bucket, works)
+        return works
 
     def all_reduce_shard(self, shard: torch.Tensor) -> list[dist.Work]:
         """Start an in-place all-reduce of a shard, (sizes[shard_rank],), over its replicas.
@@ -283,10 +276,6 @@ class Communicator:
         """Yield the rank to receive from and the rank to send to, for each turn of a pairwise exchange."""
         for distance in range(1, self.shard_size):
             yield (self.shard_rank - distance) % self.shard_size, (self.shard_rank + distance) % self.shard_size
-
-    def _is_between_cpus(self, bucket: torch.Tensor) -> bool:
-        """Return whether ranks can send parts of the bucket to each other: gloo supports only tensors in main memory."""
-        return bucket.device.type == "cpu"
 
     def _is_native(self, bucket: torch.Tensor, sizes: list[int]) -> bool:
         """Return whether the backend's own functions are the fast method and support these shards."""

@@ -20,6 +20,7 @@ from torch.profiler import record_function
 from torch.utils._pytree import tree_leaves
 
 from zero.collectives import MAX_IN_FLIGHT, ReduceScatterWork, cpu_group
+from zero.layout import PlacedSlice
 from zero.optimizer import SPARSE, Bucket, OwnedSlice, ShardedOptimizer
 from zero.placeholders import SentGradient, local_gradient
 from zero.tensors import distinct_elements, flattened, properties, shaped
@@ -27,15 +28,6 @@ from zero.waiting import ReadCheck, Readers, WeakHook
 
 CHECKED_FORWARDS = 2  # with `overlap`: forwards after a step in which reads are checked, after a start
 _wrapper_of: weakref.WeakKeyDictionary[nn.Module, "weakref.ref[ShardedDataParallel]"] = weakref.WeakKeyDictionary()
-
-
-class Place(NamedTuple):
-    """The place of elements `start:stop` of a parameter: they begin at `offset` in bucket number `bucket`."""
-
-    bucket: int
-    offset: int
-    start: int
-    stop: int
 
 
 @dataclass
@@ -77,58 +69,43 @@ class ShardedDataParallel(nn.Module):
     forward    With `overlap`, step does not wait. A read of a parameter from its module waits for the all-gathers of the
                buckets that hold the parameter.
 
-    A rank therefore sends as many bytes as in one all-reduce: one half during backward, the other half in step, or with
-    `overlap` during the next forward.
+    With replicas (`shard_size`), an all-reduce adds up each shard over the groups as soon as its reduce-scatter has ended.
 
-    If the optimizer has a `shard_size`, the reduce-scatters and all-gathers stay inside a group of that many ranks. As soon as
-    a reduce-scatter has ended, an all-reduce adds up its shard over the groups. With `shard_gradients`, this happens only in a
-    synchronized backward: run the other micro-steps inside `no_sync()`.
-
-    With `overlap`, one rule: after `step`, read parameters from their modules (or from the optimizer's `param_groups`). The
-    modules' own dictionaries of parameters wait: while all-gathers are in flight, each plain dictionary is replaced by a
-    `WaitingDict`. It therefore does not matter what reads a parameter from its module, when, or in which thread: a forward, a
-    parent, a hook, `parameters()`, `state_dict()`, or deepcopy. An RNN (it has a list of its parameters) and a compiled
-    module wait for all parameters that they contain; to keep the overlap, compile the blocks of a model, not the whole model.
-    Before a read in another way (from a list or a variable made before `step`, from a view, from a module outside of the model
-    with the same Parameter, or in a process forked after `step`), and before the process group is destroyed, call
-    `optimizer.synchronize()`. In the first forwards of the wrapper, an operation that reads a parameter too early raises an
-    error that names it. A forward of the module itself is not checked.
+    With `overlap`, one rule: after `step`, read parameters from their modules, or from the optimizer's `param_groups`. While
+    all-gathers are in flight, a `WaitingDict` replaces the `_parameters` of each module, so it does not matter who reads, when,
+    or in which thread. An RNN and a compiled module wait for all parameters that they contain; compile the blocks of a model,
+    not the whole model. Before any other read (from a list or a view made before `step`, from a module outside of the model, or
+    in a process forked after `step`), call `optimizer.synchronize()`. The first forwards of the wrapper refuse an operation
+    that reads a parameter too early, and name the parameter. A forward of the module itself is not checked.
 
     The update skips a parameter that has no gradient on any rank. If a parameter has a gradient on some ranks, its gradient
-    counts as zero on the other ranks. Gradients of several backward passes add up until `zero_grad` of the optimizer, the
-    wrapper or the module is called.
+    counts as zero on the other ranks. Gradients of several backward passes add up until `zero_grad`.
 
-    With `require_backward_grad_sync = False`, or inside `no_sync()`, gradients accumulate in `param.grad` as under
-    DistributedDataParallel, and the next synchronized backward sends their sum. With `shard_gradients`, every backward
-    reduce-scatters its gradients and adds them to the owned shards. A full gradient then never outlives its bucket (the
-    paper's P_os+g). The cost is one reduce-scatter per micro-step.
+    With `require_backward_grad_sync = False`, or inside `no_sync()`, gradients accumulate in `param.grad`, and the next
+    synchronized backward sends their sum. With `shard_gradients`, every backward reduce-scatters its gradients and adds them to
+    the owned shards, so a full gradient never outlives its bucket (the paper's P_os+g).
 
     If the optimizer has a `param_dtype`, frozen parameters and buffers are converted to it as well. Gradients then arrive,
-    accumulate and are sent in that dtype. Sums over ranks are float32. With `shard_gradients`, sums over micro-steps are
-    float32 as well.
+    accumulate and are sent in that dtype. Sums over ranks are float32, and with `shard_gradients` those over micro-steps too.
 
-    Construction broadcasts frozen parameters and, with `broadcast_buffers`, buffers from rank 0, as the optimizer has done
-    with its own parameters. Construction, forward, backward and step need to be called on all ranks. `deepcopy` returns a
-    copy of the module, without the wrapper. Deletion of a wrapper leaves the module as it was before. If a new
-    ShardedOptimizer has replaced the optimizer of a wrapper, the wrapper of the new optimizer replaces the old wrapper.
+    Construction, forward, backward and step need to be called on all ranks. Construction broadcasts frozen parameters from
+    rank 0. `deepcopy` returns a copy of the module, without the wrapper. Deletion of a wrapper leaves the module as it was.
 
     Args:
-        broadcast_buffers: before the first forward, and before each forward that follows a synchronized forward, every rank
-            takes the buffers of rank 0 (for example the statistics of BatchNorm), as under DistributedDataParallel. If
-            False, each rank keeps its own buffers.
+        broadcast_buffers: broadcast the buffers of rank 0 (for example the statistics of BatchNorm) at construction, and before
+            each forward that follows a synchronized forward, as DistributedDataParallel does.
         overlap: let the all-gathers of a step overlap with the next forward. By default they end in `step`, so that whoever
             reads a parameter, when, how and in which thread, reads what has been updated.
         check_reads: with `overlap`, check the reads of all forwards, not only of the first ones. The check costs time in each
             operation, and is left out if a module is compiled.
 
     Raises:
-        ValueError: if a trainable parameter of `module` does not belong to the optimizer, if `module` or `optimizer` has the
-            wrong type or is already wrapped, if the model differs between the ranks, or if a buffer or frozen parameter shares
-            memory, within itself or with a part of a trainable parameter, or cannot be stored in `param_dtype`.
+        ValueError: if a trainable parameter of `module` does not belong to the optimizer, if `module` or `optimizer` is already
+            wrapped, if the model differs between the ranks, or if a buffer or frozen parameter shares memory, within itself or
+            with a part of a trainable parameter, or cannot be stored in `param_dtype`.
         RuntimeError: from forward, if a parameter is read before it has arrived, if buffers differ between the ranks, or if
-            the last backward failed and its gradients have not been dropped. From backward, if a parameter was read before it
-            had arrived, if a gradient arrives again after its bucket has been sent (as from several reentrant checkpoints), or
-            if it is sparse. From step, if gradients of this step have not been sent, or if a parameter was replaced.
+            the last backward failed. From backward, if a gradient arrives again after its bucket has been sent (as from several
+            reentrant checkpoints), or is sparse. From step, if gradients have not been sent, or a parameter was replaced.
 
     Source: Rajbhandari et al., "ZeRO", sections 5.1 and 5.2. The interface is that of
     `torch.nn.parallel.DistributedDataParallel`. The waiting dictionaries follow DeepSpeed ZeRO-3.
@@ -150,7 +127,7 @@ class ShardedDataParallel(nn.Module):
         self.module = module
         self.optimizer = optimizer
         self.shard_gradients = shard_gradients
-        # as with DistributedDataParallel, a module without buffers is not asked for buffers later
+        # as under DistributedDataParallel, buffers that are added later do not count if there are none now
         self.broadcast_buffers = broadcast_buffers and next(module.buffers(), None) is not None
         self.overlap = overlap
         self._checked_forwards = math.inf if check_reads else CHECKED_FORWARDS  # forwards that are still to be checked
@@ -176,10 +153,10 @@ class ShardedDataParallel(nn.Module):
         self._params = [param for buffer in optimizer.buffers for param in buffer.params]
         self._number = {param: number for number, param in enumerate(self._params)}
         optimizer.names.update({param: name for name, param in self.module.named_parameters()})
-        self._places: dict[nn.Parameter, list[Place]] = {param: [] for param in self._params}
+        self._places: dict[nn.Parameter, list[tuple[Bucket, PlacedSlice]]] = {param: [] for param in self._params}
         for bucket in optimizer.buckets:
             for param, placed in bucket.members:
-                self._places[param].append(Place(bucket.number, placed.offset, placed.start, placed.stop))
+                self._places[param].append((bucket, placed))
         self._gradients = [BucketGradients(bucket) for bucket in optimizer.buckets]
 
     def _check_parameters(self) -> None:
@@ -216,7 +193,7 @@ class ShardedDataParallel(nn.Module):
         on_gradient = WeakHook(self._on_gradient)
         for param in self._params:
             self._undo.append(param.register_post_accumulate_grad_hook(on_gradient).remove)
-        self._readers = Readers(self.module, set(self._params), _waiter(self.optimizer, self._places), self._undo)
+        self._readers = Readers(self.module, set(self._params), partial(_wait, self.optimizer, self._places), self._undo)
         if self.overlap:
             self._readers.find()
         if self.optimizer.plan.has_masters:
@@ -301,9 +278,8 @@ class ShardedDataParallel(nn.Module):
         return [bucket.data for bucket in self.optimizer.buckets if bucket.gather is not None]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Same as the optimizer's `zero_grad`: also drops gradients that have been sent. Does not wait for parameters."""
-        with self._readers.suspended():
-            super().zero_grad(set_to_none)
+        """Same as the optimizer's `zero_grad`: also drops gradients that have been sent."""
+        super().zero_grad(set_to_none)
         self.clear()
 
     @contextmanager
@@ -334,7 +310,7 @@ class ShardedDataParallel(nn.Module):
         """Process a gradient that backward has just accumulated."""
         if param.grad is None:  # another hook has dropped it; DistributedDataParallel treats this as zero
             param.grad = torch.zeros_like(param)
-        if any(self.optimizer.buckets[place.bucket].gather is not None for place in self._places[param]):
+        if any(bucket.gather is not None for bucket, _ in self._places[param]):
             raise RuntimeError(
                 f"{self.optimizer.names[param]} has a gradient, but its all-gather was never waited for: it was read through a "
                 "reference taken beforehand; read it from its module, or call optimizer.synchronize() after step()"
@@ -366,13 +342,13 @@ class ShardedDataParallel(nn.Module):
             raise RuntimeError(SPARSE)
         self._used.add(number)
         gradient = flattened(gradient, param)
-        for index, offset, start, stop in self._places[param]:
-            if index < self._next:
+        for bucket, (_, start, stop, offset) in self._places[param]:
+            if bucket.number < self._next:
                 raise RuntimeError(
                     f"{self.optimizer.names[param]} gets a gradient again after its bucket has been sent in this backward; "
                     "a module in several reentrant checkpoints does that: use checkpoint(..., use_reentrant=False)"
                 )
-            gradients = self._gradients[index]
+            gradients = self._gradients[bucket.number]
             place = self._bucket_buffer(gradients)[offset : offset + stop - start]
             if place.is_cuda:
                 gradients.streams.add(torch.cuda.current_stream(place.device))
@@ -424,7 +400,7 @@ class ShardedDataParallel(nn.Module):
                 if local_gradient(param) is not None:  # accumulated in an earlier micro-step
                     self._copy_to_bucket(param)
                 else:
-                    self._bucket_buffer(gradients)[placed.offset : placed.offset + placed.numel].zero_()
+                    self._bucket_buffer(gradients)[placed.offset : placed.offset + placed.stop - placed.start].zero_()
                     gradients.missing.discard(param)
         self._reduce_full_buckets()
         self._in_backward = False
@@ -483,7 +459,7 @@ class ShardedDataParallel(nn.Module):
 
     @torch.no_grad()
     def collect(self) -> Iterator[Bucket]:
-        """See GradientSource."""
+        """See zero.optimizer.ParameterGradients."""
         if self._in_backward:
             raise RuntimeError("the last backward did not end; call optimizer.zero_grad() and repeat the step")
         if unmanaged := self._unmanaged_names():
@@ -511,12 +487,12 @@ class ShardedDataParallel(nn.Module):
             yield gradients.bucket
 
     def updated(self) -> list[nn.Parameter]:
-        """See GradientSource."""
+        """See zero.optimizer.ParameterGradients."""
         return [self._params[number] for number in self._used]
 
     @torch.no_grad()
     def clear(self) -> None:
-        """See GradientSource."""
+        """See zero.optimizer.ParameterGradients."""
         self._wait_for_agreement()
         self._apply_zeroing()
         if not self._used or self._in_backward:  # a backward has failed
@@ -572,14 +548,14 @@ class ShardedDataParallel(nn.Module):
     # -- forward -------------------------------------------------------------------------------------------------------
 
     def on_gathers_started(self) -> None:
-        """See GradientSource."""
+        """See zero.optimizer.ParameterGradients."""
         if self.overlap:
             self._readers.begin()
         else:
             self.optimizer.synchronize()
 
     def on_gathers_ended(self) -> None:
-        """See GradientSource."""
+        """See zero.optimizer.ParameterGradients."""
         self._readers.end()
 
     @torch.no_grad()
@@ -627,7 +603,7 @@ class ShardedDataParallel(nn.Module):
     # ------------------------------------------------------------------------------------------------------------------
 
     def held_bytes(self) -> dict[str, int]:
-        """See GradientSource."""
+        """See zero.optimizer.ParameterGradients."""
         buckets = [gradients.buffer for gradients in self._gradients if gradients.buffer is not None]
         for gradients in self._gradients:
             if gradients.reduction is not None:
@@ -669,15 +645,11 @@ def _check_arguments(module: nn.Module, optimizer: ShardedOptimizer) -> None:
         raise ValueError(f"DistributedDataParallel was told to ignore {', '.join(ignored)}, which ShardedDataParallel cannot")
 
 
-def _waiter(optimizer: ShardedOptimizer, places: dict[nn.Parameter, list[Place]]) -> Callable[[Any], None]:
-    """Return a function that waits for one parameter. It holds no reference that would keep the wrapper alive."""
-
-    def wait(param: Any) -> None:
-        in_flight = [bucket for place in places.get(param, ()) if (bucket := optimizer.buckets[place.bucket]).gather]
-        if in_flight:
-            optimizer.synchronize(in_flight)
-
-    return wait
+def _wait(optimizer: ShardedOptimizer, places: dict[nn.Parameter, list[tuple[Bucket, PlacedSlice]]], param: Any) -> None:
+    """Wait for one parameter."""
+    buckets = [bucket for bucket, _ in places.get(param, ())]
+    if any(bucket.gather is not None for bucket in buckets):
+        optimizer.synchronize(buckets)
 
 
 def tensors_in(output: Any) -> Iterator[torch.Tensor]:

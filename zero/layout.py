@@ -102,10 +102,6 @@ class PlacedSlice(NamedTuple):
     stop: int
     offset: int
 
-    @property
-    def numel(self) -> int:
-        return self.stop - self.start
-
 
 class Span(NamedTuple):
     """Elements `start:stop` of the flat buffer."""
@@ -209,17 +205,10 @@ class Layout:
 
     def slices(self, rank: int) -> list[Slice]:
         """Return the slices that `rank` owns, in the order of the flat buffer; `param` counts through `numels`."""
-        return [slice_ for shards in self.shards for slice_ in self.slices_in(shards[rank])]
+        return [Slice(*placed[:3]) for shards in self.shards for placed in self.placed_in(shards[rank])]
 
     def placed_in(self, span: Span) -> list[PlacedSlice]:
         """Return the parts of parameters that lie in `span`, with their offsets in it, in the order of the flat buffer."""
-        return [
-            PlacedSlice(param, start, stop, self.offsets[param] + start - span.start)
-            for param, start, stop in self.slices_in(span)
-        ]
-
-    def slices_in(self, span: Span) -> list[Slice]:
-        """Return the parts of parameters that lie in `span`, in the order of the flat buffer."""
         found = []
         first = max(0, bisect_right(self._in_order, span.start, key=lambda param: self.offsets[param]) - 1)
         for param in self._in_order[first:]:
@@ -228,7 +217,7 @@ class Layout:
                 break
             start, stop = max(span.start - offset, 0), min(span.stop - offset, self.numels[param])
             if start < stop or (self.numels[param] == 0 and span.start <= offset):
-                found.append(Slice(param, start, stop))
+                found.append(PlacedSlice(param, start, stop, offset + start - span.start))
         return found
 
     @cached_property
@@ -330,13 +319,10 @@ def resolve_shard_size(shard_size: int, world_size: int) -> int:
 def auto_bucket_mb(nbytes: int, world_size: int) -> float:
     """Return the megabytes per bucket for `nbytes` of parameters whose optimizer state `world_size` ranks share.
 
-    An eighth of the parameters, so that buckets never take more than sharding saves: during backward, at most three buckets
-    and the parts received for two of them exist: four buckets on two ranks, less than five on more. On two ranks, this is half
-    of the parameters' bytes, as much as shards in place of whole gradients save. On more ranks, the shards save more.
-
+    An eighth of the parameters: during backward, at most three buckets and the parts received for two of them exist. This is
+    half of the parameters' bytes on two ranks, as much as shards in place of whole gradients save.
     At least 4 MB, because every message takes time before it begins: with buckets of 0.3 MB, a model with 0.8M parameters
-    takes 1.3 to 1.5 times as long as plain AdamW, with one bucket 0.9 to 1.3 times (two cores, gloo, a noisy machine).
-
+    takes 1.3 to 1.5 times as long as plain AdamW.
     At most 25 MB, as in DistributedDataParallel: larger buckets take memory and overlap less. With more than 25 ranks 1 MB per
     rank, because a ring cuts a bucket into one message per rank (Megatron-LM lets its buckets grow for the same reason).
     """

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing import current_process
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import record_function
 from torch.utils.weak import WeakIdKeyDictionary
 
-from zero.collectives import AllGatherWork, Communicator, broadcast_object, cpu_group, gather_objects
+from zero.collectives import Communicator, broadcast_object, cpu_group, gather_objects
 from zero.layout import BucketMB, BufferPlan, Layout, PlacedSlice, Plan, Span, check_options, parameter_specs, plan
 from zero.tensors import check_memory, flattened, has_memory, is_dense, memory_span, properties, shaped, with_own_storage
 from zero.waiting import WaitingDict
@@ -68,34 +68,12 @@ class Bucket:
     owned: list[OwnedSlice]  # the slices that this rank updates
     local_by_group: dict[int, list[torch.nn.Parameter]]  # their local parameters, by group of the inner optimizer
     members: list[tuple[torch.nn.Parameter, PlacedSlice]]  # all slices in the bucket
-    gather: AllGatherWork | None = None  # in flight: only the `shard` part of `data` may be read
+    gather: list[dist.Work] | None = None  # the all-gather in flight: until it ends, only the `shard` part may be read
 
     @property
     def updated(self) -> torch.Tensor:
         """The tensor that the inner optimizer updates through views, (sizes[rank],)."""
         return self.shard if self.master is None else self.master
-
-
-class GradientSource(Protocol):
-    """The source of the gradients of the owned slices (phase 1 of a step). It also controls the waits after phase 3."""
-
-    def collect(self) -> Iterator[Bucket]:
-        """Yield each bucket when each of its owned slices has its mean gradient or None. Needs to be called on all ranks."""
-
-    def updated(self) -> list[torch.nn.Parameter]:
-        """Return the parameters that have a gradient on any rank. The current step changes these parameters."""
-
-    def clear(self) -> None:
-        """Follow a change of `param.grad` to None or to zero."""
-
-    def on_gathers_started(self) -> None:
-        """Called when the all-gathers of a step are in flight."""
-
-    def on_gathers_ended(self) -> None:
-        """Called when every parameter is whole again."""
-
-    def held_bytes(self) -> dict[str, int]:
-        """Return the bytes held in addition to the parameters' gradients: "gradients" of the source, and "buckets"."""
 
 
 class GradientNorms(NamedTuple):
@@ -110,65 +88,56 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     At construction, the parameters take the values of rank 0 and move into flat buffers: their `data` become views. The
     buffers are divided into buckets and shards as described in `zero.layout`. The inner optimizer receives each slice that
-    lies in this rank's shards as an ordinary parameter. AdamW and similar classes treat every element independently, so an
-    update of slices equals an update of whole parameters bit for bit (`zero.layout` describes where the cuts lie). One step
-    has three phases:
+    lies in this rank's shards as an ordinary parameter. One step has three phases:
 
-    1. collect gradients   Each owned slice gets the gradient of its elements, averaged over the ranks. Without
-                           ShardedDataParallel, the class takes views of the parameters' gradients, which must already be
-                           averaged (by DistributedDataParallel's all-reduce or by hand). ShardedDataParallel provides the
-                           results of its reduce-scatters instead.
+    1. collect gradients   Each owned slice gets the gradient of its elements, averaged over the ranks. ShardedDataParallel
+                           provides the results of its reduce-scatters. Without it, the class takes views of the parameters'
+                           gradients, which must already be averaged (by DistributedDataParallel's all-reduce or by hand).
     2. update              Bucket by bucket, the inner optimizer steps over the owned slices, 1/N of the elements. The last
                            bucket comes first, because the next forward begins with its parameters.
     3. all-gather          As soon as a bucket is updated, the owners send its shards to all ranks, while the next bucket is
-                           updated. `step` waits for all of these all-gathers. With `ShardedDataParallel(overlap=True)`, the
-                           next forward waits for each of them when it needs the parameters.
+                           updated. `step` waits for all of these all-gathers, or with `ShardedDataParallel(overlap=True)` the
+                           next forward, for each of them when it needs the parameters.
 
-    Parameters without a gradient are skipped, as in torch.optim. Parameters that are frozen at construction stay outside the
-    buffers and must remain frozen. If they have optimizer state, rank 0 holds it. After the optimizer is built, a parameter
-    must not be moved (`model.to`). Views of its memory from before construction move with it only if ShardedDataParallel finds
-    them in attributes and buffers of the module. A parameter keeps its strides (channels_last, transposed) if its elements
-    are dense in memory. Otherwise it becomes contiguous.
+    Parameters without a gradient are skipped, as in torch.optim. Frozen parameters stay outside the buffers and must remain
+    frozen. If they have optimizer state, rank 0 holds it. After construction, a parameter must not be moved (`model.to`). It
+    keeps its strides (channels_last, transposed) if its elements are dense in memory. Views of its former memory move with it
+    only if ShardedDataParallel finds them in attributes and buffers of the module.
 
     With `param_dtype=torch.bfloat16`, the parameters become bfloat16, and each rank keeps float32 masters of its own slices.
     This takes 2 bytes per parameter, 2 bytes for its gradient, and 12/N bytes for its master and AdamW state (ZeRO, section
     3.1). If a weight has been written to, the next step copies it into its master. `set_parameter`, or a state dict that is
-    loaded into the ShardedDataParallel, gives the master full precision.
+    loaded into the ShardedDataParallel, gives the master full precision. Construct it before DistributedDataParallel, because
+    a change of dtype removes the hooks of DistributedDataParallel.
 
-    Needs to be constructed on all ranks. With `param_dtype`, construct it before DistributedDataParallel, because a change
-    of dtype removes the hooks of DistributedDataParallel.
+    Needs to be constructed on all ranks.
 
     Args:
         params: parameters or parameter groups, as for any `torch.optim.Optimizer`. They must be the same on all ranks.
         optimizer_cls: class of the inner optimizer. If it is one of torch.optim's own, its `step` is called bucket by bucket,
-            so that all-gathers overlap with updates; otherwise once, for all owned slices together. With 'parameter', the
-            promise of a class of the caller's is that it treats each parameter independently of the others.
+            so that all-gathers overlap with updates; otherwise once, for all owned slices together.
         process_group: the ranks that train the model. Default: all ranks, or only this process if torch.distributed is not
             initialized.
-        shard_size: number of consecutive ranks that share the state, for example those of one machine. It must divide the
-            number of ranks. Each such group of ranks holds a replica of the whole state. Then the reduce-scatters and
-            all-gathers stay inside a group. Only all-reduces of shards, 1/shard_size of the gradients, leave it. 0: all ranks
-            share the state.
+        shard_size: number of consecutive ranks that share the state, for example those of one machine; each such group holds
+            a replica of it (hybrid sharding). It must divide the number of ranks. 0: all ranks share the state.
         bucket_mb: megabytes (10**6 bytes) per bucket, or 'auto', see `zero.layout.auto_bucket_mb`.
-        registration_order: all parameters in the order in which the model uses them, `model.parameters()`. Pass it if
-            `params` are groups in another order. Buckets then fill in the order in which backward produces gradients.
-        partition: 'element' cuts parameters wherever a shard ends. It divides evenly, and it is exact for classes that treat
-            every element independently. 'parameter' assigns whole parameters to ranks, for classes that use the shape of a
-            parameter (Muon, Adafactor).
-        elementwise: needed with 'element' for a class that is not one of torch.optim's (Adam, AdamW, SGD, ...). With True, the
-            caller promises: what `optimizer_cls` does to an element depends on that element, its gradient, its state, the
-            hyperparameters of its group and the number of steps. It does not depend on the shape of a parameter (no norm, no
-            rule for matrices), on other parameters, or on which process updates it (no random numbers).
+        registration_order: `model.parameters()`, if `params` are groups in another order. Buckets then fill in the order in
+            which backward produces gradients.
+        partition: 'element' cuts parameters wherever a shard ends, which is exact for classes that treat every element
+            independently. 'parameter' assigns whole parameters to ranks, for classes that treat every parameter independently
+            (Muon, Adafactor).
+        elementwise: needed with 'element' for a class that is not one of torch.optim's. With True, the caller promises: what
+            `optimizer_cls` does to an element depends on that element, its gradient, its state, the hyperparameters of its
+            group and the number of steps. It does not depend on the shape of a parameter (no norm, no rule for matrices), on
+            other parameters, or on which process updates it (no random numbers).
         param_dtype: dtype in which the parameters are stored, if it has lower precision than the float32 of the update.
         **kwargs: arguments of `optimizer_cls`.
 
     Raises:
-        ValueError: if `bucket_mb` is neither 'auto' nor positive, `shard_size` does not divide the number of ranks,
-            `partition` is unknown, `optimizer_cls` cannot be divided in this way or is not declared, the parameters differ
-            between the ranks, share memory, or cannot be stored in `param_dtype`.
-        RuntimeError: from `step`, if a parameter has left its buffer, was unfrozen, or has a sparse gradient. From
-            `state[param]`, `state_dict` and `load_state_dict`, because a single rank does not have the whole state. Use the
-            functions of `zero.checkpoint` instead.
+        ValueError: if `bucket_mb`, `shard_size` or `partition` is invalid, `optimizer_cls` cannot be divided in this way or is
+            not declared, or the parameters differ between the ranks, share memory, or cannot be stored in `param_dtype`.
+        RuntimeError: from `step`, if a parameter was replaced or unfrozen, or has a sparse gradient. From `state[param]`,
+            `state_dict` and `load_state_dict`: a single rank does not have the whole state. Use `zero.checkpoint` instead.
 
     Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", section 5.1
     (P_os). The interface is that of `torch.distributed.optim.ZeroRedundancyOptimizer`.
@@ -207,8 +176,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         # elements lie in the buffer as they lay there
         self._former_memory: dict[torch.nn.Parameter, tuple[StorageWeakRef, int, int, bool]] = {}
         self._forms: dict[torch.nn.Parameter, tuple[Any, ...]] = {}  # of the parameters in the buffers: their slices follow it
-        self._parameter_gradients: GradientSource = ParameterGradients(self)
-        self.wrapper: weakref.ref[GradientSource] | None = None  # the ShardedDataParallel, which keeps this object alive
+        self._parameter_gradients = ParameterGradients(self)
+        self.wrapper: weakref.ref[Any] | None = None  # the ShardedDataParallel, which keeps this object alive
         self.inner: torch.optim.Optimizer  # optimizer of this rank's slices
         self._steps_by_bucket = optimizer_cls in (*_ELEMENTWISE, *_NEED_WHOLE_PARAMETERS)
         self._is_built = False
@@ -309,8 +278,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 self._original_groups[index] = group, hyperparameters(group)
 
     @property
-    def source(self) -> GradientSource:
-        """The ShardedDataParallel around the model if there is one, otherwise the parameters' own gradients."""
+    def source(self) -> Any:
+        """The source of gradients: the ShardedDataParallel around the model, or else ParameterGradients, with its methods."""
         wrapper = self.wrapper() if self.wrapper is not None else None
         return self._parameter_gradients if wrapper is None else wrapper
 
@@ -386,7 +355,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             for bucket in self.buckets if buckets is None else buckets:
                 if bucket.gather is not None:
                     with record_function(f"zero::wait_all_gather bucket {bucket.number}"):
-                        self.comm.wait("all-gather", bucket.gather.works, bucket.data.device)
+                        self.comm.wait("all-gather", bucket.gather, bucket.data.device)
                     bucket.gather = None
                     ended = True
             if ended and all(bucket.gather is None for bucket in self.buckets):
@@ -653,39 +622,32 @@ class CallersState(defaultdict):
             "zero.checkpoint.consolidate(optimizer) gathers all of it"
         )
 
-    def _checked(self, key: Any) -> Any:
-        return self._refuse() if isinstance(key, torch.Tensor) else key
-
-    def __missing__(self, key: Any) -> Any:
-        return super().__missing__(self._checked(key))
-
-    def __contains__(self, key: Any) -> bool:
-        return super().__contains__(self._checked(key))
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        super().__setitem__(self._checked(key), value)
-
-    def get(self, key: Any, default: Any = None) -> Any:
-        return super().get(self._checked(key), default)
-
-    def pop(self, key: Any, *default: Any) -> Any:
-        return super().pop(self._checked(key), *default)
-
-    def setdefault(self, key: Any, default: Any = None) -> Any:
-        return super().setdefault(self._checked(key), default)
-
     __iter__ = __len__ = keys = values = items = clear = popitem = _refuse  # type: ignore[assignment]
 
 
+def _for_callers_keys(name: str) -> Callable[..., Any]:
+    def method(state: CallersState, key: Any, *args: Any) -> Any:
+        return state._refuse() if isinstance(key, torch.Tensor) else getattr(super(CallersState, state), name)(key, *args)
+
+    return method
+
+
+for _name in ("__missing__", "__contains__", "__setitem__", "get", "pop", "setdefault"):
+    setattr(CallersState, _name, _for_callers_keys(_name))
+
+
 class ParameterGradients:
-    """The gradient source without ShardedDataParallel: the gradients of the parameters, which must already be averaged."""
+    """The source of gradients without ShardedDataParallel: those of the parameters, which must already be averaged."""
 
     def __init__(self, optimizer: ShardedOptimizer) -> None:
         self.optimizer = optimizer
         self._converted: dict[torch.nn.Parameter, tuple[torch.Tensor, int]] = {}  # by local: source gradient, its version
 
     def collect(self) -> Iterator[Bucket]:
-        """See GradientSource. The gradient of a slice is a view of its parameter's gradient, or a copy if no view exists."""
+        """Yield each bucket when each of its owned slices has its mean gradient or None. Needs to be called on all ranks.
+
+        The gradient of a slice is a view of its parameter's gradient, or a copy if no view exists.
+        """
         for bucket in self.optimizer.buckets:
             for param, start, stop, _, local in bucket.owned:
                 gradient = param.grad
@@ -703,22 +665,22 @@ class ParameterGradients:
             yield bucket
 
     def updated(self) -> list[torch.nn.Parameter]:
-        """See GradientSource."""
+        """Return the parameters that have a gradient on any rank. The current step changes these parameters."""
         return [param for buffer in self.optimizer.buffers for param in buffer.params if param.grad is not None]
 
     def clear(self) -> None:
-        """See GradientSource."""
+        """Follow a change of `param.grad` to None or to zero."""
         self._converted.clear()
 
     def on_gathers_started(self) -> None:
-        """See GradientSource. Without ShardedDataParallel, nothing else waits."""
+        """Called when the all-gathers of a step are in flight. Without ShardedDataParallel, nothing else waits for them."""
         self.optimizer.synchronize()
 
     def on_gathers_ended(self) -> None:
-        """See GradientSource."""
+        """Called when every parameter is whole again."""
 
     def held_bytes(self) -> dict[str, int]:
-        """See GradientSource."""
+        """Return the bytes held in addition to the parameters' gradients: "gradients" and "buckets"."""
         return {"gradients": sum(local.grad.nbytes for local in self._converted if local.grad is not None)}
 
 
@@ -731,8 +693,8 @@ def _form(param: torch.Tensor) -> tuple[Any, ...]:
 
 def _wait_for_gathers(buckets: list[Bucket], pid: int | None) -> None:
     for bucket in buckets if current_process().pid == pid else ():
-        while bucket.gather is not None and bucket.gather.works:
-            bucket.gather.works.pop(0).wait()
+        while bucket.gather:
+            bucket.gather.pop(0).wait()
 
 
 def _check_class(optimizer_cls: type[torch.optim.Optimizer], partition: str, elementwise: bool) -> None:

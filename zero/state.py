@@ -1,10 +1,8 @@
 """Optimizer state that does not depend on its sharding: gather the whole state on rank 0, and restore it at any world size.
 
 For any implementation and any world size, `consolidate` returns on rank 0 exactly what the `state_dict()` of a single,
-unsharded optimizer would hold. `restore` loads this into any implementation at any world size. State tensors are sent flat,
-in messages of a few megabytes. On CPUs they are sent from their own memory directly into the destination, so consolidation
-takes no memory except for the state itself. `ZeroRedundancyOptimizer.consolidate_state_dict`, which sends whole pickled
-states to every rank, is not used.
+unsharded optimizer would hold, and `restore` loads this into any implementation at any world size. State tensors are sent
+flat, in messages of a few megabytes. On CPUs they are sent from their own memory directly into the destination.
 
 If the whole state is too large for rank 0, `local_chunks` returns the part that each rank has to write itself. This module
 does not access files: `restore` takes a function that reads chunks.
@@ -102,8 +100,8 @@ def consolidate(optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
     """Gather the whole optimizer state on rank 0. Needs to be called on all ranks.
 
     Returns:
-        On rank 0 of the optimizer's process group: `{"state": ..., "param_groups": ...}`, as in the `state_dict()` of the
-        unsharded optimizer. All tensors are copies on the CPU. On other ranks: None.
+        On rank 0 of the optimizer's process group: the `state_dict()` of the unsharded optimizer, in copies on the CPU. On
+        other ranks: None.
 
     Raises:
         CheckpointError: on all ranks, if the state of the slices of a parameter cannot be joined exactly: an entry must have
@@ -123,16 +121,7 @@ def model_state_dict(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -
 
 
 def full_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
-    """Gather the results of `model_state_dict` and `consolidate` on rank 0, as "model" and "optimizer".
-
-    Needs to be called on all ranks.
-
-    Returns:
-        On rank 0: the two results. On other ranks: None.
-
-    Raises:
-        CheckpointError: see `consolidate`.
-    """
+    """Gather `model_state_dict` and `consolidate` on rank 0, as "model" and "optimizer". Needs to be called on all ranks."""
     part = partition(optimizer)
     state = {"model": _gather_model(model, part), "optimizer": _gather_optimizer(part)}
     return state if part.receives else None
@@ -142,10 +131,9 @@ def local_chunks(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tu
     """Return the state that `full_state` would gather, but leave it on its ranks. Needs to be called on all ranks.
 
     Returns:
-        First, this rank's chunks, as views: the state and the (master) weights of the slices that it owns. Rank 0 also has
-        the tensors of the model that no rank owns. Second, on rank 0 the result of `full_state`, with tensors on the meta
-        device in place of the tensors in chunks. On other ranks, the second value is None. The name of a chunk is the path
-        of its tensor in this result: its keys, joined by dots.
+        This rank's chunks, as views: the state and the (master) weights of the slices that it owns, and on rank 0 the tensors
+        of the model that no rank owns. On rank 0 also the result of `full_state`, with tensors on the meta device in place of
+        those in chunks; None on other ranks. A chunk has the name of its tensor in this result: its keys, joined by dots.
 
     Raises:
         CheckpointError: on all ranks, if a parameter is cut and not contiguous, and see `consolidate`.
@@ -178,12 +166,11 @@ def restore(
 
     Hyperparameters come from `state_dict`, except for the choice of kernel (`fused`, `foreach`, ...), which stays unchanged.
     `step` counters go to the device that this kernel requires (https://github.com/pytorch/pytorch/issues/124133).
-    `state_dict` is only read. Nothing in the optimizer aliases it.
 
     Args:
-        state_dict: the result of `consolidate`, or the `state_dict()` of an unsharded optimizer.
-        read_chunks: fills the elements of chunks. If tensors in `state_dict` are on the meta device, each rank uses this
-            function to read the elements of its slices. It is called on all ranks, also with an empty list.
+        state_dict: the result of `consolidate`, or the `state_dict()` of an unsharded optimizer. It is only read and copied.
+        read_chunks: fills the elements of chunks, for tensors of `state_dict` on the meta device. It is called on all ranks,
+            also with an empty list.
 
     Raises:
         CheckpointError: if its groups or the shapes of its tensors do not match this optimizer's parameters, or if it is not

@@ -1,8 +1,7 @@
 """Who waits for a parameter: reads of parameters in flight, with overlapped all-gathers."""
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -39,34 +38,17 @@ class WaitingDict(dict):
         self._wait(value)
         return value
 
-    def get(self, name: str, default: Any = None) -> Any:
-        value = super().get(name, default)
-        self._wait(value)
-        return value
-
     def __iter__(self) -> Iterator[str]:  # defined so that dict(self) and {**self} call __getitem__
         return super().__iter__()
 
-    def values(self) -> Any:
-        return [self[name] for name in self]
-
-    def items(self) -> Any:
-        return [(name, self[name]) for name in self]
-
-    def pop(self, name: str, *default: Any) -> Any:
-        value = super().pop(name, *default)
-        self._wait(value)
-        return value
+    # these call __getitem__
+    get, items, values = Mapping.get, Mapping.items, Mapping.values  # type: ignore[assignment]
+    pop, setdefault = MutableMapping.pop, MutableMapping.setdefault  # type: ignore[assignment]
 
     def popitem(self) -> tuple[str, Any]:
         name, value = super().popitem()
         self._wait(value)
         return name, value
-
-    def setdefault(self, name: str, default: Any = None) -> Any:
-        value = super().setdefault(name, default)
-        self._wait(value)
-        return value
 
     def copy(self) -> dict[str, Any]:
         return dict(self.items())
@@ -109,17 +91,6 @@ class Readers:
     def end(self) -> None:
         """Restore the plain dictionaries: everything has arrived."""
         _restore_plain_dicts(self.owners)
-
-    @contextmanager
-    def suspended(self) -> Iterator[None]:
-        """Inside of this context, reads do not wait."""
-        waiting = [(part, part._parameters) for part in self.owners]
-        self.end()
-        try:
-            yield
-        finally:
-            for part, parameters in waiting:
-                part.__dict__["_parameters"] = parameters
 
     def find(self) -> None:
         """Find the modules that have parameters, and make those wait as a whole that read them without their dictionaries."""

@@ -14,7 +14,7 @@ from toy import batch, largest_difference, make_toy, weights
 
 from zero import ShardedDataParallel, ShardedOptimizer
 from zero.build import clip_grad_norm_
-from zero.collectives import AllGatherWork, Communicator
+from zero.collectives import Communicator
 from zero.placeholders import SentGradient
 
 STEPS = 12
@@ -142,7 +142,7 @@ def poisoned():
         for owner, shard in enumerate(bucket.split(sizes)):
             if owner != comm.rank:
                 shard.fill_(float("nan"))
-        return AllGatherWork(bucket, [Late(comm, bucket, sizes)])
+        return [Late(comm, bucket, sizes)]
 
     Communicator.all_gather = poison
     torchs_own_modules()

@@ -32,8 +32,8 @@ _KEPT, _SHARDS = re.compile(r"ckpt_(\d{8,})\.pt"), re.compile(r"shards_\d{8,}_[0
 def commit(checkpoint: dict[str, Any], folder: str, rotate: bool = True) -> set[str]:
     """Make a checkpoint the newest in a folder. Call it on one process only, and `clean_up` after it.
 
-    At every moment, `ckpt.pt` is either the old file or the new file. The new file is complete and on the disk before it
-    gets this name. The old file becomes `ckpt_prev.pt`.
+    At every moment, `ckpt.pt` is either the old file or the new file, complete and on the disk. The old file becomes
+    `ckpt_prev.pt`.
 
     Args:
         checkpoint: nanoGPT's six keys, and any other keys with plain values and CPU tensors. With the entry "shards" (see
@@ -88,9 +88,7 @@ def sweep(folder: str) -> None:
 
 
 def find(folder: str) -> tuple[str, str | None]:
-    """Find the newest checkpoint of a folder that is not corrupt.
-
-    Reads every byte of the file. Call it on one process only, and send the result to the other processes.
+    """Find the newest checkpoint of a folder that is not corrupt. Reads every byte. Call it on one process only.
 
     Returns:
         The path of the checkpoint, and a description of what is wrong with a newer checkpoint, or None.
@@ -114,9 +112,7 @@ def find(folder: str) -> tuple[str, str | None]:
 
 
 def verify(path: str) -> None:
-    """Read every byte of a checkpoint and compare checksums.
-
-    The file is a zip archive, which has a checksum of each entry. A sharded checkpoint also has the checksums of its shards.
+    """Read every byte of a checkpoint and compare checksums: those of the zip archive, and those of the shards.
 
     Raises:
         CheckpointError: if the file is missing, corrupt, or not a checkpoint.
@@ -142,8 +138,8 @@ def verify(path: str) -> None:
 def load(path: str) -> dict[str, Any]:
     """Read a checkpoint, with its tensors memory-mapped: the ranks of a machine share one copy. Runs no code from it.
 
-    From a sharded checkpoint, the model is read into memory, and the optimizer state stays on the meta device.
-    `chunk_reader` returns the function that `restore` needs to read this state.
+    From a sharded checkpoint, the model is read into memory, and the optimizer state stays on the meta device: `restore` reads
+    it with the function from `chunk_reader`.
 
     Raises:
         CheckpointError: if the file is missing or corrupt, holds more than tensors and plain values, or lacks one of the
@@ -156,12 +152,9 @@ def load(path: str) -> dict[str, Any]:
 
 
 def chunk_reader(path: str, checkpoint: dict[str, Any]) -> Callable[[list[TensorChunk]], None] | None:
-    """Return the function with which `restore` reads the optimizer state of a sharded checkpoint.
-
-    Returns None for a consolidated checkpoint, which contains its optimizer state.
+    """Return the function with which `restore` reads the optimizer state of a sharded checkpoint; None for a consolidated one.
 
     Args:
-        path: path of the checkpoint.
         checkpoint: result of `load` for this path.
     """
     return partial(chunks.read, shards_folder(path, checkpoint)) if "shards" in checkpoint else None

@@ -48,9 +48,14 @@ def save(
     begin = time.perf_counter()
     weights = ((name, value) for name, value in checkpoint["model"].items() if name not in buffers)
     _check_finite([_first_nonfinite(weights)])
+    return _commit(checkpoint, folder, keep, rotate, begin)
+
+
+def _commit(checkpoint: dict[str, Any], folder: str, keep: int, rotate: bool, begin: float, shard_bytes: int = 0) -> SaveReport:
     replaced = store.commit(checkpoint, folder, rotate)
-    report = SaveReport(checkpoint["iter_num"], os.path.getsize(os.path.join(folder, store.NAME)), time.perf_counter() - begin)
-    return report._replace(warning=store.clean_up(folder, keep, report.iter_num, replaced))
+    nbytes, write_s = os.path.getsize(os.path.join(folder, store.NAME)) + shard_bytes, time.perf_counter() - begin
+    iteration = checkpoint["iter_num"]
+    return SaveReport(iteration, nbytes, write_s, warning=store.clean_up(folder, keep, iteration, replaced))
 
 
 def _save_sharded(
@@ -62,22 +67,16 @@ def _save_sharded(
     buffers: Container[str],
     group: dist.ProcessGroup | None,
 ) -> SaveReport | None:
-    """Write the chunks of all ranks, then rank 0's checkpoint. Needs to be called on all ranks of the group.
+    """Write the chunks of all ranks, then rank 0's checkpoint, as `save` does. Needs to be called on all ranks of the group.
 
     Args:
-        checkpoint: on rank 0, the checkpoint with tensors on the meta device in place of the tensors in chunks. On other
-            ranks, None.
+        checkpoint: on rank 0, the checkpoint with tensors on the meta device in place of the tensors in chunks.
         tensor_chunks: the chunks of this rank.
-        folder, keep, rotate, buffers: see `save`. All ranks must share the folder.
+        folder: all ranks must share it.
         group: process group for CPU tensors; None only without torch.distributed.
 
-    Returns:
-        The report on rank 0, None on other ranks.
-
     Raises:
-        DivergedError: on all ranks, if a weight is not finite. The old files are unchanged.
-        OSError: on all ranks, if one of them cannot write its chunks. On rank 0, if it cannot write the file. The old files
-            are unchanged.
+        DivergedError, OSError: see `save`; on all ranks, if one of them cannot write its chunks.
     """
     begin = time.perf_counter()
     named = ((chunk.name.removeprefix("model."), chunk) for chunk in tensor_chunks if chunk.name.startswith("model."))
@@ -92,10 +91,8 @@ def _save_sharded(
             return None
         if missing := [file for file in sums if not os.path.exists(os.path.join(unfinished, file))]:
             raise OSError(f"rank 0 does not see what other ranks wrote to {folder} ({missing[0]}); use a folder that all share")
-        replaced = store.commit({**checkpoint, "shards": store.shards_entry(name, sums)}, folder, rotate)
-    nbytes = os.path.getsize(os.path.join(folder, store.NAME)) + sum(entry.nbytes for entry in sums.values())
-    report = SaveReport(checkpoint["iter_num"], nbytes, time.perf_counter() - begin)
-    return report._replace(warning=store.clean_up(folder, keep, report.iter_num, replaced))
+        checkpoint["shards"] = store.shards_entry(name, sums)
+        return _commit(checkpoint, folder, keep, rotate, begin, sum(entry.nbytes for entry in sums.values()))
 
 
 class CheckpointWriter:

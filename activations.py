@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, Self
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -25,27 +25,6 @@ from zero.prediction import Activations
 
 _WITH_MEMORY = (torch.Tensor, nn.Parameter, FakeTensor)  # other classes wrap these, or are placeholders without memory
 _PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
-
-
-class _Peaks(NamedTuple):
-    """As `Activations`, but with two peaks for the first half: each of these numbers is linear in the number of layers.
-
-    Their maximum is not. With autocast, forward holds a copy of the weights of all blocks, and frees it before backward. With
-    activation checkpointing and large logits, the peak is therefore in backward for a few layers, and in forward for many.
-    """
-
-    saved: int
-    forward: int
-    first_half_of_backward: int
-    second_half: int
-
-    def extrapolated(self, smaller: Self, layers: int) -> "_Peaks":
-        """Returns the bytes of a model that has `layers` more layers. `smaller` has one layer less than this one."""
-        return _Peaks(*(here + layers * (here - there) for here, there in zip(self, smaller, strict=True)))
-
-    def activations(self) -> Activations:
-        """Returns the figures with one peak per half."""
-        return Activations(self.saved, max(self.forward, self.first_half_of_backward), self.second_half)
 
 
 class LiveBytes(TorchDispatchMode):
@@ -150,15 +129,18 @@ def predict(
         device_type: 'cpu' or 'cuda'; any other counts as 'cuda'.
     """
 
-    def measure(layers: int) -> _Peaks:
+    def measure(layers: int) -> Activations:
         return _measure(replace(config, n_layer=layers), batch_size, dtype, param_dtype, checkpointing, device_type)
 
     if config.n_layer <= 3:
-        return measure(config.n_layer).activations()
-    return measure(3).extrapolated(measure(2), config.n_layer - 3).activations()
+        return measure(config.n_layer)
+    pairs = zip(measure(2), measure(3), strict=True)
+    return Activations(*(of_three + (config.n_layer - 3) * (of_three - of_two) for of_two, of_three in pairs))
 
 
-def _measure(config: GPTConfig, batch_size: int, dtype: str, param_dtype: str, checkpointing: bool, device_type: str) -> _Peaks:
+def _measure(
+    config: GPTConfig, batch_size: int, dtype: str, param_dtype: str, checkpointing: bool, device_type: str
+) -> Activations:
     with FakeTensorMode(), _default_dtype(DTYPES[param_dtype]):
         with SkipInitialization():
             model = GPT(config)
@@ -180,35 +162,40 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def micro_step(model: GPT, forward: Callable[[], torch.Tensor], autocast: Any, on_cpu: bool = True) -> _Peaks:
+def micro_step(model: GPT, forward: Callable[[], torch.Tensor], autocast: Any, on_cpu: bool = True) -> Activations:
     """Run forward and backward on the CPU and measure the activations. Gradients are dropped as they arrive.
 
     `on_cpu` is that of `LiveBytes`.
     """
     live = LiveBytes(on_cpu)
     live.ignore({*model.parameters(), *model.buffers()})
-    halves: list[int] = []
+    first_layer = set(model.transformer.h[0].parameters())
+    peaks: list[int] = []  # of forward, loss and layers
+
+    def end_phase() -> None:
+        peaks.append(live.peak)
+        live.reset_peak()
 
     def drop(param: torch.nn.Parameter) -> None:
         param.grad = None
-        if not halves and param in first_block:
-            halves.append(live.peak)
-            live.reset_peak()
+        if len(peaks) == 1:
+            end_phase()
+        if len(peaks) == 2 and param in first_layer:
+            end_phase()
 
-    first_block = set(model.transformer.h[0].parameters())
     handles = [param.register_post_accumulate_grad_hook(drop) for param in model.parameters()]
     try:
         with live:
             with autocast:
                 loss = forward()
-            saved, peak_of_forward = live.now, live.peak
-            live.reset_peak()
+            saved = live.now
+            end_phase()
             loss.backward()
     finally:
         for handle in handles:
             handle.remove()
-    first_half = halves[0] if halves else live.peak  # the first block may be frozen
-    return _Peaks(saved, peak_of_forward, first_half, live.peak)
+    peaks += [live.peak] * (3 - len(peaks))  # the first layer may be frozen
+    return Activations(*[saved, *peaks, live.peak])
 
 
 def _imitate_cuda(model: GPT) -> None:

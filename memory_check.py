@@ -48,7 +48,7 @@ class MemoryCheck:
         self.device = next(model.parameters()).device
         launch, plan = launched(), partition(optimizer).plan
         param_dtype = "bfloat16" if plan.has_masters else "float32"
-        activations = _activations(workload, param_dtype) if is_rank_0() else Activations(0, 0, 0)
+        activations = _activations(workload, param_dtype) if is_rank_0() else Activations(0, 0, 0, 0, 0)
         self.forecast: Forecast = forecast(
             plan,
             launch.world_size,
@@ -133,7 +133,7 @@ def _activations(workload: Workload, param_dtype: str) -> Activations:
         return predicted_activations(workload, param_dtype)
     except Exception as error:  # a model that was changed may do what fake tensors cannot do
         print(f"note: activations cannot be predicted: {type(error).__name__}: {error}")
-        return Activations(0, 0, 0)
+        return Activations(0, 0, 0, 0, 0)
 
 
 def _parts(by_purpose: dict[str, int]) -> str:

@@ -26,11 +26,16 @@ Point = Literal["wrapped", "accumulating", "before step", "after step"]
 
 
 class Activations(NamedTuple):
-    """Bytes of activations in a micro-step, in addition to parameters and to gradients that have arrived."""
+    """Bytes of activations in a micro-step, in addition to parameters and to gradients that have arrived.
+
+    After `saved`, these are peaks by phase. Each figure is linear in the number of layers.
+    """
 
     saved: int  # what forward keeps for backward
-    first_half: int  # peak from forward until backward reaches the first layer; few gradients have arrived by its largest
-    second_half: int  # peak from then on; all gradients but the last one have arrived, and the last one is included
+    forward: int
+    loss: int  # backward until the first gradient arrives
+    layers: int  # from then on, until the first gradient of the first layer arrives
+    embedding: int  # from then on; the gradient that arrives last is included
 
 
 @dataclass(frozen=True)
@@ -95,29 +100,39 @@ class Prediction:
 
     def _largest_of_a_step(self, activations: Activations) -> int:
         """Return the largest bytes of gradients, buckets and activations together."""
-        _, first_half, second_half = activations
-        full, last, traffic = self.full_gradients, self._last_gradient, self._traffic
-        if self.wrapper is None:
-            return full + max(first_half, second_half) if self.micro_steps > 1 else max(first_half, full - last + second_half)
-        if self.micro_steps == 1:
+        _, forward, loss, layers, embedding = activations
+        full, last = self.full_gradients, self._last_gradient
+        before = max(forward, loss, layers)  # before the embedding
+        if self.micro_steps == 1 or self.shard_gradients:
             local: list[int] = []
         elif self.micro_steps == 2:  # gradients accumulate in their own memory: in the first backward, and until the last one
-            local = [full - last + second_half, full + first_half]
+            local = [full - last + embedding, full + before]
         else:
-            local = [full + max(first_half, second_half)]
+            local = [full + max(before, embedding)]
+        if self.wrapper is None:
+            return max(local or [before, full - last + embedding])
         if self.wrapper == "DistributedDataParallel":
             own = last if self.micro_steps > 1 else 0  # in the last backward, gradients move into buckets one by one
-            return full + max([first_half, own + second_half, *local])
-        before_last = traffic.before_last + second_half  # at the end of a backward that sends gradients
-        if self.shard_gradients or self.micro_steps == 1:
-            fresh_shards = self.gradient_shards - traffic.kept_shards
-            shards = fresh_shards if self.micro_steps > 1 else 0
-            return traffic.kept + max(shards + traffic.first + first_half, before_last, fresh_shards + traffic.peak)
-        # in the last backward, gradients move from the parameters to buckets; an empty bucket, or received parts, come on top
-        additional = max(self._first_bucket, traffic.received)
-        before_last += traffic.kept_before_last
-        # kept tensors stay until the first gradient of the next iteration arrives
-        return max(*local, traffic.kept + first_half, full + first_half + additional, last + before_last)
+            return full + max(before, own + embedding, *local)
+        kept = self._traffic.kept  # until the first gradient of the next iteration arrives
+        if self.shard_gradients and self.micro_steps > 1:
+            shards = self.gradient_shards - self._traffic.kept_shards
+            local = [sum(self._gradients_and_buckets("accumulating")) + forward, kept + shards + loss]
+        return max(*local, kept + max(forward, loss), self._while_sending(layers, embedding))
+
+    def _while_sending(self, layers: int, embedding: int) -> int:
+        """Return the largest bytes of gradients, buckets and activations while a backward sends gradients."""
+        accumulated = self.full_gradients if self.micro_steps > 1 and not self.shard_gradients else 0
+        before_last = max(1, self._bytes_before_last)
+        peak = 0
+        for start, stop, fresh, kept in self._traffic.steps:
+            held = self._last_gradient
+            if start <= before_last:  # layers free their activations at the same rate as gradients arrive
+                held = max(layers + (embedding - layers) * min(moved, before_last) // before_last for moved in (start, stop))
+                held += max(0, accumulated - start)
+            # while gradients accumulate, kept tensors are freed
+            peak = max(peak, held + fresh + (kept if accumulated else self._traffic.kept))
+        return peak
 
     def sent(self) -> dict[str, int]:
         """Return the bytes that this rank sends per iteration, by kind of collective.
@@ -234,19 +249,15 @@ class Prediction:
             for shards in buffer.layout.shards
         ]
 
-    @cached_property
-    def _first_bucket(self) -> int:
-        """Bytes of the bucket that fills first."""
-        return next((buffer.layout.buckets[0].numel * buffer.dtype.itemsize for buffer in self.plan.buffers), 0)
-
-    def _first_bucket_of_last_parameter(self) -> int:
+    @property
+    def _bytes_before_last(self) -> int:
+        """Bytes of the buckets before the place of the gradient that arrives last."""
         before = 0
         for buffer in self.plan.buffers:
             if self._last_parameter in buffer.params:
-                offset = buffer.layout.offsets[buffer.params.index(self._last_parameter)]
-                return before + sum(bucket.stop <= offset for bucket in buffer.layout.buckets)
-            before += len(buffer.layout.shards)
-        return 0
+                return before + buffer.layout.offsets[buffer.params.index(self._last_parameter)] * buffer.dtype.itemsize
+            before += buffer.layout.padded_numel * buffer.dtype.itemsize
+        return before
 
     @cached_property
     def _traffic(self) -> "_Traffic":
@@ -263,18 +274,17 @@ class Prediction:
             for tensor in (reduction.bucket, *reduction.received):
                 traffic.release(tensor)
 
-        traffic.first = 0 if traffic.is_kept(self._first_bucket) else self._first_bucket
         buckets = [(buffer, shards) for buffer in self.plan.buffers for shards in buffer.layout.shards]
-        first_of_last = self._first_bucket_of_last_parameter()
         for _ in range(min(2, self.micro_steps) if self.shard_gradients else 1):
             while in_flight:
                 finish()
+            stop, traffic.steps = 0, []
             for number, (buffer, shards) in enumerate(buckets):
                 own = shards[self.rank].numel
                 bucket = shards[-1].stop - shards[0].start, buffer.dtype
+                start, stop = stop, stop + _nbytes(bucket)
                 traffic.acquire(bucket)
-                if number == first_of_last:
-                    traffic.reach_last()
+                traffic.add_step(start, stop)
                 if len(in_flight) == MAX_IN_FLIGHT:
                     finish()
                 if self.on_cpu or self.plan.world_size == 1:
@@ -285,9 +295,8 @@ class Prediction:
                     received = [(self.plan.world_size * own, buffer.dtype)]  # all-to-all
                 for tensor in received:
                     traffic.acquire(tensor)
+                traffic.add_step(stop, stop)
                 in_flight.append(_InFlight(number, bucket, received, (own, buffer.update_dtype)))
-                received_now = sum(_nbytes(tensor) for reduction in in_flight for tensor in reduction.received)
-                traffic.received = max(traffic.received, received_now)
         traffic.in_flight = traffic.now
         while in_flight:
             finish()
@@ -314,11 +323,8 @@ class _Traffic:
         self.kept_shards = 0  # bytes of the shards that the pool will keep
         self.peak = 0  # largest bytes of fresh tensors at one time, without shards
         self.now = 0  # bytes of fresh tensors, without shards
-        self.before_last = 0  # bytes of fresh tensors when the last gradient arrives, with shards
-        self.kept_before_last = 0  # `kept` at that time
-        self.first = 0  # bytes of the first bucket, if it is fresh
-        self.received = 0  # largest bytes of received parts in flight at one time
         self.in_flight = 0  # bytes of fresh tensors in flight at the end of backward
+        self.steps: list[tuple[int, int, int, int]] = []  # of the last backward, see `add_step`
         self._shards = 0  # bytes of fresh shards
         self._smallest_kept = KEPT_BYTES if on_cpu else math.inf
         self._free: Counter[_Tensor] = Counter()
@@ -349,9 +355,9 @@ class _Traffic:
         else:
             self._shards += _nbytes(shard)
 
-    def reach_last(self) -> None:
-        """The last gradient arrives."""
-        self.before_last, self.kept_before_last = self.now + self._shards, self.kept
+    def add_step(self, start: int, stop: int) -> None:
+        """Note the bytes of fresh and of kept tensors, while the bytes of gradients in buckets rise from `start` to `stop`."""
+        self.steps.append((start, stop, self.now + self._shards, self.kept))
 
 
 def _nbytes(tensor: _Tensor) -> int:

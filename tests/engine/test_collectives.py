@@ -48,7 +48,7 @@ def travel(looks_like_on_gpu, looks_like_nccl, old_names, dtype, sizes):
     bucket = torch.full((sum(sizes),), float("nan"), dtype=dtype)
     bucket.split(sizes)[rank].fill_(rank)
     gather = comm.all_gather(place(bucket), sizes)
-    comm.wait("all-gather", gather.works, bucket.device)
+    comm.wait("all-gather", gather, bucket.device)
     assert [part.tolist() for part in bucket.split(sizes)] == [[float(r)] * size for r, size in enumerate(sizes)]
     assert comm.sent_bytes["all-gather"] == (comm.world_size - 1) * sizes[rank] * dtype.itemsize
     assert set(comm.waits.read_ms()) == {"reduce-scatter", "all-gather"}
@@ -93,7 +93,7 @@ def receive_of_the_users_own():
     gather = comm.all_gather(bucket, [2, 2])
     if rank == 0:
         own = dist.isend(message, 1)
-    comm.wait("all-gather", gather.works, bucket.device)
+    comm.wait("all-gather", gather, bucket.device)
     own.wait()
     return bucket.tolist(), message.tolist()
 

@@ -135,7 +135,7 @@ def poisoned():
 
         def wait(self):
             with _disable_current_modes():  # a real gather is no operation of this thread
-                for work in all_gather(*self.args).works:
+                for work in all_gather(*self.args):
                     work.wait()
 
     def poison(comm, bucket, sizes):

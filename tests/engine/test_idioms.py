@@ -55,19 +55,20 @@ def make_gathers_late():
     all_gather = Communicator.all_gather
 
     class Late:
-        def __init__(self, bucket, arriving):
-            self.bucket, self.arriving = bucket, arriving
+        def __init__(self, bucket, arriving, works):
+            self.bucket, self.arriving, self.works = bucket, arriving, works
 
         def wait(self):
-            for work in self.arriving.works:
+            for work in self.works:
                 work.wait()
             with _disable_current_modes():  # a real gather is no operation of this thread
-                self.bucket.copy_(self.arriving.bucket)
+                self.bucket.copy_(self.arriving)
 
     def late(comm, bucket, sizes):
-        arriving = all_gather(comm, bucket.clone(), sizes)
+        arriving = bucket.clone()
+        works = all_gather(comm, arriving, sizes)
         bucket.fill_(float("nan"))
-        return [Late(bucket, arriving)]
+        return [Late(bucket, arriving, works)]
 
     Communicator.all_gather = late
 

@@ -1,10 +1,13 @@
 """The memory of a rank at the points of a step, its peak, and the allocator's counters."""
 
+import resource
+import sys
+from contextlib import suppress
 from typing import Literal
 
 import torch
 
-from zero.memory import held_bytes, peak_bytes, reset_peak
+from zero.memory import held_bytes
 
 Point = Literal["after_init", "before_step", "after_step"]
 
@@ -63,3 +66,23 @@ class MemoryMeter:
             figures["reserved_mb"] = torch.cuda.memory_reserved(self.device) / 1e6
             figures |= {"alloc_retries": counters.get("num_alloc_retries", 0), "ooms": counters.get("num_ooms", 0)}
         return figures
+
+
+def peak_bytes(device: torch.device) -> int:
+    """Return the peak memory of this process in bytes: allocated memory on a GPU, the resident set size on a CPU.
+
+    It is the peak since the last `reset_peak`, or since the process started.
+    """
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # Linux reports KiB
+
+
+def reset_peak(device: torch.device) -> None:
+    """Begin a new peak, where the system can: on a GPU, and on Linux."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    elif sys.platform == "linux":
+        with suppress(OSError), open("/proc/self/clear_refs", "w") as file:  # not writable in every container
+            file.write("5")  # man 5 proc: resets the peak resident set size

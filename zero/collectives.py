@@ -31,8 +31,7 @@ LONG_TIMEOUT = timedelta(days=1)  # for waits on a disk, which may take longer t
 def cpu_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     """Return a process group of the same ranks that sends from main memory.
 
-    This is `group` itself if its backend is gloo, or the fake one of PyTorch's tests; otherwise it is a new gloo group. The
-    first call needs to be made on all ranks of the group.
+    This is `group` itself if its backend is gloo or fake; otherwise a new gloo group. Needs to be called on all ranks first.
     """
     if dist.get_backend(group) in ("gloo", "fake"):
         return group
@@ -57,10 +56,7 @@ def is_rank_0() -> bool:
 
 
 def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Gather the values of all ranks on all ranks, in rank order. Needs to be called on all ranks.
-
-    Without torch.distributed, this process is the only rank.
-    """
+    """Gather the values of all ranks on all ranks, in rank order. Without torch.distributed, there is one rank."""
     if not dist.is_initialized():
         return [value]
     values = [None] * dist.get_world_size(group)
@@ -69,10 +65,7 @@ def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[A
 
 
 def gather_numbers(values: Sequence[float]) -> list[list[float]]:
-    """Gather as many numbers from every rank, on all ranks, in rank order. Needs to be called on all ranks.
-
-    Does not wait for a GPU. Without torch.distributed, this process is the only rank.
-    """
+    """Gather as many numbers from every rank, as `gather_objects` does, without a wait for a GPU."""
     if not dist.is_initialized():
         return [list(values)]
     own = torch.tensor(values, dtype=torch.float64)
@@ -82,10 +75,7 @@ def gather_numbers(values: Sequence[float]) -> list[list[float]]:
 
 
 def broadcast_object(value: Any, group: dist.ProcessGroup | None = None) -> Any:
-    """Return the value of rank 0 on all ranks. Needs to be called on all ranks.
-
-    Without torch.distributed, this process is the only rank.
-    """
+    """Return the value of rank 0 on all ranks. Without torch.distributed, there is one rank."""
     if not dist.is_initialized():
         return value
     values = [value]
@@ -133,14 +123,13 @@ class Pool:
 class Communicator:
     """The collectives of one process group, with counters of bytes and wait time.
 
-    Without torch.distributed, the group has one rank. Construction and every method, except those that only count, need to be
-    called on all ranks and in the same order.
+    Without torch.distributed, the group has one rank. Construction and all collectives need to be called on all ranks, in the
+    same order.
 
     The ranks form shard groups of `shard_size` consecutive ranks. A bucket is a flat tensor, (sum of sizes,). It holds the
-    shards of the ranks of a shard group end to end, in rank order. Rank r of the shard group owns a shard of `sizes[r]`
-    elements. If there are several shard groups, each of them holds a replica of every shard, and the ranks that hold the same
-    shards form a replica group. This is hybrid sharding, as in Megatron-LM (`num_distributed_optimizer_instances`) and in
-    PyTorch FSDP (`HYBRID_SHARD`).
+    shards of the ranks of a shard group end to end: rank r owns `sizes[r]` elements. With several shard groups, each of them
+    holds a replica of every shard, and the ranks with the same shards form a replica group. This is hybrid sharding, as in
+    Megatron-LM (`num_distributed_optimizer_instances`) and in PyTorch FSDP (`HYBRID_SHARD`).
 
     Args:
         group: all ranks that train the model. Default: all ranks of the run.
@@ -170,11 +159,10 @@ class Communicator:
     def reduce_scatter(self, bucket: torch.Tensor, sizes: list[int]) -> ReduceScatterWork:
         """Start a reduce-scatter over the shard group: send the parts of each shard to the rank that owns it.
 
-        `add` computes the sum. Between CPUs, each pair of ranks exchanges the parts that the other rank owns, and each rank
-        adds up its own shard. Each rank sends as many bytes as in a ring, `(N - 1) / N` of the bucket, in half the time of
-        gloo's own reduce-scatter. Between GPUs, float32 and float64 buckets with equal shards use NCCL's own reduce-scatter.
-        All other buckets use an all-to-all. The parts of lower-precision dtypes can then be added up in float32, while a ring
-        would round every partial sum.
+        `add` computes the sum. Between CPUs, each pair of ranks exchanges the parts that the other rank owns: as many bytes as
+        in a ring, `(N - 1) / N` of the bucket, in half the time of gloo's own reduce-scatter. Between GPUs, float32 and float64
+        buckets with equal shards use NCCL's own reduce-scatter. All others use an all-to-all, so that parts of lower precision
+        are added up in float32, while a ring would round every partial sum.
         """
         parts = bucket.split(sizes)
         own = parts[self.shard_rank]
@@ -203,8 +191,8 @@ class Communicator:
     def add(self, reduction: ReduceScatterWork, shard: torch.Tensor, first: bool) -> None:
         """Wait for a reduce-scatter and store its sum over the shard group in `shard`, (sizes[shard_rank],).
 
-        If `first`, the sum overwrites `shard`; otherwise it is added to `shard`. The sum is computed in the dtype of
-        `shard`, which may be wider than the dtype of the bucket. The tensors of the reduction return to the pool.
+        If `first`, the sum overwrites `shard`; otherwise it is added to `shard`. It is computed in the dtype of `shard`, which
+        may be wider than that of the bucket. The tensors of the reduction return to the pool.
         """
         self.wait("reduce-scatter", reduction.works, shard.device)
         total, *rest = reduction.parts if first else (shard, *reduction.parts)
@@ -219,8 +207,7 @@ class Communicator:
         """Start an in-place all-gather: fill `bucket` with the shards of all ranks of the shard group.
 
         Between CPUs, each rank sends its shard to each other rank. Gloo's own all-gather takes more than three times as long
-        (448 ms for 124M float32 elements on 2 ranks). One broadcast per shard takes a third more on 2 ranks and as long on 4,
-        and its tree sends some shards across a border between two machines more often. With gloo between GPUs, or if the
+        (448 ms for 124M float32 elements on 2 ranks), one broadcast per shard a third more. With gloo between GPUs, or if the
         shards are not equal, each owner broadcasts its shard.
         """
         shards = bucket.split(sizes)
@@ -246,10 +233,7 @@ class Communicator:
         return works
 
     def all_reduce_shard(self, shard: torch.Tensor) -> list[dist.Work]:
-        """Start an in-place all-reduce of a shard, (sizes[shard_rank],), over its replicas.
-
-        The result has the same bits on all of them, because an all-reduce adds up each element on one rank.
-        """
+        """Start an in-place all-reduce of a shard over its replicas. All of them get the same bits."""
         if self.replicas == 1 or not shard.numel():
             return []
         self.sent_bytes["all-reduce"] += 2 * shard.nbytes * (self.replicas - 1) // self.replicas

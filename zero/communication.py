@@ -22,7 +22,7 @@ class CommunicationMeter:
     all-reduce      DistributedDataParallel: from the last gradient until backward ends. ShardedDataParallel: the scalars
                     that it reduces, for example the gradient norm (waits only), and the shards if they have replicas.
     reduce-scatter  ShardedDataParallel: waits in backward, and before the gradients are clipped.
-    all-gather      ShardedDataParallel: waits in forward.
+    all-gather      ShardedDataParallel: waits in step, or with `overlap` in forward.
     broadcast       ZeroRedundancyOptimizer: from the end of its update until every rank has every parameter.
 
     A wait includes the wait for slower ranks. Collectives of the training loop itself are not included. Construction installs
@@ -47,11 +47,7 @@ class CommunicationMeter:
             optimizer._sync_params = self._timed_broadcast  # type: ignore[attr-defined]
 
     def sent_bytes(self) -> dict[str, int]:
-        """Return the bytes that this rank has sent, by kind.
-
-        The sharded implementation counts them where it sends them. For the other two, they are the bytes of their all-reduces
-        and broadcasts, as `Prediction.sent` defines them, times the number of synchronized backward passes.
-        """
+        """Return the bytes that this rank has sent, by kind: counted, or `Prediction.sent` per synchronized backward."""
         if self._comm is not None:
             return {kind: self._comm.sent_bytes[kind] for kind in KINDS}
         return {kind: self._sent_per_step.get(kind, 0) * self._synchronized for kind in KINDS}

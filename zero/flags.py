@@ -14,11 +14,7 @@ PARAM_DTYPES = {"float32": None, "bfloat16": torch.bfloat16}  # None: the model 
 
 @dataclass(frozen=True)
 class Flags:
-    """How the ranks share the optimizer state. All flags from `bucket_mb` on belong to ShardedOptimizer.
-
-    Raises:
-        ValueError: if `zero1_impl` or `param_dtype` is unknown.
-    """
+    """How the ranks share the optimizer state. All flags from `bucket_mb` on belong to ShardedOptimizer."""
 
     use_zero1: bool = True  # divide the optimizer state among the ranks; a single process does not divide it
     zero1_impl: str = "sharded"  # `zero.ShardedOptimizer`, or 'torch': `torch.distributed.optim.ZeroRedundancyOptimizer`
@@ -58,11 +54,7 @@ class Flags:
         return "torch" if self.use_zero1 else "adamw"
 
     def plan(self, params: Sequence[ParameterSpec], world_size: int) -> Plan:
-        """Return the plan of the implementation on `world_size` ranks.
-
-        Raises:
-            ValueError: see `implementation`, and if `bucket_mb` is neither 'auto' nor positive.
-        """
+        """Return the plan of the implementation on `world_size` ranks. Raises ValueError, see `implementation`."""
         implementation = self.implementation(world_size)
         if implementation == "sharded":
             sharing = resolve_shard_size(self.shard_size, world_size)

@@ -11,17 +11,12 @@ from zero.optimizer import ShardedOptimizer
 class ShardedGradScaler(torch.amp.GradScaler):
     """`torch.amp.GradScaler`, except that either all ranks of a ShardedOptimizer skip a step or none of them does.
 
-    Each rank sees only its own shards. An all-reduce of one number therefore tells all ranks about an inf or nan in any
-    shard. (`torch.distributed.fsdp.sharded_grad_scaler` reads the gradients of the parameters themselves, which no longer
-    exist here.) `unscale_` and `step` need to be called on all ranks. For any other optimizer, the behavior is that of
-    `torch.amp.GradScaler`.
+    Each rank sees only its own shards. An all-reduce of one number tells all ranks about an inf or nan in any shard. `unscale_`
+    and `step` need to be called on all ranks. For any other optimizer, the behavior is that of `torch.amp.GradScaler`.
     """
 
     def skip_if(self, optimizer: torch.optim.Optimizer, flag: torch.Tensor) -> None:
-        """Skip the update, as for gradients that are not finite, if `flag` is 1. Call it between `unscale_` and `step`.
-
-        Does not wait for the value of `flag`.
-        """
+        """Skip the update, if `flag` is 1, without a wait for its value. Call it between `unscale_` and `step`."""
         for found in self._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values():
             found.copy_(torch.maximum(found, flag.to(found.device)))
 

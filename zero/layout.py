@@ -1,9 +1,6 @@
 """Division of flattened parameters into buckets, shards and slices. Arithmetic only: no tensors, no communication.
 
-`plan` computes for any world size which rank owns which slice of which parameter. `ShardedOptimizer` allocates its buffers
-from this plan.
-
-Terms used in this package:
+`plan` computes for any world size which rank owns which slice of which parameter. Terms used in this package:
 
 flat buffer   all parameters of one dtype laid end to end in the given order, with padding. The optimizer reverses the order
               of its parameters, because later parameters get their gradients earlier.
@@ -12,14 +9,12 @@ shard         the part of a bucket that one rank owns; the shards of a bucket li
 slice         the part of one parameter that lies in one shard: a contiguous range of the flattened parameter
 
 `Layout.by_element` makes all shards of a bucket equal (ZeRO, https://arxiv.org/abs/1910.02054, section 5.1), so it cuts
-parameters wherever a shard ends. `Layout.by_parameter` assigns whole parameters to ranks, for optimizers that use the shape
-of a parameter. Its shards are as equal as whole parameters allow.
+parameters wherever a shard ends. `Layout.by_parameter` assigns whole parameters to ranks, as equally as they allow.
 
 Parameters and shards begin at multiples of `align` elements. A vectorized kernel may round the elements of full vectors and
-the elements of the tail after the last full vector differently (torch's fused CPU AdamW does). The cuts lie between vectors,
-so the tail of a slice is the tail of its parameter. An update of slices therefore equals an update of whole parameters bit
-for bit. Padding takes less than `align` elements after each parameter, and less than `align * world_size` elements at the
-end. A parameter without elements takes `align` elements, so that it has a place and one owner like any other parameter.
+those of the tail after the last full vector differently (torch's fused CPU AdamW does). The cuts lie between vectors, so an
+update of slices equals an update of whole parameters bit for bit. A parameter without elements takes `align` elements, so that
+it has a place and one owner like any other parameter.
 """
 
 import math
@@ -75,8 +70,7 @@ def parameter_specs(
 
     Args:
         registration_order: `model.parameters()`, if the groups have another order.
-        names: names of the parameters. Names may be missing.
-        first_group: number of the first group.
+        names: known names of the parameters.
     """
     positions, names = {param: position for position, param in enumerate(registration_order)}, names or {}
     return [
@@ -131,9 +125,6 @@ class Layout:
             world_size: number of ranks that share the buffer.
             bucket_numel: number of elements per bucket. The last bucket may be shorter.
             align: number of elements per vector of the kernels that will run over slices.
-
-        Raises:
-            ValueError: if a size is invalid.
         """
         _check(numels, world_size, bucket_numel, align)
         *offsets, end = accumulate(_sizes(numels, align), initial=0)
@@ -150,7 +141,7 @@ class Layout:
         """Assign whole parameters, the largest first, each to the rank with the fewest elements so far.
 
         A bucket holds consecutive parameters. It has at most `bucket_numel` elements, unless a single parameter has more.
-        Within a bucket, the parameters of each owner lie side by side. Arguments and errors are those of `by_element`.
+        Within a bucket, the parameters of each owner lie side by side. The arguments are those of `by_element`.
         """
         _check(numels, world_size, bucket_numel, align)
         sizes = _sizes(numels, align)
@@ -353,13 +344,12 @@ def plan(
     Args:
         params: all parameters, numbered as a torch.optim `state_dict()` numbers them.
         world_size: number of ranks that share the optimizer state.
-        bucket_mb: megabytes (10**6 bytes) per bucket, or 'auto', see `auto_bucket_mb`.
-        partition: 'element' for equal shards, 'parameter' for whole parameters.
+        bucket_mb, partition: see `zero.ShardedOptimizer`.
         param_dtype: dtype in which the parameters will be stored. They are then updated in their own dtype, promoted to at
             least float32.
 
     Raises:
-        ValueError: if `bucket_mb` is neither 'auto' nor positive, `partition` is unknown, or `world_size` is less than 1.
+        ValueError: if an argument is invalid.
     """
     check_options(bucket_mb, partition)
     _check((), world_size, 1, 1)
@@ -386,10 +376,9 @@ def plan(
 
 
 def zero_redundancy_plan(params: Sequence[ParameterSpec], world_size: int) -> Plan:
-    """Return the plan of `torch.distributed.optim.ZeroRedundancyOptimizer`, which assigns whole parameters to ranks.
+    """Return the plan of `torch.distributed.optim.ZeroRedundancyOptimizer`, see its `_partition_parameters`.
 
-    It goes through the groups in order, and in each group starts with the largest parameter. Each parameter goes to the rank
-    with the fewest elements so far (see its `_partition_parameters`).
+    Group by group, the largest parameter first, each parameter goes to the rank with the fewest elements so far.
     """
     assigned: list[list[Slice]] = [[] for _ in range(world_size)]
     load = [0] * world_size  # number of elements per rank

@@ -1,8 +1,4 @@
-"""Memory use in bytes, measured on tensors and on the device. `zero.prediction` predicts it."""
-
-import resource
-import sys
-from contextlib import suppress
+"""Memory use in bytes, measured on tensors. `zero.prediction` predicts it."""
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -53,23 +49,3 @@ def held_bytes(optimizer: torch.optim.Optimizer, model: torch.nn.Module | None =
         for purpose, count in optimizer.source.held_bytes().items():
             held[purpose] += count
     return held
-
-
-def peak_bytes(device: torch.device) -> int:
-    """Return the peak memory of this process in bytes: allocated memory on a GPU, the resident set size on a CPU.
-
-    It is the peak since the last `reset_peak`, or since the process started.
-    """
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024  # Linux reports KiB
-
-
-def reset_peak(device: torch.device) -> None:
-    """Begin a new peak, where the system can: on a GPU, and on Linux."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    elif sys.platform == "linux":
-        with suppress(OSError), open("/proc/self/clear_refs", "w") as file:  # not writable in every container
-            file.write("5")  # man 5 proc: resets the peak resident set size

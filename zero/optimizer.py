@@ -293,11 +293,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Update the owned slices and all-gather the slices of all ranks. Needs to be called on all ranks.
 
         Args:
-            closure: recomputes the loss. It is called once.
+            closure: recomputes the loss, once. Its result is returned.
             **kwargs: arguments of the inner optimizer's `step`.
-
-        Returns:
-            The return value of `closure`, or None.
         """
         loss = None
         if closure is not None:
@@ -372,11 +369,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self.synchronize()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Reset the gradients, as in torch.optim.
-
-        The next step skips a parameter without a gradient. It still updates a parameter with a zero gradient: weight decay
-        and momentum apply.
-        """
+        """Reset the gradients, as in torch.optim. The next step skips a gradient that is None, but not one that is zero."""
         self._wrap_param_groups()
         groups: list[Any] = self.param_groups
         self.param_groups = [group.plain() for group in groups]  # no wait for parameters in flight
@@ -392,8 +385,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Scale the gradients of the owned slices like `torch.nn.utils.clip_grad_norm_`. Needs to be called on all ranks.
 
-        Returns:
-            The norm before clipping, a float32 scalar.
+        Returns the norm before clipping, a float32 scalar.
         """
         norm = self.gradient_norms().total
         torch.nn.utils.clip_grads_with_norm_([owned.local for owned in self.owned], max_norm, norm)
@@ -403,9 +395,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def gradient_norms(self) -> GradientNorms:
         """Return the gradient norms of this rank's slices and the norm of all gradients. Needs to be called on all ranks.
 
-        The norm of all gradients is a float32 scalar. Each rank adds up the squares of its slices, and one all-reduce of a
-        scalar gives the norm of the whole gradient. It runs over all ranks, also if there are replicas: the norm must have the
-        same bits on all of them.
+        Each rank adds up the squares of its slices, and an all-reduce of a float32 scalar gives the norm of all gradients. It
+        runs over all ranks, also if there are replicas: the norm must have the same bits on all of them.
         """
         total = torch.zeros((), dtype=torch.float32, device=self.buckets[0].data.device if self.buckets else None)
         each: dict[torch.nn.Parameter, torch.Tensor] = {}
@@ -467,10 +458,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         yield from self.source.collect()
 
     def _check_parameters(self) -> None:
-        """Check that each parameter is still in its place, and that the groups still have the same parameters.
-
-        Also refuse sparse gradients, and gradients of parameters outside the buffers.
-        """
+        """Check that the groups still have the same parameters, and that no gradient is sparse or outside of the buffers."""
         inside = {param for buffer in self.buffers for param in buffer.params}
         for param in inside:
             if param.grad is not None and param.grad.is_sparse:
@@ -610,11 +598,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
 
 class CallersState(defaultdict):
-    """The `state` of a ShardedOptimizer: what wrappers of optimizers keep there for themselves.
-
-    Raises:
-        RuntimeError: if the state of a parameter is wanted, which is divided among the ranks.
-    """
+    """The `state` of a ShardedOptimizer: what wrappers of optimizers keep there for themselves. Refuses parameters as keys."""
 
     def _refuse(self, *_: Any) -> Any:
         raise RuntimeError(
@@ -644,10 +628,7 @@ class ParameterGradients:
         self._converted: dict[torch.nn.Parameter, tuple[torch.Tensor, int]] = {}  # by local: source gradient, its version
 
     def collect(self) -> Iterator[Bucket]:
-        """Yield each bucket when each of its owned slices has its mean gradient or None. Needs to be called on all ranks.
-
-        The gradient of a slice is a view of its parameter's gradient, or a copy if no view exists.
-        """
+        """Yield each bucket when each of its owned slices has its mean gradient or None. Needs to be called on all ranks."""
         for bucket in self.optimizer.buckets:
             for param, start, stop, _, local in bucket.owned:
                 gradient = param.grad

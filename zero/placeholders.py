@@ -8,9 +8,8 @@ import torch
 class SentGradient(torch.Tensor):
     """Placeholder in `param.grad` for a gradient that has been sent. The ranks' shards hold its mean over the ranks.
 
-    It has the shape and dtype of the parameter, but no elements. Setting `param.grad` to None drops the gradient. `zero_()`
-    sets the gradient to zero. `added` holds the sum that a further backward adds, until that is sent as well. All other
-    operations raise an error, in particular clipping and scaling by functions that do not support shards.
+    It has the shape and dtype of the parameter, but no elements. `zero_()` sets the gradient to zero. `added` holds the sum
+    that a further backward adds, until that is sent as well. All other operations raise an error, such as clipping and scaling.
     """
 
     data = property(lambda sent: sent, lambda sent, _: _refuse("data"))

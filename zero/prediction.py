@@ -46,14 +46,12 @@ class Prediction:
         plan: the plan of any implementation, see `zero.flags` and `zero.layout`.
         rank: a rank of the plan. A plan without sharding has only rank 0.
         wrapper: 'ShardedDataParallel', 'DistributedDataParallel' with `gradient_as_bucket_view`, or None: a single process.
-        world_size: number of ranks. A ShardedDataParallel may have more ranks than its plan: then there are replicas of the
-            state.
+        world_size: number of ranks. With more ranks than in the plan, there are replicas of the state.
         micro_steps: micro-steps per iteration on each rank.
         shard_gradients: see `zero.ShardedDataParallel`.
-        on_cpu: on a CPU, large buckets are kept from step to step, and ranks send parts of a bucket to each other. On a GPU,
-            the backend is NCCL.
-        tensors_per_parameter: per-element state tensors. The number is 2 for Adam and AdamW (`exp_avg`, `exp_avg_sq`). They
-            have the dtype of the update. `step` counters, 4 bytes per slice, are not counted.
+        on_cpu: gloo, and large buckets are kept from step to step. On a GPU, the backend is NCCL.
+        tensors_per_parameter: per-element state tensors in the dtype of the update: 2 for AdamW. `step` counters, 4 bytes per
+            slice, are not counted.
     """
 
     plan: Plan

@@ -78,10 +78,7 @@ _Outline = dict[str, Any]
 
 
 def map_leaves(function: Callable[[str, Any], Any], tree: Any, name: str = "") -> Any:
-    """Return nested dicts, lists and tuples with `function(name, leaf)` in place of each leaf.
-
-    The name of a leaf is `name` and the keys that lead to the leaf, joined by dots.
-    """
+    """Return nested dicts, lists and tuples with `function(name, leaf)` in place of each leaf, named by its keys with dots."""
     if not isinstance(tree, dict | list | tuple):
         return function(name, tree)
     pairs = tree.items() if isinstance(tree, dict) else enumerate(tree)
@@ -100,12 +97,11 @@ def consolidate(optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
     """Gather the whole optimizer state on rank 0. Needs to be called on all ranks.
 
     Returns:
-        On rank 0 of the optimizer's process group: the `state_dict()` of the unsharded optimizer, in copies on the CPU. On
-        other ranks: None.
+        On rank 0 of the process group: the `state_dict()` of the unsharded optimizer, in copies on the CPU. On others: None.
 
     Raises:
-        CheckpointError: on all ranks, if the state of the slices of a parameter cannot be joined exactly: an entry must have
-            one number per element, or be the same on all ranks. With whole parameters, it may have any shape.
+        CheckpointError: on all ranks, if an entry of state has neither one number per element nor the same value on all ranks.
+            With whole parameters, it may have any shape.
     """
     return _gather_optimizer(partition(optimizer))
 
@@ -225,11 +221,7 @@ def _gather_model(model: torch.nn.Module, part: Partition) -> dict[str, torch.Te
 
 
 def _gather(part: Partition, states: list[dict[str, Any]]) -> dict[int, dict[str, Any]] | None:
-    """Gather the states of all slices of all ranks on rank 0, by parameter. Needs to be called on all ranks.
-
-    Args:
-        states: of each slice of this rank.
-    """
+    """Gather `states`, those of this rank's slices, on rank 0, by parameter. Needs to be called on all ranks."""
     outlines, whole = _outlines(part, states)
     if part.replica:
         return None
@@ -318,10 +310,8 @@ def _messages(
 ) -> Iterator[torch.Tensor]:
     """Yield the elements of slices that outlines leave out, flat, in messages of at most `MESSAGE_BYTES`.
 
-    Sender and receiver derive the same messages from the outlines, so only elements are sent.
-
-    Args:
-        params, trees: for each slice, a parameter and its state, of which the slice is a part.
+    Sender and receiver derive the same messages from the outlines. `params` and `trees` are, for each slice, a parameter and
+    its state, of which the slice is a part.
     """
     for (_, start, stop), param, tree, outline in zip(slices, params, trees, outlines, strict=True):
         tensors = leaves(tree)
@@ -347,12 +337,7 @@ def drain(in_flight: deque[Transfer], leave: int = 0) -> None:
 
 
 def _chunks_of_slices(part: Partition, outlines: list[_Outline], names: dict[int, str]) -> list[TensorChunk]:
-    """Return the (master) weights and the state of this rank's slices as chunks.
-
-    Args:
-        outlines: of the state of this rank's slices.
-        names: names of the model's tensors, by id.
-    """
+    """Return the (master) weights, by `names` of their ids, and the state of this rank's slices as chunks."""
     chunks = []
     for slice_, local, state, outline in zip(part.slices[part.rank], part.locals, part.states, outlines, strict=True):
         param = part.params[slice_.param]

@@ -54,11 +54,7 @@ def with_own_storage(part: torch.Tensor) -> torch.Tensor:
 
 
 def check_memory(params: list[torch.nn.Parameter]) -> None:
-    """Refuse parameters whose memory the flat buffers would separate from others who use it.
-
-    Raises:
-        ValueError: if two of them share memory, or one lies in the shared memory of several processes.
-    """
+    """Raise ValueError for parameters that share memory, or lie in the shared memory of several processes."""
     spans = []
     for param in params:
         if param.requires_grad and param.device.type == "cpu" and param.is_shared():

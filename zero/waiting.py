@@ -14,15 +14,10 @@ from zero.tensors import has_memory, memory_span
 
 
 class WaitingDict(dict):
-    """A dict whose values may still be in flight: each read of a value waits for it first.
+    """A dict whose values may still be in flight: each read calls `wait(value)` first. A copy or pickle of it is a plain dict.
 
     It replaces a module's `_parameters` while all-gathers are in flight: `nn.Module` looks up `module.weight` there, and so
-    do `parameters()`, `state_dict()`, `to()` and similar methods. It also replaces an optimizer's parameter group. A copy or
-    a pickle of it is a plain dict.
-
-    Args:
-        values: values by name.
-        wait: called with each value before the value is returned.
+    do `parameters()`, `state_dict()`, `to()` and similar methods. It also replaces an optimizer's parameter group.
     """
 
     def __init__(self, values: dict[str, Any], wait: Callable[[Any], None]) -> None:
@@ -119,13 +114,11 @@ class Readers:
 
 
 class ReadCheck(TorchDispatchMode):
-    """Raises an error if an operation inside of this context uses memory of a parameter in flight: nobody has waited for it.
+    """Raises RuntimeError if an operation inside of this context uses memory in flight, with the name of the parameter.
 
     Args:
-        in_flight: parameters by name, and the memory that is in flight.
-
-    Raises:
-        RuntimeError: from the operation, with the name of the parameter.
+        in_flight: returns the memory that is in flight.
+        names: of the parameters.
     """
 
     supports_higher_order_operators = True  # such as torch.cond

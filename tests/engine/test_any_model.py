@@ -309,13 +309,11 @@ def late_gathers(ever=True):
 
     def gather(comm, bucket, sizes):
         received = bucket.clone()  # the order of the collectives must stay the same on all ranks
-        in_flight = all_gather(comm, received, sizes)
+        works = all_gather(comm, received, sizes)
         for owner, shard in enumerate(bucket.split(sizes)):
             if owner != comm.rank:
                 shard.fill_(float("nan"))
-        if ever:
-            return in_flight._replace(bucket=bucket, works=[Late(bucket, received, in_flight.works)])
-        return in_flight._replace(bucket=bucket)
+        return [Late(bucket, received, works)] if ever else works
 
     Communicator.all_gather = gather
     try:
@@ -328,7 +326,7 @@ def late_gathers(ever=True):
 def no_gathers():
     """A defect: no rank gives its shards to the others, which keep their old values."""
     all_gather = Communicator.all_gather
-    Communicator.all_gather = lambda comm, bucket, sizes: all_gather(comm, bucket.clone(), sizes)._replace(bucket=bucket)
+    Communicator.all_gather = lambda comm, bucket, sizes: all_gather(comm, bucket.clone(), sizes)
     try:
         yield
     finally:

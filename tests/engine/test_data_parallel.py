@@ -113,9 +113,10 @@ def without_overlap():
 def _waiting(collective):
     def wait_at_once(*args):
         in_flight = collective(*args)
-        for work in in_flight.works:
-            work.wait()
-        return in_flight._replace(works=[])
+        works = in_flight if isinstance(in_flight, list) else in_flight.works
+        while works:
+            works.pop(0).wait()
+        return in_flight
 
     return wait_at_once
 

@@ -38,9 +38,7 @@ _ADMITTED["torch.serialization", "_get_layout"] = torch.serialization._get_layou
 
 
 def write(chunks: list[TensorChunk], folder: str, process_group: dist.ProcessGroup | None) -> dict[str, FileSum]:
-    """Write each rank's chunks to the disk. Needs to be called on all ranks of the group; None means this process alone.
-
-    Together, the chunks of all ranks must cover every tensor once.
+    """Write each rank's chunks, which together cover every tensor once. Needs to be called on all ranks of the group.
 
     Returns:
         Name and checksum of each file that this rank wrote into `folder`.
@@ -66,9 +64,7 @@ def write(chunks: list[TensorChunk], folder: str, process_group: dist.ProcessGro
 
 
 def read(folder: str, chunks: list[TensorChunk]) -> None:
-    """Fill the elements of `chunks`. Each rank can call it alone.
-
-    It does not matter which ranks wrote the elements, or how the tensors were divided into chunks.
+    """Fill the elements of `chunks`, which need not be those that were written. Each rank can call it alone.
 
     Raises:
         CheckpointError: if the files are missing, damaged, or not of these tensors.

@@ -99,8 +99,7 @@ def read(path: str) -> dict[str, Any]:
     """Read a checkpoint file, with its tensors memory-mapped. Runs no code from it.
 
     Raises:
-        CheckpointError: if it is missing or damaged, holds more than tensors and plain values, or lacks one of the keys
-            of a checkpoint.
+        CheckpointError: if it is missing or damaged, or does not hold the keys and plain values of a checkpoint.
     """
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)

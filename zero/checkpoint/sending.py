@@ -38,12 +38,8 @@ def load_on_all_ranks(path: str) -> tuple[dict[str, Any], _ReadChunks | None]:
     file gets the checkpoint from rank 0. There, the optimizer state is on the meta device, and all weights are zero: wrap the
     model with `zero.build.build`, which broadcasts the weights of rank 0.
 
-    Args:
-        path: on rank 0, the checkpoint. On other ranks, where this rank would find the same file.
-
     Returns:
-        The checkpoint, and the function with which `restore` reads its optimizer state. If any rank does not see the file, this
-        function needs to be called on all ranks, as `restore` does.
+        The checkpoint, and the function with which `restore` reads its optimizer state, on all ranks.
 
     Raises:
         CheckpointError: on all ranks, if rank 0 cannot read the checkpoint.
@@ -91,10 +87,7 @@ def _is_same(path: str, own: _Identity | None, other: _Identity | None) -> bool:
 
 
 def _outline(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """Return a checkpoint without its large tensors: weights are zero, optimizer state is on the meta device.
-
-    Tensors without dimensions, such as `step`, keep their values. The zeros share one element, so they take no memory.
-    """
+    """Return a checkpoint with zero weights, which share one element, and with optimizer state on the meta device."""
 
     def has_elements(held: Any) -> bool:
         return isinstance(held, torch.Tensor) and held.dim() > 0
@@ -112,14 +105,11 @@ def _outline(checkpoint: dict[str, Any]) -> dict[str, Any]:
 def _read_or_receive(read_chunks: _ReadChunks | None, own: list[TensorChunk]) -> None:
     """Fill the elements of `own`: ranks that see the file read them, the other ranks receive them from rank 0.
 
-    Needs to be called on all ranks. Rank 0 sends one message to each receiver, then the next message to each, and so on. After
-    each round it tells all ranks whether it could read the elements. So no rank waits longer than one round.
+    Rank 0 sends one message to each receiver, then the next message to each, and so on. After each round it tells all ranks
+    whether it could read the elements, so no rank waits longer than one round.
 
     Args:
         read_chunks: fills the elements of chunks; None if this rank does not see the file.
-
-    Raises:
-        CheckpointError: on all ranks, if one of them cannot read the checkpoint.
     """
     group = cpu_group(None)
     messages = _messages(own) if read_chunks is None else []

@@ -60,8 +60,7 @@ def clean_up(folder: str, keep: int, iteration: int, replaced: set[str]) -> str 
         iteration: of the newest checkpoint.
         replaced: what `commit` returned.
 
-    Returns:
-        A description of a problem, or None.
+    Returns a description of a problem, or None.
     """
     path = os.path.join(folder, NAME)
     try:
@@ -88,10 +87,9 @@ def sweep(folder: str) -> None:
 
 
 def find(folder: str) -> tuple[str, str | None]:
-    """Find the newest checkpoint of a folder that is not corrupt. Reads every byte. Call it on one process only.
+    """Return the newest checkpoint of a folder that is not corrupt, and what is wrong with a newer one, or None.
 
-    Returns:
-        The path of the checkpoint, and a description of what is wrong with a newer checkpoint, or None.
+    Reads every byte. Call it on one process only.
 
     Raises:
         CheckpointError: if there is no checkpoint that is not corrupt.
@@ -139,11 +137,7 @@ def load(path: str) -> dict[str, Any]:
     """Read a checkpoint, with its tensors memory-mapped: the ranks of a machine share one copy. Runs no code from it.
 
     From a sharded checkpoint, the model is read into memory, and the optimizer state stays on the meta device: `restore` reads
-    it with the function from `chunk_reader`.
-
-    Raises:
-        CheckpointError: if the file is missing or corrupt, holds more than tensors and plain values, or lacks one of the
-            keys of a checkpoint.
+    it with the function from `chunk_reader`. Raises the errors of `format.read`.
     """
     checkpoint = format.read(path)
     if "shards" in checkpoint:
@@ -152,11 +146,7 @@ def load(path: str) -> dict[str, Any]:
 
 
 def chunk_reader(path: str, checkpoint: dict[str, Any]) -> Callable[[list[TensorChunk]], None] | None:
-    """Return the function with which `restore` reads the optimizer state of a sharded checkpoint; None for a consolidated one.
-
-    Args:
-        checkpoint: result of `load` for this path.
-    """
+    """Return the function with which `restore` reads a sharded checkpoint that `load` returned; None for a consolidated one."""
     return partial(chunks.read, shards_folder(path, checkpoint)) if "shards" in checkpoint else None
 
 

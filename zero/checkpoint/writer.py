@@ -37,13 +37,11 @@ def save(
     """Write a consolidated checkpoint. Call it on one process only.
 
     Args:
-        checkpoint, folder, rotate: see `store.commit`. The folder must exist.
-        keep: see `store.clean_up`.
+        checkpoint, folder, rotate, keep: see `store.commit` and `store.clean_up`. The folder must exist.
         buffers: names in the model whose values may be inf, for example a mask.
 
     Raises:
-        DivergedError: if a weight is not finite. The old files are unchanged.
-        OSError: if the disk is full or cannot be written to. The old files are unchanged.
+        DivergedError: if a weight is not finite. The old files are unchanged, as with OSError.
     """
     begin = time.perf_counter()
     weights = ((name, value) for name, value in checkpoint["model"].items() if name not in buffers)
@@ -149,10 +147,7 @@ class CheckpointWriter:
             self._barrier()
 
     def wait(self) -> None:
-        """Wait until no checkpoint is being written. Needs to be called on all ranks.
-
-        Raises the exception of the thread, unless the exception is one of the `outcomes`.
-        """
+        """Wait until no checkpoint is being written. Raises what is not an outcome. Needs to be called on all ranks."""
         pending, self._pending = self._pending, None
         if pending is not None:
             try:

@@ -100,12 +100,11 @@ class ShardedDataParallel(nn.Module):
             operation, and is left out if a module is compiled.
 
     Raises:
-        ValueError: if a trainable parameter of `module` does not belong to the optimizer, if `module` or `optimizer` is already
-            wrapped, if the model differs between the ranks, or if a buffer or frozen parameter shares memory, within itself or
-            with a part of a trainable parameter, or cannot be stored in `param_dtype`.
-        RuntimeError: from forward, if a parameter is read before it has arrived, if buffers differ between the ranks, or if
-            the last backward failed. From backward, if a gradient arrives again after its bucket has been sent (as from several
-            reentrant checkpoints), or is sparse. From step, if gradients have not been sent, or a parameter was replaced.
+        ValueError: if a trainable parameter does not belong to the optimizer, `module` or `optimizer` is already wrapped, the
+            model differs between the ranks, or a buffer or frozen parameter shares memory or cannot be stored in `param_dtype`.
+        RuntimeError: from forward, if a parameter is read too early, buffers differ between the ranks, or the last backward
+            failed. From backward, if a gradient arrives again after its bucket has been sent (as from several reentrant
+            checkpoints), or is sparse. From step, if gradients have not been sent, or a parameter was replaced.
 
     Source: Rajbhandari et al., "ZeRO", sections 5.1 and 5.2. The interface is that of
     `torch.nn.parallel.DistributedDataParallel`. The waiting dictionaries follow DeepSpeed ZeRO-3.
@@ -294,12 +293,10 @@ class ShardedDataParallel(nn.Module):
     # -- backward ------------------------------------------------------------------------------------------------------
 
     def _on_output_gradient(self, leaf: Any, _: torch.Tensor) -> None:
-        """Begin a backward, before any gradient arrives: also a rank on which none arrives takes part. It ends with this call.
+        """Begin a backward, before any gradient arrives: also a rank on which none arrives takes part.
 
-        `torch.autograd.grad` comes here as well. It accumulates no gradients, not even in the leaf next to the output.
-
-        Autograd reports only the end of a call, and reentrant checkpoints call `backward` once per segment inside the outer
-        call. The first call of this hook therefore belongs to the outermost `backward`.
+        `torch.autograd.grad` comes here as well, but accumulates no gradient, not even in the leaf next to the output.
+        Reentrant checkpoints call `backward` inside of the outer call, to which the first call of this hook belongs.
         """
         is_due = not self._in_backward and (self.require_backward_grad_sync or self.shard_gradients)
         if is_due and _accumulates(leaf):
@@ -455,11 +452,10 @@ class ShardedDataParallel(nn.Module):
                 self._comm.wait("all-reduce", gradients.all_reduce, gradients.bucket.data.device)
             gradients.all_reduce = []
 
-    # -- step ----------------------------------------------------------------------------------------------------------
+    # -- step: the methods of zero.optimizer.ParameterGradients --------------------------------------------------------
 
     @torch.no_grad()
     def collect(self) -> Iterator[Bucket]:
-        """See zero.optimizer.ParameterGradients."""
         if self._in_backward:
             raise RuntimeError("the last backward did not end; call optimizer.zero_grad() and repeat the step")
         if unmanaged := self._unmanaged_names():
@@ -487,12 +483,10 @@ class ShardedDataParallel(nn.Module):
             yield gradients.bucket
 
     def updated(self) -> list[nn.Parameter]:
-        """See zero.optimizer.ParameterGradients."""
         return [self._params[number] for number in self._used]
 
     @torch.no_grad()
     def clear(self) -> None:
-        """See zero.optimizer.ParameterGradients."""
         self._wait_for_agreement()
         self._apply_zeroing()
         if not self._used or self._in_backward:  # a backward has failed
@@ -548,14 +542,12 @@ class ShardedDataParallel(nn.Module):
     # -- forward -------------------------------------------------------------------------------------------------------
 
     def on_gathers_started(self) -> None:
-        """See zero.optimizer.ParameterGradients."""
         if self.overlap:
             self._readers.begin()
         else:
             self.optimizer.synchronize()
 
     def on_gathers_ended(self) -> None:
-        """See zero.optimizer.ParameterGradients."""
         self._readers.end()
 
     @torch.no_grad()
@@ -603,7 +595,6 @@ class ShardedDataParallel(nn.Module):
     # ------------------------------------------------------------------------------------------------------------------
 
     def held_bytes(self) -> dict[str, int]:
-        """See zero.optimizer.ParameterGradients."""
         buckets = [gradients.buffer for gradients in self._gradients if gradients.buffer is not None]
         for gradients in self._gradients:
             if gradients.reduction is not None:

@@ -45,12 +45,10 @@ class Flags:
             raise ValueError(
                 f"param_dtype={self.param_dtype!r} needs the master weights of use_zero1=True, zero1_impl='sharded'"
             )
-        if self.shard_gradients:
-            raise ValueError("shard_gradients=True needs use_zero1=True, zero1_impl='sharded'")
-        if self.check_reads:
-            raise ValueError("zero_check_reads=True needs use_zero1=True, zero1_impl='sharded'")
-        if self.shard_size:
-            raise ValueError(f"zero_shard_size={self.shard_size} needs use_zero1=True, zero1_impl='sharded'")
+        for name in ("shard_gradients", "check_reads", "shard_size"):
+            if value := getattr(self, name):
+                setting = name if name == "shard_gradients" else f"zero_{name}"
+                raise ValueError(f"{setting}={value} needs use_zero1=True, zero1_impl='sharded'")
         return "torch" if self.use_zero1 else "adamw"
 
     def plan(self, params: Sequence[ParameterSpec], world_size: int) -> Plan:

@@ -11,9 +11,7 @@ from zero.placeholders import local_gradient
 def held_bytes(optimizer: torch.optim.Optimizer, model: torch.nn.Module | None = None) -> dict[str, int]:
     """Return the bytes that this rank holds now for the model and its optimizer, by purpose.
 
-    Args:
-        model: the wrapped model. With it, parameters outside of the optimizer count as well, and the gradient buckets of
-            DistributedDataParallel, which live as long as the wrapper.
+    With the wrapped model, parameters outside of the optimizer and the buckets of DistributedDataParallel count as well.
 
     Returns:
         parameters  the weights that forward and backward use

@@ -51,8 +51,7 @@ class OwnedSlice(NamedTuple):
     start: int  # first element of the flattened parameter, see `flattened`
     stop: int
     offset: int  # first element in this rank's shard of the bucket
-    # a view into the shard or into its float32 master; (stop - start,), or the parameter's shape with whole parameters and
-    # for a parameter of one element
+    # a view into the shard or into its master; (stop - start,), or the parameter's shape if it is whole or has one element
     local: torch.nn.Parameter
 
 
@@ -116,8 +115,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         params: parameters or parameter groups, as for any `torch.optim.Optimizer`. They must be the same on all ranks.
         optimizer_cls: class of the inner optimizer. If it is one of torch.optim's own, its `step` is called bucket by bucket,
             so that all-gathers overlap with updates; otherwise once, for all owned slices together.
-        process_group: the ranks that train the model. Default: all ranks, or only this process if torch.distributed is not
-            initialized.
+        process_group: the ranks that train the model. Default: all ranks, or this process without torch.distributed.
         shard_size: number of consecutive ranks that share the state, for example those of one machine; each such group holds
             a replica of it (hybrid sharding). It must divide the number of ranks. 0: all ranks share the state.
         bucket_mb: megabytes (10**6 bytes) per bucket, or 'auto', see `zero.layout.auto_bucket_mb`.
@@ -134,13 +132,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         **kwargs: arguments of `optimizer_cls`.
 
     Raises:
-        ValueError: if `bucket_mb`, `shard_size` or `partition` is invalid, `optimizer_cls` cannot be divided in this way or is
-            not declared, or the parameters differ between the ranks, share memory, or cannot be stored in `param_dtype`.
+        ValueError: if an argument is invalid, `optimizer_cls` cannot be divided in this way or is not declared, or the
+            parameters differ between the ranks, share memory, or cannot be stored in `param_dtype`.
         RuntimeError: from `step`, if a parameter was replaced or unfrozen, or has a sparse gradient. From `state[param]`,
             `state_dict` and `load_state_dict`: a single rank does not have the whole state. Use `zero.checkpoint` instead.
 
-    Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", section 5.1
-    (P_os). The interface is that of `torch.distributed.optim.ZeroRedundancyOptimizer`.
+    Source: Rajbhandari et al., "ZeRO", section 5.1 (P_os). The interface is that of
+    `torch.distributed.optim.ZeroRedundancyOptimizer`.
     """
 
     def __init__(
@@ -169,30 +167,22 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._refusal: str | None = None
         self.names: dict[torch.nn.Parameter, str] = {}  # known names, for messages
         self._owned_of: dict[torch.nn.Parameter, list[OwnedSlice]] = {}  # this rank's slices of a parameter, ascending
-        # by number: each group as it was given, and its hyperparameters at that time
-        self._original_groups: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}
+        self._original_groups: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}  # as given, and its values at that time
         self._params_of_groups: list[list[torch.nn.Parameter]] = []  # the parameters of each group
-        # memory of the parameters before they moved into the buffers: storage, start address, end address, and whether the
-        # elements lie in the buffer as they lay there
+        # where the parameters were: storage, start address, end address, and whether their elements lay as in the buffer
         self._former_memory: dict[torch.nn.Parameter, tuple[StorageWeakRef, int, int, bool]] = {}
         self._forms: dict[torch.nn.Parameter, tuple[Any, ...]] = {}  # of the parameters in the buffers: their slices follow it
         self._parameter_gradients = ParameterGradients(self)
         self.wrapper: weakref.ref[Any] | None = None  # the ShardedDataParallel, which keeps this object alive
         self.inner: torch.optim.Optimizer  # optimizer of this rank's slices
+        self.plan: Plan
         self._steps_by_bucket = optimizer_cls in (*_ELEMENTWISE, *_NEED_WHOLE_PARAMETERS)
         self._is_built = False
         self._lock, self._pid = threading.RLock(), current_process().pid
         # a rank that ends its program right after a step must not leave the others without their parameters
         weakref.finalize(self, _wait_for_gathers, self.buckets, self._pid)
         super().__init__(params, dict(kwargs))
-        given = [param for group in self.param_groups for param in group["params"]]
-        self._check_parameters_given(given)
-        for param in given:
-            before = _optimizer_of.get(param, lambda: None)()
-            if before is not None:
-                before.synchronize()
-        self.plan = self._plan(first_group=0)
-        self._allocate(self.plan, first_group=0)
+        self._lay_out(first_group=0)
         self.inner = self.on_all_ranks(lambda: optimizer_cls(self._inner_groups(first_group=0), **kwargs))
         if self.inner._optimizer_step_pre_hooks or self.inner._optimizer_step_post_hooks:
             raise ValueError(f"{optimizer_cls.__name__} registers step hooks on itself, which ShardedOptimizer would not call")
@@ -209,12 +199,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._wrap_param_groups()
         if not self._is_built:  # during construction, __init__ lays out all groups together
             return
-        given = [param for group in self.param_groups for param in group["params"]]
-        self._check_parameters_given(given)
         first = len(self.param_groups) - 1
-        added = self._plan(first)
-        self.plan = self.plan.followed_by(added)
-        self._allocate(added, first)
+        self._lay_out(first)
         for group in self._inner_groups(first):
             self.on_all_ranks(partial(self.inner.add_param_group, group))
         _copy_hyperparameters(self.inner.param_groups[first:], self.param_groups[first:])
@@ -249,12 +235,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         self.on_all_ranks(compare)
 
-    def _check_parameters_given(self, params: list[torch.nn.Parameter]) -> None:
-        """Refuse parameters that differ between the ranks, or that cannot move into flat buffers, on all ranks."""
-        self.check_same_on_all_ranks({f"parameter {number}": properties(param) for number, param in enumerate(params)})
-        self.on_all_ranks(lambda: self._check_own_parameters(params))
-
     def _check_own_parameters(self, params: list[torch.nn.Parameter]) -> None:
+        """Refuse parameters that cannot move into flat buffers."""
         if len(params) > len(set(params)):
             raise ValueError("a parameter is given more than once; give each one once")
         check_memory(params)
@@ -532,16 +514,21 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 offset = param.storage_offset() + (start - begin) // tensor.itemsize
                 tensor.data = param.data.as_strided(tensor.shape, tensor.stride(), offset)
 
-    def _plan(self, first_group: int) -> Plan:
-        """Return the plan for the parameters of the groups from `first_group` on."""
+    def _lay_out(self, first_group: int) -> None:
+        """Move the parameters of the groups from `first_group` on to their places in new flat buffers."""
+        params = [param for group in self.param_groups for param in group["params"]]
+        self.check_same_on_all_ranks({f"parameter {number}": properties(param) for number, param in enumerate(params)})
+        self.on_all_ranks(lambda: self._check_own_parameters(params))
+        for param in params:
+            before = _optimizer_of.get(param, lambda: None)()
+            if before is not None:
+                before.synchronize()
         specs = parameter_specs(self.param_groups[first_group:], self.registration_order, first_group=first_group)
-        return plan(
+        planned = plan(
             specs, self.comm.shard_size, bucket_mb=self.bucket_mb, partition=self.partition, param_dtype=self.param_dtype
         )
-
-    def _allocate(self, planned: Plan, first_group: int) -> None:
-        """Move the parameters of the groups from `first_group` on to their places in new flat buffers."""
-        params = [param for group in self.param_groups[first_group:] for param in group["params"]]
+        self.plan = self.plan.followed_by(planned) if first_group else planned
+        params = params[len(params) - len(specs) :]
         group_of = {param: index for index, group in enumerate(self.param_groups) for param in group["params"]}
         for number, start, stop in planned.slices(self.comm.shard_rank):
             if not planned.params[number].requires_grad:  # a frozen parameter stays in its own memory

@@ -1,8 +1,7 @@
 """Bytes of memory and of communication on one rank, predicted from a plan. Arithmetic only: no tensors, no process group.
 
 The figures are those of a steady state, from the second step on. They count the elements of tensors. The allocator of a GPU
-rounds tensors up: to 512 bytes, and those of 10 MB or more by up to 1 MB. The libraries of a GPU (cuBLAS, NCCL) take workspaces
-in addition.
+rounds tensors up, and its libraries (cuBLAS, NCCL) take workspaces in addition.
 """
 
 import math
@@ -18,10 +17,8 @@ from zero.layout import Plan
 
 PURPOSES = ("parameters", "gradients", "state", "master", "buckets")
 
-# wrapped       the model is wrapped for data parallelism, before the first step
-# accumulating  after a micro-step that is not the last one of its iteration
-# before step   after the last backward and after clipping: all gradients are in the place where the update reads them
-# after step    after the update and `zero_grad`, when all parameters have arrived
+# before the first step; after a micro-step that is not the last one of its iteration; after the last backward and after
+# clipping; after the update and `zero_grad`, when all parameters have arrived
 Point = Literal["wrapped", "accumulating", "before step", "after step"]
 
 
@@ -101,14 +98,14 @@ class Prediction:
         _, forward, loss, layers, embedding = activations
         full, last = self.full_gradients, self._last_gradient
         before = max(forward, loss, layers)  # before the embedding
+        if self.wrapper is None:
+            return full + max(before, embedding) if self.micro_steps > 1 else max(before, full - last + embedding)
         if self.micro_steps == 1 or self.shard_gradients:
             local: list[int] = []
         elif self.micro_steps == 2:  # gradients accumulate in their own memory: in the first backward, and until the last one
             local = [full - last + embedding, full + before]
         else:
             local = [full + max(before, embedding)]
-        if self.wrapper is None:
-            return max(local or [before, full - last + embedding])
         if self.wrapper == "DistributedDataParallel":
             own = last if self.micro_steps > 1 else 0  # in the last backward, gradients move into buckets one by one
             return full + max(before, own + embedding, *local)
@@ -122,14 +119,18 @@ class Prediction:
         """Return the largest bytes of gradients, buckets and activations while a backward sends gradients."""
         accumulated = self.full_gradients if self.micro_steps > 1 and not self.shard_gradients else 0
         before_last = max(1, self._bytes_before_last)
+
+        def held(moved: int) -> int:
+            """Gradients and activations when so many bytes of gradients are in buckets: layers free both at the same rate."""
+            if moved > before_last:
+                return self._last_gradient
+            return layers + (embedding - layers) * moved // before_last + max(0, accumulated - moved)
+
         peak = 0
         for start, stop, fresh, kept in self._traffic.steps:
-            held = self._last_gradient
-            if start <= before_last:  # layers free their activations at the same rate as gradients arrive
-                held = max(layers + (embedding - layers) * min(moved, before_last) // before_last for moved in (start, stop))
-                held += max(0, accumulated - start)
             # while gradients accumulate, kept tensors are freed
-            peak = max(peak, held + fresh + (kept if accumulated else self._traffic.kept))
+            buckets = fresh + (kept if accumulated else self._traffic.kept)
+            peak = max(peak, buckets + held(start), buckets + held(max(start, min(stop, before_last))))
         return peak
 
     def sent(self) -> dict[str, int]:
@@ -262,14 +263,14 @@ class Prediction:
         """The reduce-scatters of an iteration, bucket by bucket, as ShardedDataParallel runs them."""
         traffic = _Traffic(self.on_cpu)
         arrived: set[int] = set()
-        in_flight: deque[_InFlight] = deque()
+        in_flight: deque[tuple[int, list[_Tensor], _Tensor]] = deque()  # number of the bucket, tensors to be freed, shard
 
         def finish() -> None:
-            reduction = in_flight.popleft()
-            if reduction.number not in arrived:
-                traffic.add_shard(reduction.shard)
-                arrived.add(reduction.number)
-            for tensor in (reduction.bucket, *reduction.received):
+            number, tensors, shard = in_flight.popleft()
+            if number not in arrived:
+                traffic.add_shard(shard)
+                arrived.add(number)
+            for tensor in tensors:
                 traffic.release(tensor)
 
         buckets = [(buffer, shards) for buffer in self.plan.buffers for shards in buffer.layout.shards]
@@ -294,7 +295,7 @@ class Prediction:
                 for tensor in received:
                     traffic.acquire(tensor)
                 traffic.add_step(stop, stop)
-                in_flight.append(_InFlight(number, bucket, received, (own, buffer.update_dtype)))
+                in_flight.append((number, [bucket, *received], (own, buffer.update_dtype)))
         traffic.in_flight = traffic.now
         while in_flight:
             finish()
@@ -302,15 +303,6 @@ class Prediction:
 
 
 _Tensor = tuple[int, torch.dtype]  # number of elements, dtype
-
-
-class _InFlight(NamedTuple):
-    """A reduce-scatter in flight."""
-
-    number: int  # of the bucket
-    bucket: _Tensor
-    received: list[_Tensor]
-    shard: _Tensor  # receives the sum
 
 
 class _Traffic:

@@ -110,8 +110,7 @@ def model_state_dict(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -
     """Gather the model's whole `state_dict()` on rank 0, in the precision of the updates. Needs to be called on all ranks.
 
     Returns:
-        On rank 0: copies on the CPU, each with its own storage. Tied entries stay tied. Float32 masters replace weights that
-        are stored in lower precision. On other ranks: None.
+        On rank 0: copies on the CPU, tied where the entries are. Masters replace weights of lower precision. On others: None.
     """
     return _gather_model(model, partition(optimizer))
 
@@ -249,10 +248,7 @@ def _gather(part: Partition, states: list[dict[str, Any]]) -> dict[int, dict[str
 
 
 def _outlines(part: Partition, states: list[dict[str, Any]]) -> tuple[list[list[_Outline]], dict[int, _Outline]]:
-    """Return the outlines of all slices, by rank, and that of each parameter. Needs to be called on all ranks.
-
-    All ranks that share the state return the same, or raise the same error. Replicas have equal states, so they do the same.
-    """
+    """Return the outlines of all slices, by rank, and that of each parameter; the same, or the same error, on all ranks."""
     own, error = [], None
     try:
         for slice_, local, state in zip(part.slices[part.rank], part.locals, states, strict=True):
@@ -431,10 +427,7 @@ def _local_states(saved: dict[int, dict[str, Any]], part: Partition) -> tuple[di
 
 
 def _own_part(param: torch.Tensor, slice_: Slice, local: torch.Tensor, chunks: list[TensorChunk], name: str, value: Any) -> Any:
-    """Return this rank's part of one saved value, in the shape of the inner optimizer's entry.
-
-    It is a copy. If the saved value is on the meta device, it is an uninitialized tensor, which is added to `chunks`.
-    """
+    """Return a copy of this rank's part of one saved value; of a meta tensor an empty one, which is added to `chunks`."""
     if not isinstance(value, torch.Tensor):
         return value
     is_per_element = value.shape == param.shape

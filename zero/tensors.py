@@ -63,7 +63,7 @@ def check_memory(params: list[torch.nn.Parameter]) -> None:
                 "the optimizer first and share a copy of the weights"
             )
         if param.numel() and not param.is_meta:
-            if param.requires_grad and not is_dense(param) and torch._debug_has_internal_overlap(param) == 1:
+            if param.requires_grad and not is_dense(param) and may_overlap(param):
                 raise ValueError(
                     f"a parameter of shape {tuple(param.shape)} is expanded: elements share memory; clone() it first"
                 )
@@ -83,14 +83,16 @@ def check_memory(params: list[torch.nn.Parameter]) -> None:
 def distinct_elements(name: str, tensor: torch.Tensor) -> torch.Tensor:
     """Return the elements of a tensor that lie in different places in memory: the first one of each expanded dimension."""
     own = tensor[tuple(slice(1) if stride == 0 else slice(None) for stride in tensor.stride())]
-    if torch._debug_has_internal_overlap(own) == 1 or (not own.is_contiguous() and _shares_memory(own)):
+    if may_overlap(own):
         raise ValueError(f"elements of {name} share memory, so it cannot be broadcast; clone() it before wrapping")
     return own
 
 
-def _shares_memory(tensor: torch.Tensor) -> bool:
-    """Return whether two elements of a strided tensor lie in the same place in memory."""
-    places = torch.zeros((), dtype=torch.int64)
-    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
-        places = places.unsqueeze(-1) + torch.arange(size) * stride
-    return places.unique().numel() < tensor.numel()
+def may_overlap(tensor: torch.Tensor) -> bool:
+    """Return whether two elements may lie in the same place in memory."""
+    reach = 0  # offset of the last element in the dimensions so far
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride <= reach:
+            return True
+        reach += (size - 1) * stride
+    return False

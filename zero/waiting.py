@@ -38,7 +38,12 @@ class WaitingDict(dict):
 
     # these call __getitem__
     get, items, values = Mapping.get, Mapping.items, Mapping.values  # type: ignore[assignment]
-    pop, setdefault = MutableMapping.pop, MutableMapping.setdefault  # type: ignore[assignment]
+    setdefault = MutableMapping.setdefault  # type: ignore[assignment]
+
+    def pop(self, name: str, *default: Any) -> Any:
+        value = super().pop(name, *default)
+        self._wait(value)
+        return value
 
     def popitem(self) -> tuple[str, Any]:
         name, value = super().popitem()
@@ -56,10 +61,9 @@ class Readers:
     """The modules of a model, as readers of its parameters. While all-gathers are in flight, each read waits.
 
     Args:
-        module: the model.
-        params: the parameters that can be in flight.
-        wait: waits for one of them. It is called with every value that is read from a module's dictionary of parameters. It
-            must not keep the wrapper alive.
+        params: the parameters of `module` that can be in flight.
+        wait: is called with every value that is read from a module's dictionary of parameters. It must not keep the wrapper
+            alive.
         undo: receives functions that remove from the module what is installed there.
     """
 

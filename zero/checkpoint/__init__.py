@@ -3,9 +3,6 @@
     $ python -m zero.checkpoint inspect out/ckpt.pt
     $ python -m zero.checkpoint convert out/ckpt.pt other/ckpt.pt --to=consolidated
 
-The first command prints whether the checksums of a file are correct, and its content. The second command writes it in the
-other format, or in the format that `--to` names.
-
 A folder of checkpoints contains
 
 ckpt.pt             the newest checkpoint
@@ -24,21 +21,3 @@ from zero.checkpoint.sending import load_on_all_ranks
 from zero.checkpoint.store import FORMATS, chunk_reader, convert, find, load, verify
 from zero.checkpoint.writer import CheckpointWriter, DivergedError, SaveReport, save
 from zero.state import CheckpointError, consolidate, model_state_dict, restore
-
-__all__ = [
-    "FORMATS",
-    "CheckpointError",
-    "CheckpointWriter",
-    "DivergedError",
-    "SaveReport",
-    "chunk_reader",
-    "consolidate",
-    "convert",
-    "find",
-    "load",
-    "load_on_all_ranks",
-    "model_state_dict",
-    "restore",
-    "save",
-    "verify",
-]

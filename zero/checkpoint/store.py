@@ -151,15 +151,10 @@ def chunk_reader(path: str, checkpoint: dict[str, Any]) -> Callable[[list[Tensor
 
 
 def convert(source: str, target: str, to: str | None = None) -> str:
-    """Write a checkpoint to a new file in one of the two formats. Call it on one process only.
-
-    A consolidated checkpoint is assembled in memory.
+    """Write a checkpoint to a new file, and return its format. Call it on one process only.
 
     Args:
-        to: "consolidated" or "sharded". None: the format that the source does not have.
-
-    Returns:
-        The format of the new checkpoint.
+        to: "consolidated" (assembled in memory) or "sharded". None: the format that the source does not have.
 
     Raises:
         CheckpointError: if the source cannot be read, or the target exists or does not end in .pt.

@@ -246,7 +246,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             raise ValueError(f"param_dtype={self.param_dtype} would drop the imaginary parts of a complex parameter")
         gc.collect()  # a wrapper that nobody holds any more does not count
         for thing in gc.get_objects():
-            if issubclass(type(thing), DistributedDataParallel) and not set(params).isdisjoint(thing.parameters()):
+            if DistributedDataParallel in type(thing).__mro__ and not set(params).isdisjoint(thing.parameters()):
                 raise ValueError(
                     "param_dtype would remove the hooks of the DistributedDataParallel around these parameters, and their "
                     "gradients would not be averaged; build ShardedOptimizer before DistributedDataParallel"

@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import signal
 import sys
 import tempfile
 
@@ -14,7 +15,8 @@ os.environ["PYTHONPATH"] = ROOT  # for the processes of tests.ranks
 
 
 def pytest_configure(config):
-    """Keep what the scripts cache, such as predictions of activations, out of the user's home."""
+    """Keep what the scripts cache, such as predictions of activations, out of the user's home. Let Ctrl-C reach them."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell makes background jobs and their children ignore it
     cache = tempfile.TemporaryDirectory()
     os.environ["XDG_CACHE_HOME"] = cache.name
     config.add_cleanup(cache.cleanup)

@@ -130,8 +130,8 @@ def kill_and_resume(tmp_path, trials):
     assert interrupted > trials // 2, "the kills must hit runs that are under way"
 
 
-def test_killed_25_times(tmp_path):
-    kill_and_resume(tmp_path, 25)
+def test_killed_eight_times(tmp_path):
+    kill_and_resume(tmp_path, 8)
 
 
 @pytest.mark.slow

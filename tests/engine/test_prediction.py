@@ -142,7 +142,7 @@ def kept_tensors(micro_steps):
     return {mode: predicted_and_measured(flags, micro_steps, LARGER) for mode, flags in MODES_OF_LARGER.items()}
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", [1, 2, pytest.param(3, marks=pytest.mark.slow), 4])
 def test_predictions_are_what_tensors_take(world_size):
     for results in run_ranks(every_mode, world_size):
         for mode, result in results.items():
@@ -155,7 +155,7 @@ def test_predictions_with_more_micro_steps():
             check(mode, result)
 
 
-@pytest.mark.parametrize("micro_steps", [2, 3])
+@pytest.mark.parametrize("micro_steps", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_predictions_with_tensors_that_the_pool_keeps(micro_steps):
     for results in run_ranks(kept_tensors, 2, micro_steps):
         for mode, result in results.items():
@@ -225,7 +225,9 @@ def predicted_and_measured_peaks():
     return peaks
 
 
-@pytest.mark.parametrize("world_size", [None, 1, 2])
+@pytest.mark.parametrize(
+    "world_size", [None, 1, pytest.param(2, marks=pytest.mark.slow)]
+)  # test_malloc.py has two ranks as well
 def test_the_peak_of_training(world_size):
     by_rank = [predicted_and_measured_peaks()] if world_size is None else run_ranks(predicted_and_measured_peaks, world_size)
     for peaks in by_rank:

@@ -148,6 +148,7 @@ def test_memory_at_each_point_of_a_step(tmp_path):
     assert (folder / "memory.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_memory_of_one_rank_of_a_large_world(tmp_path):
     process = run(
         "bench.py",
@@ -182,6 +183,7 @@ def test_checkpoints(tmp_path):
         assert row["MB"] == pytest.approx(3 * 25.5, rel=0.05)
 
 
+@pytest.mark.slow
 def test_what_the_metrics_cost(tmp_path):
     process = run("bench.py", "--what=telemetry", "--name=telemetry", "--rounds=1", *SIZES, ranks=2, cwd=tmp_path)
     assert process.returncode == 0, process.stderr

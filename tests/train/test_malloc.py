@@ -105,7 +105,7 @@ def counted(library, tmp_path, *arguments):
     return json.loads(result.read_text())
 
 
-@pytest.mark.parametrize("world_size", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_every_point_of_a_step(malloc_counter, tmp_path, world_size):
     wrong = []
     for group, by_rank in counted(malloc_counter, tmp_path, world_size).items():

@@ -116,7 +116,7 @@ def test_a_model_that_cannot_be_predicted_trains_all_the_same(monkeypatch, capsy
         raise RuntimeError("no fake tensors for this model")
 
     monkeypatch.setattr(memory_check, "predicted_activations", fail)
-    assert memory_check._activations(None, "float32") == (0, 0, 0)
+    assert memory_check._activations(None, "float32") == (0,) * 5
     assert capsys.readouterr().out == ("note: activations cannot be predicted: RuntimeError: no fake tensors for this model\n")
 
 

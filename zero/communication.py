@@ -68,11 +68,7 @@ class CommunicationMeter:
             hooks = [tensor.register_hook(on_gradient) for tensor in tensors_in(output) if tensor.requires_grad]
 
     def _begin_backward(self) -> None:
-        """Measure the end of this backward.
-
-        Autograd calls its callbacks in the order in which they were queued. DistributedDataParallel queues the one that waits
-        for its all-reduces when it has all gradients, which is after this one.
-        """
+        """Measure the end of this backward: autograd calls DistributedDataParallel's callback between the two queued here."""
 
         def on_last_gradient() -> None:
             begin = mark(self._device)

@@ -63,13 +63,12 @@ class ShardedDataParallel(nn.Module):
     backward   When the gradient of a parameter arrives, it is divided by the world size, copied into its bucket and freed. A
                bucket that has all its gradients is reduce-scattered at once, in the order of the buckets. From then on,
                `param.grad` is a `SentGradient`. It can be dropped and zeroed, but not read: clip with
-               `optimizer.clip_grad_norm_`, and scale float16 gradients with `ShardedGradScaler`.
+               `optimizer.clip_grad_norm_`, and scale float16 gradients with `ShardedGradScaler`. With replicas, an all-reduce
+               adds up each shard over the groups as soon as its reduce-scatter has ended.
     step       The optimizer waits for the reduce-scatters (its phase 1), updates the owned slices, all-gathers each bucket
                as soon as it is updated, and waits until every parameter is in its place.
     forward    With `overlap`, step does not wait. A read of a parameter from its module waits for the all-gathers of the
                buckets that hold the parameter.
-
-    With replicas (`shard_size`), an all-reduce adds up each shard over the groups as soon as its reduce-scatter has ended.
 
     With `overlap`, one rule: after `step`, read parameters from their modules, or from the optimizer's `param_groups`. While
     all-gathers are in flight, a `WaitingDict` replaces the `_parameters` of each module, so it does not matter who reads, when,
@@ -106,8 +105,7 @@ class ShardedDataParallel(nn.Module):
             failed. From backward, if a gradient arrives again after its bucket has been sent (as from several reentrant
             checkpoints), or is sparse. From step, if gradients have not been sent, or a parameter was replaced.
 
-    Source: Rajbhandari et al., "ZeRO", sections 5.1 and 5.2. The interface is that of
-    `torch.nn.parallel.DistributedDataParallel`. The waiting dictionaries follow DeepSpeed ZeRO-3.
+    Source: Rajbhandari et al., "ZeRO", sections 5.1 and 5.2, and DeepSpeed ZeRO-3 (dictionaries that wait).
     """
 
     def __init__(
@@ -591,8 +589,6 @@ class ShardedDataParallel(nn.Module):
         for tensor, value in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
             if value.data_ptr() != tensor.data_ptr():
                 tensor.copy_(value.view(tensor.shape))
-
-    # ------------------------------------------------------------------------------------------------------------------
 
     def held_bytes(self) -> dict[str, int]:
         buckets = [gradients.buffer for gradients in self._gradients if gradients.buffer is not None]

@@ -87,7 +87,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     At construction, the parameters take the values of rank 0 and move into flat buffers: their `data` become views. The
     buffers are divided into buckets and shards as described in `zero.layout`. The inner optimizer receives each slice that
-    lies in this rank's shards as an ordinary parameter. One step has three phases:
+    lies in this rank's shards as an ordinary parameter. Needs to be constructed on all ranks. One step has three phases:
 
     1. collect gradients   Each owned slice gets the gradient of its elements, averaged over the ranks. ShardedDataParallel
                            provides the results of its reduce-scatters. Without it, the class takes views of the parameters'
@@ -108,8 +108,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
     3.1). If a weight has been written to, the next step copies it into its master. `set_parameter`, or a state dict that is
     loaded into the ShardedDataParallel, gives the master full precision. Construct it before DistributedDataParallel, because
     a change of dtype removes the hooks of DistributedDataParallel.
-
-    Needs to be constructed on all ranks.
 
     Args:
         params: parameters or parameter groups, as for any `torch.optim.Optimizer`. They must be the same on all ranks.
@@ -137,8 +135,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         RuntimeError: from `step`, if a parameter was replaced or unfrozen, or has a sparse gradient. From `state[param]`,
             `state_dict` and `load_state_dict`: a single rank does not have the whole state. Use `zero.checkpoint` instead.
 
-    Source: Rajbhandari et al., "ZeRO", section 5.1 (P_os). The interface is that of
-    `torch.distributed.optim.ZeroRedundancyOptimizer`.
+    Source: Rajbhandari et al., "ZeRO", section 5.1 (P_os), and the interface of ZeroRedundancyOptimizer.
     """
 
     def __init__(

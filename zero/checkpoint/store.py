@@ -53,14 +53,9 @@ def commit(checkpoint: dict[str, Any], folder: str, rotate: bool = True) -> set[
 
 
 def clean_up(folder: str, keep: int, iteration: int, replaced: set[str]) -> str | None:
-    """Keep the newest checkpoint by iteration as well, and remove what is no longer needed. Call it on one process only.
+    """Keep the newest checkpoint, of `iteration`, as one of the last `keep` by iteration. Remove what is no longer needed.
 
-    Args:
-        keep: number of the last checkpoints that are kept by iteration.
-        iteration: of the newest checkpoint.
-        replaced: what `commit` returned.
-
-    Returns a description of a problem, or None.
+    `replaced` is what `commit` returned. Returns a description of a problem, or None. Call it on one process only.
     """
     path = os.path.join(folder, NAME)
     try:

@@ -116,9 +116,8 @@ class CheckpointWriter:
     ) -> None:
         self.folder, self.keep, self.background, self.format = folder, keep, background, format
         self.newest_is_corrupt = newest_is_corrupt
-        # The writer has its own gloo process group, for any backend of the run. The collectives of the thread run
-        # concurrently with the others. With NCCL, the run would end if the ranks wait longer than its timeout, 10 minutes,
-        # while rank 0 writes.
+        # a process group of its own, because the collectives of the thread run concurrently with the others, and because NCCL
+        # would end the run if the ranks wait longer than its timeout, 10 minutes, while rank 0 writes
         self._group = dist.new_group(backend="gloo", timeout=LONG_TIMEOUT) if dist.is_initialized() else None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None

@@ -715,22 +715,15 @@ def a_scaler(wrap):
     return weights(module)
 
 
-def two_phases(wrap):
-    """A second optimizer, after the first one and its wrapper have been deleted."""
+def three_phases(wrap, delete=False):
+    """A second optimizer, if `delete` after the first one and its wrapper have been deleted."""
     module = net()
     for phase in range(3):
         model, optimizer = wrap(module)
         steps(model, optimizer, 2, first=10 * phase)
-        del model, optimizer
-        gc.collect()
-    return weights(module)
-
-
-def two_phases_without_deletion(wrap):
-    module = net()
-    for phase in range(3):
-        model, optimizer = wrap(module)
-        steps(model, optimizer, 2, first=10 * phase)
+        if delete:
+            del model, optimizer
+            gc.collect()
     return weights(module)
 
 
@@ -1093,8 +1086,8 @@ BEHAVIOURS: dict[str, Any] = {
     ),
     "a closure": a_closure,
     "a disabled scaler": a_disabled_scaler,
-    "two phases": two_phases,
-    "two phases without deletion": two_phases_without_deletion,
+    "three phases": partial(three_phases, delete=True),
+    "three phases without deletion": three_phases,
     "a batch skipped": loop(a_batch_skipped),
     "complex parameters": complex_parameters,
     "saved after step": loop(plain_each, after=saved_after_step),

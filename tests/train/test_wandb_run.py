@@ -5,6 +5,7 @@ import json
 import math
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -157,7 +158,7 @@ def test_without_a_network_the_run_is_offline(data, tmp_path, wandb_folder, monk
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
     monkeypatch.setenv("WANDB_INIT_TIMEOUT", "1")
-    process = run_for_real("train.py", *arguments, f"--init_from={init_from}", cwd=tmp_path)
+    process = run_for_real("train.py", *arguments, "--max_iters=8", f"--init_from={init_from}", cwd=tmp_path)
     assert process.returncode == 0, process.stderr
     assert re.search(rf"wandb records offline \(.+\); to upload later: .* wandb sync {newest(wandb_folder)}", process.stdout)
     assert "wandb" not in process.stderr
@@ -206,7 +207,7 @@ def test_training_goes_on_without_wandb(data, tmp_path, what, ranks):
     assert process.returncode == 0, process.stderr
     assert process.stdout.count("WARNING: wandb has stopped") == 1
     assert process.stderr in ("", "wandb: ERROR Problem finishing run\n")
-    assert [row["iter"] for row in merged(tmp_path)] == list(range(20))
+    assert [row["iter"] for row in merged(tmp_path)] == list(range(21))
 
 
 def test_a_run_that_ends_with_an_error_has_failed_in_wandb(data, tmp_path, wandb_folder):
@@ -244,29 +245,30 @@ run.finish()
 
 @pytest.mark.parametrize("can_rewind", [True, False])
 def test_a_run_on_a_server_is_one_curve(data, tmp_path, wandb_folder, monkeypatch, can_rewind):
-    """Stopped at 12, and resumed from a checkpoint at 10."""
+    """Ended after 12, and resumed from a checkpoint at 10."""
     monkeypatch.delenv("WANDB_MODE")
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     arguments = [*SETTINGS, f"--dataset={data}", "--wandb_log=True", f"--out_dir={tmp_path / 'out'}"]
     with WandbServer(can_rewind) as server:
         monkeypatch.setenv("WANDB_BASE_URL", server.url)
-        first = run("train.py", *arguments, "--max_iters=12", ranks=2, cwd=tmp_path)
+        first = run("train.py", *arguments, "--max_iters=12", "--keep_checkpoints=2", ranks=2, cwd=tmp_path)
         assert first.returncode == 0, first.stderr
         ((run_id, rows_before),) = [(run_id, list(rows)) for run_id, rows in server.rows.items()]
         assert f"wandb: {server.url}/entity/project/runs/{run_id}\n" in first.stdout
-        assert [row["iter"] for row in rows_before] == list(range(13))
+        assert [row["iter"] for row in rows_before] == list(range(14))
+        shutil.copy(tmp_path / "out" / "ckpt_00000010.pt", tmp_path / "out" / "ckpt.pt")
         resumed = run("train.py", *arguments, "--max_iters=15", "--init_from=resume", ranks=2, cwd=tmp_path)
         assert resumed.returncode == 0, resumed.stderr
     assert "RewindRun" in server.asked
     assert list(server.rows) == [run_id]
     expected = merged(tmp_path / "out")
-    assert [row["iter"] for row in expected] == list(range(16))
+    assert [row["iter"] for row in expected] == list(range(17))
     found = without_what_wandb_adds(server.rows[run_id])
     if can_rewind:
         assert found == expected
     else:
-        assert "wandb keeps the rows of iterations 10 to 12 as they are (failed to rewind run" in resumed.stdout
-        assert found == expected[:10] + without_what_wandb_adds(rows_before)[10:] + expected[13:]
+        assert "wandb keeps the rows of iterations 10 to 13 as they are (failed to rewind run" in resumed.stdout
+        assert found == expected[:10] + without_what_wandb_adds(rows_before)[10:] + expected[14:]
 
 
 class FakeWandb(types.ModuleType):
@@ -374,10 +376,11 @@ def test_without_wandb_training_goes_on_with_one_line(data, tmp_path):
     arguments = [f"--dataset={data}", f"--out_dir={tmp_path}", "--wandb_log=True", "--max_iters=2"]
     process = run("train.py", *SETTINGS, *arguments, before="import sys; sys.modules['wandb'] = None")
     assert process.returncode == 0, process.stderr
-    (line,) = [line for line in process.stdout.splitlines() if "wandb" in line and not line.startswith("Overriding")]
+    lines = process.stdout.replace(str(tmp_path), "").splitlines()  # its name has wandb in it
+    (line,) = [line for line in lines if "wandb" in line and not line.startswith("Overriding")]
     assert line.startswith("WARNING: wandb is not installed (")
     assert line.endswith("; pip install wandb; training goes on, metrics.jsonl has all figures")
-    assert [row["iter"] for row in merged(tmp_path)] == [0, 1, 2]
+    assert [row["iter"] for row in merged(tmp_path)] == [0, 1, 2, 3]
 
 
 def test_an_invalid_project_is_refused(data, tmp_path):

@@ -254,14 +254,15 @@ def test_the_peak_of_construction(mode):
 def _simulated(world_size, rank, results):
     torch.set_num_threads(1)
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
-    results.put(every_mode())
+    results.send(every_mode())
 
 
 @pytest.mark.parametrize(("world_size", "rank"), [(8, 0), (64, 63), (1024, 1023)])
 def test_predictions_for_one_rank_of_a_large_world(world_size, rank):
-    results = context.SimpleQueue()
-    process = context.Process(target=_simulated, args=(world_size, rank, results))
+    results, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_simulated, args=(world_size, rank, sender))
     process.start()
-    for mode, result in results.get().items():
+    sender.close()  # so that recv() fails if the process does
+    for mode, result in results.recv().items():
         check(mode, result)
     process.join()

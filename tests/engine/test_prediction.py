@@ -248,7 +248,7 @@ def peak_of_construction(mode):
 @pytest.mark.parametrize("mode", ["adamw", "sharded", "bfloat16"])
 def test_the_peak_of_construction(mode):
     for predicted, measured in run_ranks(peak_of_construction, 2, mode):
-        if mode == "adamw" and measured > 1.4 * predicted:  # gloo's thread still holds the copy that DistributedDataParallel sent
+        if mode == "adamw" and measured > 1.4 * predicted:  # gloo still holds what DistributedDataParallel has sent
             measured -= predicted // 2
         assert predicted == pytest.approx(measured, rel=0.05)  # rank 0's parameters are sent one by one
 

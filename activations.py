@@ -48,7 +48,8 @@ class LiveBytes(TorchDispatchMode):
         self.now = 0  # bytes
         self._peak = 0
         self._alive: dict[int, int] = {}  # by address of the storage object: bytes
-        self._spans: dict[int, tuple[int, int]] = {}  # the same: start address and end address of its memory, if it is real
+        # the same: the storage, and the start address and end address of its memory, if it is real
+        self._spans: dict[int, tuple[weakref.ref[torch.UntypedStorage], int, int]] = {}
         self._sum: tuple[int, int] | None = None  # the last operation added to a gradient: its key, bytes with both
 
     def ignore(self, tensors: Any) -> None:
@@ -91,10 +92,12 @@ class LiveBytes(TorchDispatchMode):
         if key in self._alive:
             return
         start = storage.data_ptr() if is_real else 0
-        is_inside = start and any(begin <= start < end for begin, end in self._spans.values())
+        # FSDP2 frees the memory of storages that stay alive
+        around = [other() for other, begin, end in self._spans.values() if start and begin <= start < end]
+        is_inside = any(other is not None and other.data_ptr() for other in around)
         self._alive[key] = 0 if is_inside else storage.nbytes()
         if start and not is_inside:
-            self._spans[key] = start, start + storage.nbytes()
+            self._spans[key] = weakref.ref(storage), start, start + storage.nbytes()
         self.now += self._alive[key]
         self._peak = max(self._peak, self.now)
         weakref.finalize(storage, self._free, key).atexit = False

@@ -95,8 +95,7 @@ class ReduceScatterWork(NamedTuple):
 class Pool:
     """Large CPU tensors that are kept for reuse: their fresh memory costs more time than the sum that it is used for.
 
-    Tensors of less than `KEPT_BYTES` are freed, because malloc itself reuses their memory. So a small model holds no memory
-    for communication from one step to the next. The allocator of a GPU is a pool for tensors of all sizes.
+    Tensors of less than `KEPT_BYTES` are freed, because malloc itself reuses their memory, and so does the allocator of a GPU.
     """
 
     def __init__(self) -> None:

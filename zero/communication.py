@@ -25,8 +25,8 @@ class CommunicationMeter:
     all-gather      ShardedDataParallel: waits in step, or with `overlap` in forward.
     broadcast       ZeroRedundancyOptimizer: from the end of its update until every rank has every parameter.
 
-    A wait includes the wait for slower ranks. Collectives of the training loop itself are not included. Construction installs
-    hooks. They start no collective, and the host does not wait for a GPU in them.
+    A wait includes the wait for slower ranks. Collectives of the training loop itself are not included. The hooks that
+    construction installs start no collective and do not wait for a GPU.
 
     Args:
         model, optimizer: what `zero.build.build` returned.

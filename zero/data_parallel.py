@@ -276,7 +276,12 @@ class ShardedDataParallel(nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Same as the optimizer's `zero_grad`: also drops gradients that have been sent."""
-        super().zero_grad(set_to_none)
+        if not set_to_none:
+            super().zero_grad(False)
+        for part in self.module.modules() if set_to_none else ():
+            for param in dict.values(part._parameters):  # does not wait for parameters in flight
+                if param is not None:
+                    param.grad = None
         self.clear()
 
     @contextmanager

@@ -66,12 +66,7 @@ def parameter_specs(
     names: Mapping[torch.nn.Parameter, str] | None = None,
     first_group: int = 0,
 ) -> list[ParameterSpec]:
-    """Return the specs of the parameters in torch.optim groups. The parameters may be on the meta device.
-
-    Args:
-        registration_order: `model.parameters()`, if the groups have another order.
-        names: known names of the parameters.
-    """
+    """Return the specs of the parameters in torch.optim groups. `registration_order` is that of `model.parameters()`."""
     positions, names = {param: position for position, param in enumerate(registration_order)}, names or {}
     return [
         ParameterSpec(

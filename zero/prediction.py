@@ -120,11 +120,11 @@ class Prediction:
         accumulated = self.full_gradients if self.micro_steps > 1 and not self.shard_gradients else 0
         before_last = max(1, self._bytes_before_last)
 
-        def held(moved: int) -> int:
+        def held(moved: float) -> int:
             """Gradients and activations when so many bytes of gradients are in buckets: layers free both at the same rate."""
             if moved > before_last:
-                return self._last_gradient
-            return layers + (embedding - layers) * moved // before_last + max(0, accumulated - moved)
+                return self._last_gradient if moved < math.inf else 0
+            return layers + (embedding - layers) * int(moved) // before_last + max(0, accumulated - int(moved))
 
         peak = 0
         for start, stop, fresh, kept in self._traffic.steps:
@@ -262,6 +262,7 @@ class Prediction:
     def _traffic(self) -> "_Traffic":
         """The reduce-scatters of an iteration, bucket by bucket, as ShardedDataParallel runs them."""
         traffic = _Traffic(self.on_cpu)
+        stop: float = 0  # bytes of gradients in buckets; after backward infinite
         arrived: set[int] = set()
         in_flight: deque[tuple[int, list[_Tensor], _Tensor]] = deque()  # number of the bucket, tensors to be freed, shard
 
@@ -269,6 +270,7 @@ class Prediction:
             number, tensors, shard = in_flight.popleft()
             if number not in arrived:
                 traffic.add_shard(shard)
+                traffic.add_step(stop, stop)
                 arrived.add(number)
             for tensor in tensors:
                 traffic.release(tensor)
@@ -296,7 +298,7 @@ class Prediction:
                     traffic.acquire(tensor)
                 traffic.add_step(stop, stop)
                 in_flight.append((number, [bucket, *received], (own, buffer.update_dtype)))
-        traffic.in_flight = traffic.now
+        traffic.in_flight, stop = traffic.now, math.inf
         while in_flight:
             finish()
         return traffic
@@ -314,7 +316,7 @@ class _Traffic:
         self.peak = 0  # largest bytes of fresh tensors at one time, without shards
         self.now = 0  # bytes of fresh tensors, without shards
         self.in_flight = 0  # bytes of fresh tensors in flight at the end of backward
-        self.steps: list[tuple[int, int, int, int]] = []  # of the last backward, see `add_step`
+        self.steps: list[tuple[float, float, int, int]] = []  # of the last backward, see `add_step`
         self._shards = 0  # bytes of fresh shards
         self._smallest_kept = KEPT_BYTES if on_cpu else math.inf
         self._free: Counter[_Tensor] = Counter()
@@ -345,7 +347,7 @@ class _Traffic:
         else:
             self._shards += _nbytes(shard)
 
-    def add_step(self, start: int, stop: int) -> None:
+    def add_step(self, start: float, stop: float) -> None:
         """Note the bytes of fresh and of kept tensors, while the bytes of gradients in buckets rise from `start` to `stop`."""
         self.steps.append((start, stop, self.now + self._shards, self.kept))
 

@@ -129,9 +129,7 @@ def local_chunks(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tu
         This rank's chunks, as views: the state and the (master) weights of the slices that it owns, and on rank 0 the tensors
         of the model that no rank owns. On rank 0 also the result of `full_state`, with tensors on the meta device in place of
         those in chunks; None on other ranks. A chunk has the name of its tensor in this result: its keys, joined by dots.
-
-    Raises:
-        CheckpointError: on all ranks, if a parameter is cut and not contiguous, and see `consolidate`.
+    Raises CheckpointError also for a parameter that is cut and not contiguous.
     """
     part = partition(optimizer)
     _check_contiguous(part)
@@ -168,8 +166,8 @@ def restore(
             also with an empty list.
 
     Raises:
-        CheckpointError: if its groups or the shapes of its tensors do not match this optimizer's parameters, or if it is not
-            the state of this optimizer's class. What a class outside of torch.optim keeps is not known, so any entries fit.
+        CheckpointError: if its groups, shapes or entries do not match this optimizer's. What a class outside of torch.optim
+            keeps is not known, so any entries fit.
     """
     if state_dict is None:
         raise CheckpointError("every rank needs the whole state, but `consolidate` returns it on rank 0: save it and load it")

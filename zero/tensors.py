@@ -65,7 +65,7 @@ def check_memory(params: list[torch.nn.Parameter]) -> None:
         if param.numel() and not param.is_meta:
             if param.requires_grad and not is_dense(param) and may_overlap(param):
                 raise ValueError(
-                    f"a parameter of shape {tuple(param.shape)} is expanded: elements share memory; clone() it first"
+                    f"a parameter of shape {tuple(param.shape)} is expanded: elements may share memory; clone() it first"
                 )
             spans.append((str(param.device), *memory_span(param), param.requires_grad, tuple(param.shape)))
     reached: dict[tuple[str, bool], tuple[int, tuple[int, ...]]] = {}  # by device, trainable: end, shape
@@ -84,12 +84,14 @@ def distinct_elements(name: str, tensor: torch.Tensor) -> torch.Tensor:
     """Return the elements of a tensor that lie in different places in memory: the first one of each expanded dimension."""
     own = tensor[tuple(slice(1) if stride == 0 else slice(None) for stride in tensor.stride())]
     if may_overlap(own):
-        raise ValueError(f"elements of {name} share memory, so it cannot be broadcast; clone() it before wrapping")
+        raise ValueError(f"elements of {name} may share memory, so it cannot be broadcast; clone() it before wrapping")
     return own
 
 
 def may_overlap(tensor: torch.Tensor) -> bool:
     """Return whether two elements may lie in the same place in memory."""
+    if not tensor.numel():
+        return False
     reach = 0  # offset of the last element in the dimensions so far
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1 and stride <= reach:

@@ -62,8 +62,7 @@ class Readers:
 
     Args:
         params: the parameters of `module` that can be in flight.
-        wait: is called with every value that is read from a module's dictionary of parameters. It must not keep the wrapper
-            alive.
+        wait: is called with every value that is read from a module's parameters. It must not keep the wrapper alive.
         undo: receives functions that remove from the module what is installed there.
     """
 

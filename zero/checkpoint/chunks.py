@@ -1,8 +1,7 @@
 """The tensors of a checkpoint in chunks: each rank writes its chunks, and any set of ranks reads the parts that it needs.
 
 The files are those of torch.distributed.checkpoint, whose planners assign the data to files. A tensor is stored flat. Its
-chunks are the ranges of elements that the ranks had. torch.distributed.checkpoint would unpickle its metadata without a
-check. Here, an unpickler reads the metadata and admits only the records of torch.distributed.checkpoint.
+chunks are the ranges of elements that the ranks had. An unpickler admits only the records of torch.distributed.checkpoint.
 """
 
 import os

@@ -39,7 +39,8 @@ def load_on_all_ranks(path: str) -> tuple[dict[str, Any], _ReadChunks | None]:
     model with `zero.build.build`, which broadcasts the weights of rank 0.
 
     Returns:
-        The checkpoint, and the function with which `restore` reads its optimizer state, on all ranks.
+        The checkpoint, and the function with which `restore` reads its optimizer state, or None. If a rank does not see the
+        file, the function needs to be called on all ranks.
 
     Raises:
         CheckpointError: on all ranks, if rank 0 cannot read the checkpoint.
@@ -120,22 +121,21 @@ def _read_or_receive(read_chunks: _ReadChunks | None, own: list[TensorChunk]) ->
         if error is not None:
             break
         for rank, wanted in enumerate(asked if is_rank_0() else ()):
-            if number < len(wanted):
-                part = _allocate(wanted[number], "cpu")
-                error = error or _read(read_chunks, [part])  # after an error, the receivers still wait for their messages
-                enqueue(in_flight, Transfer(dist.isend(part.elements, group_dst=rank, group=group, tag=TAG), part.elements))
-        if number < len(messages):
-            place = messages[number].elements
-            enqueue(in_flight, Transfer(dist.irecv(place, group_src=0, group=group, tag=TAG), place))
+            read = _allocate(wanted[number], "cpu") if number < len(wanted) else []
+            error = error or _read(read_chunks, read)  # after an error, the receivers still wait for their messages
+            for chunk in read:
+                enqueue(in_flight, Transfer(dist.isend(chunk.elements, group_dst=rank, group=group, tag=TAG), chunk.elements))
+        for chunk in messages[number] if number < len(messages) else ():
+            enqueue(in_flight, Transfer(dist.irecv(chunk.elements, group_src=0, group=group, tag=TAG), chunk.elements))
         drain(in_flight)
         error = broadcast_object(error, group)
     if error is not None:
         raise error
 
 
-def _allocate(chunk: TensorChunk, device: str) -> TensorChunk:
-    """Return the same chunk with uninitialized elements."""
-    return chunk._replace(elements=torch.empty_like(chunk.elements, device=device))
+def _allocate(chunks: list[TensorChunk], device: str) -> list[TensorChunk]:
+    """Return the same chunks with uninitialized elements."""
+    return [chunk._replace(elements=torch.empty_like(chunk.elements, device=device)) for chunk in chunks]
 
 
 def _read(read_chunks: _ReadChunks | None, chunks: list[TensorChunk]) -> CheckpointError | None:
@@ -156,11 +156,17 @@ def _copy(state: dict[int, dict[str, Any]], chunks: list[TensorChunk]) -> None:
         chunk.elements.copy_(tensors[chunk.name].reshape(-1)[chunk.start : stop])
 
 
-def _messages(chunks: list[TensorChunk]) -> list[TensorChunk]:
-    """Divide chunks into chunks of at most `MESSAGE_BYTES`."""
-    return [
-        chunk._replace(start=chunk.start + start, elements=elements)
-        for chunk in chunks
-        for start in range(0, chunk.elements.numel(), MESSAGE_BYTES // chunk.elements.itemsize)
-        for elements in [chunk.elements[start : start + MESSAGE_BYTES // chunk.elements.itemsize]]
-    ]
+def _messages(chunks: list[TensorChunk]) -> list[list[TensorChunk]]:
+    """Divide chunks into messages of at most `MESSAGE_BYTES`."""
+    messages: list[list[TensorChunk]] = []
+    free_bytes = 0
+    for chunk in chunks:
+        step = MESSAGE_BYTES // chunk.elements.itemsize
+        for start in range(0, chunk.elements.numel(), step):
+            part = chunk._replace(start=chunk.start + start, elements=chunk.elements[start : start + step])
+            if part.elements.nbytes > free_bytes:
+                messages.append([])
+                free_bytes = MESSAGE_BYTES
+            messages[-1].append(part)
+            free_bytes -= part.elements.nbytes
+    return messages

@@ -46,13 +46,12 @@ def save(
     begin = time.perf_counter()
     weights = ((name, value) for name, value in checkpoint["model"].items() if name not in buffers)
     _check_finite([_first_nonfinite(weights)])
-    return _commit(checkpoint, folder, keep, rotate, begin)
-
-
-def _commit(checkpoint: dict[str, Any], folder: str, keep: int, rotate: bool, begin: float, shard_bytes: int = 0) -> SaveReport:
     replaced = store.commit(checkpoint, folder, rotate)
+    return _report(checkpoint["iter_num"], folder, keep, replaced, begin)
+
+
+def _report(iteration: int, folder: str, keep: int, replaced: set[str], begin: float, shard_bytes: int = 0) -> SaveReport:
     nbytes, write_s = os.path.getsize(os.path.join(folder, store.NAME)) + shard_bytes, time.perf_counter() - begin
-    iteration = checkpoint["iter_num"]
     return SaveReport(iteration, nbytes, write_s, warning=store.clean_up(folder, keep, iteration, replaced))
 
 
@@ -89,8 +88,8 @@ def _save_sharded(
             return None
         if missing := [file for file in sums if not os.path.exists(os.path.join(unfinished, file))]:
             raise OSError(f"rank 0 does not see what other ranks wrote to {folder} ({missing[0]}); use a folder that all share")
-        checkpoint["shards"] = store.shards_entry(name, sums)
-        return _commit(checkpoint, folder, keep, rotate, begin, sum(entry.nbytes for entry in sums.values()))
+        replaced = store.commit({**checkpoint, "shards": store.shards_entry(name, sums)}, folder, rotate)
+    return _report(checkpoint["iter_num"], folder, keep, replaced, begin, sum(entry.nbytes for entry in sums.values()))
 
 
 class CheckpointWriter:
@@ -98,8 +97,7 @@ class CheckpointWriter:
 
     Args:
         folder, keep: see `save`. All ranks must share the folder.
-        background: if True, `save` returns when the state is collected on the CPU, and a thread writes the file. A second
-            `save` waits for the first.
+        background: `save` returns when the state is collected on the CPU, and a thread writes the file.
         format: 'consolidated' (rank 0 writes everything) or 'sharded' (each rank writes what it owns).
         newest_is_corrupt: whether `find` has found that the newest checkpoint is corrupt. Only the value of rank 0 counts.
         sweep: remove files that killed runs have left. Pass False for a run that saves nothing and must change nothing.

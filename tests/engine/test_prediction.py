@@ -259,7 +259,7 @@ def _simulated(world_size, rank, results):
     results.send(every_mode())
 
 
-@pytest.mark.parametrize(("world_size", "rank"), [(8, 0), (64, 63), (1024, 1023)])
+@pytest.mark.parametrize(("world_size", "rank"), [(8, 0), (64, 63), pytest.param(1024, 1023, marks=pytest.mark.slow)])
 def test_predictions_for_one_rank_of_a_large_world(world_size, rank):
     results, sender = context.Pipe(duplex=False)
     process = context.Process(target=_simulated, args=(world_size, rank, sender))

@@ -31,7 +31,7 @@ LONG_TIMEOUT = timedelta(days=1)  # for waits on a disk, which may take longer t
 def cpu_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     """Return a process group of the same ranks that sends from main memory.
 
-    This is `group` itself if its backend is gloo or fake; otherwise a new gloo group. Needs to be called on all ranks first.
+    This is `group` itself if its backend is gloo or fake; otherwise a new gloo group. The first call must be on all ranks.
     """
     if dist.get_backend(group) in ("gloo", "fake"):
         return group
@@ -56,7 +56,7 @@ def is_rank_0() -> bool:
 
 
 def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Gather the values of all ranks on all ranks, in rank order. Without torch.distributed, there is one rank."""
+    """Gather the values of all ranks, in rank order. Call it on all ranks; without torch.distributed, there is one."""
     if not dist.is_initialized():
         return [value]
     values = [None] * dist.get_world_size(group)
@@ -75,7 +75,7 @@ def gather_numbers(values: Sequence[float]) -> list[list[float]]:
 
 
 def broadcast_object(value: Any, group: dist.ProcessGroup | None = None) -> Any:
-    """Return the value of rank 0 on all ranks. Without torch.distributed, there is one rank."""
+    """Return the value of rank 0. Call it on all ranks; without torch.distributed, there is one."""
     if not dist.is_initialized() or dist.get_backend(group) == "fake":  # there, nobody sends
         return value
     values = [value]

@@ -106,8 +106,8 @@ def _outline(checkpoint: dict[str, Any]) -> dict[str, Any]:
 def _read_or_receive(read_chunks: _ReadChunks | None, own: list[TensorChunk]) -> None:
     """Fill the elements of `own`: ranks that see the file read them, the other ranks receive them from rank 0.
 
-    Rank 0 sends one message to each receiver, then the next message to each, and so on. After each round it tells all ranks
-    whether it could read the elements, so no rank waits longer than one round.
+    Needs to be called on all ranks. Rank 0 sends one message to each receiver, then the next one to each, and so on. After each
+    round it tells all ranks whether it could read the elements, so no rank waits longer than one round.
 
     Args:
         read_chunks: fills the elements of chunks; None if this rank does not see the file.

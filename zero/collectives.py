@@ -20,7 +20,6 @@ from zero.stopwatch import Stopwatch
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-MAX_IN_FLIGHT = 2  # reduce-scatters in flight: one on the wire, the next one ready; more are not faster and take memory
 KEPT_BYTES = 4_000_000  # smallest tensor that a Pool keeps
 TAG = 0x2E60  # of messages between two ranks, so that no receive of the user's own takes one
 GRADIENTS, PARAMETERS = TAG + 1, TAG + 2  # so that no parameter is ever taken for a gradient
@@ -187,20 +186,29 @@ class Communicator:
         work = dist.all_to_all_single(gathered, bucket, received_sizes, sizes, group=self.shard_group, async_op=True)
         return ReduceScatterWork(bucket, list(gathered.chunk(self.shard_size)), [gathered], [work])
 
-    def add(self, reduction: ReduceScatterWork, shard: torch.Tensor, first: bool) -> None:
-        """Wait for a reduce-scatter and store its sum over the shard group in `shard`, (sizes[shard_rank],).
+    def add(self, reduction: ReduceScatterWork, shard: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
+        """Wait for a reduce-scatter and return its sum over the shard group, added to `shard` if there is one.
 
-        If `first`, the sum overwrites `shard`; otherwise it is added to `shard`. It is computed in the dtype of `shard`, which
-        may be wider than that of the bucket. The tensors of the reduction return to the pool.
+        Without `shard`, the sum takes the memory of a received part, or if that does not fit a tensor from the pool. It is
+        computed in the dtype of `like`, (sizes[shard_rank],), which may be wider than that of the bucket. The other tensors of
+        the reduction return to the pool.
         """
-        self.wait("reduce-scatter", reduction.works, shard.device)
-        total, *rest = reduction.parts if first else (shard, *reduction.parts)
+        self.wait("reduce-scatter", reduction.works, like.device)
+        parts, received = reduction.parts, reduction.received
+        if shard is not None:
+            parts = [shard, *parts]
+        elif received and (received[0].shape, received[0].dtype) == (like.shape, like.dtype):
+            shard = received.pop(0)
+        else:
+            shard = self.pool.acquire(like.numel(), like)
+        total, *rest = parts
         if not rest or total.dtype != shard.dtype:
             total = shard.copy_(total)
         for part in rest:
             total = torch.add(total, part, out=shard)
-        for tensor in (reduction.bucket, *reduction.received):
+        for tensor in (reduction.bucket, *received):
             self.pool.release(tensor)
+        return shard
 
     def all_gather(self, bucket: torch.Tensor, sizes: list[int]) -> list[dist.Work]:
         """Start an in-place all-gather: fill `bucket` with the shards of all ranks of the shard group.

@@ -19,7 +19,7 @@ from torch.autograd import Variable
 from torch.profiler import record_function
 from torch.utils._pytree import tree_leaves
 
-from zero.collectives import MAX_IN_FLIGHT, ReduceScatterWork, cpu_group
+from zero.collectives import ReduceScatterWork, cpu_group
 from zero.layout import PlacedSlice
 from zero.optimizer import SPARSE, Bucket, OwnedSlice, ShardedOptimizer
 from zero.placeholders import SentGradient, local_gradient
@@ -39,8 +39,7 @@ class BucketGradients:
     buffer: torch.Tensor | None = None  # (sum of sizes,), collects gradients as they arrive
     streams: set[torch.cuda.Stream] = field(default_factory=set)  # on a GPU: streams that have written to `buffer`
     reduction: ReduceScatterWork | None = None  # in flight
-    shard: torch.Tensor | None = None  # (sizes[shard_rank],), the mean gradient of this step
-    is_reduced: bool = False  # whether `shard` holds a gradient of this step
+    shard: torch.Tensor | None = None  # (sizes[shard_rank],), the mean gradient of this step, if one has arrived
     # with replicas: the all-reduce of `shard` over them, in flight or done; None: `shard` has the sum over the shard group only
     all_reduce: list[dist.Work] | None = None
 
@@ -368,15 +367,18 @@ class ShardedDataParallel(nn.Module):
         return gradients.buffer
 
     def _reduce_full_buckets(self) -> None:
-        """Start the reduce-scatters of full buckets in bucket order: all ranks must start them in the same order."""
+        """Start the reduce-scatters of full buckets in bucket order: all ranks must start them in the same order.
+
+        One is in flight while the next bucket fills. With two, GPT-2 124M is not faster on CPUs, and takes a bucket more.
+        """
         while self._next < len(self._gradients) and not self._gradients[self._next].missing:
             number, self._next = self._next, self._next + 1  # first: hooks of another device may run in another thread
             gradients = self._gradients[number]
             self._wait_for_streams(gradients)
-            if number >= MAX_IN_FLIGHT:
-                self._finish_reduce_scatter(self._gradients[number - MAX_IN_FLIGHT])
+            if number > 0:
+                self._finish_reduce_scatter(self._gradients[number - 1])
                 if self.require_backward_grad_sync:
-                    self._start_all_reduce(self._gradients[number - MAX_IN_FLIGHT])
+                    self._start_all_reduce(self._gradients[number - 1])
             with record_function(f"zero::reduce_scatter bucket {number}"):
                 gradients.reduction = self._comm.reduce_scatter(self._bucket_buffer(gradients), gradients.bucket.sizes)
             gradients.buffer = None
@@ -435,17 +437,12 @@ class ShardedDataParallel(nn.Module):
             if self._comm.replica > 0:
                 gradients.shard.zero_()
             gradients.all_reduce = None
-        if gradients.shard is None:
-            like = gradients.bucket.updated
-            gradients.shard = self._comm.pool.acquire(like.numel(), like)
         with record_function(f"zero::wait_reduce_scatter bucket {gradients.bucket.number}"):
-            self._comm.add(reduction, gradients.shard, first=not gradients.is_reduced)
-        gradients.is_reduced = True
+            gradients.shard = self._comm.add(reduction, gradients.shard, gradients.bucket.updated)
 
     def _start_all_reduce(self, gradients: BucketGradients) -> None:
         """Start to add up the shard over its replicas, if it has a gradient of this step that is not added up yet."""
-        if self._comm.replicas > 1 and gradients.is_reduced and gradients.all_reduce is None:
-            assert gradients.shard is not None
+        if self._comm.replicas > 1 and gradients.shard is not None and gradients.all_reduce is None:
             with record_function(f"zero::all_reduce bucket {gradients.bucket.number}"):
                 gradients.all_reduce = self._comm.all_reduce_shard(gradients.shard)
 
@@ -481,7 +478,7 @@ class ShardedDataParallel(nn.Module):
             self._finish_reduce_scatter(gradients)
             self._wait_for_all_reduce(gradients)
             for owned in gradients.bucket.owned:
-                is_used = gradients.is_reduced and self._number[owned.param] in self._used
+                is_used = gradients.shard is not None and self._number[owned.param] in self._used
                 owned.local.grad = gradients.owned_gradient(owned) if is_used else None
             yield gradients.bucket
 
@@ -511,7 +508,7 @@ class ShardedDataParallel(nn.Module):
             for gradients in self._gradients:
                 self._finish_reduce_scatter(gradients)
                 self._wait_for_all_reduce(gradients)
-                for owned in gradients.bucket.owned if gradients.is_reduced else ():
+                for owned in gradients.bucket.owned if gradients.shard is not None else ():
                     if self._number[owned.param] in dropped | zeroed:
                         gradients.owned_gradient(owned).zero_()
             self._drop(dropped)
@@ -532,8 +529,7 @@ class ShardedDataParallel(nn.Module):
             if gradients.shard is not None:
                 self._comm.pool.release(gradients.shard)
                 gradients.shard = None
-            gradients.is_reduced, gradients.all_reduce = False, None
-            gradients.missing, gradients.buffer = set(), None  # left over from a failed backward
+            gradients.missing, gradients.buffer, gradients.all_reduce = set(), None, None  # left over from a failed backward
         self._drop(self._used)
         self._in_backward = False
 

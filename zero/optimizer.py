@@ -377,14 +377,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Each rank adds up the squares of its slices, and an all-reduce of a float32 scalar gives the norm of all gradients. It
         runs over all ranks, also if there are replicas: the norm must have the same bits on all of them.
         """
-        total = torch.zeros((), dtype=torch.float32, device=self.buckets[0].data.device if self.buckets else None)
         each: dict[torch.nn.Parameter, torch.Tensor] = {}
         for bucket in self._collect():  # meanwhile, the gradients of the next bucket are in flight
-            locals_ = [owned.local for owned in bucket.owned if owned.local.grad is not None]
-            if locals_:
-                norms = float32_norms([local.grad for local in locals_ if local.grad is not None])
-                each.update(zip(locals_, norms, strict=True))
-                total += torch.stack(norms).square().sum()
+            gradients = {owned.local: owned.local.grad for owned in bucket.owned if owned.local.grad is not None}
+            if gradients:
+                each.update(zip(gradients, float32_norms(list(gradients.values())), strict=True))
+        device = self.buckets[0].data.device if self.buckets else None
+        total = torch.stack([torch.zeros((), dtype=torch.float32, device=device), *each.values()]).square().sum()
         self.comm.wait("all-reduce", self.comm.all_reduce(total), total.device)
         return GradientNorms((total / self.comm.replicas).sqrt(), each)
 

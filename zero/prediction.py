@@ -5,14 +5,14 @@ rounds tensors up, and its libraries (cuBLAS, NCCL) take workspaces in addition.
 """
 
 import math
-from collections import Counter, deque
+from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple
 
 import torch
 
-from zero.collectives import KEPT_BYTES, MAX_IN_FLIGHT
+from zero.collectives import KEPT_BYTES
 from zero.layout import Plan
 
 PURPOSES = ("parameters", "gradients", "state", "master", "buckets")
@@ -218,8 +218,8 @@ class Prediction:
             return 0, 0
         if point == "accumulating" and not self.shard_gradients:
             return self.full_gradients, 0  # kept buckets are freed
-        if point == "accumulating":  # the last reduce-scatters are in flight
-            arrived = self._own_bytes if self.micro_steps > 2 else self._own_bytes[:-MAX_IN_FLIGHT]
+        if point == "accumulating":  # the last reduce-scatter is in flight
+            arrived = self._own_bytes if self.micro_steps > 2 else self._own_bytes[:-1]
             kept = self._traffic.kept - sum(filter(self._traffic.is_kept, arrived))
             return sum(arrived), kept + self._traffic.in_flight
         if point == "before step":
@@ -264,21 +264,21 @@ class Prediction:
         traffic = _Traffic(self.on_cpu)
         stop: float = 0  # bytes of gradients in buckets; after backward infinite
         arrived: set[int] = set()
-        in_flight: deque[tuple[int, list[_Tensor], _Tensor]] = deque()  # number of the bucket, tensors to be freed, shard
+        in_flight: list[tuple[int, _Tensor, list[_Tensor], _Tensor]] = []  # number, bucket, received, shard; at most one
 
         def finish() -> None:
-            number, tensors, shard = in_flight.popleft()
-            if number not in arrived:
-                traffic.add_shard(shard)
-                traffic.add_step(stop, stop)
-                arrived.add(number)
-            for tensor in tensors:
-                traffic.release(tensor)
+            for number, bucket, received, shard in in_flight:
+                if number not in arrived:
+                    traffic.add_shard(shard, received)
+                    traffic.add_step(stop, stop)
+                    arrived.add(number)
+                for tensor in (bucket, *received):
+                    traffic.release(tensor)
+            in_flight.clear()
 
         buckets = [(buffer, shards) for buffer in self.plan.buffers for shards in buffer.layout.shards]
         for _ in range(min(2, self.micro_steps) if self.shard_gradients else 1):
-            while in_flight:
-                finish()
+            finish()
             stop, traffic.steps = 0, []
             for number, (buffer, shards) in enumerate(buckets):
                 own = shards[self.rank].numel
@@ -286,8 +286,7 @@ class Prediction:
                 start, stop = stop, stop + _nbytes(bucket)
                 traffic.acquire(bucket)
                 traffic.add_step(start, stop)
-                if len(in_flight) == MAX_IN_FLIGHT:
-                    finish()
+                finish()
                 if self.on_cpu or self.plan.world_size == 1:
                     received = [(own, buffer.dtype)] * (self.plan.world_size - 1 if own else 0)
                 elif buffer.dtype in (torch.float32, torch.float64):
@@ -297,10 +296,9 @@ class Prediction:
                 for tensor in received:
                     traffic.acquire(tensor)
                 traffic.add_step(stop, stop)
-                in_flight.append((number, [bucket, *received], (own, buffer.update_dtype)))
+                in_flight.append((number, bucket, received, (own, buffer.update_dtype)))
         traffic.in_flight, stop = traffic.now, math.inf
-        while in_flight:
-            finish()
+        finish()
         return traffic
 
 
@@ -339,11 +337,15 @@ class _Traffic:
         else:
             self.now -= _nbytes(tensor)
 
-    def add_shard(self, shard: _Tensor) -> None:
-        """Acquire a shard. It stays until the end of the iteration."""
+    def add_shard(self, shard: _Tensor, received: list[_Tensor]) -> None:
+        """Acquire a shard, or take it from `received` if it fits. It stays until the end of the iteration."""
+        if shard in received:
+            received.remove(shard)
+            self.now -= 0 if self.is_kept(_nbytes(shard)) else _nbytes(shard)
+        elif self.is_kept(_nbytes(shard)):
+            self.acquire(shard)
         if self.is_kept(_nbytes(shard)):
             self.kept_shards += _nbytes(shard)
-            self.acquire(shard)
         else:
             self._shards += _nbytes(shard)
 

@@ -39,10 +39,11 @@ def travel(looks_like_on_gpu, looks_like_nccl, old_names, dtype, sizes):
 
     buckets = [torch.arange(sum(sizes), dtype=dtype) / 7 + r for r in range(comm.world_size)]
     expected = sum(bucket.float() for bucket in buckets).split(sizes)[rank]
-    shard = torch.empty(sizes[rank])
-    for first in (True, False):
-        comm.add(comm.reduce_scatter(place(buckets[rank].clone()), sizes), shard, first=first)
-    torch.testing.assert_close(shard, 2 * expected, rtol=1e-6, atol=1e-6)  # added up in float32, whatever was sent
+    shard = None
+    for _ in range(2):
+        shard = comm.add(comm.reduce_scatter(place(buckets[rank].clone()), sizes), shard, torch.empty(sizes[rank]))
+    assert shard.dtype == torch.float32
+    torch.testing.assert_close(shard.as_subclass(torch.Tensor), 2 * expected, rtol=1e-6, atol=1e-6)  # added up in float32, whatever was sent
     assert comm.sent_bytes["reduce-scatter"] == 2 * (sum(sizes) - sizes[rank]) * dtype.itemsize
 
     bucket = torch.full((sum(sizes),), float("nan"), dtype=dtype)
@@ -104,8 +105,9 @@ def test_messages_of_the_user_are_not_mixed_up_with_shards():
 
 def test_a_group_of_one_needs_no_process_group():
     comm = collectives.Communicator(None)
-    bucket, shard = torch.arange(4.0), torch.empty(4)
-    comm.add(comm.reduce_scatter(bucket, [4]), shard, first=True)
+    bucket = torch.arange(4.0)
+    shard = comm.add(comm.reduce_scatter(bucket, [4]), None, torch.empty(4))
     assert torch.equal(shard, bucket)
+    assert shard.data_ptr() != bucket.data_ptr()  # which collects the next gradients
     assert not comm.all_gather(bucket, [4])
     assert not sum(comm.sent_bytes.values())

@@ -52,7 +52,7 @@ def test_shards_tile_the_flat_buffer_and_parameters_do_not_overlap(case):
     assert all(stop <= start for (_, stop), (start, _) in pairwise(taken))
     assert not taken or taken[-1][1] <= layout.padded_numel
     padding = layout.padded_numel - sum(layout.numels)
-    assert 0 <= padding < args["align"] * (args["world_size"] + len(layout.numels))
+    assert 0 <= padding < args["align"] * (args["world_size"] * max(1, len(layout.buckets)) + len(layout.numels))
 
 
 @given(both)
@@ -66,10 +66,10 @@ def test_a_slice_lies_inside_one_of_its_owners_shards(case):
 
 
 @given(by_element)
-def test_shards_of_elements_are_equal_and_cut_between_vectors(args):
+def test_buckets_and_shards_of_elements_are_equal_and_cut_between_vectors(args):
     layout = Layout.by_element(**args)
-    for shards, bucket in zip(layout.shards, layout.buckets, strict=True):
-        assert len({shard.numel for shard in shards}) == 1
+    assert len({shard.numel for shards in layout.shards for shard in shards}) <= 1
+    for bucket in layout.buckets:
         assert 0 < bucket.numel < args["bucket_numel"] + args["align"] * args["world_size"]
     for rank in range(args["world_size"]):
         for piece in layout.slices(rank):
@@ -118,25 +118,26 @@ def test_impossible_layouts_are_refused(lay):
     [
         (0.8e6, 2, 4),  # one bucket
         (0.8e6, 64, 4),
-        (10.7e6, 2, 5.35),
-        (10.7e6, 64, 5.35),
+        (10.7e6, 2, 14.27),
+        (10.7e6, 64, 14.27),
         (124e6, 2, 25),
         (124e6, 25, 25),
-        (124e6, 64, 62),
+        (124e6, 64, 64),
         (1558e6, 8, 25),
         (1558e6, 64, 64),
         (0, 1, 4),
     ],
 )
 def test_the_automatic_bucket_size(params, world_size, expected):
-    assert auto_bucket_mb(int(4 * params), world_size) == pytest.approx(expected)
+    assert auto_bucket_mb(int(4 * params), world_size) == pytest.approx(expected, rel=1e-3)
 
 
 def test_automatic_buckets_follow_the_bytes_of_the_trainable_parameters():
     def spec(numel, is_trainable):
         return ParameterSpec((numel,), torch.float32, torch.device("cpu"), is_trainable)
 
-    specs = [spec(8_000_000, True), spec(8_000_000, True), spec(80_000_000, False)]
+    specs = [spec(3_000_000, True), spec(3_000_000, True), spec(80_000_000, False)]
     for param_dtype, megabytes in [(None, 8), (torch.bfloat16, 4)]:
         (buffer,) = plan(specs, 2, param_dtype=param_dtype).buffers
-        assert [bucket.numel * buffer.dtype.itemsize / 1e6 for bucket in buffer.layout.buckets] == [megabytes] * 8
+        sizes = [bucket.numel * buffer.dtype.itemsize / 1e6 for bucket in buffer.layout.buckets]
+        assert sizes == pytest.approx([megabytes] * 3, rel=1e-4)

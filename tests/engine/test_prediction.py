@@ -41,10 +41,10 @@ def without_communication(_, bucket):
 
 LARGER = replace(SIZES, n_layer=6, n_head=6, n_embd=384)  # 10.7M parameters
 MODES_OF_LARGER = {  # on a CPU, the pool keeps
-    "buckets": Flags(),
-    "buckets and shards": Flags(bucket_mb=12),
-    "buckets, with shard_gradients": Flags(shard_gradients=True),
-    "buckets and shards, with shard_gradients": Flags(bucket_mb=12, shard_gradients=True),
+    "buckets": Flags(bucket_mb=6),
+    "buckets and shards": Flags(),
+    "buckets, with shard_gradients": Flags(bucket_mb=6, shard_gradients=True),
+    "buckets and shards, with shard_gradients": Flags(shard_gradients=True),
     "bfloat16": Flags(bucket_mb=6, param_dtype="bfloat16"),
 }
 

@@ -16,13 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd import Variable
-from torch.profiler import record_function
 from torch.utils._pytree import tree_leaves
 
 from zero.collectives import ReduceScatterWork, cpu_group
 from zero.layout import PlacedSlice
 from zero.optimizer import SPARSE, Bucket, OwnedSlice, ShardedOptimizer
 from zero.placeholders import SentGradient, local_gradient
+from zero.stopwatch import region
 from zero.tensors import distinct_elements, flattened, properties, shaped
 from zero.waiting import ReadCheck, Readers, WeakHook
 
@@ -35,7 +35,8 @@ class BucketGradients:
     """The gradients of one bucket, from backward to the end of the step."""
 
     bucket: Bucket
-    missing: set[nn.Parameter] = field(default_factory=set)  # in backward: parameters without their gradient yet
+    members: list[tuple[int, PlacedSlice]]  # all slices in the bucket, with the numbers of their parameters
+    missing: set[int] = field(default_factory=set)  # in backward: parameters without their gradient yet
     buffer: torch.Tensor | None = None  # (sum of sizes,), collects gradients as they arrive
     streams: set[torch.cuda.Stream] = field(default_factory=set)  # on a GPU: streams that have written to `buffer`
     reduction: ReduceScatterWork | None = None  # in flight
@@ -149,11 +150,13 @@ class ShardedDataParallel(nn.Module):
         self._params = [param for buffer in optimizer.buffers for param in buffer.params]
         self._number = {param: number for number, param in enumerate(self._params)}
         optimizer.names.update({param: name for name, param in self.module.named_parameters()})
-        self._places: dict[nn.Parameter, list[tuple[Bucket, PlacedSlice]]] = {param: [] for param in self._params}
+        self._places: list[list[tuple[BucketGradients, PlacedSlice]]] = [[] for _ in self._params]
+        self._gradients = []
         for bucket in optimizer.buckets:
-            for param, placed in bucket.members:
-                self._places[param].append((bucket, placed))
-        self._gradients = [BucketGradients(bucket) for bucket in optimizer.buckets]
+            members = [(self._number[param], placed) for param, placed in bucket.members]
+            self._gradients.append(BucketGradients(bucket, members))
+            for number, placed in members:
+                self._places[number].append((self._gradients[-1], placed))
 
     def _check_parameters(self) -> None:
         """Refuse, on all ranks, parameters and buffers that are not the optimizer's, differ, or cannot be moved."""
@@ -187,11 +190,12 @@ class ShardedDataParallel(nn.Module):
     def _install_hooks(self) -> None:
         """Install hooks for gradients, reads and loaded weights in the module. `_undo` removes them."""
         on_gradient = WeakHook(self._on_gradient)
-        for param in self._params:
-            self._undo.append(param.register_post_accumulate_grad_hook(on_gradient).remove)
-        self._readers = Readers(self.module, set(self._params), partial(_wait, self.optimizer, self._places), self._undo)
+        for number, param in enumerate(self._params):
+            self._undo.append(param.register_post_accumulate_grad_hook(partial(on_gradient, number)).remove)
+        buckets_of = {param: [gradients.bucket for gradients, _ in self._places[n]] for param, n in self._number.items()}
+        self._readers = Readers(set(self._params), partial(_wait, self.optimizer, buckets_of), self._undo)
         if self.overlap:
-            self._readers.find()
+            self._readers.find(list(self.module.modules()))
         if self.optimizer.plan.has_masters:
             before_loading = WeakHook(self._before_loading)
             for part in self.module.modules():
@@ -304,12 +308,11 @@ class ShardedDataParallel(nn.Module):
         if is_due and _accumulates(leaf):
             self._begin_backward()
 
-    @torch.no_grad()
-    def _on_gradient(self, param: nn.Parameter) -> None:
+    def _on_gradient(self, number: int, param: nn.Parameter) -> None:
         """Process a gradient that backward has just accumulated."""
         if param.grad is None:  # another hook has dropped it; DistributedDataParallel treats this as zero
             param.grad = torch.zeros_like(param)
-        if any(bucket.gather is not None for bucket, _ in self._places[param]):
+        if any(gradients.bucket.gather is not None for gradients, _ in self._places[number]):
             raise RuntimeError(
                 f"{self.optimizer.names[param]} has a gradient, but its all-gather was never waited for: it was read through a "
                 "reference taken beforehand; read it from its module, or call optimizer.synchronize() after step()"
@@ -319,7 +322,7 @@ class ShardedDataParallel(nn.Module):
             return
         if not self._in_backward:
             self._begin_backward()  # the parameter was used outside of the module, for example in a penalty
-        self._copy_to_bucket(param)
+        self._copy_to_bucket(number)
 
     @torch.no_grad()
     def _begin_backward(self) -> None:
@@ -327,33 +330,32 @@ class ShardedDataParallel(nn.Module):
         self._apply_zeroing()
         for gradients in self._gradients:
             self._finish_reduce_scatter(gradients)  # of the previous micro-step
-            gradients.missing = {param for param, _ in gradients.bucket.members}
+            gradients.missing = {number for number, _ in gradients.members}
         self._in_backward, self._next = True, 0
         Variable._execution_engine.queue_callback(self._end_backward)
 
-    def _copy_to_bucket(self, param: nn.Parameter) -> None:
+    def _copy_to_bucket(self, number: int) -> None:
         """Copy a gradient, divided by the world size, to its places in the buckets, and free it."""
-        number = self._number[param]
+        param = self._params[number]
         gradient: Any = param.grad
         if gradient is self._sent[number]:
             gradient = self._sent[number].take_added()
         if gradient.is_sparse:
             raise RuntimeError(SPARSE)
         self._used.add(number)
-        gradient = flattened(gradient, param)
-        for bucket, (_, start, stop, offset) in self._places[param]:
-            if bucket.number < self._next:
+        gradient = flattened(gradient.detach(), param)  # it requires gradients itself with create_graph=True
+        for gradients, (_, start, stop, offset) in self._places[number]:
+            if gradients.bucket.number < self._next:
                 raise RuntimeError(
                     f"{self.optimizer.names[param]} gets a gradient again after its bucket has been sent in this backward; "
                     "a module in several reentrant checkpoints does that: use checkpoint(..., use_reentrant=False)"
                 )
-            gradients = self._gradients[bucket.number]
             place = self._bucket_buffer(gradients)[offset : offset + stop - start]
             if place.is_cuda:
                 gradients.streams.add(torch.cuda.current_stream(place.device))
-            if param in gradients.missing:
+            if number in gradients.missing:
                 torch.mul(gradient[start:stop], 1 / self._comm.world_size, out=place)
-                gradients.missing.discard(param)
+                gradients.missing.discard(number)
             else:  # the second gradient of this parameter in this backward
                 place.add_(gradient[start:stop], alpha=1 / self._comm.world_size)
             self._reduce_full_buckets()  # before the next buffer is acquired: a large parameter fills several
@@ -379,7 +381,7 @@ class ShardedDataParallel(nn.Module):
                 self._finish_reduce_scatter(self._gradients[number - 1])
                 if self.require_backward_grad_sync:
                     self._start_all_reduce(self._gradients[number - 1])
-            with record_function(f"zero::reduce_scatter bucket {number}"):
+            with region(f"zero::reduce_scatter bucket {number}"):
                 gradients.reduction = self._comm.reduce_scatter(self._bucket_buffer(gradients), gradients.bucket.sizes)
             gradients.buffer = None
 
@@ -396,14 +398,14 @@ class ShardedDataParallel(nn.Module):
     def _end_backward(self) -> None:
         """Complete the buckets that still wait for gradients, for parameters that this backward did not reach."""
         for gradients in self._gradients:
-            for param, placed in gradients.bucket.members:
-                if param not in gradients.missing:
+            for number, placed in gradients.members:
+                if number not in gradients.missing:
                     continue
-                if local_gradient(param) is not None:  # accumulated in an earlier micro-step
-                    self._copy_to_bucket(param)
+                if local_gradient(self._params[number]) is not None:  # accumulated in an earlier micro-step
+                    self._copy_to_bucket(number)
                 else:
                     self._bucket_buffer(gradients)[placed.offset : placed.offset + placed.stop - placed.start].zero_()
-                    gradients.missing.discard(param)
+                    gradients.missing.discard(number)
         self._reduce_full_buckets()
         self._in_backward = False
         self._wait_for_agreement()  # the one of the previous micro-step
@@ -437,33 +439,39 @@ class ShardedDataParallel(nn.Module):
             if self._comm.replica > 0:
                 gradients.shard.zero_()
             gradients.all_reduce = None
-        with record_function(f"zero::wait_reduce_scatter bucket {gradients.bucket.number}"):
+        with region(f"zero::wait_reduce_scatter bucket {gradients.bucket.number}"):
             gradients.shard = self._comm.add(reduction, gradients.shard, gradients.bucket.updated)
 
     def _start_all_reduce(self, gradients: BucketGradients) -> None:
         """Start to add up the shard over its replicas, if it has a gradient of this step that is not added up yet."""
         if self._comm.replicas > 1 and gradients.shard is not None and gradients.all_reduce is None:
-            with record_function(f"zero::all_reduce bucket {gradients.bucket.number}"):
+            with region(f"zero::all_reduce bucket {gradients.bucket.number}"):
                 gradients.all_reduce = self._comm.all_reduce_shard(gradients.shard)
 
     def _wait_for_all_reduce(self, gradients: BucketGradients) -> None:
         if gradients.all_reduce:
-            with record_function(f"zero::wait_all_reduce bucket {gradients.bucket.number}"):
+            with region(f"zero::wait_all_reduce bucket {gradients.bucket.number}"):
                 self._comm.wait("all-reduce", gradients.all_reduce, gradients.bucket.data.device)
             gradients.all_reduce = []
 
     # -- step: the methods of zero.optimizer.ParameterGradients --------------------------------------------------------
 
+    def check(self) -> None:
+        parts = list(self.module.modules())
+        if self.overlap:
+            self._readers.find(parts)  # some may have been added or compiled
+        params = [param for part in parts for param in part._parameters.values() if param is not None and param.requires_grad]
+        if not self._number.keys() >= set(params):
+            raise RuntimeError(
+                f"{', '.join(self._unmanaged_names())} require gradients, but are not the optimizer's: replaced (for "
+                "example by load_state_dict with assign=True) or unfrozen after the optimizer was built; build "
+                "ShardedOptimizer and ShardedDataParallel again"
+            )
+
     @torch.no_grad()
     def collect(self) -> Iterator[Bucket]:
         if self._in_backward:
             raise RuntimeError("the last backward did not end; call optimizer.zero_grad() and repeat the step")
-        if unmanaged := self._unmanaged_names():
-            raise RuntimeError(
-                f"{', '.join(unmanaged)} require gradients, but are not the optimizer's: replaced (for "
-                "example by load_state_dict with assign=True) or unfrozen after the optimizer was built; build "
-                "ShardedOptimizer and ShardedDataParallel again"
-            )
         self._apply_zeroing()
         if any(local_gradient(param) is not None for param in self._params):
             raise RuntimeError(
@@ -494,13 +502,14 @@ class ShardedDataParallel(nn.Module):
 
     def _apply_zeroing(self) -> None:
         """Apply to the sent gradients what was done to `param.grad` since: None drops a gradient, `zero_()` zeroes it."""
-        for param, sent in zip(self._params, self._sent, strict=True):
-            if isinstance(param.grad, SentGradient) and param.grad is not sent:
+        current = [param.grad for param in self._params]
+        for param, gradient, sent in zip(self._params, current, self._sent, strict=True):
+            if gradient is not sent and isinstance(gradient, SentGradient):
                 raise RuntimeError(
                     f"the gradient of {self.optimizer.names[param]} was put there again after zero_grad or a step, but it is "
                     "gone: ShardedDataParallel keeps the one that was sent last"
                 )
-        dropped = {number for number in self._used if self._params[number].grad is not self._sent[number]}
+        dropped = {number for number in self._used if current[number] is not self._sent[number]}
         zeroed = {number for number in self._used if self._sent[number].take_zeroed()}
         if self._used and dropped == self._used:
             self._reset()
@@ -633,11 +642,9 @@ def _check_arguments(module: nn.Module, optimizer: ShardedOptimizer) -> None:
         raise ValueError(f"DistributedDataParallel was told to ignore {', '.join(ignored)}, which ShardedDataParallel cannot")
 
 
-def _wait(optimizer: ShardedOptimizer, places: dict[nn.Parameter, list[tuple[Bucket, PlacedSlice]]], param: Any) -> None:
+def _wait(optimizer: ShardedOptimizer, buckets_of: dict[nn.Parameter, list[Bucket]], param: Any) -> None:
     """Wait for one parameter."""
-    buckets = [bucket for bucket, _ in places.get(param, ())]
-    if any(bucket.gather is not None for bucket in buckets):
-        optimizer.synchronize(buckets)
+    optimizer.synchronize(buckets_of.get(param, ()))
 
 
 def tensors_in(output: Any) -> Iterator[torch.Tensor]:

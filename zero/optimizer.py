@@ -1,6 +1,7 @@
 """ShardedOptimizer: a torch.optim class with its state divided evenly among the ranks."""
 
 import gc
+import itertools
 import threading
 import weakref
 from collections import defaultdict
@@ -14,11 +15,11 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
-from torch.profiler import record_function
 from torch.utils.weak import WeakIdKeyDictionary
 
 from zero.collectives import Communicator, broadcast_object, cpu_group, gather_objects
 from zero.layout import BucketMB, BufferPlan, Layout, PlacedSlice, Plan, Span, check_options, parameter_specs, plan
+from zero.stopwatch import region
 from zero.tensors import check_memory, flattened, has_memory, is_dense, memory_span, properties, shaped, with_own_storage
 from zero.waiting import WaitingDict
 
@@ -279,6 +280,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self.source.check()
         # phase 1: collect gradients
         self.collect_gradients()
         self.update_masters()
@@ -286,14 +288,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
             raise RuntimeError("a group that ShardedOptimizer was given has been changed; change the one in its param_groups")
         _copy_hyperparameters(self.param_groups, self.inner.param_groups)
         if not self._steps_by_bucket:
-            with record_function("zero::update"):
+            with region("zero::update"):
                 self._inner_step(**kwargs)
             _copy_hyperparameters(self.inner.param_groups, self.param_groups)  # which a class may change, as a counter
         everything = [group["params"] for group in self.inner.param_groups]
         try:
             for bucket in reversed(self.buckets):
                 # phase 2: update the owned slices
-                with record_function(f"zero::update bucket {bucket.number}"):
+                with region(f"zero::update bucket {bucket.number}"):
                     if self._steps_by_bucket:
                         for index, group in enumerate(self.inner.param_groups):
                             group["params"] = bucket.local_by_group.get(index, [])
@@ -301,7 +303,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                     if bucket.master is not None:
                         bucket.shard.copy_(bucket.master)
                 # phase 3: all-gather
-                with record_function(f"zero::all_gather bucket {bucket.number}"):
+                with region(f"zero::all_gather bucket {bucket.number}"):
                     bucket.gather = self.comm.all_gather(bucket.data, bucket.sizes)
         except BaseException:
             self.synchronize()  # nobody waits for gathers that have started
@@ -321,20 +323,21 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def synchronize(self, buckets: Iterable[Bucket] | None = None) -> None:
         """Wait until every parameter is whole, or with `buckets` every parameter that lies in them."""
-        if current_process().pid != self._pid and any(bucket.gather is not None for bucket in self.buckets):
+        buckets = [bucket for bucket in (self.buckets if buckets is None else buckets) if bucket.gather is not None]
+        if not buckets:
+            return
+        if current_process().pid != self._pid:
             raise RuntimeError(
                 "this process was forked while all-gathers were in flight, and cannot wait for them; call "
                 "optimizer.synchronize() before the fork"
             )
         with self._lock:  # two threads must not wait for the same receive
-            ended = False
-            for bucket in self.buckets if buckets is None else buckets:
+            for bucket in buckets:
                 if bucket.gather is not None:
-                    with record_function(f"zero::wait_all_gather bucket {bucket.number}"):
+                    with region(f"zero::wait_all_gather bucket {bucket.number}"):
                         self.comm.wait("all-gather", bucket.gather, bucket.data.device)
                     bucket.gather = None
-                    ended = True
-            if ended and all(bucket.gather is None for bucket in self.buckets):
+            if all(bucket.gather is None for bucket in self.buckets):
                 self.source.on_gathers_ended()
 
     def collect_gradients(self) -> None:
@@ -437,21 +440,19 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _check_parameters(self) -> None:
         """Check that the groups still have the same parameters, and that no gradient is sparse or outside of the buffers."""
-        inside = {param for buffer in self.buffers for param in buffer.params}
-        for param in inside:
-            if param.grad is not None and param.grad.is_sparse:
-                raise RuntimeError(SPARSE)
         self._wrap_param_groups()
         groups = [group["params"] for group in self.param_groups]
         if [list(map(id, params)) for params in groups] != [list(map(id, params)) for params in self._params_of_groups]:
             raise RuntimeError("the parameters in param_groups have been changed; build a new ShardedOptimizer for that")
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None and param not in inside:
-                    raise RuntimeError(
-                        f"{self._name(param)} was frozen when ShardedOptimizer was built and has a gradient now; build the "
-                        "optimizer after requires_grad_(True)"
-                    )
+        for param in itertools.chain(*groups):
+            gradient = param.grad
+            if gradient is not None and param not in self._forms:
+                raise RuntimeError(
+                    f"{self._name(param)} was frozen when ShardedOptimizer was built and has a gradient now; build the "
+                    "optimizer after requires_grad_(True)"
+                )
+            if gradient is not None and gradient.is_sparse:
+                raise RuntimeError(SPARSE)
 
     def _take_back(self, param: torch.nn.Parameter, place: torch.Tensor) -> None:
         """Copy a parameter whose `data` were replaced (`param.data = ...`) into its place in the flat buffer."""
@@ -478,9 +479,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.synchronize()
         for buffer in self.buffers:
             for param, offset in zip(buffer.params, buffer.layout.offsets, strict=True):
-                place = buffer.data[offset : offset + param.numel()]
-                if param.numel() and (param.data_ptr(), *_form(param)) != (place.data_ptr(), *self._forms[param]):
-                    self._take_back(param, place)
+                address = buffer.data.data_ptr() + offset * buffer.data.itemsize
+                if param.numel() and (param.data_ptr(), *_form(param)) != (address, *self._forms[param]):
+                    self._take_back(param, buffer.data[offset : offset + param.numel()])
         for bucket in self.buckets:
             if bucket.master is None:
                 continue
@@ -609,6 +610,9 @@ class ParameterGradients:
     def __init__(self, optimizer: ShardedOptimizer) -> None:
         self.optimizer = optimizer
         self._converted: dict[torch.nn.Parameter, tuple[torch.Tensor, int]] = {}  # by local: source gradient, its version
+
+    def check(self) -> None:
+        """Called when a step begins. Raises RuntimeError if the model has changed in a way that a step cannot follow."""
 
     def collect(self) -> Iterator[Bucket]:
         """Yield each bucket when each of its owned slices has its mean gradient or None. Needs to be called on all ranks."""

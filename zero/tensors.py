@@ -20,7 +20,9 @@ def flattened(tensor: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
 
 def shaped(flat: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Return a view of contiguous elements, (like.numel(),), in the shape of `like`, and in its strides if dense."""
-    return flat.as_strided(like.shape, like.stride()) if is_dense(like) else flat.view(like.shape)
+    if like.is_contiguous() or not is_dense(like):
+        return flat.view(like.shape)
+    return flat.as_strided(like.shape, like.stride())
 
 
 def is_dense(tensor: torch.Tensor) -> bool:

@@ -61,15 +61,12 @@ class Readers:
     """The modules of a model, as readers of its parameters. While all-gathers are in flight, each read waits.
 
     Args:
-        params: the parameters of `module` that can be in flight.
+        params: the parameters that can be in flight.
         wait: is called with every value that is read from a module's parameters. It must not keep the wrapper alive.
         undo: receives functions that remove from the module what is installed there.
     """
 
-    def __init__(
-        self, module: nn.Module, params: set[nn.Parameter], wait: Callable[[Any], None], undo: list[Callable[[], None]]
-    ) -> None:
-        self.module = module
+    def __init__(self, params: set[nn.Parameter], wait: Callable[[Any], None], undo: list[Callable[[], None]]) -> None:
         self.params = params
         self.wait = torch.compiler.disable(wait)
         self.undo = undo
@@ -78,8 +75,7 @@ class Readers:
         self.is_compiled = False  # whether a module is compiled
 
     def begin(self) -> None:
-        """Make reads wait. Modules may have been added or compiled in the meantime."""
-        self.find()
+        """Make reads wait, of the modules that `find` has found last."""
         inside = {param for part in self.owners for param in part._parameters.values()}
         for param in self.params - inside:  # for example those of a loss: nothing else waits for them
             self.wait(param)
@@ -90,9 +86,8 @@ class Readers:
         """Restore the plain dictionaries: everything has arrived."""
         _restore_plain_dicts(self.owners)
 
-    def find(self) -> None:
+    def find(self, parts: list[nn.Module]) -> None:
         """Find the modules that have parameters, and make those wait as a whole that read them without their dictionaries."""
-        parts = list(self.module.modules())
         self.owners = [part for part in parts if not self.params.isdisjoint(part._parameters.values())]
         for part in parts:
             call = part._compiled_call_impl

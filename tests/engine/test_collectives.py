@@ -43,7 +43,9 @@ def travel(looks_like_on_gpu, looks_like_nccl, old_names, dtype, sizes):
     for _ in range(2):
         shard = comm.add(comm.reduce_scatter(place(buckets[rank].clone()), sizes), shard, torch.empty(sizes[rank]))
     assert shard.dtype == torch.float32
-    torch.testing.assert_close(shard.as_subclass(torch.Tensor), 2 * expected, rtol=1e-6, atol=1e-6)  # added up in float32, whatever was sent
+    torch.testing.assert_close(
+        shard.as_subclass(torch.Tensor), 2 * expected, rtol=1e-6, atol=1e-6
+    )  # added up in float32, whatever was sent
     assert comm.sent_bytes["reduce-scatter"] == 2 * (sum(sizes) - sizes[rank]) * dtype.itemsize
 
     bucket = torch.full((sum(sizes),), float("nan"), dtype=dtype)

@@ -312,11 +312,12 @@ class ShardedDataParallel(nn.Module):
         """Process a gradient that backward has just accumulated."""
         if param.grad is None:  # another hook has dropped it; DistributedDataParallel treats this as zero
             param.grad = torch.zeros_like(param)
-        if any(gradients.bucket.gather is not None for gradients, _ in self._places[number]):
-            raise RuntimeError(
-                f"{self.optimizer.names[param]} has a gradient, but its all-gather was never waited for: it was read through a "
-                "reference taken beforehand; read it from its module, or call optimizer.synchronize() after step()"
-            )
+        for gradients, _ in self._places[number]:
+            if gradients.bucket.gather is not None:
+                raise RuntimeError(
+                    f"{self.optimizer.names[param]} has a gradient, but its all-gather was never waited for: it was read through "
+                    "a reference taken beforehand; read it from its module, or call optimizer.synchronize() after step()"
+                )
         if not (self.require_backward_grad_sync or self.shard_gradients):
             self._comm.pool.clear()  # frees memory for the full gradients
             return
@@ -486,8 +487,10 @@ class ShardedDataParallel(nn.Module):
             self._finish_reduce_scatter(gradients)
             self._wait_for_all_reduce(gradients)
             for owned in gradients.bucket.owned:
-                is_used = gradients.shard is not None and self._number[owned.param] in self._used
-                owned.local.grad = gradients.owned_gradient(owned) if is_used else None
+                if gradients.shard is None or self._number[owned.param] not in self._used:
+                    owned.local.grad = None
+                elif owned.local.grad is None:
+                    owned.local.grad = gradients.owned_gradient(owned)
             yield gradients.bucket
 
     def updated(self) -> list[nn.Parameter]:
@@ -538,6 +541,8 @@ class ShardedDataParallel(nn.Module):
             if gradients.shard is not None:
                 self._comm.pool.release(gradients.shard)
                 gradients.shard = None
+                for owned in gradients.bucket.owned:
+                    owned.local.grad = None
             gradients.missing, gradients.buffer, gradients.all_reduce = set(), None, None  # left over from a failed backward
         self._drop(self._used)
         self._in_backward = False

@@ -93,9 +93,8 @@ def model_state_in_bfloat16():
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(torch.nn.Linear(64, 64, bias=False) for _ in range(8)))
     params = sum(param.numel() for param in model.parameters())
-    model, optimizer = build(
-        model, [{"params": list(model.parameters())}], Flags(param_dtype="bfloat16", bucket_mb=0.01), lr=0.1
-    )
+    flags = Flags(param_dtype="bfloat16", bucket_mb=0.008192)  # a layer per bucket, without padding
+    model, optimizer = build(model, [{"params": list(model.parameters())}], flags, lr=0.1)
     model(torch.ones(2, 64, dtype=torch.bfloat16)).sum().backward()
     optimizer.step()
     optimizer.zero_grad()

@@ -97,5 +97,8 @@ def _with_buckets(name: str, tensor: torch.Tensor, optimizer: torch.optim.Optimi
     """Returns the name of a parameter and the buckets of a ShardedOptimizer that hold it."""
     if not isinstance(optimizer, ShardedOptimizer):
         return name
-    numbers = [str(bucket.number) for bucket in optimizer.buckets if any(param is tensor for param, _ in bucket.members)]
+    params = [param for buffer in optimizer.buffers for param in buffer.params]
+    numbers = [
+        str(bucket.number) for bucket in optimizer.buckets if any(params[place.param] is tensor for place in bucket.members)
+    ]
     return f"{name} (bucket{'s' if len(numbers) > 1 else ''} {enumerate_texts(numbers)})" if numbers else name

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any, NamedTuple, NoReturn
@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 import hardware
 from interface import choose_interface
-from zero.collectives import LONG_TIMEOUT, broadcast_object, gather_objects, is_rank_0
+from zero.collectives import LONG_TIMEOUT, broadcast_object, cpu_group, gather_objects, is_rank_0
 
 _REMEDY = "start with torchrun, or unset RANK to start a single process"
 _MEETING_S = 600.0  # in which all ranks must have started
@@ -216,6 +216,16 @@ def exit_on_wrong_input() -> Iterator[None]:
         _print_error(message)
     dist.barrier()  # torchrun kills the others when one of its ranks has ended
     _exit(2)
+
+
+def gather_numbers(values: Sequence[float]) -> list[list[float]]:
+    """Gather as many numbers from every rank, as `gather_objects` does, without a wait for a GPU."""
+    if not dist.is_initialized():
+        return [list(values)]
+    own = torch.tensor(values, dtype=torch.float64)
+    gathered = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, own, group=cpu_group(None))
+    return [numbers.tolist() for numbers in gathered]
 
 
 def print0(*values: Any) -> None:

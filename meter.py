@@ -10,12 +10,11 @@ import torch
 from torch.profiler import record_function
 
 import hardware
-from distributed import launched, mean_over_ranks, print0
+from distributed import gather_numbers, launched, mean_over_ranks, print0
 from logger import Logger
 from memory_check import MemoryCheck
 from memory_meter import Point
 from watchdog import position
-from zero.collectives import gather_numbers
 from zero.communication import KINDS, CommunicationMeter
 from zero.stopwatch import Stopwatch
 

@@ -10,11 +10,10 @@ import numpy as np
 import torch
 
 from checkpoints import Checkpoints
-from distributed import print0
+from distributed import gather_numbers, print0
 from guard import Guard
 from zero import ShardedGradScaler
 from zero.build import build, clip_grad_norm_
-from zero.collectives import gather_numbers
 from zero.flags import Flags
 from zero.optimizer import flattened, hyperparameters
 from zero.partition import parameters, partition

@@ -4,7 +4,7 @@ Also counts the bytes that the collectives send and the time that the computatio
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from datetime import timedelta
 from functools import cache
@@ -61,16 +61,6 @@ def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[A
     values = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values
-
-
-def gather_numbers(values: Sequence[float]) -> list[list[float]]:
-    """Gather as many numbers from every rank, as `gather_objects` does, without a wait for a GPU."""
-    if not dist.is_initialized():
-        return [list(values)]
-    own = torch.tensor(values, dtype=torch.float64)
-    gathered = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-    dist.all_gather(gathered, own, group=cpu_group(None))
-    return [numbers.tolist() for numbers in gathered]
 
 
 def broadcast_object(value: Any, group: dist.ProcessGroup | None = None) -> Any:

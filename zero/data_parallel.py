@@ -35,7 +35,6 @@ class BucketGradients:
     """The gradients of one bucket, from backward to the end of the step."""
 
     bucket: Bucket
-    members: list[tuple[int, PlacedSlice]]  # all slices in the bucket, with the numbers of their parameters
     missing: set[int] = field(default_factory=set)  # in backward: parameters without their gradient yet
     buffer: torch.Tensor | None = None  # (sum of sizes,), collects gradients as they arrive
     streams: set[torch.cuda.Stream] = field(default_factory=set)  # on a GPU: streams that have written to `buffer`
@@ -143,6 +142,7 @@ class ShardedDataParallel(nn.Module):
         self._broadcast_unsharded()
         self._install_hooks()
         optimizer.wrapper = weakref.ref(self)
+        optimizer.wrap_param_groups()
 
     def _index_parameters(self) -> None:
         """Number the optimizer's parameters, and record the places of each parameter in the buckets."""
@@ -151,12 +151,10 @@ class ShardedDataParallel(nn.Module):
         self._number = {param: number for number, param in enumerate(self._params)}
         optimizer.names.update({param: name for name, param in self.module.named_parameters()})
         self._places: list[list[tuple[BucketGradients, PlacedSlice]]] = [[] for _ in self._params]
-        self._gradients = []
-        for bucket in optimizer.buckets:
-            members = [(self._number[param], placed) for param, placed in bucket.members]
-            self._gradients.append(BucketGradients(bucket, members))
-            for number, placed in members:
-                self._places[number].append((self._gradients[-1], placed))
+        self._gradients = [BucketGradients(bucket) for bucket in optimizer.buckets]
+        for gradients in self._gradients:
+            for placed in gradients.bucket.members:
+                self._places[placed.param].append((gradients, placed))
 
     def _check_parameters(self) -> None:
         """Refuse, on all ranks, parameters and buffers that are not the optimizer's, differ, or cannot be moved."""
@@ -315,8 +313,8 @@ class ShardedDataParallel(nn.Module):
         for gradients, _ in self._places[number]:
             if gradients.bucket.gather is not None:
                 raise RuntimeError(
-                    f"{self.optimizer.names[param]} has a gradient, but its all-gather was never waited for: it was read through "
-                    "a reference taken beforehand; read it from its module, or call optimizer.synchronize() after step()"
+                    f"{self.optimizer.names[param]} has a gradient, but its all-gather was never waited for: it was read "
+                    "through an old reference; read it from its module, or call optimizer.synchronize() after step()"
                 )
         if not (self.require_backward_grad_sync or self.shard_gradients):
             self._comm.pool.clear()  # frees memory for the full gradients
@@ -331,7 +329,7 @@ class ShardedDataParallel(nn.Module):
         self._apply_zeroing()
         for gradients in self._gradients:
             self._finish_reduce_scatter(gradients)  # of the previous micro-step
-            gradients.missing = {number for number, _ in gradients.members}
+            gradients.missing = {placed.param for placed in gradients.bucket.members}
         self._in_backward, self._next = True, 0
         Variable._execution_engine.queue_callback(self._end_backward)
 
@@ -399,13 +397,13 @@ class ShardedDataParallel(nn.Module):
     def _end_backward(self) -> None:
         """Complete the buckets that still wait for gradients, for parameters that this backward did not reach."""
         for gradients in self._gradients:
-            for number, placed in gradients.members:
+            for number, start, stop, offset in gradients.bucket.members:
                 if number not in gradients.missing:
                     continue
                 if local_gradient(self._params[number]) is not None:  # accumulated in an earlier micro-step
                     self._copy_to_bucket(number)
                 else:
-                    self._bucket_buffer(gradients)[placed.offset : placed.offset + placed.stop - placed.start].zero_()
+                    self._bucket_buffer(gradients)[offset : offset + stop - start].zero_()
                     gradients.missing.discard(number)
         self._reduce_full_buckets()
         self._in_backward = False

@@ -305,13 +305,10 @@ def resolve_shard_size(shard_size: int, world_size: int) -> int:
 def auto_bucket_mb(nbytes: int, world_size: int) -> float:
     """Return the megabytes per bucket for `nbytes` of parameters whose optimizer state `world_size` ranks share.
 
-    A third of the parameters: during backward two buckets exist, one that fills and one in flight, and on two ranks the shards
-    of the gradients take half of the parameters' bytes. Before and after the step, a model with 10.7M parameters then saves
-    83 % of what its shards of the state save. Each bucket costs a CPU 5 ms, of 300 ms for a step of such a model.
-    At least 4 MB, because every message takes time before it begins: with buckets of 0.3 MB, a model with 0.8M parameters
-    takes 1.3 to 1.5 times as long as plain AdamW.
-    At most 25 MB, as in DistributedDataParallel: larger buckets take memory and overlap less. With more than 25 ranks 1 MB per
-    rank, because a ring cuts a bucket into one message per rank (Megatron-LM lets its buckets grow for the same reason).
+    A third of the parameters: two buckets exist at a time, one that fills and one in flight, and each bucket takes 2 % of a
+    short step of a small model on a CPU. At least 4 MB, because every message takes time before it begins. At most 25 MB, as in
+    DistributedDataParallel: larger buckets take memory and overlap less. With more than 25 ranks 1 MB per rank, because a ring
+    cuts a bucket into one message per rank (Megatron-LM lets its buckets grow for the same reason). Figures: docs/sharding.md.
     """
     return max(4.0, min(nbytes / 3e6, max(25.0, world_size)))
 

@@ -67,7 +67,7 @@ class Bucket:
     master: torch.Tensor | None  # (sizes[rank],) float32, if `data` has lower precision
     owned: list[OwnedSlice]  # the slices that this rank updates
     local_by_group: dict[int, list[torch.nn.Parameter]]  # their local parameters, by group of the inner optimizer
-    members: list[tuple[torch.nn.Parameter, PlacedSlice]]  # all slices in the bucket
+    members: list[PlacedSlice]  # all slices in the bucket; `param` counts through the parameters of all buffers
     gather: list[dist.Work] | None = None  # the all-gather in flight: until it ends, only the `shard` part may be read
 
     @property
@@ -166,7 +166,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.names: dict[torch.nn.Parameter, str] = {}  # known names, for messages
         self._owned_of: dict[torch.nn.Parameter, list[OwnedSlice]] = {}  # this rank's slices of a parameter, ascending
         self._original_groups: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}  # as given, and its values at that time
-        self._params_of_groups: list[list[torch.nn.Parameter]] = []  # the parameters of each group
+        self._params_of_groups: list[list[torch.nn.Parameter]] = []
         # where the parameters were: storage, start address, end address, and whether their elements lay as in the buffer
         self._former_memory: dict[torch.nn.Parameter, tuple[StorageWeakRef, int, int, bool]] = {}
         self._forms: dict[torch.nn.Parameter, tuple[Any, ...]] = {}  # of the parameters in the buffers: their slices follow it
@@ -194,7 +194,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
             raise RuntimeError("ShardedDataParallel has laid out its buckets; add parameter groups before you make it")
         super().add_param_group(param_group)
         self._params_of_groups.append(list(param_group["params"]))
-        self._wrap_param_groups()
         if not self._is_built:  # during construction, __init__ lays out all groups together
             return
         first = len(self.param_groups) - 1
@@ -250,9 +249,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
                     "gradients would not be averaged; build ShardedOptimizer before DistributedDataParallel"
                 )
 
-    def _wrap_param_groups(self) -> None:
-        """Make reads of a group's parameters wait for them. Includes groups that have been put into `param_groups`."""
-        for index, group in enumerate(self.param_groups):
+    def wrap_param_groups(self) -> None:
+        """With `overlap`, make reads of a group's parameters wait. Includes groups that have been put into `param_groups`."""
+        for index, group in enumerate(self.param_groups if self.source.overlap else ()):
             if not isinstance(group, WaitingDict):
                 self.param_groups[index] = WaitingDict(group, self._wait_for_list)
                 self._original_groups[index] = group, hyperparameters(group)
@@ -352,13 +351,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients, as in torch.optim. The next step skips a gradient that is None, but not one that is zero."""
-        self._wrap_param_groups()
-        groups: list[Any] = self.param_groups
-        self.param_groups = [group.plain() for group in groups]  # no wait for parameters in flight
-        try:
-            super().zero_grad(set_to_none)
-        finally:
-            self.param_groups = groups
+        for param in itertools.chain(*self._params_of_groups):  # without a wait for parameters in flight
+            param.grad = None if set_to_none or param.grad is None else param.grad.detach().zero_()
         self._refusal = None
         self.source.clear()
         for owned in self.owned:
@@ -440,7 +434,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _check_parameters(self) -> None:
         """Check that the groups still have the same parameters, and that no gradient is sparse or outside of the buffers."""
-        self._wrap_param_groups()
+        self.wrap_param_groups()
         groups = [group["params"] for group in self.param_groups]
         if [list(map(id, params)) for params in groups] != [list(map(id, params)) for params in self._params_of_groups]:
             raise RuntimeError("the parameters in param_groups have been changed; build a new ShardedOptimizer for that")
@@ -546,14 +540,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         span, own = Span(shards[0].start, shards[-1].stop), shards[self.comm.shard_rank]
         data, shard = buffer.data[span.start : span.stop], buffer.data[own.start : own.stop]
         master = torch.zeros_like(shard, dtype=planned.update_dtype) if planned.has_masters else None
-        bucket = Bucket(len(self.buckets), data, [span.numel for span in shards], shard, master, [], {}, [])
+        first = sum(len(other.params) for other in self.buffers[:-1])
+        members = [placed._replace(param=first + placed.param) for placed in planned.layout.placed_in(span)]
+        bucket = Bucket(len(self.buckets), data, [span.numel for span in shards], shard, master, [], {}, members)
         for number, start, stop, offset in planned.layout.placed_in(own):
             param, local = buffer.params[number], bucket.updated[offset : offset + stop - start]
             if self.partition == "parameter" or param.numel() == 1:  # then any state of it has one shape
                 local = shaped(local, param)
             bucket.owned.append(OwnedSlice(param, start, stop, offset, torch.nn.Parameter(local)))
-        for placed in planned.layout.placed_in(span):
-            bucket.members.append((buffer.params[placed.param], placed))
         return bucket
 
     def _move_parameters(self, buffer: FlatBuffer) -> None:
@@ -606,6 +600,8 @@ for _name in ("__missing__", "__contains__", "__setitem__", "get", "pop", "setde
 
 class ParameterGradients:
     """The source of gradients without ShardedDataParallel: those of the parameters, which must already be averaged."""
+
+    overlap = False
 
     def __init__(self, optimizer: ShardedOptimizer) -> None:
         self.optimizer = optimizer

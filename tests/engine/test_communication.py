@@ -8,7 +8,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 from toy import MODES, assert_equal, batch, build_toy, train, weights
 
-from zero.collectives import gather_numbers
+from distributed import gather_numbers
 from zero.communication import KINDS, CommunicationMeter
 
 USED = {  # kinds that send or wait

@@ -646,11 +646,17 @@ def refusals():
         optimizer.step()
     optimizer.zero_grad()
 
+    module = net()
     groups = [{"params": module.parameters(), "lr": 0.1}]
     grouped = ShardedOptimizer(groups, torch.optim.SGD)
-    groups[0]["lr"] = 0.2
+    groups[0]["lr"] = 0.2  # the optimizer's own group, as in torch.optim; with overlap, a copy takes its place
+    grouped.step()
+    assert grouped.inner.param_groups[0]["lr"] == 0.2
+    wrapped = ShardedDataParallel(module, grouped, overlap=True)
+    groups[0]["lr"] = 0.3
     with pytest.raises(RuntimeError, match="change the one in its param_groups"):
         grouped.step()
+    del wrapped
     module = net()
     model, optimizer = wrap(module)
 

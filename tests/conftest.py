@@ -22,6 +22,19 @@ def pytest_configure(config):
     config.add_cleanup(cache.cleanup)
 
 
+def pytest_collection_modifyitems(items):
+    """The longest files first, so that no worker is left with one at the end."""
+    longest = (
+        "test_wandb_run.py",
+        "test_dashboard.py",
+        "test_bench.py",
+        "test_prediction.py",
+        "test_progress.py",
+        "test_train.py",
+    )
+    items.sort(key=lambda item: item.path.name not in longest)
+
+
 def shared_data(name):
     """A path below the folder of test data, or skip: the files are too large for the repository."""
     folder = os.environ.get("ZERO1_TEST_DATA", os.path.join(ROOT, "..", "shared", "data"))

@@ -67,6 +67,7 @@ def test_every_mode_and_its_bytes(ranks, alone, tmp_path):
         assert [row["mode"] for row in csv.DictReader(file)] == MODES
 
 
+@pytest.mark.slow
 def test_several_block_sizes(tmp_path):
     flags = ["--what=time", "--rounds=1", "--steps_per_turn=1", "--name=sweep", *SIZES, "--block_size=8,16"]
     process = run("bench.py", *flags, ranks=2, cwd=tmp_path)
@@ -198,6 +199,7 @@ def test_what_the_metrics_cost(tmp_path):
     assert os.listdir(tmp_path) == ["results"], "the runs it makes are gone"
 
 
+@pytest.mark.slow
 def test_results_of_another_measure_stay(tmp_path):
     for what in ("memory", "time"):
         arguments = [f"--what={what}", "--name=both", "--modes=adamw", "--rounds=1", "--steps_per_turn=1", *SIZES]

@@ -52,7 +52,7 @@ def flipped(data, out, culprit, *arguments, ranks=3):
     return message, torch_load(out)["iter_num"]
 
 
-@pytest.mark.parametrize("culprit", [0, 1])  # 'sharded': rank 1 owns the element; 'torch': rank 0
+@pytest.mark.parametrize("culprit", [pytest.param(0, marks=pytest.mark.slow), 1])  # 'sharded': rank 1 owns the element
 @pytest.mark.parametrize("case", CASES)
 def test_a_flipped_bit_is_found_at_the_next_comparison(data, tmp_path, case, culprit):
     message, saved = flipped(data, tmp_path, culprit, "--desync_check_interval=4", *CASES[case])

@@ -254,6 +254,7 @@ def test_between_two_ranks_pytorchs_optimizer_sends_half_as_much_again(on_hosts)
     assert sharded / ddp == pytest.approx(1.0, rel=0.02)
 
 
+@pytest.mark.slow
 def test_hosts_that_share_no_folder_cannot_write_one_checkpoint_together(data):
     with Hosts(2) as hosts:
         arguments = [*SETTINGS, f"--dataset={data}", "--out_dir=out", "--checkpoint_format=sharded"]

@@ -24,15 +24,8 @@ def pytest_configure(config):
 
 def pytest_collection_modifyitems(items):
     """The longest files first, so that no worker is left with one at the end."""
-    longest = (
-        "test_wandb_run.py",
-        "test_dashboard.py",
-        "test_bench.py",
-        "test_prediction.py",
-        "test_progress.py",
-        "test_train.py",
-    )
-    items.sort(key=lambda item: item.path.name not in longest)
+    longest = "wandb_run", "dashboard", "bench", "prediction", "progress", "train"
+    items.sort(key=lambda item: item.path.stem.removeprefix("test_") not in longest)
 
 
 def shared_data(name):

@@ -3,6 +3,7 @@
 import itertools
 import time
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -239,7 +240,13 @@ def test_the_peak_of_training(world_size):
 def peak_of_construction(mode):
     """The predicted and the measured peak bytes while a model is built and wrapped."""
     prediction = prediction_of(MODES[mode], dist.get_world_size(), dist.get_rank(), micro_steps=1)
-    with LiveBytes() as live:
+    send = torch.nn.parallel.distributed._sync_module_states
+
+    def send_and_pause(*args, **kwargs):
+        send(*args, **kwargs)
+        time.sleep(0.05)  # gloo's thread may free what it has sent a moment later
+
+    with mock.patch("torch.nn.parallel.distributed._sync_module_states", send_and_pause), LiveBytes() as live:
         model = GPT(SIZES)
         build(model, model.param_groups(0.1), MODES[mode], lr=0.01)
     return prediction.construction, live.peak
@@ -248,8 +255,6 @@ def peak_of_construction(mode):
 @pytest.mark.parametrize("mode", ["adamw", "sharded", "bfloat16"])
 def test_the_peak_of_construction(mode):
     for predicted, measured in run_ranks(peak_of_construction, 2, mode):
-        if mode == "adamw" and measured > 1.4 * predicted:  # gloo still holds what DistributedDataParallel has sent
-            measured -= predicted // 2
         assert predicted == pytest.approx(measured, rel=0.05)  # rank 0's parameters are sent one by one
 
 

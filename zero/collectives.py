@@ -188,7 +188,7 @@ class Communicator:
         if shard is not None:
             parts = [shard, *parts]
         elif received and (received[0].shape, received[0].dtype) == (like.shape, like.dtype):
-            shard = received.pop(0)
+            shard, *received = received
         else:
             shard = self.pool.acquire(like.numel(), like)
         total, *rest = parts

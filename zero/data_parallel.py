@@ -1,6 +1,7 @@
 """ShardedDataParallel: reduce-scatters during backward, all-gathers during the next forward."""
 
 import copy
+import itertools
 import math
 import sys
 import weakref
@@ -20,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from zero.collectives import ReduceScatterWork, cpu_group
 from zero.layout import PlacedSlice
-from zero.optimizer import SPARSE, Bucket, OwnedSlice, ShardedOptimizer
+from zero.optimizer import SPARSE, Bucket, ShardedOptimizer
 from zero.placeholders import SentGradient, local_gradient
 from zero.stopwatch import region
 from zero.tensors import distinct_elements, flattened, properties, shaped
@@ -40,13 +41,13 @@ class BucketGradients:
     streams: set[torch.cuda.Stream] = field(default_factory=set)  # on a GPU: streams that have written to `buffer`
     reduction: ReduceScatterWork | None = None  # in flight
     shard: torch.Tensor | None = None  # (sizes[shard_rank],), the mean gradient of this step, if one has arrived
+    views: list[torch.Tensor] = field(default_factory=list)  # into `shard`, in the shapes of the owned slices
     # with replicas: the all-reduce of `shard` over them, in flight or done; None: `shard` has the sum over the shard group only
     all_reduce: list[dist.Work] | None = None
 
-    def owned_gradient(self, owned: OwnedSlice) -> torch.Tensor:
-        """Return the part of the shard that belongs to an owned slice, in the shape of the slice."""
-        assert self.shard is not None
-        return shaped(self.shard[owned.offset : owned.offset + owned.local.numel()], owned.local)
+    def set_shard(self, shard: torch.Tensor) -> None:
+        self.shard, owned = shard, self.bucket.owned
+        self.views = [shaped(shard[slice_.offset : slice_.offset + slice_.local.numel()], slice_.local) for slice_ in owned]
 
 
 class Agreement(NamedTuple):
@@ -191,9 +192,9 @@ class ShardedDataParallel(nn.Module):
         for number, param in enumerate(self._params):
             self._undo.append(param.register_post_accumulate_grad_hook(partial(on_gradient, number)).remove)
         buckets_of = {param: [gradients.bucket for gradients, _ in self._places[n]] for param, n in self._number.items()}
-        self._readers = Readers(set(self._params), partial(_wait, self.optimizer, buckets_of), self._undo)
+        self.readers = Readers(set(self._params), partial(_wait, self.optimizer, buckets_of), self._undo)
         if self.overlap:
-            self._readers.find(list(self.module.modules()))
+            self.readers.find(list(self.module.modules()))
         if self.optimizer.plan.has_masters:
             before_loading = WeakHook(self._before_loading)
             for part in self.module.modules():
@@ -266,7 +267,7 @@ class ShardedDataParallel(nn.Module):
     def _check_of_reads(self) -> Any:
         """Return a context for forward that refuses reads of parameters in flight."""
         optimizer = self.optimizer
-        if self._checked_forwards <= 0 or self._readers.is_compiled or torch.compiler.is_compiling() or not self._in_flight():
+        if self._checked_forwards <= 0 or self.readers.is_compiled or torch.compiler.is_compiling() or not self._in_flight():
             return nullcontext()
         self._checked_forwards -= 1
         return ReadCheck(self._in_flight, optimizer.names)
@@ -439,7 +440,9 @@ class ShardedDataParallel(nn.Module):
                 gradients.shard.zero_()
             gradients.all_reduce = None
         with region(f"zero::wait_reduce_scatter bucket {gradients.bucket.number}"):
-            gradients.shard = self._comm.add(reduction, gradients.shard, gradients.bucket.updated)
+            shard = self._comm.add(reduction, gradients.shard, gradients.bucket.updated)
+        if gradients.shard is None:
+            gradients.set_shard(shard)
 
     def _start_all_reduce(self, gradients: BucketGradients) -> None:
         """Start to add up the shard over its replicas, if it has a gradient of this step that is not added up yet."""
@@ -458,7 +461,7 @@ class ShardedDataParallel(nn.Module):
     def check(self) -> None:
         parts = list(self.module.modules())
         if self.overlap:
-            self._readers.find(parts)  # some may have been added or compiled
+            self.readers.find(parts)  # some may have been added or compiled
         params = [param for part in parts for param in part._parameters.values() if param is not None and param.requires_grad]
         if not self._number.keys() >= set(params):
             raise RuntimeError(
@@ -484,11 +487,8 @@ class ShardedDataParallel(nn.Module):
         for gradients in self._gradients:
             self._finish_reduce_scatter(gradients)
             self._wait_for_all_reduce(gradients)
-            for owned in gradients.bucket.owned:
-                if gradients.shard is None or self._number[owned.param] not in self._used:
-                    owned.local.grad = None
-                elif owned.local.grad is None:
-                    owned.local.grad = gradients.owned_gradient(owned)
+            for owned, view in itertools.zip_longest(gradients.bucket.owned, gradients.views):
+                owned.local.grad = view if self._number[owned.param] in self._used else None
             yield gradients.bucket
 
     def updated(self) -> list[nn.Parameter]:
@@ -518,9 +518,9 @@ class ShardedDataParallel(nn.Module):
             for gradients in self._gradients:
                 self._finish_reduce_scatter(gradients)
                 self._wait_for_all_reduce(gradients)
-                for owned in gradients.bucket.owned if gradients.shard is not None else ():
+                for owned, view in zip(gradients.bucket.owned, gradients.views, strict=False):
                     if self._number[owned.param] in dropped | zeroed:
-                        gradients.owned_gradient(owned).zero_()
+                        view.zero_()
             self._drop(dropped)
 
     def _drop(self, numbers: Iterable[int]) -> None:
@@ -538,7 +538,7 @@ class ShardedDataParallel(nn.Module):
             self._wait_for_all_reduce(gradients)
             if gradients.shard is not None:
                 self._comm.pool.release(gradients.shard)
-                gradients.shard = None
+                gradients.shard, gradients.views = None, []
                 for owned in gradients.bucket.owned:
                     owned.local.grad = None
             gradients.missing, gradients.buffer, gradients.all_reduce = set(), None, None  # left over from a failed backward
@@ -551,15 +551,6 @@ class ShardedDataParallel(nn.Module):
             self._agreement = None
 
     # -- forward -------------------------------------------------------------------------------------------------------
-
-    def on_gathers_started(self) -> None:
-        if self.overlap:
-            self._readers.begin()
-        else:
-            self.optimizer.synchronize()
-
-    def on_gathers_ended(self) -> None:
-        self._readers.end()
 
     @torch.no_grad()
     def _before_loading(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:

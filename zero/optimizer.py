@@ -180,6 +180,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         # a rank that ends its program right after a step must not leave the others without their parameters
         weakref.finalize(self, _wait_for_gathers, self.buckets, self._pid)
         super().__init__(params, dict(kwargs))
+        self.state = CallersState(dict)
         self._lay_out(first_group=0)
         self.inner = self.on_all_ranks(lambda: optimizer_cls(self._inner_groups(first_group=0), **kwargs))
         if self.inner._optimizer_step_pre_hooks or self.inner._optimizer_step_post_hooks:
@@ -284,7 +285,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.collect_gradients()
         self.update_masters()
         if any(_changed(group, before) for group, before in self._original_groups.values()):
-            raise RuntimeError("a group that ShardedOptimizer was given has been changed; change the one in its param_groups")
+            raise RuntimeError("a group of before ShardedDataParallel(overlap=True) was changed; take it from param_groups now")
         _copy_hyperparameters(self.param_groups, self.inner.param_groups)
         if not self._steps_by_bucket:
             with region("zero::update"):
@@ -312,7 +313,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 group["params"] = params
         # tell autograd that the update and the all-gathers write to the memory of the parameters
         torch.autograd.graph.increment_version(self.source.updated())
-        self.source.on_gathers_started()
+        if self.source.overlap:
+            self.source.readers.begin()
+        else:
+            self.synchronize()
         return loss
 
     def _inner_step(self, **kwargs: Any) -> None:
@@ -331,13 +335,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 "optimizer.synchronize() before the fork"
             )
         with self._lock:  # two threads must not wait for the same receive
+            ended = False
             for bucket in buckets:
                 if bucket.gather is not None:
                     with region(f"zero::wait_all_gather bucket {bucket.number}"):
                         self.comm.wait("all-gather", bucket.gather, bucket.data.device)
                     bucket.gather = None
-            if all(bucket.gather is None for bucket in self.buckets):
-                self.source.on_gathers_ended()
+                    ended = True
+            if ended and self.source.overlap and all(bucket.gather is None for bucket in self.buckets):
+                self.source.readers.end()
 
     def collect_gradients(self) -> None:
         """Phase 1: give the owned slices their gradients until the next `zero_grad`. Needs to be called on all ranks."""
@@ -352,7 +358,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients, as in torch.optim. The next step skips a gradient that is None, but not one that is zero."""
         for param in itertools.chain(*self._params_of_groups):  # without a wait for parameters in flight
-            param.grad = None if set_to_none or param.grad is None else param.grad.detach().zero_()
+            if set_to_none or param.grad is None:
+                param.grad = None
+                continue
+            if param.grad.requires_grad:  # with create_graph=True
+                param.grad = param.grad.detach()
+            param.grad.zero_()
         self._refusal = None
         self.source.clear()
         for owned in self.owned:
@@ -380,7 +391,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             if gradients:
                 each.update(zip(gradients, float32_norms(list(gradients.values())), strict=True))
         device = self.buckets[0].data.device if self.buckets else None
-        total = torch.stack([torch.zeros((), dtype=torch.float32, device=device), *each.values()]).square().sum()
+        norms = [torch.zeros((), dtype=torch.float32, device=device), *(norm.to(device) for norm in each.values())]
+        total = torch.stack(norms).square().sum()
         self.comm.wait("all-reduce", self.comm.all_reduce(total), total.device)
         return GradientNorms((total / self.comm.replicas).sqrt(), each)
 
@@ -396,16 +408,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def owned(self) -> list[OwnedSlice]:
         """The slices of this rank, bucket by bucket."""
         return [owned for bucket in self.buckets for owned in bucket.owned]
-
-    @property
-    def state(self) -> Any:
-        """Entries of the caller's own, by any keys but parameters. The inner optimizer holds the state of parameters."""
-        return self._state
-
-    @state.setter
-    def state(self, empty: Any) -> None:
-        """Set by torch.optim.Optimizer at construction."""
-        self._state = CallersState(dict, empty)
 
     def state_dict(self) -> dict[str, Any]:
         raise RuntimeError(
@@ -635,13 +637,6 @@ class ParameterGradients:
     def clear(self) -> None:
         """Follow a change of `param.grad` to None or to zero."""
         self._converted.clear()
-
-    def on_gathers_started(self) -> None:
-        """Called when the all-gathers of a step are in flight. Without ShardedDataParallel, nothing else waits for them."""
-        self.optimizer.synchronize()
-
-    def on_gathers_ended(self) -> None:
-        """Called when every parameter is whole again."""
 
     def held_bytes(self) -> dict[str, int]:
         """Return the bytes held in addition to the parameters' gradients: "gradients" and "buckets"."""

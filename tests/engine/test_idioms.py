@@ -416,6 +416,58 @@ HELD = {
 }
 
 
+class ReplacesGradients(torch.optim.Optimizer):
+    """SGD with a decay that is not added in place."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.grad = param.grad + 0.1 * param
+                    param.sub_(param.grad, alpha=group["lr"])
+
+
+def other_views_of_gradients():
+    """What the inner optimizer saw last differs from what has been sent, in two ways; by rank, the largest differences."""
+    after = {}
+    for name in ("wrapped after a step alone", "gradients replaced by the class"):
+        for sharded in (True, False):
+            module = net()
+            alone = name == "wrapped after a step alone"
+            cls, kwargs = (torch.optim.AdamW, {"lr": 0.01}) if alone else (ReplacesGradients, {})
+            if sharded:
+                optimizer = ShardedOptimizer(module.parameters(), cls, bucket_mb=TINY_MB, elementwise=True, **kwargs)
+            else:
+                optimizer = cls(module.parameters(), **kwargs)
+            if alone:
+                backward(module)
+                for param in module.parameters():
+                    dist.all_reduce(param.grad)
+                    param.grad /= dist.get_world_size()
+                optimizer.step()
+                module.zero_grad()
+            model = ShardedDataParallel(module, optimizer) if sharded else DistributedDataParallel(module)
+            for step in range(1, 4):
+                backward(model, step)
+                optimizer.step()
+                model.zero_grad(set_to_none=alone)
+            after[name, sharded] = [param.detach() for param in module.parameters()]
+    return [
+        max((one - other).abs().max().item() for one, other in zip(after[name, True], after[name, False], strict=True))
+        for name, sharded in after
+        if sharded
+    ]
+
+
+def test_the_update_uses_the_gradients_that_were_sent():
+    for differences in run_ranks(other_views_of_gradients, 2):
+        assert max(differences) < 1e-6, differences
+
+
 def all_idioms(bucket_mb, overlap):
     make_gathers_late()
     idioms = IDIOMS if overlap else IDIOMS | HELD
@@ -654,7 +706,7 @@ def refusals():
     assert grouped.inner.param_groups[0]["lr"] == 0.2
     wrapped = ShardedDataParallel(module, grouped, overlap=True)
     groups[0]["lr"] = 0.3
-    with pytest.raises(RuntimeError, match="change the one in its param_groups"):
+    with pytest.raises(RuntimeError, match="take it from param_groups now"):
         grouped.step()
     del wrapped
     module = net()

@@ -124,7 +124,8 @@ class Prediction:
             """Gradients and activations when so many bytes of gradients are in buckets: layers free both at the same rate."""
             if moved > before_last:
                 return self._last_gradient if moved < math.inf else 0
-            return layers + (embedding - layers) * int(moved) // before_last + max(0, accumulated - int(moved))
+            freed = max(0, layers - embedding) * int(moved) // before_last
+            return (embedding if moved == before_last else layers - freed) + max(0, accumulated - int(moved))
 
         peak = 0
         for start, stop, fresh, kept in self._traffic.steps:

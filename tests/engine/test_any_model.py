@@ -338,10 +338,10 @@ def gradients_of_one_rank():
     """A defect: the mean is that of rank 0 and zero."""
     add = Communicator.add
 
-    def first_only(comm, reduction, shard, first):
+    def first_only(comm, reduction, shard, like):
         for part in reduction.parts[1:] if comm.rank == 0 else reduction.parts[:1]:
             part.zero_()
-        add(comm, reduction, shard, first)
+        return add(comm, reduction, shard, like)
 
     Communicator.add = first_only
     try:

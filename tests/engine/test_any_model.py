@@ -188,7 +188,7 @@ def build(description, plain):
     torch.manual_seed(description.seed + (dist.get_rank() if other and not plain else 0))
     model = Model(description)
     cls, kwargs = OPTIMIZERS[description.optimizer]
-    if plain and "strided parameter" in description.keys():  # torch's fused AdamW takes it for dense on a CPU
+    if plain and any(block == "strided parameter" for block, _ in description.blocks):  # torch's fused AdamW takes it for dense
         kwargs = {**kwargs, "fused": False} if "fused" in kwargs else kwargs
     broadcast_buffers = description.broadcast_buffers and description.wrapper != "alone"
     if plain or description.wrapper == "ddp":

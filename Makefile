@@ -38,7 +38,7 @@ test-all: $(INSTALLED) lint
 	$(BIN)/python -m pytest $(TWO_FILES_AT_A_TIME) -m "slow or not slow"
 
 test-kills: $(INSTALLED)
-	$(BIN)/python -m pytest -m slow tests/checkpoint/test_kills.py
+	$(BIN)/python -m pytest -m slow tests/zero/checkpoint/test_kills.py
 
 bench-gpu:
 	$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m benchmarks.gpu

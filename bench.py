@@ -54,8 +54,6 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-import charts
-import hardware
 from benchmarks.checkpoints import checkpoint_rows
 from benchmarks.contenders import MODES, Setup
 from benchmarks.cookbook import cookbook_rows
@@ -63,9 +61,15 @@ from benchmarks.memory import MallocBytes, can_reset_resident_peak, memory_rows,
 from benchmarks.report import Results
 from benchmarks.speed import time_rows
 from benchmarks.telemetry import telemetry_rows
+from charts.bars import memory_chart, time_chart
+from charts.style import check_path
 from configurator import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, configure
-from distributed import exit_on_wrong_input, exit_with_error, finish, is_rank_0, launched, on_rank_0, print0, start
+from distributed import machine
+from distributed.exits import exit_on_wrong_input, exit_with_error, finish
+from distributed.launch import launched
+from distributed.ranks import on_rank_0, print0, start
 from model import GPT2_SIZES, GPTConfig
+from zero.messages import is_rank_0
 
 # -----------------------------------------------------------------------------
 what: Literal["memory", "time", "checkpoint", "telemetry", "all"] = "all"  # telemetry: what the metrics cost
@@ -138,7 +142,7 @@ with exit_on_wrong_input():
     names = {measure: modes_of(measure) for measure in measures}
     if not worlds and not launch.distributed:
         raise ValueError("bench.py compares several ranks; start it with torchrun --standalone --nproc_per_node=2 bench.py")
-    device, dtype = hardware.resolve(device, dtype)
+    device, dtype = machine.resolve(device, dtype)
     device = torch.device(device) if worlds else start(launch, device)
     shard_size = zero_shard_size or launch.local_world_size
     setup = Setup(gpt, batch_size, device, dtype, zero_bucket_mb, grad_clip, activation_checkpointing, seed, shard_size)
@@ -163,7 +167,7 @@ with exit_on_wrong_input():
     pictures = bool(folder)
     if is_rank_0() and pictures:
         try:
-            charts.check_path("x.png")
+            check_path("x.png")
         except ImportError as error:
             print(f"note: {error}")
             pictures = False
@@ -180,7 +184,7 @@ def measure_memory():
     if is_rank_0() and pictures:
         for world in worlds or [None]:
             of_world = [row for row in rows if row.get("world_size") == world]
-            results.draw(f"memory-{world}" if world else "memory", charts.memory_chart(of_world))
+            results.draw(f"memory-{world}" if world else "memory", memory_chart(of_world))
 
 
 def measure_time():
@@ -190,7 +194,7 @@ def measure_time():
         rows += time_rows(setup, names["time"], length, rounds, steps_per_turn)
     report("time", "Time of a step; the ratio is that to the first mode", rows, "speed_comparison.csv")
     if is_rank_0() and pictures:
-        results.draw("time", charts.time_chart(rows))
+        results.draw("time", time_chart(rows))
 
 
 def measure_checkpoint():

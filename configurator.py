@@ -33,7 +33,8 @@ import types
 from collections.abc import Callable
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
 
-from distributed import exit_with_error, launched
+from distributed.exits import exit_with_error
+from distributed.launch import launched
 
 _LARGEST = 2**63 - 1  # largest integer that PyTorch, NumPy and a checkpoint can hold
 _HEADING = re.compile(r"[\w-]+( [\w-]+){0,2}")

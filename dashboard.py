@@ -26,11 +26,10 @@ import time
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-import charts
-import run_charts
-import workspace
-from distributed import exit_on_wrong_input, exit_with_error
-from run_charts import Curve
+from charts import workspace
+from charts.runs import Curve, page, picture, sections
+from charts.style import save
+from distributed.exits import exit_on_wrong_input, exit_with_error
 from zero.checkpoint.files import atomic_write
 
 WATCH_S = 5  # seconds between two looks at the files, and between two looks of an open page
@@ -110,15 +109,15 @@ def draw(out_dirs: list[str], html: str | None, png: str | None, reload_s: float
         reload_s: seconds until an open page loads itself again. None: never.
     """
     runs = dict(zip(labels(out_dirs), map(read_metrics, out_dirs), strict=True))
-    sections = run_charts.sections(runs)
-    if html and sections:
+    drawn = sections(runs)
+    if html and drawn:
         os.makedirs(os.path.dirname(html) or ".", exist_ok=True)
         with atomic_write(html) as temporary, open(temporary, "w", encoding="utf-8") as file:
-            file.write(run_charts.page(sections, reload_s))
+            file.write(page(drawn, reload_s))
     if png:
-        for name, row in sections.items():
-            charts.save(run_charts.picture(name, row), os.path.join(png, f"{name.lower()}.png"))
-    return bool(sections)
+        for name, row in drawn.items():
+            save(picture(name, row), os.path.join(png, f"{name.lower()}.png"))
+    return bool(drawn)
 
 
 def begun(out_dirs: list[str]) -> list[str]:

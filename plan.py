@@ -28,14 +28,17 @@ from typing import Any
 
 import torch
 
-import charts
-from accounting import CPU_RESIDENT, MODES, Extras, Forecast, Workload, forecast, gpt_specs, predicted_activations
+from charts.bars import plan_chart
+from charts.style import check_path, save
 from configurator import NonNegativeFloat, NonNegativeInt, PositiveFloat, configure, settings_of
-from dataset import DATA_DIR, DataError, Dataset, expected_vocab_size
-from distributed import check_backend, exit_on_wrong_input
-from hardware import resolve_dtype
+from data.dataset import DATA_DIR, Dataset
+from data.vocabulary import DataError, expected_vocab_size
+from distributed.exits import exit_on_wrong_input
+from distributed.machine import resolve_dtype
+from distributed.ranks import check_backend
+from forecast.memory import CPU_RESIDENT, MODES, Extras, Forecast, Workload, forecast, gpt_specs, predicted_activations
 from model import GPT2_SIZES, GPTConfig, check_block_size
-from shadow import check_device
+from run.shadow import check_device
 from zero.flags import Flags
 from zero.layout import ParameterSpec, Plan
 from zero.prediction import Activations, Prediction
@@ -385,7 +388,7 @@ def check_outputs(settings: dict[str, Any]) -> None:
     if settings["explain"] and (settings["json"] or settings["plot"]):
         raise ValueError("explain prints no table; remove --json and --plot, or run plan.py once more without --explain")
     if settings["plot"]:
-        charts.check_path(settings["plot"])
+        check_path(settings["plot"])
     for key in ("json", "plot"):
         if os.path.isdir(settings[key]):
             raise ValueError(f"{key}={settings[key]} is a folder; give the path of a file")
@@ -412,7 +415,7 @@ def main() -> None:
                 dump({"settings": settings, "rows": rows}, file, indent=1)
             print(f"the table is in {settings['json']}")
         if settings["plot"]:
-            charts.save(charts.plan_chart(rows, settings["gpu_memory_gb"]), settings["plot"])
+            save(plan_chart(rows, settings["gpu_memory_gb"]), settings["plot"])
             print(f"the picture is in {settings['plot']}")
 
 

@@ -11,10 +11,11 @@ from typing import Literal
 
 import torch
 
-import hardware
 from configurator import PositiveFloat, PositiveInt, configure
-from dataset import DATA_DIR, load_codec, load_meta
-from distributed import exit_on_wrong_input
+from data.dataset import DATA_DIR
+from data.vocabulary import load_codec, load_meta
+from distributed import machine
+from distributed.exits import exit_on_wrong_input
 from model import GPT
 from zero import checkpoint as ckpt
 
@@ -34,7 +35,7 @@ configure(globals())
 # -----------------------------------------------------------------------------
 
 with exit_on_wrong_input():
-    device, dtype = hardware.resolve(device, dtype)
+    device, dtype = machine.resolve(device, dtype)
     meta = None
     if init_from == "resume":
         path, warning = ckpt.find(out_dir)
@@ -57,7 +58,7 @@ with exit_on_wrong_input():
     tokens = codec.encode(start)
     if not tokens:
         raise ValueError("the prompt is empty; give at least one character with --start")
-autocast = hardware.autocast(torch.device(device), dtype)
+autocast = machine.autocast(torch.device(device), dtype)
 
 torch.manual_seed(seed)
 model.eval().to(device)

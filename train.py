@@ -26,26 +26,28 @@ from typing import Literal
 import numpy as np
 import torch
 
-import hardware
-from accounting import Extras, Workload
-from checkpoints import Checkpoints
 from configurator import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, UnitInterval, configure
-from consistency import compare_model_and_data, compare_settings, compare_with_checkpoint
-from dataset import EVALUATION_BATCH, Dataset, prepare_if_missing
-from desync import DesyncCheck
-from distributed import exit_on_wrong_input, finish, launched, mean_over_ranks, print0, start
-from environment import environment
-from guard import Guard
-from logger import Logger
-from memory_check import MemoryCheck, describe
-from meter import Meter
+from data.dataset import EVALUATION_BATCH, Dataset, prepare_if_missing
+from distributed import machine
+from distributed.exits import exit_on_wrong_input, finish
+from distributed.launch import launched
+from distributed.machine import environment
+from distributed.position import position
+from distributed.ranks import mean_over_ranks, print0, start
+from distributed.signals import Action, Signals
+from distributed.watchdog import Watchdog
+from forecast.memory import Extras, Workload
 from model import GPT, GPTConfig, check_block_size
-from profiling import Profiler
-from progress import Progress
-from sampling import Sampler
-from shadow import Shadow
-from signals import Action, Signals
-from watchdog import Watchdog, position
+from run.agreement import DesyncCheck, compare_model_and_data, compare_settings, compare_with_checkpoint
+from run.checkpoints import Checkpoints
+from run.guard import Guard
+from run.logger import Logger
+from run.memory import MemoryCheck, describe
+from run.meter import Meter
+from run.profiling import Profiler
+from run.progress import Progress
+from run.sampling import Sampler
+from run.shadow import Shadow
 from zero import ShardedGradScaler
 from zero.build import build, clip_grad_norm_
 from zero.flags import Flags
@@ -126,7 +128,7 @@ rank, local_rank, world_size = launch.rank, launch.local_rank, launch.world_size
 progress = Progress(max_iters, rank)
 # Every rank runs every line, and print0 prints on rank 0: a collective must never stand where only some ranks go.
 with exit_on_wrong_input():
-    device, dtype = hardware.resolve(device, dtype, param_dtype)
+    device, dtype = machine.resolve(device, dtype, param_dtype)
     compare_settings(launch, config | {"device": device.partition(":")[0], "dtype": dtype})
     if gradient_accumulation_steps % world_size:
         raise ValueError(
@@ -135,7 +137,7 @@ with exit_on_wrong_input():
         )
     device = start(launch, device, backend, dist_timeout_s)
 Watchdog(dist_timeout_s, out_dir)  # ends the ranks if they hang
-autocast = hardware.autocast(device, dtype)
+autocast = machine.autocast(device, dtype)
 profiler = Profiler(os.path.join(out_dir, "profile"), rank, device, profile, profile_memory)
 torch.backends.cuda.matmul.allow_tf32 = True
 torch.backends.cudnn.allow_tf32 = True
@@ -143,7 +145,7 @@ micro_steps = gradient_accumulation_steps // world_size  # per iteration on this
 sequences_per_iter = gradient_accumulation_steps * batch_size  # on all ranks together
 tokens_per_iter = sequences_per_iter * block_size
 print0(f"tokens per iteration will be: {tokens_per_iter:,}")
-if hardware.is_slow_on_cpu(device, dtype):
+if machine.is_slow_on_cpu(device, dtype):
     print0(f"note: this CPU has no {dtype} instructions; --dtype=float32 will be faster")
 
 # data

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-import accounting
 from benchmarks.contenders import Contender, Setup
 from benchmarks.memory import free_unused_memory, reset_resident_peak, resident_peak
-from distributed import broadcast_object, gather_objects, is_rank_0
+from forecast.memory import MODES
 from zero import checkpoint
+from zero.messages import broadcast_object, gather_objects, is_rank_0
 
 
 def checkpoint_rows(setup: Setup, modes: list[str], rounds: int) -> list[dict[str, Any]]:
@@ -26,7 +26,7 @@ def checkpoint_rows(setup: Setup, modes: list[str], rounds: int) -> list[dict[st
     """
     rows = []
     for mode in modes:
-        if mode not in accounting.MODES:
+        if mode not in MODES:
             continue
         contender = _trained(setup, mode)
         tries = [_consolidation(contender, checkpoint.consolidate) for _ in range(rounds + 1)]

@@ -11,9 +11,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-import accounting
-import hardware
-from accounting import Workload, forecast, gpt_specs, predicted_activations
+from distributed import machine
+from forecast.memory import MODES as PLANNED
+from forecast.memory import Forecast, Workload, forecast, gpt_specs, predicted_activations
 from model import GPT, GPTConfig
 from zero import ShardedDataParallel, ShardedOptimizer
 from zero.build import build, clip_grad_norm_
@@ -24,7 +24,7 @@ from zero.layout import BucketMB, plan
 # no_overlap: sharded, where step waits for the all-gathers, as is the default of ShardedDataParallel
 # simple: DistributedDataParallel's all-reduce, an update of 1/N, then an all-gather that overlaps with nothing
 # fsdp2: FSDP2, applied block by block; parameters stay unsharded between forward and backward
-MODES = (*accounting.MODES, "hybrid", "no_overlap", "simple", "fsdp2")
+MODES = (*PLANNED, "hybrid", "no_overlap", "simple", "fsdp2")
 ADAMW: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95)}
 
 
@@ -43,8 +43,8 @@ class Setup:
     shard_size: int = 0  # of the mode hybrid
 
     def flags(self, mode: str) -> Flags:
-        """Returns the flags of a mode of `accounting.MODES`, of hybrid, or of no_overlap."""
-        flags = replace(accounting.MODES.get(mode, Flags()), bucket_mb=self.bucket_mb)
+        """Returns the flags of a mode of `forecast.memory.MODES`, of hybrid, or of no_overlap."""
+        flags = replace(PLANNED.get(mode, Flags()), bucket_mb=self.bucket_mb)
         return replace(flags, shard_size=self.shard_size) if mode == "hybrid" else flags
 
     def workload(self, mode: str) -> Workload:
@@ -52,7 +52,7 @@ class Setup:
         dtype = "bfloat16" if mode == "bfloat16" else self.dtype
         return Workload(self.config, self.batch_size, dtype, self.device.type, self.activation_checkpointing)
 
-    def forecast(self, mode: str, world_size: int, micro_steps: int) -> accounting.Forecast | None:
+    def forecast(self, mode: str, world_size: int, micro_steps: int) -> Forecast | None:
         """Returns the prediction for a mode, or None if there is none."""
         if mode in ("simple", "fsdp2"):
             return None
@@ -109,7 +109,7 @@ class Contender:
         """Returns the loss of new random tokens."""
         shape = 2, self.setup.batch_size, self.setup.config.block_size
         tokens = torch.randint(self.setup.config.vocab_size, shape, device=self.setup.device)
-        with hardware.autocast(self.setup.device, self.setup.workload(self.mode).dtype):
+        with machine.autocast(self.setup.device, self.setup.workload(self.mode).dtype):
             return self.model(*tokens)[1]
 
     @contextmanager

@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from activations import LiveBytes
 from benchmarks.contenders import Contender, Setup
-from distributed import gather_objects
+from forecast.activations import LiveBytes
 from zero.memory import held_bytes
+from zero.messages import gather_objects
 from zero.prediction import PURPOSES
 from zero.state import full_state
 

@@ -16,10 +16,12 @@ import torch
 import torch.distributed as dist
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-import hardware
 from benchmarks.contenders import Contender, Setup
 from configurator import configure
-from distributed import exit_on_wrong_input, finish, launched, on_rank_0, print0, start
+from distributed import machine
+from distributed.exits import exit_on_wrong_input, finish
+from distributed.launch import launched
+from distributed.ranks import on_rank_0, print0, start
 from model import GPTConfig
 from zero import checkpoint
 
@@ -93,7 +95,7 @@ def main() -> None:
     with exit_on_wrong_input():
         if not launch.distributed:
             raise ValueError("start it with torchrun --standalone --nproc_per_node=2 -m benchmarks.parity")
-        chosen, _ = hardware.resolve(config["device"], "float32")
+        chosen, _ = machine.resolve(config["device"], "float32")
         used = start(launch, chosen, config["backend"])
     print0(f"{launch.world_size} ranks, {dist.get_backend()}, {used.type}, torch {torch.__version__}")
     if dist.get_backend() == "nccl":

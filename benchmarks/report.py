@@ -6,7 +6,7 @@ import json
 import os
 from typing import Any
 
-import charts
+from charts.style import save
 
 PARTS = ("parameters", "gradients", "state", "master", "buckets", "activations", "rest")
 IN_BYTES = ("total", "predicted", "resident peak", *PARTS)  # the tables show them in MB
@@ -93,7 +93,7 @@ class Results:
     def draw(self, name: str, chart: Any) -> None:
         """Write a chart as a picture and as an interactive page."""
         for ending in (".png", ".svg", ".html"):
-            charts.save(chart, self._path(name + ending))
+            save(chart, self._path(name + ending))
 
     def _path(self, file: str) -> str:
         return os.path.join(self.folder, file)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.contenders import Contender, Setup
-from distributed import launched
+from distributed.launch import launched
 from zero.communication import CommunicationMeter
 
 PHASES = ("forward and backward", "optimizer")

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from accounting import Extras
 from benchmarks.contenders import Contender, Setup
-from distributed import mean_over_ranks
-from logger import Logger
-from memory_check import MemoryCheck
-from meter import Meter
+from distributed.ranks import mean_over_ranks
+from forecast.memory import Extras
+from run.logger import Logger
+from run.memory import MemoryCheck
+from run.meter import Meter
 from zero.build import clip_grad_norm_
 
 METRIC_INTERVAL = 10  # steps; the default of train.py, with log_interval=1. A turn has as many

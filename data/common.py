@@ -15,7 +15,7 @@ import numpy as np
 if TYPE_CHECKING:
     import tiktoken
 
-from distributed import exit_with_error
+from distributed.exits import exit_with_error
 
 TINY_SHAKESPEARE_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 TINY_SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"

@@ -1,6 +1,7 @@
 """The import map of docs/architecture.md: made from the code, without cycles, in one direction."""
 
 import ast
+import glob
 import graphlib
 import os
 import sys
@@ -9,17 +10,17 @@ import pytest
 from conftest import ROOT
 
 SCRIPTS = ("train", "sample", "bench", "plan", "dashboard")
+PACKAGES = ("charts", "data", "distributed", "forecast", "run", "zero")
 TOUCHES_FILES = {"glob", "io", "mmap", "os", "pathlib", "pickle", "shutil", "tempfile", "zipfile"}
 
 
 def module_names():
-    """Name of every module: its path."""
-    top_level = [name for name in os.listdir(ROOT) if name.endswith(".py")]
-    packaged = []
-    for folder, _, names in os.walk(os.path.join(ROOT, "zero")):
-        packaged += [os.path.relpath(os.path.join(folder, name), ROOT) for name in names if name.endswith(".py")]
-    paths = {path.removesuffix(".py").replace(os.sep, "."): os.path.join(ROOT, path) for path in top_level + packaged}
-    return {name.removesuffix(".__init__"): path for name, path in paths.items()}
+    """Name of every module: its path. The prepare.py scripts are none."""
+    found = glob.glob("*.py", root_dir=ROOT)
+    for package in PACKAGES:
+        found += glob.glob(f"{package}/**/*.py", root_dir=ROOT, recursive=True)
+    paths = {path.removesuffix(".py").replace(os.sep, "."): os.path.join(ROOT, path) for path in found}
+    return {name.removesuffix(".__init__"): path for name, path in paths.items() if not name.endswith(".prepare")}
 
 
 def imports_of(path):
@@ -50,7 +51,7 @@ def graph():
 
 def packages_of(module, names):
     """The packages around imported modules, whose __init__ runs first; not those around the importing module itself."""
-    parents = {name.rpartition(".")[0] for name in names} | {"zero" for name in names if name.startswith("zero.")}
+    parents = {name.rpartition(".")[0] for name in names} | {name.partition(".")[0] for name in names if "." in name}
     return {parent for parent in parents - {""} if not module.startswith(parent)}
 
 
@@ -72,6 +73,16 @@ def test_zero_imports_torch_and_itself_only(graph):
             assert all(name.split(".")[0] == "zero" for name in graph[module]), module
             others = {name.split(".")[0] for name in imports_of(path)} - set(sys.stdlib_module_names) - {"torch", "zero"}
             assert not others, f"{module} imports {others}"
+
+
+def test_packages_import_one_way(graph):
+    """The processes and what is predicted or drawn do not know what accompanies a run."""
+    above = {"zero": PACKAGES, "distributed": ("charts", "data", "forecast", "run"), "forecast": ("charts", "data", "run")}
+    above |= {"charts": ("data", "distributed", "forecast", "run"), "data": ("charts", "forecast", "run"), "run": ("charts",)}
+    for module, imported in graph.items():
+        package = module.partition(".")[0]
+        wrong = {name for name in imported if name.partition(".")[0] in above.get(package, ()) and not name.startswith(package)}
+        assert not wrong, f"{module} imports {wrong}"
 
 
 def test_nothing_imports_a_script(graph):

@@ -6,8 +6,6 @@ Also counts the bytes that the collectives send and the time that the computatio
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
-from datetime import timedelta
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -23,19 +21,6 @@ _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.re
 KEPT_BYTES = 4_000_000  # smallest tensor that a Pool keeps
 TAG = 0x2E60  # of messages between two ranks, so that no receive of the user's own takes one
 GRADIENTS, PARAMETERS = TAG + 1, TAG + 2  # so that no parameter is ever taken for a gradient
-LONG_TIMEOUT = timedelta(days=1)  # for waits on a disk, which may take longer than any step
-
-
-@cache
-def cpu_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """Return a process group of the same ranks that sends from main memory.
-
-    This is `group` itself if its backend is gloo or fake; otherwise a new gloo group. The first call must be on all ranks.
-    """
-    if dist.get_backend(group) in ("gloo", "fake"):
-        return group
-    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-    return dist.new_group(ranks, timeout=LONG_TIMEOUT, backend="gloo", use_local_synchronization=True)
 
 
 def _subgroup(group: dist.ProcessGroup | None, members: Iterable[int]) -> dist.ProcessGroup:
@@ -47,29 +32,6 @@ def _subgroup(group: dist.ProcessGroup | None, members: Iterable[int]) -> dist.P
     options = getattr(whole._get_backend(torch.device("cuda" if backend == "nccl" else "cpu")), "options", None)
     timeout = getattr(options, "_timeout", None)
     return dist.new_group(chosen, timeout=timeout, backend=backend, use_local_synchronization=True)
-
-
-def is_rank_0() -> bool:
-    """Return whether this process is rank 0 of all ranks, or alone."""
-    return not dist.is_initialized() or dist.get_rank() == 0
-
-
-def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Gather the values of all ranks, in rank order. Call it on all ranks; without torch.distributed, there is one."""
-    if not dist.is_initialized():
-        return [value]
-    values = [None] * dist.get_world_size(group)
-    dist.all_gather_object(values, value, group=group)
-    return values
-
-
-def broadcast_object(value: Any, group: dist.ProcessGroup | None = None) -> Any:
-    """Return the value of rank 0. Call it on all ranks; without torch.distributed, there is one."""
-    if not dist.is_initialized() or dist.get_backend(group) == "fake":  # there, nobody sends
-        return value
-    values = [value]
-    dist.broadcast_object_list(values, group_src=0, group=group)
-    return values[0]
 
 
 class ReduceScatterWork(NamedTuple):

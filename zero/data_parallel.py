@@ -19,8 +19,9 @@ from torch import nn
 from torch.autograd import Variable
 from torch.utils._pytree import tree_leaves
 
-from zero.collectives import ReduceScatterWork, cpu_group
+from zero.collectives import ReduceScatterWork
 from zero.layout import PlacedSlice
+from zero.messages import cpu_group
 from zero.optimizer import SPARSE, Bucket, ShardedOptimizer
 from zero.placeholders import SentGradient, local_gradient
 from zero.stopwatch import region

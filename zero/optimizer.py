@@ -17,8 +17,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakIdKeyDictionary
 
-from zero.collectives import Communicator, broadcast_object, cpu_group, gather_objects
+from zero.collectives import Communicator
 from zero.layout import BucketMB, BufferPlan, Layout, PlacedSlice, Plan, Span, check_options, parameter_specs, plan
+from zero.messages import broadcast_object, cpu_group, gather_objects
 from zero.stopwatch import region
 from zero.tensors import check_memory, flattened, has_memory, is_dense, memory_span, properties, shaped, with_own_storage
 from zero.waiting import WaitingDict

@@ -17,8 +17,9 @@ from typing import Any, NamedTuple, Self
 import torch
 import torch.distributed as dist
 
-from zero.collectives import TAG, cpu_group, gather_objects
+from zero.collectives import TAG
 from zero.layout import Slice
+from zero.messages import cpu_group, gather_objects
 from zero.optimizer import flattened, hyperparameters, shaped
 from zero.partition import Partition, packed_groups, partition
 

@@ -13,7 +13,7 @@ import sysconfig
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", ".."))
 from data.common import input_argument, read_text, write_characters
-from distributed import exit_with_error
+from distributed.exits import exit_with_error
 
 DIRECTORY = os.path.dirname(os.path.abspath(__file__))
 VOCAB_SIZE = 96  # for plan.py

@@ -18,7 +18,8 @@ import torch.distributed as dist
 
 from zero.checkpoint.format import tensors_in
 from zero.checkpoint.store import chunk_reader, load, verify
-from zero.collectives import TAG, broadcast_object, cpu_group, gather_objects, is_rank_0
+from zero.collectives import TAG
+from zero.messages import broadcast_object, cpu_group, gather_objects, is_rank_0
 from zero.state import MESSAGE_BYTES, CheckpointError, TensorChunk, Transfer, drain, enqueue, map_leaves
 
 _ReadChunks = Callable[[list[TensorChunk]], None]

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from zero.checkpoint import chunks, store
-from zero.collectives import LONG_TIMEOUT, broadcast_object, gather_objects, is_rank_0
+from zero.messages import LONG_TIMEOUT, broadcast_object, gather_objects, is_rank_0
 from zero.state import TensorChunk, full_state, local_chunks
 
 

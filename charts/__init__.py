@@ -1,0 +1,1 @@
+"""Pictures of measurements and of runs, the page and the wandb workspace."""

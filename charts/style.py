@@ -1,0 +1,76 @@
+"""What all charts share: their style, the colours of the parts of memory, and how they are written to files.
+
+Altair is an optional dependency, `pip install -e '.[plots]'`. It is imported when a function needs it. Only `save` writes:
+    style.save(bars.time_chart(rows), "results/time.png")
+"""
+
+import os
+from typing import Any
+
+from zero.checkpoint.files import atomic_write
+
+ENDINGS = (".png", ".svg", ".html")
+
+# Column: name and colour of a purpose. The palette is that of Okabe and Ito, which the colour-blind can tell apart, and a grey.
+MEMORY = {
+    "parameters": ("parameters", "#0072B2"),
+    "gradients": ("gradients", "#56B4E9"),
+    "state": ("optimizer state", "#E69F00"),
+    "master": ("master weights", "#F0E442"),
+    "buckets": ("communication buffers", "#CC79A7"),
+    "activations": ("activations", "#009E73"),
+    "rest": ("other", "#BBBBBB"),
+}
+NUMBER = ",.3~f"  # format of the numbers that appear under the mouse
+FONT = "Helvetica, Arial, Liberation Sans, sans-serif"
+ACTIONS = {"export": True, "source": False, "compiled": False, "editor": False}  # menu of a web page; the editor is a web page
+
+
+def check_path(path: str) -> None:
+    """Raise now what `save` would raise after the measurements.
+
+    Raises:
+        ValueError: if the path has another ending than those of pictures.
+        ImportError: if Altair is not installed.
+    """
+    if os.path.splitext(path)[1].lower() not in ENDINGS:
+        raise ValueError(f"the picture {path} must end with .png, .svg or .html; change the ending")
+    altair()
+
+
+def save(chart: Any, path: str) -> None:
+    """Write a chart to a .png, .svg or .html file, and create its folder. The .html file needs no network.
+
+    A file that was there before stays until the new one is complete.
+    """
+    check_path(path)
+    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+    ending = os.path.splitext(path)[1].lower()
+    with atomic_write(path) as temporary:
+        if ending == ".html":
+            chart.save(temporary, format="html", inline=True, embed_options={"actions": ACTIONS})
+        else:
+            chart.save(temporary, format=ending[1:], scale_factor=2 if ending == ".png" else 1)
+
+
+def styled(chart: Any) -> Any:
+    """Returns the chart with the fonts, colours and distances of all charts."""
+    return (
+        chart.configure(font=FONT, background="white", padding=10)
+        .configure_title(anchor="start", fontSize=16, subtitleFontSize=13, subtitleColor="#444444", subtitlePadding=4, offset=8)
+        .configure_header(labelFontSize=13, labelFontWeight="bold", labelPadding=4)
+        .configure_axis(labelFontSize=12, titleFontSize=12, titleFontWeight="normal")
+        .configure_axisX(tickCount=5, domain=False, ticks=False, gridColor="#DDDDDD", labelFlush=False)
+        .configure_axisY(domain=False, ticks=False, labelPadding=6, labelLimit=240)
+        .configure_legend(orient="top", direction="horizontal", labelFontSize=13, symbolType="square", symbolSize=150)
+        .configure_view(stroke=None)
+    )
+
+
+def altair() -> Any:
+    try:
+        import altair
+        import vl_convert  # noqa: F401  Altair saves with it
+    except ImportError as error:
+        raise ImportError("pictures need altair and vl-convert-python; pip install -e '.[plots]'") from error
+    return altair

@@ -1,0 +1,190 @@
+"""Token files: `data/<name>/train.bin` and `val.bin` (uint16), and `meta.pkl` if the vocabulary is not GPT-2's.
+
+The files have nanoGPT's format: this program reads the files of nanoGPT's prepare.py scripts, and nanoGPT reads these files.
+"""
+
+import os
+import subprocess
+import sys
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from data.vocabulary import DataError, load_meta
+
+DATA_DIR = os.path.dirname(os.path.abspath(__file__))
+SPLITS = ("train", "val")
+EVALUATION_BATCH = 12  # sequences per `eval_iters`, for any batch_size and number of ranks; nanoGPT's default batch_size
+_PIECE, _PIECES = 2**19, 64  # tokens per piece (1 MB) and pieces that a fingerprint covers
+_GOLDEN_RATIO = np.uint64(0x9E3779B97F4A7C15)  # 2**64 * (sqrt(5) - 1) / 2
+WITHOUT_DOWNLOAD = "stdlib_char"  # this dataset needs no download, so train.py prepares it if it is missing
+
+
+class Dataset:
+    """The splits of one dataset, memory-mapped.
+
+    Args:
+        name: name of a folder in `data/`, or the absolute path of another folder.
+        block_size: tokens per sequence.
+
+    Raises:
+        DataError: if a file is missing, has an odd number of bytes, or is too short for one sequence.
+    """
+
+    def __init__(self, name: str, block_size: int) -> None:
+        self.directory = os.path.join(DATA_DIR, name)
+        self.name, self.block_size = name, block_size
+        self.meta = load_meta(self.directory)
+        self.tokens = {split: _open(self.directory, split, block_size) for split in SPLITS}  # (tokens,) uint16
+        self._fingerprint: dict[str, str] = {}
+
+    @property
+    def vocab_size(self) -> int | None:
+        """The size of the dataset's own vocabulary, or None if the tokens are GPT-2's."""
+        return self.meta["vocab_size"] if self.meta else None
+
+    @property
+    def vocabulary(self) -> str:
+        """What tells this vocabulary from another one: its size, and a checksum (CRC-32) of its tokens."""
+        if not self.meta:
+            return "GPT-2's"
+        tokens = self.meta.get("itos", {})
+        tokens = sorted(tokens.items()) if isinstance(tokens, dict) else list(enumerate(tokens))
+        return f"{self.vocab_size} tokens with checksum {zlib.crc32(repr(tokens).encode()):08x}"
+
+    def offsets(self, split: str, stream: tuple[int, int], first: int, count: int) -> np.ndarray:
+        """Returns the start positions of sequences `first`, ..., `first + count - 1` of a stream, (count,) int64.
+
+        The result depends on the arguments only. A stream visits the whole split evenly, again and again. It begins at a
+        random position, and each step to the next sequence is the length of the split times the golden ratio, with
+        wrap-around (an additive recurrence, as in quasi-Monte Carlo). nanoGPT draws independent random positions. That visits
+        some positions several times before it visits others, and reaches a higher loss in the same number of iterations.
+        """
+        beginning = np.random.default_rng((*stream, SPLITS.index(split))).integers(2**64, dtype=np.uint64)
+        numbers = np.arange(first, first + count, dtype=np.uint64)
+        places = beginning + numbers * _GOLDEN_RATIO  # in units of 2**-64 of the split; the arithmetic wraps around
+        return (places / 2.0**64 * (len(self.tokens[split]) - self.block_size)).astype(np.int64)
+
+    def micro_batches(
+        self, seed: int, first: int, batch_size: int, count: int, rank: int = 0, world_size: int = 1
+    ) -> Iterator[np.ndarray]:
+        """Yields the offsets of the training micro-batches of one rank, (batch_size,) int64 each. It never ends.
+
+        The sequences of an iteration depend on the seed and on `first` only. They do not depend on the number of ranks.
+
+        Args:
+            seed: seed of the run.
+            first: number of sequences that all ranks together have seen.
+            batch_size: sequences per micro-batch.
+            count: micro-batches per iteration, all ranks together.
+            rank, world_size: this rank and the number of ranks.
+        """
+        while True:
+            offsets = self.offsets("train", (seed, 0), first, count * batch_size).reshape(count, batch_size)
+            yield from offsets[rank::world_size]
+            first += count * batch_size
+
+    def evaluation(
+        self, split: str, seed: int, count: int, batch_size: int, rank: int = 0, world_size: int = 1
+    ) -> list[np.ndarray]:
+        """Returns the offsets of the batches that one rank evaluates, (batch_size,) int64 each.
+
+        All ranks together evaluate the first `count` sequences of a stream that depends on the seed and the split only. The
+        last batch is filled up with -1, because a model would be compiled again for another size.
+        """
+        own = self.offsets(split, (seed, 1), 0, count)[rank::world_size]
+        return list(np.pad(own, (0, -len(own) % batch_size), constant_values=-1).reshape(-1, batch_size))
+
+    def batch(self, split: str, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the inputs and the targets, each (len(offsets), block_size) int64. Offset -1 has no targets: they are -1."""
+        tokens = self.tokens[split]
+        rows = np.stack([tokens[start : start + self.block_size + 1] for start in np.maximum(offsets, 0)]).astype(np.int64)
+        return rows[:, :-1], np.where(offsets[:, None] < 0, -1, rows[:, 1:])
+
+    def fingerprint(self) -> dict[str, str]:
+        """Returns the size and a checksum (CRC-32) of each token file, and a checksum of `meta.pkl`, by name of the file.
+
+        A checksum covers the whole of a file of up to 64 MB. Of a larger file it covers 64 evenly spaced pieces of 1 MB, among
+        them the first and the last one, so that it reads the same 64 MB at any size. A file that was cut off, shifted or made
+        from other text is found. A change that lies between the pieces of a large file is not. The files are read once.
+        """
+        if self._fingerprint:
+            return self._fingerprint
+        result = self._fingerprint
+        for split, tokens in self.tokens.items():
+            starts = np.linspace(0, len(tokens) - _PIECE, _PIECES, dtype=int)
+            pieces = [tokens] if len(tokens) <= _PIECE * _PIECES else [tokens[start : start + _PIECE] for start in starts]
+            checksum = 0
+            for piece in pieces:
+                checksum = zlib.crc32(piece.data, checksum)
+            result[f"{split}.bin"] = f"{len(tokens)} tokens with checksum {checksum:08x}"
+        if self.meta:
+            with open(os.path.join(self.directory, "meta.pkl"), "rb") as file:
+                result["meta.pkl"] = f"checksum {zlib.crc32(file.read()):08x}"
+        return result
+
+    def identity(self) -> dict[str, Any]:
+        """Returns what a checkpoint says about its data."""
+        return {"vocabulary": self.vocabulary, "dataset": self.fingerprint()}
+
+    def check(self, vocab_size: int, part: int = 0, parts: int = 1) -> None:
+        """Check the tokens of one of `parts` equal parts of the data against the vocabulary of a model.
+
+        Args:
+            vocab_size: vocabulary size of the model.
+            part, parts: number of the part to check, and number of parts.
+
+        Raises:
+            DataError: if the vocabulary of the dataset is larger than `vocab_size`, or a token is not less than it.
+        """
+        if self.vocab_size is not None and self.vocab_size > vocab_size:
+            raise DataError(
+                f"dataset {self.name} has a vocabulary of {self.vocab_size}, the model has a vocabulary of {vocab_size}; "
+                "use the dataset that the model was trained on"
+            )
+        for split, tokens in self.tokens.items():
+            begin, end = (len(tokens) * number // parts for number in (part, part + 1))
+            for start in range(begin, end, 1 << 24):
+                largest = tokens[start : min(start + (1 << 24), end)].max()
+                if largest >= vocab_size:
+                    raise DataError(
+                        f"{os.path.join(self.directory, split)}.bin holds token {largest}, but the model's vocabulary has "
+                        f"{vocab_size}; prepare the dataset again, or train a model with its vocabulary"
+                    )
+
+
+def prepare_if_missing(name: str) -> None:
+    """Prepare the dataset `name` if it is the embedded one and it is missing. Call this on one rank per machine.
+
+    Raises:
+        DataError: if the script of the dataset fails.
+    """
+    directory = os.path.join(DATA_DIR, name)
+    files = ("meta.pkl", "train.bin", "val.bin")
+    if name != WITHOUT_DOWNLOAD or all(os.path.exists(os.path.join(directory, file)) for file in files):
+        return
+    script = os.path.join(directory, "prepare.py")
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
+    sys.stdout.write(done.stdout)
+    sys.stderr.write(done.stderr)
+    if done.returncode:
+        raise DataError(f"{script} failed; run it yourself to see the reason")
+
+
+def _open(directory: str, split: str, block_size: int) -> np.ndarray:
+    path = os.path.join(directory, f"{split}.bin")
+    if not os.path.exists(path):
+        script = os.path.join(directory, "prepare.py")
+        remedy = f"run: python {os.path.relpath(script)}" if os.path.exists(script) else "--dataset must name a folder in data/"
+        raise DataError(f"dataset file {os.path.relpath(path)} is missing; {remedy}")
+    size = os.path.getsize(path)  # bytes
+    if size % 2:
+        raise DataError(f"{path} has an odd number of bytes ({size}), but each token takes 2 bytes; prepare the dataset again")
+    if size // 2 < block_size + 1:
+        raise DataError(
+            f"{path} holds {size // 2} tokens, too few for one sequence of block_size={block_size} and its targets; "
+            "use a smaller --block_size"
+        )
+    return np.memmap(path, dtype=np.uint16, mode="r")

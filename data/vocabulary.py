@@ -1,0 +1,106 @@
+"""The vocabulary of a dataset: its own in `meta.pkl`, or GPT-2's."""
+
+import ast
+import os
+import pickle
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+
+class DataError(ValueError):
+    """A dataset is missing or cannot be used. The message names the file, the problem and the remedy."""
+
+
+def expected_vocab_size(directory: str) -> int | None:
+    """Returns the `Dataset.vocab_size` that a dataset will have when it is prepared: VOCAB_SIZE in its `prepare.py`.
+
+    The script is read, not run.
+
+    Raises:
+        DataError: if there is no script, or it does not say this.
+    """
+    path = os.path.join(directory, "prepare.py")
+    try:
+        with open(path, encoding="utf-8") as file:
+            [value] = [
+                ast.literal_eval(statement.value)
+                for statement in ast.parse(file.read()).body
+                if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == "VOCAB_SIZE"
+            ]
+    except (OSError, SyntaxError, ValueError) as error:
+        raise DataError(f"{os.path.relpath(path)} has no line such as VOCAB_SIZE = 65") from error
+    return value
+
+
+def load_meta(directory: str) -> dict[str, Any] | None:
+    """Returns the content of `meta.pkl`: `vocab_size`, `stoi`, `itos`; None if there is no such file.
+
+    Code in the file is not run.
+
+    Raises:
+        DataError: if the file is damaged, or needs more than plain containers and values.
+    """
+    path = os.path.join(directory, "meta.pkl")
+    if not os.path.exists(path):
+        return None
+    try:
+        with open(path, "rb") as file:
+            meta = _PlainUnpickler(file).load()
+        if not isinstance(meta["vocab_size"], int):
+            raise pickle.UnpicklingError("vocab_size is not an integer")
+    except Exception as error:  # damaged bytes can raise any exception
+        raise DataError(f"{path} is no vocabulary ({error}); run the dataset's prepare.py again") from error
+    return meta
+
+
+class Codec(NamedTuple):
+    """A vocabulary: functions that convert text to tokens and tokens to text."""
+
+    encode: Callable[[str], list[int]]
+    decode: Callable[[list[int]], str]
+    vocab_size: int
+
+
+def load_codec(meta: dict[str, Any] | None, model_vocab_size: int) -> Codec:
+    """Returns the dataset's own vocabulary, or GPT-2's BPE vocabulary if `meta` is None.
+
+    Raises:
+        DataError: if GPT-2's vocabulary is not available, or the vocabulary is larger than that of the model.
+    """
+    codec = _gpt2_codec() if meta is None else _own_codec(meta)
+    if codec.vocab_size > model_vocab_size:
+        raise DataError(
+            f"the model knows {model_vocab_size} tokens, the vocabulary at hand has {codec.vocab_size}; prepare the dataset "
+            "that the model was trained on, to create its meta.pkl"
+        )
+    return codec
+
+
+def _gpt2_codec() -> Codec:
+    try:
+        import tiktoken
+
+        encoding = tiktoken.get_encoding("gpt2")
+    except (ImportError, OSError) as error:  # tiktoken downloads with requests, whose errors are OSErrors
+        remedy = "pip install tiktoken, and set TIKTOKEN_CACHE_DIR to a folder that holds the vocabulary if there is no network"
+        raise DataError(f"GPT-2's vocabulary is not available ({error}); {remedy}") from error
+    return Codec(lambda text: encoding.encode(text, allowed_special={"<|endoftext|>"}), encoding.decode, encoding.n_vocab)
+
+
+def _own_codec(meta: dict[str, Any]) -> Codec:
+    stoi, itos = meta["stoi"], meta["itos"]
+
+    def encode(text: str) -> list[int]:
+        unknown = sorted(set(text) - set(stoi))
+        if unknown:
+            raise DataError(f"the vocabulary has no {''.join(unknown)!r}; leave it out of the prompt")
+        return [stoi[character] for character in text]
+
+    return Codec(encode, lambda tokens: "".join(itos[token] for token in tokens), meta["vocab_size"])
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    """Accepts only what pickle builds without an import: dicts, lists, tuples, strings, numbers."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        raise pickle.UnpicklingError(f"it asks for {module}.{name}")

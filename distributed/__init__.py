@@ -1,0 +1,1 @@
+"""The processes of a run: how they start, meet, hear signals, notice a hang, and end."""

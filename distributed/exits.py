@@ -1,0 +1,146 @@
+"""How the ranks end: together, with one line that says why."""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NoReturn
+
+import torch.distributed as dist
+
+from distributed.launch import launched
+from distributed.rendezvous import meet, result_key, store, value_key
+from zero.messages import LONG_TIMEOUT, gather_objects, is_rank_0
+
+
+def finish(exit_code: int = 0, last_line: str = "") -> NoReturn:
+    """Wait for all ranks, then end this process. Needs to be called on all ranks.
+
+    If torchrun has received a signal, it prints a traceback below everything that its ranks have printed. So under torchrun, on
+    Linux, another process prints the last line of the run again when torchrun has ended.
+
+    Args:
+        last_line: printed on rank 0 if the exit code is 0.
+    """
+    if dist.is_initialized():
+        # rank 0 may take long to end the run of wandb
+        dist.barrier(dist.new_group(backend="gloo", timeout=LONG_TIMEOUT))
+    if last_line and not exit_code and is_rank_0():
+        print(last_line, flush=True)
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            _print_after(os.getppid(), last_line)
+    _exit(exit_code)
+
+
+def exit_with_error(message: str) -> NoReturn:
+    """End this process because the user's input is wrong: one line on stderr, exit code 2, no traceback.
+
+    Before the process group has started, the ranks end together: the first rank of each host prints the line, and ranks that
+    call `agree` get the message there. When it has started, this rank prints its line, and torchrun ends the others; if every
+    rank could have the message, use `exit_on_wrong_input`.
+    """
+    if _is_one_of_several() and not dist.is_initialized():
+        _end_with_other_ranks(message)
+    else:
+        _print_error(message)
+    _exit(2)
+
+
+@contextmanager
+def exit_on_wrong_input() -> Iterator[None]:
+    """If the block raises for wrong input on any rank, all ranks end with exit code 2. Needs to be entered on all ranks.
+
+    The first rank of each host prints the error of the first rank that has one.
+    """
+    message = None
+    try:
+        yield
+    except (ValueError, OSError, ImportError) as error:
+        message = str(error)
+    message = next(filter(None, gather_objects(message)), None)
+    if message is None:
+        return
+    if not dist.is_initialized():
+        exit_with_error(message)
+    if launched().local_rank == 0:
+        _print_error(message)
+    dist.barrier()  # torchrun kills the others when one of its ranks has ended
+    _exit(2)
+
+
+def _exit(code: int) -> NoReturn:
+    """End this process. Under torchrun, skip Python's shutdown.
+
+    The threads of gloo can abort the shutdown (https://github.com/pytorch/pytorch/pull/179291).
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if _is_one_of_several():
+        os._exit(code)
+    sys.exit(code)
+
+
+def _is_one_of_several() -> bool:
+    try:
+        return launched().distributed
+    except ValueError:  # the caller already reports this error
+        return False
+
+
+def _end_with_other_ranks(message: str, timeout_s: float = 30.0) -> None:
+    """Print why this rank ends, and wait until the others end too: torchrun kills them when the first rank ends.
+
+    The first rank of each host prints its message. Rank 0 also prints the messages of the others that it does not have itself.
+    A rank prints its own if rank 0 has not come to do that.
+    """
+    launch, came = launched(), False
+    if launch.local_rank == 0:
+        _print_error(message)
+    with contextlib.suppress(RuntimeError):  # the store has ended with rank 0, or the other ranks did not connect
+        shared = store() if store.cache_info().currsize else meet(timeout_s)
+        others, end = range(1, launch.world_size), time.monotonic() + timeout_s
+
+        def wait_for(count: int) -> bool:
+            while not (enough := shared.add("ranks about to end", 0) >= count) and time.monotonic() < end:
+                time.sleep(0.01)
+            return enough
+
+        if launch.rank == 0:
+            for rank in others:
+                shared.set(result_key(rank), json.dumps([None, message]))
+            wait_for(len(others))
+            told = [json.loads(shared.get(key))[1] for key in map(value_key, others) if shared.check([key])]
+            for other in dict.fromkeys(text for text in told if text and text != message):
+                _print_error(other)
+        else:
+            shared.set(value_key(launch.rank), json.dumps([None, message]))
+        shared.add("ranks about to end", 1)
+        came = wait_for(launch.world_size)
+    if launch.local_rank > 0 and not came:
+        _print_error(message)
+
+
+def _print_error(message: str) -> None:
+    """Print one line on stderr, and write it to the file from which torchrun takes the root cause for its report."""
+    line = f"error: {' '.join(message.split())}"
+    sys.stdout.flush()
+    sys.stderr.write(f"{line}\n")  # one write: the lines of two ranks do not mix
+    sys.stderr.flush()
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        # The root cause is the first failure, in whole seconds. Ranks without a file fail when torchrun finds that they have
+        # ended. The keys are those of torch.distributed.elastic.multiprocessing.errors.
+        details = {"py_callstack": line, "timestamp": str(int(time.time()) - 1)}
+        with contextlib.suppress(OSError), open(path, "w") as file:
+            json.dump({"message": {"message": line, "extraInfo": details}}, file)
+
+
+def _print_after(pid: int, line: str) -> None:
+    """Start a process that prints a line on stdout when the process `pid` has ended. Only Linux can do that."""
+    with contextlib.suppress(AttributeError, OSError):  # without pidfd_open
+        ended = os.pidfd_open(pid)
+        script = "import select, sys; select.select([int(sys.argv[1])], [], []); print(sys.argv[2])"
+        subprocess.Popen([sys.executable, "-IS", "-c", script, str(ended), line], pass_fds=[ended], start_new_session=True)

@@ -1,0 +1,39 @@
+"""Where this process is: the training marks it, the watchdog and the line of progress read it."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class Position:
+    """Where the main thread of this process is. The training code marks it, and the thread of the watchdog reads it."""
+
+    def __init__(self) -> None:
+        self.iteration = -1  # -1: the training has not begun
+        self.doing = ""  # for example "backward"
+        self.is_patient = False  # it may take as long as it likes, for example on a slow disk
+        self.moves = 0  # grows with every mark
+
+    def begin_iteration(self, iteration: int) -> None:
+        """Mark that an iteration begins."""
+        self.iteration = iteration
+        self.move()
+
+    def move(self) -> None:
+        """Mark that the main thread has come a step further."""
+        self.moves += 1
+
+    @contextmanager
+    def at(self, doing: str, patient: bool = False) -> Iterator[None]:
+        """Mark what the block does, and whether it may take longer than the timeout. If the block raises, the mark stays."""
+        before, self.doing, self.is_patient = (self.doing, self.is_patient), doing, patient or self.is_patient
+        self.move()
+        yield
+        self.doing, self.is_patient = before
+        self.move()
+
+    def __str__(self) -> str:
+        iteration = f"iteration {self.iteration}" if self.iteration >= 0 else "the start"
+        return f"{iteration}, {self.doing}" if self.doing else iteration
+
+
+position = Position()

@@ -1,0 +1,175 @@
+"""How the ranks find each other: the store through which they meet before the process group starts, and the network interface
+of gloo.
+"""
+
+import contextlib
+import ctypes
+import datetime
+import hashlib
+import ipaddress
+import json
+import os
+import signal
+import socket
+import struct
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch.distributed as dist
+
+from distributed.launch import Launch
+
+_MEETING_S = 600.0  # in which all ranks must have started
+
+
+def agree(launch: Launch, value: Any, rule: Callable[[list[Any]], Any]) -> Any:
+    """Returns on all ranks what `rule` returns on rank 0 for the values of all ranks. Needs to be called on all ranks.
+
+    This works before the process group has started. `value` and the result must be what JSON can hold. A key is deleted
+    when it has been read, so that the next call does not find it.
+
+    Raises:
+        ValueError: on all ranks, if one of them ends with `exit_with_error` before it calls this function.
+    """
+    if not launch.distributed:
+        return rule([value])
+    store().set(value_key(launch.rank), json.dumps([value, None]))
+    if launch.rank == 0:
+        values, errors = zip(*(_take(value_key(rank)) for rank in range(launch.world_size)), strict=True)
+        error = "; ".join(dict.fromkeys(filter(None, errors)))
+        result = json.dumps([None if error else rule(list(values)), error])
+        for rank in range(launch.world_size):
+            store().set(result_key(rank), result)
+    result, error = _take(result_key(launch.rank))
+    if error:
+        raise ValueError(error)
+    return result
+
+
+def without_old_keys(store: dist.Store, rank: int, world_size: int, timeout_s: float = _MEETING_S) -> dist.Store:
+    """Returns a part of the store without keys from before a restart. Needs to be called on all ranks.
+
+    torchrun may keep its store when it restarts the ranks, and they would connect to addresses of ranks that have ended
+    (https://github.com/pytorch/pytorch/issues/135712). So the part is named by an ID of every process of this start. A rank may
+    read the old ID of another rank at first. It has the right IDs when all ranks have the same: the others know its new ID.
+
+    Raises:
+        RuntimeError: if not all ranks call this function within `timeout_s`, or if another process has taken this rank.
+    """
+    ids, names = ([f"{key} of rank {number}" for number in range(world_size)] for key in ("id", "name"))
+    own = uuid.uuid4().hex
+    store.set(ids[rank], own)
+    end = time.monotonic() + timeout_s
+    while time.monotonic() < end:
+        if late := [number for number in range(world_size) if not store.check([ids[number]])]:
+            time.sleep(0.1)
+            continue
+        found = store.multi_get(ids)
+        if found[rank].decode() != own:
+            raise RuntimeError(f"another process is rank {rank} now; this one is left from an earlier start")
+        name = hashlib.sha256(b"".join(found)).hexdigest()
+        store.set(names[rank], name)
+        if {text.decode() for text in store.multi_get(names)} == {name}:
+            return dist.PrefixStore(name, store)
+        late = list(range(world_size))
+        time.sleep(0.1)
+    missing = f"rank {late[0]}" if len(late) == 1 else f"{len(late)} of {world_size} ranks"
+    raise RuntimeError(f"{missing} did not start within {timeout_s:.0f} s")
+
+
+def choose_interface(store: dist.Store, rank: int, world_size: int, is_one_machine: bool) -> None:
+    """Set GLOO_SOCKET_IFNAME to the interface that reaches the other ranks, unless the user has set it.
+
+    Gloo would take the address of this machine's name. On many machines this is 127.0.1.1, which no other machine can reach.
+    Ranks of one machine use loopback. Several machines each use the interface that reaches MASTER_ADDR. On the machine that
+    has this address, the name may mean loopback. Then it uses the interface that reaches another machine. If the interface is
+    not found, the variable stays unset. NCCL chooses for itself. Needs to be called on all ranks.
+    """
+    address = _own_address("127.0.0.1" if is_one_machine else os.environ["MASTER_ADDR"])
+    if not is_one_machine:
+        store.set(f"address of rank {rank}", address)
+        addresses = [found.decode() for found in store.multi_get([f"address of rank {r}" for r in range(world_size)])]
+        outside = [found for found in addresses if found and not ipaddress.ip_address(found).is_loopback]
+        if address not in outside and outside:
+            address = _own_address(outside[0])
+    name = _interfaces().get(address)
+    if name:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+
+
+def _own_address(peer: str) -> str:
+    """Returns the address from which this machine reaches a peer, a name or an address; '' if it is not known."""
+    with contextlib.suppress(OSError):
+        for family, kind, _, _, address in socket.getaddrinfo(peer, 9, type=socket.SOCK_DGRAM):
+            with contextlib.suppress(OSError), socket.socket(family, kind) as probe:
+                probe.connect(address)  # with UDP, this sends nothing
+                return probe.getsockname()[0]
+    return ""
+
+
+def _interfaces() -> dict[str, str]:
+    """Returns the interface that has an address, by address; only on Linux."""
+    if sys.platform != "linux":
+        return {}
+    import fcntl
+
+    found = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # it has no IPv4 address
+                answer = fcntl.ioctl(probe, 0x8915, struct.pack("256s", name.encode()))  # SIOCGIFADDR
+                found[socket.inet_ntoa(answer[20:24])] = name
+    with contextlib.suppress(OSError), open("/proc/net/if_inet6") as file:
+        for line in file:
+            digits, *_, name = line.split()
+            found[str(ipaddress.IPv6Address(int(digits, 16)))] = name
+    return found
+
+
+@cache
+def store() -> dist.Store:
+    """Returns the store through which the ranks meet. Needs to be called on all ranks.
+
+    This process keeps it, because rank 0 may be the one that holds it for all.
+    """
+    return meet(_MEETING_S)
+
+
+def meet(timeout_s: float) -> dist.Store:
+    _end_with_torchrun()
+    store, rank, world_size = next(dist.rendezvous("env://", timeout=datetime.timedelta(seconds=timeout_s)))
+    return without_old_keys(store, rank, world_size, timeout_s)
+
+
+def value_key(rank: int) -> str:
+    return f"value of rank {rank}"
+
+
+def result_key(rank: int) -> str:
+    return f"result for rank {rank}"
+
+
+def _take(key: str) -> Any:
+    """Wait until a rank has set the key, delete it and return its value."""
+    value = json.loads(store().get(key))
+    store().delete_key(key)
+    return value
+
+
+def _end_with_torchrun() -> None:
+    """On Linux, let the kernel kill a rank of torchrun when torchrun ends; if it has ended, end now.
+
+    Otherwise the rank would go on alone, keep its GPU and the output folder, and meet the ranks of the next torchrun.
+    """
+    if "TORCHELASTIC_RUN_ID" not in os.environ or sys.platform != "linux":
+        return
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, int(signal.SIGKILL), 0, 0, 0)
+    # process 1 takes over the children of a process that has ended; in a container, it may be torchrun itself
+    if os.getppid() == 1 and "python" not in os.path.basename(os.path.realpath("/proc/1/exe")):
+        sys.stderr.write("error: torchrun has ended\n")
+        os._exit(1)

@@ -1,0 +1,78 @@
+"""Signal handling. SIGTERM and SIGINT save and stop a run after the current step, SIGUSR1 saves. All ranks decide together."""
+
+import enum
+import os
+import signal
+import threading
+import time
+
+import torch
+import torch.distributed as dist
+
+from zero.messages import LONG_TIMEOUT
+
+_SAME_KEYSTROKE_S = 1.0  # a launcher may forward a Ctrl-C that the terminal has also sent to this process
+
+
+class Action(enum.IntEnum):
+    """The action at the next step boundary. The largest value wins."""
+
+    CONTINUE = 0
+    SAVE = 1
+    SAVE_AND_STOP = 2
+    FAIL = 3  # stop without saving
+
+
+class Signals:
+    """Turns a signal to any rank into an action of all ranks. Needs to be created on all ranks, in the main thread.
+
+    A second SIGINT, more than a second after the first one, ends this process at once. A thread receives the signals, because
+    a Python signal handler would have to wait until the main thread returns from a collective, which may never happen.
+    """
+
+    def __init__(self) -> None:
+        self._action = Action.CONTINUE
+        self._lock = threading.Lock()
+        self._interrupted: float | None = None  # time of the first SIGINT, in seconds
+        # always gloo, because `agree` must not wait for a GPU
+        self._group = dist.new_group(backend="gloo", timeout=LONG_TIMEOUT) if dist.is_initialized() else None
+        self._inbox, outbox = os.pipe()
+        os.set_blocking(outbox, False)
+        signal.set_wakeup_fd(outbox)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+            signal.signal(number, lambda *_: None)  # replaces the default action; the signal number goes to the inbox
+        threading.Thread(target=self._listen, name="signals", daemon=True).start()
+
+    def agree(self, action: Action = Action.CONTINUE) -> Action:
+        """Returns the largest action that any rank or a signal to any rank requests. Needs to be called on all ranks.
+
+        Args:
+            action: action that this rank requests.
+        """
+        with self._lock:
+            decision, self._action = torch.tensor(int(max(action, self._action))), Action.CONTINUE
+        if self._group is not None:
+            dist.all_reduce(decision, op=dist.ReduceOp.MAX, group=self._group)
+        return Action(int(decision.item()))
+
+    def _listen(self) -> None:
+        while True:
+            for number in os.read(self._inbox, 64):
+                self._take(number)
+
+    def _take(self, number: int) -> None:
+        if number == signal.SIGINT:
+            now = time.monotonic()
+            if self._interrupted is None:
+                self._interrupted = now
+            elif now - self._interrupted > _SAME_KEYSTROKE_S:
+                if os.isatty(1):
+                    os.write(1, b"\n")  # the terminal's last line may show the progress
+                os._exit(128 + signal.SIGINT)
+        if number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+            action = Action.SAVE if number == signal.SIGUSR1 else Action.SAVE_AND_STOP
+            with self._lock:
+                is_new, self._action = action > self._action, max(action, self._action)
+            if is_new:
+                what = "saving" if action == Action.SAVE else "saving and stopping"
+                print(f"{signal.Signals(number).name}: {what} at the next step boundary", flush=True)

@@ -1,0 +1,227 @@
+"""Memory for the activations of a GPT, predicted without a GPU and without its weights.
+
+`predict` runs a micro-step of a small model on fake tensors (PyTorch's FakeTensorMode): they have shapes, dtypes and
+lifetimes, but no memory. `LiveBytes` counts the bytes that would be alive. A model of many equal layers follows from two
+models of two and three layers. The program therefore needs no formula, which a change of `model.py` would make wrong.
+"""
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from distributed.machine import DTYPES, multiplies_in_float32
+from model import GPT, CausalSelfAttention, GPTConfig, SkipInitialization
+from zero.prediction import Activations
+
+_WITH_MEMORY = (torch.Tensor, nn.Parameter, FakeTensor)  # other classes wrap these, or are placeholders without memory
+_PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of the tensors that operations inside of this context create, as long as they are alive.
+
+    Several tensors that share one storage count once, as do storages inside of another one (the parameters in a flat buffer of
+    `zero.ShardedOptimizer`). Tensors from before the context count from the first operation that
+    returns a view of them, unless they are given to `ignore`.
+
+    If two gradients arrive at one place, autograd adds the second to the first in place, but not in a context like this one,
+    nor on fake tensors. There, such a sum counts as in place: its peak does not include both the sum and the first gradient.
+
+    Args:
+        on_cpu: the tensors are, or stand for, tensors of this CPU, and the peak includes the scratch memory of matrix products
+            there (`machine.multiplies_in_float32`).
+    """
+
+    def __init__(self, on_cpu: bool = True) -> None:
+        super().__init__()
+        self._multiplies_in_float32 = on_cpu and multiplies_in_float32()
+        self.now = 0  # bytes
+        self._peak = 0
+        self._alive: dict[int, int] = {}  # by address of the storage object: bytes
+        # the same: the storage, and the start address and end address of its memory, if it is real
+        self._spans: dict[int, tuple[weakref.ref[torch.UntypedStorage], int, int]] = {}
+        self._sum: tuple[int, int] | None = None  # the last operation added to a gradient: its key, bytes with both
+
+    def ignore(self, tensors: Any) -> None:
+        """Do not count the storages of these tensors."""
+        for tensor in tensors:
+            self._alive[tensor.untyped_storage()._cdata] = 0
+
+    @property
+    def peak(self) -> int:
+        """Most bytes since the last reset."""
+        self._end_sum()
+        return self._peak
+
+    def reset_peak(self) -> None:
+        """Start a new peak."""
+        self._sum = None
+        self._peak = self.now
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._end_sum()
+        result = func(*args, **(kwargs or {}))
+        before = self._peak
+        for leaf in tree_leaves(result):
+            if type(leaf) in _WITH_MEMORY:
+                self._count(leaf.untyped_storage(), is_real=type(leaf) is not FakeTensor)
+        if _adds_gradients(func, args):
+            self._peak, self._sum = before, (args[0].untyped_storage()._cdata, self.now)
+        if self._multiplies_in_float32 and func in _PRODUCTS and result.dtype == torch.bfloat16:
+            self._peak = max(self._peak, self.now + result.numel() * torch.float32.itemsize)
+        return result
+
+    def _end_sum(self) -> None:
+        """Count both the sum and the gradient that was added to, if that is still alive."""
+        if self._sum is not None:
+            self._peak = max(self._peak, self._sum[1])
+            self._sum = None
+
+    def _count(self, storage: torch.UntypedStorage, is_real: bool) -> None:
+        key = storage._cdata
+        if key in self._alive:
+            return
+        start = storage.data_ptr() if is_real else 0
+        # FSDP2 frees the memory of storages that stay alive
+        around = [other() for other, begin, end in self._spans.values() if start and begin <= start < end]
+        is_inside = any(other is not None and other.data_ptr() for other in around)
+        self._alive[key] = 0 if is_inside else storage.nbytes()
+        if start and not is_inside:
+            self._spans[key] = weakref.ref(storage), start, start + storage.nbytes()
+        self.now += self._alive[key]
+        self._peak = max(self._peak, self.now)
+        weakref.finalize(storage, self._free, key).atexit = False
+
+    def _free(self, key: int) -> None:
+        self.now -= self._alive.pop(key)
+        self._spans.pop(key, None)
+        if self._sum is not None and self._sum[0] == key:
+            self._sum = None
+
+
+def _adds_gradients(func: Any, args: Any) -> bool:
+    """Returns whether autograd would add in place if nobody else holds the first tensor (torch/csrc/autograd/input_buffer.cpp).
+
+    A view is added out of place: autograd itself holds its base.
+    """
+    in_backward = torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled()
+    return in_backward and func is torch.ops.aten.add.Tensor and not args[0]._is_view()
+
+
+def predict(
+    config: GPTConfig, batch_size: int, dtype: str, param_dtype: str, checkpointing: bool, device_type: str
+) -> Activations:
+    """Predict the activations of a micro-step without torch.compile, which needs less.
+
+    Args:
+        config: sizes of the model. Sequences have `block_size` tokens.
+        batch_size: sequences per micro-step.
+        dtype: dtype of the computation, a key of `machine.DTYPES`.
+        param_dtype: dtype of the weights.
+        checkpointing: see `GPT.activation_checkpointing`.
+        device_type: 'cpu' or 'cuda'; any other counts as 'cuda'.
+    """
+
+    def measure(layers: int) -> Activations:
+        return _measure(replace(config, n_layer=layers), batch_size, dtype, param_dtype, checkpointing, device_type)
+
+    if config.n_layer <= 3:
+        return measure(config.n_layer)
+    pairs = zip(measure(2), measure(3), strict=True)
+    return Activations(*(of_three + (config.n_layer - 3) * (of_three - of_two) for of_two, of_three in pairs))
+
+
+def _measure(
+    config: GPTConfig, batch_size: int, dtype: str, param_dtype: str, checkpointing: bool, device_type: str
+) -> Activations:
+    with FakeTensorMode(), _default_dtype(DTYPES[param_dtype]):
+        with SkipInitialization():
+            model = GPT(config)
+        model.activation_checkpointing = checkpointing
+        tokens = torch.zeros((batch_size, config.block_size), dtype=torch.int64)
+        autocast = torch.autocast("cpu", torch.bfloat16, enabled=dtype != "float32")  # float16 takes as many bytes
+        if device_type != "cpu":
+            _imitate_cuda(model)
+        return micro_step(model, lambda: model(tokens, tokens)[1], autocast, device_type == "cpu")
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def micro_step(model: GPT, forward: Callable[[], torch.Tensor], autocast: Any, on_cpu: bool = True) -> Activations:
+    """Run forward and backward on the CPU and measure the activations. Gradients are dropped as they arrive.
+
+    `on_cpu` is that of `LiveBytes`.
+    """
+    live = LiveBytes(on_cpu)
+    live.ignore({*model.parameters(), *model.buffers()})
+    first_layer = set(model.transformer.h[0].parameters())
+    peaks: list[int] = []  # of forward, loss and layers
+
+    def end_phase() -> None:
+        peaks.append(live.peak)
+        live.reset_peak()
+
+    def drop(param: torch.nn.Parameter) -> None:
+        param.grad = None
+        if len(peaks) == 1:
+            end_phase()
+        if len(peaks) == 2 and param in first_layer:
+            end_phase()
+
+    handles = [param.register_post_accumulate_grad_hook(drop) for param in model.parameters()]
+    try:
+        with live:
+            with autocast:
+                loss = forward()
+            saved = live.now
+            end_phase()
+            loss.backward()
+    finally:
+        for handle in handles:
+            handle.remove()
+    peaks += [live.peak] * (3 - len(peaks))  # the first layer may be frozen
+    return Activations(*[saved, *peaks, live.peak])
+
+
+def _imitate_cuda(model: GPT) -> None:
+    """Make a model on the CPU keep the bytes that it would keep on a GPU.
+
+    Autocast computes LayerNorm in float32 on a GPU, and in the dtype of its input on a CPU. Dropout keeps a mask of one byte
+    per element on a GPU, and factors in the dtype of the input on a CPU. Attention keeps no mask for its dropout on a GPU.
+    """
+    for part in model.modules():
+        if isinstance(part, nn.LayerNorm):
+            part.forward = partial(_layer_norm_on_cuda, part)
+        elif isinstance(part, nn.Dropout) and part.p:
+            part.forward = partial(_dropout_on_cuda, part)
+        elif isinstance(part, CausalSelfAttention):
+            part.dropout = 0.0
+
+
+def _layer_norm_on_cuda(norm: nn.LayerNorm, x: torch.Tensor) -> torch.Tensor:
+    if not torch.is_autocast_enabled("cpu"):
+        return F.layer_norm(x, norm.normalized_shape, norm.weight, norm.bias, norm.eps)
+    bias = None if norm.bias is None else norm.bias.float()
+    return F.layer_norm(x.float(), norm.normalized_shape, norm.weight.float(), bias, norm.eps)
+
+
+def _dropout_on_cuda(dropout: nn.Dropout, x: torch.Tensor) -> torch.Tensor:
+    return torch.native_dropout(x, dropout.p, True)[0]

@@ -1,0 +1,188 @@
+"""What a run will need on each rank: memory at each point of a step, bytes to send. plan.py prints it, train.py checks it.
+
+`zero.prediction` predicts the model, the optimizer and the communication from the plan that training uses. `activations`
+predicts the activations. This module joins them for a GPT and the settings of train.py.
+"""
+
+import hashlib
+import json
+import os
+import pathlib
+from dataclasses import dataclass, fields
+from functools import cache
+from typing import Any, Self
+
+import torch
+
+from distributed.machine import multiplies_in_float32
+from model import GPT, GPTConfig, SkipInitialization
+from zero.flags import Flags
+from zero.layout import ParameterSpec, Plan, parameter_specs, replicated_plan
+from zero.prediction import Activations, Prediction
+
+MODES = {  # the ways to hold the optimizer state, by the name in tables
+    "adamw": Flags(use_zero1=False),
+    "torch": Flags(zero1_impl="torch"),
+    "sharded": Flags(),
+    "shard_gradients": Flags(shard_gradients=True),
+    "bfloat16": Flags(param_dtype="bfloat16"),
+}
+# Resident peak of a rank on a CPU, without Python and its libraries (0.4 GB), relative to the predicted peak: malloc keeps the
+# pages of freed tensors. Measured: 1.03 to 1.30 for 10.7M and 124M parameters on two ranks, see docs/accounting.md.
+CPU_RESIDENT = 1.3
+_CACHE = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "nanogpt-zero1", "activations.json")
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What a micro-step computes, and on what kind of device."""
+
+    config: GPTConfig
+    batch_size: int  # sequences per micro-step
+    dtype: str  # of the computation
+    device_type: str  # 'cuda', 'cpu', ...
+    activation_checkpointing: bool = False
+
+
+@dataclass(frozen=True)
+class Extras:
+    """The settings of train.py that take memory in addition to the model, its optimizer and its communication."""
+
+    shadow_check: int = 0
+    async_save: bool = False
+    checkpoint_format: str = "consolidated"
+
+    @classmethod
+    def of(cls, settings: dict[str, Any]) -> Self:
+        """Returns these settings out of all settings."""
+        return cls(**{field.name: settings[field.name] for field in fields(cls)})
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """The bytes of the rank with the most optimizer state."""
+
+    prediction: Prediction  # model, optimizer and communication
+    activations: Activations
+    state_to_mean: float  # optimizer state, relative to the mean over the ranks
+    extras: Extras
+    shadow: int  # bytes of the copy that `shadow_check` trains beside the run, in its iterations
+
+    @property
+    def peak(self) -> int:
+        """Peak bytes while training. The activations of a shadow do not add to those of the run, see `shadow.Shadow`."""
+        return self.prediction.peak(self.activations) + self.shadow
+
+    @property
+    def saving_peak(self) -> int:
+        """Peak bytes on the device of a rank while a checkpoint is saved. With `async_save`, training goes on meanwhile."""
+        held = self.prediction
+        meanwhile = self.peak if self.extras.async_save else sum(held.at("after step").values()) + self.shadow
+        return meanwhile + (self.saved_copy if held.on_cpu else 0)
+
+    @property
+    def saved_copy(self) -> int:
+        """Bytes of main memory for what is saved: the whole state on rank 0, or of a sharded checkpoint each rank's part.
+
+        A sharded checkpoint is copied only with `async_save`.
+        """
+        held = self.prediction
+        if self.extras.checkpoint_format == "consolidated":
+            return held.consolidated
+        return held.state + held.plan.updated_bytes[held.rank] if self.extras.async_save else 0
+
+
+def gpt_specs(config: GPTConfig) -> list[ParameterSpec]:
+    """Returns the parameters of a GPT, as its optimizer numbers them, without allocating them."""
+    with torch.device("meta"), SkipInitialization():
+        model = GPT(config)
+    names = {param: name for name, param in model.named_parameters()}
+    return parameter_specs(model.param_groups(0.0), model.parameters(), names)
+
+
+def forecast(
+    plan: Plan,
+    world_size: int,
+    micro_steps: int,
+    device_type: str,
+    activations: Activations,
+    shard_gradients: bool,
+    distributed: bool,
+    extras: Extras = Extras(),
+) -> Forecast:
+    """Predict what the rank with the most optimizer state will need.
+
+    Args:
+        plan: see `Flags.plan`.
+        micro_steps: micro-steps per iteration on each rank.
+        shard_gradients: see `zero.ShardedDataParallel`.
+        distributed: the ranks are torchrun's, so that the model is wrapped for data parallelism.
+        extras: other settings that take memory.
+    """
+    owned = plan.updated_bytes
+    sharded = bool(plan.buffers)
+    prediction = Prediction(
+        plan,
+        owned.index(max(owned)),
+        "ShardedDataParallel" if sharded else "DistributedDataParallel" if distributed else None,
+        world_size,
+        micro_steps,
+        shard_gradients=sharded and shard_gradients,
+        on_cpu=device_type == "cpu",
+    )
+    shadow = 0
+    if extras.shadow_check:
+        copy = Prediction(
+            replicated_plan(plan.params), 0, "DistributedDataParallel" if distributed else None, world_size, micro_steps
+        )
+        shadow = sum(copy.at("accumulating" if micro_steps > 1 else "before step").values())
+    return Forecast(prediction, activations, max(owned) * len(owned) / max(1, sum(owned)), extras, shadow)
+
+
+def predicted_activations(workload: Workload, param_dtype: str) -> Activations:
+    """Returns the result of `activations.predict`. It is kept in a file, because the fake tensors take a second to import."""
+    known = _read_cache()
+    key = f"{workload} {param_dtype} {_version()}"
+    if key not in known:
+        from forecast import activations  # only here: see above
+
+        known[key] = activations.predict(
+            workload.config,
+            workload.batch_size,
+            workload.dtype,
+            param_dtype,
+            workload.activation_checkpointing,
+            workload.device_type,
+        )
+        _write_cache(known)
+    return Activations(*known[key])
+
+
+@cache
+def _version() -> str:
+    """Returns a text that changes with the code and the CPU that activations depend on."""
+    sources = hashlib.sha256()
+    folder = pathlib.Path(__file__).parent
+    for path in (folder.parent / "model.py", folder / "activations.py"):
+        sources.update(path.read_bytes())
+    return f"torch {torch.__version__} {sources.hexdigest()[:16]} {multiplies_in_float32()}"
+
+
+@cache
+def _read_cache() -> dict[str, Any]:
+    try:
+        with open(_CACHE) as file:
+            known = json.load(file)
+            return known if isinstance(known, dict) else {}
+    except (OSError, ValueError):  # there is none, or it is damaged: it will be written again
+        return {}
+
+
+def _write_cache(known: dict[str, Any]) -> None:
+    try:
+        os.makedirs(os.path.dirname(_CACHE), exist_ok=True)
+        with open(f"{_CACHE}.{os.getpid()}", "w") as file:
+            json.dump(known, file)
+        os.replace(file.name, _CACHE)
+    except OSError:  # a home that cannot be written to: the next prediction takes a second longer
+        return

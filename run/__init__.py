@@ -1,0 +1,1 @@
+"""What accompanies a training: checkpoints, the log, measurements and checks."""

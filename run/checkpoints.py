@@ -1,0 +1,206 @@
+"""The checkpoints of a run in its output folder: find, load, save and report them."""
+
+import os
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import torch
+
+from distributed.position import position
+from distributed.ranks import on_rank_0, print0
+from distributed.signals import Action
+from run.lock import Lock, read_holder
+from run.logger import Logger
+from zero import checkpoint as ckpt
+from zero.checkpoint import CheckpointError, CheckpointWriter, DivergedError, SaveReport, format
+from zero.checkpoint.store import NAME, PREVIOUS
+from zero.messages import gather_objects, is_rank_0
+
+
+class Checkpoints:
+    """Loads and saves the checkpoints of a run. The constructor and every method need to be called on all ranks.
+
+    Args:
+        folder: output folder of the run. If the hosts do not share it, that of rank 0 has the checkpoints.
+        always: save when the run ends, also if it has saved before.
+        read_only: the run saves no checkpoint and changes nothing in the folder.
+        stop_on_error: end the run if a checkpoint cannot be written.
+        keep, background, format: see `zero.checkpoint.CheckpointWriter`.
+    """
+
+    def __init__(
+        self, folder: str, keep: int, background: bool, format: str, *, always: bool, read_only: bool, stop_on_error: bool
+    ) -> None:
+        self.folder, self.always, self.read_only, self.stop_on_error = folder, always, read_only, stop_on_error
+        self.keep, self.background, self.format = keep, background, format
+        self.error: OSError | DivergedError | None = None  # on rank 0: why the last save failed on any rank
+        self._newest: int | None = None  # iteration of the checkpoint that was loaded or saved last
+        self._lock: Lock | None = None  # on rank 0
+        self._path = ""  # path of the loaded checkpoint
+        self._read_chunks: Callable[..., None] | None = None  # reads the state of the loaded checkpoint
+        self._newest_is_corrupt = False  # on rank 0: True if an older checkpoint was loaded instead
+        self._writer: CheckpointWriter  # set by `claim`
+        self._blocked_s: deque[float] = deque()  # on rank 0: how long `save` took, for each save without a report so far
+
+    def resolve(self, init_from: str) -> str:
+        """Returns 'resume' or 'scratch' for 'auto': does rank 0 see a checkpoint in the folder? Otherwise `init_from`.
+
+        Raises:
+            ValueError: if the hosts do not share the folder, and another rank sees a later checkpoint than rank 0. After a
+                restart, torchrun may put rank 0 on another host.
+        """
+        if init_from != "auto":
+            return init_from
+        of_rank_0, *others = iterations = gather_objects(self._iteration())
+        if max(iterations) > of_rank_0:
+            last = max(others)
+            own = f"the checkpoint of rank 0 is at iteration {of_rank_0}" if of_rank_0 >= 0 else "rank 0 has none"
+            raise ValueError(
+                f"init_from=auto: rank {iterations.index(last)} has a checkpoint of iteration {last} in out_dir, but {own}; "
+                "use an out_dir that all hosts share, or start torchrun with --node_rank=0 on the host of the last checkpoint"
+            )
+        return "resume" if on_rank_0(self.exist) else "scratch"
+
+    def load(self) -> dict[str, Any]:
+        """Read the newest checkpoint that is not corrupt. Lock the folder first, unless the run is read-only.
+
+        Returns:
+            The checkpoint, see `zero.checkpoint.load_on_all_ranks`.
+
+        Raises:
+            ValueError: if there is no checkpoint, it cannot be read, or another run writes to the folder.
+        """
+        self._path = on_rank_0(self._find)
+        print0(f"Resuming training from {self.folder}")
+        own_path = os.path.join(self.folder, os.path.basename(self._path))  # each host may have another folder
+        checkpoint, self._read_chunks = ckpt.load_on_all_ranks(own_path)
+        self._newest = checkpoint["iter_num"]
+        return checkpoint
+
+    def restore(self, optimizer: torch.optim.Optimizer, checkpoint: dict[str, Any]) -> None:
+        """Load the optimizer state from the checkpoint that `load` returned. See `zero.checkpoint.restore`."""
+        ckpt.restore(optimizer, checkpoint["optimizer"], self._read_chunks)
+
+    def claim(self) -> None:
+        """Lock the folder for this run and remove the unfinished files of killed runs. A read-only run does neither.
+
+        The checkpoint that `load` returned cannot be restored any more.
+
+        Raises:
+            ValueError: if another run writes to the folder, this run cannot write to it, or all ranks must share it and do not.
+        """
+        self._read_chunks = None  # it keeps the loaded checkpoint in memory
+        if not self.read_only:
+            on_rank_0(self._claim)
+            if self.format == "sharded":
+                self._check_shared()
+        self._writer = CheckpointWriter(
+            self.folder, self.keep, self.background, self.format, self._newest_is_corrupt, sweep=not self.read_only
+        )
+
+    def save(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, values: dict[str, Any]) -> None:
+        """Write a checkpoint. `report` prints the result. See `CheckpointWriter.save`."""
+        print0(f"saving checkpoint to {self.folder}")
+        self._newest = values["iter_num"]
+        begin = time.perf_counter()
+        with position.at("saving the checkpoint", patient=True):
+            self._writer.save(model, optimizer, values)
+        if is_rank_0():
+            self._blocked_s.append(time.perf_counter() - begin)
+
+    def due(self, iteration: int, is_end: bool) -> Action:
+        """Returns whether a checkpoint is due before `iteration`: only at the end of the run, unless it has just been saved.
+
+        Without `always`, the newest checkpoint is the best one: it is kept, and only a run without a checkpoint saves its end.
+        """
+        is_due = self._newest is None or (self.always and self._newest != iteration)
+        return Action.SAVE if is_end and is_due else Action.CONTINUE
+
+    def report(self, log: Logger, required: bool = False) -> bool:
+        """Print and log the results of the saves that have ended since the last call.
+
+        Args:
+            log: logger for the times and sizes.
+            required: the last save must have succeeded.
+
+        Returns:
+            On rank 0: whether the run must end because of a failed save. On other ranks: False.
+        """
+        for outcome in self._writer.outcomes() if is_rank_0() else ():
+            blocked_s = self._blocked_s.popleft()
+            self.error = None if isinstance(outcome, SaveReport) else outcome
+            if not isinstance(outcome, SaveReport):
+                print(f"WARNING: the checkpoint was not written: {outcome}; files from before are unchanged", flush=True)
+                continue
+            if outcome.warning:
+                print(f"WARNING: {outcome.warning}", flush=True)
+            log.log(
+                {
+                    "iter": outcome.iter_num,
+                    "checkpoint/consolidate_s": outcome.consolidate_s,
+                    "checkpoint/write_s": outcome.write_s,
+                    "checkpoint/blocked_s": blocked_s,
+                    "checkpoint/bytes": outcome.nbytes,
+                }
+            )
+        return isinstance(self.error, DivergedError) or (self.error is not None and (required or self.stop_on_error))
+
+    def wait(self) -> None:
+        """Wait until the save in progress has ended."""
+        with position.at("saving the checkpoint", patient=True):
+            self._writer.wait()
+
+    def explain_failure(self, diverged: bool) -> None:
+        """Print on stderr which checkpoint a failed run leaves in the folder. Only rank 0 prints."""
+        if not is_rank_0():
+            return
+        if diverged and self.exist():
+            print("the checkpoint is unchanged; --init_from=resume goes on from there", flush=True, file=sys.stderr)
+        if self.error is not None:
+            print(f"the run ends without its last checkpoint, which was not written: {self.error}", flush=True, file=sys.stderr)
+
+    def exist(self) -> bool:
+        """Returns whether the folder has a checkpoint to resume from."""
+        return any(os.path.exists(os.path.join(self.folder, name)) for name in (NAME, PREVIOUS))
+
+    def _check_shared(self) -> None:
+        """Check that all ranks see the folder of rank 0, by the text of its lock."""
+        held = gather_objects(read_holder(self.folder))
+        blind = [rank for rank, text in enumerate(held) if text != held[0]]
+        if blind:
+            raise ValueError(
+                f"checkpoint_format=sharded: rank {blind[0]} does not see the out_dir={self.folder} of rank 0; use a folder "
+                "that all hosts share, or --checkpoint_format=consolidated"
+            )
+
+    def _iteration(self) -> int:
+        """Returns the iteration of the newest checkpoint that this rank can read, -1 if there is none."""
+        for name in (NAME, PREVIOUS):
+            with suppress(CheckpointError):
+                return format.read(os.path.join(self.folder, name))["iter_num"]
+        return -1
+
+    def _find(self) -> str:
+        if not self.read_only and os.path.isdir(self.folder):
+            self._lock = Lock(self.folder)  # lock before reading: another run could replace the file
+        try:
+            path, warning = ckpt.find(self.folder)
+        except CheckpointError as error:
+            remedy = "to resume, check --out_dir; to start a new run, use --init_from=scratch"
+            raise CheckpointError(f"{error}; {remedy}") from error
+        if warning:
+            print(f"WARNING: {warning}; resuming from {path}, the previous checkpoint")
+            self._newest_is_corrupt = True
+        return path
+
+    def _claim(self) -> None:
+        self._lock = self._lock or Lock(self.folder)
+        if not self._path and self.exist():
+            print(
+                f"WARNING: out_dir={self.folder} holds another run, which this one replaces; "
+                "to continue that run, use --init_from=resume"
+            )

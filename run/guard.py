@@ -1,0 +1,145 @@
+"""Skips updates whose loss or gradients are not finite. All ranks decide together."""
+
+import math
+import sys
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from zero import ShardedGradScaler
+from zero.messages import gather_objects, is_rank_0
+from zero.optimizer import GradientNorms
+from zero.partition import partition
+
+_REMEDY = "try a lower --learning_rate, --grad_clip=1.0, more --warmup_iters or --dtype=float32"
+
+
+class Guard:
+    """Skips an update if the loss of any rank or the gradient norm is not finite. Needs to be created on all ranks.
+
+    `check` leaves the decision on the device, where the fused AdamW reads it (`found_inf`, the flag of GradScaler). So the
+    host does not wait for a GPU. `report` copies the decision to the host. After `limit` consecutive skipped updates, every
+    later update is skipped as well. So the weights stay as they were before the first skipped update of that row, even if
+    the host reads the decision much later. With float16, only the loss counts here, because the gradient scaler handles
+    gradients that are not finite.
+
+    Args:
+        model: the model, which gives the parameter names for the messages.
+        optimizer: the optimizer of the model.
+        scaler: the gradient scaler, which is enabled for float16 only.
+        limit: number of consecutive skipped updates that ends the run.
+        alert: called on rank 0 with a title and a text when updates have been skipped.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        scaler: ShardedGradScaler,
+        limit: int,
+        alert: Callable[[str, str], None] = lambda *_: None,
+    ) -> None:
+        self.optimizer, self.scaler, self.limit, self.alert = optimizer, scaler, limit, alert
+        self.failed = False  # whether the run must end without another checkpoint; the same on all ranks
+        self.in_a_row = 0  # number of consecutive skipped updates at the last `report`
+        self._part = partition(optimizer)
+        self._names = {param: name for name, param in model.named_parameters()}
+        device = next(model.parameters()).device
+        self._zero = torch.zeros((), device=device)
+        self._in_a_row = self._skipped = self._zero  # number of skipped updates: consecutive ones, all
+        # figures of the first skipped update of the latest row, (locals + 2,): loss, norm of all gradients, norm of the
+        # gradient of each local parameter
+        self._first = torch.zeros(len(self._part.locals) + 2, device=device)
+        self._reported = 0  # number of skipped updates that `report` has reported
+
+    def check(self, loss: torch.Tensor, norms: GradientNorms) -> None:
+        """Decide whether the next `scaler.step` makes an update. Needs to be called on all ranks, before `scaler.step`.
+
+        Args:
+            loss: loss of this rank, a scalar.
+            norms: norms of the gradients.
+        """
+        finite = loss.isfinite() if self.scaler.is_enabled() else loss.isfinite() & norms.total.isfinite()
+        bad = (~finite).float()
+        if dist.is_initialized():
+            dist.all_reduce(bad, dist.ReduceOp.MAX)
+        skip = torch.maximum(bad, (self._in_a_row >= self.limit).float())
+        each = [norms.each.get(local, self._zero) for local in self._part.locals]
+        figures = torch.stack([figure.float() for figure in (loss, norms.total, *each)])
+        self._first = torch.where(skip > self._in_a_row, figures, self._first)
+        self._in_a_row = (self._in_a_row + 1) * skip
+        self._skipped = self._skipped + skip
+        if self.scaler.is_enabled():
+            self.scaler.skip_if(self.optimizer, skip)
+        elif self._part.inner.defaults.get("fused"):
+            self._part.inner.found_inf = skip  # type: ignore[attr-defined]  # where torch.amp.GradScaler puts it
+        elif skip:  # no fused kernel (mps): the host reads the decision
+            self.optimizer.zero_grad(set_to_none=True)
+
+    def report(self, iteration: int) -> None:
+        """Print the updates skipped since the last call. Needs to be called on all ranks, after the step of `iteration`."""
+        self.in_a_row, skipped = (int(count) for count in torch.stack((self._in_a_row, self._skipped)).tolist())
+        if skipped == self._reported:
+            return
+        new_skips, self._reported, is_last = skipped - self._reported, skipped, self.in_a_row >= self.limit
+        self.failed = self.failed or is_last
+        reason = self._reason()
+        if not is_rank_0():
+            return
+        self.alert("Loss or gradients not finite", f"at iteration {iteration}: {reason}")
+        if not is_last:
+            updates = "1 more update was" if new_skips == 1 else f"{new_skips} more updates were"
+            row = f"{self.in_a_row} in a row so far"
+            print(f"WARNING: by iteration {iteration}, {updates} skipped ({row}): {reason}", flush=True)
+            return
+        first = iteration - self.in_a_row + 1
+        made = "no update was made with these values" if self.limit == 1 else f"{self.in_a_row} updates in a row were skipped"
+        _print_error(f"the run ends at iteration {iteration}, not finite since iteration {first}: {reason}; {made}; {_REMEDY}")
+
+    def fail(self, title: str, message: str) -> None:
+        """End the run at the next step boundary, without another checkpoint. Needs to be called on all ranks.
+
+        Rank 0 prints the message and sends it as an alert.
+        """
+        self.failed = True
+        if is_rank_0():
+            self.alert(title, message)
+            _print_error(message)
+
+    def _reason(self) -> str:
+        """Returns a text that says which values are not finite, and where. Needs to be called on all ranks."""
+        loss, norm, *each = self._first.tolist()
+        found = gather_objects((loss, self._first_bad(each)))
+        reasons = [f"the loss of rank {rank} is {loss}" for rank, (loss, _) in enumerate(found) if not math.isfinite(loss)]
+        if not math.isfinite(norm):
+            reasons.append(f"the gradient norm is {norm}")
+        places = [(*place, rank) for rank, (_, place) in enumerate(found) if place is not None]
+        if places:
+            _, what, rank = min(places)
+            reasons.append(f"first in {what} on rank {rank}")
+        return ", ".join(reasons)
+
+    def _first_bad(self, norms: list[float]) -> tuple[int, str] | None:
+        """Returns the first parameter of this rank that is not finite or has a gradient that is not finite.
+
+        Args:
+            norms: norm of the gradient of each local parameter.
+
+        Returns:
+            The position of the parameter in the model and its name, or None.
+        """
+        params, places = self._part.params, {name: place for place, name in enumerate(self._names.values())}
+        bad = []
+        for slice_, local, norm in zip(self._part.plan.slices(self._part.rank), self._part.locals, norms, strict=True):
+            name = self._names[params[slice_.param]]
+            if not local.detach().isfinite().all():
+                bad.append((places[name], name))
+            elif not math.isfinite(norm):
+                bad.append((places[name], f"the gradient of {name}"))
+        return min(bad, default=None)
+
+
+def _print_error(message: str) -> None:
+    sys.stdout.flush()
+    print(message, file=sys.stderr, flush=True)

@@ -1,0 +1,216 @@
+"""Where the metrics of a run go: the console, `metrics.jsonl`, and optionally wandb."""
+
+import contextlib
+import json
+import math
+import os
+import statistics
+from array import array
+from collections.abc import Iterator
+from io import FileIO
+from typing import Any
+
+from distributed.position import position
+from run.alerts import Alerts
+from run.wandb_run import WandbError, WandbRun, mode_of
+from zero.checkpoint.files import atomic_write
+from zero.messages import is_rank_0
+
+
+class LoggerError(ValueError):
+    """The output folder cannot be written to. The message gives the reason."""
+
+
+class Logger:
+    """Writes events to the console, `metrics.jsonl` and wandb on rank 0. On other ranks it does nothing.
+
+    Args:
+        out_dir: folder of `metrics.jsonl` and `run.json`, created if it is missing. `metrics.jsonl` has one JSON object per
+            event, with the same keys as in wandb. A number that is not finite becomes null, because JSON has no such number.
+            None: no files, and a new run of wandb.
+        resume_at: continue the existing file as it was at the start of this iteration, and keep the lines about checkpoints
+            up to it. None: start a new file.
+        config: settings of the run and facts about it. `run.json` and wandb get all of them. `wandb_log`, `wandb_mode`,
+            `wandb_project`, `wandb_run_name` and `implementation` choose the wandb run.
+        run_id: ID of the wandb run to continue, or None.
+
+    Raises:
+        ValueError: if the folder cannot be created or written to, or if wandb is not configured correctly.
+    """
+
+    def __init__(self, out_dir: str | None, resume_at: int | None, config: dict[str, Any], run_id: str | None = None) -> None:
+        self.file: FileIO | None = None
+        self.run: WandbRun | None = None
+        self._warned = False
+        self._alerts, self._summary = Alerts(), Summary()
+        if not is_rank_0():
+            return
+        end, late, path = 0, list[bytes](), os.path.join(out_dir or "", "metrics.jsonl")
+        try:
+            if out_dir is not None:
+                os.makedirs(out_dir, exist_ok=True)
+                self.file = open(path, "ab", buffering=0)
+                if resume_at is not None:
+                    end, late = _lines_before(resume_at, path)
+        except OSError as error:
+            raise LoggerError(f"cannot write to out_dir={out_dir}: {error}") from error
+        if config["wandb_log"] and (mode := mode_of(config["wandb_mode"])) != "disabled":
+            project, name, job_type = (config[key] for key in ("wandb_project", "wandb_run_name", "implementation"))
+            continued = (run_id, resume_at) if out_dir is not None else (None, None)
+            try:
+                self.run = WandbRun(mode, project, name, config, job_type, *continued, _events(path, end, late))
+            except WandbError as error:
+                print(f"WARNING: {error}; training goes on, metrics.jsonl has all figures", flush=True)
+        if self.file is None:
+            return
+        for event in _events(path, end, late):
+            self._summary.add(event)
+        try:
+            # edit in place: the file has whole lines before and after this, even if the disk is full
+            self.file.truncate(end)
+            self.file.seek(0, os.SEEK_END)
+            self.file.write(b"".join(late))
+        except OSError as error:
+            raise LoggerError(f"cannot write to out_dir={out_dir}: {error}") from error
+        _write_facts(os.path.join(os.path.dirname(path), "run.json"), config, resume_at)
+
+    @property
+    def run_id(self) -> str | None:
+        """The ID of the wandb run, or None."""
+        return self.run.id if self.run else None
+
+    def log(self, event: dict[str, Any], line: str | None = None) -> None:
+        """Write an event. If the disk is full, print a warning once and continue.
+
+        Args:
+            event: the metrics by key; "iter" is the iteration.
+            line: also print this line.
+        """
+        if not is_rank_0():
+            return
+        if line is not None:
+            print(line, flush=True)
+        for title, text in self._alerts.check(event):
+            print(f"WARNING: {title.lower()}: {text}", flush=True)
+            self.alert(title, text)
+        self._summary.add(event)
+        if self.run:
+            self.run.log(event)
+            if "val/loss" in event:
+                self.run.summarize(self._summary.values())
+        if self.file is not None:
+            self._write(self.file, {key: None if _is_no_json(value) else value for key, value in event.items()})
+
+    def alert(self, title: str, text: str) -> None:
+        """Send an alert through wandb, if there is a run."""
+        if self.run:
+            self.run.alert(title, text)
+
+    def finish(self, exit_code: int = 0) -> None:
+        """Close the file and the run of wandb. wandb shows a run whose exit code is not 0 as failed."""
+        if self.file:
+            self.file.close()
+        if self.run:
+            self.run.summarize(self._summary.values())
+            with position.at("ending the run of wandb", patient=True):
+                self.run.finish(exit_code)
+
+    def _write(self, file: FileIO, event: dict[str, Any]) -> None:
+        line, begin = json.dumps(event, allow_nan=False).encode() + b"\n", file.tell()
+        try:
+            if file.write(line) < len(line):
+                raise OSError("the disk is full")
+            self._warned = False
+        except OSError as error:
+            file.truncate(begin)  # remove the incomplete line
+            if not self._warned:
+                print(f"WARNING: figures are missing from {file.name}: {error}", flush=True)
+            self._warned = True
+
+
+class Summary:
+    """The figures that stand for a whole run."""
+
+    def __init__(self) -> None:
+        self._best_val_loss, self._peak_memory_mb = math.inf, -math.inf
+        self._tokens_per_second = array("d")
+
+    def add(self, event: dict[str, Any]) -> None:
+        """Take the figures of an event. A figure is None or nan if it was not finite."""
+        if (loss := event.get("val/loss")) is not None and not math.isnan(loss):
+            self._best_val_loss = min(loss, self._best_val_loss)
+        if (peak_mb := event.get("memory/peak_mb")) is not None:
+            self._peak_memory_mb = max(peak_mb, self._peak_memory_mb)
+        if (speed := event.get("throughput/tokens_per_second")) is not None:
+            self._tokens_per_second.append(speed)
+
+    def values(self) -> dict[str, float]:
+        """Returns the figures that there are so far."""
+        speed = statistics.median(self._tokens_per_second) if self._tokens_per_second else math.nan
+        figures = {
+            "best_val_loss": self._best_val_loss,
+            "peak_memory_mb": self._peak_memory_mb,
+            "median_tokens_per_second": speed,
+        }
+        return {key: figure for key, figure in figures.items() if math.isfinite(figure)}
+
+
+def _write_facts(path: str, config: dict[str, Any], resume_at: int | None) -> None:
+    """Write run.json. If a resumed run goes on with another implementation or world size, it lists all of them."""
+    now = {key: config[key] for key in ("implementation", "world_size") if key in config}
+    parts = []
+    try:
+        if resume_at is not None:
+            with contextlib.suppress(OSError, ValueError, KeyError), open(path) as file:
+                parts = [part for part in json.load(file)["parts"] if part["from_iter"] < resume_at]
+        if not parts or {key: parts[-1].get(key) for key in now} != now:
+            parts.append({"from_iter": resume_at or 0, **now})
+        with atomic_write(path) as temporary, open(temporary, "w") as file:
+            json.dump({**config, "parts": parts}, file, indent=1)
+            file.write("\n")
+    except OSError as error:  # the disk is full; training does not need the file
+        print(f"WARNING: run.json is not written: {error}", flush=True)
+
+
+def _lines_before(iteration: int, path: str) -> tuple[int, list[bytes]]:
+    """Returns how much of `metrics.jsonl` a run keeps when it resumes at `iteration`.
+
+    Returns:
+        The length in bytes of the lines before the first line of `iteration` or later, or before the first incomplete line
+        (from a killed run). And the later lines about checkpoints up to `iteration`: such a line is written late, when the
+        checkpoint is on the disk.
+    """
+    end, kept, found = 0, [], False
+    with open(path, "rb") as file:
+        for line in file:
+            at, is_about_checkpoint = _iteration(line)
+            found = found or at >= iteration or not line.endswith(b"\n")
+            if not found:
+                end += len(line)
+            elif is_about_checkpoint and at <= iteration and line.endswith(b"\n"):
+                kept.append(line)
+    return end, kept
+
+
+def _events(path: str, end: int, late: list[bytes]) -> Iterator[dict[str, Any]]:
+    """Yield the events in the first `end` bytes of `metrics.jsonl`, then those of the lines `late`."""
+    if end:
+        with open(path, "rb") as file:
+            while file.tell() < end:
+                line = file.readline()
+                if _iteration(line)[0] >= 0:
+                    yield json.loads(line)
+    yield from map(json.loads, late)
+
+
+def _iteration(line: bytes) -> tuple[int, bool]:
+    """Returns the iteration of a line, and whether the line is about a checkpoint. The iteration of a foreign line is -1."""
+    try:
+        event = json.loads(line)
+        return int(event["iter"]), any(key.startswith("checkpoint/") for key in event)
+    except (ValueError, TypeError, KeyError, OverflowError):  # the line is not from this program
+        return -1, False
+
+
+def _is_no_json(value: Any) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)

@@ -1,0 +1,249 @@
+"""The memory of a run: what it takes at the points of a step, and whether that is what was predicted."""
+
+import resource
+import sys
+from contextlib import suppress
+from typing import Any, Literal
+
+import torch
+from torch.distributed.optim import ZeroRedundancyOptimizer
+
+from distributed.launch import launched
+from forecast.memory import Extras, Forecast, Workload, forecast, predicted_activations
+from run.logger import Logger
+from zero.layout import replicated_plan
+from zero.memory import held_bytes
+from zero.messages import gather_objects, is_rank_0
+from zero.optimizer import ShardedOptimizer
+from zero.partition import parameters, partition
+from zero.prediction import Activations
+
+Point = Literal["after_init", "before_step", "after_step"]
+
+TOLERANCE = 0.05  # a larger relative difference between prediction and measurement causes a warning ...
+GPU_WORKSPACES = 100_000_000  # ... if it is also more than this on a GPU, where cuBLAS and others take workspaces
+
+
+class MemoryMeter:
+    """Measures the memory of this rank. No method waits for the device or for another rank.
+
+    On a GPU, the memory at a point is what the allocator has handed out. On a CPU, it is the bytes of the model, its optimizer
+    and its communication (`zero.memory.held_bytes`), because the memory of the process also holds what the system's allocator
+    has not given back. The peak is that of the allocator on a GPU, and of the process on a CPU.
+
+    Args:
+        model, optimizer: what `zero.build.build` returned.
+    """
+
+    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.model, self.optimizer = model, optimizer
+        self.device = next(model.parameters()).device
+        self.held_before_step = 0  # bytes of the model, its optimizer and its communication
+        self._state = 0  # bytes of optimizer state, with float32 masters
+        self._points: dict[Point, int] = {"after_init": 0, "before_step": 0, "after_step": 0}
+        self._largest_peak = 0
+        self.measure("after_init")
+
+    def measure(self, point: Point) -> None:
+        """Measure what this rank holds now.
+
+        Args:
+            point: `after_init`: before the first step. `before_step`: all gradients are there. `after_step`: gradients are
+                dropped, parameters may still be in flight.
+        """
+        on_gpu = self.device.type == "cuda"
+        held = {} if on_gpu and point != "before_step" else held_bytes(self.optimizer, self.model)
+        if point == "before_step":
+            self.held_before_step = sum(held.values())
+            self._state = held["state"] + held["master"]
+        self._points[point] = torch.cuda.memory_allocated(self.device) if on_gpu else sum(held.values())
+
+    def peak(self) -> int:
+        """Returns the peak in bytes since the process started."""
+        return max(self._largest_peak, peak_bytes(self.device))
+
+    def forget_peak(self) -> None:
+        """Begin a new peak: what the process took until now was not the run."""
+        self._largest_peak = 0
+        reset_peak(self.device)
+
+    def take(self) -> dict[str, float]:
+        """Returns the figures by name, and begins a new peak."""
+        peak, self._largest_peak = peak_bytes(self.device), self.peak()
+        reset_peak(self.device)
+        figures = {f"{point}_mb": count / 1e6 for point, count in self._points.items()}
+        figures |= {"peak_mb": peak / 1e6, "optimizer_state_mb": self._state / 1e6}
+        if self.device.type == "cuda":
+            counters = torch.cuda.memory_stats(self.device)
+            figures["reserved_mb"] = torch.cuda.memory_reserved(self.device) / 1e6
+            figures |= {"alloc_retries": counters.get("num_alloc_retries", 0), "ooms": counters.get("num_ooms", 0)}
+        return figures
+
+
+def peak_bytes(device: torch.device) -> int:
+    """Return the peak memory of this process in bytes: allocated memory on a GPU, the resident set size on a CPU.
+
+    It is the peak since the last `reset_peak`, or since the process started.
+    """
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # Linux reports KiB
+
+
+def reset_peak(device: torch.device) -> None:
+    """Begin a new peak, where the system can: on a GPU, and on Linux."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    elif sys.platform == "linux":
+        with suppress(OSError), open("/proc/self/clear_refs", "w") as file:  # not writable in every container
+            file.write("5")  # man 5 proc: resets the peak resident set size
+
+
+class MemoryCheck:
+    """Prints and logs the memory that the fullest rank will need. The constructor and `compare` need to be called on all ranks.
+
+    Args:
+        log: logger that receives the figures.
+        model, optimizer, shard_gradients: what `zero.build.build` returned, and its flag.
+        workload: the micro-step.
+        micro_steps: micro-steps per iteration on each rank.
+        compiled: the model is compiled, so that activations take less than predicted.
+        extras: other settings that take memory.
+    """
+
+    def __init__(
+        self,
+        log: Logger,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        workload: Workload,
+        shard_gradients: bool,
+        micro_steps: int,
+        compiled: bool,
+        extras: Extras,
+    ) -> None:
+        self.log, self.model, self.optimizer, self.compiled = log, model, optimizer, compiled
+        self.meter = MemoryMeter(model, optimizer)
+        self.device = next(model.parameters()).device
+        launch, plan = launched(), partition(optimizer).plan
+        param_dtype = "bfloat16" if plan.has_masters else "float32"
+        activations = _activations(workload, param_dtype) if is_rank_0() else Activations(0, 0, 0, 0, 0)
+        self.forecast: Forecast = forecast(
+            plan,
+            launch.world_size,
+            micro_steps,
+            workload.device_type,
+            activations,
+            shard_gradients,
+            launch.distributed,
+            extras,
+        )
+        plain_adamw = forecast(
+            replicated_plan(plan.params),
+            launch.world_size,
+            micro_steps,
+            workload.device_type,
+            activations,
+            False,
+            launch.distributed,
+        )
+        self.compared = False
+        self.predicted = self.forecast.prediction.at("before step")
+        inside = set(parameters(optimizer))
+        frozen = sum(param.nbytes for param in model.parameters() if param not in inside)  # the plan does not have them
+        self.predicted["parameters"] += frozen
+        # bytes that plain AdamW would hold before its step
+        self.plain_adamw = sum(plain_adamw.prediction.at("before step").values()) + frozen
+        self.predicted_peak = self.forecast.peak - self.forecast.shadow + frozen  # when the shadow is gone, as in `compare`
+
+    def announce(self, iteration: int) -> None:
+        """Print and log the prediction."""
+        peak = self.predicted_peak
+        if is_rank_0():
+            held = _parts({"activations": self.forecast.activations.saved, **self.predicted})
+            on_cpu = ", without Python and its libraries" if self.device.type == "cpu" else ""
+            print(f"predicted memory: {_size(peak)} at the peak of the fullest rank{on_cpu}; {held}")
+            extras, shadow, copied = self.forecast.extras, _size(self.forecast.shadow), _size(self.forecast.saved_copy)
+            if extras.shadow_check:
+                print(f"in addition, shadow_check takes {shadow} before iteration {iteration + extras.shadow_check}")
+            if extras.async_save:
+                whose = "rank 0" if extras.checkpoint_format == "consolidated" else "each rank"
+                print(f"in addition, async_save takes {copied} of main memory of {whose} while a checkpoint is written")
+        parts = {"peak": peak, "activations": self.forecast.activations.saved, **self.predicted}
+        self.log.log({"iter": iteration, **_logged("predicted", parts)})
+
+    def compare(self, iteration: int) -> None:
+        """Print and log once what the fullest rank holds. Call it on all ranks, after an update and before `zero_grad`."""
+        if self.compared:
+            return
+        on_gpu = self.device.type == "cuda"
+        held = held_bytes(self.optimizer, self.model)
+        by_rank = gather_objects((sum(held.values()), self.meter.peak() if on_gpu else 0, held))
+        self.compared = any(held["state"] for _, _, held in by_rank)
+        if not self.compared or not is_rank_0():  # no state: no update has been made yet, because float16 has overflowed
+            return
+        total, _, held = max(by_rank, key=lambda rank: rank[0])
+        peak = max(peak for _, peak, _ in by_rank)
+        predicted = sum(self.predicted.values())
+        line = f"measured memory: {_size(total)} of parameters, gradients, state and buckets (predicted {_size(predicted)})"
+        event: dict[str, Any] = {"iter": iteration, **_logged("measured", held)}
+        if on_gpu:
+            line += f", {_size(peak)} at the peak (predicted {_size(self.predicted_peak)})"
+            event["memory/measured_peak_mb"] = peak / 1e6
+        print(line, flush=True)
+        self.log.log(event)
+        if self._differs(predicted, total):
+            print(f"WARNING: model and optimizer take {_parts(held)}; predicted were {_parts(self.predicted)}", flush=True)
+        is_comparable = self.forecast.activations.saved > 0 and not (self.compiled and peak < self.predicted_peak)
+        if on_gpu and is_comparable and self._differs(self.predicted_peak, peak):
+            print(
+                f"WARNING: the peak is {_size(peak)}; predicted were {_parts(self.predicted)}, and activations of "
+                f"{_size(self.forecast.activations.saved)}",
+                flush=True,
+            )
+
+    def _differs(self, predicted: int, measured: int) -> bool:
+        allowed = max(TOLERANCE * predicted, GPU_WORKSPACES if self.device.type == "cuda" else 0)
+        return abs(measured - predicted) > allowed
+
+
+def _activations(workload: Workload, param_dtype: str) -> Activations:
+    try:
+        return predicted_activations(workload, param_dtype)
+    except Exception as error:  # a model that was changed may do what fake tensors cannot do
+        print(f"note: activations cannot be predicted: {type(error).__name__}: {error}")
+        return Activations(0, 0, 0, 0, 0)
+
+
+def _parts(by_purpose: dict[str, int]) -> str:
+    return ", ".join(f"{_size(count)} of {purpose}" for purpose, count in by_purpose.items() if count)
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
+
+
+def _logged(which: str, by_purpose: dict[str, int]) -> dict[str, float]:
+    return {f"memory/{which}_{purpose}_mb": count / 1e6 for purpose, count in by_purpose.items()}
+
+
+def describe(optimizer: torch.optim.Optimizer, use_zero1: bool) -> str:
+    """Return one line for the console: the implementation, its state bytes per rank, and the state bytes of plain AdamW."""
+    plan = partition(optimizer).plan
+    by_rank = [2 * owned for owned in plan.updated_bytes]  # exp_avg and exp_avg_sq
+    whole = f"{sum(by_rank) / 1e6:.1f} MB"
+    if isinstance(optimizer, ShardedOptimizer | ZeroRedundancyOptimizer):
+        name = "sharded" if isinstance(optimizer, ShardedOptimizer) else "torch"
+        fullest = f"{max(by_rank) / 1e6:.1f} MB of AdamW state on the fullest rank"
+        count = optimizer.comm.replicas if isinstance(optimizer, ShardedOptimizer) else 1
+        ranks = f"{len(by_rank)} rank{'s' if len(by_rank) > 1 else ''}"
+        replicas = f" in each of {count} groups" if count > 1 else ""
+        if plan.has_masters:
+            fullest += f", plus half of that in float32 master weights of the {plan.param_dtype} weights"
+        return (
+            f"Using ZeRO-1 optimizer state sharding: zero1_impl='{name}' ({type(optimizer).__name__}) over "
+            f"{ranks}{replicas}, {fullest}; plain AdamW would hold {whole} on each"
+        )
+    why = " (use_zero1 needs more than one process; start with torchrun)" if use_zero1 else ""
+    return f"Using plain AdamW{why}: {whole} of optimizer state on each rank"

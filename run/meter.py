@@ -1,0 +1,206 @@
+"""The measurements of a run: speed, phases of a step, communication, memory. docs/metrics.md defines the metrics."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch.profiler import record_function
+
+from distributed import machine
+from distributed.launch import launched
+from distributed.position import position
+from distributed.ranks import gather_numbers, mean_over_ranks, print0
+from run.logger import Logger
+from run.memory import MemoryCheck, Point
+from zero.communication import KINDS, CommunicationMeter
+from zero.stopwatch import Stopwatch
+
+_HOST = torch.device("cpu")
+
+
+class Meter:
+    """Measures the iterations of a run and logs the metrics. Needs to be created on all ranks.
+
+    To add a metric, add it to the event in `log_iteration` or `log_evaluation`, and to docs/metrics.md.
+
+    Args:
+        log: logger that receives the metrics.
+        model, optimizer: what `zero.build.build` returned.
+        memory: the prediction of the memory, and its meter.
+        dtype: dtype of the computation.
+        tokens_per_iter: tokens per iteration, all ranks together.
+        flops_per_token: FLOPs of the model per token.
+        max_iters: last iteration of the run.
+        metric_interval: metrics that need a collective are measured at the first logged iteration of every so many.
+    """
+
+    _WARM_UP = 5  # number of first iterations that do not count for the MFU
+
+    def __init__(
+        self,
+        log: Logger,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        memory: MemoryCheck,
+        dtype: str,
+        tokens_per_iter: int,
+        flops_per_token: float,
+        max_iters: int,
+        metric_interval: int,
+    ) -> None:
+        self.log, self.memory, self.device = log, memory, memory.device
+        self.tokens_per_iter = tokens_per_iter
+        self.flops_per_iter = flops_per_token * tokens_per_iter / launched().world_size  # of one rank
+        self.max_iters, self.metric_interval = max_iters, metric_interval
+        self.peak_flops = machine.peak_flops(self.device, machine.DTYPES[dtype])  # FLOP/s of this rank
+        print0(f"mfu is relative to {self.peak_flops / 1e12:.3g} TFLOP/s per rank in {dtype}")
+        self._mfu: dict[str, float] = {}  # running mean in percent, as in nanoGPT; empty if not measured yet
+        self._communication = CommunicationMeter(model, optimizer)
+        self._phases = Stopwatch()
+        self._iterations = 0  # number of iterations since construction
+        self._last_interval = -1  # the last one of `metric_interval` iterations that was measured
+        self._is_measured = False  # whether this iteration is measured
+        self.restart()
+        self._started = self._begin
+
+    def restart(self, new_peak: bool = False) -> None:
+        """Restart the clock. What happened since the last restart or log is not counted. Begin a new peak if `new_peak`."""
+        if new_peak:
+            self.memory.meter.forget_peak()
+        self._begin, self._timed, self._before = time.perf_counter(), 0, self._totals()
+
+    def begin_iteration(self, iteration: int, is_logged: bool) -> None:
+        """Say that an iteration begins, and whether `log_iteration` will be called for it."""
+        self._is_measured = is_logged and iteration // self.metric_interval > self._last_interval
+        if self._is_measured:
+            self._last_interval = iteration // self.metric_interval
+        self._iterations += 1
+        self._timed += 1
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Measure a phase of an iteration: "forward", "backward", "data", "clip" or "update". A profiler shows its name."""
+        device = _HOST if name == "data" else self.device
+        with position.at(name), record_function(name), self._phases.measure(name, device):
+            yield
+
+    def measure_memory(self, point: Point) -> None:
+        """Measure the memory at a point of the step, if this iteration is measured."""
+        if self._is_measured:
+            with self._phases.measure("memory", _HOST):  # on a CPU, it may wait for the parameters
+                self.memory.meter.measure(point)
+
+    def log_iteration(
+        self, iteration: int, loss: torch.Tensor, grad_norm: torch.Tensor, lr: float, tokens: int
+    ) -> dict[str, Any]:
+        """Log and return the metrics of an iteration. Times are means over the iterations since the last restart or log.
+
+        Needs to be called on all ranks. Waits for the device.
+
+        Args:
+            loss: mean loss of this rank over the iteration, a scalar.
+            grad_norm: gradient norm before clipping, a scalar.
+            lr: learning rate.
+            tokens: tokens that all ranks together have seen.
+        """
+        global_loss = mean_over_ranks(loss.clone())
+        end = time.perf_counter()
+        seconds = (end - self._begin) / self._timed
+        if self._iterations > self._WARM_UP:
+            mfu = self.flops_per_iter / seconds / self.peak_flops * 100
+            self._mfu = {"mfu": 0.9 * self._mfu.get("mfu", mfu) + 0.1 * mfu}
+        elapsed_s = end - self._started
+        before, now = self._before, self._totals()
+        spent = {key: (total - before[key]) / self._timed for key, total in now.items()}  # per iteration
+        exposed_ms = sum(spent[f"waited {kind}"] for kind in KINDS)
+        forward_backward_ms, optimizer_ms = spent["forward"] + spent["backward"], spent["clip"] + spent["update"]
+        event: dict[str, Any] = {
+            "iter": iteration,
+            "iter/loss": global_loss,
+            "iter/grad_norm": grad_norm.item(),
+            "iter/tokens": tokens,
+            "lr": lr,
+            **self._mfu,
+            "throughput/tokens_per_second": self.tokens_per_iter / seconds,
+            "throughput/tokens_per_second_per_rank": self.tokens_per_iter / seconds / launched().world_size,
+            "throughput/tflops_per_rank": self.flops_per_iter / seconds / 1e12,
+            "throughput/eta_hours": (self.max_iters - iteration) * elapsed_s / self._iterations / 3600,
+            "time/step_ms": seconds * 1000,
+            "time/data_ms": spent["data"],
+            "time/forward_backward_ms": forward_backward_ms,
+            "time/optimizer_ms": optimizer_ms,
+            "comm/exposed_ms": exposed_ms,
+            **{f"comm/exposed_{_key(kind)}_ms": spent[f"waited {kind}"] for kind in KINDS},
+            "comm/exposed_percent": exposed_ms / (seconds * 1000) * 100,
+            "comm/sent_mb_per_step": sum(spent[f"sent {kind}"] for kind in KINDS) / 1e6,
+            **{f"comm/sent_{_key(kind)}_mb_per_step": spent[f"sent {kind}"] / 1e6 for kind in KINDS},
+        }
+        if self._is_measured:
+            computed_ms = forward_backward_ms + optimizer_ms + spent["memory"] - exposed_ms
+            event |= self._over_ranks(loss.item(), computed_ms + (spent["data"] if self.device.type == "cpu" else 0))
+        percent = f"{event['mfu']:.2f}%" if self._mfu else "n/a"
+        self.log.log(
+            event,
+            f"iter {iteration}: loss {global_loss:.4f}, time {seconds * 1000:.2f}ms, mfu {percent}, "
+            f"{self.tokens_per_iter / seconds:,.0f} tok/s, peak memory {self.memory.meter.peak() / 1e9:.2f} GB",
+        )
+        self._begin, self._timed, self._before = end, 0, now  # the time of logging is part of the next iteration
+        return event
+
+    def log_evaluation(self, iteration: int, losses: dict[str, float], lr: float, seconds: float) -> None:
+        """Log the losses of an evaluation.
+
+        Args:
+            iteration: iteration before which the evaluation ran.
+            losses: loss by split.
+            lr: learning rate.
+            seconds: duration of the evaluation.
+        """
+        event = {
+            "iter": iteration,
+            **{f"{split}/loss": loss for split, loss in losses.items()},
+            "lr": lr,
+            **self._mfu,
+            "time/eval_s": seconds,
+        }
+        self.log.log(event, f"step {iteration}: train loss {losses['train']:.4f}, val loss {losses['val']:.4f}")
+
+    def _over_ranks(self, loss: float, computed_ms: float) -> dict[str, float]:
+        """Returns the metrics that compare the ranks. Needs to be called on all ranks.
+
+        Args:
+            loss: loss of this rank.
+            computed_ms: time of an iteration that this rank did not wait for other ranks.
+        """
+        memory = self.memory.meter.take()
+        own = [loss, computed_ms, self.memory.meter.held_before_step, *memory.values()]
+        losses, times, held, *by_figure = zip(*gather_numbers(own), strict=True)  # each: one number per rank
+        event: dict[str, float] = {
+            "iter/loss_max_rank": float(np.max(losses)),  # nan if a loss is nan
+            "time/rank_spread_ms": max(times) - min(times),
+            "time/slowest_rank": times.index(max(times)),
+        }
+        for name, values in zip(memory, by_figure, strict=True):
+            event[f"memory/{name}"] = max(values)
+            event[f"memory/{name}_min"] = min(values)
+            event[f"memory/{name}_rank"] = values.index(max(values))
+        event["memory/predicted_mb"] = self.memory.predicted_peak / 1e6
+        if event["memory/optimizer_state_mb_min"] > 0 or self.memory.compared:  # before the first update there is no state
+            event["memory/saved_mb"] = (self.memory.plain_adamw - max(held)) / 1e6
+        return event
+
+    def _totals(self) -> dict[str, float]:
+        """Returns the time and the bytes since construction, by what they were spent on."""
+        return {
+            **dict.fromkeys(("forward", "backward", "data", "clip", "update", "memory"), 0.0),
+            **self._phases.read_ms(),
+            **{f"waited {kind}": ms for kind, ms in self._communication.waited_ms().items()},
+            **{f"sent {kind}": count for kind, count in self._communication.sent_bytes().items()},
+        }
+
+
+def _key(kind: str) -> str:
+    return kind.replace("-", "_")

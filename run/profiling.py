@@ -1,0 +1,85 @@
+"""Traces of a few iterations by torch.profiler, and snapshots of the memory of a GPU."""
+
+import os
+
+import torch
+from torch.profiler import ProfilerActivity, profile, schedule
+
+from distributed.position import position
+
+# numbers of iterations: first skip some; then record some without keeping them, because a profiler is slow when it starts; then
+# record those of the trace
+WAIT, WARM_UP, ACTIVE = 5, 2, 3
+
+
+class Profiler:
+    """Records a few iterations of a run. Every rank writes its own files; nothing here is a collective.
+
+    The files are `rank<r>.json.gz`, a trace for https://ui.perfetto.dev or chrome://tracing, and with `memory` on a GPU also
+    `rank<r>_memory.pickle`, a snapshot for https://docs.pytorch.org/memory_viz. Both are written after the last recorded
+    iteration. The snapshot shows the allocations since construction, at most the last 100,000, and all memory in use.
+
+    Args:
+        folder: folder of the files, created when they are written.
+        rank: rank of this process.
+        device: device of this rank.
+        enabled: record a trace.
+        memory: record a trace with allocations, and a snapshot on a GPU. Without both, all methods do
+            nothing.
+    """
+
+    def __init__(self, folder: str, rank: int, device: torch.device, enabled: bool, memory: bool) -> None:
+        self._folder, self._rank, self._on_gpu, self._memory = folder, rank, device.type == "cuda", memory
+        self._is_written = False
+        self._profile: profile | None = None
+        if not (enabled or memory):
+            return
+        if self._on_gpu and memory:
+            torch.cuda.memory._record_memory_history(stacks="python", max_entries=100_000)
+        self._profile = profile(
+            activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._on_gpu else [])],
+            schedule=schedule(wait=WAIT, warmup=WARM_UP, active=ACTIVE, repeat=1),
+            on_trace_ready=self._write,
+            profile_memory=memory,
+        )
+        self._profile.start()
+
+    def step(self) -> bool:
+        """Count an iteration that has ended. Returns whether this took long, because the files were written."""
+        if self._profile is not None:
+            with position.at("profiling", patient=True):
+                self._profile.step()
+            if self._is_written:
+                self.finish()
+                return True
+        return False
+
+    def finish(self) -> None:
+        """Stop recording. If the run has ended within the recorded iterations, write those that there are."""
+        if self._profile is None:
+            return
+        self._profile.stop()
+        self._profile = None
+        if not self._is_written and self._rank == 0:
+            print(
+                f"WARNING: no profile was written: the run has ended within its first {WAIT + WARM_UP} iterations", flush=True
+            )
+
+    def _write(self, profiler: profile) -> None:
+        self._is_written = True
+        try:
+            os.makedirs(self._folder, exist_ok=True)
+            path = os.path.join(self._folder, f"rank{self._rank}")
+            profiler.export_chrome_trace(f"{path}.json.gz")
+            if self._on_gpu and self._memory:
+                torch.cuda.memory._dump_snapshot(f"{path}_memory.pickle")
+        except OSError as error:  # for example, the disk is full
+            print(f"WARNING: rank {self._rank} cannot write its profile: {error}", flush=True)
+            return
+        finally:
+            if self._on_gpu and self._memory:
+                torch.cuda.memory._record_memory_history(enabled=None)
+        if self._rank == 0:
+            by = "self_device_time_total" if self._on_gpu else "self_cpu_time_total"
+            print(profiler.key_averages().table(sort_by=by, row_limit=10, max_name_column_width=40))
+            print(f"wrote the profile of each rank to {self._folder}", flush=True)

@@ -1,0 +1,140 @@
+"""data/dataset.py: which sequences a batch holds, and what can be wrong with the token files."""
+
+import os
+import pickle
+
+import numpy as np
+import pytest
+from conftest import ROOT
+
+from data.dataset import DATA_DIR, Dataset
+from data.vocabulary import DataError, expected_vocab_size
+
+
+def write(folder, train, val=None, meta=None):
+    folder.mkdir(exist_ok=True)
+    np.asarray(train, dtype=np.uint16).tofile(folder / "train.bin")
+    np.asarray(train if val is None else val, dtype=np.uint16).tofile(folder / "val.bin")
+    if meta is not None:
+        (folder / "meta.pkl").write_bytes(pickle.dumps(meta))
+    return str(folder)
+
+
+def test_offsets_depend_on_their_arguments_alone(tmp_path):
+    data = Dataset(write(tmp_path / "d", range(1000)), block_size=8)
+    stream = data.offsets("train", (1337, 0), 0, 500)
+    assert np.array_equal(stream[100:300], data.offsets("train", (1337, 0), 100, 200))
+    assert not np.array_equal(stream, data.offsets("train", (1338, 0), 0, 500))
+    assert not np.array_equal(stream, data.offsets("train", (1337, 1), 0, 500))
+    assert not np.array_equal(stream, data.offsets("val", (1337, 0), 0, 500))
+
+
+@pytest.mark.parametrize("first", [0, 10**6, 10**12])
+def test_offsets_cover_the_split_evenly(tmp_path, first):
+    data = Dataset(write(tmp_path / "d", range(10_008)), block_size=8)
+    offsets = data.offsets("train", (1337, 0), first, 5000)
+    assert offsets.dtype == np.int64
+    assert offsets.min() >= 0
+    assert offsets.max() < 10_000
+    counts, _ = np.histogram(offsets, bins=100, range=(0, 10_000))
+    assert abs(counts - 50).max() <= 4  # independent draws: a standard deviation of 7
+
+
+@pytest.mark.parametrize("count", [1, 24, 25])
+def test_an_evaluation_has_the_same_sequences_on_any_number_of_ranks_in_any_batches(tmp_path, count):
+    data = Dataset(write(tmp_path / "d", range(1000)), block_size=8)
+    expected = sorted(data.offsets("val", (7, 1), 0, count))
+    for world_size, batch_size in ((1, 12), (2, 5), (4, 64), (3, 1)):
+        ranks = [data.evaluation("val", 7, count, batch_size, rank, world_size) for rank in range(world_size)]
+        assert all(offsets.shape == (batch_size,) for batches in ranks for offsets in batches), "no other size to compile"
+        assert sorted(offset for batches in ranks for offsets in batches for offset in offsets if offset >= 0) == expected
+        assert all((offsets >= 0).any() for batches in ranks for offsets in batches)
+
+
+def test_a_sequence_that_fills_a_batch_has_no_targets(tmp_path):
+    data = Dataset(write(tmp_path / "d", range(100)), block_size=8)
+    x, y = data.batch("train", np.array([5, -1]))
+    assert np.array_equal(x, [np.arange(5, 13), np.arange(8)])
+    assert np.array_equal(y, [np.arange(6, 14), [-1] * 8])
+
+
+def test_the_fingerprint_of_a_vocabulary_is_that_of_its_tokens(tmp_path):
+    """Not of the bytes of meta.pkl, which depend on the program that wrote it."""
+    meta = {"vocab_size": 3, "itos": {0: "a", 1: "b", 2: "c"}, "stoi": {}}
+    first = Dataset(write(tmp_path / "first", range(3), meta=meta), 2)
+    again = Dataset(write(tmp_path / "again", range(3), meta={**meta, "itos": {2: "c", 0: "a", 1: "b"}, "more": 1}), 2)
+    other = Dataset(write(tmp_path / "other", range(3), meta={**meta, "itos": {0: "a", 1: "c", 2: "b"}}), 2)
+    bpe = Dataset(write(tmp_path / "bpe", range(3)), 2)
+    assert first.vocabulary == again.vocabulary
+    assert len({first.vocabulary, other.vocabulary, bpe.vocabulary}) == 3
+
+
+def test_targets_are_the_next_tokens(tmp_path):
+    data = Dataset(write(tmp_path / "d", range(100)), block_size=8)
+    x, y = data.batch("train", np.array([0, 91]))
+    assert x.dtype == y.dtype == np.int64
+    assert np.array_equal(x, [np.arange(8), np.arange(91, 99)])
+    assert np.array_equal(y, x + 1)
+
+
+def test_the_shortest_possible_file_is_enough(tmp_path):
+    data = Dataset(write(tmp_path / "d", range(9)), block_size=8)
+    assert set(data.offsets("train", (0, 0), 0, 10)) == {0}
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda folder: os.remove(folder / "val.bin"), "is missing"),
+        (lambda folder: (folder / "train.bin").write_bytes(b"123"), "odd number of bytes"),
+        (lambda folder: (folder / "val.bin").write_bytes(b"12" * 8), "too few for one sequence of block_size=8"),
+        (lambda folder: (folder / "meta.pkl").write_bytes(b"junk"), "no vocabulary"),
+        (lambda folder: (folder / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": "many"})), "no vocabulary"),
+        (lambda folder: (folder / "meta.pkl").write_bytes(pickle.dumps(Hostile())), "asks for posix.system"),
+    ],
+)
+def test_bad_files_are_named(tmp_path, spoil, message, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "d"
+    write(folder, range(100), meta={"vocab_size": 100, "stoi": {}, "itos": {}})
+    spoil(folder)
+    with pytest.raises(DataError, match=message):
+        Dataset(str(folder), block_size=8)
+    assert not os.path.exists("hostile-code-ran")
+
+
+class Hostile:
+    def __reduce__(self):
+        return os.system, ("touch hostile-code-ran",)
+
+
+def test_tokens_outside_the_vocabulary_are_named(tmp_path):
+    data = Dataset(write(tmp_path / "d", range(100), val=range(90)), block_size=8)
+    data.check(100)
+    with pytest.raises(DataError, match=r"train\.bin holds token 99, but the model's vocabulary has 99"):
+        data.check(99)
+    data.check(50, part=0, parts=2)
+    with pytest.raises(DataError, match="holds token 99"):
+        data.check(50, part=1, parts=2)
+
+
+def test_a_missing_dataset_names_the_command(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(DataError, match=r"run: python data/openwebtext/prepare\.py"):
+        Dataset("openwebtext", block_size=8)
+
+
+@pytest.mark.parametrize(
+    ("name", "size"), [("shakespeare_char", 65), ("stdlib_char", 96), ("shakespeare", None), ("openwebtext", None)]
+)
+def test_the_vocabulary_of_a_dataset_is_known_before_it_is_prepared(name, size):
+    assert expected_vocab_size(os.path.join(DATA_DIR, name)) == size
+
+
+@pytest.mark.parametrize("script", ["", "VOCAB_SIZE = len(text)", "VOCAB_SIZE ="])
+def test_a_script_that_does_not_say_its_vocabulary(tmp_path, script):
+    with pytest.raises(DataError, match=r"no/prepare.py has no line such as VOCAB_SIZE = 65"):
+        expected_vocab_size(str(tmp_path / "no"))
+    (tmp_path / "prepare.py").write_text(script)
+    with pytest.raises(DataError, match=r"prepare.py has no line such as VOCAB_SIZE = 65"):
+        expected_vocab_size(str(tmp_path))

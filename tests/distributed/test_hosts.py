@@ -1,0 +1,336 @@
+"""Runs on several hosts, which are network namespaces: exact as on one host, and with the bytes between hosts as predicted."""
+
+import json
+import os
+import signal
+import statistics
+import sys
+from collections import Counter
+from functools import cache
+
+import pytest
+import torch
+from scripts import ROOT, SETTINGS, torch_load, train
+
+from benchmarks.hosts import Hosts, why_not
+from model import GPT, GPTConfig
+from zero.flags import Flags
+from zero.layout import parameter_specs
+
+FLAGS = {
+    "adamw": Flags(use_zero1=False),
+    "torch": Flags(zero1_impl="torch"),
+    "sharded": Flags(),
+    "hybrid": Flags(shard_size=2),
+}
+WIDTH = 128  # of the model: so large that a step's small messages are less than one percent
+ARGUMENTS = {
+    "adamw": ["--use_zero1=False"],
+    "torch": ["--zero1_impl=torch"],
+    "sharded": [],
+    "hybrid": ["--zero_shard_size=2"],
+}
+SIZES = [f"--n_embd={WIDTH}", "--gradient_accumulation_steps=4", "--max_iters=11"]
+FIRST, LAST = 6, 9  # iterations between which bytes are counted: no evaluation, no checkpoint
+
+TRAIN = """
+import json, os, runpy, sys, time
+import torch.distributed as dist
+sys.path.insert(0, {root!r})
+from run import meter
+from zero.partition import partition
+
+class Meter(meter.Meter):
+    def __init__(self, log, model, optimizer, *rest):
+        super().__init__(log, model, optimizer, *rest)
+        self.optimizer = optimizer
+
+    def begin_iteration(self, iteration, is_logged):
+        {at_each_iteration}
+        super().begin_iteration(iteration, is_logged)
+
+meter.Meter = Meter
+sys.argv[0] = os.path.join({root!r}, "train.py")
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+COUNT = f"""
+        if iteration in ({FIRST}, {LAST}):
+            partition(self.optimizer).synchronize()  # waits for the all-gathers
+            dist.barrier()
+            counted = [open(f"/sys/class/net/eth0/statistics/tx_{{what}}").read() for what in ("bytes", "packets")]
+            dist.barrier()
+            if os.environ["LOCAL_RANK"] == "0":
+                print("counted", json.dumps([int(text) for text in counted]))
+"""
+HEADERS = 14 + 20 + 32  # bytes of a packet: Ethernet, IPv4, TCP with its timestamp
+
+WAIT = """
+        if iteration == 3 and os.environ["RANK"] == "0":
+            print("rank 0 waits", flush=True)
+            while not os.path.exists({signal!r}):
+                time.sleep(0.01)
+"""
+STRANGER = """
+import os, socket, struct, sys, time
+sent = {
+    "nothing": b"", "half of a message": b"x", "random bytes": os.urandom(5000), "zeros": bytes(5000), "ones": b"\\xff" * 5000,
+    "http": b"GET / HTTP/1.1\\r\\nHost: there\\r\\n\\r\\n", "what gloo says first": struct.pack("<Q", 1),
+    "what a store's client says first, then random bytes": b"\\0" + struct.pack("<I", 0x3C85F7CE) + os.urandom(5000),
+    "and then a key of endless size": b"\\0" + struct.pack("<I", 0x3C85F7CE) + b"\\x02" + b"\\xff" * 64,
+}
+held = []
+for place in sys.argv[1:]:
+    host, port = place.rsplit(":", 1)
+    for data in sent.values():
+        for end in ("hold", "half-close", "close", "reset"):
+            stranger = socket.create_connection((host, int(port)))
+            stranger.sendall(data)
+            if end == "hold":
+                held.append(stranger)
+            elif end == "half-close":
+                stranger.shutdown(socket.SHUT_WR)
+                held.append(stranger)
+            else:
+                if end == "reset":
+                    stranger.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                stranger.close()
+    held += [socket.create_connection((host, int(port))) for _ in range(450)]
+print("all said", flush=True)
+time.sleep(1000)  # holds the connections until it is killed
+"""
+
+
+@pytest.fixture(autouse=True)
+def _hosts_can_be_made():
+    if reason := why_not():
+        pytest.skip(reason)
+
+
+def train_py(folder, at_each_iteration="pass"):
+    """A script that is train.py, and also does this when an iteration begins."""
+    path = folder / "run.py"
+    path.write_text(TRAIN.format(root=ROOT, at_each_iteration=at_each_iteration.strip()))
+    return str(path)
+
+
+def finish(jobs):
+    for job in jobs:
+        assert job.finish(200) == 0, "\n".join(job.printed() for job in jobs)
+
+
+def losses_of(out):
+    with open(out / "metrics.jsonl") as file:
+        events = [json.loads(line) for line in file]
+    keys = ("iter/loss", "iter/grad_norm", "train/loss", "val/loss")
+    return [(event["iter"], key, event[key]) for event in events for key in keys if key in event]
+
+
+@pytest.fixture(scope="module")
+def on_hosts(data, tmp_path_factory):
+    """A function that trains on hosts, once for the same arguments: its out_dir, and the bytes per step that each host sent."""
+
+    @cache
+    def run(implementation, number, ranks_per_host, rendezvous="static"):
+        out = tmp_path_factory.mktemp("out")
+        arguments = [*SETTINGS, *SIZES, f"--dataset={data}", f"--out_dir={out}", *ARGUMENTS[implementation]]
+        with Hosts(number) as hosts:
+            script = train_py(tmp_path_factory.mktemp("script"), COUNT)
+            jobs = hosts.torchrun(script, *arguments, ranks_per_host=ranks_per_host, rendezvous=rendezvous)
+            finish(jobs)
+            counted = [
+                [
+                    json.loads(line.removeprefix("counted "))
+                    for line in job.printed().splitlines()
+                    if line.startswith("counted ")
+                ]
+                for job in jobs
+            ]
+        payloads = [[sent - HEADERS * packets for sent, packets in each] for each in counted]
+        return out, [(after - before) / (LAST - FIRST) for before, after in payloads]
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def on_one_host(data, tmp_path_factory):
+    """A function that trains with four ranks on one host, once for the same implementation: its out_dir."""
+
+    @cache
+    def run(implementation):
+        out = tmp_path_factory.mktemp("out")
+        train(out, data, *SIZES, *ARGUMENTS[implementation], ranks=4)
+        return out
+
+    return run
+
+
+def assert_the_same(one, other):
+    assert losses_of(one) == losses_of(other)
+    assert len(losses_of(one)) == 2 * 12 + 2 * 3, "iterations and evaluations"
+    weights, expected = (torch_load(out)["model"] for out in (one, other))
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)
+
+
+def tree(root, world_size):
+    """Who sends to whom in a broadcast of gloo, a binomial tree."""
+    reached = 1
+    while reached < world_size:
+        for rank in range(min(reached, world_size - reached)):
+            yield (root + rank) % world_size, (root + rank + reached) % world_size
+        reached *= 2
+
+
+def sends(implementation, world_size):
+    """Yield each message of a step: its sender, its receiver, its bytes."""
+    model = GPT(GPTConfig(block_size=16, vocab_size=29, n_layer=2, n_head=2, n_embd=WIDTH, bias=False))
+    plan = FLAGS[implementation].plan(parameter_specs(model.param_groups(0.1), model.parameters()), world_size)
+    whole = 4 * model.num_params() + 4 * 16 * WIDTH  # num_params is without the positions
+    owned = [4 * sum(part.numel for part in plan.slices(rank)) for rank in range(plan.world_size)]
+    assert sum(owned) == whole
+    ranks = range(world_size)
+    if implementation in ("sharded", "hybrid"):
+        size, replicas = plan.world_size, world_size // plan.world_size
+        for source in ranks:
+            first = source - source % size
+            for target in {*range(first, first + size)} - {source}:
+                yield source, target, owned[target % size]  # reduce-scatter: the part that the receiver owns
+                yield source, target, owned[source % size]  # all-gather: what the sender owns
+            yield source, (source + size) % world_size, owned[source % size] * 2 * (replicas - 1) / replicas  # a ring
+        return
+    yield from ((rank, (rank + 1) % world_size, whole * 2 * (world_size - 1) / world_size) for rank in ranks)  # a ring
+    if implementation == "torch":  # each owner broadcasts its parameters
+        for owner in ranks:
+            yield from ((*edge, owned[owner]) for edge in tree(owner, world_size))
+
+
+def predicted(implementation, number, ranks_per_host):
+    """The bytes of a step that leave each host."""
+    left = Counter()
+    for source, target, nbytes in sends(implementation, number * ranks_per_host):
+        if source // ranks_per_host != target // ranks_per_host:
+            left[source // ranks_per_host] += nbytes
+    return [left[host] for host in range(number)]
+
+
+def test_two_hosts_train_exactly_as_one(on_hosts, on_one_host):
+    assert_the_same(on_hosts("sharded", 2, 2)[0], on_one_host("sharded"))
+
+
+def test_two_hosts_send_each_other_what_the_arithmetic_says(on_hosts):
+    assert on_hosts("sharded", 2, 2)[1] == pytest.approx(predicted("sharded", 2, 2), rel=0.02)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "how",
+    [
+        ("adamw", 2, 2),
+        ("torch", 2, 2),
+        ("hybrid", 2, 2),
+        ("sharded", 4, 1),
+        ("adamw", 4, 1),
+        ("torch", 4, 1),
+        ("sharded", 2, 2, "c10d"),
+    ],
+    ids=lambda how: "-".join(map(str, how)),
+)
+def test_other_implementations_and_hosts(on_hosts, on_one_host, how):
+    out, sent = on_hosts(*how)
+    assert_the_same(out, on_one_host(how[0]))
+    if "c10d" not in how:  # which gives the ranks to the hosts in any order
+        assert sent == pytest.approx(predicted(*how), rel=0.02)
+
+
+@pytest.mark.slow
+def test_hybrid_sharding_halves_the_bytes_between_two_hosts_of_two_ranks(on_hosts):
+    hybrid, sharded = (sum(on_hosts(implementation, 2, 2)[1]) for implementation in ("hybrid", "sharded"))
+    assert hybrid / sharded == pytest.approx(0.5, rel=0.02)
+
+
+@pytest.mark.slow
+def test_between_two_ranks_pytorchs_optimizer_sends_half_as_much_again(on_hosts):
+    ddp, torchs, sharded = (sum(on_hosts(implementation, 2, 1)[1]) for implementation in ("adamw", "torch", "sharded"))
+    assert torchs / ddp == pytest.approx(1.5, rel=0.02)
+    assert sharded / ddp == pytest.approx(1.0, rel=0.02)
+
+
+@pytest.mark.slow
+def test_hosts_that_share_no_folder_cannot_write_one_checkpoint_together(data):
+    with Hosts(2) as hosts:
+        arguments = [*SETTINGS, f"--dataset={data}", "--out_dir=out", "--checkpoint_format=sharded"]
+        jobs = hosts.torchrun("train.py", *arguments, ranks_per_host=1)
+        assert [job.finish() for job in jobs] == [1, 1]  # torchrun's own exit code
+        for job in jobs:
+            (error,) = (line for line in job.printed().splitlines() if line.startswith("error: "))
+            assert error.startswith(
+                "error: checkpoint_format=sharded: rank 1 does not see the out_dir=out of rank 0; use a folder"
+            )
+
+
+def test_wrong_input_on_one_host_ends_all(data):
+    with Hosts(2) as hosts:
+        arguments = ["train.py", *SETTINGS, f"--dataset={data}", "--out_dir=out"]
+        jobs = [
+            host.torchrun(*hosts.options(host, ranks_per_host=1), *arguments, *wrong)
+            for host, wrong in zip(hosts, ([], ["--n_layer=two"]), strict=True)
+        ]
+        for job in jobs:
+            assert job.finish(60) == 1
+            assert "error: --n_layer" in job.printed() or "error: n_layer" in job.printed(), job.printed()
+
+
+@pytest.mark.slow
+def test_a_frozen_host_that_holds_the_store_ends_the_others(data):
+    arguments = [*SETTINGS, f"--dataset={data}", "--out_dir=out", "--max_iters=100000", "--dist_timeout_s=4"]
+    with Hosts(2) as hosts:
+        jobs = hosts.torchrun("train.py", *arguments, ranks_per_host=1)
+        jobs[0].wait_for("iter 20:")
+        for pid in hosts[0].pids():
+            os.kill(pid, signal.SIGSTOP)
+        jobs[1].wait_for("the store of the ranks does not answer", timeout_s=30)
+        for pid in hosts[0].pids():
+            os.kill(pid, signal.SIGCONT)
+
+
+def listening(host):
+    """The addresses and ports that are open to connections on a host."""
+    shown = host.start("ss", "-Hltn")
+    assert shown.finish() == 0
+    return [line.split()[3].rsplit(":", 1) for line in shown.printed().splitlines()]
+
+
+def test_a_stranger_cannot_end_a_run(data, tmp_path):
+    arguments = [*SETTINGS, f"--dataset={data}", "--max_iters=5"]
+    go_on = tmp_path / "go on"
+    with Hosts(2) as hosts:
+        script = train_py(tmp_path, WAIT.format(signal=str(go_on)))
+        few_files = ("sh", "-c", 'ulimit -S -n 400; exec "$@"', "sh")  # fewer than the connections of the stranger
+        torchrun = (*few_files, sys.executable, "-m", "torch.distributed.run")
+        run = (script, *arguments, f"--out_dir={tmp_path / 'disturbed'}")
+        jobs = [host.start(*torchrun, *hosts.options(host, ranks_per_host=1), *run) for host in hosts]
+        jobs[0].wait_for("rank 0 waits")  # and rank 1 waits for it, in a reduce-scatter
+        places = [(host, *place) for host in hosts for place in listening(host)]
+        addresses = [(host.number, address) for host, address, port in places if port != "1234"]
+        assert set(addresses) == {(0, hosts[0].address), (1, hosts[1].address)}, "gloo listens at one address only"
+        assert len(places) > len(addresses), "torchrun's store listens as well"
+        talk = hosts[1].start(sys.executable, "-c", STRANGER, *(f"{host.address}:{port}" for host, _, port in places))
+        talk.wait_for("all said")
+        go_on.touch()
+        finish(jobs)
+    undisturbed, *_ = train(tmp_path / "undisturbed", data, "--max_iters=5", ranks=2)
+    assert len(undisturbed) == 6
+    assert losses_of(tmp_path / "disturbed") == losses_of(tmp_path / "undisturbed")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("implementation", ["adamw", "sharded"])
+def test_a_slow_link_makes_no_rank_look_slow(data, implementation):
+    arguments = [*SIZES, "--gradient_accumulation_steps=3", "--metric_interval=1", *ARGUMENTS[implementation]]
+    with Hosts(3) as hosts:
+        hosts[1].set_rate(10)
+        finish(hosts.torchrun("train.py", *SETTINGS, f"--dataset={data}", "--out_dir=out", *arguments, ranks_per_host=1))
+        with open(f"{hosts[0].folder}/out/metrics.jsonl") as file:
+            events = [json.loads(line) for line in file]
+    measured = [event for event in events if "time/slowest_rank" in event]
+    assert statistics.median(event["comm/exposed_percent"] for event in measured) > 50, "the link is slow"
+    assert statistics.median(event["time/rank_spread_ms"] / event["time/step_ms"] for event in measured) < 0.1

@@ -1,0 +1,71 @@
+"""distributed/machine.py: what 'auto' stands for on this machine, which devices are refused, and the peak for the MFU."""
+
+import pytest
+import torch
+
+from distributed import machine
+
+
+def test_what_auto_stands_for(monkeypatch):
+    assert machine.resolve("cpu", "auto") == ("cpu", "float32")
+    assert machine.resolve("cpu", "bfloat16") == ("cpu", "bfloat16")
+    for available, supported, expected in (
+        (False, False, ("cpu", "float32")),
+        (True, False, ("cuda", "float16")),
+        (True, True, ("cuda", "bfloat16")),
+    ):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda available=available: available)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda available=available: int(available))
+        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda supported=supported, **_: supported)
+        assert machine.resolve("auto", "auto") == expected
+
+
+@pytest.mark.parametrize("device", ["cuda:1", "cuda:x", "cpu:1", "tpu", ""])
+def test_a_device_that_is_not_there_is_refused(monkeypatch, device):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(ValueError, match=f"device={device} is not available; this machine has 1 cpu, 1 cuda, "):
+        machine.resolve(device, "float32")
+
+
+def test_the_number_format_follows_that_of_the_weights():
+    assert machine.resolve("cpu", "auto", "bfloat16") == ("cpu", "bfloat16")
+    with pytest.raises(ValueError, match="param_dtype=bfloat16 computes in bfloat16, not in dtype=float16"):
+        machine.resolve("cpu", "float16", "bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("name", "tflops"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989.4),
+        ("NVIDIA H100 PCIe", 756.0),
+        ("NVIDIA GH200 480GB", 989.4),
+        ("NVIDIA A100-SXM4-80GB", 312.0),
+        ("NVIDIA A10G", 70.0),
+        ("NVIDIA A10", 125.0),
+        ("NVIDIA L40S", 362.0),
+        ("Tesla V100-SXM2-16GB", 125.0),
+        ("NVIDIA GeForce RTX 4090", 165.2),
+    ],
+)
+def test_the_peak_of_a_gpu_is_that_of_its_data_sheet(monkeypatch, name, tflops):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
+    assert machine.peak_flops(torch.device("cuda", 0), torch.bfloat16) == tflops * 1e12
+
+
+def test_the_peak_of_a_cpu_is_measured():
+    assert machine.peak_flops(torch.device("cpu"), torch.float32) > 1e6
+
+
+def test_float32_is_slow_nowhere():
+    assert not machine.is_slow_on_cpu(torch.device("cpu"), "float32")
+
+
+def test_ranks_share_the_cores(monkeypatch):
+    before = torch.get_num_threads()
+    try:
+        for cores, ranks, threads in ((8, 2, 4), (8, 3, 2), (1, 4, 1)):
+            monkeypatch.setattr(machine.os, "sched_getaffinity", lambda _, cores=cores: set(range(cores)), raising=False)
+            machine.divide_threads(ranks)
+            assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)

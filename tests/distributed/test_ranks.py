@@ -1,0 +1,104 @@
+"""distributed/ranks.py: which rank this process is, as the launch variables say, and what is wrong with them."""
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch.distributed as dist
+from ranks import context
+from scripts import LAUNCH_VARIABLES
+
+from configurator import configure
+from distributed.launch import Launch, launched
+from distributed.ranks import start
+from distributed.rendezvous import without_old_keys
+
+TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"RANK": "0"}, "RANK is set without WORLD_SIZE, MASTER_ADDR, MASTER_PORT; start with torchrun"),
+        ({**TORCHRUN, "MASTER_PORT": ""}, "RANK is set without MASTER_PORT"),
+        ({**TORCHRUN, "RANK": "one"}, "RANK=one is not an integer"),
+        ({**TORCHRUN, "RANK": "9" * 5000}, "is not an integer"),
+        ({**TORCHRUN, "WORLD_SIZE": "2.0"}, "WORLD_SIZE=2.0 is not an integer"),
+        ({**TORCHRUN, "RANK": "2"}, "RANK=2 is not one of the ranks 0 to WORLD_SIZE-1=1"),
+        ({**TORCHRUN, "RANK": "-1"}, "RANK=-1 is not one"),
+        ({**TORCHRUN, "MASTER_PORT": "70000"}, "MASTER_PORT=70000 is not a port"),
+        ({**TORCHRUN, "LOCAL_RANK": "x"}, "LOCAL_RANK=x is not an integer"),
+        ({**TORCHRUN, "LOCAL_WORLD_SIZE": "0"}, "LOCAL_WORLD_SIZE=0 cannot be"),
+    ],
+)
+def test_launch_variables_that_cannot_be(capsys, monkeypatch, variables, message):
+    for name in LAUNCH_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=r"start with torchrun, or unset RANK to start a single process$") as caught:
+        launched()
+    assert message in str(caught.value)
+    with pytest.raises(SystemExit) as ended:
+        configure({}, [])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == f"error: {caught.value}\n"
+
+
+def test_launch_variables_count_together_or_not_at_all(monkeypatch):
+    for name in LAUNCH_VARIABLES:
+        monkeypatch.setenv(name, "7")
+    monkeypatch.delenv("RANK")
+    assert launched() == (False, 0, 0, 1, 1)
+    for name, value in TORCHRUN.items():
+        monkeypatch.setenv(name, value)
+    assert launched() == (True, 1, 7, 2, 7)
+
+
+def join(port, results):
+    """One process that starts a process group of its own."""
+    monkeypatch = pytest.MonkeyPatch()
+    for name, value in {**TORCHRUN, "RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": str(port)}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    device = start(launched(), "cpu")
+    results.put((str(device), dist.get_backend(), dist.get_rank(), dist.get_world_size()))
+
+
+def test_ranks_on_cpus_meet_by_gloo(monkeypatch):
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    results = context.SimpleQueue()
+    process = context.Process(target=join, args=(store.port, results))
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0
+    assert results.get() == ("cpu", "gloo", 0, 1)
+    for name in LAUNCH_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    assert launched() == Launch() == (False, 0, 0, 1, 1)
+
+
+def test_a_restarted_rank_finds_nothing_that_the_ranks_before_have_left_in_the_store():
+    """torchrun may keep its store over a restart."""
+    store = dist.HashStore()
+
+    def started(delays):
+        """What each rank reads from its part of the store, before rank 0 writes to it and after."""
+        both_have_looked = threading.Barrier(2)
+
+        def start(rank):
+            time.sleep(delays[rank])
+            part = without_old_keys(store, rank, 2)
+            found = part.check(["address"])
+            both_have_looked.wait(20)
+            if rank == 0:
+                part.set("address", str(delays))
+            return found, part.get("address").decode()
+
+        with ThreadPoolExecutor(2) as ranks:
+            return list(ranks.map(start, (0, 1)))
+
+    for delays in ((0.0, 0.3), (0.3, 0.0), (0.0, 0.0)):
+        assert started(delays) == [(False, str(delays))] * 2

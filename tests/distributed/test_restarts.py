@@ -1,0 +1,237 @@
+"""Lost ranks: a run that hangs ends and says why, and torchrun brings the job back from its last checkpoint."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import torch
+from scripts import ROOT, SETTINGS, Forked, environment, run, torch_load, train
+
+LONG = ["--max_iters=100000", "--eval_interval=100000", "--dist_timeout_s=2"]
+SAVE_TAKES = """
+import time
+from zero.checkpoint import store
+commit = store.commit
+store.commit = lambda *args: (time.sleep({}), commit(*args))[1]
+"""
+RANK_1_SLEEPS = """
+import os, time
+from data.dataset import Dataset
+batch, calls = Dataset.batch, []
+def sleep(*args):
+    calls.append(args)
+    if os.environ["RANK"] == "1" and len(calls) == 20:
+        time.sleep(1000)
+    return batch(*args)
+Dataset.batch = sleep
+"""
+
+
+def test_auto_starts_from_scratch_and_then_resumes(data, tmp_path):
+    flags = "--init_from=auto", "--eval_interval=3"
+    _, _, first = train(tmp_path, data, *flags, "--max_iters=4", ranks=2)
+    losses, _, second = train(tmp_path, data, *flags, "--max_iters=7", ranks=2)
+    assert "from scratch" in first
+    assert "Resuming" not in first
+    assert "Resuming" in second
+    assert sorted(losses) == list(range(8))
+    os.remove(tmp_path / "ckpt.pt")
+    assert "resuming from" in train(tmp_path, data, *flags, "--max_iters=7", ranks=2)[2], "from ckpt_prev.pt"
+    for name in ("ckpt.pt", "ckpt_prev.pt"):
+        (tmp_path / name).write_bytes(b"damaged")
+    metrics = (tmp_path / "metrics.jsonl").read_bytes()
+    refused = run("train.py", *SETTINGS, f"--dataset={data}", f"--out_dir={tmp_path}", *flags, ranks=2)
+    assert refused.returncodes == [2, 2], "never silently from scratch"
+    assert "ckpt_prev.pt" in refused.stderr
+    assert (tmp_path / "metrics.jsonl").read_bytes() == metrics
+
+
+def test_auto_does_not_fall_back_to_an_earlier_checkpoint_of_another_host(data, tmp_path):
+    """Hosts with folders of their own: after a restart, rank 0 may be on a host whose checkpoint is old, or that has none."""
+    flags = [*SETTINGS, f"--dataset={data}", "--eval_interval=3", "--init_from=auto"]
+    train(tmp_path / "1", data, *flags, "--max_iters=6", ranks=2)
+    own_folder = f"import os, sys; sys.argv.append(f'--out_dir={tmp_path}/' + os.environ['RANK'])"
+    for iterations, has in ((0, "rank 0 has none"), (3, "the checkpoint of rank 0 is at iteration 4")):
+        if iterations:
+            train(tmp_path / "0", data, *flags, f"--max_iters={iterations}", ranks=2)
+        refused = run("train.py", *flags, "--max_iters=9", ranks=2, before=own_folder)
+        assert refused.returncodes == [2, 2]
+        assert f"rank 1 has a checkpoint of iteration 7 in out_dir, but {has}; use an out_dir that all" in refused.stderr
+    train(tmp_path / "0", data, *flags, "--max_iters=9", ranks=2)
+    goes_on = run("train.py", *flags, "--max_iters=10", ranks=2, before=own_folder)
+    assert goes_on.returncode == 0, goes_on.stderr
+    assert "at iteration 10" in goes_on.stdout
+
+
+def ended(run, ranks):
+    """What these ranks have written to stderr, once they have ended with exit code 1."""
+    for rank in ranks:
+        run.processes[rank].join(60)
+        assert run.processes[rank].exitcode == 1, run.printed("stderr")
+    return run.printed("stderr")
+
+
+def test_the_ranks_that_wait_for_a_stopped_rank_end_and_name_it(data, tmp_path):
+    with Forked("train.py", *SETTINGS, f"--dataset={data}", f"--out_dir={tmp_path}", *LONG, ranks=3) as run:
+        run.wait_for("iter 8:")
+        os.kill(run.pids[1], signal.SIGSTOP)
+        errors = ended(run, (0, 2))
+    for rank in (0, 2):
+        waits = rf"error: rank {rank} has waited \d+ s for the \S+ at iteration \d+.*"
+        assert re.search(rf"{waits}; no sign of life from rank 1, last seen at iteration \d+", errors), errors
+        assert (tmp_path / "flight_recorder" / f"rank{rank}").stat().st_size > 0
+
+
+def test_a_rank_that_is_stuck_elsewhere_is_named_with_its_place(data, tmp_path):
+    arguments = *SETTINGS, f"--dataset={data}", f"--out_dir={tmp_path}", *LONG, "--eval_interval=100000"
+    with Forked("train.py", *arguments, ranks=2, before=RANK_1_SLEEPS) as run:
+        errors = ended(run, (0, 1))
+    assert re.search(r"error: rank 0 has waited \d+ s for the \S+ at .*; rank 1 is at iteration \d+, data\n", errors), errors
+    assert re.search(r"error: rank 1 has been at iteration \d+, data for \d+ s; rank 0 waits for the ", errors), errors
+
+
+def test_a_slow_disk_ends_nothing(data, tmp_path):
+    flags = "--max_iters=4", "--dist_timeout_s=2"
+    train(tmp_path, data, *flags, ranks=2, run=lambda *args, **how: run(*args, **how, before=SAVE_TAKES.format(6)))
+    assert torch_load(tmp_path)["iter_num"] == 5
+
+
+def test_a_rank_that_has_stopped_during_a_save_is_noticed(data, tmp_path):
+    arguments = *SETTINGS, f"--dataset={data}", f"--out_dir={tmp_path}", "--eval_interval=4", "--dist_timeout_s=2"
+    with Forked("train.py", *arguments, ranks=2, before=SAVE_TAKES.format(1000)) as run:
+        run.wait_for("saving checkpoint")
+        os.kill(run.pids[1], signal.SIGSTOP)
+        errors = ended(run, (0,))
+    assert re.search(r"error: rank 0 has .*saving the checkpoint.*; no sign of life from rank 1", errors), errors
+
+
+class Host:
+    """A host that starts torchrun with one rank, and starts it again when it has ended with an error."""
+
+    def __init__(self, number, port, nodes, arguments, again=True):
+        rendezvous = "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=job"
+        settings = f"is_host={int(number == 0)},keep_alive_interval=1,keep_alive_max_attempt=3,last_call_timeout=1"
+        torchrun = [f"--nnodes={nodes}", "--nproc_per_node=1", "--max-restarts=20", *rendezvous, f"--rdzv-conf={settings}"]
+        self.line = [sys.executable, "-m", "torch.distributed.run", *torchrun, os.path.join(ROOT, "train.py"), *arguments]
+        self.again, self.printed = again, []
+        self.start()
+        self.thread = threading.Thread(target=self.watch)
+        self.thread.start()
+
+    def start(self):
+        variables = {**environment(), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        self.agent = subprocess.Popen(
+            self.line, cwd=ROOT, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+
+    def watch(self):
+        while True:
+            self.printed += self.agent.stdout
+            if self.agent.wait() == 0 or not self.again:
+                return
+            self.start()
+
+    def ranks(self):
+        found = subprocess.run(["ps", "-o", "pid=", "--ppid", str(self.agent.pid)], capture_output=True, text=True)
+        return [int(pid) for pid in found.stdout.split()]
+
+    def close(self):
+        self.again = False
+        while self.thread.is_alive():
+            self.agent.kill()
+            self.thread.join(0.1)
+
+
+class Job:
+    """A run of train.py on two hosts, one rank on each. Leaving the block ends it."""
+
+    def __init__(self, out, data, *arguments, nodes="2", again=True):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        self.checkpoint = out / "ckpt.pt"
+        line = [*SETTINGS, f"--dataset={data}", f"--out_dir={out}", "--init_from=auto", *arguments]
+        self.hosts = [Host(number, port, nodes, line, again) for number in (0, 1)]
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        for host in self.hosts:
+            host.close()
+
+    def wait_for_checkpoint(self):
+        """Wait until the job has written another checkpoint."""
+        before, end = self.written(), time.monotonic() + 120
+        while self.written() == before:
+            assert time.monotonic() < end, self.printed()
+            time.sleep(0.02)
+
+    def finish(self):
+        """Wait until both hosts have ended without an error."""
+        for host in self.hosts:
+            host.thread.join(300)
+            assert host.agent.returncode == 0, self.printed()
+
+    def written(self):
+        return self.checkpoint.stat().st_mtime_ns if self.checkpoint.exists() else 0
+
+    def printed(self):
+        return "".join(line for host in self.hosts for line in host.printed)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends the ranks of an agent that was killed")
+def test_a_job_that_loses_ranks_and_agents_reaches_its_end_by_itself(data, tmp_path):
+    """Its weights are those of a job that loses nothing, bit for bit."""
+    settings = "--gradient_accumulation_steps=2", "--max_iters=250", "--eval_interval=10", "--log_interval=10", "--eval_iters=2"
+    with Job(tmp_path / "disturbed", data, *settings) as job:
+        for kill in range(10):
+            job.wait_for_checkpoint()
+            host = job.hosts[kill % 2]
+            ranks = host.ranks()
+            if kill in (4, 9):  # its ranks end with it; the agent of host 0 also holds the rendezvous
+                host.agent.kill()
+                time.sleep(0.2)
+                assert not any(os.path.exists(f"/proc/{rank}/exe") for rank in ranks)
+            else:
+                os.kill(ranks[0], signal.SIGKILL)
+        job.finish()
+        assert job.printed().count("Resuming training") >= 10
+    with Job(tmp_path / "quiet", data, *settings) as job:  # on two hosts as well: the threads of a rank depend on its host
+        job.finish()
+    disturbed, quiet = torch_load(tmp_path / "disturbed"), torch_load(tmp_path / "quiet")
+    assert disturbed["iter_num"] == quiet["iter_num"] == 251
+    assert all(torch.equal(tensor, disturbed["model"][name]) for name, tensor in quiet["model"].items())
+
+
+@pytest.mark.slow
+def test_a_job_that_loses_a_host_goes_on_smaller_with_the_same_batches(data, tmp_path):
+    settings = "--gradient_accumulation_steps=2", "--max_iters=60", "--eval_interval=10", "--dropout=0.0"
+    with Job(tmp_path / "smaller", data, *settings, nodes="1:2", again=False) as job:
+        job.wait_for_checkpoint()
+        job.hosts[1].agent.kill()
+        job.hosts[0].thread.join(120)
+        assert job.hosts[0].agent.returncode == 0, job.printed()
+        assert "rank 0 lost the" in job.printed()
+    losses, _, _ = train(tmp_path / "whole", data, *settings, ranks=2)
+    with open(tmp_path / "smaller" / "metrics.jsonl") as file:
+        events = [json.loads(line) for line in file]
+    smaller = {event["iter"]: event["iter/loss"] for event in events if "iter/loss" in event}
+    assert sorted(smaller) == list(range(61))
+    assert max(abs(losses[i] - smaller[i]) for i in losses) < 1e-4
+
+
+@pytest.mark.slow
+def test_wrong_input_ends_a_job_with_restarts(data, tmp_path):
+    line = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max-restarts=1", "train.py", "--n_layer=x"]
+    ended = subprocess.run([sys.executable, *line], cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=200)
+    assert ended.returncode == 1
+    assert ended.stderr.count("\nerror: ") + ended.stderr.startswith("error: ") == 2, "at each start"

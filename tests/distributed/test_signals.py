@@ -1,0 +1,141 @@
+"""distributed/signals.py in train.py: a signal to one rank saves, or saves and ends, the run of all ranks."""
+
+import contextlib
+import io
+import os
+import re
+import signal
+import subprocess
+import time
+
+import pytest
+import torch.distributed as dist
+from ranks import run_ranks
+from scripts import NO_LIMIT, SETTINGS, Forked, command, environment, torch_load, train
+
+from distributed.signals import Action, Signals
+
+LONG = ["--max_iters=100000", "--eval_interval=100000"]
+
+
+def arguments(out, data):
+    return [*SETTINGS, f"--dataset={data}", f"--out_dir={out}", *LONG]
+
+
+def started(out, data, limit=NO_LIMIT):
+    """Two ranks in training, once iteration 8 has been logged. They can write files of at most `limit` bytes."""
+    run = Forked("train.py", *arguments(out, data), ranks=2, limit=limit)
+    run.wait_for("iter 8:")
+    return run
+
+
+def signal_to_a_forked_rank(out, data, number):
+    """What the run has printed, when it has ended."""
+    with started(out, data) as run:
+        os.kill(run.pids[-1], number)
+        finished = run.finish()
+    assert finished.returncodes == [0, 0], finished.stderr
+    return finished.stdout
+
+
+def signal_to_a_rank_of_torchrun(out, data, number):
+    """What the run has printed, when it has ended."""
+    process = subprocess.Popen(
+        command("train.py", *arguments(out, data), ranks=2), env=environment(), text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    printed = []
+    for line in process.stdout:
+        printed.append(line)
+        if line.startswith("iter 8:"):
+            break
+    children = subprocess.run(["ps", "-o", "pid=", "--ppid", str(process.pid)], capture_output=True, text=True).stdout
+    os.kill(int(children.split()[-1]), number)
+    rest, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors
+    return "".join([*printed, rest])
+
+
+@pytest.mark.parametrize(
+    ("number", "send"), [(signal.SIGTERM, signal_to_a_rank_of_torchrun), (signal.SIGINT, signal_to_a_forked_rank)]
+)
+def test_a_signal_to_one_rank_saves_and_ends_all(data, tmp_path, number, send):
+    """The run then goes on bit for bit as if there had been no signal, with the same dropout."""
+    printed = send(tmp_path, data, number)
+    stopped = int(re.search(r"stopped by a signal before iteration (\d+)", printed)[1])
+    assert torch_load(tmp_path)["iter_num"] == stopped
+    end = f"--max_iters={stopped + 6}"
+    schedule = end, "--eval_interval=7", "--lr_decay_iters=20"
+    resumed, _, _ = train(tmp_path, data, "--init_from=resume", *schedule, "--dtype=float32", ranks=2)
+    whole, _, _ = train(tmp_path / "whole", data, *schedule, ranks=2)
+    assert [resumed[i] for i in range(stopped, stopped + 7)] == [whole[i] for i in range(stopped, stopped + 7)]
+
+
+@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="only Linux can wait for a process that is no child")
+def test_after_ctrl_c_the_last_line_says_how_to_continue(data, tmp_path):
+    """torchrun, which gets the signal and forwards it, prints a traceback when its ranks have ended."""
+    with subprocess.Popen(
+        command("train.py", *arguments(tmp_path, data), ranks=2), env=environment(), text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    ) as process:  # fmt: skip
+        next(line for line in process.stdout if line.startswith("iter 8:"))
+        process.send_signal(signal.SIGINT)
+        printed = process.communicate(timeout=120)[0].splitlines()
+    assert any("SignalException" in line for line in printed)
+    assert re.fullmatch(r"stopped by a signal before iteration \d+; continue with --init_from=resume", printed[-1])
+
+
+def test_sigusr1_saves_and_goes_on_and_a_second_sigint_ends_at_once(data, tmp_path):
+    with started(tmp_path, data) as run:
+        first, second = run.pids
+        os.kill(first, signal.SIGUSR1)
+        run.wait_for("saving checkpoint")
+        printed = run.wait_for("\niter ", after="saving checkpoint")
+        assert re.search(r"saving checkpoint.*\niter ", printed), "it goes on"
+        os.kill(first, signal.SIGSTOP)  # rank 1 hangs in a collective
+        os.kill(second, signal.SIGINT)
+        time.sleep(1.5)
+        assert run.processes[1].is_alive()
+        os.kill(second, signal.SIGINT)
+        run.processes[1].join(60)
+        assert run.processes[1].exitcode == 130, run.printed("stderr")
+        os.kill(first, signal.SIGCONT)
+    assert torch_load(tmp_path)["iter_num"] > 8
+
+
+def test_a_signal_whose_checkpoint_cannot_be_written(data, tmp_path):
+    """The run does not say that it was saved, and its exit code is 1 on all ranks."""
+    with started(tmp_path, data, limit=100_000) as run:
+        os.kill(run.pids[-1], signal.SIGTERM)
+        _, codes, printed, errors = run.finish()
+    assert codes == [1, 1], errors
+    assert "SIGTERM: saving and stopping at the next step boundary" in printed
+    assert "WARNING: the checkpoint was not written" in printed
+    assert "stopped by a signal" not in printed
+    assert "the run ends without its last checkpoint" in errors
+
+
+def decisions():
+    """What both ranks agree on after signals to one of them and requests of the other."""
+    signals, rank, printed = Signals(), dist.get_rank(), io.StringIO()
+
+    def send(number):
+        os.kill(os.getpid(), number)
+        while signal.Signals(number).name not in printed.getvalue():
+            time.sleep(0.001)
+
+    with contextlib.redirect_stdout(printed):
+        found = [signals.agree()]
+        if rank == 1:
+            send(signal.SIGUSR1)
+        found.append(signals.agree())
+        if rank == 1:
+            send(signal.SIGTERM)
+        found.append(signals.agree(Action.SAVE if rank == 0 else Action.CONTINUE))
+        found += [signals.agree(Action.FAIL if rank == 0 else Action.SAVE), signals.agree()]
+    assert printed.getvalue().count("\n") == (2 if rank == 1 else 0)
+    return [action.name for action in found]
+
+
+def test_the_largest_action_of_any_rank_is_agreed_on_once():
+    assert run_ranks(decisions, 2) == [["CONTINUE", "SAVE", "SAVE_AND_STOP", "FAIL", "CONTINUE"]] * 2

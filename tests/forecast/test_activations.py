@@ -1,0 +1,167 @@
+"""forecast/activations.py: what it predicts on fake tensors is what PyTorch's own tracker measures in a real step.
+
+The tracker sees no scratch memory of matrix products, and sums of two gradients out of place, which autograd computes in place.
+Neither counts in the peaks that are compared with it. `test_malloc.py` compares both with what malloc gives out.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.distributed._tools.mem_tracker import MemTracker
+
+from distributed.machine import DTYPES
+from forecast.activations import LiveBytes, micro_step, predict
+from model import GPT, GPTConfig
+
+SIZES = GPTConfig(block_size=64, vocab_size=65, n_layer=5, n_head=4, n_embd=64, dropout=0.1)
+BATCH = 8
+ELEMENTS = BATCH * SIZES.block_size * SIZES.n_embd  # of the residual stream
+PRECISIONS = {  # dtype of the computation, and of the weights
+    "float32": ("float32", "float32"),
+    "autocast": ("bfloat16", "float32"),
+    "bfloat16 weights": ("bfloat16", "bfloat16"),
+}
+every_precision = pytest.mark.parametrize(("dtype", "param_dtype"), PRECISIONS.values(), ids=PRECISIONS)
+WIDE = replace(SIZES, vocab_size=4000, dropout=0.0)  # the tied embedding decides the end of backward
+
+
+@pytest.fixture(autouse=True)
+def _without_scratch_memory(monkeypatch):
+    monkeypatch.setattr("forecast.activations.multiplies_in_float32", lambda: False)
+
+
+with_and_without_checkpointing = pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
+
+
+def real_step(config, dtype, param_dtype, checkpointing):
+    """A model, its forward pass to the loss, and the autocast around that: all that a micro-step on the CPU needs."""
+    torch.manual_seed(0)
+    model = GPT(config).to(DTYPES[param_dtype])
+    model.activation_checkpointing = checkpointing
+    tokens = torch.zeros((BATCH, config.block_size), dtype=torch.int64)
+    return model, lambda: model(tokens, tokens)[1], torch.autocast("cpu", torch.bfloat16, enabled=dtype != "float32")
+
+
+def tracked(config, dtype, param_dtype, checkpointing):
+    """Bytes that MemTracker counts after forward, and the most in a micro-step; without parameters and their gradients."""
+    model, forward, autocast = real_step(config, dtype, param_dtype, checkpointing)
+
+    def total(when):
+        return tracker.get_tracker_snapshot(when)[torch.device("cpu")]["Total"]
+
+    tracker = MemTracker()
+    tracker.track_external(model)
+    parameters = total("current")
+    with tracker:
+        with autocast:
+            loss = forward()
+        saved = total("current") - parameters
+        for param in model.parameters():  # after forward, because hooks of the tracker read the gradients first
+            param.register_post_accumulate_grad_hook(lambda param: setattr(param, "grad", None))
+        loss.backward()
+    return saved, total("peak") - parameters
+
+
+@with_and_without_checkpointing
+@every_precision
+def test_predictions_are_what_pytorchs_tracker_counts(dtype, param_dtype, checkpointing):
+    predicted = predict(SIZES, BATCH, dtype, param_dtype, checkpointing, "cpu")
+    saved, peak = tracked(SIZES, dtype, param_dtype, checkpointing)
+    assert predicted.saved == pytest.approx(saved, rel=0.01)
+    assert max(predicted[1:]) == pytest.approx(peak, rel=0.01)
+
+
+@with_and_without_checkpointing
+@every_precision
+def test_seven_layers_follow_from_three(dtype, param_dtype, checkpointing):
+    config = replace(SIZES, n_layer=7)
+    predicted = predict(config, BATCH, dtype, param_dtype, checkpointing, "cpu")
+    measured = micro_step(*real_step(config, dtype, param_dtype, checkpointing))
+    assert predicted == measured
+
+
+def test_the_peak_of_many_layers_may_be_elsewhere_than_that_of_three():
+    """Three layers have it in the loss, twelve at the end of forward, where autocast holds a copy of all weights."""
+    config = replace(SIZES, vocab_size=2000, n_layer=12, n_embd=128, dropout=0.0)
+    predicted = predict(config, BATCH, *PRECISIONS["autocast"], True, "cpu")
+    _, peak = tracked(config, *PRECISIONS["autocast"], True)
+    assert max(predicted[1:]) == pytest.approx(peak, rel=0.01)
+
+
+def test_live_bytes_counts_a_storage_once_and_forgets_what_is_freed():
+    weight = torch.ones(100)
+    with LiveBytes() as live:
+        live.ignore([weight])
+        weight.t().add_(1)
+        assert live.now == 0
+        tensor = torch.empty(1000)
+        view = tensor.view(10, 100)[2:]
+        assert live.now == 4000
+        other = view + weight
+        assert live.now == 4000 + 3200
+        del tensor
+        assert live.now == 4000 + 3200, "the view needs the whole storage"
+        del view
+        assert live.now == 3200
+        assert live.peak == 4000 + 3200
+        live.reset_peak()
+        assert live.peak == 3200
+        del other
+        assert live.now == 0
+
+
+def test_autograd_adds_the_gradients_of_the_tied_embedding_in_place_under_autocast():
+    """Otherwise the first gradient is a view, and their sum is a third tensor. `test_malloc.py` measures both."""
+    tied = 4 * WIDE.vocab_size * WIDE.n_embd
+    copies = {name: predict(WIDE, 1, *dtypes, False, "cpu").embedding / tied for name, dtypes in PRECISIONS.items()}
+    assert copies == pytest.approx({"float32": 3, "autocast": 2, "bfloat16 weights": 1.5}, rel=0.05)
+
+
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_live_bytes_counts_the_sum_of_two_gradients_in_place_unless_the_first_is_kept(is_kept):
+    weight, kept = torch.ones(1000, requires_grad=True), []
+    with LiveBytes() as live:
+        live.ignore([weight])
+        first, second = (weight * factor for factor in (2.0, 3.0))
+        product = first.sum() + second.sum()
+        if is_kept:
+            second.grad_fn.register_hook(lambda gradients, _: kept.extend(gradients))
+        del first, second
+        before = live.now
+        live.reset_peak()
+        product.backward()
+    assert live.peak - before == pytest.approx((3 if is_kept else 2) * 4000, abs=100)
+    assert torch.equal(weight.grad, torch.full((1000,), 5.0))
+
+
+def test_products_take_scratch_memory_on_some_cpus_and_none_on_a_gpu(monkeypatch):
+    def predicted(device_type):
+        short = replace(WIDE, block_size=8)  # so that the largest product is the gradient of the tied embedding
+        return predict(short, 1, *PRECISIONS["autocast"], False, device_type)
+
+    without = [predicted(device_type) for device_type in ("cpu", "cuda")]
+    monkeypatch.setattr("forecast.activations.multiplies_in_float32", lambda: True)
+    on_cpu, on_gpu = (predicted(device_type) for device_type in ("cpu", "cuda"))
+    assert on_gpu == without[1]
+    assert on_cpu.saved == without[0].saved
+    assert on_cpu.loss > without[0].loss
+
+
+@every_precision
+def test_dropout_takes_a_byte_per_element_on_a_gpu(dtype, param_dtype):
+    """On a CPU it takes much more, because attention keeps its T x T probabilities."""
+    in_precision = BATCH, dtype, param_dtype, False
+    on_gpu, on_cpu = (predict(SIZES, *in_precision, device_type) for device_type in ("cuda", "cpu"))
+    without = predict(replace(SIZES, dropout=0.0), *in_precision, "cuda")
+    dropouts = 1 + 2 * SIZES.n_layer
+    assert on_gpu.saved - without.saved == pytest.approx(dropouts * ELEMENTS, rel=0.05)
+    assert on_gpu.saved < 0.7 * on_cpu.saved
+    assert max(on_gpu) < 0.7 * max(on_cpu)
+
+
+def test_layer_norm_keeps_float32_on_a_gpu_with_bfloat16_weights():
+    config, in_precision = replace(SIZES, dropout=0.0), (BATCH, "bfloat16", "bfloat16", False)
+    on_gpu, on_cpu = (predict(config, *in_precision, device_type) for device_type in ("cuda", "cpu"))
+    norms = 1 + 2 * SIZES.n_layer
+    assert on_gpu.saved - on_cpu.saved == pytest.approx(2 * norms * ELEMENTS, rel=0.1)

@@ -1,0 +1,145 @@
+"""What is predicted is what malloc gives out, below PyTorch: at every point of a step, for every mode, on real ranks.
+
+Inside of PyTorch, a counter changes what it counts (see `activations.LiveBytes`). Therefore, this file runs as a script in a
+process of its own, with benchmarks/malloc_counter.c preloaded, which the ranks inherit. All blocks of 1 KiB or more count, also
+the scratch memory of oneDNN, which does not pass through PyTorch's allocator.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import ROOT
+from ranks import run_ranks
+
+from benchmarks.contenders import ADAMW, Setup
+from benchmarks.memory import POINTS, MallocBytes, MemoryProfile, predicted_totals
+from distributed.machine import autocast
+from forecast.memory import MODES, forecast, gpt_specs
+from model import GPT, GPT2_SIZES, GPTConfig
+from zero.build import build, clip_grad_norm_
+from zero.flags import Flags
+
+CPU = torch.device("cpu")
+WIDE = GPTConfig(block_size=16, vocab_size=20000, n_layer=2, n_head=4, n_embd=64, bias=False)  # the tied embedding decides
+DEEP = GPTConfig(block_size=32, vocab_size=300, n_layer=6, n_head=4, n_embd=128, bias=False)  # activations decide
+SETUP = Setup(WIDE, 2, CPU, "float32", bucket_mb=1.0, grad_clip=1.0, activation_checkpointing=False, seed=0)
+AUTOCAST = replace(SETUP, dtype="bfloat16")
+GROUPS = {  # setup, and modes; the mode bfloat16 has bfloat16 weights
+    "float32": (SETUP, [mode for mode in MODES if mode != "bfloat16"]),
+    "autocast": (AUTOCAST, list(MODES)),
+    "autocast, many layers": (replace(AUTOCAST, config=DEEP), list(MODES)),
+    "autocast, checkpointing": (replace(AUTOCAST, activation_checkpointing=True), ["sharded"]),
+}
+GPT2_124M = GPTConfig(block_size=64, vocab_size=50304, **GPT2_SIZES["gpt2"], bias=False)
+
+
+def every_mode(group):
+    """On each rank: the bytes by mode and point of a step."""
+    setup, modes = GROUPS[group]
+    MemoryProfile(setup, modes[0]).measure()  # libraries allocate at their first use
+    points = {mode: MemoryProfile(setup, mode).measure() for mode in modes}
+    return {mode: {point: figures["total"] for point, figures in by_point.items()} for mode, by_point in points.items()}
+
+
+def peak_of_one_process(config, dtype):
+    """The peak bytes of a step of plain AdamW, without ranks."""
+    torch.set_num_threads(1)
+    with MallocBytes() as live:
+        model = GPT(config)
+        model, optimizer = build(model, model.param_groups(0.1), Flags(use_zero1=False), **ADAMW)
+        for _ in range(3):
+            live.reset_peak()
+            tokens = torch.randint(config.vocab_size, (2, 1, config.block_size))
+            with autocast(CPU, dtype):
+                loss = model(*tokens)[1]
+            loss.backward()
+            del loss
+            clip_grad_norm_(optimizer, 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        return live.peak
+
+
+def predicted_peak_of_one_process(config, dtype):
+    setup = replace(SETUP, config=config, dtype=dtype, batch_size=1)
+    plan, activations = MODES["adamw"].plan(gpt_specs(config), 1), setup.forecast("adamw", 1, 1).activations
+    return forecast(plan, 1, 1, "cpu", activations, shard_gradients=False, distributed=False).prediction.peak_of_training(
+        activations
+    )
+
+
+@pytest.fixture(scope="module")
+def malloc_counter(tmp_path_factory):
+    """The path of the preloadable counter."""
+    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    if not sys.platform.startswith("linux") or compiler is None:
+        pytest.skip("counting malloc needs Linux and a C compiler (cc, gcc or clang)")
+    library = str(tmp_path_factory.mktemp("malloc") / "malloc_counter.so")
+    source = os.path.join(ROOT, "benchmarks", "malloc_counter.c")
+    subprocess.run([compiler, "-O2", "-Wall", "-Werror", "-shared", "-fPIC", "-o", library, source], check=True)
+    preloaded = {**os.environ, "LD_PRELOAD": library}
+    if subprocess.run(["true"], env=preloaded, capture_output=True, check=False).stderr:
+        pytest.skip("benchmarks/malloc_counter.c cannot be preloaded here; it needs glibc")
+    return library
+
+
+def counted(library, tmp_path, *arguments):
+    """What this file, run as a script, measures for these arguments."""
+    result = tmp_path / "result.json"
+    environment = {
+        **os.environ,
+        "LD_PRELOAD": library,
+        "OMP_NUM_THREADS": "1",
+        "TORCH_FR_BUFFER_SIZE": "0",  # PyTorch records the last collectives in a table of up to 1 MB
+        "PYTHONPATH": os.pathsep.join([ROOT, os.path.join(ROOT, "tests")]),
+    }
+    command = [sys.executable, __file__, str(result), *map(str, arguments)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(result.read_text())
+
+
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(4, marks=pytest.mark.slow)])
+def test_every_point_of_a_step(malloc_counter, tmp_path, world_size):
+    wrong = []
+    for group, by_rank in counted(malloc_counter, tmp_path, world_size).items():
+        setup, modes = GROUPS[group]
+        for mode in modes:
+            predicted = predicted_totals(setup, mode, world_size)
+            assert set(predicted) == set(POINTS)
+            for point, expected in predicted.items():
+                measured = max(points[mode][point] for points in by_rank)
+                if not 0.98 * measured <= expected <= 1.02 * measured:
+                    wrong.append(f"{group}, {mode}, {point}: {expected} predicted, {measured} measured")
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_one_process(malloc_counter, tmp_path, dtype):
+    measured = counted(malloc_counter, tmp_path, "wide", dtype)
+    assert predicted_peak_of_one_process(WIDE, dtype) == pytest.approx(measured, rel=0.02)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_gpt2_124m_in_one_process(malloc_counter, tmp_path, dtype):
+    measured = counted(malloc_counter, tmp_path, "124M", dtype)
+    print(f"GPT-2 124M, 1 x 64, {dtype}: {predicted_peak_of_one_process(GPT2_124M, dtype)} predicted, {measured} measured")
+    assert predicted_peak_of_one_process(GPT2_124M, dtype) == pytest.approx(measured, rel=0.01)
+
+
+if __name__ == "__main__":
+    path, what, *dtype = sys.argv[1:]
+    if dtype:
+        peak_of_one_process(WIDE, *dtype)  # libraries allocate at their first use
+        measured = peak_of_one_process({"wide": WIDE, "124M": GPT2_124M}[what], *dtype)
+    else:
+        measured = {group: run_ranks(every_mode, int(what), group) for group in GROUPS}
+    with open(path, "w") as file:
+        json.dump(measured, file)

@@ -1,0 +1,172 @@
+"""run/agreement.py: at the start, a rank that differs from the others is named, with the remedy, and all ranks end."""
+
+import os
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+from scripts import SETTINGS, command, environment, run
+
+from data.dataset import Dataset
+from distributed.launch import Launch
+from distributed.rendezvous import agree
+from run.agreement import describe_ranks, difference, enumerate_texts, most_common
+
+ON_LAST = "import os, sys\nif int(os.environ['RANK']) == int(os.environ['WORLD_SIZE']) - 1:\n    "
+REFUSED = {  # what the last rank does before it runs train.py, and the line that is printed; DATA is another dataset
+    "another n_layer": (
+        "sys.argv.append('--n_layer=3')",
+        "rank 2 has n_layer=3, the others n_layer=2; start all ranks with the same settings",
+    ),
+    "another seed and lr": (
+        "sys.argv += ['--seed=7', '--learning_rate=0.02']",
+        "rank 2 has learning_rate=0.02, the others learning_rate=0.01; rank 2 has seed=7, the others seed=1337; start all",
+    ),
+    "another way to compute": (
+        "sys.argv += ['--param_dtype=bfloat16', '--gradient_accumulation_steps=5']",
+        "rank 2 has gradient_accumulation_steps=5, the others gradient_accumulation_steps=6; "
+        "rank 2 has param_dtype=bfloat16, the others param_dtype=float32; rank 2 has dtype=bfloat16, the others dtype=float32",
+    ),
+    "another backend": ("sys.argv.append('--backend=gloo')", "rank 2 has backend=gloo, the others backend=auto; start all"),
+    "another dataset": ("sys.argv.append('--dataset=DATA')", "rank 2 has train.bin=4000 tokens with checksum "),
+    "another dataset file": (
+        "from data.dataset import Dataset as D; of = D.__init__; D.__init__ = lambda self, _, size: of(self, 'DATA', size)",
+        "rank 2 has train.bin=4000 tokens with checksum ",
+    ),
+    "another version": (
+        "import numpy; numpy.__version__ = '1.99'",
+        f"rank 2 has numpy=1.99, the others numpy={np.__version__}; install the same versions on all hosts",
+    ),
+    "another source file": (
+        "from run import agreement; of = agreement.sources; agreement.sources = lambda: {**of(), 'zero/layout.py': 'changed'}",
+        "rank 2 has zero/layout.py=changed, the others zero/layout.py=",
+    ),
+    "another model": (
+        "import model; of = model.GPT.__init__; model.GPT.__init__ = lambda *args: [of(*args), args[0].half()].clear()",
+        "rank 2 has transformer.wte.weight=(29, 32) torch.float16, the others transformer.wte.weight=(29, 32) torch.float32; ",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def other(data, tmp_path_factory):
+    """A folder with the test dataset, in which one token differs."""
+    folder = tmp_path_factory.mktemp("other")
+    for name in os.listdir(data):
+        with open(os.path.join(data, name), "rb") as file:
+            (folder / name).write_bytes(file.read())
+    tokens = np.memmap(folder / "train.bin", dtype=np.uint16, mode="r+")
+    tokens[123] = (tokens[123] + 1) % 29
+    tokens.flush()
+    return str(folder)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_rank_that_differs_is_named_on_all_ranks(data, other, tmp_path, name):
+    before, message = (text.replace("DATA", other) for text in REFUSED[name])
+    out = tmp_path / "out"
+    process = run("train.py", *SETTINGS, f"--dataset={data}", f"--out_dir={out}", ranks=3, before=ON_LAST + before)
+    errors = [line for line in process.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1, process.stderr
+    assert errors[0].startswith(f"error: {message}"), errors[0]
+    assert process.returncodes == [2, 2, 2], process.stderr
+    assert not out.exists()
+
+
+@pytest.mark.slow
+def test_torchrun_can_start_the_ranks_again(data, tmp_path):
+    """torchrun keeps the store. It must not hold what the ranks said at the first start."""
+    config = tmp_path / "config.py"
+    config.write_text(
+        "import os\nif os.environ['TORCHELASTIC_RESTART_COUNT'] == '0':\n    n_layer = 2 + int(os.environ['RANK'])\n"
+    )
+    arguments = [*SETTINGS, f"--dataset={data}", f"--out_dir={tmp_path / 'out'}", "--max_iters=1", str(config)]
+    line = command("train.py", *arguments, ranks=2)
+    line.insert(line.index("--standalone"), "--max-restarts=1")
+    process = subprocess.run(line, env=environment(), capture_output=True, text=True, timeout=240)
+    assert process.returncode == 0, process.stderr
+    message = "error: rank 0 has n_layer=2, rank 1 has n_layer=3; start all ranks with the same settings"
+    assert process.stderr.splitlines().count(message) == 1, process.stderr
+    assert "iter 1: loss" in process.stdout
+
+
+def test_ranks_agree_again_and_again_through_one_store(monkeypatch):
+    store = dist.HashStore()
+    monkeypatch.setattr("distributed.rendezvous.store", lambda: store)
+    with ThreadPoolExecutor(3) as pool:
+        for first in (0, 10):
+            agreed = [pool.submit(agree, Launch(True, rank, rank, 3, 3), first + rank, sum) for rank in range(3)]
+            assert [result.result(60) for result in agreed] == [3 * first + 3] * 3
+    assert store.num_keys() == 0, "a later start would read what is left"
+    assert agree(Launch(), 5, sum) == 5
+
+
+def test_each_host_may_write_elsewhere(data, tmp_path):
+    """`out_dir` and the name of the run, which config files make from the time, may differ."""
+    folders = f"sys.argv += ['--out_dir={tmp_path / 'second'}', '--wandb_run_name=second']"
+    where = [f"--dataset={data}", f"--out_dir={tmp_path / 'first'}", "--max_iters=1"]
+    process = run("train.py", *SETTINGS, *where, ranks=2, before=ON_LAST + folders)
+    assert process.returncode == 0, process.stderr
+    assert (tmp_path / "first" / "metrics.jsonl").exists()
+    assert not (tmp_path / "second").exists()
+
+
+def facts(**values):
+    return {"mend it": values}
+
+
+def test_what_the_line_says():
+    same, other = facts(a=1, b=2), facts(a=1, b=3)
+    assert difference([same] * 3) is None
+    assert difference([same, other]) == "rank 0 has b=2, rank 1 has b=3; mend it", "with two ranks nobody is in the majority"
+    assert difference([same, same, other]) == "rank 2 has b=3, the others b=2; mend it"
+    assert difference([other] * 8 + [same] * 9) == "ranks 0 to 7 have b=3, the others b=2; mend it"
+    assert difference([same] * 2 + [other] * 2) == "ranks 0 and 1 have b=2, ranks 2 and 3 have b=3; mend it"
+    assert difference([same, facts(a=1), same]) == "rank 1 has b=absent, the others b=2; mend it"
+    assert difference([same, {}, same]) == "rank 1 has a=absent, the others a=1; rank 1 has b=absent, the others b=2; mend it"
+
+
+def test_the_line_stays_short_with_many_ranks_and_names():
+    each = difference([facts(seed=rank) for rank in range(64)])
+    assert each == "rank 0 has seed=0, rank 1 has seed=1, rank 2 has seed=2, 61 more values on other ranks; mend it"
+    many = difference([facts(**dict.fromkeys("abcdef", rank == 2)) for rank in range(4)])
+    assert many.endswith("rank 2 has c=True, the others c=False; 3 more differ; mend it")
+    assert describe_ranks([2]) == "rank 2"
+    assert describe_ranks([0, 3, *range(8, 16)]) == "ranks 0, 3 and 8 to 15"
+    assert describe_ranks(range(0, 64, 2)) == "ranks 0, 2, 4 and 29 more"
+    assert enumerate_texts(["a", "b"]) == "a and b"
+    assert most_common("aab") == "a"
+    assert most_common("aabb") is None
+
+
+def tokens_in(folder, length, change=None):
+    os.makedirs(folder, exist_ok=True)
+    tokens = np.arange(length, dtype=np.uint16)
+    if change is not None:
+        tokens[change] += 1
+    for split in ("train", "val"):
+        tokens.tofile(os.path.join(folder, f"{split}.bin"))
+    return Dataset(str(folder), 8).fingerprint()
+
+
+def test_a_fingerprint_sees_any_token_of_a_small_file(tmp_path):
+    prints = [tokens_in(tmp_path / str(change), 1000, change) for change in (None, 0, 500, 999)]
+    assert len({fingerprint["train.bin"] for fingerprint in prints}) == 4
+    assert tokens_in(tmp_path / "longer", 1001)["train.bin"].startswith("1001 tokens with checksum ")
+
+
+def test_a_fingerprint_of_a_large_file_sees_pieces_from_end_to_end(tmp_path, monkeypatch):
+    monkeypatch.setattr("data.dataset._PIECE", 10)
+    monkeypatch.setattr("data.dataset._PIECES", 4)  # at 0, 30, 60 and 90
+    prints = [tokens_in(tmp_path / str(change), 100, change)["train.bin"] for change in (None, 9, 30, 69, 99, 10, 50)]
+    assert len(set(prints)) == 5
+    assert prints[0] == prints[5] == prints[6], "between the pieces"
+
+
+def test_a_fingerprint_sees_the_vocabulary(data, other):
+    assert Dataset(data, 8).fingerprint()["meta.pkl"] == Dataset(other, 8).fingerprint()["meta.pkl"]
+    with open(os.path.join(other, "meta.pkl"), "ab") as file:
+        file.write(b" ")
+    assert Dataset(data, 8).fingerprint()["meta.pkl"] != Dataset(other, 8).fingerprint()["meta.pkl"]

@@ -1,0 +1,192 @@
+"""run/guard.py: no rank makes an update that is not finite, with any implementation, and the run says where that began."""
+
+import contextlib
+import io
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from toy import MODES, assert_equal, batch, build_toy, make_toy, weights
+
+from run.guard import Guard
+from zero import ShardedGradScaler
+from zero import checkpoint as ckpt
+from zero.build import clip_grad_norm_
+from zero.optimizer import GradientNorms
+
+BAD = 3  # the step that is not finite
+
+
+def guarded(mode, limit, kind, steps, looks=range(100)):
+    """Train on the steps given, looking after some; weights and state on rank 0, what was printed, and whether it failed.
+
+    Step BAD has a loss of nan on the last rank, or a gradient of inf there.
+    """
+    model, optimizer = build_toy(mode)
+    raw = model.module if dist.is_initialized() else model
+    guard = Guard(raw, optimizer, ShardedGradScaler("cpu", enabled=False), limit)
+    rank, last = (dist.get_rank(), dist.get_world_size() - 1) if dist.is_initialized() else (0, 0)
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(out):
+        for step in steps:
+            loss = model(*batch(step, rank))
+            hooks = []
+            if step == BAD and rank == last:
+                if kind == "loss":
+                    loss = loss * math.nan
+                else:
+                    hooks = [raw.hidden.bias.register_hook(lambda gradient: gradient * math.inf)]
+            loss.backward()
+            guard.check(loss.detach(), clip_grad_norm_(optimizer, 0.1 if step % 2 else math.inf))
+            optimizer.step()
+            if step in looks:
+                guard.report(step)
+            optimizer.zero_grad(set_to_none=True)
+            for hook in hooks:
+                hook.remove()
+    whole, state = ckpt.model_state_dict(raw, optimizer), ckpt.consolidate(optimizer)
+    return {"model": whole, "state": state and state["state"], "printed": out.getvalue(), "failed": guard.failed}
+
+
+def all_modes(limit, kind, steps, looks=None):
+    """By mode; all in one start of the ranks."""
+    return {mode: guarded(mode, limit, kind, steps, range(100) if looks is None else looks) for mode in MODES}
+
+
+@pytest.mark.parametrize("kind", ["loss", "gradient"])
+def test_a_skipped_step_leaves_no_trace(kind):
+    """Weights, moments and step counters are those of a run that never had that step."""
+    disturbed, others = run_ranks(all_modes, 2, 5, kind, list(range(6)))
+    undisturbed = run_ranks(all_modes, 2, 5, kind, [step for step in range(6) if step != BAD])[0]
+    for mode in MODES:
+        assert_equal(disturbed[mode]["model"], undisturbed[mode]["model"], mode)
+        assert_equal(disturbed[mode]["state"], undisturbed[mode]["state"], mode)
+        assert not disturbed[mode]["failed"]
+        printed = disturbed[mode]["printed"]
+        assert printed.startswith("WARNING: by iteration 3, 1 more update was skipped (1 in a row so far): "), printed
+        assert printed.count("\n") == 1
+        assert ("the loss of rank 1 is nan" in printed) == (kind == "loss")
+        where = "scale" if kind == "loss" else "hidden.bias"
+        assert f"first in the gradient of {where} on rank " in printed, printed
+        assert not others[mode]["printed"] + undisturbed[mode]["printed"]
+
+
+def test_nothing_moves_until_the_host_looks():
+    """On a GPU it does not look after every step. With 'stop', no update is made after the first bad step."""
+    stopped, others = run_ranks(all_modes, 2, 1, "loss", list(range(7)), [6])
+    before = run_ranks(all_modes, 2, 1, "loss", list(range(BAD)))[0]
+    for mode in MODES:
+        assert_equal(stopped[mode]["model"], before[mode]["model"], mode)
+        assert_equal(stopped[mode]["state"], before[mode]["state"], mode)
+        assert stopped[mode]["failed"] == others[mode]["failed"] == (not before[mode]["failed"])
+        assert "the run ends at iteration 6, not finite since iteration 3: the loss of rank 1" in stopped[mode]["printed"]
+        assert "first in the gradient of scale on rank " in stopped[mode]["printed"]
+        assert "lower --learning_rate" in stopped[mode]["printed"]
+        assert not others[mode]["printed"]
+
+
+def test_the_limit_counts_skips_in_a_row():
+    model, optimizer = build_toy("adamw")
+    guard = Guard(model, optimizer, ShardedGradScaler("cpu", enabled=False), limit=3)
+    good, bad = torch.tensor(1.0), torch.tensor(math.inf)
+    for step, loss in enumerate([bad, bad, good, bad, bad]):
+        guard.check(loss, GradientNorms(good, {}))
+        guard.report(step)
+        assert not guard.failed
+    guard.check(good, GradientNorms(bad, {}))
+    guard.report(5)
+    assert guard.failed
+
+
+@pytest.mark.parametrize("limit", [1, 3])
+def test_skipped_updates_are_an_alert(limit, capsys):
+    model, alerts = torch.nn.Linear(2, 1), []
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    guard = Guard(model, optimizer, ShardedGradScaler("cpu", enabled=False), limit, alert=lambda *alert: alerts.append(alert))
+    for step, factor in enumerate((1.0, math.nan)):
+        optimizer.zero_grad()
+        loss = model(torch.ones(2)).sum() * factor
+        loss.backward()
+        guard.check(loss.detach(), clip_grad_norm_(optimizer, math.inf))
+        optimizer.step()
+        guard.report(step)
+    ((title, text),) = alerts
+    assert title == "Loss or gradients not finite"
+    assert text.startswith("at iteration 1: the loss of rank 0 is nan")
+    assert guard.failed == (limit == 1)
+    printed = capsys.readouterr()
+    assert ("ends" in printed.err) == guard.failed, "what the console gets does not change"
+
+
+def test_another_check_can_end_the_run(capsys):
+    model, alerts = torch.nn.Linear(2, 1), []
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    guard = Guard(model, optimizer, ShardedGradScaler("cpu", enabled=False), 3, alert=lambda *alert: alerts.append(alert))
+    guard.fail("The ranks differ", "in a weight")
+    guard.check(torch.tensor(math.nan), GradientNorms(torch.tensor(1.0), {}))
+    guard.report(0)
+    assert guard.failed, "a skipped update does not make it go on"
+    assert alerts[0] == ("The ranks differ", "in a weight")
+    assert capsys.readouterr().err == "in a weight\n"
+
+
+def test_float16_leaves_gradients_to_the_scaler(capsys):
+    """The scaler skips and counts for itself. A loss that is not finite counts here, and its step is skipped."""
+    model, optimizer = build_toy("adamw")
+    scaler = ShardedGradScaler("cpu", init_scale=2.0**10)
+    guard = Guard(model, optimizer, scaler, limit=1)
+
+    def step(iteration, factor=1.0, loss_factor=1.0):
+        loss = model(*batch(iteration, 0))
+        scaler.scale(loss * factor).backward()
+        scaler.unscale_(optimizer)
+        guard.check(loss.detach() * loss_factor, clip_grad_norm_(optimizer, math.inf))
+        scaler.step(optimizer)
+        scaler.update()
+        guard.report(iteration)
+        optimizer.zero_grad(set_to_none=True)
+
+    step(0)
+    before = weights(model)
+    step(1, factor=math.inf)
+    assert (guard.failed, scaler.get_scale()) == (False, 2.0**9)
+    assert_equal(weights(model), before)
+    step(2)
+    before, moved = weights(model), before
+    assert not torch.equal(before["hidden.weight"], moved["hidden.weight"])
+    step(3, loss_factor=math.nan)
+    assert guard.failed
+    assert_equal(weights(model), before)
+    assert "not finite since iteration 3: the loss of rank 0 is nan; no update" in capsys.readouterr().err
+
+
+def test_an_optimizer_without_the_kernel_skips_too():
+    model = make_toy()
+    optimizer = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], foreach=True)
+    guard = Guard(model, optimizer, ShardedGradScaler("cpu", enabled=False), limit=2)
+    before = weights(model)
+    for factor in (math.nan, 1.0):
+        loss = model(*batch(0, 0)) * factor
+        loss.backward()
+        guard.check(loss.detach(), clip_grad_norm_(optimizer, 1.0))
+        optimizer.step()
+        assert torch.equal(model.hidden.weight, before["hidden.weight"]) == math.isnan(factor)
+        optimizer.zero_grad()
+
+
+def test_watching_never_waits_for_the_device():
+    """Fake tensors have no values that the host could ask for."""
+    with FakeTensorMode():
+        model = torch.nn.Linear(3, 3)
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        guard = Guard(model, optimizer, ShardedGradScaler("cpu", enabled=False), limit=1)
+        for _ in range(2):
+            loss = model(torch.ones(3)).sum()
+            loss.backward()
+            guard.check(loss.detach(), clip_grad_norm_(optimizer, 1.0))
+            optimizer.step()
+            optimizer.zero_grad()
+        with pytest.raises(DataDependentOutputException):
+            guard.report(1)

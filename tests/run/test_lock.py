@@ -1,0 +1,72 @@
+"""run/lock.py: one run per folder; a second run is told who is there, and the lock of a killed run is free."""
+
+import errno
+import fcntl
+import os
+import subprocess
+import sys
+
+import pytest
+import ranks
+
+from run.lock import Lock, LockError
+
+
+def hold(folder, ready, end):
+    lock = Lock(folder)
+    ready.set()
+    end.wait()
+    lock.release()
+
+
+def start(folder):
+    ready, end = ranks.context.Event(), ranks.context.Event()
+    process = ranks.context.Process(target=hold, args=(folder, ready, end))
+    process.start()
+    assert ready.wait(60)
+    return process, end
+
+
+def test_the_second_is_told_who_is_there(tmp_path):
+    process, end = start(str(tmp_path / "new"))
+    said = (tmp_path / "new" / "run.lock").read_text()
+    with pytest.raises(LockError, match=rf"is in use by another run: process {process.pid} on \S+, since 20") as refused:
+        Lock(str(tmp_path / "new"))
+    assert "\n" not in str(refused.value)
+    assert (tmp_path / "new" / "run.lock").read_text() == said
+    end.set()
+    process.join()
+    Lock(str(tmp_path / "new")).release()
+    assert os.listdir(tmp_path / "new") == ["run.lock"]
+
+
+def test_the_lock_of_a_killed_process_is_free(tmp_path):
+    process, _ = start(str(tmp_path))
+    process.kill()
+    process.join()
+    Lock(str(tmp_path))
+
+
+def test_programs_that_it_starts_do_not_inherit_it(tmp_path):
+    lock = Lock(str(tmp_path))
+    says_ready = [sys.executable, "-c", "print(flush=True); input()"]
+    child = subprocess.Popen(says_ready, stdin=subprocess.PIPE, stdout=subprocess.PIPE, close_fds=False)
+    child.stdout.readline()  # the kernel closes files some time after Popen has returned
+    lock.release()
+    Lock(str(tmp_path)).release()
+    child.communicate(b"\n")
+
+
+def test_a_file_system_without_locks_is_mentioned(tmp_path, monkeypatch, capsys):
+    def flock(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    Lock(str(tmp_path))
+    assert "run.lock cannot be locked" in capsys.readouterr().out
+
+
+def test_a_folder_that_cannot_be(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(LockError, match=r"cannot write to out_dir=\S+/out: "):
+        Lock(str(tmp_path / "file" / "out"))

@@ -1,0 +1,163 @@
+"""run/memory.py: a run says what memory it will need and what it takes, and warns if the two differ."""
+
+import json
+from contextlib import nullcontext
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from ranks import run_ranks
+from scripts import train
+
+from forecast.activations import LiveBytes, predict
+from forecast.memory import Extras, Workload, forecast, gpt_specs
+from model import GPT, GPTConfig
+from run import memory
+from run.memory import MemoryCheck
+from run.shadow import Shadow
+from zero import ShardedGradScaler
+from zero.build import build, clip_grad_norm_
+from zero.flags import Flags
+from zero.prediction import PURPOSES
+
+BUCKET_MB = 0.02
+SIZES = GPTConfig(block_size=16, vocab_size=29, n_layer=2, n_head=2, n_embd=32)
+
+
+def figures(folder, which):
+    """Iteration and megabytes by purpose that metrics.jsonl has for 'predicted' or 'measured'."""
+    with open(folder / "metrics.jsonl") as file:
+        (event,) = [event for event in map(json.loads, file) if f"memory/{which}_state_mb" in event]
+    return event["iter"], {purpose: event[f"memory/{which}_{purpose}_mb"] for purpose in PURPOSES}
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--use_zero1=False"],
+        ["--zero1_impl=torch"],
+        ["--zero_bucket_mb=0.02"],
+        ["--shard_gradients=True", "--zero_bucket_mb=0.02"],
+        ["--param_dtype=bfloat16"],
+    ],
+    ids=" ".join,
+)
+def test_a_run_takes_what_it_says(data, tmp_path, flags):
+    _, _, printed = train(tmp_path, data, "--max_iters=3", *flags, ranks=2)
+    assert "WARNING" not in printed
+    announced, compared = printed.index("predicted memory: "), printed.index("measured memory: ")
+    assert announced < printed.index("iter 0: ") < printed.index("iter 1: ") < compared < printed.index("iter 2: ")
+    predicted_at, predicted = figures(tmp_path, "predicted")
+    measured_at, measured = figures(tmp_path, "measured")
+    assert (predicted_at, measured_at) == (0, 2)
+    assert min(predicted[purpose] for purpose in ("parameters", "gradients", "state")) > 0
+    assert predicted == pytest.approx(measured, rel=0.02)
+
+
+@pytest.fixture
+def check():
+    """A check of a single process after two steps with plain AdamW, with the gradients of the second; its log is a list."""
+    flags, model = Flags(), GPT(SIZES)
+    wrapped, optimizer = build(model, model.param_groups(0.1), flags, lr=0.01)
+    workload = Workload(SIZES, batch_size=2, dtype="float32", device_type="cpu")
+    log = SimpleNamespace(events=[])
+    log.log = log.events.append
+    check = MemoryCheck(
+        log, wrapped, optimizer, workload, shard_gradients=False, micro_steps=1, compiled=False, extras=Extras()
+    )
+    tokens = torch.zeros((2, 16), dtype=torch.int64)
+    for _ in range(2):
+        optimizer.zero_grad()
+        wrapped(tokens, tokens)[1].backward()
+        optimizer.step()
+    return check
+
+
+@pytest.mark.parametrize(("factor", "warns"), [(1.0, False), (1.04, False), (1.06, True), (0.94, True)])
+def test_a_wrong_prediction_causes_a_warning_with_the_parts(check, capsys, factor, warns):
+    check.predicted = {purpose: round(factor * count) for purpose, count in check.predicted.items()}
+    check.compare(2)
+    line, *warnings = capsys.readouterr().out.splitlines()
+    assert line.startswith("measured memory: 0.4 MB of parameters, gradients, state and buckets (predicted 0.")
+    assert check.log.events[0]["memory/measured_parameters_mb"] == sum(p.nbytes for p in check.model.parameters()) / 1e6
+    assert len(warnings) == warns
+    if warns:
+        taken, predicted = warnings[0].split("; ")
+        assert taken == "WARNING: model and optimizer take 0.1 MB of parameters, 0.1 MB of gradients, 0.2 MB of state"
+        assert predicted.startswith("predicted were 0.1 MB of parameters, ")
+
+
+@pytest.mark.parametrize(
+    ("factor", "compiled", "workspaces", "warns"),
+    [
+        (1.0, False, 0, False),
+        (1.1, False, 0, True),
+        (1.1, False, 10**6, False),  # libraries of a GPU take more than the difference
+        (1.1, True, 0, True),
+        (0.9, False, 0, True),
+        (0.9, True, 0, False),  # compiled blocks keep less
+    ],
+)
+def test_the_peak_is_compared_on_a_gpu(check, capsys, monkeypatch, factor, compiled, workspaces, warns):
+    check.device, check.compiled = torch.device("cuda"), compiled
+    monkeypatch.setattr(memory, "GPU_WORKSPACES", workspaces)
+    monkeypatch.setattr(check.meter, "peak", lambda: round(factor * check.forecast.peak))
+    check.compare(2)
+    line, *warnings = capsys.readouterr().out.splitlines()
+    assert "at the peak (predicted " in line
+    assert check.log.events[0]["memory/measured_peak_mb"] == pytest.approx(factor * check.forecast.peak / 1e6, rel=1e-3)
+    assert len(warnings) == warns
+    assert all(warning.startswith("WARNING: the peak is ") and "activations of " in warning for warning in warnings)
+
+
+def test_a_model_that_cannot_be_predicted_trains_all_the_same(monkeypatch, capsys):
+    def fail(*_):
+        raise RuntimeError("no fake tensors for this model")
+
+    monkeypatch.setattr(memory, "predicted_activations", fail)
+    assert memory._activations(None, "float32") == (0,) * 5
+    assert capsys.readouterr().out == ("note: activations cannot be predicted: RuntimeError: no fake tensors for this model\n")
+
+
+def peaks_with(settings):
+    """Predicted and measured peak bytes of three iterations with or without `shadow_check`, by micro-steps."""
+    sizes, peaks = replace(SIZES, vocab_size=1000, n_embd=64), {}
+    for micro_steps in (1, 3):
+        extras, flags = Extras(**settings), Flags(bucket_mb=BUCKET_MB)
+        activations = predict(sizes, 1, "float32", "float32", False, "cpu")
+        plan = flags.plan(gpt_specs(sizes), 2)
+        predicted = forecast(plan, 2, micro_steps, "cpu", activations, False, True, extras).peak
+        with LiveBytes() as live:
+            module = GPT(sizes)
+            groups = module.param_groups(0.1)
+            shadow = Shadow(extras.shadow_check, module, groups, None, None)
+            model, optimizer = build(module, groups, flags, lr=0.01)
+            shadow.follow(optimizer, ShardedGradScaler("cpu", enabled=False), 1, nullcontext(), micro_steps, 1.0)
+            tokens = torch.zeros((1, sizes.block_size), dtype=torch.int64)
+            for _ in range(3):
+                for micro_step in range(micro_steps):
+                    model.require_backward_grad_sync = micro_step == micro_steps - 1
+                    shadow.micro_step(tokens, tokens)
+                    model(tokens, tokens)[1].backward()
+                clip_grad_norm_(optimizer, 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+                shadow.update()
+        peaks[micro_steps] = predicted, live.peak
+    return peaks
+
+
+@pytest.mark.parametrize("settings", [{"shadow_check": 4}, {}], ids=str)
+def test_the_peak_counts_what_checks_take(settings):
+    for peaks in run_ranks(peaks_with, 2, settings):
+        for micro_steps, (predicted, measured) in peaks.items():
+            assert 0.97 * measured <= predicted <= 1.04 * measured, (micro_steps, predicted, measured)
+
+
+def test_what_settings_take_in_addition_is_announced(data, tmp_path):
+    _, _, printed = train(tmp_path, data, "--max_iters=2", "--shadow_check=2", "--async_save=True", ranks=2)
+    numel = sum(spec.numel for spec in gpt_specs(replace(SIZES, bias=False)))
+    assert f"in addition, shadow_check takes {20 * numel / 1e6:.1f} MB before iteration 2\n" in printed
+    assert f"in addition, async_save takes {12 * numel / 1e6:.1f} MB of main memory of rank 0" in printed
+    assert "WARNING" not in printed

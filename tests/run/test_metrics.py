@@ -1,0 +1,199 @@
+"""The metrics of a run: documented, the same keys for every implementation, and figures that are known exactly."""
+
+import json
+import math
+import os
+import re
+
+import pytest
+import torch
+from conftest import ROOT
+from scripts import SETTINGS, run
+
+from model import GPT, GPTConfig
+from run.memory import MemoryMeter
+
+STEPS = 6
+HOW = {
+    "adamw": ["--use_zero1=False"],
+    "torch": ["--zero1_impl=torch"],
+    "sharded": ["--zero_bucket_mb=0.02"],
+}
+RANK_1_SLEEPS = """
+import os, time
+if os.environ.get("RANK") == "1":
+    import model
+    forward = model.GPT.forward
+    model.GPT.forward = lambda *args: (time.sleep(0.3), forward(*args))[1]
+"""
+
+
+def documented():
+    """Key: when it is logged, from the first table of docs/metrics.md; and the keys of its second table."""
+    with open(os.path.join(ROOT, "docs", "metrics.md")) as file:
+        keys, summary = file.read().split("## Summary of a run")
+    when = dict(re.findall(r"^\| `([^`]+)` \|[^|]*\| ([^|]*) \|", keys, re.MULTILINE))
+    suffixes = [key.removeprefix("memory/<each of these>") for key in when if "<" in key]
+    assert suffixes == ["_min", "_rank"]
+    for key, at in list(when.items()):
+        if key.startswith("memory/") and at.startswith("ranks") and key not in ("memory/predicted_mb", "memory/saved_mb"):
+            when |= {key + suffix: at for suffix in suffixes}
+    return {key: at for key, at in when.items() if "<" not in key}, re.findall(r"^\| `([^`]+)`", summary, re.MULTILINE)
+
+
+@pytest.fixture(scope="module")
+def events(data, tmp_path_factory):
+    """By implementation: the events of metrics.jsonl, and run.json."""
+    found = {}
+    for name, flags in HOW.items():
+        out = tmp_path_factory.mktemp(name)
+        arguments = [f"--dataset={data}", f"--out_dir={out}", f"--max_iters={STEPS}", "--metric_interval=2", *flags]
+        process = run("train.py", *SETTINGS, "--dropout=0.0", *arguments, ranks=2)
+        assert process.returncode == 0, process.stderr
+        with open(out / "metrics.jsonl") as file, open(out / "run.json") as facts:
+            found[name] = [json.loads(line) for line in file], json.load(facts)
+    return found
+
+
+def iterations(events):
+    return [event for event in events if "iter/loss" in event]
+
+
+def test_every_key_is_documented_and_every_documented_key_is_logged(events):
+    when, _ = documented()
+    for name, (lines, _) in events.items():
+        logged = set().union(*lines)
+        assert logged == {key for key, at in when.items() if "GPU" not in at and "sample" not in key}, name
+
+
+def test_every_implementation_logs_the_same_keys_at_the_same_events(events):
+    keys = [[(event["iter"], sorted(event)) for event in lines] for lines, _ in events.values()]
+    assert keys[0] == keys[1] == keys[2]
+    when, _ = documented()
+    of_ranks = {key for key, at in when.items() if at == "ranks"}
+    for event in iterations(events["sharded"][0]):
+        expected = of_ranks - {"memory/saved_mb"} if event["iter"] == 0 else of_ranks  # no state before the first update
+        assert of_ranks & set(event) == (expected if event["iter"] % 2 == 0 else set()), "metric_interval=2"
+
+
+def test_the_losses_are_equal(events):
+    """At two ranks the sum of the gradients is exact; clipping adds the squares in another order."""
+    losses = [[event["iter/loss"] for event in iterations(lines)] for lines, _ in events.values()]
+    norms = [[event["iter/grad_norm"] for event in iterations(lines)] for lines, _ in events.values()]
+    for other in (1, 2):
+        assert losses[other] == pytest.approx(losses[0], rel=1e-5)
+        assert norms[other] == pytest.approx(norms[0], rel=1e-5)
+    assert len(set(losses[0])) == STEPS + 1
+
+
+@pytest.mark.parametrize("name", HOW)
+def test_figures_that_are_known(events, name):
+    lines, facts = events[name]
+    tokens_per_iter = 6 * 2 * 16
+    parameters = 4 * (facts["parameters"] + 16 * 32)  # bytes; nanoGPT does not count the embeddings of positions
+    for event in iterations(lines):
+        assert event["iter/tokens"] == (event["iter"] + 1) * tokens_per_iter
+        speed = event["throughput/tokens_per_second"]
+        assert speed == pytest.approx(tokens_per_iter / (event["time/step_ms"] / 1000))
+        assert event["throughput/tokens_per_second_per_rank"] == pytest.approx(speed / 2)
+        for total, unit in (("comm/exposed_{}ms", ""), ("comm/sent_{}mb_per_step", "")):
+            kinds = [event[total.format(kind)] for kind in ("all_reduce_", "reduce_scatter_", "all_gather_", "broadcast_")]
+            assert event[total.format("")] == pytest.approx(sum(kinds)), unit
+        phases = event["time/data_ms"] + event["time/forward_backward_ms"] + event["time/optimizer_ms"]
+        assert 0 < phases <= event["time/step_ms"]
+        assert event["comm/exposed_percent"] == pytest.approx(100 * event["comm/exposed_ms"] / event["time/step_ms"])
+        sent = parameters * (1.5 if name == "torch" else 1.0) / 1e6  # 2 (N - 1) / N = 1, and 1/2 for the broadcasts
+        if event["iter"] < STEPS:
+            assert event["comm/sent_mb_per_step"] == pytest.approx(sent, rel=0.01)  # buckets are padded
+        if event["iter"] % 2 == 0:
+            assert event["iter/loss_max_rank"] > event["iter/loss"]
+            assert event["time/slowest_rank"] in (0, 1)
+            for key in [key for key in event if key.endswith("_min")]:
+                assert event[key] <= event[key.removesuffix("_min")]
+                assert event[key.removesuffix("_min") + "_rank"] in (0, 1)
+    state = [event["memory/optimizer_state_mb"] for event in iterations(lines) if "memory/peak_mb" in event][1:]
+    whole = 2 * parameters / 1e6
+    assert state == pytest.approx([whole if name == "adamw" else whole / 2] * 3, rel=0.25 if name == "torch" else 0.01)
+    assert iterations(lines)[-1]["throughput/eta_hours"] == 0.0
+
+
+def test_mfu_begins_when_it_is_measured(events, runs):
+    for lines, _ in events.values():
+        assert [event["iter"] for event in iterations(lines) if "mfu" in event] == [5, 6], "five iterations warm up"
+        assert all(event["mfu"] > 0 for event in lines if "mfu" in event)
+    assert re.findall(r"^iter (\d+): .*, mfu n/a, ", runs["sharded"].printed, re.MULTILINE) == ["0", "1", "2", "3", "4"]
+    assert re.search(r"^iter 5: .*, mfu \d+\.\d\d%, ", runs["sharded"].printed, re.MULTILINE)
+
+
+def test_training_stands_still_for_the_whole_of_a_save(events):
+    for lines, _ in events.values():
+        saves = [event for event in lines if "checkpoint/blocked_s" in event]
+        assert [save["iter"] for save in saves] == [5, STEPS + 1]
+        for save in saves:
+            assert save["checkpoint/blocked_s"] >= save["checkpoint/consolidate_s"] + save["checkpoint/write_s"] > 0
+
+
+def test_the_time_of_logging_is_in_the_time_of_a_step(data, tmp_path):
+    slow = "import time; from run.logger import Logger as L; w = L._write; L._write = lambda *a: (time.sleep(0.2), w(*a))[1]"
+    arguments = [f"--dataset={data}", f"--out_dir={tmp_path}", "--max_iters=4", "--eval_interval=100"]
+    process = run("train.py", *SETTINGS, *arguments, before=slow)
+    assert process.returncode == 0, process.stderr
+    times = [json.loads(line).get("time/step_ms") for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [time > 200 for time in times if time is not None] == [False, True, True, True, True]
+
+
+def test_memory_at_the_points_of_a_step(events):
+    """On a CPU these are exact: parameters P, DistributedDataParallel's buckets P, state 2P."""
+    lines, facts = events["adamw"]
+    last = iterations(lines)[-1]
+    parameters = 4 * (facts["parameters"] + 16 * 32) / 1e6
+    assert [last[f"memory/{point}_mb"] / parameters for point in ("after_init", "before_step", "after_step")] == [2, 4, 4]
+    assert last["memory/saved_mb"] == 0.0, "it is plain AdamW"
+    torch_last = iterations(events["torch"][0])[-1]
+    assert torch_last["memory/saved_mb"] == pytest.approx(
+        last["memory/optimizer_state_mb"] - torch_last["memory/optimizer_state_mb"]
+    )
+
+
+def test_run_json_has_the_settings_and_what_the_run_runs_on(events):
+    for name, (_, facts) in events.items():
+        assert (facts["implementation"], facts["world_size"], facts["micro_steps"]) == (name, 2, 3)
+        assert facts["n_embd"] == 32
+        assert facts["versions"]["torch"] == torch.__version__
+        assert len(facts["devices"]) == 2
+        assert facts["git_commit"] is None or len(facts["git_commit"].removesuffix("-dirty")) == 40
+
+
+def test_the_rank_that_computes_longest_is_named(data, tmp_path):
+    arguments = [f"--dataset={data}", f"--out_dir={tmp_path}", "--max_iters=5", "--metric_interval=1"]
+    process = run("train.py", *SETTINGS, *arguments, ranks=2, before=RANK_1_SLEEPS)
+    assert process.returncode == 0, process.stderr
+    lines = iterations(map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines()))
+    assert [event["time/slowest_rank"] for event in lines] == [1] * 6
+    assert all(event["time/rank_spread_ms"] > 0.5 * 3 * 300 for event in lines), "three micro-steps of 0.3 s more"
+    assert all(event["comm/exposed_ms"] > 0.5 * 3 * 300 for event in lines), "rank 0 waits for it"
+    assert process.stdout.count("WARNING: a rank lags: at iteration 4, rank 1 computes ") == 1
+
+
+def test_figures_of_a_gpu(monkeypatch):
+    model = GPT(GPTConfig(block_size=16, vocab_size=29, n_layer=1, n_head=1, n_embd=16))
+    meter = MemoryMeter(model, torch.optim.AdamW(model.parameters()))
+    meter.device = torch.device("cuda")
+    peaks = iter([300_000_000, 300_000_000, 200_000_000])
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 5_000_000)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: next(peaks))
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 7_000_000)
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: {"num_alloc_retries": 2, "num_ooms": 1, "other": 3})
+    meter.measure("before_step")
+    figures = meter.take()
+    assert figures["peak_mb"] == 300.0
+    assert meter.peak() == 300_000_000, "the largest one stays"
+    assert figures["before_step_mb"] == 5.0
+    assert (figures["reserved_mb"], figures["alloc_retries"], figures["ooms"]) == (7.0, 2, 1)
+    when, _ = documented()
+    logged_at_start = {"memory/measured_peak_mb"}
+    on_gpu = {key for key, at in when.items() if at == "ranks, GPU" and not key.endswith(("_min", "_rank"))}
+    assert {f"memory/{name}" for name in figures} >= on_gpu
+    assert on_gpu | logged_at_start == {key for key, at in when.items() if "GPU" in at and not key.endswith(("_min", "_rank"))}
+    assert not any(math.isnan(value) for value in figures.values())

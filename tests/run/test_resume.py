@@ -1,0 +1,156 @@
+"""train.py --init_from=resume: a run goes on from any checkpoint of ours or nanoGPT's as if it had never stopped."""
+
+import os
+import pickle
+import re
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from scripts import SETTINGS, run, torch_load, train
+
+from distributed.signals import Action
+from run.checkpoints import Checkpoints
+from zero.checkpoint.format import KEYS
+
+
+def test_interrupted_runs_go_on_as_if_nothing_had_happened(data, runs, tmp_path):
+    """Saved on 3 ranks by 'sharded' in one format, resumed on 2 by 'torch', saved in the other, then on 1 by AdamW."""
+    losses = runs["one"].losses
+    out = tmp_path / "out"
+    flags = ["--dropout=0.0", "--eval_interval=3"]
+    train(out, data, *flags, "--max_iters=6", "--checkpoint_format=sharded", "--async_save=True", ranks=3)
+    assert torch_load(out)["iter_num"] == 7
+    assert torch_load(out)["model"]["lm_head.weight"].is_meta
+    assert len([name for name in os.listdir(out) if name.startswith("shards_")]) == 2, "of ckpt.pt and ckpt_prev.pt"
+    train(out, data, *flags, "--max_iters=12", "--init_from=resume", "--zero1_impl=torch", ranks=2)
+    assert torch_load(out)["iter_num"] == 13
+    assert not torch_load(out)["model"]["lm_head.weight"].is_meta
+    resumed, _, output = train(out, data, *flags, "--init_from=resume")
+    assert "Resuming training from" in output
+    assert sorted(resumed) == list(range(20))
+    assert max(abs(losses[i] - resumed[i]) for i in losses) < 1e-4
+
+
+def test_resuming_repeats_the_dropout_of_the_uninterrupted_run(data, tmp_path):
+    flags = ["--eval_interval=4", "--dtype=bfloat16"]
+    train(tmp_path / "a", data, *flags, "--max_iters=8", ranks=2)
+    train(tmp_path / "b", data, *flags, "--max_iters=4", ranks=2)
+    train(tmp_path / "b", data, *flags, "--max_iters=8", "--init_from=resume", ranks=2)
+    whole, resumed = torch_load(tmp_path / "a"), torch_load(tmp_path / "b")
+    assert whole["iter_num"] == resumed["iter_num"] == 9
+    assert all(torch.equal(tensor, resumed["model"][key]) for key, tensor in whole["model"].items())
+
+
+def test_another_batch_size_goes_on_where_the_data_was_left(data, runs, tmp_path):
+    torch.save(runs["one"].checkpoint, tmp_path / "ckpt.pt")
+    assert runs["one"].checkpoint["data_position"] == 20 * 12
+    train(tmp_path, data, "--init_from=resume", "--batch_size=4", "--max_iters=24")
+    assert torch_load(tmp_path)["data_position"] == 20 * 12 + 5 * 24
+
+
+def test_a_checkpoint_of_nanogpt_is_resumed_and_sampled(data, runs, tmp_path):
+    """best_val_loss is a tensor, the optimizer has another kernel, the names are of a compiled model; no keys of ours."""
+    losses_of_one = runs["one"].losses
+    checkpoint = {key: value for key, value in torch_load(runs.folder / "one", "ckpt_prev.pt").items() if key in KEYS}
+    checkpoint["best_val_loss"] = torch.tensor(checkpoint["best_val_loss"])
+    checkpoint["model"] = {f"_orig_mod.{key}": value for key, value in checkpoint["model"].items()}
+    groups = [{**group, "fused": None, "foreach": None} for group in checkpoint["optimizer"]["param_groups"]]
+    checkpoint["optimizer"] = {**checkpoint["optimizer"], "param_groups": groups}
+    torch.save(checkpoint, tmp_path / "ckpt.pt")
+    losses, _, _ = train(tmp_path, data, "--dropout=0.0", "--init_from=resume", ranks=2)
+    assert sorted(losses) == [15, 16, 17, 18, 19]
+    assert max(abs(losses[i] - losses_of_one[i]) for i in losses) < 1e-5
+    assert run("sample.py", f"--out_dir={tmp_path}", "--start=A", "--num_samples=1", "--max_new_tokens=5").returncode == 0
+
+
+def test_a_damaged_checkpoint_gives_way_to_the_one_before(data, tmp_path):
+    train(tmp_path, data, "--max_iters=12", "--keep_checkpoints=1", "--async_save=True", ranks=2)
+    assert sorted(name for name in os.listdir(tmp_path) if "ckpt" in name) == ["ckpt.pt", "ckpt_00000013.pt", "ckpt_prev.pt"]
+    whole = (tmp_path / "ckpt.pt").read_bytes()
+    middle = len(whole) // 2
+    (tmp_path / "ckpt.pt").write_bytes(whole[:middle] + bytes(64) + whole[middle + 64 :])
+    _, _, printed = train(tmp_path, data, "--max_iters=12", "--init_from=resume", "--eval_interval=20", ranks=2)
+    assert re.search(r"WARNING: \S+ckpt\.pt is damaged.*; resuming from \S+ckpt_prev\.pt", printed)
+    assert "at iteration 10:" in printed
+    assert torch_load(tmp_path)["iter_num"] == 13
+    assert torch_load(tmp_path, "ckpt_prev.pt")["iter_num"] == 10, "no damaged one has taken its place"
+    for name in ("ckpt.pt", "ckpt_prev.pt"):
+        (tmp_path / name).write_bytes(b"")
+    process = run("train.py", *SETTINGS, f"--dataset={data}", f"--out_dir={tmp_path}", "--init_from=resume")
+    assert (process.returncode, process.stderr.count("\n")) == (2, 1)
+    for name in ("ckpt.pt", "ckpt_prev.pt"):
+        assert f"{name} is damaged, or not a checkpoint" in process.stderr
+
+
+def test_the_end_of_a_run_is_saved_and_goes_on_bit_for_bit(data, tmp_path):
+    out, whole = tmp_path / "out", tmp_path / "whole"
+    flags = ["--eval_interval=100", "--dtype=float32"]
+    train(out, data, *flags, "--max_iters=3", ranks=2)
+    assert (torch_load(out)["iter_num"], torch_load(out)["data_position"]) == (4, 4 * 12)
+    assert not (out / "ckpt_prev.pt").exists()
+    train(out, data, *flags, "--max_iters=6", "--init_from=resume", ranks=2)
+    train(whole, data, *flags, "--max_iters=6", ranks=2)
+    resumed, expected = torch_load(out), torch_load(whole)
+    assert resumed["iter_num"] == expected["iter_num"] == 7
+    assert all(torch.equal(tensor, resumed["model"][name]) for name, tensor in expected["model"].items())
+    before = (out / "ckpt.pt").read_bytes(), (out / "metrics.jsonl").read_bytes()
+    _, _, printed = train(out, data, *flags, "--max_iters=6", "--init_from=resume")
+    assert "nothing to train: the checkpoint is at iteration 7, beyond max_iters=6" in printed
+    assert ((out / "ckpt.pt").read_bytes(), (out / "metrics.jsonl").read_bytes()) == before
+
+
+@pytest.mark.parametrize("always", [True, False])
+def test_when_the_end_is_saved(tmp_path, always):
+    """Without always_save_checkpoint, ckpt.pt is the best one, and the end does not replace it."""
+    checkpoints = Checkpoints(str(tmp_path), 0, False, "consolidated", always=always, read_only=False, stop_on_error=False)
+    checkpoints.claim()
+    assert checkpoints.due(5, is_end=False) == Action.CONTINUE
+    assert checkpoints.due(5, is_end=True) == Action.SAVE, "a run without a checkpoint"
+    model = torch.nn.Linear(2, 2)
+    checkpoints.save(model, torch.optim.AdamW(model.parameters()), {"iter_num": 5})
+    assert checkpoints.due(5, is_end=True) == Action.CONTINUE, "just saved"
+    assert checkpoints.due(6, is_end=True) == (Action.SAVE if always else Action.CONTINUE)
+
+
+@pytest.fixture
+def other(data, tmp_path):
+    """A folder with the test dataset, whose training data differ in one token."""
+    shutil.copytree(data, tmp_path / "other")
+    tokens = np.memmap(tmp_path / "other" / "train.bin", dtype=np.uint16, mode="r+")
+    tokens[123] = (tokens[123] + 1) % 29
+    tokens.flush()
+    return tmp_path / "other"
+
+
+def test_another_dataset_is_named_and_so_are_settings_without_effect(data, other, tmp_path):
+    _, _, printed = train(tmp_path / "out", data, "--max_iters=1")
+    assert "note: " not in printed
+    flags = "--init_from=resume", "--n_layer=6", "--bias=True", "--beta2=0.5"
+    losses, _, printed = train(tmp_path / "out", str(other), *flags, "--max_iters=3")
+    assert sorted(losses) == [0, 1, 2, 3]
+    assert f"note: the run goes on with other data: dataset {other}; until the checkpoint it was dataset {data}" in printed
+    values = "n_layer=2 (not 6), bias=False (not True), beta2=0.95 (not 0.5)"
+    assert f"note: a resumed run uses the checkpoint's values: {values}\n" in printed
+    _, _, printed = train(tmp_path / "out", str(other), "--init_from=resume", "--max_iters=5")
+    assert "note: " not in printed
+
+
+@pytest.mark.parametrize("meta", ["other letters", "GPT-2's"])
+def test_another_vocabulary_is_refused(data, other, tmp_path, meta):
+    out = tmp_path / "out"
+    train(out, data, "--max_iters=1")
+    if meta == "GPT-2's":
+        (other / "meta.pkl").unlink()
+    else:
+        letters = [chr(ord("a") + token) for token in range(29)]
+        stoi, itos = {c: t for t, c in enumerate(letters)}, dict(enumerate(letters))
+        (other / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": 29, "stoi": stoi, "itos": itos}))
+    before = {path.name: path.read_bytes() for path in out.iterdir() if path.name != "run.lock"}
+    process = run("train.py", *SETTINGS, f"--dataset={other}", f"--out_dir={out}", "--init_from=resume", ranks=2)
+    assert process.returncodes == [2, 2]
+    (line,) = process.stderr.splitlines()
+    assert line.startswith(f"error: dataset {other} has another vocabulary (")
+    assert f"use the files of dataset {data} that it was trained on, or start a new run in another --out_dir" in line
+    assert {path.name: path.read_bytes() for path in out.iterdir() if path.name != "run.lock"} == before

@@ -1,0 +1,84 @@
+"""Samples while training: what is written, and that training does not change."""
+
+import json
+import pickle
+import shutil
+
+import pytest
+import torch
+from scripts import SETTINGS, run, torch_load, train
+
+from data import vocabulary
+from run.sampling import TOKENS
+
+IMPLEMENTATIONS = {
+    "sharded": [],
+    "sharded bfloat16": ["--param_dtype=bfloat16", "--shard_gradients=True"],
+    "torch": ["--zero1_impl=torch"],
+}
+
+
+def samples(out):
+    """The samples in metrics.jsonl, {iter: text}."""
+    with open(out / "metrics.jsonl") as file:
+        events = [json.loads(line) for line in file]
+    return {event["iter"]: event["sample/text"] for event in events if "sample/text" in event}
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_samples_change_neither_the_losses_nor_the_weights(implementation, data, tmp_path):
+    flags = ["--dropout=0.1", "--max_iters=11", *IMPLEMENTATIONS[implementation]]
+    plain = train(tmp_path / "plain", data, *flags, ranks=2)
+    sampled = train(tmp_path / "sampled", data, *flags, "--sample_interval=3", ranks=2)
+    assert samples(tmp_path / "plain") == {}
+    assert list(samples(tmp_path / "sampled")) == [0, 3, 6, 9]
+    assert sampled[:2] == plain[:2]
+    before, after = (torch_load(tmp_path / name)["model"] for name in ("plain", "sampled"))
+    assert all(torch.equal(before[key], after[key]) for key in before)
+
+
+def test_a_sample_is_text_in_the_vocabulary_on_the_console_and_in_the_log(data, tmp_path):
+    _, _, printed = train(tmp_path, data, "--max_iters=19", "--sample_interval=19")
+    texts = samples(tmp_path)
+    assert list(texts) == [0, 19]
+    assert texts[0] != texts[19]
+    for iteration, text in texts.items():
+        assert len(text) == TOKENS
+        assert set(text) <= {chr(ord("A") + token) for token in range(29)}
+        assert f"sample {iteration}:\n{text}\n---------------\n" in printed
+
+
+def test_samples_are_off_by_default_and_the_newline_is_the_prompt(data, tmp_path):
+    """A vocabulary with the newline last; with a wrong prompt the first token would be another one."""
+    folder = tmp_path / "data"
+    shutil.copytree(data, folder)
+    letters = [*(chr(ord("A") + token) for token in range(28)), "\n"]
+    meta = {"vocab_size": 29, "stoi": {c: t for t, c in enumerate(letters)}, "itos": dict(enumerate(letters))}
+    (folder / "meta.pkl").write_bytes(pickle.dumps(meta))
+    prompts = "import model; old = model.GPT.generate\n"
+    prompts += "model.GPT.generate = lambda self, idx, *rest: print('prompt', idx.tolist()) or old(self, idx, *rest)"
+    settings = [*SETTINGS, f"--dataset={folder}", f"--out_dir={tmp_path}", "--max_iters=0"]
+    assert "prompt" not in run("train.py", *settings, before=prompts).stdout
+    assert "prompt [[28]]" in run("train.py", *settings, "--sample_interval=1", before=prompts).stdout
+    settings[len(SETTINGS)] = f"--dataset={data}"
+    assert "prompt [[0]]" in run("train.py", *settings, "--sample_interval=1", before=prompts).stdout
+
+
+def test_a_vocabulary_that_is_not_available_ends_the_run_at_its_start(data, tmp_path):
+    shutil.copytree(data, tmp_path / "data")
+    (tmp_path / "data" / "meta.pkl").unlink()  # now the tokens are GPT-2's
+    settings = [*SETTINGS, f"--dataset={tmp_path / 'data'}", f"--out_dir={tmp_path}", "--max_iters=0"]
+    without = "import sys; sys.modules['tiktoken'] = None"
+    assert run("train.py", *settings, before=without).returncode == 0
+    refused = run("train.py", *settings, "--sample_interval=5", before=without, ranks=2)
+    assert refused.returncodes == [2, 2]
+    (line,) = refused.stderr.splitlines()
+    assert line.startswith("error: sample_interval=5 cannot write samples: GPT-2's vocabulary is not available")
+    assert "--sample_interval=0" in line
+
+
+def test_a_vocabulary_larger_than_the_models_is_refused():
+    meta = {"vocab_size": 3, "stoi": {"a": 0, "b": 1, "c": 2}, "itos": {0: "a", 1: "b", 2: "c"}}
+    assert vocabulary.load_codec(meta, 3).decode([2, 0]) == "ca"
+    with pytest.raises(vocabulary.DataError, match="the model knows 2 tokens, the vocabulary at hand has 3"):
+        vocabulary.load_codec(meta, 2)

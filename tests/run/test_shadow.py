@@ -1,0 +1,177 @@
+"""run/shadow.py: plain AdamW beside the run proves parity on the user's own model and data, and leaves the run as it is."""
+
+import contextlib
+import re
+import weakref
+from functools import partial
+
+import pytest
+import torch
+from ranks import run_ranks
+from scripts import run, torch_load, train
+from toy import assert_equal
+
+from model import GPT, GPTConfig
+from run import memory
+from run.memory import MemoryMeter
+from run.shadow import Shadow
+from zero import ShardedGradScaler
+from zero.build import build
+
+SIZES = GPTConfig(block_size=16, vocab_size=29, n_layer=1, n_head=2, n_embd=32)
+UNCLIPPED = ["--grad_clip=0.0", "--max_iters=4", "--eval_interval=4"]
+EXACT = "bit-identical to plain AdamW"
+# the loss of a micro-step is nan on rank 0, in the second iteration: its micro-steps 4 to 6, first the copy's, then the run's
+DISTURBED = """
+import os, model, torch
+forward, calls = model.GPT.forward, []
+def disturbed(self, x, y=None):
+    logits, loss = forward(self, x, y)
+    if self.training and os.environ["RANK"] == "0" and type(loss) is torch.Tensor:  # a prediction of memory has fake tensors
+        calls.append(None)
+        loss = loss * float("nan") if 6 < len(calls) <= 12 else loss
+    return logits, loss
+model.GPT.forward = disturbed
+"""
+# after each step, rank 1 has a wrong value: in a weight that rank 0 owns, or in a master of its own
+WRONG = """
+import os, torch
+from zero.optimizer import ShardedOptimizer
+step = ShardedOptimizer.step
+@torch.no_grad()
+def wrong(self, *arguments):
+    step(self, *arguments)
+    self.synchronize()
+    if os.environ["RANK"] == "1":
+        owned = self.owned[0]
+        assert owned.start > 0
+        WHERE += 0.25
+        print("disturbed:", self.names[owned.param])
+ShardedOptimizer.step = wrong
+"""
+
+
+def differences(printed):
+    """Absolute and relative difference by parameter, and the last line."""
+    rows = re.findall(r"^(transformer\S+) +(\S+) +(\S+)$", printed, re.MULTILINE)
+    [verdict] = [line for line in printed.splitlines() if line.startswith("shadow check: ")]
+    return {name: (float(absolute), float(relative)) for name, absolute, relative in rows}, verdict
+
+
+@pytest.mark.parametrize(
+    ("ranks", "flags"),
+    [
+        (2, ["--zero_bucket_mb=0.02", "--activation_checkpointing=True"]),
+        (2, ["--zero1_impl=torch"]),
+        (2, ["--use_zero1=False", "--grad_clip=0.5"]),
+        (2, ["--dtype=float16"]),
+        (0, ["--grad_clip=0.5", "--param_dtype=bfloat16"]),
+    ],
+    ids=str,
+)
+def test_the_shadow_of_an_exact_run_is_bit_identical_and_leaves_no_trace(data, tmp_path, ranks, flags):
+    """With dropout. The losses, weights and state of the run are those without a shadow."""
+    flags = [*UNCLIPPED, *flags]
+    losses, _, printed = train(tmp_path / "checked", data, *flags, "--shadow_check=3", ranks=ranks)
+    by_parameter, verdict = differences(printed)
+    assert verdict == f"shadow check: after 3 iterations, all 15 parameters are {EXACT}"
+    assert by_parameter == dict.fromkeys(torch_load(tmp_path / "checked")["model"].keys() - {"lm_head.weight"}, (0.0, 0.0))
+    assert printed.index("iter 2: ") < printed.index(verdict) < printed.index("measured memory: "), "compared when it is gone"
+    assert "WARNING" not in printed
+    alone, _, printed = train(tmp_path / "alone", data, *flags, ranks=ranks)
+    assert "plain AdamW" not in printed.partition("iter 0: ")[2]
+    assert losses == alone
+    for key in ("model", "optimizer", "scaler"):
+        assert_equal(torch_load(tmp_path / "checked")[key], torch_load(tmp_path / "alone")[key], key)
+
+
+def test_clipping_rounds(data, tmp_path):
+    by_parameter, verdict = differences(train(tmp_path, data, "--max_iters=9", "--shadow_check=8", ranks=3)[2])
+    assert 0 < max(relative for _, relative in by_parameter.values()) < 1e-5
+    largest = max(by_parameter, key=by_parameter.get)
+    assert verdict.endswith(f"the largest difference from plain AdamW is {by_parameter[largest][0]:.1e}, in {largest}")
+
+
+@pytest.mark.parametrize(
+    ("where", "flags"),
+    [("owned.param.view(-1)[owned.start - 1]", []), ("owned.local[0]", ["--param_dtype=bfloat16"])],
+    ids=["weight", "master"],
+)
+def test_a_wrong_value_on_one_rank_is_found(data, tmp_path, where, flags):
+    disturbed = partial(run, before=WRONG.replace("WHERE", where))
+    _, _, printed = train(tmp_path, data, *UNCLIPPED, *flags, "--shadow_check=1", ranks=2, run=disturbed)
+    by_parameter, verdict = differences(printed)
+    name = re.search("disturbed: (.*)", printed)[1]
+    assert by_parameter[name][0] == pytest.approx(0.25, abs=0.02)
+    assert all(absolute < 0.02 for other, (absolute, _) in by_parameter.items() if other != name)
+    assert f"in {name}" in verdict
+    assert ("differences are expected" in verdict) == bool(flags)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_the_shadow_skips_the_updates_that_the_run_skips(data, tmp_path, dtype):
+    """Each decides for itself."""
+    flags = *UNCLIPPED, "--on_nonfinite=skip", f"--dtype={dtype}", "--shadow_check=4"
+    _, _, printed = train(tmp_path, data, *flags, ranks=2, run=partial(run, before=DISTURBED))
+    assert "by iteration 1, 1 more update was skipped (1 in a row so far): the loss of rank 0 is nan" in printed
+    assert EXACT in differences(printed)[1]
+
+
+@pytest.mark.parametrize("checkpoint_format", ["consolidated", "sharded"])
+def test_a_resumed_run_and_its_shadow_begin_at_the_same_checkpoint(data, tmp_path, checkpoint_format):
+    """The run ends before the check does."""
+    flags = "--grad_clip=0.0", f"--checkpoint_format={checkpoint_format}"
+    train(tmp_path, data, *flags, "--max_iters=5", ranks=3)
+    resumed = train(tmp_path, data, *flags, "--max_iters=7", "--init_from=resume", "--shadow_check=100", ranks=2)
+    assert differences(resumed[2])[1] == f"shadow check: after 2 iterations, all 15 parameters are {EXACT}"
+
+
+def alive_with_a_shadow():
+    """By iteration: what `update` returns, and how many parameters of the copy are alive after it."""
+    torch.manual_seed(0)
+    model = GPT(SIZES)
+    groups = model.param_groups(0.1)
+    shadow = Shadow(2, model, groups, None, None)
+    wrapped, optimizer = build(model, groups, lr=0.01)
+    shadow.follow(optimizer, ShardedGradScaler("cpu", enabled=False), 1, contextlib.nullcontext(), 1, 0.0)
+    copied = [weakref.ref(param) for param in shadow._raw.parameters()]
+    result = []
+    for _ in range(2):
+        tokens = torch.randint(29, (2, 16))
+        shadow.micro_step(tokens, tokens)
+        wrapped(tokens, tokens)[1].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        result.append([shadow.update(), sum(param() is not None for param in copied)])
+    return result
+
+
+def test_after_the_last_iteration_the_memory_of_the_copy_is_free():
+    number = len(list(GPT(SIZES).parameters()))
+    for alive in (*run_ranks(alive_with_a_shadow, 2), alive_with_a_shadow()):
+        assert alive == [[False, number], [True, 0]]
+
+
+def test_a_peak_with_the_copy_is_not_that_of_the_run(monkeypatch):
+    model = GPT(SIZES)
+    meter = MemoryMeter(model, torch.optim.AdamW(model.parameters()))
+    monkeypatch.setattr(memory, "peak_bytes", lambda _: 300)
+    monkeypatch.setattr(memory, "reset_peak", lambda _: monkeypatch.setattr(memory, "peak_bytes", lambda _: 200))
+    meter.take()
+    assert meter.peak() == 300
+    meter.forget_peak()
+    assert meter.peak() == 200
+
+
+def test_the_copy_of_a_compiled_model_is_compiled():
+    model = GPT(SIZES)
+    model.transformer.h[0].compile(backend="eager")
+    shadow = Shadow(1, model, model.param_groups(0.1), None, None)
+    assert [name for name, part in shadow._raw.named_modules() if part._compiled_call_impl is not None] == ["transformer.h.0"]
+
+
+def test_a_device_whose_random_numbers_cannot_be_repeated_is_refused():
+    with torch.device("meta"):
+        model = GPT(SIZES)
+    with pytest.raises(ValueError, match="shadow_check=5 does not support device=meta; use --shadow_check=0"):
+        Shadow(5, model, model.param_groups(0.1), None, None)

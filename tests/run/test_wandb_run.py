@@ -1,0 +1,393 @@
+"""run/wandb_run.py: wandb has every figure of metrics.jsonl, one curve per run, and never ends or slows a run."""
+
+import contextlib
+import json
+import math
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+import types
+
+import pytest
+from conftest import ROOT
+from scripts import SETTINGS, Finished, Forked, environment, run, run_for_real, torch_load
+from wandb_server import WandbServer
+
+from run import wandb_run
+from run.wandb_run import WandbRun
+
+
+@pytest.fixture(autouse=True)
+def wandb_folder(tmp_path, monkeypatch):
+    """The folder of offline runs; neither the user's login nor the user's settings count."""
+    for name in [name for name in os.environ if name.startswith("WANDB_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    monkeypatch.setenv("WANDB_DATA_DIR", str(tmp_path / "data"))
+    monkeypatch.setenv("WANDB_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path / "config"))
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    return tmp_path / "wandb"
+
+
+def records(folder, kind):
+    """The records of a kind in an offline run."""
+    inspect = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(folder)]
+    lines = subprocess.run(inspect, check=True, capture_output=True, text=True, timeout=60).stdout.splitlines()
+    return [record[kind] for record in map(json.loads, lines) if record["type"] == kind]
+
+
+def rows(folder):
+    """The rows of an offline run."""
+    return without_what_wandb_adds(record["item"] for record in records(folder, "history"))
+
+
+def without_what_wandb_adds(rows):
+    """The rows without _timestamp and such. The step of each row is its iteration."""
+    rows = list(rows)
+    assert all(row["_step"] == row["iter"] for row in rows)
+    return [{key: value for key, value in row.items() if not key.startswith("_")} for row in rows]
+
+
+def merged(out):
+    """metrics.jsonl, the events of each iteration in one dict."""
+    found = {}
+    with open(os.path.join(out, "metrics.jsonl")) as file:
+        for event in map(json.loads, file):
+            found.setdefault(event["iter"], {}).update(event)
+    return list(found.values())
+
+
+def newest(wandb_folder):
+    return max(wandb_folder.glob("offline-run-*"), key=os.path.getmtime)
+
+
+def in_summary(folder, key):
+    return [record["update"][key] for record in records(folder, "summary") if key in record.get("update", {})]
+
+
+@pytest.mark.parametrize(
+    ("implementation", "flags"),
+    [
+        ("adamw", "--use_zero1=False"),
+        pytest.param("torch", "--zero1_impl=torch", marks=pytest.mark.slow),
+        ("sharded", "--use_zero1=True"),
+    ],
+)
+def test_an_offline_run_has_every_figure_of_metrics_jsonl(data, tmp_path, wandb_folder, implementation, flags):
+    arguments = [
+        f"--dataset={data}",
+        f"--out_dir={tmp_path}",
+        "--wandb_log=True",
+        "--wandb_run_name=test",
+        "--metric_interval=1",
+    ]
+    process = run("train.py", *SETTINGS, *arguments, flags, ranks=2, cwd=tmp_path)
+    assert process.returncode == 0, process.stderr
+    expected = merged(tmp_path)
+    assert [row["iter"] for row in expected] == list(range(21)), "the last one about the last checkpoint"
+    assert {"val/loss", "iter/loss"} <= expected[5].keys()
+    assert rows(newest(wandb_folder)) == expected
+    (start,) = records(newest(wandb_folder), "run")
+    assert (start["display_name"], start["run_group"], start["job_type"]) == ("test", "test", implementation)
+    assert start["config"]["update"]["n_layer"] == 2
+    best = min(row["val/loss"] for row in expected if "val/loss" in row)
+    values = in_summary(newest(wandb_folder), "best_val_loss")
+    assert values[-1] == best
+    assert len(values) > 1, "known before the end"
+    (end,) = records(newest(wandb_folder), "exit")
+    assert end["exit_code"] == 0
+
+
+@pytest.mark.parametrize("how", ["stopped", pytest.param("killed", marks=pytest.mark.slow)])
+def test_a_resumed_run_is_one_curve(data, tmp_path, wandb_folder, how):
+    """The newest folder has the iterations before the checkpoint, and no others that a killed run had begun."""
+    arguments = [f"--dataset={data}", f"--out_dir={tmp_path / 'out'}", "--wandb_log=True", "--eval_interval=30"]
+    with Forked("train.py", *SETTINGS, *arguments, "--max_iters=100000", ranks=2, cwd=tmp_path) as forked:
+        if how == "stopped":
+            forked.wait_for("iter 30:")
+            os.kill(forked.pids[1], signal.SIGTERM)
+            assert forked.finish().returncode == 0
+        else:
+            forked.wait_for("iter 37:")
+            os.kill(forked.pids[0], signal.SIGKILL)
+    begun = merged(tmp_path / "out")
+    if how == "killed":  # in the middle of a line
+        with open(tmp_path / "out" / "metrics.jsonl", "a") as file:
+            file.write('{"iter": 1000, "iter/lo')
+    resumed = run("train.py", *SETTINGS, *arguments, "--max_iters=60", "--init_from=resume", ranks=2, cwd=tmp_path)
+    assert resumed.returncode == 0, resumed.stderr
+    assert newest(wandb_folder).name in resumed.stdout
+    assert "leave out its older folders" in resumed.stdout
+    with open(tmp_path / "out" / "metrics.jsonl") as file:
+        assert [event["iter"] for event in map(json.loads, file) if "iter/loss" in event] == list(range(61))
+    expected = merged(tmp_path / "out")
+    assert [row["iter"] for row in expected] == list(range(62)), "the last one about the last checkpoint"
+    assert expected[:30] == begun[:30]
+    assert rows(newest(wandb_folder)) == expected
+    ids = {folder.name.rsplit("-", 1)[1] for folder in wandb_folder.glob("offline-run-*")}
+    assert ids == {torch_load(tmp_path / "out")["wandb_run_id"]}
+    if how == "stopped":
+        without = run("train.py", *SETTINGS, *arguments, "--wandb_log=False", "--max_iters=90", "--init_from=resume", ranks=2)
+        assert without.returncode == 0, without.stderr
+        checkpoint = torch_load(tmp_path / "out")
+        assert checkpoint["iter_num"] == 91
+        assert ids == {checkpoint["wandb_run_id"]}, "a process without wandb keeps the run"
+
+
+def test_without_a_login_the_run_is_offline(data, tmp_path, wandb_folder, monkeypatch):
+    monkeypatch.delenv("WANDB_MODE")
+    arguments = [*SETTINGS, f"--dataset={data}", "--wandb_log=True", "--max_iters=5", f"--out_dir={tmp_path / 'out'}"]
+    process = run_for_real("train.py", *arguments, cwd=tmp_path)
+    assert process.returncode == 0, process.stderr
+    line = f"wandb records offline (there is no login); to upload later: wandb login && wandb sync {newest(wandb_folder)}\n"
+    mentions = [line for line in process.stdout.splitlines(True) if "wandb" in line and not line.startswith("Overriding")]
+    assert mentions == [line]
+    assert "wandb" not in process.stderr
+
+
+@pytest.mark.parametrize("init_from", [pytest.param("scratch", marks=pytest.mark.slow), "resume"])
+def test_without_a_network_the_run_is_offline(data, tmp_path, wandb_folder, monkeypatch, init_from):
+    out = f"--out_dir={tmp_path / 'out'}"
+    arguments = [*SETTINGS, f"--dataset={data}", "--wandb_log=True", "--max_iters=5", out]
+    if init_from == "resume":
+        assert run("train.py", *arguments, cwd=tmp_path).returncode == 0
+    monkeypatch.delenv("WANDB_MODE")
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
+    monkeypatch.setenv("WANDB_INIT_TIMEOUT", "1")
+    process = run_for_real("train.py", *arguments, "--max_iters=8", f"--init_from={init_from}", cwd=tmp_path)
+    assert process.returncode == 0, process.stderr
+    assert re.search(rf"wandb records offline \(.+\); to upload later: .* wandb sync {newest(wandb_folder)}", process.stdout)
+    assert "wandb" not in process.stderr
+    assert rows(newest(wandb_folder)) == merged(tmp_path / "out")
+
+
+KILLS_WANDB = """
+import os, subprocess, wandb_run
+
+def log_and_kill(self, event):
+    if event["iter"] == 10 and "iter/loss" in event:
+        process = subprocess.run(["pgrep", "-P", str(os.getpid()), "wandb-core"], capture_output=True, text=True).stdout
+        open("process of wandb", "w").write(process)
+        os.kill(int(process), SIGNAL)
+    log(self, event)
+
+log, wandb_run.WandbRun.log, wandb_run._FINISH_S = wandb_run.WandbRun.log, log_and_kill, 2
+"""
+
+
+def run_single(arguments, cwd, before):
+    """Run train.py in one process, which ends as Python does: with its hooks. A forked process has none."""
+    arguments = [os.path.join(ROOT, "train.py"), *SETTINGS, *arguments]
+    program = f"{before}\nimport runpy, sys\nsys.argv = {arguments}\nrunpy.run_path(sys.argv[0], run_name='__main__')"
+    with open(cwd / "stdout", "w") as stdout, open(cwd / "stderr", "w") as stderr:  # no pipes: wandb's process keeps them
+        process = subprocess.run(
+            [sys.executable, "-c", program], cwd=cwd, env=environment(), stdout=stdout, stderr=stderr, timeout=60
+        )
+    return Finished(process.returncode, [process.returncode], (cwd / "stdout").read_text(), (cwd / "stderr").read_text())
+
+
+@pytest.mark.parametrize("what", ["SIGKILL", "SIGSTOP"])
+@pytest.mark.parametrize("ranks", [0, 2])
+def test_training_goes_on_without_wandb(data, tmp_path, what, ranks):
+    """Its process is killed, or hangs."""
+    arguments = [f"--dataset={data}", f"--out_dir={tmp_path}", "--wandb_log=True"]
+    before = f"import signal\n{KILLS_WANDB}".replace("SIGNAL", f"signal.{what}")
+    try:
+        if ranks:
+            process = run("train.py", *SETTINGS, *arguments, ranks=ranks, cwd=tmp_path, before=before)
+        else:
+            process = run_single(arguments, tmp_path, before)
+    finally:
+        with contextlib.suppress(ProcessLookupError):  # a stopped process would never end
+            os.kill(int((tmp_path / "process of wandb").read_text()), signal.SIGKILL)
+    assert process.returncode == 0, process.stderr
+    assert process.stdout.count("WARNING: wandb has stopped") == 1
+    assert process.stderr in ("", "wandb: ERROR Problem finishing run\n")
+    assert [row["iter"] for row in merged(tmp_path)] == list(range(21))
+
+
+def test_a_run_that_ends_with_an_error_has_failed_in_wandb(data, tmp_path, wandb_folder):
+    fails = """
+from run import guard
+
+def report(self, iteration):
+    if iteration == 5:
+        raise RuntimeError("an error in the program")
+
+guard.Guard.report = report
+"""
+    process = run_single([f"--dataset={data}", f"--out_dir={tmp_path}", "--wandb_log=True"], tmp_path, fails)
+    assert process.returncode == 1
+    assert "an error in the program" in process.stderr
+    (end,) = records(newest(wandb_folder), "exit")
+    assert end["exit_code"] == 1
+    assert rows(newest(wandb_folder)) == merged(tmp_path)
+
+
+def test_samples_become_a_table(tmp_path, wandb_folder):
+    program = """
+from run.wandb_run import WandbRun
+run = WandbRun("offline", "project", "name", {}, "sharded")
+for iteration in (0, 5):
+    run.log({"iter": iteration, "sample/text": f"text {iteration}"})
+run.finish()
+"""
+    subprocess.run([sys.executable, "-c", program], cwd=tmp_path, check=True, env=environment(), timeout=60)
+    files = (newest(wandb_folder) / "files" / "media" / "table").rglob("*.json")
+    tables = [json.loads(file.read_text()) for file in files]
+    assert all(table["columns"] == ["iter", "text"] for table in tables)
+    assert sorted(row for table in tables for row in table["data"]) == [[0, "text 0"], [5, "text 5"]]
+
+
+@pytest.mark.parametrize("can_rewind", [True, False])
+def test_a_run_on_a_server_is_one_curve(data, tmp_path, wandb_folder, monkeypatch, can_rewind):
+    """Ended after 12, and resumed from a checkpoint at 10."""
+    monkeypatch.delenv("WANDB_MODE")
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    arguments = [*SETTINGS, f"--dataset={data}", "--wandb_log=True", f"--out_dir={tmp_path / 'out'}"]
+    with WandbServer(can_rewind) as server:
+        monkeypatch.setenv("WANDB_BASE_URL", server.url)
+        first = run("train.py", *arguments, "--max_iters=12", "--keep_checkpoints=2", ranks=2, cwd=tmp_path)
+        assert first.returncode == 0, first.stderr
+        ((run_id, rows_before),) = [(run_id, list(rows)) for run_id, rows in server.rows.items()]
+        assert f"wandb: {server.url}/entity/project/runs/{run_id}\n" in first.stdout
+        assert [row["iter"] for row in rows_before] == list(range(14))
+        shutil.copy(tmp_path / "out" / "ckpt_00000010.pt", tmp_path / "out" / "ckpt.pt")
+        resumed = run("train.py", *arguments, "--max_iters=15", "--init_from=resume", ranks=2, cwd=tmp_path)
+        assert resumed.returncode == 0, resumed.stderr
+    assert "RewindRun" in server.asked
+    assert list(server.rows) == [run_id]
+    expected = merged(tmp_path / "out")
+    assert [row["iter"] for row in expected] == list(range(17))
+    found = without_what_wandb_adds(server.rows[run_id])
+    if can_rewind:
+        assert found == expected
+    else:
+        assert "wandb keeps the rows of iterations 10 to 13 as they are (failed to rewind run" in resumed.stdout
+        assert found == expected[:10] + without_what_wandb_adds(rows_before)[10:] + expected[14:]
+
+
+class FakeWandb(types.ModuleType):
+    """A module `wandb` without a process: it keeps what it gets."""
+
+    Error = type("Error", (Exception,), {})
+    errors = types.SimpleNamespace(CommError=Error)
+    offline, starting_step, resumed, id, dir, sync_dir = True, 0, False, "abc", os.sep, "folder"
+
+    def __init__(self):
+        super().__init__("wandb")
+        self.rows, self.arguments, self.exit_code = [], None, None
+        self.setup = self.teardown = self.define_metric = lambda *_, **__: None
+        self.login = lambda **_: True
+        self.Settings = self.Table = dict
+        self.is_slow = threading.Event()
+
+    def init(self, **arguments):
+        self.arguments = arguments
+        return self
+
+    def log(self, row, step):
+        while self.is_slow.is_set():
+            time.sleep(0.001)
+        self.rows.append((step, row))
+
+    def finish(self, exit_code):
+        self.exit_code = exit_code
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    module = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    yield module
+    module.is_slow.clear()
+
+
+def start(mode="offline", **arguments):
+    return WandbRun(mode, "project", "name", {}, "sharded", **arguments)
+
+
+def test_an_event_that_comes_late_goes_into_the_newest_row(fake):
+    wandb = start()
+    wandb.log({"iter": 4, "a": 1})
+    wandb.log({"iter": 2, "checkpoint/write_s": 1.0})
+    wandb.log({"iter": 5, "a": math.nan})
+    wandb.finish(exit_code=3)
+    assert str(fake.rows) == "[(4, {'iter': 4, 'a': 1}), (4, {'checkpoint/write_s': 1.0}), (5, {'iter': 5, 'a': nan})]"
+    assert fake.exit_code == 3
+
+
+def test_a_resumed_run_gets_only_the_rows_that_it_lacks(fake):
+    fake.starting_step = 2
+    wandb = start(run_id="abc", resume_at=3, history=[{"iter": iteration} for iteration in range(3)])
+    wandb.log({"iter": 3})
+    wandb.finish()
+    assert fake.rows == [(2, {"iter": 2}), (3, {"iter": 3})]
+
+
+def test_variables_of_the_environment_come_before_settings(fake, monkeypatch):
+    start().finish()
+    given = {"project": "project", "name": "name", "group": "name", "job_type": "sharded", "id": None}
+    assert {key: fake.arguments[key] for key in given} == given
+    for name in ("PROJECT", "NAME", "RUN_GROUP", "JOB_TYPE", "RUN_ID"):
+        monkeypatch.setenv(f"WANDB_{name}", "mine")
+    start(run_id="abc").finish()
+    assert {key: fake.arguments[key] for key in given} == {**dict.fromkeys(given), "id": "mine"}
+
+
+def test_a_slow_wandb_slows_nothing(fake, monkeypatch, capsys):
+    monkeypatch.setattr(wandb_run, "_QUEUE", 10)
+    monkeypatch.setattr(wandb_run, "_FINISH_S", 0.1)
+    fake.is_slow.set()
+    wandb = start()
+    for iteration in range(100):
+        wandb.log({"iter": iteration})
+    wandb.finish()
+    assert fake.rows == []
+    printed = capsys.readouterr().out
+    assert printed.count("wandb is too slow") == 1
+    assert printed.count("wandb has stopped: it has not sent anything for") == 1
+
+
+@pytest.mark.parametrize("reason", ["an error of wandb", "no space"])
+def test_after_an_error_nothing_more_is_sent(fake, monkeypatch, capsys, reason):
+    def log(row, step):
+        raise RuntimeError("an error of wandb\nand its details")
+
+    if reason == "no space":
+        monkeypatch.setattr(wandb_run.shutil, "disk_usage", lambda _: types.SimpleNamespace(free=0))
+        reason = f"less than 1 MB are free in {os.sep}"
+    else:
+        fake.log = log
+    wandb = start()
+    for iteration in range(100):
+        wandb.log({"iter": iteration})
+    wandb.finish()
+    assert fake.rows == []
+    assert fake.exit_code == 0
+    assert capsys.readouterr().out.count(f"WARNING: wandb has stopped: {reason}; ") == 1
+
+
+def test_without_wandb_training_goes_on_with_one_line(data, tmp_path):
+    arguments = [f"--dataset={data}", f"--out_dir={tmp_path}", "--wandb_log=True", "--max_iters=2"]
+    process = run("train.py", *SETTINGS, *arguments, before="import sys; sys.modules['wandb'] = None")
+    assert process.returncode == 0, process.stderr
+    lines = process.stdout.replace(str(tmp_path), "").splitlines()  # its name has wandb in it
+    (line,) = [line for line in lines if "wandb" in line and not line.startswith("Overriding")]
+    assert line.startswith("WARNING: wandb is not installed (")
+    assert line.endswith("; pip install wandb; training goes on, metrics.jsonl has all figures")
+    assert [row["iter"] for row in merged(tmp_path)] == [0, 1, 2, 3]
+
+
+def test_an_invalid_project_is_refused(data, tmp_path):
+    process = run("train.py", *SETTINGS, f"--dataset={data}", "--wandb_log=True", "--wandb_project=a/b", cwd=tmp_path)
+    assert process.returncode == 2
+    assert re.fullmatch(r"error: wandb does not start: .*a/b.*\n", process.stderr)

@@ -1,0 +1,57 @@
+"""activation_checkpointing: the same run bit for bit, and blocks that keep little more than their input."""
+
+from functools import partial
+
+import pytest
+import torch
+from scripts import run, torch_load, train
+
+from forecast.activations import predict
+from model import GPT2_SIZES, GPTConfig
+
+PRINT_CALLS = """
+import model, torch
+def checkpoint(block, x, checkpoint=model.checkpoint, **kwargs):
+    if type(x) is torch.Tensor:  # the prediction of activations calls it with fake tensors
+        print("keeps only its input")
+    return checkpoint(block, x, **kwargs)
+model.checkpoint = checkpoint
+"""
+
+
+@pytest.mark.parametrize(
+    ("ranks", "flags"),
+    [(0, []), (2, ["--use_zero1=False"]), (2, []), (2, ["--param_dtype=bfloat16", "--shard_gradients=True"])],
+    ids=["one process", "adamw", "sharded", "bfloat16"],
+)
+def test_losses_and_weights_are_the_same_bit_for_bit(data, tmp_path, ranks, flags):
+    flags = *flags, "--eval_interval=19", "--zero_bucket_mb=0.02"
+    run_and_print = partial(run, before=PRINT_CALLS)
+    losses, evaluations, printed = train(tmp_path / "plain", data, *flags, ranks=ranks, run=run_and_print)
+    assert "keeps only its input" not in printed
+    again = train(tmp_path / "out", data, "--activation_checkpointing=True", *flags, ranks=ranks, run=run_and_print)
+    assert "keeps only its input" in again[2]
+    assert again[:2] == (losses, evaluations)
+    assert len(losses) == 20
+    plain, other = torch_load(tmp_path / "plain"), torch_load(tmp_path / "out")
+    assert plain["iter_num"] == other["iter_num"] == 20
+    for key, tensor in plain["model"].items():
+        assert torch.equal(tensor, other["model"][key]), key
+    for index, state in plain["optimizer"]["state"].items():
+        for key, tensor in state.items():
+            assert torch.equal(tensor, other["optimizer"]["state"][index][key]), (index, key)
+
+
+def kept_by_a_block(checkpointing):
+    """Bytes that one block of GPT-2 124M keeps for backward."""
+    sizes = {**GPT2_SIZES["gpt2"], "block_size": 512}
+    layers = sizes.pop("n_layer")
+    less, more = (
+        predict(GPTConfig(**sizes, n_layer=count), 1, "bfloat16", "float32", checkpointing, "cuda")
+        for count in (layers - 1, layers)
+    )
+    return more.saved - less.saved
+
+
+def test_the_blocks_of_gpt2_keep_a_quarter_at_most():
+    assert 0 < kept_by_a_block(checkpointing=True) <= 0.25 * kept_by_a_block(checkpointing=False)

@@ -1,0 +1,109 @@
+"""CONTRIBUTING.md: its recipes are applied to a copy of the files, and the copy trains as they say; its names exist."""
+
+import glob
+import json
+import math
+import os
+import re
+import shutil
+import string
+
+import pytest
+from conftest import ROOT
+from scripts import SIZES, run
+
+with open(os.path.join(ROOT, "CONTRIBUTING.md")) as file:
+    TEXT = file.read()
+BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)  # language, content
+STEPS, WARM_UP, LR, MIN_LR = 6, 2, 1e-2, 1e-3
+TRAIN = [
+    *(*SIZES, "--device=cpu", "--compile=False", "--dataset=my_text", "--eval_interval=3", "--eval_iters=2"),
+    *(f"--max_iters={STEPS}", f"--lr_decay_iters={STEPS}", f"--warmup_iters={WARM_UP}"),
+    *(f"--learning_rate={LR}", f"--min_lr={MIN_LR}"),
+]
+
+
+def apply(diff, folder):
+    """Change files as the diff says. What it replaces must be in the file once."""
+    for of_file in re.split("^--- ", diff, flags=re.MULTILINE)[1:]:
+        name, _, changes = of_file.partition("\n")
+        text = (folder / name).read_text()
+        for change in changes.split("@@\n"):
+            lines = change.splitlines(keepends=True)
+            old, new = ("".join(line[1:] for line in lines if line[0] in kinds) for kinds in (" -", " +"))
+            assert text.count(old) == 1, f"{name} has {text.count(old)} times:\n{old}"
+            text = text.replace(old, new)
+        (folder / name).write_text(text)
+
+
+def run_copy(folder, script, *arguments):
+    """Run a script of the copy, which imports the modules of the copy."""
+    return run(str(folder / script), *arguments, before=f"import sys; sys.path.insert(0, {str(folder)!r})")
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory):
+    """A copy of the files with all recipes applied, and the dataset of the last one."""
+    folder = tmp_path_factory.mktemp("copy")
+    for path in (*glob.glob("*.py", root_dir=ROOT), *glob.glob("data/*.py", root_dir=ROOT), "docs/metrics.md"):
+        (folder / path).parent.mkdir(exist_ok=True)
+        shutil.copy(os.path.join(ROOT, path), folder / path)
+    for package in ("charts", "distributed", "forecast", "run", "zero"):
+        shutil.copytree(os.path.join(ROOT, package), folder / package, ignore=shutil.ignore_patterns("__pycache__"))
+    for language, content in BLOCKS:
+        if language == "diff":
+            apply(content, folder)
+        else:
+            path = folder / re.match("# (data/.*prepare.py)\n", content)[1]
+            path.parent.mkdir()
+            path.write_text(content)
+    (folder / "text").write_text(200 * string.ascii_lowercase)
+    prepared = run_copy(folder, "data/my_text/prepare.py", "--input", str(folder / "text"))
+    assert "vocabulary of 26" in prepared.stdout, prepared.stderr
+    return folder
+
+
+def train(folder, *flags):
+    """The events of a run of the copy."""
+    process = run_copy(folder, "train.py", *TRAIN, *flags, f"--out_dir={folder / 'out'}")
+    assert process.returncode == 0, process.stderr
+    with open(folder / "out" / "metrics.jsonl") as file:
+        return list(map(json.loads, file))
+
+
+def test_a_run_with_all_recipes(copy):
+    plain, changed = train(copy), train(copy, "--z_loss=0.1", "--lr_schedule=linear")
+    first, other = ([event for event in events if "iter/loss" in event] for events in (plain, changed))
+    assert len(first) == len(other) == STEPS + 1
+    z = math.log(26) ** 2  # the logits of a new model are small
+    assert other[0]["iter/loss"] - first[0]["iter/loss"] == pytest.approx(0.1 * z, rel=0.05)
+    validation = [[event["val/loss"] for event in events if "val/loss" in event] for events in (plain, changed)]
+    assert validation[0][0] == validation[1][0] == pytest.approx(math.log(26), rel=0.05), "the evaluations are without it"
+    assert 0 < validation[1][-1] < validation[1][0]
+    for event in (*first, *other):
+        assert event["iter/lr_times_grad_norm"] == event["lr"] * event["iter/grad_norm"]
+    assert "| `iter/lr_times_grad_norm` |" in (copy / "docs" / "metrics.md").read_text()
+    for iteration in range(WARM_UP, STEPS + 1):
+        ratio = (iteration - WARM_UP) / (STEPS - WARM_UP)
+        shapes = 0.5 * (1 + math.cos(math.pi * ratio)), 1 - ratio
+        expected = [pytest.approx(MIN_LR + shape * (LR - MIN_LR)) for shape in shapes]
+        assert [first[iteration]["lr"], other[iteration]["lr"]] == expected
+
+
+def test_the_new_settings_are_checked_and_explained(copy):
+    refused = run_copy(copy, "train.py", "--z_loss=-1")
+    assert (refused.returncode, refused.stderr) == (2, "error: z_loss=-1.0 must not be negative\n")
+    shown = run_copy(copy, "train.py", "--help").stdout
+    assert re.search(r"--z_loss=0.0 +weight of the squared log-partition function in the training loss; must not be", shown)
+    assert re.search(r"--lr_schedule='cosine' +shape of the decay; one of cosine, linear\n", shown)
+
+
+def test_what_it_names_exists():
+    for path in re.findall(r"`([\w/]+\.(?:py|md))`|\]\(([\w/.]+)\)", TEXT):
+        path = "".join(path)
+        assert path == "prepare.py" or os.path.exists(os.path.join(ROOT, path)), path
+    pairs = re.findall(r"`(?:\w+\.)?(\w+)`\s+(?:of|in)\s+`([\w/]+\.py)`", TEXT)
+    assert ("SECTIONS", "charts/workspace.py") in pairs
+    for name, path in pairs:
+        with open(os.path.join(ROOT, path)) as file:
+            assert re.search(rf"\b{name}\b", file.read()), f"{path} has no {name}"

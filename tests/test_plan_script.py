@@ -1,0 +1,305 @@
+"""plan.py: the table, its files, the owners of a parameter, the largest batch, and what is refused."""
+
+import json
+import math
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import ROOT
+from scripts import SIZES, defaults_of, run
+
+import plan as plan_script
+from configurator import settings_of
+from forecast.activations import predict
+from forecast.memory import CPU_RESIDENT, MODES, gpt_specs
+from model import GPTConfig
+from zero.prediction import Prediction
+
+CONFIG = GPTConfig(block_size=16, vocab_size=29, n_layer=2, n_head=2, n_embd=32, bias=False)  # as in SIZES and the data
+SETTINGS = [*SIZES, "--device=cpu", "--zero_bucket_mb=0.02"]
+FLAGS = {mode: replace(flags, bucket_mb=0.02) for mode, flags in MODES.items()}
+FLAGS |= {"checkpointing": FLAGS["sharded"], "all": replace(FLAGS["bfloat16"], shard_gradients=True)}
+WORLD_SIZES = [1, 2, 8]
+
+
+def plan(data, *arguments):
+    """What plan.py prints for the small model."""
+    process = run("plan.py", f"--dataset={data}", *SETTINGS, *arguments)
+    assert process.returncode == 0, process.stderr
+    return process.stdout
+
+
+def planner(**changes):
+    """A Planner of the small model, with one micro-step per rank on two ranks."""
+    settings = {**settings_of(plan_script.__file__, f"{ROOT}/train.py", torch=torch), "device": "cpu"}
+    settings |= {"gradient_accumulation_steps": 2, "batch_size": 2, "zero_bucket_mb": 0.02, **changes}
+    return plan_script.Planner(settings, CONFIG)
+
+
+def row(world_size, **changes):
+    """The row of the settings."""
+    return next(row for row in planner(**changes).rows(world_size) if row["chosen"])
+
+
+def rows_of(path):
+    """The rows of a JSON file of plan.py: (world size, mode): figures."""
+    return {(row["world_size"], row["mode"]): row for row in json.loads(path.read_text())["rows"]}
+
+
+@pytest.fixture(scope="module")
+def planned(data, tmp_path_factory):
+    """What one run printed, its rows, and its picture."""
+    pytest.importorskip("vl_convert")
+    folder = tmp_path_factory.mktemp("plan")
+    world_sizes = ",".join(map(str, WORLD_SIZES))
+    printed = plan(data, f"--world_size={world_sizes}", f"--json={folder / 'plan.json'}", f"--plot={folder / 'plan.png'}")
+    return printed, rows_of(folder / "plan.json"), folder / "plan.png"
+
+
+def test_the_table_has_every_mode_for_every_number_of_ranks(planned):
+    printed, rows, picture = planned
+    lines = [tuple(line.split()[:2]) for line in printed.splitlines() if re.match(r" *\d+  \w", line)]
+    alone = ["adamw", "checkpointing"]
+    expected = [(size, mode) for size in WORLD_SIZES for mode in (FLAGS if size > 1 else alone)]
+    assert [(int(size), mode) for size, mode in lines] == expected
+    assert list(rows) == expected
+    chosen = [tuple(line.split()[:2]) for line in printed.splitlines() if re.match(r" *\d+  \w+ \*", line)]
+    assert chosen == [("1", "adamw"), ("2", "sharded"), ("8", "sharded")]
+    assert picture.read_bytes().startswith(b"\x89PNG\r\n")
+    assert "note: 8 ranks cannot share 6 micro-steps; 8 are assumed" in printed
+
+
+@pytest.mark.parametrize("mode", FLAGS)
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_the_rows_are_the_predictions_of_the_rank_with_the_most_state(planned, world_size, mode):
+    _, rows, _ = planned
+    if world_size == 1 and mode not in ("adamw", "checkpointing"):
+        assert (world_size, mode) not in rows
+        return
+    flags = FLAGS[mode] if world_size > 1 else FLAGS["adamw"]
+    activations = predict(CONFIG, 2, flags.param_dtype, flags.param_dtype, mode in ("checkpointing", "all"), "cpu")
+    wrapper = "DistributedDataParallel" if mode in ("adamw", "torch") else "ShardedDataParallel"
+    owners = flags.plan(gpt_specs(CONFIG), world_size)
+    ranks = [
+        Prediction(
+            owners,
+            rank,
+            wrapper if world_size > 1 else None,
+            world_size,
+            micro_steps=math.ceil(6 / world_size),
+            shard_gradients=flags.shard_gradients,
+            on_cpu=True,
+        )
+        for rank in range(owners.world_size)
+    ]
+    fullest = max(ranks, key=lambda prediction: prediction.state)
+    expected = {
+        **fullest.at("accumulating" if world_size < 6 else "before step"),
+        "buckets": fullest.largest_buckets,
+        "activations": activations.saved,
+        "peak": fullest.peak(activations),
+        "sent": sum(fullest.sent().values()),
+        "saving_on_cpu": fullest.consolidated,
+        "state_to_mean": pytest.approx(fullest.state * len(ranks) / sum(prediction.state for prediction in ranks)),
+    }
+    row = rows[world_size, mode]
+    assert {key: row[key] for key in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "row"),
+    [
+        (["--use_zero1=False", "--zero1_impl=torch"], "adamw"),
+        (["--zero1_impl=torch"], "torch"),
+        (["--param_dtype=bfloat16", "--shard_gradients=True"], "these flags"),
+        (["--param_dtype=bfloat16", "--shard_gradients=True", "--activation_checkpointing=True"], "all"),
+    ],
+)
+def test_the_row_of_the_settings_is_marked(data, arguments, row):
+    lines = plan(data, "--world_size=2", *arguments).splitlines()
+    assert [line for line in lines if re.match(rf" *2  {row} \*", line)]
+    assert len([line for line in lines if re.match(r" *2  [\w ]+ \*", line)]) == 1
+
+
+def test_owners_of_a_parameter_cover_it_once(data):
+    printed = plan(data, "--world_size=1,3", "--zero_bucket_mb=0.001", "--explain=transformer.wte.weight")
+    blocks = re.findall(r"^(\w+, ranks: \d); transformer.wte.weight \(29, 32\), 928 elements.*\n((?:  .*\n)+)", printed, re.M)
+    assert [name for name, _ in blocks] == ["adamw, ranks: 1", "sharded, ranks: 3", "torch, ranks: 3"]
+    for name, lines in blocks:
+        owned = re.findall(r"rank (\d) owns [\d.]+%: (.*)", lines)
+        slices = [(rank, *map(int, pair.split(" to "))) for rank, ranges in owned for pair in ranges.split(", ")]
+        end = 0
+        for _, start, stop in sorted(slices, key=lambda slice_: slice_[1]):
+            assert start == end < stop, name
+            end = stop
+        assert end == 928, name
+        assert len({rank for rank, _, _ in slices}) == (3 if name.startswith("sharded") else 1), name
+
+
+@pytest.mark.parametrize("memory_mb", [1, 12])
+def test_the_largest_batch_fits_and_a_larger_one_does_not(data, tmp_path, memory_mb):
+    path = tmp_path / "plan.json"
+
+    def rows(batch_size):
+        plan(data, "--world_size=2", f"--gpu_memory_gb={memory_mb / 1e3}", f"--batch_size={batch_size}", f"--json={path}")
+        return {mode: row for (_, mode), row in rows_of(path).items()}
+
+    largest = {mode: row["largest_batch"] for mode, row in rows(1).items()}
+    assert largest["checkpointing"] > 1.5 * largest["sharded"] >= 1.5 * largest["adamw"] > 0
+    for mode in ("adamw", "checkpointing"):
+        fitting, larger = rows(largest[mode])[mode], rows(math.ceil(1.1 * largest[mode]))[mode]
+        assert fitting["peak"] <= memory_mb * 1e6 / CPU_RESIDENT < larger["peak"], mode
+        assert (fitting["fits"], larger["fits"]) == ("yes", "no"), mode
+
+
+def test_no_batch_fits_where_saving_does_not(data, tmp_path):
+    """On a CPU, a consolidated checkpoint takes the memory of the whole state: here more than training with batch size 1."""
+    path = tmp_path / "plan.json"
+    plan(data, "--world_size=8", "--gpu_memory_gb=0.0005", "--batch_size=1", f"--json={path}")
+    row = rows_of(path)[8, "checkpointing"]
+    assert CPU_RESIDENT * row["peak"] < 0.5e6 < CPU_RESIDENT * row["saving"]
+    assert (row["fits"], row["largest_batch"]) == ("no", 0)
+
+
+def test_every_setting_of_the_trainer_is_accepted():
+    settings, own = defaults_of("train.py"), {"world_size", "vocab_size", "gpu_memory_gb", "explain", "json", "plot"}
+    own |= {"bandwidth_gbit", "bandwidth_between_gbit"}
+    with_own = defaults_of("plan.py")
+    assert set(with_own) == set(settings) | own
+    assert {key: with_own[key] for key in settings} == settings
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("--world_size=0", "numbers of ranks"),
+        ("--world_size=x", "numbers of ranks"),
+        ("--world_size=2,", "numbers of ranks"),
+        ("--gpu_memory_gb=0", "gpu_memory_gb=0.0 must be positive"),
+        ("--batch_size=0", "batch_size=0 must be at least 1"),
+        ("--wrld_size=2", "did you mean 'world_size'?"),
+        ("--explain=transformer.wte", "the model has no such parameter; it has for example transformer.wte.weight"),
+        ("--n_embd=33", "use a multiple of n_head"),
+        ("--init_from=resume", "plan.py reads no checkpoint"),
+        ("--explain=lm_head.weight", "the same tensor as transformer.wte.weight"),
+        ("--zero_shard_size=2 --zero1_impl=torch --world_size=4", "zero_shard_size=2 needs use_zero1=True"),
+        ("--device=gpu", "device=gpu is not one of auto, cpu, cuda, mps"),
+        ("--json=data", "json=data is a folder"),
+        ("--param_dtype=bfloat16 --use_zero1=False", "needs the master weights"),
+        ("--explain=transformer.wte.weight --json=plan.json", "remove --json and --plot"),
+        ("--plot=plan.pdf", "must end with .png, .svg or .html"),
+        ("--bandwidth_between_gbit=10", "needs the number of ranks of a machine"),
+        ("--init_from=gpt2 --vocab_size=65", "gpt2 has its own; remove --vocab_size"),
+        # what train.py refuses
+        ("--init_from=gpt2 --block_size=2048", "block_size=2048 does not fit the model; use --block_size=1024"),
+        ("--param_dtype=bfloat16 --dtype=float16", "computes in bfloat16, not in dtype=float16"),
+        ("--zero_check_reads=True --use_zero1=False", "zero_check_reads=True needs use_zero1=True"),
+        ("--zero_shard_size=3 --use_zero1=False --world_size=2", "zero_shard_size=3 needs use_zero1=True"),
+        ("--backend=nccl", "backend=nccl does not support device=cpu"),
+        ("--device=mps --shadow_check=2", "shadow_check=2 does not support device=mps"),
+    ],
+)
+def test_mistakes_have_exit_code_2(argument, message):
+    process = run("plan.py", *SETTINGS, *argument.split())
+    assert message in process.stderr
+    assert (process.returncode, process.stderr.count("\n")) == (2, 1)
+    assert "ranks  mode" not in process.stdout
+
+
+def test_groups_of_ranks_share_the_state(data, tmp_path):
+    printed = plan(data, "--world_size=2,8", "--zero_shard_size=4", f"--json={tmp_path / 'plan.json'}")
+    rows = rows_of(tmp_path / "plan.json")
+    whole = FLAGS["sharded"].plan(gpt_specs(CONFIG), 4)
+    for mode in ("sharded", "shard_gradients"):
+        assert rows[8, mode]["state"] == max(2 * owned for owned in whole.updated_bytes)
+        # an all-reduce of 1/4 of the gradients between two groups: each rank sends half of it twice
+        assert rows[8, mode]["between"] == sum(4 * span[0].numel for span in whole.buffers[0].layout.shards)
+    assert rows[8, "bfloat16"]["between"] > 0  # float32 sums
+    for mode in ("adamw", "torch"):  # on two machines of four ranks, one rank of each sends everything to the other machine
+        assert rows[8, mode]["between"] == pytest.approx(rows[8, mode]["sent"] / 4, rel=1e-6)
+    assert not any(rows[2, mode]["between"] for mode in ("adamw", "torch", "sharded"))  # one machine
+    assert "what leaves a machine of zero_shard_size=4 ranks" in printed
+    assert "note: 2 ranks cannot form groups of zero_shard_size=4, so train.py refuses them" in printed
+    explained = plan(data, "--world_size=8", "--zero_shard_size=4", "--explain=transformer.wte.weight")
+    assert "sharded, ranks: 8 in 2 groups; transformer.wte.weight" in explained
+    assert "rank 3 owns" in explained
+    assert "rank 4 owns" not in explained.partition("torch, ranks: 8")[0]
+
+
+def test_both_networks_have_a_bandwidth():
+    sizes = {"zero_shard_size": 2, "bandwidth_gbit": 100.0}
+    one, two = (row(4, **sizes, bandwidth_between_gbit=gbit) for gbit in (0.0, 1.0))
+    assert one["sent_ms"] == pytest.approx(8 * one["sent"] / 100 / 1e6)
+    assert two["sent_ms"] == pytest.approx(8 * ((one["sent"] - one["between"]) / 100 + one["between"]) / 1e6)
+
+
+@pytest.mark.parametrize(
+    ("name", "size"), [("shakespeare_char", 65), ("stdlib_char", 96), ("shakespeare", 50304), ("openwebtext", 50304)]
+)
+def test_a_known_dataset_need_not_be_prepared(tmp_path, monkeypatch, capsys, name, size):
+    copied = tmp_path / name
+    copied.mkdir()
+    with open(f"{ROOT}/data/{name}/prepare.py") as script:
+        (copied / "prepare.py").write_text(script.read())
+    monkeypatch.setattr(plan_script, "DATA_DIR", str(tmp_path))
+    assert plan_script.vocabulary({"dataset": name, "vocab_size": 0}) == size
+    assert plan_script.vocabulary({"dataset": name, "vocab_size": 100}) == 100
+    assert capsys.readouterr().out == ""
+
+
+def test_an_unknown_vocabulary_is_said_aloud(tmp_path, capsys):
+    name = str(tmp_path / "mine")
+    assert plan_script.vocabulary({"dataset": name, "vocab_size": 0}) == 50304
+    assert "WARNING: the vocabulary of dataset" in (printed := capsys.readouterr().out)
+    assert "use --vocab_size=<number of tokens>" in printed
+    assert plan_script.vocabulary({"dataset": name, "vocab_size": 1000}) == 1000
+    assert capsys.readouterr().out == ""
+
+
+def test_a_prepared_dataset_is_checked_as_in_a_run(data):
+    settings = {"dataset": data, "vocab_size": 0, "block_size": 16}
+    assert plan_script.vocabulary(settings) == 29
+    with pytest.raises(ValueError, match=r"is prepared and gives 29; remove --vocab_size"):
+        plan_script.vocabulary({**settings, "vocab_size": 65})
+    with pytest.raises(ValueError, match="too few for one sequence of block_size=4000"):
+        plan_script.vocabulary({**settings, "block_size": 4000})
+
+
+@pytest.mark.parametrize(
+    ("world_size", "micro_steps", "per_parameter"),
+    [(1, 1, 16), (1, 2, 16), (2, 1, 16), (2, 2, 20)],  # DistributedDataParallel accumulates outside of its buckets
+)
+def test_a_shadow_takes_memory(world_size, micro_steps, per_parameter):
+    steps = {"gradient_accumulation_steps": world_size * micro_steps}
+    without, with_shadow = row(world_size, **steps), row(world_size, **steps, shadow_check=3)
+    assert with_shadow["shadow"] == per_parameter * sum(spec.numel for spec in gpt_specs(CONFIG))
+    assert without["shadow"] == 0
+    for column in ("peak", "saving"):
+        assert with_shadow[column] == without[column] + with_shadow["shadow"]
+    assert with_shadow["largest_batch"] <= without["largest_batch"]
+
+
+def test_a_background_save_takes_a_copy_while_training_goes_on():
+    numel = sum(spec.numel for spec in gpt_specs(CONFIG))
+    saved = row(2, async_save=True)
+    assert saved["saving"] == saved["peak"] + 12 * numel  # float32 weights and two moments
+    part = row(2, async_save=True, checkpoint_format="sharded")
+    assert part["saving"] - part["peak"] == part["saving_on_cpu"] == pytest.approx(6 * numel, rel=0.01)
+    assert row(2, checkpoint_format="sharded")["saving_on_cpu"] == 0
+    on_gpu = row(2, async_save=True, device="cuda")
+    assert on_gpu["saving"] == on_gpu["peak"]
+    assert on_gpu["saving_on_cpu"] == 12 * numel
+
+
+def test_a_cpu_takes_more_than_the_tensors():
+    bytes_ = max(row(2)["peak"], row(2)["saving"])
+    assert row(2, gpu_memory_gb=bytes_ * CPU_RESIDENT * 1.01 / 1e9)["fits"] == "yes"
+    assert row(2, gpu_memory_gb=bytes_ * CPU_RESIDENT * 0.99 / 1e9)["fits"] == "no"
+    assert row(2, gpu_memory_gb=row(2, device="cuda")["peak"] * 1.01 / 1e9, device="cuda")["fits"] == "yes"
+
+
+def test_the_weights_of_one_process_are_float32_and_it_computes_as_asked():
+    assert planner(param_dtype="bfloat16").dtype == "bfloat16"
+    assert planner().dtype == "float32"

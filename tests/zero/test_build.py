@@ -1,0 +1,101 @@
+"""zero/build.py: which classes the flags choose, which flags are refused, and what the console says."""
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from toy import MODES, batch, build_toy, make_toy
+
+from run.memory import describe
+from zero.build import build, clip_grad_norm_
+from zero.flags import Flags
+
+CLASSES = {
+    "adamw": ("DistributedDataParallel", "AdamW"),
+    "torch": ("DistributedDataParallel", "ZeroRedundancyOptimizer"),
+    "sharded": ("ShardedDataParallel", "ShardedOptimizer"),
+    "gradients": ("ShardedDataParallel", "ShardedOptimizer"),
+}
+
+
+def chosen():
+    found = {}
+    for mode in MODES:
+        model, optimizer = build_toy(mode)
+        found[mode] = [type(model).__name__, type(optimizer).__name__, describe(optimizer, MODES[mode].use_zero1)]
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_flags_choose_the_classes(world_size):
+    for found in run_ranks(chosen, world_size):
+        for mode, (model, optimizer, line) in found.items():
+            assert (model, optimizer) == CLASSES[mode if world_size > 1 else "adamw"]
+            if mode == "adamw":
+                assert line == "Using plain AdamW: 0.0 MB of optimizer state on each rank"
+            elif world_size == 1:
+                assert line.startswith("Using plain AdamW (use_zero1 needs more than one process; start with torchrun): ")
+            else:
+                name = "torch" if mode == "torch" else "sharded"
+                assert line.startswith(
+                    f"Using ZeRO-1 optimizer state sharding: zero1_impl='{name}' ({optimizer}) over 2 ranks, "
+                )
+                assert line.endswith("; plain AdamW would hold 0.0 MB on each")
+
+
+def test_without_a_process_group_there_is_no_wrapper():
+    model = make_toy()
+    built, optimizer = build(model, model.param_groups(), lr=0.01)
+    assert built is model
+    assert type(optimizer) is torch.optim.AdamW
+    assert optimizer.defaults["fused"]
+
+
+def refused():
+    model = make_toy()
+    groups = model.param_groups()
+    for flags, message in (
+        ({"zero1_impl": "other"}, "zero1_impl='other' is not one of sharded, torch"),
+        ({"param_dtype": "float8"}, "not one of float32, bfloat16"),
+        ({"bucket_mb": 0}, "bucket_mb=0 must be positive"),
+        ({"bucket_mb": "large"}, "bucket_mb='large' is neither 'auto' nor a number"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            build(model, groups, Flags(**flags))
+    with pytest.raises(ValueError, match="Invalid learning rate"):
+        build(model, groups, lr=-1.0)
+    for others in ({"use_zero1": False}, {"zero1_impl": "torch"}):
+        for flags, message in (
+            ({"param_dtype": "bfloat16"}, "needs the master weights"),
+            ({"shard_gradients": True}, "shard_gradients=True needs use_zero1=True, zero1_impl='sharded'"),
+            ({"check_reads": True}, "zero_check_reads=True needs use_zero1=True, zero1_impl='sharded'"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                build(model, groups, Flags(**others, **flags))
+    return True
+
+
+def test_flags_that_do_not_go_together_are_refused():
+    run_ranks(refused, 2)
+
+
+def norms_of_both_kinds():
+    """The norm before clipping and the one after it, of one full gradient and of the same in shards."""
+    found = {}
+    for mode in MODES:
+        model, optimizer = build_toy(mode)
+        model(*batch(0, dist.get_rank())).backward()
+        norms = [clip_grad_norm_(optimizer, limit).total.item() for limit in (math.inf, 0.01, math.inf)]
+        found[mode] = norms
+    return found
+
+
+def test_clipping_measures_and_clips_alike_in_every_mode():
+    for found in run_ranks(norms_of_both_kinds, 2):
+        reference = found["adamw"]
+        assert reference[0] == reference[1] > 0.1
+        assert reference[2] == pytest.approx(0.01, rel=1e-3)
+        for mode, norms in found.items():
+            assert norms == pytest.approx(reference, rel=1e-6), mode

@@ -1,0 +1,93 @@
+"""zero/communication.py: bytes sent and time waited, the same for each of the three implementations."""
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from toy import MODES, assert_equal, batch, build_toy, train, weights
+
+from distributed.ranks import gather_numbers
+from zero.communication import KINDS, CommunicationMeter
+
+USED = {  # kinds that send or wait
+    "adamw": {"all-reduce"},
+    "torch": {"all-reduce", "broadcast"},
+    "sharded": {"all-reduce", "reduce-scatter", "all-gather"},
+    "gradients": {"all-reduce", "reduce-scatter", "all-gather"},
+}
+SLEEP_S = 0.5
+
+
+def three_steps(mode, micro_steps):
+    """Bytes sent by kind, the kinds that waited, and bytes of the trainable parameters; the gradients of 3 steps are sent."""
+    model, optimizer = build_toy(mode)
+    meter = CommunicationMeter(model, optimizer)
+    for step in range(3):
+        for micro_step in range(micro_steps):
+            model.require_backward_grad_sync = micro_step == micro_steps - 1
+            model(*batch(micro_steps * step + micro_step, dist.get_rank())).backward()
+        with torch.no_grad():
+            model(*batch(0, 0))  # an evaluation sends nothing
+        optimizer.step()
+        optimizer.zero_grad()
+    model(*batch(0, 0))
+    waited = [kind for kind, ms in meter.waited_ms().items() if ms > 0]
+    padded = sum(buffer.data.nbytes for buffer in optimizer.buffers) if mode in ("sharded", "gradients") else 0
+    trainable = sum(param.nbytes for param in model.parameters() if param.requires_grad)
+    return {"sent": meter.sent_bytes(), "waited": waited, "trainable": trainable, "padded": padded}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("micro_steps", [1, 2])
+def test_bytes_and_waits_by_kind(mode, micro_steps):
+    for result in run_ranks(three_steps, 2, mode, micro_steps):
+        assert set(result["waited"]) == USED[mode]
+        sent = result["sent"]
+        assert list(sent) == list(KINDS)
+        if mode in ("sharded", "gradients"):
+            half = result["padded"] // 2
+            scatters = 3 * (micro_steps if mode == "gradients" else 1)
+            assert sent == {"all-reduce": 0, "reduce-scatter": scatters * half, "all-gather": 3 * half, "broadcast": 0}
+        else:
+            half = result["trainable"] // 2
+            broadcast = 3 * half if mode == "torch" else 0
+            assert sent == {"all-reduce": 6 * half, "reduce-scatter": 0, "all-gather": 0, "broadcast": broadcast}
+
+
+def sleepy(mode):
+    """Milliseconds that each rank waits in a step in which rank 1 sleeps before its backward."""
+    model, optimizer = build_toy(mode)
+    train(model, optimizer, dist.get_rank(), steps=1)
+    meter = CommunicationMeter(model, optimizer)
+    before = meter.waited_ms()
+    loss = model(*batch(1, dist.get_rank()))
+    time.sleep(SLEEP_S * dist.get_rank())
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return gather_numbers([sum(meter.waited_ms().values()) - sum(before.values())])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_rank_waits_for_a_slower_one(mode):
+    by_rank, same = run_ranks(sleepy, 2, mode)
+    assert by_rank == same, "every rank gets the numbers of all ranks"
+    (waiting,), (sleeping,) = by_rank
+    assert waiting > 0.5 * SLEEP_S * 1000
+    assert sleeping < 0.5 * waiting, "time in which a rank computes is no wait"
+
+
+def trained(mode, metered):
+    model, optimizer = build_toy(mode)
+    if metered:
+        CommunicationMeter(model, optimizer)
+    train(model, optimizer, dist.get_rank(), steps=4, clip=0.01)
+    return weights(model)
+
+
+@pytest.mark.parametrize("mode", ["adamw", "torch", "sharded"])
+def test_measuring_does_not_change_the_weights(mode):
+    for with_meter, without in zip(run_ranks(trained, 2, mode, True), run_ranks(trained, 2, mode, False), strict=True):
+        assert_equal(with_meter, without)

@@ -1,0 +1,266 @@
+"""Hybrid sharding: groups of ranks share the state, and every group holds a replica of it. Same weights, same checkpoints."""
+
+import math
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from test_prediction import SIZES, prediction_of
+from torch.nn.parallel import DistributedDataParallel
+from toy import assert_equal, batch, build_toy, largest_difference, make_toy, train, weights
+
+from model import GPT
+from run.memory import describe
+from zero import ShardedDataParallel, ShardedGradScaler, ShardedOptimizer
+from zero.build import build, clip_grad_norm_
+from zero.checkpoint import CheckpointWriter, chunk_reader, consolidate, load, restore
+from zero.flags import Flags
+from zero.memory import held_bytes
+from zero.messages import gather_objects
+from zero.partition import partition
+
+
+def hybrid_toy(shard_size, **flags):
+    model = make_toy()
+    model.unused.requires_grad_(False)
+    return build(
+        model, model.param_groups(), Flags(bucket_mb=0.0002, shard_size=shard_size, **flags), lr=0.01, betas=(0.9, 0.95)
+    )
+
+
+def trained_like_adamw(shard_size):
+    rank, found = dist.get_rank(), {}
+    for clip in (0.0, 0.1):
+        reference, adamw = build_toy("adamw")
+        train(reference, adamw, rank, 10, clip)
+        for shard_gradients in (False, True):
+            model, optimizer = hybrid_toy(shard_size, shard_gradients=shard_gradients)
+            train(model, optimizer, rank, 10, clip)
+            state = {str(key): value for key, value in optimizer.inner.state_dict()["state"].items()}
+            result = {"clip": clip, "hybrid": weights(model), "adamw": weights(reference), "state": state}
+            found[f"clip {clip}, shard_gradients {shard_gradients}"] = result
+    return found
+
+
+@pytest.mark.parametrize(("world_size", "shard_size"), [(2, 1), (3, 1), (4, 2), (6, 3)])
+def test_the_weights_are_those_of_adamw(world_size, shard_size):
+    results = run_ranks(trained_like_adamw, world_size, shard_size)
+    for rank, found in enumerate(results):
+        for how, result in found.items():
+            exact = world_size == 2 and not result["clip"]  # a sum of two is the same in any order
+            assert largest_difference(result["hybrid"], result["adamw"]) <= (0.0 if exact else 1e-6), how
+            assert_equal(result["hybrid"], results[0][how]["hybrid"], f"rank {rank}, {how}")  # same bits on every rank ...
+            assert_equal(result["state"], results[rank % shard_size][how]["state"], f"rank {rank}, {how}")  # ... and replica
+
+
+def bfloat16_weights(shard_size):
+    model, optimizer = hybrid_toy(shard_size, param_dtype="bfloat16")
+    for step in range(10):
+        model(*batch(step, dist.get_rank())).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.synchronize()
+    return {"weights": weights(model), "masters": [owned.local.detach().clone() for owned in optimizer.owned]}
+
+
+def test_bfloat16_weights_have_the_same_masters_on_every_replica():
+    flat = run_ranks(bfloat16_weights, 4, 4)
+    hybrid = run_ranks(bfloat16_weights, 4, 2)
+    for rank, result in enumerate(hybrid):
+        assert_equal(result["weights"], hybrid[0]["weights"])
+        assert_equal(result["masters"], hybrid[rank % 2]["masters"])
+        # the sum over the replicas is in float32, so only the order of sums differs: at most one rounding to bfloat16
+        assert largest_difference(result["weights"], flat[0]["weights"]) <= 2**-7
+
+
+ORDERS = [
+    ("synchronized", "synchronized"),
+    ("local", "local", "synchronized"),
+    ("synchronized", "norm", "synchronized"),
+    ("synchronized", "norm", "local", "synchronized"),
+    ("synchronized", "norm", "drop", "synchronized"),
+    ("synchronized", "zero", "synchronized"),
+    ("synchronized", "zero one", "synchronized"),
+    ("synchronized", "norm", "drop one", "synchronized"),
+]
+
+
+def every_order():
+    return [several_backwards(order) for order in ORDERS]
+
+
+class Late:
+    """A work that begins when it is waited for."""
+
+    def __init__(self, start):
+        self.wait = start
+
+
+def all_reduce_late(comm, shard):
+    return [Late(partial(dist.all_reduce, shard, group=comm.replica_group))] if comm.replicas > 1 else []
+
+
+def several_backwards(order):
+    """Gradients that have been added up over the replicas already are counted once when more gradients follow."""
+    rank, found = dist.get_rank(), {}
+    for name, shard_size in (("flat", 4), ("hybrid", 2)):
+        model, optimizer = hybrid_toy(shard_size, shard_gradients=True)
+        optimizer.comm.all_reduce_shard = partial(all_reduce_late, optimizer.comm)
+        for step, what in enumerate(order):
+            if what == "zero":
+                optimizer.zero_grad(set_to_none=False)
+            elif what == "drop":
+                optimizer.zero_grad()
+            elif what == "zero one":
+                model.module.hidden.weight.grad.zero_()
+            elif what == "drop one":
+                model.module.hidden.weight.grad = None
+            elif what == "norm":
+                clip_grad_norm_(optimizer, math.inf)
+            else:
+                model.require_backward_grad_sync = what == "synchronized"
+                model(*batch(step, rank)).backward()
+        found[f"{name} norm"] = {"norm": clip_grad_norm_(optimizer, math.inf).total}
+        optimizer.step()
+        optimizer.synchronize()
+        found[name] = weights(model)
+    return found
+
+
+def test_backward_passes_of_a_step_add_up():
+    for results in run_ranks(every_order, 4):
+        for order, result in zip(ORDERS, results, strict=True):
+            assert largest_difference(result["hybrid norm"], result["flat norm"]) <= 1e-6, order
+            assert result["flat norm"]["norm"] > 0.01
+            # AdamW's first step is lr * sign(gradient), so a wrong sum shows in the norm, and a wrong sign in the weights
+            assert largest_difference(result["hybrid"], result["flat"]) <= 1e-6, order
+
+
+def saved_and_resumed(folder, format):
+    """States after a save at 2 x 2 ranks and a resume with other groups, and back."""
+    found = {}
+    model, optimizer = hybrid_toy(2)
+    train(model, optimizer, dist.get_rank(), 3)
+    found["2 x 2"] = consolidate(optimizer)
+    writer = CheckpointWriter(folder, format=format)
+    values = {"model_args": {}, "iter_num": 3, "best_val_loss": 1.0, "config": {}}
+    writer.save(model.module, optimizer, values)
+    for name, shard_size in (("flat", 0), ("4 x 1", 1), ("2 x 2 again", 2)):
+        saved = load(f"{folder}/ckpt.pt")
+        other, its_optimizer = hybrid_toy(shard_size)
+        other.module.load_state_dict(saved["model"])
+        restore(its_optimizer, saved["optimizer"], chunk_reader(f"{folder}/ckpt.pt", saved))
+        found[name] = consolidate(its_optimizer)
+        assert_equal(weights(other.module), weights(model.module))
+    return {name: state and {str(key): value for key, value in state["state"].items()} for name, state in found.items()}
+
+
+@pytest.mark.parametrize("format", ["consolidated", "sharded"])
+def test_checkpoints_do_not_depend_on_the_groups(tmp_path, format):
+    on_rank_0, *others = run_ranks(saved_and_resumed, 4, str(tmp_path), format)
+    for name, state in on_rank_0.items():
+        assert_equal(state, on_rank_0["2 x 2"], name)
+    assert len(on_rank_0["2 x 2"]) > 5
+    assert not any(state for result in others for state in result.values())  # only rank 0 receives the state
+
+
+def held_and_sent_by_every_mode(shard_size):
+    modes = {"sharded": {}, "shard_gradients": {"shard_gradients": True}, "bfloat16": {"param_dtype": "bfloat16"}}
+    return {mode: held_and_sent(shard_size, flags, 2) for mode, flags in modes.items()}
+
+
+def held_and_sent(shard_size, flags, micro_steps):
+    flags = Flags(bucket_mb=0.1, shard_size=shard_size, **flags)
+    module = GPT(SIZES)
+    model, optimizer = build(module, module.param_groups(0.1), flags, lr=0.01)
+    tokens = torch.randint(SIZES.vocab_size, (2, 1, SIZES.block_size))
+    part = partition(optimizer)
+    prediction = prediction_of(flags, dist.get_world_size(), part.rank, micro_steps)
+    for _ in range(2):
+        for micro_step in range(micro_steps):
+            model.require_backward_grad_sync = micro_step == micro_steps - 1
+            model(*tokens)[1].backward()
+        clip_grad_norm_(optimizer, 1.0)
+        before = held_bytes(optimizer, model)
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.synchronize()
+    sent = {kind: count // 2 for kind, count in optimizer.comm.sent_bytes.items()}
+    points = {"before step": before, "after step": held_bytes(optimizer, model)}
+    return {point: (prediction.at(point), held) for point, held in points.items()} | {"sent": (prediction.sent(), sent)}
+
+
+@pytest.mark.parametrize(("world_size", "shard_size"), [(2, 1), (4, 2)])
+def test_predicted_bytes_are_those_held_and_sent(world_size, shard_size):
+    for results in run_ranks(held_and_sent_by_every_mode, world_size, shard_size):
+        for mode, result in results.items():
+            for predicted, measured in result.values():
+                assert predicted == {**dict.fromkeys(predicted, 0), **measured}, mode
+            assert result["sent"][1]["all-reduce"] > 0
+
+
+def with_ddp_and_part_of_the_ranks():
+    """Gradients that DistributedDataParallel has averaged, and a group that is not all ranks."""
+    ranks, rank = [0, 1, 3, 4], dist.get_rank()
+    group = dist.new_group(ranks)
+    if rank not in ranks:
+        return None
+    found = {}
+    for name, shard_size in (("adamw", None), ("under ddp", 2), ("wrapped", 2)):
+        model = make_toy()
+        model.unused.requires_grad_(False)
+        if shard_size is None:
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+        else:
+            optimizer = ShardedOptimizer(
+                model.parameters(), torch.optim.AdamW, group, shard_size=shard_size, bucket_mb=0.0002, lr=0.01, fused=True
+            )
+        ddp = DistributedDataParallel(model, process_group=group)
+        train(ShardedDataParallel(model, optimizer) if name == "wrapped" else ddp, optimizer, rank, 5, clip=0.0)
+        found[name] = weights(model)
+    return found
+
+
+def test_gradients_of_ddp_and_a_group_of_some_ranks():
+    results = [found for found in run_ranks(with_ddp_and_part_of_the_ranks, 5) if found is not None]
+    assert len(results) == 4
+    for found in results:
+        assert_equal(found["under ddp"], found["adamw"])
+        assert largest_difference(found["wrapped"], found["adamw"]) <= 1e-6
+        assert_equal(found["wrapped"], results[0]["wrapped"])
+
+
+def inf_on_one_replica():
+    model, optimizer = hybrid_toy(2)
+    scaler = ShardedGradScaler("cpu", init_scale=8.0)
+    before = weights(model)
+    loss = model(*batch(0, dist.get_rank())) * (math.inf if dist.get_rank() == 3 else 1.0)
+    scaler.scale(loss).backward()
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+    return {"before": before, "after": weights(model), "scale": torch.tensor(scaler.get_scale())}
+
+
+def test_a_gradient_that_is_not_finite_on_one_replica_skips_the_update_on_all():
+    for result in run_ranks(inf_on_one_replica, 4):
+        assert_equal(result["after"], result["before"])
+        assert result["scale"] == 4.0
+
+
+def refusals():
+    for shard_size, message in ((3, "zero_shard_size=3 does not divide 4 ranks; use one of 1, 2"), (-1, "use one of 1, 2, 4")):
+        with pytest.raises(ValueError, match=message):
+            hybrid_toy(shard_size)
+    with pytest.raises(ValueError, match="zero_shard_size=2 needs use_zero1=True, zero1_impl='sharded'"):
+        hybrid_toy(2, use_zero1=False)
+    lines = gather_objects(describe(hybrid_toy(2)[1], True))
+    assert "over 2 ranks in each of 2 groups" in lines[0]
+    return True
+
+
+def test_groups_that_do_not_fit_are_refused():
+    run_ranks(refusals, 4)

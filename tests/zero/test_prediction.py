@@ -1,0 +1,275 @@
+"""zero/prediction.py: what it predicts is what tensors take, at every point of a step, for every mode and any world size."""
+
+import itertools
+import time
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import context, run_ranks
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from forecast.activations import LiveBytes, predict
+from model import GPT, GPTConfig
+from zero.build import build, clip_grad_norm_
+from zero.flags import Flags
+from zero.layout import parameter_specs
+from zero.memory import held_bytes
+from zero.optimizer import ShardedOptimizer
+from zero.prediction import Prediction
+
+SIZES = GPTConfig(block_size=8, vocab_size=65, n_layer=4, n_head=2, n_embd=96, bias=False)
+BUCKET_MB = 0.1  # 18 buckets
+MODES = {
+    "adamw": Flags(use_zero1=False),
+    "torch": Flags(zero1_impl="torch"),
+    "sharded": Flags(bucket_mb=BUCKET_MB),
+    "automatic": Flags(),
+    "shard_gradients": Flags(bucket_mb=BUCKET_MB, shard_gradients=True),
+    "bfloat16": Flags(bucket_mb=BUCKET_MB, param_dtype="bfloat16"),
+    "bfloat16, shard_gradients": Flags(bucket_mb=BUCKET_MB, param_dtype="bfloat16", shard_gradients=True),
+}
+
+
+def without_communication(_, bucket):
+    """Hook for DistributedDataParallel: the fake process group returns no result."""
+    future = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
+
+
+LARGER = replace(SIZES, n_layer=6, n_head=6, n_embd=384)  # 10.7M parameters
+MODES_OF_LARGER = {  # on a CPU, the pool keeps
+    "buckets": Flags(bucket_mb=6),
+    "buckets and shards": Flags(),
+    "buckets, with shard_gradients": Flags(bucket_mb=6, shard_gradients=True),
+    "buckets and shards, with shard_gradients": Flags(shard_gradients=True),
+    "bfloat16": Flags(bucket_mb=6, param_dtype="bfloat16"),
+}
+
+
+def prediction_of(flags, world_size, rank, micro_steps, sizes=SIZES):
+    """The prediction for a GPT on the meta device."""
+    with torch.device("meta"):
+        model = GPT(sizes)
+    plan = flags.plan(parameter_specs(model.param_groups(0.1), model.parameters()), world_size)
+    wrapper = "ShardedDataParallel" if plan.buffers else "DistributedDataParallel" if dist.is_initialized() else None
+    return Prediction(
+        plan,
+        rank if plan.world_size > 1 else 0,
+        wrapper,
+        world_size,
+        micro_steps,
+        shard_gradients=bool(plan.buffers) and flags.shard_gradients,
+        on_cpu=True,
+    )
+
+
+def run_steps(flags, micro_steps, sizes, measure, live):
+    """Two steps; `measure` is called at each point of the second one. The optimizer."""
+    module = GPT(sizes)
+    model, optimizer = build(module, module.param_groups(0.1), flags, lr=0.01)
+    if dist.is_initialized() and dist.get_backend() == "fake" and not isinstance(optimizer, ShardedOptimizer):
+        model.register_comm_hook(None, without_communication)
+    tokens = torch.randint(sizes.vocab_size, (2, 1, sizes.block_size))
+
+    def micro_step(sync):
+        model.require_backward_grad_sync = sync
+        with torch.autocast("cpu", enabled=flags.param_dtype == "bfloat16"):
+            loss = model(*tokens)[1]
+        loss.backward()
+
+    measure("wrapped", model, optimizer)
+    for step in range(2):
+        live.reset_peak()
+        for number in range(micro_steps):
+            micro_step(sync=number == micro_steps - 1)
+            if step and number == micro_steps - 2:
+                measure("accumulating", model, optimizer)
+        clip_grad_norm_(optimizer, 1.0)
+        if step:
+            measure("before step", model, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        if isinstance(optimizer, ShardedOptimizer):
+            optimizer.synchronize()
+    measure("after step", model, optimizer)
+    return optimizer
+
+
+def predicted_and_measured(flags, micro_steps=2, sizes=SIZES):
+    """By point of a step: the bytes predicted from a model on the meta device, the bytes held, and all bytes alive."""
+    prediction = prediction_of(flags, dist.get_world_size(), dist.get_rank(), micro_steps, sizes)
+    points = {}
+
+    def measure(point, model, optimizer):
+        predicted = prediction.at(point)
+        for _ in range(10):  # each thread of gloo holds the tensors of its last collective until it takes the next one
+            dist.barrier()
+        for _ in range(500):
+            if live.now <= 1.02 * sum(predicted.values()):
+                break
+            time.sleep(0.01)
+        points[point] = predicted, held_bytes(optimizer, model), live.now
+
+    with LiveBytes() as live:
+        optimizer = run_steps(flags, micro_steps, sizes, measure, live)
+    sent = optimizer.comm.sent_bytes if isinstance(optimizer, ShardedOptimizer) else {}
+    per_step = {kind: sent[kind] // 2 for kind in ("reduce-scatter", "all-gather") if kind in sent}
+    return points, prediction.sent(), per_step
+
+
+def check(mode, result):
+    points, predicted_sent, sent = result
+    assert list(points) == ["wrapped", "accumulating", "before step", "after step"]
+    for point, (predicted, held, alive) in points.items():
+        assert predicted == held, (mode, point)
+        assert sum(predicted.values()) == pytest.approx(alive, rel=0.02), (mode, point)
+    if sent:
+        assert predicted_sent == sent, mode
+
+
+def every_mode():
+    return {mode: predicted_and_measured(flags) for mode, flags in MODES.items()}
+
+
+def three_micro_steps():
+    return {mode: predicted_and_measured(flags, micro_steps=3) for mode, flags in MODES.items()}
+
+
+def kept_tensors(micro_steps):
+    return {mode: predicted_and_measured(flags, micro_steps, LARGER) for mode, flags in MODES_OF_LARGER.items()}
+
+
+@pytest.mark.parametrize("world_size", [1, 2, pytest.param(3, marks=pytest.mark.slow), 4])
+def test_predictions_are_what_tensors_take(world_size):
+    for results in run_ranks(every_mode, world_size):
+        for mode, result in results.items():
+            check(mode, result)
+
+
+def test_predictions_with_more_micro_steps():
+    for results in run_ranks(three_micro_steps, 2):
+        for mode, result in results.items():
+            check(mode, result)
+
+
+@pytest.mark.parametrize("micro_steps", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_predictions_with_tensors_that_the_pool_keeps(micro_steps):
+    for results in run_ranks(kept_tensors, 2, micro_steps):
+        for mode, result in results.items():
+            check(mode, result)
+        held = {mode: points["after step"][1]["buckets"] for mode, (points, *_) in results.items()}
+        assert 0 < held["buckets"] < held["buckets and shards"]
+
+
+DEMO = replace(SIZES, vocab_size=97, n_head=4, n_embd=128)  # 0.8M parameters
+POINTS = "before step", "after step"
+
+
+def held_by_mode(sizes):
+    """Bytes that this rank holds at the points of a step, by mode."""
+    return {
+        mode: {point: sum(held.values()) for point, (_, held, _) in predicted_and_measured(flags, 2, sizes)[0].items()}
+        for mode, flags in {"adamw": Flags(use_zero1=False), "sharded": Flags()}.items()
+    }
+
+
+def saves(by_mode, share, sizes, world_size):
+    """Whether `sharded` holds less than `adamw`, by a share of 8P - 8P/N bytes of AdamW state for P parameters."""
+    with torch.device("meta"):
+        count = sum(param.numel() for param in GPT(sizes).parameters())
+    expected = share * (8 * count - 8 * count / world_size)
+    return all(by_mode["adamw"][point] - by_mode["sharded"][point] >= expected for point in POINTS)
+
+
+@pytest.mark.parametrize(("sizes", "share"), [(DEMO, 0.5), (LARGER, 0.8)])
+def test_the_default_saves_memory_between_two_ranks(sizes, share):
+    for by_mode in run_ranks(held_by_mode, 2, sizes):
+        assert saves(by_mode, share, sizes, 2)
+
+
+GPT2 = replace(SIZES, vocab_size=50304, n_layer=12, n_head=12, n_embd=768, block_size=64)
+
+
+@pytest.mark.parametrize("world_size", [2, 4, 8, 64])
+@pytest.mark.parametrize(("sizes", "share"), [(DEMO, 0.5), (LARGER, 0.8), (GPT2, 0.8)])
+@pytest.mark.parametrize("on_cpu", [True, False])
+def test_the_default_is_predicted_to_save_memory(sizes, share, world_size, on_cpu):
+    wrappers = {"adamw": "DistributedDataParallel", "sharded": "ShardedDataParallel"}
+    by_mode = {}
+    for mode, flags in {"adamw": Flags(use_zero1=False), "sharded": Flags()}.items():
+        prediction = replace(prediction_of(flags, world_size, 0, 1, sizes), wrapper=wrappers[mode], on_cpu=on_cpu)
+        by_mode[mode] = {point: sum(prediction.at(point).values()) for point in POINTS}
+    assert saves(by_mode, share, sizes, world_size)
+
+
+# a large vocabulary: the gradient of the tied embedding decides the peak; many layers: activations do
+PEAK_SIZES = [replace(SIZES, vocab_size=3000), replace(SIZES, n_layer=8, block_size=64)]
+
+
+def predicted_and_measured_peaks():
+    """Peaks of training in bytes, by mode, number of micro-steps and sizes."""
+    world_size, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+    peaks = {}
+    for mode, flags in MODES.items() if world_size > 1 else [("adamw", MODES["adamw"])]:
+        dtype = "bfloat16" if flags.param_dtype == "bfloat16" else "float32"
+        for micro_steps, (number, sizes) in itertools.product((1, 2, 3), enumerate(PEAK_SIZES)):
+            with LiveBytes() as live:
+                optimizer = run_steps(flags, micro_steps, sizes, lambda *_: None, live)
+            activations = predict(sizes, 1, dtype, flags.param_dtype, False, "cpu")
+            prediction = prediction_of(flags, world_size, rank, micro_steps, sizes)
+            peaks[f"{mode}, {micro_steps} micro-steps, sizes {number}"] = prediction.peak_of_training(activations), live.peak
+            del optimizer
+    return peaks
+
+
+@pytest.mark.parametrize(
+    "world_size", [None, 1, pytest.param(2, marks=pytest.mark.slow)]
+)  # test_malloc.py has two ranks as well
+def test_the_peak_of_training(world_size):
+    by_rank = [predicted_and_measured_peaks()] if world_size is None else run_ranks(predicted_and_measured_peaks, world_size)
+    for peaks in by_rank:
+        assert peaks
+        for case, (predicted, measured) in peaks.items():
+            assert 0.98 * measured <= predicted <= 1.03 * measured, case
+
+
+def peak_of_construction(mode):
+    """The predicted and the measured peak bytes while a model is built and wrapped."""
+    prediction = prediction_of(MODES[mode], dist.get_world_size(), dist.get_rank(), micro_steps=1)
+    send = torch.nn.parallel.distributed._sync_module_states
+
+    def send_and_pause(*args, **kwargs):
+        send(*args, **kwargs)
+        time.sleep(0.05)  # gloo's thread may free what it has sent a moment later
+
+    with mock.patch("torch.nn.parallel.distributed._sync_module_states", send_and_pause), LiveBytes() as live:
+        model = GPT(SIZES)
+        build(model, model.param_groups(0.1), MODES[mode], lr=0.01)
+    return prediction.construction, live.peak
+
+
+@pytest.mark.parametrize("mode", ["adamw", "sharded", "bfloat16"])
+def test_the_peak_of_construction(mode):
+    for predicted, measured in run_ranks(peak_of_construction, 2, mode):
+        assert predicted == pytest.approx(measured, rel=0.05)  # rank 0's parameters are sent one by one
+
+
+def _simulated(world_size, rank, results):
+    torch.set_num_threads(1)
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    results.send(every_mode())
+
+
+@pytest.mark.parametrize(("world_size", "rank"), [(8, 0), (64, 63), pytest.param(1024, 1023, marks=pytest.mark.slow)])
+def test_predictions_for_one_rank_of_a_large_world(world_size, rank):
+    results, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_simulated, args=(world_size, rank, sender))
+    process.start()
+    sender.close()  # so that recv() fails if the process does
+    for mode, result in results.recv().items():
+        check(mode, result)
+    process.join()

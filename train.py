@@ -29,25 +29,13 @@ import torch
 from configurator import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, UnitInterval, configure
 from data.dataset import EVALUATION_BATCH, Dataset, prepare_if_missing
 from distributed import machine
-from distributed.exits import exit_on_wrong_input, finish
+from distributed.exits import exit_on_wrong_input
 from distributed.launch import launched
-from distributed.machine import environment
-from distributed.position import position
 from distributed.ranks import mean_over_ranks, print0, start
-from distributed.signals import Action, Signals
-from distributed.watchdog import Watchdog
-from forecast.memory import Extras, Workload
 from model import GPT, GPTConfig, check_block_size
-from run.agreement import DesyncCheck, compare_model_and_data, compare_settings, compare_with_checkpoint
-from run.checkpoints import Checkpoints
-from run.guard import Guard
-from run.logger import Logger
-from run.memory import MemoryCheck, describe
-from run.meter import Meter
-from run.profiling import Profiler
-from run.progress import Progress
-from run.sampling import Sampler
-from run.shadow import Shadow
+from run.agreement import compare_model_and_data, compare_settings, compare_with_checkpoint
+from run.memory import describe
+from run.moments import Run
 from zero import ShardedGradScaler
 from zero.build import build, clip_grad_norm_
 from zero.flags import Flags
@@ -124,8 +112,7 @@ config = configure(globals())
 
 # ranks and devices
 launch = launched()  # by torchrun, or as a single process
-rank, local_rank, world_size = launch.rank, launch.local_rank, launch.world_size
-progress = Progress(max_iters, rank)
+rank, world_size = launch.rank, launch.world_size
 # Every rank runs every line, and print0 prints on rank 0: a collective must never stand where only some ranks go.
 with exit_on_wrong_input():
     device, dtype = machine.resolve(device, dtype, param_dtype)
@@ -136,28 +123,28 @@ with exit_on_wrong_input():
             f"use --gradient_accumulation_steps={math.ceil(gradient_accumulation_steps / world_size) * world_size}"
         )
     device = start(launch, device, backend, dist_timeout_s)
-Watchdog(dist_timeout_s, out_dir)  # ends the ranks if they hang
 autocast = machine.autocast(device, dtype)
-profiler = Profiler(os.path.join(out_dir, "profile"), rank, device, profile, profile_memory)
 torch.backends.cuda.matmul.allow_tf32 = True
 torch.backends.cudnn.allow_tf32 = True
 micro_steps = gradient_accumulation_steps // world_size  # per iteration on this rank
 sequences_per_iter = gradient_accumulation_steps * batch_size  # on all ranks together
 tokens_per_iter = sequences_per_iter * block_size
+run = Run(config, launch, device, dtype, micro_steps, tokens_per_iter)  # what accompanies the training: run/moments.py
+state = run.state
 print0(f"tokens per iteration will be: {tokens_per_iter:,}")
 if machine.is_slow_on_cpu(device, dtype):
     print0(f"note: this CPU has no {dtype} instructions; --dtype=float32 will be faster")
 
 # data
-with exit_on_wrong_input(), progress.task(f"preparing {dataset}"):
-    if local_rank == 0:
+with run.stage(f"preparing {dataset}"):
+    if launch.local_rank == 0:
         prepare_if_missing(dataset)
-with exit_on_wrong_input():
+with run.stage("reading the dataset"):
     data = Dataset(dataset, block_size)
 
 
 def get_batch(split, offsets):
-    """Returns the sequences at `offsets` and their targets, on the device, each (len(offsets), block_size)."""
+    """Return the sequences at `offsets` and their targets, on the device, each (len(offsets), block_size)."""
     x, y = (torch.from_numpy(tokens) for tokens in data.batch(split, offsets))
     if device.type == "cuda":  # pinned memory: the copy overlaps with the computation
         x, y = x.pin_memory(), y.pin_memory()
@@ -166,27 +153,19 @@ def get_batch(split, offsets):
 
 # model
 torch.manual_seed(seed)
-iter_num = 0
-data_position = 0  # number of sequences that all ranks together have seen
-best_val_loss = float("inf")
-checkpoint = wandb_run_id = None
-saving = {"always": always_save_checkpoint, "read_only": eval_only, "stop_on_error": on_save_error == "stop"}
-checkpoints = Checkpoints(out_dir, keep_checkpoints, async_save, checkpoint_format, **saving)
-with exit_on_wrong_input(), progress.task("loading the model"):
-    init_from = checkpoints.resolve(init_from)
+checkpoint = None
+with run.stage("loading the model"):
+    init_from = run.checkpoints.resolve(init_from)
     if init_from == "scratch":
         print0("Initializing a new model from scratch")
         vocab_size = data.vocab_size or GPTConfig.vocab_size
         raw_model = GPT(GPTConfig(block_size, vocab_size, n_layer, n_head, n_embd, dropout, bias))
     elif init_from == "resume":
-        checkpoint = checkpoints.load()
+        checkpoint = run.checkpoints.load()
         compare_with_checkpoint(checkpoint, config, data)
         raw_model = GPT.from_checkpoint(checkpoint, dropout)
-        iter_num, wandb_run_id = checkpoint["iter_num"], checkpoint.get("wandb_run_id")
-        data_position = checkpoint.get("data_position", iter_num * sequences_per_iter)
-        if not math.isnan(checkpoint["best_val_loss"]):  # with nan, no later loss would be an improvement
-            best_val_loss = float(checkpoint["best_val_loss"])
-        print0(f"with the checkpoint's model, at iteration {iter_num}: {raw_model.config}")
+        state.resume(checkpoint, sequences_per_iter)
+        print0(f"with the checkpoint's model, at iteration {state.iter_num}: {raw_model.config}")
     elif init_from.startswith("gpt2") or os.path.isdir(init_from):
         print0(f"Initializing from GPT-2 weights: {init_from}")
         raw_model = GPT.from_pretrained(init_from, dropout)
@@ -195,8 +174,8 @@ with exit_on_wrong_input(), progress.task("loading the model"):
     check_block_size(block_size, raw_model.config.block_size, croppable=init_from != "resume")
     raw_model.crop_block_size(block_size)
     data.check(raw_model.config.vocab_size, rank, world_size)
-with exit_on_wrong_input(), progress.task("comparing the ranks"):
-    compare_model_and_data(raw_model, data, iter_num=iter_num, data_position=data_position, best_val_loss=best_val_loss)
+with run.stage("comparing the ranks"):
+    compare_model_and_data(raw_model, data, **vars(state))
 raw_model.to(device)
 print0(f"number of parameters: {raw_model.num_params() / 1e6:.2f}M")
 raw_model.activation_checkpointing = activation_checkpointing
@@ -204,14 +183,14 @@ if compile:
     raw_model.compile_blocks()
 
 # optimizer: `build` chooses the implementation from the ZeRO-1 settings
-with exit_on_wrong_input(), progress.task("making the optimizer"):
+with run.stage("making the optimizer"):
     flags = Flags(use_zero1, zero1_impl, zero_bucket_mb, shard_gradients, param_dtype, zero_check_reads, zero_shard_size)
     groups = raw_model.param_groups(weight_decay)
-    shadow = Shadow(0 if eval_only else shadow_check, raw_model, groups, checkpoints, checkpoint)
+    run.before_build(raw_model, groups, checkpoint)
     model, optimizer = build(raw_model, groups, flags, overlap=True, lr=learning_rate, betas=(beta1, beta2))
     scaler = ShardedGradScaler(device.type, enabled=dtype == "float16")
     if checkpoint is not None:
-        checkpoints.restore(optimizer, checkpoint)
+        run.checkpoints.restore(optimizer, checkpoint)
         if checkpoint.get("scaler"):  # the checkpoint is from a float16 run
             scaler.load_state_dict(checkpoint["scaler"])
         checkpoint = None  # frees the memory
@@ -219,9 +198,8 @@ print0(describe(optimizer, use_zero1))
 
 
 @torch.no_grad()
-@position.at("evaluation")
 def estimate_loss():
-    """Returns the mean loss over sequences of each split. Needs to be called on all ranks.
+    """Return the mean loss over sequences of each split. Needs to be called on all ranks.
 
     The ranks share the sequences. Every evaluation uses the same sequences, so only the model can change the loss.
     """
@@ -230,7 +208,7 @@ def estimate_loss():
     for split in ("train", "val"):
         batches = data.evaluation(split, seed, count, batch_size, rank, world_size)
         total = torch.zeros((), device=device)
-        for offsets in progress.track(batches, f"evaluating on {split}"):
+        for offsets in run.track(batches, f"evaluating on {split}"):
             x, y = get_batch(split, offsets)
             with autocast:
                 total.add_(raw_model(x, y)[1], alpha=(offsets >= 0).sum().item())  # the mean of so many sequences
@@ -239,8 +217,19 @@ def estimate_loss():
     return result
 
 
+def evaluate(lr):
+    """Log the losses, and save a checkpoint if it is due. Needs to be called on all ranks."""
+    with run.aside("evaluation"):
+        begin = time.perf_counter()
+        losses = estimate_loss()
+        if run.after_evaluation(losses, lr, time.perf_counter() - begin):
+            save_checkpoint()
+
+
 def get_lr(iteration):
-    """Returns the learning rate: linear warm-up, then cosine decay to `min_lr`."""
+    """Return the learning rate: linear warm-up, then cosine decay to `min_lr`."""
+    if not decay_lr:
+        return learning_rate
     if iteration < warmup_iters:
         return learning_rate * (iteration + 1) / (warmup_iters + 1)
     if iteration > lr_decay_iters:
@@ -250,136 +239,52 @@ def get_lr(iteration):
 
 
 def save_checkpoint():
-    """Write ckpt.pt, unless the guard has ended the run. Needs to be called on all ranks."""
-    guard.report(iter_num - 1)
-    desync.check(iter_num, now=True)
-    if guard.failed:
-        return
-    values = {
-        "model_args": vars(raw_model.config),
-        "iter_num": iter_num,
-        "best_val_loss": best_val_loss,
-        "config": config,
-        "scaler": scaler.state_dict(),
-        "data_position": data_position,
-        "wandb_run_id": log.run_id or wandb_run_id,
-        **data.identity(),
-    }
-    with progress.task("saving the checkpoint"):
-        checkpoints.save(raw_model, optimizer, values)
+    """Write ckpt.pt, unless a watcher has ended the run. Needs to be called on all ranks."""
+    if run.may_save():
+        values = {"model_args": vars(raw_model.config), "config": config, "scaler": scaler.state_dict()}
+        run.save(raw_model, optimizer, values | vars(state) | data.identity())
 
-
-# logging
-with exit_on_wrong_input(), progress.task("starting the log"):
-    checkpoints.claim()
-    facts: dict[str, object] = {
-        "implementation": flags.implementation(world_size),
-        "world_size": world_size,
-        "micro_steps": micro_steps,
-    }
-    facts |= {"parameters": raw_model.num_params(), "dtype": dtype, **environment(device)}
-    folder = None if eval_only or iter_num > max_iters else out_dir
-    log = Logger(folder, iter_num if init_from == "resume" else None, config | facts, wandb_run_id)
-    sampler = Sampler(0 if eval_only else sample_interval, raw_model, data.meta, autocast, log, seed)
-workload = Workload(raw_model.config, batch_size, dtype, device.type, activation_checkpointing)
-memory = MemoryCheck(log, model, optimizer, workload, shard_gradients, micro_steps, compile, Extras.of(config))
-meter = Meter(log, model, optimizer, memory, dtype, tokens_per_iter, raw_model.flops_per_token(), max_iters, metric_interval)
-signals = Signals()
-guard = Guard(raw_model, optimizer, scaler, limit=1 if on_nonfinite == "stop" else max_nonfinite, alert=log.alert)
-shadow.follow(optimizer, scaler, guard.limit, autocast, micro_steps, grad_clip)
-desync = DesyncCheck(raw_model, optimizer, desync_check_interval, guard.fail)
 
 # training loop
-batches = data.micro_batches(seed, data_position, batch_size, gradient_accumulation_steps, rank, world_size)
-x, y = get_batch("train", next(batches))
-first_iter = iter_num
-action = Action.CONTINUE
-if iter_num > max_iters:
-    print0(f"nothing to train: the checkpoint is at iteration {iter_num}, beyond max_iters={max_iters}; use a larger one")
-if iter_num <= max_iters and not eval_only:
-    memory.announce(iter_num)
-meter.restart()
-while iter_num <= max_iters or eval_only:
-    position.begin_iteration(iter_num)
-    lr = get_lr(iter_num) if decay_lr else learning_rate
+run.watch(raw_model, model, optimizer, scaler, autocast, data, flags)
+batches = data.micro_batches(seed, state.data_position, batch_size, gradient_accumulation_steps, rank, world_size)
+with run.aside("the first batch"):
+    x, y = get_batch("train", next(batches))
+if eval_only:
+    evaluate(get_lr(state.iter_num))
+while run.goes_on():
+    lr = get_lr(state.iter_num)
     for group in optimizer.param_groups:
         group["lr"] = lr
-
-    if iter_num % eval_interval == 0 or eval_only:
-        begin = time.perf_counter()
-        losses = estimate_loss()
-        meter.log_evaluation(iter_num, losses, lr, time.perf_counter() - begin)
-        if eval_only:
-            break
-        if guard.in_a_row or not all(map(math.isfinite, losses.values())):
-            print0("WARNING: not saved: the loss or the last gradients are not finite")
-        elif losses["val"] < best_val_loss or always_save_checkpoint:
-            best_val_loss = min(best_val_loss, losses["val"])
-            if iter_num > first_iter:
-                save_checkpoint()
-        meter.restart()
-    if sampler.write(iter_num):
-        meter.restart()
-
+    if state.iter_num % eval_interval == 0:
+        evaluate(lr)
+    run.begin_iteration()  # a sample, if it is time
     # seed dropout from (seed, iteration, rank): a resumed run repeats it, and an evaluation does not change it
-    torch.manual_seed(int(np.random.SeedSequence((seed, iter_num, rank)).generate_state(1)[0]))
-    is_logged = iter_num % log_interval == 0
-    meter.begin_iteration(iter_num, is_logged)
+    torch.manual_seed(int(np.random.SeedSequence((seed, state.iter_num, rank)).generate_state(1)[0]))
     loss_sum = torch.zeros((), device=device)
     for micro_step in range(micro_steps):
         model.require_backward_grad_sync = micro_step == micro_steps - 1  # sync in the last micro-step; shard_gradients: in all
-        shadow.micro_step(x, y)
-        with meter.phase("forward"), autocast:
+        run.before_forward(x, y)
+        with run.phase("forward"), autocast:
             loss = model(x, y)[1]  # the logits, which can be the largest tensor, are not kept
         loss_sum += loss.detach()
-        with meter.phase("data"):
+        with run.phase("data"):
             x, y = get_batch("train", next(batches))  # prefetch the next batch while the device computes
-        with meter.phase("backward"):
+        with run.phase("backward"):
             scaler.scale(loss / micro_steps).backward()
-    desync.check(iter_num)  # all weights have arrived by now, and the update will overwrite them
-    with meter.phase("clip"):
+    with run.phase("clip"):
         scaler.unscale_(optimizer)
         norms = clip_grad_norm_(optimizer, grad_clip or math.inf)
-    guard.check(loss_sum, norms)  # waits for all ranks
-    meter.measure_memory("before_step")
-    with meter.phase("update"):
+    run.before_update(loss_sum, norms)  # are all ranks the same, and all values finite?
+    with run.phase("update"):
         scaler.step(optimizer)
         scaler.update()
-    if iter_num >= first_iter + max(2, shadow_check):
-        memory.compare(iter_num)  # once, as soon as there is optimizer state
+    run.after_update()
     optimizer.zero_grad(set_to_none=True)
-    meter.measure_memory("after_step")
-    data_position += sequences_per_iter
-    if is_logged:  # waits for the device
-        progress.show(meter.log_iteration(iter_num, loss_sum / micro_steps, norms.total, lr, data_position * block_size))
-    if is_logged or (iter_num + 1) % eval_interval == 0 or device.type == "cpu":  # report() waits for a GPU
-        guard.report(iter_num)
-    progress.update(iter_num)
-    if shadow.update():
-        meter.restart(new_peak=True)
-    if profiler.step():
-        meter.restart()
-    iter_num += 1
-
-    must_fail = checkpoints.report(log) or guard.failed
-    action = signals.agree(
-        Action.FAIL if must_fail else checkpoints.due(iter_num, is_end=iter_num > max_iters and not guard.in_a_row)
-    )
-    if action in (Action.SAVE, Action.SAVE_AND_STOP):
-        save_checkpoint()
-        meter.restart()
-    if action in (Action.SAVE_AND_STOP, Action.FAIL) or guard.failed:
-        break
-
-shadow.finish()
-checkpoints.wait()
-guard.report(iter_num - 1)
-last_line = f"stopped by a signal before iteration {iter_num}; continue with --init_from=resume"
-must_fail = checkpoints.report(log, required=True) or guard.failed
-failed = signals.agree(Action.FAIL if must_fail else Action.CONTINUE) == Action.FAIL
-if failed:
-    checkpoints.explain_failure(diverged=guard.failed)
-profiler.finish()
-progress.close()
-log.finish(int(failed))
-finish(int(failed), last_line if action == Action.SAVE_AND_STOP else "")
+    state.data_position += sequences_per_iter
+    run.end_iteration(loss_sum / micro_steps, norms.total, lr)  # logs
+    state.iter_num += 1
+    if run.must_save():  # a signal, or the end
+        with run.aside("saving the checkpoint"):
+            save_checkpoint()
+run.finish()

@@ -16,7 +16,7 @@ from benchmarks.contenders import Contender, Setup
 from distributed.ranks import mean_over_ranks
 from forecast.memory import Extras
 from run.logger import Logger
-from run.memory import MemoryCheck
+from run.memory import MemoryCheck, MemoryMeter
 from run.meter import Meter
 from zero.build import clip_grad_norm_
 
@@ -87,10 +87,11 @@ def _meter(contender: Contender, folder: str, wandb_log: bool) -> Meter:
     del os.environ["WANDB_DIR"]
     os.environ.update(before)
     shard_gradients = contender.mode == "shard_gradients"
-    memory = MemoryCheck(log, model, optimizer, setup.workload(contender.mode), shard_gradients, 1, False, Extras())
+    memory = MemoryMeter(model, optimizer)
+    check = MemoryCheck(log, model, optimizer, memory, setup.workload(contender.mode), shard_gradients, 1, False, Extras())
     tokens = setup.batch_size * setup.config.block_size * dist.get_world_size()
     flops = contender.module.flops_per_token()
-    return Meter(log, model, optimizer, memory, setup.dtype, tokens, flops, NEVER_ENDS, METRIC_INTERVAL)
+    return Meter(log, model, optimizer, memory, check, setup.dtype, tokens, flops, NEVER_ENDS, METRIC_INTERVAL)
 
 
 def _turn(contender: Contender, meter: Meter | NoMeter, first: int) -> float:

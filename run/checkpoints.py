@@ -1,11 +1,13 @@
 """The checkpoints of a run in its output folder: find, load, save and report them."""
 
+import math
 import os
 import sys
 import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,6 +21,23 @@ from zero import checkpoint as ckpt
 from zero.checkpoint import CheckpointError, CheckpointWriter, DivergedError, SaveReport, format
 from zero.checkpoint.store import NAME, PREVIOUS
 from zero.messages import gather_objects, is_rank_0
+
+
+@dataclass
+class State:
+    """How far a run is. A checkpoint holds it beside the weights and the optimizer state."""
+
+    iter_num: int = 0  # the next iteration
+    data_position: int = 0  # number of sequences that all ranks together have seen
+    best_val_loss: float = math.inf
+    wandb_run_id: str | None = None
+
+    def resume(self, checkpoint: dict[str, Any], sequences_per_iter: int) -> None:
+        """Go on from a checkpoint, which may be nanoGPT's."""
+        self.iter_num, self.wandb_run_id = checkpoint["iter_num"], checkpoint.get("wandb_run_id")
+        self.data_position = checkpoint.get("data_position", self.iter_num * sequences_per_iter)
+        if not math.isnan(checkpoint["best_val_loss"]):  # with nan, no later loss would be an improvement
+            self.best_val_loss = float(checkpoint["best_val_loss"])
 
 
 class Checkpoints:
@@ -80,6 +99,11 @@ class Checkpoints:
         checkpoint, self._read_chunks = ckpt.load_on_all_ranks(own_path)
         self._newest = checkpoint["iter_num"]
         return checkpoint
+
+    @property
+    def is_loaded(self) -> bool:
+        """Whether the run resumes from a checkpoint."""
+        return bool(self._path)
 
     def restore(self, optimizer: torch.optim.Optimizer, checkpoint: dict[str, Any]) -> None:
         """Load the optimizer state from the checkpoint that `load` returned. See `zero.checkpoint.restore`."""

@@ -106,6 +106,7 @@ class MemoryCheck:
     Args:
         log: logger that receives the figures.
         model, optimizer, shard_gradients: what `zero.build.build` returned, and its flag.
+        memory: measures the peak.
         workload: the micro-step.
         micro_steps: micro-steps per iteration on each rank.
         compiled: the model is compiled, so that activations take less than predicted.
@@ -117,6 +118,7 @@ class MemoryCheck:
         log: Logger,
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
+        memory: MemoryMeter,
         workload: Workload,
         shard_gradients: bool,
         micro_steps: int,
@@ -124,8 +126,7 @@ class MemoryCheck:
         extras: Extras,
     ) -> None:
         self.log, self.model, self.optimizer, self.compiled = log, model, optimizer, compiled
-        self.meter = MemoryMeter(model, optimizer)
-        self.device = next(model.parameters()).device
+        self.memory, self.device = memory, memory.device
         launch, plan = launched(), partition(optimizer).plan
         param_dtype = "bfloat16" if plan.has_masters else "float32"
         activations = _activations(workload, param_dtype) if is_rank_0() else Activations(0, 0, 0, 0, 0)
@@ -179,7 +180,7 @@ class MemoryCheck:
             return
         on_gpu = self.device.type == "cuda"
         held = held_bytes(self.optimizer, self.model)
-        by_rank = gather_objects((sum(held.values()), self.meter.peak() if on_gpu else 0, held))
+        by_rank = gather_objects((sum(held.values()), self.memory.peak() if on_gpu else 0, held))
         self.compared = any(held["state"] for _, _, held in by_rank)
         if not self.compared or not is_rank_0():  # no state: no update has been made yet, because float16 has overflowed
             return

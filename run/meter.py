@@ -14,7 +14,7 @@ from distributed.launch import launched
 from distributed.position import position
 from distributed.ranks import gather_numbers, mean_over_ranks, print0
 from run.logger import Logger
-from run.memory import MemoryCheck, Point
+from run.memory import MemoryCheck, MemoryMeter, Point
 from zero.communication import KINDS, CommunicationMeter
 from zero.stopwatch import Stopwatch
 
@@ -29,7 +29,8 @@ class Meter:
     Args:
         log: logger that receives the metrics.
         model, optimizer: what `zero.build.build` returned.
-        memory: the prediction of the memory, and its meter.
+        memory: measures the memory of this rank.
+        memory_check: the prediction of the memory.
         dtype: dtype of the computation.
         tokens_per_iter: tokens per iteration, all ranks together.
         flops_per_token: FLOPs of the model per token.
@@ -44,14 +45,15 @@ class Meter:
         log: Logger,
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
-        memory: MemoryCheck,
+        memory: MemoryMeter,
+        memory_check: MemoryCheck,
         dtype: str,
         tokens_per_iter: int,
         flops_per_token: float,
         max_iters: int,
         metric_interval: int,
     ) -> None:
-        self.log, self.memory, self.device = log, memory, memory.device
+        self.log, self.memory, self.memory_check, self.device = log, memory, memory_check, memory.device
         self.tokens_per_iter = tokens_per_iter
         self.flops_per_iter = flops_per_token * tokens_per_iter / launched().world_size  # of one rank
         self.max_iters, self.metric_interval = max_iters, metric_interval
@@ -69,7 +71,7 @@ class Meter:
     def restart(self, new_peak: bool = False) -> None:
         """Restart the clock. What happened since the last restart or log is not counted. Begin a new peak if `new_peak`."""
         if new_peak:
-            self.memory.meter.forget_peak()
+            self.memory.forget_peak()
         self._begin, self._timed, self._before = time.perf_counter(), 0, self._totals()
 
     def begin_iteration(self, iteration: int, is_logged: bool) -> None:
@@ -91,7 +93,7 @@ class Meter:
         """Measure the memory at a point of the step, if this iteration is measured."""
         if self._is_measured:
             with self._phases.measure("memory", _HOST):  # on a CPU, it may wait for the parameters
-                self.memory.meter.measure(point)
+                self.memory.measure(point)
 
     def log_iteration(
         self, iteration: int, loss: torch.Tensor, grad_norm: torch.Tensor, lr: float, tokens: int
@@ -145,7 +147,7 @@ class Meter:
         self.log.log(
             event,
             f"iter {iteration}: loss {global_loss:.4f}, time {seconds * 1000:.2f}ms, mfu {percent}, "
-            f"{self.tokens_per_iter / seconds:,.0f} tok/s, peak memory {self.memory.meter.peak() / 1e9:.2f} GB",
+            f"{self.tokens_per_iter / seconds:,.0f} tok/s, peak memory {self.memory.peak() / 1e9:.2f} GB",
         )
         self._begin, self._timed, self._before = end, 0, now  # the time of logging is part of the next iteration
         return event
@@ -175,8 +177,8 @@ class Meter:
             loss: loss of this rank.
             computed_ms: time of an iteration that this rank did not wait for other ranks.
         """
-        memory = self.memory.meter.take()
-        own = [loss, computed_ms, self.memory.meter.held_before_step, *memory.values()]
+        memory = self.memory.take()
+        own = [loss, computed_ms, self.memory.held_before_step, *memory.values()]
         losses, times, held, *by_figure = zip(*gather_numbers(own), strict=True)  # each: one number per rank
         event: dict[str, float] = {
             "iter/loss_max_rank": float(np.max(losses)),  # nan if a loss is nan
@@ -187,9 +189,11 @@ class Meter:
             event[f"memory/{name}"] = max(values)
             event[f"memory/{name}_min"] = min(values)
             event[f"memory/{name}_rank"] = values.index(max(values))
-        event["memory/predicted_mb"] = self.memory.predicted_peak / 1e6
-        if event["memory/optimizer_state_mb_min"] > 0 or self.memory.compared:  # before the first update there is no state
-            event["memory/saved_mb"] = (self.memory.plain_adamw - max(held)) / 1e6
+        event["memory/predicted_mb"] = self.memory_check.predicted_peak / 1e6
+        if (
+            event["memory/optimizer_state_mb_min"] > 0 or self.memory_check.compared
+        ):  # before the first update there is no state
+            event["memory/saved_mb"] = (self.memory_check.plain_adamw - max(held)) / 1e6
         return event
 
     def _totals(self) -> dict[str, float]:

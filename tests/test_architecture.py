@@ -83,6 +83,7 @@ def test_packages_import_one_way(graph):
         package = module.partition(".")[0]
         wrong = {name for name in imported if name.partition(".")[0] in above.get(package, ()) and not name.startswith(package)}
         assert not wrong, f"{module} imports {wrong}"
+        assert "run.moments" not in imported or module == "train", f"{module} knows when others are called"
 
 
 def test_nothing_imports_a_script(graph):

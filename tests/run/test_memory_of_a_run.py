@@ -14,7 +14,7 @@ from forecast.activations import LiveBytes, predict
 from forecast.memory import Extras, Workload, forecast, gpt_specs
 from model import GPT, GPTConfig
 from run import memory
-from run.memory import MemoryCheck
+from run.memory import MemoryCheck, MemoryMeter
 from run.shadow import Shadow
 from zero import ShardedGradScaler
 from zero.build import build, clip_grad_norm_
@@ -64,7 +64,15 @@ def check():
     log = SimpleNamespace(events=[])
     log.log = log.events.append
     check = MemoryCheck(
-        log, wrapped, optimizer, workload, shard_gradients=False, micro_steps=1, compiled=False, extras=Extras()
+        log,
+        wrapped,
+        optimizer,
+        MemoryMeter(wrapped, optimizer),
+        workload,
+        shard_gradients=False,
+        micro_steps=1,
+        compiled=False,
+        extras=Extras(),
     )
     tokens = torch.zeros((2, 16), dtype=torch.int64)
     for _ in range(2):

@@ -1,0 +1,274 @@
+"""What accompanies a training, and when. train.py computes; a `Run` watches: one method per moment of an iteration."""
+
+import math
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, NoReturn
+
+import torch
+
+from data.dataset import Dataset
+from distributed.exits import exit_on_wrong_input, finish
+from distributed.launch import Launch
+from distributed.machine import environment
+from distributed.position import position
+from distributed.ranks import print0
+from distributed.signals import Action, Signals
+from distributed.watchdog import Watchdog
+from forecast.memory import Extras, Workload
+from model import GPT
+from run.agreement import DesyncCheck
+from run.checkpoints import Checkpoints, State
+from run.guard import Guard
+from run.logger import Logger
+from run.memory import MemoryCheck, MemoryMeter
+from run.meter import Meter
+from run.profiling import Profiler
+from run.progress import Progress
+from run.sampling import Sampler
+from run.shadow import Shadow
+from zero import ShardedGradScaler
+from zero.flags import Flags
+from zero.optimizer import GradientNorms
+
+
+class Run:
+    """Calls its watchers in order at each moment of a run. No watcher knows another one, unless its constructor takes it.
+
+    A new watcher takes two lines here: one in `watch`, which makes it, and one in the method of its moment. Construct it, and
+    call every method, on all ranks.
+
+    Args:
+        config: the settings of train.py.
+        launch, device, dtype: the place of this rank, and what `machine.resolve` and `start` made of the settings.
+        micro_steps: micro-steps of this rank per iteration.
+        tokens_per_iter: tokens per iteration, all ranks together.
+
+    Attributes:
+        state: how far the run is. train.py counts.
+        checkpoints: loads and saves.
+    """
+
+    def __init__(
+        self,
+        config: dict[str, Any],
+        launch: Launch,
+        device: torch.device,
+        dtype: str,
+        micro_steps: int,
+        tokens_per_iter: int,
+    ) -> None:
+        self.config, self.launch, self.device, self.dtype = config, launch, device, dtype
+        self.micro_steps, self.tokens_per_iter = micro_steps, tokens_per_iter
+        self.state = State()
+        self.progress = Progress(config["max_iters"], launch.rank)
+        Watchdog(config["dist_timeout_s"], config["out_dir"])  # ends the ranks if they hang
+        folder = os.path.join(config["out_dir"], "profile")
+        self.profiler = Profiler(folder, launch.rank, device, config["profile"], config["profile_memory"])
+        self.checkpoints = Checkpoints(
+            config["out_dir"],
+            config["keep_checkpoints"],
+            config["async_save"],
+            config["checkpoint_format"],
+            always=config["always_save_checkpoint"],
+            read_only=config["eval_only"],
+            stop_on_error=config["on_save_error"] == "stop",
+        )
+        self._action = Action.CONTINUE
+
+    # -- set-up --------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def stage(self, description: str) -> Iterator[None]:
+        """A part of the set-up: all ranks end if it raises for wrong input on any of them; a terminal shows the description."""
+        with exit_on_wrong_input(), self.progress.task(description):
+            yield
+
+    def before_build(self, raw_model: GPT, groups: list[dict[str, Any]], checkpoint: dict[str, Any] | None) -> None:
+        """The model is loaded, and not yet wrapped."""
+        iterations = 0 if self.checkpoints.read_only else self.config["shadow_check"]
+        self.shadow = Shadow(iterations, raw_model, groups, self.checkpoints, checkpoint)
+
+    def watch(
+        self,
+        raw_model: GPT,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        scaler: ShardedGradScaler,
+        autocast: AbstractContextManager[Any],
+        data: Dataset,
+        flags: Flags,
+    ) -> None:
+        """The model and its optimizer are there: make the watchers."""
+        config, state, world_size = self.config, self.state, self.launch.world_size
+        self.first_iter, self.last_iter = state.iter_num, -1 if config["eval_only"] else config["max_iters"]
+        will_train = self.first_iter <= self.last_iter
+        with self.stage("starting the log"):
+            self.checkpoints.claim()
+            facts: dict[str, Any] = {"implementation": flags.implementation(world_size), "world_size": world_size}
+            facts |= {
+                "micro_steps": self.micro_steps,
+                "parameters": raw_model.num_params(),
+                "dtype": self.dtype,
+                **environment(self.device),
+            }
+            resume_at = state.iter_num if self.checkpoints.is_loaded else None
+            self.log = Logger(config["out_dir"] if will_train else None, resume_at, config | facts, state.wandb_run_id)
+            state.wandb_run_id = self.log.run_id or state.wandb_run_id
+            interval = config["sample_interval"] if will_train else 0
+            self.sampler = Sampler(interval, raw_model, data.meta, autocast, self.log, config["seed"])
+        checkpointing = config["activation_checkpointing"]
+        workload = Workload(raw_model.config, config["batch_size"], self.dtype, self.device.type, checkpointing)
+        self.memory = MemoryMeter(model, optimizer)
+        self.memory_check = MemoryCheck(
+            self.log,
+            model,
+            optimizer,
+            self.memory,
+            workload,
+            flags.shard_gradients,
+            self.micro_steps,
+            config["compile"],
+            Extras.of(config),
+        )
+        self.meter = Meter(
+            self.log,
+            model,
+            optimizer,
+            self.memory,
+            self.memory_check,
+            self.dtype,
+            self.tokens_per_iter,
+            raw_model.flops_per_token(),
+            config["max_iters"],
+            config["metric_interval"],
+        )
+        self.signals = Signals()
+        limit = 1 if config["on_nonfinite"] == "stop" else config["max_nonfinite"]
+        self.guard = Guard(raw_model, optimizer, scaler, limit, self.log.alert)
+        self.shadow.follow(optimizer, scaler, limit, autocast, self.micro_steps, config["grad_clip"])
+        self.desync = DesyncCheck(raw_model, optimizer, config["desync_check_interval"], self.guard.fail)
+        if state.iter_num > config["max_iters"]:
+            print0(
+                f"nothing to train: the checkpoint is at iteration {state.iter_num}, beyond max_iters={config['max_iters']}; "
+                "use a larger one"
+            )
+        if will_train:
+            self.memory_check.announce(state.iter_num)
+
+    # -- an iteration --------------------------------------------------------------------------------------------------
+
+    def goes_on(self) -> bool:
+        """Return whether there is another iteration."""
+        ends = self._action in (Action.SAVE_AND_STOP, Action.FAIL) or self.guard.failed
+        if ends or self.state.iter_num > self.last_iter:
+            return False
+        position.begin_iteration(self.state.iter_num)
+        return True
+
+    def begin_iteration(self) -> None:
+        """The learning rate is set, and an evaluation is over. Draws random numbers."""
+        if self.sampler.write(self.state.iter_num):
+            self.meter.restart()
+        self.meter.begin_iteration(self.state.iter_num, self._is_logged())
+
+    def before_forward(self, x: torch.Tensor, y: torch.Tensor) -> None:
+        """A micro-step begins."""
+        self.shadow.micro_step(x, y)
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """A part of an iteration that is measured: "forward", "data", "backward", "clip" or "update"."""
+        return self.meter.phase(name)
+
+    def before_update(self, loss: torch.Tensor, norms: GradientNorms) -> None:
+        """The gradients of this iteration are clipped. All weights have arrived; the update will overwrite them."""
+        self.desync.check(self.state.iter_num)
+        self.guard.check(loss, norms)  # waits for all ranks
+        self.meter.measure_memory("before_step")
+
+    def after_update(self) -> None:
+        """The weights are updated, and the gradients are still there."""
+        if self.state.iter_num >= self.first_iter + max(2, self.config["shadow_check"]):
+            self.memory_check.compare(self.state.iter_num)  # once, as soon as there is optimizer state
+
+    def end_iteration(self, loss: torch.Tensor, norm: torch.Tensor, lr: float) -> None:
+        """The gradients are dropped. `loss` and `norm` are scalars of this rank and of all ranks together."""
+        iteration = self.state.iter_num
+        self.meter.measure_memory("after_step")
+        if self._is_logged():  # waits for the device
+            tokens = self.state.data_position * self.config["block_size"]
+            self.progress.show(self.meter.log_iteration(iteration, loss, norm, lr, tokens))
+        is_evaluated = (iteration + 1) % self.config["eval_interval"] == 0
+        if self._is_logged() or is_evaluated or self.device.type == "cpu":  # report() waits for a GPU
+            self.guard.report(iteration)
+        self.progress.update(iteration)
+        if self.shadow.update():
+            self.meter.restart(new_peak=True)
+        if self.profiler.step():
+            self.meter.restart()
+
+    def must_save(self) -> bool:
+        """Return whether a checkpoint is due between two iterations: at the end, or because of a signal to any rank."""
+        is_end = self.state.iter_num > self.last_iter and not self.guard.in_a_row
+        must_fail = self.checkpoints.report(self.log) or self.guard.failed
+        due = Action.FAIL if must_fail else self.checkpoints.due(self.state.iter_num, is_end)
+        self._action = self.signals.agree(due)
+        return self._action in (Action.SAVE, Action.SAVE_AND_STOP)
+
+    # -- evaluations and checkpoints -----------------------------------------------------------------------------------
+
+    @contextmanager
+    def aside(self, doing: str) -> Iterator[None]:
+        """What does not count as time of an iteration."""
+        with position.at(doing):
+            yield
+        self.meter.restart()
+
+    def track(self, batches: Sequence[Any], description: str) -> Iterator[Any]:
+        """Yield the batches of an evaluation; a terminal shows how far it is."""
+        return self.progress.track(batches, description)
+
+    def after_evaluation(self, losses: dict[str, float], lr: float, seconds: float) -> bool:
+        """Log the losses by split. Return whether to save a checkpoint because of them."""
+        self.meter.log_evaluation(self.state.iter_num, losses, lr, seconds)
+        if self.checkpoints.read_only:
+            return False
+        if self.guard.in_a_row or not all(map(math.isfinite, losses.values())):
+            print0("WARNING: not saved: the loss or the last gradients are not finite")
+            return False
+        is_best = losses["val"] < self.state.best_val_loss
+        if is_best or self.checkpoints.always:
+            self.state.best_val_loss = min(self.state.best_val_loss, losses["val"])
+        return (is_best or self.checkpoints.always) and self.state.iter_num > self.first_iter
+
+    def may_save(self) -> bool:
+        """Return whether the weights are finite and the same on all ranks, as far as the watchers know."""
+        self.guard.report(self.state.iter_num - 1)
+        self.desync.check(self.state.iter_num, now=True)
+        return not self.guard.failed
+
+    def save(self, raw_model: GPT, optimizer: torch.optim.Optimizer, values: dict[str, Any]) -> None:
+        """Write a checkpoint, see `zero.checkpoint.CheckpointWriter.save`."""
+        with self.progress.task("saving the checkpoint"):
+            self.checkpoints.save(raw_model, optimizer, values)
+
+    # -- the end -------------------------------------------------------------------------------------------------------
+
+    def finish(self) -> NoReturn:
+        """End all ranks: exit code 0, or 1 if the training or its last checkpoint has failed."""
+        self.shadow.finish()
+        self.checkpoints.wait()
+        self.guard.report(self.state.iter_num - 1)
+        must_fail = self.checkpoints.report(self.log, required=True) or self.guard.failed
+        failed = self.signals.agree(Action.FAIL if must_fail else Action.CONTINUE) == Action.FAIL
+        if failed:
+            self.checkpoints.explain_failure(diverged=self.guard.failed)
+        self.profiler.finish()
+        self.progress.close()
+        self.log.finish(int(failed))
+        stopped = f"stopped by a signal before iteration {self.state.iter_num}; continue with --init_from=resume"
+        finish(int(failed), stopped if self._action == Action.SAVE_AND_STOP else "")
+
+    def _is_logged(self) -> bool:
+        return self.state.iter_num % self.config["log_interval"] == 0

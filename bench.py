@@ -105,7 +105,7 @@ DEFAULT_MODES = {
 
 
 def numbers(key, text):
-    """Returns the positive integers of a setting."""
+    """Return the positive integers of a setting."""
     values = [int(value) if value.isdecimal() else 0 for value in text.split(",")]
     if min(values) < 1:
         raise ValueError(f"{key}={text} must be positive integers, separated by commas")
@@ -113,7 +113,7 @@ def numbers(key, text):
 
 
 def modes_of(measure):
-    """Returns the names of the modes to compare."""
+    """Return the names of the modes to compare."""
     names = (modes or DEFAULT_MODES[measure]).split(",")
     if unknown := [name for name in names if name not in MODES]:
         raise ValueError(f"modes={modes}: {', '.join(unknown)} is not one of {', '.join(MODES)}")

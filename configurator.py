@@ -98,7 +98,7 @@ def configure(settings: dict[str, Any], argv: list[str] | None = None) -> dict[s
 
 
 def settings_of(*paths: str, **names: Any) -> dict[str, Any]:
-    """Returns the default settings of other scripts, with their annotations, without running the scripts.
+    """Return the default settings of other scripts, with their annotations, without running the scripts.
 
     Args:
         paths: the scripts. The settings of a script are the assignments above its call of `configure`.
@@ -117,7 +117,7 @@ def settings_of(*paths: str, **names: Any) -> dict[str, Any]:
 
 
 def _assignments(path: str) -> dict[str, ast.stmt]:
-    """Returns the assignments to lowercase names above the call of `configure` in a script, by name."""
+    """Return the assignments to lowercase names above the call of `configure` in a script, by name."""
     with tokenize.open(path) as file:
         statements = ast.parse(file.read()).body
     assignments: dict[str, ast.stmt] = {}
@@ -138,7 +138,7 @@ def _is_setting(key: str, value: Any) -> bool:
 
 
 def _declared(settings: dict[str, Any]) -> dict[str, Any]:
-    """Returns the annotations of the settings. Python 3.14 creates them only when `inspect` asks the module for them."""
+    """Return the annotations of the settings. Python 3.14 creates them only when `inspect` asks the module for them."""
     module = sys.modules.get(settings.get("__name__", ""))
     if module is not None and vars(module) is settings:
         return inspect.get_annotations(module)
@@ -146,12 +146,12 @@ def _declared(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _words(kind: Any) -> tuple[str, ...]:
-    """Returns the words that a number setting accepts as well: those of `Literal["auto"] | PositiveFloat`."""
+    """Return the words that a number setting accepts as well: those of `Literal["auto"] | PositiveFloat`."""
     return get_args(get_args(kind)[0]) if get_origin(kind) in (Union, types.UnionType) else ()
 
 
 def _type(key: str, defaults: dict[str, Any], kinds: dict[str, Any]) -> type[Any]:
-    """Returns the type of a setting. If it is a number or a word, this is the type of the number."""
+    """Return the type of a setting. If it is a number or a word, this is the type of the number."""
     return float if _words(kinds.get(key)) else type(defaults.get(key))
 
 
@@ -187,7 +187,7 @@ def _read_file(path: str, config: dict[str, Any], defaults: dict[str, Any], kind
 
 
 def _parsed(text: str, wanted: type[Any]) -> Any:
-    """Returns the Python value of the literal `text`, or `text` itself if it is not a literal.
+    """Return the Python value of the literal `text`, or `text` itself if it is not a literal.
 
     If a string is wanted, only text in quotes is parsed.
     """
@@ -200,7 +200,7 @@ def _parsed(text: str, wanted: type[Any]) -> Any:
 
 
 def _checked(key: str, value: Any, defaults: dict[str, Any], kinds: dict[str, Any], where: str) -> Any:
-    """Returns `value` with the type of the setting `key`: an int becomes a float where needed.
+    """Return `value` with the type of the setting `key`: an int becomes a float where needed.
 
     An unknown setting or another wrong type ends the process.
     """
@@ -235,7 +235,7 @@ def _shortened(text: str) -> str:
 
 
 def _help(settings: dict[str, Any], defaults: dict[str, Any]) -> str:
-    """Returns the docstring of a script, and every setting with its default, its comment and its limits."""
+    """Return the docstring of a script, and every setting with its default, its comment and its limits."""
     files = settings.get("__files__", [settings["__file__"]] if "__file__" in settings else [])
     notes = {key: note for file in files for key, note in _notes(file).items()}
     kinds = _declared(settings)
@@ -263,7 +263,7 @@ def _limits(kind: Any) -> list[str]:
 
 
 def _notes(path: str) -> dict[str, tuple[str, list[str]]]:
-    """Returns the heading above each setting of a script, or "", and the comments on the setting."""
+    """Return the heading above each setting of a script, or "", and the comments on the setting."""
     own_line, at_end = dict[int, str](), dict[int, str]()  # comments by line number
     with tokenize.open(path) as file:
         for token in tokenize.generate_tokens(file.readline):

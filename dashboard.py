@@ -36,7 +36,7 @@ WATCH_S = 5  # seconds between two looks at the files, and between two looks of 
 
 
 def read_metrics(out_dir: str) -> dict[str, Curve]:
-    """Returns the curve of each metric of a run. Whatever else is in the file is skipped, such as half a line of a killed run.
+    """Return the curve of each metric of a run. Whatever else is in the file is skipped, such as half a line of a killed run.
 
     Raises:
         ValueError: if the folder has no metrics.jsonl, or if the file cannot be read.
@@ -56,7 +56,7 @@ def read_metrics(out_dir: str) -> dict[str, Curve]:
 
 
 def _numbers(line: bytes) -> tuple[int, dict[str, float]]:
-    """Returns the iteration of a line, and its finite numbers by metric. A line that is not from train.py has none."""
+    """Return the iteration of a line, and its finite numbers by metric. A line that is not from train.py has none."""
     try:
         event = json.loads(line)
         numbers = {key: float(value) for key, value in event.items() if type(value) in (int, float)}
@@ -67,7 +67,7 @@ def _numbers(line: bytes) -> tuple[int, dict[str, float]]:
 
 
 def labels(out_dirs: list[str]) -> list[str]:
-    """Returns a label for each run, such as "sharded, 2 ranks". Equal ones are followed by the folder.
+    """Return a label for each run, such as "sharded, 2 ranks". Equal ones are followed by the folder.
 
     A run without a readable run.json is called like its folder.
     """
@@ -81,7 +81,7 @@ def labels(out_dirs: list[str]) -> list[str]:
 
 
 def _label(out_dir: str) -> str:
-    """Returns the implementation and the number of ranks of a run, or all of them if they have changed when it was resumed."""
+    """Return the implementation and the number of ranks of a run, or all of them if they have changed when it was resumed."""
     try:
         facts = _facts(out_dir)
         parts = facts.get("parts") or [facts]
@@ -121,7 +121,7 @@ def draw(out_dirs: list[str], html: str | None, png: str | None, reload_s: float
 
 
 def begun(out_dirs: list[str]) -> list[str]:
-    """Returns the folders of the runs that have written metrics."""
+    """Return the folders of the runs that have written metrics."""
     return [out_dir for out_dir in out_dirs if os.path.exists(os.path.join(out_dir, "metrics.jsonl"))]
 
 
@@ -157,7 +157,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def arguments() -> argparse.Namespace:
-    """Returns what the command line says."""
+    """Return what the command line says."""
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out_dirs", nargs="*", type=os.path.normpath, metavar="OUT_DIR", help="folder of a run")
     parser.add_argument("--html", metavar="FILE", help="write a page for the browser")

@@ -135,16 +135,16 @@ class GPT(nn.Module):
                 nn.init.normal_(param, std=0.02)
 
     def num_params(self) -> int:
-        """Returns the number of parameters without the position embeddings, as in nanoGPT. The tied embedding counts once."""
+        """Return the number of parameters without the position embeddings, as in nanoGPT. The tied embedding counts once."""
         return sum(param.numel() for param in self.parameters()) - self.transformer.wpe.weight.numel()
 
     def flops_per_token(self) -> int:
-        """Returns the FLOPs per token of forward and backward (PaLM, https://arxiv.org/abs/2204.02311, appendix B)."""
+        """Return the FLOPs per token of forward and backward (PaLM, https://arxiv.org/abs/2204.02311, appendix B)."""
         config = self.config
         return 6 * self.num_params() + 12 * config.n_layer * config.n_embd * config.block_size
 
     def param_groups(self, weight_decay: float) -> list[dict[str, Any]]:
-        """Returns parameter groups for an optimizer, without frozen parameters.
+        """Return parameter groups for an optimizer, without frozen parameters.
 
         Weight decay applies to matrices and embeddings. It does not apply to biases and LayerNorm weights.
         """
@@ -195,7 +195,7 @@ class GPT(nn.Module):
 
     @classmethod
     def from_checkpoint(cls, checkpoint: dict[str, Any], dropout: float = 0.0) -> "GPT":
-        """Returns the model of a checkpoint that this program or nanoGPT wrote.
+        """Return the model of a checkpoint that this program or nanoGPT wrote.
 
         The checkpoint may come from a model that was compiled with `torch.compile`.
 
@@ -218,7 +218,7 @@ class GPT(nn.Module):
 
     @classmethod
     def from_pretrained(cls, name: str, dropout: float = 0.0) -> "GPT":
-        """Returns a released GPT-2, or any GPT2LMHeadModel saved in a local directory.
+        """Return a released GPT-2, or any GPT2LMHeadModel saved in a local directory.
 
         OpenAI trained with the tanh approximation of GELU. This model uses the exact GELU, like nanoGPT. The difference
         changes the logits of a trained GPT-2 by about 1e-3.

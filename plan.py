@@ -101,7 +101,7 @@ between      of this: what leaves a machine of zero_shard_size={zero_shard_size}
 
 
 def model_config(settings: dict[str, Any]) -> GPTConfig:
-    """Returns the sizes of the model that train.py would make.
+    """Return the sizes of the model that train.py would make.
 
     Raises:
         ValueError: if the sizes are impossible, or come from a checkpoint.
@@ -121,7 +121,7 @@ def model_config(settings: dict[str, Any]) -> GPTConfig:
 
 
 def vocabulary(settings: dict[str, Any]) -> int:
-    """Returns the size of the vocabulary that train.py would give the model.
+    """Return the size of the vocabulary that train.py would give the model.
 
     Raises:
         ValueError: if the dataset is prepared, and train.py would refuse it or not use `--vocab_size`.
@@ -146,7 +146,7 @@ def vocabulary(settings: dict[str, Any]) -> int:
 
 
 def world_sizes(text: str) -> list[int]:
-    """Returns the numbers of `--world_size`."""
+    """Return the numbers of `--world_size`."""
     sizes = [int(size) if size.isdecimal() else 0 for size in text.split(",")]
     if min(sizes) < 1:
         raise ValueError(f"world_size={text} must be numbers of ranks, separated by commas; for example --world_size=1,2,8")
@@ -179,25 +179,25 @@ class Planner:
         self._plans: dict[tuple[Flags, int], Plan] = {}
 
     def plan(self, flags: Flags, world_size: int) -> Plan:
-        """Returns the plan of the flags. Modes with equal plans share it: a plan of 1024 ranks takes a tenth of a second."""
+        """Return the plan of the flags. Modes with equal plans share it: a plan of 1024 ranks takes a tenth of a second."""
         key = replace(flags, shard_gradients=False), world_size
         if key not in self._plans:
             self._plans[key] = flags.plan(self.specs, world_size)
         return self._plans[key]
 
     def complete(self, flags: Flags, world_size: int) -> Flags:
-        """Returns the flags of a mode with the sizes in the settings. If zero_shard_size does not fit, all share the state."""
+        """Return the flags of a mode with the sizes in the settings. If zero_shard_size does not fit, all share the state."""
         flags = replace(flags, bucket_mb=self.settings["zero_bucket_mb"])
         is_sharded = flags.implementation(world_size) == "sharded"
         return replace(flags, shard_size=self.shard_size(world_size)) if is_sharded else flags
 
     def shard_size(self, world_size: int) -> int:
-        """Returns zero_shard_size if it divides the number of ranks, otherwise 0: all ranks share the state."""
+        """Return zero_shard_size if it divides the number of ranks, otherwise 0: all ranks share the state."""
         shard_size = self.settings["zero_shard_size"]
         return shard_size if shard_size and world_size % shard_size == 0 else 0
 
     def rows(self, world_size: int) -> list[dict[str, Any]]:
-        """Returns one row per mode, and one for the settings if no mode is theirs. A single process has only one mode."""
+        """Return one row per mode, and one for the settings if no mode is theirs. A single process has only one mode."""
         base = "sharded" if world_size > 1 else "adamw"
         modes = {(flags, False): mode for mode, flags in MODES.items() if world_size > 1 or mode == "adamw"}
         modes[MODES[base], True] = "checkpointing"
@@ -223,7 +223,7 @@ class Planner:
         return [self.row(mode, *one, world_size, chosen=one == key) for one, mode in modes.items()]
 
     def row(self, mode: str, flags: Flags, checkpointing: bool, world_size: int, chosen: bool) -> dict[str, Any]:
-        """Returns the figures of one mode, in bytes, on the rank with the most optimizer state."""
+        """Return the figures of one mode, in bytes, on the rank with the most optimizer state."""
         settings = self.settings
         flags = self.complete(flags, world_size)
         micro_steps = math.ceil(settings["gradient_accumulation_steps"] / world_size)
@@ -265,11 +265,11 @@ class Planner:
         return row
 
     def activations(self, workload: Workload, flags: Flags) -> Activations:
-        """Returns the larger activations: of the run, or of the shadow, whose weights are always float32."""
+        """Return the larger activations: of the run, or of the shadow, whose weights are always float32."""
         return predicted_activations(workload, "float32" if self.settings["shadow_check"] else flags.param_dtype)
 
     def between(self, prediction: Prediction) -> int:
-        """Returns the bytes that leave a machine of `zero_shard_size` ranks, as the mean over its ranks; 0 without this size.
+        """Return the bytes that leave a machine of `zero_shard_size` ranks, as the mean over its ranks; 0 without this size.
 
         With hybrid sharding, these are the all-reduces between the replicas. All other modes send everything along rings over
         all ranks: on each machine, one rank sends to the next machine.
@@ -281,7 +281,7 @@ class Planner:
         return sum(sent.values()) * machines // world_size if machines > 1 else 0
 
     def largest_batch(self, workload: Workload, flags: Flags, result: Forecast) -> int:
-        """Returns the largest batch size that fits, or 0. `result` is the forecast for any batch size.
+        """Return the largest batch size that fits, or 0. `result` is the forecast for any batch size.
 
         The peak of activations is the largest of several linear functions of the batch size, so it is convex. A straight
         line between two predicted batch sizes is therefore not too low.

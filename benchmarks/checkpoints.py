@@ -17,7 +17,7 @@ from zero.messages import broadcast_object, gather_objects, is_rank_0
 
 
 def checkpoint_rows(setup: Setup, modes: list[str], rounds: int) -> list[dict[str, Any]]:
-    """Returns one row per mode and format. Needs to be called on all ranks.
+    """Return one row per mode and format. Needs to be called on all ranks.
 
     A row holds the seconds of the first consolidation, the median seconds of the consolidations after it, the memory that they
     take in addition to the state itself, and the seconds and megabytes of one checkpoint format on the disk.
@@ -40,7 +40,7 @@ def checkpoint_rows(setup: Setup, modes: list[str], rounds: int) -> list[dict[st
 
 
 def _trained(setup: Setup, mode: str) -> Contender:
-    """Returns a contender after one step, so that there is optimizer state."""
+    """Return a contender after one step, so that there is optimizer state."""
     contender = Contender(setup, mode).wrap()
     contender.step()
     contender.wait()
@@ -48,7 +48,7 @@ def _trained(setup: Setup, mode: str) -> Contender:
 
 
 def _figures(tries: list[tuple[float, int]]) -> dict[str, float]:
-    """Returns the columns for several calls of `_consolidation`. Needs to be called on all ranks."""
+    """Return the columns for several calls of `_consolidation`. Needs to be called on all ranks."""
     first, *rest = (seconds for seconds, _ in tries)
     extra = gather_objects(max(extra for _, extra in tries))  # by rank
     return {
@@ -60,7 +60,7 @@ def _figures(tries: list[tuple[float, int]]) -> dict[str, float]:
 
 
 def _consolidation(contender: Contender, consolidate: Callable[[torch.optim.Optimizer], Any]) -> tuple[float, int]:
-    """Returns the seconds of a consolidation and its peak memory in bytes, without the state that it returned."""
+    """Return the seconds of a consolidation and its peak memory in bytes, without the state that it returned."""
     free_unused_memory()
     dist.barrier()
     before, begin = reset_resident_peak(), time.perf_counter()
@@ -74,7 +74,7 @@ def _consolidate_pytorch(optimizer: Any) -> dict[str, Any] | None:
 
 
 def _save_and_restore(contender: Contender) -> list[dict[str, Any]]:
-    """Returns the seconds and megabytes of a checkpoint on disk, for each format. Needs to be called on all ranks."""
+    """Return the seconds and megabytes of a checkpoint on disk, for each format. Needs to be called on all ranks."""
     rows = []
     for format in checkpoint.FORMATS:
         with tempfile.TemporaryDirectory() as folder:

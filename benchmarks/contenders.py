@@ -43,17 +43,17 @@ class Setup:
     shard_size: int = 0  # of the mode hybrid
 
     def flags(self, mode: str) -> Flags:
-        """Returns the flags of a mode of `forecast.memory.MODES`, of hybrid, or of no_overlap."""
+        """Return the flags of a mode of `forecast.memory.MODES`, of hybrid, or of no_overlap."""
         flags = replace(PLANNED.get(mode, Flags()), bucket_mb=self.bucket_mb)
         return replace(flags, shard_size=self.shard_size) if mode == "hybrid" else flags
 
     def workload(self, mode: str) -> Workload:
-        """Returns what a micro-step of a mode computes."""
+        """Return what a micro-step of a mode computes."""
         dtype = "bfloat16" if mode == "bfloat16" else self.dtype
         return Workload(self.config, self.batch_size, dtype, self.device.type, self.activation_checkpointing)
 
     def forecast(self, mode: str, world_size: int, micro_steps: int) -> Forecast | None:
-        """Returns the prediction for a mode, or None if there is none."""
+        """Return the prediction for a mode, or None if there is none."""
         if mode in ("simple", "fsdp2"):
             return None
         flags, specs = self.flags(mode), gpt_specs(self.config)
@@ -67,7 +67,7 @@ class Setup:
 
 
 def is_sharded_over_one_rank(mode: str, world_size: int) -> bool:
-    """Returns whether the sharded implementation runs on one rank, which it does here, but not in train.py."""
+    """Return whether the sharded implementation runs on one rank, which it does here, but not in train.py."""
     return world_size == 1 and mode in ("sharded", "shard_gradients", "bfloat16")
 
 
@@ -106,7 +106,7 @@ class Contender:
         return self
 
     def forward(self) -> torch.Tensor:
-        """Returns the loss of new random tokens."""
+        """Return the loss of new random tokens."""
         shape = 2, self.setup.batch_size, self.setup.config.block_size
         tokens = torch.randint(self.setup.config.vocab_size, shape, device=self.setup.device)
         with machine.autocast(self.setup.device, self.setup.workload(self.mode).dtype):

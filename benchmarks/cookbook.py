@@ -25,7 +25,7 @@ LAYERS, WIDTH, BATCH, LEARNING_RATE = 20, 2000, 20, 0.01
 
 
 def cookbook_rows(device: torch.device, bucket_mb: BucketMB) -> list[dict[str, Any]]:
-    """Returns one row per implementation, with the figures of the fullest rank in MB. Needs to be called on all ranks.
+    """Return one row per implementation, with the figures of the fullest rank in MB. Needs to be called on all ranks.
 
     The figures are peaks, as in the tutorial: on a GPU of the allocator, on a CPU of the bytes of all live tensors.
 
@@ -47,7 +47,7 @@ def cookbook_rows(device: torch.device, bucket_mb: BucketMB) -> list[dict[str, A
 
 
 def _train(implementation: str, device: torch.device, bucket_mb: BucketMB) -> tuple[dict[str, float], float]:
-    """Returns megabytes by point, and the sum of the parameters in float64."""
+    """Return megabytes by point, and the sum of the parameters in float64."""
     live = LiveBytes()
     on_gpu = device.type == "cuda"
     allocated = torch.cuda.memory_allocated() if on_gpu else 0

@@ -31,7 +31,7 @@ class Part(NamedTuple):
 
 
 def parts(on_gpu: bool, out: str) -> list[Part]:
-    """Returns the parts in the order of their importance. `out` is the folder in results/."""
+    """Return the parts in the order of their importance. `out` is the folder in results/."""
     alone = "nccl" if on_gpu else "gloo"
     tiny = ["--n_layer=4", "--n_embd=192", "--block_size=64", "--vocab_size=512"]
     large = ["--model=gpt2-xl", "--block_size=1024"] if on_gpu else tiny

@@ -32,7 +32,7 @@ _numbers = itertools.count()
 
 @functools.cache
 def why_not() -> str | None:
-    """Returns the reason why this machine or this user cannot have such hosts, None if they can."""
+    """Return the reason why this machine or this user cannot have such hosts, None if they can."""
     missing = [
         name for name in ("ip", "tc", "unshare", "mount", "taskset") if shutil.which(name, path=_ENVIRONMENT["PATH"]) is None
     ]

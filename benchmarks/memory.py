@@ -59,7 +59,7 @@ class MemoryProfile:
         return self.points
 
     def step_ms(self) -> float:
-        """Returns the milliseconds of another step, with one micro-step."""
+        """Return the milliseconds of another step, with one micro-step."""
         begin = time.perf_counter()
         self.contender.step()
         self.contender.wait()
@@ -107,7 +107,7 @@ class MemoryProfile:
             reset_resident_peak()
 
     def _held(self) -> dict[str, int]:
-        """Returns the bytes of the model and its optimizer by purpose."""
+        """Return the bytes of the model and its optimizer by purpose."""
         if self.mode != "fsdp2":
             return held_bytes(self.contender.optimizer, self.contender.model)
         params = list(self.contender.module.parameters())
@@ -170,7 +170,7 @@ class MallocBytes:
 
 
 def memory_rows(setup: Setup, mode: str) -> list[dict[str, Any]]:
-    """Returns one row per point, from the rank that holds the most at this point. Needs to be called on all ranks."""
+    """Return one row per point, from the rank that holds the most at this point. Needs to be called on all ranks."""
     by_rank = gather_objects(MemoryProfile(setup, mode).measure())
     predicted = predicted_totals(setup, mode, dist.get_world_size())
     rows = []
@@ -181,14 +181,14 @@ def memory_rows(setup: Setup, mode: str) -> list[dict[str, Any]]:
 
 
 def _row(figures: dict[str, Any], predicted: int | None) -> dict[str, Any]:
-    """Returns the figures of a point, in the order of the table."""
+    """Return the figures of a point, in the order of the table."""
     off = None if predicted is None else 100 * (predicted / max(1, figures["total"]) - 1)
     parts = {part: figures.get(part) for part in (*PURPOSES, "activations", "rest", "resident peak")}
     return {"total": figures["total"], "predicted": predicted, "off by, %": off, **parts}
 
 
 def predicted_totals(setup: Setup, mode: str, world_size: int) -> dict[str, int]:
-    """Returns the predicted bytes of the fullest rank by point, as far as there is a prediction."""
+    """Return the predicted bytes of the fullest rank by point, as far as there is a prediction."""
     forecast = setup.forecast(mode, world_size, MICRO_STEPS)
     if forecast is None:
         return {}
@@ -206,7 +206,7 @@ def predicted_totals(setup: Setup, mode: str, world_size: int) -> dict[str, int]
 
 
 def simulated_rows(setup: Setup, modes: list[str], world_size: int, report: Callable[[str], None]) -> list[dict[str, Any]]:
-    """Returns one row per mode and point, measured on rank 0 of a world whose other ranks do not exist.
+    """Return one row per mode and point, measured on rank 0 of a world whose other ranks do not exist.
 
     PyTorch's fake process group takes the place of the communication, so the steps compute with wrong gradients, but in real
     memory and time. Call it without a process group.
@@ -230,7 +230,7 @@ def simulated_rows(setup: Setup, modes: list[str], world_size: int, report: Call
 
 
 def _local_bytes(tensor: torch.Tensor) -> int:
-    """Returns the bytes of a tensor, or of this rank's part of a DTensor."""
+    """Return the bytes of a tensor, or of this rank's part of a DTensor."""
     return getattr(tensor, "_local_tensor", tensor).nbytes
 
 
@@ -244,7 +244,7 @@ def free_unused_memory() -> None:
 
 
 def can_reset_resident_peak() -> bool:
-    """Returns whether this system can reset the peak of the resident memory of a process (Linux)."""
+    """Return whether this system can reset the peak of the resident memory of a process (Linux)."""
     return os.path.exists("/proc/self/clear_refs")
 
 
@@ -258,7 +258,7 @@ def reset_resident_peak() -> int:
 
 
 def resident_peak() -> int:
-    """Returns the peak resident memory of this process since the last reset, in bytes; 0 if this is unknown."""
+    """Return the peak resident memory of this process since the last reset, in bytes; 0 if this is unknown."""
     if not can_reset_resident_peak():
         return 0
     with open("/proc/self/status") as file:

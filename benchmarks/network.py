@@ -44,7 +44,7 @@ NETWORKS = (Network(10, 7, 4), Network(1, 7, 3), Network(0.1, 2, 2))
 
 
 def rows_of(network: Network, ranks_per_host: int) -> list[dict[str, Any]]:
-    """Returns the rows of bench.py from two hosts."""
+    """Return the rows of bench.py from two hosts."""
     measure = ("--what=time", f"--rounds={network.rounds}", f"--steps_per_turn={network.steps_per_turn}")
     with tempfile.TemporaryDirectory() as folder, Hosts(2, mbit_per_s=1000 * network.gbit_per_s) as hosts:
         arguments = ("bench.py", *measure, *MODEL, f"--name={folder}", "--device=cpu", f"--modes={MODES}")

@@ -38,7 +38,7 @@ BFLOAT16_LIMIT = 0.1  # of the mean difference, relative to the mean change
 
 
 def trained_weights(setup: Setup, mode: str, steps: int = STEPS) -> torch.Tensor:
-    """Returns all (master) weights, (number of weights,) float32, on rank 0. Needs to be called on all ranks."""
+    """Return all (master) weights, (number of weights,) float32, on rank 0. Needs to be called on all ranks."""
     contender = Contender(setup, mode).wrap()
     for _ in range(steps):
         with contender.accumulating():

@@ -14,7 +14,7 @@ HIDDEN = ("own computation, ms",)  # printed beside the table
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Returns the rows as text. With a column "point", an empty line stands between different cells to the left of it."""
+    """Return the rows as text. With a column "point", an empty line stands between different cells to the left of it."""
     shown = [column for column in _columns(rows) if column not in HIDDEN]
     columns = [column for column in shown if any(row.get(column) is not None for row in rows)]
     cells = [columns, *([_cell(column, row.get(column)) for column in columns] for row in rows)]
@@ -48,7 +48,7 @@ def _cell(column: str, value: Any) -> str:
 
 
 def comma_separated(rows: list[dict[str, Any]]) -> str:
-    """Returns the rows as CSV."""
+    """Return the rows as CSV."""
     columns = _columns(rows)
     text = io.StringIO()
     writer = csv.DictWriter(text, columns, lineterminator="\n")

@@ -19,7 +19,7 @@ PHASES = ("forward and backward", "optimizer")
 
 
 def time_rows(setup: Setup, modes: list[str], block_size: int, rounds: int, steps_per_turn: int) -> list[dict[str, Any]]:
-    """Returns one row per mode. The modes take turns. Needs to be called on all ranks.
+    """Return one row per mode. The modes take turns. Needs to be called on all ranks.
 
     On a noisy machine, only measurements that were taken close together can be compared: the ratio is that of a mode to the
     first mode in the same round, and its median over the rounds. The first round is not counted.
@@ -107,12 +107,12 @@ class TimedContender:
         exposed[phase] += self._waited() - waited
 
     def _waited(self) -> float:
-        """Returns the seconds that the computation has waited for collectives so far."""
+        """Return the seconds that the computation has waited for collectives so far."""
         return sum(self.communication.waited_ms().values()) / 1000
 
 
 def sent_bytes() -> tuple[int, int]:
-    """Returns the bytes sent over the loopback interface of this machine, and over all others; 0 if they cannot be read."""
+    """Return the bytes sent over the loopback interface of this machine, and over all others; 0 if they cannot be read."""
     counts = {"lo": 0}
     for path in glob.glob("/sys/class/net/*/statistics/tx_bytes"):
         with open(path) as file:

@@ -44,7 +44,7 @@ class NoMeter:
 
 
 def telemetry_rows(setup: Setup, modes: list[str], rounds: int) -> list[dict[str, Any]]:
-    """Returns one row per mode and kind of telemetry. Needs to be called on all ranks.
+    """Return one row per mode and kind of telemetry. Needs to be called on all ranks.
 
     Each kind has its own model, and the kinds of a mode take turns of a few steps. The ratio is that to the turn without
     metrics in the same round, and its median over the rounds. The first round is not counted.
@@ -95,7 +95,7 @@ def _meter(contender: Contender, folder: str, wandb_log: bool) -> Meter:
 
 
 def _turn(contender: Contender, meter: Meter | NoMeter, first: int) -> float:
-    """Returns the milliseconds of a step."""
+    """Return the milliseconds of a step."""
     dist.barrier()
     meter.restart()
     begin = time.perf_counter()

@@ -94,7 +94,7 @@ class Curve:
 
 
 def sections(runs: Runs) -> dict[str, list[Any]]:
-    """Returns the name of each section that has anything to show, and its charts."""
+    """Return the name of each section that has anything to show, and its charts."""
     exposed = {kind.replace("_", "-"): f"comm/exposed_{kind}_ms" for kind in COLLECTIVES}
     sent = {kind.replace("_", "-"): f"comm/sent_{kind}_mb_per_step" for kind in COLLECTIVES}
     points = {name: f"memory/{name.replace(' ', '_')}_mb" for name in ("after init", "before step", "after step")}
@@ -139,12 +139,12 @@ def sections(runs: Runs) -> dict[str, list[Any]]:
 
 
 def picture(name: str, row: list[Any]) -> Any:
-    """Returns one section of `sections` as a chart."""
+    """Return one section of `sections` as a chart."""
     return styled(_with_selections(_section(name, row)))
 
 
 def page(found: Mapping[str, list[Any]], reload_s: float | None) -> str:
-    """Returns a web page with all sections, which needs no network.
+    """Return a web page with all sections, which needs no network.
 
     Args:
         found: what `sections` returned.
@@ -171,7 +171,7 @@ def _section(name: str, row: list[Any]) -> Any:
 
 
 def _with_selections(chart: Any) -> Any:
-    """Returns a chart of charts in which all parts share what is highlighted, hovered and zoomed.
+    """Return a chart of charts in which all parts share what is highlighted, hovered and zoomed.
 
     Altair could collect the selections by itself, but it puts each one into all layers of a chart, which Vega refuses.
     """
@@ -321,7 +321,7 @@ def _bars(
 
 
 def _selections() -> tuple[Any, Any, Any]:
-    """Returns the runs that are highlighted, the iteration under the mouse, and the range of iterations on the x axis."""
+    """Return the runs that are highlighted, the iteration under the mouse, and the range of iterations on the x axis."""
     alt = altair()
     picked = alt.selection_point("picked", fields=["run"], bind="legend")
     hovered = alt.selection_point("hovered", fields=["iter"], nearest=True, on="pointerover", clear="pointerout")
@@ -341,7 +341,7 @@ def _title(title: str, notes: list[str]) -> Any:
 
 
 def _unit(unit: str, largest: float) -> tuple[float, str]:
-    """Returns what to divide by, and the unit then: MB and bytes become GB if they are large."""
+    """Return what to divide by, and the unit then: MB and bytes become GB if they are large."""
     if unit == "MB" and largest >= 1000:
         return 1000, "GB"
     if unit == "bytes":
@@ -350,5 +350,5 @@ def _unit(unit: str, largest: float) -> tuple[float, str]:
 
 
 def _escaped(label: str) -> str:
-    """Returns the label as the name of a field: without the backslashes, these characters would have a meaning."""
+    """Return the label as the name of a field: without the backslashes, these characters would have a meaning."""
     return "".join(f"\\{character}" if character in "\\.[]:'\"" else character for character in label)

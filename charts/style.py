@@ -54,7 +54,7 @@ def save(chart: Any, path: str) -> None:
 
 
 def styled(chart: Any) -> Any:
-    """Returns the chart with the fonts, colours and distances of all charts."""
+    """Return the chart with the fonts, colours and distances of all charts."""
     return (
         chart.configure(font=FONT, background="white", padding=10)
         .configure_title(anchor="start", fontSize=16, subtitleFontSize=13, subtitleColor="#444444", subtitlePadding=4, offset=8)

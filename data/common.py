@@ -29,7 +29,7 @@ def input_argument(description: str) -> str | None:
 
 
 def tiny_shakespeare(directory: str, local: str | None) -> str:
-    """Returns the text of the file `local`, or of `directory`/input.txt, which is downloaded if it is missing."""
+    """Return the text of the file `local`, or of `directory`/input.txt, which is downloaded if it is missing."""
     path = local or os.path.join(directory, "input.txt")
     if local is None and not os.path.exists(path):
         download(TINY_SHAKESPEARE_URL, path, TINY_SHAKESPEARE_SHA256)
@@ -37,7 +37,7 @@ def tiny_shakespeare(directory: str, local: str | None) -> str:
 
 
 def read_text(path: str) -> str:
-    """Returns the text of a UTF-8 file. Line ends are not changed."""
+    """Return the text of a UTF-8 file. Line ends are not changed."""
     try:
         with open(path, encoding="utf-8", newline="") as file:
             text = file.read()
@@ -70,7 +70,7 @@ def download(url: str, path: str, sha256: str) -> None:
 
 
 def gpt2_encoding() -> "tiktoken.Encoding":
-    """Returns GPT-2's BPE encoding. tiktoken downloads its vocabulary the first time."""
+    """Return GPT-2's BPE encoding. tiktoken downloads its vocabulary the first time."""
     import tiktoken  # only here: a dataset of characters needs only numpy
 
     try:

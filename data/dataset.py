@@ -55,7 +55,7 @@ class Dataset:
         return f"{self.vocab_size} tokens with checksum {zlib.crc32(repr(tokens).encode()):08x}"
 
     def offsets(self, split: str, stream: tuple[int, int], first: int, count: int) -> np.ndarray:
-        """Returns the start positions of sequences `first`, ..., `first + count - 1` of a stream, (count,) int64.
+        """Return the start positions of sequences `first`, ..., `first + count - 1` of a stream, (count,) int64.
 
         The result depends on the arguments only. A stream visits the whole split evenly, again and again. It begins at a
         random position, and each step to the next sequence is the length of the split times the golden ratio, with
@@ -89,7 +89,7 @@ class Dataset:
     def evaluation(
         self, split: str, seed: int, count: int, batch_size: int, rank: int = 0, world_size: int = 1
     ) -> list[np.ndarray]:
-        """Returns the offsets of the batches that one rank evaluates, (batch_size,) int64 each.
+        """Return the offsets of the batches that one rank evaluates, (batch_size,) int64 each.
 
         All ranks together evaluate the first `count` sequences of a stream that depends on the seed and the split only. The
         last batch is filled up with -1, because a model would be compiled again for another size.
@@ -98,13 +98,13 @@ class Dataset:
         return list(np.pad(own, (0, -len(own) % batch_size), constant_values=-1).reshape(-1, batch_size))
 
     def batch(self, split: str, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the inputs and the targets, each (len(offsets), block_size) int64. Offset -1 has no targets: they are -1."""
+        """Return the inputs and the targets, each (len(offsets), block_size) int64. Offset -1 has no targets: they are -1."""
         tokens = self.tokens[split]
         rows = np.stack([tokens[start : start + self.block_size + 1] for start in np.maximum(offsets, 0)]).astype(np.int64)
         return rows[:, :-1], np.where(offsets[:, None] < 0, -1, rows[:, 1:])
 
     def fingerprint(self) -> dict[str, str]:
-        """Returns the size and a checksum (CRC-32) of each token file, and a checksum of `meta.pkl`, by name of the file.
+        """Return the size and a checksum (CRC-32) of each token file, and a checksum of `meta.pkl`, by name of the file.
 
         A checksum covers the whole of a file of up to 64 MB. Of a larger file it covers 64 evenly spaced pieces of 1 MB, among
         them the first and the last one, so that it reads the same 64 MB at any size. A file that was cut off, shifted or made
@@ -126,7 +126,7 @@ class Dataset:
         return result
 
     def identity(self) -> dict[str, Any]:
-        """Returns what a checkpoint says about its data."""
+        """Return what a checkpoint says about its data."""
         return {"vocabulary": self.vocabulary, "dataset": self.fingerprint()}
 
     def check(self, vocab_size: int, part: int = 0, parts: int = 1) -> None:

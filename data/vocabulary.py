@@ -12,7 +12,7 @@ class DataError(ValueError):
 
 
 def expected_vocab_size(directory: str) -> int | None:
-    """Returns the `Dataset.vocab_size` that a dataset will have when it is prepared: VOCAB_SIZE in its `prepare.py`.
+    """Return the `Dataset.vocab_size` that a dataset will have when it is prepared: VOCAB_SIZE in its `prepare.py`.
 
     The script is read, not run.
 
@@ -33,7 +33,7 @@ def expected_vocab_size(directory: str) -> int | None:
 
 
 def load_meta(directory: str) -> dict[str, Any] | None:
-    """Returns the content of `meta.pkl`: `vocab_size`, `stoi`, `itos`; None if there is no such file.
+    """Return the content of `meta.pkl`: `vocab_size`, `stoi`, `itos`; None if there is no such file.
 
     Code in the file is not run.
 
@@ -62,7 +62,7 @@ class Codec(NamedTuple):
 
 
 def load_codec(meta: dict[str, Any] | None, model_vocab_size: int) -> Codec:
-    """Returns the dataset's own vocabulary, or GPT-2's BPE vocabulary if `meta` is None.
+    """Return the dataset's own vocabulary, or GPT-2's BPE vocabulary if `meta` is None.
 
     Raises:
         DataError: if GPT-2's vocabulary is not available, or the vocabulary is larger than that of the model.

@@ -17,7 +17,7 @@ class Launch(NamedTuple):
 
 
 def launched() -> Launch:
-    """Returns the launch variables that torchrun sets.
+    """Return the launch variables that torchrun sets.
 
     Without RANK, the run is a single process. In that case the other variables are ignored, because a cluster or a container
     may set WORLD_SIZE and others.

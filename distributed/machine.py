@@ -71,7 +71,7 @@ def resolve(device: str, dtype: str, param_dtype: str = "float32") -> tuple[str,
 
 
 def resolve_dtype(dtype: str, param_dtype: str, best: str) -> str:
-    """Returns the dtype of the computation.
+    """Return the dtype of the computation.
 
     Args:
         dtype, param_dtype: see `resolve`.
@@ -99,7 +99,7 @@ def autocast(device: torch.device, dtype: str) -> AbstractContextManager[Any]:
 
 
 def device_name(device: torch.device) -> str:
-    """Returns the name of the product: of the GPU, or of the processor as far as the system tells it."""
+    """Return the name of the product: of the GPU, or of the processor as far as the system tells it."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     if os.path.exists("/proc/cpuinfo"):
@@ -111,7 +111,7 @@ def device_name(device: torch.device) -> str:
 
 
 def is_slow_on_cpu(device: torch.device, dtype: str) -> bool:
-    """Returns whether the device is a CPU that is known to lack instructions for `dtype`; autocast is slow without them."""
+    """Return whether the device is a CPU that is known to lack instructions for `dtype`; autocast is slow without them."""
     flags = {"bfloat16": {"avx512_bf16", "amx_bf16", "bf16"}, "float16": {"avx512_fp16", "amx_fp16", "asimdhp"}}
     if device.type != "cpu" or dtype == "float32" or not os.path.exists("/proc/cpuinfo"):
         return False
@@ -120,7 +120,7 @@ def is_slow_on_cpu(device: torch.device, dtype: str) -> bool:
 
 
 def multiplies_in_float32() -> bool:
-    """Returns whether this CPU holds a bfloat16 matrix product in float32 as well while it computes it.
+    """Return whether this CPU holds a bfloat16 matrix product in float32 as well while it computes it.
 
     oneDNN does so with AVX-512 where the instructions for bfloat16 are missing.
     """
@@ -134,7 +134,7 @@ def divide_threads(local_world_size: int) -> None:
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """Returns the peak FLOP/s of one rank, which corresponds to an MFU of 100 %.
+    """Return the peak FLOP/s of one rank, which corresponds to an MFU of 100 %.
 
     For bfloat16 and float16 on a GPU in the table, this is the figure of the data sheet. In all other cases, this function
     multiplies large matrices for 0.2 s and takes the fastest product.
@@ -162,7 +162,7 @@ def _synchronize(device: torch.device) -> None:
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """Returns facts about this run: device, backend, names of the devices, one per rank, versions, and on rank 0 the commit.
+    """Return facts about this run: device, backend, names of the devices, one per rank, versions, and on rank 0 the commit.
 
     Needs to be called on all ranks.
     """
@@ -176,7 +176,7 @@ def environment(device: torch.device) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str | None]:
-    """Returns the versions of what every rank computes with."""
+    """Return the versions of what every rank computes with."""
     return {
         "python": ".".join(platform.python_version_tuple()[:2]),
         "torch": torch.__version__,
@@ -193,7 +193,7 @@ def _version(package: str) -> str | None:
 
 
 def _git_commit() -> str | None:
-    """Returns the commit of this code, with "-dirty" if files have changed since, or None if it is not a git checkout."""
+    """Return the commit of this code, with "-dirty" if files have changed since, or None if it is not a git checkout."""
     folder = os.path.dirname(os.path.abspath(__file__))
     command = ["git", "-C", folder, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:

@@ -97,7 +97,7 @@ def on_rank_0(function: Callable[[], Any]) -> Any:
 
 
 def mean_over_ranks(value: torch.Tensor) -> float:
-    """Returns the mean of a scalar tensor over the ranks and overwrites the tensor. Needs to be called on all ranks."""
+    """Return the mean of a scalar tensor over the ranks and overwrites the tensor. Needs to be called on all ranks."""
     if not dist.is_initialized():
         return value.item()
     dist.all_reduce(value)
@@ -113,6 +113,6 @@ def _raise_limit_of_open_files() -> None:
 
 
 def _has_each_rank_a_gpu(device: str, launch: Launch) -> bool:
-    """Returns whether every rank has its own GPU. A rank may see all GPUs of its machine, or only its own."""
+    """Return whether every rank has its own GPU. A rank may see all GPUs of its machine, or only its own."""
     gpu = str(torch.cuda.get_device_properties(device).uuid)
     return agree(launch, gpu, lambda gpus: len(set(gpus)) == len(gpus))

@@ -27,7 +27,7 @@ _MEETING_S = 600.0  # in which all ranks must have started
 
 
 def agree(launch: Launch, value: Any, rule: Callable[[list[Any]], Any]) -> Any:
-    """Returns on all ranks what `rule` returns on rank 0 for the values of all ranks. Needs to be called on all ranks.
+    """Return on all ranks what `rule` returns on rank 0 for the values of all ranks. Needs to be called on all ranks.
 
     This works before the process group has started. `value` and the result must be what JSON can hold. A key is deleted
     when it has been read, so that the next call does not find it.
@@ -51,7 +51,7 @@ def agree(launch: Launch, value: Any, rule: Callable[[list[Any]], Any]) -> Any:
 
 
 def without_old_keys(store: dist.Store, rank: int, world_size: int, timeout_s: float = _MEETING_S) -> dist.Store:
-    """Returns a part of the store without keys from before a restart. Needs to be called on all ranks.
+    """Return a part of the store without keys from before a restart. Needs to be called on all ranks.
 
     torchrun may keep its store when it restarts the ranks, and they would connect to addresses of ranks that have ended
     (https://github.com/pytorch/pytorch/issues/135712). So the part is named by an ID of every process of this start. A rank may
@@ -102,7 +102,7 @@ def choose_interface(store: dist.Store, rank: int, world_size: int, is_one_machi
 
 
 def _own_address(peer: str) -> str:
-    """Returns the address from which this machine reaches a peer, a name or an address; '' if it is not known."""
+    """Return the address from which this machine reaches a peer, a name or an address; '' if it is not known."""
     with contextlib.suppress(OSError):
         for family, kind, _, _, address in socket.getaddrinfo(peer, 9, type=socket.SOCK_DGRAM):
             with contextlib.suppress(OSError), socket.socket(family, kind) as probe:
@@ -112,7 +112,7 @@ def _own_address(peer: str) -> str:
 
 
 def _interfaces() -> dict[str, str]:
-    """Returns the interface that has an address, by address; only on Linux."""
+    """Return the interface that has an address, by address; only on Linux."""
     if sys.platform != "linux":
         return {}
     import fcntl
@@ -132,7 +132,7 @@ def _interfaces() -> dict[str, str]:
 
 @cache
 def store() -> dist.Store:
-    """Returns the store through which the ranks meet. Needs to be called on all ranks.
+    """Return the store through which the ranks meet. Needs to be called on all ranks.
 
     This process keeps it, because rank 0 may be the one that holds it for all.
     """

@@ -44,7 +44,7 @@ class Signals:
         threading.Thread(target=self._listen, name="signals", daemon=True).start()
 
     def agree(self, action: Action = Action.CONTINUE) -> Action:
-        """Returns the largest action that any rank or a signal to any rank requests. Needs to be called on all ranks.
+        """Return the largest action that any rank or a signal to any rank requests. Needs to be called on all ranks.
 
         Args:
             action: action that this rank requests.

@@ -87,7 +87,7 @@ class Watchdog:
         return _Post(self._beats, position.moves, is_patient, str(position), self._collective())
 
     def _judge(self, now: float) -> str | None:
-        """Returns the reason to end this rank, or None."""
+        """Return the reason to end this rank, or None."""
         own = self._own()
         if own.moves != self._moves:
             self._moves, self._moved_at, self._peers, self._posts = own.moves, now, [], []
@@ -111,7 +111,7 @@ class Watchdog:
             self._peers[rank] = _Peer(post, alive_at, now if post.moves != peer.post.moves else peer.moved_at)
 
     def _hang(self, waits: str, now: float) -> str | None:
-        """Returns the message if a rank is lost or all ranks stand still, otherwise None."""
+        """Return the message if a rank is lost or all ranks stand still, otherwise None."""
         silent = now - self._timeout_s / 2
         lost = [f"{rank}, last seen at {peer.post.place}" for rank, peer in enumerate(self._peers) if peer.alive_at < silent]
         if lost:
@@ -174,7 +174,7 @@ class _Peer(NamedTuple):
 
 
 def _collective(frames: Iterable[FrameType]) -> str:
-    """Returns the collective that frames wait for, the innermost first: "the all-reduce", or "" if they do not."""
+    """Return the collective that frames wait for, the innermost first: "the all-reduce", or "" if they do not."""
     for frame in frames:
         if frame.f_code is Communicator.wait.__code__:
             return f"the {frame.f_locals['kind']}"

@@ -110,7 +110,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 def _adds_gradients(func: Any, args: Any) -> bool:
-    """Returns whether autograd would add in place if nobody else holds the first tensor (torch/csrc/autograd/input_buffer.cpp).
+    """Return whether autograd would add in place if nobody else holds the first tensor (torch/csrc/autograd/input_buffer.cpp).
 
     A view is added out of place: autograd itself holds its base.
     """

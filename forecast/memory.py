@@ -54,7 +54,7 @@ class Extras:
 
     @classmethod
     def of(cls, settings: dict[str, Any]) -> Self:
-        """Returns these settings out of all settings."""
+        """Return these settings out of all settings."""
         return cls(**{field.name: settings[field.name] for field in fields(cls)})
 
 
@@ -93,7 +93,7 @@ class Forecast:
 
 
 def gpt_specs(config: GPTConfig) -> list[ParameterSpec]:
-    """Returns the parameters of a GPT, as its optimizer numbers them, without allocating them."""
+    """Return the parameters of a GPT, as its optimizer numbers them, without allocating them."""
     with torch.device("meta"), SkipInitialization():
         model = GPT(config)
     names = {param: name for name, param in model.named_parameters()}
@@ -140,7 +140,7 @@ def forecast(
 
 
 def predicted_activations(workload: Workload, param_dtype: str) -> Activations:
-    """Returns the result of `activations.predict`. It is kept in a file, because the fake tensors take a second to import."""
+    """Return the result of `activations.predict`. It is kept in a file, because the fake tensors take a second to import."""
     known = _read_cache()
     key = f"{workload} {param_dtype} {_version()}"
     if key not in known:
@@ -160,7 +160,7 @@ def predicted_activations(workload: Workload, param_dtype: str) -> Activations:
 
 @cache
 def _version() -> str:
-    """Returns a text that changes with the code and the CPU that activations depend on."""
+    """Return a text that changes with the code and the CPU that activations depend on."""
     sources = hashlib.sha256()
     folder = pathlib.Path(__file__).parent
     for path in (folder.parent / "model.py", folder / "activations.py"):

@@ -103,7 +103,7 @@ def compare_with_checkpoint(checkpoint: dict[str, Any], settings: dict[str, Any]
 
 
 def sources() -> dict[str, str]:
-    """Returns a checksum (CRC-32) of each source file of this program that has been imported, by path."""
+    """Return a checksum (CRC-32) of each source file of this program that has been imported, by path."""
     root = pathlib.Path(__file__).resolve().parent.parent
     files = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
     paths = sorted({pathlib.Path(file).resolve() for file in files if file and file.endswith(".py")})
@@ -112,7 +112,7 @@ def sources() -> dict[str, str]:
 
 
 def difference(by_rank: list[Facts]) -> str | None:
-    """Returns a line that says which ranks differ in what, and the remedy; None if all ranks have the same facts."""
+    """Return a line that says which ranks differ in what, and the remedy; None if all ranks have the same facts."""
     for remedy in by_rank[0]:
         values = [facts.get(remedy, {}) for facts in by_rank]
         names = dict.fromkeys(name for of_rank in values for name in of_rank)
@@ -124,7 +124,7 @@ def difference(by_rank: list[Facts]) -> str | None:
 
 
 def _difference(name: str, values: list[str]) -> str | None:
-    """Returns a text that says which ranks have which value of one name, or None if all have the same."""
+    """Return a text that says which ranks have which value of one name, or None if all have the same."""
     ranks: dict[str, list[int]] = {}  # by value
     for rank, value in enumerate(values):
         ranks.setdefault(value, []).append(rank)
@@ -142,7 +142,7 @@ def _difference(name: str, values: list[str]) -> str | None:
 
 
 def most_common(values: Iterable[Hashable]) -> Any:
-    """Returns the value that most ranks have, or None if two values are equally common, as always with two ranks."""
+    """Return the value that most ranks have, or None if two values are equally common, as always with two ranks."""
     (first, count), *rest = Counter(values).most_common(2)
     return first if not rest or rest[0][1] < count else None
 
@@ -233,7 +233,7 @@ class DesyncCheck:
 
 
 def checksum(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the sum, modulo 2**64, of the tensor's memory read as 64-bit integers, a scalar int64 on the device.
+    """Return the sum, modulo 2**64, of the tensor's memory read as 64-bit integers, a scalar int64 on the device.
 
     This takes one pass and no memory, unlike a sum of 32-bit integers, of which PyTorch first makes a copy in 64 bits.
     """
@@ -245,12 +245,12 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _tensors(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """Returns parameters and buffers by name. Each read from the model waits until the parameter has arrived."""
+    """Return parameters and buffers by name. Each read from the model waits until the parameter has arrived."""
     return [*model.named_parameters(), *model.named_buffers()]
 
 
 def _with_buckets(name: str, tensor: torch.Tensor, optimizer: torch.optim.Optimizer) -> str:
-    """Returns the name of a parameter and the buckets of a ShardedOptimizer that hold it."""
+    """Return the name of a parameter and the buckets of a ShardedOptimizer that hold it."""
     if not isinstance(optimizer, ShardedOptimizer):
         return name
     params = [param for buffer in optimizer.buffers for param in buffer.params]

@@ -27,7 +27,7 @@ class Alerts:
         self._in_a_row = 0  # number of measurements in which it was the slowest one by far
 
     def check(self, event: dict[str, Any]) -> list[Alert]:
-        """Returns the alerts of an event, the metrics by key."""
+        """Return the alerts of an event, the metrics by key."""
         return [alert for alert in (self._spike(event), self._lag(event)) if alert is not None]
 
     def _spike(self, event: dict[str, Any]) -> Alert | None:

@@ -66,7 +66,7 @@ class Checkpoints:
         self._blocked_s: deque[float] = deque()  # on rank 0: how long `save` took, for each save without a report so far
 
     def resolve(self, init_from: str) -> str:
-        """Returns 'resume' or 'scratch' for 'auto': does rank 0 see a checkpoint in the folder? Otherwise `init_from`.
+        """Return 'resume' or 'scratch' for 'auto': does rank 0 see a checkpoint in the folder? Otherwise `init_from`.
 
         Raises:
             ValueError: if the hosts do not share the folder, and another rank sees a later checkpoint than rank 0. After a
@@ -137,7 +137,7 @@ class Checkpoints:
             self._blocked_s.append(time.perf_counter() - begin)
 
     def due(self, iteration: int, is_end: bool) -> Action:
-        """Returns whether a checkpoint is due before `iteration`: only at the end of the run, unless it has just been saved.
+        """Return whether a checkpoint is due before `iteration`: only at the end of the run, unless it has just been saved.
 
         Without `always`, the newest checkpoint is the best one: it is kept, and only a run without a checkpoint saves its end.
         """
@@ -188,7 +188,7 @@ class Checkpoints:
             print(f"the run ends without its last checkpoint, which was not written: {self.error}", flush=True, file=sys.stderr)
 
     def exist(self) -> bool:
-        """Returns whether the folder has a checkpoint to resume from."""
+        """Return whether the folder has a checkpoint to resume from."""
         return any(os.path.exists(os.path.join(self.folder, name)) for name in (NAME, PREVIOUS))
 
     def _check_shared(self) -> None:
@@ -202,7 +202,7 @@ class Checkpoints:
             )
 
     def _iteration(self) -> int:
-        """Returns the iteration of the newest checkpoint that this rank can read, -1 if there is none."""
+        """Return the iteration of the newest checkpoint that this rank can read, -1 if there is none."""
         for name in (NAME, PREVIOUS):
             with suppress(CheckpointError):
                 return format.read(os.path.join(self.folder, name))["iter_num"]

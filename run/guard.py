@@ -108,7 +108,7 @@ class Guard:
             _print_error(message)
 
     def _reason(self) -> str:
-        """Returns a text that says which values are not finite, and where. Needs to be called on all ranks."""
+        """Return a text that says which values are not finite, and where. Needs to be called on all ranks."""
         loss, norm, *each = self._first.tolist()
         found = gather_objects((loss, self._first_bad(each)))
         reasons = [f"the loss of rank {rank} is {loss}" for rank, (loss, _) in enumerate(found) if not math.isfinite(loss)]
@@ -121,7 +121,7 @@ class Guard:
         return ", ".join(reasons)
 
     def _first_bad(self, norms: list[float]) -> tuple[int, str] | None:
-        """Returns the first parameter of this rank that is not finite or has a gradient that is not finite.
+        """Return the first parameter of this rank that is not finite or has a gradient that is not finite.
 
         Args:
             norms: norm of the gradient of each local parameter.

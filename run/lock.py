@@ -11,7 +11,7 @@ _UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # raised by netwo
 
 
 def read_holder(folder: str) -> str:
-    """Returns the text of the last lock on a folder: process, host and time; '' if it cannot be read."""
+    """Return the text of the last lock on a folder: process, host and time; '' if it cannot be read."""
     try:
         with open(os.path.join(folder, NAME)) as file:
             return file.read().strip()

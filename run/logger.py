@@ -7,12 +7,11 @@ import os
 import statistics
 from array import array
 from collections.abc import Iterator
-from io import FileIO
 from typing import Any
 
 from distributed.position import position
 from run.alerts import Alerts
-from run.wandb_run import WandbError, WandbRun, mode_of
+from run.wandb_run import NoRun, WandbError, WandbRun, mode_of
 from zero.checkpoint.files import atomic_write
 from zero.messages import is_rank_0
 
@@ -27,7 +26,7 @@ class Logger:
     Args:
         out_dir: folder of `metrics.jsonl` and `run.json`, created if it is missing. `metrics.jsonl` has one JSON object per
             event, with the same keys as in wandb. A number that is not finite becomes null, because JSON has no such number.
-            None: no files, and a new run of wandb.
+            None: no files, and a new wandb run.
         resume_at: continue the existing file as it was at the start of this iteration, and keep the lines about checkpoints
             up to it. None: start a new file.
         config: settings of the run and facts about it. `run.json` and wandb get all of them. `wandb_log`, `wandb_mode`,
@@ -39,45 +38,26 @@ class Logger:
     """
 
     def __init__(self, out_dir: str | None, resume_at: int | None, config: dict[str, Any], run_id: str | None = None) -> None:
-        self.file: FileIO | None = None
-        self.run: WandbRun | None = None
-        self._warned = False
+        self.file: MetricsFile | None = None
+        self.run: WandbRun | NoRun = NoRun()
         self._alerts, self._summary = Alerts(), Summary()
         if not is_rank_0():
             return
-        end, late, path = 0, list[bytes](), os.path.join(out_dir or "", "metrics.jsonl")
         try:
-            if out_dir is not None:
-                os.makedirs(out_dir, exist_ok=True)
-                self.file = open(path, "ab", buffering=0)
-                if resume_at is not None:
-                    end, late = _lines_before(resume_at, path)
+            self.file = None if out_dir is None else MetricsFile(out_dir, resume_at)
+            self.run = _start_wandb(config, run_id, resume_at, self.file)  # wrong settings end the run here: nothing is cut yet
+            if self.file is not None:
+                for event in self.file.kept():
+                    self._summary.add(event)
+                self.file.rewind()
+                _write_facts(os.path.join(self.file.folder, "run.json"), config, resume_at)
         except OSError as error:
             raise LoggerError(f"cannot write to out_dir={out_dir}: {error}") from error
-        if config["wandb_log"] and (mode := mode_of(config["wandb_mode"])) != "disabled":
-            project, name, job_type = (config[key] for key in ("wandb_project", "wandb_run_name", "implementation"))
-            continued = (run_id, resume_at) if out_dir is not None else (None, None)
-            try:
-                self.run = WandbRun(mode, project, name, config, job_type, *continued, _events(path, end, late))
-            except WandbError as error:
-                print(f"WARNING: {error}; training goes on, metrics.jsonl has all figures", flush=True)
-        if self.file is None:
-            return
-        for event in _events(path, end, late):
-            self._summary.add(event)
-        try:
-            # edit in place: the file has whole lines before and after this, even if the disk is full
-            self.file.truncate(end)
-            self.file.seek(0, os.SEEK_END)
-            self.file.write(b"".join(late))
-        except OSError as error:
-            raise LoggerError(f"cannot write to out_dir={out_dir}: {error}") from error
-        _write_facts(os.path.join(os.path.dirname(path), "run.json"), config, resume_at)
 
     @property
     def run_id(self) -> str | None:
         """The ID of the wandb run, or None."""
-        return self.run.id if self.run else None
+        return self.run.id
 
     def log(self, event: dict[str, Any], line: str | None = None) -> None:
         """Write an event. If the disk is full, print a warning once and continue.
@@ -94,38 +74,69 @@ class Logger:
             print(f"WARNING: {title.lower()}: {text}", flush=True)
             self.alert(title, text)
         self._summary.add(event)
-        if self.run:
-            self.run.log(event)
-            if "val/loss" in event:
-                self.run.summarize(self._summary.values())
+        self.run.log(event)
+        if "val/loss" in event:
+            self.run.summarize(self._summary.values())
         if self.file is not None:
-            self._write(self.file, {key: None if _is_no_json(value) else value for key, value in event.items()})
+            self.file.write(event)
 
     def alert(self, title: str, text: str) -> None:
         """Send an alert through wandb, if there is a run."""
-        if self.run:
-            self.run.alert(title, text)
+        self.run.alert(title, text)
 
     def finish(self, exit_code: int = 0) -> None:
-        """Close the file and the run of wandb. wandb shows a run whose exit code is not 0 as failed."""
+        """Close the file and the wandb run. wandb shows a run whose exit code is not 0 as failed."""
         if self.file:
             self.file.close()
-        if self.run:
-            self.run.summarize(self._summary.values())
-            with position.at("ending the run of wandb", patient=True):
-                self.run.finish(exit_code)
+        self.run.summarize(self._summary.values())
+        with position.at("ending the wandb run", patient=True):
+            self.run.finish(exit_code)
 
-    def _write(self, file: FileIO, event: dict[str, Any]) -> None:
-        line, begin = json.dumps(event, allow_nan=False).encode() + b"\n", file.tell()
+
+class MetricsFile:
+    """`metrics.jsonl`: one JSON object per event. A run that resumes keeps what was written before its iteration.
+
+    Args:
+        folder: created if it is missing.
+        resume_at: iteration at which the run goes on. None: `rewind` empties the file.
+
+    Raises:
+        OSError: if the folder cannot be created, or the file cannot be read or written.
+    """
+
+    def __init__(self, folder: str, resume_at: int | None) -> None:
+        os.makedirs(folder, exist_ok=True)
+        self.folder, self._path = folder, os.path.join(folder, "metrics.jsonl")
+        self._file = open(self._path, "ab", buffering=0)
+        self._end, self._late = (0, list[bytes]()) if resume_at is None else _lines_before(resume_at, self._path)
+        self._warned = False
+
+    def kept(self) -> Iterator[dict[str, Any]]:
+        """Yield the events that `rewind` keeps."""
+        return _events(self._path, self._end, self._late)
+
+    def rewind(self) -> None:
+        """Cut the file where the run goes on. It has whole lines before and after this, even if the disk is full."""
+        self._file.truncate(self._end)
+        self._file.seek(0, os.SEEK_END)
+        self._file.write(b"".join(self._late))
+
+    def write(self, event: dict[str, Any]) -> None:
+        """Append an event, with null for numbers that are not finite. If the disk is full, warn once and continue."""
+        values = {key: None if _is_no_json(value) else value for key, value in event.items()}
+        line, begin = json.dumps(values, allow_nan=False).encode() + b"\n", self._file.tell()
         try:
-            if file.write(line) < len(line):
+            if self._file.write(line) < len(line):
                 raise OSError("the disk is full")
             self._warned = False
         except OSError as error:
-            file.truncate(begin)  # remove the incomplete line
+            self._file.truncate(begin)  # remove the incomplete line
             if not self._warned:
-                print(f"WARNING: figures are missing from {file.name}: {error}", flush=True)
+                print(f"WARNING: figures are missing from {self._file.name}: {error}", flush=True)
             self._warned = True
+
+    def close(self) -> None:
+        self._file.close()
 
 
 class Summary:
@@ -145,7 +156,7 @@ class Summary:
             self._tokens_per_second.append(speed)
 
     def values(self) -> dict[str, float]:
-        """Returns the figures that there are so far."""
+        """Return the figures that there are so far."""
         speed = statistics.median(self._tokens_per_second) if self._tokens_per_second else math.nan
         figures = {
             "best_val_loss": self._best_val_loss,
@@ -153,6 +164,22 @@ class Summary:
             "median_tokens_per_second": speed,
         }
         return {key: figure for key, figure in figures.items() if math.isfinite(figure)}
+
+
+def _start_wandb(
+    config: dict[str, Any], run_id: str | None, resume_at: int | None, file: MetricsFile | None
+) -> WandbRun | NoRun:
+    """Return the wandb run that the settings ask for. Without a file, it is a new one."""
+    mode = mode_of(config["wandb_mode"]) if config["wandb_log"] else "disabled"
+    if mode == "disabled":
+        return NoRun()
+    project, name, job_type = (config[key] for key in ("wandb_project", "wandb_run_name", "implementation"))
+    continued = (None, None, ()) if file is None else (run_id, resume_at, file.kept())
+    try:
+        return WandbRun(mode, project, name, config, job_type, *continued)
+    except WandbError as error:
+        print(f"WARNING: {error}; training goes on, metrics.jsonl has all figures", flush=True)
+        return NoRun()
 
 
 def _write_facts(path: str, config: dict[str, Any], resume_at: int | None) -> None:
@@ -173,7 +200,7 @@ def _write_facts(path: str, config: dict[str, Any], resume_at: int | None) -> No
 
 
 def _lines_before(iteration: int, path: str) -> tuple[int, list[bytes]]:
-    """Returns how much of `metrics.jsonl` a run keeps when it resumes at `iteration`.
+    """Return how much of `metrics.jsonl` a run keeps when it resumes at `iteration`.
 
     Returns:
         The length in bytes of the lines before the first line of `iteration` or later, or before the first incomplete line
@@ -204,7 +231,7 @@ def _events(path: str, end: int, late: list[bytes]) -> Iterator[dict[str, Any]]:
 
 
 def _iteration(line: bytes) -> tuple[int, bool]:
-    """Returns the iteration of a line, and whether the line is about a checkpoint. The iteration of a foreign line is -1."""
+    """Return the iteration of a line, and whether the line is about a checkpoint. The iteration of a foreign line is -1."""
     try:
         event = json.loads(line)
         return int(event["iter"]), any(key.startswith("checkpoint/") for key in event)

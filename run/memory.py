@@ -59,7 +59,7 @@ class MemoryMeter:
         self._points[point] = torch.cuda.memory_allocated(self.device) if on_gpu else sum(held.values())
 
     def peak(self) -> int:
-        """Returns the peak in bytes since the process started."""
+        """Return the peak in bytes since the process started."""
         return max(self._largest_peak, peak_bytes(self.device))
 
     def forget_peak(self) -> None:
@@ -68,7 +68,7 @@ class MemoryMeter:
         reset_peak(self.device)
 
     def take(self) -> dict[str, float]:
-        """Returns the figures by name, and begins a new peak."""
+        """Return the figures by name, and begins a new peak."""
         peak, self._largest_peak = peak_bytes(self.device), self.peak()
         reset_peak(self.device)
         figures = {f"{point}_mb": count / 1e6 for point, count in self._points.items()}

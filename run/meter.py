@@ -171,7 +171,7 @@ class Meter:
         self.log.log(event, f"step {iteration}: train loss {losses['train']:.4f}, val loss {losses['val']:.4f}")
 
     def _over_ranks(self, loss: float, computed_ms: float) -> dict[str, float]:
-        """Returns the metrics that compare the ranks. Needs to be called on all ranks.
+        """Return the metrics that compare the ranks. Needs to be called on all ranks.
 
         Args:
             loss: loss of this rank.
@@ -197,7 +197,7 @@ class Meter:
         return event
 
     def _totals(self) -> dict[str, float]:
-        """Returns the time and the bytes since construction, by what they were spent on."""
+        """Return the time and the bytes since construction, by what they were spent on."""
         return {
             **dict.fromkeys(("forward", "backward", "data", "clip", "update", "memory"), 0.0),
             **self._phases.read_ms(),

@@ -19,11 +19,29 @@ _FREE_BYTES = 1_000_000  # an offline run needs them on the disk
 
 
 class WandbError(RuntimeError):
-    """There is no run of wandb, for a reason that does not concern the training."""
+    """There is no wandb run, for a reason that does not concern the training."""
+
+
+class NoRun:
+    """What `WandbRun` offers, where there is no run: nothing happens."""
+
+    id = None
+
+    def log(self, event: dict[str, Any]) -> None:
+        pass
+
+    def alert(self, title: str, text: str) -> None:
+        pass
+
+    def summarize(self, values: dict[str, Any]) -> None:
+        pass
+
+    def finish(self, exit_code: int = 0) -> None:
+        pass
 
 
 class WandbRun:
-    """A run of wandb. Create it on one rank only.
+    """A wandb run. Create it on one rank only.
 
     Calls return at once: a daemon thread makes them. If one fails, a line says so, and nothing more is sent. Each iteration is
     one row of the run, and its step is the iteration. A WANDB_... variable of the environment (WANDB_PROJECT, WANDB_NAME,
@@ -246,7 +264,7 @@ class WandbRun:
 
 
 def mode_of(setting: str) -> str:
-    """Returns the mode of wandb: that of WANDB_MODE if the variable is set, otherwise the setting.
+    """Return the mode of wandb: that of WANDB_MODE if the variable is set, otherwise the setting.
 
     Raises:
         ValueError: if WANDB_MODE has another value than 'online', 'offline' or 'disabled', or wandb's older names of them.
@@ -259,10 +277,10 @@ def mode_of(setting: str) -> str:
 
 
 def _unless_set(variable: str, value: str) -> str | None:
-    """Returns the value, or None if the environment has the variable: an argument of `wandb.init` would hide it."""
+    """Return the value, or None if the environment has the variable: an argument of `wandb.init` would hide it."""
     return None if os.environ.get(variable) else value
 
 
 def _line(error: Exception) -> str:
-    """Returns the first line of an error's message, or its type if there is no message."""
+    """Return the first line of an error's message, or its type if there is no message."""
     return next(iter(str(error).splitlines()), type(error).__name__)

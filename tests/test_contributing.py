@@ -54,8 +54,8 @@ def copy(tmp_path_factory):
         if language == "diff":
             apply(content, folder)
         else:
-            path = folder / re.match("# (data/.*prepare.py)\n", content)[1]
-            path.parent.mkdir()
+            path = folder / re.match(r"# (\S+\.py)\n", content)[1]
+            path.parent.mkdir(exist_ok=True)
             path.write_text(content)
     (folder / "text").write_text(200 * string.ascii_lowercase)
     prepared = run_copy(folder, "data/my_text/prepare.py", "--input", str(folder / "text"))
@@ -88,6 +88,11 @@ def test_a_run_with_all_recipes(copy):
         shapes = 0.5 * (1 + math.cos(math.pi * ratio)), 1 - ratio
         expected = [pytest.approx(MIN_LR + shape * (LR - MIN_LR)) for shape in shapes]
         assert [first[iteration]["lr"], other[iteration]["lr"]] == expected
+
+
+def test_the_new_check_runs_every_few_iterations(copy):
+    process = run_copy(copy, "train.py", *TRAIN, "--weight_interval=2", f"--out_dir={copy / 'checked'}")
+    assert re.findall(r"^largest weight (\d): 0\.\d+$", process.stdout, re.MULTILINE) == ["0", "2", "4", "6"], process.stderr
 
 
 def test_the_new_settings_are_checked_and_explained(copy):

@@ -22,7 +22,7 @@ LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__p
 
 
 def standard_library() -> str:
-    """Returns the text of all .py files of the standard library as one string."""
+    """Return the text of all .py files of the standard library as one string."""
     root = sysconfig.get_path("stdlib")
     texts = []
     for folder, folders, files in os.walk(root):

@@ -8,7 +8,7 @@ import pytest
 
 from run import logger
 from run.logger import Logger
-from run.wandb_run import WandbError
+from run.wandb_run import NoRun, WandbError
 
 CONFIG = {"wandb_log": False, "wandb_mode": "online", "wandb_project": "p", "wandb_run_name": "n", "implementation": "sharded"}
 
@@ -26,7 +26,7 @@ def test_a_resumed_run_goes_on_after_the_last_whole_line(tmp_path):
     with open(tmp_path / "metrics.jsonl", "a") as file:
         file.write('{"iter": 2, "los')  # a kill
     log = make(tmp_path, resume_at=2)
-    assert log.file.tell() == len('{"iter": 1}\n'), "where the next line goes back to if the disk is full"
+    assert log.file._file.tell() == len('{"iter": 1}\n'), "where the next line goes back to if the disk is full"
     log.log({"iter": 2})
     log.log({"iter": 3})
     assert lines(tmp_path) == [{"iter": 1}, {"iter": 2}, {"iter": 3}]
@@ -75,7 +75,7 @@ class FakeRun:
 
 @pytest.fixture
 def wandb(monkeypatch):
-    """Replaces the run of wandb; returns a Logger with one."""
+    """Replaces the wandb run; returns a Logger with one."""
     monkeypatch.setattr(logger, "WandbRun", FakeRun)
     monkeypatch.delenv("WANDB_MODE", raising=False)
     return lambda *how, **config: Logger(*how[:2], CONFIG | {"wandb_log": True} | config, *how[2:])
@@ -102,7 +102,7 @@ def test_wandb_gets_the_run_and_what_was_logged_before(tmp_path, wandb):
     log.finish(1)
     assert log.run.exit_code == 1
     assert wandb(str(tmp_path), None).run.history == [], "a new run"
-    assert wandb(str(tmp_path), None, wandb_mode="disabled").run is None
+    assert wandb(str(tmp_path), None, wandb_mode="disabled").run_id is None
     evaluation = wandb(None, 2, "abc")
     assert evaluation.run.how[5:] == [None, None], "it must not rewind the run"
 
@@ -144,13 +144,13 @@ def test_the_variable_comes_before_the_setting(tmp_path, wandb, monkeypatch):
     ):
         monkeypatch.setenv("WANDB_MODE", variable)
         run = wandb(str(tmp_path), None).run
-        assert mode == (run and run.how[0]), variable
+        assert mode == (None if isinstance(run, NoRun) else run.how[0]), variable
     monkeypatch.setenv("WANDB_MODE", "foo")
     with pytest.raises(
         ValueError, match="WANDB_MODE=foo is not one of online, offline, disabled; change or unset the variable"
     ):
         wandb(str(tmp_path), None)
-    assert wandb(str(tmp_path), None, wandb_log=False).run is None, "it does not matter without wandb"
+    assert wandb(str(tmp_path), None, wandb_log=False).run_id is None, "it does not matter without wandb"
 
 
 def test_run_json_lists_what_a_resumed_run_has_changed(tmp_path):
@@ -228,11 +228,11 @@ class Full:
 
 def test_a_full_disk_is_mentioned_once_and_tears_no_line(tmp_path, capsys):
     log = make(tmp_path)
-    log.file = Full(room=30)
+    log.file._file = Full(room=30)
     for iteration in range(10, 15):
         log.log({"iter": iteration})  # 13 bytes
-    assert log.file.content == b'{"iter": 10}\n{"iter": 11}\n'
+    assert log.file._file.content == b'{"iter": 10}\n{"iter": 11}\n'
     assert capsys.readouterr().out.count("figures are missing from metrics.jsonl") == 1
-    log.file.room = 100
+    log.file._file.room = 100
     log.log({"iter": 15})
-    assert log.file.content.endswith(b'11}\n{"iter": 15}\n')
+    assert log.file._file.content.endswith(b'11}\n{"iter": 15}\n')

@@ -134,7 +134,7 @@ def test_training_stands_still_for_the_whole_of_a_save(events):
 
 
 def test_the_time_of_logging_is_in_the_time_of_a_step(data, tmp_path):
-    slow = "import time; from run.logger import Logger as L; w = L._write; L._write = lambda *a: (time.sleep(0.2), w(*a))[1]"
+    slow = "import time; from run.logger import MetricsFile as M; w = M.write; M.write = lambda *a: (time.sleep(0.2), w(*a))[1]"
     arguments = [f"--dataset={data}", f"--out_dir={tmp_path}", "--max_iters=4", "--eval_interval=100"]
     process = run("train.py", *SETTINGS, *arguments, before=slow)
     assert process.returncode == 0, process.stderr

@@ -92,7 +92,7 @@ def test_a_run_with_all_recipes(copy):
 
 def test_the_new_check_runs_every_few_iterations(copy):
     process = run_copy(copy, "train.py", *TRAIN, "--weight_interval=2", f"--out_dir={copy / 'checked'}")
-    assert re.findall(r"^largest weight (\d): 0\.\d+$", process.stdout, re.MULTILINE) == ["0", "2", "4", "6"], process.stderr
+    assert re.findall(r"^largest weight (\d): 1\.\d+$", process.stdout, re.MULTILINE) == ["0", "2", "4", "6"], process.stderr
 
 
 def test_the_new_settings_are_checked_and_explained(copy):

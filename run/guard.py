@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 from zero import ShardedGradScaler
+from zero.gradients import GradientNorms
 from zero.messages import gather_objects, is_rank_0
-from zero.optimizer import GradientNorms
 from zero.partition import partition
 
 _REMEDY = "try a lower --learning_rate, --grad_clip=1.0, more --warmup_iters or --dtype=float32"

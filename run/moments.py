@@ -30,7 +30,7 @@ from run.sampling import Sampler
 from run.shadow import Shadow
 from zero import ShardedGradScaler
 from zero.flags import Flags
-from zero.optimizer import GradientNorms
+from zero.gradients import GradientNorms
 
 
 class Run:

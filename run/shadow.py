@@ -15,8 +15,9 @@ from run.guard import Guard
 from zero import ShardedGradScaler
 from zero.build import build, clip_grad_norm_
 from zero.flags import Flags
-from zero.optimizer import flattened, hyperparameters
+from zero.optimizer import hyperparameters
 from zero.partition import parameters, partition
+from zero.tensors import flattened
 
 
 def check_device(iterations: int, device_type: str) -> None:

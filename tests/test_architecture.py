@@ -118,3 +118,18 @@ def test_the_map_in_the_documentation_is_the_codes(graph):
     order = graphlib.TopologicalSorter({module: sorted(graph[module]) for module in sorted(graph)}).static_order()
     expected = [f"{module:<{width}}  {' '.join(sorted(graph[module])) or '-'}" for module in order]
     assert sorted(line.strip() for line in block) == sorted(line.strip() for line in expected), "\n".join(expected)
+
+
+def test_a_reader_can_take_in_every_class_of_the_engine():
+    """Prints the longest ones: at most 320 lines for a class, 450 for a file."""
+    files, classes = {}, {}
+    for module, path in module_names().items():
+        if module.split(".")[0] == "zero":
+            with open(path) as file:
+                text = file.read()
+            files[module] = text.count("\n")
+            nodes = (node for node in ast.parse(text).body if isinstance(node, ast.ClassDef))
+            classes |= {f"{module}.{node.name}": node.end_lineno - node.lineno + 1 for node in nodes}
+    for sizes, limit in ((classes, 320), (files, 450)):
+        print(*sorted(((size, name) for name, size in sizes.items()), reverse=True)[:5], sep="\n")
+        assert max(sizes.values()) <= limit

@@ -9,7 +9,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from zero.data_parallel import ShardedDataParallel
 from zero.flags import PARAM_DTYPES, Flags
-from zero.optimizer import GradientNorms, ShardedOptimizer, float32_norms
+from zero.gradients import GradientNorms, float32_norms
+from zero.optimizer import ShardedOptimizer
 from zero.partition import parameters
 
 

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from zero.layout import resolve_shard_size
+from zero.messages import TAG
 from zero.stopwatch import Stopwatch
 
 # torch 2.13 renamed these two functions; torch 2.11 has only the old names
@@ -19,7 +20,6 @@ _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 KEPT_BYTES = 4_000_000  # smallest tensor that a Pool keeps
-TAG = 0x2E60  # of messages between two ranks, so that no receive of the user's own takes one
 GRADIENTS, PARAMETERS = TAG + 1, TAG + 2  # so that no parameter is ever taken for a gradient
 
 

@@ -7,11 +7,11 @@ from torch.autograd import Variable
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from zero.data_parallel import tensors_in
 from zero.optimizer import ShardedOptimizer
 from zero.partition import partition
 from zero.prediction import Prediction
 from zero.stopwatch import Mark, Stopwatch, mark
+from zero.tensors import tensors_in
 
 KINDS = ("all-reduce", "reduce-scatter", "all-gather", "broadcast")
 

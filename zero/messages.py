@@ -1,11 +1,17 @@
-"""Small messages between ranks: Python objects, from main memory, also where the collectives run on GPUs."""
+"""Messages between ranks from main memory, also where the collectives run on GPUs: Python objects, and tensors to one rank."""
 
+from collections import deque
+from collections.abc import Callable
 from datetime import timedelta
 from functools import cache
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
+TAG = 0x2E60  # of messages between two ranks, so that no receive of the user's own takes one
+MESSAGE_BYTES = 25_000_000  # the most that one of several transfers should have
+_IN_FLIGHT = 2  # transfers
 LONG_TIMEOUT = timedelta(days=1)  # for waits on a disk, which may take longer than any step
 
 
@@ -42,3 +48,65 @@ def broadcast_object(value: Any, group: dist.ProcessGroup | None = None) -> Any:
     values = [value]
     dist.broadcast_object_list(values, group_src=0, group=group)
     return values[0]
+
+
+def on_all_ranks(make: Callable[[], Any], group: dist.ProcessGroup | None = None) -> Any:
+    """Return the result of `make`. If it raises on any rank, raise on all ranks, so that no rank waits forever."""
+    error, made = None, None
+    try:
+        made = make()
+    except Exception as raised:
+        error = raised
+    if dist.is_initialized() and dist.get_world_size(group) > 1:
+        errors = gather_objects(error and (str(error) or repr(error)), cpu_group(group))
+        if error is None and any(errors):
+            rank = next(rank for rank, message in enumerate(errors) if message)
+            raise ValueError(f"rank {rank}: {errors[rank]}")
+    if error is not None:
+        raise error
+    return made
+
+
+def check_same_on_all_ranks(facts: dict[str, Any], group: dist.ProcessGroup | None = None) -> None:
+    """Raise ValueError on all ranks if what a rank knows of its model differs from what rank 0 knows."""
+    several = dist.is_initialized() and dist.get_world_size(group) > 1
+    expected = broadcast_object(facts, cpu_group(group)) if several else facts
+
+    def compare() -> None:
+        for name in expected | facts:
+            if facts.get(name) != expected.get(name):
+                raise ValueError(
+                    f"the model differs between the ranks: {name} is {facts.get(name, 'absent')}, on rank 0 "
+                    f"{expected.get(name, 'absent')}; build the same model on all ranks"
+                )
+
+    on_all_ranks(compare, group)
+
+
+class Transfers:
+    """Tensors on the way from rank to rank, a few at a time. Until `wait`, they may be neither read nor written.
+
+    They are on the CPU: a GPU may have no memory left, and NCCL needs a communicator per pair of ranks.
+
+    Args:
+        group: a process group that sends from main memory, see `cpu_group`. Ranks are numbered as in it.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self._group = group
+        self._in_flight: deque[tuple[Any, torch.Tensor]] = deque()  # (work, elements that it needs until it is done)
+
+    def send(self, elements: torch.Tensor, rank: int) -> None:
+        self._add(dist.isend(elements, group_dst=rank, group=self._group, tag=TAG), elements)
+
+    def receive(self, elements: torch.Tensor, rank: int) -> None:
+        self._add(dist.irecv(elements, group_src=rank, group=self._group, tag=TAG), elements)
+
+    def wait(self, leave: int = 0) -> None:
+        """Wait for the oldest transfers, until only `leave` are in flight."""
+        while len(self._in_flight) > leave:
+            self._in_flight.popleft()[0].wait()
+
+    def _add(self, work: Any, elements: torch.Tensor) -> None:
+        self._in_flight.append((work, elements))
+        self.wait(leave=_IN_FLIGHT)

@@ -9,22 +9,18 @@ does not access files: `restore` takes a function that reads chunks.
 """
 
 import copy
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Self
 
 import torch
-import torch.distributed as dist
 
-from zero.collectives import TAG
 from zero.layout import Slice
-from zero.messages import cpu_group, gather_objects
-from zero.optimizer import flattened, hyperparameters, shaped
+from zero.messages import MESSAGE_BYTES, Transfers, cpu_group, gather_objects
+from zero.optimizer import hyperparameters
 from zero.partition import Partition, packed_groups, partition
+from zero.tensors import flattened, shaped
 
-MESSAGE_BYTES = 25_000_000
-_IN_FLIGHT = 2  # messages in flight
 # these flags select how this machine runs the update, not its result: taken from the running optimizer, never from a file
 _MACHINE_FLAGS = ("fused", "foreach", "capturable", "differentiable")
 _RULE = "state must have one number per element, or be one number, the same on all ranks; use partition='parameter'"
@@ -63,14 +59,6 @@ class TensorChunk(NamedTuple):
     def of_whole(cls, name: str, tensor: torch.Tensor) -> Self:
         """Return a whole tensor as one chunk."""
         return cls(name, tensor.numel(), 0, tensor.detach().reshape(-1))
-
-
-class Transfer(NamedTuple):
-    """A message in flight. Until `work` is done, `elements` may be neither read nor written."""
-
-    work: Any  # dist.Work; torch declares that isend may return None, outside of the group
-    # (stop - start,) on the CPU: a GPU may have no memory left, and NCCL needs a communicator per pair of ranks
-    elements: torch.Tensor
 
 
 # What the state of a slice contributes to the state of its parameter. Numbers, None and tensors, in dicts, lists and tuples:
@@ -224,14 +212,13 @@ def _gather(part: Partition, states: list[dict[str, Any]]) -> dict[int, dict[str
     if part.replica:
         return None
     group = cpu_group(part.process_group) if len(part.slices) > 1 else None
-    in_flight: deque[Transfer] = deque()
+    transfers = Transfers(group)
     complete = [Slice(0, 0, local.numel()) for local in part.locals]
     own = _messages(complete, part.locals, states, outlines[part.rank])
     if part.rank != 0:
         for message in own:
-            elements = message.cpu()
-            enqueue(in_flight, Transfer(dist.isend(elements, group_dst=0, group=group, tag=TAG), elements))
-        drain(in_flight)
+            transfers.send(message.cpu(), 0)
+        transfers.wait()
         return None
     whole = map_leaves(lambda _, leaf: torch.empty_like(leaf, device="cpu") if _is_meta(leaf) else leaf, whole)
     for rank, slices in enumerate(part.slices):
@@ -241,8 +228,8 @@ def _gather(part: Partition, states: list[dict[str, Any]]) -> dict[int, dict[str
             if rank == 0:
                 place.copy_(next(own))
             else:
-                enqueue(in_flight, Transfer(dist.irecv(place, group_src=rank, group=group, tag=TAG), place))
-    drain(in_flight)
+                transfers.receive(place, rank)
+    transfers.wait()
     return whole
 
 
@@ -315,17 +302,6 @@ def _messages(
                 value = tensors[name].detach()
                 flat = flattened(value, param)[start:stop] if value.shape == param.shape else value.reshape(-1)
                 yield from flat.split(MESSAGE_BYTES // flat.itemsize)
-
-
-def enqueue(in_flight: deque[Transfer], transfer: Transfer) -> None:
-    in_flight.append(transfer)
-    drain(in_flight, leave=_IN_FLIGHT)
-
-
-def drain(in_flight: deque[Transfer], leave: int = 0) -> None:
-    """Wait for the oldest transfers, until only `leave` are in flight."""
-    while len(in_flight) > leave:
-        in_flight.popleft().work.wait()
 
 
 # -- chunks ------------------------------------------------------------------------------------------------------------

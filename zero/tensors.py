@@ -1,6 +1,11 @@
-"""Tensors as ranges of memory: flat views, storages, and elements that share memory."""
+"""Tensors as ranges of memory: flat views, storages, elements that share memory."""
+
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 from torch.utils.dlpack import from_dlpack
 
 
@@ -55,33 +60,6 @@ def with_own_storage(part: torch.Tensor) -> torch.Tensor:
     return from_dlpack(part) if type(part) is torch.Tensor and part.device.type in ("cpu", "cuda") else part
 
 
-def check_memory(params: list[torch.nn.Parameter]) -> None:
-    """Raise ValueError for parameters that share memory, or lie in the shared memory of several processes."""
-    spans = []
-    for param in params:
-        if param.requires_grad and param.device.type == "cpu" and param.is_shared():
-            raise ValueError(
-                f"a parameter of shape {tuple(param.shape)} is in shared memory (share_memory()), which it would leave; build "
-                "the optimizer first and share a copy of the weights"
-            )
-        if param.numel() and not param.is_meta:
-            if param.requires_grad and not is_dense(param) and may_overlap(param):
-                raise ValueError(
-                    f"a parameter of shape {tuple(param.shape)} is expanded: elements may share memory; clone() it first"
-                )
-            spans.append((str(param.device), *memory_span(param), param.requires_grad, tuple(param.shape)))
-    reached: dict[tuple[str, bool], tuple[int, tuple[int, ...]]] = {}  # by device, trainable: end, shape
-    for device, start, stop, trainable, shape in sorted(spans):
-        for other in (True, False) if trainable else (True,):  # frozen parameters may share memory with each other
-            end, its_shape = reached.get((device, other), (start, ()))
-            if start < end:
-                raise ValueError(
-                    f"two parameters, of shapes {its_shape} and {shape}, share memory; tie them by using one Parameter in both "
-                    "places, or clone() one of them"
-                )
-        reached[device, trainable] = max((stop, shape), reached.get((device, trainable), (stop, shape)))
-
-
 def distinct_elements(name: str, tensor: torch.Tensor) -> torch.Tensor:
     """Return the elements of a tensor that lie in different places in memory: the first one of each expanded dimension."""
     own = tensor[tuple(slice(1) if stride == 0 else slice(None) for stride in tensor.stride())]
@@ -100,3 +78,14 @@ def may_overlap(tensor: torch.Tensor) -> bool:
             return True
         reach += (size - 1) * stride
     return False
+
+
+def tensors_in(output: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in the output of a forward, as DistributedDataParallel finds them, and those in any other pytree."""
+    for leaf in tree_leaves(output):
+        if isinstance(leaf, torch.Tensor):
+            yield leaf
+        elif isinstance(leaf, dict):  # a subclass of dict
+            yield from tensors_in(list(leaf.values()))
+        elif is_dataclass(leaf):
+            yield from tensors_in([getattr(leaf, field.name) for field in fields(leaf)])

@@ -15,7 +15,7 @@ from run.guard import Guard
 from zero import ShardedGradScaler
 from zero import checkpoint as ckpt
 from zero.build import clip_grad_norm_
-from zero.optimizer import GradientNorms
+from zero.gradients import GradientNorms
 
 BAD = 3  # the step that is not finite
 

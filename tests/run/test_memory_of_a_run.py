@@ -110,7 +110,7 @@ def test_a_wrong_prediction_causes_a_warning_with_the_parts(check, capsys, facto
 def test_the_peak_is_compared_on_a_gpu(check, capsys, monkeypatch, factor, compiled, workspaces, warns):
     check.device, check.compiled = torch.device("cuda"), compiled
     monkeypatch.setattr(memory, "GPU_WORKSPACES", workspaces)
-    monkeypatch.setattr(check.meter, "peak", lambda: round(factor * check.forecast.peak))
+    monkeypatch.setattr(check.memory, "peak", lambda: round(factor * check.forecast.peak))
     check.compare(2)
     line, *warnings = capsys.readouterr().out.splitlines()
     assert "at the peak (predicted " in line

@@ -170,7 +170,8 @@ def test_without_a_network_the_run_is_offline(data, tmp_path, wandb_folder, monk
 
 
 KILLS_WANDB = """
-import os, subprocess, wandb_run
+import os, subprocess
+from run import wandb_run
 
 def log_and_kill(self, event):
     if event["iter"] == 10 and "iter/loss" in event:

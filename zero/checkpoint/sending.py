@@ -8,7 +8,6 @@ because every implementation broadcasts those of rank 0 when it wraps the model.
 import hashlib
 import os
 import zipfile
-from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -18,9 +17,8 @@ import torch.distributed as dist
 
 from zero.checkpoint.format import tensors_in
 from zero.checkpoint.store import chunk_reader, load, verify
-from zero.collectives import TAG
-from zero.messages import broadcast_object, cpu_group, gather_objects, is_rank_0
-from zero.state import MESSAGE_BYTES, CheckpointError, TensorChunk, Transfer, drain, enqueue, map_leaves
+from zero.messages import MESSAGE_BYTES, Transfers, broadcast_object, cpu_group, gather_objects, is_rank_0
+from zero.state import CheckpointError, TensorChunk, map_leaves
 
 _ReadChunks = Callable[[list[TensorChunk]], None]
 
@@ -117,7 +115,7 @@ def _read_or_receive(read_chunks: _ReadChunks | None, own: list[TensorChunk]) ->
     messages = _messages(own) if read_chunks is None else []
     asked = gather_objects([_allocate(message, "meta") for message in messages], group)
     error = next(filter(None, gather_objects(_read(read_chunks, own), group)), None)
-    in_flight: deque[Transfer] = deque()
+    transfers = Transfers(group)
     for number in range(max(map(len, asked))):
         if error is not None:
             break
@@ -125,10 +123,10 @@ def _read_or_receive(read_chunks: _ReadChunks | None, own: list[TensorChunk]) ->
             read = _allocate(wanted[number], "cpu") if number < len(wanted) else []
             error = error or _read(read_chunks, read)  # after an error, the receivers still wait for their messages
             for chunk in read:
-                enqueue(in_flight, Transfer(dist.isend(chunk.elements, group_dst=rank, group=group, tag=TAG), chunk.elements))
+                transfers.send(chunk.elements, rank)
         for chunk in messages[number] if number < len(messages) else ():
-            enqueue(in_flight, Transfer(dist.irecv(chunk.elements, group_src=0, group=group, tag=TAG), chunk.elements))
-        drain(in_flight)
+            transfers.receive(chunk.elements, 0)
+        transfers.wait()
         error = broadcast_object(error, group)
     if error is not None:
         raise error

@@ -1,0 +1,138 @@
+"""The tensors of a plan: flat buffers that hold the parameters, and buckets with this rank's slices of them."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from zero.layout import BufferPlan, Layout, PlacedSlice, Span
+from zero.tensors import has_memory, is_dense, memory_span, shaped, with_own_storage
+
+_CACHED = 2**17  # elements to process at a time, so that intermediate results fit into a CPU's cache
+
+
+@dataclass
+class FlatBuffer:
+    """Parameters of one dtype and device, whose data are views into one flat tensor."""
+
+    data: torch.Tensor  # (layout.padded_numel,)
+    params: list[torch.nn.Parameter]  # numbered as in the layout
+    layout: Layout
+    forms: dict[int, tuple[Any, ...]] = field(default_factory=dict)  # by number: what must stay as it was when it moved in
+
+    def move_in(self, number: int) -> torch.Tensor:
+        """Make the data of a parameter a view into its place. Return its former data, which are not copied."""
+        param = self.params[number]
+        value = param.data if is_dense(param) else param.data.contiguous()
+        param.data = self._place(number, value)
+        self.forms[number] = _form(param)
+        return value
+
+    def moved(self) -> Iterator[int]:
+        """Yield the numbers of the parameters that do not lie in their place any more (`param.data = ...`)."""
+        for number, (param, offset) in enumerate(zip(self.params, self.layout.offsets, strict=True)):
+            address = self.data.data_ptr() + offset * self.data.itemsize
+            if param.numel() and (param.data_ptr(), *_form(param)) != (address, *self.forms[number]):
+                yield number
+
+    def take_back(self, number: int) -> bool:
+        """Copy the data of a parameter that has moved into its place, if its form is the same. Return whether it is."""
+        param, value = self.params[number], self.params[number].data
+        if _form(param) != self.forms[number]:
+            return False
+        param.data = self._place(number, value)
+        param.data.copy_(value)
+        return True
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor lies in this buffer."""
+        start, stop = memory_span(self.data)
+        return has_memory(tensor) and start <= tensor.data_ptr() < stop
+
+    def _place(self, number: int, like: torch.Tensor) -> torch.Tensor:
+        offset = self.layout.offsets[number]
+        part = with_own_storage(self.data[offset : offset + self.params[number].numel()])
+        return part.as_strided(like.shape, like.stride())
+
+
+class OwnedSlice(NamedTuple):
+    """A slice of this rank, as the inner optimizer sees it."""
+
+    param: torch.nn.Parameter
+    start: int  # first element of the flattened parameter, see `flattened`
+    stop: int
+    offset: int  # first element in this rank's shard of the bucket
+    # a view into the shard or into its master; (stop - start,), or the parameter's shape if it is whole or has one element
+    local: torch.nn.Parameter
+
+
+@dataclass
+class Bucket:
+    """The tensors and slices of one bucket at run time."""
+
+    number: int  # among all buckets of the optimizer
+    data: torch.Tensor  # (sum of sizes,), a view into FlatBuffer.data
+    sizes: list[int]  # elements of each rank's shard
+    shard: torch.Tensor  # (sizes[rank],), this rank's part of `data`
+    master: torch.Tensor | None  # (sizes[rank],) float32, if `data` has lower precision
+    owned: list[OwnedSlice]  # the slices that this rank updates
+    local_by_group: dict[int, list[torch.nn.Parameter]]  # their local parameters, by group of the inner optimizer
+    members: list[PlacedSlice]  # all slices in the bucket; `param` counts through the parameters of all buffers
+    gather: list[dist.Work] | None = None  # the all-gather in flight: until it ends, only the `shard` part may be read
+
+    @property
+    def updated(self) -> torch.Tensor:
+        """The tensor that the inner optimizer updates through views, (sizes[rank],)."""
+        return self.shard if self.master is None else self.master
+
+    def update_master(self) -> None:
+        """Copy elements of the shard that have been written to since the last step to the master."""
+        if self.master is None:
+            return
+        on_cpu = self.shard.device.type == "cpu"
+        at_once = _CACHED if on_cpu else max(1, self.shard.numel())
+        for master, shard in zip(self.master.split(at_once), self.shard.split(at_once), strict=True):
+            unwritten = shard == master.to(shard.dtype)
+            if not on_cpu or not unwritten.all():  # does not wait for a GPU
+                torch.where(unwritten, master, shard, out=master)
+
+
+def allocate(
+    planned: BufferPlan,
+    params: list[torch.nn.Parameter],
+    rank: int,
+    whole: bool,
+    first_param: int,
+    first_bucket: int,
+) -> tuple[FlatBuffer, list[Bucket]]:
+    """Return a flat buffer of zeros and its buckets.
+
+    Args:
+        params: those of the buffer, as the layout numbers them.
+        rank: whose slices are owned.
+        whole: slices are whole parameters, and get their shapes.
+        first_param, first_bucket: how many parameters and buckets the buffers before this one have.
+    """
+    data = torch.zeros(planned.layout.padded_numel, dtype=planned.dtype, device=planned.device)
+    buffer = FlatBuffer(data, params, planned.layout)
+    buckets = []
+    for number, shards in enumerate(planned.layout.shards, first_bucket):
+        span, own = Span(shards[0].start, shards[-1].stop), shards[rank]
+        shard = data[own.start : own.stop]
+        master = torch.zeros_like(shard, dtype=planned.update_dtype) if planned.has_masters else None
+        members = [placed._replace(param=first_param + placed.param) for placed in planned.layout.placed_in(span)]
+        sizes = [shard.numel for shard in shards]
+        bucket = Bucket(number, data[span.start : span.stop], sizes, shard, master, [], {}, members)
+        for index, start, stop, offset in planned.layout.placed_in(own):
+            param, local = params[index], bucket.updated[offset : offset + stop - start]
+            if whole or param.numel() == 1:  # then any state of it has one shape
+                local = shaped(local, param)
+            bucket.owned.append(OwnedSlice(param, start, stop, offset, torch.nn.Parameter(local)))
+        buckets.append(bucket)
+    return buffer, buckets
+
+
+def _form(param: torch.Tensor) -> tuple[torch.device, torch.dtype, torch.Size, tuple[int, ...]]:
+    return param.device, param.dtype, param.shape, param.stride()

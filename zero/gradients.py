@@ -1,0 +1,87 @@
+"""The gradients of a step and their norms. Here is where they come from without ShardedDataParallel."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+
+from zero.buckets import Bucket, FlatBuffer
+from zero.collectives import Communicator
+from zero.tensors import flattened, shaped
+
+
+class ParameterGradients:
+    """The source of gradients without ShardedDataParallel: those of the parameters, which must already be averaged."""
+
+    readers = None  # nobody waits for a parameter later than in `step`
+
+    def __init__(self, buffers: list[FlatBuffer], buckets: list[Bucket]) -> None:
+        self._buffers, self._buckets = buffers, buckets
+        self._converted: dict[torch.nn.Parameter, tuple[torch.Tensor, int]] = {}  # by local: source gradient, its version
+
+    def check(self) -> None:
+        """Called when a step begins. Raises RuntimeError if the model has changed in a way that a step cannot follow."""
+
+    def collect(self) -> Iterator[Bucket]:
+        """Yield each bucket when each of its owned slices has its mean gradient or None. Needs to be called on all ranks."""
+        for bucket in self._buckets:
+            for param, start, stop, _, local in bucket.owned:
+                gradient = param.grad
+                if gradient is None:
+                    local.grad = None
+                    continue
+                flat = flattened(gradient, param)
+                if bucket.master is None and flat.data_ptr() == gradient.data_ptr():  # `flat` is a view
+                    local.grad = shaped(flat[start:stop], local)
+                    continue
+                converted, version = self._converted.get(local, (None, 0))
+                if converted is not gradient or version != gradient._version:  # otherwise keep the copy, which may be clipped
+                    local.grad = shaped(flat[start:stop], local).to(local.dtype)
+                    self._converted[local] = gradient, gradient._version
+            yield bucket
+
+    def updated(self) -> list[torch.nn.Parameter]:
+        """Return the parameters that have a gradient on any rank. The current step changes these parameters."""
+        return [param for buffer in self._buffers for param in buffer.params if param.grad is not None]
+
+    def clear(self) -> None:
+        """Follow a change of `param.grad` to None or to zero."""
+        self._converted.clear()
+
+    def held_bytes(self) -> dict[str, int]:
+        """Return the bytes held in addition to the parameters' gradients: "gradients" and "buckets"."""
+        return {"gradients": sum(local.grad.nbytes for local in self._converted if local.grad is not None)}
+
+
+class GradientNorms(NamedTuple):
+    """Norms of gradients before clipping. All norms are on the device."""
+
+    total: torch.Tensor  # norm of all gradients together, on every rank
+    each: dict[torch.nn.Parameter, torch.Tensor]  # norm by parameter of this rank's inner optimizer, if it has a gradient
+
+
+def norms_of(buckets: Iterable[Bucket], comm: Communicator, device: torch.device | None) -> GradientNorms:
+    """Return the norms of the owned gradients and the norm of all gradients. Needs to be called on all ranks.
+
+    Each rank adds up the squares of its slices, and an all-reduce of a float32 scalar gives the norm of all gradients. It runs
+    over all ranks, also if there are replicas: the norm must have the same bits on all of them.
+    """
+    each: dict[torch.nn.Parameter, torch.Tensor] = {}
+    for bucket in buckets:  # meanwhile, the gradients of the next bucket are in flight
+        gradients = {owned.local: owned.local.grad for owned in bucket.owned if owned.local.grad is not None}
+        if gradients:
+            each.update(zip(gradients, float32_norms(list(gradients.values())), strict=True))
+    norms = [torch.zeros((), dtype=torch.float32, device=device), *(norm.to(device) for norm in each.values())]
+    total = torch.stack(norms).square().sum()
+    comm.wait("all-reduce", comm.all_reduce(total), total.device)
+    return GradientNorms((total / comm.replicas).sqrt(), each)
+
+
+def float32_norms(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the norms of gradients in float32, also if these are float16, whose norm may be larger than float16 can hold."""
+    norms: Sequence[torch.Tensor]
+    if any(gradient.dtype.itemsize < 4 for gradient in gradients):
+        norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
+    else:
+        norms = torch._foreach_norm(gradients)
+    return [norm.float() for norm in norms]

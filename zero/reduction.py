@@ -1,0 +1,401 @@
+"""Reducer: gradients arrive, fill buckets, are reduce-scattered, and become the mean gradients of this rank's slices."""
+
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.autograd import Variable
+
+from zero.buckets import Bucket
+from zero.collectives import Communicator, ReduceScatterWork
+from zero.layout import PlacedSlice
+from zero.optimizer import ShardedOptimizer
+from zero.placeholders import SentGradient, local_gradient
+from zero.refusals import SPARSE, check_managed
+from zero.stopwatch import region
+from zero.tensors import flattened, shaped, tensors_in
+from zero.waiting import Readers, WeakHook
+
+
+@dataclass
+class BucketGradients:
+    """The gradients of one bucket, from backward to the end of the step."""
+
+    bucket: Bucket
+    comm: Communicator
+    missing: set[int] = field(default_factory=set)  # in backward: parameters without their gradient yet
+    buffer: torch.Tensor | None = None  # (sum of sizes,), collects gradients as they arrive
+    streams: set[torch.cuda.Stream] = field(default_factory=set)  # on a GPU: streams that have written to `buffer`
+    reduction: ReduceScatterWork | None = None  # in flight
+    shard: torch.Tensor | None = None  # (sizes[shard_rank],), the mean gradient of this step, if one has arrived
+    views: list[torch.Tensor] = field(default_factory=list)  # into `shard`, in the shapes of the owned slices
+    # with replicas: the all-reduce of `shard` over them, in flight or done; None: `shard` has the sum over the shard group only
+    all_reduce: list[dist.Work] | None = None
+
+    def place(self, slice_: PlacedSlice) -> torch.Tensor:
+        """Return the place of a slice in the tensor that collects the gradients."""
+        if self.buffer is None:
+            self.buffer = self.comm.pool.acquire(self.bucket.data.numel(), self.bucket.data)
+        return self.buffer[slice_.offset : slice_.offset + slice_.stop - slice_.start]
+
+    def add(self, gradient: torch.Tensor, slice_: PlacedSlice) -> None:
+        """Add a slice of a flattened gradient, divided by the world size."""
+        place, own = self.place(slice_), gradient[slice_.start : slice_.stop]
+        if place.is_cuda:
+            self.streams.add(torch.cuda.current_stream(place.device))
+        if slice_.param in self.missing:
+            torch.mul(own, 1 / self.comm.world_size, out=place)
+            self.missing.discard(slice_.param)
+        else:  # the second gradient of this parameter in this backward
+            place.add_(own, alpha=1 / self.comm.world_size)
+
+    def start_reduce_scatter(self) -> None:
+        """Send the bucket, once the streams that have filled it have done so."""
+        assert self.buffer is not None
+        streams, self.streams = self.streams, set()
+        for stream in streams:
+            here = torch.cuda.current_stream(stream.device)
+            if stream != here:
+                here.wait_stream(stream)
+                self.buffer.record_stream(stream)
+        with region(f"zero::reduce_scatter bucket {self.bucket.number}"):
+            self.reduction = self.comm.reduce_scatter(self.buffer, self.bucket.sizes)
+        self.buffer = None
+
+    def finish_reduce_scatter(self) -> None:
+        """If a reduce-scatter is in flight, wait for it and accumulate its sum in the shard."""
+        if self.reduction is None:
+            return
+        reduction, self.reduction = self.reduction, None
+        if self.all_reduce is not None:  # an earlier backward of this step: count its sum once in the next all-reduce
+            assert self.shard is not None
+            self.wait_for_all_reduce()
+            if self.comm.replica > 0:
+                self.shard.zero_()
+            self.all_reduce = None
+        with region(f"zero::wait_reduce_scatter bucket {self.bucket.number}"):
+            shard = self.comm.add(reduction, self.shard, self.bucket.updated)
+        if self.shard is None:
+            self.shard, owned = shard, self.bucket.owned
+            self.views = [shaped(shard[slice_.offset : slice_.offset + slice_.local.numel()], slice_.local) for slice_ in owned]
+
+    def start_all_reduce(self) -> None:
+        """Start to add up the shard over its replicas, if it has a gradient of this step that is not added up yet."""
+        if self.comm.replicas > 1 and self.shard is not None and self.all_reduce is None:
+            with region(f"zero::all_reduce bucket {self.bucket.number}"):
+                self.all_reduce = self.comm.all_reduce_shard(self.shard)
+
+    def wait_for_all_reduce(self) -> None:
+        if self.all_reduce:
+            with region(f"zero::wait_all_reduce bucket {self.bucket.number}"):
+                self.comm.wait("all-reduce", self.all_reduce, self.bucket.data.device)
+            self.all_reduce = []
+
+    def wait(self) -> None:
+        """Wait until nothing of this bucket is in flight."""
+        self.finish_reduce_scatter()
+        self.wait_for_all_reduce()
+
+    def drop(self) -> None:
+        """Drop all gradients, when nothing is in flight."""
+        if self.shard is not None:
+            self.comm.pool.release(self.shard)
+            self.shard, self.views = None, []
+            for owned in self.bucket.owned:
+                owned.local.grad = None
+        self.missing, self.buffer, self.all_reduce = set(), None, None  # left over from a failed backward
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes that are being filled, sent or received."""
+        in_flight = [] if self.reduction is None else [self.reduction.bucket, *self.reduction.received]
+        return sum(tensor.nbytes for tensor in (self.buffer, *in_flight) if tensor is not None)
+
+
+class Agreement(NamedTuple):
+    """An all-reduce in flight. When its works are done, `used` marks the parameters that have a gradient on any rank."""
+
+    used: torch.Tensor  # (number of parameters,) uint8
+    works: list[dist.Work]
+
+
+class Reducer:
+    """Takes the gradients of a model while backward runs, and gives their means over the ranks to a ShardedOptimizer.
+
+    A gradient that arrives is copied to its buckets and freed; a `SentGradient` takes its place in `param.grad`. Buckets are
+    reduce-scattered in the order of their numbers, as soon as they are full. The end of backward completes the buckets whose
+    parameters it did not reach, and the ranks agree on which parameters have a gradient on any rank.
+
+    What was done to `param.grad` since is found when it matters: None drops a gradient, `zero_()` zeroes it.
+
+    Args:
+        module: the bare module.
+        optimizer: for its parameters.
+        readers: who waits for parameters in flight, or None.
+        shard_gradients: send the gradients of every backward.
+        undo: receives functions that remove from the module what is installed there.
+
+    Attributes:
+        must_send: whether the next backward sends its gradients; `require_backward_grad_sync` of the wrapper.
+        in_backward: whether gradients arrive; also after a backward that has failed.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: ShardedOptimizer,
+        readers: Readers | None,
+        shard_gradients: bool,
+        undo: list[Callable[[], None]],
+    ) -> None:
+        self.module, self.optimizer, self.readers, self.shard_gradients = module, optimizer, readers, shard_gradients
+        self.must_send, self.in_backward = True, False
+        self.params = [param for buffer in optimizer.buffers for param in buffer.params]
+        self._number = {param: number for number, param in enumerate(self.params)}
+        self._gradients = [BucketGradients(bucket, optimizer.comm) for bucket in optimizer.buckets]
+        self._places: list[list[tuple[BucketGradients, PlacedSlice]]] = [[] for _ in self.params]  # of each parameter
+        for gradients in self._gradients:
+            for placed in gradients.bucket.members:
+                self._places[placed.param].append((gradients, placed))
+        self._next = 0  # number of the bucket to be reduce-scattered next
+        self._used: set[int] = set()  # numbers of the parameters that have a gradient in this step
+        self._agreement: Agreement | None = None  # in flight
+        self._sent = [SentGradient(param) for param in self.params]  # placeholders for gradients in the shards
+        on_gradient = WeakHook(self._on_gradient)
+        for number, param in enumerate(self.params):
+            undo.append(param.register_post_accumulate_grad_hook(partial(on_gradient, number)).remove)
+
+    # -- backward ------------------------------------------------------------------------------------------------------
+
+    def watch(self, result: Any) -> None:
+        """Note the begin of a backward through the outputs of a forward."""
+        for output in tensors_in(result):
+            if output.grad_fn is not None:
+                output.register_hook(partial(WeakHook(self._on_output_gradient), _nearest_leaf(output.grad_fn)))
+
+    def _on_output_gradient(self, leaf: Any, _: torch.Tensor) -> None:
+        """Begin a backward, before any gradient arrives: also a rank on which none arrives takes part.
+
+        `torch.autograd.grad` comes here as well, but accumulates no gradient, not even in the leaf next to the output.
+        Reentrant checkpoints call `backward` inside of the outer call, to which the first call of this hook belongs.
+        """
+        is_due = not self.in_backward and (self.must_send or self.shard_gradients)
+        if is_due and _accumulates(leaf):
+            self._begin_backward()
+
+    def _on_gradient(self, number: int, param: nn.Parameter) -> None:
+        """Process a gradient that backward has just accumulated."""
+        if param.grad is None:  # another hook has dropped it; DistributedDataParallel treats this as zero
+            param.grad = torch.zeros_like(param)
+        for gradients, _ in self._places[number]:
+            if gradients.bucket.gather is not None:
+                raise RuntimeError(
+                    f"{self.optimizer.names[param]} has a gradient, but its all-gather was never waited for: it was read "
+                    "through an old reference; read it from its module, or call optimizer.synchronize() after step()"
+                )
+        if not (self.must_send or self.shard_gradients):
+            self.optimizer.comm.pool.clear()  # frees memory for the full gradients
+            return
+        if not self.in_backward:
+            self._begin_backward()  # the parameter was used outside of the module, for example in a penalty
+        self._copy_to_buckets(number)
+
+    @torch.no_grad()
+    def _begin_backward(self) -> None:
+        self._wait_for_agreement()
+        self._apply_zeroing()
+        for gradients in self._gradients:
+            gradients.finish_reduce_scatter()  # of the previous micro-step
+            gradients.missing = {placed.param for placed in gradients.bucket.members}
+        self.in_backward, self._next = True, 0
+        Variable._execution_engine.queue_callback(self._end_backward)
+
+    def _copy_to_buckets(self, number: int) -> None:
+        """Copy a gradient, divided by the world size, to its places in the buckets, and free it."""
+        param = self.params[number]
+        gradient: Any = param.grad
+        if gradient is self._sent[number]:
+            gradient = self._sent[number].take_added()
+        if gradient.is_sparse:
+            raise RuntimeError(SPARSE)
+        self._used.add(number)
+        gradient = flattened(gradient.detach(), param)  # it requires gradients itself with create_graph=True
+        for gradients, slice_ in self._places[number]:
+            if gradients.bucket.number < self._next:
+                raise RuntimeError(
+                    f"{self.optimizer.names[param]} gets a gradient again after its bucket has been sent in this backward; "
+                    "a module in several reentrant checkpoints does that: use checkpoint(..., use_reentrant=False)"
+                )
+            gradients.add(gradient, slice_)
+            self._send_full_buckets()  # before the next buffer is acquired: a large parameter fills several
+        param.grad = self._sent[number]
+
+    def _send_full_buckets(self) -> None:
+        """Start the reduce-scatters of full buckets in bucket order: all ranks must start them in the same order.
+
+        One is in flight while the next bucket fills. With two, GPT-2 124M is not faster on CPUs, and takes a bucket more.
+        """
+        while self._next < len(self._gradients) and not self._gradients[self._next].missing:
+            number, self._next = self._next, self._next + 1  # first: hooks of another device may run in another thread
+            if number > 0:
+                self._gradients[number - 1].finish_reduce_scatter()
+                if self.must_send:
+                    self._gradients[number - 1].start_all_reduce()
+            self._gradients[number].start_reduce_scatter()
+
+    @torch.no_grad()
+    def _end_backward(self) -> None:
+        """Complete the buckets that still wait for gradients, for parameters that this backward did not reach."""
+        for gradients in self._gradients:
+            for slice_ in gradients.bucket.members:
+                if slice_.param not in gradients.missing:
+                    continue
+                if local_gradient(self.params[slice_.param]) is not None:  # accumulated in an earlier micro-step
+                    self._copy_to_buckets(slice_.param)
+                else:
+                    gradients.place(slice_).zero_()
+                    gradients.missing.discard(slice_.param)
+        self._send_full_buckets()
+        self.in_backward = False
+        self._wait_for_agreement()  # the one of the previous micro-step
+        if not self.params:
+            return
+        used = torch.ones(len(self.params), dtype=torch.uint8, device=self.params[0].device)
+        if unused := [number for number in range(len(self.params)) if number not in self._used]:
+            used[unused] = 0
+        self._agreement = Agreement(used, self.optimizer.comm.all_reduce(used, dist.ReduceOp.MAX))
+        if unused:  # a rank that has used all parameters does not read the result
+            self._wait_for_agreement()
+            for number in used.nonzero().flatten().tolist():
+                self._used.add(number)
+                self.params[number].grad = self._sent[number]
+
+    def recover(self) -> None:
+        """Continue after a failed backward if its gradients have been dropped. Otherwise raise an error."""
+        self._apply_zeroing()
+        if self.in_backward and self._used:
+            raise RuntimeError("the last backward did not end; call zero_grad() to drop its gradients")
+        self._reset()
+
+    # -- step: the methods of zero.gradients.ParameterGradients --------------------------------------------------------
+
+    def check(self) -> None:
+        parts = list(self.module.modules())
+        if self.readers is not None:
+            self.readers.find(parts)  # some may have been added or compiled
+        check_managed(self.module, parts, self._number.keys())
+
+    @torch.no_grad()
+    def collect(self) -> Iterator[Bucket]:
+        if self.in_backward:
+            raise RuntimeError("the last backward did not end; call optimizer.zero_grad() and repeat the step")
+        self._apply_zeroing()
+        if any(local_gradient(param) is not None for param in self.params):
+            raise RuntimeError(
+                "gradients of this step have not been sent: its last backward must run outside of no_sync(), with "
+                "require_backward_grad_sync = True; one set by hand is never sent"
+            )
+        if self.optimizer.comm.replicas > 1:
+            for gradients in self._gradients:  # start all of them before the first wait
+                gradients.finish_reduce_scatter()
+                gradients.start_all_reduce()
+        for gradients in self._gradients:
+            gradients.wait()
+            for owned, view in itertools.zip_longest(gradients.bucket.owned, gradients.views):
+                owned.local.grad = view if self._number[owned.param] in self._used else None
+            yield gradients.bucket
+
+    def updated(self) -> list[nn.Parameter]:
+        return [self.params[number] for number in self._used]
+
+    @torch.no_grad()
+    def clear(self) -> None:
+        self._wait_for_agreement()
+        self._apply_zeroing()
+        if not self._used or self.in_backward:  # a backward has failed
+            self._reset()
+
+    def held_bytes(self) -> dict[str, int]:
+        return {
+            "gradients": sum(gradients.shard.nbytes for gradients in self._gradients if gradients.shard is not None),
+            "buckets": sum(gradients.buffer_bytes for gradients in self._gradients) + self.optimizer.comm.pool.nbytes,
+        }
+
+    # -- gradients that have been sent ---------------------------------------------------------------------------------
+
+    def _apply_zeroing(self) -> None:
+        """Apply to the sent gradients what was done to `param.grad` since: None drops a gradient, `zero_()` zeroes it."""
+        current = [param.grad for param in self.params]
+        for param, gradient, sent in zip(self.params, current, self._sent, strict=True):
+            if gradient is not sent and isinstance(gradient, SentGradient):
+                raise RuntimeError(
+                    f"the gradient of {self.optimizer.names[param]} was put there again after zero_grad or a step, but it is "
+                    "gone: ShardedDataParallel keeps the one that was sent last"
+                )
+        dropped = {number for number in self._used if current[number] is not self._sent[number]}
+        zeroed = {number for number in self._used if self._sent[number].take_zeroed()}
+        if self._used and dropped == self._used:
+            self._reset()
+        elif dropped or zeroed:
+            for gradients in self._gradients:
+                gradients.wait()
+                for owned, view in zip(gradients.bucket.owned, gradients.views, strict=False):
+                    if self._number[owned.param] in dropped | zeroed:
+                        view.zero_()
+            self._drop(dropped)
+
+    def _drop(self, numbers: Iterable[int]) -> None:
+        for number in list(numbers):
+            self._used.discard(number)
+            if self.params[number].grad is self._sent[number]:
+                self.params[number].grad = None
+            self._sent[number] = SentGradient(self.params[number])  # a new object, which differs from the old one
+
+    def _reset(self) -> None:
+        """Drop all gradients that have arrived on this rank. Afterwards nothing is in flight."""
+        self._wait_for_agreement()
+        for gradients in self._gradients:
+            gradients.wait()
+            gradients.drop()
+        self._drop(self._used)
+        self.in_backward = False
+
+    def release(self) -> None:
+        """Give up the parameters. A step refuses to run without the gradients that have been sent."""
+        if self._used:
+            self.optimizer.refusal = "the ShardedDataParallel that had sent the gradients of this step is gone"
+        self._reset()
+        for param in self.params:
+            if isinstance(param.grad, SentGradient):
+                param.grad = None
+
+    def _wait_for_agreement(self) -> None:
+        if self._agreement is not None:
+            self.optimizer.comm.wait("all-reduce", self._agreement.works, self._agreement.used.device)
+            self._agreement = None
+
+
+def _nearest_leaf(node: Any) -> Any:
+    """Return the node nearest to `node` in its graph that accumulates a gradient into a leaf."""
+    pending = deque([node])
+    while pending:
+        node = pending.popleft()
+        following = [other for other, _ in node.next_functions if other is not None]
+        if not following and hasattr(node, "variable"):
+            return node
+        pending.extend(following)
+    return None
+
+
+def _accumulates(leaf: Any) -> bool:
+    """Return whether the running call of autograd accumulates a gradient into a leaf, and is not `torch.autograd.grad`."""
+    try:
+        return leaf is not None and torch._C._will_engine_execute_node(leaf)
+    except RuntimeError:  # the leaf is an input of torch.autograd.grad
+        return False

@@ -1,0 +1,234 @@
+"""What this package refuses, with the reason and the remedy: what it cannot divide, move or follow."""
+
+import gc
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.parallel import DistributedDataParallel
+
+from zero.tensors import has_memory, is_dense, may_overlap, memory_span
+
+MOVED = (
+    "was moved or replaced after ShardedOptimizer was built (by model.to, flatten_parameters, or another optimizer); build the "
+    "optimizer after that"
+)
+SPARSE = "sparse gradients cannot be laid flat; use nn.Embedding(sparse=False)"
+# classes that treat every element independently, and keep all that they count in the state of a parameter
+ELEMENTWISE = (
+    *(torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax, torch.optim.ASGD),
+    *(torch.optim.NAdam, torch.optim.RAdam, torch.optim.RMSprop, torch.optim.Rprop, torch.optim.SGD),
+)
+NEED_WHOLE_PARAMETERS = (torch.optim.Adafactor, torch.optim.Muon)  # they use rows and columns
+_UNSUPPORTED = {
+    torch.optim.LBFGS: "it looks at all parameters together, several times per step",
+    torch.optim.SparseAdam: "sparse gradients cannot be laid flat",
+}
+
+
+def check_class(optimizer_cls: type[torch.optim.Optimizer], partition: str, elementwise: bool) -> None:
+    if not isinstance(optimizer_cls, type):
+        raise ValueError(f"optimizer_cls={optimizer_cls!r} must be a class, for example torch.optim.AdamW")
+    for refused, reason in _UNSUPPORTED.items():
+        if issubclass(optimizer_cls, refused):
+            raise ValueError(f"{optimizer_cls.__name__} cannot be divided among ranks: {reason}")
+    if partition == "parameter":
+        return
+    if issubclass(optimizer_cls, NEED_WHOLE_PARAMETERS):
+        raise ValueError(f"{optimizer_cls.__name__} looks at the shape of a parameter; use partition='parameter'")
+    if optimizer_cls not in ELEMENTWISE and not elementwise:
+        raise ValueError(
+            f"{optimizer_cls.__name__} is not one of torch.optim's classes that treat every element independently; if it does, "
+            "pass elementwise=True (ShardedOptimizer says what that promises), otherwise partition='parameter'"
+        )
+
+
+def check_parameters(params: list[torch.nn.Parameter], param_dtype: torch.dtype | None) -> None:
+    """Refuse parameters that cannot move into flat buffers."""
+    if len(params) > len(set(params)):
+        raise ValueError("a parameter is given more than once; give each one once")
+    check_memory(params)
+    if param_dtype is None:
+        return
+    if any(param.is_complex() for param in params):
+        raise ValueError(f"param_dtype={param_dtype} would drop the imaginary parts of a complex parameter")
+    gc.collect()  # a wrapper that nobody holds any more does not count
+    for thing in gc.get_objects():
+        if DistributedDataParallel in type(thing).__mro__ and not set(params).isdisjoint(thing.parameters()):
+            raise ValueError(
+                "param_dtype would remove the hooks of the DistributedDataParallel around these parameters, and their "
+                "gradients would not be averaged; build ShardedOptimizer before DistributedDataParallel"
+            )
+
+
+def check_memory(params: list[torch.nn.Parameter]) -> None:
+    """Raise ValueError for parameters that share memory, or lie in the shared memory of several processes."""
+    spans = []
+    for param in params:
+        if param.requires_grad and param.device.type == "cpu" and param.is_shared():
+            raise ValueError(
+                f"a parameter of shape {tuple(param.shape)} is in shared memory (share_memory()), which it would leave; build "
+                "the optimizer first and share a copy of the weights"
+            )
+        if param.numel() and not param.is_meta:
+            if param.requires_grad and not is_dense(param) and may_overlap(param):
+                raise ValueError(
+                    f"a parameter of shape {tuple(param.shape)} is expanded: elements may share memory; clone() it first"
+                )
+            spans.append((str(param.device), *memory_span(param), param.requires_grad, tuple(param.shape)))
+    reached: dict[tuple[str, bool], tuple[int, tuple[int, ...]]] = {}  # by device, trainable: end, shape
+    for device, start, stop, trainable, shape in sorted(spans):
+        for other in (True, False) if trainable else (True,):  # frozen parameters may share memory with each other
+            end, its_shape = reached.get((device, other), (start, ()))
+            if start < end:
+                raise ValueError(
+                    f"two parameters, of shapes {its_shape} and {shape}, share memory; tie them by using one Parameter in both "
+                    "places, or clone() one of them"
+                )
+        reached[device, trainable] = max((stop, shape), reached.get((device, trainable), (stop, shape)))
+
+
+def check_groups(
+    groups: list[list[torch.nn.Parameter]],
+    before: list[list[torch.nn.Parameter]],
+    inside: Collection[torch.nn.Parameter],
+    names: dict[torch.nn.Parameter, str],
+) -> None:
+    """Raise RuntimeError if parameter groups are not as before, or a gradient is sparse or of a parameter that was frozen."""
+    if [list(map(id, params)) for params in groups] != [list(map(id, params)) for params in before]:
+        raise RuntimeError("the parameters in param_groups have been changed; build a new ShardedOptimizer for that")
+    for param in itertools.chain(*groups):
+        gradient = param.grad
+        if gradient is not None and param not in inside:
+            raise RuntimeError(
+                f"{name_of(param, names)} was frozen when ShardedOptimizer was built and has a gradient now; build the "
+                "optimizer after requires_grad_(True)"
+            )
+        if gradient is not None and gradient.is_sparse:
+            raise RuntimeError(SPARSE)
+
+
+def check_wrapping(module: nn.Module, optimizer: Any, wrappers: tuple[type[nn.Module], ...]) -> None:
+    """Raise ValueError if a module and an optimizer cannot be the arguments of a ShardedDataParallel."""
+    if any(isinstance(part, wrappers) for part in module.modules()):
+        raise ValueError("the module is wrapped for data parallelism already; ShardedDataParallel takes the bare one")
+    if optimizer.wrapper is not None and optimizer.wrapper() is not None:
+        raise ValueError("the optimizer has a ShardedDataParallel already; make another ShardedOptimizer for another model")
+    if ignored := getattr(module, "_ddp_params_and_buffers_to_ignore", None):
+        raise ValueError(f"DistributedDataParallel was told to ignore {', '.join(ignored)}, which ShardedDataParallel cannot")
+
+
+def check_all_managed(module: nn.Module, managed: Collection[nn.Parameter]) -> None:
+    """Raise ValueError if trainable parameters are not among those that are managed: the optimizer's."""
+    if unmanaged := _unmanaged_names(module, managed):
+        raise ValueError(
+            f"these parameters require gradients but are not the optimizer's: {', '.join(unmanaged)}; give all of them to "
+            "one ShardedOptimizer, or use DistributedDataParallel, under which several ShardedOptimizers share a module"
+        )
+
+
+def check_managed(module: nn.Module, parts: list[nn.Module], managed: Collection[nn.Parameter]) -> None:
+    """The same for the `parts` of a module while it trains: RuntimeError."""
+    params = (param for part in parts for param in part._parameters.values() if param is not None and param.requires_grad)
+    if not all(param in managed for param in params):
+        raise RuntimeError(
+            f"{', '.join(_unmanaged_names(module, managed))} require gradients, but are not the optimizer's: replaced (for "
+            "example by load_state_dict with assign=True) or unfrozen after the optimizer was built; build "
+            "ShardedOptimizer and ShardedDataParallel again"
+        )
+
+
+def _unmanaged_names(module: nn.Module, managed: Collection[nn.Parameter]) -> list[str]:
+    return [name for name, param in module.named_parameters() if param.requires_grad and param not in managed]
+
+
+def tensors_of(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield name and tensor of all parameters, buffers and attributes of a module and its parts."""
+    yield from module.named_parameters()
+    yield from module.named_buffers()
+    for part in module.modules():
+        yield from ((name, value) for name, value in vars(part).items() if isinstance(value, torch.Tensor))
+
+
+class FormerMemory:
+    """The memory that parameters have left for flat buffers: what else lies there must follow them."""
+
+    def __init__(self) -> None:
+        # storage, start address, end address, and whether their elements lay as in the buffer
+        self._left: dict[torch.nn.Parameter, tuple[StorageWeakRef, int, int, bool]] = {}
+
+    def leave(self, param: torch.nn.Parameter, dtype: torch.dtype) -> None:
+        """Note where a parameter is before it moves into a buffer of this dtype."""
+        if param.numel():
+            is_same = is_dense(param) and param.dtype == dtype
+            self._left[param] = StorageWeakRef(param.untyped_storage()), *memory_span(param), is_same
+
+    def take_along(self, tensor: torch.Tensor, name: str, names: dict[torch.nn.Parameter, str]) -> None:
+        """If a tensor lies in the memory that a parameter has left for its flat buffer, make it follow the parameter.
+
+        Raises:
+            ValueError: if it cannot, because it has another dtype, or a part of it lies elsewhere.
+        """
+        if not has_memory(tensor):
+            return
+        storage, (start, stop) = StorageWeakRef(tensor.untyped_storage()), memory_span(tensor)
+        for param, (left, begin, end, is_same) in self._left.items():
+            if left == storage and start < end and begin < stop:
+                if not is_same or tensor.dtype != param.dtype or start < begin or end < stop:
+                    raise ValueError(
+                        f"{name} shares memory with {name_of(param, names)}, which ShardedOptimizer has moved, and cannot "
+                        "follow; clone() it, or use the parameter in its place"
+                    )
+                offset = param.storage_offset() + (start - begin) // tensor.itemsize
+                tensor.data = param.data.as_strided(tensor.shape, tensor.stride(), offset)
+
+
+class StateIsDivided:
+    """What an optimizer refuses because a single rank does not have the whole state: use `zero.checkpoint` instead."""
+
+    def state_dict(self) -> dict[str, Any]:
+        raise RuntimeError(
+            "the optimizer state is divided among the ranks; "
+            "call zero.checkpoint.consolidate(optimizer) on all ranks to gather it on rank 0"
+        )
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        raise RuntimeError("call zero.checkpoint.restore(optimizer, state_dict) on all ranks: each takes its slices")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "a ShardedOptimizer belongs to a process group and cannot be copied or pickled; call "
+            "zero.checkpoint.consolidate(optimizer) on all ranks and save what rank 0 gets"
+        )
+
+
+class CallersState(defaultdict):
+    """The `state` of a ShardedOptimizer: what wrappers of optimizers keep there for themselves. Refuses parameters as keys."""
+
+    def _refuse(self, *_: Any) -> Any:
+        raise RuntimeError(
+            "the optimizer state is divided among the ranks: optimizer.inner.state has that of this rank's slices, "
+            "zero.checkpoint.consolidate(optimizer) gathers all of it"
+        )
+
+    __iter__ = __len__ = keys = values = items = clear = popitem = _refuse  # type: ignore[assignment]
+
+
+def _for_callers_keys(name: str) -> Callable[..., Any]:
+    def method(state: CallersState, key: Any, *args: Any) -> Any:
+        return state._refuse() if isinstance(key, torch.Tensor) else getattr(super(CallersState, state), name)(key, *args)
+
+    return method
+
+
+for _name in ("__missing__", "__contains__", "__setitem__", "get", "pop", "setdefault"):
+    setattr(CallersState, _name, _for_callers_keys(_name))
+
+
+def name_of(param: torch.nn.Parameter, names: dict[torch.nn.Parameter, str]) -> str:
+    """Return the name of a parameter for messages, or what else is known of it."""
+    return names.get(param) or f"a parameter of shape {tuple(param.shape)}"

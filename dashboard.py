@@ -69,7 +69,7 @@ def _numbers(line: bytes) -> tuple[int, dict[str, float]]:
 def labels(out_dirs: list[str]) -> list[str]:
     """Return a label for each run, such as "sharded, 2 ranks". Equal ones are followed by the folder.
 
-    A run without a readable run.json is called like its folder.
+    A run without a readable run.json gets the name of its folder.
     """
     found = [_label(out_dir) for out_dir in out_dirs]
     folders = [os.path.basename(os.path.abspath(out_dir)) for out_dir in out_dirs]

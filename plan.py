@@ -41,7 +41,7 @@ from model import GPT2_SIZES, GPTConfig, check_block_size
 from run.shadow import check_device
 from zero.flags import Flags
 from zero.layout import ParameterSpec, Plan
-from zero.prediction import Activations, Prediction
+from zero.prediction import Activations, Prediction, ShardedPrediction
 
 # plan
 world_size = "1,2,4,8,64,1024"  # numbers of ranks, separated by commas
@@ -275,7 +275,7 @@ class Planner:
         all ranks: on each machine, one rank sends to the next machine.
         """
         sent, world_size = prediction.sent(), prediction.world_size
-        if prediction.wrapper == "ShardedDataParallel" and prediction.plan.world_size < world_size:
+        if isinstance(prediction, ShardedPrediction) and prediction.plan.world_size < world_size:
             return sent["all-reduce"]
         machines = math.ceil(world_size / (self.settings["zero_shard_size"] or world_size))
         return sum(sent.values()) * machines // world_size if machines > 1 else 0

@@ -5,20 +5,26 @@ import hashlib
 import http.client
 import os
 import pickle
+import sys
 import urllib.request
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, BinaryIO, NoReturn
 
 import numpy as np
 
 if TYPE_CHECKING:
     import tiktoken
 
-from distributed.exits import exit_with_error
 
 TINY_SHAKESPEARE_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 TINY_SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
+
+
+def exit_with_error(message: str) -> NoReturn:
+    """End the script with one line and exit code 2. (That of train.py's ranks would load PyTorch.)"""
+    sys.stderr.write(f"error: {' '.join(message.split())}\n")
+    sys.exit(2)
 
 
 def input_argument(description: str) -> str | None:

@@ -27,7 +27,7 @@ def finish(exit_code: int = 0, last_line: str = "") -> NoReturn:
         last_line: printed on rank 0 if the exit code is 0.
     """
     if dist.is_initialized():
-        # rank 0 may take long to end the run of wandb
+        # rank 0 may take long to end the wandb run
         dist.barrier(dist.new_group(backend="gloo", timeout=LONG_TIMEOUT))
     if last_line and not exit_code and is_rank_0():
         print(last_line, flush=True)

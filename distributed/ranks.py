@@ -105,7 +105,7 @@ def mean_over_ranks(value: torch.Tensor) -> float:
 
 
 def _raise_limit_of_open_files() -> None:
-    """Raise it as far as this process may: gloo aborts when connections of strangers use it up."""
+    """Raise it as far as this process may: gloo aborts when connections from other programs use it up."""
     limit, largest = resource.getrlimit(resource.RLIMIT_NOFILE)
     enough = 2**16 if largest == resource.RLIM_INFINITY else min(largest, 2**16)
     if limit != resource.RLIM_INFINITY and limit < enough:

@@ -18,7 +18,7 @@ from distributed.machine import multiplies_in_float32
 from model import GPT, GPTConfig, SkipInitialization
 from zero.flags import Flags
 from zero.layout import ParameterSpec, Plan, parameter_specs, replicated_plan
-from zero.prediction import Activations, Prediction
+from zero.prediction import Activations, DataParallelPrediction, Prediction, ShardedPrediction
 
 MODES = {  # the ways to hold the optimizer state, by the name in tables
     "adamw": Flags(use_zero1=False),
@@ -121,10 +121,10 @@ def forecast(
     """
     owned = plan.updated_bytes
     sharded = bool(plan.buffers)
-    prediction = Prediction(
+    plain = DataParallelPrediction if distributed else Prediction
+    prediction = (ShardedPrediction if sharded else plain)(
         plan,
         owned.index(max(owned)),
-        "ShardedDataParallel" if sharded else "DistributedDataParallel" if distributed else None,
         world_size,
         micro_steps,
         shard_gradients=sharded and shard_gradients,
@@ -132,9 +132,7 @@ def forecast(
     )
     shadow = 0
     if extras.shadow_check:
-        copy = Prediction(
-            replicated_plan(plan.params), 0, "DistributedDataParallel" if distributed else None, world_size, micro_steps
-        )
+        copy = plain(replicated_plan(plan.params), 0, world_size, micro_steps)
         shadow = sum(copy.at("accumulating" if micro_steps > 1 else "before step").values())
     return Forecast(prediction, activations, max(owned) * len(owned) / max(1, sum(owned)), extras, shadow)
 

@@ -74,10 +74,10 @@ class Checkpoints:
         """
         if init_from != "auto":
             return init_from
-        of_rank_0, *others = iterations = gather_objects(self._iteration())
-        if max(iterations) > of_rank_0:
-            last = max(others)
-            own = f"the checkpoint of rank 0 is at iteration {of_rank_0}" if of_rank_0 >= 0 else "rank 0 has none"
+        iterations = gather_objects(self._iteration())  # of the checkpoint that each rank sees
+        first, last = iterations[0], max(iterations)
+        if last > first:
+            own = f"the checkpoint of rank 0 is at iteration {first}" if first >= 0 else "rank 0 has none"
             raise ValueError(
                 f"init_from=auto: rank {iterations.index(last)} has a checkpoint of iteration {last} in out_dir, but {own}; "
                 "use an out_dir that all hosts share, or start torchrun with --node_rank=0 on the host of the last checkpoint"

@@ -9,7 +9,7 @@ import torch
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from distributed.launch import launched
-from forecast.memory import Extras, Forecast, Workload, forecast, predicted_activations
+from forecast.memory import Extras, Workload, forecast, predicted_activations
 from run.logger import Logger
 from zero.layout import replicated_plan
 from zero.memory import held_bytes
@@ -130,25 +130,15 @@ class MemoryCheck:
         launch, plan = launched(), partition(optimizer).plan
         param_dtype = "bfloat16" if plan.has_masters else "float32"
         activations = _activations(workload, param_dtype) if is_rank_0() else Activations(0, 0, 0, 0, 0)
-        self.forecast: Forecast = forecast(
-            plan,
-            launch.world_size,
-            micro_steps,
-            workload.device_type,
-            activations,
-            shard_gradients,
-            launch.distributed,
-            extras,
-        )
-        plain_adamw = forecast(
-            replicated_plan(plan.params),
-            launch.world_size,
-            micro_steps,
-            workload.device_type,
-            activations,
-            False,
-            launch.distributed,
-        )
+        common: dict[str, Any] = {
+            "world_size": launch.world_size,
+            "micro_steps": micro_steps,
+            "device_type": workload.device_type,
+            "activations": activations,
+            "distributed": launch.distributed,
+        }
+        self.forecast = forecast(plan, shard_gradients=shard_gradients, extras=extras, **common)
+        plain_adamw = forecast(replicated_plan(plan.params), shard_gradients=False, **common)
         self.compared = False
         self.predicted = self.forecast.prediction.at("before step")
         inside = set(parameters(optimizer))

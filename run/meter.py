@@ -1,9 +1,9 @@
 """The measurements of a run: speed, phases of a step, communication, memory. docs/metrics.md defines the metrics."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -35,7 +35,7 @@ class Meter:
         tokens_per_iter: tokens per iteration, all ranks together.
         flops_per_token: FLOPs of the model per token.
         max_iters: last iteration of the run.
-        metric_interval: metrics that need a collective are measured at the first logged iteration of every so many.
+        metric_interval: every so many iterations, the first one that is logged also measures what needs a collective.
     """
 
     _WARM_UP = 5  # number of first iterations that do not count for the MFU
@@ -115,10 +115,11 @@ class Meter:
             mfu = self.flops_per_iter / seconds / self.peak_flops * 100
             self._mfu = {"mfu": 0.9 * self._mfu.get("mfu", mfu) + 0.1 * mfu}
         elapsed_s = end - self._started
-        before, now = self._before, self._totals()
-        spent = {key: (total - before[key]) / self._timed for key, total in now.items()}  # per iteration
-        exposed_ms = sum(spent[f"waited {kind}"] for kind in KINDS)
-        forward_backward_ms, optimizer_ms = spent["forward"] + spent["backward"], spent["clip"] + spent["update"]
+        now = self._totals()
+        spent = now.per_iteration_since(self._before, self._timed)
+        phases, waited, sent = spent.phase_ms, spent.waited_ms, spent.sent_bytes
+        exposed_ms = sum(waited.values())
+        forward_backward_ms, optimizer_ms = phases["forward"] + phases["backward"], phases["clip"] + phases["update"]
         event: dict[str, Any] = {
             "iter": iteration,
             "iter/loss": global_loss,
@@ -131,18 +132,18 @@ class Meter:
             "throughput/tflops_per_rank": self.flops_per_iter / seconds / 1e12,
             "throughput/eta_hours": (self.max_iters - iteration) * elapsed_s / self._iterations / 3600,
             "time/step_ms": seconds * 1000,
-            "time/data_ms": spent["data"],
+            "time/data_ms": phases["data"],
             "time/forward_backward_ms": forward_backward_ms,
             "time/optimizer_ms": optimizer_ms,
             "comm/exposed_ms": exposed_ms,
-            **{f"comm/exposed_{_key(kind)}_ms": spent[f"waited {kind}"] for kind in KINDS},
+            **{f"comm/exposed_{_key(kind)}_ms": waited[kind] for kind in KINDS},
             "comm/exposed_percent": exposed_ms / (seconds * 1000) * 100,
-            "comm/sent_mb_per_step": sum(spent[f"sent {kind}"] for kind in KINDS) / 1e6,
-            **{f"comm/sent_{_key(kind)}_mb_per_step": spent[f"sent {kind}"] / 1e6 for kind in KINDS},
+            "comm/sent_mb_per_step": sum(sent.values()) / 1e6,
+            **{f"comm/sent_{_key(kind)}_mb_per_step": sent[kind] / 1e6 for kind in KINDS},
         }
         if self._is_measured:
-            computed_ms = forward_backward_ms + optimizer_ms + spent["memory"] - exposed_ms
-            event |= self._over_ranks(loss.item(), computed_ms + (spent["data"] if self.device.type == "cpu" else 0))
+            computed_ms = forward_backward_ms + optimizer_ms + phases["memory"] - exposed_ms
+            event |= self._over_ranks(loss.item(), computed_ms + (phases["data"] if self.device.type == "cpu" else 0))
         percent = f"{event['mfu']:.2f}%" if self._mfu else "n/a"
         self.log.log(
             event,
@@ -196,14 +197,22 @@ class Meter:
             event["memory/saved_mb"] = (self.memory_check.plain_adamw - max(held)) / 1e6
         return event
 
-    def _totals(self) -> dict[str, float]:
-        """Return the time and the bytes since construction, by what they were spent on."""
-        return {
-            **dict.fromkeys(("forward", "backward", "data", "clip", "update", "memory"), 0.0),
-            **self._phases.read_ms(),
-            **{f"waited {kind}": ms for kind, ms in self._communication.waited_ms().items()},
-            **{f"sent {kind}": count for kind, count in self._communication.sent_bytes().items()},
-        }
+    def _totals(self) -> "Spent":
+        phase_ms = dict.fromkeys(("forward", "backward", "data", "clip", "update", "memory"), 0.0) | self._phases.read_ms()
+        return Spent(phase_ms, self._communication.waited_ms(), self._communication.sent_bytes())
+
+
+class Spent(NamedTuple):
+    """What a rank has spent since the start of the run, or in an iteration."""
+
+    phase_ms: Mapping[str, float]  # by phase of an iteration; "memory": its measurement
+    waited_ms: Mapping[str, float]  # by kind of collective
+    sent_bytes: Mapping[str, float]  # by kind of collective
+
+    def per_iteration_since(self, before: "Spent", iterations: int) -> "Spent":
+        """Return the means over the iterations since `before`."""
+        pairs = zip(self, before, strict=True)
+        return Spent(*({key: (total - old.get(key, 0.0)) / iterations for key, total in now.items()} for now, old in pairs))
 
 
 def _key(kind: str) -> str:

@@ -15,7 +15,7 @@ from configurator import settings_of
 from forecast.activations import predict
 from forecast.memory import CPU_RESIDENT, MODES, gpt_specs
 from model import GPTConfig
-from zero.prediction import Prediction
+from zero.prediction import DataParallelPrediction, Prediction, ShardedPrediction
 
 CONFIG = GPTConfig(block_size=16, vocab_size=29, n_layer=2, n_head=2, n_embd=32, bias=False)  # as in SIZES and the data
 SETTINGS = [*SIZES, "--device=cpu", "--zero_bucket_mb=0.02"]
@@ -80,13 +80,12 @@ def test_the_rows_are_the_predictions_of_the_rank_with_the_most_state(planned, w
         return
     flags = FLAGS[mode] if world_size > 1 else FLAGS["adamw"]
     activations = predict(CONFIG, 2, flags.param_dtype, flags.param_dtype, mode in ("checkpointing", "all"), "cpu")
-    wrapper = "DistributedDataParallel" if mode in ("adamw", "torch") else "ShardedDataParallel"
+    wrapped = DataParallelPrediction if mode in ("adamw", "torch") else ShardedPrediction
     owners = flags.plan(gpt_specs(CONFIG), world_size)
     ranks = [
-        Prediction(
+        (wrapped if world_size > 1 else Prediction)(
             owners,
             rank,
-            wrapper if world_size > 1 else None,
             world_size,
             micro_steps=math.ceil(6 / world_size),
             shard_gradients=flags.shard_gradients,

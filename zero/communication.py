@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from zero.optimizer import ShardedOptimizer
 from zero.partition import partition
-from zero.prediction import Prediction
+from zero.prediction import DataParallelPrediction
 from zero.stopwatch import Mark, Stopwatch, mark
 from zero.tensors import tensors_in
 
@@ -40,14 +40,14 @@ class CommunicationMeter:
         self._synchronized = 0  # number of backward passes with an all-reduce
         if isinstance(model, DistributedDataParallel):
             plan, world_size = partition(optimizer).plan, model.process_group.size()
-            self._sent_per_step = Prediction(plan, 0, "DistributedDataParallel", world_size).sent()
+            self._sent_per_step = DataParallelPrediction(plan, 0, world_size).sent()
             model.register_forward_hook(self._after_forward)
         if isinstance(optimizer, ZeroRedundancyOptimizer):
             self._broadcast = optimizer._sync_params  # type: ignore[attr-defined]  # not in torch's stubs
             optimizer._sync_params = self._timed_broadcast  # type: ignore[attr-defined]
 
     def sent_bytes(self) -> dict[str, int]:
-        """Return the bytes that this rank has sent, by kind: counted, or `Prediction.sent` per synchronized backward."""
+        """Return the bytes that this rank has sent, by kind: counted, or the predicted ones per synchronized backward."""
         if self._comm is not None:
             return {kind: self._comm.sent_bytes[kind] for kind in KINDS}
         return {kind: self._sent_per_step.get(kind, 0) * self._synchronized for kind in KINDS}

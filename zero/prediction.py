@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from zero.collectives import KEPT_BYTES
-from zero.layout import Plan
+from zero.layout import ParameterSpec, Plan
 
 PURPOSES = ("parameters", "gradients", "state", "master", "buckets")
 
@@ -37,12 +37,11 @@ class Activations(NamedTuple):
 
 @dataclass(frozen=True)
 class Prediction:
-    """Predictions for one rank.
+    """Predictions for one rank: here a single process. The subclasses are those for each wrapper.
 
     Args:
         plan: the plan of any implementation, see `zero.flags` and `zero.layout`.
         rank: a rank of the plan. A plan without sharding has only rank 0.
-        wrapper: 'ShardedDataParallel', 'DistributedDataParallel' with `gradient_as_bucket_view`, or None: a single process.
         world_size: number of ranks. With more ranks than in the plan, there are replicas of the state.
         micro_steps: micro-steps per iteration on each rank.
         shard_gradients: see `zero.ShardedDataParallel`.
@@ -53,7 +52,6 @@ class Prediction:
 
     plan: Plan
     rank: int = 0
-    wrapper: Literal["ShardedDataParallel", "DistributedDataParallel"] | None = None
     world_size: int = 1
     micro_steps: int = 1
     shard_gradients: bool = False
@@ -87,79 +85,39 @@ class Prediction:
         """Return the peak bytes of training, after the first step."""
         return self.parameters + self.state + self.master + self._largest_of_a_step(activations)
 
-    @property
-    def construction(self) -> int:
-        """Peak bytes while the model is wrapped. Its parameters exist twice while they move into flat buffers."""
-        original = sum(spec.numel * spec.dtype.itemsize for spec in self.plan.params)
-        return sum(self.at("wrapped").values()) + (original if self.plan.buffers else 0)
-
-    def _largest_of_a_step(self, activations: Activations) -> int:
-        """Return the largest bytes of gradients, buckets and activations together."""
-        _, forward, loss, layers, embedding = activations
-        full, last = self.full_gradients, self._last_gradient
-        before = max(forward, loss, layers)  # before the embedding
-        if self.wrapper is None:
-            return full + max(before, embedding) if self.micro_steps > 1 else max(before, full - last + embedding)
-        if self.micro_steps == 1 or self.shard_gradients:
-            local: list[int] = []
-        elif self.micro_steps == 2:  # gradients accumulate in their own memory: in the first backward, and until the last one
-            local = [full - last + embedding, full + before]
-        else:
-            local = [full + max(before, embedding)]
-        if self.wrapper == "DistributedDataParallel":
-            own = last if self.micro_steps > 1 else 0  # in the last backward, gradients move into buckets one by one
-            return full + max(before, own + embedding, *local)
-        kept = self._traffic.kept  # until the first gradient of the next iteration arrives
-        if self.shard_gradients and self.micro_steps > 1:
-            shards = self.gradient_shards - self._traffic.kept_shards
-            local = [sum(self._gradients_and_buckets("accumulating")) + forward, kept + shards + loss]
-        return max(*local, kept + max(forward, loss), self._while_sending(layers, embedding))
-
-    def _while_sending(self, layers: int, embedding: int) -> int:
-        """Return the largest bytes of gradients, buckets and activations while a backward sends gradients."""
-        accumulated = self.full_gradients if self.micro_steps > 1 and not self.shard_gradients else 0
-        before_last = max(1, self._bytes_before_last)
-
-        def held(moved: float) -> int:
-            """Gradients and activations when so many bytes of gradients are in buckets: layers free both at the same rate."""
-            if moved > before_last:
-                return self._last_gradient if moved < math.inf else 0
-            freed = max(0, layers - embedding) * int(moved) // before_last
-            return (embedding if moved == before_last else layers - freed) + max(0, accumulated - int(moved))
-
-        peak = 0
-        for start, stop, fresh, kept in self._traffic.steps:
-            # while gradients accumulate, kept tensors are freed
-            buckets = fresh + (kept if accumulated else self._traffic.kept)
-            peak = max(peak, buckets + held(start), buckets + held(max(start, min(stop, before_last))))
-        return peak
-
     def sent(self) -> dict[str, int]:
         """Return the bytes that this rank sends per iteration, by kind of collective.
 
         An all-reduce counts as a ring, 2 (N - 1) / N of its bytes. ZeroRedundancyOptimizer broadcasts every parameter: the
         figure is the mean over the ranks, (N - 1) / N of the bytes.
         """
-        if self.wrapper == "ShardedDataParallel":
-            others, replicas = self.plan.world_size - 1, self.world_size // self.plan.world_size
-            scattered = gathered = 0
-            for buffer in self.plan.buffers:
-                own = sum(shards[self.rank].numel for shards in buffer.layout.shards)
-                scattered += (buffer.layout.padded_numel - own) * buffer.dtype.itemsize
-                gathered += others * own * buffer.dtype.itemsize
-            sent = {"reduce-scatter": scattered * (self.micro_steps if self.shard_gradients else 1), "all-gather": gathered}
-            if replicas > 1:
-                sent["all-reduce"] = sum(2 * own * (replicas - 1) // replicas for own in self._own_bytes)
-            return sent
-        one_way = self.full_gradients * (self.world_size - 1) // self.world_size
-        return {"all-reduce": 2 * one_way} | ({"broadcast": one_way} if self.plan.world_size > 1 else {})
+        return {}
+
+    @property
+    def largest_buckets(self) -> int:
+        """Largest bytes of communication buffers at one time, in addition to gradients and their shards."""
+        return 0
+
+    @property
+    def construction(self) -> int:
+        """Peak bytes while the model is wrapped. Its parameters exist twice while they move into flat buffers."""
+        original = sum(spec.numel * spec.dtype.itemsize for spec in self.plan.params)
+        return sum(self.at("wrapped").values()) + (original if self.plan.buffers else 0)
+
+    def _gradients_and_buckets(self, point: Point) -> tuple[int, int]:
+        return self.full_gradients if point in ("accumulating", "before step") else 0, 0
+
+    def _largest_of_a_step(self, activations: Activations) -> int:
+        """Return the largest bytes of gradients, buckets and activations together."""
+        before = max(activations.forward, activations.loss, activations.layers)  # before the embedding
+        if self.micro_steps > 1:
+            return self.full_gradients + max(before, activations.embedding)
+        return max(before, self.full_gradients - self._last_gradient + activations.embedding)
 
     @cached_property
     def parameters(self) -> int:
         """Bytes of the weights that forward and backward use."""
-        specs = self.plan.params
-        frozen_dtype = self.plan.param_dtype if self.wrapper == "ShardedDataParallel" else None
-        total = sum(spec.numel * (frozen_dtype or spec.dtype).itemsize for spec in specs if not spec.requires_grad)
+        total = sum(spec.numel * self._dtype_of_frozen(spec).itemsize for spec in self.plan.params if not spec.requires_grad)
         if not self.plan.buffers:
             return total + self.full_gradients
         return total + sum(buffer.layout.padded_numel * buffer.dtype.itemsize for buffer in self.plan.buffers)
@@ -170,11 +128,6 @@ class Prediction:
         if not self.plan.buffers:
             return sum(spec.numel * spec.dtype.itemsize for spec in self.plan.params if spec.requires_grad)
         return sum(sum(buffer.layout.numels) * buffer.dtype.itemsize for buffer in self.plan.buffers)
-
-    @cached_property
-    def gradient_shards(self) -> int:
-        """Bytes of the mean gradients of the owned slices under ShardedDataParallel."""
-        return sum(self._own_bytes)
 
     @cached_property
     def state(self) -> int:
@@ -202,30 +155,18 @@ class Prediction:
         specs = enumerate(self.plan.params)
         return self.whole_state + sum(spec.numel * self.plan.update_dtype(number).itemsize for number, spec in specs)
 
-    @property
-    def largest_buckets(self) -> int:
-        """Largest bytes of communication buffers at one time, in addition to gradients and their shards."""
-        if self.wrapper != "ShardedDataParallel":
-            return 0
-        return self._traffic.kept - self._traffic.kept_shards + self._traffic.peak
+    def _dtype_of_frozen(self, spec: ParameterSpec) -> torch.dtype:
+        return spec.dtype
 
-    def _gradients_and_buckets(self, point: Point) -> tuple[int, int]:
-        if self.wrapper == "DistributedDataParallel":
-            # its buckets exist from construction on; gradients are views into them, except those that accumulate
-            return self.full_gradients * (2 if point == "accumulating" else 1), 0
-        if self.wrapper is None:
-            return self.full_gradients if point in ("accumulating", "before step") else 0, 0
-        if point == "wrapped":
-            return 0, 0
-        if point == "accumulating" and not self.shard_gradients:
-            return self.full_gradients, 0  # kept buckets are freed
-        if point == "accumulating":  # the last reduce-scatter is in flight
-            arrived = self._own_bytes if self.micro_steps > 2 else self._own_bytes[:-1]
-            kept = self._traffic.kept - sum(filter(self._traffic.is_kept, arrived))
-            return sum(arrived), kept + self._traffic.in_flight
-        if point == "before step":
-            return self.gradient_shards, self._traffic.kept - self._traffic.kept_shards
-        return 0, self._traffic.kept
+    def _accumulating(self, activations: Activations) -> list[int]:
+        """Return the largest bytes of full gradients and activations where gradients accumulate in their own memory."""
+        _, forward, loss, layers, embedding = activations
+        if self.micro_steps == 1:
+            return []
+        before = max(forward, loss, layers)
+        if self.micro_steps == 2:  # in the first backward, and until the last one
+            return [self.full_gradients - self._last_gradient + embedding, self.full_gradients + before]
+        return [self.full_gradients + max(before, embedding)]
 
     @cached_property
     def _last_gradient(self) -> int:
@@ -239,6 +180,94 @@ class Prediction:
     def _last_parameter(self) -> int | None:
         trainable = [number for number, spec in enumerate(self.plan.params) if spec.requires_grad]
         return min(trainable, key=lambda number: self.plan.params[number].position, default=None)
+
+
+@dataclass(frozen=True)
+class DataParallelPrediction(Prediction):
+    """For DistributedDataParallel with `gradient_as_bucket_view`."""
+
+    def sent(self) -> dict[str, int]:
+        one_way = self.full_gradients * (self.world_size - 1) // self.world_size
+        return {"all-reduce": 2 * one_way} | ({"broadcast": one_way} if self.plan.world_size > 1 else {})
+
+    def _gradients_and_buckets(self, point: Point) -> tuple[int, int]:
+        # its buckets exist from construction on; gradients are views into them, except those that accumulate
+        return self.full_gradients * (2 if point == "accumulating" else 1), 0
+
+    def _largest_of_a_step(self, activations: Activations) -> int:
+        _, forward, loss, layers, embedding = activations
+        own = self._last_gradient if self.micro_steps > 1 else 0  # in the last backward, gradients move into buckets one by one
+        return self.full_gradients + max(forward, loss, layers, own + embedding, *self._accumulating(activations))
+
+
+@dataclass(frozen=True)
+class ShardedPrediction(Prediction):
+    """For ShardedDataParallel."""
+
+    def sent(self) -> dict[str, int]:
+        others, replicas = self.plan.world_size - 1, self.world_size // self.plan.world_size
+        scattered = gathered = 0
+        for buffer in self.plan.buffers:
+            own = sum(shards[self.rank].numel for shards in buffer.layout.shards)
+            scattered += (buffer.layout.padded_numel - own) * buffer.dtype.itemsize
+            gathered += others * own * buffer.dtype.itemsize
+        sent = {"reduce-scatter": scattered * (self.micro_steps if self.shard_gradients else 1), "all-gather": gathered}
+        if replicas > 1:
+            sent["all-reduce"] = sum(2 * own * (replicas - 1) // replicas for own in self._own_bytes)
+        return sent
+
+    @property
+    def largest_buckets(self) -> int:
+        return self._traffic.kept - self._traffic.kept_shards + self._traffic.peak
+
+    @cached_property
+    def gradient_shards(self) -> int:
+        """Bytes of the mean gradients of the owned slices under ShardedDataParallel."""
+        return sum(self._own_bytes)
+
+    def _gradients_and_buckets(self, point: Point) -> tuple[int, int]:
+        if point == "wrapped":
+            return 0, 0
+        if point == "accumulating" and not self.shard_gradients:
+            return self.full_gradients, 0  # kept buckets are freed
+        if point == "accumulating":  # the last reduce-scatter is in flight
+            arrived = self._own_bytes if self.micro_steps > 2 else self._own_bytes[:-1]
+            kept = self._traffic.kept - sum(filter(self._traffic.is_kept, arrived))
+            return sum(arrived), kept + self._traffic.in_flight
+        if point == "before step":
+            return self.gradient_shards, self._traffic.kept - self._traffic.kept_shards
+        return 0, self._traffic.kept
+
+    def _largest_of_a_step(self, activations: Activations) -> int:
+        _, forward, loss, layers, embedding = activations
+        kept = self._traffic.kept  # until the first gradient of the next iteration arrives
+        local = [] if self.shard_gradients else self._accumulating(activations)
+        if self.shard_gradients and self.micro_steps > 1:
+            shards = self.gradient_shards - self._traffic.kept_shards
+            local = [sum(self._gradients_and_buckets("accumulating")) + forward, kept + shards + loss]
+        return max(*local, kept + max(forward, loss), self._while_sending(layers, embedding))
+
+    def _while_sending(self, layers: int, embedding: int) -> int:
+        """Return the largest bytes of gradients, buckets and activations while a backward sends gradients."""
+        accumulated = self.full_gradients if self.micro_steps > 1 and not self.shard_gradients else 0
+        before_last = max(1, self._bytes_before_last)
+
+        def held(moved: float) -> int:
+            """Gradients and activations when so many bytes of gradients are in buckets: layers free both at the same rate."""
+            if moved > before_last:
+                return self._last_gradient if moved < math.inf else 0
+            freed = max(0, layers - embedding) * int(moved) // before_last
+            return (embedding if moved == before_last else layers - freed) + max(0, accumulated - int(moved))
+
+        peak = 0
+        for start, stop, fresh, kept in self._traffic.steps:
+            # while gradients accumulate, kept tensors are freed
+            buckets = fresh + (kept if accumulated else self._traffic.kept)
+            peak = max(peak, buckets + held(start), buckets + held(max(start, min(stop, before_last))))
+        return peak
+
+    def _dtype_of_frozen(self, spec: ParameterSpec) -> torch.dtype:
+        return self.plan.param_dtype or spec.dtype
 
     @cached_property
     def _own_bytes(self) -> list[int]:

@@ -18,8 +18,7 @@ import tiktoken
 from tqdm import tqdm
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", ".."))
-from data.common import atomic, gpt2_encoding, input_argument
-from distributed.exits import exit_with_error
+from data.common import atomic, exit_with_error, gpt2_encoding, input_argument
 
 DIRECTORY = os.path.dirname(os.path.abspath(__file__))
 VOCAB_SIZE = None  # for plan.py: GPT-2's, without a meta.pkl

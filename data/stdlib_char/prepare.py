@@ -12,8 +12,7 @@ import sys
 import sysconfig
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", ".."))
-from data.common import input_argument, read_text, write_characters
-from distributed.exits import exit_with_error
+from data.common import exit_with_error, input_argument, read_text, write_characters
 
 DIRECTORY = os.path.dirname(os.path.abspath(__file__))
 VOCAB_SIZE = 96  # for plan.py

@@ -18,7 +18,7 @@ from zero.flags import Flags
 from zero.layout import parameter_specs
 from zero.memory import held_bytes
 from zero.optimizer import ShardedOptimizer
-from zero.prediction import Prediction
+from zero.prediction import DataParallelPrediction, Prediction, ShardedPrediction
 
 SIZES = GPTConfig(block_size=8, vocab_size=65, n_layer=4, n_head=2, n_embd=96, bias=False)
 BUCKET_MB = 0.1  # 18 buckets
@@ -55,11 +55,10 @@ def prediction_of(flags, world_size, rank, micro_steps, sizes=SIZES):
     with torch.device("meta"):
         model = GPT(sizes)
     plan = flags.plan(parameter_specs(model.param_groups(0.1), model.parameters()), world_size)
-    wrapper = "ShardedDataParallel" if plan.buffers else "DistributedDataParallel" if dist.is_initialized() else None
-    return Prediction(
+    plain = DataParallelPrediction if dist.is_initialized() else Prediction
+    return (ShardedPrediction if plan.buffers else plain)(
         plan,
         rank if plan.world_size > 1 else 0,
-        wrapper,
         world_size,
         micro_steps,
         shard_gradients=bool(plan.buffers) and flags.shard_gradients,
@@ -198,10 +197,11 @@ GPT2 = replace(SIZES, vocab_size=50304, n_layer=12, n_head=12, n_embd=768, block
 @pytest.mark.parametrize(("sizes", "share"), [(DEMO, 0.5), (LARGER, 0.8), (GPT2, 0.8)])
 @pytest.mark.parametrize("on_cpu", [True, False])
 def test_the_default_is_predicted_to_save_memory(sizes, share, world_size, on_cpu):
-    wrappers = {"adamw": "DistributedDataParallel", "sharded": "ShardedDataParallel"}
     by_mode = {}
     for mode, flags in {"adamw": Flags(use_zero1=False), "sharded": Flags()}.items():
-        prediction = replace(prediction_of(flags, world_size, 0, 1, sizes), wrapper=wrappers[mode], on_cpu=on_cpu)
+        of_one_process = prediction_of(flags, world_size, 0, 1, sizes)
+        wrapped = ShardedPrediction if mode == "sharded" else DataParallelPrediction
+        prediction = replace(wrapped(**vars(of_one_process)), on_cpu=on_cpu)
         by_mode[mode] = {point: sum(prediction.at(point).values()) for point in POINTS}
     assert saves(by_mode, share, sizes, world_size)
 

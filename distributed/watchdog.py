@@ -68,7 +68,7 @@ class Watchdog:
     def _watch(self) -> None:
         while True:
             self._pause()
-            if message := self._judge(time.monotonic()):
+            if message := self._reason_to_end(time.monotonic()):
                 self._end(message)
 
     def _pause(self) -> None:
@@ -86,7 +86,7 @@ class Watchdog:
         is_patient = position.is_patient or position.iteration < 0
         return _Post(self._beats, position.moves, is_patient, str(position), self._collective())
 
-    def _judge(self, now: float) -> str | None:
+    def _reason_to_end(self, now: float) -> str | None:
         """Return the reason to end this rank, or None."""
         own = self._own()
         if own.moves != self._moves:
@@ -94,15 +94,15 @@ class Watchdog:
         still_s = now - self._moved_at
         self._must_read = still_s > self._timeout_s / 2
         if self._posts:
-            self._see(self._posts, now)
+            self._note_signs_of_life(self._posts, now)
         if still_s < self._timeout_s:
             return None
         if now - self._answered_at > self._timeout_s / 2:
             is_busy = own.is_patient and not own.collective
             return None if is_busy else f"{self._waits(own, still_s)}; the store of the ranks does not answer"
-        return self._hang(self._waits(own, still_s), now) if self._peers else None
+        return self._describe_hang(self._waits(own, still_s), now) if self._peers else None
 
-    def _see(self, posts: list["_Post"], now: float) -> None:
+    def _note_signs_of_life(self, posts: list["_Post"], now: float) -> None:
         """Note which ranks have shown a sign of life or have moved since the last call."""
         if not self._peers:
             self._peers = [_Peer(post, now, now) for post in posts]
@@ -110,7 +110,7 @@ class Watchdog:
             alive_at = now if post.beats != peer.post.beats else peer.alive_at
             self._peers[rank] = _Peer(post, alive_at, now if post.moves != peer.post.moves else peer.moved_at)
 
-    def _hang(self, waits: str, now: float) -> str | None:
+    def _describe_hang(self, waits: str, now: float) -> str | None:
         """Return the message if a rank is lost or all ranks stand still, otherwise None."""
         silent = now - self._timeout_s / 2
         lost = [f"{rank}, last seen at {peer.post.place}" for rank, peer in enumerate(self._peers) if peer.alive_at < silent]

@@ -44,6 +44,9 @@ class Task:
 class Progress:
     """The line at the bottom of the terminal. Only rank 0 draws it, and nothing here is a collective.
 
+    tqdm formats the line. Its own `write` keeps a line below what is printed only for those who call it; PyTorch, wandb and the
+    other ranks do not, and its monitor redraws a bar only when somebody updates it.
+
     A thread draws the line twice per second. Before a rank prints anything else on stdout or stderr, it erases the line. So
     what the run and its libraries print scrolls above the line. Without a terminal on stdout, or without tqdm, nothing is
     drawn or erased.

@@ -1,0 +1,124 @@
+"""The inner optimizer: arguments of its step, its state, and its masters."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from nets import TINY_MB
+from ranks import run_ranks
+from torch import nn
+
+from zero import ShardedDataParallel, ShardedOptimizer, checkpoint
+from zero.state import local_chunks
+
+
+class Scaled(torch.optim.SGD):
+    def step(self, closure=None, scale=1.0):
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.grad.mul_(scale)
+        return super().step(closure)
+
+
+def step_with_arguments():
+    weights = []
+    for scale in (1.0, 3.0):
+        module = nn.Linear(8, 3)
+        nn.init.ones_(module.weight)
+        optimizer = ShardedOptimizer(module.parameters(), Scaled, elementwise=True, lr=0.1)
+        module(torch.ones(2, 8)).sum().backward()
+        optimizer.step(scale=scale)
+        weights.append(1 - module.weight.detach())
+    return (weights[1] / weights[0]).mean().item()
+
+
+def test_arguments_of_step_reach_the_inner_optimizer():
+    assert run_ranks(step_with_arguments, 2) == pytest.approx([3.0, 3.0])
+
+
+class WithExtraState(nn.Linear):
+    def get_extra_state(self):
+        return {"calls": [1, 2]}
+
+    def set_extra_state(self, state):
+        assert state == {"calls": [1, 2]}
+
+
+def consolidated(optimizer_cls):
+    """Zero-size, frozen, channels_last and transposed parameters, and extra state: as the unsharded optimizer has them."""
+    torch.manual_seed(0)
+    module = nn.Sequential(WithExtraState(8, 8), nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last))
+    module.empty = nn.Parameter(torch.zeros(0, 3))
+    module.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
+    module.expanded = nn.Parameter(torch.ones(3, 1).expand(3, 2), requires_grad=False)
+    module.sliced = nn.Parameter(torch.randn(6, 6)[::2, ::3].t(), requires_grad=False)
+    module.transposed = nn.Parameter(torch.randn(5, 7).t())
+    strides = [param.stride() for param in module.parameters()]
+    plain = copy.deepcopy(module)
+    optimizer = ShardedOptimizer(module.parameters(), optimizer_cls, bucket_mb=TINY_MB, lr=0.01)
+    reference = optimizer_cls(plain.parameters(), lr=0.01)
+    assert [param.stride() for param in module.parameters()] == strides
+    for trained, its_optimizer in ((module, optimizer), (plain, reference)):
+        for step in range(3):
+            images = torch.randn(2, 3, 6, 6, generator=torch.Generator().manual_seed(step))
+            loss = trained[0](torch.ones(8)).square().sum() + trained[1](images).square().sum()
+            (loss + trained.empty.sum() + (trained.transposed * torch.arange(5.0)).square().sum()).backward()
+            its_optimizer.step()
+            its_optimizer.zero_grad()
+    whole, weights = checkpoint.consolidate(optimizer), checkpoint.model_state_dict(module, optimizer)
+    if dist.get_rank() == 0:
+        expected = reference.state_dict()
+        assert whole["param_groups"] == expected["param_groups"]
+        assert whole["state"].keys() == expected["state"].keys()
+        for index, state in expected["state"].items():
+            assert whole["state"][index].keys() == state.keys()
+            for key, value in state.items():
+                assert torch.equal(whole["state"][index][key], value), (index, key)
+        assert weights.keys() == plain.state_dict().keys()
+        assert weights.pop("0._extra_state") == {"calls": [1, 2]}
+        assert all(torch.equal(weights[name], plain.state_dict()[name]) for name in weights)
+    states = [whole]
+    dist.broadcast_object_list(states)
+    partly_frozen = copy.deepcopy(module)
+    partly_frozen[0].requires_grad_(False)  # whose state stays
+    again = ShardedOptimizer(partly_frozen.parameters(), optimizer_cls, bucket_mb=0.0005, lr=0.01)
+    checkpoint.restore(again, states[0])
+    restored = checkpoint.consolidate(again)
+    if dist.get_rank() == 0:
+        for index, state in whole["state"].items():
+            assert all(torch.equal(restored["state"][index][key], value) for key, value in state.items())
+    with pytest.raises(ValueError, match="shards hold contiguous parameters"):
+        local_chunks(module, optimizer)
+    return True
+
+
+@pytest.mark.parametrize("optimizer_cls", [torch.optim.AdamW, torch.optim.Adagrad])  # Adagrad also has state of frozen ones
+def test_consolidated_state_is_the_unsharded_optimizers(optimizer_cls):
+    run_ranks(consolidated, 2, optimizer_cls)
+
+
+def written_weights():
+    """bfloat16 weights with masters: a value written in place between steps counts; all others keep full precision."""
+    module = nn.Linear(8, 8)
+    optimizer = ShardedOptimizer(
+        module.parameters(), torch.optim.SGD, bucket_mb=TINY_MB, param_dtype=torch.bfloat16, lr=1e-5, momentum=0.9
+    )
+    model = ShardedDataParallel(module, optimizer)
+    for _ in range(3):
+        model(torch.ones(2, 8, dtype=torch.bfloat16)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    masters = [bucket.master.clone() for bucket in optimizer.buckets]
+    assert any((master != master.bfloat16()).any() for master in masters)
+    with torch.no_grad():
+        module.weight[0] = 7.0
+    module.weight.data[1] = 9.0
+    model(torch.ones(2, 8, dtype=torch.bfloat16)).sum().backward()
+    optimizer.step()
+    return [*(module.weight[row].float().mean().item() for row in (0, 1)), module.weight[2:].abs().max().item() < 1]
+
+
+def test_a_weight_written_in_place_reaches_its_master():
+    assert run_ranks(written_weights, 2) == [[7.0, 9.0, True]] * 2

@@ -1,0 +1,98 @@
+"""Copies, pickles and deletion of a wrapped model and its optimizer."""
+
+import copy
+import gc
+import io
+import pickle
+
+import pytest
+import torch
+import torch.distributed as dist
+from nets import backward, inputs, make_gathers_late, net, wrap
+from ranks import run_ranks
+from torch import nn
+
+from zero.placeholders import SentGradient
+from zero.waiting import WaitingDict
+
+
+class First(nn.Module):
+    """The first of two results."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return self.inner(x)[0]
+
+
+def copies():
+    """A copy or a pickle that is made right after step is plain and whole, and trains on its own."""
+    make_gathers_late()
+    module = nn.Sequential(*net(), First(nn.LSTM(3, 3)))
+    model, optimizer = wrap(module, overlap=True)
+    backward(model)
+    optimizer.step()
+    assert isinstance(vars(module[0])["_parameters"], WaitingDict)
+    copied = copy.deepcopy(module)
+    from_wrapper = copy.deepcopy(model)
+    pickled = pickle.loads(pickle.dumps(module))
+    torch.save(module, io.BytesIO())
+    with pytest.raises(TypeError, match=r"pickle its \.module"):
+        pickle.dumps(model)
+    for other in (copied, from_wrapper, pickled):
+        assert type(other) is nn.Sequential
+        for part, original in zip(other.modules(), module.modules(), strict=True):
+            assert type(vars(part)["_parameters"]) is dict
+            assert all(hook._method() is None for hook in part._forward_pre_hooks.values()), "it does nothing any more"
+            assert not part._load_state_dict_pre_hooks
+            for param, weight in zip(part.parameters(), original.parameters(), strict=True):
+                assert torch.equal(param, weight)
+                assert param.grad is None
+        other(inputs()).sum().backward()
+        torch.optim.SGD(other.parameters(), 0.1).step()
+    return True
+
+
+def test_copies_and_pickles_are_plain():
+    run_ranks(copies, 2)
+
+
+def deletion():
+    """A deleted wrapper leaves the module as it was and nothing in flight, after a forward, a backward or a step."""
+    make_gathers_late()
+    for last in ("forward", "backward", "step"):
+        module = net()
+        before = [dict(vars(part)) for part in module.modules()]
+        model, optimizer = wrap(module, overlap=True)
+        result = model(inputs()).square().sum()
+        if last != "forward":
+            result.backward()
+        if last == "step":
+            optimizer.step()
+        del model, result
+        gc.collect()
+        for part, attributes in zip(module.modules(), before, strict=True):
+            assert type(vars(part)["_parameters"]) is dict
+            assert vars(part).keys() == attributes.keys()
+            assert all(len(vars(part)[name]) == len(attributes[name]) for name in attributes if "hooks" in name)
+        assert all(param.grad is None and not param._post_accumulate_grad_hooks for param in module.parameters())
+        assert all(param.isfinite().all() for param in module.parameters())
+        together = torch.full((3,), float(dist.get_rank()))
+        dist.all_reduce(together)
+        assert together.tolist() == [1.0, 1.0, 1.0]
+        module(inputs()).sum().backward()
+        assert not isinstance(module[0].weight.grad, SentGradient)
+        module.zero_grad()
+        if last == "backward":
+            with pytest.raises(RuntimeError, match="had sent the gradients of this step is gone"):
+                optimizer.step()
+        model, again = wrap(module)  # over the parameters in the old optimizer's buffers
+        backward(model)
+        again.step()
+    return True
+
+
+def test_a_deleted_wrapper_leaves_nothing_behind():
+    run_ranks(deletion, 2)

@@ -17,8 +17,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from nets import TINY_MB, backward, inputs, make_gathers_late, net
 from ranks import run_ranks
-from test_idioms import TINY_MB, backward, inputs, make_gathers_late, net
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrize, prune

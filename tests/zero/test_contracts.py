@@ -5,8 +5,9 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
+from nets import TINY_MB, backward, inputs, net, same_under_both, wrap, wrap_plain
 from ranks import run_ranks
-from test_idioms import TINY_MB, ByNorm, Counting, CountsItself, backward, inputs, net, same_under_both, wrap, wrap_plain
+from test_refusals import ByNorm, Counting, CountsItself
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook

@@ -11,8 +11,9 @@ import threading
 import pytest
 import torch
 import torch.distributed as dist
+from nets import TINY_MB, backward, inputs, make_gathers_late, net, same_under_both, wrap
 from ranks import run_ranks
-from test_idioms import TINY_MB, backward, inputs, make_gathers_late, net, same_under_both, three_steps, wrap
+from test_idioms import three_steps
 from torch import nn
 from torch.nn.utils import spectral_norm
 

@@ -16,8 +16,6 @@ from distributed.launch import Launch
 from distributed.rendezvous import agree, choose_interface, store
 from zero.messages import broadcast_object, cpu_group, is_rank_0
 
-_REMEDY = "start with torchrun, or unset RANK to start a single process"
-_MEETING_S = 600.0  # in which all ranks must have started
 _BACKSTOP_S = 60.0  # collectives time out later than the watchdog, which knows more
 
 
@@ -97,7 +95,7 @@ def on_rank_0(function: Callable[[], Any]) -> Any:
 
 
 def mean_over_ranks(value: torch.Tensor) -> float:
-    """Return the mean of a scalar tensor over the ranks and overwrites the tensor. Needs to be called on all ranks."""
+    """Return the mean of a scalar tensor over the ranks, and overwrite the tensor. Needs to be called on all ranks."""
     if not dist.is_initialized():
         return value.item()
     dist.all_reduce(value)

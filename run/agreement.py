@@ -108,7 +108,11 @@ def sources() -> dict[str, str]:
     files = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
     paths = sorted({pathlib.Path(file).resolve() for file in files if file and file.endswith(".py")})
     names = {str(path.relative_to(root)): path for path in paths if path.is_relative_to(root) and path.is_file()}
-    return {name: f"{zlib.crc32(path.read_bytes()):08x}" for name, path in names.items() if "site-packages" not in path.parts}
+    # its own modules lie at the root or in a package there; an environment may lie below the root, too
+    own = {
+        name: path for name, path in names.items() if "/" not in name or (root / name.split("/")[0] / "__init__.py").exists()
+    }
+    return {name: f"{zlib.crc32(path.read_bytes()):08x}" for name, path in own.items()}
 
 
 def difference(by_rank: list[Facts]) -> str | None:
@@ -253,7 +257,7 @@ def _with_buckets(name: str, tensor: torch.Tensor, optimizer: torch.optim.Optimi
     """Return the name of a parameter and the buckets of a ShardedOptimizer that hold it."""
     if not isinstance(optimizer, ShardedOptimizer):
         return name
-    params = [param for buffer in optimizer.buffers for param in buffer.params]
+    params = optimizer.flat_params
     numbers = [
         str(bucket.number) for bucket in optimizer.buckets if any(params[place.param] is tensor for place in bucket.members)
     ]

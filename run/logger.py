@@ -43,16 +43,16 @@ class Logger:
         self._alerts, self._summary = Alerts(), Summary()
         if not is_rank_0():
             return
-        try:
-            self.file = None if out_dir is None else MetricsFile(out_dir, resume_at)
-            self.run = _start_wandb(config, run_id, resume_at, self.file)  # wrong settings end the run here: nothing is cut yet
-            if self.file is not None:
-                for event in self.file.kept():
-                    self._summary.add(event)
+        if out_dir is not None:
+            with _can_write(out_dir):
+                self.file = MetricsFile(out_dir, resume_at)
+        self.run = _start_wandb(config, run_id, resume_at, self.file)  # wrong settings end the run here: nothing is cut yet
+        if self.file is not None:
+            for event in self.file.kept():
+                self._summary.add(event)
+            with _can_write(self.file.folder):
                 self.file.rewind()
-                _write_facts(os.path.join(self.file.folder, "run.json"), config, resume_at)
-        except OSError as error:
-            raise LoggerError(f"cannot write to out_dir={out_dir}: {error}") from error
+            _write_facts(os.path.join(self.file.folder, "run.json"), config, resume_at)
 
     @property
     def run_id(self) -> str | None:
@@ -164,6 +164,14 @@ class Summary:
             "median_tokens_per_second": speed,
         }
         return {key: figure for key, figure in figures.items() if math.isfinite(figure)}
+
+
+@contextlib.contextmanager
+def _can_write(out_dir: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise LoggerError(f"cannot write to out_dir={out_dir}: {error}") from error
 
 
 def _start_wandb(

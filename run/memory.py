@@ -68,7 +68,7 @@ class MemoryMeter:
         reset_peak(self.device)
 
     def take(self) -> dict[str, float]:
-        """Return the figures by name, and begins a new peak."""
+        """Return the figures by name, and begin a new peak."""
         peak, self._largest_peak = peak_bytes(self.device), self.peak()
         reset_peak(self.device)
         figures = {f"{point}_mb": count / 1e6 for point, count in self._points.items()}

@@ -191,9 +191,8 @@ class Meter:
             event[f"memory/{name}_min"] = min(values)
             event[f"memory/{name}_rank"] = values.index(max(values))
         event["memory/predicted_mb"] = self.memory_check.predicted_peak / 1e6
-        if (
-            event["memory/optimizer_state_mb_min"] > 0 or self.memory_check.compared
-        ):  # before the first update there is no state
+        has_state = event["memory/optimizer_state_mb_min"] > 0 or self.memory_check.compared
+        if has_state:  # not before the first update
             event["memory/saved_mb"] = (self.memory_check.plain_adamw - max(held)) / 1e6
         return event
 

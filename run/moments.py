@@ -156,6 +156,7 @@ class Run:
             )
         if will_train:
             self.memory_check.announce(state.iter_num)
+        position.begin_iteration(state.iter_num)  # from here on, the watchdog ends a rank that hangs
 
     # -- an iteration --------------------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from zero.layout import BufferPlan, Layout, PlacedSlice, Span
-from zero.tensors import has_memory, is_dense, memory_span, shaped, with_own_storage
+from zero.tensors import has_memory, memory_span, shaped, with_own_storage
 
 _CACHED = 2**17  # elements to process at a time, so that intermediate results fit into a CPU's cache
 
@@ -22,13 +22,10 @@ class FlatBuffer:
     layout: Layout
     forms: dict[int, tuple[Any, ...]] = field(default_factory=dict)  # by number: what must stay as it was when it moved in
 
-    def move_in(self, number: int) -> torch.Tensor:
-        """Make the data of a parameter a view into its place. Return its former data, which are not copied."""
-        param = self.params[number]
-        value = param.data if is_dense(param) else param.data.contiguous()
-        param.data = self._place(number, value)
-        self.forms[number] = _form(param)
-        return value
+    def move_in(self, number: int, like: torch.Tensor) -> None:
+        """Make the data of a parameter a view into its place, with the strides of `like`. Its values are not copied."""
+        self.params[number].data = self._place(number, like)
+        self.forms[number] = _form(self.params[number])
 
     def moved(self) -> Iterator[int]:
         """Yield the numbers of the parameters that do not lie in their place any more (`param.data = ...`)."""

@@ -16,7 +16,7 @@ from torch import nn
 
 from zero.buckets import Bucket
 from zero.messages import check_same_on_all_ranks, cpu_group, on_all_ranks
-from zero.optimizer import ShardedOptimizer
+from zero.optimizer import ShardedOptimizer, holds_its_parameters
 from zero.reduction import Reducer
 from zero.refusals import check_all_managed, check_wrapping, tensors_of
 from zero.tensors import distinct_elements, properties
@@ -98,7 +98,7 @@ class ShardedDataParallel(nn.Module):
         self.broadcast_buffers = broadcast_buffers and next(module.buffers(), None) is not None
         self._checked_forwards = math.inf if check_reads else CHECKED_FORWARDS  # forwards that are still to be checked
         self._last_was_synchronized = True  # the last forward; if False, the next one does not broadcast
-        params = [param for buffer in optimizer.buffers for param in buffer.params]
+        params = optimizer.flat_params
         self._own = set(params)
         optimizer.names.update({param: name for name, param in module.named_parameters()})
         self._check_parameters(params)
@@ -146,7 +146,7 @@ class ShardedDataParallel(nn.Module):
         return Readers(self._own, partial(_wait, self.optimizer, buckets_of), self._undo)
 
     def _install_hooks(self) -> None:
-        """Install hooks for loaded weights in the module. `_undo` removes them."""
+        """Install hooks for loaded weights in the module, which `_undo` removes, and note whose module it is."""
         before_loading = WeakHook(self._before_loading)
         for part in self.module.modules():
             if self.optimizer.plan.has_masters:
@@ -160,7 +160,7 @@ class ShardedDataParallel(nn.Module):
             other = reference() if reference is not None else None
             if other is None:
                 continue
-            if other.optimizer.holds_its_parameters():
+            if holds_its_parameters(other.optimizer):
                 raise ValueError(
                     f"{type(part).__name__} is wrapped by another ShardedDataParallel already; delete that one first, or make "
                     "a new ShardedOptimizer to replace its optimizer"
@@ -179,8 +179,12 @@ class ShardedDataParallel(nn.Module):
         self.optimizer.wrapper = None
 
     def __del__(self) -> None:
-        if self.__dict__.get("_is_installed") and not sys.is_finalizing():
+        if sys.is_finalizing():
+            return
+        if self.__dict__.get("_is_installed"):
             self._unwrap()
+        for undo in self.__dict__.get("_undo", ()):  # the constructor has failed
+            undo()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
         return copy.deepcopy(self.module, memo)
@@ -200,7 +204,7 @@ class ShardedDataParallel(nn.Module):
         with self._check_of_reads():
             result = self.module(*args, **kwargs)
         self._last_was_synchronized = torch.is_grad_enabled() and self.require_backward_grad_sync
-        if torch.is_grad_enabled() and (self.require_backward_grad_sync or self.reducer.shard_gradients):
+        if torch.is_grad_enabled() and (self.require_backward_grad_sync or self.shard_gradients):
             torch.compiler.disable(self.reducer.watch)(result)
         return result
 
@@ -235,6 +239,15 @@ class ShardedDataParallel(nn.Module):
     def require_backward_grad_sync(self, value: bool) -> None:
         self.reducer.must_send = value
 
+    @property
+    def shard_gradients(self) -> bool:
+        """Whether every backward sends its gradients."""
+        return self.reducer.shard_gradients
+
+    @shard_gradients.setter
+    def shard_gradients(self, value: bool) -> None:
+        self.reducer.shard_gradients = value
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Accumulate gradients locally in this block; see DistributedDataParallel.no_sync."""
@@ -243,8 +256,6 @@ class ShardedDataParallel(nn.Module):
             yield
         finally:
             self.require_backward_grad_sync = before
-
-    # -- forward -------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def _before_loading(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:

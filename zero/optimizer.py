@@ -30,7 +30,7 @@ from zero.refusals import (
     name_of,
 )
 from zero.stopwatch import region
-from zero.tensors import flattened, properties, shaped
+from zero.tensors import flattened, is_dense, properties, shaped
 from zero.waiting import WaitingDict
 
 _optimizer_of = WeakIdKeyDictionary()  # by parameter: a reference to the ShardedOptimizer whose buffers hold it
@@ -159,11 +159,6 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
         wrapper = self.wrapper() if self.wrapper is not None else None
         return self._parameter_gradients if wrapper is None else wrapper.reducer
 
-    def holds_its_parameters(self) -> bool:
-        """Return whether no other ShardedOptimizer has been built over its parameters since."""
-        params = [param for buffer in self.buffers for param in buffer.params]
-        return all(_optimizer_of[param]() is self for param in params)
-
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """Update the owned slices and all-gather the slices of all ranks. Needs to be called on all ranks.
@@ -283,6 +278,11 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
             owned.local.copy_(shaped(flattened(value, param)[owned.start : owned.stop], owned.local))
 
     @property
+    def flat_params(self) -> list[torch.nn.Parameter]:
+        """The parameters in the flat buffers, as `Bucket.members` numbers them."""
+        return [param for buffer in self.buffers for param in buffer.params]
+
+    @property
     def owned(self) -> list[OwnedSlice]:
         """The slices of this rank, bucket by bucket."""
         return [owned for bucket in self.buckets for owned in bucket.owned]
@@ -291,8 +291,8 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
         if self.refusal is not None:
             raise RuntimeError(f"{self.refusal}; call zero_grad() and repeat backward")
         self.wrap_param_groups()
-        inside = {param for buffer in self.buffers for param in buffer.params}
-        check_groups([group["params"] for group in self.param_groups], self._params_of_groups, inside, self.names)
+        groups = [group["params"] for group in self.param_groups]
+        check_groups(groups, self._params_of_groups, set(self.flat_params), self.names)
         yield from self.source.collect()
 
     @torch.no_grad()
@@ -340,8 +340,9 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
                     bucket.local_by_group.setdefault(group_of[owned.param], []).append(owned.local)
             for number, param in enumerate(own):
                 self.former_memory.leave(param, buffer.data.dtype)
-                value = buffer.move_in(number)
+                value = param.data if is_dense(param) else param.data.contiguous()
                 self.comm.broadcast(flattened(value, value))
+                buffer.move_in(number, value)
                 self.set_parameter(param, value)
                 _optimizer_of[param] = weakref.ref(self)
 
@@ -354,6 +355,11 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
             }
             for group in self.param_groups[first_group:]
         ]
+
+
+def holds_its_parameters(optimizer: ShardedOptimizer) -> bool:
+    """Return whether no other ShardedOptimizer has been built over the parameters of this one since."""
+    return all(_optimizer_of[param]() is optimizer for param in optimizer.flat_params)
 
 
 def _wait_for_list(optimizer: ShardedOptimizer, value: Any) -> None:

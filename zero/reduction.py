@@ -156,7 +156,7 @@ class Reducer:
     ) -> None:
         self.module, self.optimizer, self.readers, self.shard_gradients = module, optimizer, readers, shard_gradients
         self.must_send, self.in_backward = True, False
-        self.params = [param for buffer in optimizer.buffers for param in buffer.params]
+        self.params = optimizer.flat_params
         self._number = {param: number for number, param in enumerate(self.params)}
         self._gradients = [BucketGradients(bucket, optimizer.comm) for bucket in optimizer.buckets]
         self._places: list[list[tuple[BucketGradients, PlacedSlice]]] = [[] for _ in self.params]  # of each parameter

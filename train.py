@@ -47,7 +47,7 @@ out_dir = "out"
 eval_interval: PositiveInt = 2000
 log_interval: PositiveInt = 1
 metric_interval: PositiveInt = 10  # iterations between measurements that compare the ranks
-eval_iters: PositiveInt = 200  # an evaluation takes 12 times as many sequences of each split, for any batch_size
+eval_iters: PositiveInt = 200  # an evaluation takes 12 * eval_iters sequences of each split, for any batch_size
 sample_interval: NonNegativeInt = 0  # iterations from one short sample of text to the next; 0: no samples
 eval_only = False  # evaluate once and exit
 always_save_checkpoint = True  # after every evaluation and at the end; False: only when the validation loss improves
@@ -211,7 +211,7 @@ def estimate_loss():
         for offsets in run.track(batches, f"evaluating on {split}"):
             x, y = get_batch(split, offsets)
             with autocast:
-                total.add_(raw_model(x, y)[1], alpha=(offsets >= 0).sum().item())  # the mean of so many sequences
+                total.add_(raw_model(x, y)[1], alpha=(offsets >= 0).sum().item())  # negative offsets: padding
         result[split] = mean_over_ranks(total) * world_size / count
     raw_model.train()
     return result
@@ -250,7 +250,7 @@ run.watch(raw_model, model, optimizer, scaler, autocast, data, flags)
 batches = data.micro_batches(seed, state.data_position, batch_size, gradient_accumulation_steps, rank, world_size)
 with run.aside("the first batch"):
     x, y = get_batch("train", next(batches))
-if eval_only:
+if eval_only:  # the loop ends before its first iteration
     evaluate(get_lr(state.iter_num))
 while run.goes_on():
     lr = get_lr(state.iter_num)
@@ -264,7 +264,7 @@ while run.goes_on():
     loss_sum = torch.zeros((), device=device)
     for micro_step in range(micro_steps):
         model.require_backward_grad_sync = micro_step == micro_steps - 1  # sync in the last micro-step; shard_gradients: in all
-        run.before_forward(x, y)
+        run.before_forward(x, y)  # shadow_check trains its copy
         with run.phase("forward"), autocast:
             loss = model(x, y)[1]  # the logits, which can be the largest tensor, are not kept
         loss_sum += loss.detach()
@@ -275,7 +275,7 @@ while run.goes_on():
     with run.phase("clip"):
         scaler.unscale_(optimizer)
         norms = clip_grad_norm_(optimizer, grad_clip or math.inf)
-    run.before_update(loss_sum, norms)  # are all ranks the same, and all values finite?
+    run.before_update(loss_sum, norms)  # are all ranks the same, and all values finite? may skip the update
     with run.phase("update"):
         scaler.step(optimizer)
         scaler.update()
@@ -284,7 +284,7 @@ while run.goes_on():
     state.data_position += sequences_per_iter
     run.end_iteration(loss_sum / micro_steps, norms.total, lr)  # logs
     state.iter_num += 1
-    if run.must_save():  # a signal, or the end
+    if run.must_save():  # a signal, or the end; also decides whether the run goes on
         with run.aside("saving the checkpoint"):
             save_checkpoint()
 run.finish()

@@ -210,8 +210,8 @@ class ShardedDataParallel(nn.Module):
 
     def _check_of_reads(self) -> Any:
         """Return a context for forward that refuses reads of parameters in flight."""
-        is_compiled = self.readers is None or self.readers.is_compiled or torch.compiler.is_compiling()
-        if is_compiled or self._checked_forwards <= 0 or not self._in_flight():
+        cannot = self.readers is None or self.readers.is_compiled or torch.compiler.is_compiling()
+        if cannot or self._checked_forwards <= 0 or not self._in_flight():
             return nullcontext()
         self._checked_forwards -= 1
         return ReadCheck(self._in_flight, self.optimizer.names)

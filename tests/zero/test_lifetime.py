@@ -12,6 +12,7 @@ from nets import backward, inputs, make_gathers_late, net, wrap
 from ranks import run_ranks
 from torch import nn
 
+from zero import ShardedDataParallel, ShardedOptimizer
 from zero.placeholders import SentGradient
 from zero.waiting import WaitingDict
 
@@ -96,3 +97,33 @@ def deletion():
 
 def test_a_deleted_wrapper_leaves_nothing_behind():
     run_ranks(deletion, 2)
+
+
+def a_constructor_that_fails():
+    module = net()
+    optimizer = ShardedOptimizer(module.parameters(), torch.optim.AdamW)
+    module[0].weight.requires_grad_(False)  # a hook on its gradient cannot be installed, after those of other parameters
+    with pytest.raises((RuntimeError, ValueError)):
+        ShardedDataParallel(module, optimizer)
+    gc.collect()
+    return [len(param._post_accumulate_grad_hooks or ()) for param in module.parameters()]
+
+
+def test_a_failed_wrapper_leaves_no_hook_behind():
+    assert run_ranks(a_constructor_that_fails, 1) == [[0, 0, 0, 0]]
+
+
+def shard_gradients_set_later():
+    module = net()
+    model, _ = wrap(module)
+    found = []
+    for model.shard_gradients in (False, True):
+        with model.no_sync():
+            backward(model)
+        found.append(isinstance(module[0].weight.grad, SentGradient))
+        model.zero_grad()
+    return found
+
+
+def test_shard_gradients_may_be_set_later():
+    assert run_ranks(shard_gradients_set_later, 1) == [[False, True]]

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 TAG = 0x2E60  # of messages between two ranks, so that no receive of the user's own takes one
-MESSAGE_BYTES = 25_000_000  # the most that one of several transfers should have
+MESSAGE_BYTES = 25_000_000  # the most that one of several transfers has
 _IN_FLIGHT = 2  # transfers
 LONG_TIMEOUT = timedelta(days=1)  # for waits on a disk, which may take longer than any step
 
@@ -97,10 +97,14 @@ class Transfers:
         self._in_flight: deque[tuple[Any, torch.Tensor]] = deque()  # (work, elements that it needs until it is done)
 
     def send(self, elements: torch.Tensor, rank: int) -> None:
-        self._add(dist.isend(elements, group_dst=rank, group=self._group, tag=TAG), elements)
+        """Send the elements of a flat tensor, in messages of at most `MESSAGE_BYTES`."""
+        for message in map(torch.Tensor.cpu, elements.split(MESSAGE_BYTES // elements.itemsize)):
+            self._add(dist.isend(message, group_dst=rank, group=self._group, tag=TAG), message)
 
     def receive(self, elements: torch.Tensor, rank: int) -> None:
-        self._add(dist.irecv(elements, group_src=rank, group=self._group, tag=TAG), elements)
+        """Receive what another rank sends with `send` from a tensor of the same size."""
+        for message in elements.split(MESSAGE_BYTES // elements.itemsize):
+            self._add(dist.irecv(message, group_src=rank, group=self._group, tag=TAG), message)
 
     def wait(self, leave: int = 0) -> None:
         """Wait for the oldest transfers, until only `leave` are in flight."""
@@ -110,3 +114,24 @@ class Transfers:
     def _add(self, work: Any, elements: torch.Tensor) -> None:
         self._in_flight.append((work, elements))
         self.wait(leave=_IN_FLIGHT)
+
+
+def gather_on_rank_0(own: list[torch.Tensor], places: list[list[torch.Tensor]] | None, group: dist.ProcessGroup | None) -> None:
+    """Copy the flat tensors of each rank into tensors on the CPU of rank 0. Needs to be called on all ranks.
+
+    Args:
+        own: the tensors of this rank.
+        places: on rank 0: where it wants the tensors of each rank. On other ranks: None.
+        group: see `Transfers`; None if there is one rank.
+    """
+    transfers = Transfers(group)
+    if places is None:
+        for elements in own:
+            transfers.send(elements, 0)
+    else:
+        for elements, place in zip(own, places[0], strict=True):
+            place.copy_(elements)
+        for rank in range(1, len(places)):
+            for place in places[rank]:
+                transfers.receive(place, rank)
+    transfers.wait()

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from zero.layout import Plan, Slice, parameter_specs, replicated_plan
+from zero.messages import cpu_group, gather_objects
 from zero.optimizer import ShardedOptimizer
 
 
@@ -47,9 +48,28 @@ class Partition:
         return [self.inner.state.get(local, {}) for local in self.locals]
 
     @property
+    def groups(self) -> list[dict[str, Any]]:
+        """The `param_groups` of the unsharded optimizer's `state_dict()`."""
+        return _packed_groups(self.optimizer)
+
+    @property
+    def inner_groups(self) -> list[dict[str, Any]]:
+        """The `param_groups` of the inner optimizer's `state_dict()`."""
+        return _packed_groups(self.inner)
+
+    @property
     def receives(self) -> bool:
         """Whether this process is the one that receives the whole state."""
         return self.rank == 0 and self.replica == 0
+
+    @property
+    def cpu_group(self) -> dist.ProcessGroup | None:
+        """The process group of these ranks that sends from main memory; None if there is one rank."""
+        return cpu_group(self.process_group) if self.plan.world_size > 1 else None
+
+    def gather(self, value: Any) -> list[Any]:
+        """Gather the values of the ranks that share the state. Needs to be called on all of them."""
+        return gather_objects(value, self.cpu_group) if self.plan.world_size > 1 else [value]
 
     def synchronize(self) -> None:
         """Wait for parameters in flight, and update masters from weights that have been written to since the last step."""
@@ -62,7 +82,6 @@ def partition(optimizer: torch.optim.Optimizer) -> Partition:
     if isinstance(optimizer, ShardedOptimizer):
         comm = optimizer.comm
         return Partition(optimizer, optimizer.inner, optimizer.plan, comm.shard_rank, comm.shard_group, comm.replica)
-    specs = parameter_specs(optimizer.param_groups)
     if isinstance(optimizer, ZeroRedundancyOptimizer):
         # the assignment that this version of torch has made; `zero.layout.zero_redundancy_plan` predicts it
         numbers = {param: number for number, param in enumerate(parameters(optimizer))}
@@ -70,10 +89,11 @@ def partition(optimizer: torch.optim.Optimizer) -> Partition:
             tuple(Slice(numbers[param], 0, param.numel()) for group in groups for param in group["params"])
             for groups in optimizer._partition_parameters()  # type: ignore[attr-defined]  # not in torch's stubs
         )
-        plan = Plan(tuple(specs), len(assigned), assigned=assigned)
+        plan = Plan(tuple(parameter_specs(optimizer.param_groups)), len(assigned), assigned=assigned)
         return Partition(optimizer, optimizer.optim, plan, optimizer.rank, optimizer.process_group)
     replica = dist.get_rank() if dist.is_initialized() else 0
-    return Partition(optimizer, optimizer, replicated_plan(specs), 0, None, replica)
+    plan = replicated_plan(parameter_specs(optimizer.param_groups))
+    return Partition(optimizer, optimizer, plan, 0, None, replica)
 
 
 def parameters(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
@@ -81,7 +101,7 @@ def parameters(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
     return [param for group in optimizer.param_groups for param in group["params"]]
 
 
-def packed_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+def _packed_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """Return the `param_groups` of a torch.optim `state_dict()`: hyperparameters, and numbers in place of parameters."""
     numbers = count()
     return [

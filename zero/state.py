@@ -1,25 +1,25 @@
 """Optimizer state that does not depend on its sharding: gather the whole state on rank 0, and restore it at any world size.
 
-For any implementation and any world size, `consolidate` returns on rank 0 exactly what the `state_dict()` of a single,
-unsharded optimizer would hold, and `restore` loads this into any implementation at any world size. State tensors are sent
-flat, in messages of a few megabytes. On CPUs they are sent from their own memory directly into the destination.
-
-If the whole state is too large for rank 0, `local_chunks` returns the part that each rank has to write itself. This module
-does not access files: `restore` takes a function that reads chunks.
+Every save makes the same two things on each rank: an outline of the whole state, with tensors on the meta device in place of
+tensors with elements, and chunks, the elements that this rank owns of them. `local_chunks` returns both. `full_state` fills the
+outline on rank 0, with chunks that are sent flat, in messages of a few megabytes. So for any implementation and any world
+size, `consolidate` returns on rank 0 exactly what the `state_dict()` of a single, unsharded optimizer would hold, and `restore`
+loads this into any implementation at any world size. This module does not access files: `restore` takes a function that reads
+chunks.
 """
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple, Self
 
 import torch
 
 from zero.layout import Slice
-from zero.messages import MESSAGE_BYTES, Transfers, cpu_group, gather_objects
+from zero.messages import gather_on_rank_0
 from zero.optimizer import hyperparameters
-from zero.partition import Partition, packed_groups, partition
-from zero.tensors import flattened, shaped
+from zero.partition import Partition, partition
+from zero.tensors import flattened, meta_like, shaped
 
 # these flags select how this machine runs the update, not its result: taken from the running optimizer, never from a file
 _MACHINE_FLAGS = ("fused", "foreach", "capturable", "differentiable")
@@ -48,22 +48,17 @@ class CheckpointError(ValueError):
 
 
 class TensorChunk(NamedTuple):
-    """Elements `start:start + len(elements)` of one flattened tensor of a checkpoint."""
+    """A range of the elements of one tensor of a checkpoint."""
 
-    name: str
+    name: str  # its keys in the checkpoint, joined by dots
     numel: int  # of the whole tensor
-    start: int
-    elements: torch.Tensor  # (number of elements in the chunk,)
+    start: int  # of the range in the flattened tensor
+    elements: torch.Tensor  # (number of elements in the range,), or the whole tensor in its shape
 
     @classmethod
     def of_whole(cls, name: str, tensor: torch.Tensor) -> Self:
         """Return a whole tensor as one chunk."""
-        return cls(name, tensor.numel(), 0, tensor.detach().reshape(-1))
-
-
-# What the state of a slice contributes to the state of its parameter. Numbers, None and tensors, in dicts, lists and tuples:
-# a tensor on the meta device, in the shape that the whole state has, stands for elements; other leaves are equal in all slices
-_Outline = dict[str, Any]
+        return cls(name, tensor.numel(), 0, tensor.detach())
 
 
 def map_leaves(function: Callable[[str, Any], Any], tree: Any, name: str = "") -> Any:
@@ -92,7 +87,9 @@ def consolidate(optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
         CheckpointError: on all ranks, if an entry of state has neither one number per element nor the same value on all ranks.
             With whole parameters, it may have any shape.
     """
-    return _gather_optimizer(partition(optimizer))
+    part = partition(optimizer)
+    whole = _gathered(part, *_of_optimizer(part))
+    return whole and whole["optimizer"]
 
 
 def model_state_dict(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor] | None:
@@ -101,42 +98,30 @@ def model_state_dict(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -
     Returns:
         On rank 0: copies on the CPU, tied where the entries are. Masters replace weights of lower precision. On others: None.
     """
-    return _gather_model(model, partition(optimizer))
+    part = partition(optimizer)
+    whole = _gathered(part, *_of_model(part, model, divided=part.plan.has_masters))
+    return whole and whole["model"]
 
 
 def full_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
     """Gather `model_state_dict` and `consolidate` on rank 0, as "model" and "optimizer". Needs to be called on all ranks."""
     part = partition(optimizer)
-    state = {"model": _gather_model(model, part), "optimizer": _gather_optimizer(part)}
-    return state if part.receives else None
+    return _gathered(part, *_of_both(part, model, divided=part.plan.has_masters))
 
 
-def local_chunks(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[list[TensorChunk], dict[str, Any] | None]:
+def local_chunks(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any] | None, list[TensorChunk]]:
     """Return the state that `full_state` would gather, but leave it on its ranks. Needs to be called on all ranks.
 
     Returns:
-        This rank's chunks, as views: the state and the (master) weights of the slices that it owns, and on rank 0 the tensors
-        of the model that no rank owns. On rank 0 also the result of `full_state`, with tensors on the meta device in place of
-        those in chunks; None on other ranks. A chunk has the name of its tensor in this result: its keys, joined by dots.
+        On rank 0 the outline: the result of `full_state`, with tensors on the meta device in place of those in chunks. On other
+        ranks None. And this rank's chunks, as views: the state and the (master) weights of the slices that it owns, and on
+        rank 0 the tensors of the model that no rank owns.
     Raises CheckpointError also for a parameter that is cut and not contiguous.
     """
     part = partition(optimizer)
     _check_contiguous(part)
-    outlines, whole = _outlines(part, part.states)
-    if part.replica:
-        return [], None
-    part.synchronize()
-    held = model.state_dict(keep_vars=True)
-    names = {id(tensor): f"model.{name}" for name, tensor in reversed(held.items())}  # first name of tied tensors
-    chunks = _chunks_of_slices(part, outlines[part.rank], names)
-    if not part.receives:
-        return chunks, None
-    owned = {id(part.params[slice_.param]) for slices in part.slices for slice_ in slices}
-    for key, tensor in {id(tensor): tensor for tensor in held.values()}.items():
-        if key not in owned and isinstance(tensor, torch.Tensor):  # others are from get_extra_state()
-            chunks.append(TensorChunk.of_whole(names[key], tensor))
-    optimizer_state = {"state": whole, "param_groups": _copied(packed_groups(optimizer))}
-    return chunks, {"model": _on_meta_device(held, part), "optimizer": optimizer_state}
+    outline, chunks = _of_both(part, model, divided=True)
+    return outline if part.receives else None, chunks
 
 
 def restore(
@@ -168,7 +153,7 @@ def restore(
         read_chunks(chunks)
     elif chunks:
         raise CheckpointError("the state is in shards; restore needs the function from zero.checkpoint.chunk_reader")
-    inner_groups = packed_groups(part.inner)
+    inner_groups = part.inner_groups
     for saved, group, inner_group in zip(state_dict["param_groups"], optimizer.param_groups, inner_groups, strict=True):
         for key, value in hyperparameters(saved).items():
             if key not in _MACHINE_FLAGS:
@@ -177,76 +162,27 @@ def restore(
     part.inner.load_state_dict({"state": states, "param_groups": inner_groups})
 
 
-# -- gather ------------------------------------------------------------------------------------------------------------
+# -- save --------------------------------------------------------------------------------------------------------------
 
 
-def _gather_optimizer(part: Partition) -> dict[str, Any] | None:
-    whole = _gather(part, part.states)
-    return None if whole is None else {"state": whole, "param_groups": _copied(packed_groups(part.optimizer))}
+def _of_optimizer(part: Partition) -> tuple[dict[str, Any], list[TensorChunk]]:
+    """Return the outline of the whole optimizer state, the same on all ranks, and this rank's chunks of it.
 
-
-def _gather_model(model: torch.nn.Module, part: Partition) -> dict[str, torch.Tensor] | None:
-    part.synchronize()
-    if part.replica:
-        return None
-    masters = {}
-    if part.plan.has_masters:
-        whole = _gather(part, [{"master": local.data} for local in part.locals])
-        if whole is not None:
-            masters = {id(part.params[number]): state["master"] for number, state in whole.items()}
-    held = model.state_dict(keep_vars=True)
-    if not part.receives:
-        return None
-    copies = dict(masters)
-    for tensor in held.values():
-        if not isinstance(tensor, torch.Tensor):  # from get_extra_state()
-            copies[id(tensor)] = copy.deepcopy(tensor)
-        elif id(tensor) not in copies:
-            copies[id(tensor)] = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())
-    return {name: copies[id(tensor)] for name, tensor in held.items()}
-
-
-def _gather(part: Partition, states: list[dict[str, Any]]) -> dict[int, dict[str, Any]] | None:
-    """Gather `states`, those of this rank's slices, on rank 0, by parameter. Needs to be called on all ranks."""
-    outlines, whole = _outlines(part, states)
-    if part.replica:
-        return None
-    group = cpu_group(part.process_group) if len(part.slices) > 1 else None
-    transfers = Transfers(group)
-    complete = [Slice(0, 0, local.numel()) for local in part.locals]
-    own = _messages(complete, part.locals, states, outlines[part.rank])
-    if part.rank != 0:
-        for message in own:
-            transfers.send(message.cpu(), 0)
-        transfers.wait()
-        return None
-    whole = map_leaves(lambda _, leaf: torch.empty_like(leaf, device="cpu") if _is_meta(leaf) else leaf, whole)
-    for rank, slices in enumerate(part.slices):
-        numbers = [slice_.param for slice_ in slices]
-        params, targets = [part.params[number] for number in numbers], [whole.get(number, {}) for number in numbers]
-        for place in _messages(slices, params, targets, outlines[rank]):
-            if rank == 0:
-                place.copy_(next(own))
-            else:
-                transfers.receive(place, rank)
-    transfers.wait()
-    return whole
-
-
-def _outlines(part: Partition, states: list[dict[str, Any]]) -> tuple[list[list[_Outline]], dict[int, _Outline]]:
-    """Return the outlines of all slices, by rank, and that of each parameter; the same, or the same error, on all ranks."""
-    own, error = [], None
+    Needs to be called on all ranks.
+    """
+    own: list[dict[str, Any]] = []  # outlines of the state of this rank's slices
+    chunks: list[TensorChunk] = []
+    error = None
     try:
-        for slice_, local, state in zip(part.slices[part.rank], part.locals, states, strict=True):
-            own.append(map_leaves(partial(_outline, part, slice_.param, local), state))
+        for slice_, local, state in zip(part.slices[part.rank], part.locals, part.states, strict=True):
+            take = partial(_take_leaf, part, slice_, local, chunks)
+            own.append(map_leaves(take, state, f"optimizer.state.{slice_.param}"))
     except CheckpointError as raised:
         error = raised
-    gathered = [(own, error)]
-    if len(part.slices) > 1:
-        gathered = gather_objects(gathered[0], cpu_group(part.process_group))
+    gathered = part.gather((own, error))
     if error := next(filter(None, (error for _, error in gathered)), None):
         raise error
-    first: dict[int, tuple[int, _Outline]] = {}  # by parameter: the rank and the outline of its first slice
+    first: dict[int, tuple[int, dict[str, Any]]] = {}  # by parameter: the rank and the outline of its first slice
     for rank, slices in enumerate(part.slices):
         for slice_, outline in zip(slices, gathered[rank][0], strict=True):
             first_rank, its_outline = first.setdefault(slice_.param, (rank, outline))
@@ -254,29 +190,33 @@ def _outlines(part: Partition, states: list[dict[str, Any]]) -> tuple[list[list[
             for name in there | here:
                 if there.get(name) != here.get(name):
                     a, b = (text.get(name, "nothing") for text in (there, here))
-                    entry = _entry(part, name, slice_.param)
+                    entry = _entry(part, slice_.param, name)
                     raise CheckpointError(f"{entry} as {a} on rank {first_rank} and {b} on rank {rank}: {_RULE}")
-    return [outlines for outlines, _ in gathered], {number: held for number, (_, held) in sorted(first.items()) if held}
+    whole = {number: outline for number, (_, outline) in sorted(first.items()) if outline}
+    state = {"state": whole, "param_groups": _copied(part.groups)}
+    return {"optimizer": state}, [] if part.replica else chunks
 
 
-def _outline(part: Partition, number: int, local: torch.Tensor, name: str, value: Any) -> Any:
-    """Return the leaf of an outline for a leaf of the state of a slice."""
+def _take_leaf(part: Partition, slice_: Slice, local: torch.Tensor, chunks: list[TensorChunk], name: str, value: Any) -> Any:
+    """Return the leaf of an outline for a leaf of the state of a slice, and add its elements to `chunks`."""
     if isinstance(value, int | float | complex | None):
         return value
-    entry = _entry(part, name, number)
+    entry = _entry(part, slice_.param, name.removeprefix(f"optimizer.state.{slice_.param}."))
     if not isinstance(value, torch.Tensor):
         raise CheckpointError(f"{entry} as {type(value).__name__}, which cannot be restored; use tensors and numbers")
+    param = part.params[slice_.param]
     if value.dim() and value.shape == local.shape:
-        param = part.params[number]
-        return shaped(torch.empty(param.numel(), dtype=value.dtype, device="meta"), param)
+        chunks.append(TensorChunk(name, param.numel(), slice_.start, value.detach()))
+        return meta_like(value if value.shape == param.shape else param, value.dtype)
     if value.numel() == 1:
         return _copied(value)
-    if not _is_whole(part, number):
+    if not _is_whole(part, slice_.param):
         raise CheckpointError(f"{entry} in shape {tuple(value.shape)} for {local.numel()} elements: {_RULE}")
-    return torch.empty(value.shape, dtype=value.dtype, device="meta")
+    chunks.append(TensorChunk.of_whole(name, value))
+    return meta_like(value, value.dtype)
 
 
-def _entry(part: Partition, name: str, number: int) -> str:
+def _entry(part: Partition, number: int, name: str) -> str:
     return f"{type(part.inner).__name__} keeps {name!r} of parameter {number}"
 
 
@@ -287,54 +227,69 @@ def _text(leaf: Any) -> str:
     return f"{leaf.dtype} {leaf.tolist()}" if isinstance(leaf, torch.Tensor) else repr(leaf)
 
 
-def _messages(
-    slices: list[Slice], params: Sequence[torch.Tensor], trees: list[dict[str, Any]], outlines: list[_Outline]
-) -> Iterator[torch.Tensor]:
-    """Yield the elements of slices that outlines leave out, flat, in messages of at most `MESSAGE_BYTES`.
+def _of_model(part: Partition, model: torch.nn.Module, divided: bool) -> tuple[dict[str, Any], list[TensorChunk]]:
+    """Return the outline of a model's state dict, in the dtype of the updates, and this rank's chunks of it.
 
-    Sender and receiver derive the same messages from the outlines. `params` and `trees` are, for each slice, a parameter and
-    its state, of which the slice is a part.
+    `divided`: each rank has the (master) weights of its slices. Otherwise rank 0 has all weights. Tied tensors stay tied.
     """
-    for (_, start, stop), param, tree, outline in zip(slices, params, trees, outlines, strict=True):
-        tensors = leaves(tree)
-        for name, leaf in leaves(outline).items():
-            if _is_meta(leaf) and leaf.numel():
-                value = tensors[name].detach()
-                flat = flattened(value, param)[start:stop] if value.shape == param.shape else value.reshape(-1)
-                yield from flat.split(MESSAGE_BYTES // flat.itemsize)
-
-
-# -- chunks ------------------------------------------------------------------------------------------------------------
-
-
-def _chunks_of_slices(part: Partition, outlines: list[_Outline], names: dict[int, str]) -> list[TensorChunk]:
-    """Return the (master) weights, by `names` of their ids, and the state of this rank's slices as chunks."""
+    part.synchronize()
+    held = model.state_dict(keep_vars=True)
+    names = {id(tensor): f"model.{name}" for name, tensor in reversed(held.items())}  # first name of tied tensors
+    numbers = {id(part.params[slice_.param]): slice_.param for slices in part.slices for slice_ in slices} if divided else {}
     chunks = []
-    for slice_, local, state, outline in zip(part.slices[part.rank], part.locals, part.states, outlines, strict=True):
+    for slice_, local in zip(part.slices[part.rank], part.locals, strict=True) if divided else ():
         param = part.params[slice_.param]
         if id(param) in names:
-            chunks.append(TensorChunk(names[id(param)], param.numel(), slice_.start, local.detach().reshape(-1)))
-        named = leaves(outline, f"optimizer.state.{slice_.param}")
-        for (name, leaf), value in zip(named.items(), leaves(state).values(), strict=True):
-            if _is_meta(leaf):
-                chunks.append(TensorChunk(name, leaf.numel(), slice_.start, value.detach().reshape(-1)))
-    return chunks
+            chunks.append(TensorChunk(names[id(param)], param.numel(), slice_.start, local.detach()))
+    outlines: dict[int, Any] = {}
+    for key, tensor in {id(tensor): tensor for tensor in held.values()}.items():
+        if not isinstance(tensor, torch.Tensor):  # from get_extra_state()
+            outlines[key] = copy.deepcopy(tensor)
+        elif key in numbers:
+            outlines[key] = meta_like(tensor, part.plan.update_dtype(numbers[key]))
+        else:
+            outlines[key] = meta_like(tensor, tensor.dtype)
+            chunks += [TensorChunk.of_whole(names[key], tensor)] if part.receives else []
+    state_dict = {name: outlines[id(tensor)] for name, tensor in held.items()}
+    return {"model": state_dict}, [] if part.replica else chunks
 
 
-def _on_meta_device(held: dict[str, Any], part: Partition) -> dict[str, Any]:
-    """Return a model's state dict with tensors on the meta device, in the dtype of the updates. Tied tensors stay tied."""
-    trainable = [number for number, spec in enumerate(part.plan.params) if spec.requires_grad]
-    dtypes = {id(part.params[number]): part.plan.update_dtype(number) for number in trainable}
-    meta = {
-        id(tensor): torch.empty(tensor.shape, dtype=dtypes.get(id(tensor), tensor.dtype), device="meta")
-        for tensor in held.values()
-        if isinstance(tensor, torch.Tensor)
-    }
-    return {name: meta[id(value)] if id(value) in meta else copy.deepcopy(value) for name, value in held.items()}
+def _of_both(part: Partition, model: torch.nn.Module, divided: bool) -> tuple[dict[str, Any], list[TensorChunk]]:
+    """Return the outline of a checkpoint's "model" and "optimizer", and this rank's chunks of both. See `_of_model`."""
+    state, of_state = _of_optimizer(part)
+    weights, of_weights = _of_model(part, model, divided)
+    return {**weights, **state}, of_weights + of_state
+
+
+def _gathered(part: Partition, outline: dict[str, Any], chunks: list[TensorChunk]) -> dict[str, Any] | None:
+    """Return on rank 0 the whole state, an outline filled with the chunks of all ranks. Needs to be called on all ranks."""
+    if part.replica:
+        return None
+    whole, tensors = materialized(outline, torch.preserve_format) if part.receives else (None, {})
+    flat = {name: flattened(tensor, tensor) for name, tensor in tensors.items()}
+    gathered = part.gather([(chunk.name, chunk.start, chunk.start + chunk.elements.numel()) for chunk in chunks])
+    places = [[flat[name][start:stop] for name, start, stop in ranges] for ranges in gathered] if part.receives else None
+    gather_on_rank_0([flattened(chunk.elements, chunk.elements) for chunk in chunks], places, part.cpu_group)
+    return whole
+
+
+def materialized(tree: Any, memory_format: torch.memory_format) -> tuple[Any, dict[str, torch.Tensor]]:
+    """Return a tree with new CPU tensors in place of those on the meta device, tied where these are, and these by name."""
+    new: dict[int, torch.Tensor] = {}
+    named: dict[str, torch.Tensor] = {}
+
+    def allocate(name: str, leaf: Any) -> Any:
+        if not _is_meta(leaf):
+            return leaf
+        if id(leaf) not in new:
+            new[id(leaf)] = named[name] = torch.empty_like(leaf, device="cpu", memory_format=memory_format)
+        return new[id(leaf)]
+
+    return map_leaves(allocate, tree), named
 
 
 def _check_contiguous(part: Partition) -> None:
-    """Refuse a parameter that is not contiguous: a chunk is a range in index order, but a slice in memory order."""
+    """Refuse a parameter that is not contiguous: a chunk in a file is a range in index order, but a slice in memory order."""
     for number, (param, spec) in enumerate(zip(part.params, part.plan.params, strict=True)):
         if part.plan.assigned is None and spec.requires_grad and not param.is_contiguous():
             strides = f"parameter {number} has strides {param.stride()}"

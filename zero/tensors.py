@@ -30,6 +30,11 @@ def shaped(flat: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return flat.as_strided(like.shape, like.stride())
 
 
+def meta_like(param: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return a tensor on the meta device, in the shape of `param`, and in its strides if dense."""
+    return shaped(torch.empty(param.numel(), dtype=dtype, device="meta"), param)
+
+
 def is_dense(tensor: torch.Tensor) -> bool:
     """Return whether the elements lie in memory without gaps and without overlap, in any order."""
     return torch.ops.aten.is_non_overlapping_and_dense(tensor)

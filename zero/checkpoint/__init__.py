@@ -17,7 +17,8 @@ rank writes the tensors that it owns, and reads the tensors that it needs. A fol
 so the replacement of the file replaces both at once.
 """
 
+from zero.checkpoint.format import chunk_reader, load, verify
 from zero.checkpoint.sending import load_on_all_ranks
-from zero.checkpoint.store import FORMATS, chunk_reader, convert, find, load, verify
+from zero.checkpoint.store import FORMATS, convert, find
 from zero.checkpoint.writer import CheckpointWriter, DivergedError, SaveReport, save
 from zero.state import CheckpointError, consolidate, model_state_dict, restore

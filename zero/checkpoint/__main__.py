@@ -7,8 +7,8 @@ import sys
 from typing import NoReturn
 
 from zero.checkpoint import format
-from zero.checkpoint.format import FORMAT, KEYS, manifest_entry, tensors_in
-from zero.checkpoint.store import FORMATS, convert, shards_folder, verify
+from zero.checkpoint.format import FORMAT, KEYS, manifest_entry, shards_folder, tensors_in, verify
+from zero.checkpoint.store import FORMATS, convert
 from zero.state import CheckpointError
 
 

@@ -15,8 +15,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import filesystem, metadata, planner
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from zero.checkpoint.files import FileSum, corruption_message, file_sum, sync_folder, underlying_os_error
-from zero.state import CheckpointError, TensorChunk, map_leaves
+from zero.checkpoint.files import FileSum, file_sum, reading, sync_folder, underlying_os_error
+from zero.state import CheckpointError, TensorChunk, map_leaves, materialized
 
 # torch.distributed.checkpoint is used without torch.distributed on purpose, so this warning is not needed
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
@@ -69,19 +69,16 @@ def read(folder: str, chunks: list[TensorChunk]) -> None:
         CheckpointError: if the files are missing, damaged, or not of these tensors.
     """
     chunks = _with_elements(chunks)
-    try:
+    with reading(folder):
         reader = _Reader(folder)
         stored = reader.metadata.state_dict_metadata
         for chunk in chunks:
             if chunk.name not in stored or tuple(stored[chunk.name].size) != (chunk.numel,):
                 raise CheckpointError(f"{folder} has no tensor {chunk.name} of {chunk.numel} elements")
-        dcp.load({}, storage_reader=reader, planner=_LoadPlanner(chunks), no_dist=True)
-    except CheckpointError:
-        raise
-    except dcp.api.CheckpointException as failed:  # a subclass of BaseException
-        raise CheckpointError(corruption_message(folder, next(iter(failed.failures.values()))[0])) from failed
-    except Exception as error:  # damaged bytes can raise any error
-        raise CheckpointError(corruption_message(folder, error)) from error
+        try:
+            dcp.load({}, storage_reader=reader, planner=_LoadPlanner(chunks), no_dist=True)
+        except dcp.api.CheckpointException as failed:  # a subclass of BaseException
+            raise next(iter(failed.failures.values()))[0] from failed
 
 
 class _SavePlanner(dcp.DefaultSavePlanner):
@@ -182,8 +179,8 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _with_elements(chunks: list[TensorChunk]) -> list[TensorChunk]:
-    """Return the chunks that have elements. Nothing is written for tensors without elements."""
-    return [chunk for chunk in chunks if chunk.elements.numel()]
+    """Return the chunks that have elements, flat, in index order. Nothing is written for tensors without elements."""
+    return [chunk._replace(elements=chunk.elements.reshape(-1)) for chunk in chunks if chunk.elements.numel()]
 
 
 def _index(chunk: TensorChunk) -> metadata.MetadataIndex:
@@ -196,19 +193,8 @@ def _storage_metadata(chunk: TensorChunk) -> metadata.ChunkStorageMetadata:
 
 def read_tensors(folder: str, tree: dict[str, Any]) -> dict[str, Any]:
     """Return a tree with real tensors, filled from `folder`, in place of those on the meta device. Tied tensors stay tied."""
-    real: dict[int, torch.Tensor] = {}
-    chunks = []
-
-    def allocate(name: str, leaf: Any) -> Any:
-        if not (isinstance(leaf, torch.Tensor) and leaf.is_meta):
-            return leaf
-        if id(leaf) not in real:
-            real[id(leaf)] = torch.empty(leaf.shape, dtype=leaf.dtype)
-            chunks.append(TensorChunk.of_whole(name, real[id(leaf)]))
-        return real[id(leaf)]
-
-    filled = map_leaves(allocate, tree)
-    read(folder, chunks)
+    filled, tensors = materialized(tree, torch.contiguous_format)
+    read(folder, [TensorChunk.of_whole(name, tensor) for name, tensor in tensors.items()])
     return filled
 
 

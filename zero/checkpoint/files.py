@@ -1,4 +1,4 @@
-"""Files that are either complete or absent: atomic replacement, fsync, checksums, and messages for disk errors."""
+"""Files that are either complete or absent: atomic replacement, fsync, checksums, and one line for each error."""
 
 import os
 import re
@@ -9,6 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
+from zero.state import CheckpointError
+
 _READ_BYTES = 16_000_000
 
 
@@ -17,6 +19,19 @@ class FileSum(NamedTuple):
 
     nbytes: int
     crc32: int
+
+
+@contextmanager
+def reading(path: str) -> Iterator[None]:
+    """Raise CheckpointError, with one line about `path`, for any error in the block: damaged bytes can raise any error."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:
+        if isinstance(error, FileNotFoundError) and error.filename == path:
+            raise CheckpointError(f"there is no checkpoint {path}") from error
+        raise CheckpointError(corruption_message(path, error)) from error
 
 
 def corruption_message(path: str, reason: object) -> str:

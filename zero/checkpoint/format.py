@@ -1,16 +1,20 @@
-"""The content of a checkpoint file. It is written with a manifest of its tensors, and read as untrusted input."""
+"""One checkpoint, its file and its shards. It is written with a manifest of its tensors, and read as untrusted input."""
 
 import os
+import zipfile
 import zlib
 from collections.abc import Callable
+from functools import partial
 from types import NoneType
 from typing import Any
 
 import torch
 
-from zero.checkpoint.files import FileSum, corruption_message, underlying_os_error
-from zero.state import CheckpointError, leaves
+from zero.checkpoint import chunks
+from zero.checkpoint.files import FileSum, corruption_message, find_corruption, reading, underlying_os_error
+from zero.state import CheckpointError, TensorChunk, leaves
 
+NAME = "ckpt.pt"  # of the newest checkpoint of a folder
 FORMAT = 1  # version of the keys that are added to nanoGPT's six
 EXTRA_STATE = "_extra_state"  # same as in torch.nn.modules.module
 
@@ -101,12 +105,8 @@ def read(path: str) -> dict[str, Any]:
     Raises:
         CheckpointError: if it is missing or damaged, or does not hold the keys and plain values of a checkpoint.
     """
-    try:
+    with reading(path):
         checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except FileNotFoundError as error:
-        raise CheckpointError(f"there is no checkpoint {path}") from error
-    except Exception as error:  # damaged bytes can raise any error: zlib, struct, Unicode, memory, ...
-        raise CheckpointError(corruption_message(path, error)) from error
     held = checkpoint if isinstance(checkpoint, dict) else {}
     wrong = [key for key, fits in KEYS.items() if not fits(held.get(key))]
     wrong += [key for key, fits in _MORE_KEYS.items() if key in held and not fits(held[key])]
@@ -117,6 +117,41 @@ def read(path: str) -> dict[str, Any]:
     if "shards" not in held and any(tensor.is_meta for tensor in tensors_in(held).values()):
         raise CheckpointError(f"{path} does not say where its tensors are; it is no checkpoint of this program")
     return checkpoint
+
+
+def verify(path: str) -> None:
+    """Read every byte of a checkpoint and compare checksums: those of the zip archive, and those of the shards.
+
+    Raises:
+        CheckpointError: if the file is missing, corrupt, or not a checkpoint.
+    """
+    if os.path.isdir(path):
+        raise CheckpointError(f"{path} is a folder; name a file, such as {os.path.join(path, NAME)}")
+    with reading(path), zipfile.ZipFile(path) as archive:
+        if bad := archive.testzip():
+            raise ValueError(f"the checksum of its entry {bad} does not hold")
+    checkpoint = read(path)
+    if "shards" in checkpoint:
+        sums = {name: FileSum(*entry) for name, entry in checkpoint["shards"]["files"].items()}
+        if reason := find_corruption(shards_folder(path, checkpoint), sums):
+            raise CheckpointError(corruption_message(path, reason))
+
+
+def load(path: str) -> dict[str, Any]:
+    """Read a checkpoint, with its tensors memory-mapped: the ranks of a machine share one copy. Runs no code from it.
+
+    From a sharded checkpoint, the model is read into memory, and the optimizer state stays on the meta device: `restore` reads
+    it with the function from `chunk_reader`. Raises the errors of `read`.
+    """
+    checkpoint = read(path)
+    if "shards" in checkpoint:
+        checkpoint.update(chunks.read_tensors(shards_folder(path, checkpoint), {"model": checkpoint["model"]}))
+    return checkpoint
+
+
+def chunk_reader(path: str, checkpoint: dict[str, Any]) -> Callable[[list[TensorChunk]], None] | None:
+    """Return the function with which `restore` reads a sharded checkpoint that `load` returned; None for a consolidated one."""
+    return partial(chunks.read, shards_folder(path, checkpoint)) if "shards" in checkpoint else None
 
 
 def write(checkpoint: dict[str, Any], path: str) -> None:
@@ -138,6 +173,16 @@ def write(checkpoint: dict[str, Any], path: str) -> None:
             raise underlying_os_error(error) from error
         file.flush()
         os.fsync(file.fileno())
+
+
+def shards_entry(name: str, sums: dict[str, FileSum]) -> dict[str, Any]:
+    """Return the entry "shards" of a sharded checkpoint: its folder, and the size and checksum of each file there."""
+    return {"folder": name, "files": {file: list(entry) for file, entry in sums.items()}}
+
+
+def shards_folder(path: str, checkpoint: dict[str, Any]) -> str:
+    """Return the path of the folder with the shards of a sharded checkpoint."""
+    return os.path.join(os.path.dirname(path), checkpoint["shards"]["folder"])
 
 
 def manifest_entry(tensor: torch.Tensor) -> dict[str, Any]:

@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from zero.checkpoint.format import tensors_in
-from zero.checkpoint.store import chunk_reader, load, verify
+from zero.checkpoint.format import chunk_reader, load, tensors_in, verify
 from zero.messages import MESSAGE_BYTES, Transfers, broadcast_object, cpu_group, gather_objects, is_rank_0
 from zero.state import CheckpointError, TensorChunk, map_leaves
 

@@ -5,25 +5,17 @@ import os
 import re
 import shutil
 import uuid
-import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 from zero.checkpoint import chunks, format
-from zero.checkpoint.files import (
-    FileSum,
-    atomic_write,
-    corruption_message,
-    find_corruption,
-    link_or_copy,
-    sync_folder,
-)
+from zero.checkpoint.files import atomic_write, link_or_copy, sync_folder
+from zero.checkpoint.format import NAME, shards_entry, shards_folder, verify
 from zero.state import CheckpointError, TensorChunk
 
 FORMATS = ("consolidated", "sharded")
-NAME, PREVIOUS = "ckpt.pt", "ckpt_prev.pt"
+PREVIOUS = "ckpt_prev.pt"
 _BY_ITERATION = "ckpt_{:08d}.pt"
 # apart from temporary files, only names that match these patterns are removed
 _KEPT, _SHARDS = re.compile(r"ckpt_(\d{8,})\.pt"), re.compile(r"shards_\d{8,}_[0-9a-f]{8}")
@@ -104,47 +96,6 @@ def find(folder: str) -> tuple[str, str | None]:
     raise CheckpointError("; ".join(warnings))
 
 
-def verify(path: str) -> None:
-    """Read every byte of a checkpoint and compare checksums: those of the zip archive, and those of the shards.
-
-    Raises:
-        CheckpointError: if the file is missing, corrupt, or not a checkpoint.
-    """
-    try:
-        with zipfile.ZipFile(path) as archive:
-            bad = archive.testzip()
-    except FileNotFoundError as error:
-        raise CheckpointError(f"there is no checkpoint {path}") from error
-    except IsADirectoryError as error:
-        raise CheckpointError(f"{path} is a folder; name a file, such as {os.path.join(path, NAME)}") from error
-    except Exception as error:  # see `format.read`
-        raise CheckpointError(corruption_message(path, error)) from error
-    if bad is not None:
-        raise CheckpointError(corruption_message(path, f"the checksum of its entry {bad} does not hold"))
-    checkpoint = format.read(path)
-    if "shards" in checkpoint:
-        sums = {name: FileSum(*entry) for name, entry in checkpoint["shards"]["files"].items()}
-        if reason := find_corruption(shards_folder(path, checkpoint), sums):
-            raise CheckpointError(corruption_message(path, reason))
-
-
-def load(path: str) -> dict[str, Any]:
-    """Read a checkpoint, with its tensors memory-mapped: the ranks of a machine share one copy. Runs no code from it.
-
-    From a sharded checkpoint, the model is read into memory, and the optimizer state stays on the meta device: `restore` reads
-    it with the function from `chunk_reader`. Raises the errors of `format.read`.
-    """
-    checkpoint = format.read(path)
-    if "shards" in checkpoint:
-        checkpoint.update(chunks.read_tensors(shards_folder(path, checkpoint), {"model": checkpoint["model"]}))
-    return checkpoint
-
-
-def chunk_reader(path: str, checkpoint: dict[str, Any]) -> Callable[[list[TensorChunk]], None] | None:
-    """Return the function with which `restore` reads a sharded checkpoint that `load` returned; None for a consolidated one."""
-    return partial(chunks.read, shards_folder(path, checkpoint)) if "shards" in checkpoint else None
-
-
 def convert(source: str, target: str, to: str | None = None) -> str:
     """Write a checkpoint to a new file, and return its format. Call it on one process only.
 
@@ -181,16 +132,6 @@ def convert(source: str, target: str, to: str | None = None) -> str:
 def new_shards_name(checkpoint: dict[str, Any]) -> str:
     """Return a new name for a folder of shards. A folder that a checkpoint refers to is never written again."""
     return f"shards_{checkpoint['iter_num']:08d}_{uuid.uuid4().hex[:8]}"
-
-
-def shards_entry(name: str, sums: dict[str, FileSum]) -> dict[str, Any]:
-    """Return the entry "shards" of a sharded checkpoint: its folder, and the size and checksum of each file there."""
-    return {"folder": name, "files": {file: list(entry) for file, entry in sums.items()}}
-
-
-def shards_folder(path: str, checkpoint: dict[str, Any]) -> str:
-    """Return the path of the folder with the shards of a sharded checkpoint."""
-    return os.path.join(os.path.dirname(path), checkpoint["shards"]["folder"])
 
 
 @contextmanager

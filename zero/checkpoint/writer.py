@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from zero.checkpoint import chunks, store
+from zero.checkpoint.format import NAME, shards_entry
 from zero.messages import LONG_TIMEOUT, broadcast_object, gather_objects, is_rank_0
 from zero.state import TensorChunk, full_state, local_chunks
 
@@ -51,44 +52,44 @@ def save(
 
 
 def _report(iteration: int, folder: str, keep: int, replaced: set[str], begin: float, shard_bytes: int = 0) -> SaveReport:
-    nbytes, write_s = os.path.getsize(os.path.join(folder, store.NAME)) + shard_bytes, time.perf_counter() - begin
+    nbytes, write_s = os.path.getsize(os.path.join(folder, NAME)) + shard_bytes, time.perf_counter() - begin
     return SaveReport(iteration, nbytes, write_s, warning=store.clean_up(folder, keep, iteration, replaced))
 
 
 def _save_sharded(
     checkpoint: dict[str, Any] | None,
-    tensor_chunks: list[TensorChunk],
     folder: str,
     keep: int,
     rotate: bool,
     buffers: Container[str],
+    own: list[TensorChunk],
     group: dist.ProcessGroup | None,
 ) -> SaveReport | None:
     """Write the chunks of all ranks, then rank 0's checkpoint, as `save` does. Needs to be called on all ranks of the group.
 
     Args:
         checkpoint: on rank 0, the checkpoint with tensors on the meta device in place of the tensors in chunks.
-        tensor_chunks: the chunks of this rank.
-        folder: all ranks must share it.
+        folder, keep, rotate, buffers: see `save`. All ranks must share the folder.
+        own: the chunks of this rank.
         group: process group for CPU tensors; None only without torch.distributed.
 
     Raises:
         DivergedError, OSError: see `save`; on all ranks, if one of them cannot write its chunks.
     """
     begin = time.perf_counter()
-    named = ((chunk.name.removeprefix("model."), chunk) for chunk in tensor_chunks if chunk.name.startswith("model."))
+    named = ((chunk.name.removeprefix("model."), chunk) for chunk in own if chunk.name.startswith("model."))
     weights = ((name, chunk.elements) for name, chunk in named if name not in buffers)
     _check_finite(gather_objects(_first_nonfinite(weights), group))
     name = broadcast_object(store.new_shards_name(checkpoint) if checkpoint else None, group)
     unfinished = os.path.join(folder, name + ".tmp")
-    with store.remove_shards_on_error(os.path.join(folder, store.NAME), name) if checkpoint else nullcontext():
-        own_sums = chunks.write(tensor_chunks, unfinished, group)
+    with store.remove_shards_on_error(os.path.join(folder, NAME), name) if checkpoint else nullcontext():
+        own_sums = chunks.write(own, unfinished, group)
         sums = {file: entry for each in gather_objects(own_sums, group) for file, entry in each.items()}
         if checkpoint is None:
             return None
         if missing := [file for file in sums if not os.path.exists(os.path.join(unfinished, file))]:
             raise OSError(f"rank 0 does not see what other ranks wrote to {folder} ({missing[0]}); use a folder that all share")
-        replaced = store.commit({**checkpoint, "shards": store.shards_entry(name, sums)}, folder, rotate)
+        replaced = store.commit({**checkpoint, "shards": shards_entry(name, sums)}, folder, rotate)
     return _report(checkpoint["iter_num"], folder, keep, replaced, begin, sum(entry.nbytes for entry in sums.values()))
 
 
@@ -132,9 +133,8 @@ class CheckpointWriter:
         """
         self.wait()
         begin = time.perf_counter()
-        make_task = self._sharded_task if self.format == "sharded" else self._consolidated_task
-        task = make_task(model, optimizer, values)
-        run = partial(self._run, task, time.perf_counter() - begin)
+        write = self._collect(model, optimizer, values)
+        run = partial(self._run, write, time.perf_counter() - begin)
         if self.background:
             self._pending = self._thread.submit(run)
             return
@@ -156,24 +156,22 @@ class CheckpointWriter:
         """Return the results of the saves that have ended since the last call. Rank 0 has the results of all saves."""
         return [self._outcomes.popleft() for _ in range(len(self._outcomes))]
 
-    def _consolidated_task(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, values: dict[str, Any]) -> "_Task":
+    def _collect(
+        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, values: dict[str, Any]
+    ) -> Callable[[], SaveReport | None]:
+        """Collect the state, and return the function with which this rank writes it. Needs to be called on all ranks."""
+        where = (self.folder, self.keep, not self.newest_is_corrupt, _buffers(model))
+        if self.format == "sharded":
+            outline, own = local_chunks(model, optimizer)
+            if self.background:  # training continues and overwrites the memory that the chunks view
+                own = [chunk._replace(elements=chunk.elements.to("cpu", copy=True)) for chunk in own]
+            return partial(_save_sharded, outline and {**outline, **values}, *where, own, self._group)
         state = full_state(model, optimizer)
-        if state is None:  # rank 0 has the whole state
-            return None
-        return partial(save, {**state, **values}, self.folder, self.keep, not self.newest_is_corrupt, _buffers(model))
+        return partial(save, {**state, **values}, *where) if state else lambda: None  # only rank 0 has the state
 
-    def _sharded_task(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, values: dict[str, Any]) -> "_Task":
-        own, state = local_chunks(model, optimizer)
-        if self.background:  # training continues and overwrites the memory that the chunks view
-            own = [chunk._replace(elements=chunk.elements.to("cpu", copy=True)) for chunk in own]
-        checkpoint = None if state is None else {**state, **values}
-        return partial(
-            _save_sharded, checkpoint, own, self.folder, self.keep, not self.newest_is_corrupt, _buffers(model), self._group
-        )
-
-    def _run(self, task: "_Task", consolidate_s: float) -> None:
+    def _run(self, write: Callable[[], SaveReport | None], consolidate_s: float) -> None:
         try:
-            report = None if task is None else task()
+            report = write()
         except (OSError, DivergedError) as error:
             self._outcomes.append(error)
             return
@@ -185,9 +183,6 @@ class CheckpointWriter:
         """Make the ranks wait here, and not in the collectives of the run, for as long as one of them writes."""
         if self._group is not None:
             dist.barrier(self._group)
-
-
-_Task = Callable[[], SaveReport | None] | None
 
 
 def _buffers(model: torch.nn.Module) -> set[str]:

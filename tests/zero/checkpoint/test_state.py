@@ -443,7 +443,7 @@ def tensor_learning_rates():
     ]
     for optimizer in optimizers:
         update(model, optimizer, range(1))
-        state, (_, outline) = ckpt.consolidate(optimizer), local_chunks(model, optimizer)
+        state, (outline, _) = ckpt.consolidate(optimizer), local_chunks(model, optimizer)
         optimizer.param_groups[0]["lr"].fill_(0.25)
         if dist.get_rank() == 0:
             assert state["param_groups"][0]["lr"] == outline["optimizer"]["param_groups"][0]["lr"] == 0.5

@@ -159,7 +159,7 @@ def save_both(mode, folder):
         writer.wait()
         assert not [outcome for outcome in writer.outcomes() if isinstance(outcome, OSError)]
     dist.barrier()
-    return sum(piece.elements.numel() for piece in local_chunks(model.module, optimizer)[0])
+    return sum(piece.elements.numel() for piece in local_chunks(model.module, optimizer)[1])
 
 
 @pytest.fixture

@@ -116,7 +116,7 @@ def local_chunks(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tu
         On rank 0 the outline: the result of `full_state`, with tensors on the meta device in place of those in chunks. On other
         ranks None. And this rank's chunks, as views: the state and the (master) weights of the slices that it owns, and on
         rank 0 the tensors of the model that no rank owns.
-    Raises CheckpointError also for a parameter that is cut and not contiguous.
+    Raises CheckpointError also for a parameter that is not contiguous.
     """
     part = partition(optimizer)
     _check_contiguous(part)
@@ -289,9 +289,9 @@ def materialized(tree: Any, memory_format: torch.memory_format) -> tuple[Any, di
 
 
 def _check_contiguous(part: Partition) -> None:
-    """Refuse a parameter that is not contiguous: a chunk in a file is a range in index order, but a slice in memory order."""
+    """Refuse a parameter that is not contiguous: a file has index order, slices and fused updates have memory order."""
     for number, (param, spec) in enumerate(zip(part.params, part.plan.params, strict=True)):
-        if part.plan.assigned is None and spec.requires_grad and not param.is_contiguous():
+        if spec.requires_grad and not param.is_contiguous():
             strides = f"parameter {number} has strides {param.stride()}"
             raise CheckpointError(f"{strides}; shards hold contiguous parameters, consolidated files hold any")
 

@@ -76,6 +76,7 @@ def consolidated(optimizer_cls):
             assert whole["state"][index].keys() == state.keys()
             for key, value in state.items():
                 assert torch.equal(whole["state"][index][key], value), (index, key)
+                assert whole["state"][index][key].stride() == value.stride(), (index, key)
         assert weights.keys() == plain.state_dict().keys()
         assert weights.pop("0._extra_state") == {"calls": [1, 2]}
         assert all(torch.equal(weights[name], plain.state_dict()[name]) for name in weights)

@@ -28,7 +28,6 @@ from run.profiling import Profiler
 from run.progress import Progress
 from run.sampling import Sampler
 from run.shadow import Shadow
-from zero import ShardedGradScaler
 from zero.flags import Flags
 from zero.gradients import GradientNorms
 
@@ -95,7 +94,7 @@ class Run:
         raw_model: GPT,
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
-        scaler: ShardedGradScaler,
+        scaler: torch.amp.GradScaler,
         autocast: AbstractContextManager[Any],
         data: Dataset,
         flags: Flags,

@@ -31,9 +31,9 @@ class ShardedDataParallel(nn.Module):
 
     backward   When the gradient of a parameter arrives, it is divided by the world size, copied into its bucket and freed. A
                bucket that has all its gradients is reduce-scattered at once, in the order of the buckets. From then on,
-               `param.grad` is a `SentGradient`. It can be dropped and zeroed, but not read: clip with
-               `optimizer.clip_grad_norm_`, and scale float16 gradients with `ShardedGradScaler`. With replicas, an all-reduce
-               adds up each shard over the groups as soon as its reduce-scatter has ended.
+               `param.grad` is a `SentGradient`. It can be dropped, zeroed, and unscaled by
+               torch.amp.GradScaler, but not read: clip with `optimizer.clip_grad_norm_`. With replicas, an all-reduce adds up
+               each shard over the groups as soon as its reduce-scatter has ended.
     step       The optimizer waits for the reduce-scatters (its phase 1), updates the owned slices, all-gathers each bucket
                as soon as it is updated, and waits until every parameter is in its place.
     forward    With `overlap`, step does not wait. A read of a parameter from its module waits for the all-gathers of the

@@ -166,10 +166,12 @@ class Reducer:
         self._next = 0  # number of the bucket to be reduce-scattered next
         self._used: set[int] = set()  # numbers of the parameters that have a gradient in this step
         self._agreement: Agreement | None = None  # in flight
-        self._sent = [SentGradient(param) for param in self.params]  # placeholders for gradients in the shards
+        self._forms = [place for buffer in optimizer.buffers for place in buffer.places]  # strides of each parameter
+        self._sent = [self._new_placeholder(number) for number in range(len(self.params))]  # for gradients in the shards
+        self._accumulators = [_accumulator(param) for param in self.params]  # autograd keeps them only while a graph does
         on_gradient = WeakHook(self._on_gradient)
-        for number, param in enumerate(self.params):
-            undo.append(param.register_post_accumulate_grad_hook(partial(on_gradient, number)).remove)
+        for number, accumulator in enumerate(self._accumulators):
+            undo.append(accumulator.register_hook(partial(on_gradient, number)).remove)
 
     # -- backward ------------------------------------------------------------------------------------------------------
 
@@ -189,8 +191,9 @@ class Reducer:
         if is_due and _accumulates(leaf):
             self._begin_backward()
 
-    def _on_gradient(self, number: int, param: nn.Parameter) -> None:
-        """Process a gradient that backward has just accumulated."""
+    def _on_gradient(self, number: int, *_: Any) -> None:
+        """Process a gradient that backward has just accumulated. All hooks of the parameter have seen it."""
+        param = self.params[number]
         if param.grad is None:  # another hook has dropped it; DistributedDataParallel treats this as zero
             param.grad = torch.zeros_like(param)
         for gradients, _ in self._places[number]:
@@ -225,7 +228,7 @@ class Reducer:
         if gradient.is_sparse:
             raise RuntimeError(SPARSE)
         self._used.add(number)
-        gradient = flattened(gradient.detach(), param)  # it requires gradients itself with create_graph=True
+        gradient = flattened(gradient.detach(), self._forms[number])  # it requires gradients itself with create_graph=True
         for gradients, slice_ in self._places[number]:
             if gradients.bucket.number < self._next:
                 raise RuntimeError(
@@ -355,7 +358,22 @@ class Reducer:
             self._used.discard(number)
             if self.params[number].grad is self._sent[number]:
                 self.params[number].grad = None
-            self._sent[number] = SentGradient(self.params[number])  # a new object, which differs from the old one
+            self._sent[number] = self._new_placeholder(number)  # a new object, which differs from the old one
+
+    def _new_placeholder(self, number: int) -> SentGradient:
+        return SentGradient(self.params[number], WeakHook(self._unscale))
+
+    def _unscale(self, sent: list[SentGradient], found_inf: torch.Tensor, inverse_scale: torch.Tensor) -> None:
+        """Unscale gradients that have been sent, and set `found_inf` to 1 on all ranks if any of them has an inf or a nan.
+
+        `torch.amp.GradScaler.unscale_` comes here, which needs to be called on all ranks.
+        """
+        self.optimizer.collect_gradients()
+        chosen = set(map(id, sent))  # GradScaler comes here once for each dtype
+        owned = [owned for owned in self.optimizer.owned if id(owned.param.grad) in chosen]
+        if gradients := [owned.local.grad for owned in owned if owned.local.grad is not None]:
+            torch._amp_foreach_non_finite_check_and_unscale_(gradients, found_inf, inverse_scale)
+        self.optimizer.comm.wait("found_inf", self.optimizer.comm.all_reduce(found_inf, dist.ReduceOp.MAX), found_inf.device)
 
     def _reset(self) -> None:
         """Drop all gradients that have arrived on this rank. Afterwards nothing is in flight."""
@@ -379,6 +397,15 @@ class Reducer:
         if self._agreement is not None:
             self.optimizer.comm.wait("all-reduce", self._agreement.works, self._agreement.used.device)
             self._agreement = None
+
+
+def _accumulator(param: nn.Parameter) -> Any:
+    """Return the node of autograd that accumulates the gradients of a parameter."""
+    with torch.enable_grad():
+        view = param.view_as(param)
+    if view.grad_fn is None:
+        raise ValueError("a parameter was frozen after ShardedOptimizer was built; build ShardedDataParallel before that")
+    return view.grad_fn.next_functions[0][0]
 
 
 def _nearest_leaf(node: Any) -> Any:

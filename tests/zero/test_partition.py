@@ -5,7 +5,7 @@ import torch
 from ranks import run_ranks
 from toy import MODES, build_toy
 
-from zero.partition import packed_groups, parameters, partition
+from zero.partition import parameters, partition
 
 
 def held(mode):
@@ -53,7 +53,7 @@ def packed(mode):
         [{"params": group["params"], "weight_decay": group["weight_decay"]} for group in optimizer.param_groups],
         lr=0.01, betas=(0.9, 0.95), fused=True,
     )  # fmt: skip
-    return packed_groups(optimizer) == plain.state_dict()["param_groups"]
+    return partition(optimizer).groups == plain.state_dict()["param_groups"]
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -37,13 +37,13 @@ class Finished(NamedTuple):
     stderr: str
 
 
-def run(script, *arguments, ranks=0, cwd=ROOT, limit=NO_LIMIT, before="", timeout=240):
+def run(script, *arguments, ranks=0, cwd=ROOT, limit=NO_LIMIT, before=None, timeout=240):
     """Run a script to its end in forked processes.
 
     Args:
         ranks: 0 starts one process as `python` does, more start that many as torchrun does.
         limit: the largest file, in bytes, that it can write.
-        before: Python code to run before the script.
+        before: a function to call in each process before the script, see `faults`.
     """
     with Forked(script, *arguments, ranks=ranks, cwd=cwd, limit=limit, before=before) as forked:
         return forked.finish(timeout)
@@ -74,7 +74,7 @@ class Forked:
     system has chosen. As under torchrun, when a rank fails the others are ended. Leaving the block kills what still runs.
     """
 
-    def __init__(self, script, *arguments, ranks=0, cwd=ROOT, limit=NO_LIMIT, before=""):
+    def __init__(self, script, *arguments, ranks=0, cwd=ROOT, limit=NO_LIMIT, before=None):
         self.folder = tempfile.TemporaryDirectory()
         self.store, launches = None, [{}]
         if ranks:
@@ -155,7 +155,8 @@ def _main(script, arguments, variables, cwd, folder, limit, before):
     torch.set_num_threads(1)  # OMP_NUM_THREADS is read when torch is imported
     sys.argv = [os.path.join(ROOT, script), *arguments]
     sys.path[:0] = [ROOT]
-    exec(before, {})
+    if before is not None:
+        before()
     runpy.run_path(sys.argv[0], run_name="__main__")
 
 

@@ -2,21 +2,13 @@
 
 from functools import partial
 
+import faults
 import pytest
 import torch
 from scripts import run, torch_load, train
 
 from forecast.activations import predict
 from model import GPT2_SIZES, GPTConfig
-
-PRINT_CALLS = """
-import model, torch
-def checkpoint(block, x, checkpoint=model.checkpoint, **kwargs):
-    if type(x) is torch.Tensor:  # the prediction of activations calls it with fake tensors
-        print("keeps only its input")
-    return checkpoint(block, x, **kwargs)
-model.checkpoint = checkpoint
-"""
 
 
 @pytest.mark.parametrize(
@@ -26,7 +18,7 @@ model.checkpoint = checkpoint
 )
 def test_losses_and_weights_are_the_same_bit_for_bit(data, tmp_path, ranks, flags):
     flags = *flags, "--eval_interval=19", "--zero_bucket_mb=0.02"
-    run_and_print = partial(run, before=PRINT_CALLS)
+    run_and_print = partial(run, before=faults.print_checkpointed_blocks)
     losses, evaluations, printed = train(tmp_path / "plain", data, *flags, ranks=ranks, run=run_and_print)
     assert "keeps only its input" not in printed
     again = train(tmp_path / "out", data, "--activation_checkpointing=True", *flags, ranks=ranks, run=run_and_print)

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 
+import faults
 import pytest
 from scripts import ROOT, environment, run, run_for_real
 
@@ -79,16 +80,9 @@ def test_several_block_sizes(tmp_path):
     assert (tmp_path / "results" / "sweep" / "time.png").read_bytes().startswith(b"\x89PNG")
 
 
-ONLY_BLOCK_SIZES = """
-import benchmarks.checkpoints, benchmarks.telemetry
-rows = lambda setup, modes, rounds: [{"mode": mode, "block_size": setup.config.block_size} for mode in modes]
-benchmarks.checkpoints.checkpoint_rows = benchmarks.telemetry.telemetry_rows = rows
-"""  # two slow measures give nothing else
-
-
 def test_everything_with_several_block_sizes(tmp_path):
     flags = ["--rounds=1", "--steps_per_turn=1", "--modes=adamw", "--name=all", *SIZES, "--n_embd=64", "--block_size=8,16"]
-    process = run("bench.py", *flags, ranks=2, cwd=tmp_path, before=ONLY_BLOCK_SIZES)
+    process = run("bench.py", *flags, ranks=2, cwd=tmp_path, before=faults.measure_only_block_sizes)
     assert process.returncode == 0, process.stderr
     assert "note: block_size=8,16 is for the time; memory, checkpoint, telemetry take 8\n" in process.stdout
     rows = {what: results(tmp_path / "results" / "all", what) for what in ("memory", "time", "checkpoint", "telemetry")}

@@ -7,7 +7,9 @@ import os
 import re
 import shutil
 import string
+from functools import partial
 
+import faults
 import pytest
 from conftest import ROOT
 from scripts import SIZES, run
@@ -38,7 +40,7 @@ def apply(diff, folder):
 
 def run_copy(folder, script, *arguments):
     """Run a script of the copy, which imports the modules of the copy."""
-    return run(str(folder / script), *arguments, before=f"import sys; sys.path.insert(0, {str(folder)!r})")
+    return run(str(folder / script), *arguments, before=partial(faults.import_from, str(folder)))
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,9 @@
 
 import os
 import re
+from functools import partial
 
+import faults
 import numpy as np
 import pytest
 from scripts import ROOT, SETTINGS, run, run_for_real
@@ -67,7 +69,7 @@ def test_mistakes_end_at_once_on_all_ranks(data, tmp_path, mistake):
 @pytest.mark.parametrize("mistakes", [{1: "--n_layer=x"}, {2: "--n_head=y"}, {0: "--n_layer=x", 2: "--n_head=y"}])
 def test_mistakes_of_some_ranks_are_told_once_each(data, tmp_path, mistakes):
     """Before the ranks have met, and by rank 0 alone, because all are on one host."""
-    own = f"import os, sys; sys.argv += [{mistakes}.get(int(os.environ['RANK']), '--max_iters=3')]"
+    own = partial(faults.add_arguments_by_rank, {rank: [mistake] for rank, mistake in mistakes.items()}, ["--max_iters=3"])
     process = run("train.py", *SETTINGS, f"--dataset={data}", f"--out_dir={tmp_path / 'out'}", ranks=3, before=own)
     assert process.returncodes == [2, 2, 2], process.stderr
     errors = process.stderr.splitlines()
@@ -77,19 +79,8 @@ def test_mistakes_of_some_ranks_are_told_once_each(data, tmp_path, mistakes):
 
 
 def test_mistakes_of_one_process_have_exit_code_2(data, tmp_path):
-    all_of_them = """
-import runpy, sys
-_, settings, mistakes = sys.argv
-for mistake in mistakes.splitlines():
-    sys.argv[1:] = [*settings.split(), *mistake.split()]
-    try:
-        runpy.run_path("train.py")
-    except SystemExit as end:
-        print("exit code", end.code, file=sys.stderr)
-sys.exit(0)
-"""
     settings = [*SETTINGS, f"--dataset={data}", f"--out_dir={tmp_path}"]
-    process = run("train.py", " ".join(settings), "\n".join(MORE_MISTAKES), before=all_of_them)
+    process = run("train.py", " ".join(settings), "\n".join(MORE_MISTAKES), before=partial(faults.run_each, "train.py"))
     assert process.returncode == 0, process.stderr
     errors = process.stderr.splitlines()
     assert errors[1::2] == ["exit code 2"] * len(MORE_MISTAKES), process.stderr

@@ -9,29 +9,14 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 
+import faults
 import pytest
 import torch
 from scripts import ROOT, SETTINGS, Forked, environment, run, torch_load, train
 
 LONG = ["--max_iters=100000", "--eval_interval=100000", "--dist_timeout_s=2"]
-SAVE_TAKES = """
-import time
-from zero.checkpoint import store
-commit = store.commit
-store.commit = lambda *args: (time.sleep({}), commit(*args))[1]
-"""
-RANK_1_SLEEPS = """
-import os, time
-from data.dataset import Dataset
-batch, calls = Dataset.batch, []
-def sleep(*args):
-    calls.append(args)
-    if os.environ["RANK"] == "1" and len(calls) == 20:
-        time.sleep(1000)
-    return batch(*args)
-Dataset.batch = sleep
-"""
 
 
 def test_auto_starts_from_scratch_and_then_resumes(data, tmp_path):
@@ -57,7 +42,7 @@ def test_auto_does_not_fall_back_to_an_earlier_checkpoint_of_another_host(data, 
     """Hosts with folders of their own: after a restart, rank 0 may be on a host whose checkpoint is old, or that has none."""
     flags = [*SETTINGS, f"--dataset={data}", "--eval_interval=3", "--init_from=auto"]
     train(tmp_path / "1", data, *flags, "--max_iters=6", ranks=2)
-    own_folder = f"import os, sys; sys.argv.append(f'--out_dir={tmp_path}/' + os.environ['RANK'])"
+    own_folder = partial(faults.add_arguments_by_rank, {rank: [f"--out_dir={tmp_path}/{rank}"] for rank in range(2)})
     for iterations, has in ((0, "rank 0 has none"), (3, "the checkpoint of rank 0 is at iteration 4")):
         if iterations:
             train(tmp_path / "0", data, *flags, f"--max_iters={iterations}", ranks=2)
@@ -91,7 +76,7 @@ def test_the_ranks_that_wait_for_a_stopped_rank_end_and_name_it(data, tmp_path):
 
 def test_a_rank_that_is_stuck_elsewhere_is_named_with_its_place(data, tmp_path):
     arguments = *SETTINGS, f"--dataset={data}", f"--out_dir={tmp_path}", *LONG, "--eval_interval=100000"
-    with Forked("train.py", *arguments, ranks=2, before=RANK_1_SLEEPS) as run:
+    with Forked("train.py", *arguments, ranks=2, before=partial(faults.rank_1_stops_at_a_batch, 20)) as run:
         errors = ended(run, (0, 1))
     assert re.search(r"error: rank 0 has waited \d+ s for the \S+ at .*; rank 1 is at iteration \d+, data\n", errors), errors
     assert re.search(r"error: rank 1 has been at iteration \d+, data for \d+ s; rank 0 waits for the ", errors), errors
@@ -99,13 +84,13 @@ def test_a_rank_that_is_stuck_elsewhere_is_named_with_its_place(data, tmp_path):
 
 def test_a_slow_disk_ends_nothing(data, tmp_path):
     flags = "--max_iters=4", "--dist_timeout_s=2"
-    train(tmp_path, data, *flags, ranks=2, run=lambda *args, **how: run(*args, **how, before=SAVE_TAKES.format(6)))
+    train(tmp_path, data, *flags, ranks=2, run=partial(run, before=partial(faults.saves_take, 6)))
     assert torch_load(tmp_path)["iter_num"] == 5
 
 
 def test_a_rank_that_has_stopped_during_a_save_is_noticed(data, tmp_path):
     arguments = *SETTINGS, f"--dataset={data}", f"--out_dir={tmp_path}", "--eval_interval=4", "--dist_timeout_s=2"
-    with Forked("train.py", *arguments, ranks=2, before=SAVE_TAKES.format(1000)) as run:
+    with Forked("train.py", *arguments, ranks=2, before=partial(faults.saves_take, 1000)) as run:
         run.wait_for("saving checkpoint")
         os.kill(run.pids[1], signal.SIGSTOP)
         errors = ended(run, (0,))

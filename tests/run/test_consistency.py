@@ -3,7 +3,9 @@
 import os
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
+import faults
 import numpy as np
 import pytest
 import torch.distributed as dist
@@ -14,37 +16,39 @@ from distributed.launch import Launch
 from distributed.rendezvous import agree
 from run.agreement import describe_ranks, difference, enumerate_texts, most_common
 
-ON_LAST = "import os, sys\nif int(os.environ['RANK']) == int(os.environ['WORLD_SIZE']) - 1:\n    "
 REFUSED = {  # what the last rank does before it runs train.py, and the line that is printed; DATA is another dataset
     "another n_layer": (
-        "sys.argv.append('--n_layer=3')",
+        [faults.add_arguments, "--n_layer=3"],
         "rank 2 has n_layer=3, the others n_layer=2; start all ranks with the same settings",
     ),
     "another seed and lr": (
-        "sys.argv += ['--seed=7', '--learning_rate=0.02']",
+        [faults.add_arguments, "--seed=7", "--learning_rate=0.02"],
         "rank 2 has learning_rate=0.02, the others learning_rate=0.01; rank 2 has seed=7, the others seed=1337; start all",
     ),
     "another way to compute": (
-        "sys.argv += ['--param_dtype=bfloat16', '--gradient_accumulation_steps=5']",
+        [faults.add_arguments, "--param_dtype=bfloat16", "--gradient_accumulation_steps=5"],
         "rank 2 has gradient_accumulation_steps=5, the others gradient_accumulation_steps=6; "
         "rank 2 has param_dtype=bfloat16, the others param_dtype=float32; rank 2 has dtype=bfloat16, the others dtype=float32",
     ),
-    "another backend": ("sys.argv.append('--backend=gloo')", "rank 2 has backend=gloo, the others backend=auto; start all"),
-    "another dataset": ("sys.argv.append('--dataset=DATA')", "rank 2 has train.bin=4000 tokens with checksum "),
+    "another backend": (
+        [faults.add_arguments, "--backend=gloo"],
+        "rank 2 has backend=gloo, the others backend=auto; start all",
+    ),
+    "another dataset": ([faults.add_arguments, "--dataset=DATA"], "rank 2 has train.bin=4000 tokens with checksum "),
     "another dataset file": (
-        "from data.dataset import Dataset as D; of = D.__init__; D.__init__ = lambda self, _, size: of(self, 'DATA', size)",
+        [faults.another_dataset_file, "DATA"],
         "rank 2 has train.bin=4000 tokens with checksum ",
     ),
     "another version": (
-        "import numpy; numpy.__version__ = '1.99'",
+        [faults.another_numpy],
         f"rank 2 has numpy=1.99, the others numpy={np.__version__}; install the same versions on all hosts",
     ),
     "another source file": (
-        "from run import agreement; of = agreement.sources; agreement.sources = lambda: {**of(), 'zero/layout.py': 'changed'}",
+        [faults.another_source_file],
         "rank 2 has zero/layout.py=changed, the others zero/layout.py=",
     ),
     "another model": (
-        "import model; of = model.GPT.__init__; model.GPT.__init__ = lambda *args: [of(*args), args[0].half()].clear()",
+        [faults.half_the_model],
         "rank 2 has transformer.wte.weight=(29, 32) torch.float16, the others transformer.wte.weight=(29, 32) torch.float32; ",
     ),
 }
@@ -65,9 +69,10 @@ def other(data, tmp_path_factory):
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_rank_that_differs_is_named_on_all_ranks(data, other, tmp_path, name):
-    before, message = (text.replace("DATA", other) for text in REFUSED[name])
+    (fault, *args), message = REFUSED[name]
+    before = partial(faults.on_last_rank, fault, *(text.replace("DATA", other) for text in args))
     out = tmp_path / "out"
-    process = run("train.py", *SETTINGS, f"--dataset={data}", f"--out_dir={out}", ranks=3, before=ON_LAST + before)
+    process = run("train.py", *SETTINGS, f"--dataset={data}", f"--out_dir={out}", ranks=3, before=before)
     errors = [line for line in process.stderr.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1, process.stderr
     assert errors[0].startswith(f"error: {message}"), errors[0]
@@ -105,9 +110,9 @@ def test_ranks_agree_again_and_again_through_one_store(monkeypatch):
 
 def test_each_host_may_write_elsewhere(data, tmp_path):
     """`out_dir` and the name of the run, which config files make from the time, may differ."""
-    folders = f"sys.argv += ['--out_dir={tmp_path / 'second'}', '--wandb_run_name=second']"
+    folders = [f"--out_dir={tmp_path / 'second'}", "--wandb_run_name=second"]
     where = [f"--dataset={data}", f"--out_dir={tmp_path / 'first'}", "--max_iters=1"]
-    process = run("train.py", *SETTINGS, *where, ranks=2, before=ON_LAST + folders)
+    process = run("train.py", *SETTINGS, *where, ranks=2, before=partial(faults.add_arguments_by_rank, {1: folders}))
     assert process.returncode == 0, process.stderr
     assert (tmp_path / "first" / "metrics.jsonl").exists()
     assert not (tmp_path / "second").exists()

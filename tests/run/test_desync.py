@@ -1,7 +1,9 @@
 """run/agreement.py: a weight that changes on one rank is found at the next comparison and named, and nothing saved."""
 
 import json
+from functools import partial
 
+import faults
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,23 +15,6 @@ from toy import MODES, assert_equal, batch, build_toy
 from run.agreement import DesyncCheck, checksum
 
 WEIGHT = "transformer.h.0.mlp.c_fc.weight"
-# before iteration 13, flip the lowest bit of the last element of WEIGHT on one rank
-FLIP = """
-import os
-import torch
-from run.meter import Meter
-from model import GPT
-begin, init = Meter.begin_iteration, GPT.__init__
-def remember(self, *args):
-    init(self, *args)
-    Meter.model = getattr(Meter, "model", self)  # the first one; the prediction of the memory makes another
-def flip(self, iteration, is_logged):
-    if iteration == 13 and os.environ["RANK"] == "CULPRIT":
-        weight = Meter.model.get_parameter("WEIGHT").data.view(-1)
-        weight.view({2: torch.int16, 4: torch.int32}[weight.itemsize])[-1] ^= 1
-    begin(self, iteration, is_logged)
-GPT.__init__, Meter.begin_iteration = remember, flip
-"""
 CASES = {
     "adamw": ["--use_zero1=False"],
     "torch": ["--zero1_impl=torch"],
@@ -42,7 +27,7 @@ CASES = {
 def flipped(data, out, culprit, *arguments, ranks=3):
     """The line that names what differs, and the iteration of the last checkpoint."""
     where = [f"--dataset={data}", f"--out_dir={out}", "--eval_interval=10", "--max_iters=30", "--zero_bucket_mb=0.05"]
-    before = FLIP.replace("WEIGHT", WEIGHT).replace("CULPRIT", str(culprit))
+    before = partial(faults.flip_a_bit, WEIGHT, culprit, 13)
     process = run("train.py", *SETTINGS, *where, *arguments, ranks=ranks, before=before)
     assert process.returncodes == [1] * ranks, process.stdout + process.stderr
     message, unchanged = [line for line in process.stderr.splitlines() if "ranks differ" in line or "unchanged" in line]

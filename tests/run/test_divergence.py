@@ -3,6 +3,7 @@
 import os
 import re
 
+import faults
 import pytest
 from scripts import SETTINGS, run, train
 
@@ -55,12 +56,7 @@ def test_nothing_is_saved_while_updates_are_skipped(data, tmp_path):
     """Weights with a finite loss but gradients that are not finite do not replace weights that can be trained."""
     process = run(
         *("train.py", *SETTINGS, f"--dataset={data}", f"--out_dir={tmp_path}", "--max_iters=5", "--on_nonfinite=skip"),
-        before="""
-import torch
-from run import guard
-check = guard.Guard.check
-guard.Guard.check = lambda self, loss, norms: check(self, loss, norms._replace(total=norms.total * torch.inf))
-""",
+        before=faults.infinite_norm,
     )
     assert process.returncode == 0, process.stderr
     assert "by iteration 4, 1 more update was skipped (5 in a row so far): the gradient norm is inf" in process.stdout

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 
+import faults
 import pytest
 import scripts
 import torch
@@ -89,19 +90,7 @@ def test_a_tmpfs_too_small_for_a_second_save(data, tmp_path, format):
 
 def test_a_checkpoint_that_is_refused_ends_the_run(data, tmp_path):
     """A full disk would not end it."""
-    not_finite_while_it_saves = """
-import torch
-from zero.checkpoint import CheckpointWriter
-save = CheckpointWriter.save
-def save_with_a_nan(writer, model, optimizer, values):
-    weight = model.transformer.wte.weight.data
-    before = weight.clone()
-    weight[3] = torch.nan
-    save(writer, model, optimizer, values)
-    weight.copy_(before)
-CheckpointWriter.save = save_with_a_nan
-"""
-    process = run("train.py", *SETTINGS, f"--dataset={data}", f"--out_dir={tmp_path}", before=not_finite_while_it_saves)
+    process = run("train.py", *SETTINGS, f"--dataset={data}", f"--out_dir={tmp_path}", before=faults.nan_while_it_saves)
     assert process.returncode == 1, process.stderr
     assert "WARNING: the checkpoint was not written: transformer.wte.weight is not finite" in process.stdout
     assert "iter 5:" in process.stdout

@@ -4,7 +4,9 @@ import json
 import math
 import os
 import re
+from functools import partial
 
+import faults
 import pytest
 import torch
 from conftest import ROOT
@@ -19,13 +21,6 @@ HOW = {
     "torch": ["--zero1_impl=torch"],
     "sharded": ["--zero_bucket_mb=0.02"],
 }
-RANK_1_SLEEPS = """
-import os, time
-if os.environ.get("RANK") == "1":
-    import model
-    forward = model.GPT.forward
-    model.GPT.forward = lambda *args: (time.sleep(0.3), forward(*args))[1]
-"""
 
 
 def documented():
@@ -134,9 +129,8 @@ def test_training_stands_still_for_the_whole_of_a_save(events):
 
 
 def test_the_time_of_logging_is_in_the_time_of_a_step(data, tmp_path):
-    slow = "import time; from run.logger import MetricsFile as M; w = M.write; M.write = lambda *a: (time.sleep(0.2), w(*a))[1]"
     arguments = [f"--dataset={data}", f"--out_dir={tmp_path}", "--max_iters=4", "--eval_interval=100"]
-    process = run("train.py", *SETTINGS, *arguments, before=slow)
+    process = run("train.py", *SETTINGS, *arguments, before=partial(faults.logging_takes, 0.2))
     assert process.returncode == 0, process.stderr
     times = [json.loads(line).get("time/step_ms") for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [time > 200 for time in times if time is not None] == [False, True, True, True, True]
@@ -166,7 +160,7 @@ def test_run_json_has_the_settings_and_what_the_run_runs_on(events):
 
 def test_the_rank_that_computes_longest_is_named(data, tmp_path):
     arguments = [f"--dataset={data}", f"--out_dir={tmp_path}", "--max_iters=5", "--metric_interval=1"]
-    process = run("train.py", *SETTINGS, *arguments, ranks=2, before=RANK_1_SLEEPS)
+    process = run("train.py", *SETTINGS, *arguments, ranks=2, before=partial(faults.rank_1_computes_slowly, 0.3))
     assert process.returncode == 0, process.stderr
     lines = iterations(map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines()))
     assert [event["time/slowest_rank"] for event in lines] == [1] * 6

@@ -3,7 +3,9 @@
 import json
 import pickle
 import shutil
+from functools import partial
 
+import faults
 import pytest
 import torch
 from scripts import SETTINGS, run, torch_load, train
@@ -55,8 +57,7 @@ def test_samples_are_off_by_default_and_the_newline_is_the_prompt(data, tmp_path
     letters = [*(chr(ord("A") + token) for token in range(28)), "\n"]
     meta = {"vocab_size": 29, "stoi": {c: t for t, c in enumerate(letters)}, "itos": dict(enumerate(letters))}
     (folder / "meta.pkl").write_bytes(pickle.dumps(meta))
-    prompts = "import model; old = model.GPT.generate\n"
-    prompts += "model.GPT.generate = lambda self, idx, *rest: print('prompt', idx.tolist()) or old(self, idx, *rest)"
+    prompts = faults.print_prompts
     settings = [*SETTINGS, f"--dataset={folder}", f"--out_dir={tmp_path}", "--max_iters=0"]
     assert "prompt" not in run("train.py", *settings, before=prompts).stdout
     assert "prompt [[28]]" in run("train.py", *settings, "--sample_interval=1", before=prompts).stdout
@@ -68,7 +69,7 @@ def test_a_vocabulary_that_is_not_available_ends_the_run_at_its_start(data, tmp_
     shutil.copytree(data, tmp_path / "data")
     (tmp_path / "data" / "meta.pkl").unlink()  # now the tokens are GPT-2's
     settings = [*SETTINGS, f"--dataset={tmp_path / 'data'}", f"--out_dir={tmp_path}", "--max_iters=0"]
-    without = "import sys; sys.modules['tiktoken'] = None"
+    without = partial(faults.without_module, "tiktoken")
     assert run("train.py", *settings, before=without).returncode == 0
     refused = run("train.py", *settings, "--sample_interval=5", before=without, ranks=2)
     assert refused.returncodes == [2, 2]

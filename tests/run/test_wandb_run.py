@@ -12,7 +12,9 @@ import sys
 import threading
 import time
 import types
+from functools import partial
 
+import faults
 import pytest
 from conftest import ROOT
 from scripts import SETTINGS, Finished, Forked, environment, run, run_for_real, torch_load
@@ -169,25 +171,11 @@ def test_without_a_network_the_run_is_offline(data, tmp_path, wandb_folder, monk
     assert rows(newest(wandb_folder)) == merged(tmp_path / "out")
 
 
-KILLS_WANDB = """
-import os, subprocess
-from run import wandb_run
-
-def log_and_kill(self, event):
-    if event["iter"] == 10 and "iter/loss" in event:
-        process = subprocess.run(["pgrep", "-P", str(os.getpid()), "wandb-core"], capture_output=True, text=True).stdout
-        open("process of wandb", "w").write(process)
-        os.kill(int(process), SIGNAL)
-    log(self, event)
-
-log, wandb_run.WandbRun.log, wandb_run._FINISH_S = wandb_run.WandbRun.log, log_and_kill, 2
-"""
-
-
-def run_single(arguments, cwd, before):
+def run_single(arguments, cwd, fault, *args):
     """Run train.py in one process, which ends as Python does: with its hooks. A forked process has none."""
     arguments = [os.path.join(ROOT, "train.py"), *SETTINGS, *arguments]
-    program = f"{before}\nimport runpy, sys\nsys.argv = {arguments}\nrunpy.run_path(sys.argv[0], run_name='__main__')"
+    program = f"import runpy, sys; sys.path[:0] = [{os.path.dirname(faults.__file__)!r}, {ROOT!r}]; import faults; "
+    program += f"faults.{fault.__name__}(*{args}); sys.argv = {arguments}; runpy.run_path(sys.argv[0], run_name='__main__')"
     with open(cwd / "stdout", "w") as stdout, open(cwd / "stderr", "w") as stderr:  # no pipes: wandb's process keeps them
         process = subprocess.run(
             [sys.executable, "-c", program], cwd=cwd, env=environment(), stdout=stdout, stderr=stderr, timeout=60
@@ -200,12 +188,13 @@ def run_single(arguments, cwd, before):
 def test_training_goes_on_without_wandb(data, tmp_path, what, ranks):
     """Its process is killed, or hangs."""
     arguments = [f"--dataset={data}", f"--out_dir={tmp_path}", "--wandb_log=True"]
-    before = f"import signal\n{KILLS_WANDB}".replace("SIGNAL", f"signal.{what}")
     try:
         if ranks:
-            process = run("train.py", *SETTINGS, *arguments, ranks=ranks, cwd=tmp_path, before=before)
+            process = run(
+                "train.py", *SETTINGS, *arguments, ranks=ranks, cwd=tmp_path, before=partial(faults.signal_to_wandb, what)
+            )
         else:
-            process = run_single(arguments, tmp_path, before)
+            process = run_single(arguments, tmp_path, faults.signal_to_wandb, what)
     finally:
         with contextlib.suppress(ProcessLookupError):  # a stopped process would never end
             os.kill(int((tmp_path / "process of wandb").read_text()), signal.SIGKILL)
@@ -216,16 +205,9 @@ def test_training_goes_on_without_wandb(data, tmp_path, what, ranks):
 
 
 def test_a_run_that_ends_with_an_error_has_failed_in_wandb(data, tmp_path, wandb_folder):
-    fails = """
-from run import guard
-
-def report(self, iteration):
-    if iteration == 5:
-        raise RuntimeError("an error in the program")
-
-guard.Guard.report = report
-"""
-    process = run_single([f"--dataset={data}", f"--out_dir={tmp_path}", "--wandb_log=True"], tmp_path, fails)
+    process = run_single(
+        [f"--dataset={data}", f"--out_dir={tmp_path}", "--wandb_log=True"], tmp_path, faults.error_in_iteration, 5
+    )
     assert process.returncode == 1
     assert "an error in the program" in process.stderr
     (end,) = records(newest(wandb_folder), "exit")
@@ -379,7 +361,7 @@ def test_after_an_error_nothing_more_is_sent(fake, monkeypatch, capsys, reason):
 
 def test_without_wandb_training_goes_on_with_one_line(data, tmp_path):
     arguments = [f"--dataset={data}", f"--out_dir={tmp_path}", "--wandb_log=True", "--max_iters=2"]
-    process = run("train.py", *SETTINGS, *arguments, before="import sys; sys.modules['wandb'] = None")
+    process = run("train.py", *SETTINGS, *arguments, before=partial(faults.without_module, "wandb"))
     assert process.returncode == 0, process.stderr
     lines = process.stdout.replace(str(tmp_path), "").splitlines()  # its name has wandb in it
     (line,) = [line for line in lines if "wandb" in line and not line.startswith("Overriding")]

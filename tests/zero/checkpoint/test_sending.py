@@ -4,6 +4,7 @@ import os
 import shutil
 from functools import partial
 
+import faults
 import pytest
 import torch
 import torch.distributed as dist
@@ -211,7 +212,7 @@ def test_train_goes_on_where_only_rank_0_has_the_checkpoint(format, data, tmp_pa
     train(tmp_path / "common", data, *flags, f"--checkpoint_format={format}", ranks=2)
     train(tmp_path / "other", data, *flags, "--seed=1", ranks=2)
     shutil.copytree(tmp_path / "common", tmp_path / "own")
-    at_rank_1 = f"import os, sys; sys.argv += ['--out_dir={tmp_path / 'other'}'] * (os.environ['RANK'] == '1')"
+    at_rank_1 = partial(faults.add_arguments_by_rank, {1: [f"--out_dir={tmp_path / 'other'}"]})
     before = torch_load(tmp_path / "other")
     flags = ["--eval_interval=4", "--max_iters=8", "--init_from=resume"]
     expected = train(tmp_path / "common", data, *flags, ranks=2)

@@ -1,0 +1,282 @@
+"""What goes wrong in a script that a test runs: each function changes the program in the process of a rank, before it starts.
+
+A test gives one of these to `scripts.run` as `before`, with its arguments bound by `functools.partial`. Modules of the program
+are imported in the functions, because the program must not be imported before its settings and its folder are known.
+"""
+
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import time
+from functools import wraps
+
+import torch
+
+
+def around(owner, name):
+    """Replace a function of a module or a class. The new one gets the old one as its first argument."""
+    original = getattr(owner, name)
+
+    def install(function):
+        @wraps(original)
+        def changed(*args, **kwargs):
+            return function(original, *args, **kwargs)
+
+        setattr(owner, name, changed)
+
+    return install
+
+
+def rank():
+    return int(os.environ.get("RANK", 0))
+
+
+def on_last_rank(fault, *args):
+    if rank() == int(os.environ["WORLD_SIZE"]) - 1:
+        fault(*args)
+
+
+# -- settings and modules ------------------------------------------------------------------------------------------------
+
+
+def add_arguments(*arguments):
+    sys.argv += arguments
+
+
+def add_arguments_by_rank(by_rank, others=()):
+    sys.argv += by_rank.get(rank(), others)
+
+
+def import_from(folder):
+    sys.path.insert(0, folder)
+
+
+def without_module(name):
+    sys.modules[name] = None
+
+
+def another_numpy():
+    import numpy as np
+
+    np.__version__ = "1.99"
+
+
+def another_source_file():
+    from run import agreement
+
+    @around(agreement, "sources")
+    def sources(original):
+        return {**original(), "zero/layout.py": "changed"}
+
+
+def another_dataset_file(folder):
+    from data.dataset import Dataset
+
+    @around(Dataset, "__init__")
+    def init(original, self, _, size):
+        original(self, folder, size)
+
+
+def half_the_model():
+    import model
+
+    @around(model.GPT, "__init__")
+    def init(original, self, *args):
+        original(self, *args)
+        self.half()
+
+
+def run_each(script):
+    """In place of the script, run it once for each line of the second argument, after the settings of the first."""
+    _, settings, mistakes = sys.argv
+    for mistake in mistakes.splitlines():
+        sys.argv[1:] = [*settings.split(), *mistake.split()]
+        try:
+            runpy.run_path(script)
+        except SystemExit as end:
+            print("exit code", end.code, file=sys.stderr)
+    sys.exit(0)
+
+
+# -- time ----------------------------------------------------------------------------------------------------------------
+
+
+def rank_1_computes_slowly(seconds):
+    import model
+
+    if rank() == 1:
+
+        @around(model.GPT, "forward")
+        def forward(original, *args):
+            time.sleep(seconds)
+            return original(*args)
+
+
+def rank_1_stops_at_a_batch(number):
+    from data.dataset import Dataset
+
+    calls = []
+
+    @around(Dataset, "batch")
+    def batch(original, *args):
+        calls.append(args)
+        if rank() == 1 and len(calls) == number:
+            time.sleep(1000)
+        return original(*args)
+
+
+def saves_take(seconds):
+    from zero.checkpoint import store
+
+    @around(store, "commit")
+    def commit(original, *args):
+        time.sleep(seconds)
+        return original(*args)
+
+
+def logging_takes(seconds):
+    from run.logger import MetricsFile
+
+    @around(MetricsFile, "write")
+    def write(original, *args):
+        time.sleep(seconds)
+        return original(*args)
+
+
+# -- values --------------------------------------------------------------------------------------------------------------
+
+
+def nan_while_it_saves():
+    from zero.checkpoint import CheckpointWriter
+
+    @around(CheckpointWriter, "save")
+    def save(original, writer, model, *args):
+        weight = model.transformer.wte.weight.data
+        before = weight.clone()
+        weight[3] = torch.nan
+        original(writer, model, *args)
+        weight.copy_(before)
+
+
+def infinite_norm():
+    from run.guard import Guard
+
+    @around(Guard, "check")
+    def check(original, self, loss, norms):
+        original(self, loss, norms._replace(total=norms.total * torch.inf))
+
+
+def nan_loss_on_rank_0():
+    """In the second iteration: its micro-steps 4 to 6, first the shadow's, then the run's."""
+    import model
+
+    calls = []
+
+    @around(model.GPT, "forward")
+    def forward(original, self, x, y=None):
+        logits, loss = original(self, x, y)
+        if self.training and rank() == 0 and type(loss) is torch.Tensor:  # a prediction of memory has fake tensors
+            calls.append(None)
+            loss = loss * float("nan") if 6 < len(calls) <= 12 else loss
+        return logits, loss
+
+
+def wrong_value_on_rank_1(where):
+    """After each step, in a "weight" that rank 0 owns, or in a "master" of rank 1."""
+    from zero.optimizer import ShardedOptimizer
+
+    @around(ShardedOptimizer, "step")
+    @torch.no_grad()
+    def step(original, self, *args):
+        original(self, *args)
+        self.synchronize()
+        if rank() == 1:
+            owned = self.owned[0]
+            assert owned.start > 0
+            value = owned.param.view(-1)[owned.start - 1] if where == "weight" else owned.local[0]
+            value += 0.25
+            print("disturbed:", self.names[owned.param])
+
+
+def flip_a_bit(weight, culprit, iteration):
+    """Before this iteration, flip the lowest bit of the last element of a weight on one rank."""
+    import model
+    from run.meter import Meter
+
+    models = []
+
+    @around(model.GPT, "__init__")
+    def init(original, self, *args):
+        original(self, *args)
+        models.append(self)  # the prediction of the memory makes others, later
+
+    @around(Meter, "begin_iteration")
+    def begin_iteration(original, self, number, is_logged):
+        if number == iteration and rank() == culprit:
+            flat = models[0].get_parameter(weight).data.view(-1)
+            flat.view({2: torch.int16, 4: torch.int32}[flat.itemsize])[-1] ^= 1
+        original(self, number, is_logged)
+
+
+def error_in_iteration(iteration):
+    from run.guard import Guard
+
+    @around(Guard, "report")
+    def report(original, self, number):
+        if number == iteration:
+            raise RuntimeError("an error in the program")
+        original(self, number)
+
+
+# -- what a test looks at ------------------------------------------------------------------------------------------------
+
+
+def print_checkpointed_blocks():
+    import model
+
+    @around(model, "checkpoint")
+    def checkpoint(original, block, x, **kwargs):
+        if type(x) is torch.Tensor:  # the prediction of activations calls it with fake tensors
+            print("keeps only its input")
+        return original(block, x, **kwargs)
+
+
+def print_prompts():
+    import model
+
+    @around(model.GPT, "generate")
+    def generate(original, self, idx, *rest):
+        print("prompt", idx.tolist())
+        return original(self, idx, *rest)
+
+
+def measure_only_block_sizes():
+    """Two slow measures of bench.py give nothing else."""
+    import benchmarks.checkpoints
+    import benchmarks.telemetry
+
+    def rows(setup, modes, rounds):
+        return [{"mode": mode, "block_size": setup.config.block_size} for mode in modes]
+
+    benchmarks.checkpoints.checkpoint_rows = benchmarks.telemetry.telemetry_rows = rows
+
+
+# -- wandb ---------------------------------------------------------------------------------------------------------------
+
+
+def signal_to_wandb(name):
+    """Send a signal to wandb's process in iteration 10, and note its number in a file."""
+    from run import wandb_run
+
+    wandb_run._FINISH_S = 2
+
+    @around(wandb_run.WandbRun, "log")
+    def log(original, self, event):
+        if event["iter"] == 10 and "iter/loss" in event:
+            process = subprocess.run(["pgrep", "-P", str(os.getpid()), "wandb-core"], capture_output=True, text=True).stdout
+            with open("process of wandb", "w") as file:
+                file.write(process)
+            os.kill(int(process), getattr(signal, name))
+        original(self, event)

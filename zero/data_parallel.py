@@ -99,7 +99,6 @@ class ShardedDataParallel(nn.Module):
         self._checked_forwards = math.inf if check_reads else CHECKED_FORWARDS  # forwards that are still to be checked
         self._last_was_synchronized = True  # the last forward; if False, the next one does not broadcast
         params = optimizer.flat_params
-        self._own = set(params)
         optimizer.names.update({param: name for name, param in module.named_parameters()})
         self._check_parameters(params)
         if optimizer.param_dtype is not None:
@@ -123,9 +122,9 @@ class ShardedDataParallel(nn.Module):
         on_all_ranks(self._check_own_parameters, self.optimizer.comm.group)
 
     def _check_own_parameters(self) -> None:
-        check_all_managed(self.module, self._own)
+        check_all_managed(self.module, self.optimizer.managed)
         for name, tensor in tensors_of(self.module):
-            if tensor not in self._own:
+            if tensor not in self.optimizer.managed:
                 self.optimizer.former_memory.take_along(tensor, name, self.optimizer.names)
                 if self.optimizer.param_dtype is not None and tensor.is_complex():
                     raise ValueError(f"param_dtype={self.optimizer.param_dtype} would drop the imaginary parts of {name}")
@@ -134,7 +133,7 @@ class ShardedDataParallel(nn.Module):
         """Broadcast rank 0's frozen parameters and, with `broadcast_buffers`, its buffers to all ranks."""
         buffers = self.module.named_buffers() if self.broadcast_buffers else ()
         for name, tensor in (*self.module.named_parameters(), *buffers):
-            if tensor not in self._own:
+            if tensor not in self.optimizer.managed:
                 self._broadcast([distinct_elements(name, tensor.detach())])
 
     def _make_readers(self, params: list[nn.Parameter]) -> Readers:
@@ -143,7 +142,7 @@ class ShardedDataParallel(nn.Module):
         for bucket in self.optimizer.buckets:
             for placed in bucket.members:
                 buckets_of.setdefault(params[placed.param], []).append(bucket)
-        return Readers(self._own, partial(_wait, self.optimizer, buckets_of), self._undo)
+        return Readers(self.optimizer.managed, partial(_wait, self.optimizer, buckets_of), self._undo)
 
     def _install_hooks(self) -> None:
         """Install hooks for loaded weights in the module, which `_undo` removes, and note whose module it is."""

@@ -107,6 +107,7 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
         self.registration_order = list(registration_order or ())
         self.buffers: list[FlatBuffer] = []
         self.buckets: list[Bucket] = []
+        self.managed: set[torch.nn.Parameter] = set()  # the parameters in the buffers
         self.refusal: str | None = None  # why the next step has to raise an error: its gradients are lost
         self.names: dict[torch.nn.Parameter, str] = {}  # known names, for messages
         self._owned_of: dict[torch.nn.Parameter, list[OwnedSlice]] = {}  # this rank's slices of a parameter, ascending
@@ -292,7 +293,7 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
             raise RuntimeError(f"{self.refusal}; call zero_grad() and repeat backward")
         self.wrap_param_groups()
         groups = [group["params"] for group in self.param_groups]
-        check_groups(groups, self._params_of_groups, set(self.flat_params), self.names)
+        check_groups(groups, self._params_of_groups, self.managed, self.names)
         yield from self.source.collect()
 
     @torch.no_grad()
@@ -333,6 +334,7 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
             earlier = sum(len(buffer.params) for buffer in self.buffers), len(self.buckets)
             buffer, buckets = allocate(planned_buffer, own, self.comm.shard_rank, self.partition == "parameter", *earlier)
             self.buffers.append(buffer)
+            self.managed.update(own)
             self.buckets += buckets
             for bucket in buckets:
                 for owned in bucket.owned:

@@ -102,8 +102,7 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
         check_class(optimizer_cls, partition, elementwise)
         self.comm = Communicator(process_group, shard_size)
         self.bucket_mb = bucket_mb
-        self.partition = partition
-        self.param_dtype = param_dtype
+        self.partition, self.param_dtype = partition, param_dtype
         self.registration_order = list(registration_order or ())
         self.buffers: list[FlatBuffer] = []
         self.buckets: list[Bucket] = []

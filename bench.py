@@ -174,7 +174,7 @@ with exit_on_wrong_input():
 
 
 def measure_memory():
-    """Needs to be called on all ranks."""
+    """Measure the memory at each point of a step. Needs to be called on all ranks."""
     rows = [row for world in worlds for row in simulated_rows(setup, names["memory"], world, print)]
     if not worlds:
         rows = [row for mode in names["memory"] for row in memory_rows(setup, mode)]
@@ -188,7 +188,7 @@ def measure_memory():
 
 
 def measure_time():
-    """Needs to be called on all ranks."""
+    """Measure the time of a step. Needs to be called on all ranks."""
     rows = []
     for length in block_sizes:
         rows += time_rows(setup, names["time"], length, rounds, steps_per_turn)
@@ -198,12 +198,12 @@ def measure_time():
 
 
 def measure_checkpoint():
-    """Needs to be called on all ranks."""
+    """Measure the checkpoints. Needs to be called on all ranks."""
     report("checkpoint", "Checkpoints", checkpoint_rows(setup, names["checkpoint"], rounds), "checkpoints.csv")
 
 
 def measure_telemetry():
-    """Needs to be called on all ranks."""
+    """Measure what the metrics cost. Needs to be called on all ranks."""
     report(
         "telemetry",
         "Metrics: the ratio is that to a step without them",

@@ -32,11 +32,11 @@ from charts.style import save
 from distributed.exits import exit_on_wrong_input, exit_with_error
 from zero.checkpoint.files import atomic_write
 
-WATCH_S = 5  # seconds between two looks at the files, and between two looks of an open page
+WATCH_S = 5  # seconds between two checks of the files, and between two reloads of an open page
 
 
 def read_metrics(out_dir: str) -> dict[str, Curve]:
-    """Return the curve of each metric of a run. Whatever else is in the file is skipped, such as half a line of a killed run.
+    """Return the curve of each metric of a run. Anything else in the file is skipped, such as half a line of a killed run.
 
     Raises:
         ValueError: if the folder has no metrics.jsonl, or if the file cannot be read.
@@ -150,14 +150,14 @@ def watch(out_dirs: list[str], redraw: Callable[[], object]) -> None:
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line, as everywhere."""
+    """A parser whose errors are one line, as in the other scripts."""
 
     def error(self, message: str) -> NoReturn:
         exit_with_error(f"{message}; --help shows examples")
 
 
 def arguments() -> argparse.Namespace:
-    """Return what the command line says."""
+    """Return the parsed command line."""
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out_dirs", nargs="*", type=os.path.normpath, metavar="OUT_DIR", help="folder of a run")
     parser.add_argument("--html", metavar="FILE", help="write a page for the browser")

@@ -107,7 +107,7 @@ class GPT(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.config = config
-        self.activation_checkpointing = False  # True: keep only the input of each block, and compute the rest again in backward
+        self.activation_checkpointing = False  # True: keep only the input of each block, and recompute the rest in backward
         self.transformer = nn.ModuleDict(
             {
                 "wte": nn.Embedding(config.vocab_size, config.n_embd),
@@ -285,7 +285,7 @@ class GPT(nn.Module):
 
 
 class SkipInitialization(TorchFunctionMode):
-    """In this context, new modules do not initialize their parameters.
+    """A context in which new modules do not initialize their parameters.
 
     This is for modules on the meta device or of fake tensors. They have no values, but the functions of `nn.init` take a second
     to import what they need there.

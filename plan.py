@@ -174,7 +174,7 @@ class Planner:
                 "bandwidth_between_gbit needs the number of ranks of a machine; use for example --zero_shard_size=8"
             )
         resident = CPU_RESIDENT if self.device_type == "cpu" else 1.0
-        self.memory = int(settings["gpu_memory_gb"] * 1e9 / resident)  # that tensors may take
+        self.memory = int(settings["gpu_memory_gb"] * 1e9 / resident)  # bytes that tensors may take
         self.extras = Extras.of(settings)
         self._plans: dict[tuple[Flags, int], Plan] = {}
 
@@ -186,7 +186,7 @@ class Planner:
         return self._plans[key]
 
     def complete(self, flags: Flags, world_size: int) -> Flags:
-        """Return the flags of a mode with the sizes in the settings. If zero_shard_size does not fit, all share the state."""
+        """Return the flags of a mode with the sizes in the settings. If zero_shard_size does not fit, all ranks share it."""
         flags = replace(flags, bucket_mb=self.settings["zero_bucket_mb"])
         is_sharded = flags.implementation(world_size) == "sharded"
         return replace(flags, shard_size=self.shard_size(world_size)) if is_sharded else flags
@@ -197,7 +197,7 @@ class Planner:
         return shard_size if shard_size and world_size % shard_size == 0 else 0
 
     def rows(self, world_size: int) -> list[dict[str, Any]]:
-        """Return one row per mode, and one for the settings if no mode is theirs. A single process has only one mode."""
+        """Return one row per mode, and one for the settings if no mode matches them. A single process has only one mode."""
         base = "sharded" if world_size > 1 else "adamw"
         modes = {(flags, False): mode for mode, flags in MODES.items() if world_size > 1 or mode == "adamw"}
         modes[MODES[base], True] = "checkpointing"

@@ -112,7 +112,7 @@ config = configure(globals())
 # ranks and devices
 launch = launched()  # by torchrun, or as a single process
 rank, world_size = launch.rank, launch.world_size
-# Every rank runs every line, and print0 prints on rank 0: a collective must never stand where only some ranks go.
+# Every rank runs every line, and print0 prints on rank 0: a collective must never be in code that only some ranks run.
 with exit_on_wrong_input():
     device, dtype = machine.resolve(device, dtype, param_dtype)
     compare_settings(launch, config | {"device": device.partition(":")[0], "dtype": dtype})
@@ -257,7 +257,7 @@ while run.goes_on():
         group["lr"] = lr
     if state.iter_num % eval_interval == 0:
         evaluate(lr)
-    run.begin_iteration()  # a sample, if it is time
+    run.begin_iteration()  # writes a sample, if one is due
     # seed dropout from (seed, iteration, rank): a resumed run repeats it, and an evaluation does not change it
     torch.manual_seed(int(np.random.SeedSequence((seed, state.iter_num, rank)).generate_state(1)[0]))
     loss_sum = torch.zeros((), device=device)
@@ -283,7 +283,7 @@ while run.goes_on():
     state.data_position += sequences_per_iter
     run.end_iteration(loss_sum / micro_steps, norms.total, lr)  # logs
     state.iter_num += 1
-    if run.must_save():  # a signal, or the end; also decides whether the run goes on
+    if run.must_save():  # a signal, or the end; also decides whether the run continues
         with run.aside("saving the checkpoint"):
             save_checkpoint()
 run.finish()

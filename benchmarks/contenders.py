@@ -114,7 +114,7 @@ class Contender:
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
-        """In this block, gradients accumulate without communication (with shard_gradients, they are sent)."""
+        """Accumulate gradients in this block without communication (with shard_gradients, they are sent)."""
         self._set_sync(False)
         yield
         self._set_sync(True)
@@ -138,7 +138,7 @@ class Contender:
         self.update()
 
     def wait(self) -> None:
-        """Wait until all parameters have arrived and the device has done its work."""
+        """Wait until all parameters have arrived and the device has finished its work."""
         if isinstance(self.optimizer, ShardedOptimizer):
             self.optimizer.synchronize()
         if self.setup.device.type == "cuda":

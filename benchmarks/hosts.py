@@ -5,9 +5,9 @@
         assert [job.finish() for job in jobs] == [0, 0], jobs[0].printed()
 
 Every host has the address 10.77.0.<its number + 1>, the name host<its number>, and a full-duplex link to the switch, `eth0`. As
-on a Debian machine, its own name means 127.0.1.1 to itself. The hosts share the file system. A relative path is in a folder
-that only one host has. The hosts divide the cores of this machine among themselves. Nothing of the network can be seen or
-reached from outside, so many such networks can exist at a time.
+on Debian, a host resolves its own name to 127.0.1.1. The hosts share the file system. A relative path is in a folder
+that only one host has. The hosts divide the cores of this machine among themselves. The network cannot be seen or
+reached from outside, so many such networks can exist at the same time.
 """
 
 import contextlib
@@ -47,7 +47,7 @@ def why_not() -> str | None:
 
 
 class Job(subprocess.Popen[bytes]):
-    """A command under way on a host; `pid` is that of the command. Stdout and stderr go to one file."""
+    """A running command on a host; `pid` is that of the command. Stdout and stderr go to one file."""
 
     def __init__(self, command: list[str], path: str, **options: Any) -> None:
         self.path = path
@@ -55,19 +55,19 @@ class Job(subprocess.Popen[bytes]):
             super().__init__(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, **options)
 
     def printed(self) -> str:
-        """What it has written so far."""
+        """Return what it has written so far."""
         with open(self.path, errors="replace") as file:
             return file.read()
 
     def wait_for(self, text: str, timeout_s: float = 60.0) -> str:
-        """Wait until `text` has been printed; everything that has been printed then.
+        """Wait until `text` has been printed, and return everything that has been printed by then.
 
         Raises:
-            TimeoutError: it is not printed in time, or the command has ended without it.
+            TimeoutError: if it is not printed in time, or the command has ended without it.
         """
         end = time.monotonic() + timeout_s
         while True:
-            is_over = self.poll() is not None or time.monotonic() > end  # looked at first: the last words count
+            is_over = self.poll() is not None or time.monotonic() > end  # checked before reading: the last output counts
             if text in (printed := self.printed()):
                 return printed
             if is_over:
@@ -75,10 +75,10 @@ class Job(subprocess.Popen[bytes]):
             time.sleep(0.02)
 
     def finish(self, timeout_s: float = 120.0) -> int:
-        """Wait for its end; its exit code, negative if a signal ended it.
+        """Wait for its end, and return its exit code, negative if a signal ended it.
 
         Raises:
-            TimeoutError: it has not ended in time.
+            TimeoutError: if it has not ended in time.
         """
         try:
             return self.wait(timeout_s)
@@ -118,7 +118,7 @@ class Host:
         return self._jobs[-1]
 
     def torchrun(self, *arguments: str, cwd: str | None = None, env: dict[str, str] | None = None) -> Job:
-        """Start torchrun with these arguments. Of the arguments, `name.py` is a script of this repository."""
+        """Start torchrun with these arguments. An argument `name.py` is a script of this repository."""
         line = [os.path.join(ROOT, text) if text.endswith(".py") and "/" not in text else text for text in arguments]
         return self.start(sys.executable, "-m", "torch.distributed.run", *line, cwd=cwd, env=env)
 
@@ -135,7 +135,7 @@ class Host:
             _run("tc", "-n", namespace, "qdisc", "replace", "dev", device, "root", "tbf", *limit)
 
     def sent_bytes(self) -> int:
-        """Bytes that have left through the link, with the headers of Ethernet, IP and TCP.
+        """Return the bytes sent through the link, with the headers of Ethernet, IP and TCP.
 
         The kernel hands up to 64 KiB with one header to the link, so the headers are fewer than on a cable.
         """
@@ -143,11 +143,11 @@ class Host:
         return int(json.loads(shown)[0]["stats64"]["tx"]["bytes"])
 
     def pids(self) -> list[int]:
-        """The processes of this host."""
+        """Return the IDs of the processes of this host."""
         return [int(pid) for pid in _run("ip", "netns", "pids", self.namespace).split()]
 
     def kill(self) -> None:
-        """End every process at once, as a loss of power does."""
+        """Kill every process at once, as a power failure does."""
         while pids := self.pids():
             for pid in pids:
                 with contextlib.suppress(ProcessLookupError):
@@ -167,7 +167,7 @@ class Hosts(list[Host]):
     def __init__(self, number: int, mbit_per_s: float | None = None) -> None:
         super().__init__()
         network = f"zero1-{os.getpid()}-{next(_numbers)}"
-        self.switch = f"{network}-switch"  # a namespace as well, which has the bridge
+        self.switch = f"{network}-switch"  # also a namespace, which has the bridge
         self._folder = tempfile.TemporaryDirectory(prefix=f"{network}-")
         self._namespaces: list[str] = []
         try:
@@ -200,7 +200,7 @@ class Hosts(list[Host]):
         cwd: str | None = None,
         env: dict[str, str] | None = None,
     ) -> list[Job]:
-        """Start a script on all hosts, as a user does: one torchrun per host, with the same line but for `--node_rank`.
+        """Start a script on all hosts, as a user does: one torchrun per host, with the same arguments except `--node_rank`.
 
         Args:
             arguments: the script and its arguments.
@@ -213,7 +213,7 @@ class Hosts(list[Host]):
         ]
 
     def options(self, host: Host, ranks_per_host: int = 2, rendezvous: str = "static") -> list[str]:
-        """The options of torchrun on this host; see `torchrun`."""
+        """Return the options of torchrun on this host; see `torchrun`."""
         common = [f"--nproc_per_node={ranks_per_host}", f"--nnodes={len(self)}"]
         if rendezvous == "c10d":
             # by name: torchrun would not know that it is on the host with this address, because the host's name means 127.0.1.1
@@ -225,7 +225,7 @@ class Hosts(list[Host]):
         for host in self:
             host.kill()
         for name in self._namespaces:
-            with contextlib.suppress(subprocess.CalledProcessError):  # the others go nevertheless
+            with contextlib.suppress(subprocess.CalledProcessError):  # the others are removed nevertheless
                 _run("ip", "netns", "delete", name)
         self._namespaces.clear()
         self._folder.cleanup()

@@ -26,8 +26,8 @@ MICRO_STEPS = 2  # the second step has two micro-steps, so that gradients accumu
 class MemoryProfile:
     """Measures one contender on this rank. Every method needs to be called on all ranks.
 
-    On a GPU, the figures are what the allocator has given out. On a CPU, they are the bytes of all tensors that are alive, or
-    if benchmarks/malloc_counter.c is preloaded, what malloc has given out.
+    On a GPU, the figures are what the allocator has allocated. On a CPU, they are the bytes of all tensors that are alive, or
+    if benchmarks/malloc_counter.c is preloaded, what malloc has allocated.
     """
 
     def __init__(self, setup: Setup, mode: str) -> None:
@@ -132,7 +132,7 @@ class MemoryProfile:
 
 
 class MallocBytes:
-    """Counts the bytes that malloc gives out inside of this context: tensors, scratch of libraries, blocks of 1 KiB or more.
+    """Counts the bytes that malloc allocates in this context: tensors, scratch memory of libraries, blocks of 1 KiB or more.
 
     `benchmarks/malloc_counter.c` does the counting; its first lines say how to build and preload it.
     """
@@ -188,7 +188,7 @@ def _row(figures: dict[str, Any], predicted: int | None) -> dict[str, Any]:
 
 
 def predicted_totals(setup: Setup, mode: str, world_size: int) -> dict[str, int]:
-    """Return the predicted bytes of the fullest rank by point, as far as there is a prediction."""
+    """Return the predicted bytes of the fullest rank by point, where there is a prediction."""
     forecast = setup.forecast(mode, world_size, MICRO_STEPS)
     if forecast is None:
         return {}
@@ -208,8 +208,8 @@ def predicted_totals(setup: Setup, mode: str, world_size: int) -> dict[str, int]
 def simulated_rows(setup: Setup, modes: list[str], world_size: int, report: Callable[[str], None]) -> list[dict[str, Any]]:
     """Return one row per mode and point, measured on rank 0 of a world whose other ranks do not exist.
 
-    PyTorch's fake process group takes the place of the communication, so the steps compute with wrong gradients, but in real
-    memory and time. Call it without a process group.
+    PyTorch's fake process group takes the place of the communication, so the steps compute with wrong gradients, but take
+    real memory and time. Call it without a process group.
     """
     rows = []
     for mode in modes:
@@ -235,7 +235,7 @@ def _local_bytes(tensor: torch.Tensor) -> int:
 
 
 def free_unused_memory() -> None:
-    """Give memory of freed tensors back to the system, so that it does not hide what is allocated next."""
+    """Release the memory of freed tensors to the system, so that it does not hide what is allocated next."""
     gc.collect()
     if can_reset_resident_peak():
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it

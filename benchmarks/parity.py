@@ -3,7 +3,7 @@
 Two ranks, which share a GPU or run on the CPU:
     $ torchrun --standalone --nproc_per_node=2 -m benchmarks.parity --backend=gloo
 
-One rank with NCCL goes through the sharded path, which has nobody to send to, and calls NCCL's collectives on their own:
+One rank with NCCL goes through the sharded path, which has no other rank to send to, and calls NCCL's collectives on their own:
     $ torchrun --standalone --nproc_per_node=1 -m benchmarks.parity --backend=nccl
 """
 
@@ -102,7 +102,7 @@ def main() -> None:
         call_collectives(used)
     gpt = GPTConfig(block_size=64, vocab_size=65, n_layer=4, n_head=4, n_embd=128, bias=True)
     setup = Setup(gpt, 4, used, "float32", bucket_mb=0.3, grad_clip=0.0, activation_checkpointing=False, seed=1)
-    with sdpa_kernel(SDPBackend.MATH):  # the backward of other kernels adds up in a different order each time
+    with sdpa_kernel(SDPBackend.MATH):  # the backward pass of other kernels adds up in a different order each time
         agree = [check(replace(setup, grad_clip=grad_clip)) for grad_clip in (0.0, 0.1)]
     finish(0 if all(agree) else 1)
 

@@ -58,7 +58,7 @@ def main() -> None:
 
 
 def _lose_a_rank(agent: int, checkpoint: str, rank: int, printed: list[tuple[float, str]]) -> dict[str, float]:
-    """Kill a rank after the next checkpoint. Returns seconds by phase, and their sum."""
+    """Kill a rank after the next checkpoint, and return the seconds by phase and their sum."""
     before = _written(checkpoint)
     _wait_until(lambda: _written(checkpoint) != before)
     old = _children(agent)

@@ -20,7 +20,7 @@ from run.memory import MemoryCheck, MemoryMeter
 from run.meter import Meter
 from zero.build import clip_grad_norm_
 
-METRIC_INTERVAL = 10  # steps; the default of train.py, with log_interval=1. A turn has as many
+METRIC_INTERVAL = 10  # steps; the default of train.py, with log_interval=1. A turn has this many steps
 NEVER_ENDS = 10**9  # iterations
 
 
@@ -106,7 +106,7 @@ def _turn(contender: Contender, meter: Meter | NoMeter, first: int) -> float:
 
 
 def _step(contender: Contender, meter: Meter | NoMeter, iteration: int) -> None:
-    """One iteration as in train.py."""
+    """Run one iteration as in train.py."""
     meter.begin_iteration(iteration, is_logged=True)
     with meter.phase("forward"):
         loss = contender.forward()

@@ -19,7 +19,7 @@ _WIDTH = 820  # of the facets side by side, in pixels before the scale
 
 
 def plan_chart(rows: Rows, gpu_memory_gb: float | None) -> Any:
-    """Bytes of one rank by purpose and mode, one facet per number of ranks, with the peak and the memory of the GPU.
+    """Draw the bytes of one rank by purpose and mode, one facet per number of ranks, with the peak and the memory of the GPU.
 
     The parts are not all at their largest at the same time. So their sum can differ from the peak.
     """
@@ -36,7 +36,7 @@ def plan_chart(rows: Rows, gpu_memory_gb: float | None) -> Any:
 
 
 def memory_chart(rows: Rows) -> Any:
-    """Measured bytes of one rank by purpose at each point of a step, one facet per mode, with the prediction."""
+    """Draw the measured bytes of one rank by purpose at each point of a step, one facet per mode, with the prediction."""
     predictions = [row.get("predicted") for row in rows]
     largest = max([row["total"] for row in rows] + [prediction or 0 for prediction in predictions], default=0)
     divisor, unit = (1e9, "GB") if largest >= 1e9 else (1e6, "MB")
@@ -52,16 +52,16 @@ def memory_chart(rows: Rows) -> Any:
 
 
 def time_chart(rows: Rows) -> Any:
-    """Milliseconds of a step by what they are spent on, one facet per block size, with the ratio at the end of each bar.
+    """Draw the milliseconds of a step by purpose, one facet per block size, with the ratio at the end of each bar.
 
-    The first mode is the one that the others are relative to.
+    The ratio is that to the first mode.
     """
     in_order = sorted(rows, key=lambda row: row["block_size"])
     return _time_chart(in_order, lambda row: f"block size {row['block_size']}", "Time of a step", "ms")
 
 
 def network_chart(rows: Rows) -> Any:
-    """The same for the rows of benchmarks.network, one facet per number of ranks and speed of the network."""
+    """Draw the same for the rows of benchmarks.network, one facet per number of ranks and speed of the network."""
     title = "Time of a step on two machines with a slow network"
     return _time_chart(rows, lambda row: f"{row['ranks']} ranks, {row['Gbit/s']:g} Gbit/s", title, "s")
 
@@ -83,7 +83,7 @@ def _unique(rows: Rows, column: str) -> list[Any]:
 
 
 def _parts(row: Mapping[str, Any], purposes: Mapping[str, tuple[str, str]], divisor: float) -> dict[str, float]:
-    """Name of a purpose: its amount. Purposes of nothing are left out."""
+    """Return the amount of each purpose by its name. Purposes with an amount of 0 are left out."""
     return {name: row[column] / divisor for column, (name, _) in purposes.items() if row.get(column)}
 
 
@@ -97,7 +97,7 @@ def _chart(
     mark: str = "",
     limit: float | None = None,
 ) -> Any:
-    """Stacked horizontal bars in facets.
+    """Draw stacked horizontal bars in facets.
 
     Args:
         bars: each with its name (bar), facet and parts; optionally with its total, a value to mark, and a text for its end.

@@ -194,9 +194,9 @@ def _layer_names(chart: Any) -> Iterator[str]:
 
 
 def _curves(runs: Runs, title: str, key: str, unit: str = "", is_loss: bool = False) -> Any:
-    """Curves of one metric over the iterations, or None if no run has it.
+    """Return the curves of one metric over the iterations, or None if no run has it.
 
-    Equal losses lie on top of each other. So the upper lines are dashed, and the colours take turns. The axis of other metrics
+    Equal losses lie on top of each other. So the upper lines are dashed, and the colours alternate. The axis of other metrics
     begins at zero. Values of more than twice the median, such as the time of the first iteration, do not stretch their axis.
     """
     curves = {label: metrics[key] for label, metrics in runs.items() if key in metrics}
@@ -227,7 +227,7 @@ def _curves(runs: Runs, title: str, key: str, unit: str = "", is_loss: bool = Fa
     picked_or_faint = alt.when(picked).then(alt.value(1)).otherwise(alt.value(0.1))
     dashes = [[_DASH * (len(labels) - place), _DASH * place] for place in range(len(labels))]
     dash = alt.StrokeDash("run:N", legend=None, scale=alt.Scale(domain=labels, range=dashes))
-    has_dot = any(len(curve.points) == 1 for curve in curves.values())  # which is not a line
+    has_dot = any(len(curve.points) == 1 for curve in curves.values())  # one point makes no line
     base = alt.Chart().encode(x=alt.X("iter:Q", title="iteration", scale=alt.Scale(nice=False), axis=alt.Axis(labelFlush=True)))
     lines = base.mark_line(clip=True, strokeWidth=2.5 if is_loss else 1.5, strokeJoin="round", point=has_dot).encode(
         y=alt.Y("value:Q", title=unit or "loss", scale=scale, axis=alt.Axis(**_AXIS)),
@@ -257,7 +257,7 @@ def _bars(
     value_of: Callable[[Curve], float],
     predicted: Mapping[str, str] | None = None,
 ) -> Any:
-    """A group of bars for each name of `keys`, one bar per run, or None if no run has any. Groups of zeros are left out.
+    """Return a group of bars per name of `keys`, one bar per run, or None if no run has any. Groups of zeros are left out.
 
     Args:
         keys: metric by the name of its group.

@@ -30,7 +30,7 @@ def check_path(path: str) -> None:
     """Raise now what `save` would raise after the measurements.
 
     Raises:
-        ValueError: if the path has another ending than those of pictures.
+        ValueError: if the path does not end with .png, .svg or .html.
         ImportError: if Altair is not installed.
     """
     if os.path.splitext(path)[1].lower() not in ENDINGS:
@@ -54,7 +54,7 @@ def save(chart: Any, path: str) -> None:
 
 
 def styled(chart: Any) -> Any:
-    """Return the chart with the fonts, colours and distances of all charts."""
+    """Return the chart with the fonts, colours and spacing that all charts share."""
     return (
         chart.configure(font=FONT, background="white", padding=10)
         .configure_title(anchor="start", fontSize=16, subtitleFontSize=13, subtitleColor="#444444", subtitlePadding=4, offset=8)

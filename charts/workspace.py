@@ -127,9 +127,9 @@ SECTIONS = (
 
 
 def publish(project: str, entity: str | None, path: str) -> list[str]:
-    """Save the workspace and the report in wandb. The ones from an earlier call are replaced, with all changes made by hand.
+    """Save the workspace and the report in wandb. Those from an earlier call are replaced, including all changes made by hand.
 
-    Without a login or a network, write to a file what would be sent. This asks no questions. With a login, it can take half a
+    Without a login or a network, write to a file what would be sent. This never prompts. With a login, it can take half a
     minute to find out that there is no network.
 
     Args:

@@ -22,7 +22,7 @@ TINY_SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca
 
 
 def exit_with_error(message: str) -> NoReturn:
-    """End the script with one line and exit code 2. (That of train.py's ranks would load PyTorch.)"""
+    """End the script with one line and exit code 2. (The function in `distributed.exits` would import PyTorch.)"""
     sys.stderr.write(f"error: {' '.join(message.split())}\n")
     sys.exit(2)
 
@@ -89,7 +89,7 @@ def gpt2_encoding() -> "tiktoken.Encoding":
 
 @contextmanager
 def atomic(path: str) -> Iterator[BinaryIO]:
-    """Opens a temporary binary file that replaces `path` if the block ends without an error. Otherwise it is removed."""
+    """Yield a temporary binary file that replaces `path` if the block ends without an error. Otherwise it is removed."""
     temporary = f"{path}.{os.getpid()}.tmp"
     try:
         with open(temporary, "wb") as file:

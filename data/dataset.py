@@ -47,7 +47,7 @@ class Dataset:
 
     @property
     def vocabulary(self) -> str:
-        """What tells this vocabulary from another one: its size, and a checksum (CRC-32) of its tokens."""
+        """What identifies this vocabulary: its size, and a checksum (CRC-32) of its tokens."""
         if not self.meta:
             return "GPT-2's"
         tokens = self.meta.get("itos", {})
@@ -70,7 +70,7 @@ class Dataset:
     def micro_batches(
         self, seed: int, first: int, batch_size: int, count: int, rank: int = 0, world_size: int = 1
     ) -> Iterator[np.ndarray]:
-        """Yields the offsets of the training micro-batches of one rank, (batch_size,) int64 each. It never ends.
+        """Yield the offsets of the training micro-batches of one rank, (batch_size,) int64 each, without end.
 
         The sequences of an iteration depend on the seed and on `first` only. They do not depend on the number of ranks.
 
@@ -92,7 +92,7 @@ class Dataset:
         """Return the offsets of the batches that one rank evaluates, (batch_size,) int64 each.
 
         All ranks together evaluate the first `count` sequences of a stream that depends on the seed and the split only. The
-        last batch is filled up with -1, because a model would be compiled again for another size.
+        last batch is padded with -1, because a compiled model would be recompiled for another size.
         """
         own = self.offsets(split, (seed, 1), 0, count)[rank::world_size]
         return list(np.pad(own, (0, -len(own) % batch_size), constant_values=-1).reshape(-1, batch_size))
@@ -126,7 +126,7 @@ class Dataset:
         return result
 
     def identity(self) -> dict[str, Any]:
-        """Return what a checkpoint says about its data."""
+        """Return what a checkpoint stores about its data."""
         return {"vocabulary": self.vocabulary, "dataset": self.fingerprint()}
 
     def check(self, vocab_size: int, part: int = 0, parts: int = 1) -> None:

@@ -17,7 +17,7 @@ def expected_vocab_size(directory: str) -> int | None:
     The script is read, not run.
 
     Raises:
-        DataError: if there is no script, or it does not say this.
+        DataError: if there is no script, or it does not define VOCAB_SIZE.
     """
     path = os.path.join(directory, "prepare.py")
     try:

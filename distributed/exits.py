@@ -52,7 +52,7 @@ def exit_with_error(message: str) -> NoReturn:
 
 @contextmanager
 def exit_on_wrong_input() -> Iterator[None]:
-    """If the block raises for wrong input on any rank, all ranks end with exit code 2. Needs to be entered on all ranks.
+    """End all ranks with exit code 2 if the block raises for wrong input on any of them. Needs to be entered on all ranks.
 
     The first rank of each host prints the error of the first rank that has one.
     """
@@ -95,7 +95,7 @@ def _end_with_other_ranks(message: str, timeout_s: float = 30.0) -> None:
     """Print why this rank ends, and wait until the others end too: torchrun kills them when the first rank ends.
 
     The first rank of each host prints its message. Rank 0 also prints the messages of the others that it does not have itself.
-    A rank prints its own if rank 0 has not come to do that.
+    A rank prints its own if rank 0 has not done that in time.
     """
     launch, came = launched(), False
     if launch.local_rank == 0:

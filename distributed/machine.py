@@ -1,4 +1,4 @@
-"""The machine of a rank: device, dtype, CPU threads and peak FLOP/s, and what `run.json` and wandb are told of them."""
+"""The machine of a rank: device, dtype, CPU threads and peak FLOP/s, and the facts about them for `run.json` and wandb."""
 
 import importlib.metadata
 import os
@@ -99,7 +99,7 @@ def autocast(device: torch.device, dtype: str) -> AbstractContextManager[Any]:
 
 
 def device_name(device: torch.device) -> str:
-    """Return the name of the product: of the GPU, or of the processor as far as the system tells it."""
+    """Return the product name of the GPU, or of the processor if the system reports it."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     if os.path.exists("/proc/cpuinfo"):

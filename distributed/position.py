@@ -1,16 +1,16 @@
-"""Where this process is: the training marks it, the watchdog and the line of progress read it."""
+"""The position of this process in a run: the training code sets it, the watchdog and the progress line read it."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 
 class Position:
-    """Where the main thread of this process is. The training code marks it, and the thread of the watchdog reads it."""
+    """The position of the main thread of this process. The training code sets it, and the watchdog's thread reads it."""
 
     def __init__(self) -> None:
         self.iteration = -1  # -1: the training has not begun
         self.doing = ""  # for example "backward"
-        self.is_patient = False  # it may take as long as it likes, for example on a slow disk
+        self.is_patient = False  # it may take longer than the timeout, for example on a slow disk
         self.moves = 0  # grows with every mark
 
     def begin_iteration(self, iteration: int) -> None:
@@ -19,7 +19,7 @@ class Position:
         self.move()
 
     def move(self) -> None:
-        """Mark that the main thread has come a step further."""
+        """Mark that the main thread has made progress."""
         self.moves += 1
 
     @contextmanager

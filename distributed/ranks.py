@@ -16,7 +16,7 @@ from distributed.launch import Launch
 from distributed.rendezvous import agree, choose_interface, store
 from zero.messages import broadcast_object, cpu_group, is_rank_0
 
-_BACKSTOP_S = 60.0  # collectives time out later than the watchdog, which knows more
+_BACKSTOP_S = 60.0  # collectives time out later than the watchdog, whose message says more
 
 
 def start(launch: Launch, device: str, backend: str = "auto", timeout_s: float = 600.0) -> torch.device:
@@ -26,7 +26,7 @@ def start(launch: Launch, device: str, backend: str = "auto", timeout_s: float =
         launch: what `launched` returned.
         device: what `machine.resolve` returned. On CPUs, each rank gets its share of the cores of the machine.
         backend: 'nccl', 'gloo' or 'auto'; 'auto' is NCCL if every rank has its own GPU, otherwise gloo.
-        timeout_s: see `watchdog.Watchdog`. Collectives have a minute more, also those before there is a watchdog.
+        timeout_s: see `watchdog.Watchdog`. Collectives have a minute more, including those before the watchdog starts.
 
     Returns:
         The device of this rank. For 'cuda' it is the GPU number `local_rank`, modulo the number of visible GPUs.
@@ -61,7 +61,7 @@ def check_backend(backend: str, device: str) -> None:
 
 
 def gather_numbers(values: Sequence[float]) -> list[list[float]]:
-    """Gather as many numbers from every rank, as `gather_objects` does, without a wait for a GPU."""
+    """Gather the same number of values from every rank, like `gather_objects`, without a wait for a GPU."""
     if not dist.is_initialized():
         return [list(values)]
     own = torch.tensor(values, dtype=torch.float64)
@@ -71,7 +71,7 @@ def gather_numbers(values: Sequence[float]) -> list[list[float]]:
 
 
 def print0(*values: Any) -> None:
-    """Print on rank 0 only, at once."""
+    """Print on rank 0 only, and flush."""
     if is_rank_0():
         print(*values, flush=True)
 
@@ -103,7 +103,7 @@ def mean_over_ranks(value: torch.Tensor) -> float:
 
 
 def _raise_limit_of_open_files() -> None:
-    """Raise it as far as this process may: gloo aborts when connections from other programs use it up."""
+    """Raise it to the hard limit, at most 65,536: gloo aborts when connections from other programs use it up."""
     limit, largest = resource.getrlimit(resource.RLIMIT_NOFILE)
     enough = 2**16 if largest == resource.RLIM_INFINITY else min(largest, 2**16)
     if limit != resource.RLIM_INFINITY and limit < enough:

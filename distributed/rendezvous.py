@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from distributed.launch import Launch
 
-_MEETING_S = 600.0  # in which all ranks must have started
+_MEETING_S = 600.0  # seconds within which all ranks must start
 
 
 def agree(launch: Launch, value: Any, rule: Callable[[list[Any]], Any]) -> Any:
@@ -86,8 +86,8 @@ def choose_interface(store: dist.Store, rank: int, world_size: int, is_one_machi
 
     Gloo would take the address of this machine's name. On many machines this is 127.0.1.1, which no other machine can reach.
     Ranks of one machine use loopback. Several machines each use the interface that reaches MASTER_ADDR. On the machine that
-    has this address, the name may mean loopback. Then it uses the interface that reaches another machine. If the interface is
-    not found, the variable stays unset. NCCL chooses for itself. Needs to be called on all ranks.
+    has this address, the name may resolve to loopback. Then it uses the interface that reaches another machine. If none
+    is found, the variable stays unset. NCCL chooses for itself. Needs to be called on all ranks.
     """
     address = _own_address("127.0.0.1" if is_one_machine else os.environ["MASTER_ADDR"])
     if not is_one_machine:
@@ -134,7 +134,7 @@ def _interfaces() -> dict[str, str]:
 def store() -> dist.Store:
     """Return the store through which the ranks meet. Needs to be called on all ranks.
 
-    This process keeps it, because rank 0 may be the one that holds it for all.
+    It is cached in this process, because rank 0 may be the process that hosts it for all ranks.
     """
     return meet(_MEETING_S)
 
@@ -163,7 +163,7 @@ def _take(key: str) -> Any:
 def _end_with_torchrun() -> None:
     """On Linux, let the kernel kill a rank of torchrun when torchrun ends; if it has ended, end now.
 
-    Otherwise the rank would go on alone, keep its GPU and the output folder, and meet the ranks of the next torchrun.
+    Otherwise the rank would continue alone, keep its GPU and the output folder, and meet the ranks of the next torchrun.
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ or sys.platform != "linux":
         return

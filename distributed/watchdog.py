@@ -1,4 +1,4 @@
-"""Ends a rank of a run that hangs, with one line that says who waits for what, and on which rank the others wait."""
+"""Ends a rank of a run that hangs, with one line that says which rank waits for what, and for which rank the others wait."""
 
 import json
 import os
@@ -19,7 +19,7 @@ from torch.distributed import distributed_c10d
 from distributed.position import position
 from zero.collectives import Communicator
 
-_BEAT_S = 1.0  # between two signs of life of a rank
+_BEAT_S = 1.0  # seconds between two heartbeats (signs of life) of a rank
 _GRACE_S = 1.0  # torchrun ends all ranks when the first one ends: until then the others can print their lines, too
 _STORE_TIMEOUT_S = 5.0  # the shortest; a store that takes longer to answer counts as lost
 
@@ -28,8 +28,8 @@ class Watchdog:
     """Ends this rank if no rank has moved for `timeout_s`, or if this rank waits and another one shows no sign of life.
 
     Needs to be created on all ranks, in the main thread. A thread posts the position of the main thread to the store of the
-    process group every second, which is a sign of life as well. When the main thread has not moved for half of the timeout,
-    it reads the posts of all ranks. While a rank does something patiently, for example writes a checkpoint, and before the
+    process group every second, which also serves as a heartbeat. When the main thread has not moved for half of the timeout,
+    it reads the posts of all ranks. While a rank does something that may take long, for example a save, and before the
     first iteration, only a rank that shows no sign of life ends the others. A second thread decides, because a call of the
     store may never return when the host of the store is lost. The exit code is 1. The last collectives of this rank, from
     PyTorch's flight recorder, are written to `folder`/flight_recorder/rank<r>; `torchfrtrace` reads these files.
@@ -75,7 +75,7 @@ class Watchdog:
         time.sleep(min(_BEAT_S, self._timeout_s / 10))
 
     def _post(self) -> None:
-        """Post a sign of life, and read those of the other ranks if this rank does not move."""
+        """Post a heartbeat, and read those of the other ranks if this rank does not move."""
         self._beats += 1
         self._store.set(self._keys[self._rank], json.dumps(self._own()))
         if self._must_read:
@@ -166,7 +166,7 @@ class _Post(NamedTuple):
 
 
 class _Peer(NamedTuple):
-    """The last post of a rank, and when (in seconds) it has been different from the one before."""
+    """The last post of a rank, and when (in seconds) its `beats` and its `moves` have last changed."""
 
     post: _Post
     alive_at: float
@@ -174,7 +174,7 @@ class _Peer(NamedTuple):
 
 
 def _collective(frames: Iterable[FrameType]) -> str:
-    """Return the collective that frames wait for, the innermost first: "the all-reduce", or "" if they do not."""
+    """Return the collective that the frames, innermost first, wait for, such as "the all-reduce", or "" if there is none."""
     for frame in frames:
         if frame.f_code is Communicator.wait.__code__:
             return f"the {frame.f_locals['kind']}"

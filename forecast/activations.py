@@ -1,8 +1,8 @@
 """Memory for the activations of a GPT, predicted without a GPU and without its weights.
 
 `predict` runs a micro-step of a small model on fake tensors (PyTorch's FakeTensorMode): they have shapes, dtypes and
-lifetimes, but no memory. `LiveBytes` counts the bytes that would be alive. A model of many equal layers follows from two
-models of two and three layers. The program therefore needs no formula, which a change of `model.py` would make wrong.
+lifetimes, but no memory. `LiveBytes` counts the bytes that would be alive. The result for many equal layers is
+extrapolated from two and three layers. So there is no formula that a change of `model.py` would make wrong.
 """
 
 import weakref
@@ -110,7 +110,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 def _adds_gradients(func: Any, args: Any) -> bool:
-    """Return whether autograd would add in place if nobody else holds the first tensor (torch/csrc/autograd/input_buffer.cpp).
+    """Return whether autograd would add in place if nothing else holds the first tensor (torch/csrc/autograd/input_buffer.cpp).
 
     A view is added out of place: autograd itself holds its base.
     """

@@ -54,7 +54,7 @@ class Extras:
 
     @classmethod
     def of(cls, settings: dict[str, Any]) -> Self:
-        """Return these settings out of all settings."""
+        """Return the settings of this class out of all settings."""
         return cls(**{field.name: settings[field.name] for field in fields(cls)})
 
 
@@ -75,7 +75,7 @@ class Forecast:
 
     @property
     def saving_peak(self) -> int:
-        """Peak bytes on the device of a rank while a checkpoint is saved. With `async_save`, training goes on meanwhile."""
+        """Peak bytes on the device of a rank while a checkpoint is saved. With `async_save`, training continues meanwhile."""
         held = self.prediction
         meanwhile = self.peak if self.extras.async_save else sum(held.at("after step").values()) + self.shadow
         return meanwhile + (self.saved_copy if held.on_cpu else 0)
@@ -158,7 +158,7 @@ def predicted_activations(workload: Workload, param_dtype: str) -> Activations:
 
 @cache
 def _version() -> str:
-    """Return a text that changes with the code and the CPU that activations depend on."""
+    """Return a version string that changes with the code and the CPU that activations depend on."""
     sources = hashlib.sha256()
     folder = pathlib.Path(__file__).parent
     for path in (folder.parent / "model.py", folder / "activations.py"):

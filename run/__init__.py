@@ -1,1 +1,1 @@
-"""What accompanies a training: checkpoints, the log, measurements and checks."""
+"""What accompanies training: checkpoints, the log, measurements and checks."""

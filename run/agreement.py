@@ -1,8 +1,8 @@
 """Checks at the start of a run: all ranks have the same versions, source files, settings, model and dataset, and a resumed run
 has the vocabulary of its checkpoint.
 
-A rank that differs would make the ranks wait for each other forever, or would train another model in silence.
-docs/many-machines.md says what the checks cost and what they cannot see.
+A rank that differs would make the ranks wait for each other forever, or would silently train a different model.
+docs/many-machines.md says what the checks cost and what they cannot detect.
 """
 
 import pathlib
@@ -23,7 +23,7 @@ from distributed.rendezvous import agree
 from zero import ShardedOptimizer
 from zero.messages import gather_objects
 
-Facts = dict[str, dict[str, Any]]  # values by name, by the remedy if they are not the same on all ranks
+Facts = dict[str, dict[str, Any]]  # remedy if values differ between ranks: name: value
 
 # settings that may differ: a host may have its own disks, the content of the dataset is compared later, rank 0 alone logs
 _OF_EACH_HOST = ("out_dir", "dataset", "wandb_log", "wandb_mode", "wandb_project", "wandb_run_name")
@@ -76,7 +76,7 @@ def compare_model_and_data(model: torch.nn.Module, data: Dataset, **values: Any)
 
 
 def compare_with_checkpoint(checkpoint: dict[str, Any], settings: dict[str, Any], data: Dataset) -> None:
-    """Check that a run resumes with its vocabulary, and print on rank 0 what else is not as before.
+    """Check that a run resumes with its vocabulary, and print on rank 0 what else has changed.
 
     Of a checkpoint from nanoGPT, only the size of the vocabulary is known.
 
@@ -108,7 +108,7 @@ def sources() -> dict[str, str]:
     files = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
     paths = sorted({pathlib.Path(file).resolve() for file in files if file and file.endswith(".py")})
     names = {str(path.relative_to(root)): path for path in paths if path.is_relative_to(root) and path.is_file()}
-    # its own modules lie at the root or in a package there; an environment may lie below the root, too
+    # its own modules are at the root or in a package there; a virtual environment may be below the root, too
     own = {
         name: path for name, path in names.items() if "/" not in name or (root / name.split("/")[0] / "__init__.py").exists()
     }
@@ -152,7 +152,7 @@ def most_common(values: Iterable[Hashable]) -> Any:
 
 
 def describe_ranks(ranks: Sequence[int]) -> str:
-    """Returns, for example, "rank 2" or "ranks 0, 3 and 8 to 15", from ascending ranks."""
+    """Return, for example, "rank 2" or "ranks 0, 3 and 8 to 15", from ascending ranks."""
     runs: list[list[int]] = []  # first and last rank of each row of consecutive ranks
     for rank in ranks:
         if runs and runs[-1][1] == rank - 1:
@@ -166,7 +166,7 @@ def describe_ranks(ranks: Sequence[int]) -> str:
 
 
 def enumerate_texts(texts: Sequence[str]) -> str:
-    """Returns, for example, "a, b and c". Only the first texts are named, the others are counted."""
+    """Return, for example, "a, b and c". Only the first texts are named, the others are counted."""
     more = len(texts) - _SHOWN
     *most, last = [*texts[:_SHOWN], f"{more} more"] if more > 0 else texts
     return f"{', '.join(most)} and {last}" if most else last
@@ -176,7 +176,7 @@ class DesyncCheck:
     """Compares checksums over the ranks and ends the run if they differ. Needs to be created on all ranks.
 
     With sharded state, every update overwrites the weights of all ranks with those of their owners. So a wrong weight on one
-    rank, for example a flipped bit, spoils one iteration and is then gone, or it spreads to all ranks. Therefore `check` adds
+    rank, for example a flipped bit, corrupts one iteration and is then gone, or it spreads to all ranks. Therefore `check` adds
     the checksum of every parameter to a running sum in every iteration, after the last backward and before the update. This
     needs no communication, and the host does not wait for a GPU. In every `interval`-th iteration, the ranks
     compare their sums.
@@ -207,7 +207,7 @@ class DesyncCheck:
 
     @torch.no_grad()
     def check(self, iteration: int, now: bool = False) -> None:
-        """Add checksums of the weights, and compare the ranks if it is time. Needs to be called on all ranks in each iteration.
+        """Add checksums of the weights, and compare the ranks if due. Needs to be called on all ranks in each iteration.
 
         Args:
             iteration: the iteration that this rank is in.

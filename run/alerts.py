@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 _WINDOW = 50  # logged losses that a new one is compared with
-_DEVIATIONS = 6  # a loss is a spike if it is so many standard deviations above their mean ...
-_RATIO = 1.1  # ... and so many times their mean
+_DEVIATIONS = 6  # a loss is a spike if it is this many standard deviations above their mean ...
+_RATIO = 1.1  # ... and this many times their mean
 _LAG = 0.25  # a rank lags if the fastest one computes less than the slowest one by this part of the step ...
-_TIMES = 5  # ... and the same rank is the slowest one in so many measurements in a row
+_TIMES = 5  # ... and the same rank is the slowest one in this many consecutive measurements
 
 
 class Alert(NamedTuple):
@@ -38,7 +38,7 @@ class Alerts:
             mean, deviation = float(np.mean(losses)), float(np.std(losses))
             if loss > max(mean + _DEVIATIONS * deviation, _RATIO * mean):
                 alert = Alert("Loss spike", f"the loss of iteration {event['iter']} is {loss:.4f}; the mean was {mean:.4f}")
-                losses.clear()  # compare with the losses from now on
+                losses.clear()  # compare only with losses from now on
         losses.append(loss)
         return alert
 

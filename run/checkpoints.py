@@ -25,7 +25,7 @@ from zero.messages import gather_objects, is_rank_0
 
 @dataclass
 class State:
-    """How far a run is. A checkpoint holds it beside the weights and the optimizer state."""
+    """The progress of a run. A checkpoint holds it in addition to the weights and the optimizer state."""
 
     iter_num: int = 0  # the next iteration
     data_position: int = 0  # number of sequences that all ranks together have seen
@@ -33,7 +33,7 @@ class State:
     wandb_run_id: str | None = None
 
     def resume(self, checkpoint: dict[str, Any], sequences_per_iter: int) -> None:
-        """Go on from a checkpoint, which may be nanoGPT's."""
+        """Continue from a checkpoint, which may be nanoGPT's."""
         self.iter_num, self.wandb_run_id = checkpoint["iter_num"], checkpoint.get("wandb_run_id")
         self.data_position = checkpoint.get("data_position", self.iter_num * sequences_per_iter)
         if not math.isnan(checkpoint["best_val_loss"]):  # with nan, no later loss would be an improvement
@@ -45,7 +45,7 @@ class Checkpoints:
 
     Args:
         folder: output folder of the run. If the hosts do not share it, that of rank 0 has the checkpoints.
-        always: save when the run ends, also if it has saved before.
+        always: save when the run ends, even if it has saved before.
         read_only: the run saves no checkpoint and changes nothing in the folder.
         stop_on_error: end the run if a checkpoint cannot be written.
         keep, background, format: see `zero.checkpoint.CheckpointWriter`.
@@ -66,7 +66,7 @@ class Checkpoints:
         self._blocked_s: deque[float] = deque()  # on rank 0: how long `save` took, for each save without a report so far
 
     def resolve(self, init_from: str) -> str:
-        """Return 'resume' or 'scratch' for 'auto': does rank 0 see a checkpoint in the folder? Otherwise `init_from`.
+        """Return `init_from`; for 'auto', 'resume' if rank 0 sees a checkpoint in the folder, otherwise 'scratch'.
 
         Raises:
             ValueError: if the hosts do not share the folder, and another rank sees a later checkpoint than rank 0. After a
@@ -112,7 +112,7 @@ class Checkpoints:
     def claim(self) -> None:
         """Lock the folder for this run and remove the unfinished files of killed runs. A read-only run does neither.
 
-        The checkpoint that `load` returned cannot be restored any more.
+        After this, the checkpoint that `load` returned cannot be restored.
 
         Raises:
             ValueError: if another run writes to the folder, this run cannot write to it, or all ranks must share it and do not.
@@ -139,7 +139,7 @@ class Checkpoints:
     def due(self, iteration: int, is_end: bool) -> Action:
         """Return whether a checkpoint is due before `iteration`: only at the end of the run, unless it has just been saved.
 
-        Without `always`, the newest checkpoint is the best one: it is kept, and only a run without a checkpoint saves its end.
+        Without `always`, the newest checkpoint is the best one: it is kept, and the end is saved only if there is none.
         """
         is_due = self._newest is None or (self.always and self._newest != iteration)
         return Action.SAVE if is_end and is_due else Action.CONTINUE

@@ -19,7 +19,7 @@ class Guard:
 
     `check` leaves the decision on the device, where the fused AdamW reads it (`found_inf`, the flag of GradScaler). So the
     host does not wait for a GPU. `report` copies the decision to the host. After `limit` consecutive skipped updates, every
-    later update is skipped as well. So the weights stay as they were before the first skipped update of that row, even if
+    later update is skipped as well. So the weights stay as they were before the first of these skipped updates, even if
     the host reads the decision much later. With float16, only the loss counts here, because the gradient scaler handles
     gradients that are not finite.
 
@@ -47,7 +47,7 @@ class Guard:
         device = next(model.parameters()).device
         self._zero = torch.zeros((), device=device)
         self._in_a_row = self._skipped = self._zero  # number of skipped updates: consecutive ones, all
-        # figures of the first skipped update of the latest row, (locals + 2,): loss, norm of all gradients, norm of the
+        # figures of the first skipped update of the latest series, (locals + 2,): loss, norm of all gradients, norm of the
         # gradient of each local parameter
         self._first = torch.zeros(len(self._part.locals) + 2, device=device)
         self._reported = 0  # number of skipped updates that `report` has reported

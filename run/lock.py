@@ -15,7 +15,7 @@ def read_holder(folder: str) -> str:
     try:
         with open(os.path.join(folder, NAME)) as file:
             return file.read().strip()
-    except OSError:  # the caller may be one of several ranks, which must go on together
+    except OSError:  # the caller may be one of several ranks, which must continue together
         return ""
 
 

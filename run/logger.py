@@ -46,7 +46,7 @@ class Logger:
         if out_dir is not None:
             with _can_write(out_dir):
                 self.file = MetricsFile(out_dir, resume_at)
-        self.run = _start_wandb(config, run_id, resume_at, self.file)  # wrong settings end the run here: nothing is cut yet
+        self.run = _start_wandb(config, run_id, resume_at, self.file)  # wrong settings end the run before truncation
         if self.file is not None:
             for event in self.file.kept():
                 self._summary.add(event)
@@ -98,7 +98,7 @@ class MetricsFile:
 
     Args:
         folder: created if it is missing.
-        resume_at: iteration at which the run goes on. None: `rewind` empties the file.
+        resume_at: iteration at which the run continues. None: `rewind` empties the file.
 
     Raises:
         OSError: if the folder cannot be created, or the file cannot be read or written.
@@ -116,7 +116,7 @@ class MetricsFile:
         return _events(self._path, self._end, self._late)
 
     def rewind(self) -> None:
-        """Cut the file where the run goes on. It has whole lines before and after this, even if the disk is full."""
+        """Truncate the file where the run continues. It has whole lines before and after this, even if the disk is full."""
         self._file.truncate(self._end)
         self._file.seek(0, os.SEEK_END)
         self._file.write(b"".join(self._late))
@@ -140,14 +140,14 @@ class MetricsFile:
 
 
 class Summary:
-    """The figures that stand for a whole run."""
+    """The summary figures of a whole run."""
 
     def __init__(self) -> None:
         self._best_val_loss, self._peak_memory_mb = math.inf, -math.inf
         self._tokens_per_second = array("d")
 
     def add(self, event: dict[str, Any]) -> None:
-        """Take the figures of an event. A figure is None or nan if it was not finite."""
+        """Include the figures of an event. A figure is None or nan if it was not finite."""
         if (loss := event.get("val/loss")) is not None and not math.isnan(loss):
             self._best_val_loss = min(loss, self._best_val_loss)
         if (peak_mb := event.get("memory/peak_mb")) is not None:
@@ -156,7 +156,7 @@ class Summary:
             self._tokens_per_second.append(speed)
 
     def values(self) -> dict[str, float]:
-        """Return the figures that there are so far."""
+        """Return the figures that are known so far."""
         speed = statistics.median(self._tokens_per_second) if self._tokens_per_second else math.nan
         figures = {
             "best_val_loss": self._best_val_loss,
@@ -191,7 +191,7 @@ def _start_wandb(
 
 
 def _write_facts(path: str, config: dict[str, Any], resume_at: int | None) -> None:
-    """Write run.json. If a resumed run goes on with another implementation or world size, it lists all of them."""
+    """Write run.json. If a resumed run continues with another implementation or world size, it lists all of them."""
     now = {key: config[key] for key in ("implementation", "world_size") if key in config}
     parts = []
     try:

@@ -27,9 +27,9 @@ GPU_WORKSPACES = 100_000_000  # ... if it is also more than this on a GPU, where
 class MemoryMeter:
     """Measures the memory of this rank. No method waits for the device or for another rank.
 
-    On a GPU, the memory at a point is what the allocator has handed out. On a CPU, it is the bytes of the model, its optimizer
+    On a GPU, the memory at a point is what the allocator has allocated. On a CPU, it is the bytes of the model, its optimizer
     and its communication (`zero.memory.held_bytes`), because the memory of the process also holds what the system's allocator
-    has not given back. The peak is that of the allocator on a GPU, and of the process on a CPU.
+    has not returned to the system. The peak is that of the allocator on a GPU, and of the process on a CPU.
 
     Args:
         model, optimizer: what `zero.build.build` returned.
@@ -63,7 +63,7 @@ class MemoryMeter:
         return max(self._largest_peak, peak_bytes(self.device))
 
     def forget_peak(self) -> None:
-        """Begin a new peak: what the process took until now was not the run."""
+        """Begin a new peak: what the process took until now does not belong to the run."""
         self._largest_peak = 0
         reset_peak(self.device)
 

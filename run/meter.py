@@ -35,7 +35,7 @@ class Meter:
         tokens_per_iter: tokens per iteration, all ranks together.
         flops_per_token: FLOPs of the model per token.
         max_iters: last iteration of the run.
-        metric_interval: every so many iterations, the first one that is logged also measures what needs a collective.
+        metric_interval: the first logged iteration of every `metric_interval` iterations measures what needs a collective, too.
     """
 
     _WARM_UP = 5  # number of first iterations that do not count for the MFU
@@ -63,7 +63,7 @@ class Meter:
         self._communication = CommunicationMeter(model, optimizer)
         self._phases = Stopwatch()
         self._iterations = 0  # number of iterations since construction
-        self._last_interval = -1  # the last one of `metric_interval` iterations that was measured
+        self._last_interval = -1  # number of the last interval of `metric_interval` iterations that was measured
         self._is_measured = False  # whether this iteration is measured
         self.restart()
         self._started = self._begin
@@ -75,7 +75,7 @@ class Meter:
         self._begin, self._timed, self._before = time.perf_counter(), 0, self._totals()
 
     def begin_iteration(self, iteration: int, is_logged: bool) -> None:
-        """Say that an iteration begins, and whether `log_iteration` will be called for it."""
+        """Note that an iteration begins, and whether `log_iteration` will be called for it."""
         self._is_measured = is_logged and iteration // self.metric_interval > self._last_interval
         if self._is_measured:
             self._last_interval = iteration // self.metric_interval
@@ -176,7 +176,7 @@ class Meter:
 
         Args:
             loss: loss of this rank.
-            computed_ms: time of an iteration that this rank did not wait for other ranks.
+            computed_ms: time of an iteration in which this rank did not wait for other ranks.
         """
         memory = self.memory.take()
         own = [loss, computed_ms, self.memory.held_before_step, *memory.values()]

@@ -1,4 +1,4 @@
-"""What accompanies a training, and when. train.py computes; a `Run` watches: one method per moment of an iteration."""
+"""What accompanies training, and when. train.py computes; a `Run` calls the watchers: one method per moment of an iteration."""
 
 import math
 import os
@@ -33,20 +33,20 @@ from zero.gradients import GradientNorms
 
 
 class Run:
-    """Calls its watchers in order at each moment of a run. No watcher knows another one, unless its constructor takes it.
+    """Calls its watchers in order at each moment of a run. No watcher uses another one, unless its constructor takes it.
 
     A new watcher takes two lines here: one in `watch`, which makes it, and one in the method of its moment. Construct it, and
     call every method, on all ranks.
 
     Args:
         config: the settings of train.py.
-        launch, device, dtype: the place of this rank, and what `machine.resolve` and `start` made of the settings.
+        launch, device, dtype: the position of this rank, and what `start` and `machine.resolve` returned for the settings.
         micro_steps: micro-steps of this rank per iteration.
         tokens_per_iter: tokens per iteration, all ranks together.
 
     Attributes:
-        state: how far the run is. train.py counts.
-        checkpoints: loads and saves.
+        state: the progress of the run, which train.py counts.
+        checkpoints: loads and saves the checkpoints.
     """
 
     def __init__(
@@ -80,12 +80,12 @@ class Run:
 
     @contextmanager
     def stage(self, description: str) -> Iterator[None]:
-        """A part of the set-up: all ranks end if it raises for wrong input on any of them; a terminal shows the description."""
+        """Run a part of the set-up: all ranks end if any of them raises for wrong input. A terminal shows the description."""
         with exit_on_wrong_input(), self.progress.task(description):
             yield
 
     def before_build(self, raw_model: GPT, groups: list[dict[str, Any]], checkpoint: dict[str, Any] | None) -> None:
-        """The model is loaded, and not yet wrapped."""
+        """Call when the model is loaded, and not yet wrapped."""
         iterations = 0 if self.checkpoints.read_only else self.config["shadow_check"]
         self.shadow = Shadow(iterations, raw_model, groups, self.checkpoints, checkpoint)
 
@@ -99,7 +99,7 @@ class Run:
         data: Dataset,
         flags: Flags,
     ) -> None:
-        """The model and its optimizer are there: make the watchers."""
+        """Make the watchers. Call when the model and its optimizer exist."""
         config, state, world_size = self.config, self.state, self.launch.world_size
         self.first_iter, self.last_iter = state.iter_num, -1 if config["eval_only"] else config["max_iters"]
         will_train = self.first_iter <= self.last_iter
@@ -168,32 +168,32 @@ class Run:
         return True
 
     def begin_iteration(self) -> None:
-        """The learning rate is set, and an evaluation is over. Draws random numbers."""
+        """Call when the learning rate is set, and an evaluation is over. Draws random numbers."""
         if self.sampler.write(self.state.iter_num):
             self.meter.restart()
         self.meter.begin_iteration(self.state.iter_num, self._is_logged())
 
     def before_forward(self, x: torch.Tensor, y: torch.Tensor) -> None:
-        """A micro-step begins."""
+        """Call when a micro-step begins."""
         self.shadow.micro_step(x, y)
 
     def phase(self, name: str) -> AbstractContextManager[None]:
-        """A part of an iteration that is measured: "forward", "data", "backward", "clip" or "update"."""
+        """Measure a part of an iteration: "forward", "data", "backward", "clip" or "update"."""
         return self.meter.phase(name)
 
     def before_update(self, loss: torch.Tensor, norms: GradientNorms) -> None:
-        """The gradients of this iteration are clipped. All weights have arrived; the update will overwrite them."""
+        """Call when the gradients of this iteration are clipped. All weights have arrived; the update will overwrite them."""
         self.desync.check(self.state.iter_num)
         self.guard.check(loss, norms)  # waits for all ranks
         self.meter.measure_memory("before_step")
 
     def after_update(self) -> None:
-        """The weights are updated, and the gradients are still there."""
+        """Call when the weights are updated, and the gradients still exist."""
         if self.state.iter_num >= self.first_iter + max(2, self.config["shadow_check"]):
             self.memory_check.compare(self.state.iter_num)  # once, as soon as there is optimizer state
 
     def end_iteration(self, loss: torch.Tensor, norm: torch.Tensor, lr: float) -> None:
-        """The gradients are dropped. `loss` and `norm` are scalars of this rank and of all ranks together."""
+        """Call when the gradients are dropped. `loss` and `norm` are scalars of this rank and of all ranks together."""
         iteration = self.state.iter_num
         self.meter.measure_memory("after_step")
         if self._is_logged():  # waits for the device
@@ -220,13 +220,13 @@ class Run:
 
     @contextmanager
     def aside(self, doing: str) -> Iterator[None]:
-        """What does not count as time of an iteration."""
+        """Run what does not count as time of an iteration."""
         with position.at(doing):
             yield
         self.meter.restart()
 
     def track(self, batches: Sequence[Any], description: str) -> Iterator[Any]:
-        """Yield the batches of an evaluation; a terminal shows how far it is."""
+        """Yield the batches of an evaluation; a terminal shows the progress."""
         return self.progress.track(batches, description)
 
     def after_evaluation(self, losses: dict[str, float], lr: float, seconds: float) -> bool:
@@ -243,7 +243,7 @@ class Run:
         return (is_best or self.checkpoints.always) and self.state.iter_num > self.first_iter
 
     def may_save(self) -> bool:
-        """Return whether the weights are finite and the same on all ranks, as far as the watchers know."""
+        """Return whether the weights are finite and the same on all ranks, according to the watchers."""
         self.guard.report(self.state.iter_num - 1)
         self.desync.check(self.state.iter_num, now=True)
         return not self.guard.failed

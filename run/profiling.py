@@ -24,8 +24,7 @@ class Profiler:
         rank: rank of this process.
         device: device of this rank.
         enabled: record a trace.
-        memory: record a trace with allocations, and a snapshot on a GPU. Without both, all methods do
-            nothing.
+        memory: record a trace with allocations, and a snapshot on a GPU. Without both, all methods do nothing.
     """
 
     def __init__(self, folder: str, rank: int, device: torch.device, enabled: bool, memory: bool) -> None:
@@ -45,7 +44,7 @@ class Profiler:
         self._profile.start()
 
     def step(self) -> bool:
-        """Count an iteration that has ended. Returns whether this took long, because the files were written."""
+        """Count an iteration that has ended, and return whether this took long because the files were written."""
         if self._profile is not None:
             with position.at("profiling", patient=True):
                 self._profile.step()

@@ -28,7 +28,7 @@ _SMALLEST_BAR = 5  # columns
 
 @dataclass
 class Task:
-    """What the line shows: a part of the run, and how far it is."""
+    """What the line shows: a part of the run, and its progress."""
 
     description: str
     total: int | None  # None: not known, the line shows only the time
@@ -44,8 +44,8 @@ class Task:
 class Progress:
     """The line at the bottom of the terminal. Only rank 0 draws it, and nothing here is a collective.
 
-    tqdm formats the line. Its own `write` keeps a line below what is printed only for those who call it; PyTorch, wandb and the
-    other ranks do not, and its monitor redraws a bar only when somebody updates it.
+    tqdm formats the line. Its own `write` keeps a line below what is printed only for code that calls it; PyTorch, wandb and
+    the other ranks do not, and its monitor redraws a bar only when it is updated.
 
     A thread draws the line twice per second. Before a rank prints anything else on stdout or stderr, it erases the line. So
     what the run and its libraries print scrolls above the line. Without a terminal on stdout, or without tqdm, nothing is
@@ -62,8 +62,8 @@ class Progress:
         self._figures: dict[str, Any] = {}
         self._task: Task | None = None  # what the line shows now
         self._lock = threading.RLock()
-        self._at_begin = True  # False: somebody has printed a part of a line
-        self._must_erase = rank > 0  # the terminal's last line holds the line, or with rank > 0 can hold it
+        self._at_begin = True  # False: a part of a line has been printed
+        self._must_erase = rank > 0  # the terminal's last line shows the progress line, or with rank > 0 can show it
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
         if not sys.stdout.isatty() or os.environ.get("TERM") == "dumb":
@@ -88,7 +88,7 @@ class Progress:
 
     def update(self, iteration: int) -> None:
         """Show that this iteration has ended."""
-        if self._run.first < 0:  # the first iteration is not typical; the time that is left is estimated from the others
+        if self._run.first < 0:  # the first iteration is not typical; the remaining time is estimated from the others
             self._run.first, self._run.begin = iteration, time.monotonic()
         self._run.done = iteration
         self._task = self._run
@@ -116,14 +116,14 @@ class Progress:
                 position.move()
 
     def close(self) -> None:
-        """Remove the line for good."""
+        """Remove the line permanently."""
         self._closed.set()
         if self._thread is not None:
             self._thread.join()
             self._erase()
 
     def _erase_before_writes_to(self, stream: TextIO) -> None:
-        """Replace the method, not the stream: others, for example logging, may hold the stream already."""
+        """Replace the method, not the stream: other code, for example logging, may hold the stream already."""
         write = stream.write
 
         def write_above(text: str) -> int:

@@ -55,12 +55,12 @@ class Sampler:
             self._prompt = [0]
 
     def write(self, iteration: int) -> bool:
-        """Write a sample if it is time for one, before this iteration. Needs to be called on all ranks.
+        """Write a sample if one is due, before this iteration. Needs to be called on all ranks.
 
         Draws random numbers, after it has set the seed.
 
         Returns:
-            Whether it was time for a sample.
+            Whether a sample was due.
         """
         if not self._interval or iteration % self._interval:
             return False
@@ -72,7 +72,7 @@ class Sampler:
         torch.manual_seed(self._seed)
         prompt = torch.tensor([self._prompt], device=self._model.lm_head.weight.device)  # (1, 1)
         self._model.eval()
-        with self._autocast, torch.compiler.set_stance("force_eager"):  # compiled code would be made anew for every length
+        with self._autocast, torch.compiler.set_stance("force_eager"):  # the model would be recompiled for every length
             tokens = self._model.generate(prompt, TOKENS, TEMPERATURE, TOP_K, self._codec.vocab_size)
         self._model.train()
         text = self._codec.decode(tokens[0, len(self._prompt) :].tolist())

@@ -1,4 +1,4 @@
-"""The user's own proof of parity: a plain AdamW beside the run, on a copy of its model, and how far the weights differ."""
+"""A parity check for the user: plain AdamW beside the run, on a copy of its model, and how far the weights differ."""
 
 import copy
 import math
@@ -82,7 +82,7 @@ class Shadow:
         micro_steps: int,
         grad_clip: float,
     ) -> None:
-        """Say how the run trains, before its first iteration.
+        """Set how the run trains, before its first iteration.
 
         Args:
             optimizer, scaler: those of the run. The scaler is copied.
@@ -142,7 +142,7 @@ class Shadow:
         return not self._remaining
 
     def finish(self) -> None:
-        """Print the result and drop the copy, unless that is done. Call it at the end of the run, which may come early."""
+        """Print the result and drop the copy, unless this is done. Call it at the end of the run, which may come early."""
         if self._made:
             self._report()
             del self._raw, self._model, self._optimizer, self._scaler, self._guard

@@ -43,21 +43,21 @@ class NoRun:
 class WandbRun:
     """A wandb run. Create it on one rank only.
 
-    Calls return at once: a daemon thread makes them. If one fails, a line says so, and nothing more is sent. Each iteration is
+    Calls return at once: a daemon thread runs them. If one fails, a line says so, and nothing more is sent. Each iteration is
     one row of the run, and its step is the iteration. A WANDB_... variable of the environment (WANDB_PROJECT, WANDB_NAME,
-    WANDB_RUN_GROUP, WANDB_JOB_TYPE, WANDB_RUN_ID, WANDB_RESUME and those that wandb reads itself) comes before an argument.
+    WANDB_RUN_GROUP, WANDB_JOB_TYPE, WANDB_RUN_ID, WANDB_RESUME and those that wandb reads itself) overrides an argument.
 
     Args:
         mode: 'online' or 'offline'. An online run without a login or a network becomes an offline run: a folder on disk.
-        project: project of wandb.
+        project: wandb project.
         name: name of the run, and of the group that unites the runs to compare.
         config: settings and facts of the run.
         job_type: type of the run within its group.
         run_id: ID of the run to continue. None: a new run.
-        resume_at: iteration at which the run goes on. Its rows from there on are removed (wandb calls it rewind); if the
+        resume_at: iteration at which the run continues. Its rows from there on are removed (wandb calls it rewind); if the
             server refuses to, they stay, and the first new row is the one after them.
         history: earlier events of the run, in order, before `resume_at`. Those that the run lacks are sent again: to a new
-            folder on disk, all of them. They are read by the thread, while the training goes on.
+            folder on disk, all of them. The thread reads them while training continues.
 
     Attributes:
         id: ID of the run.
@@ -109,11 +109,11 @@ class WandbRun:
         self._is_ending = threading.Event()  # the training has ended
         self._thread = threading.Thread(target=self._work, args=(history,), name="wandb", daemon=True)
         self._thread.start()
-        # made now, because an interpreter that is ending starts no thread
+        # made now, because an interpreter that is shutting down starts no thread
         self._give_up = threading.Event()
         self._ender = threading.Thread(target=self._tear_down_if_given_up, name="wandb end", daemon=True)
         self._ender.start()
-        atexit.register(self.finish, exit_code=1)  # after an exception; it comes before wandb's own hook
+        atexit.register(self.finish, exit_code=1)  # after an exception; it runs before wandb's own hook
 
     def log(self, event: dict[str, Any]) -> None:
         """Send an event. `event["iter"]` is its iteration; "sample/text" becomes a row of a table."""
@@ -153,7 +153,7 @@ class WandbRun:
             self._ender.join(1.0)
 
     def _start(self, mode: str, arguments: dict[str, Any], run_id: str | None, resume_at: int | None) -> Any:
-        """Start or continue the run with these arguments of `wandb.init`. Returns wandb's object."""
+        """Start or continue the run with these arguments of `wandb.init`, and return wandb's run object."""
         why = ""
         if mode == "online":
             try:
@@ -189,7 +189,7 @@ class WandbRun:
         return run
 
     def _set_up(self) -> None:
-        """Start wandb's process, or start it anew, because it keeps the run ID of an attempt that has failed."""
+        """Start wandb's process, or restart it, because it keeps the run ID of an attempt that has failed."""
         self._wandb.teardown()
         self._wandb.setup(self._wandb.Settings(show_info=False))  # the first call decides what is printed: warnings
         self._wandb.setup(self._wandb.Settings(silent=True))  # runs and logins say nothing else
@@ -205,7 +205,7 @@ class WandbRun:
             self._is_full = True
 
     def _work(self, history: Iterable[dict[str, Any]]) -> None:
-        """In the thread: send everything, then finish the run."""
+        """Send everything, then finish the run. Runs in the thread."""
         try:
             self._run.define_metric("iter")
             self._run.define_metric("*", step_metric="iter")
@@ -258,7 +258,7 @@ class WandbRun:
         self._tear_down()
 
     def _tear_down(self) -> None:
-        """End wandb's process, after its hook in `atexit` has been removed, which would wait for the process without end."""
+        """End wandb's process, after its hook in `atexit` has been removed, which would wait for the process forever."""
         with contextlib.suppress(Exception, SystemExit):
             self._wandb.teardown(self._exit_code)
 

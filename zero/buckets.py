@@ -32,13 +32,13 @@ class FlatBuffer:
         param.data = self.places[-1]
 
     def moved(self) -> Iterator[int]:
-        """Yield the numbers of the parameters that do not lie in their place any more (`param.data = ...`)."""
+        """Yield the numbers of the parameters that are no longer in their place (`param.data = ...`)."""
         for number, (param, form) in enumerate(zip(self.params, self.forms, strict=True)):
             if _form(param) != form and param.numel():
                 yield number
 
     def take_back(self, number: int) -> bool:
-        """Copy the data of a parameter that has moved into its place, if device, dtype and shape are the same: are they?"""
+        """Copy the data of a moved parameter back into its place if device, dtype and shape fit, and return whether they do."""
         value, place = self.params[number].data, self.places[number]
         if (value.device, value.dtype, value.shape) != (place.device, place.dtype, place.shape):
             return False
@@ -105,7 +105,7 @@ def allocate(
 
     Args:
         params: those of the buffer, as the layout numbers them.
-        rank: whose slices are owned.
+        rank: the rank whose slices are owned.
         whole: slices are whole parameters, and get their shapes.
         first_param, first_bucket: how many parameters and buckets the buffers before this one have.
     """

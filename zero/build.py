@@ -63,7 +63,7 @@ def clip_grad_norm_(optimizer: torch.optim.Optimizer, max_norm: float) -> Gradie
     """Clip the gradients of all parameters together, with any implementation. Needs to be called on all ranks.
 
     The result is that of `torch.nn.utils.clip_grad_norm_` on full gradients. With `max_norm=math.inf`, the function only
-    measures. Returns the norms before clipping.
+    measures. Return the norms before clipping.
     """
     if isinstance(optimizer, ShardedOptimizer):
         params, norms = parameters(optimizer.inner), optimizer.gradient_norms()

@@ -44,7 +44,7 @@ class ReduceScatterWork(NamedTuple):
 
 
 class Pool:
-    """Large CPU tensors that are kept for reuse: their fresh memory costs more time than the sum that it is used for.
+    """Large CPU tensors that are kept for reuse: fresh memory would cost more time than the sum that it is used for.
 
     Tensors of less than `KEPT_BYTES` are freed, because malloc itself reuses their memory, and so does the allocator of a GPU.
     """
@@ -141,7 +141,7 @@ class Communicator:
     def add(self, reduction: ReduceScatterWork, shard: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
         """Wait for a reduce-scatter and return its sum over the shard group, added to `shard` if there is one.
 
-        Without `shard`, the sum takes the memory of a received part, or if that does not fit a tensor from the pool. It is
+        Without `shard`, the sum takes the memory of a received part or, if that does not fit, a tensor from the pool. It is
         computed in the dtype of `like`, (sizes[shard_rank],), which may be wider than that of the bucket. The other tensors of
         the reduction return to the pool.
         """
@@ -212,11 +212,11 @@ class Communicator:
     def wait(self, kind: str, works: list[dist.Work], device: torch.device) -> None:
         """Make the computation wait for collectives. The wait time is counted under `kind`."""
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext(), self.waits.measure(kind, device):
-            while works:  # a receive must not be waited for twice, also if this is interrupted
+            while works:  # a receive must not be waited for twice, even if this is interrupted
                 works.pop(0).wait()  # with NCCL, the current stream of the device waits, not this thread
 
     def _peers(self) -> Iterator[tuple[int, int]]:
-        """Yield the rank to receive from and the rank to send to, for each turn of a pairwise exchange."""
+        """Yield the rank to receive from and the rank to send to, for each round of a pairwise exchange."""
         for distance in range(1, self.shard_size):
             yield (self.shard_rank - distance) % self.shard_size, (self.shard_rank + distance) % self.shard_size
 

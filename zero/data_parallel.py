@@ -22,7 +22,7 @@ from zero.refusals import check_all_managed, check_wrapping, tensors_of
 from zero.tensors import distinct_elements, properties
 from zero.waiting import ReadCheck, Readers, WeakHook
 
-CHECKED_FORWARDS = 2  # with `overlap`: forwards after a step in which reads are checked, after a start
+CHECKED_FORWARDS = 2  # with `overlap`: number of forwards, the first with all-gathers in flight, in which reads are checked
 _wrapper_of: weakref.WeakKeyDictionary[nn.Module, "weakref.ref[ShardedDataParallel]"] = weakref.WeakKeyDictionary()
 
 
@@ -40,8 +40,8 @@ class ShardedDataParallel(nn.Module):
                buckets that hold the parameter.
 
     With `overlap`, one rule: after `step`, read parameters from their modules, or from the optimizer's `param_groups`. While
-    all-gathers are in flight, a `WaitingDict` replaces the `_parameters` of each module, so it does not matter who reads, when,
-    or in which thread. An RNN and a compiled module wait for all parameters that they contain; compile the blocks of a model,
+    all-gathers are in flight, a `WaitingDict` replaces the `_parameters` of each module, so any code may read, at any time
+    and in any thread. An RNN and a compiled module wait for all parameters that they contain; compile the blocks of a model,
     not the whole model. Before any other read (from a list or a view made before `step`, from a module outside of the model, or
     in a process forked after `step`), call `optimizer.synchronize()`. The first forwards of the wrapper refuse an operation
     that reads a parameter too early, and name the parameter. A forward of the module itself is not checked.
@@ -62,8 +62,8 @@ class ShardedDataParallel(nn.Module):
     Args:
         broadcast_buffers: broadcast the buffers of rank 0 (for example the statistics of BatchNorm) at construction, and before
             each forward that follows a synchronized forward, as DistributedDataParallel does.
-        overlap: let the all-gathers of a step overlap with the next forward. By default they end in `step`, so that whoever
-            reads a parameter, when, how and in which thread, reads what has been updated.
+        overlap: let the all-gathers of a step overlap with the next forward. By default they end in `step`, so that
+            every later read of a parameter, of any kind and in any thread, sees the update.
         check_reads: with `overlap`, check the reads of all forwards, not only of the first ones. The check costs time in each
             operation, and is left out if a module is compiled.
 
@@ -137,7 +137,7 @@ class ShardedDataParallel(nn.Module):
                 self._broadcast([distinct_elements(name, tensor.detach())])
 
     def _make_readers(self, params: list[nn.Parameter]) -> Readers:
-        """Return what lets modules wait for the buckets of a parameter that they read."""
+        """Return the readers, which make modules wait for the buckets of a parameter that they read."""
         buckets_of: dict[nn.Parameter, list[Bucket]] = {}
         for bucket in self.optimizer.buckets:
             for placed in bucket.members:
@@ -145,7 +145,7 @@ class ShardedDataParallel(nn.Module):
         return Readers(self.optimizer.managed, partial(_wait, self.optimizer, buckets_of), self._undo)
 
     def _install_hooks(self) -> None:
-        """Install hooks for loaded weights in the module, which `_undo` removes, and note whose module it is."""
+        """Install hooks for loaded weights in the module, which `_undo` removes, and note the wrapper of the module."""
         before_loading = WeakHook(self._before_loading)
         for part in self.module.modules():
             if self.optimizer.plan.has_masters:
@@ -220,7 +220,7 @@ class ShardedDataParallel(nn.Module):
         return [bucket.data for bucket in self.optimizer.buckets if bucket.gather is not None]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Same as the optimizer's `zero_grad`: also drops gradients that have been sent."""
+        """Reset the gradients like the optimizer's `zero_grad`, including gradients that have been sent."""
         if not set_to_none:
             super().zero_grad(False)
         for part in self.module.modules() if set_to_none else ():

@@ -1,4 +1,4 @@
-"""The gradients of a step and their norms. Here is where they come from without ShardedDataParallel."""
+"""The gradients of a step and their norms. This module provides them where there is no ShardedDataParallel."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
@@ -13,14 +13,14 @@ from zero.tensors import flattened, shaped
 class ParameterGradients:
     """The source of gradients without ShardedDataParallel: those of the parameters, which must already be averaged."""
 
-    readers = None  # nobody waits for a parameter later than in `step`
+    readers = None  # nothing waits for a parameter after `step`
 
     def __init__(self, buffers: list[FlatBuffer], buckets: list[Bucket]) -> None:
         self._buffers, self._buckets = buffers, buckets
         self._converted: dict[torch.nn.Parameter, tuple[torch.Tensor, int]] = {}  # by local: source gradient, its version
 
     def check(self) -> None:
-        """Called when a step begins. Raises RuntimeError if the model has changed in a way that a step cannot follow."""
+        """Raise RuntimeError if the model has changed in a way that a step cannot follow. Called when a step begins."""
 
     def collect(self) -> Iterator[Bucket]:
         """Yield each bucket when each of its owned slices has its mean gradient or None. Needs to be called on all ranks."""

@@ -306,7 +306,7 @@ def auto_bucket_mb(nbytes: int, world_size: int) -> float:
     """Return the megabytes per bucket for `nbytes` of parameters whose optimizer state `world_size` ranks share.
 
     A third of the parameters: two buckets exist at a time, one that fills and one in flight, and each bucket takes 2 % of a
-    short step of a small model on a CPU. At least 4 MB, because every message takes time before it begins. At most 25 MB, as in
+    short step of a small model on a CPU. At least 4 MB, because every message has a latency. At most 25 MB, as in
     DistributedDataParallel: larger buckets take memory and overlap less. With more than 25 ranks 1 MB per rank, because a ring
     cuts a bucket into one message per rank (Megatron-LM lets its buckets grow for the same reason). Figures: docs/sharding.md.
     """

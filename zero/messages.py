@@ -9,8 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-TAG = 0x2E60  # of messages between two ranks, so that no receive of the user's own takes one
-MESSAGE_BYTES = 25_000_000  # the most that one of several transfers has
+TAG = 0x2E60  # of messages between two ranks, so that a receive in user code never takes one
+MESSAGE_BYTES = 25_000_000  # largest message; longer tensors are sent in several
 _IN_FLIGHT = 2  # transfers
 LONG_TIMEOUT = timedelta(days=1)  # for waits on a disk, which may take longer than any step
 
@@ -43,7 +43,7 @@ def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[A
 
 def broadcast_object(value: Any, group: dist.ProcessGroup | None = None) -> Any:
     """Return the value of rank 0. Call it on all ranks; without torch.distributed, there is one."""
-    if not dist.is_initialized() or dist.get_backend(group) == "fake":  # there, nobody sends
+    if not dist.is_initialized() or dist.get_backend(group) == "fake":  # there, no rank sends
         return value
     values = [value]
     dist.broadcast_object_list(values, group_src=0, group=group)
@@ -68,7 +68,7 @@ def on_all_ranks(make: Callable[[], Any], group: dist.ProcessGroup | None = None
 
 
 def check_same_on_all_ranks(facts: dict[str, Any], group: dist.ProcessGroup | None = None) -> None:
-    """Raise ValueError on all ranks if what a rank knows of its model differs from what rank 0 knows."""
+    """Raise ValueError on all ranks if the facts about the model of a rank differ from those of rank 0."""
     several = dist.is_initialized() and dist.get_world_size(group) > 1
     expected = broadcast_object(facts, cpu_group(group)) if several else facts
 
@@ -121,7 +121,7 @@ def gather_on_rank_0(own: list[torch.Tensor], places: list[list[torch.Tensor]] |
 
     Args:
         own: the tensors of this rank.
-        places: on rank 0: where it wants the tensors of each rank. On other ranks: None.
+        places: on rank 0: the destinations of the tensors of each rank. On other ranks: None.
         group: see `Transfers`; None if there is one rank.
     """
     transfers = Transfers(group)

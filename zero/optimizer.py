@@ -155,7 +155,7 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
 
     @property
     def source(self) -> Any:
-        """Where gradients come from: the Reducer of the ShardedDataParallel around the model, or else ParameterGradients."""
+        """The source of the gradients: the Reducer of the ShardedDataParallel around the model, or else ParameterGradients."""
         wrapper = self.wrapper() if self.wrapper is not None else None
         return self._parameter_gradients if wrapper is None else wrapper.reducer
 
@@ -197,7 +197,7 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
                 with region(f"zero::all_gather bucket {bucket.number}"):
                     bucket.gather = self.comm.all_gather(bucket.data, bucket.sizes)
         except BaseException:
-            self.synchronize()  # nobody waits for gathers that have started
+            self.synchronize()  # nothing else waits for all-gathers that have started
             raise
         finally:
             for group, params in zip(self.inner.param_groups, everything, strict=True):
@@ -258,7 +258,7 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Scale the gradients of the owned slices like `torch.nn.utils.clip_grad_norm_`. Needs to be called on all ranks.
 
-        Returns the norm before clipping, a float32 scalar.
+        Return the norm before clipping, a float32 scalar.
         """
         norm = self.gradient_norms().total
         torch.nn.utils.clip_grads_with_norm_([owned.local for owned in self.owned], max_norm, norm)

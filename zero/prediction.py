@@ -37,7 +37,7 @@ class Activations(NamedTuple):
 
 @dataclass(frozen=True)
 class Prediction:
-    """Predictions for one rank: here a single process. The subclasses are those for each wrapper.
+    """Predictions for one rank, here of a single process. There is a subclass for each wrapper.
 
     Args:
         plan: the plan of any implementation, see `zero.flags` and `zero.layout`.
@@ -253,7 +253,7 @@ class ShardedPrediction(Prediction):
         before_last = max(1, self._bytes_before_last)
 
         def held(moved: float) -> int:
-            """Gradients and activations when so many bytes of gradients are in buckets: layers free both at the same rate."""
+            """Return gradients and activations when `moved` bytes are in buckets: layers free both at the same rate."""
             if moved > before_last:
                 return self._last_gradient if moved < math.inf else 0
             freed = max(0, layers - embedding) * int(moved) // before_last

@@ -56,7 +56,7 @@ class BucketGradients:
             place.add_(own, alpha=1 / self.comm.world_size)
 
     def start_reduce_scatter(self) -> None:
-        """Send the bucket, once the streams that have filled it have done so."""
+        """Start the reduce-scatter of the bucket, after the work of the streams that fill it."""
         assert self.buffer is not None
         streams, self.streams = self.streams, set()
         for stream in streams:
@@ -86,7 +86,7 @@ class BucketGradients:
             self.views = [shaped(shard[slice_.offset : slice_.offset + slice_.local.numel()], slice_.local) for slice_ in owned]
 
     def start_all_reduce(self) -> None:
-        """Start to add up the shard over its replicas, if it has a gradient of this step that is not added up yet."""
+        """Start the all-reduce of the shard over its replicas, if it has a gradient of this step that is not reduced yet."""
         if self.comm.replicas > 1 and self.shard is not None and self.all_reduce is None:
             with region(f"zero::all_reduce bucket {self.bucket.number}"):
                 self.all_reduce = self.comm.all_reduce_shard(self.shard)
@@ -132,12 +132,12 @@ class Reducer:
     reduce-scattered in the order of their numbers, as soon as they are full. The end of backward completes the buckets whose
     parameters it did not reach, and the ranks agree on which parameters have a gradient on any rank.
 
-    What was done to `param.grad` since is found when it matters: None drops a gradient, `zero_()` zeroes it.
+    Later changes of `param.grad` are detected when they matter: None drops a gradient, `zero_()` zeroes it.
 
     Args:
         module: the bare module.
         optimizer: for its parameters.
-        readers: who waits for parameters in flight, or None.
+        readers: the modules that wait for parameters in flight, or None.
         shard_gradients: send the gradients of every backward.
         undo: receives functions that remove from the module what is installed there.
 
@@ -176,15 +176,15 @@ class Reducer:
     # -- backward ------------------------------------------------------------------------------------------------------
 
     def watch(self, result: Any) -> None:
-        """Note the begin of a backward through the outputs of a forward."""
+        """Install hooks that note the start of a backward pass through the outputs of a forward pass."""
         for output in tensors_in(result):
             if output.grad_fn is not None:
                 output.register_hook(partial(WeakHook(self._on_output_gradient), _nearest_leaf(output.grad_fn)))
 
     def _on_output_gradient(self, leaf: Any, _: torch.Tensor) -> None:
-        """Begin a backward, before any gradient arrives: also a rank on which none arrives takes part.
+        """Begin a backward pass before any gradient arrives, so that a rank on which none arrives takes part, too.
 
-        `torch.autograd.grad` comes here as well, but accumulates no gradient, not even in the leaf next to the output.
+        `torch.autograd.grad` calls this hook as well, but accumulates no gradient, not even in the leaf next to the output.
         Reentrant checkpoints call `backward` inside of the outer call, to which the first call of this hook belongs.
         """
         is_due = not self.in_backward and (self.must_send or self.shard_gradients)
@@ -333,7 +333,7 @@ class Reducer:
     # -- gradients that have been sent ---------------------------------------------------------------------------------
 
     def _apply_zeroing(self) -> None:
-        """Apply to the sent gradients what was done to `param.grad` since: None drops a gradient, `zero_()` zeroes it."""
+        """Apply later changes of `param.grad` to the sent gradients: None drops a gradient, `zero_()` zeroes it."""
         current = [param.grad for param in self.params]
         for param, gradient, sent in zip(self.params, current, self._sent, strict=True):
             if gradient is not sent and isinstance(gradient, SentGradient):
@@ -366,10 +366,10 @@ class Reducer:
     def _unscale(self, sent: list[SentGradient], found_inf: torch.Tensor, inverse_scale: torch.Tensor) -> None:
         """Unscale gradients that have been sent, and set `found_inf` to 1 on all ranks if any of them has an inf or a nan.
 
-        `torch.amp.GradScaler.unscale_` comes here, which needs to be called on all ranks.
+        `torch.amp.GradScaler.unscale_` calls this method. It needs to be called on all ranks.
         """
         self.optimizer.collect_gradients()
-        chosen = set(map(id, sent))  # GradScaler comes here once for each dtype
+        chosen = set(map(id, sent))  # GradScaler calls this once for each dtype
         owned = [owned for owned in self.optimizer.owned if id(owned.param.grad) in chosen]
         if gradients := [owned.local.grad for owned in owned if owned.local.grad is not None]:
             torch._amp_foreach_non_finite_check_and_unscale_(gradients, found_inf, inverse_scale)
@@ -400,7 +400,7 @@ class Reducer:
 
 
 def _accumulator(param: nn.Parameter) -> Any:
-    """Return the node of autograd that accumulates the gradients of a parameter."""
+    """Return the autograd node that accumulates the gradients of a parameter."""
     with torch.enable_grad():
         view = param.view_as(param)
     if view.grad_fn is None:

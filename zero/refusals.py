@@ -18,7 +18,7 @@ MOVED = (
     "optimizer after that"
 )
 SPARSE = "sparse gradients cannot be laid flat; use nn.Embedding(sparse=False)"
-# classes that treat every element independently, and keep all that they count in the state of a parameter
+# classes that treat every element independently, and keep all their counters in the state of a parameter
 ELEMENTWISE = (
     *(torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax, torch.optim.ASGD),
     *(torch.optim.NAdam, torch.optim.RAdam, torch.optim.RMSprop, torch.optim.Rprop, torch.optim.SGD),
@@ -56,7 +56,7 @@ def check_parameters(params: list[torch.nn.Parameter], param_dtype: torch.dtype 
         return
     if any(param.is_complex() for param in params):
         raise ValueError(f"param_dtype={param_dtype} would drop the imaginary parts of a complex parameter")
-    gc.collect()  # a wrapper that nobody holds any more does not count
+    gc.collect()  # a wrapper that is no longer referenced does not count
     for thing in gc.get_objects():
         if DistributedDataParallel in type(thing).__mro__ and not set(params).isdisjoint(thing.parameters()):
             raise ValueError(
@@ -132,7 +132,7 @@ def check_all_managed(module: nn.Module, managed: Collection[nn.Parameter]) -> N
 
 
 def check_managed(module: nn.Module, parts: list[nn.Module], managed: Collection[nn.Parameter]) -> None:
-    """The same for the `parts` of a module while it trains: RuntimeError."""
+    """Raise RuntimeError for the same in the `parts` of a module while it trains."""
     params = (param for part in parts for param in part._parameters.values() if param is not None and param.requires_grad)
     if not all(param in managed for param in params):
         raise RuntimeError(

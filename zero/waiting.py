@@ -1,4 +1,4 @@
-"""Who waits for a parameter: reads of parameters in flight, with overlapped all-gathers."""
+"""Reads of parameters in flight, with overlapped all-gathers: they wait, or are refused."""
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
@@ -62,7 +62,7 @@ class Readers:
 
     Args:
         params: the parameters that can be in flight.
-        wait: is called with every value that is read from a module's parameters. It must not keep the wrapper alive.
+        wait: called with every value that is read from a module's parameters. It must not keep the wrapper alive.
         undo: receives functions that remove from the module what is installed there.
     """
 
@@ -75,7 +75,7 @@ class Readers:
         self.is_compiled = False  # whether a module is compiled
 
     def begin(self) -> None:
-        """Make reads wait, of the modules that `find` has found last."""
+        """Make reads wait in the modules that the last `find` has found."""
         inside = {param for part in self.owners for param in part._parameters.values()}
         for param in self.params - inside:  # for example those of a loss: nothing else waits for them
             self.wait(param)
@@ -87,7 +87,7 @@ class Readers:
         _restore_plain_dicts(self.owners)
 
     def find(self, parts: list[nn.Module]) -> None:
-        """Find the modules that have parameters, and make those wait as a whole that read them without their dictionaries."""
+        """Find the modules that have parameters. Make those that bypass the dictionaries wait for all their parameters."""
         self.owners = [part for part in parts if not self.params.isdisjoint(part._parameters.values())]
         for part in parts:
             call = part._compiled_call_impl
@@ -116,7 +116,7 @@ class ReadCheck(TorchDispatchMode):
 
     Args:
         in_flight: returns the memory that is in flight.
-        names: of the parameters.
+        names: names of the parameters.
     """
 
     supports_higher_order_operators = True  # such as torch.cond

@@ -27,7 +27,7 @@ BATCH = 1024  # documents to tokenize at once
 
 
 def downloaded() -> Iterator[str]:
-    """Yields the documents of OpenWebText, streamed from the Hugging Face hub."""
+    """Yield the documents of OpenWebText, streamed from the Hugging Face hub."""
     try:
         from datasets import load_dataset
     except ImportError:
@@ -46,7 +46,7 @@ def downloaded() -> Iterator[str]:
 
 
 def local(path: str) -> Iterator[str]:
-    """Yields the documents of a local file, which has one document per line."""
+    """Yield the documents of a local file, which has one document per line."""
     try:
         with open(path, encoding="utf-8") as file:
             for number, line in enumerate(file, start=1):

@@ -13,7 +13,7 @@ from zero.state import CheckpointError
 
 
 def _inspect(path: str, show_tensors: bool) -> bool:
-    """Print whether the checksums of a file are correct, then its content. Returns whether they are."""
+    """Print whether the checksums of a file are correct, then its content. Return whether they are."""
     verify(path)
     checkpoint = format.read(path)
     manifest, tensors = checkpoint.get("manifest", {}), tensors_in(checkpoint)
@@ -45,7 +45,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(arguments: list[str]) -> int:
-    """Run the command `inspect` or `convert`. Returns the exit code; --help and wrong arguments end the process."""
+    """Run the command `inspect` or `convert`, and return the exit code; --help and wrong arguments end the process."""
     parser = _Parser("python -m zero.checkpoint", description="Look at a checkpoint, or change its format.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="inspect | convert")
     about = "say whether the checksums of a checkpoint hold, and what it contains; exit code 1 if one does not"

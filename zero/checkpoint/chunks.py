@@ -63,7 +63,7 @@ def write(chunks: list[TensorChunk], folder: str, process_group: dist.ProcessGro
 
 
 def read(folder: str, chunks: list[TensorChunk]) -> None:
-    """Fill the elements of `chunks`, which need not be those that were written. Each rank can call it alone.
+    """Fill the elements of `chunks`, which may be other chunks than those that were written. Each rank can call it alone.
 
     Raises:
         CheckpointError: if the files are missing, damaged, or not of these tensors.

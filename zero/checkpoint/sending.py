@@ -137,7 +137,7 @@ def _allocate(chunks: list[TensorChunk], device: str) -> list[TensorChunk]:
 
 
 def _read(read_chunks: _ReadChunks | None, chunks: list[TensorChunk]) -> CheckpointError | None:
-    """Fill the elements of `chunks`, if this rank sees the file. Returns the error if the file cannot be read."""
+    """Fill the elements of `chunks`, if this rank sees the file. Return the error if the file cannot be read."""
     try:
         if read_chunks is not None and chunks:
             read_chunks(chunks)

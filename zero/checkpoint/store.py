@@ -47,7 +47,7 @@ def commit(checkpoint: dict[str, Any], folder: str, rotate: bool = True) -> set[
 def clean_up(folder: str, keep: int, iteration: int, replaced: set[str]) -> str | None:
     """Keep the newest checkpoint, of `iteration`, as one of the last `keep` by iteration. Remove what is no longer needed.
 
-    `replaced` is what `commit` returned. Returns a description of a problem, or None. Call it on one process only.
+    `replaced` is what `commit` returned. Return a description of a problem, or None. Call it on one process only.
     """
     path = os.path.join(folder, NAME)
     try:
@@ -159,7 +159,7 @@ def _commit_file(checkpoint: dict[str, Any], path: str, previous: str | None = N
 
 
 def _prune(folder: str, keep: int, iteration: int) -> set[str]:
-    """Remove all checkpoints by iteration except the last `keep`. Returns the shards that the removed files referred to."""
+    """Remove all checkpoints by iteration except the last `keep`. Return the shards that the removed files referred to."""
     names = [match for file in _glob(folder, "ckpt_*.pt") if (match := _KEPT.fullmatch(os.path.basename(file)))]
     # ignore later iterations: a run that was resumed from an earlier iteration has not reached them yet
     so_far = sorted((int(name[1]), name[0]) for name in names if int(name[1]) <= iteration)

@@ -144,7 +144,7 @@ class CheckpointWriter:
             self._barrier()
 
     def wait(self) -> None:
-        """Wait until no checkpoint is being written. Raises what is not an outcome. Needs to be called on all ranks."""
+        """Wait until no checkpoint is being written. Raise an error that is not an outcome. Needs to be called on all ranks."""
         pending, self._pending = self._pending, None
         if pending is not None:
             try:

@@ -274,7 +274,7 @@ while run.goes_on():
     with run.phase("clip"):
         scaler.unscale_(optimizer)
         norms = clip_grad_norm_(optimizer, grad_clip or math.inf)
-    run.before_update(loss_sum, norms)  # are all ranks the same, and all values finite? may skip the update
+    run.before_update(loss_sum, norms)  # are all ranks the same, and all values finite? if not, step skips
     with run.phase("update"):
         scaler.step(optimizer)
         scaler.update()

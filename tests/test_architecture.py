@@ -117,7 +117,8 @@ def test_the_map_in_the_documentation_is_the_codes(graph):
     width = max(map(len, graph))
     order = graphlib.TopologicalSorter({module: sorted(graph[module]) for module in sorted(graph)}).static_order()
     expected = [f"{module:<{width}}  {' '.join(sorted(graph[module])) or '-'}" for module in order]
-    assert sorted(line.strip() for line in block) == sorted(line.strip() for line in expected), "\n".join(expected)
+    now, then = ({line.strip() for line in lines} for lines in (expected, block))
+    assert now == then, "\n".join(["remove:", *sorted(then - now), "add, in any place:", *sorted(now - then)])
 
 
 def test_a_reader_can_take_in_every_class_of_the_engine():

@@ -36,6 +36,7 @@ from model import GPT, GPTConfig, check_block_size
 from run.agreement import compare_model_and_data, compare_settings, compare_with_checkpoint
 from run.memory import describe
 from run.moments import Run
+from zero import ShardedGradScaler
 from zero.build import build, clip_grad_norm_
 from zero.flags import Flags
 
@@ -187,7 +188,7 @@ with run.stage("making the optimizer"):
     groups = raw_model.param_groups(weight_decay)
     run.before_build(raw_model, groups, checkpoint)
     model, optimizer = build(raw_model, groups, flags, overlap=True, lr=learning_rate, betas=(beta1, beta2))
-    scaler = torch.amp.GradScaler(device.type, enabled=dtype == "float16")
+    scaler = ShardedGradScaler(device.type, enabled=dtype == "float16")
     if checkpoint is not None:
         run.checkpoints.restore(optimizer, checkpoint)
         if checkpoint.get("scaler"):  # the checkpoint is from a float16 run

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
+from zero import ShardedGradScaler
 from zero.gradients import GradientNorms
 from zero.messages import gather_objects, is_rank_0
 from zero.partition import partition
@@ -35,7 +36,7 @@ class Guard:
         self,
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
-        scaler: torch.amp.GradScaler,
+        scaler: ShardedGradScaler,
         limit: int,
         alert: Callable[[str, str], None] = lambda *_: None,
     ) -> None:
@@ -70,8 +71,7 @@ class Guard:
         self._in_a_row = (self._in_a_row + 1) * skip
         self._skipped = self._skipped + skip
         if self.scaler.is_enabled():
-            for found in self.scaler._per_optimizer_states[id(self.optimizer)]["found_inf_per_device"].values():
-                found.copy_(torch.maximum(found, skip))  # set by unscale_
+            self.scaler.skip_if(self.optimizer, skip)
         elif self._part.inner.defaults.get("fused"):
             self._part.inner.found_inf = skip  # type: ignore[attr-defined]  # where torch.amp.GradScaler puts it
         elif skip:  # no fused kernel (mps): the host reads the decision

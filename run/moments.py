@@ -28,6 +28,7 @@ from run.profiling import Profiler
 from run.progress import Progress
 from run.sampling import Sampler
 from run.shadow import Shadow
+from zero import ShardedGradScaler
 from zero.flags import Flags
 from zero.gradients import GradientNorms
 
@@ -94,7 +95,7 @@ class Run:
         raw_model: GPT,
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
-        scaler: torch.amp.GradScaler,
+        scaler: ShardedGradScaler,
         autocast: AbstractContextManager[Any],
         data: Dataset,
         flags: Flags,

@@ -12,6 +12,7 @@ import torch
 from distributed.ranks import gather_numbers, print0
 from run.checkpoints import Checkpoints
 from run.guard import Guard
+from zero import ShardedGradScaler
 from zero.build import build, clip_grad_norm_
 from zero.flags import Flags
 from zero.optimizer import hyperparameters
@@ -76,7 +77,7 @@ class Shadow:
     def follow(
         self,
         optimizer: torch.optim.Optimizer,
-        scaler: torch.amp.GradScaler,
+        scaler: ShardedGradScaler,
         limit: int,
         autocast: AbstractContextManager[Any],
         micro_steps: int,

@@ -1,6 +1,7 @@
 """ZeRO stage 1 for PyTorch: optimizer state divided evenly among the ranks. Imports only torch and its own modules."""
 
 from zero.data_parallel import ShardedDataParallel
+from zero.grad_scaler import ShardedGradScaler
 from zero.optimizer import ShardedOptimizer
 
-__all__ = ["ShardedDataParallel", "ShardedOptimizer"]
+__all__ = ["ShardedDataParallel", "ShardedGradScaler", "ShardedOptimizer"]

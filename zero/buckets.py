@@ -20,35 +20,38 @@ class FlatBuffer:
     data: torch.Tensor  # (layout.padded_numel,)
     params: list[torch.nn.Parameter]  # numbered as in the layout
     layout: Layout
-    places: list[torch.Tensor] = field(default_factory=list)  # of each parameter: its view into `data`, in its strides
-    forms: list[tuple[Any, ...]] = field(default_factory=list)  # of each place
+    forms: dict[int, tuple[Any, ...]] = field(default_factory=dict)  # by number: what must stay as it was when it moved in
 
-    def move_in(self, like: torch.Tensor) -> None:
-        """Make the data of the next parameter a view into its place, with the strides of `like`. Its values are not copied."""
-        param, offset = self.params[len(self.places)], self.layout.offsets[len(self.places)]
-        part = with_own_storage(self.data[offset : offset + param.numel()])
-        self.places.append(part.as_strided(like.shape, like.stride()))
-        self.forms.append(_form(self.places[-1]))
-        param.data = self.places[-1]
+    def move_in(self, number: int, like: torch.Tensor) -> None:
+        """Make the data of a parameter a view into its place, with the strides of `like`. Its values are not copied."""
+        self.params[number].data = self._place(number, like)
+        self.forms[number] = _form(self.params[number])
 
     def moved(self) -> Iterator[int]:
         """Yield the numbers of the parameters that are no longer in their place (`param.data = ...`)."""
-        for number, (param, form) in enumerate(zip(self.params, self.forms, strict=True)):
-            if _form(param) != form and param.numel():
+        for number, (param, offset) in enumerate(zip(self.params, self.layout.offsets, strict=True)):
+            address = self.data.data_ptr() + offset * self.data.itemsize
+            if param.numel() and (param.data_ptr(), *_form(param)) != (address, *self.forms[number]):
                 yield number
 
     def take_back(self, number: int) -> bool:
-        """Copy the data of a moved parameter back into its place if device, dtype and shape fit, and return whether they do."""
-        value, place = self.params[number].data, self.places[number]
-        if (value.device, value.dtype, value.shape) != (place.device, place.dtype, place.shape):
+        """Copy the data of a moved parameter back into its place if its form is the same, and return whether it is."""
+        param, value = self.params[number], self.params[number].data
+        if _form(param) != self.forms[number]:
             return False
-        self.params[number].data = place.copy_(value)
+        param.data = self._place(number, value)
+        param.data.copy_(value)
         return True
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor lies in this buffer."""
         start, stop = memory_span(self.data)
         return has_memory(tensor) and start <= tensor.data_ptr() < stop
+
+    def _place(self, number: int, like: torch.Tensor) -> torch.Tensor:
+        offset = self.layout.offsets[number]
+        part = with_own_storage(self.data[offset : offset + self.params[number].numel()])
+        return part.as_strided(like.shape, like.stride())
 
 
 class OwnedSlice(NamedTuple):
@@ -128,5 +131,5 @@ def allocate(
     return buffer, buckets
 
 
-def _form(param: torch.Tensor) -> tuple[int, torch.dtype, torch.Size, tuple[int, ...]]:
-    return param.data_ptr(), param.dtype, param.shape, param.stride()
+def _form(param: torch.Tensor) -> tuple[torch.device, torch.dtype, torch.Size, tuple[int, ...]]:
+    return param.device, param.dtype, param.shape, param.stride()

@@ -31,9 +31,9 @@ class ShardedDataParallel(nn.Module):
 
     backward   When the gradient of a parameter arrives, it is divided by the world size, copied into its bucket and freed. A
                bucket that has all its gradients is reduce-scattered at once, in the order of the buckets. From then on,
-               `param.grad` is a `SentGradient`. It can be dropped, zeroed, and unscaled by
-               torch.amp.GradScaler, but not read: clip with `optimizer.clip_grad_norm_`. With replicas, an all-reduce adds up
-               each shard over the groups as soon as its reduce-scatter has ended.
+               `param.grad` is a `SentGradient`. It can be dropped and zeroed, but not read: clip with
+               `optimizer.clip_grad_norm_`, and scale float16 gradients with `ShardedGradScaler`. With replicas, an all-reduce
+               adds up each shard over the groups as soon as its reduce-scatter has ended.
     step       The optimizer waits for the reduce-scatters (its phase 1), updates the owned slices, all-gathers each bucket
                as soon as it is updated, and waits until every parameter is in its place.
     forward    With `overlap`, step does not wait. A read of a parameter from its module waits for the all-gathers of the
@@ -105,7 +105,7 @@ class ShardedDataParallel(nn.Module):
             module.to(optimizer.param_dtype)
         self._broadcast_unsharded()
         self.readers = self._make_readers(params) if overlap else None
-        self.reducer = Reducer(module, optimizer, self.readers, shard_gradients, self._undo)
+        self.reducer = Reducer(module, optimizer, self.readers, shard_gradients)
         self._is_installed = True
         if self.readers is not None:
             self.readers.find(list(module.modules()))

@@ -339,11 +339,11 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
                 for owned in bucket.owned:
                     self._owned_of.setdefault(owned.param, []).append(owned)
                     bucket.local_by_group.setdefault(group_of[owned.param], []).append(owned.local)
-            for param in own:
+            for number, param in enumerate(own):
                 self.former_memory.leave(param, buffer.data.dtype)
                 value = param.data if is_dense(param) else param.data.contiguous()
                 self.comm.broadcast(flattened(value, value))
-                buffer.move_in(value)
+                buffer.move_in(number, value)
                 self.set_parameter(param, value)
                 _optimizer_of[param] = weakref.ref(self)
 

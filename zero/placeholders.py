@@ -1,6 +1,5 @@
 """Placeholders for gradients that have been sent."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,8 +9,7 @@ class SentGradient(torch.Tensor):
     """Placeholder in `param.grad` for a gradient that has been sent. The ranks' shards hold its mean over the ranks.
 
     It has the shape and dtype of the parameter, but no elements. `zero_()` sets the gradient to zero. `added` holds the sum
-    that a further backward adds, until that is sent as well. torch.amp.GradScaler unscales the gradient in the shards. All
-    other operations raise an error, such as clipping.
+    that a further backward adds, until that is sent as well. All other operations raise an error, such as clipping and scaling.
     """
 
     data = property(lambda sent: sent, lambda sent, _: _refuse("data"))
@@ -24,14 +22,13 @@ class SentGradient(torch.Tensor):
 
     added: torch.Tensor | None
     zeroed: bool
-    unscale: Callable[..., None]
 
     @staticmethod
-    def __new__(cls, param: torch.Tensor, unscale: Callable[..., None]) -> "SentGradient":
+    def __new__(cls, param: torch.Tensor) -> "SentGradient":
         sent = torch.Tensor._make_wrapper_subclass(
             cls, param.shape, strides=param.stride(), dtype=param.dtype, device=param.device
         )
-        sent.added, sent.zeroed, sent.unscale = None, False, unscale
+        sent.added, sent.zeroed = None, False
         return sent
 
     def take_added(self) -> torch.Tensor | None:
@@ -67,15 +64,13 @@ class SentGradient(torch.Tensor):
             for tensor in sent:
                 tensor.zero_()
             return None
-        if function is ops._amp_foreach_non_finite_check_and_unscale_.default:
-            return next(each for each in sent if isinstance(each, SentGradient)).unscale(*args)
         return _refuse(function.overloadpacket.__name__)
 
 
 def _refuse(function: str) -> None:
     raise RuntimeError(
         "this gradient cannot be read or written: ShardedDataParallel has sent it, and each rank holds only its shards of "
-        f"the mean; clip with optimizer.clip_grad_norm_ (the function was {function})"
+        f"the mean; clip with optimizer.clip_grad_norm_, scale with zero.ShardedGradScaler (the function was {function})"
     )
 
 

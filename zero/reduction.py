@@ -2,7 +2,7 @@
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -139,7 +139,6 @@ class Reducer:
         optimizer: for its parameters.
         readers: the modules that wait for parameters in flight, or None.
         shard_gradients: send the gradients of every backward.
-        undo: receives functions that remove from the module what is installed there.
 
     Attributes:
         must_send: whether the next backward sends its gradients; `require_backward_grad_sync` of the wrapper.
@@ -152,7 +151,6 @@ class Reducer:
         optimizer: ShardedOptimizer,
         readers: Readers | None,
         shard_gradients: bool,
-        undo: list[Callable[[], None]],
     ) -> None:
         self.module, self.optimizer, self.readers, self.shard_gradients = module, optimizer, readers, shard_gradients
         self.must_send, self.in_backward = True, False
@@ -166,12 +164,10 @@ class Reducer:
         self._next = 0  # number of the bucket to be reduce-scattered next
         self._used: set[int] = set()  # numbers of the parameters that have a gradient in this step
         self._agreement: Agreement | None = None  # in flight
-        self._forms = [place for buffer in optimizer.buffers for place in buffer.places]  # strides of each parameter
-        self._sent = [self._new_placeholder(number) for number in range(len(self.params))]  # for gradients in the shards
-        self._accumulators = [_accumulator(param) for param in self.params]  # autograd keeps them only while a graph does
-        on_gradient = WeakHook(self._on_gradient)
-        for number, accumulator in enumerate(self._accumulators):
-            undo.append(accumulator.register_hook(partial(on_gradient, number)).remove)
+        self._sent = [SentGradient(param) for param in self.params]  # placeholders for gradients in the shards
+        self._accumulators: dict[int, Any] = {}  # by parameter: its autograd node, which otherwise lives as long as a graph
+        for number in range(len(self.params)):
+            self._hook(number)
 
     # -- backward ------------------------------------------------------------------------------------------------------
 
@@ -191,11 +187,20 @@ class Reducer:
         if is_due and _accumulates(leaf):
             self._begin_backward()
 
+    def _hook(self, number: int) -> None:
+        """Call `_on_gradient` when backward has accumulated a gradient, after all hooks of the parameter, as DDP does."""
+        if not self.params[number].requires_grad:  # frozen since the optimizer was built
+            return
+        with torch.enable_grad():
+            view: Any = self.params[number].view_as(self.params[number])
+        node = view.grad_fn.next_functions[0][0]
+        if node is not self._accumulators.get(number):
+            self._accumulators[number] = node
+            node.register_hook(partial(WeakHook(self._on_gradient), number))
+
     def _on_gradient(self, number: int, *_: Any) -> None:
-        """Process a gradient that backward has just accumulated. All hooks of the parameter have seen it."""
+        """Process a gradient that backward has just accumulated."""
         param = self.params[number]
-        if param.grad is None:  # another hook has dropped it; DistributedDataParallel treats this as zero
-            param.grad = torch.zeros_like(param)
         for gradients, _ in self._places[number]:
             if gradients.bucket.gather is not None:
                 raise RuntimeError(
@@ -205,6 +210,8 @@ class Reducer:
         if not (self.must_send or self.shard_gradients):
             self.optimizer.comm.pool.clear()  # frees memory for the full gradients
             return
+        if param.grad is None:  # a hook has dropped it; DistributedDataParallel treats this as zero
+            param.grad = torch.zeros_like(param)
         if not self.in_backward:
             self._begin_backward()  # the parameter was used outside of the module, for example in a penalty
         self._copy_to_buckets(number)
@@ -228,7 +235,7 @@ class Reducer:
         if gradient.is_sparse:
             raise RuntimeError(SPARSE)
         self._used.add(number)
-        gradient = flattened(gradient.detach(), self._forms[number])  # it requires gradients itself with create_graph=True
+        gradient = flattened(gradient.detach(), param)  # it requires gradients itself with create_graph=True
         for gradients, slice_ in self._places[number]:
             if gradients.bucket.number < self._next:
                 raise RuntimeError(
@@ -259,7 +266,8 @@ class Reducer:
             for slice_ in gradients.bucket.members:
                 if slice_.param not in gradients.missing:
                     continue
-                if local_gradient(self.params[slice_.param]) is not None:  # accumulated in an earlier micro-step
+                if local_gradient(self.params[slice_.param]) is not None:  # accumulated in an earlier micro-step, or
+                    self._hook(slice_.param)  # without a hook: unfrozen, or its node is new (model.double().float())
                     self._copy_to_buckets(slice_.param)
                 else:
                     gradients.place(slice_).zero_()
@@ -358,22 +366,7 @@ class Reducer:
             self._used.discard(number)
             if self.params[number].grad is self._sent[number]:
                 self.params[number].grad = None
-            self._sent[number] = self._new_placeholder(number)  # a new object, which differs from the old one
-
-    def _new_placeholder(self, number: int) -> SentGradient:
-        return SentGradient(self.params[number], WeakHook(self._unscale))
-
-    def _unscale(self, sent: list[SentGradient], found_inf: torch.Tensor, inverse_scale: torch.Tensor) -> None:
-        """Unscale gradients that have been sent, and set `found_inf` to 1 on all ranks if any of them has an inf or a nan.
-
-        `torch.amp.GradScaler.unscale_` calls this method. It needs to be called on all ranks.
-        """
-        self.optimizer.collect_gradients()
-        chosen = set(map(id, sent))  # GradScaler calls this once for each dtype
-        owned = [owned for owned in self.optimizer.owned if id(owned.param.grad) in chosen]
-        if gradients := [owned.local.grad for owned in owned if owned.local.grad is not None]:
-            torch._amp_foreach_non_finite_check_and_unscale_(gradients, found_inf, inverse_scale)
-        self.optimizer.comm.wait("found_inf", self.optimizer.comm.all_reduce(found_inf, dist.ReduceOp.MAX), found_inf.device)
+            self._sent[number] = SentGradient(self.params[number])  # a new object, which differs from the old one
 
     def _reset(self) -> None:
         """Drop all gradients that have arrived on this rank. Afterwards nothing is in flight."""
@@ -397,15 +390,6 @@ class Reducer:
         if self._agreement is not None:
             self.optimizer.comm.wait("all-reduce", self._agreement.works, self._agreement.used.device)
             self._agreement = None
-
-
-def _accumulator(param: nn.Parameter) -> Any:
-    """Return the autograd node that accumulates the gradients of a parameter."""
-    with torch.enable_grad():
-        view = param.view_as(param)
-    if view.grad_fn is None:
-        raise ValueError("a parameter was frozen after ShardedOptimizer was built; build ShardedDataParallel before that")
-    return view.grad_fn.next_functions[0][0]
 
 
 def _nearest_leaf(node: Any) -> Any:

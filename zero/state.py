@@ -87,7 +87,7 @@ def consolidate(optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
         CheckpointError: on all ranks, if an entry of state has neither one number per element nor the same value on all ranks.
             With whole parameters, it may have any shape.
     """
-    part = partition(optimizer)
+    part = _synchronized(optimizer)
     whole = _gathered(part, *_of_optimizer(part))
     return whole and whole["optimizer"]
 
@@ -98,14 +98,14 @@ def model_state_dict(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -
     Returns:
         On rank 0: copies on the CPU, tied where the entries are. Masters replace weights of lower precision. On others: None.
     """
-    part = partition(optimizer)
+    part = _synchronized(optimizer)
     whole = _gathered(part, *_of_model(part, model, divided=part.plan.has_masters))
     return whole and whole["model"]
 
 
 def full_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
     """Gather `model_state_dict` and `consolidate` on rank 0, as "model" and "optimizer". Needs to be called on all ranks."""
-    part = partition(optimizer)
+    part = _synchronized(optimizer)
     return _gathered(part, *_of_both(part, model, divided=part.plan.has_masters))
 
 
@@ -118,7 +118,7 @@ def local_chunks(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tu
         rank 0 the tensors of the model that no rank owns.
     Raises CheckpointError also for a parameter that is not contiguous.
     """
-    part = partition(optimizer)
+    part = _synchronized(optimizer)
     _check_contiguous(part)
     outline, chunks = _of_both(part, model, divided=True)
     return outline if part.receives else None, chunks
@@ -145,7 +145,7 @@ def restore(
     """
     if state_dict is None:
         raise CheckpointError("every rank needs the whole state, but `consolidate` returns it on rank 0: save it and load it")
-    part = partition(optimizer)
+    part = _synchronized(optimizer)
     _check_groups(state_dict["param_groups"], optimizer)
     _check_state(state_dict["state"], part, in_chunks=read_chunks is not None)
     states, chunks = _local_states(state_dict["state"], part)
@@ -160,6 +160,13 @@ def restore(
                 ours = group.get(key)
                 group[key] = inner_group[key] = _copied(value, ours.device if isinstance(ours, torch.Tensor) else "cpu")
     part.inner.load_state_dict({"state": states, "param_groups": inner_groups})
+
+
+def _synchronized(optimizer: torch.optim.Optimizer) -> Partition:
+    """Return the partition, with nothing in flight, and every parameter in its place."""
+    part = partition(optimizer)
+    part.synchronize()
+    return part
 
 
 # -- save --------------------------------------------------------------------------------------------------------------
@@ -177,6 +184,7 @@ def _of_optimizer(part: Partition) -> tuple[dict[str, Any], list[TensorChunk]]:
         for slice_, local, state in zip(part.slices[part.rank], part.locals, part.states, strict=True):
             take = partial(_take_leaf, part, slice_, local, chunks)
             own.append(map_leaves(take, state, f"optimizer.state.{slice_.param}"))
+            _check_names(part, slice_.param, own[-1])
     except CheckpointError as raised:
         error = raised
     gathered = part.gather((own, error))
@@ -216,6 +224,15 @@ def _take_leaf(part: Partition, slice_: Slice, local: torch.Tensor, chunks: list
     return meta_like(value, value.dtype)
 
 
+def _check_names(part: Partition, number: int, outline: dict[str, Any]) -> None:
+    """Refuse entries that have the same name, such as {"a": {"b": ...}, "a.b": ...}."""
+    names: list[str] = []
+    map_leaves(lambda name, _: names.append(name), outline)
+    for name in names if len(names) > len(set(names)) else ():
+        if names.count(name) > 1:
+            raise CheckpointError(f"{_entry(part, number, name)} twice, in other dicts or lists; rename one of them")
+
+
 def _entry(part: Partition, number: int, name: str) -> str:
     return f"{type(part.inner).__name__} keeps {name!r} of parameter {number}"
 
@@ -232,7 +249,6 @@ def _of_model(part: Partition, model: torch.nn.Module, divided: bool) -> tuple[d
 
     `divided`: each rank has the (master) weights of its slices. Otherwise rank 0 has all weights. Tied tensors stay tied.
     """
-    part.synchronize()
     held = model.state_dict(keep_vars=True)
     names = {id(tensor): f"model.{name}" for name, tensor in reversed(held.items())}  # first name of tied tensors
     numbers = {id(part.params[slice_.param]): slice_.param for slices in part.slices for slice_ in slices} if divided else {}
@@ -244,9 +260,11 @@ def _of_model(part: Partition, model: torch.nn.Module, divided: bool) -> tuple[d
     outlines: dict[int, Any] = {}
     for key, tensor in {id(tensor): tensor for tensor in held.values()}.items():
         if not isinstance(tensor, torch.Tensor):  # from get_extra_state()
-            outlines[key] = copy.deepcopy(tensor)
+            outlines[key] = copy.deepcopy(tensor) if part.receives else None
         elif key in numbers:
-            outlines[key] = meta_like(tensor, part.plan.update_dtype(numbers[key]))
+            number = numbers[key]
+            is_updated = part.plan.params[number].requires_grad
+            outlines[key] = meta_like(tensor, part.plan.update_dtype(number) if is_updated else tensor.dtype)
         else:
             outlines[key] = meta_like(tensor, tensor.dtype)
             chunks += [TensorChunk.of_whole(names[key], tensor)] if part.receives else []
@@ -270,6 +288,8 @@ def _gathered(part: Partition, outline: dict[str, Any], chunks: list[TensorChunk
     gathered = part.gather([(chunk.name, chunk.start, chunk.start + chunk.elements.numel()) for chunk in chunks])
     places = [[flat[name][start:stop] for name, start, stop in ranges] for ranges in gathered] if part.receives else None
     gather_on_rank_0([flattened(chunk.elements, chunk.elements) for chunk in chunks], places, part.cpu_group)
+    if whole is not None and "model" in outline:  # what get_extra_state() has returned stays as it is
+        whole["model"] |= {name: held for name, held in outline["model"].items() if not isinstance(held, torch.Tensor)}
     return whole
 
 

@@ -16,6 +16,7 @@ from model import GPT, GPTConfig
 from run import memory
 from run.memory import MemoryCheck, MemoryMeter
 from run.shadow import Shadow
+from zero import ShardedGradScaler
 from zero.build import build, clip_grad_norm_
 from zero.flags import Flags
 from zero.prediction import PURPOSES
@@ -140,7 +141,7 @@ def peaks_with(settings):
             groups = module.param_groups(0.1)
             shadow = Shadow(extras.shadow_check, module, groups, None, None)
             model, optimizer = build(module, groups, flags, lr=0.01)
-            shadow.follow(optimizer, torch.amp.GradScaler("cpu", enabled=False), 1, nullcontext(), micro_steps, 1.0)
+            shadow.follow(optimizer, ShardedGradScaler("cpu", enabled=False), 1, nullcontext(), micro_steps, 1.0)
             tokens = torch.zeros((1, sizes.block_size), dtype=torch.int64)
             for _ in range(3):
                 for micro_step in range(micro_steps):

@@ -16,6 +16,7 @@ from model import GPT, GPTConfig
 from run import memory
 from run.memory import MemoryMeter
 from run.shadow import Shadow
+from zero import ShardedGradScaler
 from zero.build import build
 
 SIZES = GPTConfig(block_size=16, vocab_size=29, n_layer=1, n_head=2, n_embd=32)
@@ -104,7 +105,7 @@ def alive_with_a_shadow():
     groups = model.param_groups(0.1)
     shadow = Shadow(2, model, groups, None, None)
     wrapped, optimizer = build(model, groups, lr=0.01)
-    shadow.follow(optimizer, torch.amp.GradScaler("cpu", enabled=False), 1, contextlib.nullcontext(), 1, 0.0)
+    shadow.follow(optimizer, ShardedGradScaler("cpu", enabled=False), 1, contextlib.nullcontext(), 1, 0.0)
     copied = [weakref.ref(param) for param in shadow._raw.parameters()]
     result = []
     for _ in range(2):

@@ -603,6 +603,41 @@ def hooks_after_accumulation(module, seen):
         param.register_post_accumulate_grad_hook(halve)
 
 
+def gradients_dropped_in_no_sync(wrap):
+    """In the first micro-step a part is used, and its gradients are dropped; in the second it is not used."""
+    module = TwoHeads()
+    for param in module.parameters():
+        param.register_post_accumulate_grad_hook(lambda param: setattr(param, "grad", None) if dropping else None)
+    model, optimizer = wrap(module)
+    for step in range(3):
+        with model.no_sync():
+            dropping = True
+            model(inputs(step))[0].square().sum().backward()
+        dropping = False
+        model(inputs(step))[1].square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return weights(module)
+
+
+def there_and_back(module, step):
+    """torch replaces the autograd nodes of the parameters."""
+    module.double().float()
+
+
+def frozen_when_wrapped(wrap):
+    module = net()
+    if wrap.overlap is None:  # it would ignore the parameter
+        model, optimizer = wrap(module)
+    else:
+        optimizer = ShardedOptimizer(module.parameters(), torch.optim.AdamW, bucket_mb=TINY_MB, lr=0.01)
+        module[0].weight.requires_grad_(False)
+        model = ShardedDataParallel(module, optimizer, overlap=wrap.overlap)
+        module[0].weight.requires_grad_()
+    steps(model, optimizer)
+    return weights(module)
+
+
 def global_forward_hook(wrap):
     seen = []
     handle = nn.modules.module.register_module_forward_hook(lambda part, args, output: seen.append(output.sum().detach()))
@@ -1115,10 +1150,10 @@ BEHAVIOURS: dict[str, Any] = {
     "tbptt": tbptt,
     "a hook after accumulation": hooked(hooks_after_accumulation),
     "a later hook after accumulation": hooked(hooks_after_accumulation, later=True),
-    "a scaler": a_scaler,
+    "a hook that drops gradients in no_sync": gradients_dropped_in_no_sync,
+    "frozen when it is wrapped": frozen_when_wrapped,
 }
-# here the ranks of DistributedDataParallel get different weights, or gradients that are transposed (torch 2.13), so the
-# gradients are averaged by hand
+# here the ranks of DistributedDataParallel get different weights, so the gradients are averaged by hand
 AVERAGED_BY_HAND: dict[str, Any] = {
     "backward twice": loop(backward_twice),
     "two losses": loop(two_losses),
@@ -1126,12 +1161,14 @@ AVERAGED_BY_HAND: dict[str, Any] = {
     "backward of a part": loop(a_backward_of_a_part),
     "only a part runs": loop(only_a_part_runs),
     "parametrized": between_steps(parametrized),
-    "data with other strides": between_steps(orthogonal),
+    "other dtypes in between": between_steps(there_and_back),
 }
 SENT = "this gradient cannot be read or written: .*optimizer\\.clip_grad_norm_"
 REFUSED: dict[str, Any] = {
+    "data with other strides": (between_steps(orthogonal), r"0\.weight was moved or replaced"),
     "weights assigned": (between_steps(load(True, assign=True)), r"0\.weight, .* replaced \(for example by load_state_dict"),
     "a new part": (between_steps(grows, make=WithExtra), r"extra\.weight, extra\.bias require gradients"),
+    "a scaler": (a_scaler, SENT),
     "clip by hand": (clip_by_hand, SENT),
     "no_sync around the last backward": (loop(no_sync(False, True, False)), "must run outside of no_sync"),
 }

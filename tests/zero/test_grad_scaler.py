@@ -1,4 +1,6 @@
-"""torch.amp.GradScaler: where a float16 gradient of any rank is not finite, all ranks skip the step together."""
+"""zero/grad_scaler.py: where a float16 gradient of any rank is not finite, all ranks skip the step together."""
+
+from functools import partial
 
 import pytest
 import torch
@@ -6,6 +8,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 from toy import MODES, batch, build_toy, largest_difference, make_toy, weights
 
+from zero import ShardedGradScaler
 from zero.build import build, clip_grad_norm_
 
 
@@ -17,16 +20,29 @@ def make(mode):
     return build(model, model.param_groups(), MODES[mode], lr=0.01)
 
 
+def overflow(now, gradient):
+    gradient = gradient.clone()
+    gradient.view(-1)[0] += float("inf") if now else 0.0
+    return gradient
+
+
 def train_with_an_overflow(mode, clip):
-    """A planted inf on one rank: both skip that step and halve the scale; then both train on."""
+    """A planted inf on one rank: both skip that step and halve the scale; then both train on.
+
+    It is in one element of a gradient. Each rank holds half of the elements, so only one of them has it in its shards.
+    """
     model, optimizer = make(mode)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    scaler = ShardedGradScaler("cpu", init_scale=2.0**10)
     for step in range(4):
         before = weights(model)
         loss = model(*batch(step, dist.get_rank()))
         if step == 1 and mode != "adamw" and dist.get_rank() == 0:  # a gradient that one rank alone has
             loss = loss + model.module.unused(torch.ones(3)).square().sum()
-        scaler.scale(loss * (float("inf") if step == 1 and dist.get_rank() == 1 else 1.0)).backward()
+        handle = model.get_parameter("module.hidden.weight").register_hook(
+            partial(overflow, step == 1 and dist.get_rank() == 1)
+        )
+        scaler.scale(loss).backward()
+        handle.remove()
         scaler.unscale_(optimizer)
         if clip:
             norms = clip_grad_norm_(optimizer, 1.0)
@@ -44,3 +60,22 @@ def test_all_ranks_skip_or_none(mode, clip):
     (first, scale), (second, other_scale) = run_ranks(train_with_an_overflow, 2, mode, clip)
     assert largest_difference(first, second) == 0.0
     assert scale == other_scale == 2.0**9
+
+
+def skip_on_demand(flag):
+    model, optimizer = build_toy("sharded")
+    scaler = ShardedGradScaler("cpu", init_scale=2.0**10)
+    before = weights(model)
+    scaler.scale(model(*batch(0, dist.get_rank()))).backward()
+    scaler.unscale_(optimizer)
+    scaler.skip_if(optimizer, torch.tensor(flag))
+    scaler.step(optimizer)
+    scaler.update()
+    return largest_difference(weights(model), before), scaler.get_scale()
+
+
+@pytest.mark.parametrize("flag", [0.0, 1.0])
+def test_a_step_is_skipped_on_demand(flag):
+    for difference, scale in run_ranks(skip_on_demand, 2, flag):
+        assert (difference == 0.0) == bool(flag)
+        assert scale == (2.0**9 if flag else 2.0**10)

@@ -13,7 +13,7 @@ from toy import assert_equal, batch, build_toy, largest_difference, make_toy, tr
 
 from model import GPT
 from run.memory import describe
-from zero import ShardedDataParallel, ShardedOptimizer
+from zero import ShardedDataParallel, ShardedGradScaler, ShardedOptimizer
 from zero.build import build, clip_grad_norm_
 from zero.checkpoint import CheckpointWriter, chunk_reader, consolidate, load, restore
 from zero.flags import Flags
@@ -234,7 +234,7 @@ def test_gradients_of_ddp_and_a_group_of_some_ranks():
 
 def inf_on_one_replica():
     model, optimizer = hybrid_toy(2)
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler = ShardedGradScaler("cpu", init_scale=8.0)
     before = weights(model)
     loss = model(*batch(0, dist.get_rank())) * (math.inf if dist.get_rank() == 3 else 1.0)
     scaler.scale(loss).backward()

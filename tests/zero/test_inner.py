@@ -1,6 +1,7 @@
 """The inner optimizer: arguments of its step, its state, and its masters."""
 
 import copy
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -40,7 +41,7 @@ def test_arguments_of_step_reach_the_inner_optimizer():
 
 class WithExtraState(nn.Linear):
     def get_extra_state(self):
-        return {"calls": [1, 2]}
+        return OrderedDict(calls=[1, 2])
 
     def set_extra_state(self, state):
         assert state == {"calls": [1, 2]}
@@ -78,6 +79,7 @@ def consolidated(optimizer_cls):
                 assert torch.equal(whole["state"][index][key], value), (index, key)
                 assert whole["state"][index][key].stride() == value.stride(), (index, key)
         assert weights.keys() == plain.state_dict().keys()
+        assert type(weights["0._extra_state"]) is OrderedDict
         assert weights.pop("0._extra_state") == {"calls": [1, 2]}
         assert all(torch.equal(weights[name], plain.state_dict()[name]) for name in weights)
     states = [whole]

@@ -11,7 +11,7 @@ from zero.placeholders import SentGradient, local_gradient
 
 def test_a_sent_gradient_has_a_shape_and_no_elements():
     param = nn.Parameter(torch.ones(3, 2, dtype=torch.bfloat16))
-    sent = SentGradient(param, print)
+    sent = SentGradient(param)
     param.grad = sent
     assert (param.grad.shape, param.grad.dtype) == (param.shape, param.dtype)
     assert local_gradient(param) is None
@@ -30,7 +30,7 @@ def test_a_sent_gradient_has_a_shape_and_no_elements():
 
 def test_a_sent_gradient_keeps_what_backward_adds():
     param = nn.Parameter(torch.ones(3))
-    sent = param.grad = SentGradient(param, print)
+    sent = param.grad = SentGradient(param)
     for factor in (1.0, 2.0):
         (factor * param).sum().backward()
     assert param.grad is sent
@@ -43,7 +43,7 @@ def test_a_sent_gradient_keeps_what_backward_adds():
 @pytest.mark.parametrize("foreach", [False, True])
 def test_a_sent_gradient_can_be_zeroed(foreach):
     param = nn.Parameter(torch.ones(3))
-    sent = param.grad = SentGradient(param, print)
+    sent = param.grad = SentGradient(param)
     param.sum().backward()
     torch.optim.SGD([param], foreach=foreach).zero_grad(set_to_none=False)
     assert sent.take_added() is None

@@ -315,6 +315,8 @@ class Keeping(torch.optim.Optimizer):
             state["late"] = 1.0
         elif kind == "text":
             state["text"] = "a"
+        elif kind == "twice":
+            state["a"], state["a.b"] = {"b": torch.zeros_like(param)}, torch.ones_like(param)
 
 
 def make_list():
@@ -389,6 +391,7 @@ REFUSED = {
     "single": "'count' of parameter 0 as a number per element, torch.float32 on rank 0 and torch.float32 [1.0] on rank 1",
     "late": "'late' of parameter 0 as 1.0 on rank 0 and nothing on rank 1",
     "text": "'text' of parameter 0 as str",
+    "twice": "'a.b' of parameter 0 twice",
 }
 
 
@@ -403,7 +406,7 @@ def refused():
                 save()
             assert str(error.value).startswith(f"Keeping keeps {message}"), error.value
             assert everywhere(str(error.value)) == str(error.value)
-            assert ("use partition='parameter'" in str(error.value)) == (kind != "text")
+            assert ("use partition='parameter'" in str(error.value)) == (kind not in ("text", "twice"))
     return True
 
 

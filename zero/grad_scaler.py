@@ -1,0 +1,32 @@
+"""A gradient scaler for float16 that also supports sharded gradients."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from zero.optimizer import ShardedOptimizer
+
+
+class ShardedGradScaler(torch.amp.GradScaler):
+    """`torch.amp.GradScaler`, except that either all ranks of a ShardedOptimizer skip a step or none of them does.
+
+    Each rank sees only its own shards. An all-reduce of one number tells all ranks about an inf or nan in any shard. `unscale_`
+    and `step` need to be called on all ranks. For any other optimizer, the behavior is that of `torch.amp.GradScaler`.
+    """
+
+    def skip_if(self, optimizer: torch.optim.Optimizer, flag: torch.Tensor) -> None:
+        """Skip the update, if `flag` is 1, without a wait for its value. Call it between `unscale_` and `step`."""
+        for found in self._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values():
+            found.copy_(torch.maximum(found, flag.to(found.device)))
+
+    def _unscale_grads_(self, optimizer: torch.optim.Optimizer, *args: Any) -> dict[torch.device, torch.Tensor]:
+        if not isinstance(optimizer, ShardedOptimizer):
+            return super()._unscale_grads_(optimizer, *args)
+        optimizer.collect_gradients()
+        _, found_inf, _ = args
+        for found in super()._unscale_grads_(optimizer.inner, *args).values():  # empty if this rank owns nothing
+            found_inf += found.to(found_inf.device)
+        works = optimizer.comm.all_reduce(found_inf, dist.ReduceOp.MAX)
+        optimizer.comm.wait("found_inf", works, found_inf.device)
+        return {found_inf.device: found_inf}

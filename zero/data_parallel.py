@@ -105,7 +105,7 @@ class ShardedDataParallel(nn.Module):
             module.to(optimizer.param_dtype)
         self._broadcast_unsharded()
         self.readers = self._make_readers(params) if overlap else None
-        self.reducer = Reducer(module, optimizer, self.readers, shard_gradients)
+        self.reducer = Reducer(module, optimizer, self.readers, shard_gradients, self._undo)
         self._is_installed = True
         if self.readers is not None:
             self.readers.find(list(module.modules()))

@@ -2,7 +2,7 @@
 
 import itertools
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -139,6 +139,7 @@ class Reducer:
         optimizer: for its parameters.
         readers: the modules that wait for parameters in flight, or None.
         shard_gradients: send the gradients of every backward.
+        undo: receives functions that remove from the module what is installed there.
 
     Attributes:
         must_send: whether the next backward sends its gradients; `require_backward_grad_sync` of the wrapper.
@@ -151,6 +152,7 @@ class Reducer:
         optimizer: ShardedOptimizer,
         readers: Readers | None,
         shard_gradients: bool,
+        undo: list[Callable[[], None]],
     ) -> None:
         self.module, self.optimizer, self.readers, self.shard_gradients = module, optimizer, readers, shard_gradients
         self.must_send, self.in_backward = True, False
@@ -165,14 +167,21 @@ class Reducer:
         self._used: set[int] = set()  # numbers of the parameters that have a gradient in this step
         self._agreement: Agreement | None = None  # in flight
         self._sent = [SentGradient(param) for param in self.params]  # placeholders for gradients in the shards
-        self._accumulators: dict[int, Any] = {}  # by parameter: its autograd node, which otherwise lives as long as a graph
-        for number in range(len(self.params)):
-            self._hook(number)
+        on_gradient = WeakHook(self._on_gradient)
+        # not hooks of autograd's nodes, which would keep a gradient in memory while its bucket is sent
+        self._hooks = []
+        for number, param in enumerate(self.params):
+            self._hooks.append(param.register_post_accumulate_grad_hook(partial(on_gradient, number)))
+            undo.append(self._hooks[-1].remove)
 
     # -- backward ------------------------------------------------------------------------------------------------------
 
     def watch(self, result: Any) -> None:
         """Install hooks that note the start of a backward pass through the outputs of a forward pass."""
+        for param, hook in zip(self.params, self._hooks, strict=True):
+            hooks: Any = param._post_accumulate_grad_hooks
+            if hooks and next(reversed(hooks)) != hook.id:  # later hooks run before ours, as under DistributedDataParallel
+                hooks[hook.id] = hooks.pop(hook.id)  # torch calls them in the order in which they were put in
         for output in tensors_in(result):
             if output.grad_fn is not None:
                 output.register_hook(partial(WeakHook(self._on_output_gradient), _nearest_leaf(output.grad_fn)))
@@ -187,20 +196,8 @@ class Reducer:
         if is_due and _accumulates(leaf):
             self._begin_backward()
 
-    def _hook(self, number: int) -> None:
-        """Call `_on_gradient` when backward has accumulated a gradient, after all hooks of the parameter, as DDP does."""
-        if not self.params[number].requires_grad:  # frozen since the optimizer was built
-            return
-        with torch.enable_grad():
-            view: Any = self.params[number].view_as(self.params[number])
-        node = view.grad_fn.next_functions[0][0]
-        if node is not self._accumulators.get(number):
-            self._accumulators[number] = node
-            node.register_hook(partial(WeakHook(self._on_gradient), number))
-
-    def _on_gradient(self, number: int, *_: Any) -> None:
+    def _on_gradient(self, number: int, param: nn.Parameter) -> None:
         """Process a gradient that backward has just accumulated."""
-        param = self.params[number]
         for gradients, _ in self._places[number]:
             if gradients.bucket.gather is not None:
                 raise RuntimeError(
@@ -266,8 +263,7 @@ class Reducer:
             for slice_ in gradients.bucket.members:
                 if slice_.param not in gradients.missing:
                     continue
-                if local_gradient(self.params[slice_.param]) is not None:  # accumulated in an earlier micro-step, or
-                    self._hook(slice_.param)  # without a hook: unfrozen, or its node is new (model.double().float())
+                if local_gradient(self.params[slice_.param]) is not None:  # accumulated in an earlier micro-step
                     self._copy_to_buckets(slice_.param)
                 else:
                     gradients.place(slice_).zero_()

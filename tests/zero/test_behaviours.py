@@ -625,19 +625,6 @@ def there_and_back(module, step):
     module.double().float()
 
 
-def frozen_when_wrapped(wrap):
-    module = net()
-    if wrap.overlap is None:  # it would ignore the parameter
-        model, optimizer = wrap(module)
-    else:
-        optimizer = ShardedOptimizer(module.parameters(), torch.optim.AdamW, bucket_mb=TINY_MB, lr=0.01)
-        module[0].weight.requires_grad_(False)
-        model = ShardedDataParallel(module, optimizer, overlap=wrap.overlap)
-        module[0].weight.requires_grad_()
-    steps(model, optimizer)
-    return weights(module)
-
-
 def global_forward_hook(wrap):
     seen = []
     handle = nn.modules.module.register_module_forward_hook(lambda part, args, output: seen.append(output.sum().detach()))
@@ -1151,7 +1138,6 @@ BEHAVIOURS: dict[str, Any] = {
     "a hook after accumulation": hooked(hooks_after_accumulation),
     "a later hook after accumulation": hooked(hooks_after_accumulation, later=True),
     "a hook that drops gradients in no_sync": gradients_dropped_in_no_sync,
-    "frozen when it is wrapped": frozen_when_wrapped,
 }
 # here the ranks of DistributedDataParallel get different weights, so the gradients are averaged by hand
 AVERAGED_BY_HAND: dict[str, Any] = {

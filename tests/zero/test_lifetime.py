@@ -110,19 +110,23 @@ def test_a_deleted_wrapper_leaves_nothing_behind():
     run_ranks(deletion, 2)
 
 
-def a_constructor_that_fails():
+def a_constructor_that_fails(at_the_end):
     module = net()
     optimizer = ShardedOptimizer(module.parameters(), torch.optim.AdamW, param_dtype=torch.bfloat16)
-    optimizer.wrap_param_groups = None  # the last call of the constructor
-    with pytest.raises(TypeError):
+    if at_the_end:
+        optimizer.wrap_param_groups = None
+    else:
+        module[2].bias.requires_grad_(False)  # a hook on its gradient cannot be installed, after those of other parameters
+    with pytest.raises((RuntimeError, TypeError)):
         ShardedDataParallel(module, optimizer)
     gc.collect()
     module.float()
     return [*hooks_that_run(module), *(hook for part in module.modules() for hook in part._load_state_dict_pre_hooks)]
 
 
-def test_a_failed_wrapper_leaves_no_hook_behind():
-    assert run_ranks(a_constructor_that_fails, 1) == [[]]
+@pytest.mark.parametrize("at_the_end", [False, True])
+def test_a_failed_wrapper_leaves_no_hook_behind(at_the_end):
+    assert run_ranks(a_constructor_that_fails, 1, at_the_end) == [[]]
 
 
 def shard_gradients_set_later():

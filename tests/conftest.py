@@ -23,7 +23,9 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(items):
-    """The longest files first, so that no worker is left with one at the end."""
+    """The longest files first, so that no worker is left with one at the end. A slow test says why, and how long it takes."""
+    for mark in (mark for item in items for mark in item.iter_markers("slow")):
+        assert (len(mark.args), [*mark.kwargs]) == (1, ["seconds"]), mark
     longest = "wandb_run", "dashboard", "bench", "prediction", "progress", "train"
     items.sort(key=lambda item: item.path.stem.removeprefix("test_") not in longest)
 

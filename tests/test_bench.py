@@ -43,7 +43,9 @@ def results(folder, measure):
 
 
 @pytest.mark.skipif(not os.path.exists("/sys/class/net/lo/statistics/tx_bytes"), reason="no loopback counters on this system")
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "ranks", [2, pytest.param(4, marks=pytest.mark.slow("four ranks on two cores; the default has two", seconds=36))]
+)
 def test_every_mode_and_its_bytes(ranks, alone, tmp_path):
     flags = "--what=time", f"--modes={','.join(MODES)}", "--rounds=3", f"--steps_per_turn={4 // ranks}", "--name=bytes", *SIZES
     process = run_for_real("bench.py", *flags, ranks=ranks, prefix=alone, cwd=tmp_path)
@@ -68,7 +70,7 @@ def test_every_mode_and_its_bytes(ranks, alone, tmp_path):
         assert [row["mode"] for row in csv.DictReader(file)] == MODES
 
 
-@pytest.mark.slow
+@pytest.mark.slow("the loop over sizes, which test_everything_with_several_block_sizes has", seconds=14)
 def test_several_block_sizes(tmp_path):
     flags = ["--what=time", "--rounds=1", "--steps_per_turn=1", "--name=sweep", *SIZES, "--block_size=8,16"]
     process = run("bench.py", *flags, ranks=2, cwd=tmp_path)
@@ -143,7 +145,7 @@ def test_memory_at_each_point_of_a_step(tmp_path):
     assert (folder / "memory.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.slow
+@pytest.mark.slow("simulated worlds; test_prediction.py has one rank of a large world", seconds=37)
 def test_memory_of_one_rank_of_a_large_world(tmp_path):
     process = run(
         "bench.py",
@@ -178,7 +180,7 @@ def test_checkpoints(tmp_path):
         assert row["MB"] == pytest.approx(3 * 25.5, rel=0.05)
 
 
-@pytest.mark.slow
+@pytest.mark.slow("two runs of training, to compare", seconds=26)
 def test_what_the_metrics_cost(tmp_path):
     process = run("bench.py", "--what=telemetry", "--name=telemetry", "--rounds=1", *SIZES, ranks=2, cwd=tmp_path)
     assert process.returncode == 0, process.stderr
@@ -193,7 +195,7 @@ def test_what_the_metrics_cost(tmp_path):
     assert os.listdir(tmp_path) == ["results"], "the runs it makes are gone"
 
 
-@pytest.mark.slow
+@pytest.mark.slow("runs bench.py twice", seconds=14)
 def test_results_of_another_measure_stay(tmp_path):
     for what in ("memory", "time"):
         arguments = [f"--what={what}", "--name=both", "--modes=adamw", "--rounds=1", "--steps_per_turn=1", *SIZES]
@@ -205,7 +207,7 @@ def test_results_of_another_measure_stay(tmp_path):
     }
 
 
-@pytest.mark.slow
+@pytest.mark.slow("trains the model of PyTorch's tutorial", seconds=57)
 def test_the_tutorials_model(tmp_path):
     process = run("bench.py", "--model=cookbook", "--name=cookbook", "--device=cpu", ranks=2, cwd=tmp_path)
     assert process.returncode == 0, process.stderr
@@ -230,7 +232,7 @@ def test_parity_of_all_modes_on_this_device():
     assert {line[0] for line in lines} == {"ok"}
 
 
-@pytest.mark.slow
+@pytest.mark.slow("all that runs on a GPU, on a CPU", seconds=540)
 def test_what_a_gpu_shows_also_runs_on_a_cpu():
     environment_of_cpu = {**environment(), "CUDA_VISIBLE_DEVICES": ""}
     process = subprocess.run(

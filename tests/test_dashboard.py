@@ -259,7 +259,7 @@ def test_labels(tmp_path):
     assert dashboard.labels([changed]) == ["sharded, 2 ranks then torch, 1 rank"]
 
 
-@pytest.mark.slow
+@pytest.mark.slow("other tests draw every chart, with plain labels", seconds=6)
 def test_a_label_may_have_any_characters(tmp_path):
     append(tmp_path, '{"iter": 0, "iter/loss": 2.0}\n{"iter": 1, "iter/loss": 1.0}\n')
     (tmp_path / "run.json").write_text(json.dumps({"implementation": "</script><b>.[x]'\"\\", "world_size": 2}))
@@ -374,7 +374,9 @@ def test_a_watched_page_loads_itself_again_until_the_watch_ends(tmp_path, monkey
     assert "reload_ms = null;" in page.read_text()
 
 
-@pytest.mark.parametrize("begins", [pytest.param(True, marks=pytest.mark.slow), False])
+@pytest.mark.parametrize(
+    "begins", [pytest.param(True, marks=pytest.mark.slow("the other case begins later, and waits as well", seconds=5)), False]
+)
 def test_the_watch_waits_for_a_folder_that_does_not_exist_yet(begins, tmp_path, monkeypatch, capsys):
     folder, page = tmp_path / "out", tmp_path / "runs.html"
 

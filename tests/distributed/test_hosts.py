@@ -220,7 +220,7 @@ def test_two_hosts_send_each_other_what_the_arithmetic_says(on_hosts):
     assert on_hosts("sharded", 2, 2)[1] == pytest.approx(predicted("sharded", 2, 2), rel=0.02)
 
 
-@pytest.mark.slow
+@pytest.mark.slow("each implementation on two or four hosts", seconds=62)
 @pytest.mark.parametrize(
     "how",
     [
@@ -241,20 +241,20 @@ def test_other_implementations_and_hosts(on_hosts, on_one_host, how):
         assert sent == pytest.approx(predicted(*how), rel=0.02)
 
 
-@pytest.mark.slow
+@pytest.mark.slow("two runs on two hosts", seconds=55)
 def test_hybrid_sharding_halves_the_bytes_between_two_hosts_of_two_ranks(on_hosts):
     hybrid, sharded = (sum(on_hosts(implementation, 2, 2)[1]) for implementation in ("hybrid", "sharded"))
     assert hybrid / sharded == pytest.approx(0.5, rel=0.02)
 
 
-@pytest.mark.slow
+@pytest.mark.slow("two runs on two hosts, and one of each", seconds=122)
 def test_between_two_ranks_pytorchs_optimizer_sends_half_as_much_again(on_hosts):
     ddp, torchs, sharded = (sum(on_hosts(implementation, 2, 1)[1]) for implementation in ("adamw", "torch", "sharded"))
     assert torchs / ddp == pytest.approx(1.5, rel=0.02)
     assert sharded / ddp == pytest.approx(1.0, rel=0.02)
 
 
-@pytest.mark.slow
+@pytest.mark.slow("two hosts without a common folder", seconds=35)
 def test_hosts_that_share_no_folder_cannot_write_one_checkpoint_together(data):
     with Hosts(2) as hosts:
         arguments = [*SETTINGS, f"--dataset={data}", "--out_dir=out", "--checkpoint_format=sharded"]
@@ -279,7 +279,7 @@ def test_wrong_input_on_one_host_ends_all(data):
             assert "error: --n_layer" in job.printed() or "error: n_layer" in job.printed(), job.printed()
 
 
-@pytest.mark.slow
+@pytest.mark.slow("waits for timeouts of the store", seconds=39)
 def test_a_frozen_host_that_holds_the_store_ends_the_others(data):
     arguments = [*SETTINGS, f"--dataset={data}", "--out_dir=out", "--max_iters=100000", "--dist_timeout_s=4"]
     with Hosts(2) as hosts:
@@ -322,7 +322,7 @@ def test_a_stranger_cannot_end_a_run(data, tmp_path):
     assert losses_of(tmp_path / "disturbed") == losses_of(tmp_path / "undisturbed")
 
 
-@pytest.mark.slow
+@pytest.mark.slow("a link that is slowed down", seconds=70)
 @pytest.mark.parametrize("implementation", ["adamw", "sharded"])
 def test_a_slow_link_makes_no_rank_look_slow(data, implementation):
     arguments = [*SIZES, "--gradient_accumulation_steps=3", "--metric_interval=1", *ARGUMENTS[implementation]]

@@ -105,7 +105,14 @@ def counted(library, tmp_path, *arguments):
     return json.loads(result.read_text())
 
 
-@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "world_size",
+    [
+        pytest.param(1, marks=pytest.mark.slow("the default has two ranks", seconds=48)),
+        2,
+        pytest.param(4, marks=pytest.mark.slow("four ranks on two cores", seconds=90)),
+    ],
+)
 def test_every_point_of_a_step(malloc_counter, tmp_path, world_size):
     wrong = []
     for group, by_rank in counted(malloc_counter, tmp_path, world_size).items():
@@ -126,7 +133,7 @@ def test_one_process(malloc_counter, tmp_path, dtype):
     assert predicted_peak_of_one_process(WIDE, dtype) == pytest.approx(measured, rel=0.02)
 
 
-@pytest.mark.slow
+@pytest.mark.slow("GPT-2 124M in full size", seconds=65)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_gpt2_124m_in_one_process(malloc_counter, tmp_path, dtype):
     measured = counted(malloc_counter, tmp_path, "124M", dtype)

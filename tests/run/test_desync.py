@@ -37,7 +37,9 @@ def flipped(data, out, culprit, *arguments, ranks=3):
     return message, torch_load(out)["iter_num"]
 
 
-@pytest.mark.parametrize("culprit", [pytest.param(0, marks=pytest.mark.slow), 1])  # 'sharded': rank 1 owns the element
+@pytest.mark.parametrize(
+    "culprit", [pytest.param(0, marks=pytest.mark.slow("the other rank", seconds=12)), 1]
+)  # 'sharded': rank 1 owns the element
 @pytest.mark.parametrize("case", CASES)
 def test_a_flipped_bit_is_found_at_the_next_comparison(data, tmp_path, case, culprit):
     message, saved = flipped(data, tmp_path, culprit, "--desync_check_interval=4", *CASES[case])
@@ -52,7 +54,13 @@ def test_nothing_is_saved_before_the_ranks_have_compared(data, tmp_path):
     assert saved == 10
 
 
-@pytest.mark.parametrize("case", [case if case == "sharded" else pytest.param(case, marks=pytest.mark.slow) for case in CASES])
+@pytest.mark.parametrize(
+    "case",
+    [
+        case if case == "sharded" else pytest.param(case, marks=pytest.mark.slow("'sharded' is the default", seconds=17))
+        for case in CASES
+    ],
+)
 def test_the_check_changes_nothing(data, tmp_path, case):
     checkpoints = []
     for interval in (0, 3):

@@ -46,7 +46,7 @@ def test_a_run_that_diverges_keeps_its_checkpoint(data, tmp_path, learning_rate,
     diverge(tmp_path, data, learning_rate, ranks, flags)
 
 
-@pytest.mark.slow
+@pytest.mark.slow("more learning rates and modes", seconds=17)
 @pytest.mark.parametrize(("learning_rate", "ranks", "flags"), DIVERGING[2:])
 def test_more_runs_that_diverge_keep_their_checkpoints(data, tmp_path, learning_rate, ranks, flags):
     diverge(tmp_path, data, learning_rate, ranks, flags)

@@ -62,7 +62,9 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("format", ["consolidated", pytest.param("sharded", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "format", ["consolidated", pytest.param("sharded", marks=pytest.mark.slow("the default has the other format", seconds=50))]
+)
 def test_a_tmpfs_too_small_for_a_second_save(data, tmp_path, format):
     """The first one stands and is resumed from; a full disk ends no run before its end, and the exit code is 1 then."""
     if subprocess.run(["unshare", "-Urm", "mount", "-t", "tmpfs", "tmpfs", str(tmp_path)], check=False).returncode:

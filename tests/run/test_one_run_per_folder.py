@@ -98,6 +98,6 @@ def test_two_runs_in_one_folder_2_times(data, tmp_path):
     collisions(tmp_path, data, 2)
 
 
-@pytest.mark.slow
+@pytest.mark.slow("20 pairs of runs", seconds=140)
 def test_two_runs_in_one_folder_20_times(data, tmp_path):
     collisions(tmp_path, data, 20)

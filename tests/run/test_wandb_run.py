@@ -78,7 +78,9 @@ def in_summary(folder, key):
     ("implementation", "flags"),
     [
         ("adamw", "--use_zero1=False"),
-        pytest.param("torch", "--zero1_impl=torch", marks=pytest.mark.slow),
+        pytest.param(
+            "torch", "--zero1_impl=torch", marks=pytest.mark.slow("the default has the other implementations", seconds=30)
+        ),
         ("sharded", "--use_zero1=True"),
     ],
 )
@@ -107,7 +109,9 @@ def test_an_offline_run_has_every_figure_of_metrics_jsonl(data, tmp_path, wandb_
     assert end["exit_code"] == 0
 
 
-@pytest.mark.parametrize("how", ["stopped", pytest.param("killed", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "how", ["stopped", pytest.param("killed", marks=pytest.mark.slow("the default has the run that was stopped", seconds=14))]
+)
 def test_a_resumed_run_is_one_curve(data, tmp_path, wandb_folder, how):
     """The newest folder has the iterations before the checkpoint, and no others that a killed run had begun."""
     arguments = [f"--dataset={data}", f"--out_dir={tmp_path / 'out'}", "--wandb_log=True", "--eval_interval=30"]
@@ -154,7 +158,9 @@ def test_without_a_login_the_run_is_offline(data, tmp_path, wandb_folder, monkey
     assert "wandb" not in process.stderr
 
 
-@pytest.mark.parametrize("init_from", [pytest.param("scratch", marks=pytest.mark.slow), "resume"])
+@pytest.mark.parametrize(
+    "init_from", [pytest.param("scratch", marks=pytest.mark.slow("the default has the resumed run", seconds=12)), "resume"]
+)
 def test_without_a_network_the_run_is_offline(data, tmp_path, wandb_folder, monkeypatch, init_from):
     out = f"--out_dir={tmp_path / 'out'}"
     arguments = [*SETTINGS, f"--dataset={data}", "--wandb_log=True", "--max_iters=5", out]

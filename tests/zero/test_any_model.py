@@ -657,7 +657,7 @@ def test_every_optimizer(runner):
             ShardedOptimizer(nn.Linear(2, 2).parameters(), cls)
 
 
-@pytest.mark.slow
+@pytest.mark.slow("the held weights of every block; test_overlap.py has one of each kind", seconds=25)
 def test_overlap_names_what_forward_has_held(runner):
     for block in HELD:
         verdict, what = runner.run(replace(PLAIN, blocks=((block, "call"), ("linear", "call")), overlap=True, late=(0, 1)))
@@ -673,14 +673,14 @@ def test_every_block(runner):
     try_all(runner, [replace(d, partition="parameter") for d in alone if any(word in str(d) for word in with_strides)])
 
 
-@pytest.mark.slow
+@pytest.mark.slow("every block in every way to run it; test_every_block has one way", seconds=300)
 def test_every_way_to_run_every_block(runner):
     for late in (0, 1), ():
         pairs = [(block, run) for block in BLOCKS for run in RUNS if not (run == "forward" and block in BY_HOOK)]
         try_all(runner, [Description(blocks=(one,), bucket_mb=0.000001, late=late) for one in pairs])
 
 
-@pytest.mark.slow
+@pytest.mark.slow("random models, optimizers and loops on two to four ranks", seconds=1800)
 def test_three_hundred_and_fifty_models(runner):
     check(runner, 350, most_ranks=4)
 

@@ -55,7 +55,12 @@ def every_mode(micro_steps, clip):
 
 def _slow_with_many(world_size, micro_steps, clip):
     many = world_size == 3 or world_size * micro_steps > 8
-    return pytest.param(world_size, micro_steps, clip, marks=[pytest.mark.slow] if many else [])
+    return pytest.param(
+        world_size,
+        micro_steps,
+        clip,
+        marks=[pytest.mark.slow("three ranks, or four with many micro-steps", seconds=40)] if many else [],
+    )
 
 
 @pytest.mark.parametrize(

@@ -142,7 +142,9 @@ def kept_tensors(micro_steps):
     return {mode: predicted_and_measured(flags, micro_steps, LARGER) for mode, flags in MODES_OF_LARGER.items()}
 
 
-@pytest.mark.parametrize("world_size", [1, 2, pytest.param(3, marks=pytest.mark.slow), 4])
+@pytest.mark.parametrize(
+    "world_size", [1, 2, pytest.param(3, marks=pytest.mark.slow("between two and four ranks", seconds=9)), 4]
+)
 def test_predictions_are_what_tensors_take(world_size):
     for results in run_ranks(every_mode, world_size):
         for mode, result in results.items():
@@ -155,7 +157,9 @@ def test_predictions_with_more_micro_steps():
             check(mode, result)
 
 
-@pytest.mark.parametrize("micro_steps", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "micro_steps", [2, pytest.param(3, marks=pytest.mark.slow("between two and four micro-steps", seconds=12))]
+)
 def test_predictions_with_tensors_that_the_pool_keeps(micro_steps):
     for results in run_ranks(kept_tensors, 2, micro_steps):
         for mode, result in results.items():
@@ -227,7 +231,7 @@ def predicted_and_measured_peaks():
 
 
 @pytest.mark.parametrize(
-    "world_size", [None, 1, pytest.param(2, marks=pytest.mark.slow)]
+    "world_size", [None, 1, pytest.param(2, marks=pytest.mark.slow("all modes in one more world", seconds=95))]
 )  # test_malloc.py has two ranks as well
 def test_the_peak_of_training(world_size):
     by_rank = [predicted_and_measured_peaks()] if world_size is None else run_ranks(predicted_and_measured_peaks, world_size)
@@ -264,7 +268,10 @@ def _simulated(world_size, rank, results):
     results.send(every_mode())
 
 
-@pytest.mark.parametrize(("world_size", "rank"), [(8, 0), (64, 63), pytest.param(1024, 1023, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("world_size", "rank"),
+    [(8, 0), (64, 63), pytest.param(1024, 1023, marks=pytest.mark.slow("a plan with 1024 ranks", seconds=260))],
+)
 def test_predictions_for_one_rank_of_a_large_world(world_size, rank):
     results, sender = context.Pipe(duplex=False)
     process = context.Process(target=_simulated, args=(world_size, rank, sender))

@@ -102,7 +102,7 @@ def test_some(source, target, reference, tmp_path):
     assert_equal(from_shards, from_one_file)
 
 
-@pytest.mark.slow
+@pytest.mark.slow("all pairs of implementations and world sizes; test_some has some", seconds=600)
 def test_all(reference, tmp_path_factory):
     folders = []
     for mode, world_size in PLACES:

@@ -134,6 +134,6 @@ def test_killed_eight_times(tmp_path):
     kill_and_resume(tmp_path, 8)
 
 
-@pytest.mark.slow
+@pytest.mark.slow("100 kills; the default has eight", seconds=560)
 def test_killed_100_times(tmp_path):
     kill_and_resume(tmp_path, 100)

@@ -102,7 +102,14 @@ def every_folder(mode, root):
     return True
 
 
-@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow), 4])
+@pytest.mark.parametrize(
+    "world_size",
+    [
+        pytest.param(2, marks=pytest.mark.slow("four ranks have every case of two", seconds=12)),
+        pytest.param(3, marks=pytest.mark.slow("four ranks have every case of three", seconds=11)),
+        4,
+    ],
+)
 @pytest.mark.parametrize("mode", ALL_MODES)
 def test_resumed_without_the_file(mode, world_size, tmp_path):
     assert all(run_ranks(every_folder, world_size, mode, str(tmp_path)))

@@ -9,6 +9,7 @@ chunks.
 """
 
 import copy
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple, Self
@@ -121,6 +122,8 @@ def local_chunks(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tu
     part = _synchronized(optimizer)
     _check_contiguous(part)
     outline, chunks = _of_both(part, model, divided=True)
+    if not part.replica:
+        _gathered_ranges(part, outline, chunks)
     return outline if part.receives else None, chunks
 
 
@@ -261,13 +264,14 @@ def _of_model(part: Partition, model: torch.nn.Module, divided: bool) -> tuple[d
     for key, tensor in {id(tensor): tensor for tensor in held.values()}.items():
         if not isinstance(tensor, torch.Tensor):  # from get_extra_state()
             outlines[key] = copy.deepcopy(tensor) if part.receives else None
-        elif key in numbers:
-            number = numbers[key]
-            is_updated = part.plan.params[number].requires_grad
-            outlines[key] = meta_like(tensor, part.plan.update_dtype(number) if is_updated else tensor.dtype)
-        else:
-            outlines[key] = meta_like(tensor, tensor.dtype)
-            chunks += [TensorChunk.of_whole(names[key], tensor)] if part.receives else []
+            continue
+        number = numbers.get(key)
+        dtype = tensor.dtype
+        if number is not None and part.plan.params[number].requires_grad:
+            dtype = part.plan.update_dtype(number)
+        outlines[key] = meta_like(tensor, dtype)
+        if number is None and part.receives:
+            chunks.append(TensorChunk.of_whole(names[key], tensor))
     state_dict = {name: outlines[id(tensor)] for name, tensor in held.items()}
     return {"model": state_dict}, [] if part.replica else chunks
 
@@ -285,12 +289,31 @@ def _gathered(part: Partition, outline: dict[str, Any], chunks: list[TensorChunk
         return None
     whole, tensors = materialized(outline, torch.preserve_format) if part.receives else (None, {})
     flat = {name: flattened(tensor, tensor) for name, tensor in tensors.items()}
-    gathered = part.gather([(chunk.name, chunk.start, chunk.start + chunk.elements.numel()) for chunk in chunks])
+    gathered = _gathered_ranges(part, outline, chunks)
     places = [[flat[name][start:stop] for name, start, stop in ranges] for ranges in gathered] if part.receives else None
     gather_on_rank_0([flattened(chunk.elements, chunk.elements) for chunk in chunks], places, part.cpu_group)
     if whole is not None and "model" in outline:  # what get_extra_state() has returned stays as it is
         whole["model"] |= {name: held for name, held in outline["model"].items() if not isinstance(held, torch.Tensor)}
     return whole
+
+
+def _gathered_ranges(part: Partition, outline: dict[str, Any], chunks: list[TensorChunk]) -> list[list[tuple[str, int, int]]]:
+    """Return (name, start, stop) of the chunks of each rank. Needs to be called on all ranks that share the state.
+
+    Raises CheckpointError on all of them if the chunks are not exactly the elements of rank 0's outline.
+    """
+    tensors = {id(leaf): (name, leaf.numel()) for name, leaf in reversed(leaves(outline).items()) if _is_meta(leaf)}
+    own = [(chunk.name, chunk.start, chunk.start + chunk.elements.numel()) for chunk in chunks]
+    (_, expected), *_ = gathered = part.gather((own, dict(tensors.values())))
+    held: Counter[str] = Counter()
+    for ranges, _ in gathered:
+        for name, start, stop in ranges:
+            held[name] += stop - start
+    for name in expected | held:
+        if held[name] != expected.get(name, 0):
+            sizes = f"{expected.get(name, 0)} elements on rank 0, but the ranks hold {held[name]}"
+            raise CheckpointError(f"{name} has {sizes}; save the same model on all ranks")
+    return [ranges for ranges, _ in gathered]
 
 
 def materialized(tree: Any, memory_format: torch.memory_format) -> tuple[Any, dict[str, torch.Tensor]]:

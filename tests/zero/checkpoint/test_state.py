@@ -280,6 +280,23 @@ def test_parameters_in_flight_are_waited_for_through_any_module():
     assert saved.isfinite().all()
 
 
+def models_that_differ():
+    """Rank 1 passes another module, without the weight that both ranks divide."""
+    module = torch.nn.Linear(8, 8)
+    optimizer = divide(module, torch.optim.AdamW, param_dtype=torch.bfloat16)
+    passed = module if dist.get_rank() == 0 else torch.nn.Sequential(module)
+    for save in (ckpt.model_state_dict, full_state, local_chunks):
+        with pytest.raises(ckpt.CheckpointError) as error:
+            save(passed, optimizer)
+        message = "model.weight has 64 elements on rank 0, but the ranks hold 32; save the same model on all ranks"
+        assert str(error.value) == message
+    return True
+
+
+def test_models_that_differ_between_ranks_are_refused():
+    run_ranks(models_that_differ, 2)
+
+
 SHAPES = ((17,), (), (1,), (1, 1), (4, 5))  # on two ranks, rank 0 has the last element of the first, rank 1 the others
 
 

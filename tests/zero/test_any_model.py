@@ -553,6 +553,7 @@ def descriptions(draw, most_ranks):
         if not (reentrant and name in OF_GRADIENTS)
         and not (keys & BY_HOOK and name == "another module")  # torch cannot copy them
         and not (overlap and name == "thread that watches a list")  # the rule does not allow it
+        and not (overlap and keys & HELD and name == "watching thread")  # it may wait for what a forward would refuse
     ]
     wrappers = ["sharded", "sharded", "sharded", "alone", "before ddp", "after ddp"]
     if reentrant or keys & NOT_UNDER_DDP:

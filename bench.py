@@ -1,6 +1,6 @@
 """Compare the optimizers: memory at each point of a step, time, bytes sent, checkpoints. Measure what the metrics cost.
 
-Everything about GPT-2 124M on two CPU ranks with one thread each. It takes about five minutes:
+Everything about GPT-2 124M on two CPU ranks with one thread each. It takes about fifteen minutes:
     $ torchrun --standalone --nproc_per_node=2 bench.py --what=all --model=gpt2 --batch_size=1 --block_size=64
 
 Time of GPT-2 124M with several sequence lengths:
@@ -29,11 +29,11 @@ Memory of the model of PyTorch's tutorial on ZeroRedundancyOptimizer:
     $ torchrun --standalone --nproc_per_node=2 bench.py --model=cookbook
 
 The tables are printed. The folder results/<name>/ receives them as memory_profile.txt, speed_comparison.csv,
-checkpoints.csv, telemetry.csv and results.json, and as pictures if altair and vl-convert-python are installed.
+training.csv, checkpoints.csv, telemetry.csv and results.json, and as pictures if altair and vl-convert-python are installed.
 
 On a noisy machine, compare only measurements that were taken close together. For this reason the modes take turns when
 the time is measured. The column to read is "ratio": the time of a mode is divided by the time of the first mode in the
-same round, and the ratio is the median over all rounds.
+same round, and the ratio is the median over all rounds. If its quartiles are far apart, take more --rounds.
 
 Modes: adamw, torch, sharded, shard_gradients, bfloat16 (as in plan.py); simple: all-reduce, update of the own part,
 then an all-gather without overlap; hybrid: sharded, where zero_shard_size ranks share the state; no_overlap: sharded,
@@ -41,7 +41,7 @@ whose step waits for the all-gathers; fsdp2: PyTorch's fully_shard.
 
 Points of a step: after init: the model exists. after wrapping: data parallelism is set up. accumulating: between
 micro-steps. before step, after step: around the update. saving: a checkpoint is gathered. peak: the most within a step.
-Parts: rest is everything else, for example temporary tensors of backward, and with fsdp2 the gradients that accumulate;
+Parts: copy is what rank 0 gathers to save it; rest is everything else, mostly temporary tensors of backward;
 resident peak is what the system has given to the process, in the first mode with the libraries.
 """
 
@@ -55,30 +55,32 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.checkpoints import checkpoint_rows
-from benchmarks.contenders import MODES, Setup
+from benchmarks.contenders import MODES, PLANNED, Setup
 from benchmarks.cookbook import cookbook_rows
 from benchmarks.memory import MallocBytes, can_reset_resident_peak, memory_rows, simulated_rows
-from benchmarks.report import Results
+from benchmarks.report import Results, draw
 from benchmarks.speed import time_rows
 from benchmarks.telemetry import telemetry_rows
-from charts.bars import memory_chart, time_chart
-from charts.style import check_path
+from benchmarks.training import training_rows
 from configurator import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, configure
+from data.dataset import WITHOUT_DOWNLOAD, Dataset, prepare_if_missing
 from distributed import machine
 from distributed.exits import exit_on_wrong_input, exit_with_error, finish
 from distributed.launch import launched
 from distributed.ranks import on_rank_0, print0, start
+from forecast.memory import gpt_specs
 from model import GPT2_SIZES, GPTConfig
 from zero.messages import is_rank_0
 
 # -----------------------------------------------------------------------------
-what: Literal["memory", "time", "checkpoint", "telemetry", "all"] = "all"  # telemetry: what the metrics cost
+what: Literal["memory", "time", "training", "checkpoint", "telemetry", "all"] = "all"  # telemetry: what the metrics cost
 modes = ""  # names from benchmarks.contenders.MODES; empty: a choice for each measure; others are compared to the first one
 model = ""  # 'gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl', or 'cookbook'; empty: the sizes below
 name = "auto"  # results/<name>/ receives the results; auto: from model, ranks and device; empty: write nothing
 simulate_world_size = ""  # numbers of ranks, for example 8,64,1024: measure the memory of rank 0 in one process
 rounds: PositiveInt = 5  # turns of each mode; one more turn comes first and is not counted
 steps_per_turn: PositiveInt = 3  # one micro-step and one update each
+training_steps: PositiveInt = 50  # of each mode, on the source of Python's standard library, to compare the losses
 batch_size: PositiveInt = 1  # sequences per rank and micro-step
 block_size = "1024"  # tokens per sequence; the time also takes several, as 128,256,512, and other measures the first of them
 n_layer = 12
@@ -99,6 +101,7 @@ DEFAULT_MODES = {
     # on one machine, hybrid is the same as sharded; no_overlap takes as much memory
     "memory": ",".join(mode for mode in MODES if mode not in ("hybrid", "no_overlap")),
     "time": "adamw,torch,sharded",
+    "training": ",".join(PLANNED),
     "checkpoint": "sharded,torch",
     "telemetry": "adamw,sharded",
 }
@@ -122,7 +125,7 @@ def modes_of(measure):
 
 launch = launched()
 with exit_on_wrong_input():
-    measures = ["memory", "time", "checkpoint", "telemetry"] if what == "all" else [what]
+    measures = ["memory", "time", "training", "checkpoint", "telemetry"] if what == "all" else [what]
     worlds = numbers("simulate_world_size", simulate_world_size) if simulate_world_size else []
     if worlds and (launch.distributed or measures != ["memory"]):
         raise ValueError("simulate_world_size measures memory in one process; start it with python bench.py --what=memory")
@@ -148,6 +151,9 @@ with exit_on_wrong_input():
     setup = Setup(gpt, batch_size, device, dtype, zero_bucket_mb, grad_clip, activation_checkpointing, seed, shard_size)
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     title = model or f"{n_layer}x{n_embd}"
+    sizes_of_model = (
+        model if model == "cookbook" else f"{title}, {sum(spec.numel for spec in gpt_specs(gpt)) / 1e6:.1f}M parameters"
+    )
     ranks = f"simulated ranks {simulate_world_size}" if worlds else f"{launch.world_size} ranks, {dist.get_backend()}"
     if name == "auto":
         count = "simulated" if worlds else f"{launch.world_size}-ranks"
@@ -158,19 +164,15 @@ with exit_on_wrong_input():
         "command": " ".join(["bench.py", *sys.argv[1:]]),
         "date": datetime.date.today().isoformat(),
         "machine": f"{where}, {os.cpu_count()} cores, {platform.system()}, torch {torch.__version__}",
-        "setup": f"{title}, {ranks}, {dtype}, {batch_size} x {block_size} tokens per rank and micro-step",
+        "setup": f"{sizes_of_model}, {ranks}, {dtype}, {batch_size} x {block_size} tokens per rank and micro-step",
     }
     if block_sizes[1:] and len(measures) > 1:
         others = ", ".join(measure for measure in measures if measure != "time")
         description["note"] = f"block_size={block_size} is for the time; {others} take {block_sizes[0]}"
     results = on_rank_0(lambda: Results(folder, description))
-    pictures = bool(folder)
-    if is_rank_0() and pictures:
-        try:
-            check_path("x.png")
-        except ImportError as error:
-            print(f"note: {error}")
-            pictures = False
+    if "training" in measures:
+        on_rank_0(lambda: prepare_if_missing(WITHOUT_DOWNLOAD))
+        data = Dataset(WITHOUT_DOWNLOAD, block_sizes[0])
 
 
 def measure_memory():
@@ -181,10 +183,6 @@ def measure_memory():
     on_cpu = "given out by malloc" if MallocBytes.is_preloaded() else "of live tensors"
     kind = "allocated on the GPU" if device.type == "cuda" else on_cpu
     report("memory", f"Memory: MB {kind}, on {'rank 0' if worlds else 'the fullest rank'}", rows, "memory_profile.txt")
-    if is_rank_0() and pictures:
-        for world in worlds or [None]:
-            of_world = [row for row in rows if row.get("world_size") == world]
-            results.draw(f"memory-{world}" if world else "memory", memory_chart(of_world))
 
 
 def measure_time():
@@ -192,9 +190,13 @@ def measure_time():
     rows = []
     for length in block_sizes:
         rows += time_rows(setup, names["time"], length, rounds, steps_per_turn)
-    report("time", "Time of a step; the ratio is that to the first mode", rows, "speed_comparison.csv")
-    if is_rank_0() and pictures:
-        results.draw("time", time_chart(rows))
+    report("time", "Time of a step; the ratio is that to the first mode in the same round", rows, "speed_comparison.csv")
+
+
+def measure_training():
+    """Train briefly in each mode. Needs to be called on all ranks."""
+    title = "Training: peak of the fullest rank, and the largest difference of a loss from that of the first mode"
+    report("training", title, training_rows(setup, names["training"], data, training_steps), "training.csv")
 
 
 def measure_checkpoint():
@@ -220,6 +222,7 @@ def report(measure, title, rows, file):
 MEASURES = {
     "memory": measure_memory,
     "time": measure_time,
+    "training": measure_training,
     "checkpoint": measure_checkpoint,
     "telemetry": measure_telemetry,
 }
@@ -236,5 +239,9 @@ except RuntimeError as error:
         raise
     exit_with_error(f"out of memory: {error}; lower --batch_size or --block_size, choose a smaller --model, or fewer --modes")
 if is_rank_0() and folder:
+    try:
+        draw(folder)
+    except ImportError as error:
+        print(f"\nnote: {error}, then python -m benchmarks.report {folder}")
     print(f"\nresults are in {folder}")
 finish()

@@ -105,10 +105,11 @@ class Contender:
             self.model.register_comm_hook(None, _without_communication)
         return self
 
-    def forward(self) -> torch.Tensor:
-        """Return the loss of new random tokens."""
+    def forward(self, tokens: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the loss of inputs and targets, (2, batch_size, block_size) int64, by default new random ones."""
         shape = 2, self.setup.batch_size, self.setup.config.block_size
-        tokens = torch.randint(self.setup.config.vocab_size, shape, device=self.setup.device)
+        if tokens is None:
+            tokens = torch.randint(self.setup.config.vocab_size, shape, device=self.setup.device)
         with machine.autocast(self.setup.device, self.setup.workload(self.mode).dtype):
             return self.model(*tokens)[1]
 
@@ -131,11 +132,13 @@ class Contender:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
-    def step(self) -> None:
-        """Run one micro-step and the update."""
-        self.forward().backward()
+    def step(self, tokens: torch.Tensor | None = None) -> torch.Tensor:
+        """Run one micro-step and the update, and return the loss."""
+        loss = self.forward(tokens)
+        loss.backward()
         self.clip()
         self.update()
+        return loss.detach()
 
     def wait(self) -> None:
         """Wait until all parameters have arrived and the device has finished its work."""

@@ -10,10 +10,12 @@ from typing import Any, Self
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.contenders import Contender, Setup
 from forecast.activations import LiveBytes
+from zero.checkpoint.format import tensors_in
 from zero.memory import held_bytes
 from zero.messages import gather_objects
 from zero.prediction import PURPOSES
@@ -54,7 +56,8 @@ class MemoryProfile:
             self._second_step()
             if can_save and self.mode not in ("fsdp2", "simple"):
                 state = full_state(self.contender.module, self.contender.optimizer)
-                self._record("saving", self._held())
+                copy = sum(tensor.nbytes for tensor in {id(leaf): leaf for leaf in tensors_in(state).values()}.values())
+                self._record("saving", {**self._held(), "copy": copy})
                 del state
         return self.points
 
@@ -114,7 +117,8 @@ class MemoryProfile:
         states = self.contender.optimizer.state.values()
         return {
             "parameters": sum(_local_bytes(param) for param in params),
-            "gradients": sum(_local_bytes(param.grad) for param in params if param.grad is not None),
+            "gradients": sum(_local_bytes(param.grad) for param in params if param.grad is not None)
+            + unsharded_gradient_bytes(self.contender.model),
             "state": sum(_local_bytes(value) for state in states for key, value in state.items() if key != "step"),
         }
 
@@ -183,7 +187,7 @@ def memory_rows(setup: Setup, mode: str) -> list[dict[str, Any]]:
 def _row(figures: dict[str, Any], predicted: int | None) -> dict[str, Any]:
     """Return the figures of a point, in the order of the table."""
     off = None if predicted is None else 100 * (predicted / max(1, figures["total"]) - 1)
-    parts = {part: figures.get(part) for part in (*PURPOSES, "activations", "rest", "resident peak")}
+    parts = {part: figures.get(part) for part in (*PURPOSES, "activations", "copy", "rest", "resident peak")}
     return {"total": figures["total"], "predicted": predicted, "off by, %": off, **parts}
 
 
@@ -232,6 +236,15 @@ def simulated_rows(setup: Setup, modes: list[str], world_size: int, report: Call
 def _local_bytes(tensor: torch.Tensor) -> int:
     """Return the bytes of a tensor, or of this rank's part of a DTensor."""
     return getattr(tensor, "_local_tensor", tensor).nbytes
+
+
+def unsharded_gradient_bytes(model: torch.nn.Module) -> int:
+    """Return the bytes of the whole gradients that FSDP2 keeps between micro-steps that do not communicate."""
+    groups = [part._get_fsdp_state()._fsdp_param_group for part in model.modules() if isinstance(part, FSDPModule)]
+    params = [param for group in groups if group is not None for param in group.fsdp_params]
+    whole = [getattr(param, "_unsharded_param", None) for param in params]
+    held = [param.unsharded_accumulated_grad for param in params] + [getattr(param, "grad", None) for param in whole]
+    return sum(gradient.nbytes for gradient in held if gradient is not None)
 
 
 def free_unused_memory() -> None:

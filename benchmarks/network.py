@@ -17,8 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks.hosts import ROOT, Hosts, why_not
-from benchmarks.report import Results
-from charts.bars import network_chart
+from benchmarks.report import Results, draw
 
 MODEL = (
     "--n_layer=6",
@@ -69,7 +68,7 @@ def main() -> None:
     results = Results(os.path.join(ROOT, "results", "network-cpu"), description)
     rows = [row for ranks in (1, 2) for network in NETWORKS for row in rows_of(network, ranks)]
     results.add("network", "Time of a step on two machines; the ratio is that to adamw", rows, "network.csv")
-    results.draw("network", network_chart(rows))
+    draw(results.folder)
 
 
 if __name__ == "__main__":

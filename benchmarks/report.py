@@ -1,16 +1,22 @@
-"""Print tables, and write them to a folder of results: text, CSV, JSON and pictures."""
+"""Print tables, and write them to a folder of results: text, CSV and JSON. The pictures are drawn from results.json:
+
+$ python -m benchmarks.report results/*       # draws all pictures again
+"""
 
 import csv
 import io
 import json
 import os
+import sys
 from typing import Any
 
+from charts.bars import memory_chart, network_chart, time_chart, training_chart
 from charts.style import save
 
-PARTS = ("parameters", "gradients", "state", "master", "buckets", "activations", "rest")
-IN_BYTES = ("total", "predicted", "resident peak", *PARTS)  # the tables show them in MB
-HIDDEN = ("own computation, ms",)  # printed beside the table
+PARTS = ("parameters", "gradients", "state", "master", "buckets", "activations", "rest", "copy")
+IN_BYTES = ("total", "predicted", "resident peak", "peak", *PARTS)  # the tables show them in MB
+HIDDEN = ("own computation, ms", "rounds, ms", "losses")  # in results.json only; the first one is printed beside the table
+CHARTS = {"memory": memory_chart, "time": time_chart, "network": network_chart, "training": training_chart}
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -40,6 +46,12 @@ def _cell(column: str, value: Any) -> str:
         return ""
     if column in IN_BYTES:
         return f"{value / 1e6:.1f}"
+    if column == "largest difference":
+        return f"{value:.1g}"
+    if column == "ratio":
+        return f"{value:.3f}x"
+    if column == "ratio, quartiles":
+        return " to ".join(f"{quartile:.3f}" for quartile in value)
     if isinstance(value, float):
         if column.endswith("%"):
             return f"{round(value, 1) + 0:.1f}"  # no -0.0
@@ -48,10 +60,10 @@ def _cell(column: str, value: Any) -> str:
 
 
 def comma_separated(rows: list[dict[str, Any]]) -> str:
-    """Return the rows as CSV."""
-    columns = _columns(rows)
+    """Return the rows as CSV, without lists."""
+    columns = [column for column in _columns(rows) if not any(isinstance(row.get(column), list) for row in rows)]
     text = io.StringIO()
-    writer = csv.DictWriter(text, columns, lineterminator="\n")
+    writer = csv.DictWriter(text, columns, lineterminator="\n", extrasaction="ignore")
     writer.writeheader()
     writer.writerows(rows)
     return text.getvalue()
@@ -90,14 +102,29 @@ class Results:
         self._write(file, comma_separated(rows) if file.endswith(".csv") else f"{self.title}\n\n{title}\n{text}\n")
         self._write("results.json", json.dumps(self.content, indent=1))
 
-    def draw(self, name: str, chart: Any) -> None:
-        """Write a chart as a picture and as an interactive page."""
-        for ending in (".png", ".svg", ".html"):
-            save(chart, self._path(name + ending))
-
     def _path(self, file: str) -> str:
         return os.path.join(self.folder, file)
 
     def _write(self, file: str, text: str) -> None:
         with open(self._path(file), "w") as stream:
             stream.write(text)
+
+
+def draw(folder: str) -> None:
+    """Draw the pictures of a folder from its results.json, each as a picture and as an interactive page."""
+    with open(os.path.join(folder, "results.json")) as stream:
+        content = json.load(stream)
+    for measure in content.keys() & CHARTS.keys():
+        entry = content[measure]
+        measured = f"{entry['setup']}; {entry['machine']}; {entry['date']}"
+        for world_size in dict.fromkeys(row.get("world_size") for row in entry["rows"]):
+            rows = [row for row in entry["rows"] if row.get("world_size") == world_size]
+            ranks = f"rank 0 of {world_size}, " if world_size else ""
+            chart = CHARTS[measure](rows, ranks + measured)
+            for ending in (".png", ".svg", ".html"):
+                save(chart, os.path.join(folder, f"{measure}{f'-{world_size}' if world_size else ''}{ending}"))
+
+
+if __name__ == "__main__":
+    for path in sys.argv[1:]:
+        draw(path)

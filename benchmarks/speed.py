@@ -22,7 +22,8 @@ def time_rows(setup: Setup, modes: list[str], block_size: int, rounds: int, step
     """Return one row per mode. The modes take turns. Needs to be called on all ranks.
 
     On a noisy machine, only measurements that were taken close together can be compared: the ratio is that of a mode to the
-    first mode in the same round, and its median over the rounds. The first round is not counted.
+    first mode in the same round, and its median over the rounds. The milliseconds are medians as well, so on a noisy machine
+    they can have another order; the quartiles of the ratios say how certain it is. The first round is not counted.
     """
     setup = replace(setup, config=replace(setup.config, block_size=block_size))
     contenders = {mode: TimedContender(setup, mode) for mode in modes}
@@ -35,7 +36,9 @@ def time_rows(setup: Setup, modes: list[str], block_size: int, rounds: int, step
         counted, reference = turns[mode][1:], turns[modes[0]][1:]
         ratios = [turn["ms per step"] / other["ms per step"] for turn, other in zip(counted, reference, strict=True)]
         medians = {column: statistics.median(turn[column] for turn in counted) for column in counted[0]}
-        rows.append({"mode": mode, "block_size": block_size, **medians, "ratio": statistics.median(ratios)})
+        low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive") if rounds > 1 else ratios * 3
+        row = {"mode": mode, "block_size": block_size, **medians, "ratio": middle, "ratio, quartiles": [low, high]}
+        rows.append({**row, "rounds, ms": [turn["ms per step"] for turn in counted]})
     return rows
 
 

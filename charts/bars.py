@@ -1,161 +1,268 @@
-"""The figures of plan.py and bench.py as charts: rows (lists of dicts) in, a chart out."""
+"""The figures of plan.py and bench.py as charts: rows (lists of dicts) in, a chart out.
 
+`measured` says what was measured on what; it stands below the title.
+"""
+
+import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-from charts.style import MEMORY, NUMBER, altair, styled
+from charts.style import MEMORY, MODES, NUMBER, altair, dashes, styled
 
 Rows = Sequence[Mapping[str, Any]]
+Purposes = Mapping[str, tuple[str, str]]  # column: name and colour of a purpose, in the order of the stack
 
-POINTS = ("after init", "after wrapping", "accumulating", "before step", "after step", "saving", "peak")
-
+POINTS = {  # of a step, and their names in a chart; saving is not a part of training
+    "after init": "after init",
+    "after wrapping": "after wrapping",
+    "accumulating": "accumulating",
+    "before step": "before step",
+    "after step": "after step",
+    "peak": "peak of training",
+    "saving": "saving, on rank 0",
+}
 TIME = {
     "forward and backward, ms": ("forward and backward", "#009E73"),
     "optimizer, ms": ("optimizer", "#E69F00"),
     "exposed communication, ms": ("exposed communication", "#CC79A7"),
 }
-_LIMIT = "#D55E00"  # colour of the line at the memory of a GPU
-_WIDTH = 820  # of the facets side by side, in pixels before the scale
+_LIMIT = "#D55E00"  # colour of the limit of memory
+_WIDTH = 820  # of the panels side by side, in pixels before the scale
+_ROOM = 1.3  # of a panel, relative to its longest bar: the text needs the rest
 
 
-def plan_chart(rows: Rows, gpu_memory_gb: float | None) -> Any:
-    """Draw the bytes of one rank by purpose and mode, one facet per number of ranks, with the peak and the memory of the GPU.
+class Bar(NamedTuple):
+    """A stacked bar. All amounts are in the unit of its chart."""
 
-    The parts are not all at their largest at the same time. So their sum can differ from the peak.
+    name: str
+    parts: Mapping[str, float]  # amount by the name of the purpose
+    text: str  # at its end
+    tick: float | None = None
+    dots: Sequence[float] = ()
+
+    @property
+    def end(self) -> float:
+        """What the bar, its tick and its dots reach. Amounts below zero extend to the left."""
+        return max(sum(amount for amount in self.parts.values() if amount > 0), self.tick or 0, *self.dots, 0)
+
+
+def plan_chart(rows: Rows, limit: tuple[float, str] | None, measured: str) -> Any:
+    """Draw the bytes of one rank at the peak by purpose and mode, one panel per number of ranks.
+
+    `limit`: the bytes that tensors may take, and what to write there; None: none.
     """
-    title = "Predicted memory per rank", "black tick: peak"
-    if gpu_memory_gb is not None:
-        title = title[0], f"{title[1]}; dashed line: memory of the GPU, {gpu_memory_gb:g} GB"
-    ranks = {size: f"{size} rank{'s' if size > 1 else ''}" for size in sorted(row["world_size"] for row in rows)}
-    bars = [
-        {"bar": row["mode"], "facet": ranks[row["world_size"]], "mark": row["peak"] / 1e9, "parts": _parts(row, MEMORY, 1e9)}
-        for row in rows
-    ]
-    modes = _unique(sorted(rows, key=lambda row: -row["world_size"]), "mode")  # a single rank has fewer modes
-    return _chart(bars, MEMORY, modes, list(ranks.values()), "GB", title, mark="peak", limit=gpu_memory_gb)
+    divisor, unit = unit_of(row["peak"] for row in rows)
+    panels = {
+        f"{size} rank{'s' if size > 1 else ''}": [_planned(row, divisor) for row in rows if row["world_size"] == size]
+        for size in sorted({row["world_size"] for row in rows})
+    }
+    line = None if limit is None else (limit[0] / divisor, f"limit: {limit[1]}")
+    return _chart(panels, MEMORY, unit, "Predicted peak of memory per rank", [measured], limit=line)
 
 
-def memory_chart(rows: Rows) -> Any:
-    """Draw the measured bytes of one rank by purpose at each point of a step, one facet per mode, with the prediction."""
-    predictions = [row.get("predicted") for row in rows]
-    largest = max([row["total"] for row in rows] + [prediction or 0 for prediction in predictions], default=0)
-    divisor, unit = (1e9, "GB") if largest >= 1e9 else (1e6, "MB")
-    bars = []
-    for row, predicted in zip(rows, predictions, strict=True):
-        bar = {"bar": row["point"], "facet": row["mode"], "parts": _parts(row, MEMORY, divisor)}
-        bar["total"] = row["total"] / divisor
-        bars.append(bar | {"mark": None if predicted is None else predicted / divisor})
-    measured = _unique(rows, "point")
-    points = [point for point in POINTS if point in measured] + [point for point in measured if point not in POINTS]
-    title = "Measured memory per rank", "black tick: prediction" if any(predictions) else ""
-    return _chart(bars, MEMORY, points, _unique(rows, "mode"), unit, title, mark="predicted")
+def _planned(row: Mapping[str, Any], divisor: float) -> Bar:
+    """Return the bar of a row of plan.py, whose end is the peak.
 
-
-def time_chart(rows: Rows) -> Any:
-    """Draw the milliseconds of a step by purpose, one facet per block size, with the ratio at the end of each bar.
-
-    The ratio is that to the first mode.
+    Buckets are largest at another time than activations. Where the parts exceed the peak, the buckets are what is left.
     """
+    excess = max(0, sum(row.get(column, 0) for column in (*MEMORY, "temporary")) - row["peak"])
+    at_peak = {**row, "rest": row["temporary"], "buckets": row["buckets"] - excess}
+    return Bar(row["mode"], _parts(at_peak, MEMORY, divisor), number(row["peak"] / divisor))
+
+
+def memory_chart(rows: Rows, measured: str) -> Any:
+    """Draw the measured bytes of one rank by purpose at each point of a step, one panel per mode, with the prediction."""
+    divisor, unit = unit_of(row["total"] for row in rows)
+    panels: dict[str, list[Bar]] = {mode: [] for mode in _unique(rows, "mode")}
+    for row in sorted(rows, key=lambda row: list(POINTS).index(row["point"])):
+        tick = row["predicted"] / divisor if row.get("predicted") is not None else None
+        bar = Bar(POINTS[row["point"]], _parts(row, MEMORY, divisor), number(row["total"] / divisor), tick)
+        panels[row["mode"]].append(bar)
+    has_ticks = any(bar.tick is not None for bars in panels.values() for bar in bars)
+    notes = [measured, "black tick: prediction"] if has_ticks else [measured]
+    return _chart(panels, MEMORY, unit, "Measured memory per rank", notes)
+
+
+def time_chart(rows: Rows, measured: str) -> Any:
+    """Draw the milliseconds of a step by purpose, one panel per block size, with the ratio to the first mode at each bar."""
     in_order = sorted(rows, key=lambda row: row["block_size"])
-    return _time_chart(in_order, lambda row: f"block size {row['block_size']}", "Time of a step", "ms")
+    return _time_chart(in_order, lambda row: f"{row['block_size']} tokens", "Time of a step", "ms", measured)
 
 
-def network_chart(rows: Rows) -> Any:
-    """Draw the same for the rows of benchmarks.network, one facet per number of ranks and speed of the network."""
+def network_chart(rows: Rows, measured: str) -> Any:
+    """Draw the same for the rows of benchmarks.network, one panel per number of ranks and speed of the network."""
     title = "Time of a step on two machines with a slow network"
-    return _time_chart(rows, lambda row: f"{row['ranks']} ranks, {row['Gbit/s']:g} Gbit/s", title, "s")
+    return _time_chart(rows, lambda row: f"{row['ranks']} ranks, {row['Gbit/s']:g} Gbit/s", title, "s", measured)
 
 
-def _time_chart(rows: Rows, facet: Callable[[Mapping[str, Any]], str], title: str, unit: str) -> Any:
-    bars, divisor = [], {"ms": 1, "s": 1000}[unit]
+def _time_chart(rows: Rows, panel_of: Callable[[Mapping[str, Any]], str], title: str, unit: str, measured: str) -> Any:
+    """Draw the median of the rounds as a bar, in it the parts in their proportion, and each round as a dot."""
+    panels: dict[str, list[Bar]] = {}
+    divisor = {"ms": 1, "s": 1000}[unit]
     for row in rows:
-        bar = {"bar": row["mode"], "facet": facet(row), "parts": _parts(row, TIME, divisor)}
-        bar["total"] = row["ms per step"] / divisor
-        bars.append(bar | {"text": None if row.get("ratio") is None else f"{row['ratio']:.2f}"})
-    modes, facets = _unique(rows, "mode"), list(dict.fromkeys(map(facet, rows)))
-    own_scales = "; each facet has its own scale" if len(facets) > 1 else ""
-    subtitle = f"bars: median time; number: median of the ratio to {modes[0]}{own_scales}" if modes else ""
-    return _chart(bars, TIME, modes, facets, unit, (title, subtitle))
+        bars = panels.setdefault(panel_of(row), [])
+        parts = _parts(row, TIME, divisor)
+        scale = row["ms per step"] / divisor / sum(parts.values())
+        text = ratio(row) if bars else f"{number(row['ms per step'] / divisor)} {unit}"
+        dots = [milliseconds / divisor for milliseconds in row["rounds, ms"]]
+        bars.append(Bar(row["mode"], {name: part * scale for name, part in parts.items()}, text, dots=dots))
+    first = rows[0]["mode"] if rows else ""
+    how = f"bar: median; dot: a round; 1.03x: median of the ratios to {first} in the same round, with their quartiles"
+    return _chart(panels, TIME, unit, title, [measured, how], shared=False)
+
+
+def training_chart(rows: Rows, measured: str) -> Any:
+    """Draw the peak of memory by mode, and beside it the losses of the same runs, which lie on each other."""
+    alt = altair()
+    divisor, unit = unit_of(row["peak"] for row in rows)
+    modes, first = _unique(rows, "mode"), rows[0]
+    bars = []
+    for row in rows:
+        saved = "" if row is first else f" ({row['peak'] / first['peak'] - 1:+.0%})"
+        bars.append(Bar(row["mode"], {row["mode"]: row["peak"] / divisor}, f"{number(row['peak'] / divisor)} {unit}{saved}"))
+    colours = {mode: (mode, MODES[mode]) for mode in modes}
+    peaks = _panel("Peak of memory while training, per rank", bars, colours, unit, _WIDTH // 2, height=200, legend=False)
+    values = [
+        {"mode": row["mode"], "step": step, "loss": loss} for row in rows for step, loss in enumerate(row["losses"], start=1)
+    ]
+    scale = alt.Scale(domain=modes, range=[MODES[mode] for mode in modes])
+    dashed = alt.StrokeDash("mode:N", legend=None, scale=alt.Scale(domain=modes, range=dashes(len(modes))))
+    losses = (
+        alt.Chart(alt.InlineData(values=values))
+        .mark_line(strokeWidth=2.5)
+        .encode(
+            x=alt.X("step:Q", title="step", scale=alt.Scale(nice=False)),
+            y=alt.Y("loss:Q", title=None, scale=alt.Scale(zero=False)),
+            color=alt.Color("mode:N", scale=scale, legend=None),
+            strokeDash=dashed,
+        )
+        .properties(width=_WIDTH // 2, height=200, title=alt.TitleParams("Training loss of the same runs", **_PANEL_TITLE))
+    )
+    notes = [measured, "data: the source of Python's standard library; where losses are equal, their colours take turns"]
+    return styled(
+        alt.hconcat(peaks, losses, spacing=30)
+        .resolve_scale(color="independent")
+        .properties(title=alt.TitleParams("The same training in less memory", subtitle=notes))
+    )
+
+
+def unit_of(amounts: Any) -> tuple[float, str]:
+    """Return the bytes and the name of a unit of memory for these amounts."""
+    return (1e9, "GB") if max(amounts, default=0) >= 1e9 else (1e6, "MB")
+
+
+def number(value: float) -> str:
+    """Return a value with three digits, such as 1.82, 24.1 or 1,817."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}" if value >= 10 else f"{value:.2f}"
+
+
+def ratio(row: Mapping[str, Any]) -> str:
+    """Return the median ratio of a row, and its quartiles if there are several rounds."""
+    low, high = row["ratio, quartiles"]
+    return f"{row['ratio']:.2f}x" + (f" ({low:.2f} to {high:.2f})" if len(row["rounds, ms"]) > 1 else "")
 
 
 def _unique(rows: Rows, column: str) -> list[Any]:
     return list(dict.fromkeys(row[column] for row in rows))
 
 
-def _parts(row: Mapping[str, Any], purposes: Mapping[str, tuple[str, str]], divisor: float) -> dict[str, float]:
+def _parts(row: Mapping[str, Any], purposes: Purposes, divisor: float) -> dict[str, float]:
     """Return the amount of each purpose by its name. Purposes with an amount of 0 are left out."""
     return {name: row[column] / divisor for column, (name, _) in purposes.items() if row.get(column)}
 
 
+_PANEL_TITLE: dict[str, Any] = {"fontSize": 13, "anchor": "start", "offset": 4}
+
+
 def _chart(
-    bars: list[dict[str, Any]],
-    purposes: Mapping[str, tuple[str, str]],
-    bar_order: list[str],
-    facets: list[str],
+    panels: Mapping[str, list[Bar]],
+    purposes: Purposes,
     unit: str,
-    title: tuple[str, str],
-    mark: str = "",
-    limit: float | None = None,
+    title: str,
+    notes: list[str],
+    limit: tuple[float, str] | None = None,
+    shared: bool = True,
 ) -> Any:
-    """Draw stacked horizontal bars in facets.
+    """Draw panels of stacked horizontal bars.
 
     Args:
-        bars: each with its name (bar), facet and parts; optionally with its total, a value to mark, and a text for its end.
-        purposes: column: name and colour, in the order of the stack.
-        bar_order, facets: the names in the order in which they are drawn.
-        unit: of all values.
-        title: title and subtitle.
-        mark: what the tick at a bar's "mark" shows.
-        limit: where to draw a line through all facets.
+        panels: the bars of each panel, by its name.
+        unit: of all amounts.
+        title, notes: title, and the lines below it.
+        limit: where to draw a line through all panels, and what it is; an arrow points to a limit that is farther away.
+        shared: whether all panels have the same axis.
     """
     alt = altair()
-    if not bars:
+    if not any(panels.values()):
         raise ValueError("a chart needs at least one row, and there are none; measure or plan something first")
-    used = {name: colour for name, colour in purposes.values() if any(name in bar["parts"] for bar in bars)}
-    order = {name: position for position, name in enumerate(used)}
-    values: list[dict[str, Any]] = [{"facet": facet, "limit": limit} for facet in facets]
-    for bar in bars:
-        others = {key: value for key, value in bar.items() if key != "parts"}
-        for name, amount in bar["parts"].items():
-            place = {"bar": bar["bar"], "facet": bar["facet"], "total": bar.get("total")}
-            values.append({**place, "purpose": name, "order": order[name], "amount": amount})
-        end = sum(amount for amount in bar["parts"].values() if amount > 0)  # amounts below zero extend to the left
-        room = max(end, bar.get("mark") or 0, limit or 0) * (1.15 if bar.get("text") else 1.03)  # nothing is drawn beyond
-        values.append({**others, "end": end, "room": room})
+    columns = min(len(panels), 2 if len(panels) in (2, 4) else 3)
+    ends = {name: max(bar.end for bar in bars) for name, bars in panels.items()}
+    drawn_names = {name for bar in itertools.chain(*panels.values()) for name in bar.parts}
+    used = {column: purpose for column, purpose in purposes.items() if purpose[0] in drawn_names}
+    drawn = [
+        _panel(name, bars, used, unit, _WIDTH // columns, end=max(ends.values()) if shared else ends[name], limit=limit)
+        for name, bars in panels.items()
+    ]
+    return styled(
+        alt.concat(*drawn, columns=columns, spacing=25)
+        .resolve_scale(color="shared")
+        .properties(title=alt.TitleParams(title, subtitle=notes))
+    )
 
-    base = alt.Chart().encode(y=alt.Y("bar:N", title=None, scale=alt.Scale(domain=bar_order)))
-    picked = alt.selection_point(fields=["purpose"], bind="legend")
-    tooltip = ["purpose:N", alt.Tooltip("amount:Q", title=unit, format=NUMBER)]
-    if any("total" in bar for bar in bars):
-        tooltip.append(alt.Tooltip("total:Q", title=f"total, {unit}", format=NUMBER))
+
+def _panel(
+    title: str,
+    bars: list[Bar],
+    purposes: Purposes,
+    unit: str,
+    width: int,
+    end: float | None = None,
+    limit: tuple[float, str] | None = None,
+    height: int | None = None,
+    legend: bool = True,
+) -> Any:
+    """Draw stacked bars over an axis that ends a little after `end`, or after the longest bar."""
+    alt = altair()
+    end = max(bar.end for bar in bars) if end is None else end
+    colours = dict(purposes.values())
+    order = {name: position for position, name in enumerate(colours)}
+    values: list[dict[str, Any]] = []
+    for bar in bars:
+        values += [
+            {"bar": bar.name, "purpose": name, "order": order[name], "amount": amount} for name, amount in bar.parts.items()
+        ]
+        values += [{"bar": bar.name, "dot": dot} for dot in bar.dots]
+        values.append({"bar": bar.name, "text": bar.text, "end": bar.end, "tick": bar.tick})
+    base = alt.Chart().encode(y=alt.Y("bar:N", title=None, sort=[bar.name for bar in bars]))
+    scale = alt.Scale(domain=[0, end * _ROOM], nice=False)
     stacked = base.transform_filter("isValid(datum.amount)").mark_bar(height={"band": 0.75})
     stacked = stacked.encode(
-        x=alt.X("amount:Q", title=unit, scale=alt.Scale(nice=False)),
-        color=alt.Color("purpose:N", title=None, scale=alt.Scale(domain=list(used), range=list(used.values()))),
+        x=alt.X("amount:Q", title=unit, scale=scale),
+        color=alt.Color(
+            "purpose:N",
+            scale=alt.Scale(domain=list(colours), range=list(colours.values())),
+            legend=alt.Legend(title=None) if legend else None,
+        ),
         order="order:Q",
-        opacity=alt.when(picked).then(alt.value(1)).otherwise(alt.value(0.15)),
-        tooltip=tooltip,
+        tooltip=["purpose:N", alt.Tooltip("amount:Q", title=unit, format=NUMBER)],
     )
-    layers = [stacked.add_params(picked), base.transform_filter("isValid(datum.room)").mark_point(opacity=0).encode(x="room:Q")]
+    texts = base.transform_filter("isValid(datum.text)").mark_text(align="left", dx=5, fontSize=12)
+    layers = [stacked, texts.encode(x="end:Q", text="text:N")]
+    if any(bar.tick is not None for bar in bars):
+        ticks = base.transform_filter("isValid(datum.tick)").mark_tick(color="black", thickness=2.5, height={"band": 0.95})
+        layers.append(ticks.encode(x="tick:Q"))
+    if any(bar.dots for bar in bars):
+        dots = base.transform_filter("isValid(datum.dot)").mark_circle(color="black", opacity=0.5, size=18)
+        layers.append(dots.encode(x="dot:Q"))
     if limit is not None:
-        line = alt.Chart().transform_filter("isValid(datum.limit)").mark_rule(color=_LIMIT, strokeWidth=2, strokeDash=[6, 3])
-        layers.append(line.encode(x="limit:Q"))
-    if any(bar.get("mark") is not None for bar in bars):
-        tick = {"color": "black", "opacity": 1, "thickness": 2.5, "height": {"band": 0.95}}
-        ticks = base.transform_filter("isValid(datum.mark)").mark_tick(**tick)
-        layers.append(ticks.encode(x="mark:Q", tooltip=alt.Tooltip("mark:Q", title=f"{mark}, {unit}", format=NUMBER)))
-    if any(bar.get("text") for bar in bars):
-        ends = base.transform_filter("isValid(datum.text)").mark_text(align="left", dx=4, fontSize=12)
-        layers.append(ends.encode(x="end:Q", text="text:N"))
-
-    columns = min(len(facets), 2 if len(facets) == 4 else 3)
-    facet = alt.Facet("facet:N", sort=facets, title=None)
-    chart = (
-        alt.layer(*layers)
-        .properties(width=_WIDTH // columns, height=alt.Step(24))
-        .facet(facet=facet, columns=columns, spacing=20, data=alt.InlineData(values=values))
-        .resolve_scale(x="independent" if unit in ("ms", "s") else "shared")
-        .resolve_axis(x="independent")  # a shared axis is also drawn below a place without a facet
-        .properties(title=alt.TitleParams(title[0], subtitle=title[1]))
+        at, text = limit
+        alone = alt.Chart(alt.InlineData(values=[{}]))
+        label: dict[str, Any] = {"align": "right", "baseline": "bottom", "color": _LIMIT, "fontSize": 12}
+        if at <= end * _ROOM:
+            layers.append(alone.mark_rule(color=_LIMIT, strokeWidth=2, strokeDash=[6, 3]).encode(x=alt.XDatum(at)))
+            layers.append(alone.mark_text(text=text, **label).encode(x=alt.XDatum(at), y=alt.value(-8)))
+        else:
+            layers.append(alone.mark_text(text=f"{text} →", **label).encode(x=alt.value(width), y=alt.value(-8)))
+    return alt.layer(*layers, data=alt.InlineData(values=values)).properties(
+        width=width, height=height or alt.Step(24), title=alt.TitleParams(title, **_PANEL_TITLE)
     )
-    return styled(chart)

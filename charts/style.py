@@ -1,7 +1,7 @@
 """What all charts share: their style, the colours of the parts of memory, and how they are written to files.
 
 Altair is an optional dependency, `pip install -e '.[plots]'`. It is imported when a function needs it. Only `save` writes:
-    style.save(bars.time_chart(rows), "results/time.png")
+    style.save(bars.time_chart(rows, "GPT-2 124M"), "results/time.png")
 """
 
 import os
@@ -19,10 +19,19 @@ MEMORY = {
     "master": ("master weights", "#F0E442"),
     "buckets": ("communication buffers", "#CC79A7"),
     "activations": ("activations", "#009E73"),
-    "rest": ("other", "#BBBBBB"),
+    "rest": ("temporary tensors", "#BBBBBB"),
+    "copy": ("copy to save", "#777777"),
+}
+MODES = {  # colours of bench.py's modes
+    "adamw": "#888888",
+    "torch": "#E69F00",
+    "sharded": "#009E73",
+    "shard_gradients": "#0072B2",
+    "bfloat16": "#CC79A7",
 }
 NUMBER = ",.3~f"  # format of the numbers that appear under the mouse
 FONT = "Helvetica, Arial, Liberation Sans, sans-serif"
+_DASH = 10  # pixels of one colour where several lines are equal
 ACTIONS = {"export": True, "source": False, "compiled": False, "editor": False}  # menu of a web page; the editor is a web page
 
 
@@ -65,6 +74,11 @@ def styled(chart: Any) -> Any:
         .configure_legend(orient="top", direction="horizontal", labelFontSize=13, symbolType="square", symbolSize=150)
         .configure_view(stroke=None)
     )
+
+
+def dashes(count: int) -> list[list[int]]:
+    """Return the dashes of this many lines: where they lie on each other, their colours take turns."""
+    return [[_DASH * (count - place), _DASH * place] for place in range(count)]
 
 
 def altair() -> Any:

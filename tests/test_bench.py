@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import statistics
 import subprocess
 import sys
 
@@ -61,6 +62,10 @@ def test_every_mode_and_its_bytes(ranks, alone, tmp_path):
         assert megabytes[mode] == pytest.approx(times * megabytes["adamw"], rel=0.06), mode
     assert rows[0]["ratio"] == 1
     for row in rows:
+        assert row["ms per step"] == statistics.median(row["rounds, ms"])
+        ratios = [ms / other for ms, other in zip(row["rounds, ms"], rows[0]["rounds, ms"], strict=True)]
+        assert row["ratio"] == statistics.median(ratios)
+        assert min(ratios) <= row["ratio, quartiles"][0] <= row["ratio"] <= row["ratio, quartiles"][1] <= max(ratios)
         phases = [row["forward and backward, ms"], row["optimizer, ms"]]
         assert min(phases) > 0
         assert ("exposed communication, ms" in row) == (row["mode"] != "fsdp2")
@@ -86,8 +91,9 @@ def test_everything_with_several_block_sizes(tmp_path):
     flags = ["--rounds=1", "--steps_per_turn=1", "--modes=adamw", "--name=all", *SIZES, "--n_embd=64", "--block_size=8,16"]
     process = run("bench.py", *flags, ranks=2, cwd=tmp_path, before=faults.measure_only_block_sizes)
     assert process.returncode == 0, process.stderr
-    assert "note: block_size=8,16 is for the time; memory, checkpoint, telemetry take 8\n" in process.stdout
-    rows = {what: results(tmp_path / "results" / "all", what) for what in ("memory", "time", "checkpoint", "telemetry")}
+    assert "note: block_size=8,16 is for the time; memory, training, checkpoint, telemetry take 8\n" in process.stdout
+    measures = "memory", "time", "training", "checkpoint", "telemetry"
+    rows = {what: results(tmp_path / "results" / "all", what) for what in measures}
     assert [row["block_size"] for row in rows["time"]] == [8, 16]
     assert rows["checkpoint"] == rows["telemetry"] == [{"mode": "adamw", "block_size": 8}]
     parameters = 4 * (2 * 12 * 64**2 + 65 * 64 + 8 * 64 + 5 * 64)  # eight embeddings of positions
@@ -123,7 +129,7 @@ def check_memory(rows, modes, points):
         if row["mode"] in OWN:
             tolerance = 0.03 if row["point"] == "peak" else 0.02
             assert row["predicted"] == pytest.approx(row["total"], rel=tolerance), (row["mode"], row["point"])
-        parts = ("parameters", "gradients", "state", "master", "buckets", "activations", "rest")
+        parts = ("parameters", "gradients", "state", "master", "buckets", "activations", "copy", "rest")
         assert sum(row[part] or 0 for part in parts) == row["total"], (row["mode"], row["point"])
 
 
@@ -178,6 +184,24 @@ def test_checkpoints(tmp_path):
         assert row["rank 0 extra, MB"] < 75
         assert row["others extra, MB"] < 75
         assert row["MB"] == pytest.approx(3 * 25.5, rel=0.05)
+
+
+def test_the_same_training_in_every_mode(tmp_path):
+    sizes = [*SIZES[:2], "--n_embd=64", "--vocab_size=128", *SIZES[4:]]
+    flags = ["--what=training", "--name=training", "--training_steps=3", "--grad_clip=0", "--zero_bucket_mb=0.1"]
+    process = run("bench.py", *flags, *sizes, ranks=2, cwd=tmp_path)
+    assert process.returncode == 0, process.stderr
+    rows = {row["mode"]: row for row in results(tmp_path / "results" / "training", "training")}
+    assert list(rows) == OWN
+    for mode in ("torch", "sharded"):  # two ranks, no clipping: bit for bit
+        assert rows[mode]["losses"] == rows["adamw"]["losses"]
+        assert rows[mode]["largest difference"] == 0
+    assert rows["adamw"]["losses"][0] > rows["adamw"]["losses"][-1]
+    assert 0 < rows["bfloat16"]["largest difference"] < 0.1
+    peaks = [rows[mode]["peak"] for mode in ("adamw", "torch", "sharded", "bfloat16")]
+    assert peaks == sorted(peaks, reverse=True)
+    assert rows["sharded"]["saved, %"] == pytest.approx(100 * (1 - peaks[2] / peaks[0]))
+    assert (tmp_path / "results" / "training" / "training.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.slow("two runs of training, to compare", seconds=26)

@@ -1,0 +1,39 @@
+"""Loss and peak of memory of the same short training in each mode."""
+
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from benchmarks.contenders import Setup
+from benchmarks.memory import MemoryProfile
+from data.dataset import Dataset
+from distributed.ranks import mean_over_ranks
+from zero.messages import gather_objects
+
+
+def training_rows(setup: Setup, modes: list[str], data: Dataset, steps: int) -> list[dict[str, Any]]:
+    """Return one row per mode: the peak of the fullest rank with two micro-steps, then the losses of steps with one each.
+
+    All modes begin with the same weights and get the same batches. A token beyond a small vocabulary becomes another one.
+    Needs to be called on all ranks.
+    """
+    rows: list[dict[str, Any]] = []
+    for mode in modes:
+        profile = MemoryProfile(setup, mode)
+        peak = max(points["peak"]["total"] for points in gather_objects(profile.measure(can_save=False)))
+        batches = data.micro_batches(
+            setup.seed, 0, setup.batch_size, dist.get_world_size(), dist.get_rank(), dist.get_world_size()
+        )
+        losses = []
+        for _ in range(steps):
+            tokens = torch.from_numpy(np.stack(data.batch("train", next(batches))) % setup.config.vocab_size).to(setup.device)
+            losses.append(mean_over_ranks(profile.contender.step(tokens)))
+        rows.append({"mode": mode, "peak": peak, "losses": losses})
+    first = rows[0]
+    for row in rows:
+        differences = [abs(loss - other) for loss, other in zip(row["losses"], first["losses"], strict=True)]
+        row["saved, %"] = 100 * (1 - row["peak"] / first["peak"])
+        row |= {"first loss": row["losses"][0], "last loss": row["losses"][-1], "largest difference": max(differences)}
+    return rows

@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from charts.bars import plan_chart
+from charts.bars import number, plan_chart, unit_of
 from charts.style import check_path, save
 from configurator import NonNegativeFloat, NonNegativeInt, PositiveFloat, configure, settings_of
 from data.dataset import DATA_DIR, Dataset
@@ -54,27 +54,28 @@ bandwidth_between_gbit: NonNegativeFloat = 0.0  # the same between machines of z
 explain = ""  # name of a parameter: print which rank owns which part of it, instead of the table
 json = ""  # path of a JSON file that also receives the table, in bytes
 plot = ""  # path of a picture: .png, .svg or .html (interactive)
+legend = False  # explain the columns of the table
 
 BATCHES = [4**power for power in range(7)]  # activations are predicted for these batch sizes, and interpolated between them
-COLUMNS = {  # heading of each column, and its text in a row
-    "ranks": "{world_size}",
-    "mode": "{mode}{chosen}",
-    "parameters": "{parameters:.2f}",
-    "gradients": "{gradients:.2f}",
-    "state": "{state:.2f}",
-    "uneven": "{state_to_mean:.2f}",
-    "masters": "{master:.2f}",
-    "buckets": "{buckets:.2f}",
-    "activations": "{activations:.2f}",
-    "temporary": "{temporary:.2f}",
-    "shadow": "{shadow:.2f}",
-    "peak": "{peak:.2f}",
-    "saving": "{saving:.2f}",
-    "fits": "{fits}",
-    "max batch": "{largest_batch}",
-    "sent": "{sent:.2f}",
-    "between": "{between:.2f}",
-    "ms": "{sent_ms:.0f}",
+COLUMNS = {  # heading of each column, its unit, and its text in a row
+    "ranks": ("", "{world_size}"),
+    "mode": ("", "{mode}{chosen}"),
+    "parameters": ("{unit}", "{parameters}"),
+    "gradients": ("{unit}", "{gradients}"),
+    "state": ("{unit}", "{state}"),
+    "uneven": ("x", "{state_to_mean:.2f}"),
+    "masters": ("{unit}", "{master}"),
+    "buckets": ("{unit}", "{buckets}"),
+    "activations": ("{unit}", "{activations}"),
+    "temporary": ("{unit}", "{temporary}"),
+    "shadow": ("{unit}", "{shadow}"),
+    "peak": ("{unit}", "{peak}"),
+    "saving": ("{unit}", "{saving}"),
+    "fits": ("", "{fits}"),
+    "max batch": ("", "{largest_batch}"),
+    "sent": ("{unit}", "{sent}"),
+    "between": ("{unit}", "{between}"),
+    "sent in": ("ms", "{sent_ms:.0f}"),
 }
 PARTS = ("parameters", "gradients", "state", "master", "buckets", "activations", "shadow")
 SCALED = (*PARTS, "temporary", "peak", "saving", "sent", "between")
@@ -92,7 +93,7 @@ peak         the most while training, without torch.compile, which usually takes
 saving       the peak while a checkpoint is {saving}
 fits         whether peak and saving are at most {gpu_memory_gb:g} GB{resident}
 max batch    the largest batch_size that fits, up to {largest_batch}
-sent, ms     {unit} that a rank sends per iteration, and the time at {bandwidth_gbit:g} Gbit/s without overlap{between}"""
+sent         what a rank sends per iteration, and how long it takes at {bandwidth_gbit:g} Gbit/s without overlap{between}"""
 _SHADOW = "\nshadow       what shadow_check holds in the first iterations ({shadow_check}): plain AdamW on a copy of the model"
 _RESIDENT = f", with {CPU_RESIDENT - 1:.0%} more for pages that the system's allocator keeps"
 _BETWEEN = """
@@ -175,7 +176,15 @@ class Planner:
             )
         resident = CPU_RESIDENT if self.device_type == "cpu" else 1.0
         self.memory = int(settings["gpu_memory_gb"] * 1e9 / resident)  # bytes that tensors may take
+        self.limit = f"{settings['gpu_memory_gb']:g} GB"
+        if resident > 1:
+            self.limit += f", {self.memory / 1e9:.3g} GB for tensors"
         self.extras = Extras.of(settings)
+        numel = sum(spec.numel for spec in self.specs)
+        self.description = (
+            f"{numel / 1e6:.1f}M parameters, {self.dtype} on {self.device_type}, {settings['batch_size']} sequences of "
+            f"{config.block_size} tokens per micro-step, {settings['gradient_accumulation_steps']} micro-steps per iteration"
+        )
         self._plans: dict[tuple[Flags, int], Plan] = {}
 
     def plan(self, flags: Flags, world_size: int) -> Plan:
@@ -331,17 +340,31 @@ def print_owners(name: str, planner: Planner, world_size: int) -> None:
                 print(f"  rank {rank} owns {share:.1%}: {ranges}")
 
 
-def print_table(rows: list[dict[str, Any]], divisor: float) -> None:
+def verdict(rows: list[dict[str, Any]], limit: str, divisor: float, unit: str) -> str:
+    """Return a line about one number of ranks: what the settings take and save, whether it fits, and the largest batch."""
+    plain, chosen = rows[0], next(row for row in rows if row["chosen"])
+    size = chosen["world_size"]
+    text = f"{size:5} rank{'s' if size > 1 else ' '}  peak {number(chosen['peak'] / divisor)} {unit}"
+    if chosen is not plain:
+        text += f", {1 - chosen['peak'] / plain['peak']:.0%} less than plain AdamW ({number(plain['peak'] / divisor)} {unit})"
+    if chosen["fits"] == "yes":
+        return f"{text}: fits in {limit}, up to --batch_size={chosen['largest_batch']}"
+    fitting = ", ".join(row["mode"] for row in rows if row["fits"] == "yes")
+    return f"{text}: does not fit in {limit}; what fits: {fitting or 'none of these modes'}"
+
+
+def print_table(rows: list[dict[str, Any]], divisor: float, unit: str) -> None:
     """Print the rows, with an empty line between world sizes."""
-    columns = {key: text for key, text in COLUMNS.items() if key not in OPTIONAL or any(row[key] for row in rows)}
-    cells = [list(columns)]
+    digits = 2 if unit == "GB" else 1
+    columns = {key: text for key, (_, text) in COLUMNS.items() if key not in OPTIONAL or any(row[key] for row in rows)}
+    cells = [list(columns), [COLUMNS[key][0].format(unit=unit) for key in columns]]
     for row in rows:
-        scaled = {key: value / divisor if key in SCALED else value for key, value in row.items()}
+        scaled = {key: f"{value / divisor:.{digits}f}" if key in SCALED else value for key, value in row.items()}
         cells.append([text.format(**scaled) for text in columns.values()])
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    world_size = None
+    world_size: str | None = None
     for line in cells:
-        if line[0] != world_size:
+        if line[0] not in ("", world_size):
             world_size = line[0]
             print()
         aligned = zip(columns, line, widths, strict=True)
@@ -352,12 +375,13 @@ def print_plan(planner: Planner, sizes: list[int]) -> list[dict[str, Any]]:
     """Print the table with its explanations and return its rows."""
     rows = [row for size in sizes for row in planner.rows(size)]
     settings = planner.settings
-    divisor, unit = (1e9, "GB") if max(row["peak"] for row in rows) >= 1e9 else (1e6, "MB")
-    steps, numel = settings["gradient_accumulation_steps"], sum(spec.numel for spec in planner.specs)
-    sequences = f"{settings['batch_size']} sequences of {planner.config.block_size} tokens"
-    print(f"{numel / 1e6:.1f}M parameters, {planner.dtype} on {planner.device_type}, {sequences} per micro-step,")
-    print(f"{steps} micro-steps per iteration on all ranks together; {unit} on the rank with the most optimizer state")
-    print_table(rows, divisor)
+    steps = settings["gradient_accumulation_steps"]
+    divisor, unit = unit_of(row["parameters"] * 10 for row in rows)  # with GB and two digits, 0.1 GB is the least
+    print(f"{planner.description}; the rank with the most optimizer state")
+    for size in sizes:
+        of_size = [row for row in rows if row["world_size"] == size]
+        print(verdict(of_size, planner.limit, divisor, unit))
+    print_table(rows, divisor, unit)
     copied = max(row["saving_on_cpu"] for row in rows)
     saving = "written in the background, while training goes on" if settings["async_save"] else "saved"
     if copied and planner.device_type != "cpu":
@@ -369,7 +393,10 @@ def print_plan(planner: Planner, sizes: list[int]) -> list[dict[str, Any]]:
         "resident": _RESIDENT if planner.device_type == "cpu" else "",
         "between": _BETWEEN.format(**settings, gbit=gbit) if any(row["between"] for row in rows) else "",
     }
-    print(LEGEND.format(**settings, **details, largest_batch=BATCHES[-1], unit=unit, saving=saving))
+    if settings["legend"]:
+        print(LEGEND.format(**settings, **details, largest_batch=BATCHES[-1], saving=saving))
+    else:
+        print("\n*: the settings; --legend=True explains the columns")
     if misfits := [str(size) for size in sizes if size > 1 and size % (settings["zero_shard_size"] or 1)]:
         which = f"{', '.join(misfits)} ranks cannot form groups of zero_shard_size={settings['zero_shard_size']}"
         print(f"note: {which}, so train.py refuses them; the table shows what they take if all of them share the state")
@@ -415,7 +442,7 @@ def main() -> None:
                 dump({"settings": settings, "rows": rows}, file, indent=1)
             print(f"the table is in {settings['json']}")
         if settings["plot"]:
-            save(plan_chart(rows, settings["gpu_memory_gb"]), settings["plot"])
+            save(plan_chart(rows, (planner.memory, planner.limit), planner.description), settings["plot"])
             print(f"the picture is in {settings['plot']}")
 
 

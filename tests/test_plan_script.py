@@ -26,7 +26,7 @@ WORLD_SIZES = [1, 2, 8]
 
 def plan(data, *arguments):
     """What plan.py prints for the small model."""
-    process = run("plan.py", f"--dataset={data}", *SETTINGS, *arguments)
+    process = run("plan.py", f"--dataset={data}", *SETTINGS, "--legend=True", *arguments)
     assert process.returncode == 0, process.stderr
     return process.stdout
 
@@ -153,6 +153,38 @@ def test_the_largest_batch_fits_and_a_larger_one_does_not(data, tmp_path, memory
         assert (fitting["fits"], larger["fits"]) == ("yes", "no"), mode
 
 
+def test_a_verdict_comes_first(data, tmp_path):
+    path = tmp_path / "plan.json"
+    printed = plan(data, "--world_size=1,8", "--gpu_memory_gb=0.001", f"--json={path}", "--legend=False")
+    rows = rows_of(path)
+    peaks = {key: f"{row['peak'] / 1e6:.2f} MB" for key, row in rows.items()}
+    saved = f"{1 - rows[8, 'sharded']['peak'] / rows[8, 'adamw']['peak']:.0%} less than plain AdamW ({peaks[8, 'adamw']})"
+    limit = "fits in 0.001 GB, 0.000769 GB for tensors"
+    lines = printed.splitlines()
+    begin = next(number for number, line in enumerate(lines) if line.startswith("    1 rank"))
+    fitting = ", ".join(mode for (size, mode), row in rows.items() if size == 8 and row["fits"] == "yes")
+    assert fitting, "no mode fits, so this shows less than it should"
+    for line, row, verdict in (
+        (lines[begin], rows[1, "adamw"], f"    1 rank   peak {peaks[1, 'adamw']}: "),
+        (lines[begin + 1], rows[8, "sharded"], f"    8 ranks  peak {peaks[8, 'sharded']}, {saved}: "),
+    ):
+        fits = f"{limit}, up to --batch_size={row['largest_batch']}"
+        assert line.startswith(
+            verdict + (fits if row["fits"] == "yes" else f"does not {limit.replace('fits', 'fit')}; what fits")
+        )
+    assert lines[begin + 2] == ""
+    assert "--legend=True explains the columns" in printed
+    assert "what forward keeps for backward" not in printed
+
+
+def test_the_unit_is_that_of_the_weights(data):
+    header, units = (
+        line.split() for line in plan(data, "--world_size=2").splitlines() if " ranks  mode" in f" {line}" or " x " in line
+    )
+    assert header[:3] == ["ranks", "mode", "parameters"]
+    assert set(units) == {"MB", "x", "ms"}
+
+
 def test_no_batch_fits_where_saving_does_not(data, tmp_path):
     """On a CPU, a consolidated checkpoint takes the memory of the whole state: here more than training with batch size 1."""
     path = tmp_path / "plan.json"
@@ -164,7 +196,7 @@ def test_no_batch_fits_where_saving_does_not(data, tmp_path):
 
 def test_every_setting_of_the_trainer_is_accepted():
     settings, own = defaults_of("train.py"), {"world_size", "vocab_size", "gpu_memory_gb", "explain", "json", "plot"}
-    own |= {"bandwidth_gbit", "bandwidth_between_gbit"}
+    own |= {"bandwidth_gbit", "bandwidth_between_gbit", "legend"}
     with_own = defaults_of("plan.py")
     assert set(with_own) == set(settings) | own
     assert {key: with_own[key] for key in settings} == settings

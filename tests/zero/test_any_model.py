@@ -674,14 +674,14 @@ def test_every_block(runner):
     try_all(runner, [replace(d, partition="parameter") for d in alone if any(word in str(d) for word in with_strides)])
 
 
-@pytest.mark.slow("every block in every way to run it; test_every_block has one way", seconds=300)
+@pytest.mark.slow("every block in every way to run it; test_every_block has one way", seconds=690)
 def test_every_way_to_run_every_block(runner):
     for late in (0, 1), ():
         pairs = [(block, run) for block in BLOCKS for run in RUNS if not (run == "forward" and block in BY_HOOK)]
         try_all(runner, [Description(blocks=(one,), bucket_mb=0.000001, late=late) for one in pairs])
 
 
-@pytest.mark.slow("random models, optimizers and loops on two to four ranks", seconds=1800)
+@pytest.mark.slow("random models, optimizers and loops on two to four ranks", seconds=290)
 def test_three_hundred_and_fifty_models(runner):
     check(runner, 350, most_ranks=4)
 

@@ -3,6 +3,7 @@
 The files have nanoGPT's format: this program reads the files of nanoGPT's prepare.py scripts, and nanoGPT reads these files.
 """
 
+import glob
 import os
 import subprocess
 import sys
@@ -155,6 +156,12 @@ class Dataset:
                     )
 
 
+def names() -> list[str]:
+    """Return the names of the datasets in `data/`: the folders with a `prepare.py`, or with token files of another script."""
+    found = [glob.glob(os.path.join(DATA_DIR, "*", file)) for file in ("prepare.py", "train.bin")]
+    return sorted({os.path.basename(os.path.dirname(path)) for paths in found for path in paths})
+
+
 def prepare_if_missing(name: str) -> None:
     """Prepare the dataset `name` if it is the embedded one and it is missing. Call this on one rank per machine.
 
@@ -177,7 +184,8 @@ def _open(directory: str, split: str, block_size: int) -> np.ndarray:
     path = os.path.join(directory, f"{split}.bin")
     if not os.path.exists(path):
         script = os.path.join(directory, "prepare.py")
-        remedy = f"run: python {os.path.relpath(script)}" if os.path.exists(script) else "--dataset must name a folder in data/"
+        others = f"--dataset takes {', '.join(names())}, or the absolute path of a folder with train.bin and val.bin"
+        remedy = f"run: python {os.path.relpath(script)}" if os.path.exists(script) else others
         raise DataError(f"dataset file {os.path.relpath(path)} is missing; {remedy}")
     size = os.path.getsize(path)  # bytes
     if size % 2:

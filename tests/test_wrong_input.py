@@ -22,7 +22,7 @@ MISTAKES = {
 
 
 MORE_MISTAKES = {  # one process finds them in the same way
-    "--dataset=nowhere": "nowhere/train.bin is missing",
+    "--dataset=nowhere": "nowhere/train.bin is missing; --dataset takes ",
     "--n_embd=33": "use a multiple of n_head",
     "--zero1_impl=other": "sharded, torch",
     "--dtype=int8": "float32, bfloat16, float16",

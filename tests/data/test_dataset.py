@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from conftest import ROOT
 
+from data import dataset
 from data.dataset import DATA_DIR, Dataset
 from data.vocabulary import DataError, expected_vocab_size
 
@@ -101,6 +102,18 @@ def test_bad_files_are_named(tmp_path, spoil, message, monkeypatch):
     with pytest.raises(DataError, match=message):
         Dataset(str(folder), block_size=8)
     assert not os.path.exists("hostile-code-ran")
+
+
+def test_a_dataset_that_does_not_exist_is_answered_with_those_that_do(tmp_path, monkeypatch):
+    """Also with one that was made by hand, without a prepare.py; a folder without either file is no dataset."""
+    for name, file in {"by_script": "prepare.py", "by_hand": "train.bin", "notes": "read.me"}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / file).touch()
+    monkeypatch.setattr(dataset, "DATA_DIR", str(tmp_path))
+    with pytest.raises(DataError, match=r"foo/train.bin is missing; --dataset takes by_hand, by_script, or the absolute path"):
+        Dataset("foo", block_size=8)
+    with pytest.raises(DataError, match=r"by_script/train.bin is missing; run: python .*by_script/prepare.py$"):
+        Dataset("by_script", block_size=8)
 
 
 class Hostile:

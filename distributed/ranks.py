@@ -32,10 +32,12 @@ def start(launch: Launch, device: str, backend: str = "auto", timeout_s: float =
         The device of this rank. For 'cuda' it is the GPU number `local_rank`, modulo the number of visible GPUs.
 
     Raises:
-        ValueError: if the backend does not support the device.
+        ValueError: if no backend, or not this one, supports the device.
     """
     if not launch.distributed:
         return torch.device(device)
+    if device.startswith("mps"):
+        raise ValueError(f"device={device} works without torchrun only, because gloo cannot send from it; or use --device=cpu")
     check_backend(backend, device)
     _raise_limit_of_open_files()
     if device.startswith("cuda"):

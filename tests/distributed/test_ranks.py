@@ -80,6 +80,13 @@ def test_ranks_on_cpus_meet_by_gloo(monkeypatch):
     assert launched() == Launch() == (False, 0, 0, 1, 1)
 
 
+def test_the_gpu_of_a_mac_is_for_a_single_process():
+    assert "mps" not in dist.Backend.backend_capability["gloo"], "the reason that the message gives"
+    with pytest.raises(ValueError, match=r"device=mps works without torchrun only, .*; or use --device=cpu"):
+        start(Launch(True, 0, 0, 2, 2), "mps")
+    assert str(start(Launch(), "mps")) == "mps"
+
+
 def test_a_restarted_rank_finds_nothing_that_the_ranks_before_have_left_in_the_store():
     """torchrun may keep its store over a restart."""
     store = dist.HashStore()

@@ -32,7 +32,7 @@ class Watchdog:
     it reads the posts of all ranks. While a rank does something that may take long, for example a save, and before the
     first iteration, only a rank that shows no sign of life ends the others. A second thread decides, because a call of the
     store may never return when the host of the store is lost. The exit code is 1. The last collectives of this rank, from
-    PyTorch's flight recorder, are written to `folder`/flight_recorder/rank<r>; `torchfrtrace` reads these files.
+    PyTorch's flight recorder, are written to `folder`/flight_recorder/rank<r>; `torchfrtrace` reads those of NCCL.
 
     A collective that raises, because another rank has ended, gets a line about the position below its traceback.
 

@@ -1,5 +1,5 @@
-# make train       train a small GPT with sharded optimizer state on the source of the Python standard library, print samples,
-#                  draw the metrics of the run
+# make train       train a small GPT with sharded optimizer state on the source of the Python standard library, print samples
+#                  and the report card, draw the metrics of the run
 # make test        run the linters and all tests except the slow ones
 # make test-all    run the linters and all tests, also those that take minutes
 # make test-kills  run the test that kills a training run a hundred times and resumes it
@@ -29,6 +29,7 @@ train: $(INSTALLED)
 	$(BIN)/torchrun --standalone --nproc_per_node=$(NPROC) train.py config/train_stdlib_char.py \
 		--gradient_accumulation_steps=$(NPROC) $(ON_CPU)
 	$(BIN)/python sample.py --out_dir=out-stdlib-char --start="def " --num_samples=2 --max_new_tokens=400
+	@cat out-stdlib-char/report.md
 	$(BIN)/python dashboard.py out-stdlib-char --png=out-stdlib-char/pictures
 
 test: $(INSTALLED) lint

@@ -38,7 +38,7 @@ from distributed.launch import launched
 
 _LARGEST = 2**63 - 1  # largest integer that PyTorch, NumPy and a checkpoint can hold
 _HEADING = re.compile(r"[\w-]+( [\w-]+){0,2}")
-_HELP_WIDTH = 120
+_WIDTH = 120
 _HELP_INTRODUCTION = "Settings with their defaults. --key=value sets one, a file of lines such as batch_size = 8 sets several:"
 
 
@@ -90,9 +90,8 @@ def configure(settings: dict[str, Any], argv: list[str] | None = None) -> dict[s
         if key in config:
             _check_rule(key, config[key], kind)
     if rank == 0:
-        for key, value in config.items():
-            if value != defaults[key]:
-                print(f"Overriding: {key} = {value!r}")
+        changed = [f"{key} = {value!r}" for key, value in config.items() if value != defaults[key]]
+        print(*_block("Overriding: ", changed), sep="\n", end="\n" if changed else "")
     settings.update(config)
     return config
 
@@ -223,6 +222,17 @@ def _checked(key: str, value: Any, defaults: dict[str, Any], kinds: dict[str, An
     return value
 
 
+def _block(begin: str, items: list[str]) -> list[str]:
+    """Return the items, separated by commas, in as few lines as possible, which all have the same beginning."""
+    lines: list[str] = []
+    for item in items:
+        if lines and len(lines[-1]) + len(item) + 2 <= _WIDTH:
+            lines[-1] += f", {item}"
+        else:
+            lines.append(begin + item)
+    return lines
+
+
 def _shown(value: Any) -> str:
     try:
         return _shortened(repr(value))
@@ -247,7 +257,7 @@ def _help(settings: dict[str, Any], defaults: dict[str, Any]) -> str:
         lines += ["", heading] if heading else []
         lines += textwrap.wrap(
             "; ".join([*comments, *_limits(kinds.get(key))]),
-            _HELP_WIDTH,
+            _WIDTH,
             initial_indent=start.ljust(width),
             subsequent_indent=width * " ",
             break_on_hyphens=False,

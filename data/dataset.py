@@ -4,6 +4,7 @@ The files have nanoGPT's format: this program reads the files of nanoGPT's prepa
 """
 
 import glob
+import math
 import os
 import subprocess
 import sys
@@ -54,6 +55,18 @@ class Dataset:
         tokens = self.meta.get("itos", {})
         tokens = sorted(tokens.items()) if isinstance(tokens, dict) else list(enumerate(tokens))
         return f"{self.vocab_size} tokens with checksum {zlib.crc32(repr(tokens).encode()):08x}"
+
+    def bytes_per_token(self, split: str) -> float | None:
+        """Return the mean length of the tokens of a split in UTF-8, or None if the dataset has no vocabulary of texts."""
+        texts = (self.meta or {}).get("itos", {})
+        texts = texts if isinstance(texts, dict) else dict(enumerate(texts))
+        if not texts or not all(isinstance(text, str) for text in texts.values()):
+            return None
+        lengths = np.full(2**16, np.nan)
+        lengths[list(texts)] = [len(text.encode("utf-8", "surrogatepass")) for text in texts.values()]
+        tokens = self.tokens[split]
+        total = sum(float(lengths[tokens[start : start + _PIECE]].sum()) for start in range(0, len(tokens), _PIECE))
+        return None if math.isnan(total) else total / len(tokens)
 
     def offsets(self, split: str, stream: tuple[int, int], first: int, count: int) -> np.ndarray:
         """Return the start positions of sequences `first`, ..., `first + count - 1` of a stream, (count,) int64.

@@ -31,11 +31,13 @@ class State:
     data_position: int = 0  # number of sequences that all ranks together have seen
     best_val_loss: float = math.inf
     wandb_run_id: str | None = None
+    elapsed_s: float = 0.0  # wall time until the end of the last iteration, with the evaluations and checkpoints before it
 
     def resume(self, checkpoint: dict[str, Any], sequences_per_iter: int) -> None:
         """Continue from a checkpoint, which may be nanoGPT's."""
         self.iter_num, self.wandb_run_id = checkpoint["iter_num"], checkpoint.get("wandb_run_id")
         self.data_position = checkpoint.get("data_position", self.iter_num * sequences_per_iter)
+        self.elapsed_s = checkpoint.get("elapsed_s", 0.0)
         if not math.isnan(checkpoint["best_val_loss"]):  # with nan, no later loss would be an improvement
             self.best_val_loss = float(checkpoint["best_val_loss"])
 
@@ -158,10 +160,10 @@ class Checkpoints:
             blocked_s = self._blocked_s.popleft()
             self.error = None if isinstance(outcome, SaveReport) else outcome
             if not isinstance(outcome, SaveReport):
-                print(f"WARNING: the checkpoint was not written: {outcome}; files from before are unchanged", flush=True)
+                log.warn(f"the checkpoint was not written: {outcome}; files from before are unchanged")
                 continue
             if outcome.warning:
-                print(f"WARNING: {outcome.warning}", flush=True)
+                log.warn(outcome.warning)
             log.log(
                 {
                     "iter": outcome.iter_num,

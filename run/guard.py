@@ -3,6 +3,7 @@
 import math
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,7 +13,22 @@ from zero.gradients import GradientNorms
 from zero.messages import gather_objects, is_rank_0
 from zero.partition import partition
 
-_REMEDY = "try a lower --learning_rate, --grad_clip=1.0, more --warmup_iters or --dtype=float32"
+
+def remedy(config: dict[str, Any], dtype: str) -> str:
+    """Return what may keep a run from diverging, of what its settings do not do already.
+
+    Args:
+        config: the settings of train.py.
+        dtype: dtype of the computation.
+    """
+    found = [f"a lower --learning_rate than {config['learning_rate']:g}"]
+    if not 0 < config["grad_clip"] <= 1:
+        found.append("--grad_clip=1.0")
+    if config["decay_lr"]:
+        found.append(f"more --warmup_iters than {config['warmup_iters']}")
+    if dtype != "float32":
+        found.append("--dtype=float32" if config["param_dtype"] == "float32" else "--param_dtype=float32 --dtype=float32")
+    return "try " + " or ".join([", ".join(found[:-1]), found[-1]] if len(found) > 1 else found)
 
 
 class Guard:
@@ -30,6 +46,7 @@ class Guard:
         scaler: the gradient scaler, which is enabled for float16 only.
         limit: number of consecutive skipped updates that ends the run.
         alert: called on rank 0 with a title and a text when updates have been skipped.
+        remedy: what the last message advises.
     """
 
     def __init__(
@@ -39,8 +56,9 @@ class Guard:
         scaler: ShardedGradScaler,
         limit: int,
         alert: Callable[[str, str], None] = lambda *_: None,
+        remedy: str = "try a lower --learning_rate",
     ) -> None:
-        self.optimizer, self.scaler, self.limit, self.alert = optimizer, scaler, limit, alert
+        self.optimizer, self.scaler, self.limit, self.alert, self.remedy = optimizer, scaler, limit, alert, remedy
         self.failed = False  # whether the run must end without another checkpoint; the same on all ranks
         self.in_a_row = 0  # number of consecutive skipped updates at the last `report`
         self._part = partition(optimizer)
@@ -94,8 +112,11 @@ class Guard:
             print(f"WARNING: by iteration {iteration}, {updates} skipped ({row}): {reason}", flush=True)
             return
         first = iteration - self.in_a_row + 1
-        made = "no update was made with these values" if self.limit == 1 else f"{self.in_a_row} updates in a row were skipped"
-        _print_error(f"the run ends at iteration {iteration}, not finite since iteration {first}: {reason}; {made}; {_REMEDY}")
+        skipped_ones = f"{self.in_a_row} updates in a row were skipped, and " if self.limit > 1 else ""
+        _print_error(
+            f"the run ends at iteration {iteration}, not finite since iteration {first}: {reason}; {skipped_ones}"
+            f"the weights are those before iteration {first}; {self.remedy}"
+        )
 
     def fail(self, title: str, message: str) -> None:
         """End the run at the next step boundary, without another checkpoint. Needs to be called on all ranks.

@@ -4,12 +4,11 @@ import contextlib
 import json
 import math
 import os
-import statistics
-from array import array
 from collections.abc import Iterator
 from typing import Any
 
 from distributed.position import position
+from run import report
 from run.alerts import Alerts
 from run.wandb_run import NoRun, WandbError, WandbRun, mode_of
 from zero.checkpoint.files import atomic_write
@@ -40,7 +39,8 @@ class Logger:
     def __init__(self, out_dir: str | None, resume_at: int | None, config: dict[str, Any], run_id: str | None = None) -> None:
         self.file: MetricsFile | None = None
         self.run: WandbRun | NoRun = NoRun()
-        self._alerts, self._summary = Alerts(), Summary()
+        self._alerts, self._summary = Alerts(), report.Summary(config)
+        self._is_finished = False
         if not is_rank_0():
             return
         if out_dir is not None:
@@ -52,7 +52,9 @@ class Logger:
                 self._summary.add(event)
             with _can_write(self.file.folder):
                 self.file.rewind()
-            _write_facts(os.path.join(self.file.folder, "run.json"), config, resume_at)
+                with contextlib.suppress(FileNotFoundError):
+                    os.remove(os.path.join(self.file.folder, report.NAME))  # the run goes on
+            self._summary.facts = _write_facts(os.path.join(self.file.folder, "run.json"), config, resume_at)
 
     @property
     def run_id(self) -> str | None:
@@ -70,25 +72,44 @@ class Logger:
             return
         if line is not None:
             print(line, flush=True)
-        for title, text in self._alerts.check(event):
-            print(f"WARNING: {title.lower()}: {text}", flush=True)
-            self.alert(title, text)
+        alerts = self._alerts.check(event)
         self._summary.add(event)
         self.run.log(event)
         if "val/loss" in event:
-            self.run.summarize(self._summary.values())
+            self.run.summarize(self._summary.figures())
         if self.file is not None:
             self.file.write(event)
+        for title, text in alerts:
+            print(f"WARNING: {title.lower()}: {text}", flush=True)
+            self.alert(title, text)
+
+    def warn(self, text: str) -> None:
+        """Print a warning and log it."""
+        if is_rank_0():
+            print(f"WARNING: {text}", flush=True)
+            self.log({"iter": max(0, position.iteration), "warning": text})
 
     def alert(self, title: str, text: str) -> None:
-        """Send an alert through wandb, if there is a run."""
+        """Log a warning that has been printed, and send it as an alert through wandb, if there is a run."""
         self.run.alert(title, text)
+        self.log({"iter": max(0, position.iteration), "warning": f"{title}: {text}"})
 
-    def finish(self, exit_code: int = 0) -> None:
-        """Close the file and the wandb run. wandb shows a run whose exit code is not 0 as failed."""
+    def finish(self, exit_code: int = 0, outcome: str = "") -> None:
+        """Write the report card, and close the file and the wandb run. Later calls do nothing.
+
+        Args:
+            exit_code: wandb shows a run whose exit code is not 0 as failed.
+            outcome: how the run has ended, for the card. Without it, or without a folder, there is no card.
+        """
+        if self._is_finished:
+            return
+        self._is_finished = True
         if self.file:
             self.file.close()
-        self.run.summarize(self._summary.values())
+            if outcome:
+                report.write(outcome, self._summary)
+                print(report.on_console(outcome, self._summary), flush=True)
+        self.run.summarize(self._summary.figures())
         with position.at("ending the wandb run", patient=True):
             self.run.finish(exit_code)
 
@@ -139,33 +160,6 @@ class MetricsFile:
         self._file.close()
 
 
-class Summary:
-    """The summary figures of a whole run."""
-
-    def __init__(self) -> None:
-        self._best_val_loss, self._peak_memory_mb = math.inf, -math.inf
-        self._tokens_per_second = array("d")
-
-    def add(self, event: dict[str, Any]) -> None:
-        """Include the figures of an event. A figure is None or nan if it was not finite."""
-        if (loss := event.get("val/loss")) is not None and not math.isnan(loss):
-            self._best_val_loss = min(loss, self._best_val_loss)
-        if (peak_mb := event.get("memory/peak_mb")) is not None:
-            self._peak_memory_mb = max(peak_mb, self._peak_memory_mb)
-        if (speed := event.get("throughput/tokens_per_second")) is not None:
-            self._tokens_per_second.append(speed)
-
-    def values(self) -> dict[str, float]:
-        """Return the figures that are known so far."""
-        speed = statistics.median(self._tokens_per_second) if self._tokens_per_second else math.nan
-        figures = {
-            "best_val_loss": self._best_val_loss,
-            "peak_memory_mb": self._peak_memory_mb,
-            "median_tokens_per_second": speed,
-        }
-        return {key: figure for key, figure in figures.items() if math.isfinite(figure)}
-
-
 @contextlib.contextmanager
 def _can_write(out_dir: str) -> Iterator[None]:
     try:
@@ -190,21 +184,31 @@ def _start_wandb(
         return NoRun()
 
 
-def _write_facts(path: str, config: dict[str, Any], resume_at: int | None) -> None:
-    """Write run.json. If a resumed run continues with another implementation or world size, it lists all of them."""
-    now = {key: config[key] for key in ("implementation", "world_size") if key in config}
-    parts = []
+def _write_facts(path: str, config: dict[str, Any], resume_at: int | None) -> dict[str, Any]:
+    """Write and return the content of run.json: the settings, the facts, and what it has of earlier processes of the run.
+
+    `starts` has the iterations at which they began. If a resumed run continues with another implementation or world size,
+    `parts` lists all of them.
+    """
+    now: dict[str, Any] = {key: config[key] for key in ("implementation", "world_size") if key in config}
+    parts: list[dict[str, Any]] = []
+    starts: list[int] = []
+    if resume_at is not None:
+        starts = [0]
+        with contextlib.suppress(OSError, ValueError, KeyError), open(path) as file:
+            before = json.load(file)
+            parts = [part for part in before["parts"] if part["from_iter"] < resume_at]
+            starts = [start for start in before.get("starts", [0]) if start <= resume_at]
+    if not parts or {key: parts[-1].get(key) for key in now} != now:
+        parts.append({"from_iter": resume_at or 0, **now})
+    facts = {**config, "parts": parts, "starts": [*starts, resume_at or 0]}
     try:
-        if resume_at is not None:
-            with contextlib.suppress(OSError, ValueError, KeyError), open(path) as file:
-                parts = [part for part in json.load(file)["parts"] if part["from_iter"] < resume_at]
-        if not parts or {key: parts[-1].get(key) for key in now} != now:
-            parts.append({"from_iter": resume_at or 0, **now})
         with atomic_write(path) as temporary, open(temporary, "w") as file:
-            json.dump({**config, "parts": parts}, file, indent=1)
+            json.dump(facts, file, indent=1)
             file.write("\n")
     except OSError as error:  # the disk is full; training does not need the file
         print(f"WARNING: run.json is not written: {error}", flush=True)
+    return facts
 
 
 def _lines_before(iteration: int, path: str) -> tuple[int, list[bytes]]:

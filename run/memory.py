@@ -11,6 +11,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from distributed.launch import launched
 from forecast.memory import Extras, Workload, forecast, predicted_activations
 from run.logger import Logger
+from run.report import size
 from zero.layout import replicated_plan
 from zero.memory import held_bytes
 from zero.messages import gather_objects, is_rank_0
@@ -154,8 +155,8 @@ class MemoryCheck:
         if is_rank_0():
             held = _parts({"activations": self.forecast.activations.saved, **self.predicted})
             on_cpu = ", without Python and its libraries" if self.device.type == "cpu" else ""
-            print(f"predicted memory: {_size(peak)} at the peak of the fullest rank{on_cpu}; {held}")
-            extras, shadow, copied = self.forecast.extras, _size(self.forecast.shadow), _size(self.forecast.saved_copy)
+            print(f"predicted memory: {size(peak)} at the peak of the fullest rank{on_cpu}; {held}")
+            extras, shadow, copied = self.forecast.extras, size(self.forecast.shadow), size(self.forecast.saved_copy)
             if extras.shadow_check:
                 print(f"in addition, shadow_check takes {shadow} before iteration {iteration + extras.shadow_check}")
             if extras.async_save:
@@ -177,21 +178,20 @@ class MemoryCheck:
         total, _, held = max(by_rank, key=lambda rank: rank[0])
         peak = max(peak for _, peak, _ in by_rank)
         predicted = sum(self.predicted.values())
-        line = f"measured memory: {_size(total)} of parameters, gradients, state and buckets (predicted {_size(predicted)})"
+        line = f"measured memory: {size(total)} of parameters, gradients, state and buckets (predicted {size(predicted)})"
         event: dict[str, Any] = {"iter": iteration, **_logged("measured", held)}
         if on_gpu:
-            line += f", {_size(peak)} at the peak (predicted {_size(self.predicted_peak)})"
+            line += f", {size(peak)} at the peak (predicted {size(self.predicted_peak)})"
             event["memory/measured_peak_mb"] = peak / 1e6
         print(line, flush=True)
         self.log.log(event)
         if self._differs(predicted, total):
-            print(f"WARNING: model and optimizer take {_parts(held)}; predicted were {_parts(self.predicted)}", flush=True)
+            self.log.warn(f"model and optimizer take {_parts(held)}; predicted were {_parts(self.predicted)}")
         is_comparable = self.forecast.activations.saved > 0 and not (self.compiled and peak < self.predicted_peak)
         if on_gpu and is_comparable and self._differs(self.predicted_peak, peak):
-            print(
-                f"WARNING: the peak is {_size(peak)}; predicted were {_parts(self.predicted)}, and activations of "
-                f"{_size(self.forecast.activations.saved)}",
-                flush=True,
+            self.log.warn(
+                f"the peak is {size(peak)}; predicted were {_parts(self.predicted)}, and activations of "
+                f"{size(self.forecast.activations.saved)}"
             )
 
     def _differs(self, predicted: int, measured: int) -> bool:
@@ -208,11 +208,7 @@ def _activations(workload: Workload, param_dtype: str) -> Activations:
 
 
 def _parts(by_purpose: dict[str, int]) -> str:
-    return ", ".join(f"{_size(count)} of {purpose}" for purpose, count in by_purpose.items() if count)
-
-
-def _size(count: int) -> str:
-    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
+    return ", ".join(f"{size(count)} of {purpose}" for purpose, count in by_purpose.items() if count)
 
 
 def _logged(which: str, by_purpose: dict[str, int]) -> dict[str, float]:

@@ -36,6 +36,7 @@ class Meter:
         flops_per_token: FLOPs of the model per token.
         max_iters: last iteration of the run.
         metric_interval: the first logged iteration of every `metric_interval` iterations measures what needs a collective, too.
+        elapsed_s: wall time of the run before this process.
     """
 
     _WARM_UP = 5  # number of first iterations that do not count for the MFU
@@ -52,11 +53,12 @@ class Meter:
         flops_per_token: float,
         max_iters: int,
         metric_interval: int,
+        elapsed_s: float = 0.0,
     ) -> None:
         self.log, self.memory, self.memory_check, self.device = log, memory, memory_check, memory.device
         self.tokens_per_iter = tokens_per_iter
         self.flops_per_iter = flops_per_token * tokens_per_iter / launched().world_size  # of one rank
-        self.max_iters, self.metric_interval = max_iters, metric_interval
+        self.max_iters, self.metric_interval, self._elapsed_before = max_iters, metric_interval, elapsed_s
         self.peak_flops = machine.peak_flops(self.device, machine.DTYPES[dtype])  # FLOP/s of this rank
         print0(f"mfu is relative to {self.peak_flops / 1e12:.3g} TFLOP/s per rank in {dtype}")
         self._mfu: dict[str, float] = {}  # running mean in percent, as in nanoGPT; empty if not measured yet
@@ -73,6 +75,10 @@ class Meter:
         if new_peak:
             self.memory.forget_peak()
         self._begin, self._timed, self._before = time.perf_counter(), 0, self._totals()
+
+    def elapsed_s(self) -> float:
+        """Return the wall time of the run so far, of all its processes."""
+        return self._elapsed_before + time.perf_counter() - self._started
 
     def begin_iteration(self, iteration: int, is_logged: bool) -> None:
         """Note that an iteration begins, and whether `log_iteration` will be called for it."""
@@ -131,6 +137,7 @@ class Meter:
             "throughput/tokens_per_second_per_rank": self.tokens_per_iter / seconds / launched().world_size,
             "throughput/tflops_per_rank": self.flops_per_iter / seconds / 1e12,
             "throughput/eta_hours": (self.max_iters - iteration) * elapsed_s / self._iterations / 3600,
+            "time/elapsed_s": self.elapsed_s(),
             "time/step_ms": seconds * 1000,
             "time/data_ms": phases["data"],
             "time/forward_backward_ms": forward_backward_ms,
@@ -167,6 +174,7 @@ class Meter:
             **{f"{split}/loss": loss for split, loss in losses.items()},
             "lr": lr,
             **self._mfu,
+            "time/elapsed_s": self.elapsed_s(),
             "time/eval_s": seconds,
         }
         self.log.log(event, f"step {iteration}: train loss {losses['train']:.4f}, val loss {losses['val']:.4f}")

@@ -1,5 +1,6 @@
 """What accompanies training, and when. train.py computes; a `Run` calls the watchers: one method per moment of an iteration."""
 
+import atexit
 import math
 import os
 from collections.abc import Iterator, Sequence
@@ -20,7 +21,7 @@ from forecast.memory import Extras, Workload
 from model import GPT
 from run.agreement import DesyncCheck
 from run.checkpoints import Checkpoints, State
-from run.guard import Guard
+from run.guard import Guard, remedy
 from run.logger import Logger
 from run.memory import MemoryCheck, MemoryMeter
 from run.meter import Meter
@@ -110,6 +111,8 @@ class Run:
             facts |= {
                 "micro_steps": self.micro_steps,
                 "parameters": raw_model.num_params(),
+                "train_tokens": len(data.tokens["train"]),
+                "val_bytes_per_token": data.bytes_per_token("val"),
                 "dtype": self.dtype,
                 **environment(self.device),
             }
@@ -143,10 +146,11 @@ class Run:
             raw_model.flops_per_token(),
             config["max_iters"],
             config["metric_interval"],
+            state.elapsed_s,
         )
         self.signals = Signals()
         limit = 1 if config["on_nonfinite"] == "stop" else config["max_nonfinite"]
-        self.guard = Guard(raw_model, optimizer, scaler, limit, self.log.alert)
+        self.guard = Guard(raw_model, optimizer, scaler, limit, self.log.alert, remedy(config, self.dtype))
         self.shadow.follow(optimizer, scaler, limit, autocast, self.micro_steps, config["grad_clip"])
         self.desync = DesyncCheck(raw_model, optimizer, config["desync_check_interval"], self.guard.fail)
         if state.iter_num > config["max_iters"]:
@@ -156,6 +160,7 @@ class Run:
             )
         if will_train:
             self.memory_check.announce(state.iter_num)
+        atexit.register(self.log.finish, 1, "ended by an error, see the traceback")  # does nothing after `finish`
         position.begin_iteration(state.iter_num)  # from here on, the watchdog ends a rank that hangs
 
     # -- an iteration --------------------------------------------------------------------------------------------------
@@ -195,11 +200,10 @@ class Run:
 
     def end_iteration(self, loss: torch.Tensor, norm: torch.Tensor, lr: float) -> None:
         """Call when the gradients are dropped. `loss` and `norm` are scalars of this rank and of all ranks together."""
-        iteration = self.state.iter_num
+        iteration, self.state.elapsed_s = self.state.iter_num, self.meter.elapsed_s()
         self.meter.measure_memory("after_step")
         if self._is_logged():  # waits for the device
-            tokens = self.state.data_position * self.config["block_size"]
-            self.progress.show(self.meter.log_iteration(iteration, loss, norm, lr, tokens))
+            self.progress.show(self.meter.log_iteration(iteration, loss, norm, lr, self._tokens()))
         is_evaluated = (iteration + 1) % self.config["eval_interval"] == 0
         if self._is_logged() or is_evaluated or self.device.type == "cpu":  # report() waits for a GPU
             self.guard.report(iteration)
@@ -236,7 +240,7 @@ class Run:
         if self.checkpoints.read_only:
             return False
         if self.guard.in_a_row or not all(map(math.isfinite, losses.values())):
-            print0("WARNING: not saved: the loss or the last gradients are not finite")
+            self.log.warn("not saved: the loss or the last gradients are not finite")
             return False
         is_best = losses["val"] < self.state.best_val_loss
         if is_best or self.checkpoints.always:
@@ -267,9 +271,15 @@ class Run:
             self.checkpoints.explain_failure(diverged=self.guard.failed)
         self.profiler.finish()
         self.progress.close()
-        self.log.finish(int(failed))
-        stopped = f"stopped by a signal before iteration {self.state.iter_num}; continue with --init_from=resume"
-        finish(int(failed), stopped if self._action == Action.SAVE_AND_STOP else "")
+        end, is_stopped = self.state.iter_num, self._action == Action.SAVE_AND_STOP
+        self.log.log({"iter": end, "iter/tokens": self._tokens(), "time/elapsed_s": self.meter.elapsed_s()})
+        outcome = f"stopped by a signal before iteration {end}" if is_stopped else f"done, {end:,} iterations"
+        self.log.finish(int(failed), f"failed before iteration {end:,}, see the last warning" if failed else outcome)
+        finish(int(failed), f"{outcome}; continue with --init_from=resume" if is_stopped else "")
+
+    def _tokens(self) -> int:
+        """Return the number of tokens that all ranks together have seen."""
+        return self.state.data_position * self.config["block_size"]
 
     def _is_logged(self) -> bool:
         return self.state.iter_num % self.config["log_interval"] == 0

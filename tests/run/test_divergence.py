@@ -61,4 +61,4 @@ def test_nothing_is_saved_while_updates_are_skipped(data, tmp_path):
     assert process.returncode == 0, process.stderr
     assert "by iteration 4, 1 more update was skipped (5 in a row so far): the gradient norm is inf" in process.stdout
     assert "WARNING: not saved" in process.stdout
-    assert sorted(os.listdir(tmp_path)) == ["metrics.jsonl", "run.json", "run.lock"]
+    assert sorted(os.listdir(tmp_path)) == ["metrics.jsonl", "report.md", "run.json", "run.lock"]

@@ -97,4 +97,4 @@ def test_a_checkpoint_that_is_refused_ends_the_run(data, tmp_path):
     assert "WARNING: the checkpoint was not written: transformer.wte.weight is not finite" in process.stdout
     assert "iter 5:" in process.stdout
     assert "iter 6:" not in process.stdout
-    assert sorted(os.listdir(tmp_path)) == ["metrics.jsonl", "run.json", "run.lock"]
+    assert sorted(os.listdir(tmp_path)) == ["metrics.jsonl", "report.md", "run.json", "run.lock"]

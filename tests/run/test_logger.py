@@ -175,13 +175,17 @@ def test_the_summary_of_a_run_that_was_resumed(tmp_path, wandb):
     for iteration, speed in enumerate((10.0, 30.0, 20.0, 90.0)):
         log.log({"iter": iteration, "val/loss": 3.0 - iteration, "lr": 0.1})
         log.log({"iter": iteration, "throughput/tokens_per_second": speed, "memory/peak_mb": 100.0 - iteration})
-    assert log.run.summary == {"best_val_loss": 0.0, "peak_memory_mb": 100.0, "median_tokens_per_second": 20.0}
+    expected = {"peak_memory_mb": 100.0, "median_tokens_per_second": 20.0}
+    expected |= {"first_val_loss": 3.0, "best_val_loss": 2.0, "last_val_loss": 2.0}
+    found = {key: log.run.summary[key] for key in expected}
+    assert found == expected | {"best_val_loss": 0.0, "last_val_loss": 0.0}
     log.finish()
     resumed = wandb(str(tmp_path), 2)
     assert resumed.run.summary == {}
     resumed.log({"iter": 2, "val/loss": math.nan})
     resumed.finish()
-    assert resumed.run.summary == {"best_val_loss": 2.0, "peak_memory_mb": 100.0, "median_tokens_per_second": 20.0}
+    assert {key: resumed.run.summary[key] for key in expected} == expected
+    assert resumed.run.summary["restarts"] == 1
 
 
 def test_alerts_go_to_the_console_and_to_wandb(tmp_path, wandb, capsys):
@@ -193,6 +197,7 @@ def test_alerts_go_to_the_console_and_to_wandb(tmp_path, wandb, capsys):
     line, warning = capsys.readouterr().out.splitlines()
     assert line == "iter 50: loss 3.0000"
     assert warning == "WARNING: loss spike: the loss of iteration 50 is 3.0000; the mean was 2.0050"
+    assert lines(tmp_path)[-1]["warning"] == "Loss spike: the loss of iteration 50 is 3.0000; the mean was 2.0050"
     assert log.run.alerts == [("Loss spike", "the loss of iteration 50 is 3.0000; the mean was 2.0050")]
 
 

@@ -62,7 +62,7 @@ def check():
     wrapped, optimizer = build(model, model.param_groups(0.1), flags, lr=0.01)
     workload = Workload(SIZES, batch_size=2, dtype="float32", device_type="cpu")
     log = SimpleNamespace(events=[])
-    log.log = log.events.append
+    log.log, log.warn = log.events.append, lambda text: print(f"WARNING: {text}")
     check = MemoryCheck(
         log,
         wrapped,

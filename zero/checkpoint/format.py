@@ -90,6 +90,7 @@ KEYS = {
 _MORE_KEYS = {
     "data_position": _is_count,
     "dataset": _is_dict(str, str),
+    "elapsed_s": _is_number,
     "format": _is(int),
     "manifest": _is_dict(str, dict),
     "scaler": _is_scaler,

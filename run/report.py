@@ -1,0 +1,230 @@
+"""The report card at the end of a run: what was trained, to what loss, how fast, with what memory, and what to do next."""
+
+import math
+import os
+import shlex
+import statistics
+from array import array
+from typing import Any, NamedTuple
+
+from zero.checkpoint.files import atomic_write
+from zero.prediction import PURPOSES
+
+NAME = "report.md"
+_WIDTH = 15  # columns of the labels on the console
+_LOSSES = {"loss": "iter/loss", "val_loss": "val/loss"}
+_MEDIANS = ("throughput/tokens_per_second", "mfu", "comm/exposed_ms", "comm/exposed_percent")
+
+
+class Summary:
+    """The figures of a whole run, from its events. `figures` has them for wandb, `rows` for people.
+
+    A run that resumes begins with the events that it keeps, so that what a killed process had done beyond its checkpoint
+    counts once, when it is done again.
+
+    Args:
+        facts: content of run.json.
+    """
+
+    def __init__(self, facts: dict[str, Any]) -> None:
+        self.facts = facts
+        self.first: dict[str, float] = {}  # by metric
+        self.best: dict[str, tuple[float, int]] = {}  # by metric: smallest value, its iteration
+        self.last: dict[str, Any] = {}  # by metric
+        self.peak_mb = -math.inf
+        self.saves: dict[int, float] = {}  # iteration of a checkpoint: its bytes
+        self.warnings: list[str] = []
+        self._series = {key: array("d") for key in _MEDIANS}
+
+    def add(self, event: dict[str, Any]) -> None:
+        """Include an event, which has None or nan for a number that was not finite."""
+        known = {key: value for key, value in event.items() if isinstance(value, str) or _is_finite(value)}
+        if "memory/predicted_peak_mb" in known:  # another process begins, perhaps with other parts of the memory
+            self.last = {key: value for key, value in self.last.items() if not key.startswith(("memory/pre", "memory/meas"))}
+        self.last |= known
+        for key in known.keys() & _LOSSES.values():
+            self.first.setdefault(key, known[key])
+            self.best[key] = min(self.best.get(key, (math.inf, 0)), (known[key], event["iter"]))
+        for key in known.keys() & self._series.keys():
+            self._series[key].append(known[key])
+        self.peak_mb = max(self.peak_mb, known.get("memory/peak_mb", -math.inf))
+        if "checkpoint/bytes" in known:
+            self.saves[event["iter"]] = known["checkpoint/bytes"]
+        if "warning" in known:
+            self.warnings.append(known["warning"])
+
+    def figures(self) -> dict[str, float]:
+        """Return the figures that are known so far, by their names in docs/metrics.md."""
+        found: dict[str, float] = {"peak_memory_mb": self.peak_mb}
+        for name, key in _LOSSES.items():
+            if key in self.first:
+                found |= {f"first_{name}": self.first[key], f"best_{name}": self.best[key][0], f"last_{name}": self.last[key]}
+        bytes_per_token = self.facts.get("val_bytes_per_token")
+        if bytes_per_token and "best_val_loss" in found:
+            found["best_val_bits_per_byte"] = found["best_val_loss"] / math.log(2) / bytes_per_token
+        for key, values in self._series.items():
+            if values:
+                found[f"median_{key.rpartition('/')[2]}"] = statistics.median(values)
+        found |= {"checkpoints": len(self.saves), "restarts": len(self.restarts), "warnings": len(self.warnings)}
+        return {name: figure for name, figure in found.items() if math.isfinite(figure)}
+
+    @property
+    def restarts(self) -> list[int]:
+        """The iterations at which the run was resumed."""
+        return self.facts.get("starts", [])[1:]
+
+
+class Row(NamedTuple):
+    label: str
+    text: str
+
+
+def rows(summary: Summary) -> list[Row]:
+    """Return the rows of the report card. What is not known is left out."""
+    facts, last, figures = summary.facts, summary.last, summary.figures()
+    found = {
+        "model": _model(facts),
+        "data": _data(facts, last),
+        "loss": _loss("loss", summary, figures),
+        "val loss": _loss("val_loss", summary, figures),
+        "time": f"{duration(last['time/elapsed_s'])}, with evaluations and checkpoints" if "time/elapsed_s" in last else "",
+        "speed": _speed(facts, figures),
+        "communication": _communication(last, figures),
+        **_memory(facts, last, figures),
+        "checkpoints": _checkpoints(summary),
+        "restarts": _restarts(summary),
+        "warnings": f"{len(summary.warnings)}; the last one: {summary.warnings[-1]}" if summary.warnings else "",
+    }
+    return [Row(label, text) for label, text in found.items() if text]
+
+
+def next_commands(summary: Summary) -> list[Row]:
+    """Return what one may do with the run next: a label and a command each."""
+    folder = shlex.quote(summary.facts["out_dir"])
+    found = [Row("dashboard", f"python dashboard.py {folder} --html=runs.html")]
+    if _newest(summary) is not None:
+        found.insert(0, Row("sample", f"python sample.py --out_dir={folder}"))
+        further = " and a larger --max_iters" if summary.last["iter"] > summary.facts["max_iters"] else ""
+        found.append(Row("resume", f"the same command with --init_from=resume{further}"))
+    return found
+
+
+def on_console(outcome: str, summary: Summary) -> str:
+    """Return the card as lines for the console."""
+    path = os.path.join(summary.facts["out_dir"], NAME)
+    lines = [Row("run", f"{outcome}; this report is {path}"), *rows(summary), *next_commands(summary)]
+    return "\n" + "\n".join(f"{label:<{_WIDTH}}{text}" for label, text in lines)
+
+
+def as_markdown(outcome: str, summary: Summary) -> str:
+    """Return the card as a file."""
+    table = [f"| {label} | {text.replace('|', chr(92) + '|')} |" for label, text in rows(summary)]
+    commands = [f"- {label}: `{text}`" for label, text in next_commands(summary)]
+    return "\n".join([f"# Report: {outcome}", "", "| | |", "|---|---|", *table, "", *commands, ""])
+
+
+def write(outcome: str, summary: Summary) -> None:
+    """Write report.md into the folder of the run. If the disk is full, print a warning and continue."""
+    try:
+        with atomic_write(os.path.join(summary.facts["out_dir"], NAME)) as temporary, open(temporary, "w") as file:
+            file.write(as_markdown(outcome, summary))
+    except OSError as error:
+        print(f"WARNING: {NAME} is not written: {error}", flush=True)
+
+
+def size(count: float) -> str:
+    """Return a number of bytes as text."""
+    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
+
+
+def duration(seconds: float) -> str:
+    """Return a time as text: 12.3 s, 2 min 31 s, 3 h 5 min."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def _model(facts: dict[str, Any]) -> str:
+    def of(part: dict[str, Any]) -> str:
+        ranks = part["world_size"]
+        return f"{part['implementation']} on {ranks} rank{'s' if ranks > 1 else ''}"
+
+    how = ", then ".join(map(of, facts["parts"]))
+    names = ", ".join(dict.fromkeys(facts["devices"]))
+    return f"{facts['parameters'] / 1e6:.2f}M parameters, {facts['dtype']}; {how}, {facts['device']}: {names}"
+
+
+def _data(facts: dict[str, Any], last: dict[str, Any]) -> str:
+    tokens = last.get("iter/tokens", 0)
+    return f"{facts['dataset']}: {tokens:,} tokens, {tokens / facts['train_tokens']:.2f} epochs"
+
+
+def _loss(name: str, summary: Summary, figures: dict[str, float]) -> str:
+    if f"first_{name}" not in figures:
+        return ""
+    first, best, last = (figures[f"{which}_{name}"] for which in ("first", "best", "last"))
+    text = f"first {first:.4f}, best {best:.4f} at iteration {summary.best[_LOSSES[name]][1]:,}, last {last:.4f}"
+    bits = figures.get("best_val_bits_per_byte")
+    return f"{text}; best: {bits:.4f} bits per byte" if name == "val_loss" and bits is not None else text
+
+
+def _speed(facts: dict[str, Any], figures: dict[str, float]) -> str:
+    if "median_tokens_per_second" not in figures:
+        return ""
+    text = f"{figures['median_tokens_per_second']:,.0f} tokens/s"
+    if "median_mfu" in figures:
+        of = ", of the fastest matrix product of this CPU" if facts["device"] == "cpu" else ""
+        text += f", MFU {figures['median_mfu']:.1f} %{of}"
+    return f"{text} (medians)"
+
+
+def _communication(last: dict[str, Any], figures: dict[str, float]) -> str:
+    if not last.get("comm/sent_mb_per_step"):
+        return ""
+    ms, percent = figures["median_exposed_ms"], figures["median_exposed_percent"]
+    return f"{ms:.1f} ms of a step exposed, {percent:.0f} % (medians); {last['comm/sent_mb_per_step']:.1f} MB sent per step"
+
+
+def _memory(facts: dict[str, Any], last: dict[str, Any], figures: dict[str, float]) -> dict[str, str]:
+    """Return a row for each notion of memory, of the fullest rank: of the process, of its tensors, and what was predicted."""
+    on_gpu = facts["device"] == "cuda"
+    peak = size(figures["peak_memory_mb"] * 1e6) if "peak_memory_mb" in figures else ""
+    process = "" if on_gpu or not peak else f"{peak} at the peak, with Python and its libraries"
+    measured, predicted, before_update = _held("measured", last), _held("predicted", last), []
+    tensors = [f"{peak} at the peak"] if on_gpu and peak else []
+    if measured:
+        tensors.append(f"{size(measured)} of parameters, gradients, state and buckets before the update")
+        if saved := last.get("memory/saved_mb"):
+            tensors.append(f"{size(abs(saved) * 1e6)} {'less' if saved > 0 else 'more'} of these than plain AdamW")
+    if predicted:
+        before_update = [f"{size(predicted)} before the update", f"{size(last['memory/predicted_peak_mb'] * 1e6)} at the peak"]
+    return {"process": process, "tensors": "; ".join(tensors), "predicted": ", ".join(before_update)}
+
+
+def _held(which: str, last: dict[str, Any]) -> float:
+    """Return the bytes of all tensors before the update that were measured or predicted."""
+    return sum(last.get(f"memory/{which}_{purpose}_mb", 0.0) for purpose in PURPOSES) * 1e6
+
+
+def _newest(summary: Summary) -> int | None:
+    """Return the iteration of the newest checkpoint, or None: one that was written, or the one that was resumed from."""
+    return max([*summary.saves, *summary.restarts[-1:]], default=None)
+
+
+def _checkpoints(summary: Summary) -> str:
+    saves, newest, end = summary.saves, _newest(summary), summary.last.get("iter", 0)
+    if newest is None:
+        return "none written"
+    written = f"{len(saves)} written, {size(saves[max(saves)])} each" if saves else "none written"
+    why = "" if summary.facts["always_save_checkpoint"] else " (always_save_checkpoint=False)"
+    after = f", the last {end - newest:,} are not saved{why}" if newest < end else ""
+    return f"{written}; the newest after {newest:,} iterations{after}"
+
+
+def _restarts(summary: Summary) -> str:
+    return f"{len(summary.restarts)}, the last one at iteration {summary.restarts[-1]:,}" if summary.restarts else ""
+
+
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)

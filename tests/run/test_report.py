@@ -1,0 +1,196 @@
+"""run/report.py: the card at the end of a run says what was trained, once, whatever has happened to the run."""
+
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+from functools import partial
+
+import faults
+import pytest
+from conftest import ROOT
+from scripts import SETTINGS, Forked, environment, run, torch_load
+from test_metrics import documented
+
+from data.dataset import Dataset
+from run import report
+
+TOKENS_PER_ITER = 6 * 2 * 16
+FACTS = {
+    **{"parameters": 1_500_000, "dtype": "float32", "device": "cpu", "devices": ["a CPU", "a CPU"], "dataset": "letters"},
+    **{"train_tokens": 1000, "val_bytes_per_token": 2.0, "out_dir": "out", "max_iters": 9, "always_save_checkpoint": True},
+    **{"parts": [{"from_iter": 0, "implementation": "sharded", "world_size": 2}], "starts": [0]},
+}
+EVENTS = [
+    {"iter": 0, **{f"memory/predicted_{part}_mb": 2.0 for part in ("parameters", "gradients", "state", "buckets", "peak")}},
+    {"iter": 0, "val/loss": 4.0, "time/elapsed_s": 1.0},
+    {"iter": 0, "iter/loss": 4.1, "memory/peak_mb": 300.0, "throughput/tokens_per_second": 10.0},
+    {"iter": 2, "memory/measured_parameters_mb": 3.0, "memory/measured_state_mb": 4.0},
+    {"iter": 5, "val/loss": math.log(2), "memory/saved_mb": 5.0},
+    {"iter": 5, "checkpoint/bytes": 6e6},
+    {"iter": 6, "iter/loss": None, "mfu": 30.0},
+    {"iter": 7, "iter/loss": 3.0, "memory/peak_mb": 200.0, "throughput/tokens_per_second": 30.0},
+    {"iter": 8, "val/loss": 3.5, "warning": "Loss spike: of 3.0"},
+    {"iter": 10, "iter/tokens": 1500, "time/elapsed_s": 151.0},
+]
+
+
+def summary(events=EVENTS, **facts):
+    found = report.Summary(FACTS | facts)
+    for event in events:
+        found.add(event)
+    return found
+
+
+def card(folder):
+    """The rows of report.md, and its title."""
+    text = (folder / report.NAME).read_text()
+    return dict(re.findall(r"^\| ([a-z ]+) \| (.*) \|$", text, re.MULTILINE)), text.splitlines()[0].removeprefix("# Report: ")
+
+
+def test_the_rows_of_a_run():
+    assert dict(report.rows(summary())) == {
+        "model": "1.50M parameters, float32; sharded on 2 ranks, cpu: a CPU",
+        "data": "letters: 1,500 tokens, 1.50 epochs",
+        "loss": "first 4.1000, best 3.0000 at iteration 7, last 3.0000",
+        "val loss": "first 4.0000, best 0.6931 at iteration 5, last 3.5000; best: 0.5000 bits per byte",
+        "time": "2 min 31 s, with evaluations and checkpoints",
+        "speed": "20 tokens/s, MFU 30.0 %, of the fastest matrix product of this CPU (medians)",
+        "process": "300.0 MB at the peak, with Python and its libraries",
+        "tensors": "7.0 MB of parameters, gradients, state and buckets before the update; 5.0 MB less of these than plain AdamW",
+        "predicted": "8.0 MB before the update, 2.0 MB at the peak",
+        "checkpoints": "1 written, 6.0 MB each; the newest after 5 iterations, the last 5 are not saved",
+        "warnings": "1; the last one: Loss spike: of 3.0",
+    }
+
+
+def test_on_a_gpu_the_peak_is_that_of_the_tensors():
+    rows = dict(report.rows(summary(device="cuda")))
+    assert "process" not in rows
+    assert rows["tensors"].startswith("300.0 MB at the peak; 7.0 MB of parameters")
+    assert rows["speed"].endswith("MFU 30.0 % (medians)")
+
+
+def test_what_is_not_known_is_left_out():
+    rows = dict(report.rows(summary(EVENTS[1:2], val_bytes_per_token=None)))
+    assert [*rows] == ["model", "data", "val loss", "time", "checkpoints"]
+    assert "bits" not in rows["val loss"]
+
+
+def test_the_memory_of_an_earlier_process_is_not_mixed_with_that_of_a_later_one():
+    again = {"iter": 9, "memory/predicted_state_mb": 1.0, "memory/predicted_peak_mb": 3.0}
+    rows = dict(report.rows(summary([*EVENTS, again])))
+    assert "tensors" not in rows
+    assert rows["predicted"] == "1.0 MB before the update, 3.0 MB at the peak"
+
+
+def test_the_figures_are_those_of_the_documentation():
+    more = [{"iter": 9, "comm/exposed_ms": 1.0, "comm/exposed_percent": 2.0}]
+    assert sorted(summary(EVENTS + more).figures()) == sorted(documented()[1])
+
+
+def test_bytes_per_token_are_counted_where_the_vocabulary_has_texts(data, tmp_path):
+    assert Dataset(data, 16).bytes_per_token("val") == 1.0
+    dataset = Dataset(data, 16)
+    dataset.meta["itos"] = {token: "ä" if token < 10 else "a" for token in range(29)}
+    tokens = dataset.tokens["val"]
+    assert dataset.bytes_per_token("val") == pytest.approx(1 + (tokens < 10).mean())
+    dataset.meta["itos"] = {token: "a" for token in range(28)}
+    assert (tokens == 28).any()
+    assert dataset.bytes_per_token("val") is None, "a token without a text"
+    dataset.meta = None
+    assert dataset.bytes_per_token("val") is None
+
+
+def test_a_killed_and_resumed_run_counts_once(data, tmp_path):
+    """Each iteration is a tenth of a second longer. What the killed process did beyond its checkpoint is done again."""
+    arguments = [*SETTINGS, f"--dataset={data}", f"--out_dir={tmp_path}", "--eval_interval=4", "--keep_checkpoints=9"]
+    arguments += ["--metric_interval=1"]
+    slow = partial(faults.rank_1_computes_slowly, 0.1 / 3)
+    with Forked("train.py", *arguments, "--max_iters=100000", ranks=2, before=slow) as forked:
+        forked.wait_for("iter 11:")
+        for pid in forked.pids:
+            os.kill(pid, signal.SIGKILL)
+        forked.finish()
+    assert not (tmp_path / report.NAME).exists()
+    killed = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    saved_s = torch_load(tmp_path)["elapsed_s"]
+    assert torch_load(tmp_path)["iter_num"] == 8
+    resumed = run("train.py", *arguments, "--max_iters=13", "--init_from=resume", ranks=2)
+    assert resumed.returncode == 0, resumed.stderr
+    with open(tmp_path / "metrics.jsonl") as file:
+        events = [json.loads(line) for line in file]
+    rows, title = card(tmp_path)
+    assert title == "done, 14 iterations"
+    assert rows["data"].startswith(f"{data}: {14 * TOKENS_PER_ITER:,} tokens, ")
+    assert rows["checkpoints"].startswith("4 written, "), "at 4, 8, 12 and 14"
+    assert rows["restarts"] == "1, the last one at iteration 8"
+    first = max(event["iter/loss"] for event in events if event["iter"] == 0 and "iter/loss" in event)
+    assert rows["loss"].startswith(f"first {first:.4f}, ")
+    times = [event["time/elapsed_s"] for event in events if "time/elapsed_s" in event]
+    assert times == sorted(times)
+    assert rows["time"] == f"{times[-1]:.1f} s, with evaluations and checkpoints"
+    at_8 = next(event["time/elapsed_s"] for event in events if event["iter"] == 8 and "val/loss" in event)
+    at_11 = next(event["time/elapsed_s"] for event in killed if event["iter"] == 11)
+    assert saved_s < at_8 < saved_s + 0.3 < at_11, "four iterations of the killed process do not count"
+    assert "\n".join(f"{label:<15}{text}" for label, text in rows.items()) in resumed.stdout
+
+
+def test_a_run_that_was_stopped_says_so_and_one_without_anything_to_train_leaves_the_card(data, tmp_path):
+    arguments = [*SETTINGS, f"--dataset={data}", f"--out_dir={tmp_path}"]
+    with Forked("train.py", *arguments, "--max_iters=100000") as forked:
+        forked.wait_for("iter 7:")
+        os.kill(forked.pids[0], signal.SIGTERM)
+        stopped = forked.finish()
+    assert stopped.returncode == 0, stopped.stderr
+    end = torch_load(tmp_path)["iter_num"]
+    assert card(tmp_path)[1] == f"stopped by a signal before iteration {end}"
+    assert f"\n{'run':<15}stopped by a signal before iteration {end}; this report is {tmp_path / report.NAME}\n" in stopped.stdout
+    assert "- resume: `the same command with --init_from=resume`\n" in (tmp_path / report.NAME).read_text()
+    before = (tmp_path / report.NAME).read_text()
+    for flags in ([f"--max_iters={end - 2}"], ["--eval_only=True"]):
+        again = run("train.py", *arguments, "--init_from=resume", *flags)
+        assert again.returncode == 0, again.stderr
+        assert "report" not in again.stdout
+        assert (tmp_path / report.NAME).read_text() == before
+
+
+def test_a_resumed_run_that_does_not_improve_says_that_it_is_not_saved(data, tmp_path):
+    arguments = [*SETTINGS, f"--dataset={data}", f"--out_dir={tmp_path}"]
+    assert run("train.py", *arguments).returncode == 0
+    flags = ["--init_from=resume", "--max_iters=25", "--learning_rate=0", "--min_lr=0", "--always_save_checkpoint=False"]
+    resumed = run("train.py", *arguments, *flags)
+    assert resumed.returncode == 0, resumed.stderr
+    assert "saving checkpoint" not in resumed.stdout
+    rest = "the newest after 20 iterations, the last 6 are not saved (always_save_checkpoint=False)"
+    assert card(tmp_path)[0]["checkpoints"].endswith(rest)
+
+
+def test_a_run_that_fails_has_a_card_with_its_last_warning(data, tmp_path):
+    diverging = ["--learning_rate=1e30", "--grad_clip=0.0", "--warmup_iters=0"]
+    process = run("train.py", *SETTINGS, f"--dataset={data}", f"--out_dir={tmp_path}", *diverging)
+    assert process.returncode == 1
+    rows, title = card(tmp_path)
+    assert re.fullmatch(r"failed before iteration \d+, see the last warning", title)
+    assert rows["warnings"].startswith("1; the last one: Loss or gradients not finite: at iteration ")
+    assert rows["checkpoints"] == "none written"
+    assert "sample.py" not in (tmp_path / report.NAME).read_text()
+    (message,) = [line for line in process.stderr.splitlines() if line.startswith("the run ends at iteration")]
+    first = re.search(r"not finite since iteration (\d+)", message)[1]
+    remedy = "try a lower --learning_rate than 1e+30, --grad_clip=1.0 or more --warmup_iters than 0"
+    assert message.endswith(f"; the weights are those before iteration {first}; {remedy}")
+
+
+def test_an_error_in_the_program_leaves_a_card(data, tmp_path):
+    """In a process that ends as Python does: with its hooks."""
+    arguments = [os.path.join(ROOT, "train.py"), *SETTINGS, f"--dataset={data}", f"--out_dir={tmp_path}"]
+    program = f"import runpy, sys; sys.path[:0] = [{os.path.dirname(faults.__file__)!r}, {ROOT!r}]; import faults; "
+    program += f"faults.error_in_iteration(5); sys.argv = {arguments}; runpy.run_path(sys.argv[0], run_name='__main__')"
+    process = subprocess.run([sys.executable, "-c", program], env=environment(), capture_output=True, text=True, timeout=60)
+    assert process.returncode == 1
+    rows, title = card(tmp_path)
+    assert title == "ended by an error, see the traceback"
+    assert rows["data"].startswith(f"{data}: {6 * TOKENS_PER_ITER:,} tokens"), "of iterations 0 to 5"

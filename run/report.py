@@ -194,9 +194,9 @@ def _memory(facts: dict[str, Any], last: dict[str, Any], figures: dict[str, floa
     measured, predicted, before_update = _held("measured", last), _held("predicted", last), []
     tensors = [f"{peak} at the peak"] if on_gpu and peak else []
     if measured:
-        tensors.append(f"{size(measured)} of parameters, gradients, state and buckets before the update")
-        if saved := last.get("memory/saved_mb"):
-            tensors.append(f"{size(abs(saved) * 1e6)} {'less' if saved > 0 else 'more'} of these than plain AdamW")
+        saved = last.get("memory/saved_mb", 0.0)
+        less = f", {size(abs(saved) * 1e6)} {'less' if saved > 0 else 'more'} than plain AdamW" if saved else ""
+        tensors.append(f"{size(measured)} before the update{less}: parameters, gradients, state and buckets")
     if predicted:
         before_update = [f"{size(predicted)} before the update", f"{size(last['memory/predicted_peak_mb'] * 1e6)} at the peak"]
     return {"process": process, "tensors": "; ".join(tensors), "predicted": ", ".join(before_update)}

@@ -57,11 +57,16 @@ async_save = False  # write checkpoints in the background
 checkpoint_format: Literal["consolidated", "sharded"] = "consolidated"  # rank 0 writes one file, or each rank its part
 # 'auto': resume if out_dir has a checkpoint, otherwise scratch; so torchrun --max-restarts=3 goes on after a rank is lost
 init_from = "scratch"  # 'scratch', 'resume', 'auto', 'gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl', or a folder with a GPT-2
-# wandb
+# wandb and TensorBoard
 wandb_log = False
 wandb_project = "owt"
-wandb_run_name = "gpt2"
+wandb_run_name = "gpt2"  # also the group of the runs to compare; a run with this default is named after out_dir
 wandb_mode: Literal["online", "offline", "disabled"] = "online"  # the variable WANDB_MODE comes first
+wandb_entity = ""  # user or team; empty: that of the login
+wandb_tags = ""  # separated by commas
+wandb_notes = ""
+wandb_log_checkpoints = False  # also upload each checkpoint, as a version of an artifact
+log_to: Literal["none", "tensorboard"] = "none"  # write the metrics to out_dir/tensorboard as well
 # data
 dataset = "openwebtext"  # name of a folder in data/
 gradient_accumulation_steps: PositiveInt = 5 * 8  # micro-steps per iteration, summed over all ranks

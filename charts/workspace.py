@@ -38,16 +38,6 @@ class Section(NamedTuple):
 
 SECTIONS = (
     Section(
-        "Summary",
-        "One bar per implementation, the mean over its runs. The memory is that of the rank with the largest amount.",
-        (
-            Panel("Peak memory, MB", ("peak_memory_mb",), "bars"),
-            Panel("Optimizer state, MB", ("memory/optimizer_state_mb",), "bars"),
-            Panel("Median tokens per second", ("median_tokens_per_second",), "bars"),
-            Panel("Best validation loss", ("best_val_loss",), "bars"),
-        ),
-    ),
-    Section(
         "Loss",
         "With the same settings, the curves of all implementations lie on each other.",
         (
@@ -57,6 +47,16 @@ SECTIONS = (
             Panel("Gradient norm before clipping", ("iter/grad_norm",)),
             Panel("Learning rate", ("lr",)),
             Panel("Largest loss of a rank", ("iter/loss_max_rank",)),
+        ),
+    ),
+    Section(
+        "Summary",
+        "One bar per implementation, the mean over its runs. The memory is that of the rank with the largest amount.",
+        (
+            Panel("Peak memory, MB", ("peak_memory_mb",), "bars"),
+            Panel("Optimizer state, MB", ("memory/optimizer_state_mb",), "bars"),
+            Panel("Median tokens per second", ("median_tokens_per_second",), "bars"),
+            Panel("Best validation loss", ("best_val_loss",), "bars"),
         ),
     ),
     Section(

@@ -173,6 +173,7 @@ class Checkpoints:
                     "checkpoint/bytes": outcome.nbytes,
                 }
             )
+            log.checkpoint(os.path.join(self.folder, NAME), outcome.iter_num)
         return isinstance(self.error, DivergedError) or (self.error is not None and (required or self.stop_on_error))
 
     def wait(self) -> None:

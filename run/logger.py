@@ -1,4 +1,4 @@
-"""Where the metrics of a run go: the console, `metrics.jsonl`, and optionally wandb."""
+"""Where the metrics of a run go: the console, `metrics.jsonl`, and optionally wandb and TensorBoard."""
 
 import contextlib
 import json
@@ -10,9 +10,12 @@ from typing import Any
 from distributed.position import position
 from run import report
 from run.alerts import Alerts
+from run.tensorboard_run import TensorBoardRun
 from run.wandb_run import NoRun, WandbError, WandbRun, mode_of
 from zero.checkpoint.files import atomic_write
 from zero.messages import is_rank_0
+
+_DEFAULT_NAME = "gpt2"  # of wandb_run_name, as in nanoGPT
 
 
 class LoggerError(ValueError):
@@ -20,7 +23,7 @@ class LoggerError(ValueError):
 
 
 class Logger:
-    """Writes events to the console, `metrics.jsonl` and wandb on rank 0. On other ranks it does nothing.
+    """Writes events to the console, `metrics.jsonl`, wandb and TensorBoard on rank 0. On other ranks it does nothing.
 
     Args:
         out_dir: folder of `metrics.jsonl` and `run.json`, created if it is missing. `metrics.jsonl` has one JSON object per
@@ -29,16 +32,17 @@ class Logger:
         resume_at: continue the existing file as it was at the start of this iteration, and keep the lines about checkpoints
             up to it. None: start a new file.
         config: settings of the run and facts about it. `run.json` and wandb get all of them. `wandb_log`, `wandb_mode`,
-            `wandb_project`, `wandb_run_name` and `implementation` choose the wandb run.
+            `wandb_project`, `wandb_run_name` and `implementation` choose the wandb run, `log_to` TensorBoard.
         run_id: ID of the wandb run to continue, or None.
 
     Raises:
-        ValueError: if the folder cannot be created or written to, or if wandb is not configured correctly.
+        ValueError: if the folder cannot be created or written to, wandb is not configured correctly, or tensorboard is missing.
     """
 
     def __init__(self, out_dir: str | None, resume_at: int | None, config: dict[str, Any], run_id: str | None = None) -> None:
         self.file: MetricsFile | None = None
         self.run: WandbRun | NoRun = NoRun()
+        self._tensorboard: TensorBoardRun | None = None
         self._alerts, self._summary = Alerts(), report.Summary(config)
         self._is_finished = False
         if not is_rank_0():
@@ -48,6 +52,10 @@ class Logger:
                 self.file = MetricsFile(out_dir, resume_at)
         self.run = _start_wandb(config, run_id, resume_at, self.file)  # wrong settings end the run before truncation
         if self.file is not None:
+            if config.get("log_to") == "tensorboard":
+                late = (event for event in self.file.kept() if event["iter"] >= (resume_at or 0))
+                with _can_write(self.file.folder):
+                    self._tensorboard = TensorBoardRun(self.file.folder, resume_at or 0, config, late)
             for event in self.file.kept():
                 self._summary.add(event)
             with _can_write(self.file.folder):
@@ -75,6 +83,8 @@ class Logger:
         alerts = self._alerts.check(event)
         self._summary.add(event)
         self.run.log(event)
+        if self._tensorboard is not None:
+            self._tensorboard.log(event)
         if "val/loss" in event:
             self.run.summarize(self._summary.figures())
         if self.file is not None:
@@ -88,6 +98,11 @@ class Logger:
         if is_rank_0():
             print(f"WARNING: {text}", flush=True)
             self.log({"iter": max(0, position.iteration), "warning": text})
+
+    def checkpoint(self, path: str, iteration: int) -> None:
+        """Upload a checkpoint that has been written to wandb, if the settings ask for it."""
+        if self._summary.facts.get("wandb_log_checkpoints"):
+            self.run.upload(path, iteration)
 
     def alert(self, title: str, text: str) -> None:
         """Log a warning that has been printed, and send it as an alert through wandb, if there is a run."""
@@ -109,6 +124,8 @@ class Logger:
             if outcome:
                 report.write(outcome, self._summary)
                 print(report.on_console(outcome, self._summary), flush=True)
+        if self._tensorboard is not None:
+            self._tensorboard.finish(self._summary.figures())
         self.run.summarize(self._summary.figures())
         with position.at("ending the wandb run", patient=True):
             self.run.finish(exit_code)
@@ -175,13 +192,25 @@ def _start_wandb(
     mode = mode_of(config["wandb_mode"]) if config["wandb_log"] else "disabled"
     if mode == "disabled":
         return NoRun()
-    project, name, job_type = (config[key] for key in ("wandb_project", "wandb_run_name", "implementation"))
+    if config.get("wandb_log_checkpoints") and config["checkpoint_format"] == "sharded":
+        raise ValueError("wandb_log_checkpoints=True uploads whole files; use it with --checkpoint_format=consolidated")
+    project, name, job_type = config["wandb_project"], _run_name(config), config["implementation"]
     continued = (None, None, ()) if file is None else (run_id, resume_at, file.kept())
     try:
         return WandbRun(mode, project, name, config, job_type, *continued)
     except WandbError as error:
         print(f"WARNING: {error}; training goes on, metrics.jsonl has all figures", flush=True)
         return NoRun()
+
+
+def _run_name(config: dict[str, Any]) -> str | None:
+    """Return the name of the wandb run: the setting, or with its default one that tells runs apart. In a sweep: None."""
+    if os.environ.get("WANDB_SWEEP_ID"):
+        return None
+    if config["wandb_run_name"] != _DEFAULT_NAME:
+        return config["wandb_run_name"]
+    folder = os.path.basename(os.path.abspath(config["out_dir"]))
+    return f"{folder}-{config['dataset']}-{config['implementation']}-{config['world_size']}"
 
 
 def _write_facts(path: str, config: dict[str, Any], resume_at: int | None) -> dict[str, Any]:

@@ -212,7 +212,7 @@ def _parts(by_purpose: dict[str, int]) -> str:
 
 
 def _logged(which: str, by_purpose: dict[str, int]) -> dict[str, float]:
-    return {f"memory/{which}_{purpose}_mb": count / 1e6 for purpose, count in by_purpose.items()}
+    return {f"memory/{which}_{purpose}_mb": count / 1e6 for purpose, count in by_purpose.items() if count}
 
 
 def describe(optimizer: torch.optim.Optimizer, use_zero1: bool) -> str:

@@ -142,12 +142,15 @@ class Meter:
             "time/data_ms": phases["data"],
             "time/forward_backward_ms": forward_backward_ms,
             "time/optimizer_ms": optimizer_ms,
-            "comm/exposed_ms": exposed_ms,
-            **{f"comm/exposed_{_key(kind)}_ms": waited[kind] for kind in KINDS},
-            "comm/exposed_percent": exposed_ms / (seconds * 1000) * 100,
-            "comm/sent_mb_per_step": sum(sent.values()) / 1e6,
-            **{f"comm/sent_{_key(kind)}_mb_per_step": sent[kind] / 1e6 for kind in KINDS},
         }
+        if launched().world_size > 1:  # without the collectives that the run has not used
+            event |= {
+                "comm/exposed_ms": exposed_ms,
+                **{f"comm/exposed_{_key(kind)}_ms": waited[kind] for kind in KINDS if now.waited_ms[kind]},
+                "comm/exposed_percent": exposed_ms / (seconds * 1000) * 100,
+                "comm/sent_mb_per_step": sum(sent.values()) / 1e6,
+                **{f"comm/sent_{_key(kind)}_mb_per_step": sent[kind] / 1e6 for kind in KINDS if now.sent_bytes[kind]},
+            }
         if self._is_measured:
             computed_ms = forward_backward_ms + optimizer_ms + phases["memory"] - exposed_ms
             event |= self._over_ranks(loss.item(), computed_ms + (phases["data"] if self.device.type == "cpu" else 0))
@@ -189,19 +192,19 @@ class Meter:
         memory = self.memory.take()
         own = [loss, computed_ms, self.memory.held_before_step, *memory.values()]
         losses, times, held, *by_figure = zip(*gather_numbers(own), strict=True)  # each: one number per rank
-        event: dict[str, float] = {
-            "iter/loss_max_rank": float(np.max(losses)),  # nan if a loss is nan
-            "time/rank_spread_ms": max(times) - min(times),
-            "time/slowest_rank": times.index(max(times)),
-        }
-        for name, values in zip(memory, by_figure, strict=True):
-            event[f"memory/{name}"] = max(values)
-            event[f"memory/{name}_min"] = min(values)
-            event[f"memory/{name}_rank"] = values.index(max(values))
+        values_of = dict(zip(memory, by_figure, strict=True))
+        event = {f"memory/{name}": max(values) for name, values in values_of.items()}
         event["memory/predicted_mb"] = self.memory_check.predicted_peak / 1e6
-        has_state = event["memory/optimizer_state_mb_min"] > 0 or self.memory_check.compared
-        if has_state:  # not before the first update
-            event["memory/saved_mb"] = (self.memory_check.plain_adamw - max(held)) / 1e6
+        if len(losses) > 1:  # there are ranks to compare
+            event["iter/loss_max_rank"] = float(np.max(losses))  # nan if a loss is nan
+            event["time/rank_spread_ms"] = max(times) - min(times)
+            event["time/slowest_rank"] = times.index(max(times))
+            event |= {f"memory/{name}_min": min(values) for name, values in values_of.items()}
+            event |= {f"memory/{name}_rank": values.index(max(values)) for name, values in values_of.items()}
+        has_state = min(values_of["optimizer_state_mb"]) > 0 or self.memory_check.compared
+        saved = self.memory_check.plain_adamw - max(held)
+        if has_state and saved:  # not before the first update, and not for plain AdamW
+            event["memory/saved_mb"] = saved / 1e6
         return event
 
     def _totals(self) -> "Spent":

@@ -180,7 +180,7 @@ def _speed(facts: dict[str, Any], figures: dict[str, float]) -> str:
 
 
 def _communication(last: dict[str, Any], figures: dict[str, float]) -> str:
-    if not last.get("comm/sent_mb_per_step"):
+    if "median_exposed_ms" not in figures:
         return ""
     ms, percent = figures["median_exposed_ms"], figures["median_exposed_percent"]
     return f"{ms:.1f} ms of a step exposed, {percent:.0f} % (medians); {last['comm/sent_mb_per_step']:.1f} MB sent per step"

@@ -10,10 +10,16 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
+T = TypeVar("T")
+
+# what the summary shows of a metric, instead of its last value
+_BEST = {"val/loss": "min", "train/loss": "min", "iter/loss": "min"}
+_BEST |= {"throughput/tokens_per_second": "max", "mfu": "max", "memory/peak_mb": "max"}
 _QUEUE = 10_000  # number of calls that can wait for wandb
 _FINISH_S = 60.0  # at the end of the run: how long to wait for the next figure to be sent
+_UPLOAD_S = 3600  # longest time of the upload of a checkpoint
 _REST = 4  # pause after each event that is sent again, relative to the time that it took
 _FREE_BYTES = 1_000_000  # an offline run needs them on the disk
 
@@ -36,6 +42,9 @@ class NoRun:
     def summarize(self, values: dict[str, Any]) -> None:
         pass
 
+    def upload(self, path: str, iteration: int) -> None:
+        pass
+
     def finish(self, exit_code: int = 0) -> None:
         pass
 
@@ -45,13 +54,15 @@ class WandbRun:
 
     Calls return at once: a daemon thread runs them. If one fails, a line says so, and nothing more is sent. Each iteration is
     one row of the run, and its step is the iteration. A WANDB_... variable of the environment (WANDB_PROJECT, WANDB_NAME,
-    WANDB_RUN_GROUP, WANDB_JOB_TYPE, WANDB_RUN_ID, WANDB_RESUME and those that wandb reads itself) overrides an argument.
+    WANDB_RUN_GROUP, WANDB_JOB_TYPE, WANDB_RUN_ID, WANDB_RESUME, WANDB_ENTITY, WANDB_TAGS, WANDB_NOTES and those that wandb
+    reads itself) overrides an argument.
 
     Args:
         mode: 'online' or 'offline'. An online run without a login or a network becomes an offline run: a folder on disk.
         project: wandb project.
-        name: name of the run, and of the group that unites the runs to compare.
-        config: settings and facts of the run.
+        name: name of the run. None: wandb makes one.
+        config: settings and facts of the run. `wandb_run_name` is the group that unites the runs to compare, without it `name`;
+            `wandb_entity`, `wandb_tags` (separated by commas) and `wandb_notes` are used if they are not empty.
         job_type: type of the run within its group.
         run_id: ID of the run to continue. None: a new run.
         resume_at: iteration at which the run continues. Its rows from there on are removed (wandb calls it rewind); if the
@@ -71,13 +82,14 @@ class WandbRun:
         self,
         mode: str,
         project: str,
-        name: str,
+        name: str | None,
         config: dict[str, Any],
         job_type: str,
         run_id: str | None = None,
         resume_at: int | None = None,
         history: Iterable[dict[str, Any]] = (),
     ) -> None:
+        tags = [tag.strip() for tag in config.get("wandb_tags", "").split(",") if tag.strip()]
         try:
             import wandb
         except ImportError as error:
@@ -88,8 +100,11 @@ class WandbRun:
         arguments: dict[str, Any] = {
             "project": _unless_set("WANDB_PROJECT", project),
             "name": _unless_set("WANDB_NAME", name),
-            "group": _unless_set("WANDB_RUN_GROUP", name),
+            "group": _unless_set("WANDB_RUN_GROUP", config.get("wandb_run_name", name)),
             "job_type": _unless_set("WANDB_JOB_TYPE", job_type),
+            "entity": _unless_set("WANDB_ENTITY", config.get("wandb_entity") or None),
+            "tags": _unless_set("WANDB_TAGS", tags or None),
+            "notes": _unless_set("WANDB_NOTES", config.get("wandb_notes") or None),
             "config": config,
         }
         try:
@@ -104,7 +119,7 @@ class WandbRun:
         self._sent = 0  # number of calls that the thread has made
         self._samples = wandb.Table(columns=["iter", "text"], log_mode="INCREMENTAL")
         self._queue: queue.Queue[Callable[[], Any] | None] = queue.Queue(_QUEUE)  # None: finish
-        self._has_stopped = self._is_full = self._is_finished = False
+        self._has_stopped = self._is_full = self._is_finished = self._is_uploading = False
         self._exit_code = 0
         self._is_ending = threading.Event()  # the training has ended
         self._thread = threading.Thread(target=self._work, args=(history,), name="wandb", daemon=True)
@@ -127,8 +142,14 @@ class WandbRun:
         """Set figures that describe the whole run."""
         self._call(partial(self._run.summary.update, values))
 
+    def upload(self, path: str, iteration: int) -> None:
+        """Upload a checkpoint as a version of an artifact of the run. If a newer one replaces the file, that one follows."""
+        self._call(partial(self._upload, path, iteration, _identity(path)))
+
     def finish(self, exit_code: int = 0) -> None:
-        """Wait until everything has been sent, or nothing has been sent for 60 seconds. Later calls do nothing.
+        """Wait until everything has been sent, or nothing has been sent for 60 seconds (a checkpoint: an hour).
+
+        Later calls do nothing.
 
         Args:
             exit_code: wandb shows the run as failed if it is not 0.
@@ -145,7 +166,7 @@ class WandbRun:
                     self._queue.put_nowait(None)
                     is_asked = True
             self._thread.join(0.2)
-            if self._sent > sent:
+            if self._sent > sent or self._is_uploading:
                 end, sent = time.monotonic() + _FINISH_S, self._sent
         if self._thread.is_alive():
             self._stop(f"it has not sent anything for {_FINISH_S:.0f} s")
@@ -209,7 +230,8 @@ class WandbRun:
         try:
             self._run.define_metric("iter")
             self._run.define_metric("*", step_metric="iter")
-            self._run.define_metric("val/loss", step_metric="iter", summary="min")
+            for key, best in _BEST.items():
+                self._run.define_metric(key, step_metric="iter", summary=best)
             begin = time.perf_counter()
             for event in history:
                 self._send(event)
@@ -246,6 +268,19 @@ class WandbRun:
             row["sample/text"] = self._samples
         self._run.log(row, step=self._newest)
 
+    def _upload(self, path: str, iteration: int, identity: tuple[int, int] | None) -> None:
+        if identity is None or _identity(path) != identity:  # another file has taken its place
+            return
+        artifact = self._wandb.Artifact(f"checkpoint-{self.id}", type="model", metadata={"iter_num": iteration})
+        artifact.add_file(path)  # a copy
+        self._is_uploading = True
+        try:
+            logged = self._run.log_artifact(artifact, aliases=["latest", f"iter-{iteration}"])
+            if not self._run.offline:
+                logged.wait(timeout=_UPLOAD_S)
+        finally:
+            self._is_uploading = False
+
     def _stop(self, reason: str) -> None:
         """Send nothing more, and say why if it is the first reason."""
         if not self._has_stopped:
@@ -276,9 +311,17 @@ def mode_of(setting: str) -> str:
     return mode
 
 
-def _unless_set(variable: str, value: str) -> str | None:
+def _unless_set(variable: str, value: T) -> T | None:
     """Return the value, or None if the environment has the variable: an argument of `wandb.init` would hide it."""
     return None if os.environ.get(variable) else value
+
+
+def _identity(path: str) -> tuple[int, int] | None:
+    """Return what tells a file from the one that replaces it, or None if there is no file."""
+    with contextlib.suppress(FileNotFoundError):
+        found = os.stat(path)
+        return found.st_ino, found.st_mtime_ns
+    return None
 
 
 def _line(error: Exception) -> str:

@@ -29,7 +29,7 @@ def figures(folder, which):
     """Iteration and megabytes by purpose that metrics.jsonl has for 'predicted' or 'measured'."""
     with open(folder / "metrics.jsonl") as file:
         (event,) = [event for event in map(json.loads, file) if f"memory/{which}_state_mb" in event]
-    return event["iter"], {purpose: event[f"memory/{which}_{purpose}_mb"] for purpose in PURPOSES}
+    return event["iter"], {purpose: event.get(f"memory/{which}_{purpose}_mb", 0.0) for purpose in PURPOSES}
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,80 @@
+"""run/tensorboard_run.py: TensorBoard shows every figure of metrics.jsonl once, also of a run that was killed and resumed."""
+
+import json
+import math
+import os
+from functools import partial
+
+import faults
+import pytest
+from scripts import SETTINGS, run
+
+MISSING = "tensorboard is not installed: pip install -e '.[dev]'"
+
+
+def shown(folder):
+    """What TensorBoard reads: {tag: {step: value}}, and the tags of texts."""
+    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator", reason=MISSING)
+    found = reader.EventAccumulator(str(folder), size_guidance={reader.SCALARS: 0, reader.TENSORS: 0})
+    found.Reload()
+    tags = found.Tags()
+    return {tag: {event.step: event.value for event in found.Scalars(tag)} for tag in tags["scalars"]}, tags["tensors"]
+
+
+def numbers(folder):
+    """The figures of metrics.jsonl: {key: {iteration: value}}."""
+    found = {}
+    with open(folder / "metrics.jsonl") as file:
+        for event in map(json.loads, file):
+            for key, value in event.items():
+                if key != "iter" and not isinstance(value, str):
+                    found.setdefault(key, {})[event["iter"]] = value
+    return found
+
+
+def test_tensorboard_has_every_figure_once(data, tmp_path):
+    """The first process has gone on to iteration 12 when the second one begins at the checkpoint of 10."""
+    pytest.importorskip("tensorboard", reason=MISSING)
+    arguments = [*SETTINGS, f"--dataset={data}", f"--out_dir={tmp_path}", "--log_to=tensorboard", "--keep_checkpoints=2"]
+    first = run("train.py", *arguments, "--max_iters=12", "--sample_interval=5")
+    assert first.returncode == 0, first.stderr
+    assert f"TensorBoard: tensorboard --logdir={tmp_path}\n" in first.stdout
+    os.replace(tmp_path / "ckpt_00000010.pt", tmp_path / "ckpt.pt")
+    resumed = run("train.py", *arguments, "--max_iters=15", "--init_from=resume")
+    assert resumed.returncode == 0, resumed.stderr
+    scalars, texts = shown(tmp_path / "tensorboard")
+    expected = numbers(tmp_path)
+    assert sorted(expected["iter/loss"]) == list(range(16))
+    assert 10 in expected["checkpoint/bytes"], "its line stays when the run resumes"
+    assert scalars.keys() == expected.keys()
+    for key, values in expected.items():
+        assert scalars[key] == pytest.approx(values, rel=1e-6), key
+    assert {"run.json/text_summary", "sample/text/text_summary", "summary/text_summary"} <= set(texts)
+    again = run("train.py", *arguments, "--max_iters=2")
+    assert again.returncode == 0, again.stderr
+    assert sorted(shown(tmp_path / "tensorboard")[0]["iter/loss"]) == [0, 1, 2], "a new run in the folder"
+
+
+def test_an_error_does_not_end_the_run(tmp_path, capsys):
+    pytest.importorskip("tensorboard", reason=MISSING)
+    from run.tensorboard_run import TensorBoardRun
+
+    board = TensorBoardRun(str(tmp_path), 0, {"a": 1})
+    board.log({"iter": 0, "a": math.nan, "b": 1.0})
+    board._writer.add_scalar = lambda *_: 1 / 0
+    for iteration in (1, 2):
+        board.log({"iter": iteration, "a": 1.0})
+    board.finish({})
+    assert capsys.readouterr().out.count("WARNING: TensorBoard has stopped: division by zero; training goes on") == 1
+
+
+@pytest.mark.parametrize("ranks", [0, 2])
+def test_without_tensorboard_the_run_is_refused(data, tmp_path, ranks):
+    (tmp_path / "metrics.jsonl").write_text('{"iter": 0}\n')
+    arguments = [f"--dataset={data}", f"--out_dir={tmp_path}", "--log_to=tensorboard"]
+    process = run("train.py", *SETTINGS, *arguments, ranks=ranks, before=partial(faults.without_module, "tensorboard"))
+    assert process.returncode == 2
+    (line,) = process.stderr.splitlines()
+    assert line.startswith("error: log_to=tensorboard needs tensorboard (")
+    assert line.endswith("; pip install tensorboard")
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"iter": 0}\n'

@@ -14,23 +14,6 @@ from zero.messages import gather_objects, is_rank_0
 from zero.partition import partition
 
 
-def remedy(config: dict[str, Any], dtype: str) -> str:
-    """Return what may keep a run from diverging, of what its settings do not do already.
-
-    Args:
-        config: the settings of train.py.
-        dtype: dtype of the computation.
-    """
-    found = [f"a lower --learning_rate than {config['learning_rate']:g}"]
-    if not 0 < config["grad_clip"] <= 1:
-        found.append("--grad_clip=1.0")
-    if config["decay_lr"]:
-        found.append(f"more --warmup_iters than {config['warmup_iters']}")
-    if dtype != "float32":
-        found.append("--dtype=float32" if config["param_dtype"] == "float32" else "--param_dtype=float32 --dtype=float32")
-    return "try " + " or ".join([", ".join(found[:-1]), found[-1]] if len(found) > 1 else found)
-
-
 class Guard:
     """Skips an update if the loss of any rank or the gradient norm is not finite. Needs to be created on all ranks.
 
@@ -127,6 +110,23 @@ class Guard:
         if is_rank_0():
             self.alert(title, message)
             _print_error(message)
+
+    @staticmethod
+    def remedy(config: dict[str, Any], dtype: str) -> str:
+        """Return what may keep a run from diverging, of what its settings do not do already.
+
+        Args:
+            config: the settings of train.py.
+            dtype: dtype of the computation.
+        """
+        found = [f"a lower --learning_rate than {config['learning_rate']:g}"]
+        if not 0 < config["grad_clip"] <= 1:
+            found.append("--grad_clip=1.0")
+        if config["decay_lr"]:
+            found.append(f"more --warmup_iters than {config['warmup_iters']}")
+        if dtype != "float32":
+            found.append("--dtype=float32" if config["param_dtype"] == "float32" else "--param_dtype=float32 --dtype=float32")
+        return "try " + " or ".join([", ".join(found[:-1]), found[-1]] if len(found) > 1 else found)
 
     def _reason(self) -> str:
         """Return a text that says which values are not finite, and where. Needs to be called on all ranks."""

@@ -41,7 +41,7 @@ class Guard:
         alert: Callable[[str, str], None] = lambda *_: None,
         remedy: str = "try a lower --learning_rate",
     ) -> None:
-        self.optimizer, self.scaler, self.limit, self.alert, self.remedy = optimizer, scaler, limit, alert, remedy
+        self.optimizer, self.scaler, self.limit, self.alert, self._remedy = optimizer, scaler, limit, alert, remedy
         self.failed = False  # whether the run must end without another checkpoint; the same on all ranks
         self.in_a_row = 0  # number of consecutive skipped updates at the last `report`
         self._part = partition(optimizer)
@@ -98,7 +98,7 @@ class Guard:
         skipped_ones = f"{self.in_a_row} updates in a row were skipped, and " if self.limit > 1 else ""
         _print_error(
             f"the run ends at iteration {iteration}, not finite since iteration {first}: {reason}; {skipped_ones}"
-            f"the weights are those before iteration {first}; {self.remedy}"
+            f"the weights are those before iteration {first}; {self._remedy}"
         )
 
     def fail(self, title: str, message: str) -> None:
@@ -112,7 +112,7 @@ class Guard:
             _print_error(message)
 
     @staticmethod
-    def remedy(config: dict[str, Any], dtype: str) -> str:
+    def remedy_for(config: dict[str, Any], dtype: str) -> str:
         """Return what may keep a run from diverging, of what its settings do not do already.
 
         Args:

@@ -150,7 +150,7 @@ class Run:
         )
         self.signals = Signals()
         limit = 1 if config["on_nonfinite"] == "stop" else config["max_nonfinite"]
-        self.guard = Guard(raw_model, optimizer, scaler, limit, self.log.alert, Guard.remedy(config, self.dtype))
+        self.guard = Guard(raw_model, optimizer, scaler, limit, self.log.alert, Guard.remedy_for(config, self.dtype))
         self.shadow.follow(optimizer, scaler, limit, autocast, self.micro_steps, config["grad_clip"])
         self.desync = DesyncCheck(raw_model, optimizer, config["desync_check_interval"], self.guard.fail)
         if state.iter_num > config["max_iters"]:

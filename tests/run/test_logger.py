@@ -5,6 +5,7 @@ import math
 import os
 
 import pytest
+from scripts import defaults_of
 
 from run import logger
 from run.logger import Logger
@@ -105,6 +106,24 @@ def test_wandb_gets_the_run_and_what_was_logged_before(tmp_path, wandb):
     assert wandb(str(tmp_path), None, wandb_mode="disabled").run_id is None
     evaluation = wandb(None, 2, "abc")
     assert evaluation.run.how[5:] == [None, None], "it must not rewind the run"
+
+
+def test_a_run_with_the_default_name_is_named_after_what_tells_it_from_others(tmp_path, wandb, monkeypatch):
+    assert defaults_of("train.py")["wandb_run_name"] == logger._DEFAULT_NAME
+    config = {"wandb_run_name": logger._DEFAULT_NAME, "dataset": "d", "world_size": 2}
+    for out_dir in ("out-a", "runs/out-b"):
+        name = wandb(str(tmp_path), None, **config, out_dir=out_dir).run.how[2]
+        assert name == f"{os.path.basename(out_dir)}-d-sharded-2"
+    monkeypatch.setenv("WANDB_SWEEP_ID", "abc")
+    assert wandb(str(tmp_path), None, **config, out_dir="out").run.how[2] is None, "wandb names the runs of a sweep"
+
+
+def test_a_checkpoint_in_parts_is_not_uploaded(tmp_path, wandb):
+    settings = {"wandb_log_checkpoints": True, "checkpoint_format": "sharded"}
+    with pytest.raises(
+        ValueError, match="wandb_log_checkpoints=True uploads whole files; use it with --checkpoint_format=cons"
+    ):
+        wandb(str(tmp_path), None, **settings)
 
 
 def test_a_wandb_that_does_not_start_leaves_the_files_as_they_are(tmp_path, monkeypatch):

@@ -91,6 +91,7 @@ def test_an_offline_run_has_every_figure_of_metrics_jsonl(data, tmp_path, wandb_
         "--wandb_log=True",
         "--wandb_run_name=test",
         "--metric_interval=1",
+        *("--wandb_entity=us", "--wandb_tags=first, second", "--wandb_notes=a note", "--wandb_log_checkpoints=True"),
     ]
     process = run("train.py", *SETTINGS, *arguments, flags, ranks=2, cwd=tmp_path)
     assert process.returncode == 0, process.stderr
@@ -101,6 +102,12 @@ def test_an_offline_run_has_every_figure_of_metrics_jsonl(data, tmp_path, wandb_
     (start,) = records(newest(wandb_folder), "run")
     assert (start["display_name"], start["run_group"], start["job_type"]) == ("test", "test", implementation)
     assert start["config"]["update"]["n_layer"] == 2
+    assert (start["entity"], start["tags"], start["notes"]) == ("us", ["first", "second"], "a note")
+    smallest = {metric["name"] for metric in records(newest(wandb_folder), "metric") if metric.get("summary") == {"min": True}}
+    assert smallest == {"val/loss", "train/loss", "iter/loss"}
+    uploads = records(newest(wandb_folder), "artifact")
+    assert {upload["name"] for upload in uploads} == {f"checkpoint-{start['run_id']}"}
+    assert sorted(uploads[-1]["aliases"]) == ["iter-20", "latest"], "the last checkpoint; no newer one has replaced it"
     best = min(row["val/loss"] for row in expected if "val/loss" in row)
     values = in_summary(newest(wandb_folder), "best_val_loss")
     assert values[-1] == best
@@ -330,6 +337,66 @@ def test_variables_of_the_environment_come_before_settings(fake, monkeypatch):
         monkeypatch.setenv(f"WANDB_{name}", "mine")
     start(run_id="abc").finish()
     assert {key: fake.arguments[key] for key in given} == {**dict.fromkeys(given), "id": "mine"}
+
+
+def test_settings_of_the_run_come_after_variables(fake, monkeypatch):
+    config = {"wandb_run_name": "group", "wandb_entity": "", "wandb_tags": " , ", "wandb_notes": ""}
+    WandbRun("offline", "project", None, config, "sharded").finish()
+    given = {"name": None, "group": "group", "entity": None, "tags": None, "notes": None}
+    assert {key: fake.arguments[key] for key in given} == given
+    for name in ("ENTITY", "TAGS", "NOTES"):
+        monkeypatch.setenv(f"WANDB_{name}", "mine")
+    config = {"wandb_run_name": "group", "wandb_entity": "a", "wandb_tags": "b", "wandb_notes": "c"}
+    WandbRun("offline", "project", None, config, "sharded").finish()
+    assert {key: fake.arguments[key] for key in given} == given
+
+
+def test_a_checkpoint_that_was_replaced_is_not_uploaded(fake, tmp_path):
+    """The one that has replaced it is."""
+    uploaded = []
+    fake.Artifact = lambda *_, metadata, **__: types.SimpleNamespace(
+        add_file=lambda path: uploaded.append((metadata, open(path).read()))
+    )
+    fake.log_artifact = lambda artifact, aliases: uploaded.append(aliases)
+    fake.is_slow.set()
+    wandb = start()
+    wandb.log({"iter": 0})
+    for iteration in (5, 10):
+        (tmp_path / "new").write_text(f"weights {iteration}")
+        os.replace(tmp_path / "new", tmp_path / "ckpt.pt")
+        wandb.upload(str(tmp_path / "ckpt.pt"), iteration)
+    wandb.upload(str(tmp_path / "missing.pt"), 15)
+    fake.is_slow.clear()
+    wandb.finish()
+    assert uploaded == [({"iter_num": 10}, "weights 10"), ["latest", "iter-10"]]
+
+
+def test_a_sweep_of_the_example_trains(data, tmp_path, monkeypatch):
+    """The command line is the one that wandb's agent makes, with the launcher of the tests in place of torchrun."""
+    import yaml
+    from wandb.sdk.launch.sweeps.utils import create_sweep_command, create_sweep_command_args
+
+    with open(os.path.join(ROOT, "config", "sweep.yaml")) as file:
+        sweep = yaml.safe_load(file)
+    parameters = {"learning_rate": 0.0123, "n_embd": sweep["parameters"]["n_embd"]["values"][0]}
+    assert parameters.keys() == sweep["parameters"].keys()
+    flags = create_sweep_command_args({"args": {name: {"value": value} for name, value in parameters.items()}})
+    given = flags | {"env": ["/usr/bin/env"], "program": [sweep["program"]]}
+    parts = [given.get(part[2:-1]) if part.startswith("${") else [part] for part in create_sweep_command(sweep["command"])]
+    line = [word for part in parts for word in part]
+    assert line[:5] == ["/usr/bin/env", "torchrun", "--standalone", "--nproc_per_node=2", "train.py"]
+    files = [os.path.join(ROOT, word) if word.endswith(".py") else word for word in line[5:]]
+    monkeypatch.setenv("WANDB_RUN_ID", "abc")
+    monkeypatch.setenv("WANDB_SWEEP_ID", "s")
+    small = ["--device=cpu", "--compile=False", f"--dataset={data}", "--max_iters=2", "--block_size=16", "--eval_iters=1"]
+    process = run("train.py", *files, *small, ranks=2, cwd=tmp_path)
+    assert process.returncode == 0, process.stderr
+    facts = json.loads((tmp_path / "out-sweep-abc" / "run.json").read_text())
+    assert {name: facts[name] for name in parameters} == parameters
+    (start,) = records(newest(tmp_path / "wandb"), "run")
+    assert (start["run_id"], start["sweep_id"]) == ("abc", "s")
+    keys = {key for event in merged(tmp_path / "out-sweep-abc") for key in event}
+    assert sweep["metric"]["name"] in keys
 
 
 def test_a_slow_wandb_slows_nothing(fake, monkeypatch, capsys):

@@ -4,6 +4,7 @@ import contextlib
 import json
 import math
 import os
+import pathlib
 import re
 import shutil
 import signal
@@ -355,7 +356,7 @@ def test_a_checkpoint_that_was_replaced_is_not_uploaded(fake, tmp_path):
     """The one that has replaced it is."""
     uploaded = []
     fake.Artifact = lambda *_, metadata, **__: types.SimpleNamespace(
-        add_file=lambda path: uploaded.append((metadata, open(path).read()))
+        add_file=lambda path: uploaded.append((metadata, pathlib.Path(path).read_text()))
     )
     fake.log_artifact = lambda artifact, aliases: uploaded.append(aliases)
     fake.is_slow.set()

@@ -132,6 +132,13 @@ def _project(out_dirs: list[str]) -> str:
         raise ValueError("--wandb needs --project=NAME, or the OUT_DIR of a run of the project") from error
 
 
+def _entity(out_dirs: list[str]) -> str | None:
+    """Return the `wandb_entity` of the first run, or None if it has none."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        return _facts(out_dirs[0]).get("wandb_entity") or None
+    return None
+
+
 def watch(out_dirs: list[str], redraw: Callable[[], object]) -> None:
     """Call `redraw` now, and whenever the files of the runs have changed, until Ctrl-C."""
 
@@ -166,7 +173,7 @@ def arguments() -> argparse.Namespace:
         "--wandb", action="store_true", help="save a workspace and a report in wandb; without a login, in the first OUT_DIR"
     )
     parser.add_argument("--project", help="project of wandb, by default that of the first OUT_DIR")
-    parser.add_argument("--entity", help="user or team of wandb, by default that of the login")
+    parser.add_argument("--entity", help="user or team of wandb, by default that of the first OUT_DIR or the login")
     parser.add_argument("--watch", action="store_true", help="draw again when the files change, until Ctrl-C")
     return parser.parse_args()
 
@@ -193,7 +200,7 @@ def main() -> None:
         if args.wandb:
             project = args.project or _project(args.out_dirs)
             path = os.path.join(*args.out_dirs[:1], f"wandb-{project}.json")
-            print(*workspace.publish(project, args.entity, path), sep="\n")
+            print(*workspace.publish(project, args.entity or _entity(args.out_dirs), path), sep="\n")
             if not args.html and not args.png:
                 return
         out_dirs, no_figures = args.out_dirs, f"there are no figures yet in {', '.join(args.out_dirs)}"

@@ -398,9 +398,11 @@ def test_the_watch_waits_for_a_folder_that_does_not_exist_yet(begins, tmp_path, 
 def test_what_wandb_would_get_is_written_into_the_folder_of_the_run(runs, monkeypatch, capsys):
     folder = runs[0]
     with open(os.path.join(folder, "run.json"), "w") as file:
-        json.dump({"wandb_project": "gpt"}, file)
+        json.dump({"wandb_project": "gpt", "wandb_entity": "us"}, file)
     monkeypatch.setattr(dashboard.workspace, "publish", lambda *arguments: list(map(str, arguments)))
-    for arguments, path in ((runs, f"{folder}/wandb-gpt.json"), (["--project=gpt"], "wandb-gpt.json")):
+    cases = [(runs, "us", f"{folder}/wandb-gpt.json"), (["--project=gpt"], "None", "wandb-gpt.json")]
+    cases += [([*runs, "--entity=you"], "you", f"{folder}/wandb-gpt.json")]
+    for arguments, entity, path in cases:
         monkeypatch.setattr(sys, "argv", ["dashboard.py", *arguments, "--wandb"])
         dashboard.main()
-        assert capsys.readouterr().out.splitlines() == ["gpt", "None", path]
+        assert capsys.readouterr().out.splitlines() == ["gpt", entity, path]

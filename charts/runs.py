@@ -102,7 +102,7 @@ def sections(runs: Runs) -> dict[str, list[Any]]:
         points["peak"] = "memory/peak_mb"
     parts = {name: f"memory/measured_{part}_mb" for part, name in PARTS.items()}
     predicted = {name: f"memory/predicted_{part}_mb" for part, name in PARTS.items()}
-    state = {"optimizer state": "memory/optimizer_state_mb", "saved against plain AdamW": "memory/saved_mb"}
+    state = {"optimizer state": "memory/optimizer_state_mb", "saved against plain AdamW, gradients included": "memory/saved_mb"}
     phases = {"whole step": "time/step_ms", "data": "time/data_ms", "forward and backward": "time/forward_backward_ms"}
     phases |= {"optimizer": "time/optimizer_ms", "of these, exposed communication": "comm/exposed_ms"}
     seconds = {name: f"checkpoint/{name}_s" for name in ("consolidate", "write", "blocked")}

@@ -39,8 +39,8 @@ class Summary:
     def add(self, event: dict[str, Any]) -> None:
         """Include an event, which has None or nan for a number that was not finite."""
         known = {key: value for key, value in event.items() if isinstance(value, str) or _is_finite(value)}
-        if "memory/predicted_peak_mb" in known:  # another process begins, perhaps with other parts of the memory
-            self.last = {key: value for key, value in self.last.items() if not key.startswith(("memory/pre", "memory/meas"))}
+        if "memory/predicted_peak_mb" in known:  # a process begins, perhaps with another implementation
+            self.last = {key: value for key, value in self.last.items() if not key.startswith(("memory/", "comm/"))}
         self.last |= known
         for key in known.keys() & _LOSSES.values():
             self.first.setdefault(key, known[key])
@@ -183,7 +183,8 @@ def _communication(last: dict[str, Any], figures: dict[str, float]) -> str:
     if "median_exposed_ms" not in figures:
         return ""
     ms, percent = figures["median_exposed_ms"], figures["median_exposed_percent"]
-    return f"{ms:.1f} ms of a step exposed, {percent:.0f} % (medians); {last['comm/sent_mb_per_step']:.1f} MB sent per step"
+    sent = f"; {last['comm/sent_mb_per_step']:.1f} MB sent per step" if "comm/sent_mb_per_step" in last else ""
+    return f"{ms:.1f} ms of a step exposed, {percent:.0f} % (medians){sent}"
 
 
 def _memory(facts: dict[str, Any], last: dict[str, Any], figures: dict[str, float]) -> dict[str, str]:

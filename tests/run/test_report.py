@@ -82,7 +82,12 @@ def test_what_is_not_known_is_left_out():
 
 def test_the_memory_of_an_earlier_process_is_not_mixed_with_that_of_a_later_one():
     again = {"iter": 9, "memory/predicted_state_mb": 1.0, "memory/predicted_peak_mb": 3.0}
-    rows = dict(report.rows(summary([*EVENTS, again])))
+    exposed = {"comm/exposed_ms": 2.0, "comm/exposed_percent": 10.0}
+    sharded = {"iter": 8, **exposed, "comm/sent_mb_per_step": 3.0}
+    exposed_text = "2.0 ms of a step exposed, 10 % (medians)"
+    assert dict(report.rows(summary([*EVENTS, sharded])))["communication"] == f"{exposed_text}; 3.0 MB sent per step"
+    rows = dict(report.rows(summary([*EVENTS, sharded, again])))
+    assert rows["communication"] == exposed_text, "the later process may send something else"
     assert "tensors" not in rows
     assert rows["predicted"] == "1.0 MB before the update, 3.0 MB at the peak"
 

@@ -3,9 +3,10 @@
 import math
 import os
 import shlex
-import statistics
 from array import array
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from zero.checkpoint.files import atomic_write
 from zero.prediction import PURPOSES
@@ -64,7 +65,7 @@ class Summary:
             found["best_val_bits_per_byte"] = found["best_val_loss"] / math.log(2) / bytes_per_token
         for key, values in self._series.items():
             if values:
-                found[f"median_{key.rpartition('/')[2]}"] = statistics.median(values)
+                found[f"median_{key.rpartition('/')[2]}"] = float(np.median(np.frombuffer(values)))
         found |= {"checkpoints": len(self.saves), "restarts": len(self.restarts), "warnings": len(self.warnings)}
         return {name: figure for name, figure in found.items() if math.isfinite(figure)}
 
@@ -93,7 +94,7 @@ def rows(summary: Summary) -> list[Row]:
         **_memory(facts, last, figures),
         "checkpoints": _checkpoints(summary),
         "restarts": _restarts(summary),
-        "warnings": f"{len(summary.warnings)}; the last one: {summary.warnings[-1]}" if summary.warnings else "",
+        "warnings": _warnings(summary),
     }
     return [Row(label, text) for label, text in found.items() if text]
 
@@ -225,6 +226,11 @@ def _checkpoints(summary: Summary) -> str:
 
 def _restarts(summary: Summary) -> str:
     return f"{len(summary.restarts)}, the last one at iteration {summary.restarts[-1]:,}" if summary.restarts else ""
+
+
+def _warnings(summary: Summary) -> str:
+    found = summary.warnings
+    return f"{len(found)}; the last one: {' '.join(found[-1].split())}" if found else ""
 
 
 def _is_finite(value: Any) -> bool:

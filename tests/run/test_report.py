@@ -195,7 +195,7 @@ def test_an_error_in_the_program_leaves_a_card(data, tmp_path):
     arguments = [os.path.join(ROOT, "train.py"), *SETTINGS, f"--dataset={data}", f"--out_dir={tmp_path}"]
     program = f"import runpy, sys; sys.path[:0] = [{os.path.dirname(faults.__file__)!r}, {ROOT!r}]; import faults; "
     program += f"faults.error_in_iteration(5); sys.argv = {arguments}; runpy.run_path(sys.argv[0], run_name='__main__')"
-    process = subprocess.run([sys.executable, "-c", program], env=environment(), capture_output=True, text=True, timeout=60)
+    process = subprocess.run([sys.executable, "-c", program], env=environment(), capture_output=True, text=True, timeout=240)
     assert process.returncode == 1
     rows, title = card(tmp_path)
     assert title == "ended by an error, see the traceback"

@@ -220,7 +220,7 @@ def _checkpoints(summary: Summary) -> str:
         return "none written"
     written = f"{len(saves)} written, {size(saves[max(saves)])} each" if saves else "none written"
     why = "" if summary.facts["always_save_checkpoint"] else " (always_save_checkpoint=False)"
-    after = f", the last {end - newest:,} are not saved{why}" if newest < end else ""
+    after = f"; {end - newest:,} later ones are not saved{why}" if newest < end else ""
     return f"{written}; the newest after {newest:,} iterations{after}"
 
 

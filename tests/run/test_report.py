@@ -62,7 +62,7 @@ def test_the_rows_of_a_run():
         "process": "300.0 MB at the peak, with Python and its libraries",
         "tensors": "7.0 MB before the update, 5.0 MB less than plain AdamW: parameters, gradients, state and buckets",
         "predicted": "8.0 MB before the update, 2.0 MB at the peak",
-        "checkpoints": "1 written, 6.0 MB each; the newest after 5 iterations, the last 5 are not saved",
+        "checkpoints": "1 written, 6.0 MB each; the newest after 5 iterations; 5 later ones are not saved",
         "warnings": "1; the last one: Loss spike: of 3.0",
     }
 
@@ -171,7 +171,7 @@ def test_a_resumed_run_that_does_not_improve_says_that_it_is_not_saved(data, tmp
     resumed = run("train.py", *arguments, *flags)
     assert resumed.returncode == 0, resumed.stderr
     assert "saving checkpoint" not in resumed.stdout
-    rest = "the newest after 20 iterations, the last 6 are not saved (always_save_checkpoint=False)"
+    rest = "the newest after 20 iterations; 6 later ones are not saved (always_save_checkpoint=False)"
     assert card(tmp_path)[0]["checkpoints"].endswith(rest)
 
 

@@ -182,8 +182,9 @@ class Planner:
         self.extras = Extras.of(settings)
         numel = sum(spec.numel for spec in self.specs)
         self.description = (
-            f"{numel / 1e6:.1f}M parameters, {self.dtype} on {self.device_type}, {settings['batch_size']} x {config.block_size} "
-            f"tokens per micro-step, {settings['gradient_accumulation_steps']} micro-steps per iteration"
+            f"{numel / 1e6:.1f}M parameters, {self.dtype} on {self.device_type}, "
+            f"{settings['batch_size']} x {config.block_size} tokens per micro-step, "
+            f"{settings['gradient_accumulation_steps']} micro-steps per iteration"
         )
         self._plans: dict[tuple[Flags, int], Plan] = {}
 

@@ -28,8 +28,9 @@ What the metrics of a run cost, with a 10.7M-parameter model:
 Memory of the model of PyTorch's tutorial on ZeroRedundancyOptimizer:
     $ torchrun --standalone --nproc_per_node=2 bench.py --model=cookbook
 
-The tables are printed. The folder results/<name>/ receives them as memory_profile.txt, speed_comparison.csv, training.csv,
-checkpoints.csv, telemetry.csv and results.json, and as pictures if altair and vl-convert-python are installed.
+The tables are printed. The folder results/<name>/ receives them as memory_profile.txt, speed_comparison.csv,
+training.csv, checkpoints.csv, telemetry.csv and results.json, and as pictures if altair and vl-convert-python are
+installed.
 
 On a noisy machine, compare only measurements that were taken close together. For this reason the modes take turns when
 the time is measured. The column to read is "ratio": the time of a mode is divided by the time of the first mode in the

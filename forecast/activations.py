@@ -92,9 +92,9 @@ class LiveBytes(TorchDispatchMode):
         if key in self._alive:
             return
         start = storage.data_ptr() if is_real else 0
-        # FSDP2 frees the memory of storages that stay alive
-        around = [other() for other, begin, end in self._spans.values() if start and begin <= start < end]
-        is_inside = any(other is not None and other.data_ptr() for other in around)
+        # FSDP2 frees the memory of storages that stay alive, and allocates it again in another place
+        around = [(other(), begin) for other, begin, end in self._spans.values() if start and begin <= start < end]
+        is_inside = any(other is not None and other.data_ptr() == begin for other, begin in around)
         self._alive[key] = 0 if is_inside else storage.nbytes()
         if start and not is_inside:
             self._spans[key] = weakref.ref(storage), start, start + storage.nbytes()

@@ -111,6 +111,20 @@ def test_live_bytes_counts_a_storage_once_and_forgets_what_is_freed():
         assert live.now == 0
 
 
+def test_live_bytes_counts_what_lies_where_a_storage_was_before_it_moved():
+    """FSDP2 frees the memory of a storage and allocates it again, and another tensor may take the first place."""
+    other = torch.empty(1000)
+    with LiveBytes() as live:
+        moves = torch.empty(1000)
+        storage = moves.untyped_storage()
+        storage.resize_(0)
+        storage.resize_(4000)
+        reference, *_ = live._spans[storage._cdata]
+        live._spans[storage._cdata] = reference, other.data_ptr(), other.data_ptr() + 4000  # as if it had been here before
+        other.view(-1)  # counts from now on
+        assert live.now == 2 * 4000
+
+
 def test_autograd_adds_the_gradients_of_the_tied_embedding_in_place_under_autocast():
     """Otherwise the first gradient is a view, and their sum is a third tensor. `test_malloc.py` measures both."""
     tied = 4 * WIDE.vocab_size * WIDE.n_embd

@@ -60,8 +60,9 @@ class Logger:
                 self._summary.add(event)
             with _can_write(self.file.folder):
                 self.file.rewind()
-                with contextlib.suppress(FileNotFoundError):
-                    os.remove(os.path.join(self.file.folder, report.NAME))  # the run goes on
+                if resume_at is None:
+                    with contextlib.suppress(FileNotFoundError):
+                        os.remove(os.path.join(self.file.folder, report.NAME))  # of the run that this one replaces
             self._summary.facts = _write_facts(os.path.join(self.file.folder, "run.json"), config, resume_at)
 
     @property

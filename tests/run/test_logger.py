@@ -189,6 +189,14 @@ def test_run_json_lists_what_a_resumed_run_has_changed(tmp_path):
     assert parts(30, "adamw") == [(30, "adamw", 2)]
 
 
+def test_a_new_run_removes_the_card_of_the_run_that_it_replaces(tmp_path):
+    (tmp_path / "report.md").write_text("done")
+    make(tmp_path, resume_at=2)
+    assert (tmp_path / "report.md").exists(), "until the resumed run ends"
+    make(tmp_path)
+    assert not (tmp_path / "report.md").exists()
+
+
 def test_the_summary_of_a_run_that_was_resumed(tmp_path, wandb):
     log = wandb(str(tmp_path), None)
     for iteration, speed in enumerate((10.0, 30.0, 20.0, 90.0)):

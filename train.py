@@ -60,7 +60,7 @@ init_from = "scratch"  # 'scratch', 'resume', 'auto', 'gpt2', 'gpt2-medium', 'gp
 # wandb and TensorBoard
 wandb_log = False
 wandb_project = "owt"
-wandb_run_name = "gpt2"  # also the group of the runs to compare; a run with this default is named after out_dir
+wandb_run_name = "gpt2"  # the group of the runs to compare; the folder out_dir completes the name of a run
 wandb_mode: Literal["online", "offline", "disabled"] = "online"  # the variable WANDB_MODE comes first
 wandb_entity = ""  # user or team; empty: that of the login
 wandb_tags = ""  # separated by commas

@@ -15,8 +15,6 @@ from run.wandb_run import NoRun, WandbError, WandbRun, mode_of
 from zero.checkpoint.files import atomic_write
 from zero.messages import is_rank_0
 
-_DEFAULT_NAME = "gpt2"  # of wandb_run_name, as in nanoGPT
-
 
 class LoggerError(ValueError):
     """The output folder cannot be written to. The message gives the reason."""
@@ -205,13 +203,10 @@ def _start_wandb(
 
 
 def _run_name(config: dict[str, Any]) -> str | None:
-    """Return the name of the wandb run: the setting, or with its default one that tells runs apart. In a sweep: None."""
+    """Return the name of the wandb run: the setting, which several runs may share, and the folder. In a sweep: None."""
     if os.environ.get("WANDB_SWEEP_ID"):
         return None
-    if config["wandb_run_name"] != _DEFAULT_NAME:
-        return config["wandb_run_name"]
-    folder = os.path.basename(os.path.abspath(config["out_dir"]))
-    return f"{folder}-{config['dataset']}-{config['implementation']}-{config['world_size']}"
+    return f"{config['wandb_run_name']} {os.path.basename(os.path.abspath(config['out_dir']))}"
 
 
 def _write_facts(path: str, config: dict[str, Any], resume_at: int | None) -> dict[str, Any]:

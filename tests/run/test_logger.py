@@ -5,13 +5,19 @@ import math
 import os
 
 import pytest
-from scripts import defaults_of
 
 from run import logger
 from run.logger import Logger
 from run.wandb_run import NoRun, WandbError
 
-CONFIG = {"wandb_log": False, "wandb_mode": "online", "wandb_project": "p", "wandb_run_name": "n", "implementation": "sharded"}
+CONFIG = {
+    "wandb_log": False,
+    "wandb_mode": "online",
+    "wandb_project": "p",
+    "wandb_run_name": "n",
+    "implementation": "sharded",
+    "out_dir": "out",
+}
 
 
 def make(folder, resume_at=None):
@@ -96,7 +102,7 @@ def test_wandb_gets_the_run_and_what_was_logged_before(tmp_path, wandb):
     lines = [*map(json.dumps, before), "a remark", '{"iter": 2}', '{"iter": 2, "checkpoint/bytes": 7}', '{"iter": 3, "to']
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
     log = wandb(str(tmp_path), 2, "abc")
-    assert log.run.how[:3] == ["online", "p", "n"]
+    assert log.run.how[:3] == ["online", "p", "n out"]
     assert log.run.how[4:] == ["sharded", "abc", 2]
     assert log.run.history == [*before, {"iter": 2, "checkpoint/bytes": 7}]
     assert log.run_id == "abc"
@@ -108,14 +114,11 @@ def test_wandb_gets_the_run_and_what_was_logged_before(tmp_path, wandb):
     assert evaluation.run.how[5:] == [None, None], "it must not rewind the run"
 
 
-def test_a_run_with_the_default_name_is_named_after_what_tells_it_from_others(tmp_path, wandb, monkeypatch):
-    assert defaults_of("train.py")["wandb_run_name"] == logger._DEFAULT_NAME
-    config = {"wandb_run_name": logger._DEFAULT_NAME, "dataset": "d", "world_size": 2}
+def test_runs_in_other_folders_have_other_names(tmp_path, wandb, monkeypatch):
     for out_dir in ("out-a", "runs/out-b"):
-        name = wandb(str(tmp_path), None, **config, out_dir=out_dir).run.how[2]
-        assert name == f"{os.path.basename(out_dir)}-d-sharded-2"
+        assert wandb(str(tmp_path), None, out_dir=out_dir).run.how[2] == f"n {os.path.basename(out_dir)}"
     monkeypatch.setenv("WANDB_SWEEP_ID", "abc")
-    assert wandb(str(tmp_path), None, **config, out_dir="out").run.how[2] is None, "wandb names the runs of a sweep"
+    assert wandb(str(tmp_path), None, out_dir="out").run.how[2] is None, "wandb names the runs of a sweep"
 
 
 def test_a_checkpoint_in_parts_is_not_uploaded(tmp_path, wandb):

@@ -101,7 +101,7 @@ def test_an_offline_run_has_every_figure_of_metrics_jsonl(data, tmp_path, wandb_
     assert {"val/loss", "iter/loss"} <= expected[5].keys()
     assert rows(newest(wandb_folder)) == expected
     (start,) = records(newest(wandb_folder), "run")
-    assert (start["display_name"], start["run_group"], start["job_type"]) == ("test", "test", implementation)
+    assert (start["display_name"], start["run_group"], start["job_type"]) == (f"test {tmp_path.name}", "test", implementation)
     assert start["config"]["update"]["n_layer"] == 2
     assert (start["entity"], start["tags"], start["notes"]) == ("us", ["first", "second"], "a note")
     smallest = {metric["name"] for metric in records(newest(wandb_folder), "metric") if metric.get("summary") == {"min": True}}

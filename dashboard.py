@@ -27,9 +27,13 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from charts import workspace
-from charts.runs import Curve, page, picture, sections
+from charts.differences import names
+from charts.page import page
+from charts.runs import picture, sections
+from charts.series import Curve, Run
 from charts.style import save
 from distributed.exits import exit_on_wrong_input, exit_with_error
+from run import lock
 from zero.checkpoint.files import atomic_write
 
 WATCH_S = 5  # seconds between two checks of the files, and between two reloads of an open page
@@ -66,37 +70,39 @@ def _numbers(line: bytes) -> tuple[int, dict[str, float]]:
     return iteration, {key: value for key, value in numbers.items() if math.isfinite(value)}
 
 
-def labels(out_dirs: list[str]) -> list[str]:
-    """Return a label for each run, such as "sharded, 2 ranks". Equal ones are followed by the folder.
-
-    A run without a readable run.json gets the name of its folder.
-    """
-    found = [_label(out_dir) for out_dir in out_dirs]
-    folders = [os.path.basename(os.path.abspath(out_dir)) for out_dir in out_dirs]
-    if len(set(zip(found, folders, strict=True))) < len(out_dirs):
-        folders = [os.path.abspath(out_dir) for out_dir in out_dirs]
-    if len(set(found)) == len(found):
-        return found
-    return [label if label == folder else f"{label}, {folder}" for label, folder in zip(found, folders, strict=True)]
-
-
-def _label(out_dir: str) -> str:
-    """Return the implementation and the number of ranks of a run, or all of them if they have changed when it was resumed."""
+def read_facts(out_dir: str) -> dict[str, Any]:
+    """Return what run.json holds, or nothing if it cannot be read."""
     try:
-        facts = _facts(out_dir)
-        parts = facts.get("parts") or [facts]
-        return " then ".join(f"{part['implementation']}, {_ranks(part['world_size'])}" for part in parts)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
-        return os.path.basename(os.path.abspath(out_dir))
+        with open(os.path.join(out_dir, "run.json"), "rb") as file:
+            facts = json.load(file)
+    except (OSError, ValueError):
+        return {}
+    return facts if isinstance(facts, dict) else {}
 
 
-def _ranks(count: int) -> str:
-    return f"{count:d} rank{'s' if count > 1 else ''}"
+def state_of(out_dir: str, facts: dict[str, Any]) -> str:
+    """Return whether a run is running, or ended, stopped or failed, as run.json says, or killed; "" if nothing says it.
+
+    The file of a killed run says "running". But nobody holds the lock of its folder, or, where locks do not tell, the run has
+    not written metrics for so long that its watchdog would have ended it.
+    """
+    state = str(facts.get("state", ""))
+    if state != "running":
+        return state
+    is_held = lock.is_held(out_dir)
+    if is_held is None:
+        silent_s = time.time() - os.path.getmtime(os.path.join(out_dir, "metrics.jsonl"))
+        is_held = silent_s < facts.get("dist_timeout_s", math.inf)
+    return "running" if is_held else "killed"
 
 
-def _facts(out_dir: str) -> dict[str, Any]:
-    with open(os.path.join(out_dir, "run.json"), "rb") as file:
-        return json.load(file)
+def read(out_dirs: list[str]) -> list[Run]:
+    """Return the runs in these folders, with names that say what differs."""
+    facts = [read_facts(out_dir) for out_dir in out_dirs]
+    return [
+        Run(name, out_dir, fact, state_of(out_dir, fact), read_metrics(out_dir))
+        for name, out_dir, fact in zip(names(facts, out_dirs), out_dirs, facts, strict=True)
+    ]
 
 
 def draw(out_dirs: list[str], html: str | None, png: str | None, reload_s: float | None = None) -> bool:
@@ -108,15 +114,15 @@ def draw(out_dirs: list[str], html: str | None, png: str | None, reload_s: float
         png: folder of the pictures, or None.
         reload_s: seconds until an open page loads itself again. None: never.
     """
-    runs = dict(zip(labels(out_dirs), map(read_metrics, out_dirs), strict=True))
+    runs = read(out_dirs)
     drawn = sections(runs)
     if html and drawn:
         os.makedirs(os.path.dirname(html) or ".", exist_ok=True)
         with atomic_write(html) as temporary, open(temporary, "w", encoding="utf-8") as file:
-            file.write(page(drawn, reload_s))
+            file.write(page(runs, drawn, reload_s))
     if png:
         for name, row in drawn.items():
-            save(picture(name, row), os.path.join(png, f"{name.lower()}.png"))
+            save(picture(name, row, runs), os.path.join(png, f"{name.lower()}.png"))
     return bool(drawn)
 
 
@@ -127,25 +133,24 @@ def begun(out_dirs: list[str]) -> list[str]:
 
 def _project(out_dirs: list[str]) -> str:
     try:
-        return str(_facts(out_dirs[0])["wandb_project"])
-    except (OSError, ValueError, KeyError, IndexError) as error:
+        return str(read_facts(out_dirs[0])["wandb_project"])
+    except (KeyError, IndexError) as error:
         raise ValueError("--wandb needs --project=NAME, or the OUT_DIR of a run of the project") from error
 
 
 def _entity(out_dirs: list[str]) -> str | None:
     """Return the `wandb_entity` of the first run, or None if it has none."""
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        return _facts(out_dirs[0]).get("wandb_entity") or None
-    return None
+    return next((read_facts(out_dir).get("wandb_entity") or None for out_dir in out_dirs), None)
 
 
 def watch(out_dirs: list[str], redraw: Callable[[], object]) -> None:
-    """Call `redraw` now, and whenever the files of the runs have changed, until Ctrl-C."""
+    """Call `redraw` now, and whenever the files or the states of the runs have changed, until Ctrl-C."""
 
-    def state() -> list[tuple[int, int]]:
+    def state() -> list[Any]:
         paths = [os.path.join(out_dir, name) for out_dir in out_dirs for name in ("metrics.jsonl", "run.json")]
         found = [os.stat(path) for path in paths if os.path.exists(path)]
-        return [(file.st_mtime_ns, file.st_size) for file in found]
+        states = [state_of(out_dir, read_facts(out_dir)) for out_dir in begun(out_dirs)]  # a kill changes no file
+        return [*states, *((file.st_mtime_ns, file.st_size) for file in found)]
 
     drawn = None
     with contextlib.suppress(KeyboardInterrupt):

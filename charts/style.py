@@ -32,6 +32,25 @@ MODES = {  # colours of bench.py's modes
 NUMBER = ",.3~f"  # format of the numbers that appear under the mouse
 FONT = "Helvetica, Arial, Liberation Sans, sans-serif"
 _DASH = 10  # pixels of one colour where several lines are equal
+CONFIG: dict[str, Any] = {
+    "font": FONT,
+    "background": "white",
+    "padding": 10,
+    "title": {
+        "anchor": "start",
+        "fontSize": 16,
+        "subtitleFontSize": 13,
+        "subtitleColor": "#444444",
+        "subtitlePadding": 4,
+        "offset": 8,
+    },
+    "header": {"labelFontSize": 13, "labelFontWeight": "bold", "labelPadding": 4},
+    "axis": {"labelFontSize": 12, "titleFontSize": 12, "titleFontWeight": "normal"},
+    "axisX": {"tickCount": 5, "domain": False, "ticks": False, "gridColor": "#DDDDDD", "labelFlush": False},
+    "axisY": {"domain": False, "ticks": False, "labelPadding": 6, "labelLimit": 240},
+    "legend": {"orient": "top", "direction": "horizontal", "labelFontSize": 13, "symbolType": "square", "symbolSize": 150},
+    "view": {"stroke": None},
+}
 ACTIONS = {"export": True, "source": False, "compiled": False, "editor": False}  # menu of a web page; the editor is a web page
 
 
@@ -64,16 +83,7 @@ def save(chart: Any, path: str) -> None:
 
 def styled(chart: Any) -> Any:
     """Return the chart with the fonts, colours and spacing that all charts share."""
-    return (
-        chart.configure(font=FONT, background="white", padding=10)
-        .configure_title(anchor="start", fontSize=16, subtitleFontSize=13, subtitleColor="#444444", subtitlePadding=4, offset=8)
-        .configure_header(labelFontSize=13, labelFontWeight="bold", labelPadding=4)
-        .configure_axis(labelFontSize=12, titleFontSize=12, titleFontWeight="normal")
-        .configure_axisX(tickCount=5, domain=False, ticks=False, gridColor="#DDDDDD", labelFlush=False)
-        .configure_axisY(domain=False, ticks=False, labelPadding=6, labelLimit=240)
-        .configure_legend(orient="top", direction="horizontal", labelFontSize=13, symbolType="square", symbolSize=150)
-        .configure_view(stroke=None)
-    )
+    return chart.configure(**CONFIG)
 
 
 def dashes(count: int) -> list[list[int]]:

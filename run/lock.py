@@ -10,6 +10,22 @@ NAME = "run.lock"
 _UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # raised by network file systems without locks
 
 
+def is_held(folder: str) -> bool | None:
+    """Return whether a run holds the lock on a folder. None: a copied folder, or a file system without locks, does not tell.
+
+    On another machine than that of the run, a lock that looks free does not tell either: not every file system shares locks.
+    """
+    try:
+        with open(os.path.join(folder, NAME)) as file:
+            holder = file.read()
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # until the file is closed; a run that starts now tries again
+    except BlockingIOError:
+        return True
+    except OSError:
+        return None
+    return False if f" on {socket.gethostname()}," in holder else None
+
+
 def read_holder(folder: str) -> str:
     """Return the text of the last lock on a folder: process, host and time; '' if it cannot be read."""
     try:
@@ -39,11 +55,12 @@ class Lock:
             os.makedirs(folder, exist_ok=True)
             self._file = open(os.path.join(folder, NAME), "a+")
             if not self._take():
-                time.sleep(0.2)  # the other run may have just started and has not written its text yet
-                holder = read_holder(folder) or "its process is unknown"
-                raise LockError(
-                    f"out_dir={folder} is in use by another run: {holder}; wait until it ends, or use another --out_dir"
-                )
+                time.sleep(0.2)  # `is_held` takes the lock for a moment; another run may not have written its text yet
+                if not self._take():
+                    holder = read_holder(folder) or "its process is unknown"
+                    raise LockError(
+                        f"out_dir={folder} is in use by another run: {holder}; wait until it ends, or use another --out_dir"
+                    )
             self._file.truncate(0)
             since = time.strftime("%Y-%m-%d %H:%M:%S %z")
             self._file.write(f"process {os.getpid()} on {socket.gethostname()}, since {since}\n")

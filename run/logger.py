@@ -5,7 +5,7 @@ import json
 import math
 import os
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 from distributed.position import position
 from run import report
@@ -61,7 +61,8 @@ class Logger:
                 if resume_at is None:
                     with contextlib.suppress(FileNotFoundError):
                         os.remove(os.path.join(self.file.folder, report.NAME))  # of the run that this one replaces
-            self._summary.facts = _write_facts(os.path.join(self.file.folder, "run.json"), config, resume_at)
+            self._summary.facts = _all_facts(self.file.folder, config, resume_at)
+            _write_facts(self.file.folder, self._summary.facts)
 
     @property
     def run_id(self) -> str | None:
@@ -108,18 +109,19 @@ class Logger:
         self.run.alert(title, text)
         self.log({"iter": max(0, position.iteration), "warning": f"{title}: {text}"})
 
-    def finish(self, exit_code: int = 0, outcome: str = "") -> None:
-        """Write the report card, and close the file and the wandb run. Later calls do nothing.
+    def finish(self, state: Literal["ended", "stopped", "failed"] = "ended", outcome: str = "") -> None:
+        """Write run.json and the report card, and close the file and the wandb run. Later calls do nothing.
 
         Args:
-            exit_code: wandb shows a run whose exit code is not 0 as failed.
-            outcome: how the run has ended, for the card. Without it, or without a folder, there is no card.
+            state: how the run has ended, for run.json: "stopped" by a signal; wandb shows a run that "failed" as such.
+            outcome: the same for the card, in more words. Without it, or without a folder, there is no card.
         """
         if self._is_finished:
             return
         self._is_finished = True
         if self.file:
             self.file.close()
+            _write_facts(self.file.folder, self._summary.facts | {"state": state})
             if outcome:
                 report.write(outcome, self._summary)
                 print(report.on_console(outcome, self._summary), flush=True)
@@ -127,7 +129,7 @@ class Logger:
             self._tensorboard.finish(self._summary.figures())
         self.run.summarize(self._summary.figures())
         with position.at("ending the wandb run", patient=True):
-            self.run.finish(exit_code)
+            self.run.finish(int(state == "failed"))
 
 
 class MetricsFile:
@@ -209,8 +211,8 @@ def _run_name(config: dict[str, Any]) -> str | None:
     return f"{config['wandb_run_name']} {os.path.basename(os.path.abspath(config['out_dir']))}"
 
 
-def _write_facts(path: str, config: dict[str, Any], resume_at: int | None) -> dict[str, Any]:
-    """Write and return the content of run.json: the settings, the facts, and what it has of earlier processes of the run.
+def _all_facts(folder: str, config: dict[str, Any], resume_at: int | None) -> dict[str, Any]:
+    """Return the content of run.json: the settings, the facts, and what it has of earlier processes of the run.
 
     `starts` has the iterations at which they began. If a resumed run continues with another implementation or world size,
     `parts` lists all of them.
@@ -220,20 +222,23 @@ def _write_facts(path: str, config: dict[str, Any], resume_at: int | None) -> di
     starts: list[int] = []
     if resume_at is not None:
         starts = [0]
-        with contextlib.suppress(OSError, ValueError, KeyError), open(path) as file:
+        with contextlib.suppress(OSError, ValueError, KeyError), open(os.path.join(folder, "run.json")) as file:
             before = json.load(file)
             parts = [part for part in before["parts"] if part["from_iter"] < resume_at]
             starts = [start for start in before.get("starts", [0]) if start <= resume_at]
     if not parts or {key: parts[-1].get(key) for key in now} != now:
         parts.append({"from_iter": resume_at or 0, **now})
-    facts = {**config, "parts": parts, "starts": [*starts, resume_at or 0]}
+    return {**config, "parts": parts, "starts": [*starts, resume_at or 0], "state": "running"}
+
+
+def _write_facts(folder: str, facts: dict[str, Any]) -> None:
+    """Write run.json. The file of a run that is killed goes on saying that it is running."""
     try:
-        with atomic_write(path) as temporary, open(temporary, "w") as file:
+        with atomic_write(os.path.join(folder, "run.json")) as temporary, open(temporary, "w") as file:
             json.dump(facts, file, indent=1)
             file.write("\n")
     except OSError as error:  # the disk is full; training does not need the file
         print(f"WARNING: run.json is not written: {error}", flush=True)
-    return facts
 
 
 def _lines_before(iteration: int, path: str) -> tuple[int, list[bytes]]:

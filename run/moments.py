@@ -160,7 +160,7 @@ class Run:
             )
         if will_train:
             self.memory_check.announce(state.iter_num)
-        atexit.register(self.log.finish, 1, "ended by an error, see the traceback")  # does nothing after `finish`
+        atexit.register(self.log.finish, "failed", "ended by an error, see the traceback")  # does nothing after `finish`
         position.begin_iteration(state.iter_num)  # from here on, the watchdog ends a rank that hangs
 
     # -- an iteration --------------------------------------------------------------------------------------------------
@@ -271,11 +271,16 @@ class Run:
             self.checkpoints.explain_failure(diverged=self.guard.failed)
         self.profiler.finish()
         self.progress.close()
-        end, is_stopped = self.state.iter_num, self._action == Action.SAVE_AND_STOP
+        end = self.state.iter_num
         self.log.log({"iter": end, "iter/tokens": self._tokens(), "time/elapsed_s": self.meter.elapsed_s()})
-        outcome = f"stopped by a signal before iteration {end}" if is_stopped else f"done, {end:,} iterations"
-        self.log.finish(int(failed), f"failed before iteration {end:,}, see the last warning" if failed else outcome)
-        finish(int(failed), f"{outcome}; continue with --init_from=resume" if is_stopped else "")
+        stopped = f"stopped by a signal before iteration {end}"
+        if failed:
+            self.log.finish("failed", f"failed before iteration {end:,}, see the last warning")
+        elif self._action == Action.SAVE_AND_STOP:
+            self.log.finish("stopped", stopped)
+        else:
+            self.log.finish("ended", f"done, {end:,} iterations")
+        finish(int(failed), f"{stopped}; continue with --init_from=resume" if self._action == Action.SAVE_AND_STOP else "")
 
     def _tokens(self) -> int:
         """Return the number of tokens that all ranks together have seen."""

@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import json
 import os
 import re
 import signal
@@ -20,6 +21,10 @@ LONG = ["--max_iters=100000", "--eval_interval=100000"]
 
 def arguments(out, data):
     return [*SETTINGS, f"--dataset={data}", f"--out_dir={out}", *LONG]
+
+
+def state(out):
+    return json.loads((out / "run.json").read_text())["state"]
 
 
 def started(out, data, limit=NO_LIMIT):
@@ -64,9 +69,11 @@ def test_a_signal_to_one_rank_saves_and_ends_all(data, tmp_path, number, send):
     printed = send(tmp_path, data, number)
     stopped = int(re.search(r"stopped by a signal before iteration (\d+)", printed)[1])
     assert torch_load(tmp_path)["iter_num"] == stopped
+    assert state(tmp_path) == "stopped"
     end = f"--max_iters={stopped + 6}"
     schedule = end, "--eval_interval=7", "--lr_decay_iters=20"
     resumed, _, _ = train(tmp_path, data, "--init_from=resume", *schedule, "--dtype=float32", ranks=2)
+    assert state(tmp_path) == "ended"
     whole, _, _ = train(tmp_path / "whole", data, *schedule, ranks=2)
     assert [resumed[i] for i in range(stopped, stopped + 7)] == [whole[i] for i in range(stopped, stopped + 7)]
 
@@ -113,6 +120,7 @@ def test_a_signal_whose_checkpoint_cannot_be_written(data, tmp_path):
     assert "WARNING: the checkpoint was not written" in printed
     assert "stopped by a signal" not in printed
     assert "the run ends without its last checkpoint" in errors
+    assert state(tmp_path) == "failed"
 
 
 def decisions():

@@ -3,13 +3,15 @@
 import errno
 import fcntl
 import os
+import socket
 import subprocess
 import sys
+import time
 
 import pytest
 import ranks
 
-from run.lock import Lock, LockError
+from run.lock import Lock, LockError, is_held
 
 
 def hold(folder, ready, end):
@@ -45,6 +47,26 @@ def test_the_lock_of_a_killed_process_is_free(tmp_path):
     process.kill()
     process.join()
     Lock(str(tmp_path))
+
+
+def test_whether_a_run_holds_it(tmp_path, monkeypatch):
+    assert is_held(str(tmp_path)) is None, "a copy has no lock"
+    process, end = start(str(tmp_path))
+    assert is_held(str(tmp_path)) is True
+    end.set()
+    process.join()
+    assert is_held(str(tmp_path)) is False
+    Lock(str(tmp_path)).release()
+    monkeypatch.setattr(socket, "gethostname", lambda: "another machine")
+    assert is_held(str(tmp_path)) is None, "the file system may not tell other machines"
+
+
+def test_whoever_asks_does_not_keep_a_run_from_starting(tmp_path, monkeypatch):
+    Lock(str(tmp_path)).release()
+    with open(tmp_path / "run.lock") as file:
+        fcntl.flock(file, fcntl.LOCK_SH)
+        monkeypatch.setattr(time, "sleep", lambda _: fcntl.flock(file, fcntl.LOCK_UN))
+        Lock(str(tmp_path))
 
 
 def test_programs_that_it_starts_do_not_inherit_it(tmp_path):

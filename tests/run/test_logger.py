@@ -106,7 +106,7 @@ def test_wandb_gets_the_run_and_what_was_logged_before(tmp_path, wandb):
     assert log.run.how[4:] == ["sharded", "abc", 2]
     assert log.run.history == [*before, {"iter": 2, "checkpoint/bytes": 7}]
     assert log.run_id == "abc"
-    log.finish(1)
+    log.finish("failed")
     assert log.run.exit_code == 1
     assert wandb(str(tmp_path), None).run.history == [], "a new run"
     assert wandb(str(tmp_path), None, wandb_mode="disabled").run_id is None
@@ -198,6 +198,18 @@ def test_a_new_run_removes_the_card_of_the_run_that_it_replaces(tmp_path):
     assert (tmp_path / "report.md").exists(), "until the resumed run ends"
     make(tmp_path)
     assert not (tmp_path / "report.md").exists()
+
+
+def test_run_json_says_how_the_run_has_ended(tmp_path):
+    def facts():
+        return json.loads((tmp_path / "run.json").read_text())
+
+    for state in ("ended", "stopped", "failed"):
+        log = make(tmp_path)
+        before = facts()
+        assert before["state"] == "running"
+        log.finish(state)
+        assert facts() == before | {"state": state}
 
 
 def test_the_summary_of_a_run_that_was_resumed(tmp_path, wandb):

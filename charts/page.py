@@ -1,0 +1,198 @@
+"""A web page with the charts of runs: what differs between them and their figures in a table, then the charts. No network.
+
+The layout, the colours of a light and of a dark screen, and what the mouse does are in page.html.
+"""
+
+import functools
+import json
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from html import escape
+from string import Template
+from typing import Any
+
+from charts.differences import differences, in_common
+from charts.series import INK, PICKED, Panel, Run, look, number, on_gpu, shown_in, whose_peak
+from charts.style import ACTIONS, CONFIG, FONT, altair
+
+_ENDED_BADLY = ("killed", "failed")
+# by the shapes of `look`: in a box of 12 x 12
+_PATHS = {"circle": "M11 6A5 5 0 1 1 1 6A5 5 0 1 1 11 6Z", "square": "M1 1H11V11H1Z"}
+_PATHS |= {"triangle-up": "M6 1L11.5 11H.5Z", "diamond": "M6 0L12 6L6 12L0 6Z"}
+
+
+def page(runs: Sequence[Run], drawn: Mapping[str, list[Panel]], reload_s: float | None) -> str:
+    """Return a web page.
+
+    Args:
+        drawn: what `sections` returned for the runs.
+        reload_s: seconds until the page loads itself again; what is highlighted and the range of iterations stay. None: never.
+    """
+    panels = [panel for row in drawn.values() for panel in row]
+    classes = ["wide" if panel.is_wide else "" for panel in panels]
+    with open(os.path.join(os.path.dirname(__file__), "page.html"), encoding="utf-8") as file:
+        template = Template(file.read())
+    count = "1 run" if len(runs) == 1 else f"{len(runs)} runs"
+    facts = in_common([run.facts for run in runs])
+    notes = [f"peak: {whose_peak(runs)}"] if whose_peak(runs) else []
+    notes += ["saved: what plain AdamW would hold in addition"] if any(map(_saved, runs)) else []
+    notes += ["wall time: with evaluations and checkpoints"]
+    names, charts = [run.name for run in runs], list(map(_interactive, panels))
+    hint = "Click a run to highlight it. " if len(runs) > 1 else ""
+    hint += "Drag curves to move, scroll with Ctrl to zoom, double-click to undo."
+    return template.substitute(
+        title=escape(f"{runs[0].name}" if len(runs) == 1 else count),
+        subtitle=escape(", ".join([*facts, time.strftime("%Y-%m-%d %H:%M")])),
+        font=FONT,
+        library=_library(),
+        verdict=verdict(runs),
+        table=table(runs),
+        notes=escape("; ".join(notes)) + ".<br>" + hint,
+        places="\n".join(f'<div id="chart{place}" class="{name}"></div>' for place, name in enumerate(classes)),
+        page=_in_a_script({"names": names, "charts": charts, "config": CONFIG, "actions": ACTIONS}),
+        reload_ms=json.dumps(reload_s and reload_s * 1000),
+    )
+
+
+@functools.cache
+def _library() -> str:
+    import vl_convert
+
+    return vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")  # takes seconds
+
+
+def _in_a_script(value: Any) -> str:
+    """Return JSON in which the name of a run cannot end the script."""
+    return json.dumps(value, separators=(",", ":")).replace("<", "\\u003c")
+
+
+def _interactive(panel: Panel) -> dict[str, Any]:
+    """Return a chart for the page, as wide as its place: runs can be highlighted, iterations zoomed, values are shown."""
+    alt = altair()
+    params: list[Any] = [{"name": INK, "value": "black"}, {"name": PICKED, "value": []}]
+    chart = panel.chart
+    if panel.under_mouse:
+        zoom = alt.selection_interval("zoom", encodings=["x"], bind="scales", zoom="wheel![event.ctrlKey]")
+        hovered = alt.selection_point("hovered", fields=["iter"], nearest=True, on="pointerover", clear="pointerout")
+        for selection, view in ((zoom, "curves"), (hovered, "rule")):
+            params.append(selection.param.to_dict() | {"views": [view]})
+        values = [alt.Tooltip(f"{column}:Q", format=",.5~r") for column in panel.under_mouse]
+        rule = alt.Chart().transform_calculate(column="datum.kind + ' ' + datum.run")
+        rule = rule.transform_pivot("column", value="value", groupby=["iter"], op="max").mark_rule(color="#888888")
+        rule = rule.encode(
+            x="iter:Q",
+            opacity=alt.when(hovered, empty=False).then(alt.value(1)).otherwise(alt.value(0)),
+            tooltip=[alt.Tooltip("iter:Q", title="iteration", format=","), *values],
+        )
+        chart = chart.copy()
+        chart.layer = [*chart.layer, rule.properties(name="rule")]
+    found = chart.properties(width="container").to_dict(validate=False)  # the tests do
+    return found | {"params": params, "config": {}, "padding": 0}
+
+
+# -- the table ---------------------------------------------------------------------------------------------------------
+
+
+def _best_loss(run: Run) -> float | None:
+    return run.curves["val/loss"].lowest[1] if "val/loss" in run.curves else None
+
+
+def _speed(run: Run) -> float | None:
+    return run.curves[key].median() if (key := "throughput/tokens_per_second") in run.curves else None
+
+
+def _peak(run: Run) -> float | None:
+    return run.curves["memory/peak_mb"].largest if "memory/peak_mb" in run.curves else None
+
+
+def _saved(run: Run) -> float | None:
+    return run.curves["memory/saved_mb"].latest() if "memory/saved_mb" in run.curves else None
+
+
+def _wall_s(run: Run) -> float | None:
+    return run.curves["time/elapsed_s"].latest() if "time/elapsed_s" in run.curves else None
+
+
+def duration(seconds: float) -> str:
+    whole = round(seconds)
+    if whole < 60:
+        return f"{seconds:.1f} s" if seconds < 10 else f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02} min"
+
+
+def verdict(runs: Sequence[Run]) -> str:
+    """Return a sentence about the best run, as far as the runs can be compared."""
+    losses = sorted((loss, place) for place, run in enumerate(runs) if (loss := _best_loss(run)) is not None)
+    if len(losses) < 2:
+        return ""
+    if len({run.facts.get("dataset") for run in runs}) > 1:
+        return '<p class="verdict">The runs have different datasets, so their losses do not compare.</p>'
+    (best, place), (second, other) = losses[:2]
+    if f"{best:.4f}" == f"{losses[-1][0]:.4f}":
+        return f'<p class="verdict">All runs have the same best validation loss, {best:.4f}.</p>'
+    at = runs[place].curves["val/loss"].lowest[0]
+    text = f"Lowest validation loss: <b>{best:.4f}</b>, <b>{escape(runs[place].name)}</b>, at iteration {at:,}."
+    text += f" Next: {second:.4f} (+{second - best:.4f}), {escape(runs[other].name)}."
+    return f'<p class="verdict">{text}</p>'
+
+
+def state(run: Run) -> str:
+    """Return the state of a run, how far it is, and how long it will take."""
+    steps, last = run.curves.get("iter/loss"), run.facts.get("max_iters")
+    if run.state == "ended" or steps is None or not last:
+        return run.state
+    if run.state != "running":
+        return f"{run.state} at {steps.last[0]:,} of {last:,}".strip()
+    rest = run.curves.get("throughput/eta_hours")
+    return f"running, {steps.last[0] / last:.0%}" + (f", {duration(rest.latest() * 3600)} left" if rest else "")
+
+
+def table(runs: Sequence[Run]) -> str:
+    """Return the table at the top of the page, with the best figure of each column in bold."""
+    comparable = len({run.facts.get("dataset") for run in runs}) == 1
+    found = [
+        _column("best validation loss", map(_best_loss, runs), "{:.4f}".format, min if comparable else None),
+        _column("tokens per second", map(_speed, runs), number, max),
+        _column("peak", map(_peak, runs), _memory, min if len(set(map(on_gpu, runs))) == 1 else None),
+        _column("saved", map(_saved, runs), _memory, max),
+        _column("wall time", map(_wall_s, runs), duration, None),
+    ]
+    columns = [(name, cells) for name, cells in found if cells]
+    differ = [", ".join(texts.values()) for texts in differences([run.facts for run in runs])]
+    heads = ["run", *(["what differs"] if any(differ) else []), "state"]
+    rows = ["".join(f"<th>{head}</th>" for head in heads) + "".join(f'<th class="number">{name}</th>' for name, _ in columns)]
+    for place, run in enumerate(runs):
+        folder = escape(os.path.basename(run.folder) or run.folder)
+        row = f'<td class="run"><button>{_mark(place)}<span>{folder}</span></button></td>'
+        row += f'<td class="differs">{escape(differ[place])}</td>' if any(differ) else ""
+        row += f'<td class="{"bad" if run.state in _ENDED_BADLY else ""}">{escape(state(run))}</td>'
+        rows.append(row + "".join(cells[place] for _, cells in columns))
+    body = "".join(f'<tr data-run="{place}">{row}</tr>' for place, row in enumerate(rows[1:]))
+    return f'<table class="runs"><thead><tr>{rows[0]}</tr></thead><tbody>{body}</tbody></table>'
+
+
+def _column(
+    name: str, found: Iterable[float | None], text_of: Callable[[float], str], best_of: Callable[[list[float]], float] | None
+) -> tuple[str, list[str]]:
+    """Return the name of a column and its cells, none if all are zero. The best one is bold, if not all are the same."""
+    if not any(values := list(found)):
+        return name, []
+    texts = ["" if value is None else text_of(value) for value in values]
+    known = [value for value in values if value is not None]
+    best = text_of(best_of(known)) if best_of and len(set(filter(None, texts))) > 1 else None
+    return name, [f'<td class="number{" best" if text == best else ""}">{text}</td>' for text in texts]
+
+
+def _memory(megabytes: float) -> str:
+    divisor, unit = shown_in("MB", abs(megabytes))
+    return f"{number(megabytes / divisor)} {unit}"
+
+
+def _mark(place: int) -> str:
+    """Return how a run is drawn: its colour, its dashes and its shape."""
+    colour, shape, dashes = look(place)
+    line = f'<path d="M0 6H30" stroke="{colour}" stroke-width="2.5" stroke-dasharray="{" ".join(map(str, dashes))}"/>'
+    return f'<svg width="30" height="12">{line}<path transform="translate(9)" d="{_PATHS[shape]}" fill="{colour}"/></svg>'

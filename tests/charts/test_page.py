@@ -1,0 +1,144 @@
+"""charts/page.py: the table at the top, the sentence about the best run, and the charts as they are embedded."""
+
+import html
+import json
+import re
+from datetime import datetime
+
+import pytest
+from logged import MB, events, write_run
+
+import dashboard
+from charts import page
+from charts.runs import sections
+
+SAME = {"dataset": "d", "world_size": 2, "max_iters": 11, "state": "ended"}
+
+
+@pytest.fixture
+def runs(tmp_path):
+    return [write_run(tmp_path / f"out-{name}", events(name), implementation=name, **SAME) for name in MB]
+
+
+def body(folders):
+    """The page after its library."""
+    found = dashboard.read(folders)
+    whole = page.page(found, sections(found), None)
+    return whole[whole.index("<body>") :]
+
+
+def verdict(folders):
+    return re.sub("<.*?>", "", page.verdict(dashboard.read(folders)))
+
+
+def table(folders):
+    """The rows of the table, each by the names of the columns; the best cells end with a star."""
+    lines = re.findall(r"<tr.*?</tr>", page.table(dashboard.read(folders)))
+    cells = [re.findall(r"<t[hd]( class=\"[^\"]*\")?>(.*?)</t[hd]>", line) for line in lines]
+    texts = [[html.unescape(re.sub("<.*?>", "", cell)) + "*" * ("best" in of) for of, cell in row] for row in cells]
+    return [dict(zip(texts[0], row, strict=True)) for row in texts[1:]]
+
+
+def embedded(text):
+    return json.loads(re.search(r"^const page = (.*);$", text, re.MULTILINE).group(1))
+
+
+def test_the_table_says_what_the_files_say(runs):
+    wall = "8.1 s"
+    assert table(runs) == [
+        {
+            **{"run": "out-adamw", "what differs": "adamw", "state": "ended", "best validation loss": "4.2000"},
+            **{"tokens per second": "10,000", "peak": "2.71 GB", "saved": "0 MB", "wall time": wall},
+        },
+        {
+            **{"run": "out-sharded", "what differs": "sharded", "state": "ended", "best validation loss": "4.2000"},
+            **{"tokens per second": "10,000", "peak": "2.31 GB*", "saved": "400 MB*", "wall time": wall},
+        },
+    ]
+    assert verdict(runs) == "All runs have the same best validation loss, 4.2000."
+    assert "what differs" not in table(runs[:1])[0]
+    assert verdict(runs[:1]) == ""
+
+
+def test_the_best_run_is_named_with_its_settings(tmp_path):
+    folders = []
+    for place, loss in enumerate((3.5, 3.25, 3.75)):
+        change = [event | ({"val/loss": loss} if "val/loss" in event else {}) for event in events("adamw")]
+        facts = SAME | {"implementation": "adamw", "learning_rate": 10.0**-place}
+        folders.append(write_run(tmp_path / f"lr{place}", [*change, {"iter": 10, "val/loss": loss + 0.1}], **facts))
+    assert (
+        verdict(folders)
+        == "Lowest validation loss: 3.2500, learning_rate=0.1, at iteration 0. Next: 3.5000 (+0.2500), learning_rate=1."
+    )
+    assert [row["best validation loss"] for row in table(folders)] == ["3.5000", "3.2500*", "3.7500"]
+    assert "saved" not in table(folders)[0], "it is zero for all of them"
+
+
+def test_losses_on_different_data_are_not_compared(tmp_path):
+    folders = [
+        write_run(tmp_path / name, [{"iter": 0, "val/loss": loss}], **SAME | {"dataset": name})
+        for name, loss in (("a", 1.0), ("b", 2.0))
+    ]
+    assert verdict(folders) == "The runs have different datasets, so their losses do not compare."
+    assert [row["best validation loss"] for row in table(folders)] == ["1.0000", "2.0000"]
+
+
+def test_a_run_that_has_not_ended_says_how_far_it_is(tmp_path):
+    facts = SAME | {"implementation": "adamw", "max_iters": 1100, "dist_timeout_s": 600.0}
+    states = []
+    for state in ("running", "stopped", "failed", "ended"):
+        states += table([write_run(tmp_path / state, events("adamw"), **facts | {"state": state})])
+    assert [row["state"] for row in states] == [
+        *("running, 1%, 30 min 00 s left", "stopped at 11 of 1,100", "failed at 11 of 1,100", "ended"),
+    ]
+
+
+def test_the_page_says_what_it_is_of(runs, tmp_path):
+    text = body(runs)
+    assert "<h1>2 runs</h1>" in text
+    assert f"<p>d, 2 ranks, {datetime.now():%Y-%m-%d}" in text
+    assert "the process" not in text, "the runs were on a GPU"
+    on_cpu = body([write_run(tmp_path / "cpu", events("adamw", on_gpu=False), **SAME, implementation="adamw")])
+    assert "<h1>adamw, 2 ranks</h1>" in on_cpu
+    assert "peak: on a CPU it is that of the process, with Python and its libraries" in on_cpu
+
+
+def test_every_chart_is_as_wide_as_its_place_and_shares_what_is_highlighted(runs):
+    text = body(runs)
+    content = embedded(text)
+    for row in sections(dashboard.read(runs)).values():
+        for panel in row:
+            panel.chart.to_dict()  # is it Vega-Lite?
+    assert content["names"] == ["adamw", "sharded"]
+    assert len(content["charts"]) == text.count('<div id="chart')
+    for chart in content["charts"]:
+        assert chart["width"] == "container"
+        params = {param["name"]: param for param in chart["params"]}
+        assert params["picked"]["value"] == []
+        over_iterations = any(layer.get("name") == "curves" for layer in chart["layer"])
+        assert ("zoom" in params) == over_iterations
+        if over_iterations:
+            assert params["zoom"]["views"] == ["curves"]
+            (rule,) = (layer for layer in chart["layer"] if layer.get("name") == "rule")
+            shown = [of.get("field") for of in rule["encoding"]["tooltip"][1:]]
+            assert sorted(shown) == sorted({f"{row['kind']} {row['run']}" for row in chart["datasets"][chart["data"]["name"]]})
+    assert text.count('class="wide"') == 1
+
+
+def test_names_cannot_break_the_page(tmp_path):
+    name = "</script><b>$x`${y}\"'\\"
+    folder = write_run(tmp_path / "</td>", events("adamw"), **SAME | {"implementation": name, "state": "<i>"})
+    text = body([folder])
+    assert text.count("<b>") == text.count("</td></td>") == text.count("<i>") == 0
+    assert embedded(text)["names"] == [f"{name}, 2 ranks"]
+    assert html.escape(name) in text
+
+
+def test_durations_are_readable():
+    assert list(map(page.duration, (0.25, 59.6, 75, 3599.7, 7380))) == [
+        "0.2 s",
+        "1 min 00 s",
+        "1 min 15 s",
+        "1 h 00 min",
+        "2 h 03 min",
+    ]

@@ -104,7 +104,7 @@ def _time_chart(rows: Rows, panel_of: Callable[[Mapping[str, Any]], str], title:
         parts = _parts(row, TIME, divisor)
         scale = row["ms per step"] / divisor / sum(parts.values())
         text = ratio(row) if bars else f"{number(row['ms per step'] / divisor)} {unit}"
-        dots = [milliseconds / divisor for milliseconds in row["rounds, ms"]]
+        dots = [milliseconds / divisor for milliseconds in row.get("rounds, ms", ())]  # older results have none
         bars.append(Bar(row["mode"], {name: part * scale for name, part in parts.items()}, text, dots=dots))
     first = rows[0]["mode"] if rows else ""
     how = f"bar: median; dot: a round; 1.03x: median of the ratios to {first} in the same round, with their quartiles"
@@ -158,8 +158,8 @@ def number(value: float) -> str:
 
 def ratio(row: Mapping[str, Any]) -> str:
     """Return the median ratio of a row, and its quartiles if there are several rounds."""
-    low, high = row["ratio, quartiles"]
-    return f"{row['ratio']:.2f}x" + (f" ({low:.2f} to {high:.2f})" if len(row["rounds, ms"]) > 1 else "")
+    low, high = row.get("ratio, quartiles", (row["ratio"], row["ratio"]))
+    return f"{row['ratio']:.2f}x" + (f" ({low:.2f} to {high:.2f})" if len(row.get("rounds, ms", ())) > 1 else "")
 
 
 def _unique(rows: Rows, column: str) -> list[Any]:

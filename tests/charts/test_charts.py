@@ -152,6 +152,12 @@ def test_parts_of_the_time_fill_the_measured_whole():
     assert amounts == pytest.approx([80 / 1.1, 15 / 1.1, 15 / 1.1])
 
 
+def test_results_from_before_the_rounds_were_kept_are_drawn():
+    chart = time_chart([{key: value for key, value in row.items() if "rounds" not in key} for row in time_rows()], MEASURED)
+    assert [row["text"] for row in rows_with(chart, "text")] == ["100 ms", "0.97x"] * 2
+    assert not rows_with(chart, "dot")
+
+
 @pytest.mark.parametrize(("scale", "unit"), [(1.0, "GB"), (0.01, "MB")])
 def test_memory_has_the_unit_of_its_size(scale, unit):
     chart = memory_chart(memory_rows(scale), MEASURED)

@@ -25,7 +25,7 @@ def sections(runs: Sequence[Run]) -> dict[str, list[Panel]]:
     }
     seconds = {name: parts.each(runs, f"checkpoint/{name}_s", Curve.median) for name in ("consolidate", "write", "blocked")}
     blocked = {"training waits": seconds.pop("blocked")}
-    state = {"optimizer state": "memory/optimizer_state_mb", "saved against plain AdamW, gradients included": "memory/saved_mb"}
+    state = {"optimizer state": "memory/optimizer_state_mb", "saved": "memory/saved_mb"}
     purposes = {name: parts.each(runs, f"memory/measured_{part}_mb", Curve.latest) for part, name in PARTS.items()}
     predicted = [
         [run.curves[key].latest() for part in PARTS if (key := f"memory/predicted_{part}_mb") in run.curves] for run in runs
@@ -60,6 +60,7 @@ def sections(runs: Sequence[Run]) -> dict[str, list[Panel]]:
                 "Optimizer state, and memory saved",
                 {name: parts.each(runs, key, Curve.latest) for name, key in state.items()},
                 "MB",
+                "latest values; saved: against plain AdamW, gradients included",
                 stacked=False,
             ),
             lines.curves(runs, "Peak memory", "memory/peak_mb", "MB", note=series.whose_peak(runs)),

@@ -58,7 +58,7 @@ def panels(chart):
     found = {}
     for panel in spec.get("concat", spec.get("hconcat")):
         if "layer" in panel:
-            rows = spec["datasets"][panel["data"]["name"]]
+            rows = spec["datasets"][panel.get("data", spec.get("data"))["name"]]  # Altair lifts the data of a single panel
             found[panel["title"]["text"]] = (rows, {layer["mark"]["type"]: layer for layer in panel["layer"]})
     return found
 

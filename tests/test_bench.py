@@ -145,6 +145,12 @@ def test_memory_at_each_point_of_a_step(tmp_path):
     for mode, copies in (("adamw", 5), ("torch", 4), ("simple", 4), ("sharded", 3), ("bfloat16", 2.5), ("fsdp2", 2.5)):
         assert total[mode, "accumulating"] / parameters == pytest.approx(copies, rel=0.02), mode
     assert {row["mode"] for row in rows} == set(MODES)
+    (whole,) = (row["gradients"] for row in rows if (row["mode"], row["point"]) == ("fsdp2", "accumulating"))
+    assert whole == pytest.approx(parameters, rel=0.02), "FSDP2 keeps whole gradients between micro-steps"
+    for row in rows:
+        if row["point"] == "saving":  # weights and two moments
+            assert row["copy"] == pytest.approx(3 * parameters, rel=0.02)
+            assert row["rest"] < 0.02 * row["total"]
     written = (folder / "memory_profile.txt").read_text()
     assert "bench.py --what=memory" in written
     assert "accumulating" in written

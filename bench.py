@@ -58,7 +58,7 @@ import torch.distributed as dist
 from benchmarks.checkpoints import checkpoint_rows
 from benchmarks.contenders import MODES, PLANNED, Setup
 from benchmarks.cookbook import cookbook_rows
-from benchmarks.memory import MallocBytes, can_reset_resident_peak, memory_rows, simulated_rows
+from benchmarks.memory import MICRO_STEPS, MallocBytes, can_reset_resident_peak, memory_rows, simulated_rows
 from benchmarks.report import Results, draw
 from benchmarks.speed import time_rows
 from benchmarks.telemetry import telemetry_rows
@@ -150,23 +150,25 @@ with exit_on_wrong_input():
     device = torch.device(device) if worlds else start(launch, device)
     shard_size = zero_shard_size or launch.local_world_size
     setup = Setup(gpt, batch_size, device, dtype, zero_bucket_mb, grad_clip, activation_checkpointing, seed, shard_size)
-    where = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    title = model or f"{n_layer}x{n_embd}"
-    sizes_of_model = (
-        model if model == "cookbook" else f"{title}, {sum(spec.numel for spec in gpt_specs(gpt)) / 1e6:.1f}M parameters"
-    )
+    where, title = machine.device_name(device), model or f"{n_layer}x{n_embd}"
     ranks = f"simulated ranks {simulate_world_size}" if worlds else f"{launch.world_size} ranks, {dist.get_backend()}"
     if name == "auto":
         count = "simulated" if worlds else f"{launch.world_size}-ranks"
         lengths = "" if model == "cookbook" else f"{batch_size}x{block_size.replace(',', '-')}"
-        name = "-".join(filter(None, [title, lengths, count, *where.lower().split()]))
+        name = "-".join(filter(None, [title, lengths, count, *(where if device.type == "cuda" else "cpu").lower().split()]))
     folder = os.path.join("results", name) if name else ""
     description = {
         "command": " ".join(["bench.py", *sys.argv[1:]]),
         "date": datetime.date.today().isoformat(),
         "machine": f"{where}, {os.cpu_count()} cores, {platform.system()}, torch {torch.__version__}",
-        "setup": f"{sizes_of_model}, {ranks}, {dtype}, {batch_size} x {block_size} tokens per rank and micro-step",
+        "setup": f"{title}, {ranks}, {dtype}",
     }
+    if model != "cookbook":
+        parameters = sum(spec.numel for spec in gpt_specs(gpt))
+        description["setup"] = f"{title}, {parameters / 1e6:.1f}M parameters, {ranks}, {dtype}"
+        description["setup"] += f", {batch_size} x {block_size} tokens per rank and micro-step"
+        description["setup"] += f", buckets of {zero_bucket_mb} MB" if zero_bucket_mb != "auto" else ""
+        description["setup"] += ", activation checkpointing" if activation_checkpointing else ""
     if block_sizes[1:] and len(measures) > 1:
         others = ", ".join(measure for measure in measures if measure != "time")
         description["note"] = f"block_size={block_size} is for the time; {others} take {block_sizes[0]}"
@@ -217,7 +219,7 @@ def measure_telemetry():
 
 def report(measure, title, rows, file):
     if is_rank_0():
-        results.add(measure, title, rows, file)
+        results.add(measure, title, rows, file, f"{MICRO_STEPS} micro-steps" if measure in ("memory", "training") else "")
 
 
 MEASURES = {

@@ -28,8 +28,8 @@ from typing import Any
 
 import torch
 
-from charts.bars import number, plan_chart, unit_of
-from charts.style import check_path, save
+from charts.bars import plan_chart
+from charts.style import check_path, number, save, shown_in
 from configurator import NonNegativeFloat, NonNegativeInt, PositiveFloat, configure, settings_of
 from data.dataset import DATA_DIR, Dataset
 from data.vocabulary import DataError, expected_vocab_size
@@ -377,7 +377,7 @@ def print_plan(planner: Planner, sizes: list[int]) -> list[dict[str, Any]]:
     rows = [row for size in sizes for row in planner.rows(size)]
     settings = planner.settings
     steps = settings["gradient_accumulation_steps"]
-    divisor, unit = unit_of(row["parameters"] * 10 for row in rows)  # with GB and two digits, 0.1 GB is the least
+    divisor, unit = shown_in("bytes", 10 * max(row["parameters"] for row in rows))  # 0.1 GB is the least with two digits
     print(f"{planner.description}; the rank with the most optimizer state")
     for size in sizes:
         of_size = [row for row in rows if row["world_size"] == size]

@@ -1,7 +1,7 @@
 """The models and optimizers that are compared. Every mode starts from the same weights."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -132,13 +132,18 @@ class Contender:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
-    def step(self, tokens: torch.Tensor | None = None) -> torch.Tensor:
-        """Run one micro-step and the update, and return the loss."""
-        loss = self.forward(tokens)
-        loss.backward()
+    def step(self, micro_batches: Sequence[torch.Tensor | None] = (None,)) -> torch.Tensor:
+        """Run a micro-step for each micro-batch (see `forward`) and the update, and return the mean of their losses."""
+        losses: list[torch.Tensor] = []
+        for tokens in micro_batches:
+            is_last = len(losses) == len(micro_batches) - 1
+            with nullcontext() if is_last else self.accumulating():
+                loss = self.forward(tokens) / len(micro_batches)
+                loss.backward()
+                losses.append(loss.detach())
         self.clip()
         self.update()
-        return loss.detach()
+        return torch.stack(losses).sum()
 
     def wait(self) -> None:
         """Wait until all parameters have arrived and the device has finished its work."""

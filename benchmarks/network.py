@@ -18,6 +18,7 @@ import torch
 
 from benchmarks.hosts import ROOT, Hosts, why_not
 from benchmarks.report import Results, draw
+from distributed.machine import device_name
 
 MODEL = (
     "--n_layer=6",
@@ -39,7 +40,7 @@ class Network(NamedTuple):
     steps_per_turn: int
 
 
-NETWORKS = (Network(10, 7, 4), Network(1, 7, 3), Network(0.1, 2, 2))
+NETWORKS = (Network(10, 7, 4), Network(1, 7, 3), Network(0.1, 3, 2))
 
 
 def rows_of(network: Network, ranks_per_host: int) -> list[dict[str, Any]]:
@@ -62,8 +63,8 @@ def main() -> None:
     description = {
         "command": "python -m benchmarks.network",
         "date": datetime.date.today().isoformat(),
-        "machine": f"cpu, {os.cpu_count()} cores, torch {torch.__version__}",
-        "setup": f"two network namespaces, gloo, float32, one thread per rank, {' '.join(MODEL)}",
+        "machine": f"{device_name(torch.device('cpu'))}, {os.cpu_count()} cores, torch {torch.__version__}",
+        "setup": "6x384, 10.7M parameters, gloo, float32, 1 x 64 tokens per rank and micro-step, buckets of 10 MB",
     }
     results = Results(os.path.join(ROOT, "results", "network-cpu"), description)
     rows = [row for ranks in (1, 2) for network in NETWORKS for row in rows_of(network, ranks)]

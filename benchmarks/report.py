@@ -92,13 +92,14 @@ class Results:
         """The description as text."""
         return "\n".join(f"{key}: {value}" for key, value in self.description.items())
 
-    def add(self, measure: str, title: str, rows: list[dict[str, Any]], file: str) -> None:
-        """Print the rows of a measure as a table, and write them to a file and to results.json."""
+    def add(self, measure: str, title: str, rows: list[dict[str, Any]], file: str, details: str = "") -> None:
+        """Print the rows of a measure as a table, and write them to a file and to results.json. The setup gets the details."""
         text = table(rows)
         print(f"\n{title}\n{text}", flush=True)
         if not self.folder:
             return
-        self.content[measure] = {**self.description, "rows": rows}
+        setup = ", ".join(filter(None, [self.description["setup"], details]))
+        self.content[measure] = {**self.description, "setup": setup, "rows": rows}
         self._write(file, comma_separated(rows) if file.endswith(".csv") else f"{self.title}\n\n{title}\n{text}\n")
         self._write("results.json", json.dumps(self.content, indent=1))
 

@@ -80,10 +80,10 @@ def _rows_of(setup: Setup, mode: str, rounds: int) -> list[dict[str, Any]]:
 
 def _meter(contender: Contender, folder: str, wandb_log: bool) -> Meter:
     setup, model, optimizer = contender.setup, contender.model, contender.optimizer
-    wandb = {"wandb_log": wandb_log, "wandb_mode": "offline", "wandb_project": "telemetry", "wandb_run_name": "telemetry"}
+    names = {"wandb_project": "telemetry", "wandb_run_name": "telemetry", "out_dir": folder, "implementation": contender.mode}
     before = {name: os.environ.pop(name) for name in ("WANDB_DIR", "WANDB_MODE") if name in os.environ}
     os.environ["WANDB_DIR"] = folder  # not the folder of the user's runs
-    log = Logger(folder, None, {**wandb, "implementation": contender.mode})
+    log = Logger(folder, None, {"wandb_log": wandb_log, "wandb_mode": "offline", **names})
     del os.environ["WANDB_DIR"]
     os.environ.update(before)
     shard_gradients = contender.mode == "shard_gradients"

@@ -6,30 +6,29 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from benchmarks.contenders import Setup
-from benchmarks.memory import MemoryProfile
+from benchmarks.contenders import Contender, Setup
+from benchmarks.memory import MICRO_STEPS, MemoryProfile
 from data.dataset import Dataset
 from distributed.ranks import mean_over_ranks
 from zero.messages import gather_objects
 
 
 def training_rows(setup: Setup, modes: list[str], data: Dataset, steps: int) -> list[dict[str, Any]]:
-    """Return one row per mode: the peak of the fullest rank with two micro-steps, then the losses of steps with one each.
+    """Return one row per mode: the peak of the fullest rank, and the losses. A step has two micro-steps in both.
 
     All modes begin with the same weights and get the same batches. A token beyond a small vocabulary becomes another one.
     Needs to be called on all ranks.
     """
+    rank, world_size = dist.get_rank(), dist.get_world_size()
     rows: list[dict[str, Any]] = []
     for mode in modes:
-        profile = MemoryProfile(setup, mode)
-        peak = max(points["peak"]["total"] for points in gather_objects(profile.measure(can_save=False)))
-        batches = data.micro_batches(
-            setup.seed, 0, setup.batch_size, dist.get_world_size(), dist.get_rank(), dist.get_world_size()
-        )
+        peak = max(points["peak"]["total"] for points in gather_objects(MemoryProfile(setup, mode).measure(can_save=False)))
+        contender = Contender(setup, mode).wrap()
+        sequences = data.micro_batches(setup.seed, 0, setup.batch_size, MICRO_STEPS * world_size, rank, world_size)
         losses = []
         for _ in range(steps):
-            tokens = torch.from_numpy(np.stack(data.batch("train", next(batches))) % setup.config.vocab_size).to(setup.device)
-            losses.append(mean_over_ranks(profile.contender.step(tokens)))
+            batches = [np.stack(data.batch("train", next(sequences))) % setup.config.vocab_size for _ in range(MICRO_STEPS)]
+            losses.append(mean_over_ranks(contender.step([torch.from_numpy(batch).to(setup.device) for batch in batches])))
         rows.append({"mode": mode, "peak": peak, "losses": losses})
     first = rows[0]
     for row in rows:

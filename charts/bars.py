@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from charts.style import MEMORY, MODES, NUMBER, altair, dashes, styled
+from charts.style import MEMORY, MODES, NUMBER, altair, dashes, number, shown_in, styled
 
 Rows = Sequence[Mapping[str, Any]]
 Purposes = Mapping[str, tuple[str, str]]  # column: name and colour of a purpose, in the order of the stack
@@ -51,7 +51,7 @@ def plan_chart(rows: Rows, limit: tuple[float, str] | None, measured: str) -> An
 
     `limit`: the bytes that tensors may take, and what to write there; None: none.
     """
-    divisor, unit = unit_of(row["peak"] for row in rows)
+    divisor, unit = shown_in("bytes", max((row["peak"] for row in rows), default=0))
     panels = {
         f"{size} rank{'s' if size > 1 else ''}": [_planned(row, divisor) for row in rows if row["world_size"] == size]
         for size in sorted({row["world_size"] for row in rows})
@@ -72,7 +72,7 @@ def _planned(row: Mapping[str, Any], divisor: float) -> Bar:
 
 def memory_chart(rows: Rows, measured: str) -> Any:
     """Draw the measured bytes of one rank by purpose at each point of a step, one panel per mode, with the prediction."""
-    divisor, unit = unit_of(row["total"] for row in rows)
+    divisor, unit = shown_in("bytes", max((row["total"] for row in rows), default=0))
     panels: dict[str, list[Bar]] = {mode: [] for mode in _unique(rows, "mode")}
     for row in sorted(rows, key=lambda row: list(POINTS).index(row["point"])):
         tick = row["predicted"] / divisor if row.get("predicted") is not None else None
@@ -114,7 +114,7 @@ def _time_chart(rows: Rows, panel_of: Callable[[Mapping[str, Any]], str], title:
 def training_chart(rows: Rows, measured: str) -> Any:
     """Draw the peak of memory by mode, and beside it the losses of the same runs, which lie on each other."""
     alt = altair()
-    divisor, unit = unit_of(row["peak"] for row in rows)
+    divisor, unit = shown_in("bytes", max((row["peak"] for row in rows), default=0))
     modes, first = _unique(rows, "mode"), rows[0]
     bars = []
     for row in rows:
@@ -144,16 +144,6 @@ def training_chart(rows: Rows, measured: str) -> Any:
         .resolve_scale(color="independent")
         .properties(title=alt.TitleParams("The same training in less memory", subtitle=notes))
     )
-
-
-def unit_of(amounts: Any) -> tuple[float, str]:
-    """Return the bytes and the name of a unit of memory for these amounts."""
-    return (1e9, "GB") if max(amounts, default=0) >= 1e9 else (1e6, "MB")
-
-
-def number(value: float) -> str:
-    """Return a value with three digits, such as 1.82, 24.1 or 1,817."""
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}" if value >= 10 else f"{value:.2f}"
 
 
 def ratio(row: Mapping[str, Any]) -> str:

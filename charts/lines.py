@@ -7,7 +7,7 @@ from typing import Any
 from charts import series
 from charts.differences import agreeing
 from charts.series import Curve, Panel, Run
-from charts.style import altair, dashes
+from charts.style import altair, dashes, shown_in
 
 _LINE = 12  # height of a value at the end of a curve
 
@@ -146,7 +146,7 @@ def curves(
     }
     if is_log:
         points = {position: [point for point in found if point[1] > 0] for position, found in points.items()}
-    divisor, unit = series.shown_in(unit, max((value for found in points.values() for _, value in found), default=0))
+    divisor, unit = shown_in(unit, max((value for found in points.values() for _, value in found), default=0))
     values = [row for position, found in points.items() for row in series.rows(position, found, "value", divisor)]
     scale = alt.Scale(type="log", nice=False) if is_log else alt.Scale(zero=True)
     has_dot = any(len(found) == 1 for found in points.values())  # one point makes no line

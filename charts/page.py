@@ -8,13 +8,14 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import timedelta
 from html import escape
 from string import Template
 from typing import Any
 
 from charts.differences import differences, in_common
-from charts.series import INK, PICKED, Panel, Run, look, number, on_gpu, shown_in, whose_peak
-from charts.style import ACTIONS, CONFIG, FONT, altair
+from charts.series import INK, PICKED, Panel, Run, look, on_gpu, whose_peak
+from charts.style import ACTIONS, CONFIG, FONT, altair, number, shown_in
 
 _ENDED_BADLY = ("killed", "failed")
 # by the shapes of `look`: in a box of 12 x 12
@@ -114,13 +115,8 @@ def _wall_s(run: Run) -> float | None:
     return run.curves["time/elapsed_s"].latest() if "time/elapsed_s" in run.curves else None
 
 
-def duration(seconds: float) -> str:
-    whole = round(seconds)
-    if whole < 60:
-        return f"{seconds:.1f} s" if seconds < 10 else f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02} s"
-    return f"{whole // 3600} h {whole % 3600 // 60:02} min"
+def _hours(seconds: float) -> str:
+    return str(timedelta(seconds=round(seconds)))  # h:mm:ss
 
 
 def verdict(runs: Sequence[Run]) -> str:
@@ -147,7 +143,7 @@ def state(run: Run) -> str:
     if run.state != "running":
         return f"{run.state} at {steps.last[0]:,} of {last:,}".strip()
     rest = run.curves.get("throughput/eta_hours")
-    return f"running, {steps.last[0] / last:.0%}" + (f", {duration(rest.latest() * 3600)} left" if rest else "")
+    return f"running, {steps.last[0] / last:.0%}" + (f", {_hours(rest.latest() * 3600)} left" if rest else "")
 
 
 def table(runs: Sequence[Run]) -> str:
@@ -158,7 +154,7 @@ def table(runs: Sequence[Run]) -> str:
         _column("tokens per second", map(_speed, runs), number, max),
         _column("peak", map(_peak, runs), _memory, min if len(set(map(on_gpu, runs))) == 1 else None),
         _column("saved", map(_saved, runs), _memory, max),
-        _column("wall time", map(_wall_s, runs), duration, None),
+        _column("wall time", map(_wall_s, runs), _hours, None),
     ]
     columns = [(name, cells) for name, cells in found if cells]
     differ = [", ".join(texts.values()) for texts in differences([run.facts for run in runs])]

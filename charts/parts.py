@@ -6,7 +6,7 @@ from typing import Any
 from charts import series
 from charts.bars import TIME
 from charts.series import Curve, Panel, Run
-from charts.style import MEMORY, NUMBER, altair
+from charts.style import MEMORY, NUMBER, altair, number, shown_in
 
 # height of the name above the bars of a run, of a bar, of a thin bar below it, and of what is between two runs
 _NAME, _BAR, _THIN, _GAP = 18, 13, 4, 6
@@ -68,7 +68,7 @@ def bars(
     alt = altair()
     every = [sum(filter(None, parts)) for parts in zip(*amounts.values(), strict=True)] if stacked else []
     every += [value for values in (*amounts.values(), marks or []) for value in values if value is not None]
-    divisor, unit = series.shown_in(unit, max(map(abs, every)))
+    divisor, unit = shown_in(unit, max(map(abs, every)))
     thin = {name: values for name, values in (below or {}).items() if any(values)}
     values: list[dict[str, Any]] = []
     y = 0.0
@@ -84,7 +84,7 @@ def bars(
             mark = marks[position] if marks and bar[-1] == mine[-1] else None
             values += [] if mark is None else [{"run": position, "mark": mark / divisor, "y": y - 1, "y2": y + _BAR}]
             place = max(0, end, (mark or 0) / divisor)
-            values.append({"run": position, "end": place, "text": series.number(end), "y": y + _BAR / 2})
+            values.append({"run": position, "end": place, "text": number(end), "y": y + _BAR / 2})
             y += _BAR
         for name, found in thin.items():
             values += _bar(position, [(name, amount / divisor)] if (amount := found[position]) else [], y, y + _THIN)

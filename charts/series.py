@@ -1,4 +1,4 @@
-"""What the charts of runs share: a run with its curves, how each run looks, units, titles."""
+"""What the charts of runs share: a run with its curves, how each run looks, titles."""
 
 import math
 import textwrap
@@ -20,8 +20,6 @@ _DASHES = ([1, 0], [6, 3], [2, 2], [8, 2, 2, 2])
 INK = "ink"  # the parameter of a chart with the colour of texts and ticks
 PICKED = "picked"  # the parameter of a chart with the runs that are highlighted; none: all of them
 WIDTH, HEIGHT = 540, 240  # of a chart of curves without its axes, in pixels before the scale
-_UNITS: dict[str, dict[str, float]] = {"MB": {"GB": 1000, "MB": 1}, "bytes": {"GB": 1e9, "MB": 1e6, "kB": 1e3}}
-_UNITS |= {"ms": {"s": 1000, "ms": 1}, "s": {"s": 1, "ms": 0.001}}
 
 
 class Curve:
@@ -112,13 +110,6 @@ def whose_peak(runs: Sequence[Run]) -> str:
     return "" if all(map(on_gpu, runs)) else "on a CPU it is that of the process, with Python and its libraries"
 
 
-def shown_in(unit: str, largest: float) -> tuple[float, str]:
-    """Return what to divide by, and the unit then: one in which the largest amount is neither long nor 0.00355."""
-    units = _UNITS.get(unit, {unit: 1})
-    name = next((name for name, divisor in units.items() if largest >= divisor), list(units)[-1])
-    return units[name], name
-
-
 def rows(position: int, points: Sequence[tuple[int, float]], kind: str, divisor: float = 1) -> list[dict[str, Any]]:
     """Return the points of a run as rows of a chart."""
     return [
@@ -128,10 +119,6 @@ def rows(position: int, points: Sequence[tuple[int, float]], kind: str, divisor:
 
 def rounded(value: float) -> float:
     return float(f"{value:.6g}")
-
-
-def number(value: float) -> str:
-    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 def positions(runs: Sequence[Run]) -> list[int]:

@@ -1,4 +1,4 @@
-"""What all charts share: their style, the colours of the parts of memory, and how they are written to files.
+"""What all charts share: their style, the colours of the parts of memory, units, and how they are written to files.
 
 Altair is an optional dependency, `pip install -e '.[plots]'`. It is imported when a function needs it. Only `save` writes:
     style.save(bars.time_chart(rows, "GPT-2 124M"), "results/time.png")
@@ -51,6 +51,8 @@ CONFIG: dict[str, Any] = {
     "legend": {"orient": "top", "direction": "horizontal", "labelFontSize": 13, "symbolType": "square", "symbolSize": 150},
     "view": {"stroke": None},
 }
+_UNITS: dict[str, dict[str, float]] = {"MB": {"GB": 1000, "MB": 1}, "bytes": {"GB": 1e9, "MB": 1e6, "kB": 1e3}}
+_UNITS |= {"ms": {"s": 1000, "ms": 1}, "s": {"s": 1, "ms": 0.001}}
 ACTIONS = {"export": True, "source": False, "compiled": False, "editor": False}  # menu of a web page; the editor is a web page
 
 
@@ -89,6 +91,18 @@ def styled(chart: Any) -> Any:
 def dashes(count: int) -> list[list[int]]:
     """Return the dashes of this many lines: where they lie on each other, their colours take turns."""
     return [[_DASH * (count - place), _DASH * place] for place in range(count)]
+
+
+def shown_in(unit: str, largest: float) -> tuple[float, str]:
+    """Return what to divide by, and the unit then: one in which the largest amount is neither long nor 0.00355."""
+    units = _UNITS.get(unit, {unit: 1})
+    name = next((name for name, divisor in units.items() if largest >= divisor), list(units)[-1])
+    return units[name], name
+
+
+def number(value: float) -> str:
+    """Return a value with three digits, such as 1.82, 24.1 or 1,817."""
+    return f"{value:,.0f}" if abs(value) >= 99.95 else f"{value:#.3g}"
 
 
 def altair() -> Any:

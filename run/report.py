@@ -4,6 +4,7 @@ import math
 import os
 import shlex
 from array import array
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -88,7 +89,7 @@ def rows(summary: Summary) -> list[Row]:
         "data": _data(facts, last),
         "loss": _loss("loss", summary, figures),
         "val loss": _loss("val_loss", summary, figures),
-        "time": f"{duration(last['time/elapsed_s'])}, with evaluations and checkpoints" if "time/elapsed_s" in last else "",
+        "time": _time(last),
         "speed": _speed(facts, figures),
         "communication": _communication(last, figures),
         **_memory(facts, last, figures),
@@ -138,14 +139,6 @@ def size(count: float) -> str:
     return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
 
 
-def duration(seconds: float) -> str:
-    """Return a time as text: 12.3 s, 2 min 31 s, 3 h 5 min."""
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
-
-
 def _model(facts: dict[str, Any]) -> str:
     def of(part: dict[str, Any]) -> str:
         ranks = part["world_size"]
@@ -168,6 +161,12 @@ def _loss(name: str, summary: Summary, figures: dict[str, float]) -> str:
     text = f"first {first:.4f}, best {best:.4f} at iteration {summary.best[_LOSSES[name]][1]:,}, last {last:.4f}"
     bits = figures.get("best_val_bits_per_byte")
     return f"{text}; best: {bits:.4f} bits per byte" if name == "val_loss" and bits is not None else text
+
+
+def _time(last: dict[str, Any]) -> str:
+    if "time/elapsed_s" not in last:
+        return ""
+    return f"{timedelta(seconds=round(last['time/elapsed_s']))} (h:mm:ss), with evaluations and checkpoints"
 
 
 def _speed(facts: dict[str, Any], figures: dict[str, float]) -> str:
@@ -220,7 +219,7 @@ def _checkpoints(summary: Summary) -> str:
         return "none written"
     written = f"{len(saves)} written, {size(saves[max(saves)])} each" if saves else "none written"
     why = "" if summary.facts["always_save_checkpoint"] else " (always_save_checkpoint=False)"
-    after = f"; {end - newest:,} later ones are not saved{why}" if newest < end else ""
+    after = f"; the last {end - newest:,} not saved{why}" if newest < end else ""
     return f"{written}; the newest after {newest:,} iterations{after}"
 
 

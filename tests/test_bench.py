@@ -194,7 +194,7 @@ def test_checkpoints(tmp_path):
 
 def test_the_same_training_in_every_mode(tmp_path):
     sizes = [*SIZES[:2], "--n_embd=64", "--vocab_size=128", *SIZES[4:]]
-    flags = ["--what=training", "--name=training", "--training_steps=3", "--grad_clip=0", "--zero_bucket_mb=0.1"]
+    flags = ["--what=training", "--name=training", "--training_steps=20", "--grad_clip=0", "--zero_bucket_mb=0.1"]
     process = run("bench.py", *flags, *sizes, ranks=2, cwd=tmp_path)
     assert process.returncode == 0, process.stderr
     rows = {row["mode"]: row for row in results(tmp_path / "results" / "training", "training")}
@@ -202,7 +202,9 @@ def test_the_same_training_in_every_mode(tmp_path):
     for mode in ("torch", "sharded"):  # two ranks, no clipping: bit for bit
         assert rows[mode]["losses"] == rows["adamw"]["losses"]
         assert rows[mode]["largest difference"] == 0
-    assert rows["adamw"]["losses"][0] > rows["adamw"]["losses"][-1]
+    losses = rows["adamw"]["losses"]
+    assert len(losses) == 20
+    assert sum(losses[:5]) > sum(losses[-5:])
     assert 0 < rows["bfloat16"]["largest difference"] < 0.1
     peaks = [rows[mode]["peak"] for mode in ("adamw", "torch", "sharded", "bfloat16")]
     assert peaks == sorted(peaks, reverse=True)
@@ -210,7 +212,6 @@ def test_the_same_training_in_every_mode(tmp_path):
     assert (tmp_path / "results" / "training" / "training.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.slow("two runs of training, to compare", seconds=26)
 def test_what_the_metrics_cost(tmp_path):
     process = run("bench.py", "--what=telemetry", "--name=telemetry", "--rounds=1", *SIZES, ranks=2, cwd=tmp_path)
     assert process.returncode == 0, process.stderr

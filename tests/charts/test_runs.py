@@ -8,7 +8,8 @@ from logged import MB, bars, curve, drawn, events, layers, notes, rows, write_ru
 
 import dashboard
 from charts.lines import _apart
-from charts.series import MOST_POINTS, Curve, look, rolling_median, shown_in
+from charts.series import MOST_POINTS, Curve, look, rolling_median
+from charts.style import number, shown_in
 
 SAME = {"dataset": "d", "learning_rate": 0.1, "world_size": 2}
 
@@ -201,6 +202,12 @@ def test_units_in_which_amounts_can_be_read():
     assert shown_in("MB", 1000) == (1000, "GB")
     assert shown_in("bytes", 2_500) == (1e3, "kB")
     assert shown_in("norm", 5) == (1, "norm")
+
+
+def test_numbers_have_three_digits():
+    assert [number(value) for value in (0, 0.00355, 1.8, 24.12, 99.94, 99.96, -1817.4)] == [
+        *("0.00", "0.00355", "1.80", "24.1", "99.9", "100", "-1,817"),
+    ]
 
 
 def test_a_short_checkpoint_is_in_ms(tmp_path):

@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+from datetime import timedelta
 from functools import partial
 
 import faults
@@ -57,12 +58,12 @@ def test_the_rows_of_a_run():
         "data": "letters: 1,500 tokens, 1.50 epochs",
         "loss": "first 4.1000, best 3.0000 at iteration 7, last 3.0000",
         "val loss": "first 4.0000, best 0.6931 at iteration 5, last 3.5000; best: 0.5000 bits per byte",
-        "time": "2 min 31 s, with evaluations and checkpoints",
+        "time": "0:02:31 (h:mm:ss), with evaluations and checkpoints",
         "speed": "20 tokens/s, MFU 30.0 %, of the fastest matrix product of this CPU (medians)",
         "process": "300.0 MB at the peak, with Python and its libraries",
         "tensors": "7.0 MB before the update, 5.0 MB less than plain AdamW: parameters, gradients, state and buckets",
         "predicted": "8.0 MB before the update, 2.0 MB at the peak",
-        "checkpoints": "1 written, 6.0 MB each; the newest after 5 iterations; 5 later ones are not saved",
+        "checkpoints": "1 written, 6.0 MB each; the newest after 5 iterations; the last 5 not saved",
         "warnings": "1; the last one: Loss spike: of 3.0",
     }
 
@@ -137,7 +138,7 @@ def test_a_killed_and_resumed_run_counts_once(data, tmp_path):
     assert rows["loss"].startswith(f"first {first:.4f}, ")
     times = [event["time/elapsed_s"] for event in events if "time/elapsed_s" in event]
     assert times == sorted(times)
-    assert rows["time"] == f"{times[-1]:.1f} s, with evaluations and checkpoints"
+    assert rows["time"] == f"{timedelta(seconds=round(times[-1]))} (h:mm:ss), with evaluations and checkpoints"
     at_8 = next(event["time/elapsed_s"] for event in events if event["iter"] == 8 and "val/loss" in event)
     at_11 = next(event["time/elapsed_s"] for event in killed if event["iter"] == 11)
     assert saved_s < at_8 < saved_s + 0.3 < at_11, "four iterations of the killed process do not count"
@@ -171,7 +172,7 @@ def test_a_resumed_run_that_does_not_improve_says_that_it_is_not_saved(data, tmp
     resumed = run("train.py", *arguments, *flags)
     assert resumed.returncode == 0, resumed.stderr
     assert "saving checkpoint" not in resumed.stdout
-    rest = "the newest after 20 iterations; 6 later ones are not saved (always_save_checkpoint=False)"
+    rest = "the newest after 20 iterations; the last 6 not saved (always_save_checkpoint=False)"
     assert card(tmp_path)[0]["checkpoints"].endswith(rest)
 
 

@@ -178,7 +178,7 @@ class Planner:
         self.memory = int(settings["gpu_memory_gb"] * 1e9 / resident)  # bytes that tensors may take
         self.limit = f"{settings['gpu_memory_gb']:g} GB"
         if resident > 1:
-            self.limit += f", {self.memory / 1e9:.3g} GB for tensors"
+            self.limit += f" ({self.memory / 1e9:.3g} GB for tensors)"
         self.extras = Extras.of(settings)
         numel = sum(spec.numel for spec in self.specs)
         self.description = (

@@ -63,10 +63,12 @@ def plan_chart(rows: Rows, limit: tuple[float, str] | None, measured: str) -> An
 def _planned(row: Mapping[str, Any], divisor: float) -> Bar:
     """Return the bar of a row of plan.py, whose end is the peak.
 
-    Buckets are largest at another time than activations. Where the parts exceed the peak, the buckets are what is left.
+    The parts are not all at their largest at the same time: gradients and buckets are drawn as far as the others leave room.
     """
-    excess = max(0, sum(row.get(column, 0) for column in (*MEMORY, "temporary")) - row["peak"])
-    at_peak = {**row, "rest": row["temporary"], "buckets": row["buckets"] - excess}
+    largest, at_peak, left = {**row, "rest": row["temporary"]}, dict[str, float](), row["peak"]
+    for column in sorted(MEMORY, key=["gradients", "buckets"].count):  # these two last
+        at_peak[column] = min(largest.get(column, 0), left)
+        left -= at_peak[column]
     return Bar(row["mode"], _parts(at_peak, MEMORY, divisor), number(row["peak"] / divisor))
 
 
@@ -104,7 +106,7 @@ def _time_chart(rows: Rows, panel_of: Callable[[Mapping[str, Any]], str], title:
         parts = _parts(row, TIME, divisor)
         scale = row["ms per step"] / divisor / sum(parts.values())
         text = ratio(row) if bars else f"{number(row['ms per step'] / divisor)} {unit}"
-        dots = [milliseconds / divisor for milliseconds in row.get("rounds, ms", ())]  # older results have none
+        dots = [milliseconds / divisor for milliseconds in row["rounds, ms"]]
         bars.append(Bar(row["mode"], {name: part * scale for name, part in parts.items()}, text, dots=dots))
     first = rows[0]["mode"] if rows else ""
     how = f"bar: median; dot: a round; 1.03x: median of the ratios to {first} in the same round, with their quartiles"
@@ -148,8 +150,8 @@ def training_chart(rows: Rows, measured: str) -> Any:
 
 def ratio(row: Mapping[str, Any]) -> str:
     """Return the median ratio of a row, and its quartiles if there are several rounds."""
-    low, high = row.get("ratio, quartiles", (row["ratio"], row["ratio"]))
-    return f"{row['ratio']:.2f}x" + (f" ({low:.2f} to {high:.2f})" if len(row.get("rounds, ms", ())) > 1 else "")
+    low, high = row["ratio, quartiles"]
+    return f"{row['ratio']:.2f}x" + (f" ({low:.2f} to {high:.2f})" if len(row["rounds, ms"]) > 1 else "")
 
 
 def _unique(rows: Rows, column: str) -> list[Any]:

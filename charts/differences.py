@@ -101,7 +101,7 @@ def _compared(facts: Facts) -> dict[str, Any]:
     """Return the facts that are worth comparing. A run that was resumed in another way has a list of what it has been."""
     of_wandb = {key for key in facts if key.startswith("wandb_")}
     found = {key: value for key, value in facts.items() if key not in _NOT_COMPARED | of_wandb and value is not None}
-    if found.get("init_from") in ("resume", "auto"):  # says nothing about how the run has begun
+    if found.get("init_from") in ("scratch", "resume", "auto"):  # the last two do not say how the run has begun
         del found["init_from"]
     if found.get("implementation", "sharded") != "sharded":
         found = {key: value for key, value in found.items() if key not in _SHARDED}

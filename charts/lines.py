@@ -97,7 +97,8 @@ def disagreement(runs: Sequence[Run]) -> Panel | None:
     rows: list[dict[str, Any]] = []
     notes = []
     for group in agreeing([run.facts for run in runs]):
-        by_run = [dict(runs[position].curves["iter/loss"].points) for position in group if "iter/loss" in runs[position].curves]
+        found = [runs[position].curves["iter/loss"] for position in group if "iter/loss" in runs[position].curves]
+        by_run = [dict(curve.points) for curve in found]
         shared = sorted(set(by_run[0]).intersection(*by_run)) if len(by_run) > 1 else []
         if not shared:
             continue
@@ -107,7 +108,8 @@ def disagreement(runs: Sequence[Run]) -> Panel | None:
         equal = sum(difference == 0 for _, difference in apart)
         which = f"{len(by_run)} runs" if len(group) == len(runs) else f"{runs[group[0]].name} and {len(by_run) - 1} more"
         rest = f"at most {largest:.2g} apart, at iteration {at}" if largest else "nowhere apart"
-        notes.append(f"{which}: equal in {equal} of {len(apart)} points, {rest}")
+        until = f"up to iteration {shared[-1]:,}"
+        notes.append(", ".join([f"{which}: equal in {equal} of {len(apart)} points {until}", rest, *series.thinned(found)]))
         rows += series.rows(group[0], apart, "difference")
     if not rows:
         return None
@@ -153,7 +155,7 @@ def curves(
     base = alt.Chart().encode(x=series.iterations(), y=alt.Y("value:Q", title=unit, scale=scale))
     lines = base.mark_line(clip=True, strokeWidth=1.5, strokeJoin="round", point=has_dot)
     lines = lines.encode(color=series.colour(runs), strokeDash=series.dash(runs), opacity=series.opacity())
-    notes = [f"rolling median of {series.WINDOW} points"] if is_rolling else []
+    notes = [f"rolling median of up to {series.WINDOW} points"] if is_rolling else []
     notes += [*filter(None, [note]), *series.thinned(curves.values())]
     chart = alt.layer(lines.properties(name="curves"), data=alt.InlineData(values=values))
     return Panel(

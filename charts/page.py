@@ -44,12 +44,12 @@ def page(runs: Sequence[Run], drawn: Mapping[str, list[Panel]], reload_s: float 
     hint += "Drag curves to move, scroll with Ctrl to zoom, double-click to undo."
     return template.substitute(
         title=escape(f"{runs[0].name}" if len(runs) == 1 else count),
-        subtitle=escape(", ".join([*facts, time.strftime("%Y-%m-%d %H:%M")])),
+        subtitle=escape(", ".join([*facts, time.strftime("drawn %Y-%m-%d %H:%M")])),
         font=FONT,
         library=_library(),
         verdict=verdict(runs),
         table=table(runs),
-        notes=escape("; ".join(notes)) + ".<br>" + hint,
+        notes="<br>".join([*([escape("; ".join(notes)) + "."] if notes else []), hint]),
         places="\n".join(f'<div id="chart{place}" class="{name}"></div>' for place, name in enumerate(classes)),
         page=_in_a_script({"names": names, "charts": charts, "config": CONFIG, "actions": ACTIONS}),
         reload_ms=json.dumps(reload_s and reload_s * 1000),
@@ -124,15 +124,20 @@ def verdict(runs: Sequence[Run]) -> str:
     losses = sorted((loss, place) for place, run in enumerate(runs) if (loss := _best_loss(run)) is not None)
     if len(losses) < 2:
         return ""
-    if len({run.facts.get("dataset") for run in runs}) > 1:
+    if not _same_data(runs):
         return '<p class="verdict">The runs have different datasets, so their losses do not compare.</p>'
     (best, place), (second, other) = losses[:2]
     if f"{best:.4f}" == f"{losses[-1][0]:.4f}":
-        return f'<p class="verdict">All runs have the same best validation loss, {best:.4f}.</p>'
+        which = "All runs" if len(losses) == len(runs) else f"The {len(losses)} runs that were evaluated"
+        return f'<p class="verdict">{which} have the same best validation loss, {best:.4f}.</p>'
     at = runs[place].curves["val/loss"].lowest[0]
     text = f"Lowest validation loss: <b>{best:.4f}</b>, <b>{escape(runs[place].name)}</b>, at iteration {at:,}."
     text += f" Next: {second:.4f} (+{second - best:.4f}), {escape(runs[other].name)}."
     return f'<p class="verdict">{text}</p>'
+
+
+def _same_data(runs: Sequence[Run]) -> bool:
+    return len({run.facts["dataset"] for run in runs if "dataset" in run.facts}) <= 1  # as far as it is known
 
 
 def state(run: Run) -> str:
@@ -148,11 +153,12 @@ def state(run: Run) -> str:
 
 def table(runs: Sequence[Run]) -> str:
     """Return the table at the top of the page, with the best figure of each column in bold."""
-    comparable = len({run.facts.get("dataset") for run in runs}) == 1
+    comparable, on_gpus = _same_data(runs), set(map(on_gpu, runs))
+    peak = "peak" if len(on_gpus) > 1 else "tensors, peak" if True in on_gpus else "process, peak"
     found = [
         _column("best validation loss", map(_best_loss, runs), "{:.4f}".format, min if comparable else None),
         _column("tokens per second", map(_speed, runs), number, max),
-        _column("peak", map(_peak, runs), _memory, min if len(set(map(on_gpu, runs))) == 1 else None),
+        _column(peak, map(_peak, runs), _memory, min if len(on_gpus) == 1 else None),
         _column("saved", map(_saved, runs), _memory, max),
         _column("wall time", map(_wall_s, runs), _hours, None),
     ]

@@ -4,10 +4,12 @@ A chart that would be empty is left out. The data of a chart names a run by its 
 any characters.
 """
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
 from charts import lines, parts, series
+from charts.differences import in_common
 from charts.series import Curve, Panel, Run
 from charts.style import MEMORY, altair, styled
 from zero.communication import KINDS
@@ -95,6 +97,7 @@ def picture(name: str, row: list[Panel], runs: Sequence[Run]) -> Any:
     own = dict.fromkeys(("color", "shape", "strokeDash"), "independent")
     columns = alt.concat(*charts, columns=2, spacing=30).resolve_scale(**own)
     shown = [legend, columns] if any(panel.under_mouse for panel in row) else [columns]
-    both = alt.vconcat(*shown, spacing=16, title=alt.TitleParams(name, offset=12)).resolve_scale(**own)
+    subtitle = ", ".join([*in_common([run.facts for run in runs]), time.strftime("drawn %Y-%m-%d")])
+    both = alt.vconcat(*shown, spacing=16, title=alt.TitleParams(name, subtitle=subtitle, offset=12)).resolve_scale(**own)
     params = [alt.VariableParameter(name=series.INK, value="black"), alt.VariableParameter(name=series.PICKED, value=[])]
     return styled(both.properties(params=params))

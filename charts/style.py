@@ -21,6 +21,7 @@ MEMORY = {
     "activations": ("activations", "#009E73"),
     "rest": ("temporary tensors", "#BBBBBB"),
     "copy": ("copy to save", "#777777"),
+    "shadow": ("shadow_check", "#999933"),
 }
 MODES = {  # colours of bench.py's modes
     "adamw": "#888888",
@@ -102,7 +103,7 @@ def shown_in(unit: str, largest: float) -> tuple[float, str]:
 
 def number(value: float) -> str:
     """Return a value with three digits, such as 1.82, 24.1 or 1,817."""
-    return f"{value:,.0f}" if abs(value) >= 99.95 else f"{value:#.3g}"
+    return f"{value:,.0f}" if value == 0 or abs(value) >= 99.95 else f"{value:#.3g}"
 
 
 def altair() -> Any:

@@ -31,13 +31,13 @@ class State:
     data_position: int = 0  # number of sequences that all ranks together have seen
     best_val_loss: float = math.inf
     wandb_run_id: str | None = None
-    elapsed_s: float = 0.0  # wall time until the end of the last iteration, with the evaluations and checkpoints before it
+    elapsed_s: float = 0.0  # wall time until the end of the last iteration, with evaluations and checkpoints; nan: unknown
 
     def resume(self, checkpoint: dict[str, Any], sequences_per_iter: int) -> None:
         """Continue from a checkpoint, which may be nanoGPT's."""
         self.iter_num, self.wandb_run_id = checkpoint["iter_num"], checkpoint.get("wandb_run_id")
         self.data_position = checkpoint.get("data_position", self.iter_num * sequences_per_iter)
-        self.elapsed_s = checkpoint.get("elapsed_s", 0.0)
+        self.elapsed_s = checkpoint.get("elapsed_s", math.nan)
         if not math.isnan(checkpoint["best_val_loss"]):  # with nan, no later loss would be an improvement
             self.best_val_loss = float(checkpoint["best_val_loss"])
 

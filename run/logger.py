@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 from distributed.position import position
-from run import report
+from run import report, tensorboard_run
 from run.alerts import Alerts
 from run.tensorboard_run import TensorBoardRun
 from run.wandb_run import NoRun, WandbError, WandbRun, mode_of
@@ -45,13 +45,16 @@ class Logger:
         self._is_finished = False
         if not is_rank_0():
             return
+        has_tensorboard = out_dir is not None and config.get("log_to") == "tensorboard"
+        if has_tensorboard:
+            tensorboard_run.check()
         if out_dir is not None:
             with _can_write(out_dir):
                 self.file = MetricsFile(out_dir, resume_at)
         self.run = _start_wandb(config, run_id, resume_at, self.file)  # wrong settings end the run before truncation
         if self.file is not None:
-            if config.get("log_to") == "tensorboard":
-                late = (event for event in self.file.kept() if event["iter"] >= (resume_at or 0))
+            if has_tensorboard:
+                late = (event for event in self.file.late() if event["iter"] >= (resume_at or 0))
                 with _can_write(self.file.folder):
                     self._tensorboard = TensorBoardRun(self.file.folder, resume_at or 0, config, late)
             for event in self.file.kept():
@@ -154,6 +157,10 @@ class MetricsFile:
         """Yield the events that `rewind` keeps."""
         return _events(self._path, self._end, self._late)
 
+    def late(self) -> Iterator[dict[str, Any]]:
+        """Yield those of them that were written late, see `_lines_before`."""
+        return map(json.loads, self._late)
+
     def rewind(self) -> None:
         """Truncate the file where the run continues. It has whole lines before and after this, even if the disk is full."""
         self._file.truncate(self._end)
@@ -191,9 +198,12 @@ def _start_wandb(
 ) -> WandbRun | NoRun:
     """Return the wandb run that the settings ask for. Without a file, it is a new one."""
     mode = mode_of(config["wandb_mode"]) if config["wandb_log"] else "disabled"
+    uploads = config.get("wandb_log_checkpoints")
+    if uploads and not config["wandb_log"]:
+        raise ValueError("wandb_log_checkpoints=True uploads to wandb; use it with --wandb_log=True")
     if mode == "disabled":
         return NoRun()
-    if config.get("wandb_log_checkpoints") and config["checkpoint_format"] == "sharded":
+    if uploads and config["checkpoint_format"] == "sharded":
         raise ValueError("wandb_log_checkpoints=True uploads whole files; use it with --checkpoint_format=consolidated")
     project, name, job_type = config["wandb_project"], _run_name(config), config["implementation"]
     continued = (None, None, ()) if file is None else (run_id, resume_at, file.kept())

@@ -39,6 +39,7 @@ class MemoryMeter:
     def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.model, self.optimizer = model, optimizer
         self.device = next(model.parameters()).device
+        self.peak_of = "tensors" if self.device.type == "cuda" else "process"
         self.held_before_step = 0  # bytes of the model, its optimizer and its communication
         self._state = 0  # bytes of optimizer state, with float32 masters
         self._points: dict[Point, int] = {"after_init": 0, "before_step": 0, "after_step": 0}
@@ -178,7 +179,7 @@ class MemoryCheck:
         total, _, held = max(by_rank, key=lambda rank: rank[0])
         peak = max(peak for _, peak, _ in by_rank)
         predicted = sum(self.predicted.values())
-        line = f"measured memory: {size(total)} of parameters, gradients, state and buckets (predicted {size(predicted)})"
+        line = f"memory of tensors: {size(total)} of parameters, gradients, state and buckets (predicted {size(predicted)})"
         event: dict[str, Any] = {"iter": iteration, **_logged("measured", held)}
         if on_gpu:
             line += f", {size(peak)} at the peak (predicted {size(self.predicted_peak)})"

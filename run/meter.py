@@ -158,7 +158,7 @@ class Meter:
         self.log.log(
             event,
             f"iter {iteration}: loss {global_loss:.4f}, time {seconds * 1000:.2f}ms, mfu {percent}, "
-            f"{self.tokens_per_iter / seconds:,.0f} tok/s, peak memory {self.memory.peak() / 1e9:.2f} GB",
+            f"{self.tokens_per_iter / seconds:,.0f} tok/s, {self.memory.peak_of} {self.memory.peak() / 1e9:.2f} GB at the peak",
         )
         self._begin, self._timed, self._before = end, 0, now  # the time of logging is part of the next iteration
         return event
@@ -192,15 +192,17 @@ class Meter:
         memory = self.memory.take()
         own = [loss, computed_ms, self.memory.held_before_step, *memory.values()]
         losses, times, held, *by_figure = zip(*gather_numbers(own), strict=True)  # each: one number per rank
-        values_of = dict(zip(memory, by_figure, strict=True))
+        figures = zip(memory, by_figure, strict=True)
+        values_of = {name: values for name, values in figures if name.endswith("_mb") or any(values)}  # no counters at 0
         event = {f"memory/{name}": max(values) for name, values in values_of.items()}
         event["memory/predicted_mb"] = self.memory_check.predicted_peak / 1e6
         if len(losses) > 1:  # there are ranks to compare
             event["iter/loss_max_rank"] = float(np.max(losses))  # nan if a loss is nan
             event["time/rank_spread_ms"] = max(times) - min(times)
             event["time/slowest_rank"] = times.index(max(times))
-            event |= {f"memory/{name}_min": min(values) for name, values in values_of.items()}
-            event |= {f"memory/{name}_rank": values.index(max(values)) for name, values in values_of.items()}
+            differing = {name: values for name, values in values_of.items() if len(set(values)) > 1}
+            event |= {f"memory/{name}_min": min(values) for name, values in differing.items()}
+            event |= {f"memory/{name}_rank": values.index(max(values)) for name, values in differing.items()}
         has_state = min(values_of["optimizer_state_mb"]) > 0 or self.memory_check.compared
         saved = self.memory_check.plain_adamw - max(held)
         if has_state and saved:  # not before the first update, and not for plain AdamW

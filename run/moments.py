@@ -117,10 +117,11 @@ class Run:
                 **environment(self.device),
             }
             resume_at = state.iter_num if self.checkpoints.is_loaded else None
-            self.log = Logger(config["out_dir"] if will_train else None, resume_at, config | facts, state.wandb_run_id)
-            state.wandb_run_id = self.log.run_id or state.wandb_run_id
             interval = config["sample_interval"] if will_train else 0
-            self.sampler = Sampler(interval, raw_model, data.meta, autocast, self.log, config["seed"])
+            self.sampler = Sampler(interval, raw_model, data.meta, autocast, config["seed"])
+            self.log = Logger(config["out_dir"] if will_train else None, resume_at, config | facts, state.wandb_run_id)
+            atexit.register(self.log.finish, "failed", "ended by an error, see the traceback")  # does nothing after `finish`
+            state.wandb_run_id = self.log.run_id or state.wandb_run_id
         checkpointing = config["activation_checkpointing"]
         workload = Workload(raw_model.config, config["batch_size"], self.dtype, self.device.type, checkpointing)
         self.memory = MemoryMeter(model, optimizer)
@@ -160,7 +161,6 @@ class Run:
             )
         if will_train:
             self.memory_check.announce(state.iter_num)
-        atexit.register(self.log.finish, "failed", "ended by an error, see the traceback")  # does nothing after `finish`
         position.begin_iteration(state.iter_num)  # from here on, the watchdog ends a rank that hangs
 
     # -- an iteration --------------------------------------------------------------------------------------------------
@@ -175,7 +175,7 @@ class Run:
 
     def begin_iteration(self) -> None:
         """Call when the learning rate is set, and an evaluation is over. Draws random numbers."""
-        if self.sampler.write(self.state.iter_num):
+        if self.sampler.write(self.state.iter_num, self.log):
             self.meter.restart()
         self.meter.begin_iteration(self.state.iter_num, self._is_logged())
 

@@ -36,7 +36,7 @@ class Summary:
         self.peak_mb = -math.inf
         self.saves: dict[int, float] = {}  # iteration of a checkpoint: its bytes
         self.warnings: list[str] = []
-        self._series = {key: array("d") for key in _MEDIANS}
+        self._series = {key: array("d") for key in _MEDIANS}  # iteration, value, iteration, value, ...
 
     def add(self, event: dict[str, Any]) -> None:
         """Include an event, which has None or nan for a number that was not finite."""
@@ -48,7 +48,7 @@ class Summary:
             self.first.setdefault(key, known[key])
             self.best[key] = min(self.best.get(key, (math.inf, 0)), (known[key], event["iter"]))
         for key in known.keys() & self._series.keys():
-            self._series[key].append(known[key])
+            self._series[key].extend((event["iter"], known[key]))
         self.peak_mb = max(self.peak_mb, known.get("memory/peak_mb", -math.inf))
         if "checkpoint/bytes" in known:
             self.saves[event["iter"]] = known["checkpoint/bytes"]
@@ -64,11 +64,17 @@ class Summary:
         bytes_per_token = self.facts.get("val_bytes_per_token")
         if bytes_per_token and "best_val_loss" in found:
             found["best_val_bits_per_byte"] = found["best_val_loss"] / math.log(2) / bytes_per_token
-        for key, values in self._series.items():
-            if values:
-                found[f"median_{key.rpartition('/')[2]}"] = float(np.median(np.frombuffer(values)))
+        for key, series in self._series.items():
+            iterations, values = np.frombuffer(series).reshape(-1, 2).T
+            if (counted := values[iterations >= self.medians_from]).size:
+                found[f"median_{key.rpartition('/')[2]}"] = float(np.median(counted))
         found |= {"checkpoints": len(self.saves), "restarts": len(self.restarts), "warnings": len(self.warnings)}
         return {name: figure for name, figure in found.items() if math.isfinite(figure)}
+
+    @property
+    def medians_from(self) -> int:
+        """The iteration from which the medians are: that of the last change of implementation or world size."""
+        return self.facts["parts"][-1]["from_iter"] if "parts" in self.facts else 0
 
     @property
     def restarts(self) -> list[int]:
@@ -90,8 +96,8 @@ def rows(summary: Summary) -> list[Row]:
         "loss": _loss("loss", summary, figures),
         "val loss": _loss("val_loss", summary, figures),
         "time": _time(last),
-        "speed": _speed(facts, figures),
-        "communication": _communication(last, figures),
+        "speed": _speed(summary, figures),
+        "communication": _communication(summary, figures),
         **_memory(facts, last, figures),
         "checkpoints": _checkpoints(summary),
         "restarts": _restarts(summary),
@@ -169,22 +175,26 @@ def _time(last: dict[str, Any]) -> str:
     return f"{timedelta(seconds=round(last['time/elapsed_s']))} (h:mm:ss), with evaluations and checkpoints"
 
 
-def _speed(facts: dict[str, Any], figures: dict[str, float]) -> str:
+def _medians(summary: Summary) -> str:
+    return f"medians since iteration {summary.medians_from:,}" if summary.medians_from else "medians"
+
+
+def _speed(summary: Summary, figures: dict[str, float]) -> str:
     if "median_tokens_per_second" not in figures:
         return ""
     text = f"{figures['median_tokens_per_second']:,.0f} tokens/s"
     if "median_mfu" in figures:
-        of = ", of the fastest matrix product of this CPU" if facts["device"] == "cpu" else ""
+        of = ", of the fastest matrix product of this CPU" if summary.facts["device"] == "cpu" else ""
         text += f", MFU {figures['median_mfu']:.1f} %{of}"
-    return f"{text} (medians)"
+    return f"{text} ({_medians(summary)})"
 
 
-def _communication(last: dict[str, Any], figures: dict[str, float]) -> str:
+def _communication(summary: Summary, figures: dict[str, float]) -> str:
     if "median_exposed_ms" not in figures:
         return ""
-    ms, percent = figures["median_exposed_ms"], figures["median_exposed_percent"]
+    ms, percent, last = figures["median_exposed_ms"], figures["median_exposed_percent"], summary.last
     sent = f"; {last['comm/sent_mb_per_step']:.1f} MB sent per step" if "comm/sent_mb_per_step" in last else ""
-    return f"{ms:.1f} ms of a step exposed, {percent:.0f} % (medians){sent}"
+    return f"{ms:.1f} ms of a step exposed, {percent:.0f} % ({_medians(summary)}){sent}"
 
 
 def _memory(facts: dict[str, Any], last: dict[str, Any], figures: dict[str, float]) -> dict[str, str]:

@@ -39,10 +39,9 @@ class Sampler:
         model: GPT,
         meta: dict[str, Any] | None,
         autocast: AbstractContextManager[Any],
-        log: Logger,
         seed: int,
     ) -> None:
-        self._interval, self._model, self._autocast, self._log, self._seed = interval, model, autocast, log, seed
+        self._interval, self._model, self._autocast, self._seed = interval, model, autocast, seed
         if not interval:
             return
         try:
@@ -54,7 +53,7 @@ class Sampler:
         except DataError:  # the vocabulary has no such character
             self._prompt = [0]
 
-    def write(self, iteration: int) -> bool:
+    def write(self, iteration: int, log: Logger) -> bool:
         """Write a sample if one is due, before this iteration. Needs to be called on all ranks.
 
         Draws random numbers, after it has set the seed.
@@ -65,10 +64,10 @@ class Sampler:
         if not self._interval or iteration % self._interval:
             return False
         with position.at("sampling", patient=True):
-            self._write(iteration)
+            self._write(iteration, log)
         return True
 
-    def _write(self, iteration: int) -> None:
+    def _write(self, iteration: int, log: Logger) -> None:
         torch.manual_seed(self._seed)
         prompt = torch.tensor([self._prompt], device=self._model.lm_head.weight.device)  # (1, 1)
         self._model.eval()
@@ -77,4 +76,4 @@ class Sampler:
         self._model.train()
         text = self._codec.decode(tokens[0, len(self._prompt) :].tolist())
         print0(f"sample {iteration}:\n{text}\n---------------")
-        self._log.log({"iter": iteration, "sample/text": text})
+        log.log({"iter": iteration, "sample/text": text})

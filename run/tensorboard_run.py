@@ -9,6 +9,14 @@ from typing import Any
 FOLDER = "tensorboard"  # in out_dir
 
 
+def check() -> None:
+    """Raise ValueError if tensorboard is not installed."""
+    try:
+        import torch.utils.tensorboard  # noqa: F401
+    except ImportError as error:
+        raise ValueError(f"log_to=tensorboard needs tensorboard ({error}); pip install tensorboard") from error
+
+
 class TensorBoardRun:
     """Writes the events of a run to `out_dir/tensorboard`, on one rank only. If it fails, the run goes on without it.
 
@@ -19,15 +27,13 @@ class TensorBoardRun:
         late: events of this iteration or later that stay, which are written again.
 
     Raises:
-        ValueError: if tensorboard is not installed.
+        ImportError: if tensorboard is not installed, see `check`.
         OSError: if the folder cannot be created.
     """
 
     def __init__(self, out_dir: str, resume_at: int, facts: dict[str, Any], late: Iterable[dict[str, Any]] = ()) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise ValueError(f"log_to=tensorboard needs tensorboard ({error}); pip install tensorboard") from error
+        from torch.utils.tensorboard import SummaryWriter
+
         folder = os.path.join(out_dir, FOLDER)
         self._writer = SummaryWriter(folder, purge_step=resume_at, flush_secs=5)
         self._has_stopped = False

@@ -19,7 +19,7 @@ _BEST = {"val/loss": "min", "train/loss": "min", "iter/loss": "min"}
 _BEST |= {"throughput/tokens_per_second": "max", "mfu": "max", "memory/peak_mb": "max"}
 _QUEUE = 10_000  # number of calls that can wait for wandb
 _FINISH_S = 60.0  # at the end of the run: how long to wait for the next figure to be sent
-_UPLOAD_S = 3600  # longest time of the upload of a checkpoint
+_UPLOAD_S = 3600  # and for the next checkpoint
 _REST = 4  # pause after each event that is sent again, relative to the time that it took
 _FREE_BYTES = 1_000_000  # an offline run needs them on the disk
 
@@ -119,7 +119,9 @@ class WandbRun:
         self._sent = 0  # number of calls that the thread has made
         self._samples = wandb.Table(columns=["iter", "text"], log_mode="INCREMENTAL")
         self._queue: queue.Queue[Callable[[], Any] | None] = queue.Queue(_QUEUE)  # None: finish
-        self._has_stopped = self._is_full = self._is_finished = self._is_uploading = False
+        self._uploads: list[Any] = []  # artifacts that are on their way
+        self._silence_s: float = _FINISH_S
+        self._has_stopped = self._is_full = self._is_finished = False
         self._exit_code = 0
         self._is_ending = threading.Event()  # the training has ended
         self._thread = threading.Thread(target=self._work, args=(history,), name="wandb", daemon=True)
@@ -144,10 +146,11 @@ class WandbRun:
 
     def upload(self, path: str, iteration: int) -> None:
         """Upload a checkpoint as a version of an artifact of the run. If a newer one replaces the file, that one follows."""
+        self._silence_s = _UPLOAD_S
         self._call(partial(self._upload, path, iteration, _identity(path)))
 
     def finish(self, exit_code: int = 0) -> None:
-        """Wait until everything has been sent, or nothing has been sent for 60 seconds (a checkpoint: an hour).
+        """Wait until everything has been sent, or nothing has been sent for 60 seconds (with checkpoints: an hour).
 
         Later calls do nothing.
 
@@ -159,17 +162,17 @@ class WandbRun:
         self._is_finished, self._exit_code = True, exit_code
         atexit.unregister(self.finish)
         self._is_ending.set()
-        end, sent, is_asked = time.monotonic() + _FINISH_S, self._sent, False
+        end, sent, is_asked = time.monotonic() + self._silence_s, self._sent, False
         while self._thread.is_alive() and time.monotonic() < end:
             if not is_asked:
                 with contextlib.suppress(queue.Full):  # try again when the thread has taken a call
                     self._queue.put_nowait(None)
                     is_asked = True
             self._thread.join(0.2)
-            if self._sent > sent or self._is_uploading:
-                end, sent = time.monotonic() + _FINISH_S, self._sent
+            if self._sent > sent:
+                end, sent = time.monotonic() + self._silence_s, self._sent
         if self._thread.is_alive():
-            self._stop(f"it has not sent anything for {_FINISH_S:.0f} s")
+            self._stop(f"it has not sent anything for {self._silence_s:.0f} s")
             self._give_up.set()
             self._ender.join(1.0)
 
@@ -242,6 +245,9 @@ class WandbRun:
             while (call := self._queue.get()) is not None:
                 call()
                 self._sent += 1
+            for logged in self._uploads:  # raises if an upload has failed
+                logged.wait(timeout=_UPLOAD_S)
+                self._sent += 1
         except Exception as error:
             self._stop(_line(error))
             while self._queue.get() is not None:
@@ -273,13 +279,8 @@ class WandbRun:
             return
         artifact = self._wandb.Artifact(f"checkpoint-{self.id}", type="model", metadata={"iter_num": iteration})
         artifact.add_file(path)  # a copy
-        self._is_uploading = True
-        try:
-            logged = self._run.log_artifact(artifact, aliases=["latest", f"iter-{iteration}"])
-            if not self._run.offline:
-                logged.wait(timeout=_UPLOAD_S)
-        finally:
-            self._is_uploading = False
+        logged = self._run.log_artifact(artifact, aliases=["latest", f"iter-{iteration}"])
+        self._uploads += [] if self._run.offline else [logged]
 
     def _stop(self, reason: str) -> None:
         """Send nothing more, and say why if it is the first reason."""

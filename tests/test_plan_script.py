@@ -159,7 +159,7 @@ def test_a_verdict_comes_first(data, tmp_path):
     rows = rows_of(path)
     peaks = {key: f"{row['peak'] / 1e6:.2f} MB" for key, row in rows.items()}
     saved = f"{1 - rows[8, 'sharded']['peak'] / rows[8, 'adamw']['peak']:.0%} less than plain AdamW ({peaks[8, 'adamw']})"
-    limit = "fits in 0.001 GB, 0.000769 GB for tensors"
+    limit = "fits in 0.001 GB (0.000769 GB for tensors)"
     lines = printed.splitlines()
     begin = next(number for number, line in enumerate(lines) if line.startswith("    1 rank"))
     fitting = ", ".join(mode for (size, mode), row in rows.items() if size == 8 and row["fits"] == "yes")

@@ -1,5 +1,6 @@
 """charts/bars.py: every chart in every format, what it draws, and what it refuses."""
 
+import html
 import json
 import pathlib
 import sys
@@ -8,7 +9,7 @@ import pytest
 from conftest import ROOT
 
 from benchmarks.report import CHARTS as OF_RESULTS
-from charts.bars import memory_chart, network_chart, plan_chart, time_chart, training_chart
+from charts.bars import POINTS, memory_chart, network_chart, plan_chart, time_chart, training_chart
 from charts.style import MEMORY, check_path, save
 
 MODES = ("sharded", "adamw")
@@ -120,11 +121,22 @@ def test_ranks_points_and_modes_are_in_order():
 
 
 def test_the_bar_of_a_plan_ends_at_its_peak():
-    for changed in ({}, {"peak": 20e9, "temporary": 0}):  # in the second, the parts are larger at different times
+    for changed, missing in (
+        ({}, 0),
+        ({"shadow": 2e9, "peak": 26e9}, 0),
+        ({"peak": 20e9, "temporary": 0}, 1),  # the parts are largest at different times: 1 GB of the buckets
+        ({"peak": 17e9, "temporary": 0}, 4),  # 2 GB of buckets and 2 GB of gradients
+    ):
         chart = plan_chart(plan_rows(**changed), None, MEASURED)
+        peak = changed.get("peak", 24e9) / 1e9
         for end in rows_with(chart, "end"):
-            assert end["end"] == pytest.approx(changed.get("peak", 24e9) / 1e9)
-            assert end["text"] == ("20" if changed else "24")
+            assert end["end"] == pytest.approx(peak)
+            assert end["text"] == f"{peak:.1f}"
+        drawn = [row for row in rows_with(chart, "amount") if row["bar"] == "adamw"]
+        assert min(row["amount"] for row in drawn) >= 0
+        assert sum(row["amount"] for row in drawn) == pytest.approx(2 * peak), "two panels"
+        parts = sum(PARTS.values()) + changed.get("temporary", 3e9) + changed.get("shadow", 0)
+        assert parts / 1e9 - peak == pytest.approx(missing)
 
 
 @pytest.mark.parametrize(("limit", "text"), [(25e9, "limit: x"), (80e9, "limit: x →")])
@@ -152,12 +164,6 @@ def test_parts_of_the_time_fill_the_measured_whole():
     assert amounts == pytest.approx([80 / 1.1, 15 / 1.1, 15 / 1.1])
 
 
-def test_results_from_before_the_rounds_were_kept_are_drawn():
-    chart = time_chart([{key: value for key, value in row.items() if "rounds" not in key} for row in time_rows()], MEASURED)
-    assert [row["text"] for row in rows_with(chart, "text")] == ["100 ms", "0.97x"] * 2
-    assert not rows_with(chart, "dot")
-
-
 @pytest.mark.parametrize(("scale", "unit"), [(1.0, "GB"), (0.01, "MB")])
 def test_memory_has_the_unit_of_its_size(scale, unit):
     chart = memory_chart(memory_rows(scale), MEASURED)
@@ -166,30 +172,46 @@ def test_memory_has_the_unit_of_its_size(scale, unit):
     assert max(row["amount"] for row in rows_with(chart, "amount")) == pytest.approx(6 if unit == "GB" else 60)
 
 
+def place_and_length(measure, row):
+    """Panel and name of the bar of a row, and its length."""
+    if measure == "memory":
+        return row["mode"], POINTS[row["point"]], row["total"]
+    if measure == "training":
+        return "Peak of memory while training, per rank", row["mode"], row["peak"]
+    panel = f"{row['block_size']} tokens" if measure == "time" else f"{row['ranks']} ranks, {row['Gbit/s']:g} Gbit/s"
+    return panel, row["mode"], row["ms per step"]
+
+
 @pytest.mark.parametrize(
     "path", sorted(pathlib.Path(ROOT, "results").glob("*/results.json")), ids=lambda path: path.parent.name
 )
 def test_pictures_of_the_results_have_their_figures(path):
-    """What is drawn from results.json is what stands in it: the length of each bar, each round, each ratio."""
+    """What is drawn from results.json is what stands in it: each bar in its panel, each round, each ratio."""
     for measure, entry in json.loads(path.read_text()).items():
-        if measure not in OF_RESULTS:
-            continue
-        rows = [row for row in entry["rows"] if row.get("world_size") == entry["rows"][0].get("world_size")]
-        chart = OF_RESULTS[measure](rows, "")
-        column = {"memory": "total", "training": "peak"}.get(measure, "ms per step")
-        texts = rows_with(chart, "text")
-        lengths = [
-            sum(part["amount"] for part in drawn if part.get("amount", 0) > 0 and part["bar"] == text["bar"])
-            for drawn, _ in panels(chart).values()
-            for text in drawn
-            if text.get("text")
-        ]
-        expected = sorted(row[column] for row in rows)
-        unit = expected[-1] / max(lengths)
-        assert unit in (pytest.approx(1e9), pytest.approx(1e6), pytest.approx(1000), pytest.approx(1))  # GB, MB, s, ms
-        assert sorted(length * unit for length in lengths) == pytest.approx(expected, rel=1e-6)
-        ratios = [f"{row['ratio']:.2f}x" for row in rows if row.get("ratio", 1) != 1]
-        assert sorted(text["text"].split()[0] for text in texts if "x" in text["text"]) == sorted(ratios)
+        for world_size in {row.get("world_size") for row in entry["rows"]} if measure in OF_RESULTS else ():
+            rows = [row for row in entry["rows"] if row.get("world_size") == world_size]
+            drawn = panels(OF_RESULTS[measure](rows, ""))
+            lengths, texts, dots = {}, {}, {}
+            for panel, (values, layers) in drawn.items():
+                unit = {"GB": 1e9, "MB": 1e6, "s": 1e3, "ms": 1}[layers["bar"]["encoding"]["x"]["title"]]
+                for row in values:
+                    place = panel, row["bar"]
+                    lengths[place] = lengths.get(place, 0) + unit * row.get("amount", 0)
+                    dots.setdefault(place, []).extend([unit * row["dot"]] if "dot" in row else [])
+                    texts |= {place: row["text"]} if "text" in row else {}
+            assert len(lengths) == len(rows)
+            picture = html.unescape((path.parent / f"{measure}{f'-{world_size}' if world_size else ''}.svg").read_text())
+            assert all(f">{text}<" in picture for text in texts.values()), "the picture is of these results"
+            first = {}
+            for row in rows:
+                panel, bar, length = place_and_length(measure, row)
+                assert lengths[panel, bar] == pytest.approx(length)
+                assert dots[panel, bar] == pytest.approx(row.get("rounds, ms", []))
+                ms, ratio = first.setdefault(panel, length), row.get("ratio", 1)
+                if ratio != 1:
+                    low, high = row["ratio, quartiles"]
+                    assert texts[panel, bar] == f"{ratio:.2f}x ({low:.2f} to {high:.2f})"
+                    assert (length > ms) == (ratio > 1) or low <= 1 <= high, "a bar contradicts its ratio"
 
 
 def test_other_endings_are_refused():

@@ -3,6 +3,8 @@
 import html
 import json
 import re
+import shutil
+import subprocess
 from datetime import datetime
 
 import pytest
@@ -12,6 +14,7 @@ import dashboard
 from charts import page
 from charts.runs import sections
 
+BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 SAME = {"dataset": "d", "world_size": 2, "max_iters": 11, "state": "ended"}
 
 
@@ -20,11 +23,14 @@ def runs(tmp_path):
     return [write_run(tmp_path / f"out-{name}", events(name), implementation=name, **SAME) for name in MB]
 
 
+def whole(folders):
+    found = dashboard.read(folders)
+    return page.page(found, sections(found), None)
+
+
 def body(folders):
     """The page after its library."""
-    found = dashboard.read(folders)
-    whole = page.page(found, sections(found), None)
-    return whole[whole.index("<body>") :]
+    return (text := whole(folders))[text.index("<body>") :]
 
 
 def verdict(folders):
@@ -44,15 +50,15 @@ def embedded(text):
 
 
 def test_the_table_says_what_the_files_say(runs):
-    wall = "8.1 s"
+    wall = "0:00:08"
     assert table(runs) == [
         {
             **{"run": "out-adamw", "what differs": "adamw", "state": "ended", "best validation loss": "4.2000"},
-            **{"tokens per second": "10,000", "peak": "2.71 GB", "saved": "0 MB", "wall time": wall},
+            **{"tokens per second": "10,000", "tensors, peak": "2.71 GB", "saved": "0 MB", "wall time": wall},
         },
         {
             **{"run": "out-sharded", "what differs": "sharded", "state": "ended", "best validation loss": "4.2000"},
-            **{"tokens per second": "10,000", "peak": "2.31 GB*", "saved": "400 MB*", "wall time": wall},
+            **{"tokens per second": "10,000", "tensors, peak": "2.31 GB*", "saved": "400 MB*", "wall time": wall},
         },
     ]
     assert verdict(runs) == "All runs have the same best validation loss, 4.2000."
@@ -96,7 +102,7 @@ def test_a_run_that_has_not_ended_says_how_far_it_is(tmp_path):
 def test_the_page_says_what_it_is_of(runs, tmp_path):
     text = body(runs)
     assert "<h1>2 runs</h1>" in text
-    assert f"<p>d, 2 ranks, {datetime.now():%Y-%m-%d}" in text
+    assert f"<p>d, 2 ranks, drawn {datetime.now():%Y-%m-%d}" in text
     assert "the process" not in text, "the runs were on a GPU"
     on_cpu = body([write_run(tmp_path / "cpu", events("adamw", on_gpu=False), **SAME, implementation="adamw")])
     assert "<h1>adamw, 2 ranks</h1>" in on_cpu
@@ -132,3 +138,39 @@ def test_names_cannot_break_the_page(tmp_path):
     assert text.count("<b>") == text.count("</td></td>") == text.count("<i>") == 0
     assert embedded(text)["names"] == [f"{name}, 2 ranks"]
     assert html.escape(name) in text
+
+
+SCRIPT = """<script>
+setTimeout(async () => {
+  const canvas = document.querySelector("canvas"), box = canvas.getBoundingClientRect();
+  const found = JSON.parse(sessionStorage.getItem("found")) ?? {pictures: []};
+  found.pictures.push(canvas.toDataURL());
+  if (found.pictures.length == 1) {
+    document.querySelector("tr[data-run='1'] button").click();
+    const middle = {clientX: box.x + box.width / 2, clientY: box.y + box.height / 2, bubbles: true};
+    canvas.dispatchEvent(new PointerEvent("pointermove", middle));
+    canvas.dispatchEvent(new WheelEvent("wheel", {ctrlKey: true, deltaY: -300, ...middle}));
+    canvas.dispatchEvent(new PointerEvent("pointerout", middle));
+    await new Promise(resolve => setTimeout(resolve, 1000));
+    found.pictures.push(canvas.toDataURL());
+    sessionStorage.setItem("found", JSON.stringify(found));
+    location.reload();
+  } else {
+    const [before, zoomed, after] = found.pictures;
+    const picked = [...document.querySelectorAll("tr.picked")].map(row => row.dataset.run);
+    const charts = document.querySelectorAll("canvas").length;
+    document.title = JSON.stringify({picked, charts, changed: before != zoomed && kept.zoom != null, kept: zoomed == after});
+  }
+}, 2000);
+</script>"""
+
+
+@pytest.mark.skipif(BROWSER is None, reason="there is no Chromium")
+def test_a_page_that_loads_itself_again_keeps_what_is_highlighted_and_zoomed(runs, tmp_path):
+    text = whole(runs)
+    (tmp_path / "page.html").write_text(text.removesuffix("</body>\n</html>\n") + SCRIPT)
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}", "--virtual-time-budget=10000"]
+    command = [BROWSER, *flags, "--dump-dom", f"file://{tmp_path}/page.html"]
+    dom = subprocess.run(command, capture_output=True, text=True, timeout=120).stdout
+    found = json.loads(html.unescape(re.search("<title>(.*?)</title>", dom)[1]))
+    assert found == {"picked": ["1"], "charts": len(embedded(text)["charts"]), "changed": True, "kept": True}

@@ -121,6 +121,11 @@ def test_runs_in_other_folders_have_other_names(tmp_path, wandb, monkeypatch):
     assert wandb(str(tmp_path), None, out_dir="out").run.how[2] is None, "wandb names the runs of a sweep"
 
 
+def test_a_checkpoint_is_not_uploaded_without_a_wandb_run(tmp_path, wandb):
+    with pytest.raises(ValueError, match="wandb_log_checkpoints=True uploads to wandb; use it with --wandb_log=True"):
+        wandb(str(tmp_path), None, wandb_log=False, wandb_log_checkpoints=True)
+
+
 def test_a_checkpoint_in_parts_is_not_uploaded(tmp_path, wandb):
     settings = {"wandb_log_checkpoints": True, "checkpoint_format": "sharded"}
     with pytest.raises(

@@ -46,7 +46,7 @@ def figures(folder, which):
 def test_a_run_takes_what_it_says(data, tmp_path, flags):
     _, _, printed = train(tmp_path, data, "--max_iters=3", *flags, ranks=2)
     assert "WARNING" not in printed
-    announced, compared = printed.index("predicted memory: "), printed.index("measured memory: ")
+    announced, compared = printed.index("predicted memory: "), printed.index("memory of tensors: ")
     assert announced < printed.index("iter 0: ") < printed.index("iter 1: ") < compared < printed.index("iter 2: ")
     predicted_at, predicted = figures(tmp_path, "predicted")
     measured_at, measured = figures(tmp_path, "measured")
@@ -87,7 +87,7 @@ def test_a_wrong_prediction_causes_a_warning_with_the_parts(check, capsys, facto
     check.predicted = {purpose: round(factor * count) for purpose, count in check.predicted.items()}
     check.compare(2)
     line, *warnings = capsys.readouterr().out.splitlines()
-    assert line.startswith("measured memory: 0.4 MB of parameters, gradients, state and buckets (predicted 0.")
+    assert line.startswith("memory of tensors: 0.4 MB of parameters, gradients, state and buckets (predicted 0.")
     assert check.log.events[0]["memory/measured_parameters_mb"] == sum(p.nbytes for p in check.model.parameters()) / 1e6
     assert len(warnings) == warns
     if warns:

@@ -81,7 +81,7 @@ def test_what_is_not_known_is_left_out():
     assert "bits" not in rows["val loss"]
 
 
-def test_the_memory_of_an_earlier_process_is_not_mixed_with_that_of_a_later_one():
+def test_figures_of_an_earlier_process_are_not_mixed_with_those_of_a_later_one():
     again = {"iter": 9, "memory/predicted_state_mb": 1.0, "memory/predicted_peak_mb": 3.0}
     exposed = {"comm/exposed_ms": 2.0, "comm/exposed_percent": 10.0}
     sharded = {"iter": 8, **exposed, "comm/sent_mb_per_step": 3.0}
@@ -91,6 +91,12 @@ def test_the_memory_of_an_earlier_process_is_not_mixed_with_that_of_a_later_one(
     assert rows["communication"] == exposed_text, "the later process may send something else"
     assert "tensors" not in rows
     assert rows["predicted"] == "1.0 MB before the update, 3.0 MB at the peak"
+    card = summary([*EVENTS, sharded, again, {"iter": 10, "throughput/tokens_per_second": 7.0}])
+    card.facts["parts"].append({"from_iter": 9, "implementation": "adamw", "world_size": 1})
+    rows = dict(report.rows(card))
+    assert rows["speed"].startswith("7 tokens/s")
+    assert rows["speed"].endswith("(medians since iteration 9)")
+    assert "communication" not in rows, "plain AdamW on one rank has none"
 
 
 def test_the_figures_are_those_of_the_documentation():

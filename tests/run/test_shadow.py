@@ -49,7 +49,7 @@ def test_the_shadow_of_an_exact_run_is_bit_identical_and_leaves_no_trace(data, t
     by_parameter, verdict = differences(printed)
     assert verdict == f"shadow check: after 3 iterations, all 15 parameters are {EXACT}"
     assert by_parameter == dict.fromkeys(torch_load(tmp_path / "checked")["model"].keys() - {"lm_head.weight"}, (0.0, 0.0))
-    assert printed.index("iter 2: ") < printed.index(verdict) < printed.index("measured memory: "), "compared when it is gone"
+    assert printed.index("iter 2: ") < printed.index(verdict) < printed.index("memory of tensors: "), "compared when it is gone"
     assert "WARNING" not in printed
     alone, _, printed = train(tmp_path / "alone", data, *flags, ranks=ranks)
     assert "plain AdamW" not in printed.partition("iter 0: ")[2]

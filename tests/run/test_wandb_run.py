@@ -372,6 +372,22 @@ def test_a_checkpoint_that_was_replaced_is_not_uploaded(fake, tmp_path):
     assert uploaded == [({"iter_num": 10}, "weights 10"), ["latest", "iter-10"]]
 
 
+def test_figures_go_on_during_an_upload_and_its_failure_is_reported(fake, tmp_path, capfd):
+    def wait(timeout):
+        assert fake.rows[-1][0] == 6
+        raise ValueError("the bucket is full")
+
+    fake.Artifact = lambda *_, **__: types.SimpleNamespace(add_file=lambda path: None)
+    fake.log_artifact = lambda artifact, aliases: types.SimpleNamespace(wait=wait)
+    (tmp_path / "ckpt.pt").write_text("weights")
+    fake.offline, fake.url = False, "url"
+    wandb = start("online")
+    wandb.upload(str(tmp_path / "ckpt.pt"), 5)
+    wandb.log({"iter": 6})
+    wandb.finish()
+    assert "WARNING: wandb has stopped: the bucket is full; metrics.jsonl has all figures" in capfd.readouterr().out
+
+
 def test_a_sweep_of_the_example_trains(data, tmp_path, monkeypatch):
     """The command line is the one that wandb's agent makes, with the launcher of the tests in place of torchrun."""
     import yaml

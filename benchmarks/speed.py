@@ -34,12 +34,17 @@ def time_rows(setup: Setup, modes: list[str], block_size: int, rounds: int, step
     rows = []
     for mode in modes:
         counted, reference = turns[mode][1:], turns[modes[0]][1:]
-        ratios = [turn["ms per step"] / other["ms per step"] for turn, other in zip(counted, reference, strict=True)]
         medians = {column: statistics.median(turn[column] for turn in counted) for column in counted[0]}
-        low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive") if rounds > 1 else ratios * 3
-        row = {"mode": mode, "block_size": block_size, **medians, "ratio": middle, "ratio, quartiles": [low, high]}
-        rows.append({**row, "rounds, ms": [turn["ms per step"] for turn in counted]})
+        compared = ratio_to([turn["ms per step"] for turn in counted], [turn["ms per step"] for turn in reference])
+        rows.append({"mode": mode, "block_size": block_size, **medians, **compared})
     return rows
+
+
+def ratio_to(times: list[float], reference: list[float]) -> dict[str, Any]:
+    """Return the median of the ratios of the same rounds with its quartiles, and the milliseconds of each round."""
+    ratios = [own / other for own, other in zip(times, reference, strict=True)]
+    low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
+    return {"ratio": middle, "ratio, quartiles": [low, high], "rounds, ms": times}
 
 
 class TimedContender:

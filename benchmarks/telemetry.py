@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.contenders import Contender, Setup
+from benchmarks.speed import ratio_to
 from distributed.ranks import mean_over_ranks
 from forecast.memory import Extras
 from run.logger import Logger
@@ -72,7 +73,7 @@ def _rows_of(setup: Setup, mode: str, rounds: int) -> list[dict[str, Any]]:
             "mode": mode,
             "telemetry": kind,
             "ms per step": statistics.median(times[1:]),
-            "ratio": statistics.median(own / other for own, other in zip(times[1:], reference, strict=True)),
+            **ratio_to(times[1:], reference),
         }
         for kind, times in turns.items()
     ]

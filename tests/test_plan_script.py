@@ -11,6 +11,7 @@ from conftest import ROOT
 from scripts import SIZES, defaults_of, run
 
 import plan as plan_script
+from charts.style import number
 from configurator import settings_of
 from forecast.activations import predict
 from forecast.memory import CPU_RESIDENT, MODES, gpt_specs
@@ -157,7 +158,7 @@ def test_a_verdict_comes_first(data, tmp_path):
     path = tmp_path / "plan.json"
     printed = plan(data, "--world_size=1,8", "--gpu_memory_gb=0.001", f"--json={path}", "--legend=False")
     rows = rows_of(path)
-    peaks = {key: f"{row['peak'] / 1e6:.2f} MB" for key, row in rows.items()}
+    peaks = {key: f"{number(row['peak'] / 1e6)} MB" for key, row in rows.items()}
     saved = f"{1 - rows[8, 'sharded']['peak'] / rows[8, 'adamw']['peak']:.0%} less than plain AdamW ({peaks[8, 'adamw']})"
     limit = "fits in 0.001 GB (0.000769 GB for tensors)"
     lines = printed.splitlines()

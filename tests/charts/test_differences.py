@@ -96,6 +96,11 @@ def test_runs_that_should_agree(changed):
     assert agreeing([BASE, BASE | {"seed": 7}, BASE | changed]) == [[0, 2]]
 
 
+def test_a_run_that_was_resumed_should_agree_with_one_that_was_not():
+    begun = [BASE | {"init_from": how} for how in ("scratch", "resume", "auto", "gpt2")]
+    assert agreeing(begun) == [[0, 1, 2]]
+
+
 @pytest.mark.parametrize("changed", OTHERS, ids=str)
 def test_runs_that_need_not_agree(changed):
     assert agreeing([BASE, BASE | changed]) == []

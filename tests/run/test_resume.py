@@ -63,6 +63,7 @@ def test_a_checkpoint_of_nanogpt_is_resumed_and_sampled(data, runs, tmp_path):
     assert sorted(losses) == [15, 16, 17, 18, 19]
     assert max(abs(losses[i] - losses_of_one[i]) for i in losses) < 1e-5
     assert run("sample.py", f"--out_dir={tmp_path}", "--start=A", "--num_samples=1", "--max_new_tokens=5").returncode == 0
+    assert "| time |" not in (tmp_path / "report.md").read_text(), "the wall time of its first part is not known"
 
 
 def test_a_damaged_checkpoint_gives_way_to_the_one_before(data, tmp_path):

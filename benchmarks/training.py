@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.contenders import Contender, Setup
-from benchmarks.memory import MICRO_STEPS, MemoryProfile
+from benchmarks.memory import MICRO_STEPS, MemoryProfile, free_unused_memory
 from data.dataset import Dataset
 from distributed.ranks import mean_over_ranks
 from zero.messages import gather_objects
@@ -19,20 +19,25 @@ def training_rows(setup: Setup, modes: list[str], data: Dataset, steps: int) -> 
     All modes begin with the same weights and get the same batches. A token beyond a small vocabulary becomes another one.
     Needs to be called on all ranks.
     """
-    rank, world_size = dist.get_rank(), dist.get_world_size()
     rows: list[dict[str, Any]] = []
     for mode in modes:
         peak = max(points["peak"]["total"] for points in gather_objects(MemoryProfile(setup, mode).measure(can_save=False)))
-        contender = Contender(setup, mode).wrap()
-        sequences = data.micro_batches(setup.seed, 0, setup.batch_size, MICRO_STEPS * world_size, rank, world_size)
-        losses = []
-        for _ in range(steps):
-            batches = [np.stack(data.batch("train", next(sequences))) % setup.config.vocab_size for _ in range(MICRO_STEPS)]
-            losses.append(mean_over_ranks(contender.step([torch.from_numpy(batch).to(setup.device) for batch in batches])))
-        rows.append({"mode": mode, "peak": peak, "losses": losses})
+        free_unused_memory()
+        rows.append({"mode": mode, "peak": peak, "losses": _losses(setup, mode, data, steps)})
     first = rows[0]
     for row in rows:
         differences = [abs(loss - other) for loss, other in zip(row["losses"], first["losses"], strict=True)]
         row["saved, %"] = 100 * (1 - row["peak"] / first["peak"])
         row |= {"first loss": row["losses"][0], "last loss": row["losses"][-1], "largest difference": max(differences)}
     return rows
+
+
+def _losses(setup: Setup, mode: str, data: Dataset, steps: int) -> list[float]:
+    """Return the mean loss over the ranks of each step."""
+    contender, rank, world_size = Contender(setup, mode).wrap(), dist.get_rank(), dist.get_world_size()
+    sequences = data.micro_batches(setup.seed, 0, setup.batch_size, MICRO_STEPS * world_size, rank, world_size)
+    losses = []
+    for _ in range(steps):
+        batches = [np.stack(data.batch("train", next(sequences))) % setup.config.vocab_size for _ in range(MICRO_STEPS)]
+        losses.append(mean_over_ranks(contender.step([torch.from_numpy(batch).to(setup.device) for batch in batches])))
+    return losses

@@ -245,15 +245,17 @@ class WandbRun:
             while (call := self._queue.get()) is not None:
                 call()
                 self._sent += 1
-            for logged in self._uploads:  # raises if an upload has failed
-                logged.wait(timeout=_UPLOAD_S)
-                self._sent += 1
         except Exception as error:
             self._stop(_line(error))
             while self._queue.get() is not None:
                 pass
         try:
-            self._run.finish(self._exit_code)
+            try:
+                for logged in self._uploads:
+                    logged.wait(timeout=_UPLOAD_S)  # raises if the upload has failed
+                    self._sent += 1
+            finally:
+                self._run.finish(self._exit_code)
         except Exception as error:
             self._stop(_line(error))
         self._tear_down()

@@ -131,9 +131,14 @@ def verdict(runs: Sequence[Run]) -> str:
         which = "All runs" if len(losses) == len(runs) else f"The {len(losses)} runs that were evaluated"
         return f'<p class="verdict">{which} have the same best validation loss, {best:.4f}.</p>'
     at = runs[place].curves["val/loss"].lowest[0]
-    text = f"Lowest validation loss: <b>{best:.4f}</b>, <b>{escape(runs[place].name)}</b>, at iteration {at:,}."
-    text += f" Next: {second:.4f} (+{second - best:.4f}), {escape(runs[other].name)}."
+    text = f"Lowest validation loss: <b>{best:.4f}</b>, <b>{escape(_label(runs[place]))}</b>, at iteration {at:,}."
+    text += f" Next: {second:.4f} (+{second - best:.4f}), {escape(_label(runs[other]))}."
     return f'<p class="verdict">{text}</p>'
+
+
+def _label(run: Run) -> str:
+    folder = os.path.basename(run.folder)
+    return run.name if run.name.endswith(folder) else f"{run.name}, {folder}"
 
 
 def _same_data(runs: Sequence[Run]) -> bool:

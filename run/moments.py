@@ -5,6 +5,7 @@ import math
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import asdict
 from typing import Any, NoReturn
 
 import torch
@@ -115,6 +116,7 @@ class Run:
                 "val_bytes_per_token": data.bytes_per_token("val"),
                 "dtype": self.dtype,
                 **environment(self.device),
+                **{key: value for key, value in asdict(raw_model.config).items() if key in config},  # perhaps the checkpoint's
             }
             resume_at = state.iter_num if self.checkpoints.is_loaded else None
             interval = config["sample_interval"] if will_train else 0

@@ -73,8 +73,8 @@ def test_the_best_run_is_named_with_its_settings(tmp_path):
         facts = SAME | {"implementation": "adamw", "learning_rate": 10.0**-place}
         folders.append(write_run(tmp_path / f"lr{place}", [*change, {"iter": 10, "val/loss": loss + 0.1}], **facts))
     assert (
-        verdict(folders)
-        == "Lowest validation loss: 3.2500, learning_rate=0.1, at iteration 0. Next: 3.5000 (+0.2500), learning_rate=1."
+        verdict(folders) == "Lowest validation loss: 3.2500, learning_rate=0.1, lr1, at iteration 0. "
+        "Next: 3.5000 (+0.2500), learning_rate=1, lr0."
     )
     assert [row["best validation loss"] for row in table(folders)] == ["3.5000", "3.2500*", "3.7500"]
     assert "saved" not in table(folders)[0], "it is zero for all of them"

@@ -194,7 +194,9 @@ def test_a_second_ctrl_c_ends_the_last_line():
 
 def test_train_shows_the_line_and_prints_what_it_prints_to_a_pipe(data, tmp_path):
     def printed(text):
-        return [re.sub(r"[\d.,-]+(?=( ?ms| ?%| s,| tok| GB| MB at| TFLOP))", "N", line) for line in text.splitlines()]
+        return [
+            re.sub(r"[\d.,:-]+(?=( ?ms| ?%| s,| tok| GB| MB at| TFLOP| \(h:mm:ss))", "N", line) for line in text.splitlines()
+        ]
 
     line = command("train.py", *SETTINGS, f"--dataset={data}", f"--out_dir={tmp_path}")
     written, code = on_terminal(line, 200)

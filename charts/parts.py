@@ -18,6 +18,17 @@ def each(runs: Sequence[Run], key: str, value_of: Callable[[Curve], float]) -> l
     return [value_of(run.curves[key]) if key in run.curves else None for run in runs]
 
 
+def scaled(amounts: Amounts, wholes: Sequence[float | None]) -> Amounts:
+    """Return the parts so that those of a run add up to its whole: medians of parts do not add up to the median of the sum."""
+    sums = [sum(filter(None, found)) for found in zip(*amounts.values(), strict=True)]
+    return {
+        name: [
+            value * whole / total if value and whole else None for value, whole, total in zip(values, wholes, sums, strict=True)
+        ]
+        for name, values in amounts.items()
+    }
+
+
 def phases(runs: Sequence[Run]) -> Amounts:
     """Return the parts of the time of a step. On a GPU, batches are prepared while it computes, so they are no part of it."""
     data, forward_backward, optimizer, whole = (

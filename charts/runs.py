@@ -32,7 +32,8 @@ def sections(runs: Sequence[Run]) -> dict[str, list[Panel]]:
     predicted = [
         [run.curves[key].latest() for part in PARTS if (key := f"memory/predicted_{part}_mb") in run.curves] for run in runs
     ]
-    exposed = {"of these, exposed communication": parts.each(runs, "comm/exposed_ms", Curve.median)}
+    exposed_ms = parts.each(runs, "comm/exposed_ms", Curve.median)
+    exposed = {"of these, exposed communication": exposed_ms}
     size = {"one checkpoint": parts.each(runs, "checkpoint/bytes", Curve.latest)}
     found = {
         "Loss": [
@@ -68,7 +69,9 @@ def sections(runs: Sequence[Run]) -> dict[str, list[Panel]]:
             lines.curves(runs, "Peak memory", "memory/peak_mb", "MB", note=series.whose_peak(runs)),
         ],
         "Communication": [
-            parts.bars(runs, "Exposed communication of a step", by_kind["exposed_{}_ms"], "ms", "medians"),
+            parts.bars(
+                runs, "Exposed communication of a step", parts.scaled(by_kind["exposed_{}_ms"], exposed_ms), "ms", "medians"
+            ),
             parts.bars(runs, "Sent by a rank in a step", by_kind["sent_{}_mb_per_step"], "MB", "medians"),
         ],
         "Checkpoints": [

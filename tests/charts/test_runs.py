@@ -8,6 +8,7 @@ from logged import MB, bars, curve, drawn, events, layers, notes, rows, write_ru
 
 import dashboard
 from charts.lines import _apart
+from charts.parts import scaled
 from charts.series import MOST_POINTS, Curve, look, rolling_median
 from charts.style import number, shown_in
 
@@ -211,6 +212,11 @@ def test_units_in_which_amounts_can_be_read():
     assert shown_in("MB", 1000) == (1000, "GB")
     assert shown_in("bytes", 2_500) == (1e3, "kB")
     assert shown_in("norm", 5) == (1, "norm")
+
+
+def test_parts_add_up_to_the_whole():
+    parts = {"all-reduce": [1.0, None, 2.0], "all-gather": [3.0, 4.0, None]}
+    assert scaled(parts, [8.0, 4.0, None]) == {"all-reduce": [2.0, None, None], "all-gather": [6.0, 4.0, None]}
 
 
 def test_numbers_have_three_digits():

@@ -157,18 +157,18 @@ with exit_on_wrong_input():
         lengths = "" if model == "cookbook" else f"{batch_size}x{block_size.replace(',', '-')}"
         name = "-".join(filter(None, [title, lengths, count, *(where if device.type == "cuda" else "cpu").lower().split()]))
     folder = os.path.join("results", name) if name else ""
+    facts = [title, ranks, dtype]
+    if model != "cookbook":
+        facts[1:1] = [f"{sum(spec.numel for spec in gpt_specs(gpt)) / 1e6:.1f}M parameters"]
+        facts += [f"{batch_size} x {block_size} tokens per rank and micro-step"]
+        facts += [f"buckets of {zero_bucket_mb} MB"] * (zero_bucket_mb != "auto")
+        facts += ["activation checkpointing"] * activation_checkpointing
     description = {
         "command": " ".join(["bench.py", *sys.argv[1:]]),
         "date": datetime.date.today().isoformat(),
         "machine": f"{where}, {os.cpu_count()} cores, {platform.system()}, torch {torch.__version__}",
-        "setup": f"{title}, {ranks}, {dtype}",
+        "setup": ", ".join(facts),
     }
-    if model != "cookbook":
-        parameters = sum(spec.numel for spec in gpt_specs(gpt))
-        description["setup"] = f"{title}, {parameters / 1e6:.1f}M parameters, {ranks}, {dtype}"
-        description["setup"] += f", {batch_size} x {block_size} tokens per rank and micro-step"
-        description["setup"] += f", buckets of {zero_bucket_mb} MB" if zero_bucket_mb != "auto" else ""
-        description["setup"] += ", activation checkpointing" if activation_checkpointing else ""
     if block_sizes[1:] and len(measures) > 1:
         others = ", ".join(measure for measure in measures if measure != "time")
         description["note"] = f"block_size={block_size} is for the time; {others} take {block_sizes[0]}"

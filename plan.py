@@ -70,7 +70,7 @@ COLUMNS = {  # heading of each column, its unit, and its text in a row
     "temporary": ("{unit}", "{temporary}"),
     "shadow": ("{unit}", "{shadow}"),
     "peak": ("{unit}", "{peak}"),
-    "saving": ("{unit}", "{saving}"),
+    "at save": ("{unit}", "{saving}"),
     "fits": ("", "{fits}"),
     "max batch": ("", "{largest_batch}"),
     "sent": ("{unit}", "{sent}"),
@@ -90,8 +90,8 @@ activations  what forward keeps for backward
 temporary    what the peak needs in addition to these parts: gradients of the logits and of the tied embedding, autocast's
              copies of the weights, or the original weights while the model is wrapped{shadow}
 peak         the most while training, without torch.compile, which usually takes less
-saving       the peak while a checkpoint is {saving}
-fits         whether peak and saving are at most {gpu_memory_gb:g} GB{resident}
+at save      the peak while a checkpoint is {saving}
+fits         whether the peaks are at most {gpu_memory_gb:g} GB{resident}
 max batch    the largest batch_size that fits, up to {largest_batch}
 sent         what a rank sends per iteration, and how long it takes at {bandwidth_gbit:g} Gbit/s without overlap{between}"""
 _SHADOW = "\nshadow       what shadow_check holds in the first iterations ({shadow_check}): plain AdamW on a copy of the model"
@@ -184,7 +184,7 @@ class Planner:
         self.description = (
             f"{numel / 1e6:.1f}M parameters, {self.dtype} on {self.device_type}, "
             f"{settings['batch_size']} x {config.block_size} tokens per micro-step, "
-            f"{settings['gradient_accumulation_steps']} micro-steps per iteration"
+            f"{settings['gradient_accumulation_steps']} micro-steps per iteration, all ranks together"
         )
         self._plans: dict[tuple[Flags, int], Plan] = {}
 
@@ -341,17 +341,25 @@ def print_owners(name: str, planner: Planner, world_size: int) -> None:
                 print(f"  rank {rank} owns {share:.1%}: {ranges}")
 
 
-def verdict(rows: list[dict[str, Any]], limit: str, divisor: float, unit: str) -> str:
-    """Return a line about one number of ranks: what the settings take and save, whether it fits, and the largest batch."""
+def verdict(rows: list[dict[str, Any]], limit: str, divisor: float, unit: str, settings: dict[str, Any]) -> str:
+    """Return a line about one number of ranks: what the settings take and save, whether it fits, and the largest batch.
+
+    If train.py would refuse the settings with this number of ranks, it says what is assumed.
+    """
     plain, chosen = rows[0], next(row for row in rows if row["chosen"])
     size = chosen["world_size"]
     text = f"{size:5} rank{'s' if size > 1 else ' '}  peak {number(chosen['peak'] / divisor)} {unit}"
     if chosen is not plain:
         text += f", {1 - chosen['peak'] / plain['peak']:.0%} less than plain AdamW ({number(plain['peak'] / divisor)} {unit})"
     if chosen["fits"] == "yes":
-        return f"{text}: fits in {limit}, up to --batch_size={chosen['largest_batch']}"
-    fitting = ", ".join(row["mode"] for row in rows if row["fits"] == "yes")
-    return f"{text}: does not fit in {limit}; what fits: {fitting or 'none of these modes'}"
+        text += f": fits in {limit}, up to --batch_size={chosen['largest_batch']}"
+    else:
+        fitting = ", ".join(row["mode"] for row in rows if row["fits"] == "yes")
+        text += f": does not fit in {limit}; what fits: {fitting or 'none of these modes'}"
+    steps, shard_size = settings["gradient_accumulation_steps"], settings["zero_shard_size"] or 1
+    needs = [f"--gradient_accumulation_steps={math.ceil(steps / size) * size}"] if steps % size else []
+    needs += ["--zero_shard_size=0"] if size > 1 and size % shard_size else []
+    return f"{text}; with {' '.join(needs)}" if needs else text
 
 
 def print_table(rows: list[dict[str, Any]], divisor: float, unit: str) -> None:
@@ -381,7 +389,7 @@ def print_plan(planner: Planner, sizes: list[int]) -> list[dict[str, Any]]:
     print(f"{planner.description}; the rank with the most optimizer state")
     for size in sizes:
         of_size = [row for row in rows if row["world_size"] == size]
-        print(verdict(of_size, planner.limit, divisor, unit))
+        print(verdict(of_size, planner.limit, divisor, unit, settings))
     print_table(rows, divisor, unit)
     copied = max(row["saving_on_cpu"] for row in rows)
     saving = "written in the background, while training goes on" if settings["async_save"] else "saved"
@@ -398,14 +406,9 @@ def print_plan(planner: Planner, sizes: list[int]) -> list[dict[str, Any]]:
         print(LEGEND.format(**settings, **details, largest_batch=BATCHES[-1], saving=saving))
     else:
         print("\n*: the settings; --legend=True explains the columns")
-    if misfits := [str(size) for size in sizes if size > 1 and size % (settings["zero_shard_size"] or 1)]:
-        which = f"{', '.join(misfits)} ranks cannot form groups of zero_shard_size={settings['zero_shard_size']}"
-        print(f"note: {which}, so train.py refuses them; the table shows what they take if all of them share the state")
     if 1 in sizes:
         print("note: 1 rank is a process without torchrun; DistributedDataParallel would take the gradients once more")
     for size in sizes:
-        if steps % size:
-            print(f"note: {size} ranks cannot share {steps} micro-steps; {math.ceil(steps / size) * size} are assumed")
         if size > 1 and steps <= size:
             print(f"note: with one micro-step on each of {size} ranks, shard_gradients changes nothing")
     return rows

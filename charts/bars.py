@@ -26,6 +26,13 @@ TIME = {
     "optimizer, ms": ("optimizer", "#E69F00"),
     "exposed communication, ms": ("exposed communication", "#CC79A7"),
 }
+MODE_NAMES = {  # for a reader who does not know the modes of bench.py
+    "adamw": "plain AdamW with DDP",
+    "torch": "ZeroRedundancyOptimizer",
+    "sharded": "sharded (the default)",
+    "shard_gradients": "sharded + shard_gradients",
+    "bfloat16": "sharded + bfloat16 weights",
+}
 _LIMIT = "#D55E00"  # colour of the limit of memory
 _WIDTH = 820  # of the panels side by side, in pixels before the scale
 _ROOM = 1.3  # of a panel, relative to its longest bar: the text needs the rest
@@ -121,7 +128,8 @@ def training_chart(rows: Rows, measured: str) -> Any:
     bars = []
     for row in rows:
         saved = "" if row is first else f" ({row['peak'] / first['peak'] - 1:+.0%})"
-        bars.append(Bar(row["mode"], {row["mode"]: row["peak"] / divisor}, f"{number(row['peak'] / divisor)} {unit}{saved}"))
+        peak, name = row["peak"] / divisor, MODE_NAMES.get(row["mode"], row["mode"])
+        bars.append(Bar(name, {row["mode"]: peak}, f"{number(peak)} {unit}{saved}"))
     colours = {mode: (mode, MODES[mode]) for mode in modes}
     peaks = _panel("Peak of memory while training, per rank", bars, colours, unit, _WIDTH // 2, height=200, legend=False)
     values = [
@@ -140,7 +148,12 @@ def training_chart(rows: Rows, measured: str) -> Any:
         )
         .properties(width=_WIDTH // 2, height=200, title=alt.TitleParams("Training loss of the same runs", **_PANEL_TITLE))
     )
-    notes = [measured, "data: the source of Python's standard library; where losses are equal, their colours take turns"]
+    differences = [
+        f"{max(abs(loss - other) for loss, other in zip(row['losses'], first['losses'], strict=True)):.1g} ({row['mode']})"
+        for row in rows[1:]
+    ]
+    how = f"largest difference of a loss to {first['mode']}: {', '.join(differences)}"
+    notes = [measured, f"data: Python's standard library; {how}; where lines lie on each other, their colours take turns"]
     return styled(
         alt.hconcat(peaks, losses, spacing=30)
         .resolve_scale(color="independent")

@@ -61,7 +61,7 @@ def losses(runs: Sequence[Run]) -> Panel | None:
     notes += [f"the first losses, up to {above:.2f}, are above the chart"] if above else []
     notes += series.thinned(curves.values())
     chart = alt.layer(*layers, data=alt.InlineData(values=values)).resolve_scale(strokeDash="independent")
-    chart = chart.properties(height=series.HEIGHT, title=series.title("Training and validation loss", notes, width=90))
+    chart = chart.properties(height=series.HEIGHT, title=series.title("Training and validation loss", notes))
     return Panel(chart, [f"{name} {position}" for position, name in curves], is_wide=True)
 
 

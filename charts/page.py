@@ -38,12 +38,12 @@ def page(runs: Sequence[Run], drawn: Mapping[str, list[Panel]], reload_s: float 
     facts = in_common([run.facts for run in runs])
     notes = [f"peak: {whose_peak(runs)}"] if whose_peak(runs) else []
     notes += ["saved: what plain AdamW would hold in addition"] if any(map(_saved, runs)) else []
-    notes += ["wall time: with evaluations and checkpoints"] if any(map(_wall_s, runs)) else []
+    notes += ["wall time: with evaluations and checkpoints, without what was lost before a restart"] if any(map(_wall_s, runs)) else []
     names, charts = [run.name for run in runs], list(map(_interactive, panels))
     hint = "Click a run to highlight it. " if len(runs) > 1 else ""
     hint += "Drag curves to move, scroll with Ctrl to zoom, double-click to undo."
     return template.substitute(
-        title=escape(f"{runs[0].name}" if len(runs) == 1 else count),
+        title=escape(_label(runs[0]) if len(runs) == 1 else count),
         subtitle=escape(", ".join([*facts, time.strftime("drawn %Y-%m-%d %H:%M")])),
         font=FONT,
         library=_library(),
@@ -126,13 +126,20 @@ def verdict(runs: Sequence[Run]) -> str:
         return ""
     if not _same_data(runs):
         return '<p class="verdict">The runs have different datasets, so their losses do not compare.</p>'
-    (best, place), (second, other) = losses[:2]
-    if f"{best:.4f}" == f"{losses[-1][0]:.4f}":
+    best = f"{losses[0][0]:.4f}"
+    first = [place for loss, place in losses if f"{loss:.4f}" == best]
+    if len(first) == len(losses):
         which = "All runs" if len(losses) == len(runs) else f"The {len(losses)} runs that were evaluated"
-        return f'<p class="verdict">{which} have the same best validation loss, {best:.4f}.</p>'
-    at = runs[place].curves["val/loss"].lowest[0]
-    text = f"Lowest validation loss: <b>{best:.4f}</b>, <b>{escape(_label(runs[place]))}</b>, at iteration {at:,}."
-    text += f" Next: {second:.4f} (+{second - best:.4f}), {escape(_label(runs[other]))}."
+        text = f"{which} have the same best validation loss, {best}."
+    else:
+        names = " and ".join(f"<b>{escape(_label(runs[place]))}</b>" for place in first)
+        at = f", at iteration {runs[first[0]].curves['val/loss'].lowest[0]:,}" if len(first) == 1 else ""
+        second, other = losses[len(first)]
+        text = f"Lowest validation loss: <b>{best}</b>, {names}{at}. "
+        text += f"Next: {second:.4f} (+{second - losses[0][0]:.4f}), {escape(_label(runs[other]))}."
+    tokens = {run.curves["iter/tokens"].latest() for run in runs if "iter/tokens" in run.curves}
+    if len(tokens) > 1:
+        text += f" The runs have not seen the same number of tokens: {min(tokens):,.0f} to {max(tokens):,.0f}."
     return f'<p class="verdict">{text}</p>'
 
 
@@ -146,14 +153,16 @@ def _same_data(runs: Sequence[Run]) -> bool:
 
 
 def state(run: Run) -> str:
-    """Return the state of a run, how far it is, and how long it will take."""
+    """Return the state of a run, how far it is, how long it will take, and how often it has been resumed."""
     steps, last = run.curves.get("iter/loss"), run.facts.get("max_iters")
-    if run.state == "ended" or steps is None or not last:
-        return run.state
-    if run.state != "running":
-        return f"{run.state} at {steps.last[0]:,} of {last:,}".strip()
-    rest = run.curves.get("throughput/eta_hours")
-    return f"running, {steps.last[0] / last:.0%}" + (f", {_hours(rest.latest() * 3600)} left" if rest else "")
+    text = run.state
+    if run.state == "running" and steps and last:
+        rest = run.curves.get("throughput/eta_hours")
+        text += f", {steps.last[0] / last:.0%}" + (f", {_hours(rest.latest() * 3600)} left" if rest else "")
+    elif run.state != "ended" and steps and last:
+        text = f"{text} at {steps.last[0]:,} of {last:,}".strip()
+    restarts = len(run.facts.get("starts", [0])) - 1
+    return f"{text}, {restarts} restart{'s' if restarts > 1 else ''}" if restarts else text
 
 
 def table(runs: Sequence[Run]) -> str:

@@ -151,7 +151,7 @@ def opacity(opacity: float = 1) -> Any:
 
 def iterations() -> Any:
     alt = altair()
-    return alt.X("iter:Q", title="iteration", scale=alt.Scale(nice=False), axis=alt.Axis(labelFlush=True))
+    return alt.X("iter:Q", title="iteration", scale=alt.Scale(nice=False, padding=5), axis=alt.Axis(labelFlush=True))
 
 
 def thinned(curves: Iterable[Curve]) -> list[str]:
@@ -159,7 +159,7 @@ def thinned(curves: Iterable[Curve]) -> list[str]:
     return [f"one of {every} points is drawn"] if every > 1 else []
 
 
-def title(title: str, notes: Sequence[str], width: int = 60) -> Any:
-    """Return a title with notes below it, in lines of at most `width` characters."""
-    lines = textwrap.wrap("; ".join(filter(None, notes)), width)
+def title(title: str, notes: Sequence[str]) -> Any:
+    """Return a title with notes below it, in lines that fit in the narrowest chart of the page."""
+    lines = textwrap.wrap("; ".join(filter(None, notes)), 60)
     return altair().TitleParams(title, subtitle=lines or [" "], fontSize=14, subtitleFontSize=12)

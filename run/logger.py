@@ -27,10 +27,11 @@ class Logger:
         out_dir: folder of `metrics.jsonl` and `run.json`, created if it is missing. `metrics.jsonl` has one JSON object per
             event, with the same keys as in wandb. A number that is not finite becomes null, because JSON has no such number.
             None: no files, and a new wandb run.
-        resume_at: continue the existing file as it was at the start of this iteration, and keep the lines about checkpoints
-            up to it. None: start a new file.
+        resume_at: continue the existing file as it was at the start of this iteration, see `_lines_before`. None: start a new
+            file.
         config: settings of the run and facts about it. `run.json` and wandb get all of them. `wandb_log`, `wandb_mode`,
             `wandb_project`, `wandb_run_name` and `implementation` choose the wandb run, `log_to` TensorBoard.
+            `eval_interval` says whether a resumed run repeats the evaluation at `resume_at`.
         run_id: ID of the wandb run to continue, or None.
 
     Raises:
@@ -50,7 +51,8 @@ class Logger:
             tensorboard_run.check()
         if out_dir is not None:
             with _can_write(out_dir):
-                self.file = MetricsFile(out_dir, resume_at)
+                evaluates = resume_at is not None and resume_at % config["eval_interval"] == 0
+                self.file = MetricsFile(out_dir, resume_at, evaluates)
         self.run = _start_wandb(config, run_id, resume_at, self.file)  # wrong settings end the run before truncation
         if self.file is not None:
             if has_tensorboard:
@@ -141,16 +143,17 @@ class MetricsFile:
     Args:
         folder: created if it is missing.
         resume_at: iteration at which the run continues. None: `rewind` empties the file.
+        evaluates: the run evaluates at this iteration, perhaps for the second time.
 
     Raises:
         OSError: if the folder cannot be created, or the file cannot be read or written.
     """
 
-    def __init__(self, folder: str, resume_at: int | None) -> None:
+    def __init__(self, folder: str, resume_at: int | None, evaluates: bool) -> None:
         os.makedirs(folder, exist_ok=True)
         self.folder, self._path = folder, os.path.join(folder, "metrics.jsonl")
         self._file = open(self._path, "ab", buffering=0)
-        self._end, self._late = (0, list[bytes]()) if resume_at is None else _lines_before(resume_at, self._path)
+        self._end, self._late = (0, list[bytes]()) if resume_at is None else _lines_before(resume_at, self._path, evaluates)
         self._warned = False
 
     def kept(self) -> Iterator[dict[str, Any]]:
@@ -251,23 +254,25 @@ def _write_facts(folder: str, facts: dict[str, Any]) -> None:
         print(f"WARNING: run.json is not written: {error}", flush=True)
 
 
-def _lines_before(iteration: int, path: str) -> tuple[int, list[bytes]]:
-    """Return how much of `metrics.jsonl` a run keeps when it resumes at `iteration`.
+def _lines_before(iteration: int, path: str, evaluates: bool) -> tuple[int, list[bytes]]:
+    """Return how much of `metrics.jsonl` a run keeps when it resumes at `iteration`, and whether it `evaluates` there again.
 
     Returns:
         The length in bytes of the lines before the first line of `iteration` or later, or before the first incomplete line
-        (from a killed run). And the later lines about checkpoints up to `iteration`: such a line is written late, when the
-        checkpoint is on the disk.
+        (from a killed run). And of the later lines those about checkpoints up to `iteration`, which are written late, when the
+        checkpoint is on the disk, and the evaluation at `iteration` if it is not repeated.
     """
     end, kept, found = 0, [], False
     with open(path, "rb") as file:
         for line in file:
-            at, is_about_checkpoint = _iteration(line)
-            found = found or at >= iteration or not line.endswith(b"\n")
+            event = _event(line)
+            found = found or event["iter"] >= iteration or not line.endswith(b"\n")
             if not found:
                 end += len(line)
-            elif is_about_checkpoint and at <= iteration and line.endswith(b"\n"):
-                kept.append(line)
+            elif event["iter"] <= iteration and line.endswith(b"\n"):
+                is_about_checkpoint = any(key.startswith("checkpoint/") for key in event)
+                if is_about_checkpoint or ("val/loss" in event and event["iter"] == iteration and not evaluates):
+                    kept.append(line)
     return end, kept
 
 
@@ -276,19 +281,19 @@ def _events(path: str, end: int, late: list[bytes]) -> Iterator[dict[str, Any]]:
     if end:
         with open(path, "rb") as file:
             while file.tell() < end:
-                line = file.readline()
-                if _iteration(line)[0] >= 0:
-                    yield json.loads(line)
+                event = _event(file.readline())
+                if event["iter"] >= 0:
+                    yield event
     yield from map(json.loads, late)
 
 
-def _iteration(line: bytes) -> tuple[int, bool]:
-    """Return the iteration of a line, and whether the line is about a checkpoint. The iteration of a foreign line is -1."""
+def _event(line: bytes) -> dict[str, Any]:
+    """Return the event of a line, whose "iter" is an integer. That of a line which is not from this program is -1."""
     try:
         event = json.loads(line)
-        return int(event["iter"]), any(key.startswith("checkpoint/") for key in event)
-    except (ValueError, TypeError, KeyError, OverflowError):  # the line is not from this program
-        return -1, False
+        return {**event, "iter": int(event["iter"])}
+    except (ValueError, TypeError, KeyError, OverflowError):
+        return {"iter": -1}
 
 
 def _is_no_json(value: Any) -> bool:

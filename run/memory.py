@@ -154,7 +154,8 @@ class MemoryCheck:
         """Print and log the prediction."""
         peak = self.predicted_peak
         if is_rank_0():
-            held = _parts({"activations": self.forecast.activations.saved, **self.predicted})
+            parts = {"activations": self.forecast.activations.saved, **self.predicted}
+            held = _parts({**parts, "temporary tensors": max(0, peak - sum(parts.values()))})
             on_cpu = ", without Python and its libraries" if self.device.type == "cpu" else ""
             print(f"predicted memory: {size(peak)} at the peak of the fullest rank{on_cpu}; {held}")
             extras, shadow, copied = self.forecast.extras, size(self.forecast.shadow), size(self.forecast.saved_copy)

@@ -93,9 +93,10 @@ def rows(summary: Summary) -> list[Row]:
     found = {
         "model": _model(facts),
         "data": _data(facts, last),
+        "settings": _settings(facts),
         "loss": _loss("loss", summary, figures),
         "val loss": _loss("val_loss", summary, figures),
-        "time": _time(last),
+        "time": _time(summary),
         "speed": _speed(summary, figures),
         "communication": _communication(summary, figures),
         **_memory(facts, last, figures),
@@ -160,6 +161,14 @@ def _data(facts: dict[str, Any], last: dict[str, Any]) -> str:
     return f"{facts['dataset']}: {tokens:,} tokens, {tokens / facts['train_tokens']:.2f} epochs"
 
 
+def _settings(facts: dict[str, Any]) -> str:
+    sizes = [facts[key] for key in ("gradient_accumulation_steps", "batch_size", "block_size")]
+    text = f"learning_rate={facts['learning_rate']:g}, seed={facts['seed']}, {math.prod(sizes):,} tokens per iteration: "
+    text += "gradient_accumulation_steps={} x batch_size={} x block_size={}".format(*sizes)
+    commit = facts.get("git_commit")
+    return f"{text}; commit {commit[:8]}{commit[40:]}" if commit else text
+
+
 def _loss(name: str, summary: Summary, figures: dict[str, float]) -> str:
     if f"first_{name}" not in figures:
         return ""
@@ -169,10 +178,11 @@ def _loss(name: str, summary: Summary, figures: dict[str, float]) -> str:
     return f"{text}; best: {bits:.4f} bits per byte" if name == "val_loss" and bits is not None else text
 
 
-def _time(last: dict[str, Any]) -> str:
-    if "time/elapsed_s" not in last:
+def _time(summary: Summary) -> str:
+    if "time/elapsed_s" not in summary.last:
         return ""
-    return f"{timedelta(seconds=round(last['time/elapsed_s']))} (h:mm:ss), with evaluations and checkpoints"
+    text = f"{timedelta(seconds=round(summary.last['time/elapsed_s']))} (h:mm:ss), with evaluations and checkpoints"
+    return f"{text}, without what was lost before a restart" if summary.restarts else text
 
 
 def _medians(summary: Summary) -> str:
@@ -229,7 +239,8 @@ def _checkpoints(summary: Summary) -> str:
         return "none written"
     written = f"{len(saves)} written, {size(saves[max(saves)])} each" if saves else "none written"
     why = "" if summary.facts["always_save_checkpoint"] else " (always_save_checkpoint=False)"
-    after = f"; the last {end - newest:,} not saved{why}" if newest < end else ""
+    is_end = newest >= min(end, summary.facts["max_iters"])  # one iteration follows the evaluation at max_iters
+    after = "" if is_end else f"; the last {end - newest:,} not saved{why}"
     return f"{written}; the newest after {newest:,} iterations{after}"
 
 

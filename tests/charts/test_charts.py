@@ -9,7 +9,7 @@ import pytest
 from conftest import ROOT
 
 from benchmarks.report import CHARTS as OF_RESULTS
-from charts.bars import POINTS, memory_chart, network_chart, plan_chart, time_chart, training_chart
+from charts.bars import MODE_NAMES, POINTS, memory_chart, network_chart, plan_chart, time_chart, training_chart
 from charts.style import MEMORY, check_path, save
 
 MODES = ("sharded", "adamw")
@@ -41,7 +41,8 @@ def network_rows():
 
 
 def training_rows():
-    return [{"mode": mode, "peak": peak, "losses": [3.0, 2.5, 2.0]} for mode, peak in (("adamw", 4e9), ("sharded", 3e9))]
+    rows = (("adamw", 4e9, [3.0, 2.5, 2.0]), ("sharded", 3e9, [3.0, 2.0, 2.125]))
+    return [{"mode": mode, "peak": peak, "losses": losses} for mode, peak, losses in rows]
 
 
 CHARTS = {
@@ -115,7 +116,7 @@ def test_ranks_points_and_modes_are_in_order():
     assert list(panels(time)) == ["64 tokens", "1024 tokens"]
     assert list(panels(network)) == ["2 x 1 ranks, 10 Gbit/s", "2 x 1 ranks, 0.1 Gbit/s"]
     assert list(panels(memory)) == list(MODES)
-    for chart, names in ((plan, MODES), (memory, ("after init", "peak of training")), (training, ("adamw", "sharded"))):
+    for chart, names in ((plan, MODES), (memory, ("after init", "peak of training")), (training, ("plain AdamW with DDP", "sharded (the default)"))):
         for _, layers in panels(chart).values():
             assert layers["bar"]["encoding"]["y"]["sort"] == list(names)
 
@@ -153,6 +154,7 @@ def test_what_is_drawn_beside_the_bars():
     assert [row["text"] for row in rows_with(time, "text")] == ["100 ms", "0.97x (0.91 to 1.02)"] * 2
     assert [row["dot"] for row in rows_with(time, "dot")] == [90.0, 100.0, 130.0] * 4
     assert [row["text"] for row in rows_with(training, "text")] == ["4.00 GB", "3.00 GB (-25%)"]
+    assert "largest difference of a loss to adamw: 0.5 (sharded);" in training.to_dict()["title"]["subtitle"][1]
     without = memory_chart([{**row, "predicted": None} for row in memory_rows()], MEASURED)
     assert not any("tick" in layers for _, layers in panels(without).values())
     assert "black tick: prediction" not in without.to_dict()["title"]["subtitle"]
@@ -177,7 +179,7 @@ def place_and_length(measure, row):
     if measure == "memory":
         return row["mode"], POINTS[row["point"]], row["total"]
     if measure == "training":
-        return "Peak of memory while training, per rank", row["mode"], row["peak"]
+        return "Peak of memory while training, per rank", MODE_NAMES[row["mode"]], row["peak"]
     panel = f"{row['block_size']} tokens" if measure == "time" else f"{row['ranks']} ranks, {row['Gbit/s']:g} Gbit/s"
     return panel, row["mode"], row["ms per step"]
 

@@ -80,6 +80,16 @@ def test_the_best_run_is_named_with_its_settings(tmp_path):
     assert "saved" not in table(folders)[0], "it is zero for all of them"
 
 
+def test_the_sentence_names_all_best_runs_and_unequal_training(tmp_path):
+    folders = [
+        write_run(tmp_path / name, [{"iter": 0, "val/loss": loss}, {"iter": 1, "iter/tokens": tokens}], **SAME)
+        for name, loss, tokens in (("a", 1.5, 2000), ("b", 1.50001, 2000), ("c", 1.75, 2000), ("d", 2.0, 1000))
+    ]
+    assert verdict(folders[:3]) == "Lowest validation loss: 1.5000, a and b. Next: 1.7500 (+0.2500), c."
+    assert verdict(folders[2:]).endswith(", d. The runs have not seen the same number of tokens: 1,000 to 2,000.")
+    assert "same best validation loss, 1.5000" in verdict(folders[:2])
+
+
 def test_losses_on_different_data_are_not_compared(tmp_path):
     folders = [
         write_run(tmp_path / name, [{"iter": 0, "val/loss": loss}], **SAME | {"dataset": name})
@@ -97,6 +107,9 @@ def test_a_run_that_has_not_ended_says_how_far_it_is(tmp_path):
     assert [row["state"] for row in states] == [
         *("running, 1%, 0:30:00 left", "stopped at 11 of 1,100", "failed at 11 of 1,100", "ended"),
     ]
+    for starts, restarts in (([0, 7], "1 restart"), ([0, 7, 9], "2 restarts")):
+        resumed = write_run(tmp_path / "resumed", events("adamw"), **facts | {"state": "ended", "starts": starts})
+        assert table([resumed])[0]["state"] == f"ended, {restarts}"
 
 
 def test_the_page_says_what_it_is_of(runs, tmp_path):

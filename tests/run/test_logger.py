@@ -17,6 +17,7 @@ CONFIG = {
     "wandb_run_name": "n",
     "implementation": "sharded",
     "out_dir": "out",
+    "eval_interval": 5,
 }
 
 
@@ -56,6 +57,17 @@ def test_a_resumed_run_goes_on_where_its_checkpoint_stands(tmp_path, torn):
     assert (tmp_path / "metrics.jsonl").read_text().splitlines() == [*before, *saves[:2], '{"iter": 5}']
     make(tmp_path, resume_at=0)
     assert (tmp_path / "metrics.jsonl").read_text() == ""
+
+
+@pytest.mark.parametrize(("eval_interval", "kept"), [(4, True), (5, False)])
+def test_a_resumed_run_keeps_the_evaluation_that_it_does_not_repeat(tmp_path, eval_interval, kept):
+    events = [{"iter": 0, "val/loss": 4.0}, {"iter": 5, "val/loss": 1.5}, {"iter": 5, "lr": 0.1}, {"iter": 8, "val/loss": 1.0}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    for _ in range(2):
+        log = Logger(str(tmp_path), 5, CONFIG | {"eval_interval": eval_interval})
+        log.log({"iter": 5, "lr": 0.1})
+        assert lines(tmp_path) == [events[0], *([events[1]] if kept else []), events[2]]
+        assert log._summary.best["val/loss"] == ((1.5, 5) if kept else (4.0, 0))
 
 
 class FakeRun:

@@ -23,6 +23,8 @@ TOKENS_PER_ITER = 6 * 2 * 16
 FACTS = {
     **{"parameters": 1_500_000, "dtype": "float32", "device": "cpu", "devices": ["a CPU", "a CPU"], "dataset": "letters"},
     **{"train_tokens": 1000, "val_bytes_per_token": 2.0, "out_dir": "out", "max_iters": 9, "always_save_checkpoint": True},
+    **{"learning_rate": 0.001, "seed": 7, "gradient_accumulation_steps": 2, "batch_size": 6, "block_size": 16},
+    **{"git_commit": 40 * "a" + "-dirty"},
     **{"parts": [{"from_iter": 0, "implementation": "sharded", "world_size": 2}], "starts": [0]},
 }
 EVENTS = [
@@ -56,6 +58,8 @@ def test_the_rows_of_a_run():
     assert dict(report.rows(summary())) == {
         "model": "1.50M parameters, float32; sharded on 2 ranks, cpu: a CPU",
         "data": "letters: 1,500 tokens, 1.50 epochs",
+        "settings": "learning_rate=0.001, seed=7, 192 tokens per iteration: gradient_accumulation_steps=2 x batch_size=6 x "
+        "block_size=16; commit aaaaaaaa-dirty",
         "loss": "first 4.1000, best 3.0000 at iteration 7, last 3.0000",
         "val loss": "first 4.0000, best 0.6931 at iteration 5, last 3.5000; best: 0.5000 bits per byte",
         "time": "0:02:31 (h:mm:ss), with evaluations and checkpoints",
@@ -68,6 +72,12 @@ def test_the_rows_of_a_run():
     }
 
 
+def test_the_iteration_after_the_last_evaluation_is_no_loss():
+    at_max_iters, end = {"iter": 9, "checkpoint/bytes": 6e6}, {"iter": 10}
+    assert dict(report.rows(summary([at_max_iters, end])))["checkpoints"].endswith("; the newest after 9 iterations")
+    assert dict(report.rows(summary([at_max_iters, end], max_iters=10)))["checkpoints"].endswith("; the last 1 not saved")
+
+
 def test_on_a_gpu_the_peak_is_that_of_the_tensors():
     rows = dict(report.rows(summary(device="cuda")))
     assert "process" not in rows
@@ -77,7 +87,7 @@ def test_on_a_gpu_the_peak_is_that_of_the_tensors():
 
 def test_what_is_not_known_is_left_out():
     rows = dict(report.rows(summary(EVENTS[1:2], val_bytes_per_token=None)))
-    assert [*rows] == ["model", "data", "val loss", "time", "checkpoints"]
+    assert [*rows] == ["model", "data", "settings", "val loss", "time", "checkpoints"]
     assert "bits" not in rows["val loss"]
 
 

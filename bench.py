@@ -219,7 +219,8 @@ def measure_telemetry():
 
 def report(measure, title, rows, file):
     if is_rank_0():
-        results.add(measure, title, rows, file, f"{MICRO_STEPS} micro-steps per rank" if measure in ("memory", "training") else "")
+        details = f"{MICRO_STEPS} micro-steps per rank" if measure in ("memory", "training") else ""
+        results.add(measure, title, rows, file, details)
 
 
 MEASURES = {

@@ -344,7 +344,7 @@ def print_owners(name: str, planner: Planner, world_size: int) -> None:
 def verdict(rows: list[dict[str, Any]], limit: str, divisor: float, unit: str, settings: dict[str, Any]) -> str:
     """Return a line about one number of ranks: what the settings take and save, whether it fits, and the largest batch.
 
-    If train.py would refuse the settings with this number of ranks, it says what is assumed.
+    If train.py would refuse the settings with this number of ranks, it says which others are assumed.
     """
     plain, chosen = rows[0], next(row for row in rows if row["chosen"])
     size = chosen["world_size"]
@@ -359,7 +359,7 @@ def verdict(rows: list[dict[str, Any]], limit: str, divisor: float, unit: str, s
     steps, shard_size = settings["gradient_accumulation_steps"], settings["zero_shard_size"] or 1
     needs = [f"--gradient_accumulation_steps={math.ceil(steps / size) * size}"] if steps % size else []
     needs += ["--zero_shard_size=0"] if size > 1 and size % shard_size else []
-    return f"{text}; with {' '.join(needs)}" if needs else text
+    return f"{text}; needs {' '.join(needs)}" if needs else text
 
 
 def print_table(rows: list[dict[str, Any]], divisor: float, unit: str) -> None:

@@ -128,8 +128,8 @@ def training_chart(rows: Rows, measured: str) -> Any:
     bars = []
     for row in rows:
         saved = "" if row is first else f" ({row['peak'] / first['peak'] - 1:+.0%})"
-        peak, name = row["peak"] / divisor, MODE_NAMES.get(row["mode"], row["mode"])
-        bars.append(Bar(name, {row["mode"]: peak}, f"{number(peak)} {unit}{saved}"))
+        mode, peak = row["mode"], row["peak"] / divisor
+        bars.append(Bar(MODE_NAMES.get(mode, mode), {mode: peak}, f"{number(peak)} {unit}{saved}"))
     colours = {mode: (mode, MODES[mode]) for mode in modes}
     peaks = _panel("Peak of memory while training, per rank", bars, colours, unit, _WIDTH // 2, height=200, legend=False)
     values = [

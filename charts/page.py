@@ -38,7 +38,8 @@ def page(runs: Sequence[Run], drawn: Mapping[str, list[Panel]], reload_s: float 
     facts = in_common([run.facts for run in runs])
     notes = [f"peak: {whose_peak(runs)}"] if whose_peak(runs) else []
     notes += ["saved: what plain AdamW would hold in addition"] if any(map(_saved, runs)) else []
-    notes += ["wall time: with evaluations and checkpoints, without what was lost before a restart"] if any(map(_wall_s, runs)) else []
+    wall_time = "wall time: with evaluations and checkpoints, without what was lost before a restart"
+    notes += [wall_time] if any(map(_wall_s, runs)) else []
     names, charts = [run.name for run in runs], list(map(_interactive, panels))
     hint = "Click a run to highlight it. " if len(runs) > 1 else ""
     hint += "Drag curves to move, scroll with Ctrl to zoom, double-click to undo."

@@ -116,7 +116,8 @@ def test_ranks_points_and_modes_are_in_order():
     assert list(panels(time)) == ["64 tokens", "1024 tokens"]
     assert list(panels(network)) == ["2 x 1 ranks, 10 Gbit/s", "2 x 1 ranks, 0.1 Gbit/s"]
     assert list(panels(memory)) == list(MODES)
-    for chart, names in ((plan, MODES), (memory, ("after init", "peak of training")), (training, ("plain AdamW with DDP", "sharded (the default)"))):
+    named = [MODE_NAMES[mode] for mode in ("adamw", "sharded")]
+    for chart, names in ((plan, MODES), (memory, ("after init", "peak of training")), (training, named)):
         for _, layers in panels(chart).values():
             assert layers["bar"]["encoding"]["y"]["sort"] == list(names)
 

@@ -108,7 +108,7 @@ def test_a_run_that_has_not_ended_says_how_far_it_is(tmp_path):
         *("running, 1%, 0:30:00 left", "stopped at 11 of 1,100", "failed at 11 of 1,100", "ended"),
     ]
     for starts, restarts in (([0, 7], "1 restart"), ([0, 7, 9], "2 restarts")):
-        resumed = write_run(tmp_path / "resumed", events("adamw"), **facts | {"state": "ended", "starts": starts})
+        resumed = write_run(tmp_path / restarts, events("adamw"), **facts | {"state": "ended", "starts": starts})
         assert table([resumed])[0]["state"] == f"ended, {restarts}"
 
 
@@ -118,7 +118,7 @@ def test_the_page_says_what_it_is_of(runs, tmp_path):
     assert f"<p>d, 2 ranks, drawn {datetime.now():%Y-%m-%d}" in text
     assert "the process" not in text, "the runs were on a GPU"
     on_cpu = body([write_run(tmp_path / "cpu", events("adamw", on_gpu=False), **SAME, implementation="adamw")])
-    assert "<h1>adamw, 2 ranks</h1>" in on_cpu
+    assert "<h1>adamw, 2 ranks, cpu</h1>" in on_cpu
     assert "peak: on a CPU it is that of the process, with Python and its libraries" in on_cpu
 
 

@@ -239,7 +239,7 @@ def test_the_summary_of_a_run_that_was_resumed(tmp_path, wandb):
     found = {key: log.run.summary[key] for key in expected}
     assert found == expected | {"best_val_loss": 0.0, "last_val_loss": 0.0}
     log.finish()
-    resumed = wandb(str(tmp_path), 2)
+    resumed = wandb(str(tmp_path), 2, eval_interval=1)
     assert resumed.run.summary == {}
     resumed.log({"iter": 2, "val/loss": math.nan})
     resumed.finish()

@@ -125,11 +125,11 @@ def training_chart(rows: Rows, measured: str) -> Any:
     alt = altair()
     divisor, unit = shown_in("bytes", max((row["peak"] for row in rows), default=0))
     modes, first = _unique(rows, "mode"), rows[0]
-    bars = []
+    names, bars = {mode: mode for mode in modes} | MODE_NAMES, []
     for row in rows:
         saved = "" if row is first else f" ({row['peak'] / first['peak'] - 1:+.0%})"
         mode, peak = row["mode"], row["peak"] / divisor
-        bars.append(Bar(MODE_NAMES.get(mode, mode), {mode: peak}, f"{number(peak)} {unit}{saved}"))
+        bars.append(Bar(names[mode], {mode: peak}, f"{number(peak)} {unit}{saved}"))
     colours = {mode: (mode, MODES[mode]) for mode in modes}
     peaks = _panel("Peak of memory while training, per rank", bars, colours, unit, _WIDTH // 2, height=200, legend=False)
     values = [

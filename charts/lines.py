@@ -115,17 +115,18 @@ def disagreement(runs: Sequence[Run]) -> Panel | None:
         return None
     alt = altair()
     positive = [row["value"] for row in rows if row["value"] > 0]
-    scale = alt.Scale(domain=[0, 1])
+    scale, axis, height = alt.Scale(domain=[-1, 1]), alt.Axis(values=[0]), 40
     if positive:
         scale = alt.Scale(type="log", nice=False, domain=[min(positive) / 2, max(positive) * 2])
+        axis, height = alt.Axis(format=".0e", tickCount=5), series.HEIGHT
     base = alt.Chart().encode(x=series.iterations())
-    y = alt.Y("value:Q", title="largest difference", scale=scale, axis=alt.Axis(format=".0e" if positive else "", tickCount=5))
+    y = alt.Y("value:Q", title="largest difference" if positive else None, scale=scale, axis=axis)
     drawn = base.transform_filter("datum.value > 0") if positive else base
     layer = drawn.mark_point(filled=True, size=14, clip=True).encode(y=y, color=series.colour(runs), opacity=series.opacity())
     chart = alt.layer(layer.properties(name="curves"), data=alt.InlineData(values=rows))
     title = series.title("Training losses that should agree: largest difference", notes)
     under_mouse = [f"difference {position}" for position in dict.fromkeys(row["run"] for row in rows)]
-    return Panel(chart.properties(height=series.HEIGHT, title=title), under_mouse)
+    return Panel(chart.properties(height=height, title=title), under_mouse)
 
 
 def curves(
@@ -150,7 +151,7 @@ def curves(
         points = {position: [point for point in found if point[1] > 0] for position, found in points.items()}
     divisor, unit = shown_in(unit, max((value for found in points.values() for _, value in found), default=0))
     values = [row for position, found in points.items() for row in series.rows(position, found, "value", divisor)]
-    scale = alt.Scale(type="log", nice=False) if is_log else alt.Scale(zero=True)
+    scale = alt.Scale(type="log", nice=False, padding=5) if is_log else alt.Scale(zero=True)
     has_dot = any(len(found) == 1 for found in points.values())  # one point makes no line
     base = alt.Chart().encode(x=series.iterations(), y=alt.Y("value:Q", title=unit, scale=scale))
     lines = base.mark_line(clip=True, strokeWidth=1.5, strokeJoin="round", point=has_dot)

@@ -161,5 +161,5 @@ def thinned(curves: Iterable[Curve]) -> list[str]:
 
 def title(title: str, notes: Sequence[str]) -> Any:
     """Return a title with notes below it, in lines that fit in the narrowest chart of the page."""
-    lines = textwrap.wrap("; ".join(filter(None, notes)), 60)
+    lines = textwrap.wrap("; ".join(filter(None, notes)), 75)
     return altair().TitleParams(title, subtitle=lines or [" "], fontSize=14, subtitleFontSize=12)

@@ -99,6 +99,9 @@ def test_the_first_losses_and_a_run_that_diverges_do_not_flatten_the_rest(tmp_pa
         assert bottom < 1.5
         assert loss(20) < top < loss(8)
         assert curve(chart, 0, "training")[0] == (0, 4.5)
+        short = [{"iter": iteration, "iter/loss": 4.5 - iteration / 10} for iteration in range(3)]
+        with_short = drawn([*given, write_run(tmp_path / f"short{len(given)}", short, dataset="d", seed=4)])
+        assert layers(with_short["Training and validation loss"], "line")[0]["y"]["scale"]["domain"][1] > 4.3
         assert f"the first losses, up to {4.5 if given == folders else 203.5:.2f}, are above the chart" in notes(chart)
 
 

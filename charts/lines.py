@@ -70,7 +70,7 @@ def _range_of_losses(curves: Collection[Curve]) -> tuple[list[float], float | No
 
     The fall at the beginning would make the rest flat, and so would a run that diverges. So the axis ends at what 9 of 10
     losses of a curve stay below, and at most at three times the typical distance from the lowest loss. Curves with few points,
-    such as those of evaluations, do not count if there are others, but the lowest loss of each curve that falls is in the chart.
+    such as those of evaluations, do not count if there are others. The lowest loss of each curve that falls is in the chart.
     """
     lowest, largest = min(curve.lowest[1] for curve in curves), max(curve.largest for curve in curves)
     long = [quantiles([value for _, value in curve.points], n=10)[-1] for curve in curves if len(curve.points) >= 20]

@@ -359,7 +359,7 @@ def verdict(rows: list[dict[str, Any]], limit: str, divisor: float, unit: str, s
     steps, shard_size = settings["gradient_accumulation_steps"], settings["zero_shard_size"] or 1
     needs = [f"--gradient_accumulation_steps={math.ceil(steps / size) * size}"] if steps % size else []
     needs += ["--zero_shard_size=0"] if size > 1 and size % shard_size else []
-    return f"{text}; needs {' '.join(needs)}" if needs else text
+    return f"{text}; train.py needs {' '.join(needs)} for it, as assumed here" if needs else text
 
 
 def print_table(rows: list[dict[str, Any]], divisor: float, unit: str) -> None:

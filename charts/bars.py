@@ -125,11 +125,11 @@ def training_chart(rows: Rows, measured: str) -> Any:
     alt = altair()
     divisor, unit = shown_in("bytes", max((row["peak"] for row in rows), default=0))
     modes, first = _unique(rows, "mode"), rows[0]
-    names, bars = {mode: mode for mode in modes} | MODE_NAMES, []
+    bars = []
     for row in rows:
         saved = "" if row is first else f" ({row['peak'] / first['peak'] - 1:+.0%})"
         mode, peak = row["mode"], row["peak"] / divisor
-        bars.append(Bar(names[mode], {mode: peak}, f"{number(peak)} {unit}{saved}"))
+        bars.append(Bar(MODE_NAMES.get(mode) or mode, {mode: peak}, f"{number(peak)} {unit}{saved}"))
     colours = {mode: (mode, MODES[mode]) for mode in modes}
     peaks = _panel("Peak of memory while training, per rank", bars, colours, unit, _WIDTH // 2, height=200, legend=False)
     values = [
@@ -149,11 +149,10 @@ def training_chart(rows: Rows, measured: str) -> Any:
         .properties(width=_WIDTH // 2, height=200, title=alt.TitleParams("Training loss of the same runs", **_PANEL_TITLE))
     )
     differences = [
-        f"{max(abs(loss - other) for loss, other in zip(row['losses'], first['losses'], strict=True)):.1g} ({row['mode']})"
-        for row in rows[1:]
+        f"{max(abs(loss - other) for loss, other in zip(row['losses'], first['losses'], strict=True)):.1g}" for row in rows[1:]
     ]
-    how = f"largest difference of a loss to {first['mode']}: {', '.join(differences)}"
-    notes = [measured, f"data: Python's standard library; {how}; where lines lie on each other, their colours take turns"]
+    how = f"largest differences of a loss from the first bar's: {', '.join(differences)}; " if differences else ""
+    notes = [measured, f"data: Python's standard library; {how}where lines lie on each other, their colours take turns"]
     return styled(
         alt.hconcat(peaks, losses, spacing=30)
         .resolve_scale(color="independent")

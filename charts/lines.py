@@ -70,13 +70,15 @@ def _range_of_losses(curves: Collection[Curve]) -> tuple[list[float], float | No
 
     The fall at the beginning would make the rest flat, and so would a run that diverges. So the axis ends at what 9 of 10
     losses of a curve stay below, and at most at three times the typical distance from the lowest loss. Curves with few points,
-    such as those of evaluations, do not count if there are others. The lowest loss of each curve that falls is in the chart.
+    such as those of evaluations, do not count if there are others, but their lowest loss is in the chart, unless that doubles
+    the range.
     """
     lowest, largest = min(curve.lowest[1] for curve in curves), max(curve.largest for curve in curves)
     long = [quantiles([value for _, value in curve.points], n=10)[-1] for curve in curves if len(curve.points) >= 20]
     tops = long or [curve.largest for curve in curves]
-    falling = [curve.lowest[1] for curve in curves if curve.lowest[0] > curve.points[0][0]]
-    top = max([min(max(tops), lowest + 3 * (median(tops) - lowest), largest), *falling])
+    top = min(max(tops), lowest + 3 * (median(tops) - lowest), largest)
+    doubled = lowest + 2 * (top - lowest)
+    top = max([top, *(curve.lowest[1] for curve in curves if curve.lowest[1] < doubled)])
     room = 0.04 * (top - lowest) or 0.01 * abs(top) or 1
     return [lowest - room, top + room], largest if largest > top + room else None
 

@@ -38,8 +38,8 @@ def page(runs: Sequence[Run], drawn: Mapping[str, list[Panel]], reload_s: float 
     facts = in_common([run.facts for run in runs])
     notes = [f"peak: {whose_peak(runs)}"] if whose_peak(runs) else []
     notes += ["saved: what plain AdamW would hold in addition"] if any(map(_saved, runs)) else []
-    wall_time = "wall time: with evaluations and checkpoints, without what was lost before a restart"
-    notes += [wall_time] if any(map(_wall_s, runs)) else []
+    lost = ", without what was lost before a restart" if any(map(_restarts, runs)) else ""
+    notes += [f"wall time: with evaluations and checkpoints{lost}"] if any(map(_wall_s, runs)) else []
     names, charts = [run.name for run in runs], list(map(_interactive, panels))
     hint = "Click a run to highlight it. " if len(runs) > 1 else ""
     hint += "Drag curves to move, scroll with Ctrl to zoom, double-click to undo."
@@ -133,20 +133,28 @@ def verdict(runs: Sequence[Run]) -> str:
         which = "All runs" if len(losses) == len(runs) else f"The {len(losses)} runs that were evaluated"
         text = f"{which} have the same best validation loss, {best}."
     else:
-        names = " and ".join(f"<b>{escape(_label(runs[place]))}</b>" for place in first)
+        names = "; ".join(f"<b>{escape(_label(runs[place]))}</b>" for place in first)
         at = f", at iteration {runs[first[0]].curves['val/loss'].lowest[0]:,}" if len(first) == 1 else ""
         second, other = losses[len(first)]
         text = f"Lowest validation loss: <b>{best}</b>, {names}{at}. "
-        text += f"Next: {second:.4f} (+{second - losses[0][0]:.4f}), {escape(_label(runs[other]))}."
-    tokens = {run.curves["iter/tokens"].latest() for run in runs if "iter/tokens" in run.curves}
+        text += f"Next: {second:.4f} (+{float(f'{second:.4f}') - float(best):.4f}), {escape(_label(runs[other]))}."
+    evaluated = (runs[place].curves for _, place in losses)
+    tokens = {curves["iter/tokens"].latest() for curves in evaluated if "iter/tokens" in curves}
     if len(tokens) > 1:
         text += f" The runs have not seen the same number of tokens: {min(tokens):,.0f} to {max(tokens):,.0f}."
     return f'<p class="verdict">{text}</p>'
 
 
 def _label(run: Run) -> str:
-    folder = os.path.basename(run.folder)
-    return run.name if run.name.endswith(folder) else f"{run.name}, {folder}"
+    return run.name if run.name.endswith(_folder(run)) else f"{run.name}, {_folder(run)}"
+
+
+def _folder(run: Run) -> str:
+    return os.path.basename(os.path.abspath(run.folder))
+
+
+def _restarts(run: Run) -> int:
+    return len(run.facts.get("starts", [])[1:])
 
 
 def _same_data(runs: Sequence[Run]) -> bool:
@@ -162,8 +170,8 @@ def state(run: Run) -> str:
         text += f", {steps.last[0] / last:.0%}" + (f", {_hours(rest.latest() * 3600)} left" if rest else "")
     elif run.state != "ended" and steps and last:
         text = f"{text} at {steps.last[0]:,} of {last:,}".strip()
-    restarts = len(run.facts.get("starts", [0])) - 1
-    return f"{text}, {restarts} restart{'s' if restarts > 1 else ''}" if restarts else text
+    restarts = f"{_restarts(run)} restart{'s' if _restarts(run) > 1 else ''}" if _restarts(run) else ""
+    return ", ".join(filter(None, (text, restarts)))
 
 
 def table(runs: Sequence[Run]) -> str:
@@ -182,7 +190,7 @@ def table(runs: Sequence[Run]) -> str:
     heads = ["run", *(["what differs"] if any(differ) else []), "state"]
     rows = ["".join(f"<th>{head}</th>" for head in heads) + "".join(f'<th class="number">{name}</th>' for name, _ in columns)]
     for place, run in enumerate(runs):
-        folder = escape(os.path.basename(run.folder) or run.folder)
+        folder = escape(_folder(run))
         row = f'<td class="run"><button>{_mark(place)}<span>{folder}</span></button></td>'
         row += f'<td class="differs">{escape(differ[place])}</td>' if any(differ) else ""
         row += f'<td class="{"bad" if run.state in _ENDED_BADLY else ""}">{escape(state(run))}</td>'

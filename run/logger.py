@@ -162,7 +162,7 @@ class MetricsFile:
 
     def late(self) -> Iterator[dict[str, Any]]:
         """Yield those of them that were written late, see `_lines_before`."""
-        return map(json.loads, self._late)
+        return map(_event, self._late)
 
     def rewind(self) -> None:
         """Truncate the file where the run continues. It has whole lines before and after this, even if the disk is full."""
@@ -284,7 +284,7 @@ def _events(path: str, end: int, late: list[bytes]) -> Iterator[dict[str, Any]]:
                 event = _event(file.readline())
                 if event["iter"] >= 0:
                     yield event
-    yield from map(json.loads, late)
+    yield from map(_event, late)
 
 
 def _event(line: bytes) -> dict[str, Any]:

@@ -152,9 +152,8 @@ class MemoryCheck:
 
     def announce(self, iteration: int) -> None:
         """Print and log the prediction."""
-        peak = self.predicted_peak
+        peak, parts = self.predicted_peak, {"activations": self.forecast.activations.saved, **self.predicted}
         if is_rank_0():
-            parts = {"activations": self.forecast.activations.saved, **self.predicted}
             held = _parts({**parts, "temporary tensors": max(0, peak - sum(parts.values()))})
             on_cpu = ", without Python and its libraries" if self.device.type == "cpu" else ""
             print(f"predicted memory: {size(peak)} at the peak of the fullest rank{on_cpu}; {held}")
@@ -164,8 +163,7 @@ class MemoryCheck:
             if extras.async_save:
                 whose = "rank 0" if extras.checkpoint_format == "consolidated" else "each rank"
                 print(f"in addition, async_save takes {copied} of main memory of {whose} while a checkpoint is written")
-        parts = {"peak": peak, "activations": self.forecast.activations.saved, **self.predicted}
-        self.log.log({"iter": iteration, **_logged("predicted", parts)})
+        self.log.log({"iter": iteration, **_logged("predicted", {"peak": peak, **parts})})
 
     def compare(self, iteration: int) -> None:
         """Print and log once what the fullest rank holds. Call it on all ranks, after an update and before `zero_grad`."""

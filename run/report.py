@@ -165,8 +165,8 @@ def _settings(facts: dict[str, Any]) -> str:
     sizes = [facts[key] for key in ("gradient_accumulation_steps", "batch_size", "block_size")]
     text = f"learning_rate={facts['learning_rate']:g}, seed={facts['seed']}, {math.prod(sizes):,} tokens per iteration: "
     text += "gradient_accumulation_steps={} x batch_size={} x block_size={}".format(*sizes)
-    commit = facts.get("git_commit")
-    return f"{text}; commit {commit[:8]}{commit[40:]}" if commit else text
+    commit, _, dirty = (facts.get("git_commit") or "").partition("-")
+    return f"{text}; commit {commit[:8]}{dirty and f' ({dirty})'}" if commit else text
 
 
 def _loss(name: str, summary: Summary, figures: dict[str, float]) -> str:
@@ -239,8 +239,10 @@ def _checkpoints(summary: Summary) -> str:
         return "none written"
     written = f"{len(saves)} written, {size(saves[max(saves)])} each" if saves else "none written"
     why = "" if summary.facts["always_save_checkpoint"] else " (always_save_checkpoint=False)"
-    is_end = newest >= min(end, summary.facts["max_iters"])  # one iteration follows the evaluation at max_iters
-    after = "" if is_end else f"; the last {end - newest:,} not saved{why}"
+    last = (
+        end if summary.facts["always_save_checkpoint"] else min(end, summary.facts["max_iters"])
+    )  # an evaluation, one iteration
+    after = f"; the last {end - newest:,} not saved{why}" if newest < last else ""
     return f"{written}; the newest after {newest:,} iterations{after}"
 
 

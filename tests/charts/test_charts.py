@@ -155,7 +155,7 @@ def test_what_is_drawn_beside_the_bars():
     assert [row["text"] for row in rows_with(time, "text")] == ["100 ms", "0.97x (0.91 to 1.02)"] * 2
     assert [row["dot"] for row in rows_with(time, "dot")] == [90.0, 100.0, 130.0] * 4
     assert [row["text"] for row in rows_with(training, "text")] == ["4.00 GB", "3.00 GB (-25%)"]
-    assert "largest difference of a loss to adamw: 0.5 (sharded);" in training.to_dict()["title"]["subtitle"][1]
+    assert "largest differences of a loss from the first bar's: 0.5;" in training.to_dict()["title"]["subtitle"][1]
     without = memory_chart([{**row, "predicted": None} for row in memory_rows()], MEASURED)
     assert not any("tick" in layers for _, layers in panels(without).values())
     assert "black tick: prediction" not in without.to_dict()["title"]["subtitle"]

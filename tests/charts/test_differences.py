@@ -69,6 +69,12 @@ def test_a_single_run_is_its_implementation_and_its_ranks():
     assert named(changed, ADAMW) == ["sharded then torch, 2 ranks then 1 rank", "adamw, 2 ranks"]
 
 
+def test_how_often_a_run_logs_makes_no_difference():
+    assert differences([BASE | {"log_interval": interval} for interval in (1, 7)]) == [{}, {}]
+    found = differences([BASE | {"eval_interval": interval} for interval in (1, 7)])
+    assert found == [{"eval_interval": "eval_interval=1"}, {"eval_interval": "eval_interval=7"}]
+
+
 def test_what_runs_have_in_common():
     assert in_common([BASE, ADAMW]) == ["d", "0.80M parameters", "2 ranks"]
     assert in_common([BASE]) == ["d", "0.80M parameters", "sharded", "2 ranks"]
@@ -80,6 +86,7 @@ SAME = [
     {"world_size": 4, "devices": ["cpu"] * 4},
     {"batch_size": 8, "gradient_accumulation_steps": 1},
     {"shard_gradients": True, "max_iters": 50, "git_commit": "def"},
+    {"log_interval": 7, "eval_interval": 9},
 ]
 OTHERS = [
     {"dataset": "e"},

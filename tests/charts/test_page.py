@@ -85,7 +85,7 @@ def test_the_sentence_names_all_best_runs_and_unequal_training(tmp_path):
         write_run(tmp_path / name, [{"iter": 0, "val/loss": loss}, {"iter": 1, "iter/tokens": tokens}], **SAME)
         for name, loss, tokens in (("a", 1.5, 2000), ("b", 1.50001, 2000), ("c", 1.75, 2000), ("d", 2.0, 1000))
     ]
-    assert verdict(folders[:3]) == "Lowest validation loss: 1.5000, a and b. Next: 1.7500 (+0.2500), c."
+    assert verdict(folders[:3]) == "Lowest validation loss: 1.5000, a; b. Next: 1.7500 (+0.2500), c."
     assert verdict(folders[2:]).endswith(", d. The runs have not seen the same number of tokens: 1,000 to 2,000.")
     assert "same best validation loss, 1.5000" in verdict(folders[:2])
 

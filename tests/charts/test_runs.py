@@ -75,12 +75,14 @@ def test_the_largest_difference_of_runs_that_should_agree(runs, tmp_path):
     chart = drawn(runs)[title]
     assert curve(chart, 0, "difference") == [(iteration, 0) for iteration in range(12)]
     assert notes(chart) == "2 runs: equal in 12 of 12 points up to iteration 11, nowhere apart"
+    flat = chart["height"]
     changed = [event | ({"iter/loss": 3.5} if event.get("iter/loss") == 4.0 - 3 / 100 else {}) for event in events("adamw")]
     third = write_run(tmp_path / "third", changed, implementation="torch", **SAME)
     chart = drawn([*runs, third])[title]
     assert curve(chart, 0, "difference") == [(at, pytest.approx(0.47 if at == 3 else 0)) for at in range(12)]
     assert notes(chart) == "3 runs: equal in 11 of 12 points up to iteration 11, at most 0.47 apart, at iteration 3"
     assert layers(chart, "point")[0]["y"]["scale"]["type"] == "log"
+    assert flat < chart["height"], "without a difference there is nothing to see"
     other = write_run(tmp_path / "other", events("adamw"), implementation="adamw", **SAME | {"learning_rate": 0.2})
     assert title not in drawn([runs[0], other])
     assert notes(drawn([*runs, other])[title]).startswith("adamw, learning_rate=0.1 and 1 more: equal in 12 of 12")
@@ -99,9 +101,11 @@ def test_the_first_losses_and_a_run_that_diverges_do_not_flatten_the_rest(tmp_pa
         assert bottom < 1.5
         assert loss(20) < top < loss(8)
         assert curve(chart, 0, "training")[0] == (0, 4.5)
-        short = [{"iter": iteration, "iter/loss": 4.5 - iteration / 10} for iteration in range(3)]
-        with_short = drawn([*given, write_run(tmp_path / f"short{len(given)}", short, dataset="d", seed=4)])
-        assert layers(with_short["Training and validation loss"], "line")[0]["y"]["scale"]["domain"][1] > 4.3
+        for last, is_in in ((2.1, True), (4.0, False)):
+            short = [{"iter": iteration, "iter/loss": value} for iteration, value in enumerate((4.5, last))]
+            run = write_run(tmp_path / f"short{len(given)} {last}", short, dataset="d", seed=4)
+            with_short = drawn([*given, run])["Training and validation loss"]
+            assert (layers(with_short, "line")[0]["y"]["scale"]["domain"][1] > last) == is_in
         assert f"the first losses, up to {4.5 if given == folders else 203.5:.2f}, are above the chart" in notes(chart)
 
 

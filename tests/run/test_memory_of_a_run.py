@@ -1,6 +1,7 @@
 """run/memory.py: a run says what memory it will need and what it takes, and warns if the two differ."""
 
 import json
+import re
 from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
@@ -46,6 +47,8 @@ def figures(folder, which):
 def test_a_run_takes_what_it_says(data, tmp_path, flags):
     _, _, printed = train(tmp_path, data, "--max_iters=3", *flags, ranks=2)
     assert "WARNING" not in printed
+    peak, *parts = [float(size) for size in re.findall(r"([0-9.]+) MB", re.search("predicted memory: .*", printed).group())]
+    assert sum(parts) > peak - 0.1 * len(parts), "what is not held is temporary"
     announced, compared = printed.index("predicted memory: "), printed.index("memory of tensors: ")
     assert announced < printed.index("iter 0: ") < printed.index("iter 1: ") < compared < printed.index("iter 2: ")
     predicted_at, predicted = figures(tmp_path, "predicted")

@@ -59,7 +59,7 @@ def test_the_rows_of_a_run():
         "model": "1.50M parameters, float32; sharded on 2 ranks, cpu: a CPU",
         "data": "letters: 1,500 tokens, 1.50 epochs",
         "settings": "learning_rate=0.001, seed=7, 192 tokens per iteration: gradient_accumulation_steps=2 x batch_size=6 x "
-        "block_size=16; commit aaaaaaaa-dirty",
+        "block_size=16; commit aaaaaaaa (dirty)",
         "loss": "first 4.1000, best 3.0000 at iteration 7, last 3.0000",
         "val loss": "first 4.0000, best 0.6931 at iteration 5, last 3.5000; best: 0.5000 bits per byte",
         "time": "0:02:31 (h:mm:ss), with evaluations and checkpoints",
@@ -73,9 +73,13 @@ def test_the_rows_of_a_run():
 
 
 def test_the_iteration_after_the_last_evaluation_is_no_loss():
-    at_max_iters, end = {"iter": 9, "checkpoint/bytes": 6e6}, {"iter": 10}
-    assert dict(report.rows(summary([at_max_iters, end])))["checkpoints"].endswith("; the newest after 9 iterations")
-    assert dict(report.rows(summary([at_max_iters, end], max_iters=10)))["checkpoints"].endswith("; the last 1 not saved")
+    events, best_only = [{"iter": 9, "checkpoint/bytes": 6e6}, {"iter": 10}], {"always_save_checkpoint": False}
+    assert dict(report.rows(summary(events, **best_only)))["checkpoints"].endswith("; the newest after 9 iterations")
+    lost = "; the last 1 not saved"
+    assert dict(report.rows(summary(events, **best_only, max_iters=10)))["checkpoints"].endswith(
+        f"{lost} (always_save_checkpoint=False)"
+    )
+    assert dict(report.rows(summary(events)))["checkpoints"].endswith(lost), "the save at the end has failed"
 
 
 def test_on_a_gpu_the_peak_is_that_of_the_tensors():

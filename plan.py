@@ -353,6 +353,7 @@ def verdict(rows: list[dict[str, Any]], limit: str, divisor: float, unit: str, s
         text += f", {1 - chosen['peak'] / plain['peak']:.0%} less than plain AdamW ({number(plain['peak'] / divisor)} {unit})"
     if chosen["fits"] == "yes":
         text += f": fits in {limit}, up to --batch_size={chosen['largest_batch']}"
+        text += f" (plain AdamW {plain['largest_batch']})" if chosen is not plain else ""
     else:
         fitting = ", ".join(row["mode"] for row in rows if row["fits"] == "yes")
         text += f": does not fit in {limit}; what fits: {fitting or 'none of these modes'}"

@@ -170,6 +170,8 @@ def state(run: Run) -> str:
         text += f", {steps.last[0] / last:.0%}" + (f", {_hours(rest.latest() * 3600)} left" if rest else "")
     elif run.state != "ended" and steps and last:
         text = f"{text} at {steps.last[0]:,} of {last:,}".strip()
+        saved = run.curves.get("checkpoint/bytes")
+        text += f", checkpoint at {saved.last[0]:,}" if saved else ""
     restarts = f"{_restarts(run)} restart{'s' if _restarts(run) > 1 else ''}" if _restarts(run) else ""
     return ", ".join(filter(None, (text, restarts)))
 

@@ -175,7 +175,7 @@ def _loss(name: str, summary: Summary, figures: dict[str, float]) -> str:
     first, best, last = (figures[f"{which}_{name}"] for which in ("first", "best", "last"))
     text = f"first {first:.4f}, best {best:.4f} at iteration {summary.best[_LOSSES[name]][1]:,}, last {last:.4f}"
     bits = figures.get("best_val_bits_per_byte")
-    return f"{text}; best: {bits:.4f} bits per byte" if name == "val_loss" and bits is not None else text
+    return f"{text}; the best is {bits:.4f} bits per byte" if name == "val_loss" and bits is not None else text
 
 
 def _time(summary: Summary) -> str:
@@ -194,7 +194,7 @@ def _speed(summary: Summary, figures: dict[str, float]) -> str:
         return ""
     text = f"{figures['median_tokens_per_second']:,.0f} tokens/s"
     if "median_mfu" in figures:
-        of = ", of the fastest matrix product of this CPU" if summary.facts["device"] == "cpu" else ""
+        of = " of this CPU's fastest matrix product" if summary.facts["device"] == "cpu" else ""
         text += f", MFU {figures['median_mfu']:.1f} %{of}"
     return f"{text} ({_medians(summary)})"
 

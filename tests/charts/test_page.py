@@ -105,7 +105,12 @@ def test_a_run_that_has_not_ended_says_how_far_it_is(tmp_path):
     for state in ("running", "stopped", "failed", "ended"):
         states += table([write_run(tmp_path / state, events("adamw"), **facts | {"state": state})])
     assert [row["state"] for row in states] == [
-        *("running, 1%, 0:30:00 left", "stopped at 11 of 1,100", "failed at 11 of 1,100", "ended"),
+        *(
+            "running, 1%, 0:30:00 left",
+            "stopped at 11 of 1,100, checkpoint at 10",
+            "failed at 11 of 1,100, checkpoint at 10",
+            "ended",
+        ),
     ]
     for starts, restarts in (([0, 7], "1 restart"), ([0, 7, 9], "2 restarts")):
         resumed = write_run(tmp_path / restarts, events("adamw"), **facts | {"state": "ended", "starts": starts})

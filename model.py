@@ -101,6 +101,64 @@ class Block(nn.Module):
         return x + self.mlp(self.ln_2(x))
 
 
+class LossInChunks(torch.autograd.Function):
+    """The output head and the mean cross-entropy, for a chunk of the tokens at a time: the logits of all never exist.
+
+    Forward computes the gradients too, those of the sum over the tokens. Backward divides them by the number of tokens and
+    multiplies them by the incoming gradient, so float16 does not underflow. As in `F.linear` and `F.cross_entropy`, autocast
+    computes products in its dtype, and the rest in float32.
+
+    Args of `apply`:
+        x: inputs of the head, (tokens, n_embd).
+        weight: weight of the head, (vocab_size, n_embd).
+        targets: (tokens,) int64; -1 is ignored.
+        chunk: tokens at a time.
+        needs_grad: whether there will be a backward. `forward` cannot know: autograd is always off in it.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, chunk: int, needs_grad: bool
+    ) -> torch.Tensor:
+        device = x.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+        total = torch.zeros((), dtype=torch.float32, device=x.device)
+        grad_x = torch.empty_like(x) if needs_grad else None
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_grad else None
+
+        def add(first: int) -> None:  # a function, so that its tensors are gone before those of the next chunk
+            rows = slice(first, first + chunk)
+            inputs, wanted = x[rows].to(dtype), targets[rows]
+            log_p = (inputs @ head.t()).float().log_softmax(dim=-1)  # (chunk, vocab_size)
+            total.add_(F.nll_loss(log_p, wanted, ignore_index=-1, reduction="sum"))
+            if grad_x is None or grad_weight is None:
+                return
+            ones = log_p.new_ones((len(wanted), 1))
+            grad = log_p.exp_().scatter_add_(1, wanted.clamp(min=0)[:, None], -ones).mul_(wanted.ne(-1)[:, None]).to(dtype)
+            grad_x[rows] = grad @ head
+            if dtype == torch.float32:
+                grad_weight.addmm_(grad.t(), inputs)
+            else:
+                grad_weight.add_(grad.t() @ inputs)
+
+        with torch.autocast(device, enabled=False):
+            head = weight.to(dtype)
+            for first in range(0, len(x), chunk):
+                add(first)
+        count = targets.ne(-1).sum()
+        if grad_weight is not None:
+            ctx.found = grad_x, grad_weight.to(weight.dtype), count
+        return total / count
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        grad_x, grad_weight, count = ctx.found
+        del ctx.found  # they are changed in place, so a second backward must not find them
+        scale = grad / count
+        return grad_x.mul_(scale), grad_weight.mul_(scale), None, None, None
+
+
 class GPT(nn.Module):
     """The language model. It maps tokens to next-token logits and, if targets are given, to a loss."""
 
@@ -108,6 +166,7 @@ class GPT(nn.Module):
         super().__init__()
         self.config = config
         self.activation_checkpointing = False  # True: keep only the input of each block, and recompute the rest in backward
+        self.loss_chunk = 0  # tokens whose logits exist at a time while the loss is computed; 0: all of them
         self.transformer = nn.ModuleDict(
             {
                 "wte": nn.Embedding(config.vocab_size, config.n_embd),
@@ -154,7 +213,9 @@ class GPT(nn.Module):
             {"params": [param for param in params if param.dim() < 2], "weight_decay": 0.0},
         ]
 
-    def forward(self, idx: torch.Tensor, targets: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def forward(
+        self, idx: torch.Tensor, targets: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Compute next-token logits and, if targets are given, the mean cross-entropy.
 
         Args:
@@ -162,8 +223,8 @@ class GPT(nn.Module):
             targets: the next token of each position, (batch, time) int64; -1 is ignored.
 
         Returns:
-            With targets: logits (batch, time, vocab_size) and the loss in nats. Without targets: logits of the last position
-            only (batch, 1, vocab_size), and None.
+            With targets: logits (batch, time, vocab_size) and the loss in nats; with `loss_chunk`, None and the loss. Without
+            targets: logits of the last position only (batch, 1, vocab_size), and None.
         """
         time = idx.shape[1]
         if time > self.config.block_size:
@@ -175,6 +236,9 @@ class GPT(nn.Module):
         x = self.transformer.ln_f(x)
         if targets is None:
             return self.lm_head(x[:, -1:]), None
+        if self.loss_chunk:
+            head, needs_grad = self.lm_head.weight, torch.is_grad_enabled()
+            return None, LossInChunks.apply(x.flatten(0, 1), head, targets.flatten(), self.loss_chunk, needs_grad)
         logits = self.lm_head(x)
         return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
 

@@ -13,8 +13,9 @@ The table as a file and as a picture, and the owners of one parameter:
 Every setting of train.py is a setting of plan.py, with the same default.
 
 Modes: `adamw` is use_zero1=False, `torch` is zero1_impl=torch, `sharded` is the default. `shard_gradients`, `bfloat16`
-(param_dtype=bfloat16) and `checkpointing` (activation_checkpointing=True) are added to `sharded`, and `all` adds the
-three together. With activation_checkpointing=True, all rows have it. The row that the settings choose is marked with *.
+(param_dtype=bfloat16), `checkpointing` (activation_checkpointing=True) and `loss_chunk` (loss_chunk=1024) are added to
+`sharded`, and `all` adds the four together. If the settings have one of the last two, all rows have it. The row that the
+settings choose is marked with *.
 """
 
 import difflib
@@ -36,7 +37,17 @@ from data.vocabulary import DataError, expected_vocab_size
 from distributed.exits import exit_on_wrong_input
 from distributed.machine import resolve_dtype
 from distributed.ranks import check_backend
-from forecast.memory import CPU_RESIDENT, MODES, Extras, Forecast, Workload, forecast, gpt_specs, predicted_activations
+from forecast.memory import (
+    CPU_RESIDENT,
+    LOSS_CHUNK,
+    MODES,
+    Extras,
+    Forecast,
+    Workload,
+    forecast,
+    gpt_specs,
+    predicted_activations,
+)
 from model import GPT2_SIZES, GPTConfig, check_block_size
 from run.shadow import check_device
 from zero.flags import Flags
@@ -208,14 +219,14 @@ class Planner:
 
     def rows(self, world_size: int) -> list[dict[str, Any]]:
         """Return one row per mode, and one for the settings if no mode matches them. A single process has only one mode."""
-        base = "sharded" if world_size > 1 else "adamw"
-        modes = {(flags, False): mode for mode, flags in MODES.items() if world_size > 1 or mode == "adamw"}
-        modes[MODES[base], True] = "checkpointing"
-        if world_size > 1:
-            modes[replace(MODES["bfloat16"], shard_gradients=True), True] = "all"
         settings = self.settings
-        if settings["activation_checkpointing"]:
-            modes = {(flags, True): mode for (flags, checkpointing), mode in modes.items() if mode != "checkpointing"}
+        base, checkpointing = MODES["sharded" if world_size > 1 else "adamw"], settings["activation_checkpointing"]
+        loss_chunk = settings["loss_chunk"]
+        modes = {(flags, checkpointing, loss_chunk): mode for mode, flags in MODES.items() if world_size > 1 or mode == "adamw"}
+        modes.setdefault((base, True, loss_chunk), "checkpointing")
+        modes.setdefault((base, checkpointing, loss_chunk or LOSS_CHUNK), "loss_chunk")
+        if world_size > 1:
+            modes.setdefault((replace(MODES["bfloat16"], shard_gradients=True), True, loss_chunk or LOSS_CHUNK), "all")
         chosen = Flags(
             settings["use_zero1"],
             settings["zero1_impl"],
@@ -228,17 +239,19 @@ class Planner:
             chosen = replace(chosen, shard_size=self.shard_size(world_size))
         if chosen.implementation(world_size) != "sharded":  # the other flags have no effect
             chosen = MODES[chosen.implementation(world_size)]
-        key = replace(chosen, shard_size=0, check_reads=False), settings["activation_checkpointing"]
+        key = replace(chosen, shard_size=0, check_reads=False), checkpointing, loss_chunk
         modes.setdefault(key, "these flags")
         return [self.row(mode, *one, world_size, chosen=one == key) for one, mode in modes.items()]
 
-    def row(self, mode: str, flags: Flags, checkpointing: bool, world_size: int, chosen: bool) -> dict[str, Any]:
+    def row(
+        self, mode: str, flags: Flags, checkpointing: bool, loss_chunk: int, world_size: int, chosen: bool
+    ) -> dict[str, Any]:
         """Return the figures of one mode, in bytes, on the rank with the most optimizer state."""
         settings = self.settings
         flags = self.complete(flags, world_size)
         micro_steps = math.ceil(settings["gradient_accumulation_steps"] / world_size)
         dtype = flags.param_dtype if flags.param_dtype != "float32" else self.dtype
-        workload = Workload(self.config, settings["batch_size"], dtype, self.device_type, checkpointing)
+        workload = Workload(self.config, settings["batch_size"], dtype, self.device_type, checkpointing, loss_chunk)
         result = forecast(
             self.plan(flags, world_size),
             world_size,
@@ -293,8 +306,8 @@ class Planner:
     def largest_batch(self, workload: Workload, flags: Flags, result: Forecast) -> int:
         """Return the largest batch size that fits, or 0. `result` is the forecast for any batch size.
 
-        The peak of activations is the largest of several linear functions of the batch size, so it is convex. A straight
-        line between two predicted batch sizes is therefore not too low.
+        The peak of activations is the largest of several linear functions of the batch size, so it is convex, on both sides of
+        a full chunk of the loss. A straight line between two predicted batch sizes is therefore not too low.
         """
 
         def fits(activations: Activations) -> bool:
@@ -302,7 +315,8 @@ class Planner:
             return max(forecast.peak, forecast.saving_peak) <= self.memory
 
         low = None
-        for batch in sorted({*BATCHES, workload.batch_size}):
+        full_chunk = workload.loss_chunk // self.config.block_size  # fewer sequences have fewer logits than a chunk
+        for batch in sorted({*BATCHES, workload.batch_size, full_chunk, full_chunk + 1} - {0}):
             activations = self.activations(replace(workload, batch_size=batch), flags)
             high = batch, activations
             if not fits(activations):

@@ -78,6 +78,7 @@ n_head = 12
 n_embd = 768
 dropout = 0.0  # 0 for pretraining; try 0.1 for finetuning
 bias = False  # use biases in LayerNorm and Linear layers
+loss_chunk: NonNegativeInt = 0  # compute the logits of this many tokens at a time, such as 1024: less memory; 0: of all tokens
 activation_checkpointing = False  # keep only the input of each block for backward, and compute the block again: less memory
 # AdamW
 learning_rate: NonNegativeFloat = 6e-4
@@ -183,7 +184,7 @@ with run.stage("comparing the ranks"):
     compare_model_and_data(raw_model, data, **vars(state))
 raw_model.to(device)
 print0(f"number of parameters: {raw_model.num_params() / 1e6:.2f}M")
-raw_model.activation_checkpointing = activation_checkpointing
+raw_model.activation_checkpointing, raw_model.loss_chunk = activation_checkpointing, loss_chunk
 if compile:
     raw_model.compile_blocks()
 

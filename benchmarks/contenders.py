@@ -12,8 +12,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from distributed import machine
+from forecast.memory import LOSS_CHUNK, Forecast, Workload, forecast, gpt_specs, predicted_activations
 from forecast.memory import MODES as PLANNED
-from forecast.memory import Forecast, Workload, forecast, gpt_specs, predicted_activations
 from model import GPT, GPTConfig
 from zero import ShardedDataParallel, ShardedOptimizer
 from zero.build import build, clip_grad_norm_
@@ -21,10 +21,11 @@ from zero.flags import PARAM_DTYPES, Flags
 from zero.layout import BucketMB, plan
 
 # hybrid: sharded, with zero_shard_size
+# loss_chunk: sharded, with loss_chunk=1024
 # no_overlap: sharded, where step waits for the all-gathers, as is the default of ShardedDataParallel
 # simple: DistributedDataParallel's all-reduce, an update of 1/N, then an all-gather that overlaps with nothing
 # fsdp2: FSDP2, applied block by block; parameters stay unsharded between forward and backward
-MODES = (*PLANNED, "hybrid", "no_overlap", "simple", "fsdp2")
+MODES = (*PLANNED, "loss_chunk", "hybrid", "no_overlap", "simple", "fsdp2")
 ADAMW: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95)}
 
 
@@ -43,14 +44,15 @@ class Setup:
     shard_size: int = 0  # of the mode hybrid
 
     def flags(self, mode: str) -> Flags:
-        """Return the flags of a mode of `forecast.memory.MODES`, of hybrid, or of no_overlap."""
+        """Return the flags of a mode of `forecast.memory.MODES`, of loss_chunk, hybrid, or no_overlap."""
         flags = replace(PLANNED.get(mode, Flags()), bucket_mb=self.bucket_mb)
         return replace(flags, shard_size=self.shard_size) if mode == "hybrid" else flags
 
     def workload(self, mode: str) -> Workload:
         """Return what a micro-step of a mode computes."""
         dtype = "bfloat16" if mode == "bfloat16" else self.dtype
-        return Workload(self.config, self.batch_size, dtype, self.device.type, self.activation_checkpointing)
+        loss_chunk = LOSS_CHUNK if mode == "loss_chunk" else 0
+        return Workload(self.config, self.batch_size, dtype, self.device.type, self.activation_checkpointing, loss_chunk)
 
     def forecast(self, mode: str, world_size: int, micro_steps: int) -> Forecast | None:
         """Return the prediction for a mode, or None if there is none."""
@@ -68,7 +70,7 @@ class Setup:
 
 def is_sharded_over_one_rank(mode: str, world_size: int) -> bool:
     """Return whether the sharded implementation runs on one rank, which it does here, but not in train.py."""
-    return world_size == 1 and mode in ("sharded", "shard_gradients", "bfloat16")
+    return world_size == 1 and mode in ("sharded", "loss_chunk", "shard_gradients", "bfloat16")
 
 
 class Contender:
@@ -80,6 +82,7 @@ class Contender:
         with setup.device:  # initializes there: on a CPU, GPT-2 XL would take most of a minute
             self.module = GPT(setup.config)
         self.module.activation_checkpointing = setup.activation_checkpointing
+        self.module.loss_chunk = setup.workload(mode).loss_chunk
         self.model: torch.nn.Module
         self.optimizer: torch.optim.Optimizer
         torch.manual_seed(setup.seed + dist.get_rank())  # different tokens on each rank

@@ -31,7 +31,7 @@ _NOT_COMPARED |= {"use_zero1", "zero1_impl", "micro_steps", "parameters", "train
 _SHARDED = ("shard_gradients", "zero_bucket_mb", "zero_shard_size", "zero_check_reads")  # no effect on others
 # Two runs that differ in these only should have the same training losses, up to rounding.
 _SAME_LOSS = {"implementation", "world_size", "zero_bucket_mb", "shard_gradients", "zero_shard_size", "zero_check_reads"}
-_SAME_LOSS |= {"activation_checkpointing", "desync_check_interval", "shadow_check", "metric_interval"}
+_SAME_LOSS |= {"activation_checkpointing", "loss_chunk", "desync_check_interval", "shadow_check", "metric_interval"}
 _SAME_LOSS |= {"eval_interval", "eval_iters", "sample_interval", "profile", "profile_memory", "keep_checkpoints", "async_save"}
 _SAME_LOSS |= {"checkpoint_format", "on_save_error", "always_save_checkpoint", "dist_timeout_s", "max_iters", "compile"}
 _SAME_LOSS |= {"device", *_LAST}

@@ -119,7 +119,7 @@ def _adds_gradients(func: Any, args: Any) -> bool:
 
 
 def predict(
-    config: GPTConfig, batch_size: int, dtype: str, param_dtype: str, checkpointing: bool, device_type: str
+    config: GPTConfig, batch_size: int, dtype: str, param_dtype: str, checkpointing: bool, device_type: str, loss_chunk: int = 0
 ) -> Activations:
     """Predict the activations of a micro-step without torch.compile, which needs less.
 
@@ -130,10 +130,11 @@ def predict(
         param_dtype: dtype of the weights.
         checkpointing: see `GPT.activation_checkpointing`.
         device_type: 'cpu' or 'cuda'; any other counts as 'cuda'.
+        loss_chunk: see `GPT.loss_chunk`.
     """
 
     def measure(layers: int) -> Activations:
-        return _measure(replace(config, n_layer=layers), batch_size, dtype, param_dtype, checkpointing, device_type)
+        return _measure(replace(config, n_layer=layers), batch_size, dtype, param_dtype, checkpointing, device_type, loss_chunk)
 
     if config.n_layer <= 3:
         return measure(config.n_layer)
@@ -142,12 +143,12 @@ def predict(
 
 
 def _measure(
-    config: GPTConfig, batch_size: int, dtype: str, param_dtype: str, checkpointing: bool, device_type: str
+    config: GPTConfig, batch_size: int, dtype: str, param_dtype: str, checkpointing: bool, device_type: str, loss_chunk: int = 0
 ) -> Activations:
     with FakeTensorMode(), _default_dtype(DTYPES[param_dtype]):
         with SkipInitialization():
             model = GPT(config)
-        model.activation_checkpointing = checkpointing
+        model.activation_checkpointing, model.loss_chunk = checkpointing, loss_chunk
         tokens = torch.zeros((batch_size, config.block_size), dtype=torch.int64)
         autocast = torch.autocast("cpu", torch.bfloat16, enabled=dtype != "float32")  # float16 takes as many bytes
         if device_type != "cpu":

@@ -27,6 +27,7 @@ MODES = {  # the ways to hold the optimizer state, by the name in tables
     "shard_gradients": Flags(shard_gradients=True),
     "bfloat16": Flags(param_dtype="bfloat16"),
 }
+LOSS_CHUNK = 1024  # of the mode loss_chunk of plan.py and bench.py: large enough for a GPU, small beside all tokens
 # Resident peak of a rank on a CPU, without Python and its libraries (0.4 GB), relative to the predicted peak: malloc keeps the
 # pages of freed tensors. Measured: 1.03 to 1.30 for 10.7M and 124M parameters on two ranks, see docs/accounting.md.
 CPU_RESIDENT = 1.3
@@ -42,6 +43,7 @@ class Workload:
     dtype: str  # of the computation
     device_type: str  # 'cuda', 'cpu', ...
     activation_checkpointing: bool = False
+    loss_chunk: int = 0
 
 
 @dataclass(frozen=True)
@@ -151,6 +153,7 @@ def predicted_activations(workload: Workload, param_dtype: str) -> Activations:
             param_dtype,
             workload.activation_checkpointing,
             workload.device_type,
+            workload.loss_chunk,
         )
         _write_cache(known)
     return Activations(*known[key])

@@ -124,8 +124,8 @@ class Run:
             self.log = Logger(config["out_dir"] if will_train else None, resume_at, config | facts, state.wandb_run_id)
             atexit.register(self.log.finish, "failed", "ended by an error, see the traceback")  # does nothing after `finish`
             state.wandb_run_id = self.log.run_id or state.wandb_run_id
-        checkpointing = config["activation_checkpointing"]
-        workload = Workload(raw_model.config, config["batch_size"], self.dtype, self.device.type, checkpointing)
+        computed = raw_model.activation_checkpointing, raw_model.loss_chunk
+        workload = Workload(raw_model.config, config["batch_size"], self.dtype, self.device.type, *computed)
         self.memory = MemoryMeter(model, optimizer)
         self.memory_check = MemoryCheck(
             self.log,

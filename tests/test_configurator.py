@@ -284,7 +284,8 @@ def test_nanogpts_settings_have_nanogpts_defaults(train_defaults):
         *("backend", "device", "dtype", "compile"),  # also in nanoGPT, but the machine decides
         *("use_zero1", "zero1_impl", "zero_bucket_mb", "shard_gradients", "param_dtype", "zero_check_reads", "seed"),
         *("zero_shard_size", "dist_timeout_s", "shadow_check", "desync_check_interval"),
-        *("activation_checkpointing", "metric_interval", "sample_interval", "wandb_mode", "profile", "profile_memory"),
+        *("loss_chunk", "activation_checkpointing"),
+        *("metric_interval", "sample_interval", "wandb_mode", "profile", "profile_memory"),
         *("wandb_entity", "wandb_tags", "wandb_notes", "wandb_log_checkpoints", "log_to"),
         *("on_nonfinite", "max_nonfinite", "on_save_error", "keep_checkpoints", "async_save", "checkpoint_format"),
     }

@@ -14,14 +14,15 @@ import plan as plan_script
 from charts.style import number
 from configurator import settings_of
 from forecast.activations import predict
-from forecast.memory import CPU_RESIDENT, MODES, gpt_specs
+from forecast.memory import CPU_RESIDENT, LOSS_CHUNK, MODES, gpt_specs
 from model import GPTConfig
 from zero.prediction import DataParallelPrediction, Prediction, ShardedPrediction
 
 CONFIG = GPTConfig(block_size=16, vocab_size=29, n_layer=2, n_head=2, n_embd=32, bias=False)  # as in SIZES and the data
 SETTINGS = [*SIZES, "--device=cpu", "--zero_bucket_mb=0.02"]
 FLAGS = {mode: replace(flags, bucket_mb=0.02) for mode, flags in MODES.items()}
-FLAGS |= {"checkpointing": FLAGS["sharded"], "all": replace(FLAGS["bfloat16"], shard_gradients=True)}
+FLAGS |= {"checkpointing": FLAGS["sharded"], "loss_chunk": FLAGS["sharded"]}
+FLAGS["all"] = replace(FLAGS["bfloat16"], shard_gradients=True)
 WORLD_SIZES = [1, 2, 8]
 
 
@@ -62,7 +63,7 @@ def planned(data, tmp_path_factory):
 def test_the_table_has_every_mode_for_every_number_of_ranks(planned):
     printed, rows, picture = planned
     lines = [tuple(line.split()[:2]) for line in printed.splitlines() if re.match(r" *\d+  \w", line)]
-    alone = ["adamw", "checkpointing"]
+    alone = ["adamw", "checkpointing", "loss_chunk"]
     expected = [(size, mode) for size in WORLD_SIZES for mode in (FLAGS if size > 1 else alone)]
     assert [(int(size), mode) for size, mode in lines] == expected
     assert list(rows) == expected
@@ -81,11 +82,12 @@ def test_the_table_has_every_mode_for_every_number_of_ranks(planned):
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_the_rows_are_the_predictions_of_the_rank_with_the_most_state(planned, world_size, mode):
     _, rows, _ = planned
-    if world_size == 1 and mode not in ("adamw", "checkpointing"):
+    if world_size == 1 and mode not in ("adamw", "checkpointing", "loss_chunk"):
         assert (world_size, mode) not in rows
         return
     flags = FLAGS[mode] if world_size > 1 else FLAGS["adamw"]
-    activations = predict(CONFIG, 2, flags.param_dtype, flags.param_dtype, mode in ("checkpointing", "all"), "cpu")
+    checkpointing, loss_chunk = mode in ("checkpointing", "all"), LOSS_CHUNK if mode in ("loss_chunk", "all") else 0
+    activations = predict(CONFIG, 2, flags.param_dtype, flags.param_dtype, checkpointing, "cpu", loss_chunk)
     wrapped = DataParallelPrediction if mode in ("adamw", "torch") else ShardedPrediction
     owners = flags.plan(gpt_specs(CONFIG), world_size)
     ranks = [
@@ -119,7 +121,9 @@ def test_the_rows_are_the_predictions_of_the_rank_with_the_most_state(planned, w
         (["--use_zero1=False", "--zero1_impl=torch"], "adamw"),
         (["--zero1_impl=torch"], "torch"),
         (["--param_dtype=bfloat16", "--shard_gradients=True"], "these flags"),
-        (["--param_dtype=bfloat16", "--shard_gradients=True", "--activation_checkpointing=True"], "all"),
+        (["--param_dtype=bfloat16", "--shard_gradients=True", "--activation_checkpointing=True", "--loss_chunk=1024"], "all"),
+        (["--loss_chunk=7"], "sharded"),
+        (["--activation_checkpointing=True", "--loss_chunk=7"], "sharded"),
     ],
 )
 def test_the_row_of_the_settings_is_marked(data, arguments, row):

@@ -31,21 +31,23 @@ def _without_scratch_memory(monkeypatch):
     monkeypatch.setattr("forecast.activations.multiplies_in_float32", lambda: False)
 
 
-with_and_without_checkpointing = pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
+every_way = pytest.mark.parametrize(
+    ("checkpointing", "loss_chunk"), [(False, 0), (True, 0), (False, 100)], ids=["", "checkpointing", "loss_chunk"]
+)
 
 
-def real_step(config, dtype, param_dtype, checkpointing):
+def real_step(config, dtype, param_dtype, checkpointing, loss_chunk=0):
     """A model, its forward pass to the loss, and the autocast around that: all that a micro-step on the CPU needs."""
     torch.manual_seed(0)
     model = GPT(config).to(DTYPES[param_dtype])
-    model.activation_checkpointing = checkpointing
+    model.activation_checkpointing, model.loss_chunk = checkpointing, loss_chunk
     tokens = torch.zeros((BATCH, config.block_size), dtype=torch.int64)
     return model, lambda: model(tokens, tokens)[1], torch.autocast("cpu", torch.bfloat16, enabled=dtype != "float32")
 
 
-def tracked(config, dtype, param_dtype, checkpointing):
+def tracked(config, dtype, param_dtype, checkpointing, loss_chunk=0):
     """Bytes that MemTracker counts after forward, and the most in a micro-step; without parameters and their gradients."""
-    model, forward, autocast = real_step(config, dtype, param_dtype, checkpointing)
+    model, forward, autocast = real_step(config, dtype, param_dtype, checkpointing, loss_chunk)
 
     def total(when):
         return tracker.get_tracker_snapshot(when)[torch.device("cpu")]["Total"]
@@ -63,21 +65,21 @@ def tracked(config, dtype, param_dtype, checkpointing):
     return saved, total("peak") - parameters
 
 
-@with_and_without_checkpointing
+@every_way
 @every_precision
-def test_predictions_are_what_pytorchs_tracker_counts(dtype, param_dtype, checkpointing):
-    predicted = predict(SIZES, BATCH, dtype, param_dtype, checkpointing, "cpu")
-    saved, peak = tracked(SIZES, dtype, param_dtype, checkpointing)
+def test_predictions_are_what_pytorchs_tracker_counts(dtype, param_dtype, checkpointing, loss_chunk):
+    predicted = predict(SIZES, BATCH, dtype, param_dtype, checkpointing, "cpu", loss_chunk)
+    saved, peak = tracked(SIZES, dtype, param_dtype, checkpointing, loss_chunk)
     assert predicted.saved == pytest.approx(saved, rel=0.01)
     assert max(predicted[1:]) == pytest.approx(peak, rel=0.01)
 
 
-@with_and_without_checkpointing
+@every_way
 @every_precision
-def test_seven_layers_follow_from_three(dtype, param_dtype, checkpointing):
+def test_seven_layers_follow_from_three(dtype, param_dtype, checkpointing, loss_chunk):
     config = replace(SIZES, n_layer=7)
-    predicted = predict(config, BATCH, dtype, param_dtype, checkpointing, "cpu")
-    measured = micro_step(*real_step(config, dtype, param_dtype, checkpointing))
+    predicted = predict(config, BATCH, dtype, param_dtype, checkpointing, "cpu", loss_chunk)
+    measured = micro_step(*real_step(config, dtype, param_dtype, checkpointing, loss_chunk))
     assert predicted == measured
 
 

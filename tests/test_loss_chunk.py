@@ -1,0 +1,117 @@
+"""loss_chunk: the loss and the gradients of plain cross-entropy, in every precision, and a run that only rounds otherwise."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.nn.functional as F
+from scripts import torch_load, train
+
+from model import GPT, GPTConfig, LossInChunks
+
+SIZES = GPTConfig(block_size=32, vocab_size=61, n_layer=2, n_head=2, n_embd=32)
+AUTOCAST = {dtype: torch.autocast("cpu", dtype) for dtype in (torch.bfloat16, torch.float16)}
+
+
+def loss_and_gradients(chunk, dtype=torch.float32, autocast=None, scale=1.0):
+    """Of two sequences, with ignored targets in the first, as float32."""
+    torch.manual_seed(0)
+    model = GPT(SIZES).to(dtype)
+    model.loss_chunk = chunk
+    x, y = torch.randint(SIZES.vocab_size, (2, 2, SIZES.block_size))
+    y[0, :5] = -1
+    with autocast or nullcontext():
+        logits, loss = model(x, y)
+    assert (logits is None) == (chunk > 0)
+    (loss * scale).backward()
+    return loss.item(), {name: param.grad.float() for name, param in model.named_parameters()}
+
+
+def largest_difference(found, expected):
+    """Of the gradients, relative to the largest element of each."""
+    return max(((found[name] - grad).abs().max() / grad.abs().max()).item() for name, grad in expected.items())
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 32, 64, 1000])
+def test_loss_and_gradients_are_those_of_cross_entropy(chunk):
+    loss, expected = loss_and_gradients(0)
+    chunked, found = loss_and_gradients(chunk)
+    assert chunked == pytest.approx(loss, abs=1e-6)
+    assert largest_difference(found, expected) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("dtype", "autocast", "scale"),
+    [
+        (torch.bfloat16, None, 1.0),
+        (torch.float32, AUTOCAST[torch.bfloat16], 1.0),
+        (torch.bfloat16, AUTOCAST[torch.bfloat16], 1.0),
+        (torch.float32, AUTOCAST[torch.float16], 1.0),
+        (torch.float32, AUTOCAST[torch.float16], 2.0**16),
+    ],
+    ids=["bfloat16 weights", "autocast", "both", "float16", "float16 with a scale"],
+)
+def test_lower_precision_is_about_as_near_to_float32_as_without_chunks(dtype, autocast, scale):
+    loss, exact = loss_and_gradients(0, scale=scale)
+    _, plain = loss_and_gradients(0, dtype, autocast, scale)
+    chunked, found = loss_and_gradients(7, dtype, autocast, scale)
+    assert chunked == pytest.approx(loss, rel=0.01)
+    assert largest_difference(found, exact) < 2 * largest_difference(plain, exact)
+
+
+def test_gradients_too_small_for_float16_do_not_become_zero():
+    torch.manual_seed(0)
+    x, targets = torch.randn(10, 8), torch.randint(50, (10,))
+    weight = torch.randn(50, 8, requires_grad=True)
+
+    def gradient(loss_of, autocast):
+        with autocast:
+            loss = loss_of()
+        (1e-9 * loss).backward()
+        found, weight.grad = weight.grad, None
+        return found
+
+    def plain():
+        return F.cross_entropy(F.linear(x, weight), targets)
+
+    exact = gradient(plain, nullcontext())
+    assert not torch.count_nonzero(gradient(plain, AUTOCAST[torch.float16])), "plain cross-entropy needs a scaler"
+    found = gradient(lambda: LossInChunks.apply(x, weight, targets, 3, True), AUTOCAST[torch.float16])
+    assert (found - exact).norm() < 0.01 * exact.norm()
+
+
+def test_an_evaluation_computes_no_gradients_and_a_second_backward_is_refused():
+    model = GPT(SIZES)
+    model.loss_chunk = 7
+    tokens = torch.zeros((1, 8), dtype=torch.int64)
+    with torch.no_grad():
+        assert not model(tokens, tokens)[1].requires_grad
+    loss = model(tokens, tokens)[1]
+    loss.backward(retain_graph=True)
+    with pytest.raises(AttributeError, match="found"):
+        loss.backward()
+    assert model(tokens)[0].shape == (1, 1, SIZES.vocab_size), "sampling needs logits"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "flags"),
+    [
+        (0, ["--activation_checkpointing=True"]),
+        (2, ["--use_zero1=False"]),
+        (2, ["--zero1_impl=torch"]),
+        (2, ["--shadow_check=3"]),
+        (2, ["--shard_gradients=True", "--param_dtype=bfloat16"]),
+    ],
+    ids=["one process", "adamw", "torch", "sharded", "bfloat16"],
+)
+def test_a_run_differs_by_rounding(data, tmp_path, ranks, flags):
+    flags = *flags, "--max_iters=8", "--eval_interval=8", "--zero_bucket_mb=0.02"
+    losses, evaluations, _ = train(tmp_path / "plain", data, *flags, ranks=ranks)
+    chunked, again, printed = train(tmp_path / "out", data, "--loss_chunk=20", *flags, ranks=ranks)
+    limit = 0.02 if "--param_dtype=bfloat16" in flags else 2e-4
+    assert chunked == pytest.approx(losses, abs=limit)
+    assert list(again) == list(evaluations)
+    assert "WARNING" not in printed
+    weights = torch_load(tmp_path / "out")["model"]
+    for key, tensor in torch_load(tmp_path / "plain")["model"].items():
+        assert torch.allclose(tensor, weights[key], atol=10 * limit), key

@@ -38,7 +38,7 @@ def parts(on_gpu: bool, out: str) -> list[Part]:
     medium = ["--model=gpt2-medium", "--block_size=1024"] if on_gpu else tiny
     small = ["--model=gpt2", "--block_size=1024", "--batch_size=8"] if on_gpu else tiny
     gpt2 = ["--n_layer=12", "--n_head=12", "--n_embd=768", "--block_size=1024", "--batch_size=8"] if on_gpu else []
-    own = ["adamw", "sharded", "shard_gradients", "bfloat16"]
+    own = ["adamw", "sharded", "shard_gradients", "bfloat16", "loss_chunk"]
     with_torch = f"--modes={','.join([*own, 'torch'])}"
 
     def bench(what: str, name: str, *arguments: str) -> list[str]:
@@ -57,7 +57,7 @@ def parts(on_gpu: bool, out: str) -> list[Part]:
         Part(f"parity-1-{alone}-rank", 1, ["-m", "benchmarks.parity", f"--backend={alone}"]),
         Part("train-float32", 2, train("float32", "--dtype=float32", eager)),
         Part("train-bfloat16", 2, train("bfloat16", "--param_dtype=bfloat16", eager)),
-        Part("train-float16", 2, train("float16", "--dtype=float16", "--shard_gradients=True", eager)),
+        Part("train-float16", 2, train("float16", "--dtype=float16", "--shard_gradients=True", "--loss_chunk=256", eager)),
         Part("train-resumed", 1, train("float32", "--dtype=float32", "--init_from=resume", "--max_iters=25", eager)),
         Part("memory-bfloat16", 0, bench("memory", "memory-bfloat16", *large, with_torch, "--dtype=bfloat16", *eight)),
         Part("memory-float32", 0, bench("memory", "memory-float32", *large, with_torch, "--dtype=float32", *eight)),

@@ -14,8 +14,8 @@ Every setting of train.py is a setting of plan.py, with the same default.
 
 Modes: `adamw` is use_zero1=False, `torch` is zero1_impl=torch, `sharded` is the default. `shard_gradients`, `bfloat16`
 (param_dtype=bfloat16), `checkpointing` (activation_checkpointing=True) and `loss_chunk` (loss_chunk=1024) are added to
-`sharded`, and `all` adds the four together. If the settings have one of the last two, all rows have it. The row that the
-settings choose is marked with *.
+`sharded`, and `all` adds the four together. If the settings have one of the last two, all rows have it. The row that
+the settings choose is marked with *.
 """
 
 import difflib

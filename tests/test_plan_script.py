@@ -122,8 +122,8 @@ def test_the_rows_are_the_predictions_of_the_rank_with_the_most_state(planned, w
         (["--zero1_impl=torch"], "torch"),
         (["--param_dtype=bfloat16", "--shard_gradients=True"], "these flags"),
         (["--param_dtype=bfloat16", "--shard_gradients=True", "--activation_checkpointing=True", "--loss_chunk=1024"], "all"),
-        (["--loss_chunk=7"], "sharded"),
-        (["--activation_checkpointing=True", "--loss_chunk=7"], "sharded"),
+        (["--loss_chunk=64"], "sharded"),
+        (["--activation_checkpointing=True", "--loss_chunk=64"], "sharded"),
     ],
 )
 def test_the_row_of_the_settings_is_marked(data, arguments, row):

@@ -239,9 +239,8 @@ def _checkpoints(summary: Summary) -> str:
         return "none written"
     written = f"{len(saves)} written, {size(saves[max(saves)])} each" if saves else "none written"
     why = "" if summary.facts["always_save_checkpoint"] else " (always_save_checkpoint=False)"
-    last = (
-        end if summary.facts["always_save_checkpoint"] else min(end, summary.facts["max_iters"])
-    )  # an evaluation, one iteration
+    # without always_save_checkpoint, a run ends with an evaluation at max_iters, which saves, and one more iteration
+    last = end if summary.facts["always_save_checkpoint"] else min(end, summary.facts["max_iters"])
     after = f"; the last {end - newest:,} not saved{why}" if newest < last else ""
     return f"{written}; the newest after {newest:,} iterations{after}"
 

@@ -100,6 +100,8 @@ zero1_impl: Literal["sharded", "torch"] = "sharded"  # 'sharded': the code in ze
 zero_bucket_mb: Literal["auto"] | PositiveFloat = "auto"  # 'sharded': megabytes per bucket; auto: 4 to 25, by the model's size
 shard_gradients = False  # 'sharded': also keep only 1/N of the gradients; costs one reduce-scatter per micro-step
 param_dtype: Literal["float32", "bfloat16"] = "float32"  # weights and gradients; 'sharded' keeps float32 masters, 1/N per rank
+master_dtype: Literal["float32", "remainder"] = "float32"  # 'remainder': 2 instead of 4 bytes per bfloat16 weight, same values
+state_dtype: Literal["float32", "bfloat16", "int8"] = "float32"  # 'sharded': of AdamW's moments between updates, 1/N per rank
 zero_shard_size: NonNegativeInt = 0  # 'sharded': ranks that share the optimizer state, such as the GPUs of a machine; 0: all
 zero_check_reads = False  # 'sharded', for debugging: refuse early reads of parameters in all iterations, not only the first
 desync_check_interval: NonNegativeInt = 0  # iterations between comparisons of the ranks' weights; 0: no comparison
@@ -190,7 +192,8 @@ if compile:
 
 # optimizer: `build` chooses the implementation from the ZeRO-1 settings
 with run.stage("making the optimizer"):
-    flags = Flags(use_zero1, zero1_impl, zero_bucket_mb, shard_gradients, param_dtype, zero_check_reads, zero_shard_size)
+    sharding = use_zero1, zero1_impl, zero_bucket_mb, shard_gradients, param_dtype, zero_check_reads, zero_shard_size
+    flags = Flags(*sharding, master_dtype, state_dtype)
     groups = raw_model.param_groups(weight_decay)
     run.before_build(raw_model, groups, checkpoint)
     model, optimizer = build(raw_model, groups, flags, overlap=True, lr=learning_rate, betas=(beta1, beta2))

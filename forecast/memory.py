@@ -79,7 +79,8 @@ class Forecast:
     def saving_peak(self) -> int:
         """Peak bytes on the device of a rank while a checkpoint is saved. With `async_save`, training continues meanwhile."""
         held = self.prediction
-        meanwhile = self.peak if self.extras.async_save else sum(held.at("after step").values()) + self.shadow
+        collecting = sum(held.at("after step").values()) + sum(held.decoded) + self.shadow
+        meanwhile = max(collecting, self.peak) if self.extras.async_save else collecting
         return meanwhile + (self.saved_copy if held.on_cpu else 0)
 
     @property
@@ -91,7 +92,7 @@ class Forecast:
         held = self.prediction
         if self.extras.checkpoint_format == "consolidated":
             return held.consolidated
-        return held.state + held.plan.updated_bytes[held.rank] if self.extras.async_save else 0
+        return held.decoded_state + held.plan.updated_bytes[held.rank] if self.extras.async_save else 0
 
 
 def gpt_specs(config: GPTConfig) -> list[ParameterSpec]:

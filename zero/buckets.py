@@ -8,9 +8,8 @@ import torch
 import torch.distributed as dist
 
 from zero.layout import BufferPlan, Layout, PlacedSlice, Span
+from zero.masters import Masters, Remainders
 from zero.tensors import has_memory, memory_span, shaped, with_own_storage
-
-_CACHED = 2**17  # elements to process at a time, so that intermediate results fit into a CPU's cache
 
 
 @dataclass
@@ -61,8 +60,21 @@ class OwnedSlice(NamedTuple):
     start: int  # first element of the flattened parameter, see `flattened`
     stop: int
     offset: int  # first element in this rank's shard of the bucket
-    # a view into the shard or into its master; (stop - start,), or the parameter's shape if it is whole or has one element
+    # a view into the shard or into the values of its masters; (stop - start,), or the parameter's shape if it is whole or has
+    # one element
     local: torch.nn.Parameter
+    masters: Masters | Remainders | None = None  # those of the shard
+
+    def read(self) -> torch.Tensor:
+        """Return the elements in the precision of the update, also between updates: a view of `local`'s shape, or a copy."""
+        if self.masters is None:
+            return self.local.detach()
+        return shaped(self.masters.read(self.offset, self.offset + self.local.numel()), self.local)
+
+    def write(self, values: torch.Tensor) -> None:
+        """Overwrite the masters with flat values, which the parameter has already."""
+        if self.masters is not None:
+            self.masters.write(self.offset, values.to(self.masters.values.dtype))
 
 
 @dataclass
@@ -73,7 +85,7 @@ class Bucket:
     data: torch.Tensor  # (sum of sizes,), a view into FlatBuffer.data
     sizes: list[int]  # elements of each rank's shard
     shard: torch.Tensor  # (sizes[rank],), this rank's part of `data`
-    master: torch.Tensor | None  # (sizes[rank],) float32, if `data` has lower precision
+    masters: Masters | Remainders | None  # of `shard`, if `data` has lower precision than the update
     owned: list[OwnedSlice]  # the slices that this rank updates
     local_by_group: dict[int, list[torch.nn.Parameter]]  # their local parameters, by group of the inner optimizer
     members: list[PlacedSlice]  # all slices in the bucket; `param` counts through the parameters of all buffers
@@ -82,18 +94,24 @@ class Bucket:
     @property
     def updated(self) -> torch.Tensor:
         """The tensor that the inner optimizer updates through views, (sizes[rank],)."""
-        return self.shard if self.master is None else self.master
+        return self.shard if self.masters is None else self.masters.values
 
-    def update_master(self) -> None:
-        """Copy elements of the shard that have been written to since the last step to the master."""
-        if self.master is None:
-            return
-        on_cpu = self.shard.device.type == "cpu"
-        at_once = _CACHED if on_cpu else max(1, self.shard.numel())
-        for master, shard in zip(self.master.split(at_once), self.shard.split(at_once), strict=True):
-            unwritten = shard == master.to(shard.dtype)
-            if not on_cpu or not unwritten.all():  # does not wait for a GPU
-                torch.where(unwritten, master, shard, out=master)
+    def load_masters(self) -> None:
+        """Make the owned slices ready for an update."""
+        if self.masters is not None:
+            self.masters.load()
+            self._follow_masters()
+
+    def store_masters(self) -> None:
+        """Round the updated slices to the weights."""
+        if self.masters is not None:
+            self.masters.store()
+            self._follow_masters()
+
+    def _follow_masters(self) -> None:
+        for owned in self.owned if isinstance(self.masters, Remainders) else ():
+            values = self.updated[owned.offset : owned.offset + owned.local.numel()]
+            owned.local.data = shaped(values, owned.local)
 
 
 def allocate(
@@ -118,15 +136,17 @@ def allocate(
     for number, shards in enumerate(planned.layout.shards, first_bucket):
         span, own = Span(shards[0].start, shards[-1].stop), shards[rank]
         shard = data[own.start : own.stop]
-        master = torch.zeros_like(shard, dtype=planned.update_dtype) if planned.has_masters else None
+        masters: Masters | Remainders | None = None
+        if planned.has_masters:
+            masters = Remainders(shard) if planned.has_remainders else Masters(shard, planned.update_dtype)
         members = [placed._replace(param=first_param + placed.param) for placed in planned.layout.placed_in(span)]
         sizes = [shard.numel for shard in shards]
-        bucket = Bucket(number, data[span.start : span.stop], sizes, shard, master, [], {}, members)
+        bucket = Bucket(number, data[span.start : span.stop], sizes, shard, masters, [], {}, members)
         for index, start, stop, offset in planned.layout.placed_in(own):
             param, local = params[index], bucket.updated[offset : offset + stop - start]
             if whole or param.numel() == 1:  # then any state of it has one shape
                 local = shaped(local, param)
-            bucket.owned.append(OwnedSlice(param, start, stop, offset, torch.nn.Parameter(local)))
+            bucket.owned.append(OwnedSlice(param, start, stop, offset, torch.nn.Parameter(local), bucket.masters))
         buckets.append(bucket)
     return buffer, buckets
 

@@ -45,6 +45,8 @@ def build(
             shard_size=flags.shard_size,
             registration_order=model.parameters(),
             param_dtype=PARAM_DTYPES[flags.param_dtype],
+            master_dtype=flags.master_dtype,
+            state_dtype=flags.state_dtype,
             **adamw,
         )
         wrapped = ShardedDataParallel(model, sharded, flags.shard_gradients, overlap=overlap, check_reads=flags.check_reads)

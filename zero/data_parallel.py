@@ -263,6 +263,7 @@ class ShardedDataParallel(nn.Module):
             value = state_dict.get(prefix + name)
             if value is not None and value.shape == param.shape:
                 self.optimizer.set_parameter(param, value)
+                state_dict[prefix + name] = param.detach()  # as it was rounded; torch has made its own copy of the dict
 
     @torch.no_grad()
     def _broadcast_buffers(self) -> None:

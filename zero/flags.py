@@ -6,7 +6,16 @@ from typing import Literal
 
 import torch
 
-from zero.layout import BucketMB, ParameterSpec, Plan, plan, replicated_plan, resolve_shard_size, zero_redundancy_plan
+from zero.layout import (
+    BucketMB,
+    ParameterSpec,
+    Plan,
+    check_options,
+    plan,
+    replicated_plan,
+    resolve_shard_size,
+    zero_redundancy_plan,
+)
 
 IMPLEMENTATIONS = ("sharded", "torch")
 PARAM_DTYPES = {"float32": None, "bfloat16": torch.bfloat16}  # None: the model keeps its dtypes
@@ -23,12 +32,17 @@ class Flags:
     param_dtype: str = "float32"  # 'bfloat16': also the gradients, and each rank holds 1/N of the float32 masters
     check_reads: bool = False  # with `overlap`: each forward refuses operations on parameters that have not arrived
     shard_size: int = 0  # consecutive ranks that share the state, each such group has all of it; 0: all ranks
+    master_dtype: str = "float32"  # 'remainder': hold the masters of bfloat16 weights as the 16 bits that these lack
+    state_dtype: str = "float32"  # 'bfloat16' or 'int8': hold the state in fewer bytes between updates
 
     def __post_init__(self) -> None:
         if self.zero1_impl not in IMPLEMENTATIONS:
             raise ValueError(f"zero1_impl={self.zero1_impl!r} is not one of {', '.join(IMPLEMENTATIONS)}")
         if self.param_dtype not in PARAM_DTYPES:
             raise ValueError(f"param_dtype={self.param_dtype!r} is not one of {', '.join(PARAM_DTYPES)}")
+        check_options(self.bucket_mb, "element", self.master_dtype, self.state_dtype)
+        if self.master_dtype == "remainder" and self.param_dtype != "bfloat16":
+            raise ValueError(f"master_dtype='remainder' needs param_dtype='bfloat16', not {self.param_dtype!r}")
 
     def implementation(self, world_size: int) -> Literal["adamw", "torch", "sharded"]:
         """Return the implementation on `world_size` ranks. A single rank has plain AdamW for all flags.
@@ -45,9 +59,9 @@ class Flags:
             raise ValueError(
                 f"param_dtype={self.param_dtype!r} needs the master weights of use_zero1=True, zero1_impl='sharded'"
             )
-        for name in ("shard_gradients", "check_reads", "shard_size"):
-            if value := getattr(self, name):
-                setting = name if name == "shard_gradients" else f"zero_{name}"
+        for name in ("shard_gradients", "check_reads", "shard_size", "state_dtype"):
+            if (value := getattr(self, name)) not in (0, "float32"):
+                setting = f"zero_{name}" if name in ("check_reads", "shard_size") else name
                 raise ValueError(f"{setting}={value} needs use_zero1=True, zero1_impl='sharded'")
         return "torch" if self.use_zero1 else "adamw"
 
@@ -56,5 +70,12 @@ class Flags:
         implementation = self.implementation(world_size)
         if implementation == "sharded":
             sharing = resolve_shard_size(self.shard_size, world_size)
-            return plan(params, sharing, bucket_mb=self.bucket_mb, param_dtype=PARAM_DTYPES[self.param_dtype])
+            return plan(
+                params,
+                sharing,
+                bucket_mb=self.bucket_mb,
+                param_dtype=PARAM_DTYPES[self.param_dtype],
+                master_dtype=self.master_dtype,
+                state_dtype=self.state_dtype,
+            )
         return zero_redundancy_plan(params, world_size) if implementation == "torch" else replicated_plan(params)

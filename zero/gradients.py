@@ -25,18 +25,18 @@ class ParameterGradients:
     def collect(self) -> Iterator[Bucket]:
         """Yield each bucket when each of its owned slices has its mean gradient or None. Needs to be called on all ranks."""
         for bucket in self._buckets:
-            for param, start, stop, _, local in bucket.owned:
-                gradient = param.grad
+            for owned in bucket.owned:
+                local, gradient = owned.local, owned.param.grad
                 if gradient is None:
                     local.grad = None
                     continue
-                flat = flattened(gradient, param)
-                if bucket.master is None and flat.data_ptr() == gradient.data_ptr():  # `flat` is a view
-                    local.grad = shaped(flat[start:stop], local)
+                flat = flattened(gradient, owned.param)
+                if bucket.masters is None and flat.data_ptr() == gradient.data_ptr():  # `flat` is a view
+                    local.grad = shaped(flat[owned.start : owned.stop], local)
                     continue
                 converted, version = self._converted.get(local, (None, 0))
                 if converted is not gradient or version != gradient._version:  # otherwise keep the copy, which may be clipped
-                    local.grad = shaped(flat[start:stop], local).to(local.dtype)
+                    local.grad = shaped(flat[owned.start : owned.stop], local).to(local.dtype)
                     self._converted[local] = gradient, gradient._version
             yield bucket
 

@@ -29,6 +29,8 @@ import torch
 
 _VECTOR_BYTES = 64  # size of the widest vector registers (AVX-512) and of a cache line
 PARTITIONS = ("element", "parameter")
+MASTER_DTYPES = ("float32", "remainder")  # see `zero.masters`
+STATE_DTYPES = ("float32", "bfloat16", "int8")  # see `zero.codecs`
 BucketMB = float | Literal["auto"]  # megabytes (10**6 bytes) per bucket; auto: see `auto_bucket_mb`
 
 
@@ -221,11 +223,22 @@ class BufferPlan:
     dtype: torch.dtype  # dtype in which the parameters are stored
     update_dtype: torch.dtype  # dtype in which the parameters are updated
     device: torch.device
+    master_dtype: str = "float32"  # in which masters are held: 'float32' means `update_dtype`
 
     @property
     def has_masters(self) -> bool:
         """Whether each rank also keeps its slices in `update_dtype`."""
         return self.dtype != self.update_dtype
+
+    @property
+    def has_remainders(self) -> bool:
+        """Whether the masters are held as weight and remainder."""
+        return self.has_masters and self.master_dtype == "remainder"
+
+    @property
+    def master_itemsize(self) -> int:
+        """Bytes per owned element that are held for the masters."""
+        return (2 if self.has_remainders else self.update_dtype.itemsize) if self.has_masters else 0
 
 
 @dataclass(frozen=True)
@@ -238,6 +251,7 @@ class Plan:
     assigned: tuple[tuple[Slice, ...], ...] | None = None  # if there are no buffers: the whole parameters of each rank
     partition: str = "element"  # 'element' or 'parameter'
     param_dtype: torch.dtype | None = None  # under ShardedDataParallel also the dtype of frozen parameters
+    state_dtype: str = "float32"  # in which float32 state is held between updates
 
     def slices(self, rank: int) -> list[Slice]:
         """Return the slices that `rank` owns, in the order of its inner optimizer's parameters."""
@@ -313,8 +327,8 @@ def auto_bucket_mb(nbytes: int, world_size: int) -> float:
     return max(4.0, min(nbytes / 3e6, max(25.0, world_size)))
 
 
-def check_options(bucket_mb: BucketMB, partition: str) -> None:
-    """Raise ValueError if `bucket_mb` is neither 'auto' nor positive, or `partition` is unknown."""
+def check_options(bucket_mb: BucketMB, partition: str, master_dtype: str = "float32", state_dtype: str = "float32") -> None:
+    """Raise ValueError if `bucket_mb` is neither 'auto' nor positive, or one of the others is unknown."""
     if isinstance(bucket_mb, str):
         if bucket_mb != "auto":
             raise ValueError(f"bucket_mb={bucket_mb!r} is neither 'auto' nor a number")
@@ -322,6 +336,10 @@ def check_options(bucket_mb: BucketMB, partition: str) -> None:
         raise ValueError(f"bucket_mb={bucket_mb} must be positive")
     if partition not in PARTITIONS:
         raise ValueError(f"partition={partition!r} is neither 'element' nor 'parameter'")
+    if master_dtype not in MASTER_DTYPES:
+        raise ValueError(f"master_dtype={master_dtype!r} is not one of {', '.join(MASTER_DTYPES)}")
+    if state_dtype not in STATE_DTYPES:
+        raise ValueError(f"state_dtype={state_dtype!r} is not one of {', '.join(STATE_DTYPES)}")
 
 
 def plan(
@@ -331,20 +349,22 @@ def plan(
     bucket_mb: BucketMB = "auto",
     partition: str = "element",
     param_dtype: torch.dtype | None = None,
+    master_dtype: str = "float32",
+    state_dtype: str = "float32",
 ) -> Plan:
     """Return the plan of a ShardedOptimizer: flat buffers, one per dtype and device, in reverse registration order.
 
     Args:
         params: all parameters, numbered as a torch.optim `state_dict()` numbers them.
         world_size: number of ranks that share the optimizer state.
-        bucket_mb, partition: see `zero.ShardedOptimizer`.
+        bucket_mb, partition, master_dtype, state_dtype: see `zero.ShardedOptimizer`.
         param_dtype: dtype in which the parameters will be stored. They are then updated in their own dtype, promoted to at
             least float32.
 
     Raises:
         ValueError: if an argument is invalid.
     """
-    check_options(bucket_mb, partition)
+    check_options(bucket_mb, partition, master_dtype, state_dtype)
     _check((), world_size, 1, 1)
     kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     nbytes = 0
@@ -364,8 +384,15 @@ def plan(
             align=_VECTOR_BYTES // dtype.itemsize,
         )
         update_dtype = own_dtype if param_dtype is None else torch.promote_types(own_dtype, torch.float32)
-        buffers.append(BufferPlan(tuple(numbers), layout, dtype, update_dtype, device))
-    return Plan(tuple(params), world_size, tuple(buffers), partition=partition, param_dtype=param_dtype)
+        if master_dtype == "remainder" and (dtype, update_dtype, partition) != (torch.bfloat16, torch.float32, "element"):
+            raise ValueError(
+                f"master_dtype='remainder' needs bfloat16 parameters, float32 masters and partition='element', not {dtype}, "
+                f"{update_dtype} and {partition!r}; use param_dtype=torch.bfloat16, or master_dtype='float32'"
+            )
+        buffers.append(BufferPlan(tuple(numbers), layout, dtype, update_dtype, device, master_dtype))
+    return Plan(
+        tuple(params), world_size, tuple(buffers), partition=partition, param_dtype=param_dtype, state_dtype=state_dtype
+    )
 
 
 def zero_redundancy_plan(params: Sequence[ParameterSpec], world_size: int) -> Plan:

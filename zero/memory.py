@@ -3,6 +3,7 @@
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from zero.codecs import Encoded
 from zero.optimizer import ShardedOptimizer
 from zero.partition import parameters, partition
 from zero.placeholders import local_gradient
@@ -17,7 +18,7 @@ def held_bytes(optimizer: torch.optim.Optimizer, model: torch.nn.Module | None =
         parameters  the weights that forward and backward use
         gradients   full gradients, and with ShardedDataParallel also this rank's gradient shards
         state       per-element optimizer state; excludes `step` counters
-        master      float32 masters of the owned slices
+        master      float32 masters of the owned slices, or their remainders
         buckets     other memory for communication: buckets that are being filled, sent or received, and tensors in the
                     pool for later buckets
     """
@@ -30,7 +31,7 @@ def held_bytes(optimizer: torch.optim.Optimizer, model: torch.nn.Module | None =
             value.nbytes
             for state in states
             for key, value in state.items()
-            if key != "step" and isinstance(value, torch.Tensor)
+            if key != "step" and isinstance(value, torch.Tensor | Encoded)
         ),
         "master": 0,
         "buckets": 0,
@@ -43,7 +44,7 @@ def held_bytes(optimizer: torch.optim.Optimizer, model: torch.nn.Module | None =
         held["parameters"] += sum(
             buffer.data.nbytes - sum(param.nbytes for param in buffer.params) for buffer in optimizer.buffers
         )
-        held["master"] = sum(bucket.master.nbytes for bucket in optimizer.buckets if bucket.master is not None)
+        held["master"] = sum(bucket.masters.nbytes for bucket in optimizer.buckets if bucket.masters is not None)
         for purpose, count in optimizer.source.held_bytes().items():
             held[purpose] += count
     return held

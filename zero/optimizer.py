@@ -13,14 +13,17 @@ import torch.distributed as dist
 from torch.utils.weak import WeakIdKeyDictionary
 
 from zero.buckets import Bucket, FlatBuffer, OwnedSlice, allocate
+from zero.codecs import STATE_CODECS
 from zero.collectives import Communicator
 from zero.gradients import GradientNorms, ParameterGradients, norms_of
 from zero.layout import BucketMB, Plan, check_options, parameter_specs, plan
+from zero.masters import half_up
 from zero.messages import check_same_on_all_ranks, on_all_ranks
 from zero.refusals import (
     ELEMENTWISE,
     MOVED,
     NEED_WHOLE_PARAMETERS,
+    WRITTEN,
     CallersState,
     FormerMemory,
     StateIsDivided,
@@ -30,7 +33,8 @@ from zero.refusals import (
     name_of,
 )
 from zero.stopwatch import region
-from zero.tensors import flattened, is_dense, properties, shaped
+from zero.tensors import flattened, is_dense, properties
+from zero.update import SliceUpdate
 from zero.waiting import WaitingDict
 
 _optimizer_of = WeakIdKeyDictionary()  # by parameter: a reference to the ShardedOptimizer whose buffers hold it
@@ -74,6 +78,10 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
             `optimizer_cls` does to an element depends on that element, its gradient, its state, the hyperparameters of its
             group and the number of steps; on no shape, no norm, no other parameter and no random number.
         param_dtype: dtype in which the parameters are stored, if it has lower precision than the float32 of the update.
+        master_dtype: 'remainder' holds the masters of bfloat16 parameters as the 16 bits that these lack, see `zero.masters`.
+            Write to parameters with `set_parameter` or `load_state_dict` only; a step refuses what was written otherwise.
+        state_dtype: 'bfloat16' or 'int8' hold state that has a float32 number per element in fewer bytes between updates, see
+            `zero.codecs`. The update itself is in float32.
         **kwargs: arguments of `optimizer_cls`.
 
     Raises:
@@ -96,13 +104,23 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
         partition: str = "element",
         elementwise: bool = False,
         param_dtype: torch.dtype | None = None,
+        master_dtype: str = "float32",
+        state_dtype: str = "float32",
         **kwargs: Any,
     ) -> None:
-        check_options(bucket_mb, partition)
+        check_options(bucket_mb, partition, master_dtype, state_dtype)
         check_class(optimizer_cls, partition, elementwise)
         self.comm = Communicator(process_group, shard_size)
-        self.bucket_mb = bucket_mb
-        self.partition, self.param_dtype = partition, param_dtype
+        self.partition, self.param_dtype, self.master_dtype = partition, param_dtype, master_dtype
+        self._plan = partial(
+            plan,
+            world_size=self.comm.shard_size,
+            bucket_mb=bucket_mb,
+            partition=partition,
+            param_dtype=param_dtype,
+            master_dtype=master_dtype,
+            state_dtype=state_dtype,
+        )
         self.registration_order = list(registration_order or ())
         self.buffers: list[FlatBuffer] = []
         self.buckets: list[Bucket] = []
@@ -128,6 +146,7 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
         self.inner = on_all_ranks(lambda: optimizer_cls(self._inner_groups(first_group=0), **kwargs), self.comm.group)
         if self.inner._optimizer_step_pre_hooks or self.inner._optimizer_step_post_hooks:
             raise ValueError(f"{optimizer_cls.__name__} registers step hooks on itself, which ShardedOptimizer would not call")
+        self._update = SliceUpdate(self.inner, self.buckets, STATE_CODECS[state_dtype])
         self._is_built = True
         self.defaults = dict(self.inner.defaults)
         _copy_hyperparameters(self.inner.param_groups, self.param_groups)
@@ -178,30 +197,21 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
         if any(_changed(group, before) for group, before in self._original_groups.values()):
             raise RuntimeError("a group of before ShardedDataParallel(overlap=True) was changed; take it from param_groups now")
         _copy_hyperparameters(self.param_groups, self.inner.param_groups)
-        if not self._steps_by_bucket:
-            with region("zero::update"):
-                self._inner_step(**kwargs)
-            _copy_hyperparameters(self.inner.param_groups, self.param_groups)  # which a class may change, as a counter
-        everything = [group["params"] for group in self.inner.param_groups]
+        buckets = self.buckets[::-1]
         try:
-            for bucket in reversed(self.buckets):
+            for updated in [[bucket] for bucket in buckets] if self._steps_by_bucket else [buckets]:
                 # phase 2: update the owned slices
-                with region(f"zero::update bucket {bucket.number}"):
-                    if self._steps_by_bucket:
-                        for index, group in enumerate(self.inner.param_groups):
-                            group["params"] = bucket.local_by_group.get(index, [])
-                        self._inner_step(**kwargs)
-                    if bucket.master is not None:
-                        bucket.shard.copy_(bucket.master)
+                with region(f"zero::update bucket {updated[0].number}" if self._steps_by_bucket else "zero::update"):
+                    self._update(updated, **kwargs)
                 # phase 3: all-gather
-                with region(f"zero::all_gather bucket {bucket.number}"):
-                    bucket.gather = self.comm.all_gather(bucket.data, bucket.sizes)
+                for bucket in updated:
+                    with region(f"zero::all_gather bucket {bucket.number}"):
+                        bucket.gather = self.comm.all_gather(bucket.data, bucket.sizes)
         except BaseException:
             self.synchronize()  # nothing else waits for all-gathers that have started
             raise
-        finally:
-            for group, params in zip(self.inner.param_groups, everything, strict=True):
-                group["params"] = params
+        if not self._steps_by_bucket:
+            _copy_hyperparameters(self.inner.param_groups, self.param_groups)  # which a class may change, as a counter
         # tell autograd that the update and the all-gathers write to the memory of the parameters
         torch.autograd.graph.increment_version(self.source.updated())
         if self.source.readers is not None:
@@ -209,11 +219,6 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
         else:
             self.synchronize()
         return loss
-
-    def _inner_step(self, **kwargs: Any) -> None:
-        """Run the inner optimizer's own step. The hooks that torch runs around every `step` run around ours, once."""
-        step = type(self.inner).step
-        (step.__wrapped__ if getattr(step, "hooked", False) else step)(self.inner, **kwargs)  # type: ignore[attr-defined]
 
     def synchronize(self, buckets: Iterable[Bucket] | None = None) -> None:
         """Wait until every parameter is whole, or with `buckets` every parameter that lies in them."""
@@ -273,9 +278,9 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
     def set_parameter(self, param: torch.nn.Parameter, value: torch.Tensor) -> None:
         """Overwrite a parameter and this rank's master slices of it. The masters keep the full precision of `value`."""
         self.synchronize()
-        param.copy_(value)
+        param.copy_(half_up(value) if self.master_dtype == "remainder" and param in self.managed else value)
         for owned in self._owned_of.get(param, []):
-            owned.local.copy_(shaped(flattened(value, param)[owned.start : owned.stop], owned.local))
+            owned.write(flattened(value, param)[owned.start : owned.stop])
 
     @property
     def flat_params(self) -> list[torch.nn.Parameter]:
@@ -305,8 +310,9 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
                 inside = any(other.holds(param) for other in self.buffers)
                 if inside or _optimizer_of[param]() is not self or not buffer.take_back(number):
                     raise RuntimeError(f"{name_of(param, self.names)} {MOVED}")
-        for bucket in self.buckets:
-            bucket.update_master()
+        lost = [flag for bucket in self.buckets if bucket.masters is not None and (flag := bucket.masters.follow()) is not None]
+        if lost and torch.stack(lost).any():
+            raise RuntimeError(WRITTEN)
 
     def _lay_out(self, first_group: int) -> None:
         """Move the parameters of the groups from `first_group` on to their places in new flat buffers."""
@@ -319,9 +325,7 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
             if before is not None:
                 before.synchronize()
         specs = parameter_specs(self.param_groups[first_group:], self.registration_order, first_group=first_group)
-        planned = plan(
-            specs, self.comm.shard_size, bucket_mb=self.bucket_mb, partition=self.partition, param_dtype=self.param_dtype
-        )
+        planned = self._plan(specs)
         self.plan = self.plan.followed_by(planned) if first_group else planned
         params = params[len(params) - len(specs) :]
         group_of = {param: index for index, group in enumerate(self.param_groups) for param in group["params"]}

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
+from zero.codecs import decoded
 from zero.layout import Plan, Slice, parameter_specs, replicated_plan
 from zero.messages import cpu_group, gather_objects
 from zero.optimizer import ShardedOptimizer
@@ -44,8 +45,15 @@ class Partition:
 
     @property
     def states(self) -> list[dict[str, Any]]:
-        """The state of each of this rank's slices."""
-        return [self.inner.state.get(local, {}) for local in self.locals]
+        """The state of each of this rank's slices, decoded."""
+        return [decoded(local, self.inner.state.get(local, {})) for local in self.locals]
+
+    @property
+    def values(self) -> list[torch.Tensor]:
+        """The elements of each of this rank's slices, in the precision of the update."""
+        slices = self.optimizer.owned if isinstance(self.optimizer, ShardedOptimizer) else []
+        values = {owned.local: owned.read() for owned in slices}
+        return [values.get(local, local.detach()) for local in self.locals]
 
     @property
     def groups(self) -> list[dict[str, Any]]:

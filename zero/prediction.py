@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
+from zero.codecs import STATE_CODECS
 from zero.collectives import KEPT_BYTES
 from zero.layout import ParameterSpec, Plan
 
@@ -65,7 +66,7 @@ class Prediction:
             parameters  the weights that forward and backward use, with the padding of flat buffers
             gradients   full gradients, or with ShardedDataParallel after the last backward the shards of this rank
             state       per-element optimizer state
-            master      masters of the owned slices
+            master      masters of the owned slices, or their remainders
             buckets     other memory for communication: buckets in flight, and on a CPU the large ones kept for the next step
         """
         gradients, buckets = self._gradients_and_buckets(point)
@@ -132,7 +133,34 @@ class Prediction:
     @cached_property
     def state(self) -> int:
         """Bytes of the per-element optimizer state of the owned slices."""
+        codec = STATE_CODECS[self.plan.state_dtype]
+        if codec is None:
+            return self.decoded_state
+        return self.tensors_per_parameter * sum(
+            codec.nbytes(stop - start) if self._is_encoded(number) else (stop - start) * self.plan.update_dtype(number).itemsize
+            for number, start, stop in self.plan.slices(self.rank)
+            if self.plan.params[number].requires_grad
+        )
+
+    @cached_property
+    def decoded_state(self) -> int:
+        """Bytes of the same state in the dtype of the update."""
         return self.tensors_per_parameter * self.plan.updated_bytes[self.rank]
+
+    @cached_property
+    def decoded(self) -> list[int]:
+        """Bytes of float32 copies of what each bucket holds in another form: during its update, and of all in a checkpoint."""
+        return [
+            4
+            * shards[self.rank].numel
+            * (buffer.has_remainders + self.tensors_per_parameter * (self.plan.state_dtype != "float32"))
+            for buffer in self.plan.buffers
+            for shards in buffer.layout.shards
+        ]
+
+    def _is_encoded(self, number: int) -> bool:
+        """Return whether the state of a parameter is encoded: that of a number, which has no dimensions, is not."""
+        return self.plan.update_dtype(number) == torch.float32 and bool(self.plan.params[number].shape)
 
     @cached_property
     def whole_state(self) -> int:
@@ -143,10 +171,7 @@ class Prediction:
     def master(self) -> int:
         """Bytes of the masters of the owned slices."""
         return sum(
-            shards[self.rank].numel * buffer.update_dtype.itemsize
-            for buffer in self.plan.buffers
-            if buffer.has_masters
-            for shards in buffer.layout.shards
+            shards[self.rank].numel * buffer.master_itemsize for buffer in self.plan.buffers for shards in buffer.layout.shards
         )
 
     @cached_property
@@ -245,7 +270,8 @@ class ShardedPrediction(Prediction):
         if self.shard_gradients and self.micro_steps > 1:
             shards = self.gradient_shards - self._traffic.kept_shards
             local = [sum(self._gradients_and_buckets("accumulating")) + forward, kept + shards + loss]
-        return max(*local, kept + max(forward, loss), self._while_sending(layers, embedding))
+        update = sum(self._gradients_and_buckets("before step")) + max(self.decoded, default=0)
+        return max(*local, kept + max(forward, loss), self._while_sending(layers, embedding), update)
 
     def _while_sending(self, layers: int, embedding: int) -> int:
         """Return the largest bytes of gradients, buckets and activations while a backward sends gradients."""

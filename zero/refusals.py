@@ -17,6 +17,10 @@ MOVED = (
     "was moved or replaced after ShardedOptimizer was built (by model.to, flatten_parameters, or another optimizer); build the "
     "optimizer after that"
 )
+WRITTEN = (
+    "weights were written to since the last step, and with master_dtype='remainder' they have lost their masters; write with "
+    "optimizer.set_parameter(param, value) or load_state_dict of the ShardedDataParallel, or use master_dtype='float32'"
+)
 SPARSE = "sparse gradients cannot be laid flat; use nn.Embedding(sparse=False)"
 # classes that treat every element independently, and keep all their counters in the state of a parameter
 ELEMENTWISE = (

@@ -256,10 +256,10 @@ def _of_model(part: Partition, model: torch.nn.Module, divided: bool) -> tuple[d
     names = {id(tensor): f"model.{name}" for name, tensor in reversed(held.items())}  # first name of tied tensors
     numbers = {id(part.params[slice_.param]): slice_.param for slices in part.slices for slice_ in slices} if divided else {}
     chunks = []
-    for slice_, local in zip(part.slices[part.rank], part.locals, strict=True) if divided else ():
+    for slice_, values in zip(part.slices[part.rank], part.values, strict=True) if divided else ():
         param = part.params[slice_.param]
         if id(param) in names:
-            chunks.append(TensorChunk(names[id(param)], param.numel(), slice_.start, local.detach()))
+            chunks.append(TensorChunk(names[id(param)], param.numel(), slice_.start, values))
     outlines: dict[int, Any] = {}
     for key, tensor in {id(tensor): tensor for tensor in held.values()}.items():
         if not isinstance(tensor, torch.Tensor):  # from get_extra_state()

@@ -8,6 +8,8 @@ import torch
 from torch.utils._pytree import tree_leaves
 from torch.utils.dlpack import from_dlpack
 
+_CACHED = 2**17  # elements to process at a time, so that intermediate results fit into a CPU's cache
+
 
 def flattened(tensor: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
     """Flatten `tensor`, which has the shape of `param`, in the order in which the elements of `param` lie in memory.
@@ -33,6 +35,12 @@ def shaped(flat: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 def meta_like(param: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return a tensor on the meta device, in the shape of `param`, and in its strides if dense."""
     return shaped(torch.empty(param.numel(), dtype=dtype, device="meta"), param)
+
+
+def pieces(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Yield flat tensors of equal length part by part, with few elements at a time on a CPU, and as a whole on a GPU."""
+    numel = _CACHED if tensors[0].device.type == "cpu" else max(1, tensors[0].numel())
+    return zip(*(tensor.split(numel) for tensor in tensors), strict=True)
 
 
 def is_dense(tensor: torch.Tensor) -> bool:

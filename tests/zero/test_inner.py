@@ -113,7 +113,7 @@ def written_weights():
         model(torch.ones(2, 8, dtype=torch.bfloat16)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-    masters = [bucket.master.clone() for bucket in optimizer.buckets]
+    masters = [bucket.masters.values.clone() for bucket in optimizer.buckets]
     assert any((master != master.bfloat16()).any() for master in masters)
     with torch.no_grad():
         module.weight[0] = 7.0

@@ -139,7 +139,7 @@ def test_alone():
 def from_bfloat16():
     """A model that comes in bfloat16 has float32 masters as well."""
     optimizer = ShardedOptimizer(make_toy().to(torch.bfloat16).parameters(), torch.optim.SGD, param_dtype=torch.bfloat16)
-    return [bucket.master.dtype == torch.float32 for bucket in optimizer.buckets]
+    return [bucket.masters.values.dtype == torch.float32 for bucket in optimizer.buckets]
 
 
 def test_a_model_in_bfloat16_has_masters():

@@ -1,0 +1,315 @@
+"""zero/codecs.py, zero/masters.py: state and masters in fewer bytes. Rounding, bytes, checkpoints, resumed runs."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from toy import assert_equal, batch, make_toy, train, weights
+
+from zero import ShardedDataParallel, ShardedOptimizer
+from zero import checkpoint as ckpt
+from zero.codecs import BLOCK, STATE_CODECS, BFloat16, Encoded, Int8, rounding_noise
+from zero.flags import Flags
+from zero.masters import Remainders, half_up
+from zero.memory import held_bytes
+
+CPU = torch.device("cpu")
+STEPS = 4
+CODECS = {
+    "bfloat16": {"state_dtype": "bfloat16"},
+    "int8": {"state_dtype": "int8"},
+    "remainder": {"param_dtype": torch.bfloat16, "master_dtype": "remainder"},
+    "both": {"param_dtype": torch.bfloat16, "master_dtype": "remainder", "state_dtype": "int8"},
+}
+
+
+def make(shard_gradients=False, seed=0, optimizer_cls=torch.optim.AdamW, **kwargs):
+    """A sharded toy. Its unused parameter is trainable, and one of its parameters has no dimensions."""
+    model = make_toy(seed)
+    optimizer = ShardedOptimizer(model.param_groups(), optimizer_cls, bucket_mb=0.0002, lr=0.01, **kwargs)
+    return ShardedDataParallel(model, optimizer, shard_gradients), optimizer
+
+
+# -- arithmetic --------------------------------------------------------------------------------------------------------
+
+
+def values(numel, positive):
+    """Numbers over ten powers of ten, with zeros."""
+    generator = torch.Generator().manual_seed(numel)
+    drawn = torch.randn(numel, generator=generator) * 10 ** (10 * torch.rand(numel, generator=generator) - 8)
+    drawn[::7] = 0
+    return drawn.abs() if positive else drawn
+
+
+@pytest.mark.parametrize("positive", [True, False])
+@pytest.mark.parametrize("numel", [1, 16, BLOCK, BLOCK + 16, 2**17 + 3 * BLOCK + 16])
+@pytest.mark.parametrize("codec", [BFloat16(), Int8()])
+def test_what_is_decoded_encodes_to_the_same_bytes(codec, numel, positive):
+    """A checkpoint has what is decoded: a resumed run must hold the bytes of the run that was saved."""
+    encoded = codec.encode(values(numel, positive), rounding_noise(1, numel, CPU))
+    assert sum(part.nbytes for part in encoded) == codec.nbytes(numel)
+    again = codec.encode(codec.decode(encoded), rounding_noise(2, numel, CPU))
+    assert all(map(torch.equal, encoded, again))
+
+
+def test_every_code_of_int8_encodes_to_itself():
+    codec = Int8()
+    for largest in (1.0, 3e-9, 0.7e30):
+        for sign in (1.0, -1.0):  # all codes that a block with this largest element can have
+            wide = largest * torch.linspace(sign, 0 if sign > 0 else 1, BLOCK)
+            block = torch.cat((wide, torch.logspace(0, -9, BLOCK - 1) * largest, torch.tensor([sign * largest])))
+            decoded = codec.decode(codec.encode(block, torch.zeros(0)))
+            assert torch.equal(codec.decode(codec.encode(decoded, torch.zeros(0))), decoded)
+
+
+def test_errors_of_int8_are_those_of_the_dynamic_map():
+    for positive, largest_error in ((True, 0.75 * 0.9 / 128), (False, 0.75 * 0.9 / 64)):  # below the largest code
+        exact = torch.rand(BLOCK * 64, generator=torch.Generator().manual_seed(0)) * (1 if positive else 2) - (0 if positive else 1)
+        decoded = Int8().decode(Int8().encode(exact, torch.zeros(0)))
+        scale = exact.view(-1, BLOCK).abs().amax(1, keepdim=True)
+        error = ((decoded - exact).view(-1, BLOCK) / scale).abs().max()
+        assert 0.7 * largest_error < error < largest_error + 2**-9  # the ratio is rounded to bfloat16 first
+
+
+@pytest.mark.parametrize("positive", [True, False])
+def test_what_is_not_zero_stays_so(positive):
+    exact = values(4 * BLOCK, positive)
+    decoded = Int8().decode(Int8().encode(exact, torch.zeros(0)))
+    assert torch.equal(decoded == 0, exact == 0)
+    assert torch.equal(decoded.sign(), exact.sign())
+
+
+def test_stochastic_rounding_is_right_on_average():
+    """A second moment with beta2 = 0.999 falls by 0.1 % in a step: nearest rounding would never change it."""
+    numel, steps = 2**17, 200
+    moment, nearest = torch.full((numel,), 1.0), torch.full((numel,), 1.0, dtype=torch.bfloat16)
+    codec = BFloat16()
+    for step in range(steps):
+        moment = codec.decode(codec.encode(0.999 * moment, rounding_noise(step, numel, CPU)))
+        nearest = (0.999 * nearest.float()).bfloat16()
+    assert nearest.float().mean() == 1.0, "it stalls"
+    assert moment.mean() == pytest.approx(0.999**steps, rel=1e-3)
+
+
+def test_nan_and_infinity_survive():
+    exact = torch.tensor([0x7FFFFFFF, -1, 0x7F800000, -0x800000], dtype=torch.int32).view(torch.float32)  # nan nan inf -inf
+    for rounded in (BFloat16().encode(exact, torch.full((4,), 65535))[0], half_up(exact)):
+        assert rounded.isnan().tolist() == [True, True, False, False]
+        assert rounded[2:].tolist() == [float("inf"), -float("inf")]
+    assert Int8().decode(Int8().encode(exact, torch.zeros(0))).isnan().any()
+
+
+def test_remainders_are_exact():
+    """All pairs of a sign, an exponent and the lower 17 bits, in which ties and carries lie."""
+    exponents = torch.arange(0, 255, 6, dtype=torch.int32)[:, None] << 23
+    bits = (exponents + torch.arange(2**17, dtype=torch.int32)).flatten()
+    exact = torch.cat((bits, bits - 2**31)).view(torch.float32)
+    shard = half_up(exact)
+    remainders = Remainders(shard)
+    remainders.write(0, exact)
+    assert torch.equal(remainders.read(0, len(exact)).view(torch.int32), exact.view(torch.int32))
+    assert torch.equal(shard.view(torch.int16), half_up(exact).view(torch.int16))
+    assert (half_up(exact) != exact.bfloat16()).float().mean() < 1e-5, "nearest, except for ties"
+    assert not remainders.follow()
+    shard[-4:] = shard[-4:].flip(0).clone()
+    assert not remainders.follow(), "these are equal"
+    shard[::65536] = shard[::65536].flip(0).clone()  # the sum over all is the same
+    assert remainders.follow()
+
+
+# -- training ----------------------------------------------------------------------------------------------------------
+
+
+def bits_half_up(master):
+    """Written with NumPy, apart from the code under test."""
+    bits = master.detach().numpy().view(np.uint32)
+    return torch.from_numpy(np.asarray((bits + np.uint32(0x8000)) >> 16 << 16).view(np.float32)).bfloat16()
+
+
+def masters_of(optimizer):
+    return [owned.read().clone() for owned in optimizer.owned]
+
+
+def trained_with_remainders(steps):
+    model, optimizer = make(param_dtype=torch.bfloat16, master_dtype="remainder")
+    train(model, optimizer, dist.get_rank(), steps)
+    kept = make(param_dtype=torch.bfloat16)[1]
+    held, as_float32 = (held_bytes(each)["master"] for each in (optimizer, kept))
+    assert 2 * held == as_float32 > 0
+    return ckpt.model_state_dict(model.module, optimizer), weights(model)
+
+
+def float32_masters(world_size, steps):
+    """One process: a bfloat16 model whose gradients update float32 masters, which are then rounded half up into the model."""
+    model, masters = make_toy(0), make_toy(0)
+    model.to(torch.bfloat16)
+    optimizer = torch.optim.AdamW(masters.param_groups(), lr=0.01)
+    for step in range(steps):
+        for group in optimizer.param_groups:
+            group["lr"] = 0.01 / (1 + step)
+        for master in masters.parameters():
+            master.grad = None
+        for rank in range(world_size):
+            model(*batch(step, rank)).backward()
+            for param, master in zip(model.parameters(), masters.parameters(), strict=True):
+                if param.grad is not None:
+                    share = (param.grad * (1 / world_size)).float()
+                    master.grad = share if master.grad is None else master.grad + share
+                    param.grad = None
+        optimizer.step()
+        with torch.no_grad():
+            for param, master in zip(model.parameters(), masters.parameters(), strict=True):
+                param.copy_(bits_half_up(master) if master.requires_grad else master)
+    return {name: value.float() for name, value in masters.state_dict().items()}, weights(model)
+
+
+def test_remainders_are_float32_masters():
+    """Bit for bit, after 500 steps on two ranks."""
+    (masters, low), *_ = run_ranks(trained_with_remainders, 2, 500)
+    oracle, its_low = run_ranks(float32_masters, 1, 2, 500)[0]
+    assert_equal(low, its_low)
+    for name in masters:
+        expected = oracle[name] if masters[name].dtype == torch.float32 else its_low[name]  # what is frozen has no master
+        assert torch.equal(masters[name], expected), name
+
+
+def save_and_resume(name, shard_gradients):
+    """A run of 2 * STEPS without and with an interruption. The resumed one begins with other weights."""
+    kwargs = CODECS[name]
+    rank = dist.get_rank()
+    model, optimizer = make(shard_gradients, **kwargs)
+    train(model, optimizer, rank, STEPS)
+    saved = [ckpt.model_state_dict(model.module, optimizer), ckpt.consolidate(optimizer)]
+    encoded = [value for state in optimizer.inner.state.values() for value in state.values() if isinstance(value, Encoded)]
+    assert bool(encoded) == ("state_dtype" in kwargs)
+    dist.broadcast_object_list(saved)
+    later, later_optimizer = make(shard_gradients, seed=7, **kwargs)
+    later.module.load_state_dict(saved[0])
+    before = copy.deepcopy(saved[1])
+    ckpt.restore(later_optimizer, saved[1])
+    assert_equal(saved[1], before)
+    for each, its_optimizer in ((model, optimizer), (later, later_optimizer)):
+        train(each, its_optimizer, rank, STEPS, first=STEPS)
+    assert_equal(weights(later), weights(model))
+    assert_equal(masters_of(later_optimizer), masters_of(optimizer))
+    assert_equal(ckpt.consolidate(later_optimizer), ckpt.consolidate(optimizer))
+    return saved
+
+
+@pytest.mark.parametrize("shard_gradients", [False, True])
+@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_resumed_run_is_bit_exact(world_size, name, shard_gradients):
+    _, saved = run_ranks(save_and_resume, world_size, name, shard_gradients)[0]
+    for state in saved["state"].values():
+        assert {tensor.dtype for tensor in state.values()} == {torch.float32}
+
+
+def goes_elsewhere(saved_model, saved, kwargs):
+    """The state in another optimizer, which consolidates to what it was given."""
+    model, optimizer = make(seed=9, **kwargs)
+    model.module.load_state_dict(saved_model)
+    ckpt.restore(optimizer, saved)
+    state = ckpt.consolidate(optimizer)
+    train(model, optimizer, 0, 1, first=STEPS)
+    return state
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "int8"])
+def test_state_goes_to_optimizers_without_a_codec_and_back(name):
+    saved_model, saved = run_ranks(save_and_resume, 2, name, False)[0]
+    plain = torch.optim.AdamW(make_toy().param_groups(), lr=0.01)
+    plain.load_state_dict(copy.deepcopy(saved))  # what AdamW would hold
+    for world_size in (1, 3):
+        assert_equal(run_ranks(goes_elsewhere, world_size, saved_model, saved, {})[0], saved)
+    back = run_ranks(goes_elsewhere, 2, saved_model, saved, CODECS[name])[0]
+    assert_equal(back, saved)
+    elsewhere = run_ranks(goes_elsewhere, 3, saved_model, saved, CODECS[name])[0]  # int8: other blocks, rounded again
+    for number, state in saved["state"].items():
+        for key, value in state.items():
+            assert (elsewhere["state"][number][key] - value).abs().max() <= 0.02 * value.abs().max()
+
+
+def replicas(name):
+    model, optimizer = make(shard_size=2, **CODECS[name])
+    train(model, optimizer, dist.get_rank(), STEPS)
+    leaves = [leaf for state in optimizer.inner.state.values() for leaf in state.values()]
+    parts = [part for leaf in leaves for part in (leaf.parts if isinstance(leaf, Encoded) else (leaf,))]
+    return {"weights": weights(model), "masters": masters_of(optimizer), "state": parts}
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_replicas_round_alike(name):
+    results = run_ranks(replicas, 4, name)
+    for rank, result in enumerate(results):
+        assert_equal(result["weights"], results[0]["weights"])
+        assert_equal(result, results[rank % 2])
+
+
+def skipped_and_whole(codec):
+    """A parameter without a gradient keeps its state, and a class of its own gets its state decoded, for all slices at once."""
+    for optimizer_cls, kwargs in (
+        (torch.optim.SGD, {"momentum": 0.9}),
+        (type("Own", (torch.optim.AdamW,), {}), {"elementwise": True}),
+        (torch.optim.Adafactor, {"partition": "parameter"}),
+    ):
+        model, optimizer = make(optimizer_cls=optimizer_cls, state_dtype=codec, **kwargs)
+        train(model, optimizer, dist.get_rank(), STEPS)
+        before = ckpt.consolidate(optimizer)
+        model(*batch(9, 0)).backward()
+        model.module.hidden.weight.grad = None  # in group 0, after the embedding
+        optimizer.step()
+        after = ckpt.consolidate(optimizer)
+        if after is not None:
+            assert_equal(after["state"][1], before["state"][1])
+            with pytest.raises(AssertionError):
+                assert_equal(after["state"][0], before["state"][0])
+        assert all(param.isfinite().all() for param in model.parameters())
+
+
+@pytest.mark.parametrize("codec", ["bfloat16", "int8"])
+def test_other_optimizers(codec):
+    run_ranks(skipped_and_whole, 2, codec)
+
+
+def written():
+    """Writes that a step refuses, and the ways to write."""
+    for write in (
+        lambda param: param.data.mul_(1.5),
+        lambda param: param.copy_(param.flip(0)),
+        lambda param: setattr(param, "data", param.data + 1),
+    ):
+        model, optimizer = make(param_dtype=torch.bfloat16, master_dtype="remainder")
+        train(model, optimizer, 0, 1)
+        with torch.no_grad():
+            write(model.module.hidden.weight)
+        model(*batch(1, 0)).backward()
+        with pytest.raises(RuntimeError, match=r"lost their masters; write with\s+optimizer.set_parameter"):
+            optimizer.step()
+        optimizer.set_parameter(model.module.hidden.weight, torch.ones(7, 7))
+    train(model, optimizer, 0, 1)
+    model.load_state_dict(model.state_dict())
+    train(model, optimizer, 0, 1)
+
+
+def test_a_written_weight_is_refused():
+    run_ranks(written, 1)
+
+
+def test_refusals():
+    for kwargs, text in (
+        ({"state_dtype": "int4"}, "state_dtype='int4' is not one of float32, bfloat16, int8"),
+        ({"master_dtype": "bfloat16"}, "master_dtype='bfloat16' is not one of float32, remainder"),
+        ({"master_dtype": "remainder"}, "master_dtype='remainder' needs"),
+        ({"master_dtype": "remainder", "param_dtype": torch.bfloat16, "partition": "parameter"}, "and partition='element'"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            ShardedOptimizer(make_toy().parameters(), torch.optim.AdamW, **kwargs)
+    with pytest.raises(ValueError, match="master_dtype='remainder' needs param_dtype='bfloat16', not 'float32'"):
+        Flags(master_dtype="remainder")
+    with pytest.raises(ValueError, match="state_dtype=int8 needs use_zero1=True, zero1_impl='sharded'"):
+        Flags(zero1_impl="torch", state_dtype="int8").implementation(2)
+    assert STATE_CODECS["float32"] is None

@@ -1,0 +1,178 @@
+"""Optimizer state in fewer bytes: float32 while its bucket is updated, encoded the rest of the time.
+
+A codec encodes a float32 tensor, one number per element of a slice. Checkpoints hold what it decodes to, in float32, and if
+that is encoded again, the bytes are the same: so a resumed run has the state of the run that was saved.
+"""
+
+import math
+from collections.abc import Iterable
+from functools import cache
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch.nn import functional
+
+from zero.tensors import flattened, pieces, shaped
+
+BLOCK = 256  # elements that share a scale with `Int8`
+
+
+class Codec(Protocol):
+    """Encodes flat float32 tensors."""
+
+    def encode(self, values: torch.Tensor, noise: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return the encoded elements of `values`, (numel,) float32.
+
+        `noise`: random numbers for the rounding, int32 from 0 to 65535; they are repeated if there are fewer than elements.
+        """
+        ...
+
+    def decode(self, encoded: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """Return the elements, (numel,) float32."""
+        ...
+
+    def nbytes(self, numel: int) -> int:
+        """Return the bytes of `numel` encoded elements."""
+        ...
+
+
+class BFloat16:
+    """The upper 16 bits of float32, with stochastic rounding.
+
+    A second moment changes by a factor of 1 - beta2 per step. If this is less than half the distance of two bfloat16 numbers,
+    as with beta2 = 0.999, rounding to the nearest one would never change it. Stochastic rounding is right on average.
+    """
+
+    def encode(self, values: torch.Tensor, noise: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        encoded = torch.empty_like(values, dtype=torch.bfloat16)
+        for rounded, part in pieces(encoded, values):
+            bits = part.nan_to_num(math.nan, math.inf, -math.inf).view(torch.int32)  # with the nan that cannot overflow
+            bits += noise[: part.numel()]
+            rounded.view(torch.int16).copy_(bits >> 16)
+        return (encoded,)
+
+    def decode(self, encoded: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        return encoded[0].float()
+
+    def nbytes(self, numel: int) -> int:
+        return 2 * numel
+
+
+class Int8:
+    """One byte per element: its ratio to the largest element of its block of 256, on a scale that is finer for large ratios.
+
+    The scale is the dynamic map of Dettmers et al., "8-bit Optimizers via Block-wise Quantization"
+    (https://arxiv.org/abs/2110.02861), with two changes. It includes the largest ratio exactly, with both signs, so that a
+    block that is encoded again does not shrink. And what is not zero does not become zero: an element whose second moment is
+    lost, but not its first, would be updated by too much. Blocks without negative elements use all codes for positive ones.
+    """
+
+    def encode(self, values: torch.Tensor, noise: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        codes = torch.empty_like(values, dtype=torch.uint8)
+        scales = values.new_empty(-(-values.numel() // BLOCK))  # negative if the block has negative elements
+        nearest = _nearest_codes(values.device)
+        first = 0
+        for coded, part in pieces(codes, values):
+            blocks = functional.pad(part, (0, -part.numel() % BLOCK)).view(-1, BLOCK)
+            lowest, highest = blocks.aminmax(dim=1)
+            scale = torch.maximum(highest, -lowest)
+            ratios = (blocks / scale[:, None]).to(torch.bfloat16).view(torch.int16)
+            bits = (ratios.to(torch.int32) & 0xFFFF) + (lowest < 0)[:, None] * 2**16
+            coded.copy_(nearest.index_select(0, bits.view(-1)[: part.numel()]))
+            scales[first : first + scale.numel()] = torch.where(lowest < 0, -scale, scale)
+            first += scale.numel()
+        return codes, scales
+
+    def decode(self, encoded: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        codes, scales = encoded
+        values = torch.empty_like(codes, dtype=torch.float32)
+        ratios = _ratios(codes.device)
+        first = 0
+        for part, coded in pieces(values, codes):
+            blocks = functional.pad(coded, (0, -part.numel() % BLOCK)).view(-1, BLOCK).to(torch.int32)
+            scale = scales[first : first + blocks.shape[0], None]
+            decoded = ratios.index_select(0, (blocks + (scale < 0) * 2**8).view(-1)).view(-1, BLOCK)
+            part.copy_((decoded * scale.abs()).view(-1)[: part.numel()])
+            first += blocks.shape[0]
+        return values
+
+    def nbytes(self, numel: int) -> int:
+        return numel + 4 * -(-numel // BLOCK)
+
+
+STATE_CODECS: dict[str, Codec | None] = {"float32": None, "bfloat16": BFloat16(), "int8": Int8()}
+
+
+class Encoded(NamedTuple):
+    """An entry of the state of a slice at rest."""
+
+    codec: Codec
+    parts: tuple[torch.Tensor, ...]
+
+    def decode(self, local: torch.Tensor) -> torch.Tensor:
+        """Return the entry in float32, in the shape of `local`, the slice."""
+        return shaped(self.codec.decode(self.parts), local)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.parts)
+
+
+def encode(states: Iterable[tuple[torch.Tensor, dict[str, Any]]], codec: Codec, noise: torch.Tensor) -> None:
+    """Encode the state of some slices: of each one the entries that have a float32 number per element."""
+    for local, state in states:
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor) and value.dim() and value.shape == local.shape and value.dtype == torch.float32:
+                state[key] = Encoded(codec, codec.encode(flattened(value, local), noise))
+
+
+def decoded(local: torch.Tensor, state: dict[str, Any]) -> dict[str, Any]:
+    """Return the state of a slice with its encoded entries in float32."""
+    return {key: value.decode(local) if isinstance(value, Encoded) else value for key, value in state.items()}
+
+
+def rounding_noise(seed: int, numel: int, device: torch.device) -> torch.Tensor:
+    """Return at most `numel` random numbers for `Codec.encode`.
+
+    Each element gets a new number in each step. On a CPU, elements that lie far apart get the same one, because random numbers
+    take far more time than their use.
+    """
+    (block,) = next(pieces(torch.empty(numel, dtype=torch.int8, device=device)))
+    generator = torch.Generator(device).manual_seed(seed)
+    return torch.randint(0, 2**16, (block.numel(),), dtype=torch.int32, device=device, generator=generator)
+
+
+@cache
+def _ratios(device: torch.device) -> torch.Tensor:
+    """Return the ratios of the codes, (512,) float32: 256 for blocks without negative elements, then 256 for others.
+
+    From 1e-7 to 1, each power of ten has twice as many codes as the one below.
+    """
+    positive = [_decades(2), _decades(1)]
+    tables = [torch.cat((torch.zeros(1), positive[0])), torch.cat((-positive[1].flip(0), torch.zeros(1), positive[1]))]
+    return torch.cat([functional.pad(table, (0, 1), value=1.0) for table in tables]).to(device)
+
+
+def _decades(first: int) -> torch.Tensor:
+    """Return the positive ratios in ascending order, `first` of them between 1e-7 and 1e-6."""
+    ratios = []
+    for power in range(7):
+        bounds = torch.linspace(0.1, 1, first * 2**power + 1, dtype=torch.float64)
+        ratios.append((bounds[:-1] + bounds[1:]) / 2 * 10.0 ** (power - 6))
+    ratios[-1][-1] = 1.0
+    return torch.cat(ratios).float()
+
+
+@cache
+def _nearest_codes(device: torch.device) -> torch.Tensor:
+    """Return the code of each ratio, (2 * 65536,) uint8: by the bits of its bfloat16, without and with negative elements."""
+    ratios = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).double()
+    nearest = []
+    for table in _ratios(torch.device("cpu")).double().view(2, -1):
+        table = table[:-1]  # the last code is not used
+        codes = torch.bucketize(ratios, (table[:-1] + table[1:]) / 2)
+        zero = int((table == 0).nonzero())
+        codes = torch.where((codes == zero) & (ratios > 0), zero + 1, codes)
+        codes = torch.where((codes == zero) & (ratios < 0), zero - 1, codes)
+        nearest.append(torch.where(ratios.isnan() | (ratios == 0), zero, codes))  # nan: of a block of zeros
+    return torch.cat(nearest).to(torch.uint8).to(device)

@@ -1,0 +1,115 @@
+"""The owned elements of a bucket in float32, where the parameters have lower precision: kept, or weight and remainder."""
+
+import math
+
+import torch
+
+from zero.tensors import pieces
+
+
+class Masters:
+    """A copy of a shard in the dtype of the update.
+
+    Args:
+        shard: the weights, (numel,).
+        dtype: of the update.
+    """
+
+    def __init__(self, shard: torch.Tensor, dtype: torch.dtype) -> None:
+        self.shard = shard
+        self.values = torch.zeros_like(shard, dtype=dtype)  # what the inner optimizer updates
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are held between updates, in addition to the weights."""
+        return self.values.nbytes
+
+    def load(self) -> None:
+        """Make `values` ready for an update."""
+
+    def store(self) -> None:
+        """Round the updated values to the weights."""
+        self.shard.copy_(self.values)
+
+    def read(self, start: int, stop: int) -> torch.Tensor:
+        """Return elements in full precision: a view, or a copy."""
+        return self.values[start:stop]
+
+    def write(self, start: int, values: torch.Tensor) -> None:
+        """Overwrite elements from `start` on, whose weights have been written already, rounded as `store` does."""
+        self.values[start : start + values.numel()] = values
+
+    def follow(self) -> torch.Tensor | None:
+        """Copy weights that have been written to since the last update to the masters.
+
+        Return a bool on the device, whether there are some but they cannot be found, or None.
+        """
+        for master, shard in pieces(self.values, self.shard):
+            unwritten = shard == master.to(shard.dtype)
+            if shard.device.type != "cpu" or not unwritten.all():  # does not wait for a GPU
+                torch.where(unwritten, master, shard, out=master)
+        return None
+
+
+class Remainders:
+    """What bfloat16 weights lack to be float32, 16 bits: the same values as `Masters`, in half the bytes.
+
+    A weight is its master rounded half up, `(bits + 0x8000) >> 16`. The remainder then fits into 16 bits with a sign, while
+    rounding to the nearest even number would need one more value. Megatron-LM does the same (store_param_remainders).
+
+    A weight that somebody else writes to has lost its master. The remainder does not show that, but a checksum does.
+    """
+
+    def __init__(self, shard: torch.Tensor) -> None:
+        self.shard = shard
+        self.remainder = torch.zeros_like(shard, dtype=torch.int16)
+        self.values = self._placeholder()
+        self.checksum = self._checksum()
+
+    @property
+    def nbytes(self) -> int:
+        return self.remainder.nbytes
+
+    def load(self) -> None:
+        self.values = self.read(0, self.shard.numel())
+
+    def store(self) -> None:
+        self.write(0, self.values)
+        self.values = self._placeholder()
+
+    def read(self, start: int, stop: int) -> torch.Tensor:
+        values = self.shard.new_empty(stop - start, dtype=torch.float32)
+        for value, weight, remainder in pieces(values, self.shard[start:stop], self.remainder[start:stop]):
+            bits = value.view(torch.int32)
+            bits.copy_(weight.view(torch.int16))
+            bits <<= 16
+            bits += remainder
+        return values
+
+    def write(self, start: int, values: torch.Tensor) -> None:
+        stop = start + values.numel()
+        for value, weight, remainder in pieces(values, self.shard[start:stop], self.remainder[start:stop]):
+            weight.copy_(half_up(value))
+            remainder.copy_(value.view(torch.int32))  # the lower 16 bits
+        self.checksum = self._checksum()
+
+    def follow(self) -> torch.Tensor | None:
+        return (self._checksum() != self.checksum).any()
+
+    def _placeholder(self) -> torch.Tensor:
+        """Return one element that is shown as all of them: between updates, slices have shapes and a dtype but no values."""
+        return torch.zeros((), dtype=torch.float32, device=self.shard.device).expand(self.shard.shape)
+
+    def _checksum(self) -> torch.Tensor:
+        """Return sums over parts of the weights, (number of parts,) int64, with a factor for each pair of weights."""
+        sums = [
+            (part * torch.arange(1, 2 * part.numel(), 2, dtype=torch.int32, device=part.device)).sum()
+            for (part,) in pieces(self.shard.view(torch.int32))
+        ]
+        return torch.stack(sums)
+
+
+def half_up(values: torch.Tensor) -> torch.Tensor:
+    """Return values as bfloat16, rounded to the nearest number, and away from zero if two are equally near."""
+    values = values.float().nan_to_num(math.nan, math.inf, -math.inf).contiguous()  # with the nan for which the sum fits
+    return ((values.view(torch.int32) + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16)

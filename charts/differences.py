@@ -19,6 +19,7 @@ _FIRST: tuple[str, ...] = (
     "world_size",
     "shard_gradients",
     "param_dtype",
+    "state_dtype",
     "learning_rate",
     "n_layer",
     "n_head",
@@ -28,7 +29,8 @@ _LAST = ("backend", "devices", "git_commit", "versions")
 # Where and when a run writes, how it has ended, and what other settings say: the implementation says which flags had an effect.
 _NOT_COMPARED = {"out_dir", "log_to", "log_interval", "state", "parts", "starts"}
 _NOT_COMPARED |= {"use_zero1", "zero1_impl", "micro_steps", "parameters", "train_tokens", "val_bytes_per_token"}
-_SHARDED = ("shard_gradients", "zero_bucket_mb", "zero_shard_size", "zero_check_reads")  # no effect on others
+# no effect on other implementations
+_SHARDED = ("shard_gradients", "zero_bucket_mb", "zero_shard_size", "zero_check_reads", "master_dtype", "state_dtype")
 # Two runs that differ in these only should have the same training losses, up to rounding.
 _SAME_LOSS = {"implementation", "world_size", "zero_bucket_mb", "shard_gradients", "zero_shard_size", "zero_check_reads"}
 _SAME_LOSS |= {"activation_checkpointing", "loss_chunk", "desync_check_interval", "shadow_check", "metric_interval"}

@@ -17,7 +17,7 @@ from zero.memory import held_bytes
 from zero.messages import gather_objects, is_rank_0
 from zero.optimizer import ShardedOptimizer
 from zero.partition import parameters, partition
-from zero.prediction import Activations
+from zero.prediction import Activations, Prediction
 
 Point = Literal["after_init", "before_step", "after_step"]
 
@@ -218,19 +218,23 @@ def _logged(which: str, by_purpose: dict[str, int]) -> dict[str, float]:
 def describe(optimizer: torch.optim.Optimizer, use_zero1: bool) -> str:
     """Return one line for the console: the implementation, its state bytes per rank, and the state bytes of plain AdamW."""
     plan = partition(optimizer).plan
-    by_rank = [2 * owned for owned in plan.updated_bytes]  # exp_avg and exp_avg_sq
-    whole = f"{sum(by_rank) / 1e6:.1f} MB"
+    owned = plan.updated_bytes
+    fullest = Prediction(plan, owned.index(max(owned)))
+    whole = f"{fullest.whole_state / 1e6:.1f} MB"
     if isinstance(optimizer, ShardedOptimizer | ZeroRedundancyOptimizer):
         name = "sharded" if isinstance(optimizer, ShardedOptimizer) else "torch"
-        fullest = f"{max(by_rank) / 1e6:.1f} MB of AdamW state on the fullest rank"
+        text = f"{fullest.state / 1e6:.1f} MB of AdamW state on the fullest rank"
+        if plan.state_dtype != "float32":
+            text += f" (in {plan.state_dtype} between updates)"
         count = optimizer.comm.replicas if isinstance(optimizer, ShardedOptimizer) else 1
-        ranks = f"{len(by_rank)} rank{'s' if len(by_rank) > 1 else ''}"
+        ranks = f"{len(owned)} rank{'s' if len(owned) > 1 else ''}"
         replicas = f" in each of {count} groups" if count > 1 else ""
         if plan.has_masters:
-            fullest += f", plus half of that in float32 master weights of the {plan.param_dtype} weights"
+            held = "remainders" if plan.has_remainders else "float32 masters"
+            text += f", plus {fullest.master / 1e6:.1f} MB of {held} of the {plan.param_dtype} weights"
         return (
             f"Using ZeRO-1 optimizer state sharding: zero1_impl='{name}' ({type(optimizer).__name__}) over "
-            f"{ranks}{replicas}, {fullest}; plain AdamW would hold {whole} on each"
+            f"{ranks}{replicas}, {text}; plain AdamW would hold {whole} on each"
         )
     why = " (use_zero1 needs more than one process; start with torchrun)" if use_zero1 else ""
     return f"Using plain AdamW{why}: {whole} of optimizer state on each rank"

@@ -181,5 +181,7 @@ class Shadow:
         if figures[worst][0] == 0:
             print0(f"{after}, all {len(figures)} parameters are bit-identical to plain AdamW")
             return
-        why = "; differences are expected, because bfloat16 rounds" if self._part.plan.has_masters else ""
+        plan = self._part.plan
+        rounded = [text for text, is_so in (("weights", plan.has_masters), ("moments", plan.state_dtype != "float32")) if is_so]
+        why = f"; differences are expected, because {' and '.join(rounded)} are rounded" if rounded else ""
         print0(f"{after}, the largest difference from plain AdamW is {figures[worst][0]:.1e}, in {worst}{why}")

@@ -283,6 +283,7 @@ def test_nanogpts_settings_have_nanogpts_defaults(train_defaults):
     assert set(defaults) - set(NANOGPT_DEFAULTS) == {
         *("backend", "device", "dtype", "compile"),  # also in nanoGPT, but the machine decides
         *("use_zero1", "zero1_impl", "zero_bucket_mb", "shard_gradients", "param_dtype", "zero_check_reads", "seed"),
+        *("master_dtype", "state_dtype"),
         *("zero_shard_size", "dist_timeout_s", "shadow_check", "desync_check_interval"),
         *("loss_chunk", "activation_checkpointing"),
         *("metric_interval", "sample_interval", "wandb_mode", "profile", "profile_memory"),

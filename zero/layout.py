@@ -289,6 +289,11 @@ class Plan:
         return any(buffer.has_masters for buffer in self.buffers)
 
     @property
+    def has_remainders(self) -> bool:
+        """Whether these are held as weight and remainder."""
+        return any(buffer.has_remainders for buffer in self.buffers)
+
+    @property
     def has_whole_parameters(self) -> bool:
         """Whether every slice is a whole parameter. State may then have the shape of a row or a column."""
         return self.assigned is not None or self.partition == "parameter"

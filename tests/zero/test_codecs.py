@@ -67,7 +67,8 @@ def test_every_code_of_int8_encodes_to_itself():
 
 def test_errors_of_int8_are_those_of_the_dynamic_map():
     for positive, largest_error in ((True, 0.75 * 0.9 / 128), (False, 0.75 * 0.9 / 64)):  # below the largest code
-        exact = torch.rand(BLOCK * 64, generator=torch.Generator().manual_seed(0)) * (1 if positive else 2) - (0 if positive else 1)
+        exact = torch.rand(BLOCK * 64, generator=torch.Generator().manual_seed(0))
+        exact = exact if positive else exact * 2 - 1
         decoded = Int8().decode(Int8().encode(exact, torch.zeros(0)))
         scale = exact.view(-1, BLOCK).abs().amax(1, keepdim=True)
         error = ((decoded - exact).view(-1, BLOCK) / scale).abs().max()

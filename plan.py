@@ -12,10 +12,11 @@ The table as a file and as a picture, and the owners of one parameter:
 
 Every setting of train.py is a setting of plan.py, with the same default.
 
-Modes: `adamw` is use_zero1=False, `torch` is zero1_impl=torch, `sharded` is the default. `shard_gradients`, `bfloat16`
-(param_dtype=bfloat16), `checkpointing` (activation_checkpointing=True) and `loss_chunk` (loss_chunk=1024) are added to
-`sharded`, and `all` adds the four together. If the settings have one of the last two, all rows have it. The row that
-the settings choose is marked with *.
+Modes: `adamw` is use_zero1=False, `torch` is zero1_impl=torch, `sharded` is the default. To `sharded` are added:
+`shard_gradients`, `bfloat16` (param_dtype=bfloat16), `remainder` (the same with master_dtype=remainder), `int8`
+(state_dtype=int8), `checkpointing` (activation_checkpointing=True), `loss_chunk` (loss_chunk=1024), and in `all` everything
+together. If the settings have `checkpointing` or `loss_chunk`, all rows have it. The row that the settings choose is marked
+with *.
 """
 
 import difflib
@@ -95,7 +96,7 @@ LEGEND = """
 *            the mode that the settings choose
 gradients    between micro-steps if there are several, otherwise before the update
 uneven       optimizer state of this rank, divided by the mean over all ranks; 1.00 is perfectly even
-masters      this rank's part of the float32 copy of bfloat16 weights
+masters      this rank's part of the float32 copy of bfloat16 weights, or its remainders
 buckets      the most that communication holds in addition to gradients
 activations  what forward keeps for backward
 temporary    what the peak needs in addition to these parts: gradients of the logits and of the tied embedding, autocast's
@@ -226,7 +227,8 @@ class Planner:
         modes.setdefault((base, True, loss_chunk), "checkpointing")
         modes.setdefault((base, checkpointing, loss_chunk or LOSS_CHUNK), "loss_chunk")
         if world_size > 1:
-            modes.setdefault((replace(MODES["bfloat16"], shard_gradients=True), True, loss_chunk or LOSS_CHUNK), "all")
+            every = replace(MODES["remainder"], shard_gradients=True, state_dtype=MODES["int8"].state_dtype)
+            modes.setdefault((every, True, loss_chunk or LOSS_CHUNK), "all")
         chosen = Flags(
             settings["use_zero1"],
             settings["zero1_impl"],
@@ -234,6 +236,8 @@ class Planner:
             param_dtype=settings["param_dtype"],
             check_reads=settings["zero_check_reads"],
             shard_size=settings["zero_shard_size"],
+            master_dtype=settings["master_dtype"],
+            state_dtype=settings["state_dtype"],
         )
         if chosen.use_zero1 and chosen.zero1_impl == "sharded":
             chosen = replace(chosen, shard_size=self.shard_size(world_size))

@@ -17,7 +17,7 @@ from forecast.memory import MODES as PLANNED
 from model import GPT, GPTConfig
 from zero import ShardedDataParallel, ShardedOptimizer
 from zero.build import build, clip_grad_norm_
-from zero.flags import PARAM_DTYPES, Flags
+from zero.flags import Flags
 from zero.layout import BucketMB, plan
 
 # hybrid: sharded, with zero_shard_size
@@ -36,7 +36,7 @@ class Setup:
     config: GPTConfig
     batch_size: int  # sequences per rank and micro-step
     device: torch.device
-    dtype: str  # of the computation; the mode bfloat16 always computes in bfloat16
+    dtype: str  # of the computation; modes with bfloat16 weights always compute in bfloat16
     bucket_mb: BucketMB
     grad_clip: float
     activation_checkpointing: bool
@@ -50,7 +50,7 @@ class Setup:
 
     def workload(self, mode: str) -> Workload:
         """Return what a micro-step of a mode computes."""
-        dtype = "bfloat16" if mode == "bfloat16" else self.dtype
+        dtype = "bfloat16" if self.flags(mode).param_dtype == "bfloat16" else self.dtype
         loss_chunk = LOSS_CHUNK if mode == "loss_chunk" else 0
         return Workload(self.config, self.batch_size, dtype, self.device.type, self.activation_checkpointing, loss_chunk)
 
@@ -60,7 +60,7 @@ class Setup:
             return None
         flags, specs = self.flags(mode), gpt_specs(self.config)
         if is_sharded_over_one_rank(mode, world_size):
-            planned = plan(specs, 1, bucket_mb=flags.bucket_mb, param_dtype=PARAM_DTYPES[flags.param_dtype])
+            planned = plan(specs, 1, **flags.options)
         else:
             planned = flags.plan(specs, world_size)
         activations = predicted_activations(self.workload(mode), "bfloat16" if planned.has_masters else "float32")
@@ -70,7 +70,7 @@ class Setup:
 
 def is_sharded_over_one_rank(mode: str, world_size: int) -> bool:
     """Return whether the sharded implementation runs on one rank, which it does here, but not in train.py."""
-    return world_size == 1 and mode in ("sharded", "loss_chunk", "shard_gradients", "bfloat16")
+    return world_size == 1 and (mode == "loss_chunk" or PLANNED.get(mode, PLANNED["adamw"]).implementation(2) == "sharded")
 
 
 class Contender:
@@ -167,10 +167,9 @@ class Contender:
         self.optimizer = ShardedOptimizer(
             groups,
             torch.optim.AdamW,
-            bucket_mb=flags.bucket_mb,
             registration_order=self.module.parameters(),
-            param_dtype=PARAM_DTYPES[flags.param_dtype],
             fused=True,
+            **flags.options,
             **ADAMW,
         )
         self.model = ShardedDataParallel(self.module, self.optimizer, flags.shard_gradients, overlap=True)

@@ -38,7 +38,7 @@ def parts(on_gpu: bool, out: str) -> list[Part]:
     medium = ["--model=gpt2-medium", "--block_size=1024"] if on_gpu else tiny
     small = ["--model=gpt2", "--block_size=1024", "--batch_size=8"] if on_gpu else tiny
     gpt2 = ["--n_layer=12", "--n_head=12", "--n_embd=768", "--block_size=1024", "--batch_size=8"] if on_gpu else []
-    own = ["adamw", "sharded", "shard_gradients", "bfloat16", "loss_chunk"]
+    own = ["adamw", "sharded", "shard_gradients", "bfloat16", "remainder", "int8", "loss_chunk"]
     with_torch = f"--modes={','.join([*own, 'torch'])}"
 
     def bench(what: str, name: str, *arguments: str) -> list[str]:
@@ -51,12 +51,14 @@ def parts(on_gpu: bool, out: str) -> list[Part]:
         return ["train.py", "--dataset=stdlib_char", "--gradient_accumulation_steps=4", *sizes, *steps, folder, *arguments]
 
     eager = "--compile=False"
+    codecs = ["--param_dtype=bfloat16", "--master_dtype=remainder", "--state_dtype=int8"]
     eight = ["--simulate_world_size=8"]
     return [
         Part("parity-2-gloo-ranks", 2, ["-m", "benchmarks.parity", "--backend=gloo"]),
         Part(f"parity-1-{alone}-rank", 1, ["-m", "benchmarks.parity", f"--backend={alone}"]),
         Part("train-float32", 2, train("float32", "--dtype=float32", eager)),
         Part("train-bfloat16", 2, train("bfloat16", "--param_dtype=bfloat16", eager)),
+        Part("train-codecs", 2, train("codecs", *codecs, eager)),
         Part("train-float16", 2, train("float16", "--dtype=float16", "--shard_gradients=True", "--loss_chunk=256", eager)),
         Part("train-resumed", 1, train("float32", "--dtype=float32", "--init_from=resume", "--max_iters=25", eager)),
         Part("memory-bfloat16", 0, bench("memory", "memory-bfloat16", *large, with_torch, "--dtype=bfloat16", *eight)),

@@ -55,9 +55,10 @@ class MemoryProfile:
             self._first_step()
             self._second_step()
             if can_save and self.mode not in ("fsdp2", "simple"):
+                self._reset_peak()
                 state = full_state(self.contender.module, self.contender.optimizer)
                 copy = sum(tensor.nbytes for tensor in {id(leaf): leaf for leaf in tensors_in(state).values()}.values())
-                self._record("saving", {**self._held(), "copy": copy})
+                self._record("saving", {**self._held(), "copy": copy}, total=self._peak())
                 del state
         return self.points
 

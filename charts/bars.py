@@ -32,6 +32,8 @@ MODE_NAMES = {  # for a reader who does not know the modes of bench.py
     "sharded": "sharded (the default)",
     "shard_gradients": "sharded + shard_gradients",
     "bfloat16": "sharded + bfloat16 weights",
+    "remainder": "sharded + bfloat16 weights + 16-bit remainders",
+    "int8": "sharded + 8-bit state",
 }
 _LIMIT = "#D55E00"  # colour of the limit of memory
 _WIDTH = 820  # of the panels side by side, in pixels before the scale

@@ -29,6 +29,8 @@ MODES = {  # colours of bench.py's modes
     "sharded": "#009E73",
     "shard_gradients": "#0072B2",
     "bfloat16": "#CC79A7",
+    "remainder": "#D55E00",
+    "int8": "#56B4E9",
 }
 NUMBER = ",.3~f"  # format of the numbers that appear under the mouse
 FONT = "Helvetica, Arial, Liberation Sans, sans-serif"

@@ -26,6 +26,8 @@ MODES = {  # the ways to hold the optimizer state, by the name in tables
     "sharded": Flags(),
     "shard_gradients": Flags(shard_gradients=True),
     "bfloat16": Flags(param_dtype="bfloat16"),
+    "remainder": Flags(param_dtype="bfloat16", master_dtype="remainder"),
+    "int8": Flags(state_dtype="int8"),
 }
 LOSS_CHUNK = 1024  # of the mode loss_chunk of plan.py and bench.py: large enough for a GPU, small beside all tokens
 # Resident peak of a rank on a CPU, without Python and its libraries (0.4 GB), relative to the predicted peak: malloc keeps the
@@ -79,7 +81,7 @@ class Forecast:
     def saving_peak(self) -> int:
         """Peak bytes on the device of a rank while a checkpoint is saved. With `async_save`, training continues meanwhile."""
         held = self.prediction
-        collecting = sum(held.at("after step").values()) + sum(held.decoded) + self.shadow
+        collecting = sum(held.at("after step").values()) + held.decoded_slice + self.shadow
         meanwhile = max(collecting, self.peak) if self.extras.async_save else collecting
         return meanwhile + (self.saved_copy if held.on_cpu else 0)
 

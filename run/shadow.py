@@ -159,8 +159,8 @@ class Shadow:
         """Yield the number of a parameter, its elements in the run, and the same elements in the copy."""
         part, params, plain = self._part, parameters(self._part.optimizer), parameters(self._optimizer)  # waits for all-gathers
         if part.plan.has_masters:
-            for (number, start, stop), values in zip(part.slices[part.rank], part.values, strict=True):
-                yield number, values, flattened(plain[number], params[number])[start:stop]
+            for (number, start, stop), read in zip(part.slices[part.rank], part.readers, strict=True):
+                yield number, read(), flattened(plain[number], params[number])[start:stop]
         else:
             for number, (param, same) in enumerate(zip(params, plain, strict=True)):
                 yield number, param, same

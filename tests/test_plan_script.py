@@ -22,8 +22,10 @@ CONFIG = GPTConfig(block_size=16, vocab_size=29, n_layer=2, n_head=2, n_embd=32,
 SETTINGS = [*SIZES, "--device=cpu", "--zero_bucket_mb=0.02"]
 FLAGS = {mode: replace(flags, bucket_mb=0.02) for mode, flags in MODES.items()}
 FLAGS |= {"checkpointing": FLAGS["sharded"], "loss_chunk": FLAGS["sharded"]}
-FLAGS["all"] = replace(FLAGS["bfloat16"], shard_gradients=True)
+FLAGS["all"] = replace(FLAGS["remainder"], shard_gradients=True, state_dtype="int8")
 WORLD_SIZES = [1, 2, 8]
+EVERYTHING = ["--param_dtype=bfloat16", "--master_dtype=remainder", "--state_dtype=int8", "--shard_gradients=True"]
+EVERYTHING += ["--activation_checkpointing=True", "--loss_chunk=1024"]
 
 
 def plan(data, *arguments):
@@ -101,7 +103,7 @@ def test_the_rows_are_the_predictions_of_the_rank_with_the_most_state(planned, w
         )
         for rank in range(owners.world_size)
     ]
-    fullest = max(ranks, key=lambda prediction: prediction.state)
+    fullest = max(ranks, key=lambda prediction: prediction.decoded_state)
     expected = {
         **fullest.at("accumulating" if world_size < 6 else "before step"),
         "buckets": fullest.largest_buckets,
@@ -109,7 +111,7 @@ def test_the_rows_are_the_predictions_of_the_rank_with_the_most_state(planned, w
         "peak": fullest.peak(activations),
         "sent": sum(fullest.sent().values()),
         "saving_on_cpu": fullest.consolidated,
-        "state_to_mean": pytest.approx(fullest.state * len(ranks) / sum(prediction.state for prediction in ranks)),
+        "state_to_mean": pytest.approx(fullest.decoded_state * len(ranks) / fullest.whole_state),
     }
     row = rows[world_size, mode]
     assert {key: row[key] for key in expected} == expected
@@ -121,7 +123,9 @@ def test_the_rows_are_the_predictions_of_the_rank_with_the_most_state(planned, w
         (["--use_zero1=False", "--zero1_impl=torch"], "adamw"),
         (["--zero1_impl=torch"], "torch"),
         (["--param_dtype=bfloat16", "--shard_gradients=True"], "these flags"),
-        (["--param_dtype=bfloat16", "--shard_gradients=True", "--activation_checkpointing=True", "--loss_chunk=1024"], "all"),
+        (["--param_dtype=bfloat16", "--master_dtype=remainder"], "remainder"),
+        (["--state_dtype=int8", "--activation_checkpointing=True"], "int8"),
+        (EVERYTHING, "all"),
         (["--loss_chunk=64"], "sharded"),
         (["--activation_checkpointing=True", "--loss_chunk=64"], "sharded"),
     ],

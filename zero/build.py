@@ -8,7 +8,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from zero.data_parallel import ShardedDataParallel
-from zero.flags import PARAM_DTYPES, Flags
+from zero.flags import Flags
 from zero.gradients import GradientNorms, float32_norms
 from zero.optimizer import ShardedOptimizer
 from zero.partition import parameters
@@ -41,12 +41,9 @@ def build(
         sharded = ShardedOptimizer(
             groups,
             torch.optim.AdamW,
-            bucket_mb=flags.bucket_mb,
             shard_size=flags.shard_size,
             registration_order=model.parameters(),
-            param_dtype=PARAM_DTYPES[flags.param_dtype],
-            master_dtype=flags.master_dtype,
-            state_dtype=flags.state_dtype,
+            **flags.options,
             **adamw,
         )
         wrapped = ShardedDataParallel(model, sharded, flags.shard_gradients, overlap=overlap, check_reads=flags.check_reads)

@@ -6,8 +6,9 @@ that is encoded again, the bytes are the same: so a resumed run has the state of
 
 import math
 from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch.nn import functional
@@ -91,8 +92,10 @@ class Int8:
         for part, coded in pieces(values, codes):
             blocks = functional.pad(coded, (0, -part.numel() % BLOCK)).view(-1, BLOCK).to(torch.int32)
             scale = scales[first : first + blocks.shape[0], None]
-            decoded = ratios.index_select(0, (blocks + (scale < 0) * 2**8).view(-1)).view(-1, BLOCK)
-            part.copy_((decoded * scale.abs()).view(-1)[: part.numel()])
+            blocks += (scale < 0) * 2**8
+            decoded = ratios.index_select(0, blocks.view(-1)).view(-1, BLOCK)
+            decoded *= scale.abs()
+            part.copy_(decoded.view(-1)[: part.numel()])
             first += blocks.shape[0]
         return values
 
@@ -103,7 +106,8 @@ class Int8:
 STATE_CODECS: dict[str, Codec | None] = {"float32": None, "bfloat16": BFloat16(), "int8": Int8()}
 
 
-class Encoded(NamedTuple):
+@dataclass(frozen=True)
+class Encoded:
     """An entry of the state of a slice at rest."""
 
     codec: Codec

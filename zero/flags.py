@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -65,17 +65,20 @@ class Flags:
                 raise ValueError(f"{setting}={value} needs use_zero1=True, zero1_impl='sharded'")
         return "torch" if self.use_zero1 else "adamw"
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """The arguments of `zero.layout.plan` that ShardedOptimizer takes as well."""
+        return {
+            "bucket_mb": self.bucket_mb,
+            "param_dtype": PARAM_DTYPES[self.param_dtype],
+            "master_dtype": self.master_dtype,
+            "state_dtype": self.state_dtype,
+        }
+
     def plan(self, params: Sequence[ParameterSpec], world_size: int) -> Plan:
         """Return the plan of the implementation on `world_size` ranks. Raises ValueError, see `implementation`."""
         implementation = self.implementation(world_size)
         if implementation == "sharded":
             sharing = resolve_shard_size(self.shard_size, world_size)
-            return plan(
-                params,
-                sharing,
-                bucket_mb=self.bucket_mb,
-                param_dtype=PARAM_DTYPES[self.param_dtype],
-                master_dtype=self.master_dtype,
-                state_dtype=self.state_dtype,
-            )
+            return plan(params, sharing, **self.options)
         return zero_redundancy_plan(params, world_size) if implementation == "torch" else replicated_plan(params)

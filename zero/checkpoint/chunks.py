@@ -93,7 +93,7 @@ class _SavePlanner(dcp.DefaultSavePlanner):
         return self.plan
 
     def lookup_object(self, index: metadata.MetadataIndex) -> torch.Tensor:
-        return self.chunks[index].elements
+        return self.chunks[index].read().reshape(-1)
 
     @staticmethod
     def _write_item(chunk: TensorChunk) -> planner.WriteItem:

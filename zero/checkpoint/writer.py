@@ -78,7 +78,7 @@ def _save_sharded(
     """
     begin = time.perf_counter()
     named = ((chunk.name.removeprefix("model."), chunk) for chunk in own if chunk.name.startswith("model."))
-    weights = ((name, chunk.elements) for name, chunk in named if name not in buffers)
+    weights = ((name, chunk.read()) for name, chunk in named if name not in buffers)
     _check_finite(gather_objects(_first_nonfinite(weights), group))
     name = broadcast_object(store.new_shards_name(checkpoint) if checkpoint else None, group)
     unfinished = os.path.join(folder, name + ".tmp")
@@ -164,7 +164,7 @@ class CheckpointWriter:
         if self.format == "sharded":
             outline, own = local_chunks(model, optimizer)
             if self.background:  # training continues and overwrites the memory that the chunks view
-                own = [chunk._replace(elements=chunk.elements.to("cpu", copy=True)) for chunk in own]
+                own = [chunk._replace(elements=chunk.read().to("cpu", copy=True), decode=None) for chunk in own]
             return partial(_save_sharded, outline and {**outline, **values}, *where, own, self._group)
         state = full_state(model, optimizer)
         return partial(save, {**state, **values}, *where) if state else lambda: None  # only rank 0 has the state

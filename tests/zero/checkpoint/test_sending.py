@@ -18,6 +18,7 @@ from toy import train as train_toy
 from zero import checkpoint as ckpt
 from zero.build import build
 from zero.checkpoint import sending
+from zero.codecs import decoded
 from zero.partition import partition
 
 SMALL_MESSAGE = 100  # bytes
@@ -48,7 +49,11 @@ def resume(mode, folder):
     module, _, optimizer = make(mode, 50 + dist.get_rank(), checkpoint["model"])
     ckpt.restore(optimizer, checkpoint["optimizer"], read_chunks)
     part = partition(optimizer)
-    held = {"weights": weights(module), "states": part.states, "locals": [local.detach() for local in part.locals]}
+    held = {
+        "weights": weights(module),
+        "states": [decoded(*held) for held in zip(part.locals, part.states, strict=True)],
+        "locals": [local.detach() for local in part.locals],
+    }
     return {**held, "groups": part.inner.state_dict()["param_groups"]}, checkpoint, part
 
 

@@ -34,7 +34,7 @@ STEPS, MICRO_STEPS = 5, 2
 # another order: where a gradient is close to zero, AdamW can make this visible.
 LIMITS = {"torch": 0.0, "sharded": 0.0, "shard_gradients": 1e-2}
 CLIPPED_LIMIT = 1e-2
-BFLOAT16_LIMIT = 0.1  # of the mean difference, relative to the mean change
+ROUNDED_LIMITS = {"bfloat16": 0.1, "remainder": 0.1, "int8": 0.1}  # of the mean difference, relative to the mean change
 
 
 def trained_weights(setup: Setup, mode: str, steps: int = STEPS) -> torch.Tensor:
@@ -64,8 +64,9 @@ def check(setup: Setup) -> bool:
         differences = (trained_weights(setup, mode) - after).abs()
         found = on_rank_0(partial(_ratio, differences, (after - before).abs(), torch.max))
         judge(mode, found, max(limit, CLIPPED_LIMIT) if setup.grad_clip else limit)
-    differences = (trained_weights(setup, "bfloat16") - after).abs()
-    judge("bfloat16", on_rank_0(partial(_ratio, differences, (after - before).abs(), torch.mean)), BFLOAT16_LIMIT)
+    for mode, limit in ROUNDED_LIMITS.items():
+        differences = (trained_weights(setup, mode) - after).abs()
+        judge(mode, on_rank_0(partial(_ratio, differences, (after - before).abs(), torch.mean)), limit)
     recomputed = trained_weights(replace(setup, activation_checkpointing=True), "adamw")
     differences = (recomputed - after).abs()
     judge("activation checkpointing", on_rank_0(partial(_ratio, differences, (after - before).abs(), torch.max)), 0.0)

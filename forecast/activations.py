@@ -73,7 +73,7 @@ class LiveBytes(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         before = self._peak
         for leaf in tree_leaves(result):
-            if type(leaf) in _WITH_MEMORY:
+            if type(leaf) in _WITH_MEMORY and not leaf.is_meta:
                 self._count(leaf.untyped_storage(), is_real=type(leaf) is not FakeTensor)
         if _adds_gradients(func, args):
             self._peak, self._sum = before, (args[0].untyped_storage()._cdata, self.now)

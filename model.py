@@ -6,6 +6,8 @@ shares its weight with the token embedding. The weights are initialized from a s
 """
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -275,7 +277,7 @@ class GPT(nn.Module):
         weights = {key.removeprefix("_orig_mod."): tensor for key, tensor in checkpoint["model"].items()}
         weights = {key: tensor for key, tensor in weights.items() if not key.endswith(".attn.bias")}  # old causal masks
         try:
-            model.load_state_dict(weights)
+            model._load(weights)
         except RuntimeError as error:  # the message lists the wrong names, one per line
             raise ValueError(f"the checkpoint's weights do not fit its model_args: {error}") from error
         return model
@@ -300,7 +302,8 @@ class GPT(nn.Module):
         except ImportError as error:
             raise ImportError(f"{name} needs the transformers library ({error}); pip install -e '.[gpt2]'") from error
 
-        source = GPT2LMHeadModel.from_pretrained(name)
+        with torch.device("cpu"):
+            source = GPT2LMHeadModel.from_pretrained(name)
         config = GPTConfig(
             block_size=source.config.n_positions,
             vocab_size=source.config.vocab_size,
@@ -314,8 +317,13 @@ class GPT(nn.Module):
         weights = source.state_dict()
         # the weight is (in, out) in OpenAI's Conv1D and (out, in) in Linear
         conv1d = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
-        model.load_state_dict({key: weights[key].t() if key.endswith(conv1d) else weights[key] for key in model.state_dict()})
+        model._load({key: weights[key].t() if key.endswith(conv1d) else weights[key] for key in model.state_dict()})
         return model
+
+    def _load(self, weights: dict[str, torch.Tensor]) -> None:
+        """Load weights, which a model on the meta device only compares with its own shapes."""
+        device = self.lm_head.weight.device
+        self.load_state_dict({name: weight.to(device) for name, weight in weights.items()})
 
     @torch.no_grad()
     def generate(
@@ -346,6 +354,13 @@ class GPT(nn.Module):
                 logits = logits.masked_fill(logits < kth, float("-inf"))
             idx = torch.cat((idx, torch.multinomial(logits.softmax(dim=-1), num_samples=1)), dim=1)
         return idx
+
+
+@contextmanager
+def without_weights(applies: bool = True) -> Iterator[None]:
+    """Put new modules on the meta device in this context, where they have shapes but no values and take no memory."""
+    with torch.device("meta") if applies else nullcontext(), SkipInitialization() if applies else nullcontext():
+        yield
 
 
 class SkipInitialization(TorchFunctionMode):

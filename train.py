@@ -32,7 +32,7 @@ from distributed import machine
 from distributed.exits import exit_on_wrong_input
 from distributed.launch import launched
 from distributed.ranks import mean_over_ranks, print0, start
-from model import GPT, GPTConfig, check_block_size
+from model import GPT, GPTConfig, check_block_size, without_weights
 from run.agreement import compare_model_and_data, compare_settings, compare_with_checkpoint
 from run.memory import describe
 from run.moments import Run
@@ -162,17 +162,19 @@ def get_batch(split, offsets):
 # model
 torch.manual_seed(seed)
 checkpoint = None
-with run.stage("loading the model"):
+with run.stage("reading the checkpoint"):
     init_from = run.checkpoints.resolve(init_from)
+    if init_from == "resume":
+        checkpoint = run.checkpoints.load()
+        compare_with_checkpoint(checkpoint, config, data)
+        state.resume(checkpoint, sequences_per_iter)
+with run.stage("making the model"), without_weights(rank > 0):  # `build` broadcasts those of rank 0
     if init_from == "scratch":
         print0("Initializing a new model from scratch")
         vocab_size = data.vocab_size or GPTConfig.vocab_size
         raw_model = GPT(GPTConfig(block_size, vocab_size, n_layer, n_head, n_embd, dropout, bias))
-    elif init_from == "resume":
-        checkpoint = run.checkpoints.load()
-        compare_with_checkpoint(checkpoint, config, data)
+    elif checkpoint is not None:
         raw_model = GPT.from_checkpoint(checkpoint, dropout)
-        state.resume(checkpoint, sequences_per_iter)
         print0(f"with the checkpoint's model, at iteration {state.iter_num}: {raw_model.config}")
     elif init_from.startswith("gpt2") or os.path.isdir(init_from):
         print0(f"Initializing from GPT-2 weights: {init_from}")
@@ -184,7 +186,6 @@ with run.stage("loading the model"):
     data.check(raw_model.config.vocab_size, rank, world_size)
 with run.stage("comparing the ranks"):
     compare_model_and_data(raw_model, data, **vars(state))
-raw_model.to(device)
 print0(f"number of parameters: {raw_model.num_params() / 1e6:.2f}M")
 raw_model.activation_checkpointing, raw_model.loss_chunk = activation_checkpointing, loss_chunk
 if compile:
@@ -196,7 +197,7 @@ with run.stage("making the optimizer"):
     flags = Flags(*sharding, master_dtype, state_dtype)
     groups = raw_model.param_groups(weight_decay)
     run.before_build(raw_model, groups, checkpoint)
-    model, optimizer = build(raw_model, groups, flags, overlap=True, lr=learning_rate, betas=(beta1, beta2))
+    model, optimizer = build(raw_model, groups, flags, device=device, overlap=True, lr=learning_rate, betas=(beta1, beta2))
     scaler = ShardedGradScaler(device.type, enabled=dtype == "float16")
     if checkpoint is not None:
         run.checkpoints.restore(optimizer, checkpoint)

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from distributed import machine
 from forecast.memory import LOSS_CHUNK, Forecast, Workload, forecast, gpt_specs, predicted_activations
 from forecast.memory import MODES as PLANNED
-from model import GPT, GPTConfig
+from model import GPT, GPTConfig, without_weights
 from zero import ShardedDataParallel, ShardedOptimizer
 from zero.build import build, clip_grad_norm_
 from zero.flags import Flags
@@ -79,8 +79,11 @@ class Contender:
     def __init__(self, setup: Setup, mode: str) -> None:
         self.setup, self.mode = setup, mode
         torch.manual_seed(setup.seed)
-        with setup.device:  # initializes there: on a CPU, GPT-2 XL would take most of a minute
+        is_built = mode not in ("simple", "fsdp2")
+        with setup.device, without_weights(is_built and dist.get_rank() > 0):  # on a CPU, GPT-2 XL would take most of a minute
             self.module = GPT(setup.config)
+        if is_built and dist.get_rank() == 0:  # as in train.py, rank 0 has the weights, in main memory
+            self.module.to("cpu")
         self.module.activation_checkpointing = setup.activation_checkpointing
         self.module.loss_chunk = setup.workload(mode).loss_chunk
         self.model: torch.nn.Module
@@ -103,7 +106,7 @@ class Contender:
             self._shard_over_one_rank(groups)
         else:
             flags, overlap = self.setup.flags(self.mode), self.mode != "no_overlap"
-            self.model, self.optimizer = build(self.module, groups, flags, overlap=overlap, **ADAMW)
+            self.model, self.optimizer = build(self.module, groups, flags, device=self.setup.device, overlap=overlap, **ADAMW)
         if dist.get_backend() == "fake" and isinstance(self.model, DistributedDataParallel):
             self.model.register_comm_hook(None, _without_communication)
         return self
@@ -168,6 +171,7 @@ class Contender:
             groups,
             torch.optim.AdamW,
             registration_order=self.module.parameters(),
+            device=self.setup.device,
             fused=True,
             **flags.options,
             **ADAMW,

@@ -21,7 +21,7 @@ from zero.messages import gather_objects
 from zero.prediction import PURPOSES
 from zero.state import full_state
 
-POINTS = ("after init", "after wrapping", "accumulating", "before step", "after step", "saving", "peak")
+POINTS = ("after init", "wrapping", "after wrapping", "accumulating", "before step", "after step", "saving", "peak")
 MICRO_STEPS = 2  # of a step, so that gradients accumulate
 
 
@@ -48,9 +48,11 @@ class MemoryProfile:
         context: AbstractContextManager[Any] = nullcontext() if self.on_gpu else self.live
         with context:
             self.contender = Contender(self.setup, self.mode)
-            parameters = sum(param.nbytes for param in self.contender.module.parameters())
-            self._record("after init", {"parameters": parameters})
+            params = [param for param in self.contender.module.parameters() if param.device.type == self.setup.device.type]
+            self._record("after init", {"parameters": sum(param.nbytes for param in params)})
+            self._reset_peak()
             self.contender.wrap()
+            self._record("wrapping", {}, total=self._peak())
             self._record("after wrapping", self._held())
             self._first_step()
             self._second_step()
@@ -198,7 +200,8 @@ def predicted_totals(setup: Setup, mode: str, world_size: int) -> dict[str, int]
     held = forecast.prediction
     numel = sum(spec.numel * spec.dtype.itemsize for spec in held.plan.params)
     return {
-        "after init": numel,
+        "after init": numel if held.on_cpu else 0,
+        "wrapping": held.construction,
         "after wrapping": sum(held.at("wrapped").values()),
         "accumulating": sum(held.at("accumulating").values()),
         "before step": sum(held.at("before step").values()),

@@ -14,6 +14,7 @@ Purposes = Mapping[str, tuple[str, str]]  # column: name and colour of a purpose
 
 POINTS = {  # of a step, and their names in a chart; saving is not a part of training
     "after init": "after init",
+    "wrapping": "peak of wrapping",
     "after wrapping": "after wrapping",
     "accumulating": "accumulating",
     "before step": "before step",

@@ -15,7 +15,7 @@ from typing import Any, Self
 import torch
 
 from distributed.machine import multiplies_in_float32
-from model import GPT, GPTConfig, SkipInitialization
+from model import GPT, GPTConfig, without_weights
 from zero.flags import Flags
 from zero.layout import ParameterSpec, Plan, parameter_specs, replicated_plan
 from zero.prediction import Activations, DataParallelPrediction, Prediction, ShardedPrediction
@@ -99,7 +99,7 @@ class Forecast:
 
 def gpt_specs(config: GPTConfig) -> list[ParameterSpec]:
     """Return the parameters of a GPT, as its optimizer numbers them, without allocating them."""
-    with torch.device("meta"), SkipInitialization():
+    with without_weights():
         model = GPT(config)
     names = {param: name for name, param in model.named_parameters()}
     return parameter_specs(model.param_groups(0.0), model.parameters(), names)

@@ -90,7 +90,7 @@ class Run:
     def before_build(self, raw_model: GPT, groups: list[dict[str, Any]], checkpoint: dict[str, Any] | None) -> None:
         """Call when the model is loaded, and not yet wrapped."""
         iterations = 0 if self.checkpoints.read_only else self.config["shadow_check"]
-        self.shadow = Shadow(iterations, raw_model, groups, self.checkpoints, checkpoint)
+        self.shadow = Shadow(iterations, raw_model, groups, self.checkpoints, checkpoint, self.device)
 
     def watch(
         self,

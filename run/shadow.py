@@ -58,11 +58,12 @@ class Shadow:
         groups: list[dict[str, Any]],
         checkpoints: Checkpoints,
         checkpoint: dict[str, Any] | None,
+        device: torch.device,
     ) -> None:
         self._remaining, self._made = iterations, 0  # iterations
         if not iterations:
             return
-        self._device = next(model.parameters()).device
+        self._device = device
         check_device(iterations, self._device.type)
         self._names = {param: name for name, param in model.named_parameters()}
         self._raw, groups = copy.deepcopy((model, groups))
@@ -70,7 +71,7 @@ class Shadow:
             if part._compiled_call_impl is not None:  # a copy is not compiled, and eager kernels round differently
                 copied.compile()
         self._model: Any
-        self._model, self._optimizer = build(self._raw, groups, Flags(use_zero1=False))
+        self._model, self._optimizer = build(self._raw, groups, Flags(use_zero1=False), device=device)
         if checkpoint is not None:
             checkpoints.restore(self._optimizer, checkpoint)
 

@@ -140,7 +140,7 @@ def test_memory_at_each_point_of_a_step(tmp_path):
     process = run("bench.py", "--what=memory", "--name=memory", "--zero_bucket_mb=0.5", *SIZES, ranks=2, cwd=tmp_path)
     assert process.returncode == 0, process.stderr
     folder = tmp_path / "results" / "memory"
-    points = ["after init", "after wrapping", "accumulating", "before step", "after step", "peak", "saving"]
+    points = ["after init", "wrapping", "after wrapping", "accumulating", "before step", "after step", "peak", "saving"]
     rows = results(folder, "memory")
     check_memory(rows, MODES, points)
     total = {(row["mode"], row["point"]): row["total"] for row in rows}
@@ -171,7 +171,7 @@ def test_memory_of_one_rank_of_a_large_world(tmp_path):
     rows = results(tmp_path / "results" / "simulated", "memory")
     for world_size in (8, 64):
         of_world = [row for row in rows if row["world_size"] == world_size]
-        check_memory(of_world, MODES, ["after init", "after wrapping", "accumulating", "before step", "after step", "peak"])
+        check_memory(of_world, MODES, ["after init", "wrapping", "after wrapping", *POINTS_OF_A_STEP, "peak"])
         resident = {(row["mode"], row["point"]): row["resident peak"] for row in of_world}
         for mode in MODES:  # the peak is that of the whole step
             assert resident[mode, "peak"] == max(resident[mode, point] for point in POINTS_OF_A_STEP)

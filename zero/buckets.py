@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from zero.layout import BufferPlan, Layout, PlacedSlice, Span
 from zero.masters import Masters, Remainders
-from zero.tensors import has_memory, memory_span, shaped, with_own_storage
+from zero.tensors import has_memory, memory_span, set_data, shaped, with_own_storage
 
 
 @dataclass
@@ -23,7 +23,7 @@ class FlatBuffer:
 
     def move_in(self, number: int, like: torch.Tensor) -> None:
         """Make the data of a parameter a view into its place, with the strides of `like`. Its values are not copied."""
-        self.params[number].data = self._place(number, like)
+        set_data(self.params[number], self._place(number, like))
         self.forms[number] = _form(self.params[number])
 
     def moved(self) -> Iterator[int]:

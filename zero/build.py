@@ -12,16 +12,25 @@ from zero.flags import Flags
 from zero.gradients import GradientNorms, float32_norms
 from zero.optimizer import ShardedOptimizer
 from zero.partition import parameters
+from zero.tensors import set_data, values_on
 
 
 def build(
-    model: torch.nn.Module, groups: list[dict[str, Any]], flags: Flags = Flags(), *, overlap: bool = False, **adamw: Any
+    model: torch.nn.Module,
+    groups: list[dict[str, Any]],
+    flags: Flags = Flags(),
+    *,
+    device: torch.device | None = None,
+    overlap: bool = False,
+    **adamw: Any,
 ) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    """Wrap `model` for data parallelism and create its AdamW. Needs to be called on all ranks, with `model` on its device.
+    """Wrap `model` for data parallelism and create its AdamW. Needs to be called on all ranks.
 
     Args:
         groups: parameter groups, as for torch.optim.AdamW.
         flags: see `zero.flags.Flags`.
+        device: where `model` will train. Default: where it is. Its tensors move there one after the other. The values are those
+            of rank 0; on other ranks, they may be on the meta device.
         overlap: with `zero1_impl='sharded'`, the all-gathers run during the next forward. For models that read parameters
             through their modules, see `zero.ShardedDataParallel`.
         **adamw: arguments of torch.optim.AdamW. Its fused kernel is used if the device has one.
@@ -33,8 +42,11 @@ def build(
         ValueError: if flags cannot be combined, or if `bucket_mb`, `shard_size` or an argument of AdamW is invalid.
     """
     implementation = flags.implementation(dist.get_world_size() if dist.is_initialized() else 1)
-    device = next(model.parameters()).device
+    device = device or next(model.parameters()).device
     adamw["fused"] = device.type in ("cuda", "cpu")
+    for tensor in (*model.parameters(), *model.buffers()):
+        if implementation != "sharded" or not tensor.requires_grad:  # ShardedOptimizer moves the others
+            set_data(tensor, values_on(device, tensor))
     if not dist.is_initialized():
         return model, torch.optim.AdamW(groups, **adamw)
     if implementation == "sharded":
@@ -43,6 +55,7 @@ def build(
             torch.optim.AdamW,
             shard_size=flags.shard_size,
             registration_order=model.parameters(),
+            device=device,
             **flags.options,
             **adamw,
         )

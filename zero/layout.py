@@ -67,14 +67,20 @@ def parameter_specs(
     registration_order: Iterable[torch.nn.Parameter] = (),
     names: Mapping[torch.nn.Parameter, str] | None = None,
     first_group: int = 0,
+    device: torch.device | None = None,
 ) -> list[ParameterSpec]:
-    """Return the specs of the parameters in torch.optim groups. `registration_order` is that of `model.parameters()`."""
+    """Return the specs of the parameters in torch.optim groups.
+
+    Args:
+        registration_order: that of `model.parameters()`.
+        device: where the parameters will be; None: where they are.
+    """
     positions, names = {param: position for position, param in enumerate(registration_order)}, names or {}
     return [
         ParameterSpec(
             tuple(param.shape),
             param.dtype,
-            param.device,
+            device or param.device,
             param.requires_grad,
             group=index,
             position=positions.get(param, -1),

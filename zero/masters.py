@@ -111,5 +111,9 @@ class Remainders:
 
 def half_up(values: torch.Tensor) -> torch.Tensor:
     """Return values as bfloat16, rounded to the nearest number, and away from zero if two are equally near."""
-    values = values.float().nan_to_num(math.nan, math.inf, -math.inf).contiguous()  # with the nan for which the sum fits
-    return ((values.view(torch.int32) + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16)
+    rounded = torch.empty_like(values, dtype=torch.bfloat16, memory_format=torch.contiguous_format)
+    for target, part in pieces(rounded.view(-1), values.reshape(-1)):
+        bits = part.float().nan_to_num(math.nan, math.inf, -math.inf).view(torch.int32)  # with the nan for which the sum fits
+        bits += 0x8000
+        target.view(torch.int16).copy_(bits >> 16)
+    return rounded

@@ -33,7 +33,7 @@ from zero.refusals import (
     name_of,
 )
 from zero.stopwatch import region
-from zero.tensors import flattened, is_dense, properties
+from zero.tensors import flattened, properties, values_on
 from zero.update import SliceUpdate
 from zero.waiting import WaitingDict
 
@@ -77,6 +77,8 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
         elementwise: needed with 'element' for a class that is not one of torch.optim's. With True, the caller promises: what
             `optimizer_cls` does to an element depends on that element, its gradient, its state, the hyperparameters of its
             group and the number of steps; on no shape, no norm, no other parameter and no random number.
+        device: where the parameters will be. Default: where they are. They move there one after the other, as their values come
+            from rank 0; on other ranks, they may be on the meta device.
         param_dtype: dtype in which the parameters are stored, if it has lower precision than the float32 of the update.
         master_dtype: 'remainder' holds the masters of bfloat16 parameters as the 16 bits that these lack, see `zero.masters`.
             Write to parameters with `set_parameter` or `load_state_dict` only; a step refuses what was written otherwise.
@@ -103,6 +105,7 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
         registration_order: Iterable[torch.nn.Parameter] | None = None,
         partition: str = "element",
         elementwise: bool = False,
+        device: torch.device | None = None,
         param_dtype: torch.dtype | None = None,
         master_dtype: str = "float32",
         state_dtype: str = "float32",
@@ -111,15 +114,10 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
         check_options(bucket_mb, partition, master_dtype, state_dtype)
         check_class(optimizer_cls, partition, elementwise)
         self.comm = Communicator(process_group, shard_size)
-        self.partition, self.param_dtype, self.master_dtype = partition, param_dtype, master_dtype
-        self._plan = partial(
-            plan,
-            world_size=self.comm.shard_size,
-            bucket_mb=bucket_mb,
-            partition=partition,
-            param_dtype=param_dtype,
-            master_dtype=master_dtype,
-            state_dtype=state_dtype,
+        self.partition, self.param_dtype, self.master_dtype, self.device = partition, param_dtype, master_dtype, device
+        dtypes: dict[str, Any] = {"param_dtype": param_dtype, "master_dtype": master_dtype, "state_dtype": state_dtype}
+        self._plan: Callable[..., Plan] = partial(
+            plan, world_size=self.comm.shard_size, bucket_mb=bucket_mb, partition=partition, **dtypes
         )
         self.registration_order = list(registration_order or ())
         self.buffers: list[FlatBuffer] = []
@@ -319,12 +317,13 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
         params = [param for group in self.param_groups for param in group["params"]]
         facts = {f"parameter {number}": properties(param) for number, param in enumerate(params)}
         check_same_on_all_ranks(facts, self.comm.group)
-        on_all_ranks(lambda: check_parameters(params, self.param_dtype), self.comm.group)
+        may_be_meta = self.device is not None and self.comm.rank > 0
+        on_all_ranks(partial(check_parameters, params, self.param_dtype, may_be_meta), self.comm.group)
         for param in params:
             before = _optimizer_of.get(param, lambda: None)()
             if before is not None:
                 before.synchronize()
-        specs = parameter_specs(self.param_groups[first_group:], self.registration_order, first_group=first_group)
+        specs = parameter_specs(self.param_groups[first_group:], self.registration_order, None, first_group, self.device)
         planned = self._plan(specs)
         self.plan = self.plan.followed_by(planned) if first_group else planned
         params = params[len(params) - len(specs) :]
@@ -345,7 +344,7 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
                     bucket.local_by_group.setdefault(group_of[owned.param], []).append(owned.local)
             for number, param in enumerate(own):
                 self.former_memory.leave(param, buffer.data.dtype)
-                value = param.data if is_dense(param) else param.data.contiguous()
+                value = values_on(buffer.data.device, param)
                 self.comm.broadcast(flattened(value, value))
                 buffer.move_in(number, value)
                 self.set_parameter(param, value)

@@ -101,9 +101,14 @@ class Prediction:
 
     @property
     def construction(self) -> int:
-        """Peak bytes while the model is wrapped. Its parameters exist twice while they move into flat buffers."""
-        original = sum(spec.numel * spec.dtype.itemsize for spec in self.plan.params)
-        return sum(self.at("wrapped").values()) + (original if self.plan.buffers else 0)
+        """Peak bytes while the model is wrapped, on rank 0, which has its weights on the CPU.
+
+        They move to the device one parameter after the other. If the device is the CPU, the memory of the flat buffers exists
+        beside them, although the system provides its pages only as they fill.
+        """
+        original = [spec.numel * spec.dtype.itemsize for spec in self.plan.params]
+        moving = 0 if not self.plan.buffers else sum(original) if self.on_cpu else max(original)
+        return sum(self.at("wrapped").values()) + moving
 
     def _gradients_and_buckets(self, point: Point) -> tuple[int, int]:
         return self.full_gradients if point in ("accumulating", "before step") else 0, 0

@@ -51,8 +51,14 @@ def check_class(optimizer_cls: type[torch.optim.Optimizer], partition: str, elem
         )
 
 
-def check_parameters(params: list[torch.nn.Parameter], param_dtype: torch.dtype | None) -> None:
+def check_parameters(params: list[torch.nn.Parameter], param_dtype: torch.dtype | None, may_be_meta: bool) -> None:
     """Refuse parameters that cannot move into flat buffers."""
+    for param in params:
+        if param.is_meta and not (may_be_meta and param.requires_grad):
+            raise ValueError(
+                f"a parameter of shape {tuple(param.shape)} is on the meta device; only trainable parameters of ranks other "
+                "than 0 may be there, and with device=... only"
+            )
     if len(params) > len(set(params)):
         raise ValueError("a parameter is given more than once; give each one once")
     check_memory(params)
@@ -167,7 +173,7 @@ class FormerMemory:
 
     def leave(self, param: torch.nn.Parameter, dtype: torch.dtype) -> None:
         """Note where a parameter is before it moves into a buffer of this dtype."""
-        if param.numel():
+        if has_memory(param):
             is_same = is_dense(param) and param.dtype == dtype
             self._left[param] = StorageWeakRef(param.untyped_storage()), *memory_span(param), is_same
 

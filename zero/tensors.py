@@ -9,6 +9,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.dlpack import from_dlpack
 
 _CACHED = 2**17  # elements to process at a time, so that intermediate results fit into a CPU's cache
+_LAUNCHED = 2**23  # on a GPU, so that they take little memory, and longer than the launch of a kernel
 
 
 def flattened(tensor: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
@@ -37,9 +38,25 @@ def meta_like(param: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return shaped(torch.empty(param.numel(), dtype=dtype, device="meta"), param)
 
 
+def values_on(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
+    """Return the data of `tensor` on a device, dense in memory; of a tensor on the meta device, memory without values."""
+    data = torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.data.to(device)
+    return data if is_dense(data) else data.contiguous()
+
+
+def set_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
+    """Do `tensor.data = data`, also if `tensor` is on the meta device, where PyTorch refuses it. It then loses its hooks."""
+    if not tensor.is_meta or data.is_meta:
+        tensor.data = data
+        return
+    new = torch.nn.Parameter(data, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else data.view_as(data)
+    new.__dict__.update(tensor.__dict__)
+    torch.utils.swap_tensors(tensor, new)
+
+
 def pieces(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Yield flat tensors of equal length part by part, with few elements at a time on a CPU, and as a whole on a GPU."""
-    numel = _CACHED if tensors[0].device.type == "cpu" else max(1, tensors[0].numel())
+    """Yield flat tensors of equal length part by part: few elements at a time on a CPU, more on a GPU."""
+    numel = _CACHED if tensors[0].device.type == "cpu" else _LAUNCHED
     return zip(*(tensor.split(numel) for tensor in tensors), strict=True)
 
 

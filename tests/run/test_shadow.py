@@ -103,7 +103,7 @@ def alive_with_a_shadow():
     torch.manual_seed(0)
     model = GPT(SIZES)
     groups = model.param_groups(0.1)
-    shadow = Shadow(2, model, groups, None, None)
+    shadow = Shadow(2, model, groups, None, None, torch.device("cpu"))
     wrapped, optimizer = build(model, groups, lr=0.01)
     shadow.follow(optimizer, ShardedGradScaler("cpu", enabled=False), 1, contextlib.nullcontext(), 1, 0.0)
     copied = [weakref.ref(param) for param in shadow._raw.parameters()]
@@ -138,7 +138,7 @@ def test_a_peak_with_the_copy_is_not_that_of_the_run(monkeypatch):
 def test_the_copy_of_a_compiled_model_is_compiled():
     model = GPT(SIZES)
     model.transformer.h[0].compile(backend="eager")
-    shadow = Shadow(1, model, model.param_groups(0.1), None, None)
+    shadow = Shadow(1, model, model.param_groups(0.1), None, None, torch.device("cpu"))
     assert [name for name, part in shadow._raw.named_modules() if part._compiled_call_impl is not None] == ["transformer.h.0"]
 
 
@@ -146,4 +146,4 @@ def test_a_device_whose_random_numbers_cannot_be_repeated_is_refused():
     with torch.device("meta"):
         model = GPT(SIZES)
     with pytest.raises(ValueError, match="shadow_check=5 does not support device=meta; use --shadow_check=0"):
-        Shadow(5, model, model.param_groups(0.1), None, None)
+        Shadow(5, model, model.param_groups(0.1), None, None, torch.device("cpu"))

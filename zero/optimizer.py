@@ -348,6 +348,7 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
                 self.comm.broadcast(flattened(value, value))
                 buffer.move_in(number, value)
                 self.set_parameter(param, value)
+                del value
                 _optimizer_of[param] = weakref.ref(self)
 
     def _inner_groups(self, first_group: int) -> list[dict[str, Any]]:

@@ -6,11 +6,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
-from toy import MODES, batch, build_toy, make_toy
+from toy import MODES, batch, build_toy, largest_difference, make_toy, train, weights
 
 from run.memory import describe
+from zero import ShardedOptimizer
 from zero.build import build, clip_grad_norm_
 from zero.flags import Flags
+from zero.state import model_state_dict
 
 CLASSES = {
     "adamw": ("DistributedDataParallel", "AdamW"),
@@ -51,6 +53,42 @@ def test_without_a_process_group_there_is_no_wrapper():
     assert built is model
     assert type(optimizer) is torch.optim.AdamW
     assert optimizer.defaults["fused"]
+
+
+def built_from_rank_0(mode):
+    """The weights after a step, of a model that has weights on rank 0 only until it is built."""
+    with torch.device("cpu" if dist.get_rank() == 0 else "meta"):
+        model = make_toy()
+    model.unused.requires_grad_(False)
+    params = list(model.parameters())
+    wrapped, optimizer = build(model, model.param_groups(), BUILT[mode], device=torch.device("cpu"), lr=0.01)
+    assert all(one is other for one, other in zip(params, model.parameters(), strict=True))
+    assert model.head.weight is model.embedding.weight
+    train(wrapped, optimizer, rank=0, steps=2)
+    return model_state_dict(model, optimizer) or weights(model)
+
+
+BUILT = {**MODES, "codecs": Flags(bucket_mb=0.0002, param_dtype="bfloat16", master_dtype="remainder", state_dtype="int8")}
+
+
+@pytest.mark.parametrize("mode", BUILT)
+def test_only_rank_0_needs_weights(mode):
+    (alone,) = run_ranks(built_from_rank_0, 1, mode)
+    for after in run_ranks(built_from_rank_0, 2, mode):
+        assert largest_difference(after, alone) <= (0.01 if mode == "codecs" else 0.0)
+
+
+def refused_on_meta():
+    rank, cpu = dist.get_rank(), torch.device("cpu")
+    for on_meta, device, frozen in ((0, cpu, False), (1, None, False), (1, cpu, True)):
+        with torch.device("meta" if rank == on_meta else "cpu"):
+            layers = torch.nn.Linear(2, 3).requires_grad_(not frozen), torch.nn.Linear(3, 2)
+        with pytest.raises(ValueError, match="on the meta device; only trainable parameters of ranks other than 0"):
+            ShardedOptimizer([param for layer in layers for param in layer.parameters()], torch.optim.AdamW, device=device)
+
+
+def test_weights_that_rank_0_cannot_send_are_refused():
+    run_ranks(refused_on_meta, 2)
 
 
 def refused():

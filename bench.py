@@ -36,13 +36,15 @@ On a noisy machine, compare only measurements that were taken close together. Fo
 the time is measured. The column to read is "ratio": the time of a mode is divided by the time of the first mode in the
 same round, and the ratio is the median over all rounds. If its quartiles are far apart, take more --rounds.
 
-Modes: adamw, torch, sharded, shard_gradients, bfloat16, remainder, int8, loss_chunk (as in plan.py); simple: all-reduce,
-update of the own part, then an all-gather without overlap; hybrid: sharded, where zero_shard_size ranks share the state;
-no_overlap: sharded, whose step waits for the all-gathers; fsdp2: PyTorch's fully_shard.
+Modes: adamw, torch, sharded, shard_gradients, bfloat16, remainder, int8, loss_chunk (as in plan.py);
+simple: all-reduce, update of the own part, then an all-gather without overlap;
+hybrid: sharded, where zero_shard_size ranks share the state; no_overlap: sharded, whose step waits for the all-gathers;
+fsdp2: PyTorch's fully_shard.
 
-Points of a step: after init: the model exists. wrapping: the most while data parallelism is set up. after wrapping: it is.
-accumulating: between micro-steps. before step, after step: around the update. saving: a checkpoint is gathered. peak: the
-most within a step.
+Points of a step: after init: the model exists. wrapping: the most while data parallelism is set up; after wrapping:
+then. accumulating: between micro-steps. before step, after step: around the update. saving: a checkpoint is gathered.
+accumulating: between micro-steps. before step, after step: around the update. saving: a checkpoint is gathered.
+peak: the most within a step.
 Parts: copy is what rank 0 gathers to save it; rest is everything else, mostly temporary tensors of backward;
 resident peak is what the system has given to the process, in the first mode with the libraries.
 """

@@ -13,10 +13,10 @@ The table as a file and as a picture, and the owners of one parameter:
 Every setting of train.py is a setting of plan.py, with the same default.
 
 Modes: `adamw` is use_zero1=False, `torch` is zero1_impl=torch, `sharded` is the default. To `sharded` are added:
-`shard_gradients`, `bfloat16` (param_dtype=bfloat16), `remainder` (the same with master_dtype=remainder), `int8`
-(state_dtype=int8), `checkpointing` (activation_checkpointing=True), `loss_chunk` (loss_chunk=1024), and in `all` everything
-together. If the settings have `checkpointing` or `loss_chunk`, all rows have it. The row that the settings choose is marked
-with *.
+`shard_gradients`, `bfloat16` (param_dtype=bfloat16), `remainder` (the same with master_dtype=remainder),
+`int8` (state_dtype=int8), `checkpointing` (activation_checkpointing=True), `loss_chunk` (loss_chunk=1024), and in `all`
+everything together. If the settings have `checkpointing` or `loss_chunk`, all rows have it. The row that the settings
+choose is marked with *.
 """
 
 import difflib

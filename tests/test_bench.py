@@ -273,4 +273,4 @@ def test_what_a_gpu_shows_also_runs_on_a_cpu():
         [sys.executable, "-m", "benchmarks.gpu"], cwd=ROOT, env=environment_of_cpu, capture_output=True, text=True, timeout=900
     )
     assert process.returncode == 0, process.stdout + process.stderr
-    assert process.stdout.count("  ok\n") == 12
+    assert process.stdout.count("  ok\n") == 13

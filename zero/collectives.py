@@ -141,9 +141,8 @@ class Communicator:
     def add(self, reduction: ReduceScatterWork, shard: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
         """Wait for a reduce-scatter and return its sum over the shard group, added to `shard` if there is one.
 
-        Without `shard`, the sum takes the memory of a received part or, if that does not fit, a tensor from the pool. It is
-        computed in the dtype of `like`, (sizes[shard_rank],), which may be wider than that of the bucket. The other tensors of
-        the reduction return to the pool.
+        Without `shard`, the sum takes the memory of a received part if that fits. It is computed in the dtype of `like`,
+        (sizes[shard_rank],), which may be wider than that of the bucket. The other tensors of the reduction return to the pool.
         """
         self.wait("reduce-scatter", reduction.works, like.device)
         parts, received = reduction.parts, reduction.received
@@ -152,7 +151,7 @@ class Communicator:
         elif received and (received[0].shape, received[0].dtype) == (like.shape, like.dtype):
             shard, *received = received
         else:
-            shard = self.pool.acquire(like.numel(), like)
+            shard = like.new_empty(like.numel())
         total, *rest = parts
         if not rest or total.dtype != shard.dtype:
             total = shard.copy_(total)

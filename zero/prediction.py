@@ -255,7 +255,7 @@ class ShardedPrediction(Prediction):
 
     @property
     def largest_buckets(self) -> int:
-        return self._traffic.kept - self._traffic.kept_shards + self._traffic.peak
+        return self._traffic.peak
 
     @cached_property
     def gradient_shards(self) -> int:
@@ -269,21 +269,20 @@ class ShardedPrediction(Prediction):
             return self.full_gradients, 0  # kept buckets are freed
         if point == "accumulating":  # the last reduce-scatter is in flight
             arrived = self._own_bytes if self.micro_steps > 2 else self._own_bytes[:-1]
-            kept = self._traffic.kept - sum(filter(self._traffic.is_kept, arrived))
-            return sum(arrived), kept + self._traffic.in_flight
-        if point == "before step":
-            return self.gradient_shards, self._traffic.kept - self._traffic.kept_shards
-        return 0, self._traffic.kept
+            return sum(arrived), self._traffic.in_flight
+        return self.gradient_shards if point == "before step" else 0, self._traffic.after_step
 
     def _largest_of_a_step(self, activations: Activations) -> int:
         _, forward, loss, layers, embedding = activations
-        kept = self._traffic.kept  # until the first gradient of the next iteration arrives
         local = [] if self.shard_gradients else self._accumulating(activations)
         if self.shard_gradients and self.micro_steps > 1:
-            shards = self.gradient_shards - self._traffic.kept_shards
-            local = [sum(self._gradients_and_buckets("accumulating")) + forward, kept + shards + loss]
+            local = [
+                sum(self._gradients_and_buckets("accumulating")) + forward,
+                self.gradient_shards + self._traffic.between + loss,
+            ]
         update = sum(self._gradients_and_buckets("before step")) + max(self.decoded, default=0)
-        return max(*local, kept + max(forward, loss), self._while_sending(layers, embedding), update)
+        # until the first gradient of an iteration arrives, there is what the step before has left
+        return max(*local, self._traffic.after_step + max(forward, loss), self._while_sending(layers, embedding), update)
 
     def _while_sending(self, layers: int, embedding: int) -> int:
         """Return the largest bytes of gradients, buckets and activations while a backward sends gradients."""
@@ -298,9 +297,7 @@ class ShardedPrediction(Prediction):
             return (embedding if moved == before_last else layers - freed) + max(0, accumulated - int(moved))
 
         peak = 0
-        for start, stop, fresh, kept in self._traffic.steps:
-            # while gradients accumulate, kept tensors are freed
-            buckets = fresh + (kept if accumulated else self._traffic.kept)
+        for start, stop, buckets in self._traffic.steps:
             peak = max(peak, buckets + held(start), buckets + held(max(start, min(stop, before_last))))
         return peak
 
@@ -345,28 +342,38 @@ class ShardedPrediction(Prediction):
             in_flight.clear()
 
         buckets = [(buffer, shards) for buffer in self.plan.buffers for shards in buffer.layout.shards]
-        for _ in range(min(2, self.micro_steps) if self.shard_gradients else 1):
-            finish()
-            stop, traffic.steps = 0, []
-            for number, (buffer, shards) in enumerate(buckets):
-                own = shards[self.rank].numel
-                bucket = shards[-1].stop - shards[0].start, buffer.dtype
-                start, stop = stop, stop + _nbytes(bucket)
-                traffic.acquire(bucket)
-                traffic.add_step(start, stop)
+        for _ in range(2):  # the second iteration finds what the first one has left in the pool
+            arrived.clear()
+            traffic.shards = 0
+            if self.micro_steps > 1 and not self.shard_gradients:
+                traffic.clear()
+            for _ in range(min(3, self.micro_steps) if self.shard_gradients else 1):
+                traffic.in_flight = traffic.now
                 finish()
-                if self.on_cpu or self.plan.world_size == 1:
-                    received = [(own, buffer.dtype)] * (self.plan.world_size - 1 if own else 0)
-                elif buffer.dtype in (torch.float32, torch.float64):
-                    received = [(own, buffer.dtype)]  # NCCL's own reduce-scatter
-                else:
-                    received = [(self.plan.world_size * own, buffer.dtype)]  # all-to-all
-                for tensor in received:
-                    traffic.acquire(tensor)
-                traffic.add_step(stop, stop)
-                in_flight.append((number, bucket, received, (own, buffer.update_dtype)))
-        traffic.in_flight, stop = traffic.now, math.inf
-        finish()
+                traffic.between = traffic.now
+                stop, traffic.steps = 0, []
+                for number, (buffer, shards) in enumerate(buckets):
+                    own = shards[self.rank].numel
+                    bucket = shards[-1].stop - shards[0].start, buffer.dtype
+                    start, stop = stop, stop + _nbytes(bucket)
+                    traffic.acquire(bucket)
+                    traffic.add_step(start, stop)
+                    finish()
+                    if self.on_cpu or self.plan.world_size == 1:
+                        received = [(own, buffer.dtype)] * (self.plan.world_size - 1 if own else 0)
+                    elif buffer.dtype in (torch.float32, torch.float64):
+                        received = [(own, buffer.dtype)]  # NCCL's own reduce-scatter
+                    else:
+                        received = [(self.plan.world_size * own, buffer.dtype)]  # all-to-all
+                    for tensor in received:
+                        traffic.acquire(tensor)
+                    traffic.add_step(stop, stop)
+                    in_flight.append((number, bucket, received, (own, buffer.update_dtype)))
+            stop = math.inf
+            finish()
+            if self.shard_gradients:
+                traffic.clear()
+            traffic.after_step = traffic.now
         return traffic
 
 
@@ -374,52 +381,47 @@ _Tensor = tuple[int, torch.dtype]  # number of elements, dtype
 
 
 class _Traffic:
-    """Counts the bytes of communication: tensors that a `zero.collectives.Pool` keeps, and fresh ones, which it does not."""
+    """Counts the bytes that communication takes, with those that a `zero.collectives.Pool` keeps, and without shards."""
 
     def __init__(self, on_cpu: bool) -> None:
-        self.kept = 0  # bytes that the pool has given out or keeps, with kept shards
-        self.kept_shards = 0  # bytes of the shards that the pool will keep
-        self.peak = 0  # largest bytes of fresh tensors at one time, without shards
-        self.now = 0  # bytes of fresh tensors, without shards
-        self.in_flight = 0  # bytes of fresh tensors in flight at the end of backward
-        self.steps: list[tuple[float, float, int, int]] = []  # of the last backward, see `add_step`
-        self._shards = 0  # bytes of fresh shards
+        self.now = 0
+        self.peak = 0
+        self.in_flight = 0  # at the end of the last backward but one
+        self.between = 0  # when that has arrived
+        self.after_step = 0
+        self.shards = 0  # bytes of the shards that have arrived in this iteration
+        self.steps: list[tuple[float, float, int]] = []  # of the last backward, see `add_step`
         self._smallest_kept = KEPT_BYTES if on_cpu else math.inf
-        self._free: Counter[_Tensor] = Counter()
-
-    def is_kept(self, nbytes: int) -> bool:
-        return nbytes >= self._smallest_kept
+        self._free: Counter[_Tensor] = Counter()  # what the pool keeps
 
     def acquire(self, tensor: _Tensor) -> None:
-        if not self.is_kept(_nbytes(tensor)):
-            self.now += _nbytes(tensor)
-            self.peak = max(self.peak, self.now)
-        elif self._free[tensor]:
+        if self._free[tensor]:
             self._free[tensor] -= 1
         else:
-            self.kept += _nbytes(tensor)
+            self.now += _nbytes(tensor)
+            self.peak = max(self.peak, self.now)
 
     def release(self, tensor: _Tensor) -> None:
-        if self.is_kept(_nbytes(tensor)):
+        if _nbytes(tensor) >= self._smallest_kept:
             self._free[tensor] += 1
         else:
             self.now -= _nbytes(tensor)
 
+    def clear(self) -> None:
+        """Free what the pool keeps."""
+        self.now -= sum(_nbytes(tensor) * count for tensor, count in self._free.items())
+        self._free.clear()
+
     def add_shard(self, shard: _Tensor, received: list[_Tensor]) -> None:
-        """Acquire a shard, or take it from `received` if it fits. It stays until the end of the iteration."""
+        """Add a shard, whose memory is one of `received` if that fits."""
+        self.shards += _nbytes(shard)
         if shard in received:
             received.remove(shard)
-            self.now -= 0 if self.is_kept(_nbytes(shard)) else _nbytes(shard)
-        elif self.is_kept(_nbytes(shard)):
-            self.acquire(shard)
-        if self.is_kept(_nbytes(shard)):
-            self.kept_shards += _nbytes(shard)
-        else:
-            self._shards += _nbytes(shard)
+            self.now -= _nbytes(shard)
 
     def add_step(self, start: float, stop: float) -> None:
-        """Note the bytes of fresh and of kept tensors, while the bytes of gradients in buckets rise from `start` to `stop`."""
-        self.steps.append((start, stop, self.now + self._shards, self.kept))
+        """Note the bytes of communication and shards while the bytes of gradients in buckets rise from `start` to `stop`."""
+        self.steps.append((start, stop, self.now + self.shards))
 
 
 def _nbytes(tensor: _Tensor) -> int:

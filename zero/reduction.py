@@ -105,7 +105,6 @@ class BucketGradients:
     def drop(self) -> None:
         """Drop all gradients, when nothing is in flight."""
         if self.shard is not None:
-            self.comm.pool.release(self.shard)
             self.shard, self.views = None, []
             for owned in self.bucket.owned:
                 owned.local.grad = None
@@ -308,10 +307,12 @@ class Reducer:
                 "gradients of this step have not been sent: its last backward must run outside of no_sync(), with "
                 "require_backward_grad_sync = True; one set by hand is never sent"
             )
-        if self.optimizer.comm.replicas > 1:
-            for gradients in self._gradients:  # start all of them before the first wait
+        if self.optimizer.comm.replicas > 1 or self.shard_gradients:
+            for gradients in self._gradients:  # start all all-reduces before the first wait
                 gradients.finish_reduce_scatter()
                 gradients.start_all_reduce()
+        if self.shard_gradients:
+            self.optimizer.comm.pool.clear()
         for gradients in self._gradients:
             gradients.wait()
             for owned, view in itertools.zip_longest(gradients.bucket.owned, gradients.views):

@@ -6,6 +6,10 @@ GPT-2 XL on 1 to 1024 GPUs with 80 GB. This needs no GPU and starts no processes
 A small model on two CPU ranks of a laptop:
     $ python plan.py config/train_shakespeare_char.py --world_size=2 --device=cpu --gradient_accumulation_steps=2
 
+What fits: the largest batch, the fewest GPUs, the largest model. And what a run costs on rented A100s:
+    $ python plan.py config/train_gpt2_xl.py --world_size=8 --find=batch        # or gpus, or model
+    $ python plan.py config/train_gpt2.py --world_size=8 --gpu=A100 --mfu=40 --gpu_hour_price=1.80
+
 The table as a file and as a picture, and the owners of one parameter:
     $ python plan.py config/train_gpt2_xl.py --json=plan.json --plot=plan.png
     $ python plan.py config/train_gpt2_xl.py --world_size=8 --explain=transformer.wte.weight
@@ -16,44 +20,33 @@ Modes: `adamw` is use_zero1=False, `torch` is zero1_impl=torch, `sharded` is the
 `shard_gradients`, `bfloat16` (param_dtype=bfloat16), `remainder` (the same with master_dtype=remainder),
 `int8` (state_dtype=int8), `checkpointing` (activation_checkpointing=True), `loss_chunk` (loss_chunk=1024), and in `all`
 everything together. If the settings have `checkpointing` or `loss_chunk`, all rows have it. The row that the settings
-choose is marked with *.
+choose is marked with *. `fsdp2` is PyTorch's fully_shard, for comparison.
+
+Time is estimated: computation at --mfu per cent of the data sheet's peak, and the communication that does not overlap
+with it. Evaluations and checkpoints are not counted. A machine has --ranks_per_machine ranks.
 """
 
 import difflib
 import math
 import os
-from bisect import bisect_left
-from collections.abc import Sequence
 from dataclasses import replace
 from json import dump
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from charts.bars import plan_chart
 from charts.style import check_path, number, save, shown_in
-from configurator import NonNegativeFloat, NonNegativeInt, PositiveFloat, configure, settings_of
+from configurator import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, configure, settings_of
 from data.dataset import DATA_DIR, Dataset
 from data.vocabulary import DataError, expected_vocab_size
 from distributed.exits import exit_on_wrong_input
-from distributed.machine import resolve_dtype
 from distributed.ranks import check_backend
-from forecast.memory import (
-    CPU_RESIDENT,
-    LOSS_CHUNK,
-    MODES,
-    Extras,
-    Forecast,
-    Workload,
-    forecast,
-    gpt_specs,
-    predicted_activations,
-)
+from forecast.advice import batch_of_the_run, cheapest, fewest_ranks, largest_model, prices, ways
+from forecast.memory import CPU_RESIDENT, MODES
+from forecast.planner import BATCHES, PARTS, Planner
 from model import GPT2_SIZES, GPTConfig, check_block_size
 from run.shadow import check_device
-from zero.flags import Flags
-from zero.layout import ParameterSpec, Plan
-from zero.prediction import Activations, Prediction, ShardedPrediction
 
 # plan
 world_size = "1,2,4,8,64,1024"  # numbers of ranks, separated by commas
@@ -61,14 +54,20 @@ vocab_size: NonNegativeInt = 0  # number of tokens, if the dataset is not prepar
 # memory that PyTorch may use on each GPU, in 10^9 bytes; CUDA itself takes about 1 GB in addition. With --device=cpu, memory
 # of each rank; Python and its libraries take about 0.4 GB in addition
 gpu_memory_gb: PositiveFloat = 80.0
-bandwidth_gbit: PositiveFloat = 100.0  # what a rank can send per second, to estimate communication that overlaps with nothing
-bandwidth_between_gbit: NonNegativeFloat = 0.0  # the same between machines of zero_shard_size ranks each; 0: bandwidth_gbit
+find: Literal["", "batch", "gpus", "model"] = (
+    ""  # instead of the table: the largest batch_size, the fewest GPUs, the largest model
+)
+ranks_per_machine: PositiveInt = 8
+bandwidth_gbit: PositiveFloat = 2400.0  # what a rank can send per second to the ranks of its machine; this is NVLink of an A100
+between_gbit: PositiveFloat = 1600.0  # what a machine can send per second to other machines; this is a network card per A100
+gpu = "H100"  # for its peak FLOP/s; a name in the list of distributed/machine.py
+mfu: PositiveFloat = 40.0  # FLOP/s of the computation, in per cent of the peak
+gpu_hour_price: NonNegativeFloat = 0.0  # of one GPU, in any currency; 0: the run's cost is not printed
 explain = ""  # name of a parameter: print which rank owns which part of it, instead of the table
 json = ""  # path of a JSON file that also receives the table, in bytes
 plot = ""  # path of a picture: .png, .svg or .html (interactive)
 legend = False  # explain the columns of the table
 
-BATCHES = [4**power for power in range(7)]  # activations are predicted for these batch sizes, and interpolated between them
 COLUMNS = {  # heading of each column, its unit, and its text in a row
     "ranks": ("", "{world_size}"),
     "mode": ("", "{mode}{chosen}"),
@@ -88,10 +87,10 @@ COLUMNS = {  # heading of each column, its unit, and its text in a row
     "sent": ("{unit}", "{sent}"),
     "between": ("{unit}", "{between}"),
     "sent in": ("ms", "{sent_ms:.0f}"),
+    "exposed": ("ms", "{exposed_ms:.0f}"),
 }
-PARTS = ("parameters", "gradients", "state", "master", "buckets", "activations", "shadow")
 SCALED = (*PARTS, "temporary", "peak", "saving", "sent", "between")
-OPTIONAL = ("shadow", "between")  # columns that are left out if all rows have 0
+OPTIONAL = {"shadow": "shadow", "between": "between", "exposed": "exposed_ms"}  # columns that are left out if all rows have 0
 LEGEND = """
 *            the mode that the settings choose
 gradients    between micro-steps if there are several, otherwise before the update
@@ -100,17 +99,21 @@ masters      this rank's part of the float32 copy of bfloat16 weights, or its re
 buckets      the most that communication holds in addition to gradients
 activations  what forward keeps for backward
 temporary    what the peak needs in addition to these parts: gradients of the logits and of the tied embedding, autocast's
-             copies of the weights, or the original weights while the model is wrapped{shadow}
+             copies of the weights, or on a CPU the original weights while the model is wrapped{shadow}
 peak         the most while training, without torch.compile, which usually takes less
 at save      the peak while a checkpoint is {saving}
 fits         whether the peaks are at most {gpu_memory_gb:g} GB{resident}
 max batch    the largest batch_size that fits, up to {largest_batch}
-sent         what a rank sends per iteration, and how long it takes at {bandwidth_gbit:g} Gbit/s without overlap{between}"""
+sent         what a rank sends per iteration, and how long that takes alone: at {bandwidth_gbit:g} Gbit/s inside a machine, at
+             {between_gbit:g} Gbit/s between machines{between}{exposed}
+fsdp2        PyTorch's fully_shard of each block. Its peak is an estimate, up to a tenth too high"""
 _SHADOW = "\nshadow       what shadow_check holds in the first iterations ({shadow_check}): plain AdamW on a copy of the model"
 _RESIDENT = f", with {CPU_RESIDENT - 1:.0%} more for pages that the system's allocator keeps"
 _BETWEEN = """
-between      of this: what leaves a machine of zero_shard_size={zero_shard_size} ranks, as the mean over its ranks, at
-             {gbit:g} Gbit/s. Without hybrid sharding, a ring leads through all ranks, and one rank of each machine sends on"""
+between      of this: what leaves a machine of {ranks_per_machine} ranks, as the mean over its ranks; every collective
+             counts as a ring"""
+_EXPOSED = """
+exposed      how much of it the computation at {mfu:g} % of the peak of {gpu} cannot hide, estimated"""
 
 
 def model_config(settings: dict[str, Any]) -> GPTConfig:
@@ -166,175 +169,14 @@ def world_sizes(text: str) -> list[int]:
     return sizes
 
 
-class Planner:
-    """Makes the rows of the table for one model.
-
-    Args:
-        settings: the settings of train.py and plan.py.
-    """
-
-    def __init__(self, settings: dict[str, Any], config: GPTConfig) -> None:
-        self.settings, self.config = settings, config
-        self.specs: Sequence[ParameterSpec] = gpt_specs(config)
-        if settings["device"].partition(":")[0] not in ("auto", "cpu", "cuda", "mps"):
-            raise ValueError(f"device={settings['device']} is not one of auto, cpu, cuda, mps")
-        self.device_type = "cuda" if settings["device"] == "auto" else settings["device"].partition(":")[0]
-        best = "bfloat16" if self.device_type == "cuda" else "float32"
-        self.dtype = resolve_dtype(settings["dtype"], settings["param_dtype"], best)
-        check_device(settings["shadow_check"], self.device_type)
-        if settings["bandwidth_between_gbit"] and not settings["zero_shard_size"]:
-            raise ValueError(
-                "bandwidth_between_gbit needs the number of ranks of a machine; use for example --zero_shard_size=8"
-            )
-        resident = CPU_RESIDENT if self.device_type == "cpu" else 1.0
-        self.memory = int(settings["gpu_memory_gb"] * 1e9 / resident)  # bytes that tensors may take
-        self.limit = f"{settings['gpu_memory_gb']:g} GB"
-        if resident > 1:
-            self.limit += f" ({self.memory / 1e9:.3g} GB for tensors)"
-        self.extras = Extras.of(settings)
-        numel = sum(spec.numel for spec in self.specs)
-        self.description = (
-            f"{numel / 1e6:.1f}M parameters, {self.dtype} on {self.device_type}, "
-            f"{settings['batch_size']} x {config.block_size} tokens per micro-step, "
-            f"{settings['gradient_accumulation_steps']} micro-steps per iteration, all ranks together"
-        )
-        self._plans: dict[tuple[Flags, int], Plan] = {}
-
-    def plan(self, flags: Flags, world_size: int) -> Plan:
-        """Return the plan of the flags. Modes with equal plans share it: a plan of 1024 ranks takes a tenth of a second."""
-        key = replace(flags, shard_gradients=False), world_size
-        if key not in self._plans:
-            self._plans[key] = flags.plan(self.specs, world_size)
-        return self._plans[key]
-
-    def complete(self, flags: Flags, world_size: int) -> Flags:
-        """Return the flags of a mode with the sizes in the settings. If zero_shard_size does not fit, all ranks share it."""
-        flags = replace(flags, bucket_mb=self.settings["zero_bucket_mb"])
-        is_sharded = flags.implementation(world_size) == "sharded"
-        return replace(flags, shard_size=self.shard_size(world_size)) if is_sharded else flags
-
-    def shard_size(self, world_size: int) -> int:
-        """Return zero_shard_size if it divides the number of ranks, otherwise 0: all ranks share the state."""
-        shard_size = self.settings["zero_shard_size"]
-        return shard_size if shard_size and world_size % shard_size == 0 else 0
-
-    def rows(self, world_size: int) -> list[dict[str, Any]]:
-        """Return one row per mode, and one for the settings if no mode matches them. A single process has only one mode."""
-        settings = self.settings
-        base, checkpointing = MODES["sharded" if world_size > 1 else "adamw"], settings["activation_checkpointing"]
-        loss_chunk = settings["loss_chunk"]
-        modes = {(flags, checkpointing, loss_chunk): mode for mode, flags in MODES.items() if world_size > 1 or mode == "adamw"}
-        modes.setdefault((base, True, loss_chunk), "checkpointing")
-        modes.setdefault((base, checkpointing, loss_chunk or LOSS_CHUNK), "loss_chunk")
-        if world_size > 1:
-            every = replace(MODES["remainder"], shard_gradients=True, state_dtype=MODES["int8"].state_dtype)
-            modes.setdefault((every, True, loss_chunk or LOSS_CHUNK), "all")
-        chosen = Flags(
-            settings["use_zero1"],
-            settings["zero1_impl"],
-            shard_gradients=settings["shard_gradients"],
-            param_dtype=settings["param_dtype"],
-            check_reads=settings["zero_check_reads"],
-            shard_size=settings["zero_shard_size"],
-            master_dtype=settings["master_dtype"],
-            state_dtype=settings["state_dtype"],
-        )
-        if chosen.use_zero1 and chosen.zero1_impl == "sharded":
-            chosen = replace(chosen, shard_size=self.shard_size(world_size))
-        if chosen.implementation(world_size) != "sharded":  # the other flags have no effect
-            chosen = MODES[chosen.implementation(world_size)]
-        key = replace(chosen, shard_size=0, check_reads=False), checkpointing, loss_chunk
-        modes.setdefault(key, "these flags")
-        return [self.row(mode, *one, world_size, chosen=one == key) for one, mode in modes.items()]
-
-    def row(
-        self, mode: str, flags: Flags, checkpointing: bool, loss_chunk: int, world_size: int, chosen: bool
-    ) -> dict[str, Any]:
-        """Return the figures of one mode, in bytes, on the rank with the most optimizer state."""
-        settings = self.settings
-        flags = self.complete(flags, world_size)
-        micro_steps = math.ceil(settings["gradient_accumulation_steps"] / world_size)
-        dtype = flags.param_dtype if flags.param_dtype != "float32" else self.dtype
-        workload = Workload(self.config, settings["batch_size"], dtype, self.device_type, checkpointing, loss_chunk)
-        result = forecast(
-            self.plan(flags, world_size),
-            world_size,
-            micro_steps,
-            workload.device_type,
-            self.activations(workload, flags),
-            flags.shard_gradients,
-            distributed=world_size > 1,
-            extras=self.extras,
-        )
-        prediction, sent = result.prediction, sum(result.prediction.sent().values())
-        between = self.between(prediction)
-        bandwidth = settings["bandwidth_gbit"]
-        row: dict[str, Any] = {
-            "mode": mode,
-            "chosen": " *" if chosen else "",
-            "world_size": world_size,
-            **prediction.at("accumulating" if micro_steps > 1 else "before step"),
-            "buckets": prediction.largest_buckets,
-            "state_to_mean": result.state_to_mean,
-            "activations": result.activations.saved,
-            "shadow": result.shadow,
-            "peak": result.peak,
-            "saving": result.saving_peak,
-            "saving_on_cpu": result.saved_copy,
-            "fits": "yes" if max(result.peak, result.saving_peak) <= self.memory else "no",
-            "sent": sent,
-            "between": between,
-            "sent_ms": ((sent - between) / bandwidth + between / (settings["bandwidth_between_gbit"] or bandwidth)) * 8 / 1e6,
-        }
-        # the parts are not all at their largest at the same time, so the peak can also be less than their sum
-        row["temporary"] = max(0, row["peak"] - sum(row[part] for part in PARTS))
-        row["largest_batch"] = self.largest_batch(workload, flags, result)
-        return row
-
-    def activations(self, workload: Workload, flags: Flags) -> Activations:
-        """Return the larger activations: of the run, or of the shadow, whose weights are always float32."""
-        return predicted_activations(workload, "float32" if self.settings["shadow_check"] else flags.param_dtype)
-
-    def between(self, prediction: Prediction) -> int:
-        """Return the bytes that leave a machine of `zero_shard_size` ranks, as the mean over its ranks; 0 without this size.
-
-        With hybrid sharding, these are the all-reduces between the replicas. All other modes send everything along rings over
-        all ranks: on each machine, one rank sends to the next machine.
-        """
-        sent, world_size = prediction.sent(), prediction.world_size
-        if isinstance(prediction, ShardedPrediction) and prediction.plan.world_size < world_size:
-            return sent["all-reduce"]
-        machines = math.ceil(world_size / (self.settings["zero_shard_size"] or world_size))
-        return sum(sent.values()) * machines // world_size if machines > 1 else 0
-
-    def largest_batch(self, workload: Workload, flags: Flags, result: Forecast) -> int:
-        """Return the largest batch size that fits, or 0. `result` is the forecast for any batch size.
-
-        The peak of activations is the largest of several linear functions of the batch size, so it is convex, on both sides of
-        a full chunk of the loss. A straight line between two predicted batch sizes is therefore not too low.
-        """
-
-        def fits(activations: Activations) -> bool:
-            forecast = replace(result, activations=activations)
-            return max(forecast.peak, forecast.saving_peak) <= self.memory
-
-        low = None
-        full_chunk = workload.loss_chunk // self.config.block_size  # fewer sequences have fewer logits than a chunk
-        for batch in sorted({*BATCHES, workload.batch_size, full_chunk, full_chunk + 1} - {0}):
-            activations = self.activations(replace(workload, batch_size=batch), flags)
-            high = batch, activations
-            if not fits(activations):
-                break
-            low = high
-        if low is None:
-            return 0
-
-        def does_not_fit(size: int) -> bool:
-            share = (size - low[0]) / max(1, high[0] - low[0])
-            between = Activations(*(round(a + share * (b - a)) for a, b in zip(low[1], high[1], strict=True)))
-            return not fits(between)
-
-        return low[0] + bisect_left(range(low[0] + 1, high[0] + 1), True, key=does_not_fit)
+def description(planner: Planner) -> str:
+    """Return what is planned, in a line."""
+    settings = planner.settings
+    return (
+        f"{planner.numel / 1e6:.1f}M parameters, {planner.dtype} on {planner.device_type}, "
+        f"{settings['batch_size']} x {planner.config.block_size} tokens per micro-step, "
+        f"{settings['gradient_accumulation_steps']} micro-steps per iteration, all ranks together"
+    )
 
 
 def print_owners(name: str, planner: Planner, world_size: int) -> None:
@@ -359,11 +201,13 @@ def print_owners(name: str, planner: Planner, world_size: int) -> None:
                 print(f"  rank {rank} owns {share:.1%}: {ranges}")
 
 
-def verdict(rows: list[dict[str, Any]], limit: str, divisor: float, unit: str, settings: dict[str, Any]) -> str:
-    """Return a line about one number of ranks: what the settings take and save, whether it fits, and the largest batch.
+def verdict(rows: list[dict[str, Any]], planner: Planner, divisor: float, unit: str) -> str:
+    """Return lines about one number of ranks: what the settings take and save, whether it fits, how long the run takes.
 
-    If train.py would refuse the settings with this number of ranks, it says which others are assumed.
+    If the settings do not fit, they say which ones do, and what each of these costs. If train.py would refuse the settings with
+    this number of ranks, they say which others are assumed.
     """
+    settings, limit = planner.settings, planner.limit
     plain, chosen = rows[0], next(row for row in rows if row["chosen"])
     size = chosen["world_size"]
     text = f"{size:5} rank{'s' if size > 1 else ' '}  peak {number(chosen['peak'] / divisor)} {unit}"
@@ -373,18 +217,56 @@ def verdict(rows: list[dict[str, Any]], limit: str, divisor: float, unit: str, s
         text += f": fits in {limit}, up to --batch_size={chosen['largest_batch']}"
         text += f" (plain AdamW {plain['largest_batch']})" if chosen is not plain else ""
     else:
-        fitting = ", ".join(row["mode"] for row in rows if row["fits"] == "yes")
-        text += f": does not fit in {limit}; what fits: {fitting or 'none of these modes'}"
+        text += f": does not fit in {limit}"
     steps, shard_size = settings["gradient_accumulation_steps"], settings["zero_shard_size"] or 1
     needs = [f"--gradient_accumulation_steps={math.ceil(steps / size) * size}"] if steps % size else []
     needs += ["--zero_shard_size=0"] if size > 1 and size % shard_size else []
-    return f"{text}; train.py needs {' '.join(needs)} for it, as assumed here" if needs else text
+    text += f"; train.py needs {' '.join(needs)} for it, as assumed here" if needs else ""
+    if chosen["fits"] == "yes":
+        return text + duration(chosen, planner)
+    if (advice := cheapest(planner, size)) is None:
+        return f"{text}\n{'':7}nothing fits{wrong_tool(planner, size, divisor, unit)}"
+    lines = [f"{'':9}{key}: {price}" for key, price in advice.prices.items()]
+    row = planner.figures("", advice.choice, advice.result, chosen=False)
+    fits = (
+        f"{'':7}fits with these, at a peak of {number(advice.result.peak / divisor)} {unit}{duration(row, planner)}; they cost:"
+    )
+    return "\n".join([text, fits, *lines])
+
+
+def duration(row: dict[str, Any], planner: Planner) -> str:
+    """Return the speed, the time and the cost of a run, if they are known."""
+    if not row["seconds"]:
+        return ""
+    settings, size = planner.settings, row["world_size"]
+    tokens = planner.accumulation_steps(settings["batch_size"], size) * settings["batch_size"] * planner.config.block_size
+    hours = settings["max_iters"] * row["seconds"] / 3600
+    text = f"; about {tokens / row['seconds'] / 1e3:,.0f}k tokens/s, {hours / 24:,.1f} days"
+    price = settings["gpu_hour_price"]
+    return f"{text}, {hours * size * price:,.0f} to pay" if price else text
+
+
+def wrong_tool(planner: Planner, world_size: int, divisor: float, unit: str) -> str:
+    """Return what to do where no flags are enough: whether dividing the weights as well would be."""
+    if world_size == 1:
+        return " in one process: use more ranks, larger GPUs or a smaller model (--find=gpus, --find=model)"
+    fsdp = planner.fully_sharded(world_size, replace(planner.everything(world_size), batch_size=1))
+    peak = f"{number(fsdp['peak'] / divisor)} {unit}"
+    if fsdp["fits"] == "no":
+        return f", and FSDP2 would not either (about {peak}); use larger GPUs or a smaller model (--find=model)"
+    sent = f"{number(fsdp['sent'] / divisor)} {unit}"
+    return (
+        ": ZeRO-1 is the wrong tool, because every rank holds all weights. FSDP2 (fully_shard) divides them: with "
+        f"checkpointing, batch size 1 and the loss in chunks about {peak}, and {sent} to send per iteration"
+    )
 
 
 def print_table(rows: list[dict[str, Any]], divisor: float, unit: str) -> None:
     """Print the rows, with an empty line between world sizes."""
     digits = 2 if unit == "GB" else 1
-    columns = {key: text for key, (_, text) in COLUMNS.items() if key not in OPTIONAL or any(row[key] for row in rows)}
+    columns = {
+        key: text for key, (_, text) in COLUMNS.items() if key not in OPTIONAL or any(row[OPTIONAL[key]] for row in rows)
+    }
     cells = [list(columns), [COLUMNS[key][0].format(unit=unit) for key in columns]]
     for row in rows:
         scaled = {key: f"{value / divisor:.{digits}f}" if key in SCALED else value for key, value in row.items()}
@@ -405,21 +287,18 @@ def print_plan(planner: Planner, sizes: list[int]) -> list[dict[str, Any]]:
     settings = planner.settings
     steps = settings["gradient_accumulation_steps"]
     divisor, unit = shown_in("bytes", 10 * max(row["parameters"] for row in rows))  # 0.1 GB is the least with two digits
-    print(f"{planner.description}; the rank with the most optimizer state")
+    print(f"{description(planner)}; the rank with the most optimizer state")
     for size in sizes:
         of_size = [row for row in rows if row["world_size"] == size]
-        print(verdict(of_size, planner.limit, divisor, unit, settings))
+        print(verdict(of_size, planner, divisor, unit))
+    print(host_memory(planner, rows))
     print_table(rows, divisor, unit)
-    copied = max(row["saving_on_cpu"] for row in rows)
     saving = "written in the background, while training goes on" if settings["async_save"] else "saved"
-    if copied and planner.device_type != "cpu":
-        whose = "rank 0" if settings["checkpoint_format"] == "consolidated" else "each rank, at most"
-        saving += f";\n{'':13}a copy of it takes {copied / divisor:.2f} {unit} of main memory of {whose}"
-    gbit = settings["bandwidth_between_gbit"] or settings["bandwidth_gbit"]
     details = {
         "shadow": _SHADOW.format(**settings) if settings["shadow_check"] else "",
         "resident": _RESIDENT if planner.device_type == "cpu" else "",
-        "between": _BETWEEN.format(**settings, gbit=gbit) if any(row["between"] for row in rows) else "",
+        "between": _BETWEEN.format(**settings) if any(row["between"] for row in rows) else "",
+        "exposed": _EXPOSED.format(**settings) if planner.flops else "",
     }
     if settings["legend"]:
         print(LEGEND.format(**settings, **details, largest_batch=BATCHES[-1], saving=saving))
@@ -433,10 +312,58 @@ def print_plan(planner: Planner, sizes: list[int]) -> list[dict[str, Any]]:
     return rows
 
 
+def host_memory(planner: Planner, rows: list[dict[str, Any]]) -> str:
+    """Return a line about the main memory of a machine."""
+    settings = planner.settings
+    ranks = min(settings["ranks_per_machine"], max(row["world_size"] for row in rows))
+    chosen = [row for row in rows if row["chosen"] and row["world_size"] >= ranks]
+    if planner.device_type == "cpu":
+        needed = ranks * max(max(row["peak"], row["saving"]) for row in chosen) * CPU_RESIDENT / 1e9
+        return (
+            f"main memory of a machine with {ranks} of the ranks: at most {needed:.3g} GB, and 0.4 GB for Python in each rank"
+        )
+    copied = max(row["saving_on_cpu"] for row in chosen) / 1e9
+    text = f"main memory of the first machine: {4 * planner.numel / 1e9:.3g} GB for the model that rank 0 makes"
+    if copied and settings["checkpoint_format"] == "consolidated":
+        return f"{text}, {copied:.3g} GB for a checkpoint that it collects later; and what Python and CUDA take in each rank"
+    return f"{text}; {ranks} x {copied:.3g} GB for copies of what is saved; and what Python and CUDA take in each rank"
+
+
+def print_found(planner: Planner, sizes: list[int]) -> None:
+    """Print the answers of --find, one line per way to train."""
+    settings = planner.settings
+    find, limit = settings["find"], f"in {planner.limit} per rank"
+    shape = {
+        "batch": f"the largest batch_size {limit}",
+        "gpus": f"the fewest ranks {limit}, as a power of two",
+        "model": f"the largest model {limit}, as deep for its width as GPT-2 XL",
+    }
+    print(f"{description(planner)}\n{shape[find]}:")
+    for size in sizes if find != "gpus" else [max(sizes)]:
+        for name, choice in ways(planner, size).items():
+            flags = " ".join(prices(planner, size, choice, planner.forecast(choice, size)))
+            if find == "batch":
+                largest, dividing, steps = batch_of_the_run(planner, choice, size)
+                answer = f"{largest:5}"
+                if dividing:
+                    answer += f"; --batch_size={dividing} --gradient_accumulation_steps={steps} keeps the global batch"
+            elif find == "gpus":
+                answer = str(fewest_ranks(planner, name) or "more than 1024")
+            elif (larger := largest_model(planner, name, size)) is None:
+                answer = "none"
+            else:
+                found = larger.config
+                answer = f"{larger.numel / 1e6:6,.0f}M parameters: "
+                answer += f"--n_layer={found.n_layer} --n_head={found.n_head} --n_embd={found.n_embd}"
+            ranks = "" if find == "gpus" else f"{size:5} rank{'s' if size > 1 else ' '}  "
+            print(f"{ranks}{name:14}  {answer}" + (f"; {flags}" if flags else ""))
+
+
 def check_outputs(settings: dict[str, Any]) -> None:
     """Raise ValueError or OSError now if the files of --json and --plot cannot be written later."""
-    if settings["explain"] and (settings["json"] or settings["plot"]):
-        raise ValueError("explain prints no table; remove --json and --plot, or run plan.py once more without --explain")
+    for key in ("explain", "find"):
+        if settings[key] and (settings["json"] or settings["plot"]):
+            raise ValueError(f"{key} prints no table; remove --json and --plot, or run plan.py once more without --{key}")
     if settings["plot"]:
         check_path(settings["plot"])
     for key in ("json", "plot"):
@@ -455,9 +382,13 @@ def main() -> None:
         if max(sizes) > 1:
             check_backend(settings["backend"], "cuda" if settings["device"] == "auto" else settings["device"])
         planner = Planner(settings, model_config(settings))
+        check_device(settings["shadow_check"], planner.device_type)
         if settings["explain"]:
             for size in sizes:
                 print_owners(settings["explain"], planner, size)
+            return
+        if settings["find"]:
+            print_found(planner, sizes)
             return
         rows = print_plan(planner, sizes)
         if settings["json"]:
@@ -465,7 +396,7 @@ def main() -> None:
                 dump({"settings": settings, "rows": rows}, file, indent=1)
             print(f"the table is in {settings['json']}")
         if settings["plot"]:
-            save(plan_chart(rows, (planner.memory, planner.limit), planner.description), settings["plot"])
+            save(plan_chart(rows, (planner.memory, planner.limit), description(planner)), settings["plot"])
             print(f"the picture is in {settings['plot']}")
 
 

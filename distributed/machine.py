@@ -17,8 +17,8 @@ from zero.messages import gather_objects, is_rank_0
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
-# Dense tensor-core peaks in bfloat16 or float16, in TFLOP/s, from the data sheets of NVIDIA and AMD. peak_flops() takes the
-# first name that matches whole words of torch.cuda.get_device_name(), so longer names come before shorter names.
+# Dense tensor-core peaks in bfloat16 or float16, in TFLOP/s, from the data sheets of NVIDIA and AMD. data_sheet_flops() takes
+# the first name that matches whole words of torch.cuda.get_device_name(), so longer names come before shorter names.
 _PEAK_TFLOPS = (
     ("B200", 2250.0),
     ("GH200", 989.4),
@@ -133,17 +133,19 @@ def divide_threads(local_world_size: int) -> None:
     torch.set_num_threads(max(1, cores // local_world_size))
 
 
+def data_sheet_flops(name: str) -> float | None:
+    """Return the peak FLOP/s in bfloat16 of a GPU, such as 'H100' or 'NVIDIA H100 80GB HBM3'; None: it is not in the list."""
+    return next((tflops * 1e12 for part, tflops in _PEAK_TFLOPS if re.search(rf"\b{part}\b", name)), None)
+
+
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
     """Return the peak FLOP/s of one rank, which corresponds to an MFU of 100 %.
 
     For bfloat16 and float16 on a GPU in the table, this is the figure of the data sheet. In all other cases, this function
     multiplies large matrices for 0.2 s and takes the fastest product.
     """
-    if device.type == "cuda" and dtype != torch.float32:
-        name = torch.cuda.get_device_name(device)
-        for part, tflops in _PEAK_TFLOPS:
-            if re.search(rf"\b{part}\b", name):
-                return tflops * 1e12
+    if device.type == "cuda" and dtype != torch.float32 and (flops := data_sheet_flops(torch.cuda.get_device_name(device))):
+        return flops
     size = 8192 if device.type == "cuda" else 512
     a = torch.ones(size, size, device=device, dtype=dtype)
     fastest = float("inf")  # seconds

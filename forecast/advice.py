@@ -1,0 +1,124 @@
+"""What plan.py recommends: the cheapest settings that fit, and what each of them costs."""
+
+import itertools
+from bisect import bisect_left
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
+from forecast.memory import LOSS_CHUNK, MODES, Forecast
+from forecast.planner import Choice, Planner
+from zero.flags import Flags
+
+
+class Advice(NamedTuple):
+    """A choice that fits, as settings of train.py with their prices."""
+
+    choice: Choice
+    result: Forecast
+    prices: dict[str, str]  # by argument of the command line; empty: the settings as they are
+
+
+def cheapest(planner: Planner, world_size: int) -> Advice | None:
+    """Return the cheapest choice that fits, or None. All have the same number of sequences per iteration.
+
+    Cheap is, in this order: no rounding, no bytes to send in addition, no computation in addition, large micro-steps, and few
+    changes.
+    """
+    for choice in _by_price(planner.chosen(world_size), world_size):
+        if planner.fits(result := planner.forecast(choice, world_size)):
+            return Advice(choice, result, prices(planner, world_size, choice, result))
+    return None
+
+
+def ways(planner: Planner, world_size: int) -> dict[str, Choice]:
+    """Return what --find compares: plain AdamW, the settings, all flags that change no value, all flags."""
+    chosen, everything = planner.chosen(world_size), planner.everything(world_size)
+    plain = replace(chosen, flags=MODES["adamw"], activation_checkpointing=False, loss_chunk=0)
+    same = Flags(shard_gradients=True) if world_size > 1 else MODES["adamw"]
+    return {
+        "plain AdamW": plain,
+        "these settings": chosen,
+        "same losses": replace(everything, flags=same),
+        "all flags": everything,
+    }
+
+
+def largest_model(planner: Planner, name: str, world_size: int) -> Planner | None:
+    """Return the planner of the largest model that fits one of `ways`, or None. It is as deep for its width as GPT-2 XL."""
+
+    def of_heads(heads: int) -> Planner:
+        layers = max(1, round(64 * heads * 48 / 1600))
+        return Planner(planner.settings, replace(planner.config, n_head=heads, n_embd=64 * heads, n_layer=layers))
+
+    def fits(heads: int) -> bool:
+        larger = of_heads(heads)
+        return larger.fits(larger.forecast(ways(larger, world_size)[name], world_size))
+
+    low, high = 0, 1
+    while fits(high):
+        low, high = high, 2 * high
+    low += bisect_left(range(low + 1, high), True, key=lambda heads: not fits(heads))
+    return of_heads(low) if low else None
+
+
+def fewest_ranks(planner: Planner, name: str) -> int | None:
+    """Return the smallest power of two of ranks, up to 1024, on which one of `ways` fits, or None."""
+    sizes = [2**power for power in range(11)]
+    return next((size for size in sizes if planner.fits(planner.forecast(ways(planner, size)[name], size))), None)
+
+
+def batch_of_the_run(planner: Planner, choice: Choice, world_size: int) -> tuple[int, int, int]:
+    """Return the largest batch size that fits, the largest that also divides the sequences of a rank, and its micro-steps."""
+    largest = planner.largest_batch(choice, planner.forecast(choice, world_size))
+    sequences = planner.accumulation_steps(choice.batch_size, world_size) // world_size * choice.batch_size
+    dividing = next((size for size in range(min(largest, sequences), 0, -1) if sequences % size == 0), 0)
+    return largest, dividing, sequences // max(1, dividing) * world_size
+
+
+def _by_price(chosen: Choice, world_size: int) -> Iterator[Choice]:
+    """Yield the choices between that of the settings and the one with the least memory, the cheapest first."""
+    is_sharded = chosen.flags.implementation(world_size) == "sharded"
+    base = chosen.flags if is_sharded or world_size == 1 else MODES["sharded"]
+    lowered = replace(base, param_dtype="bfloat16", master_dtype="remainder")
+    for flags, state_dtype, shard_gradients, checkpointing, batch_size, loss_chunk in itertools.product(
+        (base, lowered) if world_size > 1 else (base,),
+        (base.state_dtype, "int8") if world_size > 1 else (base.state_dtype,),
+        sorted({base.shard_gradients, world_size > 1}),
+        sorted({chosen.activation_checkpointing, True}),
+        [size for size in range(chosen.batch_size, 0, -1) if chosen.batch_size % size == 0],
+        sorted({chosen.loss_chunk, chosen.loss_chunk or LOSS_CHUNK}),
+    ):
+        flags = replace(flags, state_dtype=state_dtype, shard_gradients=shard_gradients)
+        yield Choice(flags, checkpointing, loss_chunk, batch_size)
+
+
+def prices(planner: Planner, world_size: int, choice: Choice, result: Forecast) -> dict[str, str]:
+    """Return the arguments that turn the settings into a choice, each with its price."""
+    chosen = planner.chosen(world_size)
+    before, after = chosen.flags, choice.flags
+    found: dict[str, str] = {}
+    if (implementation := after.implementation(world_size)) != before.implementation(world_size):
+        argument = "--use_zero1=False" if implementation == "adamw" else "--use_zero1=True --zero1_impl=sharded"
+        found[argument] = "no more bytes to send, the same losses"
+    if choice.loss_chunk != chosen.loss_chunk:
+        found[f"--loss_chunk={choice.loss_chunk}"] = "smaller kernels, about the same time; the same losses up to rounding"
+    if choice.batch_size != chosen.batch_size:
+        steps = planner.accumulation_steps(choice.batch_size, world_size)
+        tokens = choice.batch_size * planner.config.block_size
+        found[f"--batch_size={choice.batch_size} --gradient_accumulation_steps={steps}"] = (
+            f"the same global batch; slower where {tokens:,} tokens do not fill a GPU"
+        )
+    if choice.activation_checkpointing != chosen.activation_checkpointing:
+        found["--activation_checkpointing=True"] = "the forward of the blocks a second time, up to a third more computation"
+    if after.shard_gradients and not before.shard_gradients:
+        sent = sum(result.prediction.sent().values())
+        once = sum(replace(result.prediction, shard_gradients=False).sent().values())
+        found["--shard_gradients=True"] = f"{sent / once:.1f} times the bytes to send"
+    if after.param_dtype != before.param_dtype:
+        found[f"--param_dtype={after.param_dtype}"] = "weights and gradients are rounded to bfloat16; half the bytes to send"
+    if after.master_dtype != before.master_dtype:
+        found[f"--master_dtype={after.master_dtype}"] = "a slower update; the same values as float32 masters"
+    if after.state_dtype != before.state_dtype:
+        found[f"--state_dtype={after.state_dtype}"] = "AdamW's moments are rounded"
+    return found

@@ -1,0 +1,47 @@
+"""What PyTorch's fully_shard (FSDP2) would take, to say when ZeRO-1 is the wrong tool. train.py does not have it."""
+
+from dataclasses import dataclass
+
+from zero.prediction import Activations, Point, Prediction
+
+
+@dataclass(frozen=True)
+class FullyShardedPrediction(Prediction):
+    """For fully_shard of each block and of the model: weights are gathered before each use, gradients sent every micro-step.
+
+    Weights, gradients and state are exact up to padding. The peak is an estimate, up to a tenth too high: beside the largest
+    activations, it counts three whole blocks and what lies outside of the blocks.
+
+    Args:
+        plan: see `zero.layout.replicated_plan`.
+        block_numel: parameters of a block.
+        root_numel: parameters outside of the blocks.
+        itemsize: bytes per element of gathered weights, and of gradients that are sent.
+    """
+
+    block_numel: int = 0
+    root_numel: int = 0
+    itemsize: int = 4
+
+    def at(self, point: Point) -> dict[str, int]:
+        own = -(-self.parameters // self.world_size)
+        return {
+            "parameters": own,
+            "gradients": own if point in ("accumulating", "before step") else 0,
+            "state": 0 if point == "wrapped" else self.tensors_per_parameter * own,
+            "master": 0,
+            "buckets": 0,
+        }
+
+    def peak_of_training(self, activations: Activations) -> int:
+        _, forward, loss, layers, embedding = activations
+        root = self.root_numel * self.itemsize
+        return sum(self.at("before step").values()) + max(max(forward, loss, layers) + self.largest_buckets, embedding + root)
+
+    def sent(self) -> dict[str, int]:
+        once = sum(spec.numel for spec in self.plan.params) * self.itemsize * (self.world_size - 1) // self.world_size
+        return {"all-gather": 2 * self.micro_steps * once, "reduce-scatter": self.micro_steps * once}
+
+    @property
+    def largest_buckets(self) -> int:
+        return (self.root_numel + 3 * self.block_numel) * self.itemsize

@@ -1,0 +1,255 @@
+"""The figures of plan.py: memory, bytes and time of a run, for each way to hold the state and each number of ranks."""
+
+import math
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from distributed.machine import data_sheet_flops, resolve_dtype
+from forecast.fully_sharded import FullyShardedPrediction
+from forecast.memory import (
+    CPU_RESIDENT,
+    LOSS_CHUNK,
+    MODES,
+    Extras,
+    Forecast,
+    Workload,
+    forecast,
+    gpt_specs,
+    predicted_activations,
+)
+from forecast.speed import Network
+from model import GPT, GPTConfig, without_weights
+from zero.flags import Flags
+from zero.layout import ParameterSpec, Plan, replicated_plan
+from zero.prediction import Activations
+
+BATCHES = [4**power for power in range(7)]  # activations are predicted for these batch sizes, and interpolated between them
+PARTS = ("parameters", "gradients", "state", "master", "buckets", "activations", "shadow")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The settings in which the rows of a table differ."""
+
+    flags: Flags
+    activation_checkpointing: bool
+    loss_chunk: int
+    batch_size: int
+
+
+class Planner:
+    """Predicts what the rank with the most optimizer state needs.
+
+    Args:
+        settings: the settings of train.py and plan.py.
+        config: the sizes of the model.
+    """
+
+    def __init__(self, settings: dict[str, Any], config: GPTConfig) -> None:
+        self.settings, self.config = settings, config
+        self.specs: Sequence[ParameterSpec] = gpt_specs(config)
+        self.numel = sum(spec.numel for spec in self.specs)
+        if settings["device"].partition(":")[0] not in ("auto", "cpu", "cuda", "mps"):
+            raise ValueError(f"device={settings['device']} is not one of auto, cpu, cuda, mps")
+        self.device_type = "cuda" if settings["device"] == "auto" else settings["device"].partition(":")[0]
+        best = "bfloat16" if self.device_type == "cuda" else "float32"
+        self.dtype = resolve_dtype(settings["dtype"], settings["param_dtype"], best)
+        resident = CPU_RESIDENT if self.device_type == "cpu" else 1.0
+        self.memory = int(settings["gpu_memory_gb"] * 1e9 / resident)  # bytes that tensors may take
+        self.limit = f"{settings['gpu_memory_gb']:g} GB"
+        if resident > 1:
+            self.limit += f" ({self.memory / 1e9:.3g} GB for tensors)"
+        self.extras = Extras.of(settings)
+        self.network = Network(settings["bandwidth_gbit"], settings["between_gbit"], settings["ranks_per_machine"])
+        self.tokens = settings["gradient_accumulation_steps"] * settings["batch_size"] * config.block_size  # per iteration
+        with without_weights():
+            self.flops_per_token = GPT(config).flops_per_token()
+        self.flops: float | None = None  # per second and rank; None: not known
+        if self.device_type == "cuda" and self.dtype != "float32":
+            if (peak := data_sheet_flops(settings["gpu"])) is None:
+                raise ValueError(
+                    f"gpu={settings['gpu']} is not in the list of distributed/machine.py; use for example --gpu=A100"
+                )
+            self.flops = peak * settings["mfu"] / 100
+        self._plans: dict[tuple[Flags, int], Plan] = {}
+
+    def plan(self, flags: Flags, world_size: int) -> Plan:
+        """Return the plan of the flags. Modes with equal plans share it: a plan of 1024 ranks takes a tenth of a second."""
+        key = replace(flags, shard_gradients=False), world_size
+        if key not in self._plans:
+            self._plans[key] = flags.plan(self.specs, world_size)
+        return self._plans[key]
+
+    def complete(self, flags: Flags, world_size: int) -> Flags:
+        """Return the flags of a mode with the sizes in the settings. If zero_shard_size does not fit, all ranks share it."""
+        flags = replace(flags, bucket_mb=self.settings["zero_bucket_mb"])
+        is_sharded = flags.implementation(world_size) == "sharded"
+        return replace(flags, shard_size=self.shard_size(world_size)) if is_sharded else flags
+
+    def shard_size(self, world_size: int) -> int:
+        """Return zero_shard_size if it divides the number of ranks, otherwise 0: all ranks share the state."""
+        shard_size = self.settings["zero_shard_size"]
+        return shard_size if shard_size and world_size % shard_size == 0 else 0
+
+    def chosen(self, world_size: int) -> Choice:
+        """Return the settings of the run as a choice. Flags without effect have their defaults."""
+        settings = self.settings
+        flags = Flags(
+            settings["use_zero1"],
+            settings["zero1_impl"],
+            shard_gradients=settings["shard_gradients"],
+            param_dtype=settings["param_dtype"],
+            check_reads=settings["zero_check_reads"],
+            shard_size=settings["zero_shard_size"],
+            master_dtype=settings["master_dtype"],
+            state_dtype=settings["state_dtype"],
+        )
+        if flags.use_zero1 and flags.zero1_impl == "sharded":
+            flags = replace(flags, shard_size=self.shard_size(world_size))
+        if flags.implementation(world_size) != "sharded":
+            flags = MODES[flags.implementation(world_size)]
+        flags = replace(flags, shard_size=0, check_reads=False)
+        return Choice(flags, settings["activation_checkpointing"], settings["loss_chunk"], settings["batch_size"])
+
+    def choices(self, world_size: int) -> dict[Choice, str]:
+        """Return the choices of a table with the names of their modes. A single process has only plain AdamW."""
+        chosen = self.chosen(world_size)
+        base = replace(chosen, flags=MODES["sharded" if world_size > 1 else "adamw"])
+        modes = {replace(base, flags=flags): mode for mode, flags in MODES.items() if world_size > 1 or mode == "adamw"}
+        modes.setdefault(replace(base, activation_checkpointing=True), "checkpointing")
+        modes.setdefault(replace(base, loss_chunk=chosen.loss_chunk or LOSS_CHUNK), "loss_chunk")
+        if world_size > 1:
+            modes.setdefault(self.everything(world_size), "all")
+        modes.setdefault(chosen, "these flags")
+        return modes
+
+    def everything(self, world_size: int) -> Choice:
+        """Return the choice with the least memory."""
+        flags = replace(MODES["remainder"], shard_gradients=True, state_dtype=MODES["int8"].state_dtype)
+        chosen = self.chosen(world_size)
+        flags = flags if world_size > 1 else MODES["adamw"]
+        return replace(chosen, flags=flags, activation_checkpointing=True, loss_chunk=chosen.loss_chunk or LOSS_CHUNK)
+
+    def rows(self, world_size: int) -> list[dict[str, Any]]:
+        """Return a row per mode, one for the settings if no mode matches them, and one for PyTorch's fully_shard."""
+        chosen = self.chosen(world_size)
+        rows = [self.row(mode, choice, world_size, choice == chosen) for choice, mode in self.choices(world_size).items()]
+        return [*rows, self.fully_sharded(world_size, chosen)] if world_size > 1 else rows
+
+    def row(self, mode: str, choice: Choice, world_size: int, chosen: bool) -> dict[str, Any]:
+        """Return the row of a choice, in bytes and seconds."""
+        return self.figures(mode, choice, self.forecast(choice, world_size), chosen)
+
+    def fully_sharded(self, world_size: int, choice: Choice) -> dict[str, Any]:
+        """Return the row of PyTorch's fully_shard in place of the flags. It gathers weights in the dtype of the computation."""
+        lowered = self.dtype == "bfloat16"
+        choice = replace(choice, flags=MODES["bfloat16" if lowered else "adamw"])
+        block = sum(spec.numel for spec in self.specs if spec.name.startswith("transformer.h.0."))
+        prediction = FullyShardedPrediction(
+            replicated_plan(self.specs),
+            world_size=world_size,
+            micro_steps=self.accumulation_steps(choice.batch_size, world_size) // world_size,
+            shard_gradients=True,
+            on_cpu=self.device_type == "cpu",
+            block_numel=block,
+            root_numel=self.numel - self.config.n_layer * block,
+            itemsize=2 if lowered else 4,
+        )
+        result = Forecast(prediction, self.activations(choice), 1.0, self.extras, 0)
+        return self.figures("fsdp2", choice, result, chosen=False)
+
+    def figures(self, mode: str, choice: Choice, result: Forecast, chosen: bool) -> dict[str, Any]:
+        """Return the row of a forecast."""
+        prediction = result.prediction
+        sent, between = prediction.sent(), self.network.across_machines(prediction)
+        seconds, exposed = self.seconds(result, choice)
+        row: dict[str, Any] = {
+            "mode": mode,
+            "chosen": " *" if chosen else "",
+            "world_size": prediction.world_size,
+            **prediction.at("accumulating" if prediction.micro_steps > 1 else "before step"),
+            "buckets": prediction.largest_buckets,
+            "state_to_mean": result.state_to_mean,
+            "activations": result.activations.saved,
+            "shadow": result.shadow,
+            "peak": result.peak,
+            "saving": result.saving_peak,
+            "saving_on_cpu": result.saved_copy,
+            "fits": "yes" if self.fits(result) else "no",
+            "sent": sum(sent.values()),
+            "between": round(sum(between.values())),
+            "sent_ms": 1e3 * sum(self.network.seconds(prediction).values()),
+            "exposed_ms": 1e3 * exposed,
+            "seconds": seconds,
+        }
+        # the parts are not all at their largest at the same time, so the peak can also be less than their sum
+        row["temporary"] = max(0, row["peak"] - sum(row[part] for part in PARTS))
+        row["largest_batch"] = self.largest_batch(choice, result)
+        return row
+
+    def forecast(self, choice: Choice, world_size: int) -> Forecast:
+        """Return what a choice needs. All choices have the same number of sequences per iteration."""
+        flags = self.complete(choice.flags, world_size)
+        steps = self.accumulation_steps(choice.batch_size, world_size)
+        return forecast(
+            self.plan(flags, world_size),
+            world_size,
+            steps // world_size,
+            self.device_type,
+            self.activations(choice),
+            flags.shard_gradients,
+            distributed=world_size > 1,
+            extras=self.extras,
+        )
+
+    def accumulation_steps(self, batch_size: int, world_size: int) -> int:
+        """Return the gradient_accumulation_steps of a batch size that divides the settings' one: a multiple of the ranks."""
+        steps = self.settings["gradient_accumulation_steps"] * self.settings["batch_size"] // batch_size
+        return math.ceil(steps / world_size) * world_size
+
+    def fits(self, result: Forecast) -> bool:
+        return max(result.peak, result.saving_peak) <= self.memory
+
+    def seconds(self, result: Forecast, choice: Choice) -> tuple[float, float]:
+        """Return the seconds of an iteration, and how many of them communication takes alone; 0, 0: the speed is not known."""
+        if self.flops is None:
+            return 0.0, 0.0
+        forward = choice.batch_size * self.config.block_size * self.flops_per_token / self.flops / 3
+        backward = (3 if choice.activation_checkpointing else 2) * forward
+        micro_steps = result.prediction.micro_steps
+        exposed = self.network.exposed(result.prediction, forward, backward) if result.prediction.world_size > 1 else 0.0
+        return micro_steps * (forward + backward) + exposed, exposed
+
+    def activations(self, choice: Choice) -> Activations:
+        """Return the larger activations: of the run, or of the shadow, whose weights are always float32."""
+        param_dtype = choice.flags.param_dtype
+        dtype = param_dtype if param_dtype != "float32" else self.dtype
+        checkpointing, loss_chunk = choice.activation_checkpointing, choice.loss_chunk
+        workload = Workload(self.config, choice.batch_size, dtype, self.device_type, checkpointing, loss_chunk)
+        return predicted_activations(workload, "float32" if self.settings["shadow_check"] else param_dtype)
+
+    def largest_batch(self, choice: Choice, result: Forecast) -> int:
+        """Return the largest batch size that fits, or 0. `result` is the forecast for any batch size.
+
+        The peak of activations is the largest of several linear functions of the batch size, so it is convex, on both sides of
+        a full chunk of the loss. A straight line between two predicted batch sizes is therefore not too low.
+        """
+        low = None
+        full_chunk = choice.loss_chunk // self.config.block_size  # fewer sequences have fewer logits than a chunk
+        for batch in sorted({*BATCHES, choice.batch_size, full_chunk, full_chunk + 1} - {0}):
+            activations = self.activations(replace(choice, batch_size=batch))
+            high = batch, activations
+            if not self.fits(replace(result, activations=activations)):
+                break
+            low = high
+        if low is None:
+            return 0
+
+        def does_not_fit(size: int) -> bool:
+            share = (size - low[0]) / max(1, high[0] - low[0])
+            between = Activations(*(round(a + share * (b - a)) for a, b in zip(low[1], high[1], strict=True)))
+            return not self.fits(replace(result, activations=between))
+
+        return low[0] + bisect_left(range(low[0] + 1, high[0] + 1), True, key=does_not_fit)

@@ -1,0 +1,67 @@
+"""How long an iteration will take: computation at a given MFU, and the communication that it does not hide. Arithmetic only."""
+
+from typing import NamedTuple
+
+from forecast.fully_sharded import FullyShardedPrediction
+from zero.prediction import Prediction, ShardedPrediction
+
+_BUCKET_BYTES = 25_000_000  # of DistributedDataParallel, by default
+
+
+class Network(NamedTuple):
+    """What can be sent."""
+
+    inside: float  # Gbit/s from a rank to ranks of its machine
+    across: float  # Gbit/s from a machine to other machines
+    ranks_per_machine: int
+
+    def across_machines(self, prediction: Prediction) -> dict[str, float]:
+        """Return the bytes per iteration that leave a machine, as the mean over its ranks, by kind of collective.
+
+        Every collective counts as a ring through its ranks in order: some of them send to the next machine.
+        """
+        sent, machine = prediction.sent(), self.ranks_per_machine
+        if prediction.world_size <= machine:
+            return dict.fromkeys(sent, 0.0)
+        sharded = isinstance(prediction, ShardedPrediction)
+        group = prediction.plan.world_size if sharded else prediction.world_size
+        share = 1 / machine if group > machine else 0.0
+        # with hybrid sharding, the replicas of a shard are `group` ranks apart
+        share_of_replicas = min(1.0, group / machine) if sharded else share
+        return {kind: count * (share_of_replicas if kind == "all-reduce" else share) for kind, count in sent.items()}
+
+    def seconds(self, prediction: Prediction) -> dict[str, float]:
+        """Return how long the collectives of an iteration take, by kind, without their latency."""
+        across = self.across_machines(prediction)
+        return {
+            kind: ((count - across[kind]) / self.inside + across[kind] * self.ranks_per_machine / self.across) * 8 / 1e9
+            for kind, count in prediction.sent().items()
+        }
+
+    def exposed(self, prediction: Prediction, forward: float, backward: float) -> float:
+        """Return the seconds of an iteration in which computation waits for communication.
+
+        Args:
+            prediction: of a rank.
+            forward: seconds of a micro-step.
+            backward: seconds of a micro-step.
+
+        Reductions run during the backward that sends them, all-gathers during the next forward, and the broadcasts of
+        ZeroRedundancyOptimizer during nothing. One bucket is always exposed: the last that backward fills, the first that
+        forward reads.
+        """
+        micro_steps = prediction.micro_steps
+        took = dict.fromkeys(("reduce-scatter", "all-reduce", "all-gather", "broadcast"), 0.0) | self.seconds(prediction)
+        buckets = sum(len(buffer.layout.shards) for buffer in prediction.plan.buffers)
+        buckets = max(1, buckets or prediction.full_gradients // _BUCKET_BYTES)
+
+        def not_hidden(seconds: float, by: float) -> float:
+            return max(seconds / buckets, seconds - by)
+
+        if isinstance(prediction, FullyShardedPrediction):  # gathers in forward and in backward
+            gather, reduce = took["all-gather"] / 2 / micro_steps, took["reduce-scatter"] / micro_steps
+            return micro_steps * (not_hidden(gather, forward) + not_hidden(gather + reduce, backward))
+        sending = micro_steps if prediction.shard_gradients else 1  # backwards that send
+        each = took["reduce-scatter"] / sending
+        reductions = (sending - 1) * not_hidden(each, backward) + not_hidden(each + took["all-reduce"], backward)
+        return reductions + not_hidden(took["all-gather"], forward) + took["broadcast"]

@@ -1,0 +1,156 @@
+"""forecast/advice.py, speed.py and fully_sharded.py: what is recommended fits, what it costs, and what FSDP2 would take."""
+
+import json
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import ROOT
+from ranks import run_ranks
+from scripts import SIZES, run
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import plan as plan_script
+from configurator import settings_of
+from forecast import advice
+from forecast.activations import LiveBytes
+from forecast.planner import Planner
+from forecast.speed import Network
+from model import GPT, GPTConfig
+
+CONFIG = GPTConfig(block_size=64, vocab_size=997, n_layer=3, n_head=2, n_embd=128, bias=False)
+
+
+def planner(**changes):
+    settings = {**settings_of(plan_script.__file__, f"{ROOT}/train.py", torch=torch), "device": "cpu"}
+    return Planner({**settings, "gradient_accumulation_steps": 2, "batch_size": 8, **changes}, CONFIG)
+
+
+def arguments(text):
+    """The settings of an argument of the command line."""
+    values = dict(argument.removeprefix("--").split("=") for argument in text.split())
+    return {key: json.loads(value.lower()) if value[0] in "TF0123456789" else value for key, value in values.items()}
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_the_recommended_settings_fit(world_size):
+    """From much memory to little, what is recommended costs more and more, and its prediction is that of the settings."""
+    previous, found = -1, set()
+    for power in range(200):
+        limited = {"gpu_memory_gb": 0.1 * 0.95**power, "checkpoint_format": "sharded"}
+        if (result := advice.cheapest(planner(**limited), world_size)) is None:
+            break
+        settings = {key: value for text in result.prices for key, value in arguments(text).items()}
+        again = planner(**limited, **settings)
+        chosen = again.forecast(again.chosen(world_size), world_size)
+        assert chosen.peak == result.result.peak
+        assert again.fits(chosen)
+        rank = list(advice._by_price(planner(**limited).chosen(world_size), world_size)).index(result.choice)
+        assert rank >= previous
+        previous = rank
+        found |= {key for text in result.prices for key in arguments(text)}
+    assert {"loss_chunk", "batch_size", "activation_checkpointing"} <= found
+    if world_size > 1:
+        assert {"shard_gradients", "state_dtype", "param_dtype", "master_dtype"} <= found
+    assert result is None, "everything fits, so this shows less than it should"
+
+
+def test_nothing_is_recommended_where_the_settings_fit():
+    assert advice.cheapest(planner(), 2).prices == {}
+
+
+def test_the_answers_of_find_are_the_largest_that_fit():
+    small = planner(gpu_memory_gb=0.03, checkpoint_format="sharded")
+    for name, choice in advice.ways(small, 2).items():
+        larger = advice.largest_model(small, name, 2)
+        assert larger.fits(larger.forecast(advice.ways(larger, 2)[name], 2))
+        assert larger.config.n_embd == 64 * larger.config.n_head
+        largest, dividing, steps = advice.batch_of_the_run(small, choice, 2)
+        assert 0 < dividing <= largest
+        assert dividing * steps == 8 * 2
+    assert advice.largest_model(planner(gpu_memory_gb=1e-6), "plain AdamW", 2) is None
+    assert advice.fewest_ranks(planner(), "plain AdamW") == 1
+    at_8 = planner().forecast(planner().chosen(8), 8)
+    limited = planner(gpu_memory_gb=1.31 * max(at_8.peak, at_8.saving_peak) / 1e9)
+    ranks = advice.fewest_ranks(limited, "these settings")
+    assert 1 < ranks <= 8
+    assert not limited.fits(limited.forecast(limited.chosen(ranks // 2), ranks // 2))
+
+
+def test_communication_that_computation_cannot_hide():
+    """8 ranks on two machines: a ring crosses to the other machine from one of four ranks."""
+    choice = planner().chosen(8)
+    prediction = planner(zero_bucket_mb=0.5).forecast(choice, 8).prediction
+    buckets = len(prediction.plan.buffers[0].layout.shards)
+    sent = prediction.sent()
+    network = Network(inside=8.0, across=2.0, ranks_per_machine=4)
+    assert network.across_machines(prediction) == {kind: count / 4 for kind, count in sent.items()}
+    took = network.seconds(prediction)
+    assert took == {kind: pytest.approx((0.75 * count / 8 + 4 * 0.25 * count / 2) * 8 / 1e9) for kind, count in sent.items()}
+    assert network.exposed(prediction, 1e9, 1e9) == pytest.approx(sum(took.values()) / buckets)
+    assert network.exposed(prediction, 0, 0) == pytest.approx(sum(took.values()))
+    assert network._replace(ranks_per_machine=8).across_machines(prediction) == dict.fromkeys(sent, 0.0)
+    torch_impl = planner(zero1_impl="torch")
+    broadcasts = torch_impl.forecast(torch_impl.chosen(8), 8).prediction
+    assert network.exposed(broadcasts, 1e9, 1e9) >= network.seconds(broadcasts)["broadcast"]
+
+
+def test_the_time_of_a_run():
+    """At an MFU of 50 %, one A100 does 156 TFLOP/s; checkpointing adds the forward once more."""
+    one = planner(device="cuda", gpu="A100", mfu=50.0)
+    plain, checkpointing = one.row("", one.chosen(1), 1, True), one.row("", one.everything(1), 1, True)
+    assert plain["seconds"] == pytest.approx(16 * 64 * GPT(CONFIG).flops_per_token() / 156e12)
+    assert checkpointing["seconds"] == pytest.approx(4 / 3 * plain["seconds"])
+    assert planner().row("", planner().chosen(1), 1, True)["seconds"] == 0
+
+
+def test_plan_says_what_to_do(data):
+    lines = run("plan.py", f"--dataset={data}", *SIZES, "--world_size=2", "--gpu_memory_gb=0.00035", "--device=cuda").stdout
+    assert "does not fit in 0.00035 GB" in lines
+    assert re.search(r"^ +fits with these, at a peak of .* MB; about [\d,]+k tokens/s, [\d.]+ days; they cost:$", lines, re.M)
+    assert re.search(r"^ +--batch_size=1 --gradient_accumulation_steps=12: the same global batch; ", lines, re.M)
+    nothing = run("plan.py", f"--dataset={data}", *SIZES, "--world_size=1,8", "--gpu_memory_gb=0.00001", "--device=cuda").stdout
+    assert "nothing fits in one process" in nothing
+    assert "nothing fits, and FSDP2 would not either" in nothing
+    found = run("plan.py", f"--dataset={data}", *SIZES, "--world_size=2", "--find=batch").stdout.splitlines()
+    assert [line.split("  ")[2].strip() for line in found[-4:]] == ["plain AdamW", "these settings", "same losses", "all flags"]
+
+
+SIZES_OF_FSDP = [
+    GPTConfig(block_size=64, vocab_size=vocab, n_layer=6, n_head=6, n_embd=384, bias=False) for vocab in (65, 8000)
+]
+
+
+def fully_sharded_bytes():
+    """Of a step with two micro-steps: live bytes after it, before the update, and the peak."""
+    measured = []
+    for sizes in SIZES_OF_FSDP:
+        module = GPT(sizes)
+        with LiveBytes() as live:
+            mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+            for block in module.transformer.h:
+                fully_shard(block, mesh=mesh)
+            fully_shard(module, mesh=mesh)
+            optimizer = torch.optim.AdamW(module.parameters(), fused=True)
+            for _ in range(2):
+                live.reset_peak()
+                for _ in range(2):
+                    module(*torch.randint(sizes.vocab_size, (2, 1, sizes.block_size)))[1].backward()
+                before = live.now
+                optimizer.step()
+                optimizer.zero_grad()
+            measured.append((live.now, before, live.peak))
+        del module, optimizer
+    return measured
+
+
+def test_what_fsdp2_takes():
+    """Weights, gradients and state exactly; the peak is an estimate."""
+    for sizes, (after, before, peak) in zip(SIZES_OF_FSDP, run_ranks(fully_sharded_bytes, 2)[0], strict=True):
+        settings = {**planner().settings, "batch_size": 1, "gradient_accumulation_steps": 4}
+        row = Planner(settings, sizes).fully_sharded(2, Planner(settings, sizes).chosen(2))
+        assert row["parameters"] + row["state"] == pytest.approx(after, rel=0.02)
+        assert row["parameters"] + row["state"] + row["gradients"] == pytest.approx(before, rel=0.02)
+        assert 0.98 * peak <= row["peak"] <= 1.1 * peak

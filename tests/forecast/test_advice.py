@@ -115,7 +115,7 @@ def test_plan_says_what_to_do(data):
     assert "nothing fits in one process" in nothing
     assert "nothing fits, and FSDP2 would not either" in nothing
     found = run("plan.py", f"--dataset={data}", *SIZES, "--world_size=2", "--find=batch").stdout.splitlines()
-    assert [line.split("  ")[2].strip() for line in found[-4:]] == ["plain AdamW", "these settings", "same losses", "all flags"]
+    assert [line.split("  ")[3].strip() for line in found[-4:]] == ["plain AdamW", "these settings", "same losses", "all flags"]
 
 
 SIZES_OF_FSDP = [

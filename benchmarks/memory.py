@@ -48,8 +48,7 @@ class MemoryProfile:
         context: AbstractContextManager[Any] = nullcontext() if self.on_gpu else self.live
         with context:
             self.contender = Contender(self.setup, self.mode)
-            params = [param for param in self.contender.module.parameters() if param.device.type == self.setup.device.type]
-            self._record("after init", {"parameters": sum(param.nbytes for param in params)})
+            self._record("after init", {"parameters": self._on_device()})
             self._reset_peak()
             self.contender.wrap()
             self._record("wrapping", {}, total=self._peak())
@@ -70,6 +69,11 @@ class MemoryProfile:
         self.contender.step()
         self.contender.wait()
         return (time.perf_counter() - begin) * 1000
+
+    def _on_device(self) -> int:
+        """Return the bytes of the module's parameters that are on the device."""
+        params = self.contender.module.parameters()
+        return sum(param.nbytes for param in params if param.device.type == self.setup.device.type)
 
     def _first_step(self) -> None:
         """Create the optimizer state."""

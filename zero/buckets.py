@@ -71,10 +71,12 @@ class OwnedSlice(NamedTuple):
             return self.local.detach()
         return shaped(self.masters.read(self.offset, self.offset + self.local.numel()), self.local)
 
-    def write(self, values: torch.Tensor) -> None:
-        """Overwrite the masters with flat values, which the parameter has already."""
-        if self.masters is not None:
-            self.masters.write(self.offset, values.to(self.masters.values.dtype))
+    def write(self, values: torch.Tensor, first: int = 0) -> None:
+        """Overwrite the masters with flat values of the parameter from its element `first` on, which it has already."""
+        start, stop = max(first, self.start), min(first + values.numel(), self.stop)
+        if self.masters is not None and start < stop:
+            own = values[start - first : stop - first]
+            self.masters.write(self.offset + start - self.start, own.to(self.masters.values.dtype))
 
 
 @dataclass
@@ -122,7 +124,7 @@ def allocate(
     first_param: int,
     first_bucket: int,
 ) -> tuple[FlatBuffer, list[Bucket]]:
-    """Return a flat buffer of zeros and its buckets.
+    """Return a flat buffer, whose padding is zero and whose places of parameters are still to be written, and its buckets.
 
     Args:
         params: those of the buffer, as the layout numbers them.
@@ -130,7 +132,7 @@ def allocate(
         whole: slices are whole parameters, and get their shapes.
         first_param, first_bucket: how many parameters and buckets the buffers before this one have.
     """
-    data = torch.zeros(planned.layout.padded_numel, dtype=planned.dtype, device=planned.device)
+    data = torch.empty(planned.layout.padded_numel, dtype=planned.dtype, device=planned.device)  # on a CPU, no pages yet
     buffer = FlatBuffer(data, params, planned.layout)
     buckets = []
     for number, shards in enumerate(planned.layout.shards, first_bucket):
@@ -140,8 +142,12 @@ def allocate(
         if planned.has_masters:
             masters = Remainders(shard) if planned.has_remainders else Masters(shard, planned.update_dtype)
         members = [placed._replace(param=first_param + placed.param) for placed in planned.layout.placed_in(span)]
-        sizes = [shard.numel for shard in shards]
-        bucket = Bucket(number, data[span.start : span.stop], sizes, shard, masters, [], {}, members)
+        bucket = Bucket(number, data[span.start : span.stop], [part.numel for part in shards], shard, masters, [], {}, members)
+        end = 0
+        for placed in members:
+            bucket.data[end : placed.offset] = 0  # padding
+            end = placed.offset + placed.stop - placed.start
+        bucket.data[end:] = 0
         for index, start, stop, offset in planned.layout.placed_in(own):
             param, local = params[index], bucket.updated[offset : offset + stop - start]
             if whole or param.numel() == 1:  # then any state of it has one shape

@@ -20,6 +20,7 @@ _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 KEPT_BYTES = 4_000_000  # smallest tensor that a Pool keeps
+PART = 2**22  # elements that are broadcast at a time
 GRADIENTS, PARAMETERS = TAG + 1, TAG + 2  # so that no parameter is ever taken for a gradient
 
 
@@ -207,6 +208,20 @@ class Communicator:
         """Overwrite a contiguous tensor on all ranks with the tensor of rank 0."""
         if self.world_size > 1 and tensor.numel():
             dist.broadcast(tensor, group_src=0, group=self.group)
+
+    def parts_of_rank_0(self, values: torch.Tensor, place: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield the flat values of rank 0, part by part, each with the number of its first element.
+
+        The parts lie in `place` if that has their dtype. On other ranks, `values` may be on the meta device.
+        """
+        for first in range(0, values.numel(), PART):
+            part = place[first : first + PART]
+            if part.dtype != values.dtype:
+                part = torch.empty_like(part, dtype=values.dtype)
+            if not values.is_meta:
+                part.copy_(values[first : first + PART])
+            self.broadcast(part)
+            yield first, part
 
     def wait(self, kind: str, works: list[dist.Work], device: torch.device) -> None:
         """Make the computation wait for collectives. The wait time is counted under `kind`."""

@@ -33,7 +33,7 @@ from zero.refusals import (
     name_of,
 )
 from zero.stopwatch import region
-from zero.tensors import flattened, properties, values_on
+from zero.tensors import flattened, is_dense, properties
 from zero.update import SliceUpdate
 from zero.waiting import WaitingDict
 
@@ -115,10 +115,8 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
         check_class(optimizer_cls, partition, elementwise)
         self.comm = Communicator(process_group, shard_size)
         self.partition, self.param_dtype, self.master_dtype, self.device = partition, param_dtype, master_dtype, device
-        dtypes: dict[str, Any] = {"param_dtype": param_dtype, "master_dtype": master_dtype, "state_dtype": state_dtype}
-        self._plan: Callable[..., Plan] = partial(
-            plan, world_size=self.comm.shard_size, bucket_mb=bucket_mb, partition=partition, **dtypes
-        )
+        self._options: dict[str, Any] = {"bucket_mb": bucket_mb, "partition": partition, "param_dtype": param_dtype}
+        self._options |= {"master_dtype": master_dtype, "state_dtype": state_dtype}
         self.registration_order = list(registration_order or ())
         self.buffers: list[FlatBuffer] = []
         self.buckets: list[Bucket] = []
@@ -278,7 +276,7 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
         self.synchronize()
         param.copy_(half_up(value) if self.master_dtype == "remainder" and param in self.managed else value)
         for owned in self._owned_of.get(param, []):
-            owned.write(flattened(value, param)[owned.start : owned.stop])
+            owned.write(flattened(value, param))
 
     @property
     def flat_params(self) -> list[torch.nn.Parameter]:
@@ -319,12 +317,10 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
         check_same_on_all_ranks(facts, self.comm.group)
         may_be_meta = self.device is not None and self.comm.rank > 0
         on_all_ranks(partial(check_parameters, params, self.param_dtype, may_be_meta), self.comm.group)
-        for param in params:
-            before = _optimizer_of.get(param, lambda: None)()
-            if before is not None:
-                before.synchronize()
+        for before in filter(None, [_optimizer_of.get(param, lambda: None)() for param in params]):
+            before.synchronize()
         specs = parameter_specs(self.param_groups[first_group:], self.registration_order, None, first_group, self.device)
-        planned = self._plan(specs)
+        planned = plan(specs, self.comm.shard_size, **self._options)
         self.plan = self.plan.followed_by(planned) if first_group else planned
         params = params[len(params) - len(specs) :]
         group_of = {param: index for index, group in enumerate(self.param_groups) for param in group["params"]}
@@ -344,11 +340,14 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
                     bucket.local_by_group.setdefault(group_of[owned.param], []).append(owned.local)
             for number, param in enumerate(own):
                 self.former_memory.leave(param, buffer.data.dtype)
-                value = values_on(buffer.data.device, param)
-                self.comm.broadcast(flattened(value, value))
-                buffer.move_in(number, value)
-                self.set_parameter(param, value)
-                del value
+                source = param.data if is_dense(param) else param.data.contiguous()
+                buffer.move_in(number, source)
+                place = flattened(param.data, param)
+                for first, part in self.comm.parts_of_rank_0(flattened(source, source), place):
+                    if part.dtype != place.dtype:
+                        place[first : first + part.numel()] = half_up(part) if self.master_dtype == "remainder" else part
+                    for owned in self._owned_of.get(param, []):
+                        owned.write(part, first)
                 _optimizer_of[param] = weakref.ref(self)
 
     def _inner_groups(self, first_group: int) -> list[dict[str, Any]]:

@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from zero.codecs import STATE_CODECS
-from zero.collectives import KEPT_BYTES
+from zero.collectives import KEPT_BYTES, PART
 from zero.layout import ParameterSpec, Plan
 
 PURPOSES = ("parameters", "gradients", "state", "master", "buckets")
@@ -103,12 +103,16 @@ class Prediction:
     def construction(self) -> int:
         """Peak bytes while the model is wrapped, on rank 0, which has its weights on the CPU.
 
-        They move to the device one parameter after the other. If the device is the CPU, the memory of the flat buffers exists
-        beside them, although the system provides its pages only as they fill.
+        They move to their places part by part. If the device is the CPU, the memory of the flat buffers exists beside them,
+        although the system provides its pages only as they fill.
         """
-        original = [spec.numel * spec.dtype.itemsize for spec in self.plan.params]
-        moving = 0 if not self.plan.buffers else sum(original) if self.on_cpu else max(original)
-        return sum(self.at("wrapped").values()) + moving
+        wrapped = sum(self.at("wrapped").values())
+        if not self.plan.buffers:
+            return wrapped
+        # weights that are rounded arrive in float32 first, in parts, of which there are two at a time
+        numel = max((spec.numel for spec in self.plan.params), default=0) if self.plan.has_masters else 0
+        original = sum(spec.numel * spec.dtype.itemsize for spec in self.plan.params)
+        return wrapped + 2 * 4 * min(PART, numel) + (original if self.on_cpu else 0)
 
     def _gradients_and_buckets(self, point: Point) -> tuple[int, int]:
         return self.full_gradients if point in ("accumulating", "before step") else 0, 0

@@ -54,6 +54,16 @@ def check_block_size(block_size: int, longest: int, croppable: bool = True) -> N
         raise ValueError(f"block_size={block_size} does not fit the model; use --block_size={longest}")
 
 
+class LayerNorm(nn.LayerNorm):
+    """PyTorch's. Autocast on a GPU would copy bfloat16 to float32 before the kernel, which computes in float32 anyway."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.dtype != torch.bfloat16 or self.weight.dtype != torch.bfloat16:
+            return super().forward(x)
+        with torch.autocast(x.device.type, enabled=False):
+            return super().forward(x)
+
+
 class CausalSelfAttention(nn.Module):
     """Multi-head attention. Each position attends to itself and to earlier positions."""
 
@@ -93,9 +103,9 @@ class Block(nn.Module):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.ln_1 = nn.LayerNorm(config.n_embd, bias=config.bias)
+        self.ln_1 = LayerNorm(config.n_embd, bias=config.bias)
         self.attn = CausalSelfAttention(config)
-        self.ln_2 = nn.LayerNorm(config.n_embd, bias=config.bias)
+        self.ln_2 = LayerNorm(config.n_embd, bias=config.bias)
         self.mlp = MLP(config)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -175,7 +185,7 @@ class GPT(nn.Module):
                 "wpe": nn.Embedding(config.block_size, config.n_embd),
                 "drop": nn.Dropout(config.dropout),
                 "h": nn.ModuleList(Block(config) for _ in range(config.n_layer)),
-                "ln_f": nn.LayerNorm(config.n_embd, bias=config.bias),
+                "ln_f": LayerNorm(config.n_embd, bias=config.bias),
             }
         )
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)

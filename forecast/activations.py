@@ -7,10 +7,11 @@ extrapolated from two and three layers. So there is no formula that a change of 
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -151,9 +152,8 @@ def _measure(
         model.activation_checkpointing, model.loss_chunk = checkpointing, loss_chunk
         tokens = torch.zeros((batch_size, config.block_size), dtype=torch.int64)
         autocast = torch.autocast("cpu", torch.bfloat16, enabled=dtype != "float32")  # float16 takes as many bytes
-        if device_type != "cpu":
-            _imitate_cuda(model)
-        return micro_step(model, lambda: model(tokens, tokens)[1], autocast, device_type == "cpu")
+        with nullcontext() if device_type == "cpu" else _imitation_of_cuda(model):
+            return micro_step(model, lambda: model(tokens, tokens)[1], autocast, device_type == "cpu")
 
 
 @contextmanager
@@ -202,19 +202,20 @@ def micro_step(model: GPT, forward: Callable[[], torch.Tensor], autocast: Any, o
     return Activations(*[saved, *peaks, live.peak])
 
 
-def _imitate_cuda(model: GPT) -> None:
+@contextmanager
+def _imitation_of_cuda(model: GPT) -> Iterator[None]:
     """Make a model on the CPU keep the bytes that it would keep on a GPU.
 
     Autocast computes LayerNorm in float32 on a GPU, and in the dtype of its input on a CPU. Dropout keeps a mask of one byte
     per element on a GPU, and factors in the dtype of the input on a CPU. Attention keeps no mask for its dropout on a GPU.
     """
     for part in model.modules():
-        if isinstance(part, nn.LayerNorm):
-            part.forward = partial(_layer_norm_on_cuda, part)
-        elif isinstance(part, nn.Dropout) and part.p:
+        if isinstance(part, nn.Dropout) and part.p:
             part.forward = partial(_dropout_on_cuda, part)
         elif isinstance(part, CausalSelfAttention):
             part.dropout = 0.0
+    with mock.patch.object(nn.LayerNorm, "forward", _layer_norm_on_cuda):  # which the model's own class calls
+        yield
 
 
 def _layer_norm_on_cuda(norm: nn.LayerNorm, x: torch.Tensor) -> torch.Tensor:

@@ -5,6 +5,7 @@ Neither counts in the peaks that are compared with it. `test_malloc.py` compares
 """
 
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -176,8 +177,11 @@ def test_dropout_takes_a_byte_per_element_on_a_gpu(dtype, param_dtype):
     assert max(on_gpu) < 0.7 * max(on_cpu)
 
 
-def test_layer_norm_keeps_float32_on_a_gpu_with_bfloat16_weights():
+def test_layer_norm_of_bfloat16_is_not_copied_to_float32_on_a_gpu():
     config, in_precision = replace(SIZES, dropout=0.0), (BATCH, "bfloat16", "bfloat16", False)
     on_gpu, on_cpu = (predict(config, *in_precision, device_type) for device_type in ("cuda", "cpu"))
+    assert on_gpu == on_cpu
+    with mock.patch("model.LayerNorm", torch.nn.LayerNorm):
+        copied = predict(config, *in_precision, "cuda")
     norms = 1 + 2 * SIZES.n_layer
-    assert on_gpu.saved - on_cpu.saved == pytest.approx(2 * norms * ELEMENTS, rel=0.1)
+    assert copied.saved - on_gpu.saved == pytest.approx(2 * norms * ELEMENTS, rel=0.1)

@@ -137,17 +137,16 @@ def allocate(
     buckets = []
     for number, shards in enumerate(planned.layout.shards, first_bucket):
         span, own = Span(shards[0].start, shards[-1].stop), shards[rank]
-        shard = data[own.start : own.stop]
+        members = [placed._replace(param=first_param + placed.param) for placed in planned.layout.placed_in(span)]
+        whole_bucket, shard, end = data[span.start : span.stop], data[own.start : own.stop], 0
+        for placed in members:
+            whole_bucket[end : placed.offset] = 0  # padding
+            end = placed.offset + placed.stop - placed.start
+        whole_bucket[end:] = 0
         masters: Masters | Remainders | None = None
         if planned.has_masters:
             masters = Remainders(shard) if planned.has_remainders else Masters(shard, planned.update_dtype)
-        members = [placed._replace(param=first_param + placed.param) for placed in planned.layout.placed_in(span)]
-        bucket = Bucket(number, data[span.start : span.stop], [part.numel for part in shards], shard, masters, [], {}, members)
-        end = 0
-        for placed in members:
-            bucket.data[end : placed.offset] = 0  # padding
-            end = placed.offset + placed.stop - placed.start
-        bucket.data[end:] = 0
+        bucket = Bucket(number, whole_bucket, [part.numel for part in shards], shard, masters, [], {}, members)
         for index, start, stop, offset in planned.layout.placed_in(own):
             param, local = params[index], bucket.updated[offset : offset + stop - start]
             if whole or param.numel() == 1:  # then any state of it has one shape

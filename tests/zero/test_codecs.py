@@ -300,6 +300,18 @@ def test_a_written_weight_is_refused():
     run_ranks(written, 1)
 
 
+def only_padding():
+    """The number of buckets in which this rank owns nothing, after two steps."""
+    torch.use_deterministic_algorithms(True)  # torch.empty then fills its memory with nan
+    model, optimizer = make(**CODECS["both"])
+    train(model, optimizer, dist.get_rank(), 2)
+    return sum(not bucket.owned and bucket.shard.numel() > 0 for bucket in optimizer.buckets)
+
+
+def test_padding_is_not_taken_for_a_written_weight():
+    assert sum(run_ranks(only_padding, 4)) > 0
+
+
 def test_refusals():
     for kwargs, text in (
         ({"state_dtype": "int4"}, "state_dtype='int4' is not one of float32, bfloat16, int8"),

@@ -4,9 +4,10 @@ import ctypes
 import gc
 import os
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Self
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -50,7 +51,8 @@ class MemoryProfile:
             self.contender = Contender(self.setup, self.mode)
             self._record("after init", {"parameters": self._on_device()})
             self._reset_peak()
-            self.contender.wrap()
+            with broadcasts_free_their_copies():
+                self.contender.wrap()
             self._record("wrapping", {}, total=self._peak())
             self._record("after wrapping", self._held())
             self._first_step()
@@ -176,6 +178,19 @@ class MallocBytes:
     def reset_peak(self) -> None:
         """Start a new peak."""
         self._library.malloc_counter_reset_peak()
+
+
+@contextmanager
+def broadcasts_free_their_copies() -> Iterator[None]:
+    """Let DistributedDataParallel pause after its broadcast of the weights, until gloo's thread has freed what it has sent."""
+    send = torch.nn.parallel.distributed._sync_module_states
+
+    def send_and_pause(*args: Any, **kwargs: Any) -> None:
+        send(*args, **kwargs)
+        time.sleep(0.05)
+
+    with mock.patch("torch.nn.parallel.distributed._sync_module_states", send_and_pause):
+        yield
 
 
 def memory_rows(setup: Setup, mode: str) -> list[dict[str, Any]]:

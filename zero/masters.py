@@ -109,11 +109,15 @@ class Remainders:
         return torch.stack(sums)
 
 
-def half_up(values: torch.Tensor) -> torch.Tensor:
-    """Return values as bfloat16, rounded to the nearest number, and away from zero if two are equally near."""
-    rounded = torch.empty_like(values, dtype=torch.bfloat16, memory_format=torch.contiguous_format)
-    for target, part in pieces(rounded.view(-1), values.reshape(-1)):
+def half_up(values: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Return values as bfloat16, rounded to the nearest number, and away from zero if two are equally near.
+
+    `out`: where to write them, contiguous. Default: a new tensor.
+    """
+    if out is None:
+        out = torch.empty_like(values, dtype=torch.bfloat16, memory_format=torch.contiguous_format)
+    for target, part in pieces(out.view(-1), values.reshape(-1)):
         bits = part.float().nan_to_num(math.nan, math.inf, -math.inf).view(torch.int32)  # with the nan for which the sum fits
         bits += 0x8000
         target.view(torch.int16).copy_(bits >> 16)
-    return rounded
+    return out

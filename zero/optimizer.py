@@ -344,8 +344,11 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
                 buffer.move_in(number, source)
                 place = flattened(param.data, param)
                 for first, part in self.comm.parts_of_rank_0(flattened(source, source), place):
-                    if part.dtype != place.dtype:
-                        place[first : first + part.numel()] = half_up(part) if self.master_dtype == "remainder" else part
+                    target = place[first : first + part.numel()]
+                    if part.dtype != target.dtype and self.master_dtype == "remainder":
+                        half_up(part, out=target)
+                    elif part.dtype != target.dtype:
+                        target.copy_(part)
                     for owned in self._owned_of.get(param, []):
                         owned.write(part, first)
                 _optimizer_of[param] = weakref.ref(self)

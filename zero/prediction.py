@@ -103,16 +103,21 @@ class Prediction:
     def construction(self) -> int:
         """Peak bytes while the model is wrapped, on rank 0, which has its weights on the CPU.
 
-        They move to their places part by part. If the device is the CPU, the memory of the flat buffers exists beside them,
-        although the system provides its pages only as they fill.
+        They move to their places one after the other. If the device is the CPU, the memory of the flat buffers exists beside
+        those that have not moved, although the system provides its pages only as they fill. Weights that are rounded arrive in
+        their own dtype first, in parts, of which there are two at a time.
         """
         wrapped = sum(self.at("wrapped").values())
-        if not self.plan.buffers:
-            return wrapped
-        # weights that are rounded arrive in float32 first, in parts, of which there are two at a time
-        numel = max((spec.numel for spec in self.plan.params), default=0) if self.plan.has_masters else 0
-        original = sum(spec.numel * spec.dtype.itemsize for spec in self.plan.params)
-        return wrapped + 2 * 4 * min(PART, numel) + (original if self.on_cpu else 0)
+        not_moved = sum(spec.numel * spec.dtype.itemsize for spec in self.plan.params) if self.on_cpu else 0
+        peak = before = 0
+        for buffer in self.plan.buffers:
+            for spec in (self.plan.params[number] for number in buffer.params):
+                for first in range(0, spec.numel, PART) if spec.dtype != buffer.dtype else ():
+                    part = min(PART, spec.numel - first) * spec.dtype.itemsize
+                    peak, before = max(peak, not_moved + before + part), part
+                peak = max(peak, not_moved)
+                not_moved -= spec.numel * spec.dtype.itemsize if self.on_cpu else 0
+        return wrapped + peak
 
     def _gradients_and_buckets(self, point: Point) -> tuple[int, int]:
         return self.full_gradients if point in ("accumulating", "before step") else 0, 0

@@ -6,7 +6,7 @@ shares its weight with the token embedding. The weights are initialized from a s
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields
 from typing import Any
@@ -113,6 +113,11 @@ class Block(nn.Module):
         return x + self.mlp(self.ln_2(x))
 
 
+def first_tokens(tokens: int, chunk: int) -> Iterable[int]:
+    """Return the number of the first token of each chunk."""
+    return range(0, tokens, chunk)
+
+
 class LossInChunks(torch.autograd.Function):
     """The output head and the mean cross-entropy, for a chunk of the tokens at a time: the logits of all never exist.
 
@@ -155,7 +160,7 @@ class LossInChunks(torch.autograd.Function):
 
         with torch.autocast(device, enabled=False):
             head = weight.to(dtype)
-            for first in range(0, len(x), chunk):
+            for first in first_tokens(len(x), chunk):
                 add(first)
         count = targets.ne(-1).sum()
         if grad_weight is not None:

@@ -13,7 +13,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 
 from distributed.machine import DTYPES
 from forecast.activations import LiveBytes, micro_step, predict
-from model import GPT, GPTConfig
+from model import GPT, GPTConfig, first_tokens
 
 SIZES = GPTConfig(block_size=64, vocab_size=65, n_layer=5, n_head=4, n_embd=64, dropout=0.1)
 BATCH = 8
@@ -82,6 +82,16 @@ def test_seven_layers_follow_from_three(dtype, param_dtype, checkpointing, loss_
     predicted = predict(config, BATCH, dtype, param_dtype, checkpointing, "cpu", loss_chunk)
     measured = micro_step(*real_step(config, dtype, param_dtype, checkpointing, loss_chunk))
     assert predicted == measured
+
+
+@every_precision
+@pytest.mark.parametrize("chunk", [30, 64, 200])
+def test_three_chunks_of_the_loss_stand_for_all(dtype, param_dtype, chunk):
+    arguments = WIDE, BATCH, dtype, param_dtype, True, "cpu", chunk
+    assert BATCH * WIDE.block_size > 2 * chunk
+    some = predict(*arguments)
+    with mock.patch("forecast.activations._some_first_tokens", first_tokens):
+        assert predict(*arguments) == some
 
 
 def test_the_peak_of_many_layers_may_be_elsewhere_than_that_of_three():

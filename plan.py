@@ -8,7 +8,7 @@ A small model on two CPU ranks of a laptop:
 
 What fits: the largest batch, the fewest GPUs, the largest model. And what a run costs on rented A100s:
     $ python plan.py config/train_gpt2_xl.py --world_size=8 --find=batch        # or gpus, or model
-    $ python plan.py config/train_gpt2.py --world_size=8 --gpu=A100 --mfu=40 --gpu_hour_price=1.80
+    $ python plan.py config/train_gpt2.py --world_size=8 --gpu=H100 --gpu_hour_price=2.50
 
 The table as a file and as a picture, and the owners of one parameter:
     $ python plan.py config/train_gpt2_xl.py --json=plan.json --plot=plan.png
@@ -29,6 +29,7 @@ with it. Evaluations and checkpoints are not counted. A machine has --ranks_per_
 import difflib
 import math
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from json import dump
 from typing import Any, Literal
@@ -42,7 +43,7 @@ from data.dataset import DATA_DIR, Dataset
 from data.vocabulary import DataError, expected_vocab_size
 from distributed.exits import exit_on_wrong_input
 from distributed.ranks import check_backend
-from forecast.advice import batch_of_the_run, cheapest, fewest_ranks, largest_model, prices, ways
+from forecast.advice import Advice, batch_of_the_run, cheapest, fewest_ranks, largest_model, prices, ways
 from forecast.memory import CPU_RESIDENT, MODES
 from forecast.planner import BATCHES, PARTS, Planner
 from model import GPT2_SIZES, GPTConfig, check_block_size
@@ -54,14 +55,12 @@ vocab_size: NonNegativeInt = 0  # number of tokens, if the dataset is not prepar
 # memory that PyTorch may use on each GPU, in 10^9 bytes; CUDA itself takes about 1 GB in addition. With --device=cpu, memory
 # of each rank; Python and its libraries take about 0.4 GB in addition
 gpu_memory_gb: PositiveFloat = 80.0
-find: Literal["", "batch", "gpus", "model"] = (
-    ""  # instead of the table: the largest batch_size, the fewest GPUs, the largest model
-)
+find: Literal["nothing", "batch", "gpus", "model"] = "nothing"  # print the largest batch_size, fewest GPUs or largest model
 ranks_per_machine: PositiveInt = 8
 bandwidth_gbit: PositiveFloat = 2400.0  # what a rank can send per second to the ranks of its machine; this is NVLink of an A100
 between_gbit: PositiveFloat = 1600.0  # what a machine can send per second to other machines; this is a network card per A100
-gpu = "H100"  # for its peak FLOP/s; a name in the list of distributed/machine.py
-mfu: PositiveFloat = 40.0  # FLOP/s of the computation, in per cent of the peak
+gpu = "A100"  # for its peak FLOP/s
+mfu: PositiveFloat = 30.0  # FLOP/s of the computation, in per cent of the peak; nanoGPT's 4 days on eight A100 are 29
 gpu_hour_price: NonNegativeFloat = 0.0  # of one GPU, in any currency; 0: the run's cost is not printed
 explain = ""  # name of a parameter: print which rank owns which part of it, instead of the table
 json = ""  # path of a JSON file that also receives the table, in bytes
@@ -201,18 +200,21 @@ def print_owners(name: str, planner: Planner, world_size: int) -> None:
                 print(f"  rank {rank} owns {share:.1%}: {ranges}")
 
 
-def verdict(rows: list[dict[str, Any]], planner: Planner, divisor: float, unit: str) -> str:
+def verdict(rows: list[dict[str, Any]], planner: Planner, amount: Callable[[int], str]) -> str:
     """Return lines about one number of ranks: what the settings take and save, whether it fits, how long the run takes.
 
     If the settings do not fit, they say which ones do, and what each of these costs. If train.py would refuse the settings with
     this number of ranks, they say which others are assumed.
+
+    Args:
+        amount: writes bytes with their unit.
     """
     settings, limit = planner.settings, planner.limit
     plain, chosen = rows[0], next(row for row in rows if row["chosen"])
     size = chosen["world_size"]
-    text = f"{size:5} rank{'s' if size > 1 else ' '}  peak {number(chosen['peak'] / divisor)} {unit}"
+    text = f"{size:5} rank{'s' if size > 1 else ' '}  peak {amount(chosen['peak'])}"
     if chosen is not plain:
-        text += f", {1 - chosen['peak'] / plain['peak']:.0%} less than plain AdamW ({number(plain['peak'] / divisor)} {unit})"
+        text += f", {1 - chosen['peak'] / plain['peak']:.0%} less than plain AdamW ({amount(plain['peak'])})"
     if chosen["fits"] == "yes":
         text += f": fits in {limit}, up to --batch_size={chosen['largest_batch']}"
         text += f" (plain AdamW {plain['largest_batch']})" if chosen is not plain else ""
@@ -225,13 +227,25 @@ def verdict(rows: list[dict[str, Any]], planner: Planner, divisor: float, unit: 
     if chosen["fits"] == "yes":
         return text + duration(chosen, planner)
     if (advice := cheapest(planner, size)) is None:
-        return f"{text}\n{'':7}nothing fits{wrong_tool(planner, size, divisor, unit)}"
-    lines = [f"{'':9}{key}: {price}" for key, price in advice.prices.items()]
+        return f"{text}\n{'':7}nothing fits{wrong_tool(planner, size, amount)}"
+    lines = [text, f"{'':7}the cheapest that fits: {' '.join(advice.prices)}", *details(advice, planner, amount)]
+    rounded = cheapest(planner, size, rounded=True)
+    if rounded is not None and rounded.saves(advice):
+        lines += [f"{'':7}cheaper, but rounded: {' '.join(rounded.prices)}", *details(rounded, planner, amount)]
+    if rows[-1]["mode"] == "fsdp2" and rows[-1]["fits"] == "yes":
+        peak, sent = amount(rows[-1]["peak"]), amount(rows[-1]["sent"])
+        lines.append(f"{'':7}FSDP2 would fit without any of these: a peak of about {peak}, and {sent} to send per iteration")
+    return "\n".join(lines)
+
+
+def details(advice: Advice, planner: Planner, amount: Callable[[int], str]) -> list[str]:
+    """Return lines about settings that fit: what they take, and the price of each."""
     row = planner.figures("", advice.choice, advice.result, chosen=False)
-    fits = (
-        f"{'':7}fits with these, at a peak of {number(advice.result.peak / divisor)} {unit}{duration(row, planner)}; they cost:"
+    spare = 1 - max(row["peak"], row["saving"]) / planner.memory
+    takes = (
+        f"peak {amount(row['peak'])} ({spare:.0%} to spare), up to --batch_size={row['largest_batch']}{duration(row, planner)}"
     )
-    return "\n".join([text, fits, *lines])
+    return [f"{'':9}{line}" for line in (takes, *(f"{key}: {price}" for key, price in advice.prices.items()))]
 
 
 def duration(row: dict[str, Any], planner: Planner) -> str:
@@ -239,25 +253,22 @@ def duration(row: dict[str, Any], planner: Planner) -> str:
     if not row["seconds"]:
         return ""
     settings, size = planner.settings, row["world_size"]
-    tokens = planner.accumulation_steps(settings["batch_size"], size) * settings["batch_size"] * planner.config.block_size
-    hours = settings["max_iters"] * row["seconds"] / 3600
-    text = f"; about {tokens / row['seconds'] / 1e3:,.0f}k tokens/s, {hours / 24:,.1f} days"
+    speed, hours = planner.tokens_of(size) / row["seconds"], settings["max_iters"] * row["seconds"] / 3600
+    text = f"; about {speed / 1e3:,.0f}k tokens/s and {hours / 24:,.1f} days on {settings['gpu']} at {settings['mfu']:g} % MFU"
     price = settings["gpu_hour_price"]
-    return f"{text}, {hours * size * price:,.0f} to pay" if price else text
+    return f"{text}, at a cost of {hours * size * price:,.0f}" if price else text
 
 
-def wrong_tool(planner: Planner, world_size: int, divisor: float, unit: str) -> str:
+def wrong_tool(planner: Planner, world_size: int, amount: Callable[[int], str]) -> str:
     """Return what to do where no flags are enough: whether dividing the weights as well would be."""
     if world_size == 1:
         return " in one process: use more ranks, larger GPUs or a smaller model (--find=gpus, --find=model)"
     fsdp = planner.fully_sharded(world_size, replace(planner.everything(world_size), batch_size=1))
-    peak = f"{number(fsdp['peak'] / divisor)} {unit}"
     if fsdp["fits"] == "no":
-        return f", and FSDP2 would not either (about {peak}); use larger GPUs or a smaller model (--find=model)"
-    sent = f"{number(fsdp['sent'] / divisor)} {unit}"
+        return f", and FSDP2 would not either ({amount(fsdp['peak'])}); use larger GPUs or a smaller model (--find=model)"
     return (
         ": ZeRO-1 is the wrong tool, because every rank holds all weights. FSDP2 (fully_shard) divides them: with "
-        f"checkpointing, batch size 1 and the loss in chunks about {peak}, and {sent} to send per iteration"
+        f"checkpointing, batch size 1 and the loss in chunks about {amount(fsdp['peak'])}, and {amount(fsdp['sent'])} to send"
     )
 
 
@@ -290,7 +301,7 @@ def print_plan(planner: Planner, sizes: list[int]) -> list[dict[str, Any]]:
     print(f"{description(planner)}; the rank with the most optimizer state")
     for size in sizes:
         of_size = [row for row in rows if row["world_size"] == size]
-        print(verdict(of_size, planner, divisor, unit))
+        print(verdict(of_size, planner, lambda count: f"{number(count / divisor)} {unit}"))
     print(host_memory(planner, rows))
     print_table(rows, divisor, unit)
     saving = "written in the background, while training goes on" if settings["async_save"] else "saved"
@@ -362,7 +373,7 @@ def print_found(planner: Planner, sizes: list[int]) -> None:
 def check_outputs(settings: dict[str, Any]) -> None:
     """Raise ValueError or OSError now if the files of --json and --plot cannot be written later."""
     for key in ("explain", "find"):
-        if settings[key] and (settings["json"] or settings["plot"]):
+        if settings[key] not in ("", "nothing") and (settings["json"] or settings["plot"]):
             raise ValueError(f"{key} prints no table; remove --json and --plot, or run plan.py once more without --{key}")
     if settings["plot"]:
         check_path(settings["plot"])
@@ -387,7 +398,7 @@ def main() -> None:
             for size in sizes:
                 print_owners(settings["explain"], planner, size)
             return
-        if settings["find"]:
+        if settings["find"] != "nothing":
             print_found(planner, sizes)
             return
         rows = print_plan(planner, sizes)

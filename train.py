@@ -130,6 +130,9 @@ with exit_on_wrong_input():
             f"gradient_accumulation_steps={gradient_accumulation_steps} cannot be split over {world_size} ranks; "
             f"use --gradient_accumulation_steps={math.ceil(gradient_accumulation_steps / world_size) * world_size}"
         )
+    sharding = use_zero1, zero1_impl, zero_bucket_mb, shard_gradients, param_dtype, zero_check_reads, zero_shard_size
+    flags = Flags(*sharding, master_dtype, state_dtype)
+    flags.implementation(world_size)  # checks that they go together
     device = start(launch, device, backend, dist_timeout_s)
 autocast = machine.autocast(device, dtype)
 torch.backends.cuda.matmul.allow_tf32 = True
@@ -193,8 +196,6 @@ if compile:
 
 # optimizer: `build` chooses the implementation from the ZeRO-1 settings
 with run.stage("making the optimizer"):
-    sharding = use_zero1, zero1_impl, zero_bucket_mb, shard_gradients, param_dtype, zero_check_reads, zero_shard_size
-    flags = Flags(*sharding, master_dtype, state_dtype)
     groups = raw_model.param_groups(weight_decay)
     run.before_build(raw_model, groups, checkpoint)
     model, optimizer = build(raw_model, groups, flags, device=device, overlap=True, lr=learning_rate, betas=(beta1, beta2))

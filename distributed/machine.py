@@ -19,29 +19,29 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 # Dense tensor-core peaks in bfloat16 or float16, in TFLOP/s, from the data sheets of NVIDIA and AMD. data_sheet_flops() takes
 # the first name that matches whole words of torch.cuda.get_device_name(), so longer names come before shorter names.
-_PEAK_TFLOPS = (
-    ("B200", 2250.0),
-    ("GH200", 989.4),
-    ("H200", 989.4),
-    ("H100 PCIe", 756.0),
-    ("H100 NVL", 835.0),
-    ("H100", 989.4),
-    ("A100", 312.0),
-    ("A800", 312.0),
-    ("A40", 149.7),
-    ("A30", 165.0),
-    ("A10G", 70.0),
-    ("A10", 125.0),
-    ("L40S", 362.0),
-    ("L40", 181.0),
-    ("L4", 121.0),
-    ("V100", 125.0),
-    ("T4", 65.0),
-    ("RTX 4090", 165.2),
-    ("RTX 3090", 71.0),
-    ("MI300X", 1307.4),
-    ("MI250X", 191.5),  # one of the two dies; each die is a separate device
-)
+PEAK_TFLOPS = {
+    "B200": 2250.0,
+    "GH200": 989.4,
+    "H200": 989.4,
+    "H100 PCIe": 756.0,
+    "H100 NVL": 835.0,
+    "H100": 989.4,
+    "A100": 312.0,
+    "A800": 312.0,
+    "A40": 149.7,
+    "A30": 165.0,
+    "A10G": 70.0,
+    "A10": 125.0,
+    "L40S": 362.0,
+    "L40": 181.0,
+    "L4": 121.0,
+    "V100": 125.0,
+    "T4": 65.0,
+    "RTX 4090": 165.2,
+    "RTX 3090": 71.0,
+    "MI300X": 1307.4,
+    "MI250X": 191.5,  # one of the two dies; each die is a separate device
+}
 
 
 def resolve(device: str, dtype: str, param_dtype: str = "float32") -> tuple[str, str]:
@@ -135,7 +135,7 @@ def divide_threads(local_world_size: int) -> None:
 
 def data_sheet_flops(name: str) -> float | None:
     """Return the peak FLOP/s in bfloat16 of a GPU, such as 'H100' or 'NVIDIA H100 80GB HBM3'; None: it is not in the list."""
-    return next((tflops * 1e12 for part, tflops in _PEAK_TFLOPS if re.search(rf"\b{part}\b", name)), None)
+    return next((tflops * 1e12 for part, tflops in PEAK_TFLOPS.items() if re.search(rf"\b{part}\b", name)), None)
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:

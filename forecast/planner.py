@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from distributed.machine import data_sheet_flops, resolve_dtype
+from distributed.machine import PEAK_TFLOPS, data_sheet_flops, resolve_dtype
 from forecast.fully_sharded import FullyShardedPrediction
 from forecast.memory import (
     CPU_RESIDENT,
@@ -63,15 +63,12 @@ class Planner:
             self.limit += f" ({self.memory / 1e9:.3g} GB for tensors)"
         self.extras = Extras.of(settings)
         self.network = Network(settings["bandwidth_gbit"], settings["between_gbit"], settings["ranks_per_machine"])
-        self.tokens = settings["gradient_accumulation_steps"] * settings["batch_size"] * config.block_size  # per iteration
         with without_weights():
             self.flops_per_token = GPT(config).flops_per_token()
         self.flops: float | None = None  # per second and rank; None: not known
         if self.device_type == "cuda" and self.dtype != "float32":
             if (peak := data_sheet_flops(settings["gpu"])) is None:
-                raise ValueError(
-                    f"gpu={settings['gpu']} is not in the list of distributed/machine.py; use for example --gpu=A100"
-                )
+                raise ValueError(f"gpu={settings['gpu']} is not one of {', '.join(PEAK_TFLOPS)}")
             self.flops = peak * settings["mfu"] / 100
         self._plans: dict[tuple[Flags, int], Plan] = {}
 
@@ -208,6 +205,11 @@ class Planner:
         """Return the gradient_accumulation_steps of a batch size that divides the settings' one: a multiple of the ranks."""
         steps = self.settings["gradient_accumulation_steps"] * self.settings["batch_size"] // batch_size
         return math.ceil(steps / world_size) * world_size
+
+    def tokens_of(self, world_size: int) -> int:
+        """Return the tokens per iteration."""
+        batch_size = self.settings["batch_size"]
+        return self.accumulation_steps(batch_size, world_size) * batch_size * self.config.block_size
 
     def fits(self, result: Forecast) -> bool:
         return max(result.peak, result.saving_peak) <= self.memory

@@ -236,5 +236,5 @@ def describe(optimizer: torch.optim.Optimizer, use_zero1: bool) -> str:
             f"Using ZeRO-1 optimizer state sharding: zero1_impl='{name}' ({type(optimizer).__name__}) over "
             f"{ranks}{replicas}, {text}; plain AdamW would hold {whole} on each"
         )
-    why = " (use_zero1 needs more than one process; start with torchrun)" if use_zero1 else ""
+    why = " (use_zero1 and its settings need more than one process; start with torchrun)" if use_zero1 else ""
     return f"Using plain AdamW{why}: {whole} of optimizer state on each rank"

@@ -232,7 +232,7 @@ def test_every_setting_of_the_trainer_is_accepted():
         ("--explain=transformer.wte.weight --json=plan.json", "remove --json and --plot"),
         ("--plot=plan.pdf", "must end with .png, .svg or .html"),
         ("--find=batch --plot=plan.png", "find prints no table; remove --json and --plot"),
-        ("--device=cuda --gpu=A101", "gpu=A101 is not in the list"),
+        ("--device=cuda --gpu=A101", "gpu=A101 is not one of B200, "),
         ("--init_from=gpt2 --vocab_size=65", "gpt2 has its own; remove --vocab_size"),
         # what train.py refuses
         ("--init_from=gpt2 --block_size=2048", "block_size=2048 does not fit the model; use --block_size=1024"),

@@ -57,6 +57,19 @@ def test_the_recommended_settings_fit(world_size):
     assert result is None, "everything fits, so this shows less than it should"
 
 
+def test_rounding_is_recommended_where_it_saves_computation_or_bytes():
+    """With some memory, float32 weights need checkpointing and bfloat16 weights do not."""
+    found = 0
+    for power in range(60):
+        limited = planner(gpu_memory_gb=0.1 * 0.95**power, checkpoint_format="sharded")
+        exact, rounded = (advice.cheapest(limited, 2, rounded=flag) for flag in (False, True))
+        if exact is not None and exact.choice.flags.param_dtype == "float32" and rounded.saves(exact):
+            assert rounded.choice.flags.param_dtype == "bfloat16"
+            assert not exact.saves(rounded)
+            found += 1
+    assert found
+
+
 def test_nothing_is_recommended_where_the_settings_fit():
     assert advice.cheapest(planner(), 2).prices == {}
 
@@ -109,7 +122,10 @@ def test_the_time_of_a_run():
 def test_plan_says_what_to_do(data):
     lines = run("plan.py", f"--dataset={data}", *SIZES, "--world_size=2", "--gpu_memory_gb=0.00035", "--device=cuda").stdout
     assert "does not fit in 0.00035 GB" in lines
-    assert re.search(r"^ +fits with these, at a peak of .* MB; about [\d,]+k tokens/s, [\d.]+ days; they cost:$", lines, re.M)
+    assert re.search(
+        r"^ +the cheapest that fits: --.*\n +peak .* MB \(\d+% to spare\), up to --batch_size=\d+; about ", lines, re.M
+    )
+    assert re.search(r"; about [\d,]+k tokens/s and [\d.]+ days on A100 at 30 % MFU$", lines, re.M)
     assert re.search(r"^ +--batch_size=1 --gradient_accumulation_steps=12: the same global batch; ", lines, re.M)
     nothing = run("plan.py", f"--dataset={data}", *SIZES, "--world_size=1,8", "--gpu_memory_gb=0.00001", "--device=cuda").stdout
     assert "nothing fits in one process" in nothing

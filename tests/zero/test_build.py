@@ -38,7 +38,7 @@ def test_the_flags_choose_the_classes(world_size):
             if mode == "adamw":
                 assert line == "Using plain AdamW: 0.0 MB of optimizer state on each rank"
             elif world_size == 1:
-                assert line.startswith("Using plain AdamW (use_zero1 needs more than one process; start with torchrun): ")
+                assert line.startswith("Using plain AdamW (use_zero1 and its settings need more than one process; start with ")
             else:
                 name = "torch" if mode == "torch" else "sharded"
                 assert line.startswith(

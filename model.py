@@ -155,8 +155,8 @@ class LossInChunks(torch.autograd.Function):
             grad_x[rows] = grad @ head
             if dtype == torch.float32:
                 grad_weight.addmm_(grad.t(), inputs)
-            else:
-                grad_weight.add_(grad.t() @ inputs)
+            else:  # the mean over the chunk, because the sum could be too large for float16
+                grad_weight.add_(grad.t() @ (inputs / chunk), alpha=chunk)
 
         with torch.autocast(device, enabled=False):
             head = weight.to(dtype)
@@ -170,9 +170,10 @@ class LossInChunks(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        grad_x, grad_weight, count = ctx.found
-        del ctx.found  # they are changed in place, so a second backward must not find them
-        scale = grad / count
+        if ctx.found is None:
+            raise RuntimeError("the loss in chunks has one backward; use loss_chunk=0 for a second one")
+        (grad_x, grad_weight, count), ctx.found = ctx.found, None  # they are changed in place
+        scale = grad / count.clamp(min=1)
         return grad_x.mul_(scale), grad_weight.mul_(scale), None, None, None
 
 

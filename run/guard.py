@@ -152,9 +152,10 @@ class Guard:
         """
         params, places = self._part.params, {name: place for place, name in enumerate(self._names.values())}
         bad = []
-        for slice_, local, norm in zip(self._part.plan.slices(self._part.rank), self._part.locals, norms, strict=True):
+        slices = self._part.plan.slices(self._part.rank)
+        for slice_, read, norm in zip(slices, self._part.readers, norms, strict=True):
             name = self._names[params[slice_.param]]
-            if not local.detach().isfinite().all():
+            if not read().isfinite().all():
                 bad.append((places[name], name))
             elif not math.isfinite(norm):
                 bad.append((places[name], f"the gradient of {name}"))

@@ -4,7 +4,6 @@ A codec encodes a float32 tensor, one number per element of a slice. Checkpoints
 that is encoded again, the bytes are the same: so a resumed run has the state of the run that was saved.
 """
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
@@ -13,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch.nn import functional
 
-from zero.tensors import flattened, pieces, shaped
+from zero.tensors import flattened, pieces, shaped, to_bfloat16
 
 BLOCK = 256  # elements that share a scale with `Int8`
 
@@ -46,10 +45,7 @@ class BFloat16:
 
     def encode(self, values: torch.Tensor, noise: torch.Tensor) -> tuple[torch.Tensor, ...]:
         encoded = torch.empty_like(values, dtype=torch.bfloat16)
-        for rounded, part in pieces(encoded, values):
-            bits = part.nan_to_num(math.nan, math.inf, -math.inf).view(torch.int32)  # with the nan that cannot overflow
-            bits += noise[: part.numel()]
-            rounded.view(torch.int16).copy_(bits >> 16)
+        to_bfloat16(values, noise, encoded)
         return (encoded,)
 
     def decode(self, encoded: tuple[torch.Tensor, ...]) -> torch.Tensor:
@@ -135,15 +131,19 @@ def decoded(local: torch.Tensor, state: dict[str, Any]) -> dict[str, Any]:
     return {key: value.decode(local) if isinstance(value, Encoded) else value for key, value in state.items()}
 
 
-def rounding_noise(seed: int, numel: int, device: torch.device) -> torch.Tensor:
-    """Return at most `numel` random numbers for `Codec.encode`.
+def rounding_noise(steps: torch.Tensor, numel: int) -> torch.Tensor:
+    """Return at most `numel` random numbers for `Codec.encode`: a hash of `steps`, which is one number.
 
-    Each element gets a new number in each step. On a CPU, elements that lie far apart get the same one, because random numbers
-    take far more time than their use.
+    It needs no wait for a GPU, and each element gets a new number in each step. Elements that lie far apart get the same one,
+    because random numbers take far more time than their use.
     """
-    (block,) = next(pieces(torch.empty(numel, dtype=torch.int8, device=device)))
-    generator = torch.Generator(device).manual_seed(seed)
-    return torch.randint(0, 2**16, (block.numel(),), dtype=torch.int32, device=device, generator=generator)
+    (block,) = next(pieces(torch.empty(numel, dtype=torch.int8, device=steps.device)))
+    bits = torch.arange(block.numel(), dtype=torch.int32, device=steps.device)
+    bits += steps.to(torch.int64).mul(0x9E3779B1).to(torch.int32)
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B - 2**32), (16, 1)):  # Ellis and Wellons, "hash-prospector"
+        bits ^= (bits >> shift) & (2 ** (32 - shift) - 1)
+        bits *= factor
+    return bits & 0xFFFF
 
 
 @cache

@@ -1,10 +1,8 @@
 """The owned elements of a bucket in float32, where the parameters have lower precision: kept, or weight and remainder."""
 
-import math
-
 import torch
 
-from zero.tensors import pieces
+from zero.tensors import pieces, to_bfloat16
 
 
 class Masters:
@@ -29,7 +27,7 @@ class Masters:
 
     def store(self) -> None:
         """Round the updated values to the weights."""
-        self.shard.copy_(self.values)
+        store_rounded(self.values, self.shard)
 
     def read(self, start: int, stop: int) -> torch.Tensor:
         """Return elements in full precision: a view, or a copy."""
@@ -45,7 +43,8 @@ class Masters:
         Return a bool on the device, whether there are some but they cannot be found, or None.
         """
         for master, shard in pieces(self.values, self.shard):
-            unwritten = shard == master.to(shard.dtype)
+            store_rounded(master, rounded := torch.empty_like(shard))
+            unwritten = shard == rounded
             if shard.device.type != "cpu" or not unwritten.all():  # does not wait for a GPU
                 torch.where(unwritten, master, shard, out=master)
         return None
@@ -54,8 +53,9 @@ class Masters:
 class Remainders:
     """What bfloat16 weights lack to be float32, 16 bits: the same values as `Masters`, in half the bytes.
 
-    A weight is its master rounded half up, `(bits + 0x8000) >> 16`. The remainder then fits into 16 bits with a sign, while
-    rounding to the nearest even number would need one more value. Megatron-LM does the same (store_param_remainders).
+    A weight is its master rounded to the nearest number, or away from zero if two are equally near: `(bits + 0x8000) >> 16`.
+    The remainder then fits into 16 bits with a sign, while rounding to the nearest even number would need one more value.
+    Megatron-LM does the same (store_param_remainders).
 
     A weight that somebody else writes to has lost its master. The remainder does not show that, but a checksum does.
     """
@@ -89,7 +89,7 @@ class Remainders:
     def write(self, start: int, values: torch.Tensor) -> None:
         stop = start + values.numel()
         for value, weight, remainder in pieces(values, self.shard[start:stop], self.remainder[start:stop]):
-            weight.copy_(half_up(value))
+            store_rounded(value, weight)
             remainder.copy_(value.view(torch.int32))  # the lower 16 bits
         self.checksum = self._checksum()
 
@@ -109,15 +109,9 @@ class Remainders:
         return torch.stack(sums)
 
 
-def half_up(values: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Return values as bfloat16, rounded to the nearest number, and away from zero if two are equally near.
-
-    `out`: where to write them, contiguous. Default: a new tensor.
-    """
-    if out is None:
-        out = torch.empty_like(values, dtype=torch.bfloat16, memory_format=torch.contiguous_format)
-    for target, part in pieces(out.view(-1), values.reshape(-1)):
-        bits = part.float().nan_to_num(math.nan, math.inf, -math.inf).view(torch.int32)  # with the nan for which the sum fits
-        bits += 0x8000
-        target.view(torch.int16).copy_(bits >> 16)
-    return out
+def store_rounded(values: torch.Tensor, place: torch.Tensor) -> None:
+    """Write values to a place of lower precision, both flat. bfloat16 is rounded half up, see `Remainders`."""
+    if place.dtype == torch.bfloat16 and values.dtype == torch.float32:
+        to_bfloat16(values, 0x8000, place)
+    else:
+        place.copy_(values)

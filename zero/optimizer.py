@@ -17,7 +17,7 @@ from zero.codecs import STATE_CODECS
 from zero.collectives import Communicator
 from zero.gradients import GradientNorms, ParameterGradients, norms_of
 from zero.layout import BucketMB, Plan, check_options, parameter_specs, plan
-from zero.masters import half_up
+from zero.masters import store_rounded
 from zero.messages import check_same_on_all_ranks, on_all_ranks
 from zero.refusals import (
     ELEMENTWISE,
@@ -274,7 +274,10 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
     def set_parameter(self, param: torch.nn.Parameter, value: torch.Tensor) -> None:
         """Overwrite a parameter and this rank's master slices of it. The masters keep the full precision of `value`."""
         self.synchronize()
-        param.copy_(half_up(value) if self.master_dtype == "remainder" and param in self.managed else value)
+        if self.param_dtype is not None and param in self.managed:
+            store_rounded(flattened(value, param), flattened(param.data, param))
+        else:
+            param.copy_(value)
         for owned in self._owned_of.get(param, []):
             owned.write(flattened(value, param))
 
@@ -307,8 +310,11 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
                 if inside or _optimizer_of[param]() is not self or not buffer.take_back(number):
                     raise RuntimeError(f"{name_of(param, self.names)} {MOVED}")
         lost = [flag for bucket in self.buckets if bucket.masters is not None and (flag := bucket.masters.follow()) is not None]
-        if lost and torch.stack(lost).any():
-            raise RuntimeError(WRITTEN)
+        if lost:  # on all ranks, with master_dtype='remainder'
+            found = torch.stack(lost).any().to(torch.uint8)
+            self.comm.wait("all-reduce", self.comm.all_reduce(found, dist.ReduceOp.MAX), found.device)
+            if found:
+                raise RuntimeError(WRITTEN)
 
     def _lay_out(self, first_group: int) -> None:
         """Move the parameters of the groups from `first_group` on to their places in new flat buffers."""
@@ -345,10 +351,8 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
                 place = flattened(param.data, param)
                 for first, part in self.comm.parts_of_rank_0(flattened(source, source), place):
                     target = place[first : first + part.numel()]
-                    if part.dtype != target.dtype and self.master_dtype == "remainder":
-                        half_up(part, out=target)
-                    elif part.dtype != target.dtype:
-                        target.copy_(part)
+                    if part.dtype != target.dtype:
+                        store_rounded(part, target)
                     for owned in self._owned_of.get(param, []):
                         owned.write(part, first)
                 _optimizer_of[param] = weakref.ref(self)

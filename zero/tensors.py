@@ -1,5 +1,6 @@
 """Tensors as ranges of memory: flat views, storages, elements that share memory."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -58,6 +59,20 @@ def pieces(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
     """Yield flat tensors of equal length part by part: few elements at a time on a CPU, more on a GPU."""
     numel = _CACHED if tensors[0].device.type == "cpu" else _LAUNCHED
     return zip(*(tensor.split(numel) for tensor in tensors), strict=True)
+
+
+def to_bfloat16(values: torch.Tensor, addend: torch.Tensor | int, out: torch.Tensor) -> None:
+    """Write float32 values to bfloat16, both flat: the upper 16 bits of the sum of their bits and `addend`.
+
+    Args:
+        addend: 0x8000 rounds to the nearest number, random numbers from 0 to 0xFFFF round stochastically. They are repeated if
+            there are fewer than values.
+    """
+    for target, part in pieces(out, values):
+        # the sum must not overflow, which it would for the nan whose bits are all one
+        bits = part.nan_to_num(math.nan, math.inf, -math.inf).view(torch.int32)
+        bits += addend if isinstance(addend, int) else addend[: part.numel()]
+        target.view(torch.int16).copy_(bits >> 16)
 
 
 def is_dense(tensor: torch.Tensor) -> bool:

@@ -14,16 +14,13 @@ class SliceUpdate:
     Args:
         inner: the optimizer of this rank's slices.
         buckets: all buckets.
-        codec: of the state, see `zero.codecs`; None: the state stays as `inner` keeps it.
-
-    Attributes:
-        updates: sum of the steps of all slices. It seeds the random numbers of the rounding. Loaded state sets it, so a resumed
-            run rounds in the same way, unless its class keeps no `step` (SGD).
+        codec: of the state, see `zero.codecs`; None: the state stays as `inner` keeps it. A resumed run rounds in the same way,
+            unless the class keeps no `step` (SGD).
     """
 
     def __init__(self, inner: torch.optim.Optimizer, buckets: list[Bucket], codec: Codec | None) -> None:
         self.inner, self.buckets, self.codec = inner, buckets, codec
-        self.updates = 0
+        self._calls = 0  # of `_encode`
         if codec is not None:
             inner.register_load_state_dict_post_hook(self._encode_loaded)
 
@@ -39,9 +36,11 @@ class SliceUpdate:
             for index, group in enumerate(groups):
                 group["params"] = [local for bucket in buckets for local in bucket.local_by_group.get(index, [])]
         updated = [[owned.local for owned in bucket.owned if owned.local.grad is not None] for bucket in buckets]
+        loaded = []
         try:
             for bucket, locals_ in zip(buckets, updated, strict=True):
                 bucket.load_masters()
+                loaded.append(bucket)
                 for local in locals_ if self.codec is not None else ():
                     if local in self.inner.state:
                         self.inner.state[local] = decoded(local, self.inner.state[local])
@@ -49,20 +48,24 @@ class SliceUpdate:
             step = type(self.inner).step
             (step.__wrapped__ if getattr(step, "hooked", False) else step)(self.inner, **kwargs)  # type: ignore[attr-defined]
         finally:
-            for bucket, locals_ in zip(buckets, updated, strict=True):
-                self.updates += len(locals_)
-                self._encode(locals_)
-                bucket.store_masters()
             for group, params in zip(groups, everything, strict=True):
                 group["params"] = params
+            for bucket in loaded:
+                bucket.store_masters()
+            for locals_ in updated:
+                self._encode(locals_)
 
     def _encode(self, locals_: list[torch.nn.Parameter]) -> None:
-        """Encode the state of slices of one bucket."""
-        if self.codec is not None and locals_:
-            noise = rounding_noise(self.updates, max(local.numel() for local in locals_), locals_[0].device)
-            encode(((local, self.inner.state[local]) for local in locals_), self.codec, noise)
+        """Encode the state of slices of one bucket. The random numbers depend on their number of steps."""
+        if self.codec is None or not locals_:
+            return
+        self._calls += 1
+        states = [self.inner.state[local] for local in locals_]
+        steps = [state["step"] for state in states if isinstance(state.get("step"), torch.Tensor)]
+        count = torch.stack(steps).double().sum() if steps else torch.tensor(self._calls, device=locals_[0].device)
+        noise = rounding_noise(count.to(locals_[0].device), max(local.numel() for local in locals_))
+        encode(zip(locals_, states, strict=True), self.codec, noise)
 
     def _encode_loaded(self, inner: torch.optim.Optimizer) -> None:
-        self.updates = sum(int(state.get("step", 0)) for state in inner.state.values())
         for bucket in self.buckets:
             self._encode([owned.local for owned in bucket.owned if owned.local in inner.state])

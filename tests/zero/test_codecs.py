@@ -1,6 +1,7 @@
 """zero/codecs.py, zero/masters.py: state and masters in fewer bytes. Rounding, bytes, checkpoints, resumed runs."""
 
 import copy
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -13,10 +14,9 @@ from zero import ShardedDataParallel, ShardedOptimizer
 from zero import checkpoint as ckpt
 from zero.codecs import BLOCK, STATE_CODECS, BFloat16, Encoded, Int8, rounding_noise
 from zero.flags import Flags
-from zero.masters import Remainders, half_up
+from zero.masters import Remainders, store_rounded
 from zero.memory import held_bytes
 
-CPU = torch.device("cpu")
 STEPS = 4
 CODECS = {
     "bfloat16": {"state_dtype": "bfloat16"},
@@ -31,6 +31,16 @@ def make(shard_gradients=False, seed=0, optimizer_cls=torch.optim.AdamW, **kwarg
     model = make_toy(seed)
     optimizer = ShardedOptimizer(model.param_groups(), optimizer_cls, bucket_mb=0.0002, lr=0.01, **kwargs)
     return ShardedDataParallel(model, optimizer, shard_gradients), optimizer
+
+
+def half_up(values):
+    rounded = torch.empty_like(values, dtype=torch.bfloat16)
+    store_rounded(values, rounded)
+    return rounded
+
+
+def noise_of(step, numel):
+    return rounding_noise(torch.tensor(step), numel)
 
 
 # -- arithmetic --------------------------------------------------------------------------------------------------------
@@ -49,9 +59,9 @@ def values(numel, positive):
 @pytest.mark.parametrize("codec", [BFloat16(), Int8()])
 def test_what_is_decoded_encodes_to_the_same_bytes(codec, numel, positive):
     """A checkpoint has what is decoded: a resumed run must hold the bytes of the run that was saved."""
-    encoded = codec.encode(values(numel, positive), rounding_noise(1, numel, CPU))
+    encoded = codec.encode(values(numel, positive), noise_of(1, numel))
     assert sum(part.nbytes for part in encoded) == codec.nbytes(numel)
-    again = codec.encode(codec.decode(encoded), rounding_noise(2, numel, CPU))
+    again = codec.encode(codec.decode(encoded), noise_of(2, numel))
     assert all(map(torch.equal, encoded, again))
 
 
@@ -89,7 +99,7 @@ def test_stochastic_rounding_is_right_on_average():
     moment, nearest = torch.full((numel,), 1.0), torch.full((numel,), 1.0, dtype=torch.bfloat16)
     codec = BFloat16()
     for step in range(steps):
-        moment = codec.decode(codec.encode(0.999 * moment, rounding_noise(step, numel, CPU)))
+        moment = codec.decode(codec.encode(0.999 * moment, noise_of(step, numel)))
         nearest = (0.999 * nearest.float()).bfloat16()
     assert nearest.float().mean() == 1.0, "it stalls"
     assert moment.mean() == pytest.approx(0.999**steps, rel=1e-3)
@@ -134,13 +144,16 @@ def masters_of(optimizer):
     return [owned.read().clone() for owned in optimizer.owned]
 
 
-def trained_with_remainders(steps):
-    model, optimizer = make(param_dtype=torch.bfloat16, master_dtype="remainder")
-    train(model, optimizer, dist.get_rank(), steps)
-    kept = make(param_dtype=torch.bfloat16)[1]
-    held, as_float32 = (held_bytes(each)["master"] for each in (optimizer, kept))
-    assert 2 * held == as_float32 > 0
-    return ckpt.model_state_dict(model.module, optimizer), weights(model)
+def trained_with_both_masters(steps):
+    held, trained = [], []
+    for master_dtype in ("float32", "remainder"):
+        model, optimizer = make(param_dtype=torch.bfloat16, master_dtype=master_dtype)
+        train(model, optimizer, dist.get_rank(), steps)
+        held.append(held_bytes(optimizer)["master"])
+        trained.append([ckpt.model_state_dict(model.module, optimizer), weights(model)])
+    assert held[0] == 2 * held[1] > 0
+    assert_equal(*trained)
+    return trained[1]
 
 
 def float32_masters(world_size, steps):
@@ -169,7 +182,7 @@ def float32_masters(world_size, steps):
 
 def test_remainders_are_float32_masters():
     """Bit for bit, after 500 steps on two ranks."""
-    (masters, low), *_ = run_ranks(trained_with_remainders, 2, 500)
+    (masters, low), *_ = run_ranks(trained_with_both_masters, 2, 500)
     oracle, its_low = run_ranks(float32_masters, 1, 2, 500)[0]
     assert_equal(low, its_low)
     for name in masters:
@@ -207,6 +220,53 @@ def test_a_resumed_run_is_bit_exact(world_size, name, shard_gradients):
     _, saved = run_ranks(save_and_resume, world_size, name, shard_gradients)[0]
     for state in saved["state"].values():
         assert {tensor.dtype for tensor in state.values()} == {torch.float32}
+
+
+def skip_and_resume(name):
+    """In the fourth step, a scaler has found an inf: the update changes neither weights nor `step`."""
+    rank = dist.get_rank()
+    model, optimizer = make(fused=True, **CODECS[name])
+    train(model, optimizer, rank, STEPS - 1)
+    model(*batch(STEPS, rank)).backward()
+    optimizer.inner.found_inf, optimizer.inner.grad_scale = torch.tensor(1.0), None
+    before = weights(model)
+    optimizer.step()
+    assert_equal(weights(model), before)
+    del optimizer.inner.found_inf, optimizer.inner.grad_scale
+    optimizer.zero_grad()
+    saved = [ckpt.model_state_dict(model.module, optimizer), ckpt.consolidate(optimizer)]
+    dist.broadcast_object_list(saved)
+    later, later_optimizer = make(seed=7, fused=True, **CODECS[name])
+    later.module.load_state_dict(saved[0])
+    ckpt.restore(later_optimizer, saved[1])
+    for each, its_optimizer in ((model, optimizer), (later, later_optimizer)):
+        train(each, its_optimizer, rank, STEPS, first=STEPS)
+    assert_equal(weights(later), weights(model))
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_a_run_that_is_resumed_after_a_skipped_update_is_bit_exact(name):
+    run_ranks(skip_and_resume, 2, name)
+
+
+def fails_to_load():
+    """Memory runs out while the second bucket of a step is made ready."""
+    model, optimizer = make(**CODECS["both"])
+    train(model, optimizer, 0, 1)
+    model(*batch(1, 0)).backward()
+    groups = [len(group["params"]) for group in optimizer.inner.param_groups]
+    *others, failing, _ = optimizer.buckets
+    before = [bucket.data.clone() for bucket in (*others, failing)]
+    with mock.patch.object(failing.masters, "load", side_effect=torch.OutOfMemoryError), pytest.raises(torch.OutOfMemoryError):
+        optimizer.step()
+    assert all(map(torch.equal, before, (bucket.data for bucket in (*others, failing))))
+    assert [len(group["params"]) for group in optimizer.inner.param_groups] == groups
+    optimizer.zero_grad()
+    train(model, optimizer, 0, 1, first=1)
+
+
+def test_an_update_that_fails_leaves_the_weights_of_other_buckets():
+    run_ranks(fails_to_load, 1)
 
 
 def goes_elsewhere(saved_model, saved, kwargs):
@@ -298,6 +358,21 @@ def written():
 
 def test_a_written_weight_is_refused():
     run_ranks(written, 1)
+
+
+def written_on_all_ranks():
+    """Each element has one owner, but all ranks raise: none of them waits for another one."""
+    model, optimizer = make(param_dtype=torch.bfloat16, master_dtype="remainder")
+    train(model, optimizer, dist.get_rank(), 1)
+    with torch.no_grad():
+        model.module.hidden.weight[0, 0] += 1
+    model(*batch(1, dist.get_rank())).backward()
+    with pytest.raises(RuntimeError, match="lost their masters"):
+        optimizer.step()
+
+
+def test_all_ranks_refuse_a_weight_that_is_written():
+    run_ranks(written_on_all_ranks, 3)
 
 
 def only_padding():

@@ -214,7 +214,8 @@ def verdict(rows: list[dict[str, Any]], planner: Planner, amount: Callable[[int]
     size = chosen["world_size"]
     text = f"{size:5} rank{'s' if size > 1 else ' '}  peak {amount(chosen['peak'])}"
     if chosen is not plain:
-        text += f", {1 - chosen['peak'] / plain['peak']:.0%} less than plain AdamW ({amount(plain['peak'])})"
+        saved = 1 - chosen["peak"] / plain["peak"]
+        text += f", {abs(saved):.0%} {'less' if saved >= 0 else 'more'} than plain AdamW ({amount(plain['peak'])})"
     if chosen["fits"] == "yes":
         text += f": fits in {limit}, up to --batch_size={chosen['largest_batch']}"
         text += f" (plain AdamW {plain['largest_batch']})" if chosen is not plain else ""
@@ -230,7 +231,7 @@ def verdict(rows: list[dict[str, Any]], planner: Planner, amount: Callable[[int]
         return f"{text}\n{'':7}nothing fits{wrong_tool(planner, size, amount)}"
     lines = [text, f"{'':7}the cheapest that fits: {' '.join(advice.prices)}", *details(advice, planner, amount)]
     rounded = cheapest(planner, size, rounded=True)
-    if rounded is not None and rounded.saves(advice):
+    if rounded is not None and planner.cost(rounded.choice, rounded.result) < planner.cost(advice.choice, advice.result):
         lines += [f"{'':7}cheaper, but rounded: {' '.join(rounded.prices)}", *details(rounded, planner, amount)]
     if rows[-1]["mode"] == "fsdp2" and rows[-1]["fits"] == "yes":
         peak, sent = amount(rows[-1]["peak"]), amount(rows[-1]["sent"])
@@ -254,15 +255,18 @@ def duration(row: dict[str, Any], planner: Planner) -> str:
         return ""
     settings, size = planner.settings, row["world_size"]
     speed, hours = planner.tokens_of(size) / row["seconds"], settings["max_iters"] * row["seconds"] / 3600
-    text = f"; about {speed / 1e3:,.0f}k tokens/s and {hours / 24:,.1f} days on {settings['gpu']} at {settings['mfu']:g} % MFU"
+    time = f"{hours / 24:,.1f} days" if hours >= 24 else f"{hours:.1f} hours"
+    text = f"; about {speed / 1e3:,.0f}k tokens/s and {time} on {settings['gpu']} at {settings['mfu']:g} % MFU"
     price = settings["gpu_hour_price"]
     return f"{text}, at a cost of {hours * size * price:,.0f}" if price else text
 
 
 def wrong_tool(planner: Planner, world_size: int, amount: Callable[[int], str]) -> str:
     """Return what to do where no flags are enough: whether dividing the weights as well would be."""
+    if (ranks := fewest_ranks(planner, "all flags")) is not None and ranks > world_size:
+        return f", but all flags fit on {ranks} ranks (--find=gpus)"
     if world_size == 1:
-        return " in one process: use more ranks, larger GPUs or a smaller model (--find=gpus, --find=model)"
+        return " in one process: use larger GPUs or a smaller model (--find=model)"
     fsdp = planner.fully_sharded(world_size, replace(planner.everything(world_size), batch_size=1))
     if fsdp["fits"] == "no":
         return f", and FSDP2 would not either ({amount(fsdp['peak'])}); use larger GPUs or a smaller model (--find=model)"
@@ -337,7 +341,8 @@ def host_memory(planner: Planner, rows: list[dict[str, Any]]) -> str:
     text = f"main memory of the first machine: {4 * planner.numel / 1e9:.3g} GB for the model that rank 0 makes"
     if copied and settings["checkpoint_format"] == "consolidated":
         return f"{text}, {copied:.3g} GB for a checkpoint that it collects later; and what Python and CUDA take in each rank"
-    return f"{text}; {ranks} x {copied:.3g} GB for copies of what is saved; and what Python and CUDA take in each rank"
+    text += f", {ranks} x {copied:.3g} GB for copies of what is saved" if copied else ""
+    return f"{text}; and what Python and CUDA take in each rank"
 
 
 def print_found(planner: Planner, sizes: list[int]) -> None:
@@ -352,22 +357,28 @@ def print_found(planner: Planner, sizes: list[int]) -> None:
     print(f"{description(planner)}\n{shape[find]}:")
     for size in sizes if find != "gpus" else [max(sizes)]:
         for name, choice in ways(planner, size).items():
-            flags = " ".join(prices(planner, size, choice, planner.forecast(choice, size)))
+            ranks, used = size, planner
             if find == "batch":
                 largest, dividing, steps = batch_of_the_run(planner, choice, size)
-                answer = f"{largest:5}"
+                answer = f"{largest:5}" if largest else " none"
                 if dividing:
-                    answer += f"; --batch_size={dividing} --gradient_accumulation_steps={steps} keeps the global batch"
+                    kept = planner.global_batch(dividing, steps)
+                    answer += f"; --batch_size={dividing} --gradient_accumulation_steps={steps} for {kept}"
             elif find == "gpus":
-                answer = str(fewest_ranks(planner, name) or "more than 1024")
-            elif (larger := largest_model(planner, name, size)) is None:
-                answer = "none"
+                ranks = fewest_ranks(planner, name) or 0
+                answer = f"{ranks:5}" if ranks else "more than 1024"
             else:
-                found = larger.config
-                answer = f"{larger.numel / 1e6:6,.0f}M parameters: "
+                used = largest_model(planner, name, size) or planner
+                found = used.config
+                answer = f"{used.numel / 1e6:6,.0f}M parameters: "
                 answer += f"--n_layer={found.n_layer} --n_head={found.n_head} --n_embd={found.n_embd}"
-            ranks = "" if find == "gpus" else f"{size:5} rank{'s' if size > 1 else ' '}  "
-            print(f"{ranks}{name:14}  {answer}" + (f"; {flags}" if flags else ""))
+                answer = " none" if used is planner else answer
+            if ranks:
+                choice = ways(planner, ranks)[name]
+                flags = " ".join(prices(planner, ranks, choice, planner.forecast(choice, ranks)))
+                answer += f"; {flags}" if flags and "none" not in answer else ""
+            place = "" if find == "gpus" else f"{size:5} rank{'s' if size > 1 else ' '}  "
+            print(f"{place}{name:14}  {answer}")
 
 
 def check_outputs(settings: dict[str, Any]) -> None:

@@ -130,8 +130,7 @@ with exit_on_wrong_input():
             f"gradient_accumulation_steps={gradient_accumulation_steps} cannot be split over {world_size} ranks; "
             f"use --gradient_accumulation_steps={math.ceil(gradient_accumulation_steps / world_size) * world_size}"
         )
-    sharding = use_zero1, zero1_impl, zero_bucket_mb, shard_gradients, param_dtype, zero_check_reads, zero_shard_size
-    flags = Flags(*sharding, master_dtype, state_dtype)
+    flags = Flags.of(config)
     flags.implementation(world_size)  # checks that they go together
     device = start(launch, device, backend, dist_timeout_s)
 autocast = machine.autocast(device, dtype)

@@ -65,11 +65,15 @@ class Planner:
         self.network = Network(settings["bandwidth_gbit"], settings["between_gbit"], settings["ranks_per_machine"])
         with without_weights():
             self.flops_per_token = GPT(config).flops_per_token()
+        if settings["mfu"] > 100:
+            raise ValueError(f"mfu={settings['mfu']:g} must be at most 100")
         self.flops: float | None = None  # per second and rank; None: not known
         if self.device_type == "cuda" and self.dtype != "float32":
             if (peak := data_sheet_flops(settings["gpu"])) is None:
                 raise ValueError(f"gpu={settings['gpu']} is not one of {', '.join(PEAK_TFLOPS)}")
             self.flops = peak * settings["mfu"] / 100
+        if settings["gpu_hour_price"] and self.flops is None:
+            raise ValueError("gpu_hour_price needs the speed of the GPUs, which is known for bfloat16 and float16 on cuda only")
         self._plans: dict[tuple[Flags, int], Plan] = {}
 
     def plan(self, flags: Flags, world_size: int) -> Plan:
@@ -93,21 +97,12 @@ class Planner:
     def chosen(self, world_size: int) -> Choice:
         """Return the settings of the run as a choice. Flags without effect have their defaults."""
         settings = self.settings
-        flags = Flags(
-            settings["use_zero1"],
-            settings["zero1_impl"],
-            shard_gradients=settings["shard_gradients"],
-            param_dtype=settings["param_dtype"],
-            check_reads=settings["zero_check_reads"],
-            shard_size=settings["zero_shard_size"],
-            master_dtype=settings["master_dtype"],
-            state_dtype=settings["state_dtype"],
-        )
+        flags = Flags.of(settings)
         if flags.use_zero1 and flags.zero1_impl == "sharded":
             flags = replace(flags, shard_size=self.shard_size(world_size))
-        if flags.implementation(world_size) != "sharded":
-            flags = MODES[flags.implementation(world_size)]
-        flags = replace(flags, shard_size=0, check_reads=False)
+        if (implementation := flags.implementation(world_size)) != "sharded":
+            flags = MODES[implementation]
+        flags = replace(flags, bucket_mb="auto", shard_size=0, check_reads=False)
         return Choice(flags, settings["activation_checkpointing"], settings["loss_chunk"], settings["batch_size"])
 
     def choices(self, world_size: int) -> dict[Choice, str]:
@@ -205,6 +200,20 @@ class Planner:
         """Return the gradient_accumulation_steps of a batch size that divides the settings' one: a multiple of the ranks."""
         steps = self.settings["gradient_accumulation_steps"] * self.settings["batch_size"] // batch_size
         return math.ceil(steps / world_size) * world_size
+
+    def global_batch(self, batch_size: int, steps: int) -> str:
+        """Return whether gradient_accumulation_steps=`steps` of a batch size keep the sequences per iteration, in words."""
+        sequences = self.settings["gradient_accumulation_steps"] * self.settings["batch_size"]
+        if batch_size * steps == sequences:
+            return "the same global batch"
+        return f"a global batch of {batch_size * steps} sequences in place of {sequences}"
+
+    def cost(self, choice: Choice, result: Forecast) -> tuple[float, ...]:
+        """Return what a choice costs apart from rounding, to be compared: seconds of an iteration, or what takes time."""
+        seconds = self.seconds(result, choice)[0]
+        if seconds:
+            return (round(math.log(seconds) / math.log(1.03)),)
+        return choice.flags.shard_gradients, choice.activation_checkpointing, -choice.batch_size
 
     def tokens_of(self, world_size: int) -> int:
         """Return the tokens per iteration."""

@@ -131,8 +131,8 @@ def check_memory(rows, modes, points):
     for row in rows:
         if row["mode"] in PREDICTED:
             tolerance = (0.03 if row["point"] == "peak" else 0.02) * row["total"]
-            if (row["mode"], row["point"]) == ("remainder", "wrapping"):
-                tolerance += 1.5e6  # weights are rounded and summed up 131,072 at a time
+            if row["mode"] in ("bfloat16", "remainder") and row["point"] == "wrapping":
+                tolerance += 1.2e6  # weights are rounded and summed up 131,072 at a time
             assert row["predicted"] == pytest.approx(row["total"], abs=tolerance), (row["mode"], row["point"])
         parts = ("parameters", "gradients", "state", "master", "buckets", "activations", "copy", "rest")
         assert sum(row[part] or 0 for part in parts) == row["total"], (row["mode"], row["point"])

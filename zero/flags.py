@@ -1,8 +1,8 @@
 """The flags of `zero.build.build`: which combinations are valid, which implementation they choose, and its plan."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Literal, Self
 
 import torch
 
@@ -43,6 +43,12 @@ class Flags:
         check_options(self.bucket_mb, "element", self.master_dtype, self.state_dtype)
         if self.master_dtype == "remainder" and self.param_dtype != "bfloat16":
             raise ValueError(f"master_dtype='remainder' needs param_dtype='bfloat16', not {self.param_dtype!r}")
+
+    @classmethod
+    def of(cls, settings: Mapping[str, Any]) -> Self:
+        """Return the flags of a program's settings, which have the names of the flags, or the prefix "zero_" before them."""
+        names = {flag.name: flag.name if flag.name in settings else f"zero_{flag.name}" for flag in fields(cls)}
+        return cls(**{name: settings[setting] for name, setting in names.items()})
 
     def implementation(self, world_size: int) -> Literal["adamw", "torch", "sharded"]:
         """Return the implementation on `world_size` ranks. A single rank has plain AdamW for all flags.

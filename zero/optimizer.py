@@ -309,12 +309,7 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
                 inside = any(other.holds(param) for other in self.buffers)
                 if inside or _optimizer_of[param]() is not self or not buffer.take_back(number):
                     raise RuntimeError(f"{name_of(param, self.names)} {MOVED}")
-        lost = [flag for bucket in self.buckets if bucket.masters is not None and (flag := bucket.masters.follow()) is not None]
-        if lost:  # on all ranks, with master_dtype='remainder'
-            found = torch.stack(lost).any().to(torch.uint8)
-            self.comm.wait("all-reduce", self.comm.all_reduce(found, dist.ReduceOp.MAX), found.device)
-            if found:
-                raise RuntimeError(WRITTEN)
+        _follow_weights(self.buckets, self.comm)
 
     def _lay_out(self, first_group: int) -> None:
         """Move the parameters of the groups from `first_group` on to their places in new flat buffers."""
@@ -366,6 +361,16 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
             }
             for group in self.param_groups[first_group:]
         ]
+
+
+def _follow_weights(buckets: list[Bucket], comm: Communicator) -> None:
+    """Make masters follow weights that have been written to. Raise RuntimeError on all ranks if any of them has lost some."""
+    lost = [flag for bucket in buckets if bucket.masters is not None and (flag := bucket.masters.follow()) is not None]
+    if lost:  # on all ranks, with master_dtype='remainder'
+        found = torch.stack(lost).any().to(torch.uint8)
+        comm.wait("all-reduce", comm.all_reduce(found, dist.ReduceOp.MAX), found.device)
+        if found:
+            raise RuntimeError(WRITTEN)
 
 
 def holds_its_parameters(optimizer: ShardedOptimizer) -> bool:

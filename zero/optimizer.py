@@ -345,9 +345,8 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
                 buffer.move_in(number, source)
                 place = flattened(param.data, param)
                 for first, part in self.comm.parts_of_rank_0(flattened(source, source), place):
-                    target = place[first : first + part.numel()]
-                    if part.dtype != target.dtype:
-                        store_rounded(part, target)
+                    if part.dtype != place.dtype:
+                        store_rounded(part, place[first : first + part.numel()])
                     for owned in self._owned_of.get(param, []):
                         owned.write(part, first)
                 _optimizer_of[param] = weakref.ref(self)

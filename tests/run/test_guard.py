@@ -14,7 +14,8 @@ from toy import MODES, assert_equal, batch, build_toy, make_toy, weights
 from run.guard import Guard
 from zero import ShardedGradScaler
 from zero import checkpoint as ckpt
-from zero.build import clip_grad_norm_
+from zero.build import build, clip_grad_norm_
+from zero.flags import Flags
 from zero.gradients import GradientNorms
 
 BAD = 3  # the step that is not finite
@@ -53,6 +54,26 @@ def guarded(mode, limit, kind, steps, looks=range(100)):
 def all_modes(limit, kind, steps, looks=None):
     """By mode; all in one start of the ranks."""
     return {mode: guarded(mode, limit, kind, steps, range(100) if looks is None else looks) for mode in MODES}
+
+
+def guarded_with_a_weight_of_nan(flags):
+    model = make_toy()
+    model.unused.requires_grad_(False)
+    wrapped, optimizer = build(model, model.param_groups(), flags, lr=0.01)
+    guard = Guard(model, optimizer, ShardedGradScaler("cpu", enabled=False), 1)
+    optimizer.set_parameter(model.scale, torch.tensor(math.nan))
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(out):
+        loss = wrapped(*batch(0, dist.get_rank()))
+        loss.backward()
+        guard.check(loss.detach(), clip_grad_norm_(optimizer, math.inf))
+        guard.report(0)
+    return out.getvalue()
+
+
+@pytest.mark.parametrize("master_dtype", ["float32", "remainder"])
+def test_a_weight_that_is_not_finite_is_named(master_dtype):
+    flags = Flags(bucket_mb=0.0002, param_dtype="bfloat16", master_dtype=master_dtype)
+    assert "first in scale on rank" in run_ranks(guarded_with_a_weight_of_nan, 2, flags)[0]
 
 
 @pytest.mark.parametrize("kind", ["loss", "gradient"])

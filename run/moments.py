@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -33,6 +34,7 @@ from run.shadow import Shadow
 from zero import ShardedGradScaler
 from zero.flags import Flags
 from zero.gradients import GradientNorms
+from zero.partition import parameters
 
 
 class Run:
@@ -127,6 +129,7 @@ class Run:
         computed = raw_model.activation_checkpointing, raw_model.loss_chunk
         workload = Workload(raw_model.config, config["batch_size"], self.dtype, self.device.type, *computed)
         self.memory = MemoryMeter(model, optimizer)
+        self.profiler.wait = partial(parameters, optimizer)
         self.memory_check = MemoryCheck(
             self.log,
             model,

@@ -1,6 +1,8 @@
 """Traces of a few iterations by torch.profiler, and snapshots of the memory of a GPU."""
 
 import os
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
@@ -25,11 +27,16 @@ class Profiler:
         device: device of this rank.
         enabled: record a trace.
         memory: record a trace with allocations, and a snapshot on a GPU. Without both, all methods do nothing.
+
+    Attributes:
+        wait: waits for this rank's communication in flight. It must end before the recording does: its end is an event of the
+            profiler, and torch would write it to memory that is freed.
     """
 
     def __init__(self, folder: str, rank: int, device: torch.device, enabled: bool, memory: bool) -> None:
         self._folder, self._rank, self._on_gpu, self._memory = folder, rank, device.type == "cuda", memory
-        self._is_written = False
+        self.wait: Callable[[], Any] = lambda: None
+        self._is_written, self._iterations = False, 0
         self._profile: profile | None = None
         if not (enabled or memory):
             return
@@ -47,6 +54,9 @@ class Profiler:
         """Count an iteration that has ended, and return whether this took long because the files were written."""
         if self._profile is not None:
             with position.at("profiling", patient=True):
+                self._iterations += 1
+                if self._iterations == WAIT + WARM_UP + ACTIVE:
+                    self.wait()
                 self._profile.step()
             if self._is_written:
                 self.finish()
@@ -57,6 +67,7 @@ class Profiler:
         """Stop recording. If the run has ended within the recorded iterations, write those that there are."""
         if self._profile is None:
             return
+        self.wait()
         self._profile.stop()
         self._profile = None
         if not self._is_written and self._rank == 0:

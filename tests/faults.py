@@ -4,6 +4,7 @@ A test gives one of these to `scripts.run` as `before`, with its arguments bound
 are imported in the functions, because the program must not be imported before its settings and its folder are known.
 """
 
+import gc
 import os
 import runpy
 import signal
@@ -286,3 +287,13 @@ def signal_to_wandb(name):
                 file.write(process)
             os.kill(int(process), getattr(signal, name))
         original(self, event)
+
+
+def collects_garbage_after_the_profile():
+    """The garbage collector finds memory that was written to after it was freed."""
+    from run.profiling import Profiler
+
+    @around(Profiler, "finish")
+    def finish_and_collect(finish, profiler):
+        finish(profiler)
+        gc.collect()

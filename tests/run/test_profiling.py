@@ -4,6 +4,7 @@ import gzip
 import json
 import os
 
+import faults
 import pytest
 import torch
 from scripts import SETTINGS, run
@@ -30,7 +31,7 @@ def traces(data, tmp_path_factory):
     """The events of rank 0 and of rank 1, with 3 micro-steps per iteration on each rank, and what was printed."""
     out = tmp_path_factory.mktemp("profiled")
     flags = [f"--dataset={data}", f"--out_dir={out}", "--max_iters=12", "--eval_interval=100", "--zero_bucket_mb=0.03"]
-    finished = run("train.py", *SETTINGS, *flags, "--profile=True", ranks=2)
+    finished = run("train.py", *SETTINGS, *flags, "--profile=True", ranks=2, before=faults.collects_garbage_after_the_profile)
     assert finished.returncode == 0, finished.stderr
     assert sorted(os.listdir(out / "profile")) == ["rank0.json.gz", "rank1.json.gz"]
     return trace(out, 0), trace(out, 1), finished.stdout
@@ -64,6 +65,9 @@ def test_every_phase_of_every_step_is_a_range(traces):
 def test_every_bucket_is_communicated_once_per_step_inside_its_phase(traces, kind, phase, is_last_first):
     for events in traces[:2]:
         of_kind = ranges(events, f"zero::{kind} bucket ")
+        if kind == "wait_all_gather":  # the last ones end before the recording does
+            end_of_update = ranges(events, "update")[-1][2]
+            of_kind = [found for found in of_kind if found[1] < end_of_update]
         count = len(of_kind) // ACTIVE
         assert count > 3
         numbers = [int(name.rpartition(" ")[2]) for name, _, _ in of_kind]

@@ -2,6 +2,7 @@
 
 from zero.data_parallel import ShardedDataParallel
 from zero.grad_scaler import ShardedGradScaler
+from zero.muon import Muon
 from zero.optimizer import ShardedOptimizer
 
-__all__ = ["ShardedDataParallel", "ShardedGradScaler", "ShardedOptimizer"]
+__all__ = ["Muon", "ShardedDataParallel", "ShardedGradScaler", "ShardedOptimizer"]

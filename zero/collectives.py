@@ -21,7 +21,7 @@ _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.re
 
 KEPT_BYTES = 4_000_000  # smallest tensor that a Pool keeps
 PART = 2**22  # elements that are broadcast at a time
-GRADIENTS, PARAMETERS = TAG + 1, TAG + 2  # so that no parameter is ever taken for a gradient
+GRADIENTS, PARAMETERS, MATRICES = TAG + 1, TAG + 2, TAG + 3  # so that no parameter is ever taken for a gradient
 
 
 def _subgroup(group: dist.ProcessGroup | None, members: Iterable[int]) -> dist.ProcessGroup:
@@ -41,6 +41,14 @@ class ReduceScatterWork(NamedTuple):
     bucket: torch.Tensor  # (sum of sizes,)
     parts: list[torch.Tensor]  # their sum is this rank's shard; each (sizes[rank],)
     received: list[torch.Tensor]  # the tensors from the pool that hold received parts
+    works: list[dist.Work]
+
+
+class AllToAllWork(NamedTuple):
+    """An all-to-all in flight. Until its works are done, `outgoing` may not be written and `incoming` may not be read."""
+
+    outgoing: torch.Tensor  # (sum of the sizes that this rank sends,)
+    incoming: torch.Tensor  # (sum of the sizes that it receives,)
     works: list[dist.Work]
 
 
@@ -190,6 +198,33 @@ class Communicator:
                 if shard.numel()
             ]
         return works
+
+    def all_to_all(self, outgoing: torch.Tensor, sent: list[int], received: list[int]) -> AllToAllWork:
+        """Start an all-to-all over the shard group: each rank sends a part of `outgoing` to every rank.
+
+        Args:
+            outgoing: the parts in the order of the ranks, (sum of sent,).
+            sent, received: number of elements to and from each rank.
+        """
+        incoming = outgoing.new_empty(sum(received))
+        parts, places = outgoing.split(sent), incoming.split(received)
+        self.sent_bytes["all-to-all"] += outgoing.nbytes - parts[self.shard_rank].nbytes
+        works: list[Any] = []
+        if outgoing.device.type != "cpu" and self.shard_size > 1:
+            works = [dist.all_to_all_single(incoming, outgoing, received, sent, group=self.shard_group, async_op=True)]
+            return AllToAllWork(outgoing, incoming, works)
+        places[self.shard_rank].copy_(parts[self.shard_rank])
+        for source, target in self._peers():
+            if received[source]:
+                works.append(dist.irecv(places[source], group_src=source, group=self.shard_group, tag=MATRICES))
+            if sent[target]:
+                works.append(dist.isend(parts[target], group_dst=target, group=self.shard_group, tag=MATRICES))
+        return AllToAllWork(outgoing, incoming, works)
+
+    def finish_all_to_all(self, work: AllToAllWork) -> torch.Tensor:
+        """Wait for an all-to-all and return what has arrived, in the order of the ranks."""
+        self.wait("all-to-all", work.works, work.incoming.device)
+        return work.incoming
 
     def all_reduce_shard(self, shard: torch.Tensor) -> list[dist.Work]:
         """Start an in-place all-reduce of a shard over its replicas. All of them get the same bits."""

@@ -15,10 +15,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 from zero.buckets import Bucket, FlatBuffer, OwnedSlice, allocate
 from zero.codecs import STATE_CODECS
 from zero.collectives import Communicator
+from zero.exchange import exchange_of
 from zero.gradients import GradientNorms, ParameterGradients, norms_of
 from zero.layout import BucketMB, Plan, check_options, parameter_specs, plan
 from zero.masters import store_rounded
 from zero.messages import check_same_on_all_ranks, on_all_ranks
+from zero.muon import Muon
 from zero.refusals import (
     ELEMENTWISE,
     MOVED,
@@ -131,7 +133,7 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
         self.wrapper: weakref.ref[Any] | None = None  # the ShardedDataParallel, which keeps this object alive
         self.inner: torch.optim.Optimizer  # optimizer of this rank's slices
         self.plan: Plan
-        self._steps_by_bucket = optimizer_cls in (*ELEMENTWISE, *NEED_WHOLE_PARAMETERS)
+        self._steps_by_bucket = optimizer_cls in (*ELEMENTWISE, *NEED_WHOLE_PARAMETERS, Muon)
         self._is_built = False
         self._lock, self._pid = threading.RLock(), current_process().pid
         # a rank that ends its program right after a step must not leave the others without their parameters
@@ -143,6 +145,7 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
         if self.inner._optimizer_step_pre_hooks or self.inner._optimizer_step_post_hooks:
             raise ValueError(f"{optimizer_cls.__name__} registers step hooks on itself, which ShardedOptimizer would not call")
         self._update = SliceUpdate(self.inner, self.buckets, STATE_CODECS[state_dtype])
+        self._update.exchange = exchange_of(self)
         self._is_built = True
         self.defaults = dict(self.inner.defaults)
         _copy_hyperparameters(self.inner.param_groups, self.param_groups)
@@ -160,6 +163,7 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
         for group in self._inner_groups(first):
             on_all_ranks(partial(self.inner.add_param_group, group), self.comm.group)
         _copy_hyperparameters(self.inner.param_groups[first:], self.param_groups[first:])
+        self._update.exchange = exchange_of(self)
 
     def wrap_param_groups(self) -> None:
         """With `overlap`, make reads of a group's parameters wait. Includes groups that have been put into `param_groups`."""
@@ -193,23 +197,21 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
         if any(_changed(group, before) for group, before in self._original_groups.values()):
             raise RuntimeError("a group of before ShardedDataParallel(overlap=True) was changed; take it from param_groups now")
         _copy_hyperparameters(self.param_groups, self.inner.param_groups)
-        buckets = self.buckets[::-1]
+        buckets, changed = self.buckets[::-1], self.source.updated()
         try:
-            for updated in [[bucket] for bucket in buckets] if self._steps_by_bucket else [buckets]:
-                # phase 2: update the owned slices
-                with region(f"zero::update bucket {updated[0].number}" if self._steps_by_bucket else "zero::update"):
-                    self._update(updated, **kwargs)
-                # phase 3: all-gather
-                for bucket in updated:
+            rounds = [[bucket] for bucket in buckets] if self._steps_by_bucket else [buckets]
+            for updated in self._update(rounds, changed, **kwargs):  # phase 2: update the owned slices
+                for bucket in updated:  # phase 3: all-gather
                     with region(f"zero::all_gather bucket {bucket.number}"):
                         bucket.gather = self.comm.all_gather(bucket.data, bucket.sizes)
         except BaseException:
             self.synchronize()  # nothing else waits for all-gathers that have started
+            self._update.drop()
             raise
         if not self._steps_by_bucket:
             _copy_hyperparameters(self.inner.param_groups, self.param_groups)  # which a class may change, as a counter
         # tell autograd that the update and the all-gathers write to the memory of the parameters
-        torch.autograd.graph.increment_version(self.source.updated())
+        torch.autograd.graph.increment_version(changed)
         if self.source.readers is not None:
             self.source.readers.begin()
         else:

@@ -11,6 +11,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
 
+from zero.muon import Muon
 from zero.tensors import has_memory, is_dense, may_overlap, memory_span
 
 MOVED = (
@@ -44,7 +45,7 @@ def check_class(optimizer_cls: type[torch.optim.Optimizer], partition: str, elem
         return
     if issubclass(optimizer_cls, NEED_WHOLE_PARAMETERS):
         raise ValueError(f"{optimizer_cls.__name__} looks at the shape of a parameter; use partition='parameter'")
-    if optimizer_cls not in ELEMENTWISE and not elementwise:
+    if optimizer_cls not in (*ELEMENTWISE, Muon) and not elementwise:
         raise ValueError(
             f"{optimizer_cls.__name__} is not one of torch.optim's classes that treat every element independently; if it does, "
             "pass elementwise=True (ShardedOptimizer says what that promises), otherwise partition='parameter'"

@@ -4,8 +4,7 @@ Every save makes the same two things on each rank: an outline of the whole state
 tensors with elements, and chunks, the elements that this rank owns of them. `local_chunks` returns both. `full_state` fills the
 outline on rank 0, with chunks that are sent flat, in messages of a few megabytes. So for any implementation and any world
 size, `consolidate` returns on rank 0 exactly what the `state_dict()` of a single, unsharded optimizer would hold, and `restore`
-loads this into any implementation at any world size. This module does not access files: `restore` takes a function that reads
-chunks.
+loads this into any implementation at any world size. It takes a function that reads chunks: this module accesses no files.
 """
 
 import copy
@@ -19,6 +18,7 @@ import torch
 from zero.codecs import Encoded
 from zero.layout import Slice
 from zero.messages import gather_on_rank_0
+from zero.muon import Muon
 from zero.optimizer import hyperparameters
 from zero.partition import Partition, partition
 from zero.tensors import flattened, meta_like, shaped
@@ -31,10 +31,10 @@ _ENTRIES: dict[type, tuple[set[str], set[str]]] = {
     torch.optim.Adadelta: ({"step", "square_avg", "acc_delta"}, set()),
     torch.optim.Adafactor: ({"step"}, {"row_var", "col_var", "variance"}),
     torch.optim.Adagrad: ({"step", "sum"}, set()),
-    torch.optim.Adam: ({"step", "exp_avg", "exp_avg_sq"}, {"max_exp_avg_sq"}),
-    torch.optim.AdamW: ({"step", "exp_avg", "exp_avg_sq"}, {"max_exp_avg_sq"}),
+    **dict.fromkeys((torch.optim.Adam, torch.optim.AdamW), ({"step", "exp_avg", "exp_avg_sq"}, {"max_exp_avg_sq"})),
     torch.optim.Adamax: ({"step", "exp_avg", "exp_inf"}, set()),
     torch.optim.ASGD: ({"step", "eta", "mu", "ax"}, set()),
+    Muon: (set(), {"momentum_buffer", "step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"}),
     torch.optim.Muon: ({"momentum_buffer"}, set()),
     torch.optim.NAdam: ({"step", "mu_product", "exp_avg", "exp_avg_sq"}, set()),
     torch.optim.RAdam: ({"step", "exp_avg", "exp_avg_sq"}, set()),

@@ -1,11 +1,15 @@
 """Phase 2 of a step: the inner optimizer updates the owned slices, bucket by bucket, each one in full precision."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from zero.buckets import Bucket
+from zero.buckets import Bucket, OwnedSlice
 from zero.codecs import Codec, decoded, encode, rounding_noise
+from zero.exchange import MatrixExchange
+from zero.muon import own_step
+from zero.stopwatch import region
 
 
 class SliceUpdate:
@@ -16,44 +20,86 @@ class SliceUpdate:
         buckets: all buckets.
         codec: of the state, see `zero.codecs`; None: the state stays as `inner` keeps it. A resumed run rounds in the same way,
             unless the class keeps no `step` (SGD).
+
+    Attributes:
+        exchange: of the matrices, if `inner` needs whole ones, see `zero.muon`.
     """
 
     def __init__(self, inner: torch.optim.Optimizer, buckets: list[Bucket], codec: Codec | None) -> None:
         self.inner, self.buckets, self.codec = inner, buckets, codec
+        self.exchange: MatrixExchange | None = None
         self._calls = 0  # of `_encode`
         if codec is not None:
             inner.register_load_state_dict_post_hook(self._encode_loaded)
 
-    def __call__(self, buckets: list[Bucket], **kwargs: Any) -> None:
-        """Update the slices of `buckets` that have gradients.
+    def __call__(self, rounds: list[list[Bucket]], changed: list[torch.nn.Parameter], **kwargs: Any) -> Iterator[list[Bucket]]:
+        """Update the slices that have gradients, some buckets at a time, and yield these. Needs to be called on all ranks.
 
         Args:
+            changed: the parameters that have a gradient on any rank.
             **kwargs: arguments of the inner optimizer's `step`.
         """
+        exchange, order = self.exchange, [bucket.number for buckets in rounds for bucket in buckets]
+        used = set() if exchange is None else {exchange.number_of[param] for param in changed}
+        for number, buckets in enumerate(rounds):
+            with region(f"zero::update bucket {buckets[0].number}" if len(buckets) == 1 else "zero::update"):
+                if exchange is not None:
+                    for later in order[number + 2 if number else 0 : number + 3]:
+                        exchange.send(later, used, self._before)
+                    for later in order[number + 1 if number else 0 : number + 2]:
+                        exchange.transform(later)
+                    exchange.receive(order[number])
+                self._update(buckets, **kwargs)
+            yield buckets
+
+    def drop(self) -> None:
+        """Wait for what a step that has failed has left in flight, and drop it."""
+        if self.exchange is not None:
+            self.exchange.drop()
+
+    def _update(self, buckets: list[Bucket], **kwargs: Any) -> None:
         groups = self.inner.param_groups
         everything = [group["params"] for group in groups]
-        if len(buckets) < len(self.buckets):
+        if len(buckets) < len(self.buckets) or self.exchange is not None:
             for index, group in enumerate(groups):
-                group["params"] = [local for bucket in buckets for local in bucket.local_by_group.get(index, [])]
-        updated = [[owned.local for owned in bucket.owned if owned.local.grad is not None] for bucket in buckets]
+                locals_ = [local for bucket in buckets for local in bucket.local_by_group.get(index, [])]
+                group["params"] = [] if group.get("matrices") else locals_
+        updated = [[owned for owned in bucket.owned if owned.local.grad is not None] for bucket in buckets]
+        by_element = [[owned.local for owned in slices if not self._has_matrices(owned)] for slices in updated]
         loaded = []
         try:
-            for bucket, locals_ in zip(buckets, updated, strict=True):
+            for bucket, slices, locals_ in zip(buckets, updated, by_element, strict=True):
                 bucket.load_masters()
                 loaded.append(bucket)
                 for local in locals_ if self.codec is not None else ():
                     if local in self.inner.state:
                         self.inner.state[local] = decoded(local, self.inner.state[local])
-            # its own step: hooks that torch runs around every `step` run once around that of ShardedOptimizer
-            step = type(self.inner).step
-            (step.__wrapped__ if getattr(step, "hooked", False) else step)(self.inner, **kwargs)  # type: ignore[attr-defined]
+                for owned in slices:
+                    if self.exchange is not None and self._has_matrices(owned):
+                        self.exchange.update(owned)
+            own_step(type(self.inner))(self.inner, **kwargs)
         finally:
             for group, params in zip(groups, everything, strict=True):
                 group["params"] = params
             for bucket in loaded:
                 bucket.store_masters()
-            for locals_ in updated:
+            for locals_ in by_element:
                 self._encode(locals_)
+
+    def _before(self, owned: OwnedSlice, group: dict[str, Any]) -> torch.Tensor:
+        """Call `before` of the inner optimizer, with the state of the slice in float32. What rounds it is not random."""
+        inner: Any = self.inner
+        if self.codec is None:
+            return inner.before(owned.local, group)
+        state = self.inner.state
+        if owned.local in state:
+            state[owned.local] = decoded(owned.local, state[owned.local])
+        result = inner.before(owned.local, group)
+        encode([(owned.local, state[owned.local])], self.codec, torch.full((1,), 2**15, device=owned.local.device))
+        return result
+
+    def _has_matrices(self, owned: OwnedSlice) -> bool:
+        return self.exchange is not None and self.exchange.has_matrices(owned.param)
 
     def _encode(self, locals_: list[torch.nn.Parameter]) -> None:
         """Encode the state of slices of one bucket. The random numbers depend on their number of steps."""

@@ -1,0 +1,351 @@
+"""zero/muon.py, zero/exchange.py: sharded Muon is torch.optim.Muon and AdamW; who transforms what, and what is sent."""
+
+import inspect
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from ranks import run_ranks
+from torch import nn
+from torch.optim import _muon
+from toy import assert_equal, batch, weights
+
+from forecast.memory import gpt_specs
+from model import GPT2_SIZES, GPTConfig
+from zero import Muon, ShardedDataParallel, ShardedOptimizer
+from zero import checkpoint as ckpt
+from zero.layout import Layout
+from zero.layout import plan as make_plan
+from zero.matrices import Matrix, owners_of, parts_of
+from zero.muon import iteration_flops, orthogonalized
+
+WIDTH = 24
+DECAY = 0.1
+
+
+class Toy(nn.Module):
+    """Query, key and value in one weight, wide and tall matrices, one without a gradient and a frozen one."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(11, WIDTH)
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        self.up = nn.Linear(WIDTH, 40)
+        self.frozen = nn.Linear(40, 40).requires_grad_(False)
+        self.down = nn.Linear(40, WIDTH, bias=False)
+        self.unused = nn.Linear(8, 8)
+        self.head = nn.Linear(WIDTH, 11, bias=False)
+
+    def forward(self, tokens, targets):
+        x = self.embedding(tokens)
+        query, key, value = self.qkv(x).chunk(3, -1)
+        x = x + torch.tanh(query * key) + value
+        x = x + self.down(torch.tanh(self.frozen(self.up(x))))
+        return F.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
+
+    def param_groups(self):
+        single, stacked = [self.up.weight, self.down.weight, self.unused.weight], [self.qkv.weight]
+        of_matrices = {id(param) for param in single + stacked}
+        others = [param for param in self.parameters() if param.requires_grad and id(param) not in of_matrices]
+        return [
+            {"params": [param for param in others if param.dim() > 1], "weight_decay": DECAY},
+            {"params": [param for param in others if param.dim() < 2], "weight_decay": 0.0},
+            {"params": single, "weight_decay": DECAY, "matrices": 1},
+            {"params": stacked, "weight_decay": DECAY, "matrices": 3},
+        ]
+
+
+def make(seed=0):
+    torch.manual_seed(seed)
+    return Toy()
+
+
+def make_sharded(shard_gradients=False, seed=0, **kwargs):
+    model = make(seed)
+    optimizer = ShardedOptimizer(model.param_groups(), Muon, bucket_mb=0.002, lr=0.01, **kwargs)
+    return ShardedDataParallel(model, optimizer, shard_gradients), optimizer
+
+
+def train(model, optimizer, rank, steps, first=0, micro_steps=1, clip=0.0):
+    for step in range(first, first + steps):
+        for micro_step in range(micro_steps):
+            model.require_backward_grad_sync = micro_step == micro_steps - 1
+            (model(*batch(step * micro_steps + micro_step, rank)) / micro_steps).backward()
+        if clip:
+            assert optimizer.clip_grad_norm_(clip) > clip
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def newton_schulz(dtype):
+    """torch's iteration, which has its dtype hard-wired, in another one."""
+    source = inspect.getsource(_muon._zeropower_via_newtonschulz)
+    assert source.count("grad.bfloat16()") == 1
+    found = {}
+    exec(source.replace("grad.bfloat16()", f"grad.to({dtype}, copy=True)"), vars(_muon).copy(), found)
+    return found["_zeropower_via_newtonschulz"]
+
+
+def oracle(world_size, steps, dtype="torch.float32", micro_steps=1, clip=0.0):
+    """One process: torch.optim.Muon and torch.optim.AdamW on the mean gradient, with a parameter of its own for each matrix."""
+    model = make()
+    groups = model.param_groups()
+    adamw = torch.optim.AdamW(groups[:2], lr=0.01)
+    thirds = [nn.Parameter(third) for third in model.qkv.weight.detach().chunk(3)]  # views
+    muon = torch.optim.Muon(groups[2]["params"] + thirds, lr=0.01, weight_decay=DECAY, adjust_lr_fn="match_rms_adamw")
+    with mock.patch.object(_muon, "_zeropower_via_newtonschulz", newton_schulz(dtype)):
+        for step in range(steps):
+            for micro_step in range(micro_steps):
+                for rank in range(world_size):
+                    share = model(*batch(step * micro_steps + micro_step, rank)) / micro_steps / world_size
+                    share.backward()
+            if clip:
+                assert nn.utils.clip_grad_norm_(model.parameters(), clip) > clip
+            for third, gradient in zip(thirds, model.qkv.weight.grad.chunk(3), strict=True):
+                third.grad = gradient.clone()
+            adamw.step()
+            muon.step()
+            model.zero_grad()
+    return weights(model)
+
+
+def largest_difference(a, b):
+    return max((a[name] - b[name]).abs().max().item() for name in b)
+
+
+def sharded(steps, ns_dtype="float32", micro_steps=1, clip=0.0, **kwargs):
+    model, optimizer = make_sharded(ns_dtype=ns_dtype, **kwargs)
+    train(model, optimizer, dist.get_rank(), steps, micro_steps=micro_steps, clip=clip)
+    return {"weights": weights(model), "sent": optimizer.comm.sent_bytes["all-to-all"]}
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_fifty_steps_are_those_of_torchs_optimizers(world_size):
+    """In float32, up to rounding of the means; on two ranks bit for bit, also with matrices in bfloat16."""
+    expected = run_ranks(oracle, 1, world_size, 50)[0]
+    for result in run_ranks(sharded, world_size, 50):
+        assert largest_difference(result["weights"], expected) <= (0 if world_size < 3 else 1e-5)
+    if world_size <= 2:
+        expected = run_ranks(oracle, 1, world_size, 50, "torch.bfloat16")[0]
+        for result in run_ranks(sharded, world_size, 50, "bfloat16"):
+            assert_equal(result["weights"], expected)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "options"),
+    [
+        (2, {"shard_gradients": True}),
+        (3, {"micro_steps": 4}),
+        (3, {"shard_gradients": True, "micro_steps": 4}),
+        (2, {"clip": 0.1}),
+        (4, {"shard_size": 2}),
+    ],
+    ids=str,
+)
+def test_all_ways_to_send_gradients(world_size, options):
+    expected = oracle(world_size, 10, **{key: value for key, value in options.items() if key in ("micro_steps", "clip")})
+    for result in run_ranks(with_options, world_size, options):
+        assert largest_difference(result["weights"], expected) <= 1e-5
+
+
+def with_options(options):
+    return sharded(10, **options)
+
+
+def with_masters(master_dtype, ns_dtype):
+    return sharded(10, ns_dtype, param_dtype=torch.bfloat16, master_dtype=master_dtype)
+
+
+def test_bfloat16_weights():
+    """Masters of both kinds are the same, and stay near float32 weights: the gradients are rounded."""
+    kept, remainders = (
+        [run_ranks(with_masters, 2, kind, ns)[0] for ns in ("float32", "bfloat16")] for kind in ("float32", "remainder")
+    )
+    for of_masters, of_remainders in zip(kept, remainders, strict=True):
+        assert_equal(of_masters["weights"], of_remainders["weights"])
+        assert largest_difference(of_masters["weights"], oracle(2, 10)) < 0.1
+
+
+def with_codec(state_dtype):
+    return sharded(10, state_dtype=state_dtype)
+
+
+@pytest.mark.parametrize("state_dtype", ["bfloat16", "int8"])
+def test_state_in_fewer_bytes(state_dtype):
+    difference = largest_difference(run_ranks(with_codec, 2, state_dtype)[0]["weights"], oracle(2, 10))
+    assert 0 < difference < 0.05
+
+
+def test_what_has_no_gradient_does_not_move():
+    (before, after) = weights(make()), run_ranks(sharded, 2, 3)[0]["weights"]
+    for name in ("unused.weight", "unused.bias", "frozen.weight"):
+        assert torch.equal(before[name], after[name]), name
+    assert not torch.equal(before["up.weight"], after["up.weight"])
+
+
+def counted(ns_dtype):
+    """What a rank sends in a step, and the elements of other ranks' matrices that it holds, and of its own that others hold."""
+    model, optimizer = make_sharded(ns_dtype=ns_dtype)
+    exchange, rank = optimizer._update.exchange, dist.get_rank()
+    pairs = [(owner, part) for owner, parts in zip(exchange.owners, exchange.parts, strict=True) for part in parts]
+    unused = exchange.number_of[model.module.unused.weight]
+    pairs = [(owner, part) for owner, part in pairs if exchange.matrices[part.matrix].param != unused]
+    there = sum(part.numel for owner, part in pairs if part.rank == rank != owner)
+    back = sum(part.numel for owner, part in pairs if owner == rank != part.rank)
+    train(model, optimizer, rank, 1)
+    return {"sent": optimizer.comm.sent_bytes["all-to-all"], "there": there, "back": back}
+
+
+@pytest.mark.parametrize(("world_size", "ns_dtype"), [(2, "bfloat16"), (3, "bfloat16"), (4, "float32")])
+def test_each_matrix_is_sent_once_and_comes_back_once(world_size, ns_dtype):
+    results = run_ranks(counted, world_size, ns_dtype)
+    itemsize = 2 if ns_dtype == "bfloat16" else 4
+    for result in results:
+        assert result["sent"] == itemsize * (result["there"] + result["back"]) > 0
+    assert sum(result["there"] for result in results) == sum(result["back"] for result in results)
+
+
+# -- arithmetic --------------------------------------------------------------------------------------------------------
+
+
+def buckets_of(layout):
+    return [
+        (layout.placed_in(bucket), [shard.numel for shard in shards])
+        for bucket, shards in zip(layout.buckets, layout.shards, strict=True)
+    ]
+
+
+def planned(name, world_size):
+    """The matrices of the blocks of a GPT-2, in the layout that ShardedOptimizer would have, their owners and parts."""
+    specs = gpt_specs(GPTConfig(**GPT2_SIZES[name], bias=False))
+    plan = make_plan(specs, world_size)
+    (buffer,) = plan.buffers
+    matrices = []
+    for number, index in enumerate(buffer.params):
+        if ".h." in plan.params[index].name and len(plan.params[index].shape) == 2:
+            rows, columns = plan.params[index].shape
+            count = 3 if "c_attn" in plan.params[index].name else 1
+            size = rows // count
+            matrices += [Matrix(number, first * columns, (size, columns)) for first in range(0, rows, size)]
+    owners = owners_of([iteration_flops(matrix.shape) for matrix in matrices], world_size)
+    return matrices, owners, parts_of(matrices, buckets_of(buffer.layout))
+
+
+@pytest.mark.parametrize(("name", "world_size"), [("gpt2", 2), ("gpt2", 3), ("gpt2", 4), ("gpt2", 8), ("gpt2-xl", 8)])
+def test_bytes_and_balance_of_gpt2(name, world_size):
+    """4 P_m (N - 1) / N^2 bytes per rank and step: P_m/N elements, of which (N - 1)/N have another owner, there and back."""
+    matrices, owners, parts = planned(name, world_size)
+    load, sent = [0] * world_size, [0] * world_size
+    for matrix, owner, its_parts in zip(matrices, owners, parts, strict=True):
+        load[owner] += iteration_flops(matrix.shape)
+        for part in its_parts:
+            if part.rank != owner:
+                sent[part.rank] += 2 * part.numel
+                sent[owner] += 2 * part.numel
+    numel = sum(matrix.numel for matrix in matrices)
+    expected = 4 * numel * (world_size - 1) / world_size**2
+    assert 0.92 * expected <= sum(sent) / world_size <= 1.02 * expected  # an owner may have more of its matrices than 1/N
+    assert max(load) * world_size / sum(load) <= 1.03
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 5])
+def test_parts_cover_every_matrix_and_lie_in_the_shards_of_their_ranks(world_size):
+    numels = [70, 24, 5 * 12, 1, 33, 96]
+    layout = Layout.by_element(numels, world_size, bucket_numel=50, align=4)
+    matrices = [
+        Matrix(0, 0, (7, 10)),
+        Matrix(2, 0, (5, 4)),
+        Matrix(2, 20, (5, 4)),
+        Matrix(2, 40, (5, 4)),
+        Matrix(5, 0, (8, 12)),
+    ]
+    buckets = [
+        (layout.placed_in(bucket), [shard.numel for shard in shards])
+        for bucket, shards in zip(layout.buckets, layout.shards, strict=True)
+    ]
+    for matrix, parts in zip(matrices, parts_of(matrices, buckets), strict=True):
+        assert [part.start for part in parts] == [0, *(part.stop for part in parts[:-1])]
+        assert parts[-1].stop == matrix.numel
+        for part in parts:
+            place = layout.shards[part.bucket][part.rank].start + part.offset
+            assert place == layout.offsets[matrix.param] + matrix.start + part.start
+            assert part.offset + part.numel <= layout.shards[part.bucket][part.rank].numel
+
+
+# -- checkpoints -------------------------------------------------------------------------------------------------------
+
+
+def save(steps, seed=0):
+    model, optimizer = make_sharded(seed=seed)
+    train(model, optimizer, dist.get_rank(), steps)
+    return [ckpt.model_state_dict(model.module, optimizer), ckpt.consolidate(optimizer)]
+
+
+def resume(saved, first, steps):
+    model, optimizer = make_sharded(seed=5)
+    model.module.load_state_dict(saved[0])
+    ckpt.restore(optimizer, saved[1])
+    train(model, optimizer, dist.get_rank(), steps, first=first)
+    return [ckpt.model_state_dict(model.module, optimizer), ckpt.consolidate(optimizer)]
+
+
+def resume_without_sharding(saved, world_size):
+    model = make(5)
+    model.load_state_dict(saved[0])
+    optimizer = Muon(model.param_groups(), lr=0.01)
+    ckpt.restore(optimizer, saved[1])
+    for step in range(3, 6):
+        for rank in range(world_size):
+            (model(*batch(step, rank)) / world_size).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return weights(model)
+
+
+def test_resumed_on_as_many_ranks_bit_for_bit_and_on_others_as_without_sharding():
+    saved = run_ranks(save, 4, 3)[0]
+    again = run_ranks(resume, 4, saved, 3, 3)[0]
+    assert_equal(again, run_ranks(save, 4, 6)[0])
+    for world_size in (1, 2, 3):
+        elsewhere = run_ranks(resume, world_size, saved, 3, 3)[0]
+        plain = run_ranks(resume_without_sharding, 1, saved, world_size)[0]
+        assert largest_difference(elsewhere[0], plain) <= (0 if world_size < 3 else 1e-2)
+
+
+def test_state_is_what_torchs_optimizers_hold():
+    _, saved = run_ranks(save, 2, 2)[0]
+    kinds = [set(state) for state in saved["state"].values()]
+    assert {frozenset(kind) for kind in kinds} == {frozenset({"momentum_buffer"}), frozenset({"step", "exp_avg", "exp_avg_sq"})}
+    assert kinds.count({"momentum_buffer"}) == 3
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "group", "message"),
+    [
+        ({"momentum": 1.0}, {}, "momentum=1.0 must be at least 0 and less than 1"),
+        ({"ns_steps": 0}, {}, "ns_steps=0 must be positive"),
+        ({"ns_dtype": "float16"}, {}, "ns_dtype='float16' is not one of bfloat16, float32"),
+        ({}, {"matrices": 5}, r"a parameter of shape \(24, 4\) does not consist of 5 matrices of equal size"),
+        ({}, {"params": [nn.Parameter(torch.ones(3))], "matrices": 1}, r"a parameter of shape \(3,\) does not consist of 1"),
+    ],
+)
+def test_mistakes(kwargs, group, message):
+    group = {"params": [nn.Parameter(torch.ones(24, 4))], **group}
+    with pytest.raises(ValueError, match=message):
+        ShardedOptimizer([dict(group)], Muon, **kwargs)
+    for param in group["params"]:
+        param.grad = torch.ones_like(param)
+    with pytest.raises(ValueError, match=message):
+        Muon([dict(group)], **kwargs).step()
+
+
+def test_orthogonalized_has_singular_values_of_about_one():
+    matrix = torch.randn(30, 50, generator=torch.Generator().manual_seed(0))
+    for each in (matrix, matrix.T):
+        values = torch.linalg.svdvals(orthogonalized(each, 5))
+        assert 0.5 < values.min() <= values.max() < 1.3

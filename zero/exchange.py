@@ -1,0 +1,190 @@
+"""The exchange of matrices in an update: each goes once to the rank that owns it, and its direction comes back."""
+
+import itertools
+from bisect import bisect_right
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from zero.buckets import Bucket, OwnedSlice
+from zero.collectives import AllToAllWork, Communicator
+from zero.matrices import Matrix, Part, owners_of, parts_of
+from zero.muon import NeedsWholeMatrices, iteration_flops, stacked
+from zero.stopwatch import region
+from zero.tensors import shaped
+
+
+@dataclass
+class Round:
+    """The matrices that are exchanged together: those which the update of one bucket needs first."""
+
+    sent: list[list[Part]]  # by rank: what this rank sends, in that order
+    received: list[list[Part]]  # by rank: what this rank receives
+    slices: list[OwnedSlice] = field(default_factory=list)  # those of this rank
+    params: set[int] = field(default_factory=set)  # numbers of the parameters that consist of these matrices
+
+
+@dataclass
+class InFlight:
+    """A round of this step. Until `work` is done, nothing of it may be read."""
+
+    sent: list[list[Part]]  # as in `Round`, of the parameters that have a gradient
+    received: list[list[Part]]
+    work: AllToAllWork
+
+
+class MatrixExchange:
+    """Exchanges matrices between the ranks of a shard group, round by round. Every method needs to be called on all ranks.
+
+    There is a round for each bucket, in three parts: `send`, `transform` and `receive`. Those of different rounds overlap.
+
+    Args:
+        comm: for the shard group.
+        buckets: all buckets.
+        inner: the optimizer of this rank's slices, see `zero.muon.NeedsWholeMatrices`.
+        groups: the numbers of the groups of `inner` whose parameters consist of matrices, by number of such a parameter.
+        params: all parameters, numbered as in `Bucket.members`.
+
+    Attributes:
+        matrices: all of them.
+        owners: the rank that transforms each of them.
+        parts: the elements of each of them on each rank.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        buckets: list[Bucket],
+        inner: Any,
+        groups: dict[int, int],
+        params: list[torch.nn.Parameter],
+    ) -> None:
+        self.comm, self.inner, self.groups = comm, inner, groups
+        self.number_of = {param: number for number, param in enumerate(params)}
+        self.matrices: list[Matrix] = []
+        for param, group in groups.items():
+            rows, columns = stacked(params[param].shape, inner.param_groups[group]["matrices"])
+            self.matrices += [Matrix(param, row * columns, (rows, columns)) for row in range(0, len(params[param]), rows)]
+        self.owners = owners_of([iteration_flops(matrix.shape) for matrix in self.matrices], comm.shard_size)
+        self.parts = parts_of(self.matrices, [(bucket.members, bucket.sizes) for bucket in buckets])
+        device = params[0].device if params else None
+        self._nothing = torch.empty(0, dtype=inner.matrix_dtype, device=device)  # what a rank sends that has no part of a round
+        ranks = range(comm.shard_size)
+        self._rounds = [Round([[] for _ in ranks], [[] for _ in ranks]) for _ in buckets]
+        first: dict[int, int] = {}  # by parameter: the bucket that is updated first
+        for matrix, parts in zip(self.matrices, self.parts, strict=True):
+            first[matrix.param] = max(first.get(matrix.param, 0), *(part.bucket for part in parts))
+        offsets = [[owned.offset for owned in bucket.owned] for bucket in buckets]
+        self._slice_of: dict[Part, OwnedSlice] = {}  # by part of this rank
+        for matrix, parts, owner in zip(self.matrices, self.parts, self.owners, strict=True):
+            round_ = self._rounds[first[matrix.param]]
+            round_.params.add(matrix.param)
+            for part in parts:
+                if owner == comm.shard_rank:
+                    round_.received[part.rank].append(part)
+                if part.rank == comm.shard_rank:
+                    round_.sent[owner].append(part)
+                    owned = buckets[part.bucket].owned[bisect_right(offsets[part.bucket], part.offset) - 1]
+                    if part not in self._slice_of and all(owned is not other for other in round_.slices):
+                        round_.slices.append(owned)
+                    self._slice_of[part] = owned
+        self._in_flight: dict[int, InFlight] = {}  # by round
+        self._directions: dict[torch.nn.Parameter, list[torch.Tensor]] = {}  # that have arrived, by slice
+
+    def send(self, number: int, used: Collection[int], before: Callable[[OwnedSlice, dict[str, Any]], torch.Tensor]) -> None:
+        """Start to send the slices of a round to the ranks that own their matrices.
+
+        Args:
+            used: the numbers of the parameters that have a gradient. They are the same on all ranks.
+            before: returns what is sent of a slice, see `zero.muon.NeedsWholeMatrices`.
+        """
+        round_ = self._rounds[number]
+        if round_.params.isdisjoint(used):
+            return
+        with region(f"zero::send matrices of bucket {number}"):
+            values = {
+                owned.local: before(owned, self.group_of(owned.param)).reshape(-1)
+                for owned in round_.slices
+                if self.number_of[owned.param] in used
+            }
+            sent, received = (
+                [[part for part in of_rank if self.matrices[part.matrix].param in used] for of_rank in parts]
+                for parts in (round_.sent, round_.received)
+            )
+            outgoing = []
+            for part in itertools.chain(*sent):
+                owned = self._slice_of[part]
+                first = part.offset - owned.offset
+                outgoing.append(values[owned.local][first : first + part.numel])
+            work = self.comm.all_to_all(self._joined(outgoing), _sizes(sent), _sizes(received))
+            self._in_flight[number] = InFlight(sent, received, work)
+
+    def transform(self, number: int) -> None:
+        """Transform the matrices of a round that this rank owns, and start to send their directions back."""
+        if (round_ := self._in_flight.get(number)) is None:
+            return
+        incoming = self.comm.finish_all_to_all(round_.work)
+        received = list(itertools.chain(*round_.received))
+        with region(f"zero::transform matrices of bucket {number}"):
+            flat: dict[int, torch.Tensor] = {}
+            for part, elements in zip(received, incoming.split([part.numel for part in received]), strict=True):
+                if part.matrix not in flat:
+                    flat[part.matrix] = incoming.new_empty(self.matrices[part.matrix].numel)
+                flat[part.matrix][part.start : part.stop] = elements
+            for index, elements in flat.items():
+                matrix = self.matrices[index]
+                whole = self.inner.whole(elements.view(matrix.shape), self.inner.param_groups[self.groups[matrix.param]])
+                flat[index] = whole.reshape(-1)
+            outgoing = [flat[part.matrix][part.start : part.stop] for part in received]
+            round_.work = self.comm.all_to_all(self._joined(outgoing), _sizes(round_.received), _sizes(round_.sent))
+
+    def receive(self, number: int) -> None:
+        """Wait for the directions of a round, which `update` then needs."""
+        if (round_ := self._in_flight.pop(number, None)) is None:
+            return
+        incoming = self.comm.finish_all_to_all(round_.work)
+        sent = list(itertools.chain(*round_.sent))
+        arrived = dict(zip(sent, incoming.split([part.numel for part in sent]), strict=True))
+        for part in sorted(arrived, key=lambda part: (part.bucket, part.offset)):
+            self._directions.setdefault(self._slice_of[part].local, []).append(arrived[part])
+
+    def update(self, owned: OwnedSlice) -> None:
+        """Update a slice of this rank with its direction, which has arrived."""
+        direction = shaped(torch.cat(self._directions.pop(owned.local)), owned.local)
+        group = self.group_of(owned.param)
+        self.inner.after(owned.local, group, direction, stacked(owned.param.shape, group["matrices"]))
+
+    def has_matrices(self, param: torch.nn.Parameter) -> bool:
+        """Return whether a parameter consists of matrices."""
+        return self.number_of.get(param) in self.groups
+
+    def group_of(self, param: torch.nn.Parameter) -> dict[str, Any]:
+        """Return the group of `inner` that holds the slices of a parameter."""
+        return self.inner.param_groups[self.groups[self.number_of[param]]]
+
+    def _joined(self, elements: list[torch.Tensor]) -> torch.Tensor:
+        return torch.cat(elements) if elements else self._nothing
+
+    def drop(self) -> None:
+        """Wait for everything in flight, and drop it."""
+        for round_ in self._in_flight.values():
+            self.comm.finish_all_to_all(round_.work)
+        self._in_flight.clear()
+        self._directions.clear()
+
+
+def exchange_of(optimizer: Any) -> MatrixExchange | None:
+    """Return the exchange of a ShardedOptimizer, if it cuts parameters and its inner optimizer needs whole matrices."""
+    inner, params = optimizer.inner, optimizer.flat_params
+    if optimizer.partition == "parameter" or not isinstance(inner, NeedsWholeMatrices):
+        return None
+    group_of = {param: index for index, group in enumerate(optimizer.param_groups) for param in group["params"]}
+    groups = {number: group_of[param] for number, param in enumerate(params)}
+    with_matrices = {number: index for number, index in groups.items() if optimizer.inner.param_groups[index]["matrices"]}
+    return MatrixExchange(optimizer.comm, optimizer.buckets, inner, with_matrices, params)
+
+
+def _sizes(parts: list[list[Part]]) -> list[int]:
+    return [sum(part.numel for part in of_rank) for of_rank in parts]

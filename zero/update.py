@@ -63,7 +63,7 @@ class SliceUpdate:
         if len(buckets) < len(self.buckets) or self.exchange is not None:
             for index, group in enumerate(groups):
                 locals_ = [local for bucket in buckets for local in bucket.local_by_group.get(index, [])]
-                group["params"] = [] if group.get("matrices") else locals_
+                group["params"] = [] if self.exchange is not None and group["matrices"] else locals_
         updated = [[owned for owned in bucket.owned if owned.local.grad is not None] for bucket in buckets]
         by_element = [[owned.local for owned in slices if not self._has_matrices(owned)] for slices in updated]
         loaded = []

@@ -150,6 +150,32 @@ def test_all_ways_to_send_gradients(world_size, options):
         assert largest_difference(result["weights"], expected) <= 1e-5
 
 
+def whole_parameters():
+    return sharded(10, partition="parameter")
+
+
+def test_whole_parameters_need_no_exchange():
+    for result in run_ranks(whole_parameters, 2):
+        assert largest_difference(result["weights"], oracle(2, 10)) <= 1e-5
+        assert result["sent"] == 0
+
+
+def with_an_entry_of_its_own():
+    """AdamW ignores an entry "matrices" of its groups."""
+    found = []
+    for entries in ({}, {"matrices": 1}):
+        model = make()
+        groups = [{"params": [param for param in model.parameters() if param.requires_grad], **entries}]
+        optimizer = ShardedOptimizer(groups, torch.optim.AdamW, bucket_mb=0.002, lr=0.01)
+        train(ShardedDataParallel(model, optimizer), optimizer, dist.get_rank(), 2)
+        found.append(weights(model))
+    assert_equal(*found)
+
+
+def test_the_groups_of_other_classes_are_their_own():
+    run_ranks(with_an_entry_of_its_own, 2)
+
+
 def with_options(options):
     return sharded(10, **options)
 

@@ -220,15 +220,33 @@ class GPT(nn.Module):
         config = self.config
         return 6 * self.num_params() + 12 * config.n_layer * config.n_embd * config.block_size
 
-    def param_groups(self, weight_decay: float) -> list[dict[str, Any]]:
+    def param_groups(self, weight_decay: float, muon: dict[str, Any] | None = None) -> list[dict[str, Any]]:
         """Return parameter groups for an optimizer, without frozen parameters.
 
         Weight decay applies to matrices and embeddings. It does not apply to biases and LayerNorm weights.
+
+        Args:
+            muon: for `zero.Muon`, entries of the groups that hold the matrices of the blocks. Query, key and value are a matrix
+                each. None: for AdamW, with nanoGPT's two groups.
         """
-        params = [param for param in self.parameters() if param.requires_grad]
+        stacked = {block.attn.c_attn.weight for block in self.transformer.h}
+        matrices = {param for param in self.transformer.h.parameters() if param.dim() == 2} if muon is not None else set()
+        others = set(self.parameters()) - matrices
+
+        def group(members: Iterable[torch.Tensor], **entries: Any) -> dict[str, Any]:
+            chosen = [param for param in self.parameters() if param.requires_grad and param in members]
+            return {"params": chosen, **entries}
+
+        groups = [
+            group({param for param in others if param.dim() >= 2}, weight_decay=weight_decay),
+            group({param for param in others if param.dim() < 2}, weight_decay=0.0),
+        ]
+        if muon is None:
+            return groups
         return [
-            {"params": [param for param in params if param.dim() >= 2], "weight_decay": weight_decay},
-            {"params": [param for param in params if param.dim() < 2], "weight_decay": 0.0},
+            *groups,
+            group(matrices - stacked, weight_decay=weight_decay, matrices=1, **muon),
+            group(matrices & stacked, weight_decay=weight_decay, matrices=3, **muon),
         ]
 
     def forward(

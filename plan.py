@@ -47,6 +47,7 @@ from forecast.advice import Advice, batch_of_the_run, cheapest, fewest_ranks, la
 from forecast.memory import CPU_RESIDENT, MODES
 from forecast.planner import BATCHES, PARTS, Planner
 from model import GPT2_SIZES, GPTConfig, check_block_size
+from run.schedule import horizons
 from run.shadow import check_device
 
 # plan
@@ -215,10 +216,10 @@ def verdict(rows: list[dict[str, Any]], planner: Planner, amount: Callable[[int]
     text = f"{size:5} rank{'s' if size > 1 else ' '}  peak {amount(chosen['peak'])}"
     if chosen is not plain:
         saved = 1 - chosen["peak"] / plain["peak"]
-        text += f", {abs(saved):.0%} {'less' if saved >= 0 else 'more'} than plain AdamW ({amount(plain['peak'])})"
+        text += f", {abs(saved):.0%} {'less' if saved >= 0 else 'more'} than {planner.plain} ({amount(plain['peak'])})"
     if chosen["fits"] == "yes":
         text += f": fits in {limit}, up to --batch_size={chosen['largest_batch']}"
-        text += f" (plain AdamW {plain['largest_batch']})" if chosen is not plain else ""
+        text += f" ({planner.plain} {plain['largest_batch']})" if chosen is not plain else ""
     else:
         text += f": does not fit in {limit}"
     steps, shard_size = settings["gradient_accumulation_steps"], settings["zero_shard_size"] or 1
@@ -254,7 +255,8 @@ def duration(row: dict[str, Any], planner: Planner) -> str:
     if not row["seconds"]:
         return ""
     settings, size = planner.settings, row["world_size"]
-    speed, hours = planner.tokens_of(size) / row["seconds"], settings["max_iters"] * row["seconds"] / 3600
+    tokens = planner.tokens_of(size)
+    speed, hours = tokens / row["seconds"], horizons(settings, tokens)["max_iters"] * row["seconds"] / 3600
     time = f"{hours / 24:,.1f} days" if hours >= 24 else f"{hours:.1f} hours"
     text = f"; about {speed / 1e3:,.0f}k tokens/s and {time} on {settings['gpu']} at {settings['mfu']:g} % MFU"
     price = settings["gpu_hour_price"]

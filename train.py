@@ -36,9 +36,10 @@ from model import GPT, GPTConfig, check_block_size, without_weights
 from run.agreement import compare_model_and_data, compare_settings, compare_with_checkpoint
 from run.memory import describe
 from run.moments import Run
+from run.schedule import horizons
 from zero import ShardedGradScaler
 from zero.build import build, clip_grad_norm_
-from zero.flags import Flags
+from zero.flags import Flags, muon_of
 
 # -----------------------------------------------------------------------------
 # default settings: GPT-2 (124M) on OpenWebText
@@ -80,20 +81,32 @@ dropout = 0.0  # 0 for pretraining; try 0.1 for finetuning
 bias = False  # use biases in LayerNorm and Linear layers
 loss_chunk: NonNegativeInt = 0  # compute the logits of this many tokens at a time, such as 1024: less memory; 0: of all tokens
 activation_checkpointing = False  # keep only the input of each block for backward, and compute the block again: less memory
-# AdamW
+# optimizer
+optimizer = "adamw"  # 'adamw', or 'muon': Muon for the matrices of the blocks, AdamW for everything else
 learning_rate: NonNegativeFloat = 6e-4
 max_iters: NonNegativeInt = 600000
 weight_decay: NonNegativeFloat = 1e-1
 beta1: UnitInterval = 0.9
 beta2: UnitInterval = 0.95
 grad_clip: NonNegativeFloat = 1.0  # maximum gradient norm; 0.0 disables clipping
+muon_momentum: UnitInterval = 0.95
+muon_nesterov = True
+muon_ns_steps: PositiveInt = 5  # Newton-Schulz iterations
+muon_ns_dtype: Literal["bfloat16", "float32"] = "bfloat16"  # in which they compute, and in which matrices are sent
 on_nonfinite: Literal["stop", "skip"] = "stop"  # if the loss or gradient norm is inf or nan: exit code 1, or skip the update
 max_nonfinite: PositiveInt = 10  # number of consecutive skipped updates that ends the run
 # learning rate
 decay_lr = True
+schedule: Literal["cosine", "wsd"] = "cosine"  # after the warm-up; wsd: constant, then linear decay to min_lr at the end
 warmup_iters: NonNegativeInt = 2000
-lr_decay_iters = 600000  # should be about max_iters, as in Chinchilla
+lr_decay_iters = 600000  # where the decay ends; should be about max_iters, as in Chinchilla
+decay_fraction: UnitInterval = 0.2  # 'wsd': part of lr_decay_iters that decays
 min_lr: NonNegativeFloat = 6e-5  # should be about learning_rate / 10
+max_tokens: NonNegativeInt = (
+    0  # these three in place of max_iters, warmup_iters and lr_decay_iters, on all ranks together; 0: off
+)
+warmup_tokens: NonNegativeInt = 0
+lr_decay_tokens: NonNegativeInt = 0
 # ZeRO-1
 use_zero1 = True  # shard the optimizer state across the ranks
 zero1_impl: Literal["sharded", "torch"] = "sharded"  # 'sharded': the code in zero/; 'torch': ZeroRedundancyOptimizer
@@ -130,7 +143,7 @@ with exit_on_wrong_input():
             f"gradient_accumulation_steps={gradient_accumulation_steps} cannot be split over {world_size} ranks; "
             f"use --gradient_accumulation_steps={math.ceil(gradient_accumulation_steps / world_size) * world_size}"
         )
-    flags = Flags.of(config)
+    flags, muon = Flags.of(config), muon_of(config)
     flags.implementation(world_size)  # checks that they go together
     device = start(launch, device, backend, dist_timeout_s)
 autocast = machine.autocast(device, dtype)
@@ -139,6 +152,8 @@ torch.backends.cudnn.allow_tf32 = True
 micro_steps = gradient_accumulation_steps // world_size  # per iteration on this rank
 sequences_per_iter = gradient_accumulation_steps * batch_size  # on all ranks together
 tokens_per_iter = sequences_per_iter * block_size
+config |= horizons(config, tokens_per_iter)
+warmup_iters, lr_decay_iters = config["warmup_iters"], config["lr_decay_iters"]
 run = Run(config, launch, device, dtype, micro_steps, tokens_per_iter)  # what accompanies the training: run/moments.py
 state = run.state
 print0(f"tokens per iteration will be: {tokens_per_iter:,}")
@@ -195,7 +210,7 @@ if compile:
 
 # optimizer: `build` chooses the implementation from the ZeRO-1 settings
 with run.stage("making the optimizer"):
-    groups = raw_model.param_groups(weight_decay)
+    groups = raw_model.param_groups(weight_decay, muon)
     run.before_build(raw_model, groups, checkpoint)
     model, optimizer = build(raw_model, groups, flags, device=device, overlap=True, lr=learning_rate, betas=(beta1, beta2))
     scaler = ShardedGradScaler(device.type, enabled=dtype == "float16")
@@ -237,22 +252,24 @@ def evaluate(lr):
 
 
 def get_lr(iteration):
-    """Return the learning rate: linear warm-up, then cosine decay to `min_lr`."""
+    """Return the learning rate: linear warm-up, then cosine decay to `min_lr`, or a constant and then linear decay."""
     if not decay_lr:
         return learning_rate
     if iteration < warmup_iters:
         return learning_rate * (iteration + 1) / (warmup_iters + 1)
     if iteration > lr_decay_iters:
         return min_lr
-    ratio = (iteration - warmup_iters) / max(1, lr_decay_iters - warmup_iters)
-    return min_lr + 0.5 * (1.0 + math.cos(math.pi * ratio)) * (learning_rate - min_lr)
+    first = warmup_iters if schedule == "cosine" else max(warmup_iters, (1 - decay_fraction) * lr_decay_iters)
+    ratio = max(0.0, (iteration - first) / max(1, lr_decay_iters - first))
+    remaining = 0.5 * (1.0 + math.cos(math.pi * ratio)) if schedule == "cosine" else 1.0 - ratio
+    return min_lr + remaining * (learning_rate - min_lr)
 
 
 def save_checkpoint():
     """Write ckpt.pt, unless a watcher has ended the run. Needs to be called on all ranks."""
     if run.may_save():
         values = {"model_args": vars(raw_model.config), "config": config, "scaler": scaler.state_dict()}
-        run.save(raw_model, optimizer, values | vars(state) | data.identity())
+        run.save(values | vars(state) | data.identity())
 
 
 # training loop

@@ -1,5 +1,6 @@
 """The models and optimizers that are compared. Every mode starts from the same weights."""
 
+from collections import ChainMap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -15,7 +16,7 @@ from distributed import machine
 from forecast.memory import LOSS_CHUNK, Forecast, Workload, forecast, gpt_specs, predicted_activations
 from forecast.memory import MODES as PLANNED
 from model import GPT, GPTConfig, without_weights
-from zero import ShardedDataParallel, ShardedOptimizer
+from zero import Muon, ShardedDataParallel, ShardedOptimizer
 from zero.build import build, clip_grad_norm_
 from zero.flags import Flags
 from zero.layout import BucketMB, plan
@@ -25,8 +26,11 @@ from zero.layout import BucketMB, plan
 # no_overlap: sharded, where step waits for the all-gathers, as is the default of ShardedDataParallel
 # simple: DistributedDataParallel's all-reduce, an update of 1/N, then an all-gather that overlaps with nothing
 # fsdp2: FSDP2, applied block by block; parameters stay unsharded between forward and backward
-MODES = (*PLANNED, "loss_chunk", "hybrid", "no_overlap", "simple", "fsdp2")
+# muon: sharded, with Muon for the matrices
+# ddp_muon: DistributedDataParallel, with torch.optim.Muon and AdamW on every rank; it takes c_attn for one matrix
+MODES = (*PLANNED, "loss_chunk", "hybrid", "no_overlap", "simple", "fsdp2", "muon", "ddp_muon")
 ADAMW: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95)}
+MUON: dict[str, Any] = {"momentum": 0.95, "nesterov": True, "ns_steps": 5, "ns_dtype": "bfloat16"}
 
 
 @dataclass(frozen=True)
@@ -44,8 +48,10 @@ class Setup:
     shard_size: int = 0  # of the mode hybrid
 
     def flags(self, mode: str) -> Flags:
-        """Return the flags of a mode of `forecast.memory.MODES`, of loss_chunk, hybrid, or no_overlap."""
-        flags = replace(PLANNED.get(mode, Flags()), bucket_mb=self.bucket_mb)
+        """Return the flags of a mode of `forecast.memory.MODES`, of loss_chunk, hybrid, no_overlap, muon or ddp_muon."""
+        flags = replace(
+            PLANNED["adamw" if mode == "ddp_muon" else mode if mode in PLANNED else "sharded"], bucket_mb=self.bucket_mb
+        )
         return replace(flags, shard_size=self.shard_size) if mode == "hybrid" else flags
 
     def workload(self, mode: str) -> Workload:
@@ -58,7 +64,7 @@ class Setup:
         """Return the prediction for a mode, or None if there is none."""
         if mode in ("simple", "fsdp2"):
             return None
-        flags, specs = self.flags(mode), gpt_specs(self.config)
+        flags, specs = self.flags(mode), gpt_specs(self.config, MUON if mode.endswith("muon") else None)
         if is_sharded_over_one_rank(mode, world_size):
             planned = plan(specs, 1, **flags.options)
         else:
@@ -70,7 +76,9 @@ class Setup:
 
 def is_sharded_over_one_rank(mode: str, world_size: int) -> bool:
     """Return whether the sharded implementation runs on one rank, which it does here, but not in train.py."""
-    return world_size == 1 and (mode == "loss_chunk" or PLANNED.get(mode, PLANNED["adamw"]).implementation(2) == "sharded")
+    return world_size == 1 and (
+        mode in ("loss_chunk", "muon") or PLANNED.get(mode, PLANNED["adamw"]).implementation(2) == "sharded"
+    )
 
 
 class Contender:
@@ -79,7 +87,7 @@ class Contender:
     def __init__(self, setup: Setup, mode: str) -> None:
         self.setup, self.mode = setup, mode
         torch.manual_seed(setup.seed)
-        is_built = mode not in ("simple", "fsdp2")
+        is_built = mode not in ("simple", "fsdp2", "ddp_muon")
         with setup.device, without_weights(is_built and dist.get_rank() > 0):  # on a CPU, GPT-2 XL would take most of a minute
             self.module = GPT(setup.config)
         if is_built and dist.get_rank() == 0:  # as in train.py, rank 0 has the weights, in main memory
@@ -92,9 +100,12 @@ class Contender:
 
     def wrap(self) -> "Contender":
         """Wrap the model for data parallelism and create its optimizer."""
-        groups = self.module.param_groups(0.1)
+        groups = self.module.param_groups(0.1, MUON if self.mode.endswith("muon") else None)
         if self.mode == "simple":
             self.optimizer = ShardedOptimizer(groups, torch.optim.AdamW, bucket_mb=self.setup.bucket_mb, fused=True, **ADAMW)
+            self.model = DistributedDataParallel(self.module, gradient_as_bucket_view=True)
+        elif self.mode == "ddp_muon":
+            self.optimizer = _of_torch(groups)
             self.model = DistributedDataParallel(self.module, gradient_as_bucket_view=True)
         elif self.mode == "fsdp2":
             mesh = init_device_mesh(self.setup.device.type, (dist.get_world_size(),))
@@ -169,7 +180,7 @@ class Contender:
         flags = self.setup.flags(self.mode)
         self.optimizer = ShardedOptimizer(
             groups,
-            torch.optim.AdamW,
+            Muon if self.mode == "muon" else torch.optim.AdamW,
             registration_order=self.module.parameters(),
             device=self.setup.device,
             fused=True,
@@ -177,6 +188,26 @@ class Contender:
             **ADAMW,
         )
         self.model = ShardedDataParallel(self.module, self.optimizer, flags.shard_gradients, overlap=True)
+
+
+class _Several(torch.optim.Optimizer):
+    """Several optimizers, as one."""
+
+    def __init__(self, *optimizers: torch.optim.Optimizer) -> None:
+        super().__init__([group for optimizer in optimizers for group in optimizer.param_groups], {})
+        self.optimizers = optimizers
+
+    def step(self, closure: Any = None) -> Any:
+        for optimizer in self.optimizers:
+            optimizer.step()
+        self.state = ChainMap(*(optimizer.state for optimizer in self.optimizers))  # type: ignore[assignment]
+
+
+def _of_torch(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """Return torch.optim.Muon for the groups with matrices, and AdamW for the others."""
+    muon = [{"params": group["params"], "weight_decay": group["weight_decay"]} for group in groups if "matrices" in group]
+    of_muon = torch.optim.Muon(muon, lr=ADAMW["lr"], adjust_lr_fn="match_rms_adamw")
+    return _Several(of_muon, torch.optim.AdamW([group for group in groups if "matrices" not in group], fused=True, **ADAMW))
 
 
 def _without_communication(_: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:

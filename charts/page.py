@@ -37,7 +37,7 @@ def page(runs: Sequence[Run], drawn: Mapping[str, list[Panel]], reload_s: float 
     count = "1 run" if len(runs) == 1 else f"{len(runs)} runs"
     facts = in_common([run.facts for run in runs])
     notes = [f"peak: {whose_peak(runs)}"] if whose_peak(runs) else []
-    notes += ["saved: what plain AdamW would hold in addition"] if any(map(_saved, runs)) else []
+    notes += ["saved: what a rank would hold in addition without sharding"] if any(map(_saved, runs)) else []
     lost = ", without what was lost before a restart" if any(map(_restarts, runs)) else ""
     notes += [f"wall time: with evaluations and checkpoints{lost}"] if any(map(_wall_s, runs)) else []
     names, charts = [run.name for run in runs], list(map(_interactive, panels))

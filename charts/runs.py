@@ -63,7 +63,7 @@ def sections(runs: Sequence[Run]) -> dict[str, list[Panel]]:
                 "Optimizer state, and memory saved",
                 {name: parts.each(runs, key, Curve.latest) for name, key in state.items()},
                 "MB",
-                "latest values; saved: against plain AdamW, gradients included",
+                "latest values; saved: against no sharding, gradients included",
                 stacked=False,
             ),
             lines.curves(runs, "Peak memory", "memory/peak_mb", "MB", note=series.whose_peak(runs)),

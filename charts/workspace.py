@@ -71,7 +71,7 @@ SECTIONS = (
             Panel("Peak, MB", ("memory/peak_mb", "memory/peak_mb_min")),
             Panel("Optimizer state of a rank, MB", ("memory/optimizer_state_mb", "memory/optimizer_state_mb_min")),
             Panel("Peak and its prediction, MB (on a CPU the peak includes Python)", ("memory/predicted_mb", "memory/peak_mb")),
-            Panel("Less than plain AdamW, gradients included, MB", ("memory/saved_mb",)),
+            Panel("Less than without sharding, gradients included, MB", ("memory/saved_mb",)),
             Panel("Predicted peak, MB", ("memory/predicted_peak_mb",), "bars"),
             Panel("Activations, predicted, MB", ("memory/predicted_activations_mb",), "bars"),
             *(

@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import pathlib
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cache
 from typing import Any, Self
@@ -94,15 +95,24 @@ class Forecast:
         held = self.prediction
         if self.extras.checkpoint_format == "consolidated":
             return held.consolidated
-        return held.decoded_state + held.plan.updated_bytes[held.rank] if self.extras.async_save else 0
+        return held.decoded_state + held.owned if self.extras.async_save else 0
 
 
-def gpt_specs(config: GPTConfig) -> list[ParameterSpec]:
-    """Return the parameters of a GPT, as its optimizer numbers them, without allocating them."""
+def optimizer_name(params: Sequence[ParameterSpec]) -> str:
+    """Return the name of the optimizer for messages."""
+    return "Muon" if any(spec.matrices for spec in params) else "AdamW"
+
+
+def gpt_specs(config: GPTConfig, muon: dict[str, Any] | None = None) -> list[ParameterSpec]:
+    """Return the parameters of a GPT, as its optimizer numbers them, without allocating them.
+
+    Args:
+        muon: see `zero.flags.muon_of`.
+    """
     with without_weights():
         model = GPT(config)
     names = {param: name for name, param in model.named_parameters()}
-    return parameter_specs(model.param_groups(0.0), model.parameters(), names)
+    return parameter_specs(model.param_groups(0.0, muon), model.parameters(), names)
 
 
 def forecast(
@@ -124,12 +134,12 @@ def forecast(
         distributed: the ranks are torchrun's, so that the model is wrapped for data parallelism.
         extras: other settings that take memory.
     """
-    owned = plan.updated_bytes
+    state = plan.state_bytes
     sharded = bool(plan.buffers)
     plain = DataParallelPrediction if distributed else Prediction
     prediction = (ShardedPrediction if sharded else plain)(
         plan,
-        owned.index(max(owned)),
+        state.index(max(state)),
         world_size,
         micro_steps,
         shard_gradients=sharded and shard_gradients,
@@ -139,7 +149,7 @@ def forecast(
     if extras.shadow_check:
         copy = plain(replicated_plan(plan.params), 0, world_size, micro_steps)
         shadow = sum(copy.at("accumulating" if micro_steps > 1 else "before step").values())
-    return Forecast(prediction, activations, max(owned) * len(owned) / max(1, sum(owned)), extras, shadow)
+    return Forecast(prediction, activations, max(state) * len(state) / max(1, sum(state)), extras, shadow)
 
 
 def predicted_activations(workload: Workload, param_dtype: str) -> Activations:

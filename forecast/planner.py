@@ -17,11 +17,12 @@ from forecast.memory import (
     Workload,
     forecast,
     gpt_specs,
+    optimizer_name,
     predicted_activations,
 )
 from forecast.speed import Network
 from model import GPT, GPTConfig, without_weights
-from zero.flags import Flags
+from zero.flags import Flags, muon_of
 from zero.layout import ParameterSpec, Plan, replicated_plan
 from zero.prediction import Activations
 
@@ -49,7 +50,9 @@ class Planner:
 
     def __init__(self, settings: dict[str, Any], config: GPTConfig) -> None:
         self.settings, self.config = settings, config
-        self.specs: Sequence[ParameterSpec] = gpt_specs(config)
+        muon = muon_of(settings)
+        self.specs: Sequence[ParameterSpec] = gpt_specs(config, muon)
+        self.plain = f"plain {optimizer_name(self.specs)}"  # what every mode but `adamw` divides
         self.numel = sum(spec.numel for spec in self.specs)
         if settings["device"].partition(":")[0] not in ("auto", "cpu", "cuda", "mps"):
             raise ValueError(f"device={settings['device']} is not one of auto, cpu, cuda, mps")
@@ -229,9 +232,10 @@ class Planner:
             return 0.0, 0.0
         forward = choice.batch_size * self.config.block_size * self.flops_per_token / self.flops / 3
         backward = (3 if choice.activation_checkpointing else 2) * forward
-        micro_steps = result.prediction.micro_steps
-        exposed = self.network.exposed(result.prediction, forward, backward) if result.prediction.world_size > 1 else 0.0
-        return micro_steps * (forward + backward) + exposed, exposed
+        prediction = result.prediction
+        newton_schulz = prediction.iteration_flops * self.settings["muon_ns_steps"] / self.flops
+        exposed = self.network.exposed(prediction, forward, backward, newton_schulz) if prediction.world_size > 1 else 0.0
+        return prediction.micro_steps * (forward + backward) + newton_schulz + exposed, exposed
 
     def activations(self, choice: Choice) -> Activations:
         """Return the larger activations: of the run, or of the shadow, whose weights are always float32."""

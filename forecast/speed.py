@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 from forecast.fully_sharded import FullyShardedPrediction
+from zero.communication import KINDS
 from zero.prediction import Prediction, ShardedPrediction
 
 _BUCKET_BYTES = 25_000_000  # of DistributedDataParallel, by default
@@ -38,20 +39,21 @@ class Network(NamedTuple):
             for kind, count in prediction.sent().items()
         }
 
-    def exposed(self, prediction: Prediction, forward: float, backward: float) -> float:
+    def exposed(self, prediction: Prediction, forward: float, backward: float, newton_schulz: float = 0.0) -> float:
         """Return the seconds of an iteration in which computation waits for communication.
 
         Args:
             prediction: of a rank.
             forward: seconds of a micro-step.
             backward: seconds of a micro-step.
+            newton_schulz: seconds of an iteration in which Muon computes with whole matrices.
 
-        Reductions run during the backward that sends them, all-gathers during the next forward, and the broadcasts of
-        ZeroRedundancyOptimizer during nothing. One bucket is always exposed: the last that backward fills, the first that
-        forward reads.
+        Reductions run during the backward that sends them, all-gathers during the next forward, the exchange of matrices while
+        others are transformed, and the broadcasts of ZeroRedundancyOptimizer during nothing. One bucket is always exposed: the
+        last that backward fills, the first that forward reads.
         """
         micro_steps = prediction.micro_steps
-        took = dict.fromkeys(("reduce-scatter", "all-reduce", "all-gather", "broadcast"), 0.0) | self.seconds(prediction)
+        took = dict.fromkeys(KINDS, 0.0) | self.seconds(prediction)
         buckets = sum(len(buffer.layout.shards) for buffer in prediction.plan.buffers)
         buckets = max(1, buckets or prediction.full_gradients // _BUCKET_BYTES)
 
@@ -64,4 +66,5 @@ class Network(NamedTuple):
         sending = micro_steps if prediction.shard_gradients else 1  # backwards that send
         each = took["reduce-scatter"] / sending
         reductions = (sending - 1) * not_hidden(each, backward) + not_hidden(each + took["all-reduce"], backward)
-        return reductions + not_hidden(took["all-gather"], forward) + took["broadcast"]
+        exchange = not_hidden(took["all-to-all"], newton_schulz)
+        return reductions + exchange + not_hidden(took["all-gather"], forward) + took["broadcast"]

@@ -76,12 +76,12 @@ def compare_model_and_data(model: torch.nn.Module, data: Dataset, **values: Any)
 
 
 def compare_with_checkpoint(checkpoint: dict[str, Any], settings: dict[str, Any], data: Dataset) -> None:
-    """Check that a run resumes with its vocabulary, and print on rank 0 what else has changed.
+    """Check that a run resumes with its vocabulary and its optimizer, and print on rank 0 what else has changed.
 
     Of a checkpoint from nanoGPT, only the size of the vocabulary is known.
 
     Raises:
-        ValueError: if the dataset has another vocabulary.
+        ValueError: if the dataset has another vocabulary, or the checkpoint is of another optimizer.
     """
     size, name = checkpoint["model_args"].get("vocab_size"), checkpoint["config"].get("dataset")
     vocabulary = checkpoint.get("vocabulary", data.vocabulary if data.vocab_size in (None, size) else f"{size} tokens")
@@ -92,10 +92,16 @@ def compare_with_checkpoint(checkpoint: dict[str, Any], settings: dict[str, Any]
         )
     if "dataset" in checkpoint and checkpoint["dataset"] != data.fingerprint():
         print0(f"note: the run goes on with other data: dataset {data.name}; until the checkpoint it was dataset {name}")
-    group = checkpoint["optimizer"]["param_groups"][0]
-    saved = {**checkpoint["model_args"], "weight_decay": group.get("weight_decay")}
-    saved["beta1"], saved["beta2"] = group.get("betas", (None, None))
-    names = ("n_layer", "n_head", "n_embd", "bias", "weight_decay", "beta1", "beta2")
+    groups = checkpoint["optimizer"]["param_groups"]
+    of_matrices = next((group for group in groups if group.get("matrices")), None)
+    optimizer = "adamw" if of_matrices is None else "muon"
+    if optimizer != settings["optimizer"]:
+        raise ValueError(f"the checkpoint is of optimizer={optimizer}; use --optimizer={optimizer}")
+    saved = {**checkpoint["model_args"], "weight_decay": groups[0].get("weight_decay")}
+    saved["beta1"], saved["beta2"] = groups[0].get("betas", (None, None))
+    of_muon = [name for name in settings if name.startswith("muon_")]
+    saved |= {name: (of_matrices or {}).get(name.removeprefix("muon_")) for name in of_muon}
+    names = ("n_layer", "n_head", "n_embd", "bias", "weight_decay", "beta1", "beta2", *of_muon)
     ignored = [name for name in names if saved.get(name) is not None and saved[name] != settings[name]]
     if ignored:
         used = ", ".join(f"{name}={saved[name]} (not {settings[name]})" for name in ignored)

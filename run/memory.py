@@ -9,7 +9,7 @@ import torch
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from distributed.launch import launched
-from forecast.memory import Extras, Workload, forecast, predicted_activations
+from forecast.memory import Extras, Workload, forecast, optimizer_name, predicted_activations
 from run.logger import Logger
 from run.report import size
 from zero.layout import replicated_plan
@@ -140,14 +140,14 @@ class MemoryCheck:
             "distributed": launch.distributed,
         }
         self.forecast = forecast(plan, shard_gradients=shard_gradients, extras=extras, **common)
-        plain_adamw = forecast(replicated_plan(plan.params), shard_gradients=False, **common)
+        plain = forecast(replicated_plan(plan.params), shard_gradients=False, **common)
         self.compared = False
         self.predicted = self.forecast.prediction.at("before step")
         inside = set(parameters(optimizer))
         frozen = sum(param.nbytes for param in model.parameters() if param not in inside)  # the plan does not have them
         self.predicted["parameters"] += frozen
-        # bytes that plain AdamW would hold before its step
-        self.plain_adamw = sum(plain_adamw.prediction.at("before step").values()) + frozen
+        # bytes that one rank would hold without sharding before its step
+        self.plain = sum(plain.prediction.at("before step").values()) + frozen
         self.predicted_peak = self.forecast.peak - self.forecast.shadow + frozen  # when the shadow is gone, as in `compare`
 
     def announce(self, iteration: int) -> None:
@@ -216,25 +216,25 @@ def _logged(which: str, by_purpose: dict[str, int]) -> dict[str, float]:
 
 
 def describe(optimizer: torch.optim.Optimizer, use_zero1: bool) -> str:
-    """Return one line for the console: the implementation, its state bytes per rank, and the state bytes of plain AdamW."""
+    """Return one line for the console: the implementation, its state bytes per rank, and the state bytes without sharding."""
     plan = partition(optimizer).plan
-    owned = plan.updated_bytes
-    fullest = Prediction(plan, owned.index(max(owned)))
+    state, optimizer_class = plan.state_bytes, optimizer_name(plan.params)
+    fullest = Prediction(plan, state.index(max(state)))
     whole = f"{fullest.whole_state / 1e6:.1f} MB"
     if isinstance(optimizer, ShardedOptimizer | ZeroRedundancyOptimizer):
         name = "sharded" if isinstance(optimizer, ShardedOptimizer) else "torch"
-        text = f"{fullest.state / 1e6:.1f} MB of AdamW state on the fullest rank"
+        text = f"{fullest.state / 1e6:.1f} MB of {optimizer_class} state on the fullest rank"
         if plan.state_dtype != "float32":
             text += f" (in {plan.state_dtype} between updates)"
         count = optimizer.comm.replicas if isinstance(optimizer, ShardedOptimizer) else 1
-        ranks = f"{len(owned)} rank{'s' if len(owned) > 1 else ''}"
+        ranks = f"{len(state)} rank{'s' if len(state) > 1 else ''}"
         replicas = f" in each of {count} groups" if count > 1 else ""
         if plan.has_masters:
             held = "remainders" if plan.has_remainders else "float32 masters"
             text += f", plus {fullest.master / 1e6:.1f} MB of {held} of the {plan.param_dtype} weights"
         return (
             f"Using ZeRO-1 optimizer state sharding: zero1_impl='{name}' ({type(optimizer).__name__}) over "
-            f"{ranks}{replicas}, {text}; plain AdamW would hold {whole} on each"
+            f"{ranks}{replicas}, {text}; plain {optimizer_class} would hold {whole} on each"
         )
     why = " (use_zero1 and its settings need more than one process; start with torchrun)" if use_zero1 else ""
-    return f"Using plain AdamW{why}: {whole} of optimizer state on each rank"
+    return f"Using plain {optimizer_class}{why}: {whole} of optimizer state on each rank"

@@ -106,6 +106,7 @@ class Run:
     ) -> None:
         """Make the watchers. Call when the model and its optimizer exist."""
         config, state, world_size = self.config, self.state, self.launch.world_size
+        self.raw_model, self.optimizer = raw_model, optimizer
         self.first_iter, self.last_iter = state.iter_num, -1 if config["eval_only"] else config["max_iters"]
         will_train = self.first_iter <= self.last_iter
         with self.stage("starting the log"):
@@ -258,10 +259,10 @@ class Run:
         self.desync.check(self.state.iter_num, now=True)
         return not self.guard.failed
 
-    def save(self, raw_model: GPT, optimizer: torch.optim.Optimizer, values: dict[str, Any]) -> None:
-        """Write a checkpoint, see `zero.checkpoint.CheckpointWriter.save`."""
+    def save(self, values: dict[str, Any]) -> None:
+        """Write a checkpoint of the model and its optimizer, see `zero.checkpoint.CheckpointWriter.save`."""
         with self.progress.task("saving the checkpoint"):
-            self.checkpoints.save(raw_model, optimizer, values)
+            self.checkpoints.save(self.raw_model, self.optimizer, values)
 
     # -- the end -------------------------------------------------------------------------------------------------------
 

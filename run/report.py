@@ -216,7 +216,7 @@ def _memory(facts: dict[str, Any], last: dict[str, Any], figures: dict[str, floa
     tensors = [f"{peak} at the peak"] if on_gpu and peak else []
     if measured:
         saved = last.get("memory/saved_mb", 0.0)
-        less = f", {size(abs(saved) * 1e6)} {'less' if saved > 0 else 'more'} than plain AdamW" if saved else ""
+        less = f", {size(abs(saved) * 1e6)} {'less' if saved > 0 else 'more'} than without sharding" if saved else ""
         tensors.append(f"{size(measured)} before the update{less}: parameters, gradients, state and buckets")
     if predicted:
         before_update = [f"{size(predicted)} before the update", f"{size(last['memory/predicted_peak_mb'] * 1e6)} at the peak"]

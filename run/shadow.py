@@ -1,4 +1,4 @@
-"""A parity check for the user: plain AdamW beside the run, on a copy of its model, and how far the weights differ."""
+"""A parity check for the user: the same optimizer without sharding, on a copy of the model, and how far the weights differ."""
 
 import copy
 import math
@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from distributed.ranks import gather_numbers, print0
+from forecast.memory import optimizer_name
 from run.checkpoints import Checkpoints
 from run.guard import Guard
 from zero import ShardedGradScaler
@@ -27,7 +28,7 @@ def check_device(iterations: int, device_type: str) -> None:
 
 
 class Shadow:
-    """Trains a copy of the model with DistributedDataParallel and plain AdamW, and compares the weights after each update.
+    """Trains a copy of the model with DistributedDataParallel and the plain optimizer, and compares weights after each update.
 
     The copy gets the sequences of the run, its random numbers, its hyperparameters and its checkpoint. The run does not change:
     its weights are bit for bit those of a run without the check. After the last iteration, rank 0 prints the largest difference
@@ -36,7 +37,7 @@ class Shadow:
     Every rank compares whole weights, so a wrong all-gather is seen on any rank. If the weights are bfloat16, each rank
     compares its float32 masters instead.
 
-    The copy takes 16 bytes per parameter on each rank: weights, gradients and two moments in float32; and 4 more while
+    The copy takes 16 bytes per parameter on each rank: weights, gradients and AdamW's two moments in float32; and 4 more while
     DistributedDataParallel accumulates gradients outside of its buckets (`forecast.memory` predicts it). Its activations do not
     add to those of the run, because one micro-step runs after the other. As under DistributedDataParallel, every trainable
     parameter must have a gradient. Every method needs to be called on all ranks.
@@ -173,16 +174,16 @@ class Shadow:
             self._names[param]: (difference, difference / weight if weight else difference)
             for param, difference, weight in zip(self._part.params, differences, weights, strict=True)
         }
-        width = max(map(len, figures))
-        print0(f"{'largest difference from plain AdamW':{width}}   absolute   of the largest weight")
+        width, plain = max(map(len, figures)), f"plain {optimizer_name(self._part.plan.params)}"
+        print0(f"{f'largest difference from {plain}':{width}}   absolute   of the largest weight")
         for name in filter(figures.get, self._names.values()):
             print0("{:{}}   {:8.1e}   {:8.1e}".format(name, width, *figures[name]))
         worst = max(figures, key=lambda name: (math.isnan(figures[name][0]), figures[name]))
         after = f"shadow check: after {self._made} iteration{'s' if self._made > 1 else ''}"
         if figures[worst][0] == 0:
-            print0(f"{after}, all {len(figures)} parameters are bit-identical to plain AdamW")
+            print0(f"{after}, all {len(figures)} parameters are bit-identical to {plain}")
             return
         plan = self._part.plan
         rounded = [text for text, is_so in (("weights", plan.has_masters), ("moments", plan.state_dtype != "float32")) if is_so]
         why = f"; differences are expected, because {' and '.join(rounded)} are rounded" if rounded else ""
-        print0(f"{after}, the largest difference from plain AdamW is {figures[worst][0]:.1e}, in {worst}{why}")
+        print0(f"{after}, the largest difference from {plain} is {figures[worst][0]:.1e}, in {worst}{why}")

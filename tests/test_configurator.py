@@ -286,6 +286,8 @@ def test_nanogpts_settings_have_nanogpts_defaults(train_defaults):
         *("master_dtype", "state_dtype"),
         *("zero_shard_size", "dist_timeout_s", "shadow_check", "desync_check_interval"),
         *("loss_chunk", "activation_checkpointing"),
+        *("optimizer", "muon_momentum", "muon_nesterov", "muon_ns_steps", "muon_ns_dtype"),
+        *("schedule", "decay_fraction", "max_tokens", "warmup_tokens", "lr_decay_tokens"),
         *("metric_interval", "sample_interval", "wandb_mode", "profile", "profile_memory"),
         *("wandb_entity", "wandb_tags", "wandb_notes", "wandb_log_checkpoints", "log_to"),
         *("on_nonfinite", "max_nonfinite", "on_save_error", "keep_checkpoints", "async_save", "checkpoint_format"),

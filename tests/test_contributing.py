@@ -74,7 +74,7 @@ def train(folder, *flags):
 
 
 def test_a_run_with_all_recipes(copy):
-    plain, changed = train(copy), train(copy, "--z_loss=0.1", "--lr_schedule=linear")
+    plain, changed = train(copy), train(copy, "--z_loss=0.1", "--schedule=linear")
     first, other = ([event for event in events if "iter/loss" in event] for events in (plain, changed))
     assert len(first) == len(other) == STEPS + 1
     z = math.log(26) ** 2  # the logits of a new model are small
@@ -102,7 +102,7 @@ def test_the_new_settings_are_checked_and_explained(copy):
     assert (refused.returncode, refused.stderr) == (2, "error: z_loss=-1.0 must not be negative\n")
     shown = run_copy(copy, "train.py", "--help").stdout
     assert re.search(r"--z_loss=0.0 +weight of the squared log-partition function in the training loss; must not be", shown)
-    assert re.search(r"--lr_schedule='cosine' +shape of the decay; one of cosine, linear\n", shown)
+    assert re.search(r"--schedule='cosine' +after the warm-up; [^;]*;\s+one\s+of\s+cosine,\s+wsd,\s+linear\n", shown)
 
 
 def test_what_it_names_exists():

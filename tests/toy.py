@@ -27,12 +27,17 @@ class Toy(nn.Module):
         x = self.norm(self.frozen(torch.tanh(self.hidden(self.embedding(tokens))))) * self.scale
         return F.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
 
-    def param_groups(self):
+    def param_groups(self, muon=False):
         params = [param for param in self.parameters() if param.requires_grad]
-        return [
-            {"params": [param for param in params if param.dim() >= 2], "weight_decay": 0.1},
-            {"params": [param for param in params if param.dim() < 2], "weight_decay": 0.0},
+        others = [param for param in params if not muon or param not in {self.hidden.weight, self.unused.weight}]
+        groups = [
+            {"params": [param for param in others if param.dim() >= 2], "weight_decay": 0.1},
+            {"params": [param for param in others if param.dim() < 2], "weight_decay": 0.0},
         ]
+        if muon:  # in float32, so that the ranks' rounding is not amplified
+            matrices = [param for param in params if param not in set(others)]
+            groups.append({"params": matrices, "weight_decay": 0.1, "matrices": 1, "ns_dtype": "float32"})
+        return groups
 
 
 def make_toy(seed=0):
@@ -54,10 +59,10 @@ MODES = {
 }
 
 
-def build_toy(mode, seed=0):
+def build_toy(mode, seed=0, muon=False):
     model = make_toy(seed)
     model.unused.requires_grad_(False)  # DistributedDataParallel refuses parameters without a gradient
-    return build(model, model.param_groups(), MODES[mode], lr=0.01, betas=(0.9, 0.95))
+    return build(model, model.param_groups(muon), MODES[mode], lr=0.01, betas=(0.9, 0.95))
 
 
 def train(model, optimizer, rank, steps, clip=0.0, first=0):

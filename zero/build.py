@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from zero.data_parallel import ShardedDataParallel
 from zero.flags import Flags
 from zero.gradients import GradientNorms, float32_norms
+from zero.muon import Muon
 from zero.optimizer import ShardedOptimizer
 from zero.partition import parameters
 from zero.tensors import set_data, values_on
@@ -24,10 +25,10 @@ def build(
     overlap: bool = False,
     **adamw: Any,
 ) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    """Wrap `model` for data parallelism and create its AdamW. Needs to be called on all ranks.
+    """Wrap `model` for data parallelism and create its optimizer. Needs to be called on all ranks.
 
     Args:
-        groups: parameter groups, as for torch.optim.AdamW.
+        groups: parameter groups, as for torch.optim.AdamW. If a group has an entry "matrices", the optimizer is `zero.Muon`.
         flags: see `zero.flags.Flags`.
         device: where `model` will train. Default: where it is. Its tensors move there one after the other. The values are those
             of rank 0; on other ranks, they may be on the meta device.
@@ -44,15 +45,16 @@ def build(
     implementation = flags.implementation(dist.get_world_size() if dist.is_initialized() else 1)
     device = device or next(model.parameters()).device
     adamw["fused"] = device.type in ("cuda", "cpu")
+    optimizer_cls = Muon if any("matrices" in group for group in groups) else torch.optim.AdamW
     for tensor in (*model.parameters(), *model.buffers()):
         if implementation != "sharded" or not tensor.requires_grad:  # ShardedOptimizer moves the others
             set_data(tensor, values_on(device, tensor))
     if not dist.is_initialized():
-        return model, torch.optim.AdamW(groups, **adamw)
+        return model, optimizer_cls(groups, **adamw)
     if implementation == "sharded":
         sharded = ShardedOptimizer(
             groups,
-            torch.optim.AdamW,
+            optimizer_cls,
             shard_size=flags.shard_size,
             registration_order=model.parameters(),
             device=device,
@@ -63,9 +65,9 @@ def build(
         return wrapped, sharded
     optimizer: torch.optim.Optimizer
     if implementation == "torch":
-        optimizer = ZeroRedundancyOptimizer(groups, optimizer_class=torch.optim.AdamW, **adamw)
+        optimizer = ZeroRedundancyOptimizer(groups, optimizer_class=optimizer_cls, **adamw)
     else:
-        optimizer = torch.optim.AdamW(groups, **adamw)
+        optimizer = optimizer_cls(groups, **adamw)
     # gradients are views into DDP's buckets: the all-reduce is the same, but there is no second copy of every gradient
     device_ids = [device.index] if device.type == "cuda" else None
     return DistributedDataParallel(model, device_ids=device_ids, gradient_as_bucket_view=True), optimizer

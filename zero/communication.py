@@ -13,7 +13,7 @@ from zero.prediction import DataParallelPrediction
 from zero.stopwatch import Mark, Stopwatch, mark
 from zero.tensors import tensors_in
 
-KINDS = ("all-reduce", "reduce-scatter", "all-gather", "broadcast")
+KINDS = ("all-reduce", "reduce-scatter", "all-to-all", "all-gather", "broadcast")
 
 
 class CommunicationMeter:
@@ -22,6 +22,7 @@ class CommunicationMeter:
     all-reduce      DistributedDataParallel: from the last gradient until backward ends. ShardedDataParallel: the scalars
                     that it reduces, for example the gradient norm (waits only), and the shards if they have replicas.
     reduce-scatter  ShardedDataParallel: waits in backward, and before the gradients are clipped.
+    all-to-all      `zero.Muon` under ShardedDataParallel: matrices on the way to their owners and back, waits in step.
     all-gather      ShardedDataParallel: waits in step, or with `overlap` in forward.
     broadcast       ZeroRedundancyOptimizer: from the end of its update until every rank has every parameter.
 

@@ -10,8 +10,8 @@ import torch
 
 from zero.buckets import Bucket, OwnedSlice
 from zero.collectives import AllToAllWork, Communicator
-from zero.matrices import Matrix, Part, owners_of, parts_of
-from zero.muon import NeedsWholeMatrices, iteration_flops, stacked
+from zero.matrices import MatrixPlan, Part, stacked
+from zero.muon import NeedsWholeMatrices, is_skipped
 from zero.stopwatch import region
 from zero.tensors import shaped
 
@@ -48,9 +48,7 @@ class MatrixExchange:
         params: all parameters, numbered as in `Bucket.members`.
 
     Attributes:
-        matrices: all of them.
-        owners: the rank that transforms each of them.
-        parts: the elements of each of them on each rank.
+        plan: who transforms what.
     """
 
     def __init__(
@@ -63,23 +61,19 @@ class MatrixExchange:
     ) -> None:
         self.comm, self.inner, self.groups = comm, inner, groups
         self.number_of = {param: number for number, param in enumerate(params)}
-        self.matrices: list[Matrix] = []
-        for param, group in groups.items():
-            rows, columns = stacked(params[param].shape, inner.param_groups[group]["matrices"])
-            self.matrices += [Matrix(param, row * columns, (rows, columns)) for row in range(0, len(params[param]), rows)]
-        self.owners = owners_of([iteration_flops(matrix.shape) for matrix in self.matrices], comm.shard_size)
-        self.parts = parts_of(self.matrices, [(bucket.members, bucket.sizes) for bucket in buckets])
-        device = params[0].device if params else None
-        self._nothing = torch.empty(0, dtype=inner.matrix_dtype, device=device)  # what a rank sends that has no part of a round
+        shapes = {number: (params[number].shape, inner.param_groups[group]["matrices"]) for number, group in groups.items()}
+        for param in (params[number] for number in groups):
+            if not param.is_contiguous():
+                raise ValueError(f"a matrix of shape {tuple(param.shape)} has strides {param.stride()}; make it contiguous")
+        self.plan = MatrixPlan.of(shapes, [(bucket.members, bucket.sizes) for bucket in buckets], comm.shard_size)
+        self._device = params[0].device if params else None
         ranks = range(comm.shard_size)
         self._rounds = [Round([[] for _ in ranks], [[] for _ in ranks]) for _ in buckets]
-        first: dict[int, int] = {}  # by parameter: the bucket that is updated first
-        for matrix, parts in zip(self.matrices, self.parts, strict=True):
-            first[matrix.param] = max(first.get(matrix.param, 0), *(part.bucket for part in parts))
         offsets = [[owned.offset for owned in bucket.owned] for bucket in buckets]
         self._slice_of: dict[Part, OwnedSlice] = {}  # by part of this rank
-        for matrix, parts, owner in zip(self.matrices, self.parts, self.owners, strict=True):
-            round_ = self._rounds[first[matrix.param]]
+        plan = self.plan
+        for matrix, owner, parts, number in zip(plan.matrices, plan.owners, plan.parts, plan.rounds, strict=True):
+            round_ = self._rounds[number]
             round_.params.add(matrix.param)
             for part in parts:
                 if owner == comm.shard_rank:
@@ -87,30 +81,34 @@ class MatrixExchange:
                 if part.rank == comm.shard_rank:
                     round_.sent[owner].append(part)
                     owned = buckets[part.bucket].owned[bisect_right(offsets[part.bucket], part.offset) - 1]
-                    if part not in self._slice_of and all(owned is not other for other in round_.slices):
+                    if all(owned is not other for other in round_.slices):
                         round_.slices.append(owned)
                     self._slice_of[part] = owned
+        self._used: set[int] = set()  # numbers of the parameters that this step updates
         self._in_flight: dict[int, InFlight] = {}  # by round
         self._directions: dict[torch.nn.Parameter, list[torch.Tensor]] = {}  # that have arrived, by slice
 
-    def send(self, number: int, used: Collection[int], before: Callable[[OwnedSlice, dict[str, Any]], torch.Tensor]) -> None:
+    def begin(self, changed: Collection[torch.nn.Parameter]) -> None:
+        """Begin a step that updates the parameters that have a gradient, the same on all ranks, or nothing."""
+        self._used = set() if is_skipped(self.inner) else {self.number_of[param] for param in changed}
+
+    def send(self, number: int, before: Callable[[OwnedSlice, dict[str, Any]], torch.Tensor]) -> None:
         """Start to send the slices of a round to the ranks that own their matrices.
 
         Args:
-            used: the numbers of the parameters that have a gradient. They are the same on all ranks.
             before: returns what is sent of a slice, see `zero.muon.NeedsWholeMatrices`.
         """
         round_ = self._rounds[number]
-        if round_.params.isdisjoint(used):
+        if round_.params.isdisjoint(self._used):
             return
         with region(f"zero::send matrices of bucket {number}"):
             values = {
                 owned.local: before(owned, self.group_of(owned.param)).reshape(-1)
                 for owned in round_.slices
-                if self.number_of[owned.param] in used
+                if self.number_of[owned.param] in self._used
             }
             sent, received = (
-                [[part for part in of_rank if self.matrices[part.matrix].param in used] for of_rank in parts]
+                [[part for part in of_rank if self.plan.matrices[part.matrix].param in self._used] for of_rank in parts]
                 for parts in (round_.sent, round_.received)
             )
             outgoing = []
@@ -131,10 +129,10 @@ class MatrixExchange:
             flat: dict[int, torch.Tensor] = {}
             for part, elements in zip(received, incoming.split([part.numel for part in received]), strict=True):
                 if part.matrix not in flat:
-                    flat[part.matrix] = incoming.new_empty(self.matrices[part.matrix].numel)
+                    flat[part.matrix] = incoming.new_empty(self.plan.matrices[part.matrix].numel)
                 flat[part.matrix][part.start : part.stop] = elements
             for index, elements in flat.items():
-                matrix = self.matrices[index]
+                matrix = self.plan.matrices[index]
                 whole = self.inner.whole(elements.view(matrix.shape), self.inner.param_groups[self.groups[matrix.param]])
                 flat[index] = whole.reshape(-1)
             outgoing = [flat[part.matrix][part.start : part.stop] for part in received]
@@ -151,7 +149,9 @@ class MatrixExchange:
             self._directions.setdefault(self._slice_of[part].local, []).append(arrived[part])
 
     def update(self, owned: OwnedSlice) -> None:
-        """Update a slice of this rank with its direction, which has arrived."""
+        """Update a slice of this rank with its direction, which has arrived, unless this step updates nothing."""
+        if self.number_of[owned.param] not in self._used:
+            return
         direction = shaped(torch.cat(self._directions.pop(owned.local)), owned.local)
         group = self.group_of(owned.param)
         self.inner.after(owned.local, group, direction, stacked(owned.param.shape, group["matrices"]))
@@ -165,7 +165,7 @@ class MatrixExchange:
         return self.inner.param_groups[self.groups[self.number_of[param]]]
 
     def _joined(self, elements: list[torch.Tensor]) -> torch.Tensor:
-        return torch.cat(elements) if elements else self._nothing
+        return torch.cat(elements) if elements else torch.empty(0, dtype=self.inner.matrix_dtype, device=self._device)
 
     def drop(self) -> None:
         """Wait for everything in flight, and drop it."""

@@ -18,6 +18,7 @@ from zero.layout import (
 )
 
 IMPLEMENTATIONS = ("sharded", "torch")
+OPTIMIZERS = ("adamw", "muon")
 PARAM_DTYPES = {"float32": None, "bfloat16": torch.bfloat16}  # None: the model keeps its dtypes
 
 
@@ -88,3 +89,15 @@ class Flags:
             sharing = resolve_shard_size(self.shard_size, world_size)
             return plan(params, sharing, **self.options)
         return zero_redundancy_plan(params, world_size) if implementation == "torch" else replicated_plan(params)
+
+
+def muon_of(settings: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return what a program's settings say of the groups of `zero.Muon` that have matrices; None: its optimizer is AdamW.
+
+    Raises:
+        ValueError: if `optimizer` is neither.
+    """
+    if settings["optimizer"] not in OPTIMIZERS:
+        raise ValueError(f"optimizer={settings['optimizer']!r} is not one of {', '.join(OPTIMIZERS)}")
+    names = ("momentum", "nesterov", "ns_steps", "ns_dtype")
+    return {name: settings[f"muon_{name}"] for name in names} if settings["optimizer"] == "muon" else None

@@ -44,10 +44,17 @@ class ParameterSpec(NamedTuple):
     group: int = 0  # number of its parameter group
     position: int = -1  # in the order in which the model registers its parameters; -1 if unknown
     name: str = ""
+    matrices: int = 0  # how many it consists of, for an optimizer that updates matrices, see `zero.muon`
+    matrix_dtype: torch.dtype = torch.bfloat16  # in which these are sent
 
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
+
+    @property
+    def state_tensors(self) -> int:
+        """Tensors of its optimizer state that have its shape: the momentum of Muon, or the moments of AdamW."""
+        return 1 if self.matrices else 2
 
 
 class Slice(NamedTuple):
@@ -85,6 +92,8 @@ def parameter_specs(
             group=index,
             position=positions.get(param, -1),
             name=names.get(param, ""),
+            matrices=group.get("matrices", 0),
+            matrix_dtype=torch.float32 if group.get("ns_dtype") == "float32" else torch.bfloat16,
         )
         for index, group in enumerate(groups, first_group)
         for param in group["params"]
@@ -182,8 +191,8 @@ class Layout:
         """Number of elements of the flat buffer."""
         return self.buckets[-1].stop if self.buckets else 0
 
-    def owned_numels(self) -> list[int]:
-        """Return the number of elements that each rank owns, without padding."""
+    def owned_numels(self, tensors: Sequence[int]) -> list[int]:
+        """Return the number of elements that each rank owns of tensors in the shape of its slices, `tensors` by parameter."""
         owned = [0] * len(self.shards[0]) if self.shards else []
         positions = iter(self._in_order)
         param = next(positions, None)
@@ -191,7 +200,7 @@ class Layout:
             for rank, (start, stop) in enumerate(shards):
                 while param is not None and self.offsets[param] < stop:
                     begin, end = self.offsets[param], self.offsets[param] + self.numels[param]
-                    owned[rank] += max(0, min(end, stop) - max(begin, start))
+                    owned[rank] += tensors[param] * max(0, min(end, stop) - max(begin, start))
                     if end > stop:  # the rest lies in the next shard
                         break
                     param = next(positions, None)
@@ -273,17 +282,17 @@ class Plan:
         return sorted(slices)
 
     @cached_property
-    def updated_bytes(self) -> list[int]:
-        """By rank: bytes of the trainable elements that it owns, in the dtype of the update."""
-        owned = [0] * self.world_size
+    def state_bytes(self) -> list[int]:
+        """By rank: bytes of the per-element optimizer state of the trainable parameters, in the dtype of the update."""
+        held = [0] * self.world_size
         for buffer in self.buffers:
-            for rank, numel in enumerate(buffer.layout.owned_numels()):
-                owned[rank] += numel * buffer.update_dtype.itemsize
+            tensors = [self.params[number].state_tensors for number in buffer.params]
+            for rank, numel in enumerate(buffer.layout.owned_numels(tensors)):
+                held[rank] += numel * buffer.update_dtype.itemsize
         for rank, slices in enumerate(self.assigned or ()):
-            for number, start, stop in slices:
-                if self.params[number].requires_grad:
-                    owned[rank] += (stop - start) * self.params[number].dtype.itemsize
-        return owned
+            for spec, numel in ((self.params[slice_.param], slice_.numel) for slice_ in slices):
+                held[rank] += spec.requires_grad * spec.state_tensors * numel * spec.dtype.itemsize
+        return held
 
     def update_dtype(self, number: int) -> torch.dtype:
         """Return the dtype in which a parameter is updated."""
@@ -401,9 +410,7 @@ def plan(
                 f"{update_dtype} and {partition!r}; use param_dtype=torch.bfloat16, or master_dtype='float32'"
             )
         buffers.append(BufferPlan(tuple(numbers), layout, dtype, update_dtype, device, master_dtype))
-    return Plan(
-        tuple(params), world_size, tuple(buffers), partition=partition, param_dtype=param_dtype, state_dtype=state_dtype
-    )
+    return Plan(tuple(params), world_size, tuple(buffers), None, partition, param_dtype, state_dtype)
 
 
 def zero_redundancy_plan(params: Sequence[ParameterSpec], world_size: int) -> Plan:

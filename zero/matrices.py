@@ -1,11 +1,12 @@
 """Which rank gets which matrix whole, and which elements each rank sends for that. Arithmetic only."""
 
 import heapq
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
-from zero.layout import PlacedSlice
+from zero.layout import PlacedSlice, Plan, Span
 
 
 class Matrix(NamedTuple):
@@ -33,6 +34,115 @@ class Part(NamedTuple):
     @property
     def numel(self) -> int:
         return self.stop - self.start
+
+
+class RoundSizes(NamedTuple):
+    """Numbers of elements of the matrices that a rank exchanges in one round."""
+
+    held: int  # in its shards
+    received: int  # of the matrices that it owns, also from itself
+    kept: int  # in its shards, of the matrices that it owns
+    largest: int  # of the largest matrix that it owns
+
+    @property
+    def sent(self) -> int:
+        """Elements that it sends to other ranks, to the owners and back."""
+        return self.held + self.received - 2 * self.kept
+
+
+@dataclass(frozen=True)
+class MatrixPlan:
+    """The owner and the parts of each matrix. They are exchanged in rounds, one for each bucket.
+
+    Attributes:
+        matrices: all of them.
+        owners: the rank that transforms each of them.
+        parts: the elements of each of them on each rank.
+        rounds: the number of the round of each of them: the bucket that is updated first of those that hold its parameter.
+    """
+
+    matrices: list[Matrix]
+    owners: list[int]
+    parts: list[list[Part]]
+    rounds: list[int]
+
+    @classmethod
+    def of(
+        cls,
+        params: Mapping[int, tuple[tuple[int, ...], int]],
+        buckets: Sequence[tuple[Sequence[PlacedSlice], Sequence[int]]],
+        world_size: int,
+    ) -> Self:
+        """Return the plan for parameters that consist of matrices.
+
+        Args:
+            params: the shape of each, and how many matrices it consists of, by number.
+            buckets: see `parts_of`. The last one is updated first.
+            world_size: number of ranks that share the buckets.
+
+        Raises:
+            ValueError: if a parameter does not consist of so many matrices.
+        """
+        matrices = []
+        for number, (shape, count) in params.items():
+            rows, columns = stacked(shape, count)
+            matrices += [Matrix(number, row * columns, (rows, columns)) for row in range(0, shape[0], rows)]
+        parts = parts_of(matrices, buckets)
+        last: dict[int, int] = {}  # bucket of a parameter
+        for matrix, its_parts in zip(matrices, parts, strict=True):
+            last[matrix.param] = max(last.get(matrix.param, 0), *(part.bucket for part in its_parts))
+        owners = owners_of([iteration_flops(matrix.shape) for matrix in matrices], world_size)
+        return cls(matrices, owners, parts, [last[matrix.param] for matrix in matrices])
+
+    def sizes(self, rank: int, rounds: int) -> list[RoundSizes]:
+        """Return what a rank exchanges in each round."""
+        found = [RoundSizes(0, 0, 0, 0)] * rounds
+        for matrix, owner, parts, number in zip(self.matrices, self.owners, self.parts, self.rounds, strict=True):
+            held = sum(part.numel for part in parts if part.rank == rank)
+            held_before, received, kept, largest = found[number]
+            if owner == rank:
+                received, kept, largest = received + matrix.numel, kept + held, max(largest, matrix.numel)
+            found[number] = RoundSizes(held_before + held, received, kept, largest)
+        return found
+
+    def flops(self, rank: int) -> int:
+        """Return the FLOPs of one Newton-Schulz iteration of all matrices that a rank owns."""
+        owned = [matrix for matrix, owner in zip(self.matrices, self.owners, strict=True) if owner == rank]
+        return sum(iteration_flops(matrix.shape) for matrix in owned)
+
+
+def matrix_plan(plan: Plan) -> MatrixPlan:
+    """Return the plan of the matrices of a ShardedOptimizer's plan, with parameters numbered as in its buffers, one by one."""
+    params: dict[int, tuple[tuple[int, ...], int]] = {}
+    buckets = []
+    first = 0
+    for buffer in plan.buffers:
+        for number, spec in enumerate((plan.params[number] for number in buffer.params), first):
+            if spec.matrices:
+                params[number] = spec.shape, spec.matrices
+        for shards in buffer.layout.shards:
+            members = buffer.layout.placed_in(Span(shards[0].start, shards[-1].stop))
+            placed = [member._replace(param=first + member.param) for member in members]
+            buckets.append((placed, [shard.numel for shard in shards]))
+        first += len(buffer.params)
+    return MatrixPlan.of(params, buckets, plan.world_size)
+
+
+def stacked(shape: Sequence[int], count: int) -> tuple[int, int]:
+    """Return the rows and columns of each of the `count` matrices of a parameter.
+
+    Raises:
+        ValueError: if it does not consist of so many.
+    """
+    if len(shape) != 2 or shape[0] % count:
+        raise ValueError(f"a parameter of shape {tuple(shape)} does not consist of {count} matrices of equal size")
+    return shape[0] // count, shape[1]
+
+
+def iteration_flops(shape: tuple[int, int]) -> int:
+    """Return the FLOPs of a Newton-Schulz iteration for a matrix."""
+    short, long = sorted(shape)
+    return 2 * short * short * (2 * long + short)
 
 
 def owners_of(costs: Sequence[int], world_size: int) -> list[int]:

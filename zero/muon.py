@@ -5,6 +5,9 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
+from zero.matrices import stacked
+
+NS_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic iteration, see https://kellerjordan.github.io/posts/muon/
 
 
@@ -16,7 +19,10 @@ class NeedsWholeMatrices(Protocol):
     groups of such parameters have an entry "matrices", see `stacked`. All others are updated by `step`.
     """
 
-    matrix_dtype: torch.dtype  # in which matrices are sent and transformed
+    @property
+    def matrix_dtype(self) -> torch.dtype:
+        """The dtype in which matrices are sent and transformed."""
+        ...
 
     def before(self, local: torch.nn.Parameter, group: dict[str, Any]) -> torch.Tensor:
         """Update the state of a slice that has a gradient; return what its matrix consists of, in the shape of `local`."""
@@ -40,7 +46,8 @@ class Muon(torch.optim.AdamW):
 
     Args:
         params: parameter groups. A group with the entry "matrices": 1 has parameters with two dimensions. With k > 1, each of
-            them consists of k matrices of equal size, one below the other, such as query, key and value.
+            them consists of k matrices of equal size, one below the other, such as query, key and value. A group can have its
+            own momentum, nesterov and ns_steps.
         momentum: factor of the momentum, a moving average of the gradients.
         nesterov: use the momentum that the next step would have with the same gradient.
         ns_steps: Newton-Schulz iterations.
@@ -64,19 +71,31 @@ class Muon(torch.optim.AdamW):
         ns_dtype: str = "bfloat16",
         **adamw: Any,
     ) -> None:
-        if not 0.0 <= momentum < 1.0:
-            raise ValueError(f"momentum={momentum} must be at least 0 and less than 1")
-        if ns_steps < 1:
-            raise ValueError(f"ns_steps={ns_steps} must be positive")
-        if ns_dtype not in ("bfloat16", "float32"):
-            raise ValueError(f"ns_dtype={ns_dtype!r} is not one of bfloat16, float32")
-        self.matrix_dtype: torch.dtype = getattr(torch, ns_dtype)
-        self._of_matrices = {"matrices": 0, "momentum": momentum, "nesterov": nesterov, "ns_steps": ns_steps}
+        of_matrices = {"matrices": 0, "momentum": momentum, "nesterov": nesterov, "ns_steps": ns_steps, "ns_dtype": ns_dtype}
+        self._of_matrices = of_matrices
         super().__init__(params, **adamw)
-        self.defaults |= self._of_matrices
+        self.defaults |= of_matrices
+        # torch.amp.GradScaler would leave it to `step` to unscale the gradients and to skip: only AdamW's fused kernel can
+        self._step_supports_amp_scaling = False
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        super().add_param_group({**self._of_matrices, **param_group})
+        group = {**self._of_matrices, **param_group}
+        if not 0.0 <= group["momentum"] < 1.0:
+            raise ValueError(f"momentum={group['momentum']} must be at least 0 and less than 1")
+        if group["ns_steps"] < 1:
+            raise ValueError(f"ns_steps={group['ns_steps']} must be positive")
+        if group["ns_dtype"] not in NS_DTYPES:
+            raise ValueError(f"ns_dtype={group['ns_dtype']!r} is not one of {', '.join(NS_DTYPES)}")
+        with_matrices = [group for group in (group, *self.param_groups) if group["matrices"]]
+        if len({group["ns_dtype"] for group in with_matrices}) > 1:
+            raise ValueError("the groups of matrices have different ns_dtype; use one for all")
+        super().add_param_group(group)
+
+    @property
+    def matrix_dtype(self) -> torch.dtype:
+        """The dtype in which matrices are sent and transformed: ns_dtype."""
+        name = next((group["ns_dtype"] for group in self.param_groups if group["matrices"]), "bfloat16")
+        return NS_DTYPES[name]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         torch.optim.Optimizer.__setstate__(self, state)  # that of AdamW expects a `step` in the state of every parameter
@@ -89,9 +108,10 @@ class Muon(torch.optim.AdamW):
             with torch.enable_grad():
                 loss = closure()
         of_matrices = [(group, group["params"]) for group in self.param_groups if group["matrices"]]
+        skipped = is_skipped(self)
         for group, params in of_matrices:
             for param in params:
-                if param.grad is not None:
+                if param.grad is not None and not skipped:
                     count, shape = group["matrices"], stacked(param.shape, group["matrices"])
                     whole = [self.whole(matrix, group) for matrix in self.before(param, group).chunk(count)]
                     self.after(param, group, torch.cat(whole), shape)
@@ -136,21 +156,9 @@ def orthogonalized(matrix: torch.Tensor, steps: int) -> torch.Tensor:
     return x.T if matrix.shape[0] > matrix.shape[1] else x
 
 
-def iteration_flops(shape: tuple[int, int]) -> int:
-    """Return the FLOPs of a Newton-Schulz iteration for a matrix."""
-    short, long = sorted(shape)
-    return 2 * short * short * (2 * long + short)
-
-
-def stacked(shape: tuple[int, ...], count: int) -> tuple[int, int]:
-    """Return the rows and columns of each of the `count` matrices of a parameter.
-
-    Raises:
-        ValueError: if it does not consist of so many.
-    """
-    if len(shape) != 2 or shape[0] % count:
-        raise ValueError(f"a parameter of shape {tuple(shape)} does not consist of {count} matrices of equal size")
-    return shape[0] // count, shape[1]
+def is_skipped(optimizer: Any) -> bool:
+    """Return whether `found_inf`, a flag of AdamW's fused kernel, says that a step changes nothing. Waits for a GPU."""
+    return bool(getattr(optimizer, "found_inf", None))
 
 
 def own_step(cls: type[torch.optim.Optimizer]) -> Any:

@@ -5,7 +5,7 @@ rounds tensors up, and its libraries (cuBLAS, NCCL) take workspaces in addition.
 """
 
 import math
-from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple
@@ -13,8 +13,10 @@ from typing import Literal, NamedTuple
 import torch
 
 from zero.codecs import STATE_CODECS
-from zero.collectives import KEPT_BYTES, PART
+from zero.collectives import PART
 from zero.layout import ParameterSpec, Plan
+from zero.matrices import MatrixPlan, RoundSizes, iteration_flops, matrix_plan, stacked
+from zero.traffic import FlatTensor, Traffic, nbytes_of
 
 PURPOSES = ("parameters", "gradients", "state", "master", "buckets")
 
@@ -47,8 +49,6 @@ class Prediction:
         micro_steps: micro-steps per iteration on each rank.
         shard_gradients: see `zero.ShardedDataParallel`.
         on_cpu: gloo, and large buckets are kept from step to step. On a GPU, the backend is NCCL.
-        tensors_per_parameter: per-element state tensors in the dtype of the update: 2 for AdamW. `step` counters, 4 bytes per
-            slice, are not counted.
     """
 
     plan: Plan
@@ -57,7 +57,6 @@ class Prediction:
     micro_steps: int = 1
     shard_gradients: bool = False
     on_cpu: bool = False
-    tensors_per_parameter: int = 2
 
     def at(self, point: Point) -> dict[str, int]:
         """Return the bytes of the model and its optimizer at a point of a step, by purpose.
@@ -93,6 +92,12 @@ class Prediction:
         figure is the mean over the ranks, (N - 1) / N of the bytes.
         """
         return {}
+
+    @cached_property
+    def iteration_flops(self) -> int:
+        """FLOPs of a Newton-Schulz iteration of the matrices that this rank transforms; 0 with AdamW."""
+        specs = [spec for _, spec, _ in self._owned if spec.matrices]
+        return sum(spec.matrices * iteration_flops(stacked(spec.shape, spec.matrices)) for spec in specs)
 
     @property
     def largest_buckets(self) -> int:
@@ -146,20 +151,34 @@ class Prediction:
 
     @cached_property
     def state(self) -> int:
-        """Bytes of the per-element optimizer state of the owned slices."""
+        """Bytes of the per-element optimizer state of the owned slices. `step` counters, 4 bytes each, are not counted."""
         codec = STATE_CODECS[self.plan.state_dtype]
         if codec is None:
             return self.decoded_state
-        return self.tensors_per_parameter * sum(
-            codec.nbytes(stop - start) if self._is_encoded(number) else (stop - start) * self.plan.update_dtype(number).itemsize
-            for number, start, stop in self.plan.slices(self.rank)
-            if self.plan.params[number].requires_grad
+        return sum(
+            spec.state_tensors * (codec.nbytes(numel) if self._is_encoded(number) else numel * self._update_itemsize(number))
+            for number, spec, numel in self._owned
         )
 
     @cached_property
     def decoded_state(self) -> int:
         """Bytes of the same state in the dtype of the update."""
-        return self.tensors_per_parameter * self.plan.updated_bytes[self.rank]
+        return self.plan.state_bytes[self.rank]
+
+    @cached_property
+    def owned(self) -> int:
+        """Bytes of the elements of the owned slices, in the dtype of the update."""
+        return sum(numel * self._update_itemsize(number) for number, _, numel in self._owned)
+
+    @property
+    def _owned(self) -> Iterator[tuple[int, ParameterSpec, int]]:
+        """The number of the parameter, its spec and the number of elements of each slice that is updated."""
+        for number, start, stop in self.plan.slices(self.rank):
+            if (spec := self.plan.params[number]).requires_grad:
+                yield number, spec, stop - start
+
+    def _update_itemsize(self, number: int) -> int:
+        return self.plan.update_dtype(number).itemsize
 
     @cached_property
     def decoded_slice(self) -> int:
@@ -170,11 +189,10 @@ class Prediction:
 
     @cached_property
     def decoded(self) -> list[int]:
-        """Bytes of float32 copies of what each bucket holds in another form, while it is updated."""
+        """Bytes of float32 copies of what each bucket holds in another form, while it is updated. No parameter is a matrix."""
+        copies = 0 if self.plan.state_dtype == "float32" else 2
         return [
-            4
-            * shards[self.rank].numel
-            * (buffer.has_remainders + self.tensors_per_parameter * (self.plan.state_dtype != "float32"))
+            4 * shards[self.rank].numel * (buffer.has_remainders + copies)
             for buffer in self.plan.buffers
             for shards in buffer.layout.shards
         ]
@@ -186,7 +204,7 @@ class Prediction:
     @cached_property
     def whole_state(self) -> int:
         """Bytes of the per-element optimizer state of all ranks together."""
-        return self.tensors_per_parameter * sum(self.plan.updated_bytes)
+        return sum(self.plan.state_bytes)
 
     @cached_property
     def master(self) -> int:
@@ -260,7 +278,13 @@ class ShardedPrediction(Prediction):
         sent = {"reduce-scatter": scattered * (self.micro_steps if self.shard_gradients else 1), "all-gather": gathered}
         if replicas > 1:
             sent["all-reduce"] = sum(2 * own * (replicas - 1) // replicas for own in self._own_bytes)
+        if rounds := self._rounds:
+            sent["all-to-all"] = sum(sizes.sent for sizes in rounds) * self._matrix_itemsize
         return sent
+
+    @cached_property
+    def iteration_flops(self) -> int:
+        return self._matrices.flops(self.rank) if self._matrices is not None else 0
 
     @property
     def largest_buckets(self) -> int:
@@ -270,6 +294,32 @@ class ShardedPrediction(Prediction):
     def gradient_shards(self) -> int:
         """Bytes of the mean gradients of the owned slices under ShardedDataParallel."""
         return sum(self._own_bytes)
+
+    @cached_property
+    def exchanged(self) -> int:
+        """Largest bytes that the exchange of matrices takes in an update, see `zero.exchange`: three rounds at a time."""
+        if not self._rounds:
+            return 0
+        nothing = [RoundSizes(0, 0, 0, 0)] * 2
+        sizes, peak = nothing + self._rounds + nothing, 0
+        for later, transformed, updated in zip(sizes, sizes[1:], sizes[2:], strict=False):  # the last bucket comes first
+            in_flight = later.held + later.received + transformed.held + updated.held + updated.received
+            peak = max(peak, in_flight + 3 * transformed.received + 4 * transformed.largest)
+        return peak * self._matrix_itemsize
+
+    @cached_property
+    def _rounds(self) -> list[RoundSizes]:
+        """What this rank exchanges of matrices in each round; empty: there are none."""
+        rounds = sum(len(buffer.layout.shards) for buffer in self.plan.buffers)
+        return self._matrices.sizes(self.rank, rounds) if self._matrices is not None else []
+
+    @cached_property
+    def _matrices(self) -> MatrixPlan | None:
+        return matrix_plan(self.plan) if any(spec.matrices and spec.requires_grad for spec in self.plan.params) else None
+
+    @property
+    def _matrix_itemsize(self) -> int:
+        return next(spec.matrix_dtype for spec in self.plan.params if spec.matrices).itemsize
 
     def _gradients_and_buckets(self, point: Point) -> tuple[int, int]:
         if point == "wrapped":
@@ -289,7 +339,7 @@ class ShardedPrediction(Prediction):
                 sum(self._gradients_and_buckets("accumulating")) + forward,
                 self.gradient_shards + self._traffic.between + loss,
             ]
-        update = sum(self._gradients_and_buckets("before step")) + max(self.decoded, default=0)
+        update = sum(self._gradients_and_buckets("before step")) + max(self.decoded, default=0) + self.exchanged
         # until the first gradient of an iteration arrives, there is what the step before has left
         return max(*local, self._traffic.after_step + max(forward, loss), self._while_sending(layers, embedding), update)
 
@@ -333,12 +383,14 @@ class ShardedPrediction(Prediction):
         return before
 
     @cached_property
-    def _traffic(self) -> "_Traffic":
+    def _traffic(self) -> Traffic:
         """The reduce-scatters of an iteration, bucket by bucket, as ShardedDataParallel runs them."""
-        traffic = _Traffic(self.on_cpu)
+        traffic = Traffic(self.on_cpu)
         stop: float = 0  # bytes of gradients in buckets; after backward infinite
         arrived: set[int] = set()
-        in_flight: list[tuple[int, _Tensor, list[_Tensor], _Tensor]] = []  # number, bucket, received, shard; at most one
+        in_flight: list[
+            tuple[int, FlatTensor, list[FlatTensor], FlatTensor]
+        ] = []  # number, bucket, received, shard; at most one
 
         def finish() -> None:
             for number, bucket, received, shard in in_flight:
@@ -364,7 +416,7 @@ class ShardedPrediction(Prediction):
                 for number, (buffer, shards) in enumerate(buckets):
                     own = shards[self.rank].numel
                     bucket = shards[-1].stop - shards[0].start, buffer.dtype
-                    start, stop = stop, stop + _nbytes(bucket)
+                    start, stop = stop, stop + nbytes_of(bucket)
                     traffic.acquire(bucket)
                     traffic.add_step(start, stop)
                     finish()
@@ -384,55 +436,3 @@ class ShardedPrediction(Prediction):
                 traffic.clear()
             traffic.after_step = traffic.now
         return traffic
-
-
-_Tensor = tuple[int, torch.dtype]  # number of elements, dtype
-
-
-class _Traffic:
-    """Counts the bytes that communication takes, with those that a `zero.collectives.Pool` keeps, and without shards."""
-
-    def __init__(self, on_cpu: bool) -> None:
-        self.now = 0
-        self.peak = 0
-        self.in_flight = 0  # at the end of the last backward but one
-        self.between = 0  # when that has arrived
-        self.after_step = 0
-        self.shards = 0  # bytes of the shards that have arrived in this iteration
-        self.steps: list[tuple[float, float, int]] = []  # of the last backward, see `add_step`
-        self._smallest_kept = KEPT_BYTES if on_cpu else math.inf
-        self._free: Counter[_Tensor] = Counter()  # what the pool keeps
-
-    def acquire(self, tensor: _Tensor) -> None:
-        if self._free[tensor]:
-            self._free[tensor] -= 1
-        else:
-            self.now += _nbytes(tensor)
-            self.peak = max(self.peak, self.now)
-
-    def release(self, tensor: _Tensor) -> None:
-        if _nbytes(tensor) >= self._smallest_kept:
-            self._free[tensor] += 1
-        else:
-            self.now -= _nbytes(tensor)
-
-    def clear(self) -> None:
-        """Free what the pool keeps."""
-        self.now -= sum(_nbytes(tensor) * count for tensor, count in self._free.items())
-        self._free.clear()
-
-    def add_shard(self, shard: _Tensor, received: list[_Tensor]) -> None:
-        """Add a shard, whose memory is one of `received` if that fits."""
-        self.shards += _nbytes(shard)
-        if shard in received:
-            received.remove(shard)
-            self.now -= _nbytes(shard)
-
-    def add_step(self, start: float, stop: float) -> None:
-        """Note the bytes of communication and shards while the bytes of gradients in buckets rise from `start` to `stop`."""
-        self.steps.append((start, stop, self.now + self.shards))
-
-
-def _nbytes(tensor: _Tensor) -> int:
-    numel, dtype = tensor
-    return numel * dtype.itemsize

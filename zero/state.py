@@ -358,13 +358,13 @@ def _check_contiguous(part: Partition) -> None:
 
 def _check_groups(saved_groups: list[dict[str, Any]], optimizer: torch.optim.Optimizer) -> None:
     """Refuse groups that do not match the groups of this optimizer."""
-    lengths = [len(group["params"]) for group in optimizer.param_groups]
-    saved_lengths = [len(group["params"]) for group in saved_groups]
+    lengths, saved_lengths = ([len(group["params"]) for group in groups] for groups in (optimizer.param_groups, saved_groups))
     if lengths != saved_lengths:
         raise CheckpointError(f"the saved optimizer has {saved_lengths} parameters in its groups, this one {lengths}")
     for saved, group in zip(saved_groups, optimizer.param_groups, strict=True):
         for key, value in hyperparameters(saved).items():
-            if key in group and key not in _MACHINE_FLAGS and not _is_same_kind(value, group[key]):
+            fits = value == group.get(key) if key == "matrices" else _is_same_kind(value, group.get(key))
+            if key in group and key not in _MACHINE_FLAGS and not fits:
                 raise CheckpointError(f"the saved optimizer has {key}={value!r}, this one {key}={group[key]!r}")
 
 

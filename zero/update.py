@@ -1,5 +1,6 @@
 """Phase 2 of a step: the inner optimizer updates the owned slices, bucket by bucket, each one in full precision."""
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -39,18 +40,25 @@ class SliceUpdate:
             changed: the parameters that have a gradient on any rank.
             **kwargs: arguments of the inner optimizer's `step`.
         """
-        exchange, order = self.exchange, [bucket.number for buckets in rounds for bucket in buckets]
-        used = set() if exchange is None else {exchange.number_of[param] for param in changed}
-        for number, buckets in enumerate(rounds):
+        if self.exchange is not None:
+            self.exchange.begin(changed)
+        order = [bucket.number for buckets in rounds for bucket in buckets]
+        positions = itertools.count()
+        for buckets in rounds:
             with region(f"zero::update bucket {buckets[0].number}" if len(buckets) == 1 else "zero::update"):
-                if exchange is not None:
-                    for later in order[number + 2 if number else 0 : number + 3]:
-                        exchange.send(later, used, self._before)
-                    for later in order[number + 1 if number else 0 : number + 2]:
-                        exchange.transform(later)
-                    exchange.receive(order[number])
+                for _ in buckets:
+                    self._exchange_for(order, next(positions))
                 self._update(buckets, **kwargs)
             yield buckets
+
+    def _exchange_for(self, order: list[int], position: int) -> None:
+        """Wait for the directions of the bucket at a position in the order of the updates, and work ahead for the next two."""
+        if (exchange := self.exchange) is not None:
+            for later in order[position + 2 if position else 0 : position + 3]:
+                exchange.send(later, self._before)
+            for later in order[position + 1 if position else 0 : position + 2]:
+                exchange.transform(later)
+            exchange.receive(order[position])
 
     def drop(self) -> None:
         """Wait for what a step that has failed has left in flight, and drop it."""

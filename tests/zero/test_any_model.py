@@ -64,6 +64,7 @@ OPTIMIZERS = {
     "asgd": (torch.optim.ASGD, {"lr": 0.1, "t0": 1}),
     **{cls.__name__: (cls, {"lr": 0.05}) for cls in (*ELEMENTWISE, *WHOLE)},
     "AdamWithWarmup": (AdamWithWarmup, {"lr": 0.03, "eps": 1e-4}),
+    "muon": (zero.Muon, {"lr": 0.005, "weight_decay": 0.1, "eps": 1e-4, "ns_dtype": "float32"}),
 }
 DECLARED = {cls.__name__ for cls in ELEMENTWISE}
 BY_PARAMETER = {cls.__name__ for cls in WHOLE}
@@ -178,7 +179,18 @@ def parameter_groups(model, description):
     count = description.groups
     lr = OPTIMIZERS[description.optimizer][1]["lr"]
     groups = [{"params": params[index::count], "lr": lr / (1 + index), "weight_decay": 0.1 * index} for index in range(count)]
+    if description.optimizer == "muon":
+        return [part for group in groups for part in with_matrices(group)]
     return groups if count > 1 else params
+
+
+def with_matrices(group):
+    """The group, and one with its contiguous matrices: those with four rows consist of two."""
+    found = [{**group, "params": []}, {**group, "params": [], "matrices": 1}, {**group, "params": [], "matrices": 2}]
+    for param in group["params"]:
+        is_matrix = param.dim() == 2 and param.numel() and param.is_contiguous()
+        found[(2 if len(param) == 4 else 1) if is_matrix else 0]["params"].append(param)
+    return [part for part in found if part["params"]]
 
 
 def build(description, plain):
@@ -537,7 +549,7 @@ def runs_of(block):
 
 
 @st.composite
-def descriptions(draw, most_ranks):
+def descriptions(draw, most_ranks, optimizers):
     others = [block for block in BLOCKS if block not in HELD]
     kind = st.sampled_from(others) | st.sampled_from(others) | st.sampled_from(others) | st.sampled_from(list(HELD))
     one = kind.flatmap(lambda block: st.tuples(st.just(block), runs_of(block)))
@@ -545,7 +557,7 @@ def descriptions(draw, most_ranks):
     keys = {block for block, _ in blocks}
     reentrant = any("reentrant" in word for block in blocks for word in block)
     ranks = draw(st.integers(2, most_ranks))
-    optimizer = draw(st.sampled_from(list(OPTIMIZERS)))
+    optimizer = draw(st.sampled_from(optimizers))
     overlap = draw(st.booleans())
     readers = [
         name
@@ -591,7 +603,7 @@ def descriptions(draw, most_ranks):
     )
 
 
-def check(runner, count, most_ranks):
+def check(runner, count, most_ranks, optimizers=tuple(OPTIMIZERS)):
     """Try `count` descriptions; make the first that fails as plain as possible, and print it."""
     verdicts = Counter()
     failures = []
@@ -606,7 +618,7 @@ def check(runner, count, most_ranks):
         report_multiple_bugs=False,
         suppress_health_check=list(HealthCheck),
     )
-    @hypothesis.given(descriptions(most_ranks))
+    @hypothesis.given(descriptions(most_ranks, optimizers))
     def every(description):
         verdict, what = runner.run(description)
         verdicts[verdict] += 1
@@ -684,6 +696,15 @@ def test_every_way_to_run_every_block(runner):
 @pytest.mark.slow("random models, optimizers and loops on two to four ranks", seconds=290)
 def test_three_hundred_and_fifty_models(runner):
     check(runner, 350, most_ranks=4)
+
+
+def test_ten_models_with_muon(runner):
+    check(runner, 10, most_ranks=2, optimizers=("muon",))
+
+
+@pytest.mark.slow("random models and loops on two to four ranks", seconds=170)
+def test_two_hundred_models_with_muon(runner):
+    check(runner, 200, most_ranks=4, optimizers=("muon",))
 
 
 @pytest.mark.parametrize("wrapper", ["sharded", "alone", "before ddp", "after ddp"])

@@ -24,6 +24,8 @@ specs = st.lists(
         shape=st.lists(st.integers(0, 9), max_size=3).map(tuple),
         dtype=st.sampled_from(FLOATS),
         device=st.just(torch.device("meta")),
+        matrices=st.just(0),
+        matrix_dtype=st.just(torch.bfloat16),
         requires_grad=st.booleans(),
         group=st.integers(0, 2),
         position=st.integers(-1, 5),
@@ -150,11 +152,13 @@ def test_flags_choose_the_plan_of_what_they_build(world_size):
 
 
 @given(specs, st.integers(1, 9), options)
-def test_updated_bytes_are_those_of_the_slices(params, world_size, kwargs):
+def test_state_bytes_are_those_of_the_slices(params, world_size, kwargs):
+    params = [spec._replace(matrices=number % 2) for number, spec in enumerate(params)]  # every second one has Muon's state
     for planned in (plan(params, world_size, **kwargs), zero_redundancy_plan(params, world_size), replicated_plan(params)):
-        for rank, owned in enumerate(planned.updated_bytes):
+        for rank, held in enumerate(planned.state_bytes):
             trainable = [piece for piece in planned.slices(rank) if params[piece.param].requires_grad]
-            assert owned == sum(piece.numel * planned.update_dtype(piece.param).itemsize for piece in trainable)
+            tensors = [(piece, 2 - piece.param % 2) for piece in trainable]
+            assert held == sum(count * piece.numel * planned.update_dtype(piece.param).itemsize for piece, count in tensors)
 
 
 def test_a_group_that_is_added_has_the_next_number():

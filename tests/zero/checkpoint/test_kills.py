@@ -17,11 +17,11 @@ from zero import checkpoint as ckpt
 STEPS, WORLD_SIZE = 40, 2
 
 
-def train_rank(rank, meeting, folder, format, started):
+def train_rank(rank, meeting, folder, format, muon, started):
     """From the newest checkpoint to the end, a save every other step; the losses go to a file, a line each."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{meeting}/rendezvous", rank=rank, world_size=WORLD_SIZE)
-    model, optimizer = build_toy("sharded")
+    model, optimizer = build_toy("sharded", muon=muon)
     first = 0
     if os.path.exists(f"{folder}/ckpt.pt"):
         path, _ = ckpt.find(folder)
@@ -52,12 +52,12 @@ def train_rank(rank, meeting, folder, format, started):
     os._exit(0)
 
 
-def start(folder, format):
+def start(folder, format, muon):
     """The ranks, and when all of them are in training."""
     meeting = tempfile.mkdtemp(dir=folder)
     events = [ranks.context.Event() for _ in range(WORLD_SIZE)]
     processes = [
-        ranks.context.Process(target=train_rank, args=(rank, meeting, folder, format, event))
+        ranks.context.Process(target=train_rank, args=(rank, meeting, folder, format, muon, event))
         for rank, event in enumerate(events)
     ]
     for process in processes:
@@ -91,11 +91,11 @@ def steps_taken(folder):
     return path.read_text().count("\n") if path.exists() else 0
 
 
-def kill_and_resume(tmp_path, trials):
+def kill_and_resume(tmp_path, trials, muon=False):
     rng = random.Random(0)
     undisturbed = tmp_path / "undisturbed"
     undisturbed.mkdir()
-    processes, events = start(str(undisturbed), "consolidated")
+    processes, events = start(str(undisturbed), "consolidated", muon)
     for event in events:
         event.wait()
     begin = time.monotonic()
@@ -109,7 +109,7 @@ def kill_and_resume(tmp_path, trials):
         folder = tmp_path / str(trial)
         folder.mkdir()
         format = ckpt.FORMATS[trial // 2 % 2]
-        processes, events = start(str(folder), format)
+        processes, events = start(str(folder), format, muon)
         for event in events:
             event.wait()
         steps = rng.randrange(STEPS - 1)
@@ -122,7 +122,7 @@ def kill_and_resume(tmp_path, trials):
         finish(processes)  # a rank that is left alone finds out and fails
         interrupted += not (folder / "end.pt").exists()
         if not (folder / "end.pt").exists():
-            processes, _ = start(str(folder), format)
+            processes, _ = start(str(folder), format, muon)
             assert finish(processes) == [0] * WORLD_SIZE, trial
         assert curve(folder) == expected, trial
         resumed = torch.load(folder / "end.pt", weights_only=True)
@@ -132,6 +132,15 @@ def kill_and_resume(tmp_path, trials):
 
 def test_killed_eight_times(tmp_path):
     kill_and_resume(tmp_path, 8)
+
+
+def test_killed_four_times_with_muon(tmp_path):
+    kill_and_resume(tmp_path, 4, muon=True)
+
+
+@pytest.mark.slow("100 kills; the default has four", seconds=560)
+def test_killed_100_times_with_muon(tmp_path):
+    kill_and_resume(tmp_path, 100, muon=True)
 
 
 @pytest.mark.slow("100 kills; the default has eight", seconds=560)

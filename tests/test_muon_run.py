@@ -1,0 +1,113 @@
+"""train.py --optimizer=muon: every implementation trains the same weights, and its checkpoints go anywhere; schedules."""
+
+import json
+
+import pytest
+import torch
+from scripts import SETTINGS, run, torch_load, train
+
+from run.schedule import horizons
+
+MUON = ["--optimizer=muon", "--dropout=0.0", "--grad_clip=0.0"]
+
+
+@pytest.fixture(scope="module")
+def of_ddp(data, tmp_path_factory):
+    """A run under DistributedDataParallel, whose every rank has the whole state: its losses, and its checkpoint."""
+    out = tmp_path_factory.mktemp("ddp")
+    losses, _, printed = train(out, data, *MUON, "--use_zero1=False", ranks=2)
+    assert "Using plain Muon: " in printed
+    return losses, torch_load(out)
+
+
+@pytest.mark.parametrize(
+    ("flags", "printed"),
+    [
+        (["--zero_bucket_mb=0.02"], "MB of Muon state on the fullest rank; plain Muon would hold"),
+        (["--zero1_impl=torch"], "zero1_impl='torch' (ZeroRedundancyOptimizer)"),
+        (["--zero_shard_size=1"], "over 1 rank in each of 2 groups"),
+        (["--state_dtype=float32", "--shadow_check=3"], "all 15 parameters are bit-identical to plain Muon"),
+    ],
+    ids=str,
+)
+def test_two_ranks_give_the_same_weights_bit_for_bit(data, tmp_path, of_ddp, flags, printed):
+    losses, _, output = train(tmp_path, data, *MUON, *flags, ranks=2)
+    assert printed in output
+    assert "WARNING" not in output
+    checkpoint = torch_load(tmp_path)
+    assert losses[19] < losses[0] - 0.3
+    for key, tensor in of_ddp[1]["model"].items():
+        assert torch.equal(checkpoint["model"][key], tensor), key
+    assert checkpoint["optimizer"]["param_groups"] == of_ddp[1]["optimizer"]["param_groups"]
+    for number, state in of_ddp[1]["optimizer"]["state"].items():
+        assert all(torch.equal(checkpoint["optimizer"]["state"][number][key], value) for key, value in state.items()), number
+
+
+def test_the_state_in_a_checkpoint_is_that_of_torchs_muon_and_adamw(of_ddp):
+    """As docs/sharding.md says: groups without matrices first, each state as the class of torch.optim has it."""
+    _, checkpoint = of_ddp
+    groups, state = checkpoint["optimizer"]["param_groups"], checkpoint["optimizer"]["state"]
+    assert [group["matrices"] for group in groups] == [0, 0, 1, 3]
+    for group in groups:
+        kind = {"momentum_buffer"} if group["matrices"] else {"step", "exp_avg", "exp_avg_sq"}
+        assert all(state[number].keys() == kind for number in group["params"])
+    params = [torch.nn.Parameter(torch.zeros_like(state[number]["momentum_buffer"])) for number in groups[2]["params"]]
+    of_torch = torch.optim.Muon(params, adjust_lr_fn="match_rms_adamw")
+    of_group = {place: state[number] for place, number in enumerate(groups[2]["params"])}
+    of_torch.load_state_dict({"state": of_group, "param_groups": of_torch.state_dict()["param_groups"]})
+    assert all(of_torch.state[param]["momentum_buffer"].any() for param in params)
+
+
+def test_a_run_goes_on_on_other_ranks_and_logs_what_it_sends(data, tmp_path, of_ddp):
+    flags = [*MUON, "--log_interval=1", "--metric_interval=1"]
+    train(tmp_path, data, *flags, "--max_iters=6", "--checkpoint_format=sharded", ranks=3)
+    train(tmp_path, data, *flags, "--max_iters=12", "--init_from=resume", ranks=2)
+    with open(tmp_path / "metrics.jsonl") as file:
+        sent = {event.get("comm/sent_all_to_all_mb_per_step") for event in map(json.loads, file)} - {None}
+    losses, _, _ = train(tmp_path, data, *flags, "--init_from=resume")
+    assert max(abs(losses[i] - of_ddp[0][i]) for i in losses) < 0.02  # bfloat16 Newton-Schulz of other roundings
+    assert all(value > 0 for value in sent)
+    assert sent
+    process = run("train.py", *SETTINGS, f"--dataset={data}", f"--out_dir={tmp_path}", "--init_from=resume")
+    assert (process.returncode, process.stderr.count("\n")) == (2, 1)
+    assert "the checkpoint is of optimizer=muon; use --optimizer=muon" in process.stderr
+    _, _, printed = train(tmp_path, data, *flags, "--init_from=resume", "--muon_momentum=0.9", "--max_iters=20")
+    assert "note: a resumed run uses the checkpoint's values: muon_momentum=0.95 (not 0.9)" in printed
+
+
+def test_an_unknown_optimizer_is_refused(data, tmp_path):
+    process = run("train.py", *SETTINGS, f"--dataset={data}", f"--out_dir={tmp_path}", "--optimizer=lion")
+    assert (process.returncode, process.stderr.count("\n")) == (2, 1)
+    assert "optimizer='lion' is not one of adamw, muon" in process.stderr
+
+
+# -- schedules ---------------------------------------------------------------------------------------------------------
+
+
+def rates(out):
+    with open(out / "metrics.jsonl") as file:
+        return {event["iter"]: event["lr"] for event in map(json.loads, file) if "iter/loss" in event}
+
+
+def test_wsd_is_constant_then_decays_and_goes_on_from_its_stable_part(data, tmp_path):
+    wsd = ["--schedule=wsd", "--min_lr=1e-4", "--warmup_iters=2", "--decay_fraction=0.25", "--eval_interval=9"]
+    train(tmp_path, data, *wsd, "--max_iters=12", "--lr_decay_iters=12")
+    found = rates(tmp_path)
+    assert [found[i] for i in range(2, 10)] == [1e-2] * 8
+    assert found[1] < 1e-2
+    assert [found[i] for i in (10, 11, 12)] == pytest.approx([1e-4 + (1 - part / 3) * 99e-4 for part in (1, 2, 3)])
+    (tmp_path / "ckpt.pt").unlink()  # so that ckpt_prev.pt, of iteration 9, is the newest
+    train(tmp_path, data, *wsd, "--max_iters=16", "--lr_decay_iters=16", "--init_from=resume")
+    assert [rates(tmp_path)[i] for i in (9, 10, 11, 12)] == [1e-2] * 4
+    assert rates(tmp_path)[16] == 1e-4
+
+
+def test_horizons_in_tokens(data, tmp_path):
+    settings = {f"{name}_iters": 7 for name in ("max", "warmup", "lr_decay")}
+    tokens = {"max_tokens": 1000, "warmup_tokens": 0, "lr_decay_tokens": 1001}
+    assert horizons(settings | tokens, 100) == {"max_iters": 10, "warmup_iters": 7, "lr_decay_iters": 11}
+    per_iteration = 6 * 2 * 16
+    flags = [f"--max_tokens={5 * per_iteration}", f"--lr_decay_tokens={4 * per_iteration}", f"--warmup_tokens={per_iteration}"]
+    train(tmp_path, data, *flags, "--min_lr=1e-3")
+    found = rates(tmp_path)
+    assert [max(found), found[1], found[4], found[5]] == pytest.approx([5, 1e-2, 1e-3, 1e-3])

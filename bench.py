@@ -39,7 +39,7 @@ same round, and the ratio is the median over all rounds. If its quartiles are fa
 Modes: adamw, torch, sharded, shard_gradients, bfloat16, remainder, int8, loss_chunk (as in plan.py);
 simple: all-reduce, update of the own part, then an all-gather without overlap;
 hybrid: sharded, where zero_shard_size ranks share the state; no_overlap: sharded, whose step waits for the all-gathers;
-fsdp2: PyTorch's fully_shard. muon: sharded, with Muon; ddp_muon: torch.optim.Muon and AdamW on every rank.
+fsdp2: PyTorch's fully_shard. muon: sharded, with Muon; plain_muon: the same on every rank.
 
 Points of a step: after init: the model exists. wrapping: the most while data parallelism is set up; after wrapping:
 then. accumulating: between micro-steps. before step, after step: around the update. saving: a checkpoint is gathered.

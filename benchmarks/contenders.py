@@ -1,6 +1,5 @@
 """The models and optimizers that are compared. Every mode starts from the same weights."""
 
-from collections import ChainMap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -27,8 +26,8 @@ from zero.layout import BucketMB, plan
 # simple: DistributedDataParallel's all-reduce, an update of 1/N, then an all-gather that overlaps with nothing
 # fsdp2: FSDP2, applied block by block; parameters stay unsharded between forward and backward
 # muon: sharded, with Muon for the matrices
-# ddp_muon: DistributedDataParallel, with torch.optim.Muon and AdamW on every rank; it takes c_attn for one matrix
-MODES = (*PLANNED, "loss_chunk", "hybrid", "no_overlap", "simple", "fsdp2", "muon", "ddp_muon")
+# plain_muon: the same under DistributedDataParallel, where every rank orthogonalizes all matrices
+MODES = (*PLANNED, "loss_chunk", "hybrid", "no_overlap", "simple", "fsdp2", "muon", "plain_muon")
 ADAMW: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95)}
 MUON: dict[str, Any] = {"momentum": 0.95, "nesterov": True, "ns_steps": 5, "ns_dtype": "bfloat16"}
 
@@ -48,9 +47,9 @@ class Setup:
     shard_size: int = 0  # of the mode hybrid
 
     def flags(self, mode: str) -> Flags:
-        """Return the flags of a mode of `forecast.memory.MODES`, of loss_chunk, hybrid, no_overlap, muon or ddp_muon."""
+        """Return the flags of a mode of `forecast.memory.MODES`, of loss_chunk, hybrid, no_overlap, muon or plain_muon."""
         flags = replace(
-            PLANNED["adamw" if mode == "ddp_muon" else mode if mode in PLANNED else "sharded"], bucket_mb=self.bucket_mb
+            PLANNED["adamw" if mode == "plain_muon" else mode if mode in PLANNED else "sharded"], bucket_mb=self.bucket_mb
         )
         return replace(flags, shard_size=self.shard_size) if mode == "hybrid" else flags
 
@@ -87,7 +86,7 @@ class Contender:
     def __init__(self, setup: Setup, mode: str) -> None:
         self.setup, self.mode = setup, mode
         torch.manual_seed(setup.seed)
-        is_built = mode not in ("simple", "fsdp2", "ddp_muon")
+        is_built = mode not in ("simple", "fsdp2")
         with setup.device, without_weights(is_built and dist.get_rank() > 0):  # on a CPU, GPT-2 XL would take most of a minute
             self.module = GPT(setup.config)
         if is_built and dist.get_rank() == 0:  # as in train.py, rank 0 has the weights, in main memory
@@ -103,9 +102,6 @@ class Contender:
         groups = self.module.param_groups(0.1, MUON if self.mode.endswith("muon") else None)
         if self.mode == "simple":
             self.optimizer = ShardedOptimizer(groups, torch.optim.AdamW, bucket_mb=self.setup.bucket_mb, fused=True, **ADAMW)
-            self.model = DistributedDataParallel(self.module, gradient_as_bucket_view=True)
-        elif self.mode == "ddp_muon":
-            self.optimizer = _of_torch(groups)
             self.model = DistributedDataParallel(self.module, gradient_as_bucket_view=True)
         elif self.mode == "fsdp2":
             mesh = init_device_mesh(self.setup.device.type, (dist.get_world_size(),))
@@ -188,26 +184,6 @@ class Contender:
             **ADAMW,
         )
         self.model = ShardedDataParallel(self.module, self.optimizer, flags.shard_gradients, overlap=True)
-
-
-class _Several(torch.optim.Optimizer):
-    """Several optimizers, as one."""
-
-    def __init__(self, *optimizers: torch.optim.Optimizer) -> None:
-        super().__init__([group for optimizer in optimizers for group in optimizer.param_groups], {})
-        self.optimizers = optimizers
-
-    def step(self, closure: Any = None) -> Any:
-        for optimizer in self.optimizers:
-            optimizer.step()
-        self.state = ChainMap(*(optimizer.state for optimizer in self.optimizers))  # type: ignore[assignment]
-
-
-def _of_torch(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    """Return torch.optim.Muon for the groups with matrices, and AdamW for the others."""
-    muon = [{"params": group["params"], "weight_decay": group["weight_decay"]} for group in groups if "matrices" in group]
-    of_muon = torch.optim.Muon(muon, lr=ADAMW["lr"], adjust_lr_fn="match_rms_adamw")
-    return _Several(of_muon, torch.optim.AdamW([group for group in groups if "matrices" not in group], fused=True, **ADAMW))
 
 
 def _without_communication(_: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:

@@ -189,13 +189,17 @@ class Prediction:
 
     @cached_property
     def decoded(self) -> list[int]:
-        """Bytes of float32 copies of what each bucket holds in another form, while it is updated. No parameter is a matrix."""
-        copies = 0 if self.plan.state_dtype == "float32" else 2
-        return [
-            4 * shards[self.rank].numel * (buffer.has_remainders + copies)
-            for buffer in self.plan.buffers
-            for shards in buffer.layout.shards
-        ]
+        """Bytes of float32 copies of what each bucket holds in another form, while it is updated."""
+        found = []
+        for buffer in self.plan.buffers:
+            for shard in (shards[self.rank] for shards in buffer.layout.shards):
+                # the momentum of a matrix is needed for one slice at a time, see `exchanged`
+                of_adamw = [
+                    part for part in buffer.layout.placed_in(shard) if not self.plan.params[buffer.params[part.param]].matrices
+                ]
+                moments = 0 if self.plan.state_dtype == "float32" else 2 * sum(part.stop - part.start for part in of_adamw)
+                found.append(4 * (shard.numel * buffer.has_remainders + moments))
+        return found
 
     def _is_encoded(self, number: int) -> bool:
         """Return whether the state of a parameter is encoded: that of a number, which has no dimensions, is not."""

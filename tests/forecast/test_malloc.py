@@ -37,7 +37,7 @@ GROUPS = {  # setup, and modes; bfloat16 weights need autocast
     "autocast, checkpointing": (replace(AUTOCAST, activation_checkpointing=True), ["sharded"]),
 }
 # bytes for codecs and for rounding to bfloat16, which work on 131,072 elements at a time; gloo holds what arrives meanwhile
-ROOM = {("bfloat16", "wrapping"): 1_200_000, ("remainder", "wrapping"): 1_200_000}
+ROOM = {(mode, point): 1_600_000 for mode in ("bfloat16", "remainder") for point in ("wrapping", "peak")}
 ROOM |= {("remainder", "saving"): 3_000_000, ("int8", "saving"): 3_000_000}
 GPT2_124M = GPTConfig(block_size=64, vocab_size=50304, **GPT2_SIZES["gpt2"], bias=False)
 

@@ -21,6 +21,7 @@ from zero.memory import held_bytes
 from zero.optimizer import ShardedOptimizer
 from zero.prediction import DataParallelPrediction, Prediction, ShardedPrediction
 
+
 class MuonFlags(Flags):
     """Flags of a model whose optimizer is Muon."""
 
@@ -116,6 +117,11 @@ def run_steps(flags, micro_steps, sizes, measure, live):
     return optimizer
 
 
+def make_tables():
+    """Make the tables of 8-bit codes, 133 kB, which all optimizers share."""
+    Int8().encode(torch.ones(1), torch.zeros(0))
+
+
 def predicted_and_measured(flags, micro_steps=2, sizes=SIZES):
     """By point of a step: the bytes predicted from a model on the meta device, the bytes held, and all bytes alive."""
     prediction = prediction_of(flags, dist.get_world_size(), dist.get_rank(), micro_steps, sizes)
@@ -131,7 +137,7 @@ def predicted_and_measured(flags, micro_steps=2, sizes=SIZES):
             time.sleep(0.01)
         points[point] = predicted, held_bytes(optimizer, model), live.now
 
-    Int8().encode(torch.ones(1), torch.zeros(0))  # makes its tables of 133 kB, which all optimizers share
+    make_tables()
     with LiveBytes() as live:
         optimizer = run_steps(flags, micro_steps, sizes, measure, live)
     sent = optimizer.comm.sent_bytes if isinstance(optimizer, ShardedOptimizer) else {}
@@ -238,6 +244,7 @@ PEAK_SIZES = [replace(SIZES, vocab_size=3000), replace(SIZES, n_layer=8, block_s
 def predicted_and_measured_peaks():
     """Peaks of training in bytes, by mode, number of micro-steps and sizes."""
     world_size, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+    make_tables()
     peaks = {}
     for mode, flags in MODES.items() if world_size > 1 else [("adamw", MODES["adamw"])]:
         dtype = "bfloat16" if flags.param_dtype == "bfloat16" else "float32"

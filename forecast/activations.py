@@ -94,7 +94,8 @@ class LiveBytes(TorchDispatchMode):
             return
         start = storage.data_ptr() if is_real else 0
         # FSDP2 frees the memory of storages that stay alive, and allocates it again in another place
-        around = [(other(), begin) for other, begin, end in self._spans.values() if start and begin <= start < end]
+        spans = list(self._spans.values())  # a thread of gloo may free a storage meanwhile
+        around = [(other(), begin) for other, begin, end in spans if start and begin <= start < end]
         is_inside = any(other is not None and other.data_ptr() == begin for other, begin in around)
         self._alive[key] = 0 if is_inside else storage.nbytes()
         if start and not is_inside:

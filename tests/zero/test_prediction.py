@@ -266,7 +266,8 @@ def test_the_peak_of_training(world_size):
     for peaks in by_rank:
         assert peaks
         for case, (predicted, measured) in peaks.items():
-            assert 0.98 * measured <= predicted <= 1.03 * measured, case
+            room = 400_000 if "state in" in case else 0  # codecs and checksums work on up to 131,072 elements at a time
+            assert 0.98 * (measured - room) <= predicted <= 1.03 * measured, case
 
 
 def peak_of_construction(mode):

@@ -54,6 +54,7 @@ NonNegativeInt = Annotated[int, Rule("must not be negative", lambda value: value
 PositiveFloat = Annotated[float, Rule("must be positive", lambda value: value > 0)]
 NonNegativeFloat = Annotated[float, Rule("must not be negative", lambda value: value >= 0)]
 UnitInterval = Annotated[float, Rule("must be at least 0 and less than 1", lambda value: 0 <= value < 1)]
+Fraction = Annotated[float, Rule("must be positive and at most 1", lambda value: 0 < value <= 1)]
 
 
 def configure(settings: dict[str, Any], argv: list[str] | None = None) -> dict[str, Any]:

@@ -229,25 +229,19 @@ class GPT(nn.Module):
             muon: for `zero.Muon`, entries of the groups that hold the matrices of the blocks. Query, key and value are a matrix
                 each. None: for AdamW, with nanoGPT's two groups.
         """
+        params = [param for param in self.parameters() if param.requires_grad]
+        matrices = {param for param in self.transformer.h.parameters() if muon is not None and param.dim() == 2}
         stacked = {block.attn.c_attn.weight for block in self.transformer.h}
-        matrices = {param for param in self.transformer.h.parameters() if param.dim() == 2} if muon is not None else set()
-        others = set(self.parameters()) - matrices
-
-        def group(members: Iterable[torch.Tensor], **entries: Any) -> dict[str, Any]:
-            chosen = [param for param in self.parameters() if param.requires_grad and param in members]
-            return {"params": chosen, **entries}
-
+        decay: dict[str, Any] = {"weight_decay": weight_decay}
         groups = [
-            group({param for param in others if param.dim() >= 2}, weight_decay=weight_decay),
-            group({param for param in others if param.dim() < 2}, weight_decay=0.0),
+            {"params": [param for param in params if param.dim() >= 2 and param not in matrices], **decay},
+            {"params": [param for param in params if param.dim() < 2], "weight_decay": 0.0},
         ]
-        if muon is None:
-            return groups
-        return [
-            *groups,
-            group(matrices - stacked, weight_decay=weight_decay, matrices=1, **muon),
-            group(matrices & stacked, weight_decay=weight_decay, matrices=3, **muon),
-        ]
+        if muon is not None:
+            single = [param for param in params if param in matrices - stacked]
+            groups.append({"params": single, **decay, "matrices": 1, **muon})
+            groups.append({"params": [param for param in params if param in stacked], **decay, "matrices": 3, **muon})
+        return groups
 
     def forward(
         self, idx: torch.Tensor, targets: torch.Tensor | None = None

@@ -107,7 +107,7 @@ max batch    the largest batch_size that fits, up to {largest_batch}
 sent         what a rank sends per iteration, and how long that takes alone: at {bandwidth_gbit:g} Gbit/s inside a machine, at
              {between_gbit:g} Gbit/s between machines{between}{exposed}
 fsdp2        PyTorch's fully_shard of each block. Its peak is an estimate, up to a tenth too high"""
-_SHADOW = "\nshadow       what shadow_check holds in the first iterations ({shadow_check}): plain AdamW on a copy of the model"
+_SHADOW = "\nshadow       what shadow_check holds in the first iterations ({shadow_check}): plain, on a copy of the model"
 _RESIDENT = f", with {CPU_RESIDENT - 1:.0%} more for pages that the system's allocator keeps"
 _BETWEEN = """
 between      of this: what leaves a machine of {ranks_per_machine} ranks, as the mean over its ranks; every collective

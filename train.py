@@ -26,7 +26,7 @@ from typing import Literal
 import numpy as np
 import torch
 
-from configurator import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, UnitInterval, configure
+from configurator import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, UnitInterval, configure
 from data.dataset import EVALUATION_BATCH, Dataset, prepare_if_missing
 from distributed import machine
 from distributed.exits import exit_on_wrong_input
@@ -100,13 +100,11 @@ decay_lr = True
 schedule: Literal["cosine", "wsd"] = "cosine"  # after the warm-up; wsd: constant, then linear decay to min_lr at the end
 warmup_iters: NonNegativeInt = 2000
 lr_decay_iters = 600000  # where the decay ends; should be about max_iters, as in Chinchilla
-decay_fraction: UnitInterval = 0.2  # 'wsd': part of lr_decay_iters that decays
+decay_fraction: Fraction = 0.2  # 'wsd': part of lr_decay_iters that decays
 min_lr: NonNegativeFloat = 6e-5  # should be about learning_rate / 10
-max_tokens: NonNegativeInt = (
-    0  # these three in place of max_iters, warmup_iters and lr_decay_iters, on all ranks together; 0: off
-)
-warmup_tokens: NonNegativeInt = 0
-lr_decay_tokens: NonNegativeInt = 0
+max_tokens: NonNegativeInt = 0  # tokens of all ranks in place of max_iters; 0: max_iters
+warmup_tokens: NonNegativeInt = 0  # the same for warmup_iters
+lr_decay_tokens: NonNegativeInt = 0  # the same for lr_decay_iters
 # ZeRO-1
 use_zero1 = True  # shard the optimizer state across the ranks
 zero1_impl: Literal["sharded", "torch"] = "sharded"  # 'sharded': the code in zero/; 'torch': ZeroRedundancyOptimizer
@@ -114,7 +112,7 @@ zero_bucket_mb: Literal["auto"] | PositiveFloat = "auto"  # 'sharded': megabytes
 shard_gradients = False  # 'sharded': also keep only 1/N of the gradients; costs one reduce-scatter per micro-step
 param_dtype: Literal["float32", "bfloat16"] = "float32"  # weights and gradients; 'sharded' keeps float32 masters, 1/N per rank
 master_dtype: Literal["float32", "remainder"] = "float32"  # 'remainder': 2 instead of 4 bytes per bfloat16 weight, same values
-state_dtype: Literal["float32", "bfloat16", "int8"] = "float32"  # 'sharded': of AdamW's moments between updates, 1/N per rank
+state_dtype: Literal["float32", "bfloat16", "int8"] = "float32"  # 'sharded': of the moments between updates, 1/N per rank
 zero_shard_size: NonNegativeInt = 0  # 'sharded': ranks that share the optimizer state, such as the GPUs of a machine; 0: all
 zero_check_reads = False  # 'sharded', for debugging: refuse early reads of parameters in all iterations, not only the first
 desync_check_interval: NonNegativeInt = 0  # iterations between comparisons of the ranks' weights; 0: no comparison
@@ -125,7 +123,9 @@ device = "auto"  # 'cpu', 'cuda', 'cuda:1', 'mps'; auto: cuda if available, othe
 dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # float16 uses GradScaler; auto: best on GPU, float32 on CPU
 compile = torch.cuda.is_available()  # compile the model block by block with torch.compile
 seed: NonNegativeInt = 1337
-shadow_check: NonNegativeInt = 0  # iterations in which plain AdamW trains a copy, to print how far the weights differ; 0: off
+shadow_check: NonNegativeInt = (
+    0  # iterations in which the plain optimizer trains a copy, to print how far weights differ; 0: off
+)
 profile = False  # after a few iterations, write a trace of torch.profiler to out_dir/profile
 profile_memory = False  # the same, with the allocations of memory; on a GPU also write a snapshot of its memory
 config = configure(globals())

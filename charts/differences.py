@@ -17,6 +17,7 @@ _FIRST: tuple[str, ...] = (
     "dataset",
     "implementation",
     "world_size",
+    "optimizer",
     "shard_gradients",
     "param_dtype",
     "state_dtype",
@@ -35,7 +36,15 @@ _SHARDED = ("shard_gradients", "zero_bucket_mb", "zero_shard_size", "zero_check_
 _SAME_LOSS = {"implementation", "world_size", "zero_bucket_mb", "shard_gradients", "zero_shard_size", "zero_check_reads"}
 _SAME_LOSS |= {"activation_checkpointing", "loss_chunk", "desync_check_interval", "shadow_check", "metric_interval"}
 _SAME_LOSS |= {"eval_interval", "eval_iters", "sample_interval", "profile", "profile_memory", "keep_checkpoints", "async_save"}
-_SAME_LOSS |= {"checkpoint_format", "on_save_error", "always_save_checkpoint", "dist_timeout_s", "max_iters", "compile"}
+_SAME_LOSS |= {
+    "checkpoint_format",
+    "on_save_error",
+    "always_save_checkpoint",
+    "dist_timeout_s",
+    "max_iters",
+    "max_tokens",
+    "compile",
+}
 _SAME_LOSS |= {"device", *_LAST}
 _PARTS = ("implementation", "world_size")  # what may change when a run is resumed, see run/logger.py
 _BATCH = ("batch_size", "gradient_accumulation_steps")  # their product says which sequences an iteration takes
@@ -107,6 +116,8 @@ def _compared(facts: Facts) -> dict[str, Any]:
         del found["init_from"]
     if found.get("implementation", "sharded") != "sharded":
         found = {key: value for key, value in found.items() if key not in _SHARDED}
+    if found.get("optimizer") == "adamw":
+        found = {key: value for key, value in found.items() if not key.startswith("muon_")}
     if "devices" in found:  # one per rank
         found["devices"] = list(dict.fromkeys(found["devices"]))
     for key in _PARTS:

@@ -81,7 +81,8 @@ def compare_with_checkpoint(checkpoint: dict[str, Any], settings: dict[str, Any]
     Of a checkpoint from nanoGPT, only the size of the vocabulary is known.
 
     Raises:
-        ValueError: if the dataset has another vocabulary, or the checkpoint is of another optimizer.
+        ValueError: if the dataset has another vocabulary, the checkpoint is of another optimizer, or a horizon is in tokens and
+            an iteration had another number of them until now.
     """
     size, name = checkpoint["model_args"].get("vocab_size"), checkpoint["config"].get("dataset")
     vocabulary = checkpoint.get("vocabulary", data.vocabulary if data.vocab_size in (None, size) else f"{size} tokens")
@@ -89,6 +90,14 @@ def compare_with_checkpoint(checkpoint: dict[str, Any], settings: dict[str, Any]
         raise ValueError(
             f"dataset {data.name} has another vocabulary ({data.vocabulary}) than the checkpoint ({vocabulary}); "
             f"use the files of dataset {name} that it was trained on, or start a new run in another --out_dir"
+        )
+    sequences, made = settings["batch_size"] * settings["gradient_accumulation_steps"], checkpoint["iter_num"]
+    by_tokens = [name for name in ("max_tokens", "warmup_tokens", "lr_decay_tokens") if settings[name]]
+    if by_tokens and checkpoint.get("data_position", made * sequences) != made * sequences:
+        raise ValueError(
+            f"{by_tokens[0]}={settings[by_tokens[0]]} needs the same batch in all iterations, but the checkpoint has had "
+            f"{checkpoint['data_position']} sequences in {made} iterations, and an iteration now has {sequences}; "
+            "count in iterations, or resume with the batch_size and gradient_accumulation_steps of before"
         )
     if "dataset" in checkpoint and checkpoint["dataset"] != data.fingerprint():
         print0(f"note: the run goes on with other data: dataset {data.name}; until the checkpoint it was dataset {name}")
@@ -99,7 +108,7 @@ def compare_with_checkpoint(checkpoint: dict[str, Any], settings: dict[str, Any]
         raise ValueError(f"the checkpoint is of optimizer={optimizer}; use --optimizer={optimizer}")
     saved = {**checkpoint["model_args"], "weight_decay": groups[0].get("weight_decay")}
     saved["beta1"], saved["beta2"] = groups[0].get("betas", (None, None))
-    of_muon = [name for name in settings if name.startswith("muon_")]
+    of_muon = ("muon_momentum", "muon_nesterov", "muon_ns_steps")
     saved |= {name: (of_matrices or {}).get(name.removeprefix("muon_")) for name in of_muon}
     names = ("n_layer", "n_head", "n_embd", "bias", "weight_decay", "beta1", "beta2", *of_muon)
     ignored = [name for name in names if saved.get(name) is not None and saved[name] != settings[name]]

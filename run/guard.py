@@ -18,10 +18,10 @@ class Guard:
     """Skips an update if the loss of any rank or the gradient norm is not finite. Needs to be created on all ranks.
 
     `check` leaves the decision on the device, where the fused AdamW reads it (`found_inf`, the flag of GradScaler). So the
-    host does not wait for a GPU. `report` copies the decision to the host. After `limit` consecutive skipped updates, every
-    later update is skipped as well. So the weights stay as they were before the first of these skipped updates, even if
-    the host reads the decision much later. With float16, only the loss counts here, because the gradient scaler handles
-    gradients that are not finite.
+    host does not wait for a GPU (with Muon it does, to skip the exchange of matrices). `report` copies the decision to the
+    host. After `limit` consecutive skipped updates, every later update is skipped as well. So the weights stay as they were
+    before the first of these skipped updates, even if the host reads the decision much later. With float16, only the loss
+    counts here, because the gradient scaler handles gradients that are not finite.
 
     Args:
         model: the model, which gives the parameter names for the messages.

@@ -163,7 +163,7 @@ class Run:
         if state.iter_num > config["max_iters"]:
             print0(
                 f"nothing to train: the checkpoint is at iteration {state.iter_num}, beyond max_iters={config['max_iters']}; "
-                "use a larger one"
+                f"use a larger {'max_tokens' if config['max_tokens'] else 'one'}"
             )
         if will_train:
             self.memory_check.announce(state.iter_num)

@@ -65,7 +65,7 @@ def test_a_run_goes_on_on_other_ranks_and_logs_what_it_sends(data, tmp_path, of_
     with open(tmp_path / "metrics.jsonl") as file:
         sent = {event.get("comm/sent_all_to_all_mb_per_step") for event in map(json.loads, file)} - {None}
     losses, _, _ = train(tmp_path, data, *flags, "--init_from=resume")
-    assert max(abs(losses[i] - of_ddp[0][i]) for i in losses) < 0.02  # bfloat16 Newton-Schulz of other roundings
+    assert max(abs(losses[i] - of_ddp[0][i]) for i in losses) < 1e-3  # bfloat16 Newton-Schulz of other roundings
     assert all(value > 0 for value in sent)
     assert sent
     process = run("train.py", *SETTINGS, f"--dataset={data}", f"--out_dir={tmp_path}", "--init_from=resume")
@@ -105,9 +105,19 @@ def test_wsd_is_constant_then_decays_and_goes_on_from_its_stable_part(data, tmp_
 def test_horizons_in_tokens(data, tmp_path):
     settings = {f"{name}_iters": 7 for name in ("max", "warmup", "lr_decay")}
     tokens = {"max_tokens": 1000, "warmup_tokens": 0, "lr_decay_tokens": 1001}
-    assert horizons(settings | tokens, 100) == {"max_iters": 10, "warmup_iters": 7, "lr_decay_iters": 11}
+    assert horizons(settings | tokens, 100) == {"max_iters": 9, "warmup_iters": 7, "lr_decay_iters": 11}
     per_iteration = 6 * 2 * 16
     flags = [f"--max_tokens={5 * per_iteration}", f"--lr_decay_tokens={4 * per_iteration}", f"--warmup_tokens={per_iteration}"]
     train(tmp_path, data, *flags, "--min_lr=1e-3")
     found = rates(tmp_path)
-    assert [max(found), found[1], found[4], found[5]] == pytest.approx([5, 1e-2, 1e-3, 1e-3])
+    assert len(found) == 5
+    assert [found[1], found[4]] == pytest.approx([1e-2, 1e-3])
+    more = [f"--max_tokens={8 * per_iteration}", "--init_from=resume"]
+    process = run("train.py", *SETTINGS, f"--dataset={data}", f"--out_dir={tmp_path}", *more, "--batch_size=4")
+    assert (process.returncode, process.stderr.count("\n")) == (2, 1)
+    assert (
+        "the checkpoint has had 60 sequences in 5 iterations, and an iteration now has 24; count in iterations"
+        in process.stderr
+    )
+    train(tmp_path, data, *more)
+    assert len(rates(tmp_path)) == 8

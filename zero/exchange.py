@@ -177,12 +177,12 @@ class MatrixExchange:
 
 def exchange_of(optimizer: Any) -> MatrixExchange | None:
     """Return the exchange of a ShardedOptimizer, if it cuts parameters and its inner optimizer needs whole matrices."""
-    inner, params = optimizer.inner, optimizer.flat_params
+    inner, params, inner_groups = optimizer.inner, optimizer.flat_params, optimizer.inner.param_groups
     if optimizer.partition == "parameter" or not isinstance(inner, NeedsWholeMatrices):
         return None
     group_of = {param: index for index, group in enumerate(optimizer.param_groups) for param in group["params"]}
     groups = {number: group_of[param] for number, param in enumerate(params)}
-    with_matrices = {number: index for number, index in groups.items() if optimizer.inner.param_groups[index]["matrices"]}
+    with_matrices = {number: index for number, index in groups.items() if inner_groups[index].get("matrices")}
     return MatrixExchange(optimizer.comm, optimizer.buckets, inner, with_matrices, params)
 
 

@@ -134,7 +134,7 @@ def stacked(shape: Sequence[int], count: int) -> tuple[int, int]:
     Raises:
         ValueError: if it does not consist of so many.
     """
-    if len(shape) != 2 or shape[0] % count:
+    if len(shape) != 2 or 0 in shape or shape[0] % count:
         raise ValueError(f"a parameter of shape {tuple(shape)} does not consist of {count} matrices of equal size")
     return shape[0] // count, shape[1]
 

@@ -82,6 +82,8 @@ class Muon(torch.optim.AdamW):
         group = {**self._of_matrices, **param_group}
         if not 0.0 <= group["momentum"] < 1.0:
             raise ValueError(f"momentum={group['momentum']} must be at least 0 and less than 1")
+        if group["matrices"] and group.get("maximize", self.defaults["maximize"]):
+            raise ValueError("maximize=True is not supported for matrices")
         if group["ns_steps"] < 1:
             raise ValueError(f"ns_steps={group['ns_steps']} must be positive")
         if group["ns_dtype"] not in NS_DTYPES:

@@ -288,7 +288,7 @@ class ShardedPrediction(Prediction):
 
     @cached_property
     def iteration_flops(self) -> int:
-        return self._matrices.flops(self.rank) if self._matrices is not None else 0
+        return super().iteration_flops if self._matrices is None else self._matrices.flops(self.rank)
 
     @property
     def largest_buckets(self) -> int:
@@ -301,14 +301,20 @@ class ShardedPrediction(Prediction):
 
     @cached_property
     def exchanged(self) -> int:
-        """Largest bytes that the exchange of matrices takes in an update, see `zero.exchange`: three rounds at a time."""
+        """Largest bytes that the exchange of matrices takes in an update, see `zero.exchange`: three rounds at a time.
+
+        Of the one that is transformed there are first its elements and whole matrices with the temporary tensors of
+        Newton-Schulz, then its elements, whole matrices and what is sent back and received.
+        """
         if not self._rounds:
             return 0
         nothing = [RoundSizes(0, 0, 0, 0)] * 2
         sizes, peak = nothing + self._rounds + nothing, 0
         for later, transformed, updated in zip(sizes, sizes[1:], sizes[2:], strict=False):  # the last bucket comes first
-            in_flight = later.held + later.received + transformed.held + updated.held + updated.received
-            peak = max(peak, in_flight + 3 * transformed.received + 4 * transformed.largest)
+            in_flight = later.held + later.received + updated.held + updated.received
+            of_transformed = transformed.held + 2 * transformed.received
+            at_the_end = transformed.received + transformed.held
+            peak = max(peak, in_flight + of_transformed + max(4 * transformed.largest, at_the_end))
         return peak * self._matrix_itemsize
 
     @cached_property
@@ -319,7 +325,9 @@ class ShardedPrediction(Prediction):
 
     @cached_property
     def _matrices(self) -> MatrixPlan | None:
-        return matrix_plan(self.plan) if any(spec.matrices and spec.requires_grad for spec in self.plan.params) else None
+        """The plan of the exchange; None: there are no matrices, or none that is cut."""
+        has_some = any(spec.matrices and spec.requires_grad for spec in self.plan.params)
+        return matrix_plan(self.plan) if has_some and self.plan.partition == "element" else None
 
     @property
     def _matrix_itemsize(self) -> int:

@@ -23,8 +23,8 @@ from zero.optimizer import hyperparameters
 from zero.partition import Partition, partition
 from zero.tensors import flattened, meta_like, shaped
 
-# these flags select how this machine runs the update, not its result: taken from the running optimizer, never from a file
-_MACHINE_FLAGS = ("fused", "foreach", "capturable", "differentiable")
+# these say how this machine computes the update: taken from the running optimizer, never from a file
+_MACHINE_FLAGS = ("fused", "foreach", "capturable", "differentiable", "ns_dtype")
 _RULE = "state must have one number per element, or be one number, the same on all ranks; use partition='parameter'"
 # what each class of torch.optim keeps for a parameter: always, and with some hyperparameters or shapes
 _ENTRIES: dict[type, tuple[set[str], set[str]]] = {

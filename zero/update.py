@@ -11,6 +11,7 @@ from zero.codecs import Codec, decoded, encode, rounding_noise
 from zero.exchange import MatrixExchange
 from zero.muon import own_step
 from zero.stopwatch import region
+from zero.tensors import flattened
 
 
 class SliceUpdate:
@@ -71,7 +72,7 @@ class SliceUpdate:
         if len(buckets) < len(self.buckets) or self.exchange is not None:
             for index, group in enumerate(groups):
                 locals_ = [local for bucket in buckets for local in bucket.local_by_group.get(index, [])]
-                group["params"] = [] if self.exchange is not None and group["matrices"] else locals_
+                group["params"] = [] if self.exchange is not None and group.get("matrices") else locals_
         updated = [[owned for owned in bucket.owned if owned.local.grad is not None] for bucket in buckets]
         by_element = [[owned.local for owned in slices if not self._has_matrices(owned)] for slices in updated]
         loaded = []
@@ -95,7 +96,10 @@ class SliceUpdate:
                 self._encode(locals_)
 
     def _before(self, owned: OwnedSlice, group: dict[str, Any]) -> torch.Tensor:
-        """Call `before` of the inner optimizer, with the state of the slice in float32. What rounds it is not random."""
+        """Call `before` of the inner optimizer, with the state of the slice in float32.
+
+        The random numbers that round it afterwards come from a checksum of the state: there may be no number of steps.
+        """
         inner: Any = self.inner
         if self.codec is None:
             return inner.before(owned.local, group)
@@ -103,7 +107,9 @@ class SliceUpdate:
         if owned.local in state:
             state[owned.local] = decoded(owned.local, state[owned.local])
         result = inner.before(owned.local, group)
-        encode([(owned.local, state[owned.local])], self.codec, torch.full((1,), 2**15, device=owned.local.device))
+        values = [flattened(value, owned.local) for value in state[owned.local].values() if value.dtype == torch.float32]
+        checksum = torch.stack([value.view(torch.int32).sum(dtype=torch.int32) for value in values]).sum()
+        encode([(owned.local, state[owned.local])], self.codec, rounding_noise(checksum, owned.local.numel()))
         return result
 
     def _has_matrices(self, owned: OwnedSlice) -> bool:

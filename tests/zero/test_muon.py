@@ -205,6 +205,26 @@ def test_state_in_fewer_bytes(state_dtype):
     assert 0 < difference < 0.05
 
 
+def constant_gradient(state_dtype):
+    """Momentum over gradient after many equal gradients."""
+    torch.manual_seed(0)
+    param = nn.Parameter(torch.zeros(16, 32))
+    group = {"params": [param], "matrices": 1, "momentum": 0.99, "ns_steps": 1}
+    optimizer = ShardedOptimizer([group], Muon, lr=0.0, state_dtype=state_dtype)
+    gradient = torch.rand(16, 32) + 0.5
+    for _ in range(800):
+        param.grad = gradient
+        optimizer.step()
+    momentum = ckpt.consolidate(optimizer)["state"][0]["momentum_buffer"]
+    return (momentum / gradient).mean().item()
+
+
+@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16", "int8"])
+def test_the_momentum_does_not_stall(state_dtype):
+    """Rounded to the nearest bfloat16, it would end at 0.78 of the gradient."""
+    assert constant_gradient(state_dtype) == pytest.approx(1, abs=0.02)
+
+
 def test_what_has_no_gradient_does_not_move():
     (before, after) = weights(make()), run_ranks(sharded, 2, 3)[0]["weights"]
     for name in ("unused.weight", "unused.bias", "frozen.weight"):
@@ -274,26 +294,36 @@ MUON = {"momentum": 0.95, "nesterov": True, "ns_steps": 5, "ns_dtype": "bfloat16
 @pytest.mark.parametrize(
     ("name", "world_size", "balance"),
     [
-        *(("gpt2", world_size, 1.03) for world_size in (2, 3, 4, 8)),
-        *(("gpt2-xl", world_size, 1.03) for world_size in (2, 8)),
-        *(("gpt2", 64, 1.8), ("gpt2-xl", 64, 1.1), ("gpt2-xl", 128, 1.1)),  # 72 matrices, 288
+        *(("gpt2", world_size, 1.05 if world_size == 7 else 1.03) for world_size in range(2, 9)),
+        *(("gpt2-xl", world_size, 1.05 if world_size == 7 else 1.03) for world_size in (2, 7, 8)),
+        *(("gpt2", 64, 1.8), ("gpt2-xl", 64, 1.1)),  # 72 matrices, 288
+        *(("gpt2", 1024, 33), ("gpt2-xl", 1024, 14)),  # most ranks have none
     ],
 )
 def test_bytes_and_balance_of_gpt2(name, world_size, balance):
     """4 P_m (N - 1) / N^2 bytes per rank and step: P_m/N elements, of which (N - 1)/N have another owner, there and back."""
     plan = make_plan(gpt_specs(GPTConfig(**GPT2_SIZES[name], bias=False), MUON), world_size)
-    predictions = [ShardedPrediction(plan, rank, world_size) for rank in range(world_size)]
-    matrices = matrix_plan(plan).matrices
-    numel = sum(matrix.numel for matrix in matrices)
+    matrices, owners, parts, _ = vars(matrix_plan(plan)).values()
     assert len(matrices) == 6 * GPT2_SIZES[name]["n_layer"]
+    load, sent = [0] * world_size, [0] * world_size
+    for matrix, owner, its_parts in zip(matrices, owners, parts, strict=True):
+        load[owner] += iteration_flops(matrix.shape)
+        for part in its_parts:
+            if part.rank != owner:
+                sent[part.rank] += 2 * part.numel
+                sent[owner] += 2 * part.numel
+    numel = sum(matrix.numel for matrix in matrices)
     expected = 4 * numel * (world_size - 1) / world_size**2
-    sent = sum(prediction.sent()["all-to-all"] for prediction in predictions) / world_size
-    assert 0.92 * expected <= sent <= 1.02 * expected  # an owner may have more of its matrices than 1/N
-    flops = [prediction.iteration_flops for prediction in predictions]
-    assert sum(flops) == sum(iteration_flops(matrix.shape) for matrix in matrices)
-    assert max(flops) * world_size / sum(flops) <= balance
-    others = sum(spec.numel for spec in plan.params) - numel
-    assert sum(prediction.state for prediction in predictions) == 4 * numel + 8 * others
+    # less if owners hold more of their matrices than 1/N, by chance
+    assert (0.94 if world_size <= 8 else 0.98) * expected <= sum(sent) / world_size <= 1.02 * expected
+    assert max(load) * world_size / sum(load) <= balance
+    state = 4 * numel + 8 * (sum(spec.numel for spec in plan.params) - numel)
+    for rank in {0, world_size // 2, world_size - 1}:
+        prediction = ShardedPrediction(plan, rank, world_size)
+        assert prediction.sent()["all-to-all"] == sent[rank]
+        assert prediction.iteration_flops == load[rank]
+        assert prediction.state == pytest.approx(state / world_size, rel=0.1 if world_size <= 8 else 1)
+    assert sum(plan.state_bytes) == state
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 5])
@@ -375,6 +405,12 @@ def test_state_is_what_torchs_optimizers_hold():
     [
         ({"momentum": 1.0}, {}, "momentum=1.0 must be at least 0 and less than 1"),
         ({"ns_steps": 0}, {}, "ns_steps=0 must be positive"),
+        ({"maximize": True}, {"matrices": 1}, "maximize=True is not supported for matrices"),
+        (
+            {},
+            {"params": [nn.Parameter(torch.ones(0, 4))], "matrices": 1},
+            r"a parameter of shape \(0, 4\) does not consist of 1",
+        ),
         ({"ns_dtype": "float16"}, {}, "ns_dtype='float16' is not one of bfloat16, float32"),
         ({}, {"matrices": 5}, r"a parameter of shape \(24, 4\) does not consist of 5 matrices of equal size"),
         ({}, {"params": [nn.Parameter(torch.ones(3))], "matrices": 1}, r"a parameter of shape \(3,\) does not consist of 1"),

@@ -270,6 +270,33 @@ def test_the_peak_of_training(world_size):
             assert 0.98 * (measured - room) <= predicted <= 1.03 * measured, case
 
 
+def peak_of_an_update(mode, bucket_mb):
+    """The predicted and the measured peak bytes of the second update."""
+    flags = replace(MODES[mode], bucket_mb=bucket_mb)
+    prediction = prediction_of(flags, dist.get_world_size(), dist.get_rank(), micro_steps=1)
+    with LiveBytes() as live:
+        module = GPT(SIZES)
+        model, optimizer = build(module, param_groups(module, flags), flags, lr=0.01)
+        for _ in range(2):
+            model(*torch.randint(SIZES.vocab_size, (2, 1, SIZES.block_size)))[1].backward()
+            clip_grad_norm_(optimizer, 1.0)
+            live.reset_peak()
+            optimizer.step()
+            optimizer.synchronize()
+            peak = live.peak
+            optimizer.zero_grad()
+    predicted = sum(prediction.at("before step").values()) + max(prediction.decoded, default=0) + prediction.exchanged
+    return predicted, peak
+
+
+@pytest.mark.parametrize("bucket_mb", [0.1, 0.5, 2])
+@pytest.mark.parametrize("mode", ["muon", "muon, state in bfloat16"])
+def test_the_peak_of_an_update_with_muon(mode, bucket_mb):
+    """An upper bound: the rounds do not have all their largest tensors at the same time."""
+    for predicted, measured in run_ranks(peak_of_an_update, 2, mode, bucket_mb):
+        assert 0.98 * measured <= predicted <= 1.35 * measured
+
+
 def peak_of_construction(mode):
     """The predicted and the measured peak bytes while a model is built and wrapped; on rank 1 without weights, as on a GPU."""
     prediction = prediction_of(MODES[mode], dist.get_world_size(), dist.get_rank(), micro_steps=1)

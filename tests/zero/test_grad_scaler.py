@@ -12,12 +12,12 @@ from zero import ShardedGradScaler
 from zero.build import build, clip_grad_norm_
 
 
-def make(mode):
+def make(mode, muon):
     """Each rank starts from other weights, and one layer can be unused, where the mode allows that."""
     if mode == "adamw":
-        return build_toy(mode)
+        return build_toy(mode, muon=muon)
     model = make_toy(seed=dist.get_rank())
-    return build(model, model.param_groups(), MODES[mode], lr=0.01)
+    return build(model, model.param_groups(muon), MODES[mode], lr=0.01)
 
 
 def overflow(now, gradient):
@@ -26,12 +26,12 @@ def overflow(now, gradient):
     return gradient
 
 
-def train_with_an_overflow(mode, clip):
+def train_with_an_overflow(mode, clip, muon):
     """A planted inf on one rank: both skip that step and halve the scale; then both train on.
 
     It is in one element of a gradient. Each rank holds half of the elements, so only one of them has it in its shards.
     """
-    model, optimizer = make(mode)
+    model, optimizer = make(mode, muon)
     scaler = ShardedGradScaler("cpu", init_scale=2.0**10)
     for step in range(4):
         before = weights(model)
@@ -54,10 +54,11 @@ def train_with_an_overflow(mode, clip):
     return weights(model), scaler.get_scale()
 
 
+@pytest.mark.parametrize("muon", [False, True])
 @pytest.mark.parametrize("clip", [False, True])
 @pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "torch"])
-def test_all_ranks_skip_or_none(mode, clip):
-    (first, scale), (second, other_scale) = run_ranks(train_with_an_overflow, 2, mode, clip)
+def test_all_ranks_skip_or_none(mode, clip, muon):
+    (first, scale), (second, other_scale) = run_ranks(train_with_an_overflow, 2, mode, clip, muon)
     assert largest_difference(first, second) == 0.0
     assert scale == other_scale == 2.0**9
 

@@ -16,11 +16,11 @@ The table as a file and as a picture, and the owners of one parameter:
 
 Every setting of train.py is a setting of plan.py, with the same default.
 
-Modes: `adamw` is use_zero1=False, `torch` is zero1_impl=torch, `sharded` is the default. To `sharded` are added:
-`shard_gradients`, `bfloat16` (param_dtype=bfloat16), `remainder` (the same with master_dtype=remainder),
-`int8` (state_dtype=int8), `checkpointing` (activation_checkpointing=True), `loss_chunk` (loss_chunk=1024), and in `all`
-everything together. If the settings have `checkpointing` or `loss_chunk`, all rows have it. The row that the settings
-choose is marked with *. `fsdp2` is PyTorch's fully_shard, for comparison.
+Modes: `adamw` is use_zero1=False (also with optimizer=muon), `torch` is zero1_impl=torch, `sharded` is the default.
+To `sharded` are added: `shard_gradients`, `bfloat16` (param_dtype=bfloat16), `remainder` (the same with
+master_dtype=remainder), `int8` (state_dtype=int8), `checkpointing` (activation_checkpointing=True), `loss_chunk`
+(loss_chunk=1024), and in `all` everything together. If the settings have `checkpointing` or `loss_chunk`, all rows
+have it. The row that the settings choose is marked with *. `fsdp2` is PyTorch's fully_shard, for comparison.
 
 Time is estimated: computation at --mfu per cent of the data sheet's peak, and the communication that does not overlap
 with it. Evaluations and checkpoints are not counted. A machine has --ranks_per_machine ranks.

@@ -17,7 +17,7 @@ from forecast.memory import MODES as PLANNED
 from model import GPT, GPTConfig, without_weights
 from zero import Muon, ShardedDataParallel, ShardedOptimizer
 from zero.build import build, clip_grad_norm_
-from zero.flags import Flags
+from zero.flags import MUON, Flags
 from zero.layout import BucketMB, plan
 
 # hybrid: sharded, with zero_shard_size
@@ -29,7 +29,6 @@ from zero.layout import BucketMB, plan
 # plain_muon: the same under DistributedDataParallel, where every rank orthogonalizes all matrices
 MODES = (*PLANNED, "loss_chunk", "hybrid", "no_overlap", "simple", "fsdp2", "muon", "plain_muon")
 ADAMW: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95)}
-MUON: dict[str, Any] = {"momentum": 0.95, "nesterov": True, "ns_steps": 5, "ns_dtype": "bfloat16"}
 
 
 @dataclass(frozen=True)

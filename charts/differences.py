@@ -116,8 +116,9 @@ def _compared(facts: Facts) -> dict[str, Any]:
         del found["init_from"]
     if found.get("implementation", "sharded") != "sharded":
         found = {key: value for key, value in found.items() if key not in _SHARDED}
-    if found.get("optimizer") == "adamw":
-        found = {key: value for key, value in found.items() if not key.startswith("muon_")}
+    without_effect = {"decay_fraction"} if found.get("schedule") == "cosine" else set()
+    without_effect |= {key for key in found if key.startswith("muon_") and found.get("optimizer") == "adamw"}
+    found = {key: value for key, value in found.items() if key not in without_effect}
     if "devices" in found:  # one per rank
         found["devices"] = list(dict.fromkeys(found["devices"]))
     for key in _PARTS:

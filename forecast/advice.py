@@ -40,12 +40,12 @@ def cheapest(planner: Planner, world_size: int, rounded: bool = False) -> Advice
 
 
 def ways(planner: Planner, world_size: int) -> dict[str, Choice]:
-    """Return what --find compares: plain AdamW, the settings, all flags that change no value, all flags."""
+    """Return what --find compares: the optimizer without sharding, the settings, all flags that change no value, all flags."""
     chosen, everything = planner.chosen(world_size), planner.everything(world_size)
     plain = replace(chosen, flags=MODES["adamw"], activation_checkpointing=False, loss_chunk=0)
     same = Flags(shard_gradients=True) if world_size > 1 else MODES["adamw"]
     return {
-        "plain AdamW": plain,
+        planner.plain: plain,
         "these settings": chosen,
         "same losses": replace(everything, flags=same),
         "all flags": everything,

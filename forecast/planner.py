@@ -52,7 +52,7 @@ class Planner:
         self.settings, self.config = settings, config
         muon = muon_of(settings)
         self.specs: Sequence[ParameterSpec] = gpt_specs(config, muon)
-        self.plain = f"plain {optimizer_name(self.specs)}"  # what every mode but `adamw` divides
+        self.has_adamw, self.plain = muon is None, f"plain {optimizer_name(self.specs)}"  # what every mode but `adamw` divides
         self.numel = sum(spec.numel for spec in self.specs)
         if settings["device"].partition(":")[0] not in ("auto", "cpu", "cuda", "mps"):
             raise ValueError(f"device={settings['device']} is not one of auto, cpu, cuda, mps")
@@ -128,10 +128,11 @@ class Planner:
         return replace(chosen, flags=flags, activation_checkpointing=True, loss_chunk=chosen.loss_chunk or LOSS_CHUNK)
 
     def rows(self, world_size: int) -> list[dict[str, Any]]:
-        """Return a row per mode, one for the settings if no mode matches them, and one for PyTorch's fully_shard."""
+        """Return a row per mode, one for the settings if no mode matches them, and with AdamW one for PyTorch's fully_shard."""
         chosen = self.chosen(world_size)
         rows = [self.row(mode, choice, world_size, choice == chosen) for choice, mode in self.choices(world_size).items()]
-        return [*rows, self.fully_sharded(world_size, chosen)] if world_size > 1 else rows
+        # with Muon, FSDP2 would gather matrices, in a way that is not predicted
+        return [*rows, self.fully_sharded(world_size, chosen)] if world_size > 1 and self.has_adamw else rows
 
     def row(self, mode: str, choice: Choice, world_size: int, chosen: bool) -> dict[str, Any]:
         """Return the row of a choice, in bytes and seconds."""

@@ -105,7 +105,9 @@ def compare_with_checkpoint(checkpoint: dict[str, Any], settings: dict[str, Any]
     of_matrices = next((group for group in groups if group.get("matrices")), None)
     optimizer = "adamw" if of_matrices is None else "muon"
     if optimizer != settings["optimizer"]:
-        raise ValueError(f"the checkpoint is of optimizer={optimizer}; use --optimizer={optimizer}")
+        raise ValueError(
+            f"the checkpoint is of optimizer={optimizer}; use --optimizer={optimizer}, or another --out_dir for a new run"
+        )
     saved = {**checkpoint["model_args"], "weight_decay": groups[0].get("weight_decay")}
     saved["beta1"], saved["beta2"] = groups[0].get("betas", (None, None))
     of_muon = ("muon_momentum", "muon_nesterov", "muon_ns_steps")

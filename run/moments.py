@@ -66,6 +66,9 @@ class Run:
         self.config, self.launch, self.device, self.dtype = config, launch, device, dtype
         self.micro_steps, self.tokens_per_iter = micro_steps, tokens_per_iter
         self.state = State()
+        if any(config[name] for name in ("max_tokens", "warmup_tokens", "lr_decay_tokens")):
+            in_iterations = ", ".join(f"{name}={config[name]}" for name in ("max_iters", "warmup_iters", "lr_decay_iters"))
+            print0(f"horizons in tokens are {in_iterations}")
         self.progress = Progress(config["max_iters"], launch.rank)
         Watchdog(config["dist_timeout_s"], config["out_dir"])  # ends the ranks if they hang
         folder = os.path.join(config["out_dir"], "profile")

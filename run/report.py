@@ -15,6 +15,7 @@ from zero.prediction import PURPOSES
 NAME = "report.md"
 _WIDTH = 15  # columns of the labels on the console
 _LOSSES = {"loss": "iter/loss", "val_loss": "val/loss"}
+_USUAL = {"optimizer": "adamw", "schedule": "cosine"}  # named only if they differ
 _MEDIANS = ("throughput/tokens_per_second", "mfu", "comm/exposed_ms", "comm/exposed_percent")
 
 
@@ -113,7 +114,8 @@ def next_commands(summary: Summary) -> list[Row]:
     found = [Row("dashboard", f"python dashboard.py {folder} --html=runs.html")]
     if _newest(summary) is not None:
         found.insert(0, Row("sample", f"python sample.py --out_dir={folder}"))
-        further = " and a larger --max_iters" if summary.last["iter"] > summary.facts["max_iters"] else ""
+        horizon = "--max_tokens" if summary.facts.get("max_tokens") else "--max_iters"
+        further = f" and a larger {horizon}" if summary.last["iter"] > summary.facts["max_iters"] else ""
         found.append(Row("resume", f"the same command with --init_from=resume{further}"))
     return found
 
@@ -163,7 +165,9 @@ def _data(facts: dict[str, Any], last: dict[str, Any]) -> str:
 
 def _settings(facts: dict[str, Any]) -> str:
     sizes = [facts[key] for key in ("gradient_accumulation_steps", "batch_size", "block_size")]
-    text = f"learning_rate={facts['learning_rate']:g}, seed={facts['seed']}, {math.prod(sizes):,} tokens per iteration: "
+    chosen = [f"{key}={facts[key]}, " for key, usual in _USUAL.items() if facts.get(key, usual) != usual]
+    text = f"{''.join(chosen)}learning_rate={facts['learning_rate']:g}, seed={facts['seed']}, "
+    text += f"{math.prod(sizes):,} tokens per iteration: "
     text += "gradient_accumulation_steps={} x batch_size={} x block_size={}".format(*sizes)
     commit, _, dirty = (facts.get("git_commit") or "").partition("-")
     return f"{text}; commit {commit[:8]}{dirty and f' ({dirty})'}" if commit else text

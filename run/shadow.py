@@ -185,5 +185,8 @@ class Shadow:
             return
         plan = self._part.plan
         rounded = [text for text, is_so in (("weights", plan.has_masters), ("moments", plan.state_dtype != "float32")) if is_so]
-        why = f"; differences are expected, because {' and '.join(rounded)} are rounded" if rounded else ""
+        reasons = [f"{' and '.join(rounded)} are rounded"] if rounded else []
+        if any(spec.matrices and spec.matrix_dtype == torch.bfloat16 for spec in plan.params):
+            reasons.append("Newton-Schulz in bfloat16 amplifies rounding, as that of the clipped norm")
+        why = f"; differences are expected, because {' and '.join(reasons)}" if reasons else ""
         print0(f"{after}, the largest difference from {plain} is {figures[worst][0]:.1e}, in {worst}{why}")

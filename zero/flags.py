@@ -19,6 +19,12 @@ from zero.layout import (
 
 IMPLEMENTATIONS = ("sharded", "torch")
 OPTIMIZERS = ("adamw", "muon")
+MUON: dict[str, Any] = {
+    "momentum": 0.95,
+    "nesterov": True,
+    "ns_steps": 5,
+    "ns_dtype": "bfloat16",
+}  # the defaults of `zero.Muon`
 PARAM_DTYPES = {"float32": None, "bfloat16": torch.bfloat16}  # None: the model keeps its dtypes
 
 
@@ -95,9 +101,12 @@ def muon_of(settings: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return what a program's settings say of the groups of `zero.Muon` that have matrices; None: its optimizer is AdamW.
 
     Raises:
-        ValueError: if `optimizer` is neither.
+        ValueError: if `optimizer` is neither, or it is AdamW and a setting of Muon has been changed.
     """
     if settings["optimizer"] not in OPTIMIZERS:
         raise ValueError(f"optimizer={settings['optimizer']!r} is not one of {', '.join(OPTIMIZERS)}")
-    names = ("momentum", "nesterov", "ns_steps", "ns_dtype")
-    return {name: settings[f"muon_{name}"] for name in names} if settings["optimizer"] == "muon" else None
+    found = {name: settings[f"muon_{name}"] for name in MUON}
+    for name, value in found.items() if settings["optimizer"] != "muon" else ():
+        if value != MUON[name]:
+            raise ValueError(f"muon_{name}={value} needs optimizer=muon")
+    return found if settings["optimizer"] == "muon" else None

@@ -16,6 +16,7 @@ from forecast.memory import gpt_specs
 from model import GPT2_SIZES, GPTConfig
 from zero import Muon, ShardedDataParallel, ShardedOptimizer
 from zero import checkpoint as ckpt
+from zero.flags import MUON
 from zero.layout import Layout
 from zero.layout import plan as make_plan
 from zero.matrices import Matrix, iteration_flops, matrix_plan, parts_of
@@ -288,9 +289,6 @@ def test_each_matrix_is_sent_once_and_comes_back_once(world_size, ns_dtype):
 # -- arithmetic --------------------------------------------------------------------------------------------------------
 
 
-MUON = {"momentum": 0.95, "nesterov": True, "ns_steps": 5, "ns_dtype": "bfloat16"}
-
-
 @pytest.mark.parametrize(
     ("name", "world_size", "balance"),
     [
@@ -424,6 +422,11 @@ def test_mistakes(kwargs, group, message):
         param.grad = torch.ones_like(param)
     with pytest.raises(ValueError, match=message):
         Muon([dict(group)], **kwargs).step()
+
+
+def test_the_defaults_of_the_settings_are_those_of_the_class():
+    defaults = inspect.signature(Muon).parameters
+    assert {name: defaults[name].default for name in MUON} == MUON
 
 
 def test_orthogonalized_has_singular_values_of_about_one():

@@ -123,9 +123,7 @@ device = "auto"  # 'cpu', 'cuda', 'cuda:1', 'mps'; auto: cuda if available, othe
 dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # float16 uses GradScaler; auto: best on GPU, float32 on CPU
 compile = torch.cuda.is_available()  # compile the model block by block with torch.compile
 seed: NonNegativeInt = 1337
-shadow_check: NonNegativeInt = (
-    0  # iterations in which the plain optimizer trains a copy, to print how far weights differ; 0: off
-)
+shadow_check: NonNegativeInt = 0  # iterations in which a copy is trained without sharding, to compare the weights; 0: off
 profile = False  # after a few iterations, write a trace of torch.profiler to out_dir/profile
 profile_memory = False  # the same, with the allocations of memory; on a GPU also write a snapshot of its memory
 config = configure(globals())

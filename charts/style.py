@@ -84,6 +84,11 @@ def save(chart: Any, path: str) -> None:
             chart.save(temporary, format="html", inline=True, embed_options={"actions": ACTIONS})
         else:
             chart.save(temporary, format=ending[1:], scale_factor=2 if ending == ".png" else 1)
+        if ending == ".png":  # vl-convert hardly compresses: a fourth of its bytes are enough for the same pixels
+            from PIL import Image
+
+            with Image.open(temporary) as picture:
+                picture.save(temporary, format="png")
 
 
 def styled(chart: Any) -> Any:
@@ -111,6 +116,7 @@ def number(value: float) -> str:
 def altair() -> Any:
     try:
         import altair
+        import PIL  # noqa: F401
         import vl_convert  # noqa: F401  Altair saves with it
     except ImportError as error:
         raise ImportError("pictures need altair and vl-convert-python; pip install -e '.[plots]'") from error

@@ -26,7 +26,7 @@ def of_ddp(data, tmp_path_factory):
         (["--zero_bucket_mb=0.02"], "MB of Muon state on the fullest rank; plain Muon would hold"),
         (["--zero1_impl=torch"], "zero1_impl='torch' (ZeroRedundancyOptimizer)"),
         (["--zero_shard_size=1"], "over 1 rank in each of 2 groups"),
-        (["--state_dtype=float32", "--shadow_check=3"], "all 15 parameters are bit-identical to plain Muon"),
+        (["--shadow_check=3"], "all 15 parameters are bit-identical to plain Muon"),
     ],
     ids=str,
 )
@@ -75,10 +75,17 @@ def test_a_run_goes_on_on_other_ranks_and_logs_what_it_sends(data, tmp_path, of_
     assert "note: a resumed run uses the checkpoint's values: muon_momentum=0.95 (not 0.9)" in printed
 
 
-def test_an_unknown_optimizer_is_refused(data, tmp_path):
-    process = run("train.py", *SETTINGS, f"--dataset={data}", f"--out_dir={tmp_path}", "--optimizer=lion")
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("--optimizer=lion", "optimizer='lion' is not one of adamw, muon"),
+        ("--muon_momentum=0.9", "muon_momentum=0.9 needs optimizer=muon"),
+    ],
+)
+def test_mistakes_have_exit_code_2(data, tmp_path, argument, message):
+    process = run("train.py", *SETTINGS, f"--dataset={data}", f"--out_dir={tmp_path}", argument)
     assert (process.returncode, process.stderr.count("\n")) == (2, 1)
-    assert "optimizer='lion' is not one of adamw, muon" in process.stderr
+    assert message in process.stderr
 
 
 # -- schedules ---------------------------------------------------------------------------------------------------------

@@ -152,7 +152,8 @@ class MatrixExchange:
         """Update a slice of this rank with its direction, which has arrived, unless this step updates nothing."""
         if self.number_of[owned.param] not in self._used:
             return
-        direction = shaped(torch.cat(self._directions.pop(owned.local)), owned.local)
+        arrived = self._directions.pop(owned.local)
+        direction = shaped(arrived[0] if len(arrived) == 1 else torch.cat(arrived), owned.local)
         group = self.group_of(owned.param)
         self.inner.after(owned.local, group, direction, stacked(owned.param.shape, group["matrices"]))
 

@@ -123,7 +123,7 @@ class LossInChunks(torch.autograd.Function):
 
     Forward computes the gradients too, those of the sum over the tokens. Backward divides them by the number of tokens and
     multiplies them by the incoming gradient, so float16 does not underflow. As in `F.linear` and `F.cross_entropy`, autocast
-    computes products in its dtype, and the rest in float32.
+    computes products in its dtype, and the rest in float32 (in float64, if the model is). There is no second derivative.
 
     Args of `apply`:
         x: inputs of the head, (tokens, n_embd).
@@ -138,22 +138,24 @@ class LossInChunks(torch.autograd.Function):
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, chunk: int, needs_grad: bool
     ) -> torch.Tensor:
         device = x.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-        total = torch.zeros((), dtype=torch.float32, device=x.device)
+        casts = torch.is_autocast_enabled(device) and x.dtype != torch.float64  # autocast leaves float64 as it is
+        dtype = torch.get_autocast_dtype(device) if casts else x.dtype
+        wide = torch.promote_types(dtype, torch.float32)
+        total = torch.zeros((), dtype=wide, device=x.device)
         grad_x = torch.empty_like(x) if needs_grad else None
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_grad else None
+        grad_weight = torch.zeros_like(weight, dtype=wide) if needs_grad else None
 
         def add(first: int) -> None:  # a function, so that its tensors are gone before those of the next chunk
             rows = slice(first, first + chunk)
             inputs, wanted = x[rows].to(dtype), targets[rows]
-            log_p = (inputs @ head.t()).float().log_softmax(dim=-1)  # (chunk, vocab_size)
+            log_p = (inputs @ head.t()).to(wide).log_softmax(dim=-1)  # (chunk, vocab_size)
             total.add_(F.nll_loss(log_p, wanted, ignore_index=-1, reduction="sum"))
             if grad_x is None or grad_weight is None:
                 return
             ones = log_p.new_ones((len(wanted), 1))
             grad = log_p.exp_().scatter_add_(1, wanted.clamp(min=0)[:, None], -ones).mul_(wanted.ne(-1)[:, None]).to(dtype)
             grad_x[rows] = grad @ head
-            if dtype == torch.float32:
+            if dtype == wide:
                 grad_weight.addmm_(grad.t(), inputs)
             else:  # the mean over the chunk, because the sum could be too large for float16
                 grad_weight.add_(grad.t() @ (inputs / chunk), alpha=chunk)
@@ -168,10 +170,9 @@ class LossInChunks(torch.autograd.Function):
         return total / count
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        if ctx.found is None:
-            raise RuntimeError("the loss in chunks has one backward; use loss_chunk=0 for a second one")
+        if ctx.found is None or torch.is_grad_enabled():  # with create_graph=True, the gradients would count as constants
+            raise RuntimeError("the loss in chunks has one backward, without create_graph; use loss_chunk=0 for a second one")
         (grad_x, grad_weight, count), ctx.found = ctx.found, None  # they are changed in place
         scale = grad / count.clamp(min=1)
         return grad_x.mul_(scale), grad_weight.mul_(scale), None, None, None
@@ -267,10 +268,21 @@ class GPT(nn.Module):
         if targets is None:
             return self.lm_head(x[:, -1:]), None
         if self.loss_chunk:
+            self._check_head()
             head, needs_grad = self.lm_head.weight, torch.is_grad_enabled()
             return None, LossInChunks.apply(x.flatten(0, 1), head, targets.flatten(), self.loss_chunk, needs_grad)
         logits = self.lm_head(x)
         return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
+
+    def _check_head(self) -> None:
+        """Raise ValueError if the loss in chunks, which reads only the weight of the head, would differ from the head's."""
+        head = self.lm_head
+        hooks = head._forward_hooks or head._forward_pre_hooks or head._backward_hooks or head._backward_pre_hooks
+        if self.loss_chunk < 0 or type(head) is not nn.Linear or head.bias is not None or hooks:
+            raise ValueError(
+                f"loss_chunk={self.loss_chunk} must be positive, and needs an lm_head that is a torch.nn.Linear without bias and "
+                "without hooks; use loss_chunk=0"
+            )
 
     def compile_blocks(self) -> None:
         """Compile each block separately. This compiles faster than the whole model, and parameters keep their names."""

@@ -108,9 +108,37 @@ def test_an_evaluation_computes_no_gradients_and_a_second_backward_is_refused():
         assert not model(tokens, tokens)[1].requires_grad
     loss = model(tokens, tokens)[1]
     loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="one backward; use loss_chunk=0"):
+    with pytest.raises(RuntimeError, match="one backward, without create_graph; use loss_chunk=0"):
         loss.backward()
+    with pytest.raises(RuntimeError, match="one backward, without create_graph; use loss_chunk=0"):  # for a gradient penalty
+        torch.autograd.grad(model(tokens, tokens)[1], model.transformer.wpe.weight, create_graph=True)
     assert model(tokens)[0].shape == (1, 1, SIZES.vocab_size), "sampling needs logits"
+
+
+@pytest.mark.parametrize("autocast", [None, AUTOCAST[torch.bfloat16]])
+def test_a_model_in_float64_stays_so(autocast):
+    loss, expected = loss_and_gradients(0, torch.float64, autocast)
+    chunked, found = loss_and_gradients(7, torch.float64, autocast)
+    assert chunked == pytest.approx(loss, abs=1e-14)
+    assert largest_difference(found, expected) < 1e-6  # as float32
+
+
+@pytest.mark.parametrize("changed", ["bias", "forward hook", "pre-hook", "backward hook", "class", "negative"])
+def test_what_it_would_leave_out_is_refused(changed):
+    model = GPT(SIZES)
+    model.loss_chunk = -1 if changed == "negative" else 7
+    head = model.lm_head
+    if changed == "bias":
+        head.bias = torch.nn.Parameter(torch.ones(SIZES.vocab_size))
+    if changed == "class":
+        model.lm_head = torch.nn.utils.parametrizations.weight_norm(head)
+    hooks = {"forward hook": head.register_forward_hook, "pre-hook": head.register_forward_pre_hook}
+    hooks["backward hook"] = head.register_full_backward_hook
+    if changed in hooks:
+        hooks[changed](lambda *_: None)
+    tokens = torch.zeros((1, 8), dtype=torch.int64)
+    with pytest.raises(ValueError, match="loss_chunk=-?[17] must be positive, and needs an lm_head"):
+        model(tokens, tokens)
 
 
 @pytest.mark.parametrize(

@@ -110,8 +110,11 @@ class Remainders:
 
 
 def store_rounded(values: torch.Tensor, place: torch.Tensor) -> None:
-    """Write values to a place of lower precision, both flat. bfloat16 is rounded half up, see `Remainders`."""
-    if place.dtype == torch.bfloat16 and values.dtype == torch.float32:
+    """Write values to a place of lower precision, both flat: as float32, then rounded; bfloat16 half up, see `Remainders`.
+
+    This is the only rounding of weights, so that the owner of a slice and the other ranks get the same bits from any dtype.
+    """
+    if place.dtype == torch.bfloat16 and values.dtype != torch.bfloat16:
         to_bfloat16(values, 0x8000, place)
     else:
-        place.copy_(values)
+        place.copy_(values.float() if values.dtype == torch.float64 else values)

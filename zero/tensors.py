@@ -62,7 +62,7 @@ def pieces(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
 
 
 def to_bfloat16(values: torch.Tensor, addend: torch.Tensor | int, out: torch.Tensor) -> None:
-    """Write float32 values to bfloat16, both flat: the upper 16 bits of the sum of their bits and `addend`.
+    """Write values to bfloat16, both flat: the upper 16 bits of the sum of their bits in float32 and `addend`.
 
     Args:
         addend: 0x8000 rounds to the nearest number, random numbers from 0 to 0xFFFF round stochastically. They are repeated if
@@ -70,7 +70,7 @@ def to_bfloat16(values: torch.Tensor, addend: torch.Tensor | int, out: torch.Ten
     """
     for target, part in pieces(out, values):
         # the sum must not overflow, which it would for the nan whose bits are all one
-        bits = part.nan_to_num(math.nan, math.inf, -math.inf).view(torch.int32)
+        bits = part.float().nan_to_num(math.nan, math.inf, -math.inf).view(torch.int32)
         bits += addend if isinstance(addend, int) else addend[: part.numel()]
         target.view(torch.int16).copy_(bits >> 16)
 

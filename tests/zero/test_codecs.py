@@ -360,6 +360,46 @@ def test_a_written_weight_is_refused():
     run_ranks(written, 1)
 
 
+TIES = 1 + torch.arange(1, 128, 2)[:, None] * 2.0**-8 + torch.zeros(7)  # between two bfloat16 numbers, exact in float16
+
+
+class Weights(torch.nn.Module):
+    def __init__(self, values):
+        super().__init__()
+        self.weight = torch.nn.Parameter(values.clone())
+
+
+def rounded_alike(dtype, master_dtype):
+    """Ties in the weights of a model, set one by one, and loaded: all elements have the owner's rounding at once."""
+    built = Weights(TIES.to(dtype))
+    optimizer = ShardedOptimizer(
+        built.parameters(), torch.optim.AdamW, bucket_mb=0.0002, param_dtype=torch.bfloat16, master_dtype=master_dtype, lr=0.0
+    )
+    model = ShardedDataParallel(built, optimizer)
+
+    def check(expected):
+        rounded = half_up(expected.float().flatten()).view(expected.shape)
+        assert_equal(built.weight.detach(), rounded)
+        built.weight.square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert_equal(built.weight.detach(), rounded)
+
+    check(TIES)
+    optimizer.set_parameter(built.weight, 2 * TIES.to(dtype))
+    check(2 * TIES)
+    model.module.load_state_dict({"weight": 4 * TIES.to(dtype)})
+    check(4 * TIES)
+
+
+@pytest.mark.parametrize("master_dtype", ["float32", "remainder"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+def test_weights_from_any_dtype_round_alike_on_all_ranks(dtype, master_dtype):
+    assert (half_up(TIES.flatten()) != TIES.flatten().bfloat16()).any(), "the two ways to round differ here"
+    if (dtype, master_dtype) != (torch.float64, "remainder"):  # which needs float32 masters
+        run_ranks(rounded_alike, 2, dtype, master_dtype)
+
+
 def written_on_all_ranks():
     """Each element has one owner, but all ranks raise: none of them waits for another one."""
     model, optimizer = make(param_dtype=torch.bfloat16, master_dtype="remainder")

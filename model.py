@@ -280,8 +280,8 @@ class GPT(nn.Module):
         hooks = head._forward_hooks or head._forward_pre_hooks or head._backward_hooks or head._backward_pre_hooks
         if self.loss_chunk < 0 or type(head) is not nn.Linear or head.bias is not None or hooks:
             raise ValueError(
-                f"loss_chunk={self.loss_chunk} must be positive, and needs an lm_head that is a torch.nn.Linear without bias and "
-                "without hooks; use loss_chunk=0"
+                f"loss_chunk={self.loss_chunk} must be positive, and needs an lm_head that is a torch.nn.Linear without bias "
+                "and hooks; use loss_chunk=0"
             )
 
     def compile_blocks(self) -> None:

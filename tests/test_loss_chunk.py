@@ -137,7 +137,7 @@ def test_what_it_would_leave_out_is_refused(changed):
     if changed in hooks:
         hooks[changed](lambda *_: None)
     tokens = torch.zeros((1, 8), dtype=torch.int64)
-    with pytest.raises(ValueError, match="loss_chunk=-?[17] must be positive, and needs an lm_head"):
+    with pytest.raises(ValueError, match=r"loss_chunk=-?[17] must be positive, and needs an lm_head"):
         model(tokens, tokens)
 
 

@@ -4,7 +4,7 @@ A codec encodes a float32 tensor, one number per element of a slice. Checkpoints
 that is encoded again, the bytes are the same: so a resumed run has the state of the run that was saved.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Protocol
@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch.nn import functional
 
-from zero.tensors import flattened, pieces, shaped, to_bfloat16
+from zero.tensors import pieces, shaped, to_bfloat16
 
 BLOCK = 256  # elements that share a scale with `Int8`
 
@@ -62,6 +62,9 @@ class Int8:
     (https://arxiv.org/abs/2110.02861), with two changes. It includes the largest ratio exactly, with both signs, so that a
     block that is encoded again does not shrink. And what is not zero does not become zero: an element whose second moment is
     lost, but not its first, would be updated by too much. Blocks without negative elements use all codes for positive ones.
+
+    It rounds to the nearest code. A change by less than half the distance to the next code is lost, so a second moment without
+    gradients stays too large, unless its whole block has none (docs/sharding.md has figures).
     """
 
     def encode(self, values: torch.Tensor, noise: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -118,12 +121,14 @@ class Encoded:
         return sum(part.nbytes for part in self.parts)
 
 
-def encode(states: Iterable[tuple[torch.Tensor, dict[str, Any]]], codec: Codec, noise: torch.Tensor) -> None:
-    """Encode the state of some slices: of each one the entries that have a float32 number per element."""
-    for local, state in states:
-        for key, value in state.items():
-            if isinstance(value, torch.Tensor) and value.dim() and value.shape == local.shape and value.dtype == torch.float32:
-                state[key] = Encoded(codec, codec.encode(flattened(value, local), noise))
+def encodable(local: torch.Tensor, state: dict[str, Any], names: Collection[str] | None) -> list[str]:
+    """Return the entries of a slice's state that have a float32 number per element; with `names`, only those among them."""
+    return [
+        name
+        for name, value in state.items()
+        if isinstance(value, torch.Tensor) and value.dim() and value.shape == local.shape and value.dtype == torch.float32
+        if names is None or name in names
+    ]
 
 
 def decoded(local: torch.Tensor, state: dict[str, Any]) -> dict[str, Any]:

@@ -62,9 +62,6 @@ class MatrixExchange:
         self.comm, self.inner, self.groups = comm, inner, groups
         self.number_of = {param: number for number, param in enumerate(params)}
         shapes = {number: (params[number].shape, inner.param_groups[group]["matrices"]) for number, group in groups.items()}
-        for param in (params[number] for number in groups):
-            if not param.is_contiguous():
-                raise ValueError(f"a matrix of shape {tuple(param.shape)} has strides {param.stride()}; make it contiguous")
         self.plan = MatrixPlan.of(shapes, [(bucket.members, bucket.sizes) for bucket in buckets], comm.shard_size)
         self._device = params[0].device if params else None
         ranks = range(comm.shard_size)
@@ -84,13 +81,27 @@ class MatrixExchange:
                     if all(owned is not other for other in round_.slices):
                         round_.slices.append(owned)
                     self._slice_of[part] = owned
+        self._has_begun = False  # and the step has not ended
         self._used: set[int] = set()  # numbers of the parameters that this step updates
         self._in_flight: dict[int, InFlight] = {}  # by round
         self._directions: dict[torch.nn.Parameter, list[torch.Tensor]] = {}  # that have arrived, by slice
 
     def begin(self, changed: Collection[torch.nn.Parameter]) -> None:
-        """Begin a step that updates the parameters that have a gradient, the same on all ranks, or nothing."""
+        """Begin a step that updates the parameters that have a gradient, the same on all ranks, or nothing.
+
+        Raises RuntimeError if the last step has failed. Its messages may still be in flight. Nothing waits for them, because
+        other ranks may have failed in other rounds.
+        """
+        if self._has_begun:
+            raise RuntimeError(
+                "a step has failed while matrices were exchanged; restore a checkpoint in a new ShardedOptimizer"
+            )
+        self._has_begun = True
         self._used = set() if is_skipped(self.inner) else {self.number_of[param] for param in changed}
+
+    def end(self) -> None:
+        """End the step: nothing is in flight."""
+        self._has_begun = False
 
     def send(self, number: int, before: Callable[[OwnedSlice, dict[str, Any]], torch.Tensor]) -> None:
         """Start to send the slices of a round to the ranks that own their matrices.
@@ -168,12 +179,14 @@ class MatrixExchange:
     def _joined(self, elements: list[torch.Tensor]) -> torch.Tensor:
         return torch.cat(elements) if elements else torch.empty(0, dtype=self.inner.matrix_dtype, device=self._device)
 
-    def drop(self) -> None:
-        """Wait for everything in flight, and drop it."""
-        for round_ in self._in_flight.values():
-            self.comm.finish_all_to_all(round_.work)
-        self._in_flight.clear()
-        self._directions.clear()
+
+def check_matrices(groups: list[dict[str, Any]]) -> None:
+    """Raise ValueError for parameters whose elements do not lie in memory as the matrices that their groups say they are."""
+    for group in groups:
+        for param in group["params"] if group.get("matrices") else ():
+            stacked(param.shape, group["matrices"])
+            if not param.is_contiguous():
+                raise ValueError(f"a matrix of shape {tuple(param.shape)} has strides {param.stride()}; make it contiguous")
 
 
 def exchange_of(optimizer: Any) -> MatrixExchange | None:

@@ -4,9 +4,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from zero.buckets import Bucket, FlatBuffer
 from zero.collectives import Communicator
+from zero.messages import cpu_group
+from zero.refusals import name_of
 from zero.tensors import flattened, shaped
 
 
@@ -15,12 +18,32 @@ class ParameterGradients:
 
     readers = None  # nothing waits for a parameter after `step`
 
-    def __init__(self, buffers: list[FlatBuffer], buckets: list[Bucket]) -> None:
-        self._buffers, self._buckets = buffers, buckets
+    def __init__(
+        self,
+        comm: Communicator,
+        buffers: list[FlatBuffer],
+        buckets: list[Bucket],
+        names: dict[torch.nn.Parameter, str],
+    ) -> None:
+        self._comm, self._buffers, self._buckets, self._names = comm, buffers, buckets, names
         self._converted: dict[torch.nn.Parameter, tuple[torch.Tensor, int]] = {}  # by local: source gradient, its version
 
     def check(self) -> None:
-        """Raise RuntimeError if the model has changed in a way that a step cannot follow. Called when a step begins."""
+        """Raise RuntimeError if a step cannot follow. Called when a step begins, on all ranks.
+
+        Here, this is if a parameter has a gradient on some ranks only: each rank would update its slices of it, or would not.
+        """
+        if self._comm.world_size == 1:
+            return
+        params = [param for buffer in self._buffers for param in buffer.params]
+        has_one = torch.tensor([param.grad is not None for param in params])
+        found = torch.stack((has_one, ~has_one)).to(torch.uint8)
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=cpu_group(self._comm.group))  # does not wait for a GPU
+        if names := [name_of(params[number], self._names) for number in found.all(dim=0).nonzero().flatten().tolist()]:
+            raise RuntimeError(
+                f"{', '.join(names)} has a gradient on some ranks only; average the gradients over all ranks, where a rank "
+                "without one counts as zero, or use ShardedDataParallel"
+            )
 
     def collect(self) -> Iterator[Bucket]:
         """Yield each bucket when each of its owned slices has its mean gradient or None. Needs to be called on all ranks."""
@@ -41,7 +64,7 @@ class ParameterGradients:
             yield bucket
 
     def updated(self) -> list[torch.nn.Parameter]:
-        """Return the parameters that have a gradient on any rank. The current step changes these parameters."""
+        """Return the parameters that have a gradient, on all ranks (see `check`). The current step changes these parameters."""
         return [param for buffer in self._buffers for param in buffer.params if param.grad is not None]
 
     def clear(self) -> None:

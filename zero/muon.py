@@ -61,6 +61,8 @@ class Muon(torch.optim.AdamW):
     Source: Keller Jordan et al. (https://kellerjordan.github.io/posts/muon/) and torch.optim.Muon.
     """
 
+    rounded_state = ("momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+
     def __init__(
         self,
         params: Any,
@@ -71,19 +73,17 @@ class Muon(torch.optim.AdamW):
         ns_dtype: str = "bfloat16",
         **adamw: Any,
     ) -> None:
-        of_matrices = {"matrices": 0, "momentum": momentum, "nesterov": nesterov, "ns_steps": ns_steps, "ns_dtype": ns_dtype}
-        self._of_matrices = of_matrices
+        own_defaults = {"matrices": 0, "momentum": momentum, "nesterov": nesterov, "ns_steps": ns_steps, "ns_dtype": ns_dtype}
+        self._own_defaults = own_defaults
         super().__init__(params, **adamw)
-        self.defaults |= of_matrices
         # torch.amp.GradScaler would leave it to `step` to unscale the gradients and to skip: only AdamW's fused kernel can
         self._step_supports_amp_scaling = False
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        group = {**self._of_matrices, **param_group}
+        self.defaults |= vars(self).pop("_own_defaults", {})  # the first call is from AdamW's constructor
+        group = {**self.defaults, **param_group}
         if not 0.0 <= group["momentum"] < 1.0:
             raise ValueError(f"momentum={group['momentum']} must be at least 0 and less than 1")
-        if group["matrices"] and group.get("maximize", self.defaults["maximize"]):
-            raise ValueError("maximize=True is not supported for matrices")
         if group["ns_steps"] < 1:
             raise ValueError(f"ns_steps={group['ns_steps']} must be positive")
         if group["ns_dtype"] not in NS_DTYPES:
@@ -91,7 +91,7 @@ class Muon(torch.optim.AdamW):
         with_matrices = [group for group in (group, *self.param_groups) if group["matrices"]]
         if len({group["ns_dtype"] for group in with_matrices}) > 1:
             raise ValueError("the groups of matrices have different ns_dtype; use one for all")
-        super().add_param_group(group)
+        super().add_param_group(param_group)
 
     @property
     def matrix_dtype(self) -> torch.dtype:
@@ -126,8 +126,8 @@ class Muon(torch.optim.AdamW):
         return loss
 
     def before(self, local: torch.nn.Parameter, group: dict[str, Any]) -> torch.Tensor:
-        gradient = local.grad
-        assert gradient is not None
+        assert local.grad is not None
+        gradient = -local.grad if group["maximize"] else local.grad
         state = self.state[local]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(local)

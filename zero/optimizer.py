@@ -15,7 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from zero.buckets import Bucket, FlatBuffer, OwnedSlice, allocate
 from zero.codecs import STATE_CODECS
 from zero.collectives import Communicator
-from zero.exchange import exchange_of
+from zero.exchange import check_matrices, exchange_of
 from zero.gradients import GradientNorms, ParameterGradients, norms_of
 from zero.layout import BucketMB, Plan, check_options, parameter_specs, plan
 from zero.masters import store_rounded
@@ -32,6 +32,7 @@ from zero.refusals import (
     check_class,
     check_groups,
     check_parameters,
+    check_rounding,
     name_of,
 )
 from zero.stopwatch import region
@@ -85,7 +86,8 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
         master_dtype: 'remainder' holds the masters of bfloat16 parameters as the 16 bits that these lack, see `zero.masters`.
             Write to parameters with `set_parameter` or `load_state_dict` only; a step refuses what was written otherwise.
         state_dtype: 'bfloat16' or 'int8' hold state that has a float32 number per element in fewer bytes between updates, see
-            `zero.codecs`. The update itself is in float32.
+            `zero.codecs`. The update itself is in float32. A class that is not one of torch.optim's lists the names of the
+            state that may be rounded in its attribute `rounded_state`.
         **kwargs: arguments of `optimizer_cls`.
 
     Raises:
@@ -115,6 +117,7 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
     ) -> None:
         check_options(bucket_mb, partition, master_dtype, state_dtype)
         check_class(optimizer_cls, partition, elementwise)
+        self.optimizer_cls = optimizer_cls
         self.comm = Communicator(process_group, shard_size)
         self.partition, self.param_dtype, self.master_dtype, self.device = partition, param_dtype, master_dtype, device
         self._options: dict[str, Any] = {"bucket_mb": bucket_mb, "partition": partition, "param_dtype": param_dtype}
@@ -129,7 +132,7 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
         self._original_groups: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}  # as given, and its values at that time
         self._params_of_groups: list[list[torch.nn.Parameter]] = []
         self.former_memory = FormerMemory()
-        self._parameter_gradients = ParameterGradients(self.buffers, self.buckets)
+        self._parameter_gradients = ParameterGradients(self.comm, self.buffers, self.buckets, self.names)
         self.wrapper: weakref.ref[Any] | None = None  # the ShardedDataParallel, which keeps this object alive
         self.inner: torch.optim.Optimizer  # optimizer of this rank's slices
         self.plan: Plan
@@ -138,9 +141,9 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
         self._lock, self._pid = threading.RLock(), current_process().pid
         # a rank that ends its program right after a step must not leave the others without their parameters
         weakref.finalize(self, _wait_for_gathers, self.buckets, self._pid)
-        super().__init__(params, dict(kwargs))
+        on_all_ranks(partial(super().__init__, params, dict(kwargs)), self.comm.group)
         self.state = CallersState(dict)
-        self._lay_out(first_group=0)
+        self._lay_out(0, self._checked_plan(0))
         self.inner = on_all_ranks(lambda: optimizer_cls(self._inner_groups(first_group=0), **kwargs), self.comm.group)
         if self.inner._optimizer_step_pre_hooks or self.inner._optimizer_step_post_hooks:
             raise ValueError(f"{optimizer_cls.__name__} registers step hooks on itself, which ShardedOptimizer would not call")
@@ -151,17 +154,28 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
         _copy_hyperparameters(self.inner.param_groups, self.param_groups)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, as in torch.optim. Its parameters get their own buffers. Needs to be called on all ranks."""
-        if self._is_built and self.source is not self._parameter_gradients:
-            raise RuntimeError("ShardedDataParallel has laid out its buckets; add parameter groups before you make it")
-        super().add_param_group(param_group)
-        self._params_of_groups.append(list(param_group["params"]))
+        """Add a group, as in torch.optim. Its parameters get their own buffers. Needs to be called on all ranks.
+
+        A group that is refused changes nothing.
+        """
+        add, first = super().add_param_group, len(self.param_groups)
         if not self._is_built:  # during construction, __init__ lays out all groups together
+            add(param_group)
+            self._params_of_groups.append(list(param_group["params"]))
             return
-        first = len(self.param_groups) - 1
-        self._lay_out(first)
+        if self.source is not self._parameter_gradients:
+            raise RuntimeError("ShardedDataParallel has laid out its buckets; add parameter groups before you make it")
+        try:
+            on_all_ranks(partial(add, param_group), self.comm.group)
+            planned = self._checked_plan(first)
+            on_all_ranks(partial(self._try_inner_group, self.param_groups[-1]), self.comm.group)
+        except BaseException:
+            del self.param_groups[first:]
+            raise
+        self._params_of_groups.append(list(param_group["params"]))
+        self._lay_out(first, planned)
         for group in self._inner_groups(first):
-            on_all_ranks(partial(self.inner.add_param_group, group), self.comm.group)
+            self.inner.add_param_group(group)
         _copy_hyperparameters(self.inner.param_groups[first:], self.param_groups[first:])
         self._update.exchange = exchange_of(self)
 
@@ -206,7 +220,6 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
                         bucket.gather = self.comm.all_gather(bucket.data, bucket.sizes)
         except BaseException:
             self.synchronize()  # nothing else waits for all-gathers that have started
-            self._update.drop()
             raise
         if not self._steps_by_bucket:
             _copy_hyperparameters(self.inner.param_groups, self.param_groups)  # which a class may change, as a counter
@@ -313,19 +326,43 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
                     raise RuntimeError(f"{name_of(param, self.names)} {MOVED}")
         _follow_weights(self.buckets, self.comm)
 
-    def _lay_out(self, first_group: int) -> None:
-        """Move the parameters of the groups from `first_group` on to their places in new flat buffers."""
-        params = [param for group in self.param_groups for param in group["params"]]
+    def _checked_plan(self, first_group: int) -> Plan:
+        """Return the plan of the groups from `first_group` on. Nothing has moved if this refuses them, on all ranks."""
+        params, groups = [param for group in self.param_groups for param in group["params"]], self.param_groups[first_group:]
+
+        def check() -> None:
+            check_parameters(params, self.param_dtype, may_be_meta=self.device is not None and self.comm.rank > 0)
+            if self._options["state_dtype"] != "float32":
+                check_rounding(self.optimizer_cls, groups)
+            if self.partition == "element" and issubclass(self.optimizer_cls, Muon):
+                check_matrices(groups)
+
+        on_all_ranks(check, self.comm.group)
         facts = {f"parameter {number}": properties(param) for number, param in enumerate(params)}
         check_same_on_all_ranks(facts, self.comm.group)
-        may_be_meta = self.device is not None and self.comm.rank > 0
-        on_all_ranks(partial(check_parameters, params, self.param_dtype, may_be_meta), self.comm.group)
+        specs = parameter_specs(groups, self.registration_order, None, first_group, self.device)
+        return plan(specs, self.comm.shard_size, **self._options)
+
+    def _try_inner_group(self, group: dict[str, Any]) -> None:
+        """Let the inner optimizer take a group with parameters that have no memory, and remove it again."""
+        first = len(self.inner.param_groups)
+        params = [
+            torch.nn.Parameter(param.new_zeros((), device=self.device).expand(param.shape), param.requires_grad)
+            for param in group["params"]
+        ]
+        try:
+            self.inner.add_param_group({**hyperparameters(group), "params": params})
+        finally:
+            del self.inner.param_groups[first:]
+            for param in params:
+                self.inner.state.pop(param, None)
+
+    def _lay_out(self, first_group: int, planned: Plan) -> None:
+        """Move the parameters of the groups from `first_group` on to their places in new flat buffers."""
+        params = [param for group in self.param_groups[first_group:] for param in group["params"]]
         for before in filter(None, [_optimizer_of.get(param, lambda: None)() for param in params]):
             before.synchronize()
-        specs = parameter_specs(self.param_groups[first_group:], self.registration_order, None, first_group, self.device)
-        planned = plan(specs, self.comm.shard_size, **self._options)
         self.plan = self.plan.followed_by(planned) if first_group else planned
-        params = params[len(params) - len(specs) :]
         group_of = {param: index for index, group in enumerate(self.param_groups) for param in group["params"]}
         for number, start, stop in planned.slices(self.comm.shard_rank):
             if not planned.params[number].requires_grad:  # a frozen parameter stays in its own memory

@@ -29,6 +29,11 @@ ELEMENTWISE = (
     *(torch.optim.NAdam, torch.optim.RAdam, torch.optim.RMSprop, torch.optim.Rprop, torch.optim.SGD),
 )
 NEED_WHOLE_PARAMETERS = (torch.optim.Adafactor, torch.optim.Muon)  # they use rows and columns
+# classes whose state may be rounded between updates: means of gradients and of squares, none subtracted from another
+_ROUNDED = (
+    *(torch.optim.Adadelta, torch.optim.Adafactor, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax, torch.optim.Muon),
+    *(torch.optim.NAdam, torch.optim.RAdam, torch.optim.RMSprop, torch.optim.SGD),
+)
 _UNSUPPORTED = {
     torch.optim.LBFGS: "it looks at all parameters together, several times per step",
     torch.optim.SparseAdam: "sparse gradients cannot be laid flat",
@@ -52,9 +57,29 @@ def check_class(optimizer_cls: type[torch.optim.Optimizer], partition: str, elem
         )
 
 
+def rounded_state(optimizer_cls: type[torch.optim.Optimizer]) -> Collection[str] | None:
+    """Return the names of the state that a class lets be rounded, its attribute `rounded_state`; None: all of its state."""
+    return None if optimizer_cls in _ROUNDED else vars(optimizer_cls).get("rounded_state", ())
+
+
+def check_rounding(optimizer_cls: type[torch.optim.Optimizer], groups: list[dict[str, Any]]) -> None:
+    """Refuse to hold state in fewer bits for a class that does not say which may be rounded, or subtracts one from another."""
+    if optimizer_cls not in _ROUNDED and "rounded_state" not in vars(optimizer_cls):
+        raise ValueError(
+            f"{optimizer_cls.__name__} does not say which of its state may be rounded; list the names in its attribute "
+            "rounded_state, such as ('exp_avg',), or use state_dtype='float32'"
+        )
+    if optimizer_cls is torch.optim.RMSprop and any(group.get("centered") for group in groups):
+        raise ValueError("RMSprop with centered=True subtracts one mean from another; use state_dtype='float32'")
+
+
 def check_parameters(params: list[torch.nn.Parameter], param_dtype: torch.dtype | None, may_be_meta: bool) -> None:
     """Refuse parameters that cannot move into flat buffers."""
     for param in params:
+        if param.layout != torch.strided:
+            raise ValueError(
+                f"a parameter of shape {tuple(param.shape)} is {param.layout}, which cannot be laid flat; densify it"
+            )
         if param.is_meta and not (may_be_meta and param.requires_grad):
             raise ValueError(
                 f"a parameter of shape {tuple(param.shape)} is on the meta device; only trainable parameters of ranks other "

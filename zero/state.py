@@ -34,7 +34,6 @@ _ENTRIES: dict[type, tuple[set[str], set[str]]] = {
     **dict.fromkeys((torch.optim.Adam, torch.optim.AdamW), ({"step", "exp_avg", "exp_avg_sq"}, {"max_exp_avg_sq"})),
     torch.optim.Adamax: ({"step", "exp_avg", "exp_inf"}, set()),
     torch.optim.ASGD: ({"step", "eta", "mu", "ax"}, set()),
-    Muon: (set(), {"momentum_buffer", "step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"}),
     torch.optim.Muon: ({"momentum_buffer"}, set()),
     torch.optim.NAdam: ({"step", "mu_product", "exp_avg", "exp_avg_sq"}, set()),
     torch.optim.RAdam: ({"step", "exp_avg", "exp_avg_sq"}, set()),
@@ -373,10 +372,11 @@ def _check_state(saved: dict[int, dict[str, Any]], part: Partition, in_chunks: b
     if in_chunks:
         _check_contiguous(part)
     inner = type(part.inner)
-    known = next((cls for cls in inner.__mro__ if cls in _ENTRIES), None)
     for number, entries in saved.items():
         if not 0 <= number < len(part.params):
             raise CheckpointError(f"there is saved state of parameter {number}, but there are {len(part.params)}")
+        is_matrix = issubclass(inner, Muon) and part.plan.params[number].matrices  # the others have the state of AdamW
+        known = torch.optim.Muon if is_matrix else next((cls for cls in inner.__mro__ if cls in _ENTRIES), None)
         of = [cls for cls, (always, sometimes) in _ENTRIES.items() if always <= entries.keys() <= always | sometimes]
         if entries and known and known not in of and (of or not _ENTRIES[known][0] <= entries.keys()):
             kept = f"{', '.join(entries)}{' of ' if of else ''}{' or '.join(cls.__name__ for cls in of)}"

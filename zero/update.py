@@ -7,9 +7,10 @@ from typing import Any
 import torch
 
 from zero.buckets import Bucket, OwnedSlice
-from zero.codecs import Codec, decoded, encode, rounding_noise
+from zero.codecs import Codec, Encoded, decoded, encodable, rounding_noise
 from zero.exchange import MatrixExchange
 from zero.muon import own_step
+from zero.refusals import check_rounding, rounded_state
 from zero.stopwatch import region
 from zero.tensors import flattened
 
@@ -20,8 +21,7 @@ class SliceUpdate:
     Args:
         inner: the optimizer of this rank's slices.
         buckets: all buckets.
-        codec: of the state, see `zero.codecs`; None: the state stays as `inner` keeps it. A resumed run rounds in the same way,
-            unless the class keeps no `step` (SGD).
+        codec: of the state, see `zero.codecs`; None: the state stays as `inner` keeps it. A resumed run rounds in the same way.
 
     Attributes:
         exchange: of the matrices, if `inner` needs whole ones, see `zero.muon`.
@@ -30,7 +30,7 @@ class SliceUpdate:
     def __init__(self, inner: torch.optim.Optimizer, buckets: list[Bucket], codec: Codec | None) -> None:
         self.inner, self.buckets, self.codec = inner, buckets, codec
         self.exchange: MatrixExchange | None = None
-        self._calls = 0  # of `_encode`
+        self._rounded = rounded_state(type(inner))
         if codec is not None:
             inner.register_load_state_dict_post_hook(self._encode_loaded)
 
@@ -41,6 +41,8 @@ class SliceUpdate:
             changed: the parameters that have a gradient on any rank.
             **kwargs: arguments of the inner optimizer's `step`.
         """
+        if self.codec is not None:
+            check_rounding(type(self.inner), self.inner.param_groups)
         if self.exchange is not None:
             self.exchange.begin(changed)
         order = [bucket.number for buckets in rounds for bucket in buckets]
@@ -51,6 +53,8 @@ class SliceUpdate:
                     self._exchange_for(order, next(positions))
                 self._update(buckets, **kwargs)
             yield buckets
+        if self.exchange is not None:
+            self.exchange.end()
 
     def _exchange_for(self, order: list[int], position: int) -> None:
         """Wait for the directions of the bucket at a position in the order of the updates, and work ahead for the next two."""
@@ -60,11 +64,6 @@ class SliceUpdate:
             for later in order[position + 1 if position else 0 : position + 2]:
                 exchange.transform(later)
             exchange.receive(order[position])
-
-    def drop(self) -> None:
-        """Wait for what a step that has failed has left in flight, and drop it."""
-        if self.exchange is not None:
-            self.exchange.drop()
 
     def _update(self, buckets: list[Bucket], **kwargs: Any) -> None:
         groups = self.inner.param_groups
@@ -96,35 +95,31 @@ class SliceUpdate:
                 self._encode(locals_)
 
     def _before(self, owned: OwnedSlice, group: dict[str, Any]) -> torch.Tensor:
-        """Call `before` of the inner optimizer, with the state of the slice in float32.
-
-        The random numbers that round it afterwards come from a checksum of the state: there may be no number of steps.
-        """
+        """Call `before` of the inner optimizer, with the state of the slice in float32."""
         inner: Any = self.inner
-        if self.codec is None:
-            return inner.before(owned.local, group)
-        state = self.inner.state
-        if owned.local in state:
-            state[owned.local] = decoded(owned.local, state[owned.local])
+        if self.codec is not None and owned.local in inner.state:
+            inner.state[owned.local] = decoded(owned.local, inner.state[owned.local])
         result = inner.before(owned.local, group)
-        values = [flattened(value, owned.local) for value in state[owned.local].values() if value.dtype == torch.float32]
-        checksum = torch.stack([value.view(torch.int32).sum(dtype=torch.int32) for value in values]).sum()
-        encode([(owned.local, state[owned.local])], self.codec, rounding_noise(checksum, owned.local.numel()))
+        self._encode([owned.local])
         return result
 
     def _has_matrices(self, owned: OwnedSlice) -> bool:
         return self.exchange is not None and self.exchange.has_matrices(owned.param)
 
     def _encode(self, locals_: list[torch.nn.Parameter]) -> None:
-        """Encode the state of slices of one bucket. The random numbers depend on their number of steps."""
-        if self.codec is None or not locals_:
+        """Encode the state of some slices. The random numbers for the rounding come from the state, which a checkpoint has."""
+        if self.codec is None:
             return
-        self._calls += 1
-        states = [self.inner.state[local] for local in locals_]
-        steps = [state["step"] for state in states if isinstance(state.get("step"), torch.Tensor)]
-        count = torch.stack(steps).double().sum() if steps else torch.tensor(self._calls, device=locals_[0].device)
-        noise = rounding_noise(count.to(locals_[0].device), max(local.numel() for local in locals_))
-        encode(zip(locals_, states, strict=True), self.codec, noise)
+        slices = [(local, self.inner.state[local]) for local in locals_]
+        entries = [(local, state, name) for local, state in slices for name in encodable(local, state, self._rounded)]
+        if not entries:
+            return
+        bits = [state["step"].double() for _, state in slices if isinstance(state.get("step"), torch.Tensor)]
+        if not bits:  # a class without `step`: a checksum
+            bits = [flattened(state[name], local).view(torch.int32).sum() for local, state, name in entries]
+        noise = rounding_noise(torch.stack(bits).sum().to(locals_[0].device), max(local.numel() for local in locals_))
+        for local, state, name in entries:
+            state[name] = Encoded(self.codec, self.codec.encode(flattened(state[name], local), noise))
 
     def _encode_loaded(self, inner: torch.optim.Optimizer) -> None:
         for bucket in self.buckets:

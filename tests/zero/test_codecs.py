@@ -10,7 +10,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 from toy import assert_equal, batch, make_toy, train, weights
 
-from zero import ShardedDataParallel, ShardedOptimizer
+from zero import Muon, ShardedDataParallel, ShardedOptimizer
 from zero import checkpoint as ckpt
 from zero.codecs import BLOCK, STATE_CODECS, BFloat16, Encoded, Int8, rounding_noise
 from zero.flags import Flags
@@ -26,10 +26,16 @@ CODECS = {
 }
 
 
+WITHOUT_STEP = {  # classes that do not count steps
+    "sgd": {"optimizer_cls": torch.optim.SGD, "momentum": 0.9, "state_dtype": "bfloat16"},
+    "muon": {"optimizer_cls": Muon, "partition": "parameter", "state_dtype": "bfloat16"},
+}
+
+
 def make(shard_gradients=False, seed=0, optimizer_cls=torch.optim.AdamW, **kwargs):
     """A sharded toy. Its unused parameter is trainable, and one of its parameters has no dimensions."""
     model = make_toy(seed)
-    optimizer = ShardedOptimizer(model.param_groups(), optimizer_cls, bucket_mb=0.0002, lr=0.01, **kwargs)
+    optimizer = ShardedOptimizer(model.param_groups(optimizer_cls is Muon), optimizer_cls, bucket_mb=0.0002, lr=0.01, **kwargs)
     return ShardedDataParallel(model, optimizer, shard_gradients), optimizer
 
 
@@ -103,6 +109,14 @@ def test_stochastic_rounding_is_right_on_average():
         nearest = (0.999 * nearest.float()).bfloat16()
     assert nearest.float().mean() == 1.0, "it stalls"
     assert moment.mean() == pytest.approx(0.999**steps, rel=1e-3)
+
+
+def test_int8_keeps_a_second_moment_without_gradients():
+    """What docs/sharding.md says: it rounds to the nearest code, as long as the largest element of the block gets gradients."""
+    moment, codec = torch.linspace(0.1, 1, BLOCK), Int8()
+    for _ in range(2000):
+        moment = codec.decode(codec.encode(torch.cat((0.999 * moment[:-1], torch.ones(1))), torch.zeros(0)))
+    assert moment.mean() > 0.5, "plain: 0.55 * 0.999**2000 = 0.07"
 
 
 def test_nan_and_infinity_survive():
@@ -192,7 +206,7 @@ def test_remainders_are_float32_masters():
 
 def save_and_resume(name, shard_gradients):
     """A run of 2 * STEPS without and with an interruption. The resumed one begins with other weights."""
-    kwargs = CODECS[name]
+    kwargs = (CODECS | WITHOUT_STEP)[name]
     rank = dist.get_rank()
     model, optimizer = make(shard_gradients, **kwargs)
     train(model, optimizer, rank, STEPS)
@@ -220,6 +234,11 @@ def test_a_resumed_run_is_bit_exact(world_size, name, shard_gradients):
     _, saved = run_ranks(save_and_resume, world_size, name, shard_gradients)[0]
     for state in saved["state"].values():
         assert {tensor.dtype for tensor in state.values()} == {torch.float32}
+
+
+@pytest.mark.parametrize("name", WITHOUT_STEP)
+def test_a_resumed_run_of_a_class_without_step_is_bit_exact(name):
+    run_ranks(save_and_resume, 2, name, False)
 
 
 def skip_and_resume(name):
@@ -314,7 +333,7 @@ def skipped_and_whole(codec):
     """A parameter without a gradient keeps its state, and a class of its own gets its state decoded, for all slices at once."""
     for optimizer_cls, kwargs in (
         (torch.optim.SGD, {"momentum": 0.9}),
-        (type("Own", (torch.optim.AdamW,), {}), {"elementwise": True}),
+        (type("Own", (torch.optim.AdamW,), {"rounded_state": ("exp_avg", "exp_avg_sq")}), {"elementwise": True}),
         (torch.optim.Adafactor, {"partition": "parameter"}),
     ):
         model, optimizer = make(optimizer_cls=optimizer_cls, state_dtype=codec, **kwargs)
@@ -334,6 +353,31 @@ def skipped_and_whole(codec):
 @pytest.mark.parametrize("codec", ["bfloat16", "int8"])
 def test_other_optimizers(codec):
     run_ranks(skipped_and_whole, 2, codec)
+
+
+class Undeclared(torch.optim.AdamW):
+    pass
+
+
+def changed_later():
+    """RMSprop, whose `centered` is set after construction."""
+    model, optimizer = make(optimizer_cls=torch.optim.RMSprop, state_dtype="int8")
+    optimizer.param_groups[1]["centered"] = True
+    model(*batch(0, dist.get_rank())).backward()
+    with pytest.raises(ValueError, match="subtracts one mean from another"):
+        optimizer.step()
+
+
+def test_a_class_whose_state_may_not_be_rounded_is_refused():
+    for cls, kwargs, text in (
+        (torch.optim.RMSprop, {"centered": True}, "RMSprop with centered=True subtracts one mean"),
+        (torch.optim.Adagrad, {}, "Adagrad does not say which of its state may be rounded"),
+        (Undeclared, {"elementwise": True}, "Undeclared does not say which of its state may be rounded"),
+    ):
+        ShardedOptimizer(make_toy().parameters(), cls, **kwargs)
+        with pytest.raises(ValueError, match=text):
+            ShardedOptimizer(make_toy().parameters(), cls, state_dtype="int8", **kwargs)
+    run_ranks(changed_later, 2)
 
 
 def written():

@@ -1,6 +1,8 @@
 """zero/muon.py, zero/exchange.py: sharded Muon is torch.optim.Muon and AdamW; who transforms what, and what is sent."""
 
+import copy
 import inspect
+import pickle
 from unittest import mock
 
 import pytest
@@ -403,7 +405,6 @@ def test_state_is_what_torchs_optimizers_hold():
     [
         ({"momentum": 1.0}, {}, "momentum=1.0 must be at least 0 and less than 1"),
         ({"ns_steps": 0}, {}, "ns_steps=0 must be positive"),
-        ({"maximize": True}, {"matrices": 1}, "maximize=True is not supported for matrices"),
         (
             {},
             {"params": [nn.Parameter(torch.ones(0, 4))], "matrices": 1},
@@ -422,6 +423,74 @@ def test_mistakes(kwargs, group, message):
         param.grad = torch.ones_like(param)
     with pytest.raises(ValueError, match=message):
         Muon([dict(group)], **kwargs).step()
+
+
+def test_maximize_is_followed_also_if_it_is_set_later():
+    trained = []
+    for sign in (1, -1):
+        optimizer = Muon([{"params": [weight := nn.Parameter(torch.eye(4, 3))], "matrices": 1}], lr=0.01)
+        optimizer.param_groups[0]["maximize"] = sign < 0
+        for step in range(3):
+            weight.grad = sign * (torch.arange(12.0).view(4, 3) + step)
+            optimizer.step()
+        trained.append(weight.detach())
+    assert_equal(*trained)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda optimizer: pickle.loads(pickle.dumps(optimizer))])
+def test_a_copy_takes_further_groups(copied):
+    optimizer = copied(Muon([nn.Parameter(torch.ones(3))], momentum=0.5))
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(4, 4))], "matrices": 2})
+    assert [(group["matrices"], group["momentum"]) for group in optimizer.param_groups] == [(0, 0.5), (2, 0.5)]
+    with pytest.raises(ValueError, match="ns_steps=0"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(4))], "ns_steps": 0})
+
+
+def restores_state_of_adamw():
+    _, optimizer = make_sharded()
+    groups = [{key: value for key, value in group.items() if key != "matrices"} for group in make().param_groups()]
+    adamw = torch.optim.AdamW(groups)
+    for param in (param for group in groups for param in group["params"]):
+        param.grad = torch.ones_like(param)
+    adamw.step()
+    with pytest.raises(ckpt.CheckpointError, match="not of Muon; build the optimizer that was saved"):
+        ckpt.restore(optimizer, adamw.state_dict())
+
+
+def test_state_of_adamw_is_refused():
+    run_ranks(restores_state_of_adamw, 1)
+
+
+def fails_in_its_own_round():
+    """Memory runs out on rank 0 in its first matrix, on rank 1 in its second, which is of another round."""
+    model, optimizer = make_sharded()
+    model(*batch(0, dist.get_rank())).backward()
+    whole = [torch.OutOfMemoryError(f"on rank {dist.get_rank()}")]
+    if dist.get_rank() == 1:
+        whole.insert(0, optimizer.inner.whole)
+    results = iter(whole)
+
+    def next_whole(*args):
+        result = next(results)
+        if isinstance(result, Exception):
+            raise result
+        return result(*args)
+
+    with mock.patch.object(optimizer.inner, "whole", next_whole):
+        try:
+            optimizer.step()
+        except torch.OutOfMemoryError:
+            with pytest.raises(RuntimeError, match="a step has failed while matrices were exchanged"):
+                optimizer.step()
+            raise
+
+
+def test_ranks_that_fail_in_different_rounds_end_together():
+    with mock.patch("ranks.TIMEOUT_S", 30), pytest.raises(RuntimeError) as raised:
+        run_ranks(fails_in_its_own_round, 2)
+    assert "did not end" not in str(raised.value)
+    assert all(f"rank {rank}:" in str(raised.value) for rank in (0, 1))
+    assert "OutOfMemoryError: on rank" in str(raised.value)
 
 
 def test_the_defaults_of_the_settings_are_those_of_the_class():

@@ -6,11 +6,12 @@ import re
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from nets import backward, inputs, net, wrap
 from ranks import run_ranks
 from torch import nn
 
-from zero import ShardedDataParallel, ShardedOptimizer
+from zero import Muon, ShardedDataParallel, ShardedOptimizer
 
 
 class Counting(torch.optim.SGD):
@@ -160,6 +161,39 @@ def a_second_backward_after_the_step(wrapped):
     loss.backward()
 
 
+def a_sparse_parameter():
+    yield
+    ShardedOptimizer([nn.Parameter(torch.eye(8).to_sparse())], torch.optim.AdamW)
+
+
+def a_gradient_on_one_rank(optimizer_cls, **group):
+    """Without the wrapper, gradients are averaged by hand."""
+    module = nn.Linear(8, 8, bias=False)
+    optimizer = ShardedOptimizer([{"params": module.parameters(), **group}], optimizer_cls)
+    if dist.get_rank() == 0:
+        module.weight.grad = torch.ones(8, 8)
+    yield
+    optimizer.step()
+
+
+def a_group(change):
+    """A group that is refused changes nothing: the optimizer goes on, also with a group that is not refused."""
+    model, same, late = net(), net(), nn.Parameter(torch.ones(8, 8))
+    optimizer, oracle = (ShardedOptimizer(each.parameters(), Muon, lr=0.01) for each in (model, same))
+    group, address = {"params": [late], "matrices": 1}, late.data_ptr()
+    yield
+    try:
+        optimizer.add_param_group(change(group, model))
+    finally:
+        assert (late.data_ptr(), len(optimizer.param_groups), len(optimizer.inner.param_groups)) == (address, 1, 1)
+        for each, its in ((model, optimizer), (same, oracle)):
+            its.add_param_group({"params": [other := nn.Parameter(torch.ones(4, 4))], "matrices": 2})
+            for param in (*each.parameters(), other):
+                param.grad = torch.ones_like(param)
+            its.step()
+        assert all(map(torch.equal, model.parameters(), same.parameters()))
+
+
 def use_of_a_sent_gradient(use):
     module = net()
     model, _ = wrap(module)
@@ -190,6 +224,19 @@ USES = {
     "another optimizer": lambda module: torch.optim.SGD(module.parameters(), 0.1).step(),
     "pickle": lambda module: pickle.dumps(module[0].weight.grad),
     "share_memory": lambda module: module.share_memory(),
+}
+GROUPS = {  # what makes a group be refused
+    "on one rank": (lambda group, _: group | {"params": [nn.Parameter(torch.ones(8, 8 + dist.get_rank()))]}, "model differs"),
+    "twice": (lambda group, model: group | {"params": [model[0].weight]}, "more than one parameter group"),
+    "shared": (
+        lambda group, _: group | {"params": [*group["params"], nn.Parameter(group["params"][0].data[:4])]},
+        "share memory",
+    ),
+    "of the class": (lambda group, _: group | {"momentum": 2.0}, "momentum=2.0 must be"),
+    "of another dtype": (lambda group, _: group | {"ns_dtype": "float16"}, "ns_dtype='float16' is not one of"),
+    "no matrices": (lambda group, _: group | {"matrices": 3}, "does not consist of 3 matrices"),
+    "strides": (lambda group, _: group | {"params": [nn.Parameter(torch.ones(4, 8).t())]}, "make it contiguous"),
+    "sparse": (lambda group, _: group | {"params": [nn.Parameter(torch.eye(8).to_sparse())]}, "torch.sparse_coo"),
 }
 # case: what is done, where what comes after `yield` must raise; the error; its message
 CASES = {
@@ -222,6 +269,10 @@ CASES = {
         *(partial(use_of_the_optimizer, lambda optimizer: optimizer.state.clear()), RuntimeError),
         r"optimizer\.inner\.state has that of this rank's slices",
     ),
+    "a sparse parameter": (a_sparse_parameter, ValueError, "torch.sparse_coo, which cannot be laid flat"),
+    "a gradient on one rank": (partial(a_gradient_on_one_rank, torch.optim.SGD), RuntimeError, "on some ranks only"),
+    "Muon, a gradient on one rank": (partial(a_gradient_on_one_rank, Muon, matrices=1), RuntimeError, "on some ranks only"),
+    **{f"a group, {name}": (partial(a_group, change), ValueError, text) for name, (change, text) in GROUPS.items()},
     "pickle of the optimizer": (partial(use_of_the_optimizer, pickle.dumps), TypeError, CONSOLIDATE),
     "deepcopy of the optimizer": (partial(use_of_the_optimizer, copy.deepcopy), TypeError, CONSOLIDATE),
 }

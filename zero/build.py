@@ -1,5 +1,6 @@
 """The only module that selects the implementation: (model, parameter groups, flags) -> (model, optimizer)."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,9 +11,11 @@ from torch.nn.parallel import DistributedDataParallel
 from zero.data_parallel import ShardedDataParallel
 from zero.flags import Flags
 from zero.gradients import GradientNorms, float32_norms
+from zero.messages import on_all_ranks
 from zero.muon import Muon
 from zero.optimizer import ShardedOptimizer
 from zero.partition import parameters
+from zero.refusals import check_meta
 from zero.tensors import set_data, values_on
 
 
@@ -31,7 +34,7 @@ def build(
         groups: parameter groups, as for torch.optim.AdamW. If a group has an entry "matrices", the optimizer is `zero.Muon`.
         flags: see `zero.flags.Flags`.
         device: where `model` will train. Default: where it is. Its tensors move there one after the other. The values are those
-            of rank 0; on other ranks, they may be on the meta device.
+            of rank 0; on other ranks, the model may be on the meta device, if its tensors are parameters and buffers.
         overlap: with `zero1_impl='sharded'`, the all-gathers run during the next forward. For models that read parameters
             through their modules, see `zero.ShardedDataParallel`.
         **adamw: arguments of torch.optim.AdamW. Its fused kernel is used if the device has one.
@@ -46,9 +49,7 @@ def build(
     device = device or next(model.parameters()).device
     adamw["fused"] = device.type in ("cuda", "cpu")
     optimizer_cls = Muon if any("matrices" in group for group in groups) else torch.optim.AdamW
-    for tensor in (*model.parameters(), *model.buffers()):
-        if implementation != "sharded" or not tensor.requires_grad:  # ShardedOptimizer moves the others
-            set_data(tensor, values_on(device, tensor))
+    move(model, device, trainable=implementation != "sharded")
     if not dist.is_initialized():
         return model, optimizer_cls(groups, **adamw)
     if implementation == "sharded":
@@ -71,6 +72,21 @@ def build(
     # gradients are views into DDP's buckets: the all-reduce is the same, but there is no second copy of every gradient
     device_ids = [device.index] if device.type == "cuda" else None
     return DistributedDataParallel(model, device_ids=device_ids, gradient_as_bucket_view=True), optimizer
+
+
+def move(model: torch.nn.Module, device: torch.device, trainable: bool) -> None:
+    """Move a model, tensor by tensor; from the meta device without values. Needs to be called on all ranks.
+
+    Args:
+        trainable: also the trainable parameters. ShardedOptimizer moves them itself.
+
+    Raises:
+        ValueError: if the model is on the meta device and has tensors that would not get the values of rank 0.
+    """
+    on_all_ranks(partial(check_meta, model))
+    for tensor in (*model.parameters(), *model.buffers()):
+        if trainable or not tensor.requires_grad:
+            set_data(tensor, values_on(device, tensor))
 
 
 def clip_grad_norm_(optimizer: torch.optim.Optimizer, max_norm: float) -> GradientNorms:

@@ -124,6 +124,8 @@ class ShardedDataParallel(nn.Module):
     def _check_own_parameters(self) -> None:
         check_all_managed(self.module, self.optimizer.managed)
         for name, tensor in tensors_of(self.module):
+            if tensor.is_meta:
+                raise ValueError(f"{name} is on the meta device; call zero.build.move before you make the optimizer")
             if tensor not in self.optimizer.managed:
                 self.optimizer.former_memory.take_along(tensor, name, self.optimizer.names)
                 if self.optimizer.param_dtype is not None and tensor.is_complex():

@@ -10,9 +10,10 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
 
 from zero.muon import Muon
-from zero.tensors import has_memory, is_dense, may_overlap, memory_span
+from zero.tensors import has_memory, is_dense, is_held, may_overlap, memory_span
 
 MOVED = (
     "was moved or replaced after ShardedOptimizer was built (by model.to, flatten_parameters, or another optimizer); build the "
@@ -34,6 +35,8 @@ _ROUNDED = (
     *(torch.optim.Adadelta, torch.optim.Adafactor, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax, torch.optim.Muon),
     *(torch.optim.NAdam, torch.optim.RAdam, torch.optim.RMSprop, torch.optim.SGD),
 )
+_WITH_VALUES = "use register_buffer, or build the model with values on all ranks"
+_STAYS = f"which do not follow it from the meta device; {_WITH_VALUES}"
 _UNSUPPORTED = {
     torch.optim.LBFGS: "it looks at all parameters together, several times per step",
     torch.optim.SparseAdam: "sparse gradients cannot be laid flat",
@@ -85,6 +88,8 @@ def check_parameters(params: list[torch.nn.Parameter], param_dtype: torch.dtype 
                 f"a parameter of shape {tuple(param.shape)} is on the meta device; only trainable parameters of ranks other "
                 "than 0 may be there, and with device=... only"
             )
+        if param.is_meta and is_held(param):
+            raise ValueError(f"there are views or results of a parameter of shape {tuple(param.shape)}, {_STAYS}")
     if len(params) > len(set(params)):
         raise ValueError("a parameter is given more than once; give each one once")
     check_memory(params)
@@ -99,6 +104,24 @@ def check_parameters(params: list[torch.nn.Parameter], param_dtype: torch.dtype 
                 "param_dtype would remove the hooks of the DistributedDataParallel around these parameters, and their "
                 "gradients would not be averaged; build ShardedOptimizer before DistributedDataParallel"
             )
+
+
+def check_meta(module: nn.Module) -> None:
+    """Raise ValueError for tensors of a module on the meta device that would not get the values of rank 0, or not keep them."""
+    names = {id(tensor): name for name, tensor in (*module.named_parameters(), *module.named_buffers())}
+    places: dict[int, str] = {}  # name by storage
+    for prefix, part in module.named_modules():
+        for key, value in vars(part).items():
+            for tensor in tree_leaves(value):
+                if not isinstance(tensor, torch.Tensor) or not tensor.is_meta:
+                    continue
+                if (name := names.get(id(tensor))) is None:
+                    where = f"{prefix}.{key}".lstrip(".")
+                    raise ValueError(f"{where} is neither a parameter nor a buffer and gets no values; {_WITH_VALUES}")
+                other = places.setdefault(tensor.untyped_storage()._cdata, name)
+                if other != name or is_held(tensor):
+                    why = f"{other} and {name} share memory" if other != name else f"there are views or results of {name}"
+                    raise ValueError(f"{why}, {_STAYS}")
 
 
 def check_memory(params: list[torch.nn.Parameter]) -> None:

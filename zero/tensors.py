@@ -46,13 +46,24 @@ def values_on(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def set_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
-    """Do `tensor.data = data`, also if `tensor` is on the meta device, where PyTorch refuses it. It then loses its hooks."""
+    """Do `tensor.data = data`, also if `tensor` is on the meta device, where PyTorch refuses it.
+
+    There, the Python object gets another C++ tensor. `torch.utils.swap_tensors` does the same, but it loses gradient hooks and
+    refuses objects with weak references. What C++ refers to (views, graphs) keeps the old tensor, see `refusals.check_meta`.
+    """
     if not tensor.is_meta or data.is_meta:
         tensor.data = data
         return
-    new = torch.nn.Parameter(data, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else data.view_as(data)
-    new.__dict__.update(tensor.__dict__)
-    torch.utils.swap_tensors(tensor, new)
+    hooks = {name: getattr(tensor, name) for name in ("_backward_hooks", "_post_accumulate_grad_hooks")}
+    torch._C._swap_tensor_impl(tensor, data.detach().requires_grad_(tensor.requires_grad))  # type: ignore[attr-defined]
+    for name, registered in hooks.items():
+        if registered:
+            setattr(tensor, name, registered)
+
+
+def is_held(tensor: torch.Tensor) -> bool:
+    """Return whether C++ refers to a tensor in addition to its Python object: a view of it, or a graph with it."""
+    return tensor._use_count() > 1  # type: ignore[attr-defined]
 
 
 def pieces(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
-from toy import MODES, batch, build_toy, largest_difference, make_toy, train, weights
+from toy import MODES, assert_equal, batch, build_toy, largest_difference, make_toy, train, weights
 
 from run.memory import describe
 from zero import ShardedOptimizer
@@ -89,6 +89,76 @@ def refused_on_meta():
 
 def test_weights_that_rank_0_cannot_send_are_refused():
     run_ranks(refused_on_meta, 2)
+
+
+def double(param):
+    param.grad.mul_(2)
+
+
+class Peculiar(torch.nn.Module):
+    """Gradient hooks, an RNN with its weak references to weights, and buffers; `spoil` adds what has no place elsewhere."""
+
+    def __init__(self, spoil=lambda module: None):
+        super().__init__()
+        torch.manual_seed(0)
+        self.recurrent, self.head = torch.nn.GRU(5, 6, batch_first=True), torch.nn.Linear(6, 1)
+        self.register_buffer("scale", torch.full((5,), 2.0))
+        self.register_buffer("offset", torch.arange(5.0), persistent=False)
+        self.head.weight.register_hook(lambda gradient: 3 * gradient)
+        self.handle = self.head.bias.register_hook(lambda gradient: 0 * gradient)
+        self.recurrent.weight_hh_l0.register_post_accumulate_grad_hook(double)
+        spoil(self)
+
+    def forward(self, x):
+        return self.head(self.recurrent(x * self.scale + self.offset)[0]).square().mean()
+
+
+def trained_with_hooks(on_meta, implementation):
+    with torch.device("meta" if on_meta and dist.get_rank() else "cpu"):
+        module = Peculiar()
+    flags = Flags(use_zero1=implementation != "adamw", bucket_mb=0.0002)
+    model, optimizer = build(module, [{"params": list(module.parameters())}], flags, device=torch.device("cpu"), lr=0.01)
+    for step in range(4):
+        if step == 2:
+            module.handle.remove()
+        model(torch.randn(2, 3, 5, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return weights(module)
+
+
+@pytest.mark.parametrize("implementation", ["adamw", "sharded"])
+def test_hooks_and_recurrent_layers_come_along_from_the_meta_device(implementation):
+    (expected, _), results = (run_ranks(trained_with_hooks, 2, on_meta, implementation) for on_meta in (False, True))
+    for result in results:
+        assert_equal(result, expected)
+
+
+SPOILED = {  # what is refused on all ranks, and how it is named
+    "mask": (lambda module: setattr(module.head, "mask", torch.ones(3)), r"head\.mask is neither a parameter nor a buffer"),
+    "list": (lambda module: setattr(module, "masks", [torch.ones(3)]), "masks is neither a parameter nor a buffer"),
+    "view": (lambda module: module.register_buffer("part", module.scale[1:]), "there are views or results of scale, which"),
+    "alias": (
+        lambda module: module.register_buffer("own", module.head.weight.detach()),
+        r"own and head\.weight share memory, which",
+    ),
+    "graph": (
+        lambda module: setattr(module, "norm", module.head.weight.norm().clone),
+        r"there are views or results of head\.weight, which",
+    ),
+}
+
+
+def spoiled(name):
+    with torch.device("meta" if dist.get_rank() else "cpu"):
+        module = Peculiar(SPOILED[name][0])
+    with pytest.raises(ValueError, match=f"{SPOILED[name][1]}.*register_buffer, or build the model with values on all ranks"):
+        build(module, [{"params": list(module.parameters())}], device=torch.device("cpu"), lr=0.01)
+
+
+@pytest.mark.parametrize("name", SPOILED)
+def test_what_the_meta_device_loses_is_refused_on_all_ranks(name):
+    run_ranks(spoiled, 2, name)
 
 
 def refused():

@@ -199,6 +199,25 @@ def expanded_buffer():
     return part
 
 
+def buffers_that_share_memory():
+    """A running mean, and a view of a part of it."""
+    whole = torch.rand(WIDTH) + 0.5
+
+    def forward(part, x):
+        with torch.no_grad():
+            part.whole.lerp_(part.inner.weight.diagonal().abs() + 0.5, 0.1)
+        return part.inner(x) * part.some.mean()
+
+    return Part(forward, inner=linear(), whole=whole, some=whole[::2])
+
+
+def plain_attribute():
+    """A mask that is not registered."""
+    part = Part(lambda part, x: part.inner(x) * part.mask, inner=linear())
+    part.mask = torch.arange(WIDTH) % 2
+    return part
+
+
 def hooked_gradient():
     inner = linear()
     inner.weight.register_hook(_halve)
@@ -373,6 +392,8 @@ BLOCKS: dict[str, Callable[[], nn.Module]] = {
         lambda part, x: F.linear(part.inner(x), part.mix), inner=linear(), mix=parameter(WIDTH, WIDTH).data.t()
     ),
     "expanded buffer": expanded_buffer,
+    "buffers that share memory": buffers_that_share_memory,
+    "plain attribute": plain_attribute,
     "no elements": lambda: Part(lambda part, x: part.inner(x) + part.none.sum(), inner=linear(), none=parameter(0, WIDTH)),
     "no dimensions": lambda: Part(lambda part, x: x * part.scale, scale=nn.Parameter(torch.tensor(0.5))),
     "sum of a parameter": lambda: Part(lambda part, x: x * part.weight.sum(), weight=parameter(WIDTH, 3)),

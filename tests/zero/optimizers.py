@@ -67,6 +67,8 @@ class Lookahead(Plain):
 class SignMomentum(Plain):
     """Lion, with a sign that is zero at zero: a gradient of rounding must not become a step of full size."""
 
+    rounded_state = ("mean",)
+
     def update(self, param, group):
         mean = self.state[param].setdefault("mean", torch.zeros_like(param))
         direction = 0.9 * mean + 0.1 * param.grad
@@ -90,6 +92,7 @@ class AdamWithWarmup(torch.optim.AdamW):
     """A subclass of torch's own that counts."""
 
     calls = 0
+    rounded_state = ("exp_avg", "exp_avg_sq")
 
     def step(self, closure=None):
         self.calls += 1

@@ -41,6 +41,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 import zero
 from zero import ShardedDataParallel, ShardedOptimizer
+from zero.build import move
 from zero.collectives import Communicator
 
 SEED = int(os.environ.get("ANY_MODEL_SEED", "0"))
@@ -62,12 +63,21 @@ OPTIMIZERS = {
     "adamax": (torch.optim.Adamax, {"lr": 0.03, "eps": 1e-4}),
     "nadam": (torch.optim.NAdam, {"lr": 0.03, "eps": 1e-4}),
     "asgd": (torch.optim.ASGD, {"lr": 0.1, "t0": 1}),
+    "adadelta": (torch.optim.Adadelta, {"lr": 1.0, "eps": 1e-3}),
+    "radam": (torch.optim.RAdam, {"lr": 0.03, "eps": 1e-4}),
+    "rprop": (torch.optim.Rprop, {"lr": 0.01}),
+    "rmsprop centered": (torch.optim.RMSprop, {"lr": 0.01, "centered": True, "eps": 1e-2}),
+    "adafactor": (torch.optim.Adafactor, {"lr": 0.03, "eps": (None, 1e-1)}),
     **{cls.__name__: (cls, {"lr": 0.05}) for cls in (*ELEMENTWISE, *WHOLE)},
     "AdamWithWarmup": (AdamWithWarmup, {"lr": 0.03, "eps": 1e-4}),
     "muon": (zero.Muon, {"lr": 0.005, "weight_decay": 0.1, "eps": 1e-4, "ns_dtype": "float32"}),
 }
 DECLARED = {cls.__name__ for cls in ELEMENTWISE}
-BY_PARAMETER = {cls.__name__ for cls in WHOLE}
+BY_PARAMETER = {cls.__name__ for cls in WHOLE} | {"adafactor"}
+NOT_ROUNDED = {"adagrad", "asgd", "rprop", "rmsprop centered", *(cls.__name__ for cls in (*ELEMENTWISE, *WHOLE))}
+NOT_ROUNDED -= {"SignMomentum", "AdamWithWarmup"}  # which say what may be rounded
+NOT_FROM_META = {*BY_HOOK, *EARLY_ALIASES, "plain attribute", "buffers that share memory", "expanded buffer"}
+NOT_IN_FLOAT16 = {"float64", "bfloat16", "held in an alias", "held in the data", "held in a row"}  # torch refuses to mix dtypes
 # what DistributedDataParallel with find_unused_parameters=True refuses, or gets wrong, beside reentrant checkpoints
 NOT_UNDER_DDP = {"expanded buffer"}  # it would broadcast into it
 
@@ -102,6 +112,9 @@ class Description:
     average: bool = False  # a moving average of the weights, by copies that are made right after step
     late: tuple[int, ...] = ()  # ranks on which a gather arrives only when somebody waits for it
     other_start: bool = False  # all ranks but 0 begin with other weights
+    meta: bool = False  # all ranks but 0 begin without weights
+    dtype: str = "float32"  # 'float16': of the model, before its weights become bfloat16
+    state_dtype: str = "float32"
 
     def __str__(self):
         changed = [f"{name}={value!r}" for name, value in vars(self).items() if value != getattr(Description, name, None)]
@@ -111,6 +124,9 @@ class Description:
 
     def keys(self):
         return {block for block, _ in self.blocks}
+
+    def is_rounded(self):
+        return (self.dtype, self.state_dtype) != ("float32", "float32")
 
 
 # -- on the ranks --------------------------------------------------------------------------------------------------------
@@ -126,7 +142,7 @@ class Model(nn.Module):
         self.runs = [run for _, run in description.blocks]
 
     def forward(self, x):
-        x = self.stem(x)
+        x = self.stem(x.to(self.stem.weight.dtype))
         for block, run in zip(self.blocks, self.runs, strict=True):
             x = x + torch.tanh(RUNS[run](block, x))
         return self.head(x)
@@ -198,7 +214,12 @@ def build(description, plain):
     # the others leave buffers to their user
     other = description.other_start and description.wrapper == "sharded" and description.broadcast_buffers
     torch.manual_seed(description.seed + (dist.get_rank() if other and not plain else 0))
-    model = Model(description)
+    with torch.device("meta" if description.meta and not plain and dist.get_rank() else "cpu"):
+        model = Model(description)
+    if description.dtype == "float16":
+        model.half().to(torch.float32 if plain else torch.float16)
+    if description.meta and not plain:
+        move(model, torch.device("cpu"), trainable=False)
     cls, kwargs = OPTIMIZERS[description.optimizer]
     if plain and any(block == "strided parameter" for block, _ in description.blocks):  # torch's fused AdamW takes it for dense
         kwargs = {**kwargs, "fused": False} if "fused" in kwargs else kwargs
@@ -216,6 +237,9 @@ def build(description, plain):
         partition=description.partition,
         elementwise=description.optimizer in DECLARED,
         shard_size=description.shard_size,
+        device=torch.device("cpu") if description.meta else None,
+        param_dtype=torch.bfloat16 if description.dtype == "float16" else None,
+        state_dtype=description.state_dtype,
         registration_order=model.parameters() if description.registration_order else None,
         **kwargs,
     )
@@ -241,6 +265,8 @@ def train(description, plain):
     model, wrapper, optimizer = build(description, plain)
     by_hand = plain or description.wrapper == "alone"
     params = list(model.parameters())
+    if description.is_rounded():
+        assert_same_on_all_ranks(params)
     average = copy.deepcopy(model) if description.average else None
     reader = READERS[description.reader](model, optimizer)
     found = {}
@@ -291,12 +317,22 @@ def train(description, plain):
     reader.stop()
     if isinstance(optimizer, ShardedOptimizer) and description.overlap:
         optimizer.synchronize()
+    if description.is_rounded():
+        assert_same_on_all_ranks(params)
     found |= {f"read {number}": tensor for number, tensor in enumerate(reader.found)}
     found |= {name: param.detach().clone() for name, param in model.named_parameters()}
     found |= {name: buffer.clone() for name, buffer in model.named_buffers()}
     if average is not None:
         found |= {f"average of {name}": param.detach() for name, param in average.named_parameters()}
     return found
+
+
+def assert_same_on_all_ranks(params):
+    """The ranks have the same bits, also where what they compute with is rounded."""
+    for param in params:
+        of_rank_0 = param.detach().clone().contiguous()
+        dist.broadcast(of_rank_0, 0)
+        assert torch.equal(of_rank_0, param), "the ranks have different weights"
 
 
 class Late:
@@ -368,7 +404,7 @@ DEFECTS = {
 }
 
 
-def compare(description, result, expected):
+def compare(result, expected, _):
     """What is not equal within the tolerance: name and largest difference, relative to the largest magnitude of all."""
     assert result.keys() == expected.keys(), result.keys() ^ expected.keys()
     low = any(tensor.dtype == torch.bfloat16 for tensor in expected.values())
@@ -384,6 +420,13 @@ def compare(description, result, expected):
             if not difference <= tolerance:  # also for nan
                 far[name] = difference
     return far
+
+
+def compare_rounded(result, expected, start):
+    """The weights, if they are not near to those of the plain optimizer, by the distance that these have gone."""
+    found, plain, begin = (torch.cat([each[name].double().flatten() for name in start]) for each in (result, expected, start))
+    distance = ((found - plain).norm() / (plain - begin).norm()).item()
+    return {} if distance <= 0.5 else {"all weights": distance}
 
 
 def is_refusal(error):
@@ -413,7 +456,7 @@ def outcome_on_rank(description, defect):
             result = train(description, plain=False)
     except Exception as error:
         return ("refused", str(error)) if is_refusal(error) else ("error", traceback.format_exc())
-    far = compare(description, result, expected)
+    far = (compare_rounded if description.is_rounded() else compare)(result, expected, start)
     if not far:
         return "same", ""
     worst = sorted(far, key=lambda name: -far[name] if far[name] == far[name] else -1e9)
@@ -538,6 +581,10 @@ def runner():
 
 def is_expected_refusal(description, what):
     """Several reentrant checkpoints of a module are refused, and with `overlap` what forward has held since before a step."""
+    if description.meta and "use register_buffer, or build the model with values on all ranks" in what:
+        return True
+    if description.state_dtype != "float32" and description.optimizer in NOT_ROUNDED:
+        return "declares no state that may be rounded" in what or "subtracts one mean from another" in what
     held = description.overlap and description.keys() & HELD
     reentrant = any("reentrant" in word for block in description.blocks for word in block)
     return (reentrant and "gets a gradient again" in what) or (held and "before its all-gather has ended" in what)
@@ -567,10 +614,21 @@ def descriptions(draw, most_ranks, optimizers):
         and not (overlap and name == "thread that watches a list")  # the rule does not allow it
         and not (overlap and keys & HELD and name == "watching thread")  # it may wait for what a forward would refuse
     ]
+    rarely = st.integers(0, 3).map(lambda number: number == 0)  # for what is refused
+    rounding = draw(st.sampled_from([{}, {}, {"dtype": "float16"}, {"state_dtype": "bfloat16"}, {"state_dtype": "int8"}]))
+    if "state_dtype" in rounding and optimizer in NOT_ROUNDED and not draw(rarely):
+        rounding = {}
+    if "dtype" in rounding and keys & NOT_IN_FLOAT16:
+        rounding = {}
+    if rounding:  # what is read meanwhile is not compared
+        readers = []
+    meta = draw(st.booleans()) and (not keys & NOT_FROM_META or draw(rarely))
     wrappers = ["sharded", "sharded", "sharded", "alone", "before ddp", "after ddp"]
     if reentrant or keys & NOT_UNDER_DDP:
         wrappers = ["sharded", "sharded", "sharded", "alone"]
-    if keys & EARLY_ALIASES:  # the optimizer alone does not know the module, whose attributes would have to follow
+    if (
+        meta or rounding or keys & EARLY_ALIASES
+    ):  # the optimizer alone does not know the module, whose attributes would have to follow
         wrappers = ["sharded"]
     return Description(
         blocks=blocks,
@@ -590,7 +648,7 @@ def descriptions(draw, most_ranks, optimizers):
         shard_size=draw(st.sampled_from([0, 0, *(size for size in range(1, ranks) if ranks % size == 0)])),
         overlap=overlap,
         reader=draw(st.sampled_from(["", *readers])),
-        broadcast_buffers=draw(st.booleans()),
+        broadcast_buffers=meta or draw(st.booleans()),
         clip=draw(st.sampled_from([0.0, 0.1])),
         zero_grad=draw(st.sampled_from(["optimizer", "optimizer", "optimizer", "wrapper", "module"])),
         zero_when=draw(st.sampled_from(["after step", "before forward", "before backward"])),
@@ -600,6 +658,8 @@ def descriptions(draw, most_ranks, optimizers):
         average=False if keys & BY_HOOK else draw(st.booleans()),
         late=draw(st.sampled_from([(), (0,), (1,), (0, 1, 2, 3), (0, 1, 2, 3)])),
         other_start=draw(st.booleans()),
+        meta=meta,
+        **rounding,
     )
 
 
@@ -682,6 +742,8 @@ def test_every_block(runner):
     harsh = Description(blocks=(), bucket_mb=0.000001, late=(0, 1), other_start=True)
     alone = [replace(harsh, blocks=((block, "call"),)) for block in BLOCKS]
     try_all(runner, alone)
+    from_meta = ("gru", "hooked gradient", "norm", "buffer", "strided", "plain attribute", "in a buffer")
+    try_all(runner, [replace(d, meta=True) for d in alone if any(word in str(d) for word in from_meta)])
     with_strides = ("strided", "transposed", "channels last")
     try_all(runner, [replace(d, partition="parameter") for d in alone if any(word in str(d) for word in with_strides)])
 
@@ -690,7 +752,7 @@ def test_every_block(runner):
 def test_every_way_to_run_every_block(runner):
     for late in (0, 1), ():
         pairs = [(block, run) for block in BLOCKS for run in RUNS if not (run == "forward" and block in BY_HOOK)]
-        try_all(runner, [Description(blocks=(one,), bucket_mb=0.000001, late=late) for one in pairs])
+        try_all(runner, [Description(blocks=(one,), bucket_mb=0.000001, late=late, meta=not late) for one in pairs])
 
 
 @pytest.mark.slow("random models, optimizers and loops on two to four ranks", seconds=290)

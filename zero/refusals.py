@@ -69,8 +69,8 @@ def check_rounding(optimizer_cls: type[torch.optim.Optimizer], groups: list[dict
     """Refuse to hold state in fewer bits for a class that does not say which may be rounded, or subtracts one from another."""
     if optimizer_cls not in _ROUNDED and "rounded_state" not in vars(optimizer_cls):
         raise ValueError(
-            f"{optimizer_cls.__name__} declares no state that may be rounded (class attribute rounded_state, a tuple of names); "
-            "use state_dtype='float32'"
+            f"{optimizer_cls.__name__} declares no state that may be rounded (in a class attribute rounded_state, a tuple of "
+            "names); use state_dtype='float32'"
         )
     if optimizer_cls is torch.optim.RMSprop and any(group.get("centered") for group in groups):
         raise ValueError("RMSprop with centered=True subtracts one mean from another; use state_dtype='float32'")

@@ -5,12 +5,20 @@
 8,013,769 documents give about 9 billion tokens for training (18 GB) and 4.5 million for validation. Every 2000th document is
 for validation, the same fraction as in nanoGPT. `--input FILE` uses your own documents: JSON lines with a "text" key
 (`.jsonl`), or plain text with one document per line.
+
+The documents come from the parquet files of the Hugging Face hub if these hold all of them, otherwise from the archives that
+the files were made of. Fewer documents are refused. This is tested with a small server that has the hub's layout, and has not
+been run with the hub itself yet.
 """
 
+import io
 import itertools
 import json
+import lzma
 import os
+import re
 import sys
+import tarfile
 from collections.abc import Iterator
 
 import numpy as np
@@ -19,30 +27,97 @@ from tqdm import tqdm
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", ".."))
 from data.common import atomic, exit_with_error, gpt2_encoding, input_argument
+from data.vocabulary import DataError
 
 DIRECTORY = os.path.dirname(os.path.abspath(__file__))
 VOCAB_SIZE = None  # for plan.py: GPT-2's, without a meta.pkl
+NAME = "Skylion007/openwebtext"
+DOCUMENTS = 8_013_769
 VALIDATION_EVERY = 2000  # one of this many documents goes to val.bin
 BATCH = 1024  # documents to tokenize at once
 
 
 def downloaded() -> Iterator[str]:
-    """Yield the documents of OpenWebText, streamed from the Hugging Face hub."""
+    """Yield the documents of OpenWebText from the Hugging Face hub.
+
+    Raises:
+        DataError: if the hub or the data cannot be read, or there are fewer documents than OpenWebText has.
+    """
+    remedy = "give a local copy with --input FILE"
+    count = 0
     try:
-        from datasets import load_dataset
-    except ImportError:
-        exit_with_error(
-            "the download needs the datasets library; pip install -e '.[openwebtext]', or give a local file with --input FILE"
-        )
-    name = "Skylion007/openwebtext"
+        for text in hub_texts():
+            yield text
+            count += 1
+    except ImportError as error:
+        raise DataError(f"the download needs {error.name}; pip install -e '.[openwebtext]', or {remedy}") from error
+    except Exception as error:  # huggingface_hub, its HTTP library, pyarrow, tarfile and lzma have no base class in common
+        url = f"https://huggingface.co/datasets/{NAME}"
+        raise DataError(f"cannot read {url} after {count:,} documents ({type(error).__name__}: {error}); {remedy}") from error
+    if count < DOCUMENTS:
+        raise DataError(f"the Hugging Face hub has only {count:,} of the {DOCUMENTS:,} documents of {NAME}; {remedy}")
+
+
+def hub_texts() -> Iterator[str]:
+    """Yield the documents that the hub has, in their order: from complete parquet files, otherwise from the archives."""
+    from huggingface_hub import HfFileSystem
+
+    hub = HfFileSystem()
+    files = hub.find(f"datasets/{NAME}")  # sorted
     try:
-        documents = load_dataset(name, split="train", streaming=True)
-    except OSError as error:  # the ConnectionError of the library is an OSError
-        exit_with_error(
-            f"cannot stream {name} from https://huggingface.co/datasets/{name} ({error}); give a local copy with --input FILE"
-        )
-    for document in documents:
-        yield document["text"]
+        converted = hub.find(f"datasets/{NAME}@refs/convert/parquet")  # the hub converts 5 GB at most
+    except FileNotFoundError:
+        converted = []
+    for branch in files, converted:
+        paths = [path for path in branch if path.endswith(".parquet")]
+        if parquet_rows(hub, paths) == DOCUMENTS:  # not a part of them, and not two versions side by side
+            yield from parquet_texts(hub, paths)
+            return
+    for path in files:
+        if path.endswith(".tar"):
+            with hub.open(path) as file:
+                yield from archive_texts(file)
+
+
+def parquet_rows(hub, paths: list[str]) -> int:
+    """Return the number of rows of parquet files. Only the ends of the files are read."""
+    from pyarrow import parquet
+
+    rows = 0
+    for path in paths:
+        with hub.open(path) as file:
+            rows += parquet.read_metadata(file).num_rows
+    return rows
+
+
+def parquet_texts(hub, paths: list[str]) -> Iterator[str]:
+    """Yield the column "text" of parquet files, row by row."""
+    from pyarrow import parquet
+
+    for path in paths:
+        with hub.open(path) as file:
+            table = parquet.ParquetFile(file, buffer_size=1 << 20, pre_buffer=False)  # the defaults would read the whole file
+            for batch in table.iter_batches(BATCH, columns=["text"]):
+                yield from batch["text"].to_pylist()
+
+
+def archive_texts(file) -> Iterator[str]:
+    """Yield the documents of one subset: a tar file of .xz files, each of which is a compressed tar file of .txt files.
+
+    Of successive blank lines one is left, as in the dataset's own script openwebtext.py, which made the parquet files.
+    """
+    with tarfile.open(fileobj=file, mode="r|") as archive:  # "|": without seeking
+        for part in members(archive, ".xz"):
+            with tarfile.open(fileobj=io.BytesIO(lzma.decompress(part))) as documents:
+                for document in members(documents, ".txt"):
+                    yield re.sub("\n{3,}", "\n\n", document.decode()).strip()
+
+
+def members(archive: tarfile.TarFile, ending: str) -> Iterator[bytes]:
+    """Yield the content of the files of an archive whose names have this ending."""
+    for member in archive:
+        if member.isfile() and member.name.endswith(ending):
+            yield archive.extractfile(member).read()
 
 
 def local(path: str) -> Iterator[str]:
@@ -54,10 +129,10 @@ def local(path: str) -> Iterator[str]:
                     continue
                 try:
                     yield json.loads(line)["text"] if path.endswith(".jsonl") else line
-                except (json.JSONDecodeError, KeyError, TypeError):
-                    exit_with_error(f'{path} line {number} is no JSON object with a "text" key')
+                except (json.JSONDecodeError, KeyError, TypeError) as error:
+                    raise DataError(f'{path} line {number} is no JSON object with a "text" key') from error
     except (OSError, UnicodeDecodeError) as error:
-        exit_with_error(f"cannot read {path}: {error}")
+        raise DataError(f"cannot read {path}: {error}") from error
 
 
 def write(documents: Iterator[str], encoding: tiktoken.Encoding) -> dict[str, int]:
@@ -85,8 +160,12 @@ def write(documents: Iterator[str], encoding: tiktoken.Encoding) -> dict[str, in
 if __name__ == "__main__":
     path = input_argument(__doc__.splitlines()[0])
     documents = local(path) if path else downloaded()
-    first = next(documents, None)  # read one document before the progress bar starts, so that errors appear first
-    if first is None:
-        exit_with_error("there are no documents")
-    for split, count in write(itertools.chain([first], documents), gpt2_encoding()).items():
+    try:
+        first = next(documents, None)  # read one document before the progress bar starts, so that errors appear first
+        if first is None:
+            raise DataError("there are no documents")
+        counts = write(itertools.chain([first], documents), gpt2_encoding())
+    except DataError as error:  # said only here, when the progress bar has ended
+        exit_with_error(str(error))
+    for split, count in counts.items():
         print(f"{split}: {count:,} tokens")

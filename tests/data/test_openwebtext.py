@@ -1,0 +1,195 @@
+"""data/openwebtext/prepare.py reads OpenWebText from a small server with the layout of the Hugging Face hub."""
+
+import functools
+import io
+import json
+import lzma
+import os
+import runpy
+import sys
+import tarfile
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
+from urllib.parse import unquote, urlsplit
+
+import numpy as np
+import pytest
+from conftest import ROOT
+
+from data import common
+
+huggingface_hub = pytest.importorskip("huggingface_hub")
+pyarrow = pytest.importorskip("pyarrow")
+NAME = "Skylion007/openwebtext"
+TEXTS = [f"document {number}" for number in range(6)]
+
+
+class Hub(BaseHTTPRequestHandler):
+    """Answers the requests of huggingface_hub: information on a branch, the tree of its files, and ranges of a file's bytes."""
+
+    def do_GET(self):
+        path = unquote(urlsplit(self.path).path)
+        branches = self.server.branches  # branch: path: content; None stands for a file that may not be read
+        for branch, files in branches.items():
+            if path in (f"/api/datasets/{NAME}/revision/{branch}", f"/api/datasets/{NAME}"):
+                return self.answer(200, json.dumps({"id": NAME, "sha": "0" * 40, "siblings": []}).encode())
+            if path == f"/api/datasets/{NAME}/tree/{branch}":
+                entries = [
+                    {"type": "file", "path": name, "size": len(content or b"any"), "oid": "0" * 40}
+                    for name, content in files.items()
+                ]
+                return self.answer(200, json.dumps(entries).encode())
+            for name, content in files.items():
+                if path == f"/datasets/{NAME}/resolve/{branch}/{name}":
+                    if content is None:
+                        return self.answer(403, b"")
+                    first, last = self.headers["Range"].removeprefix("bytes=").split("-")
+                    return self.answer(206, content[int(first) : int(last) + 1])
+        self.answer(404, b"", "RevisionNotFound" if branches else "RepoNotFound")
+
+    def answer(self, status, body, error=None):
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        if error:
+            self.send_header("X-Error-Code", error)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def hub():
+    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        yield server
+        server.shutdown()
+
+
+class Letters:
+    """Stands for GPT-2's encoding, which is a download: one token per character."""
+
+    eot_token = 0
+
+    def encode_ordinary_batch(self, texts, num_threads):
+        return [[ord(character) for character in text] for text in texts]
+
+
+@pytest.fixture
+def prepare(hub, tmp_path, monkeypatch):
+    """Runs a copy of the script, which believes that OpenWebText has six documents and takes every third for validation."""
+    monkeypatch.setattr(huggingface_hub, "HfFileSystem", functools.partial(
+        huggingface_hub.HfFileSystem, endpoint=f"http://127.0.0.1:{hub.server_port}", token=False, skip_instance_cache=True
+    ))  # fmt: skip
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    monkeypatch.setattr(common, "gpt2_encoding", Letters)
+    monkeypatch.setattr(sys, "argv", ["prepare.py"])
+    with open(os.path.join(ROOT, "data", "openwebtext", "prepare.py"), encoding="utf-8") as file:
+        source = file.read()
+    for constant, value in {
+        "DOCUMENTS = 8_013_769": "DOCUMENTS = 6",
+        "VALIDATION_EVERY = 2000": "VALIDATION_EVERY = 3",
+    }.items():
+        assert constant in source
+        source = source.replace(constant, value)
+    (tmp_path / "data" / "openwebtext").mkdir(parents=True)
+    script = tmp_path / "data" / "openwebtext" / "prepare.py"
+    script.write_text(source, encoding="utf-8")
+
+    def run(branches):
+        hub.branches = branches
+        monkeypatch.setattr(sys, "path", [*sys.path])
+        runpy.run_path(str(script), run_name="__main__")
+        tokens = {split: np.fromfile(script.with_name(f"{split}.bin"), dtype=np.uint16) for split in ("train", "val")}
+        return {split: "".join(map(chr, tokens)).split("\0") for split, tokens in tokens.items()}
+
+    run.folder = script.parent
+    return run
+
+
+def parquet(*texts):
+    from pyarrow import parquet
+
+    file = io.BytesIO()
+    parquet.write_table(pyarrow.table({"title": ["not this"] * len(texts), "text": texts}), file)
+    return file.getvalue()
+
+
+def tar(files):
+    archive = io.BytesIO()
+    with tarfile.open(fileobj=archive, mode="w") as members:
+        for name, content in files.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            members.addfile(member, io.BytesIO(content))
+    return archive.getvalue()
+
+
+def subset(number, *texts):
+    """A tar file of one .xz file per text, each of which is a tar file of one document."""
+    name = f"openwebtext/urlsf_subset{number:02d}"
+    parts = {f"{name}-{i}_data.xz": lzma.compress(tar({f"{i}.txt": text.encode()})) for i, text in enumerate(texts)}
+    return tar({"openwebtext/readme": b"no document", **parts})
+
+
+SCRIPT = {"openwebtext.py": b"", "README.md": b""}
+PARQUET = {f"plain_text/train-0000{i}-of-00002.parquet": parquet(*TEXTS[3 * i : 3 * i + 3]) for i in (1, 0)}
+ARCHIVES = {f"subsets/urlsf_subset{i:02d}.tar": subset(i, *TEXTS[3 * i : 3 * i + 3]) for i in (1, 0)}
+OTHERS = {"subsets/urlsf_subset00.tar": subset(0, "not this")}
+HALF = {"plain_text/partial-train/0000.parquet": parquet(*TEXTS[:3])}
+
+
+@pytest.mark.parametrize(
+    "branches",
+    {
+        "parquet": {"main": {**PARQUET, **OTHERS}},
+        "converted": {"main": {**SCRIPT, **OTHERS}, "refs/convert/parquet": PARQUET},
+        "partial": {"main": {**SCRIPT, **ARCHIVES}, "refs/convert/parquet": HALF},
+        "too many": {"main": {**PARQUET, **ARCHIVES, **HALF}},
+        "archives": {"main": {**SCRIPT, **ARCHIVES}},
+    }.items(),
+    ids=lambda case: case[0],
+)
+def test_where_the_documents_come_from(prepare, branches):
+    assert prepare(branches[1]) == {"train": [*TEXTS[1:3], *TEXTS[4:], ""], "val": [TEXTS[0], TEXTS[3], ""]}
+
+
+def test_blank_lines_of_the_archives_are_removed(prepare):
+    archives = {"subsets/urlsf_subset00.tar": subset(0, "\n\none\n\n\n\ntwo\n\nthree\n", *TEXTS[1:])}
+    assert prepare({"main": archives})["val"][0] == "one\n\ntwo\n\nthree"
+
+
+def broken(*_, **__):
+    raise RuntimeError("of two\nlines")
+
+
+@pytest.mark.parametrize(
+    ("branches", "library", "message"),
+    [
+        ({"main": {"subsets/0.tar": subset(0, *TEXTS[:5])}}, {}, "has only 5 of the 6 documents of Skylion007/openwebtext"),
+        ({"main": SCRIPT, "refs/convert/parquet": HALF}, {}, "has only 0 of the 6 documents"),
+        ({"main": {"subsets/0.tar": subset(0, *TEXTS[:3]), "subsets/1.tar": None}}, {}, "after 3 documents (HfHubHTTPError: "),
+        ({"main": {"subsets/0.tar": subset(0, *TEXTS)[:5000]}}, {}, "after 4 documents (ReadError: unexpected end of data)"),
+        ({"main": {"subsets/0.tar": tar({"0.xz": lzma.compress(b"no tar file")[:-9]})}}, {}, "after 0 documents (LZMAError: "),
+        ({"main": {"train.parquet": b"no parquet"}}, {}, "after 0 documents (ArrowInvalid: "),
+        ({}, {}, "Skylion007/openwebtext (repository not found)"),
+        ({}, {"huggingface_hub": SimpleNamespace(HfFileSystem=broken)}, "(RuntimeError: of two lines)"),
+        ({}, {"huggingface_hub": None}, "the download needs huggingface_hub; pip install -e '.[openwebtext]', or "),
+        ({"main": SCRIPT}, {"pyarrow": None}, "the download needs pyarrow; pip install -e '.[openwebtext]', or "),
+    ],
+)  # fmt: skip
+def test_errors_take_one_line_and_the_old_file_stands(prepare, branches, library, message, monkeypatch, capsys):
+    (prepare.folder / "train.bin").write_bytes(b"old")
+    for name, module in library.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    with pytest.raises(SystemExit) as end:
+        prepare(branches)
+    assert end.value.code == 2
+    *_, line = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ")
+    assert message in line
+    assert line.endswith("give a local copy with --input FILE")
+    assert sorted(os.listdir(prepare.folder)) == ["prepare.py", "train.bin"]
+    assert (prepare.folder / "train.bin").read_bytes() == b"old"

@@ -160,7 +160,8 @@ class Checkpoints:
             blocked_s = self._blocked_s.popleft()
             self.error = None if isinstance(outcome, SaveReport) else outcome
             if not isinstance(outcome, SaveReport):
-                log.warn(f"the checkpoint was not written: {outcome}; files from before are unchanged")
+                reason = {"checkpoint/error": str(outcome)} if isinstance(outcome, OSError) else {}  # else the guard's
+                log.warn(f"the checkpoint was not written: {outcome}; files from before are unchanged", reason)
                 continue
             if outcome.warning:
                 log.warn(outcome.warning)

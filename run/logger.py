@@ -98,11 +98,11 @@ class Logger:
             print(f"WARNING: {title.lower()}: {text}", flush=True)
             self.alert(title, text)
 
-    def warn(self, text: str) -> None:
-        """Print a warning and log it."""
+    def warn(self, text: str, values: dict[str, Any] | None = None) -> None:
+        """Print a warning and log it, in one event with `values`."""
         if is_rank_0():
             print(f"WARNING: {text}", flush=True)
-            self.log({"iter": max(0, position.iteration), "warning": text})
+            self.log({"iter": max(0, position.iteration), "warning": text, **(values or {})})
 
     def checkpoint(self, path: str, iteration: int) -> None:
         """Upload a checkpoint that has been written to wandb, if the settings ask for it."""

@@ -36,6 +36,7 @@ class Summary:
         self.last: dict[str, Any] = {}  # by metric
         self.peak_mb = -math.inf
         self.saves: dict[int, float] = {}  # iteration of a checkpoint: its bytes
+        self.save_error = ""  # why the last save failed, if it did
         self.warnings: list[str] = []
         self._series = {key: array("d") for key in _MEDIANS}  # iteration, value, iteration, value, ...
 
@@ -53,6 +54,8 @@ class Summary:
         self.peak_mb = max(self.peak_mb, known.get("memory/peak_mb", -math.inf))
         if "checkpoint/bytes" in known:
             self.saves[event["iter"]] = known["checkpoint/bytes"]
+        if any(key.startswith("checkpoint/") for key in known):
+            self.save_error = known.get("checkpoint/error", "")
         if "warning" in known:
             self.warnings.append(known["warning"])
 
@@ -112,11 +115,14 @@ def next_commands(summary: Summary) -> list[Row]:
     """Return what one may do with the run next: a label and a command each."""
     folder = shlex.quote(summary.facts["out_dir"])
     found = [Row("dashboard", f"python dashboard.py {folder} --html=runs.html")]
+    free = f"free space on the disk of {folder}, or repair what the error names; then " if summary.save_error else ""
     if _newest(summary) is not None:
         found.insert(0, Row("sample", f"python sample.py --out_dir={folder}"))
         horizon = "--max_tokens" if summary.facts.get("max_tokens") else "--max_iters"
-        further = f" and a larger {horizon}" if summary.last["iter"] > summary.facts["max_iters"] else ""
-        found.append(Row("resume", f"the same command with --init_from=resume{further}"))
+        further = f" and a larger {horizon}" if _has_ended(summary) and not free else ""
+        found.append(Row("resume", f"{free}the same command with --init_from=resume{further}"))
+    elif free:
+        found.append(Row("repeat", f"{free}the same command"))
     return found
 
 
@@ -239,14 +245,20 @@ def _newest(summary: Summary) -> int | None:
 
 def _checkpoints(summary: Summary) -> str:
     saves, newest, end = summary.saves, _newest(summary), summary.last.get("iter", 0)
+    failed = f"; the last save failed: {summary.save_error}" if summary.save_error else ""
     if newest is None:
-        return "none written"
+        return f"none written{failed}"
     written = f"{len(saves)} written, {size(saves[max(saves)])} each" if saves else "none written"
-    why = "" if summary.facts["always_save_checkpoint"] else " (always_save_checkpoint=False)"
+    best_only = not summary.facts["always_save_checkpoint"]
+    why = " (always_save_checkpoint=False)" if best_only and _has_ended(summary) and not failed else ""
     # without always_save_checkpoint, a run ends with an evaluation at max_iters, which saves, and one more iteration
-    last = end if summary.facts["always_save_checkpoint"] else min(end, summary.facts["max_iters"])
+    last = min(end, summary.facts["max_iters"]) if best_only else end
     after = f"; the last {end - newest:,} not saved{why}" if newest < last else ""
-    return f"{written}; the newest after {newest:,} iterations{after}"
+    return f"{written}; the newest after {newest:,} iterations{after}{failed}"
+
+
+def _has_ended(summary: Summary) -> bool:
+    return summary.last.get("iter", 0) > summary.facts["max_iters"]
 
 
 def _restarts(summary: Summary) -> str:

@@ -31,6 +31,10 @@ def test_a_checkpoint_that_cannot_be_written(data, tmp_path, on_error):
     assert "the run ends without its last checkpoint, which was not written" in process.stderr
     assert "WARNING: the checkpoint was not written" in process.stdout
     assert "files from before are unchanged" in process.stdout
+    assert re.search(
+        r"^checkpoints .* the last \d+ not saved; the last save failed: \[Errno 27\] File too large$", process.stdout, re.M
+    )
+    assert re.search(rf"^resume +free space on the disk of {tmp_path}, .* --init_from=resume$", process.stdout, re.M)
     assert (f"iter {last}:" in process.stdout) == (on_error == "continue")
     assert torch_load(tmp_path)["iter_num"] == 1996
 

@@ -23,7 +23,7 @@ KINDS = {  # collectives that an implementation waits for, and sends
 }
 # figures that not every implementation has
 OF_SOME = r"comm/(exposed|sent)_(all_|reduce_|broadcast)|memory/((predicted|measured)_buckets|saved|.*_(min|rank)$)"
-OF_SOME += "|warning|sample"
+OF_SOME += "|checkpoint/error|warning|sample"
 HOW = {
     "adamw": ["--use_zero1=False"],
     "torch": ["--zero1_impl=torch"],

@@ -19,6 +19,7 @@ from torch.distributed import distributed_c10d
 from distributed.position import position
 from zero.collectives import Communicator
 
+FLIGHT_RECORDER = "flight_recorder"  # in out_dir
 _BEAT_S = 1.0  # seconds between two heartbeats (signs of life) of a rank
 _GRACE_S = 1.0  # torchrun ends all ranks when the first one ends: until then the others can print their lines, too
 _STORE_TIMEOUT_S = 5.0  # the shortest; a store that takes longer to answer counts as lost
@@ -144,7 +145,7 @@ class Watchdog:
     def _dump_flight_recorder(self) -> None:
         name = "_dump_nccl_trace" if dist.get_backend() == "nccl" else "_dump_fr_trace"
         if (dump := getattr(_distributed_c10d, name, None)) is not None:
-            os.makedirs(folder := os.path.join(self._folder, "flight_recorder"), exist_ok=True)
+            os.makedirs(folder := os.path.join(self._folder, FLIGHT_RECORDER), exist_ok=True)
             with open(os.path.join(folder, f"rank{self._rank}"), "wb") as file:
                 file.write(dump())
 

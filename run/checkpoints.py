@@ -15,6 +15,7 @@ import torch
 from distributed.position import position
 from distributed.ranks import on_rank_0, print0
 from distributed.signals import Action
+from run import earlier
 from run.lock import Lock, read_holder
 from run.logger import Logger
 from zero import checkpoint as ckpt
@@ -112,7 +113,9 @@ class Checkpoints:
         ckpt.restore(optimizer, checkpoint["optimizer"], self._read_chunks)
 
     def claim(self) -> None:
-        """Lock the folder for this run and remove the unfinished files of killed runs. A read-only run does neither.
+        """Lock the folder for this run, remove the unfinished files of killed runs, and move the files of another run aside.
+
+        A read-only run does none of this.
 
         After this, the checkpoint that `load` returned cannot be restored.
 
@@ -121,12 +124,14 @@ class Checkpoints:
         """
         self._read_chunks = None  # it keeps the loaded checkpoint in memory
         if not self.read_only:
-            on_rank_0(self._claim)
+            on_rank_0(self._take_lock)
             if self.format == "sharded":
                 self._check_shared()
         self._writer = CheckpointWriter(
             self.folder, self.keep, self.background, self.format, self._newest_is_corrupt, sweep=not self.read_only
         )
+        if not self.read_only and not self.is_loaded:
+            on_rank_0(self._move_aside)  # after the sweep: what it removes refers to shards by name
 
     def save(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, values: dict[str, Any]) -> None:
         """Write a checkpoint. `report` prints the result. See `CheckpointWriter.save`."""
@@ -214,7 +219,7 @@ class Checkpoints:
 
     def _find(self) -> str:
         if not self.read_only and os.path.isdir(self.folder):
-            self._lock = Lock(self.folder)  # lock before reading: another run could replace the file
+            self._take_lock()  # before reading: another run could replace the file
         try:
             path, warning = ckpt.find(self.folder)
         except CheckpointError as error:
@@ -225,10 +230,11 @@ class Checkpoints:
             self._newest_is_corrupt = True
         return path
 
-    def _claim(self) -> None:
-        self._lock = self._lock or Lock(self.folder)
-        if not self._path and self.exist():
-            print(
-                f"WARNING: out_dir={self.folder} holds another run, which this one replaces; "
-                "to continue that run, use --init_from=resume"
-            )
+    def _take_lock(self) -> None:
+        if self._lock is None:
+            self._lock = Lock(self.folder)
+            earlier.put_back(self.folder)
+
+    def _move_aside(self) -> None:
+        if self.exist():
+            earlier.move_aside(self.folder)

@@ -15,6 +15,8 @@ from run.wandb_run import NoRun, WandbError, WandbRun, mode_of
 from zero.checkpoint.files import atomic_write
 from zero.messages import is_rank_0
 
+METRICS, FACTS = "metrics.jsonl", "run.json"  # in out_dir
+
 
 class LoggerError(ValueError):
     """The output folder cannot be written to. The message gives the reason."""
@@ -151,7 +153,7 @@ class MetricsFile:
 
     def __init__(self, folder: str, resume_at: int | None, evaluates: bool) -> None:
         os.makedirs(folder, exist_ok=True)
-        self.folder, self._path = folder, os.path.join(folder, "metrics.jsonl")
+        self.folder, self._path = folder, os.path.join(folder, METRICS)
         self._file = open(self._path, "ab", buffering=0)
         self._end, self._late = (0, list[bytes]()) if resume_at is None else _lines_before(resume_at, self._path, evaluates)
         self._warned = False
@@ -235,7 +237,7 @@ def _all_facts(folder: str, config: dict[str, Any], resume_at: int | None) -> di
     starts: list[int] = []
     if resume_at is not None:
         starts = [0]
-        with contextlib.suppress(OSError, ValueError, KeyError), open(os.path.join(folder, "run.json")) as file:
+        with contextlib.suppress(OSError, ValueError, KeyError), open(os.path.join(folder, FACTS)) as file:
             before = json.load(file)
             parts = [part for part in before["parts"] if part["from_iter"] < resume_at]
             starts = [start for start in before.get("starts", [0]) if start <= resume_at]
@@ -247,7 +249,7 @@ def _all_facts(folder: str, config: dict[str, Any], resume_at: int | None) -> di
 def _write_facts(folder: str, facts: dict[str, Any]) -> None:
     """Write run.json. The file of a run that is killed goes on saying that it is running."""
     try:
-        with atomic_write(os.path.join(folder, "run.json")) as temporary, open(temporary, "w") as file:
+        with atomic_write(os.path.join(folder, FACTS)) as temporary, open(temporary, "w") as file:
             json.dump(facts, file, indent=1)
             file.write("\n")
     except OSError as error:  # the disk is full; training does not need the file

@@ -27,7 +27,7 @@ from run.guard import Guard
 from run.logger import Logger
 from run.memory import MemoryCheck, MemoryMeter
 from run.meter import Meter
-from run.profiling import Profiler
+from run.profiling import FOLDER, Profiler
 from run.progress import Progress
 from run.sampling import Sampler
 from run.shadow import Shadow
@@ -71,7 +71,7 @@ class Run:
             print0(f"horizons in tokens are {in_iterations}")
         self.progress = Progress(config["max_iters"], launch.rank)
         Watchdog(config["dist_timeout_s"], config["out_dir"])  # ends the ranks if they hang
-        folder = os.path.join(config["out_dir"], "profile")
+        folder = os.path.join(config["out_dir"], FOLDER)
         self.profiler = Profiler(folder, launch.rank, device, config["profile"], config["profile_memory"])
         self.checkpoints = Checkpoints(
             config["out_dir"],

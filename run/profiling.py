@@ -9,6 +9,7 @@ from torch.profiler import ProfilerActivity, profile, schedule
 
 from distributed.position import position
 
+FOLDER = "profile"  # in out_dir
 # numbers of iterations: first skip some; then record some without keeping them, because a profiler is slow when it starts; then
 # record those of the trace
 WAIT, WARM_UP, ACTIVE = 5, 2, 3

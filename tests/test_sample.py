@@ -31,7 +31,7 @@ def test_sample(data, tmp_path):
     assert before.stdout == process.stdout
     assert "WARNING: " in before.stderr
     _, _, printed = train(tmp_path, data, "--max_iters=0")
-    assert f"WARNING: out_dir={tmp_path} holds another run, which this one replaces" in printed
+    assert f"note: out_dir={tmp_path} held another run; its checkpoints and logs, 5 files and folders, are now in" in printed
 
 
 def test_sample_stays_within_the_vocabulary(runs, tmp_path):

@@ -96,6 +96,17 @@ def find(folder: str) -> tuple[str, str | None]:
     raise CheckpointError("; ".join(warnings))
 
 
+def names(folder: str) -> list[str]:
+    """Return the names of all checkpoints of a folder and of their shards, `ckpt.pt` as the last one.
+
+    A file of another name, such as a copy of `ckpt.pt`, is among them if it refers to shards, which it needs beside it.
+    """
+    found = {name for name in os.listdir(folder) if name in (NAME, PREVIOUS) or _KEPT.fullmatch(name)}
+    if shards := {name for name in os.listdir(folder) if _SHARDS.fullmatch(name)}:
+        found |= shards | {os.path.basename(path) for path in _glob(folder, "*.pt") if _referenced_shards(path) & shards}
+    return sorted(found, key=lambda name: (name == NAME, name))
+
+
 def convert(source: str, target: str, to: str | None = None) -> str:
     """Write a checkpoint to a new file, and return its format. Call it on one process only.
 

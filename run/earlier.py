@@ -1,0 +1,43 @@
+"""An earlier run in the output folder: its files move aside when another run starts there."""
+
+import glob
+import os
+import time
+
+from distributed import watchdog
+from run import logger, profiling, report, tensorboard_run
+from zero.checkpoint import store
+
+_LOGS = (logger.METRICS, logger.FACTS, report.NAME, tensorboard_run.FOLDER, profiling.FOLDER, watchdog.FLIGHT_RECORDER)
+
+
+def move_aside(folder: str) -> None:
+    """Move the files of the run in `folder` into a new folder there, `before-<time in UTC>`, and print where they are.
+
+    Files of other names stay. The folder gets its name when it has all of them, ckpt.pt as the last one: what a killed process
+    has moved before that goes back by `put_back`. Call it on one process only.
+
+    Raises:
+        ValueError: if a file cannot be moved.
+    """
+    target = os.path.join(folder, time.strftime("before-%Y%m%d-%H%M%SZ", time.gmtime()))
+    names = [name for name in _LOGS if os.path.lexists(os.path.join(folder, name))] + store.names(folder)
+    try:
+        os.mkdir(target + ".tmp")
+        for name in names:
+            os.rename(os.path.join(folder, name), os.path.join(target + ".tmp", name))
+        os.rename(target + ".tmp", target)
+    except OSError as error:
+        raise ValueError(f"cannot move the run in out_dir={folder} aside: {error}; use another --out_dir") from error
+    print(
+        f"note: out_dir={folder} held another run; its checkpoints and logs, {len(names)} files and folders, are now in "
+        f"{target}; to continue that run, use --init_from=resume --out_dir={target}"
+    )
+
+
+def put_back(folder: str) -> None:
+    """Move back what a killed process has moved aside without coming to its end. Call it on one process only."""
+    for unfinished in glob.glob(os.path.join(glob.escape(folder), "before-*Z.tmp")):
+        for name in os.listdir(unfinished):
+            os.rename(os.path.join(unfinished, name), os.path.join(folder, name))
+        os.rmdir(unfinished)

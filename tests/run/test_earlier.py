@@ -1,0 +1,103 @@
+"""run/earlier.py: what stands in an output folder when another run starts there moves aside, once, whole or not at all."""
+
+import os
+import re
+import shutil
+
+import pytest
+import torch
+from scripts import torch_load, train
+
+import dashboard
+from run import earlier
+from run.checkpoints import Checkpoints
+from zero.checkpoint import CheckpointWriter
+
+
+def names(folder):
+    return sorted(os.listdir(folder))
+
+
+def checkpoints(folder, read_only=False):
+    return Checkpoints(
+        str(folder), 0, False, "consolidated", always=True, read_only=read_only, stop_on_error=False
+    )  # fmt: skip
+
+
+@pytest.fixture
+def out(tmp_path):
+    """The files of a run that saved once, in parts, and of a user."""
+    model = torch.nn.Linear(2, 2)
+    values = {"model_args": {}, "iter_num": 4, "best_val_loss": 2.0, "config": {}}
+    CheckpointWriter(str(tmp_path), format="sharded").save(model, torch.optim.AdamW(model.parameters()), values)
+    for name in ("metrics.jsonl", "run.json", "report.md", "notes.txt", "prompt.pt"):
+        (tmp_path / name).write_text("of before")
+    return tmp_path
+
+
+def test_everything_that_a_run_writes_moves_and_can_be_used_there(data, tmp_path):
+    out = tmp_path / "out"
+    everything = ["--checkpoint_format=sharded", "--keep_checkpoints=9", "--profile=True", "--log_to=tensorboard"]
+    train(out, data, *everything, "--max_iters=14", ranks=2)
+    (out / "flight_recorder").mkdir()
+    (out / "notes.txt").write_text("of the user")
+    shutil.copy(out / "ckpt.pt", out / "best.pt")  # of the user, but worth nothing without the shards
+    old = {*names(out)} - {"run.lock", "notes.txt"}
+    new = {"ckpt.pt", "metrics.jsonl", "report.md", "run.json", "run.lock", "notes.txt"}
+    losses, _, printed = train(out, data, "--max_iters=1", ranks=2)
+    [line] = [line for line in printed.splitlines() if "another run" in line]
+    before = re.search(r"use --init_from=resume --out_dir=(\S+)$", line)[1]
+    assert re.fullmatch(rf"{out}/before-\d{{8}}-\d{{6}}Z", before)
+    assert {*names(out)} == {*new, os.path.basename(before)}
+    assert {*names(before)} == old
+    assert [*losses] == [0, 1]
+    assert torch_load(out)["iter_num"] == 2
+    losses, _, _ = train(before, data, "--init_from=resume", "--max_iters=16")
+    assert [*losses] == list(range(17))
+    assert [ran.curves["iter/loss"].last[0] for ran in dashboard.read([str(out), before])] == [1, 16]
+
+
+def test_a_kill_between_two_moves_leaves_a_run_that_resumes(out, monkeypatch):
+    """And one that starts afresh there moves all of it."""
+    files, rename, left = names(out), os.rename, 0
+
+    def rename_or_die(*paths):
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise KeyboardInterrupt
+        rename(*paths)
+
+    monkeypatch.setattr(os, "rename", rename_or_die)
+    moves = len(files) - 2 + 1  # without the user's; the last one names the folder
+    for moved in range(moves):
+        left = moved
+        with pytest.raises(KeyboardInterrupt):
+            earlier.move_aside(str(out))
+        left = 99
+        assert len(names(out)) == len(files) + 1 - moved
+        resumed = checkpoints(out)
+        assert resumed.resolve("auto") == ("resume" if moved < moves - 1 else "scratch")
+        assert resumed.load()["iter_num"] == 4
+        resumed._lock.release()
+        assert names(out) == sorted([*files, "run.lock"])
+        (out / "run.lock").unlink()
+    checkpoints(out).claim()
+    *_, before = sorted(names(out), key=lambda name: name.startswith("before-"))
+    assert names(out) == sorted([before, "notes.txt", "prompt.pt", "run.lock"])
+    assert names(out / before) == sorted({*files} - {"notes.txt", "prompt.pt"})
+
+
+@pytest.mark.parametrize("read_only", [True, False])
+def test_without_a_checkpoint_or_a_run_that_writes_nothing_moves(out, read_only):
+    if not read_only:
+        (out / "ckpt.pt").unlink()
+    files = names(out)
+    checkpoints(out, read_only).claim()
+    assert {*names(out)} - {"run.lock"} == {*files}
+
+
+def test_a_file_that_cannot_move_ends_the_start_with_a_line(out, monkeypatch):
+    monkeypatch.setattr(earlier.time, "strftime", lambda *_: "missing/before-Z")
+    with pytest.raises(ValueError, match=rf"cannot move the run in out_dir={out} aside: .*; use another --out_dir"):
+        earlier.move_aside(str(out))

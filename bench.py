@@ -1,6 +1,7 @@
 """Compare the optimizers: memory at each point of a step, time, bytes sent, checkpoints. Measure what the metrics cost.
 
-Everything about GPT-2 124M on two CPU ranks with one thread each. It takes about fifteen minutes:
+Everything about GPT-2 124M on two CPU ranks with one thread each. It takes about fifteen minutes; every command says first
+how long it will take here:
     $ torchrun --standalone --nproc_per_node=2 bench.py --what=all --model=gpt2 --batch_size=1 --block_size=64
 
 Time of GPT-2 124M with several sequence lengths:
@@ -28,9 +29,9 @@ What the metrics of a run cost, with a 10.7M-parameter model:
 Memory of the model of PyTorch's tutorial on ZeroRedundancyOptimizer:
     $ torchrun --standalone --nproc_per_node=2 bench.py --model=cookbook
 
-The tables are printed. The folder results/<name>/ receives them as memory_profile.txt, speed_comparison.csv,
-training.csv, checkpoints.csv, telemetry.csv and results.json, and as pictures if altair and vl-convert-python are
-installed.
+The tables are printed. The folder out-bench/<model, ranks, device>/, or results/<name>/ with --name, receives them as
+memory_profile.txt, speed_comparison.csv, training.csv, checkpoints.csv, telemetry.csv and results.json, and as pictures if
+altair and vl-convert-python are installed.
 
 On a noisy machine, compare only measurements that were taken close together. For this reason the modes take turns when
 the time is measured. The column to read is "ratio": the time of a mode is divided by the time of the first mode in the
@@ -45,13 +46,15 @@ Points of a step: after init: the model exists. wrapping: the most while data pa
 then. accumulating: between micro-steps. before step, after step: around the update. saving: a checkpoint is gathered.
 peak: the most within a step.
 Parts: copy is what rank 0 gathers to save it; rest is everything else, mostly temporary tensors of backward;
-resident peak is what the system has given to the process, in the first mode with the libraries.
+resident peak is what the system has given to the process.
 """
 
 import datetime
+import math
 import os
 import platform
 import sys
+from contextlib import nullcontext
 from typing import Literal
 
 import torch
@@ -60,10 +63,10 @@ import torch.distributed as dist
 from benchmarks.checkpoints import checkpoint_rows
 from benchmarks.contenders import MODES, PLANNED, Setup
 from benchmarks.cookbook import cookbook_rows
-from benchmarks.memory import MICRO_STEPS, MallocBytes, can_reset_resident_peak, memory_rows, simulated_rows
+from benchmarks.memory import MICRO_STEPS, MallocBytes, can_reset_resident_peak, memory_rows, simulated_rows, simulated_world
 from benchmarks.report import Results, draw
-from benchmarks.speed import time_rows
-from benchmarks.telemetry import telemetry_rows
+from benchmarks.speed import seconds_of, time_rows
+from benchmarks.telemetry import METRIC_INTERVAL, telemetry_rows
 from benchmarks.training import training_rows
 from configurator import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, configure
 from data.dataset import WITHOUT_DOWNLOAD, Dataset, prepare_if_missing
@@ -79,7 +82,7 @@ from zero.messages import is_rank_0
 what: Literal["memory", "time", "training", "checkpoint", "telemetry", "all"] = "all"  # telemetry: what the metrics cost
 modes = ""  # names from benchmarks.contenders.MODES; empty: a choice for each measure; others are compared to the first one
 model = ""  # 'gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl', or 'cookbook'; empty: the sizes below
-name = "auto"  # results/<name>/ receives the results; auto: from model, ranks and device; empty: write nothing
+name = "auto"  # results/<name>/ receives the results; auto: out-bench/<from model, ranks and device>/; empty: write nothing
 simulate_world_size = ""  # numbers of ranks, for example 8,64,1024: measure the memory of rank 0 in one process
 rounds: PositiveInt = 5  # turns of each mode; one more turn comes first and is not counted
 steps_per_turn: PositiveInt = 3  # one micro-step and one update each
@@ -154,11 +157,15 @@ with exit_on_wrong_input():
     setup = Setup(gpt, batch_size, device, dtype, zero_bucket_mb, grad_clip, activation_checkpointing, seed, shard_size)
     where, title = machine.device_name(device), model or f"{n_layer}x{n_embd}"
     ranks = f"simulated ranks {simulate_world_size}" if worlds else f"{launch.world_size} ranks, {dist.get_backend()}"
+    parent = "results"
     if name == "auto":
         count = "simulated" if worlds else f"{launch.world_size}-ranks"
         lengths = "" if model == "cookbook" else f"{batch_size}x{block_size.replace(',', '-')}"
-        name = "-".join(filter(None, [title, lengths, count, *(where if device.type == "cuda" else "cpu").lower().split()]))
-    folder = os.path.join("results", name) if name else ""
+        parent, name = (
+            "out-bench",
+            "-".join(filter(None, [title, lengths, count, *(where if device.type == "cuda" else "cpu").lower().split()])),
+        )
+    folder = os.path.join(parent, name) if name else ""
     facts = [title, ranks, dtype]
     if model != "cookbook":
         facts[1:1] = [f"{sum(spec.numel for spec in gpt_specs(gpt)) / 1e6:.1f}M parameters"]
@@ -178,6 +185,24 @@ with exit_on_wrong_input():
     if "training" in measures:
         on_rank_0(lambda: prepare_if_missing(WITHOUT_DOWNLOAD))
         data = Dataset(WITHOUT_DOWNLOAD, block_sizes[0])
+
+
+def announce_duration():
+    """Print how long the measures will take, by the time of a model and a step. Needs to be called on all ranks."""
+    counts = {  # of models and steps of a mode
+        "memory": (1, 2 * MICRO_STEPS + 1),
+        "time": (len(block_sizes), (rounds + 1) * steps_per_turn * sum(block_sizes) / block_sizes[0]),
+        "training": (2, MICRO_STEPS * (training_steps + 2)),
+        "checkpoint": (1, 1),
+        "telemetry": (3, 3 * (rounds + 1) * METRIC_INTERVAL),
+    }
+    mode = names[measures[0]][0]
+    with simulated_world(worlds[0]) if worlds else nullcontext():
+        model_s, step_s = seconds_of(setup, mode)
+    each = {measure: models * model_s + steps * step_s for measure, (models, steps) in counts.items()}
+    minutes = sum(len(names[measure]) * each[measure] for measure in measures) * max(1, len(worlds)) / 60
+    more = ", and the checkpoints" if "checkpoint" in measures else ""
+    print0(f"this will take about {math.ceil(minutes)} min{more}: a step of {mode} takes {step_s:.2f} s here")
 
 
 def measure_memory():
@@ -238,6 +263,7 @@ try:
         rows = cookbook_rows(device, zero_bucket_mb)
         report("cookbook", "Memory as in PyTorch's tutorial: peaks of the fullest rank", rows, "memory_profile.txt")
     else:
+        announce_duration()
         for measure in measures:
             MEASURES[measure]()
 except RuntimeError as error:

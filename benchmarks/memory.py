@@ -238,8 +238,7 @@ def simulated_rows(setup: Setup, modes: list[str], world_size: int, report: Call
     """
     rows = []
     for mode in modes:
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
-        try:
+        with simulated_world(world_size):
             profile = MemoryProfile(setup, mode)
             points = profile.measure(can_save=False)
             predicted = predicted_totals(setup, mode, world_size)
@@ -249,9 +248,17 @@ def simulated_rows(setup: Setup, modes: list[str], world_size: int, report: Call
                 row = {"world_size": world_size, "mode": mode, "point": point, **_row(figures, predicted.get(point))}
                 rows.append({**row, "own computation, ms": own_ms})
             del profile
-        finally:
-            dist.destroy_process_group()
     return rows
+
+
+@contextmanager
+def simulated_world(world_size: int) -> Iterator[None]:
+    """Be rank 0 of a world whose other ranks do not exist."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def _local_bytes(tensor: torch.Tensor) -> int:

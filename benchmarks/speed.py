@@ -40,6 +40,18 @@ def time_rows(setup: Setup, modes: list[str], block_size: int, rounds: int, step
     return rows
 
 
+def seconds_of(setup: Setup, mode: str) -> tuple[float, float]:
+    """Return how long a model with its first step takes, and a later step. Needs to be called on all ranks."""
+    begin = time.perf_counter()
+    contender = Contender(setup, mode).wrap()
+    ends = []
+    for _ in range(2):
+        contender.step()
+        contender.wait()
+        ends.append(time.perf_counter())
+    return ends[0] - begin, ends[1] - ends[0]
+
+
 def ratio_to(times: list[float], reference: list[float]) -> dict[str, Any]:
     """Return the median of the ratios of the same rounds with its quartiles, and the milliseconds of each round."""
     ratios = [own / other for own, other in zip(times, reference, strict=True)]

@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -122,6 +123,26 @@ def test_mistakes_have_exit_code_2(tmp_path):
         assert message in process.stderr
         assert (process.returncode, process.stderr.count("\n")) == (2, 1)
     assert not os.listdir(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "flags", "folder", "announced"),
+    [
+        (
+            2,
+            ["--what=training", "--training_steps=1"],
+            "2x512-1x16-2-ranks-cpu",
+            r"about 1 min: a step of adamw takes \d+\.\d\d s",
+        ),
+        (0, ["--what=memory", "--simulate_world_size=2"], "2x512-1x16-simulated-cpu", r"about 1 min: a step of adamw takes"),
+    ],
+)
+def test_the_duration_comes_first_and_the_results_are_not_among_the_measurements(tmp_path, ranks, flags, folder, announced):
+    process = run("bench.py", *flags, "--modes=adamw", *SIZES, ranks=ranks, cwd=tmp_path)
+    assert process.returncode == 0, process.stderr
+    assert re.search(f"^this will take {announced}.*\n+[TM]", process.stdout.replace("2 ranks, adamw", "M"), re.MULTILINE)
+    assert os.listdir(tmp_path) == ["out-bench"], "which git ignores"
+    assert f"results are in out-bench/{folder}\n" in process.stdout
 
 
 def check_memory(rows, modes, points):

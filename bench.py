@@ -1,7 +1,8 @@
 """Compare the optimizers: memory at each point of a step, time, bytes sent, checkpoints. Measure what the metrics cost.
 
-Everything about GPT-2 124M on two CPU ranks with one thread each. It takes about fifteen minutes; every command says first
-how long it will take here:
+Every command says first how long it will take.
+
+Everything about GPT-2 124M on two CPU ranks with one thread each, about fifteen minutes:
     $ torchrun --standalone --nproc_per_node=2 bench.py --what=all --model=gpt2 --batch_size=1 --block_size=64
 
 Time of GPT-2 124M with several sequence lengths:
@@ -29,9 +30,9 @@ What the metrics of a run cost, with a 10.7M-parameter model:
 Memory of the model of PyTorch's tutorial on ZeroRedundancyOptimizer:
     $ torchrun --standalone --nproc_per_node=2 bench.py --model=cookbook
 
-The tables are printed. The folder out-bench/<model, ranks, device>/, or results/<name>/ with --name, receives them as
-memory_profile.txt, speed_comparison.csv, training.csv, checkpoints.csv, telemetry.csv and results.json, and as pictures if
-altair and vl-convert-python are installed.
+The tables are printed. The folder out-bench/<model, ranks, device>/, or with --name results/<name>/, receives them as
+memory_profile.txt, speed_comparison.csv, training.csv, checkpoints.csv, telemetry.csv and results.json, and as pictures
+if altair and vl-convert-python are installed.
 
 On a noisy machine, compare only measurements that were taken close together. For this reason the modes take turns when
 the time is measured. The column to read is "ratio": the time of a mode is divided by the time of the first mode in the
@@ -82,7 +83,7 @@ from zero.messages import is_rank_0
 what: Literal["memory", "time", "training", "checkpoint", "telemetry", "all"] = "all"  # telemetry: what the metrics cost
 modes = ""  # names from benchmarks.contenders.MODES; empty: a choice for each measure; others are compared to the first one
 model = ""  # 'gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl', or 'cookbook'; empty: the sizes below
-name = "auto"  # results/<name>/ receives the results; auto: out-bench/<from model, ranks and device>/; empty: write nothing
+name = "auto"  # results/<name>/ receives the results; auto: out-bench/<model, ranks, device>/; empty: write nothing
 simulate_world_size = ""  # numbers of ranks, for example 8,64,1024: measure the memory of rank 0 in one process
 rounds: PositiveInt = 5  # turns of each mode; one more turn comes first and is not counted
 steps_per_turn: PositiveInt = 3  # one micro-step and one update each
@@ -157,14 +158,11 @@ with exit_on_wrong_input():
     setup = Setup(gpt, batch_size, device, dtype, zero_bucket_mb, grad_clip, activation_checkpointing, seed, shard_size)
     where, title = machine.device_name(device), model or f"{n_layer}x{n_embd}"
     ranks = f"simulated ranks {simulate_world_size}" if worlds else f"{launch.world_size} ranks, {dist.get_backend()}"
-    parent = "results"
+    parent = "out-bench" if name == "auto" else "results"
     if name == "auto":
         count = "simulated" if worlds else f"{launch.world_size}-ranks"
         lengths = "" if model == "cookbook" else f"{batch_size}x{block_size.replace(',', '-')}"
-        parent, name = (
-            "out-bench",
-            "-".join(filter(None, [title, lengths, count, *(where if device.type == "cuda" else "cpu").lower().split()])),
-        )
+        name = "-".join(filter(None, [title, lengths, count, *(where if device.type == "cuda" else "cpu").lower().split()]))
     folder = os.path.join(parent, name) if name else ""
     facts = [title, ranks, dtype]
     if model != "cookbook":

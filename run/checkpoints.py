@@ -131,7 +131,7 @@ class Checkpoints:
             self.folder, self.keep, self.background, self.format, self._newest_is_corrupt, sweep=not self.read_only
         )
         if not self.read_only and not self.is_loaded:
-            on_rank_0(self._move_aside)  # after the sweep: what it removes refers to shards by name
+            on_rank_0(self._move_aside)  # after the sweep, which removes shards that no file refers to
 
     def save(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, values: dict[str, Any]) -> None:
         """Write a checkpoint. `report` prints the result. See `CheckpointWriter.save`."""

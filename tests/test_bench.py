@@ -132,9 +132,9 @@ def test_mistakes_have_exit_code_2(tmp_path):
             2,
             ["--what=training", "--training_steps=1"],
             "2x512-1x16-2-ranks-cpu",
-            r"about 1 min: a step of adamw takes \d+\.\d\d s",
+            r"about \d+ min: a step of adamw takes \d+\.\d\d s",
         ),
-        (0, ["--what=memory", "--simulate_world_size=2"], "2x512-1x16-simulated-cpu", r"about 1 min: a step of adamw takes"),
+        (0, ["--what=memory", "--simulate_world_size=2"], "2x512-1x16-simulated-cpu", r"about \d+ min: a step of adamw takes"),
     ],
 )
 def test_the_duration_comes_first_and_the_results_are_not_among_the_measurements(tmp_path, ranks, flags, folder, announced):

@@ -38,10 +38,11 @@ On a noisy machine, compare only measurements that were taken close together. Fo
 the time is measured. The column to read is "ratio": the time of a mode is divided by the time of the first mode in the
 same round, and the ratio is the median over all rounds. If its quartiles are far apart, take more --rounds.
 
-Modes: adamw, torch, sharded, shard_gradients, bfloat16, remainder, int8, loss_chunk (as in plan.py);
+Modes: adamw, torch, sharded, shard_gradients, bfloat16, remainder, int8, loss_chunk, and with _in_place (as in plan.py);
 simple: all-reduce, update of the own part, then an all-gather without overlap;
 hybrid: sharded, where zero_shard_size ranks share the state; no_overlap: sharded, whose step waits for the all-gathers;
-fsdp2: PyTorch's fully_shard. muon: sharded, with Muon; plain_muon: the same on every rank.
+fsdp2: PyTorch's fully_shard of each block with reshard_after_forward=False, which sends the least; fsdp2_reshard: with its
+defaults, which take the least memory. muon: sharded, with Muon; plain_muon: the same on every rank.
 
 Points of a step: after init: the model exists. wrapping: the most while data parallelism is set up; after wrapping:
 then. accumulating: between micro-steps. before step, after step: around the update. saving: a checkpoint is gathered.
@@ -75,7 +76,7 @@ from distributed import machine
 from distributed.exits import exit_on_wrong_input, exit_with_error, finish
 from distributed.launch import launched
 from distributed.ranks import on_rank_0, print0, start
-from forecast.memory import gpt_specs
+from forecast.memory import IN_PLACE, gpt_specs
 from model import GPT2_SIZES, GPTConfig
 from zero.messages import is_rank_0
 
@@ -108,7 +109,7 @@ DEFAULT_MODES = {
     # on one machine, hybrid is the same as sharded; no_overlap takes as much memory
     "memory": ",".join(mode for mode in MODES if mode not in ("hybrid", "no_overlap")),
     "time": "adamw,torch,sharded",
-    "training": ",".join(PLANNED),
+    "training": ",".join((*IN_PLACE, *PLANNED)),
     "checkpoint": "sharded,torch",
     "telemetry": "adamw,sharded",
 }

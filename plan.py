@@ -17,10 +17,11 @@ The table as a file and as a picture, and the owners of one parameter:
 Every setting of train.py is a setting of plan.py, with the same default.
 
 Modes: `adamw` is use_zero1=False (also with optimizer=muon), `torch` is zero1_impl=torch, `sharded` is the default.
+For comparison, `_in_place` is a loop whose zero_grad(set_to_none=False) leaves gradients in DistributedDataParallel's buckets.
 To `sharded` are added: `shard_gradients`, `bfloat16` (param_dtype=bfloat16), `remainder` (the same with
 master_dtype=remainder), `int8` (state_dtype=int8), `checkpointing` (activation_checkpointing=True), `loss_chunk`
 (loss_chunk=1024), and in `all` everything together. If the settings have `checkpointing` or `loss_chunk`, all rows
-have it. The row that the settings choose is marked with *. `fsdp2` is PyTorch's fully_shard, for comparison.
+have it. The row that the settings choose is marked with *. `fsdp2` is PyTorch's fully_shard, also for comparison.
 
 Time is estimated: computation at --mfu per cent of the data sheet's peak, and the communication that does not overlap
 with it. Evaluations and checkpoints are not counted. A machine has --ranks_per_machine ranks.
@@ -44,7 +45,7 @@ from data.vocabulary import DataError, expected_vocab_size
 from distributed.exits import exit_on_wrong_input
 from distributed.ranks import check_backend
 from forecast.advice import Advice, batch_of_the_run, cheapest, fewest_ranks, largest_model, prices, ways
-from forecast.memory import CPU_RESIDENT, MODES
+from forecast.memory import CPU_RESIDENT, IN_PLACE, MODES
 from forecast.planner import BATCHES, PARTS, Planner
 from model import GPT2_SIZES, GPTConfig, check_block_size
 from run.schedule import horizons
@@ -106,7 +107,10 @@ fits         whether the peaks are at most {gpu_memory_gb:g} GB{resident}
 max batch    the largest batch_size that fits, up to {largest_batch}
 sent         what a rank sends per iteration, and how long that takes alone: at {bandwidth_gbit:g} Gbit/s inside a machine, at
              {between_gbit:g} Gbit/s between machines{between}{exposed}
-fsdp2        PyTorch's fully_shard of each block. Its peak is an estimate, up to a tenth too high"""
+_in_place    gradients stay in DistributedDataParallel's buckets by zero_grad(set_to_none=False), which train.py does not do:
+             from the third iteration on, they take no memory in addition
+fsdp2        PyTorch's fully_shard of each block with its defaults: in every micro-step it gathers weights in forward, those of
+             the blocks again in backward, and reduces gradients. Its peak is an estimate, up to a tenth too high"""
 _SHADOW = "\nshadow       what shadow_check holds in the first iterations ({shadow_check}): plain, on a copy of the model"
 _RESIDENT = f", with {CPU_RESIDENT - 1:.0%} more for pages that the system's allocator keeps"
 _BETWEEN = """
@@ -212,14 +216,14 @@ def verdict(rows: list[dict[str, Any]], planner: Planner, amount: Callable[[int]
     """
     settings, limit = planner.settings, planner.limit
     plain, chosen = rows[0], next(row for row in rows if row["chosen"])
-    size = chosen["world_size"]
+    size, baseline = chosen["world_size"], f"{planner.plain} in place" if plain["mode"] in IN_PLACE else planner.plain
     text = f"{size:5} rank{'s' if size > 1 else ' '}  peak {amount(chosen['peak'])}"
     if chosen is not plain:
         saved = 1 - chosen["peak"] / plain["peak"]
-        text += f", {abs(saved):.0%} {'less' if saved >= 0 else 'more'} than {planner.plain} ({amount(plain['peak'])})"
+        text += f", {abs(saved):.0%} {'less' if saved >= 0 else 'more'} than {baseline} ({amount(plain['peak'])})"
     if chosen["fits"] == "yes":
         text += f": fits in {limit}, up to --batch_size={chosen['largest_batch']}"
-        text += f" ({planner.plain} {plain['largest_batch']})" if chosen is not plain else ""
+        text += f" ({baseline} {plain['largest_batch']})" if chosen is not plain else ""
     else:
         text += f": does not fit in {limit}"
     steps, shard_size = settings["gradient_accumulation_steps"], settings["zero_shard_size"] or 1

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from distributed import machine
-from forecast.memory import LOSS_CHUNK, Forecast, Workload, forecast, gpt_specs, predicted_activations
+from forecast.memory import IN_PLACE, LOSS_CHUNK, Forecast, Workload, forecast, gpt_specs, predicted_activations
 from forecast.memory import MODES as PLANNED
 from model import GPT, GPTConfig, without_weights
 from zero import Muon, ShardedDataParallel, ShardedOptimizer
@@ -24,10 +24,12 @@ from zero.layout import BucketMB, plan
 # loss_chunk: sharded, with loss_chunk=1024
 # no_overlap: sharded, where step waits for the all-gathers, as is the default of ShardedDataParallel
 # simple: DistributedDataParallel's all-reduce, an update of 1/N, then an all-gather that overlaps with nothing
-# fsdp2: FSDP2, applied block by block; parameters stay unsharded between forward and backward
+# fsdp2: FSDP2, applied block by block; parameters stay unsharded between forward and backward, gradients between micro-steps
+# fsdp2_reshard: FSDP2 with its defaults: only the parameters outside of the blocks stay, and every micro-step sends gradients
 # muon: sharded, with Muon for the matrices
 # plain_muon: the same under DistributedDataParallel, where every rank orthogonalizes all matrices
-MODES = (*PLANNED, "loss_chunk", "hybrid", "no_overlap", "simple", "fsdp2", "muon", "plain_muon")
+MODES = (*IN_PLACE, *PLANNED, "loss_chunk", "hybrid", "no_overlap", "simple", "fsdp2", "fsdp2_reshard", "muon", "plain_muon")
+FSDP2: dict[str, dict[str, Any]] = {"fsdp2": {"reshard_after_forward": False}, "fsdp2_reshard": {}}  # arguments of fully_shard
 ADAMW: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95)}
 
 
@@ -46,10 +48,9 @@ class Setup:
     shard_size: int = 0  # of the mode hybrid
 
     def flags(self, mode: str) -> Flags:
-        """Return the flags of a mode of `forecast.memory.MODES`, of loss_chunk, hybrid, no_overlap, muon or plain_muon."""
-        flags = replace(
-            PLANNED["adamw" if mode == "plain_muon" else mode if mode in PLANNED else "sharded"], bucket_mb=self.bucket_mb
-        )
+        """Return the flags of a mode of `forecast.memory`, of loss_chunk, hybrid, no_overlap, muon or plain_muon."""
+        known = {**PLANNED, **IN_PLACE, "plain_muon": PLANNED["adamw"]}
+        flags = replace(known.get(mode, PLANNED["sharded"]), bucket_mb=self.bucket_mb)
         return replace(flags, shard_size=self.shard_size) if mode == "hybrid" else flags
 
     def workload(self, mode: str) -> Workload:
@@ -60,7 +61,7 @@ class Setup:
 
     def forecast(self, mode: str, world_size: int, micro_steps: int) -> Forecast | None:
         """Return the prediction for a mode, or None if there is none."""
-        if mode in ("simple", "fsdp2"):
+        if mode == "simple" or mode in FSDP2:
             return None
         flags, specs = self.flags(mode), gpt_specs(self.config, MUON if mode.endswith("muon") else None)
         if is_sharded_over_one_rank(mode, world_size):
@@ -68,8 +69,16 @@ class Setup:
         else:
             planned = flags.plan(specs, world_size)
         activations = predicted_activations(self.workload(mode), "bfloat16" if planned.has_masters else "float32")
-        shard_gradients, device_type = flags.shard_gradients, self.device.type
-        return forecast(planned, world_size, micro_steps, device_type, activations, shard_gradients, distributed=True)
+        return forecast(
+            planned,
+            world_size,
+            micro_steps,
+            self.device.type,
+            activations,
+            flags.shard_gradients,
+            distributed=True,
+            in_place=mode in IN_PLACE,
+        )
 
 
 def is_sharded_over_one_rank(mode: str, world_size: int) -> bool:
@@ -85,7 +94,7 @@ class Contender:
     def __init__(self, setup: Setup, mode: str) -> None:
         self.setup, self.mode = setup, mode
         torch.manual_seed(setup.seed)
-        is_built = mode not in ("simple", "fsdp2")
+        is_built = mode != "simple" and mode not in FSDP2
         with setup.device, without_weights(is_built and dist.get_rank() > 0):  # on a CPU, GPT-2 XL would take most of a minute
             self.module = GPT(setup.config)
         if is_built and dist.get_rank() == 0:  # as in train.py, rank 0 has the weights, in main memory
@@ -102,11 +111,11 @@ class Contender:
         if self.mode == "simple":
             self.optimizer = ShardedOptimizer(groups, torch.optim.AdamW, bucket_mb=self.setup.bucket_mb, fused=True, **ADAMW)
             self.model = DistributedDataParallel(self.module, gradient_as_bucket_view=True)
-        elif self.mode == "fsdp2":
-            mesh = init_device_mesh(self.setup.device.type, (dist.get_world_size(),))
+        elif self.mode in FSDP2:
+            mesh, options = init_device_mesh(self.setup.device.type, (dist.get_world_size(),)), FSDP2[self.mode]
             for block in self.module.transformer.h:
-                fully_shard(block, mesh=mesh, reshard_after_forward=False)
-            self.model = fully_shard(self.module, mesh=mesh, reshard_after_forward=False)
+                fully_shard(block, mesh=mesh, **options)
+            self.model = fully_shard(self.module, mesh=mesh, **options)
             self.optimizer = torch.optim.AdamW(self.module.param_groups(0.1), fused=True, **ADAMW)
         elif is_sharded_over_one_rank(self.mode, dist.get_world_size()):
             self._shard_over_one_rank(groups)
@@ -134,7 +143,7 @@ class Contender:
 
     def clip(self) -> None:
         """Wait for the gradients and clip them."""
-        if self.mode == "fsdp2":
+        if self.mode in FSDP2:
             torch.nn.utils.clip_grad_norm_(self.module.parameters(), self.setup.grad_clip or float("inf"))
         else:
             clip_grad_norm_(self.optimizer, self.setup.grad_clip or float("inf"))
@@ -142,7 +151,7 @@ class Contender:
     def update(self) -> None:
         """Step and drop the gradients."""
         self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad(set_to_none=self.mode not in IN_PLACE)
 
     def step(self, micro_batches: Sequence[torch.Tensor | None] = (None,)) -> torch.Tensor:
         """Run a micro-step for each micro-batch (see `forward`) and the update, and return the mean of their losses."""
@@ -167,7 +176,7 @@ class Contender:
     def _set_sync(self, sync: bool) -> None:
         if self.mode == "fsdp2":
             self.model.set_requires_gradient_sync(sync)
-        else:
+        elif self.mode not in FSDP2:
             self.model.require_backward_grad_sync = sync
 
     def _shard_over_one_rank(self, groups: list[dict[str, Any]]) -> None:

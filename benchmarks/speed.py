@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.contenders import Contender, Setup
+from benchmarks.contenders import FSDP2, Contender, Setup
 from distributed.launch import launched
 from zero.communication import CommunicationMeter
 
@@ -98,7 +98,7 @@ class TimedContender:
         figures = {"ms per step": whole * 1000}
         for phase in PHASES:
             figures[f"{phase}, ms"] = (self._seconds[phase] - exposed[phase]) * 1000 / timed_steps
-        if self.contender.mode != "fsdp2":  # FSDP2 does not report how long it waits
+        if self.contender.mode not in FSDP2:  # FSDP2 does not report how long it waits
             figures["exposed communication, ms"] = sum(exposed.values()) * 1000 / timed_steps
         if dist.get_backend() == "gloo":
             launch = launched()

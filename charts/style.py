@@ -24,6 +24,8 @@ MEMORY = {
     "shadow": ("shadow_check", "#999933"),
 }
 MODES = {  # colours of bench.py's modes
+    "adamw_in_place": "#333333",
+    "torch_in_place": "#F0E442",
     "adamw": "#888888",
     "torch": "#E69F00",
     "sharded": "#009E73",

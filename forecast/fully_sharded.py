@@ -7,7 +7,10 @@ from zero.prediction import Activations, Point, Prediction
 
 @dataclass(frozen=True)
 class FullyShardedPrediction(Prediction):
-    """For fully_shard of each block and of the model: weights are gathered before each use, gradients sent every micro-step.
+    """For fully_shard of each block and of the model, with its defaults.
+
+    In every micro-step, the weights of a block are gathered in forward and again in backward, those outside of the blocks once,
+    and all gradients are reduce-scattered. A collective counts as a ring, as with NCCL.
 
     Weights, gradients and state are exact up to padding. The peak is an estimate, up to a tenth too high: beside the largest
     activations, it counts three whole blocks and what lies outside of the blocks.
@@ -39,9 +42,20 @@ class FullyShardedPrediction(Prediction):
         return sum(self.at("before step").values()) + max(max(forward, loss, layers) + self.largest_buckets, embedding + root)
 
     def sent(self) -> dict[str, int]:
-        once = sum(spec.numel for spec in self.plan.params) * self.itemsize * (self.world_size - 1) // self.world_size
-        return {"all-gather": 2 * self.micro_steps * once, "reduce-scatter": self.micro_steps * once}
+        once, root = (
+            numel * self.itemsize * (self.world_size - 1) // self.world_size for numel in (self._numel, self.root_numel)
+        )
+        return {"all-gather": self.micro_steps * (2 * once - root), "reduce-scatter": self.micro_steps * once}
+
+    @property
+    def gathered_in_forward(self) -> float:
+        """Part of the all-gathers that runs in forward."""
+        return self._numel / (2 * self._numel - self.root_numel)
 
     @property
     def largest_buckets(self) -> int:
         return (self.root_numel + 3 * self.block_numel) * self.itemsize
+
+    @property
+    def _numel(self) -> int:
+        return sum(spec.numel for spec in self.plan.params)

@@ -30,6 +30,9 @@ MODES = {  # the ways to hold the optimizer state, by the name in tables
     "remainder": Flags(param_dtype="bfloat16", master_dtype="remainder"),
     "int8": Flags(state_dtype="int8"),
 }
+# the same with zero_grad(set_to_none=False): gradients accumulate in DistributedDataParallel's buckets, so they exist once.
+# train.py does not do this, see docs/accounting.md
+IN_PLACE = {"adamw_in_place": MODES["adamw"], "torch_in_place": MODES["torch"]}
 LOSS_CHUNK = 1024  # of the mode loss_chunk of plan.py and bench.py: large enough for a GPU, small beside all tokens
 # Resident peak of a rank on a CPU, without Python and its libraries (0.4 GB), relative to the predicted peak: malloc keeps the
 # pages of freed tensors. Measured: 1.03 to 1.30 for 10.7M and 124M parameters on two ranks, see docs/accounting.md.
@@ -124,6 +127,7 @@ def forecast(
     shard_gradients: bool,
     distributed: bool,
     extras: Extras = Extras(),
+    in_place: bool = False,
 ) -> Forecast:
     """Predict what the rank with the most optimizer state will need.
 
@@ -133,6 +137,7 @@ def forecast(
         shard_gradients: see `zero.ShardedDataParallel`.
         distributed: the ranks are torchrun's, so that the model is wrapped for data parallelism.
         extras: other settings that take memory.
+        in_place: see `zero.prediction.Prediction`.
     """
     state = plan.state_bytes
     sharded = bool(plan.buffers)
@@ -144,6 +149,7 @@ def forecast(
         micro_steps,
         shard_gradients=sharded and shard_gradients,
         on_cpu=device_type == "cpu",
+        in_place=in_place,
     )
     shadow = 0
     if extras.shadow_check:

@@ -10,6 +10,7 @@ from distributed.machine import PEAK_TFLOPS, data_sheet_flops, resolve_dtype
 from forecast.fully_sharded import FullyShardedPrediction
 from forecast.memory import (
     CPU_RESIDENT,
+    IN_PLACE,
     LOSS_CHUNK,
     MODES,
     Extras,
@@ -38,6 +39,7 @@ class Choice:
     activation_checkpointing: bool
     loss_chunk: int
     batch_size: int
+    in_place: bool = False  # see `zero.prediction.Prediction`
 
 
 class Planner:
@@ -112,7 +114,10 @@ class Planner:
         """Return the choices of a table with the names of their modes. A single process has only plain AdamW."""
         chosen = self.chosen(world_size)
         base = replace(chosen, flags=MODES["sharded" if world_size > 1 else "adamw"])
-        modes = {replace(base, flags=flags): mode for mode, flags in MODES.items() if world_size > 1 or mode == "adamw"}
+        modes: dict[Choice, str] = {}
+        if self.accumulation_steps(chosen.batch_size, world_size) > world_size > 1:
+            modes = {replace(base, flags=flags, in_place=True): mode for mode, flags in IN_PLACE.items()}
+        modes |= {replace(base, flags=flags): mode for mode, flags in MODES.items() if world_size > 1 or mode == "adamw"}
         modes.setdefault(replace(base, activation_checkpointing=True), "checkpointing")
         modes.setdefault(replace(base, loss_chunk=chosen.loss_chunk or LOSS_CHUNK), "loss_chunk")
         if world_size > 1:
@@ -198,6 +203,7 @@ class Planner:
             flags.shard_gradients,
             distributed=world_size > 1,
             extras=self.extras,
+            in_place=choice.in_place,
         )
 
     def accumulation_steps(self, batch_size: int, world_size: int) -> int:

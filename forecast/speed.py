@@ -61,8 +61,9 @@ class Network(NamedTuple):
             return max(seconds / buckets, seconds - by)
 
         if isinstance(prediction, FullyShardedPrediction):  # gathers in forward and in backward
-            gather, reduce = took["all-gather"] / 2 / micro_steps, took["reduce-scatter"] / micro_steps
-            return micro_steps * (not_hidden(gather, forward) + not_hidden(gather + reduce, backward))
+            total, reduce = took["all-gather"] / micro_steps, took["reduce-scatter"] / micro_steps
+            gather = total * prediction.gathered_in_forward
+            return micro_steps * (not_hidden(gather, forward) + not_hidden(total - gather + reduce, backward))
         sending = micro_steps if prediction.shard_gradients else 1  # backwards that send
         each = took["reduce-scatter"] / sending
         reductions = (sending - 1) * not_hidden(each, backward) + not_hidden(each + took["all-reduce"], backward)

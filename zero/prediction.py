@@ -49,6 +49,8 @@ class Prediction:
         micro_steps: micro-steps per iteration on each rank.
         shard_gradients: see `zero.ShardedDataParallel`.
         on_cpu: gloo, and large buckets are kept from step to step. On a GPU, the backend is NCCL.
+        in_place: under DistributedDataParallel, `zero_grad(set_to_none=False)` leaves gradients in the buckets, where they
+            accumulate. The first step, and the first one after a resume, takes what False predicts.
     """
 
     plan: Plan
@@ -57,6 +59,7 @@ class Prediction:
     micro_steps: int = 1
     shard_gradients: bool = False
     on_cpu: bool = False
+    in_place: bool = False
 
     def at(self, point: Point) -> dict[str, int]:
         """Return the bytes of the model and its optimizer at a point of a step, by purpose.
@@ -259,13 +262,16 @@ class DataParallelPrediction(Prediction):
         return {"all-reduce": 2 * one_way} | ({"broadcast": one_way} if self.plan.world_size > 1 else {})
 
     def _gradients_and_buckets(self, point: Point) -> tuple[int, int]:
-        # its buckets exist from construction on; gradients are views into them, except those that accumulate
-        return self.full_gradients * (2 if point == "accumulating" else 1), 0
+        # its buckets exist from construction on; gradients are views into them, except those that accumulate outside
+        return self.full_gradients * (2 if point == "accumulating" and not self.in_place else 1), 0
 
     def _largest_of_a_step(self, activations: Activations) -> int:
         _, forward, loss, layers, embedding = activations
-        own = self._last_gradient if self.micro_steps > 1 else 0  # in the last backward, gradients move into buckets one by one
-        return self.full_gradients + max(forward, loss, layers, own + embedding, *self._accumulating(activations))
+        outside, own = [], 0
+        if self.micro_steps > 1 and not self.in_place:
+            # in the last backward, gradients move into buckets one by one
+            outside, own = self._accumulating(activations), self._last_gradient
+        return self.full_gradients + max(forward, loss, layers, own + embedding, *outside)
 
 
 @dataclass(frozen=True)

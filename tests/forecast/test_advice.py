@@ -13,11 +13,13 @@ from ranks import run_ranks
 from scripts import SIZES, run
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import plan as plan_script
 from configurator import settings_of
 from forecast import advice
 from forecast.activations import LiveBytes
+from forecast.memory import MODES
 from forecast.planner import Planner
 from forecast.speed import Network
 from model import GPT, GPTConfig
@@ -179,6 +181,44 @@ def fully_sharded_bytes():
             measured.append((held_now(live), before, live.peak))
         del module, optimizer
     return measured
+
+
+class Sent(TorchDispatchMode):
+    """Counts the bytes that a rank sends in rings of two ranks: half of what is gathered and of what is reduced."""
+
+    def __init__(self):
+        super().__init__()
+        self.bytes = {"all-gather": 0, "reduce-scatter": 0}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kind = {"_allgather_base_": "all-gather", "_reduce_scatter_base_": "reduce-scatter"}.get(func._opname)
+        if kind:
+            self.bytes[kind] += max(tensor.nbytes for tensor in args[:2]) // 2
+        return func(*args, **(kwargs or {}))
+
+
+def fully_sharded_sent(micro_steps, options):
+    module, mesh = GPT(SIZES_OF_FSDP[1]), init_device_mesh("cpu", (dist.get_world_size(),))
+    for block in module.transformer.h:
+        fully_shard(block, mesh=mesh, **options)
+    fully_shard(module, mesh=mesh, **options)
+    with Sent() as sent:
+        for _ in range(micro_steps):
+            module(*torch.randint(8000, (2, 1, 64)))[1].backward()
+    return sent.bytes
+
+
+@pytest.mark.parametrize("micro_steps", [1, 2])
+def test_what_fsdp2_sends(micro_steps):
+    """By default, blocks are gathered twice in a micro-step; with reshard_after_forward=False, once, as in an all-reduce."""
+    of_run = Planner({**planner().settings, "gradient_accumulation_steps": 2 * micro_steps}, SIZES_OF_FSDP[1])
+    row = of_run.fully_sharded(2, of_run.chosen(2))
+    all_reduce = of_run.forecast(replace(of_run.chosen(2), flags=MODES["adamw"]), 2).prediction.sent()["all-reduce"]
+    default, kept = (
+        run_ranks(fully_sharded_sent, 2, micro_steps, options) for options in ({}, {"reshard_after_forward": False})
+    )
+    assert [sum(sent.values()) for sent in default] == [row["sent"]] * 2
+    assert [sum(sent.values()) for sent in kept] == [micro_steps * all_reduce] * 2
 
 
 def test_what_fsdp2_takes():

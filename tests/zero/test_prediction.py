@@ -26,6 +26,10 @@ class MuonFlags(Flags):
     """Flags of a model whose optimizer is Muon."""
 
 
+class InPlaceFlags(Flags):
+    """Flags of a loop whose zero_grad(set_to_none=False) leaves gradients in the buckets of DistributedDataParallel."""
+
+
 def param_groups(model, flags):
     return model.param_groups(0.1, {"ns_dtype": "bfloat16"} if isinstance(flags, MuonFlags) else None)
 
@@ -35,6 +39,8 @@ BUCKET_MB = 0.1  # 18 buckets
 MODES = {
     "adamw": Flags(use_zero1=False),
     "torch": Flags(zero1_impl="torch"),
+    "adamw, in place": InPlaceFlags(use_zero1=False),
+    "torch, in place": InPlaceFlags(zero1_impl="torch"),
     "sharded": Flags(bucket_mb=BUCKET_MB),
     "automatic": Flags(),
     "shard_gradients": Flags(bucket_mb=BUCKET_MB, shard_gradients=True),
@@ -82,11 +88,14 @@ def prediction_of(flags, world_size, rank, micro_steps, sizes=SIZES):
         micro_steps,
         shard_gradients=bool(plan.buffers) and flags.shard_gradients,
         on_cpu=True,
+        in_place=isinstance(flags, InPlaceFlags),
     )
 
 
 def run_steps(flags, micro_steps, sizes, measure, live):
-    """Two steps; `measure` is called at each point of the second one. The optimizer."""
+    """Two steps, or three; `measure` is called at each point of the last one. The optimizer."""
+    in_place = isinstance(flags, InPlaceFlags)
+    last = 2 if in_place else 1  # DistributedDataParallel makes its buckets again in its second step, beside gradients in place
     module = GPT(sizes)
     model, optimizer = build(module, param_groups(module, flags), flags, lr=0.01)
     if dist.is_initialized() and dist.get_backend() == "fake" and not isinstance(optimizer, ShardedOptimizer):
@@ -100,17 +109,17 @@ def run_steps(flags, micro_steps, sizes, measure, live):
         loss.backward()
 
     measure("wrapped", model, optimizer)
-    for step in range(2):
+    for step in range(last + 1):
         live.reset_peak()
         for number in range(micro_steps):
             micro_step(sync=number == micro_steps - 1)
-            if step and number == micro_steps - 2:
+            if step == last and number == micro_steps - 2:
                 measure("accumulating", model, optimizer)
         clip_grad_norm_(optimizer, 1.0)
-        if step:
+        if step == last:
             measure("before step", model, optimizer)
         optimizer.step()
-        optimizer.zero_grad()
+        optimizer.zero_grad(set_to_none=not in_place)
         if isinstance(optimizer, ShardedOptimizer):
             optimizer.synchronize()
     measure("after step", model, optimizer)

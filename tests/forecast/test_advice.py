@@ -197,15 +197,20 @@ class Sent(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def fully_sharded_sent(micro_steps, options):
-    module, mesh = GPT(SIZES_OF_FSDP[1]), init_device_mesh("cpu", (dist.get_world_size(),))
-    for block in module.transformer.h:
-        fully_shard(block, mesh=mesh, **options)
-    fully_shard(module, mesh=mesh, **options)
-    with Sent() as sent:
-        for _ in range(micro_steps):
-            module(*torch.randint(8000, (2, 1, 64)))[1].backward()
-    return sent.bytes
+def fully_sharded_sent(micro_steps):
+    """By the defaults, without gradients before the last micro-step, and with weights that stay from forward to backward."""
+    found = []
+    for options, every_micro_step in (({}, True), ({}, False), ({"reshard_after_forward": False}, True)):
+        module, mesh = GPT(SIZES_OF_FSDP[1]), init_device_mesh("cpu", (dist.get_world_size(),))
+        for block in module.transformer.h:
+            fully_shard(block, mesh=mesh, **options)
+        fully_shard(module, mesh=mesh, **options)
+        with Sent() as sent:
+            for number in range(micro_steps):
+                module.set_requires_gradient_sync(every_micro_step or number == micro_steps - 1)
+                module(*torch.randint(8000, (2, 1, 64)))[1].backward()
+        found.append(sent.bytes)
+    return found
 
 
 @pytest.mark.parametrize("micro_steps", [1, 2])
@@ -214,11 +219,9 @@ def test_what_fsdp2_sends(micro_steps):
     of_run = Planner({**planner().settings, "gradient_accumulation_steps": 2 * micro_steps}, SIZES_OF_FSDP[1])
     row = of_run.fully_sharded(2, of_run.chosen(2))
     all_reduce = of_run.forecast(replace(of_run.chosen(2), flags=MODES["adamw"]), 2).prediction.sent()["all-reduce"]
-    default, kept = (
-        run_ranks(fully_sharded_sent, 2, micro_steps, options) for options in ({}, {"reshard_after_forward": False})
-    )
-    assert [sum(sent.values()) for sent in default] == [row["sent"]] * 2
-    assert [sum(sent.values()) for sent in kept] == [micro_steps * all_reduce] * 2
+    expected = [row["sent"], row["sent"] - (micro_steps - 1) * all_reduce // 2, micro_steps * all_reduce]
+    for found in run_ranks(fully_sharded_sent, 2, micro_steps):
+        assert [sum(sent.values()) for sent in found] == expected
 
 
 def test_what_fsdp2_takes():

@@ -31,7 +31,7 @@ MODE_NAMES = {  # for a reader who does not know the modes of bench.py
     "adamw_in_place": "AdamW with DDP, in place",
     "torch_in_place": "ZeroRedundancyOptimizer, in place",
     "adamw": "AdamW with DDP, set_to_none=True",
-    "torch": "ZeroRedundancyOptimizer, set_to_none=True",
+    "torch": "ZeroRedundancyOptimizer",
     "sharded": "sharded (the default)",
     "shard_gradients": "sharded + shard_gradients",
     "bfloat16": "sharded + bfloat16 weights",

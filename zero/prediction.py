@@ -49,8 +49,7 @@ class Prediction:
         micro_steps: micro-steps per iteration on each rank.
         shard_gradients: see `zero.ShardedDataParallel`.
         on_cpu: gloo, and large buckets are kept from step to step. On a GPU, the backend is NCCL.
-        in_place: under DistributedDataParallel, `zero_grad(set_to_none=False)` leaves gradients in the buckets, where they
-            accumulate. The first step, and the first one after a resume, takes what False predicts.
+        in_place: gradients accumulate in the buckets of DistributedDataParallel: with `zero_grad(set_to_none=False)`.
     """
 
     plan: Plan
@@ -91,8 +90,7 @@ class Prediction:
     def sent(self) -> dict[str, int]:
         """Return the bytes that this rank sends per iteration, by kind of collective.
 
-        An all-reduce counts as a ring, 2 (N - 1) / N of its bytes. ZeroRedundancyOptimizer broadcasts every parameter: the
-        figure is the mean over the ranks, (N - 1) / N of the bytes.
+        An all-reduce counts as a ring, 2 (N - 1) / N of its bytes, a broadcast as the mean over the ranks, (N - 1) / N.
         """
         return {}
 
@@ -232,7 +230,7 @@ class Prediction:
     def _accumulating(self, activations: Activations) -> list[int]:
         """Return the largest bytes of full gradients and activations where gradients accumulate in their own memory."""
         _, forward, loss, layers, embedding = activations
-        if self.micro_steps == 1:
+        if self.micro_steps == 1 or self.in_place:
             return []
         before = max(forward, loss, layers)
         if self.micro_steps == 2:  # in the first backward, and until the last one
@@ -242,8 +240,7 @@ class Prediction:
     @cached_property
     def _last_gradient(self) -> int:
         """Bytes of the gradient that arrives last: that of the parameter that is registered first."""
-        number = self._last_parameter
-        if number is None:
+        if (number := self._last_parameter) is None:
             return 0
         return self.plan.params[number].numel * (self.plan.param_dtype or self.plan.params[number].dtype).itemsize
 
@@ -267,10 +264,8 @@ class DataParallelPrediction(Prediction):
 
     def _largest_of_a_step(self, activations: Activations) -> int:
         _, forward, loss, layers, embedding = activations
-        outside, own = [], 0
-        if self.micro_steps > 1 and not self.in_place:
-            # in the last backward, gradients move into buckets one by one
-            outside, own = self._accumulating(activations), self._last_gradient
+        outside = self._accumulating(activations)
+        own = self._last_gradient if outside else 0  # in the last backward, gradients move into buckets one by one
         return self.full_gradients + max(forward, loss, layers, own + embedding, *outside)
 
 
@@ -406,9 +401,8 @@ class ShardedPrediction(Prediction):
         traffic = Traffic(self.on_cpu)
         stop: float = 0  # bytes of gradients in buckets; after backward infinite
         arrived: set[int] = set()
-        in_flight: list[
-            tuple[int, FlatTensor, list[FlatTensor], FlatTensor]
-        ] = []  # number, bucket, received, shard; at most one
+        # number, bucket, received, shard; at most one
+        in_flight: list[tuple[int, FlatTensor, list[FlatTensor], FlatTensor]] = []
 
         def finish() -> None:
             for number, bucket, received, shard in in_flight:

@@ -148,8 +148,7 @@ with exit_on_wrong_input():
     if worlds and model == "cookbook":
         raise ValueError("model=cookbook needs real ranks; start it with torchrun --standalone --nproc_per_node=2 bench.py")
     block_sizes = numbers("block_size", block_size)
-    sizes = GPT2_SIZES.get(model, {"n_layer": n_layer, "n_head": n_head, "n_embd": n_embd})
-    gpt = GPTConfig(block_sizes[0], vocab_size, **sizes, dropout=0.0, bias=bias)
+    gpt = GPTConfig.of(config | GPT2_SIZES.get(model, {}), block_size=block_sizes[0])
     names = {measure: modes_of(measure) for measure in measures}
     if not worlds and not launch.distributed:
         raise ValueError("bench.py compares several ranks; start it with torchrun --standalone --nproc_per_node=2 bench.py")

@@ -6,10 +6,10 @@ shares its weight with the token embedding. The weights are initialized from a s
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -46,6 +46,11 @@ class GPTConfig:
             raise ValueError(f"n_embd={self.n_embd} cannot be split over n_head={self.n_head} heads; use a multiple of n_head")
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"dropout={self.dropout} must be at least 0 and less than 1")
+
+    @classmethod
+    def of(cls, settings: Mapping[str, Any], **others: Any) -> Self:
+        """Return the sizes in a program's settings, which have the names of the fields; `others` replace or complete them."""
+        return cls(**{field.name: settings[field.name] for field in fields(cls) if field.name in settings} | others)
 
 
 def check_block_size(block_size: int, longest: int, croppable: bool = True) -> None:
@@ -308,10 +313,9 @@ class GPT(nn.Module):
         Raises:
             ValueError: if the weights of the checkpoint do not fit its `model_args`.
         """
-        names = {field.name for field in fields(GPTConfig)}
-        sizes = {key: value for key, value in checkpoint["model_args"].items() if key in names}
+        sizes = checkpoint["model_args"]
         try:
-            model = cls(GPTConfig(**{**sizes, "dropout": dropout}))
+            model = cls(GPTConfig.of(sizes, dropout=dropout))
         except (TypeError, ValueError, RuntimeError) as error:
             raise ValueError(f"the checkpoint's model_args {sizes} are not valid model sizes: {error}") from error
         weights = {key.removeprefix("_orig_mod."): tensor for key, tensor in checkpoint["model"].items()}

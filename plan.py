@@ -126,18 +126,17 @@ def model_config(settings: dict[str, Any]) -> GPTConfig:
     Raises:
         ValueError: if the sizes are impossible, or come from a checkpoint.
     """
-    sizes: dict[str, Any] = {name: settings[name] for name in ("block_size", "n_layer", "n_head", "n_embd", "dropout", "bias")}
     if settings["init_from"] in GPT2_SIZES:
-        check_block_size(settings["block_size"], GPTConfig.block_size)
+        block_size, dropout = settings["block_size"], settings["dropout"]
+        check_block_size(block_size, GPTConfig.block_size)
         if settings["vocab_size"]:
             raise ValueError(f"vocab_size={settings['vocab_size']}: {settings['init_from']} has its own; remove --vocab_size")
-        sizes |= {**GPT2_SIZES[settings["init_from"]], "bias": True, "vocab_size": 50257}
-        return GPTConfig(**sizes)
+        return GPTConfig(block_size, 50257, **GPT2_SIZES[settings["init_from"]], dropout=dropout, bias=True)
     if settings["init_from"] != "scratch":
         raise ValueError(
             f"init_from={settings['init_from']}: plan.py reads no checkpoint; remove it and give n_layer, n_head and n_embd"
         )
-    return GPTConfig(**sizes, vocab_size=vocabulary(settings))
+    return GPTConfig.of(settings, vocab_size=vocabulary(settings))
 
 
 def vocabulary(settings: dict[str, Any]) -> int:

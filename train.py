@@ -187,7 +187,7 @@ with run.stage("making the model"), without_weights(rank > 0):  # `build` broadc
     if init_from == "scratch":
         print0("Initializing a new model from scratch")
         vocab_size = data.vocab_size or GPTConfig.vocab_size
-        raw_model = GPT(GPTConfig(block_size, vocab_size, n_layer, n_head, n_embd, dropout, bias))
+        raw_model = GPT(GPTConfig.of(config, vocab_size=vocab_size))
     elif checkpoint is not None:
         raw_model = GPT.from_checkpoint(checkpoint, dropout)
         print0(f"with the checkpoint's model, at iteration {state.iter_num}: {raw_model.config}")

@@ -20,6 +20,7 @@ from distributed.launch import Launch
 from distributed.machine import versions
 from distributed.ranks import print0
 from distributed.rendezvous import agree
+from model import GPTConfig
 from zero import ShardedOptimizer
 from zero.messages import gather_objects
 
@@ -108,12 +109,14 @@ def compare_with_checkpoint(checkpoint: dict[str, Any], settings: dict[str, Any]
         raise ValueError(
             f"the checkpoint is of optimizer={optimizer}; use --optimizer={optimizer}, or another --out_dir for a new run"
         )
-    saved = {**checkpoint["model_args"], "weight_decay": groups[0].get("weight_decay")}
+    sizes = {**vars(GPTConfig()), **checkpoint["model_args"]}  # what the file does not name has its default, as in the model
+    taken = ("block_size", "dropout")  # from the settings; `check_block_size` refuses another block_size
+    saved = {name: value for name, value in sizes.items() if name in settings and name not in taken}
+    saved["weight_decay"] = groups[0].get("weight_decay")
     saved["beta1"], saved["beta2"] = groups[0].get("betas", (None, None))
     of_muon = ("muon_momentum", "muon_nesterov", "muon_ns_steps")
     saved |= {name: (of_matrices or {}).get(name.removeprefix("muon_")) for name in of_muon}
-    names = ("n_layer", "n_head", "n_embd", "bias", "weight_decay", "beta1", "beta2", *of_muon)
-    ignored = [name for name in names if saved.get(name) is not None and saved[name] != settings[name]]
+    ignored = [name for name, value in saved.items() if value is not None and value != settings[name]]
     if ignored:
         used = ", ".join(f"{name}={saved[name]} (not {settings[name]})" for name in ignored)
         print0(f"note: a resumed run uses the checkpoint's values: {used}")

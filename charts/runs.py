@@ -4,6 +4,7 @@ A chart that would be empty is left out. The data of a chart names a run by its 
 any characters.
 """
 
+import re
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -17,6 +18,8 @@ from zero.prediction import PURPOSES
 
 COLLECTIVES = tuple(kind.replace("-", "_") for kind in KINDS)
 PARTS = {part: MEMORY[part][0] for part in PURPOSES}  # of the memory of a rank: their names
+# the metrics of docs/metrics.md; each other one, which a changed program has logged, gets a curve
+KNOWN = re.compile(r"lr|mfu|iter/(loss|loss_max_rank|grad_norm|tokens)|(train|val|throughput|time|comm|memory|checkpoint)/.*")
 
 
 def sections(runs: Sequence[Run]) -> dict[str, list[Panel]]:
@@ -35,6 +38,7 @@ def sections(runs: Sequence[Run]) -> dict[str, list[Panel]]:
     exposed_ms = parts.each(runs, "comm/exposed_ms", Curve.median)
     exposed = {"of these, exposed communication": exposed_ms}
     size = {"one checkpoint": parts.each(runs, "checkpoint/bytes", Curve.latest)}
+    others = sorted({key for run in runs for key in run.curves if not KNOWN.fullmatch(key)})
     found = {
         "Loss": [
             lines.losses(runs),
@@ -78,6 +82,7 @@ def sections(runs: Sequence[Run]) -> dict[str, list[Panel]]:
             parts.bars(runs, "Time of a checkpoint", seconds, "s", "medians", below=blocked),
             parts.bars(runs, "Size of a checkpoint", size, "bytes"),
         ],
+        "Others": [lines.curves(runs, key, key, "") for key in others],
     }
     drawn = {name: [panel for panel in row if panel is not None] for name, row in found.items()}
     return {name: row for name, row in drawn.items() if row}

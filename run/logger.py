@@ -80,11 +80,12 @@ class Logger:
         """Write an event. If the disk is full, print a warning once and continue.
 
         Args:
-            event: the metrics by key; "iter" is the iteration.
+            event: the metrics by key, numbers or texts; "iter" is the iteration, by default the current one.
             line: also print this line.
         """
         if not is_rank_0():
             return
+        event = {"iter": max(0, position.iteration), **event}
         if line is not None:
             print(line, flush=True)
         alerts = self._alerts.check(event)
@@ -104,7 +105,7 @@ class Logger:
         """Print a warning and log it, in one event with `values`."""
         if is_rank_0():
             print(f"WARNING: {text}", flush=True)
-            self.log({"iter": max(0, position.iteration), "warning": text, **(values or {})})
+            self.log({"warning": text, **(values or {})})
 
     def checkpoint(self, path: str, iteration: int) -> None:
         """Upload a checkpoint that has been written to wandb, if the settings ask for it."""
@@ -114,7 +115,7 @@ class Logger:
     def alert(self, title: str, text: str) -> None:
         """Log a warning that has been printed, and send it as an alert through wandb, if there is a run."""
         self.run.alert(title, text)
-        self.log({"iter": max(0, position.iteration), "warning": f"{title}: {text}"})
+        self.log({"warning": f"{title}: {text}"})
 
     def finish(self, state: Literal["ended", "stopped", "failed"] = "ended", outcome: str = "") -> None:
         """Write run.json and the report card, and close the file and the wandb run. Later calls do nothing.

@@ -59,6 +59,13 @@ def test_both_losses_are_in_one_chart_with_marks_and_the_last_value(runs):
     assert [row["text"] for row in ends] == ["training 3.8900", "validation 4.2000"]
 
 
+def test_a_metric_that_a_changed_program_logs_gets_a_curve(tmp_path):
+    own = [{"iter": iteration, "entropy": -iteration, "iter/z_loss": 2.5} for iteration in range(3)]
+    charts = drawn([write_run(tmp_path / "own", [*events("adamw"), *own])])
+    assert curve(charts["entropy"], 0) == [(0, 0), (1, -1), (2, -2)]
+    assert curve(charts["iter/z_loss"], 0) == [(0, 2.5), (1, 2.5), (2, 2.5)]
+
+
 def test_where_losses_should_be_equal_the_colours_take_turns(runs, tmp_path):
     thin, thick = layers(drawn(runs)["Training and validation loss"], "line")[1:]
     assert "strokeDash" not in thin, "it fills the gaps between the dashes where a curve is alone"

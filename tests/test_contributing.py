@@ -50,7 +50,7 @@ def copy(tmp_path_factory):
     for path in (*glob.glob("*.py", root_dir=ROOT), *glob.glob("data/*.py", root_dir=ROOT), "docs/metrics.md"):
         (folder / path).parent.mkdir(exist_ok=True)
         shutil.copy(os.path.join(ROOT, path), folder / path)
-    for package in ("charts", "distributed", "forecast", "run", "zero"):
+    for package in ("benchmarks", "charts", "distributed", "forecast", "run", "zero"):
         shutil.copytree(os.path.join(ROOT, package), folder / package, ignore=shutil.ignore_patterns("__pycache__"))
     for language, content in BLOCKS:
         if language == "diff":
@@ -84,12 +84,42 @@ def test_a_run_with_all_recipes(copy):
     assert 0 < validation[1][-1] < validation[1][0]
     for event in (*first, *other):
         assert event["iter/lr_times_grad_norm"] == event["lr"] * event["iter/grad_norm"]
+    norms = [(event["iter"], event["weights/wte_norm"]) for event in plain if "weights/wte_norm" in event]
+    assert [iteration for iteration, _ in norms] == list(range(STEPS + 1))
+    assert len({norm for _, norm in norms}) == STEPS + 1, "the weights change in each iteration"
     assert "| `iter/lr_times_grad_norm` |" in (copy / "docs" / "metrics.md").read_text()
     for iteration in range(WARM_UP, STEPS + 1):
         ratio = (iteration - WARM_UP) / (STEPS - WARM_UP)
         shapes = 0.5 * (1 + math.cos(math.pi * ratio)), 1 - ratio
         expected = [pytest.approx(MIN_LR + shape * (LR - MIN_LR)) for shape in shapes]
         assert [first[iteration]["lr"], other[iteration]["lr"]] == expected
+
+
+def test_the_new_model_option_is_trained_planned_and_kept_in_the_checkpoint(copy):
+    flags = "--norm=rmsnorm", "--bias=True"
+    before, after = (
+        next(event for event in train(copy, *of_run) if "memory/predicted_peak_mb" in event) for of_run in (flags[1:], flags)
+    )
+    process = run_copy(copy, "plan.py", *TRAIN, *flags, "--world_size=1", f"--json={copy / 'plan.json'}")
+    assert process.returncode == 0, process.stderr
+    planned = json.loads((copy / "plan.json").read_text())["rows"][0]
+    in_mb = {part: before[f"memory/predicted_{part}_mb"] - planned[part] / 1e6 for part in ("parameters", "activations")}
+    assert in_mb["parameters"] * 1e6 == pytest.approx(4 * 32 * (2 * 2 + 1)), "no bias in any norm"
+    for part, difference in in_mb.items():
+        assert after[f"memory/predicted_{part}_mb"] == planned[part] / 1e6
+        assert difference != 0
+    resumed = run_copy(copy, "train.py", *TRAIN, "--bias=True", "--init_from=resume", f"--out_dir={copy / 'out'}")
+    assert "a resumed run uses the checkpoint's values: norm=rmsnorm (not layernorm)\n" in resumed.stdout, resumed.stderr
+
+
+def test_bench_takes_the_new_model_option(copy):
+    flags = "--what=memory", "--modes=adamw", "--simulate_world_size=2", "--name=", "--bias=True", "--device=cpu"
+    activations = []
+    for norm in ("layernorm", "rmsnorm"):
+        process = run_copy(copy, "bench.py", *flags, *SIZES[:-1], "--vocab_size=64", f"--norm={norm}")
+        assert process.returncode == 0, process.stderr
+        activations.append(float(re.search(r"adamw +peak +.* (\S+) +\S+ +\S+$", process.stdout, re.MULTILINE)[1]))
+    assert activations[0] < activations[1], "on a CPU, RMSNorm keeps more"
 
 
 def test_the_new_check_runs_every_few_iterations(copy):

@@ -17,8 +17,11 @@ import torch
 
 from distributed.machine import multiplies_in_float32
 from model import GPT, GPTConfig, without_weights
+from zero import Muon
+from zero.build import optimizer_of
 from zero.flags import Flags
 from zero.layout import ParameterSpec, Plan, parameter_specs, replicated_plan
+from zero.memory import with_own_state
 from zero.prediction import Activations, DataParallelPrediction, Prediction, ShardedPrediction
 
 MODES = {  # the ways to hold the optimizer state, by the name in tables
@@ -101,12 +104,12 @@ class Forecast:
         return held.decoded_state + held.owned if self.extras.async_save else 0
 
 
-def optimizer_name(params: Sequence[ParameterSpec]) -> str:
-    """Return the name of the optimizer for messages."""
-    return "Muon" if any(spec.matrices for spec in params) else "AdamW"
+def planned_optimizer(muon: dict[str, Any] | None) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+    """Return the class that `zero.build` will use and its arguments, of which some do not matter before a step."""
+    return optimizer_of(muon is not None, "meta", lr=0.0, betas=(0.9, 0.95))
 
 
-def gpt_specs(config: GPTConfig, muon: dict[str, Any] | None = None) -> list[ParameterSpec]:
+def gpt_specs(config: GPTConfig, muon: dict[str, Any] | None = None) -> Sequence[ParameterSpec]:
     """Return the parameters of a GPT, as its optimizer numbers them, without allocating them.
 
     Args:
@@ -114,8 +117,12 @@ def gpt_specs(config: GPTConfig, muon: dict[str, Any] | None = None) -> list[Par
     """
     with without_weights():
         model = GPT(config)
-    names = {param: name for name, param in model.named_parameters()}
-    return parameter_specs(model.param_groups(0.0, muon), model.parameters(), names)
+    names, groups = {param: name for name, param in model.named_parameters()}, model.param_groups(0.0, muon)
+    specs = parameter_specs(groups, model.parameters(), names)
+    optimizer_cls, arguments = planned_optimizer(muon)
+    if optimizer_cls in (torch.optim.AdamW, Muon):  # known, so that plan.py need not import what the first optimizer imports
+        return specs
+    return with_own_state(specs, optimizer_cls(groups, **arguments))
 
 
 def forecast(

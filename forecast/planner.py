@@ -2,7 +2,6 @@
 
 import math
 from bisect import bisect_left
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,13 +17,13 @@ from forecast.memory import (
     Workload,
     forecast,
     gpt_specs,
-    optimizer_name,
+    planned_optimizer,
     predicted_activations,
 )
 from forecast.speed import Network
 from model import GPT, GPTConfig, without_weights
 from zero.flags import Flags, muon_of
-from zero.layout import ParameterSpec, Plan, replicated_plan
+from zero.layout import Plan, replicated_plan
 from zero.prediction import Activations
 
 BATCHES = [4**power for power in range(7)]  # activations are predicted for these batch sizes, and interpolated between them
@@ -53,8 +52,9 @@ class Planner:
     def __init__(self, settings: dict[str, Any], config: GPTConfig) -> None:
         self.settings, self.config = settings, config
         muon = muon_of(settings)
-        self.specs: Sequence[ParameterSpec] = gpt_specs(config, muon)
-        self.has_adamw, self.plain = muon is None, f"plain {optimizer_name(self.specs)}"  # what every mode but `adamw` divides
+        self.specs = gpt_specs(config, muon)
+        # what every mode but `adamw` divides
+        self.has_adamw, self.plain = muon is None, f"plain {planned_optimizer(muon)[0].__name__}"
         self.numel = sum(spec.numel for spec in self.specs)
         if settings["device"].partition(":")[0] not in ("auto", "cpu", "cuda", "mps"):
             raise ValueError(f"device={settings['device']} is not one of auto, cpu, cuda, mps")

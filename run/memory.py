@@ -3,20 +3,21 @@
 import resource
 import sys
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from distributed.launch import launched
-from forecast.memory import Extras, Workload, forecast, optimizer_name, predicted_activations
+from forecast.memory import Extras, Workload, forecast, predicted_activations
 from run.logger import Logger
 from run.report import size
-from zero.layout import replicated_plan
-from zero.memory import held_bytes
+from zero.layout import Plan, replicated_plan
+from zero.memory import held_bytes, with_own_state
 from zero.messages import gather_objects, is_rank_0
 from zero.optimizer import ShardedOptimizer
-from zero.partition import parameters, partition
+from zero.partition import Partition, parameters, partition
 from zero.prediction import Activations, Prediction
 
 Point = Literal["after_init", "before_step", "after_step"]
@@ -129,7 +130,7 @@ class MemoryCheck:
     ) -> None:
         self.log, self.model, self.optimizer, self.compiled = log, model, optimizer, compiled
         self.memory, self.device = memory, memory.device
-        launch, plan = launched(), partition(optimizer).plan
+        launch, plan = launched(), _plan_of(partition(optimizer))
         param_dtype = "bfloat16" if plan.has_masters else "float32"
         activations = _activations(workload, param_dtype) if is_rank_0() else Activations(0, 0, 0, 0, 0)
         common: dict[str, Any] = {
@@ -215,10 +216,16 @@ def _logged(which: str, by_purpose: dict[str, int]) -> dict[str, float]:
     return {f"memory/{which}_{purpose}_mb": count / 1e6 for purpose, count in by_purpose.items() if count}
 
 
+def _plan_of(part: Partition) -> Plan:
+    """Return the plan, with the state that the class of the optimizer keeps."""
+    return replace(part.plan, params=with_own_state(part.plan.params, part.inner))
+
+
 def describe(optimizer: torch.optim.Optimizer, use_zero1: bool) -> str:
     """Return one line for the console: the implementation, its state bytes per rank, and the state bytes without sharding."""
-    plan = partition(optimizer).plan
-    state, optimizer_class = plan.state_bytes, optimizer_name(plan.params)
+    part = partition(optimizer)
+    plan, optimizer_class = _plan_of(part), type(part.inner).__name__
+    state = plan.state_bytes
     fullest = Prediction(plan, state.index(max(state)))
     whole = f"{fullest.whole_state / 1e6:.1f} MB"
     if isinstance(optimizer, ShardedOptimizer | ZeroRedundancyOptimizer):

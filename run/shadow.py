@@ -10,7 +10,6 @@ import numpy as np
 import torch
 
 from distributed.ranks import gather_numbers, print0
-from forecast.memory import optimizer_name
 from run.checkpoints import Checkpoints
 from run.guard import Guard
 from zero import ShardedGradScaler
@@ -174,7 +173,7 @@ class Shadow:
             self._names[param]: (difference, difference / weight if weight else difference)
             for param, difference, weight in zip(self._part.params, differences, weights, strict=True)
         }
-        width, plain = max(map(len, figures)), f"plain {optimizer_name(self._part.plan.params)}"
+        width, plain = max(map(len, figures)), f"plain {type(self._optimizer).__name__}"
         print0(f"{f'largest difference from {plain}':{width}}   absolute   of the largest weight")
         for name in filter(figures.get, self._names.values()):
             print0("{:{}}   {:8.1e}   {:8.1e}".format(name, width, *figures[name]))

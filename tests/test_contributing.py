@@ -38,9 +38,9 @@ def apply(diff, folder):
         (folder / name).write_text(text)
 
 
-def run_copy(folder, script, *arguments):
+def run_copy(folder, script, *arguments, ranks=0):
     """Run a script of the copy, which imports the modules of the copy."""
-    return run(str(folder / script), *arguments, before=partial(faults.import_from, str(folder)))
+    return run(str(folder / script), *arguments, ranks=ranks, before=partial(faults.import_from, str(folder)))
 
 
 @pytest.fixture(scope="module")
@@ -133,6 +133,60 @@ def test_the_new_settings_are_checked_and_explained(copy):
     shown = run_copy(copy, "train.py", "--help").stdout
     assert re.search(r"--z_loss=0.0 +weight of the squared log-partition function in the training loss; must not be", shown)
     assert re.search(r"--schedule='cosine' +after the warm-up; [^;]*;\s+one\s+of\s+cosine,\s+wsd,\s+linear\n", shown)
+
+
+LION = """
+import torch
+
+
+class Lion(torch.optim.Optimizer):
+    def __init__(self, params, lr, betas, weight_decay=0.0):
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    momentum = self.state[param].setdefault("momentum", torch.zeros_like(param))
+                    param.mul_(1 - group["lr"] * group["weight_decay"])
+                    param.add_(momentum.lerp(param.grad, 1 - group["betas"][0]).sign_(), alpha=-group["lr"])
+                    momentum.lerp_(param.grad, 1 - group["betas"][1])
+"""
+AS_LION = {  # in zero/build.py, as the section on optimizers says
+    "from zero.data_parallel": "from lion import Lion\nfrom zero.data_parallel",
+    'Muon if matrices else torch.optim.AdamW, {**adamw, "fused": device_type in ("cuda", "cpu")}': "Lion, adamw",
+    "            optimizer_cls,\n": "            optimizer_cls,\n            elementwise=True,\n",
+}
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        ((), "1.6 MB of Lion state on the fullest rank; plain Lion would hold 3.2 MB on each"),
+        (("--use_zero1=False",), "Using plain Lion: 3.2 MB of optimizer state on each rank"),
+        (
+            ("--state_dtype=int8",),
+            "0.4 MB of Lion state on the fullest rank (in int8 between updates); plain Lion would hold 3.2",
+        ),
+    ],
+)
+def test_another_optimizer_class_is_named_and_its_state_is_counted(copy, tmp_path, flags, line):
+    folder = tmp_path / "copy"
+    shutil.copytree(copy, folder)
+    (folder / "lion.py").write_text(LION)
+    text = (folder / "zero" / "build.py").read_text()
+    for old, new in AS_LION.items():
+        assert text.count(old) == 1, old
+        text = text.replace(old, new)
+    (folder / "zero" / "build.py").write_text(text)
+    sizes = "--n_layer=4", "--n_head=4", "--n_embd=128", "--block_size=64", "--max_iters=3"  # those of `make train`
+    out = folder / "of-lion"
+    process = run_copy(folder, "train.py", *TRAIN, *sizes, *flags, "--log_interval=1", f"--out_dir={out}", ranks=2)
+    assert line in process.stdout, process.stderr
+    assert "WARNING" not in process.stdout
+    known = {key: value for text in (out / "metrics.jsonl").read_text().splitlines() for key, value in json.loads(text).items()}
+    assert known["memory/predicted_state_mb"] == pytest.approx(known["memory/measured_state_mb"], rel=0.001)
 
 
 def test_what_it_names_exists():

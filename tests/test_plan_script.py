@@ -52,6 +52,15 @@ def rows_of(path):
     return {(row["world_size"], row["mode"]): row for row in json.loads(path.read_text())["rows"]}
 
 
+def test_the_optimizer_is_the_one_that_build_chooses(monkeypatch):
+    assert (planner().plain, planner(optimizer="muon").plain) == ("plain AdamW", "plain Muon")
+    before = row(2)["state"]
+    sgd = lambda *_, lr, **adamw: (torch.optim.SGD, {"lr": lr, "momentum": 0.9})  # noqa: E731
+    monkeypatch.setattr("forecast.memory.optimizer_of", sgd)
+    assert planner().plain == "plain SGD"
+    assert 2 * row(2)["state"] == before
+
+
 @pytest.fixture(scope="module")
 def planned(data, tmp_path_factory):
     """What one run printed, its rows, and its picture."""

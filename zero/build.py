@@ -19,6 +19,15 @@ from zero.refusals import check_meta
 from zero.tensors import set_data, values_on
 
 
+def optimizer_of(matrices: bool, device_type: str, **adamw: Any) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+    """Return the class of the optimizer and its arguments: those of torch.optim.AdamW, and its fused kernel if there is one.
+
+    Args:
+        matrices: whether there are groups with an entry "matrices", for `zero.Muon`.
+    """
+    return Muon if matrices else torch.optim.AdamW, {**adamw, "fused": device_type in ("cuda", "cpu")}
+
+
 def build(
     model: torch.nn.Module,
     groups: list[dict[str, Any]],
@@ -37,7 +46,7 @@ def build(
             of rank 0; on other ranks, the model may be on the meta device, if its tensors are parameters and buffers.
         overlap: with `zero1_impl='sharded'`, the all-gathers run during the next forward. For models that read parameters
             through their modules, see `zero.ShardedDataParallel`.
-        **adamw: arguments of torch.optim.AdamW. Its fused kernel is used if the device has one.
+        **adamw: arguments of torch.optim.AdamW, see `optimizer_of`.
 
     Returns:
         The model to call in the training loop, and the optimizer.
@@ -47,11 +56,10 @@ def build(
     """
     implementation = flags.implementation(dist.get_world_size() if dist.is_initialized() else 1)
     device = device or next(model.parameters()).device
-    adamw["fused"] = device.type in ("cuda", "cpu")
-    optimizer_cls = Muon if any("matrices" in group for group in groups) else torch.optim.AdamW
+    optimizer_cls, arguments = optimizer_of(any("matrices" in group for group in groups), device.type, **adamw)
     move(model, device, trainable=implementation != "sharded")
     if not dist.is_initialized():
-        return model, optimizer_cls(groups, **adamw)
+        return model, optimizer_cls(groups, **arguments)
     if implementation == "sharded":
         sharded = ShardedOptimizer(
             groups,
@@ -60,15 +68,15 @@ def build(
             registration_order=model.parameters(),
             device=device,
             **flags.options,
-            **adamw,
+            **arguments,
         )
         wrapped = ShardedDataParallel(model, sharded, flags.shard_gradients, overlap=overlap, check_reads=flags.check_reads)
         return wrapped, sharded
     optimizer: torch.optim.Optimizer
     if implementation == "torch":
-        optimizer = ZeroRedundancyOptimizer(groups, optimizer_class=optimizer_cls, **adamw)
+        optimizer = ZeroRedundancyOptimizer(groups, optimizer_class=optimizer_cls, **arguments)
     else:
-        optimizer = optimizer_cls(groups, **adamw)
+        optimizer = optimizer_cls(groups, **arguments)
     # gradients are views into DDP's buckets: the all-reduce is the same, but there is no second copy of every gradient
     device_ids = [device.index] if device.type == "cuda" else None
     return DistributedDataParallel(model, device_ids=device_ids, gradient_as_bucket_view=True), optimizer

@@ -46,15 +46,11 @@ class ParameterSpec(NamedTuple):
     name: str = ""
     matrices: int = 0  # how many it consists of, for an optimizer that updates matrices, see `zero.muon`
     matrix_dtype: torch.dtype = torch.bfloat16  # in which these are sent
+    state_tensors: int = 2  # of its shape, in its optimizer state; of another class, see `zero.memory.with_own_state`
 
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
-
-    @property
-    def state_tensors(self) -> int:
-        """Tensors of its optimizer state that have its shape: the momentum of Muon, or the moments of AdamW."""
-        return 1 if self.matrices else 2
 
 
 class Slice(NamedTuple):
@@ -94,6 +90,7 @@ def parameter_specs(
             name=names.get(param, ""),
             matrices=group.get("matrices", 0),
             matrix_dtype=torch.float32 if group.get("ns_dtype") == "float32" else torch.bfloat16,
+            state_tensors=1 if group.get("matrices") else 2,  # the momentum of Muon, the moments of AdamW
         )
         for index, group in enumerate(groups, first_group)
         for param in group["params"]

@@ -195,10 +195,9 @@ class Prediction:
         for buffer in self.plan.buffers:
             for shard in (shards[self.rank] for shards in buffer.layout.shards):
                 # the momentum of a matrix is needed for one slice at a time, see `exchanged`
-                of_adamw = [
-                    part for part in buffer.layout.placed_in(shard) if not self.plan.params[buffer.params[part.param]].matrices
-                ]
-                moments = 0 if self.plan.state_dtype == "float32" else 2 * sum(part.stop - part.start for part in of_adamw)
+                parts = [(self.plan.params[buffer.params[part.param]], part) for part in buffer.layout.placed_in(shard)]
+                by_element = sum(spec.state_tensors * (part.stop - part.start) for spec, part in parts if not spec.matrices)
+                moments = 0 if self.plan.state_dtype == "float32" else by_element
                 found.append(4 * (shard.numel * buffer.has_remainders + moments))
         return found
 

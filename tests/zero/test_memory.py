@@ -1,5 +1,6 @@
 """zero/memory.py: bytes as they are predicted, as they are accounted for, and as they are really held."""
 
+import copy
 from dataclasses import replace
 
 import pytest
@@ -10,10 +11,11 @@ from toy import MODES, build_toy, train
 
 from forecast.activations import LiveBytes
 from model import GPT, GPTConfig
-from zero import ShardedOptimizer
+from zero import Muon, ShardedOptimizer
 from zero.build import build
 from zero.flags import Flags
-from zero.memory import held_bytes
+from zero.layout import parameter_specs
+from zero.memory import held_bytes, with_own_state
 from zero.partition import partition
 from zero.prediction import Prediction
 
@@ -38,6 +40,30 @@ def test_state_is_sharded_evenly():
     assert sum(sharded) == whole
     assert max(sharded) - min(sharded) <= 8 * 16 * 3  # less than a vector per shard of padding, 8 bytes per element
     assert sum(measured["torch"] for measured, _ in results) == whole
+
+
+@pytest.mark.parametrize(
+    ("optimizer_cls", "arguments", "tensors"),
+    [
+        (torch.optim.AdamW, {"fused": True}, [2, 2]),
+        (torch.optim.AdamW, {"amsgrad": True}, [3, 3]),
+        (torch.optim.SGD, {}, [0, 0]),
+        (torch.optim.SGD, {"momentum": 0.9}, [1, 1]),
+        (torch.optim.RMSprop, {"centered": True}, [2, 2]),
+        (Muon, {}, [2, 2, 1, 1]),
+    ],
+)
+def test_the_state_of_a_class_is_counted_before_its_first_step(optimizer_cls, arguments, tensors):
+    model = GPT(GPTConfig(block_size=4, vocab_size=5, n_layer=1, n_head=1, n_embd=8))
+    optimizer = optimizer_cls(model.param_groups(0.1, {} if optimizer_cls is Muon else None), lr=0.1, **arguments)
+    before = copy.deepcopy((list(model.parameters()), optimizer.state_dict()))
+    specs = with_own_state(parameter_specs(optimizer.param_groups), optimizer)
+    assert [tensors[spec.group] for spec in specs] == [spec.state_tensors for spec in specs]
+    assert str(before) == str((list(model.parameters()), optimizer.state_dict())), "nothing has changed"
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    assert held_bytes(optimizer)["state"] == sum(spec.state_tensors * spec.numel * spec.dtype.itemsize for spec in specs)
 
 
 def gpt2_state():

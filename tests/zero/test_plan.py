@@ -26,6 +26,7 @@ specs = st.lists(
         device=st.just(torch.device("meta")),
         matrices=st.just(0),
         matrix_dtype=st.just(torch.bfloat16),
+        state_tensors=st.integers(0, 3),
         requires_grad=st.booleans(),
         group=st.integers(0, 2),
         position=st.integers(-1, 5),
@@ -153,11 +154,10 @@ def test_flags_choose_the_plan_of_what_they_build(world_size):
 
 @given(specs, st.integers(1, 9), options)
 def test_state_bytes_are_those_of_the_slices(params, world_size, kwargs):
-    params = [spec._replace(matrices=number % 2) for number, spec in enumerate(params)]  # every second one has Muon's state
     for planned in (plan(params, world_size, **kwargs), zero_redundancy_plan(params, world_size), replicated_plan(params)):
         for rank, held in enumerate(planned.state_bytes):
             trainable = [piece for piece in planned.slices(rank) if params[piece.param].requires_grad]
-            tensors = [(piece, 2 - piece.param % 2) for piece in trainable]
+            tensors = [(piece, params[piece.param].state_tensors) for piece in trainable]
             assert held == sum(count * piece.numel * planned.update_dtype(piece.param).itemsize for piece, count in tensors)
 
 

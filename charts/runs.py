@@ -18,8 +18,8 @@ from zero.prediction import PURPOSES
 
 COLLECTIVES = tuple(kind.replace("-", "_") for kind in KINDS)
 PARTS = {part: MEMORY[part][0] for part in PURPOSES}  # of the memory of a rank: their names
-# the metrics of docs/metrics.md; each other one, which a changed program has logged, gets a curve
-KNOWN = re.compile(r"lr|mfu|iter/(loss|loss_max_rank|grad_norm|tokens)|(train|val|throughput|time|comm|memory|checkpoint)/.*")
+# what train.py logs, of which the charts show the most useful; anything else, which a changed train.py logs, gets a curve
+_KNOWN = re.compile(r"lr|mfu|iter/(loss|loss_max_rank|grad_norm|tokens)|(train|val|throughput|time|comm|memory|checkpoint)/.*")
 
 
 def sections(runs: Sequence[Run]) -> dict[str, list[Panel]]:
@@ -38,7 +38,7 @@ def sections(runs: Sequence[Run]) -> dict[str, list[Panel]]:
     exposed_ms = parts.each(runs, "comm/exposed_ms", Curve.median)
     exposed = {"of these, exposed communication": exposed_ms}
     size = {"one checkpoint": parts.each(runs, "checkpoint/bytes", Curve.latest)}
-    others = sorted({key for run in runs for key in run.curves if not KNOWN.fullmatch(key)})
+    others = sorted({key for run in runs for key in run.curves if not _KNOWN.fullmatch(key)})
     found = {
         "Loss": [
             lines.losses(runs),

@@ -12,7 +12,6 @@ import torch
 from conftest import ROOT
 from scripts import SETTINGS, run
 
-from charts.runs import KNOWN
 from model import GPT, GPTConfig
 from run.memory import MemoryMeter
 
@@ -65,7 +64,6 @@ def iterations(events):
 
 def test_every_key_is_documented_and_every_documented_key_is_logged(events):
     when, _ = documented()
-    assert [key for key in when if not KNOWN.fullmatch(key)] == ["iter", "warning", "sample/text"], "no chart of its own"
     documented_keys = {key for key, at in when.items() if "GPU" not in at and at != "bfloat16"}
     for name, (lines, _) in events.items():
         logged, (waited, sent) = set().union(*lines), KINDS[name]

@@ -140,6 +140,8 @@ import torch
 
 
 class Lion(torch.optim.Optimizer):
+    rounded_state = ("momentum",)
+
     def __init__(self, params, lr, betas, weight_decay=0.0):
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 

@@ -21,6 +21,8 @@ def move_aside(folder: str) -> None:
         ValueError: if a file cannot be moved.
     """
     target = os.path.join(folder, time.strftime("before-%Y%m%d-%H%M%SZ", time.gmtime()))
+    while os.path.exists(target):  # two starts in the same second
+        target += "+"
     names = [name for name in _LOGS if os.path.lexists(os.path.join(folder, name))] + store.names(folder)
     try:
         os.mkdir(target + ".tmp")
@@ -37,7 +39,7 @@ def move_aside(folder: str) -> None:
 
 def put_back(folder: str) -> None:
     """Move back what a killed process has moved aside without coming to its end. Call it on one process only."""
-    for unfinished in glob.glob(os.path.join(glob.escape(folder), "before-*Z.tmp")):
+    for unfinished in glob.glob(os.path.join(glob.escape(folder), "before-*Z*.tmp")):
         for name in os.listdir(unfinished):
             os.rename(os.path.join(unfinished, name), os.path.join(folder, name))
         os.rmdir(unfinished)

@@ -34,6 +34,7 @@ from zero.refusals import (
     check_parameters,
     check_rounding,
     name_of,
+    try_group,
 )
 from zero.stopwatch import region
 from zero.tensors import flattened, is_dense, properties
@@ -86,8 +87,7 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
         master_dtype: 'remainder' holds the masters of bfloat16 parameters as the 16 bits that these lack, see `zero.masters`.
             Write to parameters with `set_parameter` or `load_state_dict` only; a step refuses what was written otherwise.
         state_dtype: 'bfloat16' or 'int8' hold state that has a float32 number per element in fewer bytes between updates, see
-            `zero.codecs`. The update itself is in float32. A class that is not one of torch.optim's lists the names of the
-            state that may be rounded in its attribute `rounded_state`.
+            `zero.codecs`. The update itself is in float32. Classes of your own name in `rounded_state` what may be rounded.
         **kwargs: arguments of `optimizer_cls`.
 
     Raises:
@@ -117,11 +117,10 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
     ) -> None:
         check_options(bucket_mb, partition, master_dtype, state_dtype)
         check_class(optimizer_cls, partition, elementwise)
-        self.optimizer_cls = optimizer_cls
-        self.comm = Communicator(process_group, shard_size)
-        self.partition, self.param_dtype, self.master_dtype, self.device = partition, param_dtype, master_dtype, device
-        self._options: dict[str, Any] = {"bucket_mb": bucket_mb, "partition": partition, "param_dtype": param_dtype}
-        self._options |= {"master_dtype": master_dtype, "state_dtype": state_dtype}
+        self.comm, self.optimizer_cls = Communicator(process_group, shard_size), optimizer_cls
+        self.partition, self.param_dtype, self.device = partition, param_dtype, device
+        self.plan_options: dict[str, Any] = {"bucket_mb": bucket_mb, "partition": partition, "param_dtype": param_dtype}
+        self.plan_options |= {"master_dtype": master_dtype, "state_dtype": state_dtype}
         self.registration_order = list(registration_order or ())
         self.buffers: list[FlatBuffer] = []
         self.buckets: list[Bucket] = []
@@ -143,7 +142,7 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
         weakref.finalize(self, _wait_for_gathers, self.buckets, self._pid)
         on_all_ranks(partial(super().__init__, params, dict(kwargs)), self.comm.group)
         self.state = CallersState(dict)
-        self._lay_out(0, self._checked_plan(0))
+        self._lay_out(0, _checked_plan(self, 0))
         self.inner = on_all_ranks(lambda: optimizer_cls(self._inner_groups(first_group=0), **kwargs), self.comm.group)
         if self.inner._optimizer_step_pre_hooks or self.inner._optimizer_step_post_hooks:
             raise ValueError(f"{optimizer_cls.__name__} registers step hooks on itself, which ShardedOptimizer would not call")
@@ -154,10 +153,7 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
         _copy_hyperparameters(self.inner.param_groups, self.param_groups)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, as in torch.optim. Its parameters get their own buffers. Needs to be called on all ranks.
-
-        A group that is refused changes nothing.
-        """
+        """Add a group, as in torch.optim, in buffers of its own, or change nothing. Needs to be called on all ranks."""
         add, first = super().add_param_group, len(self.param_groups)
         if not self._is_built:  # during construction, __init__ lays out all groups together
             add(param_group)
@@ -167,8 +163,8 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
             raise RuntimeError("ShardedDataParallel has laid out its buckets; add parameter groups before you make it")
         try:
             on_all_ranks(partial(add, param_group), self.comm.group)
-            planned = self._checked_plan(first)
-            on_all_ranks(partial(self._try_inner_group, self.param_groups[-1]), self.comm.group)
+            planned = _checked_plan(self, first)
+            on_all_ranks(partial(try_group, self.inner, self.param_groups[-1], self.device), self.comm.group)
         except BaseException:
             del self.param_groups[first:]
             raise
@@ -326,37 +322,6 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
                     raise RuntimeError(f"{name_of(param, self.names)} {MOVED}")
         _follow_weights(self.buckets, self.comm)
 
-    def _checked_plan(self, first_group: int) -> Plan:
-        """Return the plan of the groups from `first_group` on. Nothing has moved if this refuses them, on all ranks."""
-        params, groups = [param for group in self.param_groups for param in group["params"]], self.param_groups[first_group:]
-
-        def check() -> None:
-            check_parameters(params, self.param_dtype, may_be_meta=self.device is not None and self.comm.rank > 0)
-            if self._options["state_dtype"] != "float32":
-                check_rounding(self.optimizer_cls, groups)
-            if self.partition == "element" and issubclass(self.optimizer_cls, Muon):
-                check_matrices(groups)
-
-        on_all_ranks(check, self.comm.group)
-        facts = {f"parameter {number}": properties(param) for number, param in enumerate(params)}
-        check_same_on_all_ranks(facts, self.comm.group)
-        specs = parameter_specs(groups, self.registration_order, None, first_group, self.device)
-        return plan(specs, self.comm.shard_size, **self._options)
-
-    def _try_inner_group(self, group: dict[str, Any]) -> None:
-        """Let the inner optimizer take a group with parameters that have no memory, and remove it again."""
-        first = len(self.inner.param_groups)
-        params = [
-            torch.nn.Parameter(param.new_zeros((), device=self.device).expand(param.shape), param.requires_grad)
-            for param in group["params"]
-        ]
-        try:
-            self.inner.add_param_group({**hyperparameters(group), "params": params})
-        finally:
-            del self.inner.param_groups[first:]
-            for param in params:
-                self.inner.state.pop(param, None)
-
     def _lay_out(self, first_group: int, planned: Plan) -> None:
         """Move the parameters of the groups from `first_group` on to their places in new flat buffers."""
         params = [param for group in self.param_groups[first_group:] for param in group["params"]]
@@ -399,6 +364,24 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
             }
             for group in self.param_groups[first_group:]
         ]
+
+
+def _checked_plan(optimizer: ShardedOptimizer, first_group: int) -> Plan:
+    """Return the plan of the groups from `first_group` on. Nothing has moved if this refuses them, on all ranks."""
+    groups, comm, options = optimizer.param_groups[first_group:], optimizer.comm, optimizer.plan_options
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+
+    def check() -> None:
+        check_parameters(params, options["param_dtype"], may_be_meta=optimizer.device is not None and comm.rank > 0)
+        if options["state_dtype"] != "float32":
+            check_rounding(optimizer.optimizer_cls, groups)
+        if options["partition"] == "element" and issubclass(optimizer.optimizer_cls, Muon):
+            check_matrices(groups)
+
+    on_all_ranks(check, comm.group)
+    check_same_on_all_ranks({f"parameter {number}": properties(param) for number, param in enumerate(params)}, comm.group)
+    specs = parameter_specs(groups, optimizer.registration_order, None, first_group, optimizer.device)
+    return plan(specs, comm.shard_size, **options)
 
 
 def _follow_weights(buckets: list[Bucket], comm: Communicator) -> None:

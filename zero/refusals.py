@@ -171,6 +171,25 @@ def check_groups(
             raise RuntimeError(SPARSE)
 
 
+def try_group(inner: torch.optim.Optimizer, group: dict[str, Any], device: torch.device | None) -> None:
+    """Let an optimizer take a group, with parameters of the same shapes that have no memory, and remove it again.
+
+    Args:
+        device: of the parameters; None: where they are.
+    """
+    first = len(inner.param_groups)
+    params = [
+        torch.nn.Parameter(param.new_zeros((), device=device).expand(param.shape), param.requires_grad)
+        for param in group["params"]
+    ]
+    try:
+        inner.add_param_group({key: value for key, value in group.items() if key != "param_names"} | {"params": params})
+    finally:
+        del inner.param_groups[first:]
+        for param in params:
+            inner.state.pop(param, None)
+
+
 def check_wrapping(module: nn.Module, optimizer: Any, wrappers: tuple[type[nn.Module], ...]) -> None:
     """Raise ValueError if a module and an optimizer cannot be the arguments of a ShardedDataParallel."""
     if any(isinstance(part, wrappers) for part in module.modules()):

@@ -101,3 +101,11 @@ def test_a_file_that_cannot_move_ends_the_start_with_a_line(out, monkeypatch):
     monkeypatch.setattr(earlier.time, "strftime", lambda *_: "missing/before-Z")
     with pytest.raises(ValueError, match=rf"cannot move the run in out_dir={out} aside: .*; use another --out_dir"):
         earlier.move_aside(str(out))
+
+
+def test_two_starts_in_the_same_second_get_two_folders(out, monkeypatch):
+    monkeypatch.setattr(earlier.time, "strftime", lambda *_: "before-Z")
+    for _ in range(2):
+        (out / "ckpt.pt").touch()
+        earlier.move_aside(str(out))
+    assert [name for name in names(out) if name.startswith("before-")] == ["before-Z", "before-Z+"]

@@ -423,10 +423,12 @@ def compare(result, expected, _):
 
 
 def compare_rounded(result, expected, start):
-    """The weights, if they are not near to those of the plain optimizer, by the distance that these have gone."""
+    """The weights, if they are not near to those of the plain optimizer: half the way that these have gone, and a rounding."""
     found, plain, begin = (torch.cat([each[name].double().flatten() for name in start]) for each in (result, expected, start))
-    distance = ((found - plain).norm() / (plain - begin).norm()).item()
-    return {} if distance <= 0.5 else {"all weights": distance}
+    is_low = any(result[name].dtype == torch.bfloat16 for name in start)
+    allowed = 0.5 * (plain - begin).norm() + (2**-8 * plain.norm() if is_low else 0)
+    distance = (found - plain).norm()
+    return {} if distance <= allowed else {"all weights": (distance / allowed).item()}
 
 
 def is_refusal(error):

@@ -1,8 +1,8 @@
 """Compare the optimizers: memory at each point of a step, time, bytes sent, checkpoints. Measure what the metrics cost.
 
-Every command says first how long it will take.
+Every command but the last says first how long it will take.
 
-Everything about GPT-2 124M on two CPU ranks with one thread each, about fifteen minutes:
+Everything about GPT-2 124M on two CPU ranks with one thread each:
     $ torchrun --standalone --nproc_per_node=2 bench.py --what=all --model=gpt2 --batch_size=1 --block_size=64
 
 Time of GPT-2 124M with several sequence lengths:
@@ -38,11 +38,11 @@ On a noisy machine, compare only measurements that were taken close together. Fo
 the time is measured. The column to read is "ratio": the time of a mode is divided by the time of the first mode in the
 same round, and the ratio is the median over all rounds. If its quartiles are far apart, take more --rounds.
 
-Modes: adamw, torch, sharded, shard_gradients, bfloat16, remainder, int8, loss_chunk, and with _in_place (as in plan.py);
+Modes: adamw, torch, sharded, shard_gradients, bfloat16, remainder, int8, loss_chunk, and with _in_place, as in plan.py;
 simple: all-reduce, update of the own part, then an all-gather without overlap;
 hybrid: sharded, where zero_shard_size ranks share the state; no_overlap: sharded, whose step waits for the all-gathers;
-fsdp2: PyTorch's fully_shard of each block with reshard_after_forward=False, which sends the least; fsdp2_reshard: with its
-defaults, which take the least memory. muon: sharded, with Muon; plain_muon: the same on every rank.
+fsdp2: PyTorch's fully_shard of each block with reshard_after_forward=False, which sends the least; fsdp2_reshard: with
+its defaults, which take the least memory. muon: sharded, with Muon; plain_muon: the same on every rank.
 
 Points of a step: after init: the model exists. wrapping: the most while data parallelism is set up; after wrapping:
 then. accumulating: between micro-steps. before step, after step: around the update. saving: a checkpoint is gathered.

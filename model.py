@@ -166,7 +166,7 @@ class LossInChunks(torch.autograd.Function):
                 grad_weight.add_(grad.t() @ (inputs / chunk), alpha=chunk)
 
         with torch.autocast(device, enabled=False):
-            head = weight.to(dtype)
+            head = weight.to(dtype) if casts else weight
             for first in first_tokens(len(x), chunk):
                 add(first)
         count = targets.ne(-1).sum()
@@ -283,11 +283,11 @@ class GPT(nn.Module):
         """Raise ValueError if the loss in chunks, which reads only the weight of the head, would differ from the head's."""
         head = self.lm_head
         hooks = head._forward_hooks or head._forward_pre_hooks or head._backward_hooks or head._backward_pre_hooks
-        if self.loss_chunk < 0 or type(head) is not nn.Linear or head.bias is not None or hooks:
-            raise ValueError(
-                f"loss_chunk={self.loss_chunk} must be positive, and needs an lm_head that is a torch.nn.Linear without bias "
-                "and hooks; use loss_chunk=0"
-            )
+        is_plain = type(head) is nn.Linear and head.bias is None and not hooks and "forward" not in vars(head)
+        if self.loss_chunk < 0:
+            raise ValueError(f"loss_chunk={self.loss_chunk} must not be negative")
+        if not is_plain:
+            raise ValueError("loss_chunk needs an lm_head that is a torch.nn.Linear without bias and hooks; use loss_chunk=0")
 
     def compile_blocks(self) -> None:
         """Compile each block separately. This compiles faster than the whole model, and parameters keep their names."""

@@ -17,11 +17,13 @@ The table as a file and as a picture, and the owners of one parameter:
 Every setting of train.py is a setting of plan.py, with the same default.
 
 Modes: `adamw` is use_zero1=False (also with optimizer=muon), `torch` is zero1_impl=torch, `sharded` is the default.
-For comparison, `_in_place` is a loop whose zero_grad(set_to_none=False) leaves gradients in DistributedDataParallel's buckets.
+For comparison, `_in_place` is a loop whose zero_grad(set_to_none=False) leaves gradients in the buckets of
+DistributedDataParallel.
 To `sharded` are added: `shard_gradients`, `bfloat16` (param_dtype=bfloat16), `remainder` (the same with
 master_dtype=remainder), `int8` (state_dtype=int8), `checkpointing` (activation_checkpointing=True), `loss_chunk`
 (loss_chunk=1024), and in `all` everything together. If the settings have `checkpointing` or `loss_chunk`, all rows
-have it. The row that the settings choose is marked with *. `fsdp2` is PyTorch's fully_shard, also for comparison.
+have it. The row that the settings choose is marked with *. `fsdp2_reshard` is PyTorch's fully_shard, also for
+comparison.
 
 Time is estimated: computation at --mfu per cent of the data sheet's peak, and the communication that does not overlap
 with it. Evaluations and checkpoints are not counted. A machine has --ranks_per_machine ranks.
@@ -109,8 +111,8 @@ sent         what a rank sends per iteration, and how long that takes alone: at 
              {between_gbit:g} Gbit/s between machines{between}{exposed}
 _in_place    gradients stay in DistributedDataParallel's buckets by zero_grad(set_to_none=False), which train.py does not do:
              from the third iteration on, they take no memory in addition
-fsdp2        PyTorch's fully_shard of each block with its defaults: in every micro-step it gathers weights in forward, those of
-             the blocks again in backward, and reduces gradients. Its peak is an estimate, up to a tenth too high"""
+fsdp2_reshard  PyTorch's fully_shard of each block with its defaults: in every micro-step it gathers weights in forward, those
+             of the blocks again in backward, and reduces gradients. Its peak is an estimate, up to a tenth too high"""
 _SHADOW = "\nshadow       what shadow_check holds in the first iterations ({shadow_check}): plain, on a copy of the model"
 _RESIDENT = f", with {CPU_RESIDENT - 1:.0%} more for pages that the system's allocator keeps"
 _BETWEEN = """
@@ -131,7 +133,8 @@ def model_config(settings: dict[str, Any]) -> GPTConfig:
         check_block_size(block_size, GPTConfig.block_size)
         if settings["vocab_size"]:
             raise ValueError(f"vocab_size={settings['vocab_size']}: {settings['init_from']} has its own; remove --vocab_size")
-        return GPTConfig(block_size, 50257, **GPT2_SIZES[settings["init_from"]], dropout=dropout, bias=True)
+        sizes = {**GPT2_SIZES[settings["init_from"]], "block_size": block_size, "vocab_size": 50257}
+        return GPTConfig.of(sizes, dropout=dropout, bias=True)
     if settings["init_from"] != "scratch":
         raise ValueError(
             f"init_from={settings['init_from']}: plan.py reads no checkpoint; remove it and give n_layer, n_head and n_embd"
@@ -237,7 +240,7 @@ def verdict(rows: list[dict[str, Any]], planner: Planner, amount: Callable[[int]
     rounded = cheapest(planner, size, rounded=True)
     if rounded is not None and planner.cost(rounded.choice, rounded.result) < planner.cost(advice.choice, advice.result):
         lines += [f"{'':7}cheaper, but rounded: {' '.join(rounded.prices)}", *details(rounded, planner, amount)]
-    if rows[-1]["mode"] == "fsdp2" and rows[-1]["fits"] == "yes":
+    if rows[-1]["mode"] == "fsdp2_reshard" and rows[-1]["fits"] == "yes":
         peak, sent = amount(rows[-1]["peak"]), amount(rows[-1]["sent"])
         lines.append(f"{'':7}FSDP2 would fit without any of these: a peak of about {peak}, and {sent} to send per iteration")
     return "\n".join(lines)

@@ -30,6 +30,7 @@ from zero.layout import BucketMB, plan
 # plain_muon: the same under DistributedDataParallel, where every rank orthogonalizes all matrices
 MODES = (*IN_PLACE, *PLANNED, "loss_chunk", "hybrid", "no_overlap", "simple", "fsdp2", "fsdp2_reshard", "muon", "plain_muon")
 FSDP2: dict[str, dict[str, Any]] = {"fsdp2": {"reshard_after_forward": False}, "fsdp2_reshard": {}}  # arguments of fully_shard
+NOT_BUILT = ("simple", *FSDP2)  # by `zero.build`, nor predicted
 ADAMW: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95)}
 
 
@@ -61,7 +62,7 @@ class Setup:
 
     def forecast(self, mode: str, world_size: int, micro_steps: int) -> Forecast | None:
         """Return the prediction for a mode, or None if there is none."""
-        if mode == "simple" or mode in FSDP2:
+        if mode in NOT_BUILT:
             return None
         flags, specs = self.flags(mode), gpt_specs(self.config, MUON if mode.endswith("muon") else None)
         if is_sharded_over_one_rank(mode, world_size):
@@ -94,7 +95,7 @@ class Contender:
     def __init__(self, setup: Setup, mode: str) -> None:
         self.setup, self.mode = setup, mode
         torch.manual_seed(setup.seed)
-        is_built = mode != "simple" and mode not in FSDP2
+        is_built = mode not in NOT_BUILT
         with setup.device, without_weights(is_built and dist.get_rank() > 0):  # on a CPU, GPT-2 XL would take most of a minute
             self.module = GPT(setup.config)
         if is_built and dist.get_rank() == 0:  # as in train.py, rank 0 has the weights, in main memory

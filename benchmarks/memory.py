@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from benchmarks.contenders import FSDP2, Contender, Setup
+from benchmarks.contenders import FSDP2, NOT_BUILT, Contender, Setup
 from forecast.activations import LiveBytes
 from forecast.memory import IN_PLACE
 from zero.checkpoint.format import tensors_in
@@ -58,7 +58,7 @@ class MemoryProfile:
             self._record("after wrapping", self._held())
             self._first_step()
             self._second_step()
-            if can_save and self.mode not in (*FSDP2, "simple"):
+            if can_save and self.mode not in NOT_BUILT:
                 self._reset_peak()
                 state = full_state(self.contender.module, self.contender.optimizer)
                 copy = sum(tensor.nbytes for tensor in {id(leaf): leaf for leaf in tensors_in(state).values()}.values())

@@ -34,7 +34,7 @@ STEPS, MICRO_STEPS = 5, 2
 # Largest difference of a weight, relative to the largest change of a weight. On one or two ranks, sums have one order, so the
 # weights are equal bit for bit. Clipping adds up squares in another order, and shard_gradients adds up the micro-steps in
 # another order: where a gradient is close to zero, AdamW can make this visible.
-LIMITS = {"adamw_in_place": 0.0, "torch_in_place": 0.0, "torch": 0.0, "sharded": 0.0, "shard_gradients": 1e-2}
+LIMITS = {"adamw_in_place": 0.0, "torch": 0.0, "sharded": 0.0, "shard_gradients": 1e-2}
 CLIPPED_LIMIT = 1e-2
 MUON_CLIPPED_LIMIT = 5e-2  # Newton-Schulz in bfloat16 amplifies the difference
 ROUNDED_LIMITS = {"bfloat16": 0.1, "remainder": 0.1, "int8": 0.1}  # of the mean difference, relative to the mean change

@@ -19,7 +19,9 @@ from zero.prediction import PURPOSES
 COLLECTIVES = tuple(kind.replace("-", "_") for kind in KINDS)
 PARTS = {part: MEMORY[part][0] for part in PURPOSES}  # of the memory of a rank: their names
 # what train.py logs, of which the charts show the most useful; anything else, which a changed train.py logs, gets a curve
-_KNOWN = re.compile(r"lr|mfu|iter/(loss|loss_max_rank|grad_norm|tokens)|(train|val|throughput|time|comm|memory|checkpoint)/.*")
+_KNOWN = re.compile(
+    r"lr|mfu|iter/(loss|loss_max_rank|grad_norm|tokens)|(train|val)/loss|(throughput|time|comm|memory|checkpoint)/.*"
+)
 
 
 def sections(runs: Sequence[Run]) -> dict[str, list[Panel]]:

@@ -105,7 +105,7 @@ class Forecast:
 
 
 def planned_optimizer(muon: dict[str, Any] | None) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
-    """Return the class that `zero.build` will use and its arguments, of which some do not matter before a step."""
+    """Return the class that `zero.build` will use and its arguments, whose learning rate and betas do not matter here."""
     return optimizer_of(muon is not None, "meta", lr=0.0, betas=(0.9, 0.95))
 
 
@@ -120,7 +120,8 @@ def gpt_specs(config: GPTConfig, muon: dict[str, Any] | None = None) -> Sequence
     names, groups = {param: name for name, param in model.named_parameters()}, model.param_groups(0.0, muon)
     specs = parameter_specs(groups, model.parameters(), names)
     optimizer_cls, arguments = planned_optimizer(muon)
-    if optimizer_cls in (torch.optim.AdamW, Muon):  # known, so that plan.py need not import what the first optimizer imports
+    is_known = optimizer_cls in (torch.optim.AdamW, Muon) and not arguments.get("amsgrad")
+    if is_known:  # so that plan.py need not import what the first optimizer imports
         return specs
     return with_own_state(specs, optimizer_cls(groups, **arguments))
 

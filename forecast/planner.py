@@ -159,7 +159,7 @@ class Planner:
             itemsize=2 if lowered else 4,
         )
         result = Forecast(prediction, self.activations(choice), 1.0, self.extras, 0)
-        return self.figures("fsdp2", choice, result, chosen=False)
+        return self.figures("fsdp2_reshard", choice, result, chosen=False)
 
     def figures(self, mode: str, choice: Choice, result: Forecast, chosen: bool) -> dict[str, Any]:
         """Return the row of a forecast."""

@@ -223,7 +223,9 @@ class Checkpoints:
         try:
             path, warning = ckpt.find(self.folder)
         except CheckpointError as error:
-            remedy = "to resume, check --out_dir; to start a new run, use --init_from=scratch"
+            before = earlier.newest(self.folder)
+            remedy = f"to resume, {f'use --out_dir={before}' if before else 'check --out_dir'}; "
+            remedy += "to start a new run, use --init_from=scratch"
             raise CheckpointError(f"{error}; {remedy}") from error
         if warning:
             print(f"WARNING: {warning}; resuming from {path}, the previous checkpoint")

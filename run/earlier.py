@@ -37,6 +37,11 @@ def move_aside(folder: str) -> None:
     )
 
 
+def newest(folder: str) -> str | None:
+    """Return the folder with the run that was moved aside last, or None."""
+    return max(glob.glob(os.path.join(glob.escape(folder), "before-*Z")), default=None)
+
+
 def put_back(folder: str) -> None:
     """Move back what a killed process has moved aside without coming to its end. Call it on one process only."""
     for unfinished in glob.glob(os.path.join(glob.escape(folder), "before-*Z*.tmp")):

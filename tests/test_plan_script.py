@@ -75,7 +75,7 @@ def test_the_table_has_every_mode_for_every_number_of_ranks(planned):
     printed, rows, picture = planned
     lines = [tuple(line.split()[:2]) for line in printed.splitlines() if re.match(r" *\d+  \w", line)]
     alone = ["adamw", "checkpointing", "loss_chunk"]
-    expected = [(size, mode) for size in WORLD_SIZES for mode in ([*FLAGS, "fsdp2"] if size > 1 else alone)]
+    expected = [(size, mode) for size in WORLD_SIZES for mode in ([*FLAGS, "fsdp2_reshard"] if size > 1 else alone)]
     expected = [(size, mode) for size, mode in expected if size < 6 or mode not in IN_PLACE]  # 6 micro-steps of all ranks
     assert [(int(size), mode) for size, mode in lines] == expected
     assert list(rows) == expected

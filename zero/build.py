@@ -1,6 +1,5 @@
 """The only module that selects the implementation: (model, parameter groups, flags) -> (model, optimizer)."""
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -11,12 +10,12 @@ from torch.nn.parallel import DistributedDataParallel
 from zero.data_parallel import ShardedDataParallel
 from zero.flags import Flags
 from zero.gradients import GradientNorms, float32_norms
-from zero.messages import on_all_ranks
+from zero.messages import gather_objects, is_rank_0, on_all_ranks
 from zero.muon import Muon
 from zero.optimizer import ShardedOptimizer
 from zero.partition import parameters
 from zero.refusals import check_meta
-from zero.tensors import set_data, values_on
+from zero.tensors import flattened, set_data, values_on
 
 
 def optimizer_of(matrices: bool, device_type: str, **adamw: Any) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
@@ -43,7 +42,8 @@ def build(
         groups: parameter groups, as for torch.optim.AdamW. If a group has an entry "matrices", the optimizer is `zero.Muon`.
         flags: see `zero.flags.Flags`.
         device: where `model` will train. Default: where it is. Its tensors move there one after the other. The values are those
-            of rank 0; on other ranks, the model may be on the meta device, if its tensors are parameters and buffers.
+            of rank 0; on other ranks, the model may be on the meta device, if its tensors are parameters and buffers, and if
+            its construction draws no random numbers for anything else.
         overlap: with `zero1_impl='sharded'`, the all-gathers run during the next forward. For models that read parameters
             through their modules, see `zero.ShardedDataParallel`.
         **adamw: arguments of torch.optim.AdamW, see `optimizer_of`.
@@ -83,18 +83,32 @@ def build(
 
 
 def move(model: torch.nn.Module, device: torch.device, trainable: bool) -> None:
-    """Move a model, tensor by tensor; from the meta device without values. Needs to be called on all ranks.
+    """Move a model to a device, tensor by tensor. Needs to be called on all ranks.
+
+    If it is on the meta device on some ranks, buffers and frozen parameters get the values of rank 0.
 
     Args:
-        trainable: also the trainable parameters. ShardedOptimizer moves them itself.
+        trainable: move also the trainable parameters, from the meta device without values. ShardedOptimizer moves them itself.
 
     Raises:
         ValueError: if the model is on the meta device and has tensors that would not get the values of rank 0.
     """
-    on_all_ranks(partial(check_meta, model))
+
+    def check() -> bool:
+        if device.type == "meta":
+            raise ValueError("the model is on the meta device; device=... says where it will train")
+        is_meta = check_meta(model)
+        if is_meta and is_rank_0():
+            raise ValueError("the model is on the meta device; rank 0 needs its values")
+        return is_meta
+
+    some_are_meta = any(gather_objects(on_all_ranks(check)))
     for tensor in (*model.parameters(), *model.buffers()):
-        if trainable or not tensor.requires_grad:
+        is_trained = isinstance(tensor, torch.nn.Parameter) and tensor.requires_grad
+        if trainable or not is_trained:
             set_data(tensor, values_on(device, tensor))
+        if some_are_meta and not is_trained:
+            dist.broadcast(flattened(tensor.data, tensor), 0)
 
 
 def clip_grad_norm_(optimizer: torch.optim.Optimizer, max_norm: float) -> GradientNorms:

@@ -63,8 +63,8 @@ class Int8:
     block that is encoded again does not shrink. And what is not zero does not become zero: an element whose second moment is
     lost, but not its first, would be updated by too much. Blocks without negative elements use all codes for positive ones.
 
-    It rounds to the nearest code. A change by less than half the distance to the next code is lost, so a second moment without
-    gradients stays too large, unless its whole block has none (docs/sharding.md has figures).
+    It rounds to the nearest code. A change by less than half the distance to the next code is lost, so a second moment may
+    neither decay nor grow as it should (docs/sharding.md has figures).
     """
 
     def encode(self, values: torch.Tensor, noise: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -81,27 +81,13 @@ class MatrixExchange:
                     if all(owned is not other for other in round_.slices):
                         round_.slices.append(owned)
                     self._slice_of[part] = owned
-        self._has_begun = False  # and the step has not ended
         self._used: set[int] = set()  # numbers of the parameters that this step updates
         self._in_flight: dict[int, InFlight] = {}  # by round
         self._directions: dict[torch.nn.Parameter, list[torch.Tensor]] = {}  # that have arrived, by slice
 
     def begin(self, changed: Collection[torch.nn.Parameter]) -> None:
-        """Begin a step that updates the parameters that have a gradient, the same on all ranks, or nothing.
-
-        Raises RuntimeError if the last step has failed. Its messages may still be in flight. Nothing waits for them, because
-        other ranks may have failed in other rounds.
-        """
-        if self._has_begun:
-            raise RuntimeError(
-                "a step has failed while matrices were exchanged; restore a checkpoint in a new ShardedOptimizer"
-            )
-        self._has_begun = True
+        """Begin a step that updates the parameters that have a gradient, the same on all ranks, or nothing."""
         self._used = set() if is_skipped(self.inner) else {self.number_of[param] for param in changed}
-
-    def end(self) -> None:
-        """End the step: nothing is in flight."""
-        self._has_begun = False
 
     def send(self, number: int, before: Callable[[OwnedSlice, dict[str, Any]], torch.Tensor]) -> None:
         """Start to send the slices of a round to the ranks that own their matrices.

@@ -36,13 +36,13 @@ class ParameterGradients:
         if self._comm.world_size == 1:
             return
         params = [param for buffer in self._buffers for param in buffer.params]
-        has_one = torch.tensor([param.grad is not None for param in params])
+        has_one = torch.tensor([param.grad is not None for param in params], dtype=torch.bool)
         found = torch.stack((has_one, ~has_one)).to(torch.uint8)
         dist.all_reduce(found, dist.ReduceOp.MAX, group=cpu_group(self._comm.group))  # does not wait for a GPU
-        if names := [name_of(params[number], self._names) for number in found.all(dim=0).nonzero().flatten().tolist()]:
+        if on_some := found.all(dim=0).nonzero().flatten().tolist():
             raise RuntimeError(
-                f"{', '.join(names)} has a gradient on some ranks only; average the gradients over all ranks, where a rank "
-                "without one counts as zero, or use ShardedDataParallel"
+                f"{name_of(params[on_some[0]], self._names)} has a gradient on some ranks only; average the gradients over all "
+                "ranks, where a rank without one counts as zero, or use ShardedDataParallel"
             )
 
     def collect(self) -> Iterator[Bucket]:

@@ -35,6 +35,7 @@ from zero.refusals import (
     check_rounding,
     name_of,
     try_group,
+    without_memory,
 )
 from zero.stopwatch import region
 from zero.tensors import flattened, is_dense, properties
@@ -164,7 +165,6 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
         try:
             on_all_ranks(partial(add, param_group), self.comm.group)
             planned = _checked_plan(self, first)
-            on_all_ranks(partial(try_group, self.inner, self.param_groups[-1], self.device), self.comm.group)
         except BaseException:
             del self.param_groups[first:]
             raise
@@ -285,6 +285,7 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
     def set_parameter(self, param: torch.nn.Parameter, value: torch.Tensor) -> None:
         """Overwrite a parameter and this rank's master slices of it. The masters keep the full precision of `value`."""
         self.synchronize()
+        value = value.expand_as(param)
         if self.param_dtype is not None and param in self.managed:
             store_rounded(flattened(value, param), flattened(param.data, param))
         else:
@@ -377,6 +378,11 @@ def _checked_plan(optimizer: ShardedOptimizer, first_group: int) -> Plan:
             check_rounding(optimizer.optimizer_cls, groups)
         if options["partition"] == "element" and issubclass(optimizer.optimizer_cls, Muon):
             check_matrices(groups)
+        tried = [without_memory(group, optimizer.device, options["partition"] == "parameter") for group in groups]
+        if first_group:
+            try_group(optimizer.inner, *tried)
+        else:
+            optimizer.optimizer_cls(tried, **optimizer.defaults)
 
     on_all_ranks(check, comm.group)
     check_same_on_all_ranks({f"parameter {number}": properties(param) for number, param in enumerate(params)}, comm.group)

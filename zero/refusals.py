@@ -35,7 +35,7 @@ _ROUNDED = (
     *(torch.optim.Adadelta, torch.optim.Adafactor, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax, torch.optim.Muon),
     *(torch.optim.NAdam, torch.optim.RAdam, torch.optim.RMSprop, torch.optim.SGD),
 )
-_WITH_VALUES = "use register_buffer, or build the model with values on all ranks"
+_WITH_VALUES = "build the model with values on all ranks"
 _STAYS = f"which do not follow it from the meta device; {_WITH_VALUES}"
 _UNSUPPORTED = {
     torch.optim.LBFGS: "it looks at all parameters together, several times per step",
@@ -62,16 +62,20 @@ def check_class(optimizer_cls: type[torch.optim.Optimizer], partition: str, elem
 
 def rounded_state(optimizer_cls: type[torch.optim.Optimizer]) -> Collection[str] | None:
     """Return the names of the state that a class lets be rounded, its attribute `rounded_state`; None: all of its state."""
-    return None if optimizer_cls in _ROUNDED else vars(optimizer_cls).get("rounded_state", ())
-
-
-def check_rounding(optimizer_cls: type[torch.optim.Optimizer], groups: list[dict[str, Any]]) -> None:
-    """Refuse to hold state in fewer bits for a class that does not say which may be rounded, or subtracts one from another."""
-    if optimizer_cls not in _ROUNDED and "rounded_state" not in vars(optimizer_cls):
+    if optimizer_cls in _ROUNDED:
+        return None
+    names = vars(optimizer_cls).get("rounded_state")
+    if names is None or isinstance(names, str):
         raise ValueError(
             f"{optimizer_cls.__name__} declares no state that may be rounded (in a class attribute rounded_state, a tuple of "
             "names); use state_dtype='float32'"
         )
+    return names
+
+
+def check_rounding(optimizer_cls: type[torch.optim.Optimizer], groups: list[dict[str, Any]]) -> None:
+    """Raise ValueError for a class that lets no state be rounded, or subtracts one mean from another."""
+    rounded_state(optimizer_cls)
     if optimizer_cls is torch.optim.RMSprop and any(group.get("centered") for group in groups):
         raise ValueError("RMSprop with centered=True subtracts one mean from another; use state_dtype='float32'")
 
@@ -106,10 +110,13 @@ def check_parameters(params: list[torch.nn.Parameter], param_dtype: torch.dtype 
             )
 
 
-def check_meta(module: nn.Module) -> None:
-    """Raise ValueError for tensors of a module on the meta device that would not get the values of rank 0, or not keep them."""
+def check_meta(module: nn.Module) -> bool:
+    """Return whether a module has tensors on the meta device.
+
+    Raises ValueError for those that would not get the values of rank 0, or not keep them.
+    """
     names = {id(tensor): name for name, tensor in (*module.named_parameters(), *module.named_buffers())}
-    places: dict[int, str] = {}  # name by storage
+    spans: dict[int, dict[str, tuple[int, int]]] = {}  # by storage and name
     for prefix, part in module.named_modules():
         for key, value in vars(part).items():
             for tensor in tree_leaves(value):
@@ -118,10 +125,15 @@ def check_meta(module: nn.Module) -> None:
                 if (name := names.get(id(tensor))) is None:
                     where = f"{prefix}.{key}".lstrip(".")
                     raise ValueError(f"{where} is neither a parameter nor a buffer and gets no values; {_WITH_VALUES}")
-                other = places.setdefault(tensor.untyped_storage()._cdata, name)
-                if other != name or is_held(tensor):
-                    why = f"{other} and {name} share memory" if other != name else f"there are views or results of {name}"
-                    raise ValueError(f"{why}, {_STAYS}")
+                if is_held(tensor) or tensor.grad is not None:
+                    raise ValueError(f"there are views, results or a gradient of {name}, {_STAYS}")
+                start, stop = memory_span(tensor)
+                in_storage = spans.setdefault(tensor.untyped_storage()._cdata, {})
+                for other, (begin, end) in in_storage.items():
+                    if other != name and start < end and begin < stop:
+                        raise ValueError(f"{other} and {name} share memory, {_STAYS}")
+                in_storage[name] = start, stop
+    return bool(spans)
 
 
 def check_memory(params: list[torch.nn.Parameter]) -> None:
@@ -171,22 +183,27 @@ def check_groups(
             raise RuntimeError(SPARSE)
 
 
-def try_group(inner: torch.optim.Optimizer, group: dict[str, Any], device: torch.device | None) -> None:
-    """Let an optimizer take a group, with parameters of the same shapes that have no memory, and remove it again.
+def without_memory(group: dict[str, Any], device: torch.device | None, whole: bool) -> dict[str, Any]:
+    """Return a parameter group with other parameters in place of its own, which take no memory.
 
     Args:
         device: of the parameters; None: where they are.
+        whole: they have the shapes of its own ones, not of a single element.
     """
+    zeros = [param.new_zeros((), device=device) for param in group["params"]]
+    shaped = [zero.expand(param.shape) if whole else zero for zero, param in zip(zeros, group["params"], strict=True)]
+    params = [nn.Parameter(zero, param.requires_grad) for zero, param in zip(shaped, group["params"], strict=True)]
+    return {key: value for key, value in group.items() if key != "param_names"} | {"params": params}
+
+
+def try_group(inner: torch.optim.Optimizer, group: dict[str, Any]) -> None:
+    """Let an optimizer take a group, and remove it again."""
     first = len(inner.param_groups)
-    params = [
-        torch.nn.Parameter(param.new_zeros((), device=device).expand(param.shape), param.requires_grad)
-        for param in group["params"]
-    ]
     try:
-        inner.add_param_group({key: value for key, value in group.items() if key != "param_names"} | {"params": params})
+        inner.add_param_group(group)
     finally:
         del inner.param_groups[first:]
-        for param in params:
+        for param in group["params"]:
             inner.state.pop(param, None)
 
 

@@ -14,6 +14,10 @@ from zero.refusals import check_rounding, rounded_state
 from zero.stopwatch import region
 from zero.tensors import flattened
 
+# Updates that have failed while matrices were exchanged. Their messages are kept here and never waited for, because other ranks
+# may have failed in other rounds.
+_FAILED: list["SliceUpdate"] = []
+
 
 class SliceUpdate:
     """Calls the inner optimizer. What it needs in float32 exists for the buckets of the call, the rest stays encoded.
@@ -30,7 +34,7 @@ class SliceUpdate:
     def __init__(self, inner: torch.optim.Optimizer, buckets: list[Bucket], codec: Codec | None) -> None:
         self.inner, self.buckets, self.codec = inner, buckets, codec
         self.exchange: MatrixExchange | None = None
-        self._rounded = rounded_state(type(inner))
+        self._rounded = rounded_state(type(inner)) if codec is not None else ()
         if codec is not None:
             inner.register_load_state_dict_post_hook(self._encode_loaded)
 
@@ -43,18 +47,23 @@ class SliceUpdate:
         """
         if self.codec is not None:
             check_rounding(type(self.inner), self.inner.param_groups)
+        if self in _FAILED:
+            raise RuntimeError("a step has failed while matrices were exchanged; restart the program from a checkpoint")
         if self.exchange is not None:
             self.exchange.begin(changed)
         order = [bucket.number for buckets in rounds for bucket in buckets]
         positions = itertools.count()
-        for buckets in rounds:
-            with region(f"zero::update bucket {buckets[0].number}" if len(buckets) == 1 else "zero::update"):
-                for _ in buckets:
-                    self._exchange_for(order, next(positions))
-                self._update(buckets, **kwargs)
-            yield buckets
-        if self.exchange is not None:
-            self.exchange.end()
+        try:
+            for buckets in rounds:
+                with region(f"zero::update bucket {buckets[0].number}" if len(buckets) == 1 else "zero::update"):
+                    for _ in buckets:
+                        self._exchange_for(order, next(positions))
+                    self._update(buckets, **kwargs)
+                yield buckets
+        except BaseException:
+            if self.exchange is not None:
+                _FAILED.append(self)
+            raise
 
     def _exchange_for(self, order: list[int], position: int) -> None:
         """Wait for the directions of the bucket at a position in the order of the updates, and work ahead for the next two."""

@@ -60,12 +60,12 @@ def test_both_losses_are_in_one_chart_with_marks_and_the_last_value(runs):
 
 
 def test_a_metric_that_a_changed_program_logs_gets_a_curve(tmp_path):
-    own = [{"iter": iteration, "entropy": -iteration, "iter/z_loss": 2.5} for iteration in range(3)]
+    own = [{"iter": iteration, "train/entropy": -iteration, "iter/z_loss": 2.5} for iteration in range(3)]
     known = write_run(tmp_path / "known", events("adamw"))
     charts = drawn([write_run(tmp_path / "own", [*events("adamw"), *own])])
-    assert charts.keys() - drawn([known]).keys() == {"entropy", "iter/z_loss"}
+    assert charts.keys() - drawn([known]).keys() == {"train/entropy", "iter/z_loss"}
     assert not [title for title in drawn([known]) if "/" in title], "the metrics of train.py have titles"
-    assert curve(charts["entropy"], 0) == [(0, 0), (1, -1), (2, -2)]
+    assert curve(charts["train/entropy"], 0) == [(0, 0), (1, -1), (2, -2)]
     assert curve(charts["iter/z_loss"], 0) == [(0, 2.5), (1, 2.5), (2, 2.5)]
 
 

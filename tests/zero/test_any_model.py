@@ -423,10 +423,13 @@ def compare(result, expected, _):
 
 
 def compare_rounded(result, expected, start):
-    """The weights, if they are not near to those of the plain optimizer: half the way that these have gone, and a rounding."""
+    """Whether the weights are too far from those of the plain optimizer: by 0.3 of what training has changed.
+
+    bfloat16 weights may also differ by their rounding.
+    """
     found, plain, begin = (torch.cat([each[name].double().flatten() for name in start]) for each in (result, expected, start))
     is_low = any(result[name].dtype == torch.bfloat16 for name in start)
-    allowed = 0.5 * (plain - begin).norm() + (2**-8 * plain.norm() if is_low else 0)
+    allowed = 0.3 * (plain - begin).norm() + (2**-8 * plain.norm() if is_low else 0)
     distance = (found - plain).norm()
     return {} if distance <= allowed else {"all weights": (distance / allowed).item()}
 
@@ -529,7 +532,9 @@ class Ranks:
             self.stop()
         if kinds == {"refused", "hang"}:  # where models differ by rank; a launcher ends the rank that waits
             kinds = {"refused"}
-        if kinds == {"refused"} and not is_expected_refusal(description, what):
+        if (kinds == {"refused"} and not is_expected_refusal(description, what)) or (
+            kinds == {"same"} and must_be_refused(description)
+        ):
             return "wrong", what
         return (kinds.pop() if kinds in ({"same"}, {"refused"}, {"invalid"}) else "wrong"), what
 
@@ -581,12 +586,16 @@ def runner():
     runner.stop()
 
 
+def must_be_refused(description):
+    is_rounded = description.state_dtype != "float32" and description.optimizer in NOT_ROUNDED
+    return is_rounded or (description.meta and description.keys() & NOT_FROM_META)
+
+
 def is_expected_refusal(description, what):
     """Several reentrant checkpoints of a module are refused, and with `overlap` what forward has held since before a step."""
-    if description.meta and "use register_buffer, or build the model with values on all ranks" in what:
-        return True
-    if description.state_dtype != "float32" and description.optimizer in NOT_ROUNDED:
-        return "declares no state that may be rounded" in what or "subtracts one mean from another" in what
+    if must_be_refused(description):
+        words = "build the model with values on all ranks", "declares no state that may be rounded", "subtracts one mean"
+        return any(each in what for each in words)
     held = description.overlap and description.keys() & HELD
     reentrant = any("reentrant" in word for block in description.blocks for word in block)
     return (reentrant and "gets a gradient again" in what) or (held and "before its all-gather has ended" in what)
@@ -616,7 +625,7 @@ def descriptions(draw, most_ranks, optimizers):
         and not (overlap and name == "thread that watches a list")  # the rule does not allow it
         and not (overlap and keys & HELD and name == "watching thread")  # it may wait for what a forward would refuse
     ]
-    rarely = st.integers(0, 3).map(lambda number: number == 0)  # for what is refused
+    rarely = st.integers(0, 9).map(lambda number: number == 0)  # for what is refused
     rounding = draw(st.sampled_from([{}, {}, {"dtype": "float16"}, {"state_dtype": "bfloat16"}, {"state_dtype": "int8"}]))
     if "state_dtype" in rounding and optimizer in NOT_ROUNDED and not draw(rarely):
         rounding = {}

@@ -9,8 +9,8 @@ from ranks import run_ranks
 from toy import MODES, assert_equal, batch, build_toy, largest_difference, make_toy, train, weights
 
 from run.memory import describe
-from zero import ShardedOptimizer
-from zero.build import build, clip_grad_norm_
+from zero import ShardedDataParallel, ShardedOptimizer
+from zero.build import build, clip_grad_norm_, move
 from zero.flags import Flags
 from zero.state import model_state_dict
 
@@ -104,6 +104,10 @@ class Peculiar(torch.nn.Module):
         self.recurrent, self.head = torch.nn.GRU(5, 6, batch_first=True), torch.nn.Linear(6, 1)
         self.register_buffer("scale", torch.full((5,), 2.0))
         self.register_buffer("offset", torch.arange(5.0), persistent=False)
+        first, second = torch.arange(6.0).chunk(2)  # in one storage
+        self.register_buffer("first", first)
+        self.register_buffer("second", second)
+        self.register_buffer("trained", torch.ones(2, requires_grad=True))
         self.head.weight.register_hook(lambda gradient: 3 * gradient)
         self.handle = self.head.bias.register_hook(lambda gradient: 0 * gradient)
         self.recurrent.weight_hh_l0.register_post_accumulate_grad_hook(double)
@@ -137,22 +141,50 @@ def test_hooks_and_recurrent_layers_come_along_from_the_meta_device(implementati
 SPOILED = {  # what is refused on all ranks, and how it is named
     "mask": (lambda module: setattr(module.head, "mask", torch.ones(3)), r"head\.mask is neither a parameter nor a buffer"),
     "list": (lambda module: setattr(module, "masks", [torch.ones(3)]), "masks is neither a parameter nor a buffer"),
-    "view": (lambda module: module.register_buffer("part", module.scale[1:]), "there are views or results of scale, which"),
+    "view": (
+        lambda module: module.register_buffer("part", module.scale[1:]),
+        "there are views, results or a gradient of scale, which",
+    ),
     "alias": (
         lambda module: module.register_buffer("own", module.head.weight.detach()),
         r"own and head\.weight share memory, which",
     ),
     "graph": (
         lambda module: setattr(module, "norm", module.head.weight.norm().clone),
-        r"there are views or results of head\.weight, which",
+        r"there are views, results or a gradient of head\.weight, which",
     ),
 }
+
+
+def buffers_without_broadcasts():
+    """Buffers of which each rank keeps its own have the values of rank 0 to begin with."""
+    with torch.device("meta" if dist.get_rank() else "cpu"):
+        module = torch.nn.BatchNorm1d(3)
+    if not dist.get_rank():
+        module.running_mean.fill_(7)
+    move(module, torch.device("cpu"), trainable=False)
+    optimizer = ShardedOptimizer(module.parameters(), torch.optim.SGD, device=torch.device("cpu"))
+    model = ShardedDataParallel(module, optimizer, broadcast_buffers=False)
+    assert model.module.running_mean.tolist() == [7] * 3
+    assert module.num_batches_tracked == 0
+    with torch.device("meta" if dist.get_rank() else "cpu"):
+        module = torch.nn.Linear(2, 2)
+    with pytest.raises(ValueError, match=r"device=\.\.\. says where it will train"):
+        build(module, [{"params": list(module.parameters())}], lr=0.1)
+    with torch.device("meta"):
+        module = torch.nn.Linear(2, 2)
+    with pytest.raises(ValueError, match="rank 0 needs its values"):
+        build(module, [{"params": list(module.parameters())}], device=torch.device("cpu"), lr=0.1)
+
+
+def test_buffers_have_the_values_of_rank_0_also_if_they_are_not_broadcast():
+    run_ranks(buffers_without_broadcasts, 2)
 
 
 def spoiled(name):
     with torch.device("meta" if dist.get_rank() else "cpu"):
         module = Peculiar(SPOILED[name][0])
-    with pytest.raises(ValueError, match=f"{SPOILED[name][1]}.*register_buffer, or build the model with values on all ranks"):
+    with pytest.raises(ValueError, match=f"{SPOILED[name][1]}.*build the model with values on all ranks"):
         build(module, [{"params": list(module.parameters())}], device=torch.device("cpu"), lr=0.01)
 
 

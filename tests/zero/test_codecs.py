@@ -111,16 +111,21 @@ def test_stochastic_rounding_is_right_on_average():
     assert moment.mean() == pytest.approx(0.999**steps, rel=1e-3)
 
 
-@pytest.mark.parametrize(("beta2", "left"), [(0.95, 0.013), (0.99, 0.31), (0.999, 0.50)])
-def test_int8_keeps_second_moments_without_gradients(beta2, left):
-    """The figures of docs/sharding.md: uniform moments, where the largest one of each block alone gets gradients."""
-    moment, codec = torch.rand(64 * BLOCK, generator=torch.Generator().manual_seed(0)), Int8()
-    moment[::BLOCK] = 1
+@pytest.mark.parametrize(("beta2", "left", "grown"), [(0.95, 0.013, None), (0.99, 0.31, 0.20), (0.999, 0.50, 0.11)])
+def test_second_moments_in_int8_neither_decay_nor_grow_as_they_should(beta2, left, grown):
+    """The figures of docs/sharding.md: uniform moments without gradients, and moments whose gradients become larger."""
+    moments, codec = torch.rand(64 * BLOCK, generator=torch.Generator().manual_seed(0)), Int8()
+    growing, square = torch.full((BLOCK,), 0.01), torch.full((BLOCK,), 0.09)
+    for each in (moments.view(-1, BLOCK)[:, 0], growing[::2], square[::2]):
+        each[:] = 1  # this holds the scale of the block
     for _ in range(2000):
-        moment *= beta2
-        moment[::BLOCK] = 1
-        moment = codec.decode(codec.encode(moment, torch.zeros(0)))
-    assert moment.view(-1, BLOCK)[:, 1:].mean() == pytest.approx(left, rel=0.05)
+        moments *= beta2
+        moments[::BLOCK] = 1
+        moments = codec.decode(codec.encode(moments, torch.zeros(0)))
+        growing = codec.decode(codec.encode(growing.lerp(square, 1 - beta2), torch.zeros(0)))
+    assert moments.view(-1, BLOCK)[:, 1:].mean() == pytest.approx(left, rel=0.05)
+    if grown:
+        assert (growing / square)[1::2].mean() == pytest.approx(grown, rel=0.05)
 
 
 def test_nan_and_infinity_survive():
@@ -376,6 +381,9 @@ def test_a_class_whose_state_may_not_be_rounded_is_refused():
     for cls, kwargs, text in (
         (torch.optim.RMSprop, {"centered": True}, "RMSprop with centered=True subtracts one mean"),
         (torch.optim.Adagrad, {}, "Adagrad declares no state that may be rounded"),
+        (torch.optim.ASGD, {}, "ASGD declares no state that may be rounded"),
+        (torch.optim.Rprop, {}, "Rprop declares no state that may be rounded"),
+        (type("Text", (Undeclared,), {"rounded_state": "exp_avg"}), {"elementwise": True}, "Text declares no"),
         (Undeclared, {"elementwise": True}, "Undeclared declares no state that may be rounded"),
     ):
         ShardedOptimizer(make_toy().parameters(), cls, **kwargs)

@@ -166,6 +166,24 @@ def a_sparse_parameter():
     ShardedOptimizer([nn.Parameter(torch.eye(8).to_sparse())], torch.optim.AdamW)
 
 
+def another_shape(**kwargs):
+    weight = nn.Parameter(torch.ones(2, 3))
+    optimizer = ShardedOptimizer([weight], torch.optim.AdamW, **kwargs)
+    yield
+    optimizer.set_parameter(weight, torch.ones(3, 2))
+
+
+def a_learning_rate():
+    """An optimizer that is refused has moved nothing."""
+    weight = nn.Parameter(torch.ones(2, 3))
+    address = weight.data_ptr()
+    yield
+    try:
+        ShardedOptimizer([weight], torch.optim.AdamW, param_dtype=torch.bfloat16, lr=-1.0)
+    finally:
+        assert (weight.dtype, weight.data_ptr()) == (torch.float32, address)
+
+
 def a_gradient_on_one_rank(optimizer_cls, **group):
     """Without the wrapper, gradients are averaged by hand."""
     module = nn.Linear(8, 8, bias=False)
@@ -270,6 +288,9 @@ CASES = {
         r"optimizer\.inner\.state has that of this rank's slices",
     ),
     "a sparse parameter": (a_sparse_parameter, ValueError, "torch.sparse_coo, which cannot be laid flat"),
+    "another shape": (another_shape, RuntimeError, "expand"),
+    "another shape in bfloat16": (partial(another_shape, param_dtype=torch.bfloat16), RuntimeError, "expand"),
+    "a learning rate": (a_learning_rate, ValueError, "Invalid learning rate"),
     "a gradient on one rank": (partial(a_gradient_on_one_rank, torch.optim.SGD), RuntimeError, "on some ranks only"),
     "Muon, a gradient on one rank": (partial(a_gradient_on_one_rank, Muon, matrices=1), RuntimeError, "on some ranks only"),
     **{f"a group, {name}": (partial(a_group, change), ValueError, text) for name, (change, text) in GROUPS.items()},
@@ -294,6 +315,7 @@ def refusals():
     model, optimizer = wrap(module)
     backward(model)
     assert optimizer.clip_grad_norm_(1e-3) > 1e-3
+    ShardedOptimizer(net().requires_grad_(False).parameters(), torch.optim.SGD).step()  # which has nothing to do
     return wrong
 
 

@@ -20,7 +20,7 @@ from ranks import run_ranks
 from benchmarks.contenders import ADAMW, Setup
 from benchmarks.memory import POINTS, MallocBytes, MemoryProfile, predicted_totals
 from distributed.machine import autocast
-from forecast.memory import IN_PLACE, MODES, forecast, gpt_specs
+from forecast.memory import MODES, forecast, gpt_specs
 from model import GPT, GPT2_SIZES, GPTConfig
 from zero.build import build, clip_grad_norm_
 from zero.flags import Flags
@@ -31,8 +31,8 @@ DEEP = GPTConfig(block_size=32, vocab_size=300, n_layer=6, n_head=4, n_embd=128,
 SETUP = Setup(WIDE, 2, CPU, "float32", bucket_mb=1.0, grad_clip=1.0, activation_checkpointing=False, seed=0)
 AUTOCAST = replace(SETUP, dtype="bfloat16")
 GROUPS = {  # setup, and modes; bfloat16 weights need autocast
-    "float32": (SETUP, [*IN_PLACE, *(mode for mode, flags in MODES.items() if flags.param_dtype == "float32")]),
-    "autocast": (AUTOCAST, [*IN_PLACE, *MODES]),
+    "float32": (SETUP, ["adamw_in_place", *(mode for mode, flags in MODES.items() if flags.param_dtype == "float32")]),
+    "autocast": (AUTOCAST, list(MODES)),
     "autocast, many layers": (replace(AUTOCAST, config=DEEP), list(MODES)),
     "autocast, checkpointing": (replace(AUTOCAST, activation_checkpointing=True), ["sharded"]),
 }

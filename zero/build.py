@@ -107,7 +107,7 @@ def move(model: torch.nn.Module, device: torch.device, trainable: bool) -> None:
         is_trained = isinstance(tensor, torch.nn.Parameter) and tensor.requires_grad
         if trainable or not is_trained:
             set_data(tensor, values_on(device, tensor))
-        if some_are_meta and not is_trained:
+        if some_are_meta and not is_trained and tensor.numel():
             dist.broadcast(flattened(tensor.data, tensor), 0)
 
 

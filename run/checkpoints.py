@@ -113,9 +113,7 @@ class Checkpoints:
         ckpt.restore(optimizer, checkpoint["optimizer"], self._read_chunks)
 
     def claim(self) -> None:
-        """Lock the folder for this run, remove the unfinished files of killed runs, and move the files of another run aside.
-
-        A read-only run does none of this.
+        """Lock the folder for this run and remove the unfinished files of killed runs. A read-only run does neither.
 
         After this, the checkpoint that `load` returned cannot be restored.
 
@@ -130,8 +128,16 @@ class Checkpoints:
         self._writer = CheckpointWriter(
             self.folder, self.keep, self.background, self.format, self._newest_is_corrupt, sweep=not self.read_only
         )
+
+    def make_room(self) -> None:
+        """Move the files of another run aside, if this one starts anew. Call it after `claim`, when nothing else is refused."""
+
+        def move() -> None:
+            if self.exist():
+                earlier.move_aside(self.folder)
+
         if not self.read_only and not self.is_loaded:
-            on_rank_0(self._move_aside)  # after the sweep, which removes shards that no file refers to
+            on_rank_0(move)
 
     def save(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, values: dict[str, Any]) -> None:
         """Write a checkpoint. `report` prints the result. See `CheckpointWriter.save`."""
@@ -236,7 +242,3 @@ class Checkpoints:
         if self._lock is None:
             self._lock = Lock(self.folder)
             earlier.put_back(self.folder)
-
-    def _move_aside(self) -> None:
-        if self.exist():
-            earlier.move_aside(self.folder)

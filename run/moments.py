@@ -112,8 +112,12 @@ class Run:
         self.raw_model, self.optimizer = raw_model, optimizer
         self.first_iter, self.last_iter = state.iter_num, -1 if config["eval_only"] else config["max_iters"]
         will_train = self.first_iter <= self.last_iter
-        with self.stage("starting the log"):
+        with self.stage("claiming the output folder"):
             self.checkpoints.claim()
+            interval = config["sample_interval"] if will_train else 0
+            self.sampler = Sampler(interval, raw_model, data.meta, autocast, config["seed"])
+        with self.stage("starting the log"):
+            self.checkpoints.make_room()
             facts: dict[str, Any] = {"implementation": flags.implementation(world_size), "world_size": world_size}
             facts |= {
                 "micro_steps": self.micro_steps,
@@ -125,8 +129,6 @@ class Run:
                 **{key: value for key, value in asdict(raw_model.config).items() if key in config},  # perhaps the checkpoint's
             }
             resume_at = state.iter_num if self.checkpoints.is_loaded else None
-            interval = config["sample_interval"] if will_train else 0
-            self.sampler = Sampler(interval, raw_model, data.meta, autocast, config["seed"])
             self.log = Logger(config["out_dir"] if will_train else None, resume_at, config | facts, state.wandb_run_id)
             atexit.register(self.log.finish, "failed", "ended by an error, see the traceback")  # does nothing after `finish`
             state.wandb_run_id = self.log.run_id or state.wandb_run_id

@@ -82,7 +82,9 @@ def test_a_kill_between_two_moves_leaves_a_run_that_resumes(out, monkeypatch):
         resumed._lock.release()
         assert names(out) == sorted([*files, "run.lock"])
         (out / "run.lock").unlink()
-    checkpoints(out).claim()
+    starts = checkpoints(out)
+    starts.claim()
+    starts.make_room()
     *_, before = sorted(names(out), key=lambda name: name.startswith("before-"))
     assert names(out) == sorted([before, "notes.txt", "prompt.pt", "run.lock"])
     assert names(out / before) == sorted({*files} - {"notes.txt", "prompt.pt"})
@@ -93,7 +95,9 @@ def test_without_a_checkpoint_or_a_run_that_writes_nothing_moves(out, read_only)
     if not read_only:
         (out / "ckpt.pt").unlink()
     files = names(out)
-    checkpoints(out, read_only).claim()
+    starts = checkpoints(out, read_only)
+    starts.claim()
+    starts.make_room()
     assert {*names(out)} - {"run.lock"} == {*files}
 
 

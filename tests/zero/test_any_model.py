@@ -588,17 +588,20 @@ def runner():
 
 def must_be_refused(description):
     is_rounded = description.state_dtype != "float32" and description.optimizer in NOT_ROUNDED
-    return is_rounded or (description.meta and description.keys() & NOT_FROM_META)
+    # `half` of a module ends what its tensors share
+    return is_rounded or (description.meta and description.keys() & NOT_FROM_META and description.dtype == "float32")
 
 
 def is_expected_refusal(description, what):
-    """Several reentrant checkpoints of a module are refused, and with `overlap` what forward has held since before a step."""
-    if must_be_refused(description):
-        words = "build the model with values on all ranks", "declares no state that may be rounded", "subtracts one mean"
-        return any(each in what for each in words)
-    held = description.overlap and description.keys() & HELD
-    reentrant = any("reentrant" in word for block in description.blocks for word in block)
-    return (reentrant and "gets a gradient again" in what) or (held and "before its all-gather has ended" in what)
+    """Whether it is one of the few things that may be refused, for the reason that these have."""
+    reasons = {
+        "build the model with values on all ranks": description.meta and description.keys() & NOT_FROM_META,
+        "declares no state that may be rounded": description.optimizer in NOT_ROUNDED,
+        "subtracts one mean from another": description.optimizer == "rmsprop centered",
+        "gets a gradient again": any("reentrant" in word for block in description.blocks for word in block),
+        "before its all-gather has ended": description.overlap and description.keys() & HELD,
+    }
+    return any(applies and reason in what for reason, applies in reasons.items())
 
 
 def runs_of(block):

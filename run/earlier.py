@@ -39,7 +39,8 @@ def move_aside(folder: str) -> None:
 
 def newest(folder: str) -> str | None:
     """Return the folder with the run that was moved aside last, or None."""
-    return max(glob.glob(os.path.join(glob.escape(folder), "before-*Z")), default=None)
+    found = glob.glob(os.path.join(glob.escape(folder), "before-*Z*"))
+    return max((path for path in found if not path.endswith(".tmp")), default=None)
 
 
 def put_back(folder: str) -> None:

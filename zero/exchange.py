@@ -87,6 +87,8 @@ class MatrixExchange:
 
     def begin(self, changed: Collection[torch.nn.Parameter]) -> None:
         """Begin a step that updates the parameters that have a gradient, the same on all ranks, or nothing."""
+        self._in_flight.clear()  # of a step that has failed, where there is no other rank
+        self._directions.clear()
         self._used = set() if is_skipped(self.inner) else {self.number_of[param] for param in changed}
 
     def send(self, number: int, before: Callable[[OwnedSlice, dict[str, Any]], torch.Tensor]) -> None:

@@ -61,7 +61,7 @@ class SliceUpdate:
                     self._update(buckets, **kwargs)
                 yield buckets
         except BaseException:
-            if self.exchange is not None:
+            if self.exchange is not None and self.exchange.comm.shard_size > 1:
                 _FAILED.append(self)
             raise
 

@@ -113,3 +113,11 @@ def test_two_starts_in_the_same_second_get_two_folders(out, monkeypatch):
         (out / "ckpt.pt").touch()
         earlier.move_aside(str(out))
     assert [name for name in names(out) if name.startswith("before-")] == ["before-Z", "before-Z+"]
+    (out / "before-Z+.tmp").mkdir()
+    assert earlier.newest(str(out)) == str(out / "before-Z+")
+
+
+def test_a_resume_without_a_checkpoint_names_the_run_that_moved_aside(out):
+    earlier.move_aside(str(out))
+    with pytest.raises(ValueError, match=rf"to resume, use --out_dir={out}/before-\d+-\d+Z; to start a new run"):
+        checkpoints(out).load()

@@ -485,6 +485,29 @@ def fails_in_its_own_round():
             raise
 
 
+def goes_on_alone():
+    """One rank waits for no other one: after a step that has failed in its second matrix, the next one is as usual."""
+    model, optimizer = make_sharded()
+    whole, calls = optimizer.inner.whole, []
+
+    def fail_in_the_second(*args):
+        calls.append(args)
+        if len(calls) == 2:
+            raise torch.OutOfMemoryError
+        return whole(*args)
+
+    model(*batch(0, 0)).backward()
+    with mock.patch.object(optimizer.inner, "whole", fail_in_the_second), pytest.raises(torch.OutOfMemoryError):
+        optimizer.step()
+    before = weights(model)
+    optimizer.step()
+    assert largest_difference(weights(model), before) > 1e-4
+
+
+def test_one_rank_goes_on_after_a_step_that_has_failed():
+    run_ranks(goes_on_alone, 1)
+
+
 def test_ranks_that_fail_in_different_rounds_end_together():
     with mock.patch("ranks.TIMEOUT_S", 30), pytest.raises(RuntimeError) as raised:
         run_ranks(fails_in_its_own_round, 2)

@@ -62,11 +62,18 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from benchmarks.checkpoints import checkpoint_rows
 from benchmarks.contenders import MODES, PLANNED, Setup
 from benchmarks.cookbook import cookbook_rows
-from benchmarks.memory import MICRO_STEPS, MallocBytes, can_reset_resident_peak, memory_rows, simulated_rows, simulated_world
-from benchmarks.report import Results, draw
+from benchmarks.memory_profile import (
+    MICRO_STEPS,
+    MallocBytes,
+    can_reset_resident_peak,
+    memory_rows,
+    simulated_rows,
+    simulated_world,
+)
+from benchmarks.results import Results, draw
+from benchmarks.save_time import checkpoint_rows
 from benchmarks.speed import seconds_of, time_rows
 from benchmarks.telemetry import METRIC_INTERVAL, telemetry_rows
 from benchmarks.training import training_rows
@@ -76,9 +83,9 @@ from distributed import machine
 from distributed.exits import exit_on_wrong_input, exit_with_error, finish
 from distributed.launch import launched
 from distributed.ranks import on_rank_0, print0, start
-from forecast.memory import IN_PLACE, gpt_specs
+from forecast.run_memory import IN_PLACE, gpt_specs
 from model import GPT2_SIZES, GPTConfig
-from zero.messages import is_rank_0
+from zero.host_comm import is_rank_0
 
 # -----------------------------------------------------------------------------
 what: Literal["memory", "time", "training", "checkpoint", "telemetry", "all"] = "all"  # telemetry: what the metrics cost
@@ -272,6 +279,6 @@ if is_rank_0() and folder:
     try:
         draw(folder)
     except ImportError as error:
-        print(f"\nnote: {error}, then python -m benchmarks.report {folder}")
+        print(f"\nnote: {error}, then python -m benchmarks.results {folder}")
     print(f"\nresults are in {folder}")
 finish()

@@ -47,8 +47,8 @@ from data.vocabulary import DataError, expected_vocab_size
 from distributed.exits import exit_on_wrong_input
 from distributed.ranks import check_backend
 from forecast.advice import Advice, batch_of_the_run, cheapest, fewest_ranks, largest_model, prices, ways
-from forecast.memory import CPU_RESIDENT, IN_PLACE, MODES
 from forecast.planner import BATCHES, PARTS, Planner
+from forecast.run_memory import CPU_RESIDENT, IN_PLACE, MODES
 from model import GPT2_SIZES, GPTConfig, check_block_size
 from run.schedule import horizons
 from run.shadow import check_device

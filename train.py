@@ -33,9 +33,9 @@ from distributed.exits import exit_on_wrong_input
 from distributed.launch import launched
 from distributed.ranks import mean_over_ranks, print0, start
 from model import GPT, GPTConfig, check_block_size, without_weights
-from run.agreement import compare_model_and_data, compare_settings, compare_with_checkpoint
-from run.memory import describe
-from run.moments import Run
+from run.hooks import Run
+from run.memory_meter import describe
+from run.rank_checks import compare_model_and_data, compare_settings, compare_with_checkpoint
 from run.schedule import horizons
 from zero import ShardedGradScaler
 from zero.build import build, clip_grad_norm_
@@ -152,7 +152,7 @@ sequences_per_iter = gradient_accumulation_steps * batch_size  # on all ranks to
 tokens_per_iter = sequences_per_iter * block_size
 config |= horizons(config, tokens_per_iter)
 warmup_iters, lr_decay_iters = config["warmup_iters"], config["lr_decay_iters"]
-run = Run(config, launch, device, dtype, micro_steps, tokens_per_iter)  # what accompanies the training: run/moments.py
+run = Run(config, launch, device, dtype, micro_steps, tokens_per_iter)  # what accompanies the training: run/hooks.py
 state = run.state
 print0(f"tokens per iteration will be: {tokens_per_iter:,}")
 if machine.is_slow_on_cpu(device, dtype):

@@ -12,8 +12,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from distributed import machine
-from forecast.memory import IN_PLACE, LOSS_CHUNK, Forecast, Workload, forecast, gpt_specs, predicted_activations
-from forecast.memory import MODES as PLANNED
+from forecast.run_memory import IN_PLACE, LOSS_CHUNK, Forecast, Workload, forecast, gpt_specs, predicted_activations
+from forecast.run_memory import MODES as PLANNED
 from model import GPT, GPTConfig, without_weights
 from zero import Muon, ShardedDataParallel, ShardedOptimizer
 from zero.build import build, clip_grad_norm_
@@ -49,7 +49,7 @@ class Setup:
     shard_size: int = 0  # of the mode hybrid
 
     def flags(self, mode: str) -> Flags:
-        """Return the flags of a mode of `forecast.memory`, of loss_chunk, hybrid, no_overlap, muon or plain_muon."""
+        """Return the flags of a mode of `forecast.run_memory`, of loss_chunk, hybrid, no_overlap, muon or plain_muon."""
         known = {**PLANNED, **IN_PLACE, "plain_muon": PLANNED["adamw"]}
         flags = replace(known.get(mode, PLANNED["sharded"]), bucket_mb=self.bucket_mb)
         return replace(flags, shard_size=self.shard_size) if mode == "hybrid" else flags

@@ -13,11 +13,11 @@ from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.memory import free_unused_memory
+from benchmarks.memory_profile import free_unused_memory
 from forecast.activations import LiveBytes
 from zero import ShardedDataParallel, ShardedOptimizer
+from zero.host_comm import gather_objects
 from zero.layout import BucketMB
-from zero.messages import gather_objects
 
 # without bucket views, as in the tutorial, DistributedDataParallel keeps its buckets in addition to the gradients
 IMPLEMENTATIONS = ("tutorial: Adam", "tutorial: ZeroRedundancyOptimizer", "adamw", "torch", "sharded")

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks.hosts import ROOT, Hosts, why_not
-from benchmarks.report import Results, draw
+from benchmarks.results import Results, draw
 from distributed.machine import device_name
 
 MODEL = (

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from benchmarks.contenders import Contender, Setup
 from benchmarks.speed import ratio_to
 from distributed.ranks import mean_over_ranks
-from forecast.memory import Extras
+from forecast.run_memory import Extras
 from run.logger import Logger
-from run.memory import MemoryCheck, MemoryMeter
+from run.memory_meter import MemoryCheck, MemoryMeter
 from run.meter import Meter
 from zero.build import clip_grad_norm_
 

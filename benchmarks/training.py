@@ -7,10 +7,10 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.contenders import Contender, Setup
-from benchmarks.memory import MICRO_STEPS, MemoryProfile, free_unused_memory
+from benchmarks.memory_profile import MICRO_STEPS, MemoryProfile, free_unused_memory
 from data.dataset import Dataset
 from distributed.ranks import mean_over_ranks
-from zero.messages import gather_objects
+from zero.host_comm import gather_objects
 
 
 def training_rows(setup: Setup, modes: list[str], data: Dataset, steps: int) -> list[dict[str, Any]]:

@@ -13,8 +13,8 @@ from charts import lines, parts, series
 from charts.differences import in_common
 from charts.series import Curve, Panel, Run
 from charts.style import MEMORY, altair, styled
+from forecast.prediction import PURPOSES
 from zero.communication import KINDS
-from zero.prediction import PURPOSES
 
 COLLECTIVES = tuple(kind.replace("-", "_") for kind in KINDS)
 PARTS = {part: MEMORY[part][0] for part in PURPOSES}  # of the memory of a rank: their names

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from distributed.launch import launched
 from distributed.rendezvous import meet, result_key, store, value_key
-from zero.messages import LONG_TIMEOUT, gather_objects, is_rank_0
+from zero.host_comm import LONG_TIMEOUT, gather_objects, is_rank_0
 
 
 def finish(exit_code: int = 0, last_line: str = "") -> NoReturn:

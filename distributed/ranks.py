@@ -14,7 +14,7 @@ import torch.distributed as dist
 from distributed import machine
 from distributed.launch import Launch
 from distributed.rendezvous import agree, choose_interface, store
-from zero.messages import broadcast_object, cpu_group, is_rank_0
+from zero.host_comm import broadcast_object, cpu_group, is_rank_0
 
 _BACKSTOP_S = 60.0  # collectives time out later than the watchdog, whose message says more
 

@@ -9,7 +9,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from zero.messages import LONG_TIMEOUT
+from zero.host_comm import LONG_TIMEOUT
 
 _SAME_KEYSTROKE_S = 1.0  # a launcher may forward a Ctrl-C that the terminal has also sent to this process
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d
 from torch.distributed import distributed_c10d
 
-from distributed.position import position
+from distributed.heartbeat import position
 from zero.collectives import Communicator
 
 FLIGHT_RECORDER = "flight_recorder"  # in out_dir

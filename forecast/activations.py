@@ -21,8 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from distributed.machine import DTYPES, multiplies_in_float32
+from forecast.prediction import Activations
 from model import GPT, CausalSelfAttention, GPTConfig, SkipInitialization
-from zero.prediction import Activations
 
 _WITH_MEMORY = (torch.Tensor, nn.Parameter, FakeTensor)  # other classes wrap these, or are placeholders without memory
 _PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)

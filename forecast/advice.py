@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
-from forecast.memory import LOSS_CHUNK, MODES, Forecast
 from forecast.planner import Choice, Planner
+from forecast.run_memory import LOSS_CHUNK, MODES, Forecast
 from zero.flags import Flags
 
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from zero.prediction import Activations, Point, Prediction
+from forecast.prediction import Activations, Point, Prediction
 
 
 @dataclass(frozen=True)

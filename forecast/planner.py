@@ -7,7 +7,8 @@ from typing import Any
 
 from distributed.machine import PEAK_TFLOPS, data_sheet_flops, resolve_dtype
 from forecast.fully_sharded import FullyShardedPrediction
-from forecast.memory import (
+from forecast.prediction import Activations
+from forecast.run_memory import (
     CPU_RESIDENT,
     IN_PLACE,
     LOSS_CHUNK,
@@ -20,11 +21,10 @@ from forecast.memory import (
     planned_optimizer,
     predicted_activations,
 )
-from forecast.speed import Network
+from forecast.step_time import Network
 from model import GPT, GPTConfig, without_weights
 from zero.flags import Flags, muon_of
 from zero.layout import Plan, replicated_plan
-from zero.prediction import Activations
 
 BATCHES = [4**power for power in range(7)]  # activations are predicted for these batch sizes, and interpolated between them
 PARTS = ("parameters", "gradients", "state", "master", "buckets", "activations", "shadow")
@@ -38,7 +38,7 @@ class Choice:
     activation_checkpointing: bool
     loss_chunk: int
     batch_size: int
-    in_place: bool = False  # see `zero.prediction.Prediction`
+    in_place: bool = False  # see `forecast.prediction.Prediction`
 
 
 class Planner:

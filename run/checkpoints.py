@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from distributed.position import position
+from distributed.heartbeat import position
 from distributed.ranks import on_rank_0, print0
 from distributed.signals import Action
 from run import earlier
@@ -21,7 +21,7 @@ from run.logger import Logger
 from zero import checkpoint as ckpt
 from zero.checkpoint import CheckpointError, CheckpointWriter, DivergedError, SaveReport, format
 from zero.checkpoint.store import NAME, PREVIOUS
-from zero.messages import gather_objects, is_rank_0
+from zero.host_comm import gather_objects, is_rank_0
 
 
 @dataclass

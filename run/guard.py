@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from zero import ShardedGradScaler
 from zero.gradients import GradientNorms
-from zero.messages import gather_objects, is_rank_0
-from zero.partition import partition
+from zero.host_comm import gather_objects, is_rank_0
+from zero.sharded_state import partition
 
 
 class Guard:

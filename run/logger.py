@@ -7,13 +7,13 @@ import os
 from collections.abc import Iterator
 from typing import Any, Literal
 
-from distributed.position import position
+from distributed.heartbeat import position
 from run import report, tensorboard_run
 from run.alerts import Alerts
 from run.tensorboard_run import TensorBoardRun
 from run.wandb_run import NoRun, WandbError, WandbRun, mode_of
 from zero.checkpoint.files import atomic_write
-from zero.messages import is_rank_0
+from zero.host_comm import is_rank_0
 
 METRICS, FACTS = "metrics.jsonl", "run.json"  # in out_dir
 

@@ -10,11 +10,11 @@ import torch
 from torch.profiler import record_function
 
 from distributed import machine
+from distributed.heartbeat import position
 from distributed.launch import launched
-from distributed.position import position
 from distributed.ranks import gather_numbers, mean_over_ranks, print0
 from run.logger import Logger
-from run.memory import MemoryCheck, MemoryMeter, Point
+from run.memory_meter import MemoryCheck, MemoryMeter, Point
 from zero.communication import KINDS, CommunicationMeter
 from zero.stopwatch import Stopwatch
 

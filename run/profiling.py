@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
-from distributed.position import position
+from distributed.heartbeat import position
 
 FOLDER = "profile"  # in out_dir
 # numbers of iterations: first skip some; then record some without keeping them, because a profiler is slow when it starts; then

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TextIO, TypeVar
 
-from distributed.position import position
+from distributed.heartbeat import position
 
 T = TypeVar("T")
 

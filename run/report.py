@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from forecast.prediction import PURPOSES
 from zero.checkpoint.files import atomic_write
-from zero.prediction import PURPOSES
 
 NAME = "report.md"
 _WIDTH = 15  # columns of the labels on the console

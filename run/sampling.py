@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from data.vocabulary import DataError, load_codec
-from distributed.position import position
+from distributed.heartbeat import position
 from distributed.ranks import print0
 from model import GPT
 from run.logger import Logger

@@ -16,7 +16,7 @@ from zero import ShardedGradScaler
 from zero.build import build, clip_grad_norm_
 from zero.flags import Flags
 from zero.optimizer import hyperparameters
-from zero.partition import parameters, partition
+from zero.sharded_state import parameters, partition
 from zero.tensors import flattened
 
 
@@ -37,7 +37,8 @@ class Shadow:
     compares its float32 masters instead.
 
     The copy takes 16 bytes per parameter on each rank: weights, gradients and AdamW's two moments in float32; and 4 more while
-    DistributedDataParallel accumulates gradients outside of its buckets (`forecast.memory` predicts it). Its activations do not
+    DistributedDataParallel accumulates gradients outside of its buckets (`forecast.run_memory` predicts it). Its activations do
+    not
     add to those of the run, because one micro-step runs after the other. As under DistributedDataParallel, every trainable
     parameter must have a gradient. Every method needs to be called on all ranks.
 

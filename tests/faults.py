@@ -65,9 +65,9 @@ def another_numpy():
 
 
 def another_source_file():
-    from run import agreement
+    from run import rank_checks
 
-    @around(agreement, "sources")
+    @around(rank_checks, "sources")
     def sources(original):
         return {**original(), "zero/layout.py": "changed"}
 
@@ -255,14 +255,14 @@ def print_prompts():
 
 def measure_only_block_sizes():
     """Three slow measures of bench.py give nothing else."""
-    import benchmarks.checkpoints
+    import benchmarks.save_time
     import benchmarks.telemetry
     import benchmarks.training
 
     def rows(setup, modes, *_):
         return [{"mode": mode, "block_size": setup.config.block_size} for mode in modes]
 
-    benchmarks.checkpoints.checkpoint_rows = benchmarks.telemetry.telemetry_rows = rows
+    benchmarks.save_time.checkpoint_rows = benchmarks.telemetry.telemetry_rows = rows
 
     def training_rows(*arguments):
         return [{**row, "peak": 1, "losses": [1.0]} for row in rows(*arguments)]

@@ -14,9 +14,9 @@ import plan as plan_script
 from charts.style import number
 from configurator import settings_of
 from forecast.activations import predict
-from forecast.memory import CPU_RESIDENT, IN_PLACE, LOSS_CHUNK, MODES, gpt_specs
+from forecast.prediction import DataParallelPrediction, Prediction, ShardedPrediction
+from forecast.run_memory import CPU_RESIDENT, IN_PLACE, LOSS_CHUNK, MODES, gpt_specs
 from model import GPTConfig
-from zero.prediction import DataParallelPrediction, Prediction, ShardedPrediction
 
 CONFIG = GPTConfig(block_size=16, vocab_size=29, n_layer=2, n_head=2, n_embd=32, bias=False)  # as in SIZES and the data
 SETTINGS = [*SIZES, "--device=cpu", "--zero_bucket_mb=0.02"]
@@ -56,7 +56,7 @@ def test_the_optimizer_is_the_one_that_build_chooses(monkeypatch):
     assert (planner().plain, planner(optimizer="muon").plain) == ("plain AdamW", "plain Muon")
     before = row(2)["state"]
     sgd = lambda *_, lr, **adamw: (torch.optim.SGD, {"lr": lr, "momentum": 0.9})  # noqa: E731
-    monkeypatch.setattr("forecast.memory.optimizer_of", sgd)
+    monkeypatch.setattr("forecast.run_memory.optimizer_of", sgd)
     assert planner().plain == "plain SGD"
     assert 2 * row(2)["state"] == before
 

@@ -7,14 +7,14 @@ import torch.distributed as dist
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
+from zero.checks import check_meta
 from zero.data_parallel import ShardedDataParallel
 from zero.flags import Flags
 from zero.gradients import GradientNorms, float32_norms
-from zero.messages import gather_objects, is_rank_0, on_all_ranks
+from zero.host_comm import gather_objects, is_rank_0, on_all_ranks
 from zero.muon import Muon
 from zero.optimizer import ShardedOptimizer
-from zero.partition import parameters
-from zero.refusals import check_meta
+from zero.sharded_state import parameters
 from zero.tensors import flattened, set_data, values_on
 
 

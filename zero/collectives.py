@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from zero.host_comm import TAG
 from zero.layout import resolve_shard_size
-from zero.messages import TAG
 from zero.stopwatch import Stopwatch
 
 # torch 2.13 renamed these two functions; torch 2.11 has only the old names

@@ -7,13 +7,23 @@ from torch.autograd import Variable
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
+from zero.layout import Plan
 from zero.optimizer import ShardedOptimizer
-from zero.partition import partition
-from zero.prediction import DataParallelPrediction
+from zero.sharded_state import partition
 from zero.stopwatch import Mark, Stopwatch, mark
 from zero.tensors import tensors_in
 
 KINDS = ("all-reduce", "reduce-scatter", "all-to-all", "all-gather", "broadcast")
+
+
+def sent_by_data_parallel(plan: Plan, world_size: int) -> dict[str, int]:
+    """Return the bytes that a rank sends per iteration with DistributedDataParallel, by kind of collective.
+
+    An all-reduce counts as a ring, 2 (N - 1) / N of its bytes, a broadcast as the mean over the ranks, (N - 1) / N.
+    """
+    gradients = sum(spec.numel * spec.dtype.itemsize for spec in plan.params if spec.requires_grad)
+    one_way = gradients * (world_size - 1) // world_size
+    return {"all-reduce": 2 * one_way} | ({"broadcast": one_way} if plan.world_size > 1 else {})
 
 
 class CommunicationMeter:
@@ -41,7 +51,7 @@ class CommunicationMeter:
         self._synchronized = 0  # number of backward passes with an all-reduce
         if isinstance(model, DistributedDataParallel):
             plan, world_size = partition(optimizer).plan, model.process_group.size()
-            self._sent_per_step = DataParallelPrediction(plan, 0, world_size).sent()
+            self._sent_per_step = sent_by_data_parallel(plan, world_size)
             model.register_forward_hook(self._after_forward)
         if isinstance(optimizer, ZeroRedundancyOptimizer):
             self._broadcast = optimizer._sync_params  # type: ignore[attr-defined]  # not in torch's stubs

@@ -15,12 +15,12 @@ import torch.distributed as dist
 from torch import nn
 
 from zero.buckets import Bucket
-from zero.messages import check_same_on_all_ranks, cpu_group, on_all_ranks
+from zero.checks import check_all_managed, check_wrapping, tensors_of
+from zero.host_comm import check_same_on_all_ranks, cpu_group, on_all_ranks
 from zero.optimizer import ShardedOptimizer, holds_its_parameters
-from zero.reduction import Reducer
-from zero.refusals import check_all_managed, check_wrapping, tensors_of
+from zero.overlap import ReadCheck, Readers, WeakHook
+from zero.reducer import Reducer
 from zero.tensors import distinct_elements, properties
-from zero.waiting import ReadCheck, Readers, WeakHook
 
 CHECKED_FORWARDS = 2  # with `overlap`: number of forwards, the first with all-gathers in flight, in which reads are checked
 _wrapper_of: weakref.WeakKeyDictionary[nn.Module, "weakref.ref[ShardedDataParallel]"] = weakref.WeakKeyDictionary()

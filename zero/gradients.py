@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 
 from zero.buckets import Bucket, FlatBuffer
+from zero.checks import name_of
 from zero.collectives import Communicator
-from zero.messages import cpu_group
-from zero.refusals import name_of
+from zero.host_comm import cpu_group
 from zero.tensors import flattened, shaped
 
 

@@ -13,15 +13,7 @@ import torch.distributed as dist
 from torch.utils.weak import WeakIdKeyDictionary
 
 from zero.buckets import Bucket, FlatBuffer, OwnedSlice, allocate
-from zero.codecs import STATE_CODECS
-from zero.collectives import Communicator
-from zero.exchange import check_matrices, exchange_of
-from zero.gradients import GradientNorms, ParameterGradients, norms_of
-from zero.layout import BucketMB, Plan, check_options, parameter_specs, plan
-from zero.masters import store_rounded
-from zero.messages import check_same_on_all_ranks, on_all_ranks
-from zero.muon import Muon
-from zero.refusals import (
+from zero.checks import (
     ELEMENTWISE,
     MOVED,
     NEED_WHOLE_PARAMETERS,
@@ -37,10 +29,18 @@ from zero.refusals import (
     try_group,
     without_memory,
 )
+from zero.codecs import STATE_CODECS
+from zero.collectives import Communicator
+from zero.gradients import GradientNorms, ParameterGradients, norms_of
+from zero.host_comm import check_same_on_all_ranks, on_all_ranks
+from zero.layout import BucketMB, Plan, check_options, parameter_specs, plan
+from zero.masters import store_rounded
+from zero.muon import Muon
+from zero.muon.exchange import check_matrices, exchange_of
+from zero.overlap import WaitingDict
 from zero.stopwatch import region
 from zero.tensors import flattened, is_dense, properties
 from zero.update import SliceUpdate
-from zero.waiting import WaitingDict
 
 _optimizer_of = WeakIdKeyDictionary()  # by parameter: a reference to the ShardedOptimizer whose buffers hold it
 

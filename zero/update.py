@@ -7,10 +7,10 @@ from typing import Any
 import torch
 
 from zero.buckets import Bucket, OwnedSlice
+from zero.checks import check_rounding, rounded_state
 from zero.codecs import Codec, Encoded, decoded, encodable, rounding_noise
-from zero.exchange import MatrixExchange
-from zero.muon import own_step
-from zero.refusals import check_rounding, rounded_state
+from zero.muon.exchange import MatrixExchange
+from zero.muon.muon import own_step
 from zero.stopwatch import region
 from zero.tensors import flattened
 

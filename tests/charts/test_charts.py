@@ -8,7 +8,7 @@ import sys
 import pytest
 from conftest import ROOT
 
-from benchmarks.report import CHARTS as OF_RESULTS
+from benchmarks.results import CHARTS as OF_RESULTS
 from charts.bars import MODE_NAMES, POINTS, memory_chart, network_chart, plan_chart, time_chart, training_chart
 from charts.style import MEMORY, check_path, save
 

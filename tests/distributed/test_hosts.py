@@ -38,7 +38,7 @@ import json, os, runpy, sys, time
 import torch.distributed as dist
 sys.path.insert(0, {root!r})
 from run import meter
-from zero.partition import partition
+from zero.sharded_state import partition
 
 class Meter(meter.Meter):
     def __init__(self, log, model, optimizer, *rest):

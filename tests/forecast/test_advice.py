@@ -19,9 +19,9 @@ import plan as plan_script
 from configurator import settings_of
 from forecast import advice
 from forecast.activations import LiveBytes
-from forecast.memory import MODES
 from forecast.planner import Planner
-from forecast.speed import Network
+from forecast.run_memory import MODES
+from forecast.step_time import Network
 from model import GPT, GPTConfig
 
 CONFIG = GPTConfig(block_size=64, vocab_size=997, n_layer=3, n_head=2, n_embd=128, bias=False)

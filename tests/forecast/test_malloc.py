@@ -18,9 +18,9 @@ from conftest import ROOT
 from ranks import run_ranks
 
 from benchmarks.contenders import ADAMW, Setup
-from benchmarks.memory import POINTS, MallocBytes, MemoryProfile, predicted_totals
+from benchmarks.memory_profile import POINTS, MallocBytes, MemoryProfile, predicted_totals
 from distributed.machine import autocast
-from forecast.memory import MODES, forecast, gpt_specs
+from forecast.run_memory import MODES, forecast, gpt_specs
 from model import GPT, GPT2_SIZES, GPTConfig
 from zero.build import build, clip_grad_norm_
 from zero.flags import Flags

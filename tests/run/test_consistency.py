@@ -1,4 +1,4 @@
-"""run/agreement.py: at the start, a rank that differs from the others is named, with the remedy, and all ranks end."""
+"""run/rank_checks.py: at the start, a rank that differs from the others is named, with the remedy, and all ranks end."""
 
 import os
 import subprocess
@@ -14,7 +14,7 @@ from scripts import SETTINGS, command, environment, run
 from data.dataset import Dataset
 from distributed.launch import Launch
 from distributed.rendezvous import agree
-from run.agreement import describe_ranks, difference, enumerate_texts, most_common
+from run.rank_checks import describe_ranks, difference, enumerate_texts, most_common
 
 REFUSED = {  # what the last rank does before it runs train.py, and the line that is printed; DATA is another dataset
     "another n_layer": (

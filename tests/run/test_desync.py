@@ -1,4 +1,4 @@
-"""run/agreement.py: a weight that changes on one rank is found at the next comparison and named, and nothing saved."""
+"""run/rank_checks.py: a weight that changes on one rank is found at the next comparison and named, and nothing saved."""
 
 import json
 from functools import partial
@@ -12,7 +12,7 @@ from scripts import SETTINGS, run, torch_load, train
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from toy import MODES, assert_equal, batch, build_toy
 
-from run.agreement import DesyncCheck, checksum
+from run.rank_checks import DesyncCheck, checksum
 
 WEIGHT = "transformer.h.0.mlp.c_fc.weight"
 CASES = {

@@ -13,7 +13,7 @@ from conftest import ROOT
 from scripts import SETTINGS, run
 
 from model import GPT, GPTConfig
-from run.memory import MemoryMeter
+from run.memory_meter import MemoryMeter
 
 STEPS = 6
 KINDS = {  # collectives that an implementation waits for, and sends

@@ -13,8 +13,8 @@ from scripts import run, torch_load, train
 from toy import assert_equal
 
 from model import GPT, GPTConfig
-from run import memory
-from run.memory import MemoryMeter
+from run import memory_meter
+from run.memory_meter import MemoryMeter
 from run.shadow import Shadow
 from zero import ShardedGradScaler
 from zero.build import build
@@ -127,8 +127,8 @@ def test_after_the_last_iteration_the_memory_of_the_copy_is_free():
 def test_a_peak_with_the_copy_is_not_that_of_the_run(monkeypatch):
     model = GPT(SIZES)
     meter = MemoryMeter(model, torch.optim.AdamW(model.parameters()))
-    monkeypatch.setattr(memory, "peak_bytes", lambda _: 300)
-    monkeypatch.setattr(memory, "reset_peak", lambda _: monkeypatch.setattr(memory, "peak_bytes", lambda _: 200))
+    monkeypatch.setattr(memory_meter, "peak_bytes", lambda _: 300)
+    monkeypatch.setattr(memory_meter, "reset_peak", lambda _: monkeypatch.setattr(memory_meter, "peak_bytes", lambda _: 200))
     meter.take()
     assert meter.peak() == 300
     meter.forget_peak()

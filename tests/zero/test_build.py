@@ -8,11 +8,11 @@ import torch.distributed as dist
 from ranks import run_ranks
 from toy import MODES, assert_equal, batch, build_toy, largest_difference, make_toy, train, weights
 
-from run.memory import describe
+from run.memory_meter import describe
 from zero import ShardedDataParallel, ShardedOptimizer
 from zero.build import build, clip_grad_norm_, move
+from zero.checkpoint.state import model_state_dict
 from zero.flags import Flags
-from zero.state import model_state_dict
 
 CLASSES = {
     "adamw": ("DistributedDataParallel", "AdamW"),

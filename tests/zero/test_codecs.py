@@ -14,8 +14,8 @@ from zero import Muon, ShardedDataParallel, ShardedOptimizer
 from zero import checkpoint as ckpt
 from zero.codecs import BLOCK, STATE_CODECS, BFloat16, Encoded, Int8, rounding_noise
 from zero.flags import Flags
+from zero.held_bytes import held_bytes
 from zero.masters import Remainders, store_rounded
-from zero.memory import held_bytes
 
 STEPS = 4
 CODECS = {

@@ -9,9 +9,9 @@ from ranks import run_ranks
 from toy import MODES, assert_equal, batch, build_toy, train, weights
 
 from distributed.ranks import gather_numbers
+from forecast.prediction import ShardedPrediction
 from zero.communication import KINDS, CommunicationMeter
-from zero.partition import partition
-from zero.prediction import ShardedPrediction
+from zero.sharded_state import partition
 
 USED = {  # kinds that send or wait
     "adamw": {"all-reduce"},

@@ -12,14 +12,14 @@ from torch.nn.parallel import DistributedDataParallel
 from toy import assert_equal, batch, build_toy, largest_difference, make_toy, train, weights
 
 from model import GPT
-from run.memory import describe
+from run.memory_meter import describe
 from zero import ShardedDataParallel, ShardedGradScaler, ShardedOptimizer
 from zero.build import build, clip_grad_norm_
 from zero.checkpoint import CheckpointWriter, chunk_reader, consolidate, load, restore
 from zero.flags import Flags
-from zero.memory import held_bytes
-from zero.messages import gather_objects
-from zero.partition import partition
+from zero.held_bytes import held_bytes
+from zero.host_comm import gather_objects
+from zero.sharded_state import partition
 
 
 def hybrid_toy(shard_size, **flags):

@@ -11,7 +11,7 @@ from ranks import run_ranks
 from torch import nn
 
 from zero import ShardedDataParallel, ShardedOptimizer, checkpoint
-from zero.state import local_chunks
+from zero.checkpoint.state import local_chunks
 
 
 class Scaled(torch.optim.SGD):

@@ -9,7 +9,7 @@ import torch
 from conftest import ROOT
 from scripts import run
 
-from zero.state import leaves
+from zero.checkpoint.state import leaves
 
 
 def test_the_package_has_all_of_zero_and_nothing_else():

@@ -13,8 +13,8 @@ from ranks import run_ranks
 from torch import nn
 
 from zero import ShardedDataParallel, ShardedOptimizer
+from zero.overlap import WaitingDict, WeakHook
 from zero.placeholders import SentGradient
-from zero.waiting import WaitingDict, WeakHook
 
 
 class First(nn.Module):

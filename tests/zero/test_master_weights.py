@@ -8,7 +8,7 @@ from toy import batch, largest_difference, make_toy, weights
 
 from zero import ShardedDataParallel, ShardedOptimizer
 from zero import checkpoint as ckpt
-from zero.memory import held_bytes
+from zero.held_bytes import held_bytes
 
 STEPS = 8
 

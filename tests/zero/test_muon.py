@@ -1,4 +1,4 @@
-"""zero/muon.py, zero/exchange.py: sharded Muon is torch.optim.Muon and AdamW; who transforms what, and what is sent."""
+"""zero/muon/: sharded Muon is torch.optim.Muon and AdamW; who transforms what, and what is sent."""
 
 import copy
 import inspect
@@ -14,16 +14,16 @@ from torch import nn
 from torch.optim import _muon
 from toy import assert_equal, batch, weights
 
-from forecast.memory import gpt_specs
+from forecast.prediction import ShardedPrediction
+from forecast.run_memory import gpt_specs
 from model import GPT2_SIZES, GPTConfig
 from zero import Muon, ShardedDataParallel, ShardedOptimizer
 from zero import checkpoint as ckpt
 from zero.flags import MUON
 from zero.layout import Layout
 from zero.layout import plan as make_plan
-from zero.matrices import Matrix, iteration_flops, matrix_plan, parts_of
-from zero.muon import orthogonalized
-from zero.prediction import ShardedPrediction
+from zero.muon.matrices import Matrix, iteration_flops, matrix_plan, parts_of
+from zero.muon.muon import orthogonalized
 
 WIDTH = 24
 DECAY = 0.1

@@ -8,14 +8,14 @@ from hypothesis import strategies as st
 from ranks import run_ranks
 from toy import Toy, make_toy
 
+from forecast.prediction import Prediction
 from model import GPT, GPTConfig
 from zero.build import build
 from zero.flags import Flags
+from zero.held_bytes import held_bytes
 from zero.layout import ParameterSpec, parameter_specs, plan, replicated_plan, zero_redundancy_plan
-from zero.memory import held_bytes
 from zero.optimizer import ShardedOptimizer
-from zero.partition import partition
-from zero.prediction import Prediction
+from zero.sharded_state import partition
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float64]
 specs = st.lists(

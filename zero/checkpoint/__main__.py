@@ -8,8 +8,8 @@ from typing import NoReturn
 
 from zero.checkpoint import format
 from zero.checkpoint.format import FORMAT, KEYS, manifest_entry, shards_folder, tensors_in, verify
+from zero.checkpoint.state import CheckpointError
 from zero.checkpoint.store import FORMATS, convert
-from zero.state import CheckpointError
 
 
 def _inspect(path: str, show_tensors: bool) -> bool:

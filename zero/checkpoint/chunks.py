@@ -16,7 +16,7 @@ from torch.distributed.checkpoint import filesystem, metadata, planner
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from zero.checkpoint.files import FileSum, file_sum, reading, sync_folder, underlying_os_error
-from zero.state import CheckpointError, TensorChunk, map_leaves, materialized
+from zero.checkpoint.state import CheckpointError, TensorChunk, map_leaves, materialized
 
 # torch.distributed.checkpoint is used without torch.distributed on purpose, so this warning is not needed
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")

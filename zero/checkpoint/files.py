@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
-from zero.state import CheckpointError
+from zero.checkpoint.state import CheckpointError
 
 _READ_BYTES = 16_000_000
 

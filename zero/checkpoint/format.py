@@ -12,7 +12,7 @@ import torch
 
 from zero.checkpoint import chunks
 from zero.checkpoint.files import FileSum, corruption_message, find_corruption, reading, underlying_os_error
-from zero.state import CheckpointError, TensorChunk, leaves
+from zero.checkpoint.state import CheckpointError, TensorChunk, leaves
 
 NAME = "ckpt.pt"  # of the newest checkpoint of a folder
 FORMAT = 1  # version of the keys that are added to nanoGPT's six

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 from zero.checkpoint.format import chunk_reader, load, tensors_in, verify
-from zero.messages import MESSAGE_BYTES, Transfers, broadcast_object, cpu_group, gather_objects, is_rank_0
-from zero.state import CheckpointError, TensorChunk, map_leaves
+from zero.checkpoint.state import CheckpointError, TensorChunk, map_leaves
+from zero.host_comm import MESSAGE_BYTES, Transfers, broadcast_object, cpu_group, gather_objects, is_rank_0
 
 _ReadChunks = Callable[[list[TensorChunk]], None]
 

@@ -12,7 +12,7 @@ from typing import Any
 from zero.checkpoint import chunks, format
 from zero.checkpoint.files import atomic_write, link_or_copy, sync_folder
 from zero.checkpoint.format import NAME, shards_entry, shards_folder, verify
-from zero.state import CheckpointError, TensorChunk
+from zero.checkpoint.state import CheckpointError, TensorChunk
 
 FORMATS = ("consolidated", "sharded")
 PREVIOUS = "ckpt_prev.pt"

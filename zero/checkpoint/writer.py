@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from zero.checkpoint import chunks, store
 from zero.checkpoint.format import NAME, shards_entry
-from zero.messages import LONG_TIMEOUT, broadcast_object, gather_objects, is_rank_0
-from zero.state import TensorChunk, full_state, local_chunks
+from zero.checkpoint.state import TensorChunk, full_state, local_chunks
+from zero.host_comm import LONG_TIMEOUT, broadcast_object, gather_objects, is_rank_0
 
 
 class DivergedError(ArithmeticError):

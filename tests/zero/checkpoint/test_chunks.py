@@ -18,7 +18,7 @@ from zero import checkpoint as ckpt
 from zero.checkpoint.chunks import read, write
 from zero.checkpoint.files import FileSum, file_sum
 from zero.checkpoint.format import read as read_file
-from zero.state import TensorChunk
+from zero.checkpoint.state import TensorChunk
 
 
 def rows_and_columns(folder):

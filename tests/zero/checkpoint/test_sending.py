@@ -19,7 +19,7 @@ from zero import checkpoint as ckpt
 from zero.build import build
 from zero.checkpoint import sending
 from zero.codecs import decoded
-from zero.partition import partition
+from zero.sharded_state import partition
 
 SMALL_MESSAGE = 100  # bytes
 

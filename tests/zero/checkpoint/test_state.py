@@ -1,4 +1,4 @@
-"""zero/state.py: the whole state of any optimizer on rank 0, and back into any other at any world size."""
+"""zero/checkpoint/state.py: the whole state of any optimizer on rank 0, and back into any other at any world size."""
 
 import contextlib
 import copy
@@ -15,9 +15,9 @@ from toy import assert_equal, batch, build_toy, largest_difference, make_toy, tr
 from zero import ShardedDataParallel, ShardedOptimizer
 from zero import checkpoint as ckpt
 from zero.build import build
+from zero.checkpoint.state import full_state, local_chunks
 from zero.flags import Flags
-from zero.partition import partition
-from zero.state import full_state, local_chunks
+from zero.sharded_state import partition
 
 STEPS = 4  # before and after the save
 

@@ -13,7 +13,7 @@ from ranks import run_ranks
 from toy import assert_equal, build_toy, make_toy, train
 
 from zero import checkpoint as ckpt
-from zero.state import local_chunks
+from zero.checkpoint.state import local_chunks
 
 
 def no_links(*_):

@@ -1,6 +1,6 @@
 """What a run will need on each rank: memory at each point of a step, bytes to send. plan.py prints it, train.py checks it.
 
-`zero.prediction` predicts the model, the optimizer and the communication from the plan that training uses. `activations`
+`forecast.prediction` predicts the model, the optimizer and the communication from the plan that training uses. `activations`
 predicts the activations. This module joins them for a GPT and the settings of train.py.
 """
 
@@ -16,13 +16,13 @@ from typing import Any, Self
 import torch
 
 from distributed.machine import multiplies_in_float32
+from forecast.prediction import Activations, DataParallelPrediction, Prediction, ShardedPrediction
 from model import GPT, GPTConfig, without_weights
 from zero import Muon
 from zero.build import optimizer_of
 from zero.flags import Flags
+from zero.held_bytes import with_own_state
 from zero.layout import ParameterSpec, Plan, parameter_specs, replicated_plan
-from zero.memory import with_own_state
-from zero.prediction import Activations, DataParallelPrediction, Prediction, ShardedPrediction
 
 MODES = {  # the ways to hold the optimizer state, by the name in tables
     "adamw": Flags(use_zero1=False),
@@ -145,7 +145,7 @@ def forecast(
         shard_gradients: see `zero.ShardedDataParallel`.
         distributed: the ranks are torchrun's, so that the model is wrapped for data parallelism.
         extras: other settings that take memory.
-        in_place: see `zero.prediction.Prediction`.
+        in_place: see `forecast.prediction.Prediction`.
     """
     state = plan.state_bytes
     sharded = bool(plan.buffers)

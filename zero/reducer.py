@@ -13,14 +13,14 @@ from torch import nn
 from torch.autograd import Variable
 
 from zero.buckets import Bucket
+from zero.checks import SPARSE, check_managed
 from zero.collectives import Communicator, ReduceScatterWork
 from zero.layout import PlacedSlice
 from zero.optimizer import ShardedOptimizer
+from zero.overlap import Readers, WeakHook
 from zero.placeholders import SentGradient, local_gradient
-from zero.refusals import SPARSE, check_managed
 from zero.stopwatch import region
 from zero.tensors import flattened, shaped, tensors_in
-from zero.waiting import Readers, WeakHook
 
 
 @dataclass

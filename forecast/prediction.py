@@ -12,11 +12,12 @@ from typing import Literal, NamedTuple
 
 import torch
 
+from forecast.traffic import FlatTensor, Traffic, nbytes_of
 from zero.codecs import STATE_CODECS
 from zero.collectives import PART
+from zero.communication import sent_by_data_parallel
 from zero.layout import ParameterSpec, Plan
-from zero.matrices import MatrixPlan, RoundSizes, iteration_flops, matrix_plan, stacked
-from zero.traffic import FlatTensor, Traffic, nbytes_of
+from zero.muon.matrices import MatrixPlan, RoundSizes, iteration_flops, matrix_plan, stacked
 
 PURPOSES = ("parameters", "gradients", "state", "master", "buckets")
 
@@ -88,10 +89,7 @@ class Prediction:
         return self.parameters + self.state + self.master + self._largest_of_a_step(activations)
 
     def sent(self) -> dict[str, int]:
-        """Return the bytes that this rank sends per iteration, by kind of collective.
-
-        An all-reduce counts as a ring, 2 (N - 1) / N of its bytes, a broadcast as the mean over the ranks, (N - 1) / N.
-        """
+        """Return the bytes that this rank sends per iteration, by kind of collective."""
         return {}
 
     @cached_property
@@ -254,8 +252,7 @@ class DataParallelPrediction(Prediction):
     """For DistributedDataParallel with `gradient_as_bucket_view`."""
 
     def sent(self) -> dict[str, int]:
-        one_way = self.full_gradients * (self.world_size - 1) // self.world_size
-        return {"all-reduce": 2 * one_way} | ({"broadcast": one_way} if self.plan.world_size > 1 else {})
+        return sent_by_data_parallel(self.plan, self.world_size)
 
     def _gradients_and_buckets(self, point: Point) -> tuple[int, int]:
         # its buckets exist from construction on; gradients are views into them, except those that accumulate outside
@@ -301,7 +298,7 @@ class ShardedPrediction(Prediction):
 
     @cached_property
     def exchanged(self) -> int:
-        """Largest bytes that the exchange of matrices takes in an update, see `zero.exchange`: three rounds at a time.
+        """Largest bytes that the exchange of matrices takes in an update, see `zero.muon.exchange`: three rounds at a time.
 
         Of the one that is transformed there are first its elements and whole matrices with the temporary tensors of
         Newton-Schulz, then its elements, whole matrices and what is sent back and received.

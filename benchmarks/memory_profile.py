@@ -16,12 +16,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.contenders import FSDP2, NOT_BUILT, Contender, Setup
 from forecast.activations import LiveBytes
-from forecast.memory import IN_PLACE
+from forecast.prediction import PURPOSES
+from forecast.run_memory import IN_PLACE
 from zero.checkpoint.format import tensors_in
-from zero.memory import held_bytes
-from zero.messages import gather_objects
-from zero.prediction import PURPOSES
-from zero.state import full_state
+from zero.checkpoint.state import full_state
+from zero.held_bytes import held_bytes
+from zero.host_comm import gather_objects
 
 POINTS = ("after init", "wrapping", "after wrapping", "accumulating", "before step", "after step", "saving", "peak")
 MICRO_STEPS = 2  # of a step, so that gradients accumulate

@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.contenders import Contender, Setup
-from benchmarks.memory import free_unused_memory, reset_resident_peak, resident_peak
-from forecast.memory import MODES
+from benchmarks.memory_profile import free_unused_memory, reset_resident_peak, resident_peak
+from forecast.run_memory import MODES
 from zero import checkpoint
-from zero.messages import broadcast_object, gather_objects, is_rank_0
+from zero.host_comm import broadcast_object, gather_objects, is_rank_0
 
 
 def checkpoint_rows(setup: Setup, modes: list[str], rounds: int) -> list[dict[str, Any]]:

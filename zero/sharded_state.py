@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
+from zero.host_comm import cpu_group, gather_objects
 from zero.layout import Plan, Slice, parameter_specs, replicated_plan
-from zero.messages import cpu_group, gather_objects
 from zero.optimizer import ShardedOptimizer
 
 

@@ -5,7 +5,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from zero.matrices import stacked
+from zero.muon.matrices import stacked
 
 NS_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic iteration, see https://kellerjordan.github.io/posts/muon/

@@ -1,4 +1,4 @@
-"""Memory use in bytes, measured on tensors. `zero.prediction` predicts it."""
+"""Memory use in bytes, measured on tensors. `forecast.prediction` predicts it."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -8,10 +8,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from zero.codecs import Encoded
 from zero.layout import ParameterSpec
-from zero.muon import own_step
+from zero.muon.muon import own_step
 from zero.optimizer import ShardedOptimizer
-from zero.partition import parameters, partition
 from zero.placeholders import local_gradient
+from zero.sharded_state import parameters, partition
 
 
 def held_bytes(optimizer: torch.optim.Optimizer, model: torch.nn.Module | None = None) -> dict[str, int]:

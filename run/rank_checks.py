@@ -22,7 +22,7 @@ from distributed.ranks import print0
 from distributed.rendezvous import agree
 from model import GPTConfig
 from zero import ShardedOptimizer
-from zero.messages import gather_objects
+from zero.host_comm import gather_objects
 
 Facts = dict[str, dict[str, Any]]  # remedy if values differ between ranks: name: value
 

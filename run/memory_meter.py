@@ -10,15 +10,15 @@ import torch
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from distributed.launch import launched
-from forecast.memory import Extras, Workload, forecast, predicted_activations
+from forecast.prediction import Activations, Prediction
+from forecast.run_memory import Extras, Workload, forecast, predicted_activations
 from run.logger import Logger
 from run.report import size
+from zero.held_bytes import held_bytes, with_own_state
+from zero.host_comm import gather_objects, is_rank_0
 from zero.layout import Plan, replicated_plan
-from zero.memory import held_bytes, with_own_state
-from zero.messages import gather_objects, is_rank_0
 from zero.optimizer import ShardedOptimizer
-from zero.partition import Partition, parameters, partition
-from zero.prediction import Activations, Prediction
+from zero.sharded_state import Partition, parameters, partition
 
 Point = Literal["after_init", "before_step", "after_step"]
 
@@ -30,7 +30,7 @@ class MemoryMeter:
     """Measures the memory of this rank. No method waits for the device or for another rank.
 
     On a GPU, the memory at a point is what the allocator has allocated. On a CPU, it is the bytes of the model, its optimizer
-    and its communication (`zero.memory.held_bytes`), because the memory of the process also holds what the system's allocator
+    and its communication (`zero.held_bytes`), because the memory of the process also holds what the system's allocator
     has not returned to the system. The peak is that of the allocator on a GPU, and of the process on a CPU.
 
     Args:

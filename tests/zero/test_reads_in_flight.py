@@ -1,4 +1,4 @@
-"""zero/waiting.py: reads of what is in flight."""
+"""zero/overlap.py: reads of what is in flight."""
 
 import copy
 import pickle
@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import flex_attention
 
-from zero.waiting import ReadCheck, WaitingDict
+from zero.overlap import ReadCheck, WaitingDict
 
 READS = {
     "[]": lambda waiting: waiting["a"],

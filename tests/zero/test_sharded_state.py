@@ -1,11 +1,11 @@
-"""zero/partition.py: who holds which slices, asked of each implementation."""
+"""zero/sharded_state.py: who holds which slices, asked of each implementation."""
 
 import pytest
 import torch
 from ranks import run_ranks
 from toy import MODES, build_toy
 
-from zero.partition import parameters, partition
+from zero.sharded_state import parameters, partition
 
 
 def held(mode):

@@ -3,8 +3,8 @@
 from typing import NamedTuple
 
 from forecast.fully_sharded import FullyShardedPrediction
+from forecast.prediction import Prediction, ShardedPrediction
 from zero.communication import KINDS
-from zero.prediction import Prediction, ShardedPrediction
 
 _BUCKET_BYTES = 25_000_000  # of DistributedDataParallel, by default
 

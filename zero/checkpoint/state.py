@@ -16,11 +16,11 @@ from typing import Any, NamedTuple, Self
 import torch
 
 from zero.codecs import Encoded
+from zero.host_comm import gather_on_rank_0
 from zero.layout import Slice
-from zero.messages import gather_on_rank_0
 from zero.muon import Muon
 from zero.optimizer import hyperparameters
-from zero.partition import Partition, partition
+from zero.sharded_state import Partition, partition
 from zero.tensors import flattened, meta_like, shaped
 
 # these say how this machine computes the update: taken from the running optimizer, never from a file

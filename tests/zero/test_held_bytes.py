@@ -1,4 +1,4 @@
-"""zero/memory.py: bytes as they are predicted, as they are accounted for, and as they are really held."""
+"""zero/held_bytes.py: bytes as they are predicted, as they are accounted for, and as they are really held."""
 
 import copy
 from dataclasses import replace
@@ -10,14 +10,14 @@ from ranks import run_ranks
 from toy import MODES, build_toy, train
 
 from forecast.activations import LiveBytes
+from forecast.prediction import Prediction
 from model import GPT, GPTConfig
 from zero import Muon, ShardedOptimizer
 from zero.build import build
 from zero.flags import Flags
+from zero.held_bytes import held_bytes, with_own_state
 from zero.layout import parameter_specs
-from zero.memory import held_bytes, with_own_state
-from zero.partition import partition
-from zero.prediction import Prediction
+from zero.sharded_state import partition
 
 
 def state_bytes():

@@ -1,4 +1,4 @@
-"""run/memory.py: a run says what memory it will need and what it takes, and warns if the two differ."""
+"""run/memory_meter.py: a run says what memory it will need and what it takes, and warns if the two differ."""
 
 import json
 import re
@@ -12,15 +12,15 @@ from ranks import run_ranks
 from scripts import train
 
 from forecast.activations import LiveBytes, predict
-from forecast.memory import Extras, Workload, forecast, gpt_specs
+from forecast.prediction import PURPOSES
+from forecast.run_memory import Extras, Workload, forecast, gpt_specs
 from model import GPT, GPTConfig
-from run import memory
-from run.memory import MemoryCheck, MemoryMeter
+from run import memory_meter
+from run.memory_meter import MemoryCheck, MemoryMeter
 from run.shadow import Shadow
 from zero import ShardedGradScaler
 from zero.build import build, clip_grad_norm_
 from zero.flags import Flags
-from zero.prediction import PURPOSES
 
 BUCKET_MB = 0.02
 SIZES = GPTConfig(block_size=16, vocab_size=29, n_layer=2, n_head=2, n_embd=32)
@@ -113,7 +113,7 @@ def test_a_wrong_prediction_causes_a_warning_with_the_parts(check, capsys, facto
 )
 def test_the_peak_is_compared_on_a_gpu(check, capsys, monkeypatch, factor, compiled, workspaces, warns):
     check.device, check.compiled = torch.device("cuda"), compiled
-    monkeypatch.setattr(memory, "GPU_WORKSPACES", workspaces)
+    monkeypatch.setattr(memory_meter, "GPU_WORKSPACES", workspaces)
     monkeypatch.setattr(check.memory, "peak", lambda: round(factor * check.forecast.peak))
     check.compare(2)
     line, *warnings = capsys.readouterr().out.splitlines()
@@ -127,8 +127,8 @@ def test_a_model_that_cannot_be_predicted_trains_all_the_same(monkeypatch, capsy
     def fail(*_):
         raise RuntimeError("no fake tensors for this model")
 
-    monkeypatch.setattr(memory, "predicted_activations", fail)
-    assert memory._activations(None, "float32") == (0,) * 5
+    monkeypatch.setattr(memory_meter, "predicted_activations", fail)
+    assert memory_meter._activations(None, "float32") == (0,) * 5
     assert capsys.readouterr().out == ("note: activations cannot be predicted: RuntimeError: no fake tensors for this model\n")
 
 

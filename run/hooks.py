@@ -13,28 +13,28 @@ import torch
 
 from data.dataset import Dataset
 from distributed.exits import exit_on_wrong_input, finish
+from distributed.heartbeat import position
 from distributed.launch import Launch
 from distributed.machine import environment
-from distributed.position import position
 from distributed.ranks import print0
 from distributed.signals import Action, Signals
 from distributed.watchdog import Watchdog
-from forecast.memory import Extras, Workload
+from forecast.run_memory import Extras, Workload
 from model import GPT
-from run.agreement import DesyncCheck
 from run.checkpoints import Checkpoints, State
 from run.guard import Guard
 from run.logger import Logger
-from run.memory import MemoryCheck, MemoryMeter
+from run.memory_meter import MemoryCheck, MemoryMeter
 from run.meter import Meter
 from run.profiling import FOLDER, Profiler
 from run.progress import Progress
+from run.rank_checks import DesyncCheck
 from run.sampling import Sampler
 from run.shadow import Shadow
 from zero import ShardedGradScaler
 from zero.flags import Flags
 from zero.gradients import GradientNorms
-from zero.partition import parameters
+from zero.sharded_state import parameters
 
 
 class Run:

@@ -1,4 +1,4 @@
-"""zero/prediction.py: what it predicts is what tensors take, at every point of a step, for every mode and any world size."""
+"""forecast/prediction.py: what it predicts is what tensors take, at every point of a step, in every mode."""
 
 import itertools
 import time
@@ -10,16 +10,16 @@ import torch.distributed as dist
 from ranks import context, run_ranks
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from benchmarks.memory import broadcasts_free_their_copies
+from benchmarks.memory_profile import broadcasts_free_their_copies
 from forecast.activations import LiveBytes, predict
+from forecast.prediction import DataParallelPrediction, Prediction, ShardedPrediction
 from model import GPT, GPTConfig, without_weights
 from zero.build import build, clip_grad_norm_
 from zero.codecs import Int8
 from zero.flags import Flags
+from zero.held_bytes import held_bytes
 from zero.layout import parameter_specs
-from zero.memory import held_bytes
 from zero.optimizer import ShardedOptimizer
-from zero.prediction import DataParallelPrediction, Prediction, ShardedPrediction
 
 
 class MuonFlags(Flags):

@@ -10,8 +10,8 @@ import torch
 
 from zero.buckets import Bucket, OwnedSlice
 from zero.collectives import AllToAllWork, Communicator
-from zero.matrices import MatrixPlan, Part, stacked
-from zero.muon import NeedsWholeMatrices, is_skipped
+from zero.muon.matrices import MatrixPlan, Part, stacked
+from zero.muon.muon import NeedsWholeMatrices, is_skipped
 from zero.stopwatch import region
 from zero.tensors import shaped
 

@@ -5,12 +5,9 @@ Every command but the last says first how long it will take.
 Everything about GPT-2 124M on two CPU ranks with one thread each:
     $ torchrun --standalone --nproc_per_node=2 bench.py --what=all --model=gpt2 --batch_size=1 --block_size=64
 
-Time of GPT-2 124M with several sequence lengths:
-    $ torchrun --standalone --nproc_per_node=2 bench.py --what=time --model=gpt2 --batch_size=1 --block_size=128,256,512
-
-Bytes sent by a 10.7M-parameter model on four CPU ranks:
-    $ torchrun --standalone --nproc_per_node=4 bench.py --what=time --modes=adamw,torch,sharded,bfloat16 --n_layer=6 \\
-        --n_head=6 --n_embd=384 --vocab_size=65 --block_size=64 --batch_size=1
+Time of some modes, with several sequence lengths:
+    $ torchrun --standalone --nproc_per_node=2 bench.py --what=time --modes=adamw,sharded,fsdp2 --model=gpt2 \\
+        --batch_size=1 --block_size=128,256,512
 
 Memory of GPT-2 XL on two ranks. The ranks share a GPU, or each rank has its own GPU:
     $ torchrun --standalone --nproc_per_node=2 bench.py --what=memory --model=gpt2-xl --batch_size=1
@@ -23,32 +20,23 @@ Memory below PyTorch, as malloc gives it out on a CPU (Linux with glibc):
     $ LD_PRELOAD=$PWD/malloc_counter.so torchrun --standalone --nproc_per_node=2 bench.py --what=memory --model=gpt2 \\
         --batch_size=1 --block_size=64 --dtype=bfloat16
 
-What the metrics of a run cost, with a 10.7M-parameter model:
-    $ torchrun --standalone --nproc_per_node=2 bench.py --what=telemetry --n_layer=6 --n_head=6 --n_embd=384 \\
-        --vocab_size=65 --block_size=256 --batch_size=1 --rounds=20
-
 Memory of the model of PyTorch's tutorial on ZeroRedundancyOptimizer:
     $ torchrun --standalone --nproc_per_node=2 bench.py --model=cookbook
 
 The tables are printed. The folder out-bench/<model, ranks, device>/, or with --name results/<name>/, receives them as
-memory_profile.txt, speed_comparison.csv, training.csv, checkpoints.csv, telemetry.csv and results.json, and as pictures
-if altair and vl-convert-python are installed.
+text, CSV and results.json, and as pictures if altair and vl-convert-python are installed.
 
 On a noisy machine, compare only measurements that were taken close together. For this reason the modes take turns when
 the time is measured. The column to read is "ratio": the time of a mode is divided by the time of the first mode in the
 same round, and the ratio is the median over all rounds. If its quartiles are far apart, take more --rounds.
-
-Modes: adamw, torch, sharded, shard_gradients, bfloat16, remainder, int8, loss_chunk, and with _in_place, as in plan.py;
-simple: all-reduce, update of the own part, then an all-gather without overlap;
-hybrid: sharded, where zero_shard_size ranks share the state; no_overlap: sharded, whose step waits for the all-gathers;
-fsdp2: PyTorch's fully_shard of each block with reshard_after_forward=False, which sends the least; fsdp2_reshard: with
-its defaults, which take the least memory. muon: sharded, with Muon; plain_muon: the same on every rank.
 
 Points of a step: after init: the model exists. wrapping: the most while data parallelism is set up; after wrapping:
 then. accumulating: between micro-steps. before step, after step: around the update. saving: a checkpoint is gathered.
 peak: the most within a step.
 Parts: copy is what rank 0 gathers to save it; rest is everything else, mostly temporary tensors of backward;
 resident peak is what the system has given to the process.
+
+Modes:
 """
 
 import datetime
@@ -56,40 +44,34 @@ import math
 import os
 import platform
 import sys
+from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from benchmarks.contenders import MODES, PLANNED, Setup
+from benchmarks import memory_profile, save_time, speed, telemetry, training
+from benchmarks.contenders import Setup
 from benchmarks.cookbook import cookbook_rows
-from benchmarks.memory_profile import (
-    MICRO_STEPS,
-    MallocBytes,
-    can_reset_resident_peak,
-    memory_rows,
-    simulated_rows,
-    simulated_world,
-)
 from benchmarks.results import Results, draw
-from benchmarks.save_time import checkpoint_rows
-from benchmarks.speed import seconds_of, time_rows
-from benchmarks.telemetry import METRIC_INTERVAL, telemetry_rows
-from benchmarks.training import training_rows
-from configurator import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, configure
+from configurator import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, configure, integers
 from data.dataset import WITHOUT_DOWNLOAD, Dataset, prepare_if_missing
 from distributed import machine
 from distributed.exits import exit_on_wrong_input, exit_with_error, finish
 from distributed.launch import launched
 from distributed.ranks import on_rank_0, print0, start
-from forecast.run_memory import IN_PLACE, gpt_specs
+from forecast.modes import MODES, explained
+from forecast.run_memory import gpt_specs
 from model import GPT2_SIZES, GPTConfig
 from zero.host_comm import is_rank_0
+from zero.layout import resolve_shard_size
+
+__doc__ += explained(MODES)
 
 # -----------------------------------------------------------------------------
 what: Literal["memory", "time", "training", "checkpoint", "telemetry", "all"] = "all"  # telemetry: what the metrics cost
-modes = ""  # names from benchmarks.contenders.MODES; empty: a choice for each measure; others are compared to the first one
+modes = ""  # separated by commas; empty: a choice for each measure; the others are compared to the first one
 model = ""  # 'gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl', or 'cookbook'; empty: the sizes below
 name = "auto"  # results/<name>/ receives the results; auto: out-bench/<model, ranks, device>/; empty: write nothing
 simulate_world_size = ""  # numbers of ranks, for example 8,64,1024: measure the memory of rank 0 in one process
@@ -114,37 +96,35 @@ config = configure(globals())
 # -----------------------------------------------------------------------------
 DEFAULT_MODES = {
     # on one machine, hybrid is the same as sharded; no_overlap takes as much memory
-    "memory": ",".join(mode for mode in MODES if mode not in ("hybrid", "no_overlap")),
-    "time": "adamw,torch,sharded",
-    "training": ",".join((*IN_PLACE, *PLANNED)),
-    "checkpoint": "sharded,torch",
-    "telemetry": "adamw,sharded",
+    "memory": [mode for mode in MODES if mode not in ("hybrid", "no_overlap")],
+    "time": ["adamw", "torch", "sharded"],
+    "training": [mode for mode in MODES if MODES[mode].planned],
+    "checkpoint": ["sharded", "torch"],
+    "telemetry": ["adamw", "sharded"],
+    "cookbook": [],  # it has its own
 }
-
-
-def numbers(key, text):
-    """Return the positive integers of a setting."""
-    values = [int(value) if value.isdecimal() else 0 for value in text.split(",")]
-    if min(values) < 1:
-        raise ValueError(f"{key}={text} must be positive integers, separated by commas")
-    return values
 
 
 def modes_of(measure):
     """Return the names of the modes to compare."""
-    names = (modes or DEFAULT_MODES[measure]).split(",")
+    names = modes.split(",") if modes else DEFAULT_MODES[measure]
     if unknown := [name for name in names if name not in MODES]:
         raise ValueError(f"modes={modes}: {', '.join(unknown)} is not one of {', '.join(MODES)}")
-    return names
+    if measure not in ("checkpoint", "telemetry"):
+        return names
+    if not (built := [name for name in names if MODES[name].is_built]):
+        raise ValueError(f"modes={modes}: what={measure} needs a mode that train.py has, such as sharded")
+    return built
 
 
 launch = launched()
 with exit_on_wrong_input():
-    measures = ["memory", "time", "training", "checkpoint", "telemetry"] if what == "all" else [what]
-    worlds = numbers("simulate_world_size", simulate_world_size) if simulate_world_size else []
+    every = [measure for measure in DEFAULT_MODES if measure != "cookbook"]
+    measures = ["cookbook"] if model == "cookbook" else every if what == "all" else [what]
+    worlds = integers("simulate_world_size", simulate_world_size) if simulate_world_size else []
     if worlds and (launch.distributed or measures != ["memory"]):
         raise ValueError("simulate_world_size measures memory in one process; start it with python bench.py --what=memory")
-    if "checkpoint" in measures and model != "cookbook" and not can_reset_resident_peak():
+    if "checkpoint" in measures and not memory_profile.can_reset_resident_peak():
         raise ValueError("what=checkpoint reads memory figures that only Linux has; run it on Linux")
     if model and model not in (*GPT2_SIZES, "cookbook"):
         raise ValueError(f"model={model} is not one of {', '.join(GPT2_SIZES)}, cookbook")
@@ -152,16 +132,16 @@ with exit_on_wrong_input():
         raise ValueError("modes cannot be chosen with model=cookbook; remove --modes")
     if "," in block_size and "time" not in measures:
         raise ValueError(f"block_size={block_size}: only the time (what=time, what=all) takes several values; give one")
-    if worlds and model == "cookbook":
-        raise ValueError("model=cookbook needs real ranks; start it with torchrun --standalone --nproc_per_node=2 bench.py")
-    block_sizes = numbers("block_size", block_size)
+    block_sizes = integers("block_size", block_size)
     gpt = GPTConfig.of(config | GPT2_SIZES.get(model, {}), block_size=block_sizes[0])
     names = {measure: modes_of(measure) for measure in measures}
     if not worlds and not launch.distributed:
         raise ValueError("bench.py compares several ranks; start it with torchrun --standalone --nproc_per_node=2 bench.py")
+    shard_size = zero_shard_size or launch.local_world_size
+    for world in worlds or [launch.world_size]:
+        resolve_shard_size(shard_size, world)
     device, dtype = machine.resolve(device, dtype)
     device = torch.device(device) if worlds else start(launch, device)
-    shard_size = zero_shard_size or launch.local_world_size
     setup = Setup(gpt, batch_size, device, dtype, zero_bucket_mb, grad_clip, activation_checkpointing, seed, shard_size)
     where, title = machine.device_name(device), model or f"{n_layer}x{n_embd}"
     ranks = f"simulated ranks {simulate_world_size}" if worlds else f"{launch.world_size} ranks, {dist.get_backend()}"
@@ -192,85 +172,79 @@ with exit_on_wrong_input():
         data = Dataset(WITHOUT_DOWNLOAD, block_sizes[0])
 
 
+class Measure(NamedTuple):
+    title: str
+    file: str
+    cost: tuple[int, float]  # models and micro-steps of a mode, which take nearly all of the time
+    rows: Callable[[list[str]], list[dict[str, Any]]]  # of modes; needs to be called on all ranks
+
+
+def memory_rows(names):
+    if not worlds:
+        return memory_profile.memory_rows(setup, names)
+    return [row for world in worlds for row in memory_profile.simulated_rows(setup, names, world)]
+
+
+allocated = "given out by malloc" if memory_profile.MallocBytes.is_preloaded() else "of live tensors"
+allocated = "allocated on the GPU" if device.type == "cuda" else allocated
+MEASURES = {
+    "memory": Measure(
+        f"Memory: MB {allocated}, on {'rank 0' if worlds else 'the fullest rank'}",
+        "memory_profile.txt",
+        memory_profile.COST,
+        memory_rows,
+    ),
+    "time": Measure(
+        "Time of a step; the ratio is that to the first mode in the same round",
+        "speed_comparison.csv",
+        speed.cost(block_sizes, rounds, steps_per_turn),
+        lambda names: speed.time_rows(setup, names, block_sizes, rounds, steps_per_turn),
+    ),
+    "training": Measure(
+        "Training: peak of the fullest rank, and the largest difference of a loss from that of the first mode",
+        "training.csv",
+        training.cost(training_steps),
+        lambda names: training.training_rows(setup, names, data, training_steps),
+    ),
+    "checkpoint": Measure(
+        "Checkpoints", "checkpoints.csv", save_time.COST, lambda names: save_time.checkpoint_rows(setup, names, rounds)
+    ),
+    "telemetry": Measure(
+        "Metrics: the ratio is that to a step without them",
+        "telemetry.csv",
+        telemetry.cost(rounds),
+        lambda names: telemetry.telemetry_rows(setup, names, rounds),
+    ),
+    "cookbook": Measure(
+        "Memory as in PyTorch's tutorial: peaks of the fullest rank",
+        "memory_profile.txt",
+        (0, 0),
+        lambda _: cookbook_rows(setup),
+    ),
+}
+
+
 def announce_duration():
     """Print how long the measures will take, by the time of a model and a step. Needs to be called on all ranks."""
-    counts = {  # of models and steps of a mode
-        "memory": (1, 2 * MICRO_STEPS + 1),
-        "time": (len(block_sizes), (rounds + 1) * steps_per_turn * sum(block_sizes) / block_sizes[0]),
-        "training": (2, MICRO_STEPS * (training_steps + 2)),
-        "checkpoint": (1, 1),
-        "telemetry": (3, 3 * (rounds + 1) * METRIC_INTERVAL),
-    }
     mode = names[measures[0]][0]
-    with simulated_world(worlds[0]) if worlds else nullcontext():
-        model_s, step_s = seconds_of(setup, mode)
-    each = {measure: models * model_s + steps * step_s for measure, (models, steps) in counts.items()}
-    minutes = sum(len(names[measure]) * each[measure] for measure in measures) * max(1, len(worlds)) / 60
-    more = ", and the checkpoints" if "checkpoint" in measures else ""
-    print0(f"this will take about {math.ceil(minutes)} min{more}: a step of {mode} takes {step_s:.2f} s here")
+    with memory_profile.simulated_world(worlds[0]) if worlds else nullcontext():
+        model_s, step_s = speed.seconds_of(setup, mode)
+    costs = {measure: MEASURES[measure].cost for measure in measures}
+    seconds = sum(len(names[measure]) * (models * model_s + steps * step_s) for measure, (models, steps) in costs.items())
+    minutes, more = math.ceil(seconds * max(1, len(worlds)) / 60), ", and the checkpoints" if "checkpoint" in measures else ""
+    print0(f"this will take about {minutes} min{more}: a step of {mode} takes {step_s:.2f} s here")
 
 
-def measure_memory():
-    """Measure the memory at each point of a step. Needs to be called on all ranks."""
-    rows = [row for world in worlds for row in simulated_rows(setup, names["memory"], world, print)]
-    if not worlds:
-        rows = [row for mode in names["memory"] for row in memory_rows(setup, mode)]
-    on_cpu = "given out by malloc" if MallocBytes.is_preloaded() else "of live tensors"
-    kind = "allocated on the GPU" if device.type == "cuda" else on_cpu
-    report("memory", f"Memory: MB {kind}, on {'rank 0' if worlds else 'the fullest rank'}", rows, "memory_profile.txt")
-
-
-def measure_time():
-    """Measure the time of a step. Needs to be called on all ranks."""
-    rows = []
-    for length in block_sizes:
-        rows += time_rows(setup, names["time"], length, rounds, steps_per_turn)
-    report("time", "Time of a step; the ratio is that to the first mode in the same round", rows, "speed_comparison.csv")
-
-
-def measure_training():
-    """Train briefly in each mode. Needs to be called on all ranks."""
-    title = "Training: peak of the fullest rank, and the largest difference of a loss from that of the first mode"
-    report("training", title, training_rows(setup, names["training"], data, training_steps), "training.csv")
-
-
-def measure_checkpoint():
-    """Measure the checkpoints. Needs to be called on all ranks."""
-    report("checkpoint", "Checkpoints", checkpoint_rows(setup, names["checkpoint"], rounds), "checkpoints.csv")
-
-
-def measure_telemetry():
-    """Measure what the metrics cost. Needs to be called on all ranks."""
-    report(
-        "telemetry",
-        "Metrics: the ratio is that to a step without them",
-        telemetry_rows(setup, names["telemetry"], rounds),
-        "telemetry.csv",
-    )
-
-
-def report(measure, title, rows, file):
-    if is_rank_0():
-        details = f"{MICRO_STEPS} micro-steps per rank" if measure in ("memory", "training") else ""
-        results.add(measure, title, rows, file, details)
-
-
-MEASURES = {
-    "memory": measure_memory,
-    "time": measure_time,
-    "training": measure_training,
-    "checkpoint": measure_checkpoint,
-    "telemetry": measure_telemetry,
-}
 print0(results.title if is_rank_0() else "")
 try:
-    if model == "cookbook":
-        rows = cookbook_rows(device, zero_bucket_mb)
-        report("cookbook", "Memory as in PyTorch's tutorial: peaks of the fullest rank", rows, "memory_profile.txt")
-    else:
+    if model != "cookbook":
         announce_duration()
-        for measure in measures:
-            MEASURES[measure]()
+    for measure in measures:
+        title, file, _, rows_of = MEASURES[measure]
+        rows = rows_of(names[measure])
+        details = f"{memory_profile.MICRO_STEPS} micro-steps per rank" if measure in ("memory", "training") else ""
+        if is_rank_0():
+            results.add(measure, title, rows, file, details)
 except RuntimeError as error:
     if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
         raise

@@ -97,6 +97,14 @@ def configure(settings: dict[str, Any], argv: list[str] | None = None) -> dict[s
     return config
 
 
+def integers(key: str, text: str) -> list[int]:
+    """Return the positive integers of a setting that takes several, such as 1,2,8. Raises ValueError for any other text."""
+    values = [int(value) if value.isdecimal() else 0 for value in text.split(",")]
+    if min(values) < 1:
+        raise ValueError(f"{key}={text} must be positive integers, separated by commas; for example --{key}=1,2,8")
+    return values
+
+
 def settings_of(*paths: str, **names: Any) -> dict[str, Any]:
     """Return the default settings of other scripts, with their annotations, without running the scripts.
 

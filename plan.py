@@ -16,17 +16,12 @@ The table as a file and as a picture, and the owners of one parameter:
 
 Every setting of train.py is a setting of plan.py, with the same default.
 
-Modes: `adamw` is use_zero1=False (also with optimizer=muon), `torch` is zero1_impl=torch, `sharded` is the default.
-For comparison, `_in_place` is a loop whose zero_grad(set_to_none=False) leaves gradients in the buckets of
-DistributedDataParallel.
-To `sharded` are added: `shard_gradients`, `bfloat16` (param_dtype=bfloat16), `remainder` (the same with
-master_dtype=remainder), `int8` (state_dtype=int8), `checkpointing` (activation_checkpointing=True), `loss_chunk`
-(loss_chunk=1024), and in `all` everything together. If the settings have `checkpointing` or `loss_chunk`, all rows
-have it. The row that the settings choose is marked with *. `fsdp2_reshard` is PyTorch's fully_shard, also for
-comparison.
-
 Time is estimated: computation at --mfu per cent of the data sheet's peak, and the communication that does not overlap
 with it. Evaluations and checkpoints are not counted. A machine has --ranks_per_machine ranks.
+
+The row that the settings choose is marked with *. `checkpointing` is sharded with activation_checkpointing=True, and
+`all` has everything together. If the settings have checkpointing or loss_chunk, all rows have it. For comparison only:
+`fsdp2_reshard`, and `_in_place`, a loop whose zero_grad(set_to_none=False) leaves gradients in DDP's buckets. Modes:
 """
 
 import difflib
@@ -41,14 +36,15 @@ import torch
 
 from charts.bars import plan_chart
 from charts.style import check_path, number, save, shown_in
-from configurator import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, configure, settings_of
+from configurator import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, configure, integers, settings_of
 from data.dataset import DATA_DIR, Dataset
 from data.vocabulary import DataError, expected_vocab_size
 from distributed.exits import exit_on_wrong_input
 from distributed.ranks import check_backend
 from forecast.advice import Advice, batch_of_the_run, cheapest, fewest_ranks, largest_model, prices, ways
+from forecast.modes import MODES, explained
 from forecast.planner import BATCHES, PARTS, Planner
-from forecast.run_memory import CPU_RESIDENT, IN_PLACE, MODES
+from forecast.run_memory import CPU_RESIDENT
 from model import GPT2_SIZES, GPTConfig, check_block_size
 from run.schedule import horizons
 from run.shadow import check_device
@@ -167,14 +163,6 @@ def vocabulary(settings: dict[str, Any]) -> int:
         return GPTConfig.vocab_size
 
 
-def world_sizes(text: str) -> list[int]:
-    """Return the numbers of `--world_size`."""
-    sizes = [int(size) if size.isdecimal() else 0 for size in text.split(",")]
-    if min(sizes) < 1:
-        raise ValueError(f"world_size={text} must be numbers of ranks, separated by commas; for example --world_size=1,2,8")
-    return sizes
-
-
 def description(planner: Planner) -> str:
     """Return what is planned, in a line."""
     settings = planner.settings
@@ -196,7 +184,7 @@ def print_owners(name: str, planner: Planner, world_size: int) -> None:
     number = names.index(name)
     spec = planner.specs[number]
     for mode in ("sharded", "torch") if world_size > 1 else ("adamw",):
-        plan = planner.plan(planner.complete(MODES[mode], world_size), world_size)
+        plan = planner.plan(planner.complete(MODES[mode].flags, world_size), world_size)
         groups = f" in {world_size // plan.world_size} groups" if 1 < plan.world_size < world_size else ""
         print(f"{mode}, ranks: {world_size}{groups}; {name} {tuple(spec.shape)}, {spec.numel:,} elements when flattened")
         for rank in range(plan.world_size):
@@ -218,7 +206,7 @@ def verdict(rows: list[dict[str, Any]], planner: Planner, amount: Callable[[int]
     """
     settings, limit = planner.settings, planner.limit
     plain, chosen = rows[0], next(row for row in rows if row["chosen"])
-    size, baseline = chosen["world_size"], f"{planner.plain} in place" if plain["mode"] in IN_PLACE else planner.plain
+    size, baseline = chosen["world_size"], f"{planner.plain} in place" if MODES[plain["mode"]].in_place else planner.plain
     text = f"{size:5} rank{'s' if size > 1 else ' '}  peak {amount(chosen['peak'])}"
     if chosen is not plain:
         saved = 1 - chosen["peak"] / plain["peak"]
@@ -405,10 +393,11 @@ def check_outputs(settings: dict[str, Any]) -> None:
 
 def main() -> None:
     train = os.path.join(os.path.dirname(os.path.abspath(__file__)), "train.py")
-    settings = configure({**settings_of(__file__, train, torch=torch), "__doc__": __doc__})
+    modes = explained(mode for mode in MODES if MODES[mode].planned or mode in ("loss_chunk", "fsdp2_reshard"))
+    settings = configure({**settings_of(__file__, train, torch=torch), "__doc__": f"{__doc__}{modes}\n"})
     with exit_on_wrong_input():
         check_outputs(settings)
-        sizes = world_sizes(settings["world_size"])
+        sizes = integers("world_size", settings["world_size"])
         if max(sizes) > 1:
             check_backend(settings["backend"], "cuda" if settings["device"] == "auto" else settings["device"])
         planner = Planner(settings, model_config(settings))

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks.contenders import Setup
 from benchmarks.memory_profile import free_unused_memory
 from forecast.activations import LiveBytes
 from zero import ShardedDataParallel, ShardedOptimizer
@@ -24,7 +25,7 @@ IMPLEMENTATIONS = ("tutorial: Adam", "tutorial: ZeroRedundancyOptimizer", "adamw
 LAYERS, WIDTH, BATCH, LEARNING_RATE = 20, 2000, 20, 0.01
 
 
-def cookbook_rows(device: torch.device, bucket_mb: BucketMB) -> list[dict[str, Any]]:
+def cookbook_rows(setup: Setup) -> list[dict[str, Any]]:
     """Return one row per implementation, with the figures of the fullest rank in MB. Needs to be called on all ranks.
 
     The figures are peaks, as in the tutorial: on a GPU of the allocator, on a CPU of the bytes of all live tensors.
@@ -35,7 +36,7 @@ def cookbook_rows(device: torch.device, bucket_mb: BucketMB) -> list[dict[str, A
     rows, sums = [], {}
     for implementation in IMPLEMENTATIONS:
         free_unused_memory()
-        by_rank = gather_objects(_train(implementation, device, bucket_mb))
+        by_rank = gather_objects(_train(implementation, setup))
         if len({total for _, total in by_rank}) > 1:
             raise RuntimeError(f"{implementation}: the ranks have different parameters: {[total for _, total in by_rank]}")
         sums[implementation] = by_rank[0][1]
@@ -46,9 +47,9 @@ def cookbook_rows(device: torch.device, bucket_mb: BucketMB) -> list[dict[str, A
     return rows
 
 
-def _train(implementation: str, device: torch.device, bucket_mb: BucketMB) -> tuple[dict[str, float], float]:
+def _train(implementation: str, setup: Setup) -> tuple[dict[str, float], float]:
     """Return megabytes by point, and the sum of the parameters in float64."""
-    live = LiveBytes()
+    live, device = LiveBytes(), setup.device
     on_gpu = device.type == "cuda"
     allocated = torch.cuda.memory_allocated() if on_gpu else 0
     points: dict[str, float] = {}
@@ -63,7 +64,7 @@ def _train(implementation: str, device: torch.device, bucket_mb: BucketMB) -> tu
         torch.manual_seed(0)
         module = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))).to(device)
         record("local model")
-        model, optimizer = _wrapped(implementation, module, bucket_mb)
+        model, optimizer = _wrapped(implementation, module, setup.bucket_mb)
         record("after wrapping")
         torch.manual_seed(dist.get_rank())
         inputs, labels = torch.randn(BATCH, WIDTH, device=device), torch.randn(BATCH, WIDTH, device=device)

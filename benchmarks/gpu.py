@@ -17,6 +17,8 @@ from typing import NamedTuple
 
 import torch
 
+from forecast.modes import MODES
+
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 BUDGET_S = 530.0  # for all parts together
 
@@ -38,8 +40,8 @@ def parts(on_gpu: bool, out: str) -> list[Part]:
     medium = ["--model=gpt2-medium", "--block_size=1024"] if on_gpu else tiny
     small = ["--model=gpt2", "--block_size=1024", "--batch_size=8"] if on_gpu else tiny
     gpt2 = ["--n_layer=12", "--n_head=12", "--n_embd=768", "--block_size=1024", "--batch_size=8"] if on_gpu else []
-    own = ["adamw", "sharded", "shard_gradients", "bfloat16", "remainder", "int8", "loss_chunk"]
-    with_torch = f"--modes={','.join([*own, 'muon', 'torch'])}"
+    of_a_run = (name for name, mode in MODES.items() if mode.is_built and mode.overlap and not (mode.in_place or mode.hybrid))
+    modes = f"--modes={','.join(of_a_run)}"
 
     def bench(what: str, name: str, *arguments: str) -> list[str]:
         return ["bench.py", f"--what={what}", f"--name={os.path.join(out, name)}", *arguments]
@@ -62,10 +64,10 @@ def parts(on_gpu: bool, out: str) -> list[Part]:
         Part("train-muon", 2, train("muon", "--optimizer=muon", eager)),
         Part("train-float16", 2, train("float16", "--dtype=float16", "--shard_gradients=True", "--loss_chunk=256", eager)),
         Part("train-resumed", 1, train("float32", "--dtype=float32", "--init_from=resume", "--max_iters=25", eager)),
-        Part("memory-bfloat16", 0, bench("memory", "memory-bfloat16", *large, with_torch, "--dtype=bfloat16", *eight)),
-        Part("memory-float32", 0, bench("memory", "memory-float32", *large, with_torch, "--dtype=float32", *eight)),
-        Part("memory-2-gloo-ranks", 2, bench("memory", "memory-2-gloo-ranks", *medium, with_torch)),
-        Part(f"time-1-{alone}-rank", 1, bench("time", "time", *small, f"--modes={','.join([*own, 'muon', 'plain_muon'])}")),
+        Part("memory-bfloat16", 0, bench("memory", "memory-bfloat16", *large, modes, "--dtype=bfloat16", *eight)),
+        Part("memory-float32", 0, bench("memory", "memory-float32", *large, modes, "--dtype=float32", *eight)),
+        Part("memory-2-gloo-ranks", 2, bench("memory", "memory-2-gloo-ranks", *medium, modes)),
+        Part(f"time-1-{alone}-rank", 1, bench("time", "time", *small, modes)),
         Part("profile", 1, train("profile", *gpt2, "--max_iters=10", "--profile=True", "--profile_memory=True", eager)),
         Part("train-compiled", 1, train("compiled", "--compile=True")),
     ]

@@ -4,7 +4,7 @@ import ctypes
 import gc
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Self
 from unittest import mock
@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from benchmarks.contenders import FSDP2, NOT_BUILT, Contender, Setup
+from benchmarks.contenders import Contender, Setup
 from forecast.activations import LiveBytes
+from forecast.modes import MODES, Mode
 from forecast.prediction import PURPOSES
-from forecast.run_memory import IN_PLACE
 from zero.checkpoint.format import tensors_in
 from zero.checkpoint.state import full_state
 from zero.held_bytes import held_bytes
@@ -25,6 +25,7 @@ from zero.host_comm import gather_objects
 
 POINTS = ("after init", "wrapping", "after wrapping", "accumulating", "before step", "after step", "saving", "peak")
 MICRO_STEPS = 2  # of a step, so that gradients accumulate
+COST = 1, 2 * MICRO_STEPS + 1  # models and micro-steps of a mode
 
 
 class MemoryProfile:
@@ -34,8 +35,8 @@ class MemoryProfile:
     if benchmarks/malloc_counter.c is preloaded, what malloc has allocated.
     """
 
-    def __init__(self, setup: Setup, mode: str) -> None:
-        self.setup, self.mode = setup, mode
+    def __init__(self, setup: Setup, mode: Mode, micro_steps: int = MICRO_STEPS) -> None:
+        self.setup, self.mode, self.micro_steps = setup, mode, micro_steps
         self.on_gpu = setup.device.type == "cuda"
         self.points: dict[str, dict[str, Any]] = {}
         self.live: MallocBytes | LiveBytes = MallocBytes() if MallocBytes.is_preloaded() else LiveBytes()
@@ -56,9 +57,12 @@ class MemoryProfile:
                 self.contender.wrap()
             self._record("wrapping", {}, total=self._peak())
             self._record("after wrapping", self._held())
-            self._first_step()
-            self._second_step()
-            if can_save and self.mode not in NOT_BUILT:
+            # in its second forward, DistributedDataParallel makes its buckets again, beside those that hold gradients
+            for _ in range(2 if self.mode.in_place else 1):
+                self.contender.step([None] * self.micro_steps)
+            self.contender.wait()
+            self._last_step()
+            if can_save and self.mode.is_built:
                 self._reset_peak()
                 state = full_state(self.contender.module, self.contender.optimizer)
                 copy = sum(tensor.nbytes for tensor in {id(leaf): leaf for leaf in tensors_in(state).values()}.values())
@@ -78,38 +82,36 @@ class MemoryProfile:
         params = self.contender.module.parameters()
         return sum(param.nbytes for param in params if param.device.type == self.setup.device.type)
 
-    def _first_step(self) -> None:
-        """Create the optimizer state."""
-        # in its second forward, DistributedDataParallel makes its buckets again, beside those that hold gradients
-        for _ in range(2 if self.mode in IN_PLACE else 1):
-            self.contender.step([None] * MICRO_STEPS)
-        self.contender.wait()
-
-    def _second_step(self) -> None:
-        contender = self.contender
+    def _last_step(self) -> None:
         self._reset_peak()
-        before = self._now()
-        with contender.accumulating():
-            loss = contender.forward()
-            activations = self._now() - before
-            loss.backward()
-            del loss
+        activations = [self._micro_step(is_last=False) for _ in range(self.micro_steps - 1)]
         held = self._held()
-        self._record("accumulating", held)
-        contender.forward().backward()
-        contender.clip()
-        contender.wait()
+        if self.micro_steps > 1:
+            self._record("accumulating", held)
+        activations.append(self._micro_step(is_last=True))
+        self.contender.clip()
+        self.contender.wait()
         self._record("before step", self._held())
-        contender.update()
-        contender.wait()
+        self.contender.update()
+        self.contender.wait()
         self._record("after step", self._held())
-        self._record("peak", {**held, "activations": activations}, total=self._peak())
+        self._record("peak", {**held, "activations": activations[0]}, total=self._peak())
         if not self.on_gpu:  # a record begins a new resident peak, but this row is that of the whole step
             points = ("accumulating", "before step", "after step")
-            self.points["peak"]["resident peak"] = max(self.points[point]["resident peak"] for point in points)
+            peaks = [self.points[point]["resident peak"] for point in points if point in self.points]
+            self.points["peak"]["resident peak"] = max(peaks)
+
+    def _micro_step(self, is_last: bool) -> int:
+        """Run forward and backward, and return the bytes of activations."""
+        before = self._now()
+        with nullcontext() if is_last else self.contender.accumulating():
+            loss = self.contender.forward()
+            activations = self._now() - before
+            loss.backward()
+        return activations
 
     def _record(self, point: str, parts: dict[str, int], total: int | None = None) -> None:
-        if dist.get_backend() != "fake":
+        if dist.get_backend() != "fake" and dist.get_world_size() > 1:
             for _ in range(10):  # each thread of gloo holds the tensors of its last collective until it takes the next one
                 dist.barrier()
             time.sleep(0.05)
@@ -121,7 +123,7 @@ class MemoryProfile:
 
     def _held(self) -> dict[str, int]:
         """Return the bytes of the model and its optimizer by purpose."""
-        if self.mode not in FSDP2:
+        if self.mode.fully_shard is None:
             return held_bytes(self.contender.optimizer, self.contender.model)
         params = list(self.contender.module.parameters())
         states = self.contender.optimizer.state.values()
@@ -196,25 +198,28 @@ def broadcasts_free_their_copies() -> Iterator[None]:
         yield
 
 
-def memory_rows(setup: Setup, mode: str) -> list[dict[str, Any]]:
-    """Return one row per point, from the rank that holds the most at this point. Needs to be called on all ranks."""
-    by_rank = gather_objects(MemoryProfile(setup, mode).measure())
-    predicted = predicted_totals(setup, mode, dist.get_world_size())
+def memory_rows(setup: Setup, modes: list[str]) -> list[dict[str, Any]]:
+    """Return one row per mode and point, from the rank that holds the most at this point. Needs to be called on all ranks."""
     rows = []
-    for point in by_rank[0]:
-        fullest = max((points[point] for points in by_rank), key=lambda figures: figures["total"])
-        rows.append({"mode": mode, "point": point, **_row(fullest, predicted.get(point))})
+    for mode in modes:
+        by_rank = gather_objects(MemoryProfile(setup, MODES[mode]).measure())
+        fullest = {point: max((each[point] for each in by_rank), key=lambda rank: rank["total"]) for point in by_rank[0]}
+        rows += _rows(setup, mode, dist.get_world_size(), fullest)
     return rows
 
 
-def _row(figures: dict[str, Any], predicted: int | None) -> dict[str, Any]:
-    """Return the figures of a point, in the order of the table."""
-    off = None if predicted is None else 100 * (predicted / max(1, figures["total"]) - 1)
-    parts = {part: figures.get(part) for part in (*PURPOSES, "activations", "copy", "rest", "resident peak")}
-    return {"total": figures["total"], "predicted": predicted, "off by, %": off, **parts}
+def _rows(setup: Setup, mode: str, world_size: int, points: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the rows of a mode, with figures in the order of the table."""
+    rows, prediction = [], predicted_totals(setup, MODES[mode], world_size)
+    for point, figures in points.items():
+        predicted, total = prediction.get(point), figures["total"]
+        off = None if predicted is None else 100 * (predicted / max(1, total) - 1)
+        parts = {part: figures.get(part) for part in (*PURPOSES, "activations", "copy", "rest", "resident peak")}
+        rows.append({"mode": mode, "point": point, "total": total, "predicted": predicted, "off by, %": off, **parts})
+    return rows
 
 
-def predicted_totals(setup: Setup, mode: str, world_size: int) -> dict[str, int]:
+def predicted_totals(setup: Setup, mode: Mode, world_size: int) -> dict[str, int]:
     """Return the predicted bytes of the fullest rank by point, where there is a prediction."""
     forecast = setup.forecast(mode, world_size, MICRO_STEPS)
     if forecast is None:
@@ -233,7 +238,7 @@ def predicted_totals(setup: Setup, mode: str, world_size: int) -> dict[str, int]
     }
 
 
-def simulated_rows(setup: Setup, modes: list[str], world_size: int, report: Callable[[str], None]) -> list[dict[str, Any]]:
+def simulated_rows(setup: Setup, modes: list[str], world_size: int) -> list[dict[str, Any]]:
     """Return one row per mode and point, measured on rank 0 of a world whose other ranks do not exist.
 
     PyTorch's fake process group takes the place of the communication, so the steps compute with wrong gradients, but take
@@ -242,14 +247,12 @@ def simulated_rows(setup: Setup, modes: list[str], world_size: int, report: Call
     rows = []
     for mode in modes:
         with simulated_world(world_size):
-            profile = MemoryProfile(setup, mode)
+            profile = MemoryProfile(setup, MODES[mode])
             points = profile.measure(can_save=False)
-            predicted = predicted_totals(setup, mode, world_size)
             own_ms = profile.step_ms()
-            report(f"{world_size} ranks, {mode}: {own_ms:.0f} ms of own computation per step of one micro-step")
-            for point, figures in points.items():
-                row = {"world_size": world_size, "mode": mode, "point": point, **_row(figures, predicted.get(point))}
-                rows.append({**row, "own computation, ms": own_ms})
+            print(f"{world_size} ranks, {mode}: {own_ms:.0f} ms of own computation per step of one micro-step")
+            for row in _rows(setup, mode, world_size, points):
+                rows.append({"world_size": world_size, **row, "own computation, ms": own_ms})
             del profile
     return rows
 

@@ -2,7 +2,7 @@
 
     $ sudo .venv/bin/python -m benchmarks.network
 
-Two machines are two network namespaces of this one, see `benchmarks.hosts`. A token bucket limits what each of them can send
+Two machines are two network namespaces of this one, see `tests/hosts.py`. A token bucket limits what each of them can send
 and receive. `bench.py` runs on both. The folder results/network-cpu/ receives the table and the picture. The columns are those
 of bench.py. The ratio is that to DistributedDataParallel with plain AdamW in the same round.
 """
@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.hosts import ROOT, Hosts, why_not
 from benchmarks.results import Results, draw
 from distributed.machine import device_name
+from tests.hosts import ROOT, Hosts, why_not
 
 MODEL = (
     "--n_layer=6",

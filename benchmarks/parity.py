@@ -9,9 +9,7 @@ One rank with NCCL goes through the sharded path, which has no other rank to sen
     $ torchrun --standalone --nproc_per_node=1 -m benchmarks.parity --backend=nccl
 """
 
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Literal
 
 import torch
@@ -24,6 +22,7 @@ from distributed import machine
 from distributed.exits import exit_on_wrong_input, finish
 from distributed.launch import launched
 from distributed.ranks import on_rank_0, print0, start
+from forecast.modes import MODES, Mode
 from model import GPTConfig
 from zero import checkpoint
 
@@ -31,16 +30,12 @@ device = "auto"
 backend: Literal["auto", "nccl", "gloo"] = "auto"
 
 STEPS, MICRO_STEPS = 5, 2
-# Largest difference of a weight, relative to the largest change of a weight. On one or two ranks, sums have one order, so the
-# weights are equal bit for bit. Clipping adds up squares in another order, and shard_gradients adds up the micro-steps in
-# another order: where a gradient is close to zero, AdamW can make this visible.
-LIMITS = {"adamw_in_place": 0.0, "torch": 0.0, "sharded": 0.0, "shard_gradients": 1e-2}
-CLIPPED_LIMIT = 1e-2
-MUON_CLIPPED_LIMIT = 5e-2  # Newton-Schulz in bfloat16 amplifies the difference
-ROUNDED_LIMITS = {"bfloat16": 0.1, "remainder": 0.1, "int8": 0.1}  # of the mean difference, relative to the mean change
+# On one or two ranks, sums have one order, so the weights are equal bit for bit. Clipping adds up squares in another order.
+CLIPPED_TOLERANCE = 1e-2
+MUON_CLIPPED_TOLERANCE = 5e-2  # Newton-Schulz in bfloat16 amplifies the difference
 
 
-def trained_weights(setup: Setup, mode: str, steps: int = STEPS) -> torch.Tensor:
+def trained_weights(setup: Setup, mode: Mode, steps: int = STEPS) -> torch.Tensor:
     """Return all (master) weights, (number of weights,) float32, on rank 0. Needs to be called on all ranks."""
     contender = Contender(setup, mode).wrap()
     for _ in range(steps):
@@ -54,34 +49,27 @@ def trained_weights(setup: Setup, mode: str, steps: int = STEPS) -> torch.Tensor
 
 def check(setup: Setup) -> bool:
     """Print a line per mode and return whether all modes agree with the plain optimizer. Needs to be called on all ranks."""
-    before, after = trained_weights(setup, "adamw", steps=0), trained_weights(setup, "adamw")
+    plain_modes = {mode.muon: mode for mode in (MODES["adamw"], MODES["plain_muon"])}
+    before = trained_weights(setup, MODES["adamw"], steps=0)
+    plain = {muon: trained_weights(setup, mode) for muon, mode in plain_modes.items()}
     verdicts = []
 
-    def judge(what: str, found: float, limit: float) -> None:
-        agrees = found <= limit  # nan does not
-        verdicts.append(agrees)
+    def judge(what: str, weights: torch.Tensor, expected: torch.Tensor, limit: float, of_mean: bool = False) -> None:
+        reduce = torch.mean if of_mean else torch.max
+        found = on_rank_0(lambda: (reduce((weights - expected).abs()) / reduce((expected - before).abs())).item())
+        verdicts.append(found <= limit)  # nan is not
         measured = f"difference {found:.1e}, allowed {limit:.1e}"
-        print0(f"{'ok' if agrees else 'WRONG':5}  {what:26}  grad_clip={setup.grad_clip:<4}  {measured}")
+        print0(f"{'ok' if verdicts[-1] else 'WRONG':5}  {what:26}  grad_clip={setup.grad_clip:<4}  {measured}")
 
-    for mode, limit in LIMITS.items():
-        differences = (trained_weights(setup, mode) - after).abs()
-        found = on_rank_0(partial(_ratio, differences, (after - before).abs(), torch.max))
-        judge(mode, found, max(limit, CLIPPED_LIMIT) if setup.grad_clip else limit)
-    for mode, limit in ROUNDED_LIMITS.items():
-        differences = (trained_weights(setup, mode) - after).abs()
-        judge(mode, on_rank_0(partial(_ratio, differences, (after - before).abs(), torch.mean)), limit)
-    plain = trained_weights(setup, "plain_muon")
-    differences = (trained_weights(setup, "muon") - plain).abs()
-    found = on_rank_0(partial(_ratio, differences, (plain - before).abs(), torch.max))
-    judge("muon", found, MUON_CLIPPED_LIMIT if setup.grad_clip else 0.0)
-    recomputed = trained_weights(replace(setup, activation_checkpointing=True), "adamw")
-    differences = (recomputed - after).abs()
-    judge("activation checkpointing", on_rank_0(partial(_ratio, differences, (after - before).abs(), torch.max)), 0.0)
+    for name, mode in MODES.items():
+        if mode.tolerance is not None:
+            of_clipping = MUON_CLIPPED_TOLERANCE if mode.muon else CLIPPED_TOLERANCE
+            limit = max(mode.tolerance, of_clipping if setup.grad_clip else 0.0)
+            of_mean = mode.lowers_weights or mode.flags.state_dtype != "float32"
+            judge(name, trained_weights(setup, mode), plain[mode.muon], limit, of_mean)
+    recomputed = trained_weights(replace(setup, activation_checkpointing=True), MODES["adamw"])
+    judge("activation checkpointing", recomputed, plain[False], 0.0)
     return all(verdicts)
-
-
-def _ratio(differences: torch.Tensor, changes: torch.Tensor, reduce: Callable[[torch.Tensor], torch.Tensor]) -> float:
-    return (reduce(differences) / reduce(changes)).item()
 
 
 def call_collectives(device: torch.device) -> None:

@@ -11,9 +11,12 @@ import torch.distributed as dist
 
 from benchmarks.contenders import Contender, Setup
 from benchmarks.memory_profile import free_unused_memory, reset_resident_peak, resident_peak
-from forecast.run_memory import MODES
+from forecast.modes import MODES
 from zero import checkpoint
 from zero.host_comm import broadcast_object, gather_objects, is_rank_0
+from zero.tensors import tensors_in
+
+COST = 1, 1  # models and micro-steps of a mode, without the checkpoints
 
 
 def checkpoint_rows(setup: Setup, modes: list[str], rounds: int) -> list[dict[str, Any]]:
@@ -26,8 +29,6 @@ def checkpoint_rows(setup: Setup, modes: list[str], rounds: int) -> list[dict[st
     """
     rows = []
     for mode in modes:
-        if mode not in MODES:
-            continue
         contender = _trained(setup, mode)
         tries = [_consolidation(contender, checkpoint.consolidate) for _ in range(rounds + 1)]
         figures = _figures(tries)
@@ -41,7 +42,7 @@ def checkpoint_rows(setup: Setup, modes: list[str], rounds: int) -> list[dict[st
 
 def _trained(setup: Setup, mode: str) -> Contender:
     """Return a contender after one step, so that there is optimizer state."""
-    contender = Contender(setup, mode).wrap()
+    contender = Contender(setup, MODES[mode]).wrap()
     contender.step()
     contender.wait()
     return contender
@@ -65,7 +66,7 @@ def _consolidation(contender: Contender, consolidate: Callable[[torch.optim.Opti
     dist.barrier()
     before, begin = reset_resident_peak(), time.perf_counter()
     state = consolidate(contender.optimizer)
-    return time.perf_counter() - begin, resident_peak() - before - _state_bytes(state)
+    return time.perf_counter() - begin, resident_peak() - before - sum(tensor.nbytes for tensor in tensors_in(state))
 
 
 def _consolidate_pytorch(optimizer: Any) -> dict[str, Any] | None:
@@ -95,9 +96,3 @@ def _save_and_restore(contender: Contender) -> list[dict[str, Any]]:
             rows.append(row)
             dist.barrier()
     return rows
-
-
-def _state_bytes(state: dict[str, Any] | None) -> int:
-    if state is None:
-        return 0
-    return sum(value.nbytes for entry in state["state"].values() for value in entry.values() if isinstance(value, torch.Tensor))

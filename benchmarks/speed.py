@@ -3,47 +3,66 @@
 import glob
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from benchmarks.contenders import FSDP2, Contender, Setup
+from benchmarks.contenders import Contender, Setup
 from distributed.launch import launched
+from forecast.modes import MODES, Mode
 from zero.communication import CommunicationMeter
 
 PHASES = ("forward and backward", "optimizer")
 
 
-def time_rows(setup: Setup, modes: list[str], block_size: int, rounds: int, steps_per_turn: int) -> list[dict[str, Any]]:
-    """Return one row per mode. The modes take turns. Needs to be called on all ranks.
+def cost(block_sizes: list[int], rounds: int, steps_per_turn: int) -> tuple[int, float]:
+    """Return the models of a mode, and its micro-steps in the time of one with the first block size."""
+    return len(block_sizes), (rounds + 1) * steps_per_turn * sum(block_sizes) / block_sizes[0]
 
-    On a noisy machine, only measurements that were taken close together can be compared: the ratio is that of a mode to the
-    first mode in the same round, and its median over the rounds. The milliseconds are medians as well, so on a noisy machine
-    they can have another order; the quartiles of the ratios say how certain it is. The first round is not counted.
-    """
-    setup = replace(setup, config=replace(setup.config, block_size=block_size))
-    contenders = {mode: TimedContender(setup, mode) for mode in modes}
-    turns: dict[str, list[dict[str, float]]] = {mode: [] for mode in modes}
-    for _ in range(rounds + 1):
-        for mode in modes:
-            turns[mode].append(contenders[mode].turn(steps_per_turn))
+
+def time_rows(setup: Setup, modes: list[str], block_sizes: list[int], rounds: int, steps_per_turn: int) -> list[dict[str, Any]]:
+    """Return one row per block size and mode. Needs to be called on all ranks."""
     rows = []
-    for mode in modes:
-        counted, reference = turns[mode][1:], turns[modes[0]][1:]
-        medians = {column: statistics.median(turn[column] for turn in counted) for column in counted[0]}
-        compared = ratio_to([turn["ms per step"] for turn in counted], [turn["ms per step"] for turn in reference])
-        rows.append({"mode": mode, "block_size": block_size, **medians, **compared})
+    for block_size in block_sizes:
+        of_size = replace(setup, config=replace(setup.config, block_size=block_size))
+        turns = {mode: partial(TimedContender(of_size, MODES[mode]).turn, steps_per_turn) for mode in modes}
+        rows += [{"mode": mode, "block_size": block_size, **figures} for mode, figures in compared(turns, rounds).items()]
     return rows
+
+
+def compared(turns: Mapping[str, Callable[[], dict[str, float]]], rounds: int) -> dict[str, dict[str, Any]]:
+    """Let contenders take turns, and return the medians of their figures, and how long they took.
+
+    On a noisy machine, only measurements that were taken close together can be compared: the ratio is that to the first
+    contender in the same round, and its median over the rounds. The milliseconds are medians as well, so on a noisy machine
+    they can have another order; the quartiles of the ratios say how certain it is. The first round is not counted.
+
+    Args:
+        turns: by name, what measures a turn: "ms per step", and other figures.
+    """
+    measured: dict[str, list[dict[str, float]]] = {name: [] for name in turns}
+    for _ in range(rounds + 1):
+        for name, turn in turns.items():
+            measured[name].append(turn())
+    found, reference = {}, [turn["ms per step"] for turn in measured[next(iter(turns))][1:]]
+    for name, (_, *counted) in measured.items():
+        times = [turn["ms per step"] for turn in counted]
+        ratios = [own / other for own, other in zip(times, reference, strict=True)]
+        low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
+        medians = {column: statistics.median(turn[column] for turn in counted) for column in counted[0]}
+        found[name] = {**medians, "ratio": middle, "ratio, quartiles": [low, high], "rounds, ms": times}
+    return found
 
 
 def seconds_of(setup: Setup, mode: str) -> tuple[float, float]:
     """Return how long a model with its first step takes, and a later step. Needs to be called on all ranks."""
     begin = time.perf_counter()
-    contender = Contender(setup, mode).wrap()
+    contender = Contender(setup, MODES[mode]).wrap()
     ends = []
     for _ in range(2):
         contender.step()
@@ -52,17 +71,10 @@ def seconds_of(setup: Setup, mode: str) -> tuple[float, float]:
     return ends[0] - begin, ends[1] - ends[0]
 
 
-def ratio_to(times: list[float], reference: list[float]) -> dict[str, Any]:
-    """Return the median of the ratios of the same rounds with its quartiles, and the milliseconds of each round."""
-    ratios = [own / other for own, other in zip(times, reference, strict=True)]
-    low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
-    return {"ratio": middle, "ratio, quartiles": [low, high], "rounds, ms": times}
-
-
 class TimedContender:
     """A contender that is timed. Every method needs to be called on all ranks."""
 
-    def __init__(self, setup: Setup, mode: str) -> None:
+    def __init__(self, setup: Setup, mode: Mode) -> None:
         self.contender = Contender(setup, mode).wrap()
         self.on_gpu = setup.device.type == "cuda"
         self.communication = CommunicationMeter(self.contender.model, self.contender.optimizer)
@@ -98,7 +110,7 @@ class TimedContender:
         figures = {"ms per step": whole * 1000}
         for phase in PHASES:
             figures[f"{phase}, ms"] = (self._seconds[phase] - exposed[phase]) * 1000 / timed_steps
-        if self.contender.mode not in FSDP2:  # FSDP2 does not report how long it waits
+        if self.contender.mode.fully_shard is None:  # FSDP2 does not report how long it waits
             figures["exposed communication, ms"] = sum(exposed.values()) * 1000 / timed_steps
         if dist.get_backend() == "gloo":
             launch = launched()

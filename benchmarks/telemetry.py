@@ -1,20 +1,22 @@
 """The time that the metrics of a run cost: steps as in train.py, without them, with them, and with wandb."""
 
 import importlib.util
+import itertools
 import math
 import os
-import statistics
 import tempfile
 import time
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext, redirect_stdout
+from functools import partial
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from benchmarks.contenders import Contender, Setup
-from benchmarks.speed import ratio_to
+from benchmarks.speed import compared
 from distributed.ranks import mean_over_ranks
+from forecast.modes import MODES
 from forecast.run_memory import Extras
 from run.logger import Logger
 from run.memory_meter import MemoryCheck, MemoryMeter
@@ -25,101 +27,82 @@ METRIC_INTERVAL = 10  # steps; the default of train.py, with log_interval=1. A t
 NEVER_ENDS = 10**9  # iterations
 
 
-class NoMeter:
-    """What `Meter` offers, without metrics: only the loss is read, as in nanoGPT."""
-
-    def begin_iteration(self, iteration: int, is_logged: bool) -> None:
-        pass
-
-    def phase(self, name: str) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def measure_memory(self, point: str) -> None:
-        pass
-
-    def log_iteration(self, iteration: int, loss: torch.Tensor, *_: Any) -> None:
-        print(f"iter {iteration}: loss {mean_over_ranks(loss.clone()):.4f}")
-
-    def restart(self) -> None:
-        pass
+def cost(rounds: int) -> tuple[int, int]:
+    """Return the models and micro-steps of a mode."""
+    return 3, 3 * (rounds + 1) * METRIC_INTERVAL
 
 
 def telemetry_rows(setup: Setup, modes: list[str], rounds: int) -> list[dict[str, Any]]:
-    """Return one row per mode and kind of telemetry. Needs to be called on all ranks.
+    """Return one row per mode and kind of telemetry, which take turns. Needs to be called on all ranks.
 
-    Each kind has its own model, and the kinds of a mode take turns of a few steps. The ratio is that to the turn without
-    metrics in the same round, and its median over the rounds. The first round is not counted.
+    Each kind has its own model. The ratio is that to the turn without metrics in the same round.
     """
-    return [row for mode in modes for row in _rows_of(setup, mode, rounds)]
+    return [{"mode": mode, "telemetry": kind, **row} for mode in modes for kind, row in _by_kind(setup, mode, rounds).items()]
 
 
-def _rows_of(setup: Setup, mode: str, rounds: int) -> list[dict[str, Any]]:
+def _by_kind(setup: Setup, mode: str, rounds: int) -> dict[str, dict[str, Any]]:
     kinds = ["off", "metrics", *(["metrics and wandb"] if importlib.util.find_spec("wandb") else [])]
-    contenders = {kind: Contender(setup, mode).wrap() for kind in kinds}
-    turns: dict[str, list[float]] = {kind: [] for kind in kinds}
+    contenders = {kind: Contender(setup, MODES[mode]).wrap() for kind in kinds}
     with tempfile.TemporaryDirectory() as folder, open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
-        meters: dict[str, NoMeter | Meter] = {"off": NoMeter()}
+        meters: dict[str, Meter | None] = {"off": None}
         for kind in kinds[1:]:
-            meters[kind] = _meter(contenders[kind], os.path.join(folder, kind), wandb_log="wandb" in kind)
-        for turn in range(rounds + 1):
-            for kind, meter in meters.items():
-                turns[kind].append(_turn(contenders[kind], meter, turn * METRIC_INTERVAL))
-        for meter in meters.values():
-            if isinstance(meter, Meter):
-                meter.log.finish()
-    reference = turns["off"][1:]
-    return [
-        {
-            "mode": mode,
-            "telemetry": kind,
-            "ms per step": statistics.median(times[1:]),
-            **ratio_to(times[1:], reference),
-        }
-        for kind, times in turns.items()
-    ]
+            meters[kind] = _meter(mode, contenders[kind], os.path.join(folder, kind), wandb_log="wandb" in kind)
+        turns = {kind: partial(_turn, contenders[kind], meters[kind], itertools.count()) for kind in kinds}
+        figures = compared(turns, rounds)
+        for meter in filter(None, meters.values()):
+            meter.log.finish()
+    return figures
 
 
-def _meter(contender: Contender, folder: str, wandb_log: bool) -> Meter:
+def _meter(mode: str, contender: Contender, folder: str, wandb_log: bool) -> Meter:
     setup, model, optimizer = contender.setup, contender.model, contender.optimizer
-    names = {"wandb_project": "telemetry", "wandb_run_name": "telemetry", "out_dir": folder, "implementation": contender.mode}
+    names = {"wandb_project": "telemetry", "wandb_run_name": "telemetry", "out_dir": folder, "implementation": mode}
     before = {name: os.environ.pop(name) for name in ("WANDB_DIR", "WANDB_MODE") if name in os.environ}
     os.environ["WANDB_DIR"] = folder  # not the folder of the user's runs
     log = Logger(folder, None, {"wandb_log": wandb_log, "wandb_mode": "offline", **names})
     del os.environ["WANDB_DIR"]
     os.environ.update(before)
-    shard_gradients = contender.mode == "shard_gradients"
-    memory = MemoryMeter(model, optimizer)
+    memory, shard_gradients = MemoryMeter(model, optimizer), contender.mode.flags.shard_gradients
     check = MemoryCheck(log, model, optimizer, memory, setup.workload(contender.mode), shard_gradients, 1, False, Extras())
     tokens = setup.batch_size * setup.config.block_size * dist.get_world_size()
     flops = contender.module.flops_per_token()
     return Meter(log, model, optimizer, memory, check, setup.dtype, tokens, flops, NEVER_ENDS, METRIC_INTERVAL)
 
 
-def _turn(contender: Contender, meter: Meter | NoMeter, first: int) -> float:
-    """Return the milliseconds of a step."""
+def _turn(contender: Contender, meter: Meter | None, iterations: Iterator[int]) -> dict[str, float]:
     dist.barrier()
-    meter.restart()
+    if meter is not None:
+        meter.restart()
     begin = time.perf_counter()
-    for iteration in range(first, first + METRIC_INTERVAL):
+    for iteration in itertools.islice(iterations, METRIC_INTERVAL):
         _step(contender, meter, iteration)
     contender.wait()
-    return (time.perf_counter() - begin) * 1000 / METRIC_INTERVAL
+    return {"ms per step": (time.perf_counter() - begin) * 1000 / METRIC_INTERVAL}
 
 
-def _step(contender: Contender, meter: Meter | NoMeter, iteration: int) -> None:
-    """Run one iteration as in train.py."""
-    meter.begin_iteration(iteration, is_logged=True)
-    with meter.phase("forward"):
+def _step(contender: Contender, meter: Meter | None, iteration: int) -> None:
+    """Run one iteration as in train.py; without a meter, only the loss is read, as in nanoGPT."""
+
+    def phase(name: str) -> AbstractContextManager[None]:
+        return nullcontext() if meter is None else meter.phase(name)
+
+    if meter is not None:
+        meter.begin_iteration(iteration, is_logged=True)
+    with phase("forward"):
         loss = contender.forward()
-    with meter.phase("data"):  # train.py prepares a batch here
+    with phase("data"):  # train.py prepares a batch here
         pass
-    with meter.phase("backward"):
+    with phase("backward"):
         loss.backward()
-    with meter.phase("clip"):
+    with phase("clip"):
         norms = clip_grad_norm_(contender.optimizer, contender.setup.grad_clip or math.inf)
-    meter.measure_memory("before_step")
-    with meter.phase("update"):
+    if meter is not None:
+        meter.measure_memory("before_step")
+    with phase("update"):
         contender.optimizer.step()
     contender.optimizer.zero_grad(set_to_none=True)
-    meter.measure_memory("after_step")
-    meter.log_iteration(iteration, loss.detach(), norms.total, 0.0, 0)
+    if meter is None:
+        print(f"iter {iteration}: loss {mean_over_ranks(loss.detach().clone()):.4f}")
+    else:
+        meter.measure_memory("after_step")
+        meter.log_iteration(iteration, loss.detach(), norms.total, 0.0, 0)

@@ -10,7 +10,13 @@ from benchmarks.contenders import Contender, Setup
 from benchmarks.memory_profile import MICRO_STEPS, MemoryProfile, free_unused_memory
 from data.dataset import Dataset
 from distributed.ranks import mean_over_ranks
+from forecast.modes import MODES
 from zero.host_comm import gather_objects
+
+
+def cost(steps: int) -> tuple[int, int]:
+    """Return the models and micro-steps of a mode."""
+    return 2, MICRO_STEPS * (steps + 2)
 
 
 def training_rows(setup: Setup, modes: list[str], data: Dataset, steps: int) -> list[dict[str, Any]]:
@@ -21,7 +27,9 @@ def training_rows(setup: Setup, modes: list[str], data: Dataset, steps: int) -> 
     """
     rows: list[dict[str, Any]] = []
     for mode in modes:
-        peak = max(points["peak"]["total"] for points in gather_objects(MemoryProfile(setup, mode).measure(can_save=False)))
+        peak = max(
+            points["peak"]["total"] for points in gather_objects(MemoryProfile(setup, MODES[mode]).measure(can_save=False))
+        )
         free_unused_memory()
         rows.append({"mode": mode, "peak": peak, "losses": _losses(setup, mode, data, steps)})
     first = rows[0]
@@ -34,7 +42,7 @@ def training_rows(setup: Setup, modes: list[str], data: Dataset, steps: int) -> 
 
 def _losses(setup: Setup, mode: str, data: Dataset, steps: int) -> list[float]:
     """Return the mean loss over the ranks of each step."""
-    contender, rank, world_size = Contender(setup, mode).wrap(), dist.get_rank(), dist.get_world_size()
+    contender, rank, world_size = Contender(setup, MODES[mode]).wrap(), dist.get_rank(), dist.get_world_size()
     sequences = data.micro_batches(setup.seed, 0, setup.batch_size, MICRO_STEPS * world_size, rank, world_size)
     losses = []
     for _ in range(steps):

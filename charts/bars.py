@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from charts.style import MEMORY, MODES, NUMBER, altair, dashes, number, shown_in, styled
+from charts.style import MEMORY, NUMBER, altair, dashes, number, shown_in, styled
 
 Rows = Sequence[Mapping[str, Any]]
 Purposes = Mapping[str, tuple[str, str]]  # column: name and colour of a purpose, in the order of the stack
@@ -26,17 +26,6 @@ TIME = {
     "forward and backward, ms": ("forward and backward", "#009E73"),
     "optimizer, ms": ("optimizer", "#E69F00"),
     "exposed communication, ms": ("exposed communication", "#CC79A7"),
-}
-MODE_NAMES = {  # for a reader who does not know the modes of bench.py
-    "adamw_in_place": "AdamW with DDP, in place",
-    "torch_in_place": "ZeroRedundancyOptimizer, in place",
-    "adamw": "AdamW with DDP, set_to_none=True",
-    "torch": "ZeroRedundancyOptimizer",
-    "sharded": "sharded (the default)",
-    "shard_gradients": "sharded + shard_gradients",
-    "bfloat16": "sharded + bfloat16 weights",
-    "remainder": "sharded + bfloat16 weights + 16-bit remainders",
-    "int8": "sharded + 8-bit state",
 }
 _LIMIT = "#D55E00"  # colour of the limit of memory
 _WIDTH = 820  # of the panels side by side, in pixels before the scale
@@ -125,22 +114,25 @@ def _time_chart(rows: Rows, panel_of: Callable[[Mapping[str, Any]], str], title:
     return _chart(panels, TIME, unit, title, [measured, how], shared=False)
 
 
-def training_chart(rows: Rows, measured: str) -> Any:
-    """Draw the peak of memory by mode, and beside it the losses of the same runs, which lie on each other."""
+def training_chart(rows: Rows, measured: str, known: Purposes) -> Any:
+    """Draw the peak of memory by mode, and beside it the losses of the same runs, which lie on each other.
+
+    `known`: what to write for each mode, and its colour.
+    """
     alt = altair()
     divisor, unit = shown_in("bytes", max((row["peak"] for row in rows), default=0))
     modes, first = _unique(rows, "mode"), rows[0]
-    bars = []
+    bars, colours = [], {mode: known[mode][1] for mode in modes}
     for row in rows:
         saved = "" if row is first else f" ({row['peak'] / first['peak'] - 1:+.0%})"
         mode, peak = row["mode"], row["peak"] / divisor
-        bars.append(Bar(MODE_NAMES.get(mode) or mode, {mode: peak}, f"{number(peak)} {unit}{saved}"))
-    colours = {mode: (mode, MODES[mode]) for mode in modes}
-    peaks = _panel("Peak of memory while training, per rank", bars, colours, unit, _WIDTH // 2, height=200, legend=False)
+        bars.append(Bar(known[mode][0], {mode: peak}, f"{number(peak)} {unit}{saved}"))
+    parts = {mode: (mode, colour) for mode, colour in colours.items()}
+    peaks = _panel("Peak of memory while training, per rank", bars, parts, unit, _WIDTH // 2, height=200, legend=False)
     values = [
         {"mode": row["mode"], "step": step, "loss": loss} for row in rows for step, loss in enumerate(row["losses"], start=1)
     ]
-    scale = alt.Scale(domain=modes, range=[MODES[mode] for mode in modes])
+    scale = alt.Scale(domain=modes, range=list(colours.values()))
     dashed = alt.StrokeDash("mode:N", legend=None, scale=alt.Scale(domain=modes, range=dashes(len(modes))))
     losses = (
         alt.Chart(alt.InlineData(values=values))

@@ -23,17 +23,6 @@ MEMORY = {
     "copy": ("copy to save", "#777777"),
     "shadow": ("shadow_check", "#999933"),
 }
-MODES = {  # colours of bench.py's modes
-    "adamw_in_place": "#333333",
-    "torch_in_place": "#F0E442",
-    "adamw": "#888888",
-    "torch": "#E69F00",
-    "sharded": "#009E73",
-    "shard_gradients": "#0072B2",
-    "bfloat16": "#CC79A7",
-    "remainder": "#D55E00",
-    "int8": "#56B4E9",
-}
 NUMBER = ",.3~f"  # format of the numbers that appear under the mouse
 FONT = "Helvetica, Arial, Liberation Sans, sans-serif"
 _DASH = 10  # pixels of one colour where several lines are equal

@@ -21,8 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from distributed.machine import DTYPES, multiplies_in_float32
-from forecast.prediction import Activations
-from model import GPT, CausalSelfAttention, GPTConfig, SkipInitialization
+from forecast.prediction import Activations, Workload
+from model import GPT, CausalSelfAttention, SkipInitialization
 
 _WITH_MEMORY = (torch.Tensor, nn.Parameter, FakeTensor)  # other classes wrap these, or are placeholders without memory
 _PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
@@ -120,43 +120,31 @@ def _adds_gradients(func: Any, args: Any) -> bool:
     return in_backward and func is torch.ops.aten.add.Tensor and not args[0]._is_view()
 
 
-def predict(
-    config: GPTConfig, batch_size: int, dtype: str, param_dtype: str, checkpointing: bool, device_type: str, loss_chunk: int = 0
-) -> Activations:
+def predict(workload: Workload, param_dtype: str) -> Activations:
     """Predict the activations of a micro-step without torch.compile, which needs less.
 
-    Args:
-        config: sizes of the model. Sequences have `block_size` tokens.
-        batch_size: sequences per micro-step.
-        dtype: dtype of the computation, a key of `machine.DTYPES`.
-        param_dtype: dtype of the weights.
-        checkpointing: see `GPT.activation_checkpointing`.
-        device_type: 'cpu' or 'cuda'; any other counts as 'cuda'.
-        loss_chunk: see `GPT.loss_chunk`.
+    `param_dtype`: dtype of the weights, a key of `machine.DTYPES`. A `device_type` other than 'cpu' counts as 'cuda'.
     """
-
-    def measure(layers: int) -> Activations:
-        return _measure(replace(config, n_layer=layers), batch_size, dtype, param_dtype, checkpointing, device_type, loss_chunk)
-
-    if config.n_layer <= 3:
-        return measure(config.n_layer)
-    pairs = zip(measure(2), measure(3), strict=True)
-    return Activations(*(of_three + (config.n_layer - 3) * (of_three - of_two) for of_two, of_three in pairs))
+    layers = workload.config.n_layer
+    if layers <= 3:
+        return _measure(workload, layers, param_dtype)
+    pairs = zip(_measure(workload, 2, param_dtype), _measure(workload, 3, param_dtype), strict=True)
+    return Activations(*(of_three + (layers - 3) * (of_three - of_two) for of_two, of_three in pairs))
 
 
-def _measure(
-    config: GPTConfig, batch_size: int, dtype: str, param_dtype: str, checkpointing: bool, device_type: str, loss_chunk: int = 0
-) -> Activations:
+def _measure(workload: Workload, layers: int, param_dtype: str) -> Activations:
+    on_cpu, config = workload.device_type == "cpu", replace(workload.config, n_layer=layers)
     with FakeTensorMode(), _default_dtype(DTYPES[param_dtype]):
         with SkipInitialization():
             model = GPT(config)
-        model.activation_checkpointing, model.loss_chunk = checkpointing, loss_chunk
-        tokens = torch.zeros((batch_size, config.block_size), dtype=torch.int64)
-        autocast = torch.autocast("cpu", torch.bfloat16, enabled=dtype != "float32")  # float16 takes as many bytes
+        model.activation_checkpointing, model.loss_chunk = workload.activation_checkpointing, workload.loss_chunk
+        tokens = torch.zeros((workload.batch_size, config.block_size), dtype=torch.int64)
+        # float16 takes as many bytes
+        autocast = torch.autocast("cpu", torch.bfloat16, enabled=workload.dtype != "float32")
         # all chunks of the loss but the last are alike: two of them, and the last one, have the peak of all
         few_chunks = mock.patch("model.first_tokens", _some_first_tokens)
-        with few_chunks, nullcontext() if device_type == "cpu" else _imitation_of_cuda(model):
-            return micro_step(model, lambda: model(tokens, tokens)[1], autocast, device_type == "cpu")
+        with few_chunks, nullcontext() if on_cpu else _imitation_of_cuda(model):
+            return micro_step(model, lambda: model(tokens, tokens)[1], autocast, on_cpu)
 
 
 @contextmanager

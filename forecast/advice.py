@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
+from forecast.modes import LOSS_CHUNK, MODES
 from forecast.planner import Choice, Planner
-from forecast.run_memory import LOSS_CHUNK, MODES, Forecast
-from zero.flags import Flags
+from forecast.run_memory import Forecast
 
 
 class Advice(NamedTuple):
@@ -42,8 +42,8 @@ def cheapest(planner: Planner, world_size: int, rounded: bool = False) -> Advice
 def ways(planner: Planner, world_size: int) -> dict[str, Choice]:
     """Return what --find compares: the optimizer without sharding, the settings, all flags that change no value, all flags."""
     chosen, everything = planner.chosen(world_size), planner.everything(world_size)
-    plain = replace(chosen, flags=MODES["adamw"], activation_checkpointing=False, loss_chunk=0)
-    same = Flags(shard_gradients=True) if world_size > 1 else MODES["adamw"]
+    plain = replace(chosen, flags=MODES["adamw"].flags, activation_checkpointing=False, loss_chunk=0)
+    same = MODES["shard_gradients" if world_size > 1 else "adamw"].flags
     return {
         planner.plain: plain,
         "these settings": chosen,
@@ -87,10 +87,9 @@ def batch_of_the_run(planner: Planner, choice: Choice, world_size: int) -> tuple
 def _by_price(chosen: Choice, world_size: int) -> Iterator[Choice]:
     """Yield the choices between that of the settings and the one with the least memory, the cheapest first."""
     is_sharded = chosen.flags.implementation(world_size) == "sharded"
-    base = chosen.flags if is_sharded or world_size == 1 else MODES["sharded"]
-    lowered = replace(base, param_dtype="bfloat16", master_dtype="remainder")
+    base = chosen.flags if is_sharded or world_size == 1 else MODES["sharded"].flags
     for flags, state_dtype, shard_gradients, checkpointing, batch_size, loss_chunk in itertools.product(
-        (base, lowered) if world_size > 1 else (base,),
+        (base, MODES["remainder"].flags) if world_size > 1 else (base,),
         (base.state_dtype, "int8") if world_size > 1 else (base.state_dtype,),
         sorted({base.shard_gradients, world_size > 1}),
         sorted({chosen.activation_checkpointing, True}),

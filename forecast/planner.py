@@ -7,20 +7,9 @@ from typing import Any
 
 from distributed.machine import PEAK_TFLOPS, data_sheet_flops, resolve_dtype
 from forecast.fully_sharded import FullyShardedPrediction
-from forecast.prediction import Activations
-from forecast.run_memory import (
-    CPU_RESIDENT,
-    IN_PLACE,
-    LOSS_CHUNK,
-    MODES,
-    Extras,
-    Forecast,
-    Workload,
-    forecast,
-    gpt_specs,
-    planned_optimizer,
-    predicted_activations,
-)
+from forecast.modes import LOSS_CHUNK, MODES
+from forecast.prediction import Activations, Workload
+from forecast.run_memory import CPU_RESIDENT, Extras, Forecast, forecast, gpt_specs, planned_optimizer, predicted_activations
 from forecast.step_time import Network
 from model import GPT, GPTConfig, without_weights
 from zero.flags import Flags, muon_of
@@ -106,18 +95,20 @@ class Planner:
         if flags.use_zero1 and flags.zero1_impl == "sharded":
             flags = replace(flags, shard_size=self.shard_size(world_size))
         if (implementation := flags.implementation(world_size)) != "sharded":
-            flags = MODES[implementation]
+            flags = MODES[implementation].flags
         flags = replace(flags, bucket_mb="auto", shard_size=0, check_reads=False)
         return Choice(flags, settings["activation_checkpointing"], settings["loss_chunk"], settings["batch_size"])
 
     def choices(self, world_size: int) -> dict[Choice, str]:
         """Return the choices of a table with the names of their modes. A single process has only plain AdamW."""
         chosen = self.chosen(world_size)
-        base = replace(chosen, flags=MODES["sharded" if world_size > 1 else "adamw"])
-        modes: dict[Choice, str] = {}
-        if self.accumulation_steps(chosen.batch_size, world_size) > world_size > 1:
-            modes = {replace(base, flags=flags, in_place=True): mode for mode, flags in IN_PLACE.items()}
-        modes |= {replace(base, flags=flags): mode for mode, flags in MODES.items() if world_size > 1 or mode == "adamw"}
+        base = replace(chosen, flags=MODES["sharded" if world_size > 1 else "adamw"].flags)
+        accumulates = self.accumulation_steps(chosen.batch_size, world_size) > world_size
+        modes = {
+            replace(base, flags=mode.flags, in_place=mode.in_place): name
+            for name, mode in MODES.items()
+            if mode.planned and (accumulates or not mode.in_place) and (world_size > 1 or name == "adamw")
+        }
         modes.setdefault(replace(base, activation_checkpointing=True), "checkpointing")
         modes.setdefault(replace(base, loss_chunk=chosen.loss_chunk or LOSS_CHUNK), "loss_chunk")
         if world_size > 1:
@@ -127,9 +118,9 @@ class Planner:
 
     def everything(self, world_size: int) -> Choice:
         """Return the choice with the least memory."""
-        flags = replace(MODES["remainder"], shard_gradients=True, state_dtype=MODES["int8"].state_dtype)
-        chosen = self.chosen(world_size)
-        flags = flags if world_size > 1 else MODES["adamw"]
+        chosen, flags = self.chosen(world_size), MODES["adamw"].flags
+        if world_size > 1:
+            flags = replace(MODES["remainder"].flags, shard_gradients=True, state_dtype="int8")
         return replace(chosen, flags=flags, activation_checkpointing=True, loss_chunk=chosen.loss_chunk or LOSS_CHUNK)
 
     def rows(self, world_size: int) -> list[dict[str, Any]]:
@@ -146,7 +137,7 @@ class Planner:
     def fully_sharded(self, world_size: int, choice: Choice) -> dict[str, Any]:
         """Return the row of PyTorch's fully_shard in place of the flags. It gathers weights in the dtype of the computation."""
         lowered = self.dtype == "bfloat16"
-        choice = replace(choice, flags=MODES["bfloat16" if lowered else "adamw"])
+        choice = replace(choice, flags=MODES["bfloat16" if lowered else "adamw"].flags)
         block = sum(spec.numel for spec in self.specs if spec.name.startswith("transformer.h.0."))
         prediction = FullyShardedPrediction(
             replicated_plan(self.specs),

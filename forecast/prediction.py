@@ -13,8 +13,9 @@ from typing import Literal, NamedTuple
 import torch
 
 from forecast.traffic import FlatTensor, Traffic, nbytes_of
+from model import GPTConfig
 from zero.codecs import STATE_CODECS
-from zero.collectives import PART
+from zero.collectives import PART, SUMMED_BY_NCCL, received_numels
 from zero.communication import sent_by_data_parallel
 from zero.layout import ParameterSpec, Plan
 from zero.muon.matrices import MatrixPlan, RoundSizes, iteration_flops, matrix_plan, stacked
@@ -24,6 +25,18 @@ PURPOSES = ("parameters", "gradients", "state", "master", "buckets")
 # before the first step; after a micro-step that is not the last one of its iteration; after the last backward and after
 # clipping; after the update and `zero_grad`, when all parameters have arrived
 Point = Literal["wrapped", "accumulating", "before step", "after step"]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What a micro-step computes, and on what kind of device."""
+
+    config: GPTConfig  # sequences have `block_size` tokens
+    batch_size: int  # sequences per micro-step
+    dtype: str  # of the computation, a key of `machine.DTYPES`
+    device_type: str  # 'cuda', 'cpu', ...
+    activation_checkpointing: bool = False  # see `GPT`
+    loss_chunk: int = 0  # see `GPT`
 
 
 class Activations(NamedTuple):
@@ -428,12 +441,9 @@ class ShardedPrediction(Prediction):
                     traffic.acquire(bucket)
                     traffic.add_step(start, stop)
                     finish()
-                    if self.on_cpu or self.plan.world_size == 1:
-                        received = [(own, buffer.dtype)] * (self.plan.world_size - 1 if own else 0)
-                    elif buffer.dtype in (torch.float32, torch.float64):
-                        received = [(own, buffer.dtype)]  # NCCL's own reduce-scatter
-                    else:
-                        received = [(self.plan.world_size * own, buffer.dtype)]  # all-to-all
+                    native = buffer.dtype in SUMMED_BY_NCCL
+                    numels = received_numels(own, self.plan.world_size, self.on_cpu, native)
+                    received = [(numel, buffer.dtype) for numel in numels]
                     for tensor in received:
                         traffic.acquire(tensor)
                     traffic.add_step(stop, stop)

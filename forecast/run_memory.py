@@ -16,43 +16,17 @@ from typing import Any, Self
 import torch
 
 from distributed.machine import multiplies_in_float32
-from forecast.prediction import Activations, DataParallelPrediction, Prediction, ShardedPrediction
+from forecast.prediction import Activations, DataParallelPrediction, Prediction, ShardedPrediction, Workload
 from model import GPT, GPTConfig, without_weights
 from zero import Muon
 from zero.build import optimizer_of
-from zero.flags import Flags
 from zero.held_bytes import with_own_state
 from zero.layout import ParameterSpec, Plan, parameter_specs, replicated_plan
 
-MODES = {  # the ways to hold the optimizer state, by the name in tables
-    "adamw": Flags(use_zero1=False),
-    "torch": Flags(zero1_impl="torch"),
-    "sharded": Flags(),
-    "shard_gradients": Flags(shard_gradients=True),
-    "bfloat16": Flags(param_dtype="bfloat16"),
-    "remainder": Flags(param_dtype="bfloat16", master_dtype="remainder"),
-    "int8": Flags(state_dtype="int8"),
-}
-# the same with zero_grad(set_to_none=False): gradients accumulate in DistributedDataParallel's buckets, so they exist once.
-# train.py does not do this, see docs/accounting.md
-IN_PLACE = {"adamw_in_place": MODES["adamw"], "torch_in_place": MODES["torch"]}
-LOSS_CHUNK = 1024  # of the mode loss_chunk of plan.py and bench.py: large enough for a GPU, small beside all tokens
 # Resident peak of a rank on a CPU, without Python and its libraries (0.4 GB), relative to the predicted peak: malloc keeps the
 # pages of freed tensors. Measured: 1.03 to 1.30 for 10.7M and 124M parameters on two ranks, see docs/accounting.md.
 CPU_RESIDENT = 1.3
 _CACHE = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "nanogpt-zero1", "activations.json")
-
-
-@dataclass(frozen=True)
-class Workload:
-    """What a micro-step computes, and on what kind of device."""
-
-    config: GPTConfig
-    batch_size: int  # sequences per micro-step
-    dtype: str  # of the computation
-    device_type: str  # 'cuda', 'cpu', ...
-    activation_checkpointing: bool = False
-    loss_chunk: int = 0
 
 
 @dataclass(frozen=True)
@@ -173,15 +147,7 @@ def predicted_activations(workload: Workload, param_dtype: str) -> Activations:
     if key not in known:
         from forecast import activations  # only here: see above
 
-        known[key] = activations.predict(
-            workload.config,
-            workload.batch_size,
-            workload.dtype,
-            param_dtype,
-            workload.activation_checkpointing,
-            workload.device_type,
-            workload.loss_chunk,
-        )
+        known[key] = activations.predict(workload, param_dtype)
         _write_cache(known)
     return Activations(*known[key])
 

@@ -8,6 +8,7 @@ import torch
 from scripts import run, torch_load, train
 
 from forecast.activations import predict
+from forecast.prediction import Workload
 from model import GPT2_SIZES, GPTConfig
 
 
@@ -39,7 +40,7 @@ def kept_by_a_block(checkpointing):
     sizes = {**GPT2_SIZES["gpt2"], "block_size": 512}
     layers = sizes.pop("n_layer")
     less, more = (
-        predict(GPTConfig(**sizes, n_layer=count), 1, "bfloat16", "float32", checkpointing, "cuda")
+        predict(Workload(GPTConfig(**sizes, n_layer=count), 1, "bfloat16", "cuda", checkpointing), "float32")
         for count in (layers - 1, layers)
     )
     return more.saved - less.saved

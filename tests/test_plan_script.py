@@ -14,13 +14,15 @@ import plan as plan_script
 from charts.style import number
 from configurator import settings_of
 from forecast.activations import predict
-from forecast.prediction import DataParallelPrediction, Prediction, ShardedPrediction
-from forecast.run_memory import CPU_RESIDENT, IN_PLACE, LOSS_CHUNK, MODES, gpt_specs
+from forecast.modes import LOSS_CHUNK, MODES
+from forecast.prediction import DataParallelPrediction, Prediction, ShardedPrediction, Workload
+from forecast.run_memory import CPU_RESIDENT, gpt_specs
 from model import GPTConfig
 
 CONFIG = GPTConfig(block_size=16, vocab_size=29, n_layer=2, n_head=2, n_embd=32, bias=False)  # as in SIZES and the data
 SETTINGS = [*SIZES, "--device=cpu", "--zero_bucket_mb=0.02"]
-FLAGS = {mode: replace(flags, bucket_mb=0.02) for mode, flags in {**IN_PLACE, **MODES}.items()}
+FLAGS = {name: replace(mode.flags, bucket_mb=0.02) for name, mode in MODES.items() if mode.planned}
+IN_PLACE = [name for name, mode in MODES.items() if mode.in_place]
 FLAGS |= {"checkpointing": FLAGS["sharded"], "loss_chunk": FLAGS["sharded"]}
 FLAGS["all"] = replace(FLAGS["remainder"], shard_gradients=True, state_dtype="int8")
 WORLD_SIZES = [1, 2, 8]
@@ -100,7 +102,7 @@ def test_the_rows_are_the_predictions_of_the_rank_with_the_most_state(planned, w
         return
     flags = FLAGS[mode] if world_size > 1 else FLAGS["adamw"]
     checkpointing, loss_chunk = mode in ("checkpointing", "all"), LOSS_CHUNK if mode in ("loss_chunk", "all") else 0
-    activations = predict(CONFIG, 2, flags.param_dtype, flags.param_dtype, checkpointing, "cpu", loss_chunk)
+    activations = predict(Workload(CONFIG, 2, flags.param_dtype, "cpu", checkpointing, loss_chunk), flags.param_dtype)
     wrapped = DataParallelPrediction if mode in ("adamw", "torch", *IN_PLACE) else ShardedPrediction
     owners = flags.plan(gpt_specs(CONFIG), world_size)
     ranks = [
@@ -227,9 +229,8 @@ def test_every_setting_of_the_trainer_is_accepted():
 @pytest.mark.parametrize(
     ("argument", "message"),
     [
-        ("--world_size=0", "numbers of ranks"),
-        ("--world_size=x", "numbers of ranks"),
-        ("--world_size=2,", "numbers of ranks"),
+        ("--world_size=0", "world_size=0 must be positive integers, separated by commas; for example --world_size=1,2,8"),
+        ("--world_size=2,", "must be positive integers"),
         ("--gpu_memory_gb=0", "gpu_memory_gb=0.0 must be positive"),
         ("--batch_size=0", "batch_size=0 must be at least 1"),
         ("--wrld_size=2", "did you mean 'world_size'?"),

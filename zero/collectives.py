@@ -21,7 +21,19 @@ _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.re
 
 KEPT_BYTES = 4_000_000  # smallest tensor that a Pool keeps
 PART = 2**22  # elements that are broadcast at a time
+SUMMED_BY_NCCL = (torch.float32, torch.float64)  # other dtypes are added up in float32, see `Communicator.reduce_scatter`
 GRADIENTS, PARAMETERS, MATRICES = TAG + 1, TAG + 2, TAG + 3  # so that no parameter is ever taken for a gradient
+
+
+def received_numels(own: int, ranks: int, on_cpu: bool, native: bool) -> list[int]:
+    """Return the elements of each tensor that a reduce-scatter receives into, for a shard of `own` elements.
+
+    Between CPUs, there is one for each other rank. Between GPUs, one holds the sum if the backend computes it (`native`),
+    otherwise all parts.
+    """
+    if on_cpu or ranks == 1:
+        return [own] * (ranks - 1) if own else []
+    return [own] if native else [ranks * own]
 
 
 def _subgroup(group: dist.ProcessGroup | None, members: Iterable[int]) -> dist.ProcessGroup:
@@ -128,24 +140,25 @@ class Communicator:
         self.sent_bytes["reduce-scatter"] += bucket.nbytes - own.nbytes
         if self.shard_size == 1:
             return ReduceScatterWork(bucket, [own], [], [])
-        if bucket.device.type == "cpu":  # gloo sends only from main memory
-            received: list[torch.Tensor] = []
+        on_cpu = bucket.device.type == "cpu"
+        native = self._is_native(bucket, sizes) and bucket.dtype in SUMMED_BY_NCCL
+        numels = received_numels(own.numel(), self.shard_size, on_cpu, native)
+        received = [self.pool.acquire(numel, own) for numel in numels]
+        if on_cpu:  # gloo sends only from main memory
             works: list[Any] = []
-            for source, target in self._peers():
+            for number, (source, target) in enumerate(self._peers()):
                 if own.numel():
-                    received.append(self.pool.acquire(own.numel(), own))
-                    works.append(dist.irecv(received[-1], group_src=source, group=self.shard_group, tag=GRADIENTS))
+                    works.append(dist.irecv(received[number], group_src=source, group=self.shard_group, tag=GRADIENTS))
                 if sizes[target]:
                     works.append(dist.isend(parts[target], group_dst=target, group=self.shard_group, tag=GRADIENTS))
             return ReduceScatterWork(bucket, [own, *received], received, works)
-        if self._is_native(bucket, sizes) and bucket.dtype in (torch.float32, torch.float64):
-            total = self.pool.acquire(own.numel(), own)
-            work = _reduce_scatter_single(total, bucket, group=self.shard_group, async_op=True)
-            return ReduceScatterWork(bucket, [total], [total], [work])
-        gathered = self.pool.acquire(self.shard_size * own.numel(), own)
+        (place,) = received
+        if native:
+            work = _reduce_scatter_single(place, bucket, group=self.shard_group, async_op=True)
+            return ReduceScatterWork(bucket, [place], received, [work])
         received_sizes = [own.numel()] * self.shard_size
-        work = dist.all_to_all_single(gathered, bucket, received_sizes, sizes, group=self.shard_group, async_op=True)
-        return ReduceScatterWork(bucket, list(gathered.chunk(self.shard_size)), [gathered], [work])
+        work = dist.all_to_all_single(place, bucket, received_sizes, sizes, group=self.shard_group, async_op=True)
+        return ReduceScatterWork(bucket, list(place.chunk(self.shard_size)), received, [work])
 
     def add(self, reduction: ReduceScatterWork, shard: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
         """Wait for a reduce-scatter and return its sum over the shard group, added to `shard` if there is one.

@@ -9,8 +9,9 @@ import pytest
 from conftest import ROOT
 
 from benchmarks.results import CHARTS as OF_RESULTS
-from charts.bars import MODE_NAMES, POINTS, memory_chart, network_chart, plan_chart, time_chart, training_chart
+from charts.bars import POINTS, memory_chart, network_chart, plan_chart, time_chart
 from charts.style import MEMORY, check_path, save
+from forecast import modes
 
 MODES = ("sharded", "adamw")
 PARTS = {"parameters": 6e9, "gradients": 5e9, "state": 4e9, "master": 3e9, "buckets": 2e9, "activations": 1e9}
@@ -50,7 +51,7 @@ CHARTS = {
     "memory": lambda: memory_chart(memory_rows(), MEASURED),
     "time": lambda: time_chart(time_rows(), MEASURED),
     "network": lambda: network_chart(network_rows(), MEASURED),
-    "training": lambda: training_chart(training_rows(), MEASURED),
+    "training": lambda: OF_RESULTS["training"](training_rows(), MEASURED),
 }
 
 
@@ -116,7 +117,7 @@ def test_ranks_points_and_modes_are_in_order():
     assert list(panels(time)) == ["64 tokens", "1024 tokens"]
     assert list(panels(network)) == ["2 x 1 ranks, 10 Gbit/s", "2 x 1 ranks, 0.1 Gbit/s"]
     assert list(panels(memory)) == list(MODES)
-    named = [MODE_NAMES[mode] for mode in ("adamw", "sharded")]
+    named = [modes.MODES[mode].label for mode in ("adamw", "sharded")]
     for chart, names in ((plan, MODES), (memory, ("after init", "peak of training")), (training, named)):
         for _, layers in panels(chart).values():
             assert layers["bar"]["encoding"]["y"]["sort"] == list(names)
@@ -180,7 +181,7 @@ def place_and_length(measure, row):
     if measure == "memory":
         return row["mode"], POINTS[row["point"]], row["total"]
     if measure == "training":
-        return "Peak of memory while training, per rank", MODE_NAMES[row["mode"]], row["peak"]
+        return "Peak of memory while training, per rank", modes.MODES[row["mode"]].label, row["peak"]
     panel = f"{row['block_size']} tokens" if measure == "time" else f"{row['ranks']} ranks, {row['Gbit/s']:g} Gbit/s"
     return panel, row["mode"], row["ms per step"]
 

@@ -10,9 +10,9 @@ from functools import cache
 
 import pytest
 import torch
+from hosts import Hosts, why_not
 from scripts import ROOT, SETTINGS, torch_load, train
 
-from benchmarks.hosts import Hosts, why_not
 from model import GPT, GPTConfig
 from zero.flags import Flags
 from zero.layout import parameter_specs

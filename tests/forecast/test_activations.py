@@ -13,9 +13,11 @@ from torch.distributed._tools.mem_tracker import MemTracker
 
 from distributed.machine import DTYPES
 from forecast.activations import LiveBytes, micro_step, predict
+from forecast.prediction import Workload
 from model import GPT, GPTConfig, first_tokens
 
 SIZES = GPTConfig(block_size=64, vocab_size=65, n_layer=5, n_head=4, n_embd=64, dropout=0.1)
+WIDE = replace(SIZES, vocab_size=4000, dropout=0.0)  # the tied embedding decides the end of backward
 BATCH = 8
 ELEMENTS = BATCH * SIZES.block_size * SIZES.n_embd  # of the residual stream
 PRECISIONS = {  # dtype of the computation, and of the weights
@@ -24,7 +26,7 @@ PRECISIONS = {  # dtype of the computation, and of the weights
     "bfloat16 weights": ("bfloat16", "bfloat16"),
 }
 every_precision = pytest.mark.parametrize(("dtype", "param_dtype"), PRECISIONS.values(), ids=PRECISIONS)
-WIDE = replace(SIZES, vocab_size=4000, dropout=0.0)  # the tied embedding decides the end of backward
+every_way = pytest.mark.parametrize("way", [(False, 0), (True, 0), (False, 100)], ids=["", "checkpointing", "loss_chunk"])
 
 
 @pytest.fixture(autouse=True)
@@ -32,23 +34,22 @@ def _without_scratch_memory(monkeypatch):
     monkeypatch.setattr("forecast.activations.multiplies_in_float32", lambda: False)
 
 
-every_way = pytest.mark.parametrize(
-    ("checkpointing", "loss_chunk"), [(False, 0), (True, 0), (False, 100)], ids=["", "checkpointing", "loss_chunk"]
-)
+def work(config, dtype, way=(False, 0), device_type="cpu", batch_size=BATCH):
+    return Workload(config, batch_size, dtype, device_type, *way)
 
 
-def real_step(config, dtype, param_dtype, checkpointing, loss_chunk=0):
+def real_step(workload, param_dtype):
     """A model, its forward pass to the loss, and the autocast around that: all that a micro-step on the CPU needs."""
     torch.manual_seed(0)
-    model = GPT(config).to(DTYPES[param_dtype])
-    model.activation_checkpointing, model.loss_chunk = checkpointing, loss_chunk
-    tokens = torch.zeros((BATCH, config.block_size), dtype=torch.int64)
-    return model, lambda: model(tokens, tokens)[1], torch.autocast("cpu", torch.bfloat16, enabled=dtype != "float32")
+    model = GPT(workload.config).to(DTYPES[param_dtype])
+    model.activation_checkpointing, model.loss_chunk = workload.activation_checkpointing, workload.loss_chunk
+    tokens = torch.zeros((workload.batch_size, workload.config.block_size), dtype=torch.int64)
+    return model, lambda: model(tokens, tokens)[1], torch.autocast("cpu", torch.bfloat16, enabled=workload.dtype != "float32")
 
 
-def tracked(config, dtype, param_dtype, checkpointing, loss_chunk=0):
+def tracked(workload, param_dtype):
     """Bytes that MemTracker counts after forward, and the most in a micro-step; without parameters and their gradients."""
-    model, forward, autocast = real_step(config, dtype, param_dtype, checkpointing, loss_chunk)
+    model, forward, autocast = real_step(workload, param_dtype)
 
     def total(when):
         return tracker.get_tracker_snapshot(when)[torch.device("cpu")]["Total"]
@@ -68,38 +69,35 @@ def tracked(config, dtype, param_dtype, checkpointing, loss_chunk=0):
 
 @every_way
 @every_precision
-def test_predictions_are_what_pytorchs_tracker_counts(dtype, param_dtype, checkpointing, loss_chunk):
-    predicted = predict(SIZES, BATCH, dtype, param_dtype, checkpointing, "cpu", loss_chunk)
-    saved, peak = tracked(SIZES, dtype, param_dtype, checkpointing, loss_chunk)
+def test_predictions_are_what_pytorchs_tracker_counts(dtype, param_dtype, way):
+    workload = work(SIZES, dtype, way)
+    predicted, (saved, peak) = predict(workload, param_dtype), tracked(workload, param_dtype)
     assert predicted.saved == pytest.approx(saved, rel=0.01)
     assert max(predicted[1:]) == pytest.approx(peak, rel=0.01)
 
 
 @every_way
 @every_precision
-def test_seven_layers_follow_from_three(dtype, param_dtype, checkpointing, loss_chunk):
-    config = replace(SIZES, n_layer=7)
-    predicted = predict(config, BATCH, dtype, param_dtype, checkpointing, "cpu", loss_chunk)
-    measured = micro_step(*real_step(config, dtype, param_dtype, checkpointing, loss_chunk))
-    assert predicted == measured
+def test_seven_layers_follow_from_three(dtype, param_dtype, way):
+    workload = work(replace(SIZES, n_layer=7), dtype, way)
+    assert predict(workload, param_dtype) == micro_step(*real_step(workload, param_dtype))
 
 
 @every_precision
 @pytest.mark.parametrize("chunk", [30, 64, 200])
 def test_three_chunks_of_the_loss_stand_for_all(dtype, param_dtype, chunk):
-    arguments = WIDE, BATCH, dtype, param_dtype, True, "cpu", chunk
+    workload = work(WIDE, dtype, (True, chunk))
     assert BATCH * WIDE.block_size > 2 * chunk
-    some = predict(*arguments)
+    some = predict(workload, param_dtype)
     with mock.patch("forecast.activations._some_first_tokens", first_tokens):
-        assert predict(*arguments) == some
+        assert predict(workload, param_dtype) == some
 
 
 def test_the_peak_of_many_layers_may_be_elsewhere_than_that_of_three():
     """Three layers have it in the loss, twelve at the end of forward, where autocast holds a copy of all weights."""
-    config = replace(SIZES, vocab_size=2000, n_layer=12, n_embd=128, dropout=0.0)
-    predicted = predict(config, BATCH, *PRECISIONS["autocast"], True, "cpu")
-    _, peak = tracked(config, *PRECISIONS["autocast"], True)
-    assert max(predicted[1:]) == pytest.approx(peak, rel=0.01)
+    workload = work(replace(SIZES, vocab_size=2000, n_layer=12, n_embd=128, dropout=0.0), "bfloat16", (True, 0))
+    _, peak = tracked(workload, "float32")
+    assert max(predict(workload, "float32")[1:]) == pytest.approx(peak, rel=0.01)
 
 
 def test_live_bytes_counts_a_storage_once_and_forgets_what_is_freed():
@@ -142,7 +140,10 @@ def test_autograd_adds_the_gradients_of_the_tied_embedding_in_place_under_autoca
     """Otherwise the first gradient is a view, and their sum is a third tensor. `test_malloc.py` measures both."""
     tied = 4 * WIDE.vocab_size * WIDE.n_embd
     for chunk, in_float32 in ((0, 3), (20, 2)):  # the gradient from forward is no view
-        copies = {name: predict(WIDE, 1, *dtypes, False, "cpu", chunk).embedding / tied for name, dtypes in PRECISIONS.items()}
+        copies = {
+            name: predict(work(WIDE, dtype, (False, chunk), batch_size=1), param_dtype).embedding / tied
+            for name, (dtype, param_dtype) in PRECISIONS.items()
+        }
         assert copies == pytest.approx(
             {"float32": in_float32, "autocast": 2, "bfloat16 weights": 1.5 if not chunk else 1}, rel=0.05
         )
@@ -168,7 +169,7 @@ def test_live_bytes_counts_the_sum_of_two_gradients_in_place_unless_the_first_is
 def test_products_take_scratch_memory_on_some_cpus_and_none_on_a_gpu(monkeypatch):
     def predicted(device_type):
         short = replace(WIDE, block_size=8)  # so that the largest product is the gradient of the tied embedding
-        return predict(short, 1, *PRECISIONS["autocast"], False, device_type)
+        return predict(work(short, "bfloat16", device_type=device_type, batch_size=1), "float32")
 
     without = [predicted(device_type) for device_type in ("cpu", "cuda")]
     monkeypatch.setattr("forecast.activations.multiplies_in_float32", lambda: True)
@@ -181,9 +182,10 @@ def test_products_take_scratch_memory_on_some_cpus_and_none_on_a_gpu(monkeypatch
 @every_precision
 def test_dropout_takes_a_byte_per_element_on_a_gpu(dtype, param_dtype):
     """On a CPU it takes much more, because attention keeps its T x T probabilities."""
-    in_precision = BATCH, dtype, param_dtype, False
-    on_gpu, on_cpu = (predict(SIZES, *in_precision, device_type) for device_type in ("cuda", "cpu"))
-    without = predict(replace(SIZES, dropout=0.0), *in_precision, "cuda")
+    on_gpu, on_cpu, without = (
+        predict(work(sizes, dtype, device_type=device_type), param_dtype)
+        for sizes, device_type in ((SIZES, "cuda"), (SIZES, "cpu"), (replace(SIZES, dropout=0.0), "cuda"))
+    )
     dropouts = 1 + 2 * SIZES.n_layer
     assert on_gpu.saved - without.saved == pytest.approx(dropouts * ELEMENTS, rel=0.05)
     assert on_gpu.saved < 0.7 * on_cpu.saved
@@ -191,10 +193,10 @@ def test_dropout_takes_a_byte_per_element_on_a_gpu(dtype, param_dtype):
 
 
 def test_layer_norm_of_bfloat16_is_not_copied_to_float32_on_a_gpu():
-    config, in_precision = replace(SIZES, dropout=0.0), (BATCH, "bfloat16", "bfloat16", False)
-    on_gpu, on_cpu = (predict(config, *in_precision, device_type) for device_type in ("cuda", "cpu"))
-    assert on_gpu == on_cpu
+    on_cpu, on_gpu = (work(replace(SIZES, dropout=0.0), "bfloat16", device_type=kind) for kind in ("cpu", "cuda"))
+    predicted = predict(on_gpu, "bfloat16")
+    assert predicted == predict(on_cpu, "bfloat16")
     with mock.patch("model.LayerNorm", torch.nn.LayerNorm):
-        copied = predict(config, *in_precision, "cuda")
+        copied = predict(on_gpu, "bfloat16")
     norms = 1 + 2 * SIZES.n_layer
-    assert copied.saved - on_gpu.saved == pytest.approx(2 * norms * ELEMENTS, rel=0.1)
+    assert copied.saved - predicted.saved == pytest.approx(2 * norms * ELEMENTS, rel=0.1)

@@ -19,8 +19,8 @@ import plan as plan_script
 from configurator import settings_of
 from forecast import advice
 from forecast.activations import LiveBytes
+from forecast.modes import MODES
 from forecast.planner import Planner
-from forecast.run_memory import MODES
 from forecast.step_time import Network
 from model import GPT, GPTConfig
 
@@ -126,7 +126,7 @@ def test_communication_that_computation_cannot_hide():
 def test_the_time_of_a_run():
     """At an MFU of 50 %, one A100 does 156 TFLOP/s; checkpointing adds the forward once more."""
     one = planner(device="cuda", gpu="A100", mfu=50.0)
-    plain, checkpointing = one.row("", one.chosen(1), 1, True), one.row("", one.everything(1), 1, True)
+    plain, checkpointing = (one.row("", choice, 1, True) for choice in (one.chosen(1), one.everything(1)))
     assert plain["seconds"] == pytest.approx(16 * 64 * GPT(CONFIG).flops_per_token() / 156e12)
     assert checkpointing["seconds"] == pytest.approx(4 / 3 * plain["seconds"])
     assert planner().row("", planner().chosen(1), 1, True)["seconds"] == 0
@@ -218,7 +218,7 @@ def test_what_fsdp2_sends(micro_steps):
     """By default, blocks are gathered twice in a micro-step; with reshard_after_forward=False, once, as in an all-reduce."""
     of_run = Planner({**planner().settings, "gradient_accumulation_steps": 2 * micro_steps}, SIZES_OF_FSDP[1])
     row = of_run.fully_sharded(2, of_run.chosen(2))
-    all_reduce = of_run.forecast(replace(of_run.chosen(2), flags=MODES["adamw"]), 2).prediction.sent()["all-reduce"]
+    all_reduce = of_run.forecast(replace(of_run.chosen(2), flags=MODES["adamw"].flags), 2).prediction.sent()["all-reduce"]
     expected = [row["sent"], row["sent"] - (micro_steps - 1) * all_reduce // 2, micro_steps * all_reduce]
     for found in run_ranks(fully_sharded_sent, 2, micro_steps):
         assert [sum(sent.values()) for sent in found] == expected

@@ -20,7 +20,8 @@ from ranks import run_ranks
 from benchmarks.contenders import ADAMW, Setup
 from benchmarks.memory_profile import POINTS, MallocBytes, MemoryProfile, predicted_totals
 from distributed.machine import autocast
-from forecast.run_memory import MODES, forecast, gpt_specs
+from forecast.modes import MODES
+from forecast.run_memory import forecast, gpt_specs
 from model import GPT, GPT2_SIZES, GPTConfig
 from zero.build import build, clip_grad_norm_
 from zero.flags import Flags
@@ -30,10 +31,11 @@ WIDE = GPTConfig(block_size=16, vocab_size=20000, n_layer=2, n_head=4, n_embd=64
 DEEP = GPTConfig(block_size=32, vocab_size=300, n_layer=6, n_head=4, n_embd=128, bias=False)  # activations decide
 SETUP = Setup(WIDE, 2, CPU, "float32", bucket_mb=1.0, grad_clip=1.0, activation_checkpointing=False, seed=0)
 AUTOCAST = replace(SETUP, dtype="bfloat16")
+PLANNED = [name for name, mode in MODES.items() if mode.planned and not mode.in_place]
 GROUPS = {  # setup, and modes; bfloat16 weights need autocast
-    "float32": (SETUP, ["adamw_in_place", *(mode for mode, flags in MODES.items() if flags.param_dtype == "float32")]),
-    "autocast": (AUTOCAST, list(MODES)),
-    "autocast, many layers": (replace(AUTOCAST, config=DEEP), list(MODES)),
+    "float32": (SETUP, ["adamw_in_place", *(name for name in PLANNED if not MODES[name].lowers_weights)]),
+    "autocast": (AUTOCAST, PLANNED),
+    "autocast, many layers": (replace(AUTOCAST, config=DEEP), PLANNED),
     "autocast, checkpointing": (replace(AUTOCAST, activation_checkpointing=True), ["sharded"]),
 }
 # bytes for codecs and for rounding to bfloat16, which work on 131,072 elements at a time; gloo holds what arrives meanwhile
@@ -46,8 +48,8 @@ def every_mode(group):
     """On each rank: the bytes by mode and point of a step."""
     setup, modes = GROUPS[group]
     for mode in (modes[0], modes[-1]):  # libraries and tables allocate at their first use
-        MemoryProfile(setup, mode).measure()
-    points = {mode: MemoryProfile(setup, mode).measure() for mode in modes}
+        MemoryProfile(setup, MODES[mode]).measure()
+    points = {mode: MemoryProfile(setup, MODES[mode]).measure() for mode in modes}
     return {mode: {point: figures["total"] for point, figures in by_point.items()} for mode, by_point in points.items()}
 
 
@@ -72,7 +74,7 @@ def peak_of_one_process(config, dtype):
 
 def predicted_peak_of_one_process(config, dtype):
     setup = replace(SETUP, config=config, dtype=dtype, batch_size=1)
-    plan, activations = MODES["adamw"].plan(gpt_specs(config), 1), setup.forecast("adamw", 1, 1).activations
+    plan, activations = MODES["adamw"].flags.plan(gpt_specs(config), 1), setup.forecast(MODES["adamw"], 1, 1).activations
     return forecast(plan, 1, 1, "cpu", activations, shard_gradients=False, distributed=False).prediction.peak_of_training(
         activations
     )
@@ -122,7 +124,7 @@ def test_every_point_of_a_step(malloc_counter, tmp_path, world_size):
     for group, by_rank in counted(malloc_counter, tmp_path, world_size).items():
         setup, modes = GROUPS[group]
         for mode in modes:
-            predicted = predicted_totals(setup, mode, world_size)
+            predicted = predicted_totals(setup, MODES[mode], world_size)
             assert set(predicted) == set(POINTS)
             for point, expected in predicted.items():
                 measured = max(points[mode][point] for points in by_rank)

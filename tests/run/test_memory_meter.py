@@ -137,7 +137,7 @@ def peaks_with(settings):
     sizes, peaks = replace(SIZES, vocab_size=1000, n_embd=64), {}
     for micro_steps in (1, 3):
         extras, flags = Extras(**settings), Flags(bucket_mb=BUCKET_MB)
-        activations = predict(sizes, 1, "float32", "float32", False, "cpu")
+        activations = predict(Workload(sizes, 1, "float32", "cpu"), "float32")
         plan = flags.plan(gpt_specs(sizes), 2)
         predicted = forecast(plan, 2, micro_steps, "cpu", activations, False, True, extras).peak
         with LiveBytes() as live:

@@ -13,7 +13,6 @@ reached from outside, so many such networks can exist at the same time.
 import contextlib
 import functools
 import itertools
-import json
 import os
 import shutil
 import signal
@@ -109,38 +108,25 @@ class Host:
         _run("ip", "-n", self.namespace, "address", "add", f"{self.address}/24", "dev", "eth0")
         _run("ip", "-n", self.namespace, "link", "set", "eth0", "addrgenmode", "none", "up")  # no IPv6 packets to count
 
-    def start(self, *command: str, cwd: str | None = None, env: dict[str, str] | None = None) -> Job:
-        """Start a command. It begins in `cwd`, or in the host's own `folder`; `env` is added to the environment."""
+    def start(self, *command: str) -> Job:
+        """Start a command in the host's own `folder`."""
         line = ["taskset", "-c", self._cores, "ip", "netns", "exec", self.namespace, "unshare", "--uts", "--mount"]
         line += ["sh", "-c", _BE_A_HOST, "sh", self.name, self._etc_hosts, *command]
         path = os.path.join(self.folder, f"output{len(self._jobs)}")
-        self._jobs.append(Job(line, path, cwd=cwd or self.folder, env=_ENVIRONMENT | (env or {})))
+        self._jobs.append(Job(line, path, cwd=self.folder, env=_ENVIRONMENT))
         return self._jobs[-1]
 
-    def torchrun(self, *arguments: str, cwd: str | None = None, env: dict[str, str] | None = None) -> Job:
+    def torchrun(self, *arguments: str) -> Job:
         """Start torchrun with these arguments. An argument `name.py` is a script of this repository."""
         line = [os.path.join(ROOT, text) if text.endswith(".py") and "/" not in text else text for text in arguments]
-        return self.start(sys.executable, "-m", "torch.distributed.run", *line, cwd=cwd, env=env)
+        return self.start(sys.executable, "-m", "torch.distributed.run", *line)
 
-    def set_rate(self, mbit_per_s: float | None) -> None:
-        """Limit the link in both directions, or remove the limit."""
+    def set_rate(self, mbit_per_s: float) -> None:
+        """Limit the link in both directions."""
+        burst = max(200_000, int(mbit_per_s * 250))  # bytes: three of the largest packets, and two milliseconds
+        limit = ("rate", f"{mbit_per_s}mbit", "burst", f"{burst}", "latency", "200ms")
         for namespace, device in ((self.namespace, "eth0"), (self._switch, self.name)):
-            if mbit_per_s is None:
-                subprocess.run(
-                    ["tc", "-n", namespace, "qdisc", "del", "dev", device, "root"], env=_ENVIRONMENT, capture_output=True
-                )
-                continue
-            burst = max(200_000, int(mbit_per_s * 250))  # bytes: three of the largest packets, and two milliseconds
-            limit = ("rate", f"{mbit_per_s}mbit", "burst", f"{burst}", "latency", "200ms")
             _run("tc", "-n", namespace, "qdisc", "replace", "dev", device, "root", "tbf", *limit)
-
-    def sent_bytes(self) -> int:
-        """Return the bytes sent through the link, with the headers of Ethernet, IP and TCP.
-
-        The kernel hands up to 64 KiB with one header to the link, so the headers are fewer than on a cable.
-        """
-        shown = _run("ip", "-n", self.namespace, "-s", "-j", "link", "show", "eth0")
-        return int(json.loads(shown)[0]["stats64"]["tx"]["bytes"])
 
     def pids(self) -> list[int]:
         """Return the IDs of the processes of this host."""
@@ -182,35 +168,22 @@ class Hosts(list[Host]):
                 self.append(Host(k, f"{network}-host{k}", self.switch, self._folder.name, own))
             for host in self:
                 host.join({other.name: other.address for other in self})
-                host.set_rate(mbit_per_s)
+                if mbit_per_s is not None:
+                    host.set_rate(mbit_per_s)
         except BaseException:
-            self.close()
+            self.__exit__()
             raise
 
     def _add_namespace(self, name: str) -> None:
         _run("ip", "netns", "add", name)
         self._namespaces.append(name)
 
-    def torchrun(
-        self,
-        *arguments: str,
-        ranks_per_host: int = 2,
-        rendezvous: str = "static",
-        options: tuple[str, ...] = (),
-        cwd: str | None = None,
-        env: dict[str, str] | None = None,
-    ) -> list[Job]:
+    def torchrun(self, *arguments: str, ranks_per_host: int = 2, rendezvous: str = "static") -> list[Job]:
         """Start a script on all hosts, as a user does: one torchrun per host, with the same arguments except `--node_rank`.
 
-        Args:
-            arguments: the script and its arguments.
-            rendezvous: 'static' is how nanoGPT's README writes it; 'c10d' is `--rdzv-backend=c10d`.
-            options: more options of torchrun, such as `--max-restarts=3`; the last one of a name counts.
+        `rendezvous`: 'static' is how nanoGPT's README writes it; 'c10d' is `--rdzv-backend=c10d`.
         """
-        return [
-            host.torchrun(*self.options(host, ranks_per_host, rendezvous), *options, *arguments, cwd=cwd, env=env)
-            for host in self
-        ]
+        return [host.torchrun(*self.options(host, ranks_per_host, rendezvous), *arguments) for host in self]
 
     def options(self, host: Host, ranks_per_host: int = 2, rendezvous: str = "static") -> list[str]:
         """Return the options of torchrun on this host; see `torchrun`."""
@@ -220,21 +193,16 @@ class Hosts(list[Host]):
             return [*common, "--rdzv-backend=c10d", f"--rdzv-endpoint={self[0].name}:{PORT}", "--rdzv-id=job"]
         return [*common, f"--node_rank={host.number}", f"--master_addr={self[0].address}", f"--master_port={PORT}"]
 
-    def close(self) -> None:
-        """End all processes of the hosts and remove the hosts."""
+    def __enter__(self) -> "Hosts":
+        return self
+
+    def __exit__(self, *_: object) -> None:
         for host in self:
             host.kill()
         for name in self._namespaces:
             with contextlib.suppress(subprocess.CalledProcessError):  # the others are removed nevertheless
                 _run("ip", "netns", "delete", name)
-        self._namespaces.clear()
         self._folder.cleanup()
-
-    def __enter__(self) -> "Hosts":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def _run(*command: str) -> str:

@@ -12,11 +12,14 @@ import faults
 import pytest
 from scripts import ROOT, environment, run, run_for_real
 
+from benchmarks.results import Results
+from forecast.modes import MODES as TABLE
+
 SIZES = ["--n_layer=2", "--n_head=2", "--n_embd=512", "--vocab_size=65", "--block_size=16", "--device=cpu"]
-IN_PLACE = ["adamw_in_place", "torch_in_place"]
-OWN = [*IN_PLACE, "adamw", "torch", "sharded", "shard_gradients", "bfloat16", "remainder", "int8"]
-PREDICTED = [*OWN, "loss_chunk", "muon", "plain_muon"]
-MODES = [*PREDICTED, "simple", "fsdp2", "fsdp2_reshard"]
+IN_PLACE = [name for name, mode in TABLE.items() if mode.in_place]
+OWN = [name for name, mode in TABLE.items() if mode.planned]
+MODES = [name for name in TABLE if name not in ("hybrid", "no_overlap")]
+PREDICTED = [name for name in MODES if TABLE[name].is_built]
 ALL_MODES = f"--modes={','.join(MODES)}"
 TIMED = [mode for mode in MODES if mode not in (*IN_PLACE, "fsdp2_reshard")]  # those send what others send
 POINTS_OF_A_STEP = ["accumulating", "before step", "after step"]
@@ -83,18 +86,6 @@ def test_every_mode_and_its_bytes(ranks, alone, tmp_path):
         assert [row["mode"] for row in csv.DictReader(file)] == TIMED
 
 
-@pytest.mark.slow("the loop over sizes, which test_everything_with_several_block_sizes has", seconds=14)
-def test_several_block_sizes(tmp_path):
-    flags = ["--what=time", "--rounds=1", "--steps_per_turn=1", "--name=sweep", *SIZES, "--block_size=8,16"]
-    process = run("bench.py", *flags, ranks=2, cwd=tmp_path)
-    assert process.returncode == 0, process.stderr
-    rows = results(tmp_path / "results" / "sweep", "time")
-    assert [(row["mode"], row["block_size"]) for row in rows] == [
-        (mode, size) for size in (8, 16) for mode in ("adamw", "torch", "sharded")
-    ]
-    assert (tmp_path / "results" / "sweep" / "time.png").read_bytes().startswith(b"\x89PNG")
-
-
 def test_everything_with_several_block_sizes(tmp_path):
     flags = ["--rounds=1", "--steps_per_turn=1", "--modes=adamw", "--name=all", *SIZES, "--n_embd=64", "--block_size=8,16"]
     process = run("bench.py", *flags, ranks=2, cwd=tmp_path, before=faults.measure_only_block_sizes)
@@ -115,6 +106,8 @@ def test_mistakes_have_exit_code_2(tmp_path):
         (0, ["--simulate_world_size=8"], "--what=memory"),
         (0, ["--simulate_world_size=8,x", "--what=memory"], "simulate_world_size=8,x must be positive integers"),
         (1, ["--modes=adamw,other"], "other is not one of adamw_in_place, torch_in_place, adamw, torch, sharded"),
+        (1, ["--modes=fsdp2", "--what=checkpoint"], "what=checkpoint needs a mode that train.py has, such as sharded"),
+        (2, ["--zero_shard_size=3"], "zero_shard_size=3 does not divide 2 ranks; use one of 1, 2"),
         (1, ["--model=gpt5"], "model=gpt5 is not one of gpt2, "),
         (1, ["--what=time", "--block_size=64,0"], "block_size=64,0 must be positive integers"),
         (1, ["--model=cookbook", "--modes=adamw"], "remove --modes"),
@@ -219,11 +212,13 @@ def test_checkpoints(tmp_path):
 
 def test_the_same_training_in_every_mode(tmp_path):
     sizes = [*SIZES[:2], "--n_embd=64", "--vocab_size=128", *SIZES[4:]]
-    flags = ["--what=training", "--name=training", "--training_steps=20", "--grad_clip=0", "--zero_bucket_mb=0.1"]
+    modes = [*OWN, "muon"]
+    flags = ["--what=training", f"--modes={','.join(modes)}", "--name=training", "--training_steps=20", "--grad_clip=0"]
+    flags.append("--zero_bucket_mb=0.1")
     process = run("bench.py", *flags, *sizes, ranks=2, cwd=tmp_path)
     assert process.returncode == 0, process.stderr
     rows = {row["mode"]: row for row in results(tmp_path / "results" / "training", "training")}
-    assert list(rows) == OWN
+    assert list(rows) == modes
     for mode in (*IN_PLACE, "torch", "sharded"):  # two ranks, no clipping: bit for bit
         assert rows[mode]["losses"] == rows["adamw"]["losses"]
         assert rows[mode]["largest difference"] == 0
@@ -254,16 +249,11 @@ def test_what_the_metrics_cost(tmp_path):
     assert os.listdir(tmp_path) == ["results"], "the runs it makes are gone"
 
 
-@pytest.mark.slow("runs bench.py twice", seconds=14)
 def test_results_of_another_measure_stay(tmp_path):
-    for what in ("memory", "time"):
-        arguments = [f"--what={what}", "--name=both", "--modes=adamw", "--rounds=1", "--steps_per_turn=1", *SIZES]
-        assert run("bench.py", *arguments, ranks=1, cwd=tmp_path).returncode == 0
-    content = json.loads((tmp_path / "results" / "both" / "results.json").read_text())
-    assert {measure: f"--what={measure}" in entry["command"] for measure, entry in content.items()} == {
-        "memory": True,
-        "time": True,
-    }
+    for measure in ("memory", "time"):
+        Results(str(tmp_path), {"command": measure, "setup": ""}).add(measure, "", [{"mode": "adamw"}], f"{measure}.csv")
+    content = json.loads((tmp_path / "results.json").read_text())
+    assert {measure: entry["command"] for measure, entry in content.items()} == {"memory": "memory", "time": "time"}
 
 
 @pytest.mark.slow("trains the model of PyTorch's tutorial", seconds=57)

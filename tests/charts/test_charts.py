@@ -123,6 +123,13 @@ def test_ranks_points_and_modes_are_in_order():
             assert layers["bar"]["encoding"]["y"]["sort"] == list(names)
 
 
+def test_every_mode_has_a_name_and_a_colour_in_pictures():
+    rows = [{**training_rows()[0], "mode": mode} for mode in modes.MODES]
+    assert set(purposes(OF_RESULTS["training"](rows, MEASURED))) == set(modes.MODES)
+    for kind in ("label", "colour"):
+        assert len({getattr(mode, kind) for mode in modes.MODES.values()}) == len(modes.MODES)
+
+
 def test_the_bar_of_a_plan_ends_at_its_peak():
     for changed, missing in (
         ({}, 0),

@@ -122,6 +122,14 @@ def test_bench_takes_the_new_model_option(copy):
     assert activations[0] < activations[1], "on a CPU, RMSNorm keeps more"
 
 
+def test_the_new_mode_is_planned_and_measured(copy):
+    planned = run_copy(copy, "plan.py", *TRAIN, "--world_size=2").stdout
+    assert re.search(r"^ *2  coded +\d", planned, re.MULTILINE)
+    flags = "--what=memory", "--modes=coded", "--simulate_world_size=2", "--name=", "--device=cpu", "--vocab_size=64"
+    process = run_copy(copy, "bench.py", *flags, *SIZES[:-1])
+    assert re.search(r"^ +2 +coded +peak +\d", process.stdout, re.MULTILINE), process.stderr
+
+
 def test_the_new_check_runs_every_few_iterations(copy):
     process = run_copy(copy, "train.py", *TRAIN, "--weight_interval=2", f"--out_dir={copy / 'checked'}")
     assert re.findall(r"^largest weight (\d): 1\.\d+$", process.stdout, re.MULTILINE) == ["0", "2", "4", "6"], process.stderr

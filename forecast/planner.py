@@ -126,13 +126,12 @@ class Planner:
     def rows(self, world_size: int) -> list[dict[str, Any]]:
         """Return a row per mode, one for the settings if no mode matches them, and with AdamW one for PyTorch's fully_shard."""
         chosen = self.chosen(world_size)
-        rows = [self.row(mode, choice, world_size, choice == chosen) for choice, mode in self.choices(world_size).items()]
+        rows = [
+            self.figures(mode, choice, self.forecast(choice, world_size), choice == chosen)
+            for choice, mode in self.choices(world_size).items()
+        ]
         # with Muon, FSDP2 would gather matrices, in a way that is not predicted
         return [*rows, self.fully_sharded(world_size, chosen)] if world_size > 1 and self.has_adamw else rows
-
-    def row(self, mode: str, choice: Choice, world_size: int, chosen: bool) -> dict[str, Any]:
-        """Return the row of a choice, in bytes and seconds."""
-        return self.figures(mode, choice, self.forecast(choice, world_size), chosen)
 
     def fully_sharded(self, world_size: int, choice: Choice) -> dict[str, Any]:
         """Return the row of PyTorch's fully_shard in place of the flags. It gathers weights in the dtype of the computation."""
@@ -153,7 +152,7 @@ class Planner:
         return self.figures("fsdp2_reshard", choice, result, chosen=False)
 
     def figures(self, mode: str, choice: Choice, result: Forecast, chosen: bool) -> dict[str, Any]:
-        """Return the row of a forecast."""
+        """Return the row of a forecast, in bytes and seconds."""
         prediction = result.prediction
         sent, between = prediction.sent(), self.network.across_machines(prediction)
         seconds, exposed = self.seconds(result, choice)

@@ -15,8 +15,8 @@ from charts.style import number
 from configurator import settings_of
 from forecast.activations import predict
 from forecast.modes import LOSS_CHUNK, MODES
-from forecast.prediction import DataParallelPrediction, Prediction, ShardedPrediction, Workload
-from forecast.run_memory import CPU_RESIDENT, gpt_specs
+from forecast.prediction import Workload
+from forecast.run_memory import CPU_RESIDENT, forecast, gpt_specs
 from model import GPTConfig
 
 CONFIG = GPTConfig(block_size=16, vocab_size=29, n_layer=2, n_head=2, n_embd=32, bias=False)  # as in SIZES and the data
@@ -103,29 +103,21 @@ def test_the_rows_are_the_predictions_of_the_rank_with_the_most_state(planned, w
     flags = FLAGS[mode] if world_size > 1 else FLAGS["adamw"]
     checkpointing, loss_chunk = mode in ("checkpointing", "all"), LOSS_CHUNK if mode in ("loss_chunk", "all") else 0
     activations = predict(Workload(CONFIG, 2, flags.param_dtype, "cpu", checkpointing, loss_chunk), flags.param_dtype)
-    wrapped = DataParallelPrediction if mode in ("adamw", "torch", *IN_PLACE) else ShardedPrediction
     owners = flags.plan(gpt_specs(CONFIG), world_size)
-    ranks = [
-        (wrapped if world_size > 1 else Prediction)(
-            owners,
-            rank,
-            world_size,
-            micro_steps=math.ceil(6 / world_size),
-            shard_gradients=flags.shard_gradients,
-            on_cpu=True,
-            in_place=mode in IN_PLACE,
-        )
-        for rank in range(owners.world_size)
-    ]
-    fullest = max(ranks, key=lambda prediction: prediction.decoded_state)
+    micro_steps, in_place = math.ceil(6 / world_size), mode in IN_PLACE
+    result = forecast(
+        owners, world_size, micro_steps, "cpu", activations, flags.shard_gradients, world_size > 1, in_place=in_place
+    )
+    fullest = result.prediction
+    assert fullest.decoded_state == max(owners.state_bytes)
     expected = {
         **fullest.at("accumulating" if world_size < 6 else "before step"),
         "buckets": fullest.largest_buckets,
         "activations": activations.saved,
-        "peak": fullest.peak(activations),
+        "peak": result.peak,
         "sent": sum(fullest.sent().values()),
         "saving_on_cpu": fullest.consolidated,
-        "state_to_mean": pytest.approx(fullest.decoded_state * len(ranks) / fullest.whole_state),
+        "state_to_mean": pytest.approx(fullest.decoded_state * owners.world_size / fullest.whole_state),
     }
     row = rows[world_size, mode]
     assert {key: row[key] for key in expected} == expected

@@ -17,18 +17,11 @@ from model import GPT, GPTConfig
 from zero.flags import Flags
 from zero.layout import parameter_specs
 
-FLAGS = {
-    "adamw": Flags(use_zero1=False),
-    "torch": Flags(zero1_impl="torch"),
-    "sharded": Flags(),
-    "hybrid": Flags(shard_size=2),
-}
+FLAGS = {"adamw": {"use_zero1": False}, "torch": {"zero1_impl": "torch"}, "sharded": {}, "hybrid": {"shard_size": 2}}
 WIDTH = 128  # of the model: so large that a step's small messages are less than one percent
 ARGUMENTS = {
-    "adamw": ["--use_zero1=False"],
-    "torch": ["--zero1_impl=torch"],
-    "sharded": [],
-    "hybrid": ["--zero_shard_size=2"],
+    name: [f"--{'zero_' * (flag == 'shard_size')}{flag}={value}" for flag, value in flags.items()]
+    for name, flags in FLAGS.items()
 }
 SIZES = [f"--n_embd={WIDTH}", "--gradient_accumulation_steps=4", "--max_iters=11"]
 FIRST, LAST = 6, 9  # iterations between which bytes are counted: no evaluation, no checkpoint
@@ -183,7 +176,7 @@ def tree(root, world_size):
 def sends(implementation, world_size):
     """Yield each message of a step: its sender, its receiver, its bytes."""
     model = GPT(GPTConfig(block_size=16, vocab_size=29, n_layer=2, n_head=2, n_embd=WIDTH, bias=False))
-    plan = FLAGS[implementation].plan(parameter_specs(model.param_groups(0.1), model.parameters()), world_size)
+    plan = Flags(**FLAGS[implementation]).plan(parameter_specs(model.param_groups(0.1), model.parameters()), world_size)
     whole = 4 * model.num_params() + 4 * 16 * WIDTH  # num_params is without the positions
     owned = [4 * sum(part.numel for part in plan.slices(rank)) for rank in range(plan.world_size)]
     assert sum(owned) == whole

@@ -2,23 +2,20 @@
 
 import json
 import re
-import time
 from dataclasses import replace
 
 import pytest
 import torch
-import torch.distributed as dist
 from conftest import ROOT
 from ranks import run_ranks
 from scripts import SIZES, run
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import plan as plan_script
+from benchmarks.contenders import Contender, Setup
+from benchmarks.memory_profile import MemoryProfile
 from configurator import settings_of
 from forecast import advice
-from forecast.activations import LiveBytes
 from forecast.modes import MODES
 from forecast.planner import Planner
 from forecast.step_time import Network
@@ -126,10 +123,11 @@ def test_communication_that_computation_cannot_hide():
 def test_the_time_of_a_run():
     """At an MFU of 50 %, one A100 does 156 TFLOP/s; checkpointing adds the forward once more."""
     one = planner(device="cuda", gpu="A100", mfu=50.0)
-    plain, checkpointing = (one.row("", choice, 1, True) for choice in (one.chosen(1), one.everything(1)))
+    choices = one.chosen(1), one.everything(1)
+    plain, checkpointing = (one.figures("", choice, one.forecast(choice, 1), True) for choice in choices)
     assert plain["seconds"] == pytest.approx(16 * 64 * GPT(CONFIG).flops_per_token() / 156e12)
     assert checkpointing["seconds"] == pytest.approx(4 / 3 * plain["seconds"])
-    assert planner().row("", planner().chosen(1), 1, True)["seconds"] == 0
+    assert planner().rows(1)[0]["seconds"] == 0
 
 
 def test_plan_says_what_to_do(data):
@@ -152,35 +150,14 @@ SIZES_OF_FSDP = [
 ]
 
 
-def held_now(live):
-    """Live bytes, when no thread of gloo holds the tensors of its last collective any more."""
-    for _ in range(10):
-        dist.barrier()
-    time.sleep(0.05)
-    return live.now
+def setup_of(sizes):
+    return Setup(sizes, 1, torch.device("cpu"), "float32", "auto", 1.0, activation_checkpointing=False, seed=0)
 
 
 def fully_sharded_bytes():
     """Of a step with two micro-steps: live bytes after it, before the update, and the peak."""
-    measured = []
-    for sizes in SIZES_OF_FSDP:
-        module = GPT(sizes)
-        with LiveBytes() as live:
-            mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-            for block in module.transformer.h:
-                fully_shard(block, mesh=mesh)
-            fully_shard(module, mesh=mesh)
-            optimizer = torch.optim.AdamW(module.parameters(), fused=True)
-            for _ in range(2):
-                live.reset_peak()
-                for _ in range(2):
-                    module(*torch.randint(sizes.vocab_size, (2, 1, sizes.block_size)))[1].backward()
-                before = held_now(live)
-                optimizer.step()
-                optimizer.zero_grad()
-            measured.append((held_now(live), before, live.peak))
-        del module, optimizer
-    return measured
+    profiles = [MemoryProfile(setup_of(sizes), MODES["fsdp2_reshard"]).measure(can_save=False) for sizes in SIZES_OF_FSDP]
+    return [[points[point]["total"] for point in ("after step", "before step", "peak")] for points in profiles]
 
 
 class Sent(TorchDispatchMode):
@@ -200,15 +177,12 @@ class Sent(TorchDispatchMode):
 def fully_sharded_sent(micro_steps):
     """By the defaults, without gradients before the last micro-step, and with weights that stay from forward to backward."""
     found = []
-    for options, every_micro_step in (({}, True), ({}, False), ({"reshard_after_forward": False}, True)):
-        module, mesh = GPT(SIZES_OF_FSDP[1]), init_device_mesh("cpu", (dist.get_world_size(),))
-        for block in module.transformer.h:
-            fully_shard(block, mesh=mesh, **options)
-        fully_shard(module, mesh=mesh, **options)
+    for mode, every_micro_step in (("fsdp2_reshard", True), ("fsdp2_reshard", False), ("fsdp2", True)):
+        contender = Contender(setup_of(SIZES_OF_FSDP[1]), MODES[mode]).wrap()
         with Sent() as sent:
             for number in range(micro_steps):
-                module.set_requires_gradient_sync(every_micro_step or number == micro_steps - 1)
-                module(*torch.randint(8000, (2, 1, 64)))[1].backward()
+                contender.model.set_requires_gradient_sync(every_micro_step or number == micro_steps - 1)
+                contender.forward().backward()
         found.append(sent.bytes)
     return found
 

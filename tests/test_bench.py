@@ -22,7 +22,6 @@ MODES = [name for name in TABLE if name not in ("hybrid", "no_overlap")]
 PREDICTED = [name for name in MODES if TABLE[name].is_built]
 ALL_MODES = f"--modes={','.join(MODES)}"
 TIMED = [mode for mode in MODES if mode not in (*IN_PLACE, "fsdp2_reshard")]  # those send what others send
-POINTS_OF_A_STEP = ["accumulating", "before step", "after step"]
 
 # runs a command in a network namespace, whose loopback interface carries nothing else
 ALONE_ON_THE_NETWORK = """
@@ -127,6 +126,10 @@ def test_the_duration_comes_first_and_git_ignores_the_results(tmp_path):
     assert re.search(r"^this will take about \d+ min: a step of adamw takes \d+\.\d\d s", process.stdout, re.MULTILINE)
     assert process.stdout.index("this will take") < process.stdout.index("Memory: MB")
     assert os.listdir(tmp_path) == ["out-bench"]
+    rows = {row["point"]: row for row in results(tmp_path / "out-bench" / "2x512-1x16-simulated-cpu", "memory")}
+    assert all(row["world_size"] == 2 and row["own computation, ms"] > 0 for row in rows.values())
+    resident = [rows[point]["resident peak"] for point in ("accumulating", "before step", "after step")]
+    assert rows["peak"]["resident peak"] == max(resident), "the peak is that of the whole step"
     assert "results are in out-bench/2x512-1x16-simulated-cpu\n" in process.stdout
     with open(os.path.join(ROOT, ".gitignore")) as file:
         assert "out*/\n" in file
@@ -173,26 +176,6 @@ def test_memory_at_each_point_of_a_step(tmp_path):
     assert "bench.py --what=memory" in written
     assert "accumulating" in written
     assert (folder / "memory.png").read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.slow("simulated worlds; test_prediction.py has one rank of a large world", seconds=37)
-def test_memory_of_one_rank_of_a_large_world(tmp_path):
-    process = run(
-        "bench.py",
-        *("--what=memory", ALL_MODES, "--name=simulated", "--zero_bucket_mb=0.5", "--simulate_world_size=8,64", *SIZES),
-        cwd=tmp_path,
-    )
-    assert process.returncode == 0, process.stderr
-    rows = results(tmp_path / "results" / "simulated", "memory")
-    for world_size in (8, 64):
-        of_world = [row for row in rows if row["world_size"] == world_size]
-        check_memory(of_world, MODES, ["after init", "wrapping", "after wrapping", *POINTS_OF_A_STEP, "peak"])
-        resident = {(row["mode"], row["point"]): row["resident peak"] for row in of_world}
-        for mode in MODES:  # the peak is that of the whole step
-            assert resident[mode, "peak"] == max(resident[mode, point] for point in POINTS_OF_A_STEP)
-        state = {row["mode"]: row["state"] for row in of_world if row["point"] == "after step"}
-        assert state["sharded"] == pytest.approx(state["adamw"] / world_size, rel=0.01)
-        assert all(row["own computation, ms"] > 0 for row in of_world)
 
 
 def test_checkpoints(tmp_path):

@@ -90,6 +90,9 @@ def test_the_table_has_every_mode_for_every_number_of_ranks(planned):
         r"^ *8 ranks  peak .*; train.py needs --gradient_accumulation_steps=8 for it, as assumed here$", printed, re.MULTILINE
     )
     assert printed.count("; train.py needs --") == 1, "6 micro-steps are enough for 1 and 2 ranks"
+    header, units = re.search(r"^(ranks  mode  .*)\n(.*)$", printed, re.MULTILINE).groups()
+    assert header.split()[:3] == ["ranks", "mode", "parameters"]
+    assert set(units.split()) == {"MB", "x", "ms"}, "the unit is that of the weights"
 
 
 @pytest.mark.parametrize("mode", FLAGS)
@@ -191,14 +194,6 @@ def test_a_verdict_comes_first(data, tmp_path):
     assert lines[lines.index("") - 1].startswith("main memory of a machine with 8 of the ranks: at most ")
     assert "--legend=True explains the columns" in printed
     assert "what forward keeps for backward" not in printed
-
-
-def test_the_unit_is_that_of_the_weights(data):
-    lines = plan(data, "--world_size=2").splitlines()
-    place = next(number for number, line in enumerate(lines) if line.startswith("ranks  mode"))
-    header, units = lines[place].split(), lines[place + 1].split()
-    assert header[:3] == ["ranks", "mode", "parameters"]
-    assert set(units) == {"MB", "x", "ms"}
 
 
 def test_no_batch_fits_where_saving_does_not(data, tmp_path):

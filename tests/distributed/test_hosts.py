@@ -234,17 +234,12 @@ def test_other_implementations_and_hosts(on_hosts, on_one_host, how):
         assert sent == pytest.approx(predicted(*how), rel=0.02)
 
 
-@pytest.mark.slow("two runs on two hosts", seconds=55)
-def test_hybrid_sharding_halves_the_bytes_between_two_hosts_of_two_ranks(on_hosts):
-    hybrid, sharded = (sum(on_hosts(implementation, 2, 2)[1]) for implementation in ("hybrid", "sharded"))
-    assert hybrid / sharded == pytest.approx(0.5, rel=0.02)
-
-
-@pytest.mark.slow("two runs on two hosts, and one of each", seconds=122)
-def test_between_two_ranks_pytorchs_optimizer_sends_half_as_much_again(on_hosts):
-    ddp, torchs, sharded = (sum(on_hosts(implementation, 2, 1)[1]) for implementation in ("adamw", "torch", "sharded"))
-    assert torchs / ddp == pytest.approx(1.5, rel=0.02)
-    assert sharded / ddp == pytest.approx(1.0, rel=0.02)
+def test_what_the_arithmetic_says():
+    """Hybrid sharding halves the bytes between hosts of two ranks; ZeroRedundancyOptimizer sends half as much again as DDP."""
+    assert sum(predicted("hybrid", 2, 2)) == pytest.approx(0.5 * sum(predicted("sharded", 2, 2)))
+    ddp, torchs, sharded = (sum(predicted(implementation, 2, 1)) for implementation in ("adamw", "torch", "sharded"))
+    assert torchs == pytest.approx(1.5 * ddp)
+    assert sharded == pytest.approx(ddp)
 
 
 @pytest.mark.slow("two hosts without a common folder", seconds=35)

@@ -394,7 +394,7 @@ def check_outputs(settings: dict[str, Any]) -> None:
 def main() -> None:
     train = os.path.join(os.path.dirname(os.path.abspath(__file__)), "train.py")
     modes = explained(mode for mode in MODES if MODES[mode].planned or mode in ("loss_chunk", "fsdp2_reshard"))
-    settings = configure({**settings_of(__file__, train, torch=torch), "__doc__": f"{__doc__}{modes}\n"})
+    settings = configure({**settings_of(__file__, train, torch=torch), "__doc__": __doc__ + modes})
     with exit_on_wrong_input():
         check_outputs(settings)
         sizes = integers("world_size", settings["world_size"])

@@ -70,5 +70,5 @@ def explained(names: Iterable[str]) -> str:
     for name in names:
         flags = vars(MODES[name].flags)
         changed = [f"{flag.name}={flags[flag.name]}" for flag in fields(Flags) if flags[flag.name] != flag.default]
-        lines.append(f"  {name:<15}  {'; '.join([MODES[name].label, *changed])}")
-    return "\n".join(lines)
+        lines.append(f"  {name:<15}  {'; '.join([MODES[name].label, *changed])}\n")
+    return "".join(lines)

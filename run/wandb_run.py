@@ -4,12 +4,10 @@ import os
 from typing import Any
 
 from distributed.ranks import print0
+from run.metrics import METRICS
 from run.output import Output, first_line, while_it_works
 from zero.host_comm import is_rank_0
 
-# what the summary shows of a metric, instead of its last value
-_BEST = {"val/loss": "min", "train/loss": "min", "iter/loss": "min"}
-_BEST |= {"throughput/tokens_per_second": "max", "mfu": "max", "memory/peak_mb": "max"}
 _FINISH_S, _UPLOAD_S = 60.0, 3600.0  # how long the end of a run waits for wandb, and for its last checkpoints
 # arguments of wandb.init, and the variables of wandb that come before them
 _VARIABLES = {
@@ -123,8 +121,9 @@ def _start(wandb: Any, config: dict[str, Any], run_id: str | None, finish_s: flo
         raise ValueError(error) from error
     run.define_metric("iter")
     run.define_metric("*", step_metric="iter")
-    for key, best in _BEST.items():
-        run.define_metric(key, step_metric="iter", summary=best)
+    for metric in METRICS.values():
+        if metric.best:
+            run.define_metric(metric.key, step_metric="iter", summary=metric.best)
     if run.offline:
         folders = os.path.join(os.path.dirname(run.sync_dir), f"*-{run.id}")  # one for each start of the run
         print0(f"wandb records offline{why}; to upload later: wandb login && wandb sync {folders}")

@@ -27,7 +27,7 @@ class Logger:
         out_dir: folder of `metrics.jsonl` and `run.json`, created if it is missing. `metrics.jsonl` has one JSON object per
             event, with the same keys as in wandb. A number that is not finite becomes null, because JSON has no such number.
             None: no files, and a new wandb run.
-        resume_at: continue the existing file as it was at the start of this iteration, see `MetricsFile.kept`. None: start a
+        resume_at: continue the existing file as it was at the start of this iteration, see `MetricsFile`. None: start a
             new file.
         config: settings of the run and facts about it. `run.json` and wandb get all of them. `wandb_...` choose the wandb run,
             `log_to` TensorBoard. `eval_interval` says whether a resumed run repeats the evaluation at `resume_at`.
@@ -46,12 +46,17 @@ class Logger:
             return
         self._summary = Summary(_all_facts(out_dir, config, resume_at))
         try:
-            self.file = MetricsFile(out_dir)
-            if resume_at is not None:
-                for event in self.file.kept(resume_at, evaluates=resume_at % config["eval_interval"] == 0):
-                    self._summary.add(event)
-            self.run = WandbRun(config, run_id, self.file.newest)  # wrong settings end the run before the file is cut
+            evaluates = resume_at is not None and resume_at % config["eval_interval"] == 0
+            self.file = MetricsFile(out_dir, resume_at, evaluates)
+            for event in self.file.kept():
+                self._summary.add(event)
+            self.run = WandbRun(config, run_id)  # wrong settings end the run before the file is cut
+            for event in self.file.kept() if self.run.lacks_history else ():
+                self.run.log(event)
             self._tensorboard = TensorBoardRun(out_dir, resume_at or 0, config)
+            for event in map(_event, self.file.late):
+                if event["iter"] == resume_at:  # TensorBoard hides what it has of this iteration
+                    self._tensorboard.log(event)
             self.file.rewind()
             if resume_at is None:
                 with contextlib.suppress(FileNotFoundError):
@@ -131,46 +136,44 @@ class MetricsFile:
 
     Args:
         folder: created if it is missing.
+        resume_at: iteration at which the run continues. None: `rewind` empties the file.
+        evaluates: the run evaluates at this iteration, perhaps for the second time.
 
     Attributes:
-        newest: the last iteration that `kept` has found in the file, -1 without a resume.
+        late: lines that `kept` has found after the first one that goes.
 
     Raises:
         OSError: if the folder cannot be created, or the file cannot be read or written.
     """
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str, resume_at: int | None, evaluates: bool) -> None:
         os.makedirs(folder, exist_ok=True)
-        self.folder, self._path, self.newest = folder, os.path.join(folder, METRICS), -1
+        self.folder, self._path, self._resume_at, self._evaluates = folder, os.path.join(folder, METRICS), resume_at, evaluates
         self._file = open(self._path, "ab", buffering=0)
-        self._end, self._late = 0, list[bytes]()  # what `rewind` keeps: bytes, later lines
+        self._end, self.late = 0, list[bytes]()  # `rewind` keeps so many bytes, and these lines
         self._warned = False
 
-    def kept(self, iteration: int, evaluates: bool) -> Iterator[dict[str, Any]]:
-        """Yield the events that a run keeps when it resumes at `iteration`, and whether it `evaluates` there again.
+    def kept(self) -> Iterator[dict[str, Any]]:
+        """Yield the events that stay in the file.
 
-        These are the lines before the first line of `iteration` or later, or before the first incomplete line (from a killed
-        run). And of the later lines those about checkpoints up to `iteration`, which are written late, when the checkpoint is
-        on the disk, and the evaluation at `iteration` if it is not repeated.
+        These are the lines before the first line of the iteration or later, or before the first incomplete line (from a killed
+        run). And of the later lines those about checkpoints up to the iteration, which are written late, when the checkpoint is
+        on the disk, and the evaluation at the iteration if it is not repeated.
         """
-        found = False
+        self._end, self.late, iteration, found = 0, [], self._resume_at, False
+        if iteration is None:
+            return
         with open(self._path, "rb") as file:
             for line in file:
                 event, is_whole = _event(line), line.endswith(b"\n")
-                self.newest = max(self.newest, event["iter"])
                 found = found or event["iter"] >= iteration or not is_whole
-                is_late = (
-                    is_whole
-                    and event["iter"] <= iteration
-                    and (
-                        any(key.startswith("checkpoint/") for key in event)
-                        or ("val/loss" in event and event["iter"] == iteration and not evaluates)
-                    )
-                )
+                is_checkpoint = any(key.startswith("checkpoint/") for key in event)
+                is_evaluation = "val/loss" in event and event["iter"] == iteration and not self._evaluates
+                is_late = is_whole and event["iter"] <= iteration and (is_checkpoint or is_evaluation)
                 if not found:
                     self._end += len(line)
                 elif is_late:
-                    self._late.append(line)
+                    self.late.append(line)
                 if event["iter"] >= 0 and (is_late or not found):
                     yield event
 
@@ -178,7 +181,7 @@ class MetricsFile:
         """Truncate the file to what `kept` has yielded. It has whole lines before and after this, even if the disk is full."""
         self._file.truncate(self._end)
         self._file.seek(0, os.SEEK_END)
-        self._file.write(b"".join(self._late))
+        self._file.write(b"".join(self.late))
 
     def write(self, event: dict[str, Any]) -> None:
         """Append an event, with null for numbers that are not finite. If the disk is full, warn once and continue."""

@@ -26,10 +26,11 @@ class WandbRun(Output):
         config: settings and facts of the run, which wandb shows. `wandb_run_name` is the group of the runs to compare, and with
             the folder of `out_dir` the name of this one; `implementation` is its type within the group.
         run_id: ID of the run to continue. None: a new run.
-        newest: last iteration that the run has logged, in any process. Rows that wandb has stay as they are.
 
     Attributes:
         id: ID of the run, or None.
+        lacks_history: the run continues in a new folder on the disk, which needs the earlier rows, too: `wandb sync` stops at
+            the folder of a killed process.
 
     Raises:
         ValueError: if the settings or a variable are wrong.
@@ -37,8 +38,9 @@ class WandbRun(Output):
 
     name = "wandb"
 
-    def __init__(self, config: dict[str, Any], run_id: str | None = None, newest: int = -1) -> None:
+    def __init__(self, config: dict[str, Any], run_id: str | None = None) -> None:
         self.id: str | None = None
+        self.lacks_history = False
         self._newest = -1  # iteration of the newest row
         self._uploads = bool(config.get("wandb_log_checkpoints"))
         if self._uploads and not config["wandb_log"]:
@@ -58,7 +60,8 @@ class WandbRun(Output):
             return
         if not run.disabled:
             self._wandb, self.sink, self.id = wandb, run, run.id
-            self._first = newest + 1 if run.offline and run_id else run.starting_step  # the run has earlier rows already
+            self._first = run.starting_step  # the server has earlier rows, which stay as they are
+            self.lacks_history = run.offline and run_id is not None
             self._samples = wandb.Table(columns=["iter", "text"], log_mode="INCREMENTAL")
 
     @while_it_works
@@ -108,6 +111,7 @@ def _start(wandb: Any, config: dict[str, Any], run_id: str | None, finish_s: flo
         **{"id": run_id, "resume": "allow" if run_id else None},
     }
     arguments = {key: value for key, value in given.items() if not os.environ.get(_VARIABLES[key])}
+    finish_s = float(os.environ.get("WANDB_FINISH_TIMEOUT", finish_s))
     settings = wandb.Settings(finish_timeout=finish_s, finish_timeout_raises=True)
     why = ""  # there is no server to send to
     try:
@@ -125,8 +129,8 @@ def _start(wandb: Any, config: dict[str, Any], run_id: str | None, finish_s: flo
         if metric.best:
             run.define_metric(metric.key, step_metric="iter", summary=metric.best)
     if run.offline:
-        folders = os.path.join(os.path.dirname(run.sync_dir), f"*-{run.id}")  # one for each start of the run
-        print0(f"wandb records offline{why}; to upload later: wandb login && wandb sync {folders}")
+        newest = "; this folder has all rows of the run: leave out its older ones" if run_id else ""
+        print0(f"wandb records offline{why}; to upload later: wandb login && wandb sync {run.sync_dir}{newest}")
     elif not run.disabled:
         print0(f"wandb: {run.url}")
     return run

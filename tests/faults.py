@@ -273,19 +273,15 @@ def measure_only_block_sizes():
 # -- wandb ---------------------------------------------------------------------------------------------------------------
 
 
-def signal_to_wandb(name):
-    """Send a signal to wandb's process in iteration 10, and note its number in a file."""
-    from run import wandb_run
+def kill_wandb():
+    """Kill wandb's process in iteration 10."""
+    from run.wandb_run import WandbRun
 
-    wandb_run._FINISH_S = 2
-
-    @around(wandb_run.WandbRun, "log")
+    @around(WandbRun, "log")
     def log(original, self, event):
         if event["iter"] == 10 and "iter/loss" in event:
             process = subprocess.run(["pgrep", "-P", str(os.getpid()), "wandb-core"], capture_output=True, text=True).stdout
-            with open("process of wandb", "w") as file:
-                file.write(process)
-            os.kill(int(process), getattr(signal, name))
+            os.kill(int(process), signal.SIGKILL)
         original(self, event)
 
 

@@ -83,9 +83,9 @@ def _meter(contender: Contender, folder: str, wandb_log: bool) -> Meter:
     setup, model, optimizer = contender.setup, contender.model, contender.optimizer
     names = {"wandb_project": "telemetry", "wandb_run_name": "telemetry", "out_dir": folder, "implementation": contender.mode}
     before = {name: os.environ.pop(name) for name in ("WANDB_DIR", "WANDB_MODE") if name in os.environ}
-    os.environ["WANDB_DIR"] = folder  # not the folder of the user's runs
-    log = Logger(folder, None, {"wandb_log": wandb_log, "wandb_mode": "offline", **names})
-    del os.environ["WANDB_DIR"]
+    os.environ |= {"WANDB_DIR": folder, "WANDB_MODE": "offline"}  # not the folder of the user's runs
+    log = Logger(folder, None, {"wandb_log": wandb_log, **names})
+    del os.environ["WANDB_DIR"], os.environ["WANDB_MODE"]
     os.environ.update(before)
     shard_gradients = contender.mode == "shard_gradients"
     memory = MemoryMeter(model, optimizer)

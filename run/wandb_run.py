@@ -1,6 +1,7 @@
 """The wandb run of a training job. Its process, resuming, recording offline, its variables: wandb does that itself."""
 
 import os
+from contextlib import suppress
 from typing import Any
 
 from distributed.ranks import print0
@@ -96,9 +97,15 @@ class WandbRun(Output):
             artifact.add_file(path)
             self.sink.log_artifact(artifact, aliases=["latest", f"iter-{iteration}"])
 
-    @while_it_works
     def finish(self, exit_code: int = 0) -> None:
         """End the run, which wandb shows as failed if the code is not 0. Waits a minute for wandb, with checkpoints an hour."""
+        self._finish(exit_code)
+        if self.id is not None:
+            with suppress(Exception, SystemExit):  # wandb's process may be dead; its own hook would print a traceback
+                self._wandb.teardown(exit_code)
+
+    @while_it_works
+    def _finish(self, exit_code: int) -> None:
         self.sink.finish(exit_code)
 
 

@@ -15,7 +15,7 @@ class WandbServer:
     """
 
     def __init__(self):
-        self.rows, self.summaries = {}, {}
+        self.rows, self.summaries, self.is_closed = {}, {}, False
         handler = type("Handler", (_Handler,), {"wandb": self})
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
         self._server.daemon_threads = True
@@ -29,6 +29,7 @@ class WandbServer:
         self.close()
 
     def close(self):
+        self.is_closed = True  # for connections that stay open
         self._server.shutdown()
         self._server.server_close()
 
@@ -85,6 +86,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self):
         body = self.rfile.read(int(self.headers["Content-Length"] or 0))
+        if self.wandb.is_closed:
+            self.close_connection = True
+            return
         if self.headers["Content-Encoding"] == "gzip":
             body = gzip.decompress(body)
         if self.path.endswith("/file_stream"):

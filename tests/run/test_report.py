@@ -162,7 +162,6 @@ def test_bytes_per_token_are_counted_where_the_vocabulary_has_texts(data, tmp_pa
 def test_a_killed_and_resumed_run_counts_once(data, tmp_path):
     """Each iteration is a tenth of a second longer. What the killed process did beyond its checkpoint is done again."""
     arguments = [*SETTINGS, f"--dataset={data}", f"--out_dir={tmp_path}", "--eval_interval=4", "--keep_checkpoints=9"]
-    arguments += ["--metric_interval=1"]
     slow = partial(faults.rank_1_computes_slowly, 0.1 / 3)
     with Forked("train.py", *arguments, "--max_iters=100000", ranks=2, before=slow) as forked:
         forked.wait_for("iter 11:")

@@ -86,8 +86,8 @@ def stack(groups: Sequence[Group], colours: Mapping[str, str], unit: str, end: f
         y += _GAP
     ends = [row[column] for row in rows for column in ("x2", "end", "mark") if column in row]
     scale = alt.Scale(domain=[min(0, *ends), end or max(0, *ends) * 1.15], nice=False)  # leaves room for the text
-    columns = alt.Legend(title=None, columns=legend, labelLimit=200) if legend and len(colours) > 1 else None
-    colour = alt.Color("name:N", scale=alt.Scale(domain=list(colours), range=list(colours.values())), legend=columns)
+    shown = alt.Legend(title=None, columns=legend, labelLimit=200) if legend and len(colours) > 1 else None
+    colour = alt.Color("name:N", scale=alt.Scale(domain=list(colours), range=list(colours.values())), legend=shown)
     height = alt.Y("y:Q", scale=alt.Scale(domain=[0, y], nice=False, reverse=True), axis=None)
     base = alt.Chart().encode(y=height, opacity=opacity())
     tooltip = [alt.Tooltip("name:N", title=" "), alt.Tooltip("value:Q", title=unit, format=NUMBER)]
@@ -101,7 +101,7 @@ def stack(groups: Sequence[Group], colours: Mapping[str, str], unit: str, end: f
         ticks = base.transform_filter("isValid(datum.mark)").mark_rule(strokeWidth=2.5, **ink)
         layers.append(ticks.encode(x="mark:Q", y2="y2:Q"))
     if any("dot" in row for row in rows):
-        dots = base.transform_filter("isValid(datum.dot)").mark_circle(opacity=0.5, size=18, **ink)
+        dots = base.transform_filter("isValid(datum.dot)").mark_circle(size=18, **ink)
         layers.append(dots.encode(x="dot:Q", opacity=alt.value(0.5)))
     return alt.layer(*layers, data=alt.InlineData(values=rows)).properties(height=y)
 

@@ -30,16 +30,15 @@ def scaled(amounts: Amounts, whole: float | None) -> Amounts:
 def phases(run: Run) -> Amounts:
     """Return the parts of the time of a step. On a GPU, batches are prepared while it computes, so they are no part of it."""
     keys = {"data": "time/data_ms", "forward and backward": "time/forward_backward_ms", "optimizer": "time/optimizer_ms"}
-    found, whole = medians(keys)(run), run.get("time/step_ms", Curve.median)
-    found |= {"data": None} if run.on_gpu else {}
+    found = medians(keys)(run) | ({"data": None} if run.on_gpu else {})
+    whole = run.get("time/step_ms", Curve.median)
     return found | {"rest": None if whole is None else max(0, whole - sum(filter(None, found.values())))}
 
 
 def memory_points(run: Run) -> Amounts:
     """Return the memory at the points of a step. Two points at which a run holds the same are one."""
-    found = latest({point: f"memory/{point.replace(' ', '_')}_mb" for point in ("after init", "before step", "after step")})(
-        run
-    )
+    keys = {point: f"memory/{point.replace(' ', '_')}_mb" for point in ("after init", "before step", "after step")}
+    found = latest(keys)(run)
     both = found["after step"] if found["before step"] == found["after step"] else None
     found |= {} if both is None else {"before step": None, "after step": None}
     peak = run.get("memory/peak_mb", Curve.latest) if run.on_gpu else None

@@ -157,7 +157,6 @@ class Run:
             self.tokens_per_iter,
             raw_model.flops_per_token(),
             config["max_iters"],
-            config["metric_interval"],
             state.elapsed_s,
         )
         self.signals = Signals()

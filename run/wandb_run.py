@@ -12,11 +12,10 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, TypeVar
 
+from run.metrics import METRICS
+
 T = TypeVar("T")
 
-# what the summary shows of a metric, instead of its last value
-_BEST = {"val/loss": "min", "train/loss": "min", "iter/loss": "min"}
-_BEST |= {"throughput/tokens_per_second": "max", "mfu": "max", "memory/peak_mb": "max"}
 _QUEUE = 10_000  # number of calls that can wait for wandb
 _FINISH_S = 60.0  # at the end of the run: how long to wait for the next figure to be sent
 _UPLOAD_S = 3600  # and for the next checkpoint
@@ -233,8 +232,9 @@ class WandbRun:
         try:
             self._run.define_metric("iter")
             self._run.define_metric("*", step_metric="iter")
-            for key, best in _BEST.items():
-                self._run.define_metric(key, step_metric="iter", summary=best)
+            for metric in METRICS.values():
+                if metric.best:
+                    self._run.define_metric(metric.key, step_metric="iter", summary=metric.best)
             begin = time.perf_counter()
             for event in history:
                 self._send(event)

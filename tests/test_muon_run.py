@@ -59,7 +59,7 @@ def test_the_state_in_a_checkpoint_is_that_of_torchs_muon_and_adamw(of_ddp):
 
 
 def test_a_run_goes_on_on_other_ranks_and_logs_what_it_sends(data, tmp_path, of_ddp):
-    flags = [*MUON, "--log_interval=1", "--metric_interval=1"]
+    flags = [*MUON, "--log_interval=1"]
     train(tmp_path, data, *flags, "--max_iters=6", "--checkpoint_format=sharded", ranks=3)
     train(tmp_path, data, *flags, "--max_iters=12", "--init_from=resume", ranks=2)
     with open(tmp_path / "metrics.jsonl") as file:

@@ -76,7 +76,7 @@ Fraction = Annotated[float, Rule("must be positive and at most 1", lambda value:
 
 # marks: `settings_with` finds the settings that have one
 T = TypeVar("T")
-SAME_LOSS, PER_HOST, SHARDED = "changes no loss", "hosts may differ", "for zero1_impl=sharded"
+SAME_LOSS, PER_HOST, SHARDED = "changes no loss", "may differ between hosts", "for zero1_impl=sharded"
 SameLoss = Annotated[T, SAME_LOSS]  # two runs that differ in it have the same training losses, up to rounding
 PerHost = Annotated[T, PER_HOST]  # the ranks may have different values: nothing that they compute together depends on it
 Sharded = Annotated[T, SHARDED]  # no effect on the other ways to hold the optimizer state
@@ -189,8 +189,9 @@ def _is_setting(key: str, value: Any) -> bool:
 def _declared(settings: dict[str, Any]) -> dict[str, Setting]:
     """Return what a script declares. Python 3.14 creates annotations only when `inspect` asks the module for them."""
     module = sys.modules.get(settings.get("__name__", ""))
-    is_running = module is not None and vars(module) is settings
-    kinds = inspect.get_annotations(module) if is_running else settings.get("__annotations__", {})
+    kinds = settings.get("__annotations__", {})
+    if module is not None and vars(module) is settings:
+        kinds = inspect.get_annotations(module)
     return {key: _setting(value, kinds.get(key)) for key, value in settings.items() if _is_setting(key, value)}
 
 

@@ -20,9 +20,9 @@ Modes: `adamw` is use_zero1=False (also with optimizer=muon), `torch` is zero1_i
 For comparison, `_in_place` is a loop whose zero_grad(set_to_none=False) leaves gradients in the buckets of
 DistributedDataParallel.
 To `sharded` are added: `shard_gradients`, `bfloat16` (param_dtype=bfloat16), `remainder`
-(param_dtype=bfloat16_remainder), `int8` (state_dtype=int8), `checkpointing` (activation_checkpointing=True), `loss_chunk`
-(loss_chunk=1024), and in `all` everything together. If the settings have `checkpointing` or `loss_chunk`, all rows
-have it. The row that the settings choose is marked with *. `fsdp2_reshard` is PyTorch's fully_shard, also for
+(param_dtype=bfloat16_remainder), `int8` (state_dtype=int8), `checkpointing` (activation_checkpointing=True),
+`loss_chunk` (loss_chunk=1024), and in `all` everything together. If the settings have `checkpointing` or `loss_chunk`,
+all rows have it. The row that the settings choose is marked with *. `fsdp2_reshard` is PyTorch's fully_shard, also for
 comparison.
 
 Time is estimated: computation at --mfu per cent of the data sheet's peak, and the communication that does not overlap

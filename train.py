@@ -44,7 +44,6 @@ from distributed.launch import launched
 from distributed.ranks import mean_over_ranks, print0, start
 from model import GPT, GPTConfig, check_block_size, without_weights
 from run.hooks import Run
-from run.memory_meter import describe
 from run.rank_checks import check_combinations, compare_model_and_data, compare_settings, compare_with_checkpoint
 from zero import ShardedGradScaler
 from zero.build import build, clip_grad_norm_
@@ -82,7 +81,7 @@ n_head = 12
 n_embd = 768
 dropout = 0.0  # 0 for pretraining; try 0.1 for finetuning
 bias = False  # use biases in LayerNorm and Linear layers
-loss_chunk: SameLoss[NonNegativeInt] = 0  # compute the logits of this many tokens at a time: less memory; 0: of all tokens
+loss_chunk: SameLoss[NonNegativeInt] = 0  # compute the logits of this many tokens at a time, such as 1024: less memory; 0: all
 activation_checkpointing: SameLoss[bool] = False  # keep only the input of each block, and compute the block again in backward
 # optimizer
 optimizer: Literal["adamw", "muon"] = "adamw"  # 'muon': Muon for the matrices of the blocks, AdamW for everything else
@@ -198,7 +197,6 @@ with run.stage("making the optimizer"):
         if checkpoint.get("scaler"):  # the checkpoint is from a float16 run
             scaler.load_state_dict(checkpoint["scaler"])
         checkpoint = None  # frees the memory
-print0(describe(opt, use_zero1))
 
 
 @torch.no_grad()
@@ -273,7 +271,8 @@ while True:
     torch.manual_seed(int(np.random.SeedSequence((seed, state.iter_num, rank)).generate_state(1)[0]))
     loss_sum = torch.zeros((), device=own_device)
     for micro_step in range(micro_steps):
-        model.require_backward_grad_sync = micro_step == micro_steps - 1  # sync in the last micro-step; shard_gradients: in all
+        # sync in the last micro-step only; shard_gradients: in all
+        model.require_backward_grad_sync = micro_step == micro_steps - 1  # type: ignore[assignment]
         run.before_forward(x, y)  # shadow_check trains its copy
         with run.phase("forward"), autocast:
             loss = model(x, y)[1]  # the logits, which can be the largest tensor, are not kept

@@ -18,10 +18,10 @@ from distributed.ranks import mean_over_ranks
 from forecast.run_memory import Extras
 from run.logger import Logger
 from run.memory_meter import MemoryCheck, MemoryMeter
-from run.meter import METRIC_INTERVAL, Meter
+from run.meter import INTERVAL, Meter
 from zero.build import clip_grad_norm_
 
-NEVER_ENDS = 10**9  # iterations; a turn has METRIC_INTERVAL steps, so that it measures what needs a collective once
+NEVER_ENDS = 10**9  # iterations; a turn has INTERVAL steps, so that it measures what needs a collective once
 
 
 class NoMeter:
@@ -62,7 +62,7 @@ def _rows_of(setup: Setup, mode: str, rounds: int) -> list[dict[str, Any]]:
             meters[kind] = _meter(contenders[kind], os.path.join(folder, kind), wandb_log="wandb" in kind)
         for turn in range(rounds + 1):
             for kind, meter in meters.items():
-                turns[kind].append(_turn(contenders[kind], meter, turn * METRIC_INTERVAL))
+                turns[kind].append(_turn(contenders[kind], meter, turn * INTERVAL))
         for meter in meters.values():
             if isinstance(meter, Meter):
                 meter.log.finish()
@@ -99,10 +99,10 @@ def _turn(contender: Contender, meter: Meter | NoMeter, first: int) -> float:
     dist.barrier()
     meter.restart()
     begin = time.perf_counter()
-    for iteration in range(first, first + METRIC_INTERVAL):
+    for iteration in range(first, first + INTERVAL):
         _step(contender, meter, iteration)
     contender.wait()
-    return (time.perf_counter() - begin) * 1000 / METRIC_INTERVAL
+    return (time.perf_counter() - begin) * 1000 / INTERVAL
 
 
 def _step(contender: Contender, meter: Meter | NoMeter, iteration: int) -> None:

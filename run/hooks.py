@@ -24,7 +24,7 @@ from model import GPT
 from run.checkpoints import Checkpoints, State
 from run.guard import Guard
 from run.logger import Logger
-from run.memory_meter import MemoryCheck, MemoryMeter
+from run.memory_meter import MemoryCheck, MemoryMeter, describe
 from run.meter import Meter
 from run.profiling import FOLDER, Profiler
 from run.progress import Progress
@@ -107,6 +107,7 @@ class Run:
         """Make the watchers. Call when the model and its optimizer exist."""
         config, state, world_size = self.config, self.state, self.launch.world_size
         self.raw_model, self.optimizer = raw_model, optimizer
+        print0(describe(optimizer, config["use_zero1"]))
         self.first_iter = state.iter_num
         will_train = not config["eval_only"] and state.iter_num <= config["max_iters"]
         with self.stage("claiming the output folder"):
@@ -133,29 +134,10 @@ class Run:
         workload = Workload(raw_model.config, config["batch_size"], self.dtype, self.device.type, *computed)
         self.memory = MemoryMeter(model, optimizer)
         self.profiler.wait = partial(parameters, optimizer)
-        self.memory_check = MemoryCheck(
-            self.log,
-            model,
-            optimizer,
-            self.memory,
-            workload,
-            flags.shard_gradients,
-            self.micro_steps,
-            config["compile"],
-            Extras.of(config),
-        )
-        self.meter = Meter(
-            self.log,
-            model,
-            optimizer,
-            self.memory,
-            self.memory_check,
-            self.dtype,
-            self.tokens_per_iter,
-            raw_model.flops_per_token(),
-            config["max_iters"],
-            state.elapsed_s,
-        )
+        how = flags.shard_gradients, self.micro_steps, config["compile"], Extras.of(config)
+        self.memory_check = MemoryCheck(self.log, model, optimizer, self.memory, workload, *how)
+        measured = self.log, model, optimizer, self.memory, self.memory_check, self.dtype, self.tokens_per_iter
+        self.meter = Meter(*measured, raw_model.flops_per_token(), config["max_iters"], state.elapsed_s)
         self.signals = Signals()
         limit = config["max_nonfinite"]
         self.guard = Guard(raw_model, optimizer, scaler, limit, self.log.alert, Guard.remedy_for(config, self.dtype))

@@ -18,7 +18,7 @@ from run.memory_meter import MemoryCheck, MemoryMeter, Point
 from zero.communication import KINDS, CommunicationMeter
 from zero.stopwatch import Stopwatch
 
-METRIC_INTERVAL = 10  # the first logged iteration of every so many iterations measures what needs a collective, too
+INTERVAL = 10  # iterations; the first logged one of each interval measures what needs a collective, too
 _HOST = torch.device("cpu")
 
 
@@ -64,7 +64,7 @@ class Meter:
         self._communication = CommunicationMeter(model, optimizer)
         self._phases = Stopwatch()
         self._iterations = 0  # number of iterations since construction
-        self._last_interval = -1  # number of the last interval of METRIC_INTERVAL iterations that was measured
+        self._last_interval = -1  # number of the last interval that was measured
         self._is_measured = False  # whether this iteration is measured
         self.restart()
         self._started = self._begin
@@ -81,9 +81,9 @@ class Meter:
 
     def begin_iteration(self, iteration: int, is_logged: bool) -> None:
         """Note that an iteration begins, and whether `log_iteration` will be called for it."""
-        self._is_measured = is_logged and iteration // METRIC_INTERVAL > self._last_interval
+        self._is_measured = is_logged and iteration // INTERVAL > self._last_interval
         if self._is_measured:
-            self._last_interval = iteration // METRIC_INTERVAL
+            self._last_interval = iteration // INTERVAL
         self._iterations += 1
         self._timed += 1
 

@@ -146,6 +146,15 @@ def logging_takes(seconds):
         return original(*args)
 
 
+def measure_every(iterations, fault=None, *args):
+    """Compare the ranks more often than the program does, perhaps with another fault."""
+    from run import meter
+
+    meter.INTERVAL = iterations
+    if fault:
+        fault(*args)
+
+
 # -- values --------------------------------------------------------------------------------------------------------------
 
 

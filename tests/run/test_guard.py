@@ -70,9 +70,9 @@ def guarded_with_a_weight_of_nan(flags):
     return out.getvalue()
 
 
-@pytest.mark.parametrize("master_dtype", ["float32", "remainder"])
-def test_a_weight_that_is_not_finite_is_named(master_dtype):
-    flags = Flags(bucket_mb=0.0002, param_dtype="bfloat16", master_dtype=master_dtype)
+@pytest.mark.parametrize("param_dtype", ["bfloat16", "bfloat16_remainder"])
+def test_a_weight_that_is_not_finite_is_named(param_dtype):
+    flags = Flags(bucket_mb=0.0002, param_dtype=param_dtype)
     assert "first in scale on rank" in run_ranks(guarded_with_a_weight_of_nan, 2, flags)[0]
 
 
@@ -95,7 +95,7 @@ def test_a_skipped_step_leaves_no_trace(kind):
 
 
 def test_nothing_moves_until_the_host_looks():
-    """On a GPU it does not look after every step. With 'stop', no update is made after the first bad step."""
+    """On a GPU it does not look after every step. With max_nonfinite=1, no update is made after the first bad step."""
     stopped, others = run_ranks(all_modes, 2, 1, "loss", list(range(7)), [6])
     before = run_ranks(all_modes, 2, 1, "loss", list(range(BAD)))[0]
     for mode in MODES:

@@ -6,6 +6,7 @@ import re
 from dataclasses import replace
 
 import pytest
+import torch
 from conftest import ROOT
 from scripts import SIZES, defaults_of, run
 

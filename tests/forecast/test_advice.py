@@ -6,6 +6,7 @@ import time
 from dataclasses import replace
 
 import pytest
+import torch
 import torch.distributed as dist
 from conftest import ROOT
 from ranks import run_ranks

@@ -188,9 +188,10 @@ if compile:
 
 # optimizer: `build` chooses the implementation from the ZeRO-1 settings
 with run.stage("making the optimizer"):
-    groups, flags = raw_model.param_groups(weight_decay, muon_of(config)), Flags.of(config)
+    groups = raw_model.param_groups(weight_decay, muon_of(config))
     run.before_build(raw_model, groups, checkpoint)
-    model, opt = build(raw_model, groups, flags, device=own_device, overlap=True, lr=learning_rate, betas=(beta1, beta2))
+    adamw = {"lr": learning_rate, "betas": (beta1, beta2)}
+    model, opt = build(raw_model, groups, Flags.of(config), device=own_device, overlap=True, **adamw)
     scaler = ShardedGradScaler(own_device.type, enabled=compute_dtype == "float16")
     if checkpoint is not None:
         run.checkpoints.restore(opt, checkpoint)
@@ -251,7 +252,7 @@ def save_checkpoint():
 
 
 # training loop
-run.watch(raw_model, model, opt, scaler, autocast, data, flags)
+run.watch(raw_model, model, opt, scaler, autocast, data)
 batches = data.micro_batches(seed, state.data_position, batch_size, gradient_accumulation_steps, rank, world_size)
 with run.aside("the first batch"):
     x, y = get_batch("train", next(batches))

@@ -16,19 +16,11 @@ from zero.flags import weight_dtype
 Facts = Mapping[str, Any]
 
 _MOST = 4  # settings in a name; the table of the page has all of them
-_FIRST: tuple[str, ...] = (
-    "dataset",
-    "implementation",
-    "world_size",
-    "optimizer",
-    "shard_gradients",
-    "param_dtype",
-    "state_dtype",
-    "learning_rate",
-    "n_layer",
-    "n_head",
+_FIRST = (
+    *("dataset", "implementation", "world_size", "optimizer", "shard_gradients", "param_dtype", "state_dtype", "learning_rate"),
+    *("n_layer", "n_head", "n_embd", "block_size", "batch_size", "gradient_accumulation_steps", "dropout", "weight_decay"),
+    *("max_iters", "seed"),
 )
-_FIRST += ("n_embd", "block_size", "batch_size", "gradient_accumulation_steps", "dropout", "weight_decay", "max_iters", "seed")
 _LAST = ("backend", "devices", "git_commit", "versions")
 # How often a run logs, how it has ended, and what other facts say: the implementation says which flags had an effect.
 _NOT_COMPARED = {"log_interval", "state", "parts", "starts", "use_zero1", "zero1_impl"}

@@ -102,10 +102,10 @@ class Run:
         scaler: ShardedGradScaler,
         autocast: AbstractContextManager[Any],
         data: Dataset,
-        flags: Flags,
     ) -> None:
         """Make the watchers. Call when the model and its optimizer exist."""
         config, state, world_size = self.config, self.state, self.launch.world_size
+        flags = Flags.of(config)
         self.raw_model, self.optimizer = raw_model, optimizer
         print0(describe(optimizer, config["use_zero1"]))
         self.first_iter = state.iter_num

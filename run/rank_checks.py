@@ -42,12 +42,11 @@ def compare_settings(launch: Launch, settings: dict[str, Any]) -> None:
     Raises:
         ValueError: on all ranks, with the ranks that differ, what they have and what the others have.
     """
+    may_differ = settings_with(PER_HOST)
     facts: Facts = {
         "install the same versions on all hosts": versions(),
         "copy the same code to all hosts": sources(),
-        "start all ranks with the same settings": {
-            name: value for name, value in settings.items() if name not in settings_with(PER_HOST)
-        },
+        "start all ranks with the same settings": {key: settings[key] for key in settings if key not in may_differ},
     }
     if message := agree(launch, facts, difference):
         raise ValueError(message)

@@ -31,7 +31,7 @@ class Logger:
             None: no files, and a new wandb run.
         resume_at: continue the existing file as it was at the start of this iteration, see `_lines_before`. None: start a new
             file.
-        config: settings of the run and facts about it. `run.json` and wandb get all of them. `wandb_log`, `wandb_mode`,
+        config: settings of the run and facts about it. `run.json` and wandb get all of them. `wandb_log`,
             `wandb_project`, `wandb_run_name` and `implementation` choose the wandb run, `log_to` TensorBoard.
             `eval_interval` says whether a resumed run repeats the evaluation at `resume_at`.
         run_id: ID of the wandb run to continue, or None.
@@ -203,7 +203,7 @@ def _start_wandb(
     config: dict[str, Any], run_id: str | None, resume_at: int | None, file: MetricsFile | None
 ) -> WandbRun | NoRun:
     """Return the wandb run that the settings ask for. Without a file, it is a new one."""
-    mode = mode_of(config["wandb_mode"]) if config["wandb_log"] else "disabled"
+    mode = mode_of("online") if config["wandb_log"] else "disabled"
     uploads = config.get("wandb_log_checkpoints")
     if uploads and not config["wandb_log"]:
         raise ValueError("wandb_log_checkpoints=True uploads to wandb; use it with --wandb_log=True")

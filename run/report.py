@@ -118,8 +118,7 @@ def next_commands(summary: Summary) -> list[Row]:
     free = f"free space on the disk of {folder}, or repair what the error names; then " if summary.save_error else ""
     if _newest(summary) is not None:
         found.insert(0, Row("sample", f"python sample.py --out_dir={folder}"))
-        horizon = "--max_tokens" if summary.facts.get("max_tokens") else "--max_iters"
-        further = f" and a larger {horizon}" if _has_ended(summary) and not free else ""
+        further = " and a larger --max_iters" if _has_ended(summary) and not free else ""
         found.append(Row("resume", f"{free}the same command with --init_from=resume{further}"))
     elif free:
         found.append(Row("repeat", f"{free}the same command"))

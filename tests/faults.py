@@ -72,14 +72,6 @@ def another_source_file():
         return {**original(), "zero/layout.py": "changed"}
 
 
-def another_dataset_file(folder):
-    from data.dataset import Dataset
-
-    @around(Dataset, "__init__")
-    def init(original, self, _, size):
-        original(self, folder, size)
-
-
 def half_the_model():
     import model
 

@@ -70,7 +70,7 @@ def build(
             **flags.options,
             **arguments,
         )
-        wrapped = ShardedDataParallel(model, sharded, flags.shard_gradients, overlap=overlap, check_reads=flags.check_reads)
+        wrapped = ShardedDataParallel(model, sharded, flags.shard_gradients, overlap=overlap)
         return wrapped, sharded
     optimizer: torch.optim.Optimizer
     if implementation == "torch":

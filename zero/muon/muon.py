@@ -7,6 +7,7 @@ import torch
 
 from zero.muon.matrices import stacked
 
+MOMENTUM, NS_STEPS = 0.95, 5  # defaults
 NS_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic iteration, see https://kellerjordan.github.io/posts/muon/
 
@@ -67,9 +68,9 @@ class Muon(torch.optim.AdamW):
         self,
         params: Any,
         *,
-        momentum: float = 0.95,
+        momentum: float = MOMENTUM,
         nesterov: bool = True,
-        ns_steps: int = 5,
+        ns_steps: int = NS_STEPS,
         ns_dtype: str = "bfloat16",
         **adamw: Any,
     ) -> None:

@@ -14,7 +14,7 @@ from zero.flags import Flags
 
 STEPS = 4  # before and after the save
 ALL_MODES = {**MODES, "bfloat16": Flags(param_dtype="bfloat16", bucket_mb=0.0002), "hybrid": Flags(bucket_mb=0.0002)}
-ALL_MODES["codecs"] = replace(ALL_MODES["bfloat16"], master_dtype="remainder", state_dtype="int8")
+ALL_MODES["codecs"] = replace(ALL_MODES["bfloat16"], param_dtype="bfloat16_remainder", state_dtype="int8")
 PLACES = [(mode, world_size) for world_size in (1, 2, 3, 4) for mode in ALL_MODES]
 PLACES_OF_MUON = [(f"muon {mode}", world_size) for mode, world_size in PLACES]
 

@@ -23,8 +23,8 @@ ABOVE = {
 }
 # inside zero: a module imports its own layer and those before it; zero.checkpoint stands beside them
 LAYERS = (
-    ("codecs", "flags", "host_comm", "layout", "masters", "stopwatch", "tensors"),
-    ("buckets", "checks", "collectives", "muon", "muon.matrices", "muon.muon", "overlap", "placeholders"),
+    ("codecs", "host_comm", "layout", "masters", "stopwatch", "tensors"),
+    ("buckets", "checks", "collectives", "flags", "muon", "muon.matrices", "muon.muon", "overlap"),
     ("gradients", "muon.exchange", "optimizer", "update"),
     ("communication", "data_parallel", "grad_scaler", "held_bytes", "reducer", "sharded_state"),
     ("build",),

@@ -1,6 +1,7 @@
 """ShardedDataParallel: reduce-scatters during backward, all-gathers during the next forward."""
 
 import copy
+import itertools
 import math
 import sys
 import weakref
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from zero.buckets import Bucket
-from zero.checks import check_all_managed, check_wrapping, tensors_of
+from zero.checks import check_all_managed, check_wrapping
 from zero.host_comm import check_same_on_all_ranks, cpu_group, on_all_ranks
 from zero.optimizer import ShardedOptimizer, holds_its_parameters
 from zero.overlap import ReadCheck, Readers, WeakHook
@@ -122,14 +123,18 @@ class ShardedDataParallel(nn.Module):
         on_all_ranks(self._check_own_parameters, self.optimizer.comm.group)
 
     def _check_own_parameters(self) -> None:
-        check_all_managed(self.module, self.optimizer.managed)
-        for name, tensor in tensors_of(self.module):
+        optimizer, attributes = self.optimizer, itertools.chain(*(vars(part).items() for part in self.module.modules()))
+        check_all_managed(self.module, optimizer.managed)
+        for name, tensor in (*self.module.named_parameters(), *self.module.named_buffers(), *attributes):
+            if not isinstance(tensor, torch.Tensor):
+                continue
             if tensor.is_meta:
                 raise ValueError(f"{name} is on the meta device; call zero.build.move before you make the optimizer")
-            if tensor not in self.optimizer.managed:
-                self.optimizer.former_memory.take_along(tensor, name, self.optimizer.names)
-                if self.optimizer.param_dtype is not None and tensor.is_complex():
-                    raise ValueError(f"param_dtype={self.optimizer.param_dtype} would drop the imaginary parts of {name}")
+            if tensor not in optimizer.managed:
+                for buffer in optimizer.buffers:
+                    buffer.take_along(tensor, name, optimizer.names)
+                if optimizer.param_dtype is not None and tensor.is_complex():
+                    raise ValueError(f"param_dtype={optimizer.param_dtype} would drop the imaginary parts of {name}")
 
     def _broadcast_unsharded(self) -> None:
         """Broadcast rank 0's frozen parameters and, with `broadcast_buffers`, its buffers to all ranks."""

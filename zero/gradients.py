@@ -7,10 +7,9 @@ import torch
 import torch.distributed as dist
 
 from zero.buckets import Bucket, FlatBuffer
-from zero.checks import name_of
 from zero.collectives import Communicator
 from zero.host_comm import cpu_group
-from zero.tensors import flattened, shaped
+from zero.tensors import flattened, name_of, shaped
 
 
 class ParameterGradients:

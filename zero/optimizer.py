@@ -19,15 +19,11 @@ from zero.checks import (
     NEED_WHOLE_PARAMETERS,
     WRITTEN,
     CallersState,
-    FormerMemory,
     StateIsDivided,
     check_class,
     check_groups,
     check_parameters,
     check_rounding,
-    name_of,
-    try_group,
-    without_memory,
 )
 from zero.codecs import STATE_CODECS
 from zero.collectives import Communicator
@@ -39,7 +35,7 @@ from zero.muon import Muon
 from zero.muon.exchange import check_matrices, exchange_of
 from zero.overlap import WaitingDict
 from zero.stopwatch import region
-from zero.tensors import flattened, is_dense, properties
+from zero.tensors import flattened, is_dense, name_of, properties
 from zero.update import SliceUpdate
 
 _optimizer_of = WeakIdKeyDictionary()  # by parameter: a reference to the ShardedOptimizer whose buffers hold it
@@ -119,7 +115,7 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
         check_options(bucket_mb, partition, master_dtype, state_dtype)
         check_class(optimizer_cls, partition, elementwise)
         self.comm, self.optimizer_cls = Communicator(process_group, shard_size), optimizer_cls
-        self.partition, self.param_dtype, self.device = partition, param_dtype, device
+        self.arguments, self.param_dtype, self.device = kwargs, param_dtype, device
         self.plan_options: dict[str, Any] = {"bucket_mb": bucket_mb, "partition": partition, "param_dtype": param_dtype}
         self.plan_options |= {"master_dtype": master_dtype, "state_dtype": state_dtype}
         self.registration_order = list(registration_order or ())
@@ -131,7 +127,6 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
         self._owned_of: dict[torch.nn.Parameter, list[OwnedSlice]] = {}  # this rank's slices of a parameter, ascending
         self._original_groups: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}  # as given, and its values at that time
         self._params_of_groups: list[list[torch.nn.Parameter]] = []
-        self.former_memory = FormerMemory()
         self._parameter_gradients = ParameterGradients(self.comm, self.buffers, self.buckets, self.names)
         self.wrapper: weakref.ref[Any] | None = None  # the ShardedDataParallel, which keeps this object alive
         self.inner: torch.optim.Optimizer  # optimizer of this rank's slices
@@ -204,7 +199,7 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
         # phase 1: collect gradients
         self.collect_gradients()
         self.update_masters()
-        if any(_changed(group, before) for group, before in self._original_groups.values()):
+        if any(_is_changed(group, before) for group, before in self._original_groups.values()):
             raise RuntimeError("a group of before ShardedDataParallel(overlap=True) was changed; take it from param_groups now")
         _copy_hyperparameters(self.param_groups, self.inner.param_groups)
         buckets, changed = self.buckets[::-1], self.source.updated()
@@ -291,7 +286,7 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
         else:
             param.copy_(value)
         for owned in self._owned_of.get(param, []):
-            owned.write(flattened(value, param))
+            owned.set_masters(flattened(value, param))
 
     @property
     def flat_params(self) -> list[torch.nn.Parameter]:
@@ -336,7 +331,7 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
         for planned_buffer in planned.buffers:
             own = [params[number] for number in planned_buffer.params]
             earlier = sum(len(buffer.params) for buffer in self.buffers), len(self.buckets)
-            buffer, buckets = allocate(planned_buffer, own, self.comm.shard_rank, self.partition == "parameter", *earlier)
+            buffer, buckets = allocate(planned_buffer, own, self.comm.shard_rank, planned.partition == "parameter", *earlier)
             self.buffers.append(buffer)
             self.managed.update(own)
             self.buckets += buckets
@@ -345,7 +340,6 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
                     self._owned_of.setdefault(owned.param, []).append(owned)
                     bucket.local_by_group.setdefault(group_of[owned.param], []).append(owned.local)
             for number, param in enumerate(own):
-                self.former_memory.leave(param, buffer.data.dtype)
                 source = param.data if is_dense(param) else param.data.contiguous()
                 buffer.move_in(number, source)
                 place = flattened(param.data, param)
@@ -353,7 +347,7 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
                     if part.dtype != place.dtype:
                         store_rounded(part, place[first : first + part.numel()])
                     for owned in self._owned_of.get(param, []):
-                        owned.write(part, first)
+                        owned.set_masters(part, first)
                 _optimizer_of[param] = weakref.ref(self)
 
     def _inner_groups(self, first_group: int) -> list[dict[str, Any]]:
@@ -378,16 +372,29 @@ def _checked_plan(optimizer: ShardedOptimizer, first_group: int) -> Plan:
             check_rounding(optimizer.optimizer_cls, groups)
         if options["partition"] == "element" and issubclass(optimizer.optimizer_cls, Muon):
             check_matrices(groups)
-        tried = [without_memory(group, optimizer.device, options["partition"] == "parameter") for group in groups]
-        if first_group:
-            try_group(optimizer.inner, *tried)
-        else:
-            optimizer.optimizer_cls(tried, **optimizer.defaults)
+        tried = [
+            _without_memory(group, optimizer.device, options["partition"] == "parameter") for group in optimizer.param_groups
+        ]
+        optimizer.optimizer_cls(tried, **optimizer.arguments)
 
     on_all_ranks(check, comm.group)
     check_same_on_all_ranks({f"parameter {number}": properties(param) for number, param in enumerate(params)}, comm.group)
     specs = parameter_specs(groups, optimizer.registration_order, None, first_group, optimizer.device)
     return plan(specs, comm.shard_size, **options)
+
+
+def _without_memory(group: dict[str, Any], device: torch.device | None, whole: bool) -> dict[str, Any]:
+    """Return a parameter group with other parameters in place of its own, which take no memory, for a trial.
+
+    Args:
+        device: of the parameters; None: where they are.
+        whole: they have the shapes of its own ones, not of a single element.
+    """
+    params = []
+    for param in group["params"]:
+        zero = param.new_zeros((), device=device)
+        params.append(torch.nn.Parameter(zero.expand(param.shape) if whole else zero, param.requires_grad))
+    return {key: value for key, value in group.items() if key != "param_names"} | {"params": params}
 
 
 def _follow_weights(buckets: list[Bucket], comm: Communicator) -> None:
@@ -427,11 +434,6 @@ def hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
-def _changed(group: dict[str, Any], before: dict[str, Any]) -> list[str]:
-    """Return the names of the hyperparameters of a group that differ from `before`."""
-    now = hyperparameters(group)
-    return [key for key in now if key not in before or (before[key] is not now[key] and not _same(before[key], now[key]))]
-
-
-def _same(left: Any, right: Any) -> bool:
-    return torch.equal(left, right) if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor) else left == right
+def _is_changed(group: dict[str, Any], before: dict[str, Any]) -> bool:
+    """Return whether a hyperparameter of a group has been written to since `before`."""
+    return any(key not in before or value is not before[key] for key, value in hyperparameters(group).items())

@@ -121,13 +121,13 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
         self.registration_order = list(registration_order or ())
         self.buffers: list[FlatBuffer] = []
         self.buckets: list[Bucket] = []
-        self.managed: set[torch.nn.Parameter] = set()  # the parameters in the buffers
+        self.number_of: dict[torch.nn.Parameter, int] = {}  # the parameters in the buffers, numbered as in `Bucket.members`
         self.refusal: str | None = None  # why the next step has to raise an error: its gradients are lost
         self.names: dict[torch.nn.Parameter, str] = {}  # known names, for messages
         self._owned_of: dict[torch.nn.Parameter, list[OwnedSlice]] = {}  # this rank's slices of a parameter, ascending
         self._original_groups: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}  # as given, and its values at that time
         self._params_of_groups: list[list[torch.nn.Parameter]] = []
-        self._parameter_gradients = ParameterGradients(self.comm, self.buffers, self.buckets, self.names)
+        self._parameter_gradients = ParameterGradients(self)
         self.wrapper: weakref.ref[Any] | None = None  # the ShardedDataParallel, which keeps this object alive
         self.inner: torch.optim.Optimizer  # optimizer of this rank's slices
         self.plan: Plan
@@ -281,7 +281,7 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
         """Overwrite a parameter and this rank's master slices of it. The masters keep the full precision of `value`."""
         self.synchronize()
         value = value.expand_as(param)
-        if self.param_dtype is not None and param in self.managed:
+        if self.param_dtype is not None and param in self.number_of:
             store_rounded(flattened(value, param), flattened(param.data, param))
         else:
             param.copy_(value)
@@ -291,7 +291,7 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
     @property
     def flat_params(self) -> list[torch.nn.Parameter]:
         """The parameters in the flat buffers, as `Bucket.members` numbers them."""
-        return [param for buffer in self.buffers for param in buffer.params]
+        return list(self.number_of)
 
     @property
     def owned(self) -> list[OwnedSlice]:
@@ -303,7 +303,7 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
             raise RuntimeError(f"{self.refusal}; call zero_grad() and repeat backward")
         self.wrap_param_groups()
         groups = [group["params"] for group in self.param_groups]
-        check_groups(groups, self._params_of_groups, self.managed, self.names)
+        check_groups(groups, self._params_of_groups, self.number_of, self.names)
         yield from self.source.collect()
 
     @torch.no_grad()
@@ -330,10 +330,10 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
                 self._owned_of[params[number]] = [OwnedSlice(params[number], start, stop, 0, params[number])]
         for planned_buffer in planned.buffers:
             own = [params[number] for number in planned_buffer.params]
-            earlier = sum(len(buffer.params) for buffer in self.buffers), len(self.buckets)
+            earlier = len(self.number_of), len(self.buckets)
             buffer, buckets = allocate(planned_buffer, own, self.comm.shard_rank, planned.partition == "parameter", *earlier)
             self.buffers.append(buffer)
-            self.managed.update(own)
+            self.number_of.update(zip(own, itertools.count(len(self.number_of)), strict=False))
             self.buckets += buckets
             for bucket in buckets:
                 for owned in bucket.owned:
@@ -409,7 +409,7 @@ def _follow_weights(buckets: list[Bucket], comm: Communicator) -> None:
 
 def holds_its_parameters(optimizer: ShardedOptimizer) -> bool:
     """Return whether no other ShardedOptimizer has been built over the parameters of this one since."""
-    return all(_optimizer_of[param]() is optimizer for param in optimizer.flat_params)
+    return all(_optimizer_of[param]() is optimizer for param in optimizer.number_of)
 
 
 def _wait_for_list(optimizer: ShardedOptimizer, value: Any) -> None:

@@ -4,6 +4,7 @@ From hook to reduce-scatter: `_on_gradient`, `_copy_to_buckets`, `_send_full_buc
 """
 
 import itertools
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -191,31 +192,19 @@ class Reducer:
 
     Later changes of `param.grad` are detected when they matter: None drops a gradient, `zero_()` zeroes it.
 
-    Args:
-        module: the bare module.
-        optimizer: for its parameters.
-        readers: the modules that wait for parameters in flight, or None.
-        shard_gradients: send the gradients of every backward.
-        undo: receives functions that remove from the module what is installed there.
-
     Attributes:
-        must_send: whether the next backward sends its gradients; `require_backward_grad_sync` of the wrapper.
         in_backward: whether gradients arrive; also after a backward that has failed.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        optimizer: ShardedOptimizer,
-        readers: Readers | None,
-        shard_gradients: bool,
-        undo: list[Callable[[], None]],
-    ) -> None:
-        self.module, self.optimizer, self.readers, self.shard_gradients = module, optimizer, readers, shard_gradients
-        self.must_send, self.in_backward = True, False
-        self.params = optimizer.flat_params
-        self._number = {param: number for number, param in enumerate(self.params)}
-        self._gradients = [BucketGradients(bucket, optimizer.comm) for bucket in optimizer.buckets]
+    def __init__(self, wrapper: Any, undo: list[Callable[[], None]]) -> None:
+        """Install hooks in the module of a ShardedDataParallel. `undo` receives functions that remove them."""
+        self._wrapper = weakref.proxy(wrapper)  # which keeps this object alive
+        self.optimizer: ShardedOptimizer = wrapper.optimizer
+        self.readers: Readers | None = wrapper.readers
+        self.in_backward = False
+        self.params = self.optimizer.flat_params
+        self._number = self.optimizer.number_of
+        self._gradients = [BucketGradients(bucket, self.optimizer.comm) for bucket in self.optimizer.buckets]
         self._places: list[list[tuple[BucketGradients, PlacedSlice]]] = [[] for _ in self.params]  # of each parameter
         for gradients in self._gradients:
             for placed in gradients.bucket.members:
@@ -244,14 +233,18 @@ class Reducer:
             if output.grad_fn is not None:
                 output.register_hook(partial(WeakHook(self._on_output_gradient), nearest_leaf(output.grad_fn)))
 
+    @property
+    def is_sending(self) -> bool:
+        """Whether the next backward sends gradients."""
+        return self._wrapper.require_backward_grad_sync or self._wrapper.shard_gradients
+
     def _on_output_gradient(self, leaf: Any, _: torch.Tensor) -> None:
         """Begin a backward pass before any gradient arrives, so that a rank on which none arrives takes part, too.
 
         `torch.autograd.grad` calls this hook as well, but accumulates no gradient, not even in the leaf next to the output.
         Reentrant checkpoints call `backward` inside of the outer call, to which the first call of this hook belongs.
         """
-        is_due = not self.in_backward and (self.must_send or self.shard_gradients)
-        if is_due and accumulates(leaf):
+        if self.is_sending and not self.in_backward and accumulates(leaf):
             self._begin_backward()
 
     def _on_gradient(self, number: int, param: nn.Parameter) -> None:
@@ -262,7 +255,7 @@ class Reducer:
                     f"{self.optimizer.names[param]} has a gradient, but its all-gather was never waited for: it was read "
                     "through an old reference; read it from its module, or call optimizer.synchronize() after step()"
                 )
-        if not (self.must_send or self.shard_gradients):
+        if not self.is_sending:
             self.optimizer.comm.pool.clear()  # frees memory for the full gradients
             return
         if param.grad is None:  # a hook has dropped it; DistributedDataParallel treats this as zero
@@ -309,7 +302,7 @@ class Reducer:
             number, self._next = self._next, self._next + 1  # first: hooks of another device may run in another thread
             if number > 0:
                 self._gradients[number - 1].finish_reduce_scatter()
-                if self.must_send:
+                if self._wrapper.require_backward_grad_sync:
                     self._gradients[number - 1].start_all_reduce()
             self._gradients[number].start_reduce_scatter()
 
@@ -350,10 +343,10 @@ class Reducer:
     # -- step: the methods of zero.gradients.ParameterGradients --------------------------------------------------------
 
     def check(self) -> None:
-        parts = list(self.module.modules())
+        parts = list(self._wrapper.module.modules())
         if self.readers is not None:
             self.readers.find(parts)  # some may have been added or compiled
-        check_managed(self.module, parts, self._number.keys())
+        check_managed(self._wrapper.module, parts, self._number.keys())
 
     @torch.no_grad()
     def collect(self) -> Iterator[Bucket]:
@@ -365,11 +358,11 @@ class Reducer:
                 "gradients of this step have not been sent: its last backward must run outside of no_sync(), with "
                 "require_backward_grad_sync = True; one set by hand is never sent"
             )
-        if self.optimizer.comm.replicas > 1 or self.shard_gradients:
+        if self.optimizer.comm.replicas > 1 or self._wrapper.shard_gradients:
             for gradients in self._gradients:  # start all all-reduces before the first wait
                 gradients.finish_reduce_scatter()
                 gradients.start_all_reduce()
-        if self.shard_gradients:
+        if self._wrapper.shard_gradients:
             self.optimizer.comm.pool.clear()
         for gradients in self._gradients:
             gradients.wait()

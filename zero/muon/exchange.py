@@ -48,13 +48,13 @@ class MatrixExchange:
     """
 
     def __init__(self, optimizer: Any) -> None:
-        comm, buckets, params, plan = optimizer.comm, optimizer.buckets, optimizer.flat_params, optimizer.plan
+        comm, buckets, plan = optimizer.comm, optimizer.buckets, optimizer.plan
         self.comm: Communicator = comm
         self.inner: Muon = optimizer.inner
         self.plan = matrix_plan(plan)
-        self.number_of = {param: number for number, param in enumerate(params)}
+        self.number_of: dict[torch.nn.Parameter, int] = optimizer.number_of
         self._specs = [plan.params[number] for buffer in plan.buffers for number in buffer.params]
-        self._device = params[0].device if params else None
+        self._device = buckets[0].data.device if buckets else None
         ranks = range(comm.shard_size)
         self._rounds = [Round([[] for _ in ranks], [[] for _ in ranks]) for _ in buckets]
         offsets = [[owned.offset for owned in bucket.owned] for bucket in buckets]

@@ -191,9 +191,8 @@ class Layout:
     def placed_in(self, span: Span) -> list[PlacedSlice]:
         """Return the parts of parameters that lie in `span`, with their offsets in it, in the order of the flat buffer."""
         found = []
-        first = max(0, bisect_right(self._in_order, span.start, key=lambda param: self.offsets[param]) - 1)
-        for param in self._in_order[first:]:
-            offset = self.offsets[param]
+        first = max(0, bisect_right(self._in_order, (span.start, len(self.numels))) - 1)
+        for offset, param in self._in_order[first:]:
             if offset >= span.stop:
                 break
             start, stop = max(span.start - offset, 0), min(span.stop - offset, self.numels[param])
@@ -202,9 +201,9 @@ class Layout:
         return found
 
     @cached_property
-    def _in_order(self) -> list[int]:
-        """The numbers of the parameters, in the order of the flat buffer."""
-        return sorted(range(len(self.numels)), key=lambda param: self.offsets[param])
+    def _in_order(self) -> list[tuple[int, int]]:
+        """The offsets and numbers of the parameters, in the order of the flat buffer."""
+        return sorted(zip(self.offsets, range(len(self.numels)), strict=True))
 
 
 @dataclass(frozen=True)

@@ -153,7 +153,6 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
         add, first = super().add_param_group, len(self.param_groups)
         if not self._is_built:  # during construction, __init__ lays out all groups together
             add(param_group)
-            self._params_of_groups.append(list(param_group["params"]))
             return
         if self.source is not self._parameter_gradients:
             raise RuntimeError("ShardedDataParallel has laid out its buckets; add parameter groups before you make it")
@@ -163,7 +162,6 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
         except BaseException:
             del self.param_groups[first:]
             raise
-        self._params_of_groups.append(list(param_group["params"]))
         self._lay_out(first, planned)
         for group in self._inner_groups(first):
             self.inner.add_param_group(group)
@@ -320,7 +318,8 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
 
     def _lay_out(self, first_group: int, planned: Plan) -> None:
         """Move the parameters of the groups from `first_group` on to their places in new flat buffers."""
-        params = [param for group in self.param_groups[first_group:] for param in group["params"]]
+        self._params_of_groups += [list(group["params"]) for group in self.param_groups[first_group:]]
+        params = list(itertools.chain(*self._params_of_groups[first_group:]))
         for before in filter(None, [_optimizer_of.get(param, lambda: None)() for param in params]):
             before.synchronize()
         self.plan = self.plan.followed_by(planned) if first_group else planned

@@ -129,7 +129,7 @@ class MatrixExchange:
             round_.work = self.comm.all_to_all(self._joined(outgoing), _sizes(round_.received), _sizes(round_.sent))
 
     def receive(self, number: int) -> None:
-        """Wait for the directions of a round, which `update` then needs."""
+        """Wait for the directions of a round, which `apply` then needs."""
         if (round_ := self._in_flight.pop(number, None)) is None:
             return
         incoming = self.comm.finish_all_to_all(round_.work)
@@ -138,7 +138,7 @@ class MatrixExchange:
         for part in sorted(arrived, key=lambda part: (part.bucket, part.offset)):
             self._directions.setdefault(self._slice_of[part].local, []).append(arrived[part])
 
-    def update(self, owned: OwnedSlice) -> None:
+    def apply(self, owned: OwnedSlice) -> None:
         """Update a slice of this rank with its direction, which has arrived, unless this step updates nothing."""
         number = self.number_of[owned.param]
         if number not in self._used:

@@ -275,4 +275,5 @@ class ShardedDataParallel(nn.Module):
         """Overwrite tensors, with any strides, with the tensors of rank 0."""
         comm, own = self.optimizer.comm, [distinct_elements(name, tensor.detach()) for name, tensor in named]
         if comm.world_size > 1 and (tensors := [tensor for tensor in own if tensor.numel()]):
-            dist._broadcast_coalesced(comm.group or dist.group.WORLD, tensors, MESSAGE_BYTES, 0)
+            group: Any = comm.group or dist.group.WORLD
+            dist._broadcast_coalesced(group, tensors, MESSAGE_BYTES, 0)

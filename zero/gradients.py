@@ -42,7 +42,8 @@ class ParameterGradients:
 
     def collect(self) -> Iterator[Bucket]:
         """Yield each bucket when each of its owned slices has its mean gradient or None. Needs to be called on all ranks."""
-        for bucket in self._optimizer.buckets:
+        buckets: list[Bucket] = self._optimizer.buckets
+        for bucket in buckets:
             for owned in bucket.owned:
                 local, gradient = owned.local, owned.param.grad
                 if gradient is None:

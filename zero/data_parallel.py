@@ -210,7 +210,7 @@ class ShardedDataParallel(nn.Module):
         with self._check_of_reads():
             result = self.module(*args, **kwargs)
         self._last_was_synchronized = torch.is_grad_enabled() and self.require_backward_grad_sync
-        if torch.is_grad_enabled() and self.reducer.is_sending:
+        if torch.is_grad_enabled() and (self.require_backward_grad_sync or self.shard_gradients):
             torch.compiler.disable(self.reducer.watch)(result)
         return result
 

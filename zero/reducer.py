@@ -234,8 +234,7 @@ class Reducer:
                 output.register_hook(partial(WeakHook(self._on_output_gradient), nearest_leaf(output.grad_fn)))
 
     @property
-    def is_sending(self) -> bool:
-        """Whether the next backward sends gradients."""
+    def _is_sending(self) -> bool:
         return self._wrapper.require_backward_grad_sync or self._wrapper.shard_gradients
 
     def _on_output_gradient(self, leaf: Any, _: torch.Tensor) -> None:
@@ -244,7 +243,7 @@ class Reducer:
         `torch.autograd.grad` calls this hook as well, but accumulates no gradient, not even in the leaf next to the output.
         Reentrant checkpoints call `backward` inside of the outer call, to which the first call of this hook belongs.
         """
-        if self.is_sending and not self.in_backward and accumulates(leaf):
+        if self._is_sending and not self.in_backward and accumulates(leaf):
             self._begin_backward()
 
     def _on_gradient(self, number: int, param: nn.Parameter) -> None:
@@ -255,7 +254,7 @@ class Reducer:
                     f"{self.optimizer.names[param]} has a gradient, but its all-gather was never waited for: it was read "
                     "through an old reference; read it from its module, or call optimizer.synchronize() after step()"
                 )
-        if not self.is_sending:
+        if not self._is_sending:
             self.optimizer.comm.pool.clear()  # frees memory for the full gradients
             return
         if param.grad is None:  # a hook has dropped it; DistributedDataParallel treats this as zero

@@ -22,7 +22,6 @@ class Round:
 
     sent: list[list[Part]]  # by rank: what this rank sends, in that order
     received: list[list[Part]]  # by rank: what this rank receives
-    slices: list[OwnedSlice] = field(default_factory=list)  # those of this rank
     params: set[int] = field(default_factory=set)  # numbers of the parameters that consist of these matrices
 
 
@@ -68,10 +67,7 @@ class MatrixExchange:
                     round_.received[part.rank].append(part)
                 if part.rank == comm.shard_rank:
                     round_.sent[owner].append(part)
-                    owned = buckets[part.bucket].owned[bisect_right(offsets[part.bucket], part.offset) - 1]
-                    if all(owned is not other for other in round_.slices):
-                        round_.slices.append(owned)
-                    self._slice_of[part] = owned
+                    self._slice_of[part] = buckets[part.bucket].owned[bisect_right(offsets[part.bucket], part.offset) - 1]
         self._used: set[int] = set()  # numbers of the parameters that this step updates
         self._in_flight: dict[int, InFlight] = {}  # by round
         self._directions: dict[torch.nn.Parameter, list[torch.Tensor]] = {}  # that have arrived, by slice
@@ -92,18 +88,16 @@ class MatrixExchange:
         if round_.params.isdisjoint(self._used):
             return
         with region(f"zero::send matrices of bucket {number}"):
-            values = {
-                owned.local: before(owned, self._group(self.number_of[owned.param])).reshape(-1)
-                for owned in round_.slices
-                if self.number_of[owned.param] in self._used
-            }
             sent, received = (
                 [[part for part in of_rank if self.plan.matrices[part.matrix].param in self._used] for of_rank in parts]
                 for parts in (round_.sent, round_.received)
             )
+            values: dict[torch.nn.Parameter, torch.Tensor] = {}  # by slice
             outgoing = []
             for part in itertools.chain(*sent):
                 owned = self._slice_of[part]
+                if owned.local not in values:
+                    values[owned.local] = before(owned, self._group(self.number_of[owned.param])).reshape(-1)
                 first = part.offset - owned.offset
                 outgoing.append(values[owned.local][first : first + part.numel])
             work = self.comm.all_to_all(self._joined(outgoing), _sizes(sent), _sizes(received))

@@ -99,8 +99,10 @@ def check_parameters(params: list[torch.nn.Parameter], param_dtype: torch.dtype 
     if len(params) > len(set(params)):
         raise ValueError("a parameter is given more than once; give each one once")
     _check_memory(params)
-    gc.collect()  # a wrapper that is no longer referenced does not count
-    if param_dtype is not None and any(param.dtype != param_dtype and _is_hooked(param) for param in params):
+    converted = [param for param in params if param_dtype is not None and param.dtype != param_dtype]
+    if converted:
+        gc.collect()  # a wrapper that is no longer referenced does not count
+    if any(map(_is_hooked, converted)):
         raise ValueError(
             "param_dtype would remove the hooks of the DistributedDataParallel around these parameters, and their gradients "
             "would not be averaged; build ShardedOptimizer before DistributedDataParallel, and drop what was computed from "

@@ -38,7 +38,12 @@ class WaitingDict(dict):
 
     # these call __getitem__
     get, items, values = Mapping.get, Mapping.items, Mapping.values  # type: ignore[assignment]
-    pop, setdefault = MutableMapping.pop, MutableMapping.setdefault  # type: ignore[assignment]
+    setdefault = MutableMapping.setdefault  # type: ignore[assignment]
+
+    def pop(self, name: str, *default: Any) -> Any:
+        value = super().pop(name, *default)
+        self._wait(value)
+        return value
 
     def popitem(self) -> tuple[str, Any]:
         name, value = super().popitem()

@@ -267,8 +267,9 @@ def _of_model(part: Partition, model: torch.nn.Module, divided: bool) -> tuple[d
         if not isinstance(tensor, torch.Tensor):  # from get_extra_state()
             outlines[key] = copy.deepcopy(tensor) if part.receives else None
             continue
-        number = numbers.get(key)
-        dtype = part.plan.update_dtype(number) if number is not None and part.plan.params[number].requires_grad else tensor.dtype
+        number, dtype = numbers.get(key), tensor.dtype
+        if number is not None and part.plan.params[number].requires_grad:
+            dtype = part.plan.update_dtype(number)
         outlines[key] = meta_like(tensor, dtype)
         if number is None and part.receives:
             chunks.append(TensorChunk.of_whole(names[key], tensor))

@@ -11,6 +11,7 @@ from ranks import run_ranks
 from toy import MODES, assert_equal, largest_difference, make_toy, train, weights
 
 from zero import checkpoint as ckpt
+from zero import host_comm
 from zero.build import build
 from zero.flags import Flags
 
@@ -71,6 +72,7 @@ def save(modes, root, references):
 
     Where nothing is rounded, a consolidated file is what a single optimizer would hold.
     """
+    host_comm.MESSAGE_BYTES = 100  # tensors are cut into several messages
     for place in ((mode, dist.get_world_size()) for mode in modes):
         module, model, optimizer = make(place[0], seed=0)
         train(model, optimizer, rank=0, steps=STEPS)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_in_turn, run_ranks
+from ranks import run_in_turn
 from toy import assert_equal, batch, make_toy, train, weights
 
 from zero import Muon, ShardedDataParallel, ShardedOptimizer
@@ -20,6 +20,7 @@ from zero.masters import Remainders, store_rounded
 
 STEPS = 4
 CODECS = {
+    "masters": {"param_dtype": torch.bfloat16},
     "bfloat16": {"state_dtype": "bfloat16"},
     "int8": {"state_dtype": "int8"},
     "remainder": {"param_dtype": torch.bfloat16, "master_dtype": "remainder"},
@@ -33,9 +34,11 @@ WITHOUT_STEP = {  # classes that do not count steps
 }
 
 
-def make(shard_gradients=False, seed=0, optimizer_cls=torch.optim.AdamW, **kwargs):
+def make(shard_gradients=False, seed=0, optimizer_cls=torch.optim.AdamW, loaded=None, **kwargs):
     """A sharded toy. Its unused parameter is trainable, and one of its parameters has no dimensions."""
     model = make_toy(seed)
+    if loaded is not None:
+        model.load_state_dict(loaded)
     optimizer = ShardedOptimizer(model.param_groups(optimizer_cls is Muon), optimizer_cls, bucket_mb=0.0002, lr=0.01, **kwargs)
     return ShardedDataParallel(model, optimizer, shard_gradients), optimizer
 
@@ -44,6 +47,12 @@ def half_up(values):
     rounded = torch.empty_like(values, dtype=torch.bfloat16)
     store_rounded(values, rounded)
     return rounded
+
+
+def half_up_by_numpy(values):
+    """Apart from the code under test."""
+    bits = values.numpy().view(np.uint32)
+    return torch.from_numpy(np.asarray((bits + np.uint32(0x8000)) >> 16 << 16).view(np.float32)).bfloat16()
 
 
 def noise_of(step, numel):
@@ -145,7 +154,7 @@ def test_remainders_are_exact():
     remainders = Remainders(shard)
     remainders.write(0, exact)
     assert torch.equal(remainders.read(0, len(exact)).view(torch.int32), exact.view(torch.int32))
-    assert torch.equal(shard.view(torch.int16), half_up(exact).view(torch.int16))
+    assert torch.equal(shard.view(torch.int16), half_up_by_numpy(exact).view(torch.int16))
     assert (half_up(exact) != exact.bfloat16()).float().mean() < 1e-5, "nearest, except for ties"
     assert not remainders.follow()
     shard[-4:] = shard[-4:].flip(0).clone()
@@ -157,60 +166,20 @@ def test_remainders_are_exact():
 # -- training ----------------------------------------------------------------------------------------------------------
 
 
-def bits_half_up(master):
-    """Written with NumPy, apart from the code under test."""
-    bits = master.detach().numpy().view(np.uint32)
-    return torch.from_numpy(np.asarray((bits + np.uint32(0x8000)) >> 16 << 16).view(np.float32)).bfloat16()
-
-
 def masters_of(optimizer):
     return [owned.read().clone() for owned in optimizer.owned]
 
 
-def trained_with_both_masters(steps):
+def both_masters():
+    """Remainders are float32 masters bit for bit, in half the bytes."""
     held, trained = [], []
     for master_dtype in ("float32", "remainder"):
         model, optimizer = make(param_dtype=torch.bfloat16, master_dtype=master_dtype)
-        train(model, optimizer, dist.get_rank(), steps)
+        train(model, optimizer, dist.get_rank(), steps=200)
         held.append(held_bytes(optimizer)["master"])
         trained.append([ckpt.model_state_dict(model.module, optimizer), weights(model)])
     assert held[0] == 2 * held[1] > 0
     assert_equal(*trained)
-    return trained[1]
-
-
-def float32_masters(world_size, steps):
-    """One process: a bfloat16 model whose gradients update float32 masters, which are then rounded half up into the model."""
-    model, masters = make_toy(0), make_toy(0)
-    model.to(torch.bfloat16)
-    optimizer = torch.optim.AdamW(masters.param_groups(), lr=0.01)
-    for step in range(steps):
-        for group in optimizer.param_groups:
-            group["lr"] = 0.01 / (1 + step)
-        for master in masters.parameters():
-            master.grad = None
-        for rank in range(world_size):
-            model(*batch(step, rank)).backward()
-            for param, master in zip(model.parameters(), masters.parameters(), strict=True):
-                if param.grad is not None:
-                    share = (param.grad * (1 / world_size)).float()
-                    master.grad = share if master.grad is None else master.grad + share
-                    param.grad = None
-        optimizer.step()
-        with torch.no_grad():
-            for param, master in zip(model.parameters(), masters.parameters(), strict=True):
-                param.copy_(bits_half_up(master) if master.requires_grad else master)
-    return {name: value.float() for name, value in masters.state_dict().items()}, weights(model)
-
-
-def test_remainders_are_float32_masters():
-    """Bit for bit, after 200 steps on two ranks."""
-    (masters, low), *_ = run_ranks(trained_with_both_masters, 2, 200)
-    oracle, its_low = run_ranks(float32_masters, 1, 2, 200)[0]
-    assert_equal(low, its_low)
-    for name in masters:
-        expected = oracle[name] if masters[name].dtype == torch.float32 else its_low[name]  # what is frozen has no master
-        assert torch.equal(masters[name], expected), name
 
 
 def save_and_resume(name, shard_gradients):
@@ -224,20 +193,21 @@ def save_and_resume(name, shard_gradients):
 
 
 def goes_on_alike(model, optimizer, *args, **kwargs):
-    """What a run and the one that is resumed from its checkpoint hold STEPS later. Return the checkpoint."""
+    """A run and those that are resumed from its checkpoint, loaded before and after construction. Return the checkpoint."""
     saved = [ckpt.model_state_dict(model.module, optimizer), ckpt.consolidate(optimizer)]
     dist.broadcast_object_list(saved)
     assert {tensor.dtype for state in saved[1]["state"].values() for tensor in state.values()} == {torch.float32}
-    later, later_optimizer = make(*args, seed=7, **kwargs)
-    later.module.load_state_dict(saved[0])
     before = copy.deepcopy(saved[1])
-    ckpt.restore(later_optimizer, saved[1])
-    assert_equal(saved[1], before)
-    for each, its_optimizer in ((model, optimizer), (later, later_optimizer)):
-        train(each, its_optimizer, dist.get_rank(), STEPS, first=STEPS)
-    assert_equal(weights(later), weights(model))
-    assert_equal(masters_of(later_optimizer), masters_of(optimizer))
-    assert_equal(ckpt.consolidate(later_optimizer), ckpt.consolidate(optimizer))
+    resumed = [make(*args, seed=6, loaded=saved[0], **kwargs), make(*args, seed=7, **kwargs)]
+    resumed[1][0].module.load_state_dict(saved[0])
+    train(model, optimizer, dist.get_rank(), STEPS, first=STEPS)
+    for later, its_optimizer in resumed:
+        ckpt.restore(its_optimizer, saved[1])
+        assert_equal(saved[1], before)
+        train(later, its_optimizer, dist.get_rank(), STEPS, first=STEPS)
+        assert_equal(weights(later), weights(model))
+        assert_equal(masters_of(its_optimizer), masters_of(optimizer))
+        assert_equal(ckpt.consolidate(its_optimizer), ckpt.consolidate(optimizer))
     return saved
 
 
@@ -282,10 +252,6 @@ def fails_to_load():
     train(model, optimizer, 0, 1, first=1)
 
 
-def test_an_update_that_fails_leaves_the_weights_of_other_buckets():
-    run_ranks(fails_to_load, 1)
-
-
 def goes_elsewhere(saved_model, saved, kwargs):
     """The state in another optimizer, which consolidates to what it was given."""
     model, optimizer = make(seed=9, **kwargs)
@@ -319,13 +285,6 @@ def replicas(name):
     leaves = [leaf for state in optimizer.inner.state.values() for leaf in state.values()]
     parts = [part for leaf in leaves for part in (leaf.parts if isinstance(leaf, Encoded) else (leaf,))]
     return {"weights": weights(model), "masters": masters_of(optimizer), "state": parts}
-
-
-def test_replicas_round_alike():
-    for results in run_in_turn(4, *(partial(replicas, name) for name in CODECS)):
-        for rank, result in enumerate(results):
-            assert_equal(result["weights"], results[0]["weights"])
-            assert_equal(result, results[rank % 2])
 
 
 def skipped_and_whole(codec):
@@ -437,12 +396,17 @@ def only_padding():
     return sum(not bucket.owned and bucket.shard.numel() > 0 for bucket in optimizer.buckets)
 
 
-def test_padding_is_not_taken_for_a_written_weight():
-    assert sum(run_ranks(only_padding, 4)) > 0
+def test_replicas_round_alike_and_padding_is_not_taken_for_a_written_weight():
+    *by_codec, padding = run_in_turn(4, *(partial(replicas, name) for name in CODECS), only_padding)
+    for results in by_codec:
+        for rank, result in enumerate(results):
+            assert_equal(result["weights"], results[0]["weights"])
+            assert_equal(result, results[rank % 2])
+    assert sum(padding) > 0
 
 
 def test_other_optimizers_and_writes():
-    """What is rounded, skipped, changed later, written to, and comes from any dtype."""
+    """What is rounded, skipped, changed later, written to, and comes from any dtype; an update that fails."""
     assert (half_up(TIES.flatten()) != TIES.flatten().bfloat16()).any(), "the two ways to round differ here"
     other_optimizers = [partial(skipped_and_whole, codec) for codec in ("bfloat16", "int8")]
     dtypes = [
@@ -452,8 +416,8 @@ def test_other_optimizers_and_writes():
         (torch.float64, "float32"),
     ]
     roundings = [partial(rounded_alike, *each) for each in dtypes]
-    run_in_turn(2, *other_optimizers, changed_later, written, *roundings)
-    run_ranks(written, 1)
+    run_in_turn(2, *other_optimizers, both_masters, changed_later, written, *roundings)
+    run_in_turn(1, fails_to_load, written)
 
 
 def test_refusals():

@@ -1,4 +1,4 @@
-"""Messages between ranks from main memory, also where the collectives run on GPUs: Python objects, and tensors to one rank."""
+"""Messages between ranks from main memory, also where the collectives run on GPUs: Python objects, and tensors."""
 
 from collections import deque
 from collections.abc import Callable

@@ -387,7 +387,7 @@ def _check_state(saved: dict[int, dict[str, Any]], part: Partition, in_chunks: b
         for name, value in leaves(entries).items():
             is_tensor = isinstance(value, torch.Tensor)
             is_number = isinstance(value, int | float) or (is_tensor and value.numel() == 1)
-            has_shape = is_tensor and (value.shape == shape or (whole and _is_factor(value.shape, shape)))
+            has_shape = is_tensor and (value.shape == shape or known is torch.optim.Adafactor)  # which keeps rows and columns
             if known is None or name not in set.union(*_ENTRIES[known]):
                 fits = not is_tensor or is_number or has_shape or whole
             else:
@@ -397,11 +397,6 @@ def _check_state(saved: dict[int, dict[str, Any]], part: Partition, in_chunks: b
                 raise CheckpointError(
                     f"saved state {name!r} of parameter {number} has {found}, the parameter shape {tuple(shape)}"
                 )
-
-
-def _is_factor(shape: torch.Size, whole: torch.Size) -> bool:
-    """Return whether this is the shape of the rows or of the columns of a whole parameter."""
-    return len(shape) == len(whole) and all(n in (1, m) for n, m in zip(shape, whole, strict=True))
 
 
 def _local_states(saved: dict[int, dict[str, Any]], part: Partition) -> tuple[dict[int, dict[str, Any]], list[TensorChunk]]:

@@ -2,7 +2,6 @@
 
 import time
 from collections import deque
-from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -114,7 +113,7 @@ class CheckpointWriter:
         else:
             named = ((chunk.name.removeprefix("model."), chunk) for chunk in own if chunk.name.startswith("model."))
             weights = ((name, chunk.read()) for name, chunk in named)
-        found = _first_nonfinite((name, value) for name, value in weights if name not in buffers)
+        found = next((name for name, value in weights if name not in buffers and not _is_finite(value)), None)
         for name in [found] if own is None else gather_objects(found, self._group):
             if name is not None:
                 raise DivergedError(f"{name} is not finite")
@@ -130,11 +129,9 @@ def _buffers(model: torch.nn.Module) -> set[str]:
     return model.state_dict().keys() - {name for name, _ in model.named_parameters(remove_duplicate=False)}
 
 
-def _first_nonfinite(tensors: Iterable[tuple[str, torch.Tensor]]) -> str | None:
-    """Return the first name whose tensor holds an inf or a nan. Needs almost no memory. Skips tensors on the meta device."""
-    for name, tensor in tensors:
-        if isinstance(tensor, torch.Tensor) and tensor.is_floating_point() and tensor.numel() and not tensor.is_meta:
-            least, most = tensor.detach().aminmax()  # both are nan if the tensor holds a nan
-            if not (least.isfinite() and most.isfinite()):
-                return name
-    return None
+def _is_finite(value: Any) -> bool:
+    """Return whether a value is no tensor with an inf or a nan. Needs almost no memory."""
+    if not (isinstance(value, torch.Tensor) and value.is_floating_point() and value.numel()):
+        return True
+    least, most = value.detach().aminmax()  # both are nan if the tensor holds a nan
+    return bool(least.isfinite() and most.isfinite())

@@ -19,7 +19,8 @@ from run import earlier
 from run.lock import Lock, read_holder
 from run.logger import Logger
 from zero import checkpoint as ckpt
-from zero.checkpoint import CheckpointError, CheckpointWriter, DivergedError, SaveReport, format
+from zero.checkpoint import CheckpointError, CheckpointWriter, DivergedError, SaveReport
+from zero.checkpoint.format import read_file
 from zero.checkpoint.store import NAME, PREVIOUS
 from zero.host_comm import gather_objects, is_rank_0
 
@@ -63,7 +64,7 @@ class Checkpoints:
         self._read_chunks: Callable[..., None] | None = None  # reads the state of the loaded checkpoint
         self._newest_is_corrupt = False  # on rank 0: True if an older checkpoint was loaded instead
         self._writer: CheckpointWriter  # set by `claim`
-        self._blocked_s: deque[float] = deque()  # on rank 0: how long `save` took, for each save without a report so far
+        self._blocked_s: deque[float] = deque()  # on rank 0: how long `begin_save` took, for each save without a report so far
 
     def load(self, init_from: str) -> dict[str, Any] | None:
         """Read the newest checkpoint that is not corrupt. Lock the folder first, unless the run is read-only.
@@ -126,13 +127,13 @@ class Checkpoints:
         if not self.read_only and not self.is_loaded:
             on_rank_0(move)
 
-    def save(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, values: dict[str, Any]) -> None:
-        """Write a checkpoint. `report` prints the result. See `CheckpointWriter.save`."""
+    def begin_save(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, values: dict[str, Any]) -> None:
+        """Write a checkpoint. `report` prints the result. See `CheckpointWriter.write`."""
         print0(f"saving checkpoint to {self.folder}")
         self._newest = values["iter_num"]
         begin = time.perf_counter()
         with position.at("saving the checkpoint", patient=True):
-            self._writer.save(model, optimizer, values)
+            self._writer.write(model, optimizer, values)
         if is_rank_0():
             self._blocked_s.append(time.perf_counter() - begin)
 
@@ -217,7 +218,7 @@ class Checkpoints:
         """Return the iteration of the newest checkpoint that this rank can read, -1 if there is none."""
         for name in (NAME, PREVIOUS):
             with suppress(CheckpointError):
-                return format.read(os.path.join(self.folder, name))["iter_num"]
+                return read_file(os.path.join(self.folder, name))["iter_num"]
         return -1
 
     def _find(self) -> str:

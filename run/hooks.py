@@ -248,9 +248,9 @@ class Run:
         return not self.guard.failed
 
     def save(self, values: dict[str, Any]) -> None:
-        """Write a checkpoint of the model and its optimizer, see `zero.checkpoint.CheckpointWriter.save`."""
+        """Write a checkpoint of the model and its optimizer, see `zero.checkpoint.CheckpointWriter.write`."""
         with self.progress.task("saving the checkpoint"):
-            self.checkpoints.save(self.raw_model, self.optimizer, values)
+            self.checkpoints.begin_save(self.raw_model, self.optimizer, values)
 
     # -- the end -------------------------------------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ from typing import Any, Literal, Self
 
 import torch
 
+from zero.codecs import codec_of
 from zero.layout import (
     BucketMB,
     ParameterSpec,
@@ -51,7 +52,8 @@ class Flags:
             raise ValueError(f"zero1_impl={self.zero1_impl!r} is not one of {', '.join(IMPLEMENTATIONS)}")
         if self.param_dtype not in PARAM_DTYPES:
             raise ValueError(f"param_dtype={self.param_dtype!r} is not one of {', '.join(PARAM_DTYPES)}")
-        check_options(self.bucket_mb, "element", state_dtype=self.state_dtype)
+        check_options(self.bucket_mb, "element")
+        codec_of(self.state_dtype)
 
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> Self:

@@ -31,7 +31,6 @@ import torch
 _VECTOR_BYTES = 64  # size of the widest vector registers (AVX-512) and of a cache line
 PARTITIONS = ("element", "parameter")
 MASTER_DTYPES = ("float32", "remainder")  # see `zero.masters`
-STATE_DTYPES = ("float32", "bfloat16", "int8")  # see `zero.codecs`
 BucketMB = float | Literal["auto"]  # megabytes (10**6 bytes) per bucket; auto: see `auto_bucket_mb`
 
 
@@ -322,7 +321,7 @@ def auto_bucket_mb(nbytes: int, world_size: int) -> float:
     return max(4.0, min(nbytes / 3e6, max(25.0, world_size)))
 
 
-def check_options(bucket_mb: BucketMB, partition: str, master_dtype: str = "float32", state_dtype: str = "float32") -> None:
+def check_options(bucket_mb: BucketMB, partition: str, master_dtype: str = "float32") -> None:
     """Raise ValueError if `bucket_mb` is neither 'auto' nor positive, or one of the others is unknown."""
     if isinstance(bucket_mb, str):
         if bucket_mb != "auto":
@@ -333,8 +332,6 @@ def check_options(bucket_mb: BucketMB, partition: str, master_dtype: str = "floa
         raise ValueError(f"partition={partition!r} is neither 'element' nor 'parameter'")
     if master_dtype not in MASTER_DTYPES:
         raise ValueError(f"master_dtype={master_dtype!r} is not one of {', '.join(MASTER_DTYPES)}")
-    if state_dtype not in STATE_DTYPES:
-        raise ValueError(f"state_dtype={state_dtype!r} is not one of {', '.join(STATE_DTYPES)}")
 
 
 def plan(
@@ -359,7 +356,7 @@ def plan(
     Raises:
         ValueError: if an argument is invalid.
     """
-    check_options(bucket_mb, partition, master_dtype, state_dtype)
+    check_options(bucket_mb, partition, master_dtype)
     if world_size < 1:
         raise ValueError(f"world_size={world_size} must be positive")
     kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}

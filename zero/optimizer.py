@@ -25,7 +25,7 @@ from zero.checks import (
     check_parameters,
     check_rounding,
 )
-from zero.codecs import STATE_CODECS
+from zero.codecs import codec_of
 from zero.collectives import Communicator
 from zero.gradients import GradientNorms, ParameterGradients, norms_of
 from zero.host_comm import check_same_on_all_ranks, on_all_ranks
@@ -112,7 +112,8 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
         state_dtype: str = "float32",
         **kwargs: Any,
     ) -> None:
-        check_options(bucket_mb, partition, master_dtype, state_dtype)
+        check_options(bucket_mb, partition, master_dtype)
+        codec = codec_of(state_dtype)
         check_class(optimizer_cls, partition, elementwise)
         self.comm, self.optimizer_cls = Communicator(process_group, shard_size), optimizer_cls
         self.arguments, self.param_dtype, self.device = kwargs, param_dtype, device
@@ -142,7 +143,7 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
         self.inner = on_all_ranks(lambda: optimizer_cls(self._inner_groups(first_group=0), **kwargs), self.comm.group)
         if self.inner._optimizer_step_pre_hooks or self.inner._optimizer_step_post_hooks:
             raise ValueError(f"{optimizer_cls.__name__} registers step hooks on itself, which ShardedOptimizer would not call")
-        self._update = SliceUpdate(self.inner, self.buckets, STATE_CODECS[state_dtype])
+        self._update = SliceUpdate(self.inner, self.buckets, codec)
         self._update.exchange = exchange_of(self)
         self._is_built = True
         self.defaults = dict(self.inner.defaults)

@@ -110,7 +110,7 @@ def test_when_the_end_is_saved(tmp_path, always):
     assert checkpoints.due(5, is_end=False) == Action.CONTINUE
     assert checkpoints.due(5, is_end=True) == Action.SAVE, "a run without a checkpoint"
     model = torch.nn.Linear(2, 2)
-    checkpoints.save(model, torch.optim.AdamW(model.parameters()), {"iter_num": 5})
+    checkpoints.begin_save(model, torch.optim.AdamW(model.parameters()), {"iter_num": 5})
     assert checkpoints.due(5, is_end=True) == Action.CONTINUE, "just saved"
     assert checkpoints.due(6, is_end=True) == (Action.SAVE if always else Action.CONTINUE)
 

@@ -75,7 +75,7 @@ from benchmarks.memory_profile import (
 from benchmarks.results import Results, draw
 from benchmarks.save_time import checkpoint_rows
 from benchmarks.speed import seconds_of, time_rows
-from benchmarks.telemetry import METRIC_INTERVAL, telemetry_rows
+from benchmarks.telemetry import INTERVAL, telemetry_rows
 from benchmarks.training import training_rows
 from configurator import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, configure
 from data.dataset import WITHOUT_DOWNLOAD, Dataset, prepare_if_missing
@@ -199,7 +199,7 @@ def announce_duration():
         "time": (len(block_sizes), (rounds + 1) * steps_per_turn * sum(block_sizes) / block_sizes[0]),
         "training": (2, MICRO_STEPS * (training_steps + 2)),
         "checkpoint": (1, 1),
-        "telemetry": (3, 3 * (rounds + 1) * METRIC_INTERVAL),
+        "telemetry": (3, 3 * (rounds + 1) * INTERVAL),
     }
     mode = names[measures[0]][0]
     with simulated_world(worlds[0]) if worlds else nullcontext():

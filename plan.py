@@ -19,10 +19,10 @@ Every setting of train.py is a setting of plan.py, with the same default.
 Modes: `adamw` is use_zero1=False (also with optimizer=muon), `torch` is zero1_impl=torch, `sharded` is the default.
 For comparison, `_in_place` is a loop whose zero_grad(set_to_none=False) leaves gradients in the buckets of
 DistributedDataParallel.
-To `sharded` are added: `shard_gradients`, `bfloat16` (param_dtype=bfloat16), `remainder` (the same with
-master_dtype=remainder), `int8` (state_dtype=int8), `checkpointing` (activation_checkpointing=True), `loss_chunk`
-(loss_chunk=1024), and in `all` everything together. If the settings have `checkpointing` or `loss_chunk`, all rows
-have it. The row that the settings choose is marked with *. `fsdp2_reshard` is PyTorch's fully_shard, also for
+To `sharded` are added: `shard_gradients`, `bfloat16` (param_dtype=bfloat16), `remainder`
+(param_dtype=bfloat16_remainder), `int8` (state_dtype=int8), `checkpointing` (activation_checkpointing=True),
+`loss_chunk` (loss_chunk=1024), and in `all` everything together. If the settings have `checkpointing` or `loss_chunk`,
+all rows have it. The row that the settings choose is marked with *. `fsdp2_reshard` is PyTorch's fully_shard, also for
 comparison.
 
 Time is estimated: computation at --mfu per cent of the data sheet's peak, and the communication that does not overlap
@@ -37,11 +37,9 @@ from dataclasses import replace
 from json import dump
 from typing import Any, Literal
 
-import torch
-
 from charts.bars import plan_chart
 from charts.style import check_path, number, save, shown_in
-from configurator import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, configure, settings_of
+from configurator import TRAIN, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, configure, settings_of
 from data.dataset import DATA_DIR, Dataset
 from data.vocabulary import DataError, expected_vocab_size
 from distributed.exits import exit_on_wrong_input
@@ -50,7 +48,6 @@ from forecast.advice import Advice, batch_of_the_run, cheapest, fewest_ranks, la
 from forecast.planner import BATCHES, PARTS, Planner
 from forecast.run_memory import CPU_RESIDENT, IN_PLACE, MODES
 from model import GPT2_SIZES, GPTConfig, check_block_size
-from run.schedule import horizons
 from run.shadow import check_device
 
 # plan
@@ -262,7 +259,7 @@ def duration(row: dict[str, Any], planner: Planner) -> str:
         return ""
     settings, size = planner.settings, row["world_size"]
     tokens = planner.tokens_of(size)
-    speed, hours = tokens / row["seconds"], horizons(settings, tokens)["max_iters"] * row["seconds"] / 3600
+    speed, hours = tokens / row["seconds"], settings["max_iters"] * row["seconds"] / 3600
     time = f"{hours / 24:,.1f} days" if hours >= 24 else f"{hours:.1f} hours"
     text = f"; about {speed / 1e3:,.0f}k tokens/s and {time} on {settings['gpu']} at {settings['mfu']:g} % MFU"
     price = settings["gpu_hour_price"]
@@ -404,8 +401,7 @@ def check_outputs(settings: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    train = os.path.join(os.path.dirname(os.path.abspath(__file__)), "train.py")
-    settings = configure({**settings_of(__file__, train, torch=torch), "__doc__": __doc__})
+    settings = configure({**settings_of(__file__, TRAIN), "__doc__": __doc__})
     with exit_on_wrong_input():
         check_outputs(settings)
         sizes = world_sizes(settings["world_size"])

@@ -17,7 +17,7 @@ from forecast.run_memory import MODES as PLANNED
 from model import GPT, GPTConfig, without_weights
 from zero import Muon, ShardedDataParallel, ShardedOptimizer
 from zero.build import build, clip_grad_norm_
-from zero.flags import MUON, Flags
+from zero.flags import Flags
 from zero.layout import BucketMB, plan
 
 # hybrid: sharded, with zero_shard_size
@@ -56,7 +56,7 @@ class Setup:
 
     def workload(self, mode: str) -> Workload:
         """Return what a micro-step of a mode computes."""
-        dtype = "bfloat16" if self.flags(mode).param_dtype == "bfloat16" else self.dtype
+        dtype = "bfloat16" if self.flags(mode).param_dtype != "float32" else self.dtype
         loss_chunk = LOSS_CHUNK if mode == "loss_chunk" else 0
         return Workload(self.config, self.batch_size, dtype, self.device.type, self.activation_checkpointing, loss_chunk)
 
@@ -64,7 +64,7 @@ class Setup:
         """Return the prediction for a mode, or None if there is none."""
         if mode in NOT_BUILT:
             return None
-        flags, specs = self.flags(mode), gpt_specs(self.config, MUON if mode.endswith("muon") else None)
+        flags, specs = self.flags(mode), gpt_specs(self.config, {} if mode.endswith("muon") else None)
         if is_sharded_over_one_rank(mode, world_size):
             planned = plan(specs, 1, **flags.options)
         else:
@@ -108,7 +108,7 @@ class Contender:
 
     def wrap(self) -> "Contender":
         """Wrap the model for data parallelism and create its optimizer."""
-        groups = self.module.param_groups(0.1, MUON if self.mode.endswith("muon") else None)
+        groups = self.module.param_groups(0.1, {} if self.mode.endswith("muon") else None)
         if self.mode == "simple":
             self.optimizer = ShardedOptimizer(groups, torch.optim.AdamW, bucket_mb=self.setup.bucket_mb, fused=True, **ADAMW)
             self.model = DistributedDataParallel(self.module, gradient_as_bucket_view=True)

@@ -18,7 +18,7 @@ from benchmarks.contenders import FSDP2, NOT_BUILT, Contender, Setup
 from forecast.activations import LiveBytes
 from forecast.prediction import PURPOSES
 from forecast.run_memory import IN_PLACE
-from zero.checkpoint.format import tensors_in
+from zero.checkpoint.format import named_tensors
 from zero.checkpoint.state import full_state
 from zero.held_bytes import held_bytes
 from zero.host_comm import gather_objects
@@ -61,7 +61,7 @@ class MemoryProfile:
             if can_save and self.mode not in NOT_BUILT:
                 self._reset_peak()
                 state = full_state(self.contender.module, self.contender.optimizer)
-                copy = sum(tensor.nbytes for tensor in {id(leaf): leaf for leaf in tensors_in(state).values()}.values())
+                copy = sum(tensor.nbytes for tensor in {id(leaf): leaf for leaf in named_tensors(state).values()}.values())
                 self._record("saving", {**self._held(), "copy": copy}, total=self._peak())
                 del state
         return self.points

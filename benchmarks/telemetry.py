@@ -18,11 +18,10 @@ from distributed.ranks import mean_over_ranks
 from forecast.run_memory import Extras
 from run.logger import Logger
 from run.memory_meter import MemoryCheck, MemoryMeter
-from run.meter import Meter
+from run.meter import INTERVAL, Meter
 from zero.build import clip_grad_norm_
 
-METRIC_INTERVAL = 10  # steps; the default of train.py, with log_interval=1. A turn has this many steps
-NEVER_ENDS = 10**9  # iterations
+NEVER_ENDS = 10**9  # iterations; a turn has INTERVAL steps, so that it measures what needs a collective once
 
 
 class NoMeter:
@@ -63,7 +62,7 @@ def _rows_of(setup: Setup, mode: str, rounds: int) -> list[dict[str, Any]]:
             meters[kind] = _meter(contenders[kind], os.path.join(folder, kind), wandb_log="wandb" in kind)
         for turn in range(rounds + 1):
             for kind, meter in meters.items():
-                turns[kind].append(_turn(contenders[kind], meter, turn * METRIC_INTERVAL))
+                turns[kind].append(_turn(contenders[kind], meter, turn * INTERVAL))
         for meter in meters.values():
             if isinstance(meter, Meter):
                 meter.log.finish()
@@ -92,7 +91,7 @@ def _meter(contender: Contender, folder: str, wandb_log: bool) -> Meter:
     check = MemoryCheck(log, model, optimizer, memory, setup.workload(contender.mode), shard_gradients, 1, False, Extras())
     tokens = setup.batch_size * setup.config.block_size * dist.get_world_size()
     flops = contender.module.flops_per_token()
-    return Meter(log, model, optimizer, memory, check, setup.dtype, tokens, flops, NEVER_ENDS, METRIC_INTERVAL)
+    return Meter(log, model, optimizer, memory, check, setup.dtype, tokens, flops, NEVER_ENDS)
 
 
 def _turn(contender: Contender, meter: Meter | NoMeter, first: int) -> float:
@@ -100,10 +99,10 @@ def _turn(contender: Contender, meter: Meter | NoMeter, first: int) -> float:
     dist.barrier()
     meter.restart()
     begin = time.perf_counter()
-    for iteration in range(first, first + METRIC_INTERVAL):
+    for iteration in range(first, first + INTERVAL):
         _step(contender, meter, iteration)
     contender.wait()
-    return (time.perf_counter() - begin) * 1000 / METRIC_INTERVAL
+    return (time.perf_counter() - begin) * 1000 / INTERVAL
 
 
 def _step(contender: Contender, meter: Meter | NoMeter, iteration: int) -> None:

@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from forecast.traffic import FlatTensor, Traffic, nbytes_of
-from zero.codecs import STATE_CODECS
+from zero.codecs import codec_of
 from zero.collectives import PART
 from zero.communication import sent_by_data_parallel
 from zero.layout import ParameterSpec, Plan
@@ -151,7 +151,7 @@ class Prediction:
     @cached_property
     def state(self) -> int:
         """Bytes of the per-element optimizer state of the owned slices. `step` counters, 4 bytes each, are not counted."""
-        codec = STATE_CODECS[self.plan.state_dtype]
+        codec = codec_of(self.plan.state_dtype)
         if codec is None:
             return self.decoded_state
         return sum(

@@ -30,7 +30,7 @@ MODES = {  # the ways to hold the optimizer state, by the name in tables
     "sharded": Flags(),
     "shard_gradients": Flags(shard_gradients=True),
     "bfloat16": Flags(param_dtype="bfloat16"),
-    "remainder": Flags(param_dtype="bfloat16", master_dtype="remainder"),
+    "remainder": Flags(param_dtype="bfloat16_remainder"),
     "int8": Flags(state_dtype="int8"),
 }
 # the same with zero_grad(set_to_none=False): gradients accumulate in DistributedDataParallel's buckets, so they exist once.

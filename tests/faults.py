@@ -72,14 +72,6 @@ def another_source_file():
         return {**original(), "zero/layout.py": "changed"}
 
 
-def another_dataset_file(folder):
-    from data.dataset import Dataset
-
-    @around(Dataset, "__init__")
-    def init(original, self, _, size):
-        original(self, folder, size)
-
-
 def half_the_model():
     import model
 
@@ -146,14 +138,23 @@ def logging_takes(seconds):
         return original(*args)
 
 
+def measure_every(iterations, fault=None, *args):
+    """Compare the ranks more often than the program does, perhaps with another fault."""
+    from run import meter
+
+    meter.INTERVAL = iterations
+    if fault:
+        fault(*args)
+
+
 # -- values --------------------------------------------------------------------------------------------------------------
 
 
 def nan_while_it_saves():
     from zero.checkpoint import CheckpointWriter
 
-    @around(CheckpointWriter, "save")
-    def save(original, writer, model, *args):
+    @around(CheckpointWriter, "write")
+    def write(original, writer, model, *args):
         weight = model.transformer.wte.weight.data
         before = weight.clone()
         weight[3] = torch.nan

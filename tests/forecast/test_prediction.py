@@ -16,7 +16,7 @@ from forecast.prediction import DataParallelPrediction, Prediction, ShardedPredi
 from model import GPT, GPTConfig, without_weights
 from zero.build import build, clip_grad_norm_
 from zero.codecs import Int8
-from zero.flags import Flags
+from zero.flags import Flags, weight_dtype
 from zero.held_bytes import held_bytes
 from zero.layout import parameter_specs
 from zero.optimizer import ShardedOptimizer
@@ -52,7 +52,7 @@ MODES = {
     "muon, torch": MuonFlags(zero1_impl="torch"),
     "muon, state in bfloat16": MuonFlags(bucket_mb=BUCKET_MB, param_dtype="bfloat16", state_dtype="bfloat16"),
     "state in int8, remainders": Flags(
-        bucket_mb=BUCKET_MB, shard_gradients=True, param_dtype="bfloat16", master_dtype="remainder", state_dtype="int8"
+        bucket_mb=BUCKET_MB, shard_gradients=True, param_dtype="bfloat16_remainder", state_dtype="int8"
     ),
 }
 
@@ -71,7 +71,7 @@ MODES_OF_LARGER = {  # on a CPU, the pool keeps
     "buckets, with shard_gradients": Flags(bucket_mb=6, shard_gradients=True),
     "the same, with shard_gradients": Flags(shard_gradients=True),
     "bfloat16": Flags(bucket_mb=6, param_dtype="bfloat16"),
-    "remainders": Flags(bucket_mb=6, param_dtype="bfloat16", master_dtype="remainder", state_dtype="bfloat16"),
+    "remainders": Flags(bucket_mb=6, param_dtype="bfloat16_remainder", state_dtype="bfloat16"),
 }
 
 
@@ -104,7 +104,7 @@ def run_steps(flags, micro_steps, sizes, measure, live):
 
     def micro_step(sync):
         model.require_backward_grad_sync = sync
-        with torch.autocast("cpu", enabled=flags.param_dtype == "bfloat16"):
+        with torch.autocast("cpu", enabled=flags.param_dtype != "float32"):
             loss = model(*tokens)[1]
         loss.backward()
 
@@ -256,11 +256,11 @@ def predicted_and_measured_peaks():
     make_tables()
     peaks = {}
     for mode, flags in MODES.items() if world_size > 1 else [("adamw", MODES["adamw"])]:
-        dtype = "bfloat16" if flags.param_dtype == "bfloat16" else "float32"
+        dtype = weight_dtype(flags.param_dtype)
         for micro_steps, (number, sizes) in itertools.product((1, 2, 3), enumerate(PEAK_SIZES)):
             with LiveBytes() as live:
                 optimizer = run_steps(flags, micro_steps, sizes, lambda *_: None, live)
-            activations = predict(sizes, 1, dtype, flags.param_dtype, False, "cpu")
+            activations = predict(sizes, 1, dtype, dtype, False, "cpu")
             prediction = prediction_of(flags, world_size, rank, micro_steps, sizes)
             peaks[f"{mode}, {micro_steps} micro-steps, sizes {number}"] = prediction.peak_of_training(activations), live.peak
             del optimizer

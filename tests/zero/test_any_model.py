@@ -382,18 +382,18 @@ def no_gathers():
 @contextlib.contextmanager
 def gradients_of_one_rank():
     """A defect: the mean is that of rank 0 and zero."""
-    add = Communicator.add
+    add = Communicator.sum_of
 
     def first_only(comm, reduction, shard, like):
         for part in reduction.parts[1:] if comm.rank == 0 else reduction.parts[:1]:
             part.zero_()
         return add(comm, reduction, shard, like)
 
-    Communicator.add = first_only
+    Communicator.sum_of = first_only
     try:
         yield
     finally:
-        Communicator.add = add
+        Communicator.sum_of = add
 
 
 DEFECTS = {

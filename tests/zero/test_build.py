@@ -68,7 +68,7 @@ def built_from_rank_0(mode):
     return model_state_dict(model, optimizer) or weights(model)
 
 
-BUILT = {**MODES, "codecs": Flags(bucket_mb=0.0002, param_dtype="bfloat16", master_dtype="remainder", state_dtype="int8")}
+BUILT = {**MODES, "codecs": Flags(bucket_mb=0.0002, param_dtype="bfloat16_remainder", state_dtype="int8")}
 
 
 @pytest.mark.parametrize("mode", BUILT)
@@ -208,9 +208,8 @@ def refused():
         build(model, groups, lr=-1.0)
     for others in ({"use_zero1": False}, {"zero1_impl": "torch"}):
         for flags, message in (
-            ({"param_dtype": "bfloat16"}, "needs the master weights"),
+            ({"param_dtype": "bfloat16"}, "param_dtype=bfloat16 needs use_zero1=True"),
             ({"shard_gradients": True}, "shard_gradients=True needs use_zero1=True, zero1_impl='sharded'"),
-            ({"check_reads": True}, "zero_check_reads=True needs use_zero1=True, zero1_impl='sharded'"),
         ):
             with pytest.raises(ValueError, match=message):
                 build(model, groups, Flags(**others, **flags))

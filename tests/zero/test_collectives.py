@@ -41,7 +41,7 @@ def travel(looks_like_on_gpu, looks_like_nccl, old_names, dtype, sizes):
     expected = sum(bucket.float() for bucket in buckets).split(sizes)[rank]
     shard = None
     for _ in range(2):
-        shard = comm.add(comm.reduce_scatter(place(buckets[rank].clone()), sizes), shard, torch.empty(sizes[rank]))
+        shard = comm.sum_of(comm.reduce_scatter(place(buckets[rank].clone()), sizes), shard, torch.empty(sizes[rank]))
     assert shard.dtype == torch.float32
     torch.testing.assert_close(
         shard.as_subclass(torch.Tensor), 2 * expected, rtol=1e-6, atol=1e-6
@@ -108,7 +108,7 @@ def test_messages_of_the_user_are_not_mixed_up_with_shards():
 def test_a_group_of_one_needs_no_process_group():
     comm = collectives.Communicator(None)
     bucket = torch.arange(4.0)
-    shard = comm.add(comm.reduce_scatter(bucket, [4]), None, torch.empty(4))
+    shard = comm.sum_of(comm.reduce_scatter(bucket, [4]), None, torch.empty(4))
     assert torch.equal(shard, bucket)
     assert shard.data_ptr() != bucket.data_ptr()  # which collects the next gradients
     assert not comm.all_gather(bucket, [4])

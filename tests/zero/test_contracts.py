@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from nets import TINY_MB, backward, inputs, net, same_under_both, wrap, wrap_plain
 from ranks import run_ranks
-from test_refusals import ByNorm, Counting, CountsItself
+from test_checks import ByNorm, Counting, CountsItself
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook

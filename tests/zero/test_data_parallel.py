@@ -15,7 +15,7 @@ from toy import batch, largest_difference, make_toy, weights
 from zero import ShardedDataParallel, ShardedOptimizer
 from zero.build import clip_grad_norm_
 from zero.collectives import Communicator
-from zero.placeholders import SentGradient
+from zero.reducer import SentGradient
 
 STEPS = 12
 

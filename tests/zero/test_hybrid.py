@@ -146,7 +146,7 @@ def saved_and_resumed(folder, format):
     found["2 x 2"] = consolidate(optimizer)
     writer = CheckpointWriter(folder, format=format)
     values = {"model_args": {}, "iter_num": 3, "best_val_loss": 1.0, "config": {}}
-    writer.save(model.module, optimizer, values)
+    writer.write(model.module, optimizer, values)
     for name, shard_size in (("flat", 0), ("4 x 1", 1), ("2 x 2 again", 2)):
         saved = load(f"{folder}/ckpt.pt")
         other, its_optimizer = hybrid_toy(shard_size)

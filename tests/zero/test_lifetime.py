@@ -14,7 +14,7 @@ from torch import nn
 
 from zero import ShardedDataParallel, ShardedOptimizer
 from zero.overlap import WaitingDict, WeakHook
-from zero.placeholders import SentGradient
+from zero.reducer import SentGradient
 
 
 class First(nn.Module):

@@ -19,7 +19,6 @@ from forecast.run_memory import gpt_specs
 from model import GPT2_SIZES, GPTConfig
 from zero import Muon, ShardedDataParallel, ShardedOptimizer
 from zero import checkpoint as ckpt
-from zero.flags import MUON
 from zero.layout import Layout
 from zero.layout import plan as make_plan
 from zero.muon.matrices import Matrix, iteration_flops, matrix_plan, parts_of
@@ -302,7 +301,7 @@ def test_each_matrix_is_sent_once_and_comes_back_once(world_size, ns_dtype):
 )
 def test_bytes_and_balance_of_gpt2(name, world_size, balance):
     """4 P_m (N - 1) / N^2 bytes per rank and step: P_m/N elements, of which (N - 1)/N have another owner, there and back."""
-    plan = make_plan(gpt_specs(GPTConfig(**GPT2_SIZES[name], bias=False), MUON), world_size)
+    plan = make_plan(gpt_specs(GPTConfig(**GPT2_SIZES[name], bias=False), {}), world_size)
     matrices, owners, parts, _ = vars(matrix_plan(plan)).values()
     assert len(matrices) == 6 * GPT2_SIZES[name]["n_layer"]
     load, sent = [0] * world_size, [0] * world_size
@@ -514,11 +513,6 @@ def test_ranks_that_fail_in_different_rounds_end_together():
     assert "did not end" not in str(raised.value)
     assert all(f"rank {rank}:" in str(raised.value) for rank in (0, 1))
     assert "OutOfMemoryError: on rank" in str(raised.value)
-
-
-def test_the_defaults_of_the_settings_are_those_of_the_class():
-    defaults = inspect.signature(Muon).parameters
-    assert {name: defaults[name].default for name in MUON} == MUON
 
 
 def test_orthogonalized_has_singular_values_of_about_one():

@@ -848,17 +848,6 @@ def a_part_saved(wrap):
     return [torch.tensor(sizes), *weights(module)]
 
 
-def a_copy_trains(wrap):
-    module = net()
-    model, optimizer = wrap(module)
-    steps(model, optimizer)
-    other = copy.deepcopy(module)
-    other_model, other_optimizer = wrap(other)
-    steps(other_model, other_optimizer, 2, first=5)
-    steps(model, optimizer, 2, first=8)
-    return weights(module, other)
-
-
 def swa(wrap):
     module = with_batch_norm()
     model, optimizer = wrap(module)
@@ -886,27 +875,6 @@ def averaged(of_wrapper, **how):
         return weights(module, average)
 
     return trains
-
-
-def swapped_weights(wrap):
-    """Evaluates with averaged weights that are swapped in and out again."""
-    module = net()
-    model, optimizer = wrap(module)
-    means = [param.detach().clone() for param in module.parameters()]
-    found = []
-    for step in range(4):
-        backward(model, step)
-        optimizer.step()
-        kept = [param.detach().clone() for param in module.parameters()]
-        for mean, param in zip(means, module.parameters(), strict=True):
-            mean.lerp_(param.detach(), 0.5)
-            param.data.copy_(mean)
-        with torch.no_grad():
-            found.append(model(inputs(step)))
-        for value, param in zip(kept, module.parameters(), strict=True):
-            param.data.copy_(value)
-        optimizer.zero_grad()
-    return [*found, *weights(module)]
 
 
 # -- more ----------------------------------------------------------------------------------------------------------------
@@ -1000,21 +968,6 @@ def two_optimizers(wrap):
             optimizer.step()
         model.zero_grad()
     return weights(module)
-
-
-def tbptt(wrap):
-    """A recurrent network with a state that goes from step to step."""
-    torch.manual_seed(0)
-    module = nn.LSTM(8, 8, num_layers=2)
-    model, optimizer = wrap(module)
-    state = None
-    for step in range(4):
-        output, state = model(inputs(step)[:, None], state)
-        state = tuple(part.detach() for part in state)
-        output.square().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return [*state, *weights(module)]
 
 
 def clip_by_hand(model, module, step):
@@ -1144,11 +1097,9 @@ BEHAVIOURS: dict[str, Any] = {
     "saved by one rank": loop(after=saved_by_one_rank),
     "evaluated by one rank": loop(after=evaluated_by_one_rank),
     "a part saved": a_part_saved,
-    "a copy trains": a_copy_trains,
     "SWA": swa,
     "an average of the wrapper": averaged(of_wrapper=True),
     "EMA, fused": averaged(of_wrapper=False, multi_avg_fn=get_ema_multi_avg_fn(0.9)),
-    "swapped weights": swapped_weights,
     "no_sync": loop(no_sync(True, True)),
     "no_sync around forward": loop(no_sync(True, False)),
     "no_sync around backward": loop(no_sync(False, True)),
@@ -1159,7 +1110,6 @@ BEHAVIOURS: dict[str, Any] = {
     **{f"compiled {what}": compiled(what) for what in ("module", "child", "wrapper", "function", "child, later")},
     "static graph": loop(static_graph=True),
     "two optimizers": two_optimizers,
-    "tbptt": tbptt,
 }
 # here the ranks of DistributedDataParallel get different weights, so the gradients are averaged by hand
 AVERAGED_BY_HAND: dict[str, Any] = {

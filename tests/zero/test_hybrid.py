@@ -7,11 +7,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_in_turn, run_ranks
-from test_prediction import SIZES, prediction_of
 from torch.nn.parallel import DistributedDataParallel
 from toy import assert_equal, batch, build_toy, largest_difference, make_toy, train, weights
 
-from model import GPT
+from forecast.prediction import ShardedPrediction
+from model import GPT, GPTConfig
 from run.memory_meter import describe
 from zero import ShardedDataParallel, ShardedGradScaler, ShardedOptimizer
 from zero.build import build, clip_grad_norm_
@@ -164,6 +164,9 @@ def test_checkpoints_do_not_depend_on_the_groups(tmp_path):
         assert not any(state for result in others for state in result.values())  # only rank 0 receives the state
 
 
+SIZES = GPTConfig(block_size=8, vocab_size=65, n_layer=4, n_head=2, n_embd=96, bias=False)
+
+
 def held_and_sent_by_every_mode(shard_size):
     modes = {"sharded": {}, "shard_gradients": {"shard_gradients": True}, "bfloat16": {"param_dtype": "bfloat16"}}
     return {mode: held_and_sent(shard_size, flags, 2) for mode, flags in modes.items()}
@@ -175,7 +178,9 @@ def held_and_sent(shard_size, flags, micro_steps):
     model, optimizer = build(module, module.param_groups(0.1), flags, lr=0.01)
     tokens = torch.randint(SIZES.vocab_size, (2, 1, SIZES.block_size))
     part = partition(optimizer)
-    prediction = prediction_of(flags, dist.get_world_size(), part.rank, micro_steps)
+    prediction = ShardedPrediction(
+        part.plan, part.rank, dist.get_world_size(), micro_steps, shard_gradients=flags.shard_gradients, on_cpu=True
+    )
     for _ in range(2):
         for micro_step in range(micro_steps):
             model.require_backward_grad_sync = micro_step == micro_steps - 1

@@ -18,7 +18,7 @@ from zero.build import clip_grad_norm_
 from zero.collectives import Communicator
 from zero.reducer import SentGradient
 
-STEPS = 12
+STEPS = 7
 
 
 def make(shard_gradients=False, seed=None):

@@ -189,25 +189,25 @@ def save_and_resume(name, shard_gradients):
     train(model, optimizer, dist.get_rank(), STEPS)
     encoded = [value for state in optimizer.inner.state.values() for value in state.values() if isinstance(value, Encoded)]
     assert bool(encoded) == ("state_dtype" in kwargs)
-    return goes_on_alike(model, optimizer, shard_gradients, **kwargs)
+    return goes_on_alike(model, optimizer, not shard_gradients, shard_gradients=shard_gradients, **kwargs)
 
 
-def goes_on_alike(model, optimizer, *args, **kwargs):
-    """A run and those that are resumed from its checkpoint, loaded before and after construction. Return the checkpoint."""
+def goes_on_alike(model, optimizer, loads_first, **kwargs):
+    """A run and one that is resumed from its checkpoint, whose weights are loaded before or after the construction."""
     saved = [ckpt.model_state_dict(model.module, optimizer), ckpt.consolidate(optimizer)]
     dist.broadcast_object_list(saved)
     assert {tensor.dtype for state in saved[1]["state"].values() for tensor in state.values()} == {torch.float32}
+    later, later_optimizer = make(seed=7, loaded=saved[0] if loads_first else None, **kwargs)
+    if not loads_first:
+        later.module.load_state_dict(saved[0])
     before = copy.deepcopy(saved[1])
-    resumed = [make(*args, seed=6, loaded=saved[0], **kwargs), make(*args, seed=7, **kwargs)]
-    resumed[1][0].module.load_state_dict(saved[0])
-    train(model, optimizer, dist.get_rank(), STEPS, first=STEPS)
-    for later, its_optimizer in resumed:
-        ckpt.restore(its_optimizer, saved[1])
-        assert_equal(saved[1], before)
-        train(later, its_optimizer, dist.get_rank(), STEPS, first=STEPS)
-        assert_equal(weights(later), weights(model))
-        assert_equal(masters_of(its_optimizer), masters_of(optimizer))
-        assert_equal(ckpt.consolidate(its_optimizer), ckpt.consolidate(optimizer))
+    ckpt.restore(later_optimizer, saved[1])
+    assert_equal(saved[1], before)
+    for each, its_optimizer in ((model, optimizer), (later, later_optimizer)):
+        train(each, its_optimizer, dist.get_rank(), STEPS, first=STEPS)
+    assert_equal(weights(later), weights(model))
+    assert_equal(masters_of(later_optimizer), masters_of(optimizer))
+    assert_equal(ckpt.consolidate(later_optimizer), ckpt.consolidate(optimizer))
     return saved
 
 
@@ -223,7 +223,7 @@ def skip_and_resume(name):
     assert_equal(weights(model), before)
     del optimizer.inner.found_inf, optimizer.inner.grad_scale
     optimizer.zero_grad()
-    goes_on_alike(model, optimizer, fused=True, **CODECS[name])
+    goes_on_alike(model, optimizer, True, fused=True, **CODECS[name])
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])

@@ -8,14 +8,15 @@ calls
     config = configure(globals())
 
 once, below its defaults. A setting is a module-level int, float, bool or str with a lowercase name and no leading underscore.
-The type of a setting is the type of its default. An annotation declares further limits, as a range or as choices:
+The type of a setting is the type of its default. An annotation declares what else there is to know: a range or choices, and
+marks that combine with them:
 
     batch_size: PositiveInt = 12  # sequences per micro-step
-    zero1_impl: Literal["sharded", "torch"] = "sharded"
-    zero_bucket_mb: Literal["auto"] | PositiveFloat = "auto"  # the word, or a number
+    zero1_impl: SameLoss[Literal["sharded", "torch"]] = "sharded"
+    zero_bucket_mb: SameLoss[Sharded[Literal["auto"] | PositiveFloat]] = "auto"  # the word, or a number
 
-`--help` shows the default, the comment and the limits of each setting. A comment stands at the end of the line, or in lines of
-its own above. A line of at most three plain words, such as "# learning rate", is a heading instead.
+`--help` shows the default, the comment, the limits and the marks of each setting. A comment stands at the end of the line, or
+in lines of its own above. A line of at most three plain words, such as "# learning rate", is a heading instead.
 """
 
 import ast
@@ -31,15 +32,32 @@ import textwrap
 import tokenize
 import types
 from collections.abc import Callable
-from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
+from functools import cache
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
+
+import torch
 
 from distributed.exits import exit_with_error
 from distributed.launch import launched
 
-_LARGEST = 2**63 - 1  # largest integer that PyTorch, NumPy and a checkpoint can hold
+TRAIN = os.path.join(os.path.dirname(os.path.abspath(__file__)), "train.py")
 _HEADING = re.compile(r"[\w-]+( [\w-]+){0,2}")
 _WIDTH = 120
 _HELP_INTRODUCTION = "Settings with their defaults. --key=value sets one, a file of lines such as batch_size = 8 sets several:"
+_ITERATIONS = "tokens divided by the tokens per iteration that a run prints"
+_REMOVED = {  # settings of earlier versions: what to write instead
+    "max_tokens": f"use max_iters: {_ITERATIONS}",
+    "warmup_tokens": f"use warmup_iters: {_ITERATIONS}",
+    "lr_decay_tokens": f"use lr_decay_iters: {_ITERATIONS}",
+    **dict.fromkeys(("muon_nesterov", "muon_ns_steps", "muon_ns_dtype"), "remove it, or change the default of zero.Muon"),
+    **{f"wandb_{name}": f"set wandb's variable WANDB_{name.upper()}" for name in ("mode", "entity", "tags", "notes")},
+    "metric_interval": "remove it: the ranks are compared every 10 iterations",
+    "profile_memory": "use profile, which records memory too",
+    "zero_check_reads": "remove it, or use check_reads of zero.ShardedDataParallel",
+    "on_save_error": "remove it: a run goes on, and its exit code is 1 if the last checkpoint could not be written",
+    "on_nonfinite": "use max_nonfinite: 1 is 'stop', 10 was 'skip'",
+    "master_dtype": "use param_dtype: 'bfloat16_remainder' is what 'remainder' was with bfloat16 weights",
+}
 
 
 class Rule(NamedTuple):
@@ -55,6 +73,27 @@ PositiveFloat = Annotated[float, Rule("must be positive", lambda value: value > 
 NonNegativeFloat = Annotated[float, Rule("must not be negative", lambda value: value >= 0)]
 UnitInterval = Annotated[float, Rule("must be at least 0 and less than 1", lambda value: 0 <= value < 1)]
 Fraction = Annotated[float, Rule("must be positive and at most 1", lambda value: 0 < value <= 1)]
+
+# marks: `settings_with` finds the settings that have one
+T = TypeVar("T")
+SAME_LOSS, PER_HOST, SHARDED = "changes no loss", "may differ between hosts", "for zero1_impl=sharded"
+SameLoss = Annotated[T, SAME_LOSS]  # two runs that differ in it have the same training losses, up to rounding
+PerHost = Annotated[T, PER_HOST]  # the ranks may have different values: nothing that they compute together depends on it
+Sharded = Annotated[T, SHARDED]  # no effect on the other ways to hold the optimizer state
+
+
+class Setting(NamedTuple):
+    """What a script declares of a setting."""
+
+    default: Any
+    words: tuple[str, ...] = ()  # what a number may be instead: "auto"
+    choices: tuple[Any, ...] = ()
+    facts: tuple[Rule | str, ...] = ()  # limits on its values, and marks
+
+    @property
+    def type(self) -> type[Any]:
+        """The type of its values, other than `words`."""
+        return float if self.words else type(self.default)
 
 
 def configure(settings: dict[str, Any], argv: list[str] | None = None) -> dict[str, Any]:
@@ -73,25 +112,25 @@ def configure(settings: dict[str, Any], argv: list[str] | None = None) -> dict[s
         rank = launched().rank
     except ValueError as error:
         exit_with_error(str(error))
-    defaults = {key: value for key, value in settings.items() if _is_setting(key, value)}
-    config, kinds = dict(defaults), _declared(settings)
+    known = _declared(settings)
+    config = {key: setting.default for key, setting in known.items()}
     for argument in sys.argv[1:] if argv is None else argv:
         if argument.startswith("--") and "=" in argument:
             key, text = argument[2:].split("=", 1)
-            config[key] = _checked(key, _parsed(text, _type(key, defaults, kinds)), defaults, kinds, _shortened(argument))
+            value = _parsed(text, known[key].type) if key in known else text
+            config[key] = _checked(key, value, known, _shortened(argument))
         elif argument in ("-h", "--help"):
             if rank == 0:
-                print(_help(settings, defaults))
+                print(_help(settings, known))
             sys.exit(0)
         elif argument.startswith("-"):
             exit_with_error(f"{argument} is not of the form --key=value; for example, write --batch_size=32")
         else:
-            config.update(_read_file(argument, config, defaults, kinds))
-    for key, kind in kinds.items():
-        if key in config:
-            _check_rule(key, config[key], kind)
+            config.update(_read_file(argument, config, known))
+    for key, setting in known.items():
+        _check_limits(key, config[key], setting)
     if rank == 0:
-        changed = [f"{key} = {value!r}" for key, value in config.items() if value != defaults[key]]
+        changed = [f"{key} = {value!r}" for key, value in config.items() if value != known[key].default]
         print(*_block("Overriding: ", changed), sep="\n", end="\n" if changed else "")
     settings.update(config)
     return config
@@ -105,15 +144,14 @@ def integers(key: str, text: str) -> list[int]:
     return values
 
 
-def settings_of(*paths: str, **names: Any) -> dict[str, Any]:
+def settings_of(*paths: str) -> dict[str, Any]:
     """Return the default settings of other scripts, with their annotations, without running the scripts.
 
     Args:
-        paths: the scripts. The settings of a script are the assignments above its call of `configure`.
-        **names: modules that the defaults use.
+        paths: the scripts. The settings of a script are the assignments above its call of `configure`. They can use what this
+            module defines and imports.
     """
-    settings = {**globals(), **names}
-    kinds = {}
+    settings, kinds = {**globals(), "torch": torch}, {}
     for path in paths:
         assignments = _assignments(path)
         exec(compile(ast.Module([*assignments.values()], []), path, "exec"), settings)
@@ -122,6 +160,17 @@ def settings_of(*paths: str, **names: Any) -> dict[str, Any]:
                 kinds[name] = eval(compile(ast.Expression(statement.annotation), path, "eval"), settings)
     defaults = {key: value for key, value in settings.items() if _is_setting(key, value)}
     return {**defaults, "__annotations__": kinds, "__files__": paths}
+
+
+@cache
+def train_settings() -> dict[str, Setting]:
+    """Return what train.py declares, by name."""
+    return _declared(settings_of(TRAIN))
+
+
+def settings_with(mark: str) -> set[str]:
+    """Return the names of the settings of train.py that have a mark, such as SAME_LOSS."""
+    return {key for key, setting in train_settings().items() if mark in setting.facts}
 
 
 def _assignments(path: str) -> dict[str, ast.stmt]:
@@ -145,33 +194,32 @@ def _is_setting(key: str, value: Any) -> bool:
     return key.islower() and not key.startswith("_") and isinstance(value, int | float | bool | str)
 
 
-def _declared(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return the annotations of the settings. Python 3.14 creates them only when `inspect` asks the module for them."""
+def _declared(settings: dict[str, Any]) -> dict[str, Setting]:
+    """Return what a script declares. Python 3.14 creates annotations only when `inspect` asks the module for them."""
     module = sys.modules.get(settings.get("__name__", ""))
+    kinds = settings.get("__annotations__", {})
     if module is not None and vars(module) is settings:
-        return inspect.get_annotations(module)
-    return settings.get("__annotations__", {})
+        kinds = inspect.get_annotations(module)
+    return {key: _setting(value, kinds.get(key)) for key, value in settings.items() if _is_setting(key, value)}
 
 
-def _words(kind: Any) -> tuple[str, ...]:
-    """Return the words that a number setting accepts as well: those of `Literal["auto"] | PositiveFloat`."""
-    return get_args(get_args(kind)[0]) if get_origin(kind) in (Union, types.UnionType) else ()
+def _setting(default: Any, kind: Any) -> Setting:
+    if facts := getattr(kind, "__metadata__", ()):  # of Annotated
+        setting = _setting(default, kind.__origin__)
+        return setting._replace(facts=(*setting.facts, *facts))
+    if get_origin(kind) in (Union, types.UnionType):  # Literal["auto"] | PositiveFloat
+        words, number = get_args(kind)
+        return _setting(default, number)._replace(words=get_args(words))
+    return Setting(default, choices=get_args(kind) if get_origin(kind) is Literal else ())
 
 
-def _type(key: str, defaults: dict[str, Any], kinds: dict[str, Any]) -> type[Any]:
-    """Return the type of a setting. If it is a number or a word, this is the type of the number."""
-    return float if _words(kinds.get(key)) else type(defaults.get(key))
-
-
-def _check_rule(key: str, value: Any, kind: Any) -> None:
-    if _words(kind):
-        if isinstance(value, str):
-            return
-        kind = get_args(kind)[1]
-    if get_origin(kind) is Literal and value not in get_args(kind):
-        exit_with_error(f"{key}={_shortened(str(value))} is not one of {', '.join(map(str, get_args(kind)))}")
-    for rule in getattr(kind, "__metadata__", ()):
-        if not rule.holds(value):
+def _check_limits(key: str, value: Any, setting: Setting) -> None:
+    if value in setting.words:
+        return
+    if setting.choices and value not in setting.choices:
+        exit_with_error(f"{key}={_shortened(str(value))} is not one of {', '.join(map(str, setting.choices))}")
+    for rule in setting.facts:
+        if isinstance(rule, Rule) and not rule.holds(value):
             exit_with_error(f"{key}={value} {rule.text}")
 
 
@@ -179,7 +227,7 @@ def _is_assignment(key: str, value: Any) -> bool:
     return not key.startswith("_") and not callable(value) and not isinstance(value, types.ModuleType)
 
 
-def _read_file(path: str, config: dict[str, Any], defaults: dict[str, Any], kinds: dict[str, Any]) -> dict[str, Any]:
+def _read_file(path: str, config: dict[str, Any], known: dict[str, Setting]) -> dict[str, Any]:
     """Run a config file and return the settings that it assigns.
 
     The file can read the current value of every setting. Its modules, functions and names with a leading underscore are not
@@ -191,7 +239,7 @@ def _read_file(path: str, config: dict[str, Any], defaults: dict[str, Any], kind
         names = runpy.run_path(path, init_globals=config)
     except Exception as error:
         exit_with_error(f"config file {path} cannot be run: {type(error).__name__}: {error}")
-    return {key: _checked(key, value, defaults, kinds, path) for key, value in names.items() if _is_assignment(key, value)}
+    return {key: _checked(key, value, known, path) for key, value in names.items() if _is_assignment(key, value)}
 
 
 def _parsed(text: str, wanted: type[Any]) -> Any:
@@ -203,30 +251,30 @@ def _parsed(text: str, wanted: type[Any]) -> Any:
         return text
     try:
         return ast.literal_eval(text)
-    except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError):
+    except (SyntaxError, ValueError, TypeError):
         return text
 
 
-def _checked(key: str, value: Any, defaults: dict[str, Any], kinds: dict[str, Any], where: str) -> Any:
+def _checked(key: str, value: Any, known: dict[str, Setting], where: str) -> Any:
     """Return `value` with the type of the setting `key`: an int becomes a float where needed.
 
     An unknown setting or another wrong type ends the process.
     """
-    if key not in defaults:
-        near = difflib.get_close_matches(key, defaults, n=1)
+    if key not in known:
+        if key in _REMOVED:
+            exit_with_error(f"{key} in {where} is no setting any more; {_REMOVED[key]}")
+        near = difflib.get_close_matches(key, known, n=1)
         hint = f"did you mean {near[0]!r}?" if near else "--help lists all settings; in a file, start other names with _"
         exit_with_error(f"unknown setting {key!r} in {where}; {hint}")
-    wanted, words = _type(key, defaults, kinds), _words(kinds.get(key))
-    if isinstance(value, str) and value in words:
+    setting = known[key]
+    if isinstance(value, str) and value in setting.words:
         return value
-    if type(value) is int and abs(value) > _LARGEST:
-        exit_with_error(f"{key} in {where} is too large; integers go up to {_LARGEST}")
-    if wanted is float and type(value) is int:
+    if setting.type is float and type(value) is int:
         return float(value)
-    if type(value) is not wanted:
-        accepted = " or ".join([*words, _article(wanted)])
-        exit_with_error(f"{key}={_shown(value)} in {where} is {_article(type(value))}, but {key} takes {accepted}")
-    if wanted is float and not math.isfinite(value):
+    if type(value) is not setting.type:
+        accepted = " or ".join([*setting.words, _article(setting.type)])
+        exit_with_error(f"{key}={_shortened(repr(value))} in {where} is {_article(type(value))}, but {key} takes {accepted}")
+    if setting.type is float and not math.isfinite(value):
         exit_with_error(f"{key}={value} in {where} is not a finite number")
     return value
 
@@ -242,30 +290,22 @@ def _block(begin: str, items: list[str]) -> list[str]:
     return lines
 
 
-def _shown(value: Any) -> str:
-    try:
-        return _shortened(repr(value))
-    except ValueError:  # Python does not print integers of more than 4300 digits
-        return "..."
-
-
 def _shortened(text: str) -> str:
     return text if len(text) <= 60 else f"{text[:60]}..."
 
 
-def _help(settings: dict[str, Any], defaults: dict[str, Any]) -> str:
-    """Return the docstring of a script, and every setting with its default, its comment and its limits."""
+def _help(settings: dict[str, Any], known: dict[str, Setting]) -> str:
+    """Return the docstring of a script, and every setting with its default, its comment, its limits and its marks."""
     files = settings.get("__files__", [settings["__file__"]] if "__file__" in settings else [])
     notes = {key: note for file in files for key, note in _notes(file).items()}
-    kinds = _declared(settings)
-    assigned = {key: f"  --{key}={value!r}" for key, value in defaults.items()}
+    assigned = {key: f"  --{key}={setting.default!r}" for key, setting in known.items()}
     width = max(map(len, assigned.values())) + 2
     lines = [settings.get("__doc__") or "", _HELP_INTRODUCTION]
     for key, start in assigned.items():
         heading, comments = notes.get(key, ("", []))
         lines += ["", heading] if heading else []
         lines += textwrap.wrap(
-            "; ".join([*comments, *_limits(kinds.get(key))]),
+            "; ".join([*comments, *_limits(known[key])]),
             _WIDTH,
             initial_indent=start.ljust(width),
             subsequent_indent=width * " ",
@@ -274,11 +314,10 @@ def _help(settings: dict[str, Any], defaults: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _limits(kind: Any) -> list[str]:
-    if words := _words(kind):
-        return [f"{', '.join(words)}, or a number that {limit}" for limit in _limits(get_args(kind)[1])]
-    choices = [f"one of {', '.join(map(str, get_args(kind)))}"] if get_origin(kind) is Literal else []
-    return choices + [rule.text for rule in getattr(kind, "__metadata__", ())]
+def _limits(setting: Setting) -> list[str]:
+    choices = [f"one of {', '.join(map(str, setting.choices))}"] if setting.choices else []
+    number = f"{', '.join(setting.words)}, or a number that " if setting.words else ""
+    return choices + [number + fact.text if isinstance(fact, Rule) else fact for fact in setting.facts]
 
 
 def _notes(path: str) -> dict[str, tuple[str, list[str]]]:

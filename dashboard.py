@@ -10,8 +10,7 @@ While runs go on, draw again when their files change. The open page shows the ne
 A folder may not exist yet:
     $ python dashboard.py out-stdlib-char --html=runs.html --watch
 
-Save a workspace and a report in wandb that compare the runs of a project. Without a login, write them to a file in
-the first OUT_DIR:
+Save a workspace and a report in wandb that compare the runs of a project, after wandb login:
     $ python dashboard.py --wandb out-stdlib-char
 
 Each OUT_DIR is the out_dir of a run of train.py, or a copy of its files metrics.jsonl and run.json.
@@ -34,6 +33,7 @@ from charts.series import Curve, Run
 from charts.style import save
 from distributed.exits import exit_on_wrong_input, exit_with_error
 from run import lock
+from run.logger import FACTS, METRICS
 from zero.checkpoint.files import atomic_write
 
 WATCH_S = 5  # seconds between two checks of the files, and between two reloads of an open page
@@ -46,16 +46,17 @@ def read_metrics(out_dir: str) -> dict[str, Curve]:
         ValueError: if the folder has no metrics.jsonl, or if the file cannot be read.
     """
     curves: dict[str, Curve] = {}
+    path = os.path.join(out_dir, METRICS)
     try:
-        with open(os.path.join(out_dir, "metrics.jsonl"), "rb") as file:
+        with open(path, "rb") as file:
             for line in file:
                 iteration, values = _numbers(line)
                 for key, value in values.items():
                     curves.setdefault(key, Curve()).add(iteration, value)
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise ValueError(f"there is no {out_dir}/metrics.jsonl; give the out_dir of a run of train.py") from error
+    except FileNotFoundError as error:
+        raise ValueError(f"there is no {path}; give the out_dir of a run of train.py") from error
     except OSError as error:
-        raise ValueError(f"cannot read {out_dir}/metrics.jsonl: {error.strerror}; give a folder that can be read") from error
+        raise ValueError(f"cannot read {path}: {error.strerror}; give a folder that can be read") from error
     return curves
 
 
@@ -73,7 +74,7 @@ def _numbers(line: bytes) -> tuple[int, dict[str, float]]:
 def read_facts(out_dir: str) -> dict[str, Any]:
     """Return what run.json holds, or nothing if it cannot be read."""
     try:
-        with open(os.path.join(out_dir, "run.json"), "rb") as file:
+        with open(os.path.join(out_dir, FACTS), "rb") as file:
             facts = json.load(file)
     except (OSError, ValueError):
         return {}
@@ -91,7 +92,7 @@ def state_of(out_dir: str, facts: dict[str, Any]) -> str:
         return state
     is_held = lock.is_held(out_dir)
     if is_held is None:
-        silent_s = time.time() - os.path.getmtime(os.path.join(out_dir, "metrics.jsonl"))
+        silent_s = time.time() - os.path.getmtime(os.path.join(out_dir, METRICS))
         is_held = silent_s < facts.get("dist_timeout_s", math.inf)
     return "running" if is_held else "killed"
 
@@ -128,26 +129,14 @@ def draw(out_dirs: list[str], html: str | None, png: str | None, reload_s: float
 
 def begun(out_dirs: list[str]) -> list[str]:
     """Return the folders of the runs that have written metrics."""
-    return [out_dir for out_dir in out_dirs if os.path.exists(os.path.join(out_dir, "metrics.jsonl"))]
-
-
-def _project(out_dirs: list[str]) -> str:
-    try:
-        return str(read_facts(out_dirs[0])["wandb_project"])
-    except (KeyError, IndexError) as error:
-        raise ValueError("--wandb needs --project=NAME, or the OUT_DIR of a run of the project") from error
-
-
-def _entity(out_dirs: list[str]) -> str | None:
-    """Return the `wandb_entity` of the first run, or None if it has none."""
-    return next((read_facts(out_dir).get("wandb_entity") or None for out_dir in out_dirs), None)
+    return [out_dir for out_dir in out_dirs if os.path.exists(os.path.join(out_dir, METRICS))]
 
 
 def watch(out_dirs: list[str], redraw: Callable[[], object]) -> None:
     """Call `redraw` now, and whenever the files or the states of the runs have changed, until Ctrl-C."""
 
     def state() -> list[Any]:
-        paths = [os.path.join(out_dir, name) for out_dir in out_dirs for name in ("metrics.jsonl", "run.json")]
+        paths = [os.path.join(out_dir, name) for out_dir in out_dirs for name in (METRICS, FACTS)]
         found = [os.stat(path) for path in paths if os.path.exists(path)]
         states = [state_of(out_dir, read_facts(out_dir)) for out_dir in begun(out_dirs)]  # a kill changes no file
         return [*states, *((file.st_mtime_ns, file.st_size) for file in found)]
@@ -174,11 +163,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("out_dirs", nargs="*", type=os.path.normpath, metavar="OUT_DIR", help="folder of a run")
     parser.add_argument("--html", metavar="FILE", help="write a page for the browser")
     parser.add_argument("--png", metavar="DIR", help="write pictures into a folder")
-    parser.add_argument(
-        "--wandb", action="store_true", help="save a workspace and a report in wandb; without a login, in the first OUT_DIR"
-    )
+    parser.add_argument("--wandb", action="store_true", help="save a workspace and a report in wandb")
     parser.add_argument("--project", help="project of wandb, by default that of the first OUT_DIR")
-    parser.add_argument("--entity", help="user or team of wandb, by default that of the first OUT_DIR or the login")
+    parser.add_argument("--entity", help="user or team of wandb, by default that of the login")
     parser.add_argument("--watch", action="store_true", help="draw again when the files change, until Ctrl-C")
     return parser.parse_args()
 
@@ -203,9 +190,10 @@ def main() -> None:
     with exit_on_wrong_input():
         check(args)
         if args.wandb:
-            project = args.project or _project(args.out_dirs)
-            path = os.path.join(*args.out_dirs[:1], f"wandb-{project}.json")
-            print(*workspace.publish(project, args.entity or _entity(args.out_dirs), path), sep="\n")
+            project = args.project or next((read_facts(out_dir).get("wandb_project") for out_dir in args.out_dirs), None)
+            if project is None:
+                raise ValueError("--wandb needs --project=NAME, or the OUT_DIR of a run of the project")
+            print(*workspace.publish(project, args.entity), sep="\n")
             if not args.html and not args.png:
                 return
         out_dirs, no_figures = args.out_dirs, f"there are no figures yet in {', '.join(args.out_dirs)}"

@@ -32,11 +32,18 @@ from dataclasses import replace
 from json import dump
 from typing import Any, Literal
 
-import torch
-
 from charts.bars import plan_chart
 from charts.style import check_path, number, save, shown_in
-from configurator import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, configure, integers, settings_of
+from configurator import (
+    TRAIN,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    configure,
+    integers,
+    settings_of,
+)
 from data.dataset import DATA_DIR, Dataset
 from data.vocabulary import DataError, expected_vocab_size
 from distributed.exits import exit_on_wrong_input
@@ -46,7 +53,6 @@ from forecast.modes import MODES, explained
 from forecast.planner import BATCHES, PARTS, Planner
 from forecast.run_memory import CPU_RESIDENT
 from model import GPT2_SIZES, GPTConfig, check_block_size
-from run.schedule import horizons
 from run.shadow import check_device
 
 # plan
@@ -250,7 +256,7 @@ def duration(row: dict[str, Any], planner: Planner) -> str:
         return ""
     settings, size = planner.settings, row["world_size"]
     tokens = planner.tokens_of(size)
-    speed, hours = tokens / row["seconds"], horizons(settings, tokens)["max_iters"] * row["seconds"] / 3600
+    speed, hours = tokens / row["seconds"], settings["max_iters"] * row["seconds"] / 3600
     time = f"{hours / 24:,.1f} days" if hours >= 24 else f"{hours:.1f} hours"
     text = f"; about {speed / 1e3:,.0f}k tokens/s and {time} on {settings['gpu']} at {settings['mfu']:g} % MFU"
     price = settings["gpu_hour_price"]
@@ -392,9 +398,8 @@ def check_outputs(settings: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    train = os.path.join(os.path.dirname(os.path.abspath(__file__)), "train.py")
     modes = explained(mode for mode in MODES if MODES[mode].planned or mode in ("loss_chunk", "fsdp2_reshard"))
-    settings = configure({**settings_of(__file__, train, torch=torch), "__doc__": __doc__ + modes})
+    settings = configure({**settings_of(__file__, TRAIN), "__doc__": __doc__ + modes})
     with exit_on_wrong_input():
         check_outputs(settings)
         sizes = integers("world_size", settings["world_size"])

@@ -35,7 +35,7 @@ configure(globals())
 # -----------------------------------------------------------------------------
 
 with exit_on_wrong_input():
-    device, dtype = machine.resolve(device, dtype)
+    device_name, compute_dtype = machine.resolve(device, dtype)
     meta = None
     if init_from == "resume":
         path, warning = ckpt.find(out_dir)
@@ -47,25 +47,26 @@ with exit_on_wrong_input():
     else:
         model = GPT.from_pretrained(init_from)
     codec = load_codec(meta, model.config.vocab_size)
+    text = start
     if start.startswith("FILE:"):
         try:
             with open(start[5:], encoding="utf-8") as file:
-                start = file.read()
+                text = file.read()
         except (OSError, UnicodeDecodeError) as error:
             raise ValueError(
                 f"cannot read the prompt file {start[5:]}: {error}; --start=FILE:path names a text file"
             ) from error
-    tokens = codec.encode(start)
+    tokens = codec.encode(text)
     if not tokens:
         raise ValueError("the prompt is empty; give at least one character with --start")
-autocast = machine.autocast(torch.device(device), dtype)
+autocast = machine.autocast(torch.device(device_name), compute_dtype)
 
 torch.manual_seed(seed)
-model.eval().to(device)
+model.eval().to(device_name)
 if compile:
     model.compile_blocks()
 
-prompt = torch.tensor([tokens], device=device)  # (1, time)
+prompt = torch.tensor([tokens], device=device_name)  # (1, time)
 for _ in range(num_samples):
     with autocast:
         sample = model.generate(prompt, max_new_tokens, temperature, top_k, codec.vocab_size)

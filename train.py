@@ -14,8 +14,7 @@ Eight GPUs on each of two machines, where the first machine has the address 10.0
     (second) $ torchrun --nproc_per_node=8 --nnodes=2 --node_rank=1 --master_addr=10.0.0.1 train.py config/train_gpt2.py
 
 A config file or --key=value overrides any setting below. SIGTERM and Ctrl-C save a checkpoint after the current step
-and stop the run. SIGUSR1 saves and continues. Exit code 0: done; 2: wrong input, explained in one line; 1: any other
-error.
+and stop the run. SIGUSR1 saves and continues. Exit code 0: done; 2: wrong input, in one line; 1: any other error.
 """
 
 import math
@@ -26,7 +25,18 @@ from typing import Literal
 import numpy as np
 import torch
 
-from configurator import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, UnitInterval, configure
+from configurator import (
+    Fraction,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PerHost,
+    PositiveFloat,
+    PositiveInt,
+    SameLoss,
+    Sharded,
+    UnitInterval,
+    configure,
+)
 from data.dataset import EVALUATION_BATCH, Dataset, prepare_if_missing
 from distributed import machine
 from distributed.exits import exit_on_wrong_input
@@ -34,9 +44,7 @@ from distributed.launch import launched
 from distributed.ranks import mean_over_ranks, print0, start
 from model import GPT, GPTConfig, check_block_size, without_weights
 from run.hooks import Run
-from run.memory_meter import describe
-from run.rank_checks import compare_model_and_data, compare_settings, compare_with_checkpoint
-from run.schedule import horizons
+from run.rank_checks import check_combinations, compare_model_and_data, compare_settings, compare_with_checkpoint
 from zero import ShardedGradScaler
 from zero.build import build, clip_grad_norm_
 from zero.flags import Flags, muon_of
@@ -44,32 +52,26 @@ from zero.flags import Flags, muon_of
 # -----------------------------------------------------------------------------
 # default settings: GPT-2 (124M) on OpenWebText
 # input and output
-out_dir = "out"
-eval_interval: PositiveInt = 2000
-log_interval: PositiveInt = 1
-metric_interval: PositiveInt = 10  # iterations between measurements that compare the ranks
-eval_iters: PositiveInt = 200  # an evaluation takes 12 * eval_iters sequences of each split, for any batch_size
-sample_interval: NonNegativeInt = 0  # iterations from one short sample of text to the next; 0: no samples
+out_dir: PerHost[str] = "out"
+eval_interval: SameLoss[PositiveInt] = 2000
+log_interval: SameLoss[PositiveInt] = 1
+eval_iters: SameLoss[PositiveInt] = 200  # an evaluation takes 12 * eval_iters sequences of each split, for any batch_size
+sample_interval: SameLoss[NonNegativeInt] = 0  # iterations from one short sample of text to the next; 0: no samples
 eval_only = False  # evaluate once and exit
-always_save_checkpoint = True  # after every evaluation and at the end; False: only when the validation loss improves
-on_save_error: Literal["continue", "stop"] = "continue"  # if a checkpoint cannot be written; stop: exit code 1
-keep_checkpoints: NonNegativeInt = 0  # number of ckpt_<iter>.pt files to keep, in addition to ckpt.pt and ckpt_prev.pt
-async_save = False  # write checkpoints in the background
-checkpoint_format: Literal["consolidated", "sharded"] = "consolidated"  # rank 0 writes one file, or each rank its part
+always_save_checkpoint: SameLoss[bool] = True  # after every evaluation and at the end; False: when the validation loss improves
+keep_checkpoints: SameLoss[NonNegativeInt] = 0  # number of ckpt_<iter>.pt files to keep beside ckpt.pt and ckpt_prev.pt
+async_save: SameLoss[bool] = False  # write checkpoints in the background
+checkpoint_format: SameLoss[Literal["consolidated", "sharded"]] = "consolidated"  # by rank 0 alone, or each rank its part
 # 'auto': resume if out_dir has a checkpoint, otherwise scratch; so torchrun --max-restarts=3 goes on after a rank is lost
 init_from = "scratch"  # 'scratch', 'resume', 'auto', 'gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl', or a folder with a GPT-2
 # wandb and TensorBoard
-wandb_log = False
-wandb_project = "owt"
-wandb_run_name = "gpt2"  # the group of the runs to compare; the folder out_dir completes the name of a run
-wandb_mode: Literal["online", "offline", "disabled"] = "online"  # the variable WANDB_MODE comes first
-wandb_entity = ""  # user or team; empty: that of the login
-wandb_tags = ""  # separated by commas
-wandb_notes = ""
-wandb_log_checkpoints = False  # also upload each checkpoint, as a version of an artifact
-log_to: Literal["none", "tensorboard"] = "none"  # write the metrics to out_dir/tensorboard as well
+wandb_log: PerHost[bool] = False  # only rank 0 logs; WANDB_MODE, WANDB_ENTITY and all other variables of wandb count
+wandb_project: PerHost[str] = "owt"
+wandb_run_name: PerHost[str] = "gpt2"  # the group of the runs to compare; the folder out_dir completes the name of a run
+wandb_log_checkpoints: PerHost[bool] = False  # also upload each checkpoint, as a version of an artifact
+log_to: PerHost[Literal["none", "tensorboard"]] = "none"  # write the metrics to out_dir/tensorboard as well
 # data
-dataset = "openwebtext"  # name of a folder in data/
+dataset: PerHost[str] = "openwebtext"  # name of a folder in data/; the content must be the same
 gradient_accumulation_steps: PositiveInt = 5 * 8  # micro-steps per iteration, summed over all ranks
 batch_size: PositiveInt = 12  # sequences per micro-step
 block_size: PositiveInt = 1024  # tokens per sequence
@@ -79,22 +81,18 @@ n_head = 12
 n_embd = 768
 dropout = 0.0  # 0 for pretraining; try 0.1 for finetuning
 bias = False  # use biases in LayerNorm and Linear layers
-loss_chunk: NonNegativeInt = 0  # compute the logits of this many tokens at a time, such as 1024: less memory; 0: of all tokens
-activation_checkpointing = False  # keep only the input of each block for backward, and compute the block again: less memory
+loss_chunk: SameLoss[NonNegativeInt] = 0  # compute the logits of this many tokens at a time, such as 1024: less memory; 0: all
+activation_checkpointing: SameLoss[bool] = False  # keep only the input of each block, and compute the block again in backward
 # optimizer
-optimizer = "adamw"  # 'adamw', or 'muon': Muon for the matrices of the blocks, AdamW for everything else
+optimizer: Literal["adamw", "muon"] = "adamw"  # 'muon': Muon for the matrices of the blocks, AdamW for everything else
 learning_rate: NonNegativeFloat = 6e-4
-max_iters: NonNegativeInt = 600000
+max_iters: SameLoss[NonNegativeInt] = 600000
 weight_decay: NonNegativeFloat = 1e-1
 beta1: UnitInterval = 0.9
 beta2: UnitInterval = 0.95
 grad_clip: NonNegativeFloat = 1.0  # maximum gradient norm; 0.0 disables clipping
 muon_momentum: UnitInterval = 0.95
-muon_nesterov = True
-muon_ns_steps: PositiveInt = 5  # Newton-Schulz iterations
-muon_ns_dtype: Literal["bfloat16", "float32"] = "bfloat16"  # in which they compute, and in which matrices are sent
-on_nonfinite: Literal["stop", "skip"] = "stop"  # if the loss or gradient norm is inf or nan: exit code 1, or skip the update
-max_nonfinite: PositiveInt = 10  # number of consecutive skipped updates that ends the run
+max_nonfinite: PositiveInt = 1  # updates in a row skipped for a loss or gradient norm of inf or nan; the last ends the run
 # learning rate
 decay_lr = True
 schedule: Literal["cosine", "wsd"] = "cosine"  # after the warm-up; wsd: constant, then linear decay to min_lr at the end
@@ -102,30 +100,25 @@ warmup_iters: NonNegativeInt = 2000
 lr_decay_iters = 600000  # where the decay ends; should be about max_iters, as in Chinchilla
 decay_fraction: Fraction = 0.2  # 'wsd': part of lr_decay_iters that decays
 min_lr: NonNegativeFloat = 6e-5  # should be about learning_rate / 10
-max_tokens: NonNegativeInt = 0  # tokens of all ranks in place of max_iters; 0: max_iters
-warmup_tokens: NonNegativeInt = 0  # the same for warmup_iters
-lr_decay_tokens: NonNegativeInt = 0  # the same for lr_decay_iters
 # ZeRO-1
-use_zero1 = True  # shard the optimizer state across the ranks
-zero1_impl: Literal["sharded", "torch"] = "sharded"  # 'sharded': the code in zero/; 'torch': ZeroRedundancyOptimizer
-zero_bucket_mb: Literal["auto"] | PositiveFloat = "auto"  # 'sharded': megabytes per bucket; auto: 4 to 25, by the model's size
-shard_gradients = False  # 'sharded': also keep only 1/N of the gradients; costs one reduce-scatter per micro-step
-param_dtype: Literal["float32", "bfloat16"] = "float32"  # weights and gradients; 'sharded' keeps float32 masters, 1/N per rank
-master_dtype: Literal["float32", "remainder"] = "float32"  # 'remainder': 2 instead of 4 bytes per bfloat16 weight, same values
-state_dtype: Literal["float32", "bfloat16", "int8"] = "float32"  # 'sharded': of the moments between updates, 1/N per rank
-zero_shard_size: NonNegativeInt = 0  # 'sharded': ranks that share the optimizer state, such as the GPUs of a machine; 0: all
-zero_check_reads = False  # 'sharded', for debugging: refuse early reads of parameters in all iterations, not only the first
-desync_check_interval: NonNegativeInt = 0  # iterations between comparisons of the ranks' weights; 0: no comparison
+use_zero1: SameLoss[bool] = True  # shard the optimizer state across the ranks
+zero1_impl: SameLoss[Literal["sharded", "torch"]] = "sharded"  # the code in zero/, or ZeroRedundancyOptimizer
+zero_bucket_mb: SameLoss[Sharded[Literal["auto"] | PositiveFloat]] = "auto"  # megabytes per bucket; auto: 4 to 25, by size
+shard_gradients: SameLoss[Sharded[bool]] = False  # also keep only 1/N of the gradients; one reduce-scatter per micro-step
+# weights and gradients; bfloat16: float32 masters, 1/N per rank; bfloat16_remainder: these as 16 bits more, the same values
+param_dtype: Sharded[Literal["float32", "bfloat16", "bfloat16_remainder"]] = "float32"
+state_dtype: Sharded[Literal["float32", "bfloat16", "int8"]] = "float32"  # of the moments between updates, 1/N per rank
+zero_shard_size: SameLoss[Sharded[NonNegativeInt]] = 0  # ranks that share the state, such as the GPUs of a machine; 0: all
+desync_check_interval: SameLoss[NonNegativeInt] = 0  # iterations between comparisons of the ranks' weights; 0: none
 # system
-backend: Literal["auto", "nccl", "gloo"] = "auto"  # auto: nccl if every rank has its own GPU, otherwise gloo
-dist_timeout_s: PositiveFloat = 600.0  # seconds without progress on any rank after which the ranks end, with the reason
-device = "auto"  # 'cpu', 'cuda', 'cuda:1', 'mps'; auto: cuda if available, otherwise cpu
+backend: SameLoss[Literal["auto", "nccl", "gloo"]] = "auto"  # auto: nccl if every rank has its own GPU, otherwise gloo
+dist_timeout_s: SameLoss[PositiveFloat] = 600.0  # seconds without progress on any rank until the ranks end, with the reason
+device: SameLoss[str] = "auto"  # 'cpu', 'cuda', 'cuda:1', 'mps'; auto: cuda if available, otherwise cpu
 dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # float16 uses GradScaler; auto: best on GPU, float32 on CPU
-compile = torch.cuda.is_available()  # compile the model block by block with torch.compile
+compile: SameLoss[bool] = torch.cuda.is_available()  # compile the model block by block with torch.compile
 seed: NonNegativeInt = 1337
-shadow_check: NonNegativeInt = 0  # iterations in which a copy is trained without sharding, to compare the weights; 0: off
-profile = False  # after a few iterations, write a trace of torch.profiler to out_dir/profile
-profile_memory = False  # the same, with the allocations of memory; on a GPU also write a snapshot of its memory
+shadow_check: SameLoss[NonNegativeInt] = 0  # iterations of a copy trained without sharding, to compare the weights; 0: off
+profile: SameLoss[bool] = False  # after a few iterations, write traces of time and memory to out_dir/profile
 config = configure(globals())
 # -----------------------------------------------------------------------------
 
@@ -134,29 +127,19 @@ launch = launched()  # by torchrun, or as a single process
 rank, world_size = launch.rank, launch.world_size
 # Every rank runs every line, and print0 prints on rank 0: a collective must never be in code that only some ranks run.
 with exit_on_wrong_input():
-    device, dtype = machine.resolve(device, dtype, param_dtype)
-    compare_settings(launch, config | {"device": device.partition(":")[0], "dtype": dtype})
-    if gradient_accumulation_steps % world_size:
-        raise ValueError(
-            f"gradient_accumulation_steps={gradient_accumulation_steps} cannot be split over {world_size} ranks; "
-            f"use --gradient_accumulation_steps={math.ceil(gradient_accumulation_steps / world_size) * world_size}"
-        )
-    flags, muon = Flags.of(config), muon_of(config)
-    flags.implementation(world_size)  # checks that they go together
-    device = start(launch, device, backend, dist_timeout_s)
-autocast = machine.autocast(device, dtype)
+    device_name, compute_dtype = machine.resolve(device, dtype, param_dtype)
+    compare_settings(launch, config | {"device": device_name.partition(":")[0], "dtype": compute_dtype})
+    check_combinations(config, world_size)
+    own_device = start(launch, device_name, backend, dist_timeout_s)
+autocast = machine.autocast(own_device, compute_dtype)
 torch.backends.cuda.matmul.allow_tf32 = True
 torch.backends.cudnn.allow_tf32 = True
 micro_steps = gradient_accumulation_steps // world_size  # per iteration on this rank
 sequences_per_iter = gradient_accumulation_steps * batch_size  # on all ranks together
 tokens_per_iter = sequences_per_iter * block_size
-config |= horizons(config, tokens_per_iter)
-warmup_iters, lr_decay_iters = config["warmup_iters"], config["lr_decay_iters"]
-run = Run(config, launch, device, dtype, micro_steps, tokens_per_iter)  # what accompanies the training: run/hooks.py
-state = run.state
 print0(f"tokens per iteration will be: {tokens_per_iter:,}")
-if machine.is_slow_on_cpu(device, dtype):
-    print0(f"note: this CPU has no {dtype} instructions; --dtype=float32 will be faster")
+run = Run(config, launch, own_device, compute_dtype, micro_steps, tokens_per_iter)  # what accompanies it: run/hooks.py
+state = run.state
 
 # data
 with run.stage(f"preparing {dataset}"):
@@ -169,34 +152,31 @@ with run.stage("reading the dataset"):
 def get_batch(split, offsets):
     """Return the sequences at `offsets` and their targets, on the device, each (len(offsets), block_size)."""
     x, y = (torch.from_numpy(tokens) for tokens in data.batch(split, offsets))
-    if device.type == "cuda":  # pinned memory: the copy overlaps with the computation
+    if own_device.type == "cuda":  # pinned memory: the copy overlaps with the computation
         x, y = x.pin_memory(), y.pin_memory()
-    return x.to(device, non_blocking=True), y.to(device, non_blocking=True)
+    return x.to(own_device, non_blocking=True), y.to(own_device, non_blocking=True)
 
 
 # model
 torch.manual_seed(seed)
-checkpoint = None
 with run.stage("reading the checkpoint"):
-    init_from = run.checkpoints.resolve(init_from)
-    if init_from == "resume":
-        checkpoint = run.checkpoints.load()
+    checkpoint = run.checkpoints.load(init_from)  # None: a new run
+    if checkpoint is not None:
         compare_with_checkpoint(checkpoint, config, data)
         state.resume(checkpoint, sequences_per_iter)
 with run.stage("making the model"), without_weights(rank > 0):  # `build` broadcasts those of rank 0
-    if init_from == "scratch":
-        print0("Initializing a new model from scratch")
-        vocab_size = data.vocab_size or GPTConfig.vocab_size
-        raw_model = GPT(GPTConfig.of(config, vocab_size=vocab_size))
-    elif checkpoint is not None:
+    if checkpoint is not None:
         raw_model = GPT.from_checkpoint(checkpoint, dropout)
         print0(f"with the checkpoint's model, at iteration {state.iter_num}: {raw_model.config}")
+    elif init_from in ("scratch", "auto"):
+        print0("Initializing a new model from scratch")
+        raw_model = GPT(GPTConfig.of(config, vocab_size=data.vocab_size or GPTConfig.vocab_size))
     elif init_from.startswith("gpt2") or os.path.isdir(init_from):
         print0(f"Initializing from GPT-2 weights: {init_from}")
         raw_model = GPT.from_pretrained(init_from, dropout)
     else:
         raise ValueError(f"init_from={init_from} is neither scratch, resume, auto, a gpt2 name nor a folder that holds a GPT-2")
-    check_block_size(block_size, raw_model.config.block_size, croppable=init_from != "resume")
+    check_block_size(block_size, raw_model.config.block_size, croppable=checkpoint is None)
     raw_model.crop_block_size(block_size)
     data.check(raw_model.config.vocab_size, rank, world_size)
 with run.stage("comparing the ranks"):
@@ -208,16 +188,16 @@ if compile:
 
 # optimizer: `build` chooses the implementation from the ZeRO-1 settings
 with run.stage("making the optimizer"):
-    groups = raw_model.param_groups(weight_decay, muon)
+    groups = raw_model.param_groups(weight_decay, muon_of(config))
     run.before_build(raw_model, groups, checkpoint)
-    model, optimizer = build(raw_model, groups, flags, device=device, overlap=True, lr=learning_rate, betas=(beta1, beta2))
-    scaler = ShardedGradScaler(device.type, enabled=dtype == "float16")
+    adamw = {"lr": learning_rate, "betas": (beta1, beta2)}
+    model, opt = build(raw_model, groups, Flags.of(config), device=own_device, overlap=True, **adamw)
+    scaler = ShardedGradScaler(own_device.type, enabled=compute_dtype == "float16")
     if checkpoint is not None:
-        run.checkpoints.restore(optimizer, checkpoint)
+        run.checkpoints.restore(opt, checkpoint)
         if checkpoint.get("scaler"):  # the checkpoint is from a float16 run
             scaler.load_state_dict(checkpoint["scaler"])
         checkpoint = None  # frees the memory
-print0(describe(optimizer, use_zero1))
 
 
 @torch.no_grad()
@@ -230,7 +210,7 @@ def estimate_loss():
     raw_model.eval()
     for split in ("train", "val"):
         batches = data.evaluation(split, seed, count, batch_size, rank, world_size)
-        total = torch.zeros((), device=device)
+        total = torch.zeros((), device=own_device)
         for offsets in run.track(batches, f"evaluating on {split}"):
             x, y = get_batch(split, offsets)
             with autocast:
@@ -265,30 +245,35 @@ def get_lr(iteration):
 
 def save_checkpoint():
     """Write ckpt.pt, unless a watcher has ended the run. Needs to be called on all ranks."""
-    if run.may_save():
-        values = {"model_args": vars(raw_model.config), "config": config, "scaler": scaler.state_dict()}
-        run.save(values | vars(state) | data.identity())
+    with run.aside("saving the checkpoint"):
+        if run.may_save():
+            values = {"model_args": vars(raw_model.config), "config": config, "scaler": scaler.state_dict()}
+            run.save(values | vars(state) | data.identity())
 
 
 # training loop
-run.watch(raw_model, model, optimizer, scaler, autocast, data, flags)
+run.watch(raw_model, model, opt, scaler, autocast, data)
 batches = data.micro_batches(seed, state.data_position, batch_size, gradient_accumulation_steps, rank, world_size)
 with run.aside("the first batch"):
     x, y = get_batch("train", next(batches))
-if eval_only:  # the loop ends before its first iteration
+if eval_only:
     evaluate(get_lr(state.iter_num))
-while run.goes_on():
+while True:
+    if eval_only or state.iter_num > max_iters or run.must_stop:
+        break
+    run.begin_iteration()
     lr = get_lr(state.iter_num)
-    for group in optimizer.param_groups:
+    for group in opt.param_groups:
         group["lr"] = lr
     if state.iter_num % eval_interval == 0:
         evaluate(lr)
-    run.begin_iteration()  # writes a sample, if one is due
+    run.begin_step()  # writes a sample, if one is due
     # seed dropout from (seed, iteration, rank): a resumed run repeats it, and an evaluation does not change it
     torch.manual_seed(int(np.random.SeedSequence((seed, state.iter_num, rank)).generate_state(1)[0]))
-    loss_sum = torch.zeros((), device=device)
+    loss_sum = torch.zeros((), device=own_device)
     for micro_step in range(micro_steps):
-        model.require_backward_grad_sync = micro_step == micro_steps - 1  # sync in the last micro-step; shard_gradients: in all
+        # sync in the last micro-step only; shard_gradients: in all
+        model.require_backward_grad_sync = micro_step == micro_steps - 1  # type: ignore[assignment]
         run.before_forward(x, y)  # shadow_check trains its copy
         with run.phase("forward"), autocast:
             loss = model(x, y)[1]  # the logits, which can be the largest tensor, are not kept
@@ -298,18 +283,18 @@ while run.goes_on():
         with run.phase("backward"):
             scaler.scale(loss / micro_steps).backward()
     with run.phase("clip"):
-        scaler.unscale_(optimizer)
-        norms = clip_grad_norm_(optimizer, grad_clip or math.inf)
+        scaler.unscale_(opt)
+        norms = clip_grad_norm_(opt, grad_clip or math.inf)
     run.before_update(loss_sum, norms)  # are all ranks the same, and all values finite? if not, step skips
     with run.phase("update"):
-        scaler.step(optimizer)
+        scaler.step(opt)
         scaler.update()
     run.after_update()
-    optimizer.zero_grad(set_to_none=True)
+    opt.zero_grad(set_to_none=True)
     state.data_position += sequences_per_iter
     run.end_iteration(loss_sum / micro_steps, norms.total, lr)  # logs
     state.iter_num += 1
-    if run.must_save():  # a signal, or the end; also decides whether the run continues
-        with run.aside("saving the checkpoint"):
-            save_checkpoint()
+    run.agree()  # all ranks: was there a signal to one of them, a failure on one, or the end?
+    if run.must_save:
+        save_checkpoint()
 run.finish()

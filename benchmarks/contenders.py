@@ -18,7 +18,7 @@ from forecast.run_memory import Forecast, forecast, gpt_specs, predicted_activat
 from model import GPT, GPTConfig, without_weights
 from zero import ShardedOptimizer
 from zero.build import build, clip_grad_norm_
-from zero.flags import MUON, Flags
+from zero.flags import Flags
 from zero.layout import BucketMB
 
 ADAMW: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95)}
@@ -61,7 +61,7 @@ class Setup:
         if not mode.is_built:
             return None
         flags = self.flags(mode)
-        plan = flags.plan(gpt_specs(self.config, MUON if mode.muon else None), world_size)
+        plan = flags.plan(gpt_specs(self.config, {} if mode.muon else None), world_size)
         activations = predicted_activations(self.workload(mode), "bfloat16" if mode.lowers_weights else "float32")
         return forecast(
             plan,
@@ -99,7 +99,7 @@ class Contender:
             for block in self.module.transformer.h:
                 fully_shard(block, mesh=mesh, **fully_sharded)
             self.model = fully_shard(self.module, mesh=mesh, **fully_sharded)
-        groups = self.module.param_groups(0.1, MUON if self.mode.muon else None)
+        groups = self.module.param_groups(0.1, {} if self.mode.muon else None)
         if fully_sharded is not None:
             self.optimizer = torch.optim.AdamW(groups, fused=True, **ADAMW)
         elif self.mode.simple:

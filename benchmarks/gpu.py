@@ -53,7 +53,7 @@ def parts(on_gpu: bool, out: str) -> list[Part]:
         return ["train.py", "--dataset=stdlib_char", "--gradient_accumulation_steps=4", *sizes, *steps, folder, *arguments]
 
     eager = "--compile=False"
-    codecs = ["--param_dtype=bfloat16", "--master_dtype=remainder", "--state_dtype=int8"]
+    codecs = ["--param_dtype=bfloat16_remainder", "--state_dtype=int8"]
     eight = ["--simulate_world_size=8"]
     return [
         Part("parity-2-gloo-ranks", 2, ["-m", "benchmarks.parity", "--backend=gloo"]),
@@ -68,7 +68,7 @@ def parts(on_gpu: bool, out: str) -> list[Part]:
         Part("memory-float32", 0, bench("memory", "memory-float32", *large, modes, "--dtype=float32", *eight)),
         Part("memory-2-gloo-ranks", 2, bench("memory", "memory-2-gloo-ranks", *medium, modes)),
         Part(f"time-1-{alone}-rank", 1, bench("time", "time", *small, modes)),
-        Part("profile", 1, train("profile", *gpt2, "--max_iters=10", "--profile=True", "--profile_memory=True", eager)),
+        Part("profile", 1, train("profile", *gpt2, "--max_iters=10", "--profile=True", eager)),
         Part("train-compiled", 1, train("compiled", "--compile=True")),
     ]
 

@@ -18,7 +18,7 @@ from benchmarks.contenders import Contender, Setup
 from forecast.activations import LiveBytes
 from forecast.modes import MODES, Mode
 from forecast.prediction import PURPOSES
-from zero.checkpoint.format import tensors_in
+from zero.checkpoint.format import named_tensors
 from zero.checkpoint.state import full_state
 from zero.held_bytes import held_bytes
 from zero.host_comm import gather_objects
@@ -65,7 +65,7 @@ class MemoryProfile:
             if can_save and self.mode.is_built:
                 self._reset_peak()
                 state = full_state(self.contender.module, self.contender.optimizer)
-                copy = sum(tensor.nbytes for tensor in {id(leaf): leaf for leaf in tensors_in(state).values()}.values())
+                copy = sum(tensor.nbytes for tensor in {id(leaf): leaf for leaf in named_tensors(state).values()}.values())
                 self._record("saving", {**self._held(), "copy": copy}, total=self._peak())
                 del state
         return self.points

@@ -82,7 +82,7 @@ def _save_and_restore(contender: Contender) -> list[dict[str, Any]]:
             folder = broadcast_object(folder)
             writer = checkpoint.CheckpointWriter(folder, format=format)
             values = {"model_args": {}, "config": {}, "iter_num": 1, "best_val_loss": 0.0}
-            writer.save(contender.module, contender.optimizer, values)
+            writer.write(contender.module, contender.optimizer, values)
             dist.barrier()
             begin = time.perf_counter()
             path = f"{folder}/ckpt.pt"

@@ -20,16 +20,15 @@ from forecast.modes import MODES
 from forecast.run_memory import Extras
 from run.logger import Logger
 from run.memory_meter import MemoryCheck, MemoryMeter
-from run.meter import Meter
+from run.meter import INTERVAL, Meter
 from zero.build import clip_grad_norm_
 
-METRIC_INTERVAL = 10  # steps; the default of train.py, with log_interval=1. A turn has this many steps
-NEVER_ENDS = 10**9  # iterations
+NEVER_ENDS = 10**9  # iterations; a turn has INTERVAL steps, so that it measures what needs a collective once
 
 
 def cost(rounds: int) -> tuple[int, int]:
     """Return the models and micro-steps of a mode."""
-    return 3, 3 * (rounds + 1) * METRIC_INTERVAL
+    return 3, 3 * (rounds + 1) * INTERVAL
 
 
 def telemetry_rows(setup: Setup, modes: list[str], rounds: int) -> list[dict[str, Any]]:
@@ -58,15 +57,15 @@ def _meter(mode: str, contender: Contender, folder: str, wandb_log: bool) -> Met
     setup, model, optimizer = contender.setup, contender.model, contender.optimizer
     names = {"wandb_project": "telemetry", "wandb_run_name": "telemetry", "out_dir": folder, "implementation": mode}
     before = {name: os.environ.pop(name) for name in ("WANDB_DIR", "WANDB_MODE") if name in os.environ}
-    os.environ["WANDB_DIR"] = folder  # not the folder of the user's runs
-    log = Logger(folder, None, {"wandb_log": wandb_log, "wandb_mode": "offline", **names})
-    del os.environ["WANDB_DIR"]
+    os.environ |= {"WANDB_DIR": folder, "WANDB_MODE": "offline"}  # not the folder of the user's runs
+    log = Logger(folder, None, {"wandb_log": wandb_log, **names})
+    del os.environ["WANDB_DIR"], os.environ["WANDB_MODE"]
     os.environ.update(before)
     memory, shard_gradients = MemoryMeter(model, optimizer), contender.mode.flags.shard_gradients
     check = MemoryCheck(log, model, optimizer, memory, setup.workload(contender.mode), shard_gradients, 1, False, Extras())
     tokens = setup.batch_size * setup.config.block_size * dist.get_world_size()
     flops = contender.module.flops_per_token()
-    return Meter(log, model, optimizer, memory, check, setup.dtype, tokens, flops, NEVER_ENDS, METRIC_INTERVAL)
+    return Meter(log, model, optimizer, memory, check, setup.dtype, tokens, flops, NEVER_ENDS)
 
 
 def _turn(contender: Contender, meter: Meter | None, iterations: Iterator[int]) -> dict[str, float]:
@@ -74,10 +73,10 @@ def _turn(contender: Contender, meter: Meter | None, iterations: Iterator[int]) 
     if meter is not None:
         meter.restart()
     begin = time.perf_counter()
-    for iteration in itertools.islice(iterations, METRIC_INTERVAL):
+    for iteration in itertools.islice(iterations, INTERVAL):
         _step(contender, meter, iteration)
     contender.wait()
-    return {"ms per step": (time.perf_counter() - begin) * 1000 / METRIC_INTERVAL}
+    return {"ms per step": (time.perf_counter() - begin) * 1000 / INTERVAL}
 
 
 def _step(contender: Contender, meter: Meter | None, iteration: int) -> None:

@@ -4,24 +4,17 @@
 """
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from charts.style import MEMORY, NUMBER, altair, dashes, number, shown_in, styled
+from charts.series import opacity, rounded
+from charts.style import INK, MEMORY, NUMBER, altair, dashes, number, shown_in, styled
 
 Rows = Sequence[Mapping[str, Any]]
 Purposes = Mapping[str, tuple[str, str]]  # column: name and colour of a purpose, in the order of the stack
 
-POINTS = {  # of a step, and their names in a chart; saving is not a part of training
-    "after init": "after init",
-    "wrapping": "peak of wrapping",
-    "after wrapping": "after wrapping",
-    "accumulating": "accumulating",
-    "before step": "before step",
-    "after step": "after step",
-    "peak": "peak of training",
-    "saving": "saving, on rank 0",
-}
+# points of a step whose names in a chart say more; saving is not a part of training
+POINTS = {"wrapping": "peak of wrapping", "peak": "peak of training", "saving": "saving, on rank 0"}
 TIME = {
     "forward and backward, ms": ("forward and backward", "#009E73"),
     "optimizer, ms": ("optimizer", "#E69F00"),
@@ -30,21 +23,76 @@ TIME = {
 _LIMIT = "#D55E00"  # colour of the limit of memory
 _WIDTH = 820  # of the panels side by side, in pixels before the scale
 _ROOM = 1.3  # of a panel, relative to its longest bar: the text needs the rest
+# height of the name above the bars of a group, of a bar, of a thin bar, and of what is between two groups
+_NAME, _BAR, _THIN, _GAP = 18, 13, 4, 6
 
 
 class Bar(NamedTuple):
-    """A stacked bar. All amounts are in the unit of its chart."""
+    """A bar of parts. All amounts are in the unit of its chart."""
 
-    name: str
-    parts: Mapping[str, float]  # amount by the name of the purpose
-    text: str  # at its end
+    parts: Mapping[str, float]  # amount by the name of the part; those below zero extend to the left
+    text: str = ""  # at its end
     tick: float | None = None
     dots: Sequence[float] = ()
+    is_thin: bool = False
 
     @property
     def end(self) -> float:
-        """What the bar, its tick and its dots reach. Amounts below zero extend to the left."""
-        return max(sum(amount for amount in self.parts.values() if amount > 0), self.tick or 0, *self.dots, 0)
+        """What the bar, its tick and its dots reach."""
+        return max(0, sum(amount for amount in self.parts.values() if amount > 0), self.tick or 0, *self.dots)
+
+
+Group = tuple[str, Sequence[Bar]]  # a name, and the bars below it
+
+
+def stack(groups: Sequence[Group], colours: Mapping[str, str], unit: str, end: float = 0, legend: int = 3) -> Any:
+    """Draw bars, each with its text, below the name of its group. In the data, the position of a group is its `run`.
+
+    Args:
+        colours: of all parts, by their names.
+        unit: of all amounts.
+        end: where the axis ends, if not after the longest bar and its text.
+        legend: number of columns of the legend; 0: none, as for one part alone.
+    """
+    alt = altair()
+    rows: list[dict[str, Any]] = []
+    y = 0.0
+    for position, (name, bars) in enumerate(groups):
+        if not bars:
+            continue
+        rows.append({"run": position, "label": name, "y": y + _NAME / 2 - 1})
+        y += _NAME
+        for bar in bars:
+            left, right, bottom = 0.0, 0.0, y + (_THIN if bar.is_thin else _BAR - 1)
+            for part, amount in bar.parts.items():
+                place = {"x": right, "x2": right + amount} if amount > 0 else {"x": left, "x2": left + amount}
+                left, right = min(left, place["x2"]), max(right, place["x2"])
+                rows.append({"run": position, "name": part, "value": rounded(amount), **place, "y": y, "y2": bottom})
+            rows += [] if bar.tick is None else [{"run": position, "mark": bar.tick, "y": y - 1, "y2": y + _BAR}]
+            rows += [{"run": position, "dot": dot, "y": y + _BAR / 2} for dot in bar.dots]
+            rows += [{"run": position, "end": bar.end, "text": bar.text, "y": y + _BAR / 2}] if bar.text else []
+            y += _THIN if bar.is_thin else _BAR
+        y += _GAP
+    ends = [row[column] for row in rows for column in ("x2", "end", "mark") if column in row]
+    scale = alt.Scale(domain=[min(0, *ends), end or max(0, *ends) * 1.15], nice=False)  # leaves room for the text
+    shown = alt.Legend(title=None, columns=legend, labelLimit=200) if legend and len(colours) > 1 else None
+    colour = alt.Color("name:N", scale=alt.Scale(domain=list(colours), range=list(colours.values())), legend=shown)
+    height = alt.Y("y:Q", scale=alt.Scale(domain=[0, y], nice=False, reverse=True), axis=None)
+    base = alt.Chart().encode(y=height, opacity=opacity())
+    tooltip = [alt.Tooltip("name:N", title=" "), alt.Tooltip("value:Q", title=unit, format=NUMBER)]
+    drawn = base.transform_filter("isValid(datum.value)").mark_bar()
+    drawn = drawn.encode(x=alt.X("x:Q", title=unit, scale=scale), x2="x2:Q", y2="y2:Q", color=colour, tooltip=tooltip)
+    ink = {"color": {"expr": INK}}
+    labels = base.transform_filter("isValid(datum.label)").mark_text(align="left", fontSize=12, limit={"expr": "width"}, **ink)
+    texts = base.transform_filter("isValid(datum.text)").mark_text(align="left", dx=4, fontSize=11, **ink)
+    layers = [drawn, labels.encode(x=alt.value(0), text="label:N"), texts.encode(x="end:Q", text="text:N")]
+    if any("mark" in row for row in rows):
+        ticks = base.transform_filter("isValid(datum.mark)").mark_rule(strokeWidth=2.5, **ink)
+        layers.append(ticks.encode(x="mark:Q", y2="y2:Q"))
+    if any("dot" in row for row in rows):
+        dots = base.transform_filter("isValid(datum.dot)").mark_circle(size=18, **ink)
+        layers.append(dots.encode(x="dot:Q", opacity=alt.value(0.5)))
+    return alt.layer(*layers, data=alt.InlineData(values=rows)).properties(height=y)
 
 
 def plan_chart(rows: Rows, limit: tuple[float, str] | None, measured: str) -> Any:
@@ -54,7 +102,9 @@ def plan_chart(rows: Rows, limit: tuple[float, str] | None, measured: str) -> An
     """
     divisor, unit = shown_in("bytes", max((row["peak"] for row in rows), default=0))
     panels = {
-        f"{size} rank{'s' if size > 1 else ''}": [_planned(row, divisor) for row in rows if row["world_size"] == size]
+        f"{size} rank{'s' if size > 1 else ''}": [
+            (row["mode"], [_planned(row, divisor)]) for row in rows if row["world_size"] == size
+        ]
         for size in sorted({row["world_size"] for row in rows})
     }
     line = None if limit is None else (limit[0] / divisor, f"limit: {limit[1]}")
@@ -70,19 +120,19 @@ def _planned(row: Mapping[str, Any], divisor: float) -> Bar:
     for column in sorted(MEMORY, key=["gradients", "buckets"].count):  # these two last
         at_peak[column] = min(largest.get(column, 0), left)
         left -= at_peak[column]
-    return Bar(row["mode"], _parts(at_peak, MEMORY, divisor), number(row["peak"] / divisor))
+    return Bar(_parts(at_peak, MEMORY, divisor), number(row["peak"] / divisor))
 
 
 def memory_chart(rows: Rows, measured: str) -> Any:
     """Draw the measured bytes of one rank by purpose at each point of a step, one panel per mode, with the prediction."""
     divisor, unit = shown_in("bytes", max((row["total"] for row in rows), default=0))
-    panels: dict[str, list[Bar]] = {mode: [] for mode in _unique(rows, "mode")}
-    for row in sorted(rows, key=lambda row: list(POINTS).index(row["point"])):
+    panels: dict[str, list[Group]] = {mode: [] for mode in _unique(rows, "mode")}
+    for row in rows:
         tick = row["predicted"] / divisor if row.get("predicted") is not None else None
-        bar = Bar(POINTS[row["point"]], _parts(row, MEMORY, divisor), number(row["total"] / divisor), tick)
-        panels[row["mode"]].append(bar)
-    has_ticks = any(bar.tick is not None for bars in panels.values() for bar in bars)
-    notes = [measured, "black tick: prediction"] if has_ticks else [measured]
+        bar = Bar(_parts(row, MEMORY, divisor), number(row["total"] / divisor), tick)
+        point: str = row["point"]
+        panels[row["mode"]].append((POINTS.get(point, point), [bar]))
+    notes = [measured, "black tick: prediction"] if any(row.get("predicted") is not None for row in rows) else [measured]
     return _chart(panels, MEMORY, unit, "Measured memory per rank", notes)
 
 
@@ -100,15 +150,15 @@ def network_chart(rows: Rows, measured: str) -> Any:
 
 def _time_chart(rows: Rows, panel_of: Callable[[Mapping[str, Any]], str], title: str, unit: str, measured: str) -> Any:
     """Draw the median of the rounds as a bar, in it the parts in their proportion, and each round as a dot."""
-    panels: dict[str, list[Bar]] = {}
+    panels: dict[str, list[Group]] = {}
     divisor = {"ms": 1, "s": 1000}[unit]
     for row in rows:
-        bars = panels.setdefault(panel_of(row), [])
+        groups = panels.setdefault(panel_of(row), [])
         parts = _parts(row, TIME, divisor)
         scale = row["ms per step"] / divisor / sum(parts.values())
-        text = ratio(row) if bars else f"{number(row['ms per step'] / divisor)} {unit}"
+        text = ratio(row) if groups else f"{number(row['ms per step'] / divisor)} {unit}"
         dots = [milliseconds / divisor for milliseconds in row["rounds, ms"]]
-        bars.append(Bar(row["mode"], {name: part * scale for name, part in parts.items()}, text, dots=dots))
+        groups.append((row["mode"], [Bar({name: part * scale for name, part in parts.items()}, text, dots=dots)]))
     first = rows[0]["mode"] if rows else ""
     how = f"bar: median; dot: a round; 1.03x: median of the ratios to {first} in the same round, with their quartiles"
     return _chart(panels, TIME, unit, title, [measured, how], shared=False)
@@ -122,13 +172,14 @@ def training_chart(rows: Rows, measured: str, known: Purposes) -> Any:
     alt = altair()
     divisor, unit = shown_in("bytes", max((row["peak"] for row in rows), default=0))
     modes, first = _unique(rows, "mode"), rows[0]
-    bars, colours = [], {mode: known[mode][1] for mode in modes}
+    groups: list[Group] = []
     for row in rows:
         saved = "" if row is first else f" ({row['peak'] / first['peak'] - 1:+.0%})"
         mode, peak = row["mode"], row["peak"] / divisor
-        bars.append(Bar(known[mode][0], {mode: peak}, f"{number(peak)} {unit}{saved}"))
-    parts = {mode: (mode, colour) for mode, colour in colours.items()}
-    peaks = _panel("Peak of memory while training, per rank", bars, parts, unit, _WIDTH // 2, height=200, legend=False)
+        groups.append((known[mode][0], [Bar({mode: peak}, f"{number(peak)} {unit}{saved}")]))
+    colours = {mode: known[mode][1] for mode in modes}
+    peaks = stack(groups, colours, unit, _end(groups), legend=0)
+    peaks = peaks.properties(width=_WIDTH // 2, title=_title("Peak of memory while training, per rank"))
     values = [
         {"mode": row["mode"], "step": step, "loss": loss} for row in rows for step, loss in enumerate(row["losses"], start=1)
     ]
@@ -143,7 +194,7 @@ def training_chart(rows: Rows, measured: str, known: Purposes) -> Any:
             color=alt.Color("mode:N", scale=scale, legend=None),
             strokeDash=dashed,
         )
-        .properties(width=_WIDTH // 2, height=200, title=alt.TitleParams("Training loss of the same runs", **_PANEL_TITLE))
+        .properties(width=_WIDTH // 2, height=peaks.height, title=_title("Training loss of the same runs"))
     )
     differences = [
         f"{max(abs(loss - other) for loss, other in zip(row['losses'], first['losses'], strict=True)):.1g}" for row in rows[1:]
@@ -172,11 +223,16 @@ def _parts(row: Mapping[str, Any], purposes: Purposes, divisor: float) -> dict[s
     return {name: row[column] / divisor for column, (name, _) in purposes.items() if row.get(column)}
 
 
-_PANEL_TITLE: dict[str, Any] = {"fontSize": 13, "anchor": "start", "offset": 4}
+def _title(text: str) -> Any:
+    return altair().TitleParams(text, fontSize=13, anchor="start", offset=4)
+
+
+def _end(groups: Iterable[Group]) -> float:
+    return _ROOM * max(bar.end for _, bars in groups for bar in bars)
 
 
 def _chart(
-    panels: Mapping[str, list[Bar]],
+    panels: Mapping[str, Sequence[Group]],
     purposes: Purposes,
     unit: str,
     title: str,
@@ -184,7 +240,7 @@ def _chart(
     limit: tuple[float, str] | None = None,
     shared: bool = True,
 ) -> Any:
-    """Draw panels of stacked horizontal bars.
+    """Draw panels of bars.
 
     Args:
         panels: the bars of each panel, by its name.
@@ -194,76 +250,26 @@ def _chart(
         shared: whether all panels have the same axis.
     """
     alt = altair()
-    if not any(panels.values()):
-        raise ValueError("a chart needs at least one row, and there are none; measure or plan something first")
     columns = min(len(panels), 2 if len(panels) in (2, 4) else 3)
-    ends = {name: max(bar.end for bar in bars) for name, bars in panels.items()}
-    drawn_names = {name for bar in itertools.chain(*panels.values()) for name in bar.parts}
-    used = {column: purpose for column, purpose in purposes.items() if purpose[0] in drawn_names}
-    drawn = [
-        _panel(name, bars, used, unit, _WIDTH // columns, end=max(ends.values()) if shared else ends[name], limit=limit)
-        for name, bars in panels.items()
-    ]
+    width = _WIDTH // columns
+    parts = {name for groups in panels.values() for _, bars in groups for bar in bars for name in bar.parts}
+    colours = {name: colour for name, colour in purposes.values() if name in parts}
+    drawn = []
+    for name, groups in panels.items():
+        end = _end(itertools.chain(*panels.values()) if shared else groups)
+        panel = stack(groups, colours, unit, end, legend=len(colours))
+        if limit is not None:
+            at, text = limit
+            is_inside = at <= end
+            x = alt.XDatum(at) if is_inside else alt.value(width)
+            alone = alt.Chart(alt.InlineData(values=[{}])).encode(x=x)
+            arrow = "" if is_inside else " →"
+            label = alone.mark_text(text=text + arrow, align="right", baseline="bottom", color=_LIMIT, fontSize=12)
+            rule = alone.mark_rule(color=_LIMIT, strokeWidth=2, strokeDash=[6, 3])
+            panel.layer += [label.encode(y=alt.value(-8)), *([rule] if is_inside else [])]
+        drawn.append(panel.properties(width=width, title=_title(name)))
     return styled(
         alt.concat(*drawn, columns=columns, spacing=25)
         .resolve_scale(color="shared")
         .properties(title=alt.TitleParams(title, subtitle=notes))
-    )
-
-
-def _panel(
-    title: str,
-    bars: list[Bar],
-    purposes: Purposes,
-    unit: str,
-    width: int,
-    end: float | None = None,
-    limit: tuple[float, str] | None = None,
-    height: int | None = None,
-    legend: bool = True,
-) -> Any:
-    """Draw stacked bars over an axis that ends a little after `end`, or after the longest bar."""
-    alt = altair()
-    end = max(bar.end for bar in bars) if end is None else end
-    colours = dict(purposes.values())
-    order = {name: position for position, name in enumerate(colours)}
-    values: list[dict[str, Any]] = []
-    for bar in bars:
-        values += [
-            {"bar": bar.name, "purpose": name, "order": order[name], "amount": amount} for name, amount in bar.parts.items()
-        ]
-        values += [{"bar": bar.name, "dot": dot} for dot in bar.dots]
-        values.append({"bar": bar.name, "text": bar.text, "end": bar.end, "tick": bar.tick})
-    base = alt.Chart().encode(y=alt.Y("bar:N", title=None, sort=[bar.name for bar in bars]))
-    scale = alt.Scale(domain=[0, end * _ROOM], nice=False)
-    stacked = base.transform_filter("isValid(datum.amount)").mark_bar(height={"band": 0.75})
-    stacked = stacked.encode(
-        x=alt.X("amount:Q", title=unit, scale=scale),
-        color=alt.Color(
-            "purpose:N",
-            scale=alt.Scale(domain=list(colours), range=list(colours.values())),
-            legend=alt.Legend(title=None) if legend else None,
-        ),
-        order="order:Q",
-        tooltip=["purpose:N", alt.Tooltip("amount:Q", title=unit, format=NUMBER)],
-    )
-    texts = base.transform_filter("isValid(datum.text)").mark_text(align="left", dx=5, fontSize=12)
-    layers = [stacked, texts.encode(x="end:Q", text="text:N")]
-    if any(bar.tick is not None for bar in bars):
-        ticks = base.transform_filter("isValid(datum.tick)").mark_tick(color="black", thickness=2.5, height={"band": 0.95})
-        layers.append(ticks.encode(x="tick:Q"))
-    if any(bar.dots for bar in bars):
-        dots = base.transform_filter("isValid(datum.dot)").mark_circle(color="black", opacity=0.5, size=18)
-        layers.append(dots.encode(x="dot:Q"))
-    if limit is not None:
-        at, text = limit
-        alone = alt.Chart(alt.InlineData(values=[{}]))
-        label: dict[str, Any] = {"align": "right", "baseline": "bottom", "color": _LIMIT, "fontSize": 12}
-        if at <= end * _ROOM:
-            layers.append(alone.mark_rule(color=_LIMIT, strokeWidth=2, strokeDash=[6, 3]).encode(x=alt.XDatum(at)))
-            layers.append(alone.mark_text(text=text, **label).encode(x=alt.XDatum(at), y=alt.value(-8)))
-        else:
-            layers.append(alone.mark_text(text=f"{text} →", **label).encode(x=alt.value(width), y=alt.value(-8)))
-    return alt.layer(*layers, data=alt.InlineData(values=values)).properties(
-        width=width, height=height or alt.Step(24), title=alt.TitleParams(title, **_PANEL_TITLE)
     )

@@ -10,42 +10,21 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from configurator import PER_HOST, SAME_LOSS, SHARDED, settings_with, train_settings
+from zero.flags import weight_dtype
+
 Facts = Mapping[str, Any]
 
 _MOST = 4  # settings in a name; the table of the page has all of them
-_FIRST: tuple[str, ...] = (
-    "dataset",
-    "implementation",
-    "world_size",
-    "optimizer",
-    "shard_gradients",
-    "param_dtype",
-    "state_dtype",
-    "learning_rate",
-    "n_layer",
-    "n_head",
+_FIRST = (
+    *("dataset", "implementation", "world_size", "optimizer", "shard_gradients", "param_dtype", "state_dtype", "learning_rate"),
+    *("n_layer", "n_head", "n_embd", "block_size", "batch_size", "gradient_accumulation_steps", "dropout", "weight_decay"),
+    *("max_iters", "seed"),
 )
-_FIRST += ("n_embd", "block_size", "batch_size", "gradient_accumulation_steps", "dropout", "weight_decay", "max_iters", "seed")
 _LAST = ("backend", "devices", "git_commit", "versions")
-# Where and when a run writes, how it has ended, and what other settings say: the implementation says which flags had an effect.
-_NOT_COMPARED = {"out_dir", "log_to", "log_interval", "state", "parts", "starts"}
-_NOT_COMPARED |= {"use_zero1", "zero1_impl", "micro_steps", "parameters", "train_tokens", "val_bytes_per_token"}
-# no effect on other implementations
-_SHARDED = ("shard_gradients", "zero_bucket_mb", "zero_shard_size", "zero_check_reads", "master_dtype", "state_dtype")
-# Two runs that differ in these only should have the same training losses, up to rounding.
-_SAME_LOSS = {"implementation", "world_size", "zero_bucket_mb", "shard_gradients", "zero_shard_size", "zero_check_reads"}
-_SAME_LOSS |= {"activation_checkpointing", "loss_chunk", "desync_check_interval", "shadow_check", "metric_interval"}
-_SAME_LOSS |= {"eval_interval", "eval_iters", "sample_interval", "profile", "profile_memory", "keep_checkpoints", "async_save"}
-_SAME_LOSS |= {
-    "checkpoint_format",
-    "on_save_error",
-    "always_save_checkpoint",
-    "dist_timeout_s",
-    "max_iters",
-    "max_tokens",
-    "compile",
-}
-_SAME_LOSS |= {"device", *_LAST}
+# How often a run logs, how it has ended, and what other facts say: the implementation says which flags had an effect.
+_NOT_COMPARED = {"log_interval", "state", "parts", "starts", "use_zero1", "zero1_impl"}
+_NOT_COMPARED |= {"micro_steps", "parameters", "train_tokens", "val_bytes_per_token"}
 _PARTS = ("implementation", "world_size")  # what may change when a run is resumed, see run/logger.py
 _BATCH = ("batch_size", "gradient_accumulation_steps")  # their product says which sequences an iteration takes
 
@@ -104,18 +83,23 @@ def _decides_the_loss(facts: Facts) -> dict[str, Any]:
     compared = _compared(facts)
     batch = [compared.pop(key, 1) for key in _BATCH]
     by_rank = [compared.get("world_size"), batch] if compared.get("dropout") else []  # its random numbers depend on the rank
-    found = {key: value for key, value in compared.items() if key not in _SAME_LOSS}
+    # a run without a setting, such as one of an earlier version, is one with its default
+    same = settings_with(SAME_LOSS).union(_PARTS, _LAST)
+    same |= {key for key, setting in train_settings().items() if compared.get(key) == setting.default}
+    found = {key: value for key, value in compared.items() if key not in same}
+    if "param_dtype" in found:  # remainders hold the values of float32 masters
+        found["param_dtype"] = weight_dtype(found["param_dtype"])
     return found | {"sequences": batch[0] * batch[1], "by rank": by_rank}
 
 
 def _compared(facts: Facts) -> dict[str, Any]:
     """Return the facts that are worth comparing. A run that was resumed in another way has a list of what it has been."""
-    of_wandb = {key for key in facts if key.startswith("wandb_")}
-    found = {key: value for key, value in facts.items() if key not in _NOT_COMPARED | of_wandb and value is not None}
+    left_out = _NOT_COMPARED | (settings_with(PER_HOST) - {"dataset"})  # where a run writes; a dataset says what it trains on
+    found = {key: value for key, value in facts.items() if key not in left_out and value is not None}
     if found.get("init_from") in ("scratch", "resume", "auto"):  # the last two do not say how the run has begun
         del found["init_from"]
     if found.get("implementation", "sharded") != "sharded":
-        found = {key: value for key, value in found.items() if key not in _SHARDED}
+        found = {key: value for key, value in found.items() if key not in settings_with(SHARDED)}
     without_effect = {"decay_fraction"} if found.get("schedule") == "cosine" else set()
     without_effect |= {key for key in found if key.startswith("muon_") and found.get("optimizer") == "adamw"}
     found = {key: value for key, value in found.items() if key not in without_effect}

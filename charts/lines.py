@@ -8,6 +8,7 @@ from charts import series
 from charts.differences import agreeing
 from charts.series import Curve, Panel, Run
 from charts.style import altair, dashes, shown_in
+from run.metrics import METRICS
 
 _LINE = 12  # height of a value at the end of a curve
 
@@ -37,32 +38,39 @@ def losses(runs: Sequence[Run]) -> Panel | None:
     ]
 
     groups = agreeing([run.facts for run in runs])
-    patterns = [series.look(position)[2] for position in series.positions(runs)]
+    patterns = [series.look(position)[2] for position in range(len(runs))]
     for group in groups:  # equal losses lie on top of each other
         for position, pattern in zip(group, dashes(len(group)), strict=True):
             patterns[position] = pattern
     y = alt.Y("value:Q", title="loss", scale=alt.Scale(domain=domain, zero=False, nice=False))
-    base = alt.Chart().encode(x=series.iterations(), y=y, color=series.colour(runs))
+    base = alt.Chart().encode(x=series.iterations(), y=y, **series.by_run(runs, "color"))
     batches = base.transform_filter("datum.kind == 'training'").mark_line(clip=True, strokeWidth=1, strokeJoin="round")
     evaluations = base.transform_filter("datum.kind == 'validation'")
     thick = evaluations.mark_line(clip=True, strokeWidth=2.5, strokeJoin="round")
     thin = evaluations.mark_line(clip=True, strokeWidth=1, strokeJoin="round")  # in the gaps between dashes
-    marks = evaluations.mark_point(clip=True, filled=True, size=40).encode(shape=series.shape(runs), opacity=series.opacity())
+    marks = evaluations.mark_point(clip=True, filled=True, size=40).encode(**series.by_run(runs, "shape"))
     text = alt.Chart(alt.InlineData(values=ends)).mark_text(align="left", dx=6, fontSize=12, fontWeight="bold", clip=False)
     layers = [
-        batches.encode(strokeDash=series.dash(runs), opacity=series.opacity(0.6)).properties(name="curves"),
-        *([thin.encode(opacity=series.opacity())] if groups else []),
-        thick.encode(strokeDash=series.dash(runs, patterns), opacity=series.opacity()),
+        batches.encode(**series.by_run(runs, "strokeDash", opaque=0.6)).properties(name="curves"),
+        *([thin] if groups else []),
+        thick.encode(**series.by_run(runs, "strokeDash", strokeDash=patterns)),
         marks,
-        text.encode(x=alt.value("width"), y="end:Q", text="text:N", color=series.colour(runs), opacity=series.opacity()),
+        text.encode(x=alt.value("width"), y="end:Q", text="text:N", **series.by_run(runs, "color")),
     ]
     notes = ["thin: training, each batch; thick: validation, a mark for each evaluation"]
     notes += ["where losses are equal, the colours take turns"] if groups else []
     notes += [f"the first losses, up to {above:.2f}, are above the chart"] if above else []
     notes += series.thinned(curves.values())
-    chart = alt.layer(*layers, data=alt.InlineData(values=values)).resolve_scale(strokeDash="independent")
-    chart = chart.properties(height=series.HEIGHT, title=series.title("Training and validation loss", notes))
-    return Panel(chart, [f"{name} {position}" for position, name in curves], is_wide=True)
+    panel = _panel("Training and validation loss", notes, values, layers)
+    return panel._replace(chart=panel.chart.resolve_scale(strokeDash="independent"), is_wide=True)
+
+
+def _panel(title: str, notes: Sequence[str], rows: Sequence[dict[str, Any]], layers: Sequence[Any]) -> Panel:
+    """Return a chart of curves. The first layer is the one in which iterations are zoomed."""
+    alt = altair()
+    chart = alt.layer(*layers, data=alt.InlineData(values=rows))
+    chart = chart.properties(height=series.HEIGHT, title=series.title(title, notes))
+    return Panel(chart, list(dict.fromkeys(f"{row['kind']} {row['run']}" for row in rows)))
 
 
 def _range_of_losses(curves: Collection[Curve]) -> tuple[list[float], float | None]:
@@ -73,9 +81,9 @@ def _range_of_losses(curves: Collection[Curve]) -> tuple[list[float], float | No
     such as those of evaluations, do not count if there are others, but their lowest loss is in the chart, unless that doubles
     the range.
     """
-    lowest, largest = min(curve.lowest[1] for curve in curves), max(curve.largest for curve in curves)
+    lowest, largest = min(curve.lowest[1] for curve in curves), max(curve.largest() for curve in curves)
     long = [quantiles([value for _, value in curve.points], n=10)[-1] for curve in curves if len(curve.points) >= 20]
-    tops = long or [curve.largest for curve in curves]
+    tops = long or [curve.largest() for curve in curves]
     top = min(max(tops), lowest + 3 * (median(tops) - lowest), largest)
     doubled = lowest + 2 * (top - lowest)
     top = max([top, *(curve.lowest[1] for curve in curves if curve.lowest[1] < doubled)])
@@ -122,23 +130,20 @@ def disagreement(runs: Sequence[Run]) -> Panel | None:
     if positive:
         scale = alt.Scale(type="log", nice=False, domain=[min(positive) / 2, max(positive) * 2])
         axis, height = alt.Axis(format=".0e", tickCount=5), series.HEIGHT
-    base = alt.Chart().encode(x=series.iterations())
     y = alt.Y("value:Q", title="largest difference" if positive else None, scale=scale, axis=axis)
+    base = alt.Chart().encode(x=series.iterations(), y=y, **series.by_run(runs, "color"))
     drawn = base.transform_filter("datum.value > 0") if positive else base
-    layer = drawn.mark_point(filled=True, size=14, clip=True).encode(y=y, color=series.colour(runs), opacity=series.opacity())
-    chart = alt.layer(layer.properties(name="curves"), data=alt.InlineData(values=rows))
-    title = series.title("Training losses that should agree: largest difference", notes)
-    under_mouse = [f"difference {position}" for position in dict.fromkeys(row["run"] for row in rows)]
-    return Panel(chart.properties(height=height, title=title), under_mouse)
+    layer = drawn.mark_point(filled=True, size=14, clip=True).properties(name="curves")
+    panel = _panel("Training losses that should agree: largest difference", notes, rows, [layer])
+    return panel._replace(chart=panel.chart.properties(height=height))
 
 
 def curves(
-    runs: Sequence[Run], title: str, key: str, unit: str, is_log: bool = False, is_rolling: bool = False, note: str = ""
+    runs: Sequence[Run], title: str, key: str, is_log: bool = False, is_rolling: bool = False, note: str = ""
 ) -> Panel | None:
     """Return the curves of one metric over the iterations, or None if no run has it.
 
     Args:
-        unit: of the metric.
         is_log: the axis is logarithmic; otherwise it begins at zero.
         is_rolling: draw rolling medians.
         note: to be written below the title.
@@ -152,16 +157,15 @@ def curves(
     }
     if is_log:
         points = {position: [point for point in found if point[1] > 0] for position, found in points.items()}
+    metric = METRICS.get(key)
+    unit = (metric.unit or title.lower()) if metric else ""
     divisor, unit = shown_in(unit, max((value for found in points.values() for _, value in found), default=0))
     values = [row for position, found in points.items() for row in series.rows(position, found, "value", divisor)]
     scale = alt.Scale(type="log", nice=False, padding=5) if is_log else alt.Scale(zero=True)
     has_dot = any(len(found) == 1 for found in points.values())  # one point makes no line
-    base = alt.Chart().encode(x=series.iterations(), y=alt.Y("value:Q", title=unit, scale=scale))
-    lines = base.mark_line(clip=True, strokeWidth=1.5, strokeJoin="round", point=has_dot)
-    lines = lines.encode(color=series.colour(runs), strokeDash=series.dash(runs), opacity=series.opacity())
+    y = alt.Y("value:Q", title=unit, scale=scale)
+    base = alt.Chart().encode(x=series.iterations(), y=y, **series.by_run(runs, "color", "strokeDash"))
+    layer = base.mark_line(clip=True, strokeWidth=1.5, strokeJoin="round", point=has_dot).properties(name="curves")
     notes = [f"rolling median of up to {series.WINDOW} points"] if is_rolling else []
     notes += [*filter(None, [note]), *series.thinned(curves.values())]
-    chart = alt.layer(lines.properties(name="curves"), data=alt.InlineData(values=values))
-    return Panel(
-        chart.properties(height=series.HEIGHT, title=series.title(title, notes)), [f"value {position}" for position in curves]
-    )
+    return _panel(title, notes, values, [layer])

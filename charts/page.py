@@ -7,17 +7,24 @@ import functools
 import json
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from html import escape
 from string import Template
 from typing import Any
 
 from charts.differences import differences, in_common
-from charts.series import INK, PICKED, Panel, Run, look, on_gpu, whose_peak
-from charts.style import ACTIONS, CONFIG, FONT, altair, number, shown_in
+from charts.series import Curve, Panel, Run, look, whose_peak
+from charts.style import ACTIONS, CONFIG, FONT, INK, PICKED, altair, number, shown_in
 
 _ENDED_BADLY = ("killed", "failed")
+# figures of a run
+_BEST_LOSS, _SPEED, _PEAK = (
+    ("val/loss", Curve.smallest),
+    ("throughput/tokens_per_second", Curve.median),
+    ("memory/peak_mb", Curve.largest),
+)
+_SAVED, _WALL_S = ("memory/saved_mb", Curve.latest), ("time/elapsed_s", Curve.latest)
 # by the shapes of `look`: in a box of 12 x 12
 _PATHS = {"circle": "M11 6A5 5 0 1 1 1 6A5 5 0 1 1 11 6Z", "square": "M1 1H11V11H1Z"}
 _PATHS |= {"triangle-up": "M6 1L11.5 11H.5Z", "diamond": "M6 0L12 6L6 12L0 6Z"}
@@ -37,9 +44,9 @@ def page(runs: Sequence[Run], drawn: Mapping[str, list[Panel]], reload_s: float 
     count = "1 run" if len(runs) == 1 else f"{len(runs)} runs"
     facts = in_common([run.facts for run in runs])
     notes = [f"peak: {whose_peak(runs)}"] if whose_peak(runs) else []
-    notes += ["saved: what a rank would hold in addition without sharding"] if any(map(_saved, runs)) else []
+    notes += ["saved: what a rank would hold in addition without sharding"] if any(run.get(*_SAVED) for run in runs) else []
     lost = ", without what was lost before a restart" if any(map(_restarts, runs)) else ""
-    notes += [f"wall time: with evaluations and checkpoints{lost}"] if any(map(_wall_s, runs)) else []
+    notes += [f"wall time: with evaluations and checkpoints{lost}"] if any(run.get(*_WALL_S) for run in runs) else []
     names, charts = [run.name for run in runs], list(map(_interactive, panels))
     hint = "Click a run to highlight it. " if len(runs) > 1 else ""
     hint += "Drag curves to move, scroll with Ctrl to zoom, double-click to undo."
@@ -96,33 +103,13 @@ def _interactive(panel: Panel) -> dict[str, Any]:
 # -- the table ---------------------------------------------------------------------------------------------------------
 
 
-def _best_loss(run: Run) -> float | None:
-    return run.curves["val/loss"].lowest[1] if "val/loss" in run.curves else None
-
-
-def _speed(run: Run) -> float | None:
-    return run.curves[key].median() if (key := "throughput/tokens_per_second") in run.curves else None
-
-
-def _peak(run: Run) -> float | None:
-    return run.curves["memory/peak_mb"].largest if "memory/peak_mb" in run.curves else None
-
-
-def _saved(run: Run) -> float | None:
-    return run.curves["memory/saved_mb"].latest() if "memory/saved_mb" in run.curves else None
-
-
-def _wall_s(run: Run) -> float | None:
-    return run.curves["time/elapsed_s"].latest() if "time/elapsed_s" in run.curves else None
-
-
 def _hours(seconds: float) -> str:
     return str(timedelta(seconds=round(seconds)))  # h:mm:ss
 
 
 def verdict(runs: Sequence[Run]) -> str:
     """Return a sentence about the best run, as far as the runs can be compared."""
-    losses = sorted((loss, place) for place, run in enumerate(runs) if (loss := _best_loss(run)) is not None)
+    losses = sorted((loss, place) for place, run in enumerate(runs) if (loss := run.get(*_BEST_LOSS)) is not None)
     if len(losses) < 2:
         return ""
     if not _same_data(runs):
@@ -138,8 +125,7 @@ def verdict(runs: Sequence[Run]) -> str:
         second, other = losses[len(first)]
         text = f"Lowest validation loss: <b>{best}</b>, {names}{at}. "
         text += f"Next: {second:.4f} (+{float(f'{second:.4f}') - float(best):.4f}), {escape(_label(runs[other]))}."
-    evaluated = (runs[place].curves for _, place in losses)
-    tokens = {curves["iter/tokens"].latest() for curves in evaluated if "iter/tokens" in curves}
+    tokens = {seen for _, place in losses if (seen := runs[place].get("iter/tokens", Curve.latest)) is not None}
     if len(tokens) > 1:
         text += f" The runs have not seen the same number of tokens: {min(tokens):,.0f} to {max(tokens):,.0f}."
     return f'<p class="verdict">{text}</p>'
@@ -166,8 +152,8 @@ def state(run: Run) -> str:
     steps, last = run.curves.get("iter/loss"), run.facts.get("max_iters")
     text = run.state
     if run.state == "running" and steps and last:
-        rest = run.curves.get("throughput/eta_hours")
-        text += f", {steps.last[0] / last:.0%}" + (f", {_hours(rest.latest() * 3600)} left" if rest else "")
+        hours = run.get("throughput/eta_hours", Curve.latest)
+        text += f", {steps.last[0] / last:.0%}" + ("" if hours is None else f", {_hours(hours * 3600)} left")
     elif run.state != "ended" and steps and last:
         text = f"{text} at {steps.last[0]:,} of {last:,}".strip()
         saved = run.curves.get("checkpoint/bytes")
@@ -178,39 +164,39 @@ def state(run: Run) -> str:
 
 def table(runs: Sequence[Run]) -> str:
     """Return the table at the top of the page, with the best figure of each column in bold."""
-    comparable, on_gpus = _same_data(runs), set(map(on_gpu, runs))
+    on_gpus = {run.on_gpu for run in runs}
     peak = "peak" if len(on_gpus) > 1 else "tensors, peak" if True in on_gpus else "process, peak"
-    found = [
-        _column("best validation loss", map(_best_loss, runs), "{:.4f}".format, min if comparable else None),
-        _column("tokens per second", map(_speed, runs), number, max),
-        _column(peak, map(_peak, runs), _memory, min if len(on_gpus) == 1 else None),
-        _column("saved", map(_saved, runs), _memory, max),
-        _column("wall time", map(_wall_s, runs), _hours, None),
-    ]
-    columns = [(name, cells) for name, cells in found if cells]
+    columns: dict[str, list[str]] = {}
+    for name, figure, text_of, best_of in (
+        ("best validation loss", _BEST_LOSS, "{:.4f}".format, min if _same_data(runs) else None),
+        ("tokens per second", _SPEED, number, max),
+        (peak, _PEAK, _memory, min if len(on_gpus) == 1 else None),
+        ("saved", _SAVED, _memory, max),
+        ("wall time", _WALL_S, _hours, None),
+    ):
+        if any(values := [run.get(*figure) for run in runs]):
+            columns[name] = _column(values, text_of, best_of)
     differ = [", ".join(texts.values()) for texts in differences([run.facts for run in runs])]
     heads = ["run", *(["what differs"] if any(differ) else []), "state"]
-    rows = ["".join(f"<th>{head}</th>" for head in heads) + "".join(f'<th class="number">{name}</th>' for name, _ in columns)]
+    rows = ["".join(f"<th>{head}</th>" for head in heads) + "".join(f'<th class="number">{name}</th>' for name in columns)]
     for place, run in enumerate(runs):
         folder = escape(_folder(run))
         row = f'<td class="run"><button>{_mark(place)}<span>{folder}</span></button></td>'
         row += f'<td class="differs">{escape(differ[place])}</td>' if any(differ) else ""
         row += f'<td class="{"bad" if run.state in _ENDED_BADLY else ""}">{escape(state(run))}</td>'
-        rows.append(row + "".join(cells[place] for _, cells in columns))
+        rows.append(row + "".join(cells[place] for cells in columns.values()))
     body = "".join(f'<tr data-run="{place}">{row}</tr>' for place, row in enumerate(rows[1:]))
     return f'<table class="runs"><thead><tr>{rows[0]}</tr></thead><tbody>{body}</tbody></table>'
 
 
 def _column(
-    name: str, found: Iterable[float | None], text_of: Callable[[float], str], best_of: Callable[[list[float]], float] | None
-) -> tuple[str, list[str]]:
-    """Return the name of a column and its cells, none if all are zero. The best one is bold, if not all are the same."""
-    if not any(values := list(found)):
-        return name, []
+    values: Sequence[float | None], text_of: Callable[[float], str], best_of: Callable[[list[float]], float] | None
+) -> list[str]:
+    """Return the cells of a column. The best one is bold, if not all are the same."""
     texts = ["" if value is None else text_of(value) for value in values]
     known = [value for value in values if value is not None]
     best = text_of(best_of(known)) if best_of and len(set(filter(None, texts))) > 1 else None
-    return name, [f'<td class="number{" best" if text == best else ""}">{text}</td>' for text in texts]
+    return [f'<td class="number{" best" if text == best else ""}">{text}</td>' for text in texts]
 
 
 def _memory(megabytes: float) -> str:

@@ -2,12 +2,13 @@
 
 import math
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import itemgetter
 from statistics import median
 from typing import Any, NamedTuple
 
 from charts.differences import Facts
-from charts.style import altair
+from charts.style import PICKED, altair
 
 MOST_POINTS = 1000  # of a curve; more than a chart has pixels
 WINDOW = 25  # points of a rolling median
@@ -17,8 +18,6 @@ WINDOW = 25  # points of a rolling median
 COLOURS = ("#1B80C4", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#8C8C8C")
 _SHAPES = ("circle", "square", "triangle-up", "diamond")
 _DASHES = ([1, 0], [6, 3], [2, 2], [8, 2, 2, 2])
-INK = "ink"  # the parameter of a chart with the colour of texts and ticks
-PICKED = "picked"  # the parameter of a chart with the runs that are highlighted; none: all of them
 WIDTH, HEIGHT = 540, 240  # of a chart of curves without its axes, in pixels before the scale
 
 
@@ -28,21 +27,19 @@ class Curve:
     At most `MOST_POINTS` stay: the first one, and every `every`-th after it. The last one stays in addition.
 
     Attributes:
-        last, lowest: the last point, and the first one with the smallest value, of all points that have arrived.
-        largest: the largest value of them.
+        last, lowest, highest: of all points that have arrived, the last one, and those with the smallest and the largest value.
     """
 
     def __init__(self) -> None:
         self.every = 1
-        self.last = self.lowest = 0, math.nan
+        self.last = self.lowest = self.highest = 0, math.nan
         self._kept: list[tuple[int, float]] = []
         self._count = 0
-        self.largest = -math.inf
 
     def add(self, iteration: int, value: float) -> None:
         self.last = iteration, value
-        self.lowest = self.last if self._count == 0 or value < self.lowest[1] else self.lowest
-        self.largest = max(value, self.largest)
+        self.lowest = min(self.lowest, self.last, key=itemgetter(1)) if self._count else self.last
+        self.highest = max(self.highest, self.last, key=itemgetter(1)) if self._count else self.last
         if self._count % self.every == 0:
             self._kept.append(self.last)
         self._count += 1
@@ -56,6 +53,12 @@ class Curve:
 
     def latest(self) -> float:
         return self.last[1]
+
+    def smallest(self) -> float:
+        return self.lowest[1]
+
+    def largest(self) -> float:
+        return self.highest[1]
 
     def median(self) -> float:
         return median(value for _, value in self.points)
@@ -80,6 +83,14 @@ class Run(NamedTuple):
     state: str
     curves: Mapping[str, Curve]
 
+    def get(self, key: str, value_of: Callable[[Curve], float]) -> float | None:
+        """Return a figure of a metric, such as `Curve.median`, or None if the run does not have it."""
+        return value_of(self.curves[key]) if key in self.curves else None
+
+    @property
+    def on_gpu(self) -> bool:
+        return "memory/reserved_mb" in self.curves
+
 
 class Panel(NamedTuple):
     """A chart without its width.
@@ -101,13 +112,9 @@ def look(position: int) -> tuple[str, str, list[int]]:
     return COLOURS[position % len(COLOURS)], _SHAPES[row % len(_SHAPES)], _DASHES[row % len(_DASHES)]
 
 
-def on_gpu(run: Run) -> bool:
-    return "memory/reserved_mb" in run.curves
-
-
 def whose_peak(runs: Sequence[Run]) -> str:
     """Return what there is to say about the peak of runs on a CPU."""
-    return "" if all(map(on_gpu, runs)) else "on a CPU it is that of the process, with Python and its libraries"
+    return "" if all(run.on_gpu for run in runs) else "on a CPU it is that of the process, with Python and its libraries"
 
 
 def rows(position: int, points: Sequence[tuple[int, float]], kind: str, divisor: float = 1) -> list[dict[str, Any]]:
@@ -121,32 +128,23 @@ def rounded(value: float) -> float:
     return float(f"{value:.6g}")
 
 
-def positions(runs: Sequence[Run]) -> list[int]:
-    return list(range(len(runs)))
+def by_run(runs: Sequence[Run], *channels: str, opaque: float = 1, **looks: Sequence[Any]) -> dict[str, Any]:
+    """Return the encodings in which each run has its look, or that of `looks`, and fades when others are highlighted.
+
+    `channels`: of "color", "shape" and "strokeDash".
+    """
+    alt, places = altair(), list(range(len(runs)))
+    looks = dict(zip(("color", "shape", "strokeDash"), zip(*map(look, places), strict=True), strict=True)) | looks
+    kinds = {"color": alt.Color, "shape": alt.Shape, "strokeDash": alt.StrokeDash}
+    scales = {channel: alt.Scale(domain=places, range=list(looks[channel])) for channel in channels}
+    found = {channel: kinds[channel]("run:N", scale=scale, legend=None) for channel, scale in scales.items()}
+    return {**found, "opacity": opacity(opaque)}
 
 
-def colour(runs: Sequence[Run]) -> Any:
-    alt = altair()
-    colours = [look(position)[0] for position in positions(runs)]
-    return alt.Color("run:N", scale=alt.Scale(domain=positions(runs), range=colours), legend=None)
-
-
-def shape(runs: Sequence[Run]) -> Any:
-    alt = altair()
-    shapes = [look(position)[1] for position in positions(runs)]
-    return alt.Shape("run:N", scale=alt.Scale(domain=positions(runs), range=shapes), legend=None)
-
-
-def dash(runs: Sequence[Run], dashes: list[list[int]] | None = None) -> Any:
-    alt = altair()
-    dashes = dashes or [look(position)[2] for position in positions(runs)]
-    return alt.StrokeDash("run:N", scale=alt.Scale(domain=positions(runs), range=dashes), legend=None)
-
-
-def opacity(opacity: float = 1) -> Any:
+def opacity(opaque: float = 1) -> Any:
     alt = altair()
     picked = f"!{PICKED}.length || indexof({PICKED}, datum.run) >= 0"
-    return alt.when(picked).then(alt.value(opacity)).otherwise(alt.value(0.08))
+    return alt.when(picked).then(alt.value(opaque)).otherwise(alt.value(0.08))
 
 
 def iterations() -> Any:

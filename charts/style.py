@@ -23,6 +23,8 @@ MEMORY = {
     "copy": ("copy to save", "#777777"),
     "shadow": ("shadow_check", "#999933"),
 }
+INK = "ink"  # the parameter of a chart with the colour of texts and ticks
+PICKED = "picked"  # the parameter of a chart with the runs that are highlighted; none: all of them
 NUMBER = ",.3~f"  # format of the numbers that appear under the mouse
 FONT = "Helvetica, Arial, Liberation Sans, sans-serif"
 _DASH = 10  # pixels of one colour where several lines are equal
@@ -84,7 +86,9 @@ def save(chart: Any, path: str) -> None:
 
 def styled(chart: Any) -> Any:
     """Return the chart with the fonts, colours and spacing that all charts share."""
-    return chart.configure(**CONFIG)
+    alt = altair()
+    params = [alt.VariableParameter(name=INK, value="black"), alt.VariableParameter(name=PICKED, value=[])]
+    return chart.properties(params=params).configure(**CONFIG)
 
 
 def dashes(count: int) -> list[list[int]]:

@@ -10,4 +10,3 @@ init_from = "gpt2"
 eval_only = True
 eval_iters = 500
 batch_size = 8
-wandb_log = False

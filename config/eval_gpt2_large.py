@@ -1,13 +1,9 @@
-# Evaluate the released gpt2-large (774M) on OpenWebText. nanoGPT reports a validation loss of 2.67.
+# Evaluate the released gpt2-large (774M) on OpenWebText, as eval_gpt2.py does. nanoGPT reports a validation loss of 2.67.
 #
 #   $ pip install -e '.[gpt2]'
 #   $ python train.py config/eval_gpt2_large.py
-#
-# The evaluation uses 500 * 12 sequences of 1024 tokens per split, in batches of 8. It trains and saves nothing. With torchrun,
-# the ranks share the sequences.
 
 init_from = "gpt2-large"
 eval_only = True
 eval_iters = 500
 batch_size = 8
-wandb_log = False

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -20,9 +19,6 @@ from zero.host_comm import LONG_TIMEOUT, gather_objects, is_rank_0
 def finish(exit_code: int = 0, last_line: str = "") -> NoReturn:
     """Wait for all ranks, then end this process. Needs to be called on all ranks.
 
-    If torchrun has received a signal, it prints a traceback below everything that its ranks have printed. So under torchrun, on
-    Linux, another process prints the last line of the run again when torchrun has ended.
-
     Args:
         last_line: printed on rank 0 if the exit code is 0.
     """
@@ -31,8 +27,6 @@ def finish(exit_code: int = 0, last_line: str = "") -> NoReturn:
         dist.barrier(dist.new_group(backend="gloo", timeout=LONG_TIMEOUT))
     if last_line and not exit_code and is_rank_0():
         print(last_line, flush=True)
-        if "TORCHELASTIC_RUN_ID" in os.environ:
-            _print_after(os.getppid(), last_line)
     _exit(exit_code)
 
 
@@ -136,11 +130,3 @@ def _print_error(message: str) -> None:
         details = {"py_callstack": line, "timestamp": str(int(time.time()) - 1)}
         with contextlib.suppress(OSError), open(path, "w") as file:
             json.dump({"message": {"message": line, "extraInfo": details}}, file)
-
-
-def _print_after(pid: int, line: str) -> None:
-    """Start a process that prints a line on stdout when the process `pid` has ended. Only Linux can do that."""
-    with contextlib.suppress(AttributeError, OSError):  # without pidfd_open
-        ended = os.pidfd_open(pid)
-        script = "import select, sys; select.select([int(sys.argv[1])], [], []); print(sys.argv[2])"
-        subprocess.Popen([sys.executable, "-IS", "-c", script, str(ended), line], pass_fds=[ended], start_new_session=True)

@@ -48,4 +48,4 @@ def _integer(name: str, default: int | None = None) -> int:
     try:
         return int(text)
     except ValueError as error:
-        raise ValueError(f"{name}={text[:40]} is not an integer; {_REMEDY}") from error
+        raise ValueError(f"{name}={text} is not an integer; {_REMEDY}") from error

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from zero.flags import weight_dtype
 from zero.host_comm import gather_objects, is_rank_0
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -80,12 +81,11 @@ def resolve_dtype(dtype: str, param_dtype: str, best: str) -> str:
     Raises:
         ValueError: if the two dtypes do not fit together.
     """
+    weights = weight_dtype(param_dtype)
     if dtype == "auto":
-        dtype = best if param_dtype == "float32" else param_dtype
-    if param_dtype not in ("float32", dtype):
-        raise ValueError(
-            f"param_dtype={param_dtype} computes in {param_dtype}, not in dtype={dtype}; use --dtype={param_dtype}"
-        )
+        dtype = best if weights == "float32" else weights
+    if weights not in ("float32", dtype):
+        raise ValueError(f"param_dtype={param_dtype} computes in {weights}, not in dtype={dtype}; use --dtype={weights}")
     return dtype
 
 

@@ -5,16 +5,20 @@ Without a process group, every function works for a single process.
 
 import datetime
 import resource
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from tqdm import tqdm
 
 from distributed import machine
 from distributed.launch import Launch
 from distributed.rendezvous import agree, choose_interface, store
 from zero.host_comm import broadcast_object, cpu_group, is_rank_0
+
+tqdm.set_lock(threading.RLock())  # only one process draws; the default is a lock between processes
 
 _BACKSTOP_S = 60.0  # collectives time out later than the watchdog, whose message says more
 
@@ -73,9 +77,10 @@ def gather_numbers(values: Sequence[float]) -> list[list[float]]:
 
 
 def print0(*values: Any) -> None:
-    """Print on rank 0 only, and flush."""
+    """Print on rank 0 only, above the bars of tqdm if there are any, and flush."""
     if is_rank_0():
-        print(*values, flush=True)
+        with tqdm.external_write_mode():
+            print(*values, flush=True)
 
 
 def on_rank_0(function: Callable[[], Any]) -> Any:

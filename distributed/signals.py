@@ -8,6 +8,7 @@ import time
 
 import torch
 import torch.distributed as dist
+from tqdm import tqdm
 
 from zero.host_comm import LONG_TIMEOUT
 
@@ -75,4 +76,5 @@ class Signals:
                 is_new, self._action = action > self._action, max(action, self._action)
             if is_new:
                 what = "saving" if action == Action.SAVE else "saving and stopping"
-                print(f"{signal.Signals(number).name}: {what} at the next step boundary", flush=True)
+                with tqdm.external_write_mode():  # above the progress
+                    print(f"{signal.Signals(number).name}: {what} at the next step boundary", flush=True)

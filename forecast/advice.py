@@ -9,6 +9,7 @@ from typing import NamedTuple
 from forecast.modes import LOSS_CHUNK, MODES
 from forecast.planner import Choice, Planner
 from forecast.run_memory import Forecast
+from zero.flags import Flags, weight_dtype
 
 
 class Advice(NamedTuple):
@@ -29,10 +30,10 @@ def cheapest(planner: Planner, world_size: int, rounded: bool = False) -> Advice
     best: tuple[tuple[bool, tuple[float, ...], int], Choice, Forecast] | None = None
     before = planner.chosen(world_size).flags
     for number, choice in enumerate(_by_price(planner.chosen(world_size), world_size)):
-        if rounded and choice.flags.param_dtype != "bfloat16":
+        if rounded and choice.flags.param_dtype == "float32":
             continue
         if planner.fits(result := planner.forecast(choice, world_size)):
-            rounds = (choice.flags.param_dtype, choice.flags.state_dtype) != (before.param_dtype, before.state_dtype)
+            rounds = _roundings(choice.flags) != _roundings(before)
             cost = rounds, planner.cost(choice, result), number
             if best is None or cost < best[0]:
                 best = cost, choice, result
@@ -123,10 +124,14 @@ def prices(planner: Planner, world_size: int, choice: Choice, result: Forecast) 
         once = sum(replace(result.prediction, shard_gradients=False).sent().values())
         found["--shard_gradients=True"] = f"{sent / once:.1f} times the bytes to send, with these micro-steps"
     if after.param_dtype != before.param_dtype:
-        found[f"--param_dtype={after.param_dtype}"] = "weights and gradients are rounded to bfloat16; half the bytes to send"
-    if after.master_dtype != before.master_dtype:
+        same = weight_dtype(after.param_dtype) == weight_dtype(before.param_dtype)
+        rounds = "weights and gradients are rounded to bfloat16; half the bytes to send; "
         price = "the same values as float32 masters; on a CPU an update takes 1.4 times as long"
-        found[f"--master_dtype={after.master_dtype}"] = price
+        found[f"--param_dtype={after.param_dtype}"] = price if same else rounds + price
     if after.state_dtype != before.state_dtype:
         found[f"--state_dtype={after.state_dtype}"] = "AdamW's moments are rounded; on a CPU an update takes 7 times as long"
     return found
+
+
+def _roundings(flags: Flags) -> tuple[str, str]:
+    return weight_dtype(flags.param_dtype), flags.state_dtype

@@ -41,7 +41,7 @@ class Mode:
 
 
 _PLAIN, _TORCH = Flags(use_zero1=False), Flags(zero1_impl="torch")
-_REMAINDER = Flags(param_dtype="bfloat16", master_dtype="remainder")
+_REMAINDER = Flags(param_dtype="bfloat16_remainder")
 MODES = {
     "adamw_in_place": Mode("AdamW with DDP, in place", "#333333", _PLAIN, planned=True, in_place=True, tolerance=0.0),
     "torch_in_place": Mode("ZeroRedundancyOptimizer, in place", "#F0E442", _TORCH, planned=True, in_place=True),

@@ -12,8 +12,9 @@ from forecast.prediction import Activations, Workload
 from forecast.run_memory import CPU_RESIDENT, Extras, Forecast, forecast, gpt_specs, planned_optimizer, predicted_activations
 from forecast.step_time import Network
 from model import GPT, GPTConfig, without_weights
-from zero.flags import Flags, muon_of
+from zero.flags import Flags, muon_of, weight_dtype
 from zero.layout import Plan, replicated_plan
+from zero.muon.muon import NS_STEPS
 
 BATCHES = [4**power for power in range(7)]  # activations are predicted for these batch sizes, and interpolated between them
 PARTS = ("parameters", "gradients", "state", "master", "buckets", "activations", "shadow")
@@ -96,7 +97,7 @@ class Planner:
             flags = replace(flags, shard_size=self.shard_size(world_size))
         if (implementation := flags.implementation(world_size)) != "sharded":
             flags = MODES[implementation].flags
-        flags = replace(flags, bucket_mb="auto", shard_size=0, check_reads=False)
+        flags = replace(flags, bucket_mb="auto", shard_size=0)
         return Choice(flags, settings["activation_checkpointing"], settings["loss_chunk"], settings["batch_size"])
 
     def choices(self, world_size: int) -> dict[Choice, str]:
@@ -230,13 +231,13 @@ class Planner:
         forward = choice.batch_size * self.config.block_size * self.flops_per_token / self.flops / 3
         backward = (3 if choice.activation_checkpointing else 2) * forward
         prediction = result.prediction
-        newton_schulz = prediction.iteration_flops * self.settings["muon_ns_steps"] / self.flops
+        newton_schulz = prediction.iteration_flops * NS_STEPS / self.flops
         exposed = self.network.exposed(prediction, forward, backward, newton_schulz) if prediction.world_size > 1 else 0.0
         return prediction.micro_steps * (forward + backward) + newton_schulz + exposed, exposed
 
     def activations(self, choice: Choice) -> Activations:
         """Return the larger activations: of the run, or of the shadow, whose weights are always float32."""
-        param_dtype = choice.flags.param_dtype
+        param_dtype = weight_dtype(choice.flags.param_dtype)
         dtype = param_dtype if param_dtype != "float32" else self.dtype
         checkpointing, loss_chunk = choice.activation_checkpointing, choice.loss_chunk
         workload = Workload(self.config, choice.batch_size, dtype, self.device_type, checkpointing, loss_chunk)

@@ -14,7 +14,7 @@ import torch
 
 from forecast.traffic import FlatTensor, Traffic, nbytes_of
 from model import GPTConfig
-from zero.codecs import STATE_CODECS
+from zero.codecs import codec_of
 from zero.collectives import PART, SUMMED_BY_NCCL, received_numels
 from zero.communication import sent_by_data_parallel
 from zero.layout import ParameterSpec, Plan
@@ -164,7 +164,7 @@ class Prediction:
     @cached_property
     def state(self) -> int:
         """Bytes of the per-element optimizer state of the owned slices. `step` counters, 4 bytes each, are not counted."""
-        codec = STATE_CODECS[self.plan.state_dtype]
+        codec = codec_of(self.plan.state_dtype)
         if codec is None:
             return self.decoded_state
         return sum(

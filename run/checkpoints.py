@@ -19,7 +19,8 @@ from run import earlier
 from run.lock import Lock, read_holder
 from run.logger import Logger
 from zero import checkpoint as ckpt
-from zero.checkpoint import CheckpointError, CheckpointWriter, DivergedError, SaveReport, format
+from zero.checkpoint import CheckpointError, CheckpointWriter, DivergedError, SaveReport
+from zero.checkpoint.format import read_file
 from zero.checkpoint.store import NAME, PREVIOUS
 from zero.host_comm import gather_objects, is_rank_0
 
@@ -50,14 +51,11 @@ class Checkpoints:
         folder: output folder of the run. If the hosts do not share it, that of rank 0 has the checkpoints.
         always: save when the run ends, even if it has saved before.
         read_only: the run saves no checkpoint and changes nothing in the folder.
-        stop_on_error: end the run if a checkpoint cannot be written.
         keep, background, format: see `zero.checkpoint.CheckpointWriter`.
     """
 
-    def __init__(
-        self, folder: str, keep: int, background: bool, format: str, *, always: bool, read_only: bool, stop_on_error: bool
-    ) -> None:
-        self.folder, self.always, self.read_only, self.stop_on_error = folder, always, read_only, stop_on_error
+    def __init__(self, folder: str, keep: int, background: bool, format: str, *, always: bool, read_only: bool) -> None:
+        self.folder, self.always, self.read_only = folder, always, read_only
         self.keep, self.background, self.format = keep, background, format
         self.error: OSError | DivergedError | None = None  # on rank 0: why the last save failed on any rank
         self._newest: int | None = None  # iteration of the checkpoint that was loaded or saved last
@@ -66,36 +64,26 @@ class Checkpoints:
         self._read_chunks: Callable[..., None] | None = None  # reads the state of the loaded checkpoint
         self._newest_is_corrupt = False  # on rank 0: True if an older checkpoint was loaded instead
         self._writer: CheckpointWriter  # set by `claim`
-        self._blocked_s: deque[float] = deque()  # on rank 0: how long `save` took, for each save without a report so far
+        self._blocked_s: deque[float] = deque()  # on rank 0: how long `begin_save` took, for each save without a report so far
 
-    def resolve(self, init_from: str) -> str:
-        """Return `init_from`; for 'auto', 'resume' if rank 0 sees a checkpoint in the folder, otherwise 'scratch'.
-
-        Raises:
-            ValueError: if the hosts do not share the folder, and another rank sees a later checkpoint than rank 0. After a
-                restart, torchrun may put rank 0 on another host.
-        """
-        if init_from != "auto":
-            return init_from
-        iterations = gather_objects(self._iteration())  # of the checkpoint that each rank sees
-        first, last = iterations[0], max(iterations)
-        if last > first:
-            own = f"the checkpoint of rank 0 is at iteration {first}" if first >= 0 else "rank 0 has none"
-            raise ValueError(
-                f"init_from=auto: rank {iterations.index(last)} has a checkpoint of iteration {last} in out_dir, but {own}; "
-                "use an out_dir that all hosts share, or start torchrun with --node_rank=0 on the host of the last checkpoint"
-            )
-        return "resume" if on_rank_0(self.exist) else "scratch"
-
-    def load(self) -> dict[str, Any]:
+    def load(self, init_from: str) -> dict[str, Any] | None:
         """Read the newest checkpoint that is not corrupt. Lock the folder first, unless the run is read-only.
 
+        Args:
+            init_from: 'resume', or 'auto': resume if rank 0 sees a checkpoint. Anything else begins a new run.
+
         Returns:
-            The checkpoint, see `zero.checkpoint.load_on_all_ranks`.
+            The checkpoint, see `zero.checkpoint.load_on_all_ranks`; None: it is a new run.
 
         Raises:
-            ValueError: if there is no checkpoint, it cannot be read, or another run writes to the folder.
+            ValueError: if there is no checkpoint, it cannot be read, or another run writes to the folder. For 'auto', also if
+                another rank sees a later checkpoint than rank 0, in a folder of its own: after a restart, torchrun may put rank
+                0 on another host.
         """
+        if init_from == "auto":
+            self._check_newest()
+        if not (init_from == "resume" or (init_from == "auto" and on_rank_0(self.exist))):
+            return None
         self._path = on_rank_0(self._find)
         print0(f"Resuming training from {self.folder}")
         own_path = os.path.join(self.folder, os.path.basename(self._path))  # each host may have another folder
@@ -139,13 +127,13 @@ class Checkpoints:
         if not self.read_only and not self.is_loaded:
             on_rank_0(move)
 
-    def save(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, values: dict[str, Any]) -> None:
-        """Write a checkpoint. `report` prints the result. See `CheckpointWriter.save`."""
+    def begin_save(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, values: dict[str, Any]) -> None:
+        """Write a checkpoint. `report` prints the result. See `CheckpointWriter.write`."""
         print0(f"saving checkpoint to {self.folder}")
         self._newest = values["iter_num"]
         begin = time.perf_counter()
         with position.at("saving the checkpoint", patient=True):
-            self._writer.save(model, optimizer, values)
+            self._writer.write(model, optimizer, values)
         if is_rank_0():
             self._blocked_s.append(time.perf_counter() - begin)
 
@@ -186,7 +174,7 @@ class Checkpoints:
                 }
             )
             log.checkpoint(os.path.join(self.folder, NAME), outcome.iter_num)
-        return isinstance(self.error, DivergedError) or (self.error is not None and (required or self.stop_on_error))
+        return isinstance(self.error, DivergedError) or (required and self.error is not None)
 
     def wait(self) -> None:
         """Wait until the save in progress has ended."""
@@ -216,11 +204,21 @@ class Checkpoints:
                 "that all hosts share, or --checkpoint_format=consolidated"
             )
 
+    def _check_newest(self) -> None:
+        iterations = gather_objects(self._iteration())  # of the checkpoint that each rank sees
+        first, last = iterations[0], max(iterations)
+        if last > first:
+            own = f"the checkpoint of rank 0 is at iteration {first}" if first >= 0 else "rank 0 has none"
+            raise ValueError(
+                f"init_from=auto: rank {iterations.index(last)} has a checkpoint of iteration {last} in out_dir, but {own}; "
+                "use an out_dir that all hosts share, or start torchrun with --node_rank=0 on the host of the last checkpoint"
+            )
+
     def _iteration(self) -> int:
         """Return the iteration of the newest checkpoint that this rank can read, -1 if there is none."""
         for name in (NAME, PREVIOUS):
             with suppress(CheckpointError):
-                return format.read(os.path.join(self.folder, name))["iter_num"]
+                return read_file(os.path.join(self.folder, name))["iter_num"]
         return -1
 
     def _find(self) -> str:

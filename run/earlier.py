@@ -5,6 +5,7 @@ import os
 import time
 
 from distributed import watchdog
+from distributed.ranks import print0
 from run import logger, profiling, report, tensorboard_run
 from zero.checkpoint import store
 
@@ -31,7 +32,7 @@ def move_aside(folder: str) -> None:
         os.rename(target + ".tmp", target)
     except OSError as error:
         raise ValueError(f"cannot move the run in out_dir={folder} aside: {error}; use another --out_dir") from error
-    print(
+    print0(
         f"note: out_dir={folder} held another run; its checkpoints and logs, {len(names)} files and folders, are now in "
         f"{target}; to continue that run, use --init_from=resume --out_dir={target}"
     )

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from distributed.ranks import print0
 from zero import ShardedGradScaler
 from zero.gradients import GradientNorms
 from zero.host_comm import gather_objects, is_rank_0
@@ -92,7 +93,7 @@ class Guard:
         if not is_last:
             updates = "1 more update was" if new_skips == 1 else f"{new_skips} more updates were"
             row = f"{self.in_a_row} in a row so far"
-            print(f"WARNING: by iteration {iteration}, {updates} skipped ({row}): {reason}", flush=True)
+            print0(f"WARNING: by iteration {iteration}, {updates} skipped ({row}): {reason}")
             return
         first = iteration - self.in_a_row + 1
         skipped_ones = f"{self.in_a_row} updates in a row were skipped, and " if self.limit > 1 else ""

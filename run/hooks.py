@@ -15,7 +15,7 @@ from data.dataset import Dataset
 from distributed.exits import exit_on_wrong_input, finish
 from distributed.heartbeat import position
 from distributed.launch import Launch
-from distributed.machine import environment
+from distributed.machine import environment, is_slow_on_cpu
 from distributed.ranks import print0
 from distributed.signals import Action, Signals
 from distributed.watchdog import Watchdog
@@ -24,7 +24,7 @@ from model import GPT
 from run.checkpoints import Checkpoints, State
 from run.guard import Guard
 from run.logger import Logger
-from run.memory_meter import MemoryCheck, MemoryMeter
+from run.memory_meter import MemoryCheck, MemoryMeter, describe
 from run.meter import Meter
 from run.profiling import FOLDER, Profiler
 from run.progress import Progress
@@ -66,13 +66,11 @@ class Run:
         self.config, self.launch, self.device, self.dtype = config, launch, device, dtype
         self.micro_steps, self.tokens_per_iter = micro_steps, tokens_per_iter
         self.state = State()
-        if any(config[name] for name in ("max_tokens", "warmup_tokens", "lr_decay_tokens")):
-            in_iterations = ", ".join(f"{name}={config[name]}" for name in ("max_iters", "warmup_iters", "lr_decay_iters"))
-            print0(f"horizons in tokens are {in_iterations}")
+        if is_slow_on_cpu(device, dtype):
+            print0(f"note: this CPU has no {dtype} instructions; --dtype=float32 will be faster")
         self.progress = Progress(config["max_iters"], launch.rank)
         Watchdog(config["dist_timeout_s"], config["out_dir"])  # ends the ranks if they hang
-        folder = os.path.join(config["out_dir"], FOLDER)
-        self.profiler = Profiler(folder, launch.rank, device, config["profile"], config["profile_memory"])
+        self.profiler = Profiler(os.path.join(config["out_dir"], FOLDER), launch.rank, device, config["profile"])
         self.checkpoints = Checkpoints(
             config["out_dir"],
             config["keep_checkpoints"],
@@ -80,9 +78,8 @@ class Run:
             config["checkpoint_format"],
             always=config["always_save_checkpoint"],
             read_only=config["eval_only"],
-            stop_on_error=config["on_save_error"] == "stop",
         )
-        self._action = Action.CONTINUE
+        self._action = Action.CONTINUE  # of all ranks, at the end of the last iteration
 
     # -- set-up --------------------------------------------------------------------------------------------------------
 
@@ -105,13 +102,14 @@ class Run:
         scaler: ShardedGradScaler,
         autocast: AbstractContextManager[Any],
         data: Dataset,
-        flags: Flags,
     ) -> None:
         """Make the watchers. Call when the model and its optimizer exist."""
         config, state, world_size = self.config, self.state, self.launch.world_size
+        flags = Flags.of(config)
         self.raw_model, self.optimizer = raw_model, optimizer
-        self.first_iter, self.last_iter = state.iter_num, -1 if config["eval_only"] else config["max_iters"]
-        will_train = self.first_iter <= self.last_iter
+        print0(describe(optimizer, config["use_zero1"]))
+        self.first_iter = state.iter_num
+        will_train = not config["eval_only"] and state.iter_num <= config["max_iters"]
         with self.stage("claiming the output folder"):
             self.checkpoints.claim()
             interval = config["sample_interval"] if will_train else 0
@@ -136,39 +134,19 @@ class Run:
         workload = Workload(raw_model.config, config["batch_size"], self.dtype, self.device.type, *computed)
         self.memory = MemoryMeter(model, optimizer)
         self.profiler.wait = partial(parameters, optimizer)
-        self.memory_check = MemoryCheck(
-            self.log,
-            model,
-            optimizer,
-            self.memory,
-            workload,
-            flags.shard_gradients,
-            self.micro_steps,
-            config["compile"],
-            Extras.of(config),
-        )
-        self.meter = Meter(
-            self.log,
-            model,
-            optimizer,
-            self.memory,
-            self.memory_check,
-            self.dtype,
-            self.tokens_per_iter,
-            raw_model.flops_per_token(),
-            config["max_iters"],
-            config["metric_interval"],
-            state.elapsed_s,
-        )
+        how = flags.shard_gradients, self.micro_steps, config["compile"], Extras.of(config)
+        self.memory_check = MemoryCheck(self.log, model, optimizer, self.memory, workload, *how)
+        measured = self.log, model, optimizer, self.memory, self.memory_check, self.dtype, self.tokens_per_iter
+        self.meter = Meter(*measured, raw_model.flops_per_token(), config["max_iters"], state.elapsed_s)
         self.signals = Signals()
-        limit = 1 if config["on_nonfinite"] == "stop" else config["max_nonfinite"]
+        limit = config["max_nonfinite"]
         self.guard = Guard(raw_model, optimizer, scaler, limit, self.log.alert, Guard.remedy_for(config, self.dtype))
         self.shadow.follow(optimizer, scaler, limit, autocast, self.micro_steps, config["grad_clip"])
         self.desync = DesyncCheck(raw_model, optimizer, config["desync_check_interval"], self.guard.fail)
         if state.iter_num > config["max_iters"]:
             print0(
                 f"nothing to train: the checkpoint is at iteration {state.iter_num}, beyond max_iters={config['max_iters']}; "
-                f"use a larger {'max_tokens' if config['max_tokens'] else 'one'}"
+                "use a larger one"
             )
         if will_train:
             self.memory_check.announce(state.iter_num)
@@ -176,15 +154,11 @@ class Run:
 
     # -- an iteration --------------------------------------------------------------------------------------------------
 
-    def goes_on(self) -> bool:
-        """Return whether there is another iteration."""
-        ends = self._action in (Action.SAVE_AND_STOP, Action.FAIL) or self.guard.failed
-        if ends or self.state.iter_num > self.last_iter:
-            return False
-        position.begin_iteration(self.state.iter_num)
-        return True
-
     def begin_iteration(self) -> None:
+        """Call first in an iteration."""
+        position.begin_iteration(self.state.iter_num)
+
+    def begin_step(self) -> None:
         """Call when the learning rate is set, and an evaluation is over. Draws random numbers."""
         if self.sampler.write(self.state.iter_num, self.log):
             self.meter.restart()
@@ -224,13 +198,22 @@ class Run:
         if self.profiler.step():
             self.meter.restart()
 
-    def must_save(self) -> bool:
-        """Return whether a checkpoint is due between two iterations: at the end, or because of a signal to any rank."""
-        is_end = self.state.iter_num > self.last_iter and not self.guard.in_a_row
+    def agree(self) -> None:
+        """Call last in an iteration: all ranks agree on `must_save` and `must_stop`. A signal or a failure on one counts."""
+        is_end = self.state.iter_num > self.config["max_iters"] and not self.guard.in_a_row
         must_fail = self.checkpoints.report(self.log) or self.guard.failed
         due = Action.FAIL if must_fail else self.checkpoints.due(self.state.iter_num, is_end)
         self._action = self.signals.agree(due)
+
+    @property
+    def must_save(self) -> bool:
+        """Whether a checkpoint is due between two iterations: at the end, or because of a signal."""
         return self._action in (Action.SAVE, Action.SAVE_AND_STOP)
+
+    @property
+    def must_stop(self) -> bool:
+        """Whether the run ends early: because of a signal, or because a watcher has failed, perhaps while it saved."""
+        return self._action in (Action.SAVE_AND_STOP, Action.FAIL) or self.guard.failed
 
     # -- evaluations and checkpoints -----------------------------------------------------------------------------------
 
@@ -265,9 +248,9 @@ class Run:
         return not self.guard.failed
 
     def save(self, values: dict[str, Any]) -> None:
-        """Write a checkpoint of the model and its optimizer, see `zero.checkpoint.CheckpointWriter.save`."""
+        """Write a checkpoint of the model and its optimizer, see `zero.checkpoint.CheckpointWriter.write`."""
         with self.progress.task("saving the checkpoint"):
-            self.checkpoints.save(self.raw_model, self.optimizer, values)
+            self.checkpoints.begin_save(self.raw_model, self.optimizer, values)
 
     # -- the end -------------------------------------------------------------------------------------------------------
 

@@ -8,18 +8,16 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 from distributed.heartbeat import position
-from run import report, tensorboard_run
+from distributed.ranks import print0
+from run import report
 from run.alerts import Alerts
+from run.summary import Summary
 from run.tensorboard_run import TensorBoardRun
-from run.wandb_run import NoRun, WandbError, WandbRun, mode_of
+from run.wandb_run import WandbRun
 from zero.checkpoint.files import atomic_write
 from zero.host_comm import is_rank_0
 
 METRICS, FACTS = "metrics.jsonl", "run.json"  # in out_dir
-
-
-class LoggerError(ValueError):
-    """The output folder cannot be written to. The message gives the reason."""
 
 
 class Logger:
@@ -29,11 +27,10 @@ class Logger:
         out_dir: folder of `metrics.jsonl` and `run.json`, created if it is missing. `metrics.jsonl` has one JSON object per
             event, with the same keys as in wandb. A number that is not finite becomes null, because JSON has no such number.
             None: no files, and a new wandb run.
-        resume_at: continue the existing file as it was at the start of this iteration, see `_lines_before`. None: start a new
-            file.
-        config: settings of the run and facts about it. `run.json` and wandb get all of them. `wandb_log`, `wandb_mode`,
-            `wandb_project`, `wandb_run_name` and `implementation` choose the wandb run, `log_to` TensorBoard.
-            `eval_interval` says whether a resumed run repeats the evaluation at `resume_at`.
+        resume_at: continue the existing file as it was at the start of this iteration, see `MetricsFile`. None: start a
+            new file.
+        config: settings of the run and facts about it. `run.json` and wandb get all of them. `wandb_...` choose the wandb run,
+            `log_to` TensorBoard. `eval_interval` says whether a resumed run repeats the evaluation at `resume_at`.
         run_id: ID of the wandb run to continue, or None.
 
     Raises:
@@ -42,34 +39,31 @@ class Logger:
 
     def __init__(self, out_dir: str | None, resume_at: int | None, config: dict[str, Any], run_id: str | None = None) -> None:
         self.file: MetricsFile | None = None
-        self.run: WandbRun | NoRun = NoRun()
         self._tensorboard: TensorBoardRun | None = None
-        self._alerts, self._summary = Alerts(), report.Summary(config)
-        self._is_finished = False
-        if not is_rank_0():
+        self._alerts, self._summary, self._is_finished = Alerts(), Summary(config), False
+        if out_dir is None or not is_rank_0():
+            self.run = WandbRun(config)
             return
-        has_tensorboard = out_dir is not None and config.get("log_to") == "tensorboard"
-        if has_tensorboard:
-            tensorboard_run.check()
-        if out_dir is not None:
-            with _can_write(out_dir):
-                evaluates = resume_at is not None and resume_at % config["eval_interval"] == 0
-                self.file = MetricsFile(out_dir, resume_at, evaluates)
-        self.run = _start_wandb(config, run_id, resume_at, self.file)  # wrong settings end the run before truncation
-        if self.file is not None:
-            if has_tensorboard:
-                late = (event for event in self.file.late() if event["iter"] >= (resume_at or 0))
-                with _can_write(self.file.folder):
-                    self._tensorboard = TensorBoardRun(self.file.folder, resume_at or 0, config, late)
+        self._summary = Summary(_all_facts(out_dir, config, resume_at))
+        try:
+            evaluates = resume_at is not None and resume_at % config["eval_interval"] == 0
+            self.file = MetricsFile(out_dir, resume_at, evaluates)
             for event in self.file.kept():
                 self._summary.add(event)
-            with _can_write(self.file.folder):
-                self.file.rewind()
-                if resume_at is None:
-                    with contextlib.suppress(FileNotFoundError):
-                        os.remove(os.path.join(self.file.folder, report.NAME))  # of the run that this one replaces
-            self._summary.facts = _all_facts(self.file.folder, config, resume_at)
-            _write_facts(self.file.folder, self._summary.facts)
+            self.run = WandbRun(config, run_id)  # wrong settings end the run before the file is cut
+            for event in self.file.kept() if self.run.lacks_history else ():
+                self.run.log(event)
+            self._tensorboard = TensorBoardRun(out_dir, resume_at or 0, config)
+            for event in map(_event, self.file.late):
+                if event["iter"] == resume_at:  # TensorBoard hides what it has of this iteration
+                    self._tensorboard.log(event)
+            self.file.rewind()
+            if resume_at is None:
+                with contextlib.suppress(FileNotFoundError):
+                    os.remove(os.path.join(out_dir, report.NAME))  # of the run that this one replaces
+        except OSError as error:
+            raise ValueError(f"cannot write to out_dir={out_dir}: {error}") from error
+        _write_facts(out_dir, self._summary.facts)
 
     @property
     def run_id(self) -> str | None:
@@ -87,8 +81,7 @@ class Logger:
             return
         event = {"iter": max(0, position.iteration), **event}
         if line is not None:
-            print(line, flush=True)
-        alerts = self._alerts.check(event)
+            print0(line)
         self._summary.add(event)
         self.run.log(event)
         if self._tensorboard is not None:
@@ -97,19 +90,18 @@ class Logger:
             self.run.summarize(self._summary.figures())
         if self.file is not None:
             self.file.write(event)
-        for title, text in alerts:
-            print(f"WARNING: {title.lower()}: {text}", flush=True)
+        for title, text in self._alerts.check(event):
+            print0(f"WARNING: {title.lower()}: {text}")
             self.alert(title, text)
 
     def warn(self, text: str, values: dict[str, Any] | None = None) -> None:
         """Print a warning and log it, in one event with `values`."""
-        if is_rank_0():
-            print(f"WARNING: {text}", flush=True)
-            self.log({"warning": text, **(values or {})})
+        print0(f"WARNING: {text}")
+        self.log({"warning": text, **(values or {})})
 
     def checkpoint(self, path: str, iteration: int) -> None:
         """Upload a checkpoint that has been written to wandb, if the settings ask for it."""
-        if self._summary.facts.get("wandb_log_checkpoints"):
+        with position.at("uploading the checkpoint", patient=True):
             self.run.upload(path, iteration)
 
     def alert(self, title: str, text: str) -> None:
@@ -132,11 +124,10 @@ class Logger:
             _write_facts(self.file.folder, self._summary.facts | {"state": state})
             if outcome:
                 report.write(outcome, self._summary)
-                print(report.on_console(outcome, self._summary), flush=True)
         if self._tensorboard is not None:
             self._tensorboard.finish(self._summary.figures())
-        self.run.summarize(self._summary.figures())
         with position.at("ending the wandb run", patient=True):
+            self.run.summarize(self._summary.figures())
             self.run.finish(int(state == "failed"))
 
 
@@ -148,34 +139,53 @@ class MetricsFile:
         resume_at: iteration at which the run continues. None: `rewind` empties the file.
         evaluates: the run evaluates at this iteration, perhaps for the second time.
 
+    Attributes:
+        late: lines that `kept` has found after the first one that goes.
+
     Raises:
         OSError: if the folder cannot be created, or the file cannot be read or written.
     """
 
     def __init__(self, folder: str, resume_at: int | None, evaluates: bool) -> None:
         os.makedirs(folder, exist_ok=True)
-        self.folder, self._path = folder, os.path.join(folder, METRICS)
+        self.folder, self._path, self._resume_at, self._evaluates = folder, os.path.join(folder, METRICS), resume_at, evaluates
         self._file = open(self._path, "ab", buffering=0)
-        self._end, self._late = (0, list[bytes]()) if resume_at is None else _lines_before(resume_at, self._path, evaluates)
+        self._end, self.late = 0, list[bytes]()  # `rewind` keeps so many bytes, and these lines
         self._warned = False
 
     def kept(self) -> Iterator[dict[str, Any]]:
-        """Yield the events that `rewind` keeps."""
-        return _events(self._path, self._end, self._late)
+        """Yield the events that stay in the file.
 
-    def late(self) -> Iterator[dict[str, Any]]:
-        """Yield those of them that were written late, see `_lines_before`."""
-        return map(_event, self._late)
+        These are the lines before the first line of the iteration or later, or before the first incomplete line (from a killed
+        run). And of the later lines those about checkpoints up to the iteration, which are written late, when the checkpoint is
+        on the disk, and the evaluation at the iteration if it is not repeated.
+        """
+        self._end, self.late, iteration, found = 0, [], self._resume_at, False
+        if iteration is None:
+            return
+        with open(self._path, "rb") as file:
+            for line in file:
+                event, is_whole = _event(line), line.endswith(b"\n")
+                found = found or event["iter"] >= iteration or not is_whole
+                is_checkpoint = any(key.startswith("checkpoint/") for key in event)
+                is_evaluation = "val/loss" in event and event["iter"] == iteration and not self._evaluates
+                is_late = is_whole and event["iter"] <= iteration and (is_checkpoint or is_evaluation)
+                if not found:
+                    self._end += len(line)
+                elif is_late:
+                    self.late.append(line)
+                if event["iter"] >= 0 and (is_late or not found):
+                    yield event
 
     def rewind(self) -> None:
-        """Truncate the file where the run continues. It has whole lines before and after this, even if the disk is full."""
+        """Truncate the file to what `kept` has yielded. It has whole lines before and after this, even if the disk is full."""
         self._file.truncate(self._end)
         self._file.seek(0, os.SEEK_END)
-        self._file.write(b"".join(self._late))
+        self._file.write(b"".join(self.late))
 
     def write(self, event: dict[str, Any]) -> None:
         """Append an event, with null for numbers that are not finite. If the disk is full, warn once and continue."""
-        values = {key: None if _is_no_json(value) else value for key, value in event.items()}
+        values = {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in event.items()}
         line, begin = json.dumps(values, allow_nan=False).encode() + b"\n", self._file.tell()
         try:
             if self._file.write(line) < len(line):
@@ -184,47 +194,11 @@ class MetricsFile:
         except OSError as error:
             self._file.truncate(begin)  # remove the incomplete line
             if not self._warned:
-                print(f"WARNING: figures are missing from {self._file.name}: {error}", flush=True)
+                print0(f"WARNING: figures are missing from {self._file.name}: {error}")
             self._warned = True
 
     def close(self) -> None:
         self._file.close()
-
-
-@contextlib.contextmanager
-def _can_write(out_dir: str) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise LoggerError(f"cannot write to out_dir={out_dir}: {error}") from error
-
-
-def _start_wandb(
-    config: dict[str, Any], run_id: str | None, resume_at: int | None, file: MetricsFile | None
-) -> WandbRun | NoRun:
-    """Return the wandb run that the settings ask for. Without a file, it is a new one."""
-    mode = mode_of(config["wandb_mode"]) if config["wandb_log"] else "disabled"
-    uploads = config.get("wandb_log_checkpoints")
-    if uploads and not config["wandb_log"]:
-        raise ValueError("wandb_log_checkpoints=True uploads to wandb; use it with --wandb_log=True")
-    if mode == "disabled":
-        return NoRun()
-    if uploads and config["checkpoint_format"] == "sharded":
-        raise ValueError("wandb_log_checkpoints=True uploads whole files; use it with --checkpoint_format=consolidated")
-    project, name, job_type = config["wandb_project"], _run_name(config), config["implementation"]
-    continued = (None, None, ()) if file is None else (run_id, resume_at, file.kept())
-    try:
-        return WandbRun(mode, project, name, config, job_type, *continued)
-    except WandbError as error:
-        print(f"WARNING: {error}; training goes on, metrics.jsonl has all figures", flush=True)
-        return NoRun()
-
-
-def _run_name(config: dict[str, Any]) -> str | None:
-    """Return the name of the wandb run: the setting, which several runs may share, and the folder. In a sweep: None."""
-    if os.environ.get("WANDB_SWEEP_ID"):
-        return None
-    return f"{config['wandb_run_name']} {os.path.basename(os.path.abspath(config['out_dir']))}"
 
 
 def _all_facts(folder: str, config: dict[str, Any], resume_at: int | None) -> dict[str, Any]:
@@ -254,40 +228,7 @@ def _write_facts(folder: str, facts: dict[str, Any]) -> None:
             json.dump(facts, file, indent=1)
             file.write("\n")
     except OSError as error:  # the disk is full; training does not need the file
-        print(f"WARNING: run.json is not written: {error}", flush=True)
-
-
-def _lines_before(iteration: int, path: str, evaluates: bool) -> tuple[int, list[bytes]]:
-    """Return how much of `metrics.jsonl` a run keeps when it resumes at `iteration`, and whether it `evaluates` there again.
-
-    Returns:
-        The length in bytes of the lines before the first line of `iteration` or later, or before the first incomplete line
-        (from a killed run). And of the later lines those about checkpoints up to `iteration`, which are written late, when the
-        checkpoint is on the disk, and the evaluation at `iteration` if it is not repeated.
-    """
-    end, kept, found = 0, [], False
-    with open(path, "rb") as file:
-        for line in file:
-            event = _event(line)
-            found = found or event["iter"] >= iteration or not line.endswith(b"\n")
-            if not found:
-                end += len(line)
-            elif event["iter"] <= iteration and line.endswith(b"\n"):
-                is_about_checkpoint = any(key.startswith("checkpoint/") for key in event)
-                if is_about_checkpoint or ("val/loss" in event and event["iter"] == iteration and not evaluates):
-                    kept.append(line)
-    return end, kept
-
-
-def _events(path: str, end: int, late: list[bytes]) -> Iterator[dict[str, Any]]:
-    """Yield the events in the first `end` bytes of `metrics.jsonl`, then those of the lines `late`."""
-    if end:
-        with open(path, "rb") as file:
-            while file.tell() < end:
-                event = _event(file.readline())
-                if event["iter"] >= 0:
-                    yield event
-    yield from map(_event, late)
+        print0(f"WARNING: run.json is not written: {error}")
 
 
 def _event(line: bytes) -> dict[str, Any]:
@@ -295,9 +236,5 @@ def _event(line: bytes) -> dict[str, Any]:
     try:
         event = json.loads(line)
         return {**event, "iter": int(event["iter"])}
-    except (ValueError, TypeError, KeyError, OverflowError):
+    except (ValueError, TypeError, KeyError):
         return {"iter": -1}
-
-
-def _is_no_json(value: Any) -> bool:
-    return isinstance(value, float) and not math.isfinite(value)

@@ -10,6 +10,7 @@ import torch
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from distributed.launch import launched
+from distributed.ranks import print0
 from forecast.prediction import Activations, Prediction
 from forecast.run_memory import Extras, Workload, forecast, predicted_activations
 from run.logger import Logger
@@ -157,13 +158,13 @@ class MemoryCheck:
         if is_rank_0():
             held = _parts({**parts, "temporary tensors": max(0, peak - sum(parts.values()))})
             on_cpu = ", without Python and its libraries" if self.device.type == "cpu" else ""
-            print(f"predicted memory: {size(peak)} at the peak of the fullest rank{on_cpu}; {held}")
+            print0(f"predicted memory: {size(peak)} at the peak of the fullest rank{on_cpu}; {held}")
             extras, shadow, copied = self.forecast.extras, size(self.forecast.shadow), size(self.forecast.saved_copy)
             if extras.shadow_check:
-                print(f"in addition, shadow_check takes {shadow} before iteration {iteration + extras.shadow_check}")
+                print0(f"in addition, shadow_check takes {shadow} before iteration {iteration + extras.shadow_check}")
             if extras.async_save:
                 whose = "rank 0" if extras.checkpoint_format == "consolidated" else "each rank"
-                print(f"in addition, async_save takes {copied} of main memory of {whose} while a checkpoint is written")
+                print0(f"in addition, async_save takes {copied} of main memory of {whose} while a checkpoint is written")
         self.log.log({"iter": iteration, **_logged("predicted", {"peak": peak, **parts})})
 
     def compare(self, iteration: int) -> None:
@@ -184,7 +185,7 @@ class MemoryCheck:
         if on_gpu:
             line += f", {size(peak)} at the peak (predicted {size(self.predicted_peak)})"
             event["memory/measured_peak_mb"] = peak / 1e6
-        print(line, flush=True)
+        print0(line)
         self.log.log(event)
         if self._differs(predicted, total):
             self.log.warn(f"model and optimizer take {_parts(held)}; predicted were {_parts(self.predicted)}")
@@ -204,7 +205,7 @@ def _activations(workload: Workload, param_dtype: str) -> Activations:
     try:
         return predicted_activations(workload, param_dtype)
     except Exception as error:  # a model that was changed may do what fake tensors cannot do
-        print(f"note: activations cannot be predicted: {type(error).__name__}: {error}")
+        print0(f"note: activations cannot be predicted: {type(error).__name__}: {error}")
         return Activations(0, 0, 0, 0, 0)
 
 

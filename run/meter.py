@@ -1,4 +1,4 @@
-"""The measurements of a run: speed, phases of a step, communication, memory. docs/metrics.md defines the metrics."""
+"""The measurements of a run: speed, phases of a step, communication, memory. run/metrics.py says what each metric is."""
 
 import time
 from collections.abc import Iterator, Mapping
@@ -18,13 +18,14 @@ from run.memory_meter import MemoryCheck, MemoryMeter, Point
 from zero.communication import KINDS, CommunicationMeter
 from zero.stopwatch import Stopwatch
 
+INTERVAL = 10  # iterations; the first logged one of each interval measures what needs a collective, too
 _HOST = torch.device("cpu")
 
 
 class Meter:
     """Measures the iterations of a run and logs the metrics. Needs to be created on all ranks.
 
-    To add a metric, add it to the event in `log_iteration` or `log_evaluation`, and to docs/metrics.md.
+    To add a metric, add it to the event in `log_iteration` or `log_evaluation`, and to run/metrics.py.
 
     Args:
         log: logger that receives the metrics.
@@ -35,7 +36,6 @@ class Meter:
         tokens_per_iter: tokens per iteration, all ranks together.
         flops_per_token: FLOPs of the model per token.
         max_iters: last iteration of the run.
-        metric_interval: the first logged iteration of every `metric_interval` iterations measures what needs a collective, too.
         elapsed_s: wall time of the run before this process.
     """
 
@@ -52,20 +52,19 @@ class Meter:
         tokens_per_iter: int,
         flops_per_token: float,
         max_iters: int,
-        metric_interval: int,
         elapsed_s: float = 0.0,
     ) -> None:
         self.log, self.memory, self.memory_check, self.device = log, memory, memory_check, memory.device
         self.tokens_per_iter = tokens_per_iter
         self.flops_per_iter = flops_per_token * tokens_per_iter / launched().world_size  # of one rank
-        self.max_iters, self.metric_interval, self._elapsed_before = max_iters, metric_interval, elapsed_s
+        self.max_iters, self._elapsed_before = max_iters, elapsed_s
         self.peak_flops = machine.peak_flops(self.device, machine.DTYPES[dtype])  # FLOP/s of this rank
         print0(f"mfu is relative to {self.peak_flops / 1e12:.3g} TFLOP/s per rank in {dtype}")
         self._mfu: dict[str, float] = {}  # running mean in percent, as in nanoGPT; empty if not measured yet
         self._communication = CommunicationMeter(model, optimizer)
         self._phases = Stopwatch()
         self._iterations = 0  # number of iterations since construction
-        self._last_interval = -1  # number of the last interval of `metric_interval` iterations that was measured
+        self._last_interval = -1  # number of the last interval that was measured
         self._is_measured = False  # whether this iteration is measured
         self.restart()
         self._started = self._begin
@@ -82,9 +81,9 @@ class Meter:
 
     def begin_iteration(self, iteration: int, is_logged: bool) -> None:
         """Note that an iteration begins, and whether `log_iteration` will be called for it."""
-        self._is_measured = is_logged and iteration // self.metric_interval > self._last_interval
+        self._is_measured = is_logged and iteration // INTERVAL > self._last_interval
         if self._is_measured:
-            self._last_interval = iteration // self.metric_interval
+            self._last_interval = iteration // INTERVAL
         self._iterations += 1
         self._timed += 1
 

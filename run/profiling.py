@@ -18,7 +18,7 @@ WAIT, WARM_UP, ACTIVE = 5, 2, 3
 class Profiler:
     """Records a few iterations of a run. Every rank writes its own files; nothing here is a collective.
 
-    The files are `rank<r>.json.gz`, a trace for https://ui.perfetto.dev or chrome://tracing, and with `memory` on a GPU also
+    The files are `rank<r>.json.gz`, a trace with allocations for https://ui.perfetto.dev or chrome://tracing, and on a GPU also
     `rank<r>_memory.pickle`, a snapshot for https://docs.pytorch.org/memory_viz. Both are written after the last recorded
     iteration. The snapshot shows the allocations since construction, at most the last 100,000, and all memory in use.
 
@@ -26,28 +26,27 @@ class Profiler:
         folder: folder of the files, created when they are written.
         rank: rank of this process.
         device: device of this rank.
-        enabled: record a trace.
-        memory: record a trace with allocations, and a snapshot on a GPU. Without both, all methods do nothing.
+        enabled: False: all methods do nothing.
 
     Attributes:
         wait: waits for this rank's communication in flight. It must end before the recording does: its end is an event of the
             profiler, and torch would write it to memory that is freed.
     """
 
-    def __init__(self, folder: str, rank: int, device: torch.device, enabled: bool, memory: bool) -> None:
-        self._folder, self._rank, self._on_gpu, self._memory = folder, rank, device.type == "cuda", memory
+    def __init__(self, folder: str, rank: int, device: torch.device, enabled: bool) -> None:
+        self._folder, self._rank, self._on_gpu = folder, rank, device.type == "cuda"
         self.wait: Callable[[], Any] = lambda: None
         self._is_written, self._iterations = False, 0
         self._profile: profile | None = None
-        if not (enabled or memory):
+        if not enabled:
             return
-        if self._on_gpu and memory:
+        if self._on_gpu:
             torch.cuda.memory._record_memory_history(stacks="python", max_entries=100_000)
         self._profile = profile(
             activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._on_gpu else [])],
             schedule=schedule(wait=WAIT, warmup=WARM_UP, active=ACTIVE, repeat=1),
             on_trace_ready=self._write,
-            profile_memory=memory,
+            profile_memory=True,
         )
         self._profile.start()
 
@@ -82,13 +81,13 @@ class Profiler:
             os.makedirs(self._folder, exist_ok=True)
             path = os.path.join(self._folder, f"rank{self._rank}")
             profiler.export_chrome_trace(f"{path}.json.gz")
-            if self._on_gpu and self._memory:
+            if self._on_gpu:
                 torch.cuda.memory._dump_snapshot(f"{path}_memory.pickle")
         except OSError as error:  # for example, the disk is full
             print(f"WARNING: rank {self._rank} cannot write its profile: {error}", flush=True)
             return
         finally:
-            if self._on_gpu and self._memory:
+            if self._on_gpu:
                 torch.cuda.memory._record_memory_history(enabled=None)
         if self._rank == 0:
             by = "self_device_time_total" if self._on_gpu else "self_cpu_time_total"

@@ -2,9 +2,10 @@
 has the vocabulary of its checkpoint.
 
 A rank that differs would make the ranks wait for each other forever, or would silently train a different model.
-docs/many-machines.md says what the checks cost and what they cannot detect.
+docs/running.md says what the checks cost and what they cannot detect.
 """
 
+import math
 import pathlib
 import sys
 import zlib
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from configurator import PER_HOST, settings_with
 from data.dataset import Dataset
 from distributed.launch import Launch
 from distributed.machine import versions
@@ -22,12 +24,11 @@ from distributed.ranks import print0
 from distributed.rendezvous import agree
 from model import GPTConfig
 from zero import ShardedOptimizer
+from zero.flags import Flags, muon_of
 from zero.host_comm import gather_objects
 
 Facts = dict[str, dict[str, Any]]  # remedy if values differ between ranks: name: value
 
-# settings that may differ: a host may have its own disks, the content of the dataset is compared later, rank 0 alone logs
-_OF_EACH_HOST = ("out_dir", "dataset", "wandb_log", "wandb_mode", "wandb_project", "wandb_run_name")
 _SHOWN = 3  # differences that a message names
 _LOW = 2**32 - 1  # the low half of an int64
 
@@ -36,20 +37,31 @@ def compare_settings(launch: Launch, settings: dict[str, Any]) -> None:
     """Check that all ranks have the same versions, source files and settings. Needs to be called on all ranks.
 
     This works before the process group has started, because a rank with another backend or device could not join it.
-    `out_dir`, `dataset` and the settings of wandb may differ: each host may have disks of its own, and only rank 0 logs.
+    Settings that are declared `PerHost` may differ: each host may have disks of its own, and only rank 0 logs.
 
     Raises:
         ValueError: on all ranks, with the ranks that differ, what they have and what the others have.
     """
+    may_differ = settings_with(PER_HOST)
     facts: Facts = {
         "install the same versions on all hosts": versions(),
         "copy the same code to all hosts": sources(),
-        "start all ranks with the same settings": {
-            name: value for name, value in settings.items() if name not in _OF_EACH_HOST
-        },
+        "start all ranks with the same settings": {key: settings[key] for key in settings if key not in may_differ},
     }
     if message := agree(launch, facts, difference):
         raise ValueError(message)
+
+
+def check_combinations(settings: dict[str, Any], world_size: int) -> None:
+    """Raise ValueError if settings do not go together, or not with this number of ranks."""
+    steps = settings["gradient_accumulation_steps"]
+    if steps % world_size:
+        raise ValueError(
+            f"gradient_accumulation_steps={steps} cannot be split over {world_size} ranks; "
+            f"use --gradient_accumulation_steps={math.ceil(steps / world_size) * world_size}"
+        )
+    Flags.of(settings).implementation(world_size)
+    muon_of(settings)
 
 
 def compare_model_and_data(model: torch.nn.Module, data: Dataset, **values: Any) -> None:
@@ -82,8 +94,7 @@ def compare_with_checkpoint(checkpoint: dict[str, Any], settings: dict[str, Any]
     Of a checkpoint from nanoGPT, only the size of the vocabulary is known.
 
     Raises:
-        ValueError: if the dataset has another vocabulary, the checkpoint is of another optimizer, or a horizon is in tokens and
-            an iteration had another number of them until now.
+        ValueError: if the dataset has another vocabulary, or the checkpoint is of another optimizer.
     """
     size, name = checkpoint["model_args"].get("vocab_size"), checkpoint["config"].get("dataset")
     vocabulary = checkpoint.get("vocabulary", data.vocabulary if data.vocab_size in (None, size) else f"{size} tokens")
@@ -91,14 +102,6 @@ def compare_with_checkpoint(checkpoint: dict[str, Any], settings: dict[str, Any]
         raise ValueError(
             f"dataset {data.name} has another vocabulary ({data.vocabulary}) than the checkpoint ({vocabulary}); "
             f"use the files of dataset {name} that it was trained on, or start a new run in another --out_dir"
-        )
-    sequences, made = settings["batch_size"] * settings["gradient_accumulation_steps"], checkpoint["iter_num"]
-    by_tokens = [name for name in ("max_tokens", "warmup_tokens", "lr_decay_tokens") if settings[name]]
-    if by_tokens and checkpoint.get("data_position", made * sequences) != made * sequences:
-        raise ValueError(
-            f"{by_tokens[0]}={settings[by_tokens[0]]} needs the same batch in all iterations, but the checkpoint has had "
-            f"{checkpoint['data_position']} sequences in {made} iterations, and an iteration now has {sequences}; "
-            "count in iterations, or resume with the batch_size and gradient_accumulation_steps of before"
         )
     if "dataset" in checkpoint and checkpoint["dataset"] != data.fingerprint():
         print0(f"note: the run goes on with other data: dataset {data.name}; until the checkpoint it was dataset {name}")
@@ -114,8 +117,7 @@ def compare_with_checkpoint(checkpoint: dict[str, Any], settings: dict[str, Any]
     saved = {name: value for name, value in sizes.items() if name in settings and name not in taken}
     saved["weight_decay"] = groups[0].get("weight_decay")
     saved["beta1"], saved["beta2"] = groups[0].get("betas", (None, None))
-    of_muon = ("muon_momentum", "muon_nesterov", "muon_ns_steps")
-    saved |= {name: (of_matrices or {}).get(name.removeprefix("muon_")) for name in of_muon}
+    saved["muon_momentum"] = (of_matrices or {}).get("momentum")
     ignored = [name for name, value in saved.items() if value is not None and value != settings[name]]
     if ignored:
         used = ", ".join(f"{name}={saved[name]} (not {settings[name]})" for name in ignored)

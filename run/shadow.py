@@ -38,8 +38,7 @@ class Shadow:
 
     The copy takes 16 bytes per parameter on each rank: weights, gradients and AdamW's two moments in float32; and 4 more while
     DistributedDataParallel accumulates gradients outside of its buckets (`forecast.run_memory` predicts it). Its activations do
-    not
-    add to those of the run, because one micro-step runs after the other. As under DistributedDataParallel, every trainable
+    not add to those of the run, because one micro-step runs after the other. As under DistributedDataParallel, every trainable
     parameter must have a gradient. Every method needs to be called on all ranks.
 
     Args:

@@ -72,14 +72,6 @@ def another_source_file():
         return {**original(), "zero/layout.py": "changed"}
 
 
-def another_dataset_file(folder):
-    from data.dataset import Dataset
-
-    @around(Dataset, "__init__")
-    def init(original, self, _, size):
-        original(self, folder, size)
-
-
 def half_the_model():
     import model
 
@@ -146,14 +138,23 @@ def logging_takes(seconds):
         return original(*args)
 
 
+def measure_every(iterations, fault=None, *args):
+    """Compare the ranks more often than the program does, perhaps with another fault."""
+    from run import meter
+
+    meter.INTERVAL = iterations
+    if fault:
+        fault(*args)
+
+
 # -- values --------------------------------------------------------------------------------------------------------------
 
 
 def nan_while_it_saves():
     from zero.checkpoint import CheckpointWriter
 
-    @around(CheckpointWriter, "save")
-    def save(original, writer, model, *args):
+    @around(CheckpointWriter, "write")
+    def write(original, writer, model, *args):
         weight = model.transformer.wte.weight.data
         before = weight.clone()
         weight[3] = torch.nan
@@ -273,19 +274,15 @@ def measure_only_block_sizes():
 # -- wandb ---------------------------------------------------------------------------------------------------------------
 
 
-def signal_to_wandb(name):
-    """Send a signal to wandb's process in iteration 10, and note its number in a file."""
-    from run import wandb_run
+def kill_wandb():
+    """Kill wandb's process in iteration 10."""
+    from run.wandb_run import WandbRun
 
-    wandb_run._FINISH_S = 2
-
-    @around(wandb_run.WandbRun, "log")
+    @around(WandbRun, "log")
     def log(original, self, event):
         if event["iter"] == 10 and "iter/loss" in event:
             process = subprocess.run(["pgrep", "-P", str(os.getpid()), "wandb-core"], capture_output=True, text=True).stdout
-            with open("process of wandb", "w") as file:
-                file.write(process)
-            os.kill(int(process), getattr(signal, name))
+            os.kill(int(process), signal.SIGKILL)
         original(self, event)
 
 

@@ -56,10 +56,17 @@ def rows(chart):
     return chart["datasets"][chart["data"]["name"]]
 
 
-def bars(chart, column="value"):
-    """Name of a bar or of a part of it: the value of each run that has one, in the order of the runs."""
-    names = dict.fromkeys(row["name"] for row in rows(chart) if "name" in row)
-    return {name: [row[column] for row in rows(chart) if row.get("name") == name] for name in names}
+def bars(chart, data=None):
+    """A text for each group of bars: its name, the parts of each bar, its tick |, its dots, and = the text at its end."""
+    found = []
+    for row in rows(chart) if data is None else data:
+        if "label" in row:
+            found.append(f"{row['label']}:")
+        else:
+            kinds = {"name": "value", "mark": "|", "dot": "o", "text": "="}
+            kind = next(kind for kind in kinds if kind in row)
+            found[-1] += f" {row[kind]} {row['value']:g}" if kind == "name" else f" {kinds[kind]} {row[kind]}"
+    return found
 
 
 def curve(chart, run, kind="value"):

@@ -13,16 +13,14 @@ from model import GPT2_SIZES, GPTConfig
 
 
 @pytest.mark.parametrize(
-    ("ranks", "flags"),
-    [(0, []), (2, ["--use_zero1=False"]), (2, []), (2, ["--param_dtype=bfloat16", "--shard_gradients=True"])],
-    ids=["one process", "adamw", "sharded", "bfloat16"],
+    "flags", [["--use_zero1=False"], ["--param_dtype=bfloat16", "--shard_gradients=True"]], ids=["adamw", "bfloat16"]
 )
-def test_losses_and_weights_are_the_same_bit_for_bit(data, tmp_path, ranks, flags):
+def test_losses_and_weights_are_the_same_bit_for_bit(data, tmp_path, flags):
     flags = *flags, "--eval_interval=19", "--zero_bucket_mb=0.02"
     run_and_print = partial(run, before=faults.print_checkpointed_blocks)
-    losses, evaluations, printed = train(tmp_path / "plain", data, *flags, ranks=ranks, run=run_and_print)
+    losses, evaluations, printed = train(tmp_path / "plain", data, *flags, ranks=2, run=run_and_print)
     assert "keeps only its input" not in printed
-    again = train(tmp_path / "out", data, "--activation_checkpointing=True", *flags, ranks=ranks, run=run_and_print)
+    again = train(tmp_path / "out", data, "--activation_checkpointing=True", *flags, ranks=2, run=run_and_print)
     assert "keeps only its input" in again[2]
     assert again[:2] == (losses, evaluations)
     assert len(losses) == 20

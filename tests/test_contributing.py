@@ -47,7 +47,7 @@ def run_copy(folder, script, *arguments, ranks=0):
 def copy(tmp_path_factory):
     """A copy of the files with all recipes applied, and the dataset of the last one."""
     folder = tmp_path_factory.mktemp("copy")
-    for path in (*glob.glob("*.py", root_dir=ROOT), *glob.glob("data/*.py", root_dir=ROOT), "docs/metrics.md"):
+    for path in (*glob.glob("*.py", root_dir=ROOT), *glob.glob("data/*.py", root_dir=ROOT)):
         (folder / path).parent.mkdir(exist_ok=True)
         shutil.copy(os.path.join(ROOT, path), folder / path)
     for package in ("benchmarks", "charts", "distributed", "forecast", "run", "zero"):
@@ -87,7 +87,7 @@ def test_a_run_with_all_recipes(copy):
     norms = [(event["iter"], event["weights/wte_norm"]) for event in plain if "weights/wte_norm" in event]
     assert [iteration for iteration, _ in norms] == list(range(STEPS + 1))
     assert len({norm for _, norm in norms}) == STEPS + 1, "the weights change in each iteration"
-    assert "| `iter/lr_times_grad_norm` |" in (copy / "docs" / "metrics.md").read_text()
+    assert "| `iter/lr_times_grad_norm` |" in run_copy(copy, "run/metrics.py").stdout
     for iteration in range(WARM_UP, STEPS + 1):
         ratio = (iteration - WARM_UP) / (STEPS - WARM_UP)
         shapes = 0.5 * (1 + math.cos(math.pi * ratio)), 1 - ratio
@@ -204,7 +204,7 @@ def test_what_it_names_exists():
         path = "".join(path)
         assert path == "prepare.py" or os.path.exists(os.path.join(ROOT, path)), path
     pairs = re.findall(r"`(?:\w+\.)?(\w+)`\s+(?:of|in)\s+`([\w/]+\.py)`", TEXT)
-    assert ("SECTIONS", "charts/workspace.py") in pairs
+    assert ("log_iteration", "run/meter.py") in pairs
     for name, path in pairs:
         with open(os.path.join(ROOT, path)) as file:
             assert re.search(rf"\b{name}\b", file.read()), f"{path} has no {name}"

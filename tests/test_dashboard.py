@@ -23,7 +23,7 @@ def runs(tmp_path):
 
 
 def append(folder, text):
-    with open(os.path.join(folder, "metrics.jsonl"), "a") as file:
+    with open(os.path.join(folder, "metrics.jsonl"), "a", encoding="latin-1") as file:
         file.write(text)
 
 
@@ -56,11 +56,11 @@ FOREIGN += ['{"iter": 12, "iter/loss": null}', '{"iter": 12, "iter/loss": NaN}',
 FOREIGN += ['{"iter": null, "iter/loss": 1.0}', f'{{"iter": 12, "iter/loss": {10**400}}}', '{"iter": NaN, "iter/loss": 1.0}']
 
 
-@pytest.mark.parametrize("line", FOREIGN)
-def test_lines_without_a_figure_are_skipped(runs, line):
+def test_lines_without_a_figure_are_skipped(runs):
     before = dashboard.read_metrics(runs[0])["iter/loss"].points
-    with open(os.path.join(runs[0], "metrics.jsonl"), "ab") as file:
-        file.write(line.encode("latin-1") + b'\n{"iter": 13, "iter/loss": 3.5}\n' + line.encode("latin-1"))
+    for line in FOREIGN:
+        append(runs[0], f"{line}\n")
+    append(runs[0], f'{{"iter": 13, "iter/loss": 3.5}}\n{FOREIGN[0]}')
     assert dashboard.read_metrics(runs[0])["iter/loss"].points == [*before, (13, 3.5)]
 
 
@@ -97,15 +97,6 @@ def test_a_run_json_that_cannot_be_read_has_no_facts(tmp_path):
         assert (found.name, found.facts, found.state) == (f"x{text}", {}, "")
 
 
-@pytest.mark.slow("other tests draw every chart, with plain labels", seconds=6)
-def test_a_label_may_have_any_characters(tmp_path):
-    append(tmp_path, '{"iter": 0, "iter/loss": 2.0}\n{"iter": 1, "iter/loss": 1.0}\n')
-    (tmp_path / "run.json").write_text(json.dumps({"implementation": "</script><b>.[x]'\"\\", "world_size": 2}))
-    dashboard.draw([str(tmp_path)], str(tmp_path / "runs.html"), str(tmp_path / "pictures"))
-    assert "</script><b>" not in (tmp_path / "runs.html").read_text()
-    assert os.listdir(tmp_path / "pictures") == ["loss.png"]
-
-
 WRONG = {
     "": "no OUT_DIR is given",
     "RUN": "add --html=FILE or --png=DIR",
@@ -117,6 +108,7 @@ WRONG = {
     "RUN/run.json --html=RUN/x.html": "there is no folder RUN/run.json; ",
     "RUN/run.json --html=RUN/x.html --watch": "there is no folder RUN/run.json; ",
     "RUN/nothing --wandb --project=gpt": "there is no folder RUN/nothing; ",
+    "RUN --wandb": "--wandb needs --project=NAME, or the OUT_DIR of a run of the project",
     "RUN RUN/folder --html=RUN/x.html": "cannot read RUN/folder/metrics.jsonl: Is a directory",
     "RUN/new --html=RUN/x.html": "there is no RUN/new/metrics.jsonl; give the out_dir of a run of train.py",
     "RUN/empty --html=RUN/x.html": "there are no figures yet in RUN/empty",
@@ -234,14 +226,13 @@ def test_the_watch_waits_for_a_folder_that_does_not_exist_yet(begins, tmp_path, 
     assert folder.exists() == begins
 
 
-def test_what_wandb_would_get_is_written_into_the_folder_of_the_run(runs, monkeypatch, capsys):
-    folder = runs[0]
-    with open(os.path.join(folder, "run.json"), "w") as file:
-        json.dump({"wandb_project": "gpt", "wandb_entity": "us"}, file)
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [(["RUN"], ["gpt", "None"]), (["--project=x", "--entity=us"], ["x", "us"]), (["RUN", "--project=x"], ["x", "None"])],
+)
+def test_the_workspace_is_that_of_the_project_of_the_run(arguments, expected, tmp_path, monkeypatch, capsys):
+    folder = write_run(tmp_path / "out", wandb_project="gpt")
     monkeypatch.setattr(dashboard.workspace, "publish", lambda *arguments: list(map(str, arguments)))
-    cases = [(runs, "us", f"{folder}/wandb-gpt.json"), (["--project=gpt"], "None", "wandb-gpt.json")]
-    cases += [([*runs, "--entity=you"], "you", f"{folder}/wandb-gpt.json")]
-    for arguments, entity, path in cases:
-        monkeypatch.setattr(sys, "argv", ["dashboard.py", *arguments, "--wandb"])
-        dashboard.main()
-        assert capsys.readouterr().out.splitlines() == ["gpt", entity, path]
+    monkeypatch.setattr(sys, "argv", ["dashboard.py", *(text.replace("RUN", folder) for text in arguments), "--wandb"])
+    dashboard.main()
+    assert capsys.readouterr().out.splitlines() == expected

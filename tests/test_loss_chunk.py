@@ -145,20 +145,14 @@ def test_what_it_would_leave_out_is_refused(changed):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "flags"),
-    [
-        (0, ["--activation_checkpointing=True"]),
-        (2, ["--use_zero1=False"]),
-        (2, ["--zero1_impl=torch"]),
-        (2, ["--shadow_check=3"]),
-        (2, ["--shard_gradients=True", "--param_dtype=bfloat16"]),
-    ],
-    ids=["one process", "adamw", "torch", "sharded", "bfloat16"],
+    "flags",
+    [["--activation_checkpointing=True", "--shadow_check=3"], ["--shard_gradients=True", "--param_dtype=bfloat16"]],
+    ids=["shadow", "bfloat16"],
 )
-def test_a_run_differs_by_rounding(data, tmp_path, ranks, flags):
+def test_a_run_differs_by_rounding(data, tmp_path, flags):
     flags = *flags, "--max_iters=8", "--eval_interval=8", "--zero_bucket_mb=0.02"
-    losses, evaluations, _ = train(tmp_path / "plain", data, *flags, ranks=ranks)
-    chunked, again, printed = train(tmp_path / "out", data, "--loss_chunk=20", *flags, ranks=ranks)
+    losses, evaluations, _ = train(tmp_path / "plain", data, *flags, ranks=2)
+    chunked, again, printed = train(tmp_path / "out", data, "--loss_chunk=20", *flags, ranks=2)
     limit = 0.02 if "--param_dtype=bfloat16" in flags else 2e-4
     assert chunked == pytest.approx(losses, abs=limit)
     assert list(again) == list(evaluations)

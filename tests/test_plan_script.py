@@ -18,6 +18,7 @@ from forecast.modes import LOSS_CHUNK, MODES
 from forecast.prediction import Workload
 from forecast.run_memory import CPU_RESIDENT, forecast, gpt_specs
 from model import GPTConfig
+from zero.flags import weight_dtype
 
 CONFIG = GPTConfig(block_size=16, vocab_size=29, n_layer=2, n_head=2, n_embd=32, bias=False)  # as in SIZES and the data
 SETTINGS = [*SIZES, "--device=cpu", "--zero_bucket_mb=0.02"]
@@ -26,7 +27,7 @@ IN_PLACE = [name for name, mode in MODES.items() if mode.in_place]
 FLAGS |= {"checkpointing": FLAGS["sharded"], "loss_chunk": FLAGS["sharded"]}
 FLAGS["all"] = replace(FLAGS["remainder"], shard_gradients=True, state_dtype="int8")
 WORLD_SIZES = [1, 2, 8]
-EVERYTHING = ["--param_dtype=bfloat16", "--master_dtype=remainder", "--state_dtype=int8", "--shard_gradients=True"]
+EVERYTHING = ["--param_dtype=bfloat16_remainder", "--state_dtype=int8", "--shard_gradients=True"]
 EVERYTHING += ["--activation_checkpointing=True", "--loss_chunk=1024"]
 
 
@@ -39,7 +40,7 @@ def plan(data, *arguments):
 
 def planner(**changes):
     """A Planner of the small model, with one micro-step per rank on two ranks."""
-    settings = {**settings_of(plan_script.__file__, f"{ROOT}/train.py", torch=torch), "device": "cpu"}
+    settings = {**settings_of(plan_script.__file__, f"{ROOT}/train.py"), "device": "cpu"}
     settings |= {"gradient_accumulation_steps": 2, "batch_size": 2, "zero_bucket_mb": 0.02, **changes}
     return plan_script.Planner(settings, CONFIG)
 
@@ -105,7 +106,8 @@ def test_the_rows_are_the_predictions_of_the_rank_with_the_most_state(planned, w
         return
     flags = FLAGS[mode] if world_size > 1 else FLAGS["adamw"]
     checkpointing, loss_chunk = mode in ("checkpointing", "all"), LOSS_CHUNK if mode in ("loss_chunk", "all") else 0
-    activations = predict(Workload(CONFIG, 2, flags.param_dtype, "cpu", checkpointing, loss_chunk), flags.param_dtype)
+    dtype = weight_dtype(flags.param_dtype)
+    activations = predict(Workload(CONFIG, 2, dtype, "cpu", checkpointing, loss_chunk), dtype)
     owners = flags.plan(gpt_specs(CONFIG), world_size)
     micro_steps, in_place = math.ceil(6 / world_size), mode in IN_PLACE
     result = forecast(
@@ -132,7 +134,7 @@ def test_the_rows_are_the_predictions_of_the_rank_with_the_most_state(planned, w
         (["--use_zero1=False", "--zero1_impl=torch"], "adamw"),
         (["--zero1_impl=torch"], "torch"),
         (["--param_dtype=bfloat16", "--shard_gradients=True"], "these flags"),
-        (["--param_dtype=bfloat16", "--master_dtype=remainder"], "remainder"),
+        (["--param_dtype=bfloat16_remainder"], "remainder"),
         (["--state_dtype=int8", "--activation_checkpointing=True"], "int8"),
         (EVERYTHING, "all"),
         (["--loss_chunk=512"], "sharded"),
@@ -228,7 +230,7 @@ def test_every_setting_of_the_trainer_is_accepted():
         ("--zero_shard_size=2 --zero1_impl=torch --world_size=4", "zero_shard_size=2 needs use_zero1=True"),
         ("--device=gpu", "device=gpu is not one of auto, cpu, cuda, mps"),
         ("--json=data", "json=data is a folder"),
-        ("--param_dtype=bfloat16 --use_zero1=False", "needs the master weights"),
+        ("--param_dtype=bfloat16 --use_zero1=False", "param_dtype=bfloat16 needs use_zero1=True"),
         ("--explain=transformer.wte.weight --json=plan.json", "remove --json and --plot"),
         ("--plot=plan.pdf", "must end with .png, .svg or .html"),
         ("--find=batch --plot=plan.png", "find prints no table; remove --json and --plot"),
@@ -237,7 +239,6 @@ def test_every_setting_of_the_trainer_is_accepted():
         # what train.py refuses
         ("--init_from=gpt2 --block_size=2048", "block_size=2048 does not fit the model; use --block_size=1024"),
         ("--param_dtype=bfloat16 --dtype=float16", "computes in bfloat16, not in dtype=float16"),
-        ("--zero_check_reads=True --use_zero1=False", "zero_check_reads=True needs use_zero1=True"),
         ("--zero_shard_size=3 --use_zero1=False --world_size=2", "zero_shard_size=3 needs use_zero1=True"),
         ("--backend=nccl", "backend=nccl does not support device=cpu"),
         ("--device=mps --shadow_check=2", "shadow_check=2 does not support device=mps"),

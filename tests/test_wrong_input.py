@@ -13,9 +13,7 @@ MISTAKES = {
     "unknown key": (["--use_zero=True"], "did you mean 'use_zero1'?"),
     "missing checkpoint": (["--init_from=resume"], "ckpt.pt; to resume, check --out_dir"),
     "indivisible": (["--gradient_accumulation_steps=5"], "cannot be split over 2 ranks; use --gradient_accumulation_steps=6"),
-    "shards of no one": (["--shard_gradients=True", "--use_zero1=False"], "needs use_zero1=True, zero1_impl='sharded'"),
     "groups of no one": (["--zero_shard_size=2", "--zero1_impl=torch"], "zero_shard_size=2 needs use_zero1=True"),
-    "masters of no one": (["--param_dtype=bfloat16", "--zero1_impl=torch"], "needs the master weights"),
     "found by rank 0 alone": (["--out_dir=/dev/null/out"], "cannot write to out_dir=/dev/null/out"),
     "found by one rank alone": (["--dataset=SPOILT"], "holds token 60000, but the model's vocabulary has 50304"),
 }
@@ -35,8 +33,9 @@ MORE_MISTAKES = {  # one process finds them in the same way
     "--weight_decay=-0.1": "weight_decay=-0.1 must not be negative",
     "--max_iters=-1": "max_iters=-1 must not be negative",
     "--checkpoint_format=zip": "consolidated, sharded",
-    "--on_save_error=cry": "continue, stop",
-    "--on_nonfinite=cry": "stop, skip",
+    "--on_nonfinite=skip": "use max_nonfinite",
+    "--optimizer=lion": "optimizer=lion is not one of adamw, muon",
+    "--muon_momentum=0.9": "muon_momentum=0.9 needs optimizer=muon",
     "--max_nonfinite=0": "max_nonfinite=0 must be at least 1",
     "--beta1=2.0": "beta",
 }

@@ -6,10 +6,11 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.multiprocessing.reductions import StorageWeakRef
 
-from zero.layout import BufferPlan, Layout, PlacedSlice, Span
+from zero.layout import BufferPlan, Layout, PlacedSlice
 from zero.masters import Masters, Remainders
-from zero.tensors import has_memory, memory_span, set_data, shaped, with_own_storage
+from zero.tensors import has_memory, is_dense, memory_span, name_of, set_data, shaped, with_own_storage
 
 
 @dataclass
@@ -20,11 +21,37 @@ class FlatBuffer:
     params: list[torch.nn.Parameter]  # numbered as in the layout
     layout: Layout
     forms: dict[int, tuple[Any, ...]] = field(default_factory=dict)  # by number: what must stay as it was when it moved in
+    # by number, where the parameter was before: storage, start address, end address, whether its elements lay as they do here
+    left: dict[int, tuple[StorageWeakRef, int, int, bool]] = field(default_factory=dict)
 
     def move_in(self, number: int, like: torch.Tensor) -> None:
         """Make the data of a parameter a view into its place, with the strides of `like`. Its values are not copied."""
-        set_data(self.params[number], self._place(number, like))
-        self.forms[number] = _form(self.params[number])
+        param = self.params[number]
+        if has_memory(param):
+            is_same = is_dense(param) and param.dtype == self.data.dtype
+            self.left[number] = StorageWeakRef(param.untyped_storage()), *memory_span(param), is_same
+        set_data(param, self._place(number, like))
+        self.forms[number] = _form(param)
+
+    def take_along(self, tensor: torch.Tensor, name: str, names: dict[torch.nn.Parameter, str]) -> None:
+        """If a tensor lies where a parameter was before, make it follow the parameter.
+
+        Raises:
+            ValueError: if it cannot, because it has another dtype, or a part of it lies elsewhere.
+        """
+        if not has_memory(tensor):
+            return
+        storage, (start, stop) = StorageWeakRef(tensor.untyped_storage()), memory_span(tensor)
+        for number, (left, begin, end, is_same) in self.left.items():
+            if left == storage and start < end and begin < stop:
+                param = self.params[number]
+                if not is_same or tensor.dtype != param.dtype or start < begin or end < stop:
+                    raise ValueError(
+                        f"{name} shares memory with {name_of(param, names)}, which ShardedOptimizer has moved, and cannot "
+                        "follow; clone() it, or use the parameter in its place"
+                    )
+                offset = param.storage_offset() + (start - begin) // tensor.itemsize
+                tensor.data = param.data.as_strided(tensor.shape, tensor.stride(), offset)
 
     def moved(self) -> Iterator[int]:
         """Yield the numbers of the parameters that are no longer in their place (`param.data = ...`)."""
@@ -71,7 +98,7 @@ class OwnedSlice(NamedTuple):
             return self.local.detach()
         return shaped(self.masters.read(self.offset, self.offset + self.local.numel()), self.local)
 
-    def write(self, values: torch.Tensor, first: int = 0) -> None:
+    def set_masters(self, values: torch.Tensor, first: int = 0) -> None:
         """Overwrite the masters with flat values of the parameter from its element `first` on, which it has already."""
         start, stop = max(first, self.start), min(first + values.numel(), self.stop)
         if self.masters is not None and start < stop:
@@ -132,12 +159,13 @@ def allocate(
         whole: slices are whole parameters, and get their shapes.
         first_param, first_bucket: how many parameters and buckets the buffers before this one have.
     """
-    data = torch.empty(planned.layout.padded_numel, dtype=planned.dtype, device=planned.device)  # on a CPU, no pages yet
-    buffer = FlatBuffer(data, params, planned.layout)
+    layout = planned.layout
+    data = torch.empty(layout.padded_numel, dtype=planned.dtype, device=planned.device)  # on a CPU, no pages yet
+    buffer = FlatBuffer(data, params, layout)
     buckets = []
-    for number, shards in enumerate(planned.layout.shards, first_bucket):
-        span, own = Span(shards[0].start, shards[-1].stop), shards[rank]
-        members = [placed._replace(param=first_param + placed.param) for placed in planned.layout.placed_in(span)]
+    for number, (span, shards) in enumerate(zip(layout.buckets, layout.shards, strict=True), first_bucket):
+        own = shards[rank]
+        members = [placed._replace(param=first_param + placed.param) for placed in layout.placed_in(span)]
         whole_bucket, shard, end = data[span.start : span.stop], data[own.start : own.stop], 0
         for placed in members:
             whole_bucket[end : placed.offset] = 0  # padding
@@ -147,7 +175,7 @@ def allocate(
         if planned.has_masters:
             masters = Remainders(shard) if planned.has_remainders else Masters(shard, planned.update_dtype)
         bucket = Bucket(number, whole_bucket, [part.numel for part in shards], shard, masters, [], {}, members)
-        for index, start, stop, offset in planned.layout.placed_in(own):
+        for index, start, stop, offset in layout.placed_in(own):
             param, local = params[index], bucket.updated[offset : offset + stop - start]
             if whole or param.numel() == 1:  # then any state of it has one shape
                 local = shaped(local, param)

@@ -6,8 +6,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
 
-from zero.checks import check_meta
+from zero.checks import STAYS, WITH_VALUES
 from zero.data_parallel import ShardedDataParallel
 from zero.flags import Flags
 from zero.gradients import GradientNorms, float32_norms
@@ -15,7 +16,7 @@ from zero.host_comm import gather_objects, is_rank_0, on_all_ranks
 from zero.muon import Muon
 from zero.optimizer import ShardedOptimizer
 from zero.sharded_state import parameters
-from zero.tensors import flattened, set_data, values_on
+from zero.tensors import flattened, is_held, memory_span, set_data, values_on
 
 
 def optimizer_of(matrices: bool, device_type: str, **adamw: Any) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
@@ -70,7 +71,7 @@ def build(
             **flags.options,
             **arguments,
         )
-        wrapped = ShardedDataParallel(model, sharded, flags.shard_gradients, overlap=overlap, check_reads=flags.check_reads)
+        wrapped = ShardedDataParallel(model, sharded, flags.shard_gradients, overlap=overlap)
         return wrapped, sharded
     optimizer: torch.optim.Optimizer
     if implementation == "torch":
@@ -97,7 +98,7 @@ def move(model: torch.nn.Module, device: torch.device, trainable: bool) -> None:
     def check() -> bool:
         if device.type == "meta":
             raise ValueError("the model is on the meta device; device=... says where it will train")
-        is_meta = check_meta(model)
+        is_meta = _check_meta(model)
         if is_meta and is_rank_0():
             raise ValueError("the model is on the meta device; rank 0 needs its values")
         return is_meta
@@ -109,6 +110,32 @@ def move(model: torch.nn.Module, device: torch.device, trainable: bool) -> None:
             set_data(tensor, values_on(device, tensor))
         if some_are_meta and not is_trained and tensor.numel():
             dist.broadcast(flattened(tensor.data, tensor), 0)
+
+
+def _check_meta(module: torch.nn.Module) -> bool:
+    """Return whether a module has tensors on the meta device.
+
+    Raises ValueError for those that would not get the values of rank 0, or not keep them.
+    """
+    names = {id(tensor): name for name, tensor in (*module.named_parameters(), *module.named_buffers())}
+    spans: dict[int, dict[str, tuple[int, int]]] = {}  # by storage and name
+    for prefix, part in module.named_modules():
+        for key, value in vars(part).items():
+            for tensor in tree_leaves(value):
+                if not isinstance(tensor, torch.Tensor) or not tensor.is_meta:
+                    continue
+                if (name := names.get(id(tensor))) is None:
+                    where = f"{prefix}.{key}".lstrip(".")
+                    raise ValueError(f"{where} is neither a parameter nor a buffer and gets no values; {WITH_VALUES}")
+                if is_held(tensor) or tensor.grad is not None:
+                    raise ValueError(f"there are views, results or a gradient of {name}, {STAYS}")
+                start, stop = memory_span(tensor)
+                in_storage = spans.setdefault(tensor.untyped_storage()._cdata, {})
+                for other, (begin, end) in in_storage.items():
+                    if other != name and start < end and begin < stop:
+                        raise ValueError(f"{other} and {name} share memory, {STAYS}")
+                in_storage[name] = start, stop
+    return bool(spans)
 
 
 def clip_grad_norm_(optimizer: torch.optim.Optimizer, max_norm: float) -> GradientNorms:

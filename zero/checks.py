@@ -3,17 +3,14 @@
 import gc
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_leaves
 
 from zero.muon import Muon
-from zero.tensors import has_memory, is_dense, is_held, may_overlap, memory_span
+from zero.tensors import is_dense, is_held, may_overlap, memory_span, name_of
 
 MOVED = (
     "was moved or replaced after ShardedOptimizer was built (by model.to, flatten_parameters, or another optimizer); build the "
@@ -30,13 +27,10 @@ ELEMENTWISE = (
     *(torch.optim.NAdam, torch.optim.RAdam, torch.optim.RMSprop, torch.optim.Rprop, torch.optim.SGD),
 )
 NEED_WHOLE_PARAMETERS = (torch.optim.Adafactor, torch.optim.Muon)  # they use rows and columns
-# classes whose state may be rounded between updates: means of gradients and of squares, none subtracted from another
-_ROUNDED = (
-    *(torch.optim.Adadelta, torch.optim.Adafactor, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax, torch.optim.Muon),
-    *(torch.optim.NAdam, torch.optim.RAdam, torch.optim.RMSprop, torch.optim.SGD),
-)
-_WITH_VALUES = "build the model with values on all ranks"
-_STAYS = f"which do not follow it from the meta device; {_WITH_VALUES}"
+# the state of these must not be rounded between updates. That of the others is means of gradients and of squares
+_EXACT = (torch.optim.Adagrad, torch.optim.ASGD, torch.optim.Rprop)
+WITH_VALUES = "build the model with values on all ranks"
+STAYS = f"which do not follow it from the meta device; {WITH_VALUES}"
 _UNSUPPORTED = {
     torch.optim.LBFGS: "it looks at all parameters together, several times per step",
     torch.optim.SparseAdam: "sparse gradients cannot be laid flat",
@@ -62,7 +56,7 @@ def check_class(optimizer_cls: type[torch.optim.Optimizer], partition: str, elem
 
 def rounded_state(optimizer_cls: type[torch.optim.Optimizer]) -> Collection[str] | None:
     """Return the names of the state that a class lets be rounded, its attribute `rounded_state`; None: all of its state."""
-    if optimizer_cls in _ROUNDED:
+    if optimizer_cls in (*ELEMENTWISE, *NEED_WHOLE_PARAMETERS) and optimizer_cls not in _EXACT:
         return None
     names = vars(optimizer_cls).get("rounded_state")
     if names is None or isinstance(names, str):
@@ -83,77 +77,58 @@ def check_rounding(optimizer_cls: type[torch.optim.Optimizer], groups: list[dict
 def check_parameters(params: list[torch.nn.Parameter], param_dtype: torch.dtype | None, may_be_meta: bool) -> None:
     """Refuse parameters that cannot move into flat buffers."""
     for param in params:
+        what = f"a parameter of shape {tuple(param.shape)} is"
         if param.layout != torch.strided:
-            raise ValueError(
-                f"a parameter of shape {tuple(param.shape)} is {param.layout}, which cannot be laid flat; densify it"
-            )
+            raise ValueError(f"{what} {param.layout}, which cannot be laid flat; densify it")
         if param.is_meta and not (may_be_meta and param.requires_grad):
             raise ValueError(
-                f"a parameter of shape {tuple(param.shape)} is on the meta device; only trainable parameters of ranks other "
-                "than 0 may be there, and with device=... only"
+                f"{what} on the meta device; only trainable parameters of ranks other than 0 may be there, and with device=... "
+                "only"
             )
         if param.is_meta and is_held(param):
-            raise ValueError(f"there are views or results of a parameter of shape {tuple(param.shape)}, {_STAYS}")
-    if len(params) > len(set(params)):
-        raise ValueError("a parameter is given more than once; give each one once")
-    check_memory(params)
-    if param_dtype is None:
-        return
-    if any(param.is_complex() for param in params):
-        raise ValueError(f"param_dtype={param_dtype} would drop the imaginary parts of a complex parameter")
-    gc.collect()  # a wrapper that is no longer referenced does not count
-    for thing in gc.get_objects():
-        if DistributedDataParallel in type(thing).__mro__ and not set(params).isdisjoint(thing.parameters()):
-            raise ValueError(
-                "param_dtype would remove the hooks of the DistributedDataParallel around these parameters, and their "
-                "gradients would not be averaged; build ShardedOptimizer before DistributedDataParallel"
-            )
-
-
-def check_meta(module: nn.Module) -> bool:
-    """Return whether a module has tensors on the meta device.
-
-    Raises ValueError for those that would not get the values of rank 0, or not keep them.
-    """
-    names = {id(tensor): name for name, tensor in (*module.named_parameters(), *module.named_buffers())}
-    spans: dict[int, dict[str, tuple[int, int]]] = {}  # by storage and name
-    for prefix, part in module.named_modules():
-        for key, value in vars(part).items():
-            for tensor in tree_leaves(value):
-                if not isinstance(tensor, torch.Tensor) or not tensor.is_meta:
-                    continue
-                if (name := names.get(id(tensor))) is None:
-                    where = f"{prefix}.{key}".lstrip(".")
-                    raise ValueError(f"{where} is neither a parameter nor a buffer and gets no values; {_WITH_VALUES}")
-                if is_held(tensor) or tensor.grad is not None:
-                    raise ValueError(f"there are views, results or a gradient of {name}, {_STAYS}")
-                start, stop = memory_span(tensor)
-                in_storage = spans.setdefault(tensor.untyped_storage()._cdata, {})
-                for other, (begin, end) in in_storage.items():
-                    if other != name and start < end and begin < stop:
-                        raise ValueError(f"{other} and {name} share memory, {_STAYS}")
-                in_storage[name] = start, stop
-    return bool(spans)
-
-
-def check_memory(params: list[torch.nn.Parameter]) -> None:
-    """Raise ValueError for parameters that share memory, or lie in the shared memory of several processes."""
-    spans = []
-    for param in params:
+            raise ValueError(f"there are views or results of a parameter of shape {tuple(param.shape)}, {STAYS}")
         if param.requires_grad and param.device.type == "cpu" and param.is_shared():
             raise ValueError(
-                f"a parameter of shape {tuple(param.shape)} is in shared memory (share_memory()), which it would leave; build "
-                "the optimizer first and share a copy of the weights"
+                f"{what} in shared memory (share_memory()), which it would leave; build the optimizer first and share a copy "
+                "of the weights"
             )
-        if param.numel() and not param.is_meta:
-            if param.requires_grad and not is_dense(param) and may_overlap(param):
-                raise ValueError(
-                    f"a parameter of shape {tuple(param.shape)} is expanded: elements may share memory; clone() it first"
-                )
-            spans.append((str(param.device), *memory_span(param), param.requires_grad, tuple(param.shape)))
+        if param.requires_grad and not param.is_meta and not is_dense(param) and may_overlap(param):
+            raise ValueError(f"{what} expanded: elements may share memory; clone() it first")
+        if param_dtype is not None and param.is_complex():
+            raise ValueError(f"param_dtype={param_dtype} would drop the imaginary parts of a complex parameter")
+    if len(params) > len(set(params)):
+        raise ValueError("a parameter is given more than once; give each one once")
+    _check_memory(params)
+    converted = [param for param in params if param_dtype is not None and param.dtype != param_dtype]
+    if converted:
+        gc.collect()  # a wrapper that is no longer referenced does not count
+    if any(map(_is_hooked, converted)):
+        raise ValueError(
+            "param_dtype would remove the hooks of the DistributedDataParallel around these parameters, and their gradients "
+            "would not be averaged; build ShardedOptimizer before DistributedDataParallel, and drop what was computed from "
+            "them (a loss)"
+        )
+
+
+def _is_hooked(param: torch.nn.Parameter) -> bool:
+    """Return whether somebody keeps autograd's node of a parameter, which is lost when its dtype changes.
+
+    DistributedDataParallel does, with a hook in the node, and so does the graph of a forward.
+    """
+    if not param.requires_grad:
+        return False
+    with torch.enable_grad():
+        first, second = (param.expand_as(param).grad_fn.next_functions[0][0].metadata for _ in range(2))  # type: ignore[union-attr]
+    return first is second  # a node that nobody keeps is made anew
+
+
+def _check_memory(params: list[torch.nn.Parameter]) -> None:
+    """Raise ValueError for parameters that share memory. Frozen ones may share it with each other."""
+    with_memory = [param for param in params if param.numel() and not param.is_meta]
+    spans = sorted((str(p.device), *memory_span(p), p.requires_grad, tuple(p.shape)) for p in with_memory)
     reached: dict[tuple[str, bool], tuple[int, tuple[int, ...]]] = {}  # by device, trainable: end, shape
-    for device, start, stop, trainable, shape in sorted(spans):
-        for other in (True, False) if trainable else (True,):  # frozen parameters may share memory with each other
+    for device, start, stop, trainable, shape in spans:
+        for other in (True, False) if trainable else (True,):
             end, its_shape = reached.get((device, other), (start, ()))
             if start < end:
                 raise ValueError(
@@ -181,30 +156,6 @@ def check_groups(
             )
         if gradient is not None and gradient.is_sparse:
             raise RuntimeError(SPARSE)
-
-
-def without_memory(group: dict[str, Any], device: torch.device | None, whole: bool) -> dict[str, Any]:
-    """Return a parameter group with other parameters in place of its own, which take no memory.
-
-    Args:
-        device: of the parameters; None: where they are.
-        whole: they have the shapes of its own ones, not of a single element.
-    """
-    zeros = [param.new_zeros((), device=device) for param in group["params"]]
-    shaped = [zero.expand(param.shape) if whole else zero for zero, param in zip(zeros, group["params"], strict=True)]
-    params = [nn.Parameter(zero, param.requires_grad) for zero, param in zip(shaped, group["params"], strict=True)]
-    return {key: value for key, value in group.items() if key != "param_names"} | {"params": params}
-
-
-def try_group(inner: torch.optim.Optimizer, group: dict[str, Any]) -> None:
-    """Let an optimizer take a group, and remove it again."""
-    first = len(inner.param_groups)
-    try:
-        inner.add_param_group(group)
-    finally:
-        del inner.param_groups[first:]
-        for param in group["params"]:
-            inner.state.pop(param, None)
 
 
 def check_wrapping(module: nn.Module, optimizer: Any, wrappers: tuple[type[nn.Module], ...]) -> None:
@@ -239,47 +190,6 @@ def check_managed(module: nn.Module, parts: list[nn.Module], managed: Collection
 
 def _unmanaged_names(module: nn.Module, managed: Collection[nn.Parameter]) -> list[str]:
     return [name for name, param in module.named_parameters() if param.requires_grad and param not in managed]
-
-
-def tensors_of(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield name and tensor of all parameters, buffers and attributes of a module and its parts."""
-    yield from module.named_parameters()
-    yield from module.named_buffers()
-    for part in module.modules():
-        yield from ((name, value) for name, value in vars(part).items() if isinstance(value, torch.Tensor))
-
-
-class FormerMemory:
-    """The memory that parameters have left for flat buffers: what else lies there must follow them."""
-
-    def __init__(self) -> None:
-        # storage, start address, end address, and whether their elements lay as in the buffer
-        self._left: dict[torch.nn.Parameter, tuple[StorageWeakRef, int, int, bool]] = {}
-
-    def leave(self, param: torch.nn.Parameter, dtype: torch.dtype) -> None:
-        """Note where a parameter is before it moves into a buffer of this dtype."""
-        if has_memory(param):
-            is_same = is_dense(param) and param.dtype == dtype
-            self._left[param] = StorageWeakRef(param.untyped_storage()), *memory_span(param), is_same
-
-    def take_along(self, tensor: torch.Tensor, name: str, names: dict[torch.nn.Parameter, str]) -> None:
-        """If a tensor lies in the memory that a parameter has left for its flat buffer, make it follow the parameter.
-
-        Raises:
-            ValueError: if it cannot, because it has another dtype, or a part of it lies elsewhere.
-        """
-        if not has_memory(tensor):
-            return
-        storage, (start, stop) = StorageWeakRef(tensor.untyped_storage()), memory_span(tensor)
-        for param, (left, begin, end, is_same) in self._left.items():
-            if left == storage and start < end and begin < stop:
-                if not is_same or tensor.dtype != param.dtype or start < begin or end < stop:
-                    raise ValueError(
-                        f"{name} shares memory with {name_of(param, names)}, which ShardedOptimizer has moved, and cannot "
-                        "follow; clone() it, or use the parameter in its place"
-                    )
-                offset = param.storage_offset() + (start - begin) // tensor.itemsize
-                tensor.data = param.data.as_strided(tensor.shape, tensor.stride(), offset)
 
 
 class StateIsDivided:
@@ -322,8 +232,3 @@ def _for_callers_keys(name: str) -> Callable[..., Any]:
 
 for _name in ("__missing__", "__contains__", "__setitem__", "get", "pop", "setdefault"):
     setattr(CallersState, _name, _for_callers_keys(_name))
-
-
-def name_of(param: torch.nn.Parameter, names: dict[torch.nn.Parameter, str]) -> str:
-    """Return the name of a parameter for messages, or what else is known of it."""
-    return names.get(param) or f"a parameter of shape {tuple(param.shape)}"

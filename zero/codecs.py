@@ -102,7 +102,15 @@ class Int8:
         return numel + 4 * -(-numel // BLOCK)
 
 
+# by `state_dtype`; None: the state stays as it is
 STATE_CODECS: dict[str, Codec | None] = {"float32": None, "bfloat16": BFloat16(), "int8": Int8()}
+
+
+def codec_of(state_dtype: str) -> Codec | None:
+    """Return the codec of a `state_dtype`. Raise ValueError if there is none of this name."""
+    if state_dtype not in STATE_CODECS:
+        raise ValueError(f"state_dtype={state_dtype!r} is not one of {', '.join(STATE_CODECS)}")
+    return STATE_CODECS[state_dtype]
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ Also counts the bytes that the collectives send and the time that the computatio
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -32,7 +32,7 @@ def received_numels(own: int, ranks: int, on_cpu: bool, native: bool) -> list[in
     otherwise all parts.
     """
     if on_cpu or ranks == 1:
-        return [own] * (ranks - 1) if own else []
+        return [own] * (ranks - 1)
     return [own] if native else [ranks * own]
 
 
@@ -130,7 +130,7 @@ class Communicator:
     def reduce_scatter(self, bucket: torch.Tensor, sizes: list[int]) -> ReduceScatterWork:
         """Start a reduce-scatter over the shard group: send the parts of each shard to the rank that owns it.
 
-        `add` computes the sum. Between CPUs, each pair of ranks exchanges the parts that the other rank owns: as many bytes as
+        `sum_of` adds them up. Between CPUs, each pair of ranks exchanges the parts that the other rank owns: as many bytes as
         in a ring, `(N - 1) / N` of the bucket, in half the time of gloo's own reduce-scatter. Between GPUs, float32 and float64
         buckets with equal shards use NCCL's own reduce-scatter. All others use an all-to-all, so that parts of lower precision
         are added up in float32, while a ring would round every partial sum.
@@ -145,12 +145,8 @@ class Communicator:
         numels = received_numels(own.numel(), self.shard_size, on_cpu, native)
         received = [self.pool.acquire(numel, own) for numel in numels]
         if on_cpu:  # gloo sends only from main memory
-            works: list[Any] = []
-            for number, (source, target) in enumerate(self._peers()):
-                if own.numel():
-                    works.append(dist.irecv(received[number], group_src=source, group=self.shard_group, tag=GRADIENTS))
-                if sizes[target]:
-                    works.append(dist.isend(parts[target], group_dst=target, group=self.shard_group, tag=GRADIENTS))
+            sources = [source for source, _ in self._peers()]
+            works = self._exchange(parts, dict(zip(sources, received, strict=True)), GRADIENTS)
             return ReduceScatterWork(bucket, [own, *received], received, works)
         (place,) = received
         if native:
@@ -160,7 +156,7 @@ class Communicator:
         work = dist.all_to_all_single(place, bucket, received_sizes, sizes, group=self.shard_group, async_op=True)
         return ReduceScatterWork(bucket, list(place.chunk(self.shard_size)), received, [work])
 
-    def add(self, reduction: ReduceScatterWork, shard: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
+    def sum_of(self, reduction: ReduceScatterWork, shard: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
         """Wait for a reduce-scatter and return its sum over the shard group, added to `shard` if there is one.
 
         Without `shard`, the sum takes the memory of a received part if that fits. It is computed in the dtype of `like`,
@@ -193,24 +189,15 @@ class Communicator:
         shards = bucket.split(sizes)
         own = shards[self.shard_rank]
         self.sent_bytes["all-gather"] += (self.shard_size - 1) * own.nbytes
-        works: list[Any] = []
-        if self.shard_size == 1:
-            return works
-        if bucket.device.type == "cpu":
-            for source, target in self._peers():
-                if sizes[source]:
-                    works.append(dist.irecv(shards[source], group_src=source, group=self.shard_group, tag=PARAMETERS))
-                if own.numel():
-                    works.append(dist.isend(own, group_dst=target, group=self.shard_group, tag=PARAMETERS))
-        elif self._is_native(bucket, sizes):
-            works = [_all_gather_single(bucket, own, group=self.shard_group, async_op=True)]
-        else:
-            works = [
-                dist.broadcast(shard, group_src=owner, group=self.shard_group, async_op=True)
-                for owner, shard in enumerate(shards)
-                if shard.numel()
-            ]
-        return works
+        if bucket.device.type == "cpu" or self.shard_size == 1:
+            return self._exchange([own] * self.shard_size, dict(enumerate(shards)), PARAMETERS)
+        if self._is_native(bucket, sizes):
+            return [_all_gather_single(bucket, own, group=self.shard_group, async_op=True)]
+        return [
+            dist.broadcast(shard, group_src=owner, group=self.shard_group, async_op=True)
+            for owner, shard in enumerate(shards)
+            if shard.numel()
+        ]
 
     def all_to_all(self, outgoing: torch.Tensor, sent: list[int], received: list[int]) -> AllToAllWork:
         """Start an all-to-all over the shard group: each rank sends a part of `outgoing` to every rank.
@@ -222,17 +209,11 @@ class Communicator:
         incoming = outgoing.new_empty(sum(received))
         parts, places = outgoing.split(sent), incoming.split(received)
         self.sent_bytes["all-to-all"] += outgoing.nbytes - parts[self.shard_rank].nbytes
-        works: list[Any] = []
-        if outgoing.device.type != "cpu" and self.shard_size > 1:
-            works = [dist.all_to_all_single(incoming, outgoing, received, sent, group=self.shard_group, async_op=True)]
-            return AllToAllWork(outgoing, incoming, works)
-        places[self.shard_rank].copy_(parts[self.shard_rank])
-        for source, target in self._peers():
-            if received[source]:
-                works.append(dist.irecv(places[source], group_src=source, group=self.shard_group, tag=MATRICES))
-            if sent[target]:
-                works.append(dist.isend(parts[target], group_dst=target, group=self.shard_group, tag=MATRICES))
-        return AllToAllWork(outgoing, incoming, works)
+        if outgoing.device.type == "cpu" or self.shard_size == 1:
+            places[self.shard_rank].copy_(parts[self.shard_rank])
+            return AllToAllWork(outgoing, incoming, self._exchange(parts, dict(enumerate(places)), MATRICES))
+        work: Any = dist.all_to_all_single(incoming, outgoing, received, sent, group=self.shard_group, async_op=True)
+        return AllToAllWork(outgoing, incoming, [work])
 
     def finish_all_to_all(self, work: AllToAllWork) -> torch.Tensor:
         """Wait for an all-to-all and return what has arrived, in the order of the ranks."""
@@ -276,6 +257,16 @@ class Communicator:
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext(), self.waits.measure(kind, device):
             while works:  # a receive must not be waited for twice, even if this is interrupted
                 works.pop(0).wait()  # with NCCL, the current stream of the device waits, not this thread
+
+    def _exchange(self, parts: Sequence[torch.Tensor], places: dict[int, torch.Tensor], tag: int) -> list[dist.Work]:
+        """Start to send a part to each other rank, `parts[rank]`, and to receive one from it, in `places[rank]`."""
+        works: list[Any] = []
+        for source, target in self._peers():
+            if places[source].numel():
+                works.append(dist.irecv(places[source], group_src=source, group=self.shard_group, tag=tag))
+            if parts[target].numel():
+                works.append(dist.isend(parts[target], group_dst=target, group=self.shard_group, tag=tag))
+        return works
 
     def _peers(self) -> Iterator[tuple[int, int]]:
         """Yield the rank to receive from and the rank to send to, for each round of a pairwise exchange."""

@@ -1,12 +1,12 @@
 """ShardedDataParallel: reduce-scatters during backward, all-gathers during the next forward."""
 
 import copy
+import itertools
 import math
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from typing import Any
 from zlib import crc32
 
@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import nn
 
 from zero.buckets import Bucket
-from zero.checks import check_all_managed, check_wrapping, tensors_of
-from zero.host_comm import check_same_on_all_ranks, cpu_group, on_all_ranks
+from zero.checks import check_all_managed, check_wrapping
+from zero.host_comm import MESSAGE_BYTES, check_same_on_all_ranks, cpu_group, on_all_ranks
 from zero.optimizer import ShardedOptimizer, holds_its_parameters
 from zero.overlap import ReadCheck, Readers, WeakHook
 from zero.reducer import Reducer
@@ -96,16 +96,17 @@ class ShardedDataParallel(nn.Module):
         self.module, self.optimizer, self.overlap = module, optimizer, overlap
         # as under DistributedDataParallel, buffers that are added later do not count if there are none now
         self.broadcast_buffers = broadcast_buffers and next(module.buffers(), None) is not None
+        self.require_backward_grad_sync = True  # whether the next backward sends its gradients, as in DistributedDataParallel
+        self.shard_gradients = shard_gradients  # whether every backward does
         self._checked_forwards = math.inf if check_reads else CHECKED_FORWARDS  # forwards that are still to be checked
         self._last_was_synchronized = True  # the last forward; if False, the next one does not broadcast
-        params = optimizer.flat_params
         optimizer.names.update({param: name for name, param in module.named_parameters()})
-        self._check_parameters(params)
+        self._check_parameters()
         if optimizer.param_dtype is not None:
             module.to(optimizer.param_dtype)
         self._broadcast_unsharded()
-        self.readers = self._make_readers(params) if overlap else None
-        self.reducer = Reducer(module, optimizer, self.readers, shard_gradients, self._undo)
+        self.readers = self._make_readers() if overlap else None
+        self.reducer = Reducer(self, self._undo)
         self._is_installed = True
         if self.readers is not None:
             self.readers.find(list(module.modules()))
@@ -113,38 +114,42 @@ class ShardedDataParallel(nn.Module):
         optimizer.wrapper = weakref.ref(self)
         optimizer.wrap_param_groups()
 
-    def _check_parameters(self, params: list[nn.Parameter]) -> None:
+    def _check_parameters(self) -> None:
         """Refuse, on all ranks, parameters and buffers that are not the optimizer's, differ, or cannot be moved."""
         named = [*self.module.named_parameters(), *self.module.named_buffers()]
-        number = {param: index for index, param in enumerate(params)}
-        facts = {f"{name!r}": (*properties(tensor), number.get(tensor)) for name, tensor in named}  # type: ignore[call-overload]
+        number_of: dict[Any, int] = self.optimizer.number_of
+        facts = {f"{name!r}": (*properties(tensor), number_of.get(tensor)) for name, tensor in named}
         check_same_on_all_ranks(facts, self.optimizer.comm.group)
         on_all_ranks(self._check_own_parameters, self.optimizer.comm.group)
 
     def _check_own_parameters(self) -> None:
-        check_all_managed(self.module, self.optimizer.managed)
-        for name, tensor in tensors_of(self.module):
+        optimizer, attributes = self.optimizer, itertools.chain(*(vars(part).items() for part in self.module.modules()))
+        check_all_managed(self.module, optimizer.number_of)
+        for name, tensor in (*self.module.named_parameters(), *self.module.named_buffers(), *attributes):
+            if not isinstance(tensor, torch.Tensor):
+                continue
             if tensor.is_meta:
                 raise ValueError(f"{name} is on the meta device; call zero.build.move before you make the optimizer")
-            if tensor not in self.optimizer.managed:
-                self.optimizer.former_memory.take_along(tensor, name, self.optimizer.names)
-                if self.optimizer.param_dtype is not None and tensor.is_complex():
-                    raise ValueError(f"param_dtype={self.optimizer.param_dtype} would drop the imaginary parts of {name}")
+            if tensor not in optimizer.number_of:
+                for buffer in optimizer.buffers:
+                    buffer.take_along(tensor, name, optimizer.names)
+                if optimizer.param_dtype is not None and tensor.is_complex():
+                    raise ValueError(f"param_dtype={optimizer.param_dtype} would drop the imaginary parts of {name}")
 
     def _broadcast_unsharded(self) -> None:
         """Broadcast rank 0's frozen parameters and, with `broadcast_buffers`, its buffers to all ranks."""
         buffers = self.module.named_buffers() if self.broadcast_buffers else ()
-        for name, tensor in (*self.module.named_parameters(), *buffers):
-            if tensor not in self.optimizer.managed:
-                self._broadcast([distinct_elements(name, tensor.detach())])
+        named = (*self.module.named_parameters(), *buffers)
+        self._broadcast((name, tensor) for name, tensor in named if tensor not in self.optimizer.number_of)
 
-    def _make_readers(self, params: list[nn.Parameter]) -> Readers:
+    def _make_readers(self) -> Readers:
         """Return the readers, which make modules wait for the buckets of a parameter that they read."""
-        buckets_of: dict[nn.Parameter, list[Bucket]] = {}
-        for bucket in self.optimizer.buckets:
+        optimizer, params = self.optimizer, self.optimizer.flat_params
+        buckets_of: dict[Any, list[Bucket]] = {}
+        for bucket in optimizer.buckets:
             for placed in bucket.members:
                 buckets_of.setdefault(params[placed.param], []).append(bucket)
-        return Readers(self.optimizer.managed, partial(_wait, self.optimizer, buckets_of), self._undo)
+        return Readers(optimizer.number_of.keys(), lambda param: optimizer.synchronize(buckets_of.get(param, ())), self._undo)
 
     def _install_hooks(self) -> None:
         """Install hooks for loaded weights in the module, which `_undo` removes, and note the wrapper of the module."""
@@ -231,24 +236,6 @@ class ShardedDataParallel(nn.Module):
                     param.grad = None
         self.reducer.clear()
 
-    @property
-    def require_backward_grad_sync(self) -> bool:
-        """Whether the next backward synchronizes gradients, as in DistributedDataParallel."""
-        return self.reducer.must_send
-
-    @require_backward_grad_sync.setter
-    def require_backward_grad_sync(self, value: bool) -> None:
-        self.reducer.must_send = value
-
-    @property
-    def shard_gradients(self) -> bool:
-        """Whether every backward sends its gradients."""
-        return self.reducer.shard_gradients
-
-    @shard_gradients.setter
-    def shard_gradients(self, value: bool) -> None:
-        self.reducer.shard_gradients = value
-
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Accumulate gradients locally in this block; see DistributedDataParallel.no_sync."""
@@ -281,23 +268,12 @@ class ShardedDataParallel(nn.Module):
                 "the names, shapes or dtypes of the buffers differ between the ranks, because a forward has registered or "
                 "resized some; do so on all ranks, or use broadcast_buffers=False"
             )
-        kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
-        for name, buffer in buffers.items():
-            kinds.setdefault((buffer.dtype, buffer.device), []).append(distinct_elements(name, buffer))
         with torch.autograd._unsafe_preserve_version_counter(tuple(buffers.values())):
-            for of_kind in kinds.values():
-                self._broadcast(of_kind)
+            self._broadcast(buffers.items())
 
-    def _broadcast(self, tensors: list[torch.Tensor]) -> None:
-        """Overwrite tensors of one dtype and device, with any strides, with the tensors of rank 0."""
-        values = [tensor.contiguous().view(-1) for tensor in tensors]
-        flat = values[0] if len(values) == 1 else torch.cat(values)
-        self.optimizer.comm.broadcast(flat)
-        for tensor, value in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
-            if value.data_ptr() != tensor.data_ptr():
-                tensor.copy_(value.view(tensor.shape))
-
-
-def _wait(optimizer: ShardedOptimizer, buckets_of: dict[nn.Parameter, list[Bucket]], param: Any) -> None:
-    """Wait for one parameter."""
-    optimizer.synchronize(buckets_of.get(param, ()))
+    def _broadcast(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Overwrite tensors, with any strides, with the tensors of rank 0."""
+        comm, own = self.optimizer.comm, [distinct_elements(name, tensor.detach()) for name, tensor in named]
+        if comm.world_size > 1 and (tensors := [tensor for tensor in own if tensor.numel()]):
+            group: Any = comm.group or dist.group.WORLD
+            dist._broadcast_coalesced(group, tensors, MESSAGE_BYTES, 0)

@@ -1,11 +1,12 @@
 """The flags of `zero.build.build`: which combinations are valid, which implementation they choose, and its plan."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import Field, dataclass, field, fields
 from typing import Any, Literal, Self
 
 import torch
 
+from zero.codecs import codec_of
 from zero.layout import (
     BucketMB,
     ParameterSpec,
@@ -16,30 +17,34 @@ from zero.layout import (
     resolve_shard_size,
     zero_redundancy_plan,
 )
+from zero.muon.muon import MOMENTUM
 
 IMPLEMENTATIONS = ("sharded", "torch")
-OPTIMIZERS = ("adamw", "muon")
-MUON: dict[str, Any] = {
-    "momentum": 0.95,
-    "nesterov": True,
-    "ns_steps": 5,
-    "ns_dtype": "bfloat16",
-}  # the defaults of `zero.Muon`
-PARAM_DTYPES = {"float32": None, "bfloat16": torch.bfloat16}  # None: the model keeps its dtypes
+PARAM_DTYPES = ("float32", "bfloat16", "bfloat16_remainder")  # float32: the model keeps its dtypes
+
+
+def weight_dtype(param_dtype: str) -> str:
+    """Return the name of the dtype of weights and gradients, for a value of the flag `param_dtype`."""
+    return param_dtype.removesuffix("_remainder")
 
 
 @dataclass(frozen=True)
 class Flags:
-    """How the ranks share the optimizer state. All flags from `bucket_mb` on belong to ShardedOptimizer."""
+    """How the ranks share the optimizer state. All flags from `bucket_mb` on belong to ShardedOptimizer.
+
+    A flag is the setting of its name, or the one that its metadata names.
+    """
 
     use_zero1: bool = True  # divide the optimizer state among the ranks; a single process does not divide it
     zero1_impl: str = "sharded"  # `zero.ShardedOptimizer`, or 'torch': `torch.distributed.optim.ZeroRedundancyOptimizer`
-    bucket_mb: BucketMB = "auto"  # megabytes per bucket, see `zero.layout.auto_bucket_mb`
+    # megabytes per bucket, see `zero.layout.auto_bucket_mb`
+    bucket_mb: BucketMB = field(default="auto", metadata={"setting": "zero_bucket_mb"})
     shard_gradients: bool = False  # no full gradient outlives its bucket; takes one reduce-scatter per micro-step
-    param_dtype: str = "float32"  # 'bfloat16': also the gradients, and each rank holds 1/N of the float32 masters
-    check_reads: bool = False  # with `overlap`: each forward refuses operations on parameters that have not arrived
-    shard_size: int = 0  # consecutive ranks that share the state, each such group has all of it; 0: all ranks
-    master_dtype: str = "float32"  # 'remainder': hold the masters of bfloat16 weights as the 16 bits that these lack
+    # 'bfloat16': also the gradients, and each rank holds 1/N of the float32 masters; 'bfloat16_remainder': it holds them as the
+    # 16 bits that the weights lack
+    param_dtype: str = "float32"
+    # consecutive ranks that share the state, each such group has all of it; 0: all ranks
+    shard_size: int = field(default=0, metadata={"setting": "zero_shard_size"})
     state_dtype: str = "float32"  # 'bfloat16' or 'int8': hold the state in fewer bytes between updates
 
     def __post_init__(self) -> None:
@@ -47,15 +52,13 @@ class Flags:
             raise ValueError(f"zero1_impl={self.zero1_impl!r} is not one of {', '.join(IMPLEMENTATIONS)}")
         if self.param_dtype not in PARAM_DTYPES:
             raise ValueError(f"param_dtype={self.param_dtype!r} is not one of {', '.join(PARAM_DTYPES)}")
-        check_options(self.bucket_mb, "element", self.master_dtype, self.state_dtype)
-        if self.master_dtype == "remainder" and self.param_dtype != "bfloat16":
-            raise ValueError(f"master_dtype='remainder' needs param_dtype='bfloat16', not {self.param_dtype!r}")
+        check_options(self.bucket_mb, "element")
+        codec_of(self.state_dtype)
 
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> Self:
-        """Return the flags of a program's settings, which have the names of the flags, or the prefix "zero_" before them."""
-        names = {flag.name: flag.name if flag.name in settings else f"zero_{flag.name}" for flag in fields(cls)}
-        return cls(**{name: settings[setting] for name, setting in names.items()})
+        """Return the flags of a program's settings."""
+        return cls(**{flag.name: settings[_setting(flag)] for flag in fields(cls)})
 
     def implementation(self, world_size: int) -> Literal["adamw", "torch", "sharded"]:
         """Return the implementation on `world_size` ranks. A single rank has plain AdamW for all flags.
@@ -68,14 +71,10 @@ class Flags:
         if self.use_zero1 and self.zero1_impl == "sharded":
             resolve_shard_size(self.shard_size, world_size)
             return "sharded"
-        if self.param_dtype != "float32":
-            raise ValueError(
-                f"param_dtype={self.param_dtype!r} needs the master weights of use_zero1=True, zero1_impl='sharded'"
-            )
-        for name in ("shard_gradients", "check_reads", "shard_size", "state_dtype"):
-            if (value := getattr(self, name)) not in (0, "float32"):
-                setting = f"zero_{name}" if name in ("check_reads", "shard_size") else name
-                raise ValueError(f"{setting}={value} needs use_zero1=True, zero1_impl='sharded'")
+        for flag in fields(self):
+            value, changes_nothing = getattr(self, flag.name), flag.name in ("use_zero1", "zero1_impl", "bucket_mb")
+            if value != flag.default and not changes_nothing:
+                raise ValueError(f"{_setting(flag)}={value} needs use_zero1=True, zero1_impl='sharded'")
         return "torch" if self.use_zero1 else "adamw"
 
     @property
@@ -83,8 +82,8 @@ class Flags:
         """The arguments of `zero.layout.plan` that ShardedOptimizer takes as well."""
         return {
             "bucket_mb": self.bucket_mb,
-            "param_dtype": PARAM_DTYPES[self.param_dtype],
-            "master_dtype": self.master_dtype,
+            "param_dtype": None if self.param_dtype == "float32" else torch.bfloat16,
+            "master_dtype": "remainder" if self.param_dtype == "bfloat16_remainder" else "float32",
             "state_dtype": self.state_dtype,
         }
 
@@ -97,16 +96,19 @@ class Flags:
         return zero_redundancy_plan(params, world_size) if implementation == "torch" else replicated_plan(params)
 
 
+def _setting(flag: Field[Any]) -> str:
+    return flag.metadata.get("setting", flag.name)
+
+
 def muon_of(settings: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return what a program's settings say of the groups of `zero.Muon` that have matrices; None: its optimizer is AdamW.
 
     Raises:
-        ValueError: if `optimizer` is neither, or it is AdamW and a setting of Muon has been changed.
+        ValueError: if it is AdamW and the momentum of Muon has been changed.
     """
-    if settings["optimizer"] not in OPTIMIZERS:
-        raise ValueError(f"optimizer={settings['optimizer']!r} is not one of {', '.join(OPTIMIZERS)}")
-    found = {name: settings[f"muon_{name}"] for name in MUON}
-    for name, value in found.items() if settings["optimizer"] != "muon" else ():
-        if value != MUON[name]:
-            raise ValueError(f"muon_{name}={value} needs optimizer=muon")
-    return found if settings["optimizer"] == "muon" else None
+    momentum = settings["muon_momentum"]
+    if settings["optimizer"] == "muon":
+        return {"momentum": momentum}
+    if momentum != MOMENTUM:
+        raise ValueError(f"muon_momentum={momentum} needs optimizer=muon")
+    return None

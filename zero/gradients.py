@@ -1,16 +1,16 @@
 """The gradients of a step and their norms. This module provides them where there is no ShardedDataParallel."""
 
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from zero.buckets import Bucket, FlatBuffer
-from zero.checks import name_of
+from zero.buckets import Bucket
 from zero.collectives import Communicator
 from zero.host_comm import cpu_group
-from zero.tensors import flattened, shaped
+from zero.tensors import flattened, name_of, shaped
 
 
 class ParameterGradients:
@@ -18,14 +18,8 @@ class ParameterGradients:
 
     readers = None  # nothing waits for a parameter after `step`
 
-    def __init__(
-        self,
-        comm: Communicator,
-        buffers: list[FlatBuffer],
-        buckets: list[Bucket],
-        names: dict[torch.nn.Parameter, str],
-    ) -> None:
-        self._comm, self._buffers, self._buckets, self._names = comm, buffers, buckets, names
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = weakref.proxy(optimizer)  # a ShardedOptimizer, which keeps this object alive
         self._converted: dict[torch.nn.Parameter, tuple[torch.Tensor, int]] = {}  # by local: source gradient, its version
 
     def check(self) -> None:
@@ -33,21 +27,23 @@ class ParameterGradients:
 
         Here, this is if a parameter has a gradient on some ranks only: each rank would update its slices of it, or would not.
         """
-        if self._comm.world_size == 1:
+        comm, params = self._optimizer.comm, self._optimizer.flat_params
+        if comm.world_size == 1:
             return
-        params = [param for buffer in self._buffers for param in buffer.params]
         has_one = torch.tensor([param.grad is not None for param in params], dtype=torch.bool)
         found = torch.stack((has_one, ~has_one)).to(torch.uint8)
-        dist.all_reduce(found, dist.ReduceOp.MAX, group=cpu_group(self._comm.group))  # does not wait for a GPU
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=cpu_group(comm.group))  # does not wait for a GPU
         if on_some := found.all(dim=0).nonzero().flatten().tolist():
+            name = name_of(params[on_some[0]], self._optimizer.names)
             raise RuntimeError(
-                f"{name_of(params[on_some[0]], self._names)} has a gradient on some ranks only; average the gradients over all "
-                "ranks, where a rank without one counts as zero, or use ShardedDataParallel"
+                f"{name} has a gradient on some ranks only; average the gradients over all ranks, where a rank without one "
+                "counts as zero, or use ShardedDataParallel"
             )
 
     def collect(self) -> Iterator[Bucket]:
         """Yield each bucket when each of its owned slices has its mean gradient or None. Needs to be called on all ranks."""
-        for bucket in self._buckets:
+        buckets: list[Bucket] = self._optimizer.buckets
+        for bucket in buckets:
             for owned in bucket.owned:
                 local, gradient = owned.local, owned.param.grad
                 if gradient is None:
@@ -65,7 +61,7 @@ class ParameterGradients:
 
     def updated(self) -> list[torch.nn.Parameter]:
         """Return the parameters that have a gradient, on all ranks (see `check`). The current step changes these parameters."""
-        return [param for buffer in self._buffers for param in buffer.params if param.grad is not None]
+        return [param for param in self._optimizer.flat_params if param.grad is not None]
 
     def clear(self) -> None:
         """Follow a change of `param.grad` to None or to zero."""

@@ -10,7 +10,7 @@ from zero.codecs import Encoded
 from zero.layout import ParameterSpec
 from zero.muon.muon import own_step
 from zero.optimizer import ShardedOptimizer
-from zero.placeholders import local_gradient
+from zero.reducer import local_gradient
 from zero.sharded_state import parameters, partition
 
 

@@ -1,7 +1,7 @@
-"""Messages between ranks from main memory, also where the collectives run on GPUs: Python objects, and tensors to one rank."""
+"""Messages between ranks from main memory, also where the collectives run on GPUs: Python objects, and tensors."""
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from functools import cache
 from typing import Any
@@ -99,42 +99,16 @@ class Transfers:
     def send(self, elements: torch.Tensor, rank: int) -> None:
         """Send the elements of a flat tensor, in messages of at most `MESSAGE_BYTES`."""
         for message in map(torch.Tensor.cpu, elements.split(MESSAGE_BYTES // elements.itemsize)):
-            self._add(dist.isend(message, group_dst=rank, group=self._group, tag=TAG), message)
+            self._in_flight.append((dist.isend(message, group_dst=rank, group=self._group, tag=TAG), message))
+            self.wait(leave=_IN_FLIGHT)
 
     def receive(self, elements: torch.Tensor, rank: int) -> None:
         """Receive what another rank sends with `send` from a tensor of the same size."""
         for message in elements.split(MESSAGE_BYTES // elements.itemsize):
-            self._add(dist.irecv(message, group_src=rank, group=self._group, tag=TAG), message)
+            self._in_flight.append((dist.irecv(message, group_src=rank, group=self._group, tag=TAG), message))
+            self.wait(leave=_IN_FLIGHT)
 
     def wait(self, leave: int = 0) -> None:
         """Wait for the oldest transfers, until only `leave` are in flight."""
         while len(self._in_flight) > leave:
             self._in_flight.popleft()[0].wait()
-
-    def _add(self, work: Any, elements: torch.Tensor) -> None:
-        self._in_flight.append((work, elements))
-        self.wait(leave=_IN_FLIGHT)
-
-
-def gather_on_rank_0(
-    own: Iterator[torch.Tensor], places: list[list[torch.Tensor]] | None, group: dist.ProcessGroup | None
-) -> None:
-    """Copy the flat tensors of each rank into tensors on the CPU of rank 0. Needs to be called on all ranks.
-
-    Args:
-        own: the tensors of this rank. Each one is dropped before the next one is asked for.
-        places: on rank 0: the destinations of the tensors of each rank. On other ranks: None.
-        group: see `Transfers`; None if there is one rank.
-    """
-    transfers = Transfers(group)
-    if places is None:
-        for elements in own:
-            transfers.send(elements, 0)
-            del elements
-    else:
-        for place in places[0]:
-            place.copy_(next(own))
-        for rank in range(1, len(places)):
-            for place in places[rank]:
-                transfers.receive(place, rank)
-    transfers.wait()

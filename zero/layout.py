@@ -17,6 +17,7 @@ update of slices equals an update of whole parameters bit for bit. A parameter w
 it has a place and one owner like any other parameter.
 """
 
+import heapq
 import math
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
@@ -30,7 +31,6 @@ import torch
 _VECTOR_BYTES = 64  # size of the widest vector registers (AVX-512) and of a cache line
 PARTITIONS = ("element", "parameter")
 MASTER_DTYPES = ("float32", "remainder")  # see `zero.masters`
-STATE_DTYPES = ("float32", "bfloat16", "int8")  # see `zero.codecs`
 BucketMB = float | Literal["auto"]  # megabytes (10**6 bytes) per bucket; auto: see `auto_bucket_mb`
 
 
@@ -135,7 +135,6 @@ class Layout:
             bucket_numel: largest number of elements per bucket, rounded up to a multiple of `align * world_size`.
             align: number of elements per vector of the kernels that will run over slices.
         """
-        _check(numels, world_size, bucket_numel, align)
         *offsets, end = accumulate(_sizes(numels, align), initial=0)
         unit = align * world_size
         buckets = max(1, _ceil(end, _round_up(bucket_numel, unit)))
@@ -152,12 +151,8 @@ class Layout:
         A bucket holds consecutive parameters. It has at most `bucket_numel` elements, unless a single parameter has more.
         Within a bucket, the parameters of each owner lie side by side. The arguments are those of `by_element`.
         """
-        _check(numels, world_size, bucket_numel, align)
         sizes = _sizes(numels, align)
-        owner, load = [0] * len(sizes), [0] * world_size
-        for param in sorted(range(len(sizes)), key=lambda param: -sizes[param]):
-            owner[param] = load.index(min(load))
-            load[owner[param]] += sizes[param]
+        owner = balanced(sizes, world_size)
         members: list[list[int]] = []  # parameters of each bucket
         free = 0
         for param, size in enumerate(sizes):
@@ -188,21 +183,6 @@ class Layout:
         """Number of elements of the flat buffer."""
         return self.buckets[-1].stop if self.buckets else 0
 
-    def owned_numels(self, tensors: Sequence[int]) -> list[int]:
-        """Return the number of elements that each rank owns of tensors in the shape of its slices, `tensors` by parameter."""
-        owned = [0] * len(self.shards[0]) if self.shards else []
-        positions = iter(self._in_order)
-        param = next(positions, None)
-        for shards in self.shards:
-            for rank, (start, stop) in enumerate(shards):
-                while param is not None and self.offsets[param] < stop:
-                    begin, end = self.offsets[param], self.offsets[param] + self.numels[param]
-                    owned[rank] += tensors[param] * max(0, min(end, stop) - max(begin, start))
-                    if end > stop:  # the rest lies in the next shard
-                        break
-                    param = next(positions, None)
-        return owned
-
     def slices(self, rank: int) -> list[Slice]:
         """Return the slices that `rank` owns, in the order of the flat buffer; `param` counts through `numels`."""
         return [Slice(*placed[:3]) for shards in self.shards for placed in self.placed_in(shards[rank])]
@@ -210,9 +190,8 @@ class Layout:
     def placed_in(self, span: Span) -> list[PlacedSlice]:
         """Return the parts of parameters that lie in `span`, with their offsets in it, in the order of the flat buffer."""
         found = []
-        first = max(0, bisect_right(self._in_order, span.start, key=lambda param: self.offsets[param]) - 1)
-        for param in self._in_order[first:]:
-            offset = self.offsets[param]
+        first = max(0, bisect_right(self._in_order, (span.start, len(self.numels))) - 1)
+        for offset, param in self._in_order[first:]:
             if offset >= span.stop:
                 break
             start, stop = max(span.start - offset, 0), min(span.stop - offset, self.numels[param])
@@ -221,9 +200,9 @@ class Layout:
         return found
 
     @cached_property
-    def _in_order(self) -> list[int]:
-        """The numbers of the parameters, in the order of the flat buffer."""
-        return sorted(range(len(self.numels)), key=lambda param: self.offsets[param])
+    def _in_order(self) -> list[tuple[int, int]]:
+        """The offsets and numbers of the parameters, in the order of the flat buffer."""
+        return sorted(zip(self.offsets, range(len(self.numels)), strict=True))
 
 
 @dataclass(frozen=True)
@@ -281,15 +260,13 @@ class Plan:
     @cached_property
     def state_bytes(self) -> list[int]:
         """By rank: bytes of the per-element optimizer state of the trainable parameters, in the dtype of the update."""
-        held = [0] * self.world_size
-        for buffer in self.buffers:
-            tensors = [self.params[number].state_tensors for number in buffer.params]
-            for rank, numel in enumerate(buffer.layout.owned_numels(tensors)):
-                held[rank] += numel * buffer.update_dtype.itemsize
-        for rank, slices in enumerate(self.assigned or ()):
-            for spec, numel in ((self.params[slice_.param], slice_.numel) for slice_ in slices):
-                held[rank] += spec.requires_grad * spec.state_tensors * numel * spec.dtype.itemsize
-        return held
+        per_element = [
+            spec.requires_grad * spec.state_tensors * self.update_dtype(number).itemsize
+            for number, spec in enumerate(self.params)
+        ]
+        return [
+            sum(per_element[slice_.param] * slice_.numel for slice_ in self.slices(rank)) for rank in range(self.world_size)
+        ]
 
     def update_dtype(self, number: int) -> torch.dtype:
         """Return the dtype in which a parameter is updated."""
@@ -344,7 +321,7 @@ def auto_bucket_mb(nbytes: int, world_size: int) -> float:
     return max(4.0, min(nbytes / 3e6, max(25.0, world_size)))
 
 
-def check_options(bucket_mb: BucketMB, partition: str, master_dtype: str = "float32", state_dtype: str = "float32") -> None:
+def check_options(bucket_mb: BucketMB, partition: str, master_dtype: str = "float32") -> None:
     """Raise ValueError if `bucket_mb` is neither 'auto' nor positive, or one of the others is unknown."""
     if isinstance(bucket_mb, str):
         if bucket_mb != "auto":
@@ -355,8 +332,6 @@ def check_options(bucket_mb: BucketMB, partition: str, master_dtype: str = "floa
         raise ValueError(f"partition={partition!r} is neither 'element' nor 'parameter'")
     if master_dtype not in MASTER_DTYPES:
         raise ValueError(f"master_dtype={master_dtype!r} is not one of {', '.join(MASTER_DTYPES)}")
-    if state_dtype not in STATE_DTYPES:
-        raise ValueError(f"state_dtype={state_dtype!r} is not one of {', '.join(STATE_DTYPES)}")
 
 
 def plan(
@@ -381,8 +356,9 @@ def plan(
     Raises:
         ValueError: if an argument is invalid.
     """
-    check_options(bucket_mb, partition, master_dtype, state_dtype)
-    _check((), world_size, 1, 1)
+    check_options(bucket_mb, partition, master_dtype)
+    if world_size < 1:
+        raise ValueError(f"world_size={world_size} must be positive")
     kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     nbytes = 0
     for number in sorted(range(len(params)), key=lambda number: params[number].position)[::-1]:
@@ -415,12 +391,11 @@ def zero_redundancy_plan(params: Sequence[ParameterSpec], world_size: int) -> Pl
 
     Group by group, the largest parameter first, each parameter goes to the rank with the fewest elements so far.
     """
+    order = sorted(range(len(params)), key=lambda number: (params[number].group, -params[number].numel))
+    owners = balanced([spec.numel for spec in params], world_size, order)
     assigned: list[list[Slice]] = [[] for _ in range(world_size)]
-    load = [0] * world_size  # number of elements per rank
-    for number in sorted(range(len(params)), key=lambda number: (params[number].group, -params[number].numel)):
-        rank = load.index(min(load))
-        assigned[rank].append(Slice(number, 0, params[number].numel))
-        load[rank] += params[number].numel
+    for number in order:
+        assigned[owners[number]].append(Slice(number, 0, params[number].numel))
     return Plan(tuple(params), world_size, assigned=tuple(map(tuple, assigned)))
 
 
@@ -429,9 +404,18 @@ def replicated_plan(params: Sequence[ParameterSpec]) -> Plan:
     return Plan(tuple(params), 1, assigned=(tuple(Slice(number, 0, spec.numel) for number, spec in enumerate(params)),))
 
 
-def _check(numels: Sequence[int], world_size: int, bucket_numel: int, align: int) -> None:
-    if min(world_size, bucket_numel, align) < 1 or any(numel < 0 for numel in numels):
-        raise ValueError(f"world_size, bucket_numel and align must be positive, numels not negative: {numels}")
+def balanced(costs: Sequence[int], world_size: int, order: Iterable[int] | None = None) -> list[int]:
+    """Return a rank for each cost: in order, the rank with the least so far, the first of several.
+
+    Args:
+        order: numbers of the costs. Default: the largest cost first ("longest processing time").
+    """
+    loads = [(0, rank) for rank in range(world_size)]
+    ranks = [0] * len(costs)
+    for number in sorted(range(len(costs)), key=lambda number: -costs[number]) if order is None else order:
+        load, ranks[number] = loads[0]
+        heapq.heapreplace(loads, (load + costs[number], ranks[number]))
+    return ranks
 
 
 def _sizes(numels: Sequence[int], align: int) -> list[int]:

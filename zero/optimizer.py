@@ -19,17 +19,13 @@ from zero.checks import (
     NEED_WHOLE_PARAMETERS,
     WRITTEN,
     CallersState,
-    FormerMemory,
     StateIsDivided,
     check_class,
     check_groups,
     check_parameters,
     check_rounding,
-    name_of,
-    try_group,
-    without_memory,
 )
-from zero.codecs import STATE_CODECS
+from zero.codecs import codec_of
 from zero.collectives import Communicator
 from zero.gradients import GradientNorms, ParameterGradients, norms_of
 from zero.host_comm import check_same_on_all_ranks, on_all_ranks
@@ -39,7 +35,7 @@ from zero.muon import Muon
 from zero.muon.exchange import check_matrices, exchange_of
 from zero.overlap import WaitingDict
 from zero.stopwatch import region
-from zero.tensors import flattened, is_dense, properties
+from zero.tensors import flattened, is_dense, name_of, properties
 from zero.update import SliceUpdate
 
 _optimizer_of = WeakIdKeyDictionary()  # by parameter: a reference to the ShardedOptimizer whose buffers hold it
@@ -116,23 +112,23 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
         state_dtype: str = "float32",
         **kwargs: Any,
     ) -> None:
-        check_options(bucket_mb, partition, master_dtype, state_dtype)
+        check_options(bucket_mb, partition, master_dtype)
+        codec = codec_of(state_dtype)
         check_class(optimizer_cls, partition, elementwise)
         self.comm, self.optimizer_cls = Communicator(process_group, shard_size), optimizer_cls
-        self.partition, self.param_dtype, self.device = partition, param_dtype, device
+        self.arguments, self.param_dtype, self.device = kwargs, param_dtype, device
         self.plan_options: dict[str, Any] = {"bucket_mb": bucket_mb, "partition": partition, "param_dtype": param_dtype}
         self.plan_options |= {"master_dtype": master_dtype, "state_dtype": state_dtype}
         self.registration_order = list(registration_order or ())
         self.buffers: list[FlatBuffer] = []
         self.buckets: list[Bucket] = []
-        self.managed: set[torch.nn.Parameter] = set()  # the parameters in the buffers
+        self.number_of: dict[torch.nn.Parameter, int] = {}  # the parameters in the buffers, numbered as in `Bucket.members`
         self.refusal: str | None = None  # why the next step has to raise an error: its gradients are lost
         self.names: dict[torch.nn.Parameter, str] = {}  # known names, for messages
         self._owned_of: dict[torch.nn.Parameter, list[OwnedSlice]] = {}  # this rank's slices of a parameter, ascending
         self._original_groups: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}  # as given, and its values at that time
         self._params_of_groups: list[list[torch.nn.Parameter]] = []
-        self.former_memory = FormerMemory()
-        self._parameter_gradients = ParameterGradients(self.comm, self.buffers, self.buckets, self.names)
+        self._parameter_gradients = ParameterGradients(self)
         self.wrapper: weakref.ref[Any] | None = None  # the ShardedDataParallel, which keeps this object alive
         self.inner: torch.optim.Optimizer  # optimizer of this rank's slices
         self.plan: Plan
@@ -147,7 +143,7 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
         self.inner = on_all_ranks(lambda: optimizer_cls(self._inner_groups(first_group=0), **kwargs), self.comm.group)
         if self.inner._optimizer_step_pre_hooks or self.inner._optimizer_step_post_hooks:
             raise ValueError(f"{optimizer_cls.__name__} registers step hooks on itself, which ShardedOptimizer would not call")
-        self._update = SliceUpdate(self.inner, self.buckets, STATE_CODECS[state_dtype])
+        self._update = SliceUpdate(self.inner, self.buckets, codec)
         self._update.exchange = exchange_of(self)
         self._is_built = True
         self.defaults = dict(self.inner.defaults)
@@ -158,7 +154,6 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
         add, first = super().add_param_group, len(self.param_groups)
         if not self._is_built:  # during construction, __init__ lays out all groups together
             add(param_group)
-            self._params_of_groups.append(list(param_group["params"]))
             return
         if self.source is not self._parameter_gradients:
             raise RuntimeError("ShardedDataParallel has laid out its buckets; add parameter groups before you make it")
@@ -168,7 +163,6 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
         except BaseException:
             del self.param_groups[first:]
             raise
-        self._params_of_groups.append(list(param_group["params"]))
         self._lay_out(first, planned)
         for group in self._inner_groups(first):
             self.inner.add_param_group(group)
@@ -204,7 +198,7 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
         # phase 1: collect gradients
         self.collect_gradients()
         self.update_masters()
-        if any(_changed(group, before) for group, before in self._original_groups.values()):
+        if any(_is_changed(group, before) for group, before in self._original_groups.values()):
             raise RuntimeError("a group of before ShardedDataParallel(overlap=True) was changed; take it from param_groups now")
         _copy_hyperparameters(self.param_groups, self.inner.param_groups)
         buckets, changed = self.buckets[::-1], self.source.updated()
@@ -286,17 +280,17 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
         """Overwrite a parameter and this rank's master slices of it. The masters keep the full precision of `value`."""
         self.synchronize()
         value = value.expand_as(param)
-        if self.param_dtype is not None and param in self.managed:
+        if self.param_dtype is not None and param in self.number_of:
             store_rounded(flattened(value, param), flattened(param.data, param))
         else:
             param.copy_(value)
         for owned in self._owned_of.get(param, []):
-            owned.write(flattened(value, param))
+            owned.set_masters(flattened(value, param))
 
     @property
     def flat_params(self) -> list[torch.nn.Parameter]:
         """The parameters in the flat buffers, as `Bucket.members` numbers them."""
-        return [param for buffer in self.buffers for param in buffer.params]
+        return list(self.number_of)
 
     @property
     def owned(self) -> list[OwnedSlice]:
@@ -308,7 +302,7 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
             raise RuntimeError(f"{self.refusal}; call zero_grad() and repeat backward")
         self.wrap_param_groups()
         groups = [group["params"] for group in self.param_groups]
-        check_groups(groups, self._params_of_groups, self.managed, self.names)
+        check_groups(groups, self._params_of_groups, self.number_of, self.names)
         yield from self.source.collect()
 
     @torch.no_grad()
@@ -325,7 +319,8 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
 
     def _lay_out(self, first_group: int, planned: Plan) -> None:
         """Move the parameters of the groups from `first_group` on to their places in new flat buffers."""
-        params = [param for group in self.param_groups[first_group:] for param in group["params"]]
+        self._params_of_groups += [list(group["params"]) for group in self.param_groups[first_group:]]
+        params = list(itertools.chain(*self._params_of_groups[first_group:]))
         for before in filter(None, [_optimizer_of.get(param, lambda: None)() for param in params]):
             before.synchronize()
         self.plan = self.plan.followed_by(planned) if first_group else planned
@@ -335,17 +330,16 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
                 self._owned_of[params[number]] = [OwnedSlice(params[number], start, stop, 0, params[number])]
         for planned_buffer in planned.buffers:
             own = [params[number] for number in planned_buffer.params]
-            earlier = sum(len(buffer.params) for buffer in self.buffers), len(self.buckets)
-            buffer, buckets = allocate(planned_buffer, own, self.comm.shard_rank, self.partition == "parameter", *earlier)
+            earlier = len(self.number_of), len(self.buckets)
+            buffer, buckets = allocate(planned_buffer, own, self.comm.shard_rank, planned.partition == "parameter", *earlier)
             self.buffers.append(buffer)
-            self.managed.update(own)
+            self.number_of.update(zip(own, itertools.count(len(self.number_of)), strict=False))
             self.buckets += buckets
             for bucket in buckets:
                 for owned in bucket.owned:
                     self._owned_of.setdefault(owned.param, []).append(owned)
                     bucket.local_by_group.setdefault(group_of[owned.param], []).append(owned.local)
             for number, param in enumerate(own):
-                self.former_memory.leave(param, buffer.data.dtype)
                 source = param.data if is_dense(param) else param.data.contiguous()
                 buffer.move_in(number, source)
                 place = flattened(param.data, param)
@@ -353,7 +347,7 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
                     if part.dtype != place.dtype:
                         store_rounded(part, place[first : first + part.numel()])
                     for owned in self._owned_of.get(param, []):
-                        owned.write(part, first)
+                        owned.set_masters(part, first)
                 _optimizer_of[param] = weakref.ref(self)
 
     def _inner_groups(self, first_group: int) -> list[dict[str, Any]]:
@@ -378,16 +372,29 @@ def _checked_plan(optimizer: ShardedOptimizer, first_group: int) -> Plan:
             check_rounding(optimizer.optimizer_cls, groups)
         if options["partition"] == "element" and issubclass(optimizer.optimizer_cls, Muon):
             check_matrices(groups)
-        tried = [without_memory(group, optimizer.device, options["partition"] == "parameter") for group in groups]
-        if first_group:
-            try_group(optimizer.inner, *tried)
-        else:
-            optimizer.optimizer_cls(tried, **optimizer.defaults)
+        tried = [
+            _without_memory(group, optimizer.device, options["partition"] == "parameter") for group in optimizer.param_groups
+        ]
+        optimizer.optimizer_cls(tried, **optimizer.arguments)
 
     on_all_ranks(check, comm.group)
     check_same_on_all_ranks({f"parameter {number}": properties(param) for number, param in enumerate(params)}, comm.group)
     specs = parameter_specs(groups, optimizer.registration_order, None, first_group, optimizer.device)
     return plan(specs, comm.shard_size, **options)
+
+
+def _without_memory(group: dict[str, Any], device: torch.device | None, whole: bool) -> dict[str, Any]:
+    """Return a parameter group with other parameters in place of its own, which take no memory, for a trial.
+
+    Args:
+        device: of the parameters; None: where they are.
+        whole: they have the shapes of its own ones, not of a single element.
+    """
+    params = []
+    for param in group["params"]:
+        zero = param.new_zeros((), device=device)
+        params.append(torch.nn.Parameter(zero.expand(param.shape) if whole else zero, param.requires_grad))
+    return {key: value for key, value in group.items() if key != "param_names"} | {"params": params}
 
 
 def _follow_weights(buckets: list[Bucket], comm: Communicator) -> None:
@@ -402,7 +409,7 @@ def _follow_weights(buckets: list[Bucket], comm: Communicator) -> None:
 
 def holds_its_parameters(optimizer: ShardedOptimizer) -> bool:
     """Return whether no other ShardedOptimizer has been built over the parameters of this one since."""
-    return all(_optimizer_of[param]() is optimizer for param in optimizer.flat_params)
+    return all(_optimizer_of[param]() is optimizer for param in optimizer.number_of)
 
 
 def _wait_for_list(optimizer: ShardedOptimizer, value: Any) -> None:
@@ -427,11 +434,6 @@ def hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
-def _changed(group: dict[str, Any], before: dict[str, Any]) -> list[str]:
-    """Return the names of the hyperparameters of a group that differ from `before`."""
-    now = hyperparameters(group)
-    return [key for key in now if key not in before or (before[key] is not now[key] and not _same(before[key], now[key]))]
-
-
-def _same(left: Any, right: Any) -> bool:
-    return torch.equal(left, right) if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor) else left == right
+def _is_changed(group: dict[str, Any], before: dict[str, Any]) -> bool:
+    """Return whether a hyperparameter of a group has been written to since `before`."""
+    return any(key not in before or value is not before[key] for key, value in hyperparameters(group).items())

@@ -1,7 +1,7 @@
 """Reads of parameters in flight, with overlapped all-gathers: they wait, or are refused."""
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Set
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -66,7 +66,7 @@ class Readers:
         undo: receives functions that remove from the module what is installed there.
     """
 
-    def __init__(self, params: set[nn.Parameter], wait: Callable[[Any], None], undo: list[Callable[[], None]]) -> None:
+    def __init__(self, params: Set[nn.Parameter], wait: Callable[[Any], None], undo: list[Callable[[], None]]) -> None:
         self.params = params
         self.wait = torch.compiler.disable(wait)
         self.undo = undo

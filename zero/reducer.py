@@ -1,11 +1,14 @@
-"""Reducer: gradients arrive, fill buckets, are reduce-scattered, and become the mean gradients of this rank's slices."""
+"""Reducer: gradients arrive, fill buckets, are reduce-scattered, and become the mean gradients of this rank's slices.
+
+From hook to reduce-scatter: `_on_gradient`, `_copy_to_buckets`, `_send_full_buckets`, `Communicator.reduce_scatter`.
+"""
 
 import itertools
-from collections import deque
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,9 +21,72 @@ from zero.collectives import Communicator, ReduceScatterWork
 from zero.layout import PlacedSlice
 from zero.optimizer import ShardedOptimizer
 from zero.overlap import Readers, WeakHook
-from zero.placeholders import SentGradient, local_gradient
 from zero.stopwatch import region
-from zero.tensors import flattened, shaped, tensors_in
+from zero.tensors import accumulates, flattened, nearest_leaf, shaped, tensors_in
+
+
+class SentGradient(torch.Tensor):
+    """Stands in `param.grad` for a gradient that has been sent. The ranks' shards hold its mean over the ranks.
+
+    It has the shape and dtype of the parameter, but no elements. `zero_()` sets the gradient to zero, see `zeroed`. `added` is
+    the sum that a further backward has added, until that is sent as well. All other operations raise an error, such as
+    clipping and scaling.
+    """
+
+    added: torch.Tensor | None
+    zeroed: bool
+
+    @staticmethod
+    def __new__(cls, param: torch.Tensor) -> "SentGradient":
+        sent = torch.Tensor._make_wrapper_subclass(
+            cls, param.shape, strides=param.stride(), dtype=param.dtype, device=param.device
+        )
+        sent.added, sent.zeroed = None, False
+        return sent
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch declares it as a function
+        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        ops = torch.ops.aten
+        sent = args[0]
+        if isinstance(sent, SentGradient):
+            in_backward = torch._C._current_graph_task_id() != -1
+            if function is ops.zero_.default:
+                sent.zeroed, sent.added = True, None
+            elif function in (ops.add.Tensor, ops.add_.Tensor) and in_backward and not kwargs:
+                sent.added = args[1].clone() if sent.added is None else sent.added + args[1]
+            elif function is not ops.detach.default:
+                return _refuse(function.overloadpacket.__name__)
+            return sent
+        if function is not ops._foreach_zero_.default:
+            return _refuse(function.overloadpacket.__name__)
+        for tensor in sent:
+            tensor.zero_()
+        return None
+
+    data = property(lambda sent: sent, lambda sent, _: _refuse("data"))
+
+    def share_memory_(self) -> None:
+        _refuse("share_memory_")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        _refuse("pickle")
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"SentGradient(shape={tuple(self.shape)}, dtype={self.dtype})"
+
+
+def _refuse(function: str) -> None:
+    raise RuntimeError(
+        "this gradient cannot be read or written: ShardedDataParallel has sent it, and each rank holds only its shards of "
+        f"the mean; clip with optimizer.clip_grad_norm_, scale with zero.ShardedGradScaler (the function was {function})"
+    )
+
+
+def local_gradient(param: torch.Tensor) -> torch.Tensor | None:
+    """Return the gradient that only this rank holds: `param.grad`, or the sum added to it since it was sent."""
+    return param.grad.added if isinstance(param.grad, SentGradient) else param.grad
 
 
 @dataclass
@@ -44,8 +110,8 @@ class BucketGradients:
             self.buffer = self.comm.pool.acquire(self.bucket.data.numel(), self.bucket.data)
         return self.buffer[slice_.offset : slice_.offset + slice_.stop - slice_.start]
 
-    def add(self, gradient: torch.Tensor, slice_: PlacedSlice) -> None:
-        """Add a slice of a flattened gradient, divided by the world size."""
+    def accumulate(self, gradient: torch.Tensor, slice_: PlacedSlice) -> None:
+        """Put a slice of a flattened gradient, divided by the world size, into its place, or add it to what is there."""
         place, own = self.place(slice_), gradient[slice_.start : slice_.stop]
         if place.is_cuda:
             self.streams.add(torch.cuda.current_stream(place.device))
@@ -80,7 +146,7 @@ class BucketGradients:
                 self.shard.zero_()
             self.all_reduce = None
         with region(f"zero::wait_reduce_scatter bucket {self.bucket.number}"):
-            shard = self.comm.add(reduction, self.shard, self.bucket.updated)
+            shard = self.comm.sum_of(reduction, self.shard, self.bucket.updated)
         if self.shard is None:
             self.shard, owned = shard, self.bucket.owned
             self.views = [shaped(shard[slice_.offset : slice_.offset + slice_.local.numel()], slice_.local) for slice_ in owned]
@@ -117,13 +183,6 @@ class BucketGradients:
         return sum(tensor.nbytes for tensor in (self.buffer, *in_flight) if tensor is not None)
 
 
-class Agreement(NamedTuple):
-    """An all-reduce in flight. When its works are done, `used` marks the parameters that have a gradient on any rank."""
-
-    used: torch.Tensor  # (number of parameters,) uint8
-    works: list[dist.Work]
-
-
 class Reducer:
     """Takes the gradients of a model while backward runs, and gives their means over the ranks to a ShardedOptimizer.
 
@@ -133,39 +192,28 @@ class Reducer:
 
     Later changes of `param.grad` are detected when they matter: None drops a gradient, `zero_()` zeroes it.
 
-    Args:
-        module: the bare module.
-        optimizer: for its parameters.
-        readers: the modules that wait for parameters in flight, or None.
-        shard_gradients: send the gradients of every backward.
-        undo: receives functions that remove from the module what is installed there.
-
     Attributes:
-        must_send: whether the next backward sends its gradients; `require_backward_grad_sync` of the wrapper.
         in_backward: whether gradients arrive; also after a backward that has failed.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        optimizer: ShardedOptimizer,
-        readers: Readers | None,
-        shard_gradients: bool,
-        undo: list[Callable[[], None]],
-    ) -> None:
-        self.module, self.optimizer, self.readers, self.shard_gradients = module, optimizer, readers, shard_gradients
-        self.must_send, self.in_backward = True, False
-        self.params = optimizer.flat_params
-        self._number = {param: number for number, param in enumerate(self.params)}
-        self._gradients = [BucketGradients(bucket, optimizer.comm) for bucket in optimizer.buckets]
+    def __init__(self, wrapper: Any, undo: list[Callable[[], None]]) -> None:
+        """Install hooks in the module of a ShardedDataParallel. `undo` receives functions that remove them."""
+        self._wrapper = weakref.proxy(wrapper)  # which keeps this object alive
+        self.optimizer: ShardedOptimizer = wrapper.optimizer
+        self.readers: Readers | None = wrapper.readers
+        self.in_backward = False
+        self.params = self.optimizer.flat_params
+        self._number = self.optimizer.number_of
+        self._gradients = [BucketGradients(bucket, self.optimizer.comm) for bucket in self.optimizer.buckets]
         self._places: list[list[tuple[BucketGradients, PlacedSlice]]] = [[] for _ in self.params]  # of each parameter
         for gradients in self._gradients:
             for placed in gradients.bucket.members:
                 self._places[placed.param].append((gradients, placed))
         self._next = 0  # number of the bucket to be reduce-scattered next
         self._used: set[int] = set()  # numbers of the parameters that have a gradient in this step
-        self._agreement: Agreement | None = None  # in flight
-        self._sent = [SentGradient(param) for param in self.params]  # placeholders for gradients in the shards
+        # an all-reduce in flight, and what it marks: (number of parameters,) uint8, those that have a gradient on any rank
+        self._agreement: tuple[list[dist.Work], torch.Tensor] | None = None
+        self._sent = [SentGradient(param) for param in self.params]  # for gradients in the shards
         on_gradient = WeakHook(self._on_gradient)
         # not hooks of autograd's nodes, which would keep a gradient in memory while its bucket is sent
         self._hooks = []
@@ -183,7 +231,11 @@ class Reducer:
                 hooks[hook.id] = hooks.pop(hook.id)  # torch calls them in the order in which they were put in
         for output in tensors_in(result):
             if output.grad_fn is not None:
-                output.register_hook(partial(WeakHook(self._on_output_gradient), _nearest_leaf(output.grad_fn)))
+                output.register_hook(partial(WeakHook(self._on_output_gradient), nearest_leaf(output.grad_fn)))
+
+    @property
+    def _is_sending(self) -> bool:
+        return self._wrapper.require_backward_grad_sync or self._wrapper.shard_gradients
 
     def _on_output_gradient(self, leaf: Any, _: torch.Tensor) -> None:
         """Begin a backward pass before any gradient arrives, so that a rank on which none arrives takes part, too.
@@ -191,8 +243,7 @@ class Reducer:
         `torch.autograd.grad` calls this hook as well, but accumulates no gradient, not even in the leaf next to the output.
         Reentrant checkpoints call `backward` inside of the outer call, to which the first call of this hook belongs.
         """
-        is_due = not self.in_backward and (self.must_send or self.shard_gradients)
-        if is_due and _accumulates(leaf):
+        if self._is_sending and not self.in_backward and accumulates(leaf):
             self._begin_backward()
 
     def _on_gradient(self, number: int, param: nn.Parameter) -> None:
@@ -203,7 +254,7 @@ class Reducer:
                     f"{self.optimizer.names[param]} has a gradient, but its all-gather was never waited for: it was read "
                     "through an old reference; read it from its module, or call optimizer.synchronize() after step()"
                 )
-        if not (self.must_send or self.shard_gradients):
+        if not self._is_sending:
             self.optimizer.comm.pool.clear()  # frees memory for the full gradients
             return
         if param.grad is None:  # a hook has dropped it; DistributedDataParallel treats this as zero
@@ -225,9 +276,8 @@ class Reducer:
     def _copy_to_buckets(self, number: int) -> None:
         """Copy a gradient, divided by the world size, to its places in the buckets, and free it."""
         param = self.params[number]
-        gradient: Any = param.grad
-        if gradient is self._sent[number]:
-            gradient = self._sent[number].take_added()
+        gradient: Any = local_gradient(param)
+        self._sent[number].added = None
         if gradient.is_sparse:
             raise RuntimeError(SPARSE)
         self._used.add(number)
@@ -238,7 +288,7 @@ class Reducer:
                     f"{self.optimizer.names[param]} gets a gradient again after its bucket has been sent in this backward; "
                     "a module in several reentrant checkpoints does that: use checkpoint(..., use_reentrant=False)"
                 )
-            gradients.add(gradient, slice_)
+            gradients.accumulate(gradient, slice_)
             self._send_full_buckets()  # before the next buffer is acquired: a large parameter fills several
         param.grad = self._sent[number]
 
@@ -251,7 +301,7 @@ class Reducer:
             number, self._next = self._next, self._next + 1  # first: hooks of another device may run in another thread
             if number > 0:
                 self._gradients[number - 1].finish_reduce_scatter()
-                if self.must_send:
+                if self._wrapper.require_backward_grad_sync:
                     self._gradients[number - 1].start_all_reduce()
             self._gradients[number].start_reduce_scatter()
 
@@ -275,7 +325,7 @@ class Reducer:
         used = torch.ones(len(self.params), dtype=torch.uint8, device=self.params[0].device)
         if unused := [number for number in range(len(self.params)) if number not in self._used]:
             used[unused] = 0
-        self._agreement = Agreement(used, self.optimizer.comm.all_reduce(used, dist.ReduceOp.MAX))
+        self._agreement = self.optimizer.comm.all_reduce(used, dist.ReduceOp.MAX), used
         if unused:  # a rank that has used all parameters does not read the result
             self._wait_for_agreement()
             for number in used.nonzero().flatten().tolist():
@@ -283,19 +333,19 @@ class Reducer:
                 self.params[number].grad = self._sent[number]
 
     def recover(self) -> None:
-        """Continue after a failed backward if its gradients have been dropped. Otherwise raise an error."""
+        """Continue after a failed backward if its gradients have been dropped. Otherwise raise RuntimeError."""
         self._apply_zeroing()
-        if self.in_backward and self._used:
+        if self._used:
             raise RuntimeError("the last backward did not end; call zero_grad() to drop its gradients")
         self._reset()
 
     # -- step: the methods of zero.gradients.ParameterGradients --------------------------------------------------------
 
     def check(self) -> None:
-        parts = list(self.module.modules())
+        parts = list(self._wrapper.module.modules())
         if self.readers is not None:
             self.readers.find(parts)  # some may have been added or compiled
-        check_managed(self.module, parts, self._number.keys())
+        check_managed(self._wrapper.module, parts, self._number.keys())
 
     @torch.no_grad()
     def collect(self) -> Iterator[Bucket]:
@@ -307,11 +357,11 @@ class Reducer:
                 "gradients of this step have not been sent: its last backward must run outside of no_sync(), with "
                 "require_backward_grad_sync = True; one set by hand is never sent"
             )
-        if self.optimizer.comm.replicas > 1 or self.shard_gradients:
+        if self.optimizer.comm.replicas > 1 or self._wrapper.shard_gradients:
             for gradients in self._gradients:  # start all all-reduces before the first wait
                 gradients.finish_reduce_scatter()
                 gradients.start_all_reduce()
-        if self.shard_gradients:
+        if self._wrapper.shard_gradients:
             self.optimizer.comm.pool.clear()
         for gradients in self._gradients:
             gradients.wait()
@@ -347,7 +397,7 @@ class Reducer:
                     "gone: ShardedDataParallel keeps the one that was sent last"
                 )
         dropped = {number for number in self._used if current[number] is not self._sent[number]}
-        zeroed = {number for number in self._used if self._sent[number].take_zeroed()}
+        zeroed = {number for number in self._used if self._sent[number].zeroed}
         if self._used and dropped == self._used:
             self._reset()
         elif dropped or zeroed:
@@ -356,12 +406,14 @@ class Reducer:
                 for owned, view in zip(gradients.bucket.owned, gradients.views, strict=False):
                     if self._number[owned.param] in dropped | zeroed:
                         view.zero_()
+            for number in zeroed:
+                self._sent[number].zeroed = False
             self._drop(dropped)
 
     def _drop(self, numbers: Iterable[int]) -> None:
         for number in list(numbers):
             self._used.discard(number)
-            if self.params[number].grad is self._sent[number]:
+            if isinstance(self.params[number].grad, SentGradient):
                 self.params[number].grad = None
             self._sent[number] = SentGradient(self.params[number])  # a new object, which differs from the old one
 
@@ -379,31 +431,8 @@ class Reducer:
         if self._used:
             self.optimizer.refusal = "the ShardedDataParallel that had sent the gradients of this step is gone"
         self._reset()
-        for param in self.params:
-            if isinstance(param.grad, SentGradient):
-                param.grad = None
 
     def _wait_for_agreement(self) -> None:
         if self._agreement is not None:
-            self.optimizer.comm.wait("all-reduce", self._agreement.works, self._agreement.used.device)
-            self._agreement = None
-
-
-def _nearest_leaf(node: Any) -> Any:
-    """Return the node nearest to `node` in its graph that accumulates a gradient into a leaf."""
-    pending = deque([node])
-    while pending:
-        node = pending.popleft()
-        following = [other for other, _ in node.next_functions if other is not None]
-        if not following and hasattr(node, "variable"):
-            return node
-        pending.extend(following)
-    return None
-
-
-def _accumulates(leaf: Any) -> bool:
-    """Return whether the running call of autograd accumulates a gradient into a leaf, and is not `torch.autograd.grad`."""
-    try:
-        return leaf is not None and torch._C._will_engine_execute_node(leaf)
-    except RuntimeError:  # the leaf is an input of torch.autograd.grad
-        return False
+            (works, used), self._agreement = self._agreement, None
+            self.optimizer.comm.wait("all-reduce", works, used.device)

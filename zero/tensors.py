@@ -1,7 +1,8 @@
-"""Tensors as ranges of memory: flat views, storages, elements that share memory."""
+"""Tensors as ranges of memory: flat views, storages, elements that share memory. Their nodes in a graph of autograd."""
 
 import math
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -49,7 +50,7 @@ def set_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
     """Do `tensor.data = data`, also if `tensor` is on the meta device, where PyTorch refuses it.
 
     There, the Python object gets another C++ tensor. `torch.utils.swap_tensors` does the same, but it loses gradient hooks and
-    refuses objects with weak references. What C++ refers to (views, graphs) keeps the old tensor, see `refusals.check_meta`.
+    refuses objects with weak references. What C++ refers to (views, graphs) keeps the old tensor, see `zero.build.move`.
     """
     if not tensor.is_meta or data.is_meta:
         tensor.data = data
@@ -136,6 +137,11 @@ def may_overlap(tensor: torch.Tensor) -> bool:
     return False
 
 
+def name_of(param: torch.Tensor, names: Mapping[Any, str]) -> str:
+    """Return the name of a parameter for messages, or what else is known of it."""
+    return names.get(param) or f"a parameter of shape {tuple(param.shape)}"
+
+
 def tensors_in(output: Any) -> Iterator[torch.Tensor]:
     """Yield the tensors in the output of a forward, as DistributedDataParallel finds them, and those in any other pytree."""
     for leaf in tree_leaves(output):
@@ -145,3 +151,23 @@ def tensors_in(output: Any) -> Iterator[torch.Tensor]:
             yield from tensors_in(list(leaf.values()))
         elif is_dataclass(leaf):
             yield from tensors_in([getattr(leaf, field.name) for field in fields(leaf)])
+
+
+def nearest_leaf(node: Any) -> Any:
+    """Return the node nearest to `node` in its graph that accumulates a gradient into a leaf."""
+    pending = deque([node])
+    while pending:
+        node = pending.popleft()
+        following = [other for other, _ in node.next_functions if other is not None]
+        if not following and hasattr(node, "variable"):
+            return node
+        pending.extend(following)
+    return None
+
+
+def accumulates(leaf: Any) -> bool:
+    """Return whether the running call of autograd accumulates a gradient into a leaf, and is not `torch.autograd.grad`."""
+    try:
+        return leaf is not None and torch._C._will_engine_execute_node(leaf)
+    except RuntimeError:  # the leaf is an input of torch.autograd.grad
+        return False

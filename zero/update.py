@@ -93,7 +93,7 @@ class SliceUpdate:
                         self.inner.state[local] = decoded(local, self.inner.state[local])
                 for owned in slices:
                     if self.exchange is not None and self._has_matrices(owned):
-                        self.exchange.update(owned)
+                        self.exchange.apply(owned)
             own_step(type(self.inner))(self.inner, **kwargs)
         finally:
             for group, params in zip(groups, everything, strict=True):

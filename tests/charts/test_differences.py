@@ -87,6 +87,7 @@ SAME = [
     {"batch_size": 8, "gradient_accumulation_steps": 1},
     {"shard_gradients": True, "max_iters": 50, "git_commit": "def"},
     {"log_interval": 7, "eval_interval": 9},
+    {"state_dtype": "float32", "zero_bucket_mb": "auto", "param_dtype": "float32"},  # an older run.json has fewer settings
 ]
 OTHERS = [
     {"dataset": "e"},
@@ -94,6 +95,7 @@ OTHERS = [
     {"batch_size": 5},
     {"seed": 2},
     {"param_dtype": "bfloat16"},
+    {"state_dtype": "int8"},
     {"z_loss": 0.1},
 ]
 
@@ -101,6 +103,15 @@ OTHERS = [
 @pytest.mark.parametrize("changed", SAME, ids=str)
 def test_runs_that_should_agree(changed):
     assert agreeing([BASE, BASE | {"seed": 7}, BASE | changed]) == [[0, 2]]
+
+
+def test_every_way_to_hold_the_state_should_agree():
+    """The settings that run.json has of a run with ShardedOptimizer count only if they are not the defaults."""
+    sharded = BASE | {"state_dtype": "float32", "zero_bucket_mb": "auto", "zero_shard_size": 0}
+    others = [sharded | {"implementation": name, "world_size": size} for name, size in (("adamw", 1), ("torch", 2))]
+    assert agreeing([sharded, *others, sharded | {"zero_bucket_mb": 2.0, "zero_shard_size": 1}]) == [[0, 1, 2, 3]]
+    rounded = [BASE | {"param_dtype": dtype} for dtype in ("bfloat16", "bfloat16_remainder", "float32")]
+    assert agreeing(rounded) == [[0, 1]], "remainders hold the same values"
 
 
 def test_a_run_that_was_resumed_should_agree_with_one_that_was_not():

@@ -66,55 +66,54 @@ def test_the_table_says_what_the_files_say(runs):
     assert verdict(runs[:1]) == ""
 
 
-def test_the_best_run_is_named_with_its_settings(tmp_path):
+VERDICTS = {  # name of a run: its best validation loss, its tokens, its dataset
+    (("a", 1.5, 2000, "d"), ("b", 1.50001, 2000, "d")): "All runs have the same best validation loss, 1.5000.",
+    (("a", 1.5, 2000, "d"), ("b", 1.50001, 2000, "d"), ("c", 1.75, 2000, "d")): (
+        "Lowest validation loss: 1.5000, a; b. Next: 1.7500 (+0.2500), c."
+    ),
+    (("c", 1.75, 2000, "d"), ("d", 2.0, 1000, "d")): "Lowest validation loss: 1.7500, c, at iteration 0. "
+    "Next: 2.0000 (+0.2500), d. The runs have not seen the same number of tokens: 1,000 to 2,000.",
+    (("a", 1.0, 2000, "d"), ("b", 2.0, 2000, "e")): "The runs have different datasets, so their losses do not compare.",
+    (("a", 1.0, 2000, "d"),): "",
+}
+
+
+@pytest.mark.parametrize("of", VERDICTS, ids=lambda of: " ".join(map(str, sum(of, ()))))
+def test_the_sentence_says_which_runs_are_best_as_far_as_they_compare(of, tmp_path):
     folders = []
-    for place, loss in enumerate((3.5, 3.25, 3.75)):
-        change = [event | ({"val/loss": loss} if "val/loss" in event else {}) for event in events("adamw")]
-        facts = SAME | {"implementation": "adamw", "learning_rate": 10.0**-place}
-        folders.append(write_run(tmp_path / f"lr{place}", [*change, {"iter": 10, "val/loss": loss + 0.1}], **facts))
-    assert (
-        verdict(folders) == "Lowest validation loss: 3.2500, learning_rate=0.1, lr1, at iteration 0. "
-        "Next: 3.5000 (+0.2500), learning_rate=1, lr0."
-    )
+    for name, loss, tokens, dataset in of:
+        logged = [{"iter": 0, "val/loss": loss}, {"iter": 1, "val/loss": loss + 0.1}, {"iter": 1, "iter/tokens": tokens}]
+        folders.append(write_run(tmp_path / name, logged, **SAME | {"dataset": dataset}))
+    assert verdict(folders) == VERDICTS[of]
+    losses = [row["best validation loss"].removesuffix("*") for row in table(folders)]
+    assert losses == [f"{loss:.4f}" for _, loss, _, _ in of]
+
+
+def test_the_best_cell_is_marked_and_a_column_of_zeros_left_out(tmp_path):
+    folders = [
+        write_run(tmp_path / f"lr{place}", [{"iter": 0, "val/loss": loss, "memory/saved_mb": 0.0}], **SAME, learning_rate=place)
+        for place, loss in enumerate((3.5, 3.25, 3.75))
+    ]
     assert [row["best validation loss"] for row in table(folders)] == ["3.5000", "3.2500*", "3.7500"]
-    assert "saved" not in table(folders)[0], "it is zero for all of them"
+    assert "saved" not in table(folders)[0]
+    assert verdict(folders).startswith("Lowest validation loss: 3.2500, learning_rate=1, lr1, at iteration 0. Next: 3.5000")
 
 
-def test_the_sentence_names_all_best_runs_and_unequal_training(tmp_path):
-    folders = [
-        write_run(tmp_path / name, [{"iter": 0, "val/loss": loss}, {"iter": 1, "iter/tokens": tokens}], **SAME)
-        for name, loss, tokens in (("a", 1.5, 2000), ("b", 1.50001, 2000), ("c", 1.75, 2000), ("d", 2.0, 1000))
-    ]
-    assert verdict(folders[:3]) == "Lowest validation loss: 1.5000, a; b. Next: 1.7500 (+0.2500), c."
-    assert verdict(folders[2:]).endswith(", d. The runs have not seen the same number of tokens: 1,000 to 2,000.")
-    assert "same best validation loss, 1.5000" in verdict(folders[:2])
-
-
-def test_losses_on_different_data_are_not_compared(tmp_path):
-    folders = [
-        write_run(tmp_path / name, [{"iter": 0, "val/loss": loss}], **SAME | {"dataset": name})
-        for name, loss in (("a", 1.0), ("b", 2.0))
-    ]
-    assert verdict(folders) == "The runs have different datasets, so their losses do not compare."
-    assert [row["best validation loss"] for row in table(folders)] == ["1.0000", "2.0000"]
-
-
-def test_a_run_that_has_not_ended_says_how_far_it_is(tmp_path):
-    facts = SAME | {"implementation": "adamw", "max_iters": 1100, "dist_timeout_s": 600.0}
-    states = []
-    for state in ("running", "stopped", "failed", "ended"):
-        states += table([write_run(tmp_path / state, events("adamw"), **facts | {"state": state})])
-    assert [row["state"] for row in states] == [
-        *(
-            "running, 1%, 0:30:00 left",
-            "stopped at 11 of 1,100, checkpoint at 10",
-            "failed at 11 of 1,100, checkpoint at 10",
-            "ended",
-        ),
-    ]
-    for starts, restarts in (([0, 7], "1 restart"), ([0, 7, 9], "2 restarts")):
-        resumed = write_run(tmp_path / restarts, events("adamw"), **facts | {"state": "ended", "starts": starts})
-        assert table([resumed])[0]["state"] == f"ended, {restarts}"
+@pytest.mark.parametrize(
+    ("facts", "text"),
+    [
+        ({"state": "running"}, "running, 1%, 0:30:00 left"),
+        ({"state": "stopped"}, "stopped at 11 of 1,100, checkpoint at 10"),
+        ({"state": "failed"}, "failed at 11 of 1,100, checkpoint at 10"),
+        ({"state": "ended"}, "ended"),
+        ({"state": "ended", "starts": [0, 7]}, "ended, 1 restart"),
+        ({"state": "ended", "starts": [0, 7, 9]}, "ended, 2 restarts"),
+    ],
+    ids=str,
+)
+def test_a_run_says_how_far_it_is(facts, text, tmp_path):
+    of_run = {"implementation": "adamw", "max_iters": 1100, "dist_timeout_s": 600.0}
+    assert table([write_run(tmp_path / "out", events("adamw"), **SAME | of_run | facts)])[0]["state"] == text
 
 
 def test_the_page_says_what_it_is_of(runs, tmp_path):

@@ -6,19 +6,30 @@ import json
 import pytest
 from logged import MB, bars, curve, drawn, events, layers, notes, rows, write_run
 
-import dashboard
 from charts.lines import _apart
 from charts.parts import scaled
 from charts.series import MOST_POINTS, Curve, look, rolling_median
 from charts.style import number, shown_in
+from run.metrics import METRICS, SECTIONS, Metric
 
 SAME = {"dataset": "d", "learning_rate": 0.1, "world_size": 2}
 
 
-@pytest.fixture
-def runs(tmp_path):
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
     """The folders of two runs."""
-    return [write_run(tmp_path / f"out-{name}", events(name), implementation=name, **SAME) for name in MB]
+    folder = tmp_path_factory.mktemp("runs")
+    return [write_run(folder / f"out-{name}", events(name), implementation=name, **SAME) for name in MB]
+
+
+@pytest.fixture(scope="module")
+def charts(runs):
+    return drawn(runs)
+
+
+def one(tmp_path, *more, on_gpu=True, **facts):
+    """The folder of a run by AdamW that logs these events as well."""
+    return write_run(tmp_path / "one", [*events("adamw", on_gpu=on_gpu), *more], implementation="adamw", **SAME | facts)
 
 
 def logged(folder, key):
@@ -28,61 +39,60 @@ def logged(folder, key):
 
 
 CURVES = {
-    "Gradient norm before clipping": ("iter/grad_norm", 1),
-    "Model FLOPs utilization (MFU)": ("mfu", 1),
-    "Peak memory": ("memory/peak_mb", 1000),
+    "Gradient norm before clipping": ("iter/grad_norm", 1, "norm"),
+    "Model FLOPs utilization (MFU)": ("mfu", 1, "%"),
+    "Peak memory": ("memory/peak_mb", 1000, "GB"),
 }
 
 
 @pytest.mark.parametrize("title", CURVES)
-def test_a_curve_is_what_the_file_holds(title, runs):
-    key, divisor = CURVES[title]
-    chart = drawn(runs)[title]
+def test_a_curve_is_what_the_file_holds_in_the_unit_of_the_metric(title, runs, charts):
+    key, divisor, unit = CURVES[title]
+    assert layers(charts[title], "line")[0]["y"]["title"] == unit
     for run, folder in enumerate(runs):
-        assert curve(chart, run) == [(at, pytest.approx(value / divisor, rel=1e-5)) for at, value in logged(folder, key)]
+        expected = [(at, pytest.approx(value / divisor, rel=1e-5)) for at, value in logged(folder, key)]
+        assert curve(charts[title], run) == expected
 
 
-def test_both_losses_are_in_one_chart_with_marks_and_the_last_value(runs):
-    chart = drawn(runs)["Training and validation loss"]
+def test_both_losses_are_in_one_chart_with_marks_and_the_last_value(runs, charts):
+    chart = charts["Training and validation loss"]
     for run, folder in enumerate(runs):
         assert curve(chart, run, "training") == logged(folder, "iter/loss")
         assert curve(chart, run, "validation") == logged(folder, "val/loss")
-    (marks,) = layers(chart, "point")
-    assert marks["shape"]["field"] == "run"
-    assert [layer["transform"][0]["filter"] for layer in chart["layer"] if layer["mark"]["type"] == "point"] == [
-        "datum.kind == 'validation'"
-    ]
-    (name,) = (layer["data"]["name"] for layer in chart["layer"] if layer["mark"]["type"] == "text")
-    assert [(row["run"], row["text"]) for row in chart["datasets"][name]] == [(0, "4.2000"), (1, "4.2000")]
-    (single,) = (layer["data"]["name"] for layer in drawn(runs[:1])["Training and validation loss"]["layer"] if "data" in layer)
-    ends = drawn(runs[:1])["Training and validation loss"]["datasets"][single]
-    assert [row["text"] for row in ends] == ["training 3.8900", "validation 4.2000"]
+    (marks,) = (layer for layer in chart["layer"] if layer["mark"]["type"] == "point")
+    assert marks["encoding"]["shape"]["field"] == "run"
+    assert marks["transform"][0]["filter"] == "datum.kind == 'validation'"
+    for folders, expected in ((runs, ["4.2000", "4.2000"]), (runs[:1], ["training 3.8900", "validation 4.2000"])):
+        chart = drawn(folders)["Training and validation loss"]
+        (name,) = (layer["data"]["name"] for layer in chart["layer"] if layer["mark"]["type"] == "text")
+        assert [row["text"] for row in chart["datasets"][name]] == expected
 
 
-def test_a_metric_that_a_changed_program_logs_gets_a_curve(tmp_path):
+def test_a_metric_that_is_not_declared_or_has_no_other_section_gets_a_curve(tmp_path, charts, monkeypatch):
     own = [{"iter": iteration, "train/entropy": -iteration, "iter/z_loss": 2.5} for iteration in range(3)]
-    known = write_run(tmp_path / "known", events("adamw"))
-    charts = drawn([write_run(tmp_path / "own", [*events("adamw"), *own])])
-    assert charts.keys() - drawn([known]).keys() == {"train/entropy", "iter/z_loss"}
-    assert not [title for title in drawn([known]) if "/" in title], "the metrics of train.py have titles"
-    assert curve(charts["train/entropy"], 0) == [(0, 0), (1, -1), (2, -2)]
-    assert curve(charts["iter/z_loss"], 0) == [(0, 2.5), (1, 2.5), (2, 2.5)]
+    monkeypatch.setitem(METRICS, "iter/z_loss", declared := Metric("iter/z_loss", "nats", "iteration", "z-loss"))
+    monkeypatch.setitem(SECTIONS, "Others", [declared])
+    found = drawn([one(tmp_path, *own)])
+    assert found.keys() - charts.keys() == {"train/entropy", "iter/z_loss"}
+    assert not [title for title in charts if "/" in title], "the metrics of train.py have titles"
+    assert curve(found["train/entropy"], 0) == [(0, 0), (1, -1), (2, -2)]
+    assert curve(found["iter/z_loss"], 0) == [(0, 2.5), (1, 2.5), (2, 2.5)]
+    assert layers(found["iter/z_loss"], "line")[0]["y"]["title"] == "nats"
 
 
-def test_where_losses_should_be_equal_the_colours_take_turns(runs, tmp_path):
-    thin, thick = layers(drawn(runs)["Training and validation loss"], "line")[1:]
+def test_where_losses_should_be_equal_the_colours_take_turns(runs, charts, tmp_path):
+    thin, thick = layers(charts["Training and validation loss"], "line")[1:]
     assert "strokeDash" not in thin, "it fills the gaps between the dashes where a curve is alone"
     below, above = thick["strokeDash"]["scale"]["range"]
     assert below[1] == 0, "the lower line is not dashed"
     assert above[0] == above[1] > 0, "the upper line shows as much of the lower line as of itself"
-    other = write_run(tmp_path / "other", events("adamw"), implementation="adamw", **SAME | {"learning_rate": 0.2})
-    _, thick = layers(drawn([runs[0], other])["Training and validation loss"], "line")
+    _, thick = layers(drawn([runs[0], one(tmp_path, learning_rate=0.2)])["Training and validation loss"], "line")
     assert thick["strokeDash"]["scale"]["range"] == [[1, 0], [1, 0]]
 
 
-def test_the_largest_difference_of_runs_that_should_agree(runs, tmp_path):
+def test_the_largest_difference_of_runs_that_should_agree(runs, charts, tmp_path):
     title = "Training losses that should agree: largest difference"
-    chart = drawn(runs)[title]
+    chart = charts[title]
     assert curve(chart, 0, "difference") == [(iteration, 0) for iteration in range(12)]
     assert notes(chart) == "2 runs: equal in 12 of 12 points up to iteration 11, nowhere apart"
     flat = chart["height"]
@@ -93,7 +103,7 @@ def test_the_largest_difference_of_runs_that_should_agree(runs, tmp_path):
     assert notes(chart) == "3 runs: equal in 11 of 12 points up to iteration 11, at most 0.47 apart, at iteration 3"
     assert layers(chart, "point")[0]["y"]["scale"]["type"] == "log"
     assert flat < chart["height"], "without a difference there is nothing to see"
-    other = write_run(tmp_path / "other", events("adamw"), implementation="adamw", **SAME | {"learning_rate": 0.2})
+    other = one(tmp_path, learning_rate=0.2)
     assert title not in drawn([runs[0], other])
     assert notes(drawn([*runs, other])[title]).startswith("adamw, learning_rate=0.1 and 1 more: equal in 12 of 12")
 
@@ -128,16 +138,13 @@ def test_values_at_the_ends_of_curves_do_not_overlap():
     assert _apart([1.9, 1.1, 1.5], domain) == [1.9, 1.1, 1.5]
 
 
-def test_the_gradient_norm_has_a_logarithmic_axis(runs):
-    with open(f"{runs[0]}/metrics.jsonl", "a") as file:
-        file.write('{"iter": 12, "iter/grad_norm": 0.0}\n')
-    chart = drawn(runs)["Gradient norm before clipping"]
+def test_the_gradient_norm_has_a_logarithmic_axis(tmp_path):
+    chart = drawn([one(tmp_path, {"iter": 12, "iter/grad_norm": 0.0})])["Gradient norm before clipping"]
     assert layers(chart, "line")[0]["y"]["scale"]["type"] == "log"
     assert curve(chart, 0)[-1] == (11, 32.0), "zero has no place on it"
 
 
-def test_speeds_are_rolling_medians(runs):
-    charts = drawn(runs)
+def test_speeds_are_rolling_medians(charts):
     assert curve(charts["Time of a step"], 0) == [(iteration, 100.0) for iteration in range(12)]
     assert curve(charts["Tokens per second, all ranks"], 1) == [(iteration, 10_000.0) for iteration in range(12)]
     assert notes(charts["Time of a step"]) == "rolling median of up to 25 points"
@@ -150,103 +157,76 @@ def test_speeds_are_rolling_medians(runs):
     assert rolling_median(points[:3]) == points[:3]
 
 
-def test_memory_has_its_points_and_its_predictions(runs):
-    charts = drawn(runs)
-    points = charts["Memory at the points of a step"]
-    assert bars(points) == {"after init": [0.5] * 2, "before step": [2.3, 1.9], "after step": [1.8, 1.4], "peak": [2.71, 2.31]}
-    assert [row["mark"] for row in rows(points) if "mark" in row] == [2.8, 2.4]
-    assert [row["text"] for row in rows(points) if "text" in row] == [
-        "0.500",
-        "2.30",
-        "1.80",
-        "2.71",
-        "0.500",
-        "1.90",
-        "1.40",
-        "2.31",
-    ]
-    assert layers(points, "bar")[0]["x"]["title"] == "GB"
-    parts = charts["What takes memory"]
-    assert bars(parts) == {"parameters": [0.5, 0.5], "optimizer state": [0.8, 0.4]}
-    assert bars(parts, "x2")["optimizer state"] == [1.3, 0.9], "the parts of a run are one bar"
-    assert [row["text"] for row in rows(parts) if "text" in row] == ["1.30", "0.900"]
-    assert [row["mark"] for row in rows(parts) if "mark" in row] == [0.804, 0.404]
-    saved = bars(charts["Optimizer state, and memory saved"])
-    assert saved == {"optimizer state": [800.0, 400.0], "saved": [400.0]}, "zero has no bar"
+POINTS = "after init 0.5 = 0.500 before step"
+STEP = "forward and backward 77 optimizer 20 rest 3 = 100 of these, exposed communication"
+BARS = {  # of adamw and of sharded, in a unit; what is zero has no bar
+    "Memory at the points of a step": (
+        *("GB", f"{POINTS} 2.3 = 2.30 after step 1.8 = 1.80 peak 2.71 | 2.8 = 2.71"),
+        f"{POINTS} 1.9 = 1.90 after step 1.4 = 1.40 peak 2.31 | 2.4 = 2.31",
+    ),
+    "What takes memory": (
+        *("GB", "parameters 0.5 optimizer state 0.8 | 0.804 = 1.30"),
+        "parameters 0.5 optimizer state 0.4 | 0.404 = 0.900",
+    ),
+    "Optimizer state, and memory saved": ("MB", "optimizer state 800 = 800", "optimizer state 400 = 400 saved 400 = 400"),
+    "Where the time of a step goes": ("ms", f"{STEP} 7", f"{STEP} 14"),
+    "Exposed communication of a step": ("ms", "all-reduce 7 = 7.00", "reduce-scatter 7 all-gather 7 = 14.0"),
+    "Sent by a rank in a step": ("MB", "all-reduce 300 = 300", "reduce-scatter 300 all-gather 300 = 600"),
+    "Time of a checkpoint": ("s", "consolidate 3 write 2 = 5.00", "consolidate 3 write 2 = 5.00"),
+    "Size of a checkpoint": ("GB", "one checkpoint 1.5 = 1.50", "one checkpoint 1.5 = 1.50"),
+}
 
 
-def test_points_at_which_a_run_holds_the_same_are_drawn_once(runs):
-    with open(f"{runs[0]}/metrics.jsonl", "a") as file:
-        file.write('{"iter": 12, "memory/before_step_mb": 1800.0, "memory/after_step_mb": 1800.0}\n')
-    points = bars(drawn(runs)["Memory at the points of a step"])
-    assert points == {
-        **{"after init": [0.5] * 2, "before step": [1.9], "after step": [1.4], "before and after step": [1.8]},
-        "peak": [2.71, 2.31],
-    }
+@pytest.mark.parametrize("title", BARS)
+def test_bars_are_what_the_files_hold(title, charts):
+    unit, adamw, sharded = BARS[title]
+    assert layers(charts[title], "bar")[0]["x"]["title"] == unit
+    assert bars(charts[title]) == [f"adamw: {adamw}", f"sharded: {sharded}"]
 
 
-def test_on_a_cpu_the_peak_says_whose_it_is_and_is_not_beside_the_bytes_of_tensors(tmp_path):
-    charts = drawn([write_run(tmp_path / "cpu", events("adamw", on_gpu=False), implementation="adamw")])
-    assert list(bars(charts["Memory at the points of a step"])) == ["after init", "before step", "after step"]
+def test_parts_of_a_run_are_one_bar_and_notes_say_what_is_drawn(charts):
+    chart = charts["What takes memory"]
+    assert [(row["x"], row["x2"]) for row in rows(chart) if "x" in row][:2] == [(0, 0.5), (0.5, 1.3)]
+    assert notes(chart) == "bytes held before a step; tick: prediction"
+    assert notes(charts["Where the time of a step goes"]) == "medians; thin: of these, exposed communication"
+
+
+def test_points_at_which_a_run_holds_the_same_are_drawn_once(tmp_path):
+    same = {"iter": 12, "memory/before_step_mb": 1800.0, "memory/after_step_mb": 1800.0}
+    (points,) = bars(drawn([one(tmp_path, same)])["Memory at the points of a step"])
+    assert points.endswith(": after init 0.5 = 0.500 before and after step 1.8 = 1.80 peak 2.71 | 2.8 = 2.71")
+
+
+def test_on_a_cpu_the_peak_is_that_of_the_process_and_data_takes_time(tmp_path):
+    charts = drawn([one(tmp_path, on_gpu=False)])
+    assert "peak" not in bars(charts["Memory at the points of a step"])[0]
     assert curve(charts["Peak memory"], 0)[0] == (0, 2.7)
     assert notes(charts["Peak memory"]) == "on a CPU it is that of the process, with Python and its libraries"
+    assert ": data 2 forward" in bars(charts["Where the time of a step goes"])[0], "a GPU computes meanwhile"
 
 
-def test_the_time_of_a_step_is_one_bar_per_run(runs, tmp_path):
-    chart = drawn(runs)["Where the time of a step goes"]
-    exposed = {"of these, exposed communication": [7.0, 14.0]}
-    assert bars(chart) == {"forward and backward": [77.0] * 2, "optimizer": [20.0] * 2, "rest": [3.0] * 2, **exposed}
-    assert [row["text"] for row in rows(chart) if "text" in row] == ["100", "100"]
-    on_cpu = write_run(tmp_path / "cpu", events("adamw", on_gpu=False), implementation="adamw")
-    parts = bars(drawn([on_cpu])["Where the time of a step goes"])
-    assert parts["data"] + parts["rest"] == [2.0, 1.0], "on a GPU, data is prepared while it computes"
-    assert [row["label"] for row in rows(chart) if "label" in row] == ["adamw", "sharded"]
-
-
-def test_communication_by_kind_without_the_unused(runs):
-    charts = drawn(runs)
-    for title, amount in {"Exposed communication of a step": 7.0, "Sent by a rank in a step": 300.0}.items():
-        assert bars(charts[title]) == {kind: [amount] for kind in ("all-reduce", "reduce-scatter", "all-gather")}
-        assert [row["run"] for row in rows(charts[title]) if "name" in row] == [0, 1, 1]
-
-
-def test_checkpoints(runs):
-    with open(f"{runs[1]}/metrics.jsonl", "a") as file:
-        file.write('{"iter": 10, "checkpoint/blocked_s": 0.5}\n')
-    charts = drawn(runs)
-    assert bars(charts["Time of a checkpoint"]) == {
-        **{"consolidate": [3.0, 3.0], "write": [2.0, 2.0], "training waits": [0.5]},
-    }
-    size = charts["Size of a checkpoint"]
-    assert bars(size) == {"one checkpoint": [1.5, 1.5]}
-    assert layers(size, "bar")[0]["x"]["title"] == "GB"
+def test_how_long_training_waits_for_a_checkpoint_is_a_thin_bar(tmp_path):
+    chart = drawn([one(tmp_path, {"iter": 10, "checkpoint/blocked_s": 0.5})])["Time of a checkpoint"]
+    assert bars(chart)[0].endswith("consolidate 3 write 2 = 5.00 training waits 0.5")
 
 
 def test_units_in_which_amounts_can_be_read():
-    assert shown_in("s", 0.00355) == (0.001, "ms")
-    assert shown_in("s", 1.5) == (1, "s")
-    assert shown_in("MB", 999) == (1, "MB")
-    assert shown_in("MB", 1000) == (1000, "GB")
-    assert shown_in("bytes", 2_500) == (1e3, "kB")
-    assert shown_in("norm", 5) == (1, "norm")
+    cases = [("s", 0.00355, 0.001, "ms"), ("s", 1.5, 1, "s"), ("MB", 999, 1, "MB"), ("MB", 1000, 1000, "GB")]
+    for unit, amount, divisor, shown in [*cases, ("bytes", 2_500, 1e3, "kB"), ("norm", 5, 1, "norm")]:
+        assert shown_in(unit, amount) == (divisor, shown)
 
 
 def test_parts_add_up_to_the_whole():
-    parts = {"all-reduce": [1.0, None, 2.0], "all-gather": [3.0, 4.0, None]}
-    assert scaled(parts, [8.0, 4.0, None]) == {"all-reduce": [2.0, None, None], "all-gather": [6.0, 4.0, None]}
+    assert scaled({"all-reduce": 1.0, "all-gather": 3.0, "broadcast": None}, 8.0) == {
+        **{"all-reduce": 2.0, "all-gather": 6.0, "broadcast": None},
+    }
+    assert scaled({"all-reduce": 2.0}, None) == {"all-reduce": None}
 
 
 def test_numbers_have_three_digits():
     assert [number(value) for value in (0, 0.00355, 1.8, 24.12, 99.94, 99.96, -1817.4)] == [
         *("0", "0.00355", "1.80", "24.1", "99.9", "100", "-1,817"),
     ]
-
-
-def test_a_short_checkpoint_is_in_ms(tmp_path):
-    event = {"iter": 1, "checkpoint/consolidate_s": 0.00355, "checkpoint/write_s": 0.001}
-    chart = drawn([write_run(tmp_path / "x", [event])])["Time of a checkpoint"]
-    assert bars(chart) == {"consolidate": [3.55], "write": [1.0]}
-    assert layers(chart, "bar")[0]["x"]["title"] == "ms"
 
 
 def test_figures_that_no_run_has_are_left_out(tmp_path):
@@ -282,15 +262,14 @@ def test_what_a_curve_says_about_all_of_its_points():
     for iteration, value in values:
         curve.add(iteration, value)
     assert curve.lowest == min(values, key=lambda point: point[1])
-    assert curve.largest == max(value for _, value in values)
+    assert curve.largest() == max(value for _, value in values)
+    assert curve.smallest() == min(value for _, value in values)
 
 
-def test_a_thinned_curve_says_so(runs):
-    with open(f"{runs[0]}/metrics.jsonl", "a") as file:
-        file.writelines(f'{{"iter": {iteration}, "iter/loss": 3.0}}\n' for iteration in range(12, 3 * MOST_POINTS))
-    charts = drawn(runs)
+def test_a_thinned_curve_says_so(tmp_path):
+    long = [{"iter": iteration, "iter/loss": 3.0} for iteration in range(12, 3 * MOST_POINTS)]
+    charts = drawn([one(tmp_path, *long)])
     chart = charts["Training and validation loss"]
     assert notes(chart).endswith("one of 4 points is drawn")
     assert "drawn" not in notes(charts["Gradient norm before clipping"])
     assert len(rows(chart)) <= MOST_POINTS + 1 + 12 + 2
-    assert dashboard.read_metrics(runs[0])["iter/loss"].every == 4

@@ -1,8 +1,8 @@
-"""charts/workspace.py: what it writes without wandb, and saves on a server, which is simulated below the wandb packages."""
+"""charts/workspace.py: what it saves on a server, which is simulated below the wandb packages."""
 
+import itertools
 import json
 import os
-import re
 import subprocess
 import sys
 import types
@@ -12,121 +12,21 @@ import wandb
 from conftest import ROOT
 
 from charts import workspace
+from run.metrics import METRICS, SECTIONS
 
 pytestmark = pytest.mark.filterwarnings("ignore:Pydantic V1 style")  # in wandb_workspaces
 
 # publish in a process that ends with exit code 3 when it opens a connection or starts the service of wandb
 OFFLINE = """
-import os, socket, subprocess, sys
+import os, socket, subprocess
 from charts import workspace
 
 def end(*_, **__):
     os._exit(3)
 
 socket.socket.connect = socket.socket.connect_ex = socket.getaddrinfo = subprocess.Popen = end
-print(*workspace.publish("gpt", None, sys.argv[1]), sep="\\n")
+workspace.publish("gpt", None)
 """
-TITLES = {section.name: [panel.title for panel in section.panels if panel.kind != "table"] for section in workspace.SECTIONS}
-KEYS = {section.name: [list(panel.keys) for panel in section.panels] for section in workspace.SECTIONS}
-
-
-def publish_offline(path, **variables):
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
-    environment = {**kept, "HOME": str(path.parent), "NETRC": str(path.parent / "netrc"), **variables}
-    command = [sys.executable, "-c", OFFLINE, str(path)]
-    return subprocess.run(command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True)
-
-
-@pytest.fixture
-def no_login(monkeypatch):
-    monkeypatch.setattr(wandb, "login", lambda prompt, verify: prompt or verify)
-
-
-@pytest.fixture
-def specification(no_login, tmp_path):
-    path = tmp_path / "new folder" / "wandb.json"
-    workspace.publish("gpt", None, str(path))
-    return json.loads(path.read_text())
-
-
-def keys_of(panel):
-    if panel["viewType"] == "Weave":
-        return [panel["config"]["panel2Config"]["exp"]["fromOp"]["inputs"]["key"]["val"]]
-    return panel["config"]["metrics"]
-
-
-def titles_of(panels):
-    return [panel["config"]["chartTitle"] for panel in panels if "chartTitle" in panel["config"]]
-
-
-def grids(specification):
-    """Run set and panels of each panel grid of the report."""
-    grids = [block["metadata"] for block in specification["report"]["spec"]["blocks"] if block["type"] == "panel-grid"]
-    return [(*grid["runSets"], grid["panelBankSectionConfig"]["panels"], grid) for grid in grids]
-
-
-def test_without_a_login_it_needs_no_network_and_says_what_is_missing(tmp_path, specification):
-    done = publish_offline(tmp_path / "wandb.json")
-    assert (done.returncode, done.stderr) == (0, "")
-    (line,) = done.stdout.splitlines()
-    assert "run `wandb login`, then use this command again" in line
-    assert str(tmp_path / "wandb.json") in line
-    assert json.loads((tmp_path / "wandb.json").read_text()) == specification, "the same in every process"
-
-
-def test_with_a_login_it_would_need_the_network(tmp_path):
-    assert publish_offline(tmp_path / "wandb.json", WANDB_API_KEY="a" * 40).returncode == 3
-
-
-def test_the_workspace_has_every_panel_of_every_section(specification):
-    sections = specification["workspace"]["spec"]["section"]["panelBankConfig"]["sections"]
-    assert {section["name"]: titles_of(section["panels"]) for section in sections} == TITLES
-    assert {section["name"]: [keys_of(panel) for panel in section["panels"]] for section in sections} == KEYS
-    for section in sections:
-        layout = section["flowConfig"]
-        assert layout["columnsPerPage"] * layout["rowsPerPage"] >= len(section["panels"]), "all panels on the first page"
-
-
-def test_the_report_has_every_panel_in_a_place_of_its_own(specification):
-    headings = [block for block in specification["report"]["spec"]["blocks"] if block["type"] == "heading"]
-    names = [heading["children"][0]["text"] for heading in headings]
-    panels = dict(zip(names, (panels for _, panels, _ in grids(specification)), strict=True))
-    assert {name: titles_of(panels) for name, panels in panels.items()} == TITLES
-    assert {name: [keys_of(panel) for panel in panels] for name, panels in panels.items()} == KEYS
-    for of_section in panels.values():
-        assert len({(panel["layout"]["x"], panel["layout"]["y"]) for panel in of_section}) == len(of_section)
-
-
-def test_lines_are_over_the_iterations_and_not_smoothed(specification):
-    section = specification["workspace"]["spec"]["section"]
-    for settings in (section["settings"], *(part["localPanelSettings"] for part in section["panelBankConfig"]["sections"])):
-        assert (settings["xAxis"], settings["smoothingType"], settings["smoothingWeight"]) == ("iter", "none", 0)
-    panels = [panel for part in section["panelBankConfig"]["sections"] for panel in part["panels"]]
-    lines = [panel for panel in panels if panel["viewType"] == "Run History Line Plot"]
-    assert lines
-    for _, panels, _ in grids(specification):
-        lines += [panel for panel in panels if panel["viewType"] == "Run History Line Plot"]
-    assert {(line["config"]["xAxis"], line["config"]["smoothingType"]) for line in lines} == {("iter", "none")}
-
-
-def test_runs_are_grouped_and_coloured_by_implementation(specification):
-    section = specification["workspace"]["spec"]["section"]
-    report = [(runset, grid["customRunColors"]) for runset, _, grid in grids(specification)]
-    for runset, colours in [(*section["runSets"], section["customRunColors"]), *report]:
-        assert runset["grouping"] == [{"section": "config", "name": "implementation.value"}]
-        assert len(set(colours.values())) == 3
-        for name in ("adamw", "torch", "sharded"):
-            assert [key for key in colours if name in key and runset["id"] in key], "the key has the group and its run set"
-    bars = [panel for _, panels, _ in grids(specification) for panel in panels if panel["viewType"] == "Bar Chart"]
-    assert {bar["config"]["groupBy"] for bar in bars} == {"implementation.value"}
-
-
-def test_every_key_is_documented():
-    with open(os.path.join(ROOT, "docs", "metrics.md")) as file:
-        first_cells = [line.split("|")[1] for line in file if line.startswith("|")]
-    documented = {key for cell in first_cells for key in re.findall("`([^`]+)`", cell)}
-    shown = {key.removesuffix("_min") for section in KEYS.values() for keys in section for key in keys}
-    assert shown - documented == set()
 
 
 class Server:
@@ -135,11 +35,11 @@ class Server:
     app_url = "https://wandb.test/"
 
     def __init__(self):
-        self.views = {}
+        self.views, self.new = {}, itertools.count()
 
     def execute_graphql(self, query, variables=None, **_):
         if "upsertView" in query:
-            identity = variables.get("id") or f"id{len(self.views)}"
+            identity = variables.get("id") or f"id{next(self.new)}"
             assert identity in self.views or not variables.get("id")
             self.views[identity] = {**variables, "id": identity}
             project = {"id": "", "name": variables["projectName"], "entityName": variables["entityName"]}
@@ -150,6 +50,16 @@ class Server:
         found = [view for view in self.views.values() if (view["entityName"], view["type"]) == (entity, kind)]
         found = [view for view in found if view["name"] == (variables.get("viewName") or view["name"])]
         return {"project": {"allViews": {"edges": [{"node": view, "cursor": ""} for view in found], "pageInfo": {}}}}
+
+    def specs(self):
+        """The workspace, its sections by name, and the panel grids of the report by their headings."""
+        of_workspace, of_report = (json.loads(view["spec"]) for view in self.views.values())
+        sections = of_workspace["section"]["panelBankConfig"]["sections"]
+        blocks = of_report["blocks"]
+        names = [block["children"][0]["text"] for block in blocks if block["type"] == "heading"]
+        grids = [block["metadata"] for block in blocks if block["type"] == "panel-grid"]
+        by_name = dict(zip(names, grids, strict=True))
+        return of_workspace["section"], {section["name"]: section for section in sections}, by_name
 
 
 @pytest.fixture
@@ -170,58 +80,124 @@ def server(monkeypatch):
     return server
 
 
-def test_with_a_login_both_are_saved_and_later_updated(specification, server, tmp_path):
-    path = tmp_path / "none.json"
-    lines = workspace.publish("gpt", None, str(path))
-    assert lines == [
-        "workspace: https://wandb.test/me/gpt?nw=nanogptzero",
-        "report: https://wandb.test/me/gpt/reports/nanoGPT-with-ZeRO-1--id1",
-    ]
-    assert [json.loads(view["spec"]) for view in server.views.values()] == [
-        specification["workspace"]["spec"],
-        specification["report"]["spec"],
-    ]
-    for view in server.views.values():
-        view["spec"] = "{}"  # a change by hand
-    assert workspace.publish("gpt", "me", str(path)) == lines
+def contents(panels):
+    """Title, kind and keys of each panel."""
+    found = []
+    for panel in panels:
+        config = panel["config"]
+        keys = config.get("metrics") or [config["panel2Config"]["exp"]["fromOp"]["inputs"]["key"]["val"]]
+        found.append((config.get("chartTitle"), panel["viewType"], keys))
+    return found
+
+
+def test_workspace_and_report_have_the_charts_of_the_metrics(server):
+    workspace.publish("gpt", None)
+    _, sections, grids = server.specs()
+    found = {name: contents(section["panels"]) for name, section in sections.items()}
+    assert found == {name: contents(grid["panelBankSectionConfig"]["panels"]) for name, grid in grids.items()}
+    assert list(found) == [name for name in SECTIONS if name != "Others"]
+    shown = {key for panels in found.values() for _, _, keys in panels for key in keys}
+    assert shown - METRICS.keys() == set()
+    assert {metric.key for metric in METRICS.values() if metric.chart} - shown == set()
+    bars, lines = "Bar Chart", "Run History Line Plot"
+    assert ("Peak memory, MB", bars, ["peak_memory_mb"]) in found["Summary"]
+    both, state = ["memory/predicted_state_mb", "memory/measured_state_mb"], "memory/optimizer_state_mb"
+    assert ("State, predicted and measured, MB", bars, both) in found["Memory"]
+    assert ("Optimizer state of a rank, MB", lines, [state, f"{state}_min"]) in found["Memory"]
+    points = [f"memory/{point}_mb" for point in ("after_init", "before_step", "after_step")]
+    assert ("At three points of a step, MB", lines, points) in found["Memory"], "without the minima, which would be six lines"
+    assert found["Samples"] == [(None, "Weave", ["sample/text"])]
+    for section in sections.values():
+        layout = section["flowConfig"]
+        assert layout["columnsPerPage"] * layout["rowsPerPage"] >= len(section["panels"]), "all panels on the first page"
+    for grid in grids.values():
+        panels = grid["panelBankSectionConfig"]["panels"]
+        assert len({(panel["layout"]["x"], panel["layout"]["y"]) for panel in panels}) == len(panels)
+
+
+def test_lines_are_over_the_iterations_and_runs_grouped_and_coloured_by_implementation(server):
+    workspace.publish("gpt", None)
+    whole, sections, grids = server.specs()
+    for settings in (whole["settings"], *(section["localPanelSettings"] for section in sections.values())):
+        assert (settings["xAxis"], settings["smoothingType"], settings["smoothingWeight"]) == ("iter", "none", 0)
+    panels = [panel for section in sections.values() for panel in section["panels"]]
+    panels += [panel for grid in grids.values() for panel in grid["panelBankSectionConfig"]["panels"]]
+    configs = [(panel["viewType"], panel["config"]) for panel in panels]
+    lines = {(of["xAxis"], of["smoothingType"]) for kind, of in configs if kind == "Run History Line Plot"}
+    assert lines == {("iter", "none")}
+    assert {of["groupBy"] for kind, of in configs if kind == "Bar Chart"} == {"implementation.value"}
+    for (runset,), colours in [(of["runSets"], of["customRunColors"]) for of in (whole, *grids.values())]:
+        assert runset["grouping"] == [{"section": "config", "name": "implementation.value"}]
+        assert len(set(colours.values())) == 3
+        for name in ("adamw", "torch", "sharded"):
+            assert [key for key in colours if name in key and runset["id"] in key], "the key has the group and its run set"
+
+
+def test_both_are_updated_by_later_calls(server):
+    first, second = workspace.publish("gpt", None)
+    name = first.removeprefix("workspace: https://wandb.test/me/gpt?nw=")
+    assert server.views["id0"]["name"] == f"nw-{name}-v"
+    assert second == "report: https://wandb.test/me/gpt/reports/nanoGPT-with-ZeRO-1--id1"
+    changed = json.loads(server.views["id0"]["spec"])
+    changed["section"]["panelBankConfig"]["sections"] = []  # by hand
+    server.views["id0"]["spec"], server.views["id1"]["spec"] = json.dumps(changed), "{}"
+    assert workspace.publish("gpt", "me") == [first, second]
     assert len(server.views) == 2
-    assert json.loads(server.views["id0"]["spec"]) == specification["workspace"]["spec"]
-    assert json.loads(server.views["id1"]["spec"]) == specification["report"]["spec"]
-    assert workspace.publish("gpt", "team", str(path)) == [
-        "workspace: https://wandb.test/team/gpt?nw=nanogptzero",
-        "report: https://wandb.test/team/gpt/reports/nanoGPT-with-ZeRO-1--id3",
-    ]
-    assert not path.exists()
+    _, sections, grids = server.specs()
+    assert sections.keys() == grids.keys()
+    assert sections
+    del server.views["id0"]
+    again, second_again = workspace.publish("gpt", "me")
+    assert (again != first, second_again) == (True, second), "the workspace was deleted, so there is a new one"
+    assert workspace.publish("gpt", "me") == [again, second]
+    other = workspace.publish("gpt", "team")
+    assert all(line.partition("wandb.test/")[2].startswith("team/gpt") for line in other)
 
 
-def test_a_report_with_another_title_stays(server, tmp_path):
+def test_a_report_with_another_title_stays(server):
     other = {"id": "other", "name": "x", "displayName": "My report", "type": "runs", "spec": "{}", "entityName": "me"}
     server.views["other"] = dict(other)
-    workspace.publish("gpt", None, str(tmp_path / "none.json"))
+    workspace.publish("gpt", None)
     assert server.views["other"] == other
     assert len(server.views) == 3
 
 
-def test_a_project_that_does_not_exist_is_refused(server, tmp_path):
-    with pytest.raises(ValueError, match=r"^there is no project me/gtp in wandb; check --project and --entity, or first train"):
-        workspace.publish("gtp", None, str(tmp_path / "none.json"))
+def unreachable():
+    raise wandb.errors.AuthenticationError("cannot connect\nin many lines")
+
+
+@pytest.mark.parametrize(
+    ("project", "changed", "message"),
+    [
+        (
+            "gtp",
+            {},
+            r"^there is no project me/gtp in wandb; check --project and --entity, or first train with --wandb_log=True",
+        ),
+        ("gpt", {"login": lambda prompt, verify: prompt or verify}, "^there is no wandb login, or WANDB_MODE is offline; run "),
+        ("gpt", {"Api": unreachable}, "^wandb: cannot connect; check the network and `wandb login`, then this command again$"),
+    ],
+)
+def test_what_is_missing_is_named(project, changed, message, server, monkeypatch):
+    for name, value in changed.items():
+        monkeypatch.setattr(wandb, name, value)
+    with pytest.raises(ValueError, match=message):
+        workspace.publish(project, None)
     assert not server.views
 
 
-def test_without_a_network_the_reason_is_printed(monkeypatch, tmp_path, specification):
-    def unreachable():
-        raise wandb.errors.AuthenticationError("cannot connect\nin many lines")
-
-    monkeypatch.setattr(wandb, "login", lambda prompt, verify: not prompt)
-    monkeypatch.setattr(wandb, "Api", unreachable)
-    path = tmp_path / "wandb.json"
-    (line,) = workspace.publish("gpt", None, str(path))
-    assert line.startswith("wandb: cannot connect; check the network and `wandb login`, then use this command again; ")
-    assert json.loads(path.read_text()) == specification
+@pytest.mark.parametrize(("login", "code"), [({}, 1), ({"WANDB_API_KEY": "a" * 40}, 3)])
+def test_without_a_login_it_needs_no_network(login, code, tmp_path):
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
+    environment = {**kept, "HOME": str(tmp_path), "NETRC": str(tmp_path / "netrc"), **login}
+    command = [sys.executable, "-c", OFFLINE]
+    done = subprocess.run(command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    assert done.returncode == code, done.stderr
+    assert ("there is no wandb login" in done.stderr) == (code == 1)
 
 
 @pytest.mark.parametrize("package", ["wandb", "wandb_workspaces"])
-def test_a_missing_package_is_named(package, monkeypatch, tmp_path):
+def test_a_missing_package_is_named(package, monkeypatch):
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ImportError, match=r"^--wandb needs wandb-workspaces \(.*\); pip install -e '\.\[dashboard\]'$"):
-        workspace.publish("gpt", None, str(tmp_path / "wandb.json"))
+        workspace.publish("gpt", None)

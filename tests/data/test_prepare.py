@@ -19,7 +19,6 @@ from data.vocabulary import DataError, expected_vocab_size
 def scripts(tmp_path):
     """A copy of data/ that the scripts write into, in place of the project's own."""
     shutil.copytree(os.path.join(ROOT, "data"), tmp_path / "data", ignore=shutil.ignore_patterns("*.bin", "*.pkl", "*.txt"))
-    shutil.copy(os.path.join(ROOT, "configurator.py"), tmp_path)
     return tmp_path
 
 

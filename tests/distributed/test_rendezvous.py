@@ -20,42 +20,25 @@ def _unset(monkeypatch):
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
 
 
-@pytest.fixture
-def chosen(monkeypatch):
-    """What a rank with these routes chooses, by peer; the other rank has stored its own address."""
-    monkeypatch.setenv("MASTER_ADDR", "host0")
+@pytest.mark.parametrize(
+    ("rank", "routes", "others", "variables", "interface"),
+    [
+        (1, MACHINE_1, "127.0.1.1", {}, "eth1"),  # what reaches the other machine
+        (0, MACHINE_0, "10.0.0.2", {}, "eth0"),  # not loopback, which its own name means
+        (0, MACHINE_0, "10.0.0.2", {"GLOO_SOCKET_IFNAME": "ib0"}, "ib0"),  # the user's choice
+        (1, {"host0": "10.0.0.9"}, "127.0.1.1", {}, None),  # no interface has this address
+        (1, {}, "", {}, None),  # nothing reaches the first machine
+    ],
+)
+def test_each_machine_takes_the_interface_that_reaches_the_other(monkeypatch, rank, routes, others, variables, interface):
+    for name, value in {"MASTER_ADDR": "host0", **variables}.items():
+        monkeypatch.setenv(name, value)
     monkeypatch.setattr(rendezvous, "_interfaces", lambda: INTERFACES)
-
-    def choose(rank, routes, others, **variables):
-        for name, value in variables.items():
-            monkeypatch.setenv(name, value)
-        monkeypatch.setattr(rendezvous, "_own_address", lambda peer: routes.get(peer, ""))
-        store = dist.HashStore()
-        store.set(f"address of rank {1 - rank}", others)
-        choose_interface(store, rank, world_size=2, is_one_machine=False)
-        return os.environ.get("GLOO_SOCKET_IFNAME")
-
-    return choose
-
-
-def test_each_machine_takes_the_interface_that_reaches_the_other(chosen):
-    assert chosen(1, MACHINE_1, others="127.0.1.1") == "eth1"
-
-
-def test_the_machine_of_rank_0_does_not_take_loopback_where_it_finds_its_own_name(chosen):
-    assert chosen(0, MACHINE_0, others="10.0.0.2") == "eth0"
-
-
-def test_the_user_chooses(chosen):
-    assert chosen(0, MACHINE_0, others="10.0.0.2", GLOO_SOCKET_IFNAME="ib0") == "ib0"
-
-
-def test_an_unknown_address_chooses_nothing(chosen):
-    assert chosen(1, {"host0": "10.0.0.9"}, others="127.0.1.1") is None
-
-
-def test_an_unknown_master_chooses_nothing(chosen):
-    assert chosen(1, {}, others="") is None
+    monkeypatch.setattr(rendezvous, "_own_address", lambda peer: routes.get(peer, ""))
+    store = dist.HashStore()
+    store.set(f"address of rank {1 - rank}", others)  # which the other rank has found
+    choose_interface(store, rank, world_size=2, is_one_machine=False)
+    assert os.environ.get("GLOO_SOCKET_IFNAME") == interface
 
 
 def test_one_machine_takes_loopback(monkeypatch):

@@ -78,20 +78,6 @@ def test_a_signal_to_one_rank_saves_and_ends_all(data, tmp_path, number, send):
     assert [resumed[i] for i in range(stopped, stopped + 7)] == [whole[i] for i in range(stopped, stopped + 7)]
 
 
-@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="only Linux can wait for a process that is no child")
-def test_after_ctrl_c_the_last_line_says_how_to_continue(data, tmp_path):
-    """torchrun, which gets the signal and forwards it, prints a traceback when its ranks have ended."""
-    with subprocess.Popen(
-        command("train.py", *arguments(tmp_path, data), ranks=2), env=environment(), text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    ) as process:  # fmt: skip
-        next(line for line in process.stdout if line.startswith("iter 8:"))
-        process.send_signal(signal.SIGINT)
-        printed = process.communicate(timeout=120)[0].splitlines()
-    assert any("SignalException" in line for line in printed)
-    assert re.fullmatch(r"stopped by a signal before iteration \d+; continue with --init_from=resume", printed[-1])
-
-
 def test_sigusr1_saves_and_goes_on_and_a_second_sigint_ends_at_once(data, tmp_path):
     with started(tmp_path, data) as run:
         first, second = run.pids

@@ -46,9 +46,7 @@ CASES = {
     "muon, replicated": case(muon=True, use_zero1=False),
     "muon, torch": case(muon=True, zero1_impl="torch"),
     "muon, state in bfloat16": case(muon=True, param_dtype="bfloat16", state_dtype="bfloat16"),
-    "state in int8, remainders": case(
-        shard_gradients=True, param_dtype="bfloat16", master_dtype="remainder", state_dtype="int8"
-    ),
+    "state in int8, remainders": case(shard_gradients=True, param_dtype="bfloat16_remainder", state_dtype="int8"),
 }
 CASES_OF_LARGER = {  # on a CPU, the pool keeps
     "buckets": case(6),
@@ -56,7 +54,7 @@ CASES_OF_LARGER = {  # on a CPU, the pool keeps
     "buckets, with shard_gradients": case(6, shard_gradients=True),
     "the same, with shard_gradients": case("auto", shard_gradients=True),
     "bfloat16": case(6, param_dtype="bfloat16"),
-    "remainders": case(6, param_dtype="bfloat16", master_dtype="remainder", state_dtype="bfloat16"),
+    "remainders": case(6, param_dtype="bfloat16_remainder", state_dtype="bfloat16"),
 }
 
 

@@ -23,6 +23,8 @@ CASES = {
     "gradients": ["--shard_gradients=True"],
 }
 
+REST = [("adamw", 0), ("sharded", 0), *((case, culprit) for case in ("torch", "bfloat16", "gradients") for culprit in (0, 1))]
+
 
 def flipped(data, out, culprit, *arguments, ranks=3):
     """The line that names what differs, and the iteration of the last checkpoint."""
@@ -38,9 +40,13 @@ def flipped(data, out, culprit, *arguments, ranks=3):
 
 
 @pytest.mark.parametrize(
-    "culprit", [pytest.param(0, marks=pytest.mark.slow("the other rank", seconds=12)), 1]
-)  # 'sharded': rank 1 owns the element
-@pytest.mark.parametrize("case", CASES)
+    ("case", "culprit"),
+    [
+        ("adamw", 1),
+        ("sharded", 1),  # which owns the element
+        *(pytest.param(*rest, marks=pytest.mark.slow("more modes and the other rank", seconds=12)) for rest in REST),
+    ],
+)
 def test_a_flipped_bit_is_found_at_the_next_comparison(data, tmp_path, case, culprit):
     message, saved = flipped(data, tmp_path, culprit, "--desync_check_interval=4", *CASES[case])
     assert message.startswith(f"the ranks differ at iteration 16: rank {culprit} in {WEIGHT}"), message
@@ -56,10 +62,7 @@ def test_nothing_is_saved_before_the_ranks_have_compared(data, tmp_path):
 
 @pytest.mark.parametrize(
     "case",
-    [
-        case if case == "sharded" else pytest.param(case, marks=pytest.mark.slow("'sharded' is the default", seconds=17))
-        for case in CASES
-    ],
+    ["sharded", *(pytest.param(case, marks=pytest.mark.slow("more modes", seconds=17)) for case in CASES if case != "sharded")],
 )
 def test_the_check_changes_nothing(data, tmp_path, case):
     checkpoints = []

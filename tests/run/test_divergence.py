@@ -18,8 +18,8 @@ DIVERGING = [  # the learning rate from iteration 8 on, ranks, flags
     ("1e10", 2, ["--dtype=float16", "--async_save=True"]),
     ("1e300", 2, ["--param_dtype=bfloat16", "--checkpoint_format=sharded"]),
     ("1e4", 0, ["--dtype=float16", "--grad_clip=0.0"]),
-    ("1e10", 2, ["--shard_gradients=True", "--on_nonfinite=skip", "--max_nonfinite=3"]),
-    ("1e6", 2, ["--use_zero1=False", "--dtype=bfloat16", "--on_nonfinite=skip", "--grad_clip=0.0"]),
+    ("1e10", 2, ["--shard_gradients=True", "--max_nonfinite=3"]),
+    ("1e6", 2, ["--use_zero1=False", "--dtype=bfloat16", "--max_nonfinite=10", "--grad_clip=0.0"]),
 ]
 
 
@@ -55,7 +55,7 @@ def test_more_runs_that_diverge_keep_their_checkpoints(data, tmp_path, learning_
 def test_nothing_is_saved_while_updates_are_skipped(data, tmp_path):
     """Weights with a finite loss but gradients that are not finite do not replace weights that can be trained."""
     process = run(
-        *("train.py", *SETTINGS, f"--dataset={data}", f"--out_dir={tmp_path}", "--max_iters=5", "--on_nonfinite=skip"),
+        *("train.py", *SETTINGS, f"--dataset={data}", f"--out_dir={tmp_path}", "--max_iters=5", "--max_nonfinite=10"),
         before=faults.infinite_norm,
     )
     assert process.returncode == 0, process.stderr

@@ -8,17 +8,8 @@ import pytest
 
 from run import logger
 from run.logger import Logger
-from run.wandb_run import NoRun, WandbError
 
-CONFIG = {
-    "wandb_log": False,
-    "wandb_mode": "online",
-    "wandb_project": "p",
-    "wandb_run_name": "n",
-    "implementation": "sharded",
-    "out_dir": "out",
-    "eval_interval": 5,
-}
+CONFIG = {"wandb_log": False, "implementation": "sharded", "eval_interval": 5}
 
 
 def make(folder, resume_at=None):
@@ -67,17 +58,15 @@ def test_a_resumed_run_keeps_the_evaluation_that_it_does_not_repeat(tmp_path, ev
         log = Logger(str(tmp_path), 5, CONFIG | {"eval_interval": eval_interval})
         log.log({"iter": 5, "lr": 0.1})
         assert lines(tmp_path) == [events[0], *([events[1]] if kept else []), events[2]]
-        assert log._summary.best["val/loss"] == ((1.5, 5) if kept else (4.0, 0))
+        assert log._summary.figures()["best_val_loss"] == (1.5 if kept else 4.0)
 
 
 class FakeRun:
     """What WandbRun offers, with notes of the calls."""
 
-    id = "abc"
-
-    def __init__(self, *how):
-        *self.how, history = how
-        self.history, self.events, self.alerts, self.summary, self.exit_code = list(history), [], [], {}, None
+    def __init__(self, config, run_id=None):
+        self.id, self.lacks_history = run_id, run_id == "offline"
+        self.events, self.alerts, self.summary, self.exit_code = [], [], {}, None
 
     def log(self, event):
         self.events.append(event)
@@ -96,100 +85,28 @@ class FakeRun:
 def wandb(monkeypatch):
     """Replaces the wandb run; returns a Logger with one."""
     monkeypatch.setattr(logger, "WandbRun", FakeRun)
-    monkeypatch.delenv("WANDB_MODE", raising=False)
-    return lambda *how, **config: Logger(*how[:2], CONFIG | {"wandb_log": True} | config, *how[2:])
+    return lambda folder, resume_at=None, run_id=None, **more: Logger(str(folder), resume_at, CONFIG | more, run_id)
 
 
 def test_what_is_not_finite_is_null_in_the_file_and_itself_in_wandb(tmp_path, wandb):
     event = {"iter": 1, "a": math.nan, "b": math.inf, "c": -math.inf, "d": 2.0, "e": None}
-    log = wandb(str(tmp_path), None)
+    log = wandb(tmp_path)
     log.log(event)
     assert log.run.events == [event]
     text = (tmp_path / "metrics.jsonl").read_text()
     assert text == '{"iter": 1, "a": null, "b": null, "c": null, "d": 2.0, "e": null}\n'
 
 
-def test_wandb_gets_the_run_and_what_was_logged_before(tmp_path, wandb):
-    before = [{"iter": 0, "x": 1.0}, {"iter": 1, "x": 2.0}]
-    lines = [*map(json.dumps, before), "a remark", '{"iter": 2}', '{"iter": 2, "checkpoint/bytes": 7}', '{"iter": 3, "to']
-    (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
-    log = wandb(str(tmp_path), 2, "abc")
-    assert log.run.how[:3] == ["online", "p", "n out"]
-    assert log.run.how[4:] == ["sharded", "abc", 2]
-    assert log.run.history == [*before, {"iter": 2, "checkpoint/bytes": 7}]
-    assert log.run_id == "abc"
+def test_wandb_gets_the_run_that_goes_on_and_the_rows_that_it_lacks(tmp_path, wandb):
+    lines = ['{"iter": 0}', "a remark", '{"iter": 2}', '{"iter": 4}', '{"iter": 2, "checkpoint/bytes": 7}', '{"iter": 9, "to']
+    for run_id, events in (("abc", []), ("offline", [{"iter": 0}, {"iter": 2, "checkpoint/bytes": 7}])):
+        (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
+        log = wandb(tmp_path, 2, run_id)
+        assert log.run_id == run_id
+        assert log.run.events == events
     log.finish("failed")
     assert log.run.exit_code == 1
-    assert wandb(str(tmp_path), None).run.history == [], "a new run"
-    assert wandb(str(tmp_path), None, wandb_mode="disabled").run_id is None
-    evaluation = wandb(None, 2, "abc")
-    assert evaluation.run.how[5:] == [None, None], "it must not rewind the run"
-
-
-def test_runs_in_other_folders_have_other_names(tmp_path, wandb, monkeypatch):
-    for out_dir in ("out-a", "runs/out-b"):
-        assert wandb(str(tmp_path), None, out_dir=out_dir).run.how[2] == f"n {os.path.basename(out_dir)}"
-    monkeypatch.setenv("WANDB_SWEEP_ID", "abc")
-    assert wandb(str(tmp_path), None, out_dir="out").run.how[2] is None, "wandb names the runs of a sweep"
-
-
-def test_a_checkpoint_is_not_uploaded_without_a_wandb_run(tmp_path, wandb):
-    with pytest.raises(ValueError, match="wandb_log_checkpoints=True uploads to wandb; use it with --wandb_log=True"):
-        wandb(str(tmp_path), None, wandb_log=False, wandb_log_checkpoints=True)
-
-
-def test_a_checkpoint_in_parts_is_not_uploaded(tmp_path, wandb):
-    settings = {"wandb_log_checkpoints": True, "checkpoint_format": "sharded"}
-    with pytest.raises(
-        ValueError, match="wandb_log_checkpoints=True uploads whole files; use it with --checkpoint_format=cons"
-    ):
-        wandb(str(tmp_path), None, **settings)
-
-
-def test_a_wandb_that_does_not_start_leaves_the_files_as_they_are(tmp_path, monkeypatch):
-    def fail(*_):
-        raise ValueError("wandb does not start: no reason")
-
-    monkeypatch.setattr(logger, "WandbRun", fail)
-    for name in ("metrics.jsonl", "run.json"):
-        (tmp_path / name).write_text("{}\n")
-    with pytest.raises(ValueError, match="no reason"):
-        Logger(str(tmp_path), None, CONFIG | {"wandb_log": True})
-    assert [(tmp_path / name).read_text() for name in ("metrics.jsonl", "run.json")] == ["{}\n", "{}\n"]
-
-
-def test_a_wandb_that_cannot_start_does_not_end_the_run(tmp_path, monkeypatch, capsys):
-    def fail(*_):
-        raise WandbError("wandb is not installed (No module named 'wandb'); pip install wandb")
-
-    monkeypatch.setattr(logger, "WandbRun", fail)
-    log = Logger(str(tmp_path), None, CONFIG | {"wandb_log": True})
-    log.log({"iter": 0})
-    log.finish()
-    assert log.run_id is None
-    assert lines(tmp_path) == [{"iter": 0}]
-    (line,) = capsys.readouterr().out.splitlines()
-    assert line.startswith("WARNING: wandb is not installed (")
-    assert line.endswith("; pip install wandb; training goes on, metrics.jsonl has all figures")
-
-
-def test_the_variable_comes_before_the_setting(tmp_path, wandb, monkeypatch):
-    for variable, mode in (
-        ("", "online"),
-        ("offline", "offline"),
-        ("dryrun", "offline"),
-        ("run", "online"),
-        ("disabled", None),
-    ):
-        monkeypatch.setenv("WANDB_MODE", variable)
-        run = wandb(str(tmp_path), None).run
-        assert mode == (None if isinstance(run, NoRun) else run.how[0]), variable
-    monkeypatch.setenv("WANDB_MODE", "foo")
-    with pytest.raises(
-        ValueError, match="WANDB_MODE=foo is not one of online, offline, disabled; change or unset the variable"
-    ):
-        wandb(str(tmp_path), None)
-    assert wandb(str(tmp_path), None, wandb_log=False).run_id is None, "it does not matter without wandb"
+    assert wandb(tmp_path).run_id is None, "a new run"
 
 
 def test_run_json_lists_what_a_resumed_run_has_changed(tmp_path):
@@ -230,7 +147,7 @@ def test_run_json_says_how_the_run_has_ended(tmp_path):
 
 
 def test_the_summary_of_a_run_that_was_resumed(tmp_path, wandb):
-    log = wandb(str(tmp_path), None)
+    log = wandb(tmp_path)
     for iteration, speed in enumerate((10.0, 30.0, 20.0, 90.0)):
         log.log({"iter": iteration, "val/loss": 3.0 - iteration, "lr": 0.1})
         log.log({"iter": iteration, "throughput/tokens_per_second": speed, "memory/peak_mb": 100.0 - iteration})
@@ -239,7 +156,7 @@ def test_the_summary_of_a_run_that_was_resumed(tmp_path, wandb):
     found = {key: log.run.summary[key] for key in expected}
     assert found == expected | {"best_val_loss": 0.0, "last_val_loss": 0.0}
     log.finish()
-    resumed = wandb(str(tmp_path), 2, eval_interval=1)
+    resumed = wandb(tmp_path, 2, eval_interval=1)
     assert resumed.run.summary == {}
     resumed.log({"iter": 2, "val/loss": math.nan})
     resumed.finish()
@@ -248,7 +165,7 @@ def test_the_summary_of_a_run_that_was_resumed(tmp_path, wandb):
 
 
 def test_alerts_go_to_the_console_and_to_wandb(tmp_path, wandb, capsys):
-    log = wandb(str(tmp_path), None)
+    log = wandb(tmp_path)
     for iteration in range(50):
         log.log({"iter": iteration, "iter/loss": 2.0 + 0.01 * (iteration % 2)})
     assert capsys.readouterr().out == ""

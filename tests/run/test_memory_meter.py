@@ -41,7 +41,7 @@ def figures(folder, which):
         ["--zero_bucket_mb=0.02"],
         ["--shard_gradients=True", "--zero_bucket_mb=0.02"],
         ["--param_dtype=bfloat16"],
-        ["--param_dtype=bfloat16", "--master_dtype=remainder", "--state_dtype=int8", "--shard_gradients=True"],
+        ["--param_dtype=bfloat16_remainder", "--state_dtype=int8", "--shard_gradients=True"],
     ],
     ids=" ".join,
 )

@@ -1,19 +1,22 @@
-"""The metrics of a run: documented, the same keys for every implementation, and figures that are known exactly."""
+"""The metrics of a run: declared, the same keys for every implementation, and figures that are known exactly."""
 
 import json
 import math
-import os
 import re
+import runpy
 from functools import partial
 
 import faults
 import pytest
 import torch
-from conftest import ROOT
 from scripts import SETTINGS, run
 
+from forecast.prediction import PURPOSES
 from model import GPT, GPTConfig
+from run import metrics
 from run.memory_meter import MemoryMeter
+from run.metrics import METRICS
+from zero.communication import KINDS as COLLECTIVES
 
 STEPS = 6
 KINDS = {  # collectives that an implementation waits for, and sends
@@ -21,27 +24,18 @@ KINDS = {  # collectives that an implementation waits for, and sends
     "torch": [("all_reduce", "broadcast"), ("all_reduce", "broadcast")],
     "sharded": [("all_reduce", "reduce_scatter", "all_gather"), ("reduce_scatter", "all_gather")],
 }
-# figures that not every implementation has
-OF_SOME = r"comm/(exposed|sent)_(all_|reduce_|broadcast)|memory/((predicted|measured)_buckets|saved|.*_(min|rank)$)"
+# figures that not every run has
+OF_SOME = r"comm/(exposed|sent)_(all_|reduce_|broadcast)|memory/((predicted|measured)_(buckets|master)|saved|.*_(min|rank)$)"
 OF_SOME += "|checkpoint/error|warning|sample"
+LOGGED = {metric.key for metric in METRICS.values() if metric.when != "summary"}
+OF_GPU = {metric.key for metric in METRICS.values() if metric.when.endswith("GPU")}
+OF_RANKS = {metric.key for metric in METRICS.values() if metric.when == "ranks"}
+OF_RANKS -= {f"{key}_{of}" for key in OF_RANKS for of in ("min", "rank")}
 HOW = {
     "adamw": ["--use_zero1=False"],
     "torch": ["--zero1_impl=torch"],
     "sharded": ["--zero_bucket_mb=0.02"],
 }
-
-
-def documented():
-    """Key: when it is logged, from the first table of docs/metrics.md; and the keys of its second table."""
-    with open(os.path.join(ROOT, "docs", "metrics.md")) as file:
-        keys, summary = file.read().split("## Summary of a run")
-    when = dict(re.findall(r"^\| `([^`]+)` \|[^|]*\| ([^|]*) \|", keys, re.MULTILINE))
-    suffixes = [key.removeprefix("memory/<each of these>") for key in when if "<" in key]
-    assert suffixes == ["_min", "_rank"]
-    for key, at in list(when.items()):
-        if key.startswith("memory/") and at.startswith("ranks") and key not in ("memory/predicted_mb", "memory/saved_mb"):
-            when |= {key + suffix: at for suffix in suffixes}
-    return {key: at for key, at in when.items() if "<" not in key}, re.findall(r"^\| `([^`]+)`", summary, re.MULTILINE)
 
 
 @pytest.fixture(scope="module")
@@ -50,8 +44,8 @@ def events(data, tmp_path_factory):
     found = {}
     for name, flags in HOW.items():
         out = tmp_path_factory.mktemp(name)
-        arguments = [f"--dataset={data}", f"--out_dir={out}", f"--max_iters={STEPS}", "--metric_interval=2", *flags]
-        process = run("train.py", *SETTINGS, "--dropout=0.0", *arguments, ranks=2)
+        arguments = [f"--dataset={data}", f"--out_dir={out}", f"--max_iters={STEPS}", *flags]
+        process = run("train.py", *SETTINGS, "--dropout=0.0", *arguments, ranks=2, before=partial(faults.measure_every, 2))
         assert process.returncode == 0, process.stderr
         with open(out / "metrics.jsonl") as file, open(out / "run.json") as facts:
             found[name] = [json.loads(line) for line in file], json.load(facts)
@@ -62,15 +56,24 @@ def iterations(events):
     return [event for event in events if "iter/loss" in event]
 
 
-def test_every_key_is_documented_and_every_documented_key_is_logged(events):
-    when, _ = documented()
-    documented_keys = {key for key, at in when.items() if "GPU" not in at and at != "bfloat16"}
+def test_every_metric_that_is_logged_is_declared_and_the_other_way_round(events):
     for name, (lines, _) in events.items():
         logged, (waited, sent) = set().union(*lines), KINDS[name]
         of_kinds = {f"comm/exposed_{kind}_ms" for kind in waited} | {f"comm/sent_{kind}_mb_per_step" for kind in sent}
         assert {key for key in logged if re.match(r"comm/(exposed|sent)_[arb]", key)} == of_kinds, name
-        assert logged <= documented_keys
-        assert {key for key in documented_keys - logged if not re.match(OF_SOME, key)} == set(), name
+        assert logged <= LOGGED - OF_GPU
+        assert {key for key in LOGGED - OF_GPU - logged if not re.match(OF_SOME, key)} == set(), name
+    kinds = [kind.replace("-", "_") for kind in COLLECTIVES]
+    of_some = {key for kind in kinds for key in (f"comm/exposed_{kind}_ms", f"comm/sent_{kind}_mb_per_step")}
+    of_some |= {f"memory/{which}_{purpose}_mb" for which in ("predicted", "measured") for purpose in PURPOSES}
+    assert of_some <= LOGGED
+
+
+def test_the_table_has_a_row_of_every_metric(capsys):
+    runpy.run_path(metrics.__file__, run_name="__main__")
+    lines = capsys.readouterr().out.splitlines()[2:]
+    assert [line.split("`")[1] for line in lines] == list(METRICS)
+    assert all(line.count("|") == 6 for line in lines)
 
 
 def test_a_figure_that_is_always_zero_is_not_logged(events, runs):
@@ -97,12 +100,9 @@ def test_every_implementation_logs_the_same_keys_at_the_same_events(events):
         for lines, _ in events.values()
     ]
     assert keys[0] == keys[1] == keys[2]
-    when, _ = documented()
-    of_ranks = {key for key, at in when.items() if at == "ranks" and not re.search("_(min|rank)$", key)}
-    of_ranks |= {"iter/loss_max_rank", "time/slowest_rank"}
     for event in iterations(events["sharded"][0]):
-        expected = of_ranks - {"memory/saved_mb"} if event["iter"] == 0 else of_ranks  # no state before the first update
-        assert of_ranks & set(event) == (expected if event["iter"] % 2 == 0 else set()), "metric_interval=2"
+        expected = OF_RANKS - ({"memory/saved_mb"} if event["iter"] == 0 else set())  # no state before the first update
+        assert OF_RANKS & set(event) == (expected if event["iter"] % 2 == 0 else set())
 
 
 def test_the_losses_are_equal(events):
@@ -195,8 +195,9 @@ def test_run_json_has_the_settings_and_what_the_run_runs_on(events):
 
 
 def test_the_rank_that_computes_longest_is_named(data, tmp_path):
-    arguments = [f"--dataset={data}", f"--out_dir={tmp_path}", "--max_iters=5", "--metric_interval=1"]
-    process = run("train.py", *SETTINGS, *arguments, ranks=2, before=partial(faults.rank_1_computes_slowly, 0.3))
+    arguments = [f"--dataset={data}", f"--out_dir={tmp_path}", "--max_iters=5"]
+    slow = partial(faults.measure_every, 1, faults.rank_1_computes_slowly, 0.3)
+    process = run("train.py", *SETTINGS, *arguments, ranks=2, before=slow)
     assert process.returncode == 0, process.stderr
     lines = iterations(map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines()))
     assert [event["time/slowest_rank"] for event in lines] == [1] * 6
@@ -221,9 +222,6 @@ def test_figures_of_a_gpu(monkeypatch):
     assert meter.peak() == 300_000_000, "the largest one stays"
     assert figures["before_step_mb"] == 5.0
     assert (figures["reserved_mb"], figures["alloc_retries"], figures["ooms"]) == (7.0, 2, 1)
-    when, _ = documented()
-    logged_at_start = {"memory/measured_peak_mb"}
-    on_gpu = {key for key, at in when.items() if at == "ranks, GPU" and not key.endswith(("_min", "_rank"))}
-    assert {f"memory/{name}" for name in figures} >= on_gpu
-    assert on_gpu | logged_at_start == {key for key, at in when.items() if "GPU" in at and not key.endswith(("_min", "_rank"))}
+    of_gpu = {key for key in OF_GPU if not key.endswith(("_min", "_rank"))}
+    assert of_gpu - {f"memory/{name}" for name in figures} == {"memory/measured_peak_mb"}, "the check of memory logs it"
     assert not any(math.isnan(value) for value in figures.values())

@@ -6,7 +6,6 @@ import os
 import random
 import time
 
-import pytest
 from scripts import SETTINGS, Forked, run, torch_load, train
 
 from run.lock import Lock
@@ -83,21 +82,12 @@ def collide(out, data, seed):
     assert all(name.endswith(".tmp") for name in lost), "but for what a killed run has left, which is swept"
 
 
-def collisions(out, data, trials):
-    train(out, data, "--max_iters=5")
-    for seed in range(trials):
-        collide(out, data, seed)
-    end = torch_load(out)["iter_num"] + 7
-    train(out, data, "--init_from=resume", f"--max_iters={end}")
-    events = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+def test_of_two_runs_in_one_folder_one_is_refused(data, tmp_path):
+    train(tmp_path, data, "--max_iters=5")
+    for seed in range(2):
+        collide(tmp_path, data, seed)
+    end = torch_load(tmp_path)["iter_num"] + 7
+    train(tmp_path, data, "--init_from=resume", f"--max_iters={end}")
+    events = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [event["iter"] for event in events if "iter/loss" in event] == list(range(end + 1)), "every iteration once"
     assert [event["iter"] for event in events if "val/loss" in event] == list(range(0, end + 1, 5))
-
-
-def test_two_runs_in_one_folder_2_times(data, tmp_path):
-    collisions(tmp_path, data, 2)
-
-
-@pytest.mark.slow("20 pairs of runs", seconds=140)
-def test_two_runs_in_one_folder_20_times(data, tmp_path):
-    collisions(tmp_path, data, 20)

@@ -88,20 +88,15 @@ def test_only_the_last_backward_of_a_step_communicates(traces):
         assert [bool(names) for names in sent] == [False, False, True] * ACTIVE
 
 
-def test_memory_puts_allocations_into_the_trace(data, tmp_path):
-    finished = run(
-        "train.py", *SETTINGS, f"--dataset={data}", f"--out_dir={tmp_path}", "--max_iters=10", "--profile_memory=True"
-    )
-    assert finished.returncode == 0, finished.stderr
-    allocations = [event["args"]["Bytes"] for event in trace(tmp_path, 0) if event["name"] == "[memory]"]
-    assert any(count > 0 for count in allocations)
-    assert any(count < 0 for count in allocations)
-    assert os.listdir(tmp_path / "profile") == ["rank0.json.gz"]
+def test_the_trace_has_allocations(traces):
+    for events in traces[:2]:
+        allocations = [event["args"]["Bytes"] for event in events if event["name"] == "[memory]"]
+        assert min(allocations) < 0 < max(allocations)
 
 
 @pytest.mark.parametrize(("steps", "is_written"), [(WAIT + WARM_UP - 1, False), (WAIT + WARM_UP + 1, True)])
 def test_a_short_run_writes_what_it_has_or_says_that_it_has_nothing(steps, is_written, tmp_path, capfd):
-    profiler = Profiler(str(tmp_path / "profile"), 0, torch.device("cpu"), True, False)
+    profiler = Profiler(str(tmp_path / "profile"), 0, torch.device("cpu"), True)
     for number in range(steps):
         with torch.profiler.record_function(f"step {number}"):
             torch.ones(3).sum()
@@ -117,15 +112,15 @@ def test_a_short_run_writes_what_it_has_or_says_that_it_has_nothing(steps, is_wr
 
 def test_a_folder_that_cannot_be_written_to_does_not_end_the_run(tmp_path, capfd):
     (tmp_path / "profile").write_text("a file")
-    profiler = Profiler(str(tmp_path / "profile"), 0, torch.device("cpu"), True, False)
+    profiler = Profiler(str(tmp_path / "profile"), 0, torch.device("cpu"), True)
     wrote = [profiler.step() for _ in range(WAIT + WARM_UP + ACTIVE + 2)]
     profiler.finish()
     assert wrote == [False] * (WAIT + WARM_UP + ACTIVE - 1) + [True, False, False]
     assert capfd.readouterr().out.count("WARNING: rank 0 cannot write its profile: ") == 1
 
 
-def test_without_the_settings_nothing_is_recorded(tmp_path, capfd):
-    profiler = Profiler(str(tmp_path / "profile"), 0, torch.device("cpu"), False, False)
+def test_without_the_setting_nothing_is_recorded(tmp_path, capfd):
+    profiler = Profiler(str(tmp_path / "profile"), 0, torch.device("cpu"), False)
     for _ in range(20):
         profiler.step()
     profiler.finish()

@@ -105,12 +105,12 @@ def test_the_end_of_a_run_is_saved_and_goes_on_bit_for_bit(data, tmp_path):
 @pytest.mark.parametrize("always", [True, False])
 def test_when_the_end_is_saved(tmp_path, always):
     """Without always_save_checkpoint, ckpt.pt is the best one, and the end does not replace it."""
-    checkpoints = Checkpoints(str(tmp_path), 0, False, "consolidated", always=always, read_only=False, stop_on_error=False)
+    checkpoints = Checkpoints(str(tmp_path), 0, False, "consolidated", always=always, read_only=False)
     checkpoints.claim()
     assert checkpoints.due(5, is_end=False) == Action.CONTINUE
     assert checkpoints.due(5, is_end=True) == Action.SAVE, "a run without a checkpoint"
     model = torch.nn.Linear(2, 2)
-    checkpoints.save(model, torch.optim.AdamW(model.parameters()), {"iter_num": 5})
+    checkpoints.begin_save(model, torch.optim.AdamW(model.parameters()), {"iter_num": 5})
     assert checkpoints.due(5, is_end=True) == Action.CONTINUE, "just saved"
     assert checkpoints.due(6, is_end=True) == (Action.SAVE if always else Action.CONTINUE)
 

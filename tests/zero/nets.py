@@ -1,11 +1,10 @@
-"""A small net, wrapped, and a backward on it; what several tests of the engine share."""
+"""A small net, wrapped, a backward on it, and gathers that come late; what several tests of the engine share."""
 
-import gc
+import contextlib
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import _disable_current_modes
 
 from zero import ShardedDataParallel, ShardedOptimizer
@@ -24,10 +23,6 @@ def wrap(module, bucket_mb=TINY_MB, **kwargs):
     return ShardedDataParallel(module, optimizer, **kwargs), optimizer
 
 
-def wrap_plain(module, bucket_mb=None):
-    return DistributedDataParallel(module), torch.optim.AdamW(module.parameters(), lr=0.01)
-
-
 def inputs(step=0):
     return torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
 
@@ -36,36 +31,53 @@ def backward(model, step=0):
     model(inputs(step)).square().sum().backward()
 
 
-def make_gathers_late():
-    """On the last rank a gather arrives only when somebody waits for it; until then its place holds nan."""
-    if dist.get_rank() != dist.get_world_size() - 1:
-        return
+def average_gradients(params):
+    """The mean over the ranks where any of them has a gradient; a rank without one counts as zero."""
+    for param in params:
+        has_one = torch.tensor(0.0 if param.grad is None else 1.0)
+        dist.all_reduce(has_one)
+        if has_one:
+            share = torch.zeros_like(param) if param.grad is None else param.grad / dist.get_world_size()
+            share = share.contiguous()
+            dist.all_reduce(share)
+            if param.grad is None:
+                param.grad = torch.empty_like(param)
+            param.grad.copy_(share)
+
+
+class Late:
+    """A gather whose result is there only when somebody waits for it; until then all but the own shard is nan."""
+
+    def __init__(self, bucket, received, works):
+        self.bucket, self.received, self.works = bucket, received, works
+
+    def wait(self):
+        for work in self.works:
+            work.wait()
+        with _disable_current_modes():  # a real gather is no operation of this thread
+            self.bucket.copy_(self.received)
+
+
+@contextlib.contextmanager
+def late_gathers(ever=True):
+    """In the block, the gathers of this rank are late. If not `ever`, they never arrive, a defect that must be found."""
     all_gather = Communicator.all_gather
 
-    class Late:
-        def __init__(self, bucket, arriving, works):
-            self.bucket, self.arriving, self.works = bucket, arriving, works
+    def gather(comm, bucket, sizes):
+        received = bucket.clone()  # the order of the collectives must stay the same on all ranks
+        works = all_gather(comm, received, sizes)
+        for owner, shard in enumerate(bucket.split(sizes)):
+            if owner != comm.rank:
+                shard.fill_(float("nan"))
+        return [Late(bucket, received, works)] if ever else works
 
-        def wait(self):
-            for work in self.works:
-                work.wait()
-            with _disable_current_modes():  # a real gather is no operation of this thread
-                self.bucket.copy_(self.arriving)
-
-    def late(comm, bucket, sizes):
-        arriving = bucket.clone()
-        works = all_gather(comm, arriving, sizes)
-        bucket.fill_(float("nan"))
-        return [Late(bucket, arriving, works)]
-
-    Communicator.all_gather = late
+    Communicator.all_gather = gather
+    try:
+        yield
+    finally:
+        Communicator.all_gather = all_gather
 
 
-def same_under_both(trains, bucket_mb, overlap):
-    """`trains(wrap)` gives the same tensors with this package's two classes as with torch's two."""
-    ours = trains(lambda module: wrap(module, bucket_mb, overlap=overlap))
-    gc.collect()
-    plain = trains(wrap_plain)
-    assert len(ours) == len(plain)
-    assert all(tensor.isfinite().all() for tensor in ours)
-    return max((left - right).abs().max().item() for left, right in zip(ours, plain, strict=True))
+def late_on_the_last_rank():
+    """Only there, so that late gathers and real ones are mixed."""
+    return late_gathers() if dist.get_rank() == dist.get_world_size() - 1 else contextlib.nullcontext()

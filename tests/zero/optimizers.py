@@ -46,6 +46,14 @@ class CountsCalls(Plain):
         return super().update(param, group) / self.calls
 
 
+class ReplacesGradients(Plain):
+    """A decay that is not added in place."""
+
+    def update(self, param, group):
+        param.grad = param.grad + 0.1 * param
+        return super().update(param, group)
+
+
 class Lookahead(Plain):
     """Every second step goes half of the way back to slow weights."""
 
@@ -127,5 +135,5 @@ class Centralized(Plain):
         return group["lr"] * gradient
 
 
-ELEMENTWISE = (CountsInGroups, CountsCalls, Lookahead, SignMomentum, OwnTable, AdamWithWarmup)
+ELEMENTWISE = (CountsInGroups, CountsCalls, ReplacesGradients, Lookahead, SignMomentum, OwnTable, AdamWithWarmup)
 WHOLE = (ByNorm, DecaysMatrices, Centralized)

@@ -32,12 +32,12 @@ import torch.distributed as dist
 from blocks import BLOCKS, BY_HOOK, EARLY_ALIASES, HELD, RUNS, WIDTH, now
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
+from nets import average_gradients, late_gathers
 from optimizers import ELEMENTWISE, WHOLE, AdamWithWarmup
 from ranks import context
 from readers import OF_GRADIENTS, READERS
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import _disable_current_modes
 
 import zero
 from zero import ShardedDataParallel, ShardedOptimizer
@@ -173,20 +173,6 @@ class ByHand(nn.Module):
                     buffer.data.copy_(value)
         self.last_was_synchronized = torch.is_grad_enabled() and self.require_backward_grad_sync
         return self.module(x)
-
-
-def average_gradients(params):
-    """The mean over the ranks where any of them has a gradient; a rank without one counts as zero."""
-    for param in params:
-        has_one = torch.tensor(0.0 if param.grad is None else 1.0)
-        dist.all_reduce(has_one)
-        if has_one:
-            share = torch.zeros_like(param) if param.grad is None else param.grad / dist.get_world_size()
-            share = share.contiguous()
-            dist.all_reduce(share)
-            if param.grad is None:
-                param.grad = torch.empty_like(param)
-            param.grad.copy_(share)
 
 
 def parameter_groups(model, description):
@@ -335,39 +321,6 @@ def assert_same_on_all_ranks(params):
         assert torch.equal(of_rank_0, param), "the ranks have different weights"
 
 
-class Late:
-    """A gather whose result is there only when somebody waits for it; until then all but the own shard is nan."""
-
-    def __init__(self, bucket, received, works):
-        self.bucket, self.received, self.works = bucket, received, works
-
-    def wait(self):
-        for work in self.works:
-            work.wait()
-        with _disable_current_modes():  # a real gather is no operation of this thread
-            self.bucket.copy_(self.received)
-
-
-@contextlib.contextmanager
-def late_gathers(ever=True):
-    """In the block, the gathers of this rank are late. If not `ever`, they never arrive, a defect that must be found."""
-    all_gather = Communicator.all_gather
-
-    def gather(comm, bucket, sizes):
-        received = bucket.clone()  # the order of the collectives must stay the same on all ranks
-        works = all_gather(comm, received, sizes)
-        for owner, shard in enumerate(bucket.split(sizes)):
-            if owner != comm.rank:
-                shard.fill_(float("nan"))
-        return [Late(bucket, received, works)] if ever else works
-
-    Communicator.all_gather = gather
-    try:
-        yield
-    finally:
-        Communicator.all_gather = all_gather
-
-
 @contextlib.contextmanager
 def no_gathers():
     """A defect: no rank gives its shards to the others, which keep their old values."""
@@ -382,18 +335,18 @@ def no_gathers():
 @contextlib.contextmanager
 def gradients_of_one_rank():
     """A defect: the mean is that of rank 0 and zero."""
-    add = Communicator.add
+    add = Communicator.sum_of
 
     def first_only(comm, reduction, shard, like):
         for part in reduction.parts[1:] if comm.rank == 0 else reduction.parts[:1]:
             part.zero_()
         return add(comm, reduction, shard, like)
 
-    Communicator.add = first_only
+    Communicator.sum_of = first_only
     try:
         yield
     finally:
-        Communicator.add = add
+        Communicator.sum_of = add
 
 
 DEFECTS = {
@@ -737,28 +690,23 @@ def test_every_reader(runner):
 
 
 def test_every_optimizer(runner):
-    new = [replace(PLAIN, optimizer=name) for name in DECLARED] + [
-        replace(PLAIN, optimizer=name, partition="parameter") for name in BY_PARAMETER
-    ]
-    try_all(runner, new)
+    """Gradients stay where they are, also if an optimizer has put others there."""
+    partition = {name: "parameter" if name in BY_PARAMETER else "element" for name in OPTIMIZERS}
+    try_all(runner, [replace(PLAIN, optimizer=name, partition=partition[name], set_to_none=False) for name in OPTIMIZERS])
     for cls in (*ELEMENTWISE, *WHOLE):
         with pytest.raises(ValueError, match=f"{cls.__name__} is not one of torch.optim's classes"):
             ShardedOptimizer(nn.Linear(2, 2).parameters(), cls)
 
 
-@pytest.mark.slow("the held weights of every block; test_overlap.py has one of each kind", seconds=25)
-def test_overlap_names_what_forward_has_held(runner):
-    for block in HELD:
-        verdict, what = runner.run(replace(PLAIN, blocks=((block, "call"), ("linear", "call")), overlap=True, late=(0, 1)))
-        assert (verdict, "inner.weight before its all-gather has ended" in what) == ("refused", True), what
-
-
 def test_every_block(runner):
-    """Each block alone between the two ends of the model, in the smallest buckets, which all arrive as late as possible."""
+    """Each block alone between the two ends of the model, in the smallest buckets, which all arrive as late as possible.
+
+    With overlap, where it admits the block; test_behaviours.py has the others.
+    """
     harsh = Description(blocks=(), bucket_mb=0.000001, late=(0, 1), other_start=True)
-    alone = [replace(harsh, blocks=((block, "call"),)) for block in BLOCKS]
+    alone = [replace(harsh, blocks=((block, "call"),), overlap=block not in HELD) for block in BLOCKS]
     try_all(runner, alone)
-    from_meta = ("gru", "hooked gradient", "norm", "buffer", "strided", "plain attribute", "in a buffer")
+    from_meta = ("gru", "hooked gradient", "norm", "buffer", "strided", "plain attribute")
     try_all(runner, [replace(d, meta=True) for d in alone if any(word in str(d) for word in from_meta)])
     with_strides = ("strided", "transposed", "channels last")
     try_all(runner, [replace(d, partition="parameter") for d in alone if any(word in str(d) for word in with_strides)])

@@ -1,11 +1,12 @@
 """zero/build.py: which classes the flags choose, which flags are refused, and what the console says."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from ranks import run_in_turn, run_ranks
 from toy import MODES, assert_equal, batch, build_toy, largest_difference, make_toy, train, weights
 
 from run.memory_meter import describe
@@ -22,29 +23,19 @@ CLASSES = {
 }
 
 
-def chosen():
-    found = {}
+def the_flags_choose_the_classes():
     for mode in MODES:
         model, optimizer = build_toy(mode)
-        found[mode] = [type(model).__name__, type(optimizer).__name__, describe(optimizer, MODES[mode].use_zero1)]
-    return found
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_the_flags_choose_the_classes(world_size):
-    for found in run_ranks(chosen, world_size):
-        for mode, (model, optimizer, line) in found.items():
-            assert (model, optimizer) == CLASSES[mode if world_size > 1 else "adamw"]
-            if mode == "adamw":
-                assert line == "Using plain AdamW: 0.0 MB of optimizer state on each rank"
-            elif world_size == 1:
-                assert line.startswith("Using plain AdamW (use_zero1 and its settings need more than one process; start with ")
-            else:
-                name = "torch" if mode == "torch" else "sharded"
-                assert line.startswith(
-                    f"Using ZeRO-1 optimizer state sharding: zero1_impl='{name}' ({optimizer}) over 2 ranks, "
-                )
-                assert line.endswith("; plain AdamW would hold 0.0 MB on each")
+        names, line = (type(model).__name__, type(optimizer).__name__), describe(optimizer, MODES[mode].use_zero1)
+        assert names == CLASSES[mode if dist.get_world_size() > 1 else "adamw"]
+        if mode == "adamw":
+            assert line == "Using plain AdamW: 0.0 MB of optimizer state on each rank"
+        elif dist.get_world_size() == 1:
+            assert line.startswith("Using plain AdamW (use_zero1 and its settings need more than one process; start with ")
+        else:
+            name = "torch" if mode == "torch" else "sharded"
+            assert line.startswith(f"Using ZeRO-1 optimizer state sharding: zero1_impl='{name}' ({names[1]}) over 2 ranks, ")
+            assert line.endswith("; plain AdamW would hold 0.0 MB on each")
 
 
 def test_without_a_process_group_there_is_no_wrapper():
@@ -68,27 +59,23 @@ def built_from_rank_0(mode):
     return model_state_dict(model, optimizer) or weights(model)
 
 
-BUILT = {**MODES, "codecs": Flags(bucket_mb=0.0002, param_dtype="bfloat16", master_dtype="remainder", state_dtype="int8")}
+BUILT = {**MODES, "codecs": Flags(bucket_mb=0.0002, param_dtype="bfloat16_remainder", state_dtype="int8")}
 
 
-@pytest.mark.parametrize("mode", BUILT)
-def test_only_rank_0_needs_weights(mode):
-    (alone,) = run_ranks(built_from_rank_0, 1, mode)
-    for after in run_ranks(built_from_rank_0, 2, mode):
-        assert largest_difference(after, alone) <= (0.01 if mode == "codecs" else 0.0)
+def test_only_rank_0_needs_weights():
+    on_one, on_two = (run_in_turn(world_size, *(partial(built_from_rank_0, mode) for mode in BUILT)) for world_size in (1, 2))
+    for mode, (alone,), results in zip(BUILT, on_one, on_two, strict=True):
+        for after in results:
+            assert largest_difference(after, alone) <= (0.01 if mode == "codecs" else 0.0), mode
 
 
-def refused_on_meta():
+def weights_that_rank_0_cannot_send():
     rank, cpu = dist.get_rank(), torch.device("cpu")
     for on_meta, device, frozen in ((0, cpu, False), (1, None, False), (1, cpu, True)):
         with torch.device("meta" if rank == on_meta else "cpu"):
             layers = torch.nn.Linear(2, 3).requires_grad_(not frozen), torch.nn.Linear(3, 2)
         with pytest.raises(ValueError, match="on the meta device; only trainable parameters of ranks other than 0"):
             ShardedOptimizer([param for layer in layers for param in layer.parameters()], torch.optim.AdamW, device=device)
-
-
-def test_weights_that_rank_0_cannot_send_are_refused():
-    run_ranks(refused_on_meta, 2)
 
 
 def double(param):
@@ -131,11 +118,9 @@ def trained_with_hooks(on_meta, implementation):
     return weights(module)
 
 
-@pytest.mark.parametrize("implementation", ["adamw", "sharded"])
-def test_hooks_and_recurrent_layers_come_along_from_the_meta_device(implementation):
-    (expected, _), results = (run_ranks(trained_with_hooks, 2, on_meta, implementation) for on_meta in (False, True))
-    for result in results:
-        assert_equal(result, expected)
+def hooks_and_recurrent_layers_come_along_from_the_meta_device():
+    for implementation in ("adamw", "sharded"):
+        assert_equal(*(trained_with_hooks(on_meta, implementation) for on_meta in (True, False)))
 
 
 SPOILED = {  # what is refused on all ranks, and how it is named
@@ -156,7 +141,7 @@ SPOILED = {  # what is refused on all ranks, and how it is named
 }
 
 
-def buffers_without_broadcasts():
+def buffers_that_are_not_broadcast():
     """Buffers of which each rank keeps its own have the values of rank 0 to begin with."""
     with torch.device("meta" if dist.get_rank() else "cpu"):
         module = torch.nn.BatchNorm1d(3)
@@ -177,23 +162,15 @@ def buffers_without_broadcasts():
         build(module, [{"params": list(module.parameters())}], device=torch.device("cpu"), lr=0.1)
 
 
-def test_buffers_have_the_values_of_rank_0_also_if_they_are_not_broadcast():
-    run_ranks(buffers_without_broadcasts, 2)
+def spoiled():
+    for spoil, message in SPOILED.values():
+        with torch.device("meta" if dist.get_rank() else "cpu"):
+            module = Peculiar(spoil)
+        with pytest.raises(ValueError, match=f"{message}.*build the model with values on all ranks"):
+            build(module, [{"params": list(module.parameters())}], device=torch.device("cpu"), lr=0.01)
 
 
-def spoiled(name):
-    with torch.device("meta" if dist.get_rank() else "cpu"):
-        module = Peculiar(SPOILED[name][0])
-    with pytest.raises(ValueError, match=f"{SPOILED[name][1]}.*build the model with values on all ranks"):
-        build(module, [{"params": list(module.parameters())}], device=torch.device("cpu"), lr=0.01)
-
-
-@pytest.mark.parametrize("name", SPOILED)
-def test_what_the_meta_device_loses_is_refused_on_all_ranks(name):
-    run_ranks(spoiled, 2, name)
-
-
-def refused():
+def flags_that_do_not_go_together():
     model = make_toy()
     groups = model.param_groups()
     for flags, message in (
@@ -208,34 +185,37 @@ def refused():
         build(model, groups, lr=-1.0)
     for others in ({"use_zero1": False}, {"zero1_impl": "torch"}):
         for flags, message in (
-            ({"param_dtype": "bfloat16"}, "needs the master weights"),
+            ({"param_dtype": "bfloat16"}, "param_dtype=bfloat16 needs use_zero1=True"),
             ({"shard_gradients": True}, "shard_gradients=True needs use_zero1=True, zero1_impl='sharded'"),
-            ({"check_reads": True}, "zero_check_reads=True needs use_zero1=True, zero1_impl='sharded'"),
         ):
             with pytest.raises(ValueError, match=message):
                 build(model, groups, Flags(**others, **flags))
-    return True
 
 
-def test_flags_that_do_not_go_together_are_refused():
-    run_ranks(refused, 2)
-
-
-def norms_of_both_kinds():
+def norms_are_alike_in_every_mode():
     """The norm before clipping and the one after it, of one full gradient and of the same in shards."""
     found = {}
     for mode in MODES:
         model, optimizer = build_toy(mode)
         model(*batch(0, dist.get_rank())).backward()
-        norms = [clip_grad_norm_(optimizer, limit).total.item() for limit in (math.inf, 0.01, math.inf)]
-        found[mode] = norms
-    return found
+        found[mode] = [clip_grad_norm_(optimizer, limit).total.item() for limit in (math.inf, 0.01, math.inf)]
+    reference = found["adamw"]
+    assert reference[0] == reference[1] > 0.1
+    assert reference[2] == pytest.approx(0.01, rel=1e-3)
+    for mode, norms in found.items():
+        assert norms == pytest.approx(reference, rel=1e-6), mode
 
 
-def test_clipping_measures_and_clips_alike_in_every_mode():
-    for found in run_ranks(norms_of_both_kinds, 2):
-        reference = found["adamw"]
-        assert reference[0] == reference[1] > 0.1
-        assert reference[2] == pytest.approx(0.01, rel=1e-3)
-        for mode, norms in found.items():
-            assert norms == pytest.approx(reference, rel=1e-6), mode
+def test_what_is_built():
+    run_ranks(the_flags_choose_the_classes, 1)
+    run_in_turn(2, the_flags_choose_the_classes, norms_are_alike_in_every_mode, flags_that_do_not_go_together)
+
+
+def test_models_on_the_meta_device():
+    run_in_turn(
+        2,
+        hooks_and_recurrent_layers_come_along_from_the_meta_device,
+        buffers_that_are_not_broadcast,
+        weights_that_rank_0_cannot_send,
+        spoiled,
+    )

@@ -10,75 +10,98 @@ import torch.distributed as dist
 from nets import backward, inputs, net, wrap
 from ranks import run_ranks
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import LBFGS, SGD, Adafactor, AdamW, SparseAdam
 
 from zero import Muon, ShardedDataParallel, ShardedOptimizer
 
 
-class Counting(torch.optim.SGD):
-    def step(self, closure=None):
-        for group in self.param_groups:
-            group["count"] = group.get("count", 0) + 1
-        return super().step(closure)
+class WithOwnHook(SGD):
+    def __init__(self, params, **kwargs):
+        super().__init__(params, **kwargs)
+        self.register_step_post_hook(lambda *_: None)
 
 
-class CountsItself(torch.optim.SGD):
-    """Its rate falls with its calls, which it counts in an attribute."""
+def at_once(do, *args, **kwargs):
+    """A case without a set-up."""
 
-    calls = 0
+    def steps():
+        yield
+        do(*args, **kwargs)
 
-    def step(self, closure=None):
-        self.calls += 1
-        for group in self.param_groups:
-            for param in group["params"]:
-                param.data.sub_(param.grad, alpha=0.1 / self.calls)
+    return steps
 
 
-class ByNorm(torch.optim.SGD):
-    """The length of a step depends on the norm of the parameter, as in LAMB."""
-
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    param.data.sub_(param.grad * (0.1 * param.data.norm() / param.grad.norm()))
+def an_optimizer_of(make, cls=AdamW, **kwargs):
+    """Of one parameter that `make` returns."""
+    return at_once(lambda: ShardedOptimizer([nn.Parameter(make())], cls, **kwargs))
 
 
-def shared_with_a_frozen_one():
-    weight = nn.Parameter(torch.ones(8, 8))
-    alias = nn.Parameter(weight.data, requires_grad=False)
-    yield
-    ShardedOptimizer([weight, alias], torch.optim.AdamW)
+def wrapped(change):
+    """A net that `change` has changed."""
+
+    def steps():
+        module = net()
+        change(module)
+        yield module
+        wrap(module)
+
+    return steps
 
 
-def an_alias():
+def before_a_step(change, of_backward=True):
+    """What `change(module, optimizer)` does to a wrapped net between backward and step."""
+
+    def steps():
+        module = net()
+        model, optimizer = wrap(module)
+        if of_backward:
+            backward(model)
+        change(module, optimizer)
+        yield model
+        optimizer.step()
+
+    return steps
+
+
+def before_a_step_alone(change):
     module = net()
-    module.alias = nn.Parameter(module[0].weight.data)
+    module[2].bias.requires_grad_(False)
+    optimizer = ShardedOptimizer(module.parameters(), SGD, lr=0.1)
+    change(module)
     yield
-    ShardedOptimizer(module.parameters(), torch.optim.AdamW)
+    optimizer.step()
 
 
-def an_expanded_parameter():
-    yield
-    ShardedOptimizer([nn.Parameter(torch.ones(1, 3).expand(4, 3))], torch.optim.AdamW)
+def on_rank_1(change):
+    return lambda module: change(module) if dist.get_rank() == 1 else None
 
 
-def a_buffer_that_overlaps_itself():
-    module = net()
+def a_frozen_alias(module):
+    module.alias = nn.Parameter(module[0].weight.data, requires_grad=False)
+
+
+def a_buffer_that_overlaps_itself(module):
     module.register_buffer("windows", torch.arange(10.0).as_strided((4, 4), (2, 1)))
-    yield
-    wrap(module)
 
 
-def parameters_that_ddp_ignores():
-    module = net()
+def parameters_that_ddp_ignores(module):
     module._ddp_params_and_buffers_to_ignore = ["0.weight"]
-    yield
-    wrap(module)
 
 
-def a_script_module():
+def a_complex_buffer():
+    module = net()
+    module.register_buffer("phases", torch.ones(3, dtype=torch.complex64))
+    optimizer = ShardedOptimizer(module.parameters(), SGD, param_dtype=torch.bfloat16)
     yield
-    wrap(torch.jit.script(net()), overlap=True)
+    ShardedDataParallel(module, optimizer)
+
+
+def an_optimizer_after_ddp():
+    module = net()
+    model = DistributedDataParallel(module)
+    yield model
+    ShardedOptimizer(module.parameters(), SGD, param_dtype=torch.bfloat16)
 
 
 def an_optimizer_with_a_wrapper(of_another_module):
@@ -88,9 +111,18 @@ def an_optimizer_with_a_wrapper(of_another_module):
     ShardedDataParallel(net() if of_another_module else module, optimizer)
 
 
-def a_class_that_is_not_declared(optimizer_cls):
+def a_wrapped_module():
+    model, _ = wrap(net())
+    optimizer = ShardedOptimizer(net().parameters(), AdamW)
     yield
-    ShardedOptimizer(net().parameters(), optimizer_cls)
+    ShardedDataParallel(model, optimizer)
+
+
+def an_optimizer_of_a_part():
+    module = net()
+    optimizer = ShardedOptimizer(module[0].parameters(), AdamW)
+    yield
+    ShardedDataParallel(module, optimizer)
 
 
 def muon_for_a_vector():
@@ -101,18 +133,10 @@ def muon_for_a_vector():
     ShardedOptimizer(module.parameters(), torch.optim.Muon, partition="parameter")
 
 
-def a_list_of_parameters_changed(change):
-    model, optimizer = wrap(net())
-    backward(model)
-    change(optimizer.param_groups[0]["params"])
-    yield
-    optimizer.step()
-
-
 def a_group_of_before_the_wrapper_changed():
     module = net()
     groups = [{"params": module.parameters(), "lr": 0.1}]
-    optimizer = ShardedOptimizer(groups, torch.optim.SGD)
+    optimizer = ShardedOptimizer(groups, SGD)
     groups[0]["lr"] = 0.2  # the optimizer's own group, as in torch.optim; with overlap, a copy takes its place
     optimizer.step()
     assert optimizer.inner.param_groups[0]["lr"] == 0.2
@@ -134,14 +158,6 @@ def a_gradient_put_back():
     optimizer.step()
 
 
-def a_gradient_set_by_hand():
-    module = net()
-    model, optimizer = wrap(module)
-    module[0].weight.grad = torch.ones(8, 8)
-    yield model
-    optimizer.step()
-
-
 def a_replaced_parameter():
     module = net()
     model, optimizer = wrap(module)
@@ -151,9 +167,30 @@ def a_replaced_parameter():
     optimizer.step()
 
 
-def a_second_backward_after_the_step(wrapped):
+def an_unfrozen_parameter():
     module = net()
-    model, optimizer = wrap(module) if wrapped else (module, ShardedOptimizer(module.parameters(), torch.optim.AdamW))
+    module[0].bias.requires_grad_(False)
+    model, optimizer = wrap(module)
+    module[0].requires_grad_(True)
+    backward(model)
+    yield
+    optimizer.step()
+
+
+def a_failed_backward():
+    module = net()
+    model, optimizer = wrap(module)
+    module[0].weight.register_hook(lambda _: 1 / 0)
+    try:
+        backward(model)
+    except ZeroDivisionError:
+        yield
+    optimizer.step()
+
+
+def a_second_backward_after_the_step(is_wrapped):
+    module = net()
+    model, optimizer = wrap(module) if is_wrapped else (module, ShardedOptimizer(module.parameters(), AdamW))
     loss = model(inputs()).square().sum()
     loss.backward(retain_graph=True)
     optimizer.step()
@@ -161,14 +198,18 @@ def a_second_backward_after_the_step(wrapped):
     loss.backward()
 
 
-def a_sparse_parameter():
+def a_sparse_gradient(is_wrapped):
+    embedding = nn.Embedding(5, 3, sparse=True)
+    optimizer = ShardedOptimizer(embedding.parameters(), SGD, lr=0.1)
+    model = ShardedDataParallel(embedding, optimizer) if is_wrapped else embedding
     yield
-    ShardedOptimizer([nn.Parameter(torch.eye(8).to_sparse())], torch.optim.AdamW)
+    model(torch.tensor([1])).sum().backward()
+    optimizer.step()
 
 
 def another_shape(**kwargs):
     weight = nn.Parameter(torch.ones(2, 3))
-    optimizer = ShardedOptimizer([weight], torch.optim.AdamW, **kwargs)
+    optimizer = ShardedOptimizer([weight], AdamW, **kwargs)
     yield
     optimizer.set_parameter(weight, torch.ones(3, 2))
 
@@ -179,7 +220,7 @@ def a_learning_rate():
     address = weight.data_ptr()
     yield
     try:
-        ShardedOptimizer([weight], torch.optim.AdamW, param_dtype=torch.bfloat16, lr=-1.0)
+        ShardedOptimizer([weight], AdamW, param_dtype=torch.bfloat16, lr=-1.0)
     finally:
         assert (weight.dtype, weight.data_ptr()) == (torch.float32, address)
 
@@ -221,15 +262,21 @@ def use_of_a_sent_gradient(use):
 
 
 def use_of_the_optimizer(use):
-    _, optimizer = wrap(net())
-    yield
-    use(optimizer)
+    module = net()
+    model, optimizer = wrap(module)
+    yield model
+    use(optimizer, module[0].weight)
 
 
-SHARED, SENT = "share memory", r"this gradient cannot be read or written: .*optimizer\.clip_grad_norm_"
-HAS_ONE, INPLACE = "the optimizer has a ShardedDataParallel already", "modified by an inplace operation"
-CHANGED, CONSOLIDATE = "the parameters in param_groups have been changed", r"zero\.checkpoint\.consolidate\(optimizer\)"
-USES = {
+DIFFERS = {  # a model on rank 1
+    "a shape": lambda module: module.__setitem__(2, nn.Linear(8, 4)),
+    "a dtype": lambda module: module[2].bfloat16(),
+    "strides": lambda module: setattr(module[0], "weight", nn.Parameter(module[0].weight.data.t())),
+    "a frozen parameter": lambda module: module[0].bias.requires_grad_(False),
+    "a name": lambda module: module.insert(1, nn.Tanh()),
+    "a buffer": lambda module: module.register_buffer("more", torch.zeros(3)),
+}
+GRADIENTS = {  # uses of one that has been sent
     "clip_grad_norm_": lambda module: nn.utils.clip_grad_norm_(module.parameters(), 1.0),
     "clip_grad_norm_ one by one": lambda module: nn.utils.clip_grad_norm_(module.parameters(), 1.0, foreach=False),
     "clip_grad_value_": lambda module: nn.utils.clip_grad_value_(module.parameters(), 1.0),
@@ -239,9 +286,19 @@ USES = {
     "add": lambda module: module[0].weight.grad + 1,
     "data.clamp_": lambda module: module[0].weight.grad.data.clamp_(-1, 1),
     "data =": lambda module: setattr(module[0].weight.grad, "data", torch.zeros(8, 8)),
-    "another optimizer": lambda module: torch.optim.SGD(module.parameters(), 0.1).step(),
+    "another optimizer": lambda module: SGD(module.parameters(), 0.1).step(),
     "pickle": lambda module: pickle.dumps(module[0].weight.grad),
     "share_memory": lambda module: module.share_memory(),
+}
+STATE = {  # uses of the state of parameters
+    "[]": lambda state, weight: state[weight],
+    "in": lambda state, weight: weight in state,
+    "get": lambda state, weight: state.get(weight),
+    "setdefault": lambda state, weight: state.setdefault(weight, {}),
+    "list": lambda state, _: list(state),
+    "len": lambda state, _: len(state),
+    "items": lambda state, _: state.items(),
+    "clear": lambda state, _: state.clear(),
 }
 GROUPS = {  # what makes a group be refused
     "on one rank": (lambda group, _: group | {"params": [nn.Parameter(torch.ones(8, 8 + dist.get_rank()))]}, "model differs"),
@@ -256,53 +313,140 @@ GROUPS = {  # what makes a group be refused
     "strides": (lambda group, _: group | {"params": [nn.Parameter(torch.ones(4, 8).t())]}, "make it contiguous"),
     "sparse": (lambda group, _: group | {"params": [nn.Parameter(torch.eye(8).to_sparse())]}, "torch.sparse_coo"),
 }
-# case: what is done, where what comes after `yield` must raise; the error; its message
+SENT = r"this gradient cannot be read or written: .*optimizer\.clip_grad_norm_"
+HAS_ONE, INPLACE = "the optimizer has a ShardedDataParallel already", "modified by an inplace operation"
+CHANGED, CONSOLIDATE = "the parameters in param_groups have been changed", r"zero\.checkpoint\.consolidate\(optimizer\)"
+DIVIDED = r"the optimizer state is divided among the ranks.*optimizer\.inner\.state has that of this rank's slices"
+# case: the error, its message, and what is done, where what comes after `yield` must raise it
 CASES = {
-    "shared with a frozen one": (shared_with_a_frozen_one, ValueError, SHARED),
-    "an alias": (an_alias, ValueError, SHARED),
-    "an expanded parameter": (an_expanded_parameter, ValueError, SHARED),
-    "a buffer that overlaps itself": (a_buffer_that_overlaps_itself, ValueError, "elements of windows may share memory"),
-    "parameters that DDP ignores": (parameters_that_ddp_ignores, ValueError, r"0\.weight"),
-    "a ScriptModule": (a_script_module, ValueError, "ScriptModule"),
-    "a second wrapper": (partial(an_optimizer_with_a_wrapper, False), ValueError, HAS_ONE),
-    "a second module": (partial(an_optimizer_with_a_wrapper, True), ValueError, HAS_ONE),
+    # -- what an optimizer is made of
+    "an expanded parameter": (ValueError, "share memory", an_optimizer_of(lambda: torch.ones(1, 3).expand(4, 3))),
+    "a sparse parameter": (
+        *(ValueError, "torch.sparse_coo, which cannot be laid flat"),
+        an_optimizer_of(lambda: torch.eye(8).to_sparse()),
+    ),
+    "imaginary parts": (
+        *(ValueError, "imaginary parts of a complex parameter"),
+        an_optimizer_of(lambda: torch.ones(4, dtype=torch.complex64), param_dtype=torch.bfloat16),
+    ),
+    "a learning rate": (ValueError, "Invalid learning rate", a_learning_rate),
+    "no class": (ValueError, "must be a class", an_optimizer_of(lambda: torch.ones(4), "AdamW")),
+    "a partition": (
+        *(ValueError, "neither 'element' nor 'parameter'"),
+        an_optimizer_of(lambda: torch.ones(4), partition="rows"),
+    ),
     **{
-        cls.__name__: (partial(a_class_that_is_not_declared, cls), ValueError, f"{cls.__name__} is not one of torch.optim's")
-        for cls in (CountsItself, ByNorm, Counting)
+        cls.__name__: (ValueError, f"{cls.__name__} .*{message}", an_optimizer_of(lambda: torch.ones(4, 4), cls))
+        for cls, message in (
+            (LBFGS, "all parameters together"),
+            (SparseAdam, "laid flat"),
+            (torch.optim.Muon, "partition='parameter'"),
+            (Adafactor, "partition='parameter'"),
+        )
     },
-    "Muon for a vector": (muon_for_a_vector, ValueError, "Muon only supports 2D"),
-    "a parameter less": (partial(a_list_of_parameters_changed, list.pop), RuntimeError, CHANGED),
-    "another order": (partial(a_list_of_parameters_changed, list.reverse), RuntimeError, CHANGED),
-    "an old group": (a_group_of_before_the_wrapper_changed, RuntimeError, "take it from param_groups now"),
-    "a gradient put back": (a_gradient_put_back, RuntimeError, r"the gradient of 0\.weight was put there again"),
-    "a gradient by hand": (a_gradient_set_by_hand, RuntimeError, "one set by hand is never sent"),
+    "a class with hooks": (
+        *(ValueError, "registers step hooks on itself"),
+        an_optimizer_of(lambda: torch.ones(4), WithOwnHook, elementwise=True, lr=0.1),
+    ),
+    "Muon for a vector": (ValueError, "Muon only supports 2D", muon_for_a_vector),
+    "an optimizer after DDP": (
+        *(ValueError, "build ShardedOptimizer before DistributedDataParallel"),
+        an_optimizer_after_ddp,
+    ),
+    **{f"a group, {name}": (ValueError, text, partial(a_group, change)) for name, (change, text) in GROUPS.items()},
+    # -- what is wrapped
+    **{
+        f"differs: {how}": (ValueError, "the model differs between the ranks: .* on rank 0", wrapped(on_rank_1(change)))
+        for how, change in DIFFERS.items()
+    },
+    "a frozen alias": (ValueError, "share memory", wrapped(a_frozen_alias)),
+    "a trained alias": (ValueError, "share memory", wrapped(lambda module: (a_frozen_alias(module), module.requires_grad_()))),
+    "shared memory": (ValueError, "in shared memory", wrapped(lambda module: module.share_memory())),
+    "a buffer that overlaps itself": (
+        *(ValueError, "elements of windows may share memory"),
+        wrapped(a_buffer_that_overlaps_itself),
+    ),
+    "parameters that DDP ignores": (ValueError, r"0\.weight", wrapped(parameters_that_ddp_ignores)),
+    "a ScriptModule": (ValueError, "ScriptModule", at_once(lambda: wrap(torch.jit.script(net()), overlap=True))),
+    "a complex buffer": (ValueError, "imaginary parts of phases", a_complex_buffer),
+    "a second wrapper": (ValueError, HAS_ONE, partial(an_optimizer_with_a_wrapper, False)),
+    "a second module": (ValueError, HAS_ONE, partial(an_optimizer_with_a_wrapper, True)),
+    "a wrapped module": (ValueError, "wrapped for data parallelism already", a_wrapped_module),
+    "another optimizer": (
+        *(ValueError, "needs a ShardedOptimizer, not SGD"),
+        at_once(lambda: ShardedDataParallel(net(), SGD(net().parameters()))),
+    ),
+    "an optimizer of a part": (
+        *(ValueError, r"not the optimizer's: 2\.weight, 2\.bias; .*or use DistributedDataParallel"),
+        an_optimizer_of_a_part,
+    ),
+    # -- what happens before a step
+    "a parameter less": (
+        *(RuntimeError, CHANGED),
+        before_a_step(lambda _, optimizer: optimizer.param_groups[0]["params"].pop()),
+    ),
+    "another order": (
+        *(RuntimeError, CHANGED),
+        before_a_step(lambda _, optimizer: optimizer.param_groups[0]["params"].reverse()),
+    ),
+    "an old group": (RuntimeError, "take it from param_groups now", a_group_of_before_the_wrapper_changed),
+    "a gradient put back": (RuntimeError, r"the gradient of 0\.weight was put there again", a_gradient_put_back),
+    "a gradient by hand": (
+        *(RuntimeError, "one set by hand is never sent"),
+        before_a_step(lambda module, _: setattr(module[0].weight, "grad", torch.ones(8, 8)), of_backward=False),
+    ),
     "a replaced parameter": (
-        *(a_replaced_parameter, RuntimeError),
-        r"^0\.weight require gradients, but are not the optimizer's: replaced",
+        *(RuntimeError, r"^0\.weight require gradients, but are not the optimizer's: replaced"),
+        a_replaced_parameter,
     ),
-    "backward after step": (partial(a_second_backward_after_the_step, True), RuntimeError, INPLACE),
-    "backward after step, alone": (partial(a_second_backward_after_the_step, False), RuntimeError, INPLACE),
-    **{f"sent: {name}": (partial(use_of_a_sent_gradient, use), RuntimeError, SENT) for name, use in USES.items()},
-    "state.clear": (
-        *(partial(use_of_the_optimizer, lambda optimizer: optimizer.state.clear()), RuntimeError),
-        r"optimizer\.inner\.state has that of this rank's slices",
+    "an unfrozen parameter": (RuntimeError, r"0\.bias require gradients, but .* unfrozen", an_unfrozen_parameter),
+    "an unfrozen parameter, alone": (
+        *(RuntimeError, "was frozen when"),
+        partial(before_a_step_alone, lambda module: setattr(module[2].bias.requires_grad_(), "grad", torch.ones(3))),
     ),
-    "a sparse parameter": (a_sparse_parameter, ValueError, "torch.sparse_coo, which cannot be laid flat"),
-    "another shape": (another_shape, RuntimeError, "expand"),
-    "another shape in bfloat16": (partial(another_shape, param_dtype=torch.bfloat16), RuntimeError, "expand"),
-    "a learning rate": (a_learning_rate, ValueError, "Invalid learning rate"),
-    "a gradient on one rank": (partial(a_gradient_on_one_rank, torch.optim.SGD), RuntimeError, "on some ranks only"),
-    "Muon, a gradient on one rank": (partial(a_gradient_on_one_rank, Muon, matrices=1), RuntimeError, "on some ranks only"),
-    **{f"a group, {name}": (partial(a_group, change), ValueError, text) for name, (change, text) in GROUPS.items()},
-    "pickle of the optimizer": (partial(use_of_the_optimizer, pickle.dumps), TypeError, CONSOLIDATE),
-    "deepcopy of the optimizer": (partial(use_of_the_optimizer, copy.deepcopy), TypeError, CONSOLIDATE),
+    "another dtype, alone": (
+        *(RuntimeError, "build the optimizer after"),
+        partial(before_a_step_alone, lambda module: module.double()),
+    ),
+    "a failed backward": (RuntimeError, "the last backward did not end", a_failed_backward),
+    "backward after step": (RuntimeError, INPLACE, partial(a_second_backward_after_the_step, True)),
+    "backward after step, alone": (RuntimeError, INPLACE, partial(a_second_backward_after_the_step, False)),
+    "a sparse gradient": (RuntimeError, "sparse=False", partial(a_sparse_gradient, True)),
+    "a sparse gradient, alone": (RuntimeError, "sparse=False", partial(a_sparse_gradient, False)),
+    "a gradient on one rank": (RuntimeError, "on some ranks only", partial(a_gradient_on_one_rank, SGD)),
+    "Muon, a gradient on one rank": (RuntimeError, "on some ranks only", partial(a_gradient_on_one_rank, Muon, matrices=1)),
+    # -- what is read or written
+    **{f"sent: {name}": (RuntimeError, SENT, partial(use_of_a_sent_gradient, use)) for name, use in GRADIENTS.items()},
+    **{
+        f"state: {name}": (
+            *(RuntimeError, DIVIDED),
+            partial(use_of_the_optimizer, lambda optimizer, weight, use=use: use(optimizer.state, weight)),
+        )
+        for name, use in STATE.items()
+    },
+    "state_dict": (RuntimeError, CONSOLIDATE, partial(use_of_the_optimizer, lambda optimizer, _: optimizer.state_dict())),
+    "load_state_dict": (
+        *(RuntimeError, r"zero\.checkpoint\.restore"),
+        partial(use_of_the_optimizer, lambda optimizer, _: optimizer.load_state_dict({})),
+    ),
+    "pickle": (TypeError, CONSOLIDATE, partial(use_of_the_optimizer, lambda optimizer, _: pickle.dumps(optimizer))),
+    "deepcopy": (TypeError, CONSOLIDATE, partial(use_of_the_optimizer, lambda optimizer, _: copy.deepcopy(optimizer))),
+    "a group after the wrapper": (
+        *(RuntimeError, "add parameter groups before you make it"),
+        partial(
+            use_of_the_optimizer,
+            lambda optimizer, weight: optimizer.add_param_group({"params": [nn.Parameter(weight.detach())]}),
+        ),
+    ),
+    "another shape": (RuntimeError, "expand", another_shape),
+    "another shape in bfloat16": (RuntimeError, "expand", partial(another_shape, param_dtype=torch.bfloat16)),
 }
 
 
 def refusals():
     """Run each case on this rank: what is not refused, by name."""
     wrong = {}
-    for name, (do, error, message) in CASES.items():
+    for name, (error, message, do) in CASES.items():
         steps = do()
         next(steps)  # the set-up, which must not raise
         try:
@@ -311,13 +455,29 @@ def refusals():
         except error as raised:
             if not re.search(message, str(raised)):
                 wrong[name] = str(raised)
-    module = net()
-    model, optimizer = wrap(module)
-    backward(model)
-    assert optimizer.clip_grad_norm_(1e-3) > 1e-3
-    ShardedOptimizer(net().requires_grad_(False).parameters(), torch.optim.SGD).step()  # which has nothing to do
     return wrong
 
 
 def test_refusals():
     assert run_ranks(refusals, 2) == [{}, {}]
+
+
+def what_is_admitted():
+    module = net()
+    model, optimizer = wrap(module)
+    optimizer.state.setdefault("scale", {"mean": 1.0})  # entries that are not of parameters are the caller's
+    optimizer.state["seen"]["steps"] = 3
+    backward(model)
+    assert optimizer.clip_grad_norm_(1e-3) > 1e-3
+    optimizer.step()
+    assert (optimizer.state["scale"], optimizer.state["seen"]) == ({"mean": 1.0}, {"steps": 3})
+    ShardedOptimizer(net().requires_grad_(False).parameters(), SGD).step()  # which has nothing to do
+    module = net()
+    del model
+    model = DistributedDataParallel(module)
+    del model
+    ShardedOptimizer(module.parameters(), SGD, param_dtype=torch.bfloat16)
+
+
+def test_what_is_admitted():
+    run_ranks(what_is_admitted, 2)

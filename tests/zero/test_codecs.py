@@ -1,13 +1,14 @@
 """zero/codecs.py, zero/masters.py: state and masters in fewer bytes. Rounding, bytes, checkpoints, resumed runs."""
 
 import copy
+from functools import partial
 from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from ranks import run_in_turn
 from toy import assert_equal, batch, make_toy, train, weights
 
 from zero import Muon, ShardedDataParallel, ShardedOptimizer
@@ -19,6 +20,7 @@ from zero.masters import Remainders, store_rounded
 
 STEPS = 4
 CODECS = {
+    "masters": {"param_dtype": torch.bfloat16},
     "bfloat16": {"state_dtype": "bfloat16"},
     "int8": {"state_dtype": "int8"},
     "remainder": {"param_dtype": torch.bfloat16, "master_dtype": "remainder"},
@@ -32,9 +34,11 @@ WITHOUT_STEP = {  # classes that do not count steps
 }
 
 
-def make(shard_gradients=False, seed=0, optimizer_cls=torch.optim.AdamW, **kwargs):
+def make(shard_gradients=False, seed=0, optimizer_cls=torch.optim.AdamW, loaded=None, **kwargs):
     """A sharded toy. Its unused parameter is trainable, and one of its parameters has no dimensions."""
     model = make_toy(seed)
+    if loaded is not None:
+        model.load_state_dict(loaded)
     optimizer = ShardedOptimizer(model.param_groups(optimizer_cls is Muon), optimizer_cls, bucket_mb=0.0002, lr=0.01, **kwargs)
     return ShardedDataParallel(model, optimizer, shard_gradients), optimizer
 
@@ -43,6 +47,12 @@ def half_up(values):
     rounded = torch.empty_like(values, dtype=torch.bfloat16)
     store_rounded(values, rounded)
     return rounded
+
+
+def half_up_by_numpy(values):
+    """Apart from the code under test."""
+    bits = values.numpy().view(np.uint32)
+    return torch.from_numpy(np.asarray((bits + np.uint32(0x8000)) >> 16 << 16).view(np.float32)).bfloat16()
 
 
 def noise_of(step, numel):
@@ -62,7 +72,7 @@ def values(numel, positive):
 
 @pytest.mark.parametrize("positive", [True, False])
 @pytest.mark.parametrize("numel", [1, 16, BLOCK, BLOCK + 16, 2**17 + 3 * BLOCK + 16])
-@pytest.mark.parametrize("codec", [BFloat16(), Int8()])
+@pytest.mark.parametrize("codec", filter(None, STATE_CODECS.values()))
 def test_what_is_decoded_encodes_to_the_same_bytes(codec, numel, positive):
     """A checkpoint has what is decoded: a resumed run must hold the bytes of the run that was saved."""
     encoded = codec.encode(values(numel, positive), noise_of(1, numel))
@@ -111,21 +121,20 @@ def test_stochastic_rounding_is_right_on_average():
     assert moment.mean() == pytest.approx(0.999**steps, rel=1e-3)
 
 
-@pytest.mark.parametrize(("beta2", "left", "grown"), [(0.95, 0.013, None), (0.99, 0.31, 0.20), (0.999, 0.50, 0.11)])
-def test_second_moments_in_int8_neither_decay_nor_grow_as_they_should(beta2, left, grown):
+def test_second_moments_in_int8_neither_decay_nor_grow_as_they_should():
     """The figures of docs/sharding.md: uniform moments without gradients, and moments whose gradients become larger."""
-    moments, codec = torch.rand(64 * BLOCK, generator=torch.Generator().manual_seed(0)), Int8()
-    growing, square = torch.full((BLOCK,), 0.01), torch.full((BLOCK,), 0.09)
-    for each in (moments.view(-1, BLOCK)[:, 0], growing[::2], square[::2]):
-        each[:] = 1  # this holds the scale of the block
+    beta2, codec = torch.tensor([0.95, 0.99, 0.999])[:, None, None], Int8()
+    moments = torch.rand(16, BLOCK, generator=torch.Generator().manual_seed(0)).repeat(3, 1, 1)
+    growing, square = torch.full((3, 1, BLOCK), 0.01), torch.full((BLOCK,), 0.09)
+    for each in (growing[..., ::2], square[::2]):
+        each[:] = 1
     for _ in range(2000):
         moments *= beta2
-        moments[::BLOCK] = 1
-        moments = codec.decode(codec.encode(moments, torch.zeros(0)))
-        growing = codec.decode(codec.encode(growing.lerp(square, 1 - beta2), torch.zeros(0)))
-    assert moments.view(-1, BLOCK)[:, 1:].mean() == pytest.approx(left, rel=0.05)
-    if grown:
-        assert (growing / square)[1::2].mean() == pytest.approx(grown, rel=0.05)
+        moments[..., 0] = 1  # this holds the scale of the block
+        both = torch.cat((moments, growing.lerp(square, 1 - beta2)), 1)
+        moments, growing = codec.decode(codec.encode(both.view(-1), torch.zeros(0))).view(both.shape).split((16, 1), 1)
+    assert moments[..., 1:].mean((1, 2)).tolist() == pytest.approx([0.013, 0.31, 0.50], rel=0.05)
+    assert (growing / square)[1:, 0, 1::2].mean(1).tolist() == pytest.approx([0.20, 0.11], rel=0.05)
 
 
 def test_nan_and_infinity_survive():
@@ -145,7 +154,7 @@ def test_remainders_are_exact():
     remainders = Remainders(shard)
     remainders.write(0, exact)
     assert torch.equal(remainders.read(0, len(exact)).view(torch.int32), exact.view(torch.int32))
-    assert torch.equal(shard.view(torch.int16), half_up(exact).view(torch.int16))
+    assert torch.equal(shard.view(torch.int16), half_up_by_numpy(exact).view(torch.int16))
     assert (half_up(exact) != exact.bfloat16()).float().mean() < 1e-5, "nearest, except for ties"
     assert not remainders.follow()
     shard[-4:] = shard[-4:].flip(0).clone()
@@ -157,97 +166,49 @@ def test_remainders_are_exact():
 # -- training ----------------------------------------------------------------------------------------------------------
 
 
-def bits_half_up(master):
-    """Written with NumPy, apart from the code under test."""
-    bits = master.detach().numpy().view(np.uint32)
-    return torch.from_numpy(np.asarray((bits + np.uint32(0x8000)) >> 16 << 16).view(np.float32)).bfloat16()
-
-
 def masters_of(optimizer):
     return [owned.read().clone() for owned in optimizer.owned]
 
 
-def trained_with_both_masters(steps):
+def both_masters():
+    """Remainders are float32 masters bit for bit, in half the bytes."""
     held, trained = [], []
     for master_dtype in ("float32", "remainder"):
         model, optimizer = make(param_dtype=torch.bfloat16, master_dtype=master_dtype)
-        train(model, optimizer, dist.get_rank(), steps)
+        train(model, optimizer, dist.get_rank(), steps=200)
         held.append(held_bytes(optimizer)["master"])
         trained.append([ckpt.model_state_dict(model.module, optimizer), weights(model)])
     assert held[0] == 2 * held[1] > 0
     assert_equal(*trained)
-    return trained[1]
-
-
-def float32_masters(world_size, steps):
-    """One process: a bfloat16 model whose gradients update float32 masters, which are then rounded half up into the model."""
-    model, masters = make_toy(0), make_toy(0)
-    model.to(torch.bfloat16)
-    optimizer = torch.optim.AdamW(masters.param_groups(), lr=0.01)
-    for step in range(steps):
-        for group in optimizer.param_groups:
-            group["lr"] = 0.01 / (1 + step)
-        for master in masters.parameters():
-            master.grad = None
-        for rank in range(world_size):
-            model(*batch(step, rank)).backward()
-            for param, master in zip(model.parameters(), masters.parameters(), strict=True):
-                if param.grad is not None:
-                    share = (param.grad * (1 / world_size)).float()
-                    master.grad = share if master.grad is None else master.grad + share
-                    param.grad = None
-        optimizer.step()
-        with torch.no_grad():
-            for param, master in zip(model.parameters(), masters.parameters(), strict=True):
-                param.copy_(bits_half_up(master) if master.requires_grad else master)
-    return {name: value.float() for name, value in masters.state_dict().items()}, weights(model)
-
-
-def test_remainders_are_float32_masters():
-    """Bit for bit, after 500 steps on two ranks."""
-    (masters, low), *_ = run_ranks(trained_with_both_masters, 2, 500)
-    oracle, its_low = run_ranks(float32_masters, 1, 2, 500)[0]
-    assert_equal(low, its_low)
-    for name in masters:
-        expected = oracle[name] if masters[name].dtype == torch.float32 else its_low[name]  # what is frozen has no master
-        assert torch.equal(masters[name], expected), name
 
 
 def save_and_resume(name, shard_gradients):
     """A run of 2 * STEPS without and with an interruption. The resumed one begins with other weights."""
     kwargs = (CODECS | WITHOUT_STEP)[name]
-    rank = dist.get_rank()
     model, optimizer = make(shard_gradients, **kwargs)
-    train(model, optimizer, rank, STEPS)
-    saved = [ckpt.model_state_dict(model.module, optimizer), ckpt.consolidate(optimizer)]
+    train(model, optimizer, dist.get_rank(), STEPS)
     encoded = [value for state in optimizer.inner.state.values() for value in state.values() if isinstance(value, Encoded)]
     assert bool(encoded) == ("state_dtype" in kwargs)
+    return goes_on_alike(model, optimizer, not shard_gradients, shard_gradients=shard_gradients, **kwargs)
+
+
+def goes_on_alike(model, optimizer, loads_first, **kwargs):
+    """A run and one that is resumed from its checkpoint, whose weights are loaded before or after the construction."""
+    saved = [ckpt.model_state_dict(model.module, optimizer), ckpt.consolidate(optimizer)]
     dist.broadcast_object_list(saved)
-    later, later_optimizer = make(shard_gradients, seed=7, **kwargs)
-    later.module.load_state_dict(saved[0])
+    assert {tensor.dtype for state in saved[1]["state"].values() for tensor in state.values()} == {torch.float32}
+    later, later_optimizer = make(seed=7, loaded=saved[0] if loads_first else None, **kwargs)
+    if not loads_first:
+        later.module.load_state_dict(saved[0])
     before = copy.deepcopy(saved[1])
     ckpt.restore(later_optimizer, saved[1])
     assert_equal(saved[1], before)
     for each, its_optimizer in ((model, optimizer), (later, later_optimizer)):
-        train(each, its_optimizer, rank, STEPS, first=STEPS)
+        train(each, its_optimizer, dist.get_rank(), STEPS, first=STEPS)
     assert_equal(weights(later), weights(model))
     assert_equal(masters_of(later_optimizer), masters_of(optimizer))
     assert_equal(ckpt.consolidate(later_optimizer), ckpt.consolidate(optimizer))
     return saved
-
-
-@pytest.mark.parametrize("shard_gradients", [False, True])
-@pytest.mark.parametrize("name", CODECS)
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_a_resumed_run_is_bit_exact(world_size, name, shard_gradients):
-    _, saved = run_ranks(save_and_resume, world_size, name, shard_gradients)[0]
-    for state in saved["state"].values():
-        assert {tensor.dtype for tensor in state.values()} == {torch.float32}
-
-
-@pytest.mark.parametrize("name", WITHOUT_STEP)
-def test_a_resumed_run_of_a_class_without_step_is_bit_exact(name):
-    run_ranks(save_and_resume, 2, name, False)
 
 
 def skip_and_resume(name):
@@ -262,19 +223,17 @@ def skip_and_resume(name):
     assert_equal(weights(model), before)
     del optimizer.inner.found_inf, optimizer.inner.grad_scale
     optimizer.zero_grad()
-    saved = [ckpt.model_state_dict(model.module, optimizer), ckpt.consolidate(optimizer)]
-    dist.broadcast_object_list(saved)
-    later, later_optimizer = make(seed=7, fused=True, **CODECS[name])
-    later.module.load_state_dict(saved[0])
-    ckpt.restore(later_optimizer, saved[1])
-    for each, its_optimizer in ((model, optimizer), (later, later_optimizer)):
-        train(each, its_optimizer, rank, STEPS, first=STEPS)
-    assert_equal(weights(later), weights(model))
+    goes_on_alike(model, optimizer, True, fused=True, **CODECS[name])
 
 
-@pytest.mark.parametrize("name", CODECS)
-def test_a_run_that_is_resumed_after_a_skipped_update_is_bit_exact(name):
-    run_ranks(skip_and_resume, 2, name)
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_resumed_run_is_bit_exact(world_size):
+    """Also after an update that was skipped, and of classes without `step`."""
+    runs = [partial(save_and_resume, name, shard_gradients) for name in CODECS for shard_gradients in (False, True)]
+    if world_size == 2:
+        runs += [partial(save_and_resume, name, False) for name in WITHOUT_STEP]
+        runs += [partial(skip_and_resume, name) for name in CODECS]
+    run_in_turn(world_size, *runs)
 
 
 def fails_to_load():
@@ -293,10 +252,6 @@ def fails_to_load():
     train(model, optimizer, 0, 1, first=1)
 
 
-def test_an_update_that_fails_leaves_the_weights_of_other_buckets():
-    run_ranks(fails_to_load, 1)
-
-
 def goes_elsewhere(saved_model, saved, kwargs):
     """The state in another optimizer, which consolidates to what it was given."""
     model, optimizer = make(seed=9, **kwargs)
@@ -307,19 +262,21 @@ def goes_elsewhere(saved_model, saved, kwargs):
     return state
 
 
-@pytest.mark.parametrize("name", ["bfloat16", "int8"])
-def test_state_goes_to_optimizers_without_a_codec_and_back(name):
-    saved_model, saved = run_ranks(save_and_resume, 2, name, False)[0]
+def test_state_goes_to_optimizers_without_a_codec_and_back():
+    names = ("bfloat16", "int8")
+    saved = [results[0] for results in run_in_turn(2, *(partial(save_and_resume, name, False) for name in names))]
     plain = torch.optim.AdamW(make_toy().param_groups(), lr=0.01)
-    plain.load_state_dict(copy.deepcopy(saved))  # what AdamW would hold
-    for world_size in (1, 3):
-        assert_equal(run_ranks(goes_elsewhere, world_size, saved_model, saved, {})[0], saved)
-    back = run_ranks(goes_elsewhere, 2, saved_model, saved, CODECS[name])[0]
-    assert_equal(back, saved)
-    elsewhere = run_ranks(goes_elsewhere, 3, saved_model, saved, CODECS[name])[0]  # int8: other blocks, rounded again
-    for number, state in saved["state"].items():
-        for key, value in state.items():
-            assert (elsewhere["state"][number][key] - value).abs().max() <= 0.02 * value.abs().max()
+    plain.load_state_dict(copy.deepcopy(saved[0][1]))  # what AdamW would hold
+    for world_size in (1, 2, 3):
+        without = [partial(goes_elsewhere, *each, {}) for each in saved]
+        back = [partial(goes_elsewhere, *each, CODECS[name]) for each, name in zip(saved, names, strict=True)]
+        found = [results[0] for results in run_in_turn(world_size, *without, *back)]
+        for (_, expected), state in zip(saved + saved if world_size == 2 else saved, found, strict=False):
+            assert_equal(state, expected)
+        for (_, expected), state in zip(saved, found[2:], strict=True):  # int8 on other ranks: other blocks, rounded again
+            for number, entries in expected["state"].items():
+                for key, value in entries.items():
+                    assert (state["state"][number][key] - value).abs().max() <= 0.02 * value.abs().max()
 
 
 def replicas(name):
@@ -328,14 +285,6 @@ def replicas(name):
     leaves = [leaf for state in optimizer.inner.state.values() for leaf in state.values()]
     parts = [part for leaf in leaves for part in (leaf.parts if isinstance(leaf, Encoded) else (leaf,))]
     return {"weights": weights(model), "masters": masters_of(optimizer), "state": parts}
-
-
-@pytest.mark.parametrize("name", CODECS)
-def test_replicas_round_alike(name):
-    results = run_ranks(replicas, 4, name)
-    for rank, result in enumerate(results):
-        assert_equal(result["weights"], results[0]["weights"])
-        assert_equal(result, results[rank % 2])
 
 
 def skipped_and_whole(codec):
@@ -357,11 +306,6 @@ def skipped_and_whole(codec):
             with pytest.raises(AssertionError):
                 assert_equal(after["state"][0], before["state"][0])
         assert all(param.isfinite().all() for param in model.parameters())
-
-
-@pytest.mark.parametrize("codec", ["bfloat16", "int8"])
-def test_other_optimizers(codec):
-    run_ranks(skipped_and_whole, 2, codec)
 
 
 class Undeclared(torch.optim.AdamW):
@@ -389,15 +333,15 @@ def test_a_class_whose_state_may_not_be_rounded_is_refused():
         ShardedOptimizer(make_toy().parameters(), cls, **kwargs)
         with pytest.raises(ValueError, match=text):
             ShardedOptimizer(make_toy().parameters(), cls, state_dtype="int8", **kwargs)
-    run_ranks(changed_later, 2)
 
 
 def written():
-    """Writes that a step refuses, and the ways to write."""
+    """Writes that a step refuses, and the ways to write. Each element has one owner, but all ranks raise."""
     for write in (
         lambda param: param.data.mul_(1.5),
         lambda param: param.copy_(param.flip(0)),
         lambda param: setattr(param, "data", param.data + 1),
+        lambda param: param[0, 0].add_(1),
     ):
         model, optimizer = make(param_dtype=torch.bfloat16, master_dtype="remainder")
         train(model, optimizer, 0, 1)
@@ -410,10 +354,6 @@ def written():
     train(model, optimizer, 0, 1)
     model.load_state_dict(model.state_dict())
     train(model, optimizer, 0, 1)
-
-
-def test_a_written_weight_is_refused():
-    run_ranks(written, 1)
 
 
 TIES = 1 + torch.arange(1, 128, 2)[:, None] * 2.0**-8 + torch.zeros(7)  # between two bfloat16 numbers, exact in float16
@@ -448,30 +388,6 @@ def rounded_alike(dtype, master_dtype):
     check(4 * TIES)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "master_dtype"),
-    [(torch.float16, "float32"), (torch.float16, "remainder"), (torch.float32, "remainder"), (torch.float64, "float32")],
-)
-def test_weights_from_any_dtype_round_alike_on_all_ranks(dtype, master_dtype):
-    assert (half_up(TIES.flatten()) != TIES.flatten().bfloat16()).any(), "the two ways to round differ here"
-    run_ranks(rounded_alike, 2, dtype, master_dtype)
-
-
-def written_on_all_ranks():
-    """Each element has one owner, but all ranks raise: none of them waits for another one."""
-    model, optimizer = make(param_dtype=torch.bfloat16, master_dtype="remainder")
-    train(model, optimizer, dist.get_rank(), 1)
-    with torch.no_grad():
-        model.module.hidden.weight[0, 0] += 1
-    model(*batch(1, dist.get_rank())).backward()
-    with pytest.raises(RuntimeError, match="lost their masters"):
-        optimizer.step()
-
-
-def test_all_ranks_refuse_a_weight_that_is_written():
-    run_ranks(written_on_all_ranks, 3)
-
-
 def only_padding():
     """The number of buckets in which this rank owns nothing, after two steps."""
     torch.use_deterministic_algorithms(True)  # torch.empty then fills its memory with nan
@@ -480,21 +396,38 @@ def only_padding():
     return sum(not bucket.owned and bucket.shard.numel() > 0 for bucket in optimizer.buckets)
 
 
-def test_padding_is_not_taken_for_a_written_weight():
-    assert sum(run_ranks(only_padding, 4)) > 0
+def test_replicas_round_alike_and_padding_is_not_taken_for_a_written_weight():
+    *by_codec, padding = run_in_turn(4, *(partial(replicas, name) for name in CODECS), only_padding)
+    for results in by_codec:
+        for rank, result in enumerate(results):
+            assert_equal(result["weights"], results[0]["weights"])
+            assert_equal(result, results[rank % 2])
+    assert sum(padding) > 0
+
+
+def test_other_optimizers_and_writes():
+    """What is rounded, skipped, changed later, written to, and comes from any dtype; an update that fails."""
+    assert (half_up(TIES.flatten()) != TIES.flatten().bfloat16()).any(), "the two ways to round differ here"
+    other_optimizers = [partial(skipped_and_whole, codec) for codec in ("bfloat16", "int8")]
+    dtypes = [
+        (torch.float16, "float32"),
+        (torch.float16, "remainder"),
+        (torch.float32, "remainder"),
+        (torch.float64, "float32"),
+    ]
+    roundings = [partial(rounded_alike, *each) for each in dtypes]
+    run_in_turn(2, *other_optimizers, both_masters, changed_later, written, *roundings)
+    run_in_turn(1, fails_to_load, written)
 
 
 def test_refusals():
     for kwargs, text in (
-        ({"state_dtype": "int4"}, "state_dtype='int4' is not one of float32, bfloat16, int8"),
+        ({"state_dtype": "int4"}, f"state_dtype='int4' is not one of {', '.join(STATE_CODECS)}"),
         ({"master_dtype": "bfloat16"}, "master_dtype='bfloat16' is not one of float32, remainder"),
         ({"master_dtype": "remainder"}, "master_dtype='remainder' needs"),
         ({"master_dtype": "remainder", "param_dtype": torch.bfloat16, "partition": "parameter"}, "and partition='element'"),
     ):
         with pytest.raises(ValueError, match=text):
             ShardedOptimizer(make_toy().parameters(), torch.optim.AdamW, **kwargs)
-    with pytest.raises(ValueError, match="master_dtype='remainder' needs param_dtype='bfloat16', not 'float32'"):
-        Flags(master_dtype="remainder")
     with pytest.raises(ValueError, match="state_dtype=int8 needs use_zero1=True, zero1_impl='sharded'"):
         Flags(zero1_impl="torch", state_dtype="int8").implementation(2)
-    assert STATE_CODECS["float32"] is None

@@ -19,8 +19,11 @@ class LooksLikeOnGpu(torch.Tensor):
     device = torch.device("cuda", 0)
 
 
-def travel(looks_like_on_gpu, looks_like_nccl, old_names, dtype, sizes):
-    """Reduce-scatter and all-gather as on another backend or in another version of torch; gloo knows all the functions."""
+CASES = [(dtype, sizes) for dtype in (torch.float32, torch.bfloat16) for sizes in ([6, 6, 6], [5, 0, 7])]
+
+
+def travel(looks_like_on_gpu, looks_like_nccl, old_names):
+    """By case: the functions of torch that are called on another backend or in another version of torch; gloo knows all."""
     if old_names:  # those of torch 2.11
         for name in NEW_NAMES:
             if hasattr(dist, name):
@@ -32,6 +35,16 @@ def travel(looks_like_on_gpu, looks_like_nccl, old_names, dtype, sizes):
         if hasattr(dist, name):
             setattr(dist, name, noted(getattr(dist, name), called))
     importlib.reload(collectives)
+    found = []
+    for case in CASES:
+        called.clear()
+        there_and_back(looks_like_on_gpu, *case)
+        found.append(sorted(called))
+    return found
+
+
+def there_and_back(looks_like_on_gpu, dtype, sizes):
+    """Reduce-scatter and all-gather."""
     comm, rank = collectives.Communicator(None), dist.get_rank()
 
     def place(bucket):
@@ -41,7 +54,7 @@ def travel(looks_like_on_gpu, looks_like_nccl, old_names, dtype, sizes):
     expected = sum(bucket.float() for bucket in buckets).split(sizes)[rank]
     shard = None
     for _ in range(2):
-        shard = comm.add(comm.reduce_scatter(place(buckets[rank].clone()), sizes), shard, torch.empty(sizes[rank]))
+        shard = comm.sum_of(comm.reduce_scatter(place(buckets[rank].clone()), sizes), shard, torch.empty(sizes[rank]))
     assert shard.dtype == torch.float32
     torch.testing.assert_close(
         shard.as_subclass(torch.Tensor), 2 * expected, rtol=1e-6, atol=1e-6
@@ -55,7 +68,6 @@ def travel(looks_like_on_gpu, looks_like_nccl, old_names, dtype, sizes):
     assert [part.tolist() for part in bucket.split(sizes)] == [[float(r)] * size for r, size in enumerate(sizes)]
     assert comm.sent_bytes["all-gather"] == (comm.world_size - 1) * sizes[rank] * dtype.itemsize
     assert set(comm.waits.read_ms()) == {"reduce-scatter", "all-gather"}
-    return sorted(called)
 
 
 def noted(function, called):
@@ -68,24 +80,21 @@ def noted(function, called):
     return call
 
 
-@pytest.mark.parametrize("sizes", [[6, 6, 6], [5, 0, 7], [4, 4]])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("looks_like_on_gpu", "looks_like_nccl", "old_names"),
     [(False, False, False), (True, False, False), (True, True, False), (True, True, True)],
     ids=["gloo", "gloo on a GPU", "nccl", "nccl, torch 2.11"],
 )
-def test_every_way(looks_like_on_gpu, looks_like_nccl, old_names, dtype, sizes):
-    native = looks_like_nccl and len(set(sizes)) == 1
+def test_every_way(looks_like_on_gpu, looks_like_nccl, old_names):
     reduce_scatter, all_gather = OLD_NAMES if old_names or not hasattr(dist, NEW_NAMES[0]) else NEW_NAMES
-    fast = {
-        reduce_scatter if native and dtype == torch.float32 else "all_to_all_single",  # else added up in float32
-        all_gather if native else "broadcast",
-    }
-    if not looks_like_on_gpu:
-        fast = {"isend", "irecv"}
-    called = run_ranks(travel, len(sizes), looks_like_on_gpu, looks_like_nccl, old_names, dtype, sizes)
-    assert set().union(*called) == fast
+    results = run_ranks(travel, 3, looks_like_on_gpu, looks_like_nccl, old_names)
+    for (dtype, sizes), *called in zip(CASES, *results, strict=True):
+        native = looks_like_nccl and len(set(sizes)) == 1
+        fast = {
+            reduce_scatter if native and dtype == torch.float32 else "all_to_all_single",  # else added up in float32
+            all_gather if native else "broadcast",
+        }
+        assert set().union(*called) == (fast if looks_like_on_gpu else {"isend", "irecv"}), (dtype, sizes)
 
 
 def receive_of_the_users_own():
@@ -108,7 +117,7 @@ def test_messages_of_the_user_are_not_mixed_up_with_shards():
 def test_a_group_of_one_needs_no_process_group():
     comm = collectives.Communicator(None)
     bucket = torch.arange(4.0)
-    shard = comm.add(comm.reduce_scatter(bucket, [4]), None, torch.empty(4))
+    shard = comm.sum_of(comm.reduce_scatter(bucket, [4]), None, torch.empty(4))
     assert torch.equal(shard, bucket)
     assert shard.data_ptr() != bucket.data_ptr()  # which collects the next gradients
     assert not comm.all_gather(bucket, [4])

@@ -1,11 +1,13 @@
 """zero/communication.py: bytes sent and time waited, the same for each of the three implementations."""
 
+import itertools
 import time
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from ranks import run_in_turn, run_ranks
 from toy import MODES, assert_equal, batch, build_toy, train, weights
 
 from distributed.ranks import gather_numbers
@@ -41,20 +43,22 @@ def three_steps(mode, micro_steps):
     return {"sent": meter.sent_bytes(), "waited": waited, "trainable": trainable, "padded": padded}
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("micro_steps", [1, 2])
-def test_bytes_and_waits_by_kind(mode, micro_steps):
-    for result in run_ranks(three_steps, 2, mode, micro_steps):
-        assert set(result["waited"]) == USED[mode]
-        sent = result["sent"]
-        assert list(sent) == list(KINDS)
-        if mode in ("sharded", "gradients"):
-            half = result["padded"] // 2
-            scatters = 3 * (micro_steps if mode == "gradients" else 1)
-            assert nonzero(sent) == {"reduce-scatter": scatters * half, "all-gather": 3 * half}
-        else:
-            half = result["trainable"] // 2
-            assert nonzero(sent) == {"all-reduce": 6 * half} | ({"broadcast": 3 * half} if mode == "torch" else {})
+def test_bytes_and_waits_by_kind():
+    cases = list(itertools.product(MODES, (1, 2)))
+    for (mode, micro_steps), results in zip(
+        cases, run_in_turn(2, *(partial(three_steps, *case) for case in cases)), strict=True
+    ):
+        for result in results:
+            assert set(result["waited"]) == USED[mode]
+            sent = result["sent"]
+            assert list(sent) == list(KINDS)
+            if mode in ("sharded", "gradients"):
+                half = result["padded"] // 2
+                scatters = 3 * (micro_steps if mode == "gradients" else 1)
+                assert nonzero(sent) == {"reduce-scatter": scatters * half, "all-gather": 3 * half}
+            else:
+                half = result["trainable"] // 2
+                assert nonzero(sent) == {"all-reduce": 6 * half} | ({"broadcast": 3 * half} if mode == "torch" else {})
 
 
 def nonzero(sent):
@@ -93,13 +97,12 @@ def sleepy(mode):
     return gather_numbers([sum(meter.waited_ms().values()) - sum(before.values())])
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_a_rank_waits_for_a_slower_one(mode):
-    by_rank, same = run_ranks(sleepy, 2, mode)
-    assert by_rank == same, "every rank gets the numbers of all ranks"
-    (waiting,), (sleeping,) = by_rank
-    assert waiting > 0.5 * SLEEP_S * 1000
-    assert sleeping < 0.5 * waiting, "time in which a rank computes is no wait"
+def test_a_rank_waits_for_a_slower_one():
+    for by_rank, same in run_in_turn(2, *(partial(sleepy, mode) for mode in MODES)):
+        assert by_rank == same, "every rank gets the numbers of all ranks"
+        (waiting,), (sleeping,) = by_rank
+        assert waiting > 0.5 * SLEEP_S * 1000
+        assert sleeping < 0.5 * waiting, "time in which a rank computes is no wait"
 
 
 def trained(mode, metered):
@@ -110,7 +113,8 @@ def trained(mode, metered):
     return weights(model)
 
 
-@pytest.mark.parametrize("mode", ["adamw", "torch", "sharded"])
-def test_measuring_does_not_change_the_weights(mode):
-    for with_meter, without in zip(run_ranks(trained, 2, mode, True), run_ranks(trained, 2, mode, False), strict=True):
+def test_measuring_does_not_change_the_weights():
+    cases = itertools.product(("adamw", "torch", "sharded"), (True, False))
+    results = run_in_turn(2, *(partial(trained, *case) for case in cases))
+    for with_meter, without in zip(results[::2], results[1::2], strict=True):
         assert_equal(with_meter, without)

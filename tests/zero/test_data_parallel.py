@@ -1,23 +1,24 @@
 """zero/data_parallel.py: the weights are those of plain AdamW on the mean gradient, with any overlap."""
 
+import contextlib
 import functools
-import gc
-import weakref
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
-from torch.utils._python_dispatch import _disable_current_modes
+from nets import TINY_MB, wrap
+from ranks import run_in_turn
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 from toy import batch, largest_difference, make_toy, weights
 
 from zero import ShardedDataParallel, ShardedOptimizer
 from zero.build import clip_grad_norm_
 from zero.collectives import Communicator
-from zero.placeholders import SentGradient
+from zero.reducer import SentGradient
 
-STEPS = 12
+STEPS = 7
 
 
 def make(shard_gradients=False, seed=None):
@@ -26,7 +27,7 @@ def make(shard_gradients=False, seed=None):
     optimizer = ShardedOptimizer(
         model.param_groups(),
         torch.optim.AdamW,
-        bucket_mb=0.0002,
+        bucket_mb=TINY_MB,
         registration_order=model.parameters(),
         lr=0.01,
         fused=True,
@@ -50,15 +51,15 @@ def sharded_run(micro_steps=1, clip=0.0, shard_gradients=False):
             model.require_backward_grad_sync = micro_step == micro_steps - 1
             (loss_of(model, step, dist.get_rank(), micro_step) / micro_steps).backward()
         if clip:
-            assert clip_grad_norm_(optimizer, clip).total > clip
+            assert clip_grad_norm_(optimizer, clip).total > clip, "the clip must bite"
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
     return weights(model)
 
 
-def oracle_run(world_size, micro_steps=1, clip=0.0):
-    """One process that sees every rank's batches: gradients averaged as DistributedDataParallel does, before they are added."""
-    model = make_toy(0)
+def oracle_run(micro_steps=1, clip=0.0):
+    """Every rank's batches in one process: gradients averaged as DistributedDataParallel does, before they are added."""
+    model, world_size = make_toy(0), dist.get_world_size()
     optimizer = torch.optim.AdamW(model.param_groups(), lr=0.01, fused=True)
     for step in range(STEPS):
         total = {}
@@ -79,35 +80,34 @@ def oracle_run(world_size, micro_steps=1, clip=0.0):
     return weights(model)
 
 
-def oracle(*args):
-    return run_ranks(oracle_run, 1, *args)[0]  # a process like the ranks: one thread
-
-
-@pytest.mark.parametrize("shard_gradients", [False, True])
-@pytest.mark.parametrize("micro_steps", [1, 4])
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_parity(world_size, micro_steps, shard_gradients):
-    reference = oracle(world_size, micro_steps)
+def difference_from_the_oracle(micro_steps, clip):
+    """By `shard_gradients`."""
+    reference = oracle_run(micro_steps, clip)
     assert largest_difference(reference, weights(make_toy(0))) > 0.01, "training must have changed something"
-    # a sum of two is the same in any order; with shard_gradients micro-steps are added after ranks, not before
-    exact = world_size <= 2 and (micro_steps == 1 or not shard_gradients)
-    for result in run_ranks(sharded_run, world_size, micro_steps, 0.0, shard_gradients):
-        assert largest_difference(result, reference) <= (0.0 if exact else 1e-6)
+    return [largest_difference(sharded_run(micro_steps, clip, sharded), reference).item() for sharded in (False, True)]
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_clipping(world_size):
-    reference = oracle(world_size, 2, 0.05)
-    assert largest_difference(reference, oracle(world_size, 2)) > 1e-3, "the clip must bite"
-    for result in run_ranks(sharded_run, world_size, 2, 0.05):
-        assert largest_difference(result, reference) <= 1e-6
+CASES = [(1, 0.0), (4, 0.0), (2, 0.05)]  # micro-steps and clip
 
 
-def without_overlap():
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_parity(world_size):
+    found = run_in_turn(world_size, *(functools.partial(difference_from_the_oracle, *case) for case in CASES))
+    for (micro_steps, clip), results in zip(CASES, found, strict=True):
+        for whole, sharded in results:
+            # a sum of two is the same in any order; with shard_gradients micro-steps are added after ranks, not before
+            is_exact = world_size <= 2 and not clip
+            assert whole <= (0.0 if is_exact else 1e-6)
+            assert sharded <= (0.0 if is_exact and micro_steps == 1 else 1e-6)
+
+
+def overlap_changes_nothing():
     """Every collective is waited for as soon as it has started."""
-    for name in ("all_gather", "reduce_scatter"):
-        setattr(Communicator, name, _waiting(getattr(Communicator, name)))
-    return sharded_run(micro_steps=2, clip=0.05)
+    with contextlib.ExitStack() as stack:
+        for name in ("all_gather", "reduce_scatter"):
+            stack.enter_context(mock.patch.object(Communicator, name, _waiting(getattr(Communicator, name))))
+        plain = sharded_run(micro_steps=2, clip=0.05)
+    assert largest_difference(plain, sharded_run(micro_steps=2, clip=0.05)) == 0.0
 
 
 def _waiting(collective):
@@ -119,104 +119,6 @@ def _waiting(collective):
         return in_flight
 
     return wait_at_once
-
-
-def test_overlap_changes_nothing():
-    for plain, overlapped in zip(run_ranks(without_overlap, 2), run_ranks(sharded_run, 2, 2, 0.05), strict=True):
-        assert largest_difference(plain, overlapped) == 0.0
-
-
-def poisoned():
-    """All but the shard of this rank is nan, and the gather starts only when somebody waits for it."""
-    all_gather = Communicator.all_gather
-
-    class Late:
-        def __init__(self, *args):
-            self.args = args
-
-        def wait(self):
-            with _disable_current_modes():  # a real gather is no operation of this thread
-                for work in all_gather(*self.args):
-                    work.wait()
-
-    def poison(comm, bucket, sizes):
-        for owner, shard in enumerate(bucket.split(sizes)):
-            if owner != comm.rank:
-                shard.fill_(float("nan"))
-        return [Late(comm, bucket, sizes)]
-
-    Communicator.all_gather = poison
-    torchs_own_modules()
-    a_users_own_module()
-    model, optimizer = make()
-    taken_beforehand = list(model.parameters())
-    for step in range(STEPS):
-        loss = loss_of(model, step, dist.get_rank(), 0)
-        assert loss.isfinite()
-        loss.backward()
-        optimizer.step()
-        poisoned = any(param.isnan().any() for param in taken_beforehand)
-        assert poisoned, "the poison must be there to be found"
-        optimizer.zero_grad()
-    return weights(model)
-
-
-def torchs_own_modules():
-    """Some read the weight of a child without calling it; the state dict of a part must also wait."""
-    torch.manual_seed(0)
-    layers = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), torch.nn.Linear(8, 8)
-    optimizer = ShardedOptimizer([p for layer in layers for p in layer.parameters()], torch.optim.AdamW, bucket_mb=0.0005)
-    model = ShardedDataParallel(torch.nn.Sequential(*layers), optimizer, overlap=True)
-    x, of_linear = torch.ones(2, 3, 8), list(layers[1].parameters())
-    for step in range(4):
-        model.train(step < 3)
-        loss = model(x).square().sum()
-        assert loss.isfinite()
-        if step < 3:
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    loss = model.train()(x).square().sum()
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    assert any(param.isnan().any() for param in of_linear)
-    assert not any(tensor.isnan().any() for tensor in model.module[1].state_dict().values())
-    optimizer.synchronize()
-
-
-class ReadsItsChild(torch.nn.Module):
-    """A head that is never called: its weight is used by its parent."""
-
-    def __init__(self):
-        super().__init__()
-        self.body, self.head = torch.nn.Linear(8, 8), torch.nn.Linear(8, 3)
-
-    def forward(self, x):
-        return torch.nn.functional.linear(self.body(x), self.head.weight, self.head.bias)
-
-
-def a_users_own_module():
-    torch.manual_seed(0)
-    module = ReadsItsChild()
-    optimizer = ShardedOptimizer(module.parameters(), torch.optim.AdamW, bucket_mb=0.0002)
-    model = ShardedDataParallel(module, optimizer, overlap=True)
-    weight = module.head.weight
-    for _ in range(4):
-        loss = model(torch.ones(2, 8)).square().sum()
-        assert loss.isfinite()
-        optimizer.zero_grad()  # after forward, as some do
-        loss.backward()
-        optimizer.step()
-        assert weight.isnan().any()
-        assert not module.head.weight.isnan().any()
-    optimizer.synchronize()
-
-
-def test_a_parameter_is_never_read_before_it_is_gathered():
-    reference = oracle(2)
-    for result in run_ranks(poisoned, 2):
-        assert largest_difference(result, reference) == 0.0
 
 
 def no_sync_and_state():
@@ -234,150 +136,87 @@ def no_sync_and_state():
     expected = elements * 4 * (dist.get_world_size() - 1) // dist.get_world_size()
     assert optimizer.comm.sent_bytes == {"reduce-scatter": expected, "all-gather": expected}
     assert set(optimizer.comm.waits.read_ms()) == {"reduce-scatter", "all-gather", "all-reduce"}
-    return True
 
 
-def test_no_sync_and_bytes_sent():
-    run_ranks(no_sync_and_state, 2)
+def shard_gradients_set_later():
+    model, _ = make()
+    found = []
+    for model.shard_gradients in (False, True):
+        with model.no_sync():
+            loss_of(model, 0, 0, 0).backward()
+        found.append(isinstance(model.module.hidden.weight.grad, SentGradient))
+        model.zero_grad()
+    assert found == [False, True]
 
 
 def reentrant_checkpoints():
     """Each calls backward within backward; every bucket is sent once."""
     torch.manual_seed(0)
-    module = torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(7)])
-    optimizer = ShardedOptimizer(module.parameters(), torch.optim.AdamW, bucket_mb=0.0002)
-    whole = torch.nn.Sequential(module)
+    module = nn.Sequential(*[nn.Linear(8, 8) for _ in range(7)])
+    optimizer = ShardedOptimizer(module.parameters(), torch.optim.AdamW, bucket_mb=TINY_MB)
+    whole = nn.Sequential(module)
     whole.forward = lambda x: functools.reduce(lambda x, part: checkpoint(part, x, use_reentrant=True), module, x)
     model = ShardedDataParallel(whole, optimizer)
-    sent = []
-    for _ in range(2):
-        before = optimizer.comm.sent_bytes["reduce-scatter"]
-        model(torch.ones(2, 8, requires_grad=True)).square().sum().backward()
-        sent.append(optimizer.comm.sent_bytes["reduce-scatter"] - before)
-        optimizer.step()
-        optimizer.zero_grad()
-    elements = sum(bucket.data.numel() for bucket in optimizer.buckets)
     assert len(optimizer.buckets) > 7
-    return [nbytes / (elements * 4 // 2) for nbytes in sent]
-
-
-def test_reentrant_checkpoints_send_each_bucket_once():
-    assert run_ranks(reentrant_checkpoints, 2) == [[1.0, 1.0]] * 2
-
-
-def misuse():
-    """A use that would train nothing, or train wrongly, is an error."""
-    tokens = batch(0, 0)
-    model, optimizer = make()
-    model.module.load_state_dict(make_toy(1).state_dict(), assign=True)
-    model(*tokens).backward()
-    with pytest.raises(RuntimeError, match=r"embedding\.weight, .*assign=True"):
-        optimizer.step()
-
-    model, optimizer = make()
-    model(*tokens).backward()
-    model.module.hidden.weight.data = model.module.hidden.weight.data.t()
-    with pytest.raises(RuntimeError, match=r"hidden\.weight was moved or replaced"):
-        optimizer.step()
-
-    model, optimizer = make()
-    with model.no_sync():
-        model(*tokens).backward()
-    with pytest.raises(RuntimeError, match="have not been sent"):
-        optimizer.step()
-
-    model, optimizer = make()
-    model.module.frozen.requires_grad_(True)
-    model(*tokens).backward()
-    with pytest.raises(RuntimeError, match=r"frozen\.weight, frozen\.bias require gradients, but .* unfrozen"):
-        optimizer.step()
-
-    for wrapped, other, message in (
-        (make_toy(), torch.optim.SGD(make_toy().parameters()), "needs a ShardedOptimizer, not SGD"),
-        (make()[0], make()[1], "wrapped for data parallelism already"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            ShardedDataParallel(wrapped, other)
-
-    model, optimizer = make()
-    with pytest.raises(RuntimeError, match="before you make it"):
-        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(3))]})
-    return True
-
-
-def test_misuse_is_an_error():
-    run_ranks(misuse, 2)
-
-
-def failed_backward():
-    """A backward that ends halfway leaves nothing behind once the gradients are cleared."""
-    model, optimizer = make()
-    before = weights(model)
-    model.module.embedding.weight.register_hook(_fail_once())
-    with pytest.raises(RuntimeError, match="out of memory"):
-        model(*batch(0, 0)).backward()
-    with pytest.raises(RuntimeError, match="did not end"):
-        optimizer.step()
-    optimizer.zero_grad()
-    assert largest_difference(weights(model), before) == 0.0
-    for step in range(3):
-        model(*batch(step, 0)).backward()
+    nbytes = sum(bucket.data.nbytes for bucket in optimizer.buckets) // 2
+    for step in range(2):
+        model(torch.ones(2, 8, requires_grad=True)).square().sum().backward()
+        assert optimizer.comm.sent_bytes["reduce-scatter"] == (step + 1) * nbytes
         optimizer.step()
         optimizer.zero_grad()
-    fresh, fresh_optimizer = make()
-    for step in range(3):
-        fresh(*batch(step, 0)).backward()
-        fresh_optimizer.step()
-        fresh_optimizer.zero_grad()
-    return largest_difference(weights(model), weights(fresh))
 
 
-def _fail_once():
-    left = [1]
+class Sometimes(nn.Module):
+    """Outputs that depend on the parameters if `used`."""
 
-    def hook(gradient):
-        if left:
-            left.pop()
-            raise RuntimeError("out of memory")
-        return gradient
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
 
-    return hook
-
-
-def test_a_failed_backward_can_be_repeated():
-    assert run_ranks(failed_backward, 2) == [0.0, 0.0]
+    def forward(self, used):
+        x = torch.ones(1, requires_grad=True)
+        return (x * self.weight.sum() if used else 2 * x).sum()
 
 
-def gone():
-    references = []
+def a_rank_without_gradients():
+    """DistributedDataParallel hangs."""
+    module = Sometimes()
+    optimizer = ShardedOptimizer(module.parameters(), torch.optim.SGD, lr=1.0)
+    model = ShardedDataParallel(module, optimizer)
     for _ in range(3):
-        model, optimizer = make()
-        model(*batch(0, 0)).backward()
+        model(dist.get_rank() == 0).backward()
         optimizer.step()
-        references += [weakref.ref(model), weakref.ref(optimizer.buckets[0].data), weakref.ref(model.module.hidden.weight)]
-        del model, optimizer
-        gc.collect()
-    return [reference() is None for reference in references]
+        optimizer.zero_grad()
+    assert module.weight.tolist() == [-0.5] * 4
 
 
-def test_a_model_that_nobody_uses_is_freed():
-    assert all(all(freed) for freed in run_ranks(gone, 2))
+def a_backward_without_gradients(shard_gradients):
+    """Two synchronized backwards per step. On rank 0, the first one reaches no parameter; a step is dropped in between."""
+    module = Sometimes()
+    optimizer = ShardedOptimizer(module.parameters(), torch.optim.SGD, lr=0.1)
+    model = ShardedDataParallel(module, optimizer, shard_gradients)
+    for step in range(6):
+        for used in (dist.get_rank() > 0, step % 3 < 2):
+            model(used).backward()
+        if step % 3 < 2:
+            optimizer.step()
+        optimizer.zero_grad()
+    # each step: rank 0 has one gradient of 1, rank 1 two
+    assert module.weight.tolist() == pytest.approx([1 - 4 * 0.1 * 1.5] * 4)
 
 
-def strangers():
-    model = make_toy()
-    optimizer = ShardedOptimizer([model.hidden.weight], torch.optim.AdamW)
-    with pytest.raises(ValueError, match=r"not the optimizer's: .*hidden\.bias, norm\.weight"):
-        ShardedDataParallel(model, optimizer)
-    return True
+def half_precision_norms():
+    """Gradients in float16, with float16 as the default dtype: their norm is larger than float16 can hold."""
+    torch.set_default_dtype(torch.float16)
+    try:
+        model, optimizer = wrap(nn.Linear(512, 512, bias=False), bucket_mb=75)
+        (model(torch.full((1, 512), 16.0)) * 16).sum().backward()
+        assert optimizer.clip_grad_norm_(1e9).item() == pytest.approx(512 * 256)
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
-def test_every_trainable_parameter_must_be_the_optimizers():
-    run_ranks(strangers, 1)
-
-
-def profiled_step():
-    """The names of the ranges of a step in a trace, in the order in which they begin, and the number of buckets."""
+def a_trace_names_the_phases_of_a_step_by_bucket():
     model, optimizer = make(seed=0)
     loss_of(model, 1, 0, 0).backward()
     optimizer.step()
@@ -387,18 +226,30 @@ def profiled_step():
         optimizer.step()
         optimizer.synchronize()
     events = sorted(profiler.events(), key=lambda event: event.time_range.start)
-    return [event.name for event in events if event.name.startswith("zero::")], len(optimizer.buckets)
+    names = [event.name for event in events if event.name.startswith("zero::")]
+
+    def of(phase):
+        return [int(name.rpartition(" ")[2]) for name in names if name.startswith(f"zero::{phase} bucket ")]
+
+    buckets = list(range(len(optimizer.buckets)))
+    assert len(buckets) > 3
+    assert of("reduce_scatter") == of("wait_reduce_scatter") == buckets
+    assert of("update") == of("all_gather") == buckets[::-1]
+    assert sorted(of("wait_all_gather")) == sorted(2 * buckets)
+    last = buckets[-1]
+    assert names.index(f"zero::update bucket {last}") > names.index(f"zero::wait_reduce_scatter bucket {last}")
 
 
-def test_a_trace_names_the_phases_of_a_step_by_bucket():
-    for names, count in run_ranks(profiled_step, 2):
-        buckets = list(range(count))
-
-        def of(phase, names=names):
-            return [int(name.rpartition(" ")[2]) for name in names if name.startswith(f"zero::{phase} bucket ")]
-
-        assert count > 3
-        assert of("reduce_scatter") == of("wait_reduce_scatter") == buckets
-        assert of("update") == of("all_gather") == buckets[::-1]
-        assert sorted(of("wait_all_gather")) == sorted(2 * buckets)
-        assert names.index(f"zero::update bucket {count - 1}") > names.index(f"zero::wait_reduce_scatter bucket {count - 1}")
+def test_steps_of_two_ranks():
+    run_in_turn(
+        2,
+        overlap_changes_nothing,
+        no_sync_and_state,
+        shard_gradients_set_later,
+        reentrant_checkpoints,
+        a_rank_without_gradients,
+        functools.partial(a_backward_without_gradients, False),
+        functools.partial(a_backward_without_gradients, True),
+        half_precision_norms,
+        a_trace_names_the_phases_of_a_step_by_bucket,
+    )

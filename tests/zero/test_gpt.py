@@ -2,18 +2,19 @@
 
 import itertools
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from ranks import run_in_turn, run_ranks
 from toy import largest_difference, weights
 
 from model import GPT, GPTConfig
 from zero.build import build, clip_grad_norm_
 from zero.flags import Flags
 
-STEPS = 50
+STEPS = 20
 MODES = {
     "adamw": Flags(use_zero1=False),
     "sharded": Flags(bucket_mb=0.02),
@@ -53,26 +54,18 @@ def every_mode(micro_steps, clip):
     return {mode: weights_after(*make(mode), micro_steps=micro_steps, clip=clip) for mode in MODES}
 
 
-def _slow_with_many(world_size, micro_steps, clip):
-    many = world_size == 3 or world_size * micro_steps > 8
-    return pytest.param(
-        world_size,
-        micro_steps,
-        clip,
-        marks=[pytest.mark.slow("three ranks, or four with many micro-steps", seconds=40)] if many else [],
-    )
+MORE = pytest.mark.slow("test_data_parallel.py has a smaller model on more ranks", seconds=40)
 
 
-@pytest.mark.parametrize(
-    ("world_size", "micro_steps", "clip"),
-    list(itertools.starmap(_slow_with_many, itertools.product((1, 2, 3, 4), (1, 4), (0.0, 0.1)))),
-)
-def test_fifty_steps(world_size, micro_steps, clip):
-    results = run_ranks(every_mode, world_size, micro_steps, clip)
-    reference = results[0]["adamw"]
-    assert largest_difference(reference, weights(make("adamw")[0])) > 0.01, "training must have changed something"
-    for result in results:
-        for mode in MODES:
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=MORE), pytest.param(4, marks=MORE)])
+def test_twenty_steps(world_size):
+    cases = list(itertools.product((1, 4), (0.0, 0.1)))
+    for (micro_steps, clip), results in zip(
+        cases, run_in_turn(world_size, *(partial(every_mode, *case) for case in cases)), strict=True
+    ):
+        reference = results[0]["adamw"]
+        assert largest_difference(reference, weights(make("adamw")[0])) > 0.01, "training must have changed something"
+        for result, mode in itertools.product(results, MODES):
             # a sum of two is the same in any order; with sharded gradients micro-steps are added after ranks
             exact = world_size <= 2 and not clip and (micro_steps == 1 or mode != "gradients")
             rounding = 2e-6 if mode == "gradients" and micro_steps > 1 else 1e-6  # every micro-step is divided and rounded
@@ -115,9 +108,9 @@ def order_of_events(compile_blocks):
     return events
 
 
-@pytest.mark.parametrize("compile_blocks", [False, True])
-def test_communication_overlaps_with_computation(compile_blocks):
-    for events in run_ranks(order_of_events, 2, compile_blocks):
+def test_communication_overlaps_with_computation():
+    both = run_in_turn(2, *(partial(order_of_events, compile_blocks) for compile_blocks in (False, True)))
+    for events in itertools.chain(*both):
         assert events.index(("reduce", 0)) < events.index(("backward", 0)), "the first reduction waits for backward's end"
         in_flight = [count for event, count in events[: events.index(("forward", 0))] if event == "gathers in flight"]
         assert in_flight, "nobody waits before the first block"

@@ -2,12 +2,13 @@
 
 import copy
 from collections import OrderedDict
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 from nets import TINY_MB
-from ranks import run_ranks
+from ranks import run_in_turn
 from torch import nn
 
 from zero import ShardedDataParallel, ShardedOptimizer, checkpoint
@@ -23,7 +24,7 @@ class Scaled(torch.optim.SGD):
         return super().step(closure)
 
 
-def step_with_arguments():
+def arguments_of_step_reach_the_inner_optimizer():
     weights = []
     for scale in (1.0, 3.0):
         module = nn.Linear(8, 3)
@@ -32,11 +33,7 @@ def step_with_arguments():
         module(torch.ones(2, 8)).sum().backward()
         optimizer.step(scale=scale)
         weights.append(1 - module.weight.detach())
-    return (weights[1] / weights[0]).mean().item()
-
-
-def test_arguments_of_step_reach_the_inner_optimizer():
-    assert run_ranks(step_with_arguments, 2) == pytest.approx([3.0, 3.0])
+    torch.testing.assert_close(weights[1], 3 * weights[0])
 
 
 class WithExtraState(nn.Linear):
@@ -94,15 +91,9 @@ def consolidated(optimizer_cls):
             assert all(torch.equal(restored["state"][index][key], value) for key, value in state.items())
     with pytest.raises(ValueError, match="shards hold contiguous parameters"):
         local_chunks(module, optimizer)
-    return True
 
 
-@pytest.mark.parametrize("optimizer_cls", [torch.optim.AdamW, torch.optim.Adagrad])  # Adagrad also has state of frozen ones
-def test_consolidated_state_is_the_unsharded_optimizers(optimizer_cls):
-    run_ranks(consolidated, 2, optimizer_cls)
-
-
-def written_weights():
+def a_weight_written_in_place_reaches_its_master():
     """bfloat16 weights with masters: a value written in place between steps counts; all others keep full precision."""
     module = nn.Linear(8, 8)
     optimizer = ShardedOptimizer(
@@ -120,8 +111,15 @@ def written_weights():
     module.weight.data[1] = 9.0
     model(torch.ones(2, 8, dtype=torch.bfloat16)).sum().backward()
     optimizer.step()
-    return [*(module.weight[row].float().mean().item() for row in (0, 1)), module.weight[2:].abs().max().item() < 1]
+    assert [module.weight[row].float().mean().item() for row in (0, 1)] == [7.0, 9.0]
+    assert module.weight[2:].abs().max() < 1
 
 
-def test_a_weight_written_in_place_reaches_its_master():
-    assert run_ranks(written_weights, 2) == [[7.0, 9.0, True]] * 2
+def test_the_inner_optimizer():
+    run_in_turn(
+        2,
+        arguments_of_step_reach_the_inner_optimizer,
+        partial(consolidated, torch.optim.AdamW),
+        partial(consolidated, torch.optim.Adagrad),  # which also has state of frozen ones
+        a_weight_written_in_place_reaches_its_master,
+    )

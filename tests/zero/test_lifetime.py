@@ -4,17 +4,19 @@ import copy
 import gc
 import io
 import pickle
+import weakref
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
-from nets import backward, inputs, make_gathers_late, net, wrap
-from ranks import run_ranks
+from nets import backward, inputs, late_on_the_last_rank, net, wrap
+from ranks import run_in_turn
 from torch import nn
 
 from zero import ShardedDataParallel, ShardedOptimizer
 from zero.overlap import WaitingDict, WeakHook
-from zero.placeholders import SentGradient
+from zero.reducer import SentGradient
 
 
 class First(nn.Module):
@@ -30,7 +32,6 @@ class First(nn.Module):
 
 def copies():
     """A copy or a pickle that is made right after step is plain and whole, and trains on its own."""
-    make_gathers_late()
     module = nn.Sequential(*net(), First(nn.LSTM(3, 3)))
     model, optimizer = wrap(module, overlap=True)
     backward(model)
@@ -53,11 +54,6 @@ def copies():
                 assert param.grad is None
         other(inputs()).sum().backward()
         torch.optim.SGD(other.parameters(), 0.1).step()
-    return True
-
-
-def test_copies_and_pickles_are_plain():
-    run_ranks(copies, 2)
 
 
 def hooks_that_run(module):
@@ -72,7 +68,6 @@ def hooks_that_run(module):
 
 def deletion():
     """A deleted wrapper leaves the module as it was and nothing in flight, after a forward, a backward or a step."""
-    make_gathers_late()
     for last in ("forward", "backward", "step"):
         module = net()
         before = [dict(vars(part)) for part in module.modules()]
@@ -103,14 +98,10 @@ def deletion():
         model, again = wrap(module)  # over the parameters in the old optimizer's buffers
         backward(model)
         again.step()
-    return True
-
-
-def test_a_deleted_wrapper_leaves_nothing_behind():
-    run_ranks(deletion, 2)
 
 
 def a_constructor_that_fails(at_the_end):
+    """It leaves no hook behind."""
     module = net()
     optimizer = ShardedOptimizer(module.parameters(), torch.optim.AdamW, param_dtype=torch.bfloat16)
     if at_the_end:
@@ -121,25 +112,27 @@ def a_constructor_that_fails(at_the_end):
         ShardedDataParallel(module, optimizer)
     gc.collect()
     module.float()
-    return [*hooks_that_run(module), *(hook for part in module.modules() for hook in part._load_state_dict_pre_hooks)]
+    assert not hooks_that_run(module)
+    assert not any(part._load_state_dict_pre_hooks for part in module.modules())
 
 
-@pytest.mark.parametrize("at_the_end", [False, True])
-def test_a_failed_wrapper_leaves_no_hook_behind(at_the_end):
-    assert run_ranks(a_constructor_that_fails, 1, at_the_end) == [[]]
+def freed():
+    """A model that nobody uses any more."""
+    for _ in range(3):
+        model, optimizer = wrap(net(), overlap=True)
+        backward(model)
+        optimizer.step()
+        references = [weakref.ref(each) for each in (model, optimizer.buckets[0].data, model.module[0].weight)]
+        del model, optimizer
+        gc.collect()
+        assert not any(reference() is not None for reference in references)
 
 
-def shard_gradients_set_later():
-    module = net()
-    model, _ = wrap(module)
-    found = []
-    for model.shard_gradients in (False, True):
-        with model.no_sync():
-            backward(model)
-        found.append(isinstance(module[0].weight.grad, SentGradient))
-        model.zero_grad()
-    return found
+def with_late_gathers(call):
+    with late_on_the_last_rank():
+        call()
 
 
-def test_shard_gradients_may_be_set_later():
-    assert run_ranks(shard_gradients_set_later, 1) == [[False, True]]
+def test_a_wrapper_and_its_copies_leave_nothing_behind():
+    failing = (partial(a_constructor_that_fails, at_the_end) for at_the_end in (False, True))
+    run_in_turn(2, partial(with_late_gathers, copies), partial(with_late_gathers, deletion), *failing, freed)

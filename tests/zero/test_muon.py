@@ -3,13 +3,14 @@
 import copy
 import inspect
 import pickle
+from functools import partial
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from ranks import run_ranks
+from ranks import run_in_turn, run_ranks
 from torch import nn
 from torch.optim import _muon
 from toy import assert_equal, batch, weights
@@ -19,7 +20,6 @@ from forecast.run_memory import gpt_specs
 from model import GPT2_SIZES, GPTConfig
 from zero import Muon, ShardedDataParallel, ShardedOptimizer
 from zero import checkpoint as ckpt
-from zero.flags import MUON
 from zero.layout import Layout
 from zero.layout import plan as make_plan
 from zero.muon.matrices import Matrix, iteration_flops, matrix_plan, parts_of
@@ -119,52 +119,42 @@ def largest_difference(a, b):
     return max((a[name] - b[name]).abs().max().item() for name in b)
 
 
-def sharded(steps, ns_dtype="float32", micro_steps=1, clip=0.0, **kwargs):
+def sharded(steps=10, ns_dtype="float32", micro_steps=1, clip=0.0, **kwargs):
+    """The weights, and the bytes that this rank has sent of its matrices."""
     model, optimizer = make_sharded(ns_dtype=ns_dtype, **kwargs)
     train(model, optimizer, dist.get_rank(), steps, micro_steps=micro_steps, clip=clip)
-    return {"weights": weights(model), "sent": optimizer.comm.sent_bytes["all-to-all"]}
+    return weights(model), optimizer.comm.sent_bytes["all-to-all"]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_fifty_steps_are_those_of_torchs_optimizers(world_size):
-    """In float32, up to rounding of the means; on two ranks bit for bit, also with matrices in bfloat16."""
-    expected = run_ranks(oracle, 1, world_size, 50)[0]
-    for result in run_ranks(sharded, world_size, 50):
-        assert largest_difference(result["weights"], expected) <= (0 if world_size < 3 else 1e-5)
-    if world_size <= 2:
-        expected = run_ranks(oracle, 1, world_size, 50, "torch.bfloat16")[0]
-        for result in run_ranks(sharded, world_size, 50, "bfloat16"):
-            assert_equal(result["weights"], expected)
+def difference_from_torch(steps=10, ns_dtype="float32", micro_steps=1, clip=0.0, **kwargs):
+    expected = oracle(dist.get_world_size(), steps, f"torch.{ns_dtype}", micro_steps, clip)
+    after, sent = sharded(steps, ns_dtype, micro_steps, clip, **kwargs)
+    assert (sent == 0) == (dist.get_world_size() == 1 or kwargs.get("partition") == "parameter"), "whole ones need no exchange"
+    return largest_difference(after, expected)
 
 
-@pytest.mark.parametrize(
-    ("world_size", "options"),
-    [
-        (2, {"shard_gradients": True}),
-        (3, {"micro_steps": 4}),
-        (3, {"shard_gradients": True, "micro_steps": 4}),
-        (2, {"clip": 0.1}),
-        (4, {"shard_size": 2}),
+WAYS = {  # number of ranks: how they train
+    1: [{"steps": 50}, {"steps": 50, "ns_dtype": "bfloat16"}],
+    2: [
+        *({"steps": 50}, {"steps": 50, "ns_dtype": "bfloat16"}),
+        *({"shard_gradients": True}, {"clip": 0.1}, {"partition": "parameter"}),
     ],
-    ids=str,
-)
-def test_all_ways_to_send_gradients(world_size, options):
-    expected = oracle(world_size, 10, **{key: value for key, value in options.items() if key in ("micro_steps", "clip")})
-    for result in run_ranks(with_options, world_size, options):
-        assert largest_difference(result["weights"], expected) <= 1e-5
+    3: [{"steps": 50}, {"micro_steps": 4}, {"shard_gradients": True, "micro_steps": 4}],
+    4: [{"steps": 50}, {"shard_size": 2}],
+}
 
 
-def whole_parameters():
-    return sharded(10, partition="parameter")
+@pytest.mark.parametrize("world_size", WAYS)
+def test_steps_are_those_of_torchs_optimizers(world_size):
+    """In float32, up to rounding of the means; fifty steps on two ranks bit for bit, also with matrices in bfloat16."""
+    ways = WAYS[world_size]
+    for way, results in zip(
+        ways, run_in_turn(world_size, *(partial(difference_from_torch, **way) for way in ways)), strict=True
+    ):
+        assert max(results) <= (0 if "steps" in way and world_size < 3 else 1e-5), way
 
 
-def test_whole_parameters_need_no_exchange():
-    for result in run_ranks(whole_parameters, 2):
-        assert largest_difference(result["weights"], oracle(2, 10)) <= 1e-5
-        assert result["sent"] == 0
-
-
-def with_an_entry_of_its_own():
+def groups_of_other_classes():
     """AdamW ignores an entry "matrices" of its groups."""
     found = []
     for entries in ({}, {"matrices": 1}):
@@ -176,36 +166,27 @@ def with_an_entry_of_its_own():
     assert_equal(*found)
 
 
-def test_the_groups_of_other_classes_are_their_own():
-    run_ranks(with_an_entry_of_its_own, 2)
-
-
-def with_options(options):
-    return sharded(10, **options)
-
-
-def with_masters(master_dtype, ns_dtype):
-    return sharded(10, ns_dtype, param_dtype=torch.bfloat16, master_dtype=master_dtype)
-
-
-def test_bfloat16_weights():
+def bfloat16_weights():
     """Masters of both kinds are the same, and stay near float32 weights: the gradients are rounded."""
-    kept, remainders = (
-        [run_ranks(with_masters, 2, kind, ns)[0] for ns in ("float32", "bfloat16")] for kind in ("float32", "remainder")
-    )
-    for of_masters, of_remainders in zip(kept, remainders, strict=True):
-        assert_equal(of_masters["weights"], of_remainders["weights"])
-        assert largest_difference(of_masters["weights"], oracle(2, 10)) < 0.1
+    expected = oracle(2, 10)
+    for ns_dtype in ("float32", "bfloat16"):
+        kept, remainders = (
+            sharded(ns_dtype=ns_dtype, param_dtype=torch.bfloat16, master_dtype=kind)[0] for kind in ("float32", "remainder")
+        )
+        assert_equal(kept, remainders)
+        assert largest_difference(kept, expected) < 0.1
 
 
-def with_codec(state_dtype):
-    return sharded(10, state_dtype=state_dtype)
+def state_in_fewer_bytes():
+    for state_dtype in ("bfloat16", "int8"):
+        assert 0 < largest_difference(sharded(state_dtype=state_dtype)[0], oracle(2, 10)) < 0.05
 
 
-@pytest.mark.parametrize("state_dtype", ["bfloat16", "int8"])
-def test_state_in_fewer_bytes(state_dtype):
-    difference = largest_difference(run_ranks(with_codec, 2, state_dtype)[0]["weights"], oracle(2, 10))
-    assert 0 < difference < 0.05
+def what_has_no_gradient_does_not_move():
+    (before, (after, _)) = weights(make()), sharded(3)
+    for name in ("unused.weight", "unused.bias", "frozen.weight"):
+        assert torch.equal(before[name], after[name]), name
+    assert not torch.equal(before["up.weight"], after["up.weight"])
 
 
 def constant_gradient(state_dtype):
@@ -228,15 +209,8 @@ def test_the_momentum_does_not_stall(state_dtype):
     assert constant_gradient(state_dtype) == pytest.approx(1, abs=0.02)
 
 
-def test_what_has_no_gradient_does_not_move():
-    (before, after) = weights(make()), run_ranks(sharded, 2, 3)[0]["weights"]
-    for name in ("unused.weight", "unused.bias", "frozen.weight"):
-        assert torch.equal(before[name], after[name]), name
-    assert not torch.equal(before["up.weight"], after["up.weight"])
-
-
 def skipping(plain):
-    """Two updates, of which `found_inf` skips the first: the weights and the state after each."""
+    """Two updates, of which `found_inf` skips the first, which changes nothing."""
     torch.manual_seed(0)
     if plain:
         model = make()
@@ -252,18 +226,23 @@ def skipping(plain):
         optimizer.step()
         optimizer.zero_grad()
         found.append(weights(model))
-    steps = {int(state["step"]) for state in inner.state.values() if "step" in state}
-    momenta = [state["momentum_buffer"].isfinite().all() for state in inner.state.values() if "momentum_buffer" in state]
-    return found, steps, all(momenta)
+    assert_equal(found[0], found[1])
+    assert not torch.equal(found[2]["up.weight"], found[1]["up.weight"])
+    assert all(tensor.isfinite().all() for tensor in found[2].values())
+    assert {int(state["step"]) for state in inner.state.values() if "step" in state} == {1}
+    assert all(state["momentum_buffer"].isfinite().all() for state in inner.state.values() if "momentum_buffer" in state)
 
 
-@pytest.mark.parametrize("plain", [True, False])
-def test_an_update_that_found_inf_skips_changes_nothing(plain):
-    for found, steps, finite in run_ranks(skipping, 2, plain):
-        assert_equal(found[0], found[1])
-        assert not torch.equal(found[2]["up.weight"], found[1]["up.weight"])
-        assert all(tensor.isfinite().all() for tensor in found[2].values())
-        assert (steps, finite) == ({1}, True)
+def test_steps_of_two_ranks():
+    run_in_turn(
+        2,
+        groups_of_other_classes,
+        bfloat16_weights,
+        state_in_fewer_bytes,
+        what_has_no_gradient_does_not_move,
+        partial(skipping, plain=True),
+        partial(skipping, plain=False),
+    )
 
 
 def counted(ns_dtype):
@@ -279,7 +258,7 @@ def counted(ns_dtype):
     return {"sent": optimizer.comm.sent_bytes["all-to-all"], "there": there, "back": back}
 
 
-@pytest.mark.parametrize(("world_size", "ns_dtype"), [(2, "bfloat16"), (3, "bfloat16"), (4, "float32")])
+@pytest.mark.parametrize(("world_size", "ns_dtype"), [(2, "bfloat16"), (3, "float32")])
 def test_each_matrix_is_sent_once_and_comes_back_once(world_size, ns_dtype):
     results = run_ranks(counted, world_size, ns_dtype)
     itemsize = 2 if ns_dtype == "bfloat16" else 4
@@ -302,7 +281,7 @@ def test_each_matrix_is_sent_once_and_comes_back_once(world_size, ns_dtype):
 )
 def test_bytes_and_balance_of_gpt2(name, world_size, balance):
     """4 P_m (N - 1) / N^2 bytes per rank and step: P_m/N elements, of which (N - 1)/N have another owner, there and back."""
-    plan = make_plan(gpt_specs(GPTConfig(**GPT2_SIZES[name], bias=False), MUON), world_size)
+    plan = make_plan(gpt_specs(GPTConfig(**GPT2_SIZES[name], bias=False), {}), world_size)
     matrices, owners, parts, _ = vars(matrix_plan(plan)).values()
     assert len(matrices) == 6 * GPT2_SIZES[name]["n_layer"]
     load, sent = [0] * world_size, [0] * world_size
@@ -367,8 +346,8 @@ def resume(saved, first, steps):
     return [ckpt.model_state_dict(model.module, optimizer), ckpt.consolidate(optimizer)]
 
 
-def resume_without_sharding(saved, world_size):
-    model = make(5)
+def resume_without_sharding(saved):
+    model, world_size = make(5), dist.get_world_size()
     model.load_state_dict(saved[0])
     optimizer = Muon(model.param_groups(), lr=0.01)
     ckpt.restore(optimizer, saved[1])
@@ -381,18 +360,14 @@ def resume_without_sharding(saved, world_size):
 
 
 def test_resumed_on_as_many_ranks_bit_for_bit_and_on_others_as_without_sharding():
-    saved = run_ranks(save, 4, 3)[0]
-    again = run_ranks(resume, 4, saved, 3, 3)[0]
-    assert_equal(again, run_ranks(save, 4, 6)[0])
-    for world_size in (1, 2, 3):
-        elsewhere = run_ranks(resume, world_size, saved, 3, 3)[0]
-        plain = run_ranks(resume_without_sharding, 1, saved, world_size)[0]
+    (saved, *_), (uninterrupted, *_) = run_in_turn(4, partial(save, 3), partial(save, 6))
+    assert_equal(run_ranks(resume, 4, saved, 3, 3)[0], uninterrupted)
+    for world_size in (2, 3):
+        (elsewhere, *_), (plain, *_) = run_in_turn(
+            world_size, partial(resume, saved, 3, 3), partial(resume_without_sharding, saved)
+        )
         assert largest_difference(elsewhere[0], plain) <= (0 if world_size < 3 else 1e-2)
-
-
-def test_state_is_what_torchs_optimizers_hold():
-    _, saved = run_ranks(save, 2, 2)[0]
-    kinds = [set(state) for state in saved["state"].values()]
+    kinds = [set(state) for state in saved[1]["state"].values()]  # as in torch's optimizers
     assert {frozenset(kind) for kind in kinds} == {frozenset({"momentum_buffer"}), frozenset({"step", "exp_avg", "exp_avg_sq"})}
     assert kinds.count({"momentum_buffer"}) == 3
 
@@ -446,7 +421,7 @@ def test_a_copy_takes_further_groups(copied):
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(4))], "ns_steps": 0})
 
 
-def restores_state_of_adamw():
+def test_state_of_adamw_is_refused():
     _, optimizer = make_sharded()
     groups = [{key: value for key, value in group.items() if key != "matrices"} for group in make().param_groups()]
     adamw = torch.optim.AdamW(groups)
@@ -455,10 +430,6 @@ def restores_state_of_adamw():
     adamw.step()
     with pytest.raises(ckpt.CheckpointError, match="not of Muon; build the optimizer that was saved"):
         ckpt.restore(optimizer, adamw.state_dict())
-
-
-def test_state_of_adamw_is_refused():
-    run_ranks(restores_state_of_adamw, 1)
 
 
 def fails_in_its_own_round():
@@ -485,8 +456,8 @@ def fails_in_its_own_round():
             raise
 
 
-def goes_on_alone():
-    """One rank waits for no other one: after a step that has failed in its second matrix, the next one is as usual."""
+def test_one_rank_goes_on_after_a_step_that_has_failed():
+    """It waits for no other one: after a step that has failed in its second matrix, the next one is as usual."""
     model, optimizer = make_sharded()
     whole, calls = optimizer.inner.whole, []
 
@@ -504,21 +475,12 @@ def goes_on_alone():
     assert largest_difference(weights(model), before) > 1e-4
 
 
-def test_one_rank_goes_on_after_a_step_that_has_failed():
-    run_ranks(goes_on_alone, 1)
-
-
 def test_ranks_that_fail_in_different_rounds_end_together():
     with mock.patch("ranks.TIMEOUT_S", 30), pytest.raises(RuntimeError) as raised:
         run_ranks(fails_in_its_own_round, 2)
     assert "did not end" not in str(raised.value)
     assert all(f"rank {rank}:" in str(raised.value) for rank in (0, 1))
     assert "OutOfMemoryError: on rank" in str(raised.value)
-
-
-def test_the_defaults_of_the_settings_are_those_of_the_class():
-    defaults = inspect.signature(Muon).parameters
-    assert {name: defaults[name].default for name in MUON} == MUON
 
 
 def test_orthogonalized_has_singular_values_of_about_one():

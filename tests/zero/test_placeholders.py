@@ -1,4 +1,4 @@
-"""zero/placeholders.py: what stands in for gradients that have been sent."""
+"""zero/reducer.py: what stands in for gradients that have been sent."""
 
 import pickle
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from zero.placeholders import SentGradient, local_gradient
+from zero.reducer import SentGradient, local_gradient
 
 
 def test_a_sent_gradient_has_a_shape_and_no_elements():
@@ -35,9 +35,7 @@ def test_a_sent_gradient_keeps_what_backward_adds():
         (factor * param).sum().backward()
     assert param.grad is sent
     assert torch.equal(local_gradient(param), torch.full((3,), 3.0))
-    assert torch.equal(sent.take_added(), torch.full((3,), 3.0))
-    assert sent.take_added() is None
-    assert local_gradient(param) is None
+    assert torch.equal(sent.added, torch.full((3,), 3.0))
 
 
 @pytest.mark.parametrize("foreach", [False, True])
@@ -46,6 +44,5 @@ def test_a_sent_gradient_can_be_zeroed(foreach):
     sent = param.grad = SentGradient(param)
     param.sum().backward()
     torch.optim.SGD([param], foreach=foreach).zero_grad(set_to_none=False)
-    assert sent.take_added() is None
-    assert sent.take_zeroed()
-    assert not sent.take_zeroed()
+    assert sent.added is None
+    assert sent.zeroed

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from ranks import run_ranks
+from ranks import run_in_turn
 from toy import Toy, make_toy
 
 from forecast.prediction import Prediction
@@ -111,17 +111,6 @@ def planned_and_built():
     return results
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_a_built_optimizer_holds_what_was_planned(world_size):
-    for results in run_ranks(planned_and_built, world_size):
-        assert results.keys() == SETTINGS.keys()
-        for setting, (same, predicted, held) in results.items():
-            assert all(same), setting
-            assert {key: predicted[key] for key in held} == held, setting
-            assert held["state"] > 0
-            assert (held["master"] > 0) == ("masters" in setting)
-
-
 SIZES = GPTConfig(block_size=8, vocab_size=19, n_layer=2, n_head=2, n_embd=24, bias=False)
 FLAGS = [
     Flags(use_zero1=False),
@@ -146,8 +135,16 @@ def planned_and_chosen():
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_flags_choose_the_plan_of_what_they_build(world_size):
-    for same in run_ranks(planned_and_chosen, world_size):
+def test_what_is_built_is_what_was_planned(world_size):
+    built, chosen = run_in_turn(world_size, planned_and_built, planned_and_chosen)
+    for results in built:
+        assert results.keys() == SETTINGS.keys()
+        for setting, (same, predicted, held) in results.items():
+            assert all(same), setting
+            assert {key: predicted[key] for key in held} == held, setting
+            assert held["state"] > 0
+            assert (held["master"] > 0) == ("masters" in setting)
+    for same in chosen:
         assert len(same) == len(FLAGS)
         assert all(map(all, same))
 

@@ -20,5 +20,5 @@ so the replacement of the file replaces both at once.
 from zero.checkpoint.format import chunk_reader, load, verify
 from zero.checkpoint.sending import load_on_all_ranks
 from zero.checkpoint.state import CheckpointError, consolidate, model_state_dict, restore
-from zero.checkpoint.store import FORMATS, convert, find
-from zero.checkpoint.writer import CheckpointWriter, DivergedError, SaveReport, save
+from zero.checkpoint.store import FORMATS, SaveReport, convert, find
+from zero.checkpoint.writer import CheckpointWriter, DivergedError

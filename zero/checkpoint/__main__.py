@@ -6,8 +6,7 @@ import signal
 import sys
 from typing import NoReturn
 
-from zero.checkpoint import format
-from zero.checkpoint.format import FORMAT, KEYS, manifest_entry, shards_folder, tensors_in, verify
+from zero.checkpoint.format import FORMAT, KEYS, manifest_entry, named_tensors, read_file, shards_folder, verify
 from zero.checkpoint.state import CheckpointError
 from zero.checkpoint.store import FORMATS, convert
 
@@ -15,8 +14,8 @@ from zero.checkpoint.store import FORMATS, convert
 def _inspect(path: str, show_tensors: bool) -> bool:
     """Print whether the checksums of a file are correct, then its content. Return whether they are."""
     verify(path)
-    checkpoint = format.read(path)
-    manifest, tensors = checkpoint.get("manifest", {}), tensors_in(checkpoint)
+    checkpoint = read_file(path)
+    manifest, tensors = checkpoint.get("manifest", {}), named_tensors(checkpoint)
     wrong = {name for name in tensors.keys() & manifest.keys() if manifest[name] != manifest_entry(tensors[name])}
     different = sorted(wrong | (manifest.keys() ^ tensors.keys() if manifest else set()))
     sound = "all checksums hold" if manifest else "it has only the checksums of the archive, which hold"

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from zero.checkpoint.files import FileSum, file_sum, reading, sync_folder, underlying_os_error
 from zero.checkpoint.state import CheckpointError, TensorChunk, map_leaves, materialized
+from zero.host_comm import gather_objects
 
 # torch.distributed.checkpoint is used without torch.distributed on purpose, so this warning is not needed
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
@@ -36,11 +37,11 @@ _ADMITTED: dict[tuple[str, str], Any] = {(record.__module__, record.__qualname__
 _ADMITTED["torch.serialization", "_get_layout"] = torch.serialization._get_layout  # pickles refer to it for a torch.layout
 
 
-def write(chunks: list[TensorChunk], folder: str, process_group: dist.ProcessGroup | None) -> dict[str, FileSum]:
+def write_chunks(chunks: list[TensorChunk], folder: str, process_group: dist.ProcessGroup | None) -> dict[str, FileSum]:
     """Write each rank's chunks, which together cover every tensor once. Needs to be called on all ranks of the group.
 
     Returns:
-        Name and checksum of each file that this rank wrote into `folder`.
+        Name and checksum of each file that any rank wrote into `folder`.
 
     Raises:
         OSError: on all ranks, if one of them cannot write.
@@ -59,10 +60,11 @@ def write(chunks: list[TensorChunk], folder: str, process_group: dist.ProcessGro
         if isinstance(error, OSError):
             raise OSError(f"rank {rank} cannot write to {folder}: {error}") from failed
         raise error from failed
-    return writer.sums
+    written = [writer.sums] if process_group is None else gather_objects(writer.sums, process_group)
+    return {name: checksum for sums in written for name, checksum in sums.items()}
 
 
-def read(folder: str, chunks: list[TensorChunk]) -> None:
+def read_chunks(folder: str, chunks: list[TensorChunk]) -> None:
     """Fill the elements of `chunks`, which may be other chunks than those that were written. Each rank can call it alone.
 
     Raises:
@@ -194,7 +196,7 @@ def _storage_metadata(chunk: TensorChunk) -> metadata.ChunkStorageMetadata:
 def read_tensors(folder: str, tree: dict[str, Any]) -> dict[str, Any]:
     """Return a tree with real tensors, filled from `folder`, in place of those on the meta device. Tied tensors stay tied."""
     filled, tensors = materialized(tree, torch.contiguous_format)
-    read(folder, [TensorChunk.of_whole(name, tensor) for name, tensor in tensors.items()])
+    read_chunks(folder, [TensorChunk.of_whole(name, tensor) for name, tensor in tensors.items()])
     return filled
 
 

@@ -38,7 +38,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_plain(value: Any) -> bool:
-    """Return whether `read` can read the value again: tensors and plain values, in dicts and lists."""
+    """Return whether `read_file` can read the value again: tensors and plain values, in dicts and lists."""
     if isinstance(value, dict):
         return all(_is_plain(key) and _is_plain(inner) for key, inner in value.items())
     if isinstance(value, list | tuple):
@@ -100,7 +100,7 @@ _MORE_KEYS = {
 }
 
 
-def read(path: str) -> dict[str, Any]:
+def read_file(path: str) -> dict[str, Any]:
     """Read a checkpoint file, with its tensors memory-mapped. Runs no code from it.
 
     Raises:
@@ -115,7 +115,7 @@ def read(path: str) -> dict[str, Any]:
         raise CheckpointError(f"{path} is no checkpoint of a model in training: wrong or missing in it: {', '.join(wrong)}")
     if held.get("format", FORMAT) != FORMAT:
         raise CheckpointError(f"{path} has format {held['format']}, this program reads {FORMAT}; use the one that wrote it")
-    if "shards" not in held and any(tensor.is_meta for tensor in tensors_in(held).values()):
+    if "shards" not in held and any(tensor.is_meta for tensor in named_tensors(held).values()):
         raise CheckpointError(f"{path} does not say where its tensors are; it is no checkpoint of this program")
     return checkpoint
 
@@ -131,7 +131,7 @@ def verify(path: str) -> None:
     with reading(path), zipfile.ZipFile(path) as archive:
         if bad := archive.testzip():
             raise ValueError(f"the checksum of its entry {bad} does not hold")
-    checkpoint = read(path)
+    checkpoint = read_file(path)
     if "shards" in checkpoint:
         sums = {name: FileSum(*entry) for name, entry in checkpoint["shards"]["files"].items()}
         if reason := find_corruption(shards_folder(path, checkpoint), sums):
@@ -142,9 +142,9 @@ def load(path: str) -> dict[str, Any]:
     """Read a checkpoint, with its tensors memory-mapped: the ranks of a machine share one copy. Runs no code from it.
 
     From a sharded checkpoint, the model is read into memory, and the optimizer state stays on the meta device: `restore` reads
-    it with the function from `chunk_reader`. Raises the errors of `read`.
+    it with the function from `chunk_reader`. Raises the errors of `read_file`.
     """
-    checkpoint = read(path)
+    checkpoint = read_file(path)
     if "shards" in checkpoint:
         checkpoint.update(chunks.read_tensors(shards_folder(path, checkpoint), {"model": checkpoint["model"]}))
     return checkpoint
@@ -152,10 +152,10 @@ def load(path: str) -> dict[str, Any]:
 
 def chunk_reader(path: str, checkpoint: dict[str, Any]) -> Callable[[list[TensorChunk]], None] | None:
     """Return the function with which `restore` reads a sharded checkpoint that `load` returned; None for a consolidated one."""
-    return partial(chunks.read, shards_folder(path, checkpoint)) if "shards" in checkpoint else None
+    return partial(chunks.read_chunks, shards_folder(path, checkpoint)) if "shards" in checkpoint else None
 
 
-def write(checkpoint: dict[str, Any], path: str) -> None:
+def write_file(checkpoint: dict[str, Any], path: str) -> None:
     """Write a checkpoint and its manifest to the disk. The manifest has name, shape, dtype and CRC-32 of each tensor.
 
     Raises:
@@ -164,7 +164,7 @@ def write(checkpoint: dict[str, Any], path: str) -> None:
     """
     if odd := [name for name, value in checkpoint["model"].items() if not _is_plain(value)]:
         raise ValueError(f"{odd[0]} is more than tensors and plain values, so the checkpoint could not be read; change it")
-    tensors = tensors_in(checkpoint)
+    tensors = named_tensors(checkpoint)
     entries = {id(tensor): manifest_entry(tensor) for tensor in {id(tensor): tensor for tensor in tensors.values()}.values()}
     manifest = {name: entries[id(tensor)] for name, tensor in tensors.items()}
     with open(path, "wb") as file:
@@ -174,11 +174,6 @@ def write(checkpoint: dict[str, Any], path: str) -> None:
             raise underlying_os_error(error) from error
         file.flush()
         os.fsync(file.fileno())
-
-
-def shards_entry(name: str, sums: dict[str, FileSum]) -> dict[str, Any]:
-    """Return the entry "shards" of a sharded checkpoint: its folder, and the size and checksum of each file there."""
-    return {"folder": name, "files": {file: list(entry) for file, entry in sums.items()}}
 
 
 def shards_folder(path: str, checkpoint: dict[str, Any]) -> str:
@@ -194,6 +189,6 @@ def manifest_entry(tensor: torch.Tensor) -> dict[str, Any]:
     return {"shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch."), "crc32": crc32}
 
 
-def tensors_in(value: Any, name: str = "") -> dict[str, torch.Tensor]:
+def named_tensors(value: Any, name: str = "") -> dict[str, torch.Tensor]:
     """Return every tensor in nested dicts and lists by its name: the keys that lead to it, joined by dots."""
     return {name: leaf for name, leaf in leaves(value, name).items() if isinstance(leaf, torch.Tensor)}

@@ -10,12 +10,13 @@ import os
 import zipfile
 from collections.abc import Callable
 from functools import partial
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from zero.checkpoint.format import chunk_reader, load, tensors_in, verify
+from zero.checkpoint.format import chunk_reader, load, named_tensors, verify
 from zero.checkpoint.state import CheckpointError, TensorChunk, map_leaves
 from zero.host_comm import MESSAGE_BYTES, Transfers, broadcast_object, cpu_group, gather_objects, is_rank_0
 
@@ -104,30 +105,26 @@ def _outline(checkpoint: dict[str, Any]) -> dict[str, Any]:
 def _read_or_receive(read_chunks: _ReadChunks | None, own: list[TensorChunk]) -> None:
     """Fill the elements of `own`: ranks that see the file read them, the other ranks receive them from rank 0.
 
-    Needs to be called on all ranks. Rank 0 sends one message to each receiver, then the next one to each, and so on. After each
-    round it tells all ranks whether it could read the elements, so no rank waits longer than one round.
+    Needs to be called on all ranks. Rank 0 sends a few megabytes to each receiver, then the next ones to each, and so on, so
+    that no rank waits for long.
 
     Args:
         read_chunks: fills the elements of chunks; None if this rank does not see the file.
     """
     group = cpu_group(None)
-    messages = _messages(own) if read_chunks is None else []
-    asked = gather_objects([_allocate(message, "meta") for message in messages], group)
-    error = next(filter(None, gather_objects(_read(read_chunks, own), group)), None)
+    asked = gather_objects(_allocate(own, "meta") if read_chunks is None else [], group)
+    error = _read(read_chunks, own)
     transfers = Transfers(group)
-    for number in range(max(map(len, asked))):
-        if error is not None:
-            break
-        for rank, wanted in enumerate(asked if is_rank_0() else ()):
-            read = _allocate(wanted[number], "cpu") if number < len(wanted) else []
-            error = error or _read(read_chunks, read)  # after an error, the receivers still wait for their messages
-            for chunk in read:
+    for chunk in own if read_chunks is None else ():
+        transfers.receive(chunk.elements, 0)
+    for parts in zip_longest(*map(_in_parts, asked), fillvalue=[]) if is_rank_0() else ():
+        for rank, wanted in enumerate(parts):
+            part = _allocate(wanted, "cpu")
+            error = error or _read(read_chunks, part)  # after an error, the receivers still wait for their elements
+            for chunk in part:
                 transfers.send(chunk.elements, rank)
-        for chunk in messages[number] if number < len(messages) else ():
-            transfers.receive(chunk.elements, 0)
-        transfers.wait()
-        error = broadcast_object(error, group)
-    if error is not None:
+    transfers.wait()
+    if error := next(filter(None, gather_objects(error, group)), None):
         raise error
 
 
@@ -148,23 +145,19 @@ def _read(read_chunks: _ReadChunks | None, chunks: list[TensorChunk]) -> Checkpo
 
 def _copy(state: dict[int, dict[str, Any]], chunks: list[TensorChunk]) -> None:
     """Fill the elements of `chunks` from the optimizer state of a consolidated checkpoint."""
-    tensors = tensors_in(state, "optimizer.state")
+    tensors = named_tensors(state, "optimizer.state")
     for chunk in chunks:
-        stop = chunk.start + chunk.elements.numel()
-        chunk.elements.copy_(tensors[chunk.name].reshape(-1)[chunk.start : stop])
+        chunk.elements.copy_(tensors[chunk.name].reshape(-1)[chunk.start : chunk.stop])
 
 
-def _messages(chunks: list[TensorChunk]) -> list[list[TensorChunk]]:
-    """Divide chunks into messages of at most `MESSAGE_BYTES`."""
-    messages: list[list[TensorChunk]] = []
+def _in_parts(chunks: list[TensorChunk]) -> list[list[TensorChunk]]:
+    """Divide a list of chunks into lists of about `MESSAGE_BYTES`, each of which is read at once."""
+    parts: list[list[TensorChunk]] = []
     free_bytes = 0
     for chunk in chunks:
-        step = MESSAGE_BYTES // chunk.elements.itemsize
-        for start in range(0, chunk.elements.numel(), step):
-            part = chunk._replace(start=chunk.start + start, elements=chunk.elements[start : start + step])
-            if part.elements.nbytes > free_bytes:
-                messages.append([])
-                free_bytes = MESSAGE_BYTES
-            messages[-1].append(part)
-            free_bytes -= part.elements.nbytes
-    return messages
+        if free_bytes <= 0:
+            parts.append([])
+            free_bytes = MESSAGE_BYTES
+        parts[-1].append(chunk)
+        free_bytes -= chunk.elements.nbytes
+    return parts

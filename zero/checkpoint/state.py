@@ -1,10 +1,9 @@
 """Optimizer state that does not depend on its sharding: gather the whole state on rank 0, and restore it at any world size.
 
 Every save makes the same two things on each rank: an outline of the whole state, with tensors on the meta device in place of
-tensors with elements, and chunks, the elements that this rank owns of them. `local_chunks` returns both. `full_state` fills the
-outline on rank 0, with chunks that are sent flat, in messages of a few megabytes. So for any implementation and any world
-size, `consolidate` returns on rank 0 exactly what the `state_dict()` of a single, unsharded optimizer would hold, and `restore`
-loads this into any implementation at any world size. It takes a function that reads chunks: this module accesses no files.
+tensors with elements, and chunks, the elements that this rank owns of them. `local_chunks` returns both; `full_state` fills the
+outline on rank 0. What rank 0 gets is what the `state_dict()` of a single, unsharded optimizer would hold. `restore` loads this
+into any implementation at any world size. It takes a function that reads chunks: this module accesses no files.
 """
 
 import copy
@@ -16,7 +15,7 @@ from typing import Any, NamedTuple, Self
 import torch
 
 from zero.codecs import Encoded
-from zero.host_comm import gather_on_rank_0
+from zero.host_comm import Transfers
 from zero.layout import Slice
 from zero.muon import Muon
 from zero.optimizer import hyperparameters
@@ -56,6 +55,10 @@ class TensorChunk(NamedTuple):
     start: int  # of the range in the flattened tensor
     elements: torch.Tensor  # (number of elements in the range,), or the whole tensor in its shape; meta if `decode` makes them
     decode: Callable[[], torch.Tensor] | None = None
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.elements.numel()
 
     @classmethod
     def of_whole(cls, name: str, tensor: torch.Tensor) -> Self:
@@ -192,7 +195,6 @@ def _of_optimizer(part: Partition) -> tuple[dict[str, Any], list[TensorChunk]]:
         for slice_, local, state in zip(part.slices[part.rank], part.locals, part.states, strict=True):
             take = partial(_take_leaf, part, slice_, local, chunks)
             own.append(map_leaves(take, state, f"optimizer.state.{slice_.param}"))
-            _check_names(part, slice_.param, own[-1])
     except CheckpointError as raised:
         error = raised
     gathered = part.gather((own, error))
@@ -204,8 +206,8 @@ def _of_optimizer(part: Partition) -> tuple[dict[str, Any], list[TensorChunk]]:
             first_rank, its_outline = first.setdefault(slice_.param, (rank, outline))
             there, here = ({name: _text(leaf) for name, leaf in leaves(held).items()} for held in (its_outline, outline))
             for name in there | here:
-                if there.get(name) != here.get(name):
-                    a, b = (text.get(name, "nothing") for text in (there, here))
+                a, b = (texts.get(name, "nothing") for texts in (there, here))
+                if a != b:
                     entry = _entry(part, slice_.param, name)
                     raise CheckpointError(f"{entry} as {a} on rank {first_rank} and {b} on rank {rank}: {_RULE}")
     whole = {number: outline for number, (_, outline) in sorted(first.items()) if outline}
@@ -220,8 +222,8 @@ def _take_leaf(part: Partition, slice_: Slice, local: torch.Tensor, chunks: list
     entry = _entry(part, slice_.param, name.removeprefix(f"optimizer.state.{slice_.param}."))
     param = part.params[slice_.param]
     if isinstance(value, Encoded):
-        decode, elements = partial(value.decode, local), meta_like(local, torch.float32)
-        chunks.append(TensorChunk(name, param.numel(), slice_.start, elements, decode))
+        elements = meta_like(local, torch.float32)
+        chunks.append(TensorChunk(name, param.numel(), slice_.start, elements, partial(value.decode, local)))
         return meta_like(param, torch.float32)
     if not isinstance(value, torch.Tensor):
         raise CheckpointError(f"{entry} as {type(value).__name__}, which cannot be restored; use tensors and numbers")
@@ -234,15 +236,6 @@ def _take_leaf(part: Partition, slice_: Slice, local: torch.Tensor, chunks: list
         raise CheckpointError(f"{entry} in shape {tuple(value.shape)} for {local.numel()} elements: {_RULE}")
     chunks.append(TensorChunk.of_whole(name, value))
     return meta_like(value, value.dtype)
-
-
-def _check_names(part: Partition, number: int, outline: dict[str, Any]) -> None:
-    """Refuse entries that have the same name, such as {"a": {"b": ...}, "a.b": ...}."""
-    names: list[str] = []
-    map_leaves(lambda name, _: names.append(name), outline)
-    for name in names if len(names) > len(set(names)) else ():
-        if names.count(name) > 1:
-            raise CheckpointError(f"{_entry(part, number, name)} twice, in other dicts or lists; rename one of them")
 
 
 def _entry(part: Partition, number: int, name: str) -> str:
@@ -274,8 +267,7 @@ def _of_model(part: Partition, model: torch.nn.Module, divided: bool) -> tuple[d
         if not isinstance(tensor, torch.Tensor):  # from get_extra_state()
             outlines[key] = copy.deepcopy(tensor) if part.receives else None
             continue
-        number = numbers.get(key)
-        dtype = tensor.dtype
+        number, dtype = numbers.get(key), tensor.dtype
         if number is not None and part.plan.params[number].requires_grad:
             dtype = part.plan.update_dtype(number)
         outlines[key] = meta_like(tensor, dtype)
@@ -296,12 +288,22 @@ def _gathered(part: Partition, outline: dict[str, Any], chunks: list[TensorChunk
     """Return on rank 0 the whole state, an outline filled with the chunks of all ranks. Needs to be called on all ranks."""
     if part.replica:
         return None
-    whole, tensors = materialized(outline, torch.preserve_format) if part.receives else (None, {})
-    flat = {name: flattened(tensor, tensor) for name, tensor in tensors.items()}
     gathered = _gathered_ranges(part, outline, chunks)
-    places = [[flat[name][start:stop] for name, start, stop in ranges] for ranges in gathered] if part.receives else None
-    gather_on_rank_0(map(_flat_elements, chunks), places, part.cpu_group)
-    if whole is not None and "model" in outline:  # what get_extra_state() has returned stays as it is
+    transfers = Transfers(part.cpu_group)
+    if not part.receives:
+        for chunk in chunks:
+            transfers.send(_flat_elements(chunk), 0)
+        transfers.wait()
+        return None
+    whole, tensors = materialized(outline, torch.preserve_format)
+    flat = {name: flattened(tensor, tensor) for name, tensor in tensors.items()}
+    for chunk in chunks:
+        flat[chunk.name][chunk.start : chunk.stop].copy_(_flat_elements(chunk))
+    for rank, ranges in enumerate(gathered[1:], 1):
+        for name, start, stop in ranges:
+            transfers.receive(flat[name][start:stop], rank)
+    transfers.wait()
+    if "model" in outline:  # what get_extra_state() has returned stays as it is
         whole["model"] |= {name: held for name, held in outline["model"].items() if not isinstance(held, torch.Tensor)}
     return whole
 
@@ -316,7 +318,7 @@ def _gathered_ranges(part: Partition, outline: dict[str, Any], chunks: list[Tens
     Raises CheckpointError on all of them if the chunks are not exactly the elements of rank 0's outline.
     """
     tensors = {id(leaf): (name, leaf.numel()) for name, leaf in reversed(leaves(outline).items()) if _is_meta(leaf)}
-    own = [(chunk.name, chunk.start, chunk.start + chunk.elements.numel()) for chunk in chunks]
+    own = [(chunk.name, chunk.start, chunk.stop) for chunk in chunks]
     (_, expected), *_ = gathered = part.gather((own, dict(tensors.values())))
     held: Counter[str] = Counter()
     for ranges, _ in gathered:
@@ -348,8 +350,8 @@ def _check_contiguous(part: Partition) -> None:
     """Refuse a parameter that is not contiguous: a file has index order, slices and fused updates have memory order."""
     for number, (param, spec) in enumerate(zip(part.params, part.plan.params, strict=True)):
         if spec.requires_grad and not param.is_contiguous():
-            strides = f"parameter {number} has strides {param.stride()}"
-            raise CheckpointError(f"{strides}; shards hold contiguous parameters, consolidated files hold any")
+            remedy = "shards hold contiguous parameters, consolidated files hold any"
+            raise CheckpointError(f"parameter {number} has strides {param.stride()}; {remedy}")
 
 
 # -- restore -----------------------------------------------------------------------------------------------------------
@@ -385,7 +387,7 @@ def _check_state(saved: dict[int, dict[str, Any]], part: Partition, in_chunks: b
         for name, value in leaves(entries).items():
             is_tensor = isinstance(value, torch.Tensor)
             is_number = isinstance(value, int | float) or (is_tensor and value.numel() == 1)
-            has_shape = is_tensor and (value.shape == shape or (whole and _is_factor(value.shape, shape)))
+            has_shape = is_tensor and (value.shape == shape or known is torch.optim.Adafactor)  # which keeps rows and columns
             if known is None or name not in set.union(*_ENTRIES[known]):
                 fits = not is_tensor or is_number or has_shape or whole
             else:
@@ -397,34 +399,27 @@ def _check_state(saved: dict[int, dict[str, Any]], part: Partition, in_chunks: b
                 )
 
 
-def _is_factor(shape: torch.Size, whole: torch.Size) -> bool:
-    """Return whether this is the shape of the rows or of the columns of a whole parameter."""
-    return len(shape) == len(whole) and all(n in (1, m) for n, m in zip(shape, whole, strict=True))
-
-
 def _local_states(saved: dict[int, dict[str, Any]], part: Partition) -> tuple[dict[int, dict[str, Any]], list[TensorChunk]]:
     """Return this rank's part of saved state, by the inner optimizer's numbers, and its chunks that are not read yet."""
     states: dict[int, dict[str, Any]] = {}
     chunks: list[TensorChunk] = []
+
+    def own_part(slice_: Slice, local: torch.Tensor, name: str, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        param = part.params[slice_.param]
+        is_per_element = value.shape == param.shape
+        if value.is_meta:
+            own = torch.empty(local.shape if is_per_element else value.shape, dtype=value.dtype)
+            chunks.append(TensorChunk(name, value.numel(), slice_.start if is_per_element else 0, own.view(-1)))
+            return own
+        return shaped(flattened(value, param)[slice_.start : slice_.stop].clone(), local) if is_per_element else value.clone()
+
     for position, (slice_, local) in enumerate(zip(part.slices[part.rank], part.locals, strict=True)):
         if slice_.param in saved:
-            take = partial(_own_part, part.params[slice_.param], slice_, local, chunks)
+            take = partial(own_part, slice_, local)
             states[position] = map_leaves(take, saved[slice_.param], f"optimizer.state.{slice_.param}")
     return states, chunks
-
-
-def _own_part(param: torch.Tensor, slice_: Slice, local: torch.Tensor, chunks: list[TensorChunk], name: str, value: Any) -> Any:
-    """Return a copy of this rank's part of one saved value; of a meta tensor an empty one, which is added to `chunks`."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    is_per_element = value.shape == param.shape
-    if value.is_meta:
-        own = torch.empty(local.shape if is_per_element else value.shape, dtype=value.dtype)
-        chunks.append(TensorChunk(name, value.numel(), slice_.start if is_per_element else 0, own.view(-1)))
-        return own
-    if is_per_element:
-        return shaped(flattened(value, param)[slice_.start : slice_.stop].clone(), local)
-    return value.clone()
 
 
 def _is_same_kind(value: Any, ours: Any) -> bool:

@@ -4,15 +4,17 @@ import glob
 import os
 import re
 import shutil
+import time
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
-from zero.checkpoint import chunks, format
+import torch.distributed as dist
+
+from zero.checkpoint import chunks
 from zero.checkpoint.files import atomic_write, link_or_copy, sync_folder
-from zero.checkpoint.format import NAME, shards_entry, shards_folder, verify
+from zero.checkpoint.format import NAME, read_file, shards_folder, verify, write_file
 from zero.checkpoint.state import CheckpointError, TensorChunk
+from zero.host_comm import broadcast_object
 
 FORMATS = ("consolidated", "sharded")
 PREVIOUS = "ckpt_prev.pt"
@@ -21,46 +23,51 @@ _BY_ITERATION = "ckpt_{:08d}.pt"
 _KEPT, _SHARDS = re.compile(r"ckpt_(\d{8,})\.pt"), re.compile(r"shards_\d{8,}_[0-9a-f]{8}")
 
 
-def commit(checkpoint: dict[str, Any], folder: str, rotate: bool = True) -> set[str]:
-    """Make a checkpoint the newest in a folder. Call it on one process only, and `clean_up` after it.
+class SaveReport(NamedTuple):
+    """The report of one written checkpoint."""
+
+    iter_num: int
+    nbytes: int
+    write_s: float  # time until the checkpoint was on the disk
+    consolidate_s: float = 0.0  # time before that; a background save lets training continue afterwards
+    warning: str | None = None  # a problem that occurred after the checkpoint was on the disk
+
+
+def commit(
+    checkpoint: dict[str, Any] | None,
+    own: list[TensorChunk] | None,
+    folder: str,
+    keep: int = 0,
+    rotate: bool = True,
+    group: dist.ProcessGroup | None = None,
+) -> SaveReport | None:
+    """Make a checkpoint the newest in a folder, which must exist, and remove what is no longer needed.
 
     At every moment, `ckpt.pt` is either the old file or the new file, complete and on the disk. The old file becomes
     `ckpt_prev.pt`.
 
     Args:
-        checkpoint: nanoGPT's six keys, and any other keys with plain values and CPU tensors. With the entry "shards" (see
-            `shards_entry`), the shards must already be in the folder of this entry + ".tmp".
+        checkpoint: on rank 0: nanoGPT's six keys, and any other keys with plain values and CPU tensors. On other ranks: None.
+        own: for a sharded checkpoint, this rank's chunks; `checkpoint` has tensors on the meta device in their place. Then it
+            needs to be called on all ranks of `group`, which share the folder. None: one file; call it on rank 0 only.
+        keep: number of checkpoints that are kept by iteration.
         rotate: False if the old file is corrupt and must not replace `ckpt_prev.pt`.
+        group: process group for CPU tensors; None if there is one process.
 
     Returns:
-        The names of the shards that the old files referred to.
+        The report, on rank 0.
 
     Raises:
-        OSError: if the disk is full or cannot be written to. The old files are unchanged.
+        OSError: if the disk is full or cannot be written to, of chunks on all ranks. The old files are unchanged.
     """
+    begin = time.perf_counter()
     path, previous = os.path.join(folder, NAME), os.path.join(folder, PREVIOUS)
-    replaced = _referenced_shards(path) | _referenced_shards(previous)
-    _commit_file(checkpoint, path, previous if rotate else None)
-    return replaced
-
-
-def clean_up(folder: str, keep: int, iteration: int, replaced: set[str]) -> str | None:
-    """Keep the newest checkpoint, of `iteration`, as one of the last `keep` by iteration. Remove what is no longer needed.
-
-    `replaced` is what `commit` returned. Return a description of a problem, or None. Call it on one process only.
-    """
-    path = os.path.join(folder, NAME)
-    try:
-        if keep:
-            kept = os.path.join(folder, _BY_ITERATION.format(iteration))
-            replaced = replaced | _referenced_shards(kept)  # a run that was resumed from an earlier iteration overwrites it
-            # a copy, not a hard link: a program that overwrites `path` in place does not change it
-            link_or_copy(path, kept)
-            replaced |= _prune(folder, keep, iteration)
-        _remove_unreferenced(folder, replaced)
-    except OSError as error:
-        return f"{path} is written, but old files could not be copied or removed: {error}"
-    return None
+    before = _references(folder) if checkpoint is not None else set()
+    nbytes = _write(checkpoint, own, path, previous if rotate else None, group)
+    if checkpoint is None:
+        return None
+    iteration, write_s = checkpoint["iter_num"], time.perf_counter() - begin
+    return SaveReport(iteration, nbytes, write_s, warning=_clean_up(folder, keep, iteration, before))
 
 
 def sweep(folder: str) -> None:
@@ -120,47 +127,60 @@ def convert(source: str, target: str, to: str | None = None) -> str:
     if os.path.exists(target) or not target.endswith(".pt"):
         raise CheckpointError(f"{target} {'exists' if os.path.exists(target) else 'does not end in .pt'}; give another name")
     verify(source)
-    checkpoint = format.read(source)
+    checkpoint = read_file(source)
     tensors = {"model": checkpoint["model"], "optimizer.state": checkpoint["optimizer"]["state"]}
     to = to or FORMATS["shards" not in checkpoint]
-    taken: list[TensorChunk] = []
+    own: list[TensorChunk] | None = None
     if "shards" in checkpoint:
         tensors = chunks.read_tensors(shards_folder(source, checkpoint), tensors)
         del checkpoint["shards"]
     if to == "sharded":
-        tensors, taken = chunks.take_tensors(tensors)
+        tensors, own = chunks.take_tensors(tensors)
     checkpoint["model"], checkpoint["optimizer"]["state"] = tensors.values()
-    if to == "consolidated":
-        _commit_file(checkpoint, target)
-        return to
-    name = new_shards_name(checkpoint)
-    with remove_shards_on_error(target, name):
-        sums = chunks.write(taken, os.path.join(os.path.dirname(target), name + ".tmp"), None)
-        _commit_file({**checkpoint, "shards": shards_entry(name, sums)}, target)
+    _write(checkpoint, own, target)
     return to
 
 
-def new_shards_name(checkpoint: dict[str, Any]) -> str:
-    """Return a new name for a folder of shards. A folder that a checkpoint refers to is never written again."""
-    return f"shards_{checkpoint['iter_num']:08d}_{uuid.uuid4().hex[:8]}"
+def _write(
+    checkpoint: dict[str, Any] | None,
+    own: list[TensorChunk] | None,
+    path: str,
+    previous: str | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> int:
+    """Write a checkpoint and atomically replace the file at `path` with it. The old file becomes `previous`. See `commit`.
 
-
-@contextmanager
-def remove_shards_on_error(path: str, name: str) -> Iterator[None]:
-    """Remove the shards `name` if the block fails before the file at `path` refers to them."""
+    Return the bytes of the file and its shards, on rank 0.
+    """
+    if own is None:
+        assert checkpoint is not None
+        _replace_file(checkpoint, path, previous)
+        return os.path.getsize(path)
+    # a folder that a checkpoint refers to is never written again, so each one has a new name
+    name = f"shards_{checkpoint['iter_num']:08d}_{uuid.uuid4().hex[:8]}" if checkpoint is not None else ""
+    name = broadcast_object(name, group) if group is not None else name
+    folder = os.path.dirname(path)
+    shards = os.path.join(folder, name)
     try:
-        yield
+        sums = chunks.write_chunks(own, shards + ".tmp", group)
+        if checkpoint is None:
+            return 0
+        if missing := [file for file in sums if not os.path.exists(os.path.join(shards + ".tmp", file))]:
+            raise OSError(f"rank 0 does not see what other ranks wrote to {folder} ({missing[0]}); use a folder that all share")
+        files = {file: list(entry) for file, entry in sums.items()}
+        _replace_file({**checkpoint, "shards": {"folder": name, "files": files}}, path, previous)
     except BaseException:
-        if name not in _referenced_shards(path):
-            for left in (name, name + ".tmp"):
-                shutil.rmtree(os.path.join(os.path.dirname(path), left), ignore_errors=True)
+        if checkpoint is not None and name not in _referenced_shards(path):
+            for left in (shards, shards + ".tmp"):
+                shutil.rmtree(left, ignore_errors=True)
         raise
+    return os.path.getsize(path) + sum(entry.nbytes for entry in sums.values())
 
 
-def _commit_file(checkpoint: dict[str, Any], path: str, previous: str | None = None) -> None:
-    """Write a checkpoint file and atomically replace the file at `path` with it. The old file becomes `previous`."""
+def _replace_file(checkpoint: dict[str, Any], path: str, previous: str | None) -> None:
+    """Write the file of a checkpoint and give its shards their name. Either all of this counts or nothing."""
     with atomic_write(path) as temporary:
-        format.write(checkpoint, temporary)
+        write_file(checkpoint, temporary)
         if "shards" in checkpoint:
             shards = shards_folder(path, checkpoint)
             os.rename(shards + ".tmp", shards)
@@ -169,23 +189,36 @@ def _commit_file(checkpoint: dict[str, Any], path: str, previous: str | None = N
             link_or_copy(path, previous, link=True)  # `path` will be replaced by a new file, so a link is enough
 
 
-def _prune(folder: str, keep: int, iteration: int) -> set[str]:
-    """Remove all checkpoints by iteration except the last `keep`. Return the shards that the removed files referred to."""
-    names = [match for file in _glob(folder, "ckpt_*.pt") if (match := _KEPT.fullmatch(os.path.basename(file)))]
-    # ignore later iterations: a run that was resumed from an earlier iteration has not reached them yet
-    so_far = sorted((int(name[1]), name[0]) for name in names if int(name[1]) <= iteration)
-    shards: set[str] = set()
-    for _, name in so_far[:-keep]:
-        old = os.path.join(folder, name)
-        shards |= _referenced_shards(old)
-        os.remove(old)
-    return shards
+def _clean_up(folder: str, keep: int, iteration: int, shards: set[str]) -> str | None:
+    """Keep the newest checkpoint, of `iteration`, as one of the last `keep` by iteration, and remove earlier ones.
+
+    Then remove those of `shards` that no file refers to any more. Return a description of a problem, or None.
+    """
+    path = os.path.join(folder, NAME)
+    try:
+        if keep:
+            # a copy, not a hard link: a program that overwrites `path` in place does not change it
+            link_or_copy(path, os.path.join(folder, _BY_ITERATION.format(iteration)))
+            names = [match for file in _glob(folder, "ckpt_*.pt") if (match := _KEPT.fullmatch(os.path.basename(file)))]
+            # ignore later iterations: a run that was resumed from an earlier iteration has not reached them yet
+            so_far = sorted((int(name[1]), name[0]) for name in names if int(name[1]) <= iteration)
+            for _, name in so_far[:-keep]:
+                os.remove(os.path.join(folder, name))
+        _remove_unreferenced(folder, shards)
+    except OSError as error:
+        return f"{path} is written, but old files could not be copied or removed: {error}"
+    return None
+
+
+def _references(folder: str) -> set[str]:
+    """Return the names of the shards that the files of a folder refer to."""
+    return set().union(*map(_referenced_shards, _glob(folder, "*.pt"))) if _glob(folder, "shards_*") else set()
 
 
 def _referenced_shards(path: str) -> set[str]:
     """Return the name of the shards folder that a file refers to; an empty set if it is not readable or has no shards."""
     try:
-        name = format.read(path).get("shards", {}).get("folder", "")
+        name = read_file(path).get("shards", {}).get("folder", "")
     except CheckpointError:
         return set()
     return {name} if _SHARDS.fullmatch(name) else set()
@@ -193,8 +226,7 @@ def _referenced_shards(path: str) -> set[str]:
 
 def _remove_unreferenced(folder: str, names: set[str]) -> None:
     """Remove the shards in `names` that no file refers to any more."""
-    in_use = set().union(*map(_referenced_shards, _glob(folder, "*.pt"))) if names else set()
-    for unused in filter(os.path.isdir, (os.path.join(folder, name) for name in names - in_use)):
+    for unused in filter(os.path.isdir, (os.path.join(folder, name) for name in names - _references(folder))):
         os.rename(unused, unused + ".tmp")  # if a kill interrupts the removal, the next start sweeps the rest
         shutil.rmtree(unused + ".tmp")
 

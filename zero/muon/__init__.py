@@ -1,4 +1,7 @@
-"""Muon with sharded state: the optimizer, the whole matrices of each rank, and their exchange."""
+"""Muon with sharded state.
+
+`muon` is the optimizer, `matrices` says which rank gets which matrix whole, `exchange` sends them there and back.
+"""
 
 from zero.muon.muon import Muon
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from zero.buckets import Bucket, OwnedSlice
+from zero.buckets import OwnedSlice
 from zero.collectives import AllToAllWork, Communicator
-from zero.muon.matrices import MatrixPlan, Part, stacked
-from zero.muon.muon import NeedsWholeMatrices, is_skipped
+from zero.muon.matrices import Part, matrix_plan, stacked
+from zero.muon.muon import Muon, is_skipped
 from zero.stopwatch import region
 from zero.tensors import shaped
 
@@ -22,7 +22,6 @@ class Round:
 
     sent: list[list[Part]]  # by rank: what this rank sends, in that order
     received: list[list[Part]]  # by rank: what this rank receives
-    slices: list[OwnedSlice] = field(default_factory=list)  # those of this rank
     params: set[int] = field(default_factory=set)  # numbers of the parameters that consist of these matrices
 
 
@@ -41,35 +40,26 @@ class MatrixExchange:
     There is a round for each bucket, in three parts: `send`, `transform` and `receive`. Those of different rounds overlap.
 
     Args:
-        comm: for the shard group.
-        buckets: all buckets.
-        inner: the optimizer of this rank's slices, see `zero.muon.NeedsWholeMatrices`.
-        groups: the numbers of the groups of `inner` whose parameters consist of matrices, by number of such a parameter.
-        params: all parameters, numbered as in `Bucket.members`.
+        optimizer: a ShardedOptimizer that cuts parameters, with Muon as its inner optimizer.
 
     Attributes:
         plan: who transforms what.
     """
 
-    def __init__(
-        self,
-        comm: Communicator,
-        buckets: list[Bucket],
-        inner: Any,
-        groups: dict[int, int],
-        params: list[torch.nn.Parameter],
-    ) -> None:
-        self.comm, self.inner, self.groups = comm, inner, groups
-        self.number_of = {param: number for number, param in enumerate(params)}
-        shapes = {number: (params[number].shape, inner.param_groups[group]["matrices"]) for number, group in groups.items()}
-        self.plan = MatrixPlan.of(shapes, [(bucket.members, bucket.sizes) for bucket in buckets], comm.shard_size)
-        self._device = params[0].device if params else None
+    def __init__(self, optimizer: Any) -> None:
+        comm, buckets, plan = optimizer.comm, optimizer.buckets, optimizer.plan
+        self.comm: Communicator = comm
+        self.inner: Muon = optimizer.inner
+        self.plan = matrix_plan(plan)
+        self.number_of: dict[torch.nn.Parameter, int] = optimizer.number_of
+        self._specs = [plan.params[number] for buffer in plan.buffers for number in buffer.params]
+        self._device = buckets[0].data.device if buckets else None
         ranks = range(comm.shard_size)
         self._rounds = [Round([[] for _ in ranks], [[] for _ in ranks]) for _ in buckets]
         offsets = [[owned.offset for owned in bucket.owned] for bucket in buckets]
         self._slice_of: dict[Part, OwnedSlice] = {}  # by part of this rank
-        plan = self.plan
-        for matrix, owner, parts, number in zip(plan.matrices, plan.owners, plan.parts, plan.rounds, strict=True):
+        of_matrices = (self.plan.matrices, self.plan.owners, self.plan.parts, self.plan.rounds)
+        for matrix, owner, parts, number in zip(*of_matrices, strict=True):
             round_ = self._rounds[number]
             round_.params.add(matrix.param)
             for part in parts:
@@ -77,10 +67,7 @@ class MatrixExchange:
                     round_.received[part.rank].append(part)
                 if part.rank == comm.shard_rank:
                     round_.sent[owner].append(part)
-                    owned = buckets[part.bucket].owned[bisect_right(offsets[part.bucket], part.offset) - 1]
-                    if all(owned is not other for other in round_.slices):
-                        round_.slices.append(owned)
-                    self._slice_of[part] = owned
+                    self._slice_of[part] = buckets[part.bucket].owned[bisect_right(offsets[part.bucket], part.offset) - 1]
         self._used: set[int] = set()  # numbers of the parameters that this step updates
         self._in_flight: dict[int, InFlight] = {}  # by round
         self._directions: dict[torch.nn.Parameter, list[torch.Tensor]] = {}  # that have arrived, by slice
@@ -95,24 +82,22 @@ class MatrixExchange:
         """Start to send the slices of a round to the ranks that own their matrices.
 
         Args:
-            before: returns what is sent of a slice, see `zero.muon.NeedsWholeMatrices`.
+            before: returns what is sent of a slice, see `Muon.before`.
         """
         round_ = self._rounds[number]
         if round_.params.isdisjoint(self._used):
             return
         with region(f"zero::send matrices of bucket {number}"):
-            values = {
-                owned.local: before(owned, self.group_of(owned.param)).reshape(-1)
-                for owned in round_.slices
-                if self.number_of[owned.param] in self._used
-            }
             sent, received = (
                 [[part for part in of_rank if self.plan.matrices[part.matrix].param in self._used] for of_rank in parts]
                 for parts in (round_.sent, round_.received)
             )
+            values: dict[torch.nn.Parameter, torch.Tensor] = {}  # by slice
             outgoing = []
             for part in itertools.chain(*sent):
                 owned = self._slice_of[part]
+                if owned.local not in values:
+                    values[owned.local] = before(owned, self._group(self.number_of[owned.param])).reshape(-1)
                 first = part.offset - owned.offset
                 outgoing.append(values[owned.local][first : first + part.numel])
             work = self.comm.all_to_all(self._joined(outgoing), _sizes(sent), _sizes(received))
@@ -132,13 +117,13 @@ class MatrixExchange:
                 flat[part.matrix][part.start : part.stop] = elements
             for index, elements in flat.items():
                 matrix = self.plan.matrices[index]
-                whole = self.inner.whole(elements.view(matrix.shape), self.inner.param_groups[self.groups[matrix.param]])
+                whole = self.inner.whole(elements.view(matrix.shape), self._group(matrix.param))
                 flat[index] = whole.reshape(-1)
             outgoing = [flat[part.matrix][part.start : part.stop] for part in received]
             round_.work = self.comm.all_to_all(self._joined(outgoing), _sizes(round_.received), _sizes(round_.sent))
 
     def receive(self, number: int) -> None:
-        """Wait for the directions of a round, which `update` then needs."""
+        """Wait for the directions of a round, which `apply` then needs."""
         if (round_ := self._in_flight.pop(number, None)) is None:
             return
         incoming = self.comm.finish_all_to_all(round_.work)
@@ -147,22 +132,23 @@ class MatrixExchange:
         for part in sorted(arrived, key=lambda part: (part.bucket, part.offset)):
             self._directions.setdefault(self._slice_of[part].local, []).append(arrived[part])
 
-    def update(self, owned: OwnedSlice) -> None:
+    def apply(self, owned: OwnedSlice) -> None:
         """Update a slice of this rank with its direction, which has arrived, unless this step updates nothing."""
-        if self.number_of[owned.param] not in self._used:
+        number = self.number_of[owned.param]
+        if number not in self._used:
             return
         arrived = self._directions.pop(owned.local)
         direction = shaped(arrived[0] if len(arrived) == 1 else torch.cat(arrived), owned.local)
-        group = self.group_of(owned.param)
-        self.inner.after(owned.local, group, direction, stacked(owned.param.shape, group["matrices"]))
+        shape = stacked(owned.param.shape, self._specs[number].matrices)
+        self.inner.after(owned.local, self._group(number), direction, shape)
 
     def has_matrices(self, param: torch.nn.Parameter) -> bool:
         """Return whether a parameter consists of matrices."""
-        return self.number_of.get(param) in self.groups
+        return self._specs[self.number_of[param]].matrices > 0
 
-    def group_of(self, param: torch.nn.Parameter) -> dict[str, Any]:
+    def _group(self, number: int) -> dict[str, Any]:
         """Return the group of `inner` that holds the slices of a parameter."""
-        return self.inner.param_groups[self.groups[self.number_of[param]]]
+        return self.inner.param_groups[self._specs[number].group]
 
     def _joined(self, elements: list[torch.Tensor]) -> torch.Tensor:
         return torch.cat(elements) if elements else torch.empty(0, dtype=self.inner.matrix_dtype, device=self._device)
@@ -179,13 +165,8 @@ def check_matrices(groups: list[dict[str, Any]]) -> None:
 
 def exchange_of(optimizer: Any) -> MatrixExchange | None:
     """Return the exchange of a ShardedOptimizer, if it cuts parameters and its inner optimizer needs whole matrices."""
-    inner, params, inner_groups = optimizer.inner, optimizer.flat_params, optimizer.inner.param_groups
-    if optimizer.partition == "parameter" or not isinstance(inner, NeedsWholeMatrices):
-        return None
-    group_of = {param: index for index, group in enumerate(optimizer.param_groups) for param in group["params"]}
-    groups = {number: group_of[param] for number, param in enumerate(params)}
-    with_matrices = {number: index for number, index in groups.items() if inner_groups[index].get("matrices")}
-    return MatrixExchange(optimizer.comm, optimizer.buckets, inner, with_matrices, params)
+    needs_one = isinstance(optimizer.inner, Muon) and optimizer.plan.partition == "element"
+    return MatrixExchange(optimizer) if needs_one else None
 
 
 def _sizes(parts: list[list[Part]]) -> list[int]:

@@ -1,12 +1,11 @@
 """Which rank gets which matrix whole, and which elements each rank sends for that. Arithmetic only."""
 
-import heapq
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
-from zero.layout import PlacedSlice, Plan, Span
+from zero.layout import PlacedSlice, Plan, balanced
 
 
 class Matrix(NamedTuple):
@@ -66,34 +65,6 @@ class MatrixPlan:
     parts: list[list[Part]]
     rounds: list[int]
 
-    @classmethod
-    def of(
-        cls,
-        params: Mapping[int, tuple[tuple[int, ...], int]],
-        buckets: Sequence[tuple[Sequence[PlacedSlice], Sequence[int]]],
-        world_size: int,
-    ) -> Self:
-        """Return the plan for parameters that consist of matrices.
-
-        Args:
-            params: the shape of each, and how many matrices it consists of, by number.
-            buckets: see `parts_of`. The last one is updated first.
-            world_size: number of ranks that share the buckets.
-
-        Raises:
-            ValueError: if a parameter does not consist of so many matrices.
-        """
-        matrices = []
-        for number, (shape, count) in params.items():
-            rows, columns = stacked(shape, count)
-            matrices += [Matrix(number, row * columns, (rows, columns)) for row in range(0, shape[0], rows)]
-        parts = parts_of(matrices, buckets)
-        last: dict[int, int] = {}  # bucket of a parameter
-        for matrix, its_parts in zip(matrices, parts, strict=True):
-            last[matrix.param] = max(last.get(matrix.param, 0), *(part.bucket for part in its_parts))
-        owners = owners_of([iteration_flops(matrix.shape) for matrix in matrices], world_size)
-        return cls(matrices, owners, parts, [last[matrix.param] for matrix in matrices])
-
     def sizes(self, rank: int, rounds: int) -> list[RoundSizes]:
         """Return what a rank exchanges in each round."""
         found = [RoundSizes(0, 0, 0, 0)] * rounds
@@ -112,20 +83,29 @@ class MatrixPlan:
 
 
 def matrix_plan(plan: Plan) -> MatrixPlan:
-    """Return the plan of the matrices of a ShardedOptimizer's plan, with parameters numbered as in its buffers, one by one."""
-    params: dict[int, tuple[tuple[int, ...], int]] = {}
+    """Return the plan of the matrices of a ShardedOptimizer's plan, with parameters numbered as in its buffers, one by one.
+
+    Raises:
+        ValueError: if a parameter does not consist of as many matrices as its group says.
+    """
+    matrices: list[Matrix] = []
     buckets = []
     first = 0
     for buffer in plan.buffers:
         for number, spec in enumerate((plan.params[number] for number in buffer.params), first):
             if spec.matrices:
-                params[number] = spec.shape, spec.matrices
-        for shards in buffer.layout.shards:
-            members = buffer.layout.placed_in(Span(shards[0].start, shards[-1].stop))
-            placed = [member._replace(param=first + member.param) for member in members]
+                rows, columns = stacked(spec.shape, spec.matrices)
+                matrices += [Matrix(number, row * columns, (rows, columns)) for row in range(0, spec.shape[0], rows)]
+        for bucket, shards in zip(buffer.layout.buckets, buffer.layout.shards, strict=True):
+            placed = [member._replace(param=first + member.param) for member in buffer.layout.placed_in(bucket)]
             buckets.append((placed, [shard.numel for shard in shards]))
         first += len(buffer.params)
-    return MatrixPlan.of(params, buckets, plan.world_size)
+    parts = parts_of(matrices, buckets)
+    last: dict[int, int] = {}  # bucket of a parameter: the last one is updated first
+    for matrix, its_parts in zip(matrices, parts, strict=True):
+        last[matrix.param] = max(last.get(matrix.param, 0), *(part.bucket for part in its_parts))
+    owners = balanced([iteration_flops(matrix.shape) for matrix in matrices], plan.world_size)
+    return MatrixPlan(matrices, owners, parts, [last[matrix.param] for matrix in matrices])
 
 
 def stacked(shape: Sequence[int], count: int) -> tuple[int, int]:
@@ -143,16 +123,6 @@ def iteration_flops(shape: tuple[int, int]) -> int:
     """Return the FLOPs of a Newton-Schulz iteration for a matrix."""
     short, long = sorted(shape)
     return 2 * short * short * (2 * long + short)
-
-
-def owners_of(costs: Sequence[int], world_size: int) -> list[int]:
-    """Return a rank for each matrix: in order of falling cost, the one with the least so far (longest processing time)."""
-    loads = [(0, rank) for rank in range(world_size)]
-    owners = [0] * len(costs)
-    for number in sorted(range(len(costs)), key=lambda number: -costs[number]):
-        load, owners[number] = loads[0]
-        heapq.heapreplace(loads, (load + costs[number], owners[number]))
-    return owners
 
 
 def parts_of(matrices: Sequence[Matrix], buckets: Iterable[tuple[Sequence[PlacedSlice], Sequence[int]]]) -> list[list[Part]]:

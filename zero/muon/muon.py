@@ -1,40 +1,15 @@
 """Muon for matrices and AdamW for all other parameters, as one optimizer. Sharded, each matrix is whole at one point only."""
 
 import math
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 
 from zero.muon.matrices import stacked
 
+MOMENTUM, NS_STEPS = 0.95, 5  # defaults
 NS_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic iteration, see https://kellerjordan.github.io/posts/muon/
-
-
-@runtime_checkable
-class NeedsWholeMatrices(Protocol):
-    """An optimizer whose update of some parameters has three parts, of which only the second one needs whole matrices.
-
-    `ShardedOptimizer` calls the first and the last part for slices, and the second one on the rank that owns the matrix. The
-    groups of such parameters have an entry "matrices", see `stacked`. All others are updated by `step`.
-    """
-
-    @property
-    def matrix_dtype(self) -> torch.dtype:
-        """The dtype in which matrices are sent and transformed."""
-        ...
-
-    def before(self, local: torch.nn.Parameter, group: dict[str, Any]) -> torch.Tensor:
-        """Update the state of a slice that has a gradient; return what its matrix consists of, in the shape of `local`."""
-        ...
-
-    def whole(self, matrix: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
-        """Return the direction of the update of a matrix, (rows, columns), in the same shape and dtype."""
-        ...
-
-    def after(self, local: torch.nn.Parameter, group: dict[str, Any], direction: torch.Tensor, shape: tuple[int, int]) -> None:
-        """Update the elements of a slice, given their direction. `shape`: that of the whole matrix."""
-        ...
 
 
 class Muon(torch.optim.AdamW):
@@ -43,6 +18,9 @@ class Muon(torch.optim.AdamW):
     The update of a matrix is its momentum, orthogonalized by a Newton-Schulz iteration. As `adjust_lr_fn="match_rms_adamw"` of
     torch.optim.Muon does, the learning rate is multiplied by 0.2 * sqrt(max(rows, columns)): an element then changes about as
     much as with AdamW, and both can have the same learning rate and weight decay (https://arxiv.org/abs/2502.16982).
+
+    The update of a matrix has three parts, of which only the second one needs it whole. A ShardedOptimizer calls `before` and
+    `after` for slices, `whole` on the rank that owns the matrix, and `step` for the other groups.
 
     Args:
         params: parameter groups. A group with the entry "matrices": 1 has parameters with two dimensions. With k > 1, each of
@@ -67,14 +45,14 @@ class Muon(torch.optim.AdamW):
         self,
         params: Any,
         *,
-        momentum: float = 0.95,
+        momentum: float = MOMENTUM,
         nesterov: bool = True,
-        ns_steps: int = 5,
+        ns_steps: int = NS_STEPS,
         ns_dtype: str = "bfloat16",
         **adamw: Any,
     ) -> None:
-        own_defaults = {"matrices": 0, "momentum": momentum, "nesterov": nesterov, "ns_steps": ns_steps, "ns_dtype": ns_dtype}
-        self._own_defaults = own_defaults
+        own = {"matrices": 0, "momentum": momentum, "nesterov": nesterov, "ns_steps": ns_steps, "ns_dtype": ns_dtype}
+        self._own_defaults: dict[str, Any] = own
         super().__init__(params, **adamw)
         # torch.amp.GradScaler would leave it to `step` to unscale the gradients and to skip: only AdamW's fused kernel can
         self._step_supports_amp_scaling = False
@@ -104,7 +82,7 @@ class Muon(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """Update all parameters that have a gradient. `ShardedOptimizer` calls it for groups without "matrices" only."""
+        """Update all parameters that have a gradient."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -126,6 +104,7 @@ class Muon(torch.optim.AdamW):
         return loss
 
     def before(self, local: torch.nn.Parameter, group: dict[str, Any]) -> torch.Tensor:
+        """Update the state of a slice that has a gradient; return what its matrix consists of, in the shape of `local`."""
         assert local.grad is not None
         gradient = -local.grad if group["maximize"] else local.grad
         state = self.state[local]
@@ -136,9 +115,11 @@ class Muon(torch.optim.AdamW):
         return update.to(self.matrix_dtype)
 
     def whole(self, matrix: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
+        """Return the direction of the update of a matrix, (rows, columns), in the same shape and dtype."""
         return orthogonalized(matrix, group["ns_steps"])
 
     def after(self, local: torch.nn.Parameter, group: dict[str, Any], direction: torch.Tensor, shape: tuple[int, int]) -> None:
+        """Update the elements of a slice, given their direction. `shape`: that of the whole matrix."""
         lr = float(group["lr"])
         local.mul_(1 - lr * group["weight_decay"])
         local.add_(direction, alpha=-lr * 0.2 * math.sqrt(max(shape)))

@@ -34,7 +34,7 @@ def write(writer, iteration, numel=3000, **values):
     model = Weight(iteration, numel)
     optimizer = torch.optim.AdamW(model.parameters())
     optimizer.state[model.weight] = {"step": torch.tensor(3.0), "exp_avg": torch.ones(numel)}
-    writer.save(model, optimizer, {"model_args": {}, "best_val_loss": 2.0, "config": {}, **values, "iter_num": iteration})
+    writer.write(model, optimizer, {"model_args": {}, "best_val_loss": 2.0, "config": {}, **values, "iter_num": iteration})
 
 
 VALUES = {"model_args": {"n_layer": 1}, "iter_num": 4, "best_val_loss": 2.0, "config": {"seed": 1}}
@@ -46,7 +46,7 @@ def save_alone(folder, iteration, **writer):
     optimizer = torch.optim.AdamW(model.param_groups(), lr=0.01)
     model(*batch(iteration, rank=0)).backward()
     optimizer.step()
-    ckpt.CheckpointWriter(str(folder), format="sharded", **writer).save(model, optimizer, {**VALUES, "iter_num": iteration})
+    ckpt.CheckpointWriter(str(folder), format="sharded", **writer).write(model, optimizer, {**VALUES, "iter_num": iteration})
     return model, optimizer
 
 

@@ -1,5 +1,7 @@
 """A checkpoint of any implementation at any world size goes on in any other as if the optimizer had never been interrupted."""
 
+import copy
+import os
 from dataclasses import replace
 
 import pytest
@@ -9,14 +11,35 @@ from ranks import run_ranks
 from toy import MODES, assert_equal, largest_difference, make_toy, train, weights
 
 from zero import checkpoint as ckpt
+from zero import host_comm
 from zero.build import build
 from zero.flags import Flags
 
 STEPS = 4  # before and after the save
 ALL_MODES = {**MODES, "bfloat16": Flags(param_dtype="bfloat16", bucket_mb=0.0002), "hybrid": Flags(bucket_mb=0.0002)}
-ALL_MODES["codecs"] = replace(ALL_MODES["bfloat16"], master_dtype="remainder", state_dtype="int8")
-PLACES = [(mode, world_size) for world_size in (1, 2, 3, 4) for mode in ALL_MODES]
-PLACES_OF_MUON = [(f"muon {mode}", world_size) for mode, world_size in PLACES]
+ALL_MODES["codecs"] = replace(ALL_MODES["bfloat16"], param_dtype="bfloat16_remainder", state_dtype="int8")
+WORLD_SIZES = (1, 2, 3, 4)
+MUON = "muon "  # before the name of a mode
+SOME = [
+    (("sharded", 2), ("adamw", 1)),
+    (("torch", 3), ("sharded", 4)),
+    (("gradients", 4), ("torch", 2)),
+    (("adamw", 2), ("bfloat16", 3)),
+    (("bfloat16", 4), ("gradients", 2)),
+    (("bfloat16", 2), ("bfloat16", 1)),
+    (("codecs", 2), ("sharded", 4)),
+    (("adamw", 1), ("codecs", 3)),
+    (("hybrid", 4), ("sharded", 2)),
+    (("adamw", 1), ("hybrid", 4)),
+    (("torch", 2), ("torch", 4)),
+    (("sharded", 4), ("adamw", 2)),
+    (("muon sharded", 4), ("muon sharded", 3)),
+    (("muon sharded", 4), ("muon adamw", 1)),
+    (("muon adamw", 1), ("muon sharded", 2)),
+    (("muon torch", 2), ("muon gradients", 4)),
+    (("muon hybrid", 4), ("muon torch", 3)),
+    (("muon codecs", 2), ("muon bfloat16", 3)),
+]
 
 
 def flags_of(mode):
@@ -27,134 +50,95 @@ def flags_of(mode):
 def make(mode, seed):
     model = make_toy(seed)
     model.unused.requires_grad_(False)  # DistributedDataParallel refuses parameters without a gradient
-    groups = model.param_groups(muon=mode.startswith("muon "))
-    return model, *build(model, groups, flags_of(mode.removeprefix("muon ")), lr=0.01, betas=(0.9, 0.95))
+    groups = model.param_groups(muon=mode.startswith(MUON))
+    return model, *build(model, groups, flags_of(mode.removeprefix(MUON)), lr=0.01, betas=(0.9, 0.95))
 
 
-def save(mode, folder):
-    """Every rank trains on the same batches, so that the world size does not matter; a folder for each format."""
-    module, model, optimizer = make(mode, seed=0)
+def uninterrupted(kind):
+    """With plain AdamW or Muon: what a file holds halfway, and the weights at the end."""
+    module, model, optimizer = make(f"{kind}adamw", seed=0)
     train(model, optimizer, rank=0, steps=STEPS)
-    for format in ckpt.FORMATS:
-        writer = ckpt.CheckpointWriter(f"{folder}/{format}", format=format)
-        writer.save(module, optimizer, {"model_args": {}, "iter_num": STEPS, "best_val_loss": 0.0, "config": {}})
-        assert not [outcome for outcome in writer.outcomes() if isinstance(outcome, OSError)]
-    dist.barrier()
+    halfway = {"model": weights(module), "optimizer": copy.deepcopy(optimizer.state_dict())}
+    train(model, optimizer, rank=0, steps=STEPS, first=STEPS)
+    return halfway, weights(module)
 
 
-def resume(mode, folders):
-    """The weights after each of the checkpoints has gone on here, in full precision; on rank 0."""
-    after = []
-    for folder in (f"{folder}/{format}" for folder in folders for format in ckpt.FORMATS):
-        module, model, optimizer = make(mode, seed=99)
-        path, _ = ckpt.find(folder)
-        checkpoint = ckpt.load(path)
-        module.load_state_dict(checkpoint["model"])
-        ckpt.restore(optimizer, checkpoint["optimizer"], ckpt.chunk_reader(path, checkpoint))
-        train(model, optimizer, rank=0, steps=STEPS, first=STEPS)
-        after.append(ckpt.model_state_dict(module, optimizer))
-        del module, model, optimizer
-    return after
+def folder_of(root, place, format):
+    return f"{root}/{'-'.join(map(str, place))}-{format}".replace(MUON, "muon-")
 
 
-def uninterrupted(mode="adamw"):
-    _, model, optimizer = make(mode, seed=0)
-    train(model, optimizer, rank=0, steps=2 * STEPS)
-    return weights(model)
+def save(modes, root, references):
+    """Every rank trains on the same batches, so that the world size does not matter; a folder for each format.
+
+    Where nothing is rounded, a consolidated file is what a single optimizer would hold.
+    """
+    host_comm.MESSAGE_BYTES = 100  # tensors are cut into several messages
+    for place in ((mode, dist.get_world_size()) for mode in modes):
+        module, model, optimizer = make(place[0], seed=0)
+        train(model, optimizer, rank=0, steps=STEPS)
+        for format in ckpt.FORMATS:
+            folder = folder_of(root, place, format)
+            os.makedirs(folder, exist_ok=True)
+            writer = ckpt.CheckpointWriter(folder, format=format)
+            writer.write(module, optimizer, {"model_args": {}, "iter_num": STEPS, "best_val_loss": 0.0, "config": {}})
+            assert not [outcome for outcome in writer.outcomes() if isinstance(outcome, OSError)]
+        if dist.get_rank() == 0 and tolerance(place) == 0:
+            held = ckpt.load(f"{folder_of(root, place, 'consolidated')}/ckpt.pt")
+            assert_equal({key: held[key] for key in ("model", "optimizer")}, references[place[0].startswith(MUON)][0], place)
+        dist.barrier()
 
 
-@pytest.fixture(scope="module")
-def reference():
-    return run_ranks(uninterrupted, 1)[0]
+def resume(pairs, root, references):
+    """The weights of rank 0 after each of the checkpoints has gone on here, in full precision."""
+    for source, target in pairs:
+        _, end = references[target[0].startswith(MUON)]
+        after = []
+        for format in ckpt.FORMATS:
+            module, model, optimizer = make(target[0], seed=99)
+            path, _ = ckpt.find(folder_of(root, source, format))
+            checkpoint = ckpt.load(path)
+            module.load_state_dict(checkpoint["model"])
+            before = copy.deepcopy(checkpoint["optimizer"])
+            ckpt.restore(optimizer, checkpoint["optimizer"], ckpt.chunk_reader(path, checkpoint))
+            if format == "consolidated":
+                assert_equal(checkpoint["optimizer"], before, "it is only read")
+            train(model, optimizer, rank=0, steps=STEPS, first=STEPS)
+            after.append(ckpt.model_state_dict(module, optimizer))
+        if dist.get_rank() == 0:
+            assert_equal(*after, (source, target))
+            trained = {name for name in end if not name.startswith(("frozen", "unused"))}
+            difference = largest_difference(*({name: each[name] for name in trained} for each in (after[0], end)))
+            assert difference <= max(tolerance(source), tolerance(target)), (source, target)
 
 
-@pytest.fixture(scope="module")
-def reference_of_muon():
-    return run_ranks(uninterrupted, 1, "muon adamw")[0]
-
-
-def check(after, reference, *places):
+def tolerance(place):
     """Equal numbers add up exactly on 1, 2 and 4 ranks; on 3 their mean is rounded; bfloat16 differs, and 8 bits."""
-    is_muon = places[0][0].startswith("muon ")
-    trained = {name for name in reference if not name.startswith(("frozen", "unused"))}
-    difference = largest_difference(*({name: each[name] for name in trained} for each in (after, reference)))
-    if any(mode.endswith(("bfloat16", "codecs")) for mode, _ in places):
-        assert difference < 0.03, places
-    else:
-        assert difference <= ((1e-5 if is_muon else 1e-6) if 3 in [world_size for _, world_size in places] else 0.0), places
+    mode, world_size = place
+    if mode.endswith(("bfloat16", "codecs")):
+        return 0.03
+    return (1e-5 if mode.startswith(MUON) else 1e-6) if world_size == 3 else 0.0
 
 
-def make_folder(place):
-    for format in ckpt.FORMATS:
-        (place / format).mkdir()
-    return str(place)
+def check_pairs(pairs, root):
+    """All places of one world size share their processes."""
+    references = [run_ranks(uninterrupted, 1, kind)[0] for kind in ("", MUON)]
+    for world_size in WORLD_SIZES:
+        modes = sorted({mode for (mode, size), _ in pairs if size == world_size})
+        run_ranks(save, world_size, modes, str(root), references)
+    for world_size in WORLD_SIZES:
+        run_ranks(resume, world_size, [pair for pair in pairs if pair[1][1] == world_size], str(root), references)
+    return references
 
 
-@pytest.mark.parametrize(
-    ("source", "target"),
-    [
-        (("sharded", 2), ("adamw", 1)),
-        (("torch", 3), ("sharded", 4)),
-        (("gradients", 4), ("torch", 2)),
-        (("adamw", 2), ("bfloat16", 3)),
-        (("bfloat16", 4), ("gradients", 2)),
-        (("bfloat16", 2), ("bfloat16", 1)),
-        (("codecs", 2), ("sharded", 4)),
-        (("adamw", 1), ("codecs", 3)),
-        (("hybrid", 4), ("sharded", 2)),
-        (("adamw", 1), ("hybrid", 4)),
-    ],
-    ids=str,
-)
-def test_some(source, target, reference, tmp_path):
-    one_pair(source, target, reference, tmp_path)
+def test_some(tmp_path):
+    for _, end in check_pairs(SOME, tmp_path):
+        assert largest_difference(end, weights(make_toy(0))) > 0.01, "it has learned"
+        assert all(tensor.dtype == torch.float32 for tensor in end.values())
 
 
-@pytest.mark.parametrize(
-    ("source", "target"),
-    [
-        (("sharded", 4), ("sharded", 3)),
-        (("sharded", 4), ("adamw", 1)),
-        (("adamw", 1), ("sharded", 2)),
-        (("torch", 2), ("gradients", 4)),
-        (("hybrid", 4), ("torch", 3)),
-        (("codecs", 2), ("bfloat16", 3)),
-    ],
-    ids=str,
-)
-def test_some_with_muon(source, target, reference_of_muon, tmp_path):
-    one_pair(*((f"muon {mode}", world_size) for mode, world_size in (source, target)), reference_of_muon, tmp_path)
-
-
-def one_pair(source, target, reference, tmp_path):
-    run_ranks(save, source[1], source[0], make_folder(tmp_path))
-    from_one_file, from_shards = run_ranks(resume, target[1], target[0], [str(tmp_path)])[0]
-    check(from_one_file, reference, source, target)
-    assert_equal(from_shards, from_one_file)
-
-
-@pytest.mark.slow("all pairs of implementations and world sizes; test_some has some", seconds=600)
-def test_all(reference, tmp_path_factory):
-    all_pairs(PLACES, reference, tmp_path_factory)
-
-
-@pytest.mark.slow("all pairs of implementations and world sizes; test_some_with_muon has some", seconds=600)
-def test_all_with_muon(reference_of_muon, tmp_path_factory):
-    all_pairs(PLACES_OF_MUON, reference_of_muon, tmp_path_factory)
-
-
-def all_pairs(places, reference, tmp_path_factory):
-    folders = []
-    for mode, world_size in places:
-        folders.append(make_folder(tmp_path_factory.mktemp(f"{mode.replace(' ', '_')}{world_size}")))
-        run_ranks(save, world_size, mode, folders[-1])
-    for mode, world_size in places:
-        after = run_ranks(resume, world_size, mode, folders)[0]
-        for source, from_one_file, from_shards in zip(places, after[::2], after[1::2], strict=True):
-            check(from_one_file, reference, source, (mode, world_size))
-            assert_equal(from_shards, from_one_file)
-
-
-def test_the_reference_has_learned(reference):
-    assert largest_difference(reference, weights(make_toy(0))) > 0.01
-    assert all(tensor.dtype == torch.float32 for tensor in reference.values())
+@pytest.mark.slow("all pairs of implementations and world sizes; test_some has some", seconds=300)
+@pytest.mark.parametrize("kind", ["", MUON])
+@pytest.mark.parametrize("target", ALL_MODES)
+def test_all(target, kind, tmp_path):
+    sources = [(f"{kind}{mode}", world_size) for mode in ALL_MODES for world_size in WORLD_SIZES]
+    check_pairs([(source, (f"{kind}{target}", world_size)) for source in sources for world_size in WORLD_SIZES], tmp_path)

@@ -36,7 +36,7 @@ def train_rank(rank, meeting, folder, format, muon, started):
         for step in range(first, STEPS):
             if step % 2 == 0:
                 values = {"model_args": {}, "iter_num": step, "best_val_loss": 0.0, "config": {}}
-                writer.save(model.module, optimizer, values)
+                writer.write(model.module, optimizer, values)
             loss = model(*batch(step, rank))
             losses.write(json.dumps([step, loss.item()]) + "\n")
             loss.backward()
@@ -91,7 +91,7 @@ def steps_taken(folder):
     return path.read_text().count("\n") if path.exists() else 0
 
 
-def kill_and_resume(tmp_path, trials, muon=False):
+def kill_and_resume(tmp_path, trials, muon):
     rng = random.Random(0)
     undisturbed = tmp_path / "undisturbed"
     undisturbed.mkdir()
@@ -130,19 +130,12 @@ def kill_and_resume(tmp_path, trials, muon=False):
     assert interrupted > trials // 2, "the kills must hit runs that are under way"
 
 
-def test_killed_eight_times(tmp_path):
-    kill_and_resume(tmp_path, 8)
-
-
-def test_killed_four_times_with_muon(tmp_path):
-    kill_and_resume(tmp_path, 4, muon=True)
+@pytest.mark.parametrize("muon", [False, True])
+def test_killed_four_times(muon, tmp_path):
+    kill_and_resume(tmp_path, 4, muon)
 
 
 @pytest.mark.slow("100 kills; the default has four", seconds=560)
-def test_killed_100_times_with_muon(tmp_path):
-    kill_and_resume(tmp_path, 100, muon=True)
-
-
-@pytest.mark.slow("100 kills; the default has eight", seconds=560)
-def test_killed_100_times(tmp_path):
-    kill_and_resume(tmp_path, 100)
+@pytest.mark.parametrize("muon", [False, True])
+def test_killed_100_times(muon, tmp_path):
+    kill_and_resume(tmp_path, 100, muon)

@@ -10,6 +10,8 @@ from contents import write
 
 from zero import checkpoint as ckpt
 
+KILLS = 12
+
 
 def save_without_end(folder, background, format, iteration, ready):
     torch.set_num_threads(1)
@@ -27,7 +29,7 @@ def save_without_end(folder, background, format, iteration, ready):
 @pytest.mark.parametrize("background", [False, True])
 def test_a_kill_inside_a_save_leaves_a_whole_file(tmp_path, background, format):
     rng, iteration = random.Random(1), 0
-    for _ in range(25):
+    for _ in range(KILLS):
         ready = ranks.context.Event()
         process = ranks.context.Process(target=save_without_end, args=(str(tmp_path), background, format, iteration, ready))
         process.start()
@@ -41,4 +43,4 @@ def test_a_kill_inside_a_save_leaves_a_whole_file(tmp_path, background, format):
         assert checkpoint["iter_num"] >= iteration
         assert (checkpoint["model"]["weight"] == checkpoint["iter_num"]).all()
         iteration = checkpoint["iter_num"]
-    assert iteration > 25, "there must have been something to kill"
+    assert iteration > KILLS, "there must have been something to kill"

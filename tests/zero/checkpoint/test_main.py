@@ -13,10 +13,11 @@ from contents import CHECKPOINT, assert_same_contents, numbered, save_alone
 
 from zero import checkpoint as ckpt
 from zero.checkpoint.__main__ import main
+from zero.checkpoint.store import commit
 
 
 def test_inspect(tmp_path, capsys):
-    ckpt.save(numbered(5), str(tmp_path))
+    commit(numbered(5), None, str(tmp_path))
     shown = subprocess.run(
         [sys.executable, "-m", "zero.checkpoint", "inspect", str(tmp_path / "ckpt.pt")],
         cwd=ROOT, capture_output=True, text=True, timeout=60,

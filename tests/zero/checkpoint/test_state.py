@@ -8,204 +8,71 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from ranks import run_in_turn, run_ranks
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from toy import assert_equal, batch, build_toy, largest_difference, make_toy, train, weights
+from toy import assert_equal, batch, largest_difference, make_toy, weights
 
 from zero import ShardedDataParallel, ShardedOptimizer
 from zero import checkpoint as ckpt
-from zero.build import build
 from zero.checkpoint.state import full_state, local_chunks
-from zero.flags import Flags
 from zero.sharded_state import partition
 
-STEPS = 4  # before and after the save
+ELEMENTWISE = {name: {} for name in ("Adam", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "Rprop", "ASGD")}
+ELEMENTWISE |= {name: {"momentum": 0.9} for name in ("SGD", "RMSprop")}
 
 
-def train_and_save(mode):
-    """The consolidated checkpoint, on rank 0. Every rank trains on the same batches, so the world size does not matter."""
-    model, optimizer = build_toy(mode)
-    train(model, optimizer, rank=0, steps=STEPS)
-    state = ckpt.consolidate(optimizer)
-    assert (state is None) == (dist.get_rank() != 0)
-    return {"model": weights(model), "optimizer": state}
+def steps_there_and_back(name, kwargs, group=None):
+    """The state of steps, consolidation, restoring and more steps is that of the plain optimizer."""
+    optimizer_cls = getattr(torch.optim, name)
+    model, oracle = make_toy(), make_toy()
+    sharded = ShardedOptimizer(model.parameters(), optimizer_cls, group, bucket_mb=0.0002, lr=0.01, **kwargs)
+    plain = optimizer_cls(oracle.parameters(), lr=0.01, **kwargs)  # Adagrad also makes state for frozen ones
 
+    def steps(model, optimizer):
+        for step in range(3):
+            optimizer.zero_grad()
+            model(*batch(step, rank=0)).backward()
+            optimizer.step()
 
-def resume_and_train(mode, saved):
-    model, optimizer = build_toy(mode, seed=99)
-    getattr(model, "module", model).load_state_dict(saved["model"])
-    before = copy.deepcopy(saved["optimizer"])
-    ckpt.restore(optimizer, saved["optimizer"])
-    assert_equal(saved["optimizer"], before)
-    train(model, optimizer, rank=0, steps=STEPS, first=STEPS)
-    return {"model": weights(model), "optimizer": ckpt.consolidate(optimizer)}
-
-
-def train_without_interruption():
-    """Plain AdamW: its own state_dict() halfway and at the end, and the weights."""
-    model, optimizer = build_toy("adamw")
-    train(model, optimizer, rank=0, steps=STEPS)
-    halfway = {"model": weights(model), "optimizer": copy.deepcopy(optimizer.state_dict())}
-    train(model, optimizer, rank=0, steps=STEPS, first=STEPS)
-    return halfway, {"model": weights(model), "optimizer": optimizer.state_dict()}
-
-
-@pytest.fixture(scope="module")
-def uninterrupted():
-    return run_ranks(train_without_interruption, 1)[0]
-
-
-@pytest.mark.parametrize(("mode", "world_size"), [("adamw", 2), ("torch", 2), ("torch", 3), ("sharded", 1), ("sharded", 4)])
-def test_consolidated_state_is_what_adamw_would_hold(mode, world_size, uninterrupted):
-    saved = run_ranks(train_and_save, world_size, mode)[0]
-    if world_size in (1, 2, 4):  # elsewhere the mean of equal gradients is rounded
-        assert_equal(saved, uninterrupted[0])
-    else:
-        assert largest_difference(saved["model"], uninterrupted[0]["model"]) < 1e-6
-        for index, state in uninterrupted[0]["optimizer"]["state"].items():
-            assert largest_difference(saved["optimizer"]["state"][index], state) < 1e-6
-
-
-@pytest.mark.parametrize(
-    ("mode", "world_size"), [("adamw", 2), ("torch", 2), ("torch", 4), ("sharded", 1), ("sharded", 2), ("sharded", 4)]
-)
-def test_any_state_resumes_anywhere(mode, world_size, uninterrupted):
-    """All files are equal (above), so resuming from one of them is resuming from any."""
-    halfway, end = uninterrupted
-    assert_equal(run_ranks(resume_and_train, world_size, mode, halfway)[0], end)
-
-
-def test_one_process_resumes_without_a_process_group(uninterrupted):
-    halfway, end = uninterrupted
-    resumed = resume_and_train("adamw", halfway)
-    assert largest_difference(resumed["model"], end["model"]) < 1e-6  # other threads than in the ranks, other rounding
-
-
-class Large(torch.nn.Module):
-    """Two parameters of 28 MB, no two elements of which have the same gradient."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = (torch.nn.Parameter(torch.zeros(7_000_000)) for _ in range(2))
-
-    def forward(self, x):
-        return (self.first * x - self.second * x).sum()
-
-
-def large_parameters(implementation):
-    """What each rank owns takes several messages of 25 MB, whose elements must meet again in order."""
-    model, oracle = Large(), Large()
-    wrapped, optimizer = build(model, [{"params": list(model.parameters())}], Flags(zero1_impl=implementation), lr=0.01)
-    plain = torch.optim.AdamW(oracle.parameters(), lr=0.01, fused=True)
-    x = torch.arange(7_000_000.0)
-    for each, its_optimizer in ((wrapped, optimizer), (oracle, plain)):
-        each(x).backward()
-        its_optimizer.step()
-    state = ckpt.consolidate(optimizer)
-    assert (state is None) == (dist.get_rank() != 0)
+    steps(model, sharded)
+    steps(oracle, plain)
+    state = ckpt.consolidate(sharded)
+    assert (state is None) == (dist.get_rank(group) != 0)
     if state is not None:
-        assert_equal(state, plain.state_dict())
-        assert state["state"][1]["exp_avg"].unique().numel() == 7_000_000
-
-
-@pytest.mark.parametrize("implementation", ["torch", "sharded"])
-def test_messages_are_cut_and_joined(implementation):
-    run_ranks(large_parameters, 2, implementation)
-
-
-ELEMENTWISE = {
-    "SGD": {"momentum": 0.9},
-    "Adam": {},
-    "NAdam": {},
-    "RAdam": {},
-    "Adamax": {},
-    "RMSprop": {"momentum": 0.9},
-    "Adagrad": {},
-    "Adadelta": {},
-    "Rprop": {},
-    "ASGD": {},
-}
-
-
-def other_optimizers_there_and_back():
-    """For every class: the state of steps, consolidation, restoring and more steps is that of the plain optimizer."""
-    for name, kwargs in ELEMENTWISE.items():
-        optimizer_cls = getattr(torch.optim, name)
-        model, oracle = make_toy(), make_toy()
-        sharded = ShardedOptimizer(model.parameters(), optimizer_cls, bucket_mb=0.0002, lr=0.01, **kwargs)
-        plain = optimizer_cls(oracle.parameters(), lr=0.01, **kwargs)  # Adagrad also makes state for frozen ones
-
-        def steps(model, optimizer):
-            for step in range(3):
-                optimizer.zero_grad()
-                model(*batch(step, rank=0)).backward()
-                optimizer.step()
-
-        steps(model, sharded)
-        steps(oracle, plain)
-        state = ckpt.consolidate(sharded)
-        if state is not None:
-            assert_equal(state, plain.state_dict(), name)
-        ckpt.restore(sharded, plain.state_dict())
-        steps(model, sharded)
-        steps(oracle, plain)
-        assert largest_difference(weights(model), weights(oracle)) == 0.0, name
-
-
-def test_every_elementwise_optimizer_is_saved_and_restored():
-    run_ranks(other_optimizers_there_and_back, 2)
+        assert_equal(state, plain.state_dict(), name)
+    ckpt.restore(sharded, plain.state_dict())
+    steps(model, sharded)
+    steps(oracle, plain)
+    assert largest_difference(weights(model), weights(oracle)) == 0.0, name
+    return len(sharded.owned)
 
 
 def on_a_subgroup():
     group = dist.new_group([1, 2])
-    if dist.get_rank() == 0:
-        return None
-    model, oracle = make_toy(), make_toy()
-    sharded = ShardedOptimizer(model.parameters(), torch.optim.AdamW, process_group=group, bucket_mb=0.0002)
-    plain = torch.optim.AdamW(oracle.parameters())
-    for step in range(3):
-        for toy, optimizer in ((model, sharded), (oracle, plain)):
-            optimizer.zero_grad()
-            toy(*batch(step, rank=0)).backward()
-            optimizer.step()
-    state = ckpt.consolidate(sharded)
-    assert (state is None) == (dist.get_rank() == 2)
-    if state is not None:
-        assert_equal(state, plain.state_dict())
-    ckpt.restore(sharded, plain.state_dict())
-    assert largest_difference(weights(model), weights(oracle)) == 0.0
-    return len(sharded.owned)
+    return steps_there_and_back("AdamW", {}, group) if dist.get_rank() else None
 
 
 def test_a_process_group_that_is_not_the_world():
     assert all(run_ranks(on_a_subgroup, 3)[1:])
 
 
-def test_the_file_of_another_model_is_refused(uninterrupted):
+def test_the_state_of_another_model_is_refused():
     model = torch.nn.Linear(3, 2)
+    optimizer, saved = torch.optim.AdamW(model.parameters()), torch.optim.AdamW(make_toy().param_groups())
     with pytest.raises(ckpt.CheckpointError, match="in its groups"):
-        ckpt.restore(torch.optim.AdamW(model.parameters()), uninterrupted[0]["optimizer"])
-    optimizer, other = torch.optim.AdamW(model.parameters()), torch.nn.Linear(2, 3)
+        ckpt.restore(optimizer, saved.state_dict())
     model(torch.ones(3)).sum().backward()
     optimizer.step()
     with pytest.raises(ckpt.CheckpointError, match="shape"):
-        ckpt.restore(torch.optim.AdamW(other.parameters()), optimizer.state_dict())
+        ckpt.restore(torch.optim.AdamW(torch.nn.Linear(2, 3).parameters()), optimizer.state_dict())
 
 
-def test_kernel_choice_is_the_running_optimizers(uninterrupted):
-    model, _ = build_toy("adamw")
-    optimizer = torch.optim.AdamW(model.param_groups(), lr=0.5, fused=False, foreach=True)
-    ckpt.restore(optimizer, uninterrupted[0]["optimizer"])
+def test_kernel_choice_is_the_running_optimizers():
+    saved = torch.optim.AdamW(make_toy().param_groups(), betas=(0.9, 0.95), fused=True)
+    optimizer = torch.optim.AdamW(make_toy().param_groups(), lr=0.5, fused=False, foreach=True)
+    ckpt.restore(optimizer, saved.state_dict())
     assert [(group["fused"], group["foreach"]) for group in optimizer.param_groups] == [(False, True)] * 2
     assert optimizer.param_groups[0]["betas"] == (0.9, 0.95)
-
-
-def test_saved_tensors_carry_no_buffer_and_stay_tied(tmp_path):
-    model, optimizer = build_toy("sharded")
-    state = ckpt.model_state_dict(model, optimizer)
-    assert state["head.weight"] is state["embedding.weight"]
-    for tensor in state.values():
-        assert tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
 
 
 class Odd(torch.nn.Module):
@@ -239,7 +106,7 @@ def odd_models(folder):
         module.inner.weight.data.clamp_(-0.1, 0.1)
         writer = ckpt.CheckpointWriter(folder, format=format)
         values = {"model_args": {}, "iter_num": 1, "best_val_loss": 1.0, "config": {}}
-        writer.save(module, optimizer, values)
+        writer.write(module, optimizer, values)
         if dist.get_rank() == 0:
             assert [type(outcome) for outcome in writer.outcomes()] == [ckpt.SaveReport]
             saved = ckpt.load(f"{folder}/ckpt.pt")["model"]
@@ -247,21 +114,16 @@ def odd_models(folder):
             assert saved["_extra_state"] == module.extra
             assert torch.equal(saved["mask"], module.mask.float())
         module.inner.weight.data[0, 0] = torch.inf
-        writer.save(module, optimizer, values)
+        writer.write(module, optimizer, values)
         assert dist.get_rank() or [str(outcome) for outcome in writer.outcomes()] == ["inner.weight is not finite"]
         module.inner.weight.data[0, 0] = 0
         module.extra = {"object": object()}
         with pytest.raises(ValueError, match="_extra_state is more than") if dist.get_rank() == 0 else contextlib.nullcontext():
-            writer.save(module, optimizer, values)
-    return True
-
-
-def test_models_with_more_than_weights(tmp_path):
-    run_ranks(odd_models, 2, str(tmp_path))
+            writer.write(module, optimizer, values)
 
 
 def state_dict_of_another_module():
-    """The whole state dict, right after a step, of a module outside of the wrapper; and the weights when all have arrived."""
+    """Parameters in flight are waited for through any module, here one outside of the wrapper, right after a step."""
     toy = make_toy()
     outside = torch.nn.Linear(7, 7)
     outside.weight = toy.hidden.weight
@@ -270,14 +132,13 @@ def state_dict_of_another_module():
     model(*batch(0, dist.get_rank())).backward()
     optimizer.step()
     saved = ckpt.model_state_dict(outside, optimizer)
-    return None if saved is None else saved["weight"], toy.hidden.weight.detach()
-
-
-def test_parameters_in_flight_are_waited_for_through_any_module():
-    (saved, weight), (none, _) = run_ranks(state_dict_of_another_module, 2)
-    assert none is None
-    assert torch.equal(saved, weight)
-    assert saved.isfinite().all()
+    whole = ckpt.model_state_dict(toy, optimizer)
+    assert (saved is None) == (whole is None) == (dist.get_rank() != 0)
+    if saved is not None:
+        assert torch.equal(saved["weight"], toy.hidden.weight)
+        assert whole["head.weight"] is whole["embedding.weight"]
+        for tensor in whole.values():
+            assert tensor.untyped_storage().nbytes() == tensor.nbytes, "it carries no buffer"
 
 
 def models_that_differ():
@@ -290,11 +151,6 @@ def models_that_differ():
             save(passed, optimizer)
         message = "model.weight has 64 elements on rank 0, but the ranks hold 32; save the same model on all ranks"
         assert str(error.value) == message
-    return True
-
-
-def test_models_that_differ_between_ranks_are_refused():
-    run_ranks(models_that_differ, 2)
 
 
 SHAPES = ((17,), (), (1,), (1, 1), (4, 5))  # on two ranks, rank 0 has the last element of the first, rank 1 the others
@@ -332,8 +188,6 @@ class Keeping(torch.optim.Optimizer):
             state["late"] = 1.0
         elif kind == "text":
             state["text"] = "a"
-        elif kind == "twice":
-            state["a"], state["a.b"] = {"b": torch.zeros_like(param)}, torch.ones_like(param)
 
 
 def make_list():
@@ -374,11 +228,9 @@ def there_and_back(kwargs, folder):
     loaded = [(ckpt.model_state_dict(model, optimizer), state, None)]
     for format in ckpt.FORMATS:
         path = f"{folder}/{format}/ckpt.pt"
-        if dist.get_rank() == 0:
-            os.mkdir(os.path.dirname(path))
-        dist.barrier()
+        os.makedirs(os.path.dirname(path), exist_ok=True)
         values = {"model_args": {}, "iter_num": 3, "best_val_loss": 0.0, "config": {}}
-        ckpt.CheckpointWriter(os.path.dirname(path), format=format).save(model, optimizer, values)
+        ckpt.CheckpointWriter(os.path.dirname(path), format=format).write(model, optimizer, values)
         if dist.get_rank() == 0:
             ckpt.convert(path, f"{path}.converted.pt")
         dist.barrier()
@@ -394,12 +246,6 @@ def there_and_back(kwargs, folder):
             update(resumed, its_optimizer, range(3, 6))
             assert largest_difference(weights(resumed), weights(oracle)) == 0
             assert_equal(everywhere(ckpt.consolidate(its_optimizer)), plain.state_dict())
-    return True
-
-
-@pytest.mark.parametrize("kwargs", [{"kind": "nested"}, {"kind": "mu"}, {"amsgrad": True}], ids=str)
-def test_state_of_any_name_and_in_dicts(kwargs, tmp_path):
-    run_ranks(there_and_back, 2, kwargs, str(tmp_path))
 
 
 REFUSED = {
@@ -408,7 +254,6 @@ REFUSED = {
     "single": "'count' of parameter 0 as a number per element, torch.float32 on rank 0 and torch.float32 [1.0] on rank 1",
     "late": "'late' of parameter 0 as 1.0 on rank 0 and nothing on rank 1",
     "text": "'text' of parameter 0 as str",
-    "twice": "'a.b' of parameter 0 twice",
 }
 
 
@@ -423,13 +268,7 @@ def refused():
                 save()
             assert str(error.value).startswith(f"Keeping keeps {message}"), error.value
             assert everywhere(str(error.value)) == str(error.value)
-            assert ("use partition='parameter'" in str(error.value)) == (kind not in ("text", "twice"))
-    return True
-
-
-@pytest.mark.parametrize("world_size", [2, 4])  # with 4, there are two replicas
-def test_state_that_cannot_be_joined_is_refused_when_it_is_saved(world_size):
-    run_ranks(refused, world_size)
+            assert ("use partition='parameter'" in str(error.value)) == (kind != "text")
 
 
 def state_of_whole_parameters():
@@ -446,11 +285,6 @@ def state_of_whole_parameters():
     again = divide(make_list(), Keeping, partition="parameter")
     ckpt.restore(again, state)
     assert_equal(everywhere(ckpt.consolidate(again)), state)
-    return True
-
-
-def test_state_of_whole_parameters_has_any_shape():
-    run_ranks(state_of_whole_parameters, 2)
 
 
 def tensor_learning_rates():
@@ -471,11 +305,6 @@ def tensor_learning_rates():
         ckpt.restore(optimizer, state)
         state["param_groups"][0]["lr"].fill_(0.125)
         assert optimizer.param_groups[0]["lr"] == partition(optimizer).inner.param_groups[0]["lr"] == 0.5
-    return True
-
-
-def test_a_tensor_learning_rate_is_copied():
-    run_ranks(tensor_learning_rates, 2)
 
 
 def other_classes():
@@ -502,8 +331,20 @@ def other_classes():
     assert accepted == state_of_adam | fresh | {("SGD", "SGD"), ("AdamW and more", "SGD")}, accepted
     with pytest.raises(ckpt.CheckpointError, match="is step, exp_avg, exp_avg_sq, max_exp_avg_sq of Adam or AdamW, not of SGD"):
         ckpt.restore(divide(make_list(), torch.optim.SGD, momentum=0.9), saved["AdamW"])
-    return True
 
 
-def test_state_of_another_class_is_refused():
-    run_ranks(other_classes, 2)
+def test_state_of_every_class_and_kind_goes_there_and_back(tmp_path):
+    classes = [partial(steps_there_and_back, *each) for each in ELEMENTWISE.items()]
+    kinds = [{"kind": "nested"}, {"kind": "mu"}, {"amsgrad": True}]
+    run_in_turn(2, *classes, *(partial(there_and_back, kwargs, f"{tmp_path}/{kwargs}") for kwargs in kinds))
+
+
+def test_models_with_more_than_weights_and_state_of_any_shape(tmp_path):
+    run_in_turn(
+        2, partial(odd_models, str(tmp_path)), state_dict_of_another_module, state_of_whole_parameters, tensor_learning_rates
+    )
+
+
+def test_what_cannot_be_saved_or_restored_is_refused():
+    run_in_turn(2, models_that_differ, refused, other_classes)
+    run_ranks(refused, 4)  # there are two replicas

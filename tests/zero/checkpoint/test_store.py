@@ -1,5 +1,6 @@
 """zero/checkpoint/store.py: which files and shards a folder of checkpoints keeps, finds, loads and converts."""
 
+import itertools
 import os
 import random
 import re
@@ -7,13 +8,13 @@ import shutil
 
 import pytest
 import torch
-import torch.distributed as dist
 from contents import CHECKPOINT, VALUES, Hostile, assert_same_contents, iterations, numbered, save_alone
 from ranks import run_ranks
 from toy import assert_equal, build_toy, make_toy, train
 
 from zero import checkpoint as ckpt
 from zero.checkpoint.state import local_chunks
+from zero.checkpoint.store import commit
 
 
 def no_links(*_):
@@ -26,7 +27,7 @@ def test_the_file_before_is_kept_and_so_are_the_last_few(tmp_path, monkeypatch, 
         monkeypatch.setattr(os, "link", no_links)
     (tmp_path / "ckpt_3_best.pt").write_bytes(b"of the user")
     for iteration in (1, 2, 30, 4):
-        report = ckpt.save(numbered(iteration), str(tmp_path), keep=2)
+        report = commit(numbered(iteration), None, str(tmp_path), keep=2)
         assert (report.iter_num, report.nbytes) == (iteration, os.path.getsize(tmp_path / "ckpt.pt"))
     files = ["ckpt.pt", "ckpt_00000002.pt", "ckpt_00000004.pt", "ckpt_00000030.pt", "ckpt_3_best.pt", "ckpt_prev.pt"]
     assert sorted(os.listdir(tmp_path)) == files
@@ -38,25 +39,25 @@ def test_the_file_before_is_kept_and_so_are_the_last_few(tmp_path, monkeypatch, 
 def test_the_last_few_are_those_of_the_largest_iterations(tmp_path):
     """The times of the files do not count. Files of later iterations than the newest are of a run that went back, and stay."""
     for iteration in (10, 20, 30, 40):
-        ckpt.save(numbered(iteration), str(tmp_path), keep=9)
+        commit(numbered(iteration), None, str(tmp_path), keep=9)
     for age, iteration in enumerate((40, 10, 30, 20)):
         os.utime(tmp_path / f"ckpt_{iteration:08d}.pt", (2e9 - age, 2e9 - age))
 
     def kept():
         return [int(name[5:-3]) for name in sorted(os.listdir(tmp_path)) if re.fullmatch(r"ckpt_\d+\.pt", name)]
 
-    ckpt.save(numbered(25), str(tmp_path), keep=2)
+    commit(numbered(25), None, str(tmp_path), keep=2)
     assert kept() == [20, 25, 30, 40]
-    ckpt.save(numbered(35), str(tmp_path), keep=1)
+    commit(numbered(35), None, str(tmp_path), keep=1)
     assert kept() == [35, 40]
-    ckpt.save(numbered(100_000_000), str(tmp_path), keep=2)
+    commit(numbered(100_000_000), None, str(tmp_path), keep=2)
     assert sorted(kept()) == [40, 100_000_000]
 
 
 def test_what_overwrites_the_newest_file_in_place_leaves_the_kept_ones(tmp_path):
     """A user does that with `cp` to go back to one of them, and nanoGPT when it resumes there."""
     for iteration in (1, 2, 3):
-        ckpt.save(numbered(iteration), str(tmp_path), keep=2)
+        commit(numbered(iteration), None, str(tmp_path), keep=2)
     (tmp_path / "ckpt.pt").write_bytes((tmp_path / "ckpt_00000002.pt").read_bytes())
     (tmp_path / "ckpt_prev.pt").write_bytes(b"")
     assert [ckpt.load(tmp_path / f"{name}.pt")["iter_num"] for name in ("ckpt", "ckpt_00000002", "ckpt_00000003")] == [2, 2, 3]
@@ -65,7 +66,7 @@ def test_what_overwrites_the_newest_file_in_place_leaves_the_kept_ones(tmp_path)
 def test_a_missing_file_is_mentioned(tmp_path):
     with pytest.raises(ckpt.CheckpointError, match=r"there is no checkpoint .*ckpt\.pt$"):
         ckpt.find(str(tmp_path))
-    ckpt.save(numbered(1), str(tmp_path))
+    commit(numbered(1), None, str(tmp_path))
     os.rename(tmp_path / "ckpt.pt", tmp_path / "ckpt_prev.pt")
     path, warning = ckpt.find(str(tmp_path))
     assert path == str(tmp_path / "ckpt_prev.pt")
@@ -73,14 +74,14 @@ def test_a_missing_file_is_mentioned(tmp_path):
 
 
 def test_a_failed_write_leaves_the_old_file(tmp_path):
-    ckpt.save(CHECKPOINT, str(tmp_path))
+    commit(CHECKPOINT, None, str(tmp_path))
 
     class Unpicklable:
         def __reduce__(self):
             raise OSError("disk full")
 
     with pytest.raises(OSError, match="disk full"):
-        ckpt.save({**CHECKPOINT, "config": Unpicklable()}, str(tmp_path))
+        commit({**CHECKPOINT, "config": Unpicklable()}, None, str(tmp_path))
     assert ckpt.load(tmp_path / "ckpt.pt")["iter_num"] == 1
     assert os.listdir(tmp_path) == ["ckpt.pt"]
 
@@ -123,8 +124,8 @@ def test_two_hundred_damaged_files(tmp_path, monkeypatch):
     folder, alone = tmp_path / "run", tmp_path / "alone"
     folder.mkdir()
     alone.mkdir()
-    ckpt.save(numbered(1), str(folder))
-    ckpt.save(numbered(2), str(folder))
+    commit(numbered(1), None, str(folder))
+    commit(numbered(2), None, str(folder))
     whole = (folder / "ckpt.pt").read_bytes()
     count = unharmed = 0
     for name, damaged in damages(whole, tmp_path):
@@ -149,45 +150,35 @@ def test_two_hundred_damaged_files(tmp_path, monkeypatch):
     assert not os.path.exists("hostile-code-ran")
 
 
-def save_both(mode, folder):
+def save_both(folder):
     """The same state in both formats; how many elements this rank contributed."""
-    model, optimizer = build_toy(mode)
+    model, optimizer = build_toy("sharded")
     train(model, optimizer, rank=0, steps=3)
     for format in ckpt.FORMATS:
+        os.makedirs(f"{folder}/{format}", exist_ok=True)
         writer = ckpt.CheckpointWriter(f"{folder}/{format}", format=format, background=True)
-        writer.save(model.module, optimizer, VALUES)
+        writer.write(model.module, optimizer, VALUES)
         writer.wait()
         assert not [outcome for outcome in writer.outcomes() if isinstance(outcome, OSError)]
-    dist.barrier()
-    return sum(piece.elements.numel() for piece in local_chunks(model.module, optimizer)[1])
+    return sum(chunk.elements.numel() for chunk in local_chunks(model.module, optimizer)[1])
 
 
-@pytest.fixture
-def folder(tmp_path):
-    for format in ckpt.FORMATS:
-        (tmp_path / format).mkdir()
-    return tmp_path
-
-
-@pytest.mark.parametrize(("mode", "world_size"), [("sharded", 3), ("torch", 2), ("adamw", 2)])
-def test_either_format_is_turned_into_the_other(folder, mode, world_size):
-    held = run_ranks(save_both, world_size, mode, str(folder))
-    one_file = ckpt.load(str(folder / "consolidated" / "ckpt.pt"))
+def test_either_format_is_turned_into_the_other(tmp_path):
+    held = run_ranks(save_both, 3, str(tmp_path))
+    one_file = ckpt.load(str(tmp_path / "consolidated" / "ckpt.pt"))
     moments = [state["exp_avg"] for state in one_file["optimizer"]["state"].values()]
     in_shards = 2 * sum(each.numel() for each in moments if each.dim())  # a tensor without dimensions is in the file itself
     assert sum(held) == sum(param.numel() for param in make_toy().parameters()) + in_shards
-    if mode == "sharded":
-        assert max(held) < 0.5 * sum(held), "rank 0 has the frozen ones besides its third"
-    small = folder / "sharded" / "ckpt.pt"
-    loaded = ckpt.load(str(small))["model"]
+    assert max(held) < 0.5 * sum(held), "rank 0 has the frozen ones besides its third"
+    loaded = ckpt.load(str(tmp_path / "sharded" / "ckpt.pt"))["model"]
     assert_equal(loaded, one_file["model"])
     assert loaded["head.weight"] is loaded["embedding.weight"]
-    ckpt.convert(str(small), str(folder / "joined.pt"))
-    assert_same_contents(ckpt.load(str(folder / "joined.pt")), one_file)
-    ckpt.convert(str(folder / "consolidated" / "ckpt.pt"), str(folder / "cut.pt"))
-    assert (folder / "cut.pt").stat().st_size < (folder / "joined.pt").stat().st_size
-    ckpt.convert(str(folder / "cut.pt"), str(folder / "again.pt"))
-    assert_same_contents(ckpt.load(str(folder / "again.pt")), one_file)
+    names = ["sharded/ckpt.pt", "joined.pt", "cut.pt", "again.pt"]
+    for source, target in itertools.pairwise(str(tmp_path / name) for name in names):
+        ckpt.convert(source, target)
+    assert (tmp_path / "cut.pt").stat().st_size < (tmp_path / "joined.pt").stat().st_size
+    for name in ("joined.pt", "again.pt"):
+        assert_same_contents(ckpt.load(str(tmp_path / name)), one_file)
 
 
 def test_only_what_a_file_refers_to_is_kept(tmp_path):
@@ -254,7 +245,7 @@ def test_what_went_wrong_afterwards_is_told_but_the_checkpoint_is_written(tmp_pa
     monkeypatch.setattr(shutil, "rmtree", cannot)
     writer = ckpt.CheckpointWriter(str(tmp_path), format="sharded")
     model = make_toy()
-    writer.save(model, torch.optim.AdamW(model.param_groups()), {**VALUES, "iter_num": 3})
+    writer.write(model, torch.optim.AdamW(model.param_groups()), {**VALUES, "iter_num": 3})
     [outcome] = writer.outcomes()
     assert outcome.iter_num == 3
     assert "is written, but" in outcome.warning

@@ -14,7 +14,7 @@ from ranks import run_ranks
 from toy import build_toy, train
 
 from zero import checkpoint as ckpt
-from zero.checkpoint import writer as writer_module
+from zero.checkpoint import store
 
 
 @pytest.mark.parametrize("format", ckpt.FORMATS)
@@ -74,17 +74,17 @@ def test_an_error_that_is_not_the_disks_is_not_swallowed(tmp_path, background, k
 
 def test_in_the_background_a_second_save_waits_for_the_first(tmp_path, monkeypatch):
     running, most = [], []
-    save = ckpt.save
+    commit = store.commit
 
     def slow(checkpoint, *args):
         running.append(checkpoint["iter_num"])
         most.append(len(running))
         time.sleep(0.1)
-        nbytes = save(checkpoint, *args)
+        report = commit(checkpoint, *args)
         running.remove(checkpoint["iter_num"])
-        return nbytes
+        return report
 
-    monkeypatch.setattr(writer_module, "save", slow)
+    monkeypatch.setattr(store, "commit", slow)
     writer = ckpt.CheckpointWriter(str(tmp_path), background=True)
     begin = time.perf_counter()
     write(writer, 1)
@@ -169,10 +169,10 @@ def save_where_one_rank_cannot(folder):
     model, optimizer = build_toy("sharded")
     train(model, optimizer, rank=0, steps=1)
     writer = ckpt.CheckpointWriter(folder, format="sharded")
-    writer.save(model.module, optimizer, VALUES)
+    writer.write(model.module, optimizer, VALUES)
     if dist.get_rank() == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000))  # bytes per file
-    writer.save(model.module, optimizer, {**VALUES, "iter_num": 8})
+    writer.write(model.module, optimizer, {**VALUES, "iter_num": 8})
     *written, failed = writer.outcomes()
     assert isinstance(failed, OSError)
     assert "rank 1 cannot write" in str(failed)
@@ -197,7 +197,7 @@ def save_where_one_rank_has_diverged(folder):
         if diverged and dist.get_rank() == 1:
             with torch.no_grad():
                 optimizer.owned[-1].local.fill_(float("nan"))
-        writer.save(model.module, optimizer, VALUES)
+        writer.write(model.module, optimizer, VALUES)
         writer.wait()
     return [str(outcome) for outcome in writer.outcomes() if isinstance(outcome, ckpt.DivergedError)]
 

@@ -1,0 +1,139 @@
+"""Every metric of a run, declared once. This prints them as a table:
+
+    $ python -m run.metrics
+
+To add a metric, add a line to a section, and log it where it is computed (run/meter.py). The workspace in wandb then has its
+chart. The page of dashboard.py draws a curve of each metric in "Others", and of each that is not declared. This module imports
+nothing of this repository, because charts/ reads it, too.
+"""
+
+from typing import NamedTuple
+
+
+class Metric(NamedTuple):
+    """A number or a text that a run logs.
+
+    Attributes:
+        key: its name in metrics.jsonl, wandb and TensorBoard.
+        unit: of its values, "text" for texts. MB are 10^6 bytes.
+        when: it is logged. "iteration": each logged one; times are means since the one before. "ranks": some of these, because
+            it needs a collective. "summary": it describes the whole run, in wandb's summary and in the report card.
+        chart: title of its chart in the workspace, which may have several metrics; "": no chart.
+        meaning: what else there is to say. It is of rank 0 if nothing says otherwise.
+        best: the value that wandb's summary shows, "min" or "max"; "": the last one.
+        is_maximum: over the ranks. Where they differ, `<key>_min` and `<key>_rank`, the rank of the maximum, are logged, too.
+    """
+
+    key: str
+    unit: str
+    when: str
+    chart: str
+    meaning: str = ""
+    best: str = ""
+    is_maximum: bool = False
+
+
+NATS, TOKENS, TFLOPS = "nats per token", "tokens/s", "TFLOP/s"
+POINTS, PEAK = "At three points of a step, MB", "Peak and its prediction, MB (on a CPU the peak includes Python)"
+EXPOSED, SENT = "Exposed, by kind, ms", "Sent per step, by kind, MB"
+SECTIONS = {  # of the workspace
+    "Loss": [
+        Metric("iter/loss", NATS, "iteration", "Loss of the global batch", "mean over micro-steps and ranks", "min"),
+        Metric("val/loss", NATS, "evaluation", "Validation loss", "of 12 * eval_iters sequences, the same each time", "min"),
+        Metric("train/loss", NATS, "evaluation", "Training loss at evaluations", "the same for the training data", "min"),
+        Metric("iter/grad_norm", "norm", "iteration", "Gradient norm before clipping", "of all gradients together"),
+        Metric("lr", "", "iteration, evaluation", "Learning rate"),
+        Metric("iter/loss_max_rank", NATS, "ranks", "Largest loss of a rank"),
+        Metric("iter", "", "always", "", "the iteration; an evaluation runs before the iteration of the same number"),
+        Metric("iter/tokens", "tokens", "iteration, end", "", "that all ranks together have seen since the run began"),
+    ],
+    "Summary": [
+        Metric("peak_memory_mb", "MB", "summary", "Peak memory, MB", "largest memory/peak_mb"),
+        Metric("median_tokens_per_second", TOKENS, "summary", "Median tokens per second"),
+        Metric("best_val_loss", NATS, "summary", "Best validation loss"),
+        Metric("first_val_loss", NATS, "summary", "", "first val/loss"),
+        Metric("last_val_loss", NATS, "summary", "", "last val/loss"),
+        Metric("first_loss", NATS, "summary", "", "first iter/loss"),
+        Metric("best_loss", NATS, "summary", "", "smallest iter/loss"),
+        Metric("last_loss", NATS, "summary", "", "last iter/loss"),
+        Metric("best_val_bits_per_byte", "bits", "summary", "", "of best_val_loss, for a vocabulary with texts in meta.pkl"),
+        Metric("median_mfu", "%", "summary", "", "median of mfu"),
+        Metric("median_exposed_ms", "ms", "summary", "", "median of comm/exposed_ms"),
+        Metric("median_exposed_percent", "%", "summary", "", "median of comm/exposed_percent"),
+        Metric("checkpoints", "", "summary", "", "number of checkpoints written"),
+        Metric("restarts", "", "summary", "", "how often the run was resumed"),
+        Metric("warnings", "", "summary", "", "number of warnings"),
+    ],
+    "Memory": [
+        Metric("memory/after_init_mb", "MB", "ranks", POINTS, "of tensors, before the first step", is_maximum=True),
+        Metric("memory/before_step_mb", "MB", "ranks", POINTS, "of tensors, with all gradients", is_maximum=True),
+        Metric("memory/after_step_mb", "MB", "ranks", POINTS, "of tensors, without gradients", is_maximum=True),
+        Metric("memory/peak_mb", "MB", "ranks", PEAK, "since the last one; GPU: tensors, CPU: the process", "max", True),
+        Metric("memory/predicted_mb", "MB", "ranks", PEAK, "of the tensors of the fullest rank"),
+        Metric("memory/optimizer_state_mb", "MB", "ranks", "Optimizer state of a rank, MB", "with masters", is_maximum=True),
+        Metric("memory/saved_mb", "MB", "ranks", "Less than without sharding, gradients included, MB"),
+        Metric("memory/predicted_peak_mb", "MB", "start", "Predicted peak, MB", "memory/predicted_mb, once"),
+        Metric("memory/predicted_activations_mb", "MB", "start", "Activations, predicted, MB"),
+        *(
+            Metric(f"memory/{which}_{part}_mb", "MB", when, f"{part.capitalize()}, predicted and measured, MB", "before a step")
+            for part in ("parameters", "gradients", "state", "master", "buckets")
+            for which, when in (("predicted", "start"), ("measured", "third iteration"))
+        ),
+        Metric("memory/measured_peak_mb", "MB", "third iteration, GPU", "", "of the fullest rank, since the start"),
+        Metric("memory/reserved_mb", "MB", "ranks, GPU", "", "what PyTorch's allocator has taken", is_maximum=True),
+        Metric("memory/alloc_retries", "", "ranks, GPU", "", "how often it had to free its reserve, if ever", is_maximum=True),
+        Metric("memory/ooms", "", "ranks, GPU", "", "how often it found no memory, if ever", is_maximum=True),
+    ],
+    "Throughput": [
+        Metric("throughput/tokens_per_second", TOKENS, "iteration", "Tokens per second", "of all ranks together", "max"),
+        Metric("throughput/tokens_per_second_per_rank", TOKENS, "iteration", "Tokens per second per rank"),
+        Metric("throughput/tflops_per_rank", TFLOPS, "iteration", "TFLOP/s per rank", "of the model, nothing computed twice"),
+        Metric("time/step_ms", "ms", "iteration", "Step, ms", "without evaluations and checkpoints"),
+        Metric("time/data_ms", "ms", "iteration", "Parts of a step, ms", "the host prepares batches; a GPU computes meanwhile"),
+        Metric("time/forward_backward_ms", "ms", "iteration", "Parts of a step, ms", "all micro-steps, with communication"),
+        Metric("time/optimizer_ms", "ms", "iteration", "Parts of a step, ms", "clipping and update, with communication"),
+        Metric("mfu", "%", "iteration, evaluation", "MFU, %", "FLOP/s of the model by the device's peak, running mean", "max"),
+        Metric("throughput/eta_hours", "hours", "iteration", "Time to the end of the run, hours", "with all that it does"),
+        Metric("time/rank_spread_ms", "ms", "ranks", "Rank spread, ms", "of the time in which a rank computes"),
+        Metric("time/slowest_rank", "rank", "ranks", "", "the rank that computes longest"),
+        Metric("time/eval_s", "s", "evaluation", "", "duration of the evaluation"),
+        Metric("time/elapsed_s", "s", "iteration, evaluation, end", "", "of training, without what a restart has lost"),
+    ],
+    "Communication": [
+        Metric("comm/exposed_percent", "%", "iteration", "Exposed, % of a step", "comm/exposed_ms by time/step_ms"),
+        Metric("comm/exposed_ms", "ms", "iteration", EXPOSED, "the computation waits for a collective or a slower rank"),
+        Metric("comm/exposed_all_reduce_ms", "ms", "iteration", EXPOSED, "adamw, torch: gradients; sharded: norm"),
+        Metric("comm/exposed_reduce_scatter_ms", "ms", "iteration", EXPOSED, "sharded: gradients, before clipping"),
+        Metric("comm/exposed_all_to_all_ms", "ms", "iteration", EXPOSED, "Muon: matrices to their owners and back"),
+        Metric("comm/exposed_all_gather_ms", "ms", "iteration", EXPOSED, "sharded: parameters, in the next forward"),
+        Metric("comm/exposed_broadcast_ms", "ms", "iteration", EXPOSED, "torch: parameters, after the update"),
+        Metric("comm/sent_mb_per_step", "MB", "iteration", SENT, "for gradients and parameters"),
+        Metric("comm/sent_all_reduce_mb_per_step", "MB", "iteration", SENT, "as a ring: 2 (N - 1) / N of the bytes"),
+        Metric("comm/sent_reduce_scatter_mb_per_step", "MB", "iteration", SENT, "counted where they are sent"),
+        Metric("comm/sent_all_to_all_mb_per_step", "MB", "iteration", SENT, "matrices of Muon"),
+        Metric("comm/sent_all_gather_mb_per_step", "MB", "iteration", SENT, "counted where they are sent"),
+        Metric("comm/sent_broadcast_mb_per_step", "MB", "iteration", SENT, "mean of the ranks, (N - 1) / N of the bytes"),
+    ],
+    "Checkpoints": [
+        Metric("checkpoint/consolidate_s", "s", "save", "Consolidate, s", "until the state was collected"),
+        Metric("checkpoint/write_s", "s", "save", "Write, s", "until the file was on the disk"),
+        Metric("checkpoint/blocked_s", "s", "save", "Training blocked, s", "with async_save for the save before, too"),
+        Metric("checkpoint/bytes", "bytes", "save", "Bytes", "of the checkpoint, shards included"),
+        Metric("checkpoint/error", "text", "failed save", "", "why the file could not be written"),
+    ],
+    "Samples": [
+        Metric("sample/text", "text", "sample_interval", "Samples", "what the model writes; in wandb, a table"),
+        Metric("warning", "text", "warning", "", "its text"),
+    ],
+    "Others": [],
+}
+
+METRICS = {metric.key: metric for metrics in SECTIONS.values() for metric in metrics}  # by key
+for metric in [metric for metric in METRICS.values() if metric.is_maximum]:
+    METRICS[f"{metric.key}_min"] = Metric(f"{metric.key}_min", metric.unit, metric.when, "", "the smallest of the ranks")
+    METRICS[f"{metric.key}_rank"] = Metric(f"{metric.key}_rank", "rank", metric.when, "", "the rank of the largest")
+
+if __name__ == "__main__":
+    print("| key | unit | when | chart | meaning |\n|---|---|---|---|---|")
+    for metric in METRICS.values():
+        print(f"| `{metric.key}` | {metric.unit} | {metric.when} | {metric.chart} | {metric.meaning} |")

@@ -55,7 +55,7 @@ from benchmarks import memory_profile, save_time, speed, telemetry, training
 from benchmarks.contenders import Setup
 from benchmarks.cookbook import cookbook_rows
 from benchmarks.results import Results, draw
-from configurator import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, configure, integers
+from configurator import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Seed, configure, integers
 from data.dataset import WITHOUT_DOWNLOAD, Dataset, prepare_if_missing
 from distributed import machine
 from distributed.exits import exit_on_wrong_input, exit_with_error, finish
@@ -91,7 +91,7 @@ zero_bucket_mb: Literal["auto"] | PositiveFloat = "auto"  # megabytes per bucket
 zero_shard_size: NonNegativeInt = 0  # of the mode hybrid: ranks that share the state; 0: those of one machine
 device = "auto"  # 'cpu', 'cuda'; auto: cuda if available, otherwise cpu
 dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of the computation; auto: best on GPU, float32 on CPU
-seed: NonNegativeInt = 1337
+seed: Seed = 1337
 config = configure(globals())
 # -----------------------------------------------------------------------------
 DEFAULT_MODES = {

@@ -69,6 +69,7 @@ class Rule(NamedTuple):
 
 PositiveInt = Annotated[int, Rule("must be at least 1", lambda value: value >= 1)]
 NonNegativeInt = Annotated[int, Rule("must not be negative", lambda value: value >= 0)]
+Seed = Annotated[int, Rule("must be at least 0 and less than 2**63", lambda value: 0 <= value < 2**63)]
 PositiveFloat = Annotated[float, Rule("must be positive", lambda value: value > 0)]
 NonNegativeFloat = Annotated[float, Rule("must not be negative", lambda value: value >= 0)]
 UnitInterval = Annotated[float, Rule("must be at least 0 and less than 1", lambda value: 0 <= value < 1)]

@@ -11,7 +11,7 @@ from typing import Literal
 
 import torch
 
-from configurator import PositiveFloat, PositiveInt, configure
+from configurator import PositiveFloat, PositiveInt, Seed, configure
 from data.dataset import DATA_DIR
 from data.vocabulary import load_codec, load_meta
 from distributed import machine
@@ -27,7 +27,7 @@ num_samples = 10  # number of texts
 max_new_tokens = 500  # number of tokens to generate per sample
 temperature: PositiveFloat = 0.8  # 1.0: probabilities of the model; lower values: less random text
 top_k: PositiveInt = 200  # sample from the k most likely tokens only
-seed = 1337  # another seed gives other texts
+seed: Seed = 1337  # another seed gives other texts
 device = "auto"  # 'cpu', 'cuda', 'cuda:1', 'mps'; auto: cuda if available, otherwise cpu
 dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: best on GPU, float32 on CPU
 compile = False  # compile the model block by block with torch.compile

@@ -33,6 +33,7 @@ from configurator import (
     PositiveFloat,
     PositiveInt,
     SameLoss,
+    Seed,
     Sharded,
     UnitInterval,
     configure,
@@ -116,7 +117,7 @@ dist_timeout_s: SameLoss[PositiveFloat] = 600.0  # seconds without progress on a
 device: SameLoss[str] = "auto"  # 'cpu', 'cuda', 'cuda:1', 'mps'; auto: cuda if available, otherwise cpu
 dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # float16 uses GradScaler; auto: best on GPU, float32 on CPU
 compile: SameLoss[bool] = torch.cuda.is_available()  # compile the model block by block with torch.compile
-seed: NonNegativeInt = 1337
+seed: Seed = 1337
 shadow_check: SameLoss[NonNegativeInt] = 0  # iterations of a copy trained without sharding, to compare the weights; 0: off
 profile: SameLoss[bool] = False  # after a few iterations, write traces of time and memory to out_dir/profile
 config = configure(globals())
@@ -132,8 +133,7 @@ with exit_on_wrong_input():
     check_combinations(config, world_size)
     own_device = start(launch, device_name, backend, dist_timeout_s)
 autocast = machine.autocast(own_device, compute_dtype)
-torch.backends.cuda.matmul.allow_tf32 = True
-torch.backends.cudnn.allow_tf32 = True
+torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
 micro_steps = gradient_accumulation_steps // world_size  # per iteration on this rank
 sequences_per_iter = gradient_accumulation_steps * batch_size  # on all ranks together
 tokens_per_iter = sequences_per_iter * block_size

@@ -55,7 +55,7 @@ _REMOVED = {  # settings of earlier versions: what to write instead
     "profile_memory": "use profile, which records memory too",
     "zero_check_reads": "remove it, or use check_reads of zero.ShardedDataParallel",
     "on_save_error": "remove it: a run goes on, and its exit code is 1 if the last checkpoint could not be written",
-    "on_nonfinite": "use max_nonfinite: 1 is 'stop', 10 was 'skip'",
+    "on_nonfinite": "use max_nonfinite: 1 for 'stop', 10 for 'skip'",
     "master_dtype": "use param_dtype: 'bfloat16_remainder' is what 'remainder' was with bfloat16 weights",
 }
 

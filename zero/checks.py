@@ -106,7 +106,7 @@ def check_parameters(params: list[torch.nn.Parameter], param_dtype: torch.dtype 
         raise ValueError(
             "param_dtype would remove the hooks of the DistributedDataParallel around these parameters, and their gradients "
             "would not be averaged; build ShardedOptimizer before DistributedDataParallel, and drop what was computed from "
-            "them (a loss)"
+            "them (a loss, or what torch.nn.utils.weight_norm has computed: use parametrizations.weight_norm)"
         )
 
 

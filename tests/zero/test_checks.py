@@ -104,6 +104,12 @@ def an_optimizer_after_ddp():
     ShardedOptimizer(module.parameters(), SGD, param_dtype=torch.bfloat16)
 
 
+def an_optimizer_after_weight_norm():
+    module = torch.nn.utils.weight_norm(torch.nn.Linear(4, 4))
+    yield
+    ShardedOptimizer(module.parameters(), SGD, param_dtype=torch.bfloat16)
+
+
 def an_optimizer_with_a_wrapper(of_another_module):
     module = net()
     model, optimizer = wrap(module)
@@ -352,6 +358,10 @@ CASES = {
     "an optimizer after DDP": (
         *(ValueError, "build ShardedOptimizer before DistributedDataParallel"),
         an_optimizer_after_ddp,
+    ),
+    "an optimizer after the computation of a weight": (
+        *(ValueError, "use parametrizations.weight_norm"),
+        an_optimizer_after_weight_norm,
     ),
     **{f"a group, {name}": (ValueError, text, partial(a_group, change)) for name, (change, text) in GROUPS.items()},
     # -- what is wrapped

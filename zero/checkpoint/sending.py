@@ -105,8 +105,8 @@ def _outline(checkpoint: dict[str, Any]) -> dict[str, Any]:
 def _read_or_receive(read_chunks: _ReadChunks | None, own: list[TensorChunk]) -> None:
     """Fill the elements of `own`: ranks that see the file read them, the other ranks receive them from rank 0.
 
-    Needs to be called on all ranks. Rank 0 sends a few megabytes to each receiver, then the next ones to each, and so on, so
-    that no rank waits for long.
+    Needs to be called on all ranks. Rank 0 sends some chunks, about `MESSAGE_BYTES` or a single larger one, to each receiver,
+    then the next ones to each, and so on, so that no rank waits for long.
 
     Args:
         read_chunks: fills the elements of chunks; None if this rank does not see the file.

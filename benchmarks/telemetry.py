@@ -62,10 +62,10 @@ def _meter(mode: str, contender: Contender, folder: str, wandb_log: bool) -> Met
     del os.environ["WANDB_DIR"], os.environ["WANDB_MODE"]
     os.environ.update(before)
     memory, shard_gradients = MemoryMeter(model, optimizer), contender.mode.flags.shard_gradients
-    check = MemoryCheck(log, model, optimizer, memory, setup.workload(contender.mode), shard_gradients, 1, False, Extras())
+    check = MemoryCheck(log, memory, setup.workload(contender.mode), shard_gradients, 1, False, Extras())
     tokens = setup.batch_size * setup.config.block_size * dist.get_world_size()
     flops = contender.module.flops_per_token()
-    return Meter(log, model, optimizer, memory, check, setup.dtype, tokens, flops, NEVER_ENDS)
+    return Meter(log, memory, check, setup.dtype, tokens, flops, NEVER_ENDS)
 
 
 def _turn(contender: Contender, meter: Meter | None, iterations: Iterator[int]) -> dict[str, float]:

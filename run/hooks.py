@@ -135,8 +135,8 @@ class Run:
         self.memory = MemoryMeter(model, optimizer)
         self.profiler.wait = partial(parameters, optimizer)
         how = flags.shard_gradients, self.micro_steps, config["compile"], Extras.of(config)
-        self.memory_check = MemoryCheck(self.log, model, optimizer, self.memory, workload, *how)
-        measured = self.log, model, optimizer, self.memory, self.memory_check, self.dtype, self.tokens_per_iter
+        self.memory_check = MemoryCheck(self.log, self.memory, workload, *how)
+        measured = self.log, self.memory, self.memory_check, self.dtype, self.tokens_per_iter
         self.meter = Meter(*measured, raw_model.flops_per_token(), config["max_iters"], state.elapsed_s)
         self.signals = Signals()
         limit = config["max_nonfinite"]

@@ -109,9 +109,9 @@ class MemoryCheck:
 
     Args:
         log: logger that receives the figures.
-        model, optimizer, shard_gradients: what `zero.build.build` returned, and its flag.
-        memory: measures the peak.
+        memory: measures the model and its optimizer.
         workload: the micro-step.
+        shard_gradients: the flag of `zero.build.build`.
         micro_steps: micro-steps per iteration on each rank.
         compiled: the model is compiled, so that activations take less than predicted.
         extras: other settings that take memory.
@@ -120,8 +120,6 @@ class MemoryCheck:
     def __init__(
         self,
         log: Logger,
-        model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
         memory: MemoryMeter,
         workload: Workload,
         shard_gradients: bool,
@@ -129,6 +127,7 @@ class MemoryCheck:
         compiled: bool,
         extras: Extras,
     ) -> None:
+        model, optimizer = memory.model, memory.optimizer
         self.log, self.model, self.optimizer, self.compiled = log, model, optimizer, compiled
         self.memory, self.device = memory, memory.device
         launch, plan = launched(), _plan_of(partition(optimizer))

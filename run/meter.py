@@ -29,8 +29,7 @@ class Meter:
 
     Args:
         log: logger that receives the metrics.
-        model, optimizer: what `zero.build.build` returned.
-        memory: measures the memory of this rank.
+        memory: measures the memory of this rank, its model and its optimizer.
         memory_check: the prediction of the memory.
         dtype: dtype of the computation.
         tokens_per_iter: tokens per iteration, all ranks together.
@@ -44,8 +43,6 @@ class Meter:
     def __init__(
         self,
         log: Logger,
-        model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
         memory: MemoryMeter,
         memory_check: MemoryCheck,
         dtype: str,
@@ -61,7 +58,7 @@ class Meter:
         self.peak_flops = machine.peak_flops(self.device, machine.DTYPES[dtype])  # FLOP/s of this rank
         print0(f"mfu is relative to {self.peak_flops / 1e12:.3g} TFLOP/s per rank in {dtype}")
         self._mfu: dict[str, float] = {}  # running mean in percent, as in nanoGPT; empty if not measured yet
-        self._communication = CommunicationMeter(model, optimizer)
+        self._communication = CommunicationMeter(memory.model, memory.optimizer)
         self._phases = Stopwatch()
         self._iterations = 0  # number of iterations since construction
         self._last_interval = -1  # number of the last interval that was measured

@@ -50,7 +50,7 @@ class Summary:
         return np.array(self._series[key]).reshape(-1, 2).T
 
     def figures(self) -> dict[str, float]:
-        """Return the figures that are known so far, by their names in docs/metrics.md."""
+        """Return the figures that are known so far, by their names in run/metrics.py."""
         found: dict[str, float] = {}
         for name, key in LOSSES.items():
             if (values := self.series(key)[1]).size:

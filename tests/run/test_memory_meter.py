@@ -69,8 +69,6 @@ def check():
     log.log, log.warn = log.events.append, lambda text: print(f"WARNING: {text}")
     check = MemoryCheck(
         log,
-        wrapped,
-        optimizer,
         MemoryMeter(wrapped, optimizer),
         workload,
         shard_gradients=False,

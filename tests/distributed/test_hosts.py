@@ -34,10 +34,6 @@ from run import meter
 from zero.sharded_state import partition
 
 class Meter(meter.Meter):
-    def __init__(self, log, model, optimizer, *rest):
-        super().__init__(log, model, optimizer, *rest)
-        self.optimizer = optimizer
-
     def begin_iteration(self, iteration, is_logged):
         {at_each_iteration}
         super().begin_iteration(iteration, is_logged)
@@ -48,7 +44,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 COUNT = f"""
         if iteration in ({FIRST}, {LAST}):
-            partition(self.optimizer).synchronize()  # waits for the all-gathers
+            partition(self.memory.optimizer).synchronize()  # waits for the all-gathers
             dist.barrier()
             counted = [open(f"/sys/class/net/eth0/statistics/tx_{{what}}").read() for what in ("bytes", "packets")]
             dist.barrier()

@@ -6,58 +6,49 @@ One page for the browser, which needs no network:
 The same charts as pictures, one file per section:
     $ python dashboard.py out-adamw out-torch out-sharded --png=pictures
 
-While runs go on, draw again when their files change. The open page shows the new state by itself. Ctrl-C ends this.
-A folder may not exist yet:
-    $ python dashboard.py out-stdlib-char --html=runs.html --watch
-
-Save a workspace and a report in wandb that compare the runs of a project, after wandb login:
+Save a workspace in wandb that compares the runs of a project, after wandb login:
     $ python dashboard.py --wandb out-stdlib-char
 
 Each OUT_DIR is the out_dir of a run of train.py, or a copy of its files metrics.jsonl and run.json.
 """
 
 import argparse
-import contextlib
 import json
 import math
 import os
-import time
-from collections.abc import Callable
 from typing import Any, NoReturn
 
 from charts import workspace
 from charts.differences import names
 from charts.page import page
 from charts.runs import picture, sections
-from charts.series import Curve, Run
+from charts.series import Points, Run
 from charts.style import save
 from distributed.exits import exit_on_wrong_input, exit_with_error
 from run import lock
 from run.logger import FACTS, METRICS
 from zero.checkpoint.files import atomic_write
 
-WATCH_S = 5  # seconds between two checks of the files, and between two reloads of an open page
 
-
-def read_metrics(out_dir: str) -> dict[str, Curve]:
+def read_metrics(out_dir: str) -> dict[str, Points]:
     """Return the curve of each metric of a run. Anything else in the file is skipped, such as half a line of a killed run.
 
     Raises:
         ValueError: if the folder has no metrics.jsonl, or if the file cannot be read.
     """
-    curves: dict[str, Curve] = {}
+    curves: dict[str, list[tuple[int, float]]] = {}
     path = os.path.join(out_dir, METRICS)
     try:
         with open(path, "rb") as file:
             for line in file:
                 iteration, values = _numbers(line)
                 for key, value in values.items():
-                    curves.setdefault(key, Curve()).add(iteration, value)
+                    curves.setdefault(key, []).append((iteration, value))
     except FileNotFoundError as error:
         raise ValueError(f"there is no {path}; give the out_dir of a run of train.py") from error
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror}; give a folder that can be read") from error
-    return curves
+    return dict(curves)
 
 
 def _numbers(line: bytes) -> tuple[int, dict[str, float]]:
@@ -84,17 +75,10 @@ def read_facts(out_dir: str) -> dict[str, Any]:
 def state_of(out_dir: str, facts: dict[str, Any]) -> str:
     """Return whether a run is running, or ended, stopped or failed, as run.json says, or killed; "" if nothing says it.
 
-    The file of a killed run says "running". But nobody holds the lock of its folder, or, where locks do not tell, the run has
-    not written metrics for so long that its watchdog would have ended it.
+    The file of a killed run says "running", but nobody holds the lock of its folder. A copy of a folder does not tell.
     """
     state = str(facts.get("state", ""))
-    if state != "running":
-        return state
-    is_held = lock.is_held(out_dir)
-    if is_held is None:
-        silent_s = time.time() - os.path.getmtime(os.path.join(out_dir, METRICS))
-        is_held = silent_s < facts.get("dist_timeout_s", math.inf)
-    return "running" if is_held else "killed"
+    return "killed" if state == "running" and lock.is_held(out_dir) is False else state
 
 
 def read(out_dirs: list[str]) -> list[Run]:
@@ -106,48 +90,24 @@ def read(out_dirs: list[str]) -> list[Run]:
     ]
 
 
-def draw(out_dirs: list[str], html: str | None, png: str | None, reload_s: float | None = None) -> bool:
+def draw(out_dirs: list[str], html: str | None, png: str | None) -> bool:
     """Read the runs and write the page and the pictures. If the runs have no figures yet, write nothing and return False.
 
     Args:
         out_dirs: folders of the runs.
         html: path of the page, or None.
         png: folder of the pictures, or None.
-        reload_s: seconds until an open page loads itself again. None: never.
     """
     runs = read(out_dirs)
     drawn = sections(runs)
     if html and drawn:
         os.makedirs(os.path.dirname(html) or ".", exist_ok=True)
         with atomic_write(html) as temporary, open(temporary, "w", encoding="utf-8") as file:
-            file.write(page(runs, drawn, reload_s))
+            file.write(page(runs, drawn))
     if png:
         for name, row in drawn.items():
             save(picture(name, row, runs), os.path.join(png, f"{name.lower()}.png"))
     return bool(drawn)
-
-
-def begun(out_dirs: list[str]) -> list[str]:
-    """Return the folders of the runs that have written metrics."""
-    return [out_dir for out_dir in out_dirs if os.path.exists(os.path.join(out_dir, METRICS))]
-
-
-def watch(out_dirs: list[str], redraw: Callable[[], object]) -> None:
-    """Call `redraw` now, and whenever the files or the states of the runs have changed, until Ctrl-C."""
-
-    def state() -> list[Any]:
-        paths = [os.path.join(out_dir, name) for out_dir in out_dirs for name in (METRICS, FACTS)]
-        found = [os.stat(path) for path in paths if os.path.exists(path)]
-        states = [state_of(out_dir, read_facts(out_dir)) for out_dir in begun(out_dirs)]  # a kill changes no file
-        return [*states, *((file.st_mtime_ns, file.st_size) for file in found)]
-
-    drawn = None
-    with contextlib.suppress(KeyboardInterrupt):
-        while True:
-            if (now := state()) != drawn:
-                redraw()
-                drawn = now
-            time.sleep(WATCH_S)
 
 
 class Parser(argparse.ArgumentParser):
@@ -163,10 +123,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("out_dirs", nargs="*", type=os.path.normpath, metavar="OUT_DIR", help="folder of a run")
     parser.add_argument("--html", metavar="FILE", help="write a page for the browser")
     parser.add_argument("--png", metavar="DIR", help="write pictures into a folder")
-    parser.add_argument("--wandb", action="store_true", help="save a workspace and a report in wandb")
+    parser.add_argument("--wandb", action="store_true", help="save a workspace in wandb")
     parser.add_argument("--project", help="project of wandb, by default that of the first OUT_DIR")
     parser.add_argument("--entity", help="user or team of wandb, by default that of the login")
-    parser.add_argument("--watch", action="store_true", help="draw again when the files change, until Ctrl-C")
     return parser.parse_args()
 
 
@@ -175,7 +134,7 @@ def check(args: argparse.Namespace) -> None:
     if not args.out_dirs and (args.html or args.png or not args.wandb):
         raise ValueError("no OUT_DIR is given; give the out_dir of at least one run of train.py")
     for out_dir in args.out_dirs:
-        if not os.path.isdir(out_dir) and (os.path.exists(out_dir) or not args.watch):
+        if not os.path.isdir(out_dir):
             raise ValueError(f"there is no folder {out_dir}; give the out_dir of a run of train.py")
     if not args.html and not args.png and not args.wandb:
         raise ValueError("nothing to write is given; add --html=FILE or --png=DIR")
@@ -193,20 +152,11 @@ def main() -> None:
             project = args.project or next((read_facts(out_dir).get("wandb_project") for out_dir in args.out_dirs), None)
             if project is None:
                 raise ValueError("--wandb needs --project=NAME, or the OUT_DIR of a run of the project")
-            print(*workspace.publish(project, args.entity), sep="\n")
+            print(f"the workspace is at {workspace.publish(project, args.entity)}")
             if not args.html and not args.png:
                 return
-        out_dirs, no_figures = args.out_dirs, f"there are no figures yet in {', '.join(args.out_dirs)}"
-        if args.watch:
-            missing = [out_dir for out_dir in out_dirs if not os.path.isdir(out_dir)]
-            waiting = f"waiting for {', '.join(missing)} to appear; " if missing else ""
-            print(f"watching {', '.join(out_dirs)}; {waiting}Ctrl-C ends this", flush=True)
-            watch(out_dirs, lambda: draw(begun(out_dirs), args.html, args.png, WATCH_S))
-            if not draw(begun(out_dirs), args.html, args.png):  # the last page does not load itself again
-                print(f"{no_figures}, so nothing is written")
-                return
-        elif not draw(out_dirs, args.html, args.png):
-            raise ValueError(f"{no_figures}; try again later, or add --watch")
+        if not draw(args.out_dirs, args.html, args.png):
+            raise ValueError(f"there are no figures yet in {', '.join(args.out_dirs)}; try again later")
     for kind, path in {"page is": args.html, "pictures are": args.png}.items():
         if path:
             print(f"the {kind} in {path}")

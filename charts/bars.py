@@ -23,23 +23,22 @@ TIME = {
 _LIMIT = "#D55E00"  # colour of the limit of memory
 _WIDTH = 820  # of the panels side by side, in pixels before the scale
 _ROOM = 1.3  # of a panel, relative to its longest bar: the text needs the rest
-# height of the name above the bars of a group, of a bar, of a thin bar, and of what is between two groups
-_NAME, _BAR, _THIN, _GAP = 18, 13, 4, 6
+# height of the name above the bars of a group, of a bar, and of what is between two groups
+_NAME, _BAR, _GAP = 18, 13, 6
 
 
 class Bar(NamedTuple):
     """A bar of parts. All amounts are in the unit of its chart."""
 
-    parts: Mapping[str, float]  # amount by the name of the part; those below zero extend to the left
+    parts: Mapping[str, float]  # amount by the name of the part
     text: str = ""  # at its end
     tick: float | None = None
     dots: Sequence[float] = ()
-    is_thin: bool = False
 
     @property
     def end(self) -> float:
         """What the bar, its tick and its dots reach."""
-        return max(0, sum(amount for amount in self.parts.values() if amount > 0), self.tick or 0, *self.dots)
+        return max(sum(self.parts.values()), self.tick or 0, *self.dots)
 
 
 Group = tuple[str, Sequence[Bar]]  # a name, and the bars below it
@@ -63,18 +62,17 @@ def stack(groups: Sequence[Group], colours: Mapping[str, str], unit: str, end: f
         rows.append({"run": position, "label": name, "y": y + _NAME / 2 - 1})
         y += _NAME
         for bar in bars:
-            left, right, bottom = 0.0, 0.0, y + (_THIN if bar.is_thin else _BAR - 1)
+            end_of_part = 0.0
             for part, amount in bar.parts.items():
-                place = {"x": right, "x2": right + amount} if amount > 0 else {"x": left, "x2": left + amount}
-                left, right = min(left, place["x2"]), max(right, place["x2"])
-                rows.append({"run": position, "name": part, "value": rounded(amount), **place, "y": y, "y2": bottom})
+                place = {"x": end_of_part, "x2": (end_of_part := end_of_part + amount), "y": y, "y2": y + _BAR - 1}
+                rows.append({"run": position, "name": part, "value": rounded(amount), **place})
             rows += [] if bar.tick is None else [{"run": position, "mark": bar.tick, "y": y - 1, "y2": y + _BAR}]
             rows += [{"run": position, "dot": dot, "y": y + _BAR / 2} for dot in bar.dots]
             rows += [{"run": position, "end": bar.end, "text": bar.text, "y": y + _BAR / 2}] if bar.text else []
-            y += _THIN if bar.is_thin else _BAR
+            y += _BAR
         y += _GAP
-    ends = [row[column] for row in rows for column in ("x2", "end", "mark") if column in row]
-    scale = alt.Scale(domain=[min(0, *ends), end or max(0, *ends) * 1.15], nice=False)  # leaves room for the text
+    end = end or 1.15 * max(bar.end for _, bars in groups for bar in bars)  # leaves room for the text
+    scale = alt.Scale(domain=[0, end], nice=False)
     shown = alt.Legend(title=None, columns=legend, labelLimit=200) if legend and len(colours) > 1 else None
     colour = alt.Color("name:N", scale=alt.Scale(domain=list(colours), range=list(colours.values())), legend=shown)
     height = alt.Y("y:Q", scale=alt.Scale(domain=[0, y], nice=False, reverse=True), axis=None)

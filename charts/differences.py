@@ -1,11 +1,10 @@
 """What differs between runs: names from their settings, and which of them should have the same losses.
 
-The facts of a run are what its `run.json` holds: settings, implementation, ranks, devices, versions. They are empty if the file
-cannot be read.
+The facts of a run are what its `run.json` holds: settings, implementation, ranks, devices. They are empty if the file cannot be
+read.
 """
 
 import json
-import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,58 +15,33 @@ from zero.flags import weight_dtype
 Facts = Mapping[str, Any]
 
 _MOST = 4  # settings in a name; the table of the page has all of them
-_FIRST = (
-    *("dataset", "implementation", "world_size", "optimizer", "shard_gradients", "param_dtype", "state_dtype", "learning_rate"),
-    *("n_layer", "n_head", "n_embd", "block_size", "batch_size", "gradient_accumulation_steps", "dropout", "weight_decay"),
-    *("max_iters", "seed"),
-)
-_LAST = ("backend", "devices", "git_commit", "versions")
-# How often a run logs, how it has ended, and what other facts say: the implementation says which flags had an effect.
-_NOT_COMPARED = {"log_interval", "state", "parts", "starts", "use_zero1", "zero1_impl"}
-_NOT_COMPARED |= {"micro_steps", "parameters", "train_tokens", "val_bytes_per_token"}
-_PARTS = ("implementation", "world_size")  # what may change when a run is resumed, see run/logger.py
 _BATCH = ("batch_size", "gradient_accumulation_steps")  # their product says which sequences an iteration takes
+_IN_COMMON = ("dataset", "parameters", "implementation", "world_size", "device", "dtype")
 
 
 def names(facts: Sequence[Facts], folders: Sequence[str]) -> list[str]:
-    """Return a name for each run: what is different in its settings, or its folder if nothing is.
-
-    The name of a single run is its implementation and its ranks.
-    """
-    short = [os.path.basename(os.path.abspath(folder)) for folder in folders]
-    if len(set(short)) < len(short):
-        short = [os.path.abspath(folder) for folder in folders]
-    if len(facts) == 1:
-        return [_what_it_is(facts[0]) or short[0]]
+    """Return a name for each run: what is different in its settings, and its folder if others have the same."""
     found = [", ".join(list(texts.values())[:_MOST]) for texts in differences(facts)]
     count = Counter(found)
     return [
         ", ".join(filter(None, (name, folder if count[name] > 1 or not name else "")))
-        for name, folder in zip(found, short, strict=True)
+        for name, folder in zip(found, folders, strict=True)
     ]
 
 
 def differences(facts: Sequence[Facts]) -> list[dict[str, str]]:
-    """Return for each run the settings that are not the same in all runs, the most telling first, with a text for each."""
+    """Return for each run the settings that are not the same in all runs that have them, with a text for each."""
     compared = [_compared(one) for one in facts]
-    values = {
-        key: {_json(one[key]) for one in compared if key in one}
-        for key in dict.fromkeys(key for one in compared for key in one)
-    }
-    differing = sorted((key for key in values if len(values[key]) > 1), key=_place)
-    return [{key: _text(key, one[key]) for key in differing if one.get(key) is not None} for one in compared]
+    values: dict[str, set[str]] = {}
+    for key, value in (item for one in compared for item in one.items()):
+        values.setdefault(key, set()).add(_json(value))
+    return [{key: _text(key, value) for key, value in one.items() if len(values[key]) > 1} for one in compared]
 
 
 def in_common(facts: Sequence[Facts]) -> list[str]:
     """Return what all runs share of what a reader asks first: data, size of the model, implementation, ranks, device."""
-    compared = [_compared(one) | {"parameters": one.get("parameters")} for one in facts]
-    shared = [
-        key
-        for key in ("dataset", "parameters", "implementation", "world_size", "device", "dtype")
-        if compared[0].get(key) is not None and len({_json(one.get(key)) for one in compared}) == 1
-    ]
-    bare = ("dataset", "device", "dtype")
-    return [str(compared[0][key]) if key in bare else _text(key, compared[0][key]) for key in shared]
+    shared = [key for key in _IN_COMMON if key in facts[0] and all(one.get(key) == facts[0][key] for one in facts)]
+    return [_text(key, facts[0][key]).removeprefix(f"{key}=") for key in shared]
 
 
 def agreeing(facts: Sequence[Facts]) -> list[list[int]]:
@@ -80,62 +54,34 @@ def agreeing(facts: Sequence[Facts]) -> list[list[int]]:
 
 
 def _decides_the_loss(facts: Facts) -> dict[str, Any]:
-    compared = _compared(facts)
-    batch = [compared.pop(key, 1) for key in _BATCH]
-    by_rank = [compared.get("world_size"), batch] if compared.get("dropout") else []  # its random numbers depend on the rank
+    compared, same = _compared(facts), settings_with(SAME_LOSS)
     # a run without a setting, such as one of an earlier version, is one with its default
-    same = settings_with(SAME_LOSS).union(_PARTS, _LAST)
-    same |= {key for key, setting in train_settings().items() if compared.get(key) == setting.default}
-    found = {key: value for key, value in compared.items() if key not in same}
-    if "param_dtype" in found:  # remainders hold the values of float32 masters
-        found["param_dtype"] = weight_dtype(found["param_dtype"])
-    return found | {"sequences": batch[0] * batch[1], "by rank": by_rank}
+    found = {key: compared.get(key, setting.default) for key, setting in train_settings().items() if key not in same}
+    batch = [found.pop(key) for key in _BATCH]
+    by_rank = [compared.get("world_size"), batch] if found["dropout"] else []  # its random numbers depend on the rank
+    weights = weight_dtype(found["param_dtype"])  # remainders hold the values of float32 masters
+    return found | {"param_dtype": weights, "sequences": batch[0] * batch[1], "by rank": by_rank}
 
 
 def _compared(facts: Facts) -> dict[str, Any]:
-    """Return the facts that are worth comparing. A run that was resumed in another way has a list of what it has been."""
-    left_out = _NOT_COMPARED | (settings_with(PER_HOST) - {"dataset"})  # where a run writes; a dataset says what it trains on
-    found = {key: value for key, value in facts.items() if key not in left_out and value is not None}
-    if found.get("init_from") in ("scratch", "resume", "auto"):  # the last two do not say how the run has begun
-        del found["init_from"]
-    if found.get("implementation", "sharded") != "sharded":
-        found = {key: value for key, value in found.items() if key not in settings_with(SHARDED)}
-    without_effect = {"decay_fraction"} if found.get("schedule") == "cosine" else set()
-    without_effect |= {key for key in found if key.startswith("muon_") and found.get("optimizer") == "adamw"}
-    found = {key: value for key, value in found.items() if key not in without_effect}
-    if "devices" in found:  # one per rank
-        found["devices"] = list(dict.fromkeys(found["devices"]))
-    for key in _PARTS:
-        been = [part[key] for part in facts.get("parts", []) if key in part]
-        found |= {key: been} if len(set(been)) > 1 else {}
-    return found
-
-
-def _what_it_is(facts: Facts) -> str:
-    """Return the implementation and the number of ranks of a run, or all of them if they have changed when it was resumed."""
-    parts = facts.get("parts") or [facts]
-    return " then ".join(", ".join(_text(key, part[key]) for key in _PARTS) for part in parts if part.keys() >= set(_PARTS))
-
-
-def _place(key: str) -> tuple[int, int]:
-    if key in _FIRST:
-        return 0, _FIRST.index(key)
-    return (2, _LAST.index(key)) if key in _LAST else (1, 0)
+    """Return the facts that are worth comparing, the most telling first."""
+    # the implementation says which flags had an effect; the others say where a run writes, but a dataset what it trains on
+    left_out = {"use_zero1", "zero1_impl"} | settings_with(PER_HOST) - {"dataset"}
+    if facts.get("implementation", "sharded") != "sharded":
+        left_out |= settings_with(SHARDED)
+    if facts.get("init_from") in ("scratch", "resume", "auto"):  # the last two do not say how the run has begun
+        left_out.add("init_from")
+    keys = dict.fromkeys(("dataset", "implementation", "world_size", *train_settings(), "git_commit"))
+    return {key: facts[key] for key in keys if key not in left_out and facts.get(key) is not None}
 
 
 def _text(key: str, value: Any) -> str:
-    if key in _PARTS and isinstance(value, list):
-        return " then ".join(_text(key, one) for one in value)
     if key == "implementation":
         return str(value)
     if key == "world_size":
         return f"{value} rank{'' if value == 1 else 's'}"
     if key == "parameters":
         return f"{value / 1e6:.2f}M parameters"
-    if key == "devices":
-        return " and ".join(map(str, value))
-    if key == "versions":
-        return ", ".join(f"{package} {version}" for package, version in value.items() if version)
     return f"{key}={value:g}" if isinstance(value, float) else f"{key}={value}"
 
 

@@ -1,146 +1,109 @@
 """Curves of runs over the iterations: losses, how far they lie apart, and any other metric."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
+from operator import itemgetter
 from statistics import median, quantiles
 from typing import Any
 
-from charts import series
 from charts.differences import agreeing
-from charts.series import Curve, Panel, Run
+from charts.series import HEIGHT, WINDOW, Run, by_run, look, rows, title
 from charts.style import altair, dashes, shown_in
 from run.metrics import METRICS
 
-_LINE = 12  # height of a value at the end of a curve
 
-
-def losses(runs: Sequence[Run]) -> Panel | None:
-    """Return the losses of the batches as thin lines, those of the evaluations as thick lines with marks and the last value."""
-    keys = {"training": "iter/loss", "validation": "val/loss"}
+def losses(runs: Sequence[Run]) -> Any:
+    """Return the losses of the batches as thin lines, those of the evaluations as thick lines with marks."""
     curves = {
-        (position, name): run.curves[key]
+        (position, kind): run.curves[key]
         for position, run in enumerate(runs)
-        for name, key in keys.items()
+        for kind, key in (("training", "iter/loss"), ("validation", "val/loss"))
         if key in run.curves
     }
     if not curves:
         return None
     alt = altair()
-    domain, above = _range_of_losses(curves.values())
-    values = [row for (position, name), curve in curves.items() for row in series.rows(position, curve.points, name)]
-    last = {}
-    for (position, name), curve in curves.items():
-        if name == "validation" or len(runs) == 1 or (position, "validation") not in curves:
-            last[position, name] = curve.latest()
-    places = _apart(list(last.values()), domain)
-    ends: list[dict[str, Any]] = [
-        {"run": position, "end": place, "text": f"{name} {value:.4f}" if len(runs) == 1 else f"{value:.4f}"}
-        for ((position, name), value), place in zip(last.items(), places, strict=True)
-    ]
-
+    values = [value for points in curves.values() for _, value in points]
+    largest = top = max(values)
+    if len(values) >= 20:  # the fall at the beginning would make the rest flat
+        top = max(quantiles(values, n=10)[-1], *(min(value for _, value in points) for points in curves.values()))
     groups = agreeing([run.facts for run in runs])
-    patterns = [series.look(position)[2] for position in range(len(runs))]
+    patterns = [look(position)[1] for position in range(len(runs))]
     for group in groups:  # equal losses lie on top of each other
         for position, pattern in zip(group, dashes(len(group)), strict=True):
             patterns[position] = pattern
-    y = alt.Y("value:Q", title="loss", scale=alt.Scale(domain=domain, zero=False, nice=False))
-    base = alt.Chart().encode(x=series.iterations(), y=y, **series.by_run(runs, "color"))
+    y = alt.Y("value:Q", title="loss", scale=alt.Scale(domainMax=top, zero=False, nice=False))
+    base = alt.Chart().encode(x=_iterations(), y=y)
     batches = base.transform_filter("datum.kind == 'training'").mark_line(clip=True, strokeWidth=1, strokeJoin="round")
     evaluations = base.transform_filter("datum.kind == 'validation'")
-    thick = evaluations.mark_line(clip=True, strokeWidth=2.5, strokeJoin="round")
-    thin = evaluations.mark_line(clip=True, strokeWidth=1, strokeJoin="round")  # in the gaps between dashes
-    marks = evaluations.mark_point(clip=True, filled=True, size=40).encode(**series.by_run(runs, "shape"))
-    text = alt.Chart(alt.InlineData(values=ends)).mark_text(align="left", dx=6, fontSize=12, fontWeight="bold", clip=False)
-    layers = [
-        batches.encode(**series.by_run(runs, "strokeDash", opaque=0.6)).properties(name="curves"),
-        *([thin] if groups else []),
-        thick.encode(**series.by_run(runs, "strokeDash", strokeDash=patterns)),
-        marks,
-        text.encode(x=alt.value("width"), y="end:Q", text="text:N", **series.by_run(runs, "color")),
-    ]
+    thick = evaluations.mark_line(clip=True, strokeWidth=2.5, strokeJoin="round", point={"filled": True, "size": 40})
     notes = ["thin: training, each batch; thick: validation, a mark for each evaluation"]
     notes += ["where losses are equal, the colours take turns"] if groups else []
-    notes += [f"the first losses, up to {above:.2f}, are above the chart"] if above else []
-    notes += series.thinned(curves.values())
-    panel = _panel("Training and validation loss", notes, values, layers)
-    return panel._replace(chart=panel.chart.resolve_scale(strokeDash="independent"), is_wide=True)
+    notes += [f"losses up to {largest:.2f} are above the chart"] if top < largest else []
+    drawn = [row for (position, kind), points in curves.items() for row in rows(position, points, kind)]
+    layers = [batches.encode(**by_run(patterns, opaque=0.6)), thick.encode(**by_run(patterns))]
+    return _chart("Training and validation loss", notes, drawn, layers)
 
 
-def _panel(title: str, notes: Sequence[str], rows: Sequence[dict[str, Any]], layers: Sequence[Any]) -> Panel:
-    """Return a chart of curves. The first layer is the one in which iterations are zoomed."""
+def _iterations() -> Any:
     alt = altair()
-    chart = alt.layer(*layers, data=alt.InlineData(values=rows))
-    chart = chart.properties(height=series.HEIGHT, title=series.title(title, notes))
-    return Panel(chart, list(dict.fromkeys(f"{row['kind']} {row['run']}" for row in rows)))
+    return alt.X("iter:Q", title="iteration", scale=alt.Scale(nice=False, padding=5), axis=alt.Axis(labelFlush=True))
 
 
-def _range_of_losses(curves: Collection[Curve]) -> tuple[list[float], float | None]:
-    """Return the range of the axis, and the largest loss if it is outside.
-
-    The fall at the beginning would make the rest flat, and so would a run that diverges. So the axis ends at what 9 of 10
-    losses of a curve stay below, and at most at three times the typical distance from the lowest loss. Curves with few points,
-    such as those of evaluations, do not count if there are others, but their lowest loss is in the chart, unless that doubles
-    the range.
-    """
-    lowest, largest = min(curve.lowest[1] for curve in curves), max(curve.largest() for curve in curves)
-    long = [quantiles([value for _, value in curve.points], n=10)[-1] for curve in curves if len(curve.points) >= 20]
-    tops = long or [curve.largest() for curve in curves]
-    top = min(max(tops), lowest + 3 * (median(tops) - lowest), largest)
-    doubled = lowest + 2 * (top - lowest)
-    top = max([top, *(curve.lowest[1] for curve in curves if curve.lowest[1] < doubled)])
-    room = 0.04 * (top - lowest) or 0.01 * abs(top) or 1
-    return [lowest - room, top + room], largest if largest > top + room else None
+def _chart(text: str, notes: Sequence[str], values: Sequence[dict[str, Any]], layers: Sequence[Any]) -> Any:
+    chart = altair().layer(*layers, data=altair().InlineData(values=values))
+    return chart.properties(height=HEIGHT, title=title(text, notes))
 
 
-def _apart(values: list[float], domain: list[float]) -> list[float]:
-    """Return where to write values beside an axis so that no two lines of text overlap, as long as there is room."""
-    lines = (domain[1] - domain[0]) * _LINE / series.HEIGHT
-    order = sorted(range(len(values)), key=values.__getitem__)
-    places, lowest = [0.0] * len(values), domain[0]
-    for place, index in enumerate(order):
-        highest = domain[1] - lines * (len(order) - 1 - place)  # leaves room for those above
-        places[index] = max(lowest, min(values[index], highest))
-        lowest = places[index] + lines
-    return places
+def is_over_iterations(chart: Any) -> bool:
+    """Return whether this is a chart of curves."""
+    return "iter" in chart.data.values[0]
 
 
-def disagreement(runs: Sequence[Run]) -> Panel | None:
+def interactive(chart: Any) -> Any:
+    """Return a chart of curves whose iterations can be zoomed, with a rule that shows the values under the mouse."""
+    alt = altair()
+    zoom = alt.selection_interval("zoom", encodings=["x"], bind="scales", zoom="wheel![event.ctrlKey]")
+    hovered = alt.selection_point("hovered", fields=["iter"], nearest=True, on="pointerover", clear="pointerout")
+    columns = dict.fromkeys(f"{row['kind']} {row['run']}" for row in chart.data.values)
+    rule = alt.Chart().transform_calculate(column="datum.kind + ' ' + datum.run")
+    rule = rule.transform_pivot("column", value="value", groupby=["iter"], op="max").mark_rule(color="#888888")
+    rule = rule.encode(
+        x="iter:Q",
+        opacity=alt.when(hovered, empty=False).then(alt.value(1)).otherwise(alt.value(0)),
+        tooltip=[alt.Tooltip("iter:Q", title="iteration"), *(alt.Tooltip(f"{name}:Q", format=",.5~r") for name in columns)],
+    )
+    chart = chart.copy()
+    first, *others = chart.layer
+    chart.layer = [first.add_params(zoom), *others, rule.add_params(hovered)]
+    return chart
+
+
+def disagreement(runs: Sequence[Run]) -> Any:
     """Return how far the training losses of runs lie apart that should be the same, or None if there are no such runs."""
-    rows: list[dict[str, Any]] = []
-    notes = []
+    alt = altair()
+    values, notes, most = list[dict[str, Any]](), list[str](), 0.0
     for group in agreeing([run.facts for run in runs]):
-        found = [runs[position].curves["iter/loss"] for position in group if "iter/loss" in runs[position].curves]
-        by_run = [dict(curve.points) for curve in found]
-        shared = sorted(set(by_run[0]).intersection(*by_run)) if len(by_run) > 1 else []
+        by_iteration = [dict(curve) for position in group if (curve := runs[position].curves.get("iter/loss"))]
+        shared = sorted(set.intersection(*map(set, by_iteration))) if len(by_iteration) > 1 else []
         if not shared:
             continue
-        losses = {iteration: [losses[iteration] for losses in by_run] for iteration in shared}
-        apart = [(iteration, max(values) - min(values)) for iteration, values in losses.items()]
-        at, largest = max(apart, key=lambda point: point[1])
-        equal = sum(difference == 0 for _, difference in apart)
-        which = f"{len(by_run)} runs" if len(group) == len(runs) else f"{runs[group[0]].name} and {len(by_run) - 1} more"
-        rest = f"at most {largest:.2g} apart, at iteration {at}" if largest else "nowhere apart"
-        until = f"up to iteration {shared[-1]:,}"
-        notes.append(", ".join([f"{which}: equal in {equal} of {len(apart)} points {until}", rest, *series.thinned(found)]))
-        rows += series.rows(group[0], apart, "difference")
-    if not rows:
+        found = [(at, [losses[at] for losses in by_iteration]) for at in shared]
+        apart = [(at, max(losses) - min(losses)) for at, losses in found]
+        at, largest = max(apart, key=itemgetter(1))
+        most = max(most, largest)
+        rest = f"at most {largest:.2g} apart, at iteration {at:,}" if largest else "nowhere apart"
+        notes.append(f"{runs[group[0]].name} and {len(by_iteration) - 1} more: {rest}")
+        values += rows(group[0], apart, "difference")
+    if not values:
         return None
-    alt = altair()
-    positive = [row["value"] for row in rows if row["value"] > 0]
-    scale, axis, height = alt.Scale(domain=[-1, 1]), alt.Axis(values=[0]), 40
-    if positive:
-        scale = alt.Scale(type="log", nice=False, domain=[min(positive) / 2, max(positive) * 2])
-        axis, height = alt.Axis(format=".0e", tickCount=5), series.HEIGHT
-    y = alt.Y("value:Q", title="largest difference" if positive else None, scale=scale, axis=axis)
-    base = alt.Chart().encode(x=series.iterations(), y=y, **series.by_run(runs, "color"))
-    drawn = base.transform_filter("datum.value > 0") if positive else base
-    layer = drawn.mark_point(filled=True, size=14, clip=True).properties(name="curves")
-    panel = _panel("Training losses that should agree: largest difference", notes, rows, [layer])
-    return panel._replace(chart=panel.chart.properties(height=height))
+    scale = alt.Scale(type="symlog", constant=1e-9, domain=[0, most or 1e-9], nice=False)
+    axis = alt.Axis(format=".0e", values=[0, *(10.0**power for power in range(-9, 2, 2))])
+    y = alt.Y("value:Q", title="largest difference", scale=scale, axis=axis)
+    points = alt.Chart().mark_point(filled=True, size=14).encode(x=_iterations(), y=y, **by_run([[1, 0]] * len(runs)))
+    return _chart("Training losses that should agree: largest difference", notes, values, [points])
 
 
-def curves(
-    runs: Sequence[Run], title: str, key: str, is_log: bool = False, is_rolling: bool = False, note: str = ""
-) -> Panel | None:
+def curves(runs: Sequence[Run], title: str, key: str, is_log: bool = False, is_rolling: bool = False, note: str = "") -> Any:
     """Return the curves of one metric over the iterations, or None if no run has it.
 
     Args:
@@ -148,24 +111,25 @@ def curves(
         is_rolling: draw rolling medians.
         note: to be written below the title.
     """
-    curves = {position: run.curves[key] for position, run in enumerate(runs) if key in run.curves}
-    if not curves:
+    found = {position: run.curves[key] for position, run in enumerate(runs) if key in run.curves}
+    if not found:
         return None
     alt = altair()
-    points = {
-        position: series.rolling_median(curve.points) if is_rolling else curve.points for position, curve in curves.items()
-    }
-    if is_log:
-        points = {position: [point for point in found if point[1] > 0] for position, found in points.items()}
     metric = METRICS.get(key)
     unit = (metric.unit or title.lower()) if metric else ""
-    divisor, unit = shown_in(unit, max((value for found in points.values() for _, value in found), default=0))
-    values = [row for position, found in points.items() for row in series.rows(position, found, "value", divisor)]
+    divisor, unit = shown_in(unit, max(median(value for _, value in points) for points in found.values()))
+    values = [row for position, points in found.items() for row in rows(position, points, "value", divisor)]
+    has_dot = any(len(points) == 1 for points in found.values())  # one point makes no line
     scale = alt.Scale(type="log", nice=False, padding=5) if is_log else alt.Scale(zero=True)
-    has_dot = any(len(found) == 1 for found in points.values())  # one point makes no line
-    y = alt.Y("value:Q", title=unit, scale=scale)
-    base = alt.Chart().encode(x=series.iterations(), y=y, **series.by_run(runs, "color", "strokeDash"))
-    layer = base.mark_line(clip=True, strokeWidth=1.5, strokeJoin="round", point=has_dot).properties(name="curves")
-    notes = [f"rolling median of up to {series.WINDOW} points"] if is_rolling else []
-    notes += [*filter(None, [note]), *series.thinned(curves.values())]
-    return _panel(title, notes, values, [layer])
+    base = alt.Chart().encode(x=_iterations(), y=alt.Y("value:Q", title=unit, scale=scale))
+    line = base.mark_line(clip=True, strokeWidth=1.5, strokeJoin="round", point=has_dot)
+    chart = _chart(
+        title,
+        [f"rolling median of {WINDOW} points" if is_rolling else "", note],
+        [row for row in values if row["value"] > 0 or not is_log],
+        [line.encode(**by_run([look(position)[1] for position in range(len(runs))]))],
+    )
+    if is_rolling:
+        half = WINDOW // 2
+        chart = chart.transform_window(value="median(value)", frame=[-half, half], groupby=["run"], sort=[{"field": "iter"}])
+    return chart

@@ -5,27 +5,33 @@ any characters.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from statistics import median
 from typing import Any
 
-from charts import lines, parts, series
+from charts import lines, series
+from charts.bars import TIME, Bar, Group, stack
 from charts.differences import in_common
-from charts.parts import latest, medians
-from charts.series import Curve, Panel, Run
-from charts.style import MEMORY, altair, styled
+from charts.series import COLOURS, Run, latest
+from charts.style import MEMORY, altair, number, shown_in, styled
 from run.metrics import METRICS, SECTIONS
 from zero.communication import KINDS
 
+Amounts = Mapping[str, float | None]  # of a run, by the name of a bar or of a part of it
+
+_POINTS = {point: f"memory/{point.replace(' ', '_')}_mb" for point in ("after init", "before step", "after step")}
+_MEASURED = {name: key for part, (name, _) in MEMORY.items() if (key := f"memory/measured_{part}_mb") in METRICS}
+_PHASES = {"data": "time/data_ms", "forward and backward": "time/forward_backward_ms", "optimizer": "time/optimizer_ms"}
 _EXPOSED, _SENT = (
     {kind: key.format(kind.replace("-", "_")) for kind in KINDS} for key in ("comm/exposed_{}_ms", "comm/sent_{}_mb_per_step")
 )
-_MEASURED = {name: key for part, (name, _) in MEMORY.items() if (key := f"memory/measured_{part}_mb") in METRICS}
+_CHECKPOINT = {name: f"checkpoint/{name}_s" for name in ("consolidate", "write", "blocked")}
 
 
-def sections(runs: Sequence[Run]) -> dict[str, list[Panel]]:
-    """Return the name of each section that has anything to show, and its charts."""
-    curve, bars = partial(lines.curves, runs), partial(parts.bars, runs)
+def sections(runs: Sequence[Run]) -> dict[str, list[Any]]:
+    """Return the name of each section that has anything to show, and its charts, without their widths."""
+    curve, bars = partial(lines.curves, runs), partial(_bars, runs)
     others = sorted({key for run in runs for key in run.curves if METRICS.get(key) in (None, *SECTIONS["Others"])})
     found = {
         "Loss": [
@@ -37,79 +43,106 @@ def sections(runs: Sequence[Run]) -> dict[str, list[Panel]]:
         "Throughput": [
             curve("Tokens per second, all ranks", "throughput/tokens_per_second", is_rolling=True),
             curve("Time of a step", "time/step_ms", is_rolling=True),
-            bars(
-                "Where the time of a step goes",
-                parts.phases,
-                "time/step_ms",
-                "medians",
-                below=medians({"of these, exposed communication": "comm/exposed_ms"}),
-            ),
+            bars("Where the time of a step goes", _phases, "ms", "medians"),
             curve("Model FLOPs utilization (MFU)", "mfu"),
         ],
         "Memory": [
-            bars(
-                "Memory at the points of a step",
-                parts.memory_points,
-                "memory/peak_mb",
-                stacked=False,
-                mark=parts.predicted_peak,
-            ),
-            bars("What takes memory", latest(_MEASURED), "memory/peak_mb", "bytes held before a step", mark=_predicted),
-            bars(
-                "Optimizer state, and memory saved",
-                latest({"optimizer state": "memory/optimizer_state_mb", "saved": "memory/saved_mb"}),
-                "memory/saved_mb",
-                "latest values; saved: against no sharding, gradients included",
-                stacked=False,
-            ),
-            curve("Peak memory", "memory/peak_mb", note=series.whose_peak(runs)),
+            bars("Memory at the points of a step", _memory_points, "MB", "latest values", stacked=False, mark=_predicted_peak),
+            bars("What takes memory", _figures(_MEASURED, latest), "MB", "bytes held before a step", mark=_predicted),
+            curve("Peak memory", "memory/peak_mb", note="on a CPU it is that of the process, with Python and its libraries"),
         ],
         "Communication": [
-            bars("Exposed communication of a step", _exposed, "comm/exposed_ms", "medians"),
-            bars("Sent by a rank in a step", medians(_SENT), "comm/sent_mb_per_step", "medians"),
+            bars("Exposed communication of a step", _figures(_EXPOSED, median), "ms", "medians"),
+            bars("Sent by a rank in a step", _figures(_SENT, median), "MB", "medians"),
         ],
         "Checkpoints": [
-            bars(
-                "Time of a checkpoint",
-                medians({"consolidate": "checkpoint/consolidate_s", "write": "checkpoint/write_s"}),
-                "checkpoint/write_s",
-                "medians",
-                below=medians({"training waits": "checkpoint/blocked_s"}),
-            ),
-            bars("Size of a checkpoint", latest({"one checkpoint": "checkpoint/bytes"}), "checkpoint/bytes"),
+            bars("Time of a checkpoint", _figures(_CHECKPOINT, median), "s", "medians; training is blocked", stacked=False)
         ],
         "Others": [curve(key, key) for key in others],
     }
-    drawn = {name: [panel for panel in row if panel is not None] for name, row in found.items()}
+    drawn = {name: [chart for chart in row if chart is not None] for name, row in found.items()}
     return {name: row for name, row in drawn.items() if row}
 
 
-def _exposed(run: Run) -> parts.Amounts:
-    return parts.scaled(medians(_EXPOSED)(run), run.get("comm/exposed_ms", Curve.median))
+def _figures(keys: Mapping[str, str], figure_of: Callable[[Sequence[float]], float]) -> Callable[[Run], Amounts]:
+    """Return a function that returns a figure of each metric of a run, such as the `latest`, by the name of the metric."""
+    return lambda run: {name: run.get(key, figure_of) for name, key in keys.items()}
+
+
+def _phases(run: Run) -> Amounts:
+    """Return the parts of the time of a step. On a GPU, batches are prepared while it computes, so they are no part of it."""
+    found = {**_figures(_PHASES, median)(run), **({"data": None} if run.on_gpu else {})}
+    whole = run.get("time/step_ms", median)
+    return found | {"rest": None if whole is None else max(0, whole - sum(filter(None, found.values())))}
+
+
+def _memory_points(run: Run) -> Amounts:
+    return {**_figures(_POINTS, latest)(run), "peak": run.get("memory/peak_mb", latest) if run.on_gpu else None}
+
+
+def _predicted_peak(run: Run) -> float | None:
+    return run.get("memory/predicted_mb", latest) if run.on_gpu else None
 
 
 def _predicted(run: Run) -> float | None:
     """Return the sum of the parts of memory that were predicted."""
-    return sum(run.get(key.replace("measured", "predicted"), Curve.latest) or 0 for key in _MEASURED.values()) or None
+    return sum(run.get(key.replace("measured", "predicted"), latest) or 0 for key in _MEASURED.values()) or None
 
 
-def picture(name: str, row: list[Panel], runs: Sequence[Run]) -> Any:
+def _bars(
+    runs: Sequence[Run],
+    title: str,
+    amounts_of: Callable[[Run], Amounts],
+    unit: str,
+    note: str,
+    stacked: bool = True,
+    mark: Callable[[Run], float | None] = lambda run: None,
+) -> Any:
+    """Return horizontal bars below the name of each run, or None if no run has any. What is zero is left out.
+
+    Args:
+        amounts_of: the parts of one bar per run if `stacked`, otherwise a bar each.
+        unit: of all amounts.
+        note: to be written below the title.
+        mark: where to draw a tick, the prediction for the last bar of a run.
+    """
+    amounts = [{name: amount for name, amount in amounts_of(run).items() if amount} for run in runs]
+    names = list(dict.fromkeys(name for of in amounts for name in of))
+    if not names:
+        return None
+    every = [sum(of.values()) if stacked else max(of.values(), default=0) for of in amounts]
+    divisor, unit = shown_in(unit, max(every))
+    groups: list[Group] = []
+    for run, of in zip(runs, amounts, strict=True):
+        parts = {name: amount / divisor for name, amount in of.items()}
+        alone = [parts] if stacked and parts else [{name: amount} for name, amount in parts.items()]
+        bars = [Bar(of_bar, number(sum(of_bar.values()))) for of_bar in alone]
+        if bars and (tick := mark(run)) is not None:
+            bars[-1] = bars[-1]._replace(tick=tick / divisor)
+            note = note.removesuffix("; tick: prediction") + "; tick: prediction"
+        groups.append((run.name, bars))
+    return stack(groups, _part_colours(names), unit).properties(title=series.title(title, [note]))
+
+
+def _part_colours(names: Sequence[str]) -> dict[str, str]:
+    """Return the colour of each part: that of other charts if it is in them."""
+    known = dict([*MEMORY.values(), *TIME.values(), ("data", "#56B4E9"), ("rest", "#BBBBBB")])
+    others = iter(colour for colour in COLOURS if colour not in [known.get(name) for name in names])
+    return {name: known.get(name) or next(others) for name in names}
+
+
+def picture(name: str, row: list[Any], runs: Sequence[Run]) -> Any:
     """Return one section of `sections` as a chart. If it has curves, the names of the runs are above it."""
     alt = altair()
-    charts = [panel.chart.properties(width=series.WIDTH) for panel in row]
-    place = alt.Y("run:O", title=None, axis=None, scale=alt.Scale(domain=list(range(len(runs)))))
-    names = alt.Chart(alt.InlineData(values=[{"run": position, "name": run.name} for position, run in enumerate(runs)]))
-    line = names.mark_rule(strokeWidth=2.5).encode(
-        x=alt.value(0), x2=alt.value(36), y=place, **series.by_run(runs, "color", "strokeDash")
-    )
-    mark = names.mark_point(filled=True, size=60, opacity=1).encode(
-        x=alt.value(18), y=place, **series.by_run(runs, "color", "shape")
-    )
-    text = names.mark_text(align="left", fontSize=13, limit=2 * series.WIDTH).encode(x=alt.value(44), y=place, text="name:N")
-    legend = alt.layer(line, mark, text).properties(width=2 * series.WIDTH, height=alt.Step(18))
-    own = dict.fromkeys(("color", "shape", "strokeDash"), "independent")
+    names = [{"run": position, "name": run.name} for position, run in enumerate(runs)]
+    axis = alt.Axis(orient="right", labelFontSize=13, labelLimit=2 * series.WIDTH)
+    legend = alt.Chart(alt.InlineData(values=names)).mark_rule(strokeWidth=2.5)
+    legend = legend.encode(x=alt.value(0), x2=alt.value(36), y=alt.Y("name:N", title=None, sort=None, axis=axis))
+    legend = legend.encode(**series.by_run([series.look(position)[1] for position in range(len(runs))]))
+    own = dict.fromkeys(("color", "strokeDash"), "independent")
+    charts = [chart.properties(width=series.WIDTH) for chart in row]
     columns = alt.concat(*charts, columns=2, spacing=30).resolve_scale(**own)
-    shown = [legend, columns] if any(panel.under_mouse for panel in row) else [columns]
     subtitle = ", ".join([*in_common([run.facts for run in runs]), time.strftime("drawn %Y-%m-%d")])
-    both = alt.vconcat(*shown, spacing=16, title=alt.TitleParams(name, subtitle=subtitle, offset=12)).resolve_scale(**own)
-    return styled(both)
+    title = alt.TitleParams(name, subtitle=subtitle, offset=12)
+    above = [legend.properties(width=36, height=alt.Step(18))] if any(map(lines.is_over_iterations, row)) else []
+    return styled(alt.vconcat(*above, columns, title=title).resolve_scale(**own))

@@ -1,32 +1,17 @@
-"""A workspace and a report in wandb that compare the runs of a project by implementation of the optimizer.
+"""A workspace in wandb that compares the runs of a project by implementation of the optimizer.
 
-They have the charts that run/metrics.py names. wandb-workspaces is an optional dependency, `pip install -e '.[dashboard]'`,
+It has the charts that run/metrics.py names. wandb-workspaces is an optional dependency, `pip install -e '.[dashboard]'`,
 imported when a function needs it.
 """
 
-import contextlib
 import math
-import re
 from typing import Any
 
 from run.metrics import METRICS, SECTIONS, Metric
 
-NAME, X_AXIS = "nanoGPT with ZeRO-1", "iter"  # NAME is the title of the workspace and of the report
+NAME, X_AXIS = "nanoGPT with ZeRO-1", "iter"  # NAME is the title of the workspace
 # Implementation: colour of its runs. The palette is that of Okabe and Ito, which the colour-blind can tell apart.
 _COLOURS = {"adamw": "#0072B2", "torch": "#E69F00", "sharded": "#009E73"}
-_TEXTS = {  # how to read the charts of a section; the report shows it
-    "Loss": "With the same settings, the curves of all implementations lie on each other.",
-    "Summary": "One bar per implementation, the mean over its runs. The memory is that of the rank with the largest amount.",
-    "Memory": "The lines are the maximum over the ranks, and with _min the minimum. The implementations differ in the "
-    "optimizer state. The bars compare the prediction with the measurement after the third iteration.",
-    "Throughput": "Compare runs on the same devices with the same number of ranks. The rank spread is the time between the "
-    "fastest and the slowest rank.",
-    "Communication": "Exposed communication is the time that the computation waits for a collective. The bytes are those that "
-    "one rank sends.",
-    "Checkpoints": "To consolidate is to gather the whole state on rank 0. The training waits for the blocked time only.",
-    "Samples": "Text from the latest sample of each run.",
-    "Others": "What a changed program logs.",
-}
 
 
 def panels_of(section: str) -> dict[str, list[Metric]]:
@@ -38,11 +23,10 @@ def panels_of(section: str) -> dict[str, list[Metric]]:
     return found | ({"Optimizer state, MB": [METRICS["memory/optimizer_state_mb"]]} if section == "Summary" else {})
 
 
-def publish(project: str, entity: str | None) -> list[str]:
-    """Save the workspace and the report in wandb, and return a line with the URL of each.
+def publish(project: str, entity: str | None) -> str:
+    """Save a new workspace in wandb, and return its URL.
 
-    Those from an earlier call are replaced, including all changes made by hand: the report is found by its title, and its
-    description has the URL of the workspace. This never prompts. It can take half a minute to find that there is no network.
+    This never prompts. It can take half a minute to find that there is no network.
 
     Args:
         project: wandb project of the runs.
@@ -59,12 +43,7 @@ def publish(project: str, entity: str | None) -> list[str]:
         from wandb_workspaces import expr
     except ImportError as error:
         raise ImportError(f"--wandb needs wandb-workspaces ({error}); pip install -e '.[dashboard]'") from error
-    entity, saved = _saved_report(wandb, project, entity)
-    workspace = ws.Workspace(entity=entity, project=project, name=NAME)
-    for url in re.findall(r"http\S+\?nw=\S+", saved.description or "" if saved else ""):
-        with contextlib.suppress(ValueError):  # it has been deleted
-            workspace = ws.Workspace.from_url(url)
-    names = [name for name, metrics in SECTIONS.items() if metrics]
+    workspace = ws.Workspace(entity=_owner(wandb, project, entity), project=project, name=NAME)
     workspace.sections = [
         ws.Section(
             name=name,
@@ -73,34 +52,16 @@ def publish(project: str, entity: str | None) -> list[str]:
             layout_settings=ws.SectionLayoutSettings(columns=3, rows=math.ceil(len(panels_of(name)) / 3)),
             panel_settings=ws.SectionPanelSettings(x_axis=X_AXIS, smoothing_type="none"),
         )
-        for name in names
+        for name, metrics in SECTIONS.items()
+        if metrics
     ]
     workspace.settings = ws.WorkspaceSettings(x_axis=X_AXIS, smoothing_type="none")
     workspace.runset_settings = ws.RunsetSettings(groupby=[expr.Config("implementation")], group_colors=dict(_COLOURS.items()))
-    workspace.save()
-    report = wr.Report(
-        project=project,
-        entity=entity,
-        title=NAME,
-        description=f"The runs of this project, compared by the implementation of the optimizer. Workspace: {workspace.url}",
-        blocks=[
-            wr.P(
-                "adamw is plain AdamW with the whole optimizer state on each rank. torch is PyTorch's ZeroRedundancyOptimizer. "
-                "sharded is the implementation of this repository. Runs with the same implementation form one group. A line is "
-                "their mean, and the area around it goes from their minimum to their maximum. To compare the runs of one "
-                "model, filter the run sets, for example by n_layer and world_size."
-            ),
-            *(block for name in names for block in (wr.H2(name), wr.P(_TEXTS[name]), _grid(wr, name))),
-        ],
-        width="fluid",
-    )
-    report.id = saved.id if saved else ""
-    report.save()
-    return [f"workspace: {workspace.url}", f"report: {report.url}"]
+    return workspace.save().url
 
 
-def _saved_report(wandb: Any, project: str, entity: str | None) -> tuple[str, Any]:
-    """Return the entity, and the report that an earlier call has saved, or None."""
+def _owner(wandb: Any, project: str, entity: str | None) -> str:
+    """Return the user or team that owns the project."""
     try:
         if not wandb.login(prompt=False, verify=False):
             raise ValueError("there is no wandb login, or WANDB_MODE is offline; run `wandb login`, then this command again")
@@ -108,30 +69,17 @@ def _saved_report(wandb: Any, project: str, entity: str | None) -> tuple[str, An
         entity = entity or api.settings["entity"] or api.default_entity
         if entity is None:
             raise ValueError("the wandb login has no default entity; add --entity=USER_OR_TEAM")
-        try:
-            reports = list(api.reports(f"{entity}/{project}"))
-        except ValueError as error:
+        if project not in (found.name for found in api.projects(entity)):
             raise ValueError(
                 f"there is no project {entity}/{project} in wandb; check --project and --entity, or first train with "
                 f"--wandb_log=True --wandb_project={project}"
-            ) from error
+            )
     except ValueError:
         raise
     except Exception as error:  # wandb's errors have no class in common
         line = str(error).partition("\n")[0]
         raise ValueError(f"wandb: {line}; check the network and `wandb login`, then this command again") from error
-    return entity, next((report for report in reports if report.display_name == NAME), None)
-
-
-def _grid(wr: Any, name: str) -> Any:
-    """Return the panels of a section for the report, with the colours of their groups of runs."""
-    keys = {of: (wr.RunsetGroupKey(wr.Config("implementation"), of),) for of in _COLOURS}
-    return wr.PanelGrid(
-        # a run set without a project is that of the report; with one, it would ask the server for it
-        runsets=[wr.Runset(name=name, groupby=["config.implementation"])],
-        panels=_panels(wr, name),
-        custom_run_colors={wr.RunsetGroup(name, keys[of]): colour for of, colour in _COLOURS.items()},
-    )
+    return entity
 
 
 def _panels(wr: Any, name: str) -> list[Any]:

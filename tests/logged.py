@@ -48,7 +48,7 @@ def write_run(folder, events=(), **facts):
 
 def drawn(folders):
     """Title: chart as a dict, of all charts."""
-    charts = [panel.chart.to_dict(validate=False) for row in sections(dashboard.read(folders)).values() for panel in row]
+    charts = [chart.to_dict(validate=False) for row in sections(dashboard.read(folders)).values() for chart in row]
     return {chart["title"]["text"]: chart for chart in charts}
 
 

@@ -1,6 +1,5 @@
 """charts/workspace.py: what it saves on a server, which is simulated below the wandb packages."""
 
-import itertools
 import json
 import os
 import subprocess
@@ -30,36 +29,23 @@ workspace.publish("gpt", None)
 
 
 class Server:
-    """What the wandb server does with views: it stores them by ID. It stands in for the service that sends the requests."""
+    """What the wandb server does with views: it stores them. It stands in for the service that sends the requests."""
 
     app_url = "https://wandb.test/"
 
     def __init__(self):
-        self.views, self.new = {}, itertools.count()
+        self.views = []
 
     def execute_graphql(self, query, variables=None, **_):
-        if "upsertView" in query:
-            identity = variables.get("id") or f"id{next(self.new)}"
-            assert identity in self.views or not variables.get("id")
-            self.views[identity] = {**variables, "id": identity}
-            project = {"id": "", "name": variables["projectName"], "entityName": variables["entityName"]}
-            return {"upsertView": {"view": {**self.views[identity], "project": project}, "inserted": True}}
-        if variables.get("project", variables.get("projectName")) != "gpt":  # two names for it in the two requests
-            return {"project": None}
-        entity, kind = variables.get("entity", variables.get("entityName")), variables.get("viewType", "runs")
-        found = [view for view in self.views.values() if (view["entityName"], view["type"]) == (entity, kind)]
-        found = [view for view in found if view["name"] == (variables.get("viewName") or view["name"])]
-        return {"project": {"allViews": {"edges": [{"node": view, "cursor": ""} for view in found], "pageInfo": {}}}}
+        assert "upsertView" in query
+        self.views.append({**variables, "id": "id"})
+        return {"upsertView": {"view": self.views[-1], "inserted": True}}
 
     def specs(self):
-        """The workspace, its sections by name, and the panel grids of the report by their headings."""
-        of_workspace, of_report = (json.loads(view["spec"]) for view in self.views.values())
-        sections = of_workspace["section"]["panelBankConfig"]["sections"]
-        blocks = of_report["blocks"]
-        names = [block["children"][0]["text"] for block in blocks if block["type"] == "heading"]
-        grids = [block["metadata"] for block in blocks if block["type"] == "panel-grid"]
-        by_name = dict(zip(names, grids, strict=True))
-        return of_workspace["section"], {section["name"]: section for section in sections}, by_name
+        """The workspace, and its sections by name."""
+        (view,) = self.views
+        whole = json.loads(view["spec"])
+        return whole["section"], {section["name"]: section for section in whole["section"]["panelBankConfig"]["sections"]}
 
 
 @pytest.fixture
@@ -70,7 +56,7 @@ def server(monkeypatch):
         default_entity = "me"
 
         def __init__(self):
-            self.settings, self._service_api, self._reports = {"entity": None, "project": None}, server, {}
+            self.settings, self._service_api = {"entity": None, "project": None}, server
 
         def projects(self, entity):
             return [types.SimpleNamespace(name="gpt")]
@@ -90,11 +76,10 @@ def contents(panels):
     return found
 
 
-def test_workspace_and_report_have_the_charts_of_the_metrics(server):
+def test_the_workspace_has_the_charts_of_the_metrics(server):
     workspace.publish("gpt", None)
-    _, sections, grids = server.specs()
+    _, sections = server.specs()
     found = {name: contents(section["panels"]) for name, section in sections.items()}
-    assert found == {name: contents(grid["panelBankSectionConfig"]["panels"]) for name, grid in grids.items()}
     assert list(found) == [name for name in SECTIONS if name != "Others"]
     shown = {key for panels in found.values() for _, _, keys in panels for key in keys}
     assert shown - METRICS.keys() == set()
@@ -110,56 +95,29 @@ def test_workspace_and_report_have_the_charts_of_the_metrics(server):
     for section in sections.values():
         layout = section["flowConfig"]
         assert layout["columnsPerPage"] * layout["rowsPerPage"] >= len(section["panels"]), "all panels on the first page"
-    for grid in grids.values():
-        panels = grid["panelBankSectionConfig"]["panels"]
-        assert len({(panel["layout"]["x"], panel["layout"]["y"]) for panel in panels}) == len(panels)
 
 
 def test_lines_are_over_the_iterations_and_runs_grouped_and_coloured_by_implementation(server):
     workspace.publish("gpt", None)
-    whole, sections, grids = server.specs()
+    whole, sections = server.specs()
     for settings in (whole["settings"], *(section["localPanelSettings"] for section in sections.values())):
         assert (settings["xAxis"], settings["smoothingType"], settings["smoothingWeight"]) == ("iter", "none", 0)
     panels = [panel for section in sections.values() for panel in section["panels"]]
-    panels += [panel for grid in grids.values() for panel in grid["panelBankSectionConfig"]["panels"]]
     configs = [(panel["viewType"], panel["config"]) for panel in panels]
     lines = {(of["xAxis"], of["smoothingType"]) for kind, of in configs if kind == "Run History Line Plot"}
     assert lines == {("iter", "none")}
     assert {of["groupBy"] for kind, of in configs if kind == "Bar Chart"} == {"implementation.value"}
-    for (runset,), colours in [(of["runSets"], of["customRunColors"]) for of in (whole, *grids.values())]:
-        assert runset["grouping"] == [{"section": "config", "name": "implementation.value"}]
-        assert len(set(colours.values())) == 3
-        for name in ("adamw", "torch", "sharded"):
-            assert [key for key in colours if name in key and runset["id"] in key], "the key has the group and its run set"
+    (runset,), colours = whole["runSets"], whole["customRunColors"]
+    assert runset["grouping"] == [{"section": "config", "name": "implementation.value"}]
+    assert len(set(colours.values())) == 3
+    for name in ("adamw", "torch", "sharded"):
+        assert [key for key in colours if name in key and runset["id"] in key], "the key has the group and its run set"
 
 
-def test_both_are_updated_by_later_calls(server):
-    first, second = workspace.publish("gpt", None)
-    name = first.removeprefix("workspace: https://wandb.test/me/gpt?nw=")
-    assert server.views["id0"]["name"] == f"nw-{name}-v"
-    assert second == "report: https://wandb.test/me/gpt/reports/nanoGPT-with-ZeRO-1--id1"
-    changed = json.loads(server.views["id0"]["spec"])
-    changed["section"]["panelBankConfig"]["sections"] = []  # by hand
-    server.views["id0"]["spec"], server.views["id1"]["spec"] = json.dumps(changed), "{}"
-    assert workspace.publish("gpt", "me") == [first, second]
-    assert len(server.views) == 2
-    _, sections, grids = server.specs()
-    assert sections.keys() == grids.keys()
-    assert sections
-    del server.views["id0"]
-    again, second_again = workspace.publish("gpt", "me")
-    assert (again != first, second_again) == (True, second), "the workspace was deleted, so there is a new one"
-    assert workspace.publish("gpt", "me") == [again, second]
-    other = workspace.publish("gpt", "team")
-    assert all(line.partition("wandb.test/")[2].startswith("team/gpt") for line in other)
-
-
-def test_a_report_with_another_title_stays(server):
-    other = {"id": "other", "name": "x", "displayName": "My report", "type": "runs", "spec": "{}", "entityName": "me"}
-    server.views["other"] = dict(other)
-    workspace.publish("gpt", None)
-    assert server.views["other"] == other
-    assert len(server.views) == 3
+def test_the_project_of_an_entity(server):
+    for entity, owner in ((None, "me"), ("team", "team")):
+        name = workspace.publish("gpt", entity).removeprefix(f"https://wandb.test/{owner}/gpt?nw=")
+        assert [view["name"] for view in server.views if view["entityName"] == owner] == [f"nw-{name}-v"]
 
 
 def unreachable():

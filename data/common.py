@@ -7,15 +7,11 @@ import os
 import pickle
 import sys
 import urllib.request
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, BinaryIO, NoReturn
+from typing import BinaryIO, NoReturn
 
 import numpy as np
-
-if TYPE_CHECKING:
-    import tiktoken
-
 
 TINY_SHAKESPEARE_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 TINY_SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
@@ -55,35 +51,17 @@ def read_text(path: str) -> str:
 
 
 def download(url: str, path: str, sha256: str) -> None:
-    """Download `url` to `path` with a progress bar. The file is created only if its checksum is `sha256`."""
-    from tqdm import tqdm  # only here: see gpt2_encoding
-
-    digest = hashlib.sha256()
+    """Download a small file to `path`. The file is created only if its checksum is `sha256`."""
     try:
-        with urllib.request.urlopen(url, timeout=30) as response, atomic(path) as file:
-            total = int(response.headers.get("Content-Length", 0)) or None
-            with tqdm(total=total, unit="B", unit_scale=True, desc=os.path.basename(path)) as bar:
-                while chunk := response.read(1 << 16):
-                    file.write(chunk)
-                    digest.update(chunk)
-                    bar.update(len(chunk))
-            if digest.hexdigest() != sha256:
-                raise ValueError(f"its checksum is {digest.hexdigest()}, not {sha256}")
+        with urllib.request.urlopen(url, timeout=30) as response:
+            content = response.read()
+        if (found := hashlib.sha256(content).hexdigest()) != sha256:
+            raise ValueError(f"its checksum is {found}, not {sha256}")
+        with atomic(path) as file:
+            file.write(content)
     except (OSError, http.client.HTTPException, ValueError) as error:
         exit_with_error(
             f"cannot download {url} ({error}); download it in another way and save it as {path}, or use --input FILE"
-        )
-
-
-def gpt2_encoding() -> "tiktoken.Encoding":
-    """Return GPT-2's BPE encoding. tiktoken downloads its vocabulary the first time."""
-    import tiktoken  # only here: a dataset of characters needs only numpy
-
-    try:
-        return tiktoken.get_encoding("gpt2")
-    except OSError as error:  # tiktoken downloads with requests, whose errors are OSErrors
-        exit_with_error(
-            f"tiktoken cannot download GPT-2's vocabulary ({error}); set TIKTOKEN_CACHE_DIR to a folder that holds it"
         )
 
 
@@ -100,15 +78,11 @@ def atomic(path: str) -> Iterator[BinaryIO]:
             os.remove(temporary)
 
 
-def write_tokens(directory: str, split: str, chunks: Iterable[np.ndarray]) -> int:
-    """Write chunks of uint16 tokens to `split`.bin and return the number of tokens."""
-    count = 0
+def write_tokens(directory: str, split: str, tokens: Sequence[int] | np.ndarray) -> None:
+    """Write tokens to `split`.bin as uint16."""
     with atomic(os.path.join(directory, f"{split}.bin")) as file:
-        for chunk in chunks:
-            file.write(np.ascontiguousarray(chunk, dtype=np.uint16).tobytes())
-            count += len(chunk)
-    print(f"{split}: {count:,} tokens")
-    return count
+        file.write(np.asarray(tokens, dtype=np.uint16).tobytes())
+    print(f"{split}: {len(tokens):,} tokens")
 
 
 def write_characters(directory: str, text: str, vocabulary: list[str]) -> None:
@@ -121,5 +95,5 @@ def write_characters(directory: str, text: str, vocabulary: list[str]) -> None:
     split = int(len(tokens) * 0.9)
     with atomic(os.path.join(directory, "meta.pkl")) as file:
         pickle.dump({"vocab_size": len(vocabulary), "stoi": stoi, "itos": dict(enumerate(vocabulary))}, file)
-    write_tokens(directory, "val", [tokens[split:]])
-    write_tokens(directory, "train", [tokens[:split]])
+    write_tokens(directory, "val", tokens[split:])
+    write_tokens(directory, "train", tokens[:split])

@@ -4,7 +4,10 @@ import ast
 import os
 import pickle
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    import tiktoken
 
 
 class DataError(ValueError):
@@ -76,14 +79,23 @@ def load_codec(meta: dict[str, Any] | None, model_vocab_size: int) -> Codec:
     return codec
 
 
-def _gpt2_codec() -> Codec:
-    try:
-        import tiktoken
+def gpt2_encoding() -> "tiktoken.Encoding":
+    """Return GPT-2's BPE encoding. tiktoken downloads its vocabulary the first time.
 
-        encoding = tiktoken.get_encoding("gpt2")
+    Raises:
+        DataError: if the vocabulary or tiktoken is not available.
+    """
+    try:
+        import tiktoken  # only here: a dataset of characters needs only numpy
+
+        return tiktoken.get_encoding("gpt2")
     except (ImportError, OSError) as error:  # tiktoken downloads with requests, whose errors are OSErrors
         remedy = "pip install tiktoken, and set TIKTOKEN_CACHE_DIR to a folder that holds the vocabulary if there is no network"
         raise DataError(f"GPT-2's vocabulary is not available ({error}); {remedy}") from error
+
+
+def _gpt2_codec() -> Codec:
+    encoding = gpt2_encoding()
     return Codec(lambda text: encoding.encode(text, allowed_special={"<|endoftext|>"}), encoding.decode, encoding.n_vocab)
 
 

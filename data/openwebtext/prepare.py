@@ -26,8 +26,8 @@ import tiktoken
 from tqdm import tqdm
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", ".."))
-from data.common import atomic, exit_with_error, gpt2_encoding, input_argument
-from data.vocabulary import DataError
+from data.common import atomic, exit_with_error, input_argument
+from data.vocabulary import DataError, gpt2_encoding
 
 DIRECTORY = os.path.dirname(os.path.abspath(__file__))
 VOCAB_SIZE = None  # for plan.py: GPT-2's, without a meta.pkl
@@ -64,15 +64,10 @@ def hub_texts() -> Iterator[str]:
 
     hub = HfFileSystem()
     files = hub.find(f"datasets/{NAME}")  # sorted
-    try:
-        converted = hub.find(f"datasets/{NAME}@refs/convert/parquet")  # the hub converts 5 GB at most
-    except FileNotFoundError:
-        converted = []
-    for branch in files, converted:
-        paths = [path for path in branch if path.endswith(".parquet")]
-        if parquet_rows(hub, paths) == DOCUMENTS:  # not a part of them, and not two versions side by side
-            yield from parquet_texts(hub, paths)
-            return
+    tables = [path for path in files if path.endswith(".parquet")]
+    if parquet_rows(hub, tables) == DOCUMENTS:  # not a part of them, and not two versions side by side
+        yield from parquet_texts(hub, tables)
+        return
     for path in files:
         if path.endswith(".tar"):
             with hub.open(path) as file:

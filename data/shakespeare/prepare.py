@@ -8,17 +8,19 @@ This gives 301,966 tokens for training and 36,059 for validation. tiktoken downl
 import os
 import sys
 
-import numpy as np
-
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", ".."))
-from data.common import gpt2_encoding, input_argument, tiny_shakespeare, write_tokens
+from data.common import exit_with_error, input_argument, tiny_shakespeare, write_tokens
+from data.vocabulary import DataError, gpt2_encoding
 
 DIRECTORY = os.path.dirname(os.path.abspath(__file__))
 VOCAB_SIZE = None  # for plan.py: GPT-2's, without a meta.pkl
 
 if __name__ == "__main__":
     text = tiny_shakespeare(DIRECTORY, input_argument(__doc__.splitlines()[0]))
-    encoding = gpt2_encoding()
+    try:
+        encoding = gpt2_encoding()
+    except DataError as error:
+        exit_with_error(str(error))
     split = int(len(text) * 0.9)
     for name, part in (("val", text[split:]), ("train", text[:split])):
-        write_tokens(DIRECTORY, name, [np.array(encoding.encode_ordinary(part), dtype=np.uint16)])
+        write_tokens(DIRECTORY, name, encoding.encode_ordinary(part))

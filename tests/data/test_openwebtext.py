@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from conftest import ROOT
 
-from data import common
+from data import vocabulary
 
 huggingface_hub = pytest.importorskip("huggingface_hub")
 pyarrow = pytest.importorskip("pyarrow")
@@ -26,27 +26,27 @@ TEXTS = [f"document {number}" for number in range(6)]
 
 
 class Hub(BaseHTTPRequestHandler):
-    """Answers the requests of huggingface_hub: information on a branch, the tree of its files, and ranges of a file's bytes."""
+    """Answers the requests of huggingface_hub: information on the repository, its tree of files, and ranges of bytes."""
 
     def do_GET(self):
         path = unquote(urlsplit(self.path).path)
-        branches = self.server.branches  # branch: path: content; None stands for a file that may not be read
-        for branch, files in branches.items():
-            if path in (f"/api/datasets/{NAME}/revision/{branch}", f"/api/datasets/{NAME}"):
-                return self.answer(200, json.dumps({"id": NAME, "sha": "0" * 40, "siblings": []}).encode())
-            if path == f"/api/datasets/{NAME}/tree/{branch}":
-                entries = [
-                    {"type": "file", "path": name, "size": len(content or b"any"), "oid": "0" * 40}
-                    for name, content in files.items()
-                ]
-                return self.answer(200, json.dumps(entries).encode())
-            for name, content in files.items():
-                if path == f"/datasets/{NAME}/resolve/{branch}/{name}":
-                    if content is None:
-                        return self.answer(403, b"")
-                    first, last = self.headers["Range"].removeprefix("bytes=").split("-")
-                    return self.answer(206, content[int(first) : int(last) + 1])
-        self.answer(404, b"", "RevisionNotFound" if branches else "RepoNotFound")
+        files = self.server.files  # path: content; None stands for a file that may not be read
+        name = path.removeprefix(f"/datasets/{NAME}/resolve/main/")
+        if files and path in (f"/api/datasets/{NAME}/revision/main", f"/api/datasets/{NAME}"):
+            self.answer(200, json.dumps({"id": NAME, "sha": "0" * 40, "siblings": []}).encode())
+        elif files and path == f"/api/datasets/{NAME}/tree/main":
+            entries = [
+                {"type": "file", "path": name, "size": len(content or b"any"), "oid": "0" * 40}
+                for name, content in files.items()
+            ]
+            self.answer(200, json.dumps(entries).encode())
+        elif name not in files:
+            self.answer(404, b"", "RepoNotFound")
+        elif files[name] is None:
+            self.answer(403, b"")
+        else:
+            first, last = self.headers["Range"].removeprefix("bytes=").split("-")
+            self.answer(206, files[name][int(first) : int(last) + 1])
 
     def answer(self, status, body, error=None):
         self.send_response(status)
@@ -84,7 +84,7 @@ def prepare(hub, tmp_path, monkeypatch):
         huggingface_hub.HfFileSystem, endpoint=f"http://127.0.0.1:{hub.server_port}", token=False, skip_instance_cache=True
     ))  # fmt: skip
     monkeypatch.setenv("no_proxy", "127.0.0.1")
-    monkeypatch.setattr(common, "gpt2_encoding", Letters)
+    monkeypatch.setattr(vocabulary, "gpt2_encoding", Letters)
     monkeypatch.setattr(sys, "argv", ["prepare.py"])
     with open(os.path.join(ROOT, "data", "openwebtext", "prepare.py"), encoding="utf-8") as file:
         source = file.read()
@@ -98,8 +98,8 @@ def prepare(hub, tmp_path, monkeypatch):
     script = tmp_path / "data" / "openwebtext" / "prepare.py"
     script.write_text(source, encoding="utf-8")
 
-    def run(branches):
-        hub.branches = branches
+    def run(files):
+        hub.files = files
         monkeypatch.setattr(sys, "path", [*sys.path])
         runpy.run_path(str(script), run_name="__main__")
         tokens = {split: np.fromfile(script.with_name(f"{split}.bin"), dtype=np.uint16) for split in ("train", "val")}
@@ -142,23 +142,17 @@ HALF = {"plain_text/partial-train/0000.parquet": parquet(*TEXTS[:3])}
 
 
 @pytest.mark.parametrize(
-    "branches",
-    {
-        "parquet": {"main": {**PARQUET, **OTHERS}},
-        "converted": {"main": {**SCRIPT, **OTHERS}, "refs/convert/parquet": PARQUET},
-        "partial": {"main": {**SCRIPT, **ARCHIVES}, "refs/convert/parquet": HALF},
-        "too many": {"main": {**PARQUET, **ARCHIVES, **HALF}},
-        "archives": {"main": {**SCRIPT, **ARCHIVES}},
-    }.items(),
-    ids=lambda case: case[0],
+    "files",
+    [{**PARQUET, **OTHERS}, {**ARCHIVES, **HALF}, {**PARQUET, **ARCHIVES, **HALF}, {**SCRIPT, **ARCHIVES}],
+    ids=["parquet", "a part as parquet", "two versions as parquet", "archives"],
 )
-def test_where_the_documents_come_from(prepare, branches):
-    assert prepare(branches[1]) == {"train": [*TEXTS[1:3], *TEXTS[4:], ""], "val": [TEXTS[0], TEXTS[3], ""]}
+def test_where_the_documents_come_from(prepare, files):
+    assert prepare(files) == {"train": [*TEXTS[1:3], *TEXTS[4:], ""], "val": [TEXTS[0], TEXTS[3], ""]}
 
 
 def test_blank_lines_of_the_archives_are_removed(prepare):
     archives = {"subsets/urlsf_subset00.tar": subset(0, "\n\none\n\n\n\ntwo\n\nthree\n", *TEXTS[1:])}
-    assert prepare({"main": archives})["val"][0] == "one\n\ntwo\n\nthree"
+    assert prepare(archives)["val"][0] == "one\n\ntwo\n\nthree"
 
 
 def broken(*_, **__):
@@ -166,26 +160,25 @@ def broken(*_, **__):
 
 
 @pytest.mark.parametrize(
-    ("branches", "library", "message"),
+    ("files", "library", "message"),
     [
-        ({"main": {"subsets/0.tar": subset(0, *TEXTS[:5])}}, {}, "has only 5 of the 6 documents of Skylion007/openwebtext"),
-        ({"main": SCRIPT, "refs/convert/parquet": HALF}, {}, "has only 0 of the 6 documents"),
-        ({"main": {"subsets/0.tar": subset(0, *TEXTS[:3]), "subsets/1.tar": None}}, {}, "after 3 documents (HfHubHTTPError: "),
-        ({"main": {"subsets/0.tar": subset(0, *TEXTS)[:5000]}}, {}, "after 4 documents (ReadError: unexpected end of data)"),
-        ({"main": {"subsets/0.tar": tar({"0.xz": lzma.compress(b"no tar file")[:-9]})}}, {}, "after 0 documents (LZMAError: "),
-        ({"main": {"train.parquet": b"no parquet"}}, {}, "after 0 documents (ArrowInvalid: "),
+        ({"subsets/0.tar": subset(0, *TEXTS[:5])}, {}, "has only 5 of the 6 documents of Skylion007/openwebtext"),
+        ({**SCRIPT, **HALF}, {}, "has only 0 of the 6 documents"),
+        ({"subsets/0.tar": subset(0, *TEXTS[:3]), "subsets/1.tar": None}, {}, "after 3 documents (HfHubHTTPError: "),
+        ({"subsets/0.tar": subset(0, *TEXTS)[:5000]}, {}, "after 4 documents (ReadError: unexpected end of data)"),
+        ({"train.parquet": b"no parquet"}, {}, "after 0 documents (ArrowInvalid: "),
         ({}, {}, "Skylion007/openwebtext (repository not found)"),
         ({}, {"huggingface_hub": SimpleNamespace(HfFileSystem=broken)}, "(RuntimeError: of two lines)"),
         ({}, {"huggingface_hub": None}, "the download needs huggingface_hub; pip install -e '.[openwebtext]', or "),
-        ({"main": SCRIPT}, {"pyarrow": None}, "the download needs pyarrow; pip install -e '.[openwebtext]', or "),
+        (SCRIPT, {"pyarrow": None}, "the download needs pyarrow; pip install -e '.[openwebtext]', or "),
     ],
 )  # fmt: skip
-def test_errors_take_one_line_and_the_old_file_stands(prepare, branches, library, message, monkeypatch, capsys):
+def test_errors_take_one_line_and_the_old_file_stands(prepare, files, library, message, monkeypatch, capsys):
     (prepare.folder / "train.bin").write_bytes(b"old")
     for name, module in library.items():
         monkeypatch.setitem(sys.modules, name, module)
     with pytest.raises(SystemExit) as end:
-        prepare(branches)
+        prepare(files)
     assert end.value.code == 2
     *_, line = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ")

@@ -111,7 +111,9 @@ def curves(runs: Sequence[Run], title: str, key: str, is_log: bool = False, is_r
         is_rolling: draw rolling medians.
         note: to be written below the title.
     """
-    found = {position: run.curves[key] for position, run in enumerate(runs) if key in run.curves}
+    curves = {position: run.curves.get(key, ()) for position, run in enumerate(runs)}
+    drawn = {position: [point for point in points if point[1] > 0 or not is_log] for position, points in curves.items()}
+    found = {position: points for position, points in drawn.items() if points}
     if not found:
         return None
     alt = altair()
@@ -126,7 +128,7 @@ def curves(runs: Sequence[Run], title: str, key: str, is_log: bool = False, is_r
     chart = _chart(
         title,
         [f"rolling median of {WINDOW} points" if is_rolling else "", note],
-        [row for row in values if row["value"] > 0 or not is_log],
+        values,
         [line.encode(**by_run([look(position)[1] for position in range(len(runs))]))],
     )
     if is_rolling:

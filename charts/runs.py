@@ -113,13 +113,14 @@ def _bars(
     every = [sum(of.values()) if stacked else max(of.values(), default=0) for of in amounts]
     divisor, unit = shown_in(unit, max(every))
     groups: list[Group] = []
-    for run, of in zip(runs, amounts, strict=True):
+    ticks = list(map(mark, runs))
+    note += "; tick: prediction" if any(ticks) else ""
+    for run, of, tick in zip(runs, amounts, ticks, strict=True):
         parts = {name: amount / divisor for name, amount in of.items()}
         alone = [parts] if stacked and parts else [{name: amount} for name, amount in parts.items()]
         bars = [Bar(of_bar, number(sum(of_bar.values()))) for of_bar in alone]
-        if bars and (tick := mark(run)) is not None:
+        if bars and tick is not None:
             bars[-1] = bars[-1]._replace(tick=tick / divisor)
-            note = note.removesuffix("; tick: prediction") + "; tick: prediction"
         groups.append((run.name, bars))
     return stack(groups, _part_colours(names), unit).properties(title=series.title(title, [note]))
 

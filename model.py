@@ -273,12 +273,21 @@ class GPT(nn.Module):
         if targets is None:
             return self.lm_head(x[:, -1:]), None
         if self.loss_chunk:
-            if type(self.lm_head) is not nn.Linear or self.lm_head.bias is not None:  # only its weight is read
-                raise ValueError("loss_chunk needs an lm_head that is a torch.nn.Linear without bias; use loss_chunk=0")
+            self._check_head()
             head, needs_grad = self.lm_head.weight, torch.is_grad_enabled()
             return None, LossInChunks.apply(x.flatten(0, 1), head, targets.flatten(), self.loss_chunk, needs_grad)
         logits = self.lm_head(x)
         return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
+
+    def _check_head(self) -> None:
+        """Raise ValueError if the loss in chunks, which reads only the weight of the head, would differ from the head's."""
+        head = self.lm_head
+        hooks = head._forward_hooks or head._forward_pre_hooks or head._backward_hooks or head._backward_pre_hooks
+        is_plain = type(head) is nn.Linear and head.bias is None and not hooks and "forward" not in vars(head)
+        if self.loss_chunk < 0:
+            raise ValueError(f"loss_chunk={self.loss_chunk} must not be negative")
+        if not is_plain:
+            raise ValueError("loss_chunk needs an lm_head that is a torch.nn.Linear without bias and hooks; use loss_chunk=0")
 
     def compile_blocks(self) -> None:
         """Compile each block separately. This compiles faster than the whole model, and parameters keep their names."""

@@ -123,16 +123,24 @@ def test_a_model_in_float64_stays_so(autocast):
     assert largest_difference(found, expected) < 1e-6  # as float32
 
 
-@pytest.mark.parametrize("changed", ["bias", "class"])
+@pytest.mark.parametrize("changed", ["bias", "forward hook", "pre-hook", "backward hook", "class", "forward", "negative"])
 def test_what_it_would_leave_out_is_refused(changed):
     model = GPT(SIZES)
-    model.loss_chunk = 7
+    model.loss_chunk = -1 if changed == "negative" else 7
+    head = model.lm_head
     if changed == "bias":
-        model.lm_head.bias = torch.nn.Parameter(torch.ones(SIZES.vocab_size))
-    else:
-        model.lm_head = torch.nn.utils.parametrizations.weight_norm(model.lm_head)
+        head.bias = torch.nn.Parameter(torch.ones(SIZES.vocab_size))
+    if changed == "forward":
+        head.forward = torch.relu
+    if changed == "class":
+        model.lm_head = torch.nn.utils.parametrizations.weight_norm(head)
+    hooks = {"forward hook": head.register_forward_hook, "pre-hook": head.register_forward_pre_hook}
+    hooks["backward hook"] = head.register_full_backward_hook
+    if changed in hooks:
+        hooks[changed](lambda *_: None)
     tokens = torch.zeros((1, 8), dtype=torch.int64)
-    with pytest.raises(ValueError, match="loss_chunk needs an lm_head"):
+    message = "loss_chunk=-1 must not be negative" if changed == "negative" else "loss_chunk needs an lm_head that is"
+    with pytest.raises(ValueError, match=message):
         model(tokens, tokens)
 
 

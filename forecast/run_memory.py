@@ -18,7 +18,6 @@ import torch
 from distributed.machine import multiplies_in_float32
 from forecast.prediction import Activations, DataParallelPrediction, Prediction, ShardedPrediction, Workload
 from model import GPT, GPTConfig, without_weights
-from zero import Muon
 from zero.build import optimizer_of
 from zero.held_bytes import with_own_state
 from zero.layout import ParameterSpec, Plan, parameter_specs, replicated_plan
@@ -94,9 +93,6 @@ def gpt_specs(config: GPTConfig, muon: dict[str, Any] | None = None) -> Sequence
     names, groups = {param: name for name, param in model.named_parameters()}, model.param_groups(0.0, muon)
     specs = parameter_specs(groups, model.parameters(), names)
     optimizer_cls, arguments = planned_optimizer(muon)
-    is_known = optimizer_cls in (torch.optim.AdamW, Muon) and not arguments.get("amsgrad")
-    if is_known:  # so that plan.py need not import what the first optimizer imports
-        return specs
     return with_own_state(specs, optimizer_cls(groups, **arguments))
 
 

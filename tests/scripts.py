@@ -51,9 +51,9 @@ def run(script, *arguments, ranks=0, cwd=ROOT, limit=NO_LIMIT, before=None, time
         return forked.finish(timeout)
 
 
-def run_for_real(script, *arguments, ranks=0, cwd=ROOT, prefix=(), timeout=240):
-    """Run a script to its end as a user does, by `python` or, with `ranks`, by `torchrun`; `prefix` stands before that."""
-    line = [*prefix, *command(script, *arguments, ranks=ranks)]
+def run_for_real(script, *arguments, ranks=0, cwd=ROOT, timeout=240):
+    """Run a script to its end as a user does, by `python` or, with `ranks`, by `torchrun`."""
+    line = command(script, *arguments, ranks=ranks)
     process = subprocess.run(line, cwd=cwd, env=environment(), capture_output=True, text=True, timeout=timeout)
     codes = [int(code) for code in re.findall(r"exitcode +: (-?\d+)", process.stderr)] if ranks else [process.returncode]
     return Finished(process.returncode, codes or [0] * ranks, process.stdout, process.stderr)

@@ -240,13 +240,6 @@ def test_groups_of_ranks_share_the_state(data, tmp_path):
     assert printed.count("needs --zero_shard_size") == 1, "4 divides 8"
 
 
-def test_both_networks_have_a_bandwidth():
-    sizes = {"zero_shard_size": 2, "ranks_per_machine": 2, "bandwidth_gbit": 100.0}
-    one, two = (row(4, **sizes, between_gbit=gbit) for gbit in (200.0, 1.0))
-    assert one["sent_ms"] == pytest.approx(8 * one["sent"] / 100 / 1e6)
-    assert two["sent_ms"] == pytest.approx(8 * ((one["sent"] - one["between"]) / 100 + 2 * one["between"]) / 1e6)
-
-
 @pytest.mark.parametrize(
     ("name", "size"), [("shakespeare_char", 65), ("stdlib_char", 96), ("shakespeare", 50304), ("openwebtext", 50304)]
 )

@@ -40,8 +40,8 @@ def arguments(text):
 def test_the_recommended_settings_fit(world_size):
     """From much memory to little, what is recommended costs more and more, and its prediction is that of the settings."""
     previous, found = (False, ()), set()
-    for power in range(100):
-        limited = {"gpu_memory_gb": 0.1 * 0.9**power, "checkpoint_format": "sharded"}
+    for power in range(200):
+        limited = {"gpu_memory_gb": 0.1 * 0.95**power, "checkpoint_format": "sharded"}
         if (result := advice.cheapest(planner(**limited), world_size)) is None:
             break
         settings = {key: value for text in result.prices for key, value in arguments(text).items()}

@@ -23,7 +23,7 @@ from zero.held_bytes import with_own_state
 from zero.layout import ParameterSpec, Plan, parameter_specs, replicated_plan
 
 # Resident peak of a rank on a CPU, without Python and its libraries (0.4 GB), relative to the predicted peak: malloc keeps the
-# pages of freed tensors. Measured: 1.03 to 1.30 for 10.7M and 124M parameters on two ranks, see docs/accounting.md.
+# pages of freed tensors. Measured: 1.03 to 1.30 for 10.8M and 85M parameters on two ranks, see docs/accounting.md.
 CPU_RESIDENT = 1.3
 _CACHE = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "nanogpt-zero1", "activations.json")
 

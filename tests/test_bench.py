@@ -32,7 +32,7 @@ def results(folder, measure):
     "ranks", [2, pytest.param(4, marks=pytest.mark.slow("four ranks on two cores; the default has two", seconds=36))]
 )
 def test_every_mode_and_its_bytes(ranks, tmp_path):
-    flags = "--what=time", f"--modes={','.join(TIMED)}", "--rounds=2", f"--steps_per_turn={4 // ranks}", "--name=bytes", *SIZES
+    flags = "--what=time", f"--modes={','.join(TIMED)}", "--rounds=2", "--steps_per_turn=1", "--name=bytes", *SIZES
     process = run_for_real("bench.py", *flags, ranks=ranks, cwd=tmp_path)
     assert process.returncode == 0, process.stderr
     rows = results(tmp_path / "results" / "bytes", "time")
@@ -111,7 +111,7 @@ def check_memory(rows, modes, points):
 def everything(tmp_path_factory):
     """The folder of results of a run of all measures."""
     folder = tmp_path_factory.mktemp("everything")
-    flags = "--name=all", "--rounds=1", "--steps_per_turn=1", "--training_steps=20", "--grad_clip=0", "--zero_bucket_mb=0.5"
+    flags = "--name=all", "--rounds=1", "--steps_per_turn=1", "--training_steps=8", "--grad_clip=0", "--zero_bucket_mb=0.5"
     process = run("bench.py", *flags, *SIZES, ranks=2, cwd=folder, timeout=900)
     assert process.returncode == 0, process.stderr
     return folder / "results" / "all"
@@ -160,8 +160,8 @@ def test_the_same_training_in_every_mode(everything):
         assert rows[mode]["losses"] == rows["adamw"]["losses"]
         assert rows[mode]["largest difference"] == 0
     losses = rows["adamw"]["losses"]
-    assert len(losses) == 20
-    assert sum(losses[:5]) > sum(losses[-5:])
+    assert len(losses) == 8
+    assert losses[0] > losses[-1]
     assert 0 < rows["bfloat16"]["largest difference"] < 0.1
     peaks = [rows[mode]["peak"] for mode in ("adamw", "torch", "sharded", "bfloat16")]
     assert peaks == sorted(peaks, reverse=True)

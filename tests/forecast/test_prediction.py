@@ -113,7 +113,6 @@ def check(name, result, with_peak=False):
     ("world_size", "micro_steps"),
     [
         (2, 3),
-        pytest.param(2, 2, marks=pytest.mark.slow("test_bench.py has two micro-steps as well", seconds=15)),
         pytest.param(3, 2, marks=pytest.mark.slow("between two and four ranks", seconds=20)),
         pytest.param(4, 2, marks=pytest.mark.slow("four ranks on two cores", seconds=20)),
     ],

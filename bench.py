@@ -1,6 +1,6 @@
-"""Compare the optimizers: memory at each point of a step, time, bytes sent, checkpoints. Measure what the metrics cost.
+"""Compare the optimizers: memory at each point of a step, time, bytes sent, losses, checkpoints.
 
-Every command but the last says first how long it will take.
+Every command says first how long it will take.
 
 Everything about GPT-2 124M on two CPU ranks with one thread each:
     $ torchrun --standalone --nproc_per_node=2 bench.py --what=all --model=gpt2 --batch_size=1 --block_size=64
@@ -15,14 +15,6 @@ Memory of GPT-2 XL on two ranks. The ranks share a GPU, or each rank has its own
 Memory of rank 0 of 8, 64 and 1024 ranks, measured in one process without the others:
     $ python bench.py --what=memory --model=gpt2 --batch_size=1 --block_size=64 --simulate_world_size=8,64,1024
 
-Memory below PyTorch, as malloc gives it out on a CPU (Linux with glibc):
-    $ cc -O2 -shared -fPIC -o malloc_counter.so benchmarks/malloc_counter.c
-    $ LD_PRELOAD=$PWD/malloc_counter.so torchrun --standalone --nproc_per_node=2 bench.py --what=memory --model=gpt2 \\
-        --batch_size=1 --block_size=64 --dtype=bfloat16
-
-Memory of the model of PyTorch's tutorial on ZeroRedundancyOptimizer:
-    $ torchrun --standalone --nproc_per_node=2 bench.py --model=cookbook
-
 The tables are printed. The folder out-bench/<model, ranks, device>/, or with --name results/<name>/, receives them as
 text, CSV and results.json, and as pictures if altair and vl-convert-python are installed.
 
@@ -33,8 +25,7 @@ same round, and the ratio is the median over all rounds. If its quartiles are fa
 Points of a step: after init: the model exists. wrapping: the most while data parallelism is set up; after wrapping:
 then. accumulating: between micro-steps. before step, after step: around the update. saving: a checkpoint is gathered.
 peak: the most within a step.
-Parts: copy is what rank 0 gathers to save it; rest is everything else, mostly temporary tensors of backward;
-resident peak is what the system has given to the process.
+Parts: copy is what rank 0 gathers to save it; rest is everything else, mostly temporary tensors of backward.
 
 Modes:
 """
@@ -51,9 +42,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 import torch.distributed as dist
 
-from benchmarks import memory_profile, save_time, speed, telemetry, training
+from benchmarks import memory_profile, save_time, speed, training
 from benchmarks.contenders import Setup
-from benchmarks.cookbook import cookbook_rows
 from benchmarks.results import Results, draw
 from configurator import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Seed, configure, integers
 from data.dataset import WITHOUT_DOWNLOAD, Dataset, prepare_if_missing
@@ -70,16 +60,16 @@ from zero.layout import resolve_shard_size
 __doc__ += explained(MODES)
 
 # -----------------------------------------------------------------------------
-what: Literal["memory", "time", "training", "checkpoint", "telemetry", "all"] = "all"  # telemetry: what the metrics cost
+what: Literal["memory", "time", "training", "checkpoint", "all"] = "all"
 modes = ""  # separated by commas; empty: a choice for each measure; the others are compared to the first one
-model = ""  # 'gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl', or 'cookbook'; empty: the sizes below
+model = ""  # 'gpt2', 'gpt2-medium', 'gpt2-large' or 'gpt2-xl'; empty: the sizes below
 name = "auto"  # results/<name>/ receives the results; auto: out-bench/<model, ranks, device>/; empty: write nothing
 simulate_world_size = ""  # numbers of ranks, for example 8,64,1024: measure the memory of rank 0 in one process
 rounds: PositiveInt = 5  # turns of each mode; one more turn comes first and is not counted
 steps_per_turn: PositiveInt = 3  # one micro-step and one update each
 training_steps: PositiveInt = 50  # of each mode, on the source of Python's standard library, to compare the losses
 batch_size: PositiveInt = 1  # sequences per rank and micro-step
-block_size = "1024"  # tokens per sequence; the time also takes several, as 128,256,512, and other measures the first of them
+block_size = "1024"  # tokens per sequence; --what=time also takes several, as 128,256,512
 n_layer = 12
 n_head = 12
 n_embd = 768
@@ -100,8 +90,6 @@ DEFAULT_MODES = {
     "time": ["adamw", "torch", "sharded"],
     "training": [mode for mode in MODES if MODES[mode].planned],
     "checkpoint": ["sharded", "torch"],
-    "telemetry": ["adamw", "sharded"],
-    "cookbook": [],  # it has its own
 }
 
 
@@ -110,28 +98,25 @@ def modes_of(measure):
     names = modes.split(",") if modes else DEFAULT_MODES[measure]
     if unknown := [name for name in names if name not in MODES]:
         raise ValueError(f"modes={modes}: {', '.join(unknown)} is not one of {', '.join(MODES)}")
-    if measure not in ("checkpoint", "telemetry"):
+    if measure != "checkpoint":
         return names
     if not (built := [name for name in names if MODES[name].is_built]):
-        raise ValueError(f"modes={modes}: what={measure} needs a mode that train.py has, such as sharded")
+        raise ValueError(f"modes={modes}: what=checkpoint needs a mode that train.py has, such as sharded")
     return built
 
 
 launch = launched()
 with exit_on_wrong_input():
-    every = [measure for measure in DEFAULT_MODES if measure != "cookbook"]
-    measures = ["cookbook"] if model == "cookbook" else every if what == "all" else [what]
+    measures = [*DEFAULT_MODES] if what == "all" else [what]
     worlds = integers("simulate_world_size", simulate_world_size) if simulate_world_size else []
-    if worlds and (launch.distributed or measures != ["memory"]):
+    if worlds and (launch.distributed or what != "memory"):
         raise ValueError("simulate_world_size measures memory in one process; start it with python bench.py --what=memory")
-    if "checkpoint" in measures and not memory_profile.can_reset_resident_peak():
+    if "checkpoint" in measures and platform.system() != "Linux":
         raise ValueError("what=checkpoint reads memory figures that only Linux has; run it on Linux")
-    if model and model not in (*GPT2_SIZES, "cookbook"):
-        raise ValueError(f"model={model} is not one of {', '.join(GPT2_SIZES)}, cookbook")
-    if model == "cookbook" and modes:
-        raise ValueError("modes cannot be chosen with model=cookbook; remove --modes")
-    if "," in block_size and "time" not in measures:
-        raise ValueError(f"block_size={block_size}: only the time (what=time, what=all) takes several values; give one")
+    if model and model not in GPT2_SIZES:
+        raise ValueError(f"model={model} is not one of {', '.join(GPT2_SIZES)}")
+    if "," in block_size and what != "time":
+        raise ValueError(f"block_size={block_size}: only what=time takes several values; give one")
     block_sizes = integers("block_size", block_size)
     gpt = GPTConfig.of(config | GPT2_SIZES.get(model, {}), block_size=block_sizes[0])
     names = {measure: modes_of(measure) for measure in measures}
@@ -140,32 +125,27 @@ with exit_on_wrong_input():
     shard_size = zero_shard_size or launch.local_world_size
     for world in worlds or [launch.world_size]:
         resolve_shard_size(shard_size, world)
-    device, dtype = machine.resolve(device, dtype)
-    device = torch.device(device) if worlds else start(launch, device)
-    setup = Setup(gpt, batch_size, device, dtype, zero_bucket_mb, grad_clip, activation_checkpointing, seed, shard_size)
-    where, title = machine.device_name(device), model or f"{n_layer}x{n_embd}"
+    chosen, precision = machine.resolve(device, dtype)
+    used = torch.device(chosen) if worlds else start(launch, chosen)
+    setup = Setup(gpt, batch_size, used, precision, zero_bucket_mb, grad_clip, activation_checkpointing, seed, shard_size)
+    where, title = machine.device_name(used), model or f"{n_layer}x{n_embd}"
     ranks = f"simulated ranks {simulate_world_size}" if worlds else f"{launch.world_size} ranks, {dist.get_backend()}"
     parent = "out-bench" if name == "auto" else "results"
     if name == "auto":
         count = "simulated" if worlds else f"{launch.world_size}-ranks"
-        lengths = "" if model == "cookbook" else f"{batch_size}x{block_size.replace(',', '-')}"
-        name = "-".join(filter(None, [title, lengths, count, *(where if device.type == "cuda" else "cpu").lower().split()]))
+        lengths = f"{batch_size}x{block_size.replace(',', '-')}"
+        name = "-".join([title, lengths, count, *(where if used.type == "cuda" else "cpu").lower().split()])
     folder = os.path.join(parent, name) if name else ""
-    facts = [title, ranks, dtype]
-    if model != "cookbook":
-        facts[1:1] = [f"{sum(spec.numel for spec in gpt_specs(gpt)) / 1e6:.1f}M parameters"]
-        facts += [f"{batch_size} x {block_size} tokens per rank and micro-step"]
-        facts += [f"buckets of {zero_bucket_mb} MB"] * (zero_bucket_mb != "auto")
-        facts += ["activation checkpointing"] * activation_checkpointing
+    facts = [title, f"{sum(spec.numel for spec in gpt_specs(gpt)) / 1e6:.1f}M parameters", ranks, precision]
+    facts += [f"{batch_size} x {block_size} tokens per rank and micro-step"]
+    facts += [f"buckets of {zero_bucket_mb} MB"] * (zero_bucket_mb != "auto")
+    facts += ["activation checkpointing"] * activation_checkpointing
     description = {
         "command": " ".join(["bench.py", *sys.argv[1:]]),
         "date": datetime.date.today().isoformat(),
         "machine": f"{where}, {os.cpu_count()} cores, {platform.system()}, torch {torch.__version__}",
         "setup": ", ".join(facts),
     }
-    if block_sizes[1:] and len(measures) > 1:
-        others = ", ".join(measure for measure in measures if measure != "time")
-        description["note"] = f"block_size={block_size} is for the time; {others} take {block_sizes[0]}"
     results = on_rank_0(lambda: Results(folder, description))
     if "training" in measures:
         on_rank_0(lambda: prepare_if_missing(WITHOUT_DOWNLOAD))
@@ -185,8 +165,7 @@ def memory_rows(names):
     return [row for world in worlds for row in memory_profile.simulated_rows(setup, names, world)]
 
 
-allocated = "given out by malloc" if memory_profile.MallocBytes.is_preloaded() else "of live tensors"
-allocated = "allocated on the GPU" if device.type == "cuda" else allocated
+allocated = "allocated on the GPU" if used.type == "cuda" else "of live tensors"
 MEASURES = {
     "memory": Measure(
         f"Memory: MB {allocated}, on {'rank 0' if worlds else 'the fullest rank'}",
@@ -209,18 +188,6 @@ MEASURES = {
     "checkpoint": Measure(
         "Checkpoints", "checkpoints.csv", save_time.COST, lambda names: save_time.checkpoint_rows(setup, names, rounds)
     ),
-    "telemetry": Measure(
-        "Metrics: the ratio is that to a step without them",
-        "telemetry.csv",
-        telemetry.cost(rounds),
-        lambda names: telemetry.telemetry_rows(setup, names, rounds),
-    ),
-    "cookbook": Measure(
-        "Memory as in PyTorch's tutorial: peaks of the fullest rank",
-        "memory_profile.txt",
-        (0, 0),
-        lambda _: cookbook_rows(setup),
-    ),
 }
 
 
@@ -235,15 +202,15 @@ def announce_duration():
     print0(f"this will take about {minutes} min{more}: a step of {mode} takes {step_s:.2f} s here")
 
 
-print0(results.title if is_rank_0() else "")
+if is_rank_0():
+    print(results.title)
 try:
-    if model != "cookbook":
-        announce_duration()
+    announce_duration()
     for measure in measures:
         title, file, _, rows_of = MEASURES[measure]
         rows = rows_of(names[measure])
-        details = f"{memory_profile.MICRO_STEPS} micro-steps per rank" if measure in ("memory", "training") else ""
         if is_rank_0():
+            details = f"{memory_profile.MICRO_STEPS} micro-steps per rank" if measure in ("memory", "training") else ""
             results.add(measure, title, rows, file, details)
 except RuntimeError as error:
     if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):

@@ -10,9 +10,8 @@ What fits: the largest batch, the fewest GPUs, the largest model. And what a run
     $ python plan.py config/train_gpt2_xl.py --world_size=8 --find=batch        # or gpus, or model
     $ python plan.py config/train_gpt2.py --world_size=8 --gpu=H100 --gpu_hour_price=2.50
 
-The table as a file and as a picture, and the owners of one parameter:
+The table as a file and as a picture:
     $ python plan.py config/train_gpt2_xl.py --json=plan.json --plot=plan.png
-    $ python plan.py config/train_gpt2_xl.py --world_size=8 --explain=transformer.wte.weight
 
 Every setting of train.py is a setting of plan.py, with the same default.
 
@@ -21,10 +20,29 @@ with it. Evaluations and checkpoints are not counted. A machine has --ranks_per_
 
 The row that the settings choose is marked with *. `checkpointing` is sharded with activation_checkpointing=True, and
 `all` has everything together. If the settings have checkpointing or loss_chunk, all rows have it. For comparison only:
-`fsdp2_reshard`, and `_in_place`, a loop whose zero_grad(set_to_none=False) leaves gradients in DDP's buckets. Modes:
+`_in_place`, a loop whose zero_grad(set_to_none=False) leaves gradients in DDP's buckets, where they take no memory in
+addition from the third iteration on, and `fsdp2_reshard`, whose peak is an estimate, up to a tenth too high.
+
+Columns, of the rank with the most optimizer state:
+  gradients    between micro-steps if there are several, otherwise before the update
+  uneven       its optimizer state, divided by the mean over all ranks; 1.00 is perfectly even
+  masters      its part of the float32 copy of bfloat16 weights, or its remainders
+  buckets      the most that communication holds in addition to gradients
+  activations  what forward keeps for backward
+  temporary    what the peak needs in addition: gradients of the logits and of the tied embedding, autocast's copies of
+               the weights, or on a CPU the original weights while the model is wrapped
+  shadow       the copy of the model that shadow_check trains in the first iterations
+  peak         the most while training, without torch.compile, which usually takes less
+  at save      the peak while a checkpoint is saved, with async_save while training goes on
+  fits         whether the peaks fit; on a CPU with 30 % more, for pages that the system's allocator keeps
+  max batch    the largest batch_size that fits, up to 4096
+  sent         what a rank sends per iteration; sent in: how long that takes alone
+  between      of this, what leaves a machine, as the mean over its ranks; every collective counts as a ring
+  exposed      how much of the time the computation cannot hide, estimated
+
+Modes:
 """
 
-import difflib
 import math
 import os
 from collections.abc import Callable
@@ -50,7 +68,7 @@ from distributed.exits import exit_on_wrong_input
 from distributed.ranks import check_backend
 from forecast.advice import Advice, batch_of_the_run, cheapest, fewest_ranks, largest_model, prices, ways
 from forecast.modes import MODES, explained
-from forecast.planner import BATCHES, PARTS, Planner
+from forecast.planner import PARTS, Planner
 from forecast.run_memory import CPU_RESIDENT
 from model import GPT2_SIZES, GPTConfig, check_block_size
 from run.shadow import check_device
@@ -59,19 +77,17 @@ from run.shadow import check_device
 world_size = "1,2,4,8,64,1024"  # numbers of ranks, separated by commas
 vocab_size: NonNegativeInt = 0  # number of tokens, if the dataset is not prepared and not one of data/; 0: that of the dataset
 # memory that PyTorch may use on each GPU, in 10^9 bytes; CUDA itself takes about 1 GB in addition. With --device=cpu, memory
-# of each rank; Python and its libraries take about 0.4 GB in addition
-gpu_memory_gb: PositiveFloat = 80.0
+# of each rank; Python and its libraries take about 0.4 GB in addition. 0: 80, as an A100 and an H100 have
+gpu_memory_gb: NonNegativeFloat = 0.0
 find: Literal["nothing", "batch", "gpus", "model"] = "nothing"  # print the largest batch_size, fewest GPUs or largest model
 ranks_per_machine: PositiveInt = 8
 bandwidth_gbit: PositiveFloat = 2400.0  # what a rank can send per second to the ranks of its machine; this is NVLink of an A100
 between_gbit: PositiveFloat = 1600.0  # what a machine can send per second to other machines; this is a network card per A100
-gpu = "A100"  # for its peak FLOP/s only: gpu_memory_gb and the bandwidths do not follow from it
+gpu = "A100"  # for its peak FLOP/s; the bandwidths do not follow from it
 mfu: PositiveFloat = 30.0  # FLOP/s of the computation, in per cent of the peak; nanoGPT's 4 days on eight A100 are 29
 gpu_hour_price: NonNegativeFloat = 0.0  # of one GPU, in any currency; 0: the run's cost is not printed
-explain = ""  # name of a parameter: print which rank owns which part of it, instead of the table
 json = ""  # path of a JSON file that also receives the table, in bytes
 plot = ""  # path of a picture: .png, .svg or .html (interactive)
-legend = False  # explain the columns of the table
 
 COLUMNS = {  # heading of each column, its unit, and its text in a row
     "ranks": ("", "{world_size}"),
@@ -96,32 +112,6 @@ COLUMNS = {  # heading of each column, its unit, and its text in a row
 }
 SCALED = (*PARTS, "temporary", "peak", "saving", "sent", "between")
 OPTIONAL = {"shadow": "shadow", "between": "between", "exposed": "exposed_ms"}  # columns that are left out if all rows have 0
-LEGEND = """
-*            the mode that the settings choose
-gradients    between micro-steps if there are several, otherwise before the update
-uneven       optimizer state of this rank, divided by the mean over all ranks; 1.00 is perfectly even
-masters      this rank's part of the float32 copy of bfloat16 weights, or its remainders
-buckets      the most that communication holds in addition to gradients
-activations  what forward keeps for backward
-temporary    what the peak needs in addition to these parts: gradients of the logits and of the tied embedding, autocast's
-             copies of the weights, or on a CPU the original weights while the model is wrapped{shadow}
-peak         the most while training, without torch.compile, which usually takes less
-at save      the peak while a checkpoint is {saving}
-fits         whether the peaks are at most {gpu_memory_gb:g} GB{resident}
-max batch    the largest batch_size that fits, up to {largest_batch}
-sent         what a rank sends per iteration, and how long that takes alone: at {bandwidth_gbit:g} Gbit/s inside a machine, at
-             {between_gbit:g} Gbit/s between machines{between}{exposed}
-_in_place    gradients stay in DistributedDataParallel's buckets by zero_grad(set_to_none=False), which train.py does not do:
-             from the third iteration on, they take no memory in addition
-fsdp2_reshard  PyTorch's fully_shard of each block with its defaults: in every micro-step it gathers weights in forward, those
-             of the blocks again in backward, and reduces gradients. Its peak is an estimate, up to a tenth too high"""
-_SHADOW = "\nshadow       what shadow_check holds in the first iterations ({shadow_check}): plain, on a copy of the model"
-_RESIDENT = f", with {CPU_RESIDENT - 1:.0%} more for pages that the system's allocator keeps"
-_BETWEEN = """
-between      of this: what leaves a machine of {ranks_per_machine} ranks, as the mean over its ranks; every collective
-             counts as a ring"""
-_EXPOSED = """
-exposed      how much of it the computation at {mfu:g} % of the peak of {gpu} cannot hide, estimated"""
 
 
 def model_config(settings: dict[str, Any]) -> GPTConfig:
@@ -177,28 +167,6 @@ def description(planner: Planner) -> str:
         f"{settings['batch_size']} x {planner.config.block_size} tokens per micro-step, "
         f"{settings['gradient_accumulation_steps']} micro-steps per iteration, all ranks together"
     )
-
-
-def print_owners(name: str, planner: Planner, world_size: int) -> None:
-    """Print which rank owns which elements of a parameter."""
-    names = [spec.name for spec in planner.specs]
-    if name == "lm_head.weight":
-        raise ValueError("explain=lm_head.weight: it is the same tensor as transformer.wte.weight")
-    if name not in names:
-        near = difflib.get_close_matches(name, names, n=1) or names[:1]
-        raise ValueError(f"explain={name}: the model has no such parameter; it has for example {near[0]}")
-    number = names.index(name)
-    spec = planner.specs[number]
-    for mode in ("sharded", "torch") if world_size > 1 else ("adamw",):
-        plan = planner.plan(planner.complete(MODES[mode].flags, world_size), world_size)
-        groups = f" in {world_size // plan.world_size} groups" if 1 < plan.world_size < world_size else ""
-        print(f"{mode}, ranks: {world_size}{groups}; {name} {tuple(spec.shape)}, {spec.numel:,} elements when flattened")
-        for rank in range(plan.world_size):
-            owned = [slice_ for slice_ in plan.slices(rank) if slice_.param == number]
-            if owned:
-                share = sum(slice_.numel for slice_ in owned) / max(1, spec.numel)
-                ranges = ", ".join(f"{slice_.start:,} to {slice_.stop:,}" for slice_ in owned)
-                print(f"  rank {rank} owns {share:.1%}: {ranges}")
 
 
 def verdict(rows: list[dict[str, Any]], planner: Planner, amount: Callable[[int], str]) -> str:
@@ -310,17 +278,7 @@ def print_plan(planner: Planner, sizes: list[int]) -> list[dict[str, Any]]:
         print(verdict(of_size, planner, lambda count: f"{number(count / divisor)} {unit}"))
     print(host_memory(planner, rows))
     print_table(rows, divisor, unit)
-    saving = "written in the background, while training goes on" if settings["async_save"] else "saved"
-    details = {
-        "shadow": _SHADOW.format(**settings) if settings["shadow_check"] else "",
-        "resident": _RESIDENT if planner.device_type == "cpu" else "",
-        "between": _BETWEEN.format(**settings) if any(row["between"] for row in rows) else "",
-        "exposed": _EXPOSED.format(**settings) if planner.flops else "",
-    }
-    if settings["legend"]:
-        print(LEGEND.format(**settings, **details, largest_batch=BATCHES[-1], saving=saving))
-    else:
-        print("\n*: the settings; --legend=True explains the columns")
+    print("\n*: the settings; --help explains the columns")
     if 1 in sizes:
         print("note: 1 rank is a process without torchrun; DistributedDataParallel would take the gradients once more")
     for size in sizes:
@@ -385,9 +343,8 @@ def print_found(planner: Planner, sizes: list[int]) -> None:
 
 def check_outputs(settings: dict[str, Any]) -> None:
     """Raise ValueError or OSError now if the files of --json and --plot cannot be written later."""
-    for key in ("explain", "find"):
-        if settings[key] not in ("", "nothing") and (settings["json"] or settings["plot"]):
-            raise ValueError(f"{key} prints no table; remove --json and --plot, or run plan.py once more without --{key}")
+    if settings["find"] != "nothing" and (settings["json"] or settings["plot"]):
+        raise ValueError("find prints no table; remove --json and --plot, or run plan.py once more without --find")
     if settings["plot"]:
         check_path(settings["plot"])
     for key in ("json", "plot"):
@@ -407,10 +364,6 @@ def main() -> None:
             check_backend(settings["backend"], "cuda" if settings["device"] == "auto" else settings["device"])
         planner = Planner(settings, model_config(settings))
         check_device(settings["shadow_check"], planner.device_type)
-        if settings["explain"]:
-            for size in sizes:
-                print_owners(settings["explain"], planner, size)
-            return
         if settings["find"] != "nothing":
             print_found(planner, sizes)
             return

@@ -2,11 +2,10 @@
 
 import ctypes
 import gc
-import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Self
+from typing import Any
 from unittest import mock
 
 import torch
@@ -31,20 +30,18 @@ COST = 1, 2 * MICRO_STEPS + 1  # models and micro-steps of a mode
 class MemoryProfile:
     """Measures one contender on this rank. Every method needs to be called on all ranks.
 
-    On a GPU, the figures are what the allocator has allocated. On a CPU, they are the bytes of all tensors that are alive, or
-    if benchmarks/malloc_counter.c is preloaded, what malloc has allocated.
+    On a GPU, the figures are what the allocator has allocated. On a CPU, they are the bytes of all tensors that are alive.
     """
 
     def __init__(self, setup: Setup, mode: Mode, micro_steps: int = MICRO_STEPS) -> None:
         self.setup, self.mode, self.micro_steps = setup, mode, micro_steps
         self.on_gpu = setup.device.type == "cuda"
         self.points: dict[str, dict[str, Any]] = {}
-        self.live: MallocBytes | LiveBytes = MallocBytes() if MallocBytes.is_preloaded() else LiveBytes()
+        self.live = LiveBytes()
 
     def measure(self, can_save: bool = True) -> dict[str, dict[str, Any]]:
-        """Run two steps and return the bytes by point of a step: total, parts, and on a CPU the resident peak until then."""
+        """Run two steps and return the bytes by point of a step: total and parts."""
         free_unused_memory()
-        self._resident_before = reset_resident_peak()
         if self.on_gpu:
             torch.cuda.reset_peak_memory_stats()
             self._allocated_before = torch.cuda.memory_allocated()
@@ -96,10 +93,6 @@ class MemoryProfile:
         self.contender.wait()
         self._record("after step", self._held())
         self._record("peak", {**held, "activations": activations[0]}, total=self._peak())
-        if not self.on_gpu:  # a record begins a new resident peak, but this row is that of the whole step
-            points = ("accumulating", "before step", "after step")
-            peaks = [self.points[point]["resident peak"] for point in points if point in self.points]
-            self.points["peak"]["resident peak"] = max(peaks)
 
     def _micro_step(self, is_last: bool) -> int:
         """Run forward and backward, and return the bytes of activations."""
@@ -117,9 +110,6 @@ class MemoryProfile:
             time.sleep(0.05)
         total = self._now() if total is None else total
         self.points[point] = {"total": total, **parts, "rest": total - sum(parts.values())}
-        if not self.on_gpu:
-            self.points[point]["resident peak"] = resident_peak() - self._resident_before
-            reset_resident_peak()
 
     def _held(self) -> dict[str, int]:
         """Return the bytes of the model and its optimizer by purpose."""
@@ -145,44 +135,6 @@ class MemoryProfile:
             torch.cuda.reset_peak_memory_stats()
         else:
             self.live.reset_peak()
-
-
-class MallocBytes:
-    """Counts the bytes that malloc allocates in this context: tensors, scratch memory of libraries, blocks of 1 KiB or more.
-
-    `benchmarks/malloc_counter.c` does the counting; its first lines say how to build and preload it.
-    """
-
-    def __init__(self) -> None:
-        self._library = ctypes.CDLL(None)  # the process, with what is preloaded
-        self._library.malloc_counter_now.restype = self._library.malloc_counter_peak.restype = ctypes.c_longlong
-        self._before = 0  # bytes when the context begins
-
-    @staticmethod
-    def is_preloaded() -> bool:
-        return hasattr(ctypes.CDLL(None), "malloc_counter_now")
-
-    def __enter__(self) -> Self:
-        self._before = self._library.malloc_counter_now()
-        self.reset_peak()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        return
-
-    @property
-    def now(self) -> int:
-        """Bytes that are in use now."""
-        return self._library.malloc_counter_now() - self._before
-
-    @property
-    def peak(self) -> int:
-        """Most bytes since the last reset."""
-        return self._library.malloc_counter_peak() - self._before
-
-    def reset_peak(self) -> None:
-        """Start a new peak."""
-        self._library.malloc_counter_reset_peak()
 
 
 @contextmanager
@@ -214,7 +166,7 @@ def _rows(setup: Setup, mode: str, world_size: int, points: Mapping[str, dict[st
     for point, figures in points.items():
         predicted, total = prediction.get(point), figures["total"]
         off = None if predicted is None else 100 * (predicted / max(1, total) - 1)
-        parts = {part: figures.get(part) for part in (*PURPOSES, "activations", "copy", "rest", "resident peak")}
+        parts = {part: figures.get(part) for part in (*PURPOSES, "activations", "copy", "rest")}
         rows.append({"mode": mode, "point": point, "total": total, "predicted": predicted, "off by, %": off, **parts})
     return rows
 
@@ -284,29 +236,6 @@ def unsharded_gradient_bytes(model: torch.nn.Module) -> int:
 def free_unused_memory() -> None:
     """Release the memory of freed tensors to the system, so that it does not hide what is allocated next."""
     gc.collect()
-    if can_reset_resident_peak():
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it
-        if trim is not None:
-            trim(0)
-
-
-def can_reset_resident_peak() -> bool:
-    """Return whether this system can reset the peak of the resident memory of a process (Linux)."""
-    return os.path.exists("/proc/self/clear_refs")
-
-
-def reset_resident_peak() -> int:
-    """Reset the peak resident memory of this process and return the bytes that are resident now; 0 if this is impossible."""
-    if not can_reset_resident_peak():
-        return 0
-    with open("/proc/self/clear_refs", "w") as file:
-        file.write("5")
-    return resident_peak()
-
-
-def resident_peak() -> int:
-    """Return the peak resident memory of this process since the last reset, in bytes; 0 if this is unknown."""
-    if not can_reset_resident_peak():
-        return 0
-    with open("/proc/self/status") as file:
-        return next(int(line.split()[1]) * 1024 for line in file if line.startswith("VmHWM:"))
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it
+    if trim is not None:
+        trim(0)

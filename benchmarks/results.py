@@ -12,17 +12,16 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from charts.bars import memory_chart, network_chart, time_chart, training_chart
+from charts.bars import memory_chart, time_chart, training_chart
 from charts.style import save
 from forecast.modes import MODES
 
 PARTS = ("parameters", "gradients", "state", "master", "buckets", "activations", "rest", "copy")
-IN_BYTES = ("total", "predicted", "resident peak", "peak", *PARTS)  # the tables show them in MB
+IN_BYTES = ("total", "predicted", "peak", *PARTS)  # the tables show them in MB
 HIDDEN = ("own computation, ms", "rounds, ms", "losses")  # in results.json only; the first one is printed beside the table
 CHARTS: dict[str, Callable[..., Any]] = {
     "memory": memory_chart,
     "time": time_chart,
-    "network": network_chart,
     "training": partial(training_chart, known={name: (mode.label, mode.colour) for name, mode in MODES.items()}),
 }
 

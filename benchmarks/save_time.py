@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.contenders import Contender, Setup
-from benchmarks.memory_profile import free_unused_memory, reset_resident_peak, resident_peak
+from benchmarks.memory_profile import free_unused_memory
 from forecast.modes import MODES
+from run.memory_meter import peak_bytes, reset_peak
 from zero import checkpoint
 from zero.host_comm import broadcast_object, gather_objects, is_rank_0
 from zero.tensors import tensors_in
@@ -64,9 +65,11 @@ def _consolidation(contender: Contender, consolidate: Callable[[torch.optim.Opti
     """Return the seconds of a consolidation and its peak memory in bytes, without the state that it returned."""
     free_unused_memory()
     dist.barrier()
-    before, begin = reset_resident_peak(), time.perf_counter()
+    cpu = torch.device("cpu")
+    reset_peak(cpu)
+    before, begin = peak_bytes(cpu), time.perf_counter()
     state = consolidate(contender.optimizer)
-    return time.perf_counter() - begin, resident_peak() - before - sum(tensor.nbytes for tensor in tensors_in(state))
+    return time.perf_counter() - begin, peak_bytes(cpu) - before - sum(tensor.nbytes for tensor in tensors_in(state))
 
 
 def _consolidate_pytorch(optimizer: Any) -> dict[str, Any] | None:

@@ -4,7 +4,7 @@
 """
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from charts.series import opacity, rounded
@@ -135,31 +135,21 @@ def memory_chart(rows: Rows, measured: str) -> Any:
 
 
 def time_chart(rows: Rows, measured: str) -> Any:
-    """Draw the milliseconds of a step by purpose, one panel per block size, with the ratio to the first mode at each bar."""
-    in_order = sorted(rows, key=lambda row: row["block_size"])
-    return _time_chart(in_order, lambda row: f"{row['block_size']} tokens", "Time of a step", "ms", measured)
+    """Draw the milliseconds of a step by purpose, one panel per block size, with the ratio to the first mode at each bar.
 
-
-def network_chart(rows: Rows, measured: str) -> Any:
-    """Draw the same for the rows of benchmarks.network, one panel per number of ranks and speed of the network."""
-    title = "Time of a step on two machines with a slow network"
-    return _time_chart(rows, lambda row: f"{row['ranks']} ranks, {row['Gbit/s']:g} Gbit/s", title, "s", measured)
-
-
-def _time_chart(rows: Rows, panel_of: Callable[[Mapping[str, Any]], str], title: str, unit: str, measured: str) -> Any:
-    """Draw the median of the rounds as a bar, in it the parts in their proportion, and each round as a dot."""
+    A bar is the median of the rounds, in it the parts in their proportion, and each round is a dot.
+    """
     panels: dict[str, list[Group]] = {}
-    divisor = {"ms": 1, "s": 1000}[unit]
-    for row in rows:
-        groups = panels.setdefault(panel_of(row), [])
-        parts = _parts(row, TIME, divisor)
-        scale = row["ms per step"] / divisor / sum(parts.values())
-        text = ratio(row) if groups else f"{number(row['ms per step'] / divisor)} {unit}"
-        dots = [milliseconds / divisor for milliseconds in row["rounds, ms"]]
-        groups.append((row["mode"], [Bar({name: part * scale for name, part in parts.items()}, text, dots=dots)]))
+    for row in sorted(rows, key=lambda row: row["block_size"]):
+        groups = panels.setdefault(f"{row['block_size']} tokens", [])
+        parts = _parts(row, TIME, 1)
+        scale = row["ms per step"] / sum(parts.values())
+        text = ratio(row) if groups else f"{number(row['ms per step'])} ms"
+        bar = Bar({name: part * scale for name, part in parts.items()}, text, dots=row["rounds, ms"])
+        groups.append((row["mode"], [bar]))
     first = rows[0]["mode"] if rows else ""
     how = f"bar: median; dot: a round; 1.03x: median of the ratios to {first} in the same round, with their quartiles"
-    return _chart(panels, TIME, unit, title, [measured, how], shared=False)
+    return _chart(panels, TIME, "ms", "Time of a step", [measured, how], shared=False)
 
 
 def training_chart(rows: Rows, measured: str, known: Purposes) -> Any:

@@ -52,8 +52,9 @@ class Planner:
         best = "bfloat16" if self.device_type == "cuda" else "float32"
         self.dtype = resolve_dtype(settings["dtype"], settings["param_dtype"], best)
         resident = CPU_RESIDENT if self.device_type == "cpu" else 1.0
-        self.memory = int(settings["gpu_memory_gb"] * 1e9 / resident)  # bytes that tensors may take
-        self.limit = f"{settings['gpu_memory_gb']:g} GB"
+        memory_gb = settings["gpu_memory_gb"] or 80.0
+        self.memory = int(memory_gb * 1e9 / resident)  # bytes that tensors may take
+        self.limit = f"{memory_gb:g} GB"
         if resident > 1:
             self.limit += f" ({self.memory / 1e9:.3g} GB for tensors)"
         self.extras = Extras.of(settings)
@@ -69,6 +70,8 @@ class Planner:
             self.flops = peak * settings["mfu"] / 100
         if settings["gpu_hour_price"] and self.flops is None:
             raise ValueError("gpu_hour_price needs the speed of the GPUs, which is known for bfloat16 and float16 on cuda only")
+        if self.device_type == "cuda" and not settings["gpu_memory_gb"] and settings["gpu"] not in ("A100", "H100"):
+            raise ValueError(f"gpu={settings['gpu']} needs its memory as well, as --gpu_memory_gb")
         self._plans: dict[tuple[Flags, int], Plan] = {}
 
     def plan(self, flags: Flags, world_size: int) -> Plan:

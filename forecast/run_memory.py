@@ -18,13 +18,12 @@ import torch
 from distributed.machine import multiplies_in_float32
 from forecast.prediction import Activations, DataParallelPrediction, Prediction, ShardedPrediction, Workload
 from model import GPT, GPTConfig, without_weights
-from zero import Muon
 from zero.build import optimizer_of
 from zero.held_bytes import with_own_state
 from zero.layout import ParameterSpec, Plan, parameter_specs, replicated_plan
 
 # Resident peak of a rank on a CPU, without Python and its libraries (0.4 GB), relative to the predicted peak: malloc keeps the
-# pages of freed tensors. Measured: 1.03 to 1.30 for 10.7M and 124M parameters on two ranks, see docs/accounting.md.
+# pages of freed tensors. Measured: 1.03 to 1.30 for 10.8M and 85M parameters on two ranks, see docs/accounting.md.
 CPU_RESIDENT = 1.3
 _CACHE = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "nanogpt-zero1", "activations.json")
 
@@ -94,9 +93,6 @@ def gpt_specs(config: GPTConfig, muon: dict[str, Any] | None = None) -> Sequence
     names, groups = {param: name for name, param in model.named_parameters()}, model.param_groups(0.0, muon)
     specs = parameter_specs(groups, model.parameters(), names)
     optimizer_cls, arguments = planned_optimizer(muon)
-    is_known = optimizer_cls in (torch.optim.AdamW, Muon) and not arguments.get("amsgrad")
-    if is_known:  # so that plan.py need not import what the first optimizer imports
-        return specs
     return with_own_state(specs, optimizer_cls(groups, **arguments))
 
 

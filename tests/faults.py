@@ -87,7 +87,7 @@ def run_each(script):
     for mistake in mistakes.splitlines():
         sys.argv[1:] = [*settings.split(), *mistake.split()]
         try:
-            runpy.run_path(script)
+            runpy.run_path(script, run_name="__main__")
         except SystemExit as end:
             print("exit code", end.code, file=sys.stderr)
     sys.exit(0)
@@ -252,23 +252,6 @@ def print_prompts():
     def generate(original, self, idx, *rest):
         print("prompt", idx.tolist())
         return original(self, idx, *rest)
-
-
-def measure_only_block_sizes():
-    """Three slow measures of bench.py give nothing else."""
-    import benchmarks.save_time
-    import benchmarks.telemetry
-    import benchmarks.training
-
-    def rows(setup, modes, *_):
-        return [{"mode": mode, "block_size": setup.config.block_size} for mode in modes]
-
-    benchmarks.save_time.checkpoint_rows = benchmarks.telemetry.telemetry_rows = rows
-
-    def training_rows(*arguments):
-        return [{**row, "peak": 1, "losses": [1.0]} for row in rows(*arguments)]
-
-    benchmarks.training.training_rows = training_rows
 
 
 # -- wandb ---------------------------------------------------------------------------------------------------------------

@@ -4,6 +4,9 @@
         jobs = hosts.torchrun("train.py", "config/train_stdlib_char.py", "--out_dir=/tmp/out", ranks_per_host=2)
         assert [job.finish() for job in jobs] == [0, 0], jobs[0].printed()
 
+As a script, it prints what the first of several hosts prints; here of two, each with 0.1 Gbit/s and two ranks:
+    $ sudo .venv/bin/python tests/hosts.py 2 100 2 bench.py --what=time --device=cpu
+
 Every host has the address 10.77.0.<its number + 1>, the name host<its number>, and a full-duplex link to the switch, `eth0`. As
 on Debian, a host resolves its own name to 127.0.1.1. The hosts share the file system. A relative path is in a folder
 that only one host has. The hosts divide the cores of this machine among themselves. The network cannot be seen or
@@ -207,3 +210,12 @@ class Hosts(list[Host]):
 
 def _run(*command: str) -> str:
     return subprocess.run(command, env=_ENVIRONMENT, check=True, capture_output=True, text=True).stdout
+
+
+if __name__ == "__main__":
+    number, mbit_per_s, ranks_per_host, *command = sys.argv[1:]
+    with Hosts(int(number), float(mbit_per_s)) as hosts:
+        jobs = hosts.torchrun(*command, ranks_per_host=int(ranks_per_host))
+        code = max(job.finish(timeout_s=3600) for job in jobs)
+        print(jobs[0].printed())
+    sys.exit(code)

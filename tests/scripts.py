@@ -10,9 +10,11 @@ import sys
 import tempfile
 import time
 from ast import literal_eval
+from functools import partial
 from multiprocessing.connection import wait
 from typing import NamedTuple
 
+import faults
 import torch
 import torch.distributed as dist
 from ranks import context
@@ -49,9 +51,9 @@ def run(script, *arguments, ranks=0, cwd=ROOT, limit=NO_LIMIT, before=None, time
         return forked.finish(timeout)
 
 
-def run_for_real(script, *arguments, ranks=0, cwd=ROOT, prefix=(), timeout=240):
-    """Run a script to its end as a user does, by `python` or, with `ranks`, by `torchrun`; `prefix` stands before that."""
-    line = [*prefix, *command(script, *arguments, ranks=ranks)]
+def run_for_real(script, *arguments, ranks=0, cwd=ROOT, timeout=240):
+    """Run a script to its end as a user does, by `python` or, with `ranks`, by `torchrun`."""
+    line = command(script, *arguments, ranks=ranks)
     process = subprocess.run(line, cwd=cwd, env=environment(), capture_output=True, text=True, timeout=timeout)
     codes = [int(code) for code in re.findall(r"exitcode +: (-?\d+)", process.stderr)] if ranks else [process.returncode]
     return Finished(process.returncode, codes or [0] * ranks, process.stdout, process.stderr)
@@ -61,6 +63,17 @@ def command(script, *arguments, ranks=0):
     """The command line of a script."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks else []
     return [sys.executable, *torchrun, os.path.join(ROOT, script), *arguments]
+
+
+def check_mistakes(script, settings, messages):
+    """Each line of arguments ends a script with its message and exit code 2; one process goes through all of them."""
+    process = run(script, " ".join(settings), "\n".join(messages), before=partial(faults.run_each, script))
+    assert process.returncode == 0, process.stderr
+    errors = process.stderr.splitlines()
+    assert errors[1::2] == ["exit code 2"] * len(messages), process.stderr
+    for error, message in zip(errors[::2], messages.values(), strict=True):
+        assert error.startswith("error: ")
+        assert message in error
 
 
 def environment():

@@ -8,7 +8,6 @@ import statistics
 import subprocess
 import sys
 
-import faults
 import pytest
 from scripts import ROOT, environment, run, run_for_real
 
@@ -20,29 +19,7 @@ IN_PLACE = [name for name, mode in TABLE.items() if mode.in_place]
 OWN = [name for name, mode in TABLE.items() if mode.planned]
 MODES = [name for name in TABLE if name not in ("hybrid", "no_overlap")]
 PREDICTED = [name for name in MODES if TABLE[name].is_built]
-ALL_MODES = f"--modes={','.join(MODES)}"
 TIMED = [mode for mode in MODES if mode not in (*IN_PLACE, "fsdp2_reshard")]  # those send what others send
-
-# runs a command in a network namespace, whose loopback interface carries nothing else
-ALONE_ON_THE_NETWORK = """
-import fcntl, os, socket, struct, subprocess, sys
-SET_FLAGS, UP = 0x8914, 1
-with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-    fcntl.ioctl(any_socket, SET_FLAGS, struct.pack("16sh14x", b"lo", UP))
-subprocess.run(["mount", "-t", "sysfs", "sysfs", "/sys"], check=True)  # its counters are those of this namespace
-os.execv(sys.argv[1], sys.argv[1:])
-"""
-
-
-@pytest.fixture(scope="module")
-def alone():
-    """What to put before a command so that nothing else is on its network; nothing where the machine does not allow that."""
-    prefix = ["unshare", "-Urnm", sys.executable, "-c", ALONE_ON_THE_NETWORK]
-    try:
-        allowed = subprocess.run([*prefix, sys.executable, "-c", ""], capture_output=True).returncode == 0
-    except FileNotFoundError:
-        allowed = False
-    return prefix if allowed else []
 
 
 def results(folder, measure):
@@ -54,22 +31,21 @@ def results(folder, measure):
 @pytest.mark.parametrize(
     "ranks", [2, pytest.param(4, marks=pytest.mark.slow("four ranks on two cores; the default has two", seconds=36))]
 )
-def test_every_mode_and_its_bytes(ranks, alone, tmp_path):
-    flags = "--what=time", f"--modes={','.join(TIMED)}", "--rounds=3", f"--steps_per_turn={4 // ranks}", "--name=bytes", *SIZES
-    process = run_for_real("bench.py", *flags, ranks=ranks, prefix=alone, cwd=tmp_path)
+def test_every_mode_and_its_bytes(ranks, tmp_path):
+    flags = "--what=time", f"--modes={','.join(TIMED)}", "--rounds=2", "--steps_per_turn=1", "--name=bytes", *SIZES
+    process = run_for_real("bench.py", *flags, ranks=ranks, cwd=tmp_path)
     assert process.returncode == 0, process.stderr
     rows = results(tmp_path / "results" / "bytes", "time")
     assert [row["mode"] for row in rows] == TIMED
     megabytes = {row["mode"]: row["MB sent"] for row in rows}
     parameters = 2 * 12 * 512**2 + 65 * 512 + 16 * 512 + 5 * 512
     one_all_reduce = 2 * (ranks - 1) / ranks * parameters * 4 / 1e6
-    assert megabytes["adamw"] == pytest.approx(one_all_reduce, rel=0.02)
-    expected = {"torch": 1.5, "sharded": 1, "shard_gradients": 1, "bfloat16": 0.5, "remainder": 0.5, "int8": 1, "loss_chunk": 1}
-    expected |= {"simple": 1.5, "plain_muon": 1}
+    expected = dict.fromkeys(("adamw", "sharded", "shard_gradients", "int8", "loss_chunk", "plain_muon"), 1)
+    expected |= {"torch": 1.5, "simple": 1.5, "bfloat16": 0.5, "remainder": 0.5}
     expected["muon"] = 1 + 0.5 / ranks * 2 * 12 * 512**2 / parameters
     for mode, times in expected.items():
-        # TCP's headers and acknowledgements vary by a few percent in so small a model; test_data_parallel counts exactly
-        assert megabytes[mode] == pytest.approx(times * megabytes["adamw"], rel=0.06), mode
+        # what other programs send on this interface counts as well; test_data_parallel counts exactly
+        assert megabytes[mode] >= 0.97 * times * one_all_reduce, mode
     assert rows[0]["ratio"] == 1
     for row in rows:
         assert row["ms per step"] == statistics.median(row["rounds, ms"])
@@ -85,20 +61,6 @@ def test_every_mode_and_its_bytes(ranks, alone, tmp_path):
         assert [row["mode"] for row in csv.DictReader(file)] == TIMED
 
 
-def test_everything_with_several_block_sizes(tmp_path):
-    flags = ["--rounds=1", "--steps_per_turn=1", "--modes=adamw", "--name=all", *SIZES, "--n_embd=64", "--block_size=8,16"]
-    process = run("bench.py", *flags, ranks=2, cwd=tmp_path, before=faults.measure_only_block_sizes)
-    assert process.returncode == 0, process.stderr
-    assert "note: block_size=8,16 is for the time; memory, training, checkpoint, telemetry take 8\n" in process.stdout
-    measures = "memory", "time", "training", "checkpoint", "telemetry"
-    rows = {what: results(tmp_path / "results" / "all", what) for what in measures}
-    assert [row["block_size"] for row in rows["time"]] == [8, 16]
-    assert rows["checkpoint"] == rows["telemetry"] == [{"mode": "adamw", "block_size": 8}]
-    parameters = 4 * (2 * 12 * 64**2 + 65 * 64 + 8 * 64 + 5 * 64)  # eight embeddings of positions
-    assert [row["total"] for row in rows["memory"] if row["point"] == "after init"] == [parameters]
-    assert "note: block_size=8,16 is" in (tmp_path / "results" / "all" / "memory_profile.txt").read_text()
-
-
 def test_mistakes_have_exit_code_2(tmp_path):
     for ranks, arguments, message in (
         (0, ["--rounds=1"], "torchrun"),
@@ -108,10 +70,7 @@ def test_mistakes_have_exit_code_2(tmp_path):
         (1, ["--modes=fsdp2", "--what=checkpoint"], "what=checkpoint needs a mode that train.py has, such as sharded"),
         (2, ["--zero_shard_size=3"], "zero_shard_size=3 does not divide 2 ranks; use one of 1, 2"),
         (1, ["--model=gpt5"], "model=gpt5 is not one of gpt2, "),
-        (1, ["--what=time", "--block_size=64,0"], "block_size=64,0 must be positive integers"),
-        (1, ["--model=cookbook", "--modes=adamw"], "remove --modes"),
-        (1, ["--what=memory", "--block_size=8,16"], "only the time (what=time, what=all) takes several values"),
-        (1, ["--rounds=0"], "rounds=0 must be at least 1"),
+        (1, ["--block_size=8,16"], "only what=time takes several values"),
         (1, ["--n_embd=63"], "use a multiple of n_head"),
     ):
         process = run("bench.py", *arguments, ranks=ranks, cwd=tmp_path)
@@ -128,8 +87,6 @@ def test_the_duration_comes_first_and_git_ignores_the_results(tmp_path):
     assert os.listdir(tmp_path) == ["out-bench"]
     rows = {row["point"]: row for row in results(tmp_path / "out-bench" / "2x512-1x16-simulated-cpu", "memory")}
     assert all(row["world_size"] == 2 and row["own computation, ms"] > 0 for row in rows.values())
-    resident = [rows[point]["resident peak"] for point in ("accumulating", "before step", "after step")]
-    assert rows["peak"]["resident peak"] == max(resident), "the peak is that of the whole step"
     assert "results are in out-bench/2x512-1x16-simulated-cpu\n" in process.stdout
     with open(os.path.join(ROOT, ".gitignore")) as file:
         assert "out*/\n" in file
@@ -150,14 +107,19 @@ def check_memory(rows, modes, points):
         assert sum(row[part] or 0 for part in parts) == row["total"], (row["mode"], row["point"])
 
 
-def test_memory_at_each_point_of_a_step(tmp_path):
-    process = run(
-        "bench.py", "--what=memory", ALL_MODES, "--name=memory", "--zero_bucket_mb=0.5", *SIZES, ranks=2, cwd=tmp_path
-    )
+@pytest.fixture(scope="module")
+def everything(tmp_path_factory):
+    """The folder of results of a run of all measures."""
+    folder = tmp_path_factory.mktemp("everything")
+    flags = "--name=all", "--rounds=1", "--steps_per_turn=1", "--training_steps=8", "--grad_clip=0", "--zero_bucket_mb=0.5"
+    process = run("bench.py", *flags, *SIZES, ranks=2, cwd=folder, timeout=900)
     assert process.returncode == 0, process.stderr
-    folder = tmp_path / "results" / "memory"
+    return folder / "results" / "all"
+
+
+def test_memory_at_each_point_of_a_step(everything):
     points = ["after init", "wrapping", "after wrapping", "accumulating", "before step", "after step", "peak", "saving"]
-    rows = results(folder, "memory")
+    rows = results(everything, "memory")
     check_memory(rows, MODES, points)
     total = {(row["mode"], row["point"]): row["total"] for row in rows}
     parameters = total["adamw", "after init"]
@@ -172,16 +134,14 @@ def test_memory_at_each_point_of_a_step(tmp_path):
             copies = 2 if row["mode"].endswith("muon") else 3
             assert row["copy"] == pytest.approx(copies * parameters, rel=0.03)
             assert row["rest"] < 0.02 * row["total"]
-    written = (folder / "memory_profile.txt").read_text()
-    assert "bench.py --what=memory" in written
+    written = (everything / "memory_profile.txt").read_text()
+    assert "bench.py --name=all" in written
     assert "accumulating" in written
-    assert (folder / "memory.png").read_bytes().startswith(b"\x89PNG")
+    assert (everything / "memory.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_checkpoints(tmp_path):
-    process = run("bench.py", "--what=checkpoint", "--name=checkpoints", *SIZES, ranks=2, cwd=tmp_path)
-    assert process.returncode == 0, process.stderr
-    rows = results(tmp_path / "results" / "checkpoints", "checkpoint")
+def test_checkpoints(everything):
+    rows = results(everything, "checkpoint")
     formats = ("consolidated", "sharded")
     assert [(row["mode"], row.get("format")) for row in rows] == [
         *((mode, format) for mode in ("sharded", "torch") for format in formats),
@@ -193,21 +153,15 @@ def test_checkpoints(tmp_path):
         assert row["MB"] == pytest.approx(3 * 25.5, rel=0.05)
 
 
-def test_the_same_training_in_every_mode(tmp_path):
-    sizes = [*SIZES[:2], "--n_embd=64", "--vocab_size=128", *SIZES[4:]]
-    modes = [*OWN, "muon"]
-    flags = ["--what=training", f"--modes={','.join(modes)}", "--name=training", "--training_steps=20", "--grad_clip=0"]
-    flags.append("--zero_bucket_mb=0.1")
-    process = run("bench.py", *flags, *sizes, ranks=2, cwd=tmp_path)
-    assert process.returncode == 0, process.stderr
-    rows = {row["mode"]: row for row in results(tmp_path / "results" / "training", "training")}
-    assert list(rows) == modes
+def test_the_same_training_in_every_mode(everything):
+    rows = {row["mode"]: row for row in results(everything, "training")}
+    assert list(rows) == OWN
     for mode in (*IN_PLACE, "torch", "sharded"):  # two ranks, no clipping: bit for bit
         assert rows[mode]["losses"] == rows["adamw"]["losses"]
         assert rows[mode]["largest difference"] == 0
     losses = rows["adamw"]["losses"]
-    assert len(losses) == 20
-    assert sum(losses[:5]) > sum(losses[-5:])
+    assert len(losses) == 8
+    assert losses[0] > losses[-1]
     assert 0 < rows["bfloat16"]["largest difference"] < 0.1
     peaks = [rows[mode]["peak"] for mode in ("adamw", "torch", "sharded", "bfloat16")]
     assert peaks == sorted(peaks, reverse=True)
@@ -215,21 +169,7 @@ def test_the_same_training_in_every_mode(tmp_path):
     assert peaks[0] > in_place[0] > peaks[2] > 0
     assert in_place[1] < peaks[1]
     assert rows["sharded"]["saved, %"] == pytest.approx(100 * (1 - peaks[2] / in_place[0]))
-    assert (tmp_path / "results" / "training" / "training.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_what_the_metrics_cost(tmp_path):
-    process = run("bench.py", "--what=telemetry", "--name=telemetry", "--rounds=1", *SIZES, ranks=2, cwd=tmp_path)
-    assert process.returncode == 0, process.stderr
-    rows = results(tmp_path / "results" / "telemetry", "telemetry")
-    kinds = ["off", "metrics", "metrics and wandb"]
-    assert [(row["mode"], row["telemetry"]) for row in rows] == [
-        (mode, kind) for mode in ("adamw", "sharded") for kind in kinds
-    ]
-    assert rows[0]["ratio"] == rows[3]["ratio"] == 1
-    assert all(row["ms per step"] > 0 for row in rows)
-    assert "iter " not in process.stdout
-    assert os.listdir(tmp_path) == ["results"], "the runs it makes are gone"
+    assert (everything / "training.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_results_of_another_measure_stay(tmp_path):
@@ -239,25 +179,8 @@ def test_results_of_another_measure_stay(tmp_path):
     assert {measure: entry["command"] for measure, entry in content.items()} == {"memory": "memory", "time": "time"}
 
 
-@pytest.mark.slow("trains the model of PyTorch's tutorial", seconds=57)
-def test_the_tutorials_model(tmp_path):
-    process = run("bench.py", "--model=cookbook", "--name=cookbook", "--device=cpu", ranks=2, cwd=tmp_path)
-    assert process.returncode == 0, process.stderr
-    rows = {row["mode"]: row for row in results(tmp_path / "results" / "cookbook", "cookbook")}
-    assert len({row["check: sum of weights"] for row in rows.values()}) == 1
-    parameters = 20 * (2000 * 2000 + 2000) * 4 / 1e6
-    adam, sharded = rows["tutorial: Adam"], rows["tutorial: ZeroRedundancyOptimizer"]
-    for point, copies in (("local model", 1), ("after wrapping", 2), ("before step", 3)):
-        assert adam[f"{point}, MB"] == pytest.approx(copies * parameters, rel=0.02)
-        assert sharded[f"{point}, MB"] == pytest.approx(copies * parameters, rel=0.02)
-    saved = adam["after step, MB"] - sharded["after step, MB"]
-    assert saved == pytest.approx(parameters, rel=0.06)  # half of Adam's two moments
-
-
 def test_parity_of_all_modes_on_this_device():
-    line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "benchmarks.parity"]
-    line.append("--device=cpu")
-    process = subprocess.run(line, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=240)
+    process = run("benchmarks/parity.py", "--device=cpu", ranks=2)
     assert process.returncode == 0, process.stdout + process.stderr
     lines = [line.split() for line in process.stdout.splitlines() if "difference" in line]
     assert [line[1] for line in lines] == [

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from scripts import SETTINGS, run, torch_load, train
+from toy import assert_equal
 
 
 def test_one_curve_whatever_the_ranks_and_the_implementation(runs):
@@ -42,11 +43,8 @@ def test_two_ranks_give_the_same_weights_bit_for_bit(runs):
         "it must clip"
     )
     for name in ("torch unclipped", "sharded unclipped", "hybrid unclipped"):
-        for key, tensor in runs[name].checkpoint["model"].items():
-            assert torch.equal(tensor, reference["model"][key]), (name, key)
-        for index, state in runs[name].checkpoint["optimizer"]["state"].items():
-            for key, tensor in state.items():
-                assert torch.equal(tensor, reference["optimizer"]["state"][index][key]), (name, index, key)
+        assert_equal(runs[name].checkpoint["model"], reference["model"], name)
+        assert_equal(runs[name].checkpoint["optimizer"]["state"], reference["optimizer"]["state"], name)
 
 
 def test_the_console_says_what_runs(runs):

@@ -7,7 +7,7 @@ from functools import partial
 import faults
 import numpy as np
 import pytest
-from scripts import ROOT, SETTINGS, run, run_for_real
+from scripts import ROOT, SETTINGS, check_mistakes, run, run_for_real
 
 MISTAKES = {
     "unknown key": (["--use_zero=True"], "did you mean 'use_zero1'?"),
@@ -78,12 +78,5 @@ def test_mistakes_of_some_ranks_are_told_once_each(data, tmp_path, mistakes):
 
 
 def test_mistakes_of_one_process_have_exit_code_2(data, tmp_path):
-    settings = [*SETTINGS, f"--dataset={data}", f"--out_dir={tmp_path}"]
-    process = run("train.py", " ".join(settings), "\n".join(MORE_MISTAKES), before=partial(faults.run_each, "train.py"))
-    assert process.returncode == 0, process.stderr
-    errors = process.stderr.splitlines()
-    assert errors[1::2] == ["exit code 2"] * len(MORE_MISTAKES), process.stderr
-    for error, message in zip(errors[::2], MORE_MISTAKES.values(), strict=True):
-        assert error.startswith("error: ")
-        assert message in error
+    check_mistakes("train.py", [*SETTINGS, f"--dataset={data}", f"--out_dir={tmp_path}"], MORE_MISTAKES)
     assert not os.listdir(tmp_path)

@@ -9,7 +9,7 @@ from conftest import ROOT
 from logged import bars, notes
 
 from benchmarks.results import CHARTS as OF_RESULTS
-from charts.bars import POINTS, memory_chart, network_chart, plan_chart, time_chart
+from charts.bars import POINTS, memory_chart, plan_chart, time_chart
 from charts.style import MEMORY, check_path, save
 from forecast import modes
 
@@ -38,10 +38,6 @@ def time_rows():
     return [{"mode": mode, "block_size": size, **TIMES, **ROUNDS} for size in (1024, 64) for mode in MODES]
 
 
-def network_rows():
-    return [{"ranks": "2 x 1", "Gbit/s": speed, **row} for speed in (10, 0.1) for row in time_rows()[:2]]
-
-
 def training_rows():
     rows = (("adamw", 4e9, [3.0, 2.5, 2.0]), ("sharded", 3e9, [3.0, 2.0, 2.125]))
     return [{"mode": mode, "peak": peak, "losses": losses} for mode, peak, losses in rows]
@@ -51,7 +47,6 @@ CHARTS = {
     "plan": lambda: plan_chart(plan_rows(), (80e9, "80 GB"), MEASURED),
     "memory": lambda: memory_chart(memory_rows(), MEASURED),
     "time": lambda: time_chart(time_rows(), MEASURED),
-    "network": lambda: network_chart(network_rows(), MEASURED),
     "training": lambda: OF_RESULTS["training"](training_rows(), MEASURED),
 }
 
@@ -91,17 +86,12 @@ def test_every_chart_in_every_format_says_what_was_measured(kind, ending, tmp_pa
 
 WHOLE = "parameters 6 gradients 5 optimizer state 4 master weights 3 communication buffers 2 activations 1"
 STEP = "forward and backward 72.7273 optimizer 13.6364 exposed communication 13.6364 o 90.0 o 100.0 o 130.0"
-IN_S = "forward and backward 0.0727273 optimizer 0.0136364 exposed communication 0.0136364 o 0.09 o 0.1 o 0.13"
 LARGEST = f"{WHOLE} temporary tensors 1"
 PLANNED = [f"{mode}: {WHOLE} temporary tensors 3 = 24.0" for mode in MODES]
 DRAWN = {  # the medians of the parts of a step add up to 110 ms, and that of the whole is 100 ms
     "plan": {"2 ranks": PLANNED, "8 ranks": PLANNED},
     "memory": {mode: [f"after init: {WHOLE[:12]} = 6.00", f"peak of training: {LARGEST} | 21.0 = 22.0"] for mode in MODES},
     "time": {f"{size} tokens": [f"sharded: {STEP} = 100 ms", f"adamw: {STEP} = 0.97x (0.91 to 1.02)"] for size in (64, 1024)},
-    "network": {
-        f"2 x 1 ranks, {speed} Gbit/s": [f"sharded: {IN_S} = 0.100 s", f"adamw: {IN_S} = 0.97x (0.91 to 1.02)"]
-        for speed in (10, 0.1)
-    },
     "training": {
         "Peak of memory while training, per rank": [
             f"{modes.MODES['adamw'].label}: adamw 4 = 4.00 GB",

@@ -3,11 +3,12 @@
 import json
 import re
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from conftest import ROOT
-from ranks import run_ranks
+from ranks import run_in_turn
 from scripts import SIZES, run
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -35,7 +36,7 @@ def arguments(text):
     return {key: json.loads(value.lower()) if value[0] in "TF0123456789" else value for key, value in values.items()}
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [1, 4])
 def test_the_recommended_settings_fit(world_size):
     """From much memory to little, what is recommended costs more and more, and its prediction is that of the settings."""
     previous, found = (False, ()), set()
@@ -62,8 +63,8 @@ def test_the_recommended_settings_fit(world_size):
 def test_rounding_is_recommended_where_it_saves_computation_or_bytes():
     """With some memory, float32 weights need checkpointing and bfloat16 weights do not."""
     found = 0
-    for power in range(60):
-        limited = planner(gpu_memory_gb=0.1 * 0.95**power, checkpoint_format="sharded")
+    for power in range(30):
+        limited = planner(gpu_memory_gb=0.1 * 0.9**power, checkpoint_format="sharded")
         exact, rounded = (advice.cheapest(limited, 2, rounded=flag) for flag in (False, True))
         if exact is not None and exact.choice.flags.param_dtype == "float32" and exact.prices:
             assert rounded.choice.flags.param_dtype == "bfloat16_remainder"
@@ -187,20 +188,21 @@ def fully_sharded_sent(micro_steps):
     return found
 
 
-@pytest.mark.parametrize("micro_steps", [1, 2])
-def test_what_fsdp2_sends(micro_steps):
-    """By default, blocks are gathered twice in a micro-step; with reshard_after_forward=False, once, as in an all-reduce."""
-    of_run = Planner({**planner().settings, "gradient_accumulation_steps": 2 * micro_steps}, SIZES_OF_FSDP[1])
-    row = of_run.fully_sharded(2, of_run.chosen(2))
-    all_reduce = of_run.forecast(replace(of_run.chosen(2), flags=MODES["adamw"].flags), 2).prediction.sent()["all-reduce"]
-    expected = [row["sent"], row["sent"] - (micro_steps - 1) * all_reduce // 2, micro_steps * all_reduce]
-    for found in run_ranks(fully_sharded_sent, 2, micro_steps):
-        assert [sum(sent.values()) for sent in found] == expected
+def test_what_fsdp2_sends_and_takes():
+    """By default, blocks are gathered twice in a micro-step; with reshard_after_forward=False, once, as in an all-reduce.
 
-
-def test_what_fsdp2_takes():
-    """Weights, gradients and state exactly; the peak is an estimate."""
-    for sizes, (after, before, peak) in zip(SIZES_OF_FSDP, run_ranks(fully_sharded_bytes, 2)[0], strict=True):
+    It takes what is predicted of weights, gradients and state exactly; the peak is an estimate.
+    """
+    *sends, (takes, _) = run_in_turn(2, *(partial(fully_sharded_sent, steps) for steps in (1, 2)), fully_sharded_bytes)
+    for micro_steps, by_rank in enumerate(sends, start=1):
+        of_run = Planner({**planner().settings, "gradient_accumulation_steps": 2 * micro_steps}, SIZES_OF_FSDP[1])
+        row = of_run.fully_sharded(2, of_run.chosen(2))
+        plain = of_run.forecast(replace(of_run.chosen(2), flags=MODES["adamw"].flags), 2).prediction
+        all_reduce = plain.sent()["all-reduce"]
+        expected = [row["sent"], row["sent"] - (micro_steps - 1) * all_reduce // 2, micro_steps * all_reduce]
+        for found in by_rank:
+            assert [sum(sent.values()) for sent in found] == expected
+    for sizes, (after, before, peak) in zip(SIZES_OF_FSDP, takes, strict=True):
         settings = {**planner().settings, "batch_size": 1, "gradient_accumulation_steps": 4}
         row = Planner(settings, sizes).fully_sharded(2, Planner(settings, sizes).chosen(2))
         assert row["parameters"] + row["state"] == pytest.approx(after, rel=0.02)

@@ -1,12 +1,14 @@
 """forecast/prediction.py: what it predicts is what tensors take, at every point of a step, in every mode."""
 
 import gc
+import itertools
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import context, run_ranks
+from ranks import context, run_in_turn, run_ranks
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.contenders import Contender, Setup
@@ -109,7 +111,11 @@ def check(name, result, with_peak=False):
 
 @pytest.mark.parametrize(
     ("world_size", "micro_steps"),
-    [(2, 2), (2, 3), pytest.param(3, 2, marks=pytest.mark.slow("between two and four ranks", seconds=20)), (4, 2)],
+    [
+        (2, 3),
+        pytest.param(3, 2, marks=pytest.mark.slow("between two and four ranks", seconds=20)),
+        pytest.param(4, 2, marks=pytest.mark.slow("four ranks on two cores", seconds=20)),
+    ],
 )
 def test_predictions_are_what_tensors_take(world_size, micro_steps):
     for results in run_ranks(measured, world_size, CASES, micro_steps, SIZES):
@@ -117,14 +123,13 @@ def test_predictions_are_what_tensors_take(world_size, micro_steps):
             check(name, result)
 
 
-@pytest.mark.parametrize("sizes", PEAK_SIZES, ids=["wide", "deep"])
-@pytest.mark.parametrize("micro_steps", [1, 2, 3])
 @pytest.mark.parametrize(
-    "world_size", [1, pytest.param(2, marks=pytest.mark.slow("test_malloc.py has two ranks as well", seconds=95))]
+    "world_size", [1, pytest.param(2, marks=pytest.mark.slow("test_malloc.py has two ranks as well", seconds=550))]
 )
-def test_the_peak_of_training(world_size, micro_steps, sizes):
+def test_the_peak_of_training(world_size):
     cases = CASES if world_size > 1 else {name: CASES[name] for name in ("adamw", "adamw, in place", "muon, replicated")}
-    for results in run_ranks(measured, world_size, cases, micro_steps, sizes):
+    calls = (partial(measured, cases, *how) for how in itertools.product((1, 2, 3), PEAK_SIZES))
+    for results in itertools.chain.from_iterable(run_in_turn(world_size, *calls)):
         for name, result in results.items():
             check(name, result, with_peak=True)
 
@@ -179,12 +184,12 @@ def peak_of_an_update(name, bucket_mb):
     return predicted, peak
 
 
-@pytest.mark.parametrize("bucket_mb", [0.1, 0.5, 2])
-@pytest.mark.parametrize("name", ["muon", "muon, state in bfloat16"])
-def test_the_peak_of_an_update_with_muon(name, bucket_mb):
+def test_the_peak_of_an_update_with_muon():
     """An upper bound: the rounds do not have all their largest tensors at the same time."""
-    for predicted, peak in run_ranks(peak_of_an_update, 2, name, bucket_mb):
-        assert 0.98 * peak <= predicted <= 1.35 * peak
+    hows = itertools.product(("muon", "muon, state in bfloat16"), (0.1, 0.5, 2))
+    for results in run_in_turn(2, *(partial(peak_of_an_update, *how) for how in hows)):
+        for predicted, peak in results:
+            assert 0.98 * peak <= predicted <= 1.35 * peak
 
 
 def _simulated(world_size, rank, results):
@@ -195,7 +200,11 @@ def _simulated(world_size, rank, results):
 
 @pytest.mark.parametrize(
     ("world_size", "rank"),
-    [(8, 0), (64, 63), pytest.param(1024, 1023, marks=pytest.mark.slow("a plan with 1024 ranks", seconds=260))],
+    [
+        pytest.param(8, 0, marks=pytest.mark.slow("the default has 64 ranks", seconds=15)),
+        (64, 63),
+        pytest.param(1024, 1023, marks=pytest.mark.slow("a plan with 1024 ranks", seconds=260)),
+    ],
 )
 def test_predictions_for_one_rank_of_a_large_world(world_size, rank):
     results, sender = context.Pipe(duplex=False)

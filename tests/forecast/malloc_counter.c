@@ -1,6 +1,6 @@
 /* Counts the bytes that malloc has handed out to this process, and their peak: what a program really takes, below PyTorch.
 
-   $ cc -O2 -shared -fPIC -o malloc_counter.so benchmarks/malloc_counter.c
+   $ cc -O2 -shared -fPIC -o malloc_counter.so tests/forecast/malloc_counter.c
    $ LD_PRELOAD=$PWD/malloc_counter.so python ...
 
    Blocks below 1 KiB are not counted: they are Python's objects and nodes of autograd. Needs glibc. */

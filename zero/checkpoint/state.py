@@ -152,8 +152,7 @@ def restore(
 
     Args:
         state_dict: the result of `consolidate`, or the `state_dict()` of an unsharded optimizer. It is only read and copied.
-        read_chunks: fills the elements of chunks, for tensors of `state_dict` on the meta device. It is called on all ranks,
-            also with an empty list.
+        read_chunks: fills the elements of chunks, for tensors of `state_dict` on the meta device.
 
     Raises:
         CheckpointError: if its groups, shapes or entries do not match this optimizer's. What a class outside of torch.optim

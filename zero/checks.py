@@ -26,37 +26,35 @@ ELEMENTWISE = (
     *(torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax, torch.optim.ASGD),
     *(torch.optim.NAdam, torch.optim.RAdam, torch.optim.RMSprop, torch.optim.Rprop, torch.optim.SGD),
 )
-NEED_WHOLE_PARAMETERS = (torch.optim.Adafactor, torch.optim.Muon)  # they use rows and columns
 # the state of these must not be rounded between updates. That of the others is means of gradients and of squares
 _EXACT = (torch.optim.Adagrad, torch.optim.ASGD, torch.optim.Rprop)
 WITH_VALUES = "build the model with values on all ranks"
 STAYS = f"which do not follow it from the meta device; {WITH_VALUES}"
+_NEEDS_WHOLE = "it looks at the shape of a parameter; use ZeroRedundancyOptimizer, which keeps each one whole on a rank"
 _UNSUPPORTED = {
+    torch.optim.Adafactor: _NEEDS_WHOLE,
+    torch.optim.Muon: f"{_NEEDS_WHOLE}, or zero.Muon",
     torch.optim.LBFGS: "it looks at all parameters together, several times per step",
     torch.optim.SparseAdam: "sparse gradients cannot be laid flat",
 }
 
 
-def check_class(optimizer_cls: type[torch.optim.Optimizer], partition: str, elementwise: bool) -> None:
+def check_class(optimizer_cls: type[torch.optim.Optimizer], elementwise: bool) -> None:
     if not isinstance(optimizer_cls, type):
         raise ValueError(f"optimizer_cls={optimizer_cls!r} must be a class, for example torch.optim.AdamW")
     for refused, reason in _UNSUPPORTED.items():
         if issubclass(optimizer_cls, refused):
             raise ValueError(f"{optimizer_cls.__name__} cannot be divided among ranks: {reason}")
-    if partition == "parameter":
-        return
-    if issubclass(optimizer_cls, NEED_WHOLE_PARAMETERS):
-        raise ValueError(f"{optimizer_cls.__name__} looks at the shape of a parameter; use partition='parameter'")
     if optimizer_cls not in (*ELEMENTWISE, Muon) and not elementwise:
         raise ValueError(
             f"{optimizer_cls.__name__} is not one of torch.optim's classes that treat every element independently; if it does, "
-            "pass elementwise=True (ShardedOptimizer says what that promises), otherwise partition='parameter'"
+            "pass elementwise=True (ShardedOptimizer says what that promises), otherwise use ZeroRedundancyOptimizer"
         )
 
 
 def rounded_state(optimizer_cls: type[torch.optim.Optimizer]) -> Collection[str] | None:
     """Return the names of the state that a class lets be rounded, its attribute `rounded_state`; None: all of its state."""
-    if optimizer_cls in (*ELEMENTWISE, *NEED_WHOLE_PARAMETERS) and optimizer_cls not in _EXACT:
+    if optimizer_cls in ELEMENTWISE and optimizer_cls not in _EXACT:
         return None
     names = vars(optimizer_cls).get("rounded_state")
     if names is None or isinstance(names, str):

@@ -16,7 +16,6 @@ from zero.buckets import Bucket, FlatBuffer, OwnedSlice, allocate
 from zero.checks import (
     ELEMENTWISE,
     MOVED,
-    NEED_WHOLE_PARAMETERS,
     WRITTEN,
     CallersState,
     StateIsDivided,
@@ -73,9 +72,7 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
         bucket_mb: megabytes (10**6 bytes) per bucket, or 'auto', see `zero.layout.auto_bucket_mb`.
         registration_order: `model.parameters()`, if `params` are groups in another order. Buckets then fill in the order in
             which backward produces gradients.
-        partition: 'element' cuts parameters wherever a shard ends, for classes that treat every element independently;
-            'parameter' assigns whole parameters to ranks, for those that do so with every parameter (Muon, Adafactor).
-        elementwise: needed with 'element' for a class that is not one of torch.optim's. With True, the caller promises: what
+        elementwise: needed for a class that is not one of torch.optim's. With True, the caller promises: what
             `optimizer_cls` does to an element depends on that element, its gradient, its state, the hyperparameters of its
             group and the number of steps; on no shape, no norm, no other parameter and no random number.
         device: where the parameters will be. Default: where they are. They move there one after the other, as their values come
@@ -104,7 +101,6 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
         shard_size: int = 0,
         bucket_mb: BucketMB = "auto",
         registration_order: Iterable[torch.nn.Parameter] | None = None,
-        partition: str = "element",
         elementwise: bool = False,
         device: torch.device | None = None,
         param_dtype: torch.dtype | None = None,
@@ -112,12 +108,12 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
         state_dtype: str = "float32",
         **kwargs: Any,
     ) -> None:
-        check_options(bucket_mb, partition, master_dtype)
+        check_options(bucket_mb, master_dtype)
         codec = codec_of(state_dtype)
-        check_class(optimizer_cls, partition, elementwise)
+        check_class(optimizer_cls, elementwise)
         self.comm, self.optimizer_cls = Communicator(process_group, shard_size), optimizer_cls
         self.arguments, self.param_dtype, self.device = kwargs, param_dtype, device
-        self.plan_options: dict[str, Any] = {"bucket_mb": bucket_mb, "partition": partition, "param_dtype": param_dtype}
+        self.plan_options: dict[str, Any] = {"bucket_mb": bucket_mb, "param_dtype": param_dtype}
         self.plan_options |= {"master_dtype": master_dtype, "state_dtype": state_dtype}
         self.registration_order = list(registration_order or ())
         self.buffers: list[FlatBuffer] = []
@@ -127,47 +123,29 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
         self.names: dict[torch.nn.Parameter, str] = {}  # known names, for messages
         self._owned_of: dict[torch.nn.Parameter, list[OwnedSlice]] = {}  # this rank's slices of a parameter, ascending
         self._original_groups: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}  # as given, and its values at that time
-        self._params_of_groups: list[list[torch.nn.Parameter]] = []
         self._parameter_gradients = ParameterGradients(self)
         self.wrapper: weakref.ref[Any] | None = None  # the ShardedDataParallel, which keeps this object alive
         self.inner: torch.optim.Optimizer  # optimizer of this rank's slices
         self.plan: Plan
-        self._steps_by_bucket = optimizer_cls in (*ELEMENTWISE, *NEED_WHOLE_PARAMETERS, Muon)
-        self._is_built = False
+        self._steps_by_bucket = optimizer_cls in (*ELEMENTWISE, Muon)
         self._lock, self._pid = threading.RLock(), current_process().pid
         # a rank that ends its program right after a step must not leave the others without their parameters
         weakref.finalize(self, _wait_for_gathers, self.buckets, self._pid)
         on_all_ranks(partial(super().__init__, params, dict(kwargs)), self.comm.group)
         self.state = CallersState(dict)
-        self._lay_out(0, _checked_plan(self, 0))
-        self.inner = on_all_ranks(lambda: optimizer_cls(self._inner_groups(first_group=0), **kwargs), self.comm.group)
+        self._lay_out()
+        self.inner = on_all_ranks(lambda: optimizer_cls(self._inner_groups(), **kwargs), self.comm.group)
         if self.inner._optimizer_step_pre_hooks or self.inner._optimizer_step_post_hooks:
             raise ValueError(f"{optimizer_cls.__name__} registers step hooks on itself, which ShardedOptimizer would not call")
-        self._update = SliceUpdate(self.inner, self.buckets, codec)
-        self._update.exchange = exchange_of(self)
-        self._is_built = True
+        self._update = SliceUpdate(self.inner, self.buckets, codec, exchange_of(self))
         self.defaults = dict(self.inner.defaults)
         _copy_hyperparameters(self.inner.param_groups, self.param_groups)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, as in torch.optim, in buffers of its own, or change nothing. Needs to be called on all ranks."""
-        add, first = super().add_param_group, len(self.param_groups)
-        if not self._is_built:  # during construction, __init__ lays out all groups together
-            add(param_group)
-            return
-        if self.source is not self._parameter_gradients:
-            raise RuntimeError("ShardedDataParallel has laid out its buckets; add parameter groups before you make it")
-        try:
-            on_all_ranks(partial(add, param_group), self.comm.group)
-            planned = _checked_plan(self, first)
-        except BaseException:
-            del self.param_groups[first:]
-            raise
-        self._lay_out(first, planned)
-        for group in self._inner_groups(first):
-            self.inner.add_param_group(group)
-        _copy_hyperparameters(self.inner.param_groups[first:], self.param_groups[first:])
-        self._update.exchange = exchange_of(self)
+        """Add a group during construction, which lays out all groups together."""
+        if "inner" in vars(self):
+            raise RuntimeError("ShardedOptimizer has laid out its buckets; give all parameter groups to its constructor")
+        super().add_param_group(param_group)
 
     def wrap_param_groups(self) -> None:
         """With `overlap`, make reads of a group's parameters wait. Includes groups that have been put into `param_groups`."""
@@ -207,7 +185,7 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
             for updated in self._update(rounds, changed, **kwargs):  # phase 2: update the owned slices
                 for bucket in updated:  # phase 3: all-gather
                     with region(f"zero::all_gather bucket {bucket.number}"):
-                        bucket.gather = self.comm.all_gather(bucket.data, bucket.sizes)
+                        bucket.gather = self.comm.all_gather(bucket.data)
         except BaseException:
             self.synchronize()  # nothing else waits for all-gathers that have started
             raise
@@ -317,13 +295,13 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
                     raise RuntimeError(f"{name_of(param, self.names)} {MOVED}")
         _follow_weights(self.buckets, self.comm)
 
-    def _lay_out(self, first_group: int, planned: Plan) -> None:
-        """Move the parameters of the groups from `first_group` on to their places in new flat buffers."""
-        self._params_of_groups += [list(group["params"]) for group in self.param_groups[first_group:]]
-        params = list(itertools.chain(*self._params_of_groups[first_group:]))
+    def _lay_out(self) -> None:
+        """Move the parameters to their places in flat buffers."""
+        self.plan = planned = _checked_plan(self)
+        self._params_of_groups = [list(group["params"]) for group in self.param_groups]
+        params = list(itertools.chain(*self._params_of_groups))
         for before in filter(None, [_optimizer_of.get(param, lambda: None)() for param in params]):
             before.synchronize()
-        self.plan = self.plan.followed_by(planned) if first_group else planned
         group_of = {param: index for index, group in enumerate(self.param_groups) for param in group["params"]}
         for number, start, stop in planned.slices(self.comm.shard_rank):
             if not planned.params[number].requires_grad:  # a frozen parameter stays in its own memory
@@ -331,7 +309,7 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
         for planned_buffer in planned.buffers:
             own = [params[number] for number in planned_buffer.params]
             earlier = len(self.number_of), len(self.buckets)
-            buffer, buckets = allocate(planned_buffer, own, self.comm.shard_rank, planned.partition == "parameter", *earlier)
+            buffer, buckets = allocate(planned_buffer, own, self.comm.shard_rank, *earlier)
             self.buffers.append(buffer)
             self.number_of.update(zip(own, itertools.count(len(self.number_of)), strict=False))
             self.buckets += buckets
@@ -350,50 +328,43 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
                         owned.set_masters(part, first)
                 _optimizer_of[param] = weakref.ref(self)
 
-    def _inner_groups(self, first_group: int) -> list[dict[str, Any]]:
+    def _inner_groups(self) -> list[dict[str, Any]]:
         """Return parameter groups for the inner optimizer, with this rank's slices in place of the parameters."""
         return [
             {
                 **hyperparameters(group),
                 "params": [owned.local for param in group["params"] for owned in self._owned_of.get(param, [])],
             }
-            for group in self.param_groups[first_group:]
+            for group in self.param_groups
         ]
 
 
-def _checked_plan(optimizer: ShardedOptimizer, first_group: int) -> Plan:
-    """Return the plan of the groups from `first_group` on. Nothing has moved if this refuses them, on all ranks."""
-    groups, comm, options = optimizer.param_groups[first_group:], optimizer.comm, optimizer.plan_options
-    params = [param for group in optimizer.param_groups for param in group["params"]]
+def _checked_plan(optimizer: ShardedOptimizer) -> Plan:
+    """Return the plan of all groups. Nothing has moved if this refuses them, on all ranks."""
+    groups, comm, options = optimizer.param_groups, optimizer.comm, optimizer.plan_options
+    params = [param for group in groups for param in group["params"]]
 
     def check() -> None:
         check_parameters(params, options["param_dtype"], may_be_meta=optimizer.device is not None and comm.rank > 0)
         if options["state_dtype"] != "float32":
             check_rounding(optimizer.optimizer_cls, groups)
-        if options["partition"] == "element" and issubclass(optimizer.optimizer_cls, Muon):
+        if issubclass(optimizer.optimizer_cls, Muon):
             check_matrices(groups)
-        tried = [
-            _without_memory(group, optimizer.device, options["partition"] == "parameter") for group in optimizer.param_groups
-        ]
-        optimizer.optimizer_cls(tried, **optimizer.arguments)
+        optimizer.optimizer_cls([_without_memory(group, optimizer.device) for group in groups], **optimizer.arguments)
 
     on_all_ranks(check, comm.group)
     check_same_on_all_ranks({f"parameter {number}": properties(param) for number, param in enumerate(params)}, comm.group)
-    specs = parameter_specs(groups, optimizer.registration_order, None, first_group, optimizer.device)
+    specs = parameter_specs(groups, optimizer.registration_order, device=optimizer.device)
     return plan(specs, comm.shard_size, **options)
 
 
-def _without_memory(group: dict[str, Any], device: torch.device | None, whole: bool) -> dict[str, Any]:
-    """Return a parameter group with other parameters in place of its own, which take no memory, for a trial.
+def _without_memory(group: dict[str, Any], device: torch.device | None) -> dict[str, Any]:
+    """Return a parameter group with other parameters in place of its own, of one element, for a trial.
 
     Args:
         device: of the parameters; None: where they are.
-        whole: they have the shapes of its own ones, not of a single element.
     """
-    params = []
-    for param in group["params"]:
-        zero = param.new_zeros((), device=device)
-        params.append(torch.nn.Parameter(zero.expand(param.shape) if whole else zero, param.requires_grad))
+    params = [torch.nn.Parameter(param.new_zeros((), device=device), param.requires_grad) for param in group["params"]]
     return {key: value for key, value in group.items() if key != "param_names"} | {"params": params}
 
 

@@ -26,14 +26,13 @@ class SliceUpdate:
         inner: the optimizer of this rank's slices.
         buckets: all buckets.
         codec: of the state, see `zero.codecs`; None: the state stays as `inner` keeps it. A resumed run rounds in the same way.
-
-    Attributes:
         exchange: of the matrices, if `inner` needs whole ones, see `zero.muon`.
     """
 
-    def __init__(self, inner: torch.optim.Optimizer, buckets: list[Bucket], codec: Codec | None) -> None:
-        self.inner, self.buckets, self.codec = inner, buckets, codec
-        self.exchange: MatrixExchange | None = None
+    def __init__(
+        self, inner: torch.optim.Optimizer, buckets: list[Bucket], codec: Codec | None, exchange: MatrixExchange | None
+    ) -> None:
+        self.inner, self.buckets, self.codec, self.exchange = inner, buckets, codec, exchange
         self._rounded = rounded_state(type(inner)) if codec is not None else ()
         if codec is not None:
             inner.register_load_state_dict_post_hook(self._encode_loaded)

@@ -37,6 +37,10 @@ def an_optimizer_of(make, cls=AdamW, **kwargs):
     return at_once(lambda: ShardedOptimizer([nn.Parameter(make())], cls, **kwargs))
 
 
+def an_optimizer_of_matrices(make, count):
+    return at_once(lambda: ShardedOptimizer([{"params": [nn.Parameter(make())], "matrices": count}], Muon))
+
+
 def wrapped(change):
     """A net that `change` has changed."""
 
@@ -129,14 +133,6 @@ def an_optimizer_of_a_part():
     optimizer = ShardedOptimizer(module[0].parameters(), AdamW)
     yield
     ShardedDataParallel(module, optimizer)
-
-
-def muon_for_a_vector():
-    """On both ranks, although only one of them owns it."""
-    module = nn.Linear(8, 8)
-    module.bias.requires_grad_(False)
-    yield
-    ShardedOptimizer(module.parameters(), torch.optim.Muon, partition="parameter")
 
 
 def a_group_of_before_the_wrapper_changed():
@@ -241,24 +237,6 @@ def a_gradient_on_one_rank(optimizer_cls, **group):
     optimizer.step()
 
 
-def a_group(change):
-    """A group that is refused changes nothing: the optimizer goes on, also with a group that is not refused."""
-    model, same, late = net(), net(), nn.Parameter(torch.ones(8, 8))
-    optimizer, oracle = (ShardedOptimizer(each.parameters(), Muon, lr=0.01) for each in (model, same))
-    group, address = {"params": [late], "matrices": 1}, late.data_ptr()
-    yield
-    try:
-        optimizer.add_param_group(change(group, model))
-    finally:
-        assert (late.data_ptr(), len(optimizer.param_groups), len(optimizer.inner.param_groups)) == (address, 1, 1)
-        for each, its in ((model, optimizer), (same, oracle)):
-            its.add_param_group({"params": [other := nn.Parameter(torch.ones(4, 4))], "matrices": 2})
-            for param in (*each.parameters(), other):
-                param.grad = torch.ones_like(param)
-            its.step()
-        assert all(map(torch.equal, model.parameters(), same.parameters()))
-
-
 def use_of_a_sent_gradient(use):
     module = net()
     model, _ = wrap(module)
@@ -306,19 +284,6 @@ STATE = {  # uses of the state of parameters
     "items": lambda state, _: state.items(),
     "clear": lambda state, _: state.clear(),
 }
-GROUPS = {  # what makes a group be refused
-    "on one rank": (lambda group, _: group | {"params": [nn.Parameter(torch.ones(8, 8 + dist.get_rank()))]}, "model differs"),
-    "twice": (lambda group, model: group | {"params": [model[0].weight]}, "more than one parameter group"),
-    "shared": (
-        lambda group, _: group | {"params": [*group["params"], nn.Parameter(group["params"][0].data[:4])]},
-        "share memory",
-    ),
-    "of the class": (lambda group, _: group | {"momentum": 2.0}, "momentum=2.0 must be"),
-    "of another dtype": (lambda group, _: group | {"ns_dtype": "float16"}, "ns_dtype='float16' is not one of"),
-    "no matrices": (lambda group, _: group | {"matrices": 3}, "does not consist of 3 matrices"),
-    "strides": (lambda group, _: group | {"params": [nn.Parameter(torch.ones(4, 8).t())]}, "make it contiguous"),
-    "sparse": (lambda group, _: group | {"params": [nn.Parameter(torch.eye(8).to_sparse())]}, "torch.sparse_coo"),
-}
 SENT = r"this gradient cannot be read or written: .*optimizer\.clip_grad_norm_"
 HAS_ONE, INPLACE = "the optimizer has a ShardedDataParallel already", "modified by an inplace operation"
 CHANGED, CONSOLIDATE = "the parameters in param_groups have been changed", r"zero\.checkpoint\.consolidate\(optimizer\)"
@@ -335,26 +300,23 @@ CASES = {
         *(ValueError, "imaginary parts of a complex parameter"),
         an_optimizer_of(lambda: torch.ones(4, dtype=torch.complex64), param_dtype=torch.bfloat16),
     ),
+    "no matrices": (ValueError, "does not consist of 3 matrices", an_optimizer_of_matrices(lambda: torch.ones(8, 8), 3)),
+    "strides of a matrix": (ValueError, "make it contiguous", an_optimizer_of_matrices(lambda: torch.ones(4, 8).t(), 1)),
     "a learning rate": (ValueError, "Invalid learning rate", a_learning_rate),
     "no class": (ValueError, "must be a class", an_optimizer_of(lambda: torch.ones(4), "AdamW")),
-    "a partition": (
-        *(ValueError, "neither 'element' nor 'parameter'"),
-        an_optimizer_of(lambda: torch.ones(4), partition="rows"),
-    ),
     **{
         cls.__name__: (ValueError, f"{cls.__name__} .*{message}", an_optimizer_of(lambda: torch.ones(4, 4), cls))
         for cls, message in (
             (LBFGS, "all parameters together"),
             (SparseAdam, "laid flat"),
-            (torch.optim.Muon, "partition='parameter'"),
-            (Adafactor, "partition='parameter'"),
+            (torch.optim.Muon, "use ZeroRedundancyOptimizer, .* or zero.Muon"),
+            (Adafactor, "use ZeroRedundancyOptimizer"),
         )
     },
     "a class with hooks": (
         *(ValueError, "registers step hooks on itself"),
         an_optimizer_of(lambda: torch.ones(4), WithOwnHook, elementwise=True, lr=0.1),
     ),
-    "Muon for a vector": (ValueError, "Muon only supports 2D", muon_for_a_vector),
     "an optimizer after DDP": (
         *(ValueError, "build ShardedOptimizer before DistributedDataParallel"),
         an_optimizer_after_ddp,
@@ -363,7 +325,6 @@ CASES = {
         *(ValueError, "use parametrizations.weight_norm"),
         an_optimizer_after_weight_norm,
     ),
-    **{f"a group, {name}": (ValueError, text, partial(a_group, change)) for name, (change, text) in GROUPS.items()},
     # -- what is wrapped
     **{
         f"differs: {how}": (ValueError, "the model differs between the ranks: .* on rank 0", wrapped(on_rank_1(change)))
@@ -441,8 +402,8 @@ CASES = {
     ),
     "pickle": (TypeError, CONSOLIDATE, partial(use_of_the_optimizer, lambda optimizer, _: pickle.dumps(optimizer))),
     "deepcopy": (TypeError, CONSOLIDATE, partial(use_of_the_optimizer, lambda optimizer, _: copy.deepcopy(optimizer))),
-    "a group after the wrapper": (
-        *(RuntimeError, "add parameter groups before you make it"),
+    "a later group": (
+        *(RuntimeError, "give all parameter groups to its constructor"),
         partial(
             use_of_the_optimizer,
             lambda optimizer, weight: optimizer.add_param_group({"params": [nn.Parameter(weight.detach())]}),

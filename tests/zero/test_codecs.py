@@ -30,7 +30,7 @@ CODECS = {
 
 WITHOUT_STEP = {  # classes that do not count steps
     "sgd": {"optimizer_cls": torch.optim.SGD, "momentum": 0.9, "state_dtype": "bfloat16"},
-    "muon": {"optimizer_cls": Muon, "partition": "parameter", "state_dtype": "bfloat16"},
+    "muon": {"optimizer_cls": Muon, "state_dtype": "bfloat16"},
 }
 
 
@@ -292,7 +292,6 @@ def skipped_and_whole(codec):
     for optimizer_cls, kwargs in (
         (torch.optim.SGD, {"momentum": 0.9}),
         (type("Own", (torch.optim.AdamW,), {"rounded_state": ("exp_avg", "exp_avg_sq")}), {"elementwise": True}),
-        (torch.optim.Adafactor, {"partition": "parameter"}),
     ):
         model, optimizer = make(optimizer_cls=optimizer_cls, state_dtype=codec, **kwargs)
         train(model, optimizer, dist.get_rank(), STEPS)
@@ -425,7 +424,6 @@ def test_refusals():
         ({"state_dtype": "int4"}, f"state_dtype='int4' is not one of {', '.join(STATE_CODECS)}"),
         ({"master_dtype": "bfloat16"}, "master_dtype='bfloat16' is not one of float32, remainder"),
         ({"master_dtype": "remainder"}, "master_dtype='remainder' needs"),
-        ({"master_dtype": "remainder", "param_dtype": torch.bfloat16, "partition": "parameter"}, "and partition='element'"),
     ):
         with pytest.raises(ValueError, match=text):
             ShardedOptimizer(make_toy().parameters(), torch.optim.AdamW, **kwargs)

@@ -24,7 +24,7 @@ from zero.tensors import flattened, meta_like, shaped
 
 # these say how this machine computes the update: taken from the running optimizer, never from a file
 _MACHINE_FLAGS = ("fused", "foreach", "capturable", "differentiable", "ns_dtype")
-_RULE = "state must have one number per element, or be one number, the same on all ranks; use partition='parameter'"
+_RULE = "state must have one number per element, or be one number, the same on all ranks; ZeroRedundancyOptimizer takes any"
 # what each class of torch.optim keeps for a parameter: always, and with some hyperparameters or shapes
 _ENTRIES: dict[type, tuple[set[str], set[str]]] = {
     torch.optim.Adadelta: ({"step", "square_avg", "acc_delta"}, set()),
@@ -437,7 +437,7 @@ def _is_same_kind(value: Any, ours: Any) -> bool:
 
 def _is_whole(part: Partition, number: int) -> bool:
     """Return whether a parameter is never cut: then its state may have any shape."""
-    return part.plan.has_whole_parameters or not part.plan.params[number].requires_grad
+    return part.plan.assigned is not None or not part.plan.params[number].requires_grad
 
 
 def _is_meta(leaf: Any) -> bool:

@@ -40,7 +40,7 @@ class MatrixExchange:
     There is a round for each bucket, in three parts: `send`, `transform` and `receive`. Those of different rounds overlap.
 
     Args:
-        optimizer: a ShardedOptimizer that cuts parameters, with Muon as its inner optimizer.
+        optimizer: a ShardedOptimizer with Muon as its inner optimizer.
 
     Attributes:
         plan: who transforms what.
@@ -164,9 +164,8 @@ def check_matrices(groups: list[dict[str, Any]]) -> None:
 
 
 def exchange_of(optimizer: Any) -> MatrixExchange | None:
-    """Return the exchange of a ShardedOptimizer, if it cuts parameters and its inner optimizer needs whole matrices."""
-    needs_one = isinstance(optimizer.inner, Muon) and optimizer.plan.partition == "element"
-    return MatrixExchange(optimizer) if needs_one else None
+    """Return the exchange of a ShardedOptimizer, if its inner optimizer needs whole matrices."""
+    return MatrixExchange(optimizer) if isinstance(optimizer.inner, Muon) else None
 
 
 def _sizes(parts: list[list[Part]]) -> list[int]:

@@ -271,21 +271,19 @@ def refused():
                 save()
             assert str(error.value).removeprefix("Keeping keeps ").startswith(message), error.value
             assert everywhere(str(error.value)) == str(error.value)
-            assert ("use partition='parameter'" in str(error.value)) == (kind not in ("text", "twice"))
+            assert ("ZeroRedundancyOptimizer takes any" in str(error.value)) == (kind not in ("text", "twice"))
 
 
 def state_of_whole_parameters():
-    """With partition='parameter' there is nothing to join: state has any shape."""
+    """Those of ZeroRedundancyOptimizer: there is nothing to join."""
     model, oracle = make_list(), make_list()
-    optimizer, plain = (
-        divide(model, Keeping, kind="history", partition="parameter"),
-        Keeping(oracle.parameters(), kind="history"),
-    )
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), Keeping, kind="history")
+    plain = Keeping(oracle.parameters(), kind="history")
     update(model, optimizer, range(2))
     update(oracle, plain, range(2))
     state = everywhere(ckpt.consolidate(optimizer))
     assert_equal(state, plain.state_dict())
-    again = divide(make_list(), Keeping, partition="parameter")
+    again = ZeroRedundancyOptimizer(make_list().parameters(), Keeping)
     ckpt.restore(again, state)
     assert_equal(everywhere(ckpt.consolidate(again)), state)
 

@@ -10,7 +10,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from zero.layout import BufferPlan, Layout, PlacedSlice
 from zero.masters import Masters, Remainders
-from zero.tensors import has_memory, is_dense, memory_span, name_of, set_data, shaped, with_own_storage
+from zero.tensors import has_memory, is_dense, memory_span, name_of, shaped, with_own_storage
 
 
 @dataclass
@@ -30,7 +30,7 @@ class FlatBuffer:
         if has_memory(param):
             is_same = is_dense(param) and param.dtype == self.data.dtype
             self.left[number] = StorageWeakRef(param.untyped_storage()), *memory_span(param), is_same
-        set_data(param, self._place(number, like))
+        param.data = self._place(number, like)
         self.forms[number] = _form(param)
 
     def take_along(self, tensor: torch.Tensor, name: str, names: dict[torch.nn.Parameter, str]) -> None:

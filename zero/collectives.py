@@ -230,23 +230,18 @@ class Communicator:
             return []
         return [dist.all_reduce(tensor, op=op, group=self.group, async_op=True)]
 
-    def broadcast(self, tensor: torch.Tensor) -> None:
-        """Overwrite a contiguous tensor on all ranks with the tensor of rank 0."""
-        if self.world_size > 1 and tensor.numel():
-            dist.broadcast(tensor, group_src=0, group=self.group)
-
     def parts_of_rank_0(self, values: torch.Tensor, place: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield the flat values of rank 0, part by part, each with the number of its first element.
 
-        The parts lie in `place` if that has their dtype. On other ranks, `values` may be on the meta device.
+        The parts lie in `place` if that has their dtype.
         """
         for first in range(0, values.numel(), PART):
             part = place[first : first + PART]
             if part.dtype != values.dtype:
                 part = torch.empty_like(part, dtype=values.dtype)
-            if not values.is_meta:
-                part.copy_(values[first : first + PART])
-            self.broadcast(part)
+            part.copy_(values[first : first + PART])
+            if self.world_size > 1:
+                dist.broadcast(part, group_src=0, group=self.group)
             yield first, part
 
     def wait(self, kind: str, works: list[dist.Work], device: torch.device) -> None:

@@ -75,8 +75,7 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
         elementwise: needed for a class that is not one of torch.optim's. With True, the caller promises: what
             `optimizer_cls` does to an element depends on that element, its gradient, its state, the hyperparameters of its
             group and the number of steps; on no shape, no norm, no other parameter and no random number.
-        device: where the parameters will be. Default: where they are. They move there one after the other, as their values come
-            from rank 0; on other ranks, they may be on the meta device.
+        device: where the parameters will be. Default: where they are. They move there one after the other.
         param_dtype: dtype in which the parameters are stored, if it has lower precision than the float32 of the update.
         master_dtype: 'remainder' holds the masters of bfloat16 parameters as the 16 bits that these lack, see `zero.masters`.
             Write to parameters with `set_parameter` or `load_state_dict` only; a step refuses what was written otherwise.
@@ -122,7 +121,6 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
         self.refusal: str | None = None  # why the next step has to raise an error: its gradients are lost
         self.names: dict[torch.nn.Parameter, str] = {}  # known names, for messages
         self._owned_of: dict[torch.nn.Parameter, list[OwnedSlice]] = {}  # this rank's slices of a parameter, ascending
-        self._original_groups: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}  # as given, and its values at that time
         self._parameter_gradients = ParameterGradients(self)
         self.wrapper: weakref.ref[Any] | None = None  # the ShardedDataParallel, which keeps this object alive
         self.inner: torch.optim.Optimizer  # optimizer of this rank's slices
@@ -152,7 +150,6 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
         for index, group in enumerate(self.param_groups if self.source.readers is not None else ()):
             if not isinstance(group, WaitingDict):
                 self.param_groups[index] = WaitingDict(group, partial(_wait_for_list, self))
-                self._original_groups[index] = group, hyperparameters(group)
 
     @property
     def source(self) -> Any:
@@ -176,8 +173,6 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
         # phase 1: collect gradients
         self.collect_gradients()
         self.update_masters()
-        if any(_is_changed(group, before) for group, before in self._original_groups.values()):
-            raise RuntimeError("a group of before ShardedDataParallel(overlap=True) was changed; take it from param_groups now")
         _copy_hyperparameters(self.param_groups, self.inner.param_groups)
         buckets, changed = self.buckets[::-1], self.source.updated()
         try:
@@ -345,7 +340,7 @@ def _checked_plan(optimizer: ShardedOptimizer) -> Plan:
     params = [param for group in groups for param in group["params"]]
 
     def check() -> None:
-        check_parameters(params, options["param_dtype"], may_be_meta=optimizer.device is not None and comm.rank > 0)
+        check_parameters(params, options["param_dtype"])
         if options["state_dtype"] != "float32":
             check_rounding(optimizer.optimizer_cls, groups)
         if issubclass(optimizer.optimizer_cls, Muon):
@@ -403,8 +398,3 @@ def _copy_hyperparameters(source: list[dict[str, Any]], target: list[dict[str, A
 def hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
     """Return a parameter group without its parameters."""
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
-
-
-def _is_changed(group: dict[str, Any], before: dict[str, Any]) -> bool:
-    """Return whether a hyperparameter of a group has been written to since `before`."""
-    return any(key not in before or value is not before[key] for key, value in hyperparameters(group).items())

@@ -41,7 +41,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import zero
 from zero import ShardedDataParallel, ShardedOptimizer
-from zero.build import move
 from zero.collectives import Communicator
 
 SEED = int(os.environ.get("ANY_MODEL_SEED", "0"))
@@ -74,7 +73,6 @@ OPTIMIZERS = {
 DECLARED = {cls.__name__ for cls in ELEMENTWISE}
 NOT_ROUNDED = {"adagrad", "asgd", "rprop", "rmsprop centered", *DECLARED}
 NOT_ROUNDED -= {"SignMomentum", "AdamWithWarmup"}  # which say what may be rounded
-NOT_FROM_META = {*BY_HOOK, *EARLY_ALIASES, "plain attribute", "buffers that share memory", "expanded buffer"}
 NOT_IN_FLOAT16 = {"float64", "bfloat16", "held in an alias", "held in the data", "held in a row"}  # torch refuses to mix dtypes
 # what DistributedDataParallel with find_unused_parameters=True refuses, or gets wrong, beside reentrant checkpoints
 NOT_UNDER_DDP = {"expanded buffer"}  # it would broadcast into it
@@ -109,7 +107,6 @@ class Description:
     average: bool = False  # a moving average of the weights, by copies that are made right after step
     late: tuple[int, ...] = ()  # ranks on which a gather arrives only when somebody waits for it
     other_start: bool = False  # all ranks but 0 begin with other weights
-    meta: bool = False  # all ranks but 0 begin without weights
     dtype: str = "float32"  # 'float16': of the model, before its weights become bfloat16
     state_dtype: str = "float32"
 
@@ -197,12 +194,9 @@ def build(description, plain):
     # the others leave buffers to their user
     other = description.other_start and description.wrapper == "sharded" and description.broadcast_buffers
     torch.manual_seed(description.seed + (dist.get_rank() if other and not plain else 0))
-    with torch.device("meta" if description.meta and not plain and dist.get_rank() else "cpu"):
-        model = Model(description)
+    model = Model(description)
     if description.dtype == "float16":
         model.half().to(torch.float32 if plain else torch.float16)
-    if description.meta and not plain:
-        move(model, torch.device("cpu"), trainable=False)
     cls, kwargs = OPTIMIZERS[description.optimizer]
     if plain and any(block == "strided parameter" for block, _ in description.blocks):  # torch's fused AdamW takes it for dense
         kwargs = {**kwargs, "fused": False} if "fused" in kwargs else kwargs
@@ -219,7 +213,6 @@ def build(description, plain):
         bucket_mb=description.bucket_mb,
         elementwise=description.optimizer in DECLARED,
         shard_size=description.shard_size,
-        device=torch.device("cpu") if description.meta else None,
         param_dtype=torch.bfloat16 if description.dtype == "float16" else None,
         state_dtype=description.state_dtype,
         registration_order=model.parameters() if description.registration_order else None,
@@ -536,15 +529,12 @@ def runner():
 
 
 def must_be_refused(description):
-    is_rounded = description.state_dtype != "float32" and description.optimizer in NOT_ROUNDED
-    # `half` of a module ends what its tensors share
-    return is_rounded or (description.meta and description.keys() & NOT_FROM_META and description.dtype == "float32")
+    return description.state_dtype != "float32" and description.optimizer in NOT_ROUNDED
 
 
 def is_expected_refusal(description, what):
     """Whether it is one of the few things that may be refused, for the reason that these have."""
     reasons = {
-        "build the model with values on all ranks": description.meta and description.keys() & NOT_FROM_META,
         "declares no state that may be rounded": description.optimizer in NOT_ROUNDED,
         "subtracts one mean from another": description.optimizer == "rmsprop centered",
         "gets a gradient again": any("reentrant" in word for block in description.blocks for word in block),
@@ -585,15 +575,12 @@ def descriptions(draw, most_ranks, optimizers):
         rounding = {}
     if rounding:  # what is read meanwhile is not compared
         readers = []
-    meta = draw(st.booleans()) and (not keys & NOT_FROM_META or draw(rarely))
     wrappers = ["sharded", "sharded", "sharded", "alone", "before ddp", "after ddp"]
     reader = draw(st.sampled_from(["", *readers]))
     # a weight that is used outside of forward only is marked as ready twice
     if reentrant or keys & NOT_UNDER_DDP or reader == "decay of a list":
         wrappers = ["sharded", "sharded", "sharded", "alone"]
-    if (
-        meta or rounding or keys & EARLY_ALIASES
-    ):  # the optimizer alone does not know the module, whose attributes would have to follow
+    if rounding or keys & EARLY_ALIASES:  # the optimizer alone does not know the module, whose attributes would have to follow
         wrappers = ["sharded"]
     return Description(
         blocks=blocks,
@@ -612,7 +599,7 @@ def descriptions(draw, most_ranks, optimizers):
         shard_size=draw(st.sampled_from([0, 0, *(size for size in range(1, ranks) if ranks % size == 0)])),
         overlap=overlap,
         reader=reader,
-        broadcast_buffers=meta or draw(st.booleans()),
+        broadcast_buffers=draw(st.booleans()),
         clip=draw(st.sampled_from([0.0, 0.1])),
         zero_grad=draw(st.sampled_from(["optimizer", "optimizer", "optimizer", "wrapper", "module"])),
         zero_when=draw(st.sampled_from(["after step", "before forward", "before backward"])),
@@ -622,7 +609,6 @@ def descriptions(draw, most_ranks, optimizers):
         average=False if keys & BY_HOOK else draw(st.booleans()),
         late=draw(st.sampled_from([(), (0,), (1,), (0, 1, 2, 3), (0, 1, 2, 3)])),
         other_start=draw(st.booleans()),
-        meta=meta,
         **rounding,
     )
 
@@ -700,15 +686,13 @@ def test_every_block(runner):
     harsh = Description(blocks=(), bucket_mb=0.000001, late=(0, 1), other_start=True)
     alone = [replace(harsh, blocks=((block, "call"),), overlap=block not in HELD) for block in BLOCKS]
     try_all(runner, alone)
-    from_meta = ("gru", "hooked gradient", "norm", "buffer", "strided", "plain attribute")
-    try_all(runner, [replace(d, meta=True) for d in alone if any(word in str(d) for word in from_meta)])
 
 
 @pytest.mark.slow("every block in every way to run it; test_every_block has one way", seconds=690)
 def test_every_way_to_run_every_block(runner):
     for late in (0, 1), ():
         pairs = [(block, run) for block in BLOCKS for run in RUNS if not (run == "forward" and block in BY_HOOK)]
-        try_all(runner, [Description(blocks=(one,), bucket_mb=0.000001, late=late, meta=not late) for one in pairs])
+        try_all(runner, [Description(blocks=(one,), bucket_mb=0.000001, late=late) for one in pairs])
 
 
 @pytest.mark.slow("random models, optimizers and loops on two to four ranks", seconds=290)

@@ -426,12 +426,11 @@ def frozen_for_a_while(model, module, optimizer, step):
 class Buffers(nn.Module):
     """Buffers that forward writes, replaces, resizes or registers, on all ranks or on one."""
 
-    def __init__(self, how, extra=False):
+    def __init__(self, how):
         super().__init__()
         self.inner, self.how = net(), how
-        if not how.startswith("register") or extra:
-            self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
         if not how.startswith("register"):
+            self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
             self.register_buffer("cache", torch.zeros(2, 3))
 
     def forward(self, x):
@@ -1126,10 +1125,6 @@ REFUSED: dict[str, Any] = {
     "data with other strides": (between_steps(orthogonal), r"0\.weight was moved or replaced"),
     "weights assigned": (between_steps(load(True, assign=True)), r"0\.weight, .* replaced \(for example by load_state_dict"),
     "a new part": (between_steps(grows, make=WithExtra), r"extra\.weight, extra\.bias require gradients"),
-    "a buffer on one rank": (
-        loop(make=partial(Buffers, "register on one rank", True)),
-        "buffers differ between the ranks",
-    ),
     "a scaler": (scaled(enabled=True), SENT),
     "clip by hand": (loop(clip_by_hand), SENT),
     "no_sync around the last backward": (loop(no_sync(False, True, False)), "must run outside of no_sync"),

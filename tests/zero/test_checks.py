@@ -89,10 +89,6 @@ def a_buffer_that_overlaps_itself(module):
     module.register_buffer("windows", torch.arange(10.0).as_strided((4, 4), (2, 1)))
 
 
-def parameters_that_ddp_ignores(module):
-    module._ddp_params_and_buffers_to_ignore = ["0.weight"]
-
-
 def a_complex_buffer():
     module = net()
     module.register_buffer("phases", torch.ones(3, dtype=torch.complex64))
@@ -133,19 +129,6 @@ def an_optimizer_of_a_part():
     optimizer = ShardedOptimizer(module[0].parameters(), AdamW)
     yield
     ShardedDataParallel(module, optimizer)
-
-
-def a_group_of_before_the_wrapper_changed():
-    module = net()
-    groups = [{"params": module.parameters(), "lr": 0.1}]
-    optimizer = ShardedOptimizer(groups, SGD)
-    groups[0]["lr"] = 0.2  # the optimizer's own group, as in torch.optim; with overlap, a copy takes its place
-    optimizer.step()
-    assert optimizer.inner.param_groups[0]["lr"] == 0.2
-    model = ShardedDataParallel(module, optimizer, overlap=True)
-    groups[0]["lr"] = 0.3
-    yield model
-    optimizer.step()
 
 
 def a_gradient_put_back():
@@ -274,16 +257,6 @@ GRADIENTS = {  # uses of one that has been sent
     "pickle": lambda module: pickle.dumps(module[0].weight.grad),
     "share_memory": lambda module: module.share_memory(),
 }
-STATE = {  # uses of the state of parameters
-    "[]": lambda state, weight: state[weight],
-    "in": lambda state, weight: weight in state,
-    "get": lambda state, weight: state.get(weight),
-    "setdefault": lambda state, weight: state.setdefault(weight, {}),
-    "list": lambda state, _: list(state),
-    "len": lambda state, _: len(state),
-    "items": lambda state, _: state.items(),
-    "clear": lambda state, _: state.clear(),
-}
 SENT = r"this gradient cannot be read or written: .*optimizer\.clip_grad_norm_"
 HAS_ONE, INPLACE = "the optimizer has a ShardedDataParallel already", "modified by an inplace operation"
 CHANGED, CONSOLIDATE = "the parameters in param_groups have been changed", r"zero\.checkpoint\.consolidate\(optimizer\)"
@@ -337,7 +310,6 @@ CASES = {
         *(ValueError, "elements of windows may share memory"),
         wrapped(a_buffer_that_overlaps_itself),
     ),
-    "parameters that DDP ignores": (ValueError, r"0\.weight", wrapped(parameters_that_ddp_ignores)),
     "a ScriptModule": (ValueError, "ScriptModule", at_once(lambda: wrap(torch.jit.script(net()), overlap=True))),
     "a complex buffer": (ValueError, "imaginary parts of phases", a_complex_buffer),
     "a second wrapper": (ValueError, HAS_ONE, partial(an_optimizer_with_a_wrapper, False)),
@@ -360,7 +332,6 @@ CASES = {
         *(RuntimeError, CHANGED),
         before_a_step(lambda _, optimizer: optimizer.param_groups[0]["params"].reverse()),
     ),
-    "an old group": (RuntimeError, "take it from param_groups now", a_group_of_before_the_wrapper_changed),
     "a gradient put back": (RuntimeError, r"the gradient of 0\.weight was put there again", a_gradient_put_back),
     "a gradient by hand": (
         *(RuntimeError, "one set by hand is never sent"),
@@ -388,13 +359,7 @@ CASES = {
     "Muon, a gradient on one rank": (RuntimeError, "on some ranks only", partial(a_gradient_on_one_rank, Muon, matrices=1)),
     # -- what is read or written
     **{f"sent: {name}": (RuntimeError, SENT, partial(use_of_a_sent_gradient, use)) for name, use in GRADIENTS.items()},
-    **{
-        f"state: {name}": (
-            *(RuntimeError, DIVIDED),
-            partial(use_of_the_optimizer, lambda optimizer, weight, use=use: use(optimizer.state, weight)),
-        )
-        for name, use in STATE.items()
-    },
+    "state": (RuntimeError, DIVIDED, partial(use_of_the_optimizer, lambda optimizer, weight: optimizer.state[weight])),
     "state_dict": (RuntimeError, CONSOLIDATE, partial(use_of_the_optimizer, lambda optimizer, _: optimizer.state_dict())),
     "load_state_dict": (
         *(RuntimeError, r"zero\.checkpoint\.restore"),

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Self
 import torch
 
 from zero.codecs import Encoded
-from zero.host_comm import Transfers
+from zero.host_comm import receive, send
 from zero.layout import Slice
 from zero.muon import Muon
 from zero.optimizer import hyperparameters
@@ -82,12 +82,7 @@ def map_leaves(function: Callable[[str, Any], Any], tree: Any, name: str = "") -
 def leaves(tree: Any, name: str = "") -> dict[str, Any]:
     """Return the leaves of nested dicts, lists and tuples by their names, see `map_leaves`."""
     found: dict[str, Any] = {}
-
-    def add(name: str, leaf: Any) -> None:
-        if found.setdefault(name, leaf) is not leaf:  # as in {"a": {"b": 1}, "a.b": 2}
-            raise CheckpointError(f"two entries of the state are named {name!r}; rename one of them")
-
-    map_leaves(add, tree, name)
+    map_leaves(found.__setitem__, tree, name)
     return found
 
 
@@ -293,11 +288,9 @@ def _gathered(part: Partition, outline: dict[str, Any], chunks: list[TensorChunk
     if part.replica:
         return None
     gathered = _gathered_ranges(part, outline, chunks)
-    transfers = Transfers(part.cpu_group)
     if not part.receives:
         for chunk in chunks:
-            transfers.send(_flat_elements(chunk), 0)
-        transfers.wait()
+            send(_flat_elements(chunk), 0, part.cpu_group)
         return None
     whole, tensors = materialized(outline, torch.preserve_format)
     flat = {name: flattened(tensor, tensor) for name, tensor in tensors.items()}
@@ -305,8 +298,7 @@ def _gathered(part: Partition, outline: dict[str, Any], chunks: list[TensorChunk
         flat[chunk.name][chunk.start : chunk.stop].copy_(_flat_elements(chunk))
     for rank, ranges in enumerate(gathered[1:], 1):
         for name, start, stop in ranges:
-            transfers.receive(flat[name][start:stop], rank)
-    transfers.wait()
+            receive(flat[name][start:stop], rank, part.cpu_group)
     if "model" in outline:  # what get_extra_state() has returned stays as it is
         whole["model"] |= {name: held for name, held in outline["model"].items() if not isinstance(held, torch.Tensor)}
     return whole

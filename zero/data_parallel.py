@@ -28,28 +28,24 @@ class ShardedDataParallel(nn.Module):
     """Data parallelism for a model whose optimizer is a ShardedOptimizer. It replaces DistributedDataParallel.
 
     backward   When the gradient of a parameter arrives, it is divided by the world size, copied into its bucket and freed. A
-               bucket that has all its gradients is reduce-scattered at once, in the order of the buckets. From then on,
-               `param.grad` is a `SentGradient`. It can be dropped and zeroed, but not read: clip with
-               `optimizer.clip_grad_norm_`, and scale float16 gradients with `ShardedGradScaler`. With replicas, an all-reduce
-               adds up each shard over the groups as soon as its reduce-scatter has ended.
-    step       The optimizer waits for the reduce-scatters (its phase 1), updates the owned slices, all-gathers each bucket
-               as soon as it is updated, and waits until every parameter is in its place.
-    forward    With `overlap`, step does not wait. A read of a parameter from its module waits for the all-gathers of the
-               buckets that hold the parameter.
+               full bucket is reduce-scattered at once, in the order of the buckets, and with replicas, each shard is then
+               all-reduced over the groups. From then on, `param.grad` is a `SentGradient`. It can be dropped and zeroed, not
+               read: clip with `optimizer.clip_grad_norm_`, and scale float16 gradients with `ShardedGradScaler`.
+    step       The optimizer waits for the reduce-scatters, updates the owned slices, all-gathers each bucket as soon as it is
+               updated, and waits until every parameter is in its place.
+    forward    With `overlap`, step does not wait. A read of a parameter from its module waits for its all-gathers.
 
-    With `overlap`, one rule: after `step`, read parameters from their modules, or from the optimizer's `param_groups`. While
-    all-gathers are in flight, a `WaitingDict` replaces the `_parameters` of each module, so any code may read, at any time
-    and in any thread. An RNN and a compiled module wait for all parameters that they contain; compile the blocks of a model,
-    not the whole model. Before any other read (from a list or a view made before `step`, from a module outside of the model, or
-    in a process forked after `step`), call `optimizer.synchronize()`. The first forwards of the wrapper refuse an operation
-    that reads a parameter too early, and name the parameter. A forward of the module itself is not checked.
+    With `overlap`, one rule: after `step`, read parameters from their modules, or from the optimizer's `param_groups`, in any
+    thread. Before any other read (from a list or a view made before `step`, from a module outside of the model, or in a process
+    forked after `step`), call `optimizer.synchronize()`. The first forwards of the wrapper refuse an operation that reads a
+    parameter too early, and name the parameter. An RNN and a compiled module wait for all parameters that they contain; compile
+    the blocks of a model, not the whole model.
 
-    The update skips a parameter that has no gradient on any rank. If a parameter has a gradient on some ranks, its gradient
-    counts as zero on the other ranks. Gradients of several backward passes add up until `zero_grad`.
-
-    With `require_backward_grad_sync = False`, or inside `no_sync()`, gradients accumulate in `param.grad`, and the next
-    synchronized backward sends their sum. With `shard_gradients`, every backward reduce-scatters its gradients and adds them to
-    the owned shards, so a full gradient never outlives its bucket (the paper's P_os+g).
+    Gradients of several backward passes add up until `zero_grad`. The update skips a parameter that has no gradient on any
+    rank; if it has one on some ranks, it counts as zero on the others. With `require_backward_grad_sync = False`, or inside
+    `no_sync()`, gradients accumulate in `param.grad`, and the next synchronized backward sends their sum. With
+    `shard_gradients`, every backward reduce-scatters its gradients and adds them to the owned shards, so a full gradient never
+    outlives its bucket (the paper's P_os+g).
 
     If the optimizer has a `param_dtype`, frozen parameters and buffers are converted to it as well. Gradients then arrive,
     accumulate and are sent in that dtype. Sums over ranks are float32, and with `shard_gradients` those over micro-steps too.
@@ -66,8 +62,9 @@ class ShardedDataParallel(nn.Module):
     Raises:
         ValueError: if a trainable parameter does not belong to the optimizer, `module` or `optimizer` is already wrapped, the
             model differs between the ranks, or a buffer or frozen parameter shares memory or cannot be stored in `param_dtype`.
-        RuntimeError: from forward, if a parameter is read too early, or the last backward failed. From backward, if a gradient arrives again after its bucket has been sent (as from several reentrant
-            checkpoints), or is sparse. From step, if gradients have not been sent, or a parameter was replaced.
+        RuntimeError: from forward, if a parameter is read too early, or the last backward failed. From backward, if a gradient
+            arrives again after its bucket has been sent (as from several reentrant checkpoints), or is sparse. From step, if
+            gradients have not been sent, or a parameter was replaced.
 
     Source: Rajbhandari et al., "ZeRO", sections 5.1 and 5.2, and DeepSpeed ZeRO-3 (dictionaries that wait).
     """

@@ -43,32 +43,27 @@ _optimizer_of = WeakIdKeyDictionary()  # by parameter: a reference to the Sharde
 class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
     """ZeRO stage 1: each of N ranks keeps and updates the optimizer state of 1/N of the elements.
 
-    At construction, the parameters take the values of rank 0 and move into flat buffers: their `data` become views. The
-    buffers are divided into buckets and shards as described in `zero.layout`. The inner optimizer receives each slice that
-    lies in this rank's shards as an ordinary parameter. Needs to be constructed on all ranks. One step has three phases:
+    At construction, the parameters take the values of rank 0 and move into flat buffers, divided as `zero.layout` says: their
+    `data` become views. After it, they must not be moved (`model.to`), and what is frozen must remain frozen. The inner
+    optimizer receives each slice that lies in this rank's shards as an ordinary parameter. One step has three phases:
 
-    1. collect gradients   Each owned slice gets the gradient of its elements, averaged over the ranks. ShardedDataParallel
-                           provides the results of its reduce-scatters. Without it, the class takes views of the parameters'
-                           gradients, which must already be averaged (by DistributedDataParallel's all-reduce or by hand).
+    1. collect gradients   Each owned slice gets the gradient of its elements, averaged over the ranks: from
+                           ShardedDataParallel, or views of the parameters' gradients, which must already be averaged (by
+                           DistributedDataParallel's all-reduce or by hand).
     2. update              Bucket by bucket, the inner optimizer steps over the owned slices, 1/N of the elements. The last
                            bucket comes first, because the next forward begins with its parameters.
-    3. all-gather          As soon as a bucket is updated, the owners send its shards to all ranks, while the next bucket is
-                           updated. `step` waits for all of these all-gathers, or with `ShardedDataParallel(overlap=True)` the
-                           next forward, for each of them when it needs the parameters.
+    3. all-gather          As soon as a bucket is updated, its owners send their shards to all ranks. `step` waits for all of
+                           these all-gathers, or with `ShardedDataParallel(overlap=True)` the next forward, for each of them.
 
-    Parameters without a gradient are skipped, as in torch.optim. Frozen parameters stay outside the buffers and must remain
-    frozen. After construction, a parameter must not be moved (`model.to`).
-
-    With `param_dtype=torch.bfloat16`, the parameters become bfloat16, and each rank keeps float32 masters of its own slices.
+    Parameters without a gradient are skipped, as in torch.optim. Construction and `step` need to be called on all ranks.
     docs/sharding.md says what happens to strides, views and weights that are written to.
 
     Args:
         params: parameters or parameter groups, as for any `torch.optim.Optimizer`. They must be the same on all ranks.
-        optimizer_cls: class of the inner optimizer. If it is one of torch.optim's own, its `step` is called bucket by bucket,
-            so that all-gathers overlap with updates; otherwise once, for all owned slices together.
+        optimizer_cls: class of the inner optimizer. One that is not of torch.optim steps once, for all buckets together.
         process_group: the ranks that train the model. Default: all ranks, or this process without torch.distributed.
         shard_size: number of consecutive ranks that share the state, for example those of one machine; each such group holds
-            a replica of it (hybrid sharding). It must divide the number of ranks. 0: all ranks share the state.
+            a replica of it (hybrid sharding). 0: all ranks.
         bucket_mb: megabytes (10**6 bytes) per bucket, or 'auto', see `zero.layout.auto_bucket_mb`.
         registration_order: `model.parameters()`, if `params` are groups in another order. Buckets then fill in the order in
             which backward produces gradients.
@@ -76,7 +71,8 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
             `optimizer_cls` does to an element depends on that element, its gradient, its state, the hyperparameters of its
             group and the number of steps; on no shape, no norm, no other parameter and no random number.
         device: where the parameters will be. Default: where they are. They move there one after the other.
-        param_dtype: dtype in which the parameters are stored, if it has lower precision than the float32 of the update.
+        param_dtype: dtype in which the parameters are stored, if it has lower precision than the float32 of the update. Each
+            rank then keeps float32 masters of its own slices.
         master_dtype: 'remainder' holds the masters of bfloat16 parameters as the 16 bits that these lack, see `zero.masters`.
             Write to parameters with `set_parameter` or `load_state_dict` only; a step refuses what was written otherwise.
         state_dtype: 'bfloat16' or 'int8' hold state that has a float32 number per element in fewer bytes between updates, see

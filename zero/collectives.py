@@ -212,11 +212,6 @@ class Communicator:
         work: Any = dist.all_to_all_single(incoming, outgoing, received, sent, group=self.shard_group, async_op=True)
         return AllToAllWork(outgoing, incoming, [work])
 
-    def finish_all_to_all(self, work: AllToAllWork) -> torch.Tensor:
-        """Wait for an all-to-all and return what has arrived, in the order of the ranks."""
-        self.wait("all-to-all", work.works, work.incoming.device)
-        return work.incoming
-
     def all_reduce_shard(self, shard: torch.Tensor) -> list[dist.Work]:
         """Start an in-place all-reduce of a shard over its replicas. All of them get the same bits."""
         if self.replicas == 1 or not shard.numel():

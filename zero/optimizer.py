@@ -369,11 +369,6 @@ def _follow_weights(buckets: list[Bucket], comm: Communicator) -> None:
             raise RuntimeError(WRITTEN)
 
 
-def holds_its_parameters(optimizer: ShardedOptimizer) -> bool:
-    """Return whether no other ShardedOptimizer has been built over the parameters of this one since."""
-    return all(_optimizer_of[param]() is optimizer for param in optimizer.number_of)
-
-
 def _wait_for_list(optimizer: ShardedOptimizer, value: Any) -> None:
     """Wait for all parameters if `value` is the list of a group's parameters. Other values of a group need no wait."""
     if isinstance(value, list):

@@ -78,11 +78,6 @@ class Partition:
         """Gather the values of the ranks that share the state. Needs to be called on all of them."""
         return gather_objects(value, self.cpu_group) if self.plan.world_size > 1 else [value]
 
-    def synchronize(self) -> None:
-        """Wait for parameters in flight, and update masters from weights that have been written to since the last step."""
-        if isinstance(self.optimizer, ShardedOptimizer):
-            self.optimizer.update_masters()
-
 
 def partition(optimizer: torch.optim.Optimizer) -> Partition:
     """Return the partition of a ShardedOptimizer or ZeroRedundancyOptimizer; any other optimizer holds the whole state."""

@@ -18,7 +18,7 @@ from zero.codecs import Encoded
 from zero.host_comm import receive, send
 from zero.layout import Slice
 from zero.muon import Muon
-from zero.optimizer import hyperparameters
+from zero.optimizer import ShardedOptimizer, hyperparameters
 from zero.sharded_state import Partition, partition
 from zero.tensors import flattened, meta_like, shaped
 
@@ -174,9 +174,9 @@ def restore(
 
 def _synchronized(optimizer: torch.optim.Optimizer) -> Partition:
     """Return the partition, with nothing in flight, and every parameter in its place."""
-    part = partition(optimizer)
-    part.synchronize()
-    return part
+    if isinstance(optimizer, ShardedOptimizer):
+        optimizer.update_masters()
+    return partition(optimizer)
 
 
 # -- save --------------------------------------------------------------------------------------------------------------

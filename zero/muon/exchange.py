@@ -107,7 +107,7 @@ class MatrixExchange:
         """Transform the matrices of a round that this rank owns, and start to send their directions back."""
         if (round_ := self._in_flight.get(number)) is None:
             return
-        incoming = self.comm.finish_all_to_all(round_.work)
+        incoming = self._arrived(round_.work)
         received = list(itertools.chain(*round_.received))
         with region(f"zero::transform matrices of bucket {number}"):
             flat: dict[int, torch.Tensor] = {}
@@ -126,7 +126,7 @@ class MatrixExchange:
         """Wait for the directions of a round, which `apply` then needs."""
         if (round_ := self._in_flight.pop(number, None)) is None:
             return
-        incoming = self.comm.finish_all_to_all(round_.work)
+        incoming = self._arrived(round_.work)
         sent = list(itertools.chain(*round_.sent))
         arrived = dict(zip(sent, incoming.split([part.numel for part in sent]), strict=True))
         for part in sorted(arrived, key=lambda part: (part.bucket, part.offset)):
@@ -145,6 +145,10 @@ class MatrixExchange:
     def has_matrices(self, param: torch.nn.Parameter) -> bool:
         """Return whether a parameter consists of matrices."""
         return self._specs[self.number_of[param]].matrices > 0
+
+    def _arrived(self, work: AllToAllWork) -> torch.Tensor:
+        self.comm.wait("all-to-all", work.works, work.incoming.device)
+        return work.incoming
 
     def _group(self, number: int) -> dict[str, Any]:
         """Return the group of `inner` that holds the slices of a parameter."""

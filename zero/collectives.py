@@ -95,19 +95,13 @@ class Communicator:
     """The collectives of one process group, with counters of bytes and wait time.
 
     Without torch.distributed, the group has one rank. Construction and all collectives need to be called on all ranks, in the
-    same order.
-
-    The ranks form shard groups of `shard_size` consecutive ranks. A bucket is a flat tensor. It holds the equal
-    shards of the ranks of a shard group end to end. With several shard groups, each of them holds a replica of every shard, and
-    the ranks with the same shards form a replica group. This is hybrid sharding, as in Megatron-LM
-    (`num_distributed_optimizer_instances`) and in PyTorch FSDP (`HYBRID_SHARD`).
+    same order. A bucket is a flat tensor, the equal shards of the ranks of a shard group end to end. With several shard groups,
+    each of them holds a replica of every shard, and the ranks with the same shards form a replica group. This is hybrid
+    sharding, as in Megatron-LM (`num_distributed_optimizer_instances`) and in PyTorch FSDP (`HYBRID_SHARD`).
 
     Args:
         group: all ranks that train the model. Default: all ranks of the run.
-        shard_size: number of ranks in a shard group. 0: all ranks form one.
-
-    Raises:
-        ValueError: if `shard_size` does not divide the number of ranks.
+        shard_size: number of consecutive ranks in a shard group, see `resolve_shard_size`.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, shard_size: int = 0) -> None:

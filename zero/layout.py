@@ -5,16 +5,14 @@
 flat buffer   all parameters of one dtype laid end to end in the given order, with padding. The optimizer reverses the order
               of its parameters, because later parameters get their gradients earlier.
 bucket        consecutive elements of the flat buffer; the unit of communication
-shard         the part of a bucket that one rank owns; the shards of a bucket lie side by side, in rank order
+shard         the part of a bucket that one rank owns; all are equal, and lie side by side, in rank order
 slice         the part of one parameter that lies in one shard: a contiguous range of the flattened parameter
 
-All shards of a bucket are equal (ZeRO, https://arxiv.org/abs/1910.02054, section 5.1), so parameters are cut wherever a shard
-ends.
-
 Parameters and shards begin at multiples of `align` elements. A vectorized kernel may round the elements of full vectors and
-those of the tail after the last full vector differently (torch's fused CPU AdamW does). The cuts lie between vectors, so an
-update of slices equals an update of whole parameters bit for bit. A parameter without elements takes `align` elements, so that
-it has a place and one owner like any other parameter.
+those of the tail differently (torch's fused CPU AdamW does). The cuts lie between vectors, so an update of slices equals an
+update of whole parameters bit for bit. A parameter without elements takes `align` elements, so that it has one owner too.
+
+Source: ZeRO, https://arxiv.org/abs/1910.02054, section 5.1.
 """
 
 import heapq

@@ -154,12 +154,10 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
         return self._parameter_gradients if wrapper is None else wrapper.reducer
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the owned slices and all-gather the slices of all ranks. Needs to be called on all ranks.
 
-        Args:
-            closure: recomputes the loss, once. Its result is returned.
-            **kwargs: arguments of the inner optimizer's `step`.
+        `closure` recomputes the loss, once. Its result is returned.
         """
         loss = None
         if closure is not None:
@@ -173,7 +171,7 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
         buckets, changed = self.buckets[::-1], self.source.updated()
         try:
             rounds = [[bucket] for bucket in buckets] if self._steps_by_bucket else [buckets]
-            for updated in self._update(rounds, changed, **kwargs):  # phase 2: update the owned slices
+            for updated in self._update(rounds, changed):  # phase 2: update the owned slices
                 for bucket in updated:  # phase 3: all-gather
                     with region(f"zero::all_gather bucket {bucket.number}"):
                         bucket.gather = self.comm.all_gather(bucket.data)

@@ -186,11 +186,9 @@ class BucketGradients:
 class Reducer:
     """Takes the gradients of a model while backward runs, and gives their means over the ranks to a ShardedOptimizer.
 
-    A gradient that arrives is copied to its buckets and freed; a `SentGradient` takes its place in `param.grad`. Buckets are
-    reduce-scattered in the order of their numbers, as soon as they are full. The end of backward completes the buckets whose
-    parameters it did not reach, and the ranks agree on which parameters have a gradient on any rank.
-
-    Later changes of `param.grad` are detected when they matter: None drops a gradient, `zero_()` zeroes it.
+    What `ShardedDataParallel` says of backward happens here. The end of backward completes the buckets whose parameters it did
+    not reach, and the ranks agree on which parameters have a gradient on any rank. Later changes of `param.grad` are detected
+    when they matter: None drops a gradient, `zero_()` zeroes it.
 
     Attributes:
         in_backward: whether gradients arrive; also after a backward that has failed.

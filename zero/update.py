@@ -37,12 +37,10 @@ class SliceUpdate:
         if codec is not None:
             inner.register_load_state_dict_post_hook(self._encode_loaded)
 
-    def __call__(self, rounds: list[list[Bucket]], changed: list[torch.nn.Parameter], **kwargs: Any) -> Iterator[list[Bucket]]:
+    def __call__(self, rounds: list[list[Bucket]], changed: list[torch.nn.Parameter]) -> Iterator[list[Bucket]]:
         """Update the slices that have gradients, some buckets at a time, and yield these. Needs to be called on all ranks.
 
-        Args:
-            changed: the parameters that have a gradient on any rank.
-            **kwargs: arguments of the inner optimizer's `step`.
+        `changed`: the parameters that have a gradient on any rank.
         """
         if self.codec is not None:
             check_rounding(type(self.inner), self.inner.param_groups)
@@ -57,7 +55,7 @@ class SliceUpdate:
                 with region(f"zero::update bucket {buckets[0].number}" if len(buckets) == 1 else "zero::update"):
                     for _ in buckets:
                         self._exchange_for(order, next(positions))
-                    self._update(buckets, **kwargs)
+                    self._update(buckets)
                 yield buckets
         except BaseException:
             if self.exchange is not None and self.exchange.comm.shard_size > 1:
@@ -73,7 +71,7 @@ class SliceUpdate:
                 exchange.transform(later)
             exchange.receive(order[position])
 
-    def _update(self, buckets: list[Bucket], **kwargs: Any) -> None:
+    def _update(self, buckets: list[Bucket]) -> None:
         groups = self.inner.param_groups
         everything = [group["params"] for group in groups]
         if len(buckets) < len(self.buckets) or self.exchange is not None:
@@ -93,7 +91,7 @@ class SliceUpdate:
                 for owned in slices:
                     if self.exchange is not None and self._has_matrices(owned):
                         self.exchange.apply(owned)
-            own_step(type(self.inner))(self.inner, **kwargs)
+            own_step(type(self.inner))(self.inner)
         finally:
             for group, params in zip(groups, everything, strict=True):
                 group["params"] = params

@@ -1,9 +1,9 @@
 """Optimizer state that does not depend on its sharding: gather the whole state on rank 0, and restore it at any world size.
 
-Every save makes the same two things on each rank: an outline of the whole state, with tensors on the meta device in place of
-tensors with elements, and chunks, the elements that this rank owns of them. `local_chunks` returns both; `full_state` fills the
-outline on rank 0. What rank 0 gets is what the `state_dict()` of a single, unsharded optimizer would hold. `restore` loads this
-into any implementation at any world size. It takes a function that reads chunks: this module accesses no files.
+Every save makes two things on each rank: an outline of the whole state, with tensors on the meta device, and chunks, the
+elements that this rank owns of them. `local_chunks` returns both; `full_state` fills the outline on rank 0, with what the
+`state_dict()` of a single, unsharded optimizer would hold. `restore` loads this into any implementation at any world size. It
+takes a function that reads chunks: this module accesses no files.
 """
 
 import copy
@@ -142,8 +142,8 @@ def restore(
 ) -> None:
     """Load the state of an unsharded optimizer. Each rank takes its slices. Needs to be called on all ranks.
 
-    Hyperparameters come from `state_dict`, except for the choice of kernel (`fused`, `foreach`, ...), which stays unchanged.
-    `step` counters go to the device that this kernel requires (https://github.com/pytorch/pytorch/issues/124133).
+    Hyperparameters come from `state_dict`, except for the choice of kernel (`fused`, `foreach`, ...). `step` counters go to the
+    device that this requires (https://github.com/pytorch/pytorch/issues/124133).
 
     Args:
         state_dict: the result of `consolidate`, or the `state_dict()` of an unsharded optimizer. It is only read and copied.

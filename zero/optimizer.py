@@ -107,7 +107,7 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
         codec = codec_of(state_dtype)
         check_class(optimizer_cls, elementwise)
         self.comm, self.optimizer_cls = Communicator(process_group, shard_size), optimizer_cls
-        self.arguments, self.param_dtype, self.device = kwargs, param_dtype, device
+        self.param_dtype, self.device = param_dtype, device
         self.plan_options: dict[str, Any] = {"bucket_mb": bucket_mb, "param_dtype": param_dtype}
         self.plan_options |= {"master_dtype": master_dtype, "state_dtype": state_dtype}
         self.registration_order = list(registration_order or ())
@@ -128,7 +128,14 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
         on_all_ranks(partial(super().__init__, params, dict(kwargs)), self.comm.group)
         self.state = CallersState(dict)
         self._lay_out()
-        self.inner = on_all_ranks(lambda: optimizer_cls(self._inner_groups(), **kwargs), self.comm.group)
+        inner_groups = [
+            {
+                **hyperparameters(group),
+                "params": [owned.local for param in group["params"] for owned in self._owned_of.get(param, [])],
+            }
+            for group in self.param_groups
+        ]
+        self.inner = on_all_ranks(lambda: optimizer_cls(inner_groups, **kwargs), self.comm.group)
         if self.inner._optimizer_step_pre_hooks or self.inner._optimizer_step_post_hooks:
             raise ValueError(f"{optimizer_cls.__name__} registers step hooks on itself, which ShardedOptimizer would not call")
         self._update = SliceUpdate(self.inner, self.buckets, codec, exchange_of(self))
@@ -317,16 +324,6 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
                         owned.set_masters(part, first)
                 _optimizer_of[param] = weakref.ref(self)
 
-    def _inner_groups(self) -> list[dict[str, Any]]:
-        """Return parameter groups for the inner optimizer, with this rank's slices in place of the parameters."""
-        return [
-            {
-                **hyperparameters(group),
-                "params": [owned.local for param in group["params"] for owned in self._owned_of.get(param, [])],
-            }
-            for group in self.param_groups
-        ]
-
 
 def _checked_plan(optimizer: ShardedOptimizer) -> Plan:
     """Return the plan of all groups. Nothing has moved if this refuses them, on all ranks."""
@@ -339,22 +336,11 @@ def _checked_plan(optimizer: ShardedOptimizer) -> Plan:
             check_rounding(optimizer.optimizer_cls, groups)
         if issubclass(optimizer.optimizer_cls, Muon):
             check_matrices(groups)
-        optimizer.optimizer_cls([_without_memory(group, optimizer.device) for group in groups], **optimizer.arguments)
 
     on_all_ranks(check, comm.group)
     check_same_on_all_ranks({f"parameter {number}": properties(param) for number, param in enumerate(params)}, comm.group)
     specs = parameter_specs(groups, optimizer.registration_order, device=optimizer.device)
     return plan(specs, comm.shard_size, **options)
-
-
-def _without_memory(group: dict[str, Any], device: torch.device | None) -> dict[str, Any]:
-    """Return a parameter group with other parameters in place of its own, of one element, for a trial.
-
-    Args:
-        device: of the parameters; None: where they are.
-    """
-    params = [torch.nn.Parameter(param.new_zeros((), device=device), param.requires_grad) for param in group["params"]]
-    return {key: value for key, value in group.items() if key != "param_names"} | {"params": params}
 
 
 def _follow_weights(buckets: list[Bucket], comm: Communicator) -> None:

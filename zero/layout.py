@@ -131,7 +131,7 @@ class Layout:
             bucket_numel: largest number of elements per bucket, rounded up to a multiple of `align * world_size`.
             align: number of elements per vector of the kernels that will run over slices.
         """
-        *offsets, end = accumulate(_sizes(numels, align), initial=0)
+        *offsets, end = accumulate((_round_up(max(numel, 1), align) for numel in numels), initial=0)
         unit = align * world_size
         buckets = max(1, _ceil(end, _round_up(bucket_numel, unit)))
         numel = _ceil(end, buckets * unit) * align  # per shard
@@ -367,11 +367,6 @@ def balanced(costs: Sequence[int], world_size: int, order: Iterable[int] | None 
         load, ranks[number] = loads[0]
         heapq.heapreplace(loads, (load + costs[number], ranks[number]))
     return ranks
-
-
-def _sizes(numels: Sequence[int], align: int) -> list[int]:
-    """Return the number of elements that each parameter takes in the flat buffer."""
-    return [_round_up(max(numel, 1), align) for numel in numels]
 
 
 def _round_up(value: int, multiple: int) -> int:

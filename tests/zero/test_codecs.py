@@ -175,7 +175,7 @@ def both_masters():
     held, trained = [], []
     for master_dtype in ("float32", "remainder"):
         model, optimizer = make(param_dtype=torch.bfloat16, master_dtype=master_dtype)
-        train(model, optimizer, dist.get_rank(), steps=200)
+        train(model, optimizer, dist.get_rank(), steps=60)
         held.append(held_bytes(optimizer)["master"])
         trained.append([ckpt.model_state_dict(model.module, optimizer), weights(model)])
     assert held[0] == 2 * held[1] > 0
@@ -229,10 +229,12 @@ def skip_and_resume(name):
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_a_resumed_run_is_bit_exact(world_size):
     """Also after an update that was skipped, and of classes without `step`."""
-    runs = [partial(save_and_resume, name, shard_gradients) for name in CODECS for shard_gradients in (False, True)]
+    some = ("bfloat16", "both")
+    names = CODECS if world_size == 2 else some
+    runs = [partial(save_and_resume, name, shard_gradients) for name in names for shard_gradients in (False, True)]
     if world_size == 2:
         runs += [partial(save_and_resume, name, False) for name in WITHOUT_STEP]
-        runs += [partial(skip_and_resume, name) for name in CODECS]
+        runs += [partial(skip_and_resume, name) for name in some]
     run_in_turn(world_size, *runs)
 
 

@@ -426,11 +426,12 @@ def frozen_for_a_while(model, module, optimizer, step):
 class Buffers(nn.Module):
     """Buffers that forward writes, replaces, resizes or registers, on all ranks or on one."""
 
-    def __init__(self, how):
+    def __init__(self, how, extra=False):
         super().__init__()
         self.inner, self.how = net(), how
-        if not how.startswith("register"):
+        if not how.startswith("register") or extra:
             self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        if not how.startswith("register"):
             self.register_buffer("cache", torch.zeros(2, 3))
 
     def forward(self, x):

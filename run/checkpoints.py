@@ -207,7 +207,7 @@ class Checkpoints:
             own = f"the checkpoint of rank 0 is at iteration {first}" if first >= 0 else "rank 0 has none"
             raise ValueError(
                 f"init_from=auto: rank {iterations.index(last)} has a checkpoint of iteration {last} in out_dir, but {own}; "
-                "use an out_dir that all hosts share, or start torchrun with --node_rank=0 on the host of the last checkpoint"
+                "use an out_dir that all hosts share, or copy the last checkpoint to all of them"
             )
 
     def _iteration(self) -> int:

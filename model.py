@@ -7,7 +7,7 @@ shares its weight with the token embedding. The weights are initialized from a s
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any, Self
 
@@ -321,7 +321,7 @@ class GPT(nn.Module):
         weights = {key.removeprefix("_orig_mod."): tensor for key, tensor in checkpoint["model"].items()}
         weights = {key: tensor for key, tensor in weights.items() if not key.endswith(".attn.bias")}  # old causal masks
         try:
-            model._load(weights)
+            model.load_state_dict(weights)
         except RuntimeError as error:  # the message lists the wrong names, one per line
             raise ValueError(f"the checkpoint's weights do not fit its model_args: {error}") from error
         return model
@@ -353,13 +353,8 @@ class GPT(nn.Module):
         weights = source.state_dict()
         # the weight is (in, out) in OpenAI's Conv1D and (out, in) in Linear
         conv1d = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
-        model._load({key: weights[key].t() if key.endswith(conv1d) else weights[key] for key in model.state_dict()})
+        model.load_state_dict({key: weights[key].t() if key.endswith(conv1d) else weights[key] for key in model.state_dict()})
         return model
-
-    def _load(self, weights: dict[str, torch.Tensor]) -> None:
-        """Load weights, which a model on the meta device only compares with its own shapes."""
-        device = self.lm_head.weight.device
-        self.load_state_dict({name: weight.to(device) for name, weight in weights.items()})
 
     @torch.no_grad()
     def generate(
@@ -393,17 +388,17 @@ class GPT(nn.Module):
 
 
 @contextmanager
-def without_weights(applies: bool = True) -> Iterator[None]:
+def without_weights() -> Iterator[None]:
     """Put new modules on the meta device in this context, where they have shapes but no values and take no memory."""
-    with torch.device("meta") if applies else nullcontext(), SkipInitialization() if applies else nullcontext():
+    with torch.device("meta"), SkipInitialization():
         yield
 
 
 class SkipInitialization(TorchFunctionMode):
     """A context in which new modules do not initialize their parameters.
 
-    This is for modules on the meta device or of fake tensors. They have no values, but the functions of `nn.init` take a second
-    to import what they need there.
+    This is for weights that others will replace, and for modules on the meta device or of fake tensors, where the functions of
+    `nn.init` take a second to import what they need.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -20,6 +20,7 @@ and continues. Exit code 0: done; 2: wrong input, in one line; 1: any other erro
 import math
 import os
 import time
+from contextlib import nullcontext
 from typing import Literal
 
 import numpy as np
@@ -43,7 +44,7 @@ from distributed import machine
 from distributed.exits import exit_on_wrong_input
 from distributed.launch import launched
 from distributed.ranks import mean_over_ranks, print0, start
-from model import GPT, GPTConfig, check_block_size, without_weights
+from model import GPT, GPTConfig, SkipInitialization, check_block_size
 from run.hooks import Run
 from run.rank_checks import check_combinations, compare_model_and_data, compare_settings, compare_with_checkpoint
 from zero import ShardedGradScaler
@@ -164,7 +165,7 @@ with run.stage("reading the checkpoint"):
     if checkpoint is not None:
         compare_with_checkpoint(checkpoint, config, data)
         state.resume(checkpoint, sequences_per_iter)
-with run.stage("making the model"), without_weights(rank > 0):  # `build` broadcasts those of rank 0
+with run.stage("making the model"), SkipInitialization() if rank > 0 else nullcontext():  # `build` broadcasts rank 0's weights
     if checkpoint is not None:
         raw_model = GPT.from_checkpoint(checkpoint, dropout)
         print0(f"with the checkpoint's model, at iteration {state.iter_num}: {raw_model.config}")

@@ -15,7 +15,7 @@ from distributed import machine
 from forecast.modes import Mode
 from forecast.prediction import Workload
 from forecast.run_memory import Forecast, forecast, gpt_specs, predicted_activations
-from model import GPT, GPTConfig, without_weights
+from model import GPT, GPTConfig, SkipInitialization
 from zero import ShardedOptimizer
 from zero.build import build, clip_grad_norm_
 from zero.flags import Flags
@@ -82,9 +82,10 @@ class Contender:
         self.setup, self.mode = setup, mode
         torch.manual_seed(setup.seed)
         is_built = mode.is_built
-        with setup.device, without_weights(is_built and dist.get_rank() > 0):  # on a CPU, GPT-2 XL would take most of a minute
+        skip = SkipInitialization() if is_built and dist.get_rank() > 0 else nullcontext()
+        with setup.device, skip:  # on a CPU, GPT-2 XL would take most of a minute
             self.module = GPT(setup.config)
-        if is_built and dist.get_rank() == 0:  # as in train.py, rank 0 has the weights, in main memory
+        if is_built:  # as in train.py, in main memory
             self.module.to("cpu")
         self.module.activation_checkpointing, self.module.loss_chunk = setup.activation_checkpointing, mode.loss_chunk
         self.model: torch.nn.Module

@@ -335,9 +335,9 @@ class ShardedPrediction(Prediction):
 
     @cached_property
     def _matrices(self) -> MatrixPlan | None:
-        """The plan of the exchange; None: there are no matrices, or none that is cut."""
+        """The plan of the exchange; None: there are no matrices."""
         has_some = any(spec.matrices and spec.requires_grad for spec in self.plan.params)
-        return matrix_plan(self.plan) if has_some and self.plan.partition == "element" else None
+        return matrix_plan(self.plan) if has_some else None
 
     @property
     def _matrix_itemsize(self) -> int:

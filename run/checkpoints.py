@@ -5,7 +5,6 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -48,7 +47,8 @@ class Checkpoints:
     """Loads and saves the checkpoints of a run. The constructor and every method need to be called on all ranks.
 
     Args:
-        folder: output folder of the run. If the hosts do not share it, that of rank 0 has the checkpoints.
+        folder: output folder of the run. If the hosts do not share it, rank 0 writes the checkpoints, and to resume, every host
+            needs a copy.
         always: save when the run ends, even if it has saved before.
         read_only: the run saves no checkpoint and changes nothing in the folder.
         keep, background, format: see `zero.checkpoint.CheckpointWriter`.
@@ -61,7 +61,6 @@ class Checkpoints:
         self._newest: int | None = None  # iteration of the checkpoint that was loaded or saved last
         self._lock: Lock | None = None  # on rank 0
         self._path = ""  # path of the loaded checkpoint
-        self._read_chunks: Callable[..., None] | None = None  # reads the state of the loaded checkpoint
         self._newest_is_corrupt = False  # on rank 0: True if an older checkpoint was loaded instead
         self._writer: CheckpointWriter  # set by `claim`
         self._blocked_s: deque[float] = deque()  # on rank 0: how long `begin_save` took, for each save without a report so far
@@ -76,9 +75,9 @@ class Checkpoints:
             The checkpoint, see `zero.checkpoint.load_on_all_ranks`; None: it is a new run.
 
         Raises:
-            ValueError: if there is no checkpoint, it cannot be read, or another run writes to the folder. For 'auto', also if
-                another rank sees a later checkpoint than rank 0, in a folder of its own: after a restart, torchrun may put rank
-                0 on another host.
+            ValueError: if there is no checkpoint, a rank cannot read it, or another run writes to the folder. For 'auto', also
+                if another rank sees a later checkpoint than rank 0, in a folder of its own: after a restart, torchrun may put
+                rank 0 on another host.
         """
         if init_from == "auto":
             self._check_newest()
@@ -86,8 +85,8 @@ class Checkpoints:
             return None
         self._path = on_rank_0(self._find)
         print0(f"Resuming training from {self.folder}")
-        own_path = os.path.join(self.folder, os.path.basename(self._path))  # each host may have another folder
-        checkpoint, self._read_chunks = ckpt.load_on_all_ranks(own_path)
+        self._path = os.path.join(self.folder, os.path.basename(self._path))  # each host may have another folder
+        checkpoint = ckpt.load_on_all_ranks(self._path)
         self._newest = checkpoint["iter_num"]
         return checkpoint
 
@@ -98,17 +97,14 @@ class Checkpoints:
 
     def restore(self, optimizer: torch.optim.Optimizer, checkpoint: dict[str, Any]) -> None:
         """Load the optimizer state from the checkpoint that `load` returned. See `zero.checkpoint.restore`."""
-        ckpt.restore(optimizer, checkpoint["optimizer"], self._read_chunks)
+        ckpt.restore(optimizer, checkpoint["optimizer"], ckpt.chunk_reader(self._path, checkpoint))
 
     def claim(self) -> None:
         """Lock the folder for this run and remove the unfinished files of killed runs. A read-only run does neither.
 
-        After this, the checkpoint that `load` returned cannot be restored.
-
         Raises:
             ValueError: if another run writes to the folder, this run cannot write to it, or all ranks must share it and do not.
         """
-        self._read_chunks = None  # it keeps the loaded checkpoint in memory
         if not self.read_only:
             on_rank_0(self._take_lock)
             if self.format == "sharded":
@@ -211,7 +207,7 @@ class Checkpoints:
             own = f"the checkpoint of rank 0 is at iteration {first}" if first >= 0 else "rank 0 has none"
             raise ValueError(
                 f"init_from=auto: rank {iterations.index(last)} has a checkpoint of iteration {last} in out_dir, but {own}; "
-                "use an out_dir that all hosts share, or start torchrun with --node_rank=0 on the host of the last checkpoint"
+                "use an out_dir that all hosts share, or copy the last checkpoint to all of them"
             )
 
     def _iteration(self) -> int:

@@ -258,7 +258,7 @@ REMEDIES = {  # settings of earlier versions
     **{
         "metric_interval": "every 10 iterations",
         "profile_memory": "use profile",
-        "zero_check_reads": "use check_reads",
+        "zero_check_reads": "remove it",
     },
     **{"on_save_error": "exit code is 1", "on_nonfinite": "use max_nonfinite", "master_dtype": "'bfloat16_remainder'"},
 }

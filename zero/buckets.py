@@ -10,7 +10,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from zero.layout import BufferPlan, Layout, PlacedSlice
 from zero.masters import Masters, Remainders
-from zero.tensors import has_memory, is_dense, memory_span, name_of, set_data, shaped, with_own_storage
+from zero.tensors import has_memory, is_dense, memory_span, name_of, shaped, with_own_storage
 
 
 @dataclass
@@ -30,7 +30,7 @@ class FlatBuffer:
         if has_memory(param):
             is_same = is_dense(param) and param.dtype == self.data.dtype
             self.left[number] = StorageWeakRef(param.untyped_storage()), *memory_span(param), is_same
-        set_data(param, self._place(number, like))
+        param.data = self._place(number, like)
         self.forms[number] = _form(param)
 
     def take_along(self, tensor: torch.Tensor, name: str, names: dict[torch.nn.Parameter, str]) -> None:
@@ -87,8 +87,7 @@ class OwnedSlice(NamedTuple):
     start: int  # first element of the flattened parameter, see `flattened`
     stop: int
     offset: int  # first element in this rank's shard of the bucket
-    # a view into the shard or into the values of its masters; (stop - start,), or the parameter's shape if it is whole or has
-    # one element
+    # a view into the shard or into the values of its masters; (stop - start,), or the parameter's shape if it has one element
     local: torch.nn.Parameter
     masters: Masters | Remainders | None = None  # those of the shard
 
@@ -111,9 +110,8 @@ class Bucket:
     """The tensors and slices of one bucket at run time."""
 
     number: int  # among all buckets of the optimizer
-    data: torch.Tensor  # (sum of sizes,), a view into FlatBuffer.data
-    sizes: list[int]  # elements of each rank's shard
-    shard: torch.Tensor  # (sizes[rank],), this rank's part of `data`
+    data: torch.Tensor  # (number of ranks * shard.numel(),), a view into FlatBuffer.data
+    shard: torch.Tensor  # this rank's part of `data`
     masters: Masters | Remainders | None  # of `shard`, if `data` has lower precision than the update
     owned: list[OwnedSlice]  # the slices that this rank updates
     local_by_group: dict[int, list[torch.nn.Parameter]]  # their local parameters, by group of the inner optimizer
@@ -122,7 +120,7 @@ class Bucket:
 
     @property
     def updated(self) -> torch.Tensor:
-        """The tensor that the inner optimizer updates through views, (sizes[rank],)."""
+        """The tensor that the inner optimizer updates through views, in the shape of `shard`."""
         return self.shard if self.masters is None else self.masters.values
 
     def load_masters(self) -> None:
@@ -147,7 +145,6 @@ def allocate(
     planned: BufferPlan,
     params: list[torch.nn.Parameter],
     rank: int,
-    whole: bool,
     first_param: int,
     first_bucket: int,
 ) -> tuple[FlatBuffer, list[Bucket]]:
@@ -156,7 +153,6 @@ def allocate(
     Args:
         params: those of the buffer, as the layout numbers them.
         rank: the rank whose slices are owned.
-        whole: slices are whole parameters, and get their shapes.
         first_param, first_bucket: how many parameters and buckets the buffers before this one have.
     """
     layout = planned.layout
@@ -174,10 +170,10 @@ def allocate(
         masters: Masters | Remainders | None = None
         if planned.has_masters:
             masters = Remainders(shard) if planned.has_remainders else Masters(shard, planned.update_dtype)
-        bucket = Bucket(number, whole_bucket, [part.numel for part in shards], shard, masters, [], {}, members)
+        bucket = Bucket(number, whole_bucket, shard, masters, [], {}, members)
         for index, start, stop, offset in layout.placed_in(own):
             param, local = params[index], bucket.updated[offset : offset + stop - start]
-            if whole or param.numel() == 1:  # then any state of it has one shape
+            if param.numel() == 1:  # then any state of it has one shape
                 local = shaped(local, param)
             bucket.owned.append(OwnedSlice(param, start, stop, offset, torch.nn.Parameter(local), bucket.masters))
         buckets.append(bucket)

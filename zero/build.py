@@ -6,17 +6,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_leaves
 
-from zero.checks import STAYS, WITH_VALUES
 from zero.data_parallel import ShardedDataParallel
 from zero.flags import Flags
 from zero.gradients import GradientNorms, float32_norms
-from zero.host_comm import gather_objects, is_rank_0, on_all_ranks
 from zero.muon import Muon
 from zero.optimizer import ShardedOptimizer
 from zero.sharded_state import parameters
-from zero.tensors import flattened, is_held, memory_span, set_data, values_on
 
 
 def optimizer_of(matrices: bool, device_type: str, **adamw: Any) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
@@ -42,9 +38,8 @@ def build(
     Args:
         groups: parameter groups, as for torch.optim.AdamW. If a group has an entry "matrices", the optimizer is `zero.Muon`.
         flags: see `zero.flags.Flags`.
-        device: where `model` will train. Default: where it is. Its tensors move there one after the other. The values are those
-            of rank 0; on other ranks, the model may be on the meta device, if its tensors are parameters and buffers, and if
-            its construction draws no random numbers for anything else.
+        device: where `model` will train. Default: where it is. Its tensors move there one after the other, and take the values
+            of rank 0.
         overlap: with `zero1_impl='sharded'`, the all-gathers run during the next forward. For models that read parameters
             through their modules, see `zero.ShardedDataParallel`.
         **adamw: arguments of torch.optim.AdamW, see `optimizer_of`.
@@ -58,7 +53,12 @@ def build(
     implementation = flags.implementation(dist.get_world_size() if dist.is_initialized() else 1)
     device = device or next(model.parameters()).device
     optimizer_cls, arguments = optimizer_of(any("matrices" in group for group in groups), device.type, **adamw)
-    move(model, device, trainable=implementation != "sharded")
+    if implementation == "sharded":  # ShardedOptimizer moves the trainable parameters
+        for tensor in (*model.parameters(), *model.buffers()):
+            if not (isinstance(tensor, torch.nn.Parameter) and tensor.requires_grad):
+                tensor.data = tensor.data.to(device)
+    else:
+        model.to(device)
     if not dist.is_initialized():
         return model, optimizer_cls(groups, **arguments)
     if implementation == "sharded":
@@ -81,61 +81,6 @@ def build(
     # gradients are views into DDP's buckets: the all-reduce is the same, but there is no second copy of every gradient
     device_ids = [device.index] if device.type == "cuda" else None
     return DistributedDataParallel(model, device_ids=device_ids, gradient_as_bucket_view=True), optimizer
-
-
-def move(model: torch.nn.Module, device: torch.device, trainable: bool) -> None:
-    """Move a model to a device, tensor by tensor. Needs to be called on all ranks.
-
-    If it is on the meta device on some ranks, buffers and frozen parameters get the values of rank 0.
-
-    Args:
-        trainable: move also the trainable parameters, from the meta device without values. ShardedOptimizer moves them itself.
-
-    Raises:
-        ValueError: if the model is on the meta device and has tensors that would not get the values of rank 0.
-    """
-
-    def check() -> bool:
-        if device.type == "meta":
-            raise ValueError("the model is on the meta device; device=... says where it will train")
-        is_meta = _check_meta(model)
-        if is_meta and is_rank_0():
-            raise ValueError("the model is on the meta device; rank 0 needs its values")
-        return is_meta
-
-    some_are_meta = any(gather_objects(on_all_ranks(check)))
-    for tensor in (*model.parameters(), *model.buffers()):
-        is_trained = isinstance(tensor, torch.nn.Parameter) and tensor.requires_grad
-        if trainable or not is_trained:
-            set_data(tensor, values_on(device, tensor))
-        if some_are_meta and not is_trained and tensor.numel():
-            dist.broadcast(flattened(tensor.data, tensor), 0)
-
-
-def _check_meta(module: torch.nn.Module) -> bool:
-    """Return whether a module has tensors on the meta device.
-
-    Raises ValueError for those that would not get the values of rank 0, or not keep them.
-    """
-    names = {id(tensor): name for name, tensor in (*module.named_parameters(), *module.named_buffers())}
-    spans: dict[int, dict[str, tuple[int, int]]] = {}  # by storage and name
-    for prefix, part in module.named_modules():
-        for key, value in vars(part).items():
-            for tensor in tree_leaves(value):
-                if not isinstance(tensor, torch.Tensor) or not tensor.is_meta:
-                    continue
-                if (name := names.get(id(tensor))) is None:
-                    where = f"{prefix}.{key}".lstrip(".")
-                    raise ValueError(f"{where} is neither a parameter nor a buffer and gets no values; {WITH_VALUES}")
-                if is_held(tensor) or tensor.grad is not None:
-                    raise ValueError(f"there are views, results or a gradient of {name}, {STAYS}")
-                start, stop = memory_span(tensor)
-                in_storage = spans.setdefault(tensor.untyped_storage()._cdata, {})
-                for other, (begin, end) in in_storage.items():
-                    if other != name and start < end and begin < stop:
-                        raise ValueError(f"{other} and {name} share memory, {STAYS}")
-                in_storage[name] = start, stop
-    return bool(spans)
 
 
 def clip_grad_norm_(optimizer: torch.optim.Optimizer, max_norm: float) -> GradientNorms:

@@ -3,14 +3,14 @@
 import gc
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Any
 
 import torch
 from torch import nn
 
 from zero.muon import Muon
-from zero.tensors import is_dense, is_held, may_overlap, memory_span, name_of
+from zero.tensors import is_dense, may_overlap, memory_span, name_of
 
 MOVED = (
     "was moved or replaced after ShardedOptimizer was built (by model.to, flatten_parameters, or another optimizer); build the "
@@ -26,37 +26,33 @@ ELEMENTWISE = (
     *(torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax, torch.optim.ASGD),
     *(torch.optim.NAdam, torch.optim.RAdam, torch.optim.RMSprop, torch.optim.Rprop, torch.optim.SGD),
 )
-NEED_WHOLE_PARAMETERS = (torch.optim.Adafactor, torch.optim.Muon)  # they use rows and columns
 # the state of these must not be rounded between updates. That of the others is means of gradients and of squares
 _EXACT = (torch.optim.Adagrad, torch.optim.ASGD, torch.optim.Rprop)
-WITH_VALUES = "build the model with values on all ranks"
-STAYS = f"which do not follow it from the meta device; {WITH_VALUES}"
+_NEEDS_WHOLE = "it looks at the shape of a parameter; use ZeroRedundancyOptimizer, which keeps each one whole on a rank"
 _UNSUPPORTED = {
+    torch.optim.Adafactor: _NEEDS_WHOLE,
+    torch.optim.Muon: f"{_NEEDS_WHOLE}, or zero.Muon",
     torch.optim.LBFGS: "it looks at all parameters together, several times per step",
     torch.optim.SparseAdam: "sparse gradients cannot be laid flat",
 }
 
 
-def check_class(optimizer_cls: type[torch.optim.Optimizer], partition: str, elementwise: bool) -> None:
+def check_class(optimizer_cls: type[torch.optim.Optimizer], elementwise: bool) -> None:
     if not isinstance(optimizer_cls, type):
         raise ValueError(f"optimizer_cls={optimizer_cls!r} must be a class, for example torch.optim.AdamW")
     for refused, reason in _UNSUPPORTED.items():
         if issubclass(optimizer_cls, refused):
             raise ValueError(f"{optimizer_cls.__name__} cannot be divided among ranks: {reason}")
-    if partition == "parameter":
-        return
-    if issubclass(optimizer_cls, NEED_WHOLE_PARAMETERS):
-        raise ValueError(f"{optimizer_cls.__name__} looks at the shape of a parameter; use partition='parameter'")
     if optimizer_cls not in (*ELEMENTWISE, Muon) and not elementwise:
         raise ValueError(
             f"{optimizer_cls.__name__} is not one of torch.optim's classes that treat every element independently; if it does, "
-            "pass elementwise=True (ShardedOptimizer says what that promises), otherwise partition='parameter'"
+            "pass elementwise=True (ShardedOptimizer says what that promises), otherwise use ZeroRedundancyOptimizer"
         )
 
 
 def rounded_state(optimizer_cls: type[torch.optim.Optimizer]) -> Collection[str] | None:
     """Return the names of the state that a class lets be rounded, its attribute `rounded_state`; None: all of its state."""
-    if optimizer_cls in (*ELEMENTWISE, *NEED_WHOLE_PARAMETERS) and optimizer_cls not in _EXACT:
+    if optimizer_cls in ELEMENTWISE and optimizer_cls not in _EXACT:
         return None
     names = vars(optimizer_cls).get("rounded_state")
     if names is None or isinstance(names, str):
@@ -74,25 +70,20 @@ def check_rounding(optimizer_cls: type[torch.optim.Optimizer], groups: list[dict
         raise ValueError("RMSprop with centered=True subtracts one mean from another; use state_dtype='float32'")
 
 
-def check_parameters(params: list[torch.nn.Parameter], param_dtype: torch.dtype | None, may_be_meta: bool) -> None:
+def check_parameters(params: list[torch.nn.Parameter], param_dtype: torch.dtype | None) -> None:
     """Refuse parameters that cannot move into flat buffers."""
     for param in params:
         what = f"a parameter of shape {tuple(param.shape)} is"
         if param.layout != torch.strided:
             raise ValueError(f"{what} {param.layout}, which cannot be laid flat; densify it")
-        if param.is_meta and not (may_be_meta and param.requires_grad):
-            raise ValueError(
-                f"{what} on the meta device; only trainable parameters of ranks other than 0 may be there, and with device=... "
-                "only"
-            )
-        if param.is_meta and is_held(param):
-            raise ValueError(f"there are views or results of a parameter of shape {tuple(param.shape)}, {STAYS}")
+        if param.is_meta:
+            raise ValueError(f"{what} on the meta device; build the model on another one")
         if param.requires_grad and param.device.type == "cpu" and param.is_shared():
             raise ValueError(
                 f"{what} in shared memory (share_memory()), which it would leave; build the optimizer first and share a copy "
                 "of the weights"
             )
-        if param.requires_grad and not param.is_meta and not is_dense(param) and may_overlap(param):
+        if param.requires_grad and not is_dense(param) and may_overlap(param):
             raise ValueError(f"{what} expanded: elements may share memory; clone() it first")
         if param_dtype is not None and param.is_complex():
             raise ValueError(f"param_dtype={param_dtype} would drop the imaginary parts of a complex parameter")
@@ -124,7 +115,7 @@ def _is_hooked(param: torch.nn.Parameter) -> bool:
 
 def _check_memory(params: list[torch.nn.Parameter]) -> None:
     """Raise ValueError for parameters that share memory. Frozen ones may share it with each other."""
-    with_memory = [param for param in params if param.numel() and not param.is_meta]
+    with_memory = [param for param in params if param.numel()]
     spans = sorted((str(p.device), *memory_span(p), p.requires_grad, tuple(p.shape)) for p in with_memory)
     reached: dict[tuple[str, bool], tuple[int, tuple[int, ...]]] = {}  # by device, trainable: end, shape
     for device, start, stop, trainable, shape in spans:
@@ -164,8 +155,6 @@ def check_wrapping(module: nn.Module, optimizer: Any, wrappers: tuple[type[nn.Mo
         raise ValueError("the module is wrapped for data parallelism already; ShardedDataParallel takes the bare one")
     if optimizer.wrapper is not None and optimizer.wrapper() is not None:
         raise ValueError("the optimizer has a ShardedDataParallel already; make another ShardedOptimizer for another model")
-    if ignored := getattr(module, "_ddp_params_and_buffers_to_ignore", None):
-        raise ValueError(f"DistributedDataParallel was told to ignore {', '.join(ignored)}, which ShardedDataParallel cannot")
 
 
 def check_all_managed(module: nn.Module, managed: Collection[nn.Parameter]) -> None:
@@ -214,21 +203,10 @@ class StateIsDivided:
 class CallersState(defaultdict):
     """The `state` of a ShardedOptimizer: what wrappers of optimizers keep there for themselves. Refuses parameters as keys."""
 
-    def _refuse(self, *_: Any) -> Any:
-        raise RuntimeError(
-            "the optimizer state is divided among the ranks: optimizer.inner.state has that of this rank's slices, "
-            "zero.checkpoint.consolidate(optimizer) gathers all of it"
-        )
-
-    __iter__ = __len__ = keys = values = items = clear = popitem = _refuse  # type: ignore[assignment]
-
-
-def _for_callers_keys(name: str) -> Callable[..., Any]:
-    def method(state: CallersState, key: Any, *args: Any) -> Any:
-        return state._refuse() if isinstance(key, torch.Tensor) else getattr(super(CallersState, state), name)(key, *args)
-
-    return method
-
-
-for _name in ("__missing__", "__contains__", "__setitem__", "get", "pop", "setdefault"):
-    setattr(CallersState, _name, _for_callers_keys(_name))
+    def __missing__(self, key: Any) -> Any:
+        if isinstance(key, torch.Tensor):
+            raise RuntimeError(
+                "the optimizer state is divided among the ranks: optimizer.inner.state has that of this rank's slices, "
+                "zero.checkpoint.consolidate(optimizer) gathers all of it"
+            )
+        return super().__missing__(key)

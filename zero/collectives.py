@@ -50,8 +50,8 @@ def _subgroup(group: dist.ProcessGroup | None, members: Iterable[int]) -> dist.P
 class ReduceScatterWork(NamedTuple):
     """A reduce-scatter in flight. Until its works are done, `bucket` may not be written and `parts` may not be read."""
 
-    bucket: torch.Tensor  # (sum of sizes,)
-    parts: list[torch.Tensor]  # their sum is this rank's shard; each (sizes[rank],)
+    bucket: torch.Tensor  # (shard_size * numel,)
+    parts: list[torch.Tensor]  # their sum is this rank's shard; each (numel,)
     received: list[torch.Tensor]  # the tensors from the pool that hold received parts
     works: list[dist.Work]
 
@@ -95,19 +95,13 @@ class Communicator:
     """The collectives of one process group, with counters of bytes and wait time.
 
     Without torch.distributed, the group has one rank. Construction and all collectives need to be called on all ranks, in the
-    same order.
-
-    The ranks form shard groups of `shard_size` consecutive ranks. A bucket is a flat tensor, (sum of sizes,). It holds the
-    shards of the ranks of a shard group end to end: rank r owns `sizes[r]` elements. With several shard groups, each of them
-    holds a replica of every shard, and the ranks with the same shards form a replica group. This is hybrid sharding, as in
-    Megatron-LM (`num_distributed_optimizer_instances`) and in PyTorch FSDP (`HYBRID_SHARD`).
+    same order. A bucket is a flat tensor, the equal shards of the ranks of a shard group end to end. With several shard groups,
+    each of them holds a replica of every shard, and the ranks with the same shards form a replica group. This is hybrid
+    sharding, as in Megatron-LM (`num_distributed_optimizer_instances`) and in PyTorch FSDP (`HYBRID_SHARD`).
 
     Args:
         group: all ranks that train the model. Default: all ranks of the run.
-        shard_size: number of ranks in a shard group. 0: all ranks form one.
-
-    Raises:
-        ValueError: if `shard_size` does not divide the number of ranks.
+        shard_size: number of consecutive ranks in a shard group, see `resolve_shard_size`.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, shard_size: int = 0) -> None:
@@ -127,21 +121,21 @@ class Communicator:
         self.sent_bytes: Counter[str] = Counter()  # bytes that this rank sent, by kind of collective
         self.waits = Stopwatch()  # time that the computation waited, by kind of collective (exposed communication)
 
-    def reduce_scatter(self, bucket: torch.Tensor, sizes: list[int]) -> ReduceScatterWork:
+    def reduce_scatter(self, bucket: torch.Tensor) -> ReduceScatterWork:
         """Start a reduce-scatter over the shard group: send the parts of each shard to the rank that owns it.
 
         `sum_of` adds them up. Between CPUs, each pair of ranks exchanges the parts that the other rank owns: as many bytes as
         in a ring, `(N - 1) / N` of the bucket, in half the time of gloo's own reduce-scatter. Between GPUs, float32 and float64
-        buckets with equal shards use NCCL's own reduce-scatter. All others use an all-to-all, so that parts of lower precision
-        are added up in float32, while a ring would round every partial sum.
+        buckets use NCCL's own reduce-scatter. All others use an all-to-all, so that parts of lower precision are added up in
+        float32, while a ring would round every partial sum.
         """
-        parts = bucket.split(sizes)
+        parts = bucket.chunk(self.shard_size)
         own = parts[self.shard_rank]
         self.sent_bytes["reduce-scatter"] += bucket.nbytes - own.nbytes
         if self.shard_size == 1:
             return ReduceScatterWork(bucket, [own], [], [])
         on_cpu = bucket.device.type == "cpu"
-        native = self._is_native(bucket, sizes) and bucket.dtype in SUMMED_BY_NCCL
+        native = self._is_native(bucket) and bucket.dtype in SUMMED_BY_NCCL
         numels = received_numels(own.numel(), self.shard_size, on_cpu, native)
         received = [self.pool.acquire(numel, own) for numel in numels]
         if on_cpu:  # gloo sends only from main memory
@@ -152,15 +146,14 @@ class Communicator:
         if native:
             work = _reduce_scatter_single(place, bucket, group=self.shard_group, async_op=True)
             return ReduceScatterWork(bucket, [place], received, [work])
-        received_sizes = [own.numel()] * self.shard_size
-        work = dist.all_to_all_single(place, bucket, received_sizes, sizes, group=self.shard_group, async_op=True)
+        work = dist.all_to_all_single(place, bucket, group=self.shard_group, async_op=True)
         return ReduceScatterWork(bucket, list(place.chunk(self.shard_size)), received, [work])
 
     def sum_of(self, reduction: ReduceScatterWork, shard: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
         """Wait for a reduce-scatter and return its sum over the shard group, added to `shard` if there is one.
 
         Without `shard`, the sum takes the memory of a received part if that fits. It is computed in the dtype of `like`,
-        (sizes[shard_rank],), which may be wider than that of the bucket. The other tensors of the reduction return to the pool.
+        a shard, which may be wider than that of the bucket. The other tensors of the reduction return to the pool.
         """
         self.wait("reduce-scatter", reduction.works, like.device)
         parts, received = reduction.parts, reduction.received
@@ -179,24 +172,22 @@ class Communicator:
             self.pool.release(tensor)
         return shard
 
-    def all_gather(self, bucket: torch.Tensor, sizes: list[int]) -> list[dist.Work]:
+    def all_gather(self, bucket: torch.Tensor) -> list[dist.Work]:
         """Start an in-place all-gather: fill `bucket` with the shards of all ranks of the shard group.
 
         Between CPUs, each rank sends its shard to each other rank. Gloo's own all-gather takes more than three times as long
-        (448 ms for 124M float32 elements on 2 ranks), one broadcast per shard a third more. With gloo between GPUs, or if the
-        shards are not equal, each owner broadcasts its shard.
+        (448 ms for 124M float32 elements on 2 ranks), one broadcast per shard a third more. With gloo between GPUs, each owner
+        broadcasts its shard.
         """
-        shards = bucket.split(sizes)
+        shards = bucket.chunk(self.shard_size)
         own = shards[self.shard_rank]
         self.sent_bytes["all-gather"] += (self.shard_size - 1) * own.nbytes
         if bucket.device.type == "cpu" or self.shard_size == 1:
             return self._exchange([own] * self.shard_size, dict(enumerate(shards)), PARAMETERS)
-        if self._is_native(bucket, sizes):
+        if self._is_native(bucket):
             return [_all_gather_single(bucket, own, group=self.shard_group, async_op=True)]
         return [
-            dist.broadcast(shard, group_src=owner, group=self.shard_group, async_op=True)
-            for owner, shard in enumerate(shards)
-            if shard.numel()
+            dist.broadcast(shard, group_src=owner, group=self.shard_group, async_op=True) for owner, shard in enumerate(shards)
         ]
 
     def all_to_all(self, outgoing: torch.Tensor, sent: list[int], received: list[int]) -> AllToAllWork:
@@ -215,11 +206,6 @@ class Communicator:
         work: Any = dist.all_to_all_single(incoming, outgoing, received, sent, group=self.shard_group, async_op=True)
         return AllToAllWork(outgoing, incoming, [work])
 
-    def finish_all_to_all(self, work: AllToAllWork) -> torch.Tensor:
-        """Wait for an all-to-all and return what has arrived, in the order of the ranks."""
-        self.wait("all-to-all", work.works, work.incoming.device)
-        return work.incoming
-
     def all_reduce_shard(self, shard: torch.Tensor) -> list[dist.Work]:
         """Start an in-place all-reduce of a shard over its replicas. All of them get the same bits."""
         if self.replicas == 1 or not shard.numel():
@@ -233,23 +219,18 @@ class Communicator:
             return []
         return [dist.all_reduce(tensor, op=op, group=self.group, async_op=True)]
 
-    def broadcast(self, tensor: torch.Tensor) -> None:
-        """Overwrite a contiguous tensor on all ranks with the tensor of rank 0."""
-        if self.world_size > 1 and tensor.numel():
-            dist.broadcast(tensor, group_src=0, group=self.group)
-
     def parts_of_rank_0(self, values: torch.Tensor, place: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield the flat values of rank 0, part by part, each with the number of its first element.
 
-        The parts lie in `place` if that has their dtype. On other ranks, `values` may be on the meta device.
+        The parts lie in `place` if that has their dtype.
         """
         for first in range(0, values.numel(), PART):
             part = place[first : first + PART]
             if part.dtype != values.dtype:
                 part = torch.empty_like(part, dtype=values.dtype)
-            if not values.is_meta:
-                part.copy_(values[first : first + PART])
-            self.broadcast(part)
+            part.copy_(values[first : first + PART])
+            if self.world_size > 1:
+                dist.broadcast(part, group_src=0, group=self.group)
             yield first, part
 
     def wait(self, kind: str, works: list[dist.Work], device: torch.device) -> None:
@@ -273,6 +254,6 @@ class Communicator:
         for distance in range(1, self.shard_size):
             yield (self.shard_rank - distance) % self.shard_size, (self.shard_rank + distance) % self.shard_size
 
-    def _is_native(self, bucket: torch.Tensor, sizes: list[int]) -> bool:
-        """Return whether the backend's own functions are the fast method and support these shards."""
-        return bucket.device.type != "cpu" and dist.get_backend(self.group) != "gloo" and min(sizes) == max(sizes)
+    def _is_native(self, bucket: torch.Tensor) -> bool:
+        """Return whether the backend's own functions are the fast method."""
+        return bucket.device.type != "cpu" and dist.get_backend(self.group) != "gloo"

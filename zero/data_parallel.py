@@ -2,13 +2,11 @@
 
 import copy
 import itertools
-import math
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
-from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -16,8 +14,8 @@ from torch import nn
 
 from zero.buckets import Bucket
 from zero.checks import check_all_managed, check_wrapping
-from zero.host_comm import MESSAGE_BYTES, check_same_on_all_ranks, cpu_group, on_all_ranks
-from zero.optimizer import ShardedOptimizer, holds_its_parameters
+from zero.host_comm import MESSAGE_BYTES, check_same_on_all_ranks, on_all_ranks
+from zero.optimizer import ShardedOptimizer
 from zero.overlap import ReadCheck, Readers, WeakHook
 from zero.reducer import Reducer
 from zero.tensors import distinct_elements, properties
@@ -30,28 +28,24 @@ class ShardedDataParallel(nn.Module):
     """Data parallelism for a model whose optimizer is a ShardedOptimizer. It replaces DistributedDataParallel.
 
     backward   When the gradient of a parameter arrives, it is divided by the world size, copied into its bucket and freed. A
-               bucket that has all its gradients is reduce-scattered at once, in the order of the buckets. From then on,
-               `param.grad` is a `SentGradient`. It can be dropped and zeroed, but not read: clip with
-               `optimizer.clip_grad_norm_`, and scale float16 gradients with `ShardedGradScaler`. With replicas, an all-reduce
-               adds up each shard over the groups as soon as its reduce-scatter has ended.
-    step       The optimizer waits for the reduce-scatters (its phase 1), updates the owned slices, all-gathers each bucket
-               as soon as it is updated, and waits until every parameter is in its place.
-    forward    With `overlap`, step does not wait. A read of a parameter from its module waits for the all-gathers of the
-               buckets that hold the parameter.
+               full bucket is reduce-scattered at once, in the order of the buckets, and with replicas, each shard is then
+               all-reduced over the groups. From then on, `param.grad` is a `SentGradient`. It can be dropped and zeroed, not
+               read: clip with `optimizer.clip_grad_norm_`, and scale float16 gradients with `ShardedGradScaler`.
+    step       The optimizer waits for the reduce-scatters, updates the owned slices, all-gathers each bucket as soon as it is
+               updated, and waits until every parameter is in its place.
+    forward    With `overlap`, step does not wait. A read of a parameter from its module waits for its all-gathers.
 
-    With `overlap`, one rule: after `step`, read parameters from their modules, or from the optimizer's `param_groups`. While
-    all-gathers are in flight, a `WaitingDict` replaces the `_parameters` of each module, so any code may read, at any time
-    and in any thread. An RNN and a compiled module wait for all parameters that they contain; compile the blocks of a model,
-    not the whole model. Before any other read (from a list or a view made before `step`, from a module outside of the model, or
-    in a process forked after `step`), call `optimizer.synchronize()`. The first forwards of the wrapper refuse an operation
-    that reads a parameter too early, and name the parameter. A forward of the module itself is not checked.
+    With `overlap`, one rule: after `step`, read parameters from their modules, or from the optimizer's `param_groups`, in any
+    thread. Before any other read (from a list or a view made before `step`, from a module outside of the model, or in a process
+    forked after `step`), call `optimizer.synchronize()`. The first forwards of the wrapper refuse an operation that reads a
+    parameter too early, and name the parameter. An RNN and a compiled module wait for all parameters that they contain; compile
+    the blocks of a model, not the whole model.
 
-    The update skips a parameter that has no gradient on any rank. If a parameter has a gradient on some ranks, its gradient
-    counts as zero on the other ranks. Gradients of several backward passes add up until `zero_grad`.
-
-    With `require_backward_grad_sync = False`, or inside `no_sync()`, gradients accumulate in `param.grad`, and the next
-    synchronized backward sends their sum. With `shard_gradients`, every backward reduce-scatters its gradients and adds them to
-    the owned shards, so a full gradient never outlives its bucket (the paper's P_os+g).
+    Gradients of several backward passes add up until `zero_grad`. The update skips a parameter that has no gradient on any
+    rank; if it has one on some ranks, it counts as zero on the others. With `require_backward_grad_sync = False`, or inside
+    `no_sync()`, gradients accumulate in `param.grad`, and the next synchronized backward sends their sum. With
+    `shard_gradients`, every backward reduce-scatters its gradients and adds them to the owned shards, so a full gradient never
+    outlives its bucket (the paper's P_os+g).
 
     If the optimizer has a `param_dtype`, frozen parameters and buffers are converted to it as well. Gradients then arrive,
     accumulate and are sent in that dtype. Sums over ranks are float32, and with `shard_gradients` those over micro-steps too.
@@ -64,15 +58,13 @@ class ShardedDataParallel(nn.Module):
             each forward that follows a synchronized forward, as DistributedDataParallel does.
         overlap: let the all-gathers of a step overlap with the next forward. By default they end in `step`, so that
             every later read of a parameter, of any kind and in any thread, sees the update.
-        check_reads: with `overlap`, check the reads of all forwards, not only of the first ones. The check costs time in each
-            operation, and is left out if a module is compiled.
 
     Raises:
         ValueError: if a trainable parameter does not belong to the optimizer, `module` or `optimizer` is already wrapped, the
             model differs between the ranks, or a buffer or frozen parameter shares memory or cannot be stored in `param_dtype`.
-        RuntimeError: from forward, if a parameter is read too early, buffers differ between the ranks, or the last backward
-            failed. From backward, if a gradient arrives again after its bucket has been sent (as from several reentrant
-            checkpoints), or is sparse. From step, if gradients have not been sent, or a parameter was replaced.
+        RuntimeError: from forward, if a parameter is read too early, or the last backward failed. From backward, if a gradient
+            arrives again after its bucket has been sent (as from several reentrant checkpoints), or is sparse. From step, if
+            gradients have not been sent, or a parameter was replaced.
 
     Source: Rajbhandari et al., "ZeRO", sections 5.1 and 5.2, and DeepSpeed ZeRO-3 (dictionaries that wait).
     """
@@ -84,7 +76,6 @@ class ShardedDataParallel(nn.Module):
         shard_gradients: bool = False,
         broadcast_buffers: bool = True,
         overlap: bool = False,
-        check_reads: bool = False,
     ) -> None:
         super().__init__()
         self._undo: list[Callable[[], None]] = []  # removes from the module everything that the wrapper installed
@@ -92,16 +83,16 @@ class ShardedDataParallel(nn.Module):
         if not isinstance(optimizer, ShardedOptimizer):
             raise ValueError(f"ShardedDataParallel needs a ShardedOptimizer, not {type(optimizer).__name__}")
         check_wrapping(module, optimizer, (nn.parallel.DistributedDataParallel, ShardedDataParallel))
-        self._replace_wrappers(module)
         self.module, self.optimizer, self.overlap = module, optimizer, overlap
         # as under DistributedDataParallel, buffers that are added later do not count if there are none now
         self.broadcast_buffers = broadcast_buffers and next(module.buffers(), None) is not None
         self.require_backward_grad_sync = True  # whether the next backward sends its gradients, as in DistributedDataParallel
         self.shard_gradients = shard_gradients  # whether every backward does
-        self._checked_forwards = math.inf if check_reads else CHECKED_FORWARDS  # forwards that are still to be checked
+        self._checked_forwards = CHECKED_FORWARDS  # number of forwards that are still to be checked
         self._last_was_synchronized = True  # the last forward; if False, the next one does not broadcast
         optimizer.names.update({param: name for name, param in module.named_parameters()})
         self._check_parameters()
+        self._replace_wrappers(module)
         if optimizer.param_dtype is not None:
             module.to(optimizer.param_dtype)
         self._broadcast_unsharded()
@@ -128,8 +119,6 @@ class ShardedDataParallel(nn.Module):
         for name, tensor in (*self.module.named_parameters(), *self.module.named_buffers(), *attributes):
             if not isinstance(tensor, torch.Tensor):
                 continue
-            if tensor.is_meta:
-                raise ValueError(f"{name} is on the meta device; call zero.build.move before you make the optimizer")
             if tensor not in optimizer.number_of:
                 for buffer in optimizer.buffers:
                     buffer.take_along(tensor, name, optimizer.names)
@@ -160,18 +149,11 @@ class ShardedDataParallel(nn.Module):
             _wrapper_of[part] = weakref.ref(self)
 
     def _replace_wrappers(self, module: nn.Module) -> None:
-        """Remove the wrapper of an optimizer that another one has replaced. A module can have only one wrapper."""
+        """Remove other wrappers of the same parts, whose optimizer has been replaced. A module can have only one wrapper."""
         for part in module.modules():
             reference = _wrapper_of.get(part)
-            other = reference() if reference is not None else None
-            if other is None:
-                continue
-            if holds_its_parameters(other.optimizer):
-                raise ValueError(
-                    f"{type(part).__name__} is wrapped by another ShardedDataParallel already; delete that one first, or make "
-                    "a new ShardedOptimizer to replace its optimizer"
-                )
-            other._unwrap()
+            if reference is not None and (other := reference()) is not None:
+                other._unwrap()
 
     def _unwrap(self) -> None:
         """Leave the module as it was before it was wrapped, with nothing in flight."""
@@ -259,15 +241,6 @@ class ShardedDataParallel(nn.Module):
         """Broadcast the buffers of rank 0, as DistributedDataParallel does. Autograd does not record the write."""
         flat, named = self.optimizer.buffers, self.module.named_buffers()
         buffers = {name: buffer for name, buffer in named if not any(other.holds(buffer) for other in flat)}
-        own = crc32(repr([(name, properties(buffer)) for name, buffer in buffers.items()]).encode())
-        extremes = torch.tensor([own, -own])
-        if self.optimizer.comm.world_size > 1:
-            dist.all_reduce(extremes, dist.ReduceOp.MAX, group=cpu_group(self.optimizer.comm.group))
-        if extremes[0] != -extremes[1]:
-            raise RuntimeError(
-                "the names, shapes or dtypes of the buffers differ between the ranks, because a forward has registered or "
-                "resized some; do so on all ranks, or use broadcast_buffers=False"
-            )
         with torch.autograd._unsafe_preserve_version_counter(tuple(buffers.values())):
             self._broadcast(buffers.items())
 

@@ -52,7 +52,7 @@ class Flags:
             raise ValueError(f"zero1_impl={self.zero1_impl!r} is not one of {', '.join(IMPLEMENTATIONS)}")
         if self.param_dtype not in PARAM_DTYPES:
             raise ValueError(f"param_dtype={self.param_dtype!r} is not one of {', '.join(PARAM_DTYPES)}")
-        check_options(self.bucket_mb, "element")
+        check_options(self.bucket_mb)
         codec_of(self.state_dtype)
 
     @classmethod

@@ -1,6 +1,5 @@
 """Messages between ranks from main memory, also where the collectives run on GPUs: Python objects, and tensors."""
 
-from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
 from functools import cache
@@ -11,7 +10,6 @@ import torch.distributed as dist
 
 TAG = 0x2E60  # of messages between two ranks, so that a receive in user code never takes one
 MESSAGE_BYTES = 25_000_000  # largest message; longer tensors are sent in several
-_IN_FLIGHT = 2  # transfers
 LONG_TIMEOUT = timedelta(days=1)  # for waits on a disk, which may take longer than any step
 
 
@@ -83,32 +81,16 @@ def check_same_on_all_ranks(facts: dict[str, Any], group: dist.ProcessGroup | No
     on_all_ranks(compare, group)
 
 
-class Transfers:
-    """Tensors on the way from rank to rank, a few at a time. Until `wait`, they may be neither read nor written.
+def send(elements: torch.Tensor, rank: int, group: dist.ProcessGroup | None) -> None:
+    """Send the elements of a flat tensor to a rank of a group that sends from main memory, see `cpu_group`.
 
-    They are on the CPU: a GPU may have no memory left, and NCCL needs a communicator per pair of ranks.
-
-    Args:
-        group: a process group that sends from main memory, see `cpu_group`. Ranks are numbered as in it.
+    A GPU may have no memory left, and NCCL needs a communicator per pair of ranks.
     """
+    for message in elements.split(MESSAGE_BYTES // elements.itemsize):
+        dist.send(message.cpu(), group_dst=rank, group=group, tag=TAG)
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self._group = group
-        self._in_flight: deque[tuple[Any, torch.Tensor]] = deque()  # (work, elements that it needs until it is done)
 
-    def send(self, elements: torch.Tensor, rank: int) -> None:
-        """Send the elements of a flat tensor, in messages of at most `MESSAGE_BYTES`."""
-        for message in map(torch.Tensor.cpu, elements.split(MESSAGE_BYTES // elements.itemsize)):
-            self._in_flight.append((dist.isend(message, group_dst=rank, group=self._group, tag=TAG), message))
-            self.wait(leave=_IN_FLIGHT)
-
-    def receive(self, elements: torch.Tensor, rank: int) -> None:
-        """Receive what another rank sends with `send` from a tensor of the same size."""
-        for message in elements.split(MESSAGE_BYTES // elements.itemsize):
-            self._in_flight.append((dist.irecv(message, group_src=rank, group=self._group, tag=TAG), message))
-            self.wait(leave=_IN_FLIGHT)
-
-    def wait(self, leave: int = 0) -> None:
-        """Wait for the oldest transfers, until only `leave` are in flight."""
-        while len(self._in_flight) > leave:
-            self._in_flight.popleft()[0].wait()
+def receive(elements: torch.Tensor, rank: int, group: dist.ProcessGroup | None) -> None:
+    """Receive what another rank sends with `send` from a tensor of the same size."""
+    for message in elements.split(MESSAGE_BYTES // elements.itemsize):
+        dist.recv(message, group_src=rank, group=group, tag=TAG)

@@ -5,31 +5,28 @@
 flat buffer   all parameters of one dtype laid end to end in the given order, with padding. The optimizer reverses the order
               of its parameters, because later parameters get their gradients earlier.
 bucket        consecutive elements of the flat buffer; the unit of communication
-shard         the part of a bucket that one rank owns; the shards of a bucket lie side by side, in rank order
+shard         the part of a bucket that one rank owns; all are equal, and lie side by side, in rank order
 slice         the part of one parameter that lies in one shard: a contiguous range of the flattened parameter
 
-`Layout.by_element` makes all shards of a bucket equal (ZeRO, https://arxiv.org/abs/1910.02054, section 5.1), so it cuts
-parameters wherever a shard ends. `Layout.by_parameter` assigns whole parameters to ranks, as equally as they allow.
-
 Parameters and shards begin at multiples of `align` elements. A vectorized kernel may round the elements of full vectors and
-those of the tail after the last full vector differently (torch's fused CPU AdamW does). The cuts lie between vectors, so an
-update of slices equals an update of whole parameters bit for bit. A parameter without elements takes `align` elements, so that
-it has a place and one owner like any other parameter.
+those of the tail differently (torch's fused CPU AdamW does). The cuts lie between vectors, so an update of slices equals an
+update of whole parameters bit for bit. A parameter without elements takes `align` elements, so that it has one owner too.
+
+Source: ZeRO, https://arxiv.org/abs/1910.02054, section 5.1.
 """
 
 import heapq
 import math
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Any, Literal, NamedTuple, Self
 
 import torch
 
 _VECTOR_BYTES = 64  # size of the widest vector registers (AVX-512) and of a cache line
-PARTITIONS = ("element", "parameter")
 MASTER_DTYPES = ("float32", "remainder")  # see `zero.masters`
 BucketMB = float | Literal["auto"]  # megabytes (10**6 bytes) per bucket; auto: see `auto_bucket_mb`
 
@@ -69,7 +66,6 @@ def parameter_specs(
     groups: list[dict[str, Any]],
     registration_order: Iterable[torch.nn.Parameter] = (),
     names: Mapping[torch.nn.Parameter, str] | None = None,
-    first_group: int = 0,
     device: torch.device | None = None,
 ) -> list[ParameterSpec]:
     """Return the specs of the parameters in torch.optim groups.
@@ -92,7 +88,7 @@ def parameter_specs(
             matrix_dtype=torch.float32 if group.get("ns_dtype") == "float32" else torch.bfloat16,
             state_tensors=1 if group.get("matrices") else 2,  # the momentum of Muon, the moments of AdamW
         )
-        for index, group in enumerate(groups, first_group)
+        for index, group in enumerate(groups)
         for param in group["params"]
     ]
 
@@ -135,42 +131,13 @@ class Layout:
             bucket_numel: largest number of elements per bucket, rounded up to a multiple of `align * world_size`.
             align: number of elements per vector of the kernels that will run over slices.
         """
-        *offsets, end = accumulate(_sizes(numels, align), initial=0)
+        *offsets, end = accumulate((_round_up(max(numel, 1), align) for numel in numels), initial=0)
         unit = align * world_size
         buckets = max(1, _ceil(end, _round_up(bucket_numel, unit)))
         numel = _ceil(end, buckets * unit) * align  # per shard
         shards = []
         for first in range(0, buckets * world_size * numel, max(1, world_size * numel)):
             shards.append(tuple(Span(first + r * numel, first + (r + 1) * numel) for r in range(world_size)))
-        return cls(tuple(numels), tuple(offsets), tuple(shards))
-
-    @classmethod
-    def by_parameter(cls, numels: Sequence[int], world_size: int, bucket_numel: int, align: int = 1) -> Self:
-        """Assign whole parameters, the largest first, each to the rank with the fewest elements so far.
-
-        A bucket holds consecutive parameters. It has at most `bucket_numel` elements, unless a single parameter has more.
-        Within a bucket, the parameters of each owner lie side by side. The arguments are those of `by_element`.
-        """
-        sizes = _sizes(numels, align)
-        owner = balanced(sizes, world_size)
-        members: list[list[int]] = []  # parameters of each bucket
-        free = 0
-        for param, size in enumerate(sizes):
-            if not members or size > free:
-                members.append([])
-                free = bucket_numel
-            members[-1].append(param)
-            free -= size
-        offsets, shards, end = [0] * len(sizes), [], 0
-        for bucket in members:
-            bounds = [end]
-            for rank in range(world_size):
-                for param in bucket:
-                    if owner[param] == rank:
-                        offsets[param] = end
-                        end += sizes[param]
-                bounds.append(end)
-            shards.append(tuple(Span(start, stop) for start, stop in pairwise(bounds)))
         return cls(tuple(numels), tuple(offsets), tuple(shards))
 
     @cached_property
@@ -240,7 +207,6 @@ class Plan:
     world_size: int  # number of ranks that share the optimizer state
     buffers: tuple[BufferPlan, ...] = ()  # flat buffers of a ShardedOptimizer, for trainable parameters
     assigned: tuple[tuple[Slice, ...], ...] | None = None  # if there are no buffers: the whole parameters of each rank
-    partition: str = "element"  # 'element' or 'parameter'
     param_dtype: torch.dtype | None = None  # under ShardedDataParallel also the dtype of frozen parameters
     state_dtype: str = "float32"  # in which float32 state is held between updates
 
@@ -282,17 +248,6 @@ class Plan:
         """Whether these are held as weight and remainder."""
         return any(buffer.has_remainders for buffer in self.buffers)
 
-    @property
-    def has_whole_parameters(self) -> bool:
-        """Whether every slice is a whole parameter. State may then have the shape of a row or a column."""
-        return self.assigned is not None or self.partition == "parameter"
-
-    def followed_by(self, other: Self) -> Self:
-        """Return this plan with the parameters of `other` added. They are numbered after the parameters of this plan."""
-        first = len(self.params)
-        buffers = [replace(buffer, params=tuple(first + number for number in buffer.params)) for buffer in other.buffers]
-        return replace(self, params=self.params + other.params, buffers=(*self.buffers, *buffers))
-
     @cached_property
     def _update_dtypes(self) -> dict[int, torch.dtype]:
         return {number: buffer.update_dtype for buffer in self.buffers for number in buffer.params}
@@ -321,15 +276,13 @@ def auto_bucket_mb(nbytes: int, world_size: int) -> float:
     return max(4.0, min(nbytes / 3e6, max(25.0, world_size)))
 
 
-def check_options(bucket_mb: BucketMB, partition: str, master_dtype: str = "float32") -> None:
-    """Raise ValueError if `bucket_mb` is neither 'auto' nor positive, or one of the others is unknown."""
+def check_options(bucket_mb: BucketMB, master_dtype: str = "float32") -> None:
+    """Raise ValueError if `bucket_mb` is neither 'auto' nor positive, or `master_dtype` is unknown."""
     if isinstance(bucket_mb, str):
         if bucket_mb != "auto":
             raise ValueError(f"bucket_mb={bucket_mb!r} is neither 'auto' nor a number")
     elif bucket_mb <= 0:
         raise ValueError(f"bucket_mb={bucket_mb} must be positive")
-    if partition not in PARTITIONS:
-        raise ValueError(f"partition={partition!r} is neither 'element' nor 'parameter'")
     if master_dtype not in MASTER_DTYPES:
         raise ValueError(f"master_dtype={master_dtype!r} is not one of {', '.join(MASTER_DTYPES)}")
 
@@ -339,7 +292,6 @@ def plan(
     world_size: int,
     *,
     bucket_mb: BucketMB = "auto",
-    partition: str = "element",
     param_dtype: torch.dtype | None = None,
     master_dtype: str = "float32",
     state_dtype: str = "float32",
@@ -349,14 +301,14 @@ def plan(
     Args:
         params: all parameters, numbered as a torch.optim `state_dict()` numbers them.
         world_size: number of ranks that share the optimizer state.
-        bucket_mb, partition, master_dtype, state_dtype: see `zero.ShardedOptimizer`.
+        bucket_mb, master_dtype, state_dtype: see `zero.ShardedOptimizer`.
         param_dtype: dtype in which the parameters will be stored. They are then updated in their own dtype, promoted to at
             least float32.
 
     Raises:
         ValueError: if an argument is invalid.
     """
-    check_options(bucket_mb, partition, master_dtype)
+    check_options(bucket_mb, master_dtype)
     if world_size < 1:
         raise ValueError(f"world_size={world_size} must be positive")
     kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
@@ -366,24 +318,23 @@ def plan(
             kinds.setdefault((params[number].dtype, params[number].device), []).append(number)
             nbytes += params[number].numel * (param_dtype or params[number].dtype).itemsize
     megabytes = auto_bucket_mb(nbytes, world_size) if isinstance(bucket_mb, str) else bucket_mb
-    lay_out = Layout.by_element if partition == "element" else Layout.by_parameter
     buffers = []
     for (own_dtype, device), numbers in kinds.items():
         dtype = param_dtype or own_dtype
-        layout = lay_out(
+        layout = Layout.by_element(
             [params[number].numel for number in numbers],
             world_size,
             bucket_numel=max(1, int(megabytes * 1e6) // dtype.itemsize),
             align=_VECTOR_BYTES // dtype.itemsize,
         )
         update_dtype = own_dtype if param_dtype is None else torch.promote_types(own_dtype, torch.float32)
-        if master_dtype == "remainder" and (dtype, update_dtype, partition) != (torch.bfloat16, torch.float32, "element"):
+        if master_dtype == "remainder" and (dtype, update_dtype) != (torch.bfloat16, torch.float32):
             raise ValueError(
-                f"master_dtype='remainder' needs bfloat16 parameters, float32 masters and partition='element', not {dtype}, "
-                f"{update_dtype} and {partition!r}; use param_dtype=torch.bfloat16, or master_dtype='float32'"
+                f"master_dtype='remainder' needs bfloat16 parameters and float32 masters, not {dtype} and {update_dtype}; use "
+                "param_dtype=torch.bfloat16, or master_dtype='float32'"
             )
         buffers.append(BufferPlan(tuple(numbers), layout, dtype, update_dtype, device, master_dtype))
-    return Plan(tuple(params), world_size, tuple(buffers), None, partition, param_dtype, state_dtype)
+    return Plan(tuple(params), world_size, tuple(buffers), None, param_dtype, state_dtype)
 
 
 def zero_redundancy_plan(params: Sequence[ParameterSpec], world_size: int) -> Plan:
@@ -416,11 +367,6 @@ def balanced(costs: Sequence[int], world_size: int, order: Iterable[int] | None 
         load, ranks[number] = loads[0]
         heapq.heapreplace(loads, (load + costs[number], ranks[number]))
     return ranks
-
-
-def _sizes(numels: Sequence[int], align: int) -> list[int]:
-    """Return the number of elements that each parameter takes in the flat buffer."""
-    return [_round_up(max(numel, 1), align) for numel in numels]
 
 
 def _round_up(value: int, multiple: int) -> int:

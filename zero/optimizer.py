@@ -16,7 +16,6 @@ from zero.buckets import Bucket, FlatBuffer, OwnedSlice, allocate
 from zero.checks import (
     ELEMENTWISE,
     MOVED,
-    NEED_WHOLE_PARAMETERS,
     WRITTEN,
     CallersState,
     StateIsDivided,
@@ -44,43 +43,36 @@ _optimizer_of = WeakIdKeyDictionary()  # by parameter: a reference to the Sharde
 class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
     """ZeRO stage 1: each of N ranks keeps and updates the optimizer state of 1/N of the elements.
 
-    At construction, the parameters take the values of rank 0 and move into flat buffers: their `data` become views. The
-    buffers are divided into buckets and shards as described in `zero.layout`. The inner optimizer receives each slice that
-    lies in this rank's shards as an ordinary parameter. Needs to be constructed on all ranks. One step has three phases:
+    At construction, the parameters take the values of rank 0 and move into flat buffers, divided as `zero.layout` says: their
+    `data` become views. After it, they must not be moved (`model.to`), and what is frozen must remain frozen. The inner
+    optimizer receives each slice that lies in this rank's shards as an ordinary parameter. One step has three phases:
 
-    1. collect gradients   Each owned slice gets the gradient of its elements, averaged over the ranks. ShardedDataParallel
-                           provides the results of its reduce-scatters. Without it, the class takes views of the parameters'
-                           gradients, which must already be averaged (by DistributedDataParallel's all-reduce or by hand).
+    1. collect gradients   Each owned slice gets the gradient of its elements, averaged over the ranks: from
+                           ShardedDataParallel, or views of the parameters' gradients, which must already be averaged (by
+                           DistributedDataParallel's all-reduce or by hand).
     2. update              Bucket by bucket, the inner optimizer steps over the owned slices, 1/N of the elements. The last
                            bucket comes first, because the next forward begins with its parameters.
-    3. all-gather          As soon as a bucket is updated, the owners send its shards to all ranks, while the next bucket is
-                           updated. `step` waits for all of these all-gathers, or with `ShardedDataParallel(overlap=True)` the
-                           next forward, for each of them when it needs the parameters.
+    3. all-gather          As soon as a bucket is updated, its owners send their shards to all ranks. `step` waits for all of
+                           these all-gathers, or with `ShardedDataParallel(overlap=True)` the next forward, for each of them.
 
-    Parameters without a gradient are skipped, as in torch.optim. Frozen parameters stay outside the buffers and must remain
-    frozen. After construction, a parameter must not be moved (`model.to`).
-
-    With `param_dtype=torch.bfloat16`, the parameters become bfloat16, and each rank keeps float32 masters of its own slices.
+    Parameters without a gradient are skipped, as in torch.optim. Construction and `step` need to be called on all ranks.
     docs/sharding.md says what happens to strides, views and weights that are written to.
 
     Args:
         params: parameters or parameter groups, as for any `torch.optim.Optimizer`. They must be the same on all ranks.
-        optimizer_cls: class of the inner optimizer. If it is one of torch.optim's own, its `step` is called bucket by bucket,
-            so that all-gathers overlap with updates; otherwise once, for all owned slices together.
+        optimizer_cls: class of the inner optimizer. One that is not of torch.optim steps once, for all buckets together.
         process_group: the ranks that train the model. Default: all ranks, or this process without torch.distributed.
         shard_size: number of consecutive ranks that share the state, for example those of one machine; each such group holds
-            a replica of it (hybrid sharding). It must divide the number of ranks. 0: all ranks share the state.
+            a replica of it (hybrid sharding). 0: all ranks.
         bucket_mb: megabytes (10**6 bytes) per bucket, or 'auto', see `zero.layout.auto_bucket_mb`.
         registration_order: `model.parameters()`, if `params` are groups in another order. Buckets then fill in the order in
             which backward produces gradients.
-        partition: 'element' cuts parameters wherever a shard ends, for classes that treat every element independently;
-            'parameter' assigns whole parameters to ranks, for those that do so with every parameter (Muon, Adafactor).
-        elementwise: needed with 'element' for a class that is not one of torch.optim's. With True, the caller promises: what
+        elementwise: needed for a class that is not one of torch.optim's. With True, the caller promises: what
             `optimizer_cls` does to an element depends on that element, its gradient, its state, the hyperparameters of its
             group and the number of steps; on no shape, no norm, no other parameter and no random number.
-        device: where the parameters will be. Default: where they are. They move there one after the other, as their values come
-            from rank 0; on other ranks, they may be on the meta device.
-        param_dtype: dtype in which the parameters are stored, if it has lower precision than the float32 of the update.
+        device: where the parameters will be. Default: where they are. They move there one after the other.
+        param_dtype: dtype in which the parameters are stored, if it has lower precision than the float32 of the update. Each
+            rank then keeps float32 masters of its own slices.
         master_dtype: 'remainder' holds the masters of bfloat16 parameters as the 16 bits that these lack, see `zero.masters`.
             Write to parameters with `set_parameter` or `load_state_dict` only; a step refuses what was written otherwise.
         state_dtype: 'bfloat16' or 'int8' hold state that has a float32 number per element in fewer bytes between updates, see
@@ -104,7 +96,6 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
         shard_size: int = 0,
         bucket_mb: BucketMB = "auto",
         registration_order: Iterable[torch.nn.Parameter] | None = None,
-        partition: str = "element",
         elementwise: bool = False,
         device: torch.device | None = None,
         param_dtype: torch.dtype | None = None,
@@ -112,12 +103,12 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
         state_dtype: str = "float32",
         **kwargs: Any,
     ) -> None:
-        check_options(bucket_mb, partition, master_dtype)
+        check_options(bucket_mb, master_dtype)
         codec = codec_of(state_dtype)
-        check_class(optimizer_cls, partition, elementwise)
+        check_class(optimizer_cls, elementwise)
         self.comm, self.optimizer_cls = Communicator(process_group, shard_size), optimizer_cls
-        self.arguments, self.param_dtype, self.device = kwargs, param_dtype, device
-        self.plan_options: dict[str, Any] = {"bucket_mb": bucket_mb, "partition": partition, "param_dtype": param_dtype}
+        self.param_dtype, self.device = param_dtype, device
+        self.plan_options: dict[str, Any] = {"bucket_mb": bucket_mb, "param_dtype": param_dtype}
         self.plan_options |= {"master_dtype": master_dtype, "state_dtype": state_dtype}
         self.registration_order = list(registration_order or ())
         self.buffers: list[FlatBuffer] = []
@@ -126,55 +117,42 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
         self.refusal: str | None = None  # why the next step has to raise an error: its gradients are lost
         self.names: dict[torch.nn.Parameter, str] = {}  # known names, for messages
         self._owned_of: dict[torch.nn.Parameter, list[OwnedSlice]] = {}  # this rank's slices of a parameter, ascending
-        self._original_groups: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}  # as given, and its values at that time
-        self._params_of_groups: list[list[torch.nn.Parameter]] = []
         self._parameter_gradients = ParameterGradients(self)
         self.wrapper: weakref.ref[Any] | None = None  # the ShardedDataParallel, which keeps this object alive
         self.inner: torch.optim.Optimizer  # optimizer of this rank's slices
         self.plan: Plan
-        self._steps_by_bucket = optimizer_cls in (*ELEMENTWISE, *NEED_WHOLE_PARAMETERS, Muon)
-        self._is_built = False
+        self._steps_by_bucket = optimizer_cls in (*ELEMENTWISE, Muon)
         self._lock, self._pid = threading.RLock(), current_process().pid
         # a rank that ends its program right after a step must not leave the others without their parameters
         weakref.finalize(self, _wait_for_gathers, self.buckets, self._pid)
         on_all_ranks(partial(super().__init__, params, dict(kwargs)), self.comm.group)
         self.state = CallersState(dict)
-        self._lay_out(0, _checked_plan(self, 0))
-        self.inner = on_all_ranks(lambda: optimizer_cls(self._inner_groups(first_group=0), **kwargs), self.comm.group)
+        self._lay_out()
+        inner_groups = [
+            {
+                **hyperparameters(group),
+                "params": [owned.local for param in group["params"] for owned in self._owned_of.get(param, [])],
+            }
+            for group in self.param_groups
+        ]
+        self.inner = on_all_ranks(lambda: optimizer_cls(inner_groups, **kwargs), self.comm.group)
         if self.inner._optimizer_step_pre_hooks or self.inner._optimizer_step_post_hooks:
             raise ValueError(f"{optimizer_cls.__name__} registers step hooks on itself, which ShardedOptimizer would not call")
-        self._update = SliceUpdate(self.inner, self.buckets, codec)
-        self._update.exchange = exchange_of(self)
-        self._is_built = True
+        self._update = SliceUpdate(self.inner, self.buckets, codec, exchange_of(self))
         self.defaults = dict(self.inner.defaults)
         _copy_hyperparameters(self.inner.param_groups, self.param_groups)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, as in torch.optim, in buffers of its own, or change nothing. Needs to be called on all ranks."""
-        add, first = super().add_param_group, len(self.param_groups)
-        if not self._is_built:  # during construction, __init__ lays out all groups together
-            add(param_group)
-            return
-        if self.source is not self._parameter_gradients:
-            raise RuntimeError("ShardedDataParallel has laid out its buckets; add parameter groups before you make it")
-        try:
-            on_all_ranks(partial(add, param_group), self.comm.group)
-            planned = _checked_plan(self, first)
-        except BaseException:
-            del self.param_groups[first:]
-            raise
-        self._lay_out(first, planned)
-        for group in self._inner_groups(first):
-            self.inner.add_param_group(group)
-        _copy_hyperparameters(self.inner.param_groups[first:], self.param_groups[first:])
-        self._update.exchange = exchange_of(self)
+        """Add a group during construction, which lays out all groups together."""
+        if "inner" in vars(self):
+            raise RuntimeError("ShardedOptimizer has laid out its buckets; give all parameter groups to its constructor")
+        super().add_param_group(param_group)
 
     def wrap_param_groups(self) -> None:
         """With `overlap`, make reads of a group's parameters wait. Includes groups that have been put into `param_groups`."""
         for index, group in enumerate(self.param_groups if self.source.readers is not None else ()):
             if not isinstance(group, WaitingDict):
                 self.param_groups[index] = WaitingDict(group, partial(_wait_for_list, self))
-                self._original_groups[index] = group, hyperparameters(group)
 
     @property
     def source(self) -> Any:
@@ -183,12 +161,10 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
         return self._parameter_gradients if wrapper is None else wrapper.reducer
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the owned slices and all-gather the slices of all ranks. Needs to be called on all ranks.
 
-        Args:
-            closure: recomputes the loss, once. Its result is returned.
-            **kwargs: arguments of the inner optimizer's `step`.
+        `closure` recomputes the loss, once. Its result is returned.
         """
         loss = None
         if closure is not None:
@@ -198,16 +174,14 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
         # phase 1: collect gradients
         self.collect_gradients()
         self.update_masters()
-        if any(_is_changed(group, before) for group, before in self._original_groups.values()):
-            raise RuntimeError("a group of before ShardedDataParallel(overlap=True) was changed; take it from param_groups now")
         _copy_hyperparameters(self.param_groups, self.inner.param_groups)
         buckets, changed = self.buckets[::-1], self.source.updated()
         try:
             rounds = [[bucket] for bucket in buckets] if self._steps_by_bucket else [buckets]
-            for updated in self._update(rounds, changed, **kwargs):  # phase 2: update the owned slices
+            for updated in self._update(rounds, changed):  # phase 2: update the owned slices
                 for bucket in updated:  # phase 3: all-gather
                     with region(f"zero::all_gather bucket {bucket.number}"):
-                        bucket.gather = self.comm.all_gather(bucket.data, bucket.sizes)
+                        bucket.gather = self.comm.all_gather(bucket.data)
         except BaseException:
             self.synchronize()  # nothing else waits for all-gathers that have started
             raise
@@ -317,13 +291,13 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
                     raise RuntimeError(f"{name_of(param, self.names)} {MOVED}")
         _follow_weights(self.buckets, self.comm)
 
-    def _lay_out(self, first_group: int, planned: Plan) -> None:
-        """Move the parameters of the groups from `first_group` on to their places in new flat buffers."""
-        self._params_of_groups += [list(group["params"]) for group in self.param_groups[first_group:]]
-        params = list(itertools.chain(*self._params_of_groups[first_group:]))
+    def _lay_out(self) -> None:
+        """Move the parameters to their places in flat buffers."""
+        self.plan = planned = _checked_plan(self)
+        self._params_of_groups = [list(group["params"]) for group in self.param_groups]
+        params = list(itertools.chain(*self._params_of_groups))
         for before in filter(None, [_optimizer_of.get(param, lambda: None)() for param in params]):
             before.synchronize()
-        self.plan = self.plan.followed_by(planned) if first_group else planned
         group_of = {param: index for index, group in enumerate(self.param_groups) for param in group["params"]}
         for number, start, stop in planned.slices(self.comm.shard_rank):
             if not planned.params[number].requires_grad:  # a frozen parameter stays in its own memory
@@ -331,7 +305,7 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
         for planned_buffer in planned.buffers:
             own = [params[number] for number in planned_buffer.params]
             earlier = len(self.number_of), len(self.buckets)
-            buffer, buckets = allocate(planned_buffer, own, self.comm.shard_rank, planned.partition == "parameter", *earlier)
+            buffer, buckets = allocate(planned_buffer, own, self.comm.shard_rank, *earlier)
             self.buffers.append(buffer)
             self.number_of.update(zip(own, itertools.count(len(self.number_of)), strict=False))
             self.buckets += buckets
@@ -350,51 +324,23 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
                         owned.set_masters(part, first)
                 _optimizer_of[param] = weakref.ref(self)
 
-    def _inner_groups(self, first_group: int) -> list[dict[str, Any]]:
-        """Return parameter groups for the inner optimizer, with this rank's slices in place of the parameters."""
-        return [
-            {
-                **hyperparameters(group),
-                "params": [owned.local for param in group["params"] for owned in self._owned_of.get(param, [])],
-            }
-            for group in self.param_groups[first_group:]
-        ]
 
-
-def _checked_plan(optimizer: ShardedOptimizer, first_group: int) -> Plan:
-    """Return the plan of the groups from `first_group` on. Nothing has moved if this refuses them, on all ranks."""
-    groups, comm, options = optimizer.param_groups[first_group:], optimizer.comm, optimizer.plan_options
-    params = [param for group in optimizer.param_groups for param in group["params"]]
+def _checked_plan(optimizer: ShardedOptimizer) -> Plan:
+    """Return the plan of all groups. Nothing has moved if this refuses them, on all ranks."""
+    groups, comm, options = optimizer.param_groups, optimizer.comm, optimizer.plan_options
+    params = [param for group in groups for param in group["params"]]
 
     def check() -> None:
-        check_parameters(params, options["param_dtype"], may_be_meta=optimizer.device is not None and comm.rank > 0)
+        check_parameters(params, options["param_dtype"])
         if options["state_dtype"] != "float32":
             check_rounding(optimizer.optimizer_cls, groups)
-        if options["partition"] == "element" and issubclass(optimizer.optimizer_cls, Muon):
+        if issubclass(optimizer.optimizer_cls, Muon):
             check_matrices(groups)
-        tried = [
-            _without_memory(group, optimizer.device, options["partition"] == "parameter") for group in optimizer.param_groups
-        ]
-        optimizer.optimizer_cls(tried, **optimizer.arguments)
 
     on_all_ranks(check, comm.group)
     check_same_on_all_ranks({f"parameter {number}": properties(param) for number, param in enumerate(params)}, comm.group)
-    specs = parameter_specs(groups, optimizer.registration_order, None, first_group, optimizer.device)
+    specs = parameter_specs(groups, optimizer.registration_order, device=optimizer.device)
     return plan(specs, comm.shard_size, **options)
-
-
-def _without_memory(group: dict[str, Any], device: torch.device | None, whole: bool) -> dict[str, Any]:
-    """Return a parameter group with other parameters in place of its own, which take no memory, for a trial.
-
-    Args:
-        device: of the parameters; None: where they are.
-        whole: they have the shapes of its own ones, not of a single element.
-    """
-    params = []
-    for param in group["params"]:
-        zero = param.new_zeros((), device=device)
-        params.append(torch.nn.Parameter(zero.expand(param.shape) if whole else zero, param.requires_grad))
-    return {key: value for key, value in group.items() if key != "param_names"} | {"params": params}
 
 
 def _follow_weights(buckets: list[Bucket], comm: Communicator) -> None:
@@ -405,11 +351,6 @@ def _follow_weights(buckets: list[Bucket], comm: Communicator) -> None:
         comm.wait("all-reduce", comm.all_reduce(found, dist.ReduceOp.MAX), found.device)
         if found:
             raise RuntimeError(WRITTEN)
-
-
-def holds_its_parameters(optimizer: ShardedOptimizer) -> bool:
-    """Return whether no other ShardedOptimizer has been built over the parameters of this one since."""
-    return all(_optimizer_of[param]() is optimizer for param in optimizer.number_of)
 
 
 def _wait_for_list(optimizer: ShardedOptimizer, value: Any) -> None:
@@ -432,8 +373,3 @@ def _copy_hyperparameters(source: list[dict[str, Any]], target: list[dict[str, A
 def hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
     """Return a parameter group without its parameters."""
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
-
-
-def _is_changed(group: dict[str, Any], before: dict[str, Any]) -> bool:
-    """Return whether a hyperparameter of a group has been written to since `before`."""
-    return any(key not in before or value is not before[key] for key, value in hyperparameters(group).items())

@@ -96,10 +96,10 @@ class BucketGradients:
     bucket: Bucket
     comm: Communicator
     missing: set[int] = field(default_factory=set)  # in backward: parameters without their gradient yet
-    buffer: torch.Tensor | None = None  # (sum of sizes,), collects gradients as they arrive
+    buffer: torch.Tensor | None = None  # in the shape of `bucket.data`, collects gradients as they arrive
     streams: set[torch.cuda.Stream] = field(default_factory=set)  # on a GPU: streams that have written to `buffer`
     reduction: ReduceScatterWork | None = None  # in flight
-    shard: torch.Tensor | None = None  # (sizes[shard_rank],), the mean gradient of this step, if one has arrived
+    shard: torch.Tensor | None = None  # in the shape of `bucket.shard`, the mean gradient of this step, if one has arrived
     views: list[torch.Tensor] = field(default_factory=list)  # into `shard`, in the shapes of the owned slices
     # with replicas: the all-reduce of `shard` over them, in flight or done; None: `shard` has the sum over the shard group only
     all_reduce: list[dist.Work] | None = None
@@ -131,7 +131,7 @@ class BucketGradients:
                 here.wait_stream(stream)
                 self.buffer.record_stream(stream)
         with region(f"zero::reduce_scatter bucket {self.bucket.number}"):
-            self.reduction = self.comm.reduce_scatter(self.buffer, self.bucket.sizes)
+            self.reduction = self.comm.reduce_scatter(self.buffer)
         self.buffer = None
 
     def finish_reduce_scatter(self) -> None:
@@ -186,11 +186,9 @@ class BucketGradients:
 class Reducer:
     """Takes the gradients of a model while backward runs, and gives their means over the ranks to a ShardedOptimizer.
 
-    A gradient that arrives is copied to its buckets and freed; a `SentGradient` takes its place in `param.grad`. Buckets are
-    reduce-scattered in the order of their numbers, as soon as they are full. The end of backward completes the buckets whose
-    parameters it did not reach, and the ranks agree on which parameters have a gradient on any rank.
-
-    Later changes of `param.grad` are detected when they matter: None drops a gradient, `zero_()` zeroes it.
+    What `ShardedDataParallel` says of backward happens here. The end of backward completes the buckets whose parameters it did
+    not reach, and the ranks agree on which parameters have a gradient on any rank. Later changes of `param.grad` are detected
+    when they matter: None drops a gradient, `zero_()` zeroes it.
 
     Attributes:
         in_backward: whether gradients arrive; also after a backward that has failed.

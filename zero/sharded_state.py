@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import count
 from typing import Any
 
 import torch
@@ -58,12 +57,12 @@ class Partition:
     @property
     def groups(self) -> list[dict[str, Any]]:
         """The `param_groups` of the unsharded optimizer's `state_dict()`."""
-        return _packed_groups(self.optimizer)
+        return torch.optim.Optimizer.state_dict(self.optimizer)["param_groups"]  # some classes refuse their own
 
     @property
     def inner_groups(self) -> list[dict[str, Any]]:
         """The `param_groups` of the inner optimizer's `state_dict()`."""
-        return _packed_groups(self.inner)
+        return torch.optim.Optimizer.state_dict(self.inner)["param_groups"]
 
     @property
     def receives(self) -> bool:
@@ -78,11 +77,6 @@ class Partition:
     def gather(self, value: Any) -> list[Any]:
         """Gather the values of the ranks that share the state. Needs to be called on all of them."""
         return gather_objects(value, self.cpu_group) if self.plan.world_size > 1 else [value]
-
-    def synchronize(self) -> None:
-        """Wait for parameters in flight, and update masters from weights that have been written to since the last step."""
-        if isinstance(self.optimizer, ShardedOptimizer):
-            self.optimizer.update_masters()
 
 
 def partition(optimizer: torch.optim.Optimizer) -> Partition:
@@ -107,12 +101,3 @@ def partition(optimizer: torch.optim.Optimizer) -> Partition:
 def parameters(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
     """Return all parameters, in the order in which a torch.optim `state_dict()` numbers them."""
     return [param for group in optimizer.param_groups for param in group["params"]]
-
-
-def _packed_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Return the `param_groups` of a torch.optim `state_dict()`: hyperparameters, and numbers in place of parameters."""
-    numbers = count()
-    return [
-        {**{key: value for key, value in group.items() if key != "params"}, "params": [next(numbers) for _ in group["params"]]}
-        for group in optimizer.param_groups
-    ]

@@ -40,33 +40,6 @@ def meta_like(param: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return shaped(torch.empty(param.numel(), dtype=dtype, device="meta"), param)
 
 
-def values_on(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
-    """Return the data of `tensor` on a device, dense in memory; of a tensor on the meta device, memory without values."""
-    data = torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.data.to(device)
-    return data if is_dense(data) else data.contiguous()
-
-
-def set_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
-    """Do `tensor.data = data`, also if `tensor` is on the meta device, where PyTorch refuses it.
-
-    There, the Python object gets another C++ tensor. `torch.utils.swap_tensors` does the same, but it loses gradient hooks and
-    refuses objects with weak references. What C++ refers to (views, graphs) keeps the old tensor, see `zero.build.move`.
-    """
-    if not tensor.is_meta or data.is_meta:
-        tensor.data = data
-        return
-    hooks = {name: getattr(tensor, name) for name in ("_backward_hooks", "_post_accumulate_grad_hooks")}
-    torch._C._swap_tensor_impl(tensor, data.detach().requires_grad_(tensor.requires_grad))  # type: ignore[attr-defined]
-    for name, registered in hooks.items():
-        if registered:
-            setattr(tensor, name, registered)
-
-
-def is_held(tensor: torch.Tensor) -> bool:
-    """Return whether C++ refers to a tensor in addition to its Python object: a view of it, or a graph with it."""
-    return tensor._use_count() > 1  # type: ignore[attr-defined]
-
-
 def pieces(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
     """Yield flat tensors of equal length part by part: few elements at a time on a CPU, more on a GPU."""
     numel = _CACHED if tensors[0].device.type == "cpu" else _LAUNCHED

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from zero.buckets import Bucket, OwnedSlice
-from zero.checks import check_rounding, rounded_state
+from zero.checks import rounded_state
 from zero.codecs import Codec, Encoded, decoded, encodable, rounding_noise
 from zero.muon.exchange import MatrixExchange
 from zero.muon.muon import own_step
@@ -26,27 +26,22 @@ class SliceUpdate:
         inner: the optimizer of this rank's slices.
         buckets: all buckets.
         codec: of the state, see `zero.codecs`; None: the state stays as `inner` keeps it. A resumed run rounds in the same way.
-
-    Attributes:
         exchange: of the matrices, if `inner` needs whole ones, see `zero.muon`.
     """
 
-    def __init__(self, inner: torch.optim.Optimizer, buckets: list[Bucket], codec: Codec | None) -> None:
-        self.inner, self.buckets, self.codec = inner, buckets, codec
-        self.exchange: MatrixExchange | None = None
+    def __init__(
+        self, inner: torch.optim.Optimizer, buckets: list[Bucket], codec: Codec | None, exchange: MatrixExchange | None
+    ) -> None:
+        self.inner, self.buckets, self.codec, self.exchange = inner, buckets, codec, exchange
         self._rounded = rounded_state(type(inner)) if codec is not None else ()
         if codec is not None:
             inner.register_load_state_dict_post_hook(self._encode_loaded)
 
-    def __call__(self, rounds: list[list[Bucket]], changed: list[torch.nn.Parameter], **kwargs: Any) -> Iterator[list[Bucket]]:
+    def __call__(self, rounds: list[list[Bucket]], changed: list[torch.nn.Parameter]) -> Iterator[list[Bucket]]:
         """Update the slices that have gradients, some buckets at a time, and yield these. Needs to be called on all ranks.
 
-        Args:
-            changed: the parameters that have a gradient on any rank.
-            **kwargs: arguments of the inner optimizer's `step`.
+        `changed`: the parameters that have a gradient on any rank.
         """
-        if self.codec is not None:
-            check_rounding(type(self.inner), self.inner.param_groups)
         if self in _FAILED:
             raise RuntimeError("a step has failed while matrices were exchanged; restart the program from a checkpoint")
         if self.exchange is not None:
@@ -58,7 +53,7 @@ class SliceUpdate:
                 with region(f"zero::update bucket {buckets[0].number}" if len(buckets) == 1 else "zero::update"):
                     for _ in buckets:
                         self._exchange_for(order, next(positions))
-                    self._update(buckets, **kwargs)
+                    self._update(buckets)
                 yield buckets
         except BaseException:
             if self.exchange is not None and self.exchange.comm.shard_size > 1:
@@ -74,7 +69,7 @@ class SliceUpdate:
                 exchange.transform(later)
             exchange.receive(order[position])
 
-    def _update(self, buckets: list[Bucket], **kwargs: Any) -> None:
+    def _update(self, buckets: list[Bucket]) -> None:
         groups = self.inner.param_groups
         everything = [group["params"] for group in groups]
         if len(buckets) < len(self.buckets) or self.exchange is not None:
@@ -94,7 +89,7 @@ class SliceUpdate:
                 for owned in slices:
                     if self.exchange is not None and self._has_matrices(owned):
                         self.exchange.apply(owned)
-            own_step(type(self.inner))(self.inner, **kwargs)
+            own_step(type(self.inner))(self.inner)
         finally:
             for group, params in zip(groups, everything, strict=True):
                 group["params"] = params

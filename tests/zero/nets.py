@@ -63,10 +63,10 @@ def late_gathers(ever=True):
     """In the block, the gathers of this rank are late. If not `ever`, they never arrive, a defect that must be found."""
     all_gather = Communicator.all_gather
 
-    def gather(comm, bucket, sizes):
+    def gather(comm, bucket):
         received = bucket.clone()  # the order of the collectives must stay the same on all ranks
-        works = all_gather(comm, received, sizes)
-        for owner, shard in enumerate(bucket.split(sizes)):
+        works = all_gather(comm, received)
+        for owner, shard in enumerate(bucket.chunk(comm.shard_size)):
             if owner != comm.rank:
                 shard.fill_(float("nan"))
         return [Late(bucket, received, works)] if ever else works

@@ -1,4 +1,4 @@
-"""Optimizers that are not torch's: some treat every element independently, others need whole parameters."""
+"""Optimizers that are not torch's and treat every element independently."""
 
 import torch
 
@@ -112,28 +112,4 @@ class AdamWithWarmup(torch.optim.AdamW):
             group["lr"] = rate
 
 
-class ByNorm(Plain):
-    """LARS and LAMB: the length of a step depends on the norm of the parameter."""
-
-    def update(self, param, group):
-        ratio = param.norm() / (param.grad.norm() + 1e-2)
-        return super().update(param, group) * (ratio.clamp(0.1, 1.0) if param.dim() > 1 else 1.0)
-
-
-class DecaysMatrices(Plain):
-    def update(self, param, group):
-        return group["lr"] * (param.grad + (0.1 * param if param.dim() >= 2 else 0.0))
-
-
-class Centralized(Plain):
-    """The mean gradient of a row is taken out."""
-
-    def update(self, param, group):
-        gradient = param.grad
-        if gradient.dim() > 1 and gradient.numel():
-            gradient = gradient - gradient.mean(dim=tuple(range(1, gradient.dim())), keepdim=True)
-        return group["lr"] * gradient
-
-
 ELEMENTWISE = (CountsInGroups, CountsCalls, ReplacesGradients, Lookahead, SignMomentum, OwnTable, AdamWithWarmup)
-WHOLE = (ByNorm, DecaysMatrices, Centralized)

@@ -33,7 +33,7 @@ from blocks import BLOCKS, BY_HOOK, EARLY_ALIASES, HELD, RUNS, WIDTH, now
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from nets import average_gradients, late_gathers
-from optimizers import ELEMENTWISE, WHOLE, AdamWithWarmup
+from optimizers import ELEMENTWISE, AdamWithWarmup
 from ranks import context
 from readers import OF_GRADIENTS, READERS
 from torch import nn
@@ -41,7 +41,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import zero
 from zero import ShardedDataParallel, ShardedOptimizer
-from zero.build import move
 from zero.collectives import Communicator
 
 SEED = int(os.environ.get("ANY_MODEL_SEED", "0"))
@@ -67,16 +66,13 @@ OPTIMIZERS = {
     "radam": (torch.optim.RAdam, {"lr": 0.03, "eps": 1e-4}),
     "rprop": (torch.optim.Rprop, {"lr": 0.01}),
     "rmsprop centered": (torch.optim.RMSprop, {"lr": 0.01, "centered": True, "eps": 1e-2}),
-    "adafactor": (torch.optim.Adafactor, {"lr": 0.03, "eps": (None, 1e-1)}),
-    **{cls.__name__: (cls, {"lr": 0.05}) for cls in (*ELEMENTWISE, *WHOLE)},
+    **{cls.__name__: (cls, {"lr": 0.05}) for cls in ELEMENTWISE},
     "AdamWithWarmup": (AdamWithWarmup, {"lr": 0.03, "eps": 1e-4}),
     "muon": (zero.Muon, {"lr": 0.005, "weight_decay": 0.1, "eps": 1e-4, "ns_dtype": "float32"}),
 }
 DECLARED = {cls.__name__ for cls in ELEMENTWISE}
-BY_PARAMETER = {cls.__name__ for cls in WHOLE} | {"adafactor"}
-NOT_ROUNDED = {"adagrad", "asgd", "rprop", "rmsprop centered", *(cls.__name__ for cls in (*ELEMENTWISE, *WHOLE))}
+NOT_ROUNDED = {"adagrad", "asgd", "rprop", "rmsprop centered", *DECLARED}
 NOT_ROUNDED -= {"SignMomentum", "AdamWithWarmup"}  # which say what may be rounded
-NOT_FROM_META = {*BY_HOOK, *EARLY_ALIASES, "plain attribute", "buffers that share memory", "expanded buffer"}
 NOT_IN_FLOAT16 = {"float64", "bfloat16", "held in an alias", "held in the data", "held in a row"}  # torch refuses to mix dtypes
 # what DistributedDataParallel with find_unused_parameters=True refuses, or gets wrong, beside reentrant checkpoints
 NOT_UNDER_DDP = {"expanded buffer"}  # it would broadcast into it
@@ -95,7 +91,6 @@ class Description:
     groups: int = 1
     reverse: bool = False  # parameters are given to the optimizer from the last to the first
     registration_order: bool = False
-    partition: str = "element"
     bucket_mb: float = 75
     micro_steps: int = 1
     no_sync: str = "attribute"  # or 'context'
@@ -112,7 +107,6 @@ class Description:
     average: bool = False  # a moving average of the weights, by copies that are made right after step
     late: tuple[int, ...] = ()  # ranks on which a gather arrives only when somebody waits for it
     other_start: bool = False  # all ranks but 0 begin with other weights
-    meta: bool = False  # all ranks but 0 begin without weights
     dtype: str = "float32"  # 'float16': of the model, before its weights become bfloat16
     state_dtype: str = "float32"
 
@@ -200,12 +194,9 @@ def build(description, plain):
     # the others leave buffers to their user
     other = description.other_start and description.wrapper == "sharded" and description.broadcast_buffers
     torch.manual_seed(description.seed + (dist.get_rank() if other and not plain else 0))
-    with torch.device("meta" if description.meta and not plain and dist.get_rank() else "cpu"):
-        model = Model(description)
+    model = Model(description)
     if description.dtype == "float16":
         model.half().to(torch.float32 if plain else torch.float16)
-    if description.meta and not plain:
-        move(model, torch.device("cpu"), trainable=False)
     cls, kwargs = OPTIMIZERS[description.optimizer]
     if plain and any(block == "strided parameter" for block, _ in description.blocks):  # torch's fused AdamW takes it for dense
         kwargs = {**kwargs, "fused": False} if "fused" in kwargs else kwargs
@@ -220,10 +211,8 @@ def build(description, plain):
         parameter_groups(model, description),
         cls,
         bucket_mb=description.bucket_mb,
-        partition=description.partition,
         elementwise=description.optimizer in DECLARED,
         shard_size=description.shard_size,
-        device=torch.device("cpu") if description.meta else None,
         param_dtype=torch.bfloat16 if description.dtype == "float16" else None,
         state_dtype=description.state_dtype,
         registration_order=model.parameters() if description.registration_order else None,
@@ -325,7 +314,7 @@ def assert_same_on_all_ranks(params):
 def no_gathers():
     """A defect: no rank gives its shards to the others, which keep their old values."""
     all_gather = Communicator.all_gather
-    Communicator.all_gather = lambda comm, bucket, sizes: all_gather(comm, bucket.clone(), sizes)
+    Communicator.all_gather = lambda comm, bucket: all_gather(comm, bucket.clone())
     try:
         yield
     finally:
@@ -540,15 +529,12 @@ def runner():
 
 
 def must_be_refused(description):
-    is_rounded = description.state_dtype != "float32" and description.optimizer in NOT_ROUNDED
-    # `half` of a module ends what its tensors share
-    return is_rounded or (description.meta and description.keys() & NOT_FROM_META and description.dtype == "float32")
+    return description.state_dtype != "float32" and description.optimizer in NOT_ROUNDED
 
 
 def is_expected_refusal(description, what):
     """Whether it is one of the few things that may be refused, for the reason that these have."""
     reasons = {
-        "build the model with values on all ranks": description.meta and description.keys() & NOT_FROM_META,
         "declares no state that may be rounded": description.optimizer in NOT_ROUNDED,
         "subtracts one mean from another": description.optimizer == "rmsprop centered",
         "gets a gradient again": any("reentrant" in word for block in description.blocks for word in block),
@@ -589,15 +575,12 @@ def descriptions(draw, most_ranks, optimizers):
         rounding = {}
     if rounding:  # what is read meanwhile is not compared
         readers = []
-    meta = draw(st.booleans()) and (not keys & NOT_FROM_META or draw(rarely))
     wrappers = ["sharded", "sharded", "sharded", "alone", "before ddp", "after ddp"]
     reader = draw(st.sampled_from(["", *readers]))
     # a weight that is used outside of forward only is marked as ready twice
     if reentrant or keys & NOT_UNDER_DDP or reader == "decay of a list":
         wrappers = ["sharded", "sharded", "sharded", "alone"]
-    if (
-        meta or rounding or keys & EARLY_ALIASES
-    ):  # the optimizer alone does not know the module, whose attributes would have to follow
+    if rounding or keys & EARLY_ALIASES:  # the optimizer alone does not know the module, whose attributes would have to follow
         wrappers = ["sharded"]
     return Description(
         blocks=blocks,
@@ -609,7 +592,6 @@ def descriptions(draw, most_ranks, optimizers):
         groups=draw(st.integers(1, 3)),
         reverse=draw(st.booleans()),
         registration_order=draw(st.booleans()),
-        partition="parameter" if optimizer in BY_PARAMETER else draw(st.sampled_from(["element", "parameter"])),
         bucket_mb=draw(st.sampled_from([75, 0.000001, 0.0002, 0.001])),
         micro_steps=draw(st.integers(1, 3)),
         no_sync=draw(st.sampled_from(["attribute", "context"])),
@@ -617,7 +599,7 @@ def descriptions(draw, most_ranks, optimizers):
         shard_size=draw(st.sampled_from([0, 0, *(size for size in range(1, ranks) if ranks % size == 0)])),
         overlap=overlap,
         reader=reader,
-        broadcast_buffers=meta or draw(st.booleans()),
+        broadcast_buffers=draw(st.booleans()),
         clip=draw(st.sampled_from([0.0, 0.1])),
         zero_grad=draw(st.sampled_from(["optimizer", "optimizer", "optimizer", "wrapper", "module"])),
         zero_when=draw(st.sampled_from(["after step", "before forward", "before backward"])),
@@ -627,7 +609,6 @@ def descriptions(draw, most_ranks, optimizers):
         average=False if keys & BY_HOOK else draw(st.booleans()),
         late=draw(st.sampled_from([(), (0,), (1,), (0, 1, 2, 3), (0, 1, 2, 3)])),
         other_start=draw(st.booleans()),
-        meta=meta,
         **rounding,
     )
 
@@ -691,9 +672,8 @@ def test_every_reader(runner):
 
 def test_every_optimizer(runner):
     """Gradients stay where they are, also if an optimizer has put others there."""
-    partition = {name: "parameter" if name in BY_PARAMETER else "element" for name in OPTIMIZERS}
-    try_all(runner, [replace(PLAIN, optimizer=name, partition=partition[name], set_to_none=False) for name in OPTIMIZERS])
-    for cls in (*ELEMENTWISE, *WHOLE):
+    try_all(runner, [replace(PLAIN, optimizer=name, set_to_none=False) for name in OPTIMIZERS])
+    for cls in ELEMENTWISE:
         with pytest.raises(ValueError, match=f"{cls.__name__} is not one of torch.optim's classes"):
             ShardedOptimizer(nn.Linear(2, 2).parameters(), cls)
 
@@ -706,17 +686,13 @@ def test_every_block(runner):
     harsh = Description(blocks=(), bucket_mb=0.000001, late=(0, 1), other_start=True)
     alone = [replace(harsh, blocks=((block, "call"),), overlap=block not in HELD) for block in BLOCKS]
     try_all(runner, alone)
-    from_meta = ("gru", "hooked gradient", "norm", "buffer", "strided", "plain attribute")
-    try_all(runner, [replace(d, meta=True) for d in alone if any(word in str(d) for word in from_meta)])
-    with_strides = ("strided", "transposed", "channels last")
-    try_all(runner, [replace(d, partition="parameter") for d in alone if any(word in str(d) for word in with_strides)])
 
 
 @pytest.mark.slow("every block in every way to run it; test_every_block has one way", seconds=690)
 def test_every_way_to_run_every_block(runner):
     for late in (0, 1), ():
         pairs = [(block, run) for block in BLOCKS for run in RUNS if not (run == "forward" and block in BY_HOOK)]
-        try_all(runner, [Description(blocks=(one,), bucket_mb=0.000001, late=late, meta=not late) for one in pairs])
+        try_all(runner, [Description(blocks=(one,), bucket_mb=0.000001, late=late) for one in pairs])
 
 
 @pytest.mark.slow("random models, optimizers and loops on two to four ranks", seconds=290)

@@ -7,11 +7,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_in_turn, run_ranks
-from toy import MODES, assert_equal, batch, build_toy, largest_difference, make_toy, train, weights
+from toy import MODES, batch, build_toy, largest_difference, make_toy, train, weights
 
 from run.memory_meter import describe
-from zero import ShardedDataParallel, ShardedOptimizer
-from zero.build import build, clip_grad_norm_, move
+from zero.build import build, clip_grad_norm_
 from zero.checkpoint.state import model_state_dict
 from zero.flags import Flags
 
@@ -47,9 +46,10 @@ def test_without_a_process_group_there_is_no_wrapper():
 
 
 def built_from_rank_0(mode):
-    """The weights after a step, of a model that has weights on rank 0 only until it is built."""
-    with torch.device("cpu" if dist.get_rank() == 0 else "meta"):
-        model = make_toy()
+    """The weights after a step, of a model whose weights on rank 1 mean nothing until it is built."""
+    model = make_toy()
+    for tensor in model.state_dict().values() if dist.get_rank() else ():
+        tensor.fill_(math.nan)
     model.unused.requires_grad_(False)
     params = list(model.parameters())
     wrapped, optimizer = build(model, model.param_groups(), BUILT[mode], device=torch.device("cpu"), lr=0.01)
@@ -67,107 +67,6 @@ def test_only_rank_0_needs_weights():
     for mode, (alone,), results in zip(BUILT, on_one, on_two, strict=True):
         for after in results:
             assert largest_difference(after, alone) <= (0.01 if mode == "codecs" else 0.0), mode
-
-
-def weights_that_rank_0_cannot_send():
-    rank, cpu = dist.get_rank(), torch.device("cpu")
-    for on_meta, device, frozen in ((0, cpu, False), (1, None, False), (1, cpu, True)):
-        with torch.device("meta" if rank == on_meta else "cpu"):
-            layers = torch.nn.Linear(2, 3).requires_grad_(not frozen), torch.nn.Linear(3, 2)
-        with pytest.raises(ValueError, match="on the meta device; only trainable parameters of ranks other than 0"):
-            ShardedOptimizer([param for layer in layers for param in layer.parameters()], torch.optim.AdamW, device=device)
-
-
-def double(param):
-    param.grad.mul_(2)
-
-
-class Peculiar(torch.nn.Module):
-    """Gradient hooks, an RNN with its weak references to weights, and buffers; `spoil` adds what has no place elsewhere."""
-
-    def __init__(self, spoil=lambda module: None):
-        super().__init__()
-        torch.manual_seed(0)
-        self.recurrent, self.head = torch.nn.GRU(5, 6, batch_first=True), torch.nn.Linear(6, 1)
-        self.register_buffer("scale", torch.full((5,), 2.0))
-        self.register_buffer("offset", torch.arange(5.0), persistent=False)
-        first, second = torch.arange(6.0).chunk(2)  # in one storage
-        self.register_buffer("first", first)
-        self.register_buffer("second", second)
-        self.register_buffer("trained", torch.ones(2, requires_grad=True))
-        self.head.weight.register_hook(lambda gradient: 3 * gradient)
-        self.handle = self.head.bias.register_hook(lambda gradient: 0 * gradient)
-        self.recurrent.weight_hh_l0.register_post_accumulate_grad_hook(double)
-        spoil(self)
-
-    def forward(self, x):
-        return self.head(self.recurrent(x * self.scale + self.offset)[0]).square().mean()
-
-
-def trained_with_hooks(on_meta, implementation):
-    with torch.device("meta" if on_meta and dist.get_rank() else "cpu"):
-        module = Peculiar()
-    flags = Flags(use_zero1=implementation != "adamw", bucket_mb=0.0002)
-    model, optimizer = build(module, [{"params": list(module.parameters())}], flags, device=torch.device("cpu"), lr=0.01)
-    for step in range(4):
-        if step == 2:
-            module.handle.remove()
-        model(torch.randn(2, 3, 5, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return weights(module)
-
-
-def hooks_and_recurrent_layers_come_along_from_the_meta_device():
-    for implementation in ("adamw", "sharded"):
-        assert_equal(*(trained_with_hooks(on_meta, implementation) for on_meta in (True, False)))
-
-
-SPOILED = {  # what is refused on all ranks, and how it is named
-    "mask": (lambda module: setattr(module.head, "mask", torch.ones(3)), r"head\.mask is neither a parameter nor a buffer"),
-    "list": (lambda module: setattr(module, "masks", [torch.ones(3)]), "masks is neither a parameter nor a buffer"),
-    "view": (
-        lambda module: module.register_buffer("part", module.scale[1:]),
-        "there are views, results or a gradient of scale, which",
-    ),
-    "alias": (
-        lambda module: module.register_buffer("own", module.head.weight.detach()),
-        r"own and head\.weight share memory, which",
-    ),
-    "graph": (
-        lambda module: setattr(module, "norm", module.head.weight.norm().clone),
-        r"there are views, results or a gradient of head\.weight, which",
-    ),
-}
-
-
-def buffers_that_are_not_broadcast():
-    """Buffers of which each rank keeps its own have the values of rank 0 to begin with."""
-    with torch.device("meta" if dist.get_rank() else "cpu"):
-        module = torch.nn.BatchNorm1d(3)
-    if not dist.get_rank():
-        module.running_mean.fill_(7)
-    move(module, torch.device("cpu"), trainable=False)
-    optimizer = ShardedOptimizer(module.parameters(), torch.optim.SGD, device=torch.device("cpu"))
-    model = ShardedDataParallel(module, optimizer, broadcast_buffers=False)
-    assert model.module.running_mean.tolist() == [7] * 3
-    assert module.num_batches_tracked == 0
-    with torch.device("meta" if dist.get_rank() else "cpu"):
-        module = torch.nn.Linear(2, 2)
-    with pytest.raises(ValueError, match=r"device=\.\.\. says where it will train"):
-        build(module, [{"params": list(module.parameters())}], lr=0.1)
-    with torch.device("meta"):
-        module = torch.nn.Linear(2, 2)
-    with pytest.raises(ValueError, match="rank 0 needs its values"):
-        build(module, [{"params": list(module.parameters())}], device=torch.device("cpu"), lr=0.1)
-
-
-def spoiled():
-    for spoil, message in SPOILED.values():
-        with torch.device("meta" if dist.get_rank() else "cpu"):
-            module = Peculiar(spoil)
-        with pytest.raises(ValueError, match=f"{message}.*build the model with values on all ranks"):
-            build(module, [{"params": list(module.parameters())}], device=torch.device("cpu"), lr=0.01)
 
 
 def flags_that_do_not_go_together():
@@ -209,13 +108,3 @@ def norms_are_alike_in_every_mode():
 def test_what_is_built():
     run_ranks(the_flags_choose_the_classes, 1)
     run_in_turn(2, the_flags_choose_the_classes, norms_are_alike_in_every_mode, flags_that_do_not_go_together)
-
-
-def test_models_on_the_meta_device():
-    run_in_turn(
-        2,
-        hooks_and_recurrent_layers_come_along_from_the_meta_device,
-        buffers_that_are_not_broadcast,
-        weights_that_rank_0_cannot_send,
-        spoiled,
-    )

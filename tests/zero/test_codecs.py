@@ -30,7 +30,7 @@ CODECS = {
 
 WITHOUT_STEP = {  # classes that do not count steps
     "sgd": {"optimizer_cls": torch.optim.SGD, "momentum": 0.9, "state_dtype": "bfloat16"},
-    "muon": {"optimizer_cls": Muon, "partition": "parameter", "state_dtype": "bfloat16"},
+    "muon": {"optimizer_cls": Muon, "state_dtype": "bfloat16"},
 }
 
 
@@ -175,7 +175,7 @@ def both_masters():
     held, trained = [], []
     for master_dtype in ("float32", "remainder"):
         model, optimizer = make(param_dtype=torch.bfloat16, master_dtype=master_dtype)
-        train(model, optimizer, dist.get_rank(), steps=200)
+        train(model, optimizer, dist.get_rank(), steps=60)
         held.append(held_bytes(optimizer)["master"])
         trained.append([ckpt.model_state_dict(model.module, optimizer), weights(model)])
     assert held[0] == 2 * held[1] > 0
@@ -229,10 +229,12 @@ def skip_and_resume(name):
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_a_resumed_run_is_bit_exact(world_size):
     """Also after an update that was skipped, and of classes without `step`."""
-    runs = [partial(save_and_resume, name, shard_gradients) for name in CODECS for shard_gradients in (False, True)]
+    some = ("bfloat16", "both")
+    names = CODECS if world_size == 2 else some
+    runs = [partial(save_and_resume, name, shard_gradients) for name in names for shard_gradients in (False, True)]
     if world_size == 2:
         runs += [partial(save_and_resume, name, False) for name in WITHOUT_STEP]
-        runs += [partial(skip_and_resume, name) for name in CODECS]
+        runs += [partial(skip_and_resume, name) for name in some]
     run_in_turn(world_size, *runs)
 
 
@@ -292,7 +294,6 @@ def skipped_and_whole(codec):
     for optimizer_cls, kwargs in (
         (torch.optim.SGD, {"momentum": 0.9}),
         (type("Own", (torch.optim.AdamW,), {"rounded_state": ("exp_avg", "exp_avg_sq")}), {"elementwise": True}),
-        (torch.optim.Adafactor, {"partition": "parameter"}),
     ):
         model, optimizer = make(optimizer_cls=optimizer_cls, state_dtype=codec, **kwargs)
         train(model, optimizer, dist.get_rank(), STEPS)
@@ -310,15 +311,6 @@ def skipped_and_whole(codec):
 
 class Undeclared(torch.optim.AdamW):
     pass
-
-
-def changed_later():
-    """RMSprop, whose `centered` is set after construction."""
-    model, optimizer = make(optimizer_cls=torch.optim.RMSprop, state_dtype="int8")
-    optimizer.param_groups[1]["centered"] = True
-    model(*batch(0, dist.get_rank())).backward()
-    with pytest.raises(ValueError, match="subtracts one mean from another"):
-        optimizer.step()
 
 
 def test_a_class_whose_state_may_not_be_rounded_is_refused():
@@ -406,7 +398,7 @@ def test_replicas_round_alike_and_padding_is_not_taken_for_a_written_weight():
 
 
 def test_other_optimizers_and_writes():
-    """What is rounded, skipped, changed later, written to, and comes from any dtype; an update that fails."""
+    """What is rounded, skipped, written to, and comes from any dtype; an update that fails."""
     assert (half_up(TIES.flatten()) != TIES.flatten().bfloat16()).any(), "the two ways to round differ here"
     other_optimizers = [partial(skipped_and_whole, codec) for codec in ("bfloat16", "int8")]
     dtypes = [
@@ -416,7 +408,7 @@ def test_other_optimizers_and_writes():
         (torch.float64, "float32"),
     ]
     roundings = [partial(rounded_alike, *each) for each in dtypes]
-    run_in_turn(2, *other_optimizers, both_masters, changed_later, written, *roundings)
+    run_in_turn(2, *other_optimizers, both_masters, written, *roundings)
     run_in_turn(1, fails_to_load, written)
 
 
@@ -425,7 +417,6 @@ def test_refusals():
         ({"state_dtype": "int4"}, f"state_dtype='int4' is not one of {', '.join(STATE_CODECS)}"),
         ({"master_dtype": "bfloat16"}, "master_dtype='bfloat16' is not one of float32, remainder"),
         ({"master_dtype": "remainder"}, "master_dtype='remainder' needs"),
-        ({"master_dtype": "remainder", "param_dtype": torch.bfloat16, "partition": "parameter"}, "and partition='element'"),
     ):
         with pytest.raises(ValueError, match=text):
             ShardedOptimizer(make_toy().parameters(), torch.optim.AdamW, **kwargs)

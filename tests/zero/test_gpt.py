@@ -93,9 +93,9 @@ def order_of_events(compile_blocks):
     reduce_scatter, synchronize = optimizer.comm.reduce_scatter, optimizer.synchronize
     blocks = model.module.transformer.h
 
-    def reduced(bucket, sizes):
+    def reduced(bucket):
         events.append(("reduce", [b.data.numel() for b in optimizer.buckets].index(bucket.numel())))
-        return reduce_scatter(bucket, sizes)
+        return reduce_scatter(bucket)
 
     def synchronized(buckets=None):
         events.append(("gathers in flight", sum(bucket.gather is not None for bucket in optimizer.buckets)))

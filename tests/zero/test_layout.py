@@ -16,16 +16,14 @@ sizes = {
     "align": st.sampled_from([1, 2, 8]),
 }
 by_element = st.fixed_dictionaries(sizes)
-both = st.tuples(st.sampled_from([Layout.by_element, Layout.by_parameter]), st.fixed_dictionaries(sizes))
 
 settings.register_profile("no deadline", deadline=None)  # a loaded machine may take any time
 settings.load_profile("no deadline")
 
 
-@given(both)
-def test_every_element_of_every_parameter_has_exactly_one_owner(case):
-    lay, args = case
-    layout = lay(**args)
+@given(by_element)
+def test_every_element_of_every_parameter_has_exactly_one_owner(args):
+    layout = Layout.by_element(**args)
     owners = [[0] * max(numel, 1) for numel in layout.numels]  # one without elements also has an owner
     for rank in range(args["world_size"]):
         for piece in layout.slices(rank):
@@ -36,10 +34,9 @@ def test_every_element_of_every_parameter_has_exactly_one_owner(case):
     assert all(count == 1 for parameter in owners for count in parameter)
 
 
-@given(both)
-def test_shards_tile_the_flat_buffer_and_parameters_do_not_overlap(case):
-    lay, args = case
-    layout = lay(**args)
+@given(by_element)
+def test_shards_tile_the_flat_buffer_and_parameters_do_not_overlap(args):
+    layout = Layout.by_element(**args)
     end = 0
     for shards in layout.shards:
         assert len(shards) == args["world_size"]
@@ -55,10 +52,9 @@ def test_shards_tile_the_flat_buffer_and_parameters_do_not_overlap(case):
     assert 0 <= padding < args["align"] * (args["world_size"] * max(1, len(layout.buckets)) + len(layout.numels))
 
 
-@given(both)
-def test_a_slice_lies_inside_one_of_its_owners_shards(case):
-    lay, args = case
-    layout = lay(**args)
+@given(by_element)
+def test_a_slice_lies_inside_one_of_its_owners_shards(args):
+    layout = Layout.by_element(**args)
     for rank in range(args["world_size"]):
         for piece in layout.slices(rank):
             begin = layout.offsets[piece.param] + piece.start
@@ -75,19 +71,6 @@ def test_buckets_and_shards_of_elements_are_equal_and_cut_between_vectors(args):
         for piece in layout.slices(rank):
             assert piece.start % args["align"] == 0
             assert piece.stop % args["align"] == 0 or piece.stop == layout.numels[piece.param]
-
-
-@given(by_element)
-def test_whole_parameters_are_dealt_by_size(args):
-    layout = Layout.by_parameter(**args)
-    for rank in range(args["world_size"]):
-        assert all((piece.start, piece.stop) == (0, layout.numels[piece.param]) for piece in layout.slices(rank))
-    room = [-(-max(numel, 1) // args["align"]) * args["align"] for numel in args["numels"]]
-    for bucket in layout.buckets:
-        members = [size for size, offset in zip(room, layout.offsets, strict=True) if bucket.start <= offset < bucket.stop]
-        assert bucket.numel <= max(args["bucket_numel"], *members, 0)
-    load = [sum(shards[rank].numel for shards in layout.shards) for rank in range(args["world_size"])]
-    assert max(load) - min(load) <= max(room, default=0), "nobody has more than one parameter above the least"
 
 
 def gpt2_124m_numels():

@@ -20,9 +20,9 @@ from forecast.run_memory import gpt_specs
 from model import GPT2_SIZES, GPTConfig
 from zero import Muon, ShardedDataParallel, ShardedOptimizer
 from zero import checkpoint as ckpt
-from zero.layout import Layout
+from zero.layout import ParameterSpec
 from zero.layout import plan as make_plan
-from zero.muon.matrices import Matrix, iteration_flops, matrix_plan, parts_of
+from zero.muon.matrices import iteration_flops, matrix_plan
 from zero.muon.muon import orthogonalized
 
 WIDTH = 24
@@ -129,7 +129,7 @@ def sharded(steps=10, ns_dtype="float32", micro_steps=1, clip=0.0, **kwargs):
 def difference_from_torch(steps=10, ns_dtype="float32", micro_steps=1, clip=0.0, **kwargs):
     expected = oracle(dist.get_world_size(), steps, f"torch.{ns_dtype}", micro_steps, clip)
     after, sent = sharded(steps, ns_dtype, micro_steps, clip, **kwargs)
-    assert (sent == 0) == (dist.get_world_size() == 1 or kwargs.get("partition") == "parameter"), "whole ones need no exchange"
+    assert (sent == 0) == (dist.get_world_size() == 1)
     return largest_difference(after, expected)
 
 
@@ -137,7 +137,7 @@ WAYS = {  # number of ranks: how they train
     1: [{"steps": 50}, {"steps": 50, "ns_dtype": "bfloat16"}],
     2: [
         *({"steps": 50}, {"steps": 50, "ns_dtype": "bfloat16"}),
-        *({"shard_gradients": True}, {"clip": 0.1}, {"partition": "parameter"}),
+        *({"shard_gradients": True}, {"clip": 0.1}),
     ],
     3: [{"steps": 50}, {"micro_steps": 4}, {"shard_gradients": True, "micro_steps": 4}],
     4: [{"steps": 50}, {"shard_size": 2}],
@@ -307,26 +307,19 @@ def test_bytes_and_balance_of_gpt2(name, world_size, balance):
 
 @pytest.mark.parametrize("world_size", [1, 2, 5])
 def test_parts_cover_every_matrix_and_lie_in_the_shards_of_their_ranks(world_size):
-    numels = [70, 24, 5 * 12, 1, 33, 96]
-    layout = Layout.by_element(numels, world_size, bucket_numel=50, align=4)
-    matrices = [
-        Matrix(0, 0, (7, 10)),
-        Matrix(2, 0, (5, 4)),
-        Matrix(2, 20, (5, 4)),
-        Matrix(2, 40, (5, 4)),
-        Matrix(5, 0, (8, 12)),
-    ]
-    buckets = [
-        (layout.placed_in(bucket), [shard.numel for shard in shards])
-        for bucket, shards in zip(layout.buckets, layout.shards, strict=True)
-    ]
-    for matrix, parts in zip(matrices, parts_of(matrices, buckets), strict=True):
+    shapes = [((7, 10), 1), ((24,), 0), ((15, 4), 3), ((1,), 0), ((33,), 0), ((8, 12), 1)]
+    specs = [ParameterSpec(shape, torch.float32, torch.device("cpu"), matrices=count) for shape, count in shapes]
+    planned = make_plan(specs, world_size, bucket_mb=0.0002)
+    (buffer,) = planned.buffers
+    matrices = matrix_plan(planned)
+    assert len(matrices.matrices) == 5
+    for matrix, parts in zip(matrices.matrices, matrices.parts, strict=True):
         assert [part.start for part in parts] == [0, *(part.stop for part in parts[:-1])]
         assert parts[-1].stop == matrix.numel
         for part in parts:
-            place = layout.shards[part.bucket][part.rank].start + part.offset
-            assert place == layout.offsets[matrix.param] + matrix.start + part.start
-            assert part.offset + part.numel <= layout.shards[part.bucket][part.rank].numel
+            shard = buffer.layout.shards[part.bucket][part.rank]
+            assert shard.start + part.offset == buffer.layout.offsets[matrix.param] + matrix.start + part.start
+            assert part.offset + part.numel <= shard.numel
 
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------

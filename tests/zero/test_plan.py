@@ -36,7 +36,6 @@ specs = st.lists(
 options = st.fixed_dictionaries(
     {
         "bucket_mb": st.sampled_from([75, 0.0002, 0.000001]),
-        "partition": st.sampled_from(["element", "parameter"]),
         "param_dtype": st.sampled_from([None, torch.bfloat16]),
     }
 )
@@ -53,20 +52,10 @@ def test_every_element_has_one_owner_in_every_plan(params, world_size, kwargs):
         assert all(count == 1 for parameter in owners for count in parameter)
 
 
-@given(specs, st.integers(1, 9), options)
-def test_a_plan_in_two_parts_numbers_the_second_after_the_first(params, world_size, kwargs):
-    halves = params[: len(params) // 2], params[len(params) // 2 :]
-    first, second = (plan(half, world_size, **kwargs) for half in halves)
-    for rank in range(world_size):
-        shifted = [piece._replace(param=piece.param + len(halves[0])) for piece in second.slices(rank)]
-        assert first.followed_by(second).slices(rank) == first.slices(rank) + shifted
-
-
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
         ({"bucket_mb": 0}, "bucket_mb=0 must be positive"),
-        ({"partition": "half"}, "'half' is neither"),
         ({"world_size": 0}, "world"),
     ],
 )
@@ -80,9 +69,7 @@ def test_impossible_plans_are_refused(kwargs, message):
 SETTINGS = {
     "equal shards": {},
     "small buckets": {"bucket_mb": 0.0002},
-    "whole parameters": {"bucket_mb": 0.0002, "partition": "parameter"},
     "masters": {"bucket_mb": 0.0002, "param_dtype": torch.bfloat16},
-    "masters, whole parameters": {"partition": "parameter", "param_dtype": torch.bfloat16},
 }
 
 
@@ -156,18 +143,6 @@ def test_state_bytes_are_those_of_the_slices(params, world_size, kwargs):
             trainable = [piece for piece in planned.slices(rank) if params[piece.param].requires_grad]
             tensors = [(piece, params[piece.param].state_tensors) for piece in trainable]
             assert held == sum(count * piece.numel * planned.update_dtype(piece.param).itemsize for piece, count in tensors)
-
-
-def test_a_group_that_is_added_has_the_next_number():
-    model = make_toy()
-    decayed, others = model.param_groups()
-    optimizer = ShardedOptimizer([decayed], torch.optim.AdamW, bucket_mb=0.0002)
-    optimizer.add_param_group(others)
-    assert {spec.group for spec in optimizer.plan.params} == {0, 1}
-    assert [spec.group for spec in optimizer.plan.params] == sorted(spec.group for spec in optimizer.plan.params)
-    assert [slice_.numel for slice_ in optimizer.plan.slices(0)] == [
-        p.numel() for g in optimizer.inner.param_groups for p in g["params"]
-    ]
 
 
 def test_specs_have_names_and_groups():

@@ -17,8 +17,7 @@ rank writes the tensors that it owns, and reads the tensors that it needs. A fol
 so the replacement of the file replaces both at once.
 """
 
-from zero.checkpoint.format import chunk_reader, load, verify
-from zero.checkpoint.sending import load_on_all_ranks
+from zero.checkpoint.format import chunk_reader, load, load_on_all_ranks, verify
 from zero.checkpoint.state import CheckpointError, consolidate, model_state_dict, restore
 from zero.checkpoint.store import FORMATS, SaveReport, convert, find
 from zero.checkpoint.writer import CheckpointWriter, DivergedError

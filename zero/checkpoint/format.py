@@ -9,10 +9,12 @@ from types import NoneType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from zero.checkpoint import chunks
 from zero.checkpoint.files import FileSum, corruption_message, find_corruption, reading, underlying_os_error
 from zero.checkpoint.state import CheckpointError, TensorChunk, leaves
+from zero.host_comm import broadcast_object, cpu_group, gather_objects
 
 NAME = "ckpt.pt"  # of the newest checkpoint of a folder
 FORMAT = 1  # version of the keys that are added to nanoGPT's six
@@ -148,6 +150,51 @@ def load(path: str) -> dict[str, Any]:
     if "shards" in checkpoint:
         checkpoint.update(chunks.read_tensors(shards_folder(path, checkpoint), {"model": checkpoint["model"]}))
     return checkpoint
+
+
+def load_on_all_ranks(path: str) -> dict[str, Any]:
+    """Load a checkpoint, see `load`, which every rank reads itself. Needs to be called on all ranks.
+
+    Raises:
+        CheckpointError: on all ranks, if one of them cannot read the file, or sees another one than rank 0. An equal copy is
+            fine.
+    """
+    group = cpu_group(None) if dist.is_initialized() else None
+    own = _identity(path)
+    of_rank_0 = broadcast_object(own, group)
+    checkpoint: dict[str, Any] = {}
+    reason = None
+    try:
+        if own and of_rank_0 and own != of_rank_0:
+            verify(path)  # a copy may be damaged
+            if own[0] != of_rank_0[0]:
+                raise CheckpointError(f"{path} is another file")
+        checkpoint = load(path)
+    except CheckpointError as error:
+        reason = str(error)
+    reasons = gather_objects(reason, group)
+    if reasons[0]:
+        raise CheckpointError(reasons[0])
+    if rank := next((rank for rank, reason in enumerate(reasons) if reason), 0):
+        raise CheckpointError(
+            f"rank {rank} does not see the checkpoint of rank 0: {reasons[rank]}; use a folder that all machines share, or "
+            "copy the file to every machine"
+        )
+    return checkpoint
+
+
+def _identity(path: str) -> tuple[list[Any], tuple[int, int]] | None:
+    """Return the names, sizes and CRC-32s of the entries of the archive, then inode and time of the last change.
+
+    The latter are equal where hosts share the file, not in a copy. None if the file cannot be read.
+    """
+    try:
+        with open(path, "rb") as file, zipfile.ZipFile(file) as archive:
+            entries = [(entry.filename, entry.file_size, entry.CRC) for entry in archive.infolist()]
+            status = os.fstat(file.fileno())
+    except Exception:  # damaged bytes can raise any error
+        return None
+    return entries, (status.st_ino, status.st_mtime_ns)
 
 
 def chunk_reader(path: str, checkpoint: dict[str, Any]) -> Callable[[list[TensorChunk]], None] | None:

@@ -1,9 +1,9 @@
 """Optimizer state that does not depend on its sharding: gather the whole state on rank 0, and restore it at any world size.
 
-Every save makes the same two things on each rank: an outline of the whole state, with tensors on the meta device in place of
-tensors with elements, and chunks, the elements that this rank owns of them. `local_chunks` returns both; `full_state` fills the
-outline on rank 0. What rank 0 gets is what the `state_dict()` of a single, unsharded optimizer would hold. `restore` loads this
-into any implementation at any world size. It takes a function that reads chunks: this module accesses no files.
+Every save makes two things on each rank: an outline of the whole state, with tensors on the meta device, and chunks, the
+elements that this rank owns of them. `local_chunks` returns both; `full_state` fills the outline on rank 0, with what the
+`state_dict()` of a single, unsharded optimizer would hold. `restore` loads this into any implementation at any world size. It
+takes a function that reads chunks: this module accesses no files.
 """
 
 import copy
@@ -15,32 +15,21 @@ from typing import Any, NamedTuple, Self
 import torch
 
 from zero.codecs import Encoded
-from zero.host_comm import Transfers
+from zero.host_comm import receive, send
 from zero.layout import Slice
 from zero.muon import Muon
-from zero.optimizer import hyperparameters
+from zero.optimizer import ShardedOptimizer, hyperparameters
 from zero.sharded_state import Partition, partition
 from zero.tensors import flattened, meta_like, shaped
 
 # these say how this machine computes the update: taken from the running optimizer, never from a file
 _MACHINE_FLAGS = ("fused", "foreach", "capturable", "differentiable", "ns_dtype")
-_RULE = "state must have one number per element, or be one number, the same on all ranks; use partition='parameter'"
-# what each class of torch.optim keeps for a parameter: always, and with some hyperparameters or shapes
-_ENTRIES: dict[type, tuple[set[str], set[str]]] = {
-    torch.optim.Adadelta: ({"step", "square_avg", "acc_delta"}, set()),
-    torch.optim.Adafactor: ({"step"}, {"row_var", "col_var", "variance"}),
-    torch.optim.Adagrad: ({"step", "sum"}, set()),
-    **dict.fromkeys((torch.optim.Adam, torch.optim.AdamW), ({"step", "exp_avg", "exp_avg_sq"}, {"max_exp_avg_sq"})),
-    torch.optim.Adamax: ({"step", "exp_avg", "exp_inf"}, set()),
-    torch.optim.ASGD: ({"step", "eta", "mu", "ax"}, set()),
+_RULE = "state must have one number per element, or be one number, the same on all ranks; ZeroRedundancyOptimizer takes any"
+# what these classes keep for a parameter: always, and with amsgrad. Any entries of other classes fit, as in torch
+_KEPT: dict[type, tuple[set[str], set[str]]] = {
+    torch.optim.AdamW: ({"step", "exp_avg", "exp_avg_sq"}, {"max_exp_avg_sq"}),
     torch.optim.Muon: ({"momentum_buffer"}, set()),
-    torch.optim.NAdam: ({"step", "mu_product", "exp_avg", "exp_avg_sq"}, set()),
-    torch.optim.RAdam: ({"step", "exp_avg", "exp_avg_sq"}, set()),
-    torch.optim.RMSprop: ({"step", "square_avg"}, {"momentum_buffer", "grad_avg"}),
-    torch.optim.Rprop: ({"step", "prev", "step_size"}, set()),
-    torch.optim.SGD: (set(), {"momentum_buffer"}),
 }
-_NUMBERS = {"step", "eta", "mu", "mu_product"}  # which of these are one number; the others have the parameter's shape
 
 
 class CheckpointError(ValueError):
@@ -82,12 +71,7 @@ def map_leaves(function: Callable[[str, Any], Any], tree: Any, name: str = "") -
 def leaves(tree: Any, name: str = "") -> dict[str, Any]:
     """Return the leaves of nested dicts, lists and tuples by their names, see `map_leaves`."""
     found: dict[str, Any] = {}
-
-    def add(name: str, leaf: Any) -> None:
-        if found.setdefault(name, leaf) is not leaf:  # as in {"a": {"b": 1}, "a.b": 2}
-            raise CheckpointError(f"two entries of the state are named {name!r}; rename one of them")
-
-    map_leaves(add, tree, name)
+    map_leaves(found.__setitem__, tree, name)
     return found
 
 
@@ -147,17 +131,15 @@ def restore(
 ) -> None:
     """Load the state of an unsharded optimizer. Each rank takes its slices. Needs to be called on all ranks.
 
-    Hyperparameters come from `state_dict`, except for the choice of kernel (`fused`, `foreach`, ...), which stays unchanged.
-    `step` counters go to the device that this kernel requires (https://github.com/pytorch/pytorch/issues/124133).
+    Hyperparameters come from `state_dict`, except for the choice of kernel (`fused`, `foreach`, ...). `step` counters go to the
+    device that this requires (https://github.com/pytorch/pytorch/issues/124133).
 
     Args:
         state_dict: the result of `consolidate`, or the `state_dict()` of an unsharded optimizer. It is only read and copied.
-        read_chunks: fills the elements of chunks, for tensors of `state_dict` on the meta device. It is called on all ranks,
-            also with an empty list.
+        read_chunks: fills the elements of chunks, for tensors of `state_dict` on the meta device.
 
     Raises:
-        CheckpointError: if its groups, shapes or entries do not match this optimizer's. What a class outside of torch.optim
-            keeps is not known, so any entries fit.
+        CheckpointError: if its groups, shapes or entries do not match this optimizer's.
     """
     if state_dict is None:
         raise CheckpointError("every rank needs the whole state, but `consolidate` returns it on rank 0: save it and load it")
@@ -180,9 +162,9 @@ def restore(
 
 def _synchronized(optimizer: torch.optim.Optimizer) -> Partition:
     """Return the partition, with nothing in flight, and every parameter in its place."""
-    part = partition(optimizer)
-    part.synchronize()
-    return part
+    if isinstance(optimizer, ShardedOptimizer):
+        optimizer.update_masters()
+    return partition(optimizer)
 
 
 # -- save --------------------------------------------------------------------------------------------------------------
@@ -294,11 +276,9 @@ def _gathered(part: Partition, outline: dict[str, Any], chunks: list[TensorChunk
     if part.replica:
         return None
     gathered = _gathered_ranges(part, outline, chunks)
-    transfers = Transfers(part.cpu_group)
     if not part.receives:
         for chunk in chunks:
-            transfers.send(_flat_elements(chunk), 0)
-        transfers.wait()
+            send(_flat_elements(chunk), 0, part.cpu_group)
         return None
     whole, tensors = materialized(outline, torch.preserve_format)
     flat = {name: flattened(tensor, tensor) for name, tensor in tensors.items()}
@@ -306,8 +286,7 @@ def _gathered(part: Partition, outline: dict[str, Any], chunks: list[TensorChunk
         flat[chunk.name][chunk.start : chunk.stop].copy_(_flat_elements(chunk))
     for rank, ranges in enumerate(gathered[1:], 1):
         for name, start, stop in ranges:
-            transfers.receive(flat[name][start:stop], rank)
-    transfers.wait()
+            receive(flat[name][start:stop], rank, part.cpu_group)
     if "model" in outline:  # what get_extra_state() has returned stays as it is
         whole["model"] |= {name: held for name, held in outline["model"].items() if not isinstance(held, torch.Tensor)}
     return whole
@@ -382,21 +361,21 @@ def _check_state(saved: dict[int, dict[str, Any]], part: Partition, in_chunks: b
     for number, entries in saved.items():
         if not 0 <= number < len(part.params):
             raise CheckpointError(f"there is saved state of parameter {number}, but there are {len(part.params)}")
-        is_matrix = issubclass(inner, Muon) and part.plan.params[number].matrices  # the others have the state of AdamW
-        known = torch.optim.Muon if is_matrix else next((cls for cls in inner.__mro__ if cls in _ENTRIES), None)
-        of = [cls for cls, (always, sometimes) in _ENTRIES.items() if always <= entries.keys() <= always | sometimes]
-        if entries and known and known not in of and (of or not _ENTRIES[known][0] <= entries.keys()):
-            kept = f"{', '.join(entries)}{' of ' if of else ''}{' or '.join(cls.__name__ for cls in of)}"
+        of_adam = torch.optim.AdamW if issubclass(inner, torch.optim.Adam) else None
+        kind = torch.optim.Muon if issubclass(inner, Muon) and part.plan.params[number].matrices else of_adam
+        always, sometimes = _KEPT[kind] if kind else (set[str](), set[str]())
+        if entries and not always <= entries.keys():
+            kept = ", ".join(entries)
             raise CheckpointError(f"the saved state is {kept}, not of {inner.__name__}; build the optimizer that was saved")
         whole, shape = _is_whole(part, number), part.params[number].shape
         for name, value in leaves(entries).items():
             is_tensor = isinstance(value, torch.Tensor)
             is_number = isinstance(value, int | float) or (is_tensor and value.numel() == 1)
-            has_shape = is_tensor and (value.shape == shape or known is torch.optim.Adafactor)  # which keeps rows and columns
-            if known is None or name not in set.union(*_ENTRIES[known]):
-                fits = not is_tensor or is_number or has_shape or whole
+            has_shape = is_tensor and value.shape == shape
+            if name in always | sometimes:
+                fits = is_number if name == "step" else has_shape
             else:
-                fits = is_number if name in _NUMBERS else has_shape or (value is None and known is torch.optim.SGD)
+                fits = not is_tensor or is_number or has_shape or whole
             if not fits:
                 found = f"shape {tuple(value.shape)}" if is_tensor else f"type {type(value).__name__}"
                 raise CheckpointError(
@@ -438,7 +417,7 @@ def _is_same_kind(value: Any, ours: Any) -> bool:
 
 def _is_whole(part: Partition, number: int) -> bool:
     """Return whether a parameter is never cut: then its state may have any shape."""
-    return part.plan.has_whole_parameters or not part.plan.params[number].requires_grad
+    return part.plan.assigned is not None or not part.plan.params[number].requires_grad
 
 
 def _is_meta(leaf: Any) -> bool:

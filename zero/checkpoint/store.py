@@ -43,13 +43,12 @@ def commit(
 ) -> SaveReport | None:
     """Make a checkpoint the newest in a folder, which must exist, and remove what is no longer needed.
 
-    At every moment, `ckpt.pt` is either the old file or the new file, complete and on the disk. The old file becomes
-    `ckpt_prev.pt`.
+    At every moment, `ckpt.pt` is the old file or the new one, complete and on the disk. The old one becomes `ckpt_prev.pt`.
 
     Args:
         checkpoint: on rank 0: nanoGPT's six keys, and any other keys with plain values and CPU tensors. On other ranks: None.
-        own: for a sharded checkpoint, this rank's chunks; `checkpoint` has tensors on the meta device in their place. Then it
-            needs to be called on all ranks of `group`, which share the folder. None: one file; call it on rank 0 only.
+        own: for a sharded checkpoint, this rank's chunks; `checkpoint` has tensors on the meta device in their place. Call it
+            on all ranks of `group`, which share the folder. None: one file; call it on rank 0 only.
         keep: number of checkpoints that are kept by iteration.
         rotate: False if the old file is corrupt and must not replace `ckpt_prev.pt`.
         group: process group for CPU tensors; None if there is one process.

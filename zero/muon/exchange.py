@@ -40,7 +40,7 @@ class MatrixExchange:
     There is a round for each bucket, in three parts: `send`, `transform` and `receive`. Those of different rounds overlap.
 
     Args:
-        optimizer: a ShardedOptimizer that cuts parameters, with Muon as its inner optimizer.
+        optimizer: a ShardedOptimizer with Muon as its inner optimizer.
 
     Attributes:
         plan: who transforms what.
@@ -107,7 +107,7 @@ class MatrixExchange:
         """Transform the matrices of a round that this rank owns, and start to send their directions back."""
         if (round_ := self._in_flight.get(number)) is None:
             return
-        incoming = self.comm.finish_all_to_all(round_.work)
+        incoming = self._arrived(round_.work)
         received = list(itertools.chain(*round_.received))
         with region(f"zero::transform matrices of bucket {number}"):
             flat: dict[int, torch.Tensor] = {}
@@ -126,7 +126,7 @@ class MatrixExchange:
         """Wait for the directions of a round, which `apply` then needs."""
         if (round_ := self._in_flight.pop(number, None)) is None:
             return
-        incoming = self.comm.finish_all_to_all(round_.work)
+        incoming = self._arrived(round_.work)
         sent = list(itertools.chain(*round_.sent))
         arrived = dict(zip(sent, incoming.split([part.numel for part in sent]), strict=True))
         for part in sorted(arrived, key=lambda part: (part.bucket, part.offset)):
@@ -146,6 +146,10 @@ class MatrixExchange:
         """Return whether a parameter consists of matrices."""
         return self._specs[self.number_of[param]].matrices > 0
 
+    def _arrived(self, work: AllToAllWork) -> torch.Tensor:
+        self.comm.wait("all-to-all", work.works, work.incoming.device)
+        return work.incoming
+
     def _group(self, number: int) -> dict[str, Any]:
         """Return the group of `inner` that holds the slices of a parameter."""
         return self.inner.param_groups[self._specs[number].group]
@@ -164,9 +168,8 @@ def check_matrices(groups: list[dict[str, Any]]) -> None:
 
 
 def exchange_of(optimizer: Any) -> MatrixExchange | None:
-    """Return the exchange of a ShardedOptimizer, if it cuts parameters and its inner optimizer needs whole matrices."""
-    needs_one = isinstance(optimizer.inner, Muon) and optimizer.plan.partition == "element"
-    return MatrixExchange(optimizer) if needs_one else None
+    """Return the exchange of a ShardedOptimizer, if its inner optimizer needs whole matrices."""
+    return MatrixExchange(optimizer) if isinstance(optimizer.inner, Muon) else None
 
 
 def _sizes(parts: list[list[Part]]) -> list[int]:

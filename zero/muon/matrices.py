@@ -1,8 +1,7 @@
 """Which rank gets which matrix whole, and which elements each rank sends for that. Arithmetic only."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from zero.layout import PlacedSlice, Plan, balanced
@@ -89,23 +88,38 @@ def matrix_plan(plan: Plan) -> MatrixPlan:
         ValueError: if a parameter does not consist of as many matrices as its group says.
     """
     matrices: list[Matrix] = []
-    buckets = []
-    first = 0
+    parts: list[list[Part]] = []
+    last: dict[int, int] = {}  # bucket of a parameter: the last one is updated first
+    first_param, bucket = 0, -1
     for buffer in plan.buffers:
-        for number, spec in enumerate((plan.params[number] for number in buffer.params), first):
+        of_param: dict[int, range] = {}  # numbers of its matrices
+        for number, spec in enumerate(plan.params[number] for number in buffer.params):
             if spec.matrices:
                 rows, columns = stacked(spec.shape, spec.matrices)
-                matrices += [Matrix(number, row * columns, (rows, columns)) for row in range(0, spec.shape[0], rows)]
-        for bucket, shards in zip(buffer.layout.buckets, buffer.layout.shards, strict=True):
-            placed = [member._replace(param=first + member.param) for member in buffer.layout.placed_in(bucket)]
-            buckets.append((placed, [shard.numel for shard in shards]))
-        first += len(buffer.params)
-    parts = parts_of(matrices, buckets)
-    last: dict[int, int] = {}  # bucket of a parameter: the last one is updated first
-    for matrix, its_parts in zip(matrices, parts, strict=True):
-        last[matrix.param] = max(last.get(matrix.param, 0), *(part.bucket for part in its_parts))
+                of_param[number] = range(len(matrices), len(matrices) + spec.matrices)
+                matrices += [
+                    Matrix(first_param + number, index * rows * columns, (rows, columns)) for index in range(spec.matrices)
+                ]
+        parts += [[] for _ in matrices[len(parts) :]]
+        for span, shards in zip(buffer.layout.buckets, buffer.layout.shards, strict=True):
+            bucket += 1
+            for placed in buffer.layout.placed_in(span):
+                for number in of_param.get(placed.param, ()):
+                    last[matrices[number].param] = bucket
+                    parts[number] += _parts(number, matrices[number], placed, bucket, shards[0].numel)
+        first_param += len(buffer.params)
     owners = balanced([iteration_flops(matrix.shape) for matrix in matrices], plan.world_size)
     return MatrixPlan(matrices, owners, parts, [last[matrix.param] for matrix in matrices])
+
+
+def _parts(number: int, matrix: Matrix, placed: PlacedSlice, bucket: int, shard_numel: int) -> Iterator[Part]:
+    """Yield the parts of a matrix in a slice of its parameter, placed in a bucket with shards of `shard_numel` elements."""
+    start, stop = max(placed.start, matrix.start), min(placed.stop, matrix.start + matrix.numel)
+    while start < stop:
+        rank, offset = divmod(placed.offset + start - placed.start, shard_numel)
+        end = min(stop, start + shard_numel - offset)
+        yield Part(number, rank, bucket, offset, start - matrix.start, end - matrix.start)
+        start = end
 
 
 def stacked(shape: Sequence[int], count: int) -> tuple[int, int]:
@@ -123,30 +137,3 @@ def iteration_flops(shape: tuple[int, int]) -> int:
     """Return the FLOPs of a Newton-Schulz iteration for a matrix."""
     short, long = sorted(shape)
     return 2 * short * short * (2 * long + short)
-
-
-def parts_of(matrices: Sequence[Matrix], buckets: Iterable[tuple[Sequence[PlacedSlice], Sequence[int]]]) -> list[list[Part]]:
-    """Return the parts of each matrix.
-
-    Args:
-        buckets: of each bucket the slices in it, with offsets in the bucket, and the number of elements of each rank's shard.
-    """
-    of_param: dict[int, list[int]] = {}
-    for number, matrix in enumerate(matrices):
-        of_param.setdefault(matrix.param, []).append(number)
-    found: list[list[Part]] = [[] for _ in matrices]
-    for bucket, (members, sizes) in enumerate(buckets):
-        shards = list(pairwise(accumulate(sizes, initial=0)))
-        rank = 0
-        for placed in members:  # in the order of the bucket
-            for number in of_param.get(placed.param, []):
-                first = matrices[number].start
-                start, stop = max(placed.start, first), min(placed.stop, first + matrices[number].numel)
-                while start < stop:
-                    offset = placed.offset + start - placed.start
-                    while offset >= shards[rank][1]:
-                        rank += 1
-                    end = min(stop, start + shards[rank][1] - offset)
-                    found[number].append(Part(number, rank, bucket, offset - shards[rank][0], start - first, end - first))
-                    start = end
-    return found

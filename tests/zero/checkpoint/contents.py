@@ -46,6 +46,7 @@ def save_alone(folder, iteration, **writer):
     optimizer = torch.optim.AdamW(model.param_groups(), lr=0.01)
     model(*batch(iteration, rank=0)).backward()
     optimizer.step()
+    os.makedirs(folder, exist_ok=True)
     ckpt.CheckpointWriter(str(folder), format="sharded", **writer).write(model, optimizer, {**VALUES, "iter_num": iteration})
     return model, optimizer
 

@@ -1,13 +1,20 @@
 """zero/checkpoint/format.py: a file is read as if a stranger had written it; wrong contents are refused in one line."""
 
 import copy
+import os
+import shutil
+from functools import partial
 
 import pytest
 import torch
-from contents import CHECKPOINT, Hostile
+import torch.distributed as dist
+from contents import CHECKPOINT, Hostile, save_alone
+from ranks import run_in_turn
+from toy import assert_equal
 
 from model import GPT, GPTConfig
 from zero import checkpoint as ckpt
+from zero.checkpoint import format
 
 
 def gpt_checkpoint(**sizes):
@@ -73,16 +80,24 @@ WRONG_SHAPES_AND_KEYS = {
 }
 
 
-@pytest.mark.parametrize("name", WRONG_SHAPES_AND_KEYS)
-def test_wrong_shapes_and_keys(tmp_path, name):
-    """Sound files of wrong contents end in one error of the kind that the scripts turn into a line and exit code 2."""
-    checkpoint = gpt_checkpoint()
-    torch.save(checkpoint, tmp_path / "ckpt.pt")
-    resume(str(tmp_path))
-    WRONG_SHAPES_AND_KEYS[name](checkpoint)
-    torch.save(checkpoint, tmp_path / "ckpt.pt")
-    with pytest.raises(ValueError, match=r"checkpoint|saved"):
-        resume(str(tmp_path))
+def error_of(checkpoint, folder):
+    """What is wrong with a checkpoint, in the kind of error that the scripts turn into a line and exit code 2."""
+    torch.save(checkpoint, folder / "ckpt.pt")
+    try:
+        resume(str(folder))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_wrong_shapes_and_keys(tmp_path):
+    sound = gpt_checkpoint()
+    assert not error_of(sound, tmp_path)
+    for name, spoil in WRONG_SHAPES_AND_KEYS.items():
+        checkpoint = copy.deepcopy(sound)
+        spoil(checkpoint)
+        error = error_of(checkpoint, tmp_path)
+        assert "checkpoint" in error or "saved" in error, (name, error)
 
 
 def test_hostile_and_incomplete_files_say_what_is_wrong(tmp_path):
@@ -100,3 +115,51 @@ def test_hostile_and_incomplete_files_say_what_is_wrong(tmp_path):
         ckpt.load(str(tmp_path / "nowhere.pt"))
     with pytest.raises(ckpt.CheckpointError, match=r"no checkpoint .*nowhere\.pt"):
         ckpt.verify(str(tmp_path / "nowhere.pt"))
+
+
+def load_where(own):
+    """What this rank says of the folder `own[rank]`: an error, or '' if it has what rank 0 has."""
+    path = f"{own[dist.get_rank()]}/ckpt.pt"
+    with pytest.MonkeyPatch.context() as patch:
+        if len(set(own)) == 1:
+            patch.setattr(format, "verify", None)  # a shared file is not read once more
+        try:
+            checkpoint = ckpt.load_on_all_ranks(path)
+        except ckpt.CheckpointError as error:
+            return str(error)
+    assert_equal(checkpoint["model"], ckpt.load(f"{own[0]}/ckpt.pt")["model"])
+    return ""
+
+
+def damage(path, place):
+    """Change a bit of a file. Its size, and that of an archive in it, stay."""
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1
+    path.write_bytes(content)
+
+
+def test_every_rank_needs_the_file_of_rank_0(tmp_path):
+    """It or a copy. Otherwise all ranks say which rank lacks it, and why."""
+    for name, iteration in (("shared", 1), ("other", 2)):
+        save_alone(tmp_path / name, iteration)
+    for name in ("copy", "damaged", "cut", "without shards", "shard damaged"):
+        shutil.copytree(tmp_path / "shared", tmp_path / name)
+    damage(tmp_path / "damaged" / "ckpt.pt", (tmp_path / "shared" / "ckpt.pt").read_bytes().index(b"best_val_loss"))
+    os.truncate(tmp_path / "cut" / "ckpt.pt", 1000)
+    [shards] = (tmp_path / "without shards").glob("shards_*")
+    shutil.rmtree(shards)
+    [shard] = (tmp_path / "shard damaged").glob("shards_*/__0_0.distcp")
+    damage(shard, shard.stat().st_size // 2)
+    expected = {
+        **{"shared": "", "copy": "", "other": "is another file", "nowhere": "there is no checkpoint"},
+        **{"damaged": "damaged", "cut": "damaged", "without shards": "there is no", "shard damaged": "checksum"},
+    }
+    calls = [partial(load_where, [str(tmp_path / "shared"), str(tmp_path / name)]) for name in expected]
+    calls.append(partial(load_where, [str(tmp_path / "nowhere"), str(tmp_path / "shared")]))
+    *said, last = run_in_turn(2, *calls)
+    for (name, reason), (first, second) in zip(expected.items(), said, strict=True):
+        assert first == second
+        assert first.startswith("rank 1 does not see the checkpoint of rank 0: ") == bool(reason), first
+        assert reason in first
+        assert not reason or (f"{tmp_path}/{name}" in first and "copy the file to every machine" in first)
+    assert last == [f"there is no checkpoint {tmp_path}/nowhere/ckpt.pt"] * 2

@@ -53,7 +53,7 @@ _REMOVED = {  # settings of earlier versions: what to write instead
     **{f"wandb_{name}": f"set wandb's variable WANDB_{name.upper()}" for name in ("mode", "entity", "tags", "notes")},
     "metric_interval": "remove it: the ranks are compared every 10 iterations",
     "profile_memory": "use profile, which records memory too",
-    "zero_check_reads": "remove it",
+    "zero_check_reads": "remove it, or use check_reads of zero.ShardedDataParallel",
     "on_save_error": "remove it: a run goes on, and its exit code is 1 if the last checkpoint could not be written",
     "on_nonfinite": "use max_nonfinite: 1 for 'stop', 10 for 'skip'",
     "master_dtype": "use param_dtype: 'bfloat16_remainder' is what 'remainder' was with bfloat16 weights",

@@ -3,7 +3,7 @@
 import gc
 import itertools
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -155,6 +155,8 @@ def check_wrapping(module: nn.Module, optimizer: Any, wrappers: tuple[type[nn.Mo
         raise ValueError("the module is wrapped for data parallelism already; ShardedDataParallel takes the bare one")
     if optimizer.wrapper is not None and optimizer.wrapper() is not None:
         raise ValueError("the optimizer has a ShardedDataParallel already; make another ShardedOptimizer for another model")
+    if ignored := getattr(module, "_ddp_params_and_buffers_to_ignore", None):
+        raise ValueError(f"DistributedDataParallel was told to ignore {', '.join(ignored)}, which ShardedDataParallel cannot")
 
 
 def check_all_managed(module: nn.Module, managed: Collection[nn.Parameter]) -> None:
@@ -203,10 +205,21 @@ class StateIsDivided:
 class CallersState(defaultdict):
     """The `state` of a ShardedOptimizer: what wrappers of optimizers keep there for themselves. Refuses parameters as keys."""
 
-    def __missing__(self, key: Any) -> Any:
-        if isinstance(key, torch.Tensor):
-            raise RuntimeError(
-                "the optimizer state is divided among the ranks: optimizer.inner.state has that of this rank's slices, "
-                "zero.checkpoint.consolidate(optimizer) gathers all of it"
-            )
-        return super().__missing__(key)
+    def _refuse(self, *_: Any) -> Any:
+        raise RuntimeError(
+            "the optimizer state is divided among the ranks: optimizer.inner.state has that of this rank's slices, "
+            "zero.checkpoint.consolidate(optimizer) gathers all of it"
+        )
+
+    __iter__ = __len__ = keys = values = items = clear = popitem = _refuse  # type: ignore[assignment]
+
+
+def _for_callers_keys(name: str) -> Callable[..., Any]:
+    def method(state: CallersState, key: Any, *args: Any) -> Any:
+        return state._refuse() if isinstance(key, torch.Tensor) else getattr(super(CallersState, state), name)(key, *args)
+
+    return method
+
+
+for _name in ("__missing__", "__contains__", "__setitem__", "get", "pop", "setdefault"):
+    setattr(CallersState, _name, _for_callers_keys(_name))

@@ -2,11 +2,13 @@
 
 import copy
 import itertools
+import math
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -14,7 +16,7 @@ from torch import nn
 
 from zero.buckets import Bucket
 from zero.checks import check_all_managed, check_wrapping
-from zero.host_comm import MESSAGE_BYTES, check_same_on_all_ranks, on_all_ranks
+from zero.host_comm import MESSAGE_BYTES, check_same_on_all_ranks, cpu_group, on_all_ranks
 from zero.optimizer import ShardedOptimizer
 from zero.overlap import ReadCheck, Readers, WeakHook
 from zero.reducer import Reducer
@@ -58,13 +60,15 @@ class ShardedDataParallel(nn.Module):
             each forward that follows a synchronized forward, as DistributedDataParallel does.
         overlap: let the all-gathers of a step overlap with the next forward. By default they end in `step`, so that
             every later read of a parameter, of any kind and in any thread, sees the update.
+        check_reads: with `overlap`, check the reads of all forwards, not only of the first ones. The check costs time in each
+            operation, and is left out if a module is compiled.
 
     Raises:
         ValueError: if a trainable parameter does not belong to the optimizer, `module` or `optimizer` is already wrapped, the
             model differs between the ranks, or a buffer or frozen parameter shares memory or cannot be stored in `param_dtype`.
-        RuntimeError: from forward, if a parameter is read too early, or the last backward failed. From backward, if a gradient
-            arrives again after its bucket has been sent (as from several reentrant checkpoints), or is sparse. From step, if
-            gradients have not been sent, or a parameter was replaced.
+        RuntimeError: from forward, if a parameter is read too early, buffers differ between the ranks, or the last backward
+            failed. From backward, if a gradient arrives again after its bucket has been sent (as from several reentrant
+            checkpoints), or is sparse. From step, if gradients have not been sent, or a parameter was replaced.
 
     Source: Rajbhandari et al., "ZeRO", sections 5.1 and 5.2, and DeepSpeed ZeRO-3 (dictionaries that wait).
     """
@@ -76,6 +80,7 @@ class ShardedDataParallel(nn.Module):
         shard_gradients: bool = False,
         broadcast_buffers: bool = True,
         overlap: bool = False,
+        check_reads: bool = False,
     ) -> None:
         super().__init__()
         self._undo: list[Callable[[], None]] = []  # removes from the module everything that the wrapper installed
@@ -88,7 +93,7 @@ class ShardedDataParallel(nn.Module):
         self.broadcast_buffers = broadcast_buffers and next(module.buffers(), None) is not None
         self.require_backward_grad_sync = True  # whether the next backward sends its gradients, as in DistributedDataParallel
         self.shard_gradients = shard_gradients  # whether every backward does
-        self._checked_forwards = CHECKED_FORWARDS  # number of forwards that are still to be checked
+        self._checked_forwards = math.inf if check_reads else CHECKED_FORWARDS  # forwards that are still to be checked
         self._last_was_synchronized = True  # the last forward; if False, the next one does not broadcast
         optimizer.names.update({param: name for name, param in module.named_parameters()})
         self._check_parameters()
@@ -241,6 +246,15 @@ class ShardedDataParallel(nn.Module):
         """Broadcast the buffers of rank 0, as DistributedDataParallel does. Autograd does not record the write."""
         flat, named = self.optimizer.buffers, self.module.named_buffers()
         buffers = {name: buffer for name, buffer in named if not any(other.holds(buffer) for other in flat)}
+        own = crc32(repr([(name, properties(buffer)) for name, buffer in buffers.items()]).encode())
+        extremes = torch.tensor([own, -own])
+        if self.optimizer.comm.world_size > 1:
+            dist.all_reduce(extremes, dist.ReduceOp.MAX, group=cpu_group(self.optimizer.comm.group))
+        if extremes[0] != -extremes[1]:
+            raise RuntimeError(
+                "the names, shapes or dtypes of the buffers differ between the ranks, because a forward has registered or "
+                "resized some; do so on all ranks, or use broadcast_buffers=False"
+            )
         with torch.autograd._unsafe_preserve_version_counter(tuple(buffers.values())):
             self._broadcast(buffers.items())
 

@@ -117,6 +117,7 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
         self.refusal: str | None = None  # why the next step has to raise an error: its gradients are lost
         self.names: dict[torch.nn.Parameter, str] = {}  # known names, for messages
         self._owned_of: dict[torch.nn.Parameter, list[OwnedSlice]] = {}  # this rank's slices of a parameter, ascending
+        self._original_groups: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}  # as given, and its values at that time
         self._parameter_gradients = ParameterGradients(self)
         self.wrapper: weakref.ref[Any] | None = None  # the ShardedDataParallel, which keeps this object alive
         self.inner: torch.optim.Optimizer  # optimizer of this rank's slices
@@ -153,6 +154,7 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
         for index, group in enumerate(self.param_groups if self.source.readers is not None else ()):
             if not isinstance(group, WaitingDict):
                 self.param_groups[index] = WaitingDict(group, partial(_wait_for_list, self))
+                self._original_groups[index] = group, hyperparameters(group)
 
     @property
     def source(self) -> Any:
@@ -174,6 +176,8 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
         # phase 1: collect gradients
         self.collect_gradients()
         self.update_masters()
+        if any(_is_changed(group, before) for group, before in self._original_groups.values()):
+            raise RuntimeError("a group of before ShardedDataParallel(overlap=True) was changed; take it from param_groups now")
         _copy_hyperparameters(self.param_groups, self.inner.param_groups)
         buckets, changed = self.buckets[::-1], self.source.updated()
         try:
@@ -373,3 +377,8 @@ def _copy_hyperparameters(source: list[dict[str, Any]], target: list[dict[str, A
 def hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
     """Return a parameter group without its parameters."""
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def _is_changed(group: dict[str, Any], before: dict[str, Any]) -> bool:
+    """Return whether a hyperparameter of a group has been written to since `before`."""
+    return any(key not in before or value is not before[key] for key, value in hyperparameters(group).items())

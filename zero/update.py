@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from zero.buckets import Bucket, OwnedSlice
-from zero.checks import rounded_state
+from zero.checks import check_rounding, rounded_state
 from zero.codecs import Codec, Encoded, decoded, encodable, rounding_noise
 from zero.muon.exchange import MatrixExchange
 from zero.muon.muon import own_step
@@ -42,6 +42,8 @@ class SliceUpdate:
 
         `changed`: the parameters that have a gradient on any rank.
         """
+        if self.codec is not None:
+            check_rounding(type(self.inner), self.inner.param_groups)
         if self in _FAILED:
             raise RuntimeError("a step has failed while matrices were exchanged; restart the program from a checkpoint")
         if self.exchange is not None:

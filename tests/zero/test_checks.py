@@ -89,6 +89,10 @@ def a_buffer_that_overlaps_itself(module):
     module.register_buffer("windows", torch.arange(10.0).as_strided((4, 4), (2, 1)))
 
 
+def parameters_that_ddp_ignores(module):
+    module._ddp_params_and_buffers_to_ignore = ["0.weight"]
+
+
 def a_complex_buffer():
     module = net()
     module.register_buffer("phases", torch.ones(3, dtype=torch.complex64))
@@ -129,6 +133,19 @@ def an_optimizer_of_a_part():
     optimizer = ShardedOptimizer(module[0].parameters(), AdamW)
     yield
     ShardedDataParallel(module, optimizer)
+
+
+def a_group_of_before_the_wrapper_changed():
+    module = net()
+    groups = [{"params": module.parameters(), "lr": 0.1}]
+    optimizer = ShardedOptimizer(groups, SGD)
+    groups[0]["lr"] = 0.2  # the optimizer's own group, as in torch.optim; with overlap, a copy takes its place
+    optimizer.step()
+    assert optimizer.inner.param_groups[0]["lr"] == 0.2
+    model = ShardedDataParallel(module, optimizer, overlap=True)
+    groups[0]["lr"] = 0.3
+    yield model
+    optimizer.step()
 
 
 def a_gradient_put_back():
@@ -251,6 +268,16 @@ HAS_ONE, INPLACE = "the optimizer has a ShardedDataParallel already", "modified 
 CHANGED, CONSOLIDATE = "the parameters in param_groups have been changed", r"zero\.checkpoint\.consolidate\(optimizer\)"
 DIVIDED = r"the optimizer state is divided among the ranks.*optimizer\.inner\.state has that of this rank's slices"
 # case: the error, its message, and what is done, where what comes after `yield` must raise it
+STATE = {  # uses of the state of parameters
+    "[]": lambda state, weight: state[weight],
+    "in": lambda state, weight: weight in state,
+    "get": lambda state, weight: state.get(weight),
+    "setdefault": lambda state, weight: state.setdefault(weight, {}),
+    "list": lambda state, _: list(state),
+    "len": lambda state, _: len(state),
+    "items": lambda state, _: state.items(),
+    "clear": lambda state, _: state.clear(),
+}
 CASES = {
     # -- what an optimizer is made of
     "an expanded parameter": (ValueError, "share memory", an_optimizer_of(lambda: torch.ones(1, 3).expand(4, 3))),
@@ -258,6 +285,8 @@ CASES = {
         *(ValueError, "torch.sparse_coo, which cannot be laid flat"),
         an_optimizer_of(lambda: torch.eye(8).to_sparse()),
     ),
+    "an old group": (RuntimeError, "take it from param_groups now", a_group_of_before_the_wrapper_changed),
+    "parameters that DDP ignores": (ValueError, r"0\.weight", wrapped(parameters_that_ddp_ignores)),
     "imaginary parts": (
         *(ValueError, "imaginary parts of a complex parameter"),
         an_optimizer_of(lambda: torch.ones(4, dtype=torch.complex64), param_dtype=torch.bfloat16),
@@ -348,7 +377,13 @@ CASES = {
     "Muon, a gradient on one rank": (RuntimeError, "on some ranks only", partial(a_gradient_on_one_rank, Muon, matrices=1)),
     # -- what is read or written
     **{f"sent: {name}": (RuntimeError, SENT, partial(use_of_a_sent_gradient, use)) for name, use in GRADIENTS.items()},
-    "state": (RuntimeError, DIVIDED, partial(use_of_the_optimizer, lambda optimizer, weight: optimizer.state[weight])),
+    **{
+        f"state: {name}": (
+            *(RuntimeError, DIVIDED),
+            partial(use_of_the_optimizer, lambda optimizer, weight, use=use: use(optimizer.state, weight)),
+        )
+        for name, use in STATE.items()
+    },
     "state_dict": (RuntimeError, CONSOLIDATE, partial(use_of_the_optimizer, lambda optimizer, _: optimizer.state_dict())),
     "load_state_dict": (
         *(RuntimeError, r"zero\.checkpoint\.restore"),

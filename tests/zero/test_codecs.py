@@ -313,6 +313,15 @@ class Undeclared(torch.optim.AdamW):
     pass
 
 
+def changed_later():
+    """RMSprop, whose `centered` is set after construction."""
+    model, optimizer = make(optimizer_cls=torch.optim.RMSprop, state_dtype="int8")
+    optimizer.param_groups[1]["centered"] = True
+    model(*batch(0, dist.get_rank())).backward()
+    with pytest.raises(ValueError, match="subtracts one mean from another"):
+        optimizer.step()
+
+
 def test_a_class_whose_state_may_not_be_rounded_is_refused():
     for cls, kwargs, text in (
         (torch.optim.RMSprop, {"centered": True}, "RMSprop with centered=True subtracts one mean"),
@@ -398,7 +407,7 @@ def test_replicas_round_alike_and_padding_is_not_taken_for_a_written_weight():
 
 
 def test_other_optimizers_and_writes():
-    """What is rounded, skipped, written to, and comes from any dtype; an update that fails."""
+    """What is rounded, skipped, changed later, written to, and comes from any dtype; an update that fails."""
     assert (half_up(TIES.flatten()) != TIES.flatten().bfloat16()).any(), "the two ways to round differ here"
     other_optimizers = [partial(skipped_and_whole, codec) for codec in ("bfloat16", "int8")]
     dtypes = [
@@ -408,7 +417,7 @@ def test_other_optimizers_and_writes():
         (torch.float64, "float32"),
     ]
     roundings = [partial(rounded_alike, *each) for each in dtypes]
-    run_in_turn(2, *other_optimizers, both_masters, written, *roundings)
+    run_in_turn(2, *other_optimizers, both_masters, changed_later, written, *roundings)
     run_in_turn(1, fails_to_load, written)
 
 

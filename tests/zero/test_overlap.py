@@ -68,20 +68,23 @@ def test_a_check_of_reads_lets_torch_compile_compile():
 
 
 def reads_are_checked_at_first_only():
-    """Whether reads are checked in the forward of each step."""
-    model, optimizer = wrap(net(), overlap=True)
-    checks = []
-    for step in range(5):
-        checks.append(isinstance(model._check_of_reads(), TorchDispatchMode))  # a call counts as a forward
-        backward(model, step)
-        optimizer.step()
-        optimizer.zero_grad()
-    return checks
+    """Without `check_reads` and with it: whether reads are checked in its forward of each step."""
+    found = []
+    for options in ({}, {"check_reads": True}):
+        model, optimizer = wrap(net(), overlap=True, **options)
+        checks = []
+        for step in range(5):
+            checks.append(isinstance(model._check_of_reads(), TorchDispatchMode))  # a call counts as a forward
+            backward(model, step)
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(checks)
+    return found
 
 
 def test_reads_are_checked_in_the_first_forwards_after_a_step():
     # nothing is in flight before the first step
-    assert run_ranks(reads_are_checked_at_first_only, 2) == [[False, True, False, False, False]] * 2
+    assert run_ranks(reads_are_checked_at_first_only, 2) == [[[False, True, False, False, False], [False] + 4 * [True]]] * 2
 
 
 def _ends_early(rank, folder):

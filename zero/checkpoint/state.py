@@ -71,7 +71,12 @@ def map_leaves(function: Callable[[str, Any], Any], tree: Any, name: str = "") -
 def leaves(tree: Any, name: str = "") -> dict[str, Any]:
     """Return the leaves of nested dicts, lists and tuples by their names, see `map_leaves`."""
     found: dict[str, Any] = {}
-    map_leaves(found.__setitem__, tree, name)
+
+    def add(name: str, leaf: Any) -> None:
+        if found.setdefault(name, leaf) is not leaf:  # as in {"a": {"b": 1}, "a.b": 2}
+            raise CheckpointError(f"two entries of the state are named {name!r}; rename one of them")
+
+    map_leaves(add, tree, name)
     return found
 
 

@@ -188,6 +188,8 @@ class Keeping(torch.optim.Optimizer):
             state["late"] = 1.0
         elif kind == "text":
             state["text"] = "a"
+        elif kind == "twice":
+            state["a"], state["a.b"] = {"b": torch.zeros_like(param)}, torch.ones_like(param)
 
 
 def make_list():
@@ -253,6 +255,7 @@ REFUSED = {
     "norm": "'norm' of parameter 0 as torch.float32 ",
     "single": "'count' of parameter 0 as a number per element, torch.float32 on rank 0 and torch.float32 [1.0] on rank 1",
     "late": "'late' of parameter 0 as 1.0 on rank 0 and nothing on rank 1",
+    "twice": "two entries of the state are named 'a.b'; rename one of them",
     "text": "'text' of parameter 0 as str",
 }
 
@@ -268,7 +271,7 @@ def refused():
                 save()
             assert str(error.value).removeprefix("Keeping keeps ").startswith(message), error.value
             assert everywhere(str(error.value)) == str(error.value)
-            assert ("ZeroRedundancyOptimizer takes any" in str(error.value)) == (kind != "text")
+            assert ("ZeroRedundancyOptimizer takes any" in str(error.value)) == (kind not in ("text", "twice"))
 
 
 def state_of_whole_parameters():

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import count
 from typing import Any
 
 import torch
@@ -57,12 +58,12 @@ class Partition:
     @property
     def groups(self) -> list[dict[str, Any]]:
         """The `param_groups` of the unsharded optimizer's `state_dict()`."""
-        return torch.optim.Optimizer.state_dict(self.optimizer)["param_groups"]  # some classes refuse their own
+        return _packed_groups(self.optimizer)
 
     @property
     def inner_groups(self) -> list[dict[str, Any]]:
         """The `param_groups` of the inner optimizer's `state_dict()`."""
-        return torch.optim.Optimizer.state_dict(self.inner)["param_groups"]
+        return _packed_groups(self.inner)
 
     @property
     def receives(self) -> bool:
@@ -101,3 +102,12 @@ def partition(optimizer: torch.optim.Optimizer) -> Partition:
 def parameters(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
     """Return all parameters, in the order in which a torch.optim `state_dict()` numbers them."""
     return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def _packed_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Return the `param_groups` of a torch.optim `state_dict()`: hyperparameters, and numbers in place of parameters."""
+    numbers = count()
+    return [
+        {**{key: value for key, value in group.items() if key != "params"}, "params": [next(numbers) for _ in group["params"]]}
+        for group in optimizer.param_groups
+    ]

@@ -110,7 +110,6 @@ shard_gradients: SameLoss[Sharded[bool]] = False  # also keep only 1/N of the gr
 param_dtype: Sharded[Literal["float32", "bfloat16", "bfloat16_remainder"]] = "float32"
 state_dtype: Sharded[Literal["float32", "bfloat16", "int8"]] = "float32"  # of the moments between updates, 1/N per rank
 zero_shard_size: SameLoss[Sharded[NonNegativeInt]] = 0  # ranks that share the state, such as the GPUs of a machine; 0: all
-desync_check_interval: SameLoss[NonNegativeInt] = 0  # iterations between comparisons of the ranks' weights; 0: none
 # system
 backend: SameLoss[Literal["auto", "nccl", "gloo"]] = "auto"  # auto: nccl if every rank has its own GPU, otherwise gloo
 dist_timeout_s: SameLoss[PositiveFloat] = 600.0  # seconds without progress on any rank until the ranks end, with the reason
@@ -285,7 +284,7 @@ while True:
     with run.phase("clip"):
         scaler.unscale_(opt)
         norms = clip_grad_norm_(opt, grad_clip or math.inf)
-    run.before_update(loss_sum, norms)  # are all ranks the same, and all values finite? if not, step skips
+    run.before_update(loss_sum, norms)  # are all values finite? if not, step skips
     with run.phase("update"):
         scaler.step(opt)
         scaler.update()

@@ -102,16 +102,6 @@ class Guard:
             f"the weights are those before iteration {first}; {self._remedy}"
         )
 
-    def fail(self, title: str, message: str) -> None:
-        """End the run at the next step boundary, without another checkpoint. Needs to be called on all ranks.
-
-        Rank 0 prints the message and sends it as an alert.
-        """
-        self.failed = True
-        if is_rank_0():
-            self.alert(title, message)
-            _print_error(message)
-
     @staticmethod
     def remedy_for(config: dict[str, Any], dtype: str) -> str:
         """Return what may keep a run from diverging, of what its settings do not do already.

@@ -28,7 +28,6 @@ from run.memory_meter import MemoryCheck, MemoryMeter, describe
 from run.meter import Meter
 from run.profiling import FOLDER, Profiler
 from run.progress import Progress
-from run.rank_checks import DesyncCheck
 from run.sampling import Sampler
 from run.shadow import Shadow
 from zero import ShardedGradScaler
@@ -142,7 +141,6 @@ class Run:
         limit = config["max_nonfinite"]
         self.guard = Guard(raw_model, optimizer, scaler, limit, self.log.alert, Guard.remedy_for(config, self.dtype))
         self.shadow.follow(optimizer, scaler, limit, autocast, self.micro_steps, config["grad_clip"])
-        self.desync = DesyncCheck(raw_model, optimizer, config["desync_check_interval"], self.guard.fail)
         if state.iter_num > config["max_iters"]:
             print0(
                 f"nothing to train: the checkpoint is at iteration {state.iter_num}, beyond max_iters={config['max_iters']}; "
@@ -174,7 +172,6 @@ class Run:
 
     def before_update(self, loss: torch.Tensor, norms: GradientNorms) -> None:
         """Call when the gradients of this iteration are clipped. All weights have arrived; the update will overwrite them."""
-        self.desync.check(self.state.iter_num)
         self.guard.check(loss, norms)  # waits for all ranks
         self.meter.measure_memory("before_step")
 
@@ -242,9 +239,8 @@ class Run:
         return (is_best or self.checkpoints.always) and self.state.iter_num > self.first_iter
 
     def may_save(self) -> bool:
-        """Return whether the weights are finite and the same on all ranks, according to the watchers."""
+        """Return whether the weights are finite, according to the guard."""
         self.guard.report(self.state.iter_num - 1)
-        self.desync.check(self.state.iter_num, now=True)
         return not self.guard.failed
 
     def save(self, values: dict[str, Any]) -> None:

@@ -251,29 +251,6 @@ def test_nanogpts_settings_have_nanogpts_defaults(train_defaults):
     assert {"backend", "device", "dtype", "compile"} <= train_defaults.keys(), "also in nanoGPT, but the machine decides"
 
 
-REMEDIES = {  # settings of earlier versions
-    **{"max_tokens": "use max_iters: tokens", "warmup_tokens": "use warmup_iters", "lr_decay_tokens": "use lr_decay_iters"},
-    **dict.fromkeys(("muon_nesterov", "muon_ns_steps", "muon_ns_dtype"), "zero.Muon"),
-    **{"wandb_mode": "WANDB_MODE", "wandb_entity": "WANDB_ENTITY", "wandb_tags": "WANDB_TAGS", "wandb_notes": "WANDB_NOTES"},
-    **{
-        "metric_interval": "every 10 iterations",
-        "profile_memory": "use profile",
-        "zero_check_reads": "use check_reads",
-    },
-    **{"on_save_error": "exit code is 1", "on_nonfinite": "use max_nonfinite", "master_dtype": "'bfloat16_remainder'"},
-}
-
-
-@pytest.mark.parametrize("name", REMEDIES)
-def test_a_setting_of_an_earlier_version_is_answered_with_what_to_write(train_defaults, name, tmp_path, capsys):
-    file = tmp_path / "config.py"
-    file.write_text(f"{name} = 1\n")
-    for argument in (f"--{name}=1", str(file)):
-        error = refused(capsys, train_defaults, argument)
-        assert error.startswith(f"error: {name} in {argument} is no setting any more; ")
-        assert REMEDIES[name] in error
-
-
 def test_what_settings_are_declared_to_be():
     """The marks that ranks and dashboards ask for; --help shows them."""
     per_host = {"out_dir", "dataset", "wandb_log", "wandb_project", "wandb_run_name", "wandb_log_checkpoints", "log_to"}

@@ -33,7 +33,6 @@ MORE_MISTAKES = {  # one process finds them in the same way
     "--weight_decay=-0.1": "weight_decay=-0.1 must not be negative",
     "--max_iters=-1": "max_iters=-1 must not be negative",
     "--checkpoint_format=zip": "consolidated, sharded",
-    "--on_nonfinite=skip": "use max_nonfinite",
     "--optimizer=lion": "optimizer=lion is not one of adamw, muon",
     "--muon_momentum=0.9": "muon_momentum=0.9 needs optimizer=muon",
     f"--seed={2**70}": f"seed={2**70} must be at least 0 and less than 2**63",

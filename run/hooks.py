@@ -138,9 +138,8 @@ class Run:
         measured = self.log, self.memory, self.memory_check, self.dtype, self.tokens_per_iter
         self.meter = Meter(*measured, raw_model.flops_per_token(), config["max_iters"], state.elapsed_s)
         self.signals = Signals()
-        limit = config["max_nonfinite"]
-        self.guard = Guard(raw_model, optimizer, scaler, limit, self.log.alert, Guard.remedy_for(config, self.dtype))
-        self.shadow.follow(optimizer, scaler, limit, autocast, self.micro_steps, config["grad_clip"])
+        self.guard = Guard(optimizer, scaler, config["max_nonfinite"], self.log.alert)
+        self.shadow.follow(optimizer, scaler, autocast, self.micro_steps, config["grad_clip"])
         if state.iter_num > config["max_iters"]:
             print0(
                 f"nothing to train: the checkpoint is at iteration {state.iter_num}, beyond max_iters={config['max_iters']}; "

@@ -222,5 +222,4 @@ def test_a_run_that_fails_has_a_card_with_its_last_warning(data, tmp_path):
     assert "sample.py" not in (tmp_path / report.NAME).read_text()
     (message,) = [line for line in process.stderr.splitlines() if line.startswith("the run ends at iteration")]
     first = re.search(r"not finite since iteration (\d+)", message)[1]
-    remedy = "try a lower --learning_rate than 1e+30, --grad_clip=1.0 or more --warmup_iters than 0"
-    assert message.endswith(f"; the weights are those before iteration {first}; {remedy}")
+    assert f"; the weights are those before iteration {first}; try a lower --learning_rate" in message

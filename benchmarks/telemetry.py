@@ -17,7 +17,6 @@ from benchmarks.contenders import Contender, Setup
 from benchmarks.speed import compared
 from distributed.ranks import mean_over_ranks
 from forecast.modes import MODES
-from forecast.run_memory import Extras
 from run.logger import Logger
 from run.memory_meter import MemoryCheck, MemoryMeter
 from run.meter import INTERVAL, Meter
@@ -62,7 +61,7 @@ def _meter(mode: str, contender: Contender, folder: str, wandb_log: bool) -> Met
     del os.environ["WANDB_DIR"], os.environ["WANDB_MODE"]
     os.environ.update(before)
     memory, shard_gradients = MemoryMeter(model, optimizer), contender.mode.flags.shard_gradients
-    check = MemoryCheck(log, memory, setup.workload(contender.mode), shard_gradients, 1, False, Extras())
+    check = MemoryCheck(log, memory, setup.workload(contender.mode), shard_gradients, 1, False)
     tokens = setup.batch_size * setup.config.block_size * dist.get_world_size()
     flops = contender.module.flops_per_token()
     return Meter(log, memory, check, setup.dtype, tokens, flops, NEVER_ENDS)

@@ -19,7 +19,7 @@ from distributed.machine import environment, is_slow_on_cpu
 from distributed.ranks import print0
 from distributed.signals import Action, Signals
 from distributed.watchdog import Watchdog
-from forecast.run_memory import Extras, Workload
+from forecast.run_memory import Workload
 from model import GPT
 from run.checkpoints import Checkpoints, State
 from run.guard import Guard
@@ -68,7 +68,7 @@ class Run:
         if is_slow_on_cpu(device, dtype):
             print0(f"note: this CPU has no {dtype} instructions; --dtype=float32 will be faster")
         self.progress = Progress(config["max_iters"], launch.rank)
-        Watchdog(config["dist_timeout_s"], config["out_dir"])  # ends the ranks if they hang
+        Watchdog(config["dist_timeout_s"])  # ends the ranks if they hang
         self.profiler = Profiler(os.path.join(config["out_dir"], FOLDER), launch.rank, device, config["profile"])
         self.checkpoints = Checkpoints(
             config["out_dir"],
@@ -129,14 +129,29 @@ class Run:
             self.log = Logger(config["out_dir"] if will_train else None, resume_at, config | facts, state.wandb_run_id)
             atexit.register(self.log.finish, "failed", "ended by an error, see the traceback")  # does nothing after `finish`
             state.wandb_run_id = self.log.run_id or state.wandb_run_id
-        computed = raw_model.activation_checkpointing, raw_model.loss_chunk
-        workload = Workload(raw_model.config, config["batch_size"], self.dtype, self.device.type, *computed)
+        workload = Workload(
+            raw_model.config,
+            config["batch_size"],
+            self.dtype,
+            self.device.type,
+            raw_model.activation_checkpointing,
+            raw_model.loss_chunk,
+        )
         self.memory = MemoryMeter(model, optimizer)
         self.profiler.wait = partial(parameters, optimizer)
-        how = flags.shard_gradients, self.micro_steps, config["compile"], Extras.of(config)
-        self.memory_check = MemoryCheck(self.log, self.memory, workload, *how)
-        measured = self.log, self.memory, self.memory_check, self.dtype, self.tokens_per_iter
-        self.meter = Meter(*measured, raw_model.flops_per_token(), config["max_iters"], state.elapsed_s)
+        self.memory_check = MemoryCheck(
+            self.log, self.memory, workload, flags.shard_gradients, self.micro_steps, compiled=config["compile"]
+        )
+        self.meter = Meter(
+            self.log,
+            self.memory,
+            self.memory_check,
+            self.dtype,
+            self.tokens_per_iter,
+            raw_model.flops_per_token(),
+            config["max_iters"],
+            state.elapsed_s,
+        )
         self.signals = Signals()
         self.guard = Guard(optimizer, scaler, config["max_nonfinite"], self.log.alert)
         self.shadow.follow(optimizer, scaler, autocast, self.micro_steps, config["grad_clip"])

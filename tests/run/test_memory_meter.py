@@ -74,7 +74,6 @@ def check():
         shard_gradients=False,
         micro_steps=1,
         compiled=False,
-        extras=Extras(),
     )
     tokens = torch.zeros((2, 16), dtype=torch.int64)
     for _ in range(2):
@@ -163,11 +162,3 @@ def test_the_peak_counts_what_checks_take(settings):
     for peaks in run_ranks(peaks_with, 2, settings):
         for micro_steps, (predicted, measured) in peaks.items():
             assert 0.97 * measured <= predicted <= 1.04 * measured, (micro_steps, predicted, measured)
-
-
-def test_what_settings_take_in_addition_is_announced(data, tmp_path):
-    _, _, printed = train(tmp_path, data, "--max_iters=2", "--shadow_check=2", "--async_save=True", ranks=2)
-    numel = sum(spec.numel for spec in gpt_specs(replace(SIZES, bias=False)))
-    assert f"in addition, shadow_check takes {20 * numel / 1e6:.1f} MB before iteration 2\n" in printed
-    assert f"in addition, async_save takes {12 * numel / 1e6:.1f} MB of main memory of rank 0" in printed
-    assert "WARNING" not in printed

@@ -69,7 +69,6 @@ init_from = "scratch"  # 'scratch', 'resume', 'auto', 'gpt2', 'gpt2-medium', 'gp
 wandb_log: PerHost[bool] = False  # only rank 0 logs; WANDB_MODE, WANDB_ENTITY and all other variables of wandb count
 wandb_project: PerHost[str] = "owt"
 wandb_run_name: PerHost[str] = "gpt2"  # the group of the runs to compare; the folder out_dir completes the name of a run
-wandb_log_checkpoints: PerHost[bool] = False  # also upload each checkpoint, as a version of an artifact
 log_to: PerHost[Literal["none", "tensorboard"]] = "none"  # write the metrics to out_dir/tensorboard as well
 # data
 dataset: PerHost[str] = "openwebtext"  # name of a folder in data/; the content must be the same

@@ -6,7 +6,6 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +19,6 @@ from run.lock import Lock, read_holder
 from run.logger import Logger
 from zero import checkpoint as ckpt
 from zero.checkpoint import CheckpointError, CheckpointWriter, DivergedError, SaveReport
-from zero.checkpoint.format import read_file
 from zero.checkpoint.store import NAME, PREVIOUS
 from zero.host_comm import gather_objects, is_rank_0
 
@@ -77,12 +75,17 @@ class Checkpoints:
 
         Raises:
             ValueError: if there is no checkpoint, it cannot be read, or another run writes to the folder. For 'auto', also if
-                another rank sees a later checkpoint than rank 0, in a folder of its own: after a restart, torchrun may put rank
-                0 on another host.
+                only another rank sees a checkpoint, in a folder of its own: a restart may put rank 0 on another host.
         """
         if init_from == "auto":
-            self._check_newest()
-        if not (init_from == "resume" or (init_from == "auto" and on_rank_0(self.exist))):
+            seen = gather_objects(self.exist())  # by rank
+            if any(seen) and not seen[0]:
+                raise ValueError(
+                    f"init_from=auto: rank {seen.index(True)} has a checkpoint in out_dir, but rank 0 has none; use an out_dir "
+                    "that all hosts share, or start torchrun with --node_rank=0 on the host of the checkpoint"
+                )
+            init_from = "resume" if seen[0] else "scratch"
+        if init_from != "resume":
             return None
         self._path = on_rank_0(self._find)
         print0(f"Resuming training from {self.folder}")
@@ -173,7 +176,6 @@ class Checkpoints:
                     "checkpoint/bytes": outcome.nbytes,
                 }
             )
-            log.checkpoint(os.path.join(self.folder, NAME), outcome.iter_num)
         return isinstance(self.error, DivergedError) or (required and self.error is not None)
 
     def wait(self) -> None:
@@ -203,23 +205,6 @@ class Checkpoints:
                 f"checkpoint_format=sharded: rank {blind[0]} does not see the out_dir={self.folder} of rank 0; use a folder "
                 "that all hosts share, or --checkpoint_format=consolidated"
             )
-
-    def _check_newest(self) -> None:
-        iterations = gather_objects(self._iteration())  # of the checkpoint that each rank sees
-        first, last = iterations[0], max(iterations)
-        if last > first:
-            own = f"the checkpoint of rank 0 is at iteration {first}" if first >= 0 else "rank 0 has none"
-            raise ValueError(
-                f"init_from=auto: rank {iterations.index(last)} has a checkpoint of iteration {last} in out_dir, but {own}; "
-                "use an out_dir that all hosts share, or start torchrun with --node_rank=0 on the host of the last checkpoint"
-            )
-
-    def _iteration(self) -> int:
-        """Return the iteration of the newest checkpoint that this rank can read, -1 if there is none."""
-        for name in (NAME, PREVIOUS):
-            with suppress(CheckpointError):
-                return read_file(os.path.join(self.folder, name))["iter_num"]
-        return -1
 
     def _find(self) -> str:
         if not self.read_only and os.path.isdir(self.folder):

@@ -95,11 +95,6 @@ class Logger:
         print0(f"WARNING: {text}")
         self.log({"warning": text, **(values or {})})
 
-    def checkpoint(self, path: str, iteration: int) -> None:
-        """Upload a checkpoint that has been written to wandb, if the settings ask for it."""
-        with position.at("uploading the checkpoint", patient=True):
-            self.run.upload(path, iteration)
-
     def alert(self, title: str, text: str) -> None:
         """Log a warning that has been printed, and send it as an alert through wandb, if there is a run."""
         self.run.alert(title, text)

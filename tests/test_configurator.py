@@ -253,7 +253,7 @@ def test_nanogpts_settings_have_nanogpts_defaults(train_defaults):
 
 def test_what_settings_are_declared_to_be():
     """The marks that ranks and dashboards ask for; --help shows them."""
-    per_host = {"out_dir", "dataset", "wandb_log", "wandb_project", "wandb_run_name", "wandb_log_checkpoints", "log_to"}
+    per_host = {"out_dir", "dataset", "wandb_log", "wandb_project", "wandb_run_name", "log_to"}
     assert settings_with(PER_HOST) == per_host
     sharded = {"zero_bucket_mb", "shard_gradients", "param_dtype", "state_dtype", "zero_shard_size"}
     assert settings_with(SHARDED) == sharded

@@ -64,16 +64,13 @@ def test_mistakes_end_at_once_on_all_ranks(data, tmp_path, mistake):
     assert not re.search(rf'File "{ROOT}/[^.]', process.stderr), "no traceback but torchrun's own, which may lie in ROOT/.venv"
 
 
-@pytest.mark.parametrize("mistakes", [{1: "--n_layer=x"}, {2: "--n_head=y"}, {0: "--n_layer=x", 2: "--n_head=y"}])
-def test_mistakes_of_some_ranks_are_told_once_each(data, tmp_path, mistakes):
+def test_a_mistake_of_one_rank_is_told_once(data, tmp_path):
     """Before the ranks have met, and by rank 0 alone, because all are on one host."""
-    own = partial(faults.add_arguments_by_rank, {rank: [mistake] for rank, mistake in mistakes.items()}, ["--max_iters=3"])
+    own = partial(faults.add_arguments_by_rank, {1: ["--n_layer=x"]}, ["--max_iters=3"])
     process = run("train.py", *SETTINGS, f"--dataset={data}", f"--out_dir={tmp_path / 'out'}", ranks=3, before=own)
     assert process.returncodes == [2, 2, 2], process.stderr
-    errors = process.stderr.splitlines()
-    assert len(errors) == len(mistakes), process.stderr
-    for error, mistake in zip(errors, mistakes.values(), strict=True):
-        assert error.startswith(f"error: {mistake[2:8]}")
+    (error,) = process.stderr.splitlines()
+    assert error.startswith("error: n_layer")
 
 
 def test_mistakes_of_one_process_have_exit_code_2(data, tmp_path):

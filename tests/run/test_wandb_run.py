@@ -85,7 +85,7 @@ def lines_about_wandb(process):
 def test_an_offline_run_has_every_figure_of_metrics_jsonl(data, tmp_path, wandb_folder):
     out = tmp_path / "out"
     arguments = [f"--dataset={data}", f"--out_dir={out}", "--wandb_log=True", "--wandb_run_name=test"]
-    process = run("train.py", *SETTINGS, *arguments, "--wandb_log_checkpoints=True", ranks=2, cwd=tmp_path)
+    process = run("train.py", *SETTINGS, *arguments, ranks=2, cwd=tmp_path)
     assert process.returncode == 0, process.stderr
     expected = merged(out)
     assert [row["iter"] for row in expected] == list(range(21)), "the last one about the last checkpoint"
@@ -97,9 +97,6 @@ def test_an_offline_run_has_every_figure_of_metrics_jsonl(data, tmp_path, wandb_
     assert start["config"]["update"]["n_layer"] == 2
     smallest = {metric["name"] for metric in records(folder, "metric") if metric.get("summary") == {"min": True}}
     assert smallest == {key for key, metric in METRICS.items() if metric.best == "min"} >= {"val/loss"}
-    uploads = records(folder, "artifact")
-    assert {upload["name"] for upload in uploads} == {f"checkpoint-{start['run_id']}"}
-    assert [sorted(upload["aliases"])[0] for upload in uploads] == ["iter-5", "iter-10", "iter-15", "iter-20"]
     updates = [record.get("update", {}) for record in records(folder, "summary")]
     values = [update["best_val_loss"] for update in updates if "best_val_loss" in update]
     assert values[-1] == min(row["val/loss"] for row in expected if "val/loss" in row)
@@ -310,18 +307,6 @@ def test_after_an_error_nothing_more_is_sent(fake, capsys):
 def test_a_run_that_is_disabled_has_no_id(fake):
     fake.disabled = True
     assert WandbRun(CONFIG).id is None
-
-
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        ({"wandb_log": False}, "wandb_log_checkpoints=True uploads to wandb; use it with --wandb_log=True"),
-        ({"checkpoint_format": "sharded"}, "uploads whole files; use it with --checkpoint_format=consolidated"),
-    ],
-)
-def test_a_checkpoint_that_cannot_be_uploaded_is_refused(more, message):
-    with pytest.raises(ValueError, match=message):
-        WandbRun(CONFIG | {"wandb_log_checkpoints": True} | more)
 
 
 def test_a_sweep_of_the_example_trains(data, tmp_path, monkeypatch):

@@ -1,5 +1,6 @@
 """distributed/ranks.py: which rank this process is, as the launch variables say, and what is wrong with them."""
 
+import resource
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -62,7 +63,10 @@ def join(port, results):
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (400, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
     device = start(launched(), "cpu")
+    limit, largest = resource.getrlimit(resource.RLIMIT_NOFILE)
+    assert limit == (2**16 if largest == resource.RLIM_INFINITY else min(largest, 2**16)), "for connections of other programs"
     results.put((str(device), dist.get_backend(), dist.get_rank(), dist.get_world_size()))
 
 

@@ -162,26 +162,6 @@ def test_a_killed_and_resumed_run_counts_once(data, tmp_path):
     assert "\n".join(f"{label:<15}{text}" for label, text in rows.items()) in resumed.stdout
 
 
-def test_a_run_that_was_stopped_says_so_and_one_without_anything_to_train_leaves_the_card(data, tmp_path):
-    arguments = [*SETTINGS, f"--dataset={data}", f"--out_dir={tmp_path}"]
-    with Forked("train.py", *arguments, "--max_iters=100000") as forked:
-        forked.wait_for("iter 7:")
-        os.kill(forked.pids[0], signal.SIGTERM)
-        stopped = forked.finish()
-    assert stopped.returncode == 0, stopped.stderr
-    end = torch_load(tmp_path)["iter_num"]
-    assert card(tmp_path)[1] == f"stopped by a signal before iteration {end}"
-    first_line = f"\n{'run':<15}stopped by a signal before iteration {end}; this report is {tmp_path / report.NAME}\n"
-    assert first_line in stopped.stdout
-    assert "- resume: `the same command with --init_from=resume`\n" in (tmp_path / report.NAME).read_text()
-    before = (tmp_path / report.NAME).read_text()
-    for flags in ([f"--max_iters={end - 2}"], ["--eval_only=True"]):
-        again = run("train.py", *arguments, "--init_from=resume", *flags)
-        assert again.returncode == 0, again.stderr
-        assert "report" not in again.stdout
-        assert (tmp_path / report.NAME).read_text() == before
-
-
 def test_a_run_that_fails_has_a_card_with_its_last_warning(data, tmp_path):
     diverging = ["--learning_rate=1e30", "--grad_clip=0.0", "--warmup_iters=0"]
     process = run("train.py", *SETTINGS, f"--dataset={data}", f"--out_dir={tmp_path}", *diverging)

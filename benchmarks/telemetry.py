@@ -60,11 +60,11 @@ def _meter(mode: str, contender: Contender, folder: str, wandb_log: bool) -> Met
     log = Logger(folder, None, {"wandb_log": wandb_log, **names})
     del os.environ["WANDB_DIR"], os.environ["WANDB_MODE"]
     os.environ.update(before)
-    memory, shard_gradients = MemoryMeter(model, optimizer), contender.mode.flags.shard_gradients
-    check = MemoryCheck(log, memory, setup.workload(contender.mode), shard_gradients, 1, False)
+    shard_gradients = contender.mode.flags.shard_gradients
+    check = MemoryCheck(log, MemoryMeter(model, optimizer), setup.workload(contender.mode), shard_gradients, 1, False)
     tokens = setup.batch_size * setup.config.block_size * dist.get_world_size()
     flops = contender.module.flops_per_token()
-    return Meter(log, memory, check, setup.dtype, tokens, flops, NEVER_ENDS)
+    return Meter(check, setup.dtype, tokens, flops, NEVER_ENDS)
 
 
 def _turn(contender: Contender, meter: Meter | None, iterations: Iterator[int]) -> dict[str, float]:

@@ -46,15 +46,13 @@ class Checkpoints:
     """Loads and saves the checkpoints of a run. The constructor and every method need to be called on all ranks.
 
     Args:
-        folder: output folder of the run. If the hosts do not share it, that of rank 0 has the checkpoints.
-        always: save when the run ends, even if it has saved before.
-        read_only: the run saves no checkpoint and changes nothing in the folder.
-        keep, background, format: see `zero.checkpoint.CheckpointWriter`.
+        settings: of train.py. If the hosts do not share `out_dir`, that of rank 0 has the checkpoints. With `eval_only`, the
+            run saves no checkpoint and changes nothing in the folder.
     """
 
-    def __init__(self, folder: str, keep: int, background: bool, format: str, *, always: bool, read_only: bool) -> None:
-        self.folder, self.always, self.read_only = folder, always, read_only
-        self.keep, self.background, self.format = keep, background, format
+    def __init__(self, settings: dict[str, Any]) -> None:
+        self._settings, self.folder = settings, settings["out_dir"]
+        self.always, self.read_only = settings["always_save_checkpoint"], settings["eval_only"]
         self.error: OSError | DivergedError | None = None  # on rank 0: why the last save failed on any rank
         self._newest: int | None = None  # iteration of the checkpoint that was loaded or saved last
         self._lock: Lock | None = None  # on rank 0
@@ -114,10 +112,11 @@ class Checkpoints:
         self._read_chunks = None  # it keeps the loaded checkpoint in memory
         if not self.read_only:
             on_rank_0(self._take_lock)
-            if self.format == "sharded":
+            if self._settings["checkpoint_format"] == "sharded":
                 self._check_shared()
+        keep, background, format = (self._settings[key] for key in ("keep_checkpoints", "async_save", "checkpoint_format"))
         self._writer = CheckpointWriter(
-            self.folder, self.keep, self.background, self.format, self._newest_is_corrupt, sweep=not self.read_only
+            self.folder, keep, background, format, self._newest_is_corrupt, sweep=not self.read_only
         )
 
     def make_room(self) -> None:

@@ -70,14 +70,7 @@ class Run:
         self.progress = Progress(config["max_iters"], launch.rank)
         Watchdog(config["dist_timeout_s"])  # ends the ranks if they hang
         self.profiler = Profiler(os.path.join(config["out_dir"], FOLDER), launch.rank, device, config["profile"])
-        self.checkpoints = Checkpoints(
-            config["out_dir"],
-            config["keep_checkpoints"],
-            config["async_save"],
-            config["checkpoint_format"],
-            always=config["always_save_checkpoint"],
-            read_only=config["eval_only"],
-        )
+        self.checkpoints = Checkpoints(config)
         self._action = Action.CONTINUE  # of all ranks, at the end of the last iteration
 
     # -- set-up --------------------------------------------------------------------------------------------------------
@@ -129,29 +122,15 @@ class Run:
             self.log = Logger(config["out_dir"] if will_train else None, resume_at, config | facts, state.wandb_run_id)
             atexit.register(self.log.finish, "failed", "ended by an error, see the traceback")  # does nothing after `finish`
             state.wandb_run_id = self.log.run_id or state.wandb_run_id
-        workload = Workload(
-            raw_model.config,
-            config["batch_size"],
-            self.dtype,
-            self.device.type,
-            raw_model.activation_checkpointing,
-            raw_model.loss_chunk,
-        )
-        self.memory = MemoryMeter(model, optimizer)
-        self.profiler.wait = partial(parameters, optimizer)
+        recomputed, loss_chunk = raw_model.activation_checkpointing, raw_model.loss_chunk
+        workload = Workload(raw_model.config, config["batch_size"], self.dtype, self.device.type, recomputed, loss_chunk)
+        memory = MemoryMeter(model, optimizer)
         self.memory_check = MemoryCheck(
-            self.log, self.memory, workload, flags.shard_gradients, self.micro_steps, compiled=config["compile"]
+            self.log, memory, workload, flags.shard_gradients, self.micro_steps, compiled=config["compile"]
         )
-        self.meter = Meter(
-            self.log,
-            self.memory,
-            self.memory_check,
-            self.dtype,
-            self.tokens_per_iter,
-            raw_model.flops_per_token(),
-            config["max_iters"],
-            state.elapsed_s,
-        )
+        self.profiler.wait = partial(parameters, optimizer)
+        flops, max_iters = raw_model.flops_per_token(), config["max_iters"]
+        self.meter = Meter(self.memory_check, self.dtype, self.tokens_per_iter, flops, max_iters, state.elapsed_s)
         self.signals = Signals()
         self.guard = Guard(optimizer, scaler, config["max_nonfinite"], self.log.alert)
         self.shadow.follow(optimizer, scaler, autocast, self.micro_steps, config["grad_clip"])

@@ -10,11 +10,6 @@ from run.output import Output, first_line, while_it_works
 from zero.host_comm import is_rank_0
 
 _FINISH_S = 60.0  # how long the end of a run waits for wandb
-# arguments of wandb.init, and the variables of wandb that come before them
-_VARIABLES = {
-    **{"project": "WANDB_PROJECT", "name": "WANDB_NAME", "group": "WANDB_RUN_GROUP", "job_type": "WANDB_JOB_TYPE"},
-    **{"id": "WANDB_RUN_ID", "resume": "WANDB_RESUME"},
-}
 
 
 class WandbRun(Output):
@@ -99,12 +94,16 @@ class WandbRun(Output):
 def _start(wandb: Any, config: dict[str, Any], run_id: str | None) -> Any:
     """Return wandb's run object, online if there is a login and a server, and print where the run is."""
     group, folder = config["wandb_run_name"], os.path.basename(os.path.abspath(config["out_dir"]))
-    given = {
-        **{"project": config["wandb_project"], "group": group, "job_type": config["implementation"]},
-        "name": None if os.environ.get("WANDB_SWEEP_ID") else f"{group} {folder}",  # wandb names the runs of a sweep
-        **{"id": run_id, "resume": "allow" if run_id else None},
+    name = None if os.environ.get("WANDB_SWEEP_ID") else f"{group} {folder}"  # wandb names the runs of a sweep
+    given = {  # by argument of wandb.init: the variable of wandb that comes before it, and the argument
+        "project": ("WANDB_PROJECT", config["wandb_project"]),
+        "group": ("WANDB_RUN_GROUP", group),
+        "job_type": ("WANDB_JOB_TYPE", config["implementation"]),
+        "name": ("WANDB_NAME", name),
+        "id": ("WANDB_RUN_ID", run_id),
+        "resume": ("WANDB_RESUME", "allow" if run_id else None),
     }
-    arguments = {key: value for key, value in given.items() if not os.environ.get(_VARIABLES[key])}
+    arguments = {key: value for key, (variable, value) in given.items() if not os.environ.get(variable)}
     finish_s = float(os.environ.get("WANDB_FINISH_TIMEOUT", _FINISH_S))
     settings = wandb.Settings(finish_timeout=finish_s, finish_timeout_raises=True)
     why = ""  # there is no server to send to

@@ -19,9 +19,8 @@ def names(folder):
 
 
 def checkpoints(folder, read_only=False):
-    return Checkpoints(
-        str(folder), 0, False, "consolidated", always=True, read_only=read_only
-    )  # fmt: skip
+    settings = {"out_dir": str(folder), "keep_checkpoints": 0, "async_save": False, "checkpoint_format": "consolidated"}
+    return Checkpoints(settings | {"always_save_checkpoint": True, "eval_only": read_only})
 
 
 @pytest.fixture

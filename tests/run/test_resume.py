@@ -95,7 +95,8 @@ def test_the_end_of_a_run_is_saved_and_goes_on_bit_for_bit(data, tmp_path):
 @pytest.mark.parametrize("always", [True, False])
 def test_when_the_end_is_saved(tmp_path, always):
     """Without always_save_checkpoint, ckpt.pt is the best one, and the end does not replace it."""
-    checkpoints = Checkpoints(str(tmp_path), 0, False, "consolidated", always=always, read_only=False)
+    settings = {"out_dir": str(tmp_path), "keep_checkpoints": 0, "async_save": False, "checkpoint_format": "consolidated"}
+    checkpoints = Checkpoints(settings | {"always_save_checkpoint": always, "eval_only": False})
     checkpoints.claim()
     assert checkpoints.due(5, is_end=False) == Action.CONTINUE
     assert checkpoints.due(5, is_end=True) == Action.SAVE, "a run without a checkpoint"

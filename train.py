@@ -209,7 +209,7 @@ def estimate_loss():
     for split in ("train", "val"):
         batches = data.evaluation(split, seed, count, batch_size, rank, world_size)
         total = torch.zeros((), device=own_device)
-        for offsets in run.track(batches, f"evaluating on {split}"):
+        for offsets in run.progress.track(batches, f"evaluating on {split}"):
             x, y = get_batch(split, offsets)
             with autocast:
                 total.add_(raw_model(x, y)[1], alpha=(offsets >= 0).sum().item())  # negative offsets: padding

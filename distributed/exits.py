@@ -13,20 +13,14 @@ import torch.distributed as dist
 
 from distributed.launch import launched
 from distributed.rendezvous import meet, result_key, store, value_key
-from zero.host_comm import LONG_TIMEOUT, gather_objects, is_rank_0
+from zero.host_comm import LONG_TIMEOUT, gather_objects
 
 
-def finish(exit_code: int = 0, last_line: str = "") -> NoReturn:
-    """Wait for all ranks, then end this process. Needs to be called on all ranks.
-
-    Args:
-        last_line: printed on rank 0 if the exit code is 0.
-    """
+def finish(exit_code: int = 0) -> NoReturn:
+    """Wait for all ranks, then end this process. Needs to be called on all ranks."""
     if dist.is_initialized():
         # rank 0 may take long to end the wandb run
         dist.barrier(dist.new_group(backend="gloo", timeout=LONG_TIMEOUT))
-    if last_line and not exit_code and is_rank_0():
-        print(last_line, flush=True)
     _exit(exit_code)
 
 

@@ -3,7 +3,7 @@
 import atexit
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict
 from functools import partial
@@ -121,7 +121,7 @@ class Run:
             resume_at = state.iter_num if self.checkpoints.is_loaded else None
             self.log = Logger(config["out_dir"] if will_train else None, resume_at, config | facts, state.wandb_run_id)
             atexit.register(self.log.finish, "failed", "ended by an error, see the traceback")  # does nothing after `finish`
-            state.wandb_run_id = self.log.run_id or state.wandb_run_id
+            state.wandb_run_id = self.log.run.id or state.wandb_run_id
         recomputed, loss_chunk = raw_model.activation_checkpointing, raw_model.loss_chunk
         workload = Workload(raw_model.config, config["batch_size"], self.dtype, self.device.type, recomputed, loss_chunk)
         memory = MemoryMeter(model, optimizer)
@@ -214,10 +214,6 @@ class Run:
             yield
         self.meter.restart()
 
-    def track(self, batches: Sequence[Any], description: str) -> Iterator[Any]:
-        """Yield the batches of an evaluation; a terminal shows the progress."""
-        return self.progress.track(batches, description)
-
     def after_evaluation(self, losses: dict[str, float], lr: float, seconds: float) -> bool:
         """Log the losses by split. Return whether to save a checkpoint because of them."""
         self.meter.log_evaluation(self.state.iter_num, losses, lr, seconds)
@@ -261,9 +257,10 @@ class Run:
             self.log.finish("failed", f"failed before iteration {end:,}, see the last warning")
         elif self._action == Action.SAVE_AND_STOP:
             self.log.finish("stopped", stopped)
+            print0(f"{stopped}; continue with --init_from=resume")
         else:
             self.log.finish("ended", f"done, {end:,} iterations")
-        finish(int(failed), f"{stopped}; continue with --init_from=resume" if self._action == Action.SAVE_AND_STOP else "")
+        finish(int(failed))
 
     def _tokens(self) -> int:
         """Return the number of tokens that all ranks together have seen."""

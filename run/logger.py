@@ -64,11 +64,6 @@ class Logger:
             raise ValueError(f"cannot write to out_dir={out_dir}: {error}") from error
         _write_facts(out_dir, self._summary.facts)
 
-    @property
-    def run_id(self) -> str | None:
-        """The ID of the wandb run, or None."""
-        return self.run.id
-
     def log(self, event: dict[str, Any], line: str | None = None) -> None:
         """Write an event. If the disk is full, print a warning once and continue.
 

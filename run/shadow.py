@@ -79,14 +79,7 @@ class Shadow:
         micro_steps: int,
         grad_clip: float,
     ) -> None:
-        """Set what the copy follows.
-
-        Args:
-            optimizer, scaler: those of the run. The scaler is copied.
-            autocast: the context in which forward computes.
-            micro_steps: micro-steps per iteration on each rank.
-            grad_clip: maximum gradient norm; 0.0: no clipping.
-        """
+        """Set what the copy follows: the optimizer of the run, a copy of its scaler, and how it computes on each rank."""
         if not self._remaining:
             return
         self._part, self._scaler = partition(optimizer), copy.deepcopy(scaler)

@@ -102,11 +102,11 @@ def test_wandb_gets_the_run_that_goes_on_and_the_rows_that_it_lacks(tmp_path, wa
     for run_id, events in (("abc", []), ("offline", [{"iter": 0}, {"iter": 2, "checkpoint/bytes": 7}])):
         (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
         log = wandb(tmp_path, 2, run_id)
-        assert log.run_id == run_id
+        assert log.run.id == run_id
         assert log.run.events == events
     log.finish("failed")
     assert log.run.exit_code == 1
-    assert wandb(tmp_path).run_id is None, "a new run"
+    assert wandb(tmp_path).run.id is None, "a new run"
 
 
 def test_run_json_lists_what_a_resumed_run_has_changed(tmp_path):

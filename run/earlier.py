@@ -20,6 +20,8 @@ def move_aside(folder: str) -> None:
         ValueError: if a file cannot be moved.
     """
     target = os.path.join(folder, time.strftime("before-%Y%m%d-%H%M%SZ", time.gmtime()))
+    while os.path.exists(target):  # two starts in the same second
+        target += "+"
     names = [name for name in _LOGS if os.path.lexists(os.path.join(folder, name))] + store.names(folder)
     try:
         os.mkdir(target)

@@ -72,6 +72,15 @@ def test_a_file_that_cannot_move_ends_the_start_with_a_line(out, monkeypatch):
         earlier.move_aside(str(out))
 
 
+def test_two_starts_in_the_same_second_get_two_folders(out, monkeypatch):
+    monkeypatch.setattr(earlier.time, "strftime", lambda *_: "before-Z")
+    for _ in range(2):
+        (out / "ckpt.pt").touch()
+        earlier.move_aside(str(out))
+    assert [name for name in names(out) if name.startswith("before-")] == ["before-Z", "before-Z+"]
+    assert earlier.newest(str(out)) == str(out / "before-Z+")
+
+
 def test_a_resume_without_a_checkpoint_names_the_run_that_moved_aside(out):
     earlier.move_aside(str(out))
     with pytest.raises(ValueError, match=rf"to resume, use --out_dir={out}/before-\d+-\d+Z; to start a new run"):

@@ -41,9 +41,6 @@ from distributed.exits import exit_with_error
 from distributed.launch import launched
 
 TRAIN = os.path.join(os.path.dirname(os.path.abspath(__file__)), "train.py")
-_HEADING = re.compile(r"[\w-]+( [\w-]+){0,2}")
-_WIDTH = 120
-_HELP_INTRODUCTION = "Settings with their defaults. --key=value sets one, a file of lines such as batch_size = 8 sets several:"
 _ITERATIONS = "tokens divided by the tokens per iteration that a run prints"
 _REMOVED = {  # settings of earlier versions: what to write instead
     "max_tokens": f"use max_iters: {_ITERATIONS}",
@@ -51,13 +48,17 @@ _REMOVED = {  # settings of earlier versions: what to write instead
     "lr_decay_tokens": f"use lr_decay_iters: {_ITERATIONS}",
     **dict.fromkeys(("muon_nesterov", "muon_ns_steps", "muon_ns_dtype"), "remove it, or change the default of zero.Muon"),
     **{f"wandb_{name}": f"set wandb's variable WANDB_{name.upper()}" for name in ("mode", "entity", "tags", "notes")},
-    "metric_interval": "remove it: the ranks are compared every 10 iterations",
+    **dict.fromkeys(("metric_interval", "desync_check_interval"), "remove it"),
+    "wandb_log_checkpoints": "remove it; wandb artifact put uploads a checkpoint",
     "profile_memory": "use profile, which records memory too",
     "zero_check_reads": "remove it, or use check_reads of zero.ShardedDataParallel",
     "on_save_error": "remove it: a run goes on, and its exit code is 1 if the last checkpoint could not be written",
     "on_nonfinite": "use max_nonfinite: 1 for 'stop', 10 for 'skip'",
     "master_dtype": "use param_dtype: 'bfloat16_remainder' is what 'remainder' was with bfloat16 weights",
 }
+_HEADING = re.compile(r"[\w-]+( [\w-]+){0,2}")
+_WIDTH = 120
+_HELP_INTRODUCTION = "Settings with their defaults. --key=value sets one, a file of lines such as batch_size = 8 sets several:"
 
 
 class Rule(NamedTuple):

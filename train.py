@@ -70,7 +70,6 @@ init_from = "scratch"  # 'scratch', 'resume', 'auto', 'gpt2', 'gpt2-medium', 'gp
 wandb_log: PerHost[bool] = False  # only rank 0 logs; WANDB_MODE, WANDB_ENTITY and all other variables of wandb count
 wandb_project: PerHost[str] = "owt"
 wandb_run_name: PerHost[str] = "gpt2"  # the group of the runs to compare; the folder out_dir completes the name of a run
-wandb_log_checkpoints: PerHost[bool] = False  # also upload each checkpoint, as a version of an artifact
 log_to: PerHost[Literal["none", "tensorboard"]] = "none"  # write the metrics to out_dir/tensorboard as well
 # data
 dataset: PerHost[str] = "openwebtext"  # name of a folder in data/; the content must be the same
@@ -111,7 +110,6 @@ shard_gradients: SameLoss[Sharded[bool]] = False  # also keep only 1/N of the gr
 param_dtype: Sharded[Literal["float32", "bfloat16", "bfloat16_remainder"]] = "float32"
 state_dtype: Sharded[Literal["float32", "bfloat16", "int8"]] = "float32"  # of the moments between updates, 1/N per rank
 zero_shard_size: SameLoss[Sharded[NonNegativeInt]] = 0  # ranks that share the state, such as the GPUs of a machine; 0: all
-desync_check_interval: SameLoss[NonNegativeInt] = 0  # iterations between comparisons of the ranks' weights; 0: none
 # system
 backend: SameLoss[Literal["auto", "nccl", "gloo"]] = "auto"  # auto: nccl if every rank has its own GPU, otherwise gloo
 dist_timeout_s: SameLoss[PositiveFloat] = 600.0  # seconds without progress on any rank until the ranks end, with the reason
@@ -212,7 +210,7 @@ def estimate_loss():
     for split in ("train", "val"):
         batches = data.evaluation(split, seed, count, batch_size, rank, world_size)
         total = torch.zeros((), device=own_device)
-        for offsets in run.track(batches, f"evaluating on {split}"):
+        for offsets in run.progress.track(batches, f"evaluating on {split}"):
             x, y = get_batch(split, offsets)
             with autocast:
                 total.add_(raw_model(x, y)[1], alpha=(offsets >= 0).sum().item())  # negative offsets: padding
@@ -286,7 +284,7 @@ while True:
     with run.phase("clip"):
         scaler.unscale_(opt)
         norms = clip_grad_norm_(opt, grad_clip or math.inf)
-    run.before_update(loss_sum, norms)  # are all ranks the same, and all values finite? if not, step skips
+    run.before_update(loss_sum, norms)  # are all values finite? if not, step skips
     with run.phase("update"):
         scaler.step(opt)
         scaler.update()

@@ -13,20 +13,14 @@ import torch.distributed as dist
 
 from distributed.launch import launched
 from distributed.rendezvous import meet, result_key, store, value_key
-from zero.host_comm import LONG_TIMEOUT, gather_objects, is_rank_0
+from zero.host_comm import LONG_TIMEOUT, gather_objects
 
 
-def finish(exit_code: int = 0, last_line: str = "") -> NoReturn:
-    """Wait for all ranks, then end this process. Needs to be called on all ranks.
-
-    Args:
-        last_line: printed on rank 0 if the exit code is 0.
-    """
+def finish(exit_code: int = 0) -> NoReturn:
+    """Wait for all ranks, then end this process. Needs to be called on all ranks."""
     if dist.is_initialized():
         # rank 0 may take long to end the wandb run
         dist.barrier(dist.new_group(backend="gloo", timeout=LONG_TIMEOUT))
-    if last_line and not exit_code and is_rank_0():
-        print(last_line, flush=True)
     _exit(exit_code)
 
 
@@ -88,33 +82,20 @@ def _is_one_of_several() -> bool:
 def _end_with_other_ranks(message: str, timeout_s: float = 30.0) -> None:
     """Print why this rank ends, and wait until the others end too: torchrun kills them when the first rank ends.
 
-    The first rank of each host prints its message. Rank 0 also prints the messages of the others that it does not have itself.
-    A rank prints its own if rank 0 has not done that in time.
+    The first rank of each host prints its message. The others print theirs if the ranks do not end in time.
     """
-    launch, came = launched(), False
+    launch, ending, end = launched(), 0, time.monotonic() + timeout_s
     if launch.local_rank == 0:
         _print_error(message)
     with contextlib.suppress(RuntimeError):  # the store has ended with rank 0, or the other ranks did not connect
         shared = store() if store.cache_info().currsize else meet(timeout_s)
-        others, end = range(1, launch.world_size), time.monotonic() + timeout_s
-
-        def wait_for(count: int) -> bool:
-            while not (enough := shared.add("ranks about to end", 0) >= count) and time.monotonic() < end:
-                time.sleep(0.01)
-            return enough
-
-        if launch.rank == 0:
-            for rank in others:
-                shared.set(result_key(rank), json.dumps([None, message]))
-            wait_for(len(others))
-            told = [json.loads(shared.get(key))[1] for key in map(value_key, others) if shared.check([key])]
-            for other in dict.fromkeys(text for text in told if text and text != message):
-                _print_error(other)
-        else:
-            shared.set(value_key(launch.rank), json.dumps([None, message]))
-        shared.add("ranks about to end", 1)
-        came = wait_for(launch.world_size)
-    if launch.local_rank > 0 and not came:
+        for key in map(result_key, range(1, launch.world_size)) if launch.rank == 0 else [value_key(launch.rank)]:
+            shared.set(key, json.dumps([None, message]))
+        ending = shared.add("ranks about to end", 1)
+        while ending < launch.world_size and time.monotonic() < end:
+            time.sleep(0.01)
+            ending = shared.add("ranks about to end", 0)
+    if launch.local_rank > 0 and ending < launch.world_size:
         _print_error(message)
 
 

@@ -64,7 +64,8 @@ def resolve(device: str, dtype: str, param_dtype: str = "float32") -> tuple[str,
     kind, _, index = device.partition(":")
     counts = {"cpu": 1, "cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}
     if kind not in counts or (index and not index.isdigit()) or int(index or 0) >= counts[kind]:
-        raise ValueError(f"device={device} is not available; this machine has {_count(counts)}; use for example --device=cpu")
+        found = ", ".join(f"{count} {kind}" for kind, count in counts.items())
+        raise ValueError(f"device={device} is not available; this machine has {found}; use for example --device=cpu")
     best = "float32"
     if kind == "cuda":
         best = "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float16"
@@ -87,10 +88,6 @@ def resolve_dtype(dtype: str, param_dtype: str, best: str) -> str:
     if weights not in ("float32", dtype):
         raise ValueError(f"param_dtype={param_dtype} computes in {weights}, not in dtype={dtype}; use --dtype={weights}")
     return dtype
-
-
-def _count(counts: dict[str, int]) -> str:
-    return ", ".join(f"{count} {kind}" for kind, count in counts.items())
 
 
 def autocast(device: torch.device, dtype: str) -> AbstractContextManager[Any]:
@@ -153,14 +150,10 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
     while time.perf_counter() < begin + 0.2:
         start = time.perf_counter()
         a @ a
-        _synchronize(device)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
         fastest = min(fastest, time.perf_counter() - start)
     return 2 * size**3 / fastest
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def environment(device: torch.device) -> dict[str, Any]:

@@ -13,13 +13,11 @@ from types import FrameType, TracebackType
 from typing import NamedTuple
 
 import torch.distributed as dist
-from torch._C import _distributed_c10d
 from torch.distributed import distributed_c10d
 
 from distributed.heartbeat import position
 from zero.collectives import Communicator
 
-FLIGHT_RECORDER = "flight_recorder"  # in out_dir
 _BEAT_S = 1.0  # seconds between two heartbeats (signs of life) of a rank
 _GRACE_S = 1.0  # torchrun ends all ranks when the first one ends: until then the others can print their lines, too
 _STORE_TIMEOUT_S = 5.0  # the shortest; a store that takes longer to answer counts as lost
@@ -32,18 +30,17 @@ class Watchdog:
     process group every second, which also serves as a heartbeat. When the main thread has not moved for half of the timeout,
     it reads the posts of all ranks. While a rank does something that may take long, for example a save, and before the
     first iteration, only a rank that shows no sign of life ends the others. A second thread decides, because a call of the
-    store may never return when the host of the store is lost. The exit code is 1. The last collectives of this rank, from
-    PyTorch's flight recorder, are written to `folder`/flight_recorder/rank<r>; `torchfrtrace` reads those of NCCL.
+    store may never return when the host of the store is lost. The exit code is 1.
 
     A collective that raises, because another rank has ended, gets a line about the position below its traceback.
 
     Without several ranks, this class does nothing.
     """
 
-    def __init__(self, timeout_s: float, folder: str) -> None:
+    def __init__(self, timeout_s: float) -> None:
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return
-        self._timeout_s, self._folder, self._rank = timeout_s, folder, dist.get_rank()
+        self._timeout_s, self._rank = timeout_s, dist.get_rank()
         self._keys = [str(rank) for rank in range(dist.get_world_size())]
         # its own connection, because the main thread may wait in a call of the store
         connection = distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
@@ -136,18 +133,8 @@ class Watchdog:
     def _end(self, message: str) -> None:
         sys.stderr.write(f"error: {message}\n")  # one write: the lines of two ranks do not mix
         sys.stderr.flush()
-        end = time.monotonic() + _GRACE_S
-        with suppress(OSError):
-            self._dump_flight_recorder()
-        time.sleep(max(0.0, end - time.monotonic()))
+        time.sleep(_GRACE_S)
         os._exit(1)
-
-    def _dump_flight_recorder(self) -> None:
-        name = "_dump_nccl_trace" if dist.get_backend() == "nccl" else "_dump_fr_trace"
-        if (dump := getattr(_distributed_c10d, name, None)) is not None:
-            os.makedirs(folder := os.path.join(self._folder, FLIGHT_RECORDER), exist_ok=True)
-            with open(os.path.join(folder, f"rank{self._rank}"), "wb") as file:
-                file.write(dump())
 
     def _explain(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         """Print the traceback and, if a collective has raised, a line about the position."""

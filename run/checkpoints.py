@@ -5,7 +5,6 @@ import os
 import sys
 import time
 from collections import deque
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +18,6 @@ from run.lock import Lock, read_holder
 from run.logger import Logger
 from zero import checkpoint as ckpt
 from zero.checkpoint import CheckpointError, CheckpointWriter, DivergedError, SaveReport
-from zero.checkpoint.format import read_file
 from zero.checkpoint.store import NAME, PREVIOUS
 from zero.host_comm import gather_objects, is_rank_0
 
@@ -47,16 +45,13 @@ class Checkpoints:
     """Loads and saves the checkpoints of a run. The constructor and every method need to be called on all ranks.
 
     Args:
-        folder: output folder of the run. If the hosts do not share it, rank 0 writes the checkpoints, and to resume, every host
-            needs a copy.
-        always: save when the run ends, even if it has saved before.
-        read_only: the run saves no checkpoint and changes nothing in the folder.
-        keep, background, format: see `zero.checkpoint.CheckpointWriter`.
+        settings: of train.py. If the hosts do not share `out_dir`, that of rank 0 has the checkpoints, and to resume, every
+            host needs a copy. With `eval_only`, the run saves no checkpoint and changes nothing in the folder.
     """
 
-    def __init__(self, folder: str, keep: int, background: bool, format: str, *, always: bool, read_only: bool) -> None:
-        self.folder, self.always, self.read_only = folder, always, read_only
-        self.keep, self.background, self.format = keep, background, format
+    def __init__(self, settings: dict[str, Any]) -> None:
+        self._settings, self.folder = settings, settings["out_dir"]
+        self.always, self.read_only = settings["always_save_checkpoint"], settings["eval_only"]
         self.error: OSError | DivergedError | None = None  # on rank 0: why the last save failed on any rank
         self._newest: int | None = None  # iteration of the checkpoint that was loaded or saved last
         self._lock: Lock | None = None  # on rank 0
@@ -76,12 +71,17 @@ class Checkpoints:
 
         Raises:
             ValueError: if there is no checkpoint, a rank cannot read it, or another run writes to the folder. For 'auto', also
-                if another rank sees a later checkpoint than rank 0, in a folder of its own: after a restart, torchrun may put
-                rank 0 on another host.
+                if only another rank sees a checkpoint, in a folder of its own: a restart may put rank 0 on another host.
         """
         if init_from == "auto":
-            self._check_newest()
-        if not (init_from == "resume" or (init_from == "auto" and on_rank_0(self.exist))):
+            seen = gather_objects(self.exist())  # by rank
+            if any(seen) and not seen[0]:
+                raise ValueError(
+                    f"init_from=auto: rank {seen.index(True)} has a checkpoint in out_dir, but rank 0 has none; use an out_dir "
+                    "that all hosts share, or start torchrun with --node_rank=0 on the host of the checkpoint"
+                )
+            init_from = "resume" if seen[0] else "scratch"
+        if init_from != "resume":
             return None
         self._path = on_rank_0(self._find)
         print0(f"Resuming training from {self.folder}")
@@ -107,10 +107,11 @@ class Checkpoints:
         """
         if not self.read_only:
             on_rank_0(self._take_lock)
-            if self.format == "sharded":
+            if self._settings["checkpoint_format"] == "sharded":
                 self._check_shared()
+        keep, background, format = (self._settings[key] for key in ("keep_checkpoints", "async_save", "checkpoint_format"))
         self._writer = CheckpointWriter(
-            self.folder, self.keep, self.background, self.format, self._newest_is_corrupt, sweep=not self.read_only
+            self.folder, keep, background, format, self._newest_is_corrupt, sweep=not self.read_only
         )
 
     def make_room(self) -> None:
@@ -169,7 +170,6 @@ class Checkpoints:
                     "checkpoint/bytes": outcome.nbytes,
                 }
             )
-            log.checkpoint(os.path.join(self.folder, NAME), outcome.iter_num)
         return isinstance(self.error, DivergedError) or (required and self.error is not None)
 
     def wait(self) -> None:
@@ -200,23 +200,6 @@ class Checkpoints:
                 "that all hosts share, or --checkpoint_format=consolidated"
             )
 
-    def _check_newest(self) -> None:
-        iterations = gather_objects(self._iteration())  # of the checkpoint that each rank sees
-        first, last = iterations[0], max(iterations)
-        if last > first:
-            own = f"the checkpoint of rank 0 is at iteration {first}" if first >= 0 else "rank 0 has none"
-            raise ValueError(
-                f"init_from=auto: rank {iterations.index(last)} has a checkpoint of iteration {last} in out_dir, but {own}; "
-                "use an out_dir that all hosts share, or copy the last checkpoint to all of them"
-            )
-
-    def _iteration(self) -> int:
-        """Return the iteration of the newest checkpoint that this rank can read, -1 if there is none."""
-        for name in (NAME, PREVIOUS):
-            with suppress(CheckpointError):
-                return read_file(os.path.join(self.folder, name))["iter_num"]
-        return -1
-
     def _find(self) -> str:
         if not self.read_only and os.path.isdir(self.folder):
             self._take_lock()  # before reading: another run could replace the file
@@ -235,4 +218,3 @@ class Checkpoints:
     def _take_lock(self) -> None:
         if self._lock is None:
             self._lock = Lock(self.folder)
-            earlier.put_back(self.folder)

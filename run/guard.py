@@ -3,7 +3,6 @@
 import math
 import sys
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,6 +12,8 @@ from zero import ShardedGradScaler
 from zero.gradients import GradientNorms
 from zero.host_comm import gather_objects, is_rank_0
 from zero.sharded_state import partition
+
+_REMEDY = "try a lower --learning_rate, --grad_clip=1.0 or more --warmup_iters"
 
 
 class Guard:
@@ -25,34 +26,26 @@ class Guard:
     counts here, because the gradient scaler handles gradients that are not finite.
 
     Args:
-        model: the model, which gives the parameter names for the messages.
         optimizer: the optimizer of the model.
         scaler: the gradient scaler, which is enabled for float16 only.
         limit: number of consecutive skipped updates that ends the run.
         alert: called on rank 0 with a title and a text when updates have been skipped.
-        remedy: what the last message advises.
     """
 
     def __init__(
         self,
-        model: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
         scaler: ShardedGradScaler,
         limit: int,
-        alert: Callable[[str, str], None] = lambda *_: None,
-        remedy: str = "try a lower --learning_rate",
+        alert: Callable[[str, str], None],
     ) -> None:
-        self.optimizer, self.scaler, self.limit, self.alert, self._remedy = optimizer, scaler, limit, alert, remedy
+        self.optimizer, self.scaler, self.limit, self.alert = optimizer, scaler, limit, alert
         self.failed = False  # whether the run must end without another checkpoint; the same on all ranks
         self.in_a_row = 0  # number of consecutive skipped updates at the last `report`
-        self._part = partition(optimizer)
-        self._names = {param: name for name, param in model.named_parameters()}
-        device = next(model.parameters()).device
-        self._zero = torch.zeros((), device=device)
-        self._in_a_row = self._skipped = self._zero  # number of skipped updates: consecutive ones, all
-        # figures of the first skipped update of the latest series, (locals + 2,): loss, norm of all gradients, norm of the
-        # gradient of each local parameter
-        self._first = torch.zeros(len(self._part.locals) + 2, device=device)
+        self._inner = partition(optimizer).inner
+        device = optimizer.param_groups[0]["params"][0].device
+        self._in_a_row = self._skipped = torch.zeros((), device=device)  # number of skipped updates: consecutive ones, all
+        self._first = torch.zeros(2, device=device)  # loss and gradient norm of the first skipped update of the latest series
         self._reported = 0  # number of skipped updates that `report` has reported
 
     def check(self, loss: torch.Tensor, norms: GradientNorms) -> None:
@@ -67,15 +60,14 @@ class Guard:
         if dist.is_initialized():
             dist.all_reduce(bad, dist.ReduceOp.MAX)
         skip = torch.maximum(bad, (self._in_a_row >= self.limit).float())
-        each = [norms.each.get(local, self._zero) for local in self._part.locals]
-        figures = torch.stack([figure.float() for figure in (loss, norms.total, *each)])
+        figures = torch.stack((loss.float(), norms.total.float()))
         self._first = torch.where(skip > self._in_a_row, figures, self._first)
         self._in_a_row = (self._in_a_row + 1) * skip
         self._skipped = self._skipped + skip
         if self.scaler.is_enabled():
             self.scaler.skip_if(self.optimizer, skip)
-        elif self._part.inner.defaults.get("fused"):
-            self._part.inner.found_inf = skip  # type: ignore[attr-defined]  # where torch.amp.GradScaler puts it
+        elif self._inner.defaults.get("fused"):
+            self._inner.found_inf = skip  # type: ignore[attr-defined]  # where torch.amp.GradScaler puts it
         elif skip:  # no fused kernel (mps): the host reads the decision
             self.optimizer.zero_grad(set_to_none=True)
 
@@ -97,72 +89,19 @@ class Guard:
             return
         first = iteration - self.in_a_row + 1
         skipped_ones = f"{self.in_a_row} updates in a row were skipped, and " if self.limit > 1 else ""
-        _print_error(
+        sys.stdout.flush()
+        print(
             f"the run ends at iteration {iteration}, not finite since iteration {first}: {reason}; {skipped_ones}"
-            f"the weights are those before iteration {first}; {self._remedy}"
+            f"the weights are those before iteration {first}; {_REMEDY}",
+            file=sys.stderr,
+            flush=True,
         )
-
-    def fail(self, title: str, message: str) -> None:
-        """End the run at the next step boundary, without another checkpoint. Needs to be called on all ranks.
-
-        Rank 0 prints the message and sends it as an alert.
-        """
-        self.failed = True
-        if is_rank_0():
-            self.alert(title, message)
-            _print_error(message)
-
-    @staticmethod
-    def remedy_for(config: dict[str, Any], dtype: str) -> str:
-        """Return what may keep a run from diverging, of what its settings do not do already.
-
-        Args:
-            config: the settings of train.py.
-            dtype: dtype of the computation.
-        """
-        found = [f"a lower --learning_rate than {config['learning_rate']:g}"]
-        if not 0 < config["grad_clip"] <= 1:
-            found.append("--grad_clip=1.0")
-        if config["decay_lr"]:
-            found.append(f"more --warmup_iters than {config['warmup_iters']}")
-        if dtype != "float32":
-            found.append("--dtype=float32" if config["param_dtype"] == "float32" else "--param_dtype=float32 --dtype=float32")
-        return "try " + " or ".join([", ".join(found[:-1]), found[-1]] if len(found) > 1 else found)
 
     def _reason(self) -> str:
         """Return a text that says which values are not finite, and where. Needs to be called on all ranks."""
-        loss, norm, *each = self._first.tolist()
-        found = gather_objects((loss, self._first_bad(each)))
-        reasons = [f"the loss of rank {rank} is {loss}" for rank, (loss, _) in enumerate(found) if not math.isfinite(loss)]
+        loss, norm = self._first.tolist()
+        losses = enumerate(gather_objects(loss))
+        reasons = [f"the loss of rank {rank} is {loss}" for rank, loss in losses if not math.isfinite(loss)]
         if not math.isfinite(norm):
             reasons.append(f"the gradient norm is {norm}")
-        places = [(*place, rank) for rank, (_, place) in enumerate(found) if place is not None]
-        if places:
-            _, what, rank = min(places)
-            reasons.append(f"first in {what} on rank {rank}")
         return ", ".join(reasons)
-
-    def _first_bad(self, norms: list[float]) -> tuple[int, str] | None:
-        """Return the first parameter of this rank that is not finite or has a gradient that is not finite.
-
-        Args:
-            norms: norm of the gradient of each local parameter.
-
-        Returns:
-            The position of the parameter in the model and its name, or None.
-        """
-        params, places = self._part.params, {name: place for place, name in enumerate(self._names.values())}
-        bad = []
-        slices = self._part.plan.slices(self._part.rank)
-        for slice_, read, norm in zip(slices, self._part.readers, norms, strict=True):
-            name = self._names[params[slice_.param]]
-            if not read().isfinite().all():
-                bad.append((places[name], name))
-            elif not math.isfinite(norm):
-                bad.append((places[name], f"the gradient of {name}"))
-        return min(bad, default=None)
-
-
-def _print_error(message: str) -> None:
-    sys.stdout.flush()
-    print(message, file=sys.stderr, flush=True)

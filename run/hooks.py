@@ -3,7 +3,7 @@
 import atexit
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict
 from functools import partial
@@ -19,7 +19,7 @@ from distributed.machine import environment, is_slow_on_cpu
 from distributed.ranks import print0
 from distributed.signals import Action, Signals
 from distributed.watchdog import Watchdog
-from forecast.run_memory import Extras, Workload
+from forecast.run_memory import Workload
 from model import GPT
 from run.checkpoints import Checkpoints, State
 from run.guard import Guard
@@ -28,7 +28,6 @@ from run.memory_meter import MemoryCheck, MemoryMeter, describe
 from run.meter import Meter
 from run.profiling import FOLDER, Profiler
 from run.progress import Progress
-from run.rank_checks import DesyncCheck
 from run.sampling import Sampler
 from run.shadow import Shadow
 from zero import ShardedGradScaler
@@ -69,16 +68,9 @@ class Run:
         if is_slow_on_cpu(device, dtype):
             print0(f"note: this CPU has no {dtype} instructions; --dtype=float32 will be faster")
         self.progress = Progress(config["max_iters"], launch.rank)
-        Watchdog(config["dist_timeout_s"], config["out_dir"])  # ends the ranks if they hang
+        Watchdog(config["dist_timeout_s"])  # ends the ranks if they hang
         self.profiler = Profiler(os.path.join(config["out_dir"], FOLDER), launch.rank, device, config["profile"])
-        self.checkpoints = Checkpoints(
-            config["out_dir"],
-            config["keep_checkpoints"],
-            config["async_save"],
-            config["checkpoint_format"],
-            always=config["always_save_checkpoint"],
-            read_only=config["eval_only"],
-        )
+        self.checkpoints = Checkpoints(config)
         self._action = Action.CONTINUE  # of all ranks, at the end of the last iteration
 
     # -- set-up --------------------------------------------------------------------------------------------------------
@@ -129,20 +121,19 @@ class Run:
             resume_at = state.iter_num if self.checkpoints.is_loaded else None
             self.log = Logger(config["out_dir"] if will_train else None, resume_at, config | facts, state.wandb_run_id)
             atexit.register(self.log.finish, "failed", "ended by an error, see the traceback")  # does nothing after `finish`
-            state.wandb_run_id = self.log.run_id or state.wandb_run_id
-        computed = raw_model.activation_checkpointing, raw_model.loss_chunk
-        workload = Workload(raw_model.config, config["batch_size"], self.dtype, self.device.type, *computed)
-        self.memory = MemoryMeter(model, optimizer)
+            state.wandb_run_id = self.log.run.id or state.wandb_run_id
+        recomputed, loss_chunk = raw_model.activation_checkpointing, raw_model.loss_chunk
+        workload = Workload(raw_model.config, config["batch_size"], self.dtype, self.device.type, recomputed, loss_chunk)
+        memory = MemoryMeter(model, optimizer)
+        self.memory_check = MemoryCheck(
+            self.log, memory, workload, flags.shard_gradients, self.micro_steps, compiled=config["compile"]
+        )
         self.profiler.wait = partial(parameters, optimizer)
-        how = flags.shard_gradients, self.micro_steps, config["compile"], Extras.of(config)
-        self.memory_check = MemoryCheck(self.log, self.memory, workload, *how)
-        measured = self.log, self.memory, self.memory_check, self.dtype, self.tokens_per_iter
-        self.meter = Meter(*measured, raw_model.flops_per_token(), config["max_iters"], state.elapsed_s)
+        flops, max_iters = raw_model.flops_per_token(), config["max_iters"]
+        self.meter = Meter(self.memory_check, self.dtype, self.tokens_per_iter, flops, max_iters, state.elapsed_s)
         self.signals = Signals()
-        limit = config["max_nonfinite"]
-        self.guard = Guard(raw_model, optimizer, scaler, limit, self.log.alert, Guard.remedy_for(config, self.dtype))
-        self.shadow.follow(optimizer, scaler, limit, autocast, self.micro_steps, config["grad_clip"])
-        self.desync = DesyncCheck(raw_model, optimizer, config["desync_check_interval"], self.guard.fail)
+        self.guard = Guard(optimizer, scaler, config["max_nonfinite"], self.log.alert)
+        self.shadow.follow(optimizer, scaler, autocast, self.micro_steps, config["grad_clip"])
         if state.iter_num > config["max_iters"]:
             print0(
                 f"nothing to train: the checkpoint is at iteration {state.iter_num}, beyond max_iters={config['max_iters']}; "
@@ -174,7 +165,6 @@ class Run:
 
     def before_update(self, loss: torch.Tensor, norms: GradientNorms) -> None:
         """Call when the gradients of this iteration are clipped. All weights have arrived; the update will overwrite them."""
-        self.desync.check(self.state.iter_num)
         self.guard.check(loss, norms)  # waits for all ranks
         self.meter.measure_memory("before_step")
 
@@ -224,10 +214,6 @@ class Run:
             yield
         self.meter.restart()
 
-    def track(self, batches: Sequence[Any], description: str) -> Iterator[Any]:
-        """Yield the batches of an evaluation; a terminal shows the progress."""
-        return self.progress.track(batches, description)
-
     def after_evaluation(self, losses: dict[str, float], lr: float, seconds: float) -> bool:
         """Log the losses by split. Return whether to save a checkpoint because of them."""
         self.meter.log_evaluation(self.state.iter_num, losses, lr, seconds)
@@ -242,9 +228,8 @@ class Run:
         return (is_best or self.checkpoints.always) and self.state.iter_num > self.first_iter
 
     def may_save(self) -> bool:
-        """Return whether the weights are finite and the same on all ranks, according to the watchers."""
+        """Return whether the weights are finite, according to the guard."""
         self.guard.report(self.state.iter_num - 1)
-        self.desync.check(self.state.iter_num, now=True)
         return not self.guard.failed
 
     def save(self, values: dict[str, Any]) -> None:
@@ -272,9 +257,10 @@ class Run:
             self.log.finish("failed", f"failed before iteration {end:,}, see the last warning")
         elif self._action == Action.SAVE_AND_STOP:
             self.log.finish("stopped", stopped)
+            print0(f"{stopped}; continue with --init_from=resume")
         else:
             self.log.finish("ended", f"done, {end:,} iterations")
-        finish(int(failed), f"{stopped}; continue with --init_from=resume" if self._action == Action.SAVE_AND_STOP else "")
+        finish(int(failed))
 
     def _tokens(self) -> int:
         """Return the number of tokens that all ranks together have seen."""

@@ -35,10 +35,6 @@ def read_holder(folder: str) -> str:
         return ""
 
 
-class LockError(ValueError):
-    """Another run writes to the folder, or the folder cannot be written to. The message says which."""
-
-
 class Lock:
     """A lock that this process holds from construction until `release`, or until the process ends for any reason.
 
@@ -47,7 +43,7 @@ class Lock:
     do not inherit the lock.
 
     Raises:
-        LockError: if another run holds the lock, or the folder cannot be created or written to.
+        ValueError: if another run holds the lock, or the folder cannot be created or written to.
     """
 
     def __init__(self, folder: str) -> None:
@@ -58,7 +54,7 @@ class Lock:
                 time.sleep(0.2)  # `is_held` takes the lock for a moment; another run may not have written its text yet
                 if not self._take():
                     holder = read_holder(folder) or "its process is unknown"
-                    raise LockError(
+                    raise ValueError(
                         f"out_dir={folder} is in use by another run: {holder}; wait until it ends, or use another --out_dir"
                     )
             self._file.truncate(0)
@@ -66,7 +62,7 @@ class Lock:
             self._file.write(f"process {os.getpid()} on {socket.gethostname()}, since {since}\n")
             self._file.flush()
         except OSError as error:
-            raise LockError(f"cannot write to out_dir={folder}: {error}") from error
+            raise ValueError(f"cannot write to out_dir={folder}: {error}") from error
 
     def release(self) -> None:
         """Release the lock, so that another run can write to the folder."""

@@ -10,7 +10,6 @@ from typing import Any, Literal
 from distributed.heartbeat import position
 from distributed.ranks import print0
 from run import report
-from run.alerts import Alerts
 from run.summary import Summary
 from run.tensorboard_run import TensorBoardRun
 from run.wandb_run import WandbRun
@@ -40,7 +39,7 @@ class Logger:
     def __init__(self, out_dir: str | None, resume_at: int | None, config: dict[str, Any], run_id: str | None = None) -> None:
         self.file: MetricsFile | None = None
         self._tensorboard: TensorBoardRun | None = None
-        self._alerts, self._summary, self._is_finished = Alerts(), Summary(config), False
+        self._summary, self._is_finished = Summary(config), False
         if out_dir is None or not is_rank_0():
             self.run = WandbRun(config)
             return
@@ -65,11 +64,6 @@ class Logger:
             raise ValueError(f"cannot write to out_dir={out_dir}: {error}") from error
         _write_facts(out_dir, self._summary.facts)
 
-    @property
-    def run_id(self) -> str | None:
-        """The ID of the wandb run, or None."""
-        return self.run.id
-
     def log(self, event: dict[str, Any], line: str | None = None) -> None:
         """Write an event. If the disk is full, print a warning once and continue.
 
@@ -90,19 +84,11 @@ class Logger:
             self.run.summarize(self._summary.figures())
         if self.file is not None:
             self.file.write(event)
-        for title, text in self._alerts.check(event):
-            print0(f"WARNING: {title.lower()}: {text}")
-            self.alert(title, text)
 
     def warn(self, text: str, values: dict[str, Any] | None = None) -> None:
         """Print a warning and log it, in one event with `values`."""
         print0(f"WARNING: {text}")
         self.log({"warning": text, **(values or {})})
-
-    def checkpoint(self, path: str, iteration: int) -> None:
-        """Upload a checkpoint that has been written to wandb, if the settings ask for it."""
-        with position.at("uploading the checkpoint", patient=True):
-            self.run.upload(path, iteration)
 
     def alert(self, title: str, text: str) -> None:
         """Log a warning that has been printed, and send it as an alert through wandb, if there is a run."""

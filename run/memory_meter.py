@@ -12,7 +12,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from distributed.launch import launched
 from distributed.ranks import print0
 from forecast.prediction import Activations, Prediction
-from forecast.run_memory import Extras, Workload, forecast, predicted_activations
+from forecast.run_memory import Workload, forecast, predicted_activations
 from run.logger import Logger
 from run.report import size
 from zero.held_bytes import held_bytes, with_own_state
@@ -114,7 +114,6 @@ class MemoryCheck:
         shard_gradients: the flag of `zero.build.build`.
         micro_steps: micro-steps per iteration on each rank.
         compiled: the model is compiled, so that activations take less than predicted.
-        extras: other settings that take memory.
     """
 
     def __init__(
@@ -125,7 +124,6 @@ class MemoryCheck:
         shard_gradients: bool,
         micro_steps: int,
         compiled: bool,
-        extras: Extras,
     ) -> None:
         model, optimizer = memory.model, memory.optimizer
         self.log, self.model, self.optimizer, self.compiled = log, model, optimizer, compiled
@@ -140,7 +138,7 @@ class MemoryCheck:
             "activations": activations,
             "distributed": launch.distributed,
         }
-        self.forecast = forecast(plan, shard_gradients=shard_gradients, extras=extras, **common)
+        self.forecast = forecast(plan, shard_gradients=shard_gradients, **common)
         plain = forecast(replicated_plan(plan.params), shard_gradients=False, **common)
         self.compared = False
         self.predicted = self.forecast.prediction.at("before step")
@@ -149,7 +147,7 @@ class MemoryCheck:
         self.predicted["parameters"] += frozen
         # bytes that one rank would hold without sharding before its step
         self.plain = sum(plain.prediction.at("before step").values()) + frozen
-        self.predicted_peak = self.forecast.peak - self.forecast.shadow + frozen  # when the shadow is gone, as in `compare`
+        self.predicted_peak = self.forecast.peak + frozen
 
     def announce(self, iteration: int) -> None:
         """Print and log the prediction."""
@@ -158,12 +156,6 @@ class MemoryCheck:
             held = _parts({**parts, "temporary tensors": max(0, peak - sum(parts.values()))})
             on_cpu = ", without Python and its libraries" if self.device.type == "cpu" else ""
             print0(f"predicted memory: {size(peak)} at the peak of the fullest rank{on_cpu}; {held}")
-            extras, shadow, copied = self.forecast.extras, size(self.forecast.shadow), size(self.forecast.saved_copy)
-            if extras.shadow_check:
-                print0(f"in addition, shadow_check takes {shadow} before iteration {iteration + extras.shadow_check}")
-            if extras.async_save:
-                whose = "rank 0" if extras.checkpoint_format == "consolidated" else "each rank"
-                print0(f"in addition, async_save takes {copied} of main memory of {whose} while a checkpoint is written")
         self.log.log({"iter": iteration, **_logged("predicted", {"peak": peak, **parts})})
 
     def compare(self, iteration: int) -> None:

@@ -13,8 +13,7 @@ from distributed import machine
 from distributed.heartbeat import position
 from distributed.launch import launched
 from distributed.ranks import gather_numbers, mean_over_ranks, print0
-from run.logger import Logger
-from run.memory_meter import MemoryCheck, MemoryMeter, Point
+from run.memory_meter import MemoryCheck, Point
 from zero.communication import KINDS, CommunicationMeter
 from zero.stopwatch import Stopwatch
 
@@ -28,9 +27,7 @@ class Meter:
     To add a metric, add it to the event in `log_iteration` or `log_evaluation`, and to run/metrics.py.
 
     Args:
-        log: logger that receives the metrics.
-        memory: measures the memory of this rank, its model and its optimizer.
-        memory_check: the prediction of the memory.
+        memory_check: the prediction of the memory, with the meter of the memory and the logger that receives the metrics.
         dtype: dtype of the computation.
         tokens_per_iter: tokens per iteration, all ranks together.
         flops_per_token: FLOPs of the model per token.
@@ -42,8 +39,6 @@ class Meter:
 
     def __init__(
         self,
-        log: Logger,
-        memory: MemoryMeter,
         memory_check: MemoryCheck,
         dtype: str,
         tokens_per_iter: int,
@@ -51,14 +46,15 @@ class Meter:
         max_iters: int,
         elapsed_s: float = 0.0,
     ) -> None:
-        self.log, self.memory, self.memory_check, self.device = log, memory, memory_check, memory.device
+        self.log, self.memory, self.memory_check = memory_check.log, memory_check.memory, memory_check
+        self.device = self.memory.device
         self.tokens_per_iter = tokens_per_iter
         self.flops_per_iter = flops_per_token * tokens_per_iter / launched().world_size  # of one rank
         self.max_iters, self._elapsed_before = max_iters, elapsed_s
         self.peak_flops = machine.peak_flops(self.device, machine.DTYPES[dtype])  # FLOP/s of this rank
         print0(f"mfu is relative to {self.peak_flops / 1e12:.3g} TFLOP/s per rank in {dtype}")
         self._mfu: dict[str, float] = {}  # running mean in percent, as in nanoGPT; empty if not measured yet
-        self._communication = CommunicationMeter(memory.model, memory.optimizer)
+        self._communication = CommunicationMeter(self.memory.model, self.memory.optimizer)
         self._phases = Stopwatch()
         self._iterations = 0  # number of iterations since construction
         self._last_interval = -1  # number of the last interval that was measured

@@ -36,7 +36,7 @@ class Profiler:
     def __init__(self, folder: str, rank: int, device: torch.device, enabled: bool) -> None:
         self._folder, self._rank, self._on_gpu = folder, rank, device.type == "cuda"
         self.wait: Callable[[], Any] = lambda: None
-        self._is_written, self._iterations = False, 0
+        self._iterations = 0
         self._profile: profile | None = None
         if not enabled:
             return
@@ -52,16 +52,17 @@ class Profiler:
 
     def step(self) -> bool:
         """Count an iteration that has ended, and return whether this took long because the files were written."""
-        if self._profile is not None:
-            with position.at("profiling", patient=True):
-                self._iterations += 1
-                if self._iterations == WAIT + WARM_UP + ACTIVE:
-                    self.wait()
-                self._profile.step()
-            if self._is_written:
-                self.finish()
-                return True
-        return False
+        if self._profile is None:
+            return False
+        self._iterations += 1
+        is_last = self._iterations == WAIT + WARM_UP + ACTIVE
+        with position.at("profiling", patient=True):
+            if is_last:
+                self.wait()
+            self._profile.step()
+        if is_last:
+            self.finish()
+        return is_last
 
     def finish(self) -> None:
         """Stop recording. If the run has ended within the recorded iterations, write those that there are."""
@@ -70,13 +71,12 @@ class Profiler:
         self.wait()
         self._profile.stop()
         self._profile = None
-        if not self._is_written and self._rank == 0:
+        if self._rank == 0 and self._iterations < WAIT + WARM_UP:
             print(
                 f"WARNING: no profile was written: the run has ended within its first {WAIT + WARM_UP} iterations", flush=True
             )
 
     def _write(self, profiler: profile) -> None:
-        self._is_written = True
         try:
             os.makedirs(self._folder, exist_ok=True)
             path = os.path.join(self._folder, f"rank{self._rank}")

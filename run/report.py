@@ -7,11 +7,10 @@ from datetime import timedelta
 
 from distributed.ranks import print0
 from forecast.prediction import PURPOSES
-from run.summary import LOSSES, Summary
+from run.summary import Summary
 from zero.checkpoint.files import atomic_write
 
 NAME = "report.md"
-_USUAL = {"optimizer": "adamw", "schedule": "cosine"}  # named only if they differ
 
 
 def rows(summary: Summary) -> dict[str, str]:
@@ -27,9 +26,8 @@ def rows(summary: Summary) -> dict[str, str]:
             return ""
 
     def loss(name: str) -> str:
-        iterations, values = summary.series(LOSSES[name])
-        at = iterations[values.argmin()] if values.size else 0
-        return fill(f"first {{first_{name}:.4f}}, best {{best_{name}:.4f}} at iteration {at:,.0f}, last {{last_{name}:.4f}}")
+        at = summary.best_at.get(name, 0)
+        return fill(f"first {{first_{name}:.4f}}, best {{best_{name}:.4f}} at iteration {at:,}, last {{last_{name}:.4f}}")
 
     def held(which: str, more: str) -> str:
         mb = sum(known.get(f"memory/{which}_{purpose}_mb", 0.0) for purpose in PURPOSES)
@@ -42,7 +40,6 @@ def rows(summary: Summary) -> dict[str, str]:
     names = ", ".join(dict.fromkeys(facts["devices"]))
     sizes = {key: facts[key] for key in ("gradient_accumulation_steps", "batch_size", "block_size")}
     tokens_per_iter, factors = math.prod(sizes.values()), " x ".join(f"{key}={value}" for key, value in sizes.items())
-    chosen = [f"{key}={facts[key]}, " for key, usual in _USUAL.items() if facts.get(key, usual) != usual]
     commit, _, dirty = (facts.get("git_commit") or "").partition("-")
     tokens, elapsed_s, saved_mb = (known.get(key, 0) for key in ("iter/tokens", "time/elapsed_s", "memory/saved_mb"))
     medians = f" (medians since iteration {summary.medians_from:,})" if summary.medians_from else " (medians)"
@@ -52,7 +49,7 @@ def rows(summary: Summary) -> dict[str, str]:
         "model": [f"{facts['parameters'] / 1e6:.2f}M parameters, {facts['dtype']}; {', then '.join(how)}, {device}: {names}"],
         "data": [f"{facts['dataset']}: {tokens:,} tokens, {tokens / facts['train_tokens']:.2f} epochs"],
         "settings": [
-            f"{''.join(chosen)}learning_rate={facts['learning_rate']:g}, seed={facts['seed']}, ",
+            f"learning_rate={facts['learning_rate']:g}, seed={facts['seed']}, ",
             f"{tokens_per_iter:,} tokens per iteration: {factors}",
             f"; commit {commit[:8]}{dirty and f' ({dirty})'}" if commit else "",
         ],
@@ -83,17 +80,11 @@ def rows(summary: Summary) -> dict[str, str]:
 
 
 def _checkpoints(summary: Summary) -> str:
-    saves, newest, best_only = summary.saves, _newest_save(summary), not summary.facts["always_save_checkpoint"]
-    failed = f"; the last save failed: {summary.save_error}" if summary.save_error else ""
-    if newest is None:
-        return f"none written{failed}"
-    written = f"{len(saves)} written, {size(saves[max(saves)])} each" if saves else "none written"
-    why = " (always_save_checkpoint=False)" if best_only and _has_ended(summary) and not failed else ""
-    # without always_save_checkpoint, a run ends with an evaluation at max_iters, which saves, and one more iteration
-    end = summary.last.get("iter", 0)
-    last = min(end, summary.facts["max_iters"]) if best_only else end
-    after = f"; the last {end - newest:,} not saved{why}" if newest < last else ""
-    return f"{written}; the newest after {newest:,} iterations{after}{failed}"
+    saves, newest = summary.saves, _newest_save(summary)
+    text = f"{len(saves)} written, {size(saves[max(saves)])} each" if saves else "none written"
+    if newest is not None:
+        text += f"; the newest after {newest:,} iterations"
+    return text + (f"; the last save failed: {summary.save_error}" if summary.save_error else "")
 
 
 def _newest_save(summary: Summary) -> int | None:
@@ -101,19 +92,14 @@ def _newest_save(summary: Summary) -> int | None:
     return max([*summary.saves, *summary.restarts[-1:]], default=None)
 
 
-def _has_ended(summary: Summary) -> bool:
-    return summary.last.get("iter", 0) > summary.facts["max_iters"]
-
-
 def next_commands(summary: Summary) -> dict[str, str]:
     """Return what one may do with the run next: label and command."""
     folder = shlex.quote(summary.facts["out_dir"])
     dashboard = {"dashboard": f"python dashboard.py {folder} --html=runs.html"}
-    free = f"free space on the disk of {folder}, or repair what the error names; then " if summary.save_error else ""
     if _newest_save(summary) is None:
-        return {**dashboard, "repeat": f"{free}the same command"} if free else dashboard
-    further = " and a larger --max_iters" if _has_ended(summary) and not free else ""
-    resume = f"{free}the same command with --init_from=resume{further}"
+        return dashboard
+    has_ended = summary.last.get("iter", 0) > summary.facts["max_iters"]
+    resume = f"the same command with --init_from=resume{' and a larger --max_iters' if has_ended else ''}"
     return {"sample": f"python sample.py --out_dir={folder}", **dashboard, "resume": resume}
 
 

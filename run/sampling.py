@@ -63,17 +63,14 @@ class Sampler:
         """
         if not self._interval or iteration % self._interval:
             return False
-        with position.at("sampling", patient=True):
-            self._write(iteration, log)
-        return True
-
-    def _write(self, iteration: int, log: Logger) -> None:
         torch.manual_seed(self._seed)
         prompt = torch.tensor([self._prompt], device=self._model.lm_head.weight.device)  # (1, 1)
         self._model.eval()
-        with self._autocast, torch.compiler.set_stance("force_eager"):  # the model would be recompiled for every length
+        # eager: the model would be recompiled for every length
+        with position.at("sampling", patient=True), self._autocast, torch.compiler.set_stance("force_eager"):
             tokens = self._model.generate(prompt, TOKENS, TEMPERATURE, TOP_K, self._codec.vocab_size)
         self._model.train()
         text = self._codec.decode(tokens[0, len(self._prompt) :].tolist())
         print0(f"sample {iteration}:\n{text}\n---------------")
         log.log({"iter": iteration, "sample/text": text})
+        return True

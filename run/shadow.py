@@ -2,16 +2,13 @@
 
 import copy
 import math
-from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
-import numpy as np
 import torch
 
 from distributed.ranks import gather_numbers, print0
 from run.checkpoints import Checkpoints
-from run.guard import Guard
 from zero import ShardedGradScaler
 from zero.build import build, clip_grad_norm_
 from zero.flags import Flags
@@ -29,17 +26,16 @@ def check_device(iterations: int, device_type: str) -> None:
 class Shadow:
     """Trains a copy of the model with DistributedDataParallel and the plain optimizer, and compares weights after each update.
 
-    The copy gets the sequences of the run, its random numbers, its hyperparameters and its checkpoint. The run does not change:
-    its weights are bit for bit those of a run without the check. After the last iteration, rank 0 prints the largest difference
-    of each parameter, over all iterations and all ranks. Then the copy is dropped.
+    The copy gets the sequences of the run, its random numbers, its hyperparameters and its checkpoint. The weights of the run
+    are bit for bit those of a run without the check. After the last iteration, rank 0 prints the largest difference of all
+    iterations, ranks and parameters, and the copy is dropped.
 
     Every rank compares whole weights, so a wrong all-gather is seen on any rank. If the weights are bfloat16, each rank
     compares its float32 masters instead.
 
-    The copy takes 16 bytes per parameter on each rank: weights, gradients and AdamW's two moments in float32; and 4 more while
-    DistributedDataParallel accumulates gradients outside of its buckets (`forecast.run_memory` predicts it). Its activations do
-    not add to those of the run, because one micro-step runs after the other. As under DistributedDataParallel, every trainable
-    parameter must have a gradient. Every method needs to be called on all ranks.
+    The copy takes 16 bytes per parameter on each rank, and 4 more while DistributedDataParallel accumulates gradients outside
+    of its buckets (`forecast.run_memory` predicts it). Its activations do not add to those of the run, because one micro-step
+    runs after the other. Every trainable parameter must have a gradient. Every method needs to be called on all ranks.
 
     Args:
         iterations: number of iterations to check; 0: every method returns at once.
@@ -79,29 +75,17 @@ class Shadow:
         self,
         optimizer: torch.optim.Optimizer,
         scaler: ShardedGradScaler,
-        limit: int,
         autocast: AbstractContextManager[Any],
         micro_steps: int,
         grad_clip: float,
     ) -> None:
-        """Set how the run trains, before its first iteration.
-
-        Args:
-            optimizer, scaler: those of the run. The scaler is copied.
-            limit: see `Guard`.
-            autocast: the context in which forward computes.
-            micro_steps: micro-steps per iteration on each rank.
-            grad_clip: maximum gradient norm; 0.0: no clipping.
-        """
+        """Set what the copy follows: the optimizer of the run, a copy of its scaler, and how it computes on each rank."""
         if not self._remaining:
             return
-        self._part = partition(optimizer)
-        self._scaler = copy.deepcopy(scaler)
-        self._guard = Guard(self._raw, self._optimizer, self._scaler, limit)
+        self._part, self._scaler = partition(optimizer), copy.deepcopy(scaler)
         self._autocast, self._micro_steps, self._max_norm = autocast, micro_steps, grad_clip or math.inf
-        self._losses: list[torch.Tensor] = []  # of the micro-steps of this iteration
-        # by parameter: the largest difference, the largest weight
-        self._largest = torch.zeros(2, len(self._part.params), device=self._device)
+        self._micro_step = 0  # of this iteration
+        self._largest = torch.zeros(len(self._part.params), device=self._device)  # difference, by parameter
 
     def micro_step(self, x: torch.Tensor, y: torch.Tensor) -> None:
         """Run forward and backward of the copy. Call it before the forward of the run, which draws the same random numbers.
@@ -111,13 +95,13 @@ class Shadow:
         """
         if not self._remaining:
             return
-        self._model.require_backward_grad_sync = len(self._losses) == self._micro_steps - 1
+        self._micro_step += 1
+        self._model.require_backward_grad_sync = self._micro_step == self._micro_steps
         devices = [self._device] if self._device.type == "cuda" else []
         with torch.random.fork_rng(devices, device_type=self._device.type):
             with self._autocast:
                 loss = self._model(x, y)[1]
             self._scaler.scale(loss / self._micro_steps).backward()
-        self._losses.append(loss.detach())
 
     def update(self) -> bool:
         """Update the copy and compare. Call it after the update of the run; waits for parameters in flight.
@@ -130,13 +114,12 @@ class Shadow:
         for own, group in zip(self._optimizer.param_groups, self._part.optimizer.param_groups, strict=True):
             own.update(hyperparameters(group))
         self._scaler.unscale_(self._optimizer)
-        norms = clip_grad_norm_(self._optimizer, self._max_norm)
-        self._guard.check(torch.stack(self._losses).sum(), norms)
+        clip_grad_norm_(self._optimizer, self._max_norm)
         self._scaler.step(self._optimizer)
         self._scaler.update()
         self._optimizer.zero_grad(set_to_none=True)
-        self._losses.clear()
         self._compare()
+        self._micro_step = 0
         self._made += 1
         self._remaining -= 1
         if not self._remaining:
@@ -147,45 +130,30 @@ class Shadow:
         """Print the result and drop the copy, unless this is done. Call it at the end of the run, which may come early."""
         if self._made:
             self._report()
-            del self._raw, self._model, self._optimizer, self._scaler, self._guard
+            del self._raw, self._model, self._optimizer, self._scaler
         self._remaining = self._made = 0
 
     @torch.no_grad()
     def _compare(self) -> None:
-        for number, values, plain in self._pairs():
-            figures = torch.stack(((values - plain).abs().max(), plain.abs().max()))
-            self._largest[:, number] = torch.maximum(self._largest[:, number], figures)  # nan stays
-
-    def _pairs(self) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-        """Yield the number of a parameter, its elements in the run, and the same elements in the copy."""
         part, params, plain = self._part, parameters(self._part.optimizer), parameters(self._optimizer)  # waits for all-gathers
+        differences = ((number, own - plain[number]) for number, own in enumerate(params))
         if part.plan.has_masters:
-            for (number, start, stop), read in zip(part.slices[part.rank], part.readers, strict=True):
-                yield number, read(), flattened(plain[number], params[number])[start:stop]
-        else:
-            for number, (param, same) in enumerate(zip(params, plain, strict=True)):
-                yield number, param, same
+            differences = (
+                (place.param, read() - flattened(plain[place.param], params[place.param])[place.start : place.stop])
+                for place, read in zip(part.slices[part.rank], part.readers, strict=True)
+            )
+        for number, difference in differences:
+            self._largest[number] = torch.maximum(self._largest[number], difference.abs().max())  # nan stays
 
     def _report(self) -> None:
-        by_rank = np.array(gather_numbers(self._largest.flatten().tolist()))  # (ranks, 2 * parameters)
-        differences, weights = by_rank.max(axis=0).reshape(2, -1).tolist()
-        figures = {
-            self._names[param]: (difference, difference / weight if weight else difference)
-            for param, difference, weight in zip(self._part.params, differences, weights, strict=True)
-        }
-        width, plain = max(map(len, figures)), f"plain {type(self._optimizer).__name__}"
-        print0(f"{f'largest difference from {plain}':{width}}   absolute   of the largest weight")
-        for name in filter(figures.get, self._names.values()):
-            print0("{:{}}   {:8.1e}   {:8.1e}".format(name, width, *figures[name]))
-        worst = max(figures, key=lambda name: (math.isnan(figures[name][0]), figures[name]))
+        largest = torch.tensor(gather_numbers(self._largest.tolist())).amax(0)  # (parameters,)
+        plan, plain = self._part.plan, f"plain {type(self._optimizer).__name__}"
         after = f"shadow check: after {self._made} iteration{'s' if self._made > 1 else ''}"
-        if figures[worst][0] == 0:
-            print0(f"{after}, all {len(figures)} parameters are bit-identical to {plain}")
+        if not largest.any():
+            print0(f"{after}, all {len(largest)} parameters are bit-identical to {plain}")
             return
-        plan = self._part.plan
-        rounded = [text for text, is_so in (("weights", plan.has_masters), ("moments", plan.state_dtype != "float32")) if is_so]
-        reasons = [f"{' and '.join(rounded)} are rounded"] if rounded else []
-        if any(spec.matrices and spec.matrix_dtype == torch.bfloat16 for spec in plan.params):
-            reasons.append("Newton-Schulz in bfloat16 amplifies rounding, as that of the clipped norm")
-        why = f"; differences are expected, because {' and '.join(reasons)}" if reasons else ""
-        print0(f"{after}, the largest difference from {plain} is {figures[worst][0]:.1e}, in {worst}{why}")
+        worst = int(largest.argmax())  # the first nan, if there is one
+        is_rounded = plan.has_masters or plan.state_dtype != "float32"
+        why = "; differences are expected, because weights or moments are rounded" if is_rounded else ""
+        name = self._names[self._part.params[worst]]
+        print0(f"{after}, the largest difference from {plain} is {largest[worst]:.1e}, in {name}{why}")

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-LOSSES = {"loss": "iter/loss", "val_loss": "val/loss"}
+_LOSSES = {"loss": "iter/loss", "val_loss": "val/loss"}
 _MEDIANS = ("throughput/tokens_per_second", "mfu", "comm/exposed_ms", "comm/exposed_percent")
 
 
@@ -28,7 +28,9 @@ class Summary:
         self.saves: dict[int, float] = {}  # iteration of a checkpoint: its bytes
         self.save_error = ""  # why the last save failed, if it did
         self.warnings: list[str] = []
-        self._series = {key: array("d") for key in (*LOSSES.values(), *_MEDIANS, "memory/peak_mb")}  # iteration, value, ...
+        self.best_at: dict[str, int] = {}  # iteration of the best loss, by its name in `_LOSSES`
+        self._figures: dict[str, float] = {}  # what is known so far, without the medians
+        self._series = {key: array("d") for key in _MEDIANS}
 
     def add(self, event: dict[str, Any]) -> None:
         """Include an event, which has None or nan for a number that was not finite."""
@@ -36,8 +38,14 @@ class Summary:
         if "memory/predicted_peak_mb" in known:  # a process begins, perhaps with another implementation
             self.last = {key: value for key, value in self.last.items() if not key.startswith(("memory/", "comm/"))}
         self.last |= known
-        for key in known.keys() & self._series.keys():
-            self._series[key].extend((event["iter"], known[key]))
+        for name, key in _LOSSES.items():
+            if key in known:
+                self._add_loss(name, known[key], event["iter"])
+        if "memory/peak_mb" in known:
+            self._figures["peak_memory_mb"] = max(known["memory/peak_mb"], self._figures.get("peak_memory_mb", 0.0))
+        if event["iter"] >= self.medians_from:
+            for key in known.keys() & self._series.keys():
+                self._series[key].append(known[key])
         if "checkpoint/bytes" in known:
             self.saves[event["iter"]] = known["checkpoint/bytes"]
         if any(key.startswith("checkpoint/") for key in known):
@@ -45,24 +53,18 @@ class Summary:
         if "warning" in known:
             self.warnings.append(known["warning"])
 
-    def series(self, key: str) -> np.ndarray:
-        """Return the iterations and the values of a metric that `figures` needs, (2, number) float64."""
-        return np.array(self._series[key]).reshape(-1, 2).T
+    def _add_loss(self, name: str, loss: float, iteration: int) -> None:
+        self._figures.setdefault(f"first_{name}", loss)
+        if loss < self._figures.get(f"best_{name}", math.inf):
+            self._figures[f"best_{name}"], self.best_at[name] = loss, iteration
+        self._figures[f"last_{name}"] = loss
 
     def figures(self) -> dict[str, float]:
         """Return the figures that are known so far, by their names in run/metrics.py."""
-        found: dict[str, float] = {}
-        for name, key in LOSSES.items():
-            if (values := self.series(key)[1]).size:
-                found |= {f"first_{name}": values[0], f"best_{name}": values.min(), f"last_{name}": values[-1]}
+        found = dict(self._figures)
         if "best_val_loss" in found and self.facts.get("val_bytes_per_token"):
             found["best_val_bits_per_byte"] = found["best_val_loss"] / math.log(2) / self.facts["val_bytes_per_token"]
-        for key in _MEDIANS:
-            iterations, values = self.series(key)
-            if (counted := values[iterations >= self.medians_from]).size:
-                found[f"median_{key.rpartition('/')[2]}"] = np.median(counted)
-        if (peaks := self.series("memory/peak_mb")[1]).size:
-            found["peak_memory_mb"] = peaks.max()
+        found |= {f"median_{key.rpartition('/')[2]}": np.median(series) for key, series in self._series.items() if series}
         found |= {"checkpoints": len(self.saves), "restarts": len(self.restarts), "warnings": len(self.warnings)}
         return {name: float(figure) for name, figure in found.items()}
 

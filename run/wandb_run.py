@@ -9,12 +9,7 @@ from run.metrics import METRICS
 from run.output import Output, first_line, while_it_works
 from zero.host_comm import is_rank_0
 
-_FINISH_S, _UPLOAD_S = 60.0, 3600.0  # how long the end of a run waits for wandb, and for its last checkpoints
-# arguments of wandb.init, and the variables of wandb that come before them
-_VARIABLES = {
-    **{"project": "WANDB_PROJECT", "name": "WANDB_NAME", "group": "WANDB_RUN_GROUP", "job_type": "WANDB_JOB_TYPE"},
-    **{"id": "WANDB_RUN_ID", "resume": "WANDB_RESUME"},
-}
+_FINISH_S = 60.0  # how long the end of a run waits for wandb
 
 
 class WandbRun(Output):
@@ -43,17 +38,12 @@ class WandbRun(Output):
         self.id: str | None = None
         self.lacks_history = False
         self._newest = -1  # iteration of the newest row
-        self._uploads = bool(config.get("wandb_log_checkpoints"))
-        if self._uploads and not config["wandb_log"]:
-            raise ValueError("wandb_log_checkpoints=True uploads to wandb; use it with --wandb_log=True")
-        if self._uploads and config["checkpoint_format"] == "sharded":
-            raise ValueError("wandb_log_checkpoints=True uploads whole files; use it with --checkpoint_format=consolidated")
         if not config["wandb_log"] or not is_rank_0():
             return
         try:
             import wandb
 
-            run = _start(wandb, config, run_id, _UPLOAD_S if self._uploads else _FINISH_S)
+            run = _start(wandb, config, run_id)
         except ValueError as error:
             raise ValueError(f"wandb does not start: {error}") from error
         except Exception as error:
@@ -89,16 +79,8 @@ class WandbRun(Output):
         """Set figures that describe the whole run."""
         self.sink.summary.update(values)
 
-    @while_it_works
-    def upload(self, path: str, iteration: int) -> None:
-        """Upload a checkpoint as a version of an artifact, if the settings ask for it. wandb copies the file first."""
-        if self._uploads:
-            artifact = self._wandb.Artifact(f"checkpoint-{self.id}", type="model", metadata={"iter_num": iteration})
-            artifact.add_file(path)
-            self.sink.log_artifact(artifact, aliases=["latest", f"iter-{iteration}"])
-
     def finish(self, exit_code: int = 0) -> None:
-        """End the run, which wandb shows as failed if the code is not 0. Waits a minute for wandb, with checkpoints an hour."""
+        """End the run, which wandb shows as failed if the code is not 0. Waits a minute for wandb."""
         self._finish(exit_code)
         if self.id is not None:
             with suppress(Exception, SystemExit):  # wandb's process may be dead; its own hook would print a traceback
@@ -109,16 +91,20 @@ class WandbRun(Output):
         self.sink.finish(exit_code)
 
 
-def _start(wandb: Any, config: dict[str, Any], run_id: str | None, finish_s: float) -> Any:
+def _start(wandb: Any, config: dict[str, Any], run_id: str | None) -> Any:
     """Return wandb's run object, online if there is a login and a server, and print where the run is."""
     group, folder = config["wandb_run_name"], os.path.basename(os.path.abspath(config["out_dir"]))
-    given = {
-        **{"project": config["wandb_project"], "group": group, "job_type": config["implementation"]},
-        "name": None if os.environ.get("WANDB_SWEEP_ID") else f"{group} {folder}",  # wandb names the runs of a sweep
-        **{"id": run_id, "resume": "allow" if run_id else None},
+    name = None if os.environ.get("WANDB_SWEEP_ID") else f"{group} {folder}"  # wandb names the runs of a sweep
+    given = {  # by argument of wandb.init: the variable of wandb that comes before it, and the argument
+        "project": ("WANDB_PROJECT", config["wandb_project"]),
+        "group": ("WANDB_RUN_GROUP", group),
+        "job_type": ("WANDB_JOB_TYPE", config["implementation"]),
+        "name": ("WANDB_NAME", name),
+        "id": ("WANDB_RUN_ID", run_id),
+        "resume": ("WANDB_RESUME", "allow" if run_id else None),
     }
-    arguments = {key: value for key, value in given.items() if not os.environ.get(_VARIABLES[key])}
-    finish_s = float(os.environ.get("WANDB_FINISH_TIMEOUT", finish_s))
+    arguments = {key: value for key, (variable, value) in given.items() if not os.environ.get(variable)}
+    finish_s = float(os.environ.get("WANDB_FINISH_TIMEOUT", _FINISH_S))
     settings = wandb.Settings(finish_timeout=finish_s, finish_timeout_raises=True)
     why = ""  # there is no server to send to
     try:

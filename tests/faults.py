@@ -58,12 +58,6 @@ def without_module(name):
     sys.modules[name] = None
 
 
-def another_numpy():
-    import numpy as np
-
-    np.__version__ = "1.99"
-
-
 def another_source_file():
     from run import rank_checks
 
@@ -200,26 +194,6 @@ def wrong_value_on_rank_1(where):
             value = owned.param.view(-1)[owned.start - 1] if where == "weight" else owned.local[0]
             value += 0.25
             print("disturbed:", self.names[owned.param])
-
-
-def flip_a_bit(weight, culprit, iteration):
-    """Before this iteration, flip the lowest bit of the last element of a weight on one rank."""
-    import model
-    from run.meter import Meter
-
-    models = []
-
-    @around(model.GPT, "__init__")
-    def init(original, self, *args):
-        original(self, *args)
-        models.append(self)  # the prediction of the memory makes others, later
-
-    @around(Meter, "begin_iteration")
-    def begin_iteration(original, self, number, is_logged):
-        if number == iteration and rank() == culprit:
-            flat = models[0].get_parameter(weight).data.view(-1)
-            flat.view({2: torch.int16, 4: torch.int32}[flat.itemsize])[-1] ^= 1
-        original(self, number, is_logged)
 
 
 def error_in_iteration(iteration):

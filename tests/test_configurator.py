@@ -256,9 +256,11 @@ REMEDIES = {  # settings of earlier versions
     **dict.fromkeys(("muon_nesterov", "muon_ns_steps", "muon_ns_dtype"), "zero.Muon"),
     **{"wandb_mode": "WANDB_MODE", "wandb_entity": "WANDB_ENTITY", "wandb_tags": "WANDB_TAGS", "wandb_notes": "WANDB_NOTES"},
     **{
-        "metric_interval": "every 10 iterations",
+        "metric_interval": "remove it",
+        "desync_check_interval": "remove it",
         "profile_memory": "use profile",
-        "zero_check_reads": "remove it",
+        "wandb_log_checkpoints": "wandb artifact put",
+        "zero_check_reads": "check_reads of zero.ShardedDataParallel",
     },
     **{"on_save_error": "exit code is 1", "on_nonfinite": "use max_nonfinite", "master_dtype": "'bfloat16_remainder'"},
 }
@@ -276,7 +278,7 @@ def test_a_setting_of_an_earlier_version_is_answered_with_what_to_write(train_de
 
 def test_what_settings_are_declared_to_be():
     """The marks that ranks and dashboards ask for; --help shows them."""
-    per_host = {"out_dir", "dataset", "wandb_log", "wandb_project", "wandb_run_name", "wandb_log_checkpoints", "log_to"}
+    per_host = {"out_dir", "dataset", "wandb_log", "wandb_project", "wandb_run_name", "log_to"}
     assert settings_with(PER_HOST) == per_host
     sharded = {"zero_bucket_mb", "shard_gradients", "param_dtype", "state_dtype", "zero_shard_size"}
     assert settings_with(SHARDED) == sharded

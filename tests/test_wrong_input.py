@@ -33,7 +33,6 @@ MORE_MISTAKES = {  # one process finds them in the same way
     "--weight_decay=-0.1": "weight_decay=-0.1 must not be negative",
     "--max_iters=-1": "max_iters=-1 must not be negative",
     "--checkpoint_format=zip": "consolidated, sharded",
-    "--on_nonfinite=skip": "use max_nonfinite",
     "--optimizer=lion": "optimizer=lion is not one of adamw, muon",
     "--muon_momentum=0.9": "muon_momentum=0.9 needs optimizer=muon",
     f"--seed={2**70}": f"seed={2**70} must be at least 0 and less than 2**63",
@@ -42,13 +41,13 @@ MORE_MISTAKES = {  # one process finds them in the same way
 }
 
 
-UNDER_TORCHRUN = ("unknown key", "found by one rank alone")
+UNDER_TORCHRUN = "found by one rank alone"
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_mistakes_end_at_once_on_all_ranks(data, tmp_path, mistake):
     arguments, message = MISTAKES[mistake]
-    start = run_for_real if mistake in UNDER_TORCHRUN else run
+    start = run_for_real if mistake == UNDER_TORCHRUN else run
     for split in ("train", "val"):
         tokens = np.zeros(2000, dtype=np.uint16)
         tokens[-1] = 60000  # which the last rank reads
@@ -65,16 +64,13 @@ def test_mistakes_end_at_once_on_all_ranks(data, tmp_path, mistake):
     assert not re.search(rf'File "{ROOT}/[^.]', process.stderr), "no traceback but torchrun's own, which may lie in ROOT/.venv"
 
 
-@pytest.mark.parametrize("mistakes", [{1: "--n_layer=x"}, {2: "--n_head=y"}, {0: "--n_layer=x", 2: "--n_head=y"}])
-def test_mistakes_of_some_ranks_are_told_once_each(data, tmp_path, mistakes):
+def test_a_mistake_of_one_rank_is_told_once(data, tmp_path):
     """Before the ranks have met, and by rank 0 alone, because all are on one host."""
-    own = partial(faults.add_arguments_by_rank, {rank: [mistake] for rank, mistake in mistakes.items()}, ["--max_iters=3"])
+    own = partial(faults.add_arguments_by_rank, {1: ["--n_layer=x"]}, ["--max_iters=3"])
     process = run("train.py", *SETTINGS, f"--dataset={data}", f"--out_dir={tmp_path / 'out'}", ranks=3, before=own)
     assert process.returncodes == [2, 2, 2], process.stderr
-    errors = process.stderr.splitlines()
-    assert len(errors) == len(mistakes), process.stderr
-    for error, mistake in zip(errors, mistakes.values(), strict=True):
-        assert error.startswith(f"error: {mistake[2:8]}")
+    (error,) = process.stderr.splitlines()
+    assert error.startswith("error: n_layer")
 
 
 def test_mistakes_of_one_process_have_exit_code_2(data, tmp_path):

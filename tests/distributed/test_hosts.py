@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import statistics
-import sys
 from collections import Counter
 from functools import cache
 
@@ -52,41 +51,6 @@ COUNT = f"""
                 print("counted", json.dumps([int(text) for text in counted]))
 """
 HEADERS = 14 + 20 + 32  # bytes of a packet: Ethernet, IPv4, TCP with its timestamp
-
-WAIT = """
-        if iteration == 3 and os.environ["RANK"] == "0":
-            print("rank 0 waits", flush=True)
-            while not os.path.exists({signal!r}):
-                time.sleep(0.01)
-"""
-STRANGER = """
-import os, socket, struct, sys, time
-sent = {
-    "nothing": b"", "half of a message": b"x", "random bytes": os.urandom(5000), "zeros": bytes(5000), "ones": b"\\xff" * 5000,
-    "http": b"GET / HTTP/1.1\\r\\nHost: there\\r\\n\\r\\n", "what gloo says first": struct.pack("<Q", 1),
-    "what a store's client says first, then random bytes": b"\\0" + struct.pack("<I", 0x3C85F7CE) + os.urandom(5000),
-    "and then a key of endless size": b"\\0" + struct.pack("<I", 0x3C85F7CE) + b"\\x02" + b"\\xff" * 64,
-}
-held = []
-for place in sys.argv[1:]:
-    host, port = place.rsplit(":", 1)
-    for data in sent.values():
-        for end in ("hold", "half-close", "close", "reset"):
-            stranger = socket.create_connection((host, int(port)))
-            stranger.sendall(data)
-            if end == "hold":
-                held.append(stranger)
-            elif end == "half-close":
-                stranger.shutdown(socket.SHUT_WR)
-                held.append(stranger)
-            else:
-                if end == "reset":
-                    stranger.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-                stranger.close()
-    held += [socket.create_connection((host, int(port))) for _ in range(450)]
-print("all said", flush=True)
-time.sleep(1000)  # holds the connections until it is killed
-"""
 
 
 @pytest.fixture(autouse=True)
@@ -251,6 +215,7 @@ def test_hosts_that_share_no_folder_cannot_write_one_checkpoint_together(data):
             )
 
 
+@pytest.mark.slow("torchrun on two hosts", seconds=25)
 def test_wrong_input_on_one_host_ends_all(data):
     with Hosts(2) as hosts:
         arguments = ["train.py", *SETTINGS, f"--dataset={data}", "--out_dir=out"]
@@ -274,36 +239,6 @@ def test_a_frozen_host_that_holds_the_store_ends_the_others(data):
         jobs[1].wait_for("the store of the ranks does not answer", timeout_s=30)
         for pid in hosts[0].pids():
             os.kill(pid, signal.SIGCONT)
-
-
-def listening(host):
-    """The addresses and ports that are open to connections on a host."""
-    shown = host.start("ss", "-Hltn")
-    assert shown.finish() == 0
-    return [line.split()[3].rsplit(":", 1) for line in shown.printed().splitlines()]
-
-
-def test_a_stranger_cannot_end_a_run(data, tmp_path):
-    arguments = [*SETTINGS, f"--dataset={data}", "--max_iters=5"]
-    go_on = tmp_path / "go on"
-    with Hosts(2) as hosts:
-        script = train_py(tmp_path, WAIT.format(signal=str(go_on)))
-        few_files = ("sh", "-c", 'ulimit -S -n 400; exec "$@"', "sh")  # fewer than the connections of the stranger
-        torchrun = (*few_files, sys.executable, "-m", "torch.distributed.run")
-        run = (script, *arguments, f"--out_dir={tmp_path / 'disturbed'}")
-        jobs = [host.start(*torchrun, *hosts.options(host, ranks_per_host=1), *run) for host in hosts]
-        jobs[0].wait_for("rank 0 waits")  # and rank 1 waits for it, in a reduce-scatter
-        places = [(host, *place) for host in hosts for place in listening(host)]
-        addresses = [(host.number, address) for host, address, port in places if port != "1234"]
-        assert set(addresses) == {(0, hosts[0].address), (1, hosts[1].address)}, "gloo listens at one address only"
-        assert len(places) > len(addresses), "torchrun's store listens as well"
-        talk = hosts[1].start(sys.executable, "-c", STRANGER, *(f"{host.address}:{port}" for host, _, port in places))
-        talk.wait_for("all said")
-        go_on.touch()
-        finish(jobs)
-    undisturbed, *_ = train(tmp_path / "undisturbed", data, "--max_iters=5", ranks=2)
-    assert len(undisturbed) == 6
-    assert losses_of(tmp_path / "disturbed") == losses_of(tmp_path / "undisturbed")
 
 
 @pytest.mark.slow("a link that is slowed down", seconds=70)

@@ -6,13 +6,11 @@ import json
 import os
 import re
 import signal
-import subprocess
 import time
 
-import pytest
 import torch.distributed as dist
 from ranks import run_ranks
-from scripts import NO_LIMIT, SETTINGS, Forked, command, environment, torch_load, train
+from scripts import NO_LIMIT, SETTINGS, Forked, torch_load, train
 
 from distributed.signals import Action, Signals
 
@@ -34,42 +32,18 @@ def started(out, data, limit=NO_LIMIT):
     return run
 
 
-def signal_to_a_forked_rank(out, data, number):
-    """What the run has printed, when it has ended."""
-    with started(out, data) as run:
-        os.kill(run.pids[-1], number)
+def test_a_signal_to_one_rank_saves_and_ends_all(data, tmp_path):
+    """The run then goes on bit for bit as if there had been no signal, with the same dropout."""
+    with started(tmp_path, data) as run:
+        os.kill(run.pids[-1], signal.SIGTERM)
         finished = run.finish()
     assert finished.returncodes == [0, 0], finished.stderr
-    return finished.stdout
-
-
-def signal_to_a_rank_of_torchrun(out, data, number):
-    """What the run has printed, when it has ended."""
-    process = subprocess.Popen(
-        command("train.py", *arguments(out, data), ranks=2), env=environment(), text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    )  # fmt: skip
-    printed = []
-    for line in process.stdout:
-        printed.append(line)
-        if line.startswith("iter 8:"):
-            break
-    children = subprocess.run(["ps", "-o", "pid=", "--ppid", str(process.pid)], capture_output=True, text=True).stdout
-    os.kill(int(children.split()[-1]), number)
-    rest, errors = process.communicate(timeout=120)
-    assert process.returncode == 0, errors
-    return "".join([*printed, rest])
-
-
-@pytest.mark.parametrize(
-    ("number", "send"), [(signal.SIGTERM, signal_to_a_rank_of_torchrun), (signal.SIGINT, signal_to_a_forked_rank)]
-)
-def test_a_signal_to_one_rank_saves_and_ends_all(data, tmp_path, number, send):
-    """The run then goes on bit for bit as if there had been no signal, with the same dropout."""
-    printed = send(tmp_path, data, number)
-    stopped = int(re.search(r"stopped by a signal before iteration (\d+)", printed)[1])
+    stopped = int(re.search(r"stopped by a signal before iteration (\d+)", finished.stdout)[1])
     assert torch_load(tmp_path)["iter_num"] == stopped
     assert state(tmp_path) == "stopped"
+    card = (tmp_path / "report.md").read_text()
+    assert card.startswith(f"# Report: stopped by a signal before iteration {stopped}\n")
+    assert "- resume: `the same command with --init_from=resume`\n" in card
     end = f"--max_iters={stopped + 6}"
     schedule = end, "--eval_interval=7", "--lr_decay_iters=20"
     resumed, _, _ = train(tmp_path, data, "--init_from=resume", *schedule, "--dtype=float32", ranks=2)
@@ -124,7 +98,7 @@ def decisions():
             send(signal.SIGUSR1)
         found.append(signals.agree())
         if rank == 1:
-            send(signal.SIGTERM)
+            send(signal.SIGINT)
         found.append(signals.agree(Action.SAVE if rank == 0 else Action.CONTINUE))
         found += [signals.agree(Action.FAIL if rank == 0 else Action.SAVE), signals.agree()]
     assert printed.getvalue().count("\n") == (2 if rank == 1 else 0)

@@ -30,7 +30,7 @@ def diverge(out, data, learning_rate, ranks, flags):
     assert process.returncode == 1, process.stdout + process.stderr
     assert set(process.returncodes) == {1}, process.stderr
     [message] = [line for line in process.stderr.splitlines() if line.startswith("the run ends at iteration ")]
-    assert re.search(r"not finite since iteration \d+: .*(loss of rank \d|gradient norm) is .*first in .* on rank \d", message)
+    assert re.search(r"not finite since iteration \d+: .*(loss of rank \d|gradient norm) is ", message)
     assert "lower --learning_rate" in message
     assert "--init_from=resume goes on from there" in process.stderr
     checkpoint = ckpt.load(ckpt.find(str(out))[0])

@@ -29,10 +29,7 @@ def test_a_checkpoint_that_cannot_be_written(data, tmp_path, in_background):
     assert "the run ends without its last checkpoint, which was not written" in process.stderr
     assert "WARNING: the checkpoint was not written" in process.stdout
     assert "files from before are unchanged" in process.stdout
-    assert re.search(
-        r"^checkpoints .* the last \d+ not saved; the last save failed: \[Errno 27\] File too large$", process.stdout, re.M
-    )
-    assert re.search(rf"^resume +free space on the disk of {tmp_path}, .* --init_from=resume$", process.stdout, re.M)
+    assert re.search(r"^checkpoints .*; the last save failed: \[Errno 27\] File too large$", process.stdout, re.M)
     assert "iter 2014:" in process.stdout, "the failed save of iteration 2000 does not end it"
     assert torch_load(tmp_path)["iter_num"] == 1996
 

@@ -11,7 +11,7 @@ import time
 import pytest
 import ranks
 
-from run.lock import Lock, LockError, is_held
+from run.lock import Lock, is_held
 
 
 def hold(folder, ready, end):
@@ -32,7 +32,7 @@ def start(folder):
 def test_the_second_is_told_who_is_there(tmp_path):
     process, end = start(str(tmp_path / "new"))
     said = (tmp_path / "new" / "run.lock").read_text()
-    with pytest.raises(LockError, match=rf"is in use by another run: process {process.pid} on \S+, since 20") as refused:
+    with pytest.raises(ValueError, match=rf"is in use by another run: process {process.pid} on \S+, since 20") as refused:
         Lock(str(tmp_path / "new"))
     assert "\n" not in str(refused.value)
     assert (tmp_path / "new" / "run.lock").read_text() == said
@@ -90,5 +90,5 @@ def test_a_file_system_without_locks_is_mentioned(tmp_path, monkeypatch, capsys)
 
 def test_a_folder_that_cannot_be(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(LockError, match=r"cannot write to out_dir=\S+/out: "):
+    with pytest.raises(ValueError, match=r"cannot write to out_dir=\S+/out: "):
         Lock(str(tmp_path / "file" / "out"))

@@ -39,8 +39,6 @@ def figures(folder, which):
         ["--use_zero1=False"],
         ["--zero1_impl=torch"],
         ["--zero_bucket_mb=0.02"],
-        ["--shard_gradients=True", "--zero_bucket_mb=0.02"],
-        ["--param_dtype=bfloat16"],
         ["--param_dtype=bfloat16_remainder", "--state_dtype=int8", "--shard_gradients=True"],
     ],
     ids=" ".join,
@@ -74,7 +72,6 @@ def check():
         shard_gradients=False,
         micro_steps=1,
         compiled=False,
-        extras=Extras(),
     )
     tokens = torch.zeros((2, 16), dtype=torch.int64)
     for _ in range(2):
@@ -130,11 +127,11 @@ def test_a_model_that_cannot_be_predicted_trains_all_the_same(monkeypatch, capsy
     assert capsys.readouterr().out == ("note: activations cannot be predicted: RuntimeError: no fake tensors for this model\n")
 
 
-def peaks_with(settings):
-    """Predicted and measured peak bytes of three iterations with or without `shadow_check`, by micro-steps."""
+def peaks_with_a_shadow():
+    """Predicted and measured peak bytes of three iterations with `shadow_check`, by micro-steps."""
     sizes, peaks = replace(SIZES, vocab_size=1000, n_embd=64), {}
     for micro_steps in (1, 3):
-        extras, flags = Extras(**settings), Flags(bucket_mb=BUCKET_MB)
+        extras, flags = Extras(shadow_check=4), Flags(bucket_mb=BUCKET_MB)
         activations = predict(Workload(sizes, 1, "float32", "cpu"), "float32")
         plan = flags.plan(gpt_specs(sizes), 2)
         predicted = forecast(plan, 2, micro_steps, "cpu", activations, False, True, extras).peak
@@ -143,7 +140,7 @@ def peaks_with(settings):
             groups = module.param_groups(0.1)
             shadow = Shadow(extras.shadow_check, module, groups, None, None, torch.device("cpu"))
             model, optimizer = build(module, groups, flags, lr=0.01)
-            shadow.follow(optimizer, ShardedGradScaler("cpu", enabled=False), 1, nullcontext(), micro_steps, 1.0)
+            shadow.follow(optimizer, ShardedGradScaler("cpu", enabled=False), nullcontext(), micro_steps, 1.0)
             tokens = torch.zeros((1, sizes.block_size), dtype=torch.int64)
             for _ in range(3):
                 for micro_step in range(micro_steps):
@@ -158,16 +155,7 @@ def peaks_with(settings):
     return peaks
 
 
-@pytest.mark.parametrize("settings", [{"shadow_check": 4}, {}], ids=str)
-def test_the_peak_counts_what_checks_take(settings):
-    for peaks in run_ranks(peaks_with, 2, settings):
+def test_the_peak_counts_the_shadow():
+    for peaks in run_ranks(peaks_with_a_shadow, 2):
         for micro_steps, (predicted, measured) in peaks.items():
             assert 0.97 * measured <= predicted <= 1.04 * measured, (micro_steps, predicted, measured)
-
-
-def test_what_settings_take_in_addition_is_announced(data, tmp_path):
-    _, _, printed = train(tmp_path, data, "--max_iters=2", "--shadow_check=2", "--async_save=True", ranks=2)
-    numel = sum(spec.numel for spec in gpt_specs(replace(SIZES, bias=False)))
-    assert f"in addition, shadow_check takes {20 * numel / 1e6:.1f} MB before iteration 2\n" in printed
-    assert f"in addition, async_save takes {12 * numel / 1e6:.1f} MB of main memory of rank 0" in printed
-    assert "WARNING" not in printed

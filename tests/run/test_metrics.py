@@ -165,11 +165,11 @@ def test_training_stands_still_for_the_whole_of_a_save(events):
 
 
 def test_the_time_of_logging_is_in_the_time_of_a_step(data, tmp_path):
-    arguments = [f"--dataset={data}", f"--out_dir={tmp_path}", "--max_iters=4", "--eval_interval=100"]
+    arguments = [f"--dataset={data}", f"--out_dir={tmp_path}", "--max_iters=2", "--eval_interval=100"]
     process = run("train.py", *SETTINGS, *arguments, before=partial(faults.logging_takes, 0.2))
     assert process.returncode == 0, process.stderr
-    times = [json.loads(line).get("time/step_ms") for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [time > 200 for time in times if time is not None] == [False, True, True, True, True]
+    _, *later = iterations(map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines()))
+    assert [event["time/step_ms"] > 200 for event in later] == [True, True]
 
 
 def test_memory_at_the_points_of_a_step(events):
@@ -195,15 +195,14 @@ def test_run_json_has_the_settings_and_what_the_run_runs_on(events):
 
 
 def test_the_rank_that_computes_longest_is_named(data, tmp_path):
-    arguments = [f"--dataset={data}", f"--out_dir={tmp_path}", "--max_iters=5"]
-    slow = partial(faults.measure_every, 1, faults.rank_1_computes_slowly, 0.3)
+    arguments = [f"--dataset={data}", f"--out_dir={tmp_path}", "--max_iters=2"]
+    slow = partial(faults.measure_every, 1, faults.rank_1_computes_slowly, 0.2)
     process = run("train.py", *SETTINGS, *arguments, ranks=2, before=slow)
     assert process.returncode == 0, process.stderr
     lines = iterations(map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines()))
-    assert [event["time/slowest_rank"] for event in lines] == [1] * 6
-    assert all(event["time/rank_spread_ms"] > 0.5 * 3 * 300 for event in lines), "three micro-steps of 0.3 s more"
-    assert all(event["comm/exposed_ms"] > 0.5 * 3 * 300 for event in lines), "rank 0 waits for it"
-    assert process.stdout.count("WARNING: a rank lags: at iteration 4, rank 1 computes ") == 1
+    assert [event["time/slowest_rank"] for event in lines] == [1] * 3
+    assert all(event["time/rank_spread_ms"] > 0.5 * 3 * 200 for event in lines), "three micro-steps of 0.2 s more"
+    assert all(event["comm/exposed_ms"] > 0.5 * 3 * 200 for event in lines), "rank 0 waits for it"
 
 
 def test_figures_of_a_gpu(monkeypatch):

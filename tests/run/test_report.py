@@ -65,47 +65,18 @@ def test_the_rows_of_a_run():
         "process": "300.0 MB at the peak, with Python and its libraries",
         "tensors": "7.0 MB before the update, 5.0 MB less than without sharding: parameters, gradients, state and buckets",
         "predicted": "8.0 MB before the update, 2.0 MB at the peak",
-        "checkpoints": "1 written, 6.0 MB each; the newest after 5 iterations; the last 5 not saved",
+        "checkpoints": "1 written, 6.0 MB each; the newest after 5 iterations",
         "warnings": "1; the last one: Loss spike: of 3.0",
     }
 
 
-def test_the_iteration_after_the_last_evaluation_is_no_loss():
-    events, best_only = [{"iter": 9, "checkpoint/bytes": 6e6}, {"iter": 10}], {"always_save_checkpoint": False}
-    assert report.rows(summary(events, **best_only))["checkpoints"].endswith("; the newest after 9 iterations")
-    lost = "; the last 1 not saved"
-    assert report.rows(summary(events, **best_only, max_iters=10))["checkpoints"].endswith(lost), "stopped before its end"
-    ended = summary([events[0], {"iter": 11}], **best_only, max_iters=10)
-    assert report.rows(ended)["checkpoints"].endswith("; the last 2 not saved (always_save_checkpoint=False)")
-    assert report.rows(summary(events))["checkpoints"].endswith(lost), "the save at the end has failed"
-
-
-FULL, SAVED = {"iter": 8, "checkpoint/error": "it is full", "warning": "full"}, {"iter": 5, "checkpoint/bytes": 6e6}
-FREE = "free space on the disk of out, or repair what the error names; then the same command"
-
-
-@pytest.mark.parametrize("always", [True, False])
-@pytest.mark.parametrize(
-    ("events", "checkpoints", "again"),
-    [
-        ([FULL], "none written; the last save failed: it is full", ("repeat", FREE)),
-        (
-            [SAVED, FULL],
-            "1 written, 6.0 MB each; the newest after 5 iterations; the last 5 not saved; the last save failed: it is full",
-            ("resume", f"{FREE} with --init_from=resume"),
-        ),
-        (
-            [FULL, {**SAVED, "iter": 9}],
-            "1 written, 6.0 MB each; the newest after 9 iterations{}",
-            ("resume", "the same command with --init_from=resume and a larger --max_iters"),
-        ),
-    ],
-    ids=["no checkpoint", "the last save", "an earlier save"],
-)
-def test_a_save_that_failed_is_the_reason_as_long_as_no_later_one_succeeds(events, checkpoints, again, always):
-    found = summary([*events, {"iter": 10}], always_save_checkpoint=always)
-    assert report.rows(found)["checkpoints"] == checkpoints.format("; the last 1 not saved" if always else "")
-    assert [*report.next_commands(found).items()][-1] == again
+def test_a_save_that_failed_is_named_as_long_as_no_later_one_succeeds():
+    failed, saved, end = {"iter": 8, "checkpoint/error": "it is full"}, {"iter": 9, "checkpoint/bytes": 6e6}, {"iter": 10}
+    none, again = summary([failed, end]), summary([failed, saved, end])
+    assert report.rows(none)["checkpoints"] == "none written; the last save failed: it is full"
+    assert [*report.next_commands(none)] == ["dashboard"]
+    assert report.rows(again)["checkpoints"] == "1 written, 6.0 MB each; the newest after 9 iterations"
+    assert report.next_commands(again)["resume"] == "the same command with --init_from=resume and a larger --max_iters"
 
 
 def test_on_a_gpu_the_peak_is_that_of_the_tensors():
@@ -191,26 +162,6 @@ def test_a_killed_and_resumed_run_counts_once(data, tmp_path):
     assert "\n".join(f"{label:<15}{text}" for label, text in rows.items()) in resumed.stdout
 
 
-def test_a_run_that_was_stopped_says_so_and_one_without_anything_to_train_leaves_the_card(data, tmp_path):
-    arguments = [*SETTINGS, f"--dataset={data}", f"--out_dir={tmp_path}"]
-    with Forked("train.py", *arguments, "--max_iters=100000") as forked:
-        forked.wait_for("iter 7:")
-        os.kill(forked.pids[0], signal.SIGTERM)
-        stopped = forked.finish()
-    assert stopped.returncode == 0, stopped.stderr
-    end = torch_load(tmp_path)["iter_num"]
-    assert card(tmp_path)[1] == f"stopped by a signal before iteration {end}"
-    first_line = f"\n{'run':<15}stopped by a signal before iteration {end}; this report is {tmp_path / report.NAME}\n"
-    assert first_line in stopped.stdout
-    assert "- resume: `the same command with --init_from=resume`\n" in (tmp_path / report.NAME).read_text()
-    before = (tmp_path / report.NAME).read_text()
-    for flags in ([f"--max_iters={end - 2}"], ["--eval_only=True"]):
-        again = run("train.py", *arguments, "--init_from=resume", *flags)
-        assert again.returncode == 0, again.stderr
-        assert "report" not in again.stdout
-        assert (tmp_path / report.NAME).read_text() == before
-
-
 def test_a_run_that_fails_has_a_card_with_its_last_warning(data, tmp_path):
     diverging = ["--learning_rate=1e30", "--grad_clip=0.0", "--warmup_iters=0"]
     process = run("train.py", *SETTINGS, f"--dataset={data}", f"--out_dir={tmp_path}", *diverging)
@@ -222,5 +173,4 @@ def test_a_run_that_fails_has_a_card_with_its_last_warning(data, tmp_path):
     assert "sample.py" not in (tmp_path / report.NAME).read_text()
     (message,) = [line for line in process.stderr.splitlines() if line.startswith("the run ends at iteration")]
     first = re.search(r"not finite since iteration (\d+)", message)[1]
-    remedy = "try a lower --learning_rate than 1e+30, --grad_clip=1.0 or more --warmup_iters than 0"
-    assert message.endswith(f"; the weights are those before iteration {first}; {remedy}")
+    assert f"; the weights are those before iteration {first}; try a lower --learning_rate" in message

@@ -13,12 +13,6 @@ from scripts import SETTINGS, run, torch_load, train
 from data import vocabulary
 from run.sampling import TOKENS
 
-IMPLEMENTATIONS = {
-    "sharded": [],
-    "sharded bfloat16": ["--param_dtype=bfloat16", "--shard_gradients=True"],
-    "torch": ["--zero1_impl=torch"],
-}
-
 
 def samples(out):
     """The samples in metrics.jsonl, {iter: text}."""
@@ -27,13 +21,12 @@ def samples(out):
     return {event["iter"]: event["sample/text"] for event in events if "sample/text" in event}
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_samples_change_neither_the_losses_nor_the_weights(implementation, data, tmp_path):
-    flags = ["--dropout=0.1", "--max_iters=11", *IMPLEMENTATIONS[implementation]]
+def test_samples_change_neither_the_losses_nor_the_weights(data, tmp_path):
+    flags = ["--dropout=0.1", "--max_iters=7", "--param_dtype=bfloat16", "--shard_gradients=True"]
     plain = train(tmp_path / "plain", data, *flags, ranks=2)
     sampled = train(tmp_path / "sampled", data, *flags, "--sample_interval=3", ranks=2)
     assert samples(tmp_path / "plain") == {}
-    assert list(samples(tmp_path / "sampled")) == [0, 3, 6, 9]
+    assert list(samples(tmp_path / "sampled")) == [0, 3, 6]
     assert sampled[:2] == plain[:2]
     before, after = (torch_load(tmp_path / name)["model"] for name in ("plain", "sampled"))
     assert all(torch.equal(before[key], after[key]) for key in before)

@@ -9,7 +9,6 @@ import torch.distributed as dist
 
 from distributed.ranks import print0
 from zero import ShardedGradScaler
-from zero.gradients import GradientNorms
 from zero.host_comm import gather_objects, is_rank_0
 from zero.sharded_state import partition
 
@@ -48,19 +47,19 @@ class Guard:
         self._first = torch.zeros(2, device=device)  # loss and gradient norm of the first skipped update of the latest series
         self._reported = 0  # number of skipped updates that `report` has reported
 
-    def check(self, loss: torch.Tensor, norms: GradientNorms) -> None:
+    def check(self, loss: torch.Tensor, norm: torch.Tensor) -> None:
         """Decide whether the next `scaler.step` makes an update. Needs to be called on all ranks, before `scaler.step`.
 
         Args:
             loss: loss of this rank, a scalar.
-            norms: norms of the gradients.
+            norm: that of all gradients, a scalar.
         """
-        finite = loss.isfinite() if self.scaler.is_enabled() else loss.isfinite() & norms.total.isfinite()
+        finite = loss.isfinite() if self.scaler.is_enabled() else loss.isfinite() & norm.isfinite()
         bad = (~finite).float()
         if dist.is_initialized():
             dist.all_reduce(bad, dist.ReduceOp.MAX)
         skip = torch.maximum(bad, (self._in_a_row >= self.limit).float())
-        figures = torch.stack((loss.float(), norms.total.float()))
+        figures = torch.stack((loss.float(), norm.float()))
         self._first = torch.where(skip > self._in_a_row, figures, self._first)
         self._in_a_row = (self._in_a_row + 1) * skip
         self._skipped = self._skipped + skip

@@ -32,7 +32,6 @@ from run.sampling import Sampler
 from run.shadow import Shadow
 from zero import ShardedGradScaler
 from zero.flags import Flags
-from zero.gradients import GradientNorms
 from zero.sharded_state import parameters
 
 
@@ -163,9 +162,9 @@ class Run:
         """Measure a part of an iteration: "forward", "data", "backward", "clip" or "update"."""
         return self.meter.phase(name)
 
-    def before_update(self, loss: torch.Tensor, norms: GradientNorms) -> None:
+    def before_update(self, loss: torch.Tensor, grad_norm: torch.Tensor) -> None:
         """Call when the gradients of this iteration are clipped. All weights have arrived; the update will overwrite them."""
-        self.guard.check(loss, norms)  # waits for all ranks
+        self.guard.check(loss, grad_norm)  # waits for all ranks
         self.meter.measure_memory("before_step")
 
     def after_update(self) -> None:
@@ -173,7 +172,7 @@ class Run:
         if self.state.iter_num >= self.first_iter + max(2, self.config["shadow_check"]):
             self.memory_check.compare(self.state.iter_num)  # once, as soon as there is optimizer state
 
-    def end_iteration(self, loss: torch.Tensor, norm: torch.Tensor, lr: float) -> None:
+    def end_iteration(self, loss: torch.Tensor, grad_norm: torch.Tensor, lr: float) -> None:
         """Call when the gradients are dropped. `loss` and `norm` are scalars of this rank and of all ranks together."""
         iteration, self.state.elapsed_s = self.state.iter_num, self.meter.elapsed_s()
         self.meter.measure_memory("after_step")

@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from zero.data_parallel import ShardedDataParallel
 from zero.flags import Flags
-from zero.gradients import GradientNorms, float32_norms
+from zero.gradients import float32_norms
 from zero.muon import Muon
 from zero.optimizer import ShardedOptimizer
 from zero.sharded_state import parameters
@@ -83,19 +83,18 @@ def build(
     return DistributedDataParallel(model, device_ids=device_ids, gradient_as_bucket_view=True), optimizer
 
 
-def clip_grad_norm_(optimizer: torch.optim.Optimizer, max_norm: float) -> GradientNorms:
+def clip_grad_norm_(optimizer: torch.optim.Optimizer, max_norm: float) -> torch.Tensor:
     """Clip the gradients of all parameters together, with any implementation. Needs to be called on all ranks.
 
     The result is that of `torch.nn.utils.clip_grad_norm_` on full gradients. With `max_norm=math.inf`, the function only
-    measures. Return the norms before clipping.
+    measures. Return the norm before clipping, a scalar.
     """
     if isinstance(optimizer, ShardedOptimizer):
-        params, norms = parameters(optimizer.inner), optimizer.gradient_norms()
+        params, norm = parameters(optimizer.inner), optimizer.gradient_norm()
     else:
         params = [param for param in parameters(optimizer) if param.grad is not None]
         each = float32_norms([param.grad for param in params if param.grad is not None]) if params else []
-        total = torch.linalg.vector_norm(torch.stack(each)) if params else torch.zeros((), dtype=torch.float32)
-        norms = GradientNorms(total, dict(zip(params, each, strict=True)))
+        norm = torch.linalg.vector_norm(torch.stack(each)) if params else torch.zeros((), dtype=torch.float32)
     # gradients whose norm is not finite stay unchanged
-    torch.nn.utils.clip_grads_with_norm_(params, max_norm, norms.total.nan_to_num(0.0, 0.0, 0.0))
-    return norms
+    torch.nn.utils.clip_grads_with_norm_(params, max_norm, norm.nan_to_num(0.0, 0.0, 0.0))
+    return norm

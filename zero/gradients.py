@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -72,28 +72,19 @@ class ParameterGradients:
         return {"gradients": sum(local.grad.nbytes for local in self._converted if local.grad is not None)}
 
 
-class GradientNorms(NamedTuple):
-    """Norms of gradients before clipping. All norms are on the device."""
+def norm_of(buckets: Iterable[Bucket], comm: Communicator, device: torch.device | None) -> torch.Tensor:
+    """Return the norm of all gradients, a float32 scalar. Needs to be called on all ranks.
 
-    total: torch.Tensor  # norm of all gradients together, on every rank
-    each: dict[torch.nn.Parameter, torch.Tensor]  # norm by parameter of this rank's inner optimizer, if it has a gradient
-
-
-def norms_of(buckets: Iterable[Bucket], comm: Communicator, device: torch.device | None) -> GradientNorms:
-    """Return the norms of the owned gradients and the norm of all gradients. Needs to be called on all ranks.
-
-    Each rank adds up the squares of its slices, and an all-reduce of a float32 scalar gives the norm of all gradients. It runs
-    over all ranks, also if there are replicas: the norm must have the same bits on all of them.
+    Each rank adds up the squares of its slices, and an all-reduce gives the norm. It runs over all ranks, also if there are
+    replicas: the norm must have the same bits on all of them.
     """
-    each: dict[torch.nn.Parameter, torch.Tensor] = {}
+    norms = [torch.zeros((), dtype=torch.float32, device=device)]
     for bucket in buckets:  # meanwhile, the gradients of the next bucket are in flight
-        gradients = {owned.local: owned.local.grad for owned in bucket.owned if owned.local.grad is not None}
-        if gradients:
-            each.update(zip(gradients, float32_norms(list(gradients.values())), strict=True))
-    norms = [torch.zeros((), dtype=torch.float32, device=device), *(norm.to(device) for norm in each.values())]
+        if gradients := [owned.local.grad for owned in bucket.owned if owned.local.grad is not None]:
+            norms += [norm.to(device) for norm in float32_norms(gradients)]
     total = torch.stack(norms).square().sum()
     comm.wait("all-reduce", comm.all_reduce(total), total.device)
-    return GradientNorms((total / comm.replicas).sqrt(), each)
+    return (total / comm.replicas).sqrt()
 
 
 def float32_norms(gradients: list[torch.Tensor]) -> list[torch.Tensor]:

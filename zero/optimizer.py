@@ -26,7 +26,7 @@ from zero.checks import (
 )
 from zero.codecs import codec_of
 from zero.collectives import Communicator
-from zero.gradients import GradientNorms, ParameterGradients, norms_of
+from zero.gradients import ParameterGradients, norm_of
 from zero.host_comm import check_same_on_all_ranks, on_all_ranks
 from zero.layout import BucketMB, Plan, check_options, parameter_specs, plan
 from zero.masters import store_rounded
@@ -244,14 +244,14 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
 
         Return the norm before clipping, a float32 scalar.
         """
-        norm = self.gradient_norms().total
+        norm = self.gradient_norm()
         torch.nn.utils.clip_grads_with_norm_([owned.local for owned in self.owned], max_norm, norm)
         return norm
 
     @torch.no_grad()
-    def gradient_norms(self) -> GradientNorms:
-        """Return the gradient norms of this rank's slices and the norm of all gradients. Needs to be called on all ranks."""
-        return norms_of(self._collect(), self.comm, self.buckets[0].data.device if self.buckets else None)
+    def gradient_norm(self) -> torch.Tensor:
+        """Return the norm of all gradients, a float32 scalar. Needs to be called on all ranks."""
+        return norm_of(self._collect(), self.comm, self.buckets[0].data.device if self.buckets else None)
 
     @torch.no_grad()
     def set_parameter(self, param: torch.nn.Parameter, value: torch.Tensor) -> None:

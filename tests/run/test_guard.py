@@ -16,7 +16,6 @@ from run.guard import Guard
 from zero import ShardedGradScaler
 from zero import checkpoint as ckpt
 from zero.build import clip_grad_norm_
-from zero.gradients import GradientNorms
 
 BAD = 3  # the step that is not finite
 OFF = ShardedGradScaler("cpu", enabled=False)
@@ -106,10 +105,10 @@ def test_the_limit_counts_skips_in_a_row_and_each_is_an_alert(capsys):
     guard = Guard(optimizer, OFF, 3, lambda *alert: alerts.append(alert))
     good, bad = torch.tensor(1.0), torch.tensor(math.inf)
     for step, loss in enumerate([good, bad, bad, good, bad, bad]):
-        guard.check(loss, GradientNorms(good, {}))
+        guard.check(loss, good)
         guard.report(step)
         assert not guard.failed
-    guard.check(good, GradientNorms(bad, {}))
+    guard.check(good, bad)
     guard.report(6)
     assert guard.failed
     assert [text.partition(":")[0] for _, text in alerts] == [f"at iteration {step}" for step in (1, 2, 4, 5, 6)]

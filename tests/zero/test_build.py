@@ -97,7 +97,7 @@ def norms_are_alike_in_every_mode():
     for mode in MODES:
         model, optimizer = build_toy(mode)
         model(*batch(0, dist.get_rank())).backward()
-        found[mode] = [clip_grad_norm_(optimizer, limit).total.item() for limit in (math.inf, 0.01, math.inf)]
+        found[mode] = [clip_grad_norm_(optimizer, limit).item() for limit in (math.inf, 0.01, math.inf)]
     reference = found["adamw"]
     assert reference[0] == reference[1] > 0.1
     assert reference[2] == pytest.approx(0.01, rel=1e-3)

@@ -89,8 +89,10 @@ def measured(cases, micro_steps, sizes):
         optimizer = profile.contender.optimizer
         sent = optimizer.comm.sent_bytes if isinstance(optimizer, ShardedOptimizer) else {}
         per_step = {kind: sent[kind] // 2 for kind in ("reduce-scatter", "all-to-all", "all-gather") if sent.get(kind)}
-        construction = replace(prediction, on_cpu=dist.get_rank() == 0).construction  # the other ranks begin without weights
-        peaks = (construction, points["wrapping"]["total"]), (prediction.peak_of_training(activations), points["peak"]["total"])
+        peaks = (
+            (prediction.construction, points["wrapping"]["total"]),
+            (prediction.peak_of_training(activations), points["peak"]["total"]),
+        )
         found[name] = parts, prediction.sent(), per_step, peaks
     return found
 

@@ -52,7 +52,7 @@ def test_everything_that_a_run_writes_moves_and_can_be_used_there(data, tmp_path
     assert torch_load(out)["iter_num"] == 2
     losses, _, _ = train(before, data, "--init_from=resume", "--max_iters=16")
     assert [*losses] == list(range(17))
-    assert [ran.curves["iter/loss"].last[0] for ran in dashboard.read([str(out), before])] == [1, 16]
+    assert [ran.curves["iter/loss"][-1][0] for ran in dashboard.read([str(out), before])] == [1, 16]
 
 
 @pytest.mark.parametrize("read_only", [True, False])

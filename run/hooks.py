@@ -177,7 +177,7 @@ class Run:
         iteration, self.state.elapsed_s = self.state.iter_num, self.meter.elapsed_s()
         self.meter.measure_memory("after_step")
         if self._is_logged():  # waits for the device
-            self.progress.show(self.meter.log_iteration(iteration, loss, norm, lr, self._tokens()))
+            self.progress.show(self.meter.log_iteration(iteration, loss, grad_norm, lr, self._tokens()))
         is_evaluated = (iteration + 1) % self.config["eval_interval"] == 0
         if self._is_logged() or is_evaluated or self.device.type == "cpu":  # report() waits for a GPU
             self.guard.report(iteration)

@@ -117,7 +117,7 @@ def several_backwards(order):
             else:
                 model.require_backward_grad_sync = what == "synchronized"
                 model(*batch(step, rank)).backward()
-        found[f"{name} norm"] = {"norm": clip_grad_norm_(optimizer, math.inf).total}
+        found[f"{name} norm"] = {"norm": clip_grad_norm_(optimizer, math.inf)}
         optimizer.step()
         optimizer.synchronize()
         found[name] = weights(model)

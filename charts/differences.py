@@ -58,7 +58,8 @@ def _decides_the_loss(facts: Facts) -> dict[str, Any]:
     # a run without a setting, such as one of an earlier version, is one with its default
     found = {key: compared.get(key, setting.default) for key, setting in train_settings().items() if key not in same}
     batch = [found.pop(key) for key in _BATCH]
-    by_rank = [compared.get("world_size"), batch] if found["dropout"] else []  # its random numbers depend on the rank
+    ranks = [part.get("world_size") for part in facts.get("parts", [facts])]  # a resumed run may have had others
+    by_rank = [ranks, batch] if found["dropout"] else []  # its random numbers depend on the rank
     weights = weight_dtype(found["param_dtype"])  # remainders hold the values of float32 masters
     return found | {"param_dtype": weights, "sequences": batch[0] * batch[1], "by rank": by_rank}
 

@@ -45,8 +45,8 @@ def look(position: int) -> tuple[str, list[int]]:
 
 
 def rows(position: int, points: Points, kind: str, divisor: float = 1) -> list[dict[str, Any]]:
-    """Return the points of a run, or evenly spaced `MOST_POINTS` of them, as rows of a chart."""
-    drawn = points[:: -(-len(points) // MOST_POINTS)]
+    """Return the points of a run, or about `MOST_POINTS` of them, evenly spaced and the last one, as rows of a chart."""
+    drawn = [*points[: -1 : -(-len(points) // MOST_POINTS)], *points[-1:]]
     return [{"run": position, "kind": kind, "iter": at, "value": rounded(value / divisor)} for at, value in drawn]
 
 

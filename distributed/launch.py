@@ -30,10 +30,15 @@ def launched() -> Launch:
     missing = [name for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
     if missing:
         raise ValueError(f"RANK is set without {', '.join(missing)}; {_REMEDY}")
-    rank, world_size = _integer("RANK"), _integer("WORLD_SIZE")
+    rank, world_size, port = _integer("RANK"), _integer("WORLD_SIZE"), _integer("MASTER_PORT")
+    local_rank, local_world_size = _integer("LOCAL_RANK", 0), _integer("LOCAL_WORLD_SIZE", 1)
     if not 0 <= rank < world_size:
         raise ValueError(f"RANK={rank} is not one of the ranks 0 to WORLD_SIZE-1={world_size - 1}; {_REMEDY}")
-    return Launch(True, rank, _integer("LOCAL_RANK", 0), world_size, _integer("LOCAL_WORLD_SIZE", 1))
+    if not 0 < port < 2**16:
+        raise ValueError(f"MASTER_PORT={port} is not a port, 1 to 65535; {_REMEDY}")
+    if local_rank < 0 or local_world_size < 1:
+        raise ValueError(f"LOCAL_RANK={local_rank} and LOCAL_WORLD_SIZE={local_world_size} cannot be valid; {_REMEDY}")
+    return Launch(True, rank, local_rank, world_size, local_world_size)
 
 
 def _integer(name: str, default: int | None = None) -> int:

@@ -1,6 +1,7 @@
 """The figures of plan.py: memory, bytes and time of a run, for each way to hold the state and each number of ranks."""
 
 import math
+import re
 from bisect import bisect_left
 from dataclasses import dataclass, replace
 from typing import Any
@@ -70,7 +71,7 @@ class Planner:
             self.flops = peak * settings["mfu"] / 100
         if settings["gpu_hour_price"] and self.flops is None:
             raise ValueError("gpu_hour_price needs the speed of the GPUs, which is known for bfloat16 and float16 on cuda only")
-        if self.device_type == "cuda" and not settings["gpu_memory_gb"] and settings["gpu"] not in ("A100", "H100"):
+        if self.device_type == "cuda" and not settings["gpu_memory_gb"] and not re.search(r"\b[AH]100\b", settings["gpu"]):
             raise ValueError(f"gpu={settings['gpu']} needs its memory as well, as --gpu_memory_gb")
         self._plans: dict[tuple[Flags, int], Plan] = {}
 

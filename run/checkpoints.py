@@ -218,3 +218,4 @@ class Checkpoints:
     def _take_lock(self) -> None:
         if self._lock is None:
             self._lock = Lock(self.folder)
+            earlier.put_back(self.folder)

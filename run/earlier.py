@@ -14,7 +14,8 @@ _LOGS = (logger.METRICS, logger.FACTS, report.NAME, tensorboard_run.FOLDER, prof
 def move_aside(folder: str) -> None:
     """Move the files of the run in `folder` into a new folder there, `before-<time in UTC>`, and print where they are.
 
-    Files of other names stay. Call it on one process only.
+    Files of other names stay. The folder gets its name when it has all of them, ckpt.pt as the last one: what a killed process
+    has moved before that goes back by `put_back`. Call it on one process only.
 
     Raises:
         ValueError: if a file cannot be moved.
@@ -24,9 +25,10 @@ def move_aside(folder: str) -> None:
         target += "+"
     names = [name for name in _LOGS if os.path.lexists(os.path.join(folder, name))] + store.names(folder)
     try:
-        os.mkdir(target)
+        os.mkdir(target + ".tmp")
         for name in names:
-            os.rename(os.path.join(folder, name), os.path.join(target, name))
+            os.rename(os.path.join(folder, name), os.path.join(target + ".tmp", name))
+        os.rename(target + ".tmp", target)
     except OSError as error:
         raise ValueError(f"cannot move the run in out_dir={folder} aside: {error}; use another --out_dir") from error
     print0(
@@ -37,4 +39,13 @@ def move_aside(folder: str) -> None:
 
 def newest(folder: str) -> str | None:
     """Return the folder with the run that was moved aside last, or None."""
-    return max(glob.glob(os.path.join(glob.escape(folder), "before-*Z*")), default=None)
+    found = glob.glob(os.path.join(glob.escape(folder), "before-*Z*"))
+    return max((path for path in found if not path.endswith(".tmp")), default=None)
+
+
+def put_back(folder: str) -> None:
+    """Move back what a killed process has moved aside without coming to its end. Call it on one process only."""
+    for unfinished in glob.glob(os.path.join(glob.escape(folder), "before-*Z*.tmp")):
+        for name in os.listdir(unfinished):
+            os.rename(os.path.join(unfinished, name), os.path.join(folder, name))
+        os.rmdir(unfinished)

@@ -132,7 +132,7 @@ class Run:
         self.meter = Meter(self.memory_check, self.dtype, self.tokens_per_iter, flops, max_iters, state.elapsed_s)
         self.signals = Signals()
         self.guard = Guard(optimizer, scaler, config["max_nonfinite"], self.log.alert)
-        self.shadow.follow(optimizer, scaler, autocast, self.micro_steps, config["grad_clip"])
+        self.shadow.follow(optimizer, scaler, config["max_nonfinite"], autocast, self.micro_steps, config["grad_clip"])
         if state.iter_num > config["max_iters"]:
             print0(
                 f"nothing to train: the checkpoint is at iteration {state.iter_num}, beyond max_iters={config['max_iters']}; "

@@ -98,7 +98,7 @@ def next_commands(summary: Summary) -> dict[str, str]:
     dashboard = {"dashboard": f"python dashboard.py {folder} --html=runs.html"}
     if _newest_save(summary) is None:
         return dashboard
-    has_ended = summary.last.get("iter", 0) > summary.facts["max_iters"]
+    has_ended = summary.last.get("iter", 0) > summary.facts["max_iters"] and not summary.save_error
     resume = f"the same command with --init_from=resume{' and a larger --max_iters' if has_ended else ''}"
     return {"sample": f"python sample.py --out_dir={folder}", **dashboard, "resume": resume}
 

@@ -9,6 +9,7 @@ import torch
 
 from distributed.ranks import gather_numbers, print0
 from run.checkpoints import Checkpoints
+from run.guard import Guard
 from zero import ShardedGradScaler
 from zero.build import build, clip_grad_norm_
 from zero.flags import Flags
@@ -75,16 +76,21 @@ class Shadow:
         self,
         optimizer: torch.optim.Optimizer,
         scaler: ShardedGradScaler,
+        limit: int,
         autocast: AbstractContextManager[Any],
         micro_steps: int,
         grad_clip: float,
     ) -> None:
-        """Set what the copy follows: the optimizer of the run, a copy of its scaler, and how it computes on each rank."""
+        """Set what the copy follows: the optimizer of the run, a copy of its scaler, and how it computes on each rank.
+
+        `limit`: see `Guard`. The copy decides for itself which updates to skip.
+        """
         if not self._remaining:
             return
         self._part, self._scaler = partition(optimizer), copy.deepcopy(scaler)
+        self._guard = Guard(self._optimizer, self._scaler, limit, alert=lambda *_: None)
         self._autocast, self._micro_steps, self._max_norm = autocast, micro_steps, grad_clip or math.inf
-        self._micro_step = 0  # of this iteration
+        self._losses: list[torch.Tensor] = []  # of the micro-steps of this iteration
         self._largest = torch.zeros(len(self._part.params), device=self._device)  # difference, by parameter
 
     def micro_step(self, x: torch.Tensor, y: torch.Tensor) -> None:
@@ -95,13 +101,13 @@ class Shadow:
         """
         if not self._remaining:
             return
-        self._micro_step += 1
-        self._model.require_backward_grad_sync = self._micro_step == self._micro_steps
+        self._model.require_backward_grad_sync = len(self._losses) == self._micro_steps - 1
         devices = [self._device] if self._device.type == "cuda" else []
         with torch.random.fork_rng(devices, device_type=self._device.type):
             with self._autocast:
                 loss = self._model(x, y)[1]
             self._scaler.scale(loss / self._micro_steps).backward()
+        self._losses.append(loss.detach())
 
     def update(self) -> bool:
         """Update the copy and compare. Call it after the update of the run; waits for parameters in flight.
@@ -114,12 +120,13 @@ class Shadow:
         for own, group in zip(self._optimizer.param_groups, self._part.optimizer.param_groups, strict=True):
             own.update(hyperparameters(group))
         self._scaler.unscale_(self._optimizer)
-        clip_grad_norm_(self._optimizer, self._max_norm)
+        norm = clip_grad_norm_(self._optimizer, self._max_norm)
+        self._guard.check(torch.stack(self._losses).sum(), norm)
         self._scaler.step(self._optimizer)
         self._scaler.update()
         self._optimizer.zero_grad(set_to_none=True)
         self._compare()
-        self._micro_step = 0
+        self._losses.clear()
         self._made += 1
         self._remaining -= 1
         if not self._remaining:
@@ -130,7 +137,7 @@ class Shadow:
         """Print the result and drop the copy, unless this is done. Call it at the end of the run, which may come early."""
         if self._made:
             self._report()
-            del self._raw, self._model, self._optimizer, self._scaler
+            del self._raw, self._model, self._optimizer, self._scaler, self._guard
         self._remaining = self._made = 0
 
     @torch.no_grad()
@@ -153,7 +160,9 @@ class Shadow:
             print0(f"{after}, all {len(largest)} parameters are bit-identical to {plain}")
             return
         worst = int(largest.argmax())  # the first nan, if there is one
-        is_rounded = plan.has_masters or plan.state_dtype != "float32"
-        why = "; differences are expected, because weights or moments are rounded" if is_rounded else ""
+        reasons = ["weights or moments are rounded"] if plan.has_masters or plan.state_dtype != "float32" else []
+        if any(spec.matrices and spec.matrix_dtype == torch.bfloat16 for spec in plan.params):
+            reasons.append("Newton-Schulz in bfloat16 amplifies rounding, as that of the clipped norm")
+        why = f"; differences are expected, because {' and '.join(reasons)}" if reasons else ""
         name = self._names[self._part.params[worst]]
         print0(f"{after}, the largest difference from {plain} is {largest[worst]:.1e}, in {name}{why}")

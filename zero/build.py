@@ -1,5 +1,6 @@
 """The only module that selects the implementation: (model, parameter groups, flags) -> (model, optimizer)."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -7,9 +8,11 @@ import torch.distributed as dist
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
+from zero.checks import check_values
 from zero.data_parallel import ShardedDataParallel
 from zero.flags import Flags
 from zero.gradients import float32_norms
+from zero.host_comm import on_all_ranks
 from zero.muon import Muon
 from zero.optimizer import ShardedOptimizer
 from zero.sharded_state import parameters
@@ -48,11 +51,13 @@ def build(
         The model to call in the training loop, and the optimizer.
 
     Raises:
-        ValueError: if flags cannot be combined, or if `bucket_mb`, `shard_size` or an argument of AdamW is invalid.
+        ValueError: if the model is on the meta device, if flags cannot be combined, or if `bucket_mb`, `shard_size` or an
+            argument of AdamW is invalid.
     """
     implementation = flags.implementation(dist.get_world_size() if dist.is_initialized() else 1)
     device = device or next(model.parameters()).device
     optimizer_cls, arguments = optimizer_of(any("matrices" in group for group in groups), device.type, **adamw)
+    on_all_ranks(partial(check_values, model))
     if implementation == "sharded":  # ShardedOptimizer moves the trainable parameters
         for tensor in (*model.parameters(), *model.buffers()):
             if not (isinstance(tensor, torch.nn.Parameter) and tensor.requires_grad):

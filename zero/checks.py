@@ -149,6 +149,13 @@ def check_groups(
             raise RuntimeError(SPARSE)
 
 
+def check_values(module: nn.Module) -> None:
+    """Refuse parameters and buffers without values."""
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if tensor.is_meta:
+            raise ValueError(f"{name} is on the meta device; build the model with values on all ranks")
+
+
 def check_wrapping(module: nn.Module, optimizer: Any, wrappers: tuple[type[nn.Module], ...]) -> None:
     """Raise ValueError if a module and an optimizer cannot be the arguments of a ShardedDataParallel."""
     if any(isinstance(part, wrappers) for part in module.modules()):

@@ -7,7 +7,7 @@ that is encoded again, the bytes are the same: so a resumed run has the state of
 from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.nn import functional
@@ -15,6 +15,25 @@ from torch.nn import functional
 from zero.tensors import pieces, shaped, to_bfloat16
 
 BLOCK = 256  # elements that share a scale with `Int8`
+
+
+class Codec(Protocol):
+    """Encodes flat float32 tensors."""
+
+    def encode(self, values: torch.Tensor, noise: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return the encoded elements of `values`, (numel,) float32.
+
+        `noise`: random numbers for the rounding, int32 from 0 to 65535; they are repeated if there are fewer than elements.
+        """
+        ...
+
+    def decode(self, encoded: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """Return the elements, (numel,) float32."""
+        ...
+
+    def nbytes(self, numel: int) -> int:
+        """Return the bytes of `numel` encoded elements."""
+        ...
 
 
 class BFloat16:
@@ -25,20 +44,14 @@ class BFloat16:
     """
 
     def encode(self, values: torch.Tensor, noise: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return the encoded elements of `values`, (numel,) float32.
-
-        `noise`: random numbers for the rounding, int32 from 0 to 65535; they are repeated if there are fewer than elements.
-        """
         encoded = torch.empty_like(values, dtype=torch.bfloat16)
         to_bfloat16(values, noise, encoded)
         return (encoded,)
 
     def decode(self, encoded: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """Return the elements, (numel,) float32."""
         return encoded[0].float()
 
     def nbytes(self, numel: int) -> int:
-        """Return the bytes of `numel` encoded elements."""
         return 2 * numel
 
 
@@ -89,7 +102,6 @@ class Int8:
         return numel + 4 * -(-numel // BLOCK)
 
 
-Codec = BFloat16 | Int8
 # by `state_dtype`; None: the state stays as it is
 STATE_CODECS: dict[str, Codec | None] = {"float32": None, "bfloat16": BFloat16(), "int8": Int8()}
 

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import nn
 
 from zero.buckets import Bucket
-from zero.checks import check_all_managed, check_wrapping
+from zero.checks import check_all_managed, check_values, check_wrapping
 from zero.host_comm import MESSAGE_BYTES, check_same_on_all_ranks, cpu_group, on_all_ranks
-from zero.optimizer import ShardedOptimizer
+from zero.optimizer import ShardedOptimizer, holds_its_parameters
 from zero.overlap import ReadCheck, Readers, WeakHook
 from zero.reducer import Reducer
 from zero.tensors import distinct_elements, properties
@@ -88,6 +88,7 @@ class ShardedDataParallel(nn.Module):
         if not isinstance(optimizer, ShardedOptimizer):
             raise ValueError(f"ShardedDataParallel needs a ShardedOptimizer, not {type(optimizer).__name__}")
         check_wrapping(module, optimizer, (nn.parallel.DistributedDataParallel, ShardedDataParallel))
+        self._replace_wrappers(module)
         self.module, self.optimizer, self.overlap = module, optimizer, overlap
         # as under DistributedDataParallel, buffers that are added later do not count if there are none now
         self.broadcast_buffers = broadcast_buffers and next(module.buffers(), None) is not None
@@ -97,7 +98,6 @@ class ShardedDataParallel(nn.Module):
         self._last_was_synchronized = True  # the last forward; if False, the next one does not broadcast
         optimizer.names.update({param: name for name, param in module.named_parameters()})
         self._check_parameters()
-        self._replace_wrappers(module)
         if optimizer.param_dtype is not None:
             module.to(optimizer.param_dtype)
         self._broadcast_unsharded()
@@ -119,6 +119,7 @@ class ShardedDataParallel(nn.Module):
         on_all_ranks(self._check_own_parameters, self.optimizer.comm.group)
 
     def _check_own_parameters(self) -> None:
+        check_values(self.module)
         optimizer, attributes = self.optimizer, itertools.chain(*(vars(part).items() for part in self.module.modules()))
         check_all_managed(self.module, optimizer.number_of)
         for name, tensor in (*self.module.named_parameters(), *self.module.named_buffers(), *attributes):
@@ -154,11 +155,18 @@ class ShardedDataParallel(nn.Module):
             _wrapper_of[part] = weakref.ref(self)
 
     def _replace_wrappers(self, module: nn.Module) -> None:
-        """Remove other wrappers of the same parts, whose optimizer has been replaced. A module can have only one wrapper."""
+        """Remove the wrapper of an optimizer that another one has replaced. A module can have only one wrapper."""
         for part in module.modules():
             reference = _wrapper_of.get(part)
-            if reference is not None and (other := reference()) is not None:
-                other._unwrap()
+            other = reference() if reference is not None else None
+            if other is None:
+                continue
+            if holds_its_parameters(other.optimizer):
+                raise ValueError(
+                    f"{type(part).__name__} is wrapped by another ShardedDataParallel already; delete that one first, or make "
+                    "a new ShardedOptimizer to replace its optimizer"
+                )
+            other._unwrap()
 
     def _unwrap(self) -> None:
         """Leave the module as it was before it was wrapped, with nothing in flight."""

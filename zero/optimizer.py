@@ -107,7 +107,7 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
         codec = codec_of(state_dtype)
         check_class(optimizer_cls, elementwise)
         self.comm, self.optimizer_cls = Communicator(process_group, shard_size), optimizer_cls
-        self.param_dtype, self.device = param_dtype, device
+        self.arguments, self.param_dtype, self.device = kwargs, param_dtype, device
         self.plan_options: dict[str, Any] = {"bucket_mb": bucket_mb, "param_dtype": param_dtype}
         self.plan_options |= {"master_dtype": master_dtype, "state_dtype": state_dtype}
         self.registration_order = list(registration_order or ())
@@ -340,11 +340,18 @@ def _checked_plan(optimizer: ShardedOptimizer) -> Plan:
             check_rounding(optimizer.optimizer_cls, groups)
         if issubclass(optimizer.optimizer_cls, Muon):
             check_matrices(groups)
+        optimizer.optimizer_cls([_of_one_element(group, optimizer.device) for group in groups], **optimizer.arguments)
 
     on_all_ranks(check, comm.group)
     check_same_on_all_ranks({f"parameter {number}": properties(param) for number, param in enumerate(params)}, comm.group)
     specs = parameter_specs(groups, optimizer.registration_order, device=optimizer.device)
     return plan(specs, comm.shard_size, **options)
+
+
+def _of_one_element(group: dict[str, Any], device: torch.device | None) -> dict[str, Any]:
+    """Return a parameter group with parameters of one element, for a trial of its hyperparameters."""
+    tried = [torch.nn.Parameter(param.new_zeros((), device=device), param.requires_grad) for param in group["params"]]
+    return {**hyperparameters(group), "params": tried}
 
 
 def _follow_weights(buckets: list[Bucket], comm: Communicator) -> None:
@@ -355,6 +362,11 @@ def _follow_weights(buckets: list[Bucket], comm: Communicator) -> None:
         comm.wait("all-reduce", comm.all_reduce(found, dist.ReduceOp.MAX), found.device)
         if found:
             raise RuntimeError(WRITTEN)
+
+
+def holds_its_parameters(optimizer: ShardedOptimizer) -> bool:
+    """Return whether no other ShardedOptimizer has been built over the parameters of this one since."""
+    return all(_optimizer_of[param]() is optimizer for param in optimizer.number_of)
 
 
 def _wait_for_list(optimizer: ShardedOptimizer, value: Any) -> None:

@@ -26,6 +26,9 @@ TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_
         ({**TORCHRUN, "RANK": "one"}, "RANK=one is not an integer"),
         ({**TORCHRUN, "WORLD_SIZE": "2.0"}, "WORLD_SIZE=2.0 is not an integer"),
         ({**TORCHRUN, "RANK": "2"}, "RANK=2 is not one of the ranks 0 to WORLD_SIZE-1=1"),
+        ({**TORCHRUN, "RANK": "-1"}, "RANK=-1 is not one"),
+        ({**TORCHRUN, "MASTER_PORT": "70000"}, "MASTER_PORT=70000 is not a port"),
+        ({**TORCHRUN, "LOCAL_WORLD_SIZE": "0"}, "LOCAL_WORLD_SIZE=0 cannot be"),
         ({**TORCHRUN, "LOCAL_RANK": "x"}, "LOCAL_RANK=x is not an integer"),
     ],
 )

@@ -55,6 +55,39 @@ def test_everything_that_a_run_writes_moves_and_can_be_used_there(data, tmp_path
     assert [ran.curves["iter/loss"][-1][0] for ran in dashboard.read([str(out), before])] == [1, 16]
 
 
+def test_a_kill_between_two_moves_leaves_a_run_that_resumes(out, monkeypatch):
+    """And one that starts afresh there moves all of it."""
+    files, rename, left = names(out), os.rename, 0
+
+    def rename_or_die(*paths):
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise KeyboardInterrupt
+        rename(*paths)
+
+    monkeypatch.setattr(os, "rename", rename_or_die)
+    moves = len(files) - 2 + 1  # without the user's; the last one names the folder
+    for moved in range(moves):
+        left = moved
+        with pytest.raises(KeyboardInterrupt):
+            earlier.move_aside(str(out))
+        left = 99
+        assert len(names(out)) == len(files) + 1 - moved
+        resumed = checkpoints(out)
+        assert (resumed.load("auto") is None) == (moved == moves - 1)
+        assert resumed.load("resume")["iter_num"] == 4
+        resumed._lock.release()
+        assert names(out) == sorted([*files, "run.lock"])
+        (out / "run.lock").unlink()
+    starts = checkpoints(out)
+    starts.claim()
+    starts.make_room()
+    *_, before = sorted(names(out), key=lambda name: name.startswith("before-"))
+    assert names(out) == sorted([before, "notes.txt", "prompt.pt", "run.lock"])
+    assert names(out / before) == sorted({*files} - {"notes.txt", "prompt.pt"})
+
+
 @pytest.mark.parametrize("read_only", [True, False])
 def test_without_a_checkpoint_or_a_run_that_writes_nothing_moves(out, read_only):
     if not read_only:
@@ -78,6 +111,7 @@ def test_two_starts_in_the_same_second_get_two_folders(out, monkeypatch):
         (out / "ckpt.pt").touch()
         earlier.move_aside(str(out))
     assert [name for name in names(out) if name.startswith("before-")] == ["before-Z", "before-Z+"]
+    (out / "before-Z+.tmp").mkdir()
     assert earlier.newest(str(out)) == str(out / "before-Z+")
 
 

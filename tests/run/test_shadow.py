@@ -73,9 +73,10 @@ def test_a_wrong_value_on_one_rank_is_found(data, tmp_path, where, flags):
     assert ("differences are expected" in verdict(printed)) == bool(flags)
 
 
-def test_the_shadow_skips_the_updates_that_the_run_skips(data, tmp_path):
-    """The scaler of each decides for itself."""
-    flags = *UNCLIPPED, "--max_nonfinite=10", "--dtype=float16", "--shadow_check=4"
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_the_shadow_skips_the_updates_that_the_run_skips(data, tmp_path, dtype):
+    """Each decides for itself."""
+    flags = *UNCLIPPED, "--max_nonfinite=10", f"--dtype={dtype}", "--shadow_check=4"
     _, _, printed = train(tmp_path, data, *flags, ranks=2, run=partial(run, before=faults.nan_loss_on_rank_0))
     assert "by iteration 1, 1 more update was skipped (1 in a row so far): the loss of rank 0 is nan" in printed
     assert EXACT in verdict(printed)
@@ -96,7 +97,7 @@ def alive_with_a_shadow():
     groups = model.param_groups(0.1)
     shadow = Shadow(2, model, groups, None, None, torch.device("cpu"))
     wrapped, optimizer = build(model, groups, lr=0.01)
-    shadow.follow(optimizer, ShardedGradScaler("cpu", enabled=False), contextlib.nullcontext(), 1, 0.0)
+    shadow.follow(optimizer, ShardedGradScaler("cpu", enabled=False), 1, contextlib.nullcontext(), 1, 0.0)
     copied = [weakref.ref(param) for param in shadow._raw.parameters()]
     result = []
     for _ in range(2):

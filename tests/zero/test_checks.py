@@ -216,6 +216,17 @@ def another_shape(**kwargs):
     optimizer.set_parameter(weight, torch.ones(3, 2))
 
 
+def a_learning_rate():
+    """An optimizer that is refused has moved nothing."""
+    weight = nn.Parameter(torch.ones(2, 3))
+    address = weight.data_ptr()
+    yield
+    try:
+        ShardedOptimizer([weight], AdamW, param_dtype=torch.bfloat16, lr=-1.0)
+    finally:
+        assert (weight.dtype, weight.data_ptr()) == (torch.float32, address)
+
+
 def a_gradient_on_one_rank(optimizer_cls, **group):
     """Without the wrapper, gradients are averaged by hand."""
     module = nn.Linear(8, 8, bias=False)
@@ -286,6 +297,10 @@ CASES = {
         an_optimizer_of(lambda: torch.eye(8).to_sparse()),
     ),
     "an old group": (RuntimeError, "take it from param_groups now", a_group_of_before_the_wrapper_changed),
+    "a buffer without values": (
+        *(ValueError, "mask is on the meta device"),
+        wrapped(lambda module: module.register_buffer("mask", torch.ones(2, device="meta"))),
+    ),
     "parameters that DDP ignores": (ValueError, r"0\.weight", wrapped(parameters_that_ddp_ignores)),
     "imaginary parts": (
         *(ValueError, "imaginary parts of a complex parameter"),
@@ -293,7 +308,7 @@ CASES = {
     ),
     "no matrices": (ValueError, "does not consist of 3 matrices", an_optimizer_of_matrices(lambda: torch.ones(8, 8), 3)),
     "strides of a matrix": (ValueError, "make it contiguous", an_optimizer_of_matrices(lambda: torch.ones(4, 8).t(), 1)),
-    "a learning rate": (ValueError, "Invalid learning rate", an_optimizer_of(lambda: torch.ones(2, 3), lr=-1.0)),
+    "a learning rate": (ValueError, "Invalid learning rate", a_learning_rate),
     "no class": (ValueError, "must be a class", an_optimizer_of(lambda: torch.ones(4), "AdamW")),
     **{
         cls.__name__: (ValueError, f"{cls.__name__} .*{message}", an_optimizer_of(lambda: torch.ones(4, 4), cls))

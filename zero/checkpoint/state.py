@@ -25,11 +25,21 @@ from zero.tensors import flattened, meta_like, shaped
 # these say how this machine computes the update: taken from the running optimizer, never from a file
 _MACHINE_FLAGS = ("fused", "foreach", "capturable", "differentiable", "ns_dtype")
 _RULE = "state must have one number per element, or be one number, the same on all ranks; ZeroRedundancyOptimizer takes any"
-# what these classes keep for a parameter: always, and with amsgrad. Any entries of other classes fit, as in torch
-_KEPT: dict[type, tuple[set[str], set[str]]] = {
-    torch.optim.AdamW: ({"step", "exp_avg", "exp_avg_sq"}, {"max_exp_avg_sq"}),
+# what each class of torch.optim keeps for a parameter: always, and with some hyperparameters or shapes
+_ENTRIES: dict[type, tuple[set[str], set[str]]] = {
+    torch.optim.Adadelta: ({"step", "square_avg", "acc_delta"}, set()),
+    torch.optim.Adagrad: ({"step", "sum"}, set()),
+    **dict.fromkeys((torch.optim.Adam, torch.optim.AdamW), ({"step", "exp_avg", "exp_avg_sq"}, {"max_exp_avg_sq"})),
+    torch.optim.Adamax: ({"step", "exp_avg", "exp_inf"}, set()),
+    torch.optim.ASGD: ({"step", "eta", "mu", "ax"}, set()),
     torch.optim.Muon: ({"momentum_buffer"}, set()),
+    torch.optim.NAdam: ({"step", "mu_product", "exp_avg", "exp_avg_sq"}, set()),
+    torch.optim.RAdam: ({"step", "exp_avg", "exp_avg_sq"}, set()),
+    torch.optim.RMSprop: ({"step", "square_avg"}, {"momentum_buffer", "grad_avg"}),
+    torch.optim.Rprop: ({"step", "prev", "step_size"}, set()),
+    torch.optim.SGD: (set(), {"momentum_buffer"}),
 }
+_NUMBERS = {"step", "eta", "mu", "mu_product"}  # which of these are one number; the others have the parameter's shape
 
 
 class CheckpointError(ValueError):
@@ -366,21 +376,21 @@ def _check_state(saved: dict[int, dict[str, Any]], part: Partition, in_chunks: b
     for number, entries in saved.items():
         if not 0 <= number < len(part.params):
             raise CheckpointError(f"there is saved state of parameter {number}, but there are {len(part.params)}")
-        of_adam = torch.optim.AdamW if issubclass(inner, torch.optim.Adam) else None
-        kind = torch.optim.Muon if issubclass(inner, Muon) and part.plan.params[number].matrices else of_adam
-        always, sometimes = _KEPT[kind] if kind else (set[str](), set[str]())
-        if entries and not always <= entries.keys():
-            kept = ", ".join(entries)
+        is_matrix = issubclass(inner, Muon) and part.plan.params[number].matrices  # the others have the state of AdamW
+        known = torch.optim.Muon if is_matrix else next((cls for cls in inner.__mro__ if cls in _ENTRIES), None)
+        of = [cls for cls, (always, sometimes) in _ENTRIES.items() if always <= entries.keys() <= always | sometimes]
+        if entries and known and known not in of and (of or not _ENTRIES[known][0] <= entries.keys()):
+            kept = f"{', '.join(entries)}{' of ' if of else ''}{' or '.join(cls.__name__ for cls in of)}"
             raise CheckpointError(f"the saved state is {kept}, not of {inner.__name__}; build the optimizer that was saved")
         whole, shape = _is_whole(part, number), part.params[number].shape
         for name, value in leaves(entries).items():
             is_tensor = isinstance(value, torch.Tensor)
             is_number = isinstance(value, int | float) or (is_tensor and value.numel() == 1)
             has_shape = is_tensor and value.shape == shape
-            if name in always | sometimes:
-                fits = is_number if name == "step" else has_shape
-            else:
+            if known is None or name not in set.union(*_ENTRIES[known]):
                 fits = not is_tensor or is_number or has_shape or whole
+            else:
+                fits = is_number if name in _NUMBERS else has_shape or (value is None and known is torch.optim.SGD)
             if not fits:
                 found = f"shape {tuple(value.shape)}" if is_tensor else f"type {type(value).__name__}"
                 raise CheckpointError(

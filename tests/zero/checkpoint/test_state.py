@@ -309,18 +309,29 @@ def tensor_learning_rates():
 
 
 def other_classes():
-    """The state before the first step fits any class."""
-    model = make_list()
-    optimizer = divide(model, torch.optim.SGD, momentum=0.9)
-    fresh = everywhere(ckpt.consolidate(optimizer))
-    update(model, optimizer, range(1))
-    state = everywhere(ckpt.consolidate(optimizer))
-    for cls in (torch.optim.AdamW, type("Mine", (torch.optim.Adam,), {})):
-        ckpt.restore(cls(make_list().parameters()), fresh)
-        with pytest.raises(
-            ckpt.CheckpointError, match=f"is momentum_buffer, not of {cls.__name__}; build the optimizer that was"
-        ):
-            ckpt.restore(cls(make_list().parameters()), state)
+    saved = {}
+    for name, kwargs in {**ELEMENTWISE, "AdamW": {"amsgrad": True}}.items():
+        model = make_list()
+        optimizer = divide(model, getattr(torch.optim, name), **kwargs)
+        saved[f"new {name}"] = everywhere(ckpt.consolidate(optimizer))
+        update(model, optimizer, range(1))
+        saved[name] = everywhere(ckpt.consolidate(optimizer))
+    saved["AdamW and more"] = copy.deepcopy(saved["AdamW"])
+    for entries in saved["AdamW and more"]["state"].values():
+        entries["more"] = torch.tensor(1.0)
+    accepted = set()
+    for name, state in saved.items():
+        for cls in (torch.optim.AdamW, torch.optim.SGD, type("Mine", (torch.optim.Adam,), {})):
+            optimizer = cls(make_list().parameters())
+            with contextlib.suppress(ckpt.CheckpointError):
+                ckpt.restore(optimizer, state)
+                accepted.add((name, cls.__name__))
+    state_of_adam = {(name, cls) for name in ("Adam", "AdamW", "RAdam", "AdamW and more") for cls in ("AdamW", "Mine")}
+    fresh = {(name, cls) for name in saved if name.startswith("new ") for cls in ("AdamW", "SGD", "Mine")}
+    fresh -= {("new Adagrad", cls) for cls in ("AdamW", "SGD", "Mine")}  # it has state before its first step
+    assert accepted == state_of_adam | fresh | {("SGD", "SGD"), ("AdamW and more", "SGD")}, accepted
+    with pytest.raises(ckpt.CheckpointError, match="is step, exp_avg, exp_avg_sq, max_exp_avg_sq of Adam or AdamW, not of SGD"):
+        ckpt.restore(divide(make_list(), torch.optim.SGD, momentum=0.9), saved["AdamW"])
 
 
 def test_state_of_every_class_and_kind_goes_there_and_back(tmp_path):

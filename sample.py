@@ -38,7 +38,10 @@ with exit_on_wrong_input():
     device_name, compute_dtype = machine.resolve(device, dtype)
     meta = None
     if init_from == "resume":
-        path, warning = ckpt.find(out_dir)
+        try:
+            path, warning = ckpt.find(out_dir)
+        except ckpt.CheckpointError as error:
+            raise ValueError(f"{error}; give the --out_dir of a run, or --init_from=gpt2") from error
         if warning:
             sys.stderr.write(f"WARNING: {warning}; sampling from {path}, the previous checkpoint\n")
         checkpoint = ckpt.load(path)

@@ -2,7 +2,7 @@
 has the vocabulary of its checkpoint.
 
 A rank that differs would make the ranks wait for each other forever, or would silently train a different model.
-docs/running.md says what the checks cost and what they cannot detect.
+docs/running.md says what the checks cannot detect.
 """
 
 import math

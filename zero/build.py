@@ -1,4 +1,4 @@
-"""The only module that selects the implementation: (model, parameter groups, flags) -> (model, optimizer)."""
+"""Makes the implementation that the flags choose: (model, parameter groups, flags) -> (model, optimizer)."""
 
 from functools import partial
 from typing import Any

@@ -46,7 +46,7 @@ def look(position: int) -> tuple[str, list[int]]:
 
 def rows(position: int, points: Points, kind: str, divisor: float = 1) -> list[dict[str, Any]]:
     """Return the points of a run, or about `MOST_POINTS` of them, evenly spaced and the last one, as rows of a chart."""
-    drawn = [*points[: -1 : -(-len(points) // MOST_POINTS)], *points[-1:]]
+    drawn = [*points[: -1 : -(-len(points) // (MOST_POINTS - 1))], *points[-1:]]
     return [{"run": position, "kind": kind, "iter": at, "value": rounded(value / divisor)} for at, value in drawn]
 
 

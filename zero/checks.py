@@ -17,8 +17,9 @@ MOVED = (
     "optimizer after that"
 )
 WRITTEN = (
-    "weights were written to since the last step, and with remainders in place of masters they have lost these; write with "
-    "optimizer.set_parameter(param, value) or load_state_dict of the ShardedDataParallel, or use master_dtype='float32' (of train.py: param_dtype='bfloat16')"
+    "weights were written to since the last step, and with remainders they have lost their masters; write with "
+    "optimizer.set_parameter(param, value) or load_state_dict of the ShardedDataParallel, or use master_dtype='float32' "
+    "(train.py: param_dtype='bfloat16')"
 )
 SPARSE = "sparse gradients cannot be laid flat; use nn.Embedding(sparse=False)"
 # classes that treat every element independently, and keep all their counters in the state of a parameter

@@ -45,8 +45,10 @@ def look(position: int) -> tuple[str, list[int]]:
 
 
 def rows(position: int, points: Points, kind: str, divisor: float = 1) -> list[dict[str, Any]]:
-    """Return the points of a run, or about `MOST_POINTS` of them, evenly spaced and the last one, as rows of a chart."""
-    drawn = [*points[: -1 : -(-len(points) // (MOST_POINTS - 1))], *points[-1:]]
+    """Return the points of a run, or `MOST_POINTS` of them from the first to the last, as rows of a chart."""
+    last, drawn = len(points) - 1, points
+    if len(points) > MOST_POINTS:
+        drawn = [points[step * last // (MOST_POINTS - 1)] for step in range(MOST_POINTS)]
     return [{"run": position, "kind": kind, "iter": at, "value": rounded(value / divisor)} for at, value in drawn]
 
 

@@ -179,6 +179,7 @@ def test_results_of_another_measure_stay(tmp_path):
     assert {measure: entry["command"] for measure, entry in content.items()} == {"memory": "memory", "time": "time"}
 
 
+@pytest.mark.slow("tests/zero compares every mode with plain AdamW as well", seconds=22)
 def test_parity_of_all_modes_on_this_device():
     process = run("benchmarks/parity.py", "--device=cpu", ranks=2)
     assert process.returncode == 0, process.stdout + process.stderr

@@ -140,7 +140,7 @@ def peaks_with_a_shadow():
             groups = module.param_groups(0.1)
             shadow = Shadow(extras.shadow_check, module, groups, None, None, torch.device("cpu"))
             model, optimizer = build(module, groups, flags, lr=0.01)
-            shadow.follow(optimizer, ShardedGradScaler("cpu", enabled=False), nullcontext(), micro_steps, 1.0)
+            shadow.follow(optimizer, ShardedGradScaler("cpu", enabled=False), 1, nullcontext(), micro_steps, 1.0)
             tokens = torch.zeros((1, sizes.block_size), dtype=torch.int64)
             for _ in range(3):
                 for micro_step in range(micro_steps):

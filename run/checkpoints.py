@@ -78,7 +78,7 @@ class Checkpoints:
             if any(seen) and not seen[0]:
                 raise ValueError(
                     f"init_from=auto: rank {seen.index(True)} has a checkpoint in out_dir, but rank 0 has none; use an out_dir "
-                    "that all hosts share, or start torchrun with --node_rank=0 on the host of the checkpoint"
+                    "that all hosts share, or copy the checkpoint to all of them"
                 )
             init_from = "resume" if seen[0] else "scratch"
         if init_from != "resume":

@@ -51,11 +51,11 @@ class MallocBytes:
     """In place of LiveBytes: counts the bytes that malloc gives out in this context, in blocks of 1 KiB or more."""
 
     def __init__(self):
-        self.library = ctypes.CDLL(None)  # the process, with what is preloaded
-        self.library.malloc_counter_now.restype = self.library.malloc_counter_peak.restype = ctypes.c_longlong
+        self.counter = ctypes.CDLL(None)  # the process, with what is preloaded
+        self.counter.malloc_counter_now.restype = self.counter.malloc_counter_peak.restype = ctypes.c_longlong
 
     def __enter__(self):
-        self.before = self.library.malloc_counter_now()
+        self.before = self.counter.malloc_counter_now()
         self.reset_peak()
         return self
 
@@ -64,14 +64,14 @@ class MallocBytes:
 
     @property
     def now(self):
-        return self.library.malloc_counter_now() - self.before
+        return self.counter.malloc_counter_now() - self.before
 
     @property
     def peak(self):
-        return self.library.malloc_counter_peak() - self.before
+        return self.counter.malloc_counter_peak() - self.before
 
     def reset_peak(self):
-        self.library.malloc_counter_reset_peak()
+        self.counter.malloc_counter_reset_peak()
 
 
 def measured(setup, mode):

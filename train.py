@@ -104,7 +104,7 @@ min_lr: NonNegativeFloat = 6e-5  # should be about learning_rate / 10
 # ZeRO-1
 use_zero1: SameLoss[bool] = True  # shard the optimizer state across the ranks
 zero1_impl: SameLoss[Literal["sharded", "torch"]] = "sharded"  # the code in zero/, or ZeroRedundancyOptimizer
-zero_bucket_mb: SameLoss[Sharded[Literal["auto"] | PositiveFloat]] = "auto"  # megabytes per bucket; auto: 4 to 25, by size
+zero_bucket_mb: SameLoss[Sharded[Literal["auto"] | PositiveFloat]] = "auto"  # megabytes per bucket; auto: 4 or more, by size
 shard_gradients: SameLoss[Sharded[bool]] = False  # also keep only 1/N of the gradients; one reduce-scatter per micro-step
 # weights and gradients; bfloat16: float32 masters, 1/N per rank; bfloat16_remainder: these as 16 bits more, the same values
 param_dtype: Sharded[Literal["float32", "bfloat16", "bfloat16_remainder"]] = "float32"

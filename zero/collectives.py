@@ -51,7 +51,7 @@ class ReduceScatterWork(NamedTuple):
     """A reduce-scatter in flight. Until its works are done, `bucket` may not be written and `parts` may not be read."""
 
     bucket: torch.Tensor  # (shard_size * numel,)
-    parts: list[torch.Tensor]  # their sum is this rank's shard; each (numel,)
+    parts: list[torch.Tensor]  # their sum is this rank's shard; each (numel,), or (ranks, numel) for one from each rank
     received: list[torch.Tensor]  # the tensors from the pool that hold received parts
     works: list[dist.Work]
 
@@ -147,7 +147,7 @@ class Communicator:
             work = _reduce_scatter_single(place, bucket, group=self.shard_group, async_op=True)
             return ReduceScatterWork(bucket, [place], received, [work])
         work = dist.all_to_all_single(place, bucket, group=self.shard_group, async_op=True)
-        return ReduceScatterWork(bucket, list(place.chunk(self.shard_size)), received, [work])
+        return ReduceScatterWork(bucket, [place.view(self.shard_size, -1)], received, [work])
 
     def sum_of(self, reduction: ReduceScatterWork, shard: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
         """Wait for a reduce-scatter and return its sum over the shard group, added to `shard` if there is one.
@@ -157,6 +157,9 @@ class Communicator:
         """
         self.wait("reduce-scatter", reduction.works, like.device)
         parts, received = reduction.parts, reduction.received
+        if parts[0].dim() > 1:
+            total = parts[0].sum(0, dtype=like.dtype)
+            return total if shard is None else shard.add_(total)
         if shard is not None:
             parts = [shard, *parts]
         elif received and (received[0].shape, received[0].dtype) == (like.shape, like.dtype):

@@ -107,7 +107,7 @@ class MemoryProfile:
         if dist.get_backend() != "fake" and dist.get_world_size() > 1:
             for _ in range(10):  # each thread of gloo holds the tensors of its last collective until it takes the next one
                 dist.barrier()
-            time.sleep(0.05)
+            time.sleep(0.02)
         total = self._now() if total is None else total
         self.points[point] = {"total": total, **parts, "rest": total - sum(parts.values())}
 

@@ -124,14 +124,12 @@ def compare_with_checkpoint(checkpoint: dict[str, Any], settings: dict[str, Any]
 def sources() -> dict[str, str]:
     """Return a checksum (CRC-32) of each source file of this program that has been imported, by path."""
     root = pathlib.Path(__file__).resolve().parent.parent
-    files = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
-    paths = sorted({pathlib.Path(file).resolve() for file in files if file and file.endswith(".py")})
-    names = {str(path.relative_to(root)): path for path in paths if path.is_relative_to(root) and path.is_file()}
+    files = {name: pathlib.Path(getattr(module, "__file__", None) or "") for name, module in list(sys.modules.items())}
     # its own modules are at the root or in a package there; a virtual environment may be below the root, too
-    own = {
-        name: path for name, path in names.items() if "/" not in name or (root / name.split("/")[0] / "__init__.py").exists()
-    }
-    return {name: f"{zlib.crc32(path.read_bytes()):08x}" for name, path in own.items()}
+    top = {name: file.resolve() for name, file in files.items() if "." not in name and file.suffix == ".py"}
+    own = {name for name, file in top.items() if root == (file.parent if file.name == "__init__.py" else file).parent}
+    paths = sorted({file.resolve() for name, file in files.items() if name.partition(".")[0] in own and file.is_file()})
+    return {str(path.relative_to(root)): f"{zlib.crc32(path.read_bytes()):08x}" for path in paths if path.is_relative_to(root)}
 
 
 def difference(by_rank: list[Facts]) -> str | None:

@@ -21,6 +21,9 @@ context.set_forkserver_preload(
         "torch.distributed.optim",
         "torch._inductor.compile_fx",
         "torch.distributed.fsdp",
+        "run.hooks",
+        "run.rank_checks",
+        "zero.build",
         "numpy",
         "pytest",
     ]
@@ -72,6 +75,7 @@ def _in_turn(calls: Sequence[Callable[[], Any]]) -> list[Any]:
 
 
 def _rank_main(function: Callable[..., Any], rank: int, world_size: int, folder: str, args: tuple[Any, ...]) -> None:
+    gc.freeze()  # otherwise each collection looks at all of torch
     torch.set_num_threads(1)
     try:
         dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world_size)

@@ -1,5 +1,6 @@
 """Run train.py, sample.py and bench.py: forked from a process that has imported torch already, or as a user starts them."""
 
+import gc
 import json
 import os
 import re
@@ -156,6 +157,7 @@ class Forked:
 
 def _main(script, arguments, variables, cwd, folder, limit, before):
     """In the new process: be what `python script arguments` would be."""
+    gc.freeze()
     os.environ.clear()
     os.environ.update(variables)
     os.chdir(cwd)

@@ -14,7 +14,7 @@ from scripts import ROOT, environment, run, run_for_real
 from benchmarks.results import Results
 from forecast.modes import MODES as TABLE
 
-SIZES = ["--n_layer=2", "--n_head=2", "--n_embd=512", "--vocab_size=65", "--block_size=16", "--device=cpu"]
+SIZES = ["--n_layer=2", "--n_head=2", "--n_embd=384", "--vocab_size=65", "--block_size=16", "--device=cpu"]
 IN_PLACE = [name for name, mode in TABLE.items() if mode.in_place]
 OWN = [name for name, mode in TABLE.items() if mode.planned]
 MODES = [name for name in TABLE if name not in ("hybrid", "no_overlap")]
@@ -38,11 +38,11 @@ def test_every_mode_and_its_bytes(ranks, tmp_path):
     rows = results(tmp_path / "results" / "bytes", "time")
     assert [row["mode"] for row in rows] == TIMED
     megabytes = {row["mode"]: row["MB sent"] for row in rows}
-    parameters = 2 * 12 * 512**2 + 65 * 512 + 16 * 512 + 5 * 512
+    parameters = 2 * 12 * 384**2 + 65 * 384 + 16 * 384 + 5 * 384
     one_all_reduce = 2 * (ranks - 1) / ranks * parameters * 4 / 1e6
     expected = dict.fromkeys(("adamw", "sharded", "shard_gradients", "int8", "loss_chunk", "plain_muon"), 1)
     expected |= {"torch": 1.5, "simple": 1.5, "bfloat16": 0.5, "remainder": 0.5}
-    expected["muon"] = 1 + 0.5 / ranks * 2 * 12 * 512**2 / parameters
+    expected["muon"] = 1 + 0.5 / ranks * 2 * 12 * 384**2 / parameters
     for mode, times in expected.items():
         # what other programs send on this interface counts as well; test_data_parallel counts exactly
         assert megabytes[mode] >= 0.97 * times * one_all_reduce, mode
@@ -85,9 +85,9 @@ def test_the_duration_comes_first_and_git_ignores_the_results(tmp_path):
     assert re.search(r"^this will take about \d+ min: a step of adamw takes \d+\.\d\d s", process.stdout, re.MULTILINE)
     assert process.stdout.index("this will take") < process.stdout.index("Memory: MB")
     assert os.listdir(tmp_path) == ["out-bench"]
-    rows = {row["point"]: row for row in results(tmp_path / "out-bench" / "2x512-1x16-simulated-cpu", "memory")}
+    rows = {row["point"]: row for row in results(tmp_path / "out-bench" / "2x384-1x16-simulated-cpu", "memory")}
     assert all(row["world_size"] == 2 and row["own computation, ms"] > 0 for row in rows.values())
-    assert "results are in out-bench/2x512-1x16-simulated-cpu\n" in process.stdout
+    assert "results are in out-bench/2x384-1x16-simulated-cpu\n" in process.stdout
     with open(os.path.join(ROOT, ".gitignore")) as file:
         assert "out*/\n" in file
 
@@ -147,10 +147,10 @@ def test_checkpoints(everything):
         *((mode, format) for mode in ("sharded", "torch") for format in formats),
         ("consolidate_state_dict", None),
     ]
-    for row in rows[:-1]:  # no more than a bucket of 75 MB beyond the state, with room for the allocator
-        assert row["rank 0 extra, MB"] < 75
-        assert row["others extra, MB"] < 75
-        assert row["MB"] == pytest.approx(3 * 25.5, rel=0.05)
+    for row in rows[:-1]:  # no more than buckets of 0.5 MB beyond the state, with room for the allocator
+        assert row["rank 0 extra, MB"] < 10
+        assert row["others extra, MB"] < 10
+        assert row["MB"] == pytest.approx(3 * 14.3, rel=0.05)
 
 
 def test_the_same_training_in_every_mode(everything):

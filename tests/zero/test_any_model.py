@@ -12,6 +12,7 @@ losses and what has been read in between agree, or all ranks raise an error that
 import contextlib
 import copy
 import faulthandler
+import gc
 import linecache
 import os
 import pathlib
@@ -412,6 +413,7 @@ def outcome_on_rank(description, defect):
 
 def serve(rank, world_size, folder, connection):
     """Answer with the outcome of each description that comes, until the pipe is closed."""
+    gc.freeze()
     torch.set_num_threads(1)
     log = os.open(f"{folder}/{rank}.log", os.O_WRONLY | os.O_CREAT)
     os.dup2(log, 2)  # torch prints many warnings; what a rank prints before it dies is worth keeping

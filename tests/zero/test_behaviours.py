@@ -1142,7 +1142,6 @@ REFUSED_WITH_OVERLAP: dict[str, Any] = {
 
 def differences(names: list[str]) -> dict[str, float]:
     """By behaviour and how it is wrapped: the largest difference from torch's own."""
-    gc.freeze()  # otherwise each collection looks at all of torch
     found = {}
     with late_on_the_last_rank():
         for name in names:
@@ -1166,7 +1165,6 @@ def test_behaviours_are_those_of_torchs_own(part):
 
 def refusals() -> list[str]:
     """The refusals that did not come."""
-    gc.freeze()
     missing = []
     with late_on_the_last_rank():
         for name, (trains, reason) in (REFUSED | REFUSED_WITH_OVERLAP).items():

@@ -118,6 +118,18 @@ class Block(nn.Module):
         return x + self.mlp(self.ln_2(x))
 
 
+class MeanLoss(nn.Module):
+    """The mean cross-entropy in nats, computed in float32, or in float64 of such logits.
+
+    Autocast alone would compute `F.cross_entropy` in float32 on a CPU, but in the dtype of the logits on a GPU. There nanoGPT
+    rounds each log-probability to bfloat16 (by up to 0.2 %) unless it is compiled, when its kernel rounds none, as here.
+    """
+
+    def forward(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return F.cross_entropy(wide.flatten(0, 1), targets.flatten(), ignore_index=-1)
+
+
 def first_tokens(tokens: int, chunk: int) -> Iterable[int]:
     """Return the number of the first token of each chunk."""
     return range(0, tokens, chunk)
@@ -202,6 +214,7 @@ class GPT(nn.Module):
         )
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         self.lm_head.weight = self.transformer.wte.weight  # weight tying: one parameter, counted once
+        self.mean_loss = MeanLoss()
         self._initialize()
 
     def _initialize(self) -> None:
@@ -277,7 +290,7 @@ class GPT(nn.Module):
             head, needs_grad = self.lm_head.weight, torch.is_grad_enabled()
             return None, LossInChunks.apply(x.flatten(0, 1), head, targets.flatten(), self.loss_chunk, needs_grad)
         logits = self.lm_head(x)
-        return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
+        return logits, self.mean_loss(logits, targets)
 
     def _check_head(self) -> None:
         """Raise ValueError if the loss in chunks, which reads only the weight of the head, would differ from the head's."""
@@ -290,9 +303,14 @@ class GPT(nn.Module):
             raise ValueError("loss_chunk needs an lm_head that is a torch.nn.Linear without bias and hooks; use loss_chunk=0")
 
     def compile_blocks(self) -> None:
-        """Compile each block separately. This compiles faster than the whole model, and parameters keep their names."""
+        """Compile each block and the loss separately.
+
+        This compiles faster than the whole model, and parameters keep their names. The head is not compiled, so its weight is
+        read from its module.
+        """
         for block in self.transformer.h:
             block.compile()
+        self.mean_loss.compile()
 
     def crop_block_size(self, block_size: int) -> None:
         """Remove the embeddings of positions >= `block_size`. Call this before you create the optimizer."""

@@ -32,7 +32,7 @@ Columns, of the rank with the most optimizer state:
   temporary    what the peak needs in addition: gradients of the logits and of the tied embedding, autocast's copies of
                the weights, or on a CPU the original weights while the model is wrapped
   shadow       the copy of the model that shadow_check trains in the first iterations
-  peak         the most while training, without torch.compile, which usually takes less
+  peak         the most while training; blocks count as not compiled, and the loss goes by --compile
   at save      the peak while a checkpoint is saved, with async_save while training goes on
   fits         whether the peaks fit; on a CPU with 30 % more, for pages that the system's allocator keeps
   max batch    the largest batch_size that fits, up to 4096

@@ -150,10 +150,10 @@ with run.stage("reading the dataset"):
 
 def get_batch(split, offsets):
     """Return the sequences at `offsets` and their targets, on the device, each (len(offsets), block_size)."""
-    x, y = (torch.from_numpy(tokens) for tokens in data.batch(split, offsets))
+    batch = torch.from_numpy(data.batch(split, offsets))
     if own_device.type == "cuda":  # pinned memory: the copy overlaps with the computation
-        x, y = x.pin_memory(), y.pin_memory()
-    return x.to(own_device, non_blocking=True), y.to(own_device, non_blocking=True)
+        batch = batch.pin_memory()
+    return batch.to(own_device, non_blocking=True).unbind()
 
 
 # model

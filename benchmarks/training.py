@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -46,6 +45,6 @@ def _losses(setup: Setup, mode: str, data: Dataset, steps: int) -> list[float]:
     sequences = data.micro_batches(setup.seed, 0, setup.batch_size, MICRO_STEPS * world_size, rank, world_size)
     losses = []
     for _ in range(steps):
-        batches = [np.stack(data.batch("train", next(sequences))) % setup.config.vocab_size for _ in range(MICRO_STEPS)]
+        batches = [data.batch("train", next(sequences)) % setup.config.vocab_size for _ in range(MICRO_STEPS)]
         losses.append(mean_over_ranks(contender.step([torch.from_numpy(batch).to(setup.device) for batch in batches])))
     return losses

@@ -121,7 +121,7 @@ def _adds_gradients(func: Any, args: Any) -> bool:
 
 
 def predict(workload: Workload, param_dtype: str) -> Activations:
-    """Predict the activations of a micro-step without torch.compile, which needs less.
+    """Predict the activations of a micro-step. Blocks count as not compiled; if they are, they need less.
 
     `param_dtype`: dtype of the weights, a key of `machine.DTYPES`. A `device_type` other than 'cpu' counts as 'cuda'.
     """
@@ -138,6 +138,8 @@ def _measure(workload: Workload, layers: int, param_dtype: str) -> Activations:
         with SkipInitialization():
             model = GPT(config)
         model.activation_checkpointing, model.loss_chunk = workload.activation_checkpointing, workload.loss_chunk
+        if workload.compiled:
+            model.mean_loss.forward = _CompiledLoss.apply
         tokens = torch.zeros((workload.batch_size, config.block_size), dtype=torch.int64)
         # float16 takes as many bytes
         autocast = torch.autocast("cpu", torch.bfloat16, enabled=workload.dtype != "float32")
@@ -212,6 +214,19 @@ def _imitation_of_cuda(model: GPT) -> Iterator[None]:
             part.dropout = 0.0
     with mock.patch.object(nn.LayerNorm, "forward", _layer_norm_on_cuda):  # which the model's own class calls
         yield
+
+
+class _CompiledLoss(torch.autograd.Function):
+    """What lives while a compiled `model.MeanLoss` runs: it keeps the logits, and computes each log-probability twice."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(logits)
+        return logits.new_empty((), dtype=torch.float32)
+
+    @staticmethod
+    def backward(ctx: Any, _: torch.Tensor) -> Any:
+        return torch.empty_like(ctx.saved_tensors[0]), None
 
 
 def _layer_norm_on_cuda(norm: nn.LayerNorm, x: torch.Tensor) -> torch.Tensor:

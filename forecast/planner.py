@@ -243,8 +243,8 @@ class Planner:
         """Return the larger activations: of the run, or of the shadow, whose weights are always float32."""
         param_dtype = weight_dtype(choice.flags.param_dtype)
         dtype = param_dtype if param_dtype != "float32" else self.dtype
-        checkpointing, loss_chunk = choice.activation_checkpointing, choice.loss_chunk
-        workload = Workload(self.config, choice.batch_size, dtype, self.device_type, checkpointing, loss_chunk)
+        how = choice.activation_checkpointing, choice.loss_chunk, self.settings["compile"]
+        workload = Workload(self.config, choice.batch_size, dtype, self.device_type, *how)
         return predicted_activations(workload, "float32" if self.settings["shadow_check"] else param_dtype)
 
     def largest_batch(self, choice: Choice, result: Forecast) -> int:

@@ -37,6 +37,7 @@ class Workload:
     device_type: str  # 'cuda', 'cpu', ...
     activation_checkpointing: bool = False  # see `GPT`
     loss_chunk: int = 0  # see `GPT`
+    compiled: bool = False  # see `GPT.compile_blocks`
 
 
 class Activations(NamedTuple):

@@ -121,12 +121,10 @@ class Run:
             self.log = Logger(config["out_dir"] if will_train else None, resume_at, config | facts, state.wandb_run_id)
             atexit.register(self.log.finish, "failed", "ended by an error, see the traceback")  # does nothing after `finish`
             state.wandb_run_id = self.log.run.id or state.wandb_run_id
-        recomputed, loss_chunk = raw_model.activation_checkpointing, raw_model.loss_chunk
-        workload = Workload(raw_model.config, config["batch_size"], self.dtype, self.device.type, recomputed, loss_chunk)
+        how = raw_model.activation_checkpointing, raw_model.loss_chunk, config["compile"]
+        workload = Workload(raw_model.config, config["batch_size"], self.dtype, self.device.type, *how)
         memory = MemoryMeter(model, optimizer)
-        self.memory_check = MemoryCheck(
-            self.log, memory, workload, flags.shard_gradients, self.micro_steps, compiled=config["compile"]
-        )
+        self.memory_check = MemoryCheck(self.log, memory, workload, flags.shard_gradients, self.micro_steps)
         self.profiler.wait = partial(parameters, optimizer)
         flops, max_iters = raw_model.flops_per_token(), config["max_iters"]
         self.meter = Meter(self.memory_check, self.dtype, self.tokens_per_iter, flops, max_iters, state.elapsed_s)

@@ -113,20 +113,11 @@ class MemoryCheck:
         workload: the micro-step.
         shard_gradients: the flag of `zero.build.build`.
         micro_steps: micro-steps per iteration on each rank.
-        compiled: the model is compiled, so that activations take less than predicted.
     """
 
-    def __init__(
-        self,
-        log: Logger,
-        memory: MemoryMeter,
-        workload: Workload,
-        shard_gradients: bool,
-        micro_steps: int,
-        compiled: bool,
-    ) -> None:
+    def __init__(self, log: Logger, memory: MemoryMeter, workload: Workload, shard_gradients: bool, micro_steps: int) -> None:
         model, optimizer = memory.model, memory.optimizer
-        self.log, self.model, self.optimizer, self.compiled = log, model, optimizer, compiled
+        self.log, self.model, self.optimizer, self.compiled = log, model, optimizer, workload.compiled
         self.memory, self.device = memory, memory.device
         launch, plan = launched(), _plan_of(partition(optimizer))
         param_dtype = "bfloat16" if plan.has_masters else "float32"

@@ -72,8 +72,9 @@ def test_the_fingerprint_of_a_vocabulary_is_that_of_its_tokens(tmp_path):
 
 def test_targets_are_the_next_tokens(tmp_path):
     data = Dataset(write(tmp_path / "d", range(100)), block_size=8)
-    x, y = data.batch("train", np.array([0, 91]))
-    assert x.dtype == y.dtype == np.int64
+    x, y = batch = data.batch("train", np.array([0, 91]))
+    assert batch.dtype == np.int64
+    assert batch.flags.c_contiguous, "a GPU would wait for the copy of anything else"
     assert np.array_equal(x, [np.arange(8), np.arange(91, 99)])
     assert np.array_equal(y, x + 1)
 

@@ -185,6 +185,15 @@ def test_dropout_takes_a_byte_per_element_on_a_gpu():
     assert max(on_gpu) < 0.7 * max(on_cpu)
 
 
+def test_a_compiled_loss_takes_the_logits_and_their_gradient():
+    """As `test_mean_loss.py` finds. Without the compiler it takes float32 log-probabilities, their gradient, and its copies."""
+    eager, compiled = (predict(replace(work(WIDE, "bfloat16"), compiled=value), "float32") for value in (False, True))
+    logits = 2 * BATCH * WIDE.block_size * WIDE.vocab_size  # bytes
+    assert eager.saved - compiled.saved == pytest.approx(logits, rel=0.01)
+    assert eager.loss - eager.saved == pytest.approx(4 * logits, rel=0.01)
+    assert compiled.loss - compiled.saved == pytest.approx(logits, rel=0.01)
+
+
 def test_layer_norm_of_bfloat16_is_not_copied_to_float32_on_a_gpu():
     on_cpu, on_gpu = (work(replace(SIZES, dropout=0.0), "bfloat16", device_type=kind) for kind in ("cpu", "cuda"))
     predicted = predict(on_gpu, "bfloat16")

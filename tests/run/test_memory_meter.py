@@ -65,14 +65,7 @@ def check():
     workload = Workload(SIZES, batch_size=2, dtype="float32", device_type="cpu")
     log = SimpleNamespace(events=[])
     log.log, log.warn = log.events.append, lambda text: print(f"WARNING: {text}")
-    check = MemoryCheck(
-        log,
-        MemoryMeter(wrapped, optimizer),
-        workload,
-        shard_gradients=False,
-        micro_steps=1,
-        compiled=False,
-    )
+    check = MemoryCheck(log, MemoryMeter(wrapped, optimizer), workload, shard_gradients=False, micro_steps=1)
     tokens = torch.zeros((2, 16), dtype=torch.int64)
     for _ in range(2):
         optimizer.zero_grad()

@@ -4,10 +4,10 @@ A codec encodes a float32 tensor, one number per element of a slice. Checkpoints
 that is encoded again, the bytes are the same: so a resumed run has the state of the run that was saved.
 """
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch.nn import functional
@@ -20,10 +20,16 @@ BLOCK = 256  # elements that share a scale with `Int8`
 class Codec(Protocol):
     """Encodes flat float32 tensors."""
 
-    def encode(self, values: torch.Tensor, noise: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return the encoded elements of `values`, (numel,) float32.
+    block: int  # elements that are encoded together: a tensor consists of whole blocks
 
-        `noise`: random numbers for the rounding, int32 from 0 to 65535; they are repeated if there are fewer than elements.
+    def empty(self, numel: int, device: torch.device) -> tuple[torch.Tensor, ...]:
+        """Return memory for encoded elements: one or more flat tensors, each with a number per element or per block."""
+        ...
+
+    def encode(self, values: torch.Tensor, seed: Callable[[], torch.Tensor], out: tuple[torch.Tensor, ...]) -> None:
+        """Encode `values`, (numel,) float32.
+
+        `seed`: returns one number, from which random numbers for the rounding are made.
         """
         ...
 
@@ -32,7 +38,7 @@ class Codec(Protocol):
         ...
 
     def nbytes(self, numel: int) -> int:
-        """Return the bytes of `numel` encoded elements."""
+        """Return the bytes of `numel` encoded elements, with those that fill the last block."""
         ...
 
 
@@ -43,10 +49,13 @@ class BFloat16:
     as with beta2 = 0.999, rounding to the nearest one would never change it. Stochastic rounding is right on average.
     """
 
-    def encode(self, values: torch.Tensor, noise: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        encoded = torch.empty_like(values, dtype=torch.bfloat16)
-        to_bfloat16(values, noise, encoded)
-        return (encoded,)
+    block = 1
+
+    def empty(self, numel: int, device: torch.device) -> tuple[torch.Tensor, ...]:
+        return (torch.empty(numel, dtype=torch.bfloat16, device=device),)
+
+    def encode(self, values: torch.Tensor, seed: Callable[[], torch.Tensor], out: tuple[torch.Tensor, ...]) -> None:
+        to_bfloat16(values, rounding_noise(seed().to(values.device), values.numel()), out[0])
 
     def decode(self, encoded: tuple[torch.Tensor, ...]) -> torch.Tensor:
         return encoded[0].float()
@@ -67,39 +76,34 @@ class Int8:
     neither decay nor grow as it should (docs/sharding.md has figures).
     """
 
-    def encode(self, values: torch.Tensor, noise: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        codes = torch.empty_like(values, dtype=torch.uint8)
-        scales = values.new_empty(-(-values.numel() // BLOCK))  # negative if the block has negative elements
+    block = BLOCK
+
+    def empty(self, numel: int, device: torch.device) -> tuple[torch.Tensor, ...]:
+        codes = torch.empty(numel, dtype=torch.uint8, device=device)
+        return codes, torch.empty(numel // BLOCK, device=device)  # the scales: negative if the block has negative elements
+
+    def encode(self, values: torch.Tensor, seed: Callable[[], torch.Tensor], out: tuple[torch.Tensor, ...]) -> None:
         nearest = _nearest_codes(values.device)
-        first = 0
-        for coded, part in pieces(codes, values):
-            blocks = functional.pad(part, (0, -part.numel() % BLOCK)).view(-1, BLOCK)
-            lowest, highest = blocks.aminmax(dim=1)
-            scale = torch.maximum(highest, -lowest)
-            ratios = (blocks / scale[:, None]).to(torch.bfloat16).view(torch.int16)
-            bits = (ratios.to(torch.int32) & 0xFFFF) + (lowest < 0)[:, None] * 2**16
-            coded.copy_(nearest.index_select(0, bits.view(-1)[: part.numel()]))
-            scales[first : first + scale.numel()] = torch.where(lowest < 0, -scale, scale)
-            first += scale.numel()
-        return codes, scales
+        for blocks, codes, scales in _by_block(values, *out):
+            lowest, highest = blocks.amin(1, keepdim=True), blocks.amax(1, keepdim=True)  # aminmax is slow on a CPU
+            has_negative = lowest < 0
+            torch.where(has_negative, torch.minimum(lowest, -highest), highest, out=scales)
+            numbers = (blocks / scales).to(torch.bfloat16).view(torch.int16).to(torch.int32)
+            numbers += torch.where(has_negative, 3 * 2**15, 2**15)
+            torch.index_select(nearest, 0, numbers.view(-1), out=codes.view(-1))
 
     def decode(self, encoded: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        codes, scales = encoded
-        values = torch.empty_like(codes, dtype=torch.float32)
-        ratios = _ratios(codes.device)
-        first = 0
-        for part, coded in pieces(values, codes):
-            blocks = functional.pad(coded, (0, -part.numel() % BLOCK)).view(-1, BLOCK).to(torch.int32)
-            scale = scales[first : first + blocks.shape[0], None]
-            blocks += (scale < 0) * 2**8
-            decoded = ratios.index_select(0, blocks.view(-1)).view(-1, BLOCK)
-            decoded *= scale.abs()
-            part.copy_(decoded.view(-1)[: part.numel()])
-            first += blocks.shape[0]
+        values = torch.empty_like(encoded[0], dtype=torch.float32)
+        ratios = _ratios(values.device)
+        for blocks, codes, scales in _by_block(values, *encoded):
+            numbers = codes.long()
+            numbers += (scales < 0) * 2**8
+            torch.index_select(ratios, 0, numbers.view(-1), out=blocks.view(-1))
+            blocks *= scales
         return values
 
     def nbytes(self, numel: int) -> int:
-        return numel + 4 * -(-numel // BLOCK)
+        return -(-numel // BLOCK) * (BLOCK + 4)
 
 
 # by `state_dtype`; None: the state stays as it is
@@ -115,33 +119,95 @@ def codec_of(state_dtype: str) -> Codec | None:
 
 @dataclass(frozen=True)
 class Encoded:
-    """An entry of the state of a slice at rest."""
+    """An entry of the state of a slice between updates."""
 
     codec: Codec
     parts: tuple[torch.Tensor, ...]
 
     def decode(self, local: torch.Tensor) -> torch.Tensor:
         """Return the entry in float32, in the shape of `local`, the slice."""
-        return shaped(self.codec.decode(self.parts), local)
+        return shaped(self.codec.decode(self.parts)[: local.numel()], local)
 
     @property
     def nbytes(self) -> int:
         return sum(part.nbytes for part in self.parts)
 
 
-def encodable(local: torch.Tensor, state: dict[str, Any], names: Collection[str] | None) -> list[str]:
-    """Return the entries of a slice's state that have a float32 number per element; with `names`, only those among them."""
-    return [
-        name
-        for name, value in state.items()
-        if isinstance(value, torch.Tensor) and value.dim() and value.shape == local.shape and value.dtype == torch.float32
-        if names is None or name in names
-    ]
+class CodedState:
+    """The state of slices that are updated together: in float32 from `decode` to `encode`, encoded the rest of the time.
 
+    All its entries lie in one flat tensor, each from the begin of a block on: an update takes as many operations for many
+    slices as for one. A slice that it skips keeps its state, because what was decoded is encoded to the same bytes.
 
-def decoded(local: torch.Tensor, state: dict[str, Any]) -> dict[str, Any]:
-    """Return the state of a slice with its encoded entries in float32."""
-    return {key: value.decode(local) if isinstance(value, Encoded) else value for key, value in state.items()}
+    Args:
+        codec: see above.
+        inner: the optimizer that has the state.
+        slices: its parameters, on one device.
+        names: those of the entries that may be encoded; None: all of them.
+    """
+
+    def __init__(
+        self, codec: Codec, inner: torch.optim.Optimizer, slices: list[torch.nn.Parameter], names: Collection[str] | None
+    ) -> None:
+        self.codec, self.inner, self.slices, self.names = codec, inner, slices, names
+        self._entries: list[tuple[torch.nn.Parameter, str, Encoded]] = []  # slice, name, and what is held between updates
+        self._parts: tuple[torch.Tensor, ...] = ()  # all of them
+        self._sizes: list[int] = []  # elements of each entry in whole blocks
+        self._flat: torch.Tensor | None = None  # what is decoded now
+        self._views: list[torch.Tensor] = []  # the entries in it
+
+    def decode(self) -> None:
+        """Make the entries float32 tensors, which may be written to."""
+        if self._flat is None and self._entries:
+            self._flat = self.codec.decode(self._parts)
+            for (local, name, encoded), elements in zip(self._entries, self._flat.split(self._sizes), strict=True):
+                self._views.append(shaped(elements[: local.numel()], local))
+                if self.inner.state[local].get(name) is encoded:
+                    self.inner.state[local][name] = self._views[-1]
+
+    def encode(self) -> None:
+        """Encode the entries that are float32 tensors. Other tensors than those of `decode` are copied first."""
+        state = self.inner.state
+        found = [(local, name) for local in self.slices if local in state for name in self._encodable(local)]
+        if not found:
+            return
+        if self._flat is None or [id(state[local][name]) for local, name in found] != list(map(id, self._views)):
+            self._lay_out(found)
+        assert self._flat is not None
+        self.codec.encode(self._flat, self._seed, self._parts)
+        for local, name, encoded in self._entries:
+            state[local][name] = encoded
+        self._flat, self._views = None, []
+
+    def _encodable(self, local: torch.nn.Parameter) -> list[str]:
+        """Return the names of the entries that have a float32 number per element of a slice."""
+        return [
+            name
+            for name, value in self.inner.state[local].items()
+            if isinstance(value, torch.Tensor) and value.dim() and value.shape == local.shape and value.dtype == torch.float32
+            if self.names is None or name in self.names
+        ]
+
+    def _lay_out(self, found: list[tuple[torch.nn.Parameter, str]]) -> None:
+        """Move entries into a flat tensor, one after the other."""
+        device, block = found[0][0].device, self.codec.block
+        self._sizes = [-(-local.numel() // block) * block for local, _ in found]
+        numel = sum(self._sizes)
+        self._flat = torch.zeros(numel, device=device)
+        for (local, name), elements in zip(found, self._flat.split(self._sizes), strict=True):
+            state, view = self.inner.state[local], shaped(elements[: local.numel()], local)
+            state[name] = view.copy_(state[name])
+        self._parts = self.codec.empty(numel, device)
+        each = zip(*(part.split([size * part.numel() // numel for size in self._sizes]) for part in self._parts), strict=True)
+        self._entries = [(*entry, Encoded(self.codec, parts)) for entry, parts in zip(found, each, strict=True)]
+
+    def _seed(self) -> torch.Tensor:
+        """Return the sum of the `step` counters, or a checksum for a class without them: a checkpoint has both."""
+        states = [self.inner.state[local] for local in self.slices if local in self.inner.state]
+        if steps := [state["step"] for state in states if isinstance(state.get("step"), torch.Tensor)]:
+            return torch.stack(steps).sum(dtype=torch.float64)
+        assert self._flat is not None
+        return self._flat.view(torch.int32).sum()
 
 
 def rounding_noise(steps: torch.Tensor, numel: int) -> torch.Tensor:
@@ -159,14 +225,20 @@ def rounding_noise(steps: torch.Tensor, numel: int) -> torch.Tensor:
     return bits & 0xFFFF
 
 
+def _by_block(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Yield flat tensors with a number per element or per block in pieces, (number of blocks, numbers per block)."""
+    blocks = tensors[0].numel() // BLOCK
+    return pieces(*(tensor.view(blocks, -1) for tensor in tensors))
+
+
 @cache
 def _ratios(device: torch.device) -> torch.Tensor:
-    """Return the ratios of the codes, (512,) float32: 256 for blocks without negative elements, then 256 for others.
+    """Return the ratios of the codes to the scale, (512,) float32: 256 for a positive scale, then 256 for a negative one.
 
     From 1e-7 to 1, each power of ten has twice as many codes as the one below.
     """
     positive = [_decades(2), _decades(1)]
-    tables = [torch.cat((torch.zeros(1), positive[0])), torch.cat((-positive[1].flip(0), torch.zeros(1), positive[1]))]
+    tables = [torch.cat((torch.zeros(1), positive[0])), -torch.cat((-positive[1].flip(0), torch.zeros(1), positive[1]))]
     return torch.cat([functional.pad(table, (0, 1), value=1.0) for table in tables]).to(device)
 
 
@@ -182,14 +254,17 @@ def _decades(first: int) -> torch.Tensor:
 
 @cache
 def _nearest_codes(device: torch.device) -> torch.Tensor:
-    """Return the code of each ratio, (2 * 65536,) uint8: by the bits of its bfloat16, without and with negative elements."""
-    ratios = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).double()
+    """Return the code of each ratio to the scale, (2 * 65536,) uint8: for a positive scale, then for a negative one.
+
+    Both are in the order of the bits of the ratio in bfloat16, as a number with a sign.
+    """
+    ratios = torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.bfloat16).double()
     nearest = []
-    for table in _ratios(torch.device("cpu")).double().view(2, -1):
-        table = table[:-1]  # the last code is not used
-        codes = torch.bucketize(ratios, (table[:-1] + table[1:]) / 2)
-        zero = int((table == 0).nonzero())
-        codes = torch.where((codes == zero) & (ratios > 0), zero + 1, codes)
-        codes = torch.where((codes == zero) & (ratios < 0), zero - 1, codes)
-        nearest.append(torch.where(ratios.isnan() | (ratios == 0), zero, codes))  # nan: of a block of zeros
+    for table, sign in zip(_ratios(torch.device("cpu")).double().view(2, -1), (1, -1), strict=True):
+        ascending, wanted = sign * table[:-1], sign * ratios  # the last code is not used
+        codes = torch.bucketize(wanted, (ascending[:-1] + ascending[1:]) / 2)
+        zero = int((ascending == 0).nonzero())
+        codes = torch.where((codes == zero) & (wanted > 0), zero + 1, codes)
+        codes = torch.where((codes == zero) & (wanted < 0), zero - 1, codes)
+        nearest.append(torch.where(wanted.isnan() | (wanted == 0), zero, codes))  # nan: of a block of zeros
     return torch.cat(nearest).to(torch.uint8).to(device)

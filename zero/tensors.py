@@ -41,9 +41,10 @@ def meta_like(param: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def pieces(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Yield flat tensors of equal length part by part: few elements at a time on a CPU, more on a GPU."""
+    """Yield tensors of equal length part by part: few elements of the first one at a time on a CPU, more on a GPU."""
     numel = _CACHED if tensors[0].device.type == "cpu" else _LAUNCHED
-    return zip(*(tensor.split(numel) for tensor in tensors), strict=True)
+    length = numel // max(1, tensors[0].shape[1:].numel())
+    return zip(*(tensor.split(length) for tensor in tensors), strict=True)
 
 
 def to_bfloat16(values: torch.Tensor, addend: torch.Tensor | int, out: torch.Tensor) -> None:

@@ -1,18 +1,17 @@
 """Phase 2 of a step: the inner optimizer updates the owned slices, bucket by bucket, each one in full precision."""
 
 import itertools
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 
 from zero.buckets import Bucket, OwnedSlice
 from zero.checks import check_rounding, rounded_state
-from zero.codecs import Codec, Encoded, decoded, encodable, rounding_noise
+from zero.codecs import Codec, CodedState
 from zero.muon.exchange import MatrixExchange
 from zero.muon.muon import own_step
 from zero.stopwatch import region
-from zero.tensors import flattened
 
 # Updates that have failed while matrices were exchanged. Their messages are kept here and never waited for, because other ranks
 # may have failed in other rounds.
@@ -33,8 +32,12 @@ class SliceUpdate:
         self, inner: torch.optim.Optimizer, buckets: list[Bucket], codec: Codec | None, exchange: MatrixExchange | None
     ) -> None:
         self.inner, self.buckets, self.codec, self.exchange = inner, buckets, codec, exchange
-        self._rounded = rounded_state(type(inner)) if codec is not None else ()
+        self._coded: dict[torch.nn.Parameter, CodedState] = {}  # by slice
         if codec is not None:
+            names = rounded_state(type(inner))
+            for bucket, has_matrices in itertools.product(buckets, (False, True)):
+                slices = [owned.local for owned in bucket.owned if self._has_matrices(owned) == has_matrices]
+                self._coded.update(dict.fromkeys(slices, CodedState(codec, inner, slices, names)))
             inner.register_load_state_dict_post_hook(self._encode_loaded)
 
     def __call__(self, rounds: list[list[Bucket]], changed: list[torch.nn.Parameter]) -> Iterator[list[Bucket]]:
@@ -66,7 +69,8 @@ class SliceUpdate:
         """Wait for the directions of the bucket at a position in the order of the updates, and work ahead for the next two."""
         if (exchange := self.exchange) is not None:
             for later in order[position + 2 if position else 0 : position + 3]:
-                exchange.send(later, self._before)
+                with self._in_float32(exchange.slices(later)):
+                    exchange.send(later, lambda owned, group: exchange.inner.before(owned.local, group))
             for later in order[position + 1 if position else 0 : position + 2]:
                 exchange.transform(later)
             exchange.receive(order[position])
@@ -79,54 +83,37 @@ class SliceUpdate:
                 locals_ = [local for bucket in buckets for local in bucket.local_by_group.get(index, [])]
                 group["params"] = [] if self.exchange is not None and group.get("matrices") else locals_
         updated = [[owned for owned in bucket.owned if owned.local.grad is not None] for bucket in buckets]
-        by_element = [[owned.local for owned in slices if not self._has_matrices(owned)] for slices in updated]
         loaded = []
         try:
-            for bucket, slices, locals_ in zip(buckets, updated, by_element, strict=True):
+            for bucket, slices in zip(buckets, updated, strict=True):
                 bucket.load_masters()
                 loaded.append(bucket)
-                for local in locals_ if self.codec is not None else ():
-                    if local in self.inner.state:
-                        self.inner.state[local] = decoded(local, self.inner.state[local])
                 for owned in slices:
                     if self.exchange is not None and self._has_matrices(owned):
                         self.exchange.apply(owned)
-            own_step(type(self.inner))(self.inner)
+            with self._in_float32(owned for slices in updated for owned in slices if not self._has_matrices(owned)):
+                own_step(type(self.inner))(self.inner)
         finally:
             for group, params in zip(groups, everything, strict=True):
                 group["params"] = params
             for bucket in loaded:
                 bucket.store_masters()
-            for locals_ in by_element:
-                self._encode(locals_)
 
-    def _before(self, owned: OwnedSlice, group: dict[str, Any]) -> torch.Tensor:
-        """Call `before` of the inner optimizer, with the state of the slice in float32."""
-        inner: Any = self.inner
-        if self.codec is not None and owned.local in inner.state:
-            inner.state[owned.local] = decoded(owned.local, inner.state[owned.local])
-        result = inner.before(owned.local, group)
-        self._encode([owned.local])
-        return result
+    @contextmanager
+    def _in_float32(self, slices: Iterable[OwnedSlice]) -> Iterator[None]:
+        """Return a context in which the state of some slices is not encoded."""
+        coded = dict.fromkeys(self._coded[owned.local] for owned in slices if owned.local in self._coded)
+        try:
+            for state in coded:
+                state.decode()
+            yield
+        finally:
+            for state in coded:
+                state.encode()
 
     def _has_matrices(self, owned: OwnedSlice) -> bool:
         return self.exchange is not None and self.exchange.has_matrices(owned.param)
 
-    def _encode(self, locals_: list[torch.nn.Parameter]) -> None:
-        """Encode the state of some slices. The random numbers for the rounding come from the state, which a checkpoint has."""
-        if self.codec is None:
-            return
-        slices = [(local, self.inner.state[local]) for local in locals_]
-        entries = [(local, state, name) for local, state in slices for name in encodable(local, state, self._rounded)]
-        if not entries:
-            return
-        bits = [state["step"].double() for _, state in slices if isinstance(state.get("step"), torch.Tensor)]
-        if not bits:  # a class without `step`: a checksum
-            bits = [flattened(state[name], local).view(torch.int32).sum() for local, state, name in entries]
-        noise = rounding_noise(torch.stack(bits).sum().to(locals_[0].device), max(local.numel() for local in locals_))
-        for local, state, name in entries:
-            state[name] = Encoded(self.codec, self.codec.encode(flattened(state[name], local), noise))
-
-    def _encode_loaded(self, inner: torch.optim.Optimizer) -> None:
-        for bucket in self.buckets:
-            self._encode([owned.local for owned in bucket.owned if owned.local in inner.state])
+    def _encode_loaded(self, _: torch.optim.Optimizer) -> None:
+        for state in dict.fromkeys(self._coded.values()):
+            state.encode()

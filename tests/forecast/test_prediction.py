@@ -18,7 +18,7 @@ from forecast.modes import Mode
 from forecast.prediction import PURPOSES, DataParallelPrediction, ShardedPrediction
 from forecast.run_memory import gpt_specs
 from model import GPTConfig
-from zero.codecs import Int8
+from zero.codecs import BLOCK, Int8
 from zero.flags import Flags
 from zero.optimizer import ShardedOptimizer
 
@@ -72,7 +72,9 @@ def measured(cases, micro_steps, sizes):
     """By case: the predicted parts, the held parts and all bytes alive by point of a step; bytes sent; peaks of two phases."""
     found = {}
     gc.freeze()  # `MemoryProfile` collects garbage often: not among what torch has imported
-    Int8().encode(torch.ones(1), torch.zeros(0))  # makes the tables of 8-bit codes, 133 kB, which all optimizers share
+    Int8().encode(
+        torch.ones(BLOCK), torch.tensor, Int8().empty(BLOCK, torch.device("cpu"))
+    )  # makes the tables of 8-bit codes, 133 kB, which all optimizers share
     for name, (bucket_mb, mode) in cases.items():
         setup, prediction, activations = prepared(bucket_mb, mode, micro_steps, sizes)
         profile = MemoryProfile(setup, mode, micro_steps)

@@ -103,6 +103,12 @@ class MatrixExchange:
             work = self.comm.all_to_all(self._joined(outgoing), _sizes(sent), _sizes(received))
             self._in_flight[number] = InFlight(sent, received, work)
 
+    def slices(self, number: int) -> list[OwnedSlice]:
+        """Return the slices of this rank that `send` sends."""
+        parts = itertools.chain(*self._rounds[number].sent)
+        sent = [self._slice_of[part] for part in parts if self.plan.matrices[part.matrix].param in self._used]
+        return list({owned.local: owned for owned in sent}.values())
+
     def transform(self, number: int) -> None:
         """Transform the matrices of a round that this rank owns, and start to send their directions back."""
         if (round_ := self._in_flight.get(number)) is None:

@@ -15,6 +15,9 @@ Memory of GPT-2 XL on two ranks. The ranks share a GPU, or each rank has its own
 Memory of rank 0 of 8, 64 and 1024 ranks, measured in one process without the others:
     $ python bench.py --what=memory --model=gpt2 --batch_size=1 --block_size=64 --simulate_world_size=8,64,1024
 
+What rank 0 of 8 launches on its GPU in an iteration, and how often the host waits, counted without a GPU, by a C++ compiler:
+    $ python bench.py --what=launches --model=gpt2 --block_size=64
+
 The tables are printed. The folder out-bench/<model, ranks, device>/, or with --name results/<name>/, receives them as
 text, CSV and results.json, and as pictures if altair and vl-convert-python are installed.
 
@@ -26,6 +29,7 @@ Points of a step: after init: the model exists. wrapping: the most while data pa
 then. accumulating: between micro-steps. before step, after step: around the update. saving: a checkpoint is gathered.
 peak: the most within a step.
 Parts: copy is what rank 0 gathers to save it; rest is everything else, mostly temporary tensors of backward.
+Launches: operations that start a kernel on the GPU, with collectives. hooks: those of zero/ during backward.
 
 Modes:
 """
@@ -42,7 +46,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 import torch.distributed as dist
 
-from benchmarks import memory_profile, save_time, speed, training
+from benchmarks import launches, memory_profile, pretended_gpu, save_time, speed, training
 from benchmarks.contenders import Setup
 from benchmarks.results import Results, draw
 from configurator import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Seed, configure, integers
@@ -60,11 +64,11 @@ from zero.layout import resolve_shard_size
 __doc__ += explained(MODES)
 
 # -----------------------------------------------------------------------------
-what: Literal["memory", "time", "training", "checkpoint", "all"] = "all"
+what: Literal["memory", "time", "training", "checkpoint", "launches", "all"] = "all"  # all: but launches
 modes = ""  # separated by commas; empty: a choice for each measure; the others are compared to the first one
 model = ""  # 'gpt2', 'gpt2-medium', 'gpt2-large' or 'gpt2-xl'; empty: the sizes below
 name = "auto"  # results/<name>/ receives the results; auto: out-bench/<model, ranks, device>/; empty: write nothing
-simulate_world_size = ""  # numbers of ranks, for example 8,64,1024: measure the memory of rank 0 in one process
+simulate_world_size = ""  # numbers of ranks, as 8,64,1024: measure memory of rank 0 in one process; launches: empty is 8
 rounds: PositiveInt = 5  # turns of each mode; one more turn comes first and is not counted
 steps_per_turn: PositiveInt = 3  # one micro-step and one update each
 training_steps: PositiveInt = 50  # of each mode, on the source of Python's standard library, to compare the losses
@@ -90,6 +94,7 @@ DEFAULT_MODES = {
     "time": ["adamw", "torch", "sharded"],
     "training": [mode for mode in MODES if MODES[mode].planned],
     "checkpoint": ["sharded", "torch"],
+    "launches": [name for name, mode in MODES.items() if not mode.in_place and mode.fully_shard is None],
 }
 
 
@@ -98,6 +103,8 @@ def modes_of(measure):
     names = modes.split(",") if modes else DEFAULT_MODES[measure]
     if unknown := [name for name in names if name not in MODES]:
         raise ValueError(f"modes={modes}: {', '.join(unknown)} is not one of {', '.join(MODES)}")
+    if measure == "launches" and (unable := [name for name in names if MODES[name].fully_shard is not None]):
+        raise ValueError(f"modes={modes}: what=launches cannot count {', '.join(unable)}; leave it out")
     if measure != "checkpoint":
         return names
     if not (built := [name for name in names if MODES[name].is_built]):
@@ -107,10 +114,14 @@ def modes_of(measure):
 
 launch = launched()
 with exit_on_wrong_input():
-    measures = [*DEFAULT_MODES] if what == "all" else [what]
+    on_pretended_gpu = what == "launches"
+    measures = [measure for measure in DEFAULT_MODES if measure != "launches"] if what == "all" else [what]
+    simulate_world_size = simulate_world_size or "8" * on_pretended_gpu
     worlds = integers("simulate_world_size", simulate_world_size) if simulate_world_size else []
-    if worlds and (launch.distributed or what != "memory"):
-        raise ValueError("simulate_world_size measures memory in one process; start it with python bench.py --what=memory")
+    if worlds and (launch.distributed or what not in ("memory", "launches")):
+        raise ValueError(
+            "simulate_world_size measures memory or launches in one process; start it with python bench.py --what=memory"
+        )
     if "checkpoint" in measures and platform.system() != "Linux":
         raise ValueError("what=checkpoint reads memory figures that only Linux has; run it on Linux")
     if model and model not in GPT2_SIZES:
@@ -125,10 +136,15 @@ with exit_on_wrong_input():
     shard_size = zero_shard_size or launch.local_world_size
     for world in worlds or [launch.world_size]:
         resolve_shard_size(shard_size, world)
-    chosen, precision = machine.resolve(device, dtype)
-    used = torch.device(chosen) if worlds else start(launch, chosen)
+    if on_pretended_gpu and not pretended_gpu.is_preloaded():
+        sys.exit(pretended_gpu.run_preloaded(sys.argv).returncode)
+    if on_pretended_gpu:
+        used, precision = pretended_gpu.DEVICE, machine.resolve_dtype(dtype, "float32", "bfloat16")
+    else:
+        chosen, precision = machine.resolve(device, dtype)
+        used = torch.device(chosen) if worlds else start(launch, chosen)
     setup = Setup(gpt, batch_size, used, precision, zero_bucket_mb, grad_clip, activation_checkpointing, seed, shard_size)
-    where, title = machine.device_name(used), model or f"{n_layer}x{n_embd}"
+    where, title = "pretended GPU" if on_pretended_gpu else machine.device_name(used), model or f"{n_layer}x{n_embd}"
     ranks = f"simulated ranks {simulate_world_size}" if worlds else f"{launch.world_size} ranks, {dist.get_backend()}"
     parent = "out-bench" if name == "auto" else "results"
     if name == "auto":
@@ -165,6 +181,10 @@ def memory_rows(names):
     return [row for world in worlds for row in memory_profile.simulated_rows(setup, names, world)]
 
 
+def launch_rows(names):
+    return [row for world in worlds for row in launches.launch_rows(setup, names, world)]
+
+
 allocated = "allocated on the GPU" if used.type == "cuda" else "of live tensors"
 MEASURES = {
     "memory": Measure(
@@ -188,13 +208,20 @@ MEASURES = {
     "checkpoint": Measure(
         "Checkpoints", "checkpoints.csv", save_time.COST, lambda names: save_time.checkpoint_rows(setup, names, rounds)
     ),
+    "launches": Measure(
+        "Launches and waits of rank 0 in an iteration; DistributedDataParallel is left out where it belongs to the mode",
+        "launches.txt",
+        launches.COST,
+        launch_rows,
+    ),
 }
 
 
 def announce_duration():
     """Print how long the measures will take, by the time of a model and a step. Needs to be called on all ranks."""
     mode = names[measures[0]][0]
-    with memory_profile.simulated_world(worlds[0]) if worlds else nullcontext():
+    simulated = launches.pretended_world if on_pretended_gpu else memory_profile.simulated_world
+    with simulated(worlds[0]) if worlds else nullcontext():
         model_s, step_s = speed.seconds_of(setup, mode)
     costs = {measure: MEASURES[measure].cost for measure in measures}
     seconds = sum(len(names[measure]) * (models * model_s + steps * step_s) for measure, (models, steps) in costs.items())

@@ -322,7 +322,8 @@ class Reducer:
             return
         used = torch.ones(len(self.params), dtype=torch.uint8, device=self.params[0].device)
         if unused := [number for number in range(len(self.params)) if number not in self._used]:
-            used[unused] = 0
+            marks = [number in self._used for number in range(len(self.params))]
+            used.copy_(torch.tensor(marks, dtype=torch.uint8), non_blocking=True)
         self._agreement = self.optimizer.comm.all_reduce(used, dist.ReduceOp.MAX), used
         if unused:  # a rank that has used all parameters does not read the result
             self._wait_for_agreement()

@@ -1,94 +1,147 @@
-"""Every mode takes the way of a GPU, on a pretended one: what an iteration launches, and when the host waits for it."""
+"""Everything takes the way of a GPU, on a pretended one: what an iteration launches, and when the host waits for it."""
 
 import json
-import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
-from pretended_gpu import preload
-from scripts import ROOT
-
-PHASES = ("forward", "backward", "clip", "update")
-COUNT = """
-import json, sys
-sys.path[:0] = [{tests!r}]
 import torch
-from benchmarks.contenders import Contender, Setup
-from benchmarks.memory_profile import simulated_world
-from forecast.modes import MODES
-from model import GPTConfig
-from pretended_gpu import DEVICE, PretendedGPU
+from conftest import ROOT
+from toy import make_toy
 
-def count(mode):
-    config = GPTConfig(block_size=64, vocab_size=512, n_layer=2, n_head=2, n_embd=64)
-    setup = Setup(config, 1, DEVICE, "bfloat16", "auto", 1.0, False, seed=0, shard_size=2)
-    with simulated_world(8), PretendedGPU() as gpu:
-        contender = Contender(setup, mode).wrap()
-        tokens = torch.zeros(2, 1, 64, dtype=torch.int64, device=DEVICE)
-        for _ in range(2):  # the first one makes state and buffers
-            gpu.reset()
-            gpu.phase = "forward"
-            loss = contender.forward(tokens)
-            gpu.phase = "backward"
-            loss.backward()
-            gpu.phase = "clip"
-            contender.clip()
-            gpu.phase = "update"
-            contender.update()
-    return [[gpu.launches[phase], gpu.waits[phase]] for phase in {phases!r}]
+from benchmarks.launches import pretended_world
+from benchmarks.pretended_gpu import DEVICE, PretendedGPU, run_preloaded
+from zero import ShardedGradScaler
+from zero.build import build, clip_grad_norm_
+from zero.checkpoint import restore
+from zero.checkpoint.state import full_state
+from zero.flags import Flags
+
+SIZES = ["--n_layer=2", "--n_head=2", "--n_embd=64", "--vocab_size=512", "--block_size=64"]
+COLUMNS = "forward", "backward", "hooks", "clip", "update", "collectives", "waits"
+COUNTED = {  # rank 0 of 8, in buckets of 0.1 MB; hybrid: in groups of 4
+    "adamw": (43, 61, 0, 30, 6, 1, 0),
+    "torch": (43, 61, 0, 30, 18, 16, 0),
+    "sharded": (43, 61, 33, 41, 27, 15, 0),
+    "shard_gradients": (43, 61, 33, 41, 27, 15, 0),
+    "bfloat16": (29, 43, 38, 45, 48, 9, 0),
+    "remainder": (29, 43, 38, 45, 79, 10, 1),
+    "int8": (43, 61, 33, 41, 518, 15, 0),
+    "loss_chunk": (62, 58, 33, 41, 27, 15, 0),
+    "hybrid": (43, 61, 38, 42, 30, 21, 0),
+    "no_overlap": (43, 61, 33, 41, 27, 15, 0),
+    "simple": (43, 61, 0, 40, 27, 8, 0),
+    "muon": (43, 61, 33, 41, 77, 25, 7),
+    "plain_muon": (43, 61, 0, 30, 270, 1, 1),
+}
+ALL_FLAGS = {
+    "sharded": Flags(),
+    "shard_gradients": Flags(shard_gradients=True),
+    "bfloat16": Flags(param_dtype="bfloat16"),
+    "remainder": Flags(param_dtype="bfloat16_remainder"),
+    "state in bfloat16": Flags(state_dtype="bfloat16"),
+    "int8": Flags(state_dtype="int8"),
+    "everything": Flags(shard_gradients=True, param_dtype="bfloat16_remainder", state_dtype="int8"),
+}
+
+
+# -- in a process of its own: a pretended GPU changes PyTorch for good -----------------------------------------------------
+
 
 def what_it_notices():
+    """The error of an operation on two devices, and the number of waits in what waits."""
     with PretendedGPU() as gpu:
         here, there = torch.ones(2, device=DEVICE), torch.ones(2)
-        try:
+        with pytest.raises(RuntimeError) as error:
             here + there
-        except RuntimeError as error:
-            print(error)
-        here.sum().item()
+        assert here.sum().item() == 0
         here.cpu()
         there.copy_(here)
         there.to(DEVICE)
-        here.nonzero()
-    return gpu.waits[""]
-
-# not those with DistributedDataParallel, which cannot hold fake tensors
-sharded = {{name: mode for name, mode in MODES.items() if mode.is_built and mode.flags.implementation(8) == "sharded"}}
-print(what_it_notices())
-print(json.dumps({{name: count(mode) for name, mode in sharded.items()}}))
-"""
+        there.to(DEVICE, non_blocking=True)
+        assert len(here.nonzero()) == 0
+        here.sum() + torch.ones(())
+    return str(error.value), gpu.waits.total()
 
 
-@pytest.fixture(scope="module")
-def printed(tmp_path_factory):
+def train(flags, muon, saved=None):
+    """Iterations of rank 0 of 8 with frozen, tied and unused parameters, scaled for float16: waits of the last, the state."""
+    with pretended_world(8) as gpu:
+        with DEVICE:
+            module = make_toy()
+        model, optimizer = build(module, module.param_groups(muon), flags, device=DEVICE, overlap=True, lr=0.01)
+        if saved is not None:
+            restore(optimizer, saved["optimizer"])
+        scaler = ShardedGradScaler("cuda")
+        tokens = torch.zeros(2, 4, 6, dtype=torch.int64, device=DEVICE)
+        dtype = torch.float16 if flags.param_dtype == "float32" else torch.bfloat16
+        for set_to_none in (True, False, True):
+            gpu.reset()
+            for is_last in (False, True):
+                model.require_backward_grad_sync = is_last
+                with torch.autocast("cuda", dtype):
+                    loss = model(*tokens)
+                gpu.phase = "backward"
+                scaler.scale(loss).backward()
+                gpu.phase = ""
+            scaler.unscale_(optimizer)
+            clip_grad_norm_(optimizer, 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad(set_to_none)
+        waits = dict(gpu.waits)
+        # there, a group of one rank has all of the state, and nobody sends it a part
+        return waits, full_state(module, optimizer) if flags.shard_size == 1 else None
+
+
+def every_combination():
+    """The waits of an iteration in groups of 1, whose state is then restored in groups of 8 or of 4."""
+    found = {}
+    for number, (name, flags) in enumerate(ALL_FLAGS.items()):
+        for muon in (False, True):
+            waits, saved = train(replace(flags, shard_size=1), muon)
+            found[name, muon] = waits, train(replace(flags, shard_size=4 * (number % 2)), muon, saved)[0]
+    return [(*key, *waits) for key, waits in found.items()]
+
+
+# -- the tests -------------------------------------------------------------------------------------------------------------
+
+
+def run_or_skip(*command, cwd):
+    """What a command prints in a process that has been preloaded."""
     try:
-        environment = preload(str(tmp_path_factory.mktemp("library")))
-    except RuntimeError as error:
+        process = run_preloaded(command, cwd=cwd, capture_output=True)
+    except ValueError as error:
         pytest.skip(str(error))
-    script = COUNT.format(tests=f"{ROOT}/tests", phases=PHASES)
-    process = subprocess.run([sys.executable, "-c", script], cwd=ROOT, env=environment, capture_output=True, text=True)
     assert process.returncode == 0, process.stderr
-    return process.stdout.splitlines()
+    return process.stdout
 
 
 @pytest.fixture(scope="module")
-def counted(printed):
-    """By mode: launches and waits of each phase of an iteration of rank 0 of 8."""
-    return json.loads(printed[-1])
+def printed():
+    script = f"import json, sys; sys.path[:0] = {sys.path}; from test_pretended_gpu import every_combination, what_it_notices"
+    return json.loads(run_or_skip("-c", f"{script}; print(json.dumps([what_it_notices(), every_combination()]))", cwd=ROOT))
 
 
 def test_it_notices_two_devices_in_an_operation_and_every_wait(printed):
-    *_, error, waits, _ = printed
+    (error, waits), _ = printed
     assert "found at least two devices, cuda:0 and cpu" in error
-    assert waits == "4", "a number, two copies, a size"
+    assert waits == 5, "a number, three copies, a size"
 
 
-def test_the_host_waits_for_the_gpu_only_to_check_remainders(counted):
-    waits = {name: sum(waits for _, waits in phases) for name, phases in counted.items()}
-    assert waits == {name: int(name == "remainder") for name in counted}
+def test_every_combination_trains_saves_and_restores(printed):
+    """No operation mixes devices. The host waits for the scaler, for parameters without a gradient, and to check remainders."""
+    _, found = printed
+    assert len(found) == 2 * len(ALL_FLAGS)
+    for name, muon, *of_groups in found:
+        flags = ALL_FLAGS[name]
+        in_hooks = 2 if flags.shard_gradients else 1
+        others = 2 if flags.param_dtype == "bfloat16_remainder" else 1
+        assert of_groups == [{"hooks": in_hooks, "": others}] * 2, (name, muon)
 
 
-def test_launches_of_an_update(counted):
-    """Two groups of parameters in one bucket: for each, AdamW's kernel and its count of steps; then the all-gather."""
-    update = {name: phases[PHASES.index("update")][0] for name, phases in counted.items()}
-    plain = dict.fromkeys(("sharded", "shard_gradients", "loss_chunk", "hybrid", "no_overlap"), 2 * 2 + 1)
-    assert update == {**plain, "bfloat16": 15, "remainder": 25, "muon": 36, "int8": 342}
+def test_launches_and_waits_of_an_iteration(tmp_path):
+    command = f"{ROOT}/bench.py", "--what=launches", "--name=small", "--zero_bucket_mb=0.1", "--zero_shard_size=4", *SIZES
+    run_or_skip(*command, cwd=tmp_path)
+    rows = json.loads((tmp_path / "results" / "small" / "results.json").read_text())["launches"]["rows"]
+    assert {row["mode"]: tuple(row[column] for column in COLUMNS) for row in rows} == COUNTED

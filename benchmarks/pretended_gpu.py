@@ -7,21 +7,30 @@ C++ compiler. There are no values: every number that the host reads is 0, and ev
 
 import os
 import subprocess
+import sys
+import tempfile
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.optim.optimizer import _foreach_supported_types as _of_optimizers
+from torch.utils._foreach_utils import _foreach_supported_types as _of_utils
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import zero
 from zero import codecs
 
 DEVICE = torch.device("cuda:0")
+_LIBRARY = "pretended_gpu.so"
+_ZERO = os.path.dirname(zero.__file__)
 _ATEN = torch.ops.aten
 _NO_LAUNCH = {
+    _ATEN._unsafe_view,
     _ATEN.empty,
     _ATEN.empty_like,
     _ATEN.empty_strided,
@@ -29,25 +38,39 @@ _NO_LAUNCH = {
     _ATEN.new_empty_strided,
     torch.ops.prim.device,
 }
+_COPIES = {_ATEN._to_copy.default: 0, _ATEN.copy_.default: 1}  # between devices; where their source is among the arguments
 
 
-def preload(folder: str) -> dict[str, str]:
-    """Build the library that claims the device, in `folder`, and return the environment for processes that have it.
+def is_preloaded() -> bool:
+    """Return whether this process has the library."""
+    return _LIBRARY in os.environ.get("LD_PRELOAD", "")
+
+
+def run_preloaded(command: Sequence[str], **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run Python with these arguments in a process that has the library. `options`: of subprocess.run.
 
     Raises:
-        RuntimeError: with the reason why it cannot be built.
+        ValueError: with the reason why the library cannot be built.
     """
-    root, path = os.path.dirname(torch.__file__), os.path.join(folder, "pretended_gpu.so")
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, _LIBRARY)
+        _build(path)
+        environment = {**os.environ, "LD_PRELOAD": path}
+        return subprocess.run([sys.executable, *command], env=environment, text=True, **options)
+
+
+def _build(path: str) -> None:
+    """Build the library that claims the device."""
+    root = os.path.dirname(torch.__file__)
     lib = os.path.join(root, "lib")
     command = ["c++", "-shared", "-fPIC", "-std=c++20", f"-I{root}/include", f"{os.path.splitext(__file__)[0]}.cpp", "-o", path]
     command += [f"-L{lib}", f"-Wl,-rpath,{lib}", "-ltorch_cpu", "-lc10"]
     try:
         subprocess.run(command, check=True, capture_output=True, text=True)
     except FileNotFoundError as error:
-        raise RuntimeError("a pretended GPU needs a C++ compiler, c++") from error
+        raise ValueError("a pretended GPU needs a C++ compiler; install one, as c++") from error
     except subprocess.CalledProcessError as error:
-        raise RuntimeError(f"no pretended GPU with torch {torch.__version__}: {error.stderr.splitlines()[0]}") from error
-    return {**os.environ, "LD_PRELOAD": path}
+        raise ValueError(f"a pretended GPU does not fit torch {torch.__version__}: {error.stderr.splitlines()[0]}") from error
 
 
 class PretendedGPU(TorchDispatchMode):
@@ -56,7 +79,7 @@ class PretendedGPU(TorchDispatchMode):
     Entering it changes PyTorch in this process for good: what cannot work without a GPU, or without values.
 
     Attributes:
-        phase: name under which the counters count.
+        phase: name under which the counters count; "hooks" for what the package zero does in a phase "backward".
         launches: operations on tensors of the GPU that launch a kernel, with collectives; a multi-tensor operation counts once.
         waits: times that the host waits for the GPU.
         operations: the launches by phase and operation.
@@ -64,9 +87,16 @@ class PretendedGPU(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.phase = ""
-        self._fake = FakeTensorMode()
+        self._phase = ""
         self.reset()
+
+    @property
+    def phase(self) -> str:
+        return "hooks" if self._phase == "backward" and _is_in_zero() else self._phase
+
+    @phase.setter
+    def phase(self, name: str) -> None:
+        self._phase = name
 
     def reset(self) -> None:
         """Set all counters to zero."""
@@ -76,12 +106,12 @@ class PretendedGPU(TorchDispatchMode):
 
     def __enter__(self) -> Self:
         _pretend(self)
-        self._fake.__enter__()
+        _FAKE.__enter__()
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        self._fake.__exit__(*error)
+        _FAKE.__exit__(*error)
 
     def wait(self, *_: Any) -> None:
         """Count a wait of the host for the GPU."""
@@ -89,22 +119,31 @@ class PretendedGPU(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if function.overloadpacket in _NO_LAUNCH or not any(map(_is_on_gpu, tree_leaves((args, kwargs)))):
-            return function(*args, **kwargs)
-        if function is _ATEN._local_scalar_dense.default:
-            self.wait()
+        if function in (_ATEN._local_scalar_dense.default, _ATEN.nonzero.default):
+            if _is_on_gpu(args[0]):
+                self.wait()
+            if function is _ATEN.nonzero.default:
+                return args[0].new_empty((0, args[0].dim()), dtype=torch.int64)
             return 0.0 if args[0].is_floating_point() else 0
-        if function is _ATEN.nonzero.default:
-            self.wait()
-            return args[0].new_empty((0, args[0].dim()), dtype=torch.int64)
         result = function(*args, **kwargs)
-        if not any(returned.alias_info and not returned.alias_info.is_write for returned in function._schema.returns):
-            self.launches[self.phase] += 1
-            self.operations[self.phase, str(function)] += 1
-        is_blocking = not kwargs.get("non_blocking") and not any(argument is True for argument in args[2:3])
-        if is_blocking and any(isinstance(leaf, torch.Tensor) and not _is_on_gpu(leaf) for leaf in tree_leaves(result)):
-            self.wait()  # a copy to main memory
+        is_view = any(returned.alias_info and not returned.alias_info.is_write for returned in function._schema.returns)
+        if is_view or function.overloadpacket in _NO_LAUNCH or not any(map(_is_on_gpu, tree_leaves((args, kwargs, result)))):
+            return result
+        phase = self.phase
+        self.launches[phase] += 1
+        self.operations[phase, str(function)] += 1
+        if function in _COPIES and _is_on_gpu(args[_COPIES[function]]) != _is_on_gpu(result):
+            is_blocking = not kwargs.get("non_blocking") and args[2:3] != (True,)
+            self.waits[phase] += is_blocking  # pinned or not, PyTorch then waits for the stream
         return result
+
+
+def _is_in_zero() -> bool:
+    """Return whether this thread is in a function of the package zero. Hooks run in a thread of the device."""
+    frame: Any = sys._getframe()
+    while frame is not None and not frame.f_code.co_filename.startswith(_ZERO):
+        frame = frame.f_back
+    return frame is not None
 
 
 def _is_on_gpu(leaf: Any) -> bool:
@@ -134,9 +173,13 @@ def _pretend(gpu: PretendedGPU) -> None:
         (torch.cuda, "device", lambda _: nullcontext()),
         (torch.cuda, "current_stream", lambda *_: _STREAM),
         (torch.cuda, "get_device_capability", lambda *_: (9, 0)),
+        (torch.cuda, "get_device_name", lambda *_: "pretended GPU"),
+        (torch.cuda, "is_bf16_supported", lambda *_, **__: True),
+        (torch.cuda.amp.common, "amp_definitely_not_available", lambda: False),
         (torch.cuda, "synchronize", gpu.wait),
         (torch.cuda, "Event", _Event),
         (_Event, "synchronize", gpu.wait),
+        (torch.nn.functional, "scaled_dot_product_attention", _attention),
         (dist, "all_gather_object", _all_gather_object),
         (FakeTensor, "data_ptr", _address),
         (FakeTensor, "data", property(_DATA.__get__, _set_data)),
@@ -145,10 +188,20 @@ def _pretend(gpu: PretendedGPU) -> None:
     ]
     for owner, name, value in replacements:
         setattr(owner, name, value)
+    for supported in (_of_optimizers, _of_utils):
+        supported.append(FakeTensor)  # type: ignore[arg-type]  # for multi-tensor operations
 
 
 _DATA: Any = torch.Tensor.data
+_FAKE = FakeTensorMode()  # one for all, because tables of the engine stay in its caches
 _STREAM = _Stream()
+
+
+def _attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout_p: float = 0.0, is_causal: bool = False
+) -> torch.Tensor:
+    """Return a result of one of CUDA's kernels for attention, which a CPU build does not choose."""
+    return _ATEN._scaled_dot_product_efficient_attention(query, key, value, None, True, dropout_p, is_causal)[0]
 
 
 def _all_gather_object(values: list[Any], value: Any, group: Any = None) -> None:

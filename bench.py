@@ -15,7 +15,7 @@ Memory of GPT-2 XL on two ranks. The ranks share a GPU, or each rank has its own
 Memory of rank 0 of 8, 64 and 1024 ranks, measured in one process without the others:
     $ python bench.py --what=memory --model=gpt2 --batch_size=1 --block_size=64 --simulate_world_size=8,64,1024
 
-What rank 0 of 8 launches on its GPU in an iteration, and how often the host waits, counted without a GPU, by a C++ compiler:
+Launches and waits of rank 0 of 8 in an iteration on its GPU, counted without one (needs a C++ compiler):
     $ python bench.py --what=launches --model=gpt2 --block_size=64
 
 The tables are printed. The folder out-bench/<model, ranks, device>/, or with --name results/<name>/, receives them as
@@ -68,9 +68,9 @@ what: Literal["memory", "time", "training", "checkpoint", "launches", "all"] = "
 modes = ""  # separated by commas; empty: a choice for each measure; the others are compared to the first one
 model = ""  # 'gpt2', 'gpt2-medium', 'gpt2-large' or 'gpt2-xl'; empty: the sizes below
 name = "auto"  # results/<name>/ receives the results; auto: out-bench/<model, ranks, device>/; empty: write nothing
-simulate_world_size = ""  # numbers of ranks, as 8,64,1024: measure memory of rank 0 in one process; launches: empty is 8
+simulate_world_size = ""  # numbers of ranks, as 8,64,1024: measure rank 0 in one process; for launches, empty is 8
 rounds: PositiveInt = 5  # turns of each mode; one more turn comes first and is not counted
-steps_per_turn: PositiveInt = 3  # one micro-step and one update each
+steps_per_turn: PositiveInt = 5  # one micro-step and one update each
 training_steps: PositiveInt = 50  # of each mode, on the source of Python's standard library, to compare the losses
 batch_size: PositiveInt = 1  # sequences per rank and micro-step
 block_size = "1024"  # tokens per sequence; --what=time also takes several, as 128,256,512

@@ -21,9 +21,6 @@ context.set_forkserver_preload(
         "torch.distributed.optim",
         "torch._inductor.compile_fx",
         "torch.distributed.fsdp",
-        "run.hooks",
-        "run.rank_checks",
-        "zero.build",
         "numpy",
         "pytest",
     ]

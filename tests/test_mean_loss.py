@@ -1,28 +1,25 @@
 """The loss is in float32 on every device, whatever autocast does there; compiled, it is the same to rounding."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
 import torch.nn.functional as F
-from pretended_gpu import preload
 from scripts import ROOT
 
+from benchmarks.pretended_gpu import run_preloaded
 from model import GPT, GPTConfig
 
 SIZES = GPTConfig(block_size=32, vocab_size=61, n_layer=1, n_head=2, n_embd=32)
 ON_A_GPU = """
-import json, sys
-sys.path[:0] = [{tests!r}]
+import json
 import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from forecast.activations import micro_step, predict
 from forecast.prediction import Workload
 from model import GPT, GPTConfig, SkipInitialization
-from pretended_gpu import DEVICE, PretendedGPU
+from benchmarks.pretended_gpu import DEVICE, PretendedGPU
 
 torch.cuda.amp.common.amp_definitely_not_available = lambda: False
 torch.cuda.is_bf16_supported = lambda *_, **__: True
@@ -37,9 +34,9 @@ class Inputs(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if function is torch.ops.aten._log_softmax.default:
             dtypes.append(str(args[0].dtype))
-        return function(*args, **(kwargs or {{}}))
+        return function(*args, **(kwargs or {}))
 
-found = {{}}
+found = {}
 for chunk in (0, 1024):
     dtypes, work = [], Workload(GPTConfig(bias=False), 12, "bfloat16", "cuda", loss_chunk=chunk)
     with PretendedGPU(), Inputs():
@@ -54,14 +51,12 @@ print(json.dumps(found))
 """
 
 
-def test_it_is_float32_under_autocast_on_a_gpu_and_its_memory_is_predicted(tmp_path):
+def test_it_is_float32_under_autocast_on_a_gpu_and_its_memory_is_predicted():
     """GPT-2 124M, 12 sequences of 1024 tokens. CUDA's autocast leaves cross_entropy in bfloat16."""
     try:
-        environment = preload(str(tmp_path))
-    except RuntimeError as error:
+        process = run_preloaded(["-c", ON_A_GPU], cwd=ROOT, capture_output=True)
+    except ValueError as error:
         pytest.skip(str(error))
-    script = ON_A_GPU.format(tests=f"{ROOT}/tests")
-    process = subprocess.run([sys.executable, "-c", script], cwd=ROOT, env=environment, capture_output=True, text=True)
     assert process.returncode == 0, process.stderr
     for dtypes, live, predicted in json.loads(process.stdout).values():
         assert dtypes == ["torch.float32"]

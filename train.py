@@ -284,14 +284,14 @@ while True:
     with run.phase("clip"):
         scaler.unscale_(opt)
         grad_norm = clip_grad_norm_(opt, grad_clip or math.inf)
-    run.before_update(loss_sum, grad_norm)  # are all values finite? if not, step skips
+    run.before_update(loss_sum / micro_steps, grad_norm)  # are all values finite? if not, step skips
     with run.phase("update"):
         scaler.step(opt)
         scaler.update()
     run.after_update()
     opt.zero_grad(set_to_none=True)
     state.data_position += sequences_per_iter
-    run.end_iteration(loss_sum / micro_steps, grad_norm, lr)  # logs
+    run.end_iteration(lr)  # logs
     state.iter_num += 1
     run.agree()  # all ranks: was there a signal to one of them, a failure on one, or the end?
     if run.must_save:

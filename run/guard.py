@@ -3,6 +3,7 @@
 import math
 import sys
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -11,18 +12,43 @@ from distributed.ranks import print0
 from zero import ShardedGradScaler
 from zero.host_comm import gather_objects, is_rank_0
 from zero.sharded_state import partition
+from zero.stopwatch import mark
 
 _REMEDY = "try a lower --learning_rate, --grad_clip=1.0 or more --warmup_iters"
+
+
+class Figures(NamedTuple):
+    """What `Guard.check` leaves of an iteration."""
+
+    loss: float  # mean over the ranks
+    loss_of_rank: float
+    grad_norm: float
+    in_a_row: float  # number of consecutive skipped updates
+    skipped: float  # number of all skipped updates
+
+
+class Reading:
+    """Figures on their way to the host, which waits for them in `read` only. `values` has the sum of the losses first."""
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self._values = values.to("cpu", non_blocking=values.is_cuda)  # to pinned memory
+        self._arrived = mark(values.device)
+
+    def read(self) -> Figures:
+        if isinstance(self._arrived, torch.cuda.Event):
+            self._arrived.synchronize()
+        total, *others = self._values.tolist()
+        return Figures(total / (dist.get_world_size() if dist.is_initialized() else 1), *others)
 
 
 class Guard:
     """Skips an update if the loss of any rank or the gradient norm is not finite. Needs to be created on all ranks.
 
     `check` leaves the decision on the device, where the fused AdamW reads it (`found_inf`, the flag of GradScaler). So the
-    host does not wait for a GPU (with Muon it does, to skip the exchange of matrices). `report` copies the decision to the
-    host. After `limit` consecutive skipped updates, every later update is skipped as well. So the weights stay as they were
-    before the first of these skipped updates, even if the host reads the decision much later. With float16, only the loss
-    counts here, because the gradient scaler handles gradients that are not finite.
+    host does not wait for a GPU (with Muon it does, to skip the exchange of matrices). `report` reads it on the host. After
+    `limit` consecutive skipped updates, every later update is skipped as well. So the weights stay as they were before the
+    first of these skipped updates, even if the host reads the decision much later. With float16, only the loss counts here,
+    because the gradient scaler handles gradients that are not finite.
 
     Args:
         optimizer: the optimizer of the model.
@@ -45,24 +71,28 @@ class Guard:
         device = optimizer.param_groups[0]["params"][0].device
         self._in_a_row = self._skipped = torch.zeros((), device=device)  # number of skipped updates: consecutive ones, all
         self._first = torch.zeros(2, device=device)  # loss and gradient norm of the first skipped update of the latest series
+        self._latest = torch.zeros(len(Figures._fields), device=device)
         self._reported = 0  # number of skipped updates that `report` has reported
 
     def check(self, loss: torch.Tensor, norm: torch.Tensor) -> None:
         """Decide whether the next `scaler.step` makes an update. Needs to be called on all ranks, before `scaler.step`.
 
+        One all-reduce tells the decision and the loss, ahead of the all-gathers of the update in the same queue.
+
         Args:
-            loss: loss of this rank, a scalar.
+            loss: mean loss of this rank over the iteration, a scalar.
             norm: that of all gradients, a scalar.
         """
         finite = loss.isfinite() if self.scaler.is_enabled() else loss.isfinite() & norm.isfinite()
-        bad = (~finite).float()
+        sums = torch.stack((loss.float(), (~finite).float()))
         if dist.is_initialized():
-            dist.all_reduce(bad, dist.ReduceOp.MAX)
-        skip = torch.maximum(bad, (self._in_a_row >= self.limit).float())
-        figures = torch.stack((loss.float(), norm.float()))
-        self._first = torch.where(skip > self._in_a_row, figures, self._first)
+            dist.all_reduce(sums)
+        skip = ((sums[1] > 0) | (self._in_a_row >= self.limit)).float()
+        own = torch.stack((loss.float(), norm.float()))
+        self._first = torch.where(skip > self._in_a_row, own, self._first)
         self._in_a_row = (self._in_a_row + 1) * skip
         self._skipped = self._skipped + skip
+        self._latest = torch.stack((sums[0], *own, self._in_a_row, self._skipped))
         if self.scaler.is_enabled():
             self.scaler.skip_if(self.optimizer, skip)
         elif self._inner.defaults.get("fused"):
@@ -70,9 +100,17 @@ class Guard:
         elif skip:  # no fused kernel (mps): the host reads the decision
             self.optimizer.zero_grad(set_to_none=True)
 
-    def report(self, iteration: int) -> None:
-        """Print the updates skipped since the last call. Needs to be called on all ranks, after the step of `iteration`."""
-        self.in_a_row, skipped = (int(count) for count in torch.stack((self._in_a_row, self._skipped)).tolist())
+    def figures(self) -> Reading:
+        """Return those of the last `check`, which begin their way to the host now."""
+        return Reading(self._latest)
+
+    def report(self, iteration: int, reading: Reading | None = None) -> None:
+        """Print the updates skipped since the last call. Needs to be called on all ranks, after the step of `iteration`.
+
+        `reading`: of the figures of this iteration; None: it is the last one.
+        """
+        *_, in_a_row, skips = (reading or self.figures()).read()
+        self.in_a_row, skipped = int(in_a_row), int(skips)
         if skipped == self._reported:
             return
         new_skips, self._reported, is_last = skipped - self._reported, skipped, self.in_a_row >= self.limit

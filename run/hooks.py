@@ -22,7 +22,7 @@ from distributed.watchdog import Watchdog
 from forecast.run_memory import Workload
 from model import GPT
 from run.checkpoints import Checkpoints, State
-from run.guard import Guard
+from run.guard import Guard, Reading
 from run.logger import Logger
 from run.memory_meter import MemoryCheck, MemoryMeter, describe
 from run.meter import Meter
@@ -37,6 +37,9 @@ from zero.sharded_state import parameters
 
 class Run:
     """Calls its watchers in order at each moment of a run. No watcher uses another one, unless its constructor takes it.
+
+    A GPU computes while the host goes on. The host reads the figures of an iteration when it has given the next forward to the
+    GPU, or earlier if something else is to be logged.
 
     A new watcher takes two lines here: one in `watch`, which makes it, and one in the method of its moment. Construct it, and
     call every method, on all ranks.
@@ -70,6 +73,8 @@ class Run:
         Watchdog(config["dist_timeout_s"])  # ends the ranks if they hang
         self.profiler = Profiler(os.path.join(config["out_dir"], FOLDER), launch.rank, device, config["profile"])
         self.checkpoints = Checkpoints(config)
+        self._reads_later = device.type == "cuda"
+        self._unread: tuple[int, Reading] | None = None  # of the last iteration: its number and figures
         self._action = Action.CONTINUE  # of all ranks, at the end of the last iteration
 
     # -- set-up --------------------------------------------------------------------------------------------------------
@@ -127,7 +132,8 @@ class Run:
         self.memory_check = MemoryCheck(self.log, memory, workload, flags.shard_gradients, self.micro_steps)
         self.profiler.wait = partial(parameters, optimizer)
         flops, max_iters = raw_model.flops_per_token(), config["max_iters"]
-        self.meter = Meter(self.memory_check, self.dtype, self.tokens_per_iter, flops, max_iters, state.elapsed_s)
+        show = self.progress.show
+        self.meter = Meter(self.memory_check, self.dtype, self.tokens_per_iter, flops, max_iters, state.elapsed_s, show)
         self.signals = Signals()
         self.guard = Guard(optimizer, scaler, config["max_nonfinite"], self.log.alert)
         self.shadow.follow(optimizer, scaler, config["max_nonfinite"], autocast, self.micro_steps, config["grad_clip"])
@@ -158,10 +164,15 @@ class Run:
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Measure a part of an iteration: "forward", "data", "backward", "clip" or "update"."""
+        if name == "backward":
+            self._report()
         return self.meter.phase(name)
 
     def before_update(self, loss: torch.Tensor, grad_norm: torch.Tensor) -> None:
-        """Call when the gradients of this iteration are clipped. All weights have arrived; the update will overwrite them."""
+        """Call when the gradients of this iteration are clipped. All weights have arrived; the update will overwrite them.
+
+        `loss` and `grad_norm` are scalars of this rank and of all ranks together.
+        """
         self.guard.check(loss, grad_norm)  # waits for all ranks
         self.meter.measure_memory("before_step")
 
@@ -170,15 +181,17 @@ class Run:
         if self.state.iter_num >= self.first_iter + max(2, self.config["shadow_check"]):
             self.memory_check.compare(self.state.iter_num)  # once, as soon as there is optimizer state
 
-    def end_iteration(self, loss: torch.Tensor, grad_norm: torch.Tensor, lr: float) -> None:
-        """Call when the gradients are dropped. `loss` and `norm` are scalars of this rank and of all ranks together."""
+    def end_iteration(self, lr: float) -> None:
+        """Call when the gradients are dropped."""
         iteration, self.state.elapsed_s = self.state.iter_num, self.meter.elapsed_s()
         self.meter.measure_memory("after_step")
-        if self._is_logged():  # waits for the device
-            self.progress.show(self.meter.log_iteration(iteration, loss, grad_norm, lr, self._tokens()))
         is_evaluated = (iteration + 1) % self.config["eval_interval"] == 0
-        if self._is_logged() or is_evaluated or self.device.type == "cpu":  # report() waits for a GPU
-            self.guard.report(iteration)
+        if self._is_logged() or is_evaluated or self.device.type == "cpu":
+            self._unread = iteration, self.guard.figures()
+            if self._is_logged():
+                self.meter.log_iteration(*self._unread, lr, self._tokens())
+        if not self._reads_later or iteration == self.config["max_iters"]:
+            self._report()
         self.progress.update(iteration)
         if self.shadow.update():
             self.meter.restart(new_peak=True)
@@ -207,6 +220,7 @@ class Run:
     @contextmanager
     def aside(self, doing: str) -> Iterator[None]:
         """Run what does not count as time of an iteration."""
+        self._report()
         with position.at(doing):
             yield
         self.meter.restart()
@@ -238,6 +252,7 @@ class Run:
 
     def finish(self) -> NoReturn:
         """End all ranks: exit code 0, or 1 if the training or its last checkpoint has failed."""
+        self._report()
         self.shadow.finish()
         self.checkpoints.wait()
         self.guard.report(self.state.iter_num - 1)
@@ -258,6 +273,13 @@ class Run:
         else:
             self.log.finish("ended", f"done, {end:,} iterations")
         finish(int(failed))
+
+    def _report(self) -> None:
+        """Log and print what the last iteration has left to read. Needs to be called on all ranks."""
+        self.log.flush()
+        if self._unread is not None:
+            self.guard.report(*self._unread)
+        self._unread = None
 
     def _tokens(self) -> int:
         """Return the number of tokens that all ranks together have seen."""

@@ -4,7 +4,7 @@ import contextlib
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 from distributed.heartbeat import position
@@ -38,6 +38,7 @@ class Logger:
 
     def __init__(self, out_dir: str | None, resume_at: int | None, config: dict[str, Any], run_id: str | None = None) -> None:
         self.file: MetricsFile | None = None
+        self._deferred: Callable[[], None] | None = None
         self._tensorboard: TensorBoardRun | None = None
         self._summary, self._is_finished = Summary(config), False
         if out_dir is None or not is_rank_0():
@@ -71,6 +72,7 @@ class Logger:
             event: the metrics by key, numbers or texts; "iter" is the iteration, by default the current one.
             line: also print this line.
         """
+        self.flush()
         if not is_rank_0():
             return
         event = {"iter": max(0, position.iteration), **event}
@@ -85,10 +87,19 @@ class Logger:
         if self.file is not None:
             self.file.write(event)
 
+    def defer(self, write: Callable[[], None]) -> None:
+        """Call a function that logs an event later: in `flush`, or before the next event. Nothing in it is a collective."""
+        self._deferred = write
+
+    def flush(self) -> None:
+        """Log the event that was deferred, if there is one."""
+        write, self._deferred = self._deferred, None
+        if write is not None and is_rank_0():
+            write()
+
     def warn(self, text: str, values: dict[str, Any] | None = None) -> None:
         """Print a warning and log it, in one event with `values`."""
-        print0(f"WARNING: {text}")
-        self.log({"warning": text, **(values or {})})
+        self.log({"warning": text, **(values or {})}, f"WARNING: {text}")
 
     def alert(self, title: str, text: str) -> None:
         """Log a warning that has been printed, and send it as an alert through wandb, if there is a run."""

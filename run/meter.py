@@ -1,7 +1,8 @@
 """The measurements of a run: speed, phases of a step, communication, memory. run/metrics.py says what each metric is."""
 
 import time
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -12,10 +13,11 @@ from torch.profiler import record_function
 from distributed import machine
 from distributed.heartbeat import position
 from distributed.launch import launched
-from distributed.ranks import gather_numbers, mean_over_ranks, print0
+from distributed.ranks import gather_numbers, print0
+from run.guard import Reading
 from run.memory_meter import MemoryCheck, Point
 from zero.communication import KINDS, CommunicationMeter
-from zero.stopwatch import Stopwatch
+from zero.stopwatch import Stopwatch, mark
 
 INTERVAL = 10  # iterations; the first logged one of each interval measures what needs a collective, too
 _HOST = torch.device("cpu")
@@ -33,6 +35,7 @@ class Meter:
         flops_per_token: FLOPs of the model per token.
         max_iters: last iteration of the run.
         elapsed_s: wall time of the run before this process.
+        show: called with the metrics of an iteration.
     """
 
     _WARM_UP = 5  # number of first iterations that do not count for the MFU
@@ -44,13 +47,14 @@ class Meter:
         tokens_per_iter: int,
         flops_per_token: float,
         max_iters: int,
-        elapsed_s: float = 0.0,
+        elapsed_s: float,
+        show: Callable[[dict[str, Any]], None],
     ) -> None:
         self.log, self.memory, self.memory_check = memory_check.log, memory_check.memory, memory_check
         self.device = self.memory.device
         self.tokens_per_iter = tokens_per_iter
         self.flops_per_iter = flops_per_token * tokens_per_iter / launched().world_size  # of one rank
-        self.max_iters, self._elapsed_before = max_iters, elapsed_s
+        self.max_iters, self._elapsed_before, self._show = max_iters, elapsed_s, show
         self.peak_flops = machine.peak_flops(self.device, machine.DTYPES[dtype])  # FLOP/s of this rank
         print0(f"mfu is relative to {self.peak_flops / 1e12:.3g} TFLOP/s per rank in {dtype}")
         self._mfu: dict[str, float] = {}  # running mean in percent, as in nanoGPT; empty if not measured yet
@@ -59,18 +63,19 @@ class Meter:
         self._iterations = 0  # number of iterations since construction
         self._last_interval = -1  # number of the last interval that was measured
         self._is_measured = False  # whether this iteration is measured
-        self.restart()
-        self._started = self._begin
+        self._waited_for: set[str] = set()  # kinds of collectives that the run has used
+        self._begin, self._timed, self._sent = mark(self.device), 0, self._communication.sent_bytes()  # of the current lap
+        self._started = time.perf_counter()
 
     def restart(self, new_peak: bool = False) -> None:
         """Restart the clock. What happened since the last restart or log is not counted. Begin a new peak if `new_peak`."""
         if new_peak:
             self.memory.forget_peak()
-        self._begin, self._timed, self._before = time.perf_counter(), 0, self._totals()
+        self._waited_for |= self._end_lap().waits.read_ms().keys()
 
     def elapsed_s(self) -> float:
         """Return the wall time of the run so far, of all its processes."""
-        return self._elapsed_before + time.perf_counter() - self._started
+        return self._elapsed_before + self._own_s()
 
     def begin_iteration(self, iteration: int, is_logged: bool) -> None:
         """Note that an iteration begins, and whether `log_iteration` will be called for it."""
@@ -93,67 +98,65 @@ class Meter:
             with self._phases.measure("memory", _HOST):  # on a CPU, it may wait for the parameters
                 self.memory.measure(point)
 
-    def log_iteration(
-        self, iteration: int, loss: torch.Tensor, grad_norm: torch.Tensor, lr: float, tokens: int
-    ) -> dict[str, Any]:
-        """Log and return the metrics of an iteration. Times are means over the iterations since the last restart or log.
+    def log_iteration(self, iteration: int, reading: Reading, lr: float, tokens: int) -> None:
+        """Log the metrics of an iteration. Times are means over the iterations since the last restart or log.
 
-        Needs to be called on all ranks. Waits for the device.
+        Needs to be called on all ranks. The event is deferred, see `Logger.defer`: only then the host waits for the device. If
+        this iteration is measured, it waits here, because the ranks are compared.
 
         Args:
-            loss: mean loss of this rank over the iteration, a scalar.
-            grad_norm: gradient norm before clipping, a scalar.
+            iteration: the number of the iteration.
+            reading: the figures of the guard.
             lr: learning rate.
             tokens: tokens that all ranks together have seen.
         """
-        global_loss = mean_over_ranks(loss.clone())
-        end = time.perf_counter()
-        seconds = (end - self._begin) / self._timed
-        if self._iterations > self._WARM_UP:
-            mfu = self.flops_per_iter / seconds / self.peak_flops * 100
-            self._mfu = {"mfu": 0.9 * self._mfu.get("mfu", mfu) + 0.1 * mfu}
-        elapsed_s = end - self._started
-        now = self._totals()
-        spent = now.per_iteration_since(self._before, self._timed)
-        phases, waited, sent = spent.phase_ms, spent.waited_ms, spent.sent_bytes
-        exposed_ms = sum(waited.values())
-        forward_backward_ms, optimizer_ms = phases["forward"] + phases["backward"], phases["clip"] + phases["update"]
-        event: dict[str, Any] = {
-            "iter": iteration,
-            "iter/loss": global_loss,
-            "iter/grad_norm": grad_norm.item(),
-            "iter/tokens": tokens,
-            "lr": lr,
-            **self._mfu,
-            "throughput/tokens_per_second": self.tokens_per_iter / seconds,
-            "throughput/tokens_per_second_per_rank": self.tokens_per_iter / seconds / launched().world_size,
-            "throughput/tflops_per_rank": self.flops_per_iter / seconds / 1e12,
-            "throughput/eta_hours": (self.max_iters - iteration) * elapsed_s / self._iterations / 3600,
-            "time/elapsed_s": self.elapsed_s(),
-            "time/step_ms": seconds * 1000,
-            "time/data_ms": phases["data"],
-            "time/forward_backward_ms": forward_backward_ms,
-            "time/optimizer_ms": optimizer_ms,
-        }
-        if launched().world_size > 1:  # without the collectives that the run has not used
-            event |= {
-                "comm/exposed_ms": exposed_ms,
-                **{f"comm/exposed_{_key(kind)}_ms": waited[kind] for kind in KINDS if now.waited_ms[kind]},
-                "comm/exposed_percent": exposed_ms / (seconds * 1000) * 100,
-                "comm/sent_mb_per_step": sum(sent.values()) / 1e6,
-                **{f"comm/sent_{_key(kind)}_mb_per_step": sent[kind] / 1e6 for kind in KINDS if now.sent_bytes[kind]},
+        lap = self._end_lap()
+        over_ranks = self._over_ranks(reading.read().loss_of_rank, lap) if self._is_measured else {}
+        peak, iterations = self.memory.peak(), self._iterations
+
+        def write() -> None:
+            figures, (phases, waited, sent) = reading.read(), lap.means()
+            seconds = phases["lap"] / 1000
+            if iterations > self._WARM_UP:
+                mfu = self.flops_per_iter / seconds / self.peak_flops * 100
+                self._mfu = {"mfu": 0.9 * self._mfu.get("mfu", mfu) + 0.1 * mfu}
+            self._waited_for |= waited.keys()
+            exposed_ms = sum(waited.values())
+            event: dict[str, Any] = {
+                "iter": iteration,
+                "iter/loss": figures.loss,
+                "iter/grad_norm": figures.grad_norm,
+                "iter/tokens": tokens,
+                "lr": lr,
+                **self._mfu,
+                "throughput/tokens_per_second": self.tokens_per_iter / seconds,
+                "throughput/tokens_per_second_per_rank": self.tokens_per_iter / seconds / launched().world_size,
+                "throughput/tflops_per_rank": self.flops_per_iter / seconds / 1e12,
+                "throughput/eta_hours": (self.max_iters - iteration) * self._own_s() / iterations / 3600,
+                "time/elapsed_s": self.elapsed_s(),
+                "time/step_ms": seconds * 1000,
+                "time/data_ms": phases["data"],
+                "time/forward_backward_ms": phases["forward"] + phases["backward"],
+                "time/optimizer_ms": phases["clip"] + phases["update"],
             }
-        if self._is_measured:
-            computed_ms = forward_backward_ms + optimizer_ms + phases["memory"] - exposed_ms
-            event |= self._over_ranks(loss.item(), computed_ms + (phases["data"] if self.device.type == "cpu" else 0))
-        percent = f"{event['mfu']:.2f}%" if self._mfu else "n/a"
-        self.log.log(
-            event,
-            f"iter {iteration}: loss {global_loss:.4f}, time {seconds * 1000:.2f}ms, mfu {percent}, "
-            f"{self.tokens_per_iter / seconds:,.0f} tok/s, {self.memory.peak_of} {self.memory.peak() / 1e9:.2f} GB at the peak",
-        )
-        self._begin, self._timed, self._before = end, 0, now  # the time of logging is part of the next iteration
-        return event
+            if launched().world_size > 1:  # without the collectives that the run has not used
+                event |= {
+                    "comm/exposed_ms": exposed_ms,
+                    **{f"comm/exposed_{_key(kind)}_ms": waited[kind] for kind in KINDS if kind in self._waited_for},
+                    "comm/exposed_percent": exposed_ms / (seconds * 1000) * 100,
+                    "comm/sent_mb_per_step": sum(sent.values()) / 1e6,
+                    **{f"comm/sent_{_key(kind)}_mb_per_step": sent[kind] / 1e6 for kind in KINDS if lap.sent_so_far[kind]},
+                }
+            event |= over_ranks
+            percent = f"{event['mfu']:.2f}%" if self._mfu else "n/a"
+            self.log.log(
+                event,
+                f"iter {iteration}: loss {figures.loss:.4f}, time {seconds * 1000:.2f}ms, mfu {percent}, "
+                f"{self.tokens_per_iter / seconds:,.0f} tok/s, {self.memory.peak_of} {peak / 1e9:.2f} GB at the peak",
+            )
+            self._show(event)
+
+        self.log.defer(write)
 
     def log_evaluation(self, iteration: int, losses: dict[str, float], lr: float, seconds: float) -> None:
         """Log the losses of an evaluation.
@@ -174,13 +177,11 @@ class Meter:
         }
         self.log.log(event, f"step {iteration}: train loss {losses['train']:.4f}, val loss {losses['val']:.4f}")
 
-    def _over_ranks(self, loss: float, computed_ms: float) -> dict[str, float]:
-        """Return the metrics that compare the ranks. Needs to be called on all ranks.
-
-        Args:
-            loss: loss of this rank.
-            computed_ms: time of an iteration in which this rank did not wait for other ranks.
-        """
+    def _over_ranks(self, loss: float, lap: "Lap") -> dict[str, float]:
+        """Return the metrics that compare the ranks. Needs to be called on all ranks. `loss`: of this rank."""
+        phases, waited, _ = lap.means()
+        computed = "forward", "backward", "clip", "update", "memory", *(["data"] if self.device.type == "cpu" else [])
+        computed_ms = sum(phases[name] for name in computed) - sum(waited.values())  # without waits for other ranks
         memory = self.memory.take()
         own = [loss, computed_ms, self.memory.held_before_step, *memory.values()]
         losses, times, held, *by_figure = zip(*gather_numbers(own), strict=True)  # each: one number per rank
@@ -201,22 +202,36 @@ class Meter:
             event["memory/saved_mb"] = saved / 1e6
         return event
 
-    def _totals(self) -> "Spent":
-        phase_ms = dict.fromkeys(("forward", "backward", "data", "clip", "update", "memory"), 0.0) | self._phases.read_ms()
-        return Spent(phase_ms, self._communication.waited_ms(), self._communication.sent_bytes())
+    def _own_s(self) -> float:
+        return time.perf_counter() - self._started
+
+    def _end_lap(self) -> "Lap":
+        """Return what was spent since the last restart or log, and begin anew. Does not wait for the device."""
+        end, before, self._sent = mark(self.device), self._sent, self._communication.sent_bytes()
+        self._phases.add("lap", self._begin, end)
+        lap = Lap(self._timed, self._phases.take(), self._communication.waits.take(), before, self._sent)
+        self._begin, self._timed = end, 0  # the time of logging is part of the next iteration
+        return lap
 
 
-class Spent(NamedTuple):
-    """What a rank has spent since the start of the run, or in an iteration."""
+class Lap(NamedTuple):
+    """What a rank has spent in some iterations."""
 
-    phase_ms: Mapping[str, float]  # by phase of an iteration; "memory": its measurement
-    waited_ms: Mapping[str, float]  # by kind of collective
-    sent_bytes: Mapping[str, float]  # by kind of collective
+    iterations: int
+    phases: Stopwatch  # by phase of an iteration; "memory": its measurement; "lap": all of it
+    waits: Stopwatch  # by kind of collective
+    sent_before: Mapping[str, int]  # bytes by kind of collective, since the start of the run
+    sent_so_far: Mapping[str, int]
 
-    def per_iteration_since(self, before: "Spent", iterations: int) -> "Spent":
-        """Return the means over the iterations since `before`."""
-        pairs = zip(self, before, strict=True)
-        return Spent(*({key: (total - old.get(key, 0.0)) / iterations for key, total in now.items()} for now, old in pairs))
+    def means(self) -> tuple[Mapping[str, float], ...]:
+        """Return the means over the iterations: ms by phase, waited ms by kind of collective, and sent bytes by kind.
+
+        Waits until the device has ended the lap.
+        """
+        waited = {kind: ms for kind, ms in self.waits.read_ms().items() if kind in KINDS}
+        sent = {kind: count - self.sent_before[kind] for kind, count in self.sent_so_far.items()}
+        totals: list[Mapping[str, float]] = [self.phases.read_ms(), waited, sent]
+        return tuple(defaultdict(float, {key: total / self.iterations for key, total in of.items()}) for of in totals)
 
 
 def _key(kind: str) -> str:

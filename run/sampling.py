@@ -7,7 +7,6 @@ import torch
 
 from data.vocabulary import DataError, load_codec
 from distributed.heartbeat import position
-from distributed.ranks import print0
 from model import GPT
 from run.logger import Logger
 
@@ -71,6 +70,5 @@ class Sampler:
             tokens = self._model.generate(prompt, TOKENS, TEMPERATURE, TOP_K, self._codec.vocab_size)
         self._model.train()
         text = self._codec.decode(tokens[0, len(self._prompt) :].tolist())
-        print0(f"sample {iteration}:\n{text}\n---------------")
-        log.log({"iter": iteration, "sample/text": text})
+        log.log({"iter": iteration, "sample/text": text}, f"sample {iteration}:\n{text}\n---------------")
         return True

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from functools import wraps
 
 import torch
@@ -200,10 +201,23 @@ def error_in_iteration(iteration):
     from run.guard import Guard
 
     @around(Guard, "report")
-    def report(original, self, number):
+    def report(original, self, number, *args):
         if number == iteration:
             raise RuntimeError("an error in the program")
-        original(self, number)
+        original(self, number, *args)
+
+
+def reads_as_from_a_gpu(fault=None):
+    """The figures of an iteration are read when the next forward is under way, perhaps with another fault."""
+    from run.hooks import Run
+
+    @around(Run, "watch")
+    def watch(original, self, *args):
+        original(self, *args)
+        self._reads_later = True
+
+    if fault:
+        fault()
 
 
 # -- what a test looks at ------------------------------------------------------------------------------------------------
@@ -217,6 +231,35 @@ def print_checkpointed_blocks():
         if type(x) is torch.Tensor:  # the prediction of activations calls it with fake tensors
             print("keeps only its input")
         return original(block, x, **kwargs)
+
+
+def print_phases_and_collectives():
+    """On rank 0, what an iteration does, in order: "> phase", "< phase" at its end, and the collectives of its figures."""
+    import torch.distributed as dist
+
+    from run.hooks import Run
+    from zero.collectives import Communicator
+
+    if rank() > 0:
+        return
+
+    @around(Run, "phase")
+    @contextmanager
+    def phase(original, self, name):
+        with original(self, name):
+            print(f"> {name}")
+            yield
+        print(f"< {name}")
+
+    @around(dist, "all_reduce")
+    def all_reduce(original, tensor, *args, **kwargs):
+        print(f"all-reduce of {tensor.numel()} {str(tensor.dtype).removeprefix('torch.')}")
+        return original(tensor, *args, **kwargs)
+
+    @around(Communicator, "all_gather")
+    def all_gather(original, *args):
+        print("all-gather")
+        return original(*args)
 
 
 def print_prompts():

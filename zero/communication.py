@@ -41,11 +41,14 @@ class CommunicationMeter:
 
     Args:
         model, optimizer: what `zero.build.build` returned.
+
+    Attributes:
+        waits: the time waited, by kind of collective.
     """
 
     def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self._comm = optimizer.comm if isinstance(optimizer, ShardedOptimizer) else None
-        self._waits = self._comm.waits if self._comm else Stopwatch()
+        self.waits = self._comm.waits if self._comm else Stopwatch()
         self._device = next(model.parameters()).device
         self._sent_per_step: dict[str, int] = {}
         self._synchronized = 0  # number of backward passes with an all-reduce
@@ -65,7 +68,7 @@ class CommunicationMeter:
 
     def waited_ms(self) -> dict[str, float]:
         """Return the time that the computation has waited, in ms, by kind. Waits until a GPU has ended the last wait."""
-        waited = self._waits.read_ms()
+        waited = self.waits.read_ms()
         return {kind: waited.get(kind, 0.0) for kind in KINDS}
 
     def _after_forward(self, model: torch.nn.Module, _: Any, output: Any) -> None:
@@ -89,8 +92,8 @@ class CommunicationMeter:
         Variable._execution_engine.queue_callback(on_last_gradient)
 
     def _end_backward(self, begin: Mark) -> None:
-        self._waits.add("all-reduce", begin, mark(self._device))
+        self.waits.add("all-reduce", begin, mark(self._device))
 
     def _timed_broadcast(self) -> None:
-        with self._waits.measure("broadcast", self._device):
+        with self.waits.measure("broadcast", self._device):
             self._broadcast()

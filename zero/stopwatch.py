@@ -37,6 +37,12 @@ class Stopwatch:
             assert isinstance(end, float)
             self._seconds[name] += end - begin
 
+    def take(self) -> "Stopwatch":
+        """Return the time so far as a stopwatch of its own, and begin anew."""
+        taken = Stopwatch()
+        taken.__dict__, self.__dict__ = self.__dict__, taken.__dict__
+        return taken
+
     def read_ms(self) -> dict[str, float]:
         """Return the time so far by name, in ms. Waits until a GPU has reached the last mark."""
         while self._unread:

@@ -177,5 +177,6 @@ def test_watching_never_waits_for_the_device():
             guard.check(loss.detach(), clip_grad_norm_(optimizer, 1.0))
             optimizer.step()
             optimizer.zero_grad()
+            guard.figures()
         with pytest.raises(DataDependentOutputException):
             guard.report(1)

@@ -1,0 +1,79 @@
+"""The figures of an iteration: what they send, and when the host reads them, on a GPU later than on a CPU."""
+
+import json
+import re
+from functools import partial
+
+import faults
+import pytest
+from scripts import SETTINGS, run
+
+from zero.stopwatch import Stopwatch
+
+FLAGS = ["--dropout=0.0", "--max_iters=11", "--eval_interval=4", "--sample_interval=6", "--zero_bucket_mb=1"]
+TIMES = r"time/|throughput/|mfu|comm/exposed|checkpoint/.*_s$|memory/peak"
+
+
+def trained(out, data, *flags, before=None, code=0):
+    """The events of a run without its times, and what it printed."""
+    process = run("train.py", *SETTINGS, f"--dataset={data}", f"--out_dir={out}", *FLAGS, *flags, ranks=2, before=before)
+    assert process.returncode == code, process.stderr
+    with open(out / "metrics.jsonl") as file:
+        events = [json.loads(line) for line in file]
+    return [{key: value for key, value in event.items() if not re.match(TIMES, key)} for event in events], process
+
+
+@pytest.mark.parametrize("log_interval", [1, 3])
+def test_a_later_reading_changes_neither_figures_nor_order_nor_what_a_resumed_run_has(data, tmp_path, log_interval):
+    flags = f"--log_interval={log_interval}", "--async_save=True"
+    expected, process = trained(tmp_path / "plain", data, *flags)
+    later, other = trained(tmp_path / "later", data, *flags, before=faults.reads_as_from_a_gpu)
+    assert len({event["iter/loss"] for event in later if "iter/loss" in event}) == len(range(0, 12, log_interval))
+
+    def without_saves(events):  # a save in the background ends at some time
+        return [event for event in events if "checkpoint/bytes" not in event]
+
+    assert without_saves(later) == without_saves(expected)
+    lines = [re.findall(r"^(?:iter|step|sample) \d+:", text.stdout, re.M) for text in (process, other)]
+    assert lines[1] == lines[0]
+    again = ["--init_from=resume", "--max_iters=15", f"--log_interval={log_interval}"]
+    trained(tmp_path / "later", data, *again, before=faults.reads_as_from_a_gpu)
+    with open(tmp_path / "later" / "metrics.jsonl") as file:
+        numbers = [event["iter"] for event in map(json.loads, file) if "iter/loss" in event]
+    assert numbers == list(range(0, 16, log_interval))
+
+
+def test_an_update_that_is_not_finite_ends_the_run_with_the_same_reason(data, tmp_path):
+    _, plain = trained(tmp_path / "plain", data, before=faults.infinite_norm, code=1)
+    _, later = trained(tmp_path / "later", data, before=partial(faults.reads_as_from_a_gpu, faults.infinite_norm), code=1)
+    line = "the run ends at iteration 0, not finite since iteration 0: the gradient norm is "
+    assert line in plain.stderr
+    assert line in later.stderr
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_the_figures_are_sent_before_the_update_and_read_after_the_next_forward(data, tmp_path, later):
+    fault = partial(faults.reads_as_from_a_gpu, faults.print_phases_and_collectives)
+    before = fault if later else faults.print_phases_and_collectives
+    _, process = trained(tmp_path, data, "--gradient_accumulation_steps=2", before=before)
+    done = re.findall(r"^([<>] \w+|all-.*|iter \d+)", process.stdout, re.M)
+    iteration = done[done.index("iter 1") : done.index("iter 2")]
+    others = [step for step in iteration if "iter" not in step and "data" not in step]
+    start = others.index("> clip")
+    gathers = [step for step in others if step == "all-gather"]
+    assert gathers
+    expected = ["> clip", "all-reduce of 1 float32", "< clip", "all-reduce of 2 float32", "> update", *gathers, "< update"]
+    assert others[start : start + len(expected)] == expected, "the loss is with the flag, ahead of all-gathers"
+    assert sum("float32" in step for step in others) == 2, "no other one has figures"
+    place = done.index("iter 2")
+    assert done[place - 1] == ("< data" if later else "< update")
+    assert next(step for step in done[place:] if step[0] in "<>") == ("> backward" if later else "> forward")
+
+
+def test_a_stopwatch_that_was_taken_keeps_its_times():
+    watch = Stopwatch()
+    watch.add("first", 1.0, 3.0)
+    taken = watch.take()
+    watch.add("second", 3.0, 4.0)
+    assert taken.read_ms() == {"first": 2000.0}
+    assert watch.read_ms() == {"second": 1000.0}

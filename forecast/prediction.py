@@ -19,6 +19,7 @@ from zero.collectives import PART, SUMMED_BY_NCCL, received_numels
 from zero.communication import sent_by_data_parallel
 from zero.layout import ParameterSpec, Plan
 from zero.muon.matrices import MatrixPlan, RoundSizes, iteration_flops, matrix_plan, stacked
+from zero.tensors import piece_numel
 
 PURPOSES = ("parameters", "gradients", "state", "master", "buckets")
 
@@ -202,15 +203,18 @@ class Prediction:
 
     @cached_property
     def decoded(self) -> list[int]:
-        """Bytes of float32 copies of what each bucket holds in another form, while it is updated."""
+        """Bytes of float32 copies of what each bucket has in another form, while it is updated."""
+        is_decoded = self.plan.state_dtype != "float32"
         found = []
         for buffer in self.plan.buffers:
             for shard in (shards[self.rank] for shards in buffer.layout.shards):
-                # the momentum of a matrix is needed for one slice at a time, see `exchanged`
-                parts = [(self.plan.params[buffer.params[part.param]], part) for part in buffer.layout.placed_in(shard)]
-                by_element = sum(spec.state_tensors * (part.stop - part.start) for spec, part in parts if not spec.matrices)
-                moments = 0 if self.plan.state_dtype == "float32" else by_element
-                found.append(4 * (shard.numel * buffer.has_remainders + moments))
+                copied = shard.numel * buffer.has_remainders
+                for part in buffer.layout.placed_in(shard):
+                    spec = self.plan.params[buffer.params[part.param]]
+                    # of a matrix there are the directions; its momentum is needed earlier, see `exchanged`
+                    tensors = 1 if spec.matrices else spec.state_tensors * is_decoded
+                    copied += tensors * (part.stop - part.start)
+                found.append(4 * copied)
         return found
 
     def _is_encoded(self, number: int) -> bool:
@@ -312,27 +316,33 @@ class ShardedPrediction(Prediction):
 
     @cached_property
     def exchanged(self) -> int:
-        """Largest bytes that the exchange of matrices takes in an update, see `zero.muon.exchange`: three rounds at a time.
+        """Largest bytes that the exchange of matrices takes in an update, in a stage of `zero.muon.exchange`.
 
-        Of the one that is transformed there are first its elements and whole matrices with the temporary tensors of
-        Newton-Schulz, then its elements, whole matrices and what is sent back and received.
+        While a round is sent, there are float32 tensors of its slices, and those of the codec. While the one before it is
+        transformed, there are its elements, whole matrices and the temporary tensors of Newton-Schulz, then what is sent back
+        and received. The directions of the one before that return, and those of earlier rounds may wait for the update of
+        their bucket.
         """
         if not self._rounds:
             return 0
-        nothing = [RoundSizes(0, 0, 0, 0)] * 2
-        sizes, peak = nothing + self._rounds + nothing, 0
-        for later, transformed, updated in zip(sizes, sizes[1:], sizes[2:], strict=False):  # the last bucket comes first
-            in_flight = later.held + later.received + updated.held + updated.received
-            of_transformed = transformed.held + 2 * transformed.received
-            at_the_end = transformed.received + transformed.held
-            peak = max(peak, in_flight + of_transformed + max(4 * transformed.largest, at_the_end))
-        return peak * self._matrix_itemsize
+        nothing, peak = [RoundSizes()] * 2, 0
+        is_encoded = self.plan.state_dtype != "float32"
+        padded = nothing + self._rounds + nothing
+        for arrived, (returning, transformed, sent) in enumerate(zip(padded, padded[1:], padded[2:], strict=False), -2):
+            waiting = sum(round_.held for round_ in self._rounds[: max(0, arrived)] if round_.until > arrived)
+            waiting += returning.held + returning.received + sent.held + sent.received
+            there = transformed.received + max(transformed.temporary, transformed.received + transformed.held)
+            while_sent = 4 * sent.held + self._matrix_itemsize * transformed.held
+            if is_encoded:  # the momentum, and what a codec computes of a piece: 12 bytes per element
+                while_sent += 4 * sent.held + 12 * min(sent.held, piece_numel(self.on_cpu))
+            while_transformed = self._matrix_itemsize * there
+            peak = max(peak, self._matrix_itemsize * (waiting + transformed.received) + max(while_sent, while_transformed))
+        return peak
 
     @cached_property
     def _rounds(self) -> list[RoundSizes]:
         """What this rank exchanges of matrices in each round; empty: there are none."""
-        rounds = sum(len(buffer.layout.shards) for buffer in self.plan.buffers)
-        return self._matrices.sizes(self.rank, rounds) if self._matrices is not None else []
+        return self._matrices.sizes(self.rank) if self._matrices is not None else []
 
     @cached_property
     def _matrices(self) -> MatrixPlan | None:

@@ -345,7 +345,7 @@ def zero_redundancy_plan(params: Sequence[ParameterSpec], world_size: int) -> Pl
     Group by group, the largest parameter first, each parameter goes to the rank with the fewest elements so far.
     """
     order = sorted(range(len(params)), key=lambda number: (params[number].group, -params[number].numel))
-    owners = balanced([spec.numel for spec in params], world_size, order)
+    owners = balanced([spec.numel for spec in params], [0] * world_size, order)
     assigned: list[list[Slice]] = [[] for _ in range(world_size)]
     for number in order:
         assigned[owners[number]].append(Slice(number, 0, params[number].numel))
@@ -357,17 +357,20 @@ def replicated_plan(params: Sequence[ParameterSpec]) -> Plan:
     return Plan(tuple(params), 1, assigned=(tuple(Slice(number, 0, spec.numel) for number, spec in enumerate(params)),))
 
 
-def balanced(costs: Sequence[int], world_size: int, order: Iterable[int] | None = None) -> list[int]:
-    """Return a rank for each cost: in order, the rank with the least so far, the first of several.
+def balanced(costs: Sequence[int], loads: list[int], order: Iterable[int] | None = None) -> list[int]:
+    """Return a rank for each cost: in order, the rank with the smallest load, the first of several.
 
     Args:
+        loads: those of the ranks so far, to which the costs are added.
         order: numbers of the costs. Default: the largest cost first ("longest processing time").
     """
-    loads = [(0, rank) for rank in range(world_size)]
+    smallest = sorted((load, rank) for rank, load in enumerate(loads))  # a heap
     ranks = [0] * len(costs)
     for number in sorted(range(len(costs)), key=lambda number: -costs[number]) if order is None else order:
-        load, ranks[number] = loads[0]
-        heapq.heapreplace(loads, (load + costs[number], ranks[number]))
+        _, rank = smallest[0]
+        loads[rank] += costs[number]
+        ranks[number] = rank
+        heapq.heapreplace(smallest, (loads[rank], rank))
     return ranks
 
 

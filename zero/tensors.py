@@ -10,9 +10,6 @@ import torch
 from torch.utils._pytree import tree_leaves
 from torch.utils.dlpack import from_dlpack
 
-_CACHED = 2**17  # elements to process at a time, so that intermediate results fit into a CPU's cache
-_LAUNCHED = 2**23  # on a GPU, so that they take little memory, and longer than the launch of a kernel
-
 
 def flattened(tensor: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
     """Flatten `tensor`, which has the shape of `param`, in the order in which the elements of `param` lie in memory.
@@ -40,10 +37,17 @@ def meta_like(param: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return shaped(torch.empty(param.numel(), dtype=dtype, device="meta"), param)
 
 
+def piece_numel(on_cpu: bool) -> int:
+    """Return how many elements are processed at a time.
+
+    On a CPU, intermediate results fit into its cache. On a GPU they take little memory, and longer than the launch of a kernel.
+    """
+    return 2**17 if on_cpu else 2**23
+
+
 def pieces(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
     """Yield tensors of equal length part by part: few elements of the first one at a time on a CPU, more on a GPU."""
-    numel = _CACHED if tensors[0].device.type == "cpu" else _LAUNCHED
-    length = numel // max(1, tensors[0].shape[1:].numel())
+    length = piece_numel(tensors[0].device.type == "cpu") // max(1, tensors[0].shape[1:].numel())
     return zip(*(tensor.split(length) for tensor in tensors), strict=True)
 
 

@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -35,8 +36,12 @@ class SliceUpdate:
         self._coded: dict[torch.nn.Parameter, CodedState] = {}  # by slice
         if codec is not None:
             names = rounded_state(type(inner))
-            for bucket, has_matrices in itertools.product(buckets, (False, True)):
-                slices = [owned.local for owned in bucket.owned if self._has_matrices(owned) == has_matrices]
+            together: dict[tuple[int | None, int | None], list[torch.nn.Parameter]] = {}  # by bucket, or round of matrices
+            for bucket in buckets:
+                for owned in bucket.owned:
+                    round_ = self._round_of(owned)
+                    together.setdefault((bucket.number if round_ is None else None, round_), []).append(owned.local)
+            for slices in together.values():
                 self._coded.update(dict.fromkeys(slices, CodedState(codec, inner, slices, names)))
             inner.register_load_state_dict_post_hook(self._encode_loaded)
 
@@ -49,31 +54,19 @@ class SliceUpdate:
             check_rounding(type(self.inner), self.inner.param_groups)
         if self in _FAILED:
             raise RuntimeError("a step has failed while matrices were exchanged; restart the program from a checkpoint")
-        if self.exchange is not None:
-            self.exchange.begin(changed)
-        order = [bucket.number for buckets in rounds for bucket in buckets]
-        positions = itertools.count()
         try:
+            if self.exchange is not None:
+                self.exchange.begin(changed, self._before)
             for buckets in rounds:
                 with region(f"zero::update bucket {buckets[0].number}" if len(buckets) == 1 else "zero::update"):
-                    for _ in buckets:
-                        self._exchange_for(order, next(positions))
+                    if self.exchange is not None:
+                        self.exchange.arrive(buckets, self._before)
                     self._update(buckets)
                 yield buckets
         except BaseException:
             if self.exchange is not None and self.exchange.comm.shard_size > 1:
                 _FAILED.append(self)
             raise
-
-    def _exchange_for(self, order: list[int], position: int) -> None:
-        """Wait for the directions of the bucket at a position in the order of the updates, and work ahead for the next two."""
-        if (exchange := self.exchange) is not None:
-            for later in order[position + 2 if position else 0 : position + 3]:
-                with self._in_float32(exchange.slices(later)):
-                    exchange.send(later, lambda owned, group: exchange.inner.before(owned.local, group))
-            for later in order[position + 1 if position else 0 : position + 2]:
-                exchange.transform(later)
-            exchange.receive(order[position])
 
     def _update(self, buckets: list[Bucket]) -> None:
         groups = self.inner.param_groups
@@ -82,16 +75,20 @@ class SliceUpdate:
             for index, group in enumerate(groups):
                 locals_ = [local for bucket in buckets for local in bucket.local_by_group.get(index, [])]
                 group["params"] = [] if self.exchange is not None and group.get("matrices") else locals_
-        updated = [[owned for owned in bucket.owned if owned.local.grad is not None] for bucket in buckets]
+        by_element = [
+            owned.local
+            for bucket in buckets
+            for owned in bucket.owned
+            if owned.local.grad is not None and self._round_of(owned) is None
+        ]
         loaded = []
         try:
-            for bucket, slices in zip(buckets, updated, strict=True):
+            for bucket in buckets:
                 bucket.load_masters()
                 loaded.append(bucket)
-                for owned in slices:
-                    if self.exchange is not None and self._has_matrices(owned):
-                        self.exchange.apply(owned)
-            with self._in_float32(owned for slices in updated for owned in slices if not self._has_matrices(owned)):
+                if self.exchange is not None:
+                    self.exchange.apply(bucket)
+            with self._in_float32(by_element):
                 own_step(type(self.inner))(self.inner)
         finally:
             for group, params in zip(groups, everything, strict=True):
@@ -99,10 +96,17 @@ class SliceUpdate:
             for bucket in loaded:
                 bucket.store_masters()
 
+    def _before(self, by_group: dict[int, list[torch.nn.Parameter]]) -> list[torch.Tensor]:
+        """Call `before` of the inner optimizer for the slices of each group, with their state in float32."""
+        inner: Any = self.inner
+        with self._in_float32(itertools.chain(*by_group.values())):
+            each = [inner.before(locals_, inner.param_groups[index]) for index, locals_ in by_group.items()]
+        return list(itertools.chain(*each))
+
     @contextmanager
-    def _in_float32(self, slices: Iterable[OwnedSlice]) -> Iterator[None]:
+    def _in_float32(self, locals_: Iterable[torch.nn.Parameter]) -> Iterator[None]:
         """Return a context in which the state of some slices is not encoded."""
-        coded = dict.fromkeys(self._coded[owned.local] for owned in slices if owned.local in self._coded)
+        coded = dict.fromkeys(self._coded[local] for local in locals_ if local in self._coded)
         try:
             for state in coded:
                 state.decode()
@@ -111,8 +115,8 @@ class SliceUpdate:
             for state in coded:
                 state.encode()
 
-    def _has_matrices(self, owned: OwnedSlice) -> bool:
-        return self.exchange is not None and self.exchange.has_matrices(owned.param)
+    def _round_of(self, owned: OwnedSlice) -> int | None:
+        return None if self.exchange is None else self.exchange.round_of(owned.param)
 
     def _encode_loaded(self, _: torch.optim.Optimizer) -> None:
         for state in dict.fromkeys(self._coded.values()):

@@ -23,18 +23,19 @@ from zero import checkpoint as ckpt
 from zero.layout import ParameterSpec
 from zero.layout import plan as make_plan
 from zero.muon.matrices import iteration_flops, matrix_plan
-from zero.muon.muon import orthogonalized
+from zero.muon.muon import COEFFICIENTS, orthogonalized
 
 WIDTH = 24
 DECAY = 0.1
 
 
 class Toy(nn.Module):
-    """Query, key and value in one weight, wide and tall matrices, one without a gradient and a frozen one."""
+    """Query, key and value in one weight, wide and tall matrices, one without a gradient and a frozen one; several rounds."""
 
     def __init__(self):
         super().__init__()
         self.embedding = nn.Embedding(11, WIDTH)
+        self.mixes = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(8))
         self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
         self.up = nn.Linear(WIDTH, 40)
         self.frozen = nn.Linear(40, 40).requires_grad_(False)
@@ -44,6 +45,8 @@ class Toy(nn.Module):
 
     def forward(self, tokens, targets):
         x = self.embedding(tokens)
+        for mix in self.mixes:
+            x = x + torch.tanh(mix(x))
         query, key, value = self.qkv(x).chunk(3, -1)
         x = x + torch.tanh(query * key) + value
         x = x + self.down(torch.tanh(self.frozen(self.up(x))))
@@ -51,6 +54,7 @@ class Toy(nn.Module):
 
     def param_groups(self):
         single, stacked = [self.up.weight, self.down.weight, self.unused.weight], [self.qkv.weight]
+        single += [mix.weight for mix in self.mixes]
         of_matrices = {id(param) for param in single + stacked}
         others = [param for param in self.parameters() if param.requires_grad and id(param) not in of_matrices]
         return [
@@ -293,8 +297,9 @@ def test_bytes_and_balance_of_gpt2(name, world_size, balance):
                 sent[owner] += 2 * part.numel
     numel = sum(matrix.numel for matrix in matrices)
     expected = 4 * numel * (world_size - 1) / world_size**2
-    # less if owners hold more of their matrices than 1/N, by chance
-    assert (0.94 if world_size <= 8 else 0.98) * expected <= sum(sent) / world_size <= 1.02 * expected
+    # by chance, owners hold more or less of their matrices than 1/N
+    tolerance = 0.06 if world_size <= 8 else 0.02
+    assert (1 - tolerance) * expected <= sum(sent) / world_size <= (1 + tolerance) * expected
     assert max(load) * world_size / sum(load) <= balance
     state = 4 * numel + 8 * (sum(spec.numel for spec in plan.params) - numel)
     for rank in {0, world_size // 2, world_size - 1}:
@@ -303,6 +308,21 @@ def test_bytes_and_balance_of_gpt2(name, world_size, balance):
         assert prediction.iteration_flops == load[rank]
         assert prediction.state == pytest.approx(state / world_size, rel=0.1 if world_size <= 8 else 1)
     assert sum(plan.state_bytes) == state
+
+
+@pytest.mark.parametrize("world_size", [2, 4, 8, 16, 64])
+@pytest.mark.parametrize("name", ["gpt2", "gpt2-xl"])
+def test_hardly_any_rank_waits_for_another_one_in_the_schedule(name, world_size):
+    """With communication that takes no time, against equal loads, or the largest matrix where there are too few."""
+    plan = matrix_plan(make_plan(gpt_specs(GPTConfig(**GPT2_SIZES[name], bias=False), {}), world_size))
+    rounds = [[0] * world_size for _ in range(max(plan.rounds) + 1)]
+    costs = [iteration_flops(matrix.shape) for matrix in plan.matrices]
+    for number, owner, cost in zip(plan.rounds, plan.owners, costs, strict=True):
+        rounds[number][owner] += cost
+    ends = [[0] * world_size] * 2  # when each rank has transformed each round
+    for loads in rounds:  # all ranks send a round when they have transformed the second one before it
+        ends.append([max(*ends[-2], own) + load for own, load in zip(ends[-1], loads, strict=True)])
+    assert max(ends[-1]) <= 1.15 * max(sum(costs) / world_size, *costs)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 5])
@@ -362,7 +382,7 @@ def test_resumed_on_as_many_ranks_bit_for_bit_and_on_others_as_without_sharding(
         assert largest_difference(elsewhere[0], plain) <= (0 if world_size < 3 else 1e-2)
     kinds = [set(state) for state in saved[1]["state"].values()]  # as in torch's optimizers
     assert {frozenset(kind) for kind in kinds} == {frozenset({"momentum_buffer"}), frozenset({"step", "exp_avg", "exp_avg_sq"})}
-    assert kinds.count({"momentum_buffer"}) == 3
+    assert kinds.count({"momentum_buffer"}) == 11
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------
@@ -476,8 +496,15 @@ def test_ranks_that_fail_in_different_rounds_end_together():
     assert "OutOfMemoryError: on rank" in str(raised.value)
 
 
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_batch_has_the_bits_of_torchs_iterations_of_each_matrix(count):
+    matrices = torch.randn(count, 3072, 768, generator=torch.Generator().manual_seed(0)).bfloat16()
+    expected = [_muon._zeropower_via_newtonschulz(matrix, COEFFICIENTS, 5, 1e-7) for matrix in matrices]
+    assert torch.equal(orthogonalized(matrices, 5), torch.stack(expected))
+
+
 def test_orthogonalized_has_singular_values_of_about_one():
-    matrix = torch.randn(30, 50, generator=torch.Generator().manual_seed(0))
-    for each in (matrix, matrix.T):
+    matrices = torch.randn(3, 30, 50, generator=torch.Generator().manual_seed(0))
+    for each in (matrices, matrices.mT):
         values = torch.linalg.svdvals(orthogonalized(each, 5))
         assert 0.5 < values.min() <= values.max() < 1.3

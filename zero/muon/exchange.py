@@ -2,166 +2,196 @@
 
 import itertools
 from bisect import bisect_right
-from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Iterable
+from operator import itemgetter
+from typing import Any, NamedTuple
 
 import torch
 
-from zero.buckets import OwnedSlice
+from zero.buckets import Bucket, OwnedSlice
 from zero.collectives import AllToAllWork, Communicator
 from zero.muon.matrices import Part, matrix_plan, stacked
 from zero.muon.muon import Muon, is_skipped
 from zero.stopwatch import region
-from zero.tensors import shaped
+
+# of slices by group of the inner optimizer, see `Muon.before`
+Before = Callable[[dict[int, list[torch.nn.Parameter]]], list[torch.Tensor]]
 
 
-@dataclass
-class Round:
-    """The matrices that are exchanged together: those which the update of one bucket needs first."""
+class Round(NamedTuple):
+    """What this rank exchanges in a round."""
 
-    sent: list[list[Part]]  # by rank: what this rank sends, in that order
-    received: list[list[Part]]  # by rank: what this rank receives
-    params: set[int] = field(default_factory=set)  # numbers of the parameters that consist of these matrices
-
-
-@dataclass
-class InFlight:
-    """A round of this step. Until `work` is done, nothing of it may be read."""
-
-    sent: list[list[Part]]  # as in `Round`, of the parameters that have a gradient
-    received: list[list[Part]]
-    work: AllToAllWork
+    sent: list[Part]  # rank by rank: what it sends to the owners, and gets back from them
+    sent_numels: list[int]  # by rank
+    received: list[Part]  # rank by rank: what it receives of the matrices that it owns, and sends back
+    received_numels: list[int]
+    device: torch.device
 
 
 class MatrixExchange:
     """Exchanges matrices between the ranks of a shard group, round by round. Every method needs to be called on all ranks.
 
-    There is a round for each bucket, in three parts: `send`, `transform` and `receive`. Those of different rounds overlap.
+    `zero.muon.matrices.MatrixPlan` says which matrices a round has. Slices are sent to the owners of their matrices, the owners
+    transform these and send the directions back, and the directions are received. In a stage of the update, this happens to
+    three rounds: while one is transformed, the next one is on its way, and so are the directions of the one before.
 
     Args:
         optimizer: a ShardedOptimizer with Muon as its inner optimizer.
 
     Attributes:
-        plan: who transforms what.
+        plan: who transforms what, and when.
     """
 
     def __init__(self, optimizer: Any) -> None:
-        comm, buckets, plan = optimizer.comm, optimizer.buckets, optimizer.plan
-        self.comm: Communicator = comm
+        buckets, plan = optimizer.buckets, optimizer.plan
+        self.comm: Communicator = optimizer.comm
         self.inner: Muon = optimizer.inner
         self.plan = matrix_plan(plan)
         self.number_of: dict[torch.nn.Parameter, int] = optimizer.number_of
+        self._buckets: list[Bucket] = buckets
         self._specs = [plan.params[number] for buffer in plan.buffers for number in buffer.params]
-        self._device = buckets[0].data.device if buckets else None
-        ranks = range(comm.shard_size)
-        self._rounds = [Round([[] for _ in ranks], [[] for _ in ranks]) for _ in buckets]
         offsets = [[owned.offset for owned in bucket.owned] for bucket in buckets]
         self._slice_of: dict[Part, OwnedSlice] = {}  # by part of this rank
-        of_matrices = (self.plan.matrices, self.plan.owners, self.plan.parts, self.plan.rounds)
-        for matrix, owner, parts, number in zip(*of_matrices, strict=True):
-            round_ = self._rounds[number]
-            round_.params.add(matrix.param)
-            for part in parts:
-                if owner == comm.shard_rank:
-                    round_.received[part.rank].append(part)
-                if part.rank == comm.shard_rank:
-                    round_.sent[owner].append(part)
-                    self._slice_of[part] = buckets[part.bucket].owned[bisect_right(offsets[part.bucket], part.offset) - 1]
-        self._used: set[int] = set()  # numbers of the parameters that this step updates
-        self._in_flight: dict[int, InFlight] = {}  # by round
-        self._directions: dict[torch.nn.Parameter, list[torch.Tensor]] = {}  # that have arrived, by slice
+        for part in itertools.chain(*self.plan.parts):
+            if part.rank == self.comm.shard_rank:
+                self._slice_of[part] = buckets[part.bucket].owned[bisect_right(offsets[part.bucket], part.offset) - 1]
+        self._round_of = {matrix.param: number for matrix, number in zip(self.plan.matrices, self.plan.rounds, strict=True)}
+        self._used: set[int] = set()  # numbers of the parameters with matrices that this step updates
+        self._rounds: list[Round] = []  # of their matrices
+        self._needed: dict[int, int] = {}  # how many stages must have ended before a bucket is updated, by its number
+        self._stage = 0  # the next one
+        self._works: dict[int, AllToAllWork] = {}  # in flight, by number of the round
+        # what has arrived, by number of the bucket: a slice, the first of its elements, the direction of these
+        self._directions: dict[int, list[tuple[OwnedSlice, int, torch.Tensor]]] = {}
 
-    def begin(self, changed: Collection[torch.nn.Parameter]) -> None:
-        """Begin a step that updates the parameters that have a gradient, the same on all ranks, or nothing."""
-        self._in_flight.clear()  # of a step that has failed, where there is no other rank
-        self._directions.clear()
-        self._used = set() if is_skipped(self.inner) else {self.number_of[param] for param in changed}
-
-    def send(self, number: int, before: Callable[[OwnedSlice, dict[str, Any]], torch.Tensor]) -> None:
-        """Start to send the slices of a round to the ranks that own their matrices.
+    def begin(self, changed: Iterable[torch.nn.Parameter], before: Before) -> None:
+        """Begin a step that updates the parameters that have a gradient, the same on all ranks, or nothing.
 
         Args:
-            before: returns what is sent of a slice, see `Muon.before`.
+            before: returns what is sent of slices, all of them in one round.
         """
-        round_ = self._rounds[number]
-        if round_.params.isdisjoint(self._used):
-            return
-        with region(f"zero::send matrices of bucket {number}"):
-            sent, received = (
-                [[part for part in of_rank if self.plan.matrices[part.matrix].param in self._used] for of_rank in parts]
-                for parts in (round_.sent, round_.received)
-            )
-            values: dict[torch.nn.Parameter, torch.Tensor] = {}  # by slice
-            outgoing = []
-            for part in itertools.chain(*sent):
-                owned = self._slice_of[part]
-                if owned.local not in values:
-                    values[owned.local] = before(owned, self._group(self.number_of[owned.param])).reshape(-1)
+        used = {self.number_of[param] for param in changed if self.round_of(param) is not None}
+        if used and is_skipped(self.inner):
+            used = set()
+        if used != self._used:
+            self._use(used)
+        self._stage = 0
+        self._works.clear()  # of a step that has failed, where there is no other rank
+        self._directions.clear()
+        self._advance(before)  # the first round is on its way while buckets without matrices are updated
+
+    def arrive(self, buckets: Iterable[Bucket], before: Before) -> None:
+        """Make the directions that buckets need arrive, and work ahead for those that are updated after them."""
+        for bucket in buckets:
+            while self._stage < self._needed.get(bucket.number, 0):
+                self._advance(before)
+
+    def apply(self, bucket: Bucket) -> None:
+        """Update the slices of a bucket with their directions, which have arrived, unless this step updates nothing."""
+        arrived = self._directions.pop(bucket.number, [])
+        by_group: dict[int, dict[torch.nn.Parameter, torch.Tensor]] = {}
+        places, shapes = [], {}
+        for owned, first, values in arrived:
+            spec = self._specs[self.number_of[owned.param]]
+            directions = by_group.setdefault(spec.group, {})
+            if owned.local not in directions:
+                directions[owned.local] = torch.empty_like(owned.local)
+                shapes[owned.local] = stacked(spec.shape, spec.matrices)
+            places.append(directions[owned.local].view(-1)[first : first + values.numel()])
+        if arrived:
+            torch._foreach_copy_(places, [values for _, _, values in arrived])
+        for index, directions in by_group.items():
+            locals_ = list(directions)
+            group = self.inner.param_groups[index]
+            self.inner.after(locals_, group, list(directions.values()), [shapes[local] for local in locals_])
+
+    def round_of(self, param: torch.nn.Parameter) -> int | None:
+        """Return the number of the round of a parameter in the plan; None: it does not consist of matrices."""
+        return self._round_of.get(self.number_of[param])
+
+    def _use(self, used: set[int]) -> None:
+        """Make the rounds of the matrices of some parameters."""
+        self._used, self._needed = used, {}
+        # by round: what is sent to each rank and received from it, the device
+        found: dict[int, tuple[list[list[Part]], list[list[Part]], torch.device]] = {}
+        ranks, own = range(self.comm.shard_size), self.comm.shard_rank
+        of_matrices = zip(self.plan.rounds, self.plan.matrices, self.plan.owners, self.plan.parts, strict=True)
+        for number, matrix, owner, parts in sorted(of_matrices, key=itemgetter(0)):
+            if matrix.param not in used:
+                continue
+            device = self._buckets[parts[0].bucket].data.device
+            sent, received, _ = found.setdefault(number, ([[] for _ in ranks], [[] for _ in ranks], device))
+            for part in parts:
+                self._needed[part.bucket] = len(found) + 2
+                if part.rank == own:
+                    sent[owner].append(part)
+                if owner == own:
+                    received[part.rank].append(part)
+        self._rounds = [
+            Round(list(itertools.chain(*sent)), _numels(sent), list(itertools.chain(*received)), _numels(received), device)
+            for sent, received, device in found.values()
+        ]
+
+    def _advance(self, before: Before) -> None:
+        """Run a stage: send a round, transform the one before it, and receive the directions of the one before that."""
+        stage, rounds = self._stage, self._rounds
+        if stage < len(rounds):
+            self._send(stage, rounds[stage], before)
+        if 0 <= stage - 1 < len(rounds):
+            self._transform(stage - 1, rounds[stage - 1])
+        if 0 <= stage - 2 < len(rounds):
+            self._receive(stage - 2, rounds[stage - 2])
+        self._stage += 1
+
+    def _send(self, number: int, round_: Round, before: Before) -> None:
+        with region(f"zero::send matrices of round {number}"):
+            slices = [self._slice_of[part] for part in round_.sent]
+            by_group: dict[int, dict[torch.nn.Parameter, None]] = {}
+            for owned in slices:
+                by_group.setdefault(self._specs[self.number_of[owned.param]].group, {})[owned.local] = None
+            in_order = list(itertools.chain(*by_group.values()))
+            values = dict(zip(in_order, before({index: list(locals_) for index, locals_ in by_group.items()}), strict=True))
+            outgoing = torch.empty(sum(round_.sent_numels), dtype=self.inner.matrix_dtype, device=round_.device)
+            pieces = []
+            for part, owned in zip(round_.sent, slices, strict=True):
                 first = part.offset - owned.offset
-                outgoing.append(values[owned.local][first : first + part.numel])
-            work = self.comm.all_to_all(self._joined(outgoing), _sizes(sent), _sizes(received))
-            self._in_flight[number] = InFlight(sent, received, work)
+                pieces.append(values[owned.local].reshape(-1)[first : first + part.numel])
+            if pieces:
+                torch._foreach_copy_(outgoing.split([part.numel for part in round_.sent]), pieces)
+            self._works[number] = self.comm.all_to_all(outgoing, round_.sent_numels, round_.received_numels)
 
-    def slices(self, number: int) -> list[OwnedSlice]:
-        """Return the slices of this rank that `send` sends."""
-        parts = itertools.chain(*self._rounds[number].sent)
-        sent = [self._slice_of[part] for part in parts if self.plan.matrices[part.matrix].param in self._used]
-        return list({owned.local: owned for owned in sent}.values())
-
-    def transform(self, number: int) -> None:
-        """Transform the matrices of a round that this rank owns, and start to send their directions back."""
-        if (round_ := self._in_flight.get(number)) is None:
-            return
-        incoming = self._arrived(round_.work)
-        received = list(itertools.chain(*round_.received))
-        with region(f"zero::transform matrices of bucket {number}"):
-            flat: dict[int, torch.Tensor] = {}
-            for part, elements in zip(received, incoming.split([part.numel for part in received]), strict=True):
-                if part.matrix not in flat:
-                    flat[part.matrix] = incoming.new_empty(self.plan.matrices[part.matrix].numel)
-                flat[part.matrix][part.start : part.stop] = elements
-            for index, elements in flat.items():
+    def _transform(self, number: int, round_: Round) -> None:
+        incoming = self._arrived(number)
+        with region(f"zero::transform matrices of round {number}"):
+            pieces: dict[int, dict[int, torch.Tensor]] = {}  # by matrix and its element
+            for part, values in zip(round_.received, incoming.split([part.numel for part in round_.received]), strict=True):
+                pieces.setdefault(part.matrix, {})[part.start] = values
+            batches: dict[tuple[tuple[int, int], int], list[int]] = {}  # matrices that are transformed together
+            for index in pieces:
                 matrix = self.plan.matrices[index]
-                whole = self.inner.whole(elements.view(matrix.shape), self._group(matrix.param))
-                flat[index] = whole.reshape(-1)
-            outgoing = [flat[part.matrix][part.start : part.stop] for part in received]
-            round_.work = self.comm.all_to_all(self._joined(outgoing), _sizes(round_.received), _sizes(round_.sent))
+                ns_steps = self.inner.param_groups[self._specs[matrix.param].group]["ns_steps"]
+                batches.setdefault((matrix.shape, ns_steps), []).append(index)
+            directions: dict[int, torch.Tensor] = {}  # by matrix
+            for (shape, ns_steps), indices in batches.items():
+                in_order = [pieces[index][start] for index in indices for start in sorted(pieces[index])]
+                whole = self.inner.whole(torch.cat(in_order).view(-1, *shape), ns_steps)
+                directions.update(zip(indices, whole.reshape(len(indices), -1), strict=True))
+            outgoing = [directions[part.matrix][part.start : part.stop] for part in round_.received]
+            joined = torch.cat(outgoing) if outgoing else incoming
+            self._works[number] = self.comm.all_to_all(joined, round_.received_numels, round_.sent_numels)
 
-    def receive(self, number: int) -> None:
-        """Wait for the directions of a round, which `apply` then needs."""
-        if (round_ := self._in_flight.pop(number, None)) is None:
-            return
-        incoming = self._arrived(round_.work)
-        sent = list(itertools.chain(*round_.sent))
-        arrived = dict(zip(sent, incoming.split([part.numel for part in sent]), strict=True))
-        for part in sorted(arrived, key=lambda part: (part.bucket, part.offset)):
-            self._directions.setdefault(self._slice_of[part].local, []).append(arrived[part])
+    def _receive(self, number: int, round_: Round) -> None:
+        incoming = self._arrived(number)
+        for part, values in zip(round_.sent, incoming.split([part.numel for part in round_.sent]), strict=True):
+            owned = self._slice_of[part]
+            self._directions.setdefault(part.bucket, []).append((owned, part.offset - owned.offset, values))
 
-    def apply(self, owned: OwnedSlice) -> None:
-        """Update a slice of this rank with its direction, which has arrived, unless this step updates nothing."""
-        number = self.number_of[owned.param]
-        if number not in self._used:
-            return
-        arrived = self._directions.pop(owned.local)
-        direction = shaped(arrived[0] if len(arrived) == 1 else torch.cat(arrived), owned.local)
-        shape = stacked(owned.param.shape, self._specs[number].matrices)
-        self.inner.after(owned.local, self._group(number), direction, shape)
-
-    def has_matrices(self, param: torch.nn.Parameter) -> bool:
-        """Return whether a parameter consists of matrices."""
-        return self._specs[self.number_of[param]].matrices > 0
-
-    def _arrived(self, work: AllToAllWork) -> torch.Tensor:
+    def _arrived(self, number: int) -> torch.Tensor:
+        """Wait for what is in flight of a round, and return what has arrived."""
+        work = self._works[number]
         self.comm.wait("all-to-all", work.works, work.incoming.device)
+        del self._works[number]
         return work.incoming
-
-    def _group(self, number: int) -> dict[str, Any]:
-        """Return the group of `inner` that holds the slices of a parameter."""
-        return self.inner.param_groups[self._specs[number].group]
-
-    def _joined(self, elements: list[torch.Tensor]) -> torch.Tensor:
-        return torch.cat(elements) if elements else torch.empty(0, dtype=self.inner.matrix_dtype, device=self._device)
 
 
 def check_matrices(groups: list[dict[str, Any]]) -> None:
@@ -178,5 +208,5 @@ def exchange_of(optimizer: Any) -> MatrixExchange | None:
     return MatrixExchange(optimizer) if isinstance(optimizer.inner, Muon) else None
 
 
-def _sizes(parts: list[list[Part]]) -> list[int]:
+def _numels(parts: list[list[Part]]) -> list[int]:
     return [sum(part.numel for part in of_rank) for of_rank in parts]

@@ -1,10 +1,14 @@
-"""Which rank gets which matrix whole, and which elements each rank sends for that. Arithmetic only."""
+"""Which rank gets which matrix whole and when, and which elements each rank sends for that. Arithmetic only."""
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from zero.layout import PlacedSlice, Plan, balanced
+
+IMBALANCE = 1.05  # of the loads of the ranks, the largest to the mean
 
 
 class Matrix(NamedTuple):
@@ -37,10 +41,11 @@ class Part(NamedTuple):
 class RoundSizes(NamedTuple):
     """Numbers of elements of the matrices that a rank exchanges in one round."""
 
-    held: int  # in its shards
-    received: int  # of the matrices that it owns, also from itself
-    kept: int  # in its shards, of the matrices that it owns
-    largest: int  # of the largest matrix that it owns
+    held: int = 0  # in its shards
+    received: int = 0  # of the matrices that it owns, also from itself
+    kept: int = 0  # in its shards, of the matrices that it owns
+    temporary: int = 0  # at most in tensors of the iterations
+    until: int = 0  # the number of rounds that have arrived when its directions have all been applied
 
     @property
     def sent(self) -> int:
@@ -50,13 +55,19 @@ class RoundSizes(NamedTuple):
 
 @dataclass(frozen=True)
 class MatrixPlan:
-    """The owner and the parts of each matrix. They are exchanged in rounds, one for each bucket.
+    """The owner and the parts of each matrix, and the round in which it is exchanged.
+
+    A round has the matrices of consecutive parameters in the order in which the update needs them: at least one per rank, and
+    at least as many elements as a bucket. It ends where the ranks have had equal loads since the first round, up to
+    `IMBALANCE`. So every rank computes in every round and hardly waits for another one. What a rank exchanges in a round is
+    about its share of a bucket or a few matrices, for any number of ranks: as soon as the mean load is 20 times the largest
+    cost of a matrix, loads are equal enough wherever a round ends.
 
     Attributes:
         matrices: all of them.
         owners: the rank that transforms each of them.
         parts: the elements of each of them on each rank.
-        rounds: the number of the round of each of them: the bucket that is updated first of those that hold its parameter.
+        rounds: the number of the round of each of them.
     """
 
     matrices: list[Matrix]
@@ -64,15 +75,31 @@ class MatrixPlan:
     parts: list[list[Part]]
     rounds: list[int]
 
-    def sizes(self, rank: int, rounds: int) -> list[RoundSizes]:
+    @cached_property
+    def needed(self) -> dict[int, int]:
+        """How many rounds must have arrived before a bucket is updated, by its number, if it holds matrices."""
+        found: dict[int, int] = {}
+        for parts, number in zip(self.parts, self.rounds, strict=True):
+            for part in parts:
+                found[part.bucket] = max(number + 1, found.get(part.bucket, 0))
+        return found
+
+    def sizes(self, rank: int) -> list[RoundSizes]:
         """Return what a rank exchanges in each round."""
-        found = [RoundSizes(0, 0, 0, 0)] * rounds
+        found = [RoundSizes()] * (max(self.rounds, default=-1) + 1)
+        batches: Counter[tuple[int, tuple[int, int]]] = Counter()  # by round and shape
         for matrix, owner, parts, number in zip(self.matrices, self.owners, self.parts, self.rounds, strict=True):
-            held = sum(part.numel for part in parts if part.rank == rank)
-            held_before, received, kept, largest = found[number]
+            own = [part for part in parts if part.rank == rank]
+            held, round_ = sum(part.numel for part in own), found[number]
+            until = max((self.needed[part.bucket] for part in own), default=0)
+            round_ = round_._replace(held=round_.held + held, until=max(round_.until, until))
             if owner == rank:
-                received, kept, largest = received + matrix.numel, kept + held, max(largest, matrix.numel)
-            found[number] = RoundSizes(held_before + held, received, kept, largest)
+                batches[number, matrix.shape] += 1
+                # two of the shape of the batch, two of its products
+                temporary = batches[number, matrix.shape] * 2 * (matrix.numel + min(matrix.shape) ** 2)
+                received, kept, temporary = round_.received + matrix.numel, round_.kept + held, max(round_.temporary, temporary)
+                round_ = round_._replace(received=received, kept=kept, temporary=temporary)
+            found[number] = round_
         return found
 
     def flops(self, rank: int) -> int:
@@ -89,10 +116,10 @@ def matrix_plan(plan: Plan) -> MatrixPlan:
     """
     matrices: list[Matrix] = []
     parts: list[list[Part]] = []
-    last: dict[int, int] = {}  # bucket of a parameter: the last one is updated first
+    in_order: list[tuple[int, list[range]]] = []  # of each buffer: elements of a bucket, numbers of each parameter's matrices
     first_param, bucket = 0, -1
     for buffer in plan.buffers:
-        of_param: dict[int, range] = {}  # numbers of its matrices
+        of_param: dict[int, range] = {}
         for number, spec in enumerate(plan.params[number] for number in buffer.params):
             if spec.matrices:
                 rows, columns = stacked(spec.shape, spec.matrices)
@@ -105,11 +132,58 @@ def matrix_plan(plan: Plan) -> MatrixPlan:
             bucket += 1
             for placed in buffer.layout.placed_in(span):
                 for number in of_param.get(placed.param, ()):
-                    last[matrices[number].param] = bucket
                     parts[number] += _parts(number, matrices[number], placed, bucket, shards[0].numel)
         first_param += len(buffer.params)
-    owners = balanced([iteration_flops(matrix.shape) for matrix in matrices], plan.world_size)
-    return MatrixPlan(matrices, owners, parts, [last[matrix.param] for matrix in matrices])
+        in_order.append((buffer.layout.buckets[0].numel, list(of_param.values())[::-1]))  # the last bucket is updated first
+    owners, rounds = _rounds(matrices, in_order[::-1], plan.world_size)
+    return MatrixPlan(matrices, owners, parts, rounds)
+
+
+class _Round(NamedTuple):
+    numbers: list[int]  # of matrices
+    owners: list[int]  # of these
+    before: list[int]  # loads of the ranks
+    after: list[int]
+
+
+def _rounds(matrices: list[Matrix], buffers: list[tuple[int, list[range]]], world_size: int) -> tuple[list[int], list[int]]:
+    """Return the owner and the round of each matrix, see `MatrixPlan`. A round does not reach into another buffer.
+
+    `buffers`: for each, elements of a bucket and numbers of the matrices of each parameter, in the order of the update.
+    """
+    costs = [iteration_flops(matrix.shape) for matrix in matrices]
+    found: list[_Round] = []
+    largest, loads = 0, [0] * world_size
+
+    def divided(numbers: list[int], before: list[int]) -> _Round:
+        after = before.copy()
+        return _Round(numbers, balanced([costs[number] for number in numbers], after), before, after)
+
+    for bucket_numel, params in buffers:
+        first, numbers, numel = len(found), list[int](), 0
+        for of_param in params:
+            numbers += of_param
+            numel += sum(matrices[number].numel for number in of_param)
+            largest = max(largest, costs[of_param[0]])
+            if len(numbers) >= world_size and numel >= bucket_numel:
+                round_ = divided(numbers, loads)
+                if max(round_.after) <= IMBALANCE * max(largest, sum(round_.after) / world_size):
+                    found.append(round_)
+                    numbers, numel, loads = [], 0, round_.after
+        if numbers:  # what is left is a round, or joins the one before if loads are then more equal
+            rest = divided(numbers, loads)
+            if len(found) > first:
+                joined = divided(found[-1].numbers + numbers, found[-1].before)
+                if max(joined.after) < max(rest.after):
+                    rest = joined
+                    found.pop()
+            found.append(rest)
+            loads = rest.after
+    owners, rounds = [0] * len(matrices), [0] * len(matrices)
+    for index, round_ in enumerate(found):
+        for number, owner in zip(round_.numbers, round_.owners, strict=True):
+            owners[number], rounds[number] = owner, index
+    return owners, rounds
 
 
 def _parts(number: int, matrix: Matrix, placed: PlacedSlice, bucket: int, shard_numel: int) -> Iterator[Part]:

@@ -20,7 +20,8 @@ class Muon(torch.optim.AdamW):
     much as with AdamW, and both can have the same learning rate and weight decay (https://arxiv.org/abs/2502.16982).
 
     The update of a matrix has three parts, of which only the second one needs it whole. A ShardedOptimizer calls `before` and
-    `after` for slices, `whole` on the rank that owns the matrix, and `step` for the other groups.
+    `after` for lists of slices, `whole` for matrices of the same shape on the rank that owns them, and `step` for the other
+    groups.
 
     Args:
         params: parameter groups. A group with the entry "matrices": 1 has parameters with two dimensions. With k > 1, each of
@@ -29,7 +30,8 @@ class Muon(torch.optim.AdamW):
         momentum: factor of the momentum, a moving average of the gradients.
         nesterov: use the momentum that the next step would have with the same gradient.
         ns_steps: Newton-Schulz iterations.
-        ns_dtype: in which they compute, and in which matrices are sent to the rank that owns them: 'bfloat16' or 'float32'.
+        ns_dtype: in which they compute, and in which matrices are sent to the rank that owns them: 'bfloat16' or 'float32',
+            whose products a GPU rounds to TF32 if `torch.backends.cuda.matmul.allow_tf32`.
         **adamw: arguments of torch.optim.AdamW. The learning rate and the weight decay are also those of the matrices.
 
     Raises:
@@ -88,55 +90,68 @@ class Muon(torch.optim.AdamW):
             with torch.enable_grad():
                 loss = closure()
         of_matrices = [(group, group["params"]) for group in self.param_groups if group["matrices"]]
-        skipped = is_skipped(self)
-        for group, params in of_matrices:
-            for param in params:
-                if param.grad is not None and not skipped:
-                    count, shape = group["matrices"], stacked(param.shape, group["matrices"])
-                    whole = [self.whole(matrix, group) for matrix in self.before(param, group).chunk(count)]
-                    self.after(param, group, torch.cat(whole), shape)
-            group["params"] = []
+        updated = [(param, group) for group, params in of_matrices for param in params if param.grad is not None]
+        for param, group in updated if updated and not is_skipped(self) else ():
+            shape = stacked(param.shape, group["matrices"])
+            matrices = self.before([param], group)[0].to(self.matrix_dtype).reshape(-1, *shape)
+            self.after([param], group, [self.whole(matrices, group["ns_steps"]).reshape(param.shape)], [shape])
         try:
+            for group, _ in of_matrices:
+                group["params"] = []
             own_step(torch.optim.AdamW)(self)
         finally:
             for group, params in of_matrices:
                 group["params"] = params
         return loss
 
-    def before(self, local: torch.nn.Parameter, group: dict[str, Any]) -> torch.Tensor:
-        """Update the state of a slice that has a gradient; return what its matrix consists of, in the shape of `local`."""
-        assert local.grad is not None
-        gradient = -local.grad if group["maximize"] else local.grad
-        state = self.state[local]
-        if "momentum_buffer" not in state:
-            state["momentum_buffer"] = torch.zeros_like(local)
-        momentum = state["momentum_buffer"].lerp_(gradient, 1 - group["momentum"])
-        update = gradient.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
-        return update.to(self.matrix_dtype)
+    def before(self, locals_: list[torch.nn.Parameter], group: dict[str, Any]) -> list[torch.Tensor]:
+        """Update the state of slices, all with a gradient; return what their matrices consist of, in the slices' shapes."""
+        gradients = [local.grad for local in locals_ if local.grad is not None]
+        if group["maximize"]:
+            gradients = list(torch._foreach_neg(gradients))
+        for local in locals_:
+            if "momentum_buffer" not in self.state[local]:
+                self.state[local]["momentum_buffer"] = torch.zeros_like(local)
+        momenta = [self.state[local]["momentum_buffer"] for local in locals_]
+        torch._foreach_lerp_(momenta, gradients, 1 - group["momentum"])
+        return list(torch._foreach_lerp(gradients, momenta, group["momentum"])) if group["nesterov"] else momenta
 
-    def whole(self, matrix: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
-        """Return the direction of the update of a matrix, (rows, columns), in the same shape and dtype."""
-        return orthogonalized(matrix, group["ns_steps"])
+    def whole(self, matrices: torch.Tensor, ns_steps: int) -> torch.Tensor:
+        """Return the directions of the update of matrices, (number, rows, columns), in the same shape and dtype."""
+        return orthogonalized(matrices, ns_steps)
 
-    def after(self, local: torch.nn.Parameter, group: dict[str, Any], direction: torch.Tensor, shape: tuple[int, int]) -> None:
-        """Update the elements of a slice, given their direction. `shape`: that of the whole matrix."""
+    def after(
+        self,
+        locals_: list[torch.nn.Parameter],
+        group: dict[str, Any],
+        directions: list[torch.Tensor],
+        shapes: list[tuple[int, int]],
+    ) -> None:
+        """Update the elements of slices, given their directions. `shapes`: those of their matrices."""
         lr = float(group["lr"])
-        local.mul_(1 - lr * group["weight_decay"])
-        local.add_(direction, alpha=-lr * 0.2 * math.sqrt(max(shape)))
+        torch._foreach_mul_(list[torch.Tensor](locals_), 1 - lr * group["weight_decay"])
+        of_side: dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}  # by the longer side of their matrices
+        for local, direction, shape in zip(locals_, directions, shapes, strict=True):
+            chosen = of_side.setdefault(max(shape), ([], []))
+            chosen[0].append(local)
+            chosen[1].append(direction)
+        for side, chosen in of_side.items():
+            torch._foreach_add_(*chosen, alpha=-lr * 0.2 * math.sqrt(side))
 
 
-def orthogonalized(matrix: torch.Tensor, steps: int) -> torch.Tensor:
-    """Return U V^T of a matrix U S V^T, with singular values of about 0.5 to 1.5 in place of 1, (rows, columns).
+def orthogonalized(matrices: torch.Tensor, steps: int) -> torch.Tensor:
+    """Return U V^T of each matrix U S V^T, with singular values of about 0.5 to 1.5 in place of 1, (number, rows, columns).
 
-    Source: `torch.optim._muon._zeropower_via_newtonschulz`, which always computes in bfloat16.
+    Source: `torch.optim._muon._zeropower_via_newtonschulz`, for one matrix, always in bfloat16.
     """
     a, b, c = COEFFICIENTS
-    x = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
-    x = x / x.norm().clamp(min=1e-7)  # the largest singular value is then at most 1
+    norms = torch.stack(torch._foreach_norm(list(matrices.flatten(1)))).clamp(min=1e-7)
+    is_tall = matrices.shape[1] > matrices.shape[2]
+    x = (matrices.mT if is_tall else matrices) / norms[:, None, None]  # the largest singular value is then at most 1
     for _ in range(steps):
-        gram = x @ x.T
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.T if matrix.shape[0] > matrix.shape[1] else x
+        gram = torch.bmm(x, x.mT)  # with the bits of torch.mm, which `x @ x.mT` does not have for one matrix
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if is_tall else x
 
 
 def is_skipped(optimizer: Any) -> bool:

@@ -89,7 +89,7 @@ class Int8:
             has_negative = lowest < 0
             torch.where(has_negative, torch.minimum(lowest, -highest), highest, out=scales)
             numbers = (blocks / scales).to(torch.bfloat16).view(torch.int16).to(torch.int32)
-            numbers += torch.where(has_negative, 3 * 2**15, 2**15).to(torch.int32)
+            numbers += torch.where(has_negative, 3 * 2**15, 2**15)
             torch.index_select(nearest, 0, numbers.view(-1), out=codes.view(-1))
 
     def decode(self, encoded: tuple[torch.Tensor, ...]) -> torch.Tensor:

@@ -20,19 +20,19 @@ from zero.flags import Flags
 SIZES = ["--n_layer=2", "--n_head=2", "--n_embd=64", "--vocab_size=512", "--block_size=64"]
 COLUMNS = "forward", "backward", "hooks", "clip", "update", "collectives", "waits"
 COUNTED = {  # rank 0 of 8, in buckets of 0.1 MB; hybrid: in groups of 4
-    "adamw": (43, 61, 0, 30, 6, 1, 0),
-    "torch": (43, 61, 0, 30, 18, 16, 0),
-    "sharded": (43, 61, 33, 41, 27, 15, 0),
-    "shard_gradients": (43, 61, 33, 41, 27, 15, 0),
-    "bfloat16": (29, 43, 24, 38, 48, 9, 0),
-    "remainder": (29, 43, 24, 38, 79, 10, 1),
-    "int8": (43, 61, 33, 41, 147, 15, 0),
-    "loss_chunk": (62, 58, 33, 41, 27, 15, 0),
-    "hybrid": (43, 61, 38, 42, 30, 21, 0),
-    "no_overlap": (43, 61, 33, 41, 27, 15, 0),
-    "simple": (43, 61, 0, 40, 27, 8, 0),
-    "muon": (43, 61, 33, 41, 56, 17, 1),
-    "plain_muon": (43, 61, 0, 30, 198, 1, 1),
+    "adamw": (43, 61, 0, 33, 6, 1, 0),
+    "torch": (43, 61, 0, 33, 18, 16, 0),
+    "sharded": (43, 61, 33, 44, 27, 15, 0),
+    "shard_gradients": (43, 61, 33, 44, 27, 15, 0),
+    "bfloat16": (29, 43, 24, 41, 48, 9, 0),
+    "remainder": (29, 43, 24, 41, 79, 10, 1),
+    "int8": (43, 61, 33, 44, 147, 15, 0),
+    "loss_chunk": (62, 58, 33, 44, 27, 15, 0),
+    "hybrid": (43, 61, 38, 45, 30, 21, 0),
+    "no_overlap": (43, 61, 33, 44, 27, 15, 0),
+    "simple": (43, 61, 0, 43, 27, 8, 0),
+    "muon": (43, 61, 33, 44, 56, 17, 1),
+    "plain_muon": (43, 61, 0, 33, 198, 1, 1),
 }
 ALL_FLAGS = {
     "sharded": Flags(),

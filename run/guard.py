@@ -54,7 +54,7 @@ class Guard:
         optimizer: the optimizer of the model.
         scaler: the gradient scaler, which is enabled for float16 only.
         limit: number of consecutive skipped updates that ends the run.
-        alert: called on rank 0 with a title and a text when updates have been skipped.
+        alert: called on rank 0 with a title, a text and the iteration when updates have been skipped.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Guard:
         optimizer: torch.optim.Optimizer,
         scaler: ShardedGradScaler,
         limit: int,
-        alert: Callable[[str, str], None],
+        alert: Callable[[str, str, int], None],
     ) -> None:
         self.optimizer, self.scaler, self.limit, self.alert = optimizer, scaler, limit, alert
         self.failed = False  # whether the run must end without another checkpoint; the same on all ranks
@@ -111,14 +111,14 @@ class Guard:
         """
         *_, in_a_row, skips = (reading or self.figures()).read()
         self.in_a_row, skipped = int(in_a_row), int(skips)
-        if skipped == self._reported:
+        if self.failed or skipped == self._reported:
             return
         new_skips, self._reported, is_last = skipped - self._reported, skipped, self.in_a_row >= self.limit
         self.failed = self.failed or is_last
         reason = self._reason()
         if not is_rank_0():
             return
-        self.alert("Loss or gradients not finite", f"at iteration {iteration}: {reason}")
+        self.alert("Loss or gradients not finite", f"at iteration {iteration}: {reason}", iteration)
         if not is_last:
             updates = "1 more update was" if new_skips == 1 else f"{new_skips} more updates were"
             row = f"{self.in_a_row} in a row so far"

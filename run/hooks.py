@@ -73,7 +73,7 @@ class Run:
         Watchdog(config["dist_timeout_s"])  # ends the ranks if they hang
         self.profiler = Profiler(os.path.join(config["out_dir"], FOLDER), launch.rank, device, config["profile"])
         self.checkpoints = Checkpoints(config)
-        self._reads_later = device.type == "cuda"
+        self._reads_later = device.type == "cuda" and not config["shadow_check"]  # shadow_check waits in every iteration
         self._unread: tuple[int, Reading] | None = None  # of the last iteration: its number and figures
         self._action = Action.CONTINUE  # of all ranks, at the end of the last iteration
 
@@ -190,7 +190,7 @@ class Run:
             self._unread = iteration, self.guard.figures()
             if self._is_logged():
                 self.meter.log_iteration(*self._unread, lr, self._tokens())
-        if not self._reads_later or iteration == self.config["max_iters"]:
+        if not self._reads_later or is_evaluated or iteration == self.config["max_iters"]:
             self._report()
         self.progress.update(iteration)
         if self.shadow.update():

@@ -101,10 +101,10 @@ class Logger:
         """Print a warning and log it, in one event with `values`."""
         self.log({"warning": text, **(values or {})}, f"WARNING: {text}")
 
-    def alert(self, title: str, text: str) -> None:
+    def alert(self, title: str, text: str, iteration: int) -> None:
         """Log a warning that has been printed, and send it as an alert through wandb, if there is a run."""
         self.run.alert(title, text)
-        self.log({"warning": f"{title}: {text}"})
+        self.log({"iter": iteration, "warning": f"{title}: {text}"})
 
     def finish(self, state: Literal["ended", "stopped", "failed"] = "ended", outcome: str = "") -> None:
         """Write run.json and the report card, and close the file and the wandb run. Later calls do nothing.

@@ -111,8 +111,8 @@ def test_the_limit_counts_skips_in_a_row_and_each_is_an_alert(capsys):
     guard.check(good, bad)
     guard.report(6)
     assert guard.failed
-    assert [text.partition(":")[0] for _, text in alerts] == [f"at iteration {step}" for step in (1, 2, 4, 5, 6)]
-    assert alerts[0] == ("Loss or gradients not finite", "at iteration 1: the loss of rank 0 is inf")
+    assert [text.partition(":")[0] for _, text, _ in alerts] == [f"at iteration {step}" for step in (1, 2, 4, 5, 6)]
+    assert alerts[0] == ("Loss or gradients not finite", "at iteration 1: the loss of rank 0 is inf", 1)
     printed = capsys.readouterr()
     assert printed.out.count("WARNING: by iteration ") == 4
     assert printed.err.startswith(

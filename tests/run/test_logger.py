@@ -166,8 +166,8 @@ def test_the_summary_of_a_run_that_was_resumed(tmp_path, wandb):
 
 def test_alerts_go_to_the_file_and_to_wandb(tmp_path, wandb):
     log = wandb(tmp_path)
-    log.alert("Loss not finite", "at iteration 3")
-    assert lines(tmp_path) == [{"iter": 0, "warning": "Loss not finite: at iteration 3"}]
+    log.alert("Loss not finite", "at iteration 3", 3)
+    assert lines(tmp_path) == [{"iter": 3, "warning": "Loss not finite: at iteration 3"}]
     assert log.run.alerts == [("Loss not finite", "at iteration 3")]
 
 

@@ -44,11 +44,14 @@ def test_a_later_reading_changes_neither_figures_nor_order_nor_what_a_resumed_ru
 
 
 def test_an_update_that_is_not_finite_ends_the_run_with_the_same_reason(data, tmp_path):
-    _, plain = trained(tmp_path / "plain", data, before=faults.infinite_norm, code=1)
-    _, later = trained(tmp_path / "later", data, before=partial(faults.reads_as_from_a_gpu, faults.infinite_norm), code=1)
+    expected, plain = trained(tmp_path / "plain", data, before=faults.infinite_norm, code=1)
+    found, later = trained(tmp_path / "later", data, before=partial(faults.reads_as_from_a_gpu, faults.infinite_norm), code=1)
     line = "the run ends at iteration 0, not finite since iteration 0: the gradient norm is "
-    assert line in plain.stderr
-    assert line in later.stderr
+    assert plain.stderr.count("the run ends") == plain.stderr.count(line) == 1
+    assert later.stderr.count("the run ends") == later.stderr.count(line) == 1
+    warnings, of_later = ([event for event in events if "warning" in event] for events in (expected, found))
+    assert of_later == warnings
+    assert warnings[0]["iter"] == 0
 
 
 @pytest.mark.parametrize("later", [False, True])

@@ -1,6 +1,7 @@
 # make train       train a small GPT with sharded optimizer state on the source of the Python standard library, print samples
 #                  and the report card, draw the metrics of the run
-# make test        run the linters and all tests except the slow ones
+# make test        run the linters and all tests except the slow ones; those of parity a second time, with buckets that travel
+#                  between gloo ranks as they do between GPUs
 # make test-all    run the linters and all tests, also those that take minutes
 # make test-kills  run the test that kills a training run a hundred times and resumes it
 # make bench-gpu   in less than nine minutes, measure everything that only a GPU can show; needs only torch and numpy
@@ -14,6 +15,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 TWO_FILES_AT_A_TIME := -n 2 --dist loadfile --no-loadscope-reorder
+AS_ON_GPU := $(patsubst %,tests/zero/test_%.py,data_parallel master_weights muon hybrid codecs grad_scaler)
 INSTALLED := $(VENV)/installed
 GPUS := $(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU')
 ifneq ($(filter-out 0 1,$(GPUS)),)
@@ -34,6 +36,7 @@ train: $(INSTALLED)
 
 test: $(INSTALLED) lint
 	$(BIN)/python -m pytest $(TWO_FILES_AT_A_TIME)
+	$(BIN)/python -m pytest $(TWO_FILES_AT_A_TIME) --as-on-gpu $(AS_ON_GPU)
 
 test-all: $(INSTALLED) lint
 	$(BIN)/python -m pytest $(TWO_FILES_AT_A_TIME) -m "slow or not slow"

@@ -14,12 +14,20 @@ sys.path.insert(0, ROOT)
 os.environ["PYTHONPATH"] = ROOT  # for the processes of tests.ranks
 
 
+def pytest_addoption(parser):
+    parser.addoption("--as-on-gpu", action="store_true", help="buckets travel between gloo ranks as they do between GPUs")
+
+
 def pytest_configure(config):
     """Keep what the scripts cache, such as predictions of activations, out of the user's home. Let Ctrl-C reach them."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell makes background jobs and their children ignore it
     cache = tempfile.TemporaryDirectory()
     os.environ["XDG_CACHE_HOME"] = cache.name
     config.add_cleanup(cache.cleanup)
+    if config.getoption("as_on_gpu"):
+        from ranks import travels
+
+        travels["as on a GPU"] = True
 
 
 def pytest_collection_modifyitems(items):

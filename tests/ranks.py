@@ -27,6 +27,7 @@ context.set_forkserver_preload(
 )  # imported once, then forked
 
 TIMEOUT_S = 300
+travels = {"as on a GPU": False}  # whether the ranks that start next send buckets in main memory as NCCL does
 
 
 def run_ranks(function: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
@@ -36,7 +37,8 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any) -> list
     """
     with tempfile.TemporaryDirectory() as folder:
         processes = [
-            context.Process(target=_rank_main, args=(function, rank, world_size, folder, args)) for rank in range(world_size)
+            context.Process(target=_rank_main, args=(function, rank, world_size, folder, travels["as on a GPU"], args))
+            for rank in range(world_size)
         ]
         for process in processes:
             process.start()
@@ -71,10 +73,22 @@ def _in_turn(calls: Sequence[Callable[[], Any]]) -> list[Any]:
     return results
 
 
-def _rank_main(function: Callable[..., Any], rank: int, world_size: int, folder: str, args: tuple[Any, ...]) -> None:
+def travel_as_on_gpu() -> None:
+    """Let gloo take the ways of NCCL in this process: its own reduce-scatter, all-gather and all-to-all, and no pool."""
+    from zero import collectives
+
+    collectives.is_on_cpu = lambda tensor: False
+    collectives.Communicator._is_native = lambda comm, bucket: True  # type: ignore[method-assign]
+
+
+def _rank_main(
+    function: Callable[..., Any], rank: int, world_size: int, folder: str, as_on_gpu: bool, args: tuple[Any, ...]
+) -> None:
     gc.freeze()  # otherwise each collection looks at all of torch
     torch.set_num_threads(1)
     try:
+        if as_on_gpu:
+            travel_as_on_gpu()
         dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world_size)
         torch.save(function(*args), f"{folder}/{rank}.pt")
         dist.barrier()

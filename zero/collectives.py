@@ -25,6 +25,11 @@ SUMMED_BY_NCCL = (torch.float32, torch.float64)  # other dtypes are added up in 
 GRADIENTS, PARAMETERS, MATRICES = TAG + 1, TAG + 2, TAG + 3  # so that no parameter is ever taken for a gradient
 
 
+def is_on_cpu(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor travels as between CPUs. Tests replace this function, and gloo takes the ways of a GPU."""
+    return tensor.device.type == "cpu"
+
+
 def received_numels(own: int, ranks: int, on_cpu: bool, native: bool) -> list[int]:
     """Return the elements of each tensor that a reduce-scatter receives into, for a shard of `own` elements.
 
@@ -76,10 +81,10 @@ class Pool:
     def acquire(self, numel: int, like: torch.Tensor) -> torch.Tensor:
         """Return a tensor, (numel,), with the dtype and device of `like` and undefined content."""
         free = self._free.get((numel, like.dtype))
-        return free.pop() if free and like.device.type == "cpu" else like.new_empty(numel)
+        return free.pop() if free and is_on_cpu(like) else like.new_empty(numel)
 
     def release(self, tensor: torch.Tensor) -> None:
-        if tensor.device.type == "cpu" and tensor.nbytes >= KEPT_BYTES:
+        if is_on_cpu(tensor) and tensor.nbytes >= KEPT_BYTES:
             self._free.setdefault((tensor.numel(), tensor.dtype), []).append(tensor)
 
     def clear(self) -> None:
@@ -134,7 +139,7 @@ class Communicator:
         self.sent_bytes["reduce-scatter"] += bucket.nbytes - own.nbytes
         if self.shard_size == 1:
             return ReduceScatterWork(bucket, [own], [], [])
-        on_cpu = bucket.device.type == "cpu"
+        on_cpu = is_on_cpu(bucket)
         native = self._is_native(bucket) and bucket.dtype in SUMMED_BY_NCCL
         numels = received_numels(own.numel(), self.shard_size, on_cpu, native)
         received = [self.pool.acquire(numel, own) for numel in numels]
@@ -185,7 +190,7 @@ class Communicator:
         shards = bucket.chunk(self.shard_size)
         own = shards[self.shard_rank]
         self.sent_bytes["all-gather"] += (self.shard_size - 1) * own.nbytes
-        if bucket.device.type == "cpu" or self.shard_size == 1:
+        if is_on_cpu(bucket) or self.shard_size == 1:
             return self._exchange([own] * self.shard_size, dict(enumerate(shards)), PARAMETERS)
         if self._is_native(bucket):
             return [_all_gather_single(bucket, own, group=self.shard_group, async_op=True)]
@@ -203,7 +208,7 @@ class Communicator:
         incoming = outgoing.new_empty(sum(received))
         parts, places = outgoing.split(sent), incoming.split(received)
         self.sent_bytes["all-to-all"] += outgoing.nbytes - parts[self.shard_rank].nbytes
-        if outgoing.device.type == "cpu" or self.shard_size == 1:
+        if is_on_cpu(outgoing) or self.shard_size == 1:
             places[self.shard_rank].copy_(parts[self.shard_rank])
             return AllToAllWork(outgoing, incoming, self._exchange(parts, dict(enumerate(places)), MATRICES))
         work: Any = dist.all_to_all_single(incoming, outgoing, received, sent, group=self.shard_group, async_op=True)
@@ -259,4 +264,4 @@ class Communicator:
 
     def _is_native(self, bucket: torch.Tensor) -> bool:
         """Return whether the backend's own functions are the fast method."""
-        return bucket.device.type != "cpu" and dist.get_backend(self.group) != "gloo"
+        return not is_on_cpu(bucket) and dist.get_backend(self.group) != "gloo"

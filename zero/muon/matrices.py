@@ -135,7 +135,7 @@ def matrix_plan(plan: Plan) -> MatrixPlan:
                     parts[number] += _parts(number, matrices[number], placed, bucket, shards[0].numel)
         first_param += len(buffer.params)
         in_order.append((buffer.layout.buckets[0].numel, list(of_param.values())[::-1]))  # the last bucket is updated first
-    owners, rounds = _rounds(matrices, in_order[::-1], plan.world_size)
+    owners, rounds = _rounds(matrices, parts, in_order[::-1], plan.world_size)
     return MatrixPlan(matrices, owners, parts, rounds)
 
 
@@ -146,7 +146,9 @@ class _Round(NamedTuple):
     after: list[int]
 
 
-def _rounds(matrices: list[Matrix], buffers: list[tuple[int, list[range]]], world_size: int) -> tuple[list[int], list[int]]:
+def _rounds(
+    matrices: list[Matrix], parts: list[list[Part]], buffers: list[tuple[int, list[range]]], world_size: int
+) -> tuple[list[int], list[int]]:
     """Return the owner and the round of each matrix, see `MatrixPlan`. A round does not reach into another buffer.
 
     `buffers`: for each, elements of a bucket and numbers of the matrices of each parameter, in the order of the update.
@@ -181,8 +183,15 @@ def _rounds(matrices: list[Matrix], buffers: list[tuple[int, list[range]]], worl
             loads = rest.after
     owners, rounds = [0] * len(matrices), [0] * len(matrices)
     for index, round_ in enumerate(found):
+        free: dict[int, list[int]] = {}  # by cost: ranks that own a matrix of this cost
         for number, owner in zip(round_.numbers, round_.owners, strict=True):
-            owners[number], rounds[number] = owner, index
+            free.setdefault(costs[number], []).append(owner)
+        for number in round_.numbers:  # of these, the one that holds most of it, because it need not receive that
+            held: Counter[int] = Counter()
+            for part in parts[number]:
+                held[part.rank] += part.numel
+            owners[number], rounds[number] = max(free[costs[number]], key=held.__getitem__), index
+            free[costs[number]].remove(owners[number])
     return owners, rounds
 
 

@@ -14,21 +14,11 @@ SIZES = GPTConfig(block_size=32, vocab_size=61, n_layer=1, n_head=2, n_embd=32)
 ON_A_GPU = """
 import json
 import torch
-import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from forecast.activations import micro_step, predict
 from forecast.prediction import Workload
 from model import GPT, GPTConfig, SkipInitialization
 from benchmarks.pretended_gpu import DEVICE, PretendedGPU
-
-torch.cuda.amp.common.amp_definitely_not_available = lambda: False
-torch.cuda.is_bf16_supported = lambda *_, **__: True
-
-def attention(query, key, value, dropout_p, is_causal):  # a build for CPUs chooses an algorithm that no GPU would
-    query, key, value = (tensor.bfloat16() for tensor in (query, key, value))
-    return torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal)[0]
-
-F.scaled_dot_product_attention = attention
 
 class Inputs(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):

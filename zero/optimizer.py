@@ -181,8 +181,8 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
         _copy_hyperparameters(self.param_groups, self.inner.param_groups)
         buckets, changed = self.buckets[::-1], self.source.updated()
         try:
-            rounds = [[bucket] for bucket in buckets] if self._steps_by_bucket else [buckets]
-            for updated in self._update(rounds, changed):  # phase 2: update the owned slices
+            together = [[bucket] for bucket in buckets] if self._steps_by_bucket else [buckets]
+            for updated in self._update(together, changed):  # phase 2: update the owned slices
                 for bucket in updated:  # phase 3: all-gather
                     with region(f"zero::all_gather bucket {bucket.number}"):
                         bucket.gather = self.comm.all_gather(bucket.data)

@@ -321,11 +321,11 @@ class Reducer:
         if not self.params:
             return
         used = torch.ones(len(self.params), dtype=torch.uint8, device=self.params[0].device)
-        if unused := [number for number in range(len(self.params)) if number not in self._used]:
-            marks = [number in self._used for number in range(len(self.params))]
+        marks = [number in self._used for number in range(len(self.params))]
+        if not all(marks):
             used.copy_(torch.tensor(marks, dtype=torch.uint8), non_blocking=True)
         self._agreement = self.optimizer.comm.all_reduce(used, dist.ReduceOp.MAX), used
-        if unused:  # a rank that has used all parameters does not read the result
+        if not all(marks):  # a rank that has used all parameters does not read the result
             self._wait_for_agreement()
             for number in used.nonzero().flatten().tolist():
                 self._used.add(number)

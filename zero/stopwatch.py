@@ -40,7 +40,8 @@ class Stopwatch:
     def take(self) -> "Stopwatch":
         """Return the time so far as a stopwatch of its own, and begin anew."""
         taken = Stopwatch()
-        taken.__dict__, self.__dict__ = self.__dict__, taken.__dict__
+        taken._seconds, self._seconds = self._seconds, taken._seconds
+        taken._unread, self._unread = self._unread, taken._unread
         return taken
 
     def read_ms(self) -> dict[str, float]:

@@ -45,7 +45,7 @@ class SliceUpdate:
                 self._coded.update(dict.fromkeys(slices, CodedState(codec, inner, slices, names)))
             inner.register_load_state_dict_post_hook(self._encode_loaded)
 
-    def __call__(self, rounds: list[list[Bucket]], changed: list[torch.nn.Parameter]) -> Iterator[list[Bucket]]:
+    def __call__(self, together: list[list[Bucket]], changed: list[torch.nn.Parameter]) -> Iterator[list[Bucket]]:
         """Update the slices that have gradients, some buckets at a time, and yield these. Needs to be called on all ranks.
 
         `changed`: the parameters that have a gradient on any rank.
@@ -57,7 +57,7 @@ class SliceUpdate:
         try:
             if self.exchange is not None:
                 self.exchange.begin(changed, self._before)
-            for buckets in rounds:
+            for buckets in together:
                 with region(f"zero::update bucket {buckets[0].number}" if len(buckets) == 1 else "zero::update"):
                     if self.exchange is not None:
                         self.exchange.arrive(buckets, self._before)

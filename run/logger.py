@@ -70,14 +70,12 @@ class Logger:
 
         Args:
             event: the metrics by key, numbers or texts; "iter" is the iteration, by default the current one.
-            line: also print this line.
+            line: then print this line.
         """
         self.flush()
         if not is_rank_0():
             return
         event = {"iter": max(0, position.iteration), **event}
-        if line is not None:
-            print0(line)
         self._summary.add(event)
         self.run.log(event)
         if self._tensorboard is not None:
@@ -86,6 +84,8 @@ class Logger:
             self.run.summarize(self._summary.figures())
         if self.file is not None:
             self.file.write(event)
+        if line is not None:
+            print0(line)
 
     def defer(self, write: Callable[[], None]) -> None:
         """Call a function that logs an event later: in `flush`, or before the next event. Nothing in it is a collective."""

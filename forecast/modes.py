@@ -4,7 +4,7 @@ A row says everything that bench.py, plan.py, `benchmarks.gpu`, `benchmarks.pari
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from zero.flags import Flags
@@ -53,6 +53,7 @@ MODES = {
     "bfloat16": Mode("sharded + bfloat16 weights", "#CC79A7", Flags(param_dtype="bfloat16"), planned=True, tolerance=0.1),
     "remainder": Mode("sharded + bfloat16 weights + 16-bit remainders", "#D55E00", _REMAINDER, planned=True, tolerance=0.1),
     "int8": Mode("sharded + 8-bit state", "#56B4E9", Flags(state_dtype="int8"), planned=True, tolerance=0.1),
+    "codecs": Mode("sharded + remainders + 8-bit state", "#661100", replace(_REMAINDER, state_dtype="int8"), tolerance=0.1),
     "loss_chunk": Mode(f"sharded + loss_chunk={LOSS_CHUNK}", "#44AA99", loss_chunk=LOSS_CHUNK),
     "hybrid": Mode("sharded, zero_shard_size ranks share the state", "#117733", hybrid=True),
     "no_overlap": Mode("sharded, the step waits for the all-gathers", "#DDCC77", overlap=False),

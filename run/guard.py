@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 
 from distributed.ranks import print0
-from zero import ShardedGradScaler
+from zero import ShardedGradScaler, ShardedOptimizer
+from zero.checks import WRITTEN
 from zero.host_comm import gather_objects, is_rank_0
 from zero.sharded_state import partition
 from zero.stopwatch import mark
@@ -25,6 +26,7 @@ class Figures(NamedTuple):
     grad_norm: float
     in_a_row: float  # number of consecutive skipped updates
     skipped: float  # number of all skipped updates
+    lost: float  # whether any rank has lost masters, see `ShardedOptimizer.lost_masters`
 
 
 class Reading:
@@ -48,7 +50,8 @@ class Guard:
     host does not wait for a GPU (with Muon it does, to skip the exchange of matrices). `report` reads it on the host. After
     `limit` consecutive skipped updates, every later update is skipped as well. So the weights stay as they were before the
     first of these skipped updates, even if the host reads the decision much later. With float16, only the loss counts here,
-    because the gradient scaler handles gradients that are not finite.
+    because the gradient scaler handles gradients that are not finite. Weights that have lost their masters count as well, and
+    end the run.
 
     Args:
         optimizer: the optimizer of the model.
@@ -71,6 +74,7 @@ class Guard:
         device = optimizer.param_groups[0]["params"][0].device
         self._in_a_row = self._skipped = torch.zeros((), device=device)  # number of skipped updates: consecutive ones, all
         self._first = torch.zeros(2, device=device)  # loss and gradient norm of the first skipped update of the latest series
+        self._lost = torch.zeros((), device=device)  # nonzero since this rank has lost masters
         self._latest = torch.zeros(len(Figures._fields), device=device)
         self._reported = 0  # number of skipped updates that `report` has reported
 
@@ -84,7 +88,11 @@ class Guard:
             norm: that of all gradients, a scalar.
         """
         finite = loss.isfinite() if self.scaler.is_enabled() else loss.isfinite() & norm.isfinite()
-        sums = torch.stack((loss.float(), (~finite).float()))
+        lost = self.optimizer.lost_masters() if isinstance(self.optimizer, ShardedOptimizer) else None
+        if lost is not None:
+            self._lost = self._lost + lost
+            finite = finite & (self._lost == 0)
+        sums = torch.stack((loss.float(), (~finite).float(), self._lost))
         if dist.is_initialized():
             dist.all_reduce(sums)
         skip = ((sums[1] > 0) | (self._in_a_row >= self.limit)).float()
@@ -92,7 +100,7 @@ class Guard:
         self._first = torch.where(skip > self._in_a_row, own, self._first)
         self._in_a_row = (self._in_a_row + 1) * skip
         self._skipped = self._skipped + skip
-        self._latest = torch.stack((sums[0], *own, self._in_a_row, self._skipped))
+        self._latest = torch.stack((sums[0], *own, self._in_a_row, self._skipped, sums[2]))
         if self.scaler.is_enabled():
             self.scaler.skip_if(self.optimizer, skip)
         elif self._inner.defaults.get("fused"):
@@ -107,9 +115,11 @@ class Guard:
     def report(self, iteration: int, reading: Reading | None = None) -> None:
         """Print the updates skipped since the last call. Needs to be called on all ranks, after the step of `iteration`.
 
-        `reading`: of the figures of this iteration; None: it is the last one.
+        `reading`: of the figures of this iteration; None: it is the last one. Raises RuntimeError if masters are lost.
         """
-        *_, in_a_row, skips = (reading or self.figures()).read()
+        *_, in_a_row, skips, lost = (reading or self.figures()).read()
+        if lost:
+            raise RuntimeError(WRITTEN)
         self.in_a_row, skipped = int(in_a_row), int(skips)
         if self.failed or skipped == self._reported:
             return

@@ -114,6 +114,7 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
         self.buffers: list[FlatBuffer] = []
         self.buckets: list[Bucket] = []
         self.number_of: dict[torch.nn.Parameter, int] = {}  # the parameters in the buffers, numbered as in `Bucket.members`
+        self._follows = False  # whether `lost_masters` has been called for the next step
         self.refusal: str | None = None  # why the next step has to raise an error: its gradients are lost
         self.names: dict[torch.nn.Parameter, str] = {}  # known names, for messages
         self._owned_of: dict[torch.nn.Parameter, list[OwnedSlice]] = {}  # this rank's slices of a parameter, ascending
@@ -175,7 +176,9 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
         self.source.check()
         # phase 1: collect gradients
         self.collect_gradients()
-        self.update_masters()
+        if not self._follows:
+            self.update_masters()
+        self._follows = False
         if any(_is_changed(group, before) for group, before in self._original_groups.values()):
             raise RuntimeError("a group of before ShardedDataParallel(overlap=True) was changed; take it from param_groups now")
         _copy_hyperparameters(self.param_groups, self.inner.param_groups)
@@ -283,9 +286,26 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
         check_groups(groups, self._params_of_groups, self.number_of, self.names)
         yield from self.source.collect()
 
-    @torch.no_grad()
     def update_masters(self) -> None:
-        """Copy weights that have been written to since the last step into their places and their masters."""
+        """Copy weights that have been written to since the last step into their places and their masters.
+
+        Needs to be called on all ranks, and raises RuntimeError on all of them if any has lost a master.
+        """
+        lost = self.lost_masters()
+        self._follows = False
+        if lost is not None:  # on all ranks, with master_dtype='remainder'
+            found = lost.to(torch.uint8)
+            self.comm.wait("all-reduce", self.comm.all_reduce(found, dist.ReduceOp.MAX), found.device)
+            if found:
+                raise RuntimeError(WRITTEN)
+
+    @torch.no_grad()
+    def lost_masters(self) -> torch.Tensor | None:
+        """Do `update_masters` before a step without a wait for a GPU, on this rank alone. The step does not repeat it.
+
+        Return a bool on the device, whether this rank has lost masters: then the caller must let all ranks skip this step
+        (`found_inf` of `inner`), and make none after it. None: no rank can lose any.
+        """
         self.synchronize()
         for buffer in self.buffers:
             for number in buffer.moved():
@@ -293,7 +313,9 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
                 inside = any(other.holds(param) for other in self.buffers)
                 if inside or _optimizer_of[param]() is not self or not buffer.take_back(number):
                     raise RuntimeError(f"{name_of(param, self.names)} {MOVED}")
-        _follow_weights(self.buckets, self.comm)
+        self._follows = True
+        lost = [flag for bucket in self.buckets if bucket.masters is not None and (flag := bucket.masters.follow()) is not None]
+        return torch.stack(lost).any() if lost else None
 
     def _lay_out(self) -> None:
         """Move the parameters to their places in flat buffers."""
@@ -352,16 +374,6 @@ def _of_one_element(group: dict[str, Any], device: torch.device | None) -> dict[
     """Return a parameter group with parameters of one element, for a trial of its hyperparameters."""
     tried = [torch.nn.Parameter(param.new_zeros((), device=device), param.requires_grad) for param in group["params"]]
     return {**hyperparameters(group), "params": tried}
-
-
-def _follow_weights(buckets: list[Bucket], comm: Communicator) -> None:
-    """Make masters follow weights that have been written to. Raise RuntimeError on all ranks if any of them has lost some."""
-    lost = [flag for bucket in buckets if bucket.masters is not None and (flag := bucket.masters.follow()) is not None]
-    if lost:  # on all ranks, with master_dtype='remainder'
-        found = torch.stack(lost).any().to(torch.uint8)
-        comm.wait("all-reduce", comm.all_reduce(found, dist.ReduceOp.MAX), found.device)
-        if found:
-            raise RuntimeError(WRITTEN)
 
 
 def holds_its_parameters(optimizer: ShardedOptimizer) -> bool:

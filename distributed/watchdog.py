@@ -17,6 +17,7 @@ from torch.distributed import distributed_c10d
 
 from distributed.heartbeat import position
 from zero.collectives import Communicator
+from zero.stopwatch import awaited_collective
 
 _BEAT_S = 1.0  # seconds between two heartbeats (signs of life) of a rank
 _GRACE_S = 1.0  # torchrun ends all ranks when the first one ends: until then the others can print their lines, too
@@ -128,7 +129,8 @@ class Watchdog:
 
     def _collective(self) -> str:
         frame = sys._current_frames().get(self._main_thread)
-        return _collective(frame for frame, _ in traceback.walk_stack(frame))
+        awaited = awaited_collective()
+        return _collective(frame for frame, _ in traceback.walk_stack(frame)) or (awaited and f"the {awaited}")
 
     def _end(self, message: str) -> None:
         sys.stderr.write(f"error: {message}\n")  # one write: the lines of two ranks do not mix

@@ -42,14 +42,18 @@ def received_numels(own: int, ranks: int, on_cpu: bool, native: bool) -> list[in
 
 
 def _subgroup(group: dist.ProcessGroup | None, members: Iterable[int]) -> dist.ProcessGroup:
-    """Return a new process group of some ranks of `group`, with its timeout. Needs to be called on these ranks."""
-    backend = dist.get_backend(group)
-    whole: Any = group or dist.group.WORLD
+    """Return a new process group of some ranks of `group`, with its backends and timeout. Needs to be called on these ranks."""
+    world: Any = dist.group.WORLD
+    whole: Any = group or world
     ranks = dist.get_process_group_ranks(whole)
+    if len(ranks) < world.size() and world.bound_device_id is not None:
+        raise ValueError(
+            f"shard_size in a process_group of {len(ranks)} ranks would wait for the other {world.size() - len(ranks)}, because "
+            "with init_process_group(device_id=...) every rank takes part in each new group; leave device_id out"
+        )
+    timeout = getattr(getattr(whole._get_backend(whole._device_types[-1]), "options", None), "_timeout", None)
     chosen = [ranks[member] for member in members]
-    options = getattr(whole._get_backend(torch.device("cuda" if backend == "nccl" else "cpu")), "options", None)
-    timeout = getattr(options, "_timeout", None)
-    return dist.new_group(chosen, timeout=timeout, backend=backend, use_local_synchronization=True)
+    return dist.new_group(chosen, timeout=timeout, backend=dist.get_backend_config(whole), use_local_synchronization=True)
 
 
 class ReduceScatterWork(NamedTuple):
@@ -124,7 +128,7 @@ class Communicator:
             self.replica_group = _subgroup(group, range(self.shard_rank, self.world_size, self.shard_size))
         self.pool = Pool()
         self.sent_bytes: Counter[str] = Counter()  # bytes that this rank sent, by kind of collective
-        self.waits = Stopwatch()  # time that the computation waited, by kind of collective (exposed communication)
+        self.waits = Stopwatch(of_collectives=True)  # exposed communication: time that the computation waited, by kind
 
     def reduce_scatter(self, bucket: torch.Tensor) -> ReduceScatterWork:
         """Start a reduce-scatter over the shard group: send the parts of each shard to the rank that owns it.

@@ -48,7 +48,7 @@ class CommunicationMeter:
 
     def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self._comm = optimizer.comm if isinstance(optimizer, ShardedOptimizer) else None
-        self.waits = self._comm.waits if self._comm else Stopwatch()
+        self.waits = self._comm.waits if self._comm else Stopwatch(of_collectives=True)
         self._device = next(model.parameters()).device
         self._sent_per_step: dict[str, int] = {}
         self._synchronized = 0  # number of backward passes with an all-reduce

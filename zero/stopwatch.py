@@ -3,8 +3,9 @@
 import time
 from collections import defaultdict, deque
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch.profiler import record_function
@@ -13,11 +14,17 @@ Mark = float | torch.cuda.Event  # a moment: seconds of the host's clock, or an 
 
 
 class Stopwatch:
-    """Adds up time by name. The host never waits for a GPU, except in `read_ms`."""
+    """Adds up time by name. The host never waits for a GPU, except in `read_ms`.
 
-    def __init__(self) -> None:
+    Args:
+        of_collectives: the times are waits for collectives, see `awaited_collective`.
+    """
+
+    def __init__(self, of_collectives: bool = False) -> None:
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self._unread: deque[tuple[str, torch.cuda.Event, torch.cuda.Event]] = deque()
+        if of_collectives:
+            _OF_COLLECTIVES.add(self)
 
     @contextmanager
     def measure(self, name: str, device: torch.device) -> Iterator[None]:
@@ -39,7 +46,7 @@ class Stopwatch:
 
     def take(self) -> "Stopwatch":
         """Return the time so far as a stopwatch of its own, and begin anew."""
-        taken = Stopwatch()
+        taken = Stopwatch(self in _OF_COLLECTIVES)
         taken._seconds, self._seconds = self._seconds, taken._seconds
         taken._unread, self._unread = self._unread, taken._unread
         return taken
@@ -54,6 +61,18 @@ class Stopwatch:
     def _read_first(self) -> None:
         name, begin, end = self._unread.popleft()
         self._seconds[name] += begin.elapsed_time(end) / 1000
+
+
+_OF_COLLECTIVES: WeakSet[Stopwatch] = WeakSet()
+
+
+def awaited_collective() -> str:
+    """Return the collective that a stream of a GPU waits for, or "". The host has gone on; any thread may ask."""
+    with suppress(RuntimeError):  # another thread has just added a time
+        for name, begin, end in [time_ for stopwatch in list(_OF_COLLECTIVES) for time_ in stopwatch._unread]:
+            if begin.query() and not end.query():
+                return name
+    return ""
 
 
 def mark(device: torch.device) -> Mark:

@@ -2,13 +2,16 @@
 
 import json
 import re
+import threading
 from functools import partial
 
 import faults
 import pytest
+import torch
 from scripts import SETTINGS, run
 
-from zero.stopwatch import Stopwatch
+from distributed.watchdog import Watchdog
+from zero.stopwatch import Stopwatch, awaited_collective
 
 FLAGS = ["--dropout=0.0", "--max_iters=11", "--eval_interval=4", "--sample_interval=6", "--zero_bucket_mb=1"]
 TIMES = r"time/|throughput/|mfu|comm/exposed|checkpoint/.*_s$|memory/peak"
@@ -65,7 +68,7 @@ def test_the_figures_are_sent_before_the_update_and_read_after_the_next_forward(
     start = others.index("> clip")
     gathers = [step for step in others if step == "all-gather"]
     assert gathers
-    expected = ["> clip", "all-reduce of 1 float32", "< clip", "all-reduce of 2 float32", "> update", *gathers, "< update"]
+    expected = ["> clip", "all-reduce of 1 float32", "< clip", "all-reduce of 3 float32", "> update", *gathers, "< update"]
     assert others[start : start + len(expected)] == expected, "the loss is with the flag, ahead of all-gathers"
     assert sum("float32" in step for step in others) == 2, "no other one has figures"
     place = done.index("iter 2")
@@ -80,3 +83,29 @@ def test_a_stopwatch_that_was_taken_keeps_its_times():
     watch.add("second", 3.0, 4.0)
     assert taken.read_ms() == {"first": 2000.0}
     assert watch.read_ms() == {"second": 1000.0}
+
+
+def test_the_watchdog_names_the_collective_that_a_stream_waits_for(monkeypatch):
+    """The host has gone on and waits elsewhere. Here, events of a GPU say what is done."""
+
+    class Event:
+        def __init__(self, is_done):
+            self.query = lambda: is_done
+
+        def elapsed_time(self, _):
+            return 0.0
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    done, not_done = Event(True), Event(False)
+    waits, phases = Stopwatch(of_collectives=True), Stopwatch()
+    phases.add("forward", done, not_done)
+    waits.add("reduce-scatter", done, done)
+    waits.add("all-reduce", not_done, not_done)
+    watchdog = object.__new__(Watchdog)
+    watchdog._main_thread = threading.get_ident()
+    assert awaited_collective() == watchdog._collective() == ""
+    waits.add("all-gather", done, not_done)
+    taken = waits.take()
+    assert (awaited_collective(), watchdog._collective()) == ("all-gather", "the all-gather")
+    del taken
+    assert awaited_collective() == ""

@@ -48,8 +48,8 @@ def _subgroup(group: dist.ProcessGroup | None, members: Iterable[int]) -> dist.P
     ranks = dist.get_process_group_ranks(whole)
     if len(ranks) < world.size() and world.bound_device_id is not None:
         raise ValueError(
-            f"shard_size in a process_group of {len(ranks)} ranks would wait for the other {world.size() - len(ranks)}, because "
-            "with init_process_group(device_id=...) every rank takes part in each new group; leave device_id out"
+            f"shard_size in a process_group of {len(ranks)} ranks would wait for all {world.size()}, because with "
+            "init_process_group(device_id=...) every rank takes part in each new group; leave device_id out"
         )
     timeout = getattr(getattr(whole._get_backend(whole._device_types[-1]), "options", None), "_timeout", None)
     chosen = [ranks[member] for member in members]

@@ -250,8 +250,9 @@ def with_groups_of_any_kind(path):
     group = dist.new_group([0, 1])
     dist.group.WORLD.bound_device_id = torch.device("cuda", rank)
     if rank < 2:
-        with pytest.raises(ValueError, match="shard_size in a process_group of 2 ranks would wait for the other 1, because with"):
+        with pytest.raises(ValueError, match="shard_size in a process_group of 2 ranks would wait for all 3, because"):
             ShardedOptimizer(make_toy().parameters(), torch.optim.AdamW, group, shard_size=1)
+    dist.group.WORLD.bound_device_id = None
 
 
 def test_groups_without_a_backend_and_groups_that_cannot_be_split(tmp_path):

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from datetime import date
 from typing import NamedTuple
 
@@ -24,16 +25,18 @@ BUDGET_S = 530.0  # for all parts together
 
 
 class Part(NamedTuple):
-    """A command, its number of ranks (0: a process without torchrun), and the seconds that it may take."""
+    """A command, its number of ranks (0: a process without torchrun), the seconds that it may take, and its environment."""
 
     name: str
     ranks: int
     command: list[str]
     limit_s: float = 150.0
+    environment: Mapping[str, str] = {}
 
 
-def parts(on_gpu: bool, out: str) -> list[Part]:
+def parts(gpus: int, out: str) -> list[Part]:
     """Return the parts in the order of their importance. `out` is the folder in results/."""
+    on_gpu = gpus > 0
     alone = "nccl" if on_gpu else "gloo"
     tiny = ["--n_layer=4", "--n_embd=192", "--block_size=64", "--vocab_size=512"]
     large = ["--model=gpt2-xl", "--block_size=1024"] if on_gpu else tiny
@@ -42,6 +45,7 @@ def parts(on_gpu: bool, out: str) -> list[Part]:
     gpt2 = ["--n_layer=12", "--n_head=12", "--n_embd=768", "--block_size=1024", "--batch_size=8"] if on_gpu else []
     of_a_run = (name for name, mode in MODES.items() if mode.is_built and mode.overlap and not (mode.in_place or mode.hybrid))
     modes = f"--modes={','.join(of_a_run)}"
+    and_fsdp2 = f"{modes},fsdp2"
 
     def bench(what: str, name: str, *arguments: str) -> list[str]:
         return ["bench.py", f"--what={what}", f"--name={os.path.join(out, name)}", *arguments]
@@ -55,7 +59,16 @@ def parts(on_gpu: bool, out: str) -> list[Part]:
     eager = "--compile=False"
     codecs = ["--param_dtype=bfloat16_remainder", "--state_dtype=int8"]
     eight = ["--simulate_world_size=8"]
+    nccl = [
+        # also sums in bfloat16 and Muon's matrices by all-to-all, in unequal parts
+        Part("parity-2-nccl-ranks", 2, ["-m", "benchmarks.parity", "--backend=nccl"]),
+        Part(f"time-{gpus}-nccl-ranks", gpus, bench("time", f"time-{gpus}-nccl-ranks", *small, and_fsdp2)),
+    ]
+    # finds tensors that two streams use without a wait
+    sanitizer = {"TORCH_CUDA_SANITIZER": "1"}
+    sanitized = [Part("streams", 1, ["-m", "benchmarks.parity", f"--backend={alone}"], environment=sanitizer)]
     return [
+        *(nccl if gpus > 1 else []),
         Part("parity-2-gloo-ranks", 2, ["-m", "benchmarks.parity", "--backend=gloo"]),
         Part(f"parity-1-{alone}-rank", 1, ["-m", "benchmarks.parity", f"--backend={alone}"]),
         Part("train-float32", 2, train("float32", "--dtype=float32", eager)),
@@ -64,19 +77,20 @@ def parts(on_gpu: bool, out: str) -> list[Part]:
         Part("train-muon", 2, train("muon", "--optimizer=muon", eager)),
         Part("train-float16", 2, train("float16", "--dtype=float16", "--shard_gradients=True", "--loss_chunk=256", eager)),
         Part("train-resumed", 1, train("float32", "--dtype=float32", "--init_from=resume", "--max_iters=25", eager)),
-        Part("memory-bfloat16", 0, bench("memory", "memory-bfloat16", *large, modes, "--dtype=bfloat16", *eight)),
-        Part("memory-float32", 0, bench("memory", "memory-float32", *large, modes, "--dtype=float32", *eight)),
+        Part("memory-bfloat16", 0, bench("memory", "memory-bfloat16", *large, and_fsdp2, "--dtype=bfloat16", *eight)),
+        Part("memory-float32", 0, bench("memory", "memory-float32", *large, and_fsdp2, "--dtype=float32", *eight)),
         Part("memory-2-gloo-ranks", 2, bench("memory", "memory-2-gloo-ranks", *medium, modes)),
-        Part(f"time-1-{alone}-rank", 1, bench("time", "time", *small, modes)),
+        Part(f"time-1-{alone}-rank", 1, bench("time", "time", *small, and_fsdp2)),
         Part("profile", 1, train("profile", *gpt2, "--max_iters=10", "--profile=True", eager)),
         Part("train-compiled", 1, train("compiled", "--compile=True")),
+        *(sanitized if on_gpu else []),
     ]
 
 
 def run(part: Part, limit_s: float, folder: str) -> tuple[str, float]:
     """Run a part, write its output to a file, and return its result and its seconds."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={part.ranks}"] if part.ranks else []
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUBLAS_WORKSPACE_CONFIG": ":4096:8", **part.environment}
     begin = time.monotonic()
     path = os.path.join(folder, f"{part.name}.txt")
     with open(path, "w") as file:
@@ -118,7 +132,7 @@ def main() -> None:
     ]
     print("\n".join(lines))
     results = []
-    for part in parts(on_gpu, card):
+    for part in parts(torch.cuda.device_count(), card):
         left = BUDGET_S - (time.monotonic() - begin)
         result, seconds = run(part, min(left, part.limit_s), folder) if left > 5 else ("not run: no time left", 0.0)
         results.append(result)

@@ -1,14 +1,21 @@
 """Everything takes the way of a GPU, on a pretended one: what an iteration launches, and when the host waits for it."""
 
 import json
+import os
+import runpy
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from conftest import ROOT
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from toy import make_toy
 
+from benchmarks import gpu, launches, pretended_gpu
 from benchmarks.launches import pretended_world
 from benchmarks.pretended_gpu import DEVICE, PretendedGPU, run_preloaded
 from zero import ShardedGradScaler
@@ -105,6 +112,36 @@ def every_combination():
     return [(*key, *waits) for key, waits in found.items()]
 
 
+def run_part(name):
+    """Run a part of bench-gpu with a small model and few iterations, as rank 0 of 1 that shards its optimizer all the same."""
+    part = next(part for part in gpu.parts(1, "pretended") if part.name == name)
+    card = SimpleNamespace(uuid="", name="pretended GPU", total_memory=80 * 10**9, major=9, minor=0, multi_processor_count=132)
+    numbers = {"memory_allocated": 0, "max_memory_allocated": 0, "memory_reserved": 0, "max_memory_reserved": 0}
+    numbers |= {"is_available": True, "device_count": 1, "set_device": None, "reset_peak_memory_stats": None}
+    for key, value in (numbers | {"get_device_properties": card}).items():
+        setattr(torch.cuda, key, lambda *_, value=value: value)
+    torch.Tensor.pin_memory, sys.modules[torch.optim.Adam.__module__]._get_value = torch.Tensor.clone, lambda _: 1.0
+    begin, new_group = dist.init_process_group, dist.new_group
+    dist.init_process_group = lambda _, world_size=1, **__: begin("fake", store=FakeStore(), rank=0, world_size=world_size)
+    dist.new_group = lambda *args, backend=None, **options: new_group(*args, backend="fake", **options)
+    if part.ranks:
+        alone = {
+            "RANK": 0,
+            "LOCAL_RANK": 0,
+            "WORLD_SIZE": 1,
+            "LOCAL_WORLD_SIZE": 1,
+            "MASTER_ADDR": "localhost",
+            "MASTER_PORT": 1,
+        }
+        os.environ |= {key: str(value) for key, value in alone.items()}
+    own = ["--max_iters=6", "--log_interval=2"] if part.ranks else SIZES
+    sys.argv = [*(argument.removesuffix(",fsdp2") for argument in part.command), *own, "--device=cuda"]
+    absent = mock.patch("zero.build.DistributedDataParallel", launches._Absent)
+    with absent, mock.patch("benchmarks.contenders.DistributedDataParallel", launches._Absent), PretendedGPU():
+        pretended_gpu._Event.elapsed_time = lambda *_: 1.0
+        runpy.run_path(sys.argv[0], run_name="__main__")
+
+
 # -- the tests -------------------------------------------------------------------------------------------------------------
 
 
@@ -146,3 +183,29 @@ def test_launches_and_waits_of_an_iteration(tmp_path):
     run_or_skip(*command, cwd=tmp_path)
     rows = json.loads((tmp_path / "results" / "small" / "results.json").read_text())["launches"]["rows"]
     assert {row["mode"]: tuple(row[column] for column in COLUMNS) for row in rows} == COUNTED
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "train-codecs",
+        *(
+            pytest.param(name, marks=pytest.mark.slow("train-codecs takes the same branches in run/", seconds=10))
+            for name in ("train-float32", "train-bfloat16", "train-muon", "train-float16", "memory-bfloat16", "memory-float32")
+        ),
+    ],
+)
+def test_parts_of_bench_gpu_that_need_no_values(tmp_path, name):
+    """The others compare values, compile, read a checkpoint, or ask CUDA for a trace."""
+    script = f"import sys; sys.path[:0] = {[ROOT, *sys.path]}; from test_pretended_gpu import run_part; run_part('{name}')"
+    (tmp_path / "data").symlink_to(os.path.join(ROOT, "data"))
+    for file in ("train.py", "bench.py"):
+        (tmp_path / file).symlink_to(os.path.join(ROOT, file))
+    printed = run_or_skip("-c", script, cwd=tmp_path)
+    if name.startswith("memory"):
+        rows = json.loads((tmp_path / "results" / "pretended" / name / "results.json").read_text())["memory"]["rows"]
+        assert {row["mode"] for row in rows} >= {"sharded", "codecs", "muon"}
+    else:
+        assert "on 1 rank, cuda: pretended GPU" in printed
+        assert "iter 6: loss" in printed
+        assert printed.count("WARNING") == printed.count("is not finite; files from before are unchanged")

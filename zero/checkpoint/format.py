@@ -236,6 +236,6 @@ def manifest_entry(tensor: torch.Tensor) -> dict[str, Any]:
     return {"shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch."), "crc32": crc32}
 
 
-def named_tensors(value: Any, name: str = "") -> dict[str, torch.Tensor]:
+def named_tensors(tree: Any) -> dict[str, torch.Tensor]:
     """Return every tensor in nested dicts and lists by its name: the keys that lead to it, joined by dots."""
-    return {name: leaf for name, leaf in leaves(value, name).items() if isinstance(leaf, torch.Tensor)}
+    return {name: leaf for name, leaf in leaves(tree).items() if isinstance(leaf, torch.Tensor)}

@@ -87,7 +87,7 @@ def find(folder: str) -> tuple[str, str | None]:
     Raises:
         CheckpointError: if there is no checkpoint that is not corrupt.
     """
-    warnings = []
+    warnings: list[str] = []
     for name in (NAME, PREVIOUS):
         path = os.path.join(folder, name)
         try:

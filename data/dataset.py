@@ -52,14 +52,12 @@ class Dataset:
         """What identifies this vocabulary: its size, and a checksum (CRC-32) of its tokens."""
         if not self.meta:
             return "GPT-2's"
-        tokens = self.meta.get("itos", {})
-        tokens = sorted(tokens.items()) if isinstance(tokens, dict) else list(enumerate(tokens))
+        tokens = sorted(self.meta.get("itos", {}).items())
         return f"{self.vocab_size} tokens with checksum {zlib.crc32(repr(tokens).encode()):08x}"
 
     def bytes_per_token(self, split: str) -> float | None:
         """Return the mean length of the tokens of a split in UTF-8, or None if the dataset has no vocabulary of texts."""
         texts = (self.meta or {}).get("itos", {})
-        texts = texts if isinstance(texts, dict) else dict(enumerate(texts))
         if not texts or not all(isinstance(text, str) for text in texts.values()):
             return None
         lengths = np.full(2**16, np.nan)

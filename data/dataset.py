@@ -10,6 +10,7 @@ import subprocess
 import sys
 import zlib
 from collections.abc import Iterator
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -40,7 +41,6 @@ class Dataset:
         self.name, self.block_size = name, block_size
         self.meta = load_meta(self.directory)
         self.tokens = {split: _open(self.directory, split, block_size) for split in SPLITS}  # (tokens,) uint16
-        self._fingerprint: dict[str, str] = {}
 
     @property
     def vocab_size(self) -> int | None:
@@ -52,14 +52,12 @@ class Dataset:
         """What identifies this vocabulary: its size, and a checksum (CRC-32) of its tokens."""
         if not self.meta:
             return "GPT-2's"
-        tokens = self.meta.get("itos", {})
-        tokens = sorted(tokens.items()) if isinstance(tokens, dict) else list(enumerate(tokens))
+        tokens = sorted(self.meta.get("itos", {}).items())
         return f"{self.vocab_size} tokens with checksum {zlib.crc32(repr(tokens).encode()):08x}"
 
     def bytes_per_token(self, split: str) -> float | None:
         """Return the mean length of the tokens of a split in UTF-8, or None if the dataset has no vocabulary of texts."""
         texts = (self.meta or {}).get("itos", {})
-        texts = texts if isinstance(texts, dict) else dict(enumerate(texts))
         if not texts or not all(isinstance(text, str) for text in texts.values()):
             return None
         lengths = np.full(2**16, np.nan)
@@ -122,16 +120,15 @@ class Dataset:
         batch[1, offsets < 0] = -1
         return batch
 
+    @cached_property
     def fingerprint(self) -> dict[str, str]:
-        """Return the size and a checksum (CRC-32) of each token file, and a checksum of `meta.pkl`, by name of the file.
+        """The size and a checksum (CRC-32) of each token file, and a checksum of `meta.pkl`, by name of the file.
 
         A checksum covers the whole of a file of up to 64 MB. Of a larger file it covers 64 evenly spaced pieces of 1 MB, among
         them the first and the last one, so that it reads the same 64 MB at any size. A file that was cut off, shifted or made
         from other text is found. A change that lies between the pieces of a large file is not. The files are read once.
         """
-        if self._fingerprint:
-            return self._fingerprint
-        result = self._fingerprint
+        result = {}
         for split, tokens in self.tokens.items():
             starts = np.linspace(0, len(tokens) - _PIECE, _PIECES, dtype=int)
             pieces = [tokens] if len(tokens) <= _PIECE * _PIECES else [tokens[start : start + _PIECE] for start in starts]
@@ -146,7 +143,7 @@ class Dataset:
 
     def identity(self) -> dict[str, Any]:
         """Return what a checkpoint stores about its data."""
-        return {"vocabulary": self.vocabulary, "dataset": self.fingerprint()}
+        return {"vocabulary": self.vocabulary, "dataset": self.fingerprint}
 
     def check(self, vocab_size: int, part: int = 0, parts: int = 1) -> None:
         """Check the tokens of one of `parts` equal parts of the data against the vocabulary of a model.
@@ -165,13 +162,12 @@ class Dataset:
             )
         for split, tokens in self.tokens.items():
             begin, end = (len(tokens) * number // parts for number in (part, part + 1))
-            for start in range(begin, end, 1 << 24):
-                largest = tokens[start : min(start + (1 << 24), end)].max()
-                if largest >= vocab_size:
-                    raise DataError(
-                        f"{os.path.join(self.directory, split)}.bin holds token {largest}, but the model's vocabulary has "
-                        f"{vocab_size}; prepare the dataset again, or train a model with its vocabulary"
-                    )
+            largest = tokens[begin:end].max(initial=0)
+            if largest >= vocab_size:
+                raise DataError(
+                    f"{os.path.join(self.directory, split)}.bin holds token {largest}, but the model's vocabulary has "
+                    f"{vocab_size}; prepare the dataset again, or train a model with its vocabulary"
+                )
 
 
 def names() -> list[str]:

@@ -51,6 +51,8 @@ def load_meta(directory: str) -> dict[str, Any] | None:
             meta = _PlainUnpickler(file).load()
         if not isinstance(meta["vocab_size"], int):
             raise pickle.UnpicklingError("vocab_size is not an integer")
+        if not isinstance(meta.get("itos", {}), dict):  # a list has its tokens as indices
+            meta["itos"] = dict(enumerate(meta["itos"]))
     except Exception as error:  # damaged bytes can raise any exception
         raise DataError(f"{path} is no vocabulary ({error}); run the dataset's prepare.py again") from error
     return meta

@@ -31,7 +31,7 @@ def launched() -> Launch:
     if missing:
         raise ValueError(f"RANK is set without {', '.join(missing)}; {_REMEDY}")
     rank, world_size, port = _integer("RANK"), _integer("WORLD_SIZE"), _integer("MASTER_PORT")
-    local_rank, local_world_size = _integer("LOCAL_RANK", 0), _integer("LOCAL_WORLD_SIZE", 1)
+    local_rank, local_world_size = _integer("LOCAL_RANK", "0"), _integer("LOCAL_WORLD_SIZE", "1")
     if not 0 <= rank < world_size:
         raise ValueError(f"RANK={rank} is not one of the ranks 0 to WORLD_SIZE-1={world_size - 1}; {_REMEDY}")
     if not 0 < port < 2**16:
@@ -41,10 +41,8 @@ def launched() -> Launch:
     return Launch(True, rank, local_rank, world_size, local_world_size)
 
 
-def _integer(name: str, default: int | None = None) -> int:
-    if name not in os.environ and default is not None:
-        return default
-    text = os.environ[name]
+def _integer(name: str, default: str = "") -> int:
+    text = os.environ.get(name, default)
     try:
         return int(text)
     except ValueError as error:

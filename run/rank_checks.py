@@ -78,7 +78,7 @@ def compare_model_and_data(model: torch.nn.Module, data: Dataset, **values: Any)
         return
     parameters = {name: f"{tuple(param.shape)} {param.dtype}" for name, param in model.named_parameters()}
     facts: Facts = {
-        "copy the dataset from one host to the others": data.fingerprint(),
+        "copy the dataset from one host to the others": data.fingerprint,
         "give all hosts the same checkpoint or pretrained model": {**values, **vars(model.config), **parameters},
     }
     if message := difference(gather_objects(facts)):
@@ -100,7 +100,7 @@ def compare_with_checkpoint(checkpoint: dict[str, Any], settings: dict[str, Any]
             f"dataset {data.name} has another vocabulary ({data.vocabulary}) than the checkpoint ({vocabulary}); "
             f"use the files of dataset {name} that it was trained on, or start a new run in another --out_dir"
         )
-    if "dataset" in checkpoint and checkpoint["dataset"] != data.fingerprint():
+    if "dataset" in checkpoint and checkpoint["dataset"] != data.fingerprint:
         print0(f"note: the run goes on with other data: dataset {data.name}; until the checkpoint it was dataset {name}")
     groups = checkpoint["optimizer"]["param_groups"]
     of_matrices = next((group for group in groups if group.get("matrices")), None)

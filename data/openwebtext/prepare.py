@@ -61,39 +61,23 @@ def downloaded() -> Iterator[str]:
 def hub_texts() -> Iterator[str]:
     """Yield the documents that the hub has, in their order: from complete parquet files, otherwise from the archives."""
     from huggingface_hub import HfFileSystem
+    from pyarrow import parquet
 
     hub = HfFileSystem()
     files = hub.find(f"datasets/{NAME}")  # sorted
     tables = [path for path in files if path.endswith(".parquet")]
-    if parquet_rows(hub, tables) == DOCUMENTS:  # not a part of them, and not two versions side by side
-        yield from parquet_texts(hub, tables)
+    rows = sum(parquet.read_metadata(path, filesystem=hub).num_rows for path in tables)  # reads only the ends of the files
+    if rows == DOCUMENTS:  # not a part of them, and not two versions side by side
+        for path in tables:
+            # the defaults would read the whole file
+            with parquet.ParquetFile(path, filesystem=hub, buffer_size=1 << 20, pre_buffer=False) as table:
+                for batch in table.iter_batches(BATCH, columns=["text"]):
+                    yield from batch["text"].to_pylist()
         return
     for path in files:
         if path.endswith(".tar"):
             with hub.open(path) as file:
                 yield from archive_texts(file)
-
-
-def parquet_rows(hub, paths: list[str]) -> int:
-    """Return the number of rows of parquet files. Only the ends of the files are read."""
-    from pyarrow import parquet
-
-    rows = 0
-    for path in paths:
-        with hub.open(path) as file:
-            rows += parquet.read_metadata(file).num_rows
-    return rows
-
-
-def parquet_texts(hub, paths: list[str]) -> Iterator[str]:
-    """Yield the column "text" of parquet files, row by row."""
-    from pyarrow import parquet
-
-    for path in paths:
-        with hub.open(path) as file:
-            table = parquet.ParquetFile(file, buffer_size=1 << 20, pre_buffer=False)  # the defaults would read the whole file
-            for batch in table.iter_batches(BATCH, columns=["text"]):
-                yield from batch["text"].to_pylist()
 
 
 def archive_texts(file) -> Iterator[str]:

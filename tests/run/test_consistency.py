@@ -121,7 +121,7 @@ def tokens_in(folder, length, change=None):
         tokens[change] += 1
     for split in ("train", "val"):
         tokens.tofile(os.path.join(folder, f"{split}.bin"))
-    return Dataset(str(folder), 8).fingerprint()
+    return Dataset(str(folder), 8).fingerprint
 
 
 def test_a_fingerprint_sees_any_token_of_a_small_file(tmp_path):
@@ -139,7 +139,7 @@ def test_a_fingerprint_of_a_large_file_sees_pieces_from_end_to_end(tmp_path, mon
 
 
 def test_a_fingerprint_sees_the_vocabulary(data, other):
-    assert Dataset(data, 8).fingerprint()["meta.pkl"] == Dataset(other, 8).fingerprint()["meta.pkl"]
+    assert Dataset(data, 8).fingerprint["meta.pkl"] == Dataset(other, 8).fingerprint["meta.pkl"]
     with open(os.path.join(other, "meta.pkl"), "ab") as file:
         file.write(b" ")
-    assert Dataset(data, 8).fingerprint()["meta.pkl"] != Dataset(other, 8).fingerprint()["meta.pkl"]
+    assert Dataset(data, 8).fingerprint["meta.pkl"] != Dataset(other, 8).fingerprint["meta.pkl"]

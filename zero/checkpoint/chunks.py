@@ -70,15 +70,9 @@ def read_chunks(folder: str, chunks: list[TensorChunk]) -> None:
     Raises:
         CheckpointError: if the files are missing, damaged, or not of these tensors.
     """
-    chunks = _with_elements(chunks)
     with reading(folder):
-        reader = _Reader(folder)
-        stored = reader.metadata.state_dict_metadata
-        for chunk in chunks:
-            if chunk.name not in stored or tuple(stored[chunk.name].size) != (chunk.numel,):
-                raise CheckpointError(f"{folder} has no tensor {chunk.name} of {chunk.numel} elements")
         try:
-            dcp.load({}, storage_reader=reader, planner=_LoadPlanner(chunks), no_dist=True)
+            dcp.load({}, storage_reader=_Reader(folder), planner=_LoadPlanner(_with_elements(chunks), folder), no_dist=True)
         except dcp.api.CheckpointException as failed:  # a subclass of BaseException
             raise next(iter(failed.failures.values()))[0] from failed
 
@@ -105,17 +99,19 @@ class _SavePlanner(dcp.DefaultSavePlanner):
 
 
 class _LoadPlanner(dcp.DefaultLoadPlanner):
-    """Plans the read of chunks in place of a state dict."""
+    """Plans the read of chunks from a folder in place of a state dict."""
 
-    def __init__(self, chunks: list[TensorChunk]) -> None:
+    def __init__(self, chunks: list[TensorChunk], folder: str) -> None:
         super().__init__(flatten_state_dict=False)
-        self.chunks = {_index(chunk): chunk for chunk in chunks}
+        self.chunks, self.folder = {_index(chunk): chunk for chunk in chunks}, folder
 
     def create_local_plan(self) -> planner.LoadPlan:
         assert self.metadata is not None
         stored: dict[str, Any] = self.metadata.state_dict_metadata
         items = []
         for chunk in self.chunks.values():
+            if chunk.name not in stored or tuple(stored[chunk.name].size) != (chunk.numel,):
+                raise CheckpointError(f"{self.folder} has no tensor {chunk.name} of {chunk.numel} elements")
             items += create_read_items_for_chunk_list(chunk.name, stored[chunk.name], [_storage_metadata(chunk)])
         return planner.LoadPlan(items)
 

@@ -5,7 +5,7 @@ import zipfile
 import zlib
 from collections.abc import Callable
 from functools import partial
-from types import NoneType
+from types import GenericAlias, NoneType, UnionType
 from typing import Any
 
 import torch
@@ -21,14 +21,14 @@ FORMAT = 1  # version of the keys that are added to nanoGPT's six
 EXTRA_STATE = "_extra_state"  # same as in torch.nn.modules.module
 
 
-def _is(*kinds: type) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, kinds)
-
-
-def _is_dict(keys: type, *values: type) -> Callable[[Any], bool]:
-    return lambda held: (
-        isinstance(held, dict) and all(isinstance(key, keys) and isinstance(value, values) for key, value in held.items())
-    )
+def _fits(value: Any, kind: Any) -> bool:
+    """Return whether a value is of a kind: a type, dict[keys, values], the kind of each key of a dict, or a predicate."""
+    if isinstance(kind, dict):
+        return isinstance(value, dict) and all(_fits(value.get(key), inner) for key, inner in kind.items())
+    if isinstance(kind, GenericAlias):
+        keys, values = kind.__args__
+        return isinstance(value, dict) and all(isinstance(key, keys) and _fits(held, values) for key, held in value.items())
+    return isinstance(value, kind) if isinstance(kind, type | UnionType) else kind(value)
 
 
 def _is_count(value: Any) -> bool:
@@ -50,55 +50,45 @@ def _is_plain(value: Any) -> bool:
 
 def _is_model(value: Any) -> bool:
     """Return whether the value is a state dict: tensors, and results of a module's `get_extra_state`."""
-    return _is_dict(str, object)(value) and all(
+    return _fits(value, dict[str, object]) and all(
         isinstance(held, torch.Tensor) or (name.endswith(EXTRA_STATE) and _is_plain(held)) for name, held in value.items()
     )
 
 
-def _is_optimizer(value: Any) -> bool:
-    return (
-        isinstance(value, dict)
-        and _is_dict(int, dict)(value.get("state"))
-        and isinstance(value.get("param_groups"), list)
-        and all(isinstance(group, dict) and isinstance(group.get("params"), list) for group in value["param_groups"])
-    )
+def _are_groups(value: Any) -> bool:
+    return isinstance(value, list) and all(_fits(group, {"params": list}) for group in value)
 
 
 def _is_scaler(value: Any) -> bool:
     """Return whether the value is a state of torch.amp.GradScaler, which is empty if the scaler is not enabled."""
     keys = {"scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"}
-    return _is_dict(str, int, float)(value) and value.keys() in (set(), keys)
+    return _fits(value, dict[str, int | float]) and value.keys() in (set(), keys)
 
 
-def _is_shards(value: Any) -> bool:
-    return (
-        _is_dict(str, str, dict)(value)
-        and isinstance(value.get("folder"), str)
-        and _is_dict(str, list)(value.get("files"))
-        and all(len(entry) == len(FileSum._fields) for entry in value["files"].values())
-    )
+def _are_sums(value: Any) -> bool:
+    return _fits(value, dict[str, list]) and all(len(entry) == len(FileSum._fields) for entry in value.values())
 
 
 # keys of every checkpoint, including those of nanoGPT
 KEYS = {
     "model": _is_model,
-    "optimizer": _is_optimizer,
-    "model_args": _is_dict(str, int, float, str, NoneType),
+    "optimizer": {"state": dict[int, dict], "param_groups": _are_groups},
+    "model_args": dict[str, int | float | str | None],
     "iter_num": _is_count,
     "best_val_loss": _is_number,
-    "config": _is_dict(str, object),
+    "config": dict[str, object],
 }
 # keys of this program's checkpoints only
 _MORE_KEYS = {
     "data_position": _is_count,
-    "dataset": _is_dict(str, str),
+    "dataset": dict[str, str],
     "elapsed_s": _is_number,
-    "format": _is(int),
-    "manifest": _is_dict(str, dict),
+    "format": int,
+    "manifest": dict[str, dict],
     "scaler": _is_scaler,
-    "shards": _is_shards,
-    "vocabulary": _is(str),
-    "wandb_run_id": _is(str, NoneType),
+    "shards": {"folder": str, "files": _are_sums},
+    "vocabulary": str,
+    "wandb_run_id": str | None,
 }
 
 
@@ -111,8 +101,8 @@ def read_file(path: str) -> dict[str, Any]:
     with reading(path):
         checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     held = checkpoint if isinstance(checkpoint, dict) else {}
-    wrong = [key for key, fits in KEYS.items() if not fits(held.get(key))]
-    wrong += [key for key, fits in _MORE_KEYS.items() if key in held and not fits(held[key])]
+    wrong = [key for key, kind in KEYS.items() if not _fits(held.get(key), kind)]
+    wrong += [key for key, kind in _MORE_KEYS.items() if key in held and not _fits(held[key], kind)]
     if wrong:
         raise CheckpointError(f"{path} is no checkpoint of a model in training: wrong or missing in it: {', '.join(wrong)}")
     if held.get("format", FORMAT) != FORMAT:
@@ -236,6 +226,6 @@ def manifest_entry(tensor: torch.Tensor) -> dict[str, Any]:
     return {"shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch."), "crc32": crc32}
 
 
-def named_tensors(value: Any, name: str = "") -> dict[str, torch.Tensor]:
+def named_tensors(tree: Any) -> dict[str, torch.Tensor]:
     """Return every tensor in nested dicts and lists by its name: the keys that lead to it, joined by dots."""
-    return {name: leaf for name, leaf in leaves(value, name).items() if isinstance(leaf, torch.Tensor)}
+    return {name: leaf for name, leaf in leaves(tree).items() if isinstance(leaf, torch.Tensor)}

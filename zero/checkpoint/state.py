@@ -78,7 +78,7 @@ def map_leaves(function: Callable[[str, Any], Any], tree: Any, name: str = "") -
     return mapped if isinstance(tree, dict) else list(mapped.values()) if isinstance(tree, list) else tuple(mapped.values())
 
 
-def leaves(tree: Any, name: str = "") -> dict[str, Any]:
+def leaves(tree: Any) -> dict[str, Any]:
     """Return the leaves of nested dicts, lists and tuples by their names, see `map_leaves`."""
     found: dict[str, Any] = {}
 
@@ -86,7 +86,7 @@ def leaves(tree: Any, name: str = "") -> dict[str, Any]:
         if found.setdefault(name, leaf) is not leaf:  # as in {"a": {"b": 1}, "a.b": 2}
             raise CheckpointError(f"two entries of the state are named {name!r}; rename one of them")
 
-    map_leaves(add, tree, name)
+    map_leaves(add, tree)
     return found
 
 

@@ -87,18 +87,15 @@ def find(folder: str) -> tuple[str, str | None]:
     Raises:
         CheckpointError: if there is no checkpoint that is not corrupt.
     """
-    warnings = []
+    warnings: list[str] = []
     for name in (NAME, PREVIOUS):
         path = os.path.join(folder, name)
-        if os.path.exists(path):
-            try:
-                verify(path)
-            except CheckpointError as error:
+        try:
+            verify(path)
+            return path, "; ".join(warnings) or None
+        except CheckpointError as error:
+            if name == NAME or os.path.exists(path):
                 warnings.append(str(error))
-            else:
-                return path, "; ".join(warnings) or None
-        elif name == NAME:
-            warnings.append(f"there is no checkpoint {path}")
     raise CheckpointError("; ".join(warnings))
 
 

@@ -131,9 +131,9 @@ def configure(settings: dict[str, Any], argv: list[str] | None = None) -> dict[s
             config.update(_read_file(argument, config, known))
     for key, setting in known.items():
         _check_limits(key, config[key], setting)
-    if rank == 0:
-        changed = [f"{key} = {value!r}" for key, value in config.items() if value != known[key].default]
-        print(*_block("Overriding: ", changed), sep="\n", end="\n" if changed else "")
+    for key, value in config.items():
+        if rank == 0 and value != known[key].default:
+            print(f"Overriding: {key} = {value!r}")
     settings.update(config)
     return config
 
@@ -279,17 +279,6 @@ def _checked(key: str, value: Any, known: dict[str, Setting], where: str) -> Any
     if setting.type is float and not math.isfinite(value):
         exit_with_error(f"{key}={value} in {where} is not a finite number")
     return value
-
-
-def _block(begin: str, items: list[str]) -> list[str]:
-    """Return the items, separated by commas, in as few lines as possible, which all have the same beginning."""
-    lines: list[str] = []
-    for item in items:
-        if lines and len(lines[-1]) + len(item) + 2 <= _WIDTH:
-            lines[-1] += f", {item}"
-        else:
-            lines.append(begin + item)
-    return lines
 
 
 def _shortened(text: str) -> str:

@@ -51,8 +51,6 @@ class Guard:
     because the gradient scaler handles gradients that are not finite.
 
     Args:
-        optimizer: the optimizer of the model.
-        scaler: the gradient scaler, which is enabled for float16 only.
         limit: number of consecutive skipped updates that ends the run.
         alert: called on rank 0 with a title, a text and the iteration when updates have been skipped.
     """

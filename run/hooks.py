@@ -46,13 +46,12 @@ class Run:
 
     Args:
         config: the settings of train.py.
-        launch, device, dtype: the position of this rank, and what `start` and `machine.resolve` returned for the settings.
-        micro_steps: micro-steps of this rank per iteration.
-        tokens_per_iter: tokens per iteration, all ranks together.
+        device, dtype: what `start` and `machine.resolve` returned for them.
+        micro_steps: of this rank per iteration.
+        tokens_per_iter: of all ranks together.
 
     Attributes:
         state: the progress of the run, which train.py counts.
-        checkpoints: loads and saves the checkpoints.
     """
 
     def __init__(
@@ -112,8 +111,9 @@ class Run:
             self.sampler = Sampler(interval, raw_model, data.meta, autocast, config["seed"])
         with self.stage("starting the log"):
             self.checkpoints.make_room()
-            facts: dict[str, Any] = {"implementation": flags.implementation(world_size), "world_size": world_size}
-            facts |= {
+            facts = {
+                "implementation": flags.implementation(world_size),
+                "world_size": world_size,
                 "micro_steps": self.micro_steps,
                 "parameters": raw_model.num_params(),
                 "train_tokens": len(data.tokens["train"]),
@@ -234,8 +234,7 @@ class Run:
             self.log.warn("not saved: the loss or the last gradients are not finite")
             return False
         is_best = losses["val"] < self.state.best_val_loss
-        if is_best or self.checkpoints.always:
-            self.state.best_val_loss = min(self.state.best_val_loss, losses["val"])
+        self.state.best_val_loss = min(self.state.best_val_loss, losses["val"])
         return (is_best or self.checkpoints.always) and self.state.iter_num > self.first_iter
 
     def may_save(self) -> bool:

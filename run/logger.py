@@ -4,6 +4,7 @@ import contextlib
 import json
 import math
 import os
+import pathlib
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
@@ -39,10 +40,9 @@ class Logger:
     def __init__(self, out_dir: str | None, resume_at: int | None, config: dict[str, Any], run_id: str | None = None) -> None:
         self.file: MetricsFile | None = None
         self._deferred: Callable[[], None] | None = None
-        self._tensorboard: TensorBoardRun | None = None
         self._summary, self._is_finished = Summary(config), False
         if out_dir is None or not is_rank_0():
-            self.run = WandbRun(config)
+            self.run, self._tensorboard = WandbRun(config), TensorBoardRun(None, 0, config)
             return
         self._summary = Summary(_all_facts(out_dir, config, resume_at))
         try:
@@ -59,18 +59,15 @@ class Logger:
                     self._tensorboard.log(event)
             self.file.rewind()
             if resume_at is None:
-                with contextlib.suppress(FileNotFoundError):
-                    os.remove(os.path.join(out_dir, report.NAME))  # of the run that this one replaces
+                pathlib.Path(out_dir, report.NAME).unlink(missing_ok=True)  # of the run that this one replaces
         except OSError as error:
             raise ValueError(f"cannot write to out_dir={out_dir}: {error}") from error
         _write_facts(out_dir, self._summary.facts)
 
     def log(self, event: dict[str, Any], line: str | None = None) -> None:
-        """Write an event. If the disk is full, print a warning once and continue.
+        """Write an event, then print the line. If the disk is full, print a warning once and continue.
 
-        Args:
-            event: the metrics by key, numbers or texts; "iter" is the iteration, by default the current one.
-            line: then print this line.
+        `event` has metrics by key, numbers or texts; "iter" is the iteration, by default the current one.
         """
         self.flush()
         if not is_rank_0():
@@ -78,8 +75,7 @@ class Logger:
         event = {"iter": max(0, position.iteration), **event}
         self._summary.add(event)
         self.run.log(event)
-        if self._tensorboard is not None:
-            self._tensorboard.log(event)
+        self._tensorboard.log(event)
         if "val/loss" in event:
             self.run.summarize(self._summary.figures())
         if self.file is not None:
@@ -121,8 +117,7 @@ class Logger:
             _write_facts(self.file.folder, self._summary.facts | {"state": state})
             if outcome:
                 report.write(outcome, self._summary)
-        if self._tensorboard is not None:
-            self._tensorboard.finish(self._summary.figures())
+        self._tensorboard.finish(self._summary.figures())
         with position.at("ending the wandb run", patient=True):
             self.run.summarize(self._summary.figures())
             self.run.finish(int(state == "failed"))

@@ -26,14 +26,9 @@ _HOST = torch.device("cpu")
 class Meter:
     """Measures the iterations of a run and logs the metrics. Needs to be created on all ranks.
 
-    To add a metric, add it to the event in `log_iteration` or `log_evaluation`, and to run/metrics.py.
-
     Args:
-        memory_check: the prediction of the memory, with the meter of the memory and the logger that receives the metrics.
-        dtype: dtype of the computation.
-        tokens_per_iter: tokens per iteration, all ranks together.
-        flops_per_token: FLOPs of the model per token.
-        max_iters: last iteration of the run.
+        memory_check: has the meter of the memory, and the logger that receives the metrics.
+        tokens_per_iter: of all ranks together.
         elapsed_s: wall time of the run before this process.
         show: called with the metrics of an iteration.
     """
@@ -102,13 +97,7 @@ class Meter:
         """Log the metrics of an iteration. Times are means over the iterations since the last restart or log.
 
         Needs to be called on all ranks. The event is deferred, see `Logger.defer`: only then the host waits for the device. If
-        this iteration is measured, it waits here, because the ranks are compared.
-
-        Args:
-            iteration: the number of the iteration.
-            reading: the figures of the guard.
-            lr: learning rate.
-            tokens: tokens that all ranks together have seen.
+        this iteration is measured, it waits here, because the ranks are compared. `tokens`: what all ranks together have seen.
         """
         lap = self._end_lap()
         over_ranks = self._over_ranks(reading.read().loss_of_rank, lap) if self._is_measured else {}
@@ -159,14 +148,7 @@ class Meter:
         self.log.defer(write)
 
     def log_evaluation(self, iteration: int, losses: dict[str, float], lr: float, seconds: float) -> None:
-        """Log the losses of an evaluation.
-
-        Args:
-            iteration: iteration before which the evaluation ran.
-            losses: loss by split.
-            lr: learning rate.
-            seconds: duration of the evaluation.
-        """
+        """Log the losses by split of an evaluation, which ran before this iteration."""
         event = {
             "iter": iteration,
             **{f"{split}/loss": loss for split, loss in losses.items()},

@@ -2,9 +2,7 @@
 
     $ python -m run.metrics
 
-To add a metric, add a line to a section, and log it where it is computed (run/meter.py). The workspace in wandb then has its
-chart. The page of dashboard.py draws a curve of each metric in "Others", and of each that is not declared. This module imports
-nothing of this repository, because charts/ reads it, too.
+run/meter.py computes most of them. This module imports nothing of this repository, because charts/ reads it, too.
 """
 
 from typing import NamedTuple

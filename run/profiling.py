@@ -8,6 +8,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from distributed.heartbeat import position
+from distributed.ranks import print0
 
 FOLDER = "profile"  # in out_dir
 # numbers of iterations: first skip some; then record some without keeping them, because a profiler is slow when it starts; then
@@ -20,13 +21,8 @@ class Profiler:
 
     The files are `rank<r>.json.gz`, a trace with allocations for https://ui.perfetto.dev or chrome://tracing, and on a GPU also
     `rank<r>_memory.pickle`, a snapshot for https://docs.pytorch.org/memory_viz. Both are written after the last recorded
-    iteration. The snapshot shows the allocations since construction, at most the last 100,000, and all memory in use.
-
-    Args:
-        folder: folder of the files, created when they are written.
-        rank: rank of this process.
-        device: device of this rank.
-        enabled: False: all methods do nothing.
+    iteration. The snapshot shows the allocations since construction, at most the last 100,000, and all memory in use. Unless
+    the profiler is `enabled`, all methods do nothing.
 
     Attributes:
         wait: waits for this rank's communication in flight. It must end before the recording does: its end is an event of the
@@ -71,10 +67,8 @@ class Profiler:
         self.wait()
         self._profile.stop()
         self._profile = None
-        if self._rank == 0 and self._iterations < WAIT + WARM_UP:
-            print(
-                f"WARNING: no profile was written: the run has ended within its first {WAIT + WARM_UP} iterations", flush=True
-            )
+        if self._iterations < WAIT + WARM_UP:
+            print0(f"WARNING: no profile was written: the run has ended within its first {WAIT + WARM_UP} iterations")
 
     def _write(self, profiler: profile) -> None:
         try:

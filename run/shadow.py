@@ -40,9 +40,8 @@ class Shadow:
 
     Args:
         iterations: number of iterations to check; 0: every method returns at once.
-        model: the model of the run, before `zero.build.build` wraps it and moves its weights.
-        groups: its parameter groups.
-        checkpoints, checkpoint: the checkpoint from which the run resumes, or None.
+        model, groups: those of the run, before `zero.build.build` wraps the model and moves its weights.
+        checkpoint: the checkpoint from which the run resumes, or None.
 
     Raises:
         ValueError: if the random numbers of the device cannot be repeated (mps).
@@ -112,8 +111,7 @@ class Shadow:
     def update(self) -> bool:
         """Update the copy and compare. Call it after the update of the run; waits for parameters in flight.
 
-        Returns:
-            Whether this was the last iteration: the result is printed, and the copy is dropped.
+        Return whether this was the last iteration: the result is printed, and the copy is dropped.
         """
         if not self._remaining:
             return False

@@ -149,9 +149,7 @@ def integers(key: str, text: str) -> list[int]:
 def settings_of(*paths: str) -> dict[str, Any]:
     """Return the default settings of other scripts, with their annotations, without running the scripts.
 
-    Args:
-        paths: the scripts. The settings of a script are the assignments above its call of `configure`. They can use what this
-            module defines and imports.
+    These are the assignments above the call of `configure`. They can use what this module defines and imports.
     """
     settings, kinds = {**globals(), "torch": torch}, {}
     for path in paths:

@@ -387,7 +387,6 @@ class GPT(nn.Module):
 
         Args:
             idx: the prompts, (batch, time) int64.
-            max_new_tokens: number of tokens to sample per sequence.
             temperature: the logits are divided by it; close to 0, the most likely token is always chosen.
             top_k: sample from the k most likely tokens only.
             vocab_size: sample from the first `vocab_size` tokens only, for a model with a padded vocabulary.

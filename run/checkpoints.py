@@ -145,12 +145,8 @@ class Checkpoints:
     def report(self, log: Logger, required: bool = False) -> bool:
         """Print and log the results of the saves that have ended since the last call.
 
-        Args:
-            log: logger for the times and sizes.
-            required: the last save must have succeeded.
-
-        Returns:
-            On rank 0: whether the run must end because of a failed save. On other ranks: False.
+        Return whether the run must end because of a failed save; with `required`, the last one must have succeeded. Only rank 0
+        knows: the others return False.
         """
         for outcome in self._writer.outcomes() if is_rank_0() else ():
             blocked_s = self._blocked_s.popleft()

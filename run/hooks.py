@@ -49,9 +49,6 @@ class Run:
         device, dtype: what `start` and `machine.resolve` returned for them.
         micro_steps: of this rank per iteration.
         tokens_per_iter: of all ranks together.
-
-    Attributes:
-        state: the progress of the run, which train.py counts.
     """
 
     def __init__(
@@ -65,7 +62,7 @@ class Run:
     ) -> None:
         self.config, self.launch, self.device, self.dtype = config, launch, device, dtype
         self.micro_steps, self.tokens_per_iter = micro_steps, tokens_per_iter
-        self.state = State()
+        self.state = State()  # which train.py counts
         if is_slow_on_cpu(device, dtype):
             print0(f"note: this CPU has no {dtype} instructions; --dtype=float32 will be faster")
         self.progress = Progress(config["max_iters"], launch.rank)

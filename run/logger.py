@@ -131,9 +131,6 @@ class MetricsFile:
         resume_at: iteration at which the run continues. None: `rewind` empties the file.
         evaluates: the run evaluates at this iteration, perhaps for the second time.
 
-    Attributes:
-        late: lines that `kept` has found after the first one that goes.
-
     Raises:
         OSError: if the folder cannot be created, or the file cannot be read or written.
     """
@@ -142,7 +139,7 @@ class MetricsFile:
         os.makedirs(folder, exist_ok=True)
         self.folder, self._path, self._resume_at, self._evaluates = folder, os.path.join(folder, METRICS), resume_at, evaluates
         self._file = open(self._path, "ab", buffering=0)
-        self._end, self.late = 0, list[bytes]()  # `rewind` keeps so many bytes, and these lines
+        self._end, self.late = 0, list[bytes]()  # `rewind` keeps so many bytes, and these later lines
         self._warned = False
 
     def kept(self) -> Iterator[dict[str, Any]]:

@@ -51,9 +51,8 @@ class MemoryMeter:
     def measure(self, point: Point) -> None:
         """Measure what this rank holds now.
 
-        Args:
-            point: `after_init`: before the first step. `before_step`: all gradients are there. `after_step`: gradients are
-                dropped, parameters may still be in flight.
+        `after_init`: before the first step. `before_step`: all gradients are there. `after_step`: gradients are dropped,
+        parameters may still be in flight.
         """
         on_gpu = self.device.type == "cuda"
         held = {} if on_gpu and point != "before_step" else held_bytes(self.optimizer, self.model)

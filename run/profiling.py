@@ -23,14 +23,12 @@ class Profiler:
     `rank<r>_memory.pickle`, a snapshot for https://docs.pytorch.org/memory_viz. Both are written after the last recorded
     iteration. The snapshot shows the allocations since construction, at most the last 100,000, and all memory in use. Unless
     the profiler is `enabled`, all methods do nothing.
-
-    Attributes:
-        wait: waits for this rank's communication in flight. It must end before the recording does: its end is an event of the
-            profiler, and torch would write it to memory that is freed.
     """
 
     def __init__(self, folder: str, rank: int, device: torch.device, enabled: bool) -> None:
         self._folder, self._rank, self._on_gpu = folder, rank, device.type == "cuda"
+        # waits for this rank's communication in flight. It must end before the recording does: its end is an event of the
+        # profiler, and torch would write it to memory that is freed
         self.wait: Callable[[], Any] = lambda: None
         self._iterations = 0
         self._profile: profile | None = None

@@ -43,9 +43,7 @@ from distributed.launch import launched
 TRAIN = os.path.join(os.path.dirname(os.path.abspath(__file__)), "train.py")
 _ITERATIONS = "tokens divided by the tokens per iteration that a run prints"
 _REMOVED = {  # settings of earlier versions: what to write instead
-    "max_tokens": f"use max_iters: {_ITERATIONS}",
-    "warmup_tokens": f"use warmup_iters: {_ITERATIONS}",
-    "lr_decay_tokens": f"use lr_decay_iters: {_ITERATIONS}",
+    **{f"{name}_tokens": f"use {name}_iters: {_ITERATIONS}" for name in ("max", "warmup", "lr_decay")},
     **dict.fromkeys(("muon_nesterov", "muon_ns_steps", "muon_ns_dtype"), "remove it, or change the default of zero.Muon"),
     **{f"wandb_{name}": f"set wandb's variable WANDB_{name.upper()}" for name in ("mode", "entity", "tags", "notes")},
     **dict.fromkeys(("metric_interval", "desync_check_interval"), "remove it"),

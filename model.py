@@ -318,9 +318,8 @@ class GPT(nn.Module):
             return
         check_block_size(block_size, self.config.block_size)
         self.config.block_size = block_size
-        self.transformer.wpe = nn.Embedding.from_pretrained(
-            self.transformer.wpe.weight.detach()[:block_size].clone(), freeze=False
-        )
+        kept = self.transformer.wpe.weight.detach()[:block_size].clone()
+        self.transformer.wpe = nn.Embedding.from_pretrained(kept, freeze=False)
 
     @classmethod
     def from_checkpoint(cls, checkpoint: dict[str, Any], dropout: float = 0.0) -> "GPT":

@@ -55,7 +55,7 @@ class Checkpoints:
         self.error: OSError | DivergedError | None = None  # on rank 0: why the last save failed on any rank
         self._newest: int | None = None  # iteration of the checkpoint that was loaded or saved last
         self._lock: Lock | None = None  # on rank 0
-        self._path = ""  # path of the loaded checkpoint
+        self.loaded_from = ""  # path of the checkpoint from which the run resumes
         self._newest_is_corrupt = False  # on rank 0: True if an older checkpoint was loaded instead
         self._writer: CheckpointWriter  # set by `claim`
         self._blocked_s: deque[float] = deque()  # on rank 0: how long `begin_save` took, for each save without a report so far
@@ -83,21 +83,16 @@ class Checkpoints:
             init_from = "resume" if seen[0] else "scratch"
         if init_from != "resume":
             return None
-        self._path = on_rank_0(self._find)
+        found = on_rank_0(self._find)
         print0(f"Resuming training from {self.folder}")
-        self._path = os.path.join(self.folder, os.path.basename(self._path))  # each host may have another folder
-        checkpoint = ckpt.load_on_all_ranks(self._path)
+        self.loaded_from = os.path.join(self.folder, os.path.basename(found))  # each host may have another folder
+        checkpoint = ckpt.load_on_all_ranks(self.loaded_from)
         self._newest = checkpoint["iter_num"]
         return checkpoint
 
-    @property
-    def is_loaded(self) -> bool:
-        """Whether the run resumes from a checkpoint."""
-        return bool(self._path)
-
     def restore(self, optimizer: torch.optim.Optimizer, checkpoint: dict[str, Any]) -> None:
         """Load the optimizer state from the checkpoint that `load` returned. See `zero.checkpoint.restore`."""
-        ckpt.restore(optimizer, checkpoint["optimizer"], ckpt.chunk_reader(self._path, checkpoint))
+        ckpt.restore(optimizer, checkpoint["optimizer"], ckpt.chunk_reader(self.loaded_from, checkpoint))
 
     def claim(self) -> None:
         """Lock the folder for this run and remove the unfinished files of killed runs. A read-only run does neither.
@@ -121,7 +116,7 @@ class Checkpoints:
             if self.exist():
                 earlier.move_aside(self.folder)
 
-        if not self.read_only and not self.is_loaded:
+        if not self.read_only and not self.loaded_from:
             on_rank_0(move)
 
     def begin_save(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, values: dict[str, Any]) -> None:

@@ -103,7 +103,7 @@ class Logger:
         self.log({"iter": iteration, "warning": f"{title}: {text}"})
 
     def finish(self, state: Literal["ended", "stopped", "failed"] = "ended", outcome: str = "") -> None:
-        """Write run.json and the report card, and close the file and the wandb run. Later calls do nothing.
+        """Write run.json and the report card, and end the wandb run. Later calls do nothing.
 
         Args:
             state: how the run has ended, for run.json: "stopped" by a signal; wandb shows a run that "failed" as such.
@@ -113,7 +113,6 @@ class Logger:
             return
         self._is_finished = True
         if self.file:
-            self.file.close()
             _write_facts(self.file.folder, self._summary.facts | {"state": state})
             if outcome:
                 report.write(outcome, self._summary)
@@ -185,9 +184,6 @@ class MetricsFile:
             if not self._warned:
                 print0(f"WARNING: figures are missing from {self._file.name}: {error}")
             self._warned = True
-
-    def close(self) -> None:
-        self._file.close()
 
 
 def _all_facts(folder: str, config: dict[str, Any], resume_at: int | None) -> dict[str, Any]:

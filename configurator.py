@@ -99,14 +99,12 @@ class Setting(NamedTuple):
 def configure(settings: dict[str, Any], argv: list[str] | None = None) -> dict[str, Any]:
     """Override `settings` in place with the config files and `--key=value` arguments of `argv`, from left to right.
 
-    Rank 0 prints the settings that changed. Wrong input ends the process with exit code 2.
+    Rank 0 prints the settings that changed. Wrong input ends the process with exit code 2. Return the settings by name, without
+    the other globals.
 
     Args:
         settings: the globals of the script.
         argv: command-line arguments; None: sys.argv[1:].
-
-    Returns:
-        The settings by name, without the other globals.
     """
     try:
         rank = launched().rank

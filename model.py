@@ -382,16 +382,12 @@ class GPT(nn.Module):
         top_k: int | None = None,
         vocab_size: int | None = None,
     ) -> torch.Tensor:
-        """Append `max_new_tokens` sampled tokens to each sequence of `idx`. Call `eval()` first.
+        """Return `idx`, (batch, time) int64, with sampled tokens, (batch, time + max_new_tokens). Call `eval()` first.
 
         Args:
-            idx: the prompts, (batch, time) int64.
             temperature: the logits are divided by it; close to 0, the most likely token is always chosen.
             top_k: sample from the k most likely tokens only.
             vocab_size: sample from the first `vocab_size` tokens only, for a model with a padded vocabulary.
-
-        Returns:
-            The prompts with their continuations, (batch, time + max_new_tokens) int64.
         """
         for _ in range(max_new_tokens):
             logits, _ = self(idx[:, -self.config.block_size :])

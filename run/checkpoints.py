@@ -61,13 +61,10 @@ class Checkpoints:
         self._blocked_s: deque[float] = deque()  # on rank 0: how long `begin_save` took, for each save without a report so far
 
     def load(self, init_from: str) -> dict[str, Any] | None:
-        """Read the newest checkpoint that is not corrupt. Lock the folder first, unless the run is read-only.
+        """Lock the folder, unless the run is read-only, and return the newest checkpoint in it that is not corrupt.
 
-        Args:
-            init_from: 'resume', or 'auto': resume if rank 0 sees a checkpoint. Anything else begins a new run.
-
-        Returns:
-            The checkpoint, see `zero.checkpoint.load_on_all_ranks`; None: it is a new run.
+        See `zero.checkpoint.load_on_all_ranks`. This is for 'resume', and for 'auto' if rank 0 sees a checkpoint. Anything else
+        begins a new run, and returns None.
 
         Raises:
             ValueError: if there is no checkpoint, a rank cannot read it, or another run writes to the folder. For 'auto', also

@@ -129,8 +129,7 @@ class Run:
         self.memory_check = MemoryCheck(self.log, memory, workload, flags.shard_gradients, self.micro_steps)
         self.profiler.wait = partial(parameters, optimizer)
         flops, max_iters = raw_model.flops_per_token(), config["max_iters"]
-        show = self.progress.show
-        self.meter = Meter(self.memory_check, self.dtype, self.tokens_per_iter, flops, max_iters, state.elapsed_s, show)
+        self.meter = Meter(self.memory_check, self.dtype, self.tokens_per_iter, flops, max_iters, state.elapsed_s)
         self.signals = Signals()
         self.guard = Guard(optimizer, scaler, config["max_nonfinite"], self.log.alert)
         self.shadow.follow(optimizer, scaler, config["max_nonfinite"], autocast, self.micro_steps, config["grad_clip"])
@@ -189,7 +188,7 @@ class Run:
                 self.meter.log_iteration(*self._unread, lr, self._tokens())
         if not self._reads_later or is_evaluated or iteration == self.config["max_iters"]:
             self._report()
-        self.progress.update(iteration)
+        self.progress.update(iteration, self.log.summary.last)
         if self.shadow.update():
             self.meter.restart(new_peak=True)
         if self.profiler.step():

@@ -40,16 +40,16 @@ class Logger:
     def __init__(self, out_dir: str | None, resume_at: int | None, config: dict[str, Any], run_id: str | None = None) -> None:
         self.file: MetricsFile | None = None
         self._deferred: Callable[[], None] | None = None
-        self._summary, self._is_finished = Summary(config), False
+        self.summary, self._is_finished = Summary(config), False
         if out_dir is None or not is_rank_0():
             self.run, self._tensorboard = WandbRun(config), TensorBoardRun(None, 0, config)
             return
-        self._summary = Summary(_all_facts(out_dir, config, resume_at))
+        self.summary = Summary(_all_facts(out_dir, config, resume_at))
         try:
             evaluates = resume_at is not None and resume_at % config["eval_interval"] == 0
             self.file = MetricsFile(out_dir, resume_at, evaluates)
             for event in self.file.kept():
-                self._summary.add(event)
+                self.summary.add(event)
             self.run = WandbRun(config, run_id)  # wrong settings end the run before the file is cut
             for event in self.file.kept() if self.run.lacks_history else ():
                 self.run.log(event)
@@ -62,7 +62,7 @@ class Logger:
                 pathlib.Path(out_dir, report.NAME).unlink(missing_ok=True)  # of the run that this one replaces
         except OSError as error:
             raise ValueError(f"cannot write to out_dir={out_dir}: {error}") from error
-        _write_facts(out_dir, self._summary.facts)
+        _write_facts(out_dir, self.summary.facts)
 
     def log(self, event: dict[str, Any], line: str | None = None) -> None:
         """Write an event, then print the line. If the disk is full, print a warning once and continue.
@@ -73,11 +73,11 @@ class Logger:
         if not is_rank_0():
             return
         event = {"iter": max(0, position.iteration), **event}
-        self._summary.add(event)
+        self.summary.add(event)
         self.run.log(event)
         self._tensorboard.log(event)
         if "val/loss" in event:
-            self.run.summarize(self._summary.figures())
+            self.run.summarize(self.summary.figures())
         if self.file is not None:
             self.file.write(event)
         if line is not None:
@@ -113,12 +113,12 @@ class Logger:
             return
         self._is_finished = True
         if self.file:
-            _write_facts(self.file.folder, self._summary.facts | {"state": state})
+            _write_facts(self.file.folder, self.summary.facts | {"state": state})
             if outcome:
-                report.write(outcome, self._summary)
-        self._tensorboard.finish(self._summary.figures())
+                report.write(outcome, self.summary)
+        self._tensorboard.finish(self.summary.figures())
         with position.at("ending the wandb run", patient=True):
-            self.run.summarize(self._summary.figures())
+            self.run.summarize(self.summary.figures())
             self.run.finish(int(state == "failed"))
 
 

@@ -2,7 +2,7 @@
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -30,7 +30,6 @@ class Meter:
         memory_check: has the meter of the memory, and the logger that receives the metrics.
         tokens_per_iter: of all ranks together.
         elapsed_s: wall time of the run before this process.
-        show: called with the metrics of an iteration.
     """
 
     _WARM_UP = 5  # number of first iterations that do not count for the MFU
@@ -43,13 +42,12 @@ class Meter:
         flops_per_token: float,
         max_iters: int,
         elapsed_s: float,
-        show: Callable[[dict[str, Any]], None],
     ) -> None:
         self.log, self.memory, self.memory_check = memory_check.log, memory_check.memory, memory_check
         self.device = self.memory.device
         self.tokens_per_iter = tokens_per_iter
         self.flops_per_iter = flops_per_token * tokens_per_iter / launched().world_size  # of one rank
-        self.max_iters, self._elapsed_before, self._show = max_iters, elapsed_s, show
+        self.max_iters, self._elapsed_before = max_iters, elapsed_s
         self.peak_flops = machine.peak_flops(self.device, machine.DTYPES[dtype])  # FLOP/s of this rank
         print0(f"mfu is relative to {self.peak_flops / 1e12:.3g} TFLOP/s per rank in {dtype}")
         self._mfu: dict[str, float] = {}  # running mean in percent, as in nanoGPT; empty if not measured yet
@@ -143,7 +141,6 @@ class Meter:
                 f"iter {iteration}: loss {figures.loss:.4f}, time {seconds * 1000:.2f}ms, mfu {percent}, "
                 f"{self.tokens_per_iter / seconds:,.0f} tok/s, {self.memory.peak_of} {peak / 1e9:.2f} GB at the peak",
             )
-            self._show(event)
 
         self.log.defer(write)
 

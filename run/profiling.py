@@ -30,7 +30,6 @@ class Profiler:
         # waits for this rank's communication in flight. It must end before the recording does: its end is an event of the
         # profiler, and torch would write it to memory that is freed
         self.wait: Callable[[], Any] = lambda: None
-        self._iterations = 0
         self._profile: profile | None = None
         if not enabled:
             return
@@ -48,14 +47,12 @@ class Profiler:
         """Count an iteration that has ended, and return whether this took long because the files were written."""
         if self._profile is None:
             return False
-        self._iterations += 1
-        is_last = self._iterations == WAIT + WARM_UP + ACTIVE
+        is_last = self._profile.step_num + 1 == WAIT + WARM_UP + ACTIVE
         with position.at("profiling", patient=True):
             if is_last:
-                self.wait()
-            self._profile.step()
-        if is_last:
-            self.finish()
+                self.finish()
+            else:
+                self._profile.step()
         return is_last
 
     def finish(self) -> None:
@@ -64,9 +61,9 @@ class Profiler:
             return
         self.wait()
         self._profile.stop()
-        self._profile = None
-        if self._iterations < WAIT + WARM_UP:
+        if self._profile.step_num < WAIT + WARM_UP:
             print0(f"WARNING: no profile was written: the run has ended within its first {WAIT + WARM_UP} iterations")
+        self._profile = None
 
     def _write(self, profiler: profile) -> None:
         try:

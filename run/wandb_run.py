@@ -16,7 +16,7 @@ class WandbRun(Output):
     """The run in wandb, if the settings ask for one; on other ranks than 0, there is none.
 
     A wandb that is missing or fails does not end the training: a line says so. Each iteration is one row, and its step is the
-    iteration. WANDB_... variables come before the settings. Without a login or a network, wandb records on the disk.
+    iteration.
 
     Args:
         config: settings and facts of the run, which wandb shows.

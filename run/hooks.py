@@ -190,7 +190,8 @@ class Run:
             self._report()
         self.progress.update(iteration, self.log.summary.last)
         if self.shadow.update():
-            self.meter.restart(new_peak=True)
+            self.memory_check.memory.forget_peak()
+            self.meter.restart()
         if self.profiler.step():
             self.meter.restart()
 
@@ -233,13 +234,11 @@ class Run:
         self.state.best_val_loss = min(self.state.best_val_loss, losses["val"])
         return (is_best or self.checkpoints.always) and self.state.iter_num > self.first_iter
 
-    def may_save(self) -> bool:
-        """Return whether the weights are finite, according to the guard."""
-        self.guard.report(self.state.iter_num - 1)
-        return not self.guard.failed
-
     def save(self, values: dict[str, Any]) -> None:
-        """Write a checkpoint of the model and its optimizer, see `zero.checkpoint.CheckpointWriter.write`."""
+        """Write a checkpoint, see `zero.checkpoint.CheckpointWriter.write`, unless the guard says that the run has failed."""
+        self.guard.report(self.state.iter_num - 1)
+        if self.guard.failed:
+            return
         with self.progress.task("saving the checkpoint"):
             self.checkpoints.begin_save(self.raw_model, self.optimizer, values)
 

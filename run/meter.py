@@ -60,10 +60,8 @@ class Meter:
         self._begin, self._timed, self._sent = mark(self.device), 0, self._communication.sent_bytes()  # of the current lap
         self._started = time.perf_counter()
 
-    def restart(self, new_peak: bool = False) -> None:
-        """Restart the clock. What happened since the last restart or log is not counted. Begin a new peak if `new_peak`."""
-        if new_peak:
-            self.memory.forget_peak()
+    def restart(self) -> None:
+        """Restart the clock. What happened since the last restart or log is not counted."""
         self._waited_for |= self._end_lap().waits.read_ms().keys()
 
     def elapsed_s(self) -> float:

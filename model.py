@@ -1,8 +1,7 @@
 """GPT-2 in one file. The parameter names are those of nanoGPT, so each program can load the checkpoints of the other.
 
 The architecture is GPT-2 (Radford et al. 2019): pre-norm blocks, learned position embeddings, GELU, and an output head that
-shares its weight with the token embedding. The weights are initialized from a seed, or come from a checkpoint
-(`load_state_dict`) or from a GPT-2 release (`from_pretrained`).
+shares its weight with the token embedding.
 """
 
 import math

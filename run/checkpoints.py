@@ -108,13 +108,8 @@ class Checkpoints:
 
     def make_room(self) -> None:
         """Move the files of another run aside, if this one starts anew. Call it after `claim`, when nothing else is refused."""
-
-        def move() -> None:
-            if self.exist():
-                earlier.move_aside(self.folder)
-
         if not self.read_only and not self.loaded_from:
-            on_rank_0(move)
+            on_rank_0(lambda: earlier.move_aside(self.folder) if self.exist() else None)
 
     def begin_save(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, values: dict[str, Any]) -> None:
         """Write a checkpoint. `report` prints the result. See `CheckpointWriter.write`."""

@@ -115,8 +115,7 @@ class Guard:
         self.alert("Loss or gradients not finite", f"at iteration {iteration}: {reason}", iteration)
         if not self.failed:
             updates = "1 more update was" if new_skips == 1 else f"{new_skips} more updates were"
-            row = f"{self.in_a_row} in a row so far"
-            print0(f"WARNING: by iteration {iteration}, {updates} skipped ({row}): {reason}")
+            print0(f"WARNING: by iteration {iteration}, {updates} skipped ({self.in_a_row} in a row so far): {reason}")
             return
         first = iteration - self.in_a_row + 1
         skipped_ones = f"{self.in_a_row} updates in a row were skipped, and " if self.limit > 1 else ""

@@ -41,8 +41,7 @@ class Run:
     A GPU computes while the host goes on. The host reads the figures of an iteration when it has given the next forward to the
     GPU, or earlier if something else is to be logged.
 
-    A new watcher takes two lines here: one in `watch`, which makes it, and one in the method of its moment. Construct it, and
-    call every method, on all ranks.
+    Construct it, and call every method, on all ranks.
 
     Args:
         config: the settings of train.py.

@@ -344,14 +344,10 @@ class GPT(nn.Module):
 
     @classmethod
     def from_pretrained(cls, name: str, dropout: float = 0.0) -> "GPT":
-        """Return a released GPT-2, or any GPT2LMHeadModel saved in a local directory.
+        """Return a released GPT-2, a key of `GPT2_SIZES`, or any GPT2LMHeadModel saved in a local directory.
 
         OpenAI trained with the tanh approximation of GELU. This model uses the exact GELU, like nanoGPT. The difference
-        changes the logits of a trained GPT-2 by about 1e-3.
-
-        Args:
-            name: 'gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl', or the path of a directory.
-            dropout: dropout of the returned model; the dropout of the original training is not used.
+        changes the logits of a trained GPT-2 by about 1e-3. The dropout of the original training is not used.
 
         Raises:
             ImportError: if transformers is not installed.

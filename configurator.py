@@ -43,9 +43,7 @@ from distributed.launch import launched
 TRAIN = os.path.join(os.path.dirname(os.path.abspath(__file__)), "train.py")
 _ITERATIONS = "tokens divided by the tokens per iteration that a run prints"
 _REMOVED = {  # settings of earlier versions: what to write instead
-    "max_tokens": f"use max_iters: {_ITERATIONS}",
-    "warmup_tokens": f"use warmup_iters: {_ITERATIONS}",
-    "lr_decay_tokens": f"use lr_decay_iters: {_ITERATIONS}",
+    **{f"{name}_tokens": f"use {name}_iters: {_ITERATIONS}" for name in ("max", "warmup", "lr_decay")},
     **dict.fromkeys(("muon_nesterov", "muon_ns_steps", "muon_ns_dtype"), "remove it, or change the default of zero.Muon"),
     **{f"wandb_{name}": f"set wandb's variable WANDB_{name.upper()}" for name in ("mode", "entity", "tags", "notes")},
     **dict.fromkeys(("metric_interval", "desync_check_interval"), "remove it"),
@@ -101,14 +99,12 @@ class Setting(NamedTuple):
 def configure(settings: dict[str, Any], argv: list[str] | None = None) -> dict[str, Any]:
     """Override `settings` in place with the config files and `--key=value` arguments of `argv`, from left to right.
 
-    Rank 0 prints the settings that changed. Wrong input ends the process with exit code 2.
+    Rank 0 prints the settings that changed. Wrong input ends the process with exit code 2. Return the settings by name, without
+    the other globals.
 
     Args:
         settings: the globals of the script.
         argv: command-line arguments; None: sys.argv[1:].
-
-    Returns:
-        The settings by name, without the other globals.
     """
     try:
         rank = launched().rank
@@ -131,9 +127,9 @@ def configure(settings: dict[str, Any], argv: list[str] | None = None) -> dict[s
             config.update(_read_file(argument, config, known))
     for key, setting in known.items():
         _check_limits(key, config[key], setting)
-    if rank == 0:
-        changed = [f"{key} = {value!r}" for key, value in config.items() if value != known[key].default]
-        print(*_block("Overriding: ", changed), sep="\n", end="\n" if changed else "")
+    for key, value in config.items():
+        if rank == 0 and value != known[key].default:
+            print(f"Overriding: {key} = {value!r}")
     settings.update(config)
     return config
 
@@ -149,9 +145,7 @@ def integers(key: str, text: str) -> list[int]:
 def settings_of(*paths: str) -> dict[str, Any]:
     """Return the default settings of other scripts, with their annotations, without running the scripts.
 
-    Args:
-        paths: the scripts. The settings of a script are the assignments above its call of `configure`. They can use what this
-            module defines and imports.
+    These are the assignments above the call of `configure`. They can use what this module defines and imports.
     """
     settings, kinds = {**globals(), "torch": torch}, {}
     for path in paths:
@@ -279,17 +273,6 @@ def _checked(key: str, value: Any, known: dict[str, Setting], where: str) -> Any
     if setting.type is float and not math.isfinite(value):
         exit_with_error(f"{key}={value} in {where} is not a finite number")
     return value
-
-
-def _block(begin: str, items: list[str]) -> list[str]:
-    """Return the items, separated by commas, in as few lines as possible, which all have the same beginning."""
-    lines: list[str] = []
-    for item in items:
-        if lines and len(lines[-1]) + len(item) + 2 <= _WIDTH:
-            lines[-1] += f", {item}"
-        else:
-            lines.append(begin + item)
-    return lines
 
 
 def _shortened(text: str) -> str:

@@ -1,8 +1,7 @@
 """GPT-2 in one file. The parameter names are those of nanoGPT, so each program can load the checkpoints of the other.
 
 The architecture is GPT-2 (Radford et al. 2019): pre-norm blocks, learned position embeddings, GELU, and an output head that
-shares its weight with the token embedding. The weights are initialized from a seed, or come from a checkpoint
-(`load_state_dict`) or from a GPT-2 release (`from_pretrained`).
+shares its weight with the token embedding.
 """
 
 import math
@@ -318,9 +317,8 @@ class GPT(nn.Module):
             return
         check_block_size(block_size, self.config.block_size)
         self.config.block_size = block_size
-        self.transformer.wpe = nn.Embedding.from_pretrained(
-            self.transformer.wpe.weight.detach()[:block_size].clone(), freeze=False
-        )
+        kept = self.transformer.wpe.weight.detach()[:block_size].clone()
+        self.transformer.wpe = nn.Embedding.from_pretrained(kept, freeze=False)
 
     @classmethod
     def from_checkpoint(cls, checkpoint: dict[str, Any], dropout: float = 0.0) -> "GPT":
@@ -346,14 +344,10 @@ class GPT(nn.Module):
 
     @classmethod
     def from_pretrained(cls, name: str, dropout: float = 0.0) -> "GPT":
-        """Return a released GPT-2, or any GPT2LMHeadModel saved in a local directory.
+        """Return a released GPT-2, a key of `GPT2_SIZES`, or any GPT2LMHeadModel saved in a local directory.
 
         OpenAI trained with the tanh approximation of GELU. This model uses the exact GELU, like nanoGPT. The difference
-        changes the logits of a trained GPT-2 by about 1e-3.
-
-        Args:
-            name: 'gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl', or the path of a directory.
-            dropout: dropout of the returned model; the dropout of the original training is not used.
+        changes the logits of a trained GPT-2 by about 1e-3. The dropout of the original training is not used.
 
         Raises:
             ImportError: if transformers is not installed.
@@ -383,17 +377,12 @@ class GPT(nn.Module):
         top_k: int | None = None,
         vocab_size: int | None = None,
     ) -> torch.Tensor:
-        """Append `max_new_tokens` sampled tokens to each sequence of `idx`. Call `eval()` first.
+        """Return `idx`, (batch, time) int64, with sampled tokens, (batch, time + max_new_tokens). Call `eval()` first.
 
         Args:
-            idx: the prompts, (batch, time) int64.
-            max_new_tokens: number of tokens to sample per sequence.
             temperature: the logits are divided by it; close to 0, the most likely token is always chosen.
             top_k: sample from the k most likely tokens only.
             vocab_size: sample from the first `vocab_size` tokens only, for a model with a padded vocabulary.
-
-        Returns:
-            The prompts with their continuations, (batch, time + max_new_tokens) int64.
         """
         for _ in range(max_new_tokens):
             logits, _ = self(idx[:, -self.config.block_size :])

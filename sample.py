@@ -6,6 +6,7 @@ $ python sample.py --out_dir=out-shakespeare-char --start=FILE:prompt.txt
 """
 
 import os
+import pathlib
 import sys
 from typing import Literal
 
@@ -53,8 +54,7 @@ with exit_on_wrong_input():
     text = start
     if start.startswith("FILE:"):
         try:
-            with open(start[5:], encoding="utf-8") as file:
-                text = file.read()
+            text = pathlib.Path(start[5:]).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise ValueError(
                 f"cannot read the prompt file {start[5:]}: {error}; --start=FILE:path names a text file"

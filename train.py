@@ -245,9 +245,8 @@ def get_lr(iteration):
 def save_checkpoint():
     """Write ckpt.pt, unless a watcher has ended the run. Needs to be called on all ranks."""
     with run.aside("saving the checkpoint"):
-        if run.may_save():
-            values = {"model_args": vars(raw_model.config), "config": config, "scaler": scaler.state_dict()}
-            run.save(values | vars(state) | data.identity())
+        values = {"model_args": vars(raw_model.config), "config": config, "scaler": scaler.state_dict()}
+        run.save(values | vars(state) | data.identity())
 
 
 # training loop

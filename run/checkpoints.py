@@ -55,19 +55,16 @@ class Checkpoints:
         self.error: OSError | DivergedError | None = None  # on rank 0: why the last save failed on any rank
         self._newest: int | None = None  # iteration of the checkpoint that was loaded or saved last
         self._lock: Lock | None = None  # on rank 0
-        self._path = ""  # path of the loaded checkpoint
+        self.loaded_from = ""  # path of the checkpoint from which the run resumes
         self._newest_is_corrupt = False  # on rank 0: True if an older checkpoint was loaded instead
         self._writer: CheckpointWriter  # set by `claim`
         self._blocked_s: deque[float] = deque()  # on rank 0: how long `begin_save` took, for each save without a report so far
 
     def load(self, init_from: str) -> dict[str, Any] | None:
-        """Read the newest checkpoint that is not corrupt. Lock the folder first, unless the run is read-only.
+        """Lock the folder, unless the run is read-only, and return the newest checkpoint in it that is not corrupt.
 
-        Args:
-            init_from: 'resume', or 'auto': resume if rank 0 sees a checkpoint. Anything else begins a new run.
-
-        Returns:
-            The checkpoint, see `zero.checkpoint.load_on_all_ranks`; None: it is a new run.
+        See `zero.checkpoint.load_on_all_ranks`. This is for 'resume', and for 'auto' if rank 0 sees a checkpoint. Anything else
+        begins a new run, and returns None.
 
         Raises:
             ValueError: if there is no checkpoint, a rank cannot read it, or another run writes to the folder. For 'auto', also
@@ -83,21 +80,16 @@ class Checkpoints:
             init_from = "resume" if seen[0] else "scratch"
         if init_from != "resume":
             return None
-        self._path = on_rank_0(self._find)
+        found = on_rank_0(self._find)
         print0(f"Resuming training from {self.folder}")
-        self._path = os.path.join(self.folder, os.path.basename(self._path))  # each host may have another folder
-        checkpoint = ckpt.load_on_all_ranks(self._path)
+        self.loaded_from = os.path.join(self.folder, os.path.basename(found))  # each host may have another folder
+        checkpoint = ckpt.load_on_all_ranks(self.loaded_from)
         self._newest = checkpoint["iter_num"]
         return checkpoint
 
-    @property
-    def is_loaded(self) -> bool:
-        """Whether the run resumes from a checkpoint."""
-        return bool(self._path)
-
     def restore(self, optimizer: torch.optim.Optimizer, checkpoint: dict[str, Any]) -> None:
         """Load the optimizer state from the checkpoint that `load` returned. See `zero.checkpoint.restore`."""
-        ckpt.restore(optimizer, checkpoint["optimizer"], ckpt.chunk_reader(self._path, checkpoint))
+        ckpt.restore(optimizer, checkpoint["optimizer"], ckpt.chunk_reader(self.loaded_from, checkpoint))
 
     def claim(self) -> None:
         """Lock the folder for this run and remove the unfinished files of killed runs. A read-only run does neither.
@@ -116,13 +108,8 @@ class Checkpoints:
 
     def make_room(self) -> None:
         """Move the files of another run aside, if this one starts anew. Call it after `claim`, when nothing else is refused."""
-
-        def move() -> None:
-            if self.exist():
-                earlier.move_aside(self.folder)
-
-        if not self.read_only and not self.is_loaded:
-            on_rank_0(move)
+        if not self.read_only and not self.loaded_from:
+            on_rank_0(lambda: earlier.move_aside(self.folder) if self.exist() else None)
 
     def begin_save(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, values: dict[str, Any]) -> None:
         """Write a checkpoint. `report` prints the result. See `CheckpointWriter.write`."""
@@ -145,12 +132,8 @@ class Checkpoints:
     def report(self, log: Logger, required: bool = False) -> bool:
         """Print and log the results of the saves that have ended since the last call.
 
-        Args:
-            log: logger for the times and sizes.
-            required: the last save must have succeeded.
-
-        Returns:
-            On rank 0: whether the run must end because of a failed save. On other ranks: False.
+        Return whether the run must end because of a failed save; with `required`, the last one must have succeeded. Only rank 0
+        knows: the others return False.
         """
         for outcome in self._writer.outcomes() if is_rank_0() else ():
             blocked_s = self._blocked_s.popleft()

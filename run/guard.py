@@ -54,8 +54,6 @@ class Guard:
     end the run.
 
     Args:
-        optimizer: the optimizer of the model.
-        scaler: the gradient scaler, which is enabled for float16 only.
         limit: number of consecutive skipped updates that ends the run.
         alert: called on rank 0 with a title, a text and the iteration when updates have been skipped.
     """
@@ -81,11 +79,8 @@ class Guard:
     def check(self, loss: torch.Tensor, norm: torch.Tensor) -> None:
         """Decide whether the next `scaler.step` makes an update. Needs to be called on all ranks, before `scaler.step`.
 
-        One all-reduce tells the decision and the loss, ahead of the all-gathers of the update in the same queue.
-
-        Args:
-            loss: mean loss of this rank over the iteration, a scalar.
-            norm: that of all gradients, a scalar.
+        One all-reduce tells the decision and the loss, ahead of the all-gathers of the update in the same queue. `loss` is the
+        mean of this rank over the iteration, `norm` that of all gradients, both scalars.
         """
         finite = loss.isfinite() if self.scaler.is_enabled() else loss.isfinite() & norm.isfinite()
         lost = self.optimizer.lost_masters() if isinstance(self.optimizer, ShardedOptimizer) else None
@@ -123,16 +118,14 @@ class Guard:
         self.in_a_row, skipped = int(in_a_row), int(skips)
         if self.failed or skipped == self._reported:
             return
-        new_skips, self._reported, is_last = skipped - self._reported, skipped, self.in_a_row >= self.limit
-        self.failed = self.failed or is_last
+        new_skips, self._reported, self.failed = skipped - self._reported, skipped, self.in_a_row >= self.limit
         reason = self._reason()
         if not is_rank_0():
             return
         self.alert("Loss or gradients not finite", f"at iteration {iteration}: {reason}", iteration)
-        if not is_last:
+        if not self.failed:
             updates = "1 more update was" if new_skips == 1 else f"{new_skips} more updates were"
-            row = f"{self.in_a_row} in a row so far"
-            print0(f"WARNING: by iteration {iteration}, {updates} skipped ({row}): {reason}")
+            print0(f"WARNING: by iteration {iteration}, {updates} skipped ({self.in_a_row} in a row so far): {reason}")
             return
         first = iteration - self.in_a_row + 1
         skipped_ones = f"{self.in_a_row} updates in a row were skipped, and " if self.limit > 1 else ""

@@ -41,18 +41,13 @@ class Run:
     A GPU computes while the host goes on. The host reads the figures of an iteration when it has given the next forward to the
     GPU, or earlier if something else is to be logged.
 
-    A new watcher takes two lines here: one in `watch`, which makes it, and one in the method of its moment. Construct it, and
-    call every method, on all ranks.
+    Construct it, and call every method, on all ranks.
 
     Args:
         config: the settings of train.py.
-        launch, device, dtype: the position of this rank, and what `start` and `machine.resolve` returned for the settings.
-        micro_steps: micro-steps of this rank per iteration.
-        tokens_per_iter: tokens per iteration, all ranks together.
-
-    Attributes:
-        state: the progress of the run, which train.py counts.
-        checkpoints: loads and saves the checkpoints.
+        device, dtype: what `start` and `machine.resolve` returned for them.
+        micro_steps: of this rank per iteration.
+        tokens_per_iter: of all ranks together.
     """
 
     def __init__(
@@ -66,7 +61,7 @@ class Run:
     ) -> None:
         self.config, self.launch, self.device, self.dtype = config, launch, device, dtype
         self.micro_steps, self.tokens_per_iter = micro_steps, tokens_per_iter
-        self.state = State()
+        self.state = State()  # which train.py counts
         if is_slow_on_cpu(device, dtype):
             print0(f"note: this CPU has no {dtype} instructions; --dtype=float32 will be faster")
         self.progress = Progress(config["max_iters"], launch.rank)
@@ -112,8 +107,9 @@ class Run:
             self.sampler = Sampler(interval, raw_model, data.meta, autocast, config["seed"])
         with self.stage("starting the log"):
             self.checkpoints.make_room()
-            facts: dict[str, Any] = {"implementation": flags.implementation(world_size), "world_size": world_size}
-            facts |= {
+            facts = {
+                "implementation": flags.implementation(world_size),
+                "world_size": world_size,
                 "micro_steps": self.micro_steps,
                 "parameters": raw_model.num_params(),
                 "train_tokens": len(data.tokens["train"]),
@@ -122,7 +118,7 @@ class Run:
                 **environment(self.device),
                 **{key: value for key, value in asdict(raw_model.config).items() if key in config},  # perhaps the checkpoint's
             }
-            resume_at = state.iter_num if self.checkpoints.is_loaded else None
+            resume_at = state.iter_num if self.checkpoints.loaded_from else None
             self.log = Logger(config["out_dir"] if will_train else None, resume_at, config | facts, state.wandb_run_id)
             atexit.register(self.log.finish, "failed", "ended by an error, see the traceback")  # does nothing after `finish`
             state.wandb_run_id = self.log.run.id or state.wandb_run_id
@@ -132,8 +128,7 @@ class Run:
         self.memory_check = MemoryCheck(self.log, memory, workload, flags.shard_gradients, self.micro_steps)
         self.profiler.wait = partial(parameters, optimizer)
         flops, max_iters = raw_model.flops_per_token(), config["max_iters"]
-        show = self.progress.show
-        self.meter = Meter(self.memory_check, self.dtype, self.tokens_per_iter, flops, max_iters, state.elapsed_s, show)
+        self.meter = Meter(self.memory_check, self.dtype, self.tokens_per_iter, flops, max_iters, state.elapsed_s)
         self.signals = Signals()
         self.guard = Guard(optimizer, scaler, config["max_nonfinite"], self.log.alert)
         self.shadow.follow(optimizer, scaler, config["max_nonfinite"], autocast, self.micro_steps, config["grad_clip"])
@@ -192,9 +187,10 @@ class Run:
                 self.meter.log_iteration(*self._unread, lr, self._tokens())
         if not self._reads_later or is_evaluated or iteration == self.config["max_iters"]:
             self._report()
-        self.progress.update(iteration)
+        self.progress.update(iteration, self.log.summary.last)
         if self.shadow.update():
-            self.meter.restart(new_peak=True)
+            self.memory_check.memory.forget_peak()
+            self.meter.restart()
         if self.profiler.step():
             self.meter.restart()
 
@@ -234,17 +230,14 @@ class Run:
             self.log.warn("not saved: the loss or the last gradients are not finite")
             return False
         is_best = losses["val"] < self.state.best_val_loss
-        if is_best or self.checkpoints.always:
-            self.state.best_val_loss = min(self.state.best_val_loss, losses["val"])
+        self.state.best_val_loss = min(self.state.best_val_loss, losses["val"])
         return (is_best or self.checkpoints.always) and self.state.iter_num > self.first_iter
 
-    def may_save(self) -> bool:
-        """Return whether the weights are finite, according to the guard."""
-        self.guard.report(self.state.iter_num - 1)
-        return not self.guard.failed
-
     def save(self, values: dict[str, Any]) -> None:
-        """Write a checkpoint of the model and its optimizer, see `zero.checkpoint.CheckpointWriter.write`."""
+        """Write a checkpoint, see `zero.checkpoint.CheckpointWriter.write`, unless the guard says that the run has failed."""
+        self.guard.report(self.state.iter_num - 1)
+        if self.guard.failed:
+            return
         with self.progress.task("saving the checkpoint"):
             self.checkpoints.begin_save(self.raw_model, self.optimizer, values)
 

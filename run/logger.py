@@ -4,6 +4,7 @@ import contextlib
 import json
 import math
 import os
+import pathlib
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
@@ -39,17 +40,16 @@ class Logger:
     def __init__(self, out_dir: str | None, resume_at: int | None, config: dict[str, Any], run_id: str | None = None) -> None:
         self.file: MetricsFile | None = None
         self._deferred: Callable[[], None] | None = None
-        self._tensorboard: TensorBoardRun | None = None
-        self._summary, self._is_finished = Summary(config), False
+        self.summary, self._is_finished = Summary(config), False
         if out_dir is None or not is_rank_0():
-            self.run = WandbRun(config)
+            self.run, self._tensorboard = WandbRun(config), TensorBoardRun(None, 0, config)
             return
-        self._summary = Summary(_all_facts(out_dir, config, resume_at))
+        self.summary = Summary(_all_facts(out_dir, config, resume_at))
         try:
             evaluates = resume_at is not None and resume_at % config["eval_interval"] == 0
             self.file = MetricsFile(out_dir, resume_at, evaluates)
             for event in self.file.kept():
-                self._summary.add(event)
+                self.summary.add(event)
             self.run = WandbRun(config, run_id)  # wrong settings end the run before the file is cut
             for event in self.file.kept() if self.run.lacks_history else ():
                 self.run.log(event)
@@ -59,29 +59,25 @@ class Logger:
                     self._tensorboard.log(event)
             self.file.rewind()
             if resume_at is None:
-                with contextlib.suppress(FileNotFoundError):
-                    os.remove(os.path.join(out_dir, report.NAME))  # of the run that this one replaces
+                pathlib.Path(out_dir, report.NAME).unlink(missing_ok=True)  # of the run that this one replaces
         except OSError as error:
             raise ValueError(f"cannot write to out_dir={out_dir}: {error}") from error
-        _write_facts(out_dir, self._summary.facts)
+        _write_facts(out_dir, self.summary.facts)
 
     def log(self, event: dict[str, Any], line: str | None = None) -> None:
-        """Write an event. If the disk is full, print a warning once and continue.
+        """Write an event, then print the line. If the disk is full, print a warning once and continue.
 
-        Args:
-            event: the metrics by key, numbers or texts; "iter" is the iteration, by default the current one.
-            line: then print this line.
+        `event` has metrics by key, numbers or texts; "iter" is the iteration, by default the current one.
         """
         self.flush()
         if not is_rank_0():
             return
         event = {"iter": max(0, position.iteration), **event}
-        self._summary.add(event)
+        self.summary.add(event)
         self.run.log(event)
-        if self._tensorboard is not None:
-            self._tensorboard.log(event)
+        self._tensorboard.log(event)
         if "val/loss" in event:
-            self.run.summarize(self._summary.figures())
+            self.run.summarize(self.summary.figures())
         if self.file is not None:
             self.file.write(event)
         if line is not None:
@@ -107,7 +103,7 @@ class Logger:
         self.log({"iter": iteration, "warning": f"{title}: {text}"})
 
     def finish(self, state: Literal["ended", "stopped", "failed"] = "ended", outcome: str = "") -> None:
-        """Write run.json and the report card, and close the file and the wandb run. Later calls do nothing.
+        """Write run.json and the report card, and end the wandb run. Later calls do nothing.
 
         Args:
             state: how the run has ended, for run.json: "stopped" by a signal; wandb shows a run that "failed" as such.
@@ -117,14 +113,12 @@ class Logger:
             return
         self._is_finished = True
         if self.file:
-            self.file.close()
-            _write_facts(self.file.folder, self._summary.facts | {"state": state})
+            _write_facts(self.file.folder, self.summary.facts | {"state": state})
             if outcome:
-                report.write(outcome, self._summary)
-        if self._tensorboard is not None:
-            self._tensorboard.finish(self._summary.figures())
+                report.write(outcome, self.summary)
+        self._tensorboard.finish(self.summary.figures())
         with position.at("ending the wandb run", patient=True):
-            self.run.summarize(self._summary.figures())
+            self.run.summarize(self.summary.figures())
             self.run.finish(int(state == "failed"))
 
 
@@ -136,9 +130,6 @@ class MetricsFile:
         resume_at: iteration at which the run continues. None: `rewind` empties the file.
         evaluates: the run evaluates at this iteration, perhaps for the second time.
 
-    Attributes:
-        late: lines that `kept` has found after the first one that goes.
-
     Raises:
         OSError: if the folder cannot be created, or the file cannot be read or written.
     """
@@ -147,7 +138,7 @@ class MetricsFile:
         os.makedirs(folder, exist_ok=True)
         self.folder, self._path, self._resume_at, self._evaluates = folder, os.path.join(folder, METRICS), resume_at, evaluates
         self._file = open(self._path, "ab", buffering=0)
-        self._end, self.late = 0, list[bytes]()  # `rewind` keeps so many bytes, and these lines
+        self._end, self.late = 0, list[bytes]()  # `rewind` keeps so many bytes, and these later lines
         self._warned = False
 
     def kept(self) -> Iterator[dict[str, Any]]:
@@ -193,9 +184,6 @@ class MetricsFile:
             if not self._warned:
                 print0(f"WARNING: figures are missing from {self._file.name}: {error}")
             self._warned = True
-
-    def close(self) -> None:
-        self._file.close()
 
 
 def _all_facts(folder: str, config: dict[str, Any], resume_at: int | None) -> dict[str, Any]:

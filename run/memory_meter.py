@@ -51,9 +51,8 @@ class MemoryMeter:
     def measure(self, point: Point) -> None:
         """Measure what this rank holds now.
 
-        Args:
-            point: `after_init`: before the first step. `before_step`: all gradients are there. `after_step`: gradients are
-                dropped, parameters may still be in flight.
+        `after_init`: before the first step. `before_step`: all gradients are there. `after_step`: gradients are dropped,
+        parameters may still be in flight.
         """
         on_gpu = self.device.type == "cuda"
         held = {} if on_gpu and point != "before_step" else held_bytes(self.optimizer, self.model)
@@ -107,12 +106,7 @@ def reset_peak(device: torch.device) -> None:
 class MemoryCheck:
     """Prints and logs the memory that the fullest rank will need. The constructor and `compare` need to be called on all ranks.
 
-    Args:
-        log: logger that receives the figures.
-        memory: measures the model and its optimizer.
-        workload: the micro-step.
-        shard_gradients: the flag of `zero.build.build`.
-        micro_steps: micro-steps per iteration on each rank.
+    `workload` is that of a micro-step, `micro_steps` the number of them per iteration on each rank.
     """
 
     def __init__(self, log: Logger, memory: MemoryMeter, workload: Workload, shard_gradients: bool, micro_steps: int) -> None:
@@ -143,10 +137,9 @@ class MemoryCheck:
     def announce(self, iteration: int) -> None:
         """Print and log the prediction."""
         peak, parts = self.predicted_peak, {"activations": self.forecast.activations.saved, **self.predicted}
-        if is_rank_0():
-            held = _parts({**parts, "temporary tensors": max(0, peak - sum(parts.values()))})
-            on_cpu = ", without Python and its libraries" if self.device.type == "cpu" else ""
-            print0(f"predicted memory: {size(peak)} at the peak of the fullest rank{on_cpu}; {held}")
+        held = _parts({**parts, "temporary tensors": max(0, peak - sum(parts.values()))})
+        on_cpu = ", without Python and its libraries" if self.device.type == "cpu" else ""
+        print0(f"predicted memory: {size(peak)} at the peak of the fullest rank{on_cpu}; {held}")
         self.log.log({"iter": iteration, **_logged("predicted", {"peak": peak, **parts})})
 
     def compare(self, iteration: int) -> None:

@@ -2,7 +2,7 @@
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -26,16 +26,10 @@ _HOST = torch.device("cpu")
 class Meter:
     """Measures the iterations of a run and logs the metrics. Needs to be created on all ranks.
 
-    To add a metric, add it to the event in `log_iteration` or `log_evaluation`, and to run/metrics.py.
-
     Args:
-        memory_check: the prediction of the memory, with the meter of the memory and the logger that receives the metrics.
-        dtype: dtype of the computation.
-        tokens_per_iter: tokens per iteration, all ranks together.
-        flops_per_token: FLOPs of the model per token.
-        max_iters: last iteration of the run.
+        memory_check: has the meter of the memory, and the logger that receives the metrics.
+        tokens_per_iter: of all ranks together.
         elapsed_s: wall time of the run before this process.
-        show: called with the metrics of an iteration.
     """
 
     _WARM_UP = 5  # number of first iterations that do not count for the MFU
@@ -48,13 +42,12 @@ class Meter:
         flops_per_token: float,
         max_iters: int,
         elapsed_s: float,
-        show: Callable[[dict[str, Any]], None],
     ) -> None:
         self.log, self.memory, self.memory_check = memory_check.log, memory_check.memory, memory_check
         self.device = self.memory.device
         self.tokens_per_iter = tokens_per_iter
         self.flops_per_iter = flops_per_token * tokens_per_iter / launched().world_size  # of one rank
-        self.max_iters, self._elapsed_before, self._show = max_iters, elapsed_s, show
+        self.max_iters, self._elapsed_before = max_iters, elapsed_s
         self.peak_flops = machine.peak_flops(self.device, machine.DTYPES[dtype])  # FLOP/s of this rank
         print0(f"mfu is relative to {self.peak_flops / 1e12:.3g} TFLOP/s per rank in {dtype}")
         self._mfu: dict[str, float] = {}  # running mean in percent, as in nanoGPT; empty if not measured yet
@@ -67,10 +60,8 @@ class Meter:
         self._begin, self._timed, self._sent = mark(self.device), 0, self._communication.sent_bytes()  # of the current lap
         self._started = time.perf_counter()
 
-    def restart(self, new_peak: bool = False) -> None:
-        """Restart the clock. What happened since the last restart or log is not counted. Begin a new peak if `new_peak`."""
-        if new_peak:
-            self.memory.forget_peak()
+    def restart(self) -> None:
+        """Restart the clock. What happened since the last restart or log is not counted."""
         self._waited_for |= self._end_lap().waits.read_ms().keys()
 
     def elapsed_s(self) -> float:
@@ -102,13 +93,7 @@ class Meter:
         """Log the metrics of an iteration. Times are means over the iterations since the last restart or log.
 
         Needs to be called on all ranks. The event is deferred, see `Logger.defer`: only then the host waits for the device. If
-        this iteration is measured, it waits here, because the ranks are compared.
-
-        Args:
-            iteration: the number of the iteration.
-            reading: the figures of the guard.
-            lr: learning rate.
-            tokens: tokens that all ranks together have seen.
+        this iteration is measured, it waits here, because the ranks are compared. `tokens`: what all ranks together have seen.
         """
         lap = self._end_lap()
         over_ranks = self._over_ranks(reading.read().loss_of_rank, lap) if self._is_measured else {}
@@ -154,19 +139,11 @@ class Meter:
                 f"iter {iteration}: loss {figures.loss:.4f}, time {seconds * 1000:.2f}ms, mfu {percent}, "
                 f"{self.tokens_per_iter / seconds:,.0f} tok/s, {self.memory.peak_of} {peak / 1e9:.2f} GB at the peak",
             )
-            self._show(event)
 
         self.log.defer(write)
 
     def log_evaluation(self, iteration: int, losses: dict[str, float], lr: float, seconds: float) -> None:
-        """Log the losses of an evaluation.
-
-        Args:
-            iteration: iteration before which the evaluation ran.
-            losses: loss by split.
-            lr: learning rate.
-            seconds: duration of the evaluation.
-        """
+        """Log the losses by split of an evaluation, which ran before this iteration."""
         event = {
             "iter": iteration,
             **{f"{split}/loss": loss for split, loss in losses.items()},

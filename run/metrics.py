@@ -2,34 +2,24 @@
 
     $ python -m run.metrics
 
-To add a metric, add a line to a section, and log it where it is computed (run/meter.py). The workspace in wandb then has its
-chart. The page of dashboard.py draws a curve of each metric in "Others", and of each that is not declared. This module imports
-nothing of this repository, because charts/ reads it, too.
+run/meter.py computes most of them. This module imports nothing of this repository, because charts/ reads it, too.
 """
 
 from typing import NamedTuple
 
 
 class Metric(NamedTuple):
-    """A number or a text that a run logs.
+    """A number or a text that a run logs."""
 
-    Attributes:
-        key: its name in metrics.jsonl, wandb and TensorBoard.
-        unit: of its values, "text" for texts. MB are 10^6 bytes.
-        when: it is logged. "iteration": each logged one; times are means since the one before. "ranks": some of these, because
-            it needs a collective. "summary": it describes the whole run, in wandb's summary and in the report card.
-        chart: title of its chart in the workspace, which may have several metrics; "": no chart.
-        meaning: what else there is to say. It is of rank 0 if nothing says otherwise.
-        best: the value that wandb's summary shows, "min" or "max"; "": the last one.
-        is_maximum: over the ranks. Where they differ, `<key>_min` and `<key>_rank`, the rank of the maximum, are logged, too.
-    """
-
-    key: str
-    unit: str
+    key: str  # its name in metrics.jsonl, wandb and TensorBoard
+    unit: str  # of its values, "text" for texts; MB are 10^6 bytes
+    # "iteration": each logged one; times are means since the one before. "ranks": some of these, because it needs a collective.
+    # "summary": it describes the whole run, in wandb's summary and in the report card
     when: str
-    chart: str
-    meaning: str = ""
-    best: str = ""
+    chart: str  # title of its chart in the workspace, which may have several metrics; "": no chart
+    meaning: str = ""  # what else there is to say; it is of rank 0 if nothing says otherwise
+    best: str = ""  # the value that wandb's summary shows, "min" or "max"; "": the last one
+    # over the ranks; where they differ, `<key>_min` and `<key>_rank`, the rank of the maximum, are logged, too
     is_maximum: bool = False
 
 

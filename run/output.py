@@ -8,15 +8,10 @@ from distributed.ranks import print0
 
 
 class Output:
-    """A library that shows metrics, on rank 0. On other ranks, and if it is not asked for, its methods do nothing.
+    """A library that shows metrics, on rank 0. On other ranks, and if it is not asked for, its methods do nothing."""
 
-    Attributes:
-        name: of the library.
-        sink: its object that takes the metrics. None: there is none, or it has failed.
-    """
-
-    name: str
-    sink: Any = None
+    name: str  # of the library
+    sink: Any = None  # its object that takes the metrics; None: there is none, or it has failed
 
 
 def while_it_works(method: Callable[..., None]) -> Callable[..., None]:

@@ -8,6 +8,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from distributed.heartbeat import position
+from distributed.ranks import print0
 
 FOLDER = "profile"  # in out_dir
 # numbers of iterations: first skip some; then record some without keeping them, because a profiler is slow when it starts; then
@@ -20,23 +21,15 @@ class Profiler:
 
     The files are `rank<r>.json.gz`, a trace with allocations for https://ui.perfetto.dev or chrome://tracing, and on a GPU also
     `rank<r>_memory.pickle`, a snapshot for https://docs.pytorch.org/memory_viz. Both are written after the last recorded
-    iteration. The snapshot shows the allocations since construction, at most the last 100,000, and all memory in use.
-
-    Args:
-        folder: folder of the files, created when they are written.
-        rank: rank of this process.
-        device: device of this rank.
-        enabled: False: all methods do nothing.
-
-    Attributes:
-        wait: waits for this rank's communication in flight. It must end before the recording does: its end is an event of the
-            profiler, and torch would write it to memory that is freed.
+    iteration. The snapshot shows the allocations since construction, at most the last 100,000, and all memory in use. Unless
+    the profiler is `enabled`, all methods do nothing.
     """
 
     def __init__(self, folder: str, rank: int, device: torch.device, enabled: bool) -> None:
         self._folder, self._rank, self._on_gpu = folder, rank, device.type == "cuda"
+        # waits for this rank's communication in flight. It must end before the recording does: its end is an event of the
+        # profiler, and torch would write it to memory that is freed
         self.wait: Callable[[], Any] = lambda: None
-        self._iterations = 0
         self._profile: profile | None = None
         if not enabled:
             return
@@ -54,14 +47,12 @@ class Profiler:
         """Count an iteration that has ended, and return whether this took long because the files were written."""
         if self._profile is None:
             return False
-        self._iterations += 1
-        is_last = self._iterations == WAIT + WARM_UP + ACTIVE
+        is_last = self._profile.step_num + 1 == WAIT + WARM_UP + ACTIVE
         with position.at("profiling", patient=True):
             if is_last:
-                self.wait()
-            self._profile.step()
-        if is_last:
-            self.finish()
+                self.finish()
+            else:
+                self._profile.step()
         return is_last
 
     def finish(self) -> None:
@@ -70,11 +61,9 @@ class Profiler:
             return
         self.wait()
         self._profile.stop()
+        if self._profile.step_num < WAIT + WARM_UP:
+            print0(f"WARNING: no profile was written: the run has ended within its first {WAIT + WARM_UP} iterations")
         self._profile = None
-        if self._rank == 0 and self._iterations < WAIT + WARM_UP:
-            print(
-                f"WARNING: no profile was written: the run has ended within its first {WAIT + WARM_UP} iterations", flush=True
-            )
 
     def _write(self, profiler: profile) -> None:
         try:

@@ -22,20 +22,16 @@ class Progress:
     """
 
     def __init__(self, total: int, rank: int) -> None:
-        self._total, self._figures = total, dict[str, Any]()
+        self._total = total
         disable = True if rank > 0 else None  # None: draw on a terminal only
         self._bar = partial(tqdm, file=sys.stdout, disable=disable, leave=False, dynamic_ncols=True)
         self._run: tqdm | None = None
 
-    def show(self, figures: dict[str, Any]) -> None:
-        """Show new metrics, by key, with the next update."""
-        self._figures |= figures
-
-    def update(self, iteration: int) -> None:
-        """Show that this iteration has ended."""
+    def update(self, iteration: int, figures: dict[str, Any]) -> None:
+        """Show that this iteration has ended, and some of the latest metrics, given by key."""
         if self._run is None:  # the first iteration is not typical; the remaining time is estimated from the others
             self._run = self._bar(desc="iter", total=self._total, initial=iteration, bar_format=_COUNTED)
-        texts = [text.format(self._figures[key]) for key, text in _FIGURES.items() if key in self._figures]
+        texts = [text.format(figures[key]) for key, text in _FIGURES.items() if key in figures]
         self._run.set_postfix_str(", ".join(texts), refresh=False)
         self._run.update(iteration - self._run.n)
 

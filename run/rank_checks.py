@@ -64,12 +64,9 @@ def check_combinations(settings: dict[str, Any], world_size: int) -> None:
 def compare_model_and_data(model: torch.nn.Module, data: Dataset, **values: Any) -> None:
     """Check that all ranks have the same dataset, and a model of the same shape. Needs to be called on all ranks.
 
-    The weights themselves are not compared, because the ranks take those of rank 0.
-
-    Args:
-        model: compared are its config, and the names, shapes and dtypes of its parameters.
-        data: compared are the files, see `Dataset.fingerprint`.
-        **values: what the ranks have read from a checkpoint.
+    Compared are the config of the model, the names, shapes and dtypes of its parameters, and `values`, which the ranks have
+    read from a checkpoint; of the data the files, see `Dataset.fingerprint`. The weights themselves are not, because the ranks
+    take those of rank 0.
 
     Raises:
         ValueError: as `compare_settings`.

@@ -24,9 +24,7 @@ class Sampler:
         interval: number of iterations from sample to sample; 0: no samples.
         model: the model, without the wrapper of `zero.build`. While it generates, it is in eval mode and is not compiled.
         meta: content of the dataset's `meta.pkl`, or None for GPT-2's vocabulary.
-        autocast: the context in which forward computes.
-        log: logger that receives the samples.
-        seed: seed of every sample.
+        seed: of every sample.
 
     Raises:
         DataError: if there will be samples and their vocabulary is not available.
@@ -53,12 +51,9 @@ class Sampler:
             self._prompt = [0]
 
     def write(self, iteration: int, log: Logger) -> bool:
-        """Write a sample if one is due, before this iteration. Needs to be called on all ranks.
+        """Write a sample if one is due before this iteration, and return whether it was. Needs to be called on all ranks.
 
         Draws random numbers, after it has set the seed.
-
-        Returns:
-            Whether a sample was due.
         """
         if not self._interval or iteration % self._interval:
             return False

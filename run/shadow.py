@@ -40,9 +40,8 @@ class Shadow:
 
     Args:
         iterations: number of iterations to check; 0: every method returns at once.
-        model: the model of the run, before `zero.build.build` wraps it and moves its weights.
-        groups: its parameter groups.
-        checkpoints, checkpoint: the checkpoint from which the run resumes, or None.
+        model, groups: those of the run, before `zero.build.build` wraps the model and moves its weights.
+        checkpoint: the checkpoint from which the run resumes, or None.
 
     Raises:
         ValueError: if the random numbers of the device cannot be repeated (mps).
@@ -67,7 +66,6 @@ class Shadow:
         for part, copied in zip(model.modules(), self._raw.modules(), strict=True):
             if part._compiled_call_impl is not None:  # a copy is not compiled, and eager kernels round differently
                 copied.compile()
-        self._model: Any
         self._model, self._optimizer = build(self._raw, groups, Flags(use_zero1=False), device=device)
         if checkpoint is not None:
             checkpoints.restore(self._optimizer, checkpoint)
@@ -96,12 +94,11 @@ class Shadow:
     def micro_step(self, x: torch.Tensor, y: torch.Tensor) -> None:
         """Run forward and backward of the copy. Call it before the forward of the run, which draws the same random numbers.
 
-        Args:
-            x, y: tokens and targets, each (batch, time) int64.
+        `x` and `y` are tokens and targets, each (batch, time) int64.
         """
         if not self._remaining:
             return
-        self._model.require_backward_grad_sync = len(self._losses) == self._micro_steps - 1
+        self._model.require_backward_grad_sync = len(self._losses) == self._micro_steps - 1  # type: ignore[assignment]
         devices = [self._device] if self._device.type == "cuda" else []
         with torch.random.fork_rng(devices, device_type=self._device.type):
             with self._autocast:
@@ -112,8 +109,7 @@ class Shadow:
     def update(self) -> bool:
         """Update the copy and compare. Call it after the update of the run; waits for parameters in flight.
 
-        Returns:
-            Whether this was the last iteration: the result is printed, and the copy is dropped.
+        Return whether this was the last iteration: the result is printed, and the copy is dropped.
         """
         if not self._remaining:
             return False

@@ -12,10 +12,9 @@ FOLDER = "tensorboard"  # in out_dir
 
 
 class TensorBoardRun(Output):
-    """Writes the events of a run to `out_dir/tensorboard`, if the settings ask for it.
+    """Writes the events of a run to `out_dir/tensorboard`, if there is a folder and the settings ask for it.
 
     Args:
-        out_dir: folder of the run.
         resume_at: iteration at which the run continues; TensorBoard hides what is there from it on. 0: a new run.
         config: settings and facts of the run, shown as a text.
 
@@ -26,8 +25,8 @@ class TensorBoardRun(Output):
 
     name = "TensorBoard"
 
-    def __init__(self, out_dir: str, resume_at: int, config: dict[str, Any]) -> None:
-        if config.get("log_to") != "tensorboard":
+    def __init__(self, out_dir: str | None, resume_at: int, config: dict[str, Any]) -> None:
+        if out_dir is None or config.get("log_to") != "tensorboard":
             return
         try:
             from torch.utils.tensorboard import SummaryWriter

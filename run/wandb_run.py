@@ -16,17 +16,11 @@ class WandbRun(Output):
     """The run in wandb, if the settings ask for one; on other ranks than 0, there is none.
 
     A wandb that is missing or fails does not end the training: a line says so. Each iteration is one row, and its step is the
-    iteration. WANDB_... variables come before the settings. Without a login or a network, wandb records on the disk.
+    iteration.
 
     Args:
-        config: settings and facts of the run, which wandb shows. `wandb_run_name` is the group of the runs to compare, and with
-            the folder of `out_dir` the name of this one; `implementation` is its type within the group.
+        config: settings and facts of the run, which wandb shows.
         run_id: ID of the run to continue. None: a new run.
-
-    Attributes:
-        id: ID of the run, or None.
-        lacks_history: the run continues in a new folder on the disk, which needs the earlier rows, too: `wandb sync` stops at
-            the folder of a killed process.
 
     Raises:
         ValueError: if the settings or a variable are wrong.
@@ -35,7 +29,8 @@ class WandbRun(Output):
     name = "wandb"
 
     def __init__(self, config: dict[str, Any], run_id: str | None = None) -> None:
-        self.id: str | None = None
+        self.id: str | None = None  # of the run
+        # it continues in a new folder on the disk, which needs the earlier rows, too: `wandb sync` stops at a killed process's
         self.lacks_history = False
         self._newest = -1  # iteration of the newest row
         if not config["wandb_log"] or not is_rank_0():

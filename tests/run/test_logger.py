@@ -58,7 +58,7 @@ def test_a_resumed_run_keeps_the_evaluation_that_it_does_not_repeat(tmp_path, ev
         log = Logger(str(tmp_path), 5, CONFIG | {"eval_interval": eval_interval})
         log.log({"iter": 5, "lr": 0.1})
         assert lines(tmp_path) == [events[0], *([events[1]] if kept else []), events[2]]
-        assert log._summary.figures()["best_val_loss"] == (1.5 if kept else 4.0)
+        assert log.summary.figures()["best_val_loss"] == (1.5 if kept else 4.0)
 
 
 class FakeRun:

@@ -26,8 +26,7 @@ for i in range(21):
         print0("step", i)
     if i % 4 == 0:
         print0("iter", i)
-        line.show({{"iter/loss": 1.25, "throughput/tokens_per_second": 45000.0, "memory/peak_mb": 400.0, "lr": 1.0}})
-    line.update(i)
+    line.update(i, {{"iter/loss": 1.25, "throughput/tokens_per_second": 45000.0, "memory/peak_mb": 400.0, "lr": 1.0}})
     time.sleep(0.01)
 line.close()
 """

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from charts.bars import memory_chart, time_chart, training_chart
-from charts.style import MEMORY, save
+from charts.style import ENDINGS, MEMORY, save
 from forecast.modes import MODES
 
 IN_BYTES = ("total", "predicted", "peak", *MEMORY)  # the tables show them in MB
@@ -116,7 +116,7 @@ def draw(folder: str) -> None:
             rows = [row for row in entry["rows"] if row.get("world_size") == world_size]
             ranks = f"rank 0 of {world_size}, " if world_size else ""
             chart = CHARTS[measure](rows, ranks + measured)
-            for ending in (".png", ".svg", ".html"):
+            for ending in ENDINGS:
                 save(chart, str(Path(folder, f"{measure}{f'-{world_size}' if world_size else ''}{ending}")))
 
 

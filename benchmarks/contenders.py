@@ -7,6 +7,7 @@ from typing import Any, Literal, Self
 
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -81,11 +82,10 @@ class Contender:
     def __init__(self, setup: Setup, mode: Mode) -> None:
         self.setup, self.mode = setup, mode
         torch.manual_seed(setup.seed)
-        is_built = mode.is_built
-        skip = SkipInitialization() if is_built and dist.get_rank() > 0 else nullcontext()
+        skip = SkipInitialization() if mode.is_built and dist.get_rank() > 0 else nullcontext()
         with setup.device, skip:  # on a CPU, GPT-2 XL would take most of a minute
             self.module = GPT(setup.config)
-        if is_built:  # as in train.py, in main memory
+        if mode.is_built:  # as in train.py, in main memory
             self.module.to("cpu")
         self.module.activation_checkpointing, self.module.loss_chunk = setup.activation_checkpointing, mode.loss_chunk
         self.model: torch.nn.Module
@@ -110,7 +110,7 @@ class Contender:
             flags, overlap = self.setup.flags(self.mode), self.mode.overlap
             self.model, self.optimizer = build(self.module, groups, flags, device=device, overlap=overlap, **ADAMW)
         if dist.get_backend() == "fake" and isinstance(self.model, DistributedDataParallel):
-            self.model.register_comm_hook(None, _without_communication)
+            self.model.register_comm_hook(None, noop_hook)  # the fake process group returns no tensors
         return self
 
     def forward(self, tokens: torch.Tensor | None = None) -> torch.Tensor:
@@ -165,11 +165,3 @@ class Contender:
             self.model.require_backward_grad_sync = sync
         elif self.mode.fully_shard:  # with its defaults, every micro-step sends gradients
             self.model.set_requires_gradient_sync(sync)
-
-
-def _without_communication(_: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Hook of DistributedDataParallel: the fake process group returns no tensors."""
-    buffer = bucket.buffer()
-    future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else None)
-    future.set_result(buffer)
-    return future

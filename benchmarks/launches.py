@@ -49,8 +49,10 @@ def _counted(setup: Setup, mode: str, world_size: int) -> dict[str, int]:
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()
-        collectives = sum(count for (_, name), count in gpu.operations.items() if name.startswith("c10d."))
-    launches = {phase: gpu.launches[phase] for phase in PHASES}
+    launches = dict.fromkeys(PHASES, 0)
+    for (phase, _), count in gpu.launches.items():
+        launches[phase] += count
+    collectives = sum(count for (_, name), count in gpu.launches.items() if name.startswith("c10d."))
     return {**launches, "launches": gpu.launches.total(), "collectives": collectives, "waits": gpu.waits.total()}
 
 

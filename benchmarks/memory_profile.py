@@ -4,7 +4,7 @@ import ctypes
 import gc
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -28,6 +28,25 @@ MICRO_STEPS = 2  # of a step, so that gradients accumulate
 COST = 1, 2 * MICRO_STEPS + 1  # models and micro-steps of a mode
 
 
+class AllocatedBytes(nullcontext[None]):
+    """In place of LiveBytes on a GPU: what its allocator has allocated in this context."""
+
+    def __enter__(self) -> None:
+        self.reset_peak()
+        self._before = torch.cuda.memory_allocated()
+
+    @property
+    def now(self) -> int:
+        return torch.cuda.memory_allocated() - self._before
+
+    @property
+    def peak(self) -> int:
+        return torch.cuda.max_memory_allocated() - self._before
+
+    def reset_peak(self) -> None:
+        torch.cuda.reset_peak_memory_stats()
+
+
 class MemoryProfile:
     """Measures one contender on this rank. Every method needs to be called on all ranks.
 
@@ -36,24 +55,21 @@ class MemoryProfile:
 
     def __init__(self, setup: Setup, mode: Mode, micro_steps: int = MICRO_STEPS) -> None:
         self.setup, self.mode, self.micro_steps = setup, mode, micro_steps
-        self.on_gpu = setup.device.type == "cuda"
         self.points: dict[str, dict[str, Any]] = {}
-        self.live = LiveBytes()
+        self.live = AllocatedBytes() if setup.device.type == "cuda" else LiveBytes()
 
     def measure(self, can_save: bool = True) -> dict[str, dict[str, Any]]:
         """Run two steps and return the bytes by point of a step: total and parts."""
         free_unused_memory()
-        if self.on_gpu:
-            torch.cuda.reset_peak_memory_stats()
-            self._allocated_before = torch.cuda.memory_allocated()
-        context: AbstractContextManager[Any] = nullcontext() if self.on_gpu else self.live
-        with context:
+        with self.live:
             self.contender = Contender(self.setup, self.mode)
-            self._record("after init", {"parameters": self._on_device()})
-            self._reset_peak()
+            params, device_type = self.contender.module.parameters(), self.setup.device.type
+            on_device = sum(param.nbytes for param in params if param.device.type == device_type)
+            self._record("after init", {"parameters": on_device})
+            self.live.reset_peak()
             with broadcasts_free_their_copies():
                 self.contender.wrap()
-            self._record("wrapping", {}, total=self._peak())
+            self._record("wrapping", {}, total=self.live.peak)
             self._record("after wrapping", self._held())
             # in its second forward, DistributedDataParallel makes its buckets again, beside those that hold gradients
             for _ in range(2 if self.mode.in_place else 1):
@@ -61,10 +77,10 @@ class MemoryProfile:
             self.contender.wait()
             self._last_step()
             if can_save and self.mode.is_built:
-                self._reset_peak()
+                self.live.reset_peak()
                 state = full_state(self.contender.module, self.contender.optimizer)
                 copy = sum(tensor.nbytes for tensor in {id(leaf): leaf for leaf in named_tensors(state).values()}.values())
-                self._record("saving", {**self._held(), "copy": copy}, total=self._peak())
+                self._record("saving", {**self._held(), "copy": copy}, total=self.live.peak)
                 del state
         return self.points
 
@@ -75,13 +91,8 @@ class MemoryProfile:
         self.contender.wait()
         return (time.perf_counter() - begin) * 1000
 
-    def _on_device(self) -> int:
-        """Return the bytes of the module's parameters that are on the device."""
-        params = self.contender.module.parameters()
-        return sum(param.nbytes for param in params if param.device.type == self.setup.device.type)
-
     def _last_step(self) -> None:
-        self._reset_peak()
+        self.live.reset_peak()
         activations = [self._micro_step(is_last=False) for _ in range(self.micro_steps - 1)]
         held = self._held()
         if self.micro_steps > 1:
@@ -93,14 +104,14 @@ class MemoryProfile:
         self.contender.update()
         self.contender.wait()
         self._record("after step", self._held())
-        self._record("peak", {**held, "activations": activations[0]}, total=self._peak())
+        self._record("peak", {**held, "activations": activations[0]}, total=self.live.peak)
 
     def _micro_step(self, is_last: bool) -> int:
         """Run forward and backward, and return the bytes of activations."""
-        before = self._now()
+        before = self.live.now
         with nullcontext() if is_last else self.contender.accumulating():
             loss = self.contender.forward()
-            activations = self._now() - before
+            activations = self.live.now - before
             loss.backward()
         return activations
 
@@ -109,7 +120,7 @@ class MemoryProfile:
             for _ in range(10):  # each thread of gloo holds the tensors of its last collective until it takes the next one
                 dist.barrier()
             time.sleep(0.02)
-        total = self._now() if total is None else total
+        total = self.live.now if total is None else total
         self.points[point] = {"total": total, **parts, "rest": total - sum(parts.values())}
 
     def _held(self) -> dict[str, int]:
@@ -124,18 +135,6 @@ class MemoryProfile:
             + unsharded_gradient_bytes(self.contender.model),
             "state": sum(_local_bytes(value) for state in states for key, value in state.items() if key != "step"),
         }
-
-    def _now(self) -> int:
-        return torch.cuda.memory_allocated() - self._allocated_before if self.on_gpu else self.live.now
-
-    def _peak(self) -> int:
-        return torch.cuda.max_memory_allocated() - self._allocated_before if self.on_gpu else self.live.peak
-
-    def _reset_peak(self) -> None:
-        if self.on_gpu:
-            torch.cuda.reset_peak_memory_stats()
-        else:
-            self.live.reset_peak()
 
 
 @contextmanager

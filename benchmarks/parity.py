@@ -39,19 +39,15 @@ def trained_weights(setup: Setup, mode: Mode, steps: int = STEPS) -> torch.Tenso
     """Return all (master) weights, (number of weights,) float32, on rank 0. Needs to be called on all ranks."""
     contender = Contender(setup, mode).wrap()
     for _ in range(steps):
-        with contender.accumulating():
-            for _ in range(MICRO_STEPS - 1):
-                contender.forward().backward()
-        contender.step()
+        contender.step([None] * MICRO_STEPS)
     weights = checkpoint.model_state_dict(contender.module, contender.optimizer) or {}
     return torch.cat([torch.empty(0), *(weight.flatten() for weight in weights.values())])
 
 
 def check(setup: Setup) -> bool:
     """Print a line per mode and return whether all modes agree with the plain optimizer. Needs to be called on all ranks."""
-    plain_modes = {mode.muon: mode for mode in (MODES["adamw"], MODES["plain_muon"])}
     before = trained_weights(setup, MODES["adamw"], steps=0)
-    plain = {muon: trained_weights(setup, mode) for muon, mode in plain_modes.items()}
+    plain = {mode.muon: trained_weights(setup, mode) for mode in (MODES["adamw"], MODES["plain_muon"])}
     verdicts = []
 
     def judge(what: str, weights: torch.Tensor, expected: torch.Tensor, limit: float, of_mean: bool = False) -> None:

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any, Self
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -79,30 +80,21 @@ class PretendedGPU(TorchDispatchMode):
     Entering it changes PyTorch in this process for good: what cannot work without a GPU, or without values.
 
     Attributes:
-        phase: name under which the counters count; "hooks" for what the package zero does in a phase "backward".
-        launches: operations on tensors of the GPU that launch a kernel, with collectives; a multi-tensor operation counts once.
-        waits: times that the host waits for the GPU.
-        operations: the launches by phase and operation.
+        phase: set it to the name under which to count. What the package zero does in "backward" counts as "hooks".
+        launches: operations on tensors of the GPU that launch a kernel, with collectives, by phase and name; a multi-tensor
+            operation counts once.
+        waits: times that the host waits for the GPU, by phase.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._phase = ""
+        self.phase = ""
         self.reset()
-
-    @property
-    def phase(self) -> str:
-        return "hooks" if self._phase == "backward" and _is_in_zero() else self._phase
-
-    @phase.setter
-    def phase(self, name: str) -> None:
-        self._phase = name
 
     def reset(self) -> None:
         """Set all counters to zero."""
-        self.launches: Counter[str] = Counter()
+        self.launches: Counter[tuple[str, str]] = Counter()
         self.waits: Counter[str] = Counter()
-        self.operations: Counter[tuple[str, str]] = Counter()
 
     def __enter__(self) -> Self:
         _pretend(self)
@@ -115,7 +107,10 @@ class PretendedGPU(TorchDispatchMode):
 
     def wait(self, *_: Any) -> None:
         """Count a wait of the host for the GPU."""
-        self.waits[self.phase] += 1
+        self.waits[self._counted_as()] += 1
+
+    def _counted_as(self) -> str:
+        return "hooks" if self.phase == "backward" and _is_in_zero() else self.phase
 
     def __torch_dispatch__(self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -129,12 +124,10 @@ class PretendedGPU(TorchDispatchMode):
         is_view = any(returned.alias_info and not returned.alias_info.is_write for returned in function._schema.returns)
         if is_view or function.overloadpacket in _NO_LAUNCH or not any(map(_is_on_gpu, tree_leaves((args, kwargs, result)))):
             return result
-        phase = self.phase
-        self.launches[phase] += 1
-        self.operations[phase, str(function)] += 1
+        self.launches[self._counted_as(), str(function)] += 1
         if function in _COPIES and _is_on_gpu(args[_COPIES[function]]) != _is_on_gpu(result):
             is_blocking = not kwargs.get("non_blocking") and args[2:3] != (True,)
-            self.waits[phase] += is_blocking  # pinned or not, PyTorch then waits for the stream
+            self.waits[self._counted_as()] += is_blocking  # pinned or not, PyTorch then waits for the stream
         return result
 
 
@@ -148,12 +141,6 @@ def _is_in_zero() -> bool:
 
 def _is_on_gpu(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor) and leaf.device == DEVICE
-
-
-class _Stream:
-    device = DEVICE
-
-    def wait_stream(self, _: Self) -> None: ...
 
 
 class _Event:
@@ -194,7 +181,7 @@ def _pretend(gpu: PretendedGPU) -> None:
 
 _DATA: Any = torch.Tensor.data
 _FAKE = FakeTensorMode()  # one for all, because tables of the engine stay in its caches
-_STREAM = _Stream()
+_STREAM = mock.Mock(device=DEVICE)
 
 
 def _attention(

@@ -6,18 +6,17 @@ $ python -m benchmarks.results results/*/      # draws all pictures again
 import csv
 import io
 import json
-import os
 import sys
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from charts.bars import memory_chart, time_chart, training_chart
-from charts.style import save
+from charts.style import ENDINGS, MEMORY, save
 from forecast.modes import MODES
 
-PARTS = ("parameters", "gradients", "state", "master", "buckets", "activations", "rest", "copy")
-IN_BYTES = ("total", "predicted", "peak", *PARTS)  # the tables show them in MB
+IN_BYTES = ("total", "predicted", "peak", *MEMORY)  # the tables show them in MB
 HIDDEN = ("own computation, ms", "rounds, ms", "losses")  # in results.json only; the first one is printed beside the table
 CHARTS: dict[str, Callable[..., Any]] = {
     "memory": memory_chart,
@@ -86,18 +85,13 @@ class Results:
     """
 
     def __init__(self, folder: str, description: dict[str, str]) -> None:
-        self.folder, self.description = folder, description
+        self.folder, self.description = folder and Path(folder), description
+        self.title = "\n".join(f"{key}: {value}" for key, value in description.items())
         self.content: dict[str, Any] = {}
-        if folder:
-            os.makedirs(folder, exist_ok=True)
-            if os.path.exists(self._path("results.json")):
-                with open(self._path("results.json")) as stream:
-                    self.content = json.load(stream)
-
-    @property
-    def title(self) -> str:
-        """The description as text."""
-        return "\n".join(f"{key}: {value}" for key, value in self.description.items())
+        if self.folder:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            if (earlier := self.folder / "results.json").exists():
+                self.content = json.loads(earlier.read_text())
 
     def add(self, measure: str, title: str, rows: list[dict[str, Any]], file: str, details: str = "") -> None:
         """Print the rows of a measure as a table, and write them to a file and to results.json. The setup gets the details."""
@@ -107,21 +101,14 @@ class Results:
             return
         setup = ", ".join(filter(None, [self.description["setup"], details]))
         self.content[measure] = {**self.description, "setup": setup, "rows": rows}
-        self._write(file, comma_separated(rows) if file.endswith(".csv") else f"{self.title}\n\n{title}\n{text}\n")
-        self._write("results.json", json.dumps(self.content, indent=1))
-
-    def _path(self, file: str) -> str:
-        return os.path.join(self.folder, file)
-
-    def _write(self, file: str, text: str) -> None:
-        with open(self._path(file), "w") as stream:
-            stream.write(text)
+        written = comma_separated(rows) if file.endswith(".csv") else f"{self.title}\n\n{title}\n{text}\n"
+        (self.folder / file).write_text(written)
+        (self.folder / "results.json").write_text(json.dumps(self.content, indent=1))
 
 
 def draw(folder: str) -> None:
     """Draw the pictures of a folder from its results.json, each as a picture and as an interactive page."""
-    with open(os.path.join(folder, "results.json")) as stream:
-        content = json.load(stream)
+    content = json.loads(Path(folder, "results.json").read_text())
     for measure in content.keys() & CHARTS.keys():
         entry = content[measure]
         measured = f"{entry['setup']}; {entry['machine']}; {entry['date']}"
@@ -129,8 +116,8 @@ def draw(folder: str) -> None:
             rows = [row for row in entry["rows"] if row.get("world_size") == world_size]
             ranks = f"rank 0 of {world_size}, " if world_size else ""
             chart = CHARTS[measure](rows, ranks + measured)
-            for ending in (".png", ".svg", ".html"):
-                save(chart, os.path.join(folder, f"{measure}{f'-{world_size}' if world_size else ''}{ending}"))
+            for ending in ENDINGS:
+                save(chart, str(Path(folder, f"{measure}{f'-{world_size}' if world_size else ''}{ending}")))
 
 
 if __name__ == "__main__":

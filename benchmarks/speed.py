@@ -3,10 +3,9 @@
 import glob
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +16,8 @@ from distributed.launch import launched
 from forecast.modes import MODES, Mode
 from zero.communication import CommunicationMeter
 
-PHASES = ("forward and backward", "optimizer")
+EXPOSED = "exposed communication"
+PARTS = ("forward and backward", "optimizer", EXPOSED)  # of a step; the first two are phases, without what they wait
 
 
 def cost(block_sizes: list[int], rounds: int, steps_per_turn: int) -> tuple[int, float]:
@@ -26,37 +26,30 @@ def cost(block_sizes: list[int], rounds: int, steps_per_turn: int) -> tuple[int,
 
 
 def time_rows(setup: Setup, modes: list[str], block_sizes: list[int], rounds: int, steps_per_turn: int) -> list[dict[str, Any]]:
-    """Return one row per block size and mode. Needs to be called on all ranks."""
+    """Return one row per block size and mode, with medians over the rounds. Needs to be called on all ranks.
+
+    On a noisy machine, only measurements that were taken close together can be compared: the modes take turns, and the ratio
+    is that to the first mode in the same round. The milliseconds are medians as well, so on a noisy machine they can have
+    another order; the quartiles of the ratios say how certain it is. The first round is not counted.
+    """
     rows = []
     for block_size in block_sizes:
         of_size = replace(setup, config=replace(setup.config, block_size=block_size))
-        turns = {mode: partial(TimedContender(of_size, MODES[mode]).turn, steps_per_turn) for mode in modes}
-        rows += [{"mode": mode, "block_size": block_size, **figures} for mode, figures in compared(turns, rounds).items()]
+        contenders = {mode: TimedContender(of_size, MODES[mode]) for mode in modes}
+        counted = []
+        for _ in range(rounds + 1):
+            counted.append({mode: contender.turn(steps_per_turn) for mode, contender in contenders.items()})
+        del counted[0]
+        reference = [turns[modes[0]]["ms per step"] for turns in counted]
+        for mode in contenders:
+            own = [turns[mode] for turns in counted]
+            times = [turn["ms per step"] for turn in own]
+            ratios = [ms / other for ms, other in zip(times, reference, strict=True)]
+            low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
+            medians = {column: statistics.median(turn[column] for turn in own) for column in own[0]}
+            figures = {**medians, "ratio": middle, "ratio, quartiles": [low, high], "rounds, ms": times}
+            rows.append({"mode": mode, "block_size": block_size, **figures})
     return rows
-
-
-def compared(turns: Mapping[str, Callable[[], dict[str, float]]], rounds: int) -> dict[str, dict[str, Any]]:
-    """Let contenders take turns, and return the medians of their figures, and how long they took.
-
-    On a noisy machine, only measurements that were taken close together can be compared: the ratio is that to the first
-    contender in the same round, and its median over the rounds. The milliseconds are medians as well, so on a noisy machine
-    they can have another order; the quartiles of the ratios say how certain it is. The first round is not counted.
-
-    Args:
-        turns: by name, what measures a turn: "ms per step", and other figures.
-    """
-    measured: dict[str, list[dict[str, float]]] = {name: [] for name in turns}
-    for _ in range(rounds + 1):
-        for name, turn in turns.items():
-            measured[name].append(turn())
-    found, reference = {}, [turn["ms per step"] for turn in measured[next(iter(turns))][1:]]
-    for name, (_, *counted) in measured.items():
-        times = [turn["ms per step"] for turn in counted]
-        ratios = [own / other for own, other in zip(times, reference, strict=True)]
-        low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
-        medians = {column: statistics.median(turn[column] for turn in counted) for column in counted[0]}
-        found[name] = {**medians, "ratio": middle, "ratio, quartiles": [low, high], "rounds, ms": times}
-    return found
 
 
 def seconds_of(setup: Setup, mode: str) -> tuple[float, float]:
@@ -78,7 +71,7 @@ class TimedContender:
         self.contender = Contender(setup, mode).wrap()
         self.on_gpu = setup.device.type == "cuda"
         self.communication = CommunicationMeter(self.contender.model, self.contender.optimizer)
-        self._seconds = dict.fromkeys(PHASES, 0.0)
+        self._seconds = dict.fromkeys(PARTS, 0.0)
 
     def turn(self, steps: int) -> dict[str, float]:
         """Run a few steps and return milliseconds per step and megabytes sent per rank and step, counted on this machine.
@@ -88,30 +81,28 @@ class TimedContender:
         them.
         """
         dist.barrier()
-        self._seconds, exposed = dict.fromkeys(PHASES, 0.0), dict.fromkeys(PHASES, 0.0)
+        self._seconds = dict.fromkeys(PARTS, 0.0)
         local, remote = sent_bytes()
         begin = time.perf_counter()
         for _ in range(steps):
             if self.on_gpu:
                 self.contender.step()
             else:
-                self._step(exposed)
+                self._step()
         waited = self._waited()
         self.contender.wait()
-        if not self.on_gpu:
-            exposed["end of the turn"] = self._waited() - waited
+        self._seconds[EXPOSED] += self._waited() - waited
         whole = (time.perf_counter() - begin) / steps
         dist.barrier()
         local, remote = (now - before for now, before in zip(sent_bytes(), (local, remote), strict=True))
-        timed_steps = steps
         if self.on_gpu:
-            self._step(exposed)
-            timed_steps = 1
+            self._seconds = dict.fromkeys(PARTS, 0.0)
+            self._step()
+        if self.contender.mode.fully_shard is not None:  # FSDP2 does not report how long it waits
+            del self._seconds[EXPOSED]
+        timed_steps = 1 if self.on_gpu else steps
         figures = {"ms per step": whole * 1000}
-        for phase in PHASES:
-            figures[f"{phase}, ms"] = (self._seconds[phase] - exposed[phase]) * 1000 / timed_steps
-        if self.contender.mode.fully_shard is None:  # FSDP2 does not report how long it waits
-            figures["exposed communication, ms"] = sum(exposed.values()) * 1000 / timed_steps
+        figures |= {f"{part}, ms": seconds * 1000 / timed_steps for part, seconds in self._seconds.items()}
         if dist.get_backend() == "gloo":
             launch = launched()
             on_several = launch.local_world_size < launch.world_size
@@ -121,22 +112,23 @@ class TimedContender:
                 figures["MB to other machines"] = remote / share
         return figures
 
-    def _step(self, exposed: dict[str, float]) -> None:
-        """Run one step, add the seconds of its phases, and add to `exposed` the seconds that they waited."""
-        with self._phase("forward and backward", exposed):
+    def _step(self) -> None:
+        with self._phase("forward and backward"):
             self.contender.forward().backward()
-        with self._phase("optimizer", exposed):
+        with self._phase("optimizer"):
             self.contender.clip()
             self.contender.update()
 
     @contextmanager
-    def _phase(self, phase: str, exposed: dict[str, float]) -> Iterator[None]:
+    def _phase(self, phase: str) -> Iterator[None]:
         waited, begin = self._waited(), time.perf_counter()
         yield
         if self.on_gpu:
             torch.cuda.synchronize()
-        self._seconds[phase] += time.perf_counter() - begin
-        exposed[phase] += self._waited() - waited
+        whole = time.perf_counter() - begin
+        exposed = self._waited() - waited
+        self._seconds[phase] += whole - exposed
+        self._seconds[EXPOSED] += exposed
 
     def _waited(self) -> float:
         """Return the seconds that the computation has waited for collectives so far."""

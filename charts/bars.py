@@ -98,13 +98,11 @@ def plan_chart(rows: Rows, limit: tuple[float, str] | None, measured: str) -> An
 
     `limit`: the bytes that tensors may take, and what to write there; None: none.
     """
-    divisor, unit = shown_in("bytes", max((row["peak"] for row in rows), default=0))
-    panels = {
-        f"{size} rank{'s' if size > 1 else ''}": [
-            (row["mode"], [_planned(row, divisor)]) for row in rows if row["world_size"] == size
-        ]
-        for size in sorted({row["world_size"] for row in rows})
-    }
+    divisor, unit = shown_in("bytes", max(row["peak"] for row in rows))
+    panels: dict[str, list[Group]] = {}
+    for row in sorted(rows, key=lambda row: row["world_size"]):
+        ranks = f"{row['world_size']} rank{'s' if row['world_size'] > 1 else ''}"
+        panels.setdefault(ranks, []).append((row["mode"], [_planned(row, divisor)]))
     line = None if limit is None else (limit[0] / divisor, f"limit: {limit[1]}")
     return _chart(panels, MEMORY, unit, "Predicted peak of memory per rank", [measured], limit=line)
 
@@ -123,13 +121,13 @@ def _planned(row: Mapping[str, Any], divisor: float) -> Bar:
 
 def memory_chart(rows: Rows, measured: str) -> Any:
     """Draw the measured bytes of one rank by purpose at each point of a step, one panel per mode, with the prediction."""
-    divisor, unit = shown_in("bytes", max((row["total"] for row in rows), default=0))
-    panels: dict[str, list[Group]] = {mode: [] for mode in _unique(rows, "mode")}
+    divisor, unit = shown_in("bytes", max(row["total"] for row in rows))
+    panels: dict[str, list[Group]] = {}
     for row in rows:
         tick = row["predicted"] / divisor if row.get("predicted") is not None else None
         bar = Bar(_parts(row, MEMORY, divisor), number(row["total"] / divisor), tick)
         point: str = row["point"]
-        panels[row["mode"]].append((POINTS.get(point, point), [bar]))
+        panels.setdefault(row["mode"], []).append((POINTS.get(point, point), [bar]))
     notes = [measured, "black tick: prediction"] if any(row.get("predicted") is not None for row in rows) else [measured]
     return _chart(panels, MEMORY, unit, "Measured memory per rank", notes)
 
@@ -144,10 +142,12 @@ def time_chart(rows: Rows, measured: str) -> Any:
         groups = panels.setdefault(f"{row['block_size']} tokens", [])
         parts = _parts(row, TIME, 1)
         scale = row["ms per step"] / sum(parts.values())
-        text = ratio(row) if groups else f"{number(row['ms per step'])} ms"
+        low, high = row["ratio, quartiles"]
+        quartiles = f" ({low:.2f} to {high:.2f})" if len(row["rounds, ms"]) > 1 else ""
+        text = f"{row['ratio']:.2f}x{quartiles}" if groups else f"{number(row['ms per step'])} ms"
         bar = Bar({name: part * scale for name, part in parts.items()}, text, dots=row["rounds, ms"])
         groups.append((row["mode"], [bar]))
-    first = rows[0]["mode"] if rows else ""
+    first = rows[0]["mode"]
     how = f"bar: median; dot: a round; 1.03x: median of the ratios to {first} in the same round, with their quartiles"
     return _chart(panels, TIME, "ms", "Time of a step", [measured, how], shared=False)
 
@@ -158,19 +158,20 @@ def training_chart(rows: Rows, measured: str, known: Purposes) -> Any:
     `known`: what to write for each mode, and its colour.
     """
     alt = altair()
-    divisor, unit = shown_in("bytes", max((row["peak"] for row in rows), default=0))
-    modes, first = _unique(rows, "mode"), rows[0]
+    divisor, unit = shown_in("bytes", max(row["peak"] for row in rows))
+    first = rows[0]
+    colours = {row["mode"]: known[row["mode"]][1] for row in rows}
     groups: list[Group] = []
     for row in rows:
         saved = "" if row is first else f" ({row['peak'] / first['peak'] - 1:+.0%})"
         mode, peak = row["mode"], row["peak"] / divisor
         groups.append((known[mode][0], [Bar({mode: peak}, f"{number(peak)} {unit}{saved}")]))
-    colours = {mode: known[mode][1] for mode in modes}
     peaks = stack(groups, colours, unit, _end(groups), legend=0)
     peaks = peaks.properties(width=_WIDTH // 2, title=_title("Peak of memory while training, per rank"))
     values = [
         {"mode": row["mode"], "step": step, "loss": loss} for row in rows for step, loss in enumerate(row["losses"], start=1)
     ]
+    modes = list(colours)
     scale = alt.Scale(domain=modes, range=list(colours.values()))
     dashed = alt.StrokeDash("mode:N", legend=None, scale=alt.Scale(domain=modes, range=dashes(len(modes))))
     losses = (
@@ -194,16 +195,6 @@ def training_chart(rows: Rows, measured: str, known: Purposes) -> Any:
         .resolve_scale(color="independent")
         .properties(title=alt.TitleParams("The same training in less memory", subtitle=notes))
     )
-
-
-def ratio(row: Mapping[str, Any]) -> str:
-    """Return the median ratio of a row, and its quartiles if there are several rounds."""
-    low, high = row["ratio, quartiles"]
-    return f"{row['ratio']:.2f}x" + (f" ({low:.2f} to {high:.2f})" if len(row["rounds, ms"]) > 1 else "")
-
-
-def _unique(rows: Rows, column: str) -> list[Any]:
-    return list(dict.fromkeys(row[column] for row in rows))
 
 
 def _parts(row: Mapping[str, Any], purposes: Purposes, divisor: float) -> dict[str, float]:

@@ -40,7 +40,6 @@ CONFIG: dict[str, Any] = {
         "subtitlePadding": 4,
         "offset": 8,
     },
-    "header": {"labelFontSize": 13, "labelFontWeight": "bold", "labelPadding": 4},
     "axis": {"labelFontSize": 12, "titleFontSize": 12, "titleFontWeight": "normal"},
     "axisX": {"tickCount": 5, "domain": False, "ticks": False, "gridColor": "#DDDDDD", "labelFlush": False},
     "axisY": {"domain": False, "ticks": False, "labelPadding": 6, "labelLimit": 240},
@@ -59,7 +58,7 @@ def check_path(path: str) -> None:
         ValueError: if the path does not end with .png, .svg or .html.
         ImportError: if Altair is not installed.
     """
-    if os.path.splitext(path)[1].lower() not in ENDINGS:
+    if not path.lower().endswith(ENDINGS):
         raise ValueError(f"the picture {path} must end with .png, .svg or .html; change the ending")
     altair()
 

@@ -175,14 +175,9 @@ class Measure(NamedTuple):
     rows: Callable[[list[str]], list[dict[str, Any]]]  # of modes; needs to be called on all ranks
 
 
-def memory_rows(names):
-    if not worlds:
-        return memory_profile.memory_rows(setup, names)
-    return [row for world in worlds for row in memory_profile.simulated_rows(setup, names, world)]
-
-
-def launch_rows(names):
-    return [row for world in worlds for row in launches.launch_rows(setup, names, world)]
+def of_worlds(rows_of):
+    """Return what `rows_of` returns for the modes, in each simulated world."""
+    return lambda names: [row for world in worlds for row in rows_of(setup, names, world)]
 
 
 allocated = "allocated on the GPU" if used.type == "cuda" else "of live tensors"
@@ -191,7 +186,7 @@ MEASURES = {
         f"Memory: MB {allocated}, on {'rank 0' if worlds else 'the fullest rank'}",
         "memory_profile.txt",
         memory_profile.COST,
-        memory_rows,
+        of_worlds(memory_profile.simulated_rows) if worlds else lambda names: memory_profile.memory_rows(setup, names),
     ),
     "time": Measure(
         "Time of a step; the ratio is that to the first mode in the same round",
@@ -212,7 +207,7 @@ MEASURES = {
         "Launches and waits of rank 0 in an iteration; DistributedDataParallel is left out where it belongs to the mode",
         "launches.txt",
         launches.COST,
-        launch_rows,
+        of_worlds(launches.launch_rows),
     ),
 }
 
@@ -229,8 +224,7 @@ def announce_duration():
     print0(f"this will take about {minutes} min{more}: a step of {mode} takes {step_s:.2f} s here")
 
 
-if is_rank_0():
-    print(results.title)
+print0(results.title)
 try:
     announce_duration()
     for measure in measures:

@@ -90,24 +90,25 @@ def read(out_dirs: list[str]) -> list[Run]:
     ]
 
 
-def draw(out_dirs: list[str], html: str | None, png: str | None) -> bool:
-    """Read the runs and write the page and the pictures. If the runs have no figures yet, write nothing and return False.
+def draw(out_dirs: list[str], html: str | None, png: str | None) -> None:
+    """Read the runs in these folders, write the page to a file and the pictures into a folder, and print where they are.
 
-    Args:
-        out_dirs: folders of the runs.
-        html: path of the page, or None.
-        png: folder of the pictures, or None.
+    Raises:
+        ValueError: if the runs have no figures yet.
     """
     runs = read(out_dirs)
     drawn = sections(runs)
-    if html and drawn:
+    if not drawn:
+        raise ValueError(f"there are no figures yet in {', '.join(out_dirs)}; try again later")
+    if html:
         os.makedirs(os.path.dirname(html) or ".", exist_ok=True)
         with atomic_write(html) as temporary, open(temporary, "w", encoding="utf-8") as file:
             file.write(page(runs, drawn))
+        print(f"the page is in {html}")
     if png:
         for name, row in drawn.items():
             save(picture(name, row, runs), os.path.join(png, f"{name.lower()}.png"))
-    return bool(drawn)
+        print(f"the pictures are in {png}")
 
 
 class Parser(argparse.ArgumentParser):
@@ -153,13 +154,8 @@ def main() -> None:
             if project is None:
                 raise ValueError("--wandb needs --project=NAME, or the OUT_DIR of a run of the project")
             print(f"the workspace is at {workspace.publish(project, args.entity)}")
-            if not args.html and not args.png:
-                return
-        if not draw(args.out_dirs, args.html, args.png):
-            raise ValueError(f"there are no figures yet in {', '.join(args.out_dirs)}; try again later")
-    for kind, path in {"page is": args.html, "pictures are": args.png}.items():
-        if path:
-            print(f"the {kind} in {path}")
+        if args.html or args.png:
+            draw(args.out_dirs, args.html, args.png)
 
 
 if __name__ == "__main__":

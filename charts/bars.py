@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from charts.series import opacity, rounded
-from charts.style import INK, MEMORY, NUMBER, altair, dashes, number, shown_in, styled
+from charts.style import INK, MEMORY, NUMBER, alt, dashes, number, shown_in, styled
 
 Rows = Sequence[Mapping[str, Any]]
 Purposes = Mapping[str, tuple[str, str]]  # column: name and colour of a purpose, in the order of the stack
@@ -53,7 +53,6 @@ def stack(groups: Sequence[Group], colours: Mapping[str, str], unit: str, end: f
         end: where the axis ends, if not after the longest bar and its text.
         legend: number of columns of the legend; 0: none, as for one part alone.
     """
-    alt = altair()
     rows: list[dict[str, Any]] = []
     y = 0.0
     for position, (name, bars) in enumerate(groups):
@@ -157,7 +156,6 @@ def training_chart(rows: Rows, measured: str, known: Purposes) -> Any:
 
     `known`: what to write for each mode, and its colour.
     """
-    alt = altair()
     divisor, unit = shown_in("bytes", max(row["peak"] for row in rows))
     first = rows[0]
     colours = {row["mode"]: known[row["mode"]][1] for row in rows}
@@ -190,11 +188,8 @@ def training_chart(rows: Rows, measured: str, known: Purposes) -> Any:
     ]
     how = f"largest differences of a loss from the first bar's: {', '.join(differences)}; " if differences else ""
     notes = [measured, f"data: Python's standard library; {how}where lines lie on each other, their colours take turns"]
-    return styled(
-        alt.hconcat(peaks, losses, spacing=30)
-        .resolve_scale(color="independent")
-        .properties(title=alt.TitleParams("The same training in less memory", subtitle=notes))
-    )
+    both = alt.hconcat(peaks, losses, spacing=30).resolve_scale(color="independent")
+    return styled(both, "The same training in less memory", subtitle=notes)
 
 
 def _parts(row: Mapping[str, Any], purposes: Purposes, divisor: float) -> dict[str, float]:
@@ -203,7 +198,7 @@ def _parts(row: Mapping[str, Any], purposes: Purposes, divisor: float) -> dict[s
 
 
 def _title(text: str) -> Any:
-    return altair().TitleParams(text, fontSize=13, anchor="start", offset=4)
+    return alt.TitleParams(text, fontSize=13, anchor="start", offset=4)
 
 
 def _end(groups: Iterable[Group]) -> float:
@@ -228,7 +223,6 @@ def _chart(
         limit: where to draw a line through all panels, and what it is; an arrow points to a limit that is farther away.
         shared: whether all panels have the same axis.
     """
-    alt = altair()
     columns = min(len(panels), 2 if len(panels) in (2, 4) else 3)
     width = _WIDTH // columns
     parts = {name for groups in panels.values() for _, bars in groups for bar in bars for name in bar.parts}
@@ -247,8 +241,4 @@ def _chart(
             rule = alone.mark_rule(color=_LIMIT, strokeWidth=2, strokeDash=[6, 3])
             panel.layer += [label.encode(y=alt.value(-8)), *([rule] if is_inside else [])]
         drawn.append(panel.properties(width=width, title=_title(name)))
-    return styled(
-        alt.concat(*drawn, columns=columns, spacing=25)
-        .resolve_scale(color="shared")
-        .properties(title=alt.TitleParams(title, subtitle=notes))
-    )
+    return styled(alt.concat(*drawn, columns=columns, spacing=25).resolve_scale(color="shared"), title, subtitle=notes)

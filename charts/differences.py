@@ -34,7 +34,7 @@ def differences(facts: Sequence[Facts]) -> list[dict[str, str]]:
     compared = [_compared(one) for one in facts]
     values: dict[str, set[str]] = {}
     for key, value in (item for one in compared for item in one.items()):
-        values.setdefault(key, set()).add(_json(value))
+        values.setdefault(key, set()).add(json.dumps(value, sort_keys=True))
     return [{key: _text(key, value) for key, value in one.items() if len(values[key]) > 1} for one in compared]
 
 
@@ -49,7 +49,7 @@ def agreeing(facts: Sequence[Facts]) -> list[list[int]]:
     groups: dict[str, list[int]] = {}
     for position, one in enumerate(facts):
         if one:
-            groups.setdefault(_json(_decides_the_loss(one)), []).append(position)
+            groups.setdefault(json.dumps(_decides_the_loss(one), sort_keys=True), []).append(position)
     return [group for group in groups.values() if len(group) > 1]
 
 
@@ -84,7 +84,3 @@ def _text(key: str, value: Any) -> str:
     if key == "parameters":
         return f"{value / 1e6:.2f}M parameters"
     return f"{key}={value:g}" if isinstance(value, float) else f"{key}={value}"
-
-
-def _json(value: Any) -> str:
-    return json.dumps(value, sort_keys=True)

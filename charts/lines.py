@@ -7,7 +7,7 @@ from typing import Any
 
 from charts.differences import agreeing
 from charts.series import HEIGHT, WINDOW, Run, by_run, look, rows, title
-from charts.style import altair, dashes, shown_in
+from charts.style import alt, dashes, shown_in
 from run.metrics import METRICS
 
 
@@ -21,7 +21,6 @@ def losses(runs: Sequence[Run]) -> Any:
     }
     if not curves:
         return None
-    alt = altair()
     values = [value for points in curves.values() for _, value in points]
     largest = top = max(values)
     if len(values) >= 20:  # the fall at the beginning would make the rest flat
@@ -45,12 +44,11 @@ def losses(runs: Sequence[Run]) -> Any:
 
 
 def _iterations() -> Any:
-    alt = altair()
     return alt.X("iter:Q", title="iteration", scale=alt.Scale(nice=False, padding=5), axis=alt.Axis(labelFlush=True))
 
 
 def _chart(text: str, notes: Sequence[str], values: Sequence[dict[str, Any]], layers: Sequence[Any]) -> Any:
-    chart = altair().layer(*layers, data=altair().InlineData(values=values))
+    chart = alt.layer(*layers, data=alt.InlineData(values=values))
     return chart.properties(height=HEIGHT, title=title(text, notes))
 
 
@@ -61,7 +59,6 @@ def is_over_iterations(chart: Any) -> bool:
 
 def interactive(chart: Any) -> Any:
     """Return a chart of curves whose iterations can be zoomed, with a rule that shows the values under the mouse."""
-    alt = altair()
     zoom = alt.selection_interval("zoom", encodings=["x"], bind="scales", zoom="wheel![event.ctrlKey]")
     hovered = alt.selection_point("hovered", fields=["iter"], nearest=True, on="pointerover", clear="pointerout")
     columns = dict.fromkeys(f"{row['kind']} {row['run']}" for row in chart.data.values)
@@ -80,7 +77,6 @@ def interactive(chart: Any) -> Any:
 
 def disagreement(runs: Sequence[Run]) -> Any:
     """Return how far the training losses of runs lie apart that should be the same, or None if there are no such runs."""
-    alt = altair()
     values, notes, most = list[dict[str, Any]](), list[str](), 0.0
     for group in agreeing([run.facts for run in runs]):
         by_iteration = [dict(curve) for position in group if (curve := runs[position].curves.get("iter/loss"))]
@@ -116,7 +112,6 @@ def curves(runs: Sequence[Run], title: str, key: str, is_log: bool = False, is_r
     found = {position: points for position, points in drawn.items() if points}
     if not found:
         return None
-    alt = altair()
     metric = METRICS.get(key)
     unit = (metric.unit or title.lower()) if metric else ""
     divisor, unit = shown_in(unit, max(median(value for _, value in points) for points in found.values()))

@@ -14,7 +14,7 @@ from charts import lines, series
 from charts.bars import TIME, Bar, Group, stack
 from charts.differences import in_common
 from charts.series import COLOURS, Run, latest
-from charts.style import MEMORY, altair, number, shown_in, styled
+from charts.style import MEMORY, alt, number, shown_in, styled
 from run.metrics import METRICS, SECTIONS
 from zero.communication import KINDS
 
@@ -134,7 +134,6 @@ def _part_colours(names: Sequence[str]) -> dict[str, str]:
 
 def picture(name: str, row: list[Any], runs: Sequence[Run]) -> Any:
     """Return one section of `sections` as a chart. If it has curves, the names of the runs are above it."""
-    alt = altair()
     names = [{"run": position, "name": run.name} for position, run in enumerate(runs)]
     axis = alt.Axis(orient="right", labelFontSize=13, labelLimit=2 * series.WIDTH)
     legend = alt.Chart(alt.InlineData(values=names)).mark_rule(strokeWidth=2.5)
@@ -144,6 +143,5 @@ def picture(name: str, row: list[Any], runs: Sequence[Run]) -> Any:
     charts = [chart.properties(width=series.WIDTH) for chart in row]
     columns = alt.concat(*charts, columns=2, spacing=30).resolve_scale(**own)
     subtitle = ", ".join([*in_common([run.facts for run in runs]), time.strftime("drawn %Y-%m-%d")])
-    title = alt.TitleParams(name, subtitle=subtitle, offset=12)
     above = [legend.properties(width=36, height=alt.Step(18))] if any(map(lines.is_over_iterations, row)) else []
-    return styled(alt.vconcat(*above, columns, title=title).resolve_scale(**own))
+    return styled(alt.vconcat(*above, columns).resolve_scale(**own), name, subtitle=subtitle, offset=12)

@@ -6,7 +6,7 @@ from operator import itemgetter
 from typing import Any, NamedTuple
 
 from charts.differences import Facts
-from charts.style import PICKED, altair
+from charts.style import PICKED, alt
 
 MOST_POINTS = 1000  # of a curve in a chart; more than it has pixels
 WINDOW = 25  # points of a rolling median
@@ -58,7 +58,7 @@ def rounded(value: float) -> float:
 
 def by_run(dashes: Sequence[Sequence[int]], opaque: float = 1) -> dict[str, Any]:
     """Return the encodings in which each run has its colour and these dashes, and fades when others are highlighted."""
-    alt, places = altair(), list(range(len(dashes)))
+    places = list(range(len(dashes)))
     colours = alt.Scale(domain=places, range=[look(position)[0] for position in places])
     return {
         "color": alt.Color("run:N", scale=colours, legend=None),
@@ -68,7 +68,6 @@ def by_run(dashes: Sequence[Sequence[int]], opaque: float = 1) -> dict[str, Any]
 
 
 def opacity(opaque: float = 1) -> Any:
-    alt = altair()
     picked = f"!{PICKED}.length || indexof({PICKED}, datum.run) >= 0"
     return alt.when(picked).then(alt.value(opaque)).otherwise(alt.value(0.08))
 
@@ -76,4 +75,4 @@ def opacity(opaque: float = 1) -> Any:
 def title(title: str, notes: Sequence[str]) -> Any:
     """Return a title with notes below it, in lines that fit in the narrowest chart of the page."""
     lines = textwrap.wrap("; ".join(filter(None, notes)), 75)
-    return altair().TitleParams(title, subtitle=lines or [" "], fontSize=14, subtitleFontSize=12)
+    return alt.TitleParams(title, subtitle=lines or [" "], fontSize=14, subtitleFontSize=12)

@@ -1,7 +1,6 @@
-"""What all charts share: their style, the colours of the parts of memory, units, and how they are written to files.
+"""What all charts share: Altair, their style, the colours of the parts of memory, units, and how they are written to files.
 
-Altair is an optional dependency, `pip install -e '.[plots]'`. It is imported when a function needs it. Only `save` writes:
-    style.save(bars.time_chart(rows, "GPT-2 124M"), "results/time.png")
+Only `save` writes: style.save(bars.time_chart(rows, "GPT-2 124M"), "results/time.png")
 """
 
 import os
@@ -9,6 +8,21 @@ from typing import Any
 
 from zero.checkpoint.files import atomic_write
 
+
+class _Altair:
+    """Altair, which is an optional dependency and is imported at its first use."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            import altair
+            import PIL  # noqa: F401
+            import vl_convert  # noqa: F401  Altair saves with it
+        except ImportError as error:
+            raise ImportError("pictures need altair and vl-convert-python; pip install -e '.[plots]'") from error
+        return getattr(altair, name)
+
+
+alt = _Altair()
 ENDINGS = (".png", ".svg", ".html")
 
 # Column: name and colour of a purpose. The palette is that of Okabe and Ito, which the colour-blind can tell apart, and a grey.
@@ -60,7 +74,7 @@ def check_path(path: str) -> None:
     """
     if not path.lower().endswith(ENDINGS):
         raise ValueError(f"the picture {path} must end with .png, .svg or .html; change the ending")
-    altair()
+    alt.Chart  # noqa: B018
 
 
 def save(chart: Any, path: str) -> None:
@@ -83,11 +97,10 @@ def save(chart: Any, path: str) -> None:
                 picture.save(temporary, format="png")
 
 
-def styled(chart: Any) -> Any:
-    """Return the chart with the fonts, colours and spacing that all charts share."""
-    alt = altair()
+def styled(chart: Any, text: str, **title: Any) -> Any:
+    """Return the chart with a title, and with the fonts, colours and spacing that all charts share."""
     params = [alt.VariableParameter(name=INK, value="black"), alt.VariableParameter(name=PICKED, value=[])]
-    return chart.properties(params=params).configure(**CONFIG)
+    return chart.properties(title=alt.TitleParams(text, **title), params=params).configure(**CONFIG)
 
 
 def dashes(count: int) -> list[list[int]]:
@@ -105,13 +118,3 @@ def shown_in(unit: str, largest: float) -> tuple[float, str]:
 def number(value: float) -> str:
     """Return a value with three digits, such as 1.82, 24.1 or 1,817."""
     return f"{value:,.0f}" if value == 0 or abs(value) >= 99.95 else f"{value:#.3g}"
-
-
-def altair() -> Any:
-    try:
-        import altair
-        import PIL  # noqa: F401
-        import vl_convert  # noqa: F401  Altair saves with it
-    except ImportError as error:
-        raise ImportError("pictures need altair and vl-convert-python; pip install -e '.[plots]'") from error
-    return altair

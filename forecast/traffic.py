@@ -42,13 +42,12 @@ class Traffic:
         self.now -= sum(nbytes_of(tensor) * count for tensor, count in self._free.items())
         self._free.clear()
 
-    def add_shard(self, shard: FlatTensor, received: list[FlatTensor]) -> list[FlatTensor]:
-        """Add a shard, whose memory is one of `received` if that fits, and return the others."""
+    def add_shard(self, shard: FlatTensor, received: list[FlatTensor]) -> None:
+        """Add a shard, whose memory is one of `received` if that fits."""
         self.shards += nbytes_of(shard)
-        if shard not in received:
-            return received
-        self.now -= nbytes_of(shard)
-        return received[1:]  # all are equal
+        if shard in received:
+            received.remove(shard)
+            self.now -= nbytes_of(shard)
 
     def add_step(self, start: float, stop: float) -> None:
         """Note the bytes of communication and shards while the bytes of gradients in buckets rise from `start` to `stop`."""

@@ -377,7 +377,7 @@ class GPT(nn.Module):
         top_k: int | None = None,
         vocab_size: int | None = None,
     ) -> torch.Tensor:
-        """Return `idx`, (batch, time) int64, with sampled tokens, (batch, time + max_new_tokens). Call `eval()` first.
+        """Append sampled tokens to prompts: (batch, time) int64 becomes (batch, time + max_new_tokens). Call `eval()` first.
 
         Args:
             temperature: the logits are divided by it; close to 0, the most likely token is always chosen.

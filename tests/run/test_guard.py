@@ -62,7 +62,7 @@ def all_modes(*how):
 
 def with_lost_masters():
     """Remainders lose a master on its owner. The host looks two steps later: the weights are those of before."""
-    model = make_toy().requires_grad_(True)
+    model = make_toy()
     model.unused.requires_grad_(False)
     wrapped, optimizer = build(model, model.param_groups(), Flags(param_dtype="bfloat16_remainder", bucket_mb=0.0002))
     guard = Guard(optimizer, OFF, 5, quiet)

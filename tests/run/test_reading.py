@@ -90,10 +90,7 @@ def test_the_watchdog_names_the_collective_that_a_stream_waits_for(monkeypatch):
 
     class Event:
         def __init__(self, is_done):
-            self.query = lambda: is_done
-
-        def elapsed_time(self, _):
-            return 0.0
+            self.query, self.elapsed_time = lambda: is_done, lambda _: 0.0
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
     done, not_done = Event(True), Event(False)

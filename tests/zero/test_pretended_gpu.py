@@ -125,15 +125,8 @@ def run_part(name):
     dist.init_process_group = lambda _, world_size=1, **__: begin("fake", store=FakeStore(), rank=0, world_size=world_size)
     dist.new_group = lambda *args, backend=None, **options: new_group(*args, backend="fake", **options)
     if part.ranks:
-        alone = {
-            "RANK": 0,
-            "LOCAL_RANK": 0,
-            "WORLD_SIZE": 1,
-            "LOCAL_WORLD_SIZE": 1,
-            "MASTER_ADDR": "localhost",
-            "MASTER_PORT": 1,
-        }
-        os.environ |= {key: str(value) for key, value in alone.items()}
+        os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+        os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
     own = ["--max_iters=6", "--log_interval=2"] if part.ranks else SIZES
     sys.argv = [*(argument.removesuffix(",fsdp2") for argument in part.command), *own, "--device=cuda"]
     absent = mock.patch("zero.build.DistributedDataParallel", launches._Absent)
@@ -185,16 +178,11 @@ def test_launches_and_waits_of_an_iteration(tmp_path):
     assert {row["mode"]: tuple(row[column] for column in COLUMNS) for row in rows} == COUNTED
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "train-codecs",
-        *(
-            pytest.param(name, marks=pytest.mark.slow("train-codecs takes the same branches in run/", seconds=10))
-            for name in ("train-float32", "train-bfloat16", "train-muon", "train-float16", "memory-bfloat16", "memory-float32")
-        ),
-    ],
-)
+OTHERS = "train-float32", "train-bfloat16", "train-muon", "train-float16", "memory-bfloat16", "memory-float32"
+SLOW = pytest.mark.slow("train-codecs takes the same branches in run/", seconds=10)
+
+
+@pytest.mark.parametrize("name", ["train-codecs", *(pytest.param(name, marks=SLOW) for name in OTHERS)])
 def test_parts_of_bench_gpu_that_need_no_values(tmp_path, name):
     """The others compare values, compile, read a checkpoint, or ask CUDA for a trace."""
     script = f"import sys; sys.path[:0] = {[ROOT, *sys.path]}; from test_pretended_gpu import run_part; run_part('{name}')"

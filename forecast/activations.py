@@ -134,9 +134,11 @@ def predict(workload: Workload, param_dtype: str) -> Activations:
 
 def _measure(workload: Workload, layers: int, param_dtype: str) -> Activations:
     on_cpu, config = workload.device_type == "cpu", replace(workload.config, n_layer=layers)
-    with FakeTensorMode(), _default_dtype(DTYPES[param_dtype]):
+    with FakeTensorMode():
         with SkipInitialization():
             model = GPT(config)
+        for param in model.parameters():
+            param.data = param.data.to(DTYPES[param_dtype])  # Module.to() would swap the fake tensors, which it cannot
         model.activation_checkpointing, model.loss_chunk = workload.activation_checkpointing, workload.loss_chunk
         if workload.compiled:
             model.mean_loss.forward = _CompiledLoss.apply
@@ -147,16 +149,6 @@ def _measure(workload: Workload, layers: int, param_dtype: str) -> Activations:
         few_chunks = mock.patch("model.first_tokens", _some_first_tokens)
         with few_chunks, nullcontext() if on_cpu else _imitation_of_cuda(model):
             return micro_step(model, lambda: model(tokens, tokens)[1], autocast, on_cpu)
-
-
-@contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 def micro_step(model: GPT, forward: Callable[[], torch.Tensor], autocast: Any, on_cpu: bool = True) -> Activations:

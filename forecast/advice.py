@@ -27,17 +27,18 @@ def cheapest(planner: Planner, world_size: int, rounded: bool = False) -> Advice
     the GPU is known, no bytes to send in addition, no computation in addition, large micro-steps, and few changes. With
     `rounded`, only choices with bfloat16 weights count.
     """
-    best: tuple[tuple[bool, tuple[float, ...], int], Choice, Forecast] | None = None
-    before = planner.chosen(world_size).flags
-    for number, choice in enumerate(_by_price(planner.chosen(world_size), world_size)):
-        if rounded and choice.flags.param_dtype == "float32":
-            continue
-        if planner.fits(result := planner.forecast(choice, world_size)):
-            rounds = _roundings(choice.flags) != _roundings(before)
-            cost = rounds, planner.cost(choice, result), number
-            if best is None or cost < best[0]:
-                best = cost, choice, result
-    return best and Advice(best[1], best[2], prices(planner, world_size, best[1], best[2]))
+    chosen = planner.chosen(world_size)
+    choices = [choice for choice in _by_price(chosen, world_size) if not rounded or choice.flags.param_dtype != "float32"]
+    results = {choice: planner.forecast(choice, world_size) for choice in choices}
+    fitting = [choice for choice in choices if planner.fits(results[choice])]
+    if not fitting:
+        return None
+
+    def cost(choice: Choice) -> tuple[bool, tuple[float, ...]]:
+        return _roundings(choice.flags) != _roundings(chosen.flags), planner.cost(choice, results[choice])
+
+    choice = min(fitting, key=cost)  # the first of several
+    return Advice(choice, results[choice], prices(planner, world_size, choice, results[choice]))
 
 
 def ways(planner: Planner, world_size: int) -> dict[str, Choice]:

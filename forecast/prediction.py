@@ -17,7 +17,7 @@ from model import GPTConfig
 from zero.codecs import codec_of
 from zero.collectives import PART, SUMMED_BY_NCCL, received_numels
 from zero.communication import sent_by_data_parallel
-from zero.layout import ParameterSpec, Plan
+from zero.layout import BufferPlan, ParameterSpec, Plan, Span
 from zero.muon.matrices import MatrixPlan, RoundSizes, iteration_flops, matrix_plan, stacked
 from zero.tensors import piece_numel
 
@@ -77,15 +77,7 @@ class Prediction:
     in_place: bool = False
 
     def at(self, point: Point) -> dict[str, int]:
-        """Return the bytes of the model and its optimizer at a point of a step, by purpose.
-
-        Returns:
-            parameters  the weights that forward and backward use, with the padding of flat buffers
-            gradients   full gradients, or with ShardedDataParallel after the last backward the shards of this rank
-            state       per-element optimizer state
-            master      masters of the owned slices, or their remainders
-            buckets     other memory for communication: buckets in flight, and on a CPU the large ones kept for the next step
-        """
+        """Return the bytes of the model and its optimizer at a point of a step, by purpose: see `zero.held_bytes.held_bytes`."""
         gradients, buckets = self._gradients_and_buckets(point)
         return {
             "parameters": self.parameters,
@@ -151,28 +143,29 @@ class Prediction:
     @cached_property
     def parameters(self) -> int:
         """Bytes of the weights that forward and backward use."""
-        total = sum(spec.numel * self._dtype_of_frozen(spec).itemsize for spec in self.plan.params if not spec.requires_grad)
-        if not self.plan.buffers:
-            return total + self.full_gradients
-        return total + sum(buffer.layout.padded_numel * buffer.dtype.itemsize for buffer in self.plan.buffers)
+        frozen = sum(spec.numel * self._dtype_of_frozen(spec).itemsize for spec in self.plan.params if not spec.requires_grad)
+        layouts = [(buffer.layout, buffer.dtype.itemsize) for buffer in self.plan.buffers]
+        padding = sum((layout.padded_numel - sum(layout.numels)) * itemsize for layout, itemsize in layouts)
+        return frozen + self.full_gradients + padding
 
     @cached_property
     def full_gradients(self) -> int:
         """Bytes of the gradients of all parameters."""
-        if not self.plan.buffers:
-            return sum(spec.numel * spec.dtype.itemsize for spec in self.plan.params if spec.requires_grad)
-        return sum(sum(buffer.layout.numels) * buffer.dtype.itemsize for buffer in self.plan.buffers)
+        return sum(self._gradient_bytes(spec) for spec in self.plan.params if spec.requires_grad)
+
+    def _gradient_bytes(self, spec: ParameterSpec) -> int:
+        return spec.numel * (self.plan.param_dtype or spec.dtype).itemsize
 
     @cached_property
     def state(self) -> int:
         """Bytes of the per-element optimizer state of the owned slices. `step` counters, 4 bytes each, are not counted."""
-        codec = codec_of(self.plan.state_dtype)
-        if codec is None:
-            return self.decoded_state
-        return sum(
-            spec.state_tensors * (codec.nbytes(numel) if self._is_encoded(number) else numel * self._update_itemsize(number))
-            for number, spec, numel in self._owned
-        )
+        codec, total = codec_of(self.plan.state_dtype), 0
+        for dtype, spec, numel in self._owned:
+            if codec is not None and dtype == torch.float32 and spec.shape:  # a number, which has no dimensions, is not encoded
+                total += spec.state_tensors * codec.nbytes(numel)
+            else:
+                total += spec.state_tensors * numel * dtype.itemsize
+        return total
 
     @cached_property
     def decoded_state(self) -> int:
@@ -182,17 +175,14 @@ class Prediction:
     @cached_property
     def owned(self) -> int:
         """Bytes of the elements of the owned slices, in the dtype of the update."""
-        return sum(numel * self._update_itemsize(number) for number, _, numel in self._owned)
+        return sum(numel * dtype.itemsize for dtype, _, numel in self._owned)
 
     @property
-    def _owned(self) -> Iterator[tuple[int, ParameterSpec, int]]:
-        """The number of the parameter, its spec and the number of elements of each slice that is updated."""
+    def _owned(self) -> Iterator[tuple[torch.dtype, ParameterSpec, int]]:
+        """Of each slice that is updated: the dtype of the update, the spec of the parameter and the number of elements."""
         for number, start, stop in self.plan.slices(self.rank):
             if (spec := self.plan.params[number]).requires_grad:
-                yield number, spec, stop - start
-
-    def _update_itemsize(self, number: int) -> int:
-        return self.plan.update_dtype(number).itemsize
+                yield self.plan.update_dtype(number), spec, stop - start
 
     @cached_property
     def decoded_slice(self) -> int:
@@ -206,20 +196,15 @@ class Prediction:
         """Bytes of float32 copies of what each bucket has in another form, while it is updated."""
         is_decoded = self.plan.state_dtype != "float32"
         found = []
-        for buffer in self.plan.buffers:
-            for shard in (shards[self.rank] for shards in buffer.layout.shards):
-                copied = shard.numel * buffer.has_remainders
-                for part in buffer.layout.placed_in(shard):
-                    spec = self.plan.params[buffer.params[part.param]]
-                    # of a matrix there are the directions; its momentum is needed earlier, see `exchanged`
-                    tensors = 1 if spec.matrices else spec.state_tensors * is_decoded
-                    copied += tensors * (part.stop - part.start)
-                found.append(4 * copied)
+        for buffer, shard in self._own_shards:
+            copied = shard.numel * buffer.has_remainders
+            for part in buffer.layout.placed_in(shard):
+                spec = self.plan.params[buffer.params[part.param]]
+                # of a matrix there are the directions; its momentum is needed earlier, see `exchanged`
+                tensors = 1 if spec.matrices else spec.state_tensors * is_decoded
+                copied += tensors * (part.stop - part.start)
+            found.append(4 * copied)
         return found
-
-    def _is_encoded(self, number: int) -> bool:
-        """Return whether the state of a parameter is encoded: that of a number, which has no dimensions, is not."""
-        return self.plan.update_dtype(number) == torch.float32 and bool(self.plan.params[number].shape)
 
     @cached_property
     def whole_state(self) -> int:
@@ -229,9 +214,12 @@ class Prediction:
     @cached_property
     def master(self) -> int:
         """Bytes of the masters of the owned slices."""
-        return sum(
-            shards[self.rank].numel * buffer.master_itemsize for buffer in self.plan.buffers for shards in buffer.layout.shards
-        )
+        return sum(shard.numel * buffer.master_itemsize for buffer, shard in self._own_shards)
+
+    @cached_property
+    def _own_shards(self) -> list[tuple[BufferPlan, Span]]:
+        """The shard of this rank of each bucket, with the buffer that it lies in."""
+        return [(buffer, shards[self.rank]) for buffer in self.plan.buffers for shards in buffer.layout.shards]
 
     @cached_property
     def consolidated(self) -> int:
@@ -255,9 +243,7 @@ class Prediction:
     @cached_property
     def _last_gradient(self) -> int:
         """Bytes of the gradient that arrives last: that of the parameter that is registered first."""
-        if (number := self._last_parameter) is None:
-            return 0
-        return self.plan.params[number].numel * (self.plan.param_dtype or self.plan.params[number].dtype).itemsize
+        return 0 if self._last_parameter is None else self._gradient_bytes(self.plan.params[self._last_parameter])
 
     @cached_property
     def _last_parameter(self) -> int | None:
@@ -288,22 +274,18 @@ class ShardedPrediction(Prediction):
     """For ShardedDataParallel."""
 
     def sent(self) -> dict[str, int]:
-        others, replicas = self.plan.world_size - 1, self.world_size // self.plan.world_size
-        scattered = gathered = 0
-        for buffer in self.plan.buffers:
-            own = sum(shards[self.rank].numel for shards in buffer.layout.shards)
-            scattered += (buffer.layout.padded_numel - own) * buffer.dtype.itemsize
-            gathered += others * own * buffer.dtype.itemsize
-        sent = {"reduce-scatter": scattered * (self.micro_steps if self.shard_gradients else 1), "all-gather": gathered}
+        replicas = self.world_size // self.plan.world_size
+        one_way = (self.plan.world_size - 1) * sum(shard.numel * buffer.dtype.itemsize for buffer, shard in self._own_shards)
+        sent = {"reduce-scatter": one_way * (self.micro_steps if self.shard_gradients else 1), "all-gather": one_way}
         if replicas > 1:
             sent["all-reduce"] = sum(2 * own * (replicas - 1) // replicas for own in self._own_bytes)
-        if rounds := self._rounds:
-            sent["all-to-all"] = sum(sizes.sent for sizes in rounds) * self._matrix_itemsize
+        if self._rounds:
+            sent["all-to-all"] = sum(sizes.sent for sizes in self._rounds) * self._matrix_itemsize
         return sent
 
     @cached_property
     def iteration_flops(self) -> int:
-        return super().iteration_flops if self._matrices is None else self._matrices.flops(self.rank)
+        return self._matrices.flops(self.rank)
 
     @property
     def largest_buckets(self) -> int:
@@ -342,13 +324,11 @@ class ShardedPrediction(Prediction):
     @cached_property
     def _rounds(self) -> list[RoundSizes]:
         """What this rank exchanges of matrices in each round; empty: there are none."""
-        return self._matrices.sizes(self.rank) if self._matrices is not None else []
+        return self._matrices.sizes(self.rank)
 
     @cached_property
-    def _matrices(self) -> MatrixPlan | None:
-        """The plan of the exchange; None: there are no matrices."""
-        has_some = any(spec.matrices and spec.requires_grad for spec in self.plan.params)
-        return matrix_plan(self.plan) if has_some else None
+    def _matrices(self) -> MatrixPlan:
+        return matrix_plan(self.plan)
 
     @property
     def _matrix_itemsize(self) -> int:
@@ -399,11 +379,7 @@ class ShardedPrediction(Prediction):
     @cached_property
     def _own_bytes(self) -> list[int]:
         """Bytes of the gradient shard of each bucket."""
-        return [
-            shards[self.rank].numel * buffer.update_dtype.itemsize
-            for buffer in self.plan.buffers
-            for shards in buffer.layout.shards
-        ]
+        return [shard.numel * buffer.update_dtype.itemsize for buffer, shard in self._own_shards]
 
     @property
     def _bytes_before_last(self) -> int:
@@ -421,20 +397,25 @@ class ShardedPrediction(Prediction):
         traffic = Traffic(self.on_cpu)
         stop: float = 0  # bytes of gradients in buckets; after backward infinite
         arrived: set[int] = set()
-        # number, bucket, received, shard; at most one
-        in_flight: list[tuple[int, FlatTensor, list[FlatTensor], FlatTensor]] = []
+        in_flight: list[int] = []  # at most one bucket
+        buckets: list[tuple[FlatTensor, list[FlatTensor], FlatTensor]] = []  # by number: bucket, received, shard
+        for buffer, shard in self._own_shards:
+            numels = received_numels(shard.numel, self.plan.world_size, self.on_cpu, buffer.dtype in SUMMED_BY_NCCL)
+            received = [(numel, buffer.dtype) for numel in numels]
+            buckets.append(((self.plan.world_size * shard.numel, buffer.dtype), received, (shard.numel, buffer.update_dtype)))
 
         def finish() -> None:
-            for number, bucket, received, shard in in_flight:
+            for number in in_flight:
+                bucket, received, shard = buckets[number]
+                left = received
                 if number not in arrived:
-                    traffic.add_shard(shard, received)
+                    left = traffic.add_shard(shard, received)
                     traffic.add_step(stop, stop)
                     arrived.add(number)
-                for tensor in (bucket, *received):
+                for tensor in (bucket, *left):
                     traffic.release(tensor)
             in_flight.clear()
 
-        buckets = [(buffer, shards) for buffer in self.plan.buffers for shards in buffer.layout.shards]
         for _ in range(2):  # the second iteration finds what the first one has left in the pool
             arrived.clear()
             traffic.shards = 0
@@ -445,20 +426,15 @@ class ShardedPrediction(Prediction):
                 finish()
                 traffic.between = traffic.now
                 stop, traffic.steps = 0, []
-                for number, (buffer, shards) in enumerate(buckets):
-                    own = shards[self.rank].numel
-                    bucket = shards[-1].stop - shards[0].start, buffer.dtype
+                for number, (bucket, received, _) in enumerate(buckets):
                     start, stop = stop, stop + nbytes_of(bucket)
                     traffic.acquire(bucket)
                     traffic.add_step(start, stop)
                     finish()
-                    native = buffer.dtype in SUMMED_BY_NCCL
-                    numels = received_numels(own, self.plan.world_size, self.on_cpu, native)
-                    received = [(numel, buffer.dtype) for numel in numels]
                     for tensor in received:
                         traffic.acquire(tensor)
                     traffic.add_step(stop, stop)
-                    in_flight.append((number, bucket, received, (own, buffer.update_dtype)))
+                    in_flight.append(number)
             stop = math.inf
             finish()
             if self.shard_gradients:

@@ -107,15 +107,12 @@ def forecast(
     extras: Extras = Extras(),
     in_place: bool = False,
 ) -> Forecast:
-    """Predict what the rank with the most optimizer state will need.
+    """Predict what the rank with the most optimizer state will need. `Prediction` explains the other arguments.
 
     Args:
         plan: see `Flags.plan`.
-        micro_steps: micro-steps per iteration on each rank.
-        shard_gradients: see `zero.ShardedDataParallel`.
         distributed: the ranks are torchrun's, so that the model is wrapped for data parallelism.
         extras: other settings that take memory.
-        in_place: see `forecast.prediction.Prediction`.
     """
     state = plan.state_bytes
     sharded = bool(plan.buffers)
@@ -151,11 +148,9 @@ def predicted_activations(workload: Workload, param_dtype: str) -> Activations:
 @cache
 def _version() -> str:
     """Return a version string that changes with the code and the CPU that activations depend on."""
-    sources = hashlib.sha256()
     folder = pathlib.Path(__file__).parent
-    for path in (folder.parent / "model.py", folder / "activations.py"):
-        sources.update(path.read_bytes())
-    return f"torch {torch.__version__} {sources.hexdigest()[:16]} {multiplies_in_float32()}"
+    sources = (folder.parent / "model.py").read_bytes() + (folder / "activations.py").read_bytes()
+    return f"torch {torch.__version__} {hashlib.sha256(sources).hexdigest()[:16]} {multiplies_in_float32()}"
 
 
 @cache

@@ -42,12 +42,13 @@ class Traffic:
         self.now -= sum(nbytes_of(tensor) * count for tensor, count in self._free.items())
         self._free.clear()
 
-    def add_shard(self, shard: FlatTensor, received: list[FlatTensor]) -> None:
-        """Add a shard, whose memory is one of `received` if that fits."""
+    def add_shard(self, shard: FlatTensor, received: list[FlatTensor]) -> list[FlatTensor]:
+        """Add a shard, whose memory is one of `received` if that fits, and return the others."""
         self.shards += nbytes_of(shard)
-        if shard in received:
-            received.remove(shard)
-            self.now -= nbytes_of(shard)
+        if shard not in received:
+            return received
+        self.now -= nbytes_of(shard)
+        return received[1:]  # all are equal
 
     def add_step(self, start: float, stop: float) -> None:
         """Note the bytes of communication and shards while the bytes of gradients in buckets rise from `start` to `stop`."""

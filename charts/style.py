@@ -74,7 +74,7 @@ def check_path(path: str) -> None:
     """
     if not path.lower().endswith(ENDINGS):
         raise ValueError(f"the picture {path} must end with .png, .svg or .html; change the ending")
-    alt.Chart  # noqa: B018
+    alt.Chart  # noqa: B018  raises if Altair is not there
 
 
 def save(chart: Any, path: str) -> None:

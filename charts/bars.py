@@ -183,9 +183,7 @@ def training_chart(rows: Rows, measured: str, known: Purposes) -> Any:
         )
         .properties(width=_WIDTH // 2, height=peaks.height, title=_title("Training loss of the same runs"))
     )
-    differences = [
-        f"{max(abs(loss - other) for loss, other in zip(row['losses'], first['losses'], strict=True)):.1g}" for row in rows[1:]
-    ]
+    differences = [f"{row['largest difference']:.1g}" for row in rows[1:]]
     how = f"largest differences of a loss from the first bar's: {', '.join(differences)}; " if differences else ""
     notes = [measured, f"data: Python's standard library; {how}where lines lie on each other, their colours take turns"]
     both = alt.hconcat(peaks, losses, spacing=30).resolve_scale(color="independent")

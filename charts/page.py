@@ -17,7 +17,7 @@ from typing import Any
 from charts.differences import differences, in_common
 from charts.lines import interactive, is_over_iterations
 from charts.series import Run, latest, look
-from charts.style import ACTIONS, CONFIG, FONT, INK, PICKED, number, shown_in
+from charts.style import ACTIONS, CONFIG, FONT, PARAMS, number, shown_in
 
 
 def page(runs: Sequence[Run], drawn: Mapping[str, list[Any]]) -> str:
@@ -53,8 +53,7 @@ def _embedded(chart: Any) -> dict[str, Any]:
     """Return a chart for the page, as wide as its place, with the parameters that page.html sets."""
     chart = interactive(chart) if is_over_iterations(chart) else chart
     found = chart.properties(width="container").to_dict(validate=False)  # the tests do
-    params = [{"name": INK, "value": "black"}, {"name": PICKED, "value": []}, *found.get("params", [])]
-    return found | {"params": params, "config": {}, "padding": 0}
+    return found | {"params": [*PARAMS, *found.get("params", [])], "config": {}, "padding": 0}
 
 
 def table(runs: Sequence[Run]) -> str:

@@ -37,8 +37,9 @@ MEMORY = {
     "copy": ("copy to save", "#777777"),
     "shadow": ("shadow_check", "#999933"),
 }
-INK = "ink"  # the parameter of a chart with the colour of texts and ticks
-PICKED = "picked"  # the parameter of a chart with the runs that are highlighted; none: all of them
+# the parameters of a chart: the colour of texts and ticks, and the runs that are highlighted; none: all of them
+INK, PICKED = "ink", "picked"
+PARAMS: list[dict[str, Any]] = [{"name": INK, "value": "black"}, {"name": PICKED, "value": []}]
 NUMBER = ",.3~f"  # format of the numbers that appear under the mouse
 FONT = "Helvetica, Arial, Liberation Sans, sans-serif"
 _DASH = 10  # pixels of one colour where several lines are equal
@@ -74,7 +75,7 @@ def check_path(path: str) -> None:
     """
     if not path.lower().endswith(ENDINGS):
         raise ValueError(f"the picture {path} must end with .png, .svg or .html; change the ending")
-    alt.Chart  # noqa: B018
+    alt.Chart  # noqa: B018  raises if Altair is not there
 
 
 def save(chart: Any, path: str) -> None:
@@ -99,7 +100,7 @@ def save(chart: Any, path: str) -> None:
 
 def styled(chart: Any, text: str, **title: Any) -> Any:
     """Return the chart with a title, and with the fonts, colours and spacing that all charts share."""
-    params = [alt.VariableParameter(name=INK, value="black"), alt.VariableParameter(name=PICKED, value=[])]
+    params = [alt.VariableParameter(**param) for param in PARAMS]
     return chart.properties(title=alt.TitleParams(text, **title), params=params).configure(**CONFIG)
 
 

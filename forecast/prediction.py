@@ -77,7 +77,7 @@ class Prediction:
     in_place: bool = False
 
     def at(self, point: Point) -> dict[str, int]:
-        """Return the bytes of the model and its optimizer at a point of a step, by purpose: see `zero.held_bytes.held_bytes`."""
+        """Return the bytes of the model and its optimizer at a point of a step by purpose, see `zero.held_bytes.held_bytes`."""
         gradients, buckets = self._gradients_and_buckets(point)
         return {
             "parameters": self.parameters,

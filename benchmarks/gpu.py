@@ -59,18 +59,18 @@ def parts(gpus: int, out: str) -> list[Part]:
     eager = "--compile=False"
     codecs = ["--param_dtype=bfloat16_remainder", "--state_dtype=int8"]
     eight = ["--simulate_world_size=8"]
-    nccl = [
+    several = [
         # also sums in bfloat16 and Muon's matrices by all-to-all, in unequal parts
         Part("parity-2-nccl-ranks", 2, ["-m", "benchmarks.parity", "--backend=nccl"]),
         Part(f"time-{gpus}-nccl-ranks", gpus, bench("time", f"time-{gpus}-nccl-ranks", *small, and_fsdp2)),
     ]
+    parity_alone = ["-m", "benchmarks.parity", f"--backend={alone}"]
     # finds tensors that two streams use without a wait
-    sanitizer = {"TORCH_CUDA_SANITIZER": "1"}
-    sanitized = [Part("streams", 1, ["-m", "benchmarks.parity", f"--backend={alone}"], environment=sanitizer)]
+    streams = Part("streams", 1, parity_alone, environment={"TORCH_CUDA_SANITIZER": "1"})
     return [
-        *(nccl if gpus > 1 else []),
+        *(several if gpus > 1 else []),
         Part("parity-2-gloo-ranks", 2, ["-m", "benchmarks.parity", "--backend=gloo"]),
-        Part(f"parity-1-{alone}-rank", 1, ["-m", "benchmarks.parity", f"--backend={alone}"]),
+        Part(f"parity-1-{alone}-rank", 1, parity_alone),
         Part("train-float32", 2, train("float32", "--dtype=float32", eager)),
         Part("train-bfloat16", 2, train("bfloat16", "--param_dtype=bfloat16", eager)),
         Part("train-codecs", 2, train("codecs", *codecs, eager)),
@@ -83,7 +83,7 @@ def parts(gpus: int, out: str) -> list[Part]:
         Part(f"time-1-{alone}-rank", 1, bench("time", "time", *small, and_fsdp2)),
         Part("profile", 1, train("profile", *gpt2, "--max_iters=10", "--profile=True", eager)),
         Part("train-compiled", 1, train("compiled", "--compile=True")),
-        *(sanitized if on_gpu else []),
+        *([streams] if on_gpu else []),
     ]
 
 

@@ -42,7 +42,7 @@ def received_numels(own: int, ranks: int, on_cpu: bool, native: bool) -> list[in
 
 
 def _subgroup(group: dist.ProcessGroup | None, members: Iterable[int]) -> dist.ProcessGroup:
-    """Return a new process group of some ranks of `group`, with its backends and timeout. Needs to be called on these ranks."""
+    """Return a new process group of some ranks of `group`, with its backend and timeout. Needs to be called on these ranks."""
     world: Any = dist.group.WORLD
     whole: Any = group or world
     ranks = dist.get_process_group_ranks(whole)
@@ -53,7 +53,7 @@ def _subgroup(group: dist.ProcessGroup | None, members: Iterable[int]) -> dist.P
         )
     timeout = getattr(getattr(whole._get_backend(whole._device_types[-1]), "options", None), "_timeout", None)
     chosen = [ranks[member] for member in members]
-    return dist.new_group(chosen, timeout=timeout, backend=dist.get_backend_config(whole), use_local_synchronization=True)
+    return dist.new_group(chosen, timeout=timeout, backend=dist.get_backend(whole), use_local_synchronization=True)
 
 
 class ReduceScatterWork(NamedTuple):

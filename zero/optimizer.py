@@ -169,16 +169,15 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
 
         `closure` recomputes the loss, once. Its result is returned.
         """
-        loss = None
+        loss, follows, self._follows = None, self._follows, False
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         self.source.check()
         # phase 1: collect gradients
         self.collect_gradients()
-        if not self._follows:
+        if not follows:
             self.update_masters()
-        self._follows = False
         if any(_is_changed(group, before) for group, before in self._original_groups.values()):
             raise RuntimeError("a group of before ShardedDataParallel(overlap=True) was changed; take it from param_groups now")
         _copy_hyperparameters(self.param_groups, self.inner.param_groups)

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 
+from benchmarks.memory_profile import simulated_world
 from zero import collectives
 
 NEW_NAMES = "reduce_scatter_single", "all_gather_single"  # of torch 2.13
@@ -121,3 +122,8 @@ def test_a_group_of_one_needs_no_process_group():
     assert shard.data_ptr() != bucket.data_ptr()  # which collects the next gradients
     assert not comm.all_gather(bucket)
     assert not sum(comm.sent_bytes.values())
+
+
+def test_a_simulated_rank_may_receive_without_sending():
+    with simulated_world(2):
+        dist.all_to_all_single(torch.empty(2), torch.empty(0), [1, 1], [0, 0])

@@ -16,7 +16,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from toy import make_toy
 
 from benchmarks import gpu, launches, pretended_gpu
-from benchmarks.launches import pretended_world
 from benchmarks.pretended_gpu import DEVICE, PretendedGPU, run_preloaded
 from zero import ShardedGradScaler
 from zero.build import build, clip_grad_norm_
@@ -74,7 +73,7 @@ def what_it_notices():
 
 def train(flags, muon, saved=None):
     """Iterations of rank 0 of 8 with frozen, tied and unused parameters, scaled for float16: waits of the last, the state."""
-    with pretended_world(8) as gpu:
+    with launches.pretended_world(8) as gpu:
         with DEVICE:
             module = make_toy()
         model, optimizer = build(module, module.param_groups(muon), flags, device=DEVICE, overlap=True, lr=0.01)
@@ -186,9 +185,8 @@ SLOW = pytest.mark.slow("train-codecs takes the same branches in run/", seconds=
 def test_parts_of_bench_gpu_that_need_no_values(tmp_path, name):
     """The others compare values, compile, read a checkpoint, or ask CUDA for a trace."""
     script = f"import sys; sys.path[:0] = {[ROOT, *sys.path]}; from test_pretended_gpu import run_part; run_part('{name}')"
-    (tmp_path / "data").symlink_to(os.path.join(ROOT, "data"))
-    for file in ("train.py", "bench.py"):
-        (tmp_path / file).symlink_to(os.path.join(ROOT, file))
+    for name_of_file in ("train.py", "bench.py", "data"):
+        (tmp_path / name_of_file).symlink_to(os.path.join(ROOT, name_of_file))
     printed = run_or_skip("-c", script, cwd=tmp_path)
     if name.startswith("memory"):
         rows = json.loads((tmp_path / "results" / "pretended" / name / "results.json").read_text())["memory"]["rows"]

@@ -106,8 +106,8 @@ def check_memory(rows, modes, points):
     for row in rows:
         if row["mode"] in PREDICTED:
             tolerance = (0.03 if row["point"] == "peak" else 0.02) * row["total"]
-            if row["mode"] in ("bfloat16", "remainder") and row["point"] == "wrapping":
-                tolerance += 1.2e6  # weights are rounded and summed up 131,072 at a time
+            if TABLE[row["mode"]].lowers_weights and row["point"] in ("wrapping", "peak")[: 1 + (row["mode"] == "codecs")]:
+                tolerance += 1.2e6  # weights are rounded and summed up, and with both codecs updated, 131,072 at a time
             assert row["predicted"] == pytest.approx(row["total"], abs=tolerance), (row["mode"], row["point"])
         parts = ("parameters", "gradients", "state", "master", "buckets", "activations", "copy", "rest")
         assert sum(row[part] or 0 for part in parts) == row["total"], (row["mode"], row["point"])
@@ -139,7 +139,7 @@ def test_memory_at_each_point_of_a_step(everything):
         if row["point"] == "saving":  # weights and two moments, or mostly one momentum
             copies = 2 if row["mode"].endswith("muon") else 3
             assert row["copy"] == pytest.approx(copies * parameters, rel=0.03)
-            assert row["rest"] < 0.02 * row["total"]
+            assert row["rest"] < 0.02 * row["total"] + 1.2e6 * (row["mode"] == "codecs")  # decoded 131,072 at a time
     written = (everything / "memory_profile.txt").read_text()
     assert "bench.py --name=all" in written
     assert "accumulating" in written

@@ -116,12 +116,14 @@ def is_slow_on_cpu(device: torch.device, dtype: str) -> bool:
         return flags[dtype].isdisjoint(file.read().split())
 
 
-def multiplies_in_float32() -> bool:
+def multiplies_in_float32(transposed: bool) -> bool:
     """Return whether this CPU holds a bfloat16 matrix product in float32 as well while it computes it.
 
-    oneDNN does so with AVX-512 where the instructions for bfloat16 are missing.
+    oneDNN does so with AVX-512 where the instructions for bfloat16 are missing. With AVX2, PyTorch itself does so where only
+    the first factor is `transposed`, as in the gradient of a weight (`gemm_transb_` in ATen's BlasKernel.cpp).
     """
-    return torch.backends.cpu.get_cpu_capability() == "AVX512" and is_slow_on_cpu(torch.device("cpu"), "bfloat16")
+    level = torch.backends.cpu.get_cpu_capability()
+    return is_slow_on_cpu(torch.device("cpu"), "bfloat16") and (level == "AVX512" or (transposed and level == "AVX2"))
 
 
 def divide_threads(local_world_size: int) -> None:

@@ -45,7 +45,7 @@ class LiveBytes(TorchDispatchMode):
 
     def __init__(self, on_cpu: bool = True) -> None:
         super().__init__()
-        self._multiplies_in_float32 = on_cpu and multiplies_in_float32()
+        self._multiplies_in_float32 = {of: on_cpu and multiplies_in_float32(transposed=of) for of in (False, True)}
         self.now = 0  # bytes
         self._peak = 0
         self._alive: dict[int, int] = {}  # by address of the storage object: bytes
@@ -78,7 +78,8 @@ class LiveBytes(TorchDispatchMode):
                 self._count(leaf.untyped_storage(), is_real=type(leaf) is not FakeTensor)
         if _adds_gradients(func, args):
             self._peak, self._sum = before, (args[0].untyped_storage()._cdata, self.now)
-        if self._multiplies_in_float32 and func in _PRODUCTS and result.dtype == torch.bfloat16:
+        in_bfloat16 = func in _PRODUCTS and result.dtype == torch.bfloat16
+        if in_bfloat16 and self._multiplies_in_float32[not args[-2].is_contiguous()]:
             self._peak = max(self._peak, self.now + result.numel() * torch.float32.itemsize)
         return result
 

@@ -150,7 +150,8 @@ def _version() -> str:
     """Return a version string that changes with the code and the CPU that activations depend on."""
     folder = pathlib.Path(__file__).parent
     sources = (folder.parent / "model.py").read_bytes() + (folder / "activations.py").read_bytes()
-    return f"torch {torch.__version__} {hashlib.sha256(sources).hexdigest()[:16]} {multiplies_in_float32()}"
+    cpu = [multiplies_in_float32(transposed) for transposed in (False, True)]
+    return f"torch {torch.__version__} {hashlib.sha256(sources).hexdigest()[:16]} {cpu}"
 
 
 @cache

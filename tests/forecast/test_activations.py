@@ -31,7 +31,7 @@ every_way = pytest.mark.parametrize("way", [(False, 0), (True, 0), (False, 100)]
 
 @pytest.fixture(autouse=True)
 def _without_scratch_memory(monkeypatch):
-    monkeypatch.setattr("forecast.activations.multiplies_in_float32", lambda: False)
+    monkeypatch.setattr("forecast.activations.multiplies_in_float32", lambda transposed: False)
 
 
 def work(config, dtype, way=(False, 0), device_type="cpu", batch_size=BATCH):
@@ -160,13 +160,14 @@ def test_live_bytes_counts_the_sum_of_two_gradients_in_place_unless_the_first_is
     assert torch.equal(weight.grad, torch.full((1000,), 5.0))
 
 
-def test_products_take_scratch_memory_on_some_cpus_and_none_on_a_gpu(monkeypatch):
+@pytest.mark.parametrize("which", [lambda transposed: True, lambda transposed: transposed], ids=["all", "transposed"])
+def test_products_take_scratch_memory_on_some_cpus_and_none_on_a_gpu(monkeypatch, which):
     def predicted(device_type):
         short = replace(WIDE, block_size=8)  # so that the largest product is the gradient of the tied embedding
         return predict(work(short, "bfloat16", device_type=device_type, batch_size=1), "float32")
 
     without = [predicted(device_type) for device_type in ("cpu", "cuda")]
-    monkeypatch.setattr("forecast.activations.multiplies_in_float32", lambda: True)
+    monkeypatch.setattr("forecast.activations.multiplies_in_float32", which)
     on_cpu, on_gpu = (predicted(device_type) for device_type in ("cpu", "cuda"))
     assert on_gpu == without[1]
     assert on_cpu.saved == without[0].saved

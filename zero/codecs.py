@@ -88,16 +88,15 @@ class Int8:
             lowest, highest = blocks.amin(1, keepdim=True), blocks.amax(1, keepdim=True)  # aminmax is slow on a CPU
             has_negative = lowest < 0
             torch.where(has_negative, torch.minimum(lowest, -highest), highest, out=scales)
-            numbers = (blocks / scales).to(torch.bfloat16).view(torch.int16).to(torch.int32)
-            numbers += torch.where(has_negative, 3 * 2**15, 2**15)
+            numbers = (blocks / scales).to(torch.bfloat16).view(torch.uint16).to(torch.int32)
+            numbers.add_(has_negative, alpha=2**16)
             torch.index_select(nearest, 0, numbers.view(-1), out=codes.view(-1))
 
     def decode(self, encoded: tuple[torch.Tensor, ...]) -> torch.Tensor:
         values = torch.empty_like(encoded[0], dtype=torch.float32)
         ratios = _ratios(values.device)
         for blocks, codes, scales in _by_block(values, *encoded):
-            numbers = codes.long()
-            numbers += (scales < 0) * 2**8
+            numbers = codes.long().add_(scales < 0, alpha=2**8)
             torch.index_select(ratios, 0, numbers.view(-1), out=blocks.view(-1))
             blocks *= scales
         return values
@@ -256,9 +255,9 @@ def _decades(first: int) -> torch.Tensor:
 def _nearest_codes(device: torch.device) -> torch.Tensor:
     """Return the code of each ratio to the scale, (2 * 65536,) uint8: for a positive scale, then for a negative one.
 
-    Both are in the order of the bits of the ratio in bfloat16, as a number with a sign.
+    Both are in the order of the bits of the ratio in bfloat16, as a number without a sign.
     """
-    ratios = torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.bfloat16).double()
+    ratios = torch.arange(2**16, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16).double()
     nearest = []
     for table, sign in zip(_ratios(torch.device("cpu")).double().view(2, -1), (1, -1), strict=True):
         ascending, wanted = sign * table[:-1], sign * ratios  # the last code is not used

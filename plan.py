@@ -43,15 +43,17 @@ Columns, of the rank with the most optimizer state:
 Modes:
 """
 
+import itertools
 import math
 import os
 from collections.abc import Callable
 from dataclasses import replace
 from json import dump
+from operator import itemgetter
 from typing import Any, Literal
 
 from charts.bars import plan_chart
-from charts.style import check_path, number, save, shown_in
+from charts.style import check_path, number, save, shown_in, table
 from configurator import (
     TRAIN,
     NonNegativeFloat,
@@ -252,18 +254,13 @@ def print_table(rows: list[dict[str, Any]], divisor: float, unit: str) -> None:
     columns = {
         key: text for key, (_, text) in COLUMNS.items() if key not in OPTIONAL or any(row[OPTIONAL[key]] for row in rows)
     }
-    cells = [list(columns), [COLUMNS[key][0].format(unit=unit) for key in columns]]
-    for row in rows:
-        scaled = {key: f"{value / divisor:.{digits}f}" if key in SCALED else value for key, value in row.items()}
-        cells.append([text.format(**scaled) for text in columns.values()])
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    world_size: str | None = None
-    for line in cells:
-        if line[0] not in ("", world_size):
-            world_size = line[0]
-            print()
-        aligned = zip(columns, line, widths, strict=True)
-        print("  ".join(f"{cell:{'<' if column == 'mode' else '>'}{width}}" for column, cell, width in aligned))
+    lines = [list(columns), [COLUMNS[key][0].format(unit=unit) for key in columns]]
+    for _, of_size in itertools.groupby(rows, key=itemgetter("world_size")):
+        lines.append([])
+        for row in of_size:
+            scaled = {key: f"{value / divisor:.{digits}f}" if key in SCALED else value for key, value in row.items()}
+            lines.append([text.format(**scaled) for text in columns.values()])
+    print(f"\n{table(lines)}")
 
 
 def print_plan(planner: Planner, sizes: list[int]) -> list[dict[str, Any]]:

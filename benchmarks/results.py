@@ -5,6 +5,7 @@ $ python -m benchmarks.results results/*/      # draws all pictures again
 
 import csv
 import io
+import itertools
 import json
 import sys
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from charts.bars import memory_chart, time_chart, training_chart
-from charts.style import ENDINGS, MEMORY, save
+from charts.style import ENDINGS, MEMORY, save, table
 from forecast.modes import MODES
 
 IN_BYTES = ("total", "predicted", "peak", *MEMORY)  # the tables show them in MB
@@ -25,22 +26,15 @@ CHARTS: dict[str, Callable[..., Any]] = {
 }
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    """Return the rows as text. With a column "point", an empty line stands between different cells to the left of it."""
+def _table(rows: list[dict[str, Any]]) -> str:
+    """Return the rows as text. With a column "point", there is an empty line before each world size and mode."""
     shown = [column for column in _columns(rows) if column not in HIDDEN]
     columns = [column for column in shown if any(row.get(column) is not None for row in rows)]
-    cells = [columns, *([_cell(column, row.get(column)) for column in columns] for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    has_names = isinstance(rows[0][columns[0]], str)
-    lines = []
-    for number, line in enumerate(cells):
-        group = line[: columns.index("point")] if "point" in columns else []
-        if number and group != cells[number - 1][: len(group)]:
-            lines.append("")
-        first = line[0].ljust(widths[0]) if has_names else line[0].rjust(widths[0])
-        rest = [cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True)]
-        lines.append("  ".join([first, *rest]).rstrip())
-    return "\n".join(lines)
+    lines = [columns]
+    for _, group in itertools.groupby(rows, key=lambda row: (row.get("world_size"), row["mode"])):
+        lines += [[]] if "point" in columns else []
+        lines += [[_cell(column, row.get(column)) for column in columns] for row in group]
+    return table(lines)
 
 
 def _columns(rows: list[dict[str, Any]]) -> list[str]:
@@ -95,7 +89,7 @@ class Results:
 
     def add(self, measure: str, title: str, rows: list[dict[str, Any]], file: str, details: str = "") -> None:
         """Print the rows of a measure as a table, and write them to a file and to results.json. The setup gets the details."""
-        text = table(rows)
+        text = _table(rows)
         print(f"\n{title}\n{text}", flush=True)
         if not self.folder:
             return

@@ -1,9 +1,12 @@
 """What all charts share: Altair, their style, the colours of the parts of memory, units, and how they are written to files.
 
+The tables share the units, and how they are aligned.
+
 Only `save` writes: style.save(bars.time_chart(rows, "GPT-2 124M"), "results/time.png")
 """
 
 import os
+from collections.abc import Sequence
 from typing import Any
 
 from zero.checkpoint.files import atomic_write
@@ -119,3 +122,15 @@ def shown_in(unit: str, largest: float) -> tuple[float, str]:
 def number(value: float) -> str:
     """Return a value with three digits, such as 1.82, 24.1 or 1,817."""
     return f"{value:,.0f}" if value == 0 or abs(value) >= 99.95 else f"{value:#.3g}"
+
+
+def table(lines: Sequence[Sequence[str]]) -> str:
+    """Return lines of cells as text, the names of the columns first: all but `mode` on the right. `[]` is an empty line."""
+    columns = lines[0]
+    widths = [max(map(len, column)) for column in zip(*filter(None, lines), strict=True)]
+    text = []
+    for line in lines:
+        cells = zip(columns, line, widths, strict=False)
+        aligned = (cell.ljust(width) if name == "mode" else cell.rjust(width) for name, cell, width in cells)
+        text.append("  ".join(aligned).rstrip())
+    return "\n".join(text)

@@ -40,7 +40,7 @@ import os
 import platform
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, redirect_stdout
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -86,7 +86,8 @@ zero_shard_size: NonNegativeInt = 0  # of the mode hybrid: ranks that share the 
 device = "auto"  # 'cpu', 'cuda'; auto: cuda if available, otherwise cpu
 dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of the computation; auto: best on GPU, float32 on CPU
 seed: Seed = 1337
-config = configure(globals())
+with redirect_stdout(None) if pretended_gpu.is_preloaded() else nullcontext():  # the process that started this one has printed
+    config = configure(globals())
 # -----------------------------------------------------------------------------
 DEFAULT_MODES = {
     # on one machine, hybrid is the same as sharded; no_overlap takes as much memory

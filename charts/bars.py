@@ -218,7 +218,7 @@ def _chart(
         panels: the bars of each panel, by its name.
         unit: of all amounts.
         title, notes: title, and the lines below it.
-        limit: where to draw a line through all panels, and what it is; an arrow points to a limit that is farther away.
+        limit: where to draw a line through the panels that reach so far, and what it is.
         shared: whether all panels have the same axis.
     """
     columns = min(len(panels), 2 if len(panels) in (2, 4) else 3)
@@ -229,14 +229,10 @@ def _chart(
     for name, groups in panels.items():
         end = _end(itertools.chain(*panels.values()) if shared else groups)
         panel = stack(groups, colours, unit, end, legend=len(colours))
-        if limit is not None:
-            at, text = limit
-            is_inside = at <= end
-            x = alt.XDatum(at) if is_inside else alt.value(width)
-            alone = alt.Chart(alt.InlineData(values=[{}])).encode(x=x)
-            arrow = "" if is_inside else " →"
-            label = alone.mark_text(text=text + arrow, align="right", baseline="bottom", color=_LIMIT, fontSize=12)
+        if limit is not None and limit[0] <= end:
+            alone = alt.Chart(alt.InlineData(values=[{}])).encode(x=alt.XDatum(limit[0]))
+            label = alone.mark_text(text=limit[1], align="right", baseline="bottom", color=_LIMIT, fontSize=12)
             rule = alone.mark_rule(color=_LIMIT, strokeWidth=2, strokeDash=[6, 3])
-            panel.layer += [label.encode(y=alt.value(-8)), *([rule] if is_inside else [])]
+            panel.layer += [label.encode(y=alt.value(-8)), rule]
         drawn.append(panel.properties(width=width, title=_title(name)))
     return styled(alt.concat(*drawn, columns=columns, spacing=25).resolve_scale(color="shared"), title, subtitle=notes)

@@ -84,13 +84,6 @@ class MemoryProfile:
                 del state
         return self.points
 
-    def step_ms(self) -> float:
-        """Return the milliseconds of another step, with one micro-step."""
-        begin = time.perf_counter()
-        self.contender.step()
-        self.contender.wait()
-        return (time.perf_counter() - begin) * 1000
-
     def _last_step(self) -> None:
         self.live.reset_peak()
         activations = [self._micro_step(is_last=False) for _ in range(self.micro_steps - 1)]
@@ -194,18 +187,13 @@ def simulated_rows(setup: Setup, modes: list[str], world_size: int) -> list[dict
     """Return one row per mode and point, measured on rank 0 of a world whose other ranks do not exist.
 
     PyTorch's fake process group takes the place of the communication, so the steps compute with wrong gradients, but take
-    real memory and time. Call it without a process group.
+    real memory. Call it without a process group.
     """
     rows = []
     for mode in modes:
         with simulated_world(world_size):
-            profile = MemoryProfile(setup, MODES[mode])
-            points = profile.measure(can_save=False)
-            own_ms = profile.step_ms()
-            print(f"{world_size} ranks, {mode}: {own_ms:.0f} ms of own computation per step of one micro-step")
-            for row in _rows(setup, mode, world_size, points):
-                rows.append({"world_size": world_size, **row, "own computation, ms": own_ms})
-            del profile
+            points = MemoryProfile(setup, MODES[mode]).measure(can_save=False)
+            rows += [{"world_size": world_size, **row} for row in _rows(setup, mode, world_size, points)]
     return rows
 
 

@@ -18,7 +18,7 @@ from charts.style import ENDINGS, MEMORY, save, table
 from forecast.modes import MODES
 
 IN_BYTES = ("total", "predicted", "peak", *MEMORY)  # the tables show them in MB
-HIDDEN = ("own computation, ms", "rounds, ms", "losses")  # in results.json only; the first one is printed beside the table
+HIDDEN = ("own computation, ms", "rounds, ms", "losses")  # in results.json only; the first one of earlier versions
 CHARTS: dict[str, Callable[..., Any]] = {
     "memory": memory_chart,
     "time": time_chart,

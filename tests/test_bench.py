@@ -92,7 +92,7 @@ def test_the_duration_comes_first_and_git_ignores_the_results(tmp_path):
     assert process.stdout.index("this will take") < process.stdout.index("Memory: MB")
     assert os.listdir(tmp_path) == ["out-bench"]
     rows = {row["point"]: row for row in results(tmp_path / "out-bench" / "2x384-1x16-simulated-cpu", "memory")}
-    assert all(row["world_size"] == 2 and row["own computation, ms"] > 0 for row in rows.values())
+    assert all(row["world_size"] == 2 for row in rows.values())
     assert "results are in out-bench/2x384-1x16-simulated-cpu\n" in process.stdout
     with open(os.path.join(ROOT, ".gitignore")) as file:
         assert "out*/\n" in file

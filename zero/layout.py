@@ -102,24 +102,13 @@ class PlacedSlice(NamedTuple):
     offset: int
 
 
-class Span(NamedTuple):
-    """Elements `start:stop` of the flat buffer."""
-
-    start: int
-    stop: int
-
-    @property
-    def numel(self) -> int:
-        return self.stop - self.start
-
-
 @dataclass(frozen=True)
 class Layout:
     """The positions of the parameters, buckets, shards and slices in one flat buffer."""
 
     numels: tuple[int, ...]  # number of elements of each parameter
     offsets: tuple[int, ...]  # first element of each parameter in the flat buffer
-    shards: tuple[tuple[Span, ...], ...]  # shards of each bucket, by rank; they cover 0 to padded_numel without gaps
+    shards: tuple[tuple[range, ...], ...]  # of each bucket, by rank: elements of the flat buffer, which they cover without gaps
 
     @classmethod
     def by_element(cls, numels: Sequence[int], world_size: int, bucket_numel: int, align: int = 1) -> Self:
@@ -137,13 +126,13 @@ class Layout:
         numel = _ceil(end, buckets * unit) * align  # per shard
         shards = []
         for first in range(0, buckets * world_size * numel, max(1, world_size * numel)):
-            shards.append(tuple(Span(first + r * numel, first + (r + 1) * numel) for r in range(world_size)))
+            shards.append(tuple(range(first + r * numel, first + (r + 1) * numel) for r in range(world_size)))
         return cls(tuple(numels), tuple(offsets), tuple(shards))
 
     @cached_property
-    def buckets(self) -> list[Span]:
+    def buckets(self) -> list[range]:
         """The buckets, in the order of the flat buffer."""
-        return [Span(shards[0].start, shards[-1].stop) for shards in self.shards]
+        return [range(shards[0].start, shards[-1].stop) for shards in self.shards]
 
     @property
     def padded_numel(self) -> int:
@@ -154,7 +143,7 @@ class Layout:
         """Return the slices that `rank` owns, in the order of the flat buffer; `param` counts through `numels`."""
         return [Slice(*placed[:3]) for shards in self.shards for placed in self.placed_in(shards[rank])]
 
-    def placed_in(self, span: Span) -> list[PlacedSlice]:
+    def placed_in(self, span: range) -> list[PlacedSlice]:
         """Return the parts of parameters that lie in `span`, with their offsets in it, in the order of the flat buffer."""
         found = []
         first = max(0, bisect_right(self._in_order, (span.start, len(self.numels))) - 1)

@@ -132,9 +132,9 @@ def matrix_plan(plan: Plan) -> MatrixPlan:
             bucket += 1
             for placed in buffer.layout.placed_in(span):
                 for number in of_param.get(placed.param, ()):
-                    parts[number] += _parts(number, matrices[number], placed, bucket, shards[0].numel)
+                    parts[number] += _parts(number, matrices[number], placed, bucket, len(shards[0]))
         first_param += len(buffer.params)
-        in_order.append((buffer.layout.buckets[0].numel, list(of_param.values())[::-1]))  # the last bucket is updated first
+        in_order.append((len(buffer.layout.buckets[0]), list(of_param.values())[::-1]))  # the last bucket is updated first
     owners, rounds = _rounds(matrices, parts, in_order[::-1], plan.world_size)
     return MatrixPlan(matrices, owners, parts, rounds)
 

@@ -180,16 +180,16 @@ class Prediction:
     @property
     def _owned(self) -> Iterator[tuple[torch.dtype, ParameterSpec, int]]:
         """Of each slice that is updated: the dtype of the update, the spec of the parameter and the number of elements."""
-        for number, start, stop in self.plan.slices(self.rank):
-            if (spec := self.plan.params[number]).requires_grad:
-                yield self.plan.update_dtype(number), spec, stop - start
+        for slice_ in self.plan.slices(self.rank):
+            if (spec := self.plan.params[slice_.param]).requires_grad:
+                yield self.plan.update_dtype(slice_.param), spec, slice_.numel
 
     @cached_property
     def decoded_slice(self) -> int:
         """Largest bytes of a float32 copy of what a slice holds in another form, which a checkpoint needs one by one."""
         if self.plan.state_dtype == "float32" and not self.plan.has_remainders:
             return 0
-        return 4 * max(stop - start for _, start, stop in self.plan.slices(self.rank))
+        return 4 * max(slice_.numel for slice_ in self.plan.slices(self.rank))
 
     @cached_property
     def decoded(self) -> list[int]:
@@ -202,7 +202,7 @@ class Prediction:
                 spec = self.plan.params[buffer.params[part.param]]
                 # of a matrix there are the directions; its momentum is needed earlier, see `exchanged`
                 tensors = 1 if spec.matrices else spec.state_tensors * is_decoded
-                copied += tensors * (part.stop - part.start)
+                copied += tensors * part.numel
             found.append(4 * copied)
         return found
 

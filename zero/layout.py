@@ -56,6 +56,7 @@ class Slice(NamedTuple):
     param: int
     start: int
     stop: int
+    offset: int = 0  # where they begin in a bucket or shard
 
     @property
     def numel(self) -> int:
@@ -91,15 +92,6 @@ def parameter_specs(
         for index, group in enumerate(groups)
         for param in group["params"]
     ]
-
-
-class PlacedSlice(NamedTuple):
-    """Elements `start:stop` of flattened parameter number `param`; they begin at `offset` in a bucket or shard."""
-
-    param: int
-    start: int
-    stop: int
-    offset: int
 
 
 @dataclass(frozen=True)
@@ -141,9 +133,9 @@ class Layout:
 
     def slices(self, rank: int) -> list[Slice]:
         """Return the slices that `rank` owns, in the order of the flat buffer; `param` counts through `numels`."""
-        return [Slice(*placed[:3]) for shards in self.shards for placed in self.placed_in(shards[rank])]
+        return [slice_ for shards in self.shards for slice_ in self.placed_in(shards[rank])]
 
-    def placed_in(self, span: range) -> list[PlacedSlice]:
+    def placed_in(self, span: range) -> list[Slice]:
         """Return the parts of parameters that lie in `span`, with their offsets in it, in the order of the flat buffer."""
         found = []
         first = max(0, bisect_right(self._in_order, (span.start, len(self.numels))) - 1)
@@ -152,7 +144,7 @@ class Layout:
                 break
             start, stop = max(span.start - offset, 0), min(span.stop - offset, self.numels[param])
             if start < stop or (self.numels[param] == 0 and span.start <= offset):
-                found.append(PlacedSlice(param, start, stop, offset + start - span.start))
+                found.append(Slice(param, start, stop, offset + start - span.start))
         return found
 
     @cached_property

@@ -324,9 +324,9 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
         for before in filter(None, [_optimizer_of.get(param, lambda: None)() for param in params]):
             before.synchronize()
         group_of = {param: index for index, group in enumerate(self.param_groups) for param in group["params"]}
-        for number, start, stop in planned.slices(self.comm.shard_rank):
+        for number, start, stop, offset in planned.slices(self.comm.shard_rank):
             if not planned.params[number].requires_grad:  # a frozen parameter stays in its own memory
-                self._owned_of[params[number]] = [OwnedSlice(params[number], start, stop, 0, params[number])]
+                self._owned_of[params[number]] = [OwnedSlice(params[number], start, stop, offset, params[number])]
         for planned_buffer in planned.buffers:
             own = [params[number] for number in planned_buffer.params]
             earlier = len(self.number_of), len(self.buckets)

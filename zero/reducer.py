@@ -18,7 +18,7 @@ from torch.autograd import Variable
 from zero.buckets import Bucket
 from zero.checks import SPARSE, check_managed
 from zero.collectives import Communicator, ReduceScatterWork
-from zero.layout import PlacedSlice
+from zero.layout import Slice
 from zero.optimizer import ShardedOptimizer
 from zero.overlap import Readers, WeakHook
 from zero.stopwatch import region
@@ -104,13 +104,13 @@ class BucketGradients:
     # with replicas: the all-reduce of `shard` over them, in flight or done; None: `shard` has the sum over the shard group only
     all_reduce: list[dist.Work] | None = None
 
-    def place(self, slice_: PlacedSlice) -> torch.Tensor:
+    def place(self, slice_: Slice) -> torch.Tensor:
         """Return the place of a slice in the tensor that collects the gradients."""
         if self.buffer is None:
             self.buffer = self.comm.pool.acquire(self.bucket.data.numel(), self.bucket.data)
-        return self.buffer[slice_.offset : slice_.offset + slice_.stop - slice_.start]
+        return self.buffer[slice_.offset : slice_.offset + slice_.numel]
 
-    def accumulate(self, gradient: torch.Tensor, slice_: PlacedSlice) -> None:
+    def accumulate(self, gradient: torch.Tensor, slice_: Slice) -> None:
         """Put a slice of a flattened gradient, divided by the world size, into its place, or add it to what is there."""
         place, own = self.place(slice_), gradient[slice_.start : slice_.stop]
         if place.is_cuda:
@@ -203,7 +203,7 @@ class Reducer:
         self.params = self.optimizer.flat_params
         self._number = self.optimizer.number_of
         self._gradients = [BucketGradients(bucket, self.optimizer.comm) for bucket in self.optimizer.buckets]
-        self._places: list[list[tuple[BucketGradients, PlacedSlice]]] = [[] for _ in self.params]  # of each parameter
+        self._places: list[list[tuple[BucketGradients, Slice]]] = [[] for _ in self.params]  # of each parameter
         for gradients in self._gradients:
             for placed in gradients.bucket.members:
                 self._places[placed.param].append((gradients, placed))

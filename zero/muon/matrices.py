@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from zero.layout import PlacedSlice, Plan, balanced
+from zero.layout import Plan, Slice, balanced
 
 IMBALANCE = 1.05  # of the loads of the ranks, the largest to the mean
 
@@ -195,7 +195,7 @@ def _rounds(
     return owners, rounds
 
 
-def _parts(number: int, matrix: Matrix, placed: PlacedSlice, bucket: int, shard_numel: int) -> Iterator[Part]:
+def _parts(number: int, matrix: Matrix, placed: Slice, bucket: int, shard_numel: int) -> Iterator[Part]:
     """Yield the parts of a matrix in a slice of its parameter, placed in a bucket with shards of `shard_numel` elements."""
     start, stop = max(placed.start, matrix.start), min(placed.stop, matrix.start + matrix.numel)
     while start < stop:

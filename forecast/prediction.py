@@ -182,7 +182,7 @@ class Prediction:
         """Of each slice that is updated: the dtype of the update, the spec of the parameter and the number of elements."""
         for slice_ in self.plan.slices(self.rank):
             if (spec := self.plan.params[slice_.param]).requires_grad:
-                yield self.plan.update_dtype(slice_.param), spec, slice_.numel
+                yield self.plan.update_dtypes[slice_.param], spec, slice_.numel
 
     @cached_property
     def decoded_slice(self) -> int:
@@ -224,8 +224,8 @@ class Prediction:
     @cached_property
     def consolidated(self) -> int:
         """Bytes in the main memory of rank 0 while it saves a consolidated checkpoint: weights and state of all ranks."""
-        specs = enumerate(self.plan.params)
-        return self.whole_state + sum(spec.numel * self.plan.update_dtype(number).itemsize for number, spec in specs)
+        specs = zip(self.plan.params, self.plan.update_dtypes, strict=True)
+        return self.whole_state + sum(spec.numel * dtype.itemsize for spec, dtype in specs)
 
     def _dtype_of_frozen(self, spec: ParameterSpec) -> torch.dtype:
         return spec.dtype

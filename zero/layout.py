@@ -208,16 +208,18 @@ class Plan:
     def state_bytes(self) -> list[int]:
         """By rank: bytes of the per-element optimizer state of the trainable parameters, in the dtype of the update."""
         per_element = [
-            spec.requires_grad * spec.state_tensors * self.update_dtype(number).itemsize
-            for number, spec in enumerate(self.params)
+            spec.requires_grad * spec.state_tensors * dtype.itemsize
+            for spec, dtype in zip(self.params, self.update_dtypes, strict=True)
         ]
         return [
             sum(per_element[slice_.param] * slice_.numel for slice_ in self.slices(rank)) for rank in range(self.world_size)
         ]
 
-    def update_dtype(self, number: int) -> torch.dtype:
-        """Return the dtype in which a parameter is updated."""
-        return self._update_dtypes.get(number, self.params[number].dtype)
+    @cached_property
+    def update_dtypes(self) -> list[torch.dtype]:
+        """The dtype in which each parameter is updated."""
+        of_buffers = {number: buffer.update_dtype for buffer in self.buffers for number in buffer.params}
+        return [of_buffers.get(number, spec.dtype) for number, spec in enumerate(self.params)]
 
     @property
     def has_masters(self) -> bool:
@@ -228,10 +230,6 @@ class Plan:
     def has_remainders(self) -> bool:
         """Whether these are held as weight and remainder."""
         return any(buffer.has_remainders for buffer in self.buffers)
-
-    @cached_property
-    def _update_dtypes(self) -> dict[int, torch.dtype]:
-        return {number: buffer.update_dtype for buffer in self.buffers for number in buffer.params}
 
 
 def resolve_shard_size(shard_size: int, world_size: int) -> int:

@@ -271,7 +271,7 @@ def _of_model(part: Partition, model: torch.nn.Module, divided: bool) -> tuple[d
             continue
         number, dtype = numbers.get(key), tensor.dtype
         if number is not None and part.plan.params[number].requires_grad:
-            dtype = part.plan.update_dtype(number)
+            dtype = part.plan.update_dtypes[number]
         outlines[key] = meta_like(tensor, dtype)
         if number is None and part.receives:
             chunks.append(TensorChunk.of_whole(names[key], tensor))

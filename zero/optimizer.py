@@ -26,7 +26,7 @@ from zero.checks import (
 )
 from zero.codecs import codec_of
 from zero.collectives import Communicator
-from zero.gradients import ParameterGradients, norm_of
+from zero.gradients import ParameterGradients, float32_norms
 from zero.host_comm import check_same_on_all_ranks, on_all_ranks
 from zero.layout import BucketMB, Plan, check_options, parameter_specs, plan
 from zero.masters import store_rounded
@@ -253,7 +253,15 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
     @torch.no_grad()
     def gradient_norm(self) -> torch.Tensor:
         """Return the norm of all gradients, a float32 scalar. Needs to be called on all ranks."""
-        return norm_of(self._collect(), self.comm, self.buckets[0].data.device if self.buckets else None)
+        device = self.buckets[0].data.device if self.buckets else None
+        norms = [torch.zeros((), dtype=torch.float32, device=device)]
+        for bucket in self._collect():  # meanwhile, the gradients of the next bucket are in flight
+            if gradients := [owned.local.grad for owned in bucket.owned if owned.local.grad is not None]:
+                norms += [norm.to(device) for norm in float32_norms(gradients)]
+        total = torch.stack(norms).square().sum()
+        # over all ranks, also if there are replicas: the norm must have the same bits on all of them
+        self.comm.wait("all-reduce", self.comm.all_reduce(total), total.device)
+        return (total / self.comm.replicas).sqrt()
 
     @torch.no_grad()
     def set_parameter(self, param: torch.nn.Parameter, value: torch.Tensor) -> None:

@@ -31,7 +31,7 @@ from zero.host_comm import check_same_on_all_ranks, on_all_ranks
 from zero.layout import BucketMB, Plan, check_options, parameter_specs, plan
 from zero.masters import store_rounded
 from zero.muon import Muon
-from zero.muon.exchange import check_matrices, exchange_of
+from zero.muon.exchange import MatrixExchange, check_matrices
 from zero.overlap import WaitingDict
 from zero.stopwatch import region
 from zero.tensors import flattened, is_dense, name_of, properties
@@ -140,7 +140,8 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
         self.inner = on_all_ranks(lambda: optimizer_cls(inner_groups, **kwargs), self.comm.group)
         if self.inner._optimizer_step_pre_hooks or self.inner._optimizer_step_post_hooks:
             raise ValueError(f"{optimizer_cls.__name__} registers step hooks on itself, which ShardedOptimizer would not call")
-        self._update = SliceUpdate(self.inner, self.buckets, codec, exchange_of(self))
+        exchange = MatrixExchange(self) if isinstance(self.inner, Muon) else None
+        self._update = SliceUpdate(self.inner, self.buckets, codec, exchange)
         self.defaults = dict(self.inner.defaults)
         _copy_hyperparameters(self.inner.param_groups, self.param_groups)
 

@@ -203,10 +203,5 @@ def check_matrices(groups: list[dict[str, Any]]) -> None:
                 raise ValueError(f"a matrix of shape {tuple(param.shape)} has strides {param.stride()}; make it contiguous")
 
 
-def exchange_of(optimizer: Any) -> MatrixExchange | None:
-    """Return the exchange of a ShardedOptimizer, if its inner optimizer needs whole matrices."""
-    return MatrixExchange(optimizer) if isinstance(optimizer.inner, Muon) else None
-
-
 def _numels(parts: list[list[Part]]) -> list[int]:
     return [sum(part.numel for part in of_rank) for of_rank in parts]

@@ -14,7 +14,7 @@ import torch
 
 from forecast.traffic import FlatTensor, Traffic, nbytes_of
 from model import GPTConfig
-from zero.codecs import codec_of
+from zero.codecs import codec_of, encoded_nbytes
 from zero.collectives import PART, SUMMED_BY_NCCL, received_numels
 from zero.communication import sent_by_data_parallel
 from zero.layout import BufferPlan, ParameterSpec, Plan
@@ -162,7 +162,7 @@ class Prediction:
         codec, total = codec_of(self.plan.state_dtype), 0
         for dtype, spec, numel in self._owned:
             if codec is not None and dtype == torch.float32 and spec.shape:  # a number, which has no dimensions, is not encoded
-                total += spec.state_tensors * codec.nbytes(numel)
+                total += spec.state_tensors * encoded_nbytes(codec, numel)
             else:
                 total += spec.state_tensors * numel * dtype.itemsize
         return total

@@ -189,9 +189,6 @@ class Reducer:
     What `ShardedDataParallel` says of backward happens here. The end of backward completes the buckets whose parameters it did
     not reach, and the ranks agree on which parameters have a gradient on any rank. Later changes of `param.grad` are detected
     when they matter: None drops a gradient, `zero_()` zeroes it.
-
-    Attributes:
-        in_backward: whether gradients arrive; also after a backward that has failed.
     """
 
     def __init__(self, wrapper: Any, undo: list[Callable[[], None]]) -> None:
@@ -199,7 +196,7 @@ class Reducer:
         self._wrapper = weakref.proxy(wrapper)  # which keeps this object alive
         self.optimizer: ShardedOptimizer = wrapper.optimizer
         self.readers: Readers | None = wrapper.readers
-        self.in_backward = False
+        self.in_backward = False  # whether gradients arrive; also after a backward that has failed
         self.params = self.optimizer.flat_params
         self._number = self.optimizer.number_of
         self._gradients = [BucketGradients(bucket, self.optimizer.comm) for bucket in self.optimizer.buckets]

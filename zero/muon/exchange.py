@@ -37,16 +37,13 @@ class MatrixExchange:
 
     Args:
         optimizer: a ShardedOptimizer with Muon as its inner optimizer.
-
-    Attributes:
-        plan: who transforms what, and when.
     """
 
     def __init__(self, optimizer: Any) -> None:
         buckets, plan = optimizer.buckets, optimizer.plan
         self.comm: Communicator = optimizer.comm
         self.inner: Muon = optimizer.inner
-        self.plan = matrix_plan(plan)
+        self.plan = matrix_plan(plan)  # who transforms what, and when
         self.number_of: dict[torch.nn.Parameter, int] = optimizer.number_of
         self._buckets: list[Bucket] = buckets
         self._specs = [plan.params[number] for buffer in plan.buffers for number in buffer.params]

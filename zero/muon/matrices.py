@@ -62,18 +62,12 @@ class MatrixPlan:
     `IMBALANCE`. So every rank computes in every round and hardly waits for another one. What a rank exchanges in a round is
     about its share of a bucket or a few matrices, for any number of ranks: as soon as the mean load is 20 times the largest
     cost of a matrix, loads are equal enough wherever a round ends.
-
-    Attributes:
-        matrices: all of them.
-        owners: the rank that transforms each of them.
-        parts: the elements of each of them on each rank.
-        rounds: the number of the round of each of them.
     """
 
     matrices: list[Matrix]
-    owners: list[int]
-    parts: list[list[Part]]
-    rounds: list[int]
+    owners: list[int]  # of each matrix: the rank that transforms it
+    parts: list[list[Part]]  # of each: its elements on each rank
+    rounds: list[int]  # of each: the number of its round
 
     @cached_property
     def needed(self) -> dict[int, int]:

@@ -14,10 +14,10 @@ import torch
 
 from forecast.traffic import FlatTensor, Traffic, nbytes_of
 from model import GPTConfig
-from zero.codecs import codec_of
+from zero.codecs import codec_of, encoded_nbytes
 from zero.collectives import PART, SUMMED_BY_NCCL, received_numels
 from zero.communication import sent_by_data_parallel
-from zero.layout import BufferPlan, ParameterSpec, Plan, Span
+from zero.layout import BufferPlan, ParameterSpec, Plan
 from zero.muon.matrices import MatrixPlan, RoundSizes, iteration_flops, matrix_plan, stacked
 from zero.tensors import piece_numel
 
@@ -162,7 +162,7 @@ class Prediction:
         codec, total = codec_of(self.plan.state_dtype), 0
         for dtype, spec, numel in self._owned:
             if codec is not None and dtype == torch.float32 and spec.shape:  # a number, which has no dimensions, is not encoded
-                total += spec.state_tensors * codec.nbytes(numel)
+                total += spec.state_tensors * encoded_nbytes(codec, numel)
             else:
                 total += spec.state_tensors * numel * dtype.itemsize
         return total
@@ -180,16 +180,16 @@ class Prediction:
     @property
     def _owned(self) -> Iterator[tuple[torch.dtype, ParameterSpec, int]]:
         """Of each slice that is updated: the dtype of the update, the spec of the parameter and the number of elements."""
-        for number, start, stop in self.plan.slices(self.rank):
-            if (spec := self.plan.params[number]).requires_grad:
-                yield self.plan.update_dtype(number), spec, stop - start
+        for slice_ in self.plan.slices(self.rank):
+            if (spec := self.plan.params[slice_.param]).requires_grad:
+                yield self.plan.update_dtypes[slice_.param], spec, slice_.numel
 
     @cached_property
     def decoded_slice(self) -> int:
         """Largest bytes of a float32 copy of what a slice holds in another form, which a checkpoint needs one by one."""
         if self.plan.state_dtype == "float32" and not self.plan.has_remainders:
             return 0
-        return 4 * max(stop - start for _, start, stop in self.plan.slices(self.rank))
+        return 4 * max(slice_.numel for slice_ in self.plan.slices(self.rank))
 
     @cached_property
     def decoded(self) -> list[int]:
@@ -197,12 +197,12 @@ class Prediction:
         is_decoded = self.plan.state_dtype != "float32"
         found = []
         for buffer, shard in self._own_shards:
-            copied = shard.numel * buffer.has_remainders
+            copied = len(shard) * buffer.has_remainders
             for part in buffer.layout.placed_in(shard):
                 spec = self.plan.params[buffer.params[part.param]]
                 # of a matrix there are the directions; its momentum is needed earlier, see `exchanged`
                 tensors = 1 if spec.matrices else spec.state_tensors * is_decoded
-                copied += tensors * (part.stop - part.start)
+                copied += tensors * part.numel
             found.append(4 * copied)
         return found
 
@@ -214,18 +214,18 @@ class Prediction:
     @cached_property
     def master(self) -> int:
         """Bytes of the masters of the owned slices."""
-        return sum(shard.numel * buffer.master_itemsize for buffer, shard in self._own_shards)
+        return sum(len(shard) * buffer.master_itemsize for buffer, shard in self._own_shards)
 
     @cached_property
-    def _own_shards(self) -> list[tuple[BufferPlan, Span]]:
+    def _own_shards(self) -> list[tuple[BufferPlan, range]]:
         """The shard of this rank of each bucket, with the buffer that it lies in."""
         return [(buffer, shards[self.rank]) for buffer in self.plan.buffers for shards in buffer.layout.shards]
 
     @cached_property
     def consolidated(self) -> int:
         """Bytes in the main memory of rank 0 while it saves a consolidated checkpoint: weights and state of all ranks."""
-        specs = enumerate(self.plan.params)
-        return self.whole_state + sum(spec.numel * self.plan.update_dtype(number).itemsize for number, spec in specs)
+        specs = zip(self.plan.params, self.plan.update_dtypes, strict=True)
+        return self.whole_state + sum(spec.numel * dtype.itemsize for spec, dtype in specs)
 
     def _dtype_of_frozen(self, spec: ParameterSpec) -> torch.dtype:
         return spec.dtype
@@ -275,7 +275,7 @@ class ShardedPrediction(Prediction):
 
     def sent(self) -> dict[str, int]:
         replicas = self.world_size // self.plan.world_size
-        one_way = (self.plan.world_size - 1) * sum(shard.numel * buffer.dtype.itemsize for buffer, shard in self._own_shards)
+        one_way = (self.plan.world_size - 1) * sum(len(shard) * buffer.dtype.itemsize for buffer, shard in self._own_shards)
         sent = {"reduce-scatter": one_way * (self.micro_steps if self.shard_gradients else 1), "all-gather": one_way}
         if replicas > 1:
             sent["all-reduce"] = sum(2 * own * (replicas - 1) // replicas for own in self._own_bytes)
@@ -379,7 +379,7 @@ class ShardedPrediction(Prediction):
     @cached_property
     def _own_bytes(self) -> list[int]:
         """Bytes of the gradient shard of each bucket."""
-        return [shard.numel * buffer.update_dtype.itemsize for buffer, shard in self._own_shards]
+        return [len(shard) * buffer.update_dtype.itemsize for buffer, shard in self._own_shards]
 
     @property
     def _bytes_before_last(self) -> int:
@@ -400,9 +400,9 @@ class ShardedPrediction(Prediction):
         in_flight: list[int] = []  # at most one bucket
         buckets: list[tuple[FlatTensor, list[FlatTensor], FlatTensor]] = []  # by number: bucket, received, shard
         for buffer, shard in self._own_shards:
-            numels = received_numels(shard.numel, self.plan.world_size, self.on_cpu, buffer.dtype in SUMMED_BY_NCCL)
+            numels = received_numels(len(shard), self.plan.world_size, self.on_cpu, buffer.dtype in SUMMED_BY_NCCL)
             received = [(numel, buffer.dtype) for numel in numels]
-            buckets.append(((self.plan.world_size * shard.numel, buffer.dtype), received, (shard.numel, buffer.update_dtype)))
+            buckets.append(((self.plan.world_size * len(shard), buffer.dtype), received, (len(shard), buffer.update_dtype)))
 
         def finish() -> None:
             for number in in_flight:

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from zero.layout import BufferPlan, Layout, PlacedSlice
+from zero.layout import BufferPlan, Layout, Slice
 from zero.masters import Masters, Remainders
 from zero.tensors import has_memory, is_dense, memory_span, name_of, shaped, with_own_storage
 
@@ -115,7 +115,7 @@ class Bucket:
     masters: Masters | Remainders | None  # of `shard`, if `data` has lower precision than the update
     owned: list[OwnedSlice]  # the slices that this rank updates
     local_by_group: dict[int, list[torch.nn.Parameter]]  # their local parameters, by group of the inner optimizer
-    members: list[PlacedSlice]  # all slices in the bucket; `param` counts through the parameters of all buffers
+    members: list[Slice]  # all slices in the bucket; `param` counts through the parameters of all buffers
     gather: list[dist.Work] | None = None  # the all-gather in flight: until it ends, only the `shard` part may be read
 
     @property
@@ -165,7 +165,7 @@ def allocate(
         whole_bucket, shard, end = data[span.start : span.stop], data[own.start : own.stop], 0
         for placed in members:
             whole_bucket[end : placed.offset] = 0  # padding
-            end = placed.offset + placed.stop - placed.start
+            end = placed.offset + placed.numel
         whole_bucket[end:] = 0
         masters: Masters | Remainders | None = None
         if planned.has_masters:

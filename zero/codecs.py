@@ -37,10 +37,6 @@ class Codec(Protocol):
         """Return the elements, (numel,) float32."""
         ...
 
-    def nbytes(self, numel: int) -> int:
-        """Return the bytes of `numel` encoded elements, with those that fill the last block."""
-        ...
-
 
 class BFloat16:
     """The upper 16 bits of float32, with stochastic rounding.
@@ -59,9 +55,6 @@ class BFloat16:
 
     def decode(self, encoded: tuple[torch.Tensor, ...]) -> torch.Tensor:
         return encoded[0].float()
-
-    def nbytes(self, numel: int) -> int:
-        return 2 * numel
 
 
 class Int8:
@@ -101,9 +94,6 @@ class Int8:
             blocks *= scales
         return values
 
-    def nbytes(self, numel: int) -> int:
-        return -(-numel // BLOCK) * (BLOCK + 4)
-
 
 # by `state_dtype`; None: the state stays as it is
 STATE_CODECS: dict[str, Codec | None] = {"float32": None, "bfloat16": BFloat16(), "int8": Int8()}
@@ -114,6 +104,12 @@ def codec_of(state_dtype: str) -> Codec | None:
     if state_dtype not in STATE_CODECS:
         raise ValueError(f"state_dtype={state_dtype!r} is not one of {', '.join(STATE_CODECS)}")
     return STATE_CODECS[state_dtype]
+
+
+def encoded_nbytes(codec: Codec, numel: int) -> int:
+    """Return the bytes of `numel` encoded elements, with those that fill the last block."""
+    whole_blocks = -(-numel // codec.block) * codec.block
+    return sum(part.nbytes for part in codec.empty(whole_blocks, torch.device("meta")))
 
 
 @dataclass(frozen=True)

@@ -41,14 +41,11 @@ class CommunicationMeter:
 
     Args:
         model, optimizer: what `zero.build.build` returned.
-
-    Attributes:
-        waits: the time waited, by kind of collective.
     """
 
     def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self._comm = optimizer.comm if isinstance(optimizer, ShardedOptimizer) else None
-        self.waits = self._comm.waits if self._comm else Stopwatch(of_collectives=True)
+        self.waits = self._comm.waits if self._comm else Stopwatch(of_collectives=True)  # by kind of collective
         self._device = next(model.parameters()).device
         self._sent_per_step: dict[str, int] = {}
         self._synchronized = 0  # number of backward passes with an all-reduce

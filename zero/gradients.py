@@ -1,14 +1,13 @@
 """The gradients of a step and their norms. This module provides them where there is no ShardedDataParallel."""
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from zero.buckets import Bucket
-from zero.collectives import Communicator
 from zero.host_comm import cpu_group
 from zero.tensors import flattened, name_of, shaped
 
@@ -70,21 +69,6 @@ class ParameterGradients:
     def held_bytes(self) -> dict[str, int]:
         """Return the bytes held in addition to the parameters' gradients: "gradients" and "buckets"."""
         return {"gradients": sum(local.grad.nbytes for local in self._converted if local.grad is not None)}
-
-
-def norm_of(buckets: Iterable[Bucket], comm: Communicator, device: torch.device | None) -> torch.Tensor:
-    """Return the norm of all gradients, a float32 scalar. Needs to be called on all ranks.
-
-    Each rank adds up the squares of its slices, and an all-reduce gives the norm. It runs over all ranks, also if there are
-    replicas: the norm must have the same bits on all of them.
-    """
-    norms = [torch.zeros((), dtype=torch.float32, device=device)]
-    for bucket in buckets:  # meanwhile, the gradients of the next bucket are in flight
-        if gradients := [owned.local.grad for owned in bucket.owned if owned.local.grad is not None]:
-            norms += [norm.to(device) for norm in float32_norms(gradients)]
-    total = torch.stack(norms).square().sum()
-    comm.wait("all-reduce", comm.all_reduce(total), total.device)
-    return (total / comm.replicas).sqrt()
 
 
 def float32_norms(gradients: list[torch.Tensor]) -> list[torch.Tensor]:

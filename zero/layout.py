@@ -56,6 +56,7 @@ class Slice(NamedTuple):
     param: int
     start: int
     stop: int
+    offset: int = 0  # where they begin in a bucket or shard
 
     @property
     def numel(self) -> int:
@@ -93,33 +94,13 @@ def parameter_specs(
     ]
 
 
-class PlacedSlice(NamedTuple):
-    """Elements `start:stop` of flattened parameter number `param`; they begin at `offset` in a bucket or shard."""
-
-    param: int
-    start: int
-    stop: int
-    offset: int
-
-
-class Span(NamedTuple):
-    """Elements `start:stop` of the flat buffer."""
-
-    start: int
-    stop: int
-
-    @property
-    def numel(self) -> int:
-        return self.stop - self.start
-
-
 @dataclass(frozen=True)
 class Layout:
     """The positions of the parameters, buckets, shards and slices in one flat buffer."""
 
     numels: tuple[int, ...]  # number of elements of each parameter
     offsets: tuple[int, ...]  # first element of each parameter in the flat buffer
-    shards: tuple[tuple[Span, ...], ...]  # shards of each bucket, by rank; they cover 0 to padded_numel without gaps
+    shards: tuple[tuple[range, ...], ...]  # of each bucket, by rank: elements of the flat buffer, which they cover without gaps
 
     @classmethod
     def by_element(cls, numels: Sequence[int], world_size: int, bucket_numel: int, align: int = 1) -> Self:
@@ -137,13 +118,13 @@ class Layout:
         numel = _ceil(end, buckets * unit) * align  # per shard
         shards = []
         for first in range(0, buckets * world_size * numel, max(1, world_size * numel)):
-            shards.append(tuple(Span(first + r * numel, first + (r + 1) * numel) for r in range(world_size)))
+            shards.append(tuple(range(first + r * numel, first + (r + 1) * numel) for r in range(world_size)))
         return cls(tuple(numels), tuple(offsets), tuple(shards))
 
     @cached_property
-    def buckets(self) -> list[Span]:
+    def buckets(self) -> list[range]:
         """The buckets, in the order of the flat buffer."""
-        return [Span(shards[0].start, shards[-1].stop) for shards in self.shards]
+        return [range(shards[0].start, shards[-1].stop) for shards in self.shards]
 
     @property
     def padded_numel(self) -> int:
@@ -152,9 +133,9 @@ class Layout:
 
     def slices(self, rank: int) -> list[Slice]:
         """Return the slices that `rank` owns, in the order of the flat buffer; `param` counts through `numels`."""
-        return [Slice(*placed[:3]) for shards in self.shards for placed in self.placed_in(shards[rank])]
+        return [slice_ for shards in self.shards for slice_ in self.placed_in(shards[rank])]
 
-    def placed_in(self, span: Span) -> list[PlacedSlice]:
+    def placed_in(self, span: range) -> list[Slice]:
         """Return the parts of parameters that lie in `span`, with their offsets in it, in the order of the flat buffer."""
         found = []
         first = max(0, bisect_right(self._in_order, (span.start, len(self.numels))) - 1)
@@ -163,7 +144,7 @@ class Layout:
                 break
             start, stop = max(span.start - offset, 0), min(span.stop - offset, self.numels[param])
             if start < stop or (self.numels[param] == 0 and span.start <= offset):
-                found.append(PlacedSlice(param, start, stop, offset + start - span.start))
+                found.append(Slice(param, start, stop, offset + start - span.start))
         return found
 
     @cached_property
@@ -227,16 +208,18 @@ class Plan:
     def state_bytes(self) -> list[int]:
         """By rank: bytes of the per-element optimizer state of the trainable parameters, in the dtype of the update."""
         per_element = [
-            spec.requires_grad * spec.state_tensors * self.update_dtype(number).itemsize
-            for number, spec in enumerate(self.params)
+            spec.requires_grad * spec.state_tensors * dtype.itemsize
+            for spec, dtype in zip(self.params, self.update_dtypes, strict=True)
         ]
         return [
             sum(per_element[slice_.param] * slice_.numel for slice_ in self.slices(rank)) for rank in range(self.world_size)
         ]
 
-    def update_dtype(self, number: int) -> torch.dtype:
-        """Return the dtype in which a parameter is updated."""
-        return self._update_dtypes.get(number, self.params[number].dtype)
+    @cached_property
+    def update_dtypes(self) -> list[torch.dtype]:
+        """The dtype in which each parameter is updated."""
+        of_buffers = {number: buffer.update_dtype for buffer in self.buffers for number in buffer.params}
+        return [of_buffers.get(number, spec.dtype) for number, spec in enumerate(self.params)]
 
     @property
     def has_masters(self) -> bool:
@@ -247,10 +230,6 @@ class Plan:
     def has_remainders(self) -> bool:
         """Whether these are held as weight and remainder."""
         return any(buffer.has_remainders for buffer in self.buffers)
-
-    @cached_property
-    def _update_dtypes(self) -> dict[int, torch.dtype]:
-        return {number: buffer.update_dtype for buffer in self.buffers for number in buffer.params}
 
 
 def resolve_shard_size(shard_size: int, world_size: int) -> int:

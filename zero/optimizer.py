@@ -26,12 +26,12 @@ from zero.checks import (
 )
 from zero.codecs import codec_of
 from zero.collectives import Communicator
-from zero.gradients import ParameterGradients, norm_of
+from zero.gradients import ParameterGradients, float32_norms
 from zero.host_comm import check_same_on_all_ranks, on_all_ranks
 from zero.layout import BucketMB, Plan, check_options, parameter_specs, plan
 from zero.masters import store_rounded
 from zero.muon import Muon
-from zero.muon.exchange import check_matrices, exchange_of
+from zero.muon.exchange import MatrixExchange, check_matrices
 from zero.overlap import WaitingDict
 from zero.stopwatch import region
 from zero.tensors import flattened, is_dense, name_of, properties
@@ -140,7 +140,8 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
         self.inner = on_all_ranks(lambda: optimizer_cls(inner_groups, **kwargs), self.comm.group)
         if self.inner._optimizer_step_pre_hooks or self.inner._optimizer_step_post_hooks:
             raise ValueError(f"{optimizer_cls.__name__} registers step hooks on itself, which ShardedOptimizer would not call")
-        self._update = SliceUpdate(self.inner, self.buckets, codec, exchange_of(self))
+        exchange = MatrixExchange(self) if isinstance(self.inner, Muon) else None
+        self._update = SliceUpdate(self.inner, self.buckets, codec, exchange)
         self.defaults = dict(self.inner.defaults)
         _copy_hyperparameters(self.inner.param_groups, self.param_groups)
 
@@ -253,7 +254,15 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
     @torch.no_grad()
     def gradient_norm(self) -> torch.Tensor:
         """Return the norm of all gradients, a float32 scalar. Needs to be called on all ranks."""
-        return norm_of(self._collect(), self.comm, self.buckets[0].data.device if self.buckets else None)
+        device = self.buckets[0].data.device if self.buckets else None
+        norms = [torch.zeros((), dtype=torch.float32, device=device)]
+        for bucket in self._collect():  # meanwhile, the gradients of the next bucket are in flight
+            if gradients := [owned.local.grad for owned in bucket.owned if owned.local.grad is not None]:
+                norms += [norm.to(device) for norm in float32_norms(gradients)]
+        total = torch.stack(norms).square().sum()
+        # over all ranks, also if there are replicas: the norm must have the same bits on all of them
+        self.comm.wait("all-reduce", self.comm.all_reduce(total), total.device)
+        return (total / self.comm.replicas).sqrt()
 
     @torch.no_grad()
     def set_parameter(self, param: torch.nn.Parameter, value: torch.Tensor) -> None:
@@ -324,9 +333,9 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
         for before in filter(None, [_optimizer_of.get(param, lambda: None)() for param in params]):
             before.synchronize()
         group_of = {param: index for index, group in enumerate(self.param_groups) for param in group["params"]}
-        for number, start, stop in planned.slices(self.comm.shard_rank):
+        for number, start, stop, offset in planned.slices(self.comm.shard_rank):
             if not planned.params[number].requires_grad:  # a frozen parameter stays in its own memory
-                self._owned_of[params[number]] = [OwnedSlice(params[number], start, stop, 0, params[number])]
+                self._owned_of[params[number]] = [OwnedSlice(params[number], start, stop, offset, params[number])]
         for planned_buffer in planned.buffers:
             own = [params[number] for number in planned_buffer.params]
             earlier = len(self.number_of), len(self.buckets)

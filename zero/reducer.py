@@ -18,7 +18,7 @@ from torch.autograd import Variable
 from zero.buckets import Bucket
 from zero.checks import SPARSE, check_managed
 from zero.collectives import Communicator, ReduceScatterWork
-from zero.layout import PlacedSlice
+from zero.layout import Slice
 from zero.optimizer import ShardedOptimizer
 from zero.overlap import Readers, WeakHook
 from zero.stopwatch import region
@@ -104,13 +104,13 @@ class BucketGradients:
     # with replicas: the all-reduce of `shard` over them, in flight or done; None: `shard` has the sum over the shard group only
     all_reduce: list[dist.Work] | None = None
 
-    def place(self, slice_: PlacedSlice) -> torch.Tensor:
+    def place(self, slice_: Slice) -> torch.Tensor:
         """Return the place of a slice in the tensor that collects the gradients."""
         if self.buffer is None:
             self.buffer = self.comm.pool.acquire(self.bucket.data.numel(), self.bucket.data)
-        return self.buffer[slice_.offset : slice_.offset + slice_.stop - slice_.start]
+        return self.buffer[slice_.offset : slice_.offset + slice_.numel]
 
-    def accumulate(self, gradient: torch.Tensor, slice_: PlacedSlice) -> None:
+    def accumulate(self, gradient: torch.Tensor, slice_: Slice) -> None:
         """Put a slice of a flattened gradient, divided by the world size, into its place, or add it to what is there."""
         place, own = self.place(slice_), gradient[slice_.start : slice_.stop]
         if place.is_cuda:
@@ -189,9 +189,6 @@ class Reducer:
     What `ShardedDataParallel` says of backward happens here. The end of backward completes the buckets whose parameters it did
     not reach, and the ranks agree on which parameters have a gradient on any rank. Later changes of `param.grad` are detected
     when they matter: None drops a gradient, `zero_()` zeroes it.
-
-    Attributes:
-        in_backward: whether gradients arrive; also after a backward that has failed.
     """
 
     def __init__(self, wrapper: Any, undo: list[Callable[[], None]]) -> None:
@@ -199,11 +196,11 @@ class Reducer:
         self._wrapper = weakref.proxy(wrapper)  # which keeps this object alive
         self.optimizer: ShardedOptimizer = wrapper.optimizer
         self.readers: Readers | None = wrapper.readers
-        self.in_backward = False
+        self.in_backward = False  # whether gradients arrive; also after a backward that has failed
         self.params = self.optimizer.flat_params
         self._number = self.optimizer.number_of
         self._gradients = [BucketGradients(bucket, self.optimizer.comm) for bucket in self.optimizer.buckets]
-        self._places: list[list[tuple[BucketGradients, PlacedSlice]]] = [[] for _ in self.params]  # of each parameter
+        self._places: list[list[tuple[BucketGradients, Slice]]] = [[] for _ in self.params]  # of each parameter
         for gradients in self._gradients:
             for placed in gradients.bucket.members:
                 self._places[placed.param].append((gradients, placed))

@@ -56,16 +56,6 @@ class Partition:
         return [readers.get(local, local.detach) for local in self.locals]
 
     @property
-    def groups(self) -> list[dict[str, Any]]:
-        """The `param_groups` of the unsharded optimizer's `state_dict()`."""
-        return _packed_groups(self.optimizer)
-
-    @property
-    def inner_groups(self) -> list[dict[str, Any]]:
-        """The `param_groups` of the inner optimizer's `state_dict()`."""
-        return _packed_groups(self.inner)
-
-    @property
     def receives(self) -> bool:
         """Whether this process is the one that receives the whole state."""
         return self.rank == 0 and self.replica == 0
@@ -104,7 +94,7 @@ def parameters(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
     return [param for group in optimizer.param_groups for param in group["params"]]
 
 
-def _packed_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+def packed_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """Return the `param_groups` of a torch.optim `state_dict()`: hyperparameters, and numbers in place of parameters."""
     numbers = count()
     return [

@@ -142,7 +142,7 @@ def test_state_bytes_are_those_of_the_slices(params, world_size, kwargs):
         for rank, held in enumerate(planned.state_bytes):
             trainable = [piece for piece in planned.slices(rank) if params[piece.param].requires_grad]
             tensors = [(piece, params[piece.param].state_tensors) for piece in trainable]
-            assert held == sum(count * piece.numel * planned.update_dtype(piece.param).itemsize for piece, count in tensors)
+            assert held == sum(count * piece.numel * planned.update_dtypes[piece.param].itemsize for piece, count in tensors)
 
 
 def test_specs_have_names_and_groups():

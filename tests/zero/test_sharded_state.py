@@ -7,7 +7,7 @@ import torch
 from ranks import run_in_turn
 from toy import MODES, build_toy
 
-from zero.sharded_state import parameters, partition
+from zero.sharded_state import packed_groups, parameters, partition
 
 
 def held(mode):
@@ -21,9 +21,9 @@ def held(mode):
         assert torch.equal(local.detach().reshape(-1), whole.reshape(-1)[piece.start : piece.stop])
     groups = [{"params": group["params"], "weight_decay": group["weight_decay"]} for group in optimizer.param_groups]
     plain = torch.optim.AdamW(groups, lr=0.01, betas=(0.9, 0.95), fused=True)
-    assert part.groups == plain.state_dict()["param_groups"]
+    assert packed_groups(part.optimizer) == plain.state_dict()["param_groups"]
     return {
-        "slices": [[list(piece) for piece in of_rank] for of_rank in part.slices],
+        "slices": [[list(piece[:3]) for piece in of_rank] for of_rank in part.slices],
         "numels": [param.numel() for param in params],
         "rank": part.rank,
         "replica": part.replica,

@@ -19,7 +19,7 @@ from zero.host_comm import receive, send
 from zero.layout import Slice
 from zero.muon import Muon
 from zero.optimizer import ShardedOptimizer, hyperparameters
-from zero.sharded_state import Partition, partition
+from zero.sharded_state import Partition, packed_groups, partition
 from zero.tensors import flattened, meta_like, shaped
 
 # these say how this machine computes the update: taken from the running optimizer, never from a file
@@ -166,7 +166,7 @@ def restore(
         read_chunks(chunks)
     elif chunks:
         raise CheckpointError("the state is in shards; restore needs the function from zero.checkpoint.chunk_reader")
-    inner_groups = part.inner_groups
+    inner_groups = packed_groups(part.inner)
     for saved, group, inner_group in zip(state_dict["param_groups"], optimizer.param_groups, inner_groups, strict=True):
         for key, value in hyperparameters(saved).items():
             if key not in _MACHINE_FLAGS:
@@ -213,7 +213,7 @@ def _of_optimizer(part: Partition) -> tuple[dict[str, Any], list[TensorChunk]]:
                     entry = _entry(part, slice_.param, name)
                     raise CheckpointError(f"{entry} as {a} on rank {first_rank} and {b} on rank {rank}: {_RULE}")
     whole = {number: outline for number, (_, outline) in sorted(first.items()) if outline}
-    state = {"state": whole, "param_groups": _copied(part.groups)}
+    state = {"state": whole, "param_groups": _copied(packed_groups(part.optimizer))}
     return {"optimizer": state}, [] if part.replica else chunks
 
 
@@ -271,7 +271,7 @@ def _of_model(part: Partition, model: torch.nn.Module, divided: bool) -> tuple[d
             continue
         number, dtype = numbers.get(key), tensor.dtype
         if number is not None and part.plan.params[number].requires_grad:
-            dtype = part.plan.update_dtype(number)
+            dtype = part.plan.update_dtypes[number]
         outlines[key] = meta_like(tensor, dtype)
         if number is None and part.receives:
             chunks.append(TensorChunk.of_whole(names[key], tensor))

@@ -37,16 +37,13 @@ class MatrixExchange:
 
     Args:
         optimizer: a ShardedOptimizer with Muon as its inner optimizer.
-
-    Attributes:
-        plan: who transforms what, and when.
     """
 
     def __init__(self, optimizer: Any) -> None:
         buckets, plan = optimizer.buckets, optimizer.plan
         self.comm: Communicator = optimizer.comm
         self.inner: Muon = optimizer.inner
-        self.plan = matrix_plan(plan)
+        self.plan = matrix_plan(plan)  # who transforms what, and when
         self.number_of: dict[torch.nn.Parameter, int] = optimizer.number_of
         self._buckets: list[Bucket] = buckets
         self._specs = [plan.params[number] for buffer in plan.buffers for number in buffer.params]
@@ -201,11 +198,6 @@ def check_matrices(groups: list[dict[str, Any]]) -> None:
             stacked(param.shape, group["matrices"])
             if not param.is_contiguous():
                 raise ValueError(f"a matrix of shape {tuple(param.shape)} has strides {param.stride()}; make it contiguous")
-
-
-def exchange_of(optimizer: Any) -> MatrixExchange | None:
-    """Return the exchange of a ShardedOptimizer, if its inner optimizer needs whole matrices."""
-    return MatrixExchange(optimizer) if isinstance(optimizer.inner, Muon) else None
 
 
 def _numels(parts: list[list[Part]]) -> list[int]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from zero.layout import PlacedSlice, Plan, balanced
+from zero.layout import Plan, Slice, balanced
 
 IMBALANCE = 1.05  # of the loads of the ranks, the largest to the mean
 
@@ -62,18 +62,12 @@ class MatrixPlan:
     `IMBALANCE`. So every rank computes in every round and hardly waits for another one. What a rank exchanges in a round is
     about its share of a bucket or a few matrices, for any number of ranks: as soon as the mean load is 20 times the largest
     cost of a matrix, loads are equal enough wherever a round ends.
-
-    Attributes:
-        matrices: all of them.
-        owners: the rank that transforms each of them.
-        parts: the elements of each of them on each rank.
-        rounds: the number of the round of each of them.
     """
 
     matrices: list[Matrix]
-    owners: list[int]
-    parts: list[list[Part]]
-    rounds: list[int]
+    owners: list[int]  # of each matrix: the rank that transforms it
+    parts: list[list[Part]]  # of each: its elements on each rank
+    rounds: list[int]  # of each: the number of its round
 
     @cached_property
     def needed(self) -> dict[int, int]:
@@ -132,9 +126,9 @@ def matrix_plan(plan: Plan) -> MatrixPlan:
             bucket += 1
             for placed in buffer.layout.placed_in(span):
                 for number in of_param.get(placed.param, ()):
-                    parts[number] += _parts(number, matrices[number], placed, bucket, shards[0].numel)
+                    parts[number] += _parts(number, matrices[number], placed, bucket, len(shards[0]))
         first_param += len(buffer.params)
-        in_order.append((buffer.layout.buckets[0].numel, list(of_param.values())[::-1]))  # the last bucket is updated first
+        in_order.append((len(buffer.layout.buckets[0]), list(of_param.values())[::-1]))  # the last bucket is updated first
     owners, rounds = _rounds(matrices, parts, in_order[::-1], plan.world_size)
     return MatrixPlan(matrices, owners, parts, rounds)
 
@@ -195,7 +189,7 @@ def _rounds(
     return owners, rounds
 
 
-def _parts(number: int, matrix: Matrix, placed: PlacedSlice, bucket: int, shard_numel: int) -> Iterator[Part]:
+def _parts(number: int, matrix: Matrix, placed: Slice, bucket: int, shard_numel: int) -> Iterator[Part]:
     """Yield the parts of a matrix in a slice of its parameter, placed in a bucket with shards of `shard_numel` elements."""
     start, stop = max(placed.start, matrix.start), min(placed.stop, matrix.start + matrix.numel)
     while start < stop:

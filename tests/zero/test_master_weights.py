@@ -66,7 +66,6 @@ def oracle_run(world_size, steps, micro_steps, shard_gradients):
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_parity(world_size):
-    """Also that a collective sends two bytes per element."""
     kinds = [(1, False), (3, False), (3, True)]
     oracles = run_in_turn(1, *(partial(oracle_run, world_size, STEPS, *kind) for kind in kinds))
     by_kind = run_in_turn(world_size, *(partial(sharded_run, STEPS, *kind) for kind in kinds))
@@ -109,7 +108,6 @@ def alone_under_averaging_by_hand():
 
 
 def from_bfloat16():
-    """A model that comes in bfloat16 has float32 masters as well."""
     optimizer = ShardedOptimizer(make_toy().to(torch.bfloat16).parameters(), torch.optim.SGD, param_dtype=torch.bfloat16)
     return [bucket.masters.values.dtype == torch.float32 for bucket in optimizer.buckets]
 

@@ -79,7 +79,7 @@ class LiveBytes(TorchDispatchMode):
         if _adds_gradients(func, args):
             self._peak, self._sum = before, (args[0].untyped_storage()._cdata, self.now)
         in_bfloat16 = func in _PRODUCTS and result.dtype == torch.bfloat16
-        if in_bfloat16 and self._multiplies_in_float32[not args[-2].is_contiguous()]:
+        if in_bfloat16 and self._multiplies_in_float32[args[-2].stride(0) == 1 < args[-2].stride(1)]:
             self._peak = max(self._peak, self.now + result.numel() * torch.float32.itemsize)
         return result
 

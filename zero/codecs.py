@@ -81,7 +81,8 @@ class Int8:
             lowest, highest = blocks.amin(1, keepdim=True), blocks.amax(1, keepdim=True)  # aminmax is slow on a CPU
             has_negative = lowest < 0
             torch.where(has_negative, torch.minimum(lowest, -highest), highest, out=scales)
-            numbers = (blocks / scales).to(torch.bfloat16).view(torch.uint16).to(torch.int32)
+            ratios = torch.div(blocks, scales, out=torch.empty_like(blocks, dtype=torch.bfloat16))
+            numbers = ratios.view(torch.uint16).to(torch.int32)
             numbers.add_(has_negative, alpha=2**16)
             torch.index_select(nearest, 0, numbers.view(-1), out=codes.view(-1))
 

@@ -1,6 +1,4 @@
-"""Compare the optimizers: memory at each point of a step, time, bytes sent, losses, checkpoints.
-
-Every command says first how long it will take.
+"""Compare the optimizers: memory at each point of a step, time, bytes sent, losses.
 
 Everything about GPT-2 124M on two CPU ranks with one thread each:
     $ torchrun --standalone --nproc_per_node=2 bench.py --what=all --model=gpt2 --batch_size=1 --block_size=64
@@ -19,7 +17,7 @@ Launches and waits of rank 0 of 8 in an iteration on its GPU, counted without on
     $ python bench.py --what=launches --model=gpt2 --block_size=64
 
 The tables are printed. The folder out-bench/<model, ranks, device>/, or with --name results/<name>/, receives them as
-text, CSV and results.json, and as pictures if altair and vl-convert-python are installed.
+text and results.json, and as pictures if altair and vl-convert-python are installed.
 
 On a noisy machine, compare only measurements that were taken close together. For this reason the modes take turns when
 the time is measured. The column to read is "ratio": the time of a mode is divided by the time of the first mode in the
@@ -35,7 +33,6 @@ Modes:
 """
 
 import datetime
-import math
 import os
 import platform
 import sys
@@ -46,7 +43,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 import torch.distributed as dist
 
-from benchmarks import launches, memory_profile, pretended_gpu, save_time, speed, training
+from benchmarks import launches, memory_profile, pretended_gpu, speed, training
 from benchmarks.contenders import Setup
 from benchmarks.results import Results, draw
 from configurator import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Seed, configure, integers
@@ -64,7 +61,7 @@ from zero.layout import resolve_shard_size
 __doc__ += explained(MODES)
 
 # -----------------------------------------------------------------------------
-what: Literal["memory", "time", "training", "checkpoint", "launches", "all"] = "all"  # all: but launches
+what: Literal["memory", "time", "training", "launches", "all"] = "all"  # all: but launches
 modes = ""  # separated by commas; empty: a choice for each measure; the others are compared to the first one
 model = ""  # 'gpt2', 'gpt2-medium', 'gpt2-large' or 'gpt2-xl'; empty: the sizes below
 name = "auto"  # results/<name>/ receives the results; auto: out-bench/<model, ranks, device>/; empty: write nothing
@@ -94,7 +91,6 @@ DEFAULT_MODES = {
     "memory": [mode for mode in MODES if mode not in ("hybrid", "no_overlap")],
     "time": ["adamw", "torch", "sharded"],
     "training": [mode for mode in MODES if MODES[mode].planned],
-    "checkpoint": ["sharded", "torch"],
     "launches": [name for name, mode in MODES.items() if not mode.in_place and mode.fully_shard is None],
 }
 
@@ -106,11 +102,7 @@ def modes_of(measure):
         raise ValueError(f"modes={modes}: {', '.join(unknown)} is not one of {', '.join(MODES)}")
     if measure == "launches" and (unable := [name for name in names if MODES[name].fully_shard is not None]):
         raise ValueError(f"modes={modes}: what=launches cannot count {', '.join(unable)}; leave it out")
-    if measure != "checkpoint":
-        return names
-    if not (built := [name for name in names if MODES[name].is_built]):
-        raise ValueError(f"modes={modes}: what=checkpoint needs a mode that train.py has, such as sharded")
-    return built
+    return names
 
 
 launch = launched()
@@ -123,8 +115,6 @@ with exit_on_wrong_input():
         raise ValueError(
             "simulate_world_size measures memory or launches in one process; start it with python bench.py --what=memory"
         )
-    if "checkpoint" in measures and platform.system() != "Linux":
-        raise ValueError("what=checkpoint reads memory figures that only Linux has; run it on Linux")
     if model and model not in GPT2_SIZES:
         raise ValueError(f"model={model} is not one of {', '.join(GPT2_SIZES)}")
     if "," in block_size and what != "time":
@@ -171,8 +161,6 @@ with exit_on_wrong_input():
 
 class Measure(NamedTuple):
     title: str
-    file: str
-    cost: tuple[int, float]  # models and micro-steps of a mode, which take nearly all of the time
     rows: Callable[[list[str]], list[dict[str, Any]]]  # of modes; needs to be called on all ranks
 
 
@@ -185,55 +173,31 @@ allocated = "allocated on the GPU" if used.type == "cuda" else "of live tensors"
 MEASURES = {
     "memory": Measure(
         f"Memory: MB {allocated}, on {'rank 0' if worlds else 'the fullest rank'}",
-        "memory_profile.txt",
-        memory_profile.COST,
         of_worlds(memory_profile.simulated_rows) if worlds else lambda names: memory_profile.memory_rows(setup, names),
     ),
     "time": Measure(
         "Time of a step; the ratio is that to the first mode in the same round",
-        "speed_comparison.csv",
-        speed.cost(block_sizes, rounds, steps_per_turn),
         lambda names: speed.time_rows(setup, names, block_sizes, rounds, steps_per_turn),
     ),
     "training": Measure(
         "Training: peak of the fullest rank, and the largest difference of a loss from that of the first mode",
-        "training.csv",
-        training.cost(training_steps),
         lambda names: training.training_rows(setup, names, data, training_steps),
-    ),
-    "checkpoint": Measure(
-        "Checkpoints", "checkpoints.csv", save_time.COST, lambda names: save_time.checkpoint_rows(setup, names, rounds)
     ),
     "launches": Measure(
         "Launches and waits of rank 0 in an iteration; DistributedDataParallel is left out where it belongs to the mode",
-        "launches.txt",
-        launches.COST,
         of_worlds(launches.launch_rows),
     ),
 }
 
 
-def announce_duration():
-    """Print how long the measures will take, by the time of a model and a step. Needs to be called on all ranks."""
-    mode = names[measures[0]][0]
-    simulated = launches.pretended_world if on_pretended_gpu else memory_profile.simulated_world
-    with simulated(worlds[0]) if worlds else nullcontext():
-        model_s, step_s = speed.seconds_of(setup, mode)
-    costs = {measure: MEASURES[measure].cost for measure in measures}
-    seconds = sum(len(names[measure]) * (models * model_s + steps * step_s) for measure, (models, steps) in costs.items())
-    minutes, more = math.ceil(seconds * max(1, len(worlds)) / 60), ", and the checkpoints" if "checkpoint" in measures else ""
-    print0(f"this will take about {minutes} min{more}: a step of {mode} takes {step_s:.2f} s here")
-
-
 print0(results.title)
 try:
-    announce_duration()
     for measure in measures:
-        title, file, _, rows_of = MEASURES[measure]
+        title, rows_of = MEASURES[measure]
         rows = rows_of(names[measure])
         if is_rank_0():
             details = f"{memory_profile.MICRO_STEPS} micro-steps per rank" if measure in ("memory", "training") else ""
-            results.add(measure, title, rows, file, details)
+            results.add(measure, title, rows, details)
 except RuntimeError as error:
     if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
         raise

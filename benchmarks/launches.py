@@ -17,7 +17,6 @@ from zero import ShardedGradScaler
 from zero.build import clip_grad_norm_
 
 PHASES = ("forward", "backward", "hooks", "clip", "update")
-COST = 1, 3  # models and micro-steps of a mode
 
 
 def launch_rows(setup: Setup, modes: list[str], world_size: int) -> list[dict[str, Any]]:

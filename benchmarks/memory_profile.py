@@ -25,7 +25,6 @@ from zero.host_comm import gather_objects
 
 POINTS = ("after init", "wrapping", "after wrapping", "accumulating", "before step", "after step", "saving", "peak")
 MICRO_STEPS = 2  # of a step, so that gradients accumulate
-COST = 1, 2 * MICRO_STEPS + 1  # models and micro-steps of a mode
 
 
 class AllocatedBytes(nullcontext[None]):

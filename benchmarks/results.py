@@ -1,10 +1,8 @@
-"""Print tables, and write them to a folder of results: text, CSV and JSON. The pictures are drawn from results.json:
+"""Print tables, and write them to a folder of results: text and JSON. The pictures are drawn from results.json:
 
 $ python -m benchmarks.results results/*/      # draws all pictures again
 """
 
-import csv
-import io
 import itertools
 import json
 import sys
@@ -18,7 +16,7 @@ from charts.style import ENDINGS, MEMORY, save, table
 from forecast.modes import MODES
 
 IN_BYTES = ("total", "predicted", "peak", *MEMORY)  # the tables show them in MB
-HIDDEN = ("own computation, ms", "rounds, ms", "losses")  # in results.json only; the first one of earlier versions
+HIDDEN = ("rounds, ms", "losses")  # in results.json only
 CHARTS: dict[str, Callable[..., Any]] = {
     "memory": memory_chart,
     "time": time_chart,
@@ -59,16 +57,6 @@ def _cell(column: str, value: Any) -> str:
     return str(value)
 
 
-def comma_separated(rows: list[dict[str, Any]]) -> str:
-    """Return the rows as CSV, without lists."""
-    columns = [column for column in _columns(rows) if not any(isinstance(row.get(column), list) for row in rows)]
-    text = io.StringIO()
-    writer = csv.DictWriter(text, columns, lineterminator="\n", extrasaction="ignore")
-    writer.writeheader()
-    writer.writerows(rows)
-    return text.getvalue()
-
-
 class Results:
     """A folder of results. Without a folder, nothing is written.
 
@@ -87,16 +75,15 @@ class Results:
             if (earlier := self.folder / "results.json").exists():
                 self.content = json.loads(earlier.read_text())
 
-    def add(self, measure: str, title: str, rows: list[dict[str, Any]], file: str, details: str = "") -> None:
-        """Print the rows of a measure as a table, and write them to a file and to results.json. The setup gets the details."""
+    def add(self, measure: str, title: str, rows: list[dict[str, Any]], details: str = "") -> None:
+        """Print the rows of a measure as a table, and write it to <measure>.txt and results.json. `details` join the setup."""
         text = _table(rows)
         print(f"\n{title}\n{text}", flush=True)
         if not self.folder:
             return
         setup = ", ".join(filter(None, [self.description["setup"], details]))
         self.content[measure] = {**self.description, "setup": setup, "rows": rows}
-        written = comma_separated(rows) if file.endswith(".csv") else f"{self.title}\n\n{title}\n{text}\n"
-        (self.folder / file).write_text(written)
+        (self.folder / f"{measure}.txt").write_text(f"{self.title}\n\n{title}\n{text}\n")
         (self.folder / "results.json").write_text(json.dumps(self.content, indent=1))
 
 

@@ -20,11 +20,6 @@ EXPOSED = "exposed communication"
 PARTS = ("forward and backward", "optimizer", EXPOSED)  # of a step; the first two are phases, without what they wait
 
 
-def cost(block_sizes: list[int], rounds: int, steps_per_turn: int) -> tuple[int, float]:
-    """Return the models of a mode, and its micro-steps in the time of one with the first block size."""
-    return len(block_sizes), (rounds + 1) * steps_per_turn * sum(block_sizes) / block_sizes[0]
-
-
 def time_rows(setup: Setup, modes: list[str], block_sizes: list[int], rounds: int, steps_per_turn: int) -> list[dict[str, Any]]:
     """Return one row per block size and mode, with medians over the rounds. Needs to be called on all ranks.
 
@@ -50,18 +45,6 @@ def time_rows(setup: Setup, modes: list[str], block_sizes: list[int], rounds: in
             figures = {**medians, "ratio": middle, "ratio, quartiles": [low, high], "rounds, ms": times}
             rows.append({"mode": mode, "block_size": block_size, **figures})
     return rows
-
-
-def seconds_of(setup: Setup, mode: str) -> tuple[float, float]:
-    """Return how long a model with its first step takes, and a later step. Needs to be called on all ranks."""
-    begin = time.perf_counter()
-    contender = Contender(setup, MODES[mode]).wrap()
-    ends = []
-    for _ in range(2):
-        contender.step()
-        contender.wait()
-        ends.append(time.perf_counter())
-    return ends[0] - begin, ends[1] - ends[0]
 
 
 class TimedContender:

@@ -13,11 +13,6 @@ from forecast.modes import MODES
 from zero.host_comm import gather_objects
 
 
-def cost(steps: int) -> tuple[int, int]:
-    """Return the models and micro-steps of a mode."""
-    return 2, MICRO_STEPS * (steps + 2)
-
-
 def training_rows(setup: Setup, modes: list[str], data: Dataset, steps: int) -> list[dict[str, Any]]:
     """Return one row per mode: the peak of the fullest rank, and the losses. A step has two micro-steps in both.
 

@@ -1,4 +1,4 @@
-"""The figures of plan.py and bench.py as charts: rows (lists of dicts) in, a chart out.
+"""The figures of bench.py as charts: rows (lists of dicts) in, a chart out.
 
 `measured` says what was measured on what; it stands below the title.
 """
@@ -20,7 +20,6 @@ TIME = {
     "optimizer, ms": ("optimizer", "#E69F00"),
     "exposed communication, ms": ("exposed communication", "#CC79A7"),
 }
-_LIMIT = "#D55E00"  # colour of the limit of memory
 _WIDTH = 820  # of the panels side by side, in pixels before the scale
 _ROOM = 1.3  # of a panel, relative to its longest bar: the text needs the rest
 # height of the name above the bars of a group, of a bar, and of what is between two groups
@@ -90,32 +89,6 @@ def stack(groups: Sequence[Group], colours: Mapping[str, str], unit: str, end: f
         dots = base.transform_filter("isValid(datum.dot)").mark_circle(size=18, **ink)
         layers.append(dots.encode(x="dot:Q", opacity=alt.value(0.5)))
     return alt.layer(*layers, data=alt.InlineData(values=rows)).properties(height=y)
-
-
-def plan_chart(rows: Rows, limit: tuple[float, str] | None, measured: str) -> Any:
-    """Draw the bytes of one rank at the peak by purpose and mode, one panel per number of ranks.
-
-    `limit`: the bytes that tensors may take, and what to write there; None: none.
-    """
-    divisor, unit = shown_in("bytes", max(row["peak"] for row in rows))
-    panels: dict[str, list[Group]] = {}
-    for row in sorted(rows, key=lambda row: row["world_size"]):
-        ranks = f"{row['world_size']} rank{'s' if row['world_size'] > 1 else ''}"
-        panels.setdefault(ranks, []).append((row["mode"], [_planned(row, divisor)]))
-    line = None if limit is None else (limit[0] / divisor, f"limit: {limit[1]}")
-    return _chart(panels, MEMORY, unit, "Predicted peak of memory per rank", [measured], limit=line)
-
-
-def _planned(row: Mapping[str, Any], divisor: float) -> Bar:
-    """Return the bar of a row of plan.py, whose end is the peak.
-
-    The parts are not all at their largest at the same time: gradients and buckets are drawn as far as the others leave room.
-    """
-    largest, at_peak, left = {**row, "rest": row["temporary"]}, dict[str, float](), row["peak"]
-    for column in sorted(MEMORY, key=["gradients", "buckets"].count):  # these two last
-        at_peak[column] = min(largest.get(column, 0), left)
-        left -= at_peak[column]
-    return Bar(_parts(at_peak, MEMORY, divisor), number(row["peak"] / divisor))
 
 
 def memory_chart(rows: Rows, measured: str) -> Any:
@@ -209,7 +182,6 @@ def _chart(
     unit: str,
     title: str,
     notes: list[str],
-    limit: tuple[float, str] | None = None,
     shared: bool = True,
 ) -> Any:
     """Draw panels of bars.
@@ -218,7 +190,6 @@ def _chart(
         panels: the bars of each panel, by its name.
         unit: of all amounts.
         title, notes: title, and the lines below it.
-        limit: where to draw a line through the panels that reach so far, and what it is.
         shared: whether all panels have the same axis.
     """
     columns = min(len(panels), 2 if len(panels) in (2, 4) else 3)
@@ -229,10 +200,5 @@ def _chart(
     for name, groups in panels.items():
         end = _end(itertools.chain(*panels.values()) if shared else groups)
         panel = stack(groups, colours, unit, end, legend=len(colours))
-        if limit is not None and limit[0] <= end:
-            alone = alt.Chart(alt.InlineData(values=[{}])).encode(x=alt.XDatum(limit[0]))
-            label = alone.mark_text(text=limit[1], align="right", baseline="bottom", color=_LIMIT, fontSize=12)
-            rule = alone.mark_rule(color=_LIMIT, strokeWidth=2, strokeDash=[6, 3])
-            panel.layer += [label.encode(y=alt.value(-8)), rule]
         drawn.append(panel.properties(width=width, title=_title(name)))
     return styled(alt.concat(*drawn, columns=columns, spacing=25).resolve_scale(color="shared"), title, subtitle=notes)

@@ -38,7 +38,6 @@ MEMORY = {
     "activations": ("activations", "#009E73"),
     "rest": ("temporary tensors", "#BBBBBB"),
     "copy": ("copy to save", "#777777"),
-    "shadow": ("shadow_check", "#999933"),
 }
 # the parameters of a chart: the colour of texts and ticks, and the runs that are highlighted; none: all of them
 INK, PICKED = "ink", "picked"
@@ -69,24 +68,11 @@ _UNITS |= {"ms": {"s": 1000, "ms": 1}, "s": {"s": 1, "ms": 0.001}}
 ACTIONS = {"export": True, "source": False, "compiled": False, "editor": False}  # menu of a web page; the editor is a web page
 
 
-def check_path(path: str) -> None:
-    """Raise now what `save` would raise after the measurements.
-
-    Raises:
-        ValueError: if the path does not end with .png, .svg or .html.
-        ImportError: if Altair is not installed.
-    """
-    if not path.lower().endswith(ENDINGS):
-        raise ValueError(f"the picture {path} must end with .png, .svg or .html; change the ending")
-    alt.Chart  # noqa: B018  raises if Altair is not there
-
-
 def save(chart: Any, path: str) -> None:
     """Write a chart to a .png, .svg or .html file, and create its folder. The .html file needs no network.
 
     A file that was there before stays until the new one is complete.
     """
-    check_path(path)
     os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
     ending = os.path.splitext(path)[1].lower()
     with atomic_write(path) as temporary:

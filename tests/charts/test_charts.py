@@ -9,8 +9,8 @@ from conftest import ROOT
 from logged import bars, notes
 
 from benchmarks.results import CHARTS as OF_RESULTS
-from charts.bars import POINTS, memory_chart, plan_chart, time_chart
-from charts.style import MEMORY, check_path, save
+from charts.bars import POINTS, memory_chart, time_chart
+from charts.style import MEMORY, save
 from forecast import modes
 
 MODES = ("sharded", "adamw")
@@ -19,11 +19,6 @@ TIMES = {"forward and backward, ms": 80.0, "optimizer, ms": 15.0, "exposed commu
 ROUNDS = {"rounds, ms": [90.0, 100.0, 130.0], "ratio": 0.966, "ratio, quartiles": [0.91, 1.02]}
 START = {"png": b"\x89PNG\r\n", "svg": b"<svg", "html": b"<!DOCTYPE html>"}
 MEASURED = "gpt2, 2 ranks; cpu; 2026-11-23"
-
-
-def plan_rows(**changed):
-    row = {"peak": 24e9, "temporary": 3e9, **PARTS, **changed}
-    return [{"mode": mode, "world_size": size, **row} for size in (8, 2) for mode in MODES]
 
 
 def memory_rows(scale=1.0, predicted=21e9):
@@ -44,7 +39,6 @@ def training_rows():
 
 
 CHARTS = {
-    "plan": lambda: plan_chart(plan_rows(), (80e9, "80 GB"), MEASURED),
     "memory": lambda: memory_chart(memory_rows(), MEASURED),
     "time": lambda: time_chart(time_rows(), MEASURED),
     "training": lambda: OF_RESULTS["training"](training_rows(), MEASURED),
@@ -87,9 +81,7 @@ def test_every_chart_in_every_format_says_what_was_measured(kind, ending, tmp_pa
 WHOLE = "parameters 6 gradients 5 optimizer state 4 master weights 3 communication buffers 2 activations 1"
 STEP = "forward and backward 72.7273 optimizer 13.6364 exposed communication 13.6364 o 90.0 o 100.0 o 130.0"
 LARGEST = f"{WHOLE} temporary tensors 1"
-PLANNED = [f"{mode}: {WHOLE} temporary tensors 3 = 24.0" for mode in MODES]
 DRAWN = {  # the medians of the parts of a step add up to 110 ms, and that of the whole is 100 ms
-    "plan": {"2 ranks": PLANNED, "8 ranks": PLANNED},
     "memory": {mode: [f"after init: {WHOLE[:12]} = 6.00", f"peak of training: {LARGEST} | 21.0 = 22.0"] for mode in MODES},
     "time": {f"{size} tokens": [f"sharded: {STEP} = 100 ms", f"adamw: {STEP} = 0.97x (0.91 to 1.02)"] for size in (64, 1024)},
     "training": {
@@ -109,11 +101,11 @@ def test_bars_are_the_rows_in_order(kind):
 
 
 def test_purposes_have_their_colours_and_order():
-    plan, memory, time, *_ = (make() for make in CHARTS.values())
+    memory, time, *_ = (make() for make in CHARTS.values())
     names = ["parameters", "gradients", "optimizer state", "master weights", "communication buffers", "activations"]
-    assert list(purposes(plan)) == list(purposes(memory)) == [*names, "temporary tensors"]
+    assert list(purposes(memory)) == [*names, "temporary tensors"]
     assert list(purposes(time)) == ["forward and backward", "optimizer", "exposed communication"]
-    fewer = plan_chart(plan_rows(master=0, buckets=0, temporary=0, peak=16e9), None, MEASURED)
+    fewer = memory_chart([{**row, "master": 0, "buckets": 0, "rest": 0} for row in memory_rows()], MEASURED)
     assert list(purposes(fewer)) == [*names[:3], "activations"]
     assert len(set(dict(MEMORY.values()).values())) == len(MEMORY)
 
@@ -123,32 +115,6 @@ def test_every_mode_has_a_name_and_a_colour_in_pictures():
     assert set(purposes(OF_RESULTS["training"](rows, MEASURED))) == set(modes.MODES)
     for kind in ("label", "colour"):
         assert len({getattr(mode, kind) for mode in modes.MODES.values()}) == len(modes.MODES)
-
-
-@pytest.mark.parametrize(
-    ("changed", "missing"),
-    [
-        ({}, 0),
-        ({"shadow": 2e9, "peak": 26e9}, 0),
-        ({"peak": 20e9, "temporary": 0}, 1),  # the parts are largest at different times: 1 GB of the buckets
-        ({"peak": 17e9, "temporary": 0}, 4),  # 2 GB of buckets and 2 GB of gradients
-    ],
-)
-def test_the_bar_of_a_plan_ends_at_its_peak(changed, missing):
-    row = plan_rows(**changed)[0]
-    for rows, _ in panels(plan_chart([row], None, MEASURED)).values():
-        assert sum(part["value"] for part in rows if "value" in part) == pytest.approx(row["peak"] / 1e9)
-        assert min(part["value"] for part in rows if "value" in part) > 0
-        assert bars(None, rows)[0].endswith(f" = {row['peak'] / 1e9:.1f}")
-    whole = sum(PARTS.values()) + row["temporary"] + row.get("shadow", 0)
-    assert (whole - row["peak"]) / 1e9 == pytest.approx(missing)
-
-
-@pytest.mark.parametrize("limit", [25e9, 80e9])
-def test_the_limit_is_a_line_where_the_axis_reaches_it(limit):
-    for _, layers in panels(plan_chart(plan_rows(), (limit, "x"), MEASURED)).values():
-        assert ("rule" in layers) == (layers["text"]["mark"].get("text") == "limit: x") == (limit == 25e9)
-        assert layers["bar"]["encoding"]["x"]["scale"]["domain"][1] < 40
 
 
 def test_notes_say_what_is_drawn_beside_the_bars():
@@ -170,8 +136,7 @@ def place_and_length(measure, row):
         return row["mode"], POINTS.get(row["point"], row["point"]), row["total"]
     if measure == "training":
         return "Peak of memory while training, per rank", modes.MODES[row["mode"]].label, row["peak"]
-    panel = f"{row['block_size']} tokens" if measure == "time" else f"{row['ranks']} ranks, {row['Gbit/s']:g} Gbit/s"
-    return panel, row["mode"], row["ms per step"]
+    return f"{row['block_size']} tokens", row["mode"], row["ms per step"]
 
 
 @pytest.mark.parametrize(
@@ -205,15 +170,8 @@ def test_pictures_of_the_results_have_their_figures(path):
                     assert (length > ms) == (ratio > 1) or low <= 1 <= high, "a bar contradicts its ratio"
 
 
-def test_other_endings_are_refused():
-    for path in ("results/plan.pdf", "plan"):
-        with pytest.raises(ValueError, match=rf"^the picture {path} must end with .png, .svg or .html; change the ending$"):
-            check_path(path)
-
-
 @pytest.mark.parametrize("library", ["altair", "vl_convert"])
 def test_a_missing_library_is_named(library, monkeypatch):
     monkeypatch.setitem(sys.modules, library, None)
-    for call in (lambda: check_path("plan.png"), CHARTS["plan"]):
-        with pytest.raises(ImportError, match=r"^pictures need altair and vl-convert-python; pip install -e '\.\[plots\]'$"):
-            call()
+    with pytest.raises(ImportError, match=r"^pictures need altair and vl-convert-python; pip install -e '\.\[plots\]'$"):
+        CHARTS["memory"]()

@@ -1,8 +1,7 @@
-"""One checkpoint, its file and its shards. It is written with a manifest of its tensors, and read as untrusted input."""
+"""One checkpoint, its file and its shards, which are read as untrusted input."""
 
 import os
 import zipfile
-import zlib
 from collections.abc import Callable
 from functools import partial
 from types import GenericAlias, NoneType, UnionType
@@ -84,7 +83,6 @@ _MORE_KEYS = {
     "dataset": dict[str, str],
     "elapsed_s": _is_number,
     "format": int,
-    "manifest": dict[str, dict],
     "scaler": _is_scaler,
     "shards": {"folder": str, "files": _are_sums},
     "vocabulary": str,
@@ -193,7 +191,7 @@ def chunk_reader(path: str, checkpoint: dict[str, Any]) -> Callable[[list[Tensor
 
 
 def write_file(checkpoint: dict[str, Any], path: str) -> None:
-    """Write a checkpoint and its manifest to the disk. The manifest has name, shape, dtype and CRC-32 of each tensor.
+    """Write a checkpoint to the disk. The archive has a CRC-32 of each tensor.
 
     Raises:
         OSError: if the disk is full or cannot be written to.
@@ -201,12 +199,9 @@ def write_file(checkpoint: dict[str, Any], path: str) -> None:
     """
     if odd := [name for name, value in checkpoint["model"].items() if not _is_plain(value)]:
         raise ValueError(f"{odd[0]} is more than tensors and plain values, so the checkpoint could not be read; change it")
-    tensors = named_tensors(checkpoint)
-    entries = {id(tensor): manifest_entry(tensor) for tensor in {id(tensor): tensor for tensor in tensors.values()}.values()}
-    manifest = {name: entries[id(tensor)] for name, tensor in tensors.items()}
     with open(path, "wb") as file:
         try:
-            torch.save({**checkpoint, "format": FORMAT, "manifest": manifest}, file)
+            torch.save({**checkpoint, "format": FORMAT}, file)
         except RuntimeError as error:
             raise underlying_os_error(error) from error
         file.flush()
@@ -216,14 +211,6 @@ def write_file(checkpoint: dict[str, Any], path: str) -> None:
 def shards_folder(path: str, checkpoint: dict[str, Any]) -> str:
     """Return the path of the folder with the shards of a sharded checkpoint."""
     return os.path.join(os.path.dirname(path), checkpoint["shards"]["folder"])
-
-
-def manifest_entry(tensor: torch.Tensor) -> dict[str, Any]:
-    """Return the manifest entry of a tensor. On the meta device it has no checksum: the elements are in another file."""
-    crc32 = None
-    if not tensor.is_meta:
-        crc32 = zlib.crc32(tensor.detach().reshape(-1).contiguous().view(torch.uint8).numpy().data)
-    return {"shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch."), "crc32": crc32}
 
 
 def named_tensors(tree: Any) -> dict[str, torch.Tensor]:

@@ -27,6 +27,8 @@ SOME = [
     (("adamw", 2), ("bfloat16", 3)),
     (("bfloat16", 2), ("bfloat16", 1)),
     (("codecs", 2), ("sharded", 4)),
+    (("codecs", 1), ("sharded", 2)),
+    (("sharded", 2), ("codecs", 1)),
     (("adamw", 1), ("codecs", 3)),
     (("hybrid", 4), ("sharded", 2)),
     (("adamw", 1), ("hybrid", 4)),

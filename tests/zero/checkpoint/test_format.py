@@ -76,7 +76,6 @@ WRONG_SHAPES_AND_KEYS = {
     "a scaler in words": lambda c: c.update(scaler={"scale": "x"}),
     "a scaler without a scale": lambda c: c.update(scaler={"growth_factor": 2.0}),
     "a run id that is none": lambda c: c.update(wandb_run_id=3),
-    "a manifest that is none": lambda c: c.update(manifest=3),
 }
 
 

@@ -24,28 +24,15 @@ def test_inspect(tmp_path, capsys):
     )  # fmt: skip
     assert shown.returncode == 0, shown.stderr
     lines = shown.stdout.splitlines()
-    assert lines[0] == f"{tmp_path / 'ckpt.pt'}: all checksums hold"
-    assert "MB, consolidated, format 1; 4 tensors, 0.0M numbers" in lines[1]
-    assert "iteration 5" in lines[2]
-    assert "float32" not in shown.stdout
+    assert re.fullmatch(rf"{tmp_path / 'ckpt.pt'}: all checksums hold; 0.0 MB, consolidated", lines[0])
+    assert "iteration 5" in lines[1]
 
-    def inspect(name, *options):
-        code = main(["inspect", str(tmp_path / name), *options])
+    def inspect(name):
+        code = main(["inspect", str(tmp_path / name)])
         return code, *capsys.readouterr()
 
-    _, listed, _ = inspect("ckpt.pt", "--tensors")
-    assert listed.startswith(shown.stdout)
-    assert "  model.weight (3000,) float32\n" in listed
-    assert "  optimizer.state.0.exp_avg (3000,)" in listed
     torch.save(CHECKPOINT, tmp_path / "nanogpt.pt")
     assert "written by nanoGPT" in inspect("nanogpt.pt")[1]
-    wrong = ckpt.load(tmp_path / "ckpt.pt")
-    wrong["model"]["weight"] = wrong["model"]["weight"] + 1  # a sound archive of other numbers
-    torch.save(wrong, tmp_path / "other.pt")
-    code, output, _ = inspect("other.pt", "--tensors")
-    assert code == 1
-    assert output.startswith(f"{tmp_path / 'other.pt'}: WRONG: ['model.weight']\n")
-    assert "  model.weight (3000,) float32 WRONG CHECKSUM\n" in output
     (tmp_path / "torn.pt").write_bytes((tmp_path / "ckpt.pt").read_bytes()[:-1000])
     for name, reason in (("torn.pt", "is damaged"), ("nowhere.pt", "there is no checkpoint"), ("", "is a folder")):
         code, _, errors = inspect(name)
@@ -57,7 +44,6 @@ def test_inspect(tmp_path, capsys):
     ("line", "part"),
     [
         ("--help", "inspect | convert"),
-        ("inspect --help", "--tensors   also list name, shape and dtype of every tensor"),
         ("convert --help", "--to {consolidated,sharded}"),
     ],
 )
@@ -110,8 +96,7 @@ def test_sharded_checkpoints(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["inspect", "ckpt.pt"]) == 0
     shown = capsys.readouterr().out
-    assert "sharded, format 1" in shown
-    assert "files with a checksum each" in shown
+    assert "MB, sharded" in shown
     shutil.rmtree(tmp_path / shards)
     for arguments, warning in (
         (["inspect", "ckpt.pt"], "there is no"),

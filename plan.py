@@ -10,8 +10,12 @@ What fits: the largest batch, the fewest GPUs, the largest model. And what a run
     $ python plan.py config/train_gpt2_xl.py --world_size=8 --find=batch        # or gpus, or model
     $ python plan.py config/train_gpt2.py --world_size=8 --gpu=H100 --gpu_hour_price=2.50
 
-The table as a file and as a picture:
-    $ python plan.py config/train_gpt2_xl.py --json=plan.json --plot=plan.png
+One card, and two without bfloat16:
+    $ python plan.py config/finetune_gpt2_xl_one_gpu.py --world_size=1 --gpu=4090
+    $ python plan.py config/finetune_shakespeare.py --world_size=2 --gpu=T4 --init_from=gpt2-large
+
+The table as a file:
+    $ python plan.py config/train_gpt2_xl.py --json=plan.json
 
 Every setting of train.py is a setting of plan.py, with the same default.
 
@@ -31,8 +35,8 @@ Columns, of the rank with the most optimizer state:
   activations  what forward keeps for backward
   temporary    what the peak needs in addition: gradients of the logits and of the tied embedding, autocast's copies of
                the weights, or on a CPU the original weights while the model is wrapped
-  shadow       the copy of the model that shadow_check trains in the first iterations
-  peak         the most while training; blocks count as not compiled, and the loss goes by --compile
+  peak         the most while training, without the copy of shadow_check (16 to 20 bytes per parameter); blocks count as
+               not compiled, and the loss goes by --compile
   at save      the peak while a checkpoint is saved, with async_save while training goes on
   fits         whether the peaks fit; on a CPU with 30 % more, for pages that the system's allocator keeps
   max batch    the largest batch_size that fits, up to 4096
@@ -44,7 +48,6 @@ Modes:
 """
 
 import itertools
-import math
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -52,8 +55,7 @@ from json import dump
 from operator import itemgetter
 from typing import Any, Literal
 
-from charts.bars import plan_chart
-from charts.style import check_path, number, save, shown_in, table
+from charts.style import number, shown_in, table
 from configurator import (
     TRAIN,
     NonNegativeFloat,
@@ -73,23 +75,22 @@ from forecast.modes import MODES, explained
 from forecast.planner import PARTS, Planner
 from forecast.run_memory import CPU_RESIDENT
 from model import GPT2_SIZES, GPTConfig, check_block_size
-from run.shadow import check_device
+from zero.flags import Flags
 
 # plan
 world_size = "1,2,4,8,64,1024"  # numbers of ranks, separated by commas
 vocab_size: NonNegativeInt = 0  # number of tokens, if the dataset is not prepared and not one of data/; 0: that of the dataset
-# memory that PyTorch may use on each GPU, in 10^9 bytes; CUDA itself takes about 1 GB in addition. With --device=cpu, memory
-# of each rank; Python and its libraries take about 0.4 GB in addition. 0: 80, as an A100 and an H100 have
+# memory that PyTorch may use on each GPU, in 10^9 bytes; 0: that of --gpu, less what CUDA, cuBLAS and NCCL take themselves.
+# With --device=cpu, memory of each rank, 0: 80; Python and its libraries take about 0.4 GB in addition
 gpu_memory_gb: NonNegativeFloat = 0.0
 find: Literal["nothing", "batch", "gpus", "model"] = "nothing"  # print the largest batch_size, fewest GPUs or largest model
 ranks_per_machine: PositiveInt = 8
-bandwidth_gbit: PositiveFloat = 2400.0  # what a rank can send per second to the ranks of its machine; this is NVLink of an A100
+bandwidth_gbit: NonNegativeFloat = 0.0  # what a rank can send per second to the ranks of its machine; 0: by the link of --gpu
 between_gbit: PositiveFloat = 1600.0  # what a machine can send per second to other machines; this is a network card per A100
-gpu = "A100"  # for its peak FLOP/s; the bandwidths do not follow from it
+gpu = "A100"  # such as T4, L4, 4090, H100: its peak FLOP/s, memory, link, and whether it has bfloat16
 mfu: PositiveFloat = 30.0  # FLOP/s of the computation, in per cent of the peak; nanoGPT's 4 days on eight A100 are 29
 gpu_hour_price: NonNegativeFloat = 0.0  # of one GPU, in any currency; 0: the run's cost is not printed
 json = ""  # path of a JSON file that also receives the table, in bytes
-plot = ""  # path of a picture: .png, .svg or .html (interactive)
 
 COLUMNS = {  # heading of each column, its unit, and its text in a row
     "ranks": ("", "{world_size}"),
@@ -102,7 +103,6 @@ COLUMNS = {  # heading of each column, its unit, and its text in a row
     "buckets": ("{unit}", "{buckets}"),
     "activations": ("{unit}", "{activations}"),
     "temporary": ("{unit}", "{temporary}"),
-    "shadow": ("{unit}", "{shadow}"),
     "peak": ("{unit}", "{peak}"),
     "at save": ("{unit}", "{saving}"),
     "fits": ("", "{fits}"),
@@ -113,7 +113,7 @@ COLUMNS = {  # heading of each column, its unit, and its text in a row
     "exposed": ("ms", "{exposed_ms:.0f}"),
 }
 SCALED = (*PARTS, "temporary", "peak", "saving", "sent", "between")
-OPTIONAL = {"shadow": "shadow", "between": "between", "exposed": "exposed_ms"}  # columns that are left out if all rows have 0
+OPTIONAL = {"between": "between", "exposed": "exposed_ms"}  # columns that are left out if all rows have 0
 
 
 def model_config(settings: dict[str, Any]) -> GPTConfig:
@@ -166,6 +166,7 @@ def description(planner: Planner) -> str:
     settings = planner.settings
     return (
         f"{planner.numel / 1e6:.1f}M parameters, {planner.dtype} on {planner.device_type}, "
+        f"--compile={settings['compile']}, "
         f"{settings['batch_size']} x {planner.config.block_size} tokens per micro-step, "
         f"{settings['gradient_accumulation_steps']} micro-steps per iteration, all ranks together"
     )
@@ -180,8 +181,9 @@ def verdict(rows: list[dict[str, Any]], planner: Planner, amount: Callable[[int]
     Args:
         amount: writes bytes with their unit.
     """
-    settings, limit = planner.settings, planner.limit
+    settings = planner.settings
     plain, chosen = rows[0], next(row for row in rows if row["chosen"])
+    limit = planner.limit(chosen["world_size"])
     size, baseline = chosen["world_size"], f"{planner.plain} in place" if MODES[plain["mode"]].in_place else planner.plain
     text = f"{size:5} rank{'s' if size > 1 else ' '}  peak {amount(chosen['peak'])}"
     if chosen is not plain:
@@ -193,9 +195,12 @@ def verdict(rows: list[dict[str, Any]], planner: Planner, amount: Callable[[int]
     else:
         text += f": does not fit in {limit}"
     steps, shard_size = settings["gradient_accumulation_steps"], settings["zero_shard_size"] or 1
-    needs = [f"--gradient_accumulation_steps={math.ceil(steps / size) * size}"] if steps % size else []
-    needs += ["--zero_shard_size=0"] if size > 1 and size % shard_size else []
-    text += f"; train.py needs {' '.join(needs)} for it, as assumed here" if needs else ""
+    needs, kept = ["--zero_shard_size=0"] if size > 1 and size % shard_size else [], ""
+    if steps % size:
+        batch_size, steps = planner.batch(size)
+        needs.append(f"--batch_size={batch_size} --gradient_accumulation_steps={steps}")
+        kept = f" ({planner.global_batch(batch_size, steps)})"
+    text += f"; train.py needs {' '.join(needs)} for it{kept}, as assumed here" if needs else ""
     if chosen["fits"] == "yes":
         return text + duration(chosen, planner)
     if (advice := cheapest(planner, size)) is None:
@@ -213,7 +218,7 @@ def verdict(rows: list[dict[str, Any]], planner: Planner, amount: Callable[[int]
 def details(advice: Advice, planner: Planner, amount: Callable[[int], str]) -> list[str]:
     """Return lines about settings that fit: what they take, and the price of each."""
     row = planner.figures("", advice.choice, advice.result, chosen=False)
-    spare = 1 - max(row["peak"], row["saving"]) / planner.memory
+    spare = 1 - max(row["peak"], row["saving"]) / planner.memory(row["world_size"])
     takes = (
         f"peak {amount(row['peak'])} ({spare:.0%} to spare), up to --batch_size={row['largest_batch']}{duration(row, planner)}"
     )
@@ -227,7 +232,7 @@ def duration(row: dict[str, Any], planner: Planner) -> str:
     settings, size = planner.settings, row["world_size"]
     tokens = planner.tokens_of(size)
     speed, hours = tokens / row["seconds"], settings["max_iters"] * row["seconds"] / 3600
-    time = f"{hours / 24:,.1f} days" if hours >= 24 else f"{hours:.1f} hours"
+    time = f"{hours / 24:,.1f} days" if hours >= 24 else f"{hours:.1f} hours" if hours >= 1 else f"{60 * hours:.0f} minutes"
     text = f"; about {speed / 1e3:,.0f}k tokens/s and {time} on {settings['gpu']} at {settings['mfu']:g} % MFU"
     price = settings["gpu_hour_price"]
     return f"{text}, at a cost of {hours * size * price:,.0f}" if price else text
@@ -278,6 +283,8 @@ def print_plan(planner: Planner, sizes: list[int]) -> list[dict[str, Any]]:
     print("\n*: the settings; --help explains the columns")
     if 1 in sizes:
         print("note: 1 rank is a process without torchrun; DistributedDataParallel would take the gradients once more")
+        if idle := Flags.of(settings).without_effect(1):
+            print(f"note: without effect on 1 rank: {', '.join(idle)}")
     for size in sizes:
         if size > 1 and steps <= size:
             print(f"note: with one micro-step on each of {size} ranks, shard_gradients changes nothing")
@@ -305,7 +312,7 @@ def host_memory(planner: Planner, rows: list[dict[str, Any]]) -> str:
 def print_found(planner: Planner, sizes: list[int]) -> None:
     """Print the answers of --find, one line per way to train."""
     settings = planner.settings
-    find, limit = settings["find"], f"in {planner.limit} per rank"
+    find, limit = settings["find"], " or ".join(dict.fromkeys(f"in {planner.limit(size)}" for size in sizes)) + " per rank"
     shape = {
         "batch": f"the largest batch_size {limit}",
         "gpus": f"the fewest ranks {limit}, as a power of two",
@@ -338,29 +345,25 @@ def print_found(planner: Planner, sizes: list[int]) -> None:
             print(f"{place}{name:14}  {answer}")
 
 
-def check_outputs(settings: dict[str, Any]) -> None:
-    """Raise ValueError or OSError now if the files of --json and --plot cannot be written later."""
-    if settings["find"] != "nothing" and (settings["json"] or settings["plot"]):
-        raise ValueError("find prints no table; remove --json and --plot, or run plan.py once more without --find")
-    if settings["plot"]:
-        check_path(settings["plot"])
-    for key in ("json", "plot"):
-        if os.path.isdir(settings[key]):
-            raise ValueError(f"{key}={settings[key]} is a folder; give the path of a file")
-        if settings[key]:
-            os.makedirs(os.path.dirname(settings[key]) or ".", exist_ok=True)
+def check_output(settings: dict[str, Any]) -> None:
+    """Raise ValueError or OSError now if the file of --json cannot be written later."""
+    if path := settings["json"]:
+        if settings["find"] != "nothing":
+            raise ValueError("find prints no table; remove --json, or run plan.py once more without --find")
+        if os.path.isdir(path):
+            raise ValueError(f"json={path} is a folder; give the path of a file")
+        os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
 
 
 def main() -> None:
     modes = explained(mode for mode in MODES if MODES[mode].planned or mode in ("loss_chunk", "fsdp2_reshard"))
     settings = configure({**settings_of(__file__, TRAIN), "__doc__": __doc__ + modes})
     with exit_on_wrong_input():
-        check_outputs(settings)
+        check_output(settings)
         sizes = integers("world_size", settings["world_size"])
         if max(sizes) > 1:
             check_backend(settings["backend"], "cuda" if settings["device"] == "auto" else settings["device"])
         planner = Planner(settings, model_config(settings))
-        check_device(settings["shadow_check"], planner.device_type)
         if settings["find"] != "nothing":
             print_found(planner, sizes)
             return
@@ -369,9 +372,6 @@ def main() -> None:
             with open(settings["json"], "w") as file:
                 dump({"settings": settings, "rows": rows}, file, indent=1)
             print(f"the table is in {settings['json']}")
-        if settings["plot"]:
-            save(plan_chart(rows, (planner.memory, planner.limit), description(planner)), settings["plot"])
-            print(f"the picture is in {settings['plot']}")
 
 
 if __name__ == "__main__":

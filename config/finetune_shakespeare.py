@@ -4,8 +4,7 @@
 #   $ torchrun --standalone --nproc_per_node=2 train.py config/finetune_shakespeare.py
 #   $ python sample.py --out_dir=out-shakespeare
 #
-# The optimizer state of XL takes 12.5 GB, which is 6.2 GB on each of two GPUs. On smaller GPUs, use --init_from=gpt2-medium or
-# --block_size=512.
+# The optimizer state of XL takes 12.5 GB, which is 6.2 GB on each of two GPUs. docs/recipes.md has smaller GPUs.
 
 import time
 

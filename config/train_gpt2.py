@@ -10,7 +10,8 @@ wandb_log = True
 wandb_project = "owt"
 wandb_run_name = "gpt2-124M"
 
-# 40 micro-steps * 12 sequences * 1024 tokens = 491,520 tokens per iteration, for any number of ranks
+# 40 micro-steps * 12 sequences * 1024 tokens = 491,520 tokens per iteration, as in nanoGPT, for 1, 2, 4 or 8 ranks. The same
+# for 16 ranks: --batch_size=10 --gradient_accumulation_steps=48, for 32: --batch_size=5 --gradient_accumulation_steps=96
 gradient_accumulation_steps = 5 * 8
 batch_size = 12
 block_size = 1024

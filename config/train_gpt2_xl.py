@@ -15,7 +15,8 @@ n_layer = 48
 n_head = 25
 n_embd = 1600
 
-# 240 micro-steps * 2 sequences * 1024 tokens = 491,520 tokens per iteration, for any number of ranks
+# 240 micro-steps * 2 sequences * 1024 tokens = 491,520 tokens per iteration, as in nanoGPT's 124M, for 1, 2, 4, 8 or 16 ranks.
+# The same for 32 ranks: --batch_size=1 --gradient_accumulation_steps=480
 gradient_accumulation_steps = 240
 batch_size = 2
 block_size = 1024

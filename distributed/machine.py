@@ -7,7 +7,7 @@ import re
 import subprocess
 import time
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,31 +18,53 @@ from zero.host_comm import gather_objects, is_rank_0
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
-# Dense tensor-core peaks in bfloat16 or float16, in TFLOP/s, from the data sheets of NVIDIA and AMD. data_sheet_flops() takes
-# the first name that matches whole words of torch.cuda.get_device_name(), so longer names come before shorter names.
-PEAK_TFLOPS = {
-    "B200": 2250.0,
-    "GH200": 989.4,
-    "H200": 989.4,
-    "H100 PCIe": 756.0,
-    "H100 NVL": 835.0,
-    "H100": 989.4,
-    "A100": 312.0,
-    "A800": 312.0,
-    "A40": 149.7,
-    "A30": 165.0,
-    "A10G": 70.0,
-    "A10": 125.0,
-    "L40S": 362.0,
-    "L40": 181.0,
-    "L4": 121.0,
-    "V100": 125.0,
-    "T4": 65.0,
-    "RTX 4090": 165.2,
-    "RTX 3090": 71.0,
-    "MI300X": 1307.4,
-    "MI250X": 191.5,  # one of the two dies; each die is a separate device
+
+class Card(NamedTuple):
+    """A GPU, or one of its dies if each is a device."""
+
+    tflops: float  # dense peak of the tensor cores in bfloat16 or float16
+    memory_gb: float  # all that CUDA reports, in 10^9 bytes: the least that was seen
+    link_gbit: float  # to the other GPUs of its machine, one way: NVLink or Infinity Fabric, otherwise PCI Express
+    has_bfloat16: bool = True
+
+
+# From the data sheets of NVIDIA and AMD, the memory from PyTorch's error messages ("has a total capacity of 22.03 GiB"). card()
+# takes the first row that fits a name, so longer names come before shorter names.
+CARDS = {
+    "B200": Card(2250.0, 191.4, 7200),
+    "GH200": Card(989.4, 101.4, 3600),
+    "H200": Card(989.4, 149.9, 3600),
+    "H100 PCIe": Card(756.0, 84.9, 512),
+    "H100 NVL": Card(835.0, 99.8, 512),
+    "H100": Card(989.4, 84.9, 3600),
+    "A100-40": Card(312.0, 42.2, 2400),
+    "A100": Card(312.0, 84.9, 2400),
+    "A800": Card(312.0, 84.9, 1600),
+    "A40": Card(149.7, 47.5, 256),
+    "A30": Card(165.0, 25.2, 256),
+    "A10G": Card(70.0, 23.6, 256),
+    "A10": Card(125.0, 23.6, 256),
+    "L40S": Card(362.0, 47.5, 256),
+    "L40": Card(181.0, 47.5, 256),
+    "L4": Card(121.0, 23.6, 256),
+    "V100-32": Card(125.0, 34.0, 1200, has_bfloat16=False),
+    "V100": Card(125.0, 16.9, 1200, has_bfloat16=False),
+    "T4": Card(65.0, 15.6, 128, has_bfloat16=False),
+    "5090": Card(209.5, 33.6, 512),
+    "5080": Card(112.6, 16.6, 512),
+    "4090": Card(165.2, 25.2, 256),
+    "4080": Card(97.5, 16.6, 256),
+    "3090": Card(71.0, 25.2, 256),
+    "MI300X": Card(1307.4, 206.0, 3584),
+    "MI250X": Card(191.5, 68.7, 800),
 }
+
+# What a process takes on a GPU in addition to tensors, in 10^9 bytes. The context of CUDA, from the same messages ("non-PyTorch
+# memory"): 0.2 on an L4 (evo2#190), 0.5 on a 4090 (pytorch#16417). Workspaces of cuBLAS and cuBLASLt, for forward's thread and
+# for backward's: 32 MiB each from Hopper on, 4 to 8 MiB before (pytorch#120925).
+CUDA_GB = 0.6
+# Communicators of NCCL: 0.5 on eight H100 before an all-to-all, which Muon starts, and 3.3 more after the first (nccl#1685).
+NCCL_GB = 0.6
 
 
 def resolve(device: str, dtype: str, param_dtype: str = "float32") -> tuple[str, str]:
@@ -77,12 +99,17 @@ def resolve_dtype(dtype: str, param_dtype: str, best: str) -> str:
 
     Args:
         dtype, param_dtype: see `resolve`.
-        best: what 'auto' stands for if the weights are float32.
+        best: what 'auto' stands for if the weights are float32. 'float16': the GPU has no bfloat16.
 
     Raises:
-        ValueError: if the two dtypes do not fit together.
+        ValueError: if the two dtypes do not fit together, or the GPU lacks that of the weights.
     """
     weights = weight_dtype(param_dtype)
+    if best == "float16" and weights != "float32":
+        raise ValueError(
+            f"param_dtype={param_dtype}: this GPU has no bfloat16 and computes in float16; use "
+            "--param_dtype=float32. state_dtype, activation_checkpointing and loss_chunk save memory there"
+        )
     if dtype == "auto":
         dtype = best if weights == "float32" else weights
     if weights not in ("float32", dtype):
@@ -132,9 +159,18 @@ def divide_threads(local_world_size: int) -> None:
     torch.set_num_threads(max(1, cores // local_world_size))
 
 
+def card(name: str) -> Card | None:
+    """Return what is known of a GPU, such as 'H100', 'A100-40' or 'NVIDIA A100-SXM4-40GB'; None: it is not in the list."""
+    if "Laptop" in name:  # of the same name, but another card
+        return None
+    patterns = ((re.sub(r"-(\d+)", r"\\b.*\\b\1(GB)?", key), found) for key, found in CARDS.items())
+    return next((found for pattern, found in patterns if re.search(rf"\b{pattern}\b", name)), None)
+
+
 def data_sheet_flops(name: str) -> float | None:
-    """Return the peak FLOP/s in bfloat16 of a GPU, such as 'H100' or 'NVIDIA H100 80GB HBM3'; None: it is not in the list."""
-    return next((tflops * 1e12 for part, tflops in PEAK_TFLOPS.items() if re.search(rf"\b{part}\b", name)), None)
+    """Return the peak FLOP/s in bfloat16 or float16 of a GPU; None: it is not in the list."""
+    found = card(name)
+    return None if found is None else found.tflops * 1e12
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:

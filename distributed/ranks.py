@@ -4,6 +4,7 @@ Without a process group, every function works for a single process.
 """
 
 import datetime
+import math
 import resource
 import threading
 from collections.abc import Callable, Sequence
@@ -21,6 +22,24 @@ from zero.host_comm import broadcast_object, cpu_group, is_rank_0
 tqdm.set_lock(threading.RLock())  # only one process draws; the default is a lock between processes
 
 _BACKSTOP_S = 60.0  # collectives time out later than the watchdog, whose message says more
+
+
+def divided_batch(batch_size: int, steps: int, world_size: int) -> tuple[int, int]:
+    """Return a batch_size and gradient_accumulation_steps that the ranks can share, for the same sequences per iteration.
+
+    The batch size is the largest one that is possible, up to the given one. If the number of sequences is no multiple of the
+    number of ranks, it grows to the next one.
+    """
+    each = math.ceil(batch_size * steps / world_size)  # sequences of a rank
+    size = next(size for size in range(batch_size, 0, -1) if each % size == 0)
+    return size, each // size * world_size
+
+
+def batch_in_words(sequences: int, before: int) -> str:
+    """Return whether an iteration with other settings has as many sequences as `before`."""
+    if sequences == before:
+        return "the same global batch"
+    return f"a global batch of {sequences} sequences in place of {before}, {sequences / before - 1:.1%} more"
 
 
 def start(launch: Launch, device: str, backend: str = "auto", timeout_s: float = 600.0) -> torch.device:

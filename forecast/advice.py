@@ -28,7 +28,7 @@ def cheapest(planner: Planner, world_size: int, rounded: bool = False) -> Advice
     `rounded`, only choices with bfloat16 weights count.
     """
     chosen = planner.chosen(world_size)
-    choices = [choice for choice in _by_price(chosen, world_size) if not rounded or choice.flags.param_dtype != "float32"]
+    choices = [choice for choice in _by_price(planner, world_size) if not rounded or choice.flags.param_dtype != "float32"]
     results = {choice: planner.forecast(choice, world_size) for choice in choices}
     fitting = [choice for choice in choices if planner.fits(results[choice])]
     if not fitting:
@@ -86,14 +86,15 @@ def batch_of_the_run(planner: Planner, choice: Choice, world_size: int) -> tuple
     return largest, dividing, sequences // max(1, dividing) * world_size
 
 
-def _by_price(chosen: Choice, world_size: int) -> Iterator[Choice]:
+def _by_price(planner: Planner, world_size: int) -> Iterator[Choice]:
     """Yield the choices between that of the settings and the one with the least memory, the cheapest first."""
+    chosen = planner.chosen(world_size)
     is_sharded = chosen.flags.implementation(world_size) == "sharded"
-    base = chosen.flags if is_sharded or world_size == 1 else MODES["sharded"].flags
+    base = chosen.flags if is_sharded else MODES["sharded"].flags
     for flags, state_dtype, shard_gradients, checkpointing, batch_size, loss_chunk in itertools.product(
-        (base, MODES["remainder"].flags) if world_size > 1 else (base,),
-        (base.state_dtype, "int8") if world_size > 1 else (base.state_dtype,),
-        sorted({base.shard_gradients, world_size > 1}),
+        (base, MODES["remainder"].flags) if planner.can_round_weights else (base,),
+        (base.state_dtype, "int8"),
+        sorted({base.shard_gradients, base.shard_gradients or world_size > 1}),
         sorted({chosen.activation_checkpointing, True}),
         [size for size in range(chosen.batch_size, 0, -1) if chosen.batch_size % size == 0],
         sorted({chosen.loss_chunk, chosen.loss_chunk or LOSS_CHUNK}),
@@ -107,9 +108,11 @@ def prices(planner: Planner, world_size: int, choice: Choice, result: Forecast) 
     chosen = planner.chosen(world_size)
     before, after = chosen.flags, choice.flags
     found: dict[str, str] = {}
-    if (implementation := after.implementation(world_size)) != before.implementation(world_size):
-        argument = "--use_zero1=False" if implementation == "adamw" else "--use_zero1=True --zero1_impl=sharded"
-        found[argument] = "no more bytes to send, the same losses"
+    implementation, settings = after.implementation(world_size), planner.settings
+    if implementation == "sharded" and not (settings["use_zero1"] and settings["zero1_impl"] == "sharded"):
+        found["--use_zero1=True --zero1_impl=sharded"] = "no more bytes to send, the same losses"
+    if world_size > 1 and implementation == "adamw" != before.implementation(world_size):
+        found["--use_zero1=False"] = "no more bytes to send, the same losses"
     if choice.loss_chunk != chosen.loss_chunk:
         found[f"--loss_chunk={choice.loss_chunk}"] = "smaller kernels, not measured on GPUs yet; the same losses up to rounding"
     if choice.batch_size != chosen.batch_size:
@@ -119,14 +122,15 @@ def prices(planner: Planner, world_size: int, choice: Choice, result: Forecast) 
             f"{planner.global_batch(choice.batch_size, steps)}; slower where {tokens:,} tokens do not fill a GPU"
         )
     if choice.activation_checkpointing != chosen.activation_checkpointing:
-        found["--activation_checkpointing=True"] = "the forward of the blocks a second time, up to a third more computation"
+        price = "the forward of the blocks a second time, up to a third more computation"
+        found[f"--activation_checkpointing={choice.activation_checkpointing}"] = price
     if after.shard_gradients and not before.shard_gradients:
         sent = sum(result.prediction.sent().values())
         once = sum(replace(result.prediction, shard_gradients=False).sent().values())
         found["--shard_gradients=True"] = f"{sent / once:.1f} times the bytes to send, with these micro-steps"
     if after.param_dtype != before.param_dtype:
         same = weight_dtype(after.param_dtype) == weight_dtype(before.param_dtype)
-        rounds = "weights and gradients are rounded to bfloat16; half the bytes to send; "
+        rounds = "weights and gradients are rounded to bfloat16; " + "half the bytes to send; " * (world_size > 1)
         price = "the same values as float32 masters; on a CPU an update takes 1.4 times as long"
         found[f"--param_dtype={after.param_dtype}"] = price if same else rounds + price
     if after.state_dtype != before.state_dtype:

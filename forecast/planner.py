@@ -1,12 +1,12 @@
 """The figures of plan.py: memory, bytes and time of a run, for each way to hold the state and each number of ranks."""
 
 import math
-import re
 from bisect import bisect_left
 from dataclasses import dataclass, replace
 from typing import Any
 
-from distributed.machine import PEAK_TFLOPS, data_sheet_flops, resolve_dtype
+from distributed.machine import CARDS, CUDA_GB, NCCL_GB, card, resolve_dtype
+from distributed.ranks import batch_in_words, divided_batch
 from forecast.fully_sharded import FullyShardedPrediction
 from forecast.modes import LOSS_CHUNK, MODES
 from forecast.prediction import Activations, Workload
@@ -18,7 +18,7 @@ from zero.layout import Plan, replicated_plan
 from zero.muon.muon import NS_STEPS
 
 BATCHES = [4**power for power in range(7)]  # activations are predicted for these batch sizes, and interpolated between them
-PARTS = ("parameters", "gradients", "state", "master", "buckets", "activations", "shadow")
+PARTS = ("parameters", "gradients", "state", "master", "buckets", "activations")
 
 
 @dataclass(frozen=True)
@@ -50,30 +50,43 @@ class Planner:
         if settings["device"].partition(":")[0] not in ("auto", "cpu", "cuda", "mps"):
             raise ValueError(f"device={settings['device']} is not one of auto, cpu, cuda, mps")
         self.device_type = "cuda" if settings["device"] == "auto" else settings["device"].partition(":")[0]
-        best = "bfloat16" if self.device_type == "cuda" else "float32"
+        if (found := card(settings["gpu"])) is None:
+            raise ValueError(f"gpu={settings['gpu']} is not one of {', '.join(CARDS)}")
+        self.card = found
+        best = ("bfloat16" if found.has_bfloat16 else "float16") if self.device_type == "cuda" else "float32"
         self.dtype = resolve_dtype(settings["dtype"], settings["param_dtype"], best)
-        resident = CPU_RESIDENT if self.device_type == "cpu" else 1.0
-        memory_gb = settings["gpu_memory_gb"] or 80.0
-        self.memory = int(memory_gb * 1e9 / resident)  # bytes that tensors may take
-        self.limit = f"{memory_gb:g} GB"
-        if resident > 1:
-            self.limit += f" ({self.memory / 1e9:.3g} GB for tensors)"
         self.extras = Extras.of(settings)
-        self.network = Network(settings["bandwidth_gbit"], settings["between_gbit"], settings["ranks_per_machine"])
+        bandwidth = settings["bandwidth_gbit"] or found.link_gbit
+        self.network = Network(bandwidth, settings["between_gbit"], settings["ranks_per_machine"])
         with without_weights():
             self.flops_per_token = GPT(config).flops_per_token()
         if settings["mfu"] > 100:
             raise ValueError(f"mfu={settings['mfu']:g} must be at most 100")
         self.flops: float | None = None  # per second and rank; None: not known
         if self.device_type == "cuda" and self.dtype != "float32":
-            if (peak := data_sheet_flops(settings["gpu"])) is None:
-                raise ValueError(f"gpu={settings['gpu']} is not one of {', '.join(PEAK_TFLOPS)}")
-            self.flops = peak * settings["mfu"] / 100
+            self.flops = found.tflops * 1e12 * settings["mfu"] / 100
         if settings["gpu_hour_price"] and self.flops is None:
             raise ValueError("gpu_hour_price needs the speed of the GPUs, which is known for bfloat16 and float16 on cuda only")
-        if self.device_type == "cuda" and not settings["gpu_memory_gb"] and not re.search(r"\b[AH]100\b", settings["gpu"]):
-            raise ValueError(f"gpu={settings['gpu']} needs its memory as well, as --gpu_memory_gb")
         self._plans: dict[tuple[Flags, int], Plan] = {}
+
+    def memory(self, world_size: int) -> int:
+        """Return the bytes that tensors may take on each of the ranks."""
+        given = self.settings["gpu_memory_gb"]
+        if self.device_type == "cuda" and not given:
+            return round((self.card.memory_gb - self._taken_gb(world_size)) * 1e9)
+        return int((given or 80.0) * 1e9 / (CPU_RESIDENT if self.device_type == "cpu" else 1.0))
+
+    def limit(self, world_size: int) -> str:
+        """Return the same in words."""
+        given, tensors = self.settings["gpu_memory_gb"], f"{self.memory(world_size) / 1e9:.3g} GB"
+        if self.device_type == "cuda" and not given:
+            libraries = "CUDA, cuBLAS and NCCL" if world_size > 1 else "CUDA and cuBLAS"
+            whole, taken = self.card.memory_gb, self._taken_gb(world_size)
+            return f"{tensors} ({self.settings['gpu']}: {whole:g} GB, less {taken:g} for {libraries})"
+        return f"{given or 80.0:g} GB" + (f" ({tensors} for tensors)" if self.device_type == "cpu" else "")
+
+    def _taken_gb(self, world_size: int) -> float:
+        return CUDA_GB + NCCL_GB * (world_size > 1)
 
     def plan(self, flags: Flags, world_size: int) -> Plan:
         """Return the plan of the flags. Modes with equal plans share it: a plan of 1024 ranks takes a tenth of a second."""
@@ -94,7 +107,10 @@ class Planner:
         return shard_size if shard_size and world_size % shard_size == 0 else 0
 
     def chosen(self, world_size: int) -> Choice:
-        """Return the settings of the run as a choice. Flags without effect have their defaults."""
+        """Return the settings of the run as a choice. Flags without effect have their defaults.
+
+        If the ranks cannot share the batch, the batch size is the one that the error message of train.py names.
+        """
         settings = self.settings
         flags = Flags.of(settings)
         if flags.use_zero1 and flags.zero1_impl == "sharded":
@@ -102,31 +118,44 @@ class Planner:
         if (implementation := flags.implementation(world_size)) != "sharded":
             flags = MODES[implementation].flags
         flags = replace(flags, bucket_mb="auto", shard_size=0)
-        return Choice(flags, settings["activation_checkpointing"], settings["loss_chunk"], settings["batch_size"])
+        batch_size, _ = self.batch(world_size)
+        return Choice(flags, settings["activation_checkpointing"], settings["loss_chunk"], batch_size)
+
+    def batch(self, world_size: int) -> tuple[int, int]:
+        """Return the batch_size and gradient_accumulation_steps of the settings, or those that train.py names instead."""
+        return divided_batch(self.settings["batch_size"], self.settings["gradient_accumulation_steps"], world_size)
 
     def choices(self, world_size: int) -> dict[Choice, str]:
-        """Return the choices of a table with the names of their modes. A single process has only plain AdamW."""
+        """Return the choices of a table with the names of their modes: of a single rank, those that save memory there."""
         chosen = self.chosen(world_size)
         base = replace(chosen, flags=MODES["sharded" if world_size > 1 else "adamw"].flags)
         accumulates = self.accumulation_steps(chosen.batch_size, world_size) > world_size
         modes = {
             replace(base, flags=mode.flags, in_place=mode.in_place): name
             for name, mode in MODES.items()
-            if mode.planned and (accumulates or not mode.in_place) and (world_size > 1 or name == "adamw")
+            if mode.planned
+            and (accumulates or not mode.in_place)
+            and (world_size > 1 or name == "adamw" or mode.flags.implementation(1) == "sharded")
+            and (self.can_round_weights or not mode.lowers_weights)
         }
         modes.setdefault(replace(base, activation_checkpointing=True), "checkpointing")
         modes.setdefault(replace(base, loss_chunk=chosen.loss_chunk or LOSS_CHUNK), "loss_chunk")
-        if world_size > 1:
-            modes.setdefault(self.everything(world_size), "all")
+        modes.setdefault(self.everything(world_size), "all")
         modes.setdefault(chosen, "these flags")
         return modes
 
     def everything(self, world_size: int) -> Choice:
         """Return the choice with the least memory."""
-        chosen, flags = self.chosen(world_size), MODES["adamw"].flags
-        if world_size > 1:
-            flags = replace(MODES["remainder"].flags, shard_gradients=True, state_dtype="int8")
+        chosen = self.chosen(world_size)
+        weights = "remainder" if self.can_round_weights else "sharded"
+        # a single rank has nobody to share gradients with; there, the flag makes their sums float32
+        flags = replace(MODES[weights].flags, shard_gradients=world_size > 1, state_dtype="int8")
         return replace(chosen, flags=flags, activation_checkpointing=True, loss_chunk=chosen.loss_chunk or LOSS_CHUNK)
+
+    @property
+    def can_round_weights(self) -> bool:
+        """Whether weights may be bfloat16: not on a GPU that lacks it."""
+        return self.device_type != "cuda" or self.card.has_bfloat16
 
     def rows(self, world_size: int) -> list[dict[str, Any]]:
         """Return a row per mode, one for the settings if no mode matches them, and with AdamW one for PyTorch's fully_shard."""
@@ -153,7 +182,7 @@ class Planner:
             root_numel=self.numel - self.config.n_layer * block,
             itemsize=2 if lowered else 4,
         )
-        result = Forecast(prediction, self.activations(choice), 1.0, self.extras, 0)
+        result = Forecast(prediction, self.activations(choice), 1.0, self.extras)
         return self.figures("fsdp2_reshard", choice, result, chosen=False)
 
     def figures(self, mode: str, choice: Choice, result: Forecast, chosen: bool) -> dict[str, Any]:
@@ -169,7 +198,6 @@ class Planner:
             "buckets": prediction.largest_buckets,
             "state_to_mean": result.state_to_mean,
             "activations": result.activations.saved,
-            "shadow": result.shadow,
             "peak": result.peak,
             "saving": result.saving_peak,
             "saving_on_cpu": result.saved_copy,
@@ -202,16 +230,12 @@ class Planner:
         )
 
     def accumulation_steps(self, batch_size: int, world_size: int) -> int:
-        """Return the gradient_accumulation_steps of a batch size that divides the settings' one: a multiple of the ranks."""
-        steps = self.settings["gradient_accumulation_steps"] * self.settings["batch_size"] // batch_size
-        return math.ceil(steps / world_size) * world_size
+        """Return the gradient_accumulation_steps of a batch size that divides that of `batch`: a multiple of the ranks."""
+        return math.prod(self.batch(world_size)) // (batch_size * world_size) * world_size
 
     def global_batch(self, batch_size: int, steps: int) -> str:
         """Return whether gradient_accumulation_steps=`steps` of a batch size keep the sequences per iteration, in words."""
-        sequences = self.settings["gradient_accumulation_steps"] * self.settings["batch_size"]
-        if batch_size * steps == sequences:
-            return "the same global batch"
-        return f"a global batch of {batch_size * steps} sequences in place of {sequences}"
+        return batch_in_words(batch_size * steps, self.settings["gradient_accumulation_steps"] * self.settings["batch_size"])
 
     def cost(self, choice: Choice, result: Forecast) -> tuple[float, ...]:
         """Return what a choice costs apart from rounding, to be compared: seconds of an iteration, or what takes time."""
@@ -222,11 +246,10 @@ class Planner:
 
     def tokens_of(self, world_size: int) -> int:
         """Return the tokens per iteration."""
-        batch_size = self.settings["batch_size"]
-        return self.accumulation_steps(batch_size, world_size) * batch_size * self.config.block_size
+        return math.prod(self.batch(world_size)) * self.config.block_size
 
     def fits(self, result: Forecast) -> bool:
-        return max(result.peak, result.saving_peak) <= self.memory
+        return max(result.peak, result.saving_peak) <= self.memory(result.prediction.world_size)
 
     def seconds(self, result: Forecast, choice: Choice) -> tuple[float, float]:
         """Return the seconds of an iteration, and how many of them communication takes alone; 0, 0: the speed is not known."""
@@ -240,12 +263,12 @@ class Planner:
         return prediction.micro_steps * (forward + backward) + newton_schulz + exposed, exposed
 
     def activations(self, choice: Choice) -> Activations:
-        """Return the larger activations: of the run, or of the shadow, whose weights are always float32."""
+        """Return the activations of a micro-step."""
         param_dtype = weight_dtype(choice.flags.param_dtype)
         dtype = param_dtype if param_dtype != "float32" else self.dtype
         how = choice.activation_checkpointing, choice.loss_chunk, self.settings["compile"]
         workload = Workload(self.config, choice.batch_size, dtype, self.device_type, *how)
-        return predicted_activations(workload, "float32" if self.settings["shadow_check"] else param_dtype)
+        return predicted_activations(workload, param_dtype)
 
     def largest_batch(self, choice: Choice, result: Forecast) -> int:
         """Return the largest batch size that fits, or 0. `result` is the forecast for any batch size.

@@ -5,6 +5,7 @@ rounds tensors up, and its libraries (cuBLAS, NCCL) take workspaces in addition.
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -192,21 +193,6 @@ class Prediction:
         return 4 * max(slice_.numel for slice_ in self.plan.slices(self.rank))
 
     @cached_property
-    def decoded(self) -> list[int]:
-        """Bytes of float32 copies of what each bucket has in another form, while it is updated."""
-        is_decoded = self.plan.state_dtype != "float32"
-        found = []
-        for buffer, shard in self._own_shards:
-            copied = len(shard) * buffer.has_remainders
-            for part in buffer.layout.placed_in(shard):
-                spec = self.plan.params[buffer.params[part.param]]
-                # of a matrix there are the directions; its momentum is needed earlier, see `exchanged`
-                tensors = 1 if spec.matrices else spec.state_tensors * is_decoded
-                copied += tensors * part.numel
-            found.append(4 * copied)
-        return found
-
-    @cached_property
     def whole_state(self) -> int:
         """Bytes of the per-element optimizer state of all ranks together."""
         return sum(self.plan.state_bytes)
@@ -278,7 +264,7 @@ class ShardedPrediction(Prediction):
         one_way = (self.plan.world_size - 1) * sum(len(shard) * buffer.dtype.itemsize for buffer, shard in self._own_shards)
         sent = {"reduce-scatter": one_way * (self.micro_steps if self.shard_gradients else 1), "all-gather": one_way}
         if replicas > 1:
-            sent["all-reduce"] = sum(2 * own * (replicas - 1) // replicas for own in self._own_bytes)
+            sent["all-reduce"] = sum(2 * own * (replicas - 1) // replicas for own in self._own_bytes(self.micro_steps))
         if self._rounds:
             sent["all-to-all"] = sum(sizes.sent for sizes in self._rounds) * self._matrix_itemsize
         return sent
@@ -294,7 +280,22 @@ class ShardedPrediction(Prediction):
     @cached_property
     def gradient_shards(self) -> int:
         """Bytes of the mean gradients of the owned slices under ShardedDataParallel."""
-        return sum(self._own_bytes)
+        return sum(self._own_bytes(self.micro_steps))
+
+    @cached_property
+    def decoded(self) -> list[int]:
+        """Bytes of float32 copies of what each bucket has in another form, while it is updated."""
+        is_decoded = self.plan.state_dtype != "float32"
+        found = []
+        for buffer, shard in self._own_shards:
+            copied = len(shard) * buffer.has_remainders
+            for part in buffer.layout.placed_in(shard):
+                spec = self.plan.params[buffer.params[part.param]]
+                # of a matrix there are the directions; its momentum and its gradient are needed earlier, see `exchanged`
+                tensors = 1 if spec.matrices else spec.state_tensors * is_decoded + self._is_narrow(buffer)
+                copied += tensors * part.numel
+            found.append(4 * copied + self._of_codec(len(shard)))
+        return found
 
     @cached_property
     def exchanged(self) -> int:
@@ -308,17 +309,19 @@ class ShardedPrediction(Prediction):
         if not self._rounds:
             return 0
         nothing, peak = [RoundSizes()] * 2, 0
-        is_encoded = self.plan.state_dtype != "float32"
+        is_encoded, is_narrow = self.plan.state_dtype != "float32", any(map(self._is_narrow, self.plan.buffers))
         padded = nothing + self._rounds + nothing
         for arrived, (returning, transformed, sent) in enumerate(zip(padded, padded[1:], padded[2:], strict=False), -2):
             waiting = sum(round_.held for round_ in self._rounds[: max(0, arrived)] if round_.until > arrived)
-            waiting += returning.held + returning.received + sent.held + sent.received
-            there = transformed.received + max(transformed.temporary, transformed.received + transformed.held)
-            while_sent = 4 * sent.held + self._matrix_itemsize * transformed.held
-            if is_encoded:  # the momentum, and what a codec computes of a piece: 12 bytes per element
-                while_sent += 4 * sent.held + 12 * min(sent.held, piece_numel(self.on_cpu))
-            while_transformed = self._matrix_itemsize * there
-            peak = max(peak, self._matrix_itemsize * (waiting + transformed.received) + max(while_sent, while_transformed))
+            waiting += returning.held + returning.received + transformed.received
+            message = sent.held + sent.received
+            while_transformed = message + transformed.received
+            while_transformed += max(transformed.temporary, transformed.received + transformed.held)
+            # the result, the gradient and the momentum
+            before_sent = 4 * sent.held * (1 + is_narrow + is_encoded) + self._of_codec(sent.held)
+            while_sent = self._matrix_itemsize * transformed.held
+            while_sent += max(before_sent, 4 * sent.held + self._matrix_itemsize * message)
+            peak = max(peak, self._matrix_itemsize * waiting + max(while_sent, self._matrix_itemsize * while_transformed))
         return peak
 
     @cached_property
@@ -340,7 +343,8 @@ class ShardedPrediction(Prediction):
         if point == "accumulating" and not self.shard_gradients:
             return self.full_gradients, 0  # kept buckets are freed
         if point == "accumulating":  # the last reduce-scatter is in flight
-            arrived = self._own_bytes if self.micro_steps > 2 else self._own_bytes[:-1]
+            arrived = self._own_bytes(self.micro_steps - 1)[:-1]
+            arrived += self._own_bytes(self.micro_steps - 2)[-1:] if self.micro_steps > 2 else []
             return sum(arrived), self._traffic.in_flight
         return self.gradient_shards if point == "before step" else 0, self._traffic.after_step
 
@@ -350,7 +354,7 @@ class ShardedPrediction(Prediction):
         if self.shard_gradients and self.micro_steps > 1:
             local = [
                 sum(self._gradients_and_buckets("accumulating")) + forward,
-                self.gradient_shards + self._traffic.between + loss,
+                sum(self._own_bytes(self.micro_steps - 1)) + self._traffic.between + loss,
             ]
         update = sum(self._gradients_and_buckets("before step")) + max(self.decoded, default=0) + self.exchanged
         # until the first gradient of an iteration arrives, there is what the step before has left
@@ -376,10 +380,22 @@ class ShardedPrediction(Prediction):
     def _dtype_of_frozen(self, spec: ParameterSpec) -> torch.dtype:
         return self.plan.param_dtype or spec.dtype
 
-    @cached_property
-    def _own_bytes(self) -> list[int]:
-        """Bytes of the gradient shard of each bucket."""
-        return [len(shard) * buffer.update_dtype.itemsize for buffer, shard in self._own_shards]
+    def _own_bytes(self, micro_steps: int) -> list[int]:
+        """Return the bytes of the gradient shard of each bucket after some micro-steps."""
+        return [len(shard) * self._gradient_dtype(buffer, micro_steps).itemsize for buffer, shard in self._own_shards]
+
+    def _gradient_dtype(self, buffer: BufferPlan, micro_steps: int) -> torch.dtype:
+        """Return the dtype of the gradient shards: sums over ranks and, with shard_gradients, micro-steps, or one gradient."""
+        has_one_term = self.world_size == 1 and not (self.shard_gradients and micro_steps > 1)
+        return buffer.dtype if has_one_term else buffer.update_dtype
+
+    def _of_codec(self, numel: int) -> int:
+        """Return the bytes of what a codec computes while it encodes the state of so many elements, in pieces."""
+        return 12 * min(numel, piece_numel(self.on_cpu)) * (self.plan.state_dtype != "float32")
+
+    def _is_narrow(self, buffer: BufferPlan) -> bool:
+        """Return whether an update needs copies of the gradients in its own dtype."""
+        return self._gradient_dtype(buffer, self.micro_steps) != buffer.update_dtype
 
     @property
     def _bytes_before_last(self) -> int:
@@ -396,23 +412,29 @@ class ShardedPrediction(Prediction):
         """The reduce-scatters of an iteration, bucket by bucket, as ShardedDataParallel runs them."""
         traffic = Traffic(self.on_cpu)
         stop: float = 0  # bytes of gradients in buckets; after backward infinite
-        arrived: set[int] = set()
+        arrived: Counter[int] = Counter()
         in_flight: list[int] = []  # at most one bucket
-        buckets: list[tuple[FlatTensor, list[FlatTensor], FlatTensor]] = []  # by number: bucket, received, shard
+        # by number: bucket, received, shard after the first micro-step and after the last one
+        buckets: list[tuple[FlatTensor, list[FlatTensor], FlatTensor, FlatTensor]] = []
         for buffer, shard in self._own_shards:
             numels = received_numels(len(shard), self.plan.world_size, self.on_cpu, buffer.dtype in SUMMED_BY_NCCL)
             received = [(numel, buffer.dtype) for numel in numels]
-            buckets.append(((self.plan.world_size * len(shard), buffer.dtype), received, (len(shard), buffer.update_dtype)))
+            bucket = (self.plan.world_size * len(shard), buffer.dtype)
+            first, last = ((len(shard), self._gradient_dtype(buffer, micro_steps)) for micro_steps in (1, self.micro_steps))
+            buckets.append((bucket, received, first, last))
 
         def finish() -> None:
             for number in in_flight:
-                bucket, received, shard = buckets[number]
-                left = received
-                if number not in arrived:
-                    left = traffic.add_shard(shard, received)
-                    traffic.add_step(stop, stop)
-                    arrived.add(number)
-                for tensor in (bucket, *left):
+                bucket, received, first, shard = buckets[number]
+                is_alone = self.world_size == 1
+                left = [bucket] if is_alone else received  # on a single rank, the bucket may be the shard
+                if not arrived[number]:
+                    left = traffic.add_shard(first, left)
+                elif arrived[number] == 1:  # a single gradient becomes a sum
+                    traffic.shards += nbytes_of(shard) - nbytes_of(first)
+                traffic.add_step(stop, stop)
+                arrived[number] += 1
+                for tensor in left if is_alone else (*left, bucket):
                     traffic.release(tensor)
             in_flight.clear()
 
@@ -426,7 +448,7 @@ class ShardedPrediction(Prediction):
                 finish()
                 traffic.between = traffic.now
                 stop, traffic.steps = 0, []
-                for number, (bucket, received, _) in enumerate(buckets):
+                for number, (bucket, received, *_) in enumerate(buckets):
                     start, stop = stop, stop + nbytes_of(bucket)
                     traffic.acquire(bucket)
                     traffic.add_step(start, stop)

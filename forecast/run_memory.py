@@ -20,7 +20,7 @@ from forecast.prediction import Activations, DataParallelPrediction, Prediction,
 from model import GPT, GPTConfig, without_weights
 from zero.build import optimizer_of
 from zero.held_bytes import with_own_state
-from zero.layout import ParameterSpec, Plan, parameter_specs, replicated_plan
+from zero.layout import ParameterSpec, Plan, parameter_specs
 
 # Resident peak of a rank on a CPU, without Python and its libraries (0.4 GB), relative to the predicted peak: malloc keeps the
 # pages of freed tensors. Measured: 1.03 to 1.30 for 10.8M and 85M parameters on two ranks, see docs/accounting.md.
@@ -32,7 +32,6 @@ _CACHE = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/
 class Extras:
     """The settings of train.py that take memory in addition to the model, its optimizer and its communication."""
 
-    shadow_check: int = 0
     async_save: bool = False
     checkpoint_format: str = "consolidated"
 
@@ -50,18 +49,17 @@ class Forecast:
     activations: Activations
     state_to_mean: float  # optimizer state, relative to the mean over the ranks
     extras: Extras
-    shadow: int  # bytes of the copy that `shadow_check` trains beside the run, in its iterations
 
     @property
     def peak(self) -> int:
-        """Peak bytes while training. The activations of a shadow do not add to those of the run, see `shadow.Shadow`."""
-        return self.prediction.peak(self.activations) + self.shadow
+        """Peak bytes while training."""
+        return self.prediction.peak(self.activations)
 
     @property
     def saving_peak(self) -> int:
         """Peak bytes on the device of a rank while a checkpoint is saved. With `async_save`, training continues meanwhile."""
         held = self.prediction
-        collecting = sum(held.at("after step").values()) + held.decoded_slice + self.shadow
+        collecting = sum(held.at("after step").values()) + held.decoded_slice
         meanwhile = max(collecting, self.peak) if self.extras.async_save else collecting
         return meanwhile + (self.saved_copy if held.on_cpu else 0)
 
@@ -126,11 +124,7 @@ def forecast(
         on_cpu=device_type == "cpu",
         in_place=in_place,
     )
-    shadow = 0
-    if extras.shadow_check:
-        copy = plain(replicated_plan(plan.params), 0, world_size, micro_steps)
-        shadow = sum(copy.at("accumulating" if micro_steps > 1 else "before step").values())
-    return Forecast(prediction, activations, max(state) * len(state) / max(1, sum(state)), extras, shadow)
+    return Forecast(prediction, activations, max(state) * len(state) / max(1, sum(state)), extras)
 
 
 def predicted_activations(workload: Workload, param_dtype: str) -> Activations:

@@ -27,6 +27,7 @@ IN_PLACE = [name for name, mode in MODES.items() if mode.in_place]
 FLAGS |= {"checkpointing": FLAGS["sharded"], "loss_chunk": FLAGS["sharded"]}
 FLAGS["all"] = replace(FLAGS["remainder"], shard_gradients=True, state_dtype="int8")
 WORLD_SIZES = [1, 2, 8]
+ALONE = ["adamw", "bfloat16", "remainder", "int8", "checkpointing", "loss_chunk", "all"]  # what one rank can do
 EVERYTHING = {"param_dtype": "bfloat16_remainder", "state_dtype": "int8", "shard_gradients": True}
 EVERYTHING |= {"activation_checkpointing": True, "loss_chunk": 1024}
 
@@ -66,29 +67,29 @@ def test_the_optimizer_is_the_one_that_build_chooses(monkeypatch):
 
 @pytest.fixture(scope="module")
 def planned(data, tmp_path_factory):
-    """What one run printed, its rows, and its picture."""
-    pytest.importorskip("vl_convert")
+    """What one run printed, and its rows."""
     folder = tmp_path_factory.mktemp("plan")
     world_sizes = ",".join(map(str, WORLD_SIZES))
-    printed = plan(data, f"--world_size={world_sizes}", f"--json={folder / 'plan.json'}", f"--plot={folder / 'plan.png'}")
-    return printed, rows_of(folder / "plan.json"), folder / "plan.png"
+    printed = plan(data, f"--world_size={world_sizes}", f"--json={folder / 'plan.json'}")
+    return printed, rows_of(folder / "plan.json")
 
 
 def test_the_table_has_every_mode_for_every_number_of_ranks(planned):
-    printed, rows, picture = planned
+    printed, rows = planned
     lines = [tuple(line.split()[:2]) for line in printed.splitlines() if re.match(r" *\d+  \w", line)]
-    alone = ["adamw", "checkpointing", "loss_chunk"]
-    expected = [(size, mode) for size in WORLD_SIZES for mode in ([*FLAGS, "fsdp2_reshard"] if size > 1 else alone)]
+    expected = [(size, mode) for size in WORLD_SIZES for mode in ([*FLAGS, "fsdp2_reshard"] if size > 1 else ALONE)]
     expected = [(size, mode) for size, mode in expected if size < 6 or mode not in IN_PLACE]  # 6 micro-steps of all ranks
     assert [(int(size), mode) for size, mode in lines] == expected
     assert list(rows) == expected
     chosen = [tuple(line.split()[:2]) for line in printed.splitlines() if re.match(r" *\d+  \w+ \*", line)]
     assert chosen == [("1", "adamw"), ("2", "sharded"), ("8", "sharded")]
-    assert picture.read_bytes().startswith(b"\x89PNG\r\n")
     verdicts = re.findall(r"^ *(\d+) ranks? +peak .*", printed, re.MULTILINE)
     assert verdicts == [str(size) for size in WORLD_SIZES]
     assert re.search(
-        r"^ *8 ranks  peak .*; train.py needs --gradient_accumulation_steps=8 for it, as assumed here$", printed, re.MULTILINE
+        r"^ *8 ranks  peak .*; train.py needs --batch_size=2 --gradient_accumulation_steps=8 for it "
+        r"\(a global batch of 16 sequences in place of 12, 33.3% more\), as assumed here$",
+        printed,
+        re.MULTILINE,
     )
     assert printed.count("; train.py needs --") == 1, "6 micro-steps are enough for 1 and 2 ranks"
     header, units = re.search(r"^(ranks  mode  .*)\n(.*)$", printed, re.MULTILINE).groups()
@@ -99,12 +100,13 @@ def test_the_table_has_every_mode_for_every_number_of_ranks(planned):
 @pytest.mark.parametrize("mode", FLAGS)
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_the_rows_are_the_predictions_of_the_rank_with_the_most_state(planned, world_size, mode):
-    _, rows, _ = planned
-    alone = world_size == 1 and mode not in ("adamw", "checkpointing", "loss_chunk")
-    if alone or (world_size > 6 and mode in IN_PLACE):  # with one micro-step, nothing accumulates
+    _, rows = planned
+    if (world_size == 1 and mode not in ALONE) or (
+        world_size > 6 and mode in IN_PLACE
+    ):  # with one micro-step, nothing accumulates
         assert (world_size, mode) not in rows
         return
-    flags = FLAGS[mode] if world_size > 1 else FLAGS["adamw"]
+    flags = FLAGS[mode] if world_size > 1 else replace(FLAGS[mode], shard_gradients=False)
     checkpointing, loss_chunk = mode in ("checkpointing", "all"), LOSS_CHUNK if mode in ("loss_chunk", "all") else 0
     dtype = weight_dtype(flags.param_dtype)
     activations = predict(Workload(CONFIG, 2, dtype, "cpu", checkpointing, loss_chunk), dtype)
@@ -185,7 +187,7 @@ def test_no_batch_fits_where_saving_does_not():
 
 
 def test_every_setting_of_the_trainer_is_accepted():
-    settings, own = defaults_of("train.py"), {"world_size", "vocab_size", "gpu_memory_gb", "json", "plot"}
+    settings, own = defaults_of("train.py"), {"world_size", "vocab_size", "gpu_memory_gb", "json"}
     own |= {"bandwidth_gbit", "between_gbit", "ranks_per_machine", "find", "gpu", "mfu", "gpu_hour_price"}
     with_own = defaults_of("plan.py")
     assert set(with_own) == set(settings) | own
@@ -201,10 +203,9 @@ MISTAKES = {
     "--init_from=resume": "plan.py reads no checkpoint",
     "--device=gpu": "device=gpu is not one of auto, cpu, cuda, mps",
     "--json=data": "json=data is a folder",
-    "--plot=plan.pdf": "must end with .png, .svg or .html",
-    "--find=batch --plot=plan.png": "find prints no table; remove --json and --plot",
+    "--find=batch --json=plan.json": "find prints no table; remove --json",
     "--device=cuda --gpu=A101": "gpu=A101 is not one of B200, ",
-    "--device=cuda --gpu=V100": "gpu=V100 needs its memory as well, as --gpu_memory_gb",
+    "--device=cuda --gpu=V100 --param_dtype=bfloat16": "no bfloat16 and computes in float16; use --param_dtype=float32",
     "--init_from=gpt2 --vocab_size=65": "gpt2 has its own; remove --vocab_size",
     # what train.py refuses
     "--n_embd=33": "use a multiple of n_head",
@@ -213,7 +214,6 @@ MISTAKES = {
     "--init_from=gpt2 --block_size=2048": "block_size=2048 does not fit the model; use --block_size=1024",
     "--param_dtype=bfloat16 --dtype=float16": "computes in bfloat16, not in dtype=float16",
     "--backend=nccl": "backend=nccl does not support device=cpu",
-    "--device=mps --shadow_check=2": "shadow_check=2 does not support device=mps",
 }
 
 
@@ -272,20 +272,6 @@ def test_a_prepared_dataset_is_checked_as_in_a_run(data):
         plan_script.vocabulary({**settings, "block_size": 4000})
 
 
-@pytest.mark.parametrize(
-    ("world_size", "micro_steps", "per_parameter"),
-    [(1, 1, 16), (1, 2, 16), (2, 1, 16), (2, 2, 20)],  # DistributedDataParallel accumulates outside of its buckets
-)
-def test_a_shadow_takes_memory(world_size, micro_steps, per_parameter):
-    steps = {"gradient_accumulation_steps": world_size * micro_steps}
-    without, with_shadow = row(world_size, **steps), row(world_size, **steps, shadow_check=3)
-    assert with_shadow["shadow"] == per_parameter * sum(spec.numel for spec in gpt_specs(CONFIG))
-    assert without["shadow"] == 0
-    for column in ("peak", "saving"):
-        assert with_shadow[column] == without[column] + with_shadow["shadow"]
-    assert with_shadow["largest_batch"] <= without["largest_batch"]
-
-
 def test_a_background_save_takes_a_copy_while_training_goes_on():
     numel = sum(spec.numel for spec in gpt_specs(CONFIG))
     saved = row(2, async_save=True)
@@ -308,3 +294,42 @@ def test_a_cpu_takes_more_than_the_tensors():
 def test_the_weights_of_one_process_are_float32_and_it_computes_as_asked():
     assert planner(param_dtype="bfloat16").dtype == "bfloat16"
     assert planner().dtype == "float32"
+
+
+def test_a_card_gives_its_memory_less_what_its_libraries_take():
+    card = planner(device="cuda", gpu="L4")
+    assert [card.memory(size) for size in (1, 2)] == [23.0e9, 22.4e9]
+    assert card.limit(1) == "23 GB (L4: 23.6 GB, less 0.6 for CUDA and cuBLAS)"
+    assert card.limit(2) == "22.4 GB (L4: 23.6 GB, less 1.2 for CUDA, cuBLAS and NCCL)"
+    given = planner(device="cuda", gpu="L4", gpu_memory_gb=24.0)
+    assert [(given.memory(size), given.limit(size)) for size in (1, 2)] == 2 * [(24e9, "24 GB")]
+    assert (card.network.inside, planner(gpu="L4", bandwidth_gbit=100.0).network.inside) == (256, 100)
+
+
+def test_a_card_without_bfloat16_computes_in_float16():
+    """Its weights are not rounded, whatever memory there is; the other flags remain."""
+    card = planner(device="cuda", gpu="T4", gpu_memory_gb=1e-6)
+    assert card.dtype == "float16"
+    assert not any("bfloat16" in mode or mode == "remainder" for size in (1, 2) for mode in card.choices(size).values())
+    for size in (1, 2):
+        assert card.everything(size).flags == replace(FLAGS["int8"], bucket_mb="auto", shard_gradients=size > 1)
+        held = planner(device="cuda", gpu="T4", gpu_memory_gb=1.01e-9 * card.forecast(card.everything(size), size).peak)
+        found = plan_script.cheapest(held, size).choice.flags
+        assert (found.param_dtype, found.state_dtype) == ("float32", "int8")
+
+
+def test_what_changes_nothing_on_one_rank_is_named(data):
+    printed = plan(data, "--world_size=1", "--shard_gradients=True", "--zero_shard_size=4", "--zero_bucket_mb=1")
+    idle = "use_zero1=True, zero_bucket_mb=1.0, shard_gradients=True, zero_shard_size=4"
+    assert f"note: without effect on 1 rank: {idle}" in printed
+    assert re.search(r"^ *1  adamw \*", printed, re.MULTILINE)
+
+
+def test_ranks_that_cannot_share_the_batch_get_another_one_of_the_same_size():
+    split = planner(batch_size=12, gradient_accumulation_steps=40)
+    for ranks, batch in ((1, (12, 40)), (16, (10, 48)), (32, (5, 96)), (64, (8, 64))):
+        assert split.batch(ranks) == batch
+        assert split.chosen(ranks).batch_size == batch[0]
+        assert split.accumulation_steps(1, ranks) == math.prod(batch)
+    assert split.global_batch(10, 48) == "the same global batch"
+    assert split.global_batch(8, 64) == "a global batch of 512 sequences in place of 480, 6.7% more"

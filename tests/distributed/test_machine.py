@@ -31,6 +31,8 @@ def test_the_number_format_follows_that_of_the_weights():
     assert machine.resolve("cpu", "auto", "bfloat16") == ("cpu", "bfloat16")
     with pytest.raises(ValueError, match="param_dtype=bfloat16 computes in bfloat16, not in dtype=float16"):
         machine.resolve("cpu", "float16", "bfloat16")
+    with pytest.raises(ValueError, match="this GPU has no bfloat16 and computes in float16; use --param_dtype=float32"):
+        machine.resolve_dtype("auto", "bfloat16", "float16")
 
 
 @pytest.mark.parametrize(
@@ -50,6 +52,22 @@ def test_the_number_format_follows_that_of_the_weights():
 def test_the_peak_of_a_gpu_is_that_of_its_data_sheet(monkeypatch, name, tflops):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
     assert machine.peak_flops(torch.device("cuda", 0), torch.bfloat16) == tflops * 1e12
+
+
+@pytest.mark.parametrize(
+    ("name", "row"),
+    [
+        *((name, name) for name in machine.CARDS),
+        ("NVIDIA A100-PCIE-40GB", "A100-40"),
+        ("NVIDIA A100-SXM4-80GB", "A100"),
+        ("Tesla V100-SXM2-32GB", "V100-32"),
+        ("Tesla T4", "T4"),
+        ("NVIDIA GeForce RTX 5090", "5090"),
+    ],
+)
+def test_a_card_is_known_by_its_name_and_by_that_of_its_driver(name, row):
+    assert machine.card(name) is machine.CARDS[row]
+    assert machine.card(f"{name} Laptop GPU") is None
 
 
 def test_the_peak_of_a_cpu_is_measured():

@@ -41,10 +41,12 @@ GROUPS = {  # setup, and modes; bfloat16 weights need autocast
 }
 ALL = [*GROUPS]
 GROUPS["three modes"] = AUTOCAST, ["adamw", "sharded", "remainder"]
+ONE_PROCESS = {"wide": WIDE, "124M": GPTConfig(block_size=64, vocab_size=50304, **GPT2_SIZES["gpt2"], bias=False)}
+LEAST = replace(AUTOCAST, config=ONE_PROCESS["124M"], batch_size=1, activation_checkpointing=True, bucket_mb="auto")
+GROUPS["124M, all flags"] = LEAST, ["codecs"]
 # bytes for codecs and for rounding to bfloat16, which work on 131,072 elements at a time; gloo holds what arrives meanwhile
 ROOM = {(mode, point): 1_600_000 for mode in ("bfloat16", "remainder") for point in ("wrapping", "peak")}
 ROOM |= {("remainder", "saving"): 3_000_000, ("int8", "saving"): 3_000_000}
-ONE_PROCESS = {"wide": WIDE, "124M": GPTConfig(block_size=64, vocab_size=50304, **GPT2_SIZES["gpt2"], bias=False)}
 
 
 class MallocBytes:
@@ -84,7 +86,7 @@ def measured(setup, mode):
 def every_mode(group):
     """On each rank: the bytes by mode and point of a step."""
     setup, modes = GROUPS[group]
-    for mode in (modes[0], modes[-1]):  # libraries and tables allocate at their first use
+    for mode in dict.fromkeys((modes[0], modes[-1])):  # libraries and tables allocate at their first use
         measured(setup, mode)
     return {mode: measured(setup, mode) for mode in modes}
 
@@ -153,6 +155,7 @@ def counted(library, tmp_path, *arguments):
         (2, ["three modes"]),
         pytest.param(2, ALL, marks=pytest.mark.slow("the default has three modes under autocast", seconds=46)),
         pytest.param(1, ALL, marks=pytest.mark.slow("the default has two ranks", seconds=48)),
+        pytest.param(1, ["124M, all flags"], id="124M", marks=pytest.mark.slow("in full size", seconds=200)),
         pytest.param(4, ALL, marks=pytest.mark.slow("four ranks on two cores", seconds=90)),
     ],
 )

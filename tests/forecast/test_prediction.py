@@ -50,6 +50,8 @@ CASES = {
     "muon, state in bfloat16": case(muon=True, param_dtype="bfloat16", state_dtype="bfloat16"),
     "state in int8, remainders": case(shard_gradients=True, param_dtype="bfloat16_remainder", state_dtype="int8"),
 }
+ALONE = ("adamw", "adamw, in place", "muon, replicated", "state in bfloat16", "bfloat16", "bfloat16, shard_gradients")
+ALONE += ("state in int8, remainders",)  # what a single rank has
 CASES_OF_LARGER = {  # on a CPU, the pool keeps
     "buckets": case(6),
     "buckets of the default": case("auto"),
@@ -109,7 +111,7 @@ def check(name, result, with_peak=False):
     room = 1_200_000 if "bfloat16" in name or "remainders" in name else 0  # weights are rounded 131,072 at a time
     assert 0.98 * (construction[1] - room) <= construction[0] <= 1.02 * construction[1], name
     if with_peak:
-        room = 400_000 if "state in" in name else 0  # codecs and checksums work on up to 131,072 elements at a time
+        room = 250_000 if "state in" in name else 0  # checksums work on up to 131,072 elements at a time
         assert 0.98 * (training[1] - room) <= training[0] <= 1.03 * training[1], name
 
 
@@ -131,7 +133,7 @@ def test_predictions_are_what_tensors_take(world_size, micro_steps):
     "world_size", [1, pytest.param(2, marks=pytest.mark.slow("test_malloc.py has two ranks as well", seconds=550))]
 )
 def test_the_peak_of_training(world_size):
-    cases = CASES if world_size > 1 else {name: CASES[name] for name in ("adamw", "adamw, in place", "muon, replicated")}
+    cases = CASES if world_size > 1 else {name: CASES[name] for name in ALONE}
     calls = (partial(measured, cases, *how) for how in itertools.product((1, 2, 3), PEAK_SIZES))
     for results in itertools.chain.from_iterable(run_in_turn(world_size, *calls)):
         for name, result in results.items():

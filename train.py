@@ -9,9 +9,9 @@ Two processes on a laptop, without a GPU and without a download:
 Eight GPUs on one machine:
     $ torchrun --standalone --nproc_per_node=8 train.py config/train_gpt2.py
 
-Eight GPUs on each of two machines, where the first machine has the address 10.0.0.1:
-    (first)  $ torchrun --nproc_per_node=8 --nnodes=2 --node_rank=0 --master_addr=10.0.0.1 train.py config/train_gpt2.py
-    (second) $ torchrun --nproc_per_node=8 --nnodes=2 --node_rank=1 --master_addr=10.0.0.1 train.py config/train_gpt2.py
+Eight GPUs on each of two machines, where the first has the address 10.0.0.1; on the second, with --node_rank=1:
+    $ torchrun --nproc_per_node=8 --nnodes=2 --node_rank=0 --master_addr=10.0.0.1 train.py config/train_gpt2.py \\
+        --batch_size=10 --gradient_accumulation_steps=48
 
 A config file or --key=value overrides any setting below. SIGTERM and Ctrl-C save a checkpoint and stop, SIGUSR1 saves
 and continues. Exit code 0: done; 2: wrong input, in one line; 1: any other error. torchrun exits with 1 in place of 2.

@@ -98,7 +98,7 @@ class Run:
         config, state, world_size = self.config, self.state, self.launch.world_size
         flags = Flags.of(config)
         self.raw_model, self.optimizer = raw_model, optimizer
-        print0(describe(optimizer, config["use_zero1"]))
+        print0(describe(optimizer, flags.without_effect(world_size)))
         self.first_iter = state.iter_num
         will_train = not config["eval_only"] and state.iter_num <= config["max_iters"]
         with self.stage("claiming the output folder"):

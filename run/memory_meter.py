@@ -43,7 +43,8 @@ class MemoryMeter:
         self.device = next(model.parameters()).device
         self.peak_of = "tensors" if self.device.type == "cuda" else "process"
         self.held_before_step = 0  # bytes of the model, its optimizer and its communication
-        self._state = 0  # bytes of optimizer state, with float32 masters
+        self._state = 0  # bytes of optimizer state, with masters
+        self.has_state = False  # whether there was any before the last step, apart from masters
         self._points: dict[Point, int] = {"after_init": 0, "before_step": 0, "after_step": 0}
         self._largest_peak = 0
         self.measure("after_init")
@@ -58,7 +59,7 @@ class MemoryMeter:
         held = {} if on_gpu and point != "before_step" else held_bytes(self.optimizer, self.model)
         if point == "before_step":
             self.held_before_step = sum(held.values())
-            self._state = held["state"] + held["master"]
+            self._state, self.has_state = held["state"] + held["master"], held["state"] > 0
         self._points[point] = torch.cuda.memory_allocated(self.device) if on_gpu else sum(held.values())
 
     def peak(self) -> int:
@@ -197,13 +198,17 @@ def _plan_of(part: Partition) -> Plan:
     return replace(part.plan, params=with_own_state(part.plan.params, part.inner))
 
 
-def describe(optimizer: torch.optim.Optimizer, use_zero1: bool) -> str:
-    """Return one line for the console: the implementation, its state bytes per rank, and the state bytes without sharding."""
+def describe(optimizer: torch.optim.Optimizer, without_effect: list[str]) -> str:
+    """Return one line for the console: the implementation, its state bytes per rank, and the state bytes without sharding.
+
+    `without_effect`: what `Flags.without_effect` returned.
+    """
     part = partition(optimizer)
     plan, optimizer_class = _plan_of(part), type(part.inner).__name__
     state = plan.state_bytes
     fullest = Prediction(plan, state.index(max(state)))
     whole = f"{fullest.whole_state / 1e6:.1f} MB"
+    idle = f"; without effect on one rank: {', '.join(without_effect)}" if without_effect else ""
     if isinstance(optimizer, ShardedOptimizer | ZeroRedundancyOptimizer):
         name = "sharded" if isinstance(optimizer, ShardedOptimizer) else "torch"
         text = f"{fullest.state / 1e6:.1f} MB of {optimizer_class} state on the fullest rank"
@@ -215,9 +220,8 @@ def describe(optimizer: torch.optim.Optimizer, use_zero1: bool) -> str:
         if plan.has_masters:
             held = "remainders" if plan.has_remainders else "float32 masters"
             text += f", plus {fullest.master / 1e6:.1f} MB of {held} of the {plan.param_dtype} weights"
-        return (
-            f"Using ZeRO-1 optimizer state sharding: zero1_impl='{name}' ({type(optimizer).__name__}) over "
-            f"{ranks}{replicas}, {text}; plain {optimizer_class} would hold {whole} on each"
-        )
-    why = " (use_zero1 and its settings need more than one process; start with torchrun)" if use_zero1 else ""
-    return f"Using plain {optimizer_class}{why}: {whole} of optimizer state on each rank"
+        how = f"ZeRO-1 optimizer state sharding: zero1_impl='{name}' ({type(optimizer).__name__}) over {ranks}{replicas}"
+        if len(state) * count == 1:
+            how = f"{type(optimizer).__name__} on one rank"
+        return f"Using {how}, {text}; plain {optimizer_class} would hold {whole} on each{idle}"
+    return f"Using plain {optimizer_class}: {whole} of optimizer state on each rank{idle}"

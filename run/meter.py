@@ -173,7 +173,7 @@ class Meter:
             differing = {name: values for name, values in values_of.items() if len(set(values)) > 1}
             event |= {f"memory/{name}_min": min(values) for name, values in differing.items()}
             event |= {f"memory/{name}_rank": values.index(max(values)) for name, values in differing.items()}
-        has_state = min(values_of["optimizer_state_mb"]) > 0 or self.memory_check.compared
+        has_state = self.memory.has_state or self.memory_check.compared
         saved = self.memory_check.plain - max(held)
         if has_state and saved:  # not before the first update, and not for what is not sharded
             event["memory/saved_mb"] = saved / 1e6

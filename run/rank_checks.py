@@ -5,7 +5,6 @@ A rank that differs would make the ranks wait for each other forever, or would s
 docs/running.md says what the checks cannot detect.
 """
 
-import math
 import pathlib
 import sys
 import zlib
@@ -19,7 +18,7 @@ from configurator import PER_HOST, settings_with
 from data.dataset import Dataset
 from distributed.launch import Launch
 from distributed.machine import versions
-from distributed.ranks import print0
+from distributed.ranks import batch_in_words, divided_batch, print0
 from distributed.rendezvous import agree
 from model import GPTConfig
 from zero.flags import Flags, muon_of
@@ -53,9 +52,11 @@ def check_combinations(settings: dict[str, Any], world_size: int) -> None:
     """Raise ValueError if settings do not go together, or not with this number of ranks."""
     steps = settings["gradient_accumulation_steps"]
     if steps % world_size:
+        size, divided = divided_batch(settings["batch_size"], steps, world_size)
         raise ValueError(
             f"gradient_accumulation_steps={steps} cannot be split over {world_size} ranks; "
-            f"use --gradient_accumulation_steps={math.ceil(steps / world_size) * world_size}"
+            f"use --batch_size={size} --gradient_accumulation_steps={divided}, "
+            f"{batch_in_words(size * divided, settings['batch_size'] * steps)}"
         )
     Flags.of(settings).implementation(world_size)
     muon_of(settings)

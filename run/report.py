@@ -43,7 +43,7 @@ def rows(summary: Summary) -> dict[str, str]:
     commit, _, dirty = (facts.get("git_commit") or "").partition("-")
     tokens, elapsed_s, saved_mb = (known.get(key, 0) for key in ("iter/tokens", "time/elapsed_s", "memory/saved_mb"))
     medians = f" (medians since iteration {summary.medians_from:,})" if summary.medians_from else " (medians)"
-    less = f", {size(abs(saved_mb) * 1e6)} {'less' if saved_mb > 0 else 'more'} than without sharding" if saved_mb else ""
+    less = f", {size(abs(saved_mb) * 1e6)} {'less' if saved_mb > 0 else 'more'} than without these flags" if saved_mb else ""
     of_tensors = held("measured", f"{less}: parameters, gradients, state and buckets")
     texts = {  # parts; without the first one there is no row
         "model": [f"{facts['parameters'] / 1e6:.2f}M parameters, {facts['dtype']}; {', then '.join(how)}, {device}: {names}"],

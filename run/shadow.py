@@ -18,12 +18,6 @@ from zero.sharded_state import parameters, partition
 from zero.tensors import flattened
 
 
-def check_device(iterations: int, device_type: str) -> None:
-    """Raise ValueError if `shadow_check` is on and the random numbers of the device cannot be repeated (mps)."""
-    if iterations and device_type not in ("cpu", "cuda"):
-        raise ValueError(f"shadow_check={iterations} does not support device={device_type}; use --shadow_check=0")
-
-
 class Shadow:
     """Trains a copy of the model with DistributedDataParallel and the plain optimizer, and compares weights after each update.
 
@@ -35,8 +29,8 @@ class Shadow:
     compares its float32 masters instead.
 
     The copy takes 16 bytes per parameter on each rank, and 4 more while DistributedDataParallel accumulates gradients outside
-    of its buckets (`forecast.run_memory` predicts it). Its activations do not add to those of the run, because one micro-step
-    runs after the other. Every trainable parameter must have a gradient. Every method needs to be called on all ranks.
+    of its buckets. Its activations do not add to those of the run, because one micro-step runs after the other. Every trainable
+    parameter must have a gradient. Every method needs to be called on all ranks.
 
     Args:
         iterations: number of iterations to check; 0: every method returns at once.
@@ -60,7 +54,8 @@ class Shadow:
         if not iterations:
             return
         self._device = device
-        check_device(iterations, self._device.type)
+        if device.type not in ("cpu", "cuda"):
+            raise ValueError(f"shadow_check={iterations} does not support device={device.type}; use --shadow_check=0")
         self._names = {param: name for name, param in model.named_parameters()}
         self._raw, groups = copy.deepcopy((model, groups))
         for part, copied in zip(model.modules(), self._raw.modules(), strict=True):

@@ -30,10 +30,13 @@ def pytest_configure(config):
         travels["as on a GPU"] = True
 
 
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
     """The longest files first, so that no worker is left with one at the end. A slow test says why, and how long it takes."""
     for mark in (mark for item in items for mark in item.iter_markers("slow")):
         assert (len(mark.args), [*mark.kwargs]) == (1, ["seconds"]), mark
+    if config.getoption("as_on_gpu"):  # the others start no ranks
+        start = {"run_ranks", "run_in_turn", "ranks"}
+        items[:] = [item for item in items if start & {*item.function.__code__.co_names} or "runner" in item.fixturenames]
     longest = "wandb_run", "dashboard", "bench", "prediction", "progress", "train"
     items.sort(key=lambda item: item.path.stem.removeprefix("test_") not in longest)
 

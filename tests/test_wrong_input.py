@@ -12,7 +12,7 @@ from scripts import ROOT, SETTINGS, check_mistakes, run, run_for_real
 MISTAKES = {
     "unknown key": (["--use_zero=True"], "did you mean 'use_zero1'?"),
     "missing checkpoint": (["--init_from=resume"], "ckpt.pt; to resume, check --out_dir"),
-    "indivisible": (["--gradient_accumulation_steps=5"], "cannot be split over 2 ranks; use --gradient_accumulation_steps=6"),
+    "indivisible": (["--gradient_accumulation_steps=5"], "use --batch_size=1 --gradient_accumulation_steps=10, the same"),
     "groups of no one": (["--zero_shard_size=2", "--zero1_impl=torch"], "zero_shard_size=2 needs use_zero1=True"),
     "found by rank 0 alone": (["--out_dir=/dev/null/out"], "cannot write to out_dir=/dev/null/out"),
     "found by one rank alone": (["--dataset=SPOILT"], "holds token 60000, but the model's vocabulary has 50304"),

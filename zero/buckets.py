@@ -175,7 +175,9 @@ def allocate(
             param, local = params[index], bucket.updated[offset : offset + stop - start]
             if param.numel() == 1:  # then any state of it has one shape
                 local = shaped(local, param)
-            bucket.owned.append(OwnedSlice(param, start, stop, offset, torch.nn.Parameter(local), bucket.masters))
+            local = torch.nn.Parameter(local)
+            local.grad_dtype = None  # a gradient may be in the dtype of the weights until the update
+            bucket.owned.append(OwnedSlice(param, start, stop, offset, local, bucket.masters))
         buckets.append(bucket)
     return buffer, buckets
 

@@ -52,32 +52,35 @@ def build(
 
     Raises:
         ValueError: if the model is on the meta device, if flags cannot be combined, or if `bucket_mb`, `shard_size` or an
-            argument of AdamW is invalid.
+            argument of AdamW is invalid, or the device cannot have what the flags ask for.
     """
-    implementation = flags.implementation(dist.get_world_size() if dist.is_initialized() else 1)
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    implementation = flags.implementation(world_size)
     device = device or next(model.parameters()).device
     optimizer_cls, arguments = optimizer_of(any("matrices" in group for group in groups), device.type, **adamw)
     on_all_ranks(partial(check_values, model))
+    if implementation == "sharded" and device.type == "mps":  # which has no float64, and was never tried
+        raise ValueError("param_dtype and state_dtype do not support device=mps; leave them out, or use --device=cpu")
     if implementation == "sharded":  # ShardedOptimizer moves the trainable parameters
         for tensor in (*model.parameters(), *model.buffers()):
             if not (isinstance(tensor, torch.nn.Parameter) and tensor.requires_grad):
                 tensor.data = tensor.data.to(device)
     else:
         model.to(device)
-    if not dist.is_initialized():
-        return model, optimizer_cls(groups, **arguments)
     if implementation == "sharded":
         sharded = ShardedOptimizer(
             groups,
             optimizer_cls,
-            shard_size=flags.shard_size,
+            shard_size=flags.sharing(world_size),
             registration_order=model.parameters(),
             device=device,
             **flags.options,
             **arguments,
         )
-        wrapped = ShardedDataParallel(model, sharded, flags.shard_gradients, overlap=overlap)
+        wrapped = ShardedDataParallel(model, sharded, flags.shard_gradients, overlap=overlap and world_size > 1)
         return wrapped, sharded
+    if not dist.is_initialized():
+        return model, optimizer_cls(groups, **arguments)
     optimizer: torch.optim.Optimizer
     if implementation == "torch":
         optimizer = ZeroRedundancyOptimizer(groups, optimizer_class=optimizer_cls, **arguments)

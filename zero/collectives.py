@@ -162,7 +162,8 @@ class Communicator:
         """Wait for a reduce-scatter and return its sum over the shard group, added to `shard` if there is one.
 
         Without `shard`, the sum takes the memory of a received part if that fits. It is computed in the dtype of `like`,
-        a shard, which may be wider than that of the bucket. The other tensors of the reduction return to the pool.
+        a shard, which may be wider than that of the bucket. The other tensors of the reduction return to the pool. On a single
+        rank there is nothing to add: then the bucket itself is the result, in its own dtype.
         """
         self.wait("reduce-scatter", reduction.works, like.device)
         parts, received = reduction.parts, reduction.received
@@ -170,7 +171,10 @@ class Communicator:
             total = parts[0].sum(0, dtype=like.dtype)
             return total if shard is None else shard.add_(total)
         if shard is not None:
+            shard = shard.to(like.dtype)
             parts = [shard, *parts]
+        elif self.world_size == 1 and reduction.bucket.dtype != torch.float16:  # which a GradScaler unscales in float32 only
+            return reduction.bucket
         elif received and (received[0].shape, received[0].dtype) == (like.shape, like.dtype):
             shard, *received = received
         else:

@@ -35,7 +35,7 @@ class Flags:
     A flag is the setting of its name, or the one that its metadata names.
     """
 
-    use_zero1: bool = True  # divide the optimizer state among the ranks; a single process does not divide it
+    use_zero1: bool = True  # divide the optimizer state among the ranks
     zero1_impl: str = "sharded"  # `zero.ShardedOptimizer`, or 'torch': `torch.distributed.optim.ZeroRedundancyOptimizer`
     # megabytes per bucket, see `zero.layout.auto_bucket_mb`
     bucket_mb: BucketMB = field(default="auto", metadata={"setting": "zero_bucket_mb"})
@@ -61,21 +61,38 @@ class Flags:
         return cls(**{flag.name: settings[_setting(flag)] for flag in fields(cls)})
 
     def implementation(self, world_size: int) -> Literal["adamw", "torch", "sharded"]:
-        """Return the implementation on `world_size` ranks. A single rank has plain AdamW for all flags.
+        """Return the implementation on `world_size` ranks.
+
+        A single rank has nothing to divide, and plain AdamW, unless `param_dtype` or `state_dtype` save memory there as well.
 
         Raises:
-            ValueError: if several ranks cannot combine the flags, or `shard_size` does not divide `world_size`.
+            ValueError: if the flags cannot be combined, or `shard_size` does not divide `world_size`.
         """
-        if world_size == 1:
-            return "adamw"
         if self.use_zero1 and self.zero1_impl == "sharded":
-            resolve_shard_size(self.shard_size, world_size)
-            return "sharded"
+            self.sharing(world_size)
+            saves_alone = self.param_dtype != "float32" or self.state_dtype != "float32"
+            return "sharded" if world_size > 1 or saves_alone else "adamw"
         for flag in fields(self):
             value, changes_nothing = getattr(self, flag.name), flag.name in ("use_zero1", "zero1_impl", "bucket_mb")
             if value != flag.default and not changes_nothing:
                 raise ValueError(f"{_setting(flag)}={value} needs use_zero1=True, zero1_impl='sharded'")
-        return "torch" if self.use_zero1 else "adamw"
+        return "torch" if self.use_zero1 and world_size > 1 else "adamw"
+
+    def sharing(self, world_size: int) -> int:
+        """Return how many of `world_size` ranks share the state. Raises ValueError if `shard_size` does not divide them."""
+        return resolve_shard_size(self.shard_size, world_size) if world_size > 1 else 1
+
+    def without_effect(self, world_size: int) -> list[str]:
+        """Return `use_zero1` and the settings other than the defaults, if they change nothing on `world_size` ranks."""
+        if world_size > 1 or not self.use_zero1:
+            return []
+        acting = {"param_dtype", "state_dtype"}
+        if self.implementation(1) == "sharded":
+            acting |= {"use_zero1", "bucket_mb"}
+        if self.param_dtype != "float32":
+            acting.add("shard_gradients")  # sums over micro-steps are float32
+        values = {flag: getattr(self, flag.name) for flag in fields(self) if flag.name not in acting}
+        return [f"{_setting(flag)}={value}" for flag, value in values.items() if value is True or value != flag.default]
 
     @property
     def options(self) -> dict[str, Any]:
@@ -91,8 +108,7 @@ class Flags:
         """Return the plan of the implementation on `world_size` ranks. Raises ValueError, see `implementation`."""
         implementation = self.implementation(world_size)
         if implementation == "sharded":
-            sharing = resolve_shard_size(self.shard_size, world_size)
-            return plan(params, sharing, **self.options)
+            return plan(params, self.sharing(world_size), **self.options)
         return zero_redundancy_plan(params, world_size) if implementation == "torch" else replicated_plan(params)
 
 

@@ -1,7 +1,7 @@
 """The gradients of a step and their norms. This module provides them where there is no ShardedDataParallel."""
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -73,9 +73,5 @@ class ParameterGradients:
 
 def float32_norms(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
     """Return the norms of gradients in float32, also if these are float16, whose norm may be larger than float16 can hold."""
-    norms: Sequence[torch.Tensor]
-    if any(gradient.dtype.itemsize < 4 for gradient in gradients):
-        norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
-    else:
-        norms = torch._foreach_norm(gradients)
-    return [norm.float() for norm in norms]
+    dtype = torch.float32 if any(gradient.dtype.itemsize < 4 for gradient in gradients) else None
+    return [norm.float() for norm in torch._foreach_norm(gradients, dtype=dtype)]

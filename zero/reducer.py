@@ -99,7 +99,9 @@ class BucketGradients:
     buffer: torch.Tensor | None = None  # in the shape of `bucket.data`, collects gradients as they arrive
     streams: set[torch.cuda.Stream] = field(default_factory=set)  # on a GPU: streams that have written to `buffer`
     reduction: ReduceScatterWork | None = None  # in flight
-    shard: torch.Tensor | None = None  # in the shape of `bucket.shard`, the mean gradient of this step, if one has arrived
+    # in the shape of `bucket.shard`, the mean gradient of this step, if one has arrived; in the dtype of
+    # `bucket.updated`, or if nothing has been added up, of the weights
+    shard: torch.Tensor | None = None
     views: list[torch.Tensor] = field(default_factory=list)  # into `shard`, in the shapes of the owned slices
     # with replicas: the all-reduce of `shard` over them, in flight or done; None: `shard` has the sum over the shard group only
     all_reduce: list[dist.Work] | None = None
@@ -147,7 +149,7 @@ class BucketGradients:
             self.all_reduce = None
         with region(f"zero::wait_reduce_scatter bucket {self.bucket.number}"):
             shard = self.comm.sum_of(reduction, self.shard, self.bucket.updated)
-        if self.shard is None:
+        if shard is not self.shard:
             self.shard, owned = shard, self.bucket.owned
             self.views = [shaped(shard[slice_.offset : slice_.offset + slice_.local.numel()], slice_.local) for slice_ in owned]
 
@@ -315,7 +317,7 @@ class Reducer:
         self._send_full_buckets()
         self.in_backward = False
         self._wait_for_agreement()  # the one of the previous micro-step
-        if not self.params:
+        if not self.params or self.optimizer.comm.world_size == 1:
             return
         used = torch.ones(len(self.params), dtype=torch.uint8, device=self.params[0].device)
         marks = [number in self._used for number in range(len(self.params))]

@@ -105,13 +105,22 @@ class SliceUpdate:
 
     @contextmanager
     def _in_float32(self, locals_: Iterable[torch.nn.Parameter]) -> Iterator[None]:
-        """Return a context in which the state of some slices is not encoded."""
+        """Return a context in which the gradients and the state of some slices have the dtype of the update."""
+        locals_ = list(locals_)
         coded = dict.fromkeys(self._coded[local] for local in locals_ if local in self._coded)
+        narrow = {local: local.grad for local in locals_ if local.grad is not None and local.grad.dtype != local.dtype}
         try:
             for state in coded:
                 state.decode()
+            if narrow:
+                wide = [torch.empty_like(local) for local in narrow]
+                torch._foreach_copy_(wide, list(narrow.values()))
+                for local, gradient in zip(narrow, wide, strict=True):
+                    local.grad = gradient
             yield
         finally:
+            for local, gradient in narrow.items():
+                local.grad = gradient
             for state in coded:
                 state.encode()
 

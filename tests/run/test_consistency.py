@@ -1,6 +1,10 @@
 """run/rank_checks.py: at the start, a rank that differs from the others is named, with the remedy, and all ranks end."""
 
+import glob
+import itertools
+import math
 import os
+import re
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -9,12 +13,13 @@ import faults
 import numpy as np
 import pytest
 import torch.distributed as dist
-from scripts import SETTINGS, command, environment, run
+from scripts import ROOT, SETTINGS, command, environment, run
 
+from configurator import TRAIN, configure, settings_of
 from data.dataset import Dataset
 from distributed.launch import Launch
 from distributed.rendezvous import agree
-from run.rank_checks import difference
+from run.rank_checks import check_combinations, difference
 
 REFUSED = {  # what the last rank does before it runs train.py, and the line that is printed; DATA is another dataset
     "other settings": (
@@ -143,3 +148,46 @@ def test_a_fingerprint_sees_the_vocabulary(data, other):
     with open(os.path.join(other, "meta.pkl"), "ab") as file:
         file.write(b" ")
     assert Dataset(data, 8).fingerprint["meta.pkl"] != Dataset(other, 8).fingerprint["meta.pkl"]
+
+
+PRINTED = [
+    path for files in ("*.md", "docs/*.md", "results/*.md", "*.py", "config/*.py") for path in glob.glob(f"{ROOT}/{files}")
+]
+
+
+def printed_commands():
+    """Every command in the documents and in the heads of files that starts train.py: (numbers of ranks, arguments)."""
+    for path in PRINTED:
+        with open(path) as file:
+            text = re.sub(r"\\+\n[ #]*", "", file.read())
+        variables = dict(re.findall(r'^([A-Z]+)="(.*?)"', text, re.MULTILINE))
+        for launcher, line in re.findall(r"(torchrun (?!\.\.\.)[^\n#`]*|python )train\.py ([^\n#`]*)", text):
+            line = re.sub(r"\$([A-Z]+)", lambda match, known=variables: known[match[1]], line)
+            ranks = int((re.search(r"--nproc[_-]per[_-]node=(\d+)", launcher) or ["", 1])[1])
+            machines = [int(number) for number in (re.search(r"--nnodes=([\d:]+)", launcher) or ["", "1"])[1].split(":")]
+            yield [ranks * number for number in range(machines[0], machines[-1] + 1)], line.split("  ")[0].split()
+
+
+def test_the_ranks_of_every_printed_command_can_share_its_batch(capsys):
+    found = [command for command in printed_commands() if not {"...", "--help", "[file.py"} & {*command[1]}]
+    for sizes, arguments in found:
+        settings = configure(settings_of(TRAIN), [f"{ROOT}/{part}" if part[0] != "-" else part for part in arguments])
+        for size in sizes:
+            check_combinations(settings, size)
+    assert {size for sizes, _ in found for size in sizes} >= {1, 2, 4, 8, 16}
+    assert len(found) > 25
+
+
+@pytest.mark.parametrize("steps", [1, 5, 7, 40, 240])
+def test_the_remedy_keeps_the_sequences_of_an_iteration(steps):
+    for batch_size, ranks in itertools.product((1, 2, 10, 12, 64), (2, 4, 8, 16, 32, 64)):
+        if steps % ranks:
+            settings = {**settings_of(TRAIN), "batch_size": batch_size, "gradient_accumulation_steps": steps}
+            with pytest.raises(ValueError, match=f"cannot be split over {ranks} ranks; use --") as refused:
+                check_combinations(settings, ranks)
+            size, micro_steps = map(int, re.findall(r"--[a-z_]+=(\d+)", str(refused.value)))
+            check_combinations({**settings, "batch_size": size, "gradient_accumulation_steps": micro_steps}, ranks)
+            before = batch_size * steps
+            assert size * micro_steps == math.ceil(before / ranks) * ranks
+            assert size <= batch_size
+            assert ("the same global batch" in str(refused.value)) == (before % ranks == 0)

@@ -2,24 +2,18 @@
 
 import json
 import re
-from contextlib import nullcontext
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
-from ranks import run_ranks
 from scripts import train
 
-from forecast.activations import LiveBytes, predict
 from forecast.prediction import PURPOSES
-from forecast.run_memory import Extras, Workload, forecast, gpt_specs
+from forecast.run_memory import Workload
 from model import GPT, GPTConfig
 from run import memory_meter
 from run.memory_meter import MemoryCheck, MemoryMeter
-from run.shadow import Shadow
-from zero import ShardedGradScaler
-from zero.build import build, clip_grad_norm_
+from zero.build import build
 from zero.flags import Flags
 
 BUCKET_MB = 0.02
@@ -118,37 +112,3 @@ def test_a_model_that_cannot_be_predicted_trains_all_the_same(monkeypatch, capsy
     monkeypatch.setattr(memory_meter, "predicted_activations", fail)
     assert memory_meter._activations(None, "float32") == (0,) * 5
     assert capsys.readouterr().out == ("note: activations cannot be predicted: RuntimeError: no fake tensors for this model\n")
-
-
-def peaks_with_a_shadow():
-    """Predicted and measured peak bytes of three iterations with `shadow_check`, by micro-steps."""
-    sizes, peaks = replace(SIZES, vocab_size=1000, n_embd=64), {}
-    for micro_steps in (1, 3):
-        extras, flags = Extras(shadow_check=4), Flags(bucket_mb=BUCKET_MB)
-        activations = predict(Workload(sizes, 1, "float32", "cpu"), "float32")
-        plan = flags.plan(gpt_specs(sizes), 2)
-        predicted = forecast(plan, 2, micro_steps, "cpu", activations, False, True, extras).peak
-        with LiveBytes() as live:
-            module = GPT(sizes)
-            groups = module.param_groups(0.1)
-            shadow = Shadow(extras.shadow_check, module, groups, None, None, torch.device("cpu"))
-            model, optimizer = build(module, groups, flags, lr=0.01)
-            shadow.follow(optimizer, ShardedGradScaler("cpu", enabled=False), 1, nullcontext(), micro_steps, 1.0)
-            tokens = torch.zeros((1, sizes.block_size), dtype=torch.int64)
-            for _ in range(3):
-                for micro_step in range(micro_steps):
-                    model.require_backward_grad_sync = micro_step == micro_steps - 1
-                    shadow.micro_step(tokens, tokens)
-                    model(tokens, tokens)[1].backward()
-                clip_grad_norm_(optimizer, 1.0)
-                optimizer.step()
-                optimizer.zero_grad()
-                shadow.update()
-        peaks[micro_steps] = predicted, live.peak
-    return peaks
-
-
-def test_the_peak_counts_the_shadow():
-    for peaks in run_ranks(peaks_with_a_shadow, 2):
-        for micro_steps, (predicted, measured) in peaks.items():
-            assert 0.97 * measured <= predicted <= 1.04 * measured, (micro_steps, predicted, measured)

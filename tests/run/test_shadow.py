@@ -36,7 +36,7 @@ def verdict(printed):
         (2, ["--zero_bucket_mb=0.02", "--activation_checkpointing=True"], True),
         (2, ["--zero1_impl=torch"], False),
         (2, ["--dtype=float16"], True),
-        (0, ["--grad_clip=0.5", "--param_dtype=bfloat16"], False),
+        (0, ["--grad_clip=0.5"], False),
     ],
     ids=str,
 )

@@ -305,34 +305,6 @@ def test_a_run_that_is_disabled_has_no_id(fake):
     assert WandbRun(CONFIG).id is None
 
 
-def test_a_sweep_of_the_example_trains(data, tmp_path, monkeypatch):
-    """The command line is the one that wandb's agent makes, with the launcher of the tests in place of torchrun."""
-    import yaml
-    from wandb.sdk.launch.sweeps.utils import create_sweep_command, create_sweep_command_args
-
-    with open(os.path.join(ROOT, "config", "sweep.yaml")) as file:
-        sweep = yaml.safe_load(file)
-    parameters = {"learning_rate": 0.0123, "n_embd": sweep["parameters"]["n_embd"]["values"][0]}
-    assert parameters.keys() == sweep["parameters"].keys()
-    flags = create_sweep_command_args({"args": {name: {"value": value} for name, value in parameters.items()}})
-    given = flags | {"env": ["/usr/bin/env"], "program": [sweep["program"]]}
-    parts = [given.get(part[2:-1]) if part.startswith("${") else [part] for part in create_sweep_command(sweep["command"])]
-    line = [word for part in parts for word in part]
-    assert line[:5] == ["/usr/bin/env", "torchrun", "--standalone", "--nproc_per_node=2", "train.py"]
-    files = [os.path.join(ROOT, word) if word.endswith(".py") else word for word in line[5:]]
-    monkeypatch.setenv("WANDB_RUN_ID", "abc")
-    monkeypatch.setenv("WANDB_SWEEP_ID", "s")
-    small = ["--device=cpu", "--compile=False", f"--dataset={data}", "--max_iters=2", "--block_size=16", "--eval_iters=1"]
-    process = run("train.py", *files, *small, ranks=2, cwd=tmp_path)
-    assert process.returncode == 0, process.stderr
-    facts = json.loads((tmp_path / "out-sweep-abc" / "run.json").read_text())
-    assert {name: facts[name] for name in parameters} == parameters
-    (start,) = records(only(tmp_path / "wandb"), "run")
-    assert (start["run_id"], start["sweep_id"]) == ("abc", "s")
-    keys = {key for event in merged(tmp_path / "out-sweep-abc") for key in event}
-    assert sweep["metric"]["name"] in keys
-
-
 def test_without_wandb_training_goes_on_with_one_line(data, tmp_path):
     arguments = [f"--dataset={data}", f"--out_dir={tmp_path}", "--wandb_log=True", "--max_iters=2"]
     process = run("train.py", *SETTINGS, *arguments, before=partial(faults.without_module, "wandb"))

@@ -35,7 +35,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from nets import average_gradients, late_gathers
 from optimizers import ELEMENTWISE, AdamWithWarmup
-from ranks import context
+from ranks import context, travel_as_on_gpu, travels
 from readers import OF_GRADIENTS, READERS
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -411,7 +411,7 @@ def outcome_on_rank(description, defect):
     return "different", f"{len(far)} of {len(expected)}: " + ", ".join(f"{name} by {far[name]:.1g}" for name in worst[:5])
 
 
-def serve(rank, world_size, folder, connection):
+def serve(rank, world_size, folder, connection, as_on_gpu):
     """Answer with the outcome of each description that comes, until the pipe is closed."""
     gc.freeze()
     torch.set_num_threads(1)
@@ -421,6 +421,8 @@ def serve(rank, world_size, folder, connection):
     faulthandler.enable(log)
     faulthandler.register(signal.SIGUSR1, log)
     try:
+        if as_on_gpu:
+            travel_as_on_gpu()
         dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world_size)
         while True:
             try:
@@ -487,7 +489,8 @@ class Ranks:
         pipes = [context.Pipe() for _ in range(self.count)]
         self.connections = [ours for ours, _ in pipes]
         self.processes = [
-            context.Process(target=serve, args=(rank, self.count, self.folder, pipes[rank][1])) for rank in range(self.count)
+            context.Process(target=serve, args=(rank, self.count, self.folder, pipes[rank][1], travels["as on a GPU"]))
+            for rank in range(self.count)
         ]
         self.earlier = []
         for process in self.processes:

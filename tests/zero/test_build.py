@@ -25,12 +25,17 @@ CLASSES = {
 def the_flags_choose_the_classes():
     for mode in MODES:
         model, optimizer = build_toy(mode)
-        names, line = (type(model).__name__, type(optimizer).__name__), describe(optimizer, MODES[mode].use_zero1)
+        names, line = (
+            (type(model).__name__, type(optimizer).__name__),
+            describe(optimizer, MODES[mode].without_effect(dist.get_world_size())),
+        )
         assert names == CLASSES[mode if dist.get_world_size() > 1 else "adamw"]
         if mode == "adamw":
             assert line == "Using plain AdamW: 0.0 MB of optimizer state on each rank"
         elif dist.get_world_size() == 1:
-            assert line.startswith("Using plain AdamW (use_zero1 and its settings need more than one process; start with ")
+            changed = {"torch": "zero1_impl=torch", "gradients": "zero_bucket_mb=0.0002, shard_gradients=True"}
+            assert line.startswith("Using plain AdamW: 0.0 MB of optimizer state on each rank; without effect on one rank: ")
+            assert line.endswith(f"use_zero1=True, {changed.get(mode, 'zero_bucket_mb=0.0002')}")
         else:
             name = "torch" if mode == "torch" else "sharded"
             assert line.startswith(f"Using ZeRO-1 optimizer state sharding: zero1_impl='{name}' ({names[1]}) over 2 ranks, ")

@@ -118,8 +118,7 @@ def test_a_group_of_one_needs_no_process_group():
     comm = collectives.Communicator(None)
     bucket = torch.arange(4.0)
     shard = comm.sum_of(comm.reduce_scatter(bucket), None, torch.empty(4))
-    assert torch.equal(shard, bucket)
-    assert shard.data_ptr() != bucket.data_ptr()  # which collects the next gradients
+    assert shard is bucket  # nothing is added or copied
     assert not comm.all_gather(bucket)
     assert not sum(comm.sent_bytes.values())
 

@@ -269,7 +269,7 @@ def groups_that_do_not_fit():
             hybrid_toy(shard_size)
     with pytest.raises(ValueError, match="zero_shard_size=2 needs use_zero1=True, zero1_impl='sharded'"):
         hybrid_toy(2, use_zero1=False)
-    lines = gather_objects(describe(hybrid_toy(2)[1], True))
+    lines = gather_objects(describe(hybrid_toy(2)[1], []))
     assert "over 2 ranks in each of 2 groups" in lines[0]
 
 

@@ -200,7 +200,7 @@ def constant_gradient(state_dtype):
     group = {"params": [param], "matrices": 1, "momentum": 0.99, "ns_steps": 1}
     optimizer = ShardedOptimizer([group], Muon, lr=0.0, state_dtype=state_dtype)
     gradient = torch.rand(16, 32) + 0.5
-    for _ in range(800):
+    for _ in range(500):
         param.grad = gradient
         optimizer.step()
     momentum = ckpt.consolidate(optimizer)["state"][0]["momentum_buffer"]
@@ -500,7 +500,7 @@ def test_ranks_that_fail_in_different_rounds_end_together():
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_batch_has_the_bits_of_torchs_iterations_of_each_matrix(count):
-    matrices = torch.randn(count, 3072, 768, generator=torch.Generator().manual_seed(0)).bfloat16()
+    matrices = torch.randn(count, 768, 192, generator=torch.Generator().manual_seed(0)).bfloat16()
     expected = [_muon._zeropower_via_newtonschulz(matrix, COEFFICIENTS, 5, 1e-7) for matrix in matrices]
     assert torch.equal(orthogonalized(matrices, 5), torch.stack(expected))
 

@@ -1,0 +1,103 @@
+"""One process, without torch.distributed: the flags that save memory there act through zero.build, the others say so."""
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from toy import assert_equal, batch, make_toy, train, weights
+
+from zero import ShardedDataParallel, ShardedGradScaler, ShardedOptimizer
+from zero import checkpoint as ckpt
+from zero.build import build, clip_grad_norm_
+from zero.flags import Flags
+from zero.held_bytes import held_bytes
+
+
+def built(muon=False, **flags):
+    assert not dist.is_initialized()
+    model = make_toy()
+    return model, *build(model, model.param_groups(muon), Flags(bucket_mb=0.0002, **flags), overlap=True, lr=0.01)
+
+
+def sent(model, micro_steps, first=0):
+    """Run the backwards of an iteration."""
+    for micro_step in range(micro_steps):
+        model.require_backward_grad_sync = micro_step == micro_steps - 1
+        model(*batch(first + micro_step, 0)).backward()
+
+
+@pytest.mark.parametrize(
+    ("flags", "implementation", "idle"),
+    [
+        ({}, "adamw", ["use_zero1=True"]),
+        ({"use_zero1": False}, "adamw", []),
+        ({"zero1_impl": "torch"}, "adamw", ["use_zero1=True", "zero1_impl=torch"]),
+        ({"shard_gradients": True, "shard_size": 8}, "adamw", ["use_zero1=True", "shard_gradients=True", "zero_shard_size=8"]),
+        ({"param_dtype": "bfloat16", "shard_gradients": True}, "sharded", []),
+        ({"state_dtype": "int8", "shard_gradients": True, "bucket_mb": 1.0}, "sharded", ["shard_gradients=True"]),
+        ({"param_dtype": "bfloat16_remainder", "state_dtype": "int8", "shard_size": 8}, "sharded", ["zero_shard_size=8"]),
+    ],
+)
+def test_which_flags_act(flags, implementation, idle):
+    assert Flags(**flags).implementation(1) == implementation
+    assert Flags(**flags).without_effect(1) == idle
+    assert Flags(**flags).without_effect(2) == []
+
+
+@pytest.mark.parametrize("muon", [False, True])
+def test_remainders_are_float32_masters(muon):
+    ends = []
+    for param_dtype in ("bfloat16", "bfloat16_remainder"):
+        module, model, optimizer = built(muon, param_dtype=param_dtype)
+        train(model, optimizer, 0, steps=20, clip=0.01)
+        ends.append([weights(module), ckpt.model_state_dict(module, optimizer), ckpt.consolidate(optimizer)])
+    assert_equal(*ends)
+    assert {tensor.dtype for name, tensor in ends[0][0].items()} == {torch.bfloat16}
+
+
+def test_state_in_int8_alone_is_near_adamw():
+    ends = []
+    for flags in ({}, {"state_dtype": "int8"}):
+        module, model, optimizer = built(**flags)
+        train(model, optimizer, 0, steps=20)
+        ends.append(weights(module))
+        assert isinstance(optimizer, ShardedOptimizer) == bool(flags)
+    differences = {name: (ends[0][name] - ends[1][name]).abs().max() for name in ends[0]}
+    assert 0 < max(differences.values()) < 0.02
+
+
+@pytest.mark.parametrize(
+    ("micro_steps", "shard_gradients", "itemsize"), [(1, False, 2), (3, False, 2), (1, True, 2), (3, True, 4)]
+)
+def test_a_gradient_keeps_its_dtype_unless_it_is_a_sum_of_micro_steps(micro_steps, shard_gradients, itemsize):
+    _, model, optimizer = built(param_dtype="bfloat16", state_dtype="int8", shard_gradients=shard_gradients)
+    sent(model, micro_steps)
+    norm = clip_grad_norm_(optimizer, math.inf)
+    numel = sum(bucket.data.numel() for bucket in optimizer.buckets)
+    assert held_bytes(optimizer, model)["gradients"] == itemsize * numel
+    used = [owned for owned in optimizer.owned if owned.local.grad is not None]
+    gradients = [owned.local.grad for owned in used]
+    assert {gradient.dtype.itemsize for gradient in gradients} == {itemsize}
+    assert norm == pytest.approx(torch.cat([gradient.double().flatten() for gradient in gradients]).norm().item(), rel=1e-5)
+    optimizer.step()
+    assert all(owned.local.grad is gradient for owned, gradient in zip(used, gradients, strict=True))
+    optimizer.zero_grad()
+    assert held_bytes(optimizer, model)["gradients"] == 0
+
+
+def test_a_scaler_unscales_float16_in_float32():
+    model = make_toy()
+    optimizer = ShardedOptimizer(model.param_groups(), torch.optim.AdamW, param_dtype=torch.float16, lr=0.01)
+    wrapped, scaler = ShardedDataParallel(model, optimizer), ShardedGradScaler("cpu", init_scale=4.0)
+    before = weights(model)
+    scaler.scale(wrapped(*batch(0, 0))).backward()
+    scaler.unscale_(optimizer)
+    assert {owned.local.grad.dtype for owned in optimizer.owned if owned.local.grad is not None} == {torch.float32}
+    scaler.step(optimizer)
+    assert not torch.equal(weights(model)["hidden.weight"], before["hidden.weight"])
+
+
+def test_mps_is_refused():
+    with pytest.raises(ValueError, match="param_dtype and state_dtype do not support device=mps"):
+        build(model := make_toy(), model.param_groups(), Flags(state_dtype="int8"), device=torch.device("mps"))

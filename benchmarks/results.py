@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from charts.bars import memory_chart, time_chart, training_chart
-from charts.style import ENDINGS, MEMORY, save, table
+from charts.style import MEMORY, save, table
 from forecast.modes import MODES
 
 IN_BYTES = ("total", "predicted", "peak", *MEMORY)  # the tables show them in MB
@@ -88,7 +88,7 @@ class Results:
 
 
 def draw(folder: str) -> None:
-    """Draw the pictures of a folder from its results.json, each as a picture and as an interactive page."""
+    """Draw the pictures of a folder from its results.json."""
     content = json.loads(Path(folder, "results.json").read_text())
     for measure in content.keys() & CHARTS.keys():
         entry = content[measure]
@@ -96,9 +96,8 @@ def draw(folder: str) -> None:
         for world_size in dict.fromkeys(row.get("world_size") for row in entry["rows"]):
             rows = [row for row in entry["rows"] if row.get("world_size") == world_size]
             ranks = f"rank 0 of {world_size}, " if world_size else ""
-            chart = CHARTS[measure](rows, ranks + measured)
-            for ending in ENDINGS:
-                save(chart, str(Path(folder, f"{measure}{f'-{world_size}' if world_size else ''}{ending}")))
+            path = Path(folder, f"{measure}{f'-{world_size}' if world_size else ''}.png")
+            save(CHARTS[measure](rows, ranks + measured), str(path))
 
 
 if __name__ == "__main__":

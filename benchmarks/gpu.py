@@ -67,7 +67,7 @@ def parts(gpus: int, out: str) -> list[Part]:
         Part("train-float32", 2, train("float32", "--dtype=float32", *checked)),
         Part("train-bfloat16", 2, train("bfloat16", "--param_dtype=bfloat16", *checked)),
         Part("train-codecs", 2, train("codecs", *codecs, *checked)),
-        Part("train-muon", 2, train("muon", "--optimizer=muon", *checked)),
+        Part("train-muon", 2, train("muon", "--optimizer=muon", "--dtype=float32", *checked)),
         Part("train-float16", 2, train("float16", "--dtype=float16", "--shard_gradients=True", "--loss_chunk=256", *checked)),
         *([several] if gpus > 1 else []),
         Part("train-resumed", 1, train("float32", "--dtype=float32", "--init_from=resume", "--max_iters=25", eager)),

@@ -18,6 +18,7 @@ from zero.checkpoint.format import KEYS
 SAVING_MEMORY = ["--param_dtype=bfloat16_remainder", "--state_dtype=int8", "--loss_chunk=8", "--activation_checkpointing=True"]
 MUON = ["--optimizer=muon"]
 
+
 def test_interrupted_runs_go_on_as_if_nothing_had_happened(data, runs, tmp_path):
     """Saved on 3 ranks by 'sharded' in one format, resumed on 2 by 'torch', saved in the other, then on 1 by AdamW."""
     losses = runs["one"].losses

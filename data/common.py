@@ -13,6 +13,8 @@ from typing import BinaryIO, NoReturn
 
 import numpy as np
 
+from data.vocabulary import token_dtype
+
 TINY_SHAKESPEARE_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 TINY_SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 
@@ -78,10 +80,10 @@ def atomic(path: str) -> Iterator[BinaryIO]:
             os.remove(temporary)
 
 
-def write_tokens(directory: str, split: str, tokens: Sequence[int] | np.ndarray) -> None:
-    """Write tokens to `split`.bin as uint16."""
+def write_tokens(directory: str, split: str, tokens: Sequence[int] | np.ndarray, vocab_size: int | None = None) -> None:
+    """Write tokens to `split`.bin, in the dtype of a vocabulary of `vocab_size` tokens, None: GPT-2's."""
     with atomic(os.path.join(directory, f"{split}.bin")) as file:
-        file.write(np.asarray(tokens, dtype=np.uint16).tobytes())
+        file.write(np.asarray(tokens, dtype=token_dtype(vocab_size)).tobytes())
     print(f"{split}: {len(tokens):,} tokens")
 
 
@@ -89,11 +91,11 @@ def write_characters(directory: str, text: str, vocabulary: list[str]) -> None:
     """Write a text with one token per character: vocabulary to meta.pkl, first 90 % to train.bin, the rest to val.bin."""
     stoi = {character: token for token, character in enumerate(vocabulary)}
     print(f"{len(text):,} characters, vocabulary of {len(vocabulary)}: {''.join(vocabulary)!r}")
-    table = np.zeros(max(map(ord, vocabulary)) + 1, dtype=np.uint16)
+    table = np.zeros(max(map(ord, vocabulary)) + 1, dtype=token_dtype(len(vocabulary)))
     table[[ord(character) for character in vocabulary]] = range(len(vocabulary))
     tokens = table[np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)]
     split = int(len(tokens) * 0.9)
     with atomic(os.path.join(directory, "meta.pkl")) as file:
         pickle.dump({"vocab_size": len(vocabulary), "stoi": stoi, "itos": dict(enumerate(vocabulary))}, file)
-    write_tokens(directory, "val", tokens[split:])
-    write_tokens(directory, "train", tokens[:split])
+    write_tokens(directory, "val", tokens[split:], len(vocabulary))
+    write_tokens(directory, "train", tokens[:split], len(vocabulary))

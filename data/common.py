@@ -1,22 +1,30 @@
 """Functions of the prepare.py scripts: the command line, the download, and token files that are either complete or missing."""
 
 import argparse
+import glob
 import hashlib
 import http.client
+import itertools
+import json
 import os
 import pickle
 import sys
 import urllib.request
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import BinaryIO, NoReturn
+from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn
 
 import numpy as np
 
-from data.vocabulary import token_dtype
+from data.vocabulary import DataError, token_dtype
+
+if TYPE_CHECKING:
+    import tiktoken
 
 TINY_SHAKESPEARE_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 TINY_SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
+_BATCH = 1024  # documents to read or to tokenize at once
 
 
 def exit_with_error(message: str) -> NoReturn:
@@ -78,6 +86,102 @@ def atomic(path: str) -> Iterator[BinaryIO]:
     finally:
         if os.path.exists(temporary):
             os.remove(temporary)
+
+
+def local_documents(path: str) -> Iterator[str]:
+    """Yield the documents of a local file, or of the files of a folder and of those inside it, in the order of their paths.
+
+    A file has a column "text" (`.parquet`), JSON lines with a "text" key (`.jsonl`), or one document per line (any other name;
+    of a folder only `.txt`).
+
+    Raises:
+        DataError: if a file cannot be read.
+    """
+    inside = glob.glob(os.path.join(glob.escape(path), "**"), recursive=True)
+    for file in sorted(name for name in inside if name.endswith((".parquet", ".jsonl", ".txt"))) or [path]:
+        try:
+            yield from parquet_documents([file]) if file.endswith(".parquet") else _lines(file)
+        except DataError:
+            raise
+        except ImportError as error:
+            raise DataError(f"{file} needs {error.name}; pip install -e '.[openwebtext]'") from error
+        except (OSError, ValueError) as error:
+            raise DataError(f"cannot read {file}: {error}") from error
+
+
+def _lines(path: str) -> Iterator[str]:
+    with open(path, encoding="utf-8") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            try:
+                yield json.loads(line)["text"] if path.endswith(".jsonl") else line
+            except (json.JSONDecodeError, KeyError, TypeError) as error:
+                raise DataError(f'{path} line {number} is no JSON object with a "text" key') from error
+
+
+def parquet_documents(paths: list[str], filesystem: Any = None, skip: int = 0) -> Iterator[str]:
+    """Yield the column "text" of parquet files, row group by row group, without the first `skip` rows.
+
+    Raises:
+        DataError: if a file has no such column.
+    """
+    from pyarrow import parquet
+
+    for path in paths:
+        # the defaults would read the whole file
+        with parquet.ParquetFile(path, filesystem=filesystem, buffer_size=1 << 20, pre_buffer=False) as table:
+            if "text" not in table.schema_arrow.names:
+                raise DataError(f'{path} has no column "text"')
+            for group in range(table.num_row_groups):
+                rows = table.metadata.row_group(group).num_rows
+                if skip < rows:
+                    batches = table.iter_batches(_BATCH, row_groups=[group], columns=["text"])
+                    texts = itertools.chain.from_iterable(batch["text"].to_pylist() for batch in batches)
+                    yield from itertools.islice(texts, skip, None)
+                skip = max(0, skip - rows)
+
+
+def from_hub(name: str, documents: Iterator[str], expected: int = 0) -> Iterator[str]:
+    """Yield documents that are read from the dataset `name` of the Hugging Face hub.
+
+    Raises:
+        DataError: if the hub or the data cannot be read, or there are fewer documents than expected.
+    """
+    remedy = "give a local copy with --input FILE"
+    count = 0
+    try:
+        for text in documents:
+            yield text
+            count += 1
+    except ImportError as error:
+        raise DataError(f"the download needs {error.name}; pip install -e '.[openwebtext]', or {remedy}") from error
+    except Exception as error:  # huggingface_hub, its HTTP library, pyarrow, tarfile and lzma have no base class in common
+        url = f"https://huggingface.co/datasets/{name}"
+        raise DataError(f"cannot read {url} after {count:,} documents ({type(error).__name__}: {error}); {remedy}") from error
+    if count < expected:
+        raise DataError(f"the Hugging Face hub has only {count:,} of the {expected:,} documents of {name}; {remedy}")
+
+
+def begun(documents: Iterator[str]) -> Iterator[str]:
+    """Read the first document, so that errors appear before a progress bar, and return all of them.
+
+    Raises:
+        DataError: if there are none.
+    """
+    first = next(documents, None)
+    if first is None:
+        raise DataError("there are no documents")
+    return itertools.chain([first], documents)
+
+
+def tokenized(documents: Iterator[str], encoding: "tiktoken.Encoding") -> Iterator[list[int]]:
+    """Yield the tokens of each document. All cores tokenize some documents while the next ones are read."""
+    with ThreadPoolExecutor(1) as reader:
+        ahead = reader.submit(lambda: list(itertools.islice(documents, _BATCH)))
+        while batch := ahead.result():
+            ahead = reader.submit(lambda: list(itertools.islice(documents, _BATCH)))
+            yield from encoding.encode_ordinary_batch(batch, num_threads=os.cpu_count() or 1)
 
 
 def write_tokens(directory: str, split: str, tokens: Sequence[int] | np.ndarray, vocab_size: int | None = None) -> None:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn
 
 import numpy as np
 
+from data.shards import HEADER_BYTES, MAGIC
 from data.vocabulary import DataError, token_dtype
 
 if TYPE_CHECKING:
@@ -189,6 +190,15 @@ def write_tokens(directory: str, split: str, tokens: Sequence[int] | np.ndarray,
     with atomic(os.path.join(directory, f"{split}.bin")) as file:
         file.write(np.asarray(tokens, dtype=token_dtype(vocab_size)).tobytes())
     print(f"{split}: {len(tokens):,} tokens")
+
+
+def write_shard(path: str, tokens: np.ndarray) -> None:
+    """Write uint16 tokens in the format of llm.c."""
+    header = np.zeros(HEADER_BYTES // 4, dtype=np.int32)
+    header[:3] = MAGIC[0], 1, len(tokens)
+    with atomic(path) as file:
+        file.write(header.tobytes())
+        file.write(tokens.data)
 
 
 def write_characters(directory: str, text: str, vocabulary: list[str]) -> None:

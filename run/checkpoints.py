@@ -41,11 +41,10 @@ class State:
             self.best_val_loss = float(checkpoint["best_val_loss"])
 
 
-def load_newest(folder: str) -> dict[str, Any]:
-    """Return the newest checkpoint of a run that is not corrupt, for what does not train. Needs to be called on all ranks.
+def find_newest(folder: str) -> str:
+    """Return the path of the newest checkpoint of a run that is not corrupt, for what does not train.
 
-    Raises:
-        ValueError: on all ranks, if there is none, or a rank cannot read it.
+    Needs to be called on all ranks. Raises ValueError on all ranks if there is none.
     """
 
     def find() -> str:
@@ -55,9 +54,18 @@ def load_newest(folder: str) -> dict[str, Any]:
         return path
 
     try:
-        return ckpt.load_on_all_ranks(on_rank_0(find))
+        return on_rank_0(find)
     except CheckpointError as error:
-        raise ValueError(f"{error}; give the --out_dir of a run, or --init_from=gpt2") from error
+        raise ValueError(f"{error}; give the --out_dir of a run") from error
+
+
+def load_newest(folder: str) -> dict[str, Any]:
+    """Return the checkpoint that `find_newest` finds. Needs to be called on all ranks.
+
+    Raises:
+        ValueError: on all ranks, if there is none, or a rank cannot read it.
+    """
+    return ckpt.load_on_all_ranks(find_newest(folder))
 
 
 class Checkpoints:

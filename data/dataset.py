@@ -49,11 +49,8 @@ class Dataset:
 
     @property
     def vocabulary(self) -> str:
-        """What identifies this vocabulary: its size, and a checksum (CRC-32) of its tokens."""
-        if not self.meta:
-            return "GPT-2's"
-        tokens = sorted(self.meta.get("itos", {}).items())
-        return f"{self.vocab_size} tokens with checksum {zlib.crc32(repr(tokens).encode()):08x}"
+        """What identifies this vocabulary, see `vocabulary_of`."""
+        return vocabulary_of(self.meta)
 
     def bytes_per_token(self, split: str) -> float | None:
         """Return the mean length of the tokens of a split in UTF-8, or None if the dataset has no vocabulary of texts."""
@@ -176,6 +173,14 @@ class Dataset:
                         f"{path} holds token {largest}, but the model's vocabulary has {vocab_size}; prepare the dataset "
                         "again, or train a model with its vocabulary"
                     )
+
+
+def vocabulary_of(meta: dict[str, Any] | None) -> str:
+    """Return what identifies the vocabulary of `load_meta`: its size, and a checksum (CRC-32) of its tokens."""
+    if not meta:
+        return "GPT-2's"
+    tokens = sorted(meta.get("itos", {}).items())
+    return f"{meta['vocab_size']} tokens with checksum {zlib.crc32(repr(tokens).encode()):08x}"
 
 
 def names() -> list[str]:

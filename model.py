@@ -23,6 +23,8 @@ GPT2_SIZES = {
     "gpt2-large": {"n_layer": 36, "n_head": 20, "n_embd": 1280},
     "gpt2-xl": {"n_layer": 48, "n_head": 25, "n_embd": 1600},
 }
+# these weights are (in, out) in OpenAI's Conv1D and (out, in) in Linear
+CONV1D = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
 
 
 @dataclass
@@ -363,9 +365,7 @@ class GPT(nn.Module):
         sizes = {"block_size": source.config.n_positions, "dropout": dropout, "bias": True}
         model = cls(GPTConfig.of(source.config.to_dict(), **sizes))
         weights = source.state_dict()
-        # the weight is (in, out) in OpenAI's Conv1D and (out, in) in Linear
-        conv1d = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
-        model.load_state_dict({key: weights[key].t() if key.endswith(conv1d) else weights[key] for key in model.state_dict()})
+        model.load_state_dict({key: weights[key].t() if key.endswith(CONV1D) else weights[key] for key in model.state_dict()})
         return model
 
     @torch.no_grad()

@@ -68,6 +68,7 @@ from configurator import (
     settings_of,
 )
 from data.dataset import DATA_DIR, Dataset
+from data.shards import paths_of
 from data.vocabulary import DataError, expected_vocab_size
 from distributed.exits import exit_on_wrong_input
 from distributed.ranks import check_backend
@@ -145,7 +146,7 @@ def vocabulary(settings: dict[str, Any]) -> int:
     """
     name, given = settings["dataset"], settings["vocab_size"]
     folder = os.path.join(DATA_DIR, name)
-    if os.path.exists(os.path.join(folder, "train.bin")):
+    if paths_of(folder, "train"):
         size = Dataset(name, settings["block_size"]).vocab_size or GPTConfig.vocab_size
         if given not in (0, size):
             raise ValueError(f"vocab_size={given}: dataset {name} is prepared and gives {size}; remove --vocab_size")

@@ -7,7 +7,6 @@ $ python sample.py --out_dir=out-shakespeare-char --start=FILE:prompt.txt
 
 import os
 import pathlib
-import sys
 from typing import Literal
 
 import torch
@@ -18,7 +17,7 @@ from data.vocabulary import load_codec, load_meta
 from distributed import machine
 from distributed.exits import exit_on_wrong_input
 from model import GPT
-from zero import checkpoint as ckpt
+from run.checkpoints import load_newest
 
 # -----------------------------------------------------------------------------
 init_from = "resume"  # 'resume': the checkpoint in out_dir; 'gpt2', ..., 'gpt2-xl', or a folder that holds a GPT-2
@@ -39,13 +38,7 @@ with exit_on_wrong_input():
     device_name, compute_dtype = machine.resolve(device, dtype)
     meta = None
     if init_from == "resume":
-        try:
-            path, warning = ckpt.find(out_dir)
-        except ckpt.CheckpointError as error:
-            raise ValueError(f"{error}; give the --out_dir of a run, or --init_from=gpt2") from error
-        if warning:
-            sys.stderr.write(f"WARNING: {warning}; sampling from {path}, the previous checkpoint\n")
-        checkpoint = ckpt.load(path)
+        checkpoint = load_newest(out_dir)
         model = GPT.from_checkpoint(checkpoint)
         meta = load_meta(os.path.join(DATA_DIR, checkpoint["config"].get("dataset", "")))
     else:

@@ -1,20 +1,31 @@
 """Functions of the prepare.py scripts: the command line, the download, and token files that are either complete or missing."""
 
 import argparse
+import glob
 import hashlib
 import http.client
+import itertools
+import json
 import os
 import pickle
 import sys
 import urllib.request
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import BinaryIO, NoReturn
+from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn
 
 import numpy as np
 
+from data.shards import HEADER_BYTES, MAGIC
+from data.vocabulary import DataError, token_dtype
+
+if TYPE_CHECKING:
+    import tiktoken
+
 TINY_SHAKESPEARE_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 TINY_SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
+_BATCH = 1024  # documents to read or to tokenize at once
 
 
 def exit_with_error(message: str) -> NoReturn:
@@ -78,22 +89,127 @@ def atomic(path: str) -> Iterator[BinaryIO]:
             os.remove(temporary)
 
 
-def write_tokens(directory: str, split: str, tokens: Sequence[int] | np.ndarray) -> None:
-    """Write tokens to `split`.bin as uint16."""
+def local_documents(path: str) -> Iterator[str]:
+    """Yield the documents of a local file, or of the files of a folder and of those inside it, in the order of their paths.
+
+    A file has a column "text" (`.parquet`), JSON lines with a "text" key (`.jsonl`), or one document per line (any other name;
+    of a folder only `.txt`).
+
+    Raises:
+        DataError: if a file cannot be read.
+    """
+    inside = glob.glob(os.path.join(glob.escape(path), "**"), recursive=True)
+    for file in sorted(name for name in inside if name.endswith((".parquet", ".jsonl", ".txt"))) or [path]:
+        try:
+            yield from parquet_documents([file]) if file.endswith(".parquet") else _lines(file)
+        except DataError:
+            raise
+        except ImportError as error:
+            raise DataError(f"{file} needs {error.name}; pip install -e '.[openwebtext]'") from error
+        except (OSError, ValueError) as error:
+            raise DataError(f"cannot read {file}: {error}") from error
+
+
+def _lines(path: str) -> Iterator[str]:
+    with open(path, encoding="utf-8") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            try:
+                yield json.loads(line)["text"] if path.endswith(".jsonl") else line
+            except (json.JSONDecodeError, KeyError, TypeError) as error:
+                raise DataError(f'{path} line {number} is no JSON object with a "text" key') from error
+
+
+def parquet_documents(paths: list[str], filesystem: Any = None, skip: int = 0) -> Iterator[str]:
+    """Yield the column "text" of parquet files, row group by row group, without the first `skip` rows.
+
+    Raises:
+        DataError: if a file has no such column.
+    """
+    from pyarrow import parquet
+
+    for path in paths:
+        # the defaults would read the whole file
+        with parquet.ParquetFile(path, filesystem=filesystem, buffer_size=1 << 20, pre_buffer=False) as table:
+            if "text" not in table.schema_arrow.names:
+                raise DataError(f'{path} has no column "text"')
+            for group in range(table.num_row_groups):
+                rows = table.metadata.row_group(group).num_rows
+                if skip < rows:
+                    batches = table.iter_batches(_BATCH, row_groups=[group], columns=["text"])
+                    texts = itertools.chain.from_iterable(batch["text"].to_pylist() for batch in batches)
+                    yield from itertools.islice(texts, skip, None)
+                skip = max(0, skip - rows)
+
+
+def from_hub(name: str, documents: Iterator[str], expected: int = 0) -> Iterator[str]:
+    """Yield documents that are read from the dataset `name` of the Hugging Face hub.
+
+    Raises:
+        DataError: if the hub or the data cannot be read, or there are fewer documents than expected.
+    """
+    remedy = "give a local copy with --input FILE"
+    count = 0
+    try:
+        for text in documents:
+            yield text
+            count += 1
+    except ImportError as error:
+        raise DataError(f"the download needs {error.name}; pip install -e '.[openwebtext]', or {remedy}") from error
+    except Exception as error:  # huggingface_hub, its HTTP library, pyarrow, tarfile and lzma have no base class in common
+        url = f"https://huggingface.co/datasets/{name}"
+        raise DataError(f"cannot read {url} after {count:,} documents ({type(error).__name__}: {error}); {remedy}") from error
+    if count < expected:
+        raise DataError(f"the Hugging Face hub has only {count:,} of the {expected:,} documents of {name}; {remedy}")
+
+
+def begun(documents: Iterator[str]) -> Iterator[str]:
+    """Read the first document, so that errors appear before a progress bar, and return all of them.
+
+    Raises:
+        DataError: if there are none.
+    """
+    first = next(documents, None)
+    if first is None:
+        raise DataError("there are no documents")
+    return itertools.chain([first], documents)
+
+
+def tokenized(documents: Iterator[str], encoding: "tiktoken.Encoding") -> Iterator[list[int]]:
+    """Yield the tokens of each document. All cores tokenize some documents while the next ones are read."""
+    with ThreadPoolExecutor(1) as reader:
+        ahead = reader.submit(lambda: list(itertools.islice(documents, _BATCH)))
+        while batch := ahead.result():
+            ahead = reader.submit(lambda: list(itertools.islice(documents, _BATCH)))
+            yield from encoding.encode_ordinary_batch(batch, num_threads=os.cpu_count() or 1)
+
+
+def write_tokens(directory: str, split: str, tokens: Sequence[int] | np.ndarray, vocab_size: int | None = None) -> None:
+    """Write tokens to `split`.bin, in the dtype of a vocabulary of `vocab_size` tokens, None: GPT-2's."""
     with atomic(os.path.join(directory, f"{split}.bin")) as file:
-        file.write(np.asarray(tokens, dtype=np.uint16).tobytes())
+        file.write(np.asarray(tokens, dtype=token_dtype(vocab_size)).tobytes())
     print(f"{split}: {len(tokens):,} tokens")
+
+
+def write_shard(path: str, tokens: np.ndarray) -> None:
+    """Write uint16 tokens in the format of llm.c."""
+    header = np.zeros(HEADER_BYTES // 4, dtype=np.int32)
+    header[:3] = MAGIC[0], 1, len(tokens)
+    with atomic(path) as file:
+        file.write(header.tobytes())
+        file.write(tokens.data)
 
 
 def write_characters(directory: str, text: str, vocabulary: list[str]) -> None:
     """Write a text with one token per character: vocabulary to meta.pkl, first 90 % to train.bin, the rest to val.bin."""
     stoi = {character: token for token, character in enumerate(vocabulary)}
     print(f"{len(text):,} characters, vocabulary of {len(vocabulary)}: {''.join(vocabulary)!r}")
-    table = np.zeros(max(map(ord, vocabulary)) + 1, dtype=np.uint16)
+    table = np.zeros(max(map(ord, vocabulary)) + 1, dtype=token_dtype(len(vocabulary)))
     table[[ord(character) for character in vocabulary]] = range(len(vocabulary))
     tokens = table[np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)]
     split = int(len(tokens) * 0.9)
     with atomic(os.path.join(directory, "meta.pkl")) as file:
         pickle.dump({"vocab_size": len(vocabulary), "stoi": stoi, "itos": dict(enumerate(vocabulary))}, file)
-    write_tokens(directory, "val", tokens[split:])
-    write_tokens(directory, "train", tokens[:split])
+    write_tokens(directory, "val", tokens[split:], len(vocabulary))
+    write_tokens(directory, "train", tokens[:split], len(vocabulary))

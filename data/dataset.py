@@ -1,6 +1,6 @@
-"""Token files: `data/<name>/train.bin` and `val.bin` (uint16), and `meta.pkl` if the vocabulary is not GPT-2's.
+"""The batches of a dataset: a folder with token files (`shards.py`), and `meta.pkl` if the vocabulary is not GPT-2's.
 
-The files have nanoGPT's format: this program reads the files of nanoGPT's prepare.py scripts, and nanoGPT reads these files.
+This program reads the files of nanoGPT's prepare.py scripts, and nanoGPT reads the `train.bin` and `val.bin` of this program.
 """
 
 import glob
@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 
+from data.shards import SPLITS, Shards, paths_of, shuffled_windows
 from data.vocabulary import DataError, load_meta
 
 DATA_DIR = os.path.dirname(os.path.abspath(__file__))
-SPLITS = ("train", "val")
 EVALUATION_BATCH = 12  # sequences per `eval_iters`, for any batch_size and number of ranks; nanoGPT's default batch_size
 _PIECE, _PIECES = 2**19, 64  # tokens per piece (1 MB) and pieces that a fingerprint covers
 _GOLDEN_RATIO = np.uint64(0x9E3779B97F4A7C15)  # 2**64 * (sqrt(5) - 1) / 2
@@ -26,21 +26,21 @@ WITHOUT_DOWNLOAD = "stdlib_char"  # this dataset needs no download, so train.py 
 
 
 class Dataset:
-    """The splits of one dataset, memory-mapped.
+    """The splits of one dataset, read from the disk where they are needed.
 
     Args:
         name: name of a folder in `data/`, or the absolute path of another folder.
         block_size: tokens per sequence.
 
     Raises:
-        DataError: if a file is missing, has an odd number of bytes, or is too short for one sequence.
+        DataError: if files of a split are missing, do not fit the vocabulary, or are too short for one sequence.
     """
 
     def __init__(self, name: str, block_size: int) -> None:
         self.directory = os.path.join(DATA_DIR, name)
         self.name, self.block_size = name, block_size
         self.meta = load_meta(self.directory)
-        self.tokens = {split: _open(self.directory, split, block_size) for split in SPLITS}  # (tokens,) uint16
+        self.tokens = {split: _open(self.directory, split, self.vocab_size, block_size) for split in SPLITS}
 
     @property
     def vocab_size(self) -> int | None:
@@ -49,18 +49,15 @@ class Dataset:
 
     @property
     def vocabulary(self) -> str:
-        """What identifies this vocabulary: its size, and a checksum (CRC-32) of its tokens."""
-        if not self.meta:
-            return "GPT-2's"
-        tokens = sorted(self.meta.get("itos", {}).items())
-        return f"{self.vocab_size} tokens with checksum {zlib.crc32(repr(tokens).encode()):08x}"
+        """What identifies this vocabulary, see `vocabulary_of`."""
+        return vocabulary_of(self.meta)
 
     def bytes_per_token(self, split: str) -> float | None:
         """Return the mean length of the tokens of a split in UTF-8, or None if the dataset has no vocabulary of texts."""
         texts = (self.meta or {}).get("itos", {})
         if not texts or not all(isinstance(text, str) for text in texts.values()):
             return None
-        lengths = np.full(2**16, np.nan)
+        lengths = np.full(max(2**16, self.vocab_size or 0), np.nan)
         lengths[list(texts)] = [len(text.encode("utf-8", "surrogatepass")) for text in texts.values()]
         tokens = self.tokens[split]
         total = sum(float(lengths[tokens[start : start + _PIECE]].sum()) for start in range(0, len(tokens), _PIECE))
@@ -69,15 +66,19 @@ class Dataset:
     def offsets(self, split: str, stream: tuple[int, int], first: int, count: int) -> np.ndarray:
         """Return the start positions of sequences `first`, ..., `first + count - 1` of a stream, (count,) int64.
 
-        The result depends on the arguments only. A stream visits the whole split evenly, again and again. It begins at a
-        random position, and each step to the next sequence is the length of the split times the golden ratio, with
-        wrap-around (an additive recurrence, as in quasi-Monte Carlo). nanoGPT draws independent random positions. That visits
-        some positions several times before it visits others, and reaches a higher loss in the same number of iterations.
+        The result depends on the arguments only. A stream visits the whole split evenly, again and again. Of shards it takes
+        each token once per epoch, see `shuffled_windows`. In a `train.bin` it begins at a random position, and each step to
+        the next sequence is the length of the split times the golden ratio, with wrap-around (an additive recurrence, as in
+        quasi-Monte Carlo). nanoGPT draws independent random positions. That visits some positions several times before it
+        visits others, and reaches a higher loss in the same number of iterations.
         """
-        beginning = np.random.default_rng((*stream, SPLITS.index(split))).integers(2**64, dtype=np.uint64)
+        tokens, key = self.tokens[split], (*stream, SPLITS.index(split))
+        if tokens.sharded:
+            return shuffled_windows(len(tokens), self.block_size, key, first, count)
+        beginning = np.random.default_rng(key).integers(2**64, dtype=np.uint64)
         numbers = np.arange(first, first + count, dtype=np.uint64)
         places = beginning + numbers * _GOLDEN_RATIO  # in units of 2**-64 of the split; the arithmetic wraps around
-        return (places / 2.0**64 * (len(self.tokens[split]) - self.block_size)).astype(np.int64)
+        return (places / 2.0**64 * (len(tokens) - self.block_size)).astype(np.int64)
 
     def micro_batches(
         self, seed: int, first: int, batch_size: int, count: int, rank: int = 0, world_size: int = 1
@@ -124,18 +125,22 @@ class Dataset:
     def fingerprint(self) -> dict[str, str]:
         """The size and a checksum (CRC-32) of each token file, and a checksum of `meta.pkl`, by name of the file.
 
-        A checksum covers the whole of a file of up to 64 MB. Of a larger file it covers 64 evenly spaced pieces of 1 MB, among
-        them the first and the last one, so that it reads the same 64 MB at any size. A file that was cut off, shifted or made
-        from other text is found. A change that lies between the pieces of a large file is not. The files are read once.
+        The checksums cover the whole of a split of up to 64 MB. Of a larger one they cover 64 evenly spaced pieces of 1 MB,
+        among them the first and the last one, so that they read the same 64 MB at any size; of many files as much of each. A
+        file that was cut off, shifted or made from other text is found. A change that lies between the pieces of a large file
+        is not. The files are read once.
         """
         result = {}
-        for split, tokens in self.tokens.items():
-            starts = np.linspace(0, len(tokens) - _PIECE, _PIECES, dtype=int)
-            pieces = [tokens] if len(tokens) <= _PIECE * _PIECES else [tokens[start : start + _PIECE] for start in starts]
-            checksum = 0
-            for piece in pieces:
-                checksum = zlib.crc32(piece.data, checksum)
-            result[f"{split}.bin"] = f"{len(tokens)} tokens with checksum {checksum:08x}"
+        for tokens in self.tokens.values():
+            pieces = max(1, _PIECES // len(tokens.files))  # of each file
+            length = _PIECE * _PIECES // (pieces * len(tokens.files))
+            for path, content in tokens.parts(0, len(tokens)):
+                starts = np.linspace(0, len(content) - length, pieces, dtype=int)
+                whole = len(content) <= pieces * length
+                checksum = 0
+                for piece in [content] if whole else [content[start : start + length] for start in starts]:
+                    checksum = zlib.crc32(piece.data, checksum)
+                result[os.path.basename(path)] = f"{len(content)} tokens with checksum {checksum:08x}"
         if self.meta:
             with open(os.path.join(self.directory, "meta.pkl"), "rb") as file:
                 result["meta.pkl"] = f"checksum {zlib.crc32(file.read()):08x}"
@@ -160,19 +165,27 @@ class Dataset:
                 f"dataset {self.name} has a vocabulary of {self.vocab_size}, the model has a vocabulary of {vocab_size}; "
                 "use the dataset that the model was trained on"
             )
-        for split, tokens in self.tokens.items():
+        for tokens in self.tokens.values():
             begin, end = (len(tokens) * number // parts for number in (part, part + 1))
-            largest = tokens[begin:end].max(initial=0)
-            if largest >= vocab_size:
-                raise DataError(
-                    f"{os.path.join(self.directory, split)}.bin holds token {largest}, but the model's vocabulary has "
-                    f"{vocab_size}; prepare the dataset again, or train a model with its vocabulary"
-                )
+            for path, content in tokens.parts(begin, end):
+                if (largest := content.max(initial=0)) >= vocab_size:
+                    raise DataError(
+                        f"{path} holds token {largest}, but the model's vocabulary has {vocab_size}; prepare the dataset "
+                        "again, or train a model with its vocabulary"
+                    )
+
+
+def vocabulary_of(meta: dict[str, Any] | None) -> str:
+    """Return what identifies the vocabulary of `load_meta`: its size, and a checksum (CRC-32) of its tokens."""
+    if not meta:
+        return "GPT-2's"
+    tokens = sorted(meta.get("itos", {}).items())
+    return f"{meta['vocab_size']} tokens with checksum {zlib.crc32(repr(tokens).encode()):08x}"
 
 
 def names() -> list[str]:
     """Return the names of the datasets in `data/`: the folders with a `prepare.py`, or with token files of another script."""
-    found = [glob.glob(os.path.join(DATA_DIR, "*", file)) for file in ("prepare.py", "train.bin")]
+    found = [glob.glob(os.path.join(DATA_DIR, "*", file)) for file in ("prepare.py", "*train*.bin")]
     return sorted({os.path.basename(os.path.dirname(path)) for paths in found for path in paths})
 
 
@@ -194,19 +207,17 @@ def prepare_if_missing(name: str) -> None:
         raise DataError(f"{script} failed; run it yourself to see the reason")
 
 
-def _open(directory: str, split: str, block_size: int) -> np.ndarray:
-    path = os.path.join(directory, f"{split}.bin")
-    if not os.path.exists(path):
+def _open(directory: str, split: str, vocab_size: int | None, block_size: int) -> Shards:
+    paths = paths_of(directory, split)
+    if not paths:
         script = os.path.join(directory, "prepare.py")
-        others = f"--dataset takes {', '.join(names())}, or the absolute path of a folder with train.bin and val.bin"
+        others = f"--dataset takes {', '.join(names())}, or the absolute path of a folder with train.bin and val.bin, or shards"
         remedy = f"run: python {os.path.relpath(script)}" if os.path.exists(script) else others
-        raise DataError(f"dataset file {os.path.relpath(path)} is missing; {remedy}")
-    size = os.path.getsize(path)  # bytes
-    if size % 2:
-        raise DataError(f"{path} has an odd number of bytes ({size}), but each token takes 2 bytes; prepare the dataset again")
-    if size // 2 < block_size + 1:
+        raise DataError(f"dataset file {os.path.relpath(os.path.join(directory, split))}.bin is missing; {remedy}")
+    tokens = Shards(paths, vocab_size)
+    if len(tokens) < block_size + 1:
         raise DataError(
-            f"{path} holds {size // 2} tokens, too few for one sequence of block_size={block_size} and its targets; "
-            "use a smaller --block_size"
+            f"{', '.join(paths[:2])}{', ...' * (len(paths) > 2)}: {len(tokens)} tokens, too few for one sequence of "
+            f"block_size={block_size} and its targets; use a smaller --block_size"
         )
-    return np.memmap(path, dtype=np.uint16, mode="r")
+    return tokens

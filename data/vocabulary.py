@@ -6,12 +6,19 @@ import pickle
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+
 if TYPE_CHECKING:
     import tiktoken
 
 
 class DataError(ValueError):
     """A dataset is missing or cannot be used. The message names the file, the problem and the remedy."""
+
+
+def token_dtype(vocab_size: int | None) -> np.dtype:
+    """Return the dtype of the tokens in a plain token file: uint16, or uint32 for more than 65,536 tokens. None: GPT-2's."""
+    return np.dtype(np.uint32 if vocab_size is not None and vocab_size > 2**16 else np.uint16)
 
 
 def expected_vocab_size(directory: str) -> int | None:

@@ -41,6 +41,33 @@ class State:
             self.best_val_loss = float(checkpoint["best_val_loss"])
 
 
+def find_newest(folder: str) -> str:
+    """Return the path of the newest checkpoint of a run that is not corrupt, for what does not train.
+
+    Needs to be called on all ranks. Raises ValueError on all ranks if there is none.
+    """
+
+    def find() -> str:
+        path, warning = ckpt.find(folder)
+        if warning:
+            sys.stderr.write(f"WARNING: {warning}; using {path}, the previous checkpoint\n")
+        return path
+
+    try:
+        return on_rank_0(find)
+    except CheckpointError as error:
+        raise ValueError(f"{error}; give the --out_dir of a run") from error
+
+
+def load_newest(folder: str) -> dict[str, Any]:
+    """Return the checkpoint that `find_newest` finds. Needs to be called on all ranks.
+
+    Raises:
+        ValueError: on all ranks, if there is none, or a rank cannot read it.
+    """
+    return ckpt.load_on_all_ranks(find_newest(folder))
+
+
 class Checkpoints:
     """Loads and saves the checkpoints of a run. The constructor and every method need to be called on all ranks.
 

@@ -271,6 +271,22 @@ def print_prompts():
         return original(self, idx, *rest)
 
 
+def small_files(nbytes):
+    """export.py writes files of `nbytes`, and says what is in memory for each."""
+    import huggingface_hub
+    import safetensors.torch
+
+    @around(huggingface_hub, "split_torch_state_dict_into_shards")
+    def split(original, weights, max_shard_size):
+        return original(weights, max_shard_size=nbytes)
+
+    @around(safetensors.torch, "save_file")
+    def save_file(original, *args, **kwargs):
+        tensors = [held for held in gc.get_objects() if issubclass(type(held), torch.Tensor) and not held.is_meta]
+        print("bytes of weights in memory:", sum(tensor.nbytes for tensor in tensors))
+        original(*args, **kwargs)
+
+
 # -- wandb ---------------------------------------------------------------------------------------------------------------
 
 

@@ -165,6 +165,7 @@ def test_help_shows_what_stands_beside_the_settings(tmp_path):
 EXPLAINED = {
     "train.py": r"--batch_size=12 +sequences per micro-step; must be at least 1\n",
     "sample.py": r"--dtype='auto' +auto: best on GPU, float32 on CPU; one of auto, float32, bfloat16, float16\n",
+    "export.py": r"--dtype='float32' +of the weights; one of float32, bfloat16\n",
     "bench.py": r"--rounds=5 +turns of each mode; one more turn comes first and is not counted; must be at least 1\n",
     "plan.py": r"--world_size='1,2,4,8,64,1024' +numbers of ranks, separated by commas\n",
     "dashboard.py": r"--png DIR +write pictures into a folder\n",

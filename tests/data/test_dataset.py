@@ -88,7 +88,7 @@ def test_the_shortest_possible_file_is_enough(tmp_path):
     ("spoil", "message"),
     [
         (lambda folder: os.remove(folder / "val.bin"), "is missing"),
-        (lambda folder: (folder / "train.bin").write_bytes(b"123"), "odd number of bytes"),
+        (lambda folder: (folder / "train.bin").write_bytes(b"123"), "train.bin has 3 bytes, but each uint16 token takes 2"),
         (lambda folder: (folder / "val.bin").write_bytes(b"12" * 8), "too few for one sequence of block_size=8"),
         (lambda folder: (folder / "meta.pkl").write_bytes(b"junk"), "no vocabulary"),
         (lambda folder: (folder / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": "many"})), "no vocabulary"),

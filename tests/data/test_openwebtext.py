@@ -1,120 +1,36 @@
 """data/openwebtext/prepare.py reads OpenWebText from a small server with the layout of the Hugging Face hub."""
 
-import functools
 import io
-import json
 import lzma
 import os
-import runpy
 import sys
 import tarfile
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
-from urllib.parse import unquote, urlsplit
 
+import hub
 import numpy as np
 import pytest
-from conftest import ROOT
+from hub import parquet
 
-from data import vocabulary
-
-huggingface_hub = pytest.importorskip("huggingface_hub")
-pyarrow = pytest.importorskip("pyarrow")
 NAME = "Skylion007/openwebtext"
 TEXTS = [f"document {number}" for number in range(6)]
 
 
-class Hub(BaseHTTPRequestHandler):
-    """Answers the requests of huggingface_hub: information on the repository, its tree of files, and ranges of bytes."""
-
-    def do_GET(self):
-        path = unquote(urlsplit(self.path).path)
-        files = self.server.files  # path: content; None stands for a file that may not be read
-        name = path.removeprefix(f"/datasets/{NAME}/resolve/main/")
-        if files and path in (f"/api/datasets/{NAME}/revision/main", f"/api/datasets/{NAME}"):
-            self.answer(200, json.dumps({"id": NAME, "sha": "0" * 40, "siblings": []}).encode())
-        elif files and path == f"/api/datasets/{NAME}/tree/main":
-            entries = [
-                {"type": "file", "path": name, "size": len(content or b"any"), "oid": "0" * 40}
-                for name, content in files.items()
-            ]
-            self.answer(200, json.dumps(entries).encode())
-        elif name not in files:
-            self.answer(404, b"", "RepoNotFound")
-        elif files[name] is None:
-            self.answer(403, b"")
-        else:
-            first, last = self.headers["Range"].removeprefix("bytes=").split("-")
-            self.answer(206, files[name][int(first) : int(last) + 1])
-
-    def answer(self, status, body, error=None):
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(body)))
-        if error:
-            self.send_header("X-Error-Code", error)
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_):
-        pass
-
-
 @pytest.fixture
-def hub():
-    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
-        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-        yield server
-        server.shutdown()
-
-
-class Letters:
-    """Stands for GPT-2's encoding, which is a download: one token per character."""
-
-    eot_token = 0
-
-    def encode_ordinary_batch(self, texts, num_threads):
-        return [[ord(character) for character in text] for text in texts]
-
-
-@pytest.fixture
-def prepare(hub, tmp_path, monkeypatch):
+def prepare(tmp_path, monkeypatch):
     """Runs a copy of the script, which believes that OpenWebText has six documents and takes every third for validation."""
-    monkeypatch.setattr(huggingface_hub, "HfFileSystem", functools.partial(
-        huggingface_hub.HfFileSystem, endpoint=f"http://127.0.0.1:{hub.server_port}", token=False, skip_instance_cache=True
-    ))  # fmt: skip
-    monkeypatch.setenv("no_proxy", "127.0.0.1")
-    monkeypatch.setattr(vocabulary, "gpt2_encoding", Letters)
-    monkeypatch.setattr(sys, "argv", ["prepare.py"])
-    with open(os.path.join(ROOT, "data", "openwebtext", "prepare.py"), encoding="utf-8") as file:
-        source = file.read()
-    for constant, value in {
-        "DOCUMENTS = 8_013_769": "DOCUMENTS = 6",
-        "VALIDATION_EVERY = 2000": "VALIDATION_EVERY = 3",
-    }.items():
-        assert constant in source
-        source = source.replace(constant, value)
-    (tmp_path / "data" / "openwebtext").mkdir(parents=True)
-    script = tmp_path / "data" / "openwebtext" / "prepare.py"
-    script.write_text(source, encoding="utf-8")
+    constants = {"DOCUMENTS = 8_013_769": "DOCUMENTS = 6", "VALIDATION_EVERY = 2000": "VALIDATION_EVERY = 3"}
+    script, run_script = hub.script_with("openwebtext", tmp_path, constants, monkeypatch)
+    with hub.serving(NAME, monkeypatch) as server:
 
-    def run(files):
-        hub.files = files
-        monkeypatch.setattr(sys, "path", [*sys.path])
-        runpy.run_path(str(script), run_name="__main__")
-        tokens = {split: np.fromfile(script.with_name(f"{split}.bin"), dtype=np.uint16) for split in ("train", "val")}
-        return {split: "".join(map(chr, tokens)).split("\0") for split, tokens in tokens.items()}
+        def run(files):
+            server.files = files
+            run_script()
+            tokens = {split: np.fromfile(script.with_name(f"{split}.bin"), dtype=np.uint16) for split in ("train", "val")}
+            return {split: "".join(map(chr, tokens)).split("\0") for split, tokens in tokens.items()}
 
-    run.folder = script.parent
-    return run
-
-
-def parquet(*texts):
-    from pyarrow import parquet
-
-    file = io.BytesIO()
-    parquet.write_table(pyarrow.table({"title": ["not this"] * len(texts), "text": texts}), file)
-    return file.getvalue()
+        run.folder = script.parent
+        yield run
 
 
 def tar(files):

@@ -9,10 +9,14 @@ import numpy as np
 import pytest
 import torch
 from scripts import SETTINGS, run, torch_load, train
+from toy import assert_equal
 
 from distributed.signals import Action
 from run.checkpoints import Checkpoints
 from zero.checkpoint.format import KEYS
+
+SAVING_MEMORY = ["--param_dtype=bfloat16_remainder", "--state_dtype=int8", "--loss_chunk=8", "--activation_checkpointing=True"]
+MUON = ["--optimizer=muon"]
 
 
 def test_interrupted_runs_go_on_as_if_nothing_had_happened(data, runs, tmp_path):
@@ -31,6 +35,20 @@ def test_interrupted_runs_go_on_as_if_nothing_had_happened(data, runs, tmp_path)
     assert "Resuming training from" in output
     assert sorted(resumed) == list(range(20))
     assert max(abs(losses[i] - resumed[i]) for i in losses) < 1e-4
+
+
+def test_flags_that_save_memory_on_one_process_come_and_go(data, runs, tmp_path):
+    """One process with all of them, then two ranks in float32 without any, then one process with all of them again."""
+    losses, out = runs["one"].losses, tmp_path / "out"
+    flags = ["--dropout=0.0", "--eval_interval=100", "--init_from=auto"]
+    for ranks, more, max_iters in ((0, SAVING_MEMORY, 6), (2, ["--dtype=float32"], 12), (0, SAVING_MEMORY, 19)):
+        resumed, _, printed = train(out, data, *flags, *more, f"--max_iters={max_iters}", ranks=ranks)
+        assert ("ShardedOptimizer on one rank" in printed) == (more == SAVING_MEMORY)
+        saved = torch_load(out)["model"]["lm_head.weight"]
+        assert saved.dtype == torch.float32, "the masters"
+        assert not torch.equal(saved, saved.bfloat16().float())
+    assert sorted(resumed) == sorted(losses)
+    assert max(abs(losses[i] - resumed[i]) for i in losses) < 0.03
 
 
 def test_another_batch_size_goes_on_where_the_data_was_left(data, runs, tmp_path):
@@ -75,17 +93,19 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(data, tmp_path):
         assert f"{name} is damaged, or not a checkpoint" in process.stderr
 
 
-def test_the_end_of_a_run_is_saved_and_goes_on_bit_for_bit(data, tmp_path):
+@pytest.mark.parametrize(("ranks", "flags"), [(2, ["--dtype=float32"]), (0, SAVING_MEMORY), (0, [*SAVING_MEMORY, *MUON])])
+def test_the_end_of_a_run_is_saved_and_goes_on_bit_for_bit(data, tmp_path, ranks, flags):
     out, whole = tmp_path / "out", tmp_path / "whole"
-    flags = ["--eval_interval=100", "--dtype=float32"]
-    train(out, data, *flags, "--max_iters=3", ranks=2)
+    flags = ["--eval_interval=100", *flags]
+    train(out, data, *flags, "--max_iters=3", ranks=ranks)
     assert (torch_load(out)["iter_num"], torch_load(out)["data_position"]) == (4, 4 * 12)
     assert not (out / "ckpt_prev.pt").exists()
-    train(out, data, *flags, "--max_iters=6", "--init_from=resume", ranks=2)
-    train(whole, data, *flags, "--max_iters=6", ranks=2)
+    train(out, data, *flags, "--max_iters=6", "--init_from=resume", ranks=ranks)
+    train(whole, data, *flags, "--max_iters=6", ranks=ranks)
     resumed, expected = torch_load(out), torch_load(whole)
     assert resumed["iter_num"] == expected["iter_num"] == 7
-    assert all(torch.equal(tensor, resumed["model"][name]) for name, tensor in expected["model"].items())
+    for key in ("model", "optimizer"):
+        assert_equal(resumed[key], expected[key], key)
     before = [(out / name).read_bytes() for name in ("ckpt.pt", "metrics.jsonl", "report.md")]
     _, _, printed = train(out, data, *flags, "--max_iters=6", "--init_from=resume")
     assert "nothing to train: the checkpoint is at iteration 7, beyond max_iters=6" in printed

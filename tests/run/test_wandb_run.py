@@ -195,7 +195,8 @@ def test_training_goes_on_when_the_process_of_wandb_is_killed(data, tmp_path):
     process = run_single(arguments, tmp_path, faults.kill_wandb)
     assert process.returncode == 0, process.stderr
     assert process.stdout.count("WARNING: wandb has stopped") == 1
-    assert process.stderr == ""
+    # asyncio says this if wandb's client writes five times before it is told that the connection is gone
+    assert set(process.stderr.splitlines()) <= {"socket.send() raised exception."}
     assert [row["iter"] for row in merged(tmp_path / "out")] == list(range(21))
 
 

@@ -1,7 +1,7 @@
 """Any model: random building blocks, optimizers, readers and loops give what the plain optimizer gives, or a clear refusal.
 
     pytest tests/zero/test_any_model.py                                          twenty models, on two ranks
-    ANY_MODEL_SEED=7 pytest -s -m slow tests/zero/test_any_model.py -k hundred   350 others, on two to four ranks
+    ANY_MODEL_SEED=7 pytest -s -m slow tests/zero/test_any_model.py -k fifty   350 others, on two to four ranks
     PYTHONPATH=.:tests python tests/zero/test_any_model.py "Description(...)"    one again, as a failure has printed it
 
 Hypothesis describes a model and its training loop in plain values. The ranks, which live as long as they answer, train it

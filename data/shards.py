@@ -1,0 +1,173 @@
+"""The token files of a split as one array: `train.bin` alone, or shards such as `fineweb_train_000001.bin`, by hundreds.
+
+A file is nanoGPT's, tokens and nothing else, or has the header of llm.c and modded-nanogpt: 256 int32, of which the first three
+are a magic number, the version (1: uint16 tokens follow, 7: uint32) and the number of tokens.
+"""
+
+import functools
+import glob
+import itertools
+import os
+from bisect import bisect_right
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from data.vocabulary import DataError, token_dtype
+
+SPLITS = ("train", "val")
+HEADER_BYTES = 256 * 4
+MAGIC = (20240520, 20240801)  # of llm.c's files for GPT-2 and for Llama 3
+_DTYPES: dict[int, np.dtype] = {1: np.dtype(np.uint16), 7: np.dtype(np.uint32)}  # by version
+_SAMPLE = 2**15  # bytes that are read of a file to know its format
+_OPEN_FILES = 128  # of a split; more are closed again
+_LARGEST_QUOTIENT = 5  # Zaremba's conjecture: every number of windows has strides with quotients of at most 5
+
+
+class _File(NamedTuple):
+    path: str
+    dtype: np.dtype
+    offset: int  # bytes before the tokens
+    tokens: int
+
+
+class Shards:
+    """Token files as one array, of which slices `shards[start:stop]` are read, (tokens,) uint16 or uint32.
+
+    At most 128 files are open at a time. A sequence may begin in a file and end in the next one, as it may begin in a document
+    and end in the next one.
+
+    Args:
+        paths: the files in their order.
+        vocab_size: size of the vocabulary, None: GPT-2's.
+
+    Raises:
+        DataError: if the header, the size or the dtype of a file is not what it must be.
+    """
+
+    def __init__(self, paths: list[str], vocab_size: int | None) -> None:
+        self.files = [_inspect(path, vocab_size) for path in paths]
+        self.sharded = os.path.basename(paths[0]) not in [f"{split}.bin" for split in SPLITS]
+        self._ends = list(itertools.accumulate(file.tokens for file in self.files))
+        self._mapped = functools.lru_cache(_OPEN_FILES)(_mapped)
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def __getitem__(self, part: slice) -> np.ndarray:
+        pieces = [tokens for _, tokens in self.parts(*part.indices(len(self))[:2])]
+        return pieces[0] if len(pieces) == 1 else np.concatenate([np.empty(0, np.uint16), *pieces])
+
+    def parts(self, start: int, stop: int) -> Iterator[tuple[str, np.ndarray]]:
+        """Yield the path of each file that has tokens in this range, and these tokens, memory-mapped."""
+        for number in range(bisect_right(self._ends, start), len(self.files)):
+            file = self.files[number]
+            begin = self._ends[number] - file.tokens
+            if begin >= stop:
+                break
+            if file.tokens:
+                yield file.path, self._mapped(file)[max(start - begin, 0) : stop - begin]
+
+
+def paths_of(directory: str, split: str) -> list[str]:
+    """Return the token files of a split: those .bin files in the folder that have `split` in their names, sorted.
+
+    Raises:
+        DataError: if a name has the other split in it too, or there are shards beside `<split>.bin`.
+    """
+    names = sorted(name for name in glob.glob("*.bin", root_dir=directory) if split in name)
+    for name in names:
+        if all(word in name for word in SPLITS):
+            raise DataError(f"{os.path.join(directory, name)} has both train and val in its name; rename the file")
+    if len(names) > 1 and f"{split}.bin" in names:
+        other = next(name for name in names if name != f"{split}.bin")
+        raise DataError(
+            f"{directory} has {split}.bin and other files of this split, such as {other}; move the one or the others"
+        )
+    return [os.path.join(directory, name) for name in names]
+
+
+def shuffled_windows(length: int, block_size: int, key: tuple[int, ...], first: int, count: int) -> np.ndarray:
+    """Return the starts of sequences `first`, ..., `first + count - 1` of epochs without end, (count,) int64.
+
+    An epoch cuts the tokens into windows of `block_size`, from a random position of less than `block_size`, and takes each
+    window once. So each token is trained once per epoch; at the two ends fewer than `block_size` are left out. Window number
+    (begin + i * stride) modulo the number of windows is the i-th one, with a random begin and stride in each epoch. This needs
+    no memory, and a run resumes anywhere. Strides are drawn until one spreads its multiples evenly: then each batch takes as
+    many sequences of every file, and no two that lie close together (a lattice rule, as in quasi-Monte Carlo).
+
+    Args:
+        length: tokens.
+        block_size: tokens per sequence, without the last target.
+        key: what the order depends on besides the epoch.
+        first, count: numbers of the sequences.
+    """
+    windows, rest = divmod(length - 1, block_size)
+    starts: list[int] = []
+    while len(starts) < count:
+        epoch, place = divmod(first + len(starts), windows)
+        phase, begin, stride = _order((*key, epoch), windows, rest)
+        places = range(place, min(windows, place + count - len(starts)))
+        starts += [phase + (begin + i * stride) % windows * block_size for i in places]
+    return np.array(starts, dtype=np.int64)
+
+
+@functools.lru_cache(maxsize=4)
+def _order(key: tuple[int, ...], windows: int, rest: int) -> tuple[int, int, int]:
+    """Return phase, begin and stride of an epoch, see `shuffled_windows`."""
+    generator = np.random.default_rng(key)
+    phase, begin, stride = (int(generator.integers(end)) for end in (rest + 1, windows, windows))
+    while not _spreads(stride, windows):
+        stride = int(generator.integers(windows))
+    return phase, begin, stride
+
+
+def _spreads(stride: int, windows: int) -> bool:
+    """Return whether the multiples of `stride` modulo `windows` are all numbers, and the first ones of them spread evenly.
+
+    They are all numbers if Euclid's algorithm ends with 1. They spread evenly if its quotients are small (Niederreiter, Random
+    Number Generation and Quasi-Monte Carlo Methods, section 3.1).
+    """
+    while stride:
+        if windows // stride > _LARGEST_QUOTIENT:
+            return False
+        windows, stride = stride, windows % stride
+    return windows == 1
+
+
+def _inspect(path: str, vocab_size: int | None) -> _File:
+    """Return the format of a file from its size and its beginning."""
+    expected, size = token_dtype(vocab_size), os.path.getsize(path)
+    vocabulary = "GPT-2's vocabulary" if vocab_size is None else f"a vocabulary of {vocab_size}"
+    with open(path, "rb") as file:
+        words = np.frombuffer(file.read(min(_SAMPLE, size // 4 * 4)), dtype=np.int32)
+    if len(words) > 2 and words[0] in MAGIC:
+        version, count = words[1:3].tolist()
+        dtype = _DTYPES.get(version)
+        if dtype is None:
+            raise DataError(f"{path} has a header of version {version}; write version 1 (uint16 tokens) or 7 (uint32)")
+        if size != HEADER_BYTES + count * dtype.itemsize:
+            raise DataError(
+                f"{path} has {size} bytes, but {count} {dtype} tokens and the header would take "
+                f"{HEADER_BYTES + count * dtype.itemsize}; copy or prepare the file again"
+            )
+        if dtype.itemsize < expected.itemsize:
+            raise DataError(f"{path} holds {dtype} tokens, too small for {vocabulary}; prepare the dataset again")
+        return _File(path, dtype, HEADER_BYTES, count)
+    if size % expected.itemsize:
+        raise DataError(
+            f"{path} has {size} bytes, but each {expected} token takes {expected.itemsize}; prepare the dataset again"
+        )
+    halves = words.view(np.uint16)
+    # in a uint32 file every second uint16 is 0 or a small number
+    if expected == np.uint16 and len(words) >= 64 and int(halves[1::2].max()) * 256 < halves[::2].max():
+        raise DataError(
+            f"{path} seems to hold uint32 tokens, but {vocabulary} has uint16 tokens; prepare the dataset again, or write the "
+            "true vocab_size to meta.pkl"
+        )
+    return _File(path, expected, 0, size // expected.itemsize)
+
+
+def _mapped(file: _File) -> np.ndarray:
+    return np.memmap(file.path, file.dtype, "r", file.offset, (file.tokens,)).view(np.ndarray)  # slices of a memmap are slow

@@ -1,0 +1,118 @@
+"""Write the model of a checkpoint as a folder for Transformers: a GPT2LMHeadModel in safetensors, with its tokenizer.
+
+$ python export.py --out_dir=out-stdlib-char --to=out-exported
+$ python export.py --out_dir=out --to=out-exported --dtype=bfloat16
+$ python train.py config/finetune_shakespeare.py --init_from=out-exported
+"""
+
+import json
+import os
+import pathlib
+import tempfile
+from typing import Literal
+
+import torch
+
+from configurator import configure
+from data.dataset import DATA_DIR, vocabulary_of
+from data.vocabulary import load_codec, load_meta
+from distributed.exits import exit_on_wrong_input
+from model import CONV1D, GPT, without_weights
+from run.checkpoints import find_newest
+from zero.checkpoint.chunks import read_tensors
+from zero.checkpoint.format import read_file, shards_folder
+
+# -----------------------------------------------------------------------------
+out_dir = "out"  # folder of the run
+to = ""  # folder to write; it does not exist yet, or is empty
+dtype: Literal["float32", "bfloat16"] = "float32"  # of the weights
+configure(globals())
+# -----------------------------------------------------------------------------
+GPT2_FILES = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"  # of which tiktoken makes its gpt2
+
+
+def read_weight(name: str) -> torch.Tensor:
+    """Return a weight as GPT2LMHeadModel has it: zeros for a bias that this model lacks, (in, out) for Linear's (out, in)."""
+    if name not in names:
+        return torch.zeros_like(outline[name], device="cpu")
+    weight = checkpoint["model"][names[name]]
+    if weight.is_meta:
+        weight = read_tensors(shards_folder(path, checkpoint), {"model": {names[name]: weight}})["model"][names[name]]
+    return (weight.t() if name.endswith(CONV1D) else weight).to(outline[name].dtype).contiguous()
+
+
+def write_weights(folder: pathlib.Path) -> None:
+    """Write one file after the other, and if there are several, the index that says which weight is in which file."""
+    split = split_torch_state_dict_into_shards(outline, max_shard_size="1GB")  # one of which is in memory
+    for file, held in split.filename_to_tensors.items():
+        save_file({name: read_weight(name) for name in held}, folder / file, metadata={"format": "pt"})
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+
+
+def write_tokenizer(folder: pathlib.Path) -> str:
+    """Write the tokenizer of GPT-2 or of characters. Return what the folder then knows of the vocabulary, in words."""
+    if meta is None:
+        from tiktoken.load import read_file_cached
+
+        for ours, tiktokens in (("vocab.json", "encoder.json"), ("merges.txt", "vocab.bpe")):
+            (folder / ours).write_bytes(read_file_cached(GPT2_FILES + tiktokens))
+        tokenizer = transformers.GPT2TokenizerFast.from_pretrained(folder, model_max_length=sizes.block_size)
+    elif not meta.get("stoi") or max(map(len, meta["stoi"])) > 1:
+        return f"{vocab_size} tokens without a tokenizer, because they are neither GPT-2's nor characters"
+    else:
+        characters = Tokenizer(models.WordLevel(meta["stoi"], unk_token=""))  # refuses a character that is not among them
+        characters.pre_tokenizer, characters.decoder = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated"), decoders.Fuse()
+        tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=characters, model_max_length=sizes.block_size)
+    tokenizer.save_pretrained(folder)
+    return f"{vocab_size} {'characters' if meta else 'tokens of GPT-2'} with their tokenizer"
+
+
+with exit_on_wrong_input():
+    try:
+        import transformers
+        from huggingface_hub import split_torch_state_dict_into_shards
+        from safetensors import SafetensorError
+        from safetensors.torch import save_file
+        from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    except ImportError as error:
+        raise ImportError(f"export.py needs the transformers library ({error}); pip install -e '.[gpt2]'") from error
+    if not to or os.path.isfile(to) or (os.path.isdir(to) and os.listdir(to)):
+        raise ValueError(f"--to={to} is neither a new nor an empty folder; name one to write, as in --to=out-exported")
+    path = find_newest(out_dir)
+    checkpoint = read_file(path)  # its tensors are memory-mapped, or in shards
+    names = {name.removeprefix("_orig_mod."): name for name in checkpoint["model"]}  # in the checkpoint
+    shapes = {name: weight.to("meta") for name, weight in checkpoint["model"].items()}
+    with without_weights():
+        sizes = GPT.from_checkpoint({**checkpoint, "model": shapes}).config
+    directory = os.path.join(DATA_DIR, checkpoint["config"].get("dataset", ""))
+    meta = load_meta(directory)
+    here, of_run = vocabulary_of(meta), checkpoint.get("vocabulary")
+    if of_run not in (None, here):
+        raise ValueError(f"the vocabulary in {directory} is {here}, of the checkpoint {of_run}; put the run's meta.pkl there")
+    vocab_size = load_codec(meta and {"stoi": {}, "itos": {}, **meta}, sizes.vocab_size).vocab_size
+    padding = list(range(vocab_size, sizes.vocab_size))
+    ends = dict.fromkeys(("bos_token_id", "eos_token_id"), None if meta else vocab_size - 1)  # GPT-2's <|endoftext|>
+    same = {name: getattr(sizes, name) for name in ("vocab_size", "n_layer", "n_head", "n_embd")}
+    same |= {"n_positions": sizes.block_size, "activation_function": "gelu"}  # the exact one
+    dropouts = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    config = transformers.GPT2Config(**same, **dropouts, **ends, architectures=["GPT2LMHeadModel"], dtype=dtype)
+    with without_weights():
+        outline = dict(transformers.GPT2LMHeadModel(config).to(getattr(torch, dtype)).named_parameters())  # tied ones once
+    parent, name = os.path.split(os.path.abspath(to))
+    try:
+        os.makedirs(parent, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f"{name}.tmp-", dir=parent) as temporary:
+            folder = pathlib.Path(temporary, name)
+            config.save_pretrained(folder)  # makes the folder
+            transformers.GenerationConfig(**ends, suppress_tokens=padding or None).save_pretrained(folder)
+            vocabulary = write_tokenizer(folder)
+            write_weights(folder)
+            folder.rename(to)
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"cannot write {to}: {error}; name a folder that can be written to, on a disk with space") from error
+biases = "" if sizes.bias else "; zeros as the biases, which the model does not have"
+print(f"{to}: GPT2LMHeadModel in {dtype}, of iteration {checkpoint['iter_num']}; exact GELU; tied weights once{biases}")
+rows = f"; the {len(padding)} rows of padding stay, and generate() does not choose them" if padding else ""
+print(f"vocabulary: {vocabulary}{rows}")

@@ -1,0 +1,156 @@
+"""data/fineweb_edu/prepare.py: shards from the hub and from local files, the same ones after any number of stops."""
+
+import json
+import sys
+from itertools import chain
+
+import hub
+import numpy as np
+import pytest
+from hub import parquet
+
+from data import common
+from data.dataset import Dataset
+
+SHARD = 50
+TEXTS = ["a" * length for length in (7, 0, 60, 1, 130, 9, 3, 49, 8, 20, 31)]  # several shards of one, shards that end with one
+STREAM = [token for text in TEXTS for token in (0, *map(ord, text))]
+FILES = {
+    "sample/10BT/001.parquet": parquet(*TEXTS[7:], rows=2),
+    "sample/10BT/000.parquet": parquet(*TEXTS[:7], rows=3),
+    "sample/100BT/000.parquet": parquet("not this"),
+    "README.md": b"",
+}
+
+
+@pytest.fixture
+def prepare(tmp_path, monkeypatch):
+    """Runs a copy of the script that writes shards of 50 tokens, reading one document at a time."""
+    constants = {"SHARD = 100_000_000": f"SHARD = {SHARD}"}
+    script, run = hub.script_with("fineweb_edu", tmp_path, constants, monkeypatch)
+    monkeypatch.setattr(common, "_BATCH", 1)
+    with hub.serving("HuggingFaceFW/fineweb-edu", monkeypatch) as server:
+        server.files = FILES
+        run.folder, run.server = script.parent, server
+        yield run
+
+
+def shards(folder):
+    """Content of the files by name, in the order of their numbers."""
+    paths = sorted(folder.glob("*.bin"), key=lambda path: path.name[-10:])
+    return {path.name: np.fromfile(path, np.uint16).tolist()[512:] for path in paths}
+
+
+def names(count):
+    return [f"fineweb_edu_{'train' if number else 'val'}_{number:06d}.bin" for number in range(count)]
+
+
+def test_the_shards_are_the_documents_one_after_another(prepare):
+    prepare()
+    parts = [STREAM[begin : begin + SHARD] for begin in range(0, len(STREAM), SHARD)]
+    assert shards(prepare.folder) == dict(zip(names(7), parts, strict=True))
+    data = Dataset(str(prepare.folder), 8)
+    assert len(data.tokens["train"]) == len(STREAM) - SHARD
+    data.check(ord("a") + 1)
+
+
+@pytest.mark.parametrize("stop", range(1, len(TEXTS)))
+def test_a_run_that_was_stopped_goes_on_to_the_same_files(prepare, monkeypatch, stop):
+    """After any document, twice. Whole shards are not written again."""
+    left = 0
+
+    def until(self, texts, num_threads, encode=hub.Letters.encode_ordinary_batch):
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise KeyboardInterrupt
+        return encode(self, texts, num_threads)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(hub.Letters, "encode_ordinary_batch", until)
+        for batches in (stop, 1):
+            left = batches
+            with pytest.raises(KeyboardInterrupt):
+                prepare()
+    whole = {path: path.stat().st_mtime_ns for path in prepare.folder.glob("*.bin")}
+    assert all(len(tokens) == SHARD for tokens in shards(prepare.folder).values())
+    prepare()
+    assert list(chain(*shards(prepare.folder).values())) == STREAM
+    assert whole == {path: path.stat().st_mtime_ns for path in whole}
+    assert not list(prepare.folder.glob("*.tmp"))
+
+
+def test_a_part_and_later_the_rest(prepare, capsys):
+    for part in (40, SHARD):  # what fits in one shard
+        prepare(f"--tokens={part}")
+        assert shards(prepare.folder) == dict(zip(names(2), (STREAM[: part // 10], STREAM[part // 10 : part]), strict=True))
+    prepare("--tokens=1.2e2")
+    assert shards(prepare.folder) == dict(zip(names(3), (STREAM[:50], STREAM[50:100], STREAM[100:120]), strict=True))
+    prepare("--tokens=90")
+    assert len(shards(prepare.folder)) == 3, "they are there already"
+    prepare()
+    assert list(chain(*shards(prepare.folder).values())) == STREAM
+    assert f"train: {len(STREAM) - SHARD} tokens" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as end:
+        prepare("--tokens=-1")
+    assert end.value.code == 2
+
+
+def test_local_files(prepare, tmp_path):
+    folder = tmp_path / "texts" / "more"
+    folder.mkdir(parents=True)
+    (folder / "a.parquet").write_bytes(parquet(*TEXTS[:4]))
+    (folder / "b.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in TEXTS[4:7]))
+    (folder.parent / "n.txt").write_text("one line\n\nanother\n")
+    (folder.parent / "z.md").write_text("not this")
+    prepare("--input", str(folder.parent), "--tokens=150")
+    prepare("--input", str(folder.parent))
+    lines = [token for line in ("one line\n", "another\n") for token in (0, *map(ord, line))]
+    expected = [token for text in TEXTS[:7] for token in (0, *map(ord, text))] + lines
+    assert list(chain(*shards(prepare.folder).values())) == expected
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "cannot read PATH: "),
+        (b"no parquet", "cannot read PATH: "),
+        (b"", "cannot read PATH: "),
+        (parquet(), "there are no documents"),
+        (parquet("other"), "are not of this input; move them away, or give their input"),
+    ],
+)
+def test_wrong_input_takes_one_line_and_the_shards_stand(prepare, tmp_path, capsys, content, message):
+    prepare("--tokens=100")
+    before = shards(prepare.folder)
+    path = tmp_path / "input.parquet"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(SystemExit) as end:
+        prepare("--input", str(path))
+    assert end.value.code == 2
+    *_, line = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ")
+    assert message.replace("PATH", str(path)) in line
+    assert shards(prepare.folder) == before
+
+
+def test_a_hub_that_fails_in_the_middle(prepare, capsys):
+    prepare.server.files = FILES | {"sample/10BT/001.parquet": b"any"}
+    with pytest.raises(SystemExit):
+        prepare()
+    assert "fineweb-edu after 7 documents (ArrowInvalid: " in capsys.readouterr().err
+    assert len(shards(prepare.folder)) == 4
+    prepare.server.files = FILES
+    prepare()
+    assert list(chain(*shards(prepare.folder).values())) == STREAM
+
+
+def test_a_missing_library_is_named(prepare, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(SystemExit):
+        prepare()
+    assert (
+        "error: the download needs huggingface_hub; pip install -e '.[openwebtext]', or give a local copy"
+        in capsys.readouterr().err
+    )

@@ -1,0 +1,190 @@
+"""data/shards.py: many token files as one array, their formats, and the order in which epochs take them."""
+
+import os
+import pickle
+import zlib
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from data import common
+from data.dataset import Dataset
+from data.shards import _spreads, paths_of, shuffled_windows
+from data.vocabulary import DataError
+
+BLOCK = 8
+
+
+def llm_c(tokens, magic=20240520, version=1, dtype=np.uint16, count=None):
+    header = np.zeros(256, dtype=np.int32)
+    header[:3] = magic, version, len(tokens) if count is None else count
+    return header.tobytes() + np.asarray(tokens, dtype=dtype).tobytes()
+
+
+def plain(tokens, dtype=np.uint16):
+    return np.asarray(tokens, dtype=dtype).tobytes()
+
+
+FORMATS = {
+    "plain": [plain],
+    "llm.c": [llm_c],
+    "uint32": [lambda tokens: llm_c(tokens, 20240801, 7, np.uint32)],
+    "mixed": [plain, llm_c, lambda tokens: llm_c(tokens, version=7, dtype=np.uint32)],
+}
+
+
+def write_shards(folder, tokens, number, formats, val=range(1000)):
+    """Cut tokens into files of different lengths."""
+    cuts = np.linspace(0, len(tokens), number + 1).astype(int) + np.arange(number + 1) % 3
+    cuts[0], cuts[-1] = 0, len(tokens)
+    os.makedirs(folder, exist_ok=True)
+    for i, (begin, end) in enumerate(pairwise(cuts)):
+        content = FORMATS[formats][i % len(FORMATS[formats])](tokens[begin:end])
+        (folder / f"text_train_{i + 1:06d}.bin").write_bytes(content)
+    (folder / "text_val_000000.bin").write_bytes(FORMATS[formats][0](val))
+    return str(folder)
+
+
+@pytest.mark.parametrize("formats", FORMATS)
+def test_200_shards_give_each_token_once_per_epoch_in_another_order(tmp_path, formats):
+    tokens = np.random.default_rng(0).permutation(60_004)  # three more than whole windows and the last target
+    data = Dataset(write_shards(tmp_path / "d", tokens, 200, formats), BLOCK)
+    assert np.array_equal(data.tokens["train"][:], tokens)
+    windows, count, batch_size = 60_003 // BLOCK, 12, 5
+    orders = []
+    for _ in range(3):
+        epoch = data.micro_batches(7, windows * len(orders), batch_size, count)
+        orders.append(np.concatenate([next(epoch) for _ in range(windows // batch_size)]))
+        x, y = data.batch("train", orders[-1])
+        assert np.array_equal(x[:, 1:], y[:, :-1])
+        seen = np.bincount(x.ravel(), minlength=len(tokens))
+        assert (seen == 1).sum() == windows * BLOCK == len(tokens) - 4, "all but the rest and the last target"
+        assert seen.max() == 1
+    for world_size in (1, 2, 3, 4):
+        ranks = [data.micro_batches(7, 0, batch_size, count, rank, world_size) for rank in range(world_size)]
+        shared = [next(ranks[step % world_size]) for step in range(3 * windows // batch_size)]
+        assert np.array_equal(np.concatenate(shared), np.concatenate(orders))
+    assert all(abs(np.corrcoef(a // BLOCK, b // BLOCK)[0, 1]) < 0.5 for a, b in pairwise(orders))
+    resumed = data.micro_batches(7, windows + 60 * 3, batch_size, count, rank=1, world_size=2)
+    assert np.array_equal(next(resumed), orders[1][60 * 3 + batch_size : 60 * 3 + 2 * batch_size])
+
+
+@pytest.mark.parametrize("first", [0, 999, 10**12])
+def test_consecutive_sequences_come_from_all_files_and_lie_apart(first):
+    windows = 1_000_000
+    starts = shuffled_windows(windows * BLOCK + 1, BLOCK, (1, 2), first, 800)
+    if first // windows == (first + 799) // windows:
+        per_file = np.bincount(starts * 200 // (windows * BLOCK), minlength=200)
+        assert (per_file.min(), per_file.max()) >= (2, 4)
+        assert per_file.max() <= 6, "independent draws: 4 with a standard deviation of 2, the fullest file about 11"
+        assert np.diff(np.sort(starts)).min() > windows * BLOCK / 800 / (5 + 2)
+
+
+def test_every_number_of_windows_has_an_order():
+    for windows in range(1, 400):
+        strides = [stride for stride in range(windows) if _spreads(stride, windows)]
+        assert strides, windows
+        assert all(len({i * stride % windows for i in range(windows)}) == windows for stride in strides[:3])
+    assert shuffled_windows(BLOCK + 1, BLOCK, (0,), 5, 3).tolist() == [0, 0, 0], "one window"
+
+
+def test_slices_cross_files_and_few_are_open(tmp_path):
+    tokens = np.arange(20_000)
+    data = Dataset(write_shards(tmp_path / "d", tokens, 200, "mixed"), BLOCK)
+    shards = data.tokens["train"]
+    for start, stop in ((0, 5), (95, 110), (0, 20_000), (19_990, 30_000), (7, 7), (20_000, 20_005), (150, 420)):
+        assert np.array_equal(shards[start:stop], tokens[start:stop])
+    assert open_below(tmp_path) <= 128
+    for offsets in np.arange(0, 19_200, BLOCK).reshape(-1, 12):
+        data.batch("train", offsets)
+        assert 0 < open_below(tmp_path) <= 128
+
+
+def open_below(folder):
+    return sum(os.path.realpath(f"/proc/self/fd/{fd}").startswith(str(folder)) for fd in os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.parametrize(
+    ("content", "vocab_size", "message"),
+    [
+        (llm_c(range(300), version=2), None, "has a header of version 2; write version 1"),
+        (llm_c(range(300), count=301), None, "has 1624 bytes, but 301 uint16 tokens and the header would take 1626"),
+        (llm_c(range(300), version=7), None, "has 1624 bytes, but 300 uint32 tokens and the header would take 2224"),
+        (llm_c(range(300))[:600], None, "has 600 bytes, but 300 uint16 tokens"),
+        (llm_c(range(300)), 70_000, "holds uint16 tokens, too small for a vocabulary of 70000"),
+        (plain(range(300))[:-1], None, "has 599 bytes, but each uint16 token takes 2"),
+        (plain(range(301)), 70_000, "has 602 bytes, but each uint32 token takes 4"),
+        (plain(range(300), np.uint32), None, "seems to hold uint32 tokens, but GPT-2's vocabulary has uint16 tokens"),
+        (plain(range(300), np.uint32), 300, "seems to hold uint32 tokens, but a vocabulary of 300 has uint16 tokens"),
+        (plain(range(0, 120_000, 401), np.uint32), None, "seems to hold uint32 tokens"),
+    ],
+)
+def test_files_that_do_not_fit_are_named(tmp_path, content, vocab_size, message):
+    folder = write_shards(tmp_path / "d", range(3000), 3, "uint32")
+    (tmp_path / "d" / "text_train_000002.bin").write_bytes(content)
+    if vocab_size:
+        (tmp_path / "d" / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": vocab_size}))
+    with pytest.raises(DataError, match=f"text_train_000002.bin {message}"):
+        Dataset(folder, BLOCK)
+
+
+def test_a_token_outside_the_vocabulary_names_its_file(tmp_path):
+    data = Dataset(write_shards(tmp_path / "d", range(3000), 3, "plain"), BLOCK)
+    data.check(3000)
+    with pytest.raises(DataError, match=r"text_train_000003.bin holds token 2999, but the model's vocabulary has 2999"):
+        data.check(2999, part=1, parts=2)
+    data.check(1500, part=0, parts=2)
+
+
+def test_a_large_vocabulary_has_uint32_files(tmp_path):
+    tokens = np.arange(0, 200_000, 100)
+    (tmp_path / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": 200_000}))
+    for split in ("train", "val"):
+        common.write_tokens(str(tmp_path), split, tokens, 200_000)
+    assert (tmp_path / "train.bin").stat().st_size == 8000
+    data = Dataset(str(tmp_path), BLOCK)
+    assert np.array_equal(data.batch("train", np.array([3]))[1, 0], tokens[4 : 4 + BLOCK])
+    data.check(200_000)
+
+
+@pytest.mark.parametrize(
+    ("names", "train"),
+    [
+        (["train.bin", "val.bin"], ["train.bin"]),
+        (["b_train_2.bin", "b_train_1.bin", "a_train_3.bin", "val.bin", "x.bin", "train.txt"], None),
+        (["train.bin", "train_1.bin", "val.bin"], "has train.bin and other files of this split, such as train_1.bin; move"),
+        (["a_train.bin", "retrieval_train.bin"], "retrieval_train.bin has both train and val in its name; rename the file"),
+        ([], []),
+    ],
+)
+def test_which_files_are_of_a_split(tmp_path, names, train):
+    for name in names:
+        (tmp_path / name).touch()
+    if isinstance(train, str):
+        with pytest.raises(DataError, match=train):
+            paths_of(str(tmp_path), "train")
+    else:
+        expected = ["a_train_3.bin", "b_train_1.bin", "b_train_2.bin"] if train is None else train
+        assert paths_of(str(tmp_path), "train") == [str(tmp_path / name) for name in expected]
+
+
+def test_the_fingerprint_names_files_and_reads_a_part(tmp_path, monkeypatch):
+    monkeypatch.setattr("data.dataset._PIECE", 10)
+    monkeypatch.setattr("data.dataset._PIECES", 4)  # 40 tokens of a split: 4 of each of 10 files
+    tokens = np.arange(3000)
+
+    def fingerprint(name, change=None):
+        changed = tokens.copy()
+        if change is not None:
+            changed[change] += 1
+        return Dataset(write_shards(tmp_path / name, changed, 10, "plain"), BLOCK).fingerprint
+
+    read = []
+    checksum = zlib.crc32
+    monkeypatch.setattr(zlib, "crc32", lambda content, value=0: read.append(len(content)) or checksum(content, value))
+    first = fingerprint("same")
+    assert len(first) == 11
+    assert sum(read) == 10 * 4 + 40
+    assert first == fingerprint("again") == fingerprint("between", 100)
+    assert [name for name, value in fingerprint("other", 301).items() if value != first[name]] == ["text_train_000002.bin"]

@@ -1,0 +1,203 @@
+"""export.py: a folder with which Transformers computes the logits of the checkpoint, and from which train.py continues."""
+
+import json
+import os
+import pickle
+from dataclasses import fields
+from functools import partial
+
+import faults
+import pytest
+import torch
+from scripts import check_mistakes, run, run_for_real, torch_load, train
+
+from data.vocabulary import DataError, gpt2_encoding
+from model import GPT, GPTConfig
+from zero import checkpoint as ckpt
+
+transformers = pytest.importorskip("transformers")
+CHARACTERS = "\n !$&',-.3:;?ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"  # Shakespeare's 65
+TEXT = "O, wilt thou leave me so unsatisfied?\n\n  'Tis 3: Farewell!\n"
+GPT2S_TEXT = f"{TEXT}def größe(π):\treturn 1234567 — 日本語 🙂'll  <|endoftext|>It's   over\n"
+
+
+def gpt2s_tokens():
+    """GPT-2's tokens of GPT2S_TEXT, or skip."""
+    try:
+        return gpt2_encoding().encode(GPT2S_TEXT, allowed_special="all")
+    except DataError as error:
+        pytest.skip(str(error))
+
+
+def make_run(folder, vocab_size, bias, characters=CHARACTERS):
+    """Write a checkpoint as nanoGPT would, beside a dataset of characters, or of GPT-2's tokens if there are none.
+
+    With biases, the names are those of a compiled model, and there are the causal masks of old checkpoints.
+    """
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(block_size=32, vocab_size=vocab_size, n_layer=3, n_head=4, n_embd=24, dropout=0.1, bias=bias))
+    with torch.no_grad():
+        for param in model.parameters():
+            param.add_(torch.randn_like(param) * 0.1)  # away from zero biases and unit norms
+    if characters:
+        vocabulary = {"stoi": {c: t for t, c in enumerate(characters)}, "itos": dict(enumerate(characters))}
+        (folder / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": len(characters), **vocabulary}))
+    values = {"model_args": vars(model.config), "iter_num": 7, "best_val_loss": 1.5, "config": {"dataset": str(folder)}}
+    optimizer = torch.optim.AdamW(model.param_groups(0.1)).state_dict()
+    weights = model.state_dict()
+    if bias:
+        weights = {f"_orig_mod.{name}": weight for name, weight in weights.items()}
+        weights["_orig_mod.transformer.h.0.attn.bias"] = torch.ones(1, 1, 32, 32)
+    torch.save({"model": weights, "optimizer": optimizer, **values}, folder / "ckpt.pt")
+    return model.eval()
+
+
+def export(folder, *arguments, **how):
+    """Export the checkpoint of a folder, and return the new folder and what was printed."""
+    process = run("export.py", f"--out_dir={folder}", f"--to={folder / 'exported'}", *arguments, **how)
+    assert process.returncode == 0, process.stderr
+    return str(folder / "exported"), process.stdout
+
+
+def largest_difference(exported, model):
+    """Of the logits of Transformers to those of a model."""
+    tokens = torch.randint(model.config.vocab_size, (2, model.config.block_size))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32).eval()
+    logits, _ = model(tokens, tokens)
+    assert logits.std() > 0.1
+    return (theirs(tokens).logits - logits).abs().max()
+
+
+def check_imported(exported, model):
+    """The weights come back bit by bit, with zeros as the biases that the model does not have."""
+    ours, back = model.state_dict(), GPT.from_pretrained(exported).state_dict()
+    assert all(torch.equal(back[name], weight) for name, weight in ours.items())
+    assert all(name.endswith("bias") and not back[name].any() for name in back.keys() - ours.keys())
+
+
+def generated(exported, tokens):
+    """256 random tokens, more or less independent of the weights."""
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(exported)
+    theirs.generation_config.update(do_sample=True, temperature=1000.0, top_k=0, max_new_tokens=8, eos_token_id=None)
+    return theirs.generate(torch.tensor([tokens[:16]] * 32))[:, 16:]
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_characters(tmp_path, bias):
+    model = make_run(tmp_path, 65, bias)
+    exported, printed = export(tmp_path)
+    assert largest_difference(exported, model) < 1e-4
+    check_imported(exported, model)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(exported)
+    assert tokenizer(TEXT)["input_ids"] == [CHARACTERS.index(character) for character in TEXT]
+    assert tokenizer.decode(tokenizer(TEXT)["input_ids"]) == TEXT
+    with pytest.raises(Exception, match=r"Missing \[UNK\]"):
+        tokenizer("§")
+    assert printed.splitlines()[-1] == "vocabulary: 65 characters with their tokenizer"
+    assert ("zeros as the biases" in printed) != bias
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_gpt2s_vocabulary(tmp_path, bias):
+    tokens = gpt2s_tokens()
+    model = make_run(tmp_path, 50304, bias, characters="")
+    exported, printed = export(tmp_path)
+    assert largest_difference(exported, model) < 1e-4
+    check_imported(exported, model)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(exported)
+    assert tokenizer(GPT2S_TEXT)["input_ids"] == tokens
+    assert tokenizer.decode(tokens) == GPT2S_TEXT
+    assert tokenizer.eos_token_id == transformers.GenerationConfig.from_pretrained(exported).eos_token_id == 50256
+    assert "vocabulary: 50257 tokens of GPT-2 with their tokenizer; the 47 rows of padding stay" in printed
+
+
+def test_padding_is_not_generated(tmp_path):
+    model = make_run(tmp_path, 65, False, characters="ABCDEFGH")
+    exported, printed = export(tmp_path)
+    assert largest_difference(exported, model) < 1e-4
+    assert set(generated(exported, [0] * 16).flatten().tolist()) == set(range(8))
+    assert "the 57 rows of padding stay, and generate() does not choose them" in printed
+
+
+def test_bfloat16(tmp_path):
+    """As a user does it, into a folder whose own one is not there yet."""
+    model = make_run(tmp_path, 65, True)
+    exported = str(tmp_path / "new" / "folder")
+    process = run_for_real("export.py", f"--out_dir={tmp_path}", f"--to={exported}/", "--dtype=bfloat16")
+    assert (process.returncode, process.stderr) == (0, "")
+    assert os.listdir(tmp_path / "new") == ["folder"]
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(exported)
+    assert {param.dtype for param in theirs.parameters()} == {torch.bfloat16}
+    check_imported(exported, model.bfloat16())
+
+
+def test_a_vocabulary_of_other_tokens(tmp_path):
+    """Such as syllables, or numbers without texts."""
+    make_run(tmp_path, 65, False, characters=["ha", "ho"])
+    exported, printed = export(tmp_path)
+    assert "vocabulary: 2 tokens without a tokenizer" in printed
+    assert sorted(os.listdir(exported)) == ["config.json", "generation_config.json", "model.safetensors"]
+
+
+def test_a_sharded_checkpoint_goes_through_piece_by_piece(data, tmp_path):
+    """And train.py continues with the losses of the run, although its model has no biases, and the exported one has."""
+    biggest, limit = 4 * 192 * 64, 100_000
+    settings = ["--dropout=0.0", "--n_embd=64", "--n_layer=4", "--always_save_checkpoint=False"]
+    _, before, _ = train(tmp_path, data, *settings, "--checkpoint_format=sharded", ranks=2)
+    exported, printed = export(tmp_path, before=partial(faults.small_files, limit))
+    checkpoint = ckpt.load(str(tmp_path / "ckpt.pt"))
+    model = GPT.from_checkpoint(checkpoint).eval()
+    in_memory = [int(line.split()[-1]) for line in printed.splitlines() if line.startswith("bytes of weights in memory")]
+    index = json.loads((tmp_path / "exported" / "model.safetensors.index.json").read_text())
+    assert len(in_memory) == len(set(index["weight_map"].values())) > 5
+    assert max(in_memory) <= limit + biggest < model.num_params()  # of 4 bytes each
+    assert largest_difference(exported, model) < 1e-4
+    check_imported(exported, model)
+    _, after, _ = train(tmp_path / "again", data, *settings, f"--init_from={exported}", "--max_iters=0")
+    assert after[0] == pytest.approx(before[checkpoint["iter_num"]], abs=1e-6)
+
+
+def test_refusals(tmp_path):
+    make_run(tmp_path, 65, False)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    (tmp_path / "gone").mkdir()
+    make_run(tmp_path / "gone", 65, False, characters="")
+    (tmp_path / "other").mkdir()
+    torch.save({**torch_load(tmp_path), "vocabulary": "65 tokens with checksum 01234567"}, tmp_path / "other" / "ckpt.pt")
+    new = f"--to={tmp_path / 'new'}"
+    mistakes = {
+        f"--out_dir={tmp_path}": "--to= is neither a new nor an empty folder; name one to write, as in --to=out-exported",
+        f"--to={tmp_path / 'full'}": "full is neither a new nor an empty folder",
+        f"--to={tmp_path / 'full' / 'file'}": "file is neither a new nor an empty folder",
+        f"--to={tmp_path / 'full' / 'file' / 'new'}": f"cannot write {tmp_path / 'full' / 'file' / 'new'}: ",
+        f"{new} --out_dir={tmp_path / 'full'}": "full/ckpt.pt; give the --out_dir of a run",
+        f"{new} --out_dir={tmp_path / 'gone'}": "the model knows 65 tokens, the vocabulary at hand has 50257",
+        f"{new} --out_dir={tmp_path / 'other'}": "of the checkpoint 65 tokens with checksum 01234567; put the run's meta.pkl",
+        f"{new} --dtype=float16": "dtype=float16 is not one of float32, bfloat16",
+    }
+    before = sorted(os.listdir(tmp_path))
+    check_mistakes("export.py", [f"--out_dir={tmp_path}"], mistakes)
+    for how, message in (
+        ({"limit": 10_000}, f"cannot write {tmp_path / 'new'}: "),
+        ({"before": partial(faults.without_module, "transformers")}, "pip install -e '.[gpt2]'"),
+    ):
+        process = run("export.py", f"--out_dir={tmp_path}", new, **how)
+        assert (process.returncode, process.stderr.count("\n")) == (2, 1), process.stderr
+        assert message in process.stderr
+    assert sorted(os.listdir(tmp_path)) == before
+
+
+def test_the_previous_checkpoint_stands_in(tmp_path):
+    make_run(tmp_path, 65, False)
+    os.rename(tmp_path / "ckpt.pt", tmp_path / "ckpt_prev.pt")
+    (tmp_path / "ckpt.pt").write_bytes(b"damaged")
+    process = run("export.py", f"--out_dir={tmp_path}", f"--to={tmp_path / 'exported'}")
+    assert process.returncode == 0
+    assert "ckpt_prev.pt, the previous checkpoint" in process.stderr.partition("WARNING: ")[2]
+
+
+def test_gpt2lmheadmodel_has_every_field_of_the_model():
+    """A new one must come to config.json, or be refused: the weights could fit and mean something else."""
+    known = {"block_size", "vocab_size", "n_layer", "n_head", "n_embd", "dropout", "bias"}
+    assert {field.name for field in fields(GPTConfig)} == known

@@ -4,7 +4,7 @@
 #                  between gloo ranks as they do between GPUs
 # make test-all    run the linters and all tests, also those that take minutes
 # make test-kills  run the test that kills a training run a hundred times and resumes it
-# make bench-gpu   in less than nine minutes, measure everything that only a GPU can show; needs only torch and numpy
+# make bench-gpu   in less than nine minutes, measure everything that only a GPU can show; needs only torch, numpy, tqdm
 # make lint        run ruff, mypy and shellcheck only
 # make install     create the virtual environment only
 #

@@ -38,7 +38,7 @@ import platform
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext, redirect_stdout
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -159,31 +159,27 @@ with exit_on_wrong_input():
         data = Dataset(WITHOUT_DOWNLOAD, block_sizes[0])
 
 
-class Measure(NamedTuple):
-    title: str
-    rows: Callable[[list[str]], list[dict[str, Any]]]  # of modes; needs to be called on all ranks
-
-
 def of_worlds(rows_of):
     """Return what `rows_of` returns for the modes, in each simulated world."""
     return lambda names: [row for world in worlds for row in rows_of(setup, names, world)]
 
 
 allocated = "allocated on the GPU" if used.type == "cuda" else "of live tensors"
-MEASURES = {
-    "memory": Measure(
+# title, and the function that returns the rows of modes; needs to be called on all ranks
+MEASURES: dict[str, tuple[str, Callable[[list[str]], list[dict[str, Any]]]]] = {
+    "memory": (
         f"Memory: MB {allocated}, on {'rank 0' if worlds else 'the fullest rank'}",
         of_worlds(memory_profile.simulated_rows) if worlds else lambda names: memory_profile.memory_rows(setup, names),
     ),
-    "time": Measure(
+    "time": (
         "Time of a step; the ratio is that to the first mode in the same round",
         lambda names: speed.time_rows(setup, names, block_sizes, rounds, steps_per_turn),
     ),
-    "training": Measure(
+    "training": (
         "Training: peak of the fullest rank, and the largest difference of a loss from that of the first mode",
         lambda names: training.training_rows(setup, names, data, training_steps),
     ),
-    "launches": Measure(
+    "launches": (
         "Launches and waits of rank 0 in an iteration; DistributedDataParallel is left out where it belongs to the mode",
         of_worlds(launches.launch_rows),
     ),

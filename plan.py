@@ -48,6 +48,7 @@ Modes:
 """
 
 import itertools
+import math
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -231,7 +232,7 @@ def duration(row: dict[str, Any], planner: Planner) -> str:
     if not row["seconds"]:
         return ""
     settings, size = planner.settings, row["world_size"]
-    tokens = planner.tokens_of(size)
+    tokens = math.prod(planner.batch(size)) * planner.config.block_size  # per iteration
     speed, hours = tokens / row["seconds"], settings["max_iters"] * row["seconds"] / 3600
     time = f"{hours / 24:,.1f} days" if hours >= 24 else f"{hours:.1f} hours" if hours >= 1 else f"{60 * hours:.0f} minutes"
     text = f"; about {speed / 1e3:,.0f}k tokens/s and {time} on {settings['gpu']} at {settings['mfu']:g} % MFU"

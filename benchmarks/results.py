@@ -7,36 +7,26 @@ import itertools
 import json
 import sys
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from charts.bars import memory_chart, time_chart, training_chart
-from charts.style import ENDINGS, MEMORY, save, table
-from forecast.modes import MODES
+from charts.style import MEMORY, save, table
 
 IN_BYTES = ("total", "predicted", "peak", *MEMORY)  # the tables show them in MB
 HIDDEN = ("rounds, ms", "losses")  # in results.json only
-CHARTS: dict[str, Callable[..., Any]] = {
-    "memory": memory_chart,
-    "time": time_chart,
-    "training": partial(training_chart, known={name: (mode.label, mode.colour) for name, mode in MODES.items()}),
-}
+CHARTS: dict[str, Callable[..., Any]] = {"memory": memory_chart, "time": time_chart, "training": training_chart}
 
 
 def _table(rows: list[dict[str, Any]]) -> str:
     """Return the rows as text. With a column "point", there is an empty line before each world size and mode."""
-    shown = [column for column in _columns(rows) if column not in HIDDEN]
+    shown = [column for column in dict.fromkeys(itertools.chain(*rows)) if column not in HIDDEN]
     columns = [column for column in shown if any(row.get(column) is not None for row in rows)]
     lines = [columns]
     for _, group in itertools.groupby(rows, key=lambda row: (row.get("world_size"), row["mode"])):
         lines += [[]] if "point" in columns else []
         lines += [[_cell(column, row.get(column)) for column in columns] for row in group]
     return table(lines)
-
-
-def _columns(rows: list[dict[str, Any]]) -> list[str]:
-    return list(dict.fromkeys(column for row in rows for column in row))
 
 
 def _cell(column: str, value: Any) -> str:
@@ -88,7 +78,7 @@ class Results:
 
 
 def draw(folder: str) -> None:
-    """Draw the pictures of a folder from its results.json, each as a picture and as an interactive page."""
+    """Draw the pictures of a folder from its results.json."""
     content = json.loads(Path(folder, "results.json").read_text())
     for measure in content.keys() & CHARTS.keys():
         entry = content[measure]
@@ -96,9 +86,8 @@ def draw(folder: str) -> None:
         for world_size in dict.fromkeys(row.get("world_size") for row in entry["rows"]):
             rows = [row for row in entry["rows"] if row.get("world_size") == world_size]
             ranks = f"rank 0 of {world_size}, " if world_size else ""
-            chart = CHARTS[measure](rows, ranks + measured)
-            for ending in ENDINGS:
-                save(chart, str(Path(folder, f"{measure}{f'-{world_size}' if world_size else ''}{ending}")))
+            path = Path(folder, f"{measure}{f'-{world_size}' if world_size else ''}.png")
+            save(CHARTS[measure](rows, ranks + measured), str(path))
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from charts.series import opacity, rounded
 from charts.style import INK, MEMORY, NUMBER, alt, dashes, number, shown_in, styled
+from forecast.modes import MODES
 
 Rows = Sequence[Mapping[str, Any]]
 Purposes = Mapping[str, tuple[str, str]]  # column: name and colour of a purpose, in the order of the stack
@@ -124,19 +125,16 @@ def time_chart(rows: Rows, measured: str) -> Any:
     return _chart(panels, TIME, "ms", "Time of a step", [measured, how], shared=False)
 
 
-def training_chart(rows: Rows, measured: str, known: Purposes) -> Any:
-    """Draw the peak of memory by mode, and beside it the losses of the same runs, which lie on each other.
-
-    `known`: what to write for each mode, and its colour.
-    """
+def training_chart(rows: Rows, measured: str) -> Any:
+    """Draw the peak of memory by mode, and beside it the losses of the same runs, which lie on each other."""
     divisor, unit = shown_in("bytes", max(row["peak"] for row in rows))
     first = rows[0]
-    colours = {row["mode"]: known[row["mode"]][1] for row in rows}
+    colours = {row["mode"]: MODES[row["mode"]].colour for row in rows}
     groups: list[Group] = []
     for row in rows:
         saved = "" if row is first else f" ({row['peak'] / first['peak'] - 1:+.0%})"
         mode, peak = row["mode"], row["peak"] / divisor
-        groups.append((known[mode][0], [Bar({mode: peak}, f"{number(peak)} {unit}{saved}")]))
+        groups.append((MODES[mode].label, [Bar({mode: peak}, f"{number(peak)} {unit}{saved}")]))
     peaks = stack(groups, colours, unit, _end(groups), legend=0)
     peaks = peaks.properties(width=_WIDTH // 2, title=_title("Peak of memory while training, per rank"))
     values = [

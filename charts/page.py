@@ -17,7 +17,9 @@ from typing import Any
 from charts.differences import differences, in_common
 from charts.lines import interactive, is_over_iterations
 from charts.series import Run, latest, look
-from charts.style import ACTIONS, CONFIG, FONT, PARAMS, number, shown_in
+from charts.style import CONFIG, FONT, PARAMS, number, shown_in
+
+ACTIONS = {"export": True, "source": False, "compiled": False, "editor": False}  # menu of a chart; the editor is a web page
 
 
 def page(runs: Sequence[Run], drawn: Mapping[str, list[Any]]) -> str:

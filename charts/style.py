@@ -26,7 +26,6 @@ class _Altair:
 
 
 alt = _Altair()
-ENDINGS = (".png", ".svg", ".html")
 
 # Column: name and colour of a purpose. The palette is that of Okabe and Ito, which the colour-blind can tell apart, and a grey.
 MEMORY = {
@@ -65,26 +64,17 @@ CONFIG: dict[str, Any] = {
 }
 _UNITS: dict[str, dict[str, float]] = {"MB": {"GB": 1000, "MB": 1}, "bytes": {"GB": 1e9, "MB": 1e6, "kB": 1e3}}
 _UNITS |= {"ms": {"s": 1000, "ms": 1}, "s": {"s": 1, "ms": 0.001}}
-ACTIONS = {"export": True, "source": False, "compiled": False, "editor": False}  # menu of a web page; the editor is a web page
 
 
 def save(chart: Any, path: str) -> None:
-    """Write a chart to a .png, .svg or .html file, and create its folder. The .html file needs no network.
+    """Write a chart to a PNG file, and create its folder. A file that was there before stays until the new one is complete."""
+    from PIL import Image
 
-    A file that was there before stays until the new one is complete.
-    """
     os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-    ending = os.path.splitext(path)[1].lower()
     with atomic_write(path) as temporary:
-        if ending == ".html":
-            chart.save(temporary, format="html", inline=True, embed_options={"actions": ACTIONS})
-        else:
-            chart.save(temporary, format=ending[1:], scale_factor=2 if ending == ".png" else 1)
-        if ending == ".png":  # vl-convert hardly compresses: a fourth of its bytes are enough for the same pixels
-            from PIL import Image
-
-            with Image.open(temporary) as picture:
-                picture.save(temporary, format="png")
+        chart.save(temporary, format="png", scale_factor=2)
+        with Image.open(temporary) as picture:  # vl-convert hardly compresses: a fourth of its bytes are enough
+            picture.save(temporary, format="png")
 
 
 def styled(chart: Any, text: str, **title: Any) -> Any:

@@ -1,6 +1,5 @@
 """The machine of a rank: device, dtype, CPU threads and peak FLOP/s, and the facts about them for `run.json` and wandb."""
 
-import importlib.metadata
 import os
 import platform
 import re
@@ -167,20 +166,14 @@ def card(name: str) -> Card | None:
     return next((found for pattern, found in patterns if re.search(rf"\b{pattern}\b", name)), None)
 
 
-def data_sheet_flops(name: str) -> float | None:
-    """Return the peak FLOP/s in bfloat16 or float16 of a GPU; None: it is not in the list."""
-    found = card(name)
-    return None if found is None else found.tflops * 1e12
-
-
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
     """Return the peak FLOP/s of one rank, which corresponds to an MFU of 100 %.
 
     For bfloat16 and float16 on a GPU in the table, this is the figure of the data sheet. In all other cases, this function
     multiplies large matrices for 0.2 s and takes the fastest product.
     """
-    if device.type == "cuda" and dtype != torch.float32 and (flops := data_sheet_flops(torch.cuda.get_device_name(device))):
-        return flops
+    if device.type == "cuda" and dtype != torch.float32 and (found := card(torch.cuda.get_device_name(device))):
+        return found.tflops * 1e12
     size = 8192 if device.type == "cuda" else 512
     a = torch.ones(size, size, device=device, dtype=dtype)
     fastest = float("inf")  # seconds
@@ -203,7 +196,7 @@ def environment(device: torch.device) -> dict[str, Any]:
         "device": device.type,
         "backend": dist.get_backend() if dist.is_initialized() else None,
         "devices": gather_objects(device_name(device)),
-        "versions": {**versions(), "python": platform.python_version(), "wandb": _version("wandb")},
+        "versions": {**versions(), "python": platform.python_version()},
         "git_commit": _git_commit() if is_rank_0() else None,
     }
 
@@ -216,13 +209,6 @@ def versions() -> dict[str, str | None]:
         "numpy": np.__version__,
         "cuda": torch.version.cuda,
     }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _git_commit() -> str | None:

@@ -1,6 +1,6 @@
 """The modes: ways to train that are compared, by the name in all tables and pictures.
 
-A row says everything that bench.py, plan.py, `benchmarks.gpu`, `benchmarks.parity` and the charts need to know of a mode.
+A row says everything that bench.py, plan.py, `benchmarks.gpu` and the charts need to know of a mode.
 """
 
 from collections.abc import Iterable, Mapping
@@ -27,8 +27,6 @@ class Mode:
     overlap: bool = True
     simple: bool = False  # ShardedOptimizer under DistributedDataParallel
     fully_shard: Mapping[str, Any] | None = None  # PyTorch's FSDP2, with these arguments
-    # largest difference of a weight from the plain optimizer's that benchmarks/parity.py allows; None: it does not compare
-    tolerance: float | None = None
 
     @property
     def is_built(self) -> bool:
@@ -43,24 +41,23 @@ class Mode:
 _PLAIN, _TORCH = Flags(use_zero1=False), Flags(zero1_impl="torch")
 _REMAINDER = Flags(param_dtype="bfloat16_remainder")
 MODES = {
-    "adamw_in_place": Mode("AdamW with DDP, in place", "#333333", _PLAIN, planned=True, in_place=True, tolerance=0.0),
+    "adamw_in_place": Mode("AdamW with DDP, in place", "#333333", _PLAIN, planned=True, in_place=True),
     "torch_in_place": Mode("ZeroRedundancyOptimizer, in place", "#F0E442", _TORCH, planned=True, in_place=True),
     "adamw": Mode("AdamW with DDP, set_to_none=True", "#888888", _PLAIN, planned=True),
-    "torch": Mode("ZeroRedundancyOptimizer", "#E69F00", _TORCH, planned=True, tolerance=0.0),
-    "sharded": Mode("sharded (the default)", "#009E73", planned=True, tolerance=0.0),
-    # micro-steps are added up in another order: where a gradient is close to zero, AdamW can make this visible
-    "shard_gradients": Mode("sharded + shard_gradients", "#0072B2", Flags(shard_gradients=True), planned=True, tolerance=1e-2),
-    "bfloat16": Mode("sharded + bfloat16 weights", "#CC79A7", Flags(param_dtype="bfloat16"), planned=True, tolerance=0.1),
-    "remainder": Mode("sharded + bfloat16 weights + 16-bit remainders", "#D55E00", _REMAINDER, planned=True, tolerance=0.1),
-    "int8": Mode("sharded + 8-bit state", "#56B4E9", Flags(state_dtype="int8"), planned=True, tolerance=0.1),
-    "codecs": Mode("sharded + remainders + 8-bit state", "#661100", replace(_REMAINDER, state_dtype="int8"), tolerance=0.1),
+    "torch": Mode("ZeroRedundancyOptimizer", "#E69F00", _TORCH, planned=True),
+    "sharded": Mode("sharded (the default)", "#009E73", planned=True),
+    "shard_gradients": Mode("sharded + shard_gradients", "#0072B2", Flags(shard_gradients=True), planned=True),
+    "bfloat16": Mode("sharded + bfloat16 weights", "#CC79A7", Flags(param_dtype="bfloat16"), planned=True),
+    "remainder": Mode("sharded + bfloat16 weights + 16-bit remainders", "#D55E00", _REMAINDER, planned=True),
+    "int8": Mode("sharded + 8-bit state", "#56B4E9", Flags(state_dtype="int8"), planned=True),
+    "codecs": Mode("sharded + remainders + 8-bit state", "#661100", replace(_REMAINDER, state_dtype="int8")),
     "loss_chunk": Mode(f"sharded + loss_chunk={LOSS_CHUNK}", "#44AA99", loss_chunk=LOSS_CHUNK),
     "hybrid": Mode("sharded, zero_shard_size ranks share the state", "#117733", hybrid=True),
     "no_overlap": Mode("sharded, the step waits for the all-gathers", "#DDCC77", overlap=False),
     "simple": Mode("all-reduce, update of a part, all-gather", "#999933", simple=True),
     "fsdp2": Mode("fully_shard, reshard_after_forward=False", "#882255", fully_shard={"reshard_after_forward": False}),
     "fsdp2_reshard": Mode("fully_shard with its defaults", "#AA4499", fully_shard={}),
-    "muon": Mode("sharded, with Muon", "#332288", muon=True, tolerance=0.0),
+    "muon": Mode("sharded, with Muon", "#332288", muon=True),
     "plain_muon": Mode("Muon with DDP", "#CC6677", _PLAIN, muon=True),
 }
 

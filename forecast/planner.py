@@ -10,7 +10,7 @@ from distributed.ranks import batch_in_words, divided_batch
 from forecast.fully_sharded import FullyShardedPrediction
 from forecast.modes import LOSS_CHUNK, MODES
 from forecast.prediction import Activations, Workload
-from forecast.run_memory import CPU_RESIDENT, Extras, Forecast, forecast, gpt_specs, planned_optimizer, predicted_activations
+from forecast.run_memory import CPU_RESIDENT, Forecast, forecast, gpt_specs, planned_optimizer, predicted_activations
 from forecast.step_time import Network
 from model import GPT, GPTConfig, without_weights
 from zero.flags import Flags, muon_of, weight_dtype
@@ -55,7 +55,7 @@ class Planner:
         self.card = found
         best = ("bfloat16" if found.has_bfloat16 else "float16") if self.device_type == "cuda" else "float32"
         self.dtype = resolve_dtype(settings["dtype"], settings["param_dtype"], best)
-        self.extras = Extras.of(settings)
+        self.saving = {key: settings[key] for key in ("async_save", "checkpoint_format")}
         bandwidth = settings["bandwidth_gbit"] or found.link_gbit
         self.network = Network(bandwidth, settings["between_gbit"], settings["ranks_per_machine"])
         with without_weights():
@@ -182,13 +182,14 @@ class Planner:
             root_numel=self.numel - self.config.n_layer * block,
             itemsize=2 if lowered else 4,
         )
-        result = Forecast(prediction, self.activations(choice), 1.0, self.extras)
+        result = Forecast(prediction, self.activations(choice), **self.saving)
         return self.figures("fsdp2_reshard", choice, result, chosen=False)
 
     def figures(self, mode: str, choice: Choice, result: Forecast, chosen: bool) -> dict[str, Any]:
         """Return the row of a forecast, in bytes and seconds."""
         prediction = result.prediction
         sent, between = prediction.sent(), self.network.across_machines(prediction)
+        state = prediction.plan.state_bytes
         seconds, exposed = self.seconds(result, choice)
         row: dict[str, Any] = {
             "mode": mode,
@@ -196,7 +197,7 @@ class Planner:
             "world_size": prediction.world_size,
             **prediction.at("accumulating" if prediction.micro_steps > 1 else "before step"),
             "buckets": prediction.largest_buckets,
-            "state_to_mean": result.state_to_mean,
+            "state_to_mean": max(state) * len(state) / max(1, sum(state)),
             "activations": result.activations.saved,
             "peak": result.peak,
             "saving": result.saving_peak,
@@ -225,8 +226,8 @@ class Planner:
             self.activations(choice),
             flags.shard_gradients,
             distributed=world_size > 1,
-            extras=self.extras,
             in_place=choice.in_place,
+            **self.saving,
         )
 
     def accumulation_steps(self, batch_size: int, world_size: int) -> int:
@@ -243,10 +244,6 @@ class Planner:
         if seconds:
             return (round(math.log(seconds) / math.log(1.03)),)
         return choice.flags.shard_gradients, choice.activation_checkpointing, -choice.batch_size
-
-    def tokens_of(self, world_size: int) -> int:
-        """Return the tokens per iteration."""
-        return math.prod(self.batch(world_size)) * self.config.block_size
 
     def fits(self, result: Forecast) -> bool:
         return max(result.peak, result.saving_peak) <= self.memory(result.prediction.world_size)

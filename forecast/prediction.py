@@ -144,17 +144,17 @@ class Prediction:
     @cached_property
     def parameters(self) -> int:
         """Bytes of the weights that forward and backward use."""
-        frozen = sum(spec.numel * self._dtype_of_frozen(spec).itemsize for spec in self.plan.params if not spec.requires_grad)
         layouts = [(buffer.layout, buffer.dtype.itemsize) for buffer in self.plan.buffers]
         padding = sum((layout.padded_numel - sum(layout.numels)) * itemsize for layout, itemsize in layouts)
-        return frozen + self.full_gradients + padding
+        return sum(map(self._bytes_of, self.plan.params)) + padding
 
     @cached_property
     def full_gradients(self) -> int:
         """Bytes of the gradients of all parameters."""
-        return sum(self._gradient_bytes(spec) for spec in self.plan.params if spec.requires_grad)
+        return sum(self._bytes_of(spec) for spec in self.plan.params if spec.requires_grad)
 
-    def _gradient_bytes(self, spec: ParameterSpec) -> int:
+    def _bytes_of(self, spec: ParameterSpec) -> int:
+        """Return the bytes of a weight, and of its gradient."""
         return spec.numel * (self.plan.param_dtype or spec.dtype).itemsize
 
     @cached_property
@@ -167,11 +167,6 @@ class Prediction:
             else:
                 total += spec.state_tensors * numel * dtype.itemsize
         return total
-
-    @cached_property
-    def decoded_state(self) -> int:
-        """Bytes of the same state in the dtype of the update."""
-        return self.plan.state_bytes[self.rank]
 
     @cached_property
     def owned(self) -> int:
@@ -193,11 +188,6 @@ class Prediction:
         return 4 * max(slice_.numel for slice_ in self.plan.slices(self.rank))
 
     @cached_property
-    def whole_state(self) -> int:
-        """Bytes of the per-element optimizer state of all ranks together."""
-        return sum(self.plan.state_bytes)
-
-    @cached_property
     def master(self) -> int:
         """Bytes of the masters of the owned slices."""
         return sum(len(shard) * buffer.master_itemsize for buffer, shard in self._own_shards)
@@ -211,10 +201,7 @@ class Prediction:
     def consolidated(self) -> int:
         """Bytes in the main memory of rank 0 while it saves a consolidated checkpoint: weights and state of all ranks."""
         specs = zip(self.plan.params, self.plan.update_dtypes, strict=True)
-        return self.whole_state + sum(spec.numel * dtype.itemsize for spec, dtype in specs)
-
-    def _dtype_of_frozen(self, spec: ParameterSpec) -> torch.dtype:
-        return spec.dtype
+        return sum(self.plan.state_bytes) + sum(spec.numel * dtype.itemsize for spec, dtype in specs)
 
     def _accumulating(self, activations: Activations) -> list[int]:
         """Return the largest bytes of full gradients and activations where gradients accumulate in their own memory."""
@@ -229,7 +216,7 @@ class Prediction:
     @cached_property
     def _last_gradient(self) -> int:
         """Bytes of the gradient that arrives last: that of the parameter that is registered first."""
-        return 0 if self._last_parameter is None else self._gradient_bytes(self.plan.params[self._last_parameter])
+        return 0 if self._last_parameter is None else self._bytes_of(self.plan.params[self._last_parameter])
 
     @cached_property
     def _last_parameter(self) -> int | None:
@@ -276,11 +263,6 @@ class ShardedPrediction(Prediction):
     @property
     def largest_buckets(self) -> int:
         return self._traffic.peak
-
-    @cached_property
-    def gradient_shards(self) -> int:
-        """Bytes of the mean gradients of the owned slices under ShardedDataParallel."""
-        return sum(self._own_bytes(self.micro_steps))
 
     @cached_property
     def decoded(self) -> list[int]:
@@ -346,7 +328,7 @@ class ShardedPrediction(Prediction):
             arrived = self._own_bytes(self.micro_steps - 1)[:-1]
             arrived += self._own_bytes(self.micro_steps - 2)[-1:] if self.micro_steps > 2 else []
             return sum(arrived), self._traffic.in_flight
-        return self.gradient_shards if point == "before step" else 0, self._traffic.after_step
+        return sum(self._own_bytes(self.micro_steps)) if point == "before step" else 0, self._traffic.after_step
 
     def _largest_of_a_step(self, activations: Activations) -> int:
         _, forward, loss, layers, embedding = activations
@@ -376,9 +358,6 @@ class ShardedPrediction(Prediction):
         for start, stop, buckets in self._traffic.steps:
             peak = max(peak, buckets + held(start), buckets + held(max(start, min(stop, before_last))))
         return peak
-
-    def _dtype_of_frozen(self, spec: ParameterSpec) -> torch.dtype:
-        return self.plan.param_dtype or spec.dtype
 
     def _own_bytes(self, micro_steps: int) -> list[int]:
         """Return the bytes of the gradient shard of each bucket after some micro-steps."""

@@ -9,9 +9,9 @@ import json
 import os
 import pathlib
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cache
-from typing import Any, Self
+from typing import Any
 
 import torch
 
@@ -29,26 +29,13 @@ _CACHE = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/
 
 
 @dataclass(frozen=True)
-class Extras:
-    """The settings of train.py that take memory in addition to the model, its optimizer and its communication."""
-
-    async_save: bool = False
-    checkpoint_format: str = "consolidated"
-
-    @classmethod
-    def of(cls, settings: dict[str, Any]) -> Self:
-        """Return the settings of this class out of all settings."""
-        return cls(**{field.name: settings[field.name] for field in fields(cls)})
-
-
-@dataclass(frozen=True)
 class Forecast:
     """The bytes of the rank with the most optimizer state."""
 
     prediction: Prediction  # model, optimizer and communication
     activations: Activations
-    state_to_mean: float  # optimizer state, relative to the mean over the ranks
-    extras: Extras
+    async_save: bool = False  # settings of train.py
+    checkpoint_format: str = "consolidated"
 
     @property
     def peak(self) -> int:
@@ -60,7 +47,7 @@ class Forecast:
         """Peak bytes on the device of a rank while a checkpoint is saved. With `async_save`, training continues meanwhile."""
         held = self.prediction
         collecting = sum(held.at("after step").values()) + held.decoded_slice
-        meanwhile = max(collecting, self.peak) if self.extras.async_save else collecting
+        meanwhile = max(collecting, self.peak) if self.async_save else collecting
         return meanwhile + (self.saved_copy if held.on_cpu else 0)
 
     @property
@@ -70,9 +57,9 @@ class Forecast:
         A sharded checkpoint is copied only with `async_save`.
         """
         held = self.prediction
-        if self.extras.checkpoint_format == "consolidated":
+        if self.checkpoint_format == "consolidated":
             return held.consolidated
-        return held.decoded_state + held.owned if self.extras.async_save else 0
+        return held.plan.state_bytes[held.rank] + held.owned if self.async_save else 0
 
 
 def planned_optimizer(muon: dict[str, Any] | None) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
@@ -102,15 +89,15 @@ def forecast(
     activations: Activations,
     shard_gradients: bool,
     distributed: bool,
-    extras: Extras = Extras(),
     in_place: bool = False,
+    **saving: Any,
 ) -> Forecast:
     """Predict what the rank with the most optimizer state will need. `Prediction` explains the other arguments.
 
     Args:
         plan: see `Flags.plan`.
         distributed: the ranks are torchrun's, so that the model is wrapped for data parallelism.
-        extras: other settings that take memory.
+        **saving: see `Forecast`.
     """
     state = plan.state_bytes
     sharded = bool(plan.buffers)
@@ -124,7 +111,7 @@ def forecast(
         on_cpu=device_type == "cpu",
         in_place=in_place,
     )
-    return Forecast(prediction, activations, max(state) * len(state) / max(1, sum(state)), extras)
+    return Forecast(prediction, activations, **saving)
 
 
 def predicted_activations(workload: Workload, param_dtype: str) -> Activations:

@@ -117,22 +117,15 @@ class MemoryCheck:
         launch, plan = launched(), _plan_of(partition(optimizer))
         param_dtype = "bfloat16" if plan.has_masters else "float32"
         activations = _activations(workload, param_dtype) if is_rank_0() else Activations(0, 0, 0, 0, 0)
-        common: dict[str, Any] = {
-            "world_size": launch.world_size,
-            "micro_steps": micro_steps,
-            "device_type": workload.device_type,
-            "activations": activations,
-            "distributed": launch.distributed,
-        }
-        self.forecast = forecast(plan, shard_gradients=shard_gradients, **common)
-        plain = forecast(replicated_plan(plan.params), shard_gradients=False, **common)
+        device_type, distributed = workload.device_type, launch.distributed
+        self.forecast = forecast(plan, launch.world_size, micro_steps, device_type, activations, shard_gradients, distributed)
         self.compared = False
         self.predicted = self.forecast.prediction.at("before step")
         inside = set(parameters(optimizer))
         frozen = sum(param.nbytes for param in model.parameters() if param not in inside)  # the plan does not have them
         self.predicted["parameters"] += frozen
         # bytes that one rank would hold without sharding before its step
-        self.plain = sum(plain.prediction.at("before step").values()) + frozen
+        self.plain = sum(Prediction(replicated_plan(plan.params)).at("before step").values()) + frozen
         self.predicted_peak = self.forecast.peak + frozen
 
     def announce(self, iteration: int) -> None:
@@ -207,7 +200,7 @@ def describe(optimizer: torch.optim.Optimizer, without_effect: list[str]) -> str
     plan, optimizer_class = _plan_of(part), type(part.inner).__name__
     state = plan.state_bytes
     fullest = Prediction(plan, state.index(max(state)))
-    whole = f"{fullest.whole_state / 1e6:.1f} MB"
+    whole = f"{sum(state) / 1e6:.1f} MB"
     idle = f"; without effect on one rank: {', '.join(without_effect)}" if without_effect else ""
     if isinstance(optimizer, ShardedOptimizer | ZeroRedundancyOptimizer):
         name = "sharded" if isinstance(optimizer, ShardedOptimizer) else "torch"

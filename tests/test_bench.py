@@ -166,18 +166,6 @@ def test_results_of_another_measure_stay(tmp_path):
     assert {measure: entry["command"] for measure, entry in content.items()} == {"memory": "memory", "time": "time"}
 
 
-@pytest.mark.slow("tests/zero compares every mode with plain AdamW as well", seconds=22)
-def test_parity_of_all_modes_on_this_device():
-    process = run("benchmarks/parity.py", "--device=cpu", ranks=2)
-    assert process.returncode == 0, process.stdout + process.stderr
-    lines = [line.split() for line in process.stdout.splitlines() if "difference" in line]
-    assert [line[1] for line in lines] == [
-        *(mode for mode in TABLE if TABLE[mode].tolerance is not None),
-        "activation",
-    ] * 2
-    assert {line[0] for line in lines} == {"ok"}
-
-
 @pytest.mark.slow("all that runs on a GPU, on a CPU", seconds=540)
 def test_what_a_gpu_shows_also_runs_on_a_cpu():
     environment_of_cpu = {**environment(), "CUDA_VISIBLE_DEVICES": ""}
@@ -185,4 +173,5 @@ def test_what_a_gpu_shows_also_runs_on_a_cpu():
         [sys.executable, "-m", "benchmarks.gpu"], cwd=ROOT, env=environment_of_cpu, capture_output=True, text=True, timeout=900
     )
     assert process.returncode == 0, process.stdout + process.stderr
-    assert process.stdout.count("  ok\n") == 14
+    assert process.stdout.count(" s  ok") == 12
+    assert process.stdout.count(" s  ok, shadow check: after 5 iterations, all 27 parameters are bit-identical to plain") == 2

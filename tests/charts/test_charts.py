@@ -1,4 +1,4 @@
-"""charts/bars.py: every chart in every format, what it draws, and what it refuses."""
+"""charts/bars.py: every chart, what it draws, and what it refuses."""
 
 import json
 import pathlib
@@ -17,7 +17,6 @@ MODES = ("sharded", "adamw")
 PARTS = {"parameters": 6e9, "gradients": 5e9, "state": 4e9, "master": 3e9, "buckets": 2e9, "activations": 1e9}
 TIMES = {"forward and backward, ms": 80.0, "optimizer, ms": 15.0, "exposed communication, ms": 15.0, "ms per step": 100.0}
 ROUNDS = {"rounds, ms": [90.0, 100.0, 130.0], "ratio": 0.966, "ratio, quartiles": [0.91, 1.02]}
-START = {"png": b"\x89PNG\r\n", "svg": b"<svg", "html": b"<!DOCTYPE html>"}
 MEASURED = "gpt2, 2 ranks; cpu; 2026-11-23"
 
 
@@ -64,17 +63,14 @@ def purposes(chart):
     return dict(zip(scale["domain"], scale["range"], strict=True))
 
 
-@pytest.mark.parametrize(("kind", "ending"), [*((kind, "png") for kind in CHARTS), ("time", "svg"), ("time", "html")])
-def test_every_chart_in_every_format_says_what_was_measured(kind, ending, tmp_path):
-    path = tmp_path / "new folder" / f"{kind}.{ending}"
+@pytest.mark.parametrize("kind", CHARTS)
+def test_every_chart_is_a_picture_that_says_what_was_measured(kind, tmp_path):
+    path = tmp_path / "new folder" / f"{kind}.png"
     chart = CHARTS[kind]()
     save(chart, str(path))
     content = path.read_bytes()
-    assert content.startswith(START[ending])
-    if ending == "html":  # self-contained
-        assert not any(reference in content for reference in (b"cdn", b"<script src", b"<link"))
-    if ending == "png":
-        assert 1500 < int.from_bytes(content[16:20]) < 2500
+    assert content.startswith(b"\x89PNG\r\n")
+    assert 1500 < int.from_bytes(content[16:20]) < 2500
     assert chart.to_dict()["title"]["subtitle"][0] == MEASURED
 
 

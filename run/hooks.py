@@ -113,7 +113,7 @@ class Run:
                 "micro_steps": self.micro_steps,
                 "parameters": raw_model.num_params(),
                 "train_tokens": len(data.tokens["train"]),
-                "val_bytes_per_token": data.bytes_per_token("val"),
+                "val_bytes_per_token": data.bytes_per_token("val") if self.launch.rank == 0 else None,
                 "dtype": self.dtype,
                 **environment(self.device),
                 **{key: value for key, value in asdict(raw_model.config).items() if key in config},  # perhaps the checkpoint's
@@ -223,7 +223,7 @@ class Run:
 
     def after_evaluation(self, losses: dict[str, float], lr: float, seconds: float) -> bool:
         """Log the losses by split. Return whether to save a checkpoint because of them."""
-        self.meter.log_evaluation(self.state.iter_num, losses, lr, seconds)
+        self.meter.log_evaluation(self.state.iter_num, losses, lr, seconds, self._tokens())
         if self.checkpoints.read_only:
             return False
         if self.guard.in_a_row or not all(map(math.isfinite, losses.values())):

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-_LOSSES = {"loss": "iter/loss", "val_loss": "val/loss"}
+_LOSSES = {"loss": "iter/loss", "val_loss": "val/loss", "val_bits_per_byte": "val/bits_per_byte"}
 _MEDIANS = ("throughput/tokens_per_second", "mfu", "comm/exposed_ms", "comm/exposed_percent")
 
 
@@ -62,8 +62,6 @@ class Summary:
     def figures(self) -> dict[str, float]:
         """Return the figures that are known so far, by their names in run/metrics.py."""
         found = dict(self._figures)
-        if "best_val_loss" in found and self.facts.get("val_bytes_per_token"):
-            found["best_val_bits_per_byte"] = found["best_val_loss"] / math.log(2) / self.facts["val_bytes_per_token"]
         found |= {f"median_{key.rpartition('/')[2]}": np.median(series) for key, series in self._series.items() if series}
         found |= {"checkpoints": len(self.saves), "restarts": len(self.restarts), "warnings": len(self.warnings)}
         return {name: float(figure) for name, figure in found.items()}

@@ -55,6 +55,7 @@ def rows(summary: Summary) -> dict[str, str]:
         ],
         "loss": [loss("loss")],
         "val loss": [loss("val_loss"), fill("; the best is {best_val_bits_per_byte:.4f} bits per byte")],
+        "target": [_target(summary)],
         "time": [
             f"{timedelta(seconds=round(elapsed_s))} (h:mm:ss), with evaluations and checkpoints" if elapsed_s else "",
             ", without what was lost before a restart" if restarts else "",
@@ -79,6 +80,14 @@ def rows(summary: Summary) -> dict[str, str]:
     return {label: "".join(parts) for label, parts in texts.items() if parts[0]}
 
 
+def _target(summary: Summary) -> str:
+    at = summary.reached
+    if not at.keys() >= {"iter/tokens", "time/elapsed_s"}:
+        return ""
+    time = timedelta(seconds=round(at["time/elapsed_s"]))
+    return f"val loss {at['val/loss']:.4f} after {at['iter']:,} iterations, {at['iter/tokens']:,} tokens, {time} (h:mm:ss)"
+
+
 def _checkpoints(summary: Summary) -> str:
     saves, newest = summary.saves, _newest_save(summary)
     text = f"{len(saves)} written, {size(saves[max(saves)])} each" if saves else "none written"
@@ -99,7 +108,8 @@ def next_commands(summary: Summary) -> dict[str, str]:
     if _newest_save(summary) is None:
         return dashboard
     has_ended = summary.last.get("iter", 0) > summary.facts["max_iters"] and not summary.save_error
-    resume = f"the same command with --init_from=resume{' and a larger --max_iters' if has_ended else ''}"
+    more = " and a lower --stop_at_val_loss" if summary.reached else " and a larger --max_iters" if has_ended else ""
+    resume = f"the same command with --init_from=resume{more}"
     return {"sample": f"python sample.py --out_dir={folder}", **dashboard, "resume": resume}
 
 

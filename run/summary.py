@@ -28,6 +28,7 @@ class Summary:
         self.saves: dict[int, float] = {}  # iteration of a checkpoint: its bytes
         self.save_error = ""  # why the last save failed, if it did
         self.warnings: list[str] = []
+        self.reached: dict[str, Any] = {}  # the first evaluation with a loss of at most `stop_at_val_loss`
         self.best_at: dict[str, int] = {}  # iteration of the best loss, by its name in `_LOSSES`
         self._figures: dict[str, float] = {}  # what is known so far, without the medians
         self._series = {key: array("d") for key in _MEDIANS}
@@ -41,6 +42,8 @@ class Summary:
         for name, key in _LOSSES.items():
             if key in known:
                 self._add_loss(name, known[key], event["iter"])
+        if not self.reached and known.get("val/loss", math.inf) <= self.facts.get("stop_at_val_loss", 0.0):
+            self.reached = known
         if "memory/peak_mb" in known:
             self._figures["peak_memory_mb"] = max(known["memory/peak_mb"], self._figures.get("peak_memory_mb", 0.0))
         if event["iter"] >= self.medians_from:

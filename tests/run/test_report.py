@@ -166,6 +166,30 @@ def test_bits_per_byte_are_beside_every_loss(data, tmp_path):
     assert card(tmp_path)[0]["val loss"].endswith(f"; the best is {min(bits):.4f} bits per byte")
 
 
+def test_a_run_ends_when_it_reaches_its_loss(data, tmp_path):
+    arguments = [*SETTINGS, f"--dataset={data}", f"--out_dir={tmp_path}", "--stop_at_val_loss=3.0", "--max_iters=99"]
+    first = run("train.py", *arguments, ranks=2)
+    assert first.returncode == 0, first.stderr
+    with open(tmp_path / "metrics.jsonl") as file:
+        events = [json.loads(line) for line in file]
+    *above, reached = [event for event in events if "val/loss" in event]
+    assert above
+    assert min(event["val/loss"] for event in above) > 3.0 >= reached["val/loss"]
+    end = torch_load(tmp_path)["iter_num"]
+    assert end == reached["iter"] == max(event["iter"] for event in events if "iter/loss" in event) + 1
+    rows, title = card(tmp_path)
+    assert title == f"done, {end} iterations"
+    time = timedelta(seconds=round(reached["time/elapsed_s"]))
+    expected = f"{reached['val/loss']:.4f} after {end} iterations, {end * TOKENS_PER_ITER:,} tokens, {time} (h:mm:ss)"
+    assert rows["target"] == f"val loss {expected}"
+    again = run("train.py", *arguments, "--init_from=resume", ranks=2)
+    assert again.returncode == 0, again.stderr
+    assert len(re.findall(r"^iter \d+:", first.stdout, re.MULTILINE)) == end
+    assert not re.findall(r"^iter \d+:", again.stdout, re.MULTILINE)
+    assert card(tmp_path)[0]["target"].startswith(f"val loss {reached['val/loss']:.4f} after {end} iterations, ")
+    assert "--init_from=resume and a lower --stop_at_val_loss" in (tmp_path / report.NAME).read_text()
+
+
 def test_a_killed_and_resumed_run_counts_once(data, tmp_path):
     """Each iteration is a tenth of a second longer. What the killed process did beyond its checkpoint is done again."""
     arguments = [*SETTINGS, f"--dataset={data}", f"--out_dir={tmp_path}", "--eval_interval=4", "--keep_checkpoints=9"]

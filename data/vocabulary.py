@@ -138,7 +138,7 @@ def _own_codec(meta: dict[str, Any]) -> Codec:
     def encode(text: str) -> list[int]:
         unknown = sorted(set(text) - set(stoi))
         if unknown:
-            raise DataError(f"the vocabulary has no {''.join(unknown)!r}; leave it out of the prompt")
+            raise DataError(f"the vocabulary has no {''.join(unknown)!r}; leave it out of the text")
         return [stoi[character] for character in text]
 
     return Codec(encode, lambda tokens: "".join(itos[token] for token in tokens), meta["vocab_size"])

@@ -1,16 +1,19 @@
 """The report card at the end of a run: what was trained, to what loss, how fast, with what memory, and what to do next."""
 
+import json
 import math
 import os
 import shlex
+from contextlib import suppress
 from datetime import timedelta
+from typing import Any
 
 from distributed.ranks import print0
 from forecast.prediction import PURPOSES
 from run.summary import Summary
 from zero.checkpoint.files import atomic_write
 
-NAME = "report.md"
+NAME, EVALUATION = "report.md", "evaluation.json"  # in out_dir
 
 
 def rows(summary: Summary) -> dict[str, str]:
@@ -125,6 +128,30 @@ def write(outcome: str, summary: Summary) -> None:
         print0(f"WARNING: {NAME} is not written: {error}")
     texts = {"run": f"{outcome}; this report is {path}", **texts, **commands}
     print0("\n" + "\n".join(f"{label:<15}{text}" for label, text in texts.items()))
+
+
+def add_evaluation(folder: str, iteration: int, dataset: str, results: dict[str, float]) -> None:
+    """Write results of evaluate.py to evaluation.json, and to the card if there is one. Others of the same checkpoint stay.
+
+    Raises:
+        OSError: if a file cannot be written.
+    """
+    path, card = os.path.join(folder, EVALUATION), os.path.join(folder, NAME)
+    values: dict[str, Any] = {"iter": iteration, "dataset": dataset}
+    with suppress(FileNotFoundError, ValueError), open(path) as file:
+        before = json.load(file)
+        values = before if values.items() <= before.items() else values
+    values |= results
+    with atomic_write(path) as temporary, open(temporary, "w") as file:
+        json.dump(values, file, indent=1)
+    if os.path.exists(card):
+        with open(card) as file:
+            lines = [line for line in file if not line.startswith("| evaluation |")]
+        last = max(number for number, line in enumerate(lines) if line.startswith("|"))
+        text = ", ".join(f"{key.partition('/')[2]} {value:.4f}" for key, value in values.items() if "/" in key)
+        lines.insert(last + 1, f"| evaluation | {dataset}, after {iteration:,} iterations: {text} |\n")
+        with atomic_write(card) as temporary, open(temporary, "w") as file:
+            file.writelines(lines)
 
 
 def size(count: float) -> str:

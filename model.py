@@ -126,9 +126,11 @@ class MeanLoss(nn.Module):
     rounds each log-probability to bfloat16 (by up to 0.2 %) unless it is compiled, when its kernel rounds none, as here.
     """
 
+    reduction = "mean"  # "none": the loss of each token, (batch * time,), 0 where the target is -1
+
     def forward(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        return F.cross_entropy(wide.flatten(0, 1), targets.flatten(), ignore_index=-1)
+        return F.cross_entropy(wide.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction=self.reduction)
 
 
 def first_tokens(tokens: int, chunk: int) -> Iterable[int]:

@@ -60,6 +60,7 @@ log_interval: SameLoss[PositiveInt] = 1
 eval_iters: SameLoss[PositiveInt] = 200  # an evaluation takes 12 * eval_iters sequences of each split, for any batch_size
 sample_interval: SameLoss[NonNegativeInt] = 0  # iterations from one short sample of text to the next; 0: no samples
 eval_only = False  # evaluate once and exit
+stop_at_val_loss: SameLoss[NonNegativeFloat] = 0.0  # end when an evaluation has a validation loss of at most this; 0.0: never
 always_save_checkpoint: SameLoss[bool] = True  # after every evaluation and at the end; False: when the validation loss improves
 keep_checkpoints: SameLoss[NonNegativeInt] = 0  # number of ckpt_<iter>.pt files to keep beside ckpt.pt and ckpt_prev.pt
 async_save: SameLoss[bool] = False  # write checkpoints in the background
@@ -220,12 +221,13 @@ def estimate_loss():
 
 
 def evaluate(lr):
-    """Log the losses, and save a checkpoint if it is due. Needs to be called on all ranks."""
+    """Log the losses, save a checkpoint if it is due, and return whether the run ends here. Needs to be called on all ranks."""
     with run.aside("evaluation"):
         begin = time.perf_counter()
         losses = estimate_loss()
         if run.after_evaluation(losses, lr, time.perf_counter() - begin):
             save_checkpoint()
+    return run.must_stop
 
 
 def get_lr(iteration):
@@ -263,8 +265,8 @@ while True:
     lr = get_lr(state.iter_num)
     for group in opt.param_groups:
         group["lr"] = lr
-    if state.iter_num % eval_interval == 0:
-        evaluate(lr)
+    if state.iter_num % eval_interval == 0 and evaluate(lr):
+        break
     run.begin_step()  # writes a sample, if one is due
     # seed dropout from (seed, iteration, rank): a resumed run repeats it, and an evaluation does not change it
     torch.manual_seed(int(np.random.SeedSequence((seed, state.iter_num, rank)).generate_state(1)[0]))

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from data.shards import SPLITS, Shards, paths_of, shuffled_windows
-from data.vocabulary import DataError, load_meta
+from data.vocabulary import DataError, bytes_of_tokens, load_meta
 
 DATA_DIR = os.path.dirname(os.path.abspath(__file__))
 EVALUATION_BATCH = 12  # sequences per `eval_iters`, for any batch_size and number of ranks; nanoGPT's default batch_size
@@ -53,13 +53,8 @@ class Dataset:
         return vocabulary_of(self.meta)
 
     def bytes_per_token(self, split: str) -> float | None:
-        """Return the mean length of the tokens of a split in UTF-8, or None if the dataset has no vocabulary of texts."""
-        texts = (self.meta or {}).get("itos", {})
-        if not texts or not all(isinstance(text, str) for text in texts.values()):
-            return None
-        lengths = np.full(max(2**16, self.vocab_size or 0), np.nan)
-        lengths[list(texts)] = [len(text.encode("utf-8", "surrogatepass")) for text in texts.values()]
-        tokens = self.tokens[split]
+        """Return the mean length of the tokens of a split in UTF-8, or None if that of a token is unknown."""
+        lengths, tokens = bytes_of_tokens(self.meta), self.tokens[split]
         total = sum(float(lengths[tokens[start : start + _PIECE]].sum()) for start in range(0, len(tokens), _PIECE))
         return None if math.isnan(total) else total / len(tokens)
 

@@ -4,7 +4,9 @@ import ast
 import os
 import pickle
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
+from unittest.mock import patch
 
 import numpy as np
 
@@ -88,17 +90,39 @@ def load_codec(meta: dict[str, Any] | None, model_vocab_size: int) -> Codec:
     return codec
 
 
-def gpt2_encoding() -> "tiktoken.Encoding":
-    """Return GPT-2's BPE encoding. tiktoken downloads its vocabulary the first time.
+def bytes_of_tokens(meta: dict[str, Any] | None) -> np.ndarray:
+    """Return the length of each token in UTF-8, (65536 or more,) float64; nan: unknown. GPT-2's end-of-text has no bytes.
+
+    `meta` as in `load_codec`. GPT-2's tokens are unknown if tiktoken has to download them: no training waits for that.
+    """
+    lengths = np.full(max(2**16, meta["vocab_size"] if meta else 0), np.nan)
+    if meta is None:
+        try:
+            encoding = gpt2_encoding(download=False)
+        except DataError:
+            return lengths
+        texts = {token: encoding.decode_single_token_bytes(token) for token in range(encoding.n_vocab)}
+        texts[encoding.eot_token] = b""
+    else:
+        characters = {token: text for token, text in meta.get("itos", {}).items() if isinstance(text, str)}
+        texts = {token: text.encode("utf-8", "surrogatepass") for token, text in characters.items()}
+    lengths[list(texts)] = [len(text) for text in texts.values()]
+    return lengths
+
+
+def gpt2_encoding(download: bool = True) -> "tiktoken.Encoding":
+    """Return GPT-2's BPE encoding. tiktoken downloads its vocabulary the first time, if it may.
 
     Raises:
         DataError: if the vocabulary or tiktoken is not available.
     """
+    absent = OSError("it is not in tiktoken's cache")
     try:
         import tiktoken  # only here: a dataset of characters needs only numpy
 
-        return tiktoken.get_encoding("gpt2")
-    except (ImportError, OSError) as error:  # tiktoken downloads with requests, whose errors are OSErrors
+        with nullcontext() if download else patch("tiktoken.load.read_file", side_effect=absent):
+            return tiktoken.get_encoding("gpt2")
+    except (ImportError, OSError, AttributeError) as error:  # it downloads with requests, whose errors are OSErrors
         remedy = "pip install tiktoken, and set TIKTOKEN_CACHE_DIR to a folder that holds the vocabulary if there is no network"
         raise DataError(f"GPT-2's vocabulary is not available ({error}); {remedy}") from error
 
@@ -114,7 +138,7 @@ def _own_codec(meta: dict[str, Any]) -> Codec:
     def encode(text: str) -> list[int]:
         unknown = sorted(set(text) - set(stoi))
         if unknown:
-            raise DataError(f"the vocabulary has no {''.join(unknown)!r}; leave it out of the prompt")
+            raise DataError(f"the vocabulary has no {''.join(unknown)!r}; leave it out of the text")
         return [stoi[character] for character in text]
 
     return Codec(encode, lambda tokens: "".join(itos[token] for token in tokens), meta["vocab_size"])

@@ -8,7 +8,7 @@ from distributed.ranks import print0
 from run import logger, profiling, report, tensorboard_run
 from zero.checkpoint import store
 
-_LOGS = (logger.METRICS, logger.FACTS, report.NAME, tensorboard_run.FOLDER, profiling.FOLDER)
+_LOGS = (logger.METRICS, logger.FACTS, report.NAME, report.EVALUATION, tensorboard_run.FOLDER, profiling.FOLDER)
 
 
 def move_aside(folder: str) -> None:

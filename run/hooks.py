@@ -71,6 +71,7 @@ class Run:
         self._reads_later = device.type == "cuda" and not config["shadow_check"]  # shadow_check waits in every iteration
         self._unread: tuple[int, Reading] | None = None  # of the last iteration: its number and figures
         self._action = Action.CONTINUE  # of all ranks, at the end of the last iteration
+        self._reached = False  # whether the last evaluation has reached `stop_at_val_loss`
 
     # -- set-up --------------------------------------------------------------------------------------------------------
 
@@ -113,7 +114,7 @@ class Run:
                 "micro_steps": self.micro_steps,
                 "parameters": raw_model.num_params(),
                 "train_tokens": len(data.tokens["train"]),
-                "val_bytes_per_token": data.bytes_per_token("val"),
+                "val_bytes_per_token": data.bytes_per_token("val") if self.launch.rank == 0 else None,
                 "dtype": self.dtype,
                 **environment(self.device),
                 **{key: value for key, value in asdict(raw_model.config).items() if key in config},  # perhaps the checkpoint's
@@ -208,8 +209,8 @@ class Run:
 
     @property
     def must_stop(self) -> bool:
-        """Whether the run ends early: because of a signal, or because a watcher has failed, perhaps while it saved."""
-        return self._action in (Action.SAVE_AND_STOP, Action.FAIL) or self.guard.failed
+        """Whether the run ends early: by a signal, `stop_at_val_loss`, or a watcher that failed, perhaps while it saved."""
+        return self._action in (Action.SAVE_AND_STOP, Action.FAIL) or self.guard.failed or self._reached
 
     # -- evaluations and checkpoints -----------------------------------------------------------------------------------
 
@@ -223,7 +224,7 @@ class Run:
 
     def after_evaluation(self, losses: dict[str, float], lr: float, seconds: float) -> bool:
         """Log the losses by split. Return whether to save a checkpoint because of them."""
-        self.meter.log_evaluation(self.state.iter_num, losses, lr, seconds)
+        self.meter.log_evaluation(self.state.iter_num, losses, lr, seconds, self._tokens())
         if self.checkpoints.read_only:
             return False
         if self.guard.in_a_row or not all(map(math.isfinite, losses.values())):
@@ -231,6 +232,7 @@ class Run:
             return False
         is_best = losses["val"] < self.state.best_val_loss
         self.state.best_val_loss = min(self.state.best_val_loss, losses["val"])
+        self._reached = losses["val"] <= self.config["stop_at_val_loss"]
         return (is_best or self.checkpoints.always) and self.state.iter_num > self.first_iter
 
     def save(self, values: dict[str, Any]) -> None:

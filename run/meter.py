@@ -1,5 +1,6 @@
 """The measurements of a run: speed, phases of a step, communication, memory. run/metrics.py says what each metric is."""
 
+import math
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -142,17 +143,22 @@ class Meter:
 
         self.log.defer(write)
 
-    def log_evaluation(self, iteration: int, losses: dict[str, float], lr: float, seconds: float) -> None:
-        """Log the losses by split of an evaluation, which ran before this iteration."""
+    def log_evaluation(self, iteration: int, losses: dict[str, float], lr: float, seconds: float, tokens: int) -> None:
+        """Log the losses by split of an evaluation, which ran before this iteration. `tokens`: see `log_iteration`."""
+        bytes_per_token = self.log.summary.facts["val_bytes_per_token"]
+        bits = {"val/bits_per_byte": losses["val"] / math.log(2) / bytes_per_token} if bytes_per_token else {}
         event = {
             "iter": iteration,
             **{f"{split}/loss": loss for split, loss in losses.items()},
+            **bits,
+            "iter/tokens": tokens,
             "lr": lr,
             **self._mfu,
             "time/elapsed_s": self.elapsed_s(),
             "time/eval_s": seconds,
         }
-        self.log.log(event, f"step {iteration}: train loss {losses['train']:.4f}, val loss {losses['val']:.4f}")
+        more = "".join(f" ({figure:.4f} bits per byte)" for figure in bits.values())
+        self.log.log(event, f"step {iteration}: train loss {losses['train']:.4f}, val loss {losses['val']:.4f}{more}")
 
     def _over_ranks(self, loss: float, lap: "Lap") -> dict[str, float]:
         """Return the metrics that compare the ranks. Needs to be called on all ranks. `loss`: of this rank."""

@@ -23,19 +23,20 @@ class Metric(NamedTuple):
     is_maximum: bool = False
 
 
-NATS, TOKENS, TFLOPS = "nats per token", "tokens/s", "TFLOP/s"
+NATS, BITS, TOKENS, TFLOPS = "nats per token", "bits per byte", "tokens/s", "TFLOP/s"
 POINTS, PEAK = "At three points of a step, MB", "Peak and its prediction, MB (on a CPU the peak includes Python)"
 EXPOSED, SENT = "Exposed, by kind, ms", "Sent per step, by kind, MB"
 SECTIONS = {  # of the workspace
     "Loss": [
         Metric("iter/loss", NATS, "iteration", "Loss of the global batch", "mean over micro-steps and ranks", "min"),
         Metric("val/loss", NATS, "evaluation", "Validation loss", "of 12 * eval_iters sequences, the same each time", "min"),
+        Metric("val/bits_per_byte", BITS, "evaluation", "Bits per byte of validation data", "if its bytes are known", "min"),
         Metric("train/loss", NATS, "evaluation", "Training loss at evaluations", "the same for the training data", "min"),
         Metric("iter/grad_norm", "norm", "iteration", "Gradient norm before clipping", "of all gradients together"),
         Metric("lr", "", "iteration, evaluation", "Learning rate"),
         Metric("iter/loss_max_rank", NATS, "ranks", "Largest loss of a rank"),
         Metric("iter", "", "always", "", "the iteration; an evaluation runs before the iteration of the same number"),
-        Metric("iter/tokens", "tokens", "iteration, end", "", "that all ranks together have seen since the run began"),
+        Metric("iter/tokens", "tokens", "iteration, evaluation, end", "", "that all ranks together have seen since the start"),
     ],
     "Summary": [
         Metric("peak_memory_mb", "MB", "summary", "Peak memory, MB", "largest memory/peak_mb"),
@@ -46,7 +47,11 @@ SECTIONS = {  # of the workspace
         Metric("first_loss", NATS, "summary", "", "first iter/loss"),
         Metric("best_loss", NATS, "summary", "", "smallest iter/loss"),
         Metric("last_loss", NATS, "summary", "", "last iter/loss"),
-        Metric("best_val_bits_per_byte", "bits", "summary", "", "of best_val_loss, for a vocabulary with texts in meta.pkl"),
+        *(Metric(f"{which}_val_bits_per_byte", BITS, "summary", "") for which in ("first", "best", "last")),
+        Metric("evaluation/val_loss", NATS, "evaluate.py", "", "of the whole validation split"),
+        Metric("evaluation/val_bits_per_byte", BITS, "evaluate.py", "", "the same; end-of-text has a loss, and no bytes"),
+        Metric("evaluation/hellaswag_acc", "", "evaluate.py", "", "how often the right ending has the smallest loss"),
+        Metric("evaluation/hellaswag_acc_norm", "", "evaluate.py", "", "the same with the mean over the tokens of an ending"),
         Metric("median_mfu", "%", "summary", "", "median of mfu"),
         Metric("median_exposed_ms", "ms", "summary", "", "median of comm/exposed_ms"),
         Metric("median_exposed_percent", "%", "summary", "", "median of comm/exposed_percent"),

@@ -91,14 +91,9 @@ def compare_with_checkpoint(checkpoint: dict[str, Any], settings: dict[str, Any]
     Raises:
         ValueError: if the dataset has another vocabulary, or the checkpoint is of another optimizer.
     """
-    size, name = checkpoint["model_args"].get("vocab_size"), checkpoint["config"].get("dataset")
-    vocabulary = checkpoint.get("vocabulary", data.vocabulary if data.vocab_size in (None, size) else f"{size} tokens")
-    if vocabulary != data.vocabulary:
-        raise ValueError(
-            f"dataset {data.name} has another vocabulary ({data.vocabulary}) than the checkpoint ({vocabulary}); "
-            f"use the files of dataset {name} that it was trained on, or start a new run in another --out_dir"
-        )
+    check_vocabulary(checkpoint, data)
     if "dataset" in checkpoint and checkpoint["dataset"] != data.fingerprint:
+        name = checkpoint["config"].get("dataset")
         print0(f"note: the run goes on with other data: dataset {data.name}; until the checkpoint it was dataset {name}")
     groups = checkpoint["optimizer"]["param_groups"]
     of_matrices = next((group for group in groups if group.get("matrices")), None)
@@ -117,6 +112,17 @@ def compare_with_checkpoint(checkpoint: dict[str, Any], settings: dict[str, Any]
     if ignored:
         used = ", ".join(f"{name}={saved[name]} (not {settings[name]})" for name in ignored)
         print0(f"note: a resumed run uses the checkpoint's values: {used}")
+
+
+def check_vocabulary(checkpoint: dict[str, Any], data: Dataset) -> None:
+    """Raise ValueError if a dataset has another vocabulary than a checkpoint."""
+    size, name = checkpoint["model_args"].get("vocab_size"), checkpoint["config"].get("dataset")
+    vocabulary = checkpoint.get("vocabulary", data.vocabulary if data.vocab_size in (None, size) else f"{size} tokens")
+    if vocabulary != data.vocabulary:
+        raise ValueError(
+            f"dataset {data.name} has another vocabulary ({data.vocabulary}) than the checkpoint ({vocabulary}); "
+            f"use the files of dataset {name} that it was trained on, or start a new run in another --out_dir"
+        )
 
 
 def sources() -> dict[str, str]:

@@ -1,16 +1,19 @@
 """The report card at the end of a run: what was trained, to what loss, how fast, with what memory, and what to do next."""
 
+import json
 import math
 import os
 import shlex
+from contextlib import suppress
 from datetime import timedelta
+from typing import Any
 
 from distributed.ranks import print0
 from forecast.prediction import PURPOSES
 from run.summary import Summary
 from zero.checkpoint.files import atomic_write
 
-NAME = "report.md"
+NAME, EVALUATION = "report.md", "evaluation.json"  # in out_dir
 
 
 def rows(summary: Summary) -> dict[str, str]:
@@ -55,6 +58,7 @@ def rows(summary: Summary) -> dict[str, str]:
         ],
         "loss": [loss("loss")],
         "val loss": [loss("val_loss"), fill("; the best is {best_val_bits_per_byte:.4f} bits per byte")],
+        "target": [_target(summary)],
         "time": [
             f"{timedelta(seconds=round(elapsed_s))} (h:mm:ss), with evaluations and checkpoints" if elapsed_s else "",
             ", without what was lost before a restart" if restarts else "",
@@ -79,6 +83,14 @@ def rows(summary: Summary) -> dict[str, str]:
     return {label: "".join(parts) for label, parts in texts.items() if parts[0]}
 
 
+def _target(summary: Summary) -> str:
+    at = summary.reached
+    if not at.keys() >= {"iter/tokens", "time/elapsed_s"}:
+        return ""
+    time = timedelta(seconds=round(at["time/elapsed_s"]))
+    return f"val loss {at['val/loss']:.4f} after {at['iter']:,} iterations, {at['iter/tokens']:,} tokens, {time} (h:mm:ss)"
+
+
 def _checkpoints(summary: Summary) -> str:
     saves, newest = summary.saves, _newest_save(summary)
     text = f"{len(saves)} written, {size(saves[max(saves)])} each" if saves else "none written"
@@ -99,7 +111,8 @@ def next_commands(summary: Summary) -> dict[str, str]:
     if _newest_save(summary) is None:
         return dashboard
     has_ended = summary.last.get("iter", 0) > summary.facts["max_iters"] and not summary.save_error
-    resume = f"the same command with --init_from=resume{' and a larger --max_iters' if has_ended else ''}"
+    more = " and a lower --stop_at_val_loss" if summary.reached else " and a larger --max_iters" if has_ended else ""
+    resume = f"the same command with --init_from=resume{more}"
     return {"sample": f"python sample.py --out_dir={folder}", **dashboard, "resume": resume}
 
 
@@ -115,6 +128,30 @@ def write(outcome: str, summary: Summary) -> None:
         print0(f"WARNING: {NAME} is not written: {error}")
     texts = {"run": f"{outcome}; this report is {path}", **texts, **commands}
     print0("\n" + "\n".join(f"{label:<15}{text}" for label, text in texts.items()))
+
+
+def add_evaluation(folder: str, iteration: int, dataset: str, results: dict[str, float]) -> None:
+    """Write results of evaluate.py to evaluation.json, and to the card if there is one. Others of the same checkpoint stay.
+
+    Raises:
+        OSError: if a file cannot be written.
+    """
+    path, card = os.path.join(folder, EVALUATION), os.path.join(folder, NAME)
+    values: dict[str, Any] = {"iter": iteration, "dataset": dataset}
+    with suppress(FileNotFoundError, ValueError), open(path) as file:
+        before = json.load(file)
+        values = before if values.items() <= before.items() else values
+    values |= results
+    with atomic_write(path) as temporary, open(temporary, "w") as file:
+        json.dump(values, file, indent=1)
+    if os.path.exists(card):
+        with open(card) as file:
+            lines = [line for line in file if not line.startswith("| evaluation |")]
+        last = max(number for number, line in enumerate(lines) if line.startswith("|"))
+        text = ", ".join(f"{key.partition('/')[2]} {value:.4f}" for key, value in values.items() if "/" in key)
+        lines.insert(last + 1, f"| evaluation | {dataset}, after {iteration:,} iterations: {text} |\n")
+        with atomic_write(card) as temporary, open(temporary, "w") as file:
+            file.writelines(lines)
 
 
 def size(count: float) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-_LOSSES = {"loss": "iter/loss", "val_loss": "val/loss"}
+_LOSSES = {"loss": "iter/loss", "val_loss": "val/loss", "val_bits_per_byte": "val/bits_per_byte"}
 _MEDIANS = ("throughput/tokens_per_second", "mfu", "comm/exposed_ms", "comm/exposed_percent")
 
 
@@ -28,6 +28,7 @@ class Summary:
         self.saves: dict[int, float] = {}  # iteration of a checkpoint: its bytes
         self.save_error = ""  # why the last save failed, if it did
         self.warnings: list[str] = []
+        self.reached: dict[str, Any] = {}  # the first evaluation with a loss of at most `stop_at_val_loss`
         self.best_at: dict[str, int] = {}  # iteration of the best loss, by its name in `_LOSSES`
         self._figures: dict[str, float] = {}  # what is known so far, without the medians
         self._series = {key: array("d") for key in _MEDIANS}
@@ -41,6 +42,8 @@ class Summary:
         for name, key in _LOSSES.items():
             if key in known:
                 self._add_loss(name, known[key], event["iter"])
+        if not self.reached and known.get("val/loss", math.inf) <= self.facts.get("stop_at_val_loss", 0.0):
+            self.reached = known
         if "memory/peak_mb" in known:
             self._figures["peak_memory_mb"] = max(known["memory/peak_mb"], self._figures.get("peak_memory_mb", 0.0))
         if event["iter"] >= self.medians_from:
@@ -62,8 +65,6 @@ class Summary:
     def figures(self) -> dict[str, float]:
         """Return the figures that are known so far, by their names in run/metrics.py."""
         found = dict(self._figures)
-        if "best_val_loss" in found and self.facts.get("val_bytes_per_token"):
-            found["best_val_bits_per_byte"] = found["best_val_loss"] / math.log(2) / self.facts["val_bytes_per_token"]
         found |= {f"median_{key.rpartition('/')[2]}": np.median(series) for key, series in self._series.items() if series}
         found |= {"checkpoints": len(self.saves), "restarts": len(self.restarts), "warnings": len(self.warnings)}
         return {name: float(figure) for name, figure in found.items()}

@@ -10,7 +10,7 @@ from collections import Counter
 import pytest
 from conftest import ROOT
 
-SCRIPTS = {"train", "sample", "export", "bench", "plan", "dashboard"}
+SCRIPTS = {"train", "sample", "evaluate", "export", "bench", "plan", "dashboard"}
 # what a package does not import: nothing that a run needs knows what draws it, or what accompanies it
 ABOVE = {
     "zero": {"benchmarks", "charts", "data", "distributed", "forecast", "run"},

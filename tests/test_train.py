@@ -30,7 +30,7 @@ def test_an_evaluation_depends_neither_on_the_ranks_nor_on_the_batch_size(data, 
         process = run("train.py", *SETTINGS, *flags, ranks=ranks)
         assert process.returncode == 0, process.stderr
         printed.append(
-            [float(loss) for loss in re.findall(r"^step \d+: train loss (\S+), val loss (\S+)$", process.stdout, re.M)[0]]
+            [float(loss) for loss in re.findall(r"^step \d+: train loss (\S+), val loss (\S+)", process.stdout, re.M)[0]]
         )
     assert printed[1] == pytest.approx(printed[0], abs=1.1e-4)
     assert printed[2] == pytest.approx(printed[0], abs=1.1e-4)

@@ -29,7 +29,7 @@ def out(tmp_path):
     model = torch.nn.Linear(2, 2)
     values = {"model_args": {}, "iter_num": 4, "best_val_loss": 2.0, "config": {}}
     CheckpointWriter(str(tmp_path), format="sharded").write(model, torch.optim.AdamW(model.parameters()), values)
-    for name in ("metrics.jsonl", "run.json", "report.md", "notes.txt", "prompt.pt"):
+    for name in ("metrics.jsonl", "run.json", "report.md", "evaluation.json", "notes.txt", "prompt.pt"):
         (tmp_path / name).write_text("of before")
     return tmp_path
 

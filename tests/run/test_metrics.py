@@ -26,7 +26,7 @@ KINDS = {  # collectives that an implementation waits for, and sends
 }
 # figures that not every run has
 OF_SOME = r"comm/(exposed|sent)_(all_|reduce_|broadcast)|memory/((predicted|measured)_(buckets|master)|saved|.*_(min|rank)$)"
-OF_SOME += "|checkpoint/error|warning|sample"
+OF_SOME += "|checkpoint/error|warning|sample|evaluation/"
 LOGGED = {metric.key for metric in METRICS.values() if metric.when != "summary"}
 OF_GPU = {metric.key for metric in METRICS.values() if metric.when.endswith("GPU")}
 OF_RANKS = {metric.key for metric in METRICS.values() if metric.when == "ranks"}

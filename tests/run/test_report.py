@@ -3,16 +3,21 @@
 import json
 import math
 import os
+import pickle
 import re
+import shutil
 import signal
 from datetime import timedelta
 from functools import partial
 
 import faults
+import numpy as np
 import pytest
-from scripts import SETTINGS, Forked, run, torch_load
+from conftest import shared_data
+from scripts import SETTINGS, Forked, run, torch_load, train
 
 from data.dataset import Dataset
+from data.vocabulary import bytes_of_tokens
 from run import report
 from run.metrics import METRICS
 from run.summary import Summary
@@ -20,7 +25,7 @@ from run.summary import Summary
 TOKENS_PER_ITER = 6 * 2 * 16
 FACTS = {
     **{"parameters": 1_500_000, "dtype": "float32", "device": "cpu", "devices": ["a CPU", "a CPU"], "dataset": "letters"},
-    **{"train_tokens": 1000, "val_bytes_per_token": 2.0, "out_dir": "out", "max_iters": 9, "always_save_checkpoint": True},
+    **{"train_tokens": 1000, "out_dir": "out", "max_iters": 9, "always_save_checkpoint": True},
     **{"learning_rate": 0.001, "seed": 7, "gradient_accumulation_steps": 2, "batch_size": 6, "block_size": 16},
     **{"git_commit": 40 * "a" + "-dirty"},
     **{"parts": [{"from_iter": 0, "implementation": "sharded", "world_size": 2}], "starts": [0]},
@@ -30,7 +35,7 @@ EVENTS = [
     {"iter": 0, "val/loss": 4.0, "time/elapsed_s": 1.0},
     {"iter": 0, "iter/loss": 4.1, "memory/peak_mb": 300.0, "throughput/tokens_per_second": 10.0},
     {"iter": 2, "memory/measured_parameters_mb": 3.0, "memory/measured_state_mb": 4.0},
-    {"iter": 5, "val/loss": math.log(2), "memory/saved_mb": 5.0},
+    {"iter": 5, "val/loss": math.log(2), "val/bits_per_byte": 0.5, "memory/saved_mb": 5.0},
     {"iter": 5, "checkpoint/bytes": 6e6},
     {"iter": 6, "iter/loss": None, "mfu": 30.0},
     {"iter": 7, "iter/loss": 3.0, "memory/peak_mb": 200.0, "throughput/tokens_per_second": 30.0},
@@ -87,7 +92,7 @@ def test_on_a_gpu_the_peak_is_that_of_the_tensors():
 
 
 def test_what_is_not_known_is_left_out():
-    rows = report.rows(summary(EVENTS[1:2], val_bytes_per_token=None))
+    rows = report.rows(summary(EVENTS[1:2]))
     assert [*rows] == ["model", "data", "settings", "val loss", "time", "checkpoints"]
     assert "bits" not in rows["val loss"]
 
@@ -124,8 +129,65 @@ def test_bytes_per_token_are_counted_where_the_vocabulary_has_texts(data, tmp_pa
     dataset.meta["itos"] = dict.fromkeys(range(28), "a")
     assert (tokens == 28).any()
     assert dataset.bytes_per_token("val") is None, "a token without a text"
-    dataset.meta = None
-    assert dataset.bytes_per_token("val") is None
+
+
+def test_bytes_of_gpt2s_tokens_are_known_if_nothing_is_to_be_downloaded(tmp_path, monkeypatch):
+    import tiktoken
+
+    requested = []
+    monkeypatch.setattr("requests.get", lambda *url: requested.append(url))
+    monkeypatch.setattr("tiktoken.registry.ENCODINGS", {})
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
+    assert np.isnan(bytes_of_tokens(None)).all()
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", shared_data("tiktoken_cache"))
+    lengths, encoding, text = bytes_of_tokens(None), tiktoken.get_encoding("gpt2"), "naïve 日本 skis"
+    assert lengths[encoding.encode(text)].sum() == len(text.encode())
+    assert lengths[encoding.eot_token] == 0
+    assert np.isnan(lengths[encoding.n_vocab :]).all()
+    assert not requested
+
+
+def test_bits_per_byte_are_beside_every_loss(data, tmp_path):
+    """Of letters with two bytes, but for token 0."""
+    folder = tmp_path / "data"
+    shutil.copytree(data, folder)
+    letters = ["a", *(chr(ord("à") + token) for token in range(1, 29))]
+    meta = {"vocab_size": 29, "stoi": {c: t for t, c in enumerate(letters)}, "itos": dict(enumerate(letters))}
+    (folder / "meta.pkl").write_bytes(pickle.dumps(meta))
+    size = len("".join(letters[token] for token in np.fromfile(folder / "val.bin", np.uint16)).encode()) / 1000
+    _, evaluations, printed = train(tmp_path, folder, "--max_iters=5", ranks=2)
+    with open(tmp_path / "metrics.jsonl") as file:
+        events = [event for event in map(json.loads, file) if "val/loss" in event]
+    bits = [loss / math.log(2) / size for _, loss in evaluations.values()]
+    assert [event["val/bits_per_byte"] for event in events] == pytest.approx(bits)
+    assert re.findall(r"^step .*, val loss \S+ \((.*) bits per byte\)$", printed, re.MULTILINE) == [
+        f"{bit:.4f}" for bit in bits
+    ]
+    assert card(tmp_path)[0]["val loss"].endswith(f"; the best is {min(bits):.4f} bits per byte")
+
+
+def test_a_run_ends_when_it_reaches_its_loss(data, tmp_path):
+    arguments = [*SETTINGS, f"--dataset={data}", f"--out_dir={tmp_path}", "--stop_at_val_loss=3.0", "--max_iters=99"]
+    first = run("train.py", *arguments, ranks=2)
+    assert first.returncode == 0, first.stderr
+    with open(tmp_path / "metrics.jsonl") as file:
+        events = [json.loads(line) for line in file]
+    *above, reached = [event for event in events if "val/loss" in event]
+    assert above
+    assert min(event["val/loss"] for event in above) > 3.0 >= reached["val/loss"]
+    end = torch_load(tmp_path)["iter_num"]
+    assert end == reached["iter"] == max(event["iter"] for event in events if "iter/loss" in event) + 1
+    rows, title = card(tmp_path)
+    assert title == f"done, {end} iterations"
+    time = timedelta(seconds=round(reached["time/elapsed_s"]))
+    expected = f"{reached['val/loss']:.4f} after {end} iterations, {end * TOKENS_PER_ITER:,} tokens, {time} (h:mm:ss)"
+    assert rows["target"] == f"val loss {expected}"
+    again = run("train.py", *arguments, "--init_from=resume", ranks=2)
+    assert again.returncode == 0, again.stderr
+    assert len(re.findall(r"^iter \d+:", first.stdout, re.MULTILINE)) == end
+    assert not re.findall(r"^iter \d+:", again.stdout, re.MULTILINE)
+    assert card(tmp_path)[0]["target"].startswith(f"val loss {reached['val/loss']:.4f} after {end} iterations, ")
+    assert "--init_from=resume and a lower --stop_at_val_loss" in (tmp_path / report.NAME).read_text()
 
 
 def test_a_killed_and_resumed_run_counts_once(data, tmp_path):

@@ -14,7 +14,7 @@ from functools import partial
 import faults
 import pytest
 from conftest import ROOT
-from scripts import SETTINGS, Finished, Forked, environment, run
+from scripts import SETTINGS, Finished, Forked, environment, run, torch_load
 from wandb_server import WandbServer
 
 from run.metrics import METRICS
@@ -122,6 +122,23 @@ def test_an_offline_run_that_was_killed_is_uploaded_as_one_run(data, tmp_path, s
     [found] = server.rows.values()
     assert [row["iter"] for row in found] == list(range(62))
     assert without_what_wandb_adds(found) == merged(tmp_path / "out")
+
+
+def test_an_evaluation_goes_to_the_summary_of_the_run(data, tmp_path, wandb_folder):
+    out = tmp_path / "out"
+    arguments = [f"--dataset={data}", f"--out_dir={out}", "--wandb_log=True", "--max_iters=3"]
+    assert run("train.py", *SETTINGS, *arguments, cwd=tmp_path).returncode == 0
+    trained = only(wandb_folder)
+    process = run("evaluate.py", f"--out_dir={out}", "--wandb_log=True", ranks=2, cwd=tmp_path)
+    assert process.returncode == 0, process.stderr
+    (evaluated,) = set(wandb_folder.glob("offline-run-*")) - {trained}
+    assert {record["run_id"] for folder in (trained, evaluated) for record in records(folder, "run")} == {
+        torch_load(out)["wandb_run_id"]
+    }
+    assert rows(evaluated) == merged(out), "offline, the newest folder has all rows"
+    values = {key: value for record in records(evaluated, "summary") for key, value in record.get("update", {}).items()}
+    results = json.loads((out / "evaluation.json").read_text())
+    assert values["evaluation/val_loss"] == results["evaluation/val_loss"]
 
 
 def test_a_run_on_a_server_is_one_run(data, tmp_path, server):

@@ -1,0 +1,184 @@
+"""Evaluate a checkpoint that this program or nanoGPT wrote, or a released GPT-2, by figures that others report as well.
+
+$ python evaluate.py --out_dir=out-stdlib-char
+$ torchrun --standalone --nproc_per_node=8 evaluate.py --out_dir=out-fineweb-gpt2 --tasks=val,hellaswag
+$ python evaluate.py --init_from=gpt2 --tasks=hellaswag
+
+val: loss and bits per byte over the whole validation split, in windows of block_size tokens that follow each other, so that
+every token but the first is a target once. End-of-text counts with its loss, and has no bytes.
+
+hellaswag (https://arxiv.org/abs/1905.07830), as in dev/data/hellaswag.py of llm.c: the model answers with the ending whose
+tokens have the smallest sum (acc) or mean (acc_norm) of losses. It needs GPT-2's vocabulary, or one with all its characters.
+
+The results of a run also go to out_dir/evaluation.json and its report card.
+"""
+
+import json
+import math
+import os
+import sys
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from configurator import PositiveInt, configure
+from data.dataset import DATA_DIR, Dataset
+from data.vocabulary import Codec, DataError, bytes_of_tokens, gpt2_encoding, load_codec, load_meta
+from distributed import machine
+from distributed.exits import exit_on_wrong_input, finish
+from distributed.launch import launched
+from distributed.ranks import gather_numbers, on_rank_0, print0, start
+from model import GPT
+from run import report
+from run.checkpoints import load_newest
+from run.logger import FACTS, MetricsFile
+from run.metrics import METRICS
+from run.progress import Progress
+from run.rank_checks import check_vocabulary
+from run.wandb_run import WandbRun
+
+# -----------------------------------------------------------------------------
+init_from = "resume"  # 'resume': the checkpoint in out_dir; 'gpt2', ..., 'gpt2-xl', or a folder that holds a GPT-2
+out_dir = "out"  # folder of the run
+tasks: Literal["val", "hellaswag", "val,hellaswag"] = "val"
+dataset = ""  # name of a folder in data/; '': the one that the checkpoint was trained on
+hellaswag = "hellaswag_val.jsonl"  # the published file
+batch_size: PositiveInt = 8  # at a time on a rank: sequences, or examples with their endings
+device = "auto"  # 'cpu', 'cuda', 'cuda:1', 'mps'; auto: cuda if available, otherwise cpu
+dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: best on GPU, float32 on CPU
+wandb_log = False  # add the results to the summary of the run in wandb
+configure(globals())
+# -----------------------------------------------------------------------------
+
+URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl"
+
+Example = tuple[list[int], list[list[int]], int]  # tokens of the context and of each ending, number of the right ending
+
+
+def read_hellaswag(path: str, codec: Codec) -> list[Example]:
+    """Return the examples of the published file.
+
+    Raises:
+        ValueError: if it is missing or another one, or the vocabulary lacks one of its characters.
+    """
+    try:
+        with open(path, encoding="utf-8") as file:
+            found = [json.loads(line) for line in file]
+        return [(codec.encode(one["ctx"]), [codec.encode(f" {end}") for end in one["endings"]], one["label"]) for one in found]
+    except DataError as error:
+        raise ValueError(f"hellaswag needs GPT-2's vocabulary, or one with the characters of {path}: {error}") from error
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} has no HellaSwag ({error!r}); get it by curl -O {URL}, or use --hellaswag=FILE") from error
+
+
+def own_batches(items: Sequence[Any]) -> list[Any]:
+    """Return the batches of this rank. Which items are in a batch together does not depend on the number of ranks."""
+    return [items[first : first + batch_size] for first in range(0, len(items), batch_size)[launch.rank :: launch.world_size]]
+
+
+@torch.inference_mode()
+def loss_sums(rows: Sequence[np.ndarray | list[int]], counts: list[int]) -> np.ndarray:
+    """Return the sum of the losses of the last `counts` tokens of each row, (len(rows),) float64, in nats.
+
+    A row has at most block_size + 1 tokens.
+    """
+    shape = len(rows), max(map(len, rows)) - 1
+    inputs, targets = np.zeros(shape, dtype=np.int64), np.full(shape, -1, dtype=np.int64)
+    for number, (row, count) in enumerate(zip(rows, counts, strict=True)):
+        inputs[number, : len(row) - 1] = row[:-1]
+        targets[number, len(row) - 1 - count : len(row) - 1] = row[-count:]
+    if (largest := max(inputs.max(), targets.max())) >= model.config.vocab_size:
+        raise ValueError(f"the data holds token {largest}, but the model's vocabulary has {model.config.vocab_size}")
+    x, y = torch.from_numpy(inputs).to(own_device), torch.from_numpy(targets).to(own_device)
+    with autocast:
+        losses = model(x, y)[1]
+    return losses.view_as(y).cpu().double().sum(dim=1).numpy()
+
+
+def val_sums() -> np.ndarray:
+    """Return what this rank finds in its part of the validation split: nats, tokens and bytes."""
+    tokens, size, lengths = data.tokens["val"], model.config.block_size, bytes_of_tokens(data.meta)
+    sums = np.zeros(3)
+    for starts in progress.track(own_batches(range(0, len(tokens) - 1, size)), "val"):
+        rows = [np.asarray(tokens[start : start + size + 1]) for start in starts]
+        counts = [len(row) - 1 for row in rows]
+        sums += loss_sums(rows, counts).sum(), sum(counts), sum(lengths[row[1:]].sum() for row in rows)
+    return sums
+
+
+def hellaswag_sums() -> np.ndarray:
+    """Return what this rank finds: right answers by the sums of the losses, right ones by their means, and examples."""
+    sums, longest = np.zeros(3), model.config.block_size + 1
+    for batch in progress.track(own_batches(examples), "hellaswag"):
+        labels = [label for _, _, label in batch]
+        pairs = [(context, ending) for context, endings, _ in batch for ending in endings]
+        rows = [(context + ending)[-longest:] for context, ending in pairs]  # a long text loses its beginning
+        counts = [min(len(ending), longest - 1) for _, ending in pairs]
+        losses = loss_sums(rows, counts).reshape(len(batch), -1)  # (examples, endings)
+        means = losses / np.reshape(counts, losses.shape)
+        sums += (losses.argmin(axis=1) == labels).sum(), (means.argmin(axis=1) == labels).sum(), len(batch)
+    return sums
+
+
+def record(checkpoint: dict[str, Any], results: dict[str, float]) -> None:
+    """Write the results to the folder of the run and, with `wandb_log`, to wandb. Call it on rank 0 only."""
+    report.add_evaluation(out_dir, checkpoint["iter_num"], name, results)
+    if wandb_log:
+        with open(os.path.join(out_dir, FACTS)) as file:
+            run = WandbRun({**json.load(file), "wandb_log": True}, checkpoint["wandb_run_id"])
+        for event in MetricsFile(out_dir, sys.maxsize, evaluates=False).kept() if run.lacks_history else ():
+            run.log(event)
+        run.summarize(results)
+        run.finish()
+
+
+launch = launched()
+with exit_on_wrong_input():
+    device_name, compute_dtype = machine.resolve(device, dtype)
+    own_device = start(launch, device_name)
+autocast, progress = machine.autocast(own_device, compute_dtype), Progress(0, launch.rank)
+
+with exit_on_wrong_input():
+    checkpoint = load_newest(out_dir) if init_from == "resume" else None
+    if wandb_log and not (checkpoint or {}).get("wandb_run_id"):
+        raise ValueError("wandb_log=True needs a run in out_dir that was trained with it")
+    model = GPT.from_pretrained(init_from) if checkpoint is None else GPT.from_checkpoint(checkpoint)
+    model.eval().to(own_device).mean_loss.reduction = "none"
+    name = dataset or ("" if checkpoint is None else checkpoint["config"].get("dataset", ""))
+    meta = load_meta(os.path.join(DATA_DIR, name))
+    if "val" in tasks:
+        if not name:
+            raise ValueError(f"tasks={tasks} needs a dataset, such as --dataset=openwebtext")
+        data = Dataset(name, block_size=1)
+        if checkpoint is not None:
+            check_vocabulary(checkpoint, data)
+        elif data.vocab_size not in (None, model.config.vocab_size):
+            raise ValueError(f"dataset {name} has a vocabulary of {data.vocab_size}, {init_from} of {model.config.vocab_size}")
+        if meta is None:
+            gpt2_encoding()  # tiktoken may download it
+    if "hellaswag" in tasks:
+        examples = read_hellaswag(hellaswag, load_codec(meta, model.config.vocab_size))
+
+own = np.zeros(6)
+with exit_on_wrong_input():
+    if "val" in tasks:
+        own[:3] = val_sums()
+    if "hellaswag" in tasks:
+        own[3:] = hellaswag_sums()
+nats, targets, size, right, right_norm, asked = np.sum(gather_numbers(own.tolist()), axis=0).tolist()
+rates = {
+    "evaluation/val_loss": (nats, targets),
+    "evaluation/val_bits_per_byte": (nats / math.log(2), size),
+    "evaluation/hellaswag_acc": (right, asked),
+    "evaluation/hellaswag_acc_norm": (right_norm, asked),
+}
+results = {key: part / whole for key, (part, whole) in rates.items() if whole > 0}  # nan: the bytes of a token are unknown
+for key, value in results.items():
+    print0(f"{key:<32}{value:8.4f}  {METRICS[key].meaning}")
+if checkpoint is not None:
+    with exit_on_wrong_input():
+        on_rank_0(partial(record, checkpoint, results))
+finish()

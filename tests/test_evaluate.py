@@ -1,0 +1,172 @@
+"""evaluate.py: the figures are those that a plain count gives, on one rank and on two, and they go where a reader looks."""
+
+import json
+import math
+import os
+import pickle
+import random
+import shutil
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import shared_data
+from scripts import check_mistakes, run, run_for_real, torch_load, train
+
+from model import GPT
+from run import report
+
+LETTERS = [" ", *(chr(ord("à") + number) for number in range(9)), *(chr(ord("a") + number) for number in range(19))]
+
+
+@pytest.fixture(scope="module")
+def trained(data, tmp_path_factory):
+    """A dataset with letters of one and of two bytes, a run on it, and a file of HellaSwag in its letters."""
+    folder, out = tmp_path_factory.mktemp("letters"), tmp_path_factory.mktemp("out")
+    for split in ("train", "val"):
+        os.link(f"{data}/{split}.bin", folder / f"{split}.bin")
+    meta = {"vocab_size": 29, "stoi": {c: t for t, c in enumerate(LETTERS)}, "itos": dict(enumerate(LETTERS))}
+    (folder / "meta.pkl").write_bytes(pickle.dumps(meta))
+    train(out, folder, "--max_iters=9")
+    write_hellaswag(folder / "hellaswag.jsonl", 50, lambda generator, length: "".join(generator.choices(LETTERS, k=length)))
+    return out, folder
+
+
+@pytest.fixture
+def one_thread():
+    """Two that wait for each other on busy cores take twenty times as long."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def write_hellaswag(path, count, text):
+    """Examples of texts that `text` makes of a number of words or letters; some are longer than 16."""
+    generator, lines = random.Random(0), []
+    for number in range(count):
+        endings = [text(generator, generator.randint(1, 9)) for _ in range(4)]
+        fields = {"ind": number, "ctx": text(generator, generator.randint(2, 12)), "endings": endings}
+        lines.append(json.dumps({**fields, "label": generator.randrange(4)}))
+    path.write_text("\n".join(lines) + "\n")
+
+
+def evaluated(out, *arguments, ranks=0, run=run):
+    process = run("evaluate.py", f"--out_dir={out}", "--device=cpu", *arguments, ranks=ranks)
+    assert process.returncode == 0, process.stderr
+    with open(out / report.EVALUATION) as file:
+        return json.load(file), process.stdout
+
+
+def losses_of(row, logits_of):
+    """Loss of each token but the first, in nats. `logits_of`: a model."""
+    x, y = torch.tensor(row[:-1])[None], torch.tensor(row[1:])
+    return F.cross_entropy(logits_of(x)[0], y, reduction="none")
+
+
+def scored(examples, encode, logits_of, longest):
+    """How many examples are answered right by the sums of the losses, and how many by their means."""
+    right, right_norm = 0, 0
+    for example in examples:
+        sums, means = [], []
+        for ending in example["endings"]:
+            after = encode(f" {ending}")
+            losses = losses_of((encode(example["ctx"]) + after)[-longest:], logits_of)[-len(after) :]
+            sums.append(losses.sum().item())
+            means.append(losses.mean().item())
+        right += sums.index(min(sums)) == example["label"]
+        right_norm += means.index(min(means)) == example["label"]
+    assert right != right_norm
+    return right, right_norm
+
+
+def test_figures_are_those_of_a_plain_count_on_any_number_of_ranks(trained):
+    out, folder = trained
+    with open(folder / "hellaswag.jsonl") as file:
+        examples = [json.loads(line) for line in file]
+    both = ["--tasks=val,hellaswag", f"--hellaswag={folder / 'hellaswag.jsonl'}", "--batch_size=3"]
+    alone, printed = evaluated(out, *both)
+    together, _ = evaluated(out, *both, ranks=2, run=run_for_real)
+    assert together == pytest.approx(alone, abs=1e-6)
+    assert (alone.pop("iter"), alone.pop("dataset")) == (10, str(folder))
+    model = GPT.from_checkpoint(torch_load(out)).eval()
+    tokens = np.fromfile(folder / "val.bin", dtype=np.uint16).astype(int)
+    assert len(tokens) % 16 not in (0, 1), "the last window is shorter"
+    with torch.no_grad():
+        windows = [tokens[first : first + 17].tolist() for first in range(0, len(tokens) - 1, 16)]
+        nats = sum(losses_of(window, lambda x: model(x, x)[0]).sum().item() for window in windows)
+        right, right_norm = scored(examples, lambda text: [*map(LETTERS.index, text)], lambda x: model(x, x)[0], 17)
+    size = len("".join(LETTERS[token] for token in tokens[1:]).encode())
+    expected = {
+        "evaluation/val_loss": nats / (len(tokens) - 1),
+        "evaluation/val_bits_per_byte": nats / math.log(2) / size,
+        "evaluation/hellaswag_acc": right / 50,
+        "evaluation/hellaswag_acc_norm": right_norm / 50,
+    }
+    assert alone == pytest.approx(expected, abs=1e-6)
+    for key, value in expected.items():
+        assert f"{key:<32}{value:8.4f}  " in printed
+
+
+def test_the_card_has_the_results_of_one_checkpoint(trained):
+    out, folder = trained
+    (out / report.EVALUATION).unlink(missing_ok=True)
+    only_val, _ = evaluated(out)
+    assert only_val["dataset"] == str(folder)
+    assert [*only_val] == ["iter", "dataset", "evaluation/val_loss", "evaluation/val_bits_per_byte"]
+    both, _ = evaluated(out, "--tasks=hellaswag", f"--hellaswag={folder / 'hellaswag.jsonl'}")
+    assert only_val.items() < both.items(), "those of another task stay"
+    card = (out / report.NAME).read_text()
+    texts = [f"{key.partition('/')[2]} {value:.4f}" for key, value in both.items() if "/" in key]
+    assert card.count("| evaluation |") == 1
+    assert f"|\n| evaluation | {folder}, after 10 iterations: {', '.join(texts)} |\n\n- sample: " in card
+    (out / report.EVALUATION).write_text(json.dumps({**both, "iter": 5}))
+    again, _ = evaluated(out)
+    assert again == only_val, "those of another checkpoint do not"
+
+
+def test_hellaswag_of_a_gpt2_is_that_of_transformers(tmp_path, monkeypatch, one_thread):
+    tiktoken, transformers = pytest.importorskip("tiktoken"), pytest.importorskip("transformers")
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", shared_data("tiktoken_cache"))
+    encoding = tiktoken.get_encoding("gpt2")
+    words = ["a", "roof", "The", "naïve", "skis,", "pulling", "up", "tiles.", "it's", "1984", "\n", "[header]"]
+    write_hellaswag(tmp_path / "examples.jsonl", 200, lambda generator, length: " ".join(generator.choices(words, k=length)))
+    torch.manual_seed(0)
+    sizes = {"n_layer": 2, "n_head": 2, "n_embd": 16, "n_positions": 128, "initializer_range": 0.3}
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, activation_function="gelu")).eval()
+    model.save_pretrained(tmp_path / "gpt2")
+    with open(tmp_path / "examples.jsonl") as file, torch.no_grad():
+        right, right_norm = scored(map(json.loads, file), encoding.encode, lambda x: model(x).logits, 129)
+    arguments = [f"--init_from={tmp_path / 'gpt2'}", "--tasks=hellaswag", f"--hellaswag={tmp_path / 'examples.jsonl'}"]
+    process = run("evaluate.py", *arguments, "--device=cpu", ranks=2, cwd=tmp_path)
+    assert process.returncode == 0, process.stderr
+    found = dict(line.split()[:2] for line in process.stdout.splitlines() if line.startswith("evaluation/"))
+    assert found == {
+        "evaluation/hellaswag_acc": f"{right / 200:.4f}",
+        "evaluation/hellaswag_acc_norm": f"{right_norm / 200:.4f}",
+    }
+    assert {path.name for path in tmp_path.iterdir()} == {"examples.jsonl", "gpt2"}, "a model without a run leaves no file"
+
+
+def test_mistakes(data, trained, tmp_path):
+    out, folder = trained
+    (tmp_path / "other.jsonl").write_text('{"ctx": "a", "endings": "b"}\n')
+    (tmp_path / "accents.jsonl").write_text('{"ctx": "Z", "endings": ["a", "b"], "label": 0}\n')
+    messages = {
+        "--tasks=all": "tasks=all is not one of val, hellaswag",
+        "--tasks=hellaswag --hellaswag=nowhere.jsonl": "curl -O https://raw.githubusercontent.com/rowanz/hellaswag/",
+        f"--tasks=hellaswag --hellaswag={tmp_path / 'other.jsonl'}": "other.jsonl has no HellaSwag (KeyError('label'))",
+        f"--tasks=hellaswag --hellaswag={tmp_path / 'accents.jsonl'}": "the vocabulary has no 'Z'",
+        f"--dataset={data}": "has another vocabulary",
+        f"--out_dir={tmp_path}": "ckpt.pt; give the --out_dir of a run",
+        "--wandb_log=True": "wandb_log=True needs a run in out_dir that was trained with it",
+    }
+    check_mistakes("evaluate.py", [f"--out_dir={out}", "--device=cpu"], messages)
+    shutil.copytree(folder, tmp_path / "data")
+    tokens = np.fromfile(folder / "val.bin", dtype=np.uint16)
+    tokens[-1] = 60
+    tokens.tofile(tmp_path / "data" / "val.bin")
+    refused = run("evaluate.py", f"--out_dir={out}", f"--dataset={tmp_path / 'data'}", ranks=2)
+    assert refused.returncodes == [2, 2]
+    assert refused.stderr == "error: the data holds token 60, but the model's vocabulary has 29\n", "one rank has found it"

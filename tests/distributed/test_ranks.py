@@ -72,12 +72,15 @@ def join(port, results):
 
 def test_ranks_on_cpus_meet_by_gloo(monkeypatch):
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store.set("exception_dump", "0")
     results = context.SimpleQueue()
     process = context.Process(target=join, args=(store.port, results))
     process.start()
     process.join(60)
     assert process.exitcode == 0
     assert results.get() == ("cpu", "gloo", 0, 1)
+    assert not store.check(["exception_dump"]), "NCCL would end the ranks of a restart for the hang before it"
+
     for name in LAUNCH_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     assert launched() == Launch() == (False, 0, 0, 1, 1)

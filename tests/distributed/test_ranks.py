@@ -6,6 +6,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch
 import torch.distributed as dist
 from ranks import context
 from scripts import LAUNCH_VARIABLES
@@ -91,6 +92,14 @@ def test_the_gpu_of_a_mac_is_for_a_single_process():
     with pytest.raises(ValueError, match=r"device=mps works without torchrun only, .*; or use --device=cpu"):
         start(Launch(True, 0, 0, 2, 2), "mps")
     assert str(start(Launch(), "mps")) == "mps"
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda", "cuda:1"])
+def test_one_process_makes_the_gpu_that_it_names_the_current_one(monkeypatch, device):
+    chosen = []
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    assert start(Launch(), device) == torch.device(device)
+    assert chosen == ([device] if device == "cuda:1" else [])
 
 
 def test_a_restarted_rank_finds_nothing_that_the_ranks_before_have_left_in_the_store():

@@ -12,6 +12,8 @@ import torch
 from scripts import SETTINGS, run
 
 from distributed.watchdog import Watchdog
+from run import logger
+from run.hooks import Run
 from zero.stopwatch import Stopwatch, awaited_collective
 
 FLAGS = ["--dropout=0.0", "--max_iters=11", "--eval_interval=4", "--sample_interval=6", "--zero_bucket_mb=1"]
@@ -123,3 +125,19 @@ def events(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
     return Event(True), Event(False)
+
+
+def test_the_collective_of_a_logged_iteration_has_a_name_on_every_rank(monkeypatch):
+    """Here, on one that writes no log."""
+    done, not_done = events(monkeypatch)
+    waits = Stopwatch(of_collectives=True)
+    waits.add("reduce-scatter", done, not_done)
+    monkeypatch.setattr(logger, "is_rank_0", lambda: False)
+    seen, watched = [], object.__new__(Run)
+    watched.log, watched.guard = object.__new__(logger.Logger), mock.Mock()
+    watched._unread = 7, mock.Mock(read=lambda: seen.append(awaited_collective()))
+    watched.log.defer(partial(lambda lap: None, waits.take()))
+    watched._report()
+    assert seen == ["reduce-scatter"]
+    assert awaited_collective() == ""
+    watched.guard.report.assert_called_once_with(7, mock.ANY)

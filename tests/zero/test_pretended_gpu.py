@@ -115,10 +115,15 @@ def run_part(name):
     """Run a part of bench-gpu with a small model and few iterations, as rank 0 of 1 that shards its optimizer all the same."""
     part = next(part for part in gpu.parts(1, "pretended") if part.name == name)
     card = SimpleNamespace(uuid="", name="pretended GPU", total_memory=80 * 10**9, major=9, minor=0, multi_processor_count=132)
-    numbers = {"memory_allocated": 0, "max_memory_allocated": 0, "memory_reserved": 0, "max_memory_reserved": 0}
-    numbers |= {"is_available": True, "device_count": 1, "set_device": None, "reset_peak_memory_stats": None}
+    numbers = {"memory_allocated": 0, "memory_reserved": 0, "max_memory_reserved": 0}
+    numbers |= {"is_available": True, "device_count": 1, "set_device": None}
     for key, value in (numbers | {"get_device_properties": card}).items():
         setattr(torch.cuda, key, lambda *_, value=value: value)
+    peak = {"bytes": 10**12}  # of what is computed before the run begins
+    torch.cuda.max_memory_allocated, torch.cuda.reset_peak_memory_stats = (
+        lambda *_: peak["bytes"],
+        lambda *_: peak.update(bytes=0),
+    )
     torch.Tensor.pin_memory, sys.modules[torch.optim.Adam.__module__]._get_value = torch.Tensor.clone, lambda _: 1.0
     begin, new_group = dist.init_process_group, dist.new_group
     dist.init_process_group = lambda _, world_size=1, **__: begin("fake", store=FakeStore(), rank=0, world_size=world_size)

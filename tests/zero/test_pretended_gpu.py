@@ -111,6 +111,48 @@ def every_combination():
     return [(*key, *waits) for key, waits in found.items()]
 
 
+class Stream:
+    """A stream, as the works that it has been given and those that it has waited for."""
+
+    def __init__(self):
+        self.works = set()
+
+    def wait_stream(self, other):
+        self.works |= other.works
+
+    def do(self, work, function, *args):
+        """Call a function while this is the current stream, and return for which works the stream waits by then."""
+        before = {*self.works}
+        self.works.add(work)
+        torch.cuda.current_stream = lambda *_: self
+        function(*args)
+        return sorted(self.works - before - {work})
+
+
+def several_streams():
+    """What streams wait for if gradients arrive and a parameter is read on several."""
+    first, second, third, fourth = streams = [Stream() for _ in range(4)]
+    with launches.pretended_world(2):
+        first.do("what had the memory before", torch.ones, 1)
+        with DEVICE:
+            module = make_toy()
+            tokens = torch.zeros(2, 4, 6, dtype=torch.int64)
+        model, optimizer = build(module, module.param_groups(False), Flags(bucket_mb=1), device=DEVICE, overlap=True, lr=0.01)
+        (gradients,) = model.reducer._gradients
+        values = torch.ones(gradients.bucket.data.numel(), device=DEVICE)
+        of_one, of_other, *_ = gradients.bucket.members
+        first.do("a gradient", gradients.accumulate, values, of_one)
+        waited = [second.do("another gradient", gradients.accumulate, values, of_other)]
+        waited.append(third.do("reduce-scatter", gradients.start_reduce_scatter))
+        waited.append(fourth.do("sum", gradients.finish_reduce_scatter))
+        is_followed = ["sum" in stream.works for stream in streams]
+        model.reducer._reset()
+        first.do("step", lambda: (model(*tokens).backward(), optimizer.step()))
+        second.do("read", optimizer.synchronize)
+        is_followed.append("read" in first.works)
+        return waited, is_followed
+
+
 def run_part(name):
     """Run a part of bench-gpu with a small model and few iterations, as rank 0 of 1 that shards its optimizer all the same."""
     part = next(part for part in gpu.parts(1, "pretended") if part.name == name)
@@ -154,19 +196,31 @@ def run_or_skip(*command, cwd):
 
 @pytest.fixture(scope="module")
 def printed():
-    script = f"import json, sys; sys.path[:0] = {sys.path}; from test_pretended_gpu import every_combination, what_it_notices"
-    return json.loads(run_or_skip("-c", f"{script}; print(json.dumps([what_it_notices(), every_combination()]))", cwd=ROOT))
+    names = "what_it_notices, several_streams, every_combination"
+    script = f"import json, sys; sys.path[:0] = {sys.path}; from test_pretended_gpu import {names}"
+    return json.loads(run_or_skip("-c", f"{script}; print(json.dumps([function() for function in ({names})]))", cwd=ROOT))
 
 
 def test_it_notices_two_devices_in_an_operation_and_every_wait(printed):
-    (error, waits), _ = printed
+    (error, waits), *_ = printed
     assert "found at least two devices, cuda:0 and cpu" in error
     assert waits == 5, "a number, three copies, a size"
 
 
+def test_several_streams_follow_each_other(printed):
+    _, (waited, is_followed), _ = printed
+    expected = ["a gradient", "what had the memory before"]
+    assert waited == [
+        expected,
+        sorted([*expected, "another gradient"]),
+        sorted([*expected, "another gradient", "reduce-scatter"]),
+    ]
+    assert is_followed == [True] * 5, "what gets the memory of the bucket follows the sum, and the next reads the first one"
+
+
 def test_every_combination_trains_saves_and_restores(printed):
     """No operation mixes devices. The host waits for the scaler, for parameters without a gradient, and to check remainders."""
-    _, found = printed
+    *_, found = printed
     assert len(found) == 2 * len(ALL_FLAGS)
     for name, muon, *of_groups in found:
         flags = ALL_FLAGS[name]

@@ -402,6 +402,8 @@ def _wait_for_gathers(buckets: list[Bucket], pid: int | None) -> None:
     for bucket in buckets if current_process().pid == pid else ():
         while bucket.gather:
             bucket.gather.pop(0).wait()
+        if bucket.stream is not None:  # only streams have waited, and the end of the process aborts what is in flight
+            torch.cuda.synchronize(bucket.data.device)
 
 
 def _copy_hyperparameters(source: list[dict[str, Any]], target: list[dict[str, Any]]) -> None:

@@ -22,6 +22,7 @@ from zero.build import build, clip_grad_norm_
 from zero.checkpoint import restore
 from zero.checkpoint.state import full_state
 from zero.flags import Flags
+from zero.optimizer import _wait_for_gathers
 
 SIZES = ["--n_layer=2", "--n_head=2", "--n_embd=64", "--vocab_size=512", "--block_size=64"]
 COLUMNS = "forward", "backward", "hooks", "clip", "update", "collectives", "waits"
@@ -130,9 +131,9 @@ class Stream:
 
 
 def several_streams():
-    """What streams wait for if gradients arrive and a parameter is read on several."""
+    """What streams wait for if gradients arrive and a parameter is read on several, and waits of the host at the end."""
     first, second, third, fourth = streams = [Stream() for _ in range(4)]
-    with launches.pretended_world(2):
+    with launches.pretended_world(2) as gpu:
         first.do("what had the memory before", torch.ones, 1)
         with DEVICE:
             module = make_toy()
@@ -150,7 +151,9 @@ def several_streams():
         first.do("step", lambda: (model(*tokens).backward(), optimizer.step()))
         second.do("read", optimizer.synchronize)
         is_followed.append("read" in first.works)
-        return waited, is_followed
+        gpu.reset()
+        _wait_for_gathers(optimizer.buckets, optimizer._pid)
+        return waited, is_followed, gpu.waits.total()
 
 
 def run_part(name):
@@ -208,7 +211,8 @@ def test_it_notices_two_devices_in_an_operation_and_every_wait(printed):
 
 
 def test_several_streams_follow_each_other(printed):
-    _, (waited, is_followed), _ = printed
+    """The host waits at the end, where the process would abort what is in flight."""
+    _, (waited, is_followed, waits), _ = printed
     expected = ["a gradient", "what had the memory before"]
     assert waited == [
         expected,
@@ -216,6 +220,7 @@ def test_several_streams_follow_each_other(printed):
         sorted([*expected, "another gradient", "reduce-scatter"]),
     ]
     assert is_followed == [True] * 5, "what gets the memory of the bucket follows the sum, and the next reads the first one"
+    assert waits == 1
 
 
 def test_every_combination_trains_saves_and_restores(printed):

@@ -55,26 +55,32 @@ def parts(gpus: int, out: str) -> list[Part]:
 
     eager = "--compile=False"
     checked = ["--shadow_check=5", "--grad_clip=0", eager]  # the weights are compared with those of the plain optimizer
-    late = train("late", "--optimizer=muon", "--dtype=float32", "--zero_bucket_mb=0.3", *checked)
+    exact = ["--dtype=float32", *checked]
+    late = train("late", "--optimizer=muon", "--zero_bucket_mb=0.3", *exact)
     several = [
         Part("train-late", 2, ["-m", "tests.late_collectives", *late]),  # a read that does not wait finds nan
+        *(
+            Part(f"train-hybrid-{size}", 2 * size, train(f"hybrid-{size}", f"--zero_shard_size={size}", *exact))
+            for size in (1, 2)
+            if gpus >= 2 * size
+        ),
         Part(f"time-{gpus}-nccl-ranks", gpus, bench("time", f"time-{gpus}-nccl-ranks", *small, and_fsdp2)),
     ]
     return [
         # two ranks: with NCCL if each has its own GPU, otherwise with gloo
-        Part("train-float32", 2, train("float32", "--dtype=float32", *checked)),
+        Part("train-float32", 2, train("float32", *exact)),
         Part("train-bfloat16", 2, train("bfloat16", "--param_dtype=bfloat16", *checked)),
         Part("train-codecs", 2, train("codecs", "--param_dtype=bfloat16_remainder", "--state_dtype=int8", *checked)),
-        Part("train-muon", 2, train("muon", "--optimizer=muon", "--dtype=float32", *checked)),
+        Part("train-muon", 2, train("muon", "--optimizer=muon", *exact)),
         Part("train-float16", 2, train("float16", "--dtype=float16", "--shard_gradients=True", "--loss_chunk=256", *checked)),
         *(several if gpus > 1 else []),
         Part("train-resumed", 1, train("float32", "--dtype=float32", "--init_from=resume", "--max_iters=25", eager)),
         Part("memory-bfloat16", 0, bench("memory", "memory-bfloat16", *large, and_fsdp2, "--dtype=bfloat16")),
         Part("memory-float32", 0, bench("memory", "memory-float32", *large, and_fsdp2, "--dtype=float32")),
-        Part("memory-2-gloo-ranks", 2, bench("memory", "memory-2-gloo-ranks", *medium, modes)),
+        Part("memory-2-ranks", 2, bench("memory", "memory-2-ranks", *medium, modes)),
         Part(f"time-1-{alone}-rank", 1, bench("time", "time", *small, and_fsdp2)),
         Part("profile", 1, train("profile", *gpt2, "--max_iters=10", "--profile=True", eager)),
-        Part("train-compiled", 1, train("compiled", "--compile=True")),
+        Part("train-compiled", 2, train("compiled", "--compile=True")),
     ]
 
 

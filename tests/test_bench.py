@@ -17,6 +17,7 @@ from ranks import run_ranks, travel_as_on_gpu
 from scripts import ROOT, environment, run, run_for_real
 from toy import assert_equal, make_toy, train, weights
 
+from benchmarks import gpu
 from benchmarks.results import Results
 from forecast.modes import MODES as TABLE
 from forecast.prediction import ShardedPrediction
@@ -186,6 +187,17 @@ def test_what_a_gpu_shows_also_runs_on_a_cpu():
     assert process.returncode == 0, process.stdout + process.stderr
     assert process.stdout.count(" s  ok") == 12
     assert process.stdout.count(" s  ok, shadow check: after 5 iterations, all 27 parameters are bit-identical to plain") == 2
+
+
+def test_the_parts_for_several_gpus():
+    """One rank per GPU; groups that share the state have replicas, and their weights are compared with plain AdamW's."""
+    for gpus in (2, 3, 4, 8):
+        parts = {part.name: part for part in gpu.parts(gpus, "card")}
+        hybrid = {name: part.ranks for name, part in parts.items() if name.startswith("train-hybrid")}
+        assert hybrid == {f"train-hybrid-{size}": 2 * size for size in (1, 2) if 2 * size <= gpus}
+        assert all("--shadow_check=5" in parts[name].command for name in ("train-late", *hybrid))
+        assert max(part.ranks for part in parts.values()) == gpus
+    assert {part.name for part in gpu.parts(1, "card")} <= {*parts} - {"train-late", *hybrid}
 
 
 def test_late_collectives_sleep_first_and_overwrite_nan(monkeypatch):

@@ -157,7 +157,7 @@ class _Event:
 
 def _pretend(gpu: PretendedGPU) -> None:
     replacements: list[tuple[Any, str, Any]] = [
-        (torch.cuda, "device", lambda _: nullcontext()),
+        *((torch.cuda, name, lambda _: nullcontext()) for name in ("device", "device_of")),
         (torch.cuda, "current_stream", lambda *_: _STREAM),
         (torch.cuda, "get_device_capability", lambda *_: (9, 0)),
         (torch.cuda, "get_device_name", lambda *_: "pretended GPU"),

@@ -58,6 +58,8 @@ def start(launch: Launch, device: str, backend: str = "auto", timeout_s: float =
         ValueError: if no backend, or not this one, supports the device.
     """
     if not launch.distributed:
+        if device.startswith("cuda:"):
+            torch.cuda.set_device(device)
         return torch.device(device)
     if device.startswith("mps"):
         raise ValueError(f"device={device} works without torchrun only, because gloo cannot send from it; or use --device=cpu")

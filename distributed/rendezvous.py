@@ -142,6 +142,7 @@ def store() -> dist.Store:
 def meet(timeout_s: float) -> dist.Store:
     _end_with_torchrun()
     store, rank, world_size = next(dist.rendezvous("env://", timeout=datetime.timedelta(seconds=timeout_s)))
+    store.delete_key("exception_dump")  # from before a restart: NCCL ends a rank that finds it, and ignores parts of a store
     return without_old_keys(store, rank, world_size, timeout_s)
 
 

@@ -12,6 +12,7 @@ from datetime import timedelta
 from types import FrameType, TracebackType
 from typing import NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
@@ -47,7 +48,8 @@ class Watchdog:
         connection = distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
         self._store = dist.PrefixStore("watchdog", connection)
         self._store.set_timeout(timedelta(seconds=max(_STORE_TIMEOUT_S, timeout_s / 4)))
-        self._main_thread = threading.get_ident()
+        self._main_thread, self._awaited = threading.get_ident(), ""  # what `awaited_collective` has last returned
+        self._gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else -1
         self._beats, self._moves, self._moved_at = 0, -1, time.monotonic()
         self._peers: list[_Peer] = []  # by rank, while this rank does not move
         self._posts: list[_Post] = []  # the last ones that were read, by rank
@@ -59,8 +61,10 @@ class Watchdog:
             threading.Thread(target=work, name="watchdog", daemon=True).start()
 
     def _keep_posting(self) -> None:
+        torch.cuda.set_device(self._gpu)  # a thread begins with GPU 0, and takes memory there when it asks for an event
         while True:
             self._pause()
+            self._awaited = awaited_collective()
             with suppress(RuntimeError):  # the store does not answer; the other thread decides
                 self._post()
 
@@ -129,8 +133,7 @@ class Watchdog:
 
     def _collective(self) -> str:
         frame = sys._current_frames().get(self._main_thread)
-        awaited = awaited_collective()
-        return _collective(frame for frame, _ in traceback.walk_stack(frame)) or (awaited and f"the {awaited}")
+        return _collective(frame for frame, _ in traceback.walk_stack(frame)) or (self._awaited and f"the {self._awaited}")
 
     def _end(self, message: str) -> None:
         sys.stderr.write(f"error: {message}\n")  # one write: the lines of two ranks do not mix

@@ -271,8 +271,9 @@ class Run:
 
     def _report(self) -> None:
         """Log and print what the last iteration has left to read. Needs to be called on all ranks."""
-        self.log.flush()
         if self._unread is not None:
+            self._unread[1].read()  # waits while the deferred event still has the times that `awaited_collective` asks
+            self.log.flush()
             self.guard.report(*self._unread)
         self._unread = None
 

@@ -50,6 +50,9 @@ class Meter:
         self.flops_per_iter = flops_per_token * tokens_per_iter / launched().world_size  # of one rank
         self.max_iters, self._elapsed_before = max_iters, elapsed_s
         self.peak_flops = machine.peak_flops(self.device, machine.DTYPES[dtype])  # FLOP/s of this rank
+        if self.device.type == "cuda":  # the large matrices do not belong to the memory of the run
+            torch.cuda.empty_cache()
+            self.memory.forget_peak()
         print0(f"mfu is relative to {self.peak_flops / 1e12:.3g} TFLOP/s per rank in {dtype}")
         self._mfu: dict[str, float] = {}  # running mean in percent, as in nanoGPT; empty if not measured yet
         self._communication = CommunicationMeter(self.memory.model, self.memory.optimizer)

@@ -1,19 +1,31 @@
 """bench.py runs every mode, counts the bytes that the arithmetic gives, and measures the memory that was predicted."""
 
 import json
+import math
 import os
 import statistics
 import subprocess
 import sys
+from contextlib import contextmanager, nullcontext
+from unittest import mock
 
 import pytest
+import torch
+import torch.distributed as dist
+from late_collectives import start_late
+from ranks import run_ranks, travel_as_on_gpu
 from scripts import ROOT, environment, run, run_for_real
+from toy import assert_equal, make_toy, train, weights
 
+from benchmarks import gpu
 from benchmarks.results import Results
 from forecast.modes import MODES as TABLE
 from forecast.prediction import ShardedPrediction
 from forecast.run_memory import gpt_specs
 from model import GPTConfig
+from zero import collectives
+from zero.build import build
+from zero.flags import Flags
 from zero.layout import plan as make_plan
 
 SIZES = ["--n_layer=2", "--n_head=2", "--n_embd=384", "--vocab_size=65", "--block_size=16", "--device=cpu"]
@@ -175,3 +187,78 @@ def test_what_a_gpu_shows_also_runs_on_a_cpu():
     assert process.returncode == 0, process.stdout + process.stderr
     assert process.stdout.count(" s  ok") == 12
     assert process.stdout.count(" s  ok, shadow check: after 5 iterations, all 27 parameters are bit-identical to plain") == 2
+
+
+def test_the_parts_for_several_gpus():
+    """One rank per GPU; groups that share the state have replicas, and their weights are compared with plain AdamW's."""
+    for gpus in (2, 3, 4, 8):
+        parts = {part.name: part for part in gpu.parts(gpus, "card")}
+        hybrid = {name: part.ranks for name, part in parts.items() if name.startswith("train-hybrid")}
+        assert hybrid == {f"train-hybrid-{size}": 2 * size for size in (1, 2) if 2 * size <= gpus}
+        assert all("--shadow_check=5" in parts[name].command for name in ("train-late", *hybrid))
+        assert max(part.ranks for part in parts.values()) == gpus
+    assert {part.name for part in gpu.parts(1, "card")} <= {*parts} - {"train-late", *hybrid}
+
+
+def test_late_collectives_sleep_first_and_overwrite_nan(monkeypatch):
+    """Where the output of an all-gather has the part of this rank, that one stays."""
+    log, side = [], mock.Mock()
+
+    @contextmanager
+    def on(stream):
+        log.append(stream)
+        yield
+        log.append("end")
+
+    def collective(output, own, *sizes, **options):
+        log.append((output.tolist(), own.tolist(), sizes, options))
+        return "work"
+
+    places = (
+        (collectives, "_all_gather_single"),
+        (collectives, "_reduce_scatter_single"),
+        (torch.distributed, "all_to_all_single"),
+    )
+    for home, name in places:
+        monkeypatch.setattr(home, name, collective)
+    replaced = {
+        "Stream": lambda: side,
+        "stream": on,
+        "current_stream": lambda: "computing",
+        "_sleep": lambda _: log.append("sleep"),
+    }
+    for name, value in replaced.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    start_late()
+    for home, name in places:
+        log.clear()
+        output, options = torch.ones(3), {"group": None, "async_op": True}
+        assert getattr(home, name)(output, output[1:2], [1], **options) == "work"
+        side.wait_stream.assert_called_with("computing")
+        assert str(log) == str([side, "sleep", ([math.nan, 1.0, math.nan], [1.0], ([1],), options), "end"])
+
+
+def trained_late():
+    """The weights of every mode with late collectives, where gloo takes the ways of NCCL and nothing sleeps, and without."""
+    travel_as_on_gpu()
+    replaced = {"Stream": mock.Mock, "stream": nullcontext, "current_stream": int, "_sleep": abs}
+    native = mock.patch.object(collectives.Communicator, "_is_native", return_value=True)
+    found = []
+    with native, mock.patch.multiple(torch.cuda, **replaced):
+        for start in (int, start_late):
+            start()
+            found.append([])
+            for flags in ({}, {"shard_gradients": True}, {"param_dtype": "bfloat16_remainder", "state_dtype": "int8"}):
+                module = make_toy()
+                model, optimizer = build(
+                    module, module.param_groups(True), Flags(bucket_mb=0.0002, **flags), overlap=True, lr=0.01
+                )
+                train(model, optimizer, dist.get_rank(), steps=3)
+                found[-1].append(weights(model))
+    return found
+
+
+def test_late_collectives_change_nothing_if_everything_waits():
+    for in_time, late in run_ranks(trained_late, 2):
+        for expected, found in zip(in_time, late, strict=True):
+            assert_equal(expected, found)

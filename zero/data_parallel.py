@@ -41,8 +41,8 @@ class ShardedDataParallel(nn.Module):
     thread. Before any other read (from a list or a view made before `step`, from a module outside of the model, or in a process
     forked after `step`), call `optimizer.synchronize()`. The first forwards of the wrapper refuse an operation that reads a
     parameter too early, and name the parameter. An RNN and a compiled module wait for all parameters that they contain; compile
-    the blocks of a model, not the whole model. On a GPU, all that reads parameters runs on one stream: the first read makes its
-    own stream wait, and later reads on another stream would not.
+    the blocks of a model, not the whole model. On a GPU, read parameters on the stream of `step`: the first read makes its own
+    stream and that of `step` wait, and later reads on a third one would not.
 
     Gradients of several backward passes add up until `zero_grad`. The update skips a parameter that has no gradient on any
     rank; if it has one on some ranks, it counts as zero on the others. With `require_backward_grad_sync = False`, or inside

@@ -189,6 +189,7 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
                 for bucket in updated:  # phase 3: all-gather
                     with region(f"zero::all_gather bucket {bucket.number}"):
                         bucket.gather = self.comm.all_gather(bucket.data)
+                        bucket.stream = torch.cuda.current_stream(bucket.data.device) if bucket.data.is_cuda else None
         except BaseException:
             self.synchronize()  # nothing else waits for all-gathers that have started
             raise
@@ -203,7 +204,7 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
         return loss
 
     def synchronize(self, buckets: Iterable[Bucket] | None = None) -> None:
-        """Wait until every parameter is whole, or with `buckets` every parameter that lies in them."""
+        """Wait for all parameters, or for those in `buckets`. On a GPU, this stream and that of `step` wait, not the host."""
         buckets = [bucket for bucket in (self.buckets if buckets is None else buckets) if bucket.gather is not None]
         if not buckets:
             return
@@ -218,6 +219,8 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
                 if bucket.gather is not None:
                     with region(f"zero::wait_all_gather bucket {bucket.number}"):
                         self.comm.wait("all-gather", bucket.gather, bucket.data.device)
+                    if bucket.stream is not None and bucket.stream != (here := torch.cuda.current_stream(bucket.data.device)):
+                        bucket.stream.wait_stream(here)  # from now on, its reads do not wait
                     bucket.gather = None
                     ended = True
             if ended and self.source.readers is not None and all(bucket.gather is None for bucket in self.buckets):
@@ -399,6 +402,8 @@ def _wait_for_gathers(buckets: list[Bucket], pid: int | None) -> None:
     for bucket in buckets if current_process().pid == pid else ():
         while bucket.gather:
             bucket.gather.pop(0).wait()
+        if bucket.stream is not None:  # only streams have waited, and the end of the process aborts what is in flight
+            torch.cuda.synchronize(bucket.data.device)
 
 
 def _copy_hyperparameters(source: list[dict[str, Any]], target: list[dict[str, Any]]) -> None:

@@ -97,7 +97,7 @@ class BucketGradients:
     comm: Communicator
     missing: set[int] = field(default_factory=set)  # in backward: parameters without their gradient yet
     buffer: torch.Tensor | None = None  # in the shape of `bucket.data`, collects gradients as they arrive
-    streams: set[torch.cuda.Stream] = field(default_factory=set)  # on a GPU: streams that have written to `buffer`
+    streams: set[torch.cuda.Stream] = field(default_factory=set)  # on a GPU: streams that have used `buffer` or `reduction`
     reduction: ReduceScatterWork | None = None  # in flight
     # in the shape of `bucket.shard`, the mean gradient of this step, if one has arrived; in the dtype of
     # `bucket.updated`, or if nothing has been added up, of the weights
@@ -109,29 +109,31 @@ class BucketGradients:
     def place(self, slice_: Slice) -> torch.Tensor:
         """Return the place of a slice in the tensor that collects the gradients."""
         if self.buffer is None:
-            self.buffer = self.comm.pool.acquire(self.bucket.data.numel(), self.bucket.data)
+            self.buffer, self.streams = self.comm.pool.acquire(self.bucket.data.numel(), self.bucket.data), set()
+        self._follow_streams()
         return self.buffer[slice_.offset : slice_.offset + slice_.numel]
 
     def accumulate(self, gradient: torch.Tensor, slice_: Slice) -> None:
         """Put a slice of a flattened gradient, divided by the world size, into its place, or add it to what is there."""
         place, own = self.place(slice_), gradient[slice_.start : slice_.stop]
-        if place.is_cuda:
-            self.streams.add(torch.cuda.current_stream(place.device))
         if slice_.param in self.missing:
             torch.mul(own, 1 / self.comm.world_size, out=place)
             self.missing.discard(slice_.param)
         else:  # the second gradient of this parameter in this backward
             place.add_(own, alpha=1 / self.comm.world_size)
 
+    def _follow_streams(self) -> None:
+        """On a GPU, let the current stream wait for the others that have used the tensors of this bucket."""
+        if self.bucket.data.is_cuda:
+            here = torch.cuda.current_stream(self.bucket.data.device)
+            for stream in self.streams - {here}:
+                here.wait_stream(stream)
+            self.streams.add(here)
+
     def start_reduce_scatter(self) -> None:
         """Start the reduce-scatter of the bucket, after the work of the streams that fill it."""
         assert self.buffer is not None
-        streams, self.streams = self.streams, set()
-        for stream in streams:
-            here = torch.cuda.current_stream(stream.device)
-            if stream != here:
-                here.wait_stream(stream)
-                self.buffer.record_stream(stream)
+        self._follow_streams()
         with region(f"zero::reduce_scatter bucket {self.bucket.number}"):
             self.reduction = self.comm.reduce_scatter(self.buffer)
         self.buffer = None
@@ -147,8 +149,11 @@ class BucketGradients:
             if self.comm.replica > 0:
                 self.shard.zero_()
             self.all_reduce = None
+        self._follow_streams()
         with region(f"zero::wait_reduce_scatter bucket {self.bucket.number}"):
             shard = self.comm.sum_of(reduction, self.shard, self.bucket.updated)
+        for stream in self.streams if len(self.streams) > 1 else ():  # one of them may reuse the memory of the bucket
+            stream.wait_stream(torch.cuda.current_stream(shard.device))
         if shard is not self.shard:
             self.shard, owned = shard, self.bucket.owned
             self.views = [shaped(shard[slice_.offset : slice_.offset + slice_.local.numel()], slice_.local) for slice_ in owned]

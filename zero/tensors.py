@@ -92,7 +92,8 @@ def with_own_storage(part: torch.Tensor) -> torch.Tensor:
 
     What copies, saves or compares storages (deepcopy, torch.save, safetensors) then takes the part, not the whole buffer.
     """
-    return from_dlpack(part) if type(part) is torch.Tensor and part.device.type in ("cpu", "cuda") else part
+    with torch.cuda.device_of(part):  # tensors of another GPU cannot be exported
+        return from_dlpack(part) if type(part) is torch.Tensor and part.device.type in ("cpu", "cuda") else part
 
 
 def distinct_elements(name: str, tensor: torch.Tensor) -> torch.Tensor:

@@ -6,6 +6,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch
 import torch.distributed as dist
 from ranks import context
 from scripts import LAUNCH_VARIABLES
@@ -72,12 +73,15 @@ def join(port, results):
 
 def test_ranks_on_cpus_meet_by_gloo(monkeypatch):
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store.set("exception_dump", "0")
     results = context.SimpleQueue()
     process = context.Process(target=join, args=(store.port, results))
     process.start()
     process.join(60)
     assert process.exitcode == 0
     assert results.get() == ("cpu", "gloo", 0, 1)
+    assert not store.check(["exception_dump"]), "NCCL would end the ranks of a restart for the hang before it"
+
     for name in LAUNCH_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     assert launched() == Launch() == (False, 0, 0, 1, 1)
@@ -88,6 +92,14 @@ def test_the_gpu_of_a_mac_is_for_a_single_process():
     with pytest.raises(ValueError, match=r"device=mps works without torchrun only, .*; or use --device=cpu"):
         start(Launch(True, 0, 0, 2, 2), "mps")
     assert str(start(Launch(), "mps")) == "mps"
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda", "cuda:1"])
+def test_one_process_makes_the_gpu_that_it_names_the_current_one(monkeypatch, device):
+    chosen = []
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    assert start(Launch(), device) == torch.device(device)
+    assert chosen == ([device] if device == "cuda:1" else [])
 
 
 def test_a_restarted_rank_finds_nothing_that_the_ranks_before_have_left_in_the_store():

@@ -4,6 +4,7 @@ import json
 import re
 import threading
 from functools import partial
+from unittest import mock
 
 import faults
 import pytest
@@ -11,6 +12,8 @@ import torch
 from scripts import SETTINGS, run
 
 from distributed.watchdog import Watchdog
+from run import logger
+from run.hooks import Run
 from zero.stopwatch import Stopwatch, awaited_collective
 
 FLAGS = ["--dropout=0.0", "--max_iters=11", "--eval_interval=4", "--sample_interval=6", "--zero_bucket_mb=1"]
@@ -88,21 +91,53 @@ def test_a_stopwatch_that_was_taken_keeps_its_times():
 def test_the_watchdog_names_the_collective_that_a_stream_waits_for(monkeypatch):
     """The host has gone on and waits elsewhere. Here, events of a GPU say what is done."""
 
-    class Event:
-        def __init__(self, is_done):
-            self.query, self.elapsed_time = lambda: is_done, lambda _: 0.0
-
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    done, not_done = Event(True), Event(False)
+    done, not_done = events(monkeypatch)
     waits, phases = Stopwatch(of_collectives=True), Stopwatch()
     phases.add("forward", done, not_done)
     waits.add("reduce-scatter", done, done)
     waits.add("all-reduce", not_done, not_done)
     watchdog = object.__new__(Watchdog)
-    watchdog._main_thread = threading.get_ident()
-    assert awaited_collective() == watchdog._collective() == ""
+    watchdog._main_thread, watchdog._gpu, watchdog._pause, chosen = threading.get_ident(), 1, int, []
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+
+    def posted():
+        watchdog._post = mock.Mock(side_effect=StopIteration)
+        with pytest.raises(StopIteration):
+            watchdog._keep_posting()
+        return watchdog._collective()
+
+    assert posted() == ""
     waits.add("all-gather", done, not_done)
     taken = waits.take()
-    assert (awaited_collective(), watchdog._collective()) == ("all-gather", "the all-gather")
+    assert posted() == "the all-gather"
     del taken
+    assert watchdog._collective() == "the all-gather", "only the thread that posts asks the GPU"
+    assert posted() == ""
+    assert chosen == [1, 1, 1], "not GPU 0"
+
+
+def events(monkeypatch):
+    """Events of a GPU, of which one is done and one is not."""
+
+    class Event:
+        def __init__(self, is_done):
+            self.query, self.elapsed_time = lambda: is_done, lambda _: 0.0
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    return Event(True), Event(False)
+
+
+def test_the_collective_of_a_logged_iteration_has_a_name_on_every_rank(monkeypatch):
+    """Here, on one that writes no log."""
+    done, not_done = events(monkeypatch)
+    waits = Stopwatch(of_collectives=True)
+    waits.add("reduce-scatter", done, not_done)
+    monkeypatch.setattr(logger, "is_rank_0", lambda: False)
+    seen, watched = [], object.__new__(Run)
+    watched.log, watched.guard = object.__new__(logger.Logger), mock.Mock()
+    watched._unread = 7, mock.Mock(read=lambda: seen.append(awaited_collective()))
+    watched.log.defer(partial(lambda lap: None, waits.take()))
+    watched._report()
+    assert seen == ["reduce-scatter"]
     assert awaited_collective() == ""
+    watched.guard.report.assert_called_once_with(7, mock.ANY)

@@ -1,6 +1,7 @@
 """One process, without torch.distributed: the flags that save memory there act through zero.build, the others say so."""
 
 import math
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from zero import checkpoint as ckpt
 from zero.build import build, clip_grad_norm_
 from zero.flags import Flags
 from zero.held_bytes import held_bytes
+from zero.tensors import from_dlpack
 
 
 def built(muon=False, **flags):
@@ -101,3 +103,23 @@ def test_a_scaler_unscales_float16_in_float32():
 def test_mps_is_refused():
     with pytest.raises(ValueError, match="param_dtype and state_dtype do not support device=mps"):
         build(model := make_toy(), model.param_groups(), Flags(state_dtype="int8"), device=torch.device("mps"))
+
+
+def test_parameters_move_while_their_gpu_is_the_current_one(monkeypatch):
+    """DLPack refuses to export the memory of another one."""
+    current, exported = [], []
+
+    @contextmanager
+    def device_of(tensor):
+        current.append(tensor)
+        yield
+        current.pop()
+
+    def export(part):
+        exported.append(current[-1] is part)
+        return from_dlpack(part)
+
+    monkeypatch.setattr(torch.cuda, "device_of", device_of)
+    monkeypatch.setattr("zero.tensors.from_dlpack", export)
+    *_, optimizer = built(param_dtype="bfloat16")
+    assert exported == [True] * len(optimizer.number_of)

@@ -22,6 +22,7 @@ from zero.build import build, clip_grad_norm_
 from zero.checkpoint import restore
 from zero.checkpoint.state import full_state
 from zero.flags import Flags
+from zero.optimizer import _wait_for_gathers
 
 SIZES = ["--n_layer=2", "--n_head=2", "--n_embd=64", "--vocab_size=512", "--block_size=64"]
 COLUMNS = "forward", "backward", "hooks", "clip", "update", "collectives", "waits"
@@ -111,14 +112,63 @@ def every_combination():
     return [(*key, *waits) for key, waits in found.items()]
 
 
+class Stream:
+    """A stream, as the works that it has been given and those that it has waited for."""
+
+    def __init__(self):
+        self.works = set()
+
+    def wait_stream(self, other):
+        self.works |= other.works
+
+    def do(self, work, function, *args):
+        """Call a function while this is the current stream, and return for which works the stream waits by then."""
+        before = {*self.works}
+        self.works.add(work)
+        torch.cuda.current_stream = lambda *_: self
+        function(*args)
+        return sorted(self.works - before - {work})
+
+
+def several_streams():
+    """What streams wait for if gradients arrive and a parameter is read on several, and waits of the host at the end."""
+    first, second, third, fourth = streams = [Stream() for _ in range(4)]
+    with launches.pretended_world(2) as gpu:
+        first.do("what had the memory before", torch.ones, 1)
+        with DEVICE:
+            module = make_toy()
+            tokens = torch.zeros(2, 4, 6, dtype=torch.int64)
+        model, optimizer = build(module, module.param_groups(False), Flags(bucket_mb=1), device=DEVICE, overlap=True, lr=0.01)
+        (gradients,) = model.reducer._gradients
+        values = torch.ones(gradients.bucket.data.numel(), device=DEVICE)
+        of_one, of_other, *_ = gradients.bucket.members
+        first.do("a gradient", gradients.accumulate, values, of_one)
+        waited = [second.do("another gradient", gradients.accumulate, values, of_other)]
+        waited.append(third.do("reduce-scatter", gradients.start_reduce_scatter))
+        waited.append(fourth.do("sum", gradients.finish_reduce_scatter))
+        is_followed = ["sum" in stream.works for stream in streams]
+        model.reducer._reset()
+        first.do("step", lambda: (model(*tokens).backward(), optimizer.step()))
+        second.do("read", optimizer.synchronize)
+        is_followed.append("read" in first.works)
+        gpu.reset()
+        _wait_for_gathers(optimizer.buckets, optimizer._pid)
+        return waited, is_followed, gpu.waits.total()
+
+
 def run_part(name):
     """Run a part of bench-gpu with a small model and few iterations, as rank 0 of 1 that shards its optimizer all the same."""
     part = next(part for part in gpu.parts(1, "pretended") if part.name == name)
     card = SimpleNamespace(uuid="", name="pretended GPU", total_memory=80 * 10**9, major=9, minor=0, multi_processor_count=132)
-    numbers = {"memory_allocated": 0, "max_memory_allocated": 0, "memory_reserved": 0, "max_memory_reserved": 0}
-    numbers |= {"is_available": True, "device_count": 1, "set_device": None, "reset_peak_memory_stats": None}
+    numbers = {"memory_allocated": 0, "memory_reserved": 0, "max_memory_reserved": 0}
+    numbers |= {"is_available": True, "device_count": 1, "set_device": None}
     for key, value in (numbers | {"get_device_properties": card}).items():
         setattr(torch.cuda, key, lambda *_, value=value: value)
+    peak = {"bytes": 10**12}  # of what is computed before the run begins
+    torch.cuda.max_memory_allocated, torch.cuda.reset_peak_memory_stats = (
+        lambda *_: peak["bytes"],
+        lambda *_: peak.update(bytes=0),
+    )
     torch.Tensor.pin_memory, sys.modules[torch.optim.Adam.__module__]._get_value = torch.Tensor.clone, lambda _: 1.0
     begin, new_group = dist.init_process_group, dist.new_group
     dist.init_process_group = lambda _, world_size=1, **__: begin("fake", store=FakeStore(), rank=0, world_size=world_size)
@@ -149,19 +199,33 @@ def run_or_skip(*command, cwd):
 
 @pytest.fixture(scope="module")
 def printed():
-    script = f"import json, sys; sys.path[:0] = {sys.path}; from test_pretended_gpu import every_combination, what_it_notices"
-    return json.loads(run_or_skip("-c", f"{script}; print(json.dumps([what_it_notices(), every_combination()]))", cwd=ROOT))
+    names = "what_it_notices, several_streams, every_combination"
+    script = f"import json, sys; sys.path[:0] = {sys.path}; from test_pretended_gpu import {names}"
+    return json.loads(run_or_skip("-c", f"{script}; print(json.dumps([function() for function in ({names})]))", cwd=ROOT))
 
 
 def test_it_notices_two_devices_in_an_operation_and_every_wait(printed):
-    (error, waits), _ = printed
+    (error, waits), *_ = printed
     assert "found at least two devices, cuda:0 and cpu" in error
     assert waits == 5, "a number, three copies, a size"
 
 
+def test_several_streams_follow_each_other(printed):
+    """The host waits at the end, where the process would abort what is in flight."""
+    _, (waited, is_followed, waits), _ = printed
+    expected = ["a gradient", "what had the memory before"]
+    assert waited == [
+        expected,
+        sorted([*expected, "another gradient"]),
+        sorted([*expected, "another gradient", "reduce-scatter"]),
+    ]
+    assert is_followed == [True] * 5, "what gets the memory of the bucket follows the sum, and the next reads the first one"
+    assert waits == 1
+
+
 def test_every_combination_trains_saves_and_restores(printed):
     """No operation mixes devices. The host waits for the scaler, for parameters without a gradient, and to check remainders."""
-    _, found = printed
+    *_, found = printed
     assert len(found) == 2 * len(ALL_FLAGS)
     for name, muon, *of_groups in found:
         flags = ALL_FLAGS[name]

@@ -1,0 +1,40 @@
+"""Runs a script with collectives that start late and overwrite nan, so that it shows a wait that is missing on a GPU.
+
+    $ torchrun --standalone --nproc_per_node=2 -m tests.late_collectives train.py --dataset=stdlib_char --shadow_check=5
+
+NCCL waits for the stream that starts a collective. Here that one sleeps, and the stream that computes goes on: where it does
+not wait, it reads nan, and what it overwrites too early is sent. Collectives in time would show neither. benchmarks/gpu.py runs
+this, without pytest. All-reduces, which overwrite what they send, are not late.
+"""
+
+import runpy
+import sys
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from zero import collectives
+
+
+def start_late() -> None:
+    """From now on, in this process."""
+    for home, name in (collectives, "_all_gather_single"), (collectives, "_reduce_scatter_single"), (dist, "all_to_all_single"):
+        setattr(home, name, partial(_late, getattr(home, name)))
+
+
+def _late(start: Any, output: torch.Tensor, own: torch.Tensor, *sizes: list[int], **options: Any) -> dist.Work:
+    copy, stream = own.clone(), torch.cuda.Stream()  # in an all-gather, `own` is a part of `output`
+    output.fill_(torch.nan)
+    own.copy_(copy)
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(3 * 10**7)  # some 20 ms: longer than the host takes until it launches the first read
+        return start(output, own, *sizes, **options)
+
+
+if __name__ == "__main__":
+    start_late()
+    del sys.argv[0]
+    runpy.run_path(sys.argv[0], run_name="__main__")

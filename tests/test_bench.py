@@ -12,12 +12,12 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from late_collectives import start_late
 from ranks import run_ranks, travel_as_on_gpu
 from scripts import ROOT, environment, run, run_for_real
 from toy import assert_equal, make_toy, train, weights
 
 from benchmarks import gpu
+from benchmarks.exact import start_late
 from benchmarks.results import Results
 from forecast.modes import MODES as TABLE
 from forecast.prediction import ShardedPrediction
@@ -195,9 +195,9 @@ def test_the_parts_for_several_gpus():
         parts = {part.name: part for part in gpu.parts(gpus, "card")}
         hybrid = {name: part.ranks for name, part in parts.items() if name.startswith("train-hybrid")}
         assert hybrid == {f"train-hybrid-{size}": 2 * size for size in (1, 2) if 2 * size <= gpus}
-        assert all("--shadow_check=5" in parts[name].command for name in ("train-late", *hybrid))
+        assert all("--shadow_check=5" in parts[name].command for name in hybrid)
         assert max(part.ranks for part in parts.values()) == gpus
-    assert {part.name for part in gpu.parts(1, "card")} <= {*parts} - {"train-late", *hybrid}
+    assert {part.name for part in gpu.parts(1, "card")} <= {*parts} - {*hybrid}
 
 
 def test_late_collectives_sleep_first_and_overwrite_nan(monkeypatch):

@@ -177,7 +177,8 @@ def run_part(name):
         os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
         os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
     own = ["--max_iters=6", "--log_interval=2", "--shadow_check=0"] if part.ranks else SIZES  # the check compares values
-    sys.argv = [*(argument.removesuffix(",fsdp2") for argument in part.command), *own, "--device=cuda"]
+    command = part.command[part.command[:2] == ["-m", "benchmarks.exact"] and 2 :]  # fake tensors have no nan
+    sys.argv = [*(argument.removesuffix(",fsdp2") for argument in command), *own, "--device=cuda"]
     absent = mock.patch("zero.build.DistributedDataParallel", launches._Absent)
     with absent, mock.patch("benchmarks.contenders.DistributedDataParallel", launches._Absent), PretendedGPU():
         pretended_gpu._Event.elapsed_time = lambda *_: 1.0

@@ -1,10 +1,10 @@
-"""Runs a script with collectives that start late and overwrite nan, so that it shows a wait that is missing on a GPU.
+"""Runs a script with deterministic kernels and, on a GPU, with collectives that start late and overwrite nan.
 
-    $ torchrun --standalone --nproc_per_node=2 -m tests.late_collectives train.py --dataset=stdlib_char --shadow_check=5
+    $ torchrun --standalone --nproc_per_node=2 -m benchmarks.exact train.py --dataset=stdlib_char --shadow_check=5 --grad_clip=0
 
-NCCL waits for the stream that starts a collective. Here that one sleeps, and the stream that computes goes on: where it does
-not wait, it reads nan, and what it overwrites too early is sent. Collectives in time would show neither. benchmarks/gpu.py runs
-this, without pytest. All-reduces, which overwrite what they send, are not late.
+So the shadow check compares bits, and shows a wait that is missing. NCCL waits for the stream that starts a collective. Here
+that one sleeps, and the stream that computes goes on: where it does not wait, it reads nan, and what it overwrites too early is
+sent. Collectives in time would show neither. All-reduces, which overwrite what they send, are not late.
 """
 
 import runpy
@@ -35,6 +35,8 @@ def _late(start: Any, output: torch.Tensor, own: torch.Tensor, *sizes: list[int]
 
 
 if __name__ == "__main__":
-    start_late()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    if torch.cuda.is_available():
+        start_late()
     del sys.argv[0]
     runpy.run_path(sys.argv[0], run_name="__main__")

@@ -232,7 +232,7 @@ class Run:
             return False
         is_best = losses["val"] < self.state.best_val_loss
         self.state.best_val_loss = min(self.state.best_val_loss, losses["val"])
-        self._reached = losses["val"] <= self.config["stop_at_val_loss"]
+        self._reached = losses["val"] <= (self.config["stop_at_val_loss"] or -math.inf)
         return (is_best or self.checkpoints.always) and self.state.iter_num > self.first_iter
 
     def save(self, values: dict[str, Any]) -> None:

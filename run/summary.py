@@ -42,7 +42,7 @@ class Summary:
         for name, key in _LOSSES.items():
             if key in known:
                 self._add_loss(name, known[key], event["iter"])
-        if not self.reached and known.get("val/loss", math.inf) <= self.facts.get("stop_at_val_loss", 0.0):
+        if not self.reached and known.get("val/loss", math.inf) <= (self.facts.get("stop_at_val_loss") or -math.inf):
             self.reached = known
         if "memory/peak_mb" in known:
             self._figures["peak_memory_mb"] = max(known["memory/peak_mb"], self._figures.get("peak_memory_mb", 0.0))

@@ -146,7 +146,8 @@ class Prediction:
         """Bytes of the weights that forward and backward use."""
         layouts = [(buffer.layout, buffer.dtype.itemsize) for buffer in self.plan.buffers]
         padding = sum((layout.padded_numel - sum(layout.numels)) * itemsize for layout, itemsize in layouts)
-        return sum(map(self._bytes_of, self.plan.params)) + padding
+        frozen = sum(self._frozen_bytes(spec) for spec in self.plan.params if not spec.requires_grad)
+        return frozen + self.full_gradients + padding
 
     @cached_property
     def full_gradients(self) -> int:
@@ -154,8 +155,12 @@ class Prediction:
         return sum(self._bytes_of(spec) for spec in self.plan.params if spec.requires_grad)
 
     def _bytes_of(self, spec: ParameterSpec) -> int:
-        """Return the bytes of a weight, and of its gradient."""
+        """Return the bytes of a weight that is trained, and of its gradient."""
         return spec.numel * (self.plan.param_dtype or spec.dtype).itemsize
+
+    def _frozen_bytes(self, spec: ParameterSpec) -> int:
+        """Return the bytes of a weight that is not trained, which the optimizer alone does not convert."""
+        return spec.numel * spec.dtype.itemsize
 
     @cached_property
     def state(self) -> int:
@@ -358,6 +363,9 @@ class ShardedPrediction(Prediction):
         for start, stop, buckets in self._traffic.steps:
             peak = max(peak, buckets + held(start), buckets + held(max(start, min(stop, before_last))))
         return peak
+
+    def _frozen_bytes(self, spec: ParameterSpec) -> int:
+        return self._bytes_of(spec)
 
     def _own_bytes(self, micro_steps: int) -> list[int]:
         """Return the bytes of the gradient shard of each bucket after some micro-steps."""

@@ -161,8 +161,6 @@ def test_refusals(tmp_path):
     make_run(tmp_path, 65, False)
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
-    (tmp_path / "gone").mkdir()
-    make_run(tmp_path / "gone", 65, False, characters="")
     (tmp_path / "other").mkdir()
     torch.save({**torch_load(tmp_path), "vocabulary": "65 tokens with checksum 01234567"}, tmp_path / "other" / "ckpt.pt")
     new = f"--to={tmp_path / 'new'}"
@@ -172,7 +170,6 @@ def test_refusals(tmp_path):
         f"--to={tmp_path / 'full' / 'file'}": "file is neither a new nor an empty folder",
         f"--to={tmp_path / 'full' / 'file' / 'new'}": f"cannot write {tmp_path / 'full' / 'file' / 'new'}: ",
         f"{new} --out_dir={tmp_path / 'full'}": "full/ckpt.pt; give the --out_dir of a run",
-        f"{new} --out_dir={tmp_path / 'gone'}": "the model knows 65 tokens, the vocabulary at hand has 50257",
         f"{new} --out_dir={tmp_path / 'other'}": "of the checkpoint 65 tokens with checksum 01234567; put the run's meta.pkl",
         f"{new} --dtype=float16": "dtype=float16 is not one of float32, bfloat16",
     }
@@ -186,6 +183,13 @@ def test_refusals(tmp_path):
         assert (process.returncode, process.stderr.count("\n")) == (2, 1), process.stderr
         assert message in process.stderr
     assert sorted(os.listdir(tmp_path)) == before
+
+
+def test_a_vocabulary_that_is_gone_is_not_taken_for_gpt2s(tmp_path, monkeypatch):
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", shared_data("tiktoken_cache"))
+    make_run(tmp_path, 65, False, characters="")
+    message = "the model knows 65 tokens, the vocabulary at hand has 50257"
+    check_mistakes("export.py", [f"--out_dir={tmp_path}"], {f"--to={tmp_path / 'new'}": message})
 
 
 def test_the_previous_checkpoint_stands_in(tmp_path):

@@ -9,6 +9,7 @@ from functools import partial
 import faults
 import pytest
 import torch
+from conftest import shared_data
 from scripts import check_mistakes, run, run_for_real, torch_load, train
 
 from data.vocabulary import DataError, gpt2_encoding

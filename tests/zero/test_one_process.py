@@ -1,7 +1,7 @@
 """One process, without torch.distributed: the flags that save memory there act through zero.build, the others say so."""
 
 import math
-from contextlib import contextmanager
+from unittest import mock
 
 import pytest
 import torch
@@ -107,19 +107,10 @@ def test_mps_is_refused():
 
 def test_parameters_move_while_their_gpu_is_the_current_one(monkeypatch):
     """DLPack refuses to export the memory of another one."""
-    current, exported = [], []
-
-    @contextmanager
-    def device_of(tensor):
-        current.append(tensor)
-        yield
-        current.pop()
-
-    def export(part):
-        exported.append(current[-1] is part)
-        return from_dlpack(part)
-
-    monkeypatch.setattr(torch.cuda, "device_of", device_of)
-    monkeypatch.setattr("zero.tensors.from_dlpack", export)
+    calls = mock.MagicMock(**{"export.side_effect": from_dlpack})
+    monkeypatch.setattr(torch.cuda, "device_of", calls.device_of)
+    monkeypatch.setattr("zero.tensors.from_dlpack", calls.export)
     *_, optimizer = built(param_dtype="bfloat16")
-    assert exported == [True] * len(optimizer.number_of)
+    each = ["device_of", "device_of().__enter__", "export", "device_of().__exit__"]
+    assert [name for name, *_ in calls.mock_calls] == each * len(optimizer.number_of)
+    assert calls.device_of.call_args_list == calls.export.call_args_list, "of the same tensor"

@@ -16,7 +16,6 @@ from run.memory_meter import MemoryCheck, MemoryMeter
 from zero.build import build
 from zero.flags import Flags
 
-BUCKET_MB = 0.02
 SIZES = GPTConfig(block_size=16, vocab_size=29, n_layer=2, n_head=2, n_embd=32)
 
 

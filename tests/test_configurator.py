@@ -222,8 +222,7 @@ def test_a_value_must_keep_the_declared_range_or_choices(text, capsys):
 
 
 @pytest.mark.parametrize(
-    "text",
-    ["count=1", "step=0", "size=0.01", "rate=0.0", "decay=0.0", "format=two", "bucket='auto'", "bucket=2.5"],
+    "text", ["count=1", "step=0", "size=0.01", "rate=0.0", "decay=0.0", "format=two", "bucket='auto'", "bucket=2.5"]
 )
 def test_values_at_the_end_of_a_range_are_taken(text):
     key, value = text.split("=")

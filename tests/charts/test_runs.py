@@ -155,7 +155,7 @@ def test_units_in_which_amounts_can_be_read():
     for unit, amount, divisor, shown in [*cases, ("bytes", 2_500, 1e3, "kB"), ("norm", 5, 1, "norm")]:
         assert shown_in(unit, amount) == (divisor, shown)
     assert [number(value) for value in (0, 0.00355, 1.8, 24.12, 99.94, 99.96, -1817.4)] == [
-        *("0", "0.00355", "1.80", "24.1", "99.9", "100", "-1,817"),
+        *("0", "0.00355", "1.80", "24.1", "99.9", "100", "-1,817")
     ]
 
 

@@ -28,10 +28,7 @@ REFUSED = {  # what the last rank does before it runs train.py, and the line tha
         "rank 2 has dtype=bfloat16, the others dtype=float32; 1 more differ; start all ranks with the same settings",
     ),
     "another dataset": ([faults.add_arguments, "--dataset=DATA"], "rank 2 has train.bin=4000 tokens with checksum "),
-    "another source file": (
-        [faults.another_source_file],
-        "rank 2 has zero/layout.py=changed, the others zero/layout.py=",
-    ),
+    "another source file": ([faults.another_source_file], "rank 2 has zero/layout.py=changed, the others zero/layout.py="),
     "another model": (
         [faults.half_the_model],
         "rank 2 has transformer.wte.weight=(29, 32) torch.float16, the others transformer.wte.weight=(29, 32) torch.float32; ",

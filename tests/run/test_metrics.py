@@ -31,11 +31,7 @@ LOGGED = {metric.key for metric in METRICS.values() if metric.when != "summary"}
 OF_GPU = {metric.key for metric in METRICS.values() if metric.when.endswith("GPU")}
 OF_RANKS = {metric.key for metric in METRICS.values() if metric.when == "ranks"}
 OF_RANKS -= {f"{key}_{of}" for key in OF_RANKS for of in ("min", "rank")}
-HOW = {
-    "adamw": ["--use_zero1=False"],
-    "torch": ["--zero1_impl=torch"],
-    "sharded": ["--zero_bucket_mb=0.02"],
-}
+HOW = {"adamw": ["--use_zero1=False"], "torch": ["--zero1_impl=torch"], "sharded": ["--zero_bucket_mb=0.02"]}
 
 
 @pytest.fixture(scope="module")

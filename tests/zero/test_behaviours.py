@@ -1123,10 +1123,7 @@ AVERAGED_BY_HAND: dict[str, Any] = {
 }
 SENT = "this gradient cannot be read or written: .*optimizer\\.clip_grad_norm_"
 REFUSED: dict[str, Any] = {
-    "a buffer on one rank": (
-        loop(make=partial(Buffers, "register on one rank", True)),
-        "buffers differ between the ranks",
-    ),
+    "a buffer on one rank": (loop(make=partial(Buffers, "register on one rank", True)), "buffers differ between the ranks"),
     "data with other strides": (between_steps(orthogonal), r"0\.weight was moved or replaced"),
     "weights assigned": (between_steps(load(True, assign=True)), r"0\.weight, .* replaced \(for example by load_state_dict"),
     "a new part": (between_steps(grows, make=WithExtra), r"extra\.weight, extra\.bias require gradients"),

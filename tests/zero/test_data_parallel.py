@@ -25,12 +25,7 @@ def make(shard_gradients=False, seed=None):
     """A wrapped toy whose ranks start from different weights; the wrapper must make them those of rank 0."""
     model = make_toy(dist.get_rank() if seed is None else seed)
     optimizer = ShardedOptimizer(
-        model.param_groups(),
-        torch.optim.AdamW,
-        bucket_mb=TINY_MB,
-        registration_order=model.parameters(),
-        lr=0.01,
-        fused=True,
+        model.param_groups(), torch.optim.AdamW, bucket_mb=TINY_MB, registration_order=model.parameters(), lr=0.01, fused=True
     )
     return ShardedDataParallel(model, optimizer, shard_gradients=shard_gradients, overlap=True), optimizer
 

@@ -139,10 +139,7 @@ def difference_from_torch(steps=10, ns_dtype="float32", micro_steps=1, clip=0.0,
 
 WAYS = {  # number of ranks: how they train
     1: [{"steps": 50}, {"steps": 50, "ns_dtype": "bfloat16"}],
-    2: [
-        *({"steps": 50}, {"steps": 50, "ns_dtype": "bfloat16"}),
-        *({"shard_gradients": True}, {"clip": 0.1}),
-    ],
+    2: [*({"steps": 50}, {"steps": 50, "ns_dtype": "bfloat16"}), *({"shard_gradients": True}, {"clip": 0.1})],
     3: [{"steps": 50}, {"micro_steps": 4}, {"shard_gradients": True, "micro_steps": 4}],
     4: [{"steps": 50}, {"shard_size": 2}],
 }

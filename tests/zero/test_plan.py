@@ -34,10 +34,7 @@ specs = st.lists(
     max_size=9,
 )
 options = st.fixed_dictionaries(
-    {
-        "bucket_mb": st.sampled_from([75, 0.0002, 0.000001]),
-        "param_dtype": st.sampled_from([None, torch.bfloat16]),
-    }
+    {"bucket_mb": st.sampled_from([75, 0.0002, 0.000001]), "param_dtype": st.sampled_from([None, torch.bfloat16])}
 )
 
 
@@ -53,11 +50,7 @@ def test_every_element_has_one_owner_in_every_plan(params, world_size, kwargs):
 
 
 @pytest.mark.parametrize(
-    ("kwargs", "message"),
-    [
-        ({"bucket_mb": 0}, "bucket_mb=0 must be positive"),
-        ({"world_size": 0}, "world"),
-    ],
+    ("kwargs", "message"), [({"bucket_mb": 0}, "bucket_mb=0 must be positive"), ({"world_size": 0}, "world")]
 )
 def test_impossible_plans_are_refused(kwargs, message):
     params = [ParameterSpec((3,), torch.float32, torch.device("cpu"))]

@@ -46,8 +46,7 @@ def results(folder, measure):
 )
 def test_every_mode_and_its_bytes(ranks, tmp_path):
     flags = "--what=time", f"--modes={','.join(TIMED)}", "--rounds=2", "--steps_per_turn=1", "--name=bytes", *SIZES
-    process = run_for_real("bench.py", *flags, ranks=ranks, cwd=tmp_path)
-    assert process.returncode == 0, process.stderr
+    run_for_real("bench.py", *flags, ranks=ranks, cwd=tmp_path).succeeded()
     rows = results(tmp_path / "results" / "bytes", "time")
     assert [row["mode"] for row in rows] == TIMED
     megabytes = {row["mode"]: row["MB sent"] for row in rows}
@@ -93,8 +92,7 @@ def test_mistakes_have_exit_code_2(tmp_path):
 
 
 def test_git_ignores_the_results(tmp_path):
-    process = run("bench.py", "--what=memory", "--simulate_world_size=2", "--modes=adamw", *SIZES, cwd=tmp_path)
-    assert process.returncode == 0, process.stderr
+    process = run("bench.py", "--what=memory", "--simulate_world_size=2", "--modes=adamw", *SIZES, cwd=tmp_path).succeeded()
     assert os.listdir(tmp_path) == ["out-bench"]
     rows = {row["point"]: row for row in results(tmp_path / "out-bench" / "2x384-1x16-simulated-cpu", "memory")}
     assert all(row["world_size"] == 2 for row in rows.values())
@@ -123,8 +121,7 @@ def everything(tmp_path_factory):
     """The folder of results of a run of all measures."""
     folder = tmp_path_factory.mktemp("everything")
     flags = "--name=all", "--rounds=1", "--steps_per_turn=1", "--training_steps=8", "--grad_clip=0", "--zero_bucket_mb=0.5"
-    process = run("bench.py", *flags, *SIZES, ranks=2, cwd=folder, timeout=900)
-    assert process.returncode == 0, process.stderr
+    run("bench.py", *flags, *SIZES, ranks=2, cwd=folder, timeout=900).succeeded()
     return folder / "results" / "all"
 
 

@@ -155,8 +155,7 @@ data
 def test_help_shows_what_stands_beside_the_settings(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    shown = run(str(script), "--help")
-    assert shown.returncode == 0, shown.stderr
+    shown = run(str(script), "--help").succeeded()
     lines = shown.stdout.splitlines()
     assert "--key=value" in lines[1]
     assert [lines[0], "INTRODUCTION", *lines[2:]] == HELP.splitlines()

@@ -69,8 +69,7 @@ def copy(tmp_path_factory):
 
 def train(folder, *flags):
     """The events of a run of the copy."""
-    process = run_copy(folder, "train.py", *TRAIN, *flags, f"--out_dir={folder / 'out'}")
-    assert process.returncode == 0, process.stderr
+    run_copy(folder, "train.py", *TRAIN, *flags, f"--out_dir={folder / 'out'}").succeeded()
     with open(folder / "out" / "metrics.jsonl") as file:
         return list(map(json.loads, file))
 

@@ -26,12 +26,10 @@ def test_eval_only_changes_nothing(data, tmp_path):
     out.chmod(0o500)
     process = run(
         "train.py", *SETTINGS, f"--dataset={data}", f"--out_dir={out}", "--init_from=resume", "--eval_only=True", ranks=2
-    )
-    assert process.returncode == 0, process.stderr
+    ).succeeded()
     assert "step 5: train loss {:.4f}, val loss {:.4f}".format(*evaluations[5]) in process.stdout
     assert "iter 5" not in process.stdout
-    sampled = run("sample.py", f"--out_dir={out}", "--start=A", "--num_samples=1", "--max_new_tokens=1")
-    assert sampled.returncode == 0, sampled.stderr
+    run("sample.py", f"--out_dir={out}", "--start=A", "--num_samples=1", "--max_new_tokens=1").succeeded()
     assert main(["inspect", str(out / "ckpt.pt")]) == 0
     out.chmod(0o700)
     assert state() == before

@@ -168,8 +168,7 @@ def test_bits_per_byte_are_beside_every_loss(data, tmp_path):
 
 def test_a_run_ends_when_it_reaches_its_loss(data, tmp_path):
     arguments = [*SETTINGS, f"--dataset={data}", f"--out_dir={tmp_path}", "--stop_at_val_loss=3.0", "--max_iters=99"]
-    first = run("train.py", *arguments, ranks=2)
-    assert first.returncode == 0, first.stderr
+    first = run("train.py", *arguments, ranks=2).succeeded()
     with open(tmp_path / "metrics.jsonl") as file:
         events = [json.loads(line) for line in file]
     *above, reached = [event for event in events if "val/loss" in event]
@@ -182,8 +181,7 @@ def test_a_run_ends_when_it_reaches_its_loss(data, tmp_path):
     time = timedelta(seconds=round(reached["time/elapsed_s"]))
     expected = f"{reached['val/loss']:.4f} after {end} iterations, {end * TOKENS_PER_ITER:,} tokens, {time} (h:mm:ss)"
     assert rows["target"] == f"val loss {expected}"
-    again = run("train.py", *arguments, "--init_from=resume", ranks=2)
-    assert again.returncode == 0, again.stderr
+    again = run("train.py", *arguments, "--init_from=resume", ranks=2).succeeded()
     assert len(re.findall(r"^iter \d+:", first.stdout, re.MULTILINE)) == end
     assert not re.findall(r"^iter \d+:", again.stdout, re.MULTILINE)
     assert card(tmp_path)[0]["target"].startswith(f"val loss {reached['val/loss']:.4f} after {end} iterations, ")
@@ -203,8 +201,7 @@ def test_a_killed_and_resumed_run_counts_once(data, tmp_path):
     killed = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     saved_s = torch_load(tmp_path)["elapsed_s"]
     assert torch_load(tmp_path)["iter_num"] == 8
-    resumed = run("train.py", *arguments, "--max_iters=13", "--init_from=resume", ranks=2)
-    assert resumed.returncode == 0, resumed.stderr
+    resumed = run("train.py", *arguments, "--max_iters=13", "--init_from=resume", ranks=2).succeeded()
     with open(tmp_path / "metrics.jsonl") as file:
         events = [json.loads(line) for line in file]
     rows, title = card(tmp_path)

@@ -182,11 +182,16 @@ def _main(script, arguments, variables, cwd, folder, limit, before):
 def train(out, data, *arguments, ranks=0, run=run):
     """Losses of a run from its metrics.jsonl, {iter: (train loss, val loss) or loss}, and its console output."""
     process = run("train.py", *SETTINGS, f"--dataset={data}", f"--out_dir={out}", *arguments, ranks=ranks).succeeded()
-    with open(os.path.join(out, "metrics.jsonl")) as file:
-        events = [json.loads(line) for line in file]
+    events = events_of(out)
     losses = {event["iter"]: event["iter/loss"] for event in events if "iter/loss" in event}
     evaluations = {event["iter"]: (event["train/loss"], event["val/loss"]) for event in events if "val/loss" in event}
     return losses, evaluations, process.stdout
+
+
+def events_of(out):
+    """The lines of metrics.jsonl in a folder."""
+    with open(os.path.join(out, "metrics.jsonl")) as file:
+        return [json.loads(line) for line in file]
 
 
 def defaults_of(script):

@@ -1,9 +1,8 @@
 """charts/runs.py, lines.py, series.py: what the pictures show is what metrics.jsonl holds."""
 
-import json
-
 import pytest
 from logged import MB, bars, curve, drawn, events, layers, notes, rows, write_run
+from scripts import events_of
 
 from charts.series import MOST_POINTS, look
 from charts.style import number, shown_in
@@ -39,8 +38,7 @@ def on_cpu(tmp_path_factory):
 
 def logged(folder, key):
     """The points of a metric in the file."""
-    with open(f"{folder}/metrics.jsonl") as file:
-        return [(event["iter"], event[key]) for event in map(json.loads, file) if key in event]
+    return [(event["iter"], event[key]) for event in events_of(folder) if key in event]
 
 
 CURVES = {  # key, what to divide by, unit, kind of the rows

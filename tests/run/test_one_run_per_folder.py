@@ -1,11 +1,10 @@
 """train.py and its out_dir: one run at a time writes there, and a run that only evaluates writes nothing."""
 
 import contextlib
-import json
 import os
 import time
 
-from scripts import SETTINGS, Forked, run, torch_load, train
+from scripts import SETTINGS, Forked, events_of, run, torch_load, train
 
 from run.lock import Lock
 from zero.checkpoint.__main__ import main
@@ -81,6 +80,6 @@ def test_of_two_runs_in_one_folder_one_is_refused(data, tmp_path):
     collide(tmp_path, data)
     end = torch_load(tmp_path)["iter_num"] + 7
     train(tmp_path, data, "--init_from=resume", f"--max_iters={end}")
-    events = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    events = events_of(tmp_path)
     assert [event["iter"] for event in events if "iter/loss" in event] == list(range(end + 1)), "every iteration once"
     assert [event["iter"] for event in events if "val/loss" in event] == list(range(0, end + 1, 5))

@@ -1,13 +1,12 @@
 """run/tensorboard_run.py: TensorBoard shows every figure of metrics.jsonl once, also of a run that was killed and resumed."""
 
-import json
 import math
 import os
 from functools import partial
 
 import faults
 import pytest
-from scripts import SETTINGS, run
+from scripts import SETTINGS, events_of, run
 
 MISSING = "tensorboard is not installed: pip install -e '.[dev]'"
 
@@ -24,11 +23,10 @@ def shown(folder):
 def numbers(folder):
     """The figures of metrics.jsonl: {key: {iteration: value}}."""
     found = {}
-    with open(folder / "metrics.jsonl") as file:
-        for event in map(json.loads, file):
-            for key, value in event.items():
-                if key != "iter" and not isinstance(value, str):
-                    found.setdefault(key, {})[event["iter"]] = value
+    for event in events_of(folder):
+        for key, value in event.items():
+            if key != "iter" and not isinstance(value, str):
+                found.setdefault(key, {})[event["iter"]] = value
     return found
 
 

@@ -14,7 +14,7 @@ from functools import partial
 import faults
 import pytest
 from conftest import ROOT
-from scripts import SETTINGS, Finished, Forked, environment, run, torch_load
+from scripts import SETTINGS, Finished, Forked, environment, events_of, run, torch_load
 from wandb_server import WandbServer
 
 from run.metrics import METRICS
@@ -67,9 +67,8 @@ def without_what_wandb_adds(rows):
 def merged(out):
     """metrics.jsonl, the events of each iteration in one dict."""
     found = {}
-    with open(os.path.join(out, "metrics.jsonl")) as file:
-        for event in map(json.loads, file):
-            found.setdefault(event["iter"], {}).update(event)
+    for event in events_of(out):
+        found.setdefault(event["iter"], {}).update(event)
     return list(found.values())
 
 

@@ -58,14 +58,10 @@ def test_equal_shards_tile_the_flat_buffer_and_parameters_do_not_overlap(args):
     assert 0 <= padding < args["align"] * (args["world_size"] * max(1, len(layout.buckets)) + len(layout.numels))
 
 
-def gpt2_124m_numels():
-    block = [768, 768, 768 * 2304, 2304, 768 * 768, 768, 768, 768, 768 * 3072, 3072, 3072 * 768, 768]
-    return (50257 * 768, 1024 * 768, *(block * 12), 768, 768)
-
-
 @pytest.mark.parametrize("world_size", [2, 3, 4, 8, 64])
 def test_gpt2_124m_is_divided_evenly(world_size):
-    numels = gpt2_124m_numels()
+    block = [768, 768, 768 * 2304, 2304, 768 * 768, 768, 768, 768, 768 * 3072, 3072, 3072 * 768, 768]
+    numels = (50257 * 768, 1024 * 768, *(block * 12), 768, 768)
     assert sum(numels) == 124_439_808
     layout = Layout.by_element(numels[::-1], world_size, bucket_numel=25_000_000 // 4, align=16)
     by_rank = [sum(piece.numel for piece in layout.slices(rank)) for rank in range(world_size)]
@@ -76,16 +72,9 @@ def test_gpt2_124m_is_divided_evenly(world_size):
 @pytest.mark.parametrize(
     ("params", "world_size", "expected"),
     [
-        (0.8e6, 2, 4),  # one bucket
-        (0.8e6, 64, 4),
-        (10.7e6, 2, 14.27),
-        (10.7e6, 64, 14.27),
-        (124e6, 2, 25),
-        (124e6, 25, 25),
-        (124e6, 64, 64),
-        (1558e6, 8, 155.8),
-        (1558e6, 1024, 1024),
-        (0, 1, 4),
+        *((0, 1, 4), (0.8e6, 2, 4), (0.8e6, 64, 4)),  # one bucket
+        *((10.7e6, 2, 14.27), (10.7e6, 64, 14.27)),
+        *((124e6, 2, 25), (124e6, 25, 25), (124e6, 64, 64), (1558e6, 8, 155.8), (1558e6, 1024, 1024)),
     ],
 )
 def test_the_automatic_bucket_size(params, world_size, expected):

@@ -22,13 +22,6 @@ def built(muon=False, **flags):
     return model, *build(model, model.param_groups(muon), Flags(bucket_mb=0.0002, **flags), overlap=True, lr=0.01)
 
 
-def sent(model, micro_steps, first=0):
-    """Run the backwards of an iteration."""
-    for micro_step in range(micro_steps):
-        model.require_backward_grad_sync = micro_step == micro_steps - 1
-        model(*batch(first + micro_step, 0)).backward()
-
-
 @pytest.mark.parametrize(
     ("flags", "implementation", "idle"),
     [
@@ -74,7 +67,9 @@ def test_state_in_int8_alone_is_near_adamw():
 )
 def test_a_gradient_keeps_its_dtype_unless_it_is_a_sum_of_micro_steps(micro_steps, shard_gradients, itemsize):
     _, model, optimizer = built(param_dtype="bfloat16", state_dtype="int8", shard_gradients=shard_gradients)
-    sent(model, micro_steps)
+    for micro_step in range(micro_steps):
+        model.require_backward_grad_sync = micro_step == micro_steps - 1
+        model(*batch(micro_step, 0)).backward()
     norm = clip_grad_norm_(optimizer, math.inf)
     numel = sum(bucket.data.numel() for bucket in optimizer.buckets)
     assert held_bytes(optimizer, model)["gradients"] == itemsize * numel

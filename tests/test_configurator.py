@@ -51,11 +51,8 @@ def refused(capsys, settings, *argv):
     return error
 
 
-def test_defaults_are_the_settings():
+def test_values_are_the_defaults_or_take_their_type(capsys):
     assert settings() == DEFAULTS
-
-
-def test_values_take_the_type_of_the_default(capsys):
     config = settings("--batch_size=3", "--learning_rate=1", "--compile=False", "--out_dir=a=b", "--batch_size=4")
     assert config == {"batch_size": 4, "learning_rate": 1.0, "compile": False, "out_dir": "a=b"}
     assert isinstance(config["learning_rate"], float)

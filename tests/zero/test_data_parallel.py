@@ -237,14 +237,7 @@ def a_trace_names_the_phases_of_a_step_by_bucket():
 
 def test_steps_of_two_ranks():
     run_in_turn(
-        2,
-        overlap_changes_nothing,
-        no_sync_and_state,
-        shard_gradients_set_later,
-        reentrant_checkpoints,
-        a_rank_without_gradients,
-        functools.partial(a_backward_without_gradients, False),
-        functools.partial(a_backward_without_gradients, True),
-        half_precision_norms,
-        a_trace_names_the_phases_of_a_step_by_bucket,
+        *(2, overlap_changes_nothing, no_sync_and_state, shard_gradients_set_later, reentrant_checkpoints),
+        *(a_rank_without_gradients, half_precision_norms, a_trace_names_the_phases_of_a_step_by_bucket),
+        *(functools.partial(a_backward_without_gradients, shard_gradients) for shard_gradients in (False, True)),
     )

@@ -13,18 +13,11 @@ import torch
 import torch.distributed as dist
 
 context = multiprocessing.get_context("forkserver")
-context.set_forkserver_preload(
-    [
-        "torch",
-        "torch._dynamo",
-        "torch.distributed.checkpoint",
-        "torch.distributed.optim",
-        "torch._inductor.compile_fx",
-        "torch.distributed.fsdp",
-        "numpy",
-        "pytest",
-    ]
-)  # imported once, then forked
+PRELOADED = [
+    *("torch", "torch._dynamo", "torch._inductor.compile_fx", "torch.distributed.checkpoint", "torch.distributed.fsdp"),
+    *("torch.distributed.optim", "numpy", "pytest"),
+]
+context.set_forkserver_preload(PRELOADED)  # imported once, then forked
 
 TIMEOUT_S = 300
 travels = {"as on a GPU": False}  # whether the ranks that start next send buckets in main memory as NCCL does

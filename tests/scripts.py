@@ -39,6 +39,11 @@ class Finished(NamedTuple):
     stdout: str
     stderr: str
 
+    def succeeded(self):
+        """Check that all ranks have ended with 0, and return itself."""
+        assert self.returncode == 0, self.stderr
+        return self
+
 
 def run(script, *arguments, ranks=0, cwd=ROOT, limit=NO_LIMIT, before=None, timeout=240):
     """Run a script to its end in forked processes.
@@ -68,8 +73,7 @@ def command(script, *arguments, ranks=0):
 
 def check_mistakes(script, settings, messages):
     """Each line of arguments ends a script with its message and exit code 2; one process goes through all of them."""
-    process = run(script, " ".join(settings), "\n".join(messages), before=partial(faults.run_each, script))
-    assert process.returncode == 0, process.stderr
+    process = run(script, " ".join(settings), "\n".join(messages), before=partial(faults.run_each, script)).succeeded()
     errors = process.stderr.splitlines()
     assert errors[1::2] == ["exit code 2"] * len(messages), process.stderr
     for error, message in zip(errors[::2], messages.values(), strict=True):
@@ -177,19 +181,22 @@ def _main(script, arguments, variables, cwd, folder, limit, before):
 
 def train(out, data, *arguments, ranks=0, run=run):
     """Losses of a run from its metrics.jsonl, {iter: (train loss, val loss) or loss}, and its console output."""
-    process = run("train.py", *SETTINGS, f"--dataset={data}", f"--out_dir={out}", *arguments, ranks=ranks)
-    assert process.returncode == 0, process.stderr
-    with open(os.path.join(out, "metrics.jsonl")) as file:
-        events = [json.loads(line) for line in file]
+    process = run("train.py", *SETTINGS, f"--dataset={data}", f"--out_dir={out}", *arguments, ranks=ranks).succeeded()
+    events = events_of(out)
     losses = {event["iter"]: event["iter/loss"] for event in events if "iter/loss" in event}
     evaluations = {event["iter"]: (event["train/loss"], event["val/loss"]) for event in events if "val/loss" in event}
     return losses, evaluations, process.stdout
 
 
+def events_of(out):
+    """The lines of metrics.jsonl in a folder."""
+    with open(os.path.join(out, "metrics.jsonl")) as file:
+        return [json.loads(line) for line in file]
+
+
 def defaults_of(script):
     """The settings of a script and their defaults, as --help lists them."""
-    shown = run(script, "--help")
-    assert shown.returncode == 0, shown.stderr
+    shown = run(script, "--help").succeeded()
     return {key: literal_eval(value) for key, value in re.findall(r"^  --(\w+)=(.+?)(?:  .*)?$", shown.stdout, re.MULTILINE)}
 
 

@@ -51,11 +51,8 @@ def refused(capsys, settings, *argv):
     return error
 
 
-def test_defaults_are_the_settings():
+def test_values_are_the_defaults_or_take_their_type(capsys):
     assert settings() == DEFAULTS
-
-
-def test_values_take_the_type_of_the_default(capsys):
     config = settings("--batch_size=3", "--learning_rate=1", "--compile=False", "--out_dir=a=b", "--batch_size=4")
     assert config == {"batch_size": 4, "learning_rate": 1.0, "compile": False, "out_dir": "a=b"}
     assert isinstance(config["learning_rate"], float)
@@ -155,8 +152,7 @@ data
 def test_help_shows_what_stands_beside_the_settings(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    shown = run(str(script), "--help")
-    assert shown.returncode == 0, shown.stderr
+    shown = run(str(script), "--help").succeeded()
     lines = shown.stdout.splitlines()
     assert "--key=value" in lines[1]
     assert [lines[0], "INTRODUCTION", *lines[2:]] == HELP.splitlines()
@@ -222,8 +218,7 @@ def test_a_value_must_keep_the_declared_range_or_choices(text, capsys):
 
 
 @pytest.mark.parametrize(
-    "text",
-    ["count=1", "step=0", "size=0.01", "rate=0.0", "decay=0.0", "format=two", "bucket='auto'", "bucket=2.5"],
+    "text", ["count=1", "step=0", "size=0.01", "rate=0.0", "decay=0.0", "format=two", "bucket='auto'", "bucket=2.5"]
 )
 def test_values_at_the_end_of_a_range_are_taken(text):
     key, value = text.split("=")

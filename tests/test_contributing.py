@@ -12,7 +12,7 @@ from functools import partial
 import faults
 import pytest
 from conftest import ROOT
-from scripts import SIZES, run
+from scripts import SIZES, events_of, run
 
 from model import GPT, GPTConfig
 
@@ -69,10 +69,8 @@ def copy(tmp_path_factory):
 
 def train(folder, *flags):
     """The events of a run of the copy."""
-    process = run_copy(folder, "train.py", *TRAIN, *flags, f"--out_dir={folder / 'out'}")
-    assert process.returncode == 0, process.stderr
-    with open(folder / "out" / "metrics.jsonl") as file:
-        return list(map(json.loads, file))
+    run_copy(folder, "train.py", *TRAIN, *flags, f"--out_dir={folder / 'out'}").succeeded()
+    return events_of(folder / "out")
 
 
 def test_a_run_with_all_recipes(copy):
@@ -186,7 +184,7 @@ def test_another_optimizer_class_is_named_and_its_state_is_counted(copy, tmp_pat
     process = run_copy(folder, "train.py", *TRAIN, *sizes, *flags, "--log_interval=1", f"--out_dir={out}", ranks=2)
     assert line in process.stdout, process.stderr
     assert "WARNING" not in process.stdout
-    known = {key: value for text in (out / "metrics.jsonl").read_text().splitlines() for key, value in json.loads(text).items()}
+    known = {key: value for event in events_of(out) for key, value in event.items()}
     assert known["memory/predicted_state_mb"] == pytest.approx(known["memory/measured_state_mb"], rel=0.001)
 
 

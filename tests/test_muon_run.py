@@ -1,10 +1,8 @@
 """train.py --optimizer=muon: every implementation trains the same weights, and its checkpoints go anywhere; schedules."""
 
-import json
-
 import pytest
 import torch
-from scripts import SETTINGS, run, torch_load, train
+from scripts import SETTINGS, events_of, run, torch_load, train
 
 MUON = ["--optimizer=muon", "--dropout=0.0", "--grad_clip=0.0"]
 
@@ -59,8 +57,7 @@ def test_a_run_goes_on_on_other_ranks_and_logs_what_it_sends(data, tmp_path, of_
     flags = [*MUON, "--log_interval=1"]
     train(tmp_path, data, *flags, "--max_iters=6", "--checkpoint_format=sharded", ranks=3)
     train(tmp_path, data, *flags, "--max_iters=12", "--init_from=resume", ranks=2)
-    with open(tmp_path / "metrics.jsonl") as file:
-        sent = {event.get("comm/sent_all_to_all_mb_per_step") for event in map(json.loads, file)} - {None}
+    sent = {event.get("comm/sent_all_to_all_mb_per_step") for event in events_of(tmp_path)} - {None}
     losses, _, printed = train(tmp_path, data, *flags, "--init_from=resume", "--muon_momentum=0.9")
     assert "note: a resumed run uses the checkpoint's values: muon_momentum=0.95 (not 0.9)" in printed
     assert max(abs(losses[i] - of_ddp[0][i]) for i in losses) < 1e-3  # bfloat16 Newton-Schulz of other roundings
@@ -75,8 +72,7 @@ def test_a_run_goes_on_on_other_ranks_and_logs_what_it_sends(data, tmp_path, of_
 
 
 def rates(out):
-    with open(out / "metrics.jsonl") as file:
-        return {event["iter"]: event["lr"] for event in map(json.loads, file) if "iter/loss" in event}
+    return {event["iter"]: event["lr"] for event in events_of(out) if "iter/loss" in event}
 
 
 def test_wsd_is_constant_then_decays_and_goes_on_from_its_stable_part(data, tmp_path):

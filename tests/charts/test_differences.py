@@ -70,13 +70,8 @@ SAME = [
     {"implementation": "adamw", "world_size": 1},
 ]
 OTHERS = [
-    {"dataset": "e"},
-    {"learning_rate": 0.1},
-    {"batch_size": 5},
-    {"seed": 2},
-    {"param_dtype": "bfloat16"},
-    {"state_dtype": "int8"},
-    {"init_from": "gpt2"},
+    *({"dataset": "e"}, {"learning_rate": 0.1}, {"batch_size": 5}, {"seed": 2}, {"init_from": "gpt2"}),
+    *({"param_dtype": "bfloat16"}, {"state_dtype": "int8"}),
 ]
 
 

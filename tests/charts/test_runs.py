@@ -1,9 +1,8 @@
 """charts/runs.py, lines.py, series.py: what the pictures show is what metrics.jsonl holds."""
 
-import json
-
 import pytest
 from logged import MB, bars, curve, drawn, events, layers, notes, rows, write_run
+from scripts import events_of
 
 from charts.series import MOST_POINTS, look
 from charts.style import number, shown_in
@@ -39,8 +38,7 @@ def on_cpu(tmp_path_factory):
 
 def logged(folder, key):
     """The points of a metric in the file."""
-    with open(f"{folder}/metrics.jsonl") as file:
-        return [(event["iter"], event[key]) for event in map(json.loads, file) if key in event]
+    return [(event["iter"], event[key]) for event in events_of(folder) if key in event]
 
 
 CURVES = {  # key, what to divide by, unit, kind of the rows
@@ -155,7 +153,7 @@ def test_units_in_which_amounts_can_be_read():
     for unit, amount, divisor, shown in [*cases, ("bytes", 2_500, 1e3, "kB"), ("norm", 5, 1, "norm")]:
         assert shown_in(unit, amount) == (divisor, shown)
     assert [number(value) for value in (0, 0.00355, 1.8, 24.12, 99.94, 99.96, -1817.4)] == [
-        *("0", "0.00355", "1.80", "24.1", "99.9", "100", "-1,817"),
+        *("0", "0.00355", "1.80", "24.1", "99.9", "100", "-1,817")
     ]
 
 

@@ -10,7 +10,7 @@ from functools import cache
 import pytest
 import torch
 from hosts import Hosts, why_not
-from scripts import ROOT, SETTINGS, torch_load, train
+from scripts import ROOT, SETTINGS, events_of, torch_load, train
 
 from model import GPT, GPTConfig
 from zero.flags import Flags
@@ -71,10 +71,8 @@ def finish(jobs):
 
 
 def losses_of(out):
-    with open(out / "metrics.jsonl") as file:
-        events = [json.loads(line) for line in file]
     keys = ("iter/loss", "iter/grad_norm", "train/loss", "val/loss")
-    return [(event["iter"], key, event[key]) for event in events for key in keys if key in event]
+    return [(event["iter"], key, event[key]) for event in events_of(out) for key in keys if key in event]
 
 
 @pytest.fixture(scope="module")
@@ -176,13 +174,8 @@ def test_two_hosts_send_each_other_what_the_arithmetic_says(on_hosts):
 @pytest.mark.parametrize(
     "how",
     [
-        ("adamw", 2, 2),
-        ("torch", 2, 2),
-        ("hybrid", 2, 2),
-        ("sharded", 4, 1),
-        ("adamw", 4, 1),
-        ("torch", 4, 1),
-        ("sharded", 2, 2, "c10d"),
+        *(("adamw", 2, 2), ("torch", 2, 2), ("hybrid", 2, 2), ("sharded", 2, 2, "c10d")),
+        *(("sharded", 4, 1), ("adamw", 4, 1), ("torch", 4, 1)),
     ],
     ids=lambda how: "-".join(map(str, how)),
 )
@@ -248,8 +241,6 @@ def test_a_slow_link_makes_no_rank_look_slow(data, implementation, tmp_path):
     with Hosts(3) as hosts:
         hosts[1].set_rate(10)
         finish(hosts.torchrun(script, *SETTINGS, f"--dataset={data}", "--out_dir=out", *arguments, ranks_per_host=1))
-        with open(f"{hosts[0].folder}/out/metrics.jsonl") as file:
-            events = [json.loads(line) for line in file]
-    measured = [event for event in events if "time/slowest_rank" in event]
+        measured = [event for event in events_of(f"{hosts[0].folder}/out") if "time/slowest_rank" in event]
     assert statistics.median(event["comm/exposed_percent"] for event in measured) > 50, "the link is slow"
     assert statistics.median(event["time/rank_spread_ms"] / event["time/step_ms"] for event in measured) < 0.1

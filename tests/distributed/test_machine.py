@@ -38,15 +38,9 @@ def test_the_number_format_follows_that_of_the_weights():
 @pytest.mark.parametrize(
     ("name", "tflops"),
     [
-        ("NVIDIA H100 80GB HBM3", 989.4),
-        ("NVIDIA H100 PCIe", 756.0),
-        ("NVIDIA GH200 480GB", 989.4),
-        ("NVIDIA A100-SXM4-80GB", 312.0),
-        ("NVIDIA A10G", 70.0),
-        ("NVIDIA A10", 125.0),
-        ("NVIDIA L40S", 362.0),
-        ("Tesla V100-SXM2-16GB", 125.0),
-        ("NVIDIA GeForce RTX 4090", 165.2),
+        *(("NVIDIA H100 80GB HBM3", 989.4), ("NVIDIA H100 PCIe", 756.0), ("NVIDIA GH200 480GB", 989.4)),
+        *(("NVIDIA A100-SXM4-80GB", 312.0), ("NVIDIA A10G", 70.0), ("NVIDIA A10", 125.0), ("NVIDIA L40S", 362.0)),
+        *(("Tesla V100-SXM2-16GB", 125.0), ("NVIDIA GeForce RTX 4090", 165.2)),
     ],
 )
 def test_the_peak_of_a_gpu_is_that_of_its_data_sheet(monkeypatch, name, tflops):
@@ -58,11 +52,8 @@ def test_the_peak_of_a_gpu_is_that_of_its_data_sheet(monkeypatch, name, tflops):
     ("name", "row"),
     [
         *((name, name) for name in machine.CARDS),
-        ("NVIDIA A100-PCIE-40GB", "A100-40"),
-        ("NVIDIA A100-SXM4-80GB", "A100"),
-        ("Tesla V100-SXM2-32GB", "V100-32"),
-        ("Tesla T4", "T4"),
-        ("NVIDIA GeForce RTX 5090", "5090"),
+        *(("NVIDIA A100-PCIE-40GB", "A100-40"), ("NVIDIA A100-SXM4-80GB", "A100"), ("Tesla V100-SXM2-32GB", "V100-32")),
+        *(("Tesla T4", "T4"), ("NVIDIA GeForce RTX 5090", "5090")),
     ],
 )
 def test_a_card_is_known_by_its_name_and_by_that_of_its_driver(name, row):
@@ -70,11 +61,8 @@ def test_a_card_is_known_by_its_name_and_by_that_of_its_driver(name, row):
     assert machine.card(f"{name} Laptop GPU") is None
 
 
-def test_the_peak_of_a_cpu_is_measured():
+def test_the_peak_of_a_cpu_is_measured_and_float32_is_slow_nowhere():
     assert machine.peak_flops(torch.device("cpu"), torch.float32) > 1e6
-
-
-def test_float32_is_slow_nowhere():
     assert not machine.is_slow_on_cpu(torch.device("cpu"), "float32")
 
 

@@ -1,6 +1,5 @@
 """Lost ranks: a run that hangs ends and says why, and torchrun brings the job back from its last checkpoint."""
 
-import json
 import os
 import re
 import signal
@@ -14,7 +13,7 @@ from functools import partial
 import faults
 import pytest
 import torch
-from scripts import ROOT, SETTINGS, Forked, environment, run, torch_load, train
+from scripts import ROOT, SETTINGS, Forked, environment, events_of, run, torch_load, train
 
 LONG = ["--max_iters=100000", "--eval_interval=100000", "--dist_timeout_s=2"]
 
@@ -204,9 +203,7 @@ def test_a_job_that_loses_a_host_goes_on_smaller_with_the_same_batches(data, tmp
         assert job.hosts[0].agent.returncode == 0, job.printed()
         assert "rank 0 lost the" in job.printed()
     losses, _, _ = train(tmp_path / "whole", data, *settings, ranks=2)
-    with open(tmp_path / "smaller" / "metrics.jsonl") as file:
-        events = [json.loads(line) for line in file]
-    smaller = {event["iter"]: event["iter/loss"] for event in events if "iter/loss" in event}
+    smaller = {event["iter"]: event["iter/loss"] for event in events_of(tmp_path / "smaller") if "iter/loss" in event}
     assert sorted(smaller) == list(range(61))
     assert max(abs(losses[i] - smaller[i]) for i in losses) < 1e-4
 

@@ -147,7 +147,7 @@ def test_plan_says_what_to_do(data):
 
 
 SIZES_OF_FSDP = [
-    GPTConfig(block_size=64, vocab_size=vocab, n_layer=6, n_head=6, n_embd=384, bias=False) for vocab in (65, 8000)
+    GPTConfig(block_size=64, vocab_size=vocab, n_layer=4, n_head=4, n_embd=256, bias=False) for vocab in (65, 5300)
 ]
 
 

@@ -28,10 +28,7 @@ REFUSED = {  # what the last rank does before it runs train.py, and the line tha
         "rank 2 has dtype=bfloat16, the others dtype=float32; 1 more differ; start all ranks with the same settings",
     ),
     "another dataset": ([faults.add_arguments, "--dataset=DATA"], "rank 2 has train.bin=4000 tokens with checksum "),
-    "another source file": (
-        [faults.another_source_file],
-        "rank 2 has zero/layout.py=changed, the others zero/layout.py=",
-    ),
+    "another source file": ([faults.another_source_file], "rank 2 has zero/layout.py=changed, the others zero/layout.py="),
     "another model": (
         [faults.half_the_model],
         "rank 2 has transformer.wte.weight=(29, 32) torch.float16, the others transformer.wte.weight=(29, 32) torch.float32; ",
@@ -97,8 +94,7 @@ def test_each_host_may_write_elsewhere(data, tmp_path):
     """And take the settings of its own that only rank 0 uses, such as a name that a config file makes from the time."""
     folders = [f"--out_dir={tmp_path / 'second'}", "--wandb_run_name=second", "--log_to=tensorboard"]
     where = [f"--dataset={data}", f"--out_dir={tmp_path / 'first'}", "--max_iters=1"]
-    process = run("train.py", *SETTINGS, *where, ranks=2, before=partial(faults.add_arguments_by_rank, {1: folders}))
-    assert process.returncode == 0, process.stderr
+    run("train.py", *SETTINGS, *where, ranks=2, before=partial(faults.add_arguments_by_rank, {1: folders})).succeeded()
     assert (tmp_path / "first" / "metrics.jsonl").exists()
     assert not (tmp_path / "second").exists()
 

@@ -1,12 +1,11 @@
 """run/memory_meter.py: a run says what memory it will need and what it takes, and warns if the two differ."""
 
-import json
 import re
 from types import SimpleNamespace
 
 import pytest
 import torch
-from scripts import train
+from scripts import events_of, train
 
 from forecast.prediction import PURPOSES
 from forecast.run_memory import Workload
@@ -16,14 +15,12 @@ from run.memory_meter import MemoryCheck, MemoryMeter
 from zero.build import build
 from zero.flags import Flags
 
-BUCKET_MB = 0.02
 SIZES = GPTConfig(block_size=16, vocab_size=29, n_layer=2, n_head=2, n_embd=32)
 
 
 def figures(folder, which):
     """Iteration and megabytes by purpose that metrics.jsonl has for 'predicted' or 'measured'."""
-    with open(folder / "metrics.jsonl") as file:
-        (event,) = [event for event in map(json.loads, file) if f"memory/{which}_state_mb" in event]
+    (event,) = [event for event in events_of(folder) if f"memory/{which}_state_mb" in event]
     return event["iter"], {purpose: event.get(f"memory/{which}_{purpose}_mb", 0.0) for purpose in PURPOSES}
 
 

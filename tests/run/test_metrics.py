@@ -9,7 +9,7 @@ from functools import partial
 import faults
 import pytest
 import torch
-from scripts import SETTINGS, run
+from scripts import SETTINGS, events_of, run
 
 from forecast.prediction import PURPOSES
 from model import GPT, GPTConfig
@@ -31,11 +31,7 @@ LOGGED = {metric.key for metric in METRICS.values() if metric.when != "summary"}
 OF_GPU = {metric.key for metric in METRICS.values() if metric.when.endswith("GPU")}
 OF_RANKS = {metric.key for metric in METRICS.values() if metric.when == "ranks"}
 OF_RANKS -= {f"{key}_{of}" for key in OF_RANKS for of in ("min", "rank")}
-HOW = {
-    "adamw": ["--use_zero1=False"],
-    "torch": ["--zero1_impl=torch"],
-    "sharded": ["--zero_bucket_mb=0.02"],
-}
+HOW = {"adamw": ["--use_zero1=False"], "torch": ["--zero1_impl=torch"], "sharded": ["--zero_bucket_mb=0.02"]}
 
 
 @pytest.fixture(scope="module")
@@ -45,10 +41,9 @@ def events(data, tmp_path_factory):
     for name, flags in HOW.items():
         out = tmp_path_factory.mktemp(name)
         arguments = [f"--dataset={data}", f"--out_dir={out}", f"--max_iters={STEPS}", *flags]
-        process = run("train.py", *SETTINGS, "--dropout=0.0", *arguments, ranks=2, before=partial(faults.measure_every, 2))
-        assert process.returncode == 0, process.stderr
-        with open(out / "metrics.jsonl") as file, open(out / "run.json") as facts:
-            found[name] = [json.loads(line) for line in file], json.load(facts)
+        often = partial(faults.measure_every, 2)
+        run("train.py", *SETTINGS, "--dropout=0.0", *arguments, ranks=2, before=often).succeeded()
+        found[name] = events_of(out), json.loads((out / "run.json").read_text())
     return found
 
 
@@ -84,8 +79,7 @@ def test_a_figure_that_is_always_zero_is_not_logged(events, runs):
         zeros = {key for key, found in values.items() if not any(found) and f"{key.removesuffix('_rank')}_min" not in values}
         assert zeros <= ends_at_zero, name
     assert runs["one"].losses
-    with open(runs.folder / "one" / "metrics.jsonl") as file:
-        keys = set().union(*map(json.loads, file))
+    keys = set().union(*events_of(runs.folder / "one"))
     assert not {key for key in keys if re.match(r"comm/|time/(slowest|rank)|iter/loss_max|memory/.*_(min|rank)$", key)}
     assert "memory/peak_mb" in keys
 
@@ -107,12 +101,10 @@ def test_every_implementation_logs_the_same_keys_at_the_same_events(events):
 
 def test_the_losses_are_equal(events):
     """At two ranks the sum of the gradients is exact; clipping adds the squares in another order."""
-    losses = [[event["iter/loss"] for event in iterations(lines)] for lines, _ in events.values()]
-    norms = [[event["iter/grad_norm"] for event in iterations(lines)] for lines, _ in events.values()]
-    for other in (1, 2):
-        assert losses[other] == pytest.approx(losses[0], rel=1e-5)
-        assert norms[other] == pytest.approx(norms[0], rel=1e-5)
-    assert len(set(losses[0])) == STEPS + 1
+    for key in ("iter/loss", "iter/grad_norm"):
+        values, *others = ([event[key] for event in iterations(lines)] for lines, _ in events.values())
+        assert others == [pytest.approx(values, rel=1e-5)] * 2, key
+        assert len(set(values)) == STEPS + 1
 
 
 @pytest.mark.parametrize("name", HOW)
@@ -166,9 +158,8 @@ def test_training_stands_still_for_the_whole_of_a_save(events):
 
 def test_the_time_of_logging_is_in_the_time_of_a_step(data, tmp_path):
     arguments = [f"--dataset={data}", f"--out_dir={tmp_path}", "--max_iters=2", "--eval_interval=100"]
-    process = run("train.py", *SETTINGS, *arguments, before=partial(faults.logging_takes, 0.2))
-    assert process.returncode == 0, process.stderr
-    _, *later = iterations(map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines()))
+    run("train.py", *SETTINGS, *arguments, before=partial(faults.logging_takes, 0.2)).succeeded()
+    _, *later = iterations(events_of(tmp_path))
     assert [event["time/step_ms"] > 200 for event in later] == [True, True]
 
 
@@ -197,9 +188,8 @@ def test_run_json_has_the_settings_and_what_the_run_runs_on(events):
 def test_the_rank_that_computes_longest_is_named(data, tmp_path):
     arguments = [f"--dataset={data}", f"--out_dir={tmp_path}", "--max_iters=2"]
     slow = partial(faults.measure_every, 1, faults.rank_1_computes_slowly, 0.2)
-    process = run("train.py", *SETTINGS, *arguments, ranks=2, before=slow)
-    assert process.returncode == 0, process.stderr
-    lines = iterations(map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines()))
+    run("train.py", *SETTINGS, *arguments, ranks=2, before=slow).succeeded()
+    lines = iterations(events_of(tmp_path))
     assert [event["time/slowest_rank"] for event in lines] == [1] * 3
     assert all(event["time/rank_spread_ms"] > 0.5 * 3 * 200 for event in lines), "three micro-steps of 0.2 s more"
     assert all(event["comm/exposed_ms"] > 0.5 * 3 * 200 for event in lines), "rank 0 waits for it"

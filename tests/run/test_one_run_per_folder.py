@@ -1,11 +1,10 @@
 """train.py and its out_dir: one run at a time writes there, and a run that only evaluates writes nothing."""
 
 import contextlib
-import json
 import os
 import time
 
-from scripts import SETTINGS, Forked, run, torch_load, train
+from scripts import SETTINGS, Forked, events_of, run, torch_load, train
 
 from run.lock import Lock
 from zero.checkpoint.__main__ import main
@@ -26,12 +25,10 @@ def test_eval_only_changes_nothing(data, tmp_path):
     out.chmod(0o500)
     process = run(
         "train.py", *SETTINGS, f"--dataset={data}", f"--out_dir={out}", "--init_from=resume", "--eval_only=True", ranks=2
-    )
-    assert process.returncode == 0, process.stderr
+    ).succeeded()
     assert "step 5: train loss {:.4f}, val loss {:.4f}".format(*evaluations[5]) in process.stdout
     assert "iter 5" not in process.stdout
-    sampled = run("sample.py", f"--out_dir={out}", "--start=A", "--num_samples=1", "--max_new_tokens=1")
-    assert sampled.returncode == 0, sampled.stderr
+    run("sample.py", f"--out_dir={out}", "--start=A", "--num_samples=1", "--max_new_tokens=1").succeeded()
     assert main(["inspect", str(out / "ckpt.pt")]) == 0
     out.chmod(0o700)
     assert state() == before
@@ -83,6 +80,6 @@ def test_of_two_runs_in_one_folder_one_is_refused(data, tmp_path):
     collide(tmp_path, data)
     end = torch_load(tmp_path)["iter_num"] + 7
     train(tmp_path, data, "--init_from=resume", f"--max_iters={end}")
-    events = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    events = events_of(tmp_path)
     assert [event["iter"] for event in events if "iter/loss" in event] == list(range(end + 1)), "every iteration once"
     assert [event["iter"] for event in events if "val/loss" in event] == list(range(0, end + 1, 5))

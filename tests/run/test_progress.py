@@ -31,17 +31,7 @@ for i in range(21):
 line.close()
 """
 PRINTED = [
-    "being loaded",
-    "loaded",
-    "step 0",
-    "iter 0",
-    "iter 4",
-    "iter 8",
-    "step 10",
-    "iter 12",
-    "iter 16",
-    "step 20",
-    "iter 20",
+    *("being loaded", "loaded", "step 0", "iter 0", "iter 4", "iter 8", "step 10", "iter 12", "iter 16", "step 20", "iter 20")
 ]
 
 

@@ -1,6 +1,5 @@
 """The figures of an iteration: what they send, and when the host reads them, on a GPU later than on a CPU."""
 
-import json
 import re
 import threading
 from functools import partial
@@ -9,7 +8,7 @@ from unittest import mock
 import faults
 import pytest
 import torch
-from scripts import SETTINGS, run
+from scripts import SETTINGS, events_of, run
 
 from distributed.watchdog import Watchdog
 from run import logger
@@ -24,9 +23,7 @@ def trained(out, data, *flags, before=None, code=0):
     """The events of a run without its times, and what it printed."""
     process = run("train.py", *SETTINGS, f"--dataset={data}", f"--out_dir={out}", *FLAGS, *flags, ranks=2, before=before)
     assert process.returncode == code, process.stderr
-    with open(out / "metrics.jsonl") as file:
-        events = [json.loads(line) for line in file]
-    return [{key: value for key, value in event.items() if not re.match(TIMES, key)} for event in events], process
+    return [{key: value for key, value in event.items() if not re.match(TIMES, key)} for event in events_of(out)], process
 
 
 @pytest.mark.parametrize("log_interval", [1, 3])
@@ -44,8 +41,7 @@ def test_a_later_reading_changes_neither_figures_nor_order_nor_what_a_resumed_ru
     assert lines[1] == lines[0]
     again = ["--init_from=resume", "--max_iters=15", f"--log_interval={log_interval}"]
     trained(tmp_path / "later", data, *again, before=faults.reads_as_from_a_gpu)
-    with open(tmp_path / "later" / "metrics.jsonl") as file:
-        numbers = [event["iter"] for event in map(json.loads, file) if "iter/loss" in event]
+    numbers = [event["iter"] for event in events_of(tmp_path / "later") if "iter/loss" in event]
     assert numbers == list(range(0, 16, log_interval))
 
 

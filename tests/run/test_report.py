@@ -1,6 +1,5 @@
 """run/report.py: the card at the end of a run says what was trained, once, whatever has happened to the run."""
 
-import json
 import math
 import os
 import pickle
@@ -14,7 +13,7 @@ import faults
 import numpy as np
 import pytest
 from conftest import shared_data
-from scripts import SETTINGS, Forked, run, torch_load, train
+from scripts import SETTINGS, Forked, events_of, run, torch_load, train
 
 from data.dataset import Dataset
 from data.vocabulary import bytes_of_tokens
@@ -156,8 +155,7 @@ def test_bits_per_byte_are_beside_every_loss(data, tmp_path):
     (folder / "meta.pkl").write_bytes(pickle.dumps(meta))
     size = len("".join(letters[token] for token in np.fromfile(folder / "val.bin", np.uint16)).encode()) / 1000
     _, evaluations, printed = train(tmp_path, folder, "--max_iters=5", ranks=2)
-    with open(tmp_path / "metrics.jsonl") as file:
-        events = [event for event in map(json.loads, file) if "val/loss" in event]
+    events = [event for event in events_of(tmp_path) if "val/loss" in event]
     bits = [loss / math.log(2) / size for _, loss in evaluations.values()]
     assert [event["val/bits_per_byte"] for event in events] == pytest.approx(bits)
     assert re.findall(r"^step .*, val loss \S+ \((.*) bits per byte\)$", printed, re.MULTILINE) == [
@@ -168,10 +166,8 @@ def test_bits_per_byte_are_beside_every_loss(data, tmp_path):
 
 def test_a_run_ends_when_it_reaches_its_loss(data, tmp_path):
     arguments = [*SETTINGS, f"--dataset={data}", f"--out_dir={tmp_path}", "--stop_at_val_loss=3.0", "--max_iters=99"]
-    first = run("train.py", *arguments, ranks=2)
-    assert first.returncode == 0, first.stderr
-    with open(tmp_path / "metrics.jsonl") as file:
-        events = [json.loads(line) for line in file]
+    first = run("train.py", *arguments, ranks=2).succeeded()
+    events = events_of(tmp_path)
     *above, reached = [event for event in events if "val/loss" in event]
     assert above
     assert min(event["val/loss"] for event in above) > 3.0 >= reached["val/loss"]
@@ -182,8 +178,7 @@ def test_a_run_ends_when_it_reaches_its_loss(data, tmp_path):
     time = timedelta(seconds=round(reached["time/elapsed_s"]))
     expected = f"{reached['val/loss']:.4f} after {end} iterations, {end * TOKENS_PER_ITER:,} tokens, {time} (h:mm:ss)"
     assert rows["target"] == f"val loss {expected}"
-    again = run("train.py", *arguments, "--init_from=resume", ranks=2)
-    assert again.returncode == 0, again.stderr
+    again = run("train.py", *arguments, "--init_from=resume", ranks=2).succeeded()
     assert len(re.findall(r"^iter \d+:", first.stdout, re.MULTILINE)) == end
     assert not re.findall(r"^iter \d+:", again.stdout, re.MULTILINE)
     assert card(tmp_path)[0]["target"].startswith(f"val loss {reached['val/loss']:.4f} after {end} iterations, ")
@@ -200,13 +195,11 @@ def test_a_killed_and_resumed_run_counts_once(data, tmp_path):
             os.kill(pid, signal.SIGKILL)
         forked.finish()
     assert not (tmp_path / report.NAME).exists()
-    killed = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    killed = events_of(tmp_path)
     saved_s = torch_load(tmp_path)["elapsed_s"]
     assert torch_load(tmp_path)["iter_num"] == 8
-    resumed = run("train.py", *arguments, "--max_iters=13", "--init_from=resume", ranks=2)
-    assert resumed.returncode == 0, resumed.stderr
-    with open(tmp_path / "metrics.jsonl") as file:
-        events = [json.loads(line) for line in file]
+    resumed = run("train.py", *arguments, "--max_iters=13", "--init_from=resume", ranks=2).succeeded()
+    events = events_of(tmp_path)
     rows, title = card(tmp_path)
     assert title == "done, 14 iterations"
     assert rows["data"].startswith(f"{data}: {14 * TOKENS_PER_ITER:,} tokens, ")

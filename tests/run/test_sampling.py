@@ -1,6 +1,5 @@
 """Samples while training: what is written, and that training does not change."""
 
-import json
 import pickle
 import shutil
 from functools import partial
@@ -8,7 +7,7 @@ from functools import partial
 import faults
 import pytest
 import torch
-from scripts import SETTINGS, run, torch_load, train
+from scripts import SETTINGS, events_of, run, torch_load, train
 
 from data import vocabulary
 from run.sampling import TOKENS
@@ -16,9 +15,7 @@ from run.sampling import TOKENS
 
 def samples(out):
     """The samples in metrics.jsonl, {iter: text}."""
-    with open(out / "metrics.jsonl") as file:
-        events = [json.loads(line) for line in file]
-    return {event["iter"]: event["sample/text"] for event in events if "sample/text" in event}
+    return {event["iter"]: event["sample/text"] for event in events_of(out) if "sample/text" in event}
 
 
 def test_samples_change_neither_the_losses_nor_the_weights(data, tmp_path):

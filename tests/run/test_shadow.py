@@ -60,10 +60,7 @@ def test_clipping_rounds(data, tmp_path):
     assert 0 < float(re.search(r"the largest difference from plain AdamW is (\S+), in transformer\.\S+$", line)[1]) < 1e-5
 
 
-@pytest.mark.parametrize(
-    ("where", "flags"),
-    [("weight", []), ("master", ["--param_dtype=bfloat16"])],
-)
+@pytest.mark.parametrize(("where", "flags"), [("weight", []), ("master", ["--param_dtype=bfloat16"])])
 def test_a_wrong_value_on_one_rank_is_found(data, tmp_path, where, flags):
     disturbed = partial(run, before=partial(faults.wrong_value_on_rank_1, where))
     _, _, printed = train(tmp_path, data, *UNCLIPPED, *flags, "--shadow_check=1", ranks=2, run=disturbed)

@@ -1,13 +1,12 @@
 """run/tensorboard_run.py: TensorBoard shows every figure of metrics.jsonl once, also of a run that was killed and resumed."""
 
-import json
 import math
 import os
 from functools import partial
 
 import faults
 import pytest
-from scripts import SETTINGS, run
+from scripts import SETTINGS, events_of, run
 
 MISSING = "tensorboard is not installed: pip install -e '.[dev]'"
 
@@ -24,11 +23,10 @@ def shown(folder):
 def numbers(folder):
     """The figures of metrics.jsonl: {key: {iteration: value}}."""
     found = {}
-    with open(folder / "metrics.jsonl") as file:
-        for event in map(json.loads, file):
-            for key, value in event.items():
-                if key != "iter" and not isinstance(value, str):
-                    found.setdefault(key, {})[event["iter"]] = value
+    for event in events_of(folder):
+        for key, value in event.items():
+            if key != "iter" and not isinstance(value, str):
+                found.setdefault(key, {})[event["iter"]] = value
     return found
 
 
@@ -36,12 +34,10 @@ def test_tensorboard_has_every_figure_once(data, tmp_path):
     """The first process has gone on to iteration 12 when the second one begins at the checkpoint of 10."""
     pytest.importorskip("tensorboard", reason=MISSING)
     arguments = [*SETTINGS, f"--dataset={data}", f"--out_dir={tmp_path}", "--log_to=tensorboard", "--keep_checkpoints=2"]
-    first = run("train.py", *arguments, "--max_iters=12", "--sample_interval=5")
-    assert first.returncode == 0, first.stderr
+    first = run("train.py", *arguments, "--max_iters=12", "--sample_interval=5").succeeded()
     assert f"TensorBoard: tensorboard --logdir={tmp_path}\n" in first.stdout
     os.replace(tmp_path / "ckpt_00000010.pt", tmp_path / "ckpt.pt")
-    resumed = run("train.py", *arguments, "--max_iters=15", "--init_from=resume")
-    assert resumed.returncode == 0, resumed.stderr
+    run("train.py", *arguments, "--max_iters=15", "--init_from=resume").succeeded()
     scalars, texts = shown(tmp_path / "tensorboard")
     expected = numbers(tmp_path)
     assert sorted(expected["iter/loss"]) == list(range(16))
@@ -50,8 +46,7 @@ def test_tensorboard_has_every_figure_once(data, tmp_path):
     for key, values in expected.items():
         assert scalars[key] == pytest.approx(values, rel=1e-6), key
     assert {"run.json/text_summary", "sample/text/text_summary", "summary/text_summary"} <= set(texts)
-    again = run("train.py", *arguments, "--max_iters=2")
-    assert again.returncode == 0, again.stderr
+    run("train.py", *arguments, "--max_iters=2").succeeded()
     assert sorted(shown(tmp_path / "tensorboard")[0]["iter/loss"]) == [0, 1, 2], "a new run in the folder"
 
 

@@ -14,7 +14,7 @@ from functools import partial
 import faults
 import pytest
 from conftest import ROOT
-from scripts import SETTINGS, Finished, Forked, environment, run, torch_load
+from scripts import SETTINGS, Finished, Forked, environment, events_of, run, torch_load
 from wandb_server import WandbServer
 
 from run.metrics import METRICS
@@ -67,9 +67,8 @@ def without_what_wandb_adds(rows):
 def merged(out):
     """metrics.jsonl, the events of each iteration in one dict."""
     found = {}
-    with open(os.path.join(out, "metrics.jsonl")) as file:
-        for event in map(json.loads, file):
-            found.setdefault(event["iter"], {}).update(event)
+    for event in events_of(out):
+        found.setdefault(event["iter"], {}).update(event)
     return list(found.values())
 
 
@@ -85,8 +84,7 @@ def lines_about_wandb(process):
 def test_an_offline_run_has_every_figure_of_metrics_jsonl(data, tmp_path, wandb_folder):
     out = tmp_path / "out"
     arguments = [f"--dataset={data}", f"--out_dir={out}", "--wandb_log=True", "--wandb_run_name=test"]
-    process = run("train.py", *SETTINGS, *arguments, ranks=2, cwd=tmp_path)
-    assert process.returncode == 0, process.stderr
+    run("train.py", *SETTINGS, *arguments, ranks=2, cwd=tmp_path).succeeded()
     expected = merged(out)
     assert [row["iter"] for row in expected] == list(range(21)), "the last one about the last checkpoint"
     assert {"val/loss", "iter/loss"} <= expected[5].keys()
@@ -112,8 +110,7 @@ def test_an_offline_run_that_was_killed_is_uploaded_as_one_run(data, tmp_path, s
     with Forked("train.py", *arguments, "--max_iters=100000", ranks=2, cwd=tmp_path) as forked:
         forked.wait_for("iter 37:")
         os.kill(forked.pids[0], signal.SIGKILL)
-    resumed = run("train.py", *arguments, "--max_iters=60", "--init_from=resume", ranks=2, cwd=tmp_path)
-    assert resumed.returncode == 0, resumed.stderr
+    resumed = run("train.py", *arguments, "--max_iters=60", "--init_from=resume", ranks=2, cwd=tmp_path).succeeded()
     assert "wandb" not in resumed.stderr
     (line,) = lines_about_wandb(resumed)
     command = re.search("(wandb sync .*); this folder has all rows of the run: leave out its older ones", line)[1]
@@ -129,8 +126,7 @@ def test_an_evaluation_goes_to_the_summary_of_the_run(data, tmp_path, wandb_fold
     arguments = [f"--dataset={data}", f"--out_dir={out}", "--wandb_log=True", "--max_iters=3"]
     assert run("train.py", *SETTINGS, *arguments, cwd=tmp_path).returncode == 0
     trained = only(wandb_folder)
-    process = run("evaluate.py", f"--out_dir={out}", "--wandb_log=True", ranks=2, cwd=tmp_path)
-    assert process.returncode == 0, process.stderr
+    run("evaluate.py", f"--out_dir={out}", "--wandb_log=True", ranks=2, cwd=tmp_path).succeeded()
     (evaluated,) = set(wandb_folder.glob("offline-run-*")) - {trained}
     assert {record["run_id"] for folder in (trained, evaluated) for record in records(folder, "run")} == {
         torch_load(out)["wandb_run_id"]
@@ -144,14 +140,12 @@ def test_an_evaluation_goes_to_the_summary_of_the_run(data, tmp_path, wandb_fold
 def test_a_run_on_a_server_is_one_run(data, tmp_path, server):
     """It ended after 12, and resumes from a checkpoint at 10."""
     arguments = [*SETTINGS, f"--dataset={data}", "--wandb_log=True", f"--out_dir={tmp_path / 'out'}"]
-    first = run("train.py", *arguments, "--max_iters=12", "--keep_checkpoints=2", ranks=2, cwd=tmp_path)
-    assert first.returncode == 0, first.stderr
+    first = run("train.py", *arguments, "--max_iters=12", "--keep_checkpoints=2", ranks=2, cwd=tmp_path).succeeded()
     ((run_id, before),) = [(run_id, list(rows)) for run_id, rows in server.rows.items()]
     assert lines_about_wandb(first) == [f"wandb: {server.url}/entity/project/runs/{run_id}"]
     assert without_what_wandb_adds(before) == merged(tmp_path / "out")
     shutil.copy(tmp_path / "out" / "ckpt_00000010.pt", tmp_path / "out" / "ckpt.pt")
-    resumed = run("train.py", *arguments, "--max_iters=15", "--init_from=resume", ranks=2, cwd=tmp_path)
-    assert resumed.returncode == 0, resumed.stderr
+    run("train.py", *arguments, "--max_iters=15", "--init_from=resume", ranks=2, cwd=tmp_path).succeeded()
     assert list(server.rows) == [run_id]
     expected = merged(tmp_path / "out")
     assert [row["iter"] for row in expected] == list(range(17))
@@ -186,8 +180,7 @@ def test_without_a_login_or_a_network_the_run_is_offline(data, tmp_path, wandb_f
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     arguments = [*SETTINGS, f"--dataset={data}", "--wandb_log=True", "--max_iters=5", f"--out_dir={tmp_path / 'out'}"]
-    process = run("train.py", *arguments, cwd=tmp_path)
-    assert process.returncode == 0, process.stderr
+    process = run("train.py", *arguments, cwd=tmp_path).succeeded()
     (line,) = lines_about_wandb(process)
     reason = "Failed to authenticate .*" if variables else "there is no login"
     command = f"wandb login && wandb sync {only(wandb_folder)}"
@@ -209,8 +202,7 @@ def run_single(arguments, cwd, fault, *args):
 
 def test_training_goes_on_when_the_process_of_wandb_is_killed(data, tmp_path):
     arguments = [f"--dataset={data}", f"--out_dir={tmp_path / 'out'}", "--wandb_log=True"]
-    process = run_single(arguments, tmp_path, faults.kill_wandb)
-    assert process.returncode == 0, process.stderr
+    process = run_single(arguments, tmp_path, faults.kill_wandb).succeeded()
     assert process.stdout.count("WARNING: wandb has stopped") == 1
     # asyncio says this if wandb's client writes five times before it is told that the connection is gone
     assert set(process.stderr.splitlines()) <= {"socket.send() raised exception."}
@@ -325,8 +317,7 @@ def test_a_run_that_is_disabled_has_no_id(fake):
 
 def test_without_wandb_training_goes_on_with_one_line(data, tmp_path):
     arguments = [f"--dataset={data}", f"--out_dir={tmp_path}", "--wandb_log=True", "--max_iters=2"]
-    process = run("train.py", *SETTINGS, *arguments, before=partial(faults.without_module, "wandb"))
-    assert process.returncode == 0, process.stderr
+    process = run("train.py", *SETTINGS, *arguments, before=partial(faults.without_module, "wandb")).succeeded()
     (line,) = [line for line in lines_about_wandb(process) if "WARNING" in line]
     assert re.fullmatch(r"WARNING: wandb does not start: .*; training goes on, metrics.jsonl has all figures", line)
     assert [row["iter"] for row in merged(tmp_path)] == [0, 1, 2, 3]

@@ -68,7 +68,11 @@ def steps(model: nn.Module, optimizer: Any, count: int = 3, first: int = 0) -> N
         optimizer.zero_grad()
 
 
-def loop(each: Any = None, make: Any = net, after: Any = None, clear: bool = True, **options: Any) -> Any:
+def plain(model: nn.Module, module: nn.Module, step: int) -> None:
+    backward(model, step)
+
+
+def loop(each: Any = plain, make: Any = net, after: Any = None, clear: bool = True, **options: Any) -> Any:
     """Four steps, in each of which `each(model, module, step)` makes the gradients and returns what it has found."""
 
     def trains(wrap: Wrap) -> Tensors:
@@ -76,7 +80,7 @@ def loop(each: Any = None, make: Any = net, after: Any = None, clear: bool = Tru
         model, optimizer = wrap(module, **options)
         found = []
         for step in range(4):
-            found += (each or plain_each)(model, module, step) or []
+            found += each(model, module, step) or []
             optimizer.step()
             if after is not None:
                 found += after(model, module, optimizer, step) or []
@@ -85,10 +89,6 @@ def loop(each: Any = None, make: Any = net, after: Any = None, clear: bool = Tru
         return [tensor.detach().clone() for tensor in found] + weights(module)
 
     return trains
-
-
-def plain_each(model: nn.Module, module: nn.Module, step: int) -> None:
-    backward(model, step)
 
 
 # -- forward and backward ------------------------------------------------------------------------------------------------
@@ -115,10 +115,6 @@ def penalty_of_parameters(share_of_loss):
         (penalty + share_of_loss * loss if share_of_loss else penalty).backward()
 
     return each
-
-
-def siamese(model, module, step):
-    (model(inputs(step)) - model(inputs(step + 50))).square().sum().backward()
 
 
 def two_losses(model, module, step):
@@ -177,14 +173,6 @@ def under(context):
 def in_a_thread(function, *args):
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(function, *args).result()
-
-
-def backward_in_a_thread(model, module, step):
-    in_a_thread(backward, model, step)
-
-
-def forward_in_a_thread(model, module, step):
-    in_a_thread(model, inputs(step)).square().sum().backward()
 
 
 def a_thread_reads(wrap):
@@ -556,11 +544,6 @@ def pruned(module, step):
         prune.l1_unstructured(module[0], "weight", amount=0.3)
 
 
-def there_and_back(module, step):
-    """torch replaces the autograd nodes of the parameters."""
-    module.double().float()
-
-
 class WithExtra(nn.Module):
     def __init__(self):
         super().__init__()
@@ -590,10 +573,6 @@ class Same(nn.Module):
 
     def forward(self, x):
         return self.second(torch.tanh(self.first(x)))
-
-
-def tied_later(module, step):
-    module.second.weight = module.first.weight
 
 
 def swapped(module, step):
@@ -929,10 +908,6 @@ def forked(model, module, optimizer, step):
     return [torch.tensor(values) for values in found]
 
 
-def traced():
-    return torch.fx.symbolic_trace(net())
-
-
 def compiled(what):
     """Before or after the module is wrapped: it, a child, the wrapper, or a function that calls the wrapper."""
 
@@ -975,10 +950,6 @@ def clip_by_hand(model, module, step):
     torch.nn.utils.clip_grad_norm_(module.parameters(), 0.1)
 
 
-def only_a_part_runs(model, module, step):
-    module[0](inputs(step)).square().sum().backward()
-
-
 def holding(block):
     """Forward reads a weight that some holder has, past its module."""
 
@@ -1009,7 +980,7 @@ BEHAVIOURS: dict[str, Any] = {
     "gradient penalty": loop(gradient_penalty),
     "penalty of gradients of parameters": loop(penalty_of_parameters(100)),
     "only a penalty of gradients": loop(penalty_of_parameters(0)),
-    "siamese": loop(siamese),
+    "siamese": loop(lambda model, _, step: (model(inputs(step)) - model(inputs(step + 50))).square().sum().backward()),
     "two losses together": loop(two_losses_together),
     "no_grad between": loop(forwards_between(torch.no_grad)),
     "inference_mode between": loop(forwards_between(torch.inference_mode)),
@@ -1024,8 +995,8 @@ BEHAVIOURS: dict[str, Any] = {
     "detect_anomaly": loop(under(partial(torch.autograd.detect_anomaly, check_nan=False))),
     "save_on_cpu": loop(under(torch.autograd.graph.save_on_cpu)),
     "autocast": loop(under(partial(torch.autocast, "cpu", torch.bfloat16))),
-    "backward in a thread": loop(backward_in_a_thread),
-    "forward in a thread": loop(forward_in_a_thread),
+    "backward in a thread": loop(lambda model, _, step: in_a_thread(backward, model, step)),
+    "forward in a thread": loop(lambda model, _, step: in_a_thread(model, inputs(step)).square().sum().backward()),
     "a thread reads": a_thread_reads,
     **{f"output in a {kind}": output_of_kind(kind) for kind in OUTPUTS},
     "functional_call": loop(functional_call),
@@ -1062,7 +1033,7 @@ BEHAVIOURS: dict[str, Any] = {
     "between steps: load a part": between_steps(load(False)),
     "rewind": rewind,
     "a part deleted": between_steps(a_part_deleted, make=WithExtra),
-    "tied later": between_steps(tied_later, make=Same),
+    "tied later": between_steps(lambda module, _: setattr(module.second, "weight", module.first.weight), make=Same),
     "swapped": between_steps(swapped, make=Same),
     **{
         f"{install.__name__} on {on}{' later' * later}": hooked(install, on, later)
@@ -1106,7 +1077,7 @@ BEHAVIOURS: dict[str, Any] = {
     "failing in no_sync": loop(failing_in_no_sync),
     "functional_call with one weight": loop(after=functional_call_with_one_weight),
     "shallow copy": loop(after=shallow_copy),
-    "traced": loop(make=traced),
+    "traced": loop(make=lambda: torch.fx.symbolic_trace(net())),
     **{f"compiled {what}": compiled(what) for what in ("module", "child", "wrapper", "function", "child, later")},
     "static graph": loop(static_graph=True),
     "two optimizers": two_optimizers,
@@ -1117,16 +1088,13 @@ AVERAGED_BY_HAND: dict[str, Any] = {
     "two losses": loop(two_losses),
     "first the penalty's backward": loop(first_the_penalty_backward),
     "backward of a part": loop(a_backward_of_a_part),
-    "only a part runs": loop(only_a_part_runs),
+    "only a part runs": loop(lambda _, module, step: module[0](inputs(step)).square().sum().backward()),
     "parametrized": between_steps(parametrized),
-    "other dtypes in between": between_steps(there_and_back),
+    "other dtypes in between": between_steps(lambda module, _: module.double().float()),  # torch replaces autograd nodes
 }
 SENT = "this gradient cannot be read or written: .*optimizer\\.clip_grad_norm_"
 REFUSED: dict[str, Any] = {
-    "a buffer on one rank": (
-        loop(make=partial(Buffers, "register on one rank", True)),
-        "buffers differ between the ranks",
-    ),
+    "a buffer on one rank": (loop(make=partial(Buffers, "register on one rank", True)), "buffers differ between the ranks"),
     "data with other strides": (between_steps(orthogonal), r"0\.weight was moved or replaced"),
     "weights assigned": (between_steps(load(True, assign=True)), r"0\.weight, .* replaced \(for example by load_state_dict"),
     "a new part": (between_steps(grows, make=WithExtra), r"extra\.weight, extra\.bias require gradients"),

@@ -323,10 +323,7 @@ CASES = {
         *(ValueError, "registers step hooks on itself"),
         an_optimizer_of(lambda: torch.ones(4), WithOwnHook, elementwise=True, lr=0.1),
     ),
-    "an optimizer after DDP": (
-        *(ValueError, "build ShardedOptimizer before DistributedDataParallel"),
-        an_optimizer_after_ddp,
-    ),
+    "an optimizer after DDP": (*(ValueError, "build ShardedOptimizer before DistributedDataParallel"), an_optimizer_after_ddp),
     "an optimizer after the computation of a weight": (
         *(ValueError, "use parametrizations.weight_norm"),
         an_optimizer_after_weight_norm,

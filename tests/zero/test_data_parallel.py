@@ -25,12 +25,7 @@ def make(shard_gradients=False, seed=None):
     """A wrapped toy whose ranks start from different weights; the wrapper must make them those of rank 0."""
     model = make_toy(dist.get_rank() if seed is None else seed)
     optimizer = ShardedOptimizer(
-        model.param_groups(),
-        torch.optim.AdamW,
-        bucket_mb=TINY_MB,
-        registration_order=model.parameters(),
-        lr=0.01,
-        fused=True,
+        model.param_groups(), torch.optim.AdamW, bucket_mb=TINY_MB, registration_order=model.parameters(), lr=0.01, fused=True
     )
     return ShardedDataParallel(model, optimizer, shard_gradients=shard_gradients, overlap=True), optimizer
 
@@ -242,14 +237,7 @@ def a_trace_names_the_phases_of_a_step_by_bucket():
 
 def test_steps_of_two_ranks():
     run_in_turn(
-        2,
-        overlap_changes_nothing,
-        no_sync_and_state,
-        shard_gradients_set_later,
-        reentrant_checkpoints,
-        a_rank_without_gradients,
-        functools.partial(a_backward_without_gradients, False),
-        functools.partial(a_backward_without_gradients, True),
-        half_precision_norms,
-        a_trace_names_the_phases_of_a_step_by_bucket,
+        *(2, overlap_changes_nothing, no_sync_and_state, shard_gradients_set_later, reentrant_checkpoints),
+        *(a_rank_without_gradients, half_precision_norms, a_trace_names_the_phases_of_a_step_by_bucket),
+        *(functools.partial(a_backward_without_gradients, shard_gradients) for shard_gradients in (False, True)),
     )

@@ -31,8 +31,7 @@ def test_the_program_in_the_documentation_resumes_as_if_it_had_not_stopped(tmp_p
         text = program.replace('saved["step"] + 10', f'saved["step"] + {steps}')
         (folder / "sharded.py").write_text(f"import torch; torch.manual_seed(0)\n{text}")
         for start in range(1, starts + 1):
-            process = run(str(folder / "sharded.py"), ranks=2, cwd=folder)
-            assert process.returncode == 0, process.stderr
+            run(str(folder / "sharded.py"), ranks=2, cwd=folder).succeeded()
             state = leaves(torch.load(folder / "state.pt"))
             assert state["step"] == start * steps
             states.append(state)

@@ -1,7 +1,7 @@
 """One process, without torch.distributed: the flags that save memory there act through zero.build, the others say so."""
 
 import math
-from contextlib import contextmanager
+from unittest import mock
 
 import pytest
 import torch
@@ -20,13 +20,6 @@ def built(muon=False, **flags):
     assert not dist.is_initialized()
     model = make_toy()
     return model, *build(model, model.param_groups(muon), Flags(bucket_mb=0.0002, **flags), overlap=True, lr=0.01)
-
-
-def sent(model, micro_steps, first=0):
-    """Run the backwards of an iteration."""
-    for micro_step in range(micro_steps):
-        model.require_backward_grad_sync = micro_step == micro_steps - 1
-        model(*batch(first + micro_step, 0)).backward()
 
 
 @pytest.mark.parametrize(
@@ -74,7 +67,9 @@ def test_state_in_int8_alone_is_near_adamw():
 )
 def test_a_gradient_keeps_its_dtype_unless_it_is_a_sum_of_micro_steps(micro_steps, shard_gradients, itemsize):
     _, model, optimizer = built(param_dtype="bfloat16", state_dtype="int8", shard_gradients=shard_gradients)
-    sent(model, micro_steps)
+    for micro_step in range(micro_steps):
+        model.require_backward_grad_sync = micro_step == micro_steps - 1
+        model(*batch(micro_step, 0)).backward()
     norm = clip_grad_norm_(optimizer, math.inf)
     numel = sum(bucket.data.numel() for bucket in optimizer.buckets)
     assert held_bytes(optimizer, model)["gradients"] == itemsize * numel
@@ -107,19 +102,10 @@ def test_mps_is_refused():
 
 def test_parameters_move_while_their_gpu_is_the_current_one(monkeypatch):
     """DLPack refuses to export the memory of another one."""
-    current, exported = [], []
-
-    @contextmanager
-    def device_of(tensor):
-        current.append(tensor)
-        yield
-        current.pop()
-
-    def export(part):
-        exported.append(current[-1] is part)
-        return from_dlpack(part)
-
-    monkeypatch.setattr(torch.cuda, "device_of", device_of)
-    monkeypatch.setattr("zero.tensors.from_dlpack", export)
+    calls = mock.MagicMock(**{"export.side_effect": from_dlpack})
+    monkeypatch.setattr(torch.cuda, "device_of", calls.device_of)
+    monkeypatch.setattr("zero.tensors.from_dlpack", calls.export)
     *_, optimizer = built(param_dtype="bfloat16")
-    assert exported == [True] * len(optimizer.number_of)
+    each = ["device_of", "device_of().__enter__", "export", "device_of().__exit__"]
+    assert [name for name, *_ in calls.mock_calls] == each * len(optimizer.number_of)
+    assert calls.device_of.call_args_list == calls.export.call_args_list, "of the same tensor"

@@ -40,13 +40,7 @@ def test_inspect(tmp_path, capsys):
         assert reason in errors
 
 
-@pytest.mark.parametrize(
-    ("line", "part"),
-    [
-        ("--help", "inspect | convert"),
-        ("convert --help", "--to {consolidated,sharded}"),
-    ],
-)
+@pytest.mark.parametrize(("line", "part"), [("--help", "inspect | convert"), ("convert --help", "--to {consolidated,sharded}")])
 def test_help_is_no_error(line, part, capsys):
     with pytest.raises(SystemExit) as end:
         main(line.split())

@@ -139,18 +139,14 @@ def test_a_damaged_file_never_takes_the_place_of_the_one_before(tmp_path, monkey
     assert ckpt.find(str(tmp_path)) == (str(tmp_path / "ckpt.pt"), None)
 
 
-def test_what_a_killed_process_left_is_swept(tmp_path):
+def test_what_a_killed_process_left_is_swept_by_a_writer_that_may(tmp_path):
     (tmp_path / "ckpt.pt.tmp").write_bytes(b"torn")
     (tmp_path / "other.tmp").write_bytes(b"of somebody else")
+    (tmp_path / "shards_00000001_00000000.tmp").mkdir()
+    ckpt.CheckpointWriter(str(tmp_path), sweep=False)
+    assert len(os.listdir(tmp_path)) == 3
     ckpt.CheckpointWriter(str(tmp_path))
     assert os.listdir(tmp_path) == ["other.tmp"]
-
-
-def test_a_writer_that_sweeps_nothing(tmp_path):
-    for name in ("ckpt.pt.tmp", "shards_00000001_00000000.tmp"):
-        (tmp_path / name).mkdir()
-    ckpt.CheckpointWriter(str(tmp_path), sweep=False)
-    assert len(os.listdir(tmp_path)) == 2
 
 
 def test_shards_of_a_save_that_was_killed_just_before_it_counted_are_swept(tmp_path):

@@ -8,6 +8,7 @@ import functools
 import glob
 import itertools
 import os
+import re
 from bisect import bisect_right
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -71,21 +72,18 @@ class Shards:
 
 
 def paths_of(directory: str, split: str) -> list[str]:
-    """Return the token files of a split: those .bin files in the folder that have `split` in their names, sorted.
+    """Return the files of a split: `<split>.bin`, or if it is missing the .bin files with this word in their names, sorted.
 
     Raises:
-        DataError: if a name has the other split in it too, or there are shards beside `<split>.bin`.
+        DataError: if a name has the words of both splits.
     """
-    names = sorted(name for name in glob.glob("*.bin", root_dir=directory) if split in name)
-    for name in names:
-        if all(word in name for word in SPLITS):
-            raise DataError(f"{os.path.join(directory, name)} has both train and val in its name; rename the file")
-    if len(names) > 1 and f"{split}.bin" in names:
-        other = next(name for name in names if name != f"{split}.bin")
-        raise DataError(
-            f"{directory} has {split}.bin and other files of this split, such as {other}; move the one or the others"
-        )
-    return [os.path.join(directory, name) for name in names]
+    if os.path.exists(alone := os.path.join(directory, f"{split}.bin")):
+        return [alone]
+    names = sorted(glob.glob("*.bin", root_dir=directory))
+    of_train, of_val = ([name for name in names if re.search(f"(?<![a-zA-Z]){word}(?![a-zA-Z])", name)] for word in SPLITS)
+    if both := [name for name in of_train if name in of_val]:
+        raise DataError(f"{os.path.join(directory, both[0])} has both train and val in its name; rename the file")
+    return [os.path.join(directory, name) for name in (of_train if split == "train" else of_val)]
 
 
 def shuffled_windows(length: int, block_size: int, key: tuple[int, ...], first: int, count: int) -> np.ndarray:

@@ -153,8 +153,9 @@ def test_a_large_vocabulary_has_uint32_files(tmp_path):
     [
         (["train.bin", "val.bin"], ["train.bin"]),
         (["b_train_2.bin", "b_train_1.bin", "a_train_3.bin", "val.bin", "x.bin", "train.txt"], None),
-        (["train.bin", "train_1.bin", "val.bin"], "has train.bin and other files of this split, such as train_1.bin; move"),
-        (["a_train.bin", "retrieval_train.bin"], "retrieval_train.bin has both train and val in its name; rename the file"),
+        (["train.bin", "val.bin", "train_1.bin", "train_mask.bin", "constraints.bin", "train_val.bin"], ["train.bin"]),
+        (["retrieval_train_1.bin", "constraints.bin", "training.bin", "train2.bin"], ["retrieval_train_1.bin", "train2.bin"]),
+        (["a_train.bin", "a_val-train.bin"], "a_val-train.bin has both train and val in its name; rename the file"),
         ([], []),
     ],
 )

@@ -7,6 +7,7 @@ are a magic number, the version (1: uint16 tokens follow, 7: uint32) and the num
 import functools
 import glob
 import itertools
+import math
 import os
 import re
 from bisect import bisect_right
@@ -23,7 +24,8 @@ MAGIC = (20240520, 20240801)  # of llm.c's files for GPT-2 and for Llama 3
 _DTYPES: dict[int, np.dtype] = {1: np.dtype(np.uint16), 7: np.dtype(np.uint32)}  # by version
 _SAMPLE = 2**15  # bytes that are read of a file to know its format
 _OPEN_FILES = 128  # of a split; more are closed again
-_LARGEST_QUOTIENT = 5  # Zaremba's conjecture: every number of windows has strides with quotients of at most 5
+_LARGEST_QUOTIENT = 5  # is even enough; Zaremba's conjecture: every number of windows has such strides
+_DRAWS = 1000  # of strides; the first one that is even enough is taken, or else the most even one
 
 
 class _File(NamedTuple):
@@ -89,11 +91,11 @@ def paths_of(directory: str, split: str) -> list[str]:
 def shuffled_windows(length: int, block_size: int, key: tuple[int, ...], first: int, count: int) -> np.ndarray:
     """Return the starts of sequences `first`, ..., `first + count - 1` of epochs without end, (count,) int64.
 
-    An epoch cuts the tokens into windows of `block_size`, from a random position of less than `block_size`, and takes each
-    window once. So each token is trained once per epoch; at the two ends fewer than `block_size` are left out. Window number
-    (begin + i * stride) modulo the number of windows is the i-th one, with a random begin and stride in each epoch. This needs
-    no memory, and a run resumes anywhere. Strides are drawn until one spreads its multiples evenly: then each batch takes as
-    many sequences of every file, and no two that lie close together (a lattice rule, as in quasi-Monte Carlo).
+    An epoch cuts the tokens into windows of `block_size`, from a random position up to (length - 1) % block_size, and takes
+    each window once. So each token is trained once per epoch; at the two ends fewer than `block_size` are left out. The order
+    is a lattice, no random shuffle: window number (begin + i * stride) modulo the number of windows is the i-th one, with a
+    random begin and stride in each epoch. This needs no memory, and a run resumes anywhere. A stride spreads its multiples
+    evenly: each batch takes as many sequences of every file, and no two that lie close together (as in quasi-Monte Carlo).
 
     Args:
         length: tokens.
@@ -115,23 +117,22 @@ def shuffled_windows(length: int, block_size: int, key: tuple[int, ...], first: 
 def _order(key: tuple[int, ...], windows: int, rest: int) -> tuple[int, int, int]:
     """Return phase, begin and stride of an epoch, see `shuffled_windows`."""
     generator = np.random.default_rng(key)
-    phase, begin, stride = (int(generator.integers(end)) for end in (rest + 1, windows, windows))
-    while not _spreads(stride, windows):
-        stride = int(generator.integers(windows))
-    return phase, begin, stride
+    phase, begin = (int(generator.integers(end)) for end in (rest + 1, windows))
+    strides = generator.integers(windows, size=_DRAWS).tolist()
+    return phase, begin, min(strides, key=lambda stride: max(_LARGEST_QUOTIENT, _largest_quotient(stride, windows)))
 
 
-def _spreads(stride: int, windows: int) -> bool:
-    """Return whether the multiples of `stride` modulo `windows` are all numbers, and the first ones of them spread evenly.
+def _largest_quotient(stride: int, windows: int) -> float:
+    """Return the largest quotient of Euclid's algorithm, infinity if the two numbers have a common divisor.
 
-    They are all numbers if Euclid's algorithm ends with 1. They spread evenly if its quotients are small (Niederreiter, Random
-    Number Generation and Quasi-Monte Carlo Methods, section 3.1).
+    If not, the multiples of `stride` modulo `windows` are all numbers. The smaller the quotients, the more evenly the first
+    multiples spread (Niederreiter, Random Number Generation and Quasi-Monte Carlo Methods, section 3.1).
     """
+    largest = 0
     while stride:
-        if windows // stride > _LARGEST_QUOTIENT:
-            return False
+        largest = max(largest, windows // stride)
         windows, stride = stride, windows % stride
-    return windows == 1
+    return largest if windows == 1 else math.inf
 
 
 def _inspect(path: str, vocab_size: int | None) -> _File:

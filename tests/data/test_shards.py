@@ -10,7 +10,7 @@ import pytest
 
 from data import common
 from data.dataset import Dataset
-from data.shards import _spreads, paths_of, shuffled_windows
+from data.shards import _largest_quotient, paths_of, shuffled_windows
 from data.vocabulary import DataError
 
 BLOCK = 8
@@ -81,12 +81,22 @@ def test_consecutive_sequences_come_from_all_files_and_lie_apart(first):
         assert np.diff(np.sort(starts)).min() > windows * BLOCK / 800 / (5 + 2)
 
 
-def test_every_number_of_windows_has_an_order():
+@pytest.mark.parametrize("largest_quotient", [5, 1], ids=["even", "no stride is so even"])
+def test_every_number_of_windows_has_an_order(monkeypatch, largest_quotient):
+    monkeypatch.setattr("data.shards._LARGEST_QUOTIENT", largest_quotient)
+    for windows in range(1, 100):
+        starts = shuffled_windows(windows * BLOCK + 1, BLOCK, (largest_quotient,), windows, windows)
+        assert sorted(starts) == list(range(0, windows * BLOCK, BLOCK))
     for windows in range(1, 400):
-        strides = [stride for stride in range(windows) if _spreads(stride, windows)]
-        assert strides, windows
-        assert all(len({i * stride % windows for i in range(windows)}) == windows for stride in strides[:3])
+        assert min(_largest_quotient(stride, windows) for stride in range(windows)) <= 5
     assert shuffled_windows(BLOCK + 1, BLOCK, (0,), 5, 3).tolist() == [0, 0, 0], "one window"
+
+
+def test_an_order_depends_on_the_key_and_cuts_from_different_positions():
+    starts = [shuffled_windows(100 * BLOCK + 4, BLOCK, key, 0, 300) for key in ((1, 0), (2, 0), (1, 1))]
+    assert len({tuple(order) for order in starts}) == 3
+    assert all(set(order % BLOCK) <= {0, 1, 2, 3} for order in starts)
+    assert len(set(np.concatenate(starts) % BLOCK)) > 1
 
 
 def test_slices_cross_files_and_few_are_open(tmp_path):

@@ -22,7 +22,7 @@ SPLITS = ("train", "val")
 HEADER_BYTES = 256 * 4
 MAGIC = (20240520, 20240801)  # of llm.c's files for GPT-2 and for Llama 3
 _DTYPES: dict[int, np.dtype] = {1: np.dtype(np.uint16), 7: np.dtype(np.uint32)}  # by version
-_SAMPLE = 2**15  # bytes that are read of a file to know its format
+_SAMPLE = 2**13  # words of 4 bytes at the beginning and in the middle of a file that are read to know its format
 _OPEN_FILES = 128  # of a split; more are closed again
 _LARGEST_QUOTIENT = 5  # is even enough; Zaremba's conjecture: every number of windows has such strides
 _DRAWS = 1000  # of strides; the first one that is even enough is taken, or else the most even one
@@ -136,11 +136,10 @@ def _largest_quotient(stride: int, windows: int) -> float:
 
 
 def _inspect(path: str, vocab_size: int | None) -> _File:
-    """Return the format of a file from its size and its beginning."""
+    """Return the format of a file from its size, its beginning and its middle."""
     expected, size = token_dtype(vocab_size), os.path.getsize(path)
     vocabulary = "GPT-2's vocabulary" if vocab_size is None else f"a vocabulary of {vocab_size}"
-    with open(path, "rb") as file:
-        words = np.frombuffer(file.read(min(_SAMPLE, size // 4 * 4)), dtype=np.int32)
+    words = np.concatenate([np.fromfile(path, np.uint32, _SAMPLE, offset=offset) for offset in (0, size // 8 * 4)])
     if len(words) > 2 and words[0] in MAGIC:
         version, count = words[1:3].tolist()
         dtype = _DTYPES.get(version)
@@ -162,8 +161,8 @@ def _inspect(path: str, vocab_size: int | None) -> _File:
     # in a uint32 file every second uint16 is 0 or a small number
     if expected == np.uint16 and len(words) >= 64 and int(halves[1::2].max()) * 256 < halves[::2].max():
         raise DataError(
-            f"{path} seems to hold uint32 tokens, but {vocabulary} has uint16 tokens; prepare the dataset again, or write the "
-            "true vocab_size to meta.pkl"
+            f"{path} seems to hold uint32 tokens, but {vocabulary} has uint16 tokens; write the header of llm.c before them "
+            "(version 1 if they are uint16, 7 if uint32), or the true vocab_size to meta.pkl"
         )
     return _File(path, expected, 0, size // expected.itemsize)
 

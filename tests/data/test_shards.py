@@ -10,7 +10,7 @@ import pytest
 
 from data import common
 from data.dataset import Dataset
-from data.shards import _largest_quotient, paths_of, shuffled_windows
+from data.shards import Shards, _largest_quotient, paths_of, shuffled_windows
 from data.vocabulary import DataError
 
 BLOCK = 8
@@ -25,6 +25,8 @@ def llm_c(tokens, magic=20240520, version=1, dtype=np.uint16, count=None):
 def plain(tokens, dtype=np.uint16):
     return np.asarray(tokens, dtype=dtype).tobytes()
 
+
+PAIRS = np.random.default_rng(0).integers((40_000, 8), size=(1000, 2)).ravel()  # uint16 tokens that look like uint32
 
 FORMATS = {
     "plain": [plain],
@@ -121,6 +123,7 @@ def open_below(folder):
         (llm_c(range(300), version=2), None, "has a header of version 2; write version 1"),
         (llm_c(range(300), count=301), None, "has 1624 bytes, but 301 uint16 tokens and the header would take 1626"),
         (llm_c(range(300), version=7), None, "has 1624 bytes, but 300 uint32 tokens and the header would take 2224"),
+        (llm_c(range(300), count=-100)[:824], None, "has 824 bytes, but 4294967196 uint16 tokens"),
         (llm_c(range(300))[:600], None, "has 600 bytes, but 300 uint16 tokens"),
         (llm_c(range(300)), 70_000, "holds uint16 tokens, too small for a vocabulary of 70000"),
         (plain(range(300))[:-1], None, "has 599 bytes, but each uint16 token takes 2"),
@@ -128,6 +131,8 @@ def open_below(folder):
         (plain(range(300), np.uint32), None, "seems to hold uint32 tokens, but GPT-2's vocabulary has uint16 tokens"),
         (plain(range(300), np.uint32), 300, "seems to hold uint32 tokens, but a vocabulary of 300 has uint16 tokens"),
         (plain(range(0, 120_000, 401), np.uint32), None, "seems to hold uint32 tokens"),
+        (plain([0] * 9000 + [*range(5000)], np.uint32), None, "seems to hold uint32 tokens"),
+        (plain(PAIRS), None, r"seems to hold uint32 .*; write the header of llm.c before them \(version 1 if they are"),
     ],
 )
 def test_files_that_do_not_fit_are_named(tmp_path, content, vocab_size, message):
@@ -137,6 +142,12 @@ def test_files_that_do_not_fit_are_named(tmp_path, content, vocab_size, message)
         (tmp_path / "d" / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": vocab_size}))
     with pytest.raises(DataError, match=f"text_train_000002.bin {message}"):
         Dataset(folder, BLOCK)
+
+
+@pytest.mark.parametrize(("version", "tokens"), [(1, PAIRS), (7, PAIRS[::2])])
+def test_the_header_tells_what_seems_to_be_uint32(tmp_path, version, tokens):
+    (tmp_path / "train.bin").write_bytes(llm_c(tokens, version=version, dtype=np.uint16 if version == 1 else np.uint32))
+    assert np.array_equal(Shards([str(tmp_path / "train.bin")], None)[:], tokens)
 
 
 def test_a_token_outside_the_vocabulary_names_its_file(tmp_path):

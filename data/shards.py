@@ -10,6 +10,7 @@ import itertools
 import math
 import os
 import re
+import resource
 from bisect import bisect_right
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -23,7 +24,7 @@ HEADER_BYTES = 256 * 4
 MAGIC = (20240520, 20240801)  # of llm.c's files for GPT-2 and for Llama 3
 _DTYPES: dict[int, np.dtype] = {1: np.dtype(np.uint16), 7: np.dtype(np.uint32)}  # by version
 _SAMPLE = 2**13  # words of 4 bytes at the beginning and in the middle of a file that are read to know its format
-_OPEN_FILES = 128  # of a split; more are closed again
+_OPEN_FILES = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2  # of all splits; more are closed again
 _LARGEST_QUOTIENT = 5  # is even enough; Zaremba's conjecture: every number of windows has such strides
 _DRAWS = 1000  # of strides; the first one that is even enough is taken, or else the most even one
 
@@ -33,13 +34,14 @@ class _File(NamedTuple):
     dtype: np.dtype
     offset: int  # bytes before the tokens
     tokens: int
+    inode: int  # a file that was replaced is another one
 
 
 class Shards:
     """Token files as one array, of which slices `shards[start:stop]` are read, (tokens,) uint16 or uint32.
 
-    At most 128 files are open at a time. A sequence may begin in a file and end in the next one, as it may begin in a document
-    and end in the next one.
+    At most half as many files are open as a process may open (`ulimit -n`). A sequence may begin in a file and end in the next
+    one, as it may begin in a document and end in the next one.
 
     Args:
         paths: the files in their order.
@@ -53,7 +55,6 @@ class Shards:
         self.files = [_inspect(path, vocab_size) for path in paths]
         self.sharded = os.path.basename(paths[0]) not in [f"{split}.bin" for split in SPLITS]
         self._ends = list(itertools.accumulate(file.tokens for file in self.files))
-        self._mapped = functools.lru_cache(_OPEN_FILES)(_mapped)
 
     def __len__(self) -> int:
         return self._ends[-1]
@@ -70,7 +71,7 @@ class Shards:
             if begin >= stop:
                 break
             if file.tokens:
-                yield file.path, self._mapped(file)[max(start - begin, 0) : stop - begin]
+                yield file.path, _mapped(file)[max(start - begin, 0) : stop - begin]
 
 
 def paths_of(directory: str, split: str) -> list[str]:
@@ -137,7 +138,8 @@ def _largest_quotient(stride: int, windows: int) -> float:
 
 def _inspect(path: str, vocab_size: int | None) -> _File:
     """Return the format of a file from its size, its beginning and its middle."""
-    expected, size = token_dtype(vocab_size), os.path.getsize(path)
+    expected, status = token_dtype(vocab_size), os.stat(path)
+    size, inode = status.st_size, status.st_ino
     vocabulary = "GPT-2's vocabulary" if vocab_size is None else f"a vocabulary of {vocab_size}"
     words = np.concatenate([np.fromfile(path, np.uint32, _SAMPLE, offset=offset) for offset in (0, size // 8 * 4)])
     if len(words) > 2 and words[0] in MAGIC:
@@ -152,7 +154,7 @@ def _inspect(path: str, vocab_size: int | None) -> _File:
             )
         if dtype.itemsize < expected.itemsize:
             raise DataError(f"{path} holds {dtype} tokens, too small for {vocabulary}; prepare the dataset again")
-        return _File(path, dtype, HEADER_BYTES, count)
+        return _File(path, dtype, HEADER_BYTES, count, inode)
     if size % expected.itemsize:
         raise DataError(
             f"{path} has {size} bytes, but each {expected} token takes {expected.itemsize}; prepare the dataset again"
@@ -164,8 +166,9 @@ def _inspect(path: str, vocab_size: int | None) -> _File:
             f"{path} seems to hold uint32 tokens, but {vocabulary} has uint16 tokens; write the header of llm.c before them "
             "(version 1 if they are uint16, 7 if uint32), or the true vocab_size to meta.pkl"
         )
-    return _File(path, expected, 0, size // expected.itemsize)
+    return _File(path, expected, 0, size // expected.itemsize, inode)
 
 
+@functools.lru_cache(_OPEN_FILES)
 def _mapped(file: _File) -> np.ndarray:
     return np.memmap(file.path, file.dtype, "r", file.offset, (file.tokens,)).view(np.ndarray)  # slices of a memmap are slow

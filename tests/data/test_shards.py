@@ -2,11 +2,15 @@
 
 import os
 import pickle
+import resource
+import subprocess
+import sys
 import zlib
 from itertools import pairwise
 
 import numpy as np
 import pytest
+from conftest import ROOT
 
 from data import common
 from data.dataset import Dataset
@@ -101,20 +105,37 @@ def test_an_order_depends_on_the_key_and_cuts_from_different_positions():
     assert len(set(np.concatenate(starts) % BLOCK)) > 1
 
 
-def test_slices_cross_files_and_few_are_open(tmp_path):
+def test_slices_cross_files_and_all_stay_open(tmp_path):
     tokens = np.arange(20_000)
     data = Dataset(write_shards(tmp_path / "d", tokens, 200, "mixed"), BLOCK)
     shards = data.tokens["train"]
     for start, stop in ((0, 5), (95, 110), (0, 20_000), (19_990, 30_000), (7, 7), (20_000, 20_005), (150, 420)):
         assert np.array_equal(shards[start:stop], tokens[start:stop])
-    assert open_below(tmp_path) <= 128
-    for offsets in np.arange(0, 19_200, BLOCK).reshape(-1, 12):
-        data.batch("train", offsets)
-        assert 0 < open_below(tmp_path) <= 128
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2
+    opened = [os.path.realpath(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")]
+    assert sum(path.startswith(str(tmp_path)) for path in opened) == min(200, most)
 
 
-def open_below(folder):
-    return sum(os.path.realpath(f"/proc/self/fd/{fd}").startswith(str(folder)) for fd in os.listdir("/proc/self/fd"))
+def test_half_of_the_files_that_may_be_open_are_of_shards(tmp_path):
+    write_shards(tmp_path / "d", range(20_000), 200, "mixed")
+    script = f"""
+import os, resource
+resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))
+from data.dataset import Dataset
+data = Dataset({str(tmp_path / "d")!r}, {BLOCK})
+for tokens in data.tokens.values():
+    for start in range(0, len(tokens), 10):
+        tokens[start : start + 10]
+print(sum(os.path.realpath("/proc/self/fd/" + number).endswith(".bin") for number in os.listdir("/proc/self/fd")))
+"""
+    assert subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, check=True, text=True).stdout == "50\n"
+
+
+def test_a_file_that_was_replaced_is_read_again(tmp_path):
+    for tokens in (range(100), range(100, 200)):
+        (tmp_path / "new").write_bytes(plain(tokens))
+        (tmp_path / "new").replace(tmp_path / "train.bin")
+        assert Shards([str(tmp_path / "train.bin")], None)[:].tolist() == list(tokens)
 
 
 @pytest.mark.parametrize(

@@ -130,19 +130,21 @@ def test_local_files(prepare, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
+    ("name", "content", "message"),
     [
-        (None, "cannot read PATH: "),
-        (b"no parquet", "cannot read PATH: "),
-        (b"", "cannot read PATH: "),
-        (parquet(), "there are no documents"),
-        (parquet("other"), "are not of this input; move them away, or give their input"),
+        ("a.parquet", None, "cannot read PATH: "),
+        ("a.parquet", b"no parquet", "cannot read PATH: "),
+        ("a.parquet", b"", "cannot read PATH: "),
+        ("a.parquet", parquet(), "there are no documents"),
+        ("a.parquet", parquet("other"), "are not of this input; move them away, or give their input"),
+        ("a.parquet", parquet("other", None), 'PATH has None in place of a text in "text"; leave it out'),
+        ("a.jsonl", b'{"text": "other"}\n{"text": 7}', 'PATH line 2 has 7 in place of a text in "text"; leave it out'),
     ],
 )
-def test_wrong_input_takes_one_line_and_the_shards_stand(prepare, tmp_path, capsys, content, message):
+def test_wrong_input_takes_one_line_and_the_shards_stand(prepare, tmp_path, capsys, name, content, message):
     prepare("--tokens=100")
     before = shards(prepare.folder)
-    path = tmp_path / "input.parquet"
+    path = tmp_path / name
     if content is not None:
         path.write_bytes(content)
     with pytest.raises(SystemExit) as end:

@@ -3,6 +3,7 @@
 import os
 import pickle
 import resource
+import shutil
 import subprocess
 import sys
 import zlib
@@ -11,6 +12,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 from conftest import ROOT
+from scripts import torch_load, train
+from toy import assert_equal
 
 from data import common
 from data.dataset import Dataset
@@ -217,11 +220,11 @@ def test_the_fingerprint_names_files_and_reads_a_part(tmp_path, monkeypatch):
     monkeypatch.setattr("data.dataset._PIECES", 4)  # 40 tokens of a split: 4 of each of 10 files
     tokens = np.arange(3000)
 
-    def fingerprint(name, change=None):
+    def fingerprint(name, change=None, files=10):
         changed = tokens.copy()
         if change is not None:
             changed[change] += 1
-        return Dataset(write_shards(tmp_path / name, changed, 10, "plain"), BLOCK).fingerprint
+        return Dataset(write_shards(tmp_path / name, changed, files, "plain"), BLOCK).fingerprint
 
     read = []
     checksum = zlib.crc32
@@ -230,4 +233,18 @@ def test_the_fingerprint_names_files_and_reads_a_part(tmp_path, monkeypatch):
     assert len(first) == 11
     assert sum(read) == 10 * 4 + 40
     assert first == fingerprint("again") == fingerprint("between", 100)
+    assert fingerprint("two", files=2) != fingerprint("the end of one of two", 1500, files=2), "two pieces of each"
     assert [name for name, value in fingerprint("other", 301).items() if value != first[name]] == ["text_train_000002.bin"]
+
+
+def test_two_ranks_that_are_stopped_and_resumed_train_as_if_nothing_had_happened(data, tmp_path):
+    """Through two and a half epochs, stopped in the middle of one."""
+    tokens, val = (np.fromfile(os.path.join(data, f"{split}.bin"), np.uint16) for split in ("train", "val"))
+    folder = write_shards(tmp_path / "d", tokens[: 100 * 16], 7, "mixed", val)
+    shutil.copy(os.path.join(data, "meta.pkl"), folder)
+    expected = train(tmp_path / "whole", folder, ranks=2)
+    train(tmp_path / "out", folder, "--max_iters=10", ranks=2)
+    resumed = train(tmp_path / "out", folder, "--init_from=resume", ranks=2)
+    assert sorted(resumed[0]) == list(range(20))
+    assert resumed[:2] == expected[:2]
+    assert_equal(torch_load(tmp_path / "out")["model"], torch_load(tmp_path / "whole")["model"])

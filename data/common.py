@@ -116,16 +116,23 @@ def _lines(path: str) -> Iterator[str]:
             if not line.strip():
                 continue
             try:
-                yield json.loads(line)["text"] if path.endswith(".jsonl") else line
+                text = json.loads(line)["text"] if path.endswith(".jsonl") else line
             except (json.JSONDecodeError, KeyError, TypeError) as error:
                 raise DataError(f'{path} line {number} is no JSON object with a "text" key') from error
+            yield _checked(text, f"{path} line {number}")
+
+
+def _checked(text: object, place: str) -> str:
+    if not isinstance(text, str):
+        raise DataError(f'{place} has {text!r:.40} in place of a text in "text"; leave it out')
+    return text
 
 
 def parquet_documents(paths: list[str], filesystem: Any = None, skip: int = 0) -> Iterator[str]:
     """Yield the column "text" of parquet files, row group by row group, without the first `skip` rows.
 
     Raises:
-        DataError: if a file has no such column.
+        DataError: if a file has no such column, or something else than text in it.
     """
     from pyarrow import parquet
 
@@ -139,7 +146,7 @@ def parquet_documents(paths: list[str], filesystem: Any = None, skip: int = 0) -
                 if skip < rows:
                     batches = table.iter_batches(_BATCH, row_groups=[group], columns=["text"])
                     texts = itertools.chain.from_iterable(batch["text"].to_pylist() for batch in batches)
-                    yield from itertools.islice(texts, skip, None)
+                    yield from (_checked(text, path) for text in itertools.islice(texts, skip, None))
                 skip = max(0, skip - rows)
 
 

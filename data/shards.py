@@ -7,7 +7,10 @@ are a magic number, the version (1: uint16 tokens follow, 7: uint32) and the num
 import functools
 import glob
 import itertools
+import math
 import os
+import re
+import resource
 from bisect import bisect_right
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -20,9 +23,10 @@ SPLITS = ("train", "val")
 HEADER_BYTES = 256 * 4
 MAGIC = (20240520, 20240801)  # of llm.c's files for GPT-2 and for Llama 3
 _DTYPES: dict[int, np.dtype] = {1: np.dtype(np.uint16), 7: np.dtype(np.uint32)}  # by version
-_SAMPLE = 2**15  # bytes that are read of a file to know its format
-_OPEN_FILES = 128  # of a split; more are closed again
-_LARGEST_QUOTIENT = 5  # Zaremba's conjecture: every number of windows has strides with quotients of at most 5
+_SAMPLE = 2**13  # words of 4 bytes at the beginning and in the middle of a file that are read to know its format
+_OPEN_FILES = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2  # of all splits; more are closed again
+_LARGEST_QUOTIENT = 5  # is even enough; Zaremba's conjecture: every number of windows has such strides
+_DRAWS = 1000  # of strides; the first one that is even enough is taken, or else the most even one
 
 
 class _File(NamedTuple):
@@ -30,13 +34,14 @@ class _File(NamedTuple):
     dtype: np.dtype
     offset: int  # bytes before the tokens
     tokens: int
+    inode: int  # a file that was replaced is another one
 
 
 class Shards:
     """Token files as one array, of which slices `shards[start:stop]` are read, (tokens,) uint16 or uint32.
 
-    At most 128 files are open at a time. A sequence may begin in a file and end in the next one, as it may begin in a document
-    and end in the next one.
+    At most half as many files are open as a process may open (`ulimit -n`). A sequence may begin in a file and end in the next
+    one, as it may begin in a document and end in the next one.
 
     Args:
         paths: the files in their order.
@@ -50,7 +55,6 @@ class Shards:
         self.files = [_inspect(path, vocab_size) for path in paths]
         self.sharded = os.path.basename(paths[0]) not in [f"{split}.bin" for split in SPLITS]
         self._ends = list(itertools.accumulate(file.tokens for file in self.files))
-        self._mapped = functools.lru_cache(_OPEN_FILES)(_mapped)
 
     def __len__(self) -> int:
         return self._ends[-1]
@@ -67,35 +71,32 @@ class Shards:
             if begin >= stop:
                 break
             if file.tokens:
-                yield file.path, self._mapped(file)[max(start - begin, 0) : stop - begin]
+                yield file.path, _mapped(file)[max(start - begin, 0) : stop - begin]
 
 
 def paths_of(directory: str, split: str) -> list[str]:
-    """Return the token files of a split: those .bin files in the folder that have `split` in their names, sorted.
+    """Return the files of a split: `<split>.bin`, or if it is missing the .bin files with this word in their names, sorted.
 
     Raises:
-        DataError: if a name has the other split in it too, or there are shards beside `<split>.bin`.
+        DataError: if a name has the words of both splits.
     """
-    names = sorted(name for name in glob.glob("*.bin", root_dir=directory) if split in name)
-    for name in names:
-        if all(word in name for word in SPLITS):
-            raise DataError(f"{os.path.join(directory, name)} has both train and val in its name; rename the file")
-    if len(names) > 1 and f"{split}.bin" in names:
-        other = next(name for name in names if name != f"{split}.bin")
-        raise DataError(
-            f"{directory} has {split}.bin and other files of this split, such as {other}; move the one or the others"
-        )
-    return [os.path.join(directory, name) for name in names]
+    if os.path.exists(alone := os.path.join(directory, f"{split}.bin")):
+        return [alone]
+    names = sorted(glob.glob("*.bin", root_dir=directory))
+    of_train, of_val = ([name for name in names if re.search(f"(?<![a-zA-Z]){word}(?![a-zA-Z])", name)] for word in SPLITS)
+    if both := [name for name in of_train if name in of_val]:
+        raise DataError(f"{os.path.join(directory, both[0])} has both train and val in its name; rename the file")
+    return [os.path.join(directory, name) for name in (of_train if split == "train" else of_val)]
 
 
 def shuffled_windows(length: int, block_size: int, key: tuple[int, ...], first: int, count: int) -> np.ndarray:
     """Return the starts of sequences `first`, ..., `first + count - 1` of epochs without end, (count,) int64.
 
-    An epoch cuts the tokens into windows of `block_size`, from a random position of less than `block_size`, and takes each
-    window once. So each token is trained once per epoch; at the two ends fewer than `block_size` are left out. Window number
-    (begin + i * stride) modulo the number of windows is the i-th one, with a random begin and stride in each epoch. This needs
-    no memory, and a run resumes anywhere. Strides are drawn until one spreads its multiples evenly: then each batch takes as
-    many sequences of every file, and no two that lie close together (a lattice rule, as in quasi-Monte Carlo).
+    An epoch cuts the tokens into windows of `block_size`, from a random position up to (length - 1) % block_size, and takes
+    each window once. So each token is trained once per epoch; at the two ends fewer than `block_size` are left out. The order
+    is a lattice, no random shuffle: window number (begin + i * stride) modulo the number of windows is the i-th one, with a
+    random begin and stride in each epoch. This needs no memory, and a run resumes anywhere. A stride spreads its multiples
+    evenly: each batch takes as many sequences of every file, and no two that lie close together (as in quasi-Monte Carlo).
 
     Args:
         length: tokens.
@@ -117,31 +118,30 @@ def shuffled_windows(length: int, block_size: int, key: tuple[int, ...], first: 
 def _order(key: tuple[int, ...], windows: int, rest: int) -> tuple[int, int, int]:
     """Return phase, begin and stride of an epoch, see `shuffled_windows`."""
     generator = np.random.default_rng(key)
-    phase, begin, stride = (int(generator.integers(end)) for end in (rest + 1, windows, windows))
-    while not _spreads(stride, windows):
-        stride = int(generator.integers(windows))
-    return phase, begin, stride
+    phase, begin = (int(generator.integers(end)) for end in (rest + 1, windows))
+    strides = generator.integers(windows, size=_DRAWS).tolist()
+    return phase, begin, min(strides, key=lambda stride: max(_LARGEST_QUOTIENT, _largest_quotient(stride, windows)))
 
 
-def _spreads(stride: int, windows: int) -> bool:
-    """Return whether the multiples of `stride` modulo `windows` are all numbers, and the first ones of them spread evenly.
+def _largest_quotient(stride: int, windows: int) -> float:
+    """Return the largest quotient of Euclid's algorithm, infinity if the two numbers have a common divisor.
 
-    They are all numbers if Euclid's algorithm ends with 1. They spread evenly if its quotients are small (Niederreiter, Random
-    Number Generation and Quasi-Monte Carlo Methods, section 3.1).
+    If not, the multiples of `stride` modulo `windows` are all numbers. The smaller the quotients, the more evenly the first
+    multiples spread (Niederreiter, Random Number Generation and Quasi-Monte Carlo Methods, section 3.1).
     """
+    largest = 0
     while stride:
-        if windows // stride > _LARGEST_QUOTIENT:
-            return False
+        largest = max(largest, windows // stride)
         windows, stride = stride, windows % stride
-    return windows == 1
+    return largest if windows == 1 else math.inf
 
 
 def _inspect(path: str, vocab_size: int | None) -> _File:
-    """Return the format of a file from its size and its beginning."""
-    expected, size = token_dtype(vocab_size), os.path.getsize(path)
+    """Return the format of a file from its size, its beginning and its middle."""
+    expected, status = token_dtype(vocab_size), os.stat(path)
+    size, inode = status.st_size, status.st_ino
     vocabulary = "GPT-2's vocabulary" if vocab_size is None else f"a vocabulary of {vocab_size}"
-    with open(path, "rb") as file:
-        words = np.frombuffer(file.read(min(_SAMPLE, size // 4 * 4)), dtype=np.int32)
+    words = np.concatenate([np.fromfile(path, np.uint32, _SAMPLE, offset=offset) for offset in (0, size // 8 * 4)])
     if len(words) > 2 and words[0] in MAGIC:
         version, count = words[1:3].tolist()
         dtype = _DTYPES.get(version)
@@ -154,7 +154,7 @@ def _inspect(path: str, vocab_size: int | None) -> _File:
             )
         if dtype.itemsize < expected.itemsize:
             raise DataError(f"{path} holds {dtype} tokens, too small for {vocabulary}; prepare the dataset again")
-        return _File(path, dtype, HEADER_BYTES, count)
+        return _File(path, dtype, HEADER_BYTES, count, inode)
     if size % expected.itemsize:
         raise DataError(
             f"{path} has {size} bytes, but each {expected} token takes {expected.itemsize}; prepare the dataset again"
@@ -163,11 +163,12 @@ def _inspect(path: str, vocab_size: int | None) -> _File:
     # in a uint32 file every second uint16 is 0 or a small number
     if expected == np.uint16 and len(words) >= 64 and int(halves[1::2].max()) * 256 < halves[::2].max():
         raise DataError(
-            f"{path} seems to hold uint32 tokens, but {vocabulary} has uint16 tokens; prepare the dataset again, or write the "
-            "true vocab_size to meta.pkl"
+            f"{path} seems to hold uint32 tokens, but {vocabulary} has uint16 tokens; write the header of llm.c before them "
+            "(version 1 if they are uint16, 7 if uint32), or the true vocab_size to meta.pkl"
         )
-    return _File(path, expected, 0, size // expected.itemsize)
+    return _File(path, expected, 0, size // expected.itemsize, inode)
 
 
+@functools.lru_cache(_OPEN_FILES)
 def _mapped(file: _File) -> np.ndarray:
     return np.memmap(file.path, file.dtype, "r", file.offset, (file.tokens,)).view(np.ndarray)  # slices of a memmap are slow

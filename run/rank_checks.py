@@ -94,7 +94,10 @@ def compare_with_checkpoint(checkpoint: dict[str, Any], settings: dict[str, Any]
     check_vocabulary(checkpoint, data)
     if "dataset" in checkpoint and checkpoint["dataset"] != data.fingerprint:
         name = checkpoint["config"].get("dataset")
-        print0(f"note: the run goes on with other data: dataset {data.name}; until the checkpoint it was dataset {name}")
+        print0(
+            f"note: the run goes on with other data: dataset {data.name}; until the checkpoint it was dataset {name}; "
+            "another number of tokens changes their order in the middle of an epoch"
+        )
     groups = checkpoint["optimizer"]["param_groups"]
     of_matrices = next((group for group in groups if group.get("matrices")), None)
     optimizer = "adamw" if of_matrices is None else "muon"

@@ -37,7 +37,7 @@ def path_of(number: int) -> str:
 
 def whole(path: str) -> bool:
     """Return whether an earlier run has completed a shard. The last one of a run can be shorter, and is written again."""
-    return os.path.exists(path) and os.path.getsize(path) == HEADER_BYTES + 2 * SHARD
+    return os.path.getsize(path) == HEADER_BYTES + 2 * SHARD
 
 
 def position(shards: list[str], eot: int) -> tuple[int, np.ndarray]:
@@ -60,6 +60,13 @@ def hub_texts(skip: int) -> Iterator[str]:
     yield from parquet_documents(paths, hub, skip)
 
 
+def save(number: int, tokens: np.ndarray) -> None:
+    """Write a shard. Before the first one, remove the second one: of a smaller part it would hold what is in the first now."""
+    if number == 0 and os.path.exists(path_of(1)):
+        os.remove(path_of(1))
+    write_shard(path_of(number), tokens)
+
+
 def write(documents: Iterator[str], encoding: tiktoken.Encoding, number: int, last: np.ndarray, limit: int | None) -> None:
     """Write documents to the shards `number`, `number` + 1, ..., up to `limit` tokens in all shards.
 
@@ -79,7 +86,7 @@ def write(documents: Iterator[str], encoding: tiktoken.Encoding, number: int, la
             bar.update(len(tokens))
             while len(tokens):
                 if filled == SHARD:
-                    write_shard(path_of(number), shard)
+                    save(number, shard)
                     number, filled = number + 1, 0
                 part, tokens = tokens[: SHARD - filled], tokens[SHARD - filled :]
                 shard[filled : filled + len(part)] = part
@@ -87,10 +94,10 @@ def write(documents: Iterator[str], encoding: tiktoken.Encoding, number: int, la
             if bar.n == limit:
                 break
     if number == 0:
-        write_shard(path_of(0), shard[: filled // 10])
-        write_shard(path_of(1), shard[filled // 10 : filled])
+        save(0, shard[: filled // 10])
+        save(1, shard[filled // 10 : filled])
     elif filled:
-        write_shard(path_of(number), shard[:filled])
+        save(number, shard[:filled])
 
 
 if __name__ == "__main__":
@@ -101,8 +108,9 @@ if __name__ == "__main__":
     if arguments.tokens is not None and not 1 <= arguments.tokens < 1e15:
         exit_with_error(f"--tokens={arguments.tokens}: give a number of tokens, such as --tokens=1e9")
     limit = arguments.tokens and int(arguments.tokens)
-    shards = list(itertools.takewhile(whole, map(path_of, itertools.count())))
-    if limit is None or limit > len(shards) * SHARD:
+    existing = list(itertools.takewhile(os.path.exists, map(path_of, itertools.count())))
+    shards = list(itertools.takewhile(whole, existing))
+    if limit is None or limit > sum(os.path.getsize(path) - HEADER_BYTES for path in existing) // 2:
         try:
             encoding = gpt2_encoding()
             skip, last = position(shards, encoding.eot_token)

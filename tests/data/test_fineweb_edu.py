@@ -86,14 +86,33 @@ def test_a_part_and_later_the_rest(prepare, capsys):
         assert shards(prepare.folder) == dict(zip(names(2), (STREAM[: part // 10], STREAM[part // 10 : part]), strict=True))
     prepare("--tokens=1.2e2")
     assert shards(prepare.folder) == dict(zip(names(3), (STREAM[:50], STREAM[50:100], STREAM[100:120]), strict=True))
-    prepare("--tokens=90")
-    assert len(shards(prepare.folder)) == 3, "they are there already"
+    for part in (90, 110):
+        prepare(f"--tokens={part}")
+        assert list(chain(*shards(prepare.folder).values())) == STREAM[:120], "they are there already"
     prepare()
     assert list(chain(*shards(prepare.folder).values())) == STREAM
     assert f"train: {len(STREAM) - SHARD} tokens" in capsys.readouterr().out
     with pytest.raises(SystemExit) as end:
         prepare("--tokens=-1")
     assert end.value.code == 2
+
+
+@pytest.mark.parametrize("limit", ["--tokens=45", "--tokens=1e9"])
+def test_no_token_is_in_both_splits_after_a_stop_between_the_shards(prepare, monkeypatch, limit):
+    prepare("--tokens=40")
+    write_shard = common.write_shard
+
+    def and_stop(path, tokens):
+        write_shard(path, tokens)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(common, "write_shard", and_stop)
+        with pytest.raises(KeyboardInterrupt):
+            prepare(limit)
+    assert list(shards(prepare.folder)) == names(1)
+    prepare()
+    assert list(chain(*shards(prepare.folder).values())) == STREAM
 
 
 def test_local_files(prepare, tmp_path):
@@ -111,19 +130,21 @@ def test_local_files(prepare, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
+    ("name", "content", "message"),
     [
-        (None, "cannot read PATH: "),
-        (b"no parquet", "cannot read PATH: "),
-        (b"", "cannot read PATH: "),
-        (parquet(), "there are no documents"),
-        (parquet("other"), "are not of this input; move them away, or give their input"),
+        ("a.parquet", None, "cannot read PATH: "),
+        ("a.parquet", b"no parquet", "cannot read PATH: "),
+        ("a.parquet", b"", "cannot read PATH: "),
+        ("a.parquet", parquet(), "there are no documents"),
+        ("a.parquet", parquet("other"), "are not of this input; move them away, or give their input"),
+        ("a.parquet", parquet("other", None), 'PATH has None in place of a text in "text"; leave it out'),
+        ("a.jsonl", b'{"text": "other"}\n{"text": 7}', 'PATH line 2 has 7 in place of a text in "text"; leave it out'),
     ],
 )
-def test_wrong_input_takes_one_line_and_the_shards_stand(prepare, tmp_path, capsys, content, message):
+def test_wrong_input_takes_one_line_and_the_shards_stand(prepare, tmp_path, capsys, name, content, message):
     prepare("--tokens=100")
     before = shards(prepare.folder)
-    path = tmp_path / "input.parquet"
+    path = tmp_path / name
     if content is not None:
         path.write_bytes(content)
     with pytest.raises(SystemExit) as end:

@@ -2,15 +2,22 @@
 
 import os
 import pickle
+import resource
+import shutil
+import subprocess
+import sys
 import zlib
 from itertools import pairwise
 
 import numpy as np
 import pytest
+from conftest import ROOT
+from scripts import torch_load, train
+from toy import assert_equal
 
 from data import common
 from data.dataset import Dataset
-from data.shards import _spreads, paths_of, shuffled_windows
+from data.shards import Shards, _largest_quotient, paths_of, shuffled_windows
 from data.vocabulary import DataError
 
 BLOCK = 8
@@ -25,6 +32,8 @@ def llm_c(tokens, magic=20240520, version=1, dtype=np.uint16, count=None):
 def plain(tokens, dtype=np.uint16):
     return np.asarray(tokens, dtype=dtype).tobytes()
 
+
+PAIRS = np.random.default_rng(0).integers((40_000, 8), size=(1000, 2)).ravel()  # uint16 tokens that look like uint32
 
 FORMATS = {
     "plain": [plain],
@@ -81,28 +90,55 @@ def test_consecutive_sequences_come_from_all_files_and_lie_apart(first):
         assert np.diff(np.sort(starts)).min() > windows * BLOCK / 800 / (5 + 2)
 
 
-def test_every_number_of_windows_has_an_order():
+@pytest.mark.parametrize("largest_quotient", [5, 1], ids=["even", "no stride is so even"])
+def test_every_number_of_windows_has_an_order(monkeypatch, largest_quotient):
+    monkeypatch.setattr("data.shards._LARGEST_QUOTIENT", largest_quotient)
+    for windows in range(1, 100):
+        starts = shuffled_windows(windows * BLOCK + 1, BLOCK, (largest_quotient,), windows, windows)
+        assert sorted(starts) == list(range(0, windows * BLOCK, BLOCK))
     for windows in range(1, 400):
-        strides = [stride for stride in range(windows) if _spreads(stride, windows)]
-        assert strides, windows
-        assert all(len({i * stride % windows for i in range(windows)}) == windows for stride in strides[:3])
+        assert min(_largest_quotient(stride, windows) for stride in range(windows)) <= 5
     assert shuffled_windows(BLOCK + 1, BLOCK, (0,), 5, 3).tolist() == [0, 0, 0], "one window"
 
 
-def test_slices_cross_files_and_few_are_open(tmp_path):
+def test_an_order_depends_on_the_key_and_cuts_from_different_positions():
+    starts = [shuffled_windows(100 * BLOCK + 4, BLOCK, key, 0, 300) for key in ((1, 0), (2, 0), (1, 1))]
+    assert len({tuple(order) for order in starts}) == 3
+    assert all(set(order % BLOCK) <= {0, 1, 2, 3} for order in starts)
+    assert len(set(np.concatenate(starts) % BLOCK)) > 1
+
+
+def test_slices_cross_files_and_all_stay_open(tmp_path):
     tokens = np.arange(20_000)
     data = Dataset(write_shards(tmp_path / "d", tokens, 200, "mixed"), BLOCK)
     shards = data.tokens["train"]
     for start, stop in ((0, 5), (95, 110), (0, 20_000), (19_990, 30_000), (7, 7), (20_000, 20_005), (150, 420)):
         assert np.array_equal(shards[start:stop], tokens[start:stop])
-    assert open_below(tmp_path) <= 128
-    for offsets in np.arange(0, 19_200, BLOCK).reshape(-1, 12):
-        data.batch("train", offsets)
-        assert 0 < open_below(tmp_path) <= 128
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2
+    opened = [os.path.realpath(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")]
+    assert sum(path.startswith(str(tmp_path)) for path in opened) == min(200, most)
 
 
-def open_below(folder):
-    return sum(os.path.realpath(f"/proc/self/fd/{fd}").startswith(str(folder)) for fd in os.listdir("/proc/self/fd"))
+def test_half_of_the_files_that_may_be_open_are_of_shards(tmp_path):
+    write_shards(tmp_path / "d", range(20_000), 200, "mixed")
+    script = f"""
+import os, resource
+resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))
+from data.dataset import Dataset
+data = Dataset({str(tmp_path / "d")!r}, {BLOCK})
+for tokens in data.tokens.values():
+    for start in range(0, len(tokens), 10):
+        tokens[start : start + 10]
+print(sum(os.path.realpath("/proc/self/fd/" + number).endswith(".bin") for number in os.listdir("/proc/self/fd")))
+"""
+    assert subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, check=True, text=True).stdout == "50\n"
+
+
+def test_a_file_that_was_replaced_is_read_again(tmp_path):
+    for tokens in (range(100), range(100, 200)):
+        (tmp_path / "new").write_bytes(plain(tokens))
+        (tmp_path / "new").replace(tmp_path / "train.bin")
+        assert Shards([str(tmp_path / "train.bin")], None)[:].tolist() == list(tokens)
 
 
 @pytest.mark.parametrize(
@@ -111,6 +147,7 @@ def open_below(folder):
         (llm_c(range(300), version=2), None, "has a header of version 2; write version 1"),
         (llm_c(range(300), count=301), None, "has 1624 bytes, but 301 uint16 tokens and the header would take 1626"),
         (llm_c(range(300), version=7), None, "has 1624 bytes, but 300 uint32 tokens and the header would take 2224"),
+        (llm_c(range(300), count=-100)[:824], None, "has 824 bytes, but 4294967196 uint16 tokens"),
         (llm_c(range(300))[:600], None, "has 600 bytes, but 300 uint16 tokens"),
         (llm_c(range(300)), 70_000, "holds uint16 tokens, too small for a vocabulary of 70000"),
         (plain(range(300))[:-1], None, "has 599 bytes, but each uint16 token takes 2"),
@@ -118,6 +155,8 @@ def open_below(folder):
         (plain(range(300), np.uint32), None, "seems to hold uint32 tokens, but GPT-2's vocabulary has uint16 tokens"),
         (plain(range(300), np.uint32), 300, "seems to hold uint32 tokens, but a vocabulary of 300 has uint16 tokens"),
         (plain(range(0, 120_000, 401), np.uint32), None, "seems to hold uint32 tokens"),
+        (plain([0] * 9000 + [*range(5000)], np.uint32), None, "seems to hold uint32 tokens"),
+        (plain(PAIRS), None, r"seems to hold uint32 .*; write the header of llm.c before them \(version 1 if they are"),
     ],
 )
 def test_files_that_do_not_fit_are_named(tmp_path, content, vocab_size, message):
@@ -127,6 +166,12 @@ def test_files_that_do_not_fit_are_named(tmp_path, content, vocab_size, message)
         (tmp_path / "d" / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": vocab_size}))
     with pytest.raises(DataError, match=f"text_train_000002.bin {message}"):
         Dataset(folder, BLOCK)
+
+
+@pytest.mark.parametrize(("version", "tokens"), [(1, PAIRS), (7, PAIRS[::2])])
+def test_the_header_tells_what_seems_to_be_uint32(tmp_path, version, tokens):
+    (tmp_path / "train.bin").write_bytes(llm_c(tokens, version=version, dtype=np.uint16 if version == 1 else np.uint32))
+    assert np.array_equal(Shards([str(tmp_path / "train.bin")], None)[:], tokens)
 
 
 def test_a_token_outside_the_vocabulary_names_its_file(tmp_path):
@@ -153,8 +198,9 @@ def test_a_large_vocabulary_has_uint32_files(tmp_path):
     [
         (["train.bin", "val.bin"], ["train.bin"]),
         (["b_train_2.bin", "b_train_1.bin", "a_train_3.bin", "val.bin", "x.bin", "train.txt"], None),
-        (["train.bin", "train_1.bin", "val.bin"], "has train.bin and other files of this split, such as train_1.bin; move"),
-        (["a_train.bin", "retrieval_train.bin"], "retrieval_train.bin has both train and val in its name; rename the file"),
+        (["train.bin", "val.bin", "train_1.bin", "train_mask.bin", "constraints.bin", "train_val.bin"], ["train.bin"]),
+        (["retrieval_train_1.bin", "constraints.bin", "training.bin", "train2.bin"], ["retrieval_train_1.bin", "train2.bin"]),
+        (["a_train.bin", "a_val-train.bin"], "a_val-train.bin has both train and val in its name; rename the file"),
         ([], []),
     ],
 )
@@ -174,11 +220,11 @@ def test_the_fingerprint_names_files_and_reads_a_part(tmp_path, monkeypatch):
     monkeypatch.setattr("data.dataset._PIECES", 4)  # 40 tokens of a split: 4 of each of 10 files
     tokens = np.arange(3000)
 
-    def fingerprint(name, change=None):
+    def fingerprint(name, change=None, files=10):
         changed = tokens.copy()
         if change is not None:
             changed[change] += 1
-        return Dataset(write_shards(tmp_path / name, changed, 10, "plain"), BLOCK).fingerprint
+        return Dataset(write_shards(tmp_path / name, changed, files, "plain"), BLOCK).fingerprint
 
     read = []
     checksum = zlib.crc32
@@ -187,4 +233,18 @@ def test_the_fingerprint_names_files_and_reads_a_part(tmp_path, monkeypatch):
     assert len(first) == 11
     assert sum(read) == 10 * 4 + 40
     assert first == fingerprint("again") == fingerprint("between", 100)
+    assert fingerprint("two", files=2) != fingerprint("the end of one of two", 1500, files=2), "two pieces of each"
     assert [name for name, value in fingerprint("other", 301).items() if value != first[name]] == ["text_train_000002.bin"]
+
+
+def test_two_ranks_that_are_stopped_and_resumed_train_as_if_nothing_had_happened(data, tmp_path):
+    """Through two and a half epochs, stopped in the middle of one."""
+    tokens, val = (np.fromfile(os.path.join(data, f"{split}.bin"), np.uint16) for split in ("train", "val"))
+    folder = write_shards(tmp_path / "d", tokens[: 100 * 16], 7, "mixed", val)
+    shutil.copy(os.path.join(data, "meta.pkl"), folder)
+    expected = train(tmp_path / "whole", folder, ranks=2)
+    train(tmp_path / "out", folder, "--max_iters=10", ranks=2)
+    resumed = train(tmp_path / "out", folder, "--init_from=resume", ranks=2)
+    assert sorted(resumed[0]) == list(range(20))
+    assert resumed[:2] == expected[:2]
+    assert_equal(torch_load(tmp_path / "out")["model"], torch_load(tmp_path / "whole")["model"])

@@ -14,11 +14,12 @@ from typing import Literal
 import torch
 
 from configurator import configure
-from data.dataset import DATA_DIR, vocabulary_of
+from data.dataset import DATA_DIR
 from data.vocabulary import load_codec, load_meta
 from distributed.exits import exit_on_wrong_input
 from model import CONV1D, GPT, without_weights
 from run.checkpoints import find_newest
+from run.rank_checks import check_vocabulary
 from zero.checkpoint.chunks import read_tensors
 from zero.checkpoint.format import read_file, shards_folder
 
@@ -86,11 +87,9 @@ with exit_on_wrong_input():
     shapes = {name: weight.to("meta") for name, weight in checkpoint["model"].items()}
     with without_weights():
         sizes = GPT.from_checkpoint({**checkpoint, "model": shapes}).config
-    directory = os.path.join(DATA_DIR, checkpoint["config"].get("dataset", ""))
-    meta = load_meta(directory)
-    here, of_run = vocabulary_of(meta), checkpoint.get("vocabulary")
-    if of_run not in (None, here):
-        raise ValueError(f"the vocabulary in {directory} is {here}, of the checkpoint {of_run}; put the run's meta.pkl there")
+    dataset = checkpoint["config"].get("dataset", "")
+    meta = load_meta(os.path.join(DATA_DIR, dataset))
+    check_vocabulary(checkpoint, dataset, meta)
     vocab_size = load_codec(meta and {"stoi": {}, "itos": {}, **meta}, sizes.vocab_size).vocab_size
     padding = list(range(vocab_size, sizes.vocab_size))
     ends = dict.fromkeys(("bos_token_id", "eos_token_id"), None if meta else vocab_size - 1)  # GPT-2's <|endoftext|>

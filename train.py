@@ -180,7 +180,7 @@ with run.stage("making the model"), SkipInitialization() if rank > 0 else nullco
     raw_model.crop_block_size(block_size)
     data.check(raw_model.config.vocab_size, rank, world_size)
 with run.stage("comparing the ranks"):
-    compare_model_and_data(raw_model, data, **vars(state))
+    compare_model_and_data(raw_model, data.fingerprint, **vars(state))
 print0(f"number of parameters: {raw_model.num_params() / 1e6:.2f}M")
 raw_model.activation_checkpointing, raw_model.loss_chunk = activation_checkpointing, loss_chunk
 if compile:

@@ -31,16 +31,17 @@ class Dataset:
     Args:
         name: name of a folder in `data/`, or the absolute path of another folder.
         block_size: tokens per sequence.
+        splits: those that are needed.
 
     Raises:
         DataError: if files of a split are missing, do not fit the vocabulary, or are too short for one sequence.
     """
 
-    def __init__(self, name: str, block_size: int) -> None:
+    def __init__(self, name: str, block_size: int, splits: tuple[str, ...] = SPLITS) -> None:
         self.directory = os.path.join(DATA_DIR, name)
         self.name, self.block_size = name, block_size
         self.meta = load_meta(self.directory)
-        self.tokens = {split: _open(self.directory, split, self.vocab_size, block_size) for split in SPLITS}
+        self.tokens = {split: _open(self.directory, split, self.vocab_size, block_size) for split in splits}
 
     @property
     def vocab_size(self) -> int | None:

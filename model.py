@@ -324,6 +324,17 @@ class GPT(nn.Module):
         kept = self.transformer.wpe.weight.detach()[:block_size].clone()
         self.transformer.wpe = nn.Embedding.from_pretrained(kept, freeze=False)
 
+    @staticmethod
+    def check_tied(weights: dict[str, torch.Tensor]) -> None:
+        """Raise ValueError if the head has other values than the embedding of the tokens. Names as in `state_dict`."""
+        head, embedding = (
+            weights[name].contiguous().view(torch.uint8) for name in ("lm_head.weight", "transformer.wte.weight")
+        )
+        if not head.is_meta and not torch.equal(head, embedding):  # as bytes: nan equals nan
+            raise ValueError(
+                "the checkpoint's lm_head differs from its wte; this program reads only models that share this weight"
+            )
+
     @classmethod
     def from_checkpoint(cls, checkpoint: dict[str, Any], dropout: float = 0.0) -> "GPT":
         """Return the model of a checkpoint that this program or nanoGPT wrote.
@@ -331,7 +342,7 @@ class GPT(nn.Module):
         The checkpoint may come from a model that was compiled with `torch.compile`.
 
         Raises:
-            ValueError: if the weights of the checkpoint do not fit its `model_args`.
+            ValueError: if the weights of the checkpoint do not fit its `model_args`, or its head is not tied to its embedding.
         """
         sizes = checkpoint["model_args"]
         try:
@@ -344,6 +355,7 @@ class GPT(nn.Module):
             model.load_state_dict(weights)
         except RuntimeError as error:  # the message lists the wrong names, one per line
             raise ValueError(f"the checkpoint's weights do not fit its model_args: {error}") from error
+        cls.check_tied(weights)
         return model
 
     @classmethod

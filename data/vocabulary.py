@@ -1,17 +1,23 @@
 """The vocabulary of a dataset: its own in `meta.pkl`, or GPT-2's."""
 
 import ast
+import hashlib
 import os
 import pickle
+import tempfile
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
-from unittest.mock import patch
 
 import numpy as np
 
 if TYPE_CHECKING:
     import tiktoken
+
+
+# of which tiktoken makes its gpt2
+GPT2_FILES = [
+    f"https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/{name}" for name in ("encoder.json", "vocab.bpe")
+]
 
 
 class DataError(ValueError):
@@ -82,12 +88,17 @@ def load_codec(meta: dict[str, Any] | None, model_vocab_size: int) -> Codec:
         DataError: if GPT-2's vocabulary is not available, or the vocabulary is larger than that of the model.
     """
     codec = _gpt2_codec() if meta is None else _own_codec(meta)
-    if codec.vocab_size > model_vocab_size:
-        raise DataError(
-            f"the model knows {model_vocab_size} tokens, the vocabulary at hand has {codec.vocab_size}; prepare the dataset "
-            "that the model was trained on, to create its meta.pkl"
-        )
+    check_fits(codec.vocab_size, model_vocab_size)
     return codec
+
+
+def check_fits(vocab_size: int, model_vocab_size: int) -> None:
+    """Raise DataError if a vocabulary is larger than that of the model."""
+    if vocab_size > model_vocab_size:
+        raise DataError(
+            f"the model knows {model_vocab_size} tokens, the vocabulary at hand has {vocab_size}; prepare the dataset that the "
+            "model was trained on, to create its meta.pkl"
+        )
 
 
 def bytes_of_tokens(meta: dict[str, Any] | None) -> np.ndarray:
@@ -116,12 +127,15 @@ def gpt2_encoding(download: bool = True) -> "tiktoken.Encoding":
     Raises:
         DataError: if the vocabulary or tiktoken is not available.
     """
-    absent = OSError("it is not in tiktoken's cache")
+    own_cache = os.path.join(tempfile.gettempdir(), "data-gym-cache")  # as in tiktoken/load.py
+    cache = os.environ.get("TIKTOKEN_CACHE_DIR", os.environ.get("DATA_GYM_CACHE_DIR", own_cache))
+    paths = [os.path.join(cache, hashlib.sha1(url.encode()).hexdigest()) for url in GPT2_FILES]
     try:
         import tiktoken  # only here: a dataset of characters needs only numpy
 
-        with nullcontext() if download else patch("tiktoken.load.read_file", side_effect=absent):
-            return tiktoken.get_encoding("gpt2")
+        if not download and not all(map(os.path.exists, paths)):
+            raise OSError("it is not in tiktoken's cache")
+        return tiktoken.get_encoding("gpt2")
     except (ImportError, OSError, AttributeError) as error:  # it downloads with requests, whose errors are OSErrors
         remedy = "pip install tiktoken, and set TIKTOKEN_CACHE_DIR to a folder that holds the vocabulary if there is no network"
         raise DataError(f"GPT-2's vocabulary is not available ({error}); {remedy}") from error

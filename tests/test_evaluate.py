@@ -125,7 +125,7 @@ def test_figures_are_those_of_a_plain_count_on_any_number_of_ranks(trained):
         assert f"{key:<32}{value:8.4f}  " in printed
 
 
-def test_the_card_has_the_results_of_one_checkpoint(trained):
+def test_the_card_has_the_results_of_one_checkpoint(trained, tmp_path):
     out, folder = trained
     (out / report.EVALUATION).unlink(missing_ok=True)
     only_val, _ = evaluated(out)
@@ -135,8 +135,15 @@ def test_the_card_has_the_results_of_one_checkpoint(trained):
     assert only_val.items() < both.items(), "those of another task stay"
     card = (out / report.NAME).read_text()
     texts = [f"{key.partition('/')[2]} {value:.4f}" for key, value in both.items() if "/" in key]
-    assert card.count("| evaluation |") == 1
-    assert f"|\n| evaluation | {folder}, after 10 iterations: {', '.join(texts)} |\n\n- sample: " in card
+    assert card.startswith("# Report: ")
+    assert card.endswith(f"`\n\n## Evaluation\n\n{folder}, after 10 iterations: {', '.join(texts)}\n")
+    assert card.count("Evaluation") == 1
+    other = tmp_path / "other"
+    shutil.copytree(folder, other)
+    np.fromfile(folder / "val.bin", dtype=np.uint16)[::2].tofile(other / "val.bin")
+    moved, _ = evaluated(out, f"--dataset={other}")
+    assert moved.keys() == both.keys()
+    assert {key for key in both if moved[key] != both[key]} == {"dataset", *(key for key in only_val if "/" in key)}
     (out / report.EVALUATION).write_text(json.dumps({**both, "iter": 5}))
     again, _ = evaluated(out)
     assert again == only_val, "those of another checkpoint do not"

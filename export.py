@@ -16,7 +16,7 @@ import torch
 
 from configurator import configure
 from data.dataset import DATA_DIR
-from data.vocabulary import GPT2_FILES, check_fits, load_meta
+from data.vocabulary import GPT2_FILES, load_meta
 from distributed.exits import exit_on_wrong_input
 from model import CONV1D, GPT, GPTConfig, without_weights
 from run.checkpoints import find_newest
@@ -97,7 +97,8 @@ with exit_on_wrong_input():
     check_vocabulary(checkpoint, dataset, meta)
     GPT.check_tied({name: checkpoint["model"][names[name]] for name in names})
     vocab_size = meta["vocab_size"] if meta else 50257
-    check_fits(vocab_size, sizes.vocab_size)
+    if vocab_size > sizes.vocab_size:
+        raise ValueError(f"the model knows {sizes.vocab_size} tokens, GPT-2 {vocab_size}: dataset {dataset} lacks its meta.pkl")
     padding = list(range(vocab_size, sizes.vocab_size))
     ends = dict.fromkeys(("bos_token_id", "eos_token_id"), None if meta else vocab_size - 1)  # GPT-2's <|endoftext|>
     same = ("vocab_size", "n_layer", "n_head", "n_embd")  # in GPT2Config

@@ -5,6 +5,7 @@ shares its weight with the token embedding.
 """
 
 import math
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
@@ -366,9 +367,14 @@ class GPT(nn.Module):
         changes the logits of a trained GPT-2 by about 1e-3. The dropout of the original training is not used.
 
         Raises:
+            ValueError: if the name is neither.
             ImportError: if transformers is not installed.
             OSError: if the weights are not on this machine and cannot be downloaded.
         """
+        if name not in GPT2_SIZES and not os.path.isdir(name):  # the hub would be asked for it, again and again
+            raise ValueError(
+                f"init_from={name} is none of {', '.join(GPT2_SIZES)}, and no folder with a GPT-2; --help has all values"
+            )
         try:
             from transformers import GPT2LMHeadModel
         except ImportError as error:

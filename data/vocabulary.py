@@ -88,17 +88,12 @@ def load_codec(meta: dict[str, Any] | None, model_vocab_size: int) -> Codec:
         DataError: if GPT-2's vocabulary is not available, or the vocabulary is larger than that of the model.
     """
     codec = _gpt2_codec() if meta is None else _own_codec(meta)
-    check_fits(codec.vocab_size, model_vocab_size)
-    return codec
-
-
-def check_fits(vocab_size: int, model_vocab_size: int) -> None:
-    """Raise DataError if a vocabulary is larger than that of the model."""
-    if vocab_size > model_vocab_size:
+    if codec.vocab_size > model_vocab_size:
         raise DataError(
-            f"the model knows {model_vocab_size} tokens, the vocabulary at hand has {vocab_size}; prepare the dataset that the "
-            "model was trained on, to create its meta.pkl"
+            f"the model knows {model_vocab_size} tokens, the vocabulary at hand has {codec.vocab_size}; prepare the dataset "
+            "that the model was trained on, to create its meta.pkl"
         )
+    return codec
 
 
 def bytes_of_tokens(meta: dict[str, Any] | None) -> np.ndarray:

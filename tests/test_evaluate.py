@@ -185,6 +185,7 @@ def test_mistakes(data, trained, tmp_path):
         **{f"--tasks=hellaswag --hellaswag={path}": f"{path}, line 2: no HellaSwag" for path in wrong_examples(tmp_path)},
         f"--tasks=hellaswag --hellaswag={tmp_path / 'accents.jsonl'}": "the vocabulary has no 'Z'",
         f"--dataset={data}": "has another vocabulary",
+        "--init_from=gtp2": "init_from=gtp2 is none of gpt2, ",
         f"--out_dir={tmp_path}": "ckpt.pt; give the --out_dir of a run",
         "--wandb_log=True": "wandb_log=True needs a run in out_dir that was trained with it",
     }

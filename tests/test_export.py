@@ -9,7 +9,6 @@ from functools import partial
 import faults
 import pytest
 import torch
-from conftest import shared_data
 from scripts import check_mistakes, run, run_for_real, torch_load, train
 
 from data.dataset import vocabulary_of
@@ -212,10 +211,9 @@ def test_refusals(tmp_path):
     assert sorted(os.listdir(tmp_path)) == before
 
 
-def test_a_vocabulary_that_is_gone_is_not_taken_for_gpt2s(tmp_path, monkeypatch):
-    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", shared_data("tiktoken_cache"))
+def test_a_vocabulary_that_is_gone_is_not_taken_for_gpt2s(tmp_path):
     make_run(tmp_path, 65, False, characters="")
-    message = "the model knows 65 tokens, the vocabulary at hand has 50257"
+    message = f"the model knows 65 tokens, GPT-2 50257: dataset {tmp_path} lacks its meta.pkl"
     check_mistakes("export.py", [f"--out_dir={tmp_path}"], {f"--to={tmp_path / 'new'}": message})
 
 

@@ -70,9 +70,8 @@ def read_hellaswag(path: str, codec: Codec) -> list[Example]:
         with open(path, encoding="utf-8") as file:
             for number, line in enumerate(file, 1):
                 where, fields = f"{path}, line {number}", json.loads(line)
-                context, endings, label = fields["ctx"], fields["endings"], int(fields["label"])
-                texts = [context, *endings] if isinstance(endings, list) else []
-                if len(texts) != 5 or not all(isinstance(text, str) and text for text in texts) or label not in range(4):
+                (context, *endings), label = [fields["ctx"]] + fields["endings"], int(fields["label"])
+                if len(endings) != 4 or label not in range(4) or not all(isinstance(x, str) and x for x in (context, *endings)):
                     raise ValueError("an example is a context, four endings and a label of 0 to 3")
                 examples.append((codec.encode(context), [codec.encode(f" {ending}") for ending in endings], label))
         if not examples:
@@ -100,8 +99,6 @@ def loss_sums(rows: Sequence[np.ndarray | list[int]], counts: list[int]) -> np.n
     for number, (row, count) in enumerate(zip(rows, counts, strict=True)):
         inputs[number, : len(row) - 1] = row[:-1]
         targets[number, len(row) - 1 - count : len(row) - 1] = row[-count:]
-    if (largest := max(inputs.max(), targets.max())) >= model.config.vocab_size:
-        raise ValueError(f"the data holds token {largest}, but the model's vocabulary has {model.config.vocab_size}")
     x, y = torch.from_numpy(inputs).to(own_device), torch.from_numpy(targets).to(own_device)
     with autocast:
         losses = model(x, y)[1]
@@ -169,6 +166,7 @@ with exit_on_wrong_input():
             raise ValueError(f"tasks={tasks} needs a dataset, such as --dataset=openwebtext")
         data = Dataset(name, block_size=1, splits=("val",))
         fingerprint |= data.fingerprint
+        data.check(model.config.vocab_size, launch.rank, launch.world_size)
     if checkpoint is not None:
         check_vocabulary(checkpoint, name, meta)
     elif meta is not None and meta["vocab_size"] != model.config.vocab_size:
@@ -178,12 +176,10 @@ with exit_on_wrong_input():
     if "hellaswag" in tasks:
         examples = read_hellaswag(hellaswag, load_codec(meta, model.config.vocab_size))
         fingerprint["hellaswag"] = f"checksum {zlib.crc32(repr(examples).encode()):08x}"
-with exit_on_wrong_input():
-    read = {} if checkpoint is None else {key: checkpoint[key] for key in ("iter_num", "best_val_loss")}
-    compare_model_and_data(model, fingerprint, **read)
 
 own = np.zeros(6)
 with exit_on_wrong_input():
+    compare_model_and_data(model, fingerprint, iter_num=checkpoint and checkpoint["iter_num"])
     if "val" in tasks:
         own[:3] = val_sums()
     if "hellaswag" in tasks:

@@ -10,6 +10,7 @@ import os
 import pathlib
 import shutil
 import tempfile
+import warnings
 from typing import Literal
 
 import torch
@@ -89,13 +90,11 @@ with exit_on_wrong_input():
     path = find_newest(out_dir)
     checkpoint = read_file(path)  # its tensors are memory-mapped, or in shards
     names = {name.removeprefix("_orig_mod."): name for name in checkpoint["model"]}  # in the checkpoint
-    shapes = {name: weight.to("meta") for name, weight in checkpoint["model"].items()}
-    with without_weights():
-        sizes = GPT.from_checkpoint({**checkpoint, "model": shapes}).config
+    with without_weights(), warnings.catch_warnings(action="ignore"):  # no weight is copied
+        sizes = GPT.from_checkpoint(checkpoint).config
     dataset = checkpoint["config"].get("dataset", "")
     meta = load_meta(os.path.join(DATA_DIR, dataset))
     check_vocabulary(checkpoint, dataset, meta)
-    GPT.check_tied({name: checkpoint["model"][names[name]] for name in names})
     vocab_size = meta["vocab_size"] if meta else 50257
     if vocab_size > sizes.vocab_size:
         raise ValueError(f"the model knows {sizes.vocab_size} tokens, GPT-2 {vocab_size}: dataset {dataset} lacks its meta.pkl")
@@ -105,9 +104,8 @@ with exit_on_wrong_input():
     for name, value in vars(sizes).items():  # the default of an option is the model without it
         if name not in (*same, "block_size", "bias", "dropout") and value != getattr(GPTConfig, name):
             raise ValueError(f"GPT2LMHeadModel has no {name}={value}; only a model without it can be exported")
-    dropouts = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    values = {name: getattr(sizes, name) for name in same} | dropouts | ends
-    values |= {"n_positions": sizes.block_size, "activation_function": "gelu"}  # the exact one
+    values = {name: getattr(sizes, name) for name in same} | {"n_positions": sizes.block_size, **ends}
+    values |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0) | {"activation_function": "gelu"}  # the exact one
     config = transformers.GPT2Config(**values, architectures=["GPT2LMHeadModel"], dtype=dtype)
     with without_weights():
         outline = dict(transformers.GPT2LMHeadModel(config).to(getattr(torch, dtype)).named_parameters())  # tied ones once
@@ -121,11 +119,9 @@ with exit_on_wrong_input():
             transformers.GenerationConfig(**ends, suppress_tokens=padding or None).save_pretrained(folder)
             vocabulary = write_tokenizer(folder)
             write_weights(folder)
-            if os.path.isdir(target):  # it stays, as it may be the working directory or a mount point
-                for file in folder.iterdir():
-                    shutil.move(file, target)
-            else:
-                folder.rename(target)
+            os.makedirs(target, exist_ok=True)  # an empty one stays: it may be the working directory or a mount point
+            for file in folder.iterdir():
+                shutil.move(file, target)
     except (OSError, SafetensorError) as error:
         raise ValueError(f"cannot write {to}: {error}; name a folder that can be written to, on a disk with space") from error
 biases = "" if sizes.bias else "; zeros as the biases, which the model does not have"

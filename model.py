@@ -325,17 +325,6 @@ class GPT(nn.Module):
         kept = self.transformer.wpe.weight.detach()[:block_size].clone()
         self.transformer.wpe = nn.Embedding.from_pretrained(kept, freeze=False)
 
-    @staticmethod
-    def check_tied(weights: dict[str, torch.Tensor]) -> None:
-        """Raise ValueError if the head has other values than the embedding of the tokens. Names as in `state_dict`."""
-        head, embedding = (
-            weights[name].contiguous().view(torch.uint8) for name in ("lm_head.weight", "transformer.wte.weight")
-        )
-        if not head.is_meta and not torch.equal(head, embedding):  # as bytes: nan equals nan
-            raise ValueError(
-                "the checkpoint's lm_head differs from its wte; this program reads only models that share this weight"
-            )
-
     @classmethod
     def from_checkpoint(cls, checkpoint: dict[str, Any], dropout: float = 0.0) -> "GPT":
         """Return the model of a checkpoint that this program or nanoGPT wrote.
@@ -356,7 +345,9 @@ class GPT(nn.Module):
             model.load_state_dict(weights)
         except RuntimeError as error:  # the message lists the wrong names, one per line
             raise ValueError(f"the checkpoint's weights do not fit its model_args: {error}") from error
-        cls.check_tied(weights)
+        head, wte = (weights[f"{name}.weight"].contiguous().view(torch.uint8) for name in ("lm_head", "transformer.wte"))
+        if not head.is_meta and not torch.equal(head, wte):  # as bytes: nan equals nan
+            raise ValueError("the checkpoint's lm_head differs from its wte; only models that share this weight can be read")
         return model
 
     @classmethod
@@ -372,9 +363,7 @@ class GPT(nn.Module):
             OSError: if the weights are not on this machine and cannot be downloaded.
         """
         if name not in GPT2_SIZES and not os.path.isdir(name):  # the hub would be asked for it, again and again
-            raise ValueError(
-                f"init_from={name} is none of {', '.join(GPT2_SIZES)}, and no folder with a GPT-2; --help has all values"
-            )
+            raise ValueError(f"init_from={name} is none of {', '.join(GPT2_SIZES)} and no folder with a GPT-2; see --help")
         try:
             from transformers import GPT2LMHeadModel
         except ImportError as error:

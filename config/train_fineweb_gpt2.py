@@ -8,8 +8,7 @@
 #
 # The run ends at the loss of 3.28, and its report card says after which time and how many tokens. The settings are nearly
 # those of llm.c, which ends at 3.27 to 3.29 after 18,865 iterations, 45 minutes on eight H100 or 95 on eight A100. The released
-# GPT-2 (124M) has an acc_norm of 0.2955 in HellaSwag by llm.c's script. With Muon, at twice the learning rate, as in
-# train_stdlib_char_muon.py:
+# GPT-2 (124M) has an acc_norm of 0.2955 in HellaSwag by llm.c's script. With Muon, at twice the learning rate:
 #
 #   $ torchrun --standalone --nproc_per_node=8 train.py config/train_fineweb_gpt2.py --out_dir=out-fineweb-gpt2-muon \
 #       --optimizer=muon --learning_rate=1.2e-3
@@ -36,8 +35,7 @@ learning_rate = 6e-4
 min_lr = 0.0
 weight_decay = 1e-1
 
-# 12 * 854 sequences * 1024 tokens = 10.5 million tokens of each split, as many as llm.c evaluates, but not the same ones; this
-# adds 5 % of the time
+# 12 * 854 sequences * 1024 tokens = 10.5 million tokens of each split: as many as llm.c's, not the same; it adds 5 % of the time
 stop_at_val_loss = 3.28
 eval_interval = 250
 eval_iters = 854

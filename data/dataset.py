@@ -48,11 +48,6 @@ class Dataset:
         """The size of the dataset's own vocabulary, or None if the tokens are GPT-2's."""
         return self.meta["vocab_size"] if self.meta else None
 
-    @property
-    def vocabulary(self) -> str:
-        """What identifies this vocabulary, see `vocabulary_of`."""
-        return vocabulary_of(self.meta)
-
     def bytes_per_token(self, split: str) -> float | None:
         """Return the mean length of the tokens of a split in UTF-8, or None if that of a token is unknown."""
         lengths, tokens = bytes_of_tokens(self.meta), self.tokens[split]
@@ -144,7 +139,7 @@ class Dataset:
 
     def identity(self) -> dict[str, Any]:
         """Return what a checkpoint stores about its data."""
-        return {"vocabulary": self.vocabulary, "dataset": self.fingerprint}
+        return {"vocabulary": vocabulary_of(self.meta), "dataset": self.fingerprint}
 
     def check(self, vocab_size: int, part: int = 0, parts: int = 1) -> None:
         """Check the tokens of one of `parts` equal parts of the data against the vocabulary of a model.

@@ -13,11 +13,8 @@ import numpy as np
 if TYPE_CHECKING:
     import tiktoken
 
-
-# of which tiktoken makes its gpt2
-GPT2_FILES = [
-    f"https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/{name}" for name in ("encoder.json", "vocab.bpe")
-]
+_URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main"
+GPT2_FILES = f"{_URL}/encoder.json", f"{_URL}/vocab.bpe"  # of which tiktoken makes its gpt2
 
 
 class DataError(ValueError):

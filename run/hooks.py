@@ -234,9 +234,8 @@ class Run:
         is_best = losses["val"] < self.state.best_val_loss
         self.state.best_val_loss = min(self.state.best_val_loss, losses["val"])
         self._reached = is_reached(self.config, losses["val"])
-        if self.checkpoints.due(self.state.iter_num, is_end=self._reached) == Action.SAVE:
-            return True  # perhaps before the first iteration
-        return (is_best or self.checkpoints.always) and self.state.iter_num > self.first_iter
+        due = self.checkpoints.due(self.state.iter_num, is_end=self._reached)  # perhaps before the first iteration
+        return due == Action.SAVE or ((is_best or self.checkpoints.always) and self.state.iter_num > self.first_iter)
 
     def save(self, values: dict[str, Any]) -> None:
         """Write a checkpoint, see `zero.checkpoint.CheckpointWriter.write`, unless the guard says that the run has failed."""

@@ -35,7 +35,7 @@ learning_rate = 6e-4
 min_lr = 0.0
 weight_decay = 1e-1
 
-# 12 * 854 sequences * 1024 tokens = 10.5 million tokens of each split: as many as llm.c's, not the same; it adds 5 % of the time
+# 12 * 854 sequences * 1024 tokens = 10.5 million tokens of each split: as many as llm.c's, not the same; 5 % of the time
 stop_at_val_loss = 3.28
 eval_interval = 250
 eval_iters = 854

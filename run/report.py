@@ -142,9 +142,8 @@ def add_evaluation(folder: str, iteration: int, dataset: str, results: dict[str,
     with suppress(FileNotFoundError, ValueError), open(path) as file:
         before = json.load(file)
         if before.get("iter") == iteration:
-            values = {
-                key: value for key, value in before.items() if before["dataset"] == dataset or "/val_" not in key
-            } | values
+            same_data = before["dataset"] == dataset
+            values = {key: value for key, value in before.items() if same_data or "/val_" not in key} | values
     values |= results
     with atomic_write(path) as temporary, open(temporary, "w") as file:
         json.dump(values, file, indent=1)

@@ -17,6 +17,7 @@ import json
 import math
 import os
 import sys
+import zlib
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, Literal
@@ -37,7 +38,7 @@ from run.checkpoints import load_newest
 from run.logger import FACTS, MetricsFile
 from run.metrics import METRICS
 from run.progress import Progress
-from run.rank_checks import check_vocabulary
+from run.rank_checks import check_vocabulary, compare_model_and_data, compare_settings
 from run.wandb_run import WandbRun
 
 # -----------------------------------------------------------------------------
@@ -50,7 +51,7 @@ batch_size: PositiveInt = 8  # at a time on a rank: sequences, or examples with 
 device = "auto"  # 'cpu', 'cuda', 'cuda:1', 'mps'; auto: cuda if available, otherwise cpu
 dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: best on GPU, float32 on CPU
 wandb_log = False  # add the results to the summary of the run in wandb
-configure(globals())
+config = configure(globals())
 # -----------------------------------------------------------------------------
 
 URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl"
@@ -64,14 +65,22 @@ def read_hellaswag(path: str, codec: Codec) -> list[Example]:
     Raises:
         ValueError: if it is missing or another one, or the vocabulary lacks one of its characters.
     """
+    where, examples = path, []
     try:
         with open(path, encoding="utf-8") as file:
-            found = [json.loads(line) for line in file]
-        return [(codec.encode(one["ctx"]), [codec.encode(f" {end}") for end in one["endings"]], one["label"]) for one in found]
+            for number, line in enumerate(file, 1):
+                where, fields = f"{path}, line {number}", json.loads(line)
+                (context, *endings), label = [fields["ctx"]] + fields["endings"], int(fields["label"])
+                if len(endings) != 4 or label not in range(4) or not all(isinstance(x, str) and x for x in (context, *endings)):
+                    raise ValueError("an example is a context, four endings and a label of 0 to 3")
+                examples.append((codec.encode(context), [codec.encode(f" {ending}") for ending in endings], label))
+        if not examples:
+            raise ValueError("it is empty")
     except DataError as error:
-        raise ValueError(f"hellaswag needs GPT-2's vocabulary, or one with the characters of {path}: {error}") from error
+        raise ValueError(f"hellaswag needs GPT-2's vocabulary, or one with the characters of {where}: {error}") from error
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} has no HellaSwag ({error!r}); get it by curl -O {URL}, or use --hellaswag=FILE") from error
+        raise ValueError(f"{where}: no HellaSwag ({error!r}); get it by curl -O {URL}, or use --hellaswag=FILE") from error
+    return examples
 
 
 def own_batches(items: Sequence[Any]) -> list[Any]:
@@ -90,12 +99,13 @@ def loss_sums(rows: Sequence[np.ndarray | list[int]], counts: list[int]) -> np.n
     for number, (row, count) in enumerate(zip(rows, counts, strict=True)):
         inputs[number, : len(row) - 1] = row[:-1]
         targets[number, len(row) - 1 - count : len(row) - 1] = row[-count:]
-    if (largest := max(inputs.max(), targets.max())) >= model.config.vocab_size:
-        raise ValueError(f"the data holds token {largest}, but the model's vocabulary has {model.config.vocab_size}")
     x, y = torch.from_numpy(inputs).to(own_device), torch.from_numpy(targets).to(own_device)
     with autocast:
         losses = model(x, y)[1]
-    return losses.view_as(y).cpu().double().sum(dim=1).numpy()
+    sums = losses.view_as(y).cpu().double().sum(dim=1).numpy()
+    if not np.isfinite(sums).all():
+        raise ValueError("the model computes losses that are not finite; try --dtype=float32, or an earlier checkpoint")
+    return sums
 
 
 def val_sums() -> np.ndarray:
@@ -138,6 +148,7 @@ def record(checkpoint: dict[str, Any], results: dict[str, float]) -> None:
 launch = launched()
 with exit_on_wrong_input():
     device_name, compute_dtype = machine.resolve(device, dtype)
+    compare_settings(launch, config | {"device": device_name.partition(":")[0], "dtype": compute_dtype})
     own_device = start(launch, device_name)
 autocast, progress = machine.autocast(own_device, compute_dtype), Progress(0, launch.rank)
 
@@ -149,31 +160,36 @@ with exit_on_wrong_input():
     model.eval().to(own_device).mean_loss.reduction = "none"
     name = dataset or ("" if checkpoint is None else checkpoint["config"].get("dataset", ""))
     meta = load_meta(os.path.join(DATA_DIR, name))
+    fingerprint: dict[str, str] = {}
     if "val" in tasks:
         if not name:
             raise ValueError(f"tasks={tasks} needs a dataset, such as --dataset=openwebtext")
-        data = Dataset(name, block_size=1)
-        if checkpoint is not None:
-            check_vocabulary(checkpoint, data)
-        elif data.vocab_size not in (None, model.config.vocab_size):
-            raise ValueError(f"dataset {name} has a vocabulary of {data.vocab_size}, {init_from} of {model.config.vocab_size}")
-        if meta is None:
-            gpt2_encoding()  # tiktoken may download it
+        data = Dataset(name, block_size=1, splits=("val",))
+        fingerprint |= data.fingerprint
+        data.check(model.config.vocab_size, launch.rank, launch.world_size)
+    if checkpoint is not None:
+        check_vocabulary(checkpoint, name, meta)
+    elif meta is not None and meta["vocab_size"] != model.config.vocab_size:
+        raise ValueError(f"dataset {name} has a vocabulary of {meta['vocab_size']}, {init_from} of {model.config.vocab_size}")
+    if "val" in tasks and meta is None:
+        gpt2_encoding()  # tiktoken may download it
     if "hellaswag" in tasks:
         examples = read_hellaswag(hellaswag, load_codec(meta, model.config.vocab_size))
+        fingerprint["hellaswag"] = f"checksum {zlib.crc32(repr(examples).encode()):08x}"
 
 own = np.zeros(6)
 with exit_on_wrong_input():
+    compare_model_and_data(model, fingerprint, iter_num=checkpoint and checkpoint["iter_num"])
     if "val" in tasks:
         own[:3] = val_sums()
     if "hellaswag" in tasks:
         own[3:] = hellaswag_sums()
-nats, targets, size, right, right_norm, asked = np.sum(gather_numbers(own.tolist()), axis=0).tolist()
+nats, targets, val_bytes, right, right_norm, count = np.sum(gather_numbers(own.tolist()), axis=0).tolist()
 rates = {
     "evaluation/val_loss": (nats, targets),
-    "evaluation/val_bits_per_byte": (nats / math.log(2), size),
-    "evaluation/hellaswag_acc": (right, asked),
-    "evaluation/hellaswag_acc_norm": (right_norm, asked),
+    "evaluation/val_bits_per_byte": (nats / math.log(2), val_bytes),
+    "evaluation/hellaswag_acc": (right, count),
+    "evaluation/hellaswag_acc_norm": (right_norm, count),
 }
 results = {key: part / whole for key, (part, whole) in rates.items() if whole > 0}  # nan: the bytes of a token are unknown
 for key, value in results.items():

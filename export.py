@@ -8,17 +8,20 @@ $ python train.py config/finetune_shakespeare.py --init_from=out-exported
 import json
 import os
 import pathlib
+import shutil
 import tempfile
+import warnings
 from typing import Literal
 
 import torch
 
 from configurator import configure
-from data.dataset import DATA_DIR, vocabulary_of
-from data.vocabulary import load_codec, load_meta
+from data.dataset import DATA_DIR
+from data.vocabulary import GPT2_FILES, load_meta
 from distributed.exits import exit_on_wrong_input
-from model import CONV1D, GPT, without_weights
+from model import CONV1D, GPT, GPTConfig, without_weights
 from run.checkpoints import find_newest
+from run.rank_checks import check_vocabulary
 from zero.checkpoint.chunks import read_tensors
 from zero.checkpoint.format import read_file, shards_folder
 
@@ -28,7 +31,6 @@ to = ""  # folder to write; it does not exist yet, or is empty
 dtype: Literal["float32", "bfloat16"] = "float32"  # of the weights
 configure(globals())
 # -----------------------------------------------------------------------------
-GPT2_FILES = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"  # of which tiktoken makes its gpt2
 
 
 def read_weight(name: str) -> torch.Tensor:
@@ -46,6 +48,7 @@ def write_weights(folder: pathlib.Path) -> None:
     split = split_torch_state_dict_into_shards(outline, max_shard_size="1GB")  # one of which is in memory
     for file, held in split.filename_to_tensors.items():
         save_file({name: read_weight(name) for name in held}, folder / file, metadata={"format": "pt"})
+        shutil.copymode(folder / "config.json", folder / file)  # save_file lets only the owner read it
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
@@ -54,10 +57,14 @@ def write_weights(folder: pathlib.Path) -> None:
 def write_tokenizer(folder: pathlib.Path) -> str:
     """Write the tokenizer of GPT-2 or of characters. Return what the folder then knows of the vocabulary, in words."""
     if meta is None:
-        from tiktoken.load import read_file_cached
+        try:
+            from tiktoken.load import read_file_cached
 
-        for ours, tiktokens in (("vocab.json", "encoder.json"), ("merges.txt", "vocab.bpe")):
-            (folder / ours).write_bytes(read_file_cached(GPT2_FILES + tiktokens))
+            contents = list(map(read_file_cached, GPT2_FILES))
+        except (ImportError, OSError) as error:
+            return f"{vocab_size} tokens of GPT-2 without the tokenizer, which tiktoken could not get ({error})"
+        for file, content in zip(("vocab.json", "merges.txt"), contents, strict=True):
+            (folder / file).write_bytes(content)
         tokenizer = transformers.GPT2TokenizerFast.from_pretrained(folder, model_max_length=sizes.block_size)
     elif not meta.get("stoi") or max(map(len, meta["stoi"])) > 1:
         return f"{vocab_size} tokens without a tokenizer, because they are neither GPT-2's nor characters"
@@ -83,24 +90,27 @@ with exit_on_wrong_input():
     path = find_newest(out_dir)
     checkpoint = read_file(path)  # its tensors are memory-mapped, or in shards
     names = {name.removeprefix("_orig_mod."): name for name in checkpoint["model"]}  # in the checkpoint
-    shapes = {name: weight.to("meta") for name, weight in checkpoint["model"].items()}
-    with without_weights():
-        sizes = GPT.from_checkpoint({**checkpoint, "model": shapes}).config
-    directory = os.path.join(DATA_DIR, checkpoint["config"].get("dataset", ""))
-    meta = load_meta(directory)
-    here, of_run = vocabulary_of(meta), checkpoint.get("vocabulary")
-    if of_run not in (None, here):
-        raise ValueError(f"the vocabulary in {directory} is {here}, of the checkpoint {of_run}; put the run's meta.pkl there")
-    vocab_size = load_codec(meta and {"stoi": {}, "itos": {}, **meta}, sizes.vocab_size).vocab_size
+    with without_weights(), warnings.catch_warnings(action="ignore"):  # no weight is copied
+        sizes = GPT.from_checkpoint(checkpoint).config
+    dataset = checkpoint["config"].get("dataset", "")
+    meta = load_meta(os.path.join(DATA_DIR, dataset))
+    check_vocabulary(checkpoint, dataset, meta)
+    vocab_size = meta["vocab_size"] if meta else 50257
+    if vocab_size > sizes.vocab_size:
+        raise ValueError(f"the model knows {sizes.vocab_size} tokens, GPT-2 {vocab_size}: dataset {dataset} lacks its meta.pkl")
     padding = list(range(vocab_size, sizes.vocab_size))
     ends = dict.fromkeys(("bos_token_id", "eos_token_id"), None if meta else vocab_size - 1)  # GPT-2's <|endoftext|>
-    same = {name: getattr(sizes, name) for name in ("vocab_size", "n_layer", "n_head", "n_embd")}
-    same |= {"n_positions": sizes.block_size, "activation_function": "gelu"}  # the exact one
-    dropouts = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    config = transformers.GPT2Config(**same, **dropouts, **ends, architectures=["GPT2LMHeadModel"], dtype=dtype)
+    same = ("vocab_size", "n_layer", "n_head", "n_embd")  # in GPT2Config
+    for name, value in vars(sizes).items():  # the default of an option is the model without it
+        if name not in (*same, "block_size", "bias", "dropout") and value != getattr(GPTConfig, name):
+            raise ValueError(f"GPT2LMHeadModel has no {name}={value}; only a model without it can be exported")
+    values = {name: getattr(sizes, name) for name in same} | {"n_positions": sizes.block_size, **ends}
+    values |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0) | {"activation_function": "gelu"}  # the exact one
+    config = transformers.GPT2Config(**values, architectures=["GPT2LMHeadModel"], dtype=dtype)
     with without_weights():
         outline = dict(transformers.GPT2LMHeadModel(config).to(getattr(torch, dtype)).named_parameters())  # tied ones once
-    parent, name = os.path.split(os.path.abspath(to))
+    target = os.path.realpath(to)  # perhaps of a link
+    parent, name = os.path.split(target)
     try:
         os.makedirs(parent, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f"{name}.tmp-", dir=parent) as temporary:
@@ -109,7 +119,9 @@ with exit_on_wrong_input():
             transformers.GenerationConfig(**ends, suppress_tokens=padding or None).save_pretrained(folder)
             vocabulary = write_tokenizer(folder)
             write_weights(folder)
-            folder.rename(to)
+            os.makedirs(target, exist_ok=True)  # an empty one stays: it may be the working directory or a mount point
+            for file in folder.iterdir():
+                shutil.move(file, target)
     except (OSError, SafetensorError) as error:
         raise ValueError(f"cannot write {to}: {error}; name a folder that can be written to, on a disk with space") from error
 biases = "" if sizes.bias else "; zeros as the biases, which the model does not have"

@@ -5,6 +5,7 @@ shares its weight with the token embedding.
 """
 
 import math
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
@@ -331,7 +332,7 @@ class GPT(nn.Module):
         The checkpoint may come from a model that was compiled with `torch.compile`.
 
         Raises:
-            ValueError: if the weights of the checkpoint do not fit its `model_args`.
+            ValueError: if the weights of the checkpoint do not fit its `model_args`, or its head is not tied to its embedding.
         """
         sizes = checkpoint["model_args"]
         try:
@@ -344,6 +345,9 @@ class GPT(nn.Module):
             model.load_state_dict(weights)
         except RuntimeError as error:  # the message lists the wrong names, one per line
             raise ValueError(f"the checkpoint's weights do not fit its model_args: {error}") from error
+        head, wte = (weights[f"{name}.weight"].contiguous().view(torch.uint8) for name in ("lm_head", "transformer.wte"))
+        if not head.is_meta and not torch.equal(head, wte):  # as bytes: nan equals nan
+            raise ValueError("the checkpoint's lm_head differs from its wte; only models that share this weight can be read")
         return model
 
     @classmethod
@@ -354,9 +358,12 @@ class GPT(nn.Module):
         changes the logits of a trained GPT-2 by about 1e-3. The dropout of the original training is not used.
 
         Raises:
+            ValueError: if the name is neither.
             ImportError: if transformers is not installed.
             OSError: if the weights are not on this machine and cannot be downloaded.
         """
+        if name not in GPT2_SIZES and not os.path.isdir(name):  # the hub would be asked for it, again and again
+            raise ValueError(f"init_from={name} is none of {', '.join(GPT2_SIZES)} and no folder with a GPT-2; see --help")
         try:
             from transformers import GPT2LMHeadModel
         except ImportError as error:

@@ -18,7 +18,6 @@ and continues. Exit code 0: done; 2: wrong input, in one line; 1: any other erro
 """
 
 import math
-import os
 import time
 from contextlib import nullcontext
 from typing import Literal
@@ -171,16 +170,14 @@ with run.stage("making the model"), SkipInitialization() if rank > 0 else nullco
     elif init_from in ("scratch", "auto"):
         print0("Initializing a new model from scratch")
         raw_model = GPT(GPTConfig.of(config, vocab_size=data.vocab_size or GPTConfig.vocab_size))
-    elif init_from.startswith("gpt2") or os.path.isdir(init_from):
+    else:
         print0(f"Initializing from GPT-2 weights: {init_from}")
         raw_model = GPT.from_pretrained(init_from, dropout)
-    else:
-        raise ValueError(f"init_from={init_from} is neither scratch, resume, auto, a gpt2 name nor a folder that holds a GPT-2")
     check_block_size(block_size, raw_model.config.block_size, croppable=checkpoint is None)
     raw_model.crop_block_size(block_size)
     data.check(raw_model.config.vocab_size, rank, world_size)
 with run.stage("comparing the ranks"):
-    compare_model_and_data(raw_model, data, **vars(state))
+    compare_model_and_data(raw_model, data.fingerprint, **vars(state))
 print0(f"number of parameters: {raw_model.num_params() / 1e6:.2f}M")
 raw_model.activation_checkpointing, raw_model.loss_chunk = activation_checkpointing, loss_chunk
 if compile:

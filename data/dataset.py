@@ -31,26 +31,22 @@ class Dataset:
     Args:
         name: name of a folder in `data/`, or the absolute path of another folder.
         block_size: tokens per sequence.
+        splits: those that are needed.
 
     Raises:
         DataError: if files of a split are missing, do not fit the vocabulary, or are too short for one sequence.
     """
 
-    def __init__(self, name: str, block_size: int) -> None:
+    def __init__(self, name: str, block_size: int, splits: tuple[str, ...] = SPLITS) -> None:
         self.directory = os.path.join(DATA_DIR, name)
         self.name, self.block_size = name, block_size
         self.meta = load_meta(self.directory)
-        self.tokens = {split: _open(self.directory, split, self.vocab_size, block_size) for split in SPLITS}
+        self.tokens = {split: _open(self.directory, split, self.vocab_size, block_size) for split in splits}
 
     @property
     def vocab_size(self) -> int | None:
         """The size of the dataset's own vocabulary, or None if the tokens are GPT-2's."""
         return self.meta["vocab_size"] if self.meta else None
-
-    @property
-    def vocabulary(self) -> str:
-        """What identifies this vocabulary, see `vocabulary_of`."""
-        return vocabulary_of(self.meta)
 
     def bytes_per_token(self, split: str) -> float | None:
         """Return the mean length of the tokens of a split in UTF-8, or None if that of a token is unknown."""
@@ -143,7 +139,7 @@ class Dataset:
 
     def identity(self) -> dict[str, Any]:
         """Return what a checkpoint stores about its data."""
-        return {"vocabulary": self.vocabulary, "dataset": self.fingerprint}
+        return {"vocabulary": vocabulary_of(self.meta), "dataset": self.fingerprint}
 
     def check(self, vocab_size: int, part: int = 0, parts: int = 1) -> None:
         """Check the tokens of one of `parts` equal parts of the data against the vocabulary of a model.

@@ -1,17 +1,20 @@
 """The vocabulary of a dataset: its own in `meta.pkl`, or GPT-2's."""
 
 import ast
+import hashlib
 import os
 import pickle
+import tempfile
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
-from unittest.mock import patch
 
 import numpy as np
 
 if TYPE_CHECKING:
     import tiktoken
+
+_URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main"
+GPT2_FILES = f"{_URL}/encoder.json", f"{_URL}/vocab.bpe"  # of which tiktoken makes its gpt2
 
 
 class DataError(ValueError):
@@ -116,12 +119,15 @@ def gpt2_encoding(download: bool = True) -> "tiktoken.Encoding":
     Raises:
         DataError: if the vocabulary or tiktoken is not available.
     """
-    absent = OSError("it is not in tiktoken's cache")
+    own_cache = os.path.join(tempfile.gettempdir(), "data-gym-cache")  # as in tiktoken/load.py
+    cache = os.environ.get("TIKTOKEN_CACHE_DIR", os.environ.get("DATA_GYM_CACHE_DIR", own_cache))
+    paths = [os.path.join(cache, hashlib.sha1(url.encode()).hexdigest()) for url in GPT2_FILES]
     try:
         import tiktoken  # only here: a dataset of characters needs only numpy
 
-        with nullcontext() if download else patch("tiktoken.load.read_file", side_effect=absent):
-            return tiktoken.get_encoding("gpt2")
+        if not download and not all(map(os.path.exists, paths)):
+            raise OSError("it is not in tiktoken's cache")
+        return tiktoken.get_encoding("gpt2")
     except (ImportError, OSError, AttributeError) as error:  # it downloads with requests, whose errors are OSErrors
         remedy = "pip install tiktoken, and set TIKTOKEN_CACHE_DIR to a folder that holds the vocabulary if there is no network"
         raise DataError(f"GPT-2's vocabulary is not available ({error}); {remedy}") from error

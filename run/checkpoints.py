@@ -42,7 +42,7 @@ class State:
 
 
 def find_newest(folder: str) -> str:
-    """Return the path of the newest checkpoint of a run that is not corrupt, for what does not train.
+    """Return the path of the newest checkpoint of a run that is not corrupt, for scripts that do not train.
 
     Needs to be called on all ranks. Raises ValueError on all ranks if there is none.
     """

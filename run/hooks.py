@@ -30,6 +30,7 @@ from run.profiling import FOLDER, Profiler
 from run.progress import Progress
 from run.sampling import Sampler
 from run.shadow import Shadow
+from run.summary import is_reached
 from zero import ShardedGradScaler
 from zero.flags import Flags
 from zero.sharded_state import parameters
@@ -232,8 +233,9 @@ class Run:
             return False
         is_best = losses["val"] < self.state.best_val_loss
         self.state.best_val_loss = min(self.state.best_val_loss, losses["val"])
-        self._reached = losses["val"] <= (self.config["stop_at_val_loss"] or -math.inf)
-        return (is_best or self.checkpoints.always) and self.state.iter_num > self.first_iter
+        self._reached = is_reached(self.config, losses["val"])
+        due = self.checkpoints.due(self.state.iter_num, is_end=self._reached)  # perhaps before the first iteration
+        return due == Action.SAVE or ((is_best or self.checkpoints.always) and self.state.iter_num > self.first_iter)
 
     def save(self, values: dict[str, Any]) -> None:
         """Write a checkpoint, see `zero.checkpoint.CheckpointWriter.write`, unless the guard says that the run has failed."""

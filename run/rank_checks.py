@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from configurator import PER_HOST, settings_with
-from data.dataset import Dataset
+from data.dataset import Dataset, vocabulary_of
 from distributed.launch import Launch
 from distributed.machine import versions
 from distributed.ranks import batch_in_words, divided_batch, print0
@@ -62,12 +62,12 @@ def check_combinations(settings: dict[str, Any], world_size: int) -> None:
     muon_of(settings)
 
 
-def compare_model_and_data(model: torch.nn.Module, data: Dataset, **values: Any) -> None:
+def compare_model_and_data(model: torch.nn.Module, fingerprint: dict[str, str], **values: Any) -> None:
     """Check that all ranks have the same dataset, and a model of the same shape. Needs to be called on all ranks.
 
     Compared are the config of the model, the names, shapes and dtypes of its parameters, and `values`, which the ranks have
-    read from a checkpoint; of the data the files, see `Dataset.fingerprint`. The weights themselves are not, because the ranks
-    take those of rank 0.
+    read from a checkpoint; of the data the files, as in `Dataset.fingerprint`. The weights themselves are not: in a training,
+    the ranks take those of rank 0.
 
     Raises:
         ValueError: as `compare_settings`.
@@ -76,7 +76,7 @@ def compare_model_and_data(model: torch.nn.Module, data: Dataset, **values: Any)
         return
     parameters = {name: f"{tuple(param.shape)} {param.dtype}" for name, param in model.named_parameters()}
     facts: Facts = {
-        "copy the dataset from one host to the others": data.fingerprint,
+        "copy the dataset from one host to the others": fingerprint,
         "give all hosts the same checkpoint or pretrained model": {**values, **vars(model.config), **parameters},
     }
     if message := difference(gather_objects(facts)):
@@ -91,7 +91,7 @@ def compare_with_checkpoint(checkpoint: dict[str, Any], settings: dict[str, Any]
     Raises:
         ValueError: if the dataset has another vocabulary, or the checkpoint is of another optimizer.
     """
-    check_vocabulary(checkpoint, data)
+    check_vocabulary(checkpoint, data.name, data.meta)
     if "dataset" in checkpoint and checkpoint["dataset"] != data.fingerprint:
         name = checkpoint["config"].get("dataset")
         print0(
@@ -117,14 +117,14 @@ def compare_with_checkpoint(checkpoint: dict[str, Any], settings: dict[str, Any]
         print0(f"note: a resumed run uses the checkpoint's values: {used}")
 
 
-def check_vocabulary(checkpoint: dict[str, Any], data: Dataset) -> None:
-    """Raise ValueError if a dataset has another vocabulary than a checkpoint."""
-    size, name = checkpoint["model_args"].get("vocab_size"), checkpoint["config"].get("dataset")
-    vocabulary = checkpoint.get("vocabulary", data.vocabulary if data.vocab_size in (None, size) else f"{size} tokens")
-    if vocabulary != data.vocabulary:
+def check_vocabulary(checkpoint: dict[str, Any], name: str, meta: dict[str, Any] | None) -> None:
+    """Raise ValueError if a dataset, with `meta` as its `Dataset.meta`, has another vocabulary than a checkpoint."""
+    size, own = checkpoint["model_args"].get("vocab_size"), vocabulary_of(meta)
+    vocabulary = checkpoint.get("vocabulary", own if meta is None or meta["vocab_size"] == size else f"{size} tokens")
+    if vocabulary != own:
         raise ValueError(
-            f"dataset {data.name} has another vocabulary ({data.vocabulary}) than the checkpoint ({vocabulary}); "
-            f"use the files of dataset {name} that it was trained on, or start a new run in another --out_dir"
+            f"dataset {name} has another vocabulary ({own}) than the checkpoint ({vocabulary}); use the files of dataset "
+            f"{checkpoint['config'].get('dataset')} that it was trained on, or start a new run in another --out_dir"
         )
 
 

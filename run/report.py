@@ -14,6 +14,7 @@ from run.summary import Summary
 from zero.checkpoint.files import atomic_write
 
 NAME, EVALUATION = "report.md", "evaluation.json"  # in out_dir
+_HEADING = "\n## Evaluation\n\n"  # of the part of the card that `add_evaluation` writes
 
 
 def rows(summary: Summary) -> dict[str, str]:
@@ -140,18 +141,18 @@ def add_evaluation(folder: str, iteration: int, dataset: str, results: dict[str,
     values: dict[str, Any] = {"iter": iteration, "dataset": dataset}
     with suppress(FileNotFoundError, ValueError), open(path) as file:
         before = json.load(file)
-        values = before if values.items() <= before.items() else values
+        if before.get("iter") == iteration:
+            same_data = before["dataset"] == dataset
+            values = {key: value for key, value in before.items() if same_data or "/val_" not in key} | values
     values |= results
     with atomic_write(path) as temporary, open(temporary, "w") as file:
         json.dump(values, file, indent=1)
     if os.path.exists(card):
         with open(card) as file:
-            lines = [line for line in file if not line.startswith("| evaluation |")]
-        last = max(number for number, line in enumerate(lines) if line.startswith("|"))
+            of_run = file.read().partition(_HEADING)[0]
         text = ", ".join(f"{key.partition('/')[2]} {value:.4f}" for key, value in values.items() if "/" in key)
-        lines.insert(last + 1, f"| evaluation | {dataset}, after {iteration:,} iterations: {text} |\n")
         with atomic_write(card) as temporary, open(temporary, "w") as file:
-            file.writelines(lines)
+            file.write(f"{of_run}{_HEADING}{dataset}, after {iteration:,} iterations: {text}\n")
 
 
 def size(count: float) -> str:

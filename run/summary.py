@@ -10,6 +10,11 @@ _LOSSES = {"loss": "iter/loss", "val_loss": "val/loss", "val_bits_per_byte": "va
 _MEDIANS = ("throughput/tokens_per_second", "mfu", "comm/exposed_ms", "comm/exposed_percent")
 
 
+def is_reached(settings: dict[str, Any], val_loss: float) -> bool:
+    """Return whether a run ends at this loss. Runs of earlier versions do not have the setting."""
+    return val_loss <= (settings.get("stop_at_val_loss") or -math.inf)
+
+
 class Summary:
     """Collects events. `figures` has what is known so far.
 
@@ -42,7 +47,7 @@ class Summary:
         for name, key in _LOSSES.items():
             if key in known:
                 self._add_loss(name, known[key], event["iter"])
-        if not self.reached and known.get("val/loss", math.inf) <= (self.facts.get("stop_at_val_loss") or -math.inf):
+        if not self.reached and "val/loss" in known and is_reached(self.facts, known["val/loss"]):
             self.reached = known
         if "memory/peak_mb" in known:
             self._figures["peak_memory_mb"] = max(known["memory/peak_mb"], self._figures.get("peak_memory_mb", 0.0))

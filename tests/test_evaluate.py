@@ -6,7 +6,9 @@ import os
 import pickle
 import random
 import shutil
+from functools import partial
 
+import faults
 import numpy as np
 import pytest
 import torch
@@ -17,6 +19,7 @@ from scripts import check_mistakes, run, run_for_real, torch_load, train
 from model import GPT
 from run import report
 
+EXAMPLE = {"ctx": "a", "endings": [*"abcd"], "label": 0}
 LETTERS = [" ", *(chr(ord("à") + number) for number in range(9)), *(chr(ord("a") + number) for number in range(19))]
 
 
@@ -48,8 +51,21 @@ def write_hellaswag(path, count, text):
     for number in range(count):
         endings = [text(generator, generator.randint(1, 9)) for _ in range(4)]
         fields = {"ind": number, "ctx": text(generator, generator.randint(2, 12)), "endings": endings}
-        lines.append(json.dumps({**fields, "label": generator.randrange(4)}))
+        label = generator.randrange(4)
+        lines.append(json.dumps({**fields, "label": str(label) if number % 2 else label}))  # some copies have strings
     path.write_text("\n".join(lines) + "\n")
+
+
+def wrong_examples(folder):
+    """Files of which the second example is wrong."""
+    for number, field in enumerate(
+        [{"label": label} for label in (None, 9, -1, "d")]
+        + [{"endings": endings} for endings in ("abcd", [], [*"abcde"], [*"abc", ""], [*"abc", 4])]
+        + [{"ctx": ""}]
+    ):
+        path = folder / f"wrong{number}.jsonl"
+        path.write_text(f"{json.dumps(EXAMPLE)}\n{json.dumps(EXAMPLE | field)}\n")
+        yield path
 
 
 def evaluated(out, *arguments, ranks=0, run=run):
@@ -75,8 +91,8 @@ def scored(examples, encode, logits_of, longest):
             losses = losses_of((encode(example["ctx"]) + after)[-longest:], logits_of)[-len(after) :]
             sums.append(losses.sum().item())
             means.append(losses.mean().item())
-        right += sums.index(min(sums)) == example["label"]
-        right_norm += means.index(min(means)) == example["label"]
+        right += sums.index(min(sums)) == int(example["label"])
+        right_norm += means.index(min(means)) == int(example["label"])
     assert right != right_norm
     return right, right_norm
 
@@ -109,7 +125,7 @@ def test_figures_are_those_of_a_plain_count_on_any_number_of_ranks(trained):
         assert f"{key:<32}{value:8.4f}  " in printed
 
 
-def test_the_card_has_the_results_of_one_checkpoint(trained):
+def test_the_card_has_the_results_of_one_checkpoint(trained, tmp_path):
     out, folder = trained
     (out / report.EVALUATION).unlink(missing_ok=True)
     only_val, _ = evaluated(out)
@@ -119,8 +135,15 @@ def test_the_card_has_the_results_of_one_checkpoint(trained):
     assert only_val.items() < both.items(), "those of another task stay"
     card = (out / report.NAME).read_text()
     texts = [f"{key.partition('/')[2]} {value:.4f}" for key, value in both.items() if "/" in key]
-    assert card.count("| evaluation |") == 1
-    assert f"|\n| evaluation | {folder}, after 10 iterations: {', '.join(texts)} |\n\n- sample: " in card
+    assert card.startswith("# Report: ")
+    assert card.endswith(f"`\n\n## Evaluation\n\n{folder}, after 10 iterations: {', '.join(texts)}\n")
+    assert card.count("Evaluation") == 1
+    other = tmp_path / "other"
+    shutil.copytree(folder, other)
+    np.fromfile(folder / "val.bin", dtype=np.uint16)[::2].tofile(other / "val.bin")
+    moved, _ = evaluated(out, f"--dataset={other}")
+    assert moved.keys() == both.keys()
+    assert {key for key in both if moved[key] != both[key]} == {"dataset", *(key for key in only_val if "/" in key)}
     (out / report.EVALUATION).write_text(json.dumps({**both, "iter": 5}))
     again, _ = evaluated(out)
     assert again == only_val, "those of another checkpoint do not"
@@ -152,13 +175,17 @@ def test_hellaswag_of_a_gpt2_is_that_of_transformers(tmp_path, monkeypatch, one_
 def test_mistakes(data, trained, tmp_path):
     out, folder = trained
     (tmp_path / "other.jsonl").write_text('{"ctx": "a", "endings": "b"}\n')
-    (tmp_path / "accents.jsonl").write_text('{"ctx": "Z", "endings": ["a", "b"], "label": 0}\n')
+    (tmp_path / "accents.jsonl").write_text(json.dumps({**EXAMPLE, "ctx": "Z"}))
     messages = {
         "--tasks=all": "tasks=all is not one of val, hellaswag",
         "--tasks=hellaswag --hellaswag=nowhere.jsonl": "curl -O https://raw.githubusercontent.com/rowanz/hellaswag/",
-        f"--tasks=hellaswag --hellaswag={tmp_path / 'other.jsonl'}": "other.jsonl has no HellaSwag (KeyError('label'))",
+        f"--tasks=hellaswag --hellaswag={tmp_path / 'other.jsonl'}": "other.jsonl, line 1: no HellaSwag (KeyError('label'))",
+        f"--tasks=hellaswag --hellaswag={os.devnull}": "no HellaSwag (ValueError('it is empty'))",
+        f"--tasks=hellaswag --dataset={data}": "has another vocabulary",
+        **{f"--tasks=hellaswag --hellaswag={path}": f"{path}, line 2: no HellaSwag" for path in wrong_examples(tmp_path)},
         f"--tasks=hellaswag --hellaswag={tmp_path / 'accents.jsonl'}": "the vocabulary has no 'Z'",
         f"--dataset={data}": "has another vocabulary",
+        "--init_from=gtp2": "init_from=gtp2 is none of gpt2, ",
         f"--out_dir={tmp_path}": "ckpt.pt; give the --out_dir of a run",
         "--wandb_log=True": "wandb_log=True needs a run in out_dir that was trained with it",
     }
@@ -169,4 +196,42 @@ def test_mistakes(data, trained, tmp_path):
     tokens.tofile(tmp_path / "data" / "val.bin")
     refused = run("evaluate.py", f"--out_dir={out}", f"--dataset={tmp_path / 'data'}", ranks=2)
     assert refused.returncodes == [2, 2]
-    assert refused.stderr == "error: the data holds token 60, but the model's vocabulary has 29\n", "one rank has found it"
+    assert refused.stderr.count("\n") == 1, "one rank has found it"
+    assert "val.bin holds token 60, but the model's vocabulary has 29" in refused.stderr
+
+
+def test_a_model_that_computes_nan_gets_no_figures(trained, tmp_path):
+    out, folder = trained
+    checkpoint = torch_load(out)
+    checkpoint["model"]["transformer.ln_f.weight"][0] = math.nan
+    torch.save(checkpoint, tmp_path / "ckpt.pt")
+    for arguments in ([], ["--tasks=hellaswag", f"--hellaswag={folder / 'hellaswag.jsonl'}"]):
+        refused = run("evaluate.py", f"--out_dir={tmp_path}", "--device=cpu", *arguments)
+        assert (refused.returncode, refused.stderr.count("\n")) == (2, 1), refused.stderr
+        assert "computes losses that are not finite" in refused.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["ckpt.pt"]
+
+
+def test_only_the_validation_split_is_needed(trained, tmp_path):
+    out, folder = trained
+    for name in ("val.bin", "meta.pkl"):
+        shutil.copy(folder / name, tmp_path)
+    before, _ = evaluated(out, f"--dataset={folder}")
+    assert evaluated(out, f"--dataset={tmp_path}")[0] == {**before, "dataset": str(tmp_path)}
+
+
+def test_ranks_that_differ_are_refused(trained, tmp_path):
+    out, folder = trained
+    shutil.copytree(folder, tmp_path / "data")
+    with open(tmp_path / "data" / "val.bin", "r+b") as file:
+        file.write(b"\7")
+    write_hellaswag(tmp_path / "data" / "hellaswag.jsonl", 50, lambda generator, length: "a" * length)
+    both = ["--tasks=val,hellaswag", f"--out_dir={out}", "--device=cpu", "--hellaswag=hellaswag.jsonl"]
+    for fault, message in (
+        ((faults.add_arguments, "--batch_size=1"), "rank 0 has batch_size=8, rank 1 has batch_size=1"),
+        ((faults.add_arguments, f"--dataset={tmp_path / 'data'}"), "rank 0 has val.bin="),
+        ((os.chdir, tmp_path / "data"), "rank 0 has hellaswag=checksum "),
+    ):
+        refused = run("evaluate.py", *both, cwd=folder, ranks=2, before=partial(faults.on_last_rank, *fault))
+        assert refused.returncodes == [2, 2], refused.stderr
+        assert message in refused.stderr

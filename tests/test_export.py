@@ -3,16 +3,16 @@
 import json
 import os
 import pickle
-from dataclasses import fields
+from dataclasses import make_dataclass
 from functools import partial
 
 import faults
 import pytest
 import torch
-from conftest import shared_data
 from scripts import check_mistakes, run, run_for_real, torch_load, train
 
-from data.vocabulary import DataError, gpt2_encoding
+from data.dataset import vocabulary_of
+from data.vocabulary import DataError, gpt2_encoding, load_meta
 from model import GPT, GPTConfig
 from zero import checkpoint as ckpt
 
@@ -20,6 +20,18 @@ transformers = pytest.importorskip("transformers")
 CHARACTERS = "\n !$&',-.3:;?ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"  # Shakespeare's 65
 TEXT = "O, wilt thou leave me so unsatisfied?\n\n  'Tis 3: Farewell!\n"
 GPT2S_TEXT = f"{TEXT}def größe(π):\treturn 1234567 — 日本語 🙂'll  <|endoftext|>It's   over\n"
+
+
+def know_the_vocabulary(folder):
+    """As our own checkpoints do; then the model may have more tokens."""
+    torch.save({**torch_load(folder), "vocabulary": vocabulary_of(load_meta(str(folder)))}, folder / "ckpt.pt")
+
+
+def models_with_an_option():
+    """Give the models an option that GPT-2 does not have: the weights could fit and mean something else."""
+    import model
+
+    model.GPTConfig = make_dataclass("GPTConfig", [("positions", str, "learned")], bases=(model.GPTConfig,))
 
 
 def gpt2s_tokens():
@@ -95,6 +107,7 @@ def test_characters(tmp_path, bias):
     with pytest.raises(Exception, match=r"Missing \[UNK\]"):
         tokenizer("§")
     assert printed.splitlines()[-1] == "vocabulary: 65 characters with their tokenizer"
+    assert len({path.stat().st_mode for path in (tmp_path / "exported").iterdir()}) == 1, "others may read the weights, too"
     assert ("zeros as the biases" in printed) != bias
 
 
@@ -114,6 +127,7 @@ def test_gpt2s_vocabulary(tmp_path, bias):
 
 def test_padding_is_not_generated(tmp_path):
     model = make_run(tmp_path, 65, False, characters="ABCDEFGH")
+    know_the_vocabulary(tmp_path)
     exported, printed = export(tmp_path)
     assert largest_difference(exported, model) < 1e-4
     assert set(generated(exported, [0] * 16).flatten().tolist()) == set(range(8))
@@ -135,6 +149,7 @@ def test_bfloat16(tmp_path):
 def test_a_vocabulary_of_other_tokens(tmp_path):
     """Such as syllables, or numbers without texts."""
     make_run(tmp_path, 65, False, characters=["ha", "ho"])
+    know_the_vocabulary(tmp_path)
     exported, printed = export(tmp_path)
     assert "vocabulary: 2 tokens without a tokenizer" in printed
     assert sorted(os.listdir(exported)) == ["config.json", "generation_config.json", "model.safetensors"]
@@ -163,7 +178,15 @@ def test_refusals(tmp_path):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
     (tmp_path / "other").mkdir()
-    torch.save({**torch_load(tmp_path), "vocabulary": "65 tokens with checksum 01234567"}, tmp_path / "other" / "ckpt.pt")
+    checkpoint = torch_load(tmp_path)
+    torch.save({**checkpoint, "vocabulary": "65 tokens with checksum 01234567"}, tmp_path / "other" / "ckpt.pt")
+    (tmp_path / "untied").mkdir()
+    checkpoint["model"]["lm_head.weight"] = checkpoint["model"]["lm_head.weight"] + 1.0
+    torch.save(checkpoint, tmp_path / "untied" / "ckpt.pt")
+    (tmp_path / "rotary").mkdir()
+    checkpoint = torch_load(tmp_path)
+    checkpoint["model_args"]["positions"] = "rotary"
+    torch.save(checkpoint, tmp_path / "rotary" / "ckpt.pt")
     new = f"--to={tmp_path / 'new'}"
     mistakes = {
         f"--out_dir={tmp_path}": "--to= is neither a new nor an empty folder; name one to write, as in --to=out-exported",
@@ -171,25 +194,26 @@ def test_refusals(tmp_path):
         f"--to={tmp_path / 'full' / 'file'}": "file is neither a new nor an empty folder",
         f"--to={tmp_path / 'full' / 'file' / 'new'}": f"cannot write {tmp_path / 'full' / 'file' / 'new'}: ",
         f"{new} --out_dir={tmp_path / 'full'}": "full/ckpt.pt; give the --out_dir of a run",
-        f"{new} --out_dir={tmp_path / 'other'}": "of the checkpoint 65 tokens with checksum 01234567; put the run's meta.pkl",
+        f"{new} --out_dir={tmp_path / 'other'}": "than the checkpoint (65 tokens with checksum 01234567)",
+        f"{new} --out_dir={tmp_path / 'untied'}": "the checkpoint's lm_head differs from its wte",
         f"{new} --dtype=float16": "dtype=float16 is not one of float32, bfloat16",
     }
     before = sorted(os.listdir(tmp_path))
     check_mistakes("export.py", [f"--out_dir={tmp_path}"], mistakes)
-    for how, message in (
-        ({"limit": 10_000}, f"cannot write {tmp_path / 'new'}: "),
-        ({"before": partial(faults.without_module, "transformers")}, "pip install -e '.[gpt2]'"),
+    for out_dir, how, message in (
+        (tmp_path, {"limit": 10_000}, f"cannot write {tmp_path / 'new'}: "),
+        (tmp_path, {"before": partial(faults.without_module, "transformers")}, "pip install -e '.[gpt2]'"),
+        (tmp_path / "rotary", {"before": models_with_an_option}, "GPT2LMHeadModel has no positions=rotary"),
     ):
-        process = run("export.py", f"--out_dir={tmp_path}", new, **how)
+        process = run("export.py", f"--out_dir={out_dir}", new, **how)
         assert (process.returncode, process.stderr.count("\n")) == (2, 1), process.stderr
         assert message in process.stderr
     assert sorted(os.listdir(tmp_path)) == before
 
 
-def test_a_vocabulary_that_is_gone_is_not_taken_for_gpt2s(tmp_path, monkeypatch):
-    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", shared_data("tiktoken_cache"))
+def test_a_vocabulary_that_is_gone_is_not_taken_for_gpt2s(tmp_path):
     make_run(tmp_path, 65, False, characters="")
-    message = "the model knows 65 tokens, the vocabulary at hand has 50257"
+    message = f"the model knows 65 tokens, GPT-2 50257: dataset {tmp_path} lacks its meta.pkl"
     check_mistakes("export.py", [f"--out_dir={tmp_path}"], {f"--to={tmp_path / 'new'}": message})
 
 
@@ -202,7 +226,24 @@ def test_the_previous_checkpoint_stands_in(tmp_path):
     assert "ckpt_prev.pt, the previous checkpoint" in process.stderr.partition("WARNING: ")[2]
 
 
-def test_gpt2lmheadmodel_has_every_field_of_the_model():
-    """A new one must come to config.json, or be refused: the weights could fit and mean something else."""
-    known = {"block_size", "vocab_size", "n_layer", "n_head", "n_embd", "dropout", "bias"}
-    assert {field.name for field in fields(GPTConfig)} == known
+@pytest.mark.parametrize("to", [".", "to the working folder", "to a new folder"])
+def test_a_link_or_the_working_folder_gets_the_files(tmp_path, to):
+    make_run(tmp_path, 65, False)
+    target = tmp_path / ("new" if to == "to a new folder" else "empty")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "to the working folder").symlink_to("empty")
+    (tmp_path / "to a new folder").symlink_to("new")
+    before = {path.name for path in tmp_path.iterdir()}
+    path = to if to == "." else tmp_path / to
+    process = run("export.py", f"--out_dir={tmp_path}", f"--to={path}", cwd=tmp_path / "empty")
+    assert process.returncode == 0, process.stderr
+    assert {path.name for path in tmp_path.iterdir()} == before | {target.name}
+    assert transformers.AutoModelForCausalLM.from_pretrained(target).config.n_layer == 3
+
+
+def test_without_a_network_only_the_tokenizer_of_gpt2_is_missing(tmp_path):
+    model = make_run(tmp_path, 50304, False, characters="")
+    exported, printed = export(tmp_path, before=partial(faults.without_module, "tiktoken"))
+    assert "vocabulary: 50257 tokens of GPT-2 without the tokenizer, which tiktoken could not get (" in printed
+    check_imported(exported, model)
+    assert "vocab.json" not in os.listdir(exported)

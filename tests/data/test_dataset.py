@@ -66,8 +66,8 @@ def test_the_fingerprint_of_a_vocabulary_is_that_of_its_tokens(tmp_path):
     again = Dataset(write(tmp_path / "again", range(3), meta={**meta, "itos": {2: "c", 0: "a", 1: "b"}, "more": 1}), 2)
     other = Dataset(write(tmp_path / "other", range(3), meta={**meta, "itos": {0: "a", 1: "c", 2: "b"}}), 2)
     bpe = Dataset(write(tmp_path / "bpe", range(3)), 2)
-    assert first.vocabulary == again.vocabulary
-    assert len({first.vocabulary, other.vocabulary, bpe.vocabulary}) == 3
+    assert dataset.vocabulary_of(first.meta) == dataset.vocabulary_of(again.meta)
+    assert len({dataset.vocabulary_of(data.meta) for data in (first, other, bpe)}) == 3
 
 
 def test_targets_are_the_next_tokens(tmp_path):

@@ -174,7 +174,7 @@ def test_hellaswag_of_a_gpt2_is_that_of_transformers(tmp_path, monkeypatch, one_
 
 def test_mistakes(data, trained, tmp_path):
     out, folder = trained
-    (tmp_path / "other.jsonl").write_text('{"ctx": "a", "endings": "b"}\n')
+    (tmp_path / "other.jsonl").write_text('{"ctx": "a", "endings": ["b"]}\n')
     (tmp_path / "accents.jsonl").write_text(json.dumps({**EXAMPLE, "ctx": "Z"}))
     messages = {
         "--tasks=all": "tasks=all is not one of val, hellaswag",

@@ -119,9 +119,11 @@ with exit_on_wrong_input():
             transformers.GenerationConfig(**ends, suppress_tokens=padding or None).save_pretrained(folder)
             vocabulary = write_tokenizer(folder)
             write_weights(folder)
-            os.makedirs(target, exist_ok=True)  # an empty one stays: it may be the working directory or a mount point
-            for file in folder.iterdir():
-                shutil.move(file, target)
+            if not os.path.exists(target):
+                folder.rename(target)
+            else:  # it may be the working directory or a mount point; without config.json it is no model
+                for file in sorted(folder.iterdir(), key=lambda file: file.name == "config.json"):
+                    shutil.move(file, target)
     except (OSError, SafetensorError) as error:
         raise ValueError(f"cannot write {to}: {error}; name a folder that can be written to, on a disk with space") from error
 biases = "" if sizes.bias else "; zeros as the biases, which the model does not have"

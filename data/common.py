@@ -210,6 +210,8 @@ def write_shard(path: str, tokens: np.ndarray) -> None:
 
 def write_characters(directory: str, text: str, vocabulary: list[str]) -> None:
     """Write a text with one token per character: vocabulary to meta.pkl, first 90 % to train.bin, the rest to val.bin."""
+    if len(text) < 20:
+        exit_with_error(f"a text of {len(text)} characters is too short to train and validate on; give a longer one")
     stoi = {character: token for token, character in enumerate(vocabulary)}
     print(f"{len(text):,} characters, vocabulary of {len(vocabulary)}: {''.join(vocabulary)!r}")
     table = np.zeros(max(map(ord, vocabulary)) + 1, dtype=token_dtype(len(vocabulary)))

@@ -33,6 +33,14 @@ def tokens(scripts, name, split):
     return np.fromfile(scripts / "data" / name / f"{split}.bin", dtype=np.uint16)
 
 
+def test_a_text_that_is_too_short_leaves_what_is_there(scripts, tmp_path):
+    (tmp_path / "short.txt").write_text("a")
+    done = prepare(scripts, "shakespeare_char", "--input", str(tmp_path / "short.txt"))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "error: a text of 1 characters is too short to train and validate on; give a longer one\n"
+    assert not (scripts / "data" / "shakespeare_char" / "meta.pkl").exists()
+
+
 def test_stdlib_char(scripts):
     assert prepare(scripts, "stdlib_char").returncode == 0
     data = Dataset(str(scripts / "data" / "stdlib_char"), block_size=64)

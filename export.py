@@ -19,7 +19,7 @@ from configurator import configure
 from data.dataset import DATA_DIR
 from data.vocabulary import GPT2_FILES, load_meta
 from distributed.exits import exit_on_wrong_input
-from model import CONV1D, GPT, GPTConfig, without_weights
+from model import CONV1D, GPT, GPT2_VOCAB_SIZE, GPTConfig, without_weights
 from run.checkpoints import find_newest
 from run.rank_checks import check_vocabulary
 from zero.checkpoint.chunks import read_tensors
@@ -95,7 +95,7 @@ with exit_on_wrong_input():
     dataset = checkpoint["config"].get("dataset", "")
     meta = load_meta(os.path.join(DATA_DIR, dataset))
     check_vocabulary(checkpoint, dataset, meta)
-    vocab_size = meta["vocab_size"] if meta else 50257
+    vocab_size = meta["vocab_size"] if meta else GPT2_VOCAB_SIZE
     if vocab_size > sizes.vocab_size:
         raise ValueError(f"the model knows {sizes.vocab_size} tokens, GPT-2 {vocab_size}: dataset {dataset} lacks its meta.pkl")
     padding = list(range(vocab_size, sizes.vocab_size))

@@ -17,7 +17,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
-# sizes of the released models, which have 50257 tokens and 1024 positions
+GPT2_VOCAB_SIZE = 50257  # tokens of the released models, without padding
+# sizes of the released models, which have 1024 positions
 GPT2_SIZES = {
     "gpt2": {"n_layer": 12, "n_head": 12, "n_embd": 768},
     "gpt2-medium": {"n_layer": 24, "n_head": 16, "n_embd": 1024},

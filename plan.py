@@ -76,7 +76,7 @@ from forecast.advice import Advice, batch_of_the_run, cheapest, fewest_ranks, la
 from forecast.modes import MODES, explained
 from forecast.planner import PARTS, Planner
 from forecast.run_memory import CPU_RESIDENT
-from model import GPT2_SIZES, GPTConfig, check_block_size
+from model import GPT2_SIZES, GPT2_VOCAB_SIZE, GPTConfig, check_block_size
 from zero.flags import Flags
 
 # plan
@@ -129,7 +129,7 @@ def model_config(settings: dict[str, Any]) -> GPTConfig:
         check_block_size(block_size, GPTConfig.block_size)
         if settings["vocab_size"]:
             raise ValueError(f"vocab_size={settings['vocab_size']}: {settings['init_from']} has its own; remove --vocab_size")
-        sizes = {**GPT2_SIZES[settings["init_from"]], "block_size": block_size, "vocab_size": 50257}
+        sizes = {**GPT2_SIZES[settings["init_from"]], "block_size": block_size, "vocab_size": GPT2_VOCAB_SIZE}
         return GPTConfig.of(sizes, dropout=dropout, bias=True)
     if settings["init_from"] != "scratch":
         raise ValueError(

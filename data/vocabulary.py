@@ -128,7 +128,7 @@ def gpt2_encoding(download: bool = True) -> "tiktoken.Encoding":
         if not download and not all(map(os.path.exists, paths)):
             raise OSError("it is not in tiktoken's cache")
         return tiktoken.get_encoding("gpt2")
-    except (ImportError, OSError, AttributeError) as error:  # it downloads with requests, whose errors are OSErrors
+    except (ImportError, OSError) as error:  # it downloads with requests, whose errors are OSErrors
         remedy = "pip install tiktoken, and set TIKTOKEN_CACHE_DIR to a folder that holds the vocabulary if there is no network"
         raise DataError(f"GPT-2's vocabulary is not available ({error}); {remedy}") from error
 

@@ -37,7 +37,7 @@ def pytest_collection_modifyitems(config, items):
     if config.getoption("as_on_gpu"):  # the others start no ranks
         start = {"run_ranks", "run_in_turn", "ranks"}
         items[:] = [item for item in items if start & {*item.function.__code__.co_names} or "runner" in item.fixturenames]
-    longest = "wandb_run", "dashboard", "bench", "prediction", "progress", "train"
+    longest = "wandb_run", "bench", "prediction", "train", "any_model", "pretended_gpu", "muon", "behaviours"
     items.sort(key=lambda item: item.path.stem.removeprefix("test_") not in longest)
 
 

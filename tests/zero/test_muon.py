@@ -138,16 +138,16 @@ def difference_from_torch(steps=10, ns_dtype="float32", micro_steps=1, clip=0.0,
 
 
 WAYS = {  # number of ranks: how they train
-    1: [{"steps": 50}, {"steps": 50, "ns_dtype": "bfloat16"}],
-    2: [{"steps": 50}, {"steps": 50, "ns_dtype": "bfloat16"}, {"shard_gradients": True}, {"clip": 0.1}],
+    1: [{"steps": 20}, {"steps": 20, "ns_dtype": "bfloat16"}],
+    2: [{"steps": 20}, {"steps": 20, "ns_dtype": "bfloat16"}, {"shard_gradients": True}, {"clip": 0.1}],
     3: [{"micro_steps": 4}, {"shard_gradients": True, "micro_steps": 4}],
-    4: [{"steps": 20}, {"shard_size": 2}],
+    4: [{}, {"shard_size": 2}],
 }
 
 
 @pytest.mark.parametrize("world_size", WAYS)
 def test_steps_are_those_of_torchs_optimizers(world_size):
-    """In float32, up to rounding of the means; fifty steps on two ranks bit for bit, also with matrices in bfloat16."""
+    """In float32, up to rounding of the means; twenty steps on two ranks bit for bit, also with matrices in bfloat16."""
     ways = WAYS[world_size]
     for way, results in zip(
         ways, run_in_turn(world_size, *(partial(difference_from_torch, **way) for way in ways)), strict=True

@@ -84,6 +84,15 @@ def run_exit_hooks(fault, *args):
     fault(*args)
 
 
+def write_to(path):
+    """A terminal in place of stdout and stderr."""
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        terminal = os.open(path, os.O_WRONLY | os.O_NOCTTY)
+        os.dup2(terminal, number)
+        os.close(terminal)
+        setattr(sys, name, os.fdopen(number, "w", buffering=1))
+
+
 def run_each(script):
     """In place of the script, run it once for each line of the second argument, after the settings of the first."""
     _, settings, mistakes = sys.argv

@@ -172,7 +172,6 @@ def _main(script, arguments, variables, cwd, folder, limit, before):
         setattr(sys, name, os.fdopen(os.dup(number), "w", buffering=1 if number == 2 else -1))
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
     torch.set_num_threads(1)  # OMP_NUM_THREADS is read when torch is imported
-    sys.dont_write_bytecode, sys.pycache_prefix = False, os.environ["XDG_CACHE_HOME"]  # compile a module once for all tests
     sys.argv = [os.path.join(ROOT, script), *arguments]
     sys.path[:0] = [ROOT]
     if before is not None:

@@ -14,7 +14,7 @@ from toy import batch, build_toy, make_toy
 
 from zero import checkpoint as ckpt
 
-STEPS, WORLD_SIZE = 24, 2
+STEPS, WORLD_SIZE = 16, 2
 
 
 def train_rank(rank, meeting, folder, format, muon, started):

@@ -94,12 +94,21 @@ def write_to(path):
         setattr(sys, name, os.fdopen(number, "w", buffering=1))
 
 
-def enter_namespaces(pid):
-    """Of users and mounts, those of another process; Python 3.12 has `os.setns`."""
+def enter_namespaces(pid, *kinds):
+    """Those of another process; Python 3.12 has `os.setns`."""
     libc = ctypes.CDLL(None, use_errno=True)
-    for kind in ("user", "mnt"):
+    for kind in kinds:
         with open(f"/proc/{pid}/ns/{kind}") as file:
             assert libc.setns(file.fileno(), 0) == 0, os.strerror(ctypes.get_errno())
+
+
+def be_on_hosts(pids, ranks_per_host, address):
+    """Each rank is on the host of one of these processes, with the variables of torchrun there; rank 0 holds the store."""
+    host, local_rank = divmod(rank(), ranks_per_host)
+    os.sched_setaffinity(0, os.sched_getaffinity(pids[host]))
+    enter_namespaces(pids[host], "net", "uts", "mnt")
+    own = {"LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": ranks_per_host, "MASTER_ADDR": address}
+    os.environ |= {name: str(value) for name, value in own.items()} | {"TORCHELASTIC_USE_AGENT_STORE": "False"}
 
 
 def run_each(script):

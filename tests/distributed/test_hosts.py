@@ -1,16 +1,17 @@
 """Runs on several hosts, which are network namespaces: exact as on one host, and with the bytes between hosts as predicted."""
 
-import json
 import os
+import re
 import signal
 import statistics
-from collections import Counter
-from functools import cache
+from collections import Counter, defaultdict
+from functools import cache, partial
 
+import faults
 import pytest
 import torch
 from hosts import Hosts, why_not
-from scripts import ROOT, SETTINGS, events_of, torch_load, train
+from scripts import ROOT, SETTINGS, events_of, run, torch_load, train
 
 from model import GPT, GPTConfig
 from zero.flags import Flags
@@ -26,7 +27,7 @@ SIZES = [f"--n_embd={WIDTH}", "--gradient_accumulation_steps=4", "--max_iters=11
 FIRST, LAST = 6, 9  # iterations between which bytes are counted: no evaluation, no checkpoint
 
 TRAIN = """
-import json, os, runpy, sys, time
+import os, runpy, sys, time
 import torch.distributed as dist
 sys.path.insert(0, {root!r})
 from run import meter
@@ -47,7 +48,7 @@ COUNT = f"""
             counted = [open(f"/sys/class/net/eth0/statistics/tx_{{what}}").read() for what in ("bytes", "packets")]
             dist.barrier()
             if os.environ["LOCAL_RANK"] == "0":
-                print("counted", json.dumps([int(text) for text in counted]))
+                print("counted", os.uname().nodename, *map(int, counted), flush=True)
 """
 HEADERS = 14 + 20 + 32  # bytes of a packet: Ethernet, IPv4, TCP with its timestamp
 
@@ -77,28 +78,33 @@ def losses_of(out):
 
 @pytest.fixture(scope="module")
 def on_hosts(data, tmp_path_factory):
-    """A function that trains on hosts, once for the same arguments: its out_dir, and the bytes per step that each host sent."""
+    """A function that trains on hosts, once for the same arguments: its out_dir, and the bytes per step that each host sent.
+
+    With a rendezvous, by torchrun.
+    """
 
     @cache
-    def run(implementation, number, ranks_per_host, rendezvous="static"):
+    def on_hosts(implementation, number, ranks_per_host, rendezvous=None):
         out = tmp_path_factory.mktemp("out")
         arguments = [*SETTINGS, *SIZES, f"--dataset={data}", f"--out_dir={out}", *ARGUMENTS[implementation]]
         with Hosts(number) as hosts:
             script = train_py(tmp_path_factory.mktemp("script"), COUNT)
-            jobs = hosts.torchrun(script, *arguments, ranks_per_host=ranks_per_host, rendezvous=rendezvous)
-            finish(jobs)
-            counted = [
-                [
-                    json.loads(line.removeprefix("counted "))
-                    for line in job.printed().splitlines()
-                    if line.startswith("counted ")
-                ]
-                for job in jobs
-            ]
-        payloads = [[sent - HEADERS * packets for sent, packets in each] for each in counted]
-        return out, [(after - before) / (LAST - FIRST) for before, after in payloads]
+            if rendezvous:
+                jobs = hosts.torchrun(script, *arguments, ranks_per_host=ranks_per_host, rendezvous=rendezvous)
+                finish(jobs)
+                printed = "".join(job.printed() for job in jobs)
+            else:
+                idle = [host.start("sh", "-c", "echo ready; exec sleep 1000") for host in hosts]
+                for job in idle:
+                    job.wait_for("ready")
+                before = partial(faults.be_on_hosts, [job.pid for job in idle], ranks_per_host, hosts[0].address)
+                printed = run(script, *arguments, ranks=number * ranks_per_host, before=before).succeeded().stdout
+        payloads = defaultdict(list)
+        for name, sent, packets in sorted(re.findall(r"counted (\w+) (\d+) (\d+)", printed)):
+            payloads[name].append(int(sent) - HEADERS * int(packets))
+        return out, [(max(counted) - min(counted)) / (LAST - FIRST) for counted in payloads.values()]
 
-    return run
+    return on_hosts
 
 
 @pytest.fixture(scope="module")

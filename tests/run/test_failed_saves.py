@@ -55,7 +55,7 @@ def test_a_tmpfs_too_small_for_a_second_save(data, tmp_path, small_disk, capsys,
 
     def trained(*more):
         flags = f"--dataset={data}", f"--out_dir={tmp_path}", "--gradient_accumulation_steps=1", f"--checkpoint_format={format}"
-        finished = run("train.py", *SETTINGS, *flags, *more, before=partial(faults.enter_namespaces, small_disk))
+        finished = run("train.py", *SETTINGS, *flags, *more, before=partial(faults.enter_namespaces, small_disk, "user", "mnt"))
         assert finished.returncode == 1, finished.stderr
         assert "the run ends without its last checkpoint, which was not written" in finished.stderr
         return finished.stdout

@@ -16,6 +16,7 @@ import time
 from contextlib import contextmanager
 from functools import wraps
 from multiprocessing import util
+from pathlib import Path
 
 import torch
 
@@ -87,6 +88,7 @@ def run_exit_hooks(fault, *args):
 
 def write_to(path):
     """A terminal in place of stdout and stderr."""
+    os.environ["TERM"] = "xterm"
     for number, name in ((1, "stdout"), (2, "stderr")):
         terminal = os.open(path, os.O_WRONLY | os.O_NOCTTY)
         os.dup2(terminal, number)
@@ -102,13 +104,14 @@ def enter_namespaces(pid, *kinds):
             assert libc.setns(file.fileno(), 0) == 0, os.strerror(ctypes.get_errno())
 
 
-def be_on_hosts(pids, ranks_per_host, address):
-    """Each rank is on the host of one of these processes, with the variables of torchrun there; rank 0 holds the store."""
+def be_on_hosts(pids, ranks_per_host, address, fault):
+    """Each rank is on the host of one of these processes, with torchrun's variables; rank 0 holds the store. And a fault."""
     host, local_rank = divmod(rank(), ranks_per_host)
     os.sched_setaffinity(0, os.sched_getaffinity(pids[host]))
     enter_namespaces(pids[host], "net", "uts", "mnt")
     own = {"LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": ranks_per_host, "MASTER_ADDR": address}
     os.environ |= {name: str(value) for name, value in own.items()} | {"TORCHELASTIC_USE_AGENT_STORE": "False"}
+    fault()
 
 
 def run_each(script):
@@ -302,6 +305,24 @@ def print_phases_and_collectives():
     def all_gather(original, *args):
         print("all-gather")
         return original(*args)
+
+
+def print_bytes_sent(*iterations):
+    """When these begin: the bytes and packets that this host has sent."""
+    import torch.distributed as dist
+
+    from run.meter import Meter
+
+    @around(Meter, "begin_iteration")
+    def begin_iteration(original, self, iteration, is_logged):
+        if iteration in iterations:
+            getattr(self.memory.optimizer, "synchronize", lambda: None)()  # waits for the all-gathers
+            dist.barrier()
+            counted = [Path(f"/sys/class/net/eth0/statistics/tx_{what}").read_text() for what in ("bytes", "packets")]
+            dist.barrier()
+            if os.environ["LOCAL_RANK"] == "0":
+                print("counted", os.uname().nodename, *map(int, counted), flush=True)
+        original(self, iteration, is_logged)
 
 
 def print_prompts():

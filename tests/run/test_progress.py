@@ -38,9 +38,8 @@ PRINTED = [
 
 
 @pytest.fixture
-def script(tmp_path, monkeypatch):
-    """A program whose argument is its rank, in the environment of a terminal."""
-    monkeypatch.setenv("TERM", "xterm")
+def script(tmp_path):
+    """A program whose argument is its rank."""
     (tmp_path / "program.py").write_text(PROGRAM)
     return tmp_path / "program.py"
 
@@ -100,14 +99,13 @@ def test_a_pipe_gets_nothing_and_another_rank_draws_nothing(script):
     assert on_terminal(script, "1").splitlines() == PRINTED
 
 
-def test_train_shows_the_bar_and_prints_what_it_prints_to_a_pipe(data, tmp_path, monkeypatch):
+def test_train_shows_the_bar_and_prints_what_it_prints_to_a_pipe(data, tmp_path):
     def printed(text):
         lines = [
             re.sub(r"[\d.,:-]+(?=( ?ms| ?%| s,| tok| GB| MB at| TFLOP| \(h:mm:ss))", "N", line) for line in text.splitlines()
         ]
         return [line for line in lines if line]
 
-    monkeypatch.setenv("TERM", "xterm")
     line = ["train.py", *SETTINGS, f"--dataset={data}", f"--out_dir={tmp_path}", "--max_iters=6"]
     written = on_terminal(*line, columns=300)
     assert any(text.startswith("iter 6/6 |") and ", loss " in text for text in drawn(written))

@@ -2,7 +2,6 @@
 
 import math
 import os
-import pickle
 import re
 import shutil
 import signal
@@ -12,7 +11,7 @@ from functools import partial
 import faults
 import numpy as np
 import pytest
-from conftest import shared_data
+from conftest import shared_data, write_meta
 from scripts import SETTINGS, Forked, events_of, run, torch_load, train
 
 from data.dataset import Dataset
@@ -151,8 +150,7 @@ def test_bits_per_byte_are_beside_every_loss(data, tmp_path):
     folder = tmp_path / "data"
     shutil.copytree(data, folder)
     letters = ["a", *(chr(ord("à") + token) for token in range(1, 29))]
-    meta = {"vocab_size": 29, "stoi": {c: t for t, c in enumerate(letters)}, "itos": dict(enumerate(letters))}
-    (folder / "meta.pkl").write_bytes(pickle.dumps(meta))
+    write_meta(folder, letters)
     size = len("".join(letters[token] for token in np.fromfile(folder / "val.bin", np.uint16)).encode()) / 1000
     _, evaluations, printed = train(tmp_path, folder, "--gradient_accumulation_steps=2", "--max_iters=5", ranks=2)
     events = [event for event in events_of(tmp_path) if "val/loss" in event]

@@ -1,13 +1,12 @@
 """train.py --init_from=resume: a run goes on from any checkpoint of ours or nanoGPT's as if it had never stopped."""
 
 import os
-import pickle
 import re
 import shutil
 
-import numpy as np
 import pytest
 import torch
+from conftest import write_meta
 from scripts import SETTINGS, run, torch_load, train
 from toy import assert_equal
 
@@ -18,23 +17,16 @@ from zero.checkpoint.format import KEYS
 SAVING_MEMORY = ["--param_dtype=bfloat16_remainder", "--state_dtype=int8", "--loss_chunk=8", "--activation_checkpointing=True"]
 
 
-@pytest.fixture(scope="module")
-def one(data, tmp_path_factory):
-    """The folder of an undisturbed run of one process, its losses, and what it printed."""
-    folder = tmp_path_factory.mktemp("one")
-    losses, _, printed = train(folder, data, "--dropout=0.0")
-    return folder, losses, printed
-
-
 @pytest.fixture
-def out(one, tmp_path):
-    """A copy of that folder."""
-    return shutil.copytree(one[0], tmp_path / "out")
+def out(runs, tmp_path):
+    """A copy of the folder of the run "one"."""
+    assert runs["one"].losses
+    return shutil.copytree(runs.folder / "one", tmp_path / "out")
 
 
-def test_interrupted_runs_go_on_as_if_nothing_had_happened(data, one, tmp_path):
+def test_interrupted_runs_go_on_as_if_nothing_had_happened(data, runs, tmp_path):
     """Saved on 3 ranks by 'sharded' in one format, resumed on 2 by 'torch', saved in the other, then on 1 by AdamW."""
-    losses, out = one[1], tmp_path / "out"
+    losses, out = runs["one"].losses, tmp_path / "out"
     flags = ["--dropout=0.0", "--eval_interval=3"]
     train(out, data, *flags, "--max_iters=4", "--checkpoint_format=sharded", "--async_save=True", ranks=3)
     assert torch_load(out)["iter_num"] == 5
@@ -49,9 +41,9 @@ def test_interrupted_runs_go_on_as_if_nothing_had_happened(data, one, tmp_path):
     assert max(abs(losses[i] - resumed[i]) for i in resumed) < 1e-4
 
 
-def test_flags_that_save_memory_on_one_process_come_and_go(data, one, tmp_path):
+def test_flags_that_save_memory_on_one_process_come_and_go(data, runs, tmp_path):
     """One process with all of them, then two ranks in float32 without any, then one process with all of them again."""
-    losses, out = one[1], tmp_path / "out"
+    losses, out = runs["one"].losses, tmp_path / "out"
     flags = ["--dropout=0.0", "--eval_interval=100", "--init_from=auto"]
     for ranks, more, max_iters in ((0, SAVING_MEMORY, 4), (2, ["--dtype=float32"], 8), (0, SAVING_MEMORY, 12)):
         resumed, _, printed = train(out, data, *flags, *more, f"--max_iters={max_iters}", ranks=ranks)
@@ -69,10 +61,10 @@ def test_another_batch_size_goes_on_where_the_data_was_left(data, out):
     assert torch_load(out)["data_position"] == 20 * 12 + 2 * 24
 
 
-def test_a_checkpoint_of_nanogpt_is_resumed_and_sampled(data, one, tmp_path):
+def test_a_checkpoint_of_nanogpt_is_resumed_and_sampled(data, runs, tmp_path):
     """best_val_loss is a tensor, the optimizer has another kernel, the names are of a compiled model; no keys of ours."""
-    folder, losses_of_one, _ = one
-    checkpoint = {key: value for key, value in torch_load(folder, "ckpt_prev.pt").items() if key in KEYS}
+    losses_of_one = runs["one"].losses
+    checkpoint = {key: value for key, value in torch_load(runs.folder / "one", "ckpt_prev.pt").items() if key in KEYS}
     checkpoint["best_val_loss"] = torch.tensor(checkpoint["best_val_loss"])
     checkpoint["model"] = {f"_orig_mod.{key}": value for key, value in checkpoint["model"].items()}
     groups = [{**group, "fused": None, "foreach": None} for group in checkpoint["optimizer"]["param_groups"]]
@@ -138,18 +130,8 @@ def test_when_the_end_is_saved(tmp_path, always):
     assert checkpoints.due(6, is_end=True) == (Action.SAVE if always else Action.CONTINUE)
 
 
-@pytest.fixture
-def other(data, tmp_path):
-    """A folder with the test dataset, whose training data differ in one token."""
-    shutil.copytree(data, tmp_path / "other")
-    tokens = np.memmap(tmp_path / "other" / "train.bin", dtype=np.uint16, mode="r+")
-    tokens[123] = (tokens[123] + 1) % 29
-    tokens.flush()
-    return tmp_path / "other"
-
-
-def test_another_dataset_is_named_and_so_are_settings_without_effect(data, one, out, other):
-    assert "note: " not in one[2]
+def test_another_dataset_is_named_and_so_are_settings_without_effect(data, runs, out, other):
+    assert "note: " not in runs["one"].printed
     flags = "--init_from=resume", "--n_layer=6", "--bias=True", "--beta2=0.5"
     losses, _, printed = train(out, str(other), *flags, "--max_iters=21")
     assert sorted(losses) == list(range(22))
@@ -168,9 +150,7 @@ def test_another_vocabulary_is_refused(data, other, out, meta):
     if meta == "GPT-2's":
         (other / "meta.pkl").unlink()
     else:
-        letters = [chr(ord("a") + token) for token in range(29)]
-        stoi, itos = {c: t for t, c in enumerate(letters)}, dict(enumerate(letters))
-        (other / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": 29, "stoi": stoi, "itos": itos}))
+        write_meta(other, [chr(ord("a") + token) for token in range(29)])
     before = {path.name: path.read_bytes() for path in out.iterdir() if path.name != "run.lock"}
     process = run("train.py", *SETTINGS, f"--dataset={other}", f"--out_dir={out}", "--init_from=resume", ranks=2)
     assert process.returncodes == [2, 2]

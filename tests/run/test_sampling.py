@@ -1,12 +1,12 @@
 """Samples while training: what is written, and that training does not change."""
 
-import pickle
 import shutil
 from functools import partial
 
 import faults
 import pytest
 import torch
+from conftest import write_meta
 from scripts import SETTINGS, events_of, run, torch_load, train
 
 from data import vocabulary
@@ -44,9 +44,7 @@ def test_samples_are_off_by_default_and_the_newline_is_the_prompt(data, tmp_path
     """A vocabulary with the newline last; with a wrong prompt the first token would be another one."""
     folder = tmp_path / "data"
     shutil.copytree(data, folder)
-    letters = [*(chr(ord("A") + token) for token in range(28)), "\n"]
-    meta = {"vocab_size": 29, "stoi": {c: t for t, c in enumerate(letters)}, "itos": dict(enumerate(letters))}
-    (folder / "meta.pkl").write_bytes(pickle.dumps(meta))
+    write_meta(folder, [*(chr(ord("A") + token) for token in range(28)), "\n"])
     prompts = faults.print_prompts
     settings = [*SETTINGS, f"--dataset={folder}", f"--out_dir={tmp_path}", "--max_iters=0"]
     assert "prompt" not in run("train.py", *settings, before=prompts).stdout

@@ -19,7 +19,6 @@ from wandb_server import WandbServer
 from run.metrics import METRICS
 from run.wandb_run import WandbRun
 
-LOGGED = [*SETTINGS, "--gradient_accumulation_steps=2", "--max_iters=7", "--wandb_log=True"]
 CONFIG = {"wandb_log": True, "wandb_project": "p", "wandb_run_name": "n", "out_dir": "runs/out", "implementation": "sharded"}
 
 
@@ -34,6 +33,13 @@ def wandb_folder(tmp_path, monkeypatch):
         monkeypatch.setenv(f"WANDB_{name}_DIR", str(tmp_path / name.lower()))
     monkeypatch.setenv("WANDB_MODE", "offline")
     return tmp_path / "wandb"
+
+
+@pytest.fixture
+def line(data, tmp_path):
+    """The line that starts a run with wandb."""
+    few = "--gradient_accumulation_steps=2", "--max_iters=7"
+    return ["train.py", *SETTINGS, *few, f"--dataset={data}", f"--out_dir={tmp_path / 'out'}", "--wandb_log=True"]
 
 
 @pytest.fixture
@@ -86,11 +92,9 @@ def lines_about_wandb(process):
     return [line for line in process.stdout.splitlines() if "wandb" in line and not line.startswith("Overriding")]
 
 
-def test_an_offline_run_has_every_figure_of_metrics_jsonl(data, tmp_path, wandb_folder):
-    out = tmp_path / "out"
-    arguments = [f"--dataset={data}", f"--out_dir={out}", "--wandb_run_name=test"]
-    run("train.py", *LOGGED, *arguments, ranks=2, cwd=tmp_path).succeeded()
-    expected = merged(out)
+def test_an_offline_run_has_every_figure_of_metrics_jsonl(line, tmp_path, wandb_folder):
+    run(*line, "--wandb_run_name=test", ranks=2, cwd=tmp_path).succeeded()
+    expected = merged(tmp_path / "out")
     assert [row["iter"] for row in expected] == list(range(9)), "the last one about the last checkpoint"
     assert {"val/loss", "iter/loss"} <= expected[5].keys()
     folder = only(wandb_folder)
@@ -108,27 +112,26 @@ def test_an_offline_run_has_every_figure_of_metrics_jsonl(data, tmp_path, wandb_
     assert end["exit_code"] == 0
 
 
-def test_an_offline_run_that_was_killed_is_uploaded_as_one_run(data, tmp_path, server, monkeypatch):
+def test_an_offline_run_that_was_killed_is_uploaded_as_one_run(line, tmp_path, server, monkeypatch):
     """By the command that it prints. What the killed process had done after its checkpoint is there once."""
     monkeypatch.setenv("WANDB_MODE", "offline")
-    arguments = [*LOGGED, f"--dataset={data}", f"--out_dir={tmp_path / 'out'}", "--eval_interval=8"]
-    with Forked("train.py", *arguments, "--max_iters=100000", ranks=2, cwd=tmp_path) as forked:
+    line.append("--eval_interval=8")
+    with Forked(*line, "--max_iters=100000", ranks=2, cwd=tmp_path) as forked:
         forked.wait_for("iter 11:")
         os.kill(forked.pids[0], signal.SIGKILL)
-    resumed = run("train.py", *arguments, "--max_iters=14", "--init_from=resume", ranks=2, cwd=tmp_path).succeeded()
+    resumed = run(*line, "--max_iters=14", "--init_from=resume", ranks=2, cwd=tmp_path).succeeded()
     assert "wandb" not in resumed.stderr
-    (line,) = lines_about_wandb(resumed)
-    command = re.search("(wandb sync .*); this folder has all rows of the run: leave out its older ones", line)[1]
-    arguments = [sys.executable, "-m", *command.split()]
-    subprocess.run(arguments, check=True, env=environment(), capture_output=True, timeout=60)
+    (message,) = lines_about_wandb(resumed)
+    command = re.search("(wandb sync .*); this folder has all rows of the run: leave out its older ones", message)[1].split()
+    subprocess.run([sys.executable, "-m", *command], check=True, env=environment(), capture_output=True, timeout=60)
     [found] = server.rows.values()
     assert [row["iter"] for row in found] == list(range(16))
     assert without_what_wandb_adds(found) == merged(tmp_path / "out")
 
 
-def test_an_evaluation_goes_to_the_summary_of_the_run(data, tmp_path, wandb_folder):
+def test_an_evaluation_goes_to_the_summary_of_the_run(line, tmp_path, wandb_folder):
     out = tmp_path / "out"
-    run("train.py", *LOGGED, f"--dataset={data}", f"--out_dir={out}", "--max_iters=3", cwd=tmp_path).succeeded()
+    run(*line, "--max_iters=3", cwd=tmp_path).succeeded()
     trained = only(wandb_folder)
     run("evaluate.py", f"--out_dir={out}", "--wandb_log=True", ranks=2, cwd=tmp_path).succeeded()
     (evaluated,) = set(wandb_folder.glob("offline-run-*")) - {trained}
@@ -141,15 +144,14 @@ def test_an_evaluation_goes_to_the_summary_of_the_run(data, tmp_path, wandb_fold
     assert values["evaluation/val_loss"] == results["evaluation/val_loss"]
 
 
-def test_a_run_on_a_server_is_one_run(data, tmp_path, server):
+def test_a_run_on_a_server_is_one_run(line, tmp_path, server):
     """It ended after 12, and resumes from a checkpoint at 10."""
-    arguments = [*LOGGED, f"--dataset={data}", f"--out_dir={tmp_path / 'out'}"]
-    first = run("train.py", *arguments, "--max_iters=12", "--keep_checkpoints=2", ranks=2, cwd=tmp_path).succeeded()
+    first = run(*line, "--max_iters=12", "--keep_checkpoints=2", ranks=2, cwd=tmp_path).succeeded()
     ((run_id, before),) = [(run_id, list(rows)) for run_id, rows in server.rows.items()]
     assert lines_about_wandb(first) == [f"wandb: {server.url}/entity/project/runs/{run_id}"]
     assert without_what_wandb_adds(before) == merged(tmp_path / "out")
     shutil.copy(tmp_path / "out" / "ckpt_00000010.pt", tmp_path / "out" / "ckpt.pt")
-    run("train.py", *arguments, "--max_iters=15", "--init_from=resume", ranks=2, cwd=tmp_path).succeeded()
+    run(*line, "--max_iters=15", "--init_from=resume", ranks=2, cwd=tmp_path).succeeded()
     assert list(server.rows) == [run_id]
     expected = merged(tmp_path / "out")
     assert [row["iter"] for row in expected] == list(range(17))
@@ -180,33 +182,31 @@ NO_SERVER = {"WANDB_API_KEY": "0" * 40, "WANDB_BASE_URL": "http://127.0.0.1:9", 
 
 
 @pytest.mark.parametrize("variables", [{}, NO_SERVER])
-def test_without_a_login_or_a_network_the_run_is_offline(data, tmp_path, wandb_folder, monkeypatch, variables):
+def test_without_a_login_or_a_network_the_run_is_offline(line, tmp_path, wandb_folder, monkeypatch, variables):
     monkeypatch.delenv("WANDB_MODE")
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    arguments = [*LOGGED, f"--dataset={data}", "--max_iters=1", f"--out_dir={tmp_path / 'out'}"]
-    process = run("train.py", *arguments, cwd=tmp_path).succeeded()
-    (line,) = lines_about_wandb(process)
+    process = run(*line, "--max_iters=1", cwd=tmp_path).succeeded()
+    (message,) = lines_about_wandb(process)
     reason = "Failed to authenticate .*" if variables else "there is no login"
     command = f"wandb login && wandb sync {only(wandb_folder)}"
-    assert re.fullmatch(rf"wandb records offline \({reason}\); to upload later: {re.escape(command)}", line)
+    assert re.fullmatch(rf"wandb records offline \({reason}\); to upload later: {re.escape(command)}", message)
     assert "wandb" not in process.stderr
     assert rows(only(wandb_folder)) == merged(tmp_path / "out")
 
 
-def test_training_goes_on_when_the_process_of_wandb_is_killed(data, tmp_path):
-    arguments = [*LOGGED, f"--dataset={data}", f"--out_dir={tmp_path / 'out'}", "--max_iters=19"]
+def test_training_goes_on_when_the_process_of_wandb_is_killed(line, tmp_path):
     hooks = partial(faults.run_exit_hooks, faults.kill_wandb)
-    process = run("train.py", *arguments, cwd=tmp_path, before=hooks).succeeded()
+    process = run(*line, "--max_iters=19", cwd=tmp_path, before=hooks).succeeded()
     assert process.stdout.count("WARNING: wandb has stopped") == 1
     # asyncio says this if wandb's client writes five times before it is told that the connection is gone
     assert set(process.stderr.splitlines()) <= {"socket.send() raised exception."}
     assert [row["iter"] for row in merged(tmp_path / "out")] == list(range(21))
 
 
-def test_a_run_that_ends_with_an_error_has_failed_in_wandb_and_in_its_card(data, tmp_path, wandb_folder):
+def test_a_run_that_ends_with_an_error_has_failed_in_wandb_and_in_its_card(line, tmp_path, wandb_folder):
     hooks = partial(faults.run_exit_hooks, faults.error_in_iteration, 5)
-    process = run("train.py", *LOGGED, f"--dataset={data}", f"--out_dir={tmp_path / 'out'}", cwd=tmp_path, before=hooks)
+    process = run(*line, cwd=tmp_path, before=hooks)
     assert process.returncode == 1
     assert "an error in the program" in process.stderr
     (end,) = records(only(wandb_folder), "exit")
@@ -311,18 +311,16 @@ def test_a_run_that_is_disabled_has_no_id(fake):
     assert WandbRun(CONFIG).id is None
 
 
-def test_without_wandb_training_goes_on_with_one_line(data, tmp_path):
-    arguments = [f"--dataset={data}", f"--out_dir={tmp_path}", "--max_iters=2"]
-    process = run("train.py", *LOGGED, *arguments, before=partial(faults.without_module, "wandb")).succeeded()
-    (line,) = [line for line in lines_about_wandb(process) if "WARNING" in line]
-    assert re.fullmatch(r"WARNING: wandb does not start: .*; training goes on, metrics.jsonl has all figures", line)
-    assert [row["iter"] for row in merged(tmp_path)] == [0, 1, 2, 3]
+def test_without_wandb_training_goes_on_with_one_line(line, tmp_path):
+    process = run(*line, "--max_iters=2", before=partial(faults.without_module, "wandb")).succeeded()
+    (warning,) = [text for text in lines_about_wandb(process) if "WARNING" in text]
+    assert re.fullmatch(r"WARNING: wandb does not start: .*; training goes on, metrics.jsonl has all figures", warning)
+    assert [row["iter"] for row in merged(tmp_path / "out")] == [0, 1, 2, 3]
 
 
-def test_an_invalid_project_is_refused_and_the_files_stay(data, tmp_path):
+def test_an_invalid_project_is_refused_and_the_files_stay(line, tmp_path):
     (tmp_path / "metrics.jsonl").write_text("{}\n")
-    arguments = [f"--dataset={data}", "--wandb_project=a/b", f"--out_dir={tmp_path}"]
-    process = run("train.py", *LOGGED, *arguments, cwd=tmp_path)
+    process = run(*line, "--wandb_project=a/b", f"--out_dir={tmp_path}", cwd=tmp_path)
     assert process.returncode == 2
     assert re.fullmatch(r"error: wandb does not start: .*a/b.*\n", process.stderr)
     assert (tmp_path / "metrics.jsonl").read_text() == "{}\n"

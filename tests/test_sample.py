@@ -13,8 +13,7 @@ def trained(data, tmp_path):
     return tmp_path
 
 
-def test_sample(data, trained):
-    tmp_path = trained
+def test_sample(data, trained, tmp_path):
     command = [f"--out_dir={tmp_path}", "--start=ADGJ", "--num_samples=2", "--max_new_tokens=30", "--device=cpu"]
     process = run("sample.py", *command).succeeded()
     samples = process.stdout.split("---------------\n")

@@ -34,11 +34,6 @@ def _hosts_can_be_made():
         pytest.skip(reason)
 
 
-def finish(jobs):
-    for job in jobs:
-        assert job.finish(200) == 0, "\n".join(job.printed() for job in jobs)
-
-
 def train_on(hosts, ranks_per_host, fault, *arguments):
     """What train.py prints on these hosts, with a fault. The ranks start as `scripts.run` starts them, not by torchrun."""
     idle = [host.start("sh", "-c", "echo ready; exec sleep 1000") for host in hosts]
@@ -66,8 +61,9 @@ def on_hosts(data, tmp_path_factory):
         arguments = [*SIZES, f"--dataset={data}", f"--out_dir={out}", *ARGUMENTS[implementation]]
         with Hosts(number) as hosts:
             if rendezvous:
-                more = {"ranks_per_host": ranks_per_host, "rendezvous": rendezvous}
-                finish(hosts.torchrun("train.py", *SETTINGS, *arguments, **more))
+                line = "train.py", *SETTINGS, *arguments
+                for job in hosts.torchrun(*line, ranks_per_host=ranks_per_host, rendezvous=rendezvous):
+                    assert job.finish(200) == 0, job.printed()
                 return out, None
             printed = train_on(hosts, ranks_per_host, partial(faults.print_bytes_sent, FIRST, LAST), *arguments)
         for host, sent, packets in sorted(re.findall(r"counted (\w+) (\d+) (\d+)", printed)):

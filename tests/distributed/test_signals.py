@@ -18,17 +18,13 @@ FEW = "--gradient_accumulation_steps=2"
 LONG = [FEW, "--max_iters=100000", "--eval_interval=100000"]
 
 
-def arguments(out, data):
-    return [*SETTINGS, f"--dataset={data}", f"--out_dir={out}", *LONG]
-
-
 def state(out):
     return json.loads((out / "run.json").read_text())["state"]
 
 
 def started(out, data, limit=NO_LIMIT):
     """Two ranks in training, once iteration 3 has been logged. They can write files of at most `limit` bytes."""
-    run = Forked("train.py", *arguments(out, data), ranks=2, limit=limit)
+    run = Forked("train.py", *SETTINGS, *LONG, f"--dataset={data}", f"--out_dir={out}", ranks=2, limit=limit)
     run.wait_for("iter 3:")
     return run
 

@@ -57,9 +57,7 @@ def collide(out, data):
     arguments += ["--eval_interval=5", "--keep_checkpoints=1000000"]
     before = {path.name for path in out.iterdir()}
     with contextlib.ExitStack() as stack:
-        both = []
-        for _ in range(2):
-            both.append(stack.enter_context(Forked("train.py", *arguments)))
+        both = [stack.enter_context(Forked("train.py", *arguments)) for _ in range(2)]
         end = time.monotonic() + 60
         while all(run.processes[0].is_alive() for run in both) and time.monotonic() < end:
             time.sleep(0.01)

@@ -12,6 +12,7 @@ import torch
 from scripts import SETTINGS, run, torch_load, train
 
 from model import GPT, GPTConfig
+from zero.checkpoint import FORMATS
 from zero.checkpoint.__main__ import main
 
 MODEL_BYTES = sum(tensor.nbytes for tensor in GPT(GPTConfig(16, 29, 2, 2, 32, 0.0, False)).state_dict().values())
@@ -46,9 +47,7 @@ def small_disk(tmp_path):
         yield process.pid
 
 
-@pytest.mark.parametrize(
-    "format", ["consolidated", pytest.param("sharded", marks=pytest.mark.slow("the default has the other format", seconds=50))]
-)
+@pytest.mark.parametrize("format", FORMATS)
 def test_a_tmpfs_too_small_for_a_second_save(data, tmp_path, small_disk, capsys, format):
     """The first one stands and is resumed from; a full disk ends no run before its end, and the exit code is 1 then."""
     folder = f"/proc/{small_disk}/root{tmp_path}"

@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import shutil
 import signal
 import sys
 import tempfile
@@ -50,6 +51,12 @@ def shared_data(name):
     return path
 
 
+def write_meta(folder, letters):
+    """The vocabulary of a dataset, a letter for each token."""
+    meta = {"vocab_size": len(letters), "stoi": {c: t for t, c in enumerate(letters)}, "itos": dict(enumerate(letters))}
+    (folder / "meta.pkl").write_bytes(pickle.dumps(meta))
+
+
 @pytest.fixture(scope="session")
 def data(tmp_path_factory):
     """A small dataset with a pattern in it: 3 * t modulo 29, and some noise."""
@@ -58,10 +65,17 @@ def data(tmp_path_factory):
     for split, length in (("train", 4000), ("val", 1000)):
         tokens = (3 * np.arange(length) + generator.integers(3, size=length)) % 29
         tokens.astype(np.uint16).tofile(folder / f"{split}.bin")
-    letters = [chr(ord("A") + token) for token in range(29)]
-    meta = {"vocab_size": 29, "stoi": {c: t for t, c in enumerate(letters)}, "itos": dict(enumerate(letters))}
-    (folder / "meta.pkl").write_bytes(pickle.dumps(meta))
+    write_meta(folder, [chr(ord("A") + token) for token in range(29)])
     return str(folder)
+
+
+@pytest.fixture
+def other(data, tmp_path):
+    """A folder with this dataset, whose training data differ in one token."""
+    tokens = np.memmap(shutil.copytree(data, tmp_path / "other") / "train.bin", dtype=np.uint16, mode="r+")
+    tokens[123] = (tokens[123] + 1) % 29
+    tokens.flush()
+    return tmp_path / "other"
 
 
 @pytest.fixture(scope="session")

@@ -4,6 +4,8 @@ A test gives one of these to `scripts.run` as `before`, with its arguments bound
 are imported in the functions, because the program must not be imported before its settings and its folder are known.
 """
 
+import atexit
+import ctypes
 import gc
 import os
 import runpy
@@ -13,6 +15,8 @@ import sys
 import time
 from contextlib import contextmanager
 from functools import wraps
+from multiprocessing import util
+from pathlib import Path
 
 import torch
 
@@ -76,6 +80,40 @@ def half_the_model():
         self.half()
 
 
+def run_exit_hooks(fault, *args):
+    """As Python does where it ends; a forked process runs none. And another fault."""
+    util.Finalize(None, atexit._run_exitfuncs, exitpriority=0)
+    fault(*args)
+
+
+def write_to(path):
+    """A terminal in place of stdout and stderr."""
+    os.environ["TERM"] = "xterm"
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        terminal = os.open(path, os.O_WRONLY | os.O_NOCTTY)
+        os.dup2(terminal, number)
+        os.close(terminal)
+        setattr(sys, name, os.fdopen(number, "w", buffering=1))
+
+
+def enter_namespaces(pid, *kinds):
+    """Those of another process; Python 3.12 has `os.setns`."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    for kind in kinds:
+        with open(f"/proc/{pid}/ns/{kind}") as file:
+            assert libc.setns(file.fileno(), 0) == 0, os.strerror(ctypes.get_errno())
+
+
+def be_on_hosts(pids, ranks_per_host, address, fault):
+    """Each rank is on the host of one of these processes, with torchrun's variables; rank 0 holds the store. And a fault."""
+    host, local_rank = divmod(rank(), ranks_per_host)
+    os.sched_setaffinity(0, os.sched_getaffinity(pids[host]))
+    enter_namespaces(pids[host], "net", "uts", "mnt")
+    own = {"LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": ranks_per_host, "MASTER_ADDR": address}
+    os.environ |= {name: str(value) for name, value in own.items()} | {"TORCHELASTIC_USE_AGENT_STORE": "False"}
+    fault()
+
+
 def run_each(script):
     """In place of the script, run it once for each line of the second argument, after the settings of the first."""
     _, settings, mistakes = sys.argv
@@ -86,6 +124,13 @@ def run_each(script):
         except SystemExit as end:
             print("exit code", end.code, file=sys.stderr)
     sys.exit(0)
+
+
+def peak_is_known():
+    """The fastest matrix product of this machine, which would otherwise be measured for 0.2 s."""
+    from distributed import machine
+
+    machine.peak_flops = lambda *_: 1e12
 
 
 # -- time ----------------------------------------------------------------------------------------------------------------
@@ -260,6 +305,24 @@ def print_phases_and_collectives():
     def all_gather(original, *args):
         print("all-gather")
         return original(*args)
+
+
+def print_bytes_sent(*iterations):
+    """When these begin: the bytes and packets that this host has sent."""
+    import torch.distributed as dist
+
+    from run.meter import Meter
+
+    @around(Meter, "begin_iteration")
+    def begin_iteration(original, self, iteration, is_logged):
+        if iteration in iterations:
+            getattr(self.memory.optimizer, "synchronize", lambda: None)()  # waits for the all-gathers
+            dist.barrier()
+            counted = [Path(f"/sys/class/net/eth0/statistics/tx_{what}").read_text() for what in ("bytes", "packets")]
+            dist.barrier()
+            if os.environ["LOCAL_RANK"] == "0":
+                print("counted", os.uname().nodename, *map(int, counted), flush=True)
+        original(self, iteration, is_logged)
 
 
 def print_prompts():

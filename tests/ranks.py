@@ -15,7 +15,7 @@ import torch.distributed as dist
 context = multiprocessing.get_context("forkserver")
 PRELOADED = [
     *("torch", "torch._dynamo", "torch._inductor.compile_fx", "torch.distributed.checkpoint", "torch.distributed.fsdp"),
-    *("torch.distributed.optim", "numpy", "pytest"),
+    *("torch.distributed.optim", "numpy", "pytest", "tests.compiled"),
 ]
 context.set_forkserver_preload(PRELOADED)  # imported once, then forked
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from scripts import SETTINGS, events_of, run, torch_load, train
 
-MUON = ["--optimizer=muon", "--dropout=0.0", "--grad_clip=0.0"]
+MUON = ["--optimizer=muon", "--dropout=0.0", "--grad_clip=0.0", "--max_iters=11"]
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +30,7 @@ def test_two_ranks_give_the_same_weights_bit_for_bit(data, tmp_path, of_ddp, fla
     assert "MB of Muon state on the fullest rank; plain Muon would hold" in output
     assert "WARNING" not in output
     checkpoint = torch_load(tmp_path)
-    assert losses[19] < losses[0] - 0.3
+    assert losses[11] < losses[0] - 0.3
     for key, tensor in of_ddp[1]["model"].items():
         assert torch.equal(checkpoint["model"][key], tensor), key
     assert checkpoint["optimizer"]["param_groups"] == of_ddp[1]["optimizer"]["param_groups"]
@@ -55,8 +55,8 @@ def test_the_state_in_a_checkpoint_is_that_of_torchs_muon_and_adamw(of_ddp):
 
 def test_a_run_goes_on_on_other_ranks_and_logs_what_it_sends(data, tmp_path, of_ddp):
     flags = [*MUON, "--log_interval=1"]
-    train(tmp_path, data, *flags, "--max_iters=6", "--checkpoint_format=sharded", ranks=3)
-    train(tmp_path, data, *flags, "--max_iters=12", "--init_from=resume", ranks=2)
+    train(tmp_path, data, *flags, "--max_iters=3", "--checkpoint_format=sharded", ranks=3)
+    train(tmp_path, data, *flags, "--max_iters=7", "--init_from=resume", ranks=2)
     sent = {event.get("comm/sent_all_to_all_mb_per_step") for event in events_of(tmp_path)} - {None}
     losses, _, printed = train(tmp_path, data, *flags, "--init_from=resume", "--muon_momentum=0.9")
     assert "note: a resumed run uses the checkpoint's values: muon_momentum=0.95 (not 0.9)" in printed

@@ -1,10 +1,9 @@
 """sample.py: text from a checkpoint, within the vocabulary at hand."""
 
-import pickle
-
 import pytest
 import torch
-from scripts import run, run_for_real, torch_load, train
+from conftest import write_meta
+from scripts import run, torch_load, train
 
 
 @pytest.fixture
@@ -14,10 +13,9 @@ def trained(data, tmp_path):
     return tmp_path
 
 
-def test_sample(data, trained):
-    tmp_path = trained
+def test_sample(data, trained, tmp_path):
     command = [f"--out_dir={tmp_path}", "--start=ADGJ", "--num_samples=2", "--max_new_tokens=30", "--device=cpu"]
-    process = run_for_real("sample.py", *command).succeeded()
+    process = run("sample.py", *command).succeeded()
     samples = process.stdout.split("---------------\n")
     assert len(samples) == 3
     for text in samples[:2]:
@@ -46,8 +44,7 @@ def test_sample_stays_within_the_vocabulary(trained, tmp_path):
     command = [f"--out_dir={tmp_path}", "--start=A", "--num_samples=1", "--max_new_tokens=300", "--temperature=50.0"]
     for size, code in ((5, 0), (29, 0), (30, 2)):
         letters = [chr(ord("A") + token) for token in range(size)]
-        meta = {"vocab_size": size, "stoi": {c: t for t, c in enumerate(letters)}, "itos": dict(enumerate(letters))}
-        (tmp_path / "meta.pkl").write_bytes(pickle.dumps(meta))
+        write_meta(tmp_path, letters)
         process = run("sample.py", *command)
         assert process.returncode == code, process.stderr
         if code == 0:

@@ -1,16 +1,17 @@
 """Runs on several hosts, which are network namespaces: exact as on one host, and with the bytes between hosts as predicted."""
 
-import json
 import os
+import re
 import signal
 import statistics
-from collections import Counter
-from functools import cache
+from collections import Counter, defaultdict
+from functools import cache, partial
 
+import faults
 import pytest
 import torch
 from hosts import Hosts, why_not
-from scripts import ROOT, SETTINGS, events_of, torch_load, train
+from scripts import SETTINGS, events_of, run, torch_load, train
 
 from model import GPT, GPTConfig
 from zero.flags import Flags
@@ -24,31 +25,6 @@ ARGUMENTS = {
 }
 SIZES = [f"--n_embd={WIDTH}", "--gradient_accumulation_steps=4", "--max_iters=11"]
 FIRST, LAST = 6, 9  # iterations between which bytes are counted: no evaluation, no checkpoint
-
-TRAIN = """
-import json, os, runpy, sys, time
-import torch.distributed as dist
-sys.path.insert(0, {root!r})
-from run import meter
-
-class Meter(meter.Meter):
-    def begin_iteration(self, iteration, is_logged):
-        {at_each_iteration}
-        super().begin_iteration(iteration, is_logged)
-
-meter.Meter = Meter
-sys.argv[0] = os.path.join({root!r}, "train.py")
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
-COUNT = f"""
-        if iteration in ({FIRST}, {LAST}):
-            getattr(self.memory.optimizer, 'synchronize', lambda: None)()  # waits for the all-gathers
-            dist.barrier()
-            counted = [open(f"/sys/class/net/eth0/statistics/tx_{{what}}").read() for what in ("bytes", "packets")]
-            dist.barrier()
-            if os.environ["LOCAL_RANK"] == "0":
-                print("counted", json.dumps([int(text) for text in counted]))
-"""
 HEADERS = 14 + 20 + 32  # bytes of a packet: Ethernet, IPv4, TCP with its timestamp
 
 
@@ -58,16 +34,13 @@ def _hosts_can_be_made():
         pytest.skip(reason)
 
 
-def train_py(folder, at_each_iteration="pass"):
-    """A script that is train.py, and also does this when an iteration begins."""
-    path = folder / "run.py"
-    path.write_text(TRAIN.format(root=ROOT, at_each_iteration=at_each_iteration.strip()))
-    return str(path)
-
-
-def finish(jobs):
-    for job in jobs:
-        assert job.finish(200) == 0, "\n".join(job.printed() for job in jobs)
+def train_on(hosts, ranks_per_host, fault, *arguments):
+    """What train.py prints on these hosts, with a fault. The ranks start as `scripts.run` starts them, not by torchrun."""
+    idle = [host.start("sh", "-c", "echo ready; exec sleep 1000") for host in hosts]
+    for job in idle:
+        job.wait_for("ready")
+    before = partial(faults.be_on_hosts, [job.pid for job in idle], ranks_per_host, hosts[0].address, fault)
+    return run("train.py", *SETTINGS, *arguments, ranks=len(hosts) * ranks_per_host, before=before).succeeded().stdout
 
 
 def losses_of(out):
@@ -77,28 +50,27 @@ def losses_of(out):
 
 @pytest.fixture(scope="module")
 def on_hosts(data, tmp_path_factory):
-    """A function that trains on hosts, once for the same arguments: its out_dir, and the bytes per step that each host sent."""
+    """A function that trains on hosts, once for the same arguments: its out_dir, and the bytes per step that each host sent.
+
+    With a rendezvous, by torchrun, and without the bytes.
+    """
 
     @cache
-    def run(implementation, number, ranks_per_host, rendezvous="static"):
-        out = tmp_path_factory.mktemp("out")
-        arguments = [*SETTINGS, *SIZES, f"--dataset={data}", f"--out_dir={out}", *ARGUMENTS[implementation]]
+    def on_hosts(implementation, number, ranks_per_host, rendezvous=None):
+        out, payloads = tmp_path_factory.mktemp("out"), defaultdict(list)
+        arguments = [*SIZES, f"--dataset={data}", f"--out_dir={out}", *ARGUMENTS[implementation]]
         with Hosts(number) as hosts:
-            script = train_py(tmp_path_factory.mktemp("script"), COUNT)
-            jobs = hosts.torchrun(script, *arguments, ranks_per_host=ranks_per_host, rendezvous=rendezvous)
-            finish(jobs)
-            counted = [
-                [
-                    json.loads(line.removeprefix("counted "))
-                    for line in job.printed().splitlines()
-                    if line.startswith("counted ")
-                ]
-                for job in jobs
-            ]
-        payloads = [[sent - HEADERS * packets for sent, packets in each] for each in counted]
-        return out, [(after - before) / (LAST - FIRST) for before, after in payloads]
+            if rendezvous:
+                line = "train.py", *SETTINGS, *arguments
+                for job in hosts.torchrun(*line, ranks_per_host=ranks_per_host, rendezvous=rendezvous):
+                    assert job.finish(200) == 0, job.printed()
+                return out, None
+            printed = train_on(hosts, ranks_per_host, partial(faults.print_bytes_sent, FIRST, LAST), *arguments)
+        for host, sent, packets in sorted(re.findall(r"counted (\w+) (\d+) (\d+)", printed)):
+            payloads[host].append(int(sent) - HEADERS * int(packets))
+        return out, [(max(counted) - min(counted)) / (LAST - FIRST) for counted in payloads.values()]
 
-    return run
+    return on_hosts
 
 
 @pytest.fixture(scope="module")
@@ -182,7 +154,7 @@ def test_two_hosts_send_each_other_what_the_arithmetic_says(on_hosts):
 def test_other_implementations_and_hosts(on_hosts, on_one_host, how):
     out, sent = on_hosts(*how)
     assert_the_same(out, on_one_host(how[0]))
-    if "c10d" not in how:  # which gives the ranks to the hosts in any order
+    if "c10d" not in how:
         assert sent == pytest.approx(predicted(*how), rel=0.02)
 
 
@@ -237,10 +209,9 @@ def test_a_frozen_host_that_holds_the_store_ends_the_others(data):
 @pytest.mark.parametrize("implementation", ["adamw", "sharded"])
 def test_a_slow_link_makes_no_rank_look_slow(data, implementation, tmp_path):
     arguments = [*SIZES, "--gradient_accumulation_steps=3", *ARGUMENTS[implementation]]
-    script = train_py(tmp_path, "meter.INTERVAL = 1")
     with Hosts(3) as hosts:
         hosts[1].set_rate(10)
-        finish(hosts.torchrun(script, *SETTINGS, f"--dataset={data}", "--out_dir=out", *arguments, ranks_per_host=1))
-        measured = [event for event in events_of(f"{hosts[0].folder}/out") if "time/slowest_rank" in event]
+        train_on(hosts, 1, partial(faults.measure_every, 1), f"--dataset={data}", f"--out_dir={tmp_path}", *arguments)
+    measured = [event for event in events_of(tmp_path) if "time/slowest_rank" in event]
     assert statistics.median(event["comm/exposed_percent"] for event in measured) > 50, "the link is slow"
     assert statistics.median(event["time/rank_spread_ms"] / event["time/step_ms"] for event in measured) < 0.1

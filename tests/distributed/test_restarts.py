@@ -15,11 +15,12 @@ import pytest
 import torch
 from scripts import ROOT, SETTINGS, Forked, environment, events_of, run, torch_load, train
 
+FEW = "--gradient_accumulation_steps=2"
 LONG = ["--max_iters=100000", "--eval_interval=100000", "--dist_timeout_s=2"]
 
 
 def test_auto_starts_from_scratch_and_then_resumes(data, tmp_path):
-    flags = "--init_from=auto", "--eval_interval=3"
+    flags = FEW, "--init_from=auto", "--eval_interval=3"
     _, _, first = train(tmp_path, data, *flags, "--max_iters=4", ranks=2)
     losses, _, second = train(tmp_path, data, *flags, "--max_iters=7", ranks=2)
     assert "from scratch" in first
@@ -42,11 +43,11 @@ def test_auto_does_not_begin_anew_where_only_another_host_has_a_checkpoint(data,
     (tmp_path / "1").mkdir()
     (tmp_path / "1" / "ckpt.pt").write_bytes(b"of the host that was rank 0")
     own_folder = partial(faults.add_arguments_by_rank, {rank: [f"--out_dir={tmp_path}/{rank}"] for rank in range(2)})
-    flags = [*SETTINGS, f"--dataset={data}"]
+    flags = [*SETTINGS, FEW, f"--dataset={data}"]
     refused = run("train.py", *flags, "--init_from=auto", ranks=2, before=own_folder)
     assert refused.returncodes == [2, 2]
     assert "rank 1 has a checkpoint in out_dir, but rank 0 has none; use an out_dir that all" in refused.stderr
-    train(tmp_path / "0", data, "--max_iters=3", ranks=1)
+    train(tmp_path / "0", data, FEW, "--max_iters=1", ranks=1)
     refused = run("train.py", *flags, "--init_from=resume", ranks=2, before=own_folder)
     assert refused.returncodes == [2, 2]
     assert f"rank 1 does not see the checkpoint of rank 0: {tmp_path}/1/ckpt.pt" in refused.stderr
@@ -71,7 +72,7 @@ def test_the_ranks_that_wait_for_a_stopped_rank_end_and_name_it(data, tmp_path):
 
 
 def test_a_rank_that_is_stuck_elsewhere_is_named_with_its_place(data, tmp_path):
-    arguments = *SETTINGS, f"--dataset={data}", f"--out_dir={tmp_path}", *LONG, "--eval_interval=100000"
+    arguments = *SETTINGS, f"--dataset={data}", f"--out_dir={tmp_path}", *LONG
     with Forked("train.py", *arguments, ranks=2, before=partial(faults.rank_1_stops_at_a_batch, 20)) as run:
         errors = ended(run, (0, 1))
     assert re.search(r"error: rank 0 has waited \d+ s for the \S+ at .*; rank 1 is at iteration \d+, data\n", errors), errors
@@ -79,13 +80,13 @@ def test_a_rank_that_is_stuck_elsewhere_is_named_with_its_place(data, tmp_path):
 
 
 def test_a_slow_disk_ends_nothing(data, tmp_path):
-    flags = "--max_iters=4", "--dist_timeout_s=2"
+    flags = FEW, "--max_iters=1", "--dist_timeout_s=2"
     train(tmp_path, data, *flags, ranks=2, run=partial(run, before=partial(faults.saves_take, 4)))
-    assert torch_load(tmp_path)["iter_num"] == 5
+    assert torch_load(tmp_path)["iter_num"] == 2
 
 
 def test_a_rank_that_has_stopped_during_a_save_is_noticed(data, tmp_path):
-    arguments = *SETTINGS, f"--dataset={data}", f"--out_dir={tmp_path}", "--eval_interval=4", "--dist_timeout_s=2"
+    arguments = *SETTINGS, FEW, f"--dataset={data}", f"--out_dir={tmp_path}", "--eval_interval=4", "--dist_timeout_s=2"
     with Forked("train.py", *arguments, ranks=2, before=partial(faults.saves_take, 1000)) as run:
         run.wait_for("saving checkpoint")
         os.kill(run.pids[1], signal.SIGSTOP)

@@ -14,11 +14,8 @@ from scripts import NO_LIMIT, SETTINGS, Forked, torch_load, train
 
 from distributed.signals import Action, Signals
 
-LONG = ["--max_iters=100000", "--eval_interval=100000"]
-
-
-def arguments(out, data):
-    return [*SETTINGS, f"--dataset={data}", f"--out_dir={out}", *LONG]
+FEW = "--gradient_accumulation_steps=2"
+LONG = [FEW, "--max_iters=100000", "--eval_interval=100000"]
 
 
 def state(out):
@@ -26,9 +23,9 @@ def state(out):
 
 
 def started(out, data, limit=NO_LIMIT):
-    """Two ranks in training, once iteration 8 has been logged. They can write files of at most `limit` bytes."""
-    run = Forked("train.py", *arguments(out, data), ranks=2, limit=limit)
-    run.wait_for("iter 8:")
+    """Two ranks in training, once iteration 3 has been logged. They can write files of at most `limit` bytes."""
+    run = Forked("train.py", *SETTINGS, *LONG, f"--dataset={data}", f"--out_dir={out}", ranks=2, limit=limit)
+    run.wait_for("iter 3:")
     return run
 
 
@@ -45,7 +42,7 @@ def test_a_signal_to_one_rank_saves_and_ends_all(data, tmp_path):
     assert card.startswith(f"# Report: stopped by a signal before iteration {stopped}\n")
     assert "- resume: `the same command with --init_from=resume`\n" in card
     end = f"--max_iters={stopped + 6}"
-    schedule = end, "--eval_interval=7", "--lr_decay_iters=20"
+    schedule = FEW, end, "--eval_interval=7", "--lr_decay_iters=20"
     resumed, _, _ = train(tmp_path, data, "--init_from=resume", *schedule, "--dtype=float32", ranks=2)
     assert state(tmp_path) == "ended"
     whole, _, _ = train(tmp_path / "whole", data, *schedule, ranks=2)
@@ -67,7 +64,7 @@ def test_sigusr1_saves_and_goes_on_and_a_second_sigint_ends_at_once(data, tmp_pa
         run.processes[1].join(60)
         assert run.processes[1].exitcode == 130, run.printed("stderr")
         os.kill(first, signal.SIGCONT)
-    assert torch_load(tmp_path)["iter_num"] > 8
+    assert torch_load(tmp_path)["iter_num"] > 3
 
 
 def test_a_signal_whose_checkpoint_cannot_be_written(data, tmp_path):

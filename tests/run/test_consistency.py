@@ -36,23 +36,10 @@ REFUSED = {  # what the last rank does before it runs train.py, and the line tha
 }
 
 
-@pytest.fixture(scope="module")
-def other(data, tmp_path_factory):
-    """A folder with the test dataset, in which one token differs."""
-    folder = tmp_path_factory.mktemp("other")
-    for name in os.listdir(data):
-        with open(os.path.join(data, name), "rb") as file:
-            (folder / name).write_bytes(file.read())
-    tokens = np.memmap(folder / "train.bin", dtype=np.uint16, mode="r+")
-    tokens[123] = (tokens[123] + 1) % 29
-    tokens.flush()
-    return str(folder)
-
-
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_rank_that_differs_is_named_on_all_ranks(data, other, tmp_path, name):
     (fault, *args), message = REFUSED[name]
-    before = partial(faults.on_last_rank, fault, *(text.replace("DATA", other) for text in args))
+    before = partial(faults.on_last_rank, fault, *(text.replace("DATA", str(other)) for text in args))
     out = tmp_path / "out"
     process = run("train.py", *SETTINGS, f"--dataset={data}", f"--out_dir={out}", ranks=3, before=before)
     errors = [line for line in process.stderr.splitlines() if line.startswith("error: ")]

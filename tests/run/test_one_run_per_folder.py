@@ -9,6 +9,8 @@ from scripts import SETTINGS, Forked, events_of, run, torch_load, train
 from run.lock import Lock
 from zero.checkpoint.__main__ import main
 
+FEW = "--gradient_accumulation_steps=1"
+
 
 def test_eval_only_changes_nothing(data, tmp_path):
     """This holds also in a folder that cannot be written to and that another run uses."""
@@ -51,13 +53,11 @@ def test_a_run_in_a_folder_that_is_in_use_is_refused_on_all_ranks(data, tmp_path
 
 def collide(out, data):
     """Two runs resume in one folder at the same time; the one that goes on is killed."""
-    arguments = [*SETTINGS, f"--dataset={data}", f"--out_dir={out}", "--init_from=resume", "--max_iters=100000"]
+    arguments = [*SETTINGS, FEW, f"--dataset={data}", f"--out_dir={out}", "--init_from=resume", "--max_iters=100000"]
     arguments += ["--eval_interval=5", "--keep_checkpoints=1000000"]
     before = {path.name for path in out.iterdir()}
     with contextlib.ExitStack() as stack:
-        both = []
-        for _ in range(2):
-            both.append(stack.enter_context(Forked("train.py", *arguments)))
+        both = [stack.enter_context(Forked("train.py", *arguments)) for _ in range(2)]
         end = time.monotonic() + 60
         while all(run.processes[0].is_alive() for run in both) and time.monotonic() < end:
             time.sleep(0.01)
@@ -68,7 +68,7 @@ def collide(out, data):
         assert error.count("\n") == 1
         assert f"is in use by another run: process {other.pids[0]} on " in error
         newest = torch_load(out)["iter_num"]
-        while torch_load(out)["iter_num"] < newest + 10:
+        while torch_load(out)["iter_num"] < newest + 5:
             assert other.processes[0].is_alive(), other.printed("stderr")
             time.sleep(0.01)
     lost = before - {path.name for path in out.iterdir()}
@@ -76,10 +76,10 @@ def collide(out, data):
 
 
 def test_of_two_runs_in_one_folder_one_is_refused(data, tmp_path):
-    train(tmp_path, data, "--max_iters=5")
+    train(tmp_path, data, FEW, "--max_iters=5")
     collide(tmp_path, data)
     end = torch_load(tmp_path)["iter_num"] + 7
-    train(tmp_path, data, "--init_from=resume", f"--max_iters={end}")
+    train(tmp_path, data, FEW, "--init_from=resume", f"--max_iters={end}")
     events = events_of(tmp_path)
     assert [event["iter"] for event in events if "iter/loss" in event] == list(range(end + 1)), "every iteration once"
     assert [event["iter"] for event in events if "val/loss" in event] == list(range(0, end + 1, 5))

@@ -3,19 +3,21 @@
 import os
 import pty
 import re
-import subprocess
-import sys
+import select
 import termios
+from functools import partial
 
-from conftest import ROOT
-from scripts import SETTINGS, command, environment, run
+import faults
+import pytest
+from scripts import SETTINGS, Forked, run
 
 PROGRAM = """
+import sys
 import time
 from distributed.ranks import print0
 from run.progress import Progress
 
-line = Progress(20, rank={rank})
+line = Progress(20, rank=int(sys.argv[1]))
 with line.task("loading"):
     print0("being loaded")
 print0("loaded")
@@ -26,34 +28,33 @@ for i in range(21):
         print0("step", i)
     if i % 4 == 0:
         print0("iter", i)
-    line.update(i, {{"iter/loss": 1.25, "throughput/tokens_per_second": 45000.0, "memory/peak_mb": 400.0, "lr": 1.0}})
+    line.update(i, {"iter/loss": 1.25, "throughput/tokens_per_second": 45000.0, "memory/peak_mb": 400.0, "lr": 1.0})
     time.sleep(0.01)
 line.close()
 """
-PRINTED = [
-    *("being loaded", "loaded", "step 0", "iter 0", "iter 4", "iter 8", "step 10", "iter 12", "iter 16", "step 20", "iter 20")
-]
+PRINTED = ["being loaded", "loaded", "step 0", "iter 0", "iter 4", "iter 8", "step 10", "iter 12", "iter 16", "step 20"]
+PRINTED += ["iter 20"]
 
 
-def script(rank=0):
-    return [sys.executable, "-c", PROGRAM.format(rank=rank)]
+@pytest.fixture
+def script(tmp_path):
+    """A program whose argument is its rank."""
+    (tmp_path / "program.py").write_text(PROGRAM)
+    return tmp_path / "program.py"
 
 
-def on_terminal(line, columns=100):
-    """What a process writes to a terminal."""
+def on_terminal(*line, columns=100):
+    """What a script writes to a terminal."""
     terminal, end_of_process = pty.openpty()
     termios.tcsetwinsize(end_of_process, (24, columns))
-    environ = {**environment(), "TERM": "xterm"}
-    process = subprocess.Popen(line, cwd=ROOT, env=environ, stdout=end_of_process, stderr=end_of_process)
-    os.close(end_of_process)
     written = b""
-    while True:
-        try:
-            written += os.read(terminal, 1 << 16)
-        except OSError:  # the process has ended
-            break
+    with Forked(*line, before=partial(faults.write_to, os.ttyname(end_of_process))) as forked:
+        while (is_alive := forked.processes[0].is_alive()) or select.select([terminal], [], [], 0)[0]:
+            if select.select([terminal], [], [], 0.05 * is_alive)[0]:
+                written += os.read(terminal, 1 << 16)
+        assert forked.finish().returncode == 0, written.decode()
     os.close(terminal)
-    assert process.wait(60) == 0, written.decode()
+    os.close(end_of_process)
     return written.decode()
 
 
@@ -79,8 +80,8 @@ def drawn(written):
     return [text for text in re.split(r"[\r\n]", written.replace("\x1b[A", "")) if " left" in text or "00:00" in text]
 
 
-def test_what_is_printed_scrolls_above_the_bar_which_says_how_far_the_run_is():
-    written = on_terminal(script())
+def test_what_is_printed_scrolls_above_the_bar_which_says_how_far_the_run_is(script):
+    written = on_terminal(script, "0")
     assert [line for line in screen(written) if line] == PRINTED
     texts = drawn(written)
     assert "loading 00:00" in texts
@@ -91,23 +92,20 @@ def test_what_is_printed_scrolls_above_the_bar_which_says_how_far_the_run_is():
     assert len(set(iterations)) > 2
 
 
-def test_a_pipe_gets_nothing_and_another_rank_draws_nothing():
-    plain = subprocess.run(script(), cwd=ROOT, env=environment(), capture_output=True, text=True)
+def test_a_pipe_gets_nothing_and_another_rank_draws_nothing(script):
+    plain = run(script, "0")
     assert (plain.stdout.splitlines(), plain.stderr) == (PRINTED, "")
-    assert on_terminal(script(rank=1)).splitlines() == PRINTED
+    assert on_terminal(script, "1").splitlines() == PRINTED
 
 
 def test_train_shows_the_bar_and_prints_what_it_prints_to_a_pipe(data, tmp_path):
     def printed(text):
-        lines = [
-            re.sub(r"[\d.,:-]+(?=( ?ms| ?%| s,| tok| GB| MB at| TFLOP| \(h:mm:ss))", "N", line) for line in text.splitlines()
-        ]
-        return [line for line in lines if line]
+        measured = r"[\d.,:-]+(?=( ?ms| ?%| s,| tok| GB| MB at| TFLOP| \(h:mm:ss))"
+        return [re.sub(measured, "N", line) for line in text.splitlines() if line]
 
-    line = command("train.py", *SETTINGS, f"--dataset={data}", f"--out_dir={tmp_path}")
-    written = on_terminal(line, 300)
-    assert any(text.startswith("iter 19/19 |") and ", loss " in text for text in drawn(written))
+    line = ["train.py", *SETTINGS, f"--dataset={data}", f"--out_dir={tmp_path}", "--max_iters=6"]
+    written = on_terminal(*line, columns=300)
+    assert any(text.startswith("iter 6/6 |") and ", loss " in text for text in drawn(written))
     for name in ("ckpt.pt", "ckpt_prev.pt"):
         (tmp_path / name).unlink()
-    plain = run("train.py", *SETTINGS, f"--dataset={data}", f"--out_dir={tmp_path}")
-    assert printed("\n".join(screen(written))) == printed(plain.stdout)
+    assert printed("\n".join(screen(written))) == printed(run(*line).stdout)

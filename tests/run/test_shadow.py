@@ -20,7 +20,7 @@ from zero import ShardedGradScaler
 from zero.build import build
 
 SIZES = GPTConfig(block_size=16, vocab_size=29, n_layer=1, n_head=2, n_embd=32)
-UNCLIPPED = ["--grad_clip=0.0", "--max_iters=4", "--eval_interval=4"]
+UNCLIPPED = ["--grad_clip=0.0", "--max_iters=4", "--eval_interval=4", "--gradient_accumulation_steps=4"]
 EXACT = "bit-identical to plain AdamW"
 
 
@@ -56,7 +56,7 @@ def test_the_shadow_of_an_exact_run_is_bit_identical_and_leaves_no_trace(data, t
 
 
 def test_clipping_rounds(data, tmp_path):
-    line = verdict(train(tmp_path, data, "--max_iters=9", "--shadow_check=8", ranks=3)[2])
+    line = verdict(train(tmp_path, data, "--max_iters=5", "--shadow_check=4", ranks=3)[2])
     assert 0 < float(re.search(r"the largest difference from plain AdamW is (\S+), in transformer\.\S+$", line)[1]) < 1e-5
 
 
@@ -73,7 +73,7 @@ def test_a_wrong_value_on_one_rank_is_found(data, tmp_path, where, flags):
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_the_shadow_skips_the_updates_that_the_run_skips(data, tmp_path, dtype):
     """Each decides for itself."""
-    flags = *UNCLIPPED, "--max_nonfinite=10", f"--dtype={dtype}", "--shadow_check=4"
+    flags = *UNCLIPPED, "--gradient_accumulation_steps=6", "--max_nonfinite=10", f"--dtype={dtype}", "--shadow_check=4"
     _, _, printed = train(tmp_path, data, *flags, ranks=2, run=partial(run, before=faults.nan_loss_on_rank_0))
     assert "by iteration 1, 1 more update was skipped (1 in a row so far): the loss of rank 0 is nan" in printed
     assert EXACT in verdict(printed)

@@ -9,12 +9,11 @@ import signal
 import subprocess
 import sys
 import types
-from functools import partial
+from functools import cache, partial
 
 import faults
 import pytest
-from conftest import ROOT
-from scripts import SETTINGS, Finished, Forked, environment, events_of, run, torch_load
+from scripts import SETTINGS, Forked, environment, events_of, run, torch_load
 from wandb_server import WandbServer
 
 from run.metrics import METRICS
@@ -37,6 +36,13 @@ def wandb_folder(tmp_path, monkeypatch):
 
 
 @pytest.fixture
+def line(data, tmp_path):
+    """The line that starts a run with wandb."""
+    few = "--gradient_accumulation_steps=2", "--max_iters=7"
+    return ["train.py", *SETTINGS, *few, f"--dataset={data}", f"--out_dir={tmp_path / 'out'}", "--wandb_log=True"]
+
+
+@pytest.fixture
 def server(monkeypatch):
     monkeypatch.delenv("WANDB_MODE")
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
@@ -45,11 +51,16 @@ def server(monkeypatch):
         yield server
 
 
-def records(folder, kind):
-    """The records of a kind in an offline run."""
+@cache
+def inspected(folder):
+    """All records of an offline run that has ended."""
     inspect = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(folder)]
     lines = subprocess.run(inspect, check=True, capture_output=True, text=True, timeout=60).stdout.splitlines()
-    return [record[kind] for record in map(json.loads, lines) if record["type"] == kind]
+    return [json.loads(line) for line in lines]
+
+
+def records(folder, kind):
+    return [record[kind] for record in inspected(folder) if record["type"] == kind]
 
 
 def rows(folder):
@@ -81,12 +92,10 @@ def lines_about_wandb(process):
     return [line for line in process.stdout.splitlines() if "wandb" in line and not line.startswith("Overriding")]
 
 
-def test_an_offline_run_has_every_figure_of_metrics_jsonl(data, tmp_path, wandb_folder):
-    out = tmp_path / "out"
-    arguments = [f"--dataset={data}", f"--out_dir={out}", "--wandb_log=True", "--wandb_run_name=test"]
-    run("train.py", *SETTINGS, *arguments, ranks=2, cwd=tmp_path).succeeded()
-    expected = merged(out)
-    assert [row["iter"] for row in expected] == list(range(21)), "the last one about the last checkpoint"
+def test_an_offline_run_has_every_figure_of_metrics_jsonl(line, tmp_path, wandb_folder):
+    run(*line, "--wandb_run_name=test", ranks=2, cwd=tmp_path).succeeded()
+    expected = merged(tmp_path / "out")
+    assert [row["iter"] for row in expected] == list(range(9)), "the last one about the last checkpoint"
     assert {"val/loss", "iter/loss"} <= expected[5].keys()
     folder = only(wandb_folder)
     assert rows(folder) == expected
@@ -103,28 +112,26 @@ def test_an_offline_run_has_every_figure_of_metrics_jsonl(data, tmp_path, wandb_
     assert end["exit_code"] == 0
 
 
-def test_an_offline_run_that_was_killed_is_uploaded_as_one_run(data, tmp_path, server, monkeypatch):
+def test_an_offline_run_that_was_killed_is_uploaded_as_one_run(line, tmp_path, server, monkeypatch):
     """By the command that it prints. What the killed process had done after its checkpoint is there once."""
     monkeypatch.setenv("WANDB_MODE", "offline")
-    arguments = [*SETTINGS, f"--dataset={data}", f"--out_dir={tmp_path / 'out'}", "--wandb_log=True", "--eval_interval=30"]
-    with Forked("train.py", *arguments, "--max_iters=100000", ranks=2, cwd=tmp_path) as forked:
-        forked.wait_for("iter 37:")
+    line.append("--eval_interval=8")
+    with Forked(*line, "--max_iters=100000", ranks=2, cwd=tmp_path) as forked:
+        forked.wait_for("iter 11:")
         os.kill(forked.pids[0], signal.SIGKILL)
-    resumed = run("train.py", *arguments, "--max_iters=60", "--init_from=resume", ranks=2, cwd=tmp_path).succeeded()
+    resumed = run(*line, "--max_iters=14", "--init_from=resume", ranks=2, cwd=tmp_path).succeeded()
     assert "wandb" not in resumed.stderr
-    (line,) = lines_about_wandb(resumed)
-    command = re.search("(wandb sync .*); this folder has all rows of the run: leave out its older ones", line)[1]
-    arguments = [sys.executable, "-m", *command.split()]
-    subprocess.run(arguments, check=True, env=environment(), capture_output=True, timeout=60)
+    (message,) = lines_about_wandb(resumed)
+    command = re.search("(wandb sync .*); this folder has all rows of the run: leave out its older ones", message)[1].split()
+    subprocess.run([sys.executable, "-m", *command], check=True, env=environment(), capture_output=True, timeout=60)
     [found] = server.rows.values()
-    assert [row["iter"] for row in found] == list(range(62))
+    assert [row["iter"] for row in found] == list(range(16))
     assert without_what_wandb_adds(found) == merged(tmp_path / "out")
 
 
-def test_an_evaluation_goes_to_the_summary_of_the_run(data, tmp_path, wandb_folder):
+def test_an_evaluation_goes_to_the_summary_of_the_run(line, tmp_path, wandb_folder):
     out = tmp_path / "out"
-    arguments = [f"--dataset={data}", f"--out_dir={out}", "--wandb_log=True", "--max_iters=3"]
-    assert run("train.py", *SETTINGS, *arguments, cwd=tmp_path).returncode == 0
+    run(*line, "--max_iters=3", cwd=tmp_path).succeeded()
     trained = only(wandb_folder)
     run("evaluate.py", f"--out_dir={out}", "--wandb_log=True", ranks=2, cwd=tmp_path).succeeded()
     (evaluated,) = set(wandb_folder.glob("offline-run-*")) - {trained}
@@ -137,15 +144,14 @@ def test_an_evaluation_goes_to_the_summary_of_the_run(data, tmp_path, wandb_fold
     assert values["evaluation/val_loss"] == results["evaluation/val_loss"]
 
 
-def test_a_run_on_a_server_is_one_run(data, tmp_path, server):
+def test_a_run_on_a_server_is_one_run(line, tmp_path, server):
     """It ended after 12, and resumes from a checkpoint at 10."""
-    arguments = [*SETTINGS, f"--dataset={data}", "--wandb_log=True", f"--out_dir={tmp_path / 'out'}"]
-    first = run("train.py", *arguments, "--max_iters=12", "--keep_checkpoints=2", ranks=2, cwd=tmp_path).succeeded()
+    first = run(*line, "--max_iters=12", "--keep_checkpoints=2", ranks=2, cwd=tmp_path).succeeded()
     ((run_id, before),) = [(run_id, list(rows)) for run_id, rows in server.rows.items()]
     assert lines_about_wandb(first) == [f"wandb: {server.url}/entity/project/runs/{run_id}"]
     assert without_what_wandb_adds(before) == merged(tmp_path / "out")
     shutil.copy(tmp_path / "out" / "ckpt_00000010.pt", tmp_path / "out" / "ckpt.pt")
-    run("train.py", *arguments, "--max_iters=15", "--init_from=resume", ranks=2, cwd=tmp_path).succeeded()
+    run(*line, "--max_iters=15", "--init_from=resume", ranks=2, cwd=tmp_path).succeeded()
     assert list(server.rows) == [run_id]
     expected = merged(tmp_path / "out")
     assert [row["iter"] for row in expected] == list(range(17))
@@ -153,8 +159,7 @@ def test_a_run_on_a_server_is_one_run(data, tmp_path, server):
 
 
 PROGRAM = f"""
-import sys
-sys.path.insert(0, {ROOT!r})
+import os, time
 from run.wandb_run import WandbRun
 run = WandbRun({CONFIG})
 """
@@ -162,56 +167,46 @@ run = WandbRun({CONFIG})
 
 def test_a_server_that_goes_away_is_not_waited_for(tmp_path, server, monkeypatch):
     monkeypatch.setenv("WANDB_FINISH_TIMEOUT", "1")
-    program = PROGRAM + "print('on', flush=True)\ninput()\nfor n in range(5000):\n    run.log({'iter': n})\nrun.finish()\n"
-    with subprocess.Popen(
-        [sys.executable, "-c", program], cwd=tmp_path, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    ) as process:
-        while process.stdout.readline() != "on\n":
-            pass
+    program, gone = tmp_path / "program.py", tmp_path / "gone"
+    wait = f"print('on', flush=True)\nwhile not os.path.exists({str(gone)!r}):\n    time.sleep(0.01)\n"
+    program.write_text(f"{PROGRAM}{wait}for n in range(5000):\n    run.log({{'iter': n}})\nrun.finish()\n")
+    with Forked(program, cwd=tmp_path) as forked:
+        forked.wait_for("on\n")
         server.close()
-        printed, _ = process.communicate("\n", timeout=60)
-    assert process.returncode == 0
-    assert printed == "WARNING: wandb has stopped: Timed out finishing run.; metrics.jsonl has all figures\n"
+        gone.touch()
+        printed = forked.finish().succeeded().stdout
+    assert printed.endswith("on\nWARNING: wandb has stopped: Timed out finishing run.; metrics.jsonl has all figures\n")
 
 
-@pytest.mark.parametrize("variables", [{}, {"WANDB_API_KEY": "0" * 40, "WANDB_BASE_URL": "http://127.0.0.1:9"}])
-def test_without_a_login_or_a_network_the_run_is_offline(data, tmp_path, wandb_folder, monkeypatch, variables):
+NO_SERVER = {"WANDB_API_KEY": "0" * 40, "WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_HTTP_TIMEOUT": "1"}
+
+
+@pytest.mark.parametrize("variables", [{}, NO_SERVER])
+def test_without_a_login_or_a_network_the_run_is_offline(line, tmp_path, wandb_folder, monkeypatch, variables):
     monkeypatch.delenv("WANDB_MODE")
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    arguments = [*SETTINGS, f"--dataset={data}", "--wandb_log=True", "--max_iters=5", f"--out_dir={tmp_path / 'out'}"]
-    process = run("train.py", *arguments, cwd=tmp_path).succeeded()
-    (line,) = lines_about_wandb(process)
+    process = run(*line, "--max_iters=1", cwd=tmp_path).succeeded()
+    (message,) = lines_about_wandb(process)
     reason = "Failed to authenticate .*" if variables else "there is no login"
     command = f"wandb login && wandb sync {only(wandb_folder)}"
-    assert re.fullmatch(rf"wandb records offline \({reason}\); to upload later: {re.escape(command)}", line)
+    assert re.fullmatch(rf"wandb records offline \({reason}\); to upload later: {re.escape(command)}", message)
     assert "wandb" not in process.stderr
     assert rows(only(wandb_folder)) == merged(tmp_path / "out")
 
 
-def run_single(arguments, cwd, fault, *args):
-    """Run train.py in one process, which ends as Python does: with its hooks. A forked process has none."""
-    arguments = [os.path.join(ROOT, "train.py"), *SETTINGS, *arguments]
-    program = f"import runpy, sys; sys.path[:0] = [{os.path.dirname(faults.__file__)!r}, {ROOT!r}]; import faults; "
-    program += f"faults.{fault.__name__}(*{args}); sys.argv = {arguments}; runpy.run_path(sys.argv[0], run_name='__main__')"
-    process = subprocess.run(
-        [sys.executable, "-c", program], cwd=cwd, env=environment(), capture_output=True, text=True, timeout=60
-    )
-    return Finished(process.returncode, [process.returncode], process.stdout, process.stderr)
-
-
-def test_training_goes_on_when_the_process_of_wandb_is_killed(data, tmp_path):
-    arguments = [f"--dataset={data}", f"--out_dir={tmp_path / 'out'}", "--wandb_log=True"]
-    process = run_single(arguments, tmp_path, faults.kill_wandb).succeeded()
+def test_training_goes_on_when_the_process_of_wandb_is_killed(line, tmp_path):
+    hooks = partial(faults.run_exit_hooks, faults.kill_wandb)
+    process = run(*line, "--max_iters=19", cwd=tmp_path, before=hooks).succeeded()
     assert process.stdout.count("WARNING: wandb has stopped") == 1
     # asyncio says this if wandb's client writes five times before it is told that the connection is gone
     assert set(process.stderr.splitlines()) <= {"socket.send() raised exception."}
     assert [row["iter"] for row in merged(tmp_path / "out")] == list(range(21))
 
 
-def test_a_run_that_ends_with_an_error_has_failed_in_wandb_and_in_its_card(data, tmp_path, wandb_folder):
-    arguments = [f"--dataset={data}", f"--out_dir={tmp_path / 'out'}", "--wandb_log=True"]
-    process = run_single(arguments, tmp_path, faults.error_in_iteration, 5)
+def test_a_run_that_ends_with_an_error_has_failed_in_wandb_and_in_its_card(line, tmp_path, wandb_folder):
+    hooks = partial(faults.run_exit_hooks, faults.error_in_iteration, 5)
+    process = run(*line, cwd=tmp_path, before=hooks)
     assert process.returncode == 1
     assert "an error in the program" in process.stderr
     (end,) = records(only(wandb_folder), "exit")
@@ -221,8 +216,9 @@ def test_a_run_that_ends_with_an_error_has_failed_in_wandb_and_in_its_card(data,
 
 
 def test_samples_become_a_table(tmp_path, wandb_folder):
-    program = PROGRAM + "for n in (0, 5):\n    run.log({'iter': n, 'sample/text': f'text {n}'})\nrun.finish()\n"
-    subprocess.run([sys.executable, "-c", program], cwd=tmp_path, check=True, env=environment(), timeout=60)
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM + "for n in (0, 5):\n    run.log({'iter': n, 'sample/text': f'text {n}'})\nrun.finish()\n")
+    run(program, cwd=tmp_path).succeeded()
     files = (only(wandb_folder) / "files" / "media" / "table").rglob("*.json")
     tables = [json.loads(file.read_text()) for file in files]
     assert all(table["columns"] == ["iter", "text"] for table in tables)
@@ -315,18 +311,16 @@ def test_a_run_that_is_disabled_has_no_id(fake):
     assert WandbRun(CONFIG).id is None
 
 
-def test_without_wandb_training_goes_on_with_one_line(data, tmp_path):
-    arguments = [f"--dataset={data}", f"--out_dir={tmp_path}", "--wandb_log=True", "--max_iters=2"]
-    process = run("train.py", *SETTINGS, *arguments, before=partial(faults.without_module, "wandb")).succeeded()
-    (line,) = [line for line in lines_about_wandb(process) if "WARNING" in line]
-    assert re.fullmatch(r"WARNING: wandb does not start: .*; training goes on, metrics.jsonl has all figures", line)
-    assert [row["iter"] for row in merged(tmp_path)] == [0, 1, 2, 3]
+def test_without_wandb_training_goes_on_with_one_line(line, tmp_path):
+    process = run(*line, "--max_iters=2", before=partial(faults.without_module, "wandb")).succeeded()
+    (warning,) = [text for text in lines_about_wandb(process) if "WARNING" in text]
+    assert re.fullmatch(r"WARNING: wandb does not start: .*; training goes on, metrics.jsonl has all figures", warning)
+    assert [row["iter"] for row in merged(tmp_path / "out")] == [0, 1, 2, 3]
 
 
-def test_an_invalid_project_is_refused_and_the_files_stay(data, tmp_path):
+def test_an_invalid_project_is_refused_and_the_files_stay(line, tmp_path):
     (tmp_path / "metrics.jsonl").write_text("{}\n")
-    arguments = [f"--dataset={data}", "--wandb_log=True", "--wandb_project=a/b", f"--out_dir={tmp_path}"]
-    process = run("train.py", *SETTINGS, *arguments, cwd=tmp_path)
+    process = run(*line, "--wandb_project=a/b", f"--out_dir={tmp_path}", cwd=tmp_path)
     assert process.returncode == 2
     assert re.fullmatch(r"error: wandb does not start: .*a/b.*\n", process.stderr)
     assert (tmp_path / "metrics.jsonl").read_text() == "{}\n"

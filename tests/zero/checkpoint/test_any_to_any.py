@@ -3,11 +3,12 @@
 import copy
 import os
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from ranks import run_in_turn, run_ranks
 from toy import MODES, assert_equal, largest_difference, make_toy, train, weights
 
 from zero import checkpoint as ckpt
@@ -119,7 +120,7 @@ def tolerance(place):
 
 def check_pairs(pairs, root):
     """All places of one world size share their processes."""
-    references = [run_ranks(uninterrupted, 1, kind)[0] for kind in ("", MUON)]
+    references = [of_kind for (of_kind,) in run_in_turn(1, *(partial(uninterrupted, kind) for kind in ("", MUON)))]
     for world_size in WORLD_SIZES:
         modes = sorted({mode for (mode, size), _ in pairs if size == world_size})
         run_ranks(save, world_size, modes, str(root), references)

@@ -10,7 +10,7 @@ from contents import write
 
 from zero import checkpoint as ckpt
 
-KILLS = 12
+KILLS = 8
 
 
 def save_without_end(folder, background, format, iteration, ready):

@@ -143,7 +143,8 @@ def test_plan_says_what_to_do(data):
     nothing = run("plan.py", f"--dataset={data}", *SIZES, "--world_size=1,8", "--gpu_memory_gb=0.00001", "--device=cuda").stdout
     assert "nothing fits in one process: use larger GPUs or a smaller model" in nothing
     assert "nothing fits, and FSDP2 would not either" in nothing
-    found = run("plan.py", f"--dataset={data}", *SIZES, "--world_size=2", "--find=batch", "--gpu_memory_gb=0.001").stdout.splitlines()
+    find = "--find=batch", "--gpu_memory_gb=0.001"
+    found = run("plan.py", f"--dataset={data}", *SIZES, "--world_size=2", *find).stdout.splitlines()
     assert [line.split("  ")[3].strip() for line in found[-4:]] == ["plain AdamW", "these settings", "same losses", "all flags"]
 
 

@@ -9,7 +9,7 @@ from functools import partial
 import faults
 import pytest
 import torch
-from scripts import check_mistakes, run, run_for_real, torch_load, train
+from scripts import ROOT, check_mistakes, run, run_for_real, torch_load, train
 
 from data.dataset import vocabulary_of
 from data.vocabulary import DataError, gpt2_encoding, load_meta
@@ -187,6 +187,8 @@ def test_refusals(tmp_path):
     checkpoint = torch_load(tmp_path)
     checkpoint["model_args"]["positions"] = "rotary"
     torch.save(checkpoint, tmp_path / "rotary" / "ckpt.pt")
+    (tmp_path / "gone").mkdir()
+    make_run(tmp_path / "gone", 65, False, characters="")
     new = f"--to={tmp_path / 'new'}"
     mistakes = {
         f"--out_dir={tmp_path}": "--to= is neither a new nor an empty folder; name one to write, as in --to=out-exported",
@@ -196,6 +198,8 @@ def test_refusals(tmp_path):
         f"{new} --out_dir={tmp_path / 'full'}": "full/ckpt.pt; give the --out_dir of a run",
         f"{new} --out_dir={tmp_path / 'other'}": "than the checkpoint (65 tokens with checksum 01234567)",
         f"{new} --out_dir={tmp_path / 'untied'}": "the checkpoint's lm_head differs from its wte",
+        f"{new} --out_dir={tmp_path / 'gone'}": "the model knows 65 tokens, GPT-2 50257: dataset "
+        f"{tmp_path / 'gone'} lacks its meta.pkl",
         f"{new} --dtype=float16": "dtype=float16 is not one of float32, bfloat16",
     }
     before = sorted(os.listdir(tmp_path))
@@ -211,34 +215,23 @@ def test_refusals(tmp_path):
     assert sorted(os.listdir(tmp_path)) == before
 
 
-def test_a_vocabulary_that_is_gone_is_not_taken_for_gpt2s(tmp_path):
-    make_run(tmp_path, 65, False, characters="")
-    message = f"the model knows 65 tokens, GPT-2 50257: dataset {tmp_path} lacks its meta.pkl"
-    check_mistakes("export.py", [f"--out_dir={tmp_path}"], {f"--to={tmp_path / 'new'}": message})
-
-
-def test_the_previous_checkpoint_stands_in(tmp_path):
+def test_a_link_or_the_working_folder_gets_the_files_and_the_previous_checkpoint_stands_in(tmp_path):
     make_run(tmp_path, 65, False)
     os.rename(tmp_path / "ckpt.pt", tmp_path / "ckpt_prev.pt")
     (tmp_path / "ckpt.pt").write_bytes(b"damaged")
-    process = run("export.py", f"--out_dir={tmp_path}", f"--to={tmp_path / 'exported'}")
-    assert process.returncode == 0
-    assert "ckpt_prev.pt, the previous checkpoint" in process.stderr.partition("WARNING: ")[2]
-
-
-@pytest.mark.parametrize("to", [".", "to the working folder", "to a new folder"])
-def test_a_link_or_the_working_folder_gets_the_files(tmp_path, to):
-    make_run(tmp_path, 65, False)
-    target = tmp_path / ("new" if to == "to a new folder" else "empty")
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "to the working folder").symlink_to("empty")
-    (tmp_path / "to a new folder").symlink_to("new")
+    for name in ("working", "empty"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "to_empty").symlink_to("empty")
+    (tmp_path / "to_new").symlink_to("new")
     before = {path.name for path in tmp_path.iterdir()}
-    path = to if to == "." else tmp_path / to
-    process = run("export.py", f"--out_dir={tmp_path}", f"--to={path}", cwd=tmp_path / "empty")
-    assert process.returncode == 0, process.stderr
-    assert {path.name for path in tmp_path.iterdir()} == before | {target.name}
-    assert transformers.AutoModelForCausalLM.from_pretrained(target).config.n_layer == 3
+    folders = "\n".join(f"--to={path}" for path in (".", tmp_path / "to_empty", tmp_path / "to_new"))
+    each = partial(faults.run_each, f"{ROOT}/export.py")
+    process = run("export.py", f"--out_dir={tmp_path}", folders, cwd=tmp_path / "working", before=each).succeeded()
+    assert process.stderr.count("WARNING: ") == process.stderr.count("ckpt_prev.pt, the previous checkpoint") == 3
+    assert "exit code" not in process.stderr
+    assert {path.name for path in tmp_path.iterdir()} == before | {"new"}
+    for name in ("working", "empty", "new"):
+        assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name).config.n_layer == 3
 
 
 def test_without_a_network_only_the_tokenizer_of_gpt2_is_missing(tmp_path):

@@ -23,9 +23,10 @@ from zero.flags import Flags
 from zero.optimizer import ShardedOptimizer
 
 SIZES = GPTConfig(block_size=8, vocab_size=65, n_layer=4, n_head=2, n_embd=96, bias=False)
+TWO_LAYERS = replace(SIZES, n_layer=2)
 LARGER = replace(SIZES, n_layer=6, n_head=6, n_embd=384)  # 10.7M parameters
-# a large vocabulary: the gradient of the tied embedding decides the peak; many layers: activations do
-PEAK_SIZES = [replace(SIZES, vocab_size=3000), replace(SIZES, n_layer=8, block_size=64)]
+# a large vocabulary: the gradient of the tied embedding decides the peak; long sequences: activations do
+PEAK_SIZES = [replace(SIZES, vocab_size=3000), replace(SIZES, block_size=64)]
 
 
 def case(bucket_mb=0.1, in_place=False, muon=False, **flags):
@@ -52,7 +53,7 @@ CASES = {
 }
 ALONE = ("adamw", "adamw, in place", "muon, replicated", "state in bfloat16", "bfloat16", "bfloat16, shard_gradients")
 ALONE += ("state in int8, remainders",)  # what a single rank has
-CASES_OF_LARGER = {  # on a CPU, the pool keeps
+CASES_OF_POOL = {  # on a CPU, it keeps
     "buckets": case(6),
     "buckets of the default": case("auto"),
     "buckets, with shard_gradients": case(6, shard_gradients=True),
@@ -124,7 +125,7 @@ def check(name, result, with_peak=False):
     ],
 )
 def test_predictions_are_what_tensors_take(world_size, micro_steps):
-    for results in run_ranks(measured, world_size, CASES, micro_steps, SIZES):
+    for results in run_ranks(measured, world_size, CASES, micro_steps, TWO_LAYERS):
         for name, result in results.items():
             check(name, result)
 
@@ -134,7 +135,7 @@ def test_predictions_are_what_tensors_take(world_size, micro_steps):
 )
 def test_the_peak_of_training(world_size):
     cases = CASES if world_size > 1 else {name: CASES[name] for name in ALONE}
-    calls = (partial(measured, cases, *how) for how in itertools.product((1, 2, 3), PEAK_SIZES))
+    calls = (partial(measured, cases, *how) for how in itertools.product((1, 3), PEAK_SIZES))
     for results in itertools.chain.from_iterable(run_in_turn(world_size, *calls)):
         for name, result in results.items():
             check(name, result, with_peak=True)
@@ -144,8 +145,9 @@ def test_the_peak_of_training(world_size):
     "micro_steps", [2, pytest.param(3, marks=pytest.mark.slow("between two and four micro-steps", seconds=12))]
 )
 def test_predictions_with_tensors_that_the_pool_keeps(micro_steps):
-    shards = Flags(bucket_mb=6).plan(gpt_specs(LARGER), 2).buffers[0].layout.shards[0]
-    for results in run_ranks(measured, 2, CASES_OF_LARGER, micro_steps, LARGER):
+    sizes = replace(LARGER, n_layer=2)
+    shards = Flags(bucket_mb=6).plan(gpt_specs(sizes), 2).buffers[0].layout.shards[0]
+    for results in run_ranks(measured, 2, CASES_OF_POOL, micro_steps, sizes):
         for name, result in results.items():
             check(name, result)
         held = {name: parts["after step"][1]["buckets"] for name, (parts, *_) in results.items()}
@@ -192,7 +194,7 @@ def peak_of_an_update(name, bucket_mb):
 
 def test_the_peak_of_an_update_with_muon():
     """An upper bound: the rounds do not have all their largest tensors at the same time."""
-    hows = itertools.product(("muon", "muon, state in bfloat16"), (0.1, 0.5, 2))
+    hows = itertools.product(("muon", "muon, state in bfloat16"), (0.1, 2))
     for results in run_in_turn(2, *(partial(peak_of_an_update, *how) for how in hows)):
         for predicted, peak in results:
             assert 0.98 * peak <= predicted <= 1.35 * peak
@@ -201,7 +203,7 @@ def test_the_peak_of_an_update_with_muon():
 def _simulated(world_size, rank, results):
     torch.set_num_threads(1)
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
-    results.send(measured(CASES, 2, SIZES))
+    results.send(measured(CASES, 2, TWO_LAYERS))
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import pytest
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)
 os.environ["PYTHONPATH"] = ROOT  # for the processes of tests.ranks
+os.environ["OMP_NUM_THREADS"] = "1"  # for torch: two threads of a process wait for each other on busy cores
 
 
 def pytest_addoption(parser):

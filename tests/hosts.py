@@ -27,7 +27,7 @@ from typing import Any
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 PORT = 1234  # of torchrun's rendezvous, as in nanoGPT's README
-_ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PATH": f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin"}
+_ENVIRONMENT = {**os.environ, "PATH": f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin"}
 _BE_A_HOST = 'hostname "$1" && mount --bind "$2" /etc/hosts && shift 2 && exec "$@"'  # in its own UTS and mount namespaces
 _numbers = itertools.count()
 

@@ -78,7 +78,6 @@ def _rank_main(
     function: Callable[..., Any], rank: int, world_size: int, folder: str, as_on_gpu: bool, args: tuple[Any, ...]
 ) -> None:
     gc.freeze()  # otherwise each collection looks at all of torch
-    torch.set_num_threads(1)
     try:
         if as_on_gpu:
             travel_as_on_gpu()

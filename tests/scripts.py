@@ -60,7 +60,7 @@ def run(script, *arguments, ranks=0, cwd=ROOT, limit=NO_LIMIT, before=None, time
 def run_for_real(script, *arguments, ranks=0, cwd=ROOT, timeout=240):
     """Run a script to its end as a user does, by `python` or, with `ranks`, by `torchrun`."""
     line = command(script, *arguments, ranks=ranks)
-    process = subprocess.run(line, cwd=cwd, env=environment(), capture_output=True, text=True, timeout=timeout)
+    process = subprocess.run(line, cwd=cwd, capture_output=True, text=True, timeout=timeout)
     codes = [int(code) for code in re.findall(r"exitcode +: (-?\d+)", process.stderr)] if ranks else [process.returncode]
     return Finished(process.returncode, codes or [0] * ranks, process.stdout, process.stderr)
 
@@ -79,10 +79,6 @@ def check_mistakes(script, settings, messages):
     for error, message in zip(errors[::2], messages.values(), strict=True):
         assert error.startswith("error: ")
         assert message in error
-
-
-def environment():
-    return {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
 class Forked:
@@ -107,7 +103,7 @@ class Forked:
             launches = [{**common, "RANK": rank, "LOCAL_RANK": rank} for rank in range(ranks)]
         self.processes = []
         for launch in launches:
-            variables = {**environment(), **{name: str(value) for name, value in launch.items()}}
+            variables = {**os.environ, **{name: str(value) for name, value in launch.items()}}
             how = script, arguments, variables, str(cwd), self.folder.name, limit, before
             self.processes.append(context.Process(target=_main, args=how))
         for process in self.processes:
@@ -171,7 +167,6 @@ def _main(script, arguments, variables, cwd, folder, limit, before):
         os.close(descriptor)
         setattr(sys, name, os.fdopen(os.dup(number), "w", buffering=1 if number == 2 else -1))
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-    torch.set_num_threads(1)  # OMP_NUM_THREADS is read when torch is imported
     sys.argv = [os.path.join(ROOT, script), *arguments]
     sys.path[:0] = [ROOT]
     if before is not None:

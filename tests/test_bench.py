@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks, travel_as_on_gpu
-from scripts import ROOT, check_mistakes, environment, run
+from scripts import ROOT, check_mistakes, run
 from toy import assert_equal, make_toy, train, weights
 
 from benchmarks import gpu
@@ -181,7 +181,7 @@ def test_results_of_another_measure_stay(tmp_path):
 
 @pytest.mark.slow("all that runs on a GPU, on a CPU", seconds=540)
 def test_what_a_gpu_shows_also_runs_on_a_cpu():
-    environment_of_cpu = {**environment(), "CUDA_VISIBLE_DEVICES": ""}
+    environment_of_cpu = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     process = subprocess.run(
         [sys.executable, "-m", "benchmarks.gpu"], cwd=ROOT, env=environment_of_cpu, capture_output=True, text=True, timeout=900
     )

@@ -36,15 +36,6 @@ def trained(data, tmp_path_factory):
     return out, folder
 
 
-@pytest.fixture
-def one_thread():
-    """Two that wait for each other on busy cores take twenty times as long."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def write_hellaswag(path, count, text):
     """Examples of texts that `text` makes of a number of words or letters; some are longer than 16."""
     generator, lines = random.Random(0), []
@@ -149,7 +140,7 @@ def test_the_card_has_the_results_of_one_checkpoint(trained, tmp_path):
     assert again == only_val, "those of another checkpoint do not"
 
 
-def test_hellaswag_of_a_gpt2_is_that_of_transformers(tmp_path, monkeypatch, one_thread):
+def test_hellaswag_of_a_gpt2_is_that_of_transformers(tmp_path, monkeypatch):
     tiktoken, transformers = pytest.importorskip("tiktoken"), pytest.importorskip("transformers")
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", shared_data("tiktoken_cache"))
     encoding = tiktoken.get_encoding("gpt2")

@@ -13,7 +13,7 @@ from functools import partial
 import faults
 import pytest
 import torch
-from scripts import ROOT, SETTINGS, Forked, environment, events_of, run, torch_load, train
+from scripts import ROOT, SETTINGS, Forked, events_of, run, torch_load, train
 
 FEW = "--gradient_accumulation_steps=2"
 LONG = ["--max_iters=100000", "--eval_interval=100000", "--dist_timeout_s=2"]
@@ -108,7 +108,7 @@ class Host:
         self.thread.start()
 
     def start(self):
-        variables = {**environment(), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        variables = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         self.agent = subprocess.Popen(
             self.line, cwd=ROOT, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
@@ -212,6 +212,6 @@ def test_a_job_that_loses_a_host_goes_on_smaller_with_the_same_batches(data, tmp
 @pytest.mark.slow("torchrun with restarts", seconds=24)
 def test_wrong_input_ends_a_job_with_restarts(data, tmp_path):
     line = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max-restarts=1", "train.py", "--n_layer=x"]
-    ended = subprocess.run([sys.executable, *line], cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=200)
+    ended = subprocess.run([sys.executable, *line], cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert ended.returncode == 1
     assert ended.stderr.count("\nerror: ") + ended.stderr.startswith("error: ") == 2, "at each start"

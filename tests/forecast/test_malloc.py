@@ -93,7 +93,6 @@ def every_mode(group):
 
 def peak_of_one_process(config, dtype):
     """The peak bytes of a step of plain AdamW, without ranks."""
-    torch.set_num_threads(1)
     with MallocBytes() as live:
         model = GPT(config)
         model, optimizer = build(model, model.param_groups(0.1), Flags(use_zero1=False), **ADAMW)
@@ -139,7 +138,6 @@ def counted(library, tmp_path, *arguments):
     environment = {
         **os.environ,
         "LD_PRELOAD": library,
-        "OMP_NUM_THREADS": "1",
         "TORCH_FR_BUFFER_SIZE": "0",  # PyTorch records the last collectives in a table of up to 1 MB
         "PYTHONPATH": os.pathsep.join([ROOT, os.path.join(ROOT, "tests")]),
     }

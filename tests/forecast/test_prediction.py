@@ -201,7 +201,6 @@ def test_the_peak_of_an_update_with_muon():
 
 
 def _simulated(world_size, rank, results):
-    torch.set_num_threads(1)
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     results.send(measured(CASES, 2, TWO_LAYERS))
 

@@ -13,7 +13,7 @@ import faults
 import numpy as np
 import pytest
 import torch.distributed as dist
-from scripts import ROOT, SETTINGS, command, environment, run
+from scripts import ROOT, SETTINGS, command, run
 
 from configurator import TRAIN, configure, settings_of
 from data.dataset import Dataset
@@ -59,7 +59,7 @@ def test_torchrun_can_start_the_ranks_again(data, tmp_path):
     arguments = [*SETTINGS, f"--dataset={data}", f"--out_dir={tmp_path / 'out'}", "--max_iters=1", str(config)]
     line = command("train.py", *arguments, ranks=2)
     line.insert(line.index("--standalone"), "--max-restarts=1")
-    process = subprocess.run(line, env=environment(), capture_output=True, text=True, timeout=240)
+    process = subprocess.run(line, capture_output=True, text=True, timeout=240)
     assert process.returncode == 0, process.stderr
     message = "error: rank 0 has n_layer=2, rank 1 has n_layer=3; start all ranks with the same settings"
     assert process.stderr.splitlines().count(message) == 1, process.stderr

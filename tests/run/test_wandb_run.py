@@ -13,7 +13,7 @@ from functools import cache, partial
 
 import faults
 import pytest
-from scripts import SETTINGS, Forked, environment, events_of, run, torch_load
+from scripts import SETTINGS, Forked, events_of, run, torch_load
 from wandb_server import WandbServer
 
 from run.metrics import METRICS
@@ -123,7 +123,7 @@ def test_an_offline_run_that_was_killed_is_uploaded_as_one_run(line, tmp_path, s
     assert "wandb" not in resumed.stderr
     (message,) = lines_about_wandb(resumed)
     command = re.search("(wandb sync .*); this folder has all rows of the run: leave out its older ones", message)[1].split()
-    subprocess.run([sys.executable, "-m", *command], check=True, env=environment(), capture_output=True, timeout=60)
+    subprocess.run([sys.executable, "-m", *command], check=True, capture_output=True, timeout=60)
     [found] = server.rows.values()
     assert [row["iter"] for row in found] == list(range(16))
     assert without_what_wandb_adds(found) == merged(tmp_path / "out")

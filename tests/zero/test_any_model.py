@@ -414,7 +414,6 @@ def outcome_on_rank(description, defect):
 def serve(rank, world_size, folder, connection, as_on_gpu):
     """Answer with the outcome of each description that comes, until the pipe is closed."""
     gc.freeze()
-    torch.set_num_threads(1)
     log = os.open(f"{folder}/{rank}.log", os.O_WRONLY | os.O_CREAT)
     os.dup2(log, 2)  # torch prints many warnings; what a rank prints before it dies is worth keeping
     warnings.simplefilter("ignore")

@@ -90,7 +90,6 @@ def test_reads_are_checked_in_the_first_forwards_after_a_step():
 
 def _ends_early(rank, folder):
     """Rank 1 ends as soon as its last step has returned; the other one is still in it, and saves afterwards."""
-    torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
     module = nn.Sequential(*(nn.Linear(512, 512) for _ in range(8)))
     model, optimizer = wrap(module, bucket_mb=1, overlap=True)

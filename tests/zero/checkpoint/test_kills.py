@@ -19,7 +19,6 @@ STEPS, WORLD_SIZE = 16, 2
 
 def train_rank(rank, meeting, folder, format, muon, started):
     """From the newest checkpoint to the end, a save every other step; the losses go to a file, a line each."""
-    torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{meeting}/rendezvous", rank=rank, world_size=WORLD_SIZE)
     model, optimizer = build_toy("sharded", muon=muon)
     first = 0

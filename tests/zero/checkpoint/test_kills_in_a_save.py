@@ -5,7 +5,6 @@ import time
 
 import pytest
 import ranks
-import torch
 from contents import write
 
 from zero import checkpoint as ckpt
@@ -14,7 +13,6 @@ KILLS = 8
 
 
 def save_without_end(folder, background, format, iteration, ready):
-    torch.set_num_threads(1)
     writer = ckpt.CheckpointWriter(folder, keep=2, background=background, format=format)
     while True:
         iteration += 1

@@ -37,8 +37,8 @@ def pytest_collection_modifyitems(config, items):
     for mark in (mark for item in items for mark in item.iter_markers("slow")):
         assert (len(mark.args), [*mark.kwargs]) == (1, ["seconds"]), mark
     if config.getoption("as_on_gpu"):  # the others start no ranks
-        start = {"run_ranks", "run_in_turn", "ranks"}
-        items[:] = [item for item in items if start & {*item.function.__code__.co_names} or "runner" in item.fixturenames]
+        start = {"run_ranks", "run_in_turn", "ranks", "runner", "of_two_ranks"}
+        items[:] = [item for item in items if start & {*item.function.__code__.co_names, *item.fixturenames}]
     longest = "wandb_run", "bench", "prediction", "train", "any_model", "pretended_gpu", "muon", "behaviours"
     items.sort(key=lambda item: item.path.stem.removeprefix("test_") not in longest)
 

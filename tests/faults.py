@@ -1,4 +1,4 @@
-"""What goes wrong in a script that a test runs: each function changes the program in the process of a rank, before it starts.
+"""What changes a script that a test runs, mostly for the worse: a function is called in the process of a rank, before it.
 
 A test gives one of these to `scripts.run` as `before`, with its arguments bound by `functools.partial`. Modules of the program
 are imported in the functions, because the program must not be imported before its settings and its folder are known.
@@ -105,7 +105,7 @@ def enter_namespaces(pid, *kinds):
 
 
 def be_on_hosts(pids, ranks_per_host, address, fault):
-    """Each rank is on the host of one of these processes, with torchrun's variables; rank 0 holds the store. And a fault."""
+    """Each rank is on the host of one of these processes, where rank 0 holds the store. And another fault."""
     host, local_rank = divmod(rank(), ranks_per_host)
     os.sched_setaffinity(0, os.sched_getaffinity(pids[host]))
     enter_namespaces(pids[host], "net", "uts", "mnt")

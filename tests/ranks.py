@@ -1,4 +1,4 @@
-"""Run a function on several gloo ranks of this machine, each a process with one thread, which meet through a file."""
+"""Run a function on several gloo ranks of this machine, each a process, which meet through a file."""
 
 import gc
 import multiprocessing

@@ -26,6 +26,7 @@ SETTINGS = [
     *("--device=cpu", "--compile=False", *SIZES, "--max_iters=19", "--eval_interval=5", "--eval_iters=3"),
     *("--learning_rate=1e-2", "--warmup_iters=2", "--lr_decay_iters=20", "--dropout=0.1", "--grad_clip=0.5"),
 ]
+FEW = "--gradient_accumulation_steps=2"  # micro-steps
 LAUNCH_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 NO_LIMIT = resource.RLIM_INFINITY
 GRACE_S = 0.5  # between the first rank that fails and the end of the others; torchrun takes about 0.1
@@ -71,9 +72,9 @@ def command(script, *arguments, ranks=0):
     return [sys.executable, *torchrun, os.path.join(ROOT, script), *arguments]
 
 
-def check_mistakes(script, settings, messages):
+def check_mistakes(script, settings, messages, **how):
     """Each line of arguments ends a script with its message and exit code 2; one process goes through all of them."""
-    process = run(script, " ".join(settings), "\n".join(messages), before=partial(faults.run_each, script)).succeeded()
+    process = run(script, " ".join(settings), "\n".join(messages), before=partial(faults.run_each, script), **how).succeeded()
     errors = process.stderr.splitlines()
     assert errors[1::2] == ["exit code 2"] * len(messages), process.stderr
     for error, message in zip(errors[::2], messages.values(), strict=True):
@@ -171,7 +172,8 @@ def _main(script, arguments, variables, cwd, folder, limit, before):
     sys.path[:0] = [ROOT]
     if before is not None:
         before()
-    faults.peak_is_known()
+    if script == "train.py":
+        faults.peak_is_known()
     runpy.run_path(sys.argv[0], run_name="__main__")
 
 

@@ -19,7 +19,7 @@ from toy import assert_equal, make_toy, train, weights
 
 from benchmarks import gpu
 from benchmarks.exact import start_late
-from benchmarks.results import CHARTS, Results
+from benchmarks.results import Results, draw
 from forecast.modes import MODES as TABLE
 from forecast.prediction import ShardedPrediction
 from forecast.run_memory import gpt_specs
@@ -80,7 +80,6 @@ MISTAKES = {
     "--rounds=1": "torchrun",
     "--simulate_world_size=8": "--what=memory",
     "--simulate_world_size=8,x --what=memory": "simulate_world_size=8,x must be positive integers",
-    "--simulate_world_size=2 --what=memory --zero_shard_size=3": "zero_shard_size=3 does not divide 2 ranks; use one of 1, 2",
     "--modes=adamw,other": "other is not one of adamw_in_place, torch_in_place, adamw, torch, sharded",
     "--model=gpt5": "model=gpt5 is not one of gpt2, ",
     "--block_size=8,16": "only what=time takes several values",
@@ -88,9 +87,11 @@ MISTAKES = {
 }
 
 
-def test_mistakes_have_exit_code_2(tmp_path, monkeypatch):
-    monkeypatch.setattr("scripts.run", partial(run, cwd=tmp_path))
-    check_mistakes(f"{ROOT}/bench.py", [], MISTAKES)
+def test_mistakes_have_exit_code_2(tmp_path):
+    check_mistakes(f"{ROOT}/bench.py", [], MISTAKES, cwd=tmp_path)
+    process = run("bench.py", "--zero_shard_size=3", ranks=2, cwd=tmp_path)
+    assert "zero_shard_size=3 does not divide 2 ranks; use one of 1, 2" in process.stderr
+    assert (process.returncode, process.stderr.count("\n")) == (2, 1)
     assert not os.listdir(tmp_path)
 
 
@@ -169,7 +170,9 @@ def test_the_same_training_in_every_mode(everything):
     assert peaks[0] > in_place[0] > peaks[2] > 0
     assert in_place[1] < peaks[1]
     assert rows["sharded"]["saved, %"] == pytest.approx(100 * (1 - peaks[2] / in_place[0]))
-    assert CHARTS["training"]([*rows.values()], "").to_dict()
+    draw(everything)
+    for picture in ("memory.png", "training.png"):
+        assert (everything / picture).read_bytes().startswith(b"\x89PNG")
 
 
 def test_results_of_another_measure_stay(tmp_path):

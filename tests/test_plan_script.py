@@ -47,7 +47,8 @@ def planner(**changes):
 
 def row(world_size, **changes):
     """The row of the settings; without a limit in `changes`, no batch fits, so that few batch sizes are predicted."""
-    return next(row for row in planner(**{"gpu_memory_gb": 1e-6, **changes}).rows(world_size) if row["chosen"])
+    (found,) = (row for row in planner(**{"gpu_memory_gb": 1e-6, **changes}).rows(world_size) if row["chosen"])
+    return found
 
 
 def rows_of(path):

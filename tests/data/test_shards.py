@@ -12,7 +12,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 from conftest import ROOT
-from scripts import torch_load, train
+from scripts import FEW, torch_load, train
 from toy import assert_equal
 
 from data import common
@@ -242,7 +242,7 @@ def test_two_ranks_that_are_stopped_and_resumed_train_as_if_nothing_had_happened
     tokens, val = (np.fromfile(os.path.join(data, f"{split}.bin"), np.uint16) for split in ("train", "val"))
     folder = write_shards(tmp_path / "d", tokens[: 100 * 16], 7, "mixed", val)
     shutil.copy(os.path.join(data, "meta.pkl"), folder)
-    few = "--gradient_accumulation_steps=2", "--batch_size=6"
+    few = FEW, "--batch_size=6"
     expected = train(tmp_path / "whole", folder, *few, ranks=2)
     train(tmp_path / "out", folder, *few, "--max_iters=10", ranks=2)
     resumed = train(tmp_path / "out", folder, *few, "--init_from=resume", ranks=2)

@@ -13,9 +13,8 @@ from functools import partial
 import faults
 import pytest
 import torch
-from scripts import ROOT, SETTINGS, Forked, events_of, run, torch_load, train
+from scripts import FEW, ROOT, SETTINGS, Forked, events_of, run, torch_load, train
 
-FEW = "--gradient_accumulation_steps=2"
 LONG = ["--max_iters=100000", "--eval_interval=100000", "--dist_timeout_s=2"]
 
 
@@ -173,7 +172,7 @@ class Job:
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends the ranks of an agent that was killed")
 def test_a_job_that_loses_ranks_and_agents_reaches_its_end_by_itself(data, tmp_path):
     """Its weights are those of a job that loses nothing, bit for bit."""
-    settings = "--gradient_accumulation_steps=2", "--max_iters=250", "--eval_interval=10", "--log_interval=10", "--eval_iters=2"
+    settings = FEW, "--max_iters=250", "--eval_interval=10", "--log_interval=10", "--eval_iters=2"
     with Job(tmp_path / "disturbed", data, *settings) as job:
         for kill in range(10):
             job.wait_for_checkpoint()
@@ -196,7 +195,7 @@ def test_a_job_that_loses_ranks_and_agents_reaches_its_end_by_itself(data, tmp_p
 
 @pytest.mark.slow("two agents of torchrun, of which one is lost", seconds=56)
 def test_a_job_that_loses_a_host_goes_on_smaller_with_the_same_batches(data, tmp_path):
-    settings = "--gradient_accumulation_steps=2", "--max_iters=60", "--eval_interval=10", "--dropout=0.0"
+    settings = FEW, "--max_iters=60", "--eval_interval=10", "--dropout=0.0"
     with Job(tmp_path / "smaller", data, *settings, nodes="1:2", again=False) as job:
         job.wait_for_checkpoint()
         job.hosts[1].agent.kill()

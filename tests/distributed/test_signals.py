@@ -10,11 +10,10 @@ import time
 
 import torch.distributed as dist
 from ranks import run_ranks
-from scripts import NO_LIMIT, SETTINGS, Forked, torch_load, train
+from scripts import FEW, NO_LIMIT, SETTINGS, Forked, torch_load, train
 
 from distributed.signals import Action, Signals
 
-FEW = "--gradient_accumulation_steps=2"
 LONG = [FEW, "--max_iters=100000", "--eval_interval=100000"]
 
 

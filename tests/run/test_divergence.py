@@ -5,7 +5,7 @@ import re
 
 import faults
 import pytest
-from scripts import SETTINGS, run, train
+from scripts import FEW, SETTINGS, run, train
 
 from zero import checkpoint as ckpt
 
@@ -28,7 +28,7 @@ MORE = pytest.mark.slow("more learning rates and modes", seconds=17)
     ("learning_rate", "ranks", "flags"), [*DIVERGING[:2], *(pytest.param(*case, marks=MORE) for case in DIVERGING[2:])]
 )
 def test_a_run_that_diverges_keeps_its_checkpoint(data, tmp_path, learning_rate, ranks, flags):
-    flags = [f"--dataset={data}", f"--out_dir={tmp_path}", "--gradient_accumulation_steps=2", *flags]
+    flags = [f"--dataset={data}", f"--out_dir={tmp_path}", FEW, *flags]
     schedule = ["--warmup_iters=8", "--lr_decay_iters=7", f"--min_lr={learning_rate}", "--max_iters=1000"]
     process = run("train.py", *SETTINGS, *schedule, *flags, ranks=ranks)
     assert process.returncode == 1, process.stdout + process.stderr

@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 import torch
-from scripts import torch_load, train
+from scripts import FEW, torch_load, train
 
 import dashboard
 from run import earlier
@@ -36,14 +36,13 @@ def out(tmp_path):
 
 def test_everything_that_a_run_writes_moves_and_can_be_used_there(data, tmp_path):
     out = tmp_path / "out"
-    few = "--gradient_accumulation_steps=2"
-    everything = [few, "--checkpoint_format=sharded", "--keep_checkpoints=9", "--profile=True", "--log_to=tensorboard"]
+    everything = [FEW, "--checkpoint_format=sharded", "--keep_checkpoints=9", "--profile=True", "--log_to=tensorboard"]
     train(out, data, *everything, "--max_iters=14", ranks=2)
     (out / "notes.txt").write_text("of the user")
     shutil.copy(out / "ckpt.pt", out / "best.pt")  # of the user, but worth nothing without the shards
     old = {*names(out)} - {"run.lock", "notes.txt"}
     new = {"ckpt.pt", "metrics.jsonl", "report.md", "run.json", "run.lock", "notes.txt"}
-    losses, _, printed = train(out, data, few, "--max_iters=1", ranks=2)
+    losses, _, printed = train(out, data, FEW, "--max_iters=1", ranks=2)
     [line] = [line for line in printed.splitlines() if "another run" in line]
     before = re.search(r"use --init_from=resume --out_dir=(\S+)$", line)[1]
     assert re.fullmatch(rf"{out}/before-\d{{8}}-\d{{6}}Z", before)
@@ -51,7 +50,7 @@ def test_everything_that_a_run_writes_moves_and_can_be_used_there(data, tmp_path
     assert {*names(before)} == old
     assert [*losses] == [0, 1]
     assert torch_load(out)["iter_num"] == 2
-    losses, _, _ = train(before, data, few, "--init_from=resume", "--max_iters=16")
+    losses, _, _ = train(before, data, FEW, "--init_from=resume", "--max_iters=16")
     assert [*losses] == list(range(17))
     assert [ran.curves["iter/loss"][-1][0] for ran in dashboard.read([str(out), before])] == [1, 16]
 

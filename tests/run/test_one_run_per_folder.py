@@ -4,12 +4,10 @@ import contextlib
 import os
 import time
 
-from scripts import SETTINGS, Forked, events_of, run, torch_load, train
+from scripts import FEW, SETTINGS, Forked, events_of, run, torch_load, train
 
 from run.lock import Lock
 from zero.checkpoint.__main__ import main
-
-FEW = "--gradient_accumulation_steps=1"
 
 
 def test_eval_only_changes_nothing(data, tmp_path):

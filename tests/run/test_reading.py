@@ -8,14 +8,14 @@ from unittest import mock
 import faults
 import pytest
 import torch
-from scripts import SETTINGS, events_of, run
+from scripts import FEW, SETTINGS, events_of, run
 
 from distributed.watchdog import Watchdog
 from run import logger
 from run.hooks import Run
 from zero.stopwatch import Stopwatch, awaited_collective
 
-FLAGS = ["--dropout=0.0", "--max_iters=8", "--eval_interval=4", "--sample_interval=6", "--gradient_accumulation_steps=2"]
+FLAGS = ["--dropout=0.0", "--max_iters=8", "--eval_interval=4", "--sample_interval=6", FEW]
 TIMES = r"time/|throughput/|mfu|comm/exposed|checkpoint/.*_s$|memory/peak"
 
 

@@ -12,7 +12,7 @@ import faults
 import numpy as np
 import pytest
 from conftest import shared_data, write_meta
-from scripts import SETTINGS, Forked, events_of, run, torch_load, train
+from scripts import FEW, SETTINGS, Forked, events_of, run, torch_load, train
 
 from data.dataset import Dataset
 from data.vocabulary import bytes_of_tokens
@@ -152,7 +152,7 @@ def test_bits_per_byte_are_beside_every_loss(data, tmp_path):
     letters = ["a", *(chr(ord("à") + token) for token in range(1, 29))]
     write_meta(folder, letters)
     size = len("".join(letters[token] for token in np.fromfile(folder / "val.bin", np.uint16)).encode()) / 1000
-    _, evaluations, printed = train(tmp_path, folder, "--gradient_accumulation_steps=2", "--max_iters=5", ranks=2)
+    _, evaluations, printed = train(tmp_path, folder, FEW, "--max_iters=5", ranks=2)
     events = [event for event in events_of(tmp_path) if "val/loss" in event]
     bits = [loss / math.log(2) / size for _, loss in evaluations.values()]
     assert [event["val/bits_per_byte"] for event in events] == pytest.approx(bits)

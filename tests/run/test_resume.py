@@ -7,7 +7,7 @@ import shutil
 import pytest
 import torch
 from conftest import write_meta
-from scripts import SETTINGS, run, torch_load, train
+from scripts import FEW, SETTINGS, run, torch_load, train
 from toy import assert_equal
 
 from distributed.signals import Action
@@ -78,7 +78,7 @@ def test_a_checkpoint_of_nanogpt_is_resumed_and_sampled(data, runs, tmp_path):
 
 
 def test_a_damaged_checkpoint_gives_way_to_the_one_before(data, tmp_path):
-    few = "--gradient_accumulation_steps=2", "--max_iters=12"
+    few = FEW, "--max_iters=12"
     train(tmp_path, data, *few, "--keep_checkpoints=1", "--async_save=True", ranks=2)
     assert sorted(name for name in os.listdir(tmp_path) if "ckpt" in name) == ["ckpt.pt", "ckpt_00000013.pt", "ckpt_prev.pt"]
     whole = (tmp_path / "ckpt.pt").read_bytes()
@@ -100,7 +100,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(data, tmp_path):
 @pytest.mark.parametrize(("ranks", "flags"), [(2, ["--dtype=float32"]), (0, [*SAVING_MEMORY, "--optimizer=muon"])])
 def test_the_end_of_a_run_is_saved_and_goes_on_bit_for_bit(data, tmp_path, ranks, flags):
     out, whole = tmp_path / "out", tmp_path / "whole"
-    flags = ["--eval_interval=100", "--gradient_accumulation_steps=2", *flags]
+    flags = ["--eval_interval=100", FEW, *flags]
     train(out, data, *flags, "--max_iters=3", ranks=ranks)
     assert (torch_load(out)["iter_num"], torch_load(out)["data_position"]) == (4, 4 * 4)
     assert not (out / "ckpt_prev.pt").exists()

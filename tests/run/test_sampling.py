@@ -7,7 +7,7 @@ import faults
 import pytest
 import torch
 from conftest import write_meta
-from scripts import SETTINGS, events_of, run, torch_load, train
+from scripts import FEW, SETTINGS, events_of, run, torch_load, train
 
 from data import vocabulary
 from run.sampling import TOKENS
@@ -19,7 +19,7 @@ def samples(out):
 
 
 def test_samples_change_neither_the_losses_nor_the_weights(data, tmp_path):
-    flags = ["--gradient_accumulation_steps=2", "--max_iters=4", "--param_dtype=bfloat16", "--shard_gradients=True"]
+    flags = [FEW, "--max_iters=4", "--param_dtype=bfloat16", "--shard_gradients=True"]
     plain = train(tmp_path / "plain", data, *flags, ranks=2)
     sampled = train(tmp_path / "sampled", data, *flags, "--sample_interval=3", ranks=2)
     assert samples(tmp_path / "plain") == {}

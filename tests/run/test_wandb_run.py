@@ -13,7 +13,7 @@ from functools import cache, partial
 
 import faults
 import pytest
-from scripts import SETTINGS, Forked, events_of, run, torch_load
+from scripts import FEW, SETTINGS, Forked, events_of, run, torch_load
 from wandb_server import WandbServer
 
 from run.metrics import METRICS
@@ -38,7 +38,7 @@ def wandb_folder(tmp_path, monkeypatch):
 @pytest.fixture
 def line(data, tmp_path):
     """The line that starts a run with wandb."""
-    few = "--gradient_accumulation_steps=2", "--max_iters=7"
+    few = FEW, "--max_iters=7"
     return ["train.py", *SETTINGS, *few, f"--dataset={data}", f"--out_dir={tmp_path / 'out'}", "--wandb_log=True"]
 
 
@@ -119,13 +119,14 @@ def test_an_offline_run_that_was_killed_is_uploaded_as_one_run(line, tmp_path, s
     with Forked(*line, "--max_iters=100000", ranks=2, cwd=tmp_path) as forked:
         forked.wait_for("iter 11:")
         os.kill(forked.pids[0], signal.SIGKILL)
-    resumed = run(*line, "--max_iters=14", "--init_from=resume", ranks=2, cwd=tmp_path).succeeded()
+    end = torch_load(tmp_path / "out")["iter_num"] + 6
+    resumed = run(*line, f"--max_iters={end}", "--init_from=resume", ranks=2, cwd=tmp_path).succeeded()
     assert "wandb" not in resumed.stderr
     (message,) = lines_about_wandb(resumed)
     command = re.search("(wandb sync .*); this folder has all rows of the run: leave out its older ones", message)[1].split()
     subprocess.run([sys.executable, "-m", *command], check=True, capture_output=True, timeout=60)
     [found] = server.rows.values()
-    assert [row["iter"] for row in found] == list(range(16))
+    assert [row["iter"] for row in found] == list(range(end + 2))
     assert without_what_wandb_adds(found) == merged(tmp_path / "out")
 
 

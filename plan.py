@@ -234,7 +234,7 @@ def duration(row: dict[str, Any], planner: Planner) -> str:
     settings, size = planner.settings, row["world_size"]
     tokens = math.prod(planner.batch(size)) * planner.config.block_size  # per iteration
     speed, hours = tokens / row["seconds"], settings["max_iters"] * row["seconds"] / 3600
-    time = f"{hours / 24:,.1f} days" if hours >= 24 else f"{hours:.1f} hours" if hours >= 1 else f"{60 * hours:.0f} minutes"
+    time = f"{hours / 24:,.1f} days" if hours >= 24 else f"{hours:.1f} hours" if hours >= 1 else f"{60 * hours:.0f} min"
     text = f"; about {speed / 1e3:,.0f}k tokens/s and {time} on {settings['gpu']} at {settings['mfu']:g} % MFU"
     price = settings["gpu_hour_price"]
     return f"{text}, at a cost of {hours * size * price:,.0f}" if price else text

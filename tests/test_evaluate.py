@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import pickle
 import random
 import shutil
 from functools import partial
@@ -13,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import shared_data
+from conftest import shared_data, write_meta
 from scripts import check_mistakes, run, torch_load, train
 
 from model import GPT
@@ -29,8 +28,7 @@ def trained(data, tmp_path_factory):
     folder, out = tmp_path_factory.mktemp("letters"), tmp_path_factory.mktemp("out")
     for split in ("train", "val"):
         os.link(f"{data}/{split}.bin", folder / f"{split}.bin")
-    meta = {"vocab_size": 29, "stoi": {c: t for t, c in enumerate(LETTERS)}, "itos": dict(enumerate(LETTERS))}
-    (folder / "meta.pkl").write_bytes(pickle.dumps(meta))
+    write_meta(folder, LETTERS)
     train(out, folder, "--max_iters=9")
     write_hellaswag(folder / "hellaswag.jsonl", 50, lambda generator, length: "".join(generator.choices(LETTERS, k=length)))
     return out, folder

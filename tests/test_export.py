@@ -2,13 +2,13 @@
 
 import json
 import os
-import pickle
 from dataclasses import make_dataclass
 from functools import partial
 
 import faults
 import pytest
 import torch
+from conftest import write_meta
 from scripts import ROOT, check_mistakes, run, run_for_real, torch_load, train
 
 from data.dataset import vocabulary_of
@@ -53,8 +53,7 @@ def make_run(folder, vocab_size, bias, characters=CHARACTERS):
         for param in model.parameters():
             param.add_(torch.randn_like(param) * 0.1)  # away from zero biases and unit norms
     if characters:
-        vocabulary = {"stoi": {c: t for t, c in enumerate(characters)}, "itos": dict(enumerate(characters))}
-        (folder / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": len(characters), **vocabulary}))
+        write_meta(folder, characters)
     values = {"model_args": vars(model.config), "iter_num": 7, "best_val_loss": 1.5, "config": {"dataset": str(folder)}}
     optimizer = torch.optim.AdamW(model.param_groups(0.1)).state_dict()
     weights = model.state_dict()

@@ -17,8 +17,6 @@ MISTAKES = {
     "found by rank 0 alone": (["--out_dir=/dev/null/out"], "cannot write to out_dir=/dev/null/out"),
     "found by one rank alone": (["--dataset=SPOILT"], "holds token 60000, but the model's vocabulary has 50304"),
 }
-
-
 MORE_MISTAKES = {  # one process finds them in the same way
     "--dataset=nowhere": "nowhere/train.bin is missing; --dataset takes ",
     "--n_embd=33": "use a multiple of n_head",
@@ -39,8 +37,6 @@ MORE_MISTAKES = {  # one process finds them in the same way
     "--max_nonfinite=0": "max_nonfinite=0 must be at least 1",
     "--beta1=2.0": "beta",
 }
-
-
 UNDER_TORCHRUN = "found by one rank alone"
 
 

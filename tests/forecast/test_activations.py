@@ -187,7 +187,7 @@ def test_dropout_takes_a_byte_per_element_on_a_gpu():
 
 
 def test_a_compiled_loss_takes_the_logits_and_their_gradient():
-    """As `test_mean_loss.py` finds. Without the compiler it takes float32 log-probabilities, their gradient, and its copies."""
+    """As `test_loss.py` finds. Without the compiler it takes float32 log-probabilities, their gradient, and its copies."""
     eager, compiled = (predict(replace(work(WIDE, "bfloat16"), compiled=value), "float32") for value in (False, True))
     logits = 2 * BATCH * WIDE.block_size * WIDE.vocab_size  # bytes
     assert eager.saved - compiled.saved == pytest.approx(logits, rel=0.01)

@@ -157,8 +157,6 @@ def test_predictions_with_tensors_that_the_pool_keeps(micro_steps):
 
 
 DEMO = replace(SIZES, vocab_size=97, n_head=4, n_embd=128)  # 0.8M parameters
-
-
 GPT2 = replace(SIZES, vocab_size=50304, n_layer=12, n_head=12, n_embd=768, block_size=64)
 
 

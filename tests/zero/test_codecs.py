@@ -28,8 +28,6 @@ CODECS = {
     "remainder": {"param_dtype": torch.bfloat16, "master_dtype": "remainder"},
     "both": {"param_dtype": torch.bfloat16, "master_dtype": "remainder", "state_dtype": "int8"},
 }
-
-
 WITHOUT_STEP = {  # classes that do not count steps
     "sgd": {"optimizer_cls": torch.optim.SGD, "momentum": 0.9, "state_dtype": "bfloat16"},
     "muon": {"optimizer_cls": Muon, "state_dtype": "bfloat16"},

@@ -44,7 +44,7 @@ def results(folder, measure):
 
 @pytest.mark.skipif(not os.path.exists("/sys/class/net/lo/statistics/tx_bytes"), reason="no loopback counters on this system")
 @pytest.mark.parametrize(
-    "ranks", [2, pytest.param(4, marks=pytest.mark.slow("four ranks on two cores; the default has two", seconds=36))]
+    "ranks", [2, pytest.param(4, marks=pytest.mark.slow("four ranks on two cores; the default has two", seconds=12))]
 )
 def test_every_mode_and_its_bytes(ranks, tmp_path):
     flags = "--what=time", f"--modes={','.join(TIMED)}", "--rounds=2", "--steps_per_turn=1", "--name=bytes", *SIZES
@@ -182,7 +182,7 @@ def test_results_of_another_measure_stay(tmp_path):
     assert {measure: entry["command"] for measure, entry in content.items()} == {"memory": "memory", "time": "time"}
 
 
-@pytest.mark.slow("all that runs on a GPU, on a CPU", seconds=540)
+@pytest.mark.slow("all that runs on a GPU, on a CPU", seconds=391)
 def test_what_a_gpu_shows_also_runs_on_a_cpu():
     environment_of_cpu = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     process = subprocess.run(

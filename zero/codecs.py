@@ -90,7 +90,7 @@ class Int8:
         values = torch.empty_like(encoded[0], dtype=torch.float32)
         ratios = _ratios(values.device)
         for blocks, codes, scales in _by_block(values, *encoded):
-            numbers = codes.long().add_(scales < 0, alpha=2**8)
+            numbers = codes.int().add_(scales < 0, alpha=2**8)
             torch.index_select(ratios, 0, numbers.view(-1), out=blocks.view(-1))
             blocks *= scales
         return values

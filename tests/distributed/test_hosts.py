@@ -142,7 +142,7 @@ def test_two_hosts_send_each_other_what_the_arithmetic_says(on_hosts):
     assert on_hosts("sharded", 2, 2)[1] == pytest.approx(predicted("sharded", 2, 2), rel=0.02)
 
 
-@pytest.mark.slow("each implementation on two or four hosts", seconds=62)
+@pytest.mark.slow("each implementation on two or four hosts", seconds=14)
 @pytest.mark.parametrize(
     "how",
     [
@@ -167,7 +167,7 @@ def test_what_the_arithmetic_says():
     assert sharded == pytest.approx(ddp)
 
 
-@pytest.mark.slow("two hosts without a common folder", seconds=35)
+@pytest.mark.slow("two hosts without a common folder", seconds=6)
 def test_hosts_that_share_no_folder_cannot_write_one_checkpoint_together(data):
     with Hosts(2) as hosts:
         arguments = [*SETTINGS, f"--dataset={data}", "--out_dir=out", "--checkpoint_format=sharded"]
@@ -180,7 +180,7 @@ def test_hosts_that_share_no_folder_cannot_write_one_checkpoint_together(data):
             )
 
 
-@pytest.mark.slow("torchrun on two hosts", seconds=25)
+@pytest.mark.slow("torchrun on two hosts", seconds=5)
 def test_wrong_input_on_one_host_ends_all(data):
     with Hosts(2) as hosts:
         arguments = ["train.py", *SETTINGS, f"--dataset={data}", "--out_dir=out"]
@@ -193,7 +193,7 @@ def test_wrong_input_on_one_host_ends_all(data):
             assert "error: --n_layer" in job.printed() or "error: n_layer" in job.printed(), job.printed()
 
 
-@pytest.mark.slow("waits for timeouts of the store", seconds=39)
+@pytest.mark.slow("waits for timeouts of the store", seconds=11)
 def test_a_frozen_host_that_holds_the_store_ends_the_others(data):
     arguments = [*SETTINGS, f"--dataset={data}", "--out_dir=out", "--max_iters=100000", "--dist_timeout_s=4"]
     with Hosts(2) as hosts:
@@ -206,7 +206,7 @@ def test_a_frozen_host_that_holds_the_store_ends_the_others(data):
             os.kill(pid, signal.SIGCONT)
 
 
-@pytest.mark.slow("a link that is slowed down", seconds=70)
+@pytest.mark.slow("a link that is slowed down", seconds=31)
 @pytest.mark.parametrize("implementation", ["adamw", "sharded"])
 def test_a_slow_link_makes_no_rank_look_slow(data, implementation, tmp_path):
     arguments = [*SIZES, "--gradient_accumulation_steps=3", *ARGUMENTS[implementation]]

@@ -168,7 +168,7 @@ class Job:
         return "".join(line for host in self.hosts for line in host.printed)
 
 
-@pytest.mark.slow("torchrun restarts a job ten times", seconds=420)
+@pytest.mark.slow("torchrun restarts a job ten times", seconds=200)
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends the ranks of an agent that was killed")
 def test_a_job_that_loses_ranks_and_agents_reaches_its_end_by_itself(data, tmp_path):
     """Its weights are those of a job that loses nothing, bit for bit."""
@@ -193,7 +193,7 @@ def test_a_job_that_loses_ranks_and_agents_reaches_its_end_by_itself(data, tmp_p
     assert all(torch.equal(tensor, disturbed["model"][name]) for name, tensor in quiet["model"].items())
 
 
-@pytest.mark.slow("two agents of torchrun, of which one is lost", seconds=56)
+@pytest.mark.slow("two agents of torchrun, of which one is lost", seconds=27)
 def test_a_job_that_loses_a_host_goes_on_smaller_with_the_same_batches(data, tmp_path):
     settings = FEW, "--max_iters=60", "--eval_interval=10", "--dropout=0.0"
     with Job(tmp_path / "smaller", data, *settings, nodes="1:2", again=False) as job:
@@ -208,7 +208,7 @@ def test_a_job_that_loses_a_host_goes_on_smaller_with_the_same_batches(data, tmp
     assert max(abs(losses[i] - smaller[i]) for i in losses) < 1e-4
 
 
-@pytest.mark.slow("torchrun with restarts", seconds=24)
+@pytest.mark.slow("torchrun with restarts", seconds=12)
 def test_wrong_input_ends_a_job_with_restarts(data, tmp_path):
     line = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max-restarts=1", "train.py", "--n_layer=x"]
     ended = subprocess.run([sys.executable, *line], cwd=ROOT, capture_output=True, text=True, timeout=200)

@@ -151,10 +151,10 @@ def counted(library, tmp_path, *arguments):
     ("world_size", "groups"),
     [
         (2, ["three modes"]),
-        pytest.param(2, ALL, marks=pytest.mark.slow("the default has three modes under autocast", seconds=46)),
-        pytest.param(1, ALL, marks=pytest.mark.slow("the default has two ranks", seconds=48)),
-        pytest.param(1, ["124M, all flags"], id="124M", marks=pytest.mark.slow("in full size", seconds=200)),
-        pytest.param(4, ALL, marks=pytest.mark.slow("four ranks on two cores", seconds=90)),
+        pytest.param(2, ALL, marks=pytest.mark.slow("the default has three modes under autocast", seconds=29)),
+        pytest.param(1, ALL, marks=pytest.mark.slow("the default has two ranks", seconds=14)),
+        pytest.param(1, ["124M, all flags"], id="124M", marks=pytest.mark.slow("in full size", seconds=44)),
+        pytest.param(4, ALL, marks=pytest.mark.slow("four ranks on two cores", seconds=46)),
     ],
 )
 def test_every_point_of_a_step(malloc_counter, tmp_path, world_size, groups):
@@ -173,7 +173,7 @@ def test_every_point_of_a_step(malloc_counter, tmp_path, world_size, groups):
 
 
 @pytest.mark.parametrize(
-    ("size", "off_by"), [("wide", 0.02), pytest.param("124M", 0.01, marks=pytest.mark.slow("in full size", seconds=130))]
+    ("size", "off_by"), [("wide", 0.02), pytest.param("124M", 0.01, marks=pytest.mark.slow("in full size", seconds=15))]
 )
 def test_one_process(malloc_counter, tmp_path, size, off_by):
     for dtype, found in counted(malloc_counter, tmp_path, size, "float32", "bfloat16").items():

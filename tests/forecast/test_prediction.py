@@ -113,15 +113,16 @@ def check(name, result, with_peak=False):
     assert 0.98 * (construction[1] - room) <= construction[0] <= 1.02 * construction[1], name
     if with_peak:
         room = 250_000 if "state in" in name else 0  # checksums work on up to 131,072 elements at a time
-        assert 0.98 * (training[1] - room) <= training[0] <= 1.03 * training[1], name
+        most = 1.1 if name == "muon, state in bfloat16" else 1.03  # rounds of matrices: see the peak of an update with Muon
+        assert 0.98 * (training[1] - room) <= training[0] <= most * training[1], name
 
 
 @pytest.mark.parametrize(
     ("world_size", "micro_steps"),
     [
         (2, 3),
-        pytest.param(3, 2, marks=pytest.mark.slow("between two and four ranks", seconds=20)),
-        pytest.param(4, 2, marks=pytest.mark.slow("four ranks on two cores", seconds=20)),
+        pytest.param(3, 2, marks=pytest.mark.slow("between two and four ranks", seconds=17)),
+        pytest.param(4, 2, marks=pytest.mark.slow("four ranks on two cores", seconds=13)),
     ],
 )
 def test_predictions_are_what_tensors_take(world_size, micro_steps):
@@ -131,7 +132,7 @@ def test_predictions_are_what_tensors_take(world_size, micro_steps):
 
 
 @pytest.mark.parametrize(
-    "world_size", [1, pytest.param(2, marks=pytest.mark.slow("test_malloc.py has two ranks as well", seconds=550))]
+    "world_size", [1, pytest.param(2, marks=pytest.mark.slow("test_malloc.py has two ranks as well", seconds=60))]
 )
 def test_the_peak_of_training(world_size):
     cases = CASES if world_size > 1 else {name: CASES[name] for name in ALONE}
@@ -142,7 +143,7 @@ def test_the_peak_of_training(world_size):
 
 
 @pytest.mark.parametrize(
-    "micro_steps", [2, pytest.param(3, marks=pytest.mark.slow("between two and four micro-steps", seconds=12))]
+    "micro_steps", [2, pytest.param(3, marks=pytest.mark.slow("between two and four micro-steps", seconds=10))]
 )
 def test_predictions_with_tensors_that_the_pool_keeps(micro_steps):
     sizes = replace(LARGER, n_layer=4)  # the pool keeps what has 4 MB
@@ -207,9 +208,9 @@ def _simulated(world_size, rank, results):
 @pytest.mark.parametrize(
     ("world_size", "rank"),
     [
-        pytest.param(8, 0, marks=pytest.mark.slow("the default has 64 ranks", seconds=15)),
+        pytest.param(8, 0, marks=pytest.mark.slow("the default has 64 ranks", seconds=2)),
         (64, 63),
-        pytest.param(1024, 1023, marks=pytest.mark.slow("a plan with 1024 ranks", seconds=260)),
+        pytest.param(1024, 1023, marks=pytest.mark.slow("a plan with 1024 ranks", seconds=36)),
     ],
 )
 def test_predictions_for_one_rank_of_a_large_world(world_size, rank):

@@ -49,7 +49,7 @@ def test_a_rank_that_differs_is_named_on_all_ranks(data, other, tmp_path, name):
     assert not out.exists()
 
 
-@pytest.mark.slow("torchrun starts the ranks twice", seconds=25)
+@pytest.mark.slow("torchrun starts the ranks twice", seconds=13)
 def test_torchrun_can_start_the_ranks_again(data, tmp_path):
     """torchrun keeps the store. It must not hold what the ranks said at the first start."""
     config = tmp_path / "config.py"

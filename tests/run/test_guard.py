@@ -226,7 +226,7 @@ DIVERGING = [  # the learning rate from iteration 8 on, ranks, flags
     ("1e10", 2, ["--shard_gradients=True", "--max_nonfinite=3"]),
     ("1e6", 2, ["--use_zero1=False", "--dtype=bfloat16", "--max_nonfinite=10", "--grad_clip=0.0"]),
 ]
-MORE = pytest.mark.slow("more learning rates and modes", seconds=17)
+MORE = pytest.mark.slow("more learning rates and modes", seconds=3)
 
 
 @pytest.mark.parametrize(

@@ -692,14 +692,14 @@ def test_every_block(runner):
     try_all(runner, alone)
 
 
-@pytest.mark.slow("every block in every way to run it; test_every_block has one way", seconds=690)
+@pytest.mark.slow("every block in every way to run it; test_every_block has one way", seconds=320)
 def test_every_way_to_run_every_block(runner):
     for late in (0, 1), ():
         pairs = [(block, run) for block in BLOCKS for run in RUNS if not (run == "forward" and block in BY_HOOK)]
         try_all(runner, [Description(blocks=(one,), bucket_mb=0.000001, late=late) for one in pairs])
 
 
-@pytest.mark.slow("random models, optimizers and loops on two to four ranks", seconds=290)
+@pytest.mark.slow("random models, optimizers and loops on two to four ranks", seconds=200)
 def test_three_hundred_and_fifty_models(runner):
     check(runner, 350, most_ranks=4)
 
@@ -708,7 +708,7 @@ def test_ten_models_with_muon(runner):
     check(runner, 10, most_ranks=2, optimizers=("muon",))
 
 
-@pytest.mark.slow("random models and loops on two to four ranks", seconds=170)
+@pytest.mark.slow("random models and loops on two to four ranks", seconds=128)
 def test_two_hundred_models_with_muon(runner):
     check(runner, 200, most_ranks=4, optimizers=("muon",))
 

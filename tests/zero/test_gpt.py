@@ -53,7 +53,7 @@ def every_mode(micro_steps, clip):
     return {mode: weights_after(*make(mode), micro_steps=micro_steps, clip=clip) for mode in MODES}
 
 
-MORE = pytest.mark.slow("test_data_parallel.py has a smaller model on more ranks", seconds=40)
+MORE = pytest.mark.slow("test_data_parallel.py has a smaller model on more ranks", seconds=9)
 
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=MORE), pytest.param(4, marks=MORE)])

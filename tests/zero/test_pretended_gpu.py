@@ -243,7 +243,7 @@ def test_launches_and_waits_of_an_iteration(tmp_path):
 
 
 OTHERS = "train-float32", "train-bfloat16", "train-muon", "train-float16", "memory-bfloat16", "memory-float32"
-SLOW = pytest.mark.slow("train-codecs takes the same branches in run/", seconds=10)
+SLOW = pytest.mark.slow("train-codecs takes the same branches in run/", seconds=120)
 
 
 @pytest.mark.parametrize("name", ["train-codecs", *(pytest.param(name, marks=SLOW) for name in OTHERS)])

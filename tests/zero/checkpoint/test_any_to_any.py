@@ -135,7 +135,7 @@ def test_some(tmp_path):
         assert all(tensor.dtype == torch.float32 for tensor in end.values())
 
 
-@pytest.mark.slow("all pairs of implementations and world sizes; test_some has some", seconds=300)
+@pytest.mark.slow("all pairs of implementations and world sizes; test_some has some", seconds=67)
 @pytest.mark.parametrize("kind", ["", MUON])
 @pytest.mark.parametrize("target", ALL_MODES)
 def test_all(target, kind, tmp_path):

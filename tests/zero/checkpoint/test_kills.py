@@ -134,7 +134,7 @@ def test_killed_four_times(tmp_path):
     kill_and_resume(tmp_path, 4, muon=True)
 
 
-@pytest.mark.slow("100 kills, also with AdamW alone; the default has four", seconds=560)
+@pytest.mark.slow("100 kills, also with AdamW alone; the default has four", seconds=131)
 @pytest.mark.parametrize("muon", [False, True])
 def test_killed_100_times(muon, tmp_path):
     kill_and_resume(tmp_path, 100, muon)

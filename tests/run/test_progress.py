@@ -92,13 +92,13 @@ def test_what_is_printed_scrolls_above_the_bar_which_says_how_far_the_run_is(scr
     assert len(set(iterations)) > 2
 
 
-def test_a_pipe_gets_nothing_and_another_rank_draws_nothing(script):
+def test_a_file_gets_nothing_and_another_rank_draws_nothing(script):
     plain = run(script, "0")
     assert (plain.stdout.splitlines(), plain.stderr) == (PRINTED, "")
     assert on_terminal(script, "1").splitlines() == PRINTED
 
 
-def test_train_shows_the_bar_and_prints_what_it_prints_to_a_pipe(data, tmp_path):
+def test_train_shows_the_bar_and_prints_what_it_prints_to_a_file(data, tmp_path):
     def printed(text):
         measured = r"[\d.,:-]+(?=( ?ms| ?%| s,| tok| GB| MB at| TFLOP| \(h:mm:ss))"
         return [re.sub(measured, "N", line) for line in text.splitlines() if line]

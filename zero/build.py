@@ -98,11 +98,10 @@ def clip_grad_norm_(optimizer: torch.optim.Optimizer, max_norm: float) -> torch.
     measures. Return the norm before clipping, a scalar.
     """
     if isinstance(optimizer, ShardedOptimizer):
-        params, norm = parameters(optimizer.inner), optimizer.gradient_norm()
-    else:
-        params = [param for param in parameters(optimizer) if param.grad is not None]
-        each = float32_norms([param.grad for param in params if param.grad is not None]) if params else []
-        norm = torch.linalg.vector_norm(torch.stack(each)) if params else torch.zeros((), dtype=torch.float32)
-    # gradients whose norm is not finite stay unchanged
-    torch.nn.utils.clip_grads_with_norm_(params, max_norm, norm.nan_to_num(0.0, 0.0, 0.0))
+        return optimizer.clip_grad_norm_(max_norm)
+    params = parameters(optimizer)
+    gradients = [param.grad for param in params if param.grad is not None]
+    norms = float32_norms(gradients) if gradients else [torch.zeros((), dtype=torch.float32)]
+    norm = torch.linalg.vector_norm(torch.stack(norms))
+    torch.nn.utils.clip_grads_with_norm_(params, max_norm, norm)
     return norm

@@ -1,6 +1,7 @@
-"""The gradients of a step and their norms. This module provides them where there is no ShardedDataParallel."""
+"""Where a step gets its gradients: GradientSource, and the one without ShardedDataParallel. Their norms."""
 
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,23 +10,47 @@ import torch.distributed as dist
 
 from zero.buckets import Bucket
 from zero.host_comm import cpu_group
+from zero.overlap import Readers
 from zero.tensors import flattened, name_of, shaped
 
 
-class ParameterGradients:
-    """The source of gradients without ShardedDataParallel: those of the parameters, which must already be averaged."""
+class GradientSource(ABC):
+    """What a ShardedOptimizer asks for gradients: `zero.reducer.Reducer` of the wrapper around the model, or else
+    ParameterGradients. All ranks call the same method.
+    """
 
-    readers = None  # nothing waits for a parameter after `step`
+    readers: Readers | None = None  # of parameters in flight after `step`; None: `step` waits for its all-gathers
+
+    @abstractmethod
+    def check(self) -> None:
+        """Raise RuntimeError if a step cannot follow. Called when a step begins."""
+
+    @abstractmethod
+    def collect(self) -> Iterator[Bucket]:
+        """Yield each bucket when each of its owned slices has its mean gradient or None, in `OwnedSlice.local.grad`."""
+
+    @abstractmethod
+    def updated(self) -> list[torch.nn.Parameter]:
+        """Return the parameters that have a gradient on any rank. The current step changes these parameters."""
+
+    @abstractmethod
+    def clear(self) -> None:
+        """Follow a change of `param.grad` to None or to zero."""
+
+    @abstractmethod
+    def held_bytes(self) -> dict[str, int]:
+        """Return the bytes held in addition to the parameters' gradients: "gradients" and "buckets"."""
+
+
+class ParameterGradients(GradientSource):
+    """The source of gradients without ShardedDataParallel: those of the parameters, which must already be averaged."""
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = weakref.proxy(optimizer)  # a ShardedOptimizer, which keeps this object alive
         self._converted: dict[torch.nn.Parameter, tuple[torch.Tensor, int]] = {}  # by local: source gradient, its version
 
     def check(self) -> None:
-        """Raise RuntimeError if a step cannot follow. Called when a step begins, on all ranks.
-
-        Here, this is if a parameter has a gradient on some ranks only: each rank would update its slices of it, or would not.
-        """
+        """Refuse a parameter that has a gradient on some ranks only: each rank would update its slices of it, or would not."""
         comm, params = self._optimizer.comm, self._optimizer.flat_params
         if comm.world_size == 1:
             return
@@ -40,7 +65,6 @@ class ParameterGradients:
             )
 
     def collect(self) -> Iterator[Bucket]:
-        """Yield each bucket when each of its owned slices has its mean gradient or None. Needs to be called on all ranks."""
         buckets: list[Bucket] = self._optimizer.buckets
         for bucket in buckets:
             for owned in bucket.owned:
@@ -59,15 +83,12 @@ class ParameterGradients:
             yield bucket
 
     def updated(self) -> list[torch.nn.Parameter]:
-        """Return the parameters that have a gradient, on all ranks (see `check`). The current step changes these parameters."""
         return [param for param in self._optimizer.flat_params if param.grad is not None]
 
     def clear(self) -> None:
-        """Follow a change of `param.grad` to None or to zero."""
         self._converted.clear()
 
     def held_bytes(self) -> dict[str, int]:
-        """Return the bytes held in addition to the parameters' gradients: "gradients" and "buckets"."""
         return {"gradients": sum(local.grad.nbytes for local in self._converted if local.grad is not None)}
 
 

@@ -26,7 +26,7 @@ from zero.checks import (
 )
 from zero.codecs import codec_of
 from zero.collectives import Communicator
-from zero.gradients import ParameterGradients, float32_norms
+from zero.gradients import GradientSource, ParameterGradients, float32_norms
 from zero.host_comm import check_same_on_all_ranks, on_all_ranks
 from zero.layout import BucketMB, Plan, check_options, parameter_specs, plan
 from zero.masters import store_rounded
@@ -159,7 +159,7 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
                 self._original_groups[index] = group, hyperparameters(group)
 
     @property
-    def source(self) -> Any:
+    def source(self) -> GradientSource:
         """The source of the gradients: the Reducer of the ShardedDataParallel around the model, or else ParameterGradients."""
         wrapper = self.wrapper() if self.wrapper is not None else None
         return self._parameter_gradients if wrapper is None else wrapper.reducer
@@ -245,18 +245,12 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
         for owned in self.owned:
             owned.local.grad = None
 
+    @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Scale the gradients of the owned slices like `torch.nn.utils.clip_grad_norm_`. Needs to be called on all ranks.
 
-        Return the norm before clipping, a float32 scalar.
+        Return the norm of all gradients before clipping, a float32 scalar.
         """
-        norm = self.gradient_norm()
-        torch.nn.utils.clip_grads_with_norm_([owned.local for owned in self.owned], max_norm, norm)
-        return norm
-
-    @torch.no_grad()
-    def gradient_norm(self) -> torch.Tensor:
-        """Return the norm of all gradients, a float32 scalar. Needs to be called on all ranks."""
         device = self.buckets[0].data.device if self.buckets else None
         norms = [torch.zeros((), dtype=torch.float32, device=device)]
         for bucket in self._collect():  # meanwhile, the gradients of the next bucket are in flight
@@ -265,7 +259,9 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
         total = torch.stack(norms).square().sum()
         # over all ranks, also if there are replicas: the norm must have the same bits on all of them
         self.comm.wait("all-reduce", self.comm.all_reduce(total), total.device)
-        return (total / self.comm.replicas).sqrt()
+        norm = (total / self.comm.replicas).sqrt()
+        torch.nn.utils.clip_grads_with_norm_([owned.local for owned in self.owned], max_norm, norm)
+        return norm
 
     @torch.no_grad()
     def set_parameter(self, param: torch.nn.Parameter, value: torch.Tensor) -> None:

@@ -1,6 +1,7 @@
 """Reducer: gradients arrive, fill buckets, are reduce-scattered, and become the mean gradients of this rank's slices.
 
-From hook to reduce-scatter: `_on_gradient`, `_copy_to_buckets`, `_send_full_buckets`, `Communicator.reduce_scatter`.
+From hook to reduce-scatter: `_on_gradient`, `_copy_to_buckets`, `_send_full_buckets`, `Communicator.reduce_scatter`. From there
+to the slices: `collect`, which `ShardedOptimizer.clip_grad_norm_` and `step` call.
 """
 
 import itertools
@@ -18,9 +19,10 @@ from torch.autograd import Variable
 from zero.buckets import Bucket
 from zero.checks import SPARSE, check_managed
 from zero.collectives import Communicator, ReduceScatterWork
+from zero.gradients import GradientSource
 from zero.layout import Slice
 from zero.optimizer import ShardedOptimizer
-from zero.overlap import Readers, WeakHook
+from zero.overlap import WeakHook
 from zero.stopwatch import region
 from zero.tensors import accumulates, flattened, nearest_leaf, shaped, tensors_in
 
@@ -190,7 +192,7 @@ class BucketGradients:
         return sum(tensor.nbytes for tensor in (self.buffer, *in_flight) if tensor is not None)
 
 
-class Reducer:
+class Reducer(GradientSource):
     """Takes the gradients of a model while backward runs, and gives their means over the ranks to a ShardedOptimizer.
 
     What `ShardedDataParallel` says of backward happens here. The end of backward completes the buckets whose parameters it did
@@ -202,7 +204,7 @@ class Reducer:
         """Install hooks in the module of a ShardedDataParallel. `undo` receives functions that remove them."""
         self._wrapper = weakref.proxy(wrapper)  # which keeps this object alive
         self.optimizer: ShardedOptimizer = wrapper.optimizer
-        self.readers: Readers | None = wrapper.readers
+        self.readers = wrapper.readers
         self.in_backward = False  # whether gradients arrive; also after a backward that has failed
         self.params = self.optimizer.flat_params
         self._number = self.optimizer.number_of
@@ -342,7 +344,7 @@ class Reducer:
             raise RuntimeError("the last backward did not end; call zero_grad() to drop its gradients")
         self._reset()
 
-    # -- step: the methods of zero.gradients.ParameterGradients --------------------------------------------------------
+    # -- step: the methods of GradientSource ---------------------------------------------------------------------------
 
     def check(self) -> None:
         parts = list(self._wrapper.module.modules())

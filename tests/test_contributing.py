@@ -87,7 +87,7 @@ def test_a_run_with_all_recipes(copy):
     norms = [(event["iter"], event["weights/wte_norm"]) for event in plain if "weights/wte_norm" in event]
     assert [iteration for iteration, _ in norms] == list(range(STEPS + 1))
     assert len({norm for _, norm in norms}) == STEPS + 1, "the weights change in each iteration"
-    assert re.search(r"(?s)\| `iter/lr_times_grad_norm` \|.*\n\| `weights/wte_norm` \|", run_copy(copy, "run/metrics.py").stdout)
+    assert {"`iter/lr_times_grad_norm`", "`weights/wte_norm`"} <= set(run_copy(copy, "run/metrics.py").stdout.split())
     for iteration in range(WARM_UP, STEPS + 1):
         ratio = (iteration - WARM_UP) / (STEPS - WARM_UP)
         shapes = 0.5 * (1 + math.cos(math.pi * ratio)), 1 - ratio

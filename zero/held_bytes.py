@@ -8,10 +8,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from zero.codecs import Encoded
 from zero.layout import ParameterSpec
-from zero.muon.muon import own_step
 from zero.optimizer import ShardedOptimizer
 from zero.reducer import local_gradient
 from zero.sharded_state import parameters, partition
+from zero.stopwatch import without_hooks
 
 
 def held_bytes(optimizer: torch.optim.Optimizer, model: torch.nn.Module | None = None) -> dict[str, int]:
@@ -71,7 +71,7 @@ def with_own_state(specs: Sequence[ParameterSpec], optimizer: torch.optim.Optimi
         small.grad = torch.zeros_like(small)
         twin = object.__new__(type(optimizer))
         vars(twin).update(vars(optimizer), state=defaultdict(dict), param_groups=[{**group, "params": [small]}])
-        own_step(type(twin))(twin)
+        without_hooks(type(twin).step)(twin)
         state = twin.state[small].values()
         counts.append(sum(isinstance(value, torch.Tensor) and value.shape == small.shape for value in state))
     return tuple(spec._replace(state_tensors=counts[spec.group]) for spec in specs)

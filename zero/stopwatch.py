@@ -88,3 +88,8 @@ def mark(device: torch.device) -> Mark:
 def region(name: str) -> AbstractContextManager[Any]:
     """Return a context that names its block in a profile. Without a profiler it costs nothing, while record_function does."""
     return record_function(name) if torch.autograd.profiler._is_profiler_enabled else nullcontext()
+
+
+def without_hooks(step: Any) -> Any:
+    """Return the `step` of an optimizer class without the hooks and the profiler's range that torch puts around it."""
+    return step.__wrapped__ if getattr(step, "hooked", False) else step

@@ -11,8 +11,7 @@ from zero.buckets import Bucket, OwnedSlice
 from zero.checks import check_rounding, rounded_state
 from zero.codecs import Codec, CodedState
 from zero.muon.exchange import MatrixExchange
-from zero.muon.muon import own_step
-from zero.stopwatch import region
+from zero.stopwatch import region, without_hooks
 
 # Updates that have failed while matrices were exchanged. Their messages are kept here and never waited for, because other ranks
 # may have failed in other rounds.
@@ -89,7 +88,7 @@ class SliceUpdate:
                 if self.exchange is not None:
                     self.exchange.apply(bucket)
             with self._in_float32(by_element):
-                own_step(type(self.inner))(self.inner)
+                without_hooks(type(self.inner).step)(self.inner)
         finally:
             for group, params in zip(groups, everything, strict=True):
                 group["params"] = params

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from zero.muon.matrices import stacked
+from zero.stopwatch import without_hooks
 
 MOMENTUM, NS_STEPS = 0.95, 5  # defaults
 NS_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -98,7 +99,7 @@ class Muon(torch.optim.AdamW):
         try:
             for group, _ in of_matrices:
                 group["params"] = []
-            own_step(torch.optim.AdamW)(self)
+            without_hooks(torch.optim.AdamW.step)(self)
         finally:
             for group, params in of_matrices:
                 group["params"] = params
@@ -157,9 +158,3 @@ def orthogonalized(matrices: torch.Tensor, steps: int) -> torch.Tensor:
 def is_skipped(optimizer: Any) -> bool:
     """Return whether `found_inf`, a flag of AdamW's fused kernel, says that a step changes nothing. Waits for a GPU."""
     return bool(getattr(optimizer, "found_inf", None))
-
-
-def own_step(cls: type[torch.optim.Optimizer]) -> Any:
-    """Return the `step` of a class without the hooks that torch runs around every step of an optimizer."""
-    step: Any = cls.step
-    return step.__wrapped__ if getattr(step, "hooked", False) else step

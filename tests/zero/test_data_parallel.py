@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import pickle
 from unittest import mock
 
 import pytest
@@ -16,7 +17,7 @@ from toy import batch, largest_difference, make_toy, weights
 from zero import ShardedDataParallel, ShardedOptimizer
 from zero.build import clip_grad_norm_
 from zero.collectives import Communicator
-from zero.reducer import SentGradient
+from zero.reducer import SentGradient, local_gradient
 
 STEPS = 7
 
@@ -241,3 +242,42 @@ def test_steps_of_two_ranks():
         *(a_rank_without_gradients, half_precision_norms, a_trace_names_the_phases_of_a_step_by_bucket),
         *(functools.partial(a_backward_without_gradients, shard_gradients) for shard_gradients in (False, True)),
     )
+
+
+def test_a_sent_gradient_has_a_shape_and_no_elements():
+    param = nn.Parameter(torch.ones(3, 2, dtype=torch.bfloat16))
+    sent = SentGradient(param)
+    param.grad = sent
+    assert (param.grad.shape, param.grad.dtype) == (param.shape, param.dtype)
+    assert local_gradient(param) is None
+    assert "shape=(3, 2)" in repr(sent)
+    for read in (
+        lambda: param.grad + 1,
+        lambda: param.grad.norm(),
+        lambda: param.grad.data.mul_(2),
+        lambda: setattr(param.grad, "data", torch.ones(3, 2)),
+        lambda: param.grad.share_memory_(),
+        lambda: pickle.dumps(param.grad),
+    ):
+        with pytest.raises(RuntimeError, match="cannot be read or written"):
+            read()
+
+
+def test_a_sent_gradient_keeps_what_backward_adds():
+    param = nn.Parameter(torch.ones(3))
+    sent = param.grad = SentGradient(param)
+    for factor in (1.0, 2.0):
+        (factor * param).sum().backward()
+    assert param.grad is sent
+    assert torch.equal(local_gradient(param), torch.full((3,), 3.0))
+    assert torch.equal(sent.added, torch.full((3,), 3.0))
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+def test_a_sent_gradient_can_be_zeroed(foreach):
+    param = nn.Parameter(torch.ones(3))
+    sent = param.grad = SentGradient(param)
+    param.sum().backward()
+    torch.optim.SGD([param], foreach=foreach).zero_grad(set_to_none=False)
+    assert sent.added is None
+    assert sent.zeroed

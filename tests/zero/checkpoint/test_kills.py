@@ -1,4 +1,7 @@
-"""Training that is killed at a random moment, one rank or all, and resumed, ends as if nothing had happened."""
+"""Training that is killed at a random moment, one rank or all, and resumed, ends as if nothing had happened.
+
+A process that is killed at any moment of a save leaves a whole checkpoint, in both formats.
+"""
 
 import json
 import os
@@ -10,11 +13,12 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
+from contents import write
 from toy import batch, build_toy, make_toy
 
 from zero import checkpoint as ckpt
 
-STEPS, WORLD_SIZE = 16, 2
+STEPS, WORLD_SIZE, KILLS = 16, 2, 8
 
 
 def train_rank(rank, meeting, folder, format, muon, started):
@@ -138,3 +142,35 @@ def test_killed_four_times(tmp_path):
 @pytest.mark.parametrize("muon", [False, True])
 def test_killed_100_times(muon, tmp_path):
     kill_and_resume(tmp_path, 100, muon)
+
+
+def save_without_end(folder, background, format, iteration, ready):
+    writer = ckpt.CheckpointWriter(folder, keep=2, background=background, format=format)
+    while True:
+        iteration += 1
+        write(writer, iteration, numel=200_000)
+        outcomes = writer.outcomes()
+        assert not [outcome for outcome in outcomes if isinstance(outcome, OSError)]
+        if outcomes:
+            ready.set()
+
+
+@pytest.mark.parametrize("format", ckpt.FORMATS)
+@pytest.mark.parametrize("background", [False, True])
+def test_a_kill_inside_a_save_leaves_a_whole_file(tmp_path, background, format):
+    rng, iteration = random.Random(1), 0
+    for _ in range(KILLS):
+        ready = ranks.context.Event()
+        process = ranks.context.Process(target=save_without_end, args=(str(tmp_path), background, format, iteration, ready))
+        process.start()
+        ready.wait()
+        time.sleep(rng.random() * 0.1)
+        process.kill()
+        process.join()
+        path, warning = ckpt.find(str(tmp_path))
+        assert warning is None
+        checkpoint = ckpt.load(path)
+        assert checkpoint["iter_num"] >= iteration
+        assert (checkpoint["model"]["weight"] == checkpoint["iter_num"]).all()
+        iteration = checkpoint["iter_num"]
+    assert iteration > KILLS, "there must have been something to kill"

@@ -4,6 +4,7 @@ A codec encodes a float32 tensor, one number per element of a slice. Checkpoints
 that is encoded again, the bytes are the same: so a resumed run has the state of the run that was saved.
 """
 
+import math
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -12,7 +13,7 @@ from typing import Protocol
 import torch
 from torch.nn import functional
 
-from zero.tensors import pieces, shaped, to_bfloat16
+from zero.tensors import pieces, shaped
 
 BLOCK = 256  # elements that share a scale with `Int8`
 
@@ -51,7 +52,12 @@ class BFloat16:
         return (torch.empty(numel, dtype=torch.bfloat16, device=device),)
 
     def encode(self, values: torch.Tensor, seed: Callable[[], torch.Tensor], out: tuple[torch.Tensor, ...]) -> None:
-        to_bfloat16(values, rounding_noise(seed().to(values.device), values.numel()), out[0])
+        noise = rounding_noise(seed().to(values.device), values.numel())
+        for target, part in pieces(out[0], values):
+            # the sum must not overflow, which it would for the nan whose bits are all one
+            bits = part.nan_to_num(math.nan, math.inf, -math.inf).view(torch.int32)
+            bits += noise[: part.numel()]
+            target.view(torch.int16).copy_(bits >> 16)
 
     def decode(self, encoded: tuple[torch.Tensor, ...]) -> torch.Tensor:
         return encoded[0].float()

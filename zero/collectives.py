@@ -14,6 +14,7 @@ import torch.distributed as dist
 from zero.host_comm import TAG
 from zero.layout import resolve_shard_size
 from zero.stopwatch import Stopwatch
+from zero.tensors import pieces
 
 # torch 2.13 renamed these two functions; torch 2.11 has only the old names
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -179,11 +180,12 @@ class Communicator:
             shard, *received = received
         else:
             shard = like.new_empty(like.numel())
-        total, *rest = parts
-        if not rest or total.dtype != shard.dtype:
-            total = shard.copy_(total)
-        for part in rest:
-            total = torch.add(total, part, out=shard)
+        narrow = is_on_cpu(shard) and parts[-1].dtype != shard.dtype  # a CPU adds two dtypes slowly
+        for place, total, *rest in pieces(shard, *parts) if narrow else [(shard, *parts)]:
+            if not rest or total.dtype != place.dtype:
+                total = place.copy_(total)
+            for part in rest:
+                total = torch.add(total, part.to(place.dtype) if narrow else part, out=place)
         for tensor in (reduction.bucket, *received):
             self.pool.release(tensor)
         return shard

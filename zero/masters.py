@@ -2,7 +2,7 @@
 
 import torch
 
-from zero.tensors import pieces, to_bfloat16
+from zero.tensors import pieces
 
 
 class Masters:
@@ -115,7 +115,10 @@ def store_rounded(values: torch.Tensor, place: torch.Tensor) -> None:
     This is the only rounding of weights, so that the owner of a slice and the other ranks get the same bits from any dtype.
     """
     if place.dtype == torch.bfloat16 and values.dtype != torch.bfloat16:
-        to_bfloat16(values, 0x8000, place)
+        for target, part in pieces(place, values):
+            bits = part.float().view(torch.int32)
+            above_half = (bits >> 15).bitwise_and_(1).bitwise_or_(bits)  # PyTorch rounds half to even, and this is more
+            target.copy_(above_half.view(torch.float32))
     else:
         place.copy_(values.float() if values.dtype == torch.float64 else values)
 
@@ -123,7 +126,7 @@ def store_rounded(values: torch.Tensor, place: torch.Tensor) -> None:
 def _is_rounded(values: torch.Tensor, place: torch.Tensor) -> bool:
     """Return whether `place` has what `store_rounded` would write there. With bfloat16, the difference of the bits says it."""
     if (values.dtype, place.dtype) == (torch.float32, torch.bfloat16):
-        remainder = values.view(torch.int32) - (place.view(torch.int16).to(torch.int32) << 16)
+        remainder = values.view(torch.int32) - place.float().view(torch.int32)
         return bool(remainder.amin() >= -(2**15)) and bool(remainder.amax() < 2**15)
     store_rounded(values, rounded := torch.empty_like(place))
     return torch.equal(rounded, place)

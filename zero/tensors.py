@@ -1,6 +1,5 @@
 """Tensors as ranges of memory: flat views, storages, elements that share memory. Their nodes in a graph of autograd."""
 
-import math
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
@@ -49,20 +48,6 @@ def pieces(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
     """Yield tensors of equal length part by part: few elements of the first one at a time on a CPU, more on a GPU."""
     length = piece_numel(tensors[0].device.type == "cpu") // max(1, tensors[0].shape[1:].numel())
     return zip(*(tensor.split(length) for tensor in tensors), strict=True)
-
-
-def to_bfloat16(values: torch.Tensor, addend: torch.Tensor | int, out: torch.Tensor) -> None:
-    """Write values to bfloat16, both flat: the upper 16 bits of the sum of their bits in float32 and `addend`.
-
-    Args:
-        addend: 0x8000 rounds to the nearest number, random numbers from 0 to 0xFFFF round stochastically. They are repeated if
-            there are fewer than values.
-    """
-    for target, part in pieces(out, values):
-        # the sum must not overflow, which it would for the nan whose bits are all one
-        bits = part.float().nan_to_num(math.nan, math.inf, -math.inf).view(torch.int32)
-        bits += addend if isinstance(addend, int) else addend[: part.numel()]
-        target.view(torch.int16).copy_(bits >> 16)
 
 
 def is_dense(tensor: torch.Tensor) -> bool:

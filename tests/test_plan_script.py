@@ -27,11 +27,8 @@ IN_PLACE = [name for name, mode in MODES.items() if mode.in_place]
 FLAGS |= {"checkpointing": FLAGS["sharded"], "loss_chunk": FLAGS["sharded"]}
 FLAGS["all"] = replace(FLAGS["remainder"], shard_gradients=True, state_dtype="int8")
 WORLD_SIZES = [1, 2, 8]
-ALONE = [  # what one rank can do
-    name
-    for name, flags in FLAGS.items()
-    if name in ("adamw", "checkpointing", "loss_chunk") or (flags.param_dtype, flags.state_dtype) != ("float32", "float32")
-]
+NO_FLAGS = "adamw", "checkpointing", "loss_chunk"
+ALONE = [name for name, flags in FLAGS.items() if name in NO_FLAGS or flags.implementation(1) == "sharded"]
 EVERYTHING = {"param_dtype": "bfloat16_remainder", "state_dtype": "int8", "shard_gradients": True}
 EVERYTHING |= {"activation_checkpointing": True, "loss_chunk": 1024}
 

@@ -1,5 +1,6 @@
 """Makes the implementation that the flags choose: (model, parameter groups, flags) -> (model, optimizer)."""
 
+import math
 from functools import partial
 from typing import Any
 
@@ -103,5 +104,6 @@ def clip_grad_norm_(optimizer: torch.optim.Optimizer, max_norm: float) -> torch.
     gradients = [param.grad for param in params if param.grad is not None]
     norms = float32_norms(gradients) if gradients else [torch.zeros((), dtype=torch.float32)]
     norm = torch.linalg.vector_norm(torch.stack(norms))
-    torch.nn.utils.clip_grads_with_norm_(params, max_norm, norm)
+    if max_norm < math.inf:
+        torch.nn.utils.clip_grads_with_norm_(params, max_norm, norm)
     return norm

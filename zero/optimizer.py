@@ -1,6 +1,7 @@
 """ShardedOptimizer: a torch.optim class with its state divided evenly among the ranks."""
 
 import itertools
+import math
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -249,7 +250,7 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Scale the gradients of the owned slices like `torch.nn.utils.clip_grad_norm_`. Needs to be called on all ranks.
 
-        Return the norm of all gradients before clipping, a float32 scalar.
+        Return the norm of all gradients before clipping, a float32 scalar. With `max_norm=math.inf`, only measure it.
         """
         device = self.buckets[0].data.device if self.buckets else None
         norms = [torch.zeros((), dtype=torch.float32, device=device)]
@@ -260,7 +261,8 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
         # over all ranks, also if there are replicas: the norm must have the same bits on all of them
         self.comm.wait("all-reduce", self.comm.all_reduce(total), total.device)
         norm = (total / self.comm.replicas).sqrt()
-        torch.nn.utils.clip_grads_with_norm_([owned.local for owned in self.owned], max_norm, norm)
+        if max_norm < math.inf:
+            torch.nn.utils.clip_grads_with_norm_([owned.local for owned in self.owned], max_norm, norm)
         return norm
 
     @torch.no_grad()

@@ -10,6 +10,7 @@ from ranks import run_in_turn, run_ranks
 from toy import MODES, batch, build_toy, largest_difference, make_toy, train, weights
 
 from zero import ShardedDataParallel, ShardedOptimizer
+from zero.build import clip_grad_norm_
 
 
 def train_all_modes(clip):
@@ -109,6 +110,9 @@ def clipped(value):
     plain = torch.optim.SGD(oracle, lr=1.0)
     for param, other, gradient in zip(params, oracle, gradients, strict=True):
         param.grad, other.grad = gradient.clone(memory_format=torch.preserve_format), gradient.clone()
+    for optimizer in (sharded, plain):
+        clip_grad_norm_(optimizer, torch.inf)  # only measures
+    torch.testing.assert_close([other.grad for other in oracle], gradients, rtol=0, atol=0, equal_nan=True)
     norm, expected = sharded.clip_grad_norm_(0.1), torch.nn.utils.clip_grad_norm_(oracle, 0.1)
     torch.testing.assert_close(norm, expected, rtol=1e-6, atol=0, equal_nan=True)
     sharded.step()

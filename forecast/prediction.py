@@ -333,7 +333,9 @@ class ShardedPrediction(Prediction):
             arrived = self._own_bytes(self.micro_steps - 1)[:-1]
             arrived += self._own_bytes(self.micro_steps - 2)[-1:] if self.micro_steps > 2 else []
             return sum(arrived), self._traffic.in_flight
-        return sum(self._own_bytes(self.micro_steps)) if point == "before step" else 0, self._traffic.after_step
+        if point == "before step":
+            return sum(self._own_bytes(self.micro_steps)), self._traffic.before_step
+        return 0, self._traffic.after_step
 
     def _largest_of_a_step(self, activations: Activations) -> int:
         _, forward, loss, layers, embedding = activations
@@ -416,9 +418,10 @@ class ShardedPrediction(Prediction):
                 is_alone = self.world_size == 1
                 left = [bucket] if is_alone else received  # on a single rank, the bucket may be the shard
                 if not arrived[number]:
-                    left = traffic.add_shard(first, left)
-                elif arrived[number] == 1:  # a single gradient becomes a sum
-                    traffic.shards += nbytes_of(shard) - nbytes_of(first)
+                    left = traffic.hold(first, left)
+                elif arrived[number] == 1 and shard != first:  # a single gradient becomes a sum
+                    traffic.drop(first)
+                    traffic.hold(shard, [])
                 traffic.add_step(stop, stop)
                 arrived[number] += 1
                 for tensor in left if is_alone else (*left, bucket):
@@ -427,7 +430,6 @@ class ShardedPrediction(Prediction):
 
         for _ in range(2):  # the second iteration finds what the first one has left in the pool
             arrived.clear()
-            traffic.shards = 0
             if self.micro_steps > 1 and not self.shard_gradients:
                 traffic.clear()
             for _ in range(min(3, self.micro_steps) if self.shard_gradients else 1):
@@ -448,5 +450,8 @@ class ShardedPrediction(Prediction):
             finish()
             if self.shard_gradients:
                 traffic.clear()
+            traffic.before_step = traffic.now
+            for *_, last in buckets:
+                traffic.drop(last)
             traffic.after_step = traffic.now
         return traffic

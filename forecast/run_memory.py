@@ -46,7 +46,7 @@ class Forecast:
     def saving_peak(self) -> int:
         """Peak bytes on the device of a rank while a checkpoint is saved. With `async_save`, training continues meanwhile."""
         held = self.prediction
-        collecting = sum(held.at("after step").values()) + held.decoded_slice
+        collecting = sum({**held.at("after step"), "buckets": 0}.values()) + held.decoded_slice  # kept buckets are freed
         meanwhile = max(collecting, self.peak) if self.async_save else collecting
         return meanwhile + (self.saved_copy if held.on_cpu else 0)
 

@@ -18,7 +18,7 @@ class Traffic:
         self.peak = 0
         self.in_flight = 0  # at the end of the last backward but one
         self.between = 0  # when that has arrived
-        self.after_step = 0
+        self.before_step = self.after_step = 0
         self.shards = 0  # bytes of the shards that have arrived in this iteration
         self.steps: list[tuple[float, float, int]] = []  # of the last backward, see `add_step`
         self._smallest_kept = KEPT_BYTES if on_cpu else math.inf
@@ -42,13 +42,20 @@ class Traffic:
         self.now -= sum(nbytes_of(tensor) * count for tensor, count in self._free.items())
         self._free.clear()
 
-    def add_shard(self, shard: FlatTensor, received: list[FlatTensor]) -> list[FlatTensor]:
-        """Add a shard, whose memory is one of `received` if that fits, and return the others."""
+    def hold(self, shard: FlatTensor, received: list[FlatTensor]) -> list[FlatTensor]:
+        """Count a tensor as a shard. Its memory is one of `received` if that fits; return the others."""
         self.shards += nbytes_of(shard)
-        if shard not in received:
-            return received
         self.now -= nbytes_of(shard)
-        return received[1:]  # all are equal
+        if shard in received:
+            return received[1:]  # all are equal
+        self.acquire(shard)
+        return received
+
+    def drop(self, shard: FlatTensor) -> None:
+        """Release a shard."""
+        self.shards -= nbytes_of(shard)
+        self.now += nbytes_of(shard)
+        self.release(shard)
 
     def add_step(self, start: float, stop: float) -> None:
         """Note the bytes of communication and shards while the bytes of gradients in buckets rise from `start` to `stop`."""

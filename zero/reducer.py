@@ -180,6 +180,7 @@ class BucketGradients:
     def drop(self) -> None:
         """Drop all gradients, when nothing is in flight."""
         if self.shard is not None:
+            self.comm.pool.release(self.shard)
             self.shard, self.views = None, []
             for owned in self.bucket.owned:
                 owned.local.grad = None

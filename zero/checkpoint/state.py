@@ -179,6 +179,7 @@ def _synchronized(optimizer: torch.optim.Optimizer) -> Partition:
     """Return the partition, with nothing in flight, and every parameter in its place."""
     if isinstance(optimizer, ShardedOptimizer):
         optimizer.update_masters()
+        optimizer.comm.pool.clear()  # frees memory for the copy
     return partition(optimizer)
 
 

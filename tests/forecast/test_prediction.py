@@ -75,9 +75,8 @@ def measured(cases, micro_steps, sizes):
     """By case: the predicted parts, the held parts and all bytes alive by point of a step; bytes sent; peaks of two phases."""
     found = {}
     gc.freeze()  # `MemoryProfile` collects garbage often: not among what torch has imported
-    Int8().encode(
-        torch.ones(BLOCK), torch.tensor, Int8().empty(BLOCK, torch.device("cpu"))
-    )  # makes the tables of 8-bit codes, 133 kB, which all optimizers share
+    # makes the tables of 8-bit codes, 133 kB, which all optimizers share
+    Int8().encode(torch.ones(BLOCK), torch.tensor, Int8().empty(BLOCK, torch.device("cpu")))
     for name, (bucket_mb, mode) in cases.items():
         setup, prediction, activations = prepared(bucket_mb, mode, micro_steps, sizes)
         profile = MemoryProfile(setup, mode, micro_steps)
@@ -177,8 +176,7 @@ def test_the_default_is_predicted_to_save_memory(sizes, share, world_size, on_cp
 
 def peak_of_an_update(name, bucket_mb):
     """The predicted and the measured peak bytes of the second update."""
-    mode = CASES[name][1]
-    setup, prediction, _ = prepared(bucket_mb, mode, 1, SIZES)
+    setup, prediction, _ = prepared(bucket_mb, mode := CASES[name][1], 1, SIZES)
     with LiveBytes() as live:
         contender = Contender(setup, mode).wrap()
         for _ in range(2):

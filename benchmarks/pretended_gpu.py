@@ -144,9 +144,9 @@ def _is_on_gpu(leaf: Any) -> bool:
 
 
 class _Event:
-    def __init__(self, device: torch.device, enable_timing: bool = False) -> None: ...
+    def __init__(self, enable_timing: bool = False) -> None: ...
 
-    def record(self, stream: Any) -> None: ...
+    def record(self) -> None: ...
 
     def query(self) -> bool:
         return True
@@ -157,15 +157,14 @@ class _Event:
 
 def _pretend(gpu: PretendedGPU) -> None:
     replacements: list[tuple[Any, str, Any]] = [
-        (torch.cuda, "device_of", lambda _: nullcontext()),
-        (torch.accelerator, "device_index", lambda _: nullcontext()),
-        (torch.accelerator, "current_stream", lambda *_: _STREAM),
+        *((torch.cuda, name, lambda _: nullcontext()) for name in ("device", "device_of")),
+        (torch.cuda, "current_stream", lambda *_: _STREAM),
         (torch.cuda, "get_device_capability", lambda *_: (9, 0)),
         (torch.cuda, "get_device_name", lambda *_: "pretended GPU"),
         (torch.cuda, "is_bf16_supported", lambda *_, **__: True),
         (torch.cuda.amp.common, "amp_definitely_not_available", lambda: False),
-        *((owner, "synchronize", gpu.wait) for owner in (torch.cuda, torch.accelerator)),
-        (torch, "Event", _Event),
+        (torch.cuda, "synchronize", gpu.wait),
+        (torch.cuda, "Event", _Event),
         (_Event, "synchronize", gpu.wait),
         (torch.nn.functional, "scaled_dot_product_attention", _attention),
         (dist, "all_gather_object", _all_gather_object),
@@ -182,7 +181,7 @@ def _pretend(gpu: PretendedGPU) -> None:
 
 _DATA: Any = torch.Tensor.data
 _FAKE = FakeTensorMode()  # one for all, because tables of the engine stay in its caches
-_STREAM = mock.Mock(device=DEVICE, is_capturing=lambda: False)
+_STREAM = mock.Mock(device=DEVICE)
 
 
 def _attention(

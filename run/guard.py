@@ -37,7 +37,7 @@ class Reading:
         self._arrived = mark(values.device)
 
     def read(self) -> Figures:
-        if isinstance(self._arrived, torch.Event):
+        if isinstance(self._arrived, torch.cuda.Event):
             self._arrived.synchronize()
         total, *others = self._values.tolist()
         return Figures(total / (dist.get_world_size() if dist.is_initialized() else 1), *others)

@@ -117,7 +117,7 @@ class Bucket:
     local_by_group: dict[int, list[torch.nn.Parameter]]  # their local parameters, by group of the inner optimizer
     members: list[Slice]  # all slices in the bucket; `param` counts through the parameters of all buffers
     gather: list[dist.Work] | None = None  # the all-gather in flight: until it ends, only the `shard` part may be read
-    stream: torch.Stream | None = None  # on a GPU: the one that has started it
+    stream: torch.cuda.Stream | None = None  # on a GPU: the one that has started it
 
     @property
     def updated(self) -> torch.Tensor:

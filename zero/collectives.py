@@ -5,6 +5,7 @@ Also counts the bytes that the collectives send and the time that the computatio
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -252,7 +253,7 @@ class Communicator:
 
     def wait(self, kind: str, works: list[dist.Work], device: torch.device) -> None:
         """Make the computation wait for collectives. The wait time is counted under `kind`."""
-        with torch.accelerator.device_index(device.index), self.waits.measure(kind, device):
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext(), self.waits.measure(kind, device):
             while works:  # a receive must not be waited for twice, even if this is interrupted
                 works.pop(0).wait()  # with NCCL, the current stream of the device waits, not this thread
 

@@ -34,7 +34,7 @@ from zero.masters import store_rounded
 from zero.muon import Muon
 from zero.muon.exchange import MatrixExchange, check_matrices
 from zero.overlap import WaitingDict
-from zero.stopwatch import current_stream, region
+from zero.stopwatch import region
 from zero.tensors import flattened, is_dense, name_of, properties
 from zero.update import SliceUpdate
 
@@ -190,7 +190,7 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
                 for bucket in updated:  # phase 3: all-gather
                     with region(f"zero::all_gather bucket {bucket.number}"):
                         bucket.gather = self.comm.all_gather(bucket.data)
-                        bucket.stream = current_stream(bucket.data.device)
+                        bucket.stream = torch.cuda.current_stream(bucket.data.device) if bucket.data.is_cuda else None
         except BaseException:
             self.synchronize()  # nothing else waits for all-gathers that have started
             raise
@@ -220,8 +220,7 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
                 if bucket.gather is not None:
                     with region(f"zero::wait_all_gather bucket {bucket.number}"):
                         self.comm.wait("all-gather", bucket.gather, bucket.data.device)
-                    here = current_stream(bucket.data.device)
-                    if bucket.stream is not None and here is not None and bucket.stream != here:
+                    if bucket.stream is not None and bucket.stream != (here := torch.cuda.current_stream(bucket.data.device)):
                         bucket.stream.wait_stream(here)  # from now on, its reads do not wait
                     bucket.gather = None
                     ended = True
@@ -402,7 +401,7 @@ def _wait_for_gathers(buckets: list[Bucket], pid: int | None) -> None:
         while bucket.gather:
             bucket.gather.pop(0).wait()
         if bucket.stream is not None:  # only streams have waited, and the end of the process aborts what is in flight
-            torch.accelerator.synchronize(bucket.data.device)
+            torch.cuda.synchronize(bucket.data.device)
 
 
 def _copy_hyperparameters(source: list[dict[str, Any]], target: list[dict[str, Any]]) -> None:

@@ -23,7 +23,7 @@ from zero.gradients import GradientSource
 from zero.layout import Slice
 from zero.optimizer import ShardedOptimizer
 from zero.overlap import WeakHook
-from zero.stopwatch import current_stream, region
+from zero.stopwatch import region
 from zero.tensors import accumulates, flattened, nearest_leaf, shaped, tensors_in
 
 
@@ -99,7 +99,7 @@ class BucketGradients:
     comm: Communicator
     missing: set[int] = field(default_factory=set)  # in backward: parameters without their gradient yet
     buffer: torch.Tensor | None = None  # in the shape of `bucket.data`, collects gradients as they arrive
-    streams: set[torch.Stream] = field(default_factory=set)  # on a GPU: streams that have used `buffer` or `reduction`
+    streams: set[torch.cuda.Stream] = field(default_factory=set)  # on a GPU: streams that have used `buffer` or `reduction`
     reduction: ReduceScatterWork | None = None  # in flight
     # in the shape of `bucket.shard`, the mean gradient of this step, if one has arrived; in the dtype of
     # `bucket.updated`, or if nothing has been added up, of the weights
@@ -126,8 +126,8 @@ class BucketGradients:
 
     def _follow_streams(self) -> None:
         """On a GPU, let the current stream wait for the others that have used the tensors of this bucket."""
-        here = current_stream(self.bucket.data.device)
-        if here is not None:
+        if self.bucket.data.is_cuda:
+            here = torch.cuda.current_stream(self.bucket.data.device)
             for stream in self.streams - {here}:
                 here.wait_stream(stream)
             self.streams.add(here)
@@ -155,7 +155,7 @@ class BucketGradients:
         with region(f"zero::wait_reduce_scatter bucket {self.bucket.number}"):
             shard = self.comm.sum_of(reduction, self.shard, self.bucket.updated)
         for stream in self.streams if len(self.streams) > 1 else ():  # one of them may reuse the memory of the bucket
-            stream.wait_stream(torch.accelerator.current_stream(shard.device))
+            stream.wait_stream(torch.cuda.current_stream(shard.device))
         if shard is not self.shard:
             self.shard, owned = shard, self.bucket.owned
             self.views = [shaped(shard[slice_.offset : slice_.offset + slice_.local.numel()], slice_.local) for slice_ in owned]

@@ -10,7 +10,7 @@ from weakref import WeakSet
 import torch
 from torch.profiler import record_function
 
-Mark = float | torch.Event  # a moment: seconds of the host's clock, or an event on a GPU
+Mark = float | torch.cuda.Event  # a moment: seconds of the host's clock, or an event on a GPU
 
 
 class Stopwatch:
@@ -22,7 +22,7 @@ class Stopwatch:
 
     def __init__(self, of_collectives: bool = False) -> None:
         self._seconds: defaultdict[str, float] = defaultdict(float)
-        self._unread: deque[tuple[str, torch.Event, torch.Event]] = deque()
+        self._unread: deque[tuple[str, torch.cuda.Event, torch.cuda.Event]] = deque()
         if of_collectives:
             _OF_COLLECTIVES.add(self)
 
@@ -35,7 +35,7 @@ class Stopwatch:
 
     def add(self, name: str, begin: Mark, end: Mark) -> None:
         """Add the time between two marks of one device under `name`."""
-        if isinstance(begin, torch.Event) and isinstance(end, torch.Event):
+        if isinstance(begin, torch.cuda.Event) and isinstance(end, torch.cuda.Event):
             self._unread.append((name, begin, end))
             while len(self._unread) > 1 and self._unread[0][2].query():
                 self._read_first()
@@ -77,17 +77,12 @@ def awaited_collective() -> str:
 
 def mark(device: torch.device) -> Mark:
     """Return the current moment on a device. On a GPU, this is when its current stream arrives here."""
-    stream = current_stream(device)
-    if stream is None:
+    if device.type != "cuda":
         return time.perf_counter()
-    event = torch.Event(device, enable_timing=True)
-    event.record(stream)
+    with torch.cuda.device(device):  # events belong to a device
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
     return event
-
-
-def current_stream(device: torch.device) -> torch.Stream | None:
-    """Return the current stream of a GPU, of whatever vendor; None: the device has no streams that this package uses."""
-    return None if device.type in ("cpu", "mps", "meta") else torch.accelerator.current_stream(device)
 
 
 def region(name: str) -> AbstractContextManager[Any]:

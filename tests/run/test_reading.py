@@ -119,7 +119,7 @@ def events(monkeypatch):
         def __init__(self, is_done):
             self.query, self.elapsed_time = lambda: is_done, lambda _: 0.0
 
-    monkeypatch.setattr(torch, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
     return Event(True), Event(False)
 
 

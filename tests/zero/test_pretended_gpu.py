@@ -125,7 +125,7 @@ class Stream:
         """Call a function while this is the current stream, and return for which works the stream waits by then."""
         before = {*self.works}
         self.works.add(work)
-        torch.accelerator.current_stream = lambda _: self
+        torch.cuda.current_stream = lambda *_: self
         function(*args)
         return sorted(self.works - before - {work})
 

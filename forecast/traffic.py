@@ -23,13 +23,14 @@ class Traffic:
         self.steps: list[tuple[float, float, int]] = []  # of the last backward, see `add_step`
         self._smallest_kept = KEPT_BYTES if on_cpu else math.inf
         self._free: Counter[FlatTensor] = Counter()  # what the pool keeps
+        self._free_shards = 0  # bytes of this that shards have left there, and will take again
 
     def acquire(self, tensor: FlatTensor) -> None:
         if self._free[tensor]:
             self._free[tensor] -= 1
         else:
             self.now += nbytes_of(tensor)
-            self.peak = max(self.peak, self.now)
+            self.peak = max(self.peak, self.now - self._free_shards)
 
     def release(self, tensor: FlatTensor) -> None:
         if nbytes_of(tensor) >= self._smallest_kept:
@@ -41,11 +42,13 @@ class Traffic:
         """Free what the pool keeps."""
         self.now -= sum(nbytes_of(tensor) * count for tensor, count in self._free.items())
         self._free.clear()
+        self._free_shards = 0
 
     def hold(self, shard: FlatTensor, received: list[FlatTensor]) -> list[FlatTensor]:
         """Count a tensor as a shard. Its memory is one of `received` if that fits; return the others."""
         self.shards += nbytes_of(shard)
         self.now -= nbytes_of(shard)
+        self._free_shards = max(0, self._free_shards - nbytes_of(shard))
         if shard in received:
             return received[1:]  # all are equal
         self.acquire(shard)
@@ -56,6 +59,7 @@ class Traffic:
         self.shards -= nbytes_of(shard)
         self.now += nbytes_of(shard)
         self.release(shard)
+        self._free_shards += nbytes_of(shard) if nbytes_of(shard) >= self._smallest_kept else 0
 
     def add_step(self, start: float, stop: float) -> None:
         """Note the bytes of communication and shards while the bytes of gradients in buckets rise from `start` to `stop`."""

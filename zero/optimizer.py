@@ -124,7 +124,7 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
         self.wrapper: weakref.ref[Any] | None = None  # the ShardedDataParallel, which keeps this object alive
         self.inner: torch.optim.Optimizer  # optimizer of this rank's slices
         self.plan: Plan
-        self._steps_by_bucket = optimizer_cls in (*ELEMENTWISE, Muon)
+        self.is_known = optimizer_cls in (*ELEMENTWISE, Muon)  # then it steps by bucket, and keeps no reference to a gradient
         self._lock, self._pid = threading.RLock(), current_process().pid
         # a rank that ends its program right after a step must not leave the others without their parameters
         weakref.finalize(self, _wait_for_gathers, self.buckets, self._pid)
@@ -185,7 +185,7 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
         _copy_hyperparameters(self.param_groups, self.inner.param_groups)
         buckets, changed = self.buckets[::-1], self.source.updated()
         try:
-            together = [[bucket] for bucket in buckets] if self._steps_by_bucket else [buckets]
+            together = [[bucket] for bucket in buckets] if self.is_known else [buckets]
             for updated in self._update(together, changed):  # phase 2: update the owned slices
                 for bucket in updated:  # phase 3: all-gather
                     with region(f"zero::all_gather bucket {bucket.number}"):
@@ -194,7 +194,7 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
         except BaseException:
             self.synchronize()  # nothing else waits for all-gathers that have started
             raise
-        if not self._steps_by_bucket:
+        if not self.is_known:
             _copy_hyperparameters(self.inner.param_groups, self.param_groups)  # which a class may change, as a counter
         # tell autograd that the update and the all-gathers write to the memory of the parameters
         torch.autograd.graph.increment_version(changed)

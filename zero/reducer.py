@@ -177,13 +177,14 @@ class BucketGradients:
         self.finish_reduce_scatter()
         self.wait_for_all_reduce()
 
-    def drop(self) -> None:
-        """Drop all gradients, when nothing is in flight."""
+    def drop(self, reuse: bool) -> None:
+        """Drop all gradients, when nothing is in flight. `reuse` their memory only if nobody else can refer to them."""
         if self.shard is not None:
-            self.comm.pool.release(self.shard)
-            self.shard, self.views = None, []
+            shard, self.shard, self.views = self.shard, None, []
             for owned in self.bucket.owned:
                 owned.local.grad = None
+            if reuse:
+                self.comm.pool.release(shard)
         self.missing, self.buffer, self.all_reduce = set(), None, None  # left over from a failed backward
 
     @property
@@ -428,7 +429,7 @@ class Reducer(GradientSource):
         self._wait_for_agreement()
         for gradients in self._gradients:
             gradients.wait()
-            gradients.drop()
+            gradients.drop(reuse=self.optimizer.is_known)
         self._drop(self._used)
         self.in_backward = False
 
@@ -437,6 +438,7 @@ class Reducer(GradientSource):
         if self._used:
             self.optimizer.refusal = "the ShardedDataParallel that had sent the gradients of this step is gone"
         self._reset()
+        self.optimizer.comm.pool.clear()
 
     def _wait_for_agreement(self) -> None:
         if self._agreement is not None:

@@ -85,15 +85,15 @@ class SignMomentum(Plain):
 
 
 class OwnTable(Plain):
-    """Momentum in a dict of its own, by parameter."""
+    """Optimistic gradient descent: a dict of its own has the gradient of the last step, not a copy, by parameter."""
 
     def __init__(self, params, **kwargs):
         super().__init__(params, **kwargs)
-        self.momentum = {}
+        self.last = {}
 
     def update(self, param, group):
-        momentum = self.momentum.setdefault(param, torch.zeros_like(param))
-        return group["lr"] * momentum.mul_(0.9).add_(param.grad)
+        last, self.last[param] = self.last.get(param, param.grad), param.grad
+        return group["lr"] * (2 * param.grad - last)
 
 
 class AdamWithWarmup(torch.optim.AdamW):

@@ -676,8 +676,8 @@ def test_every_reader(runner):
 
 
 def test_every_optimizer(runner):
-    """Gradients stay where they are, also if an optimizer has put others there."""
-    try_all(runner, [replace(PLAIN, optimizer=name, set_to_none=False) for name in OPTIMIZERS])
+    """Gradients stay where they are, also if an optimizer has put others there, or are dropped but kept by the optimizer."""
+    try_all(runner, [replace(PLAIN, optimizer=name, set_to_none=drop) for name in OPTIMIZERS for drop in (False, True)])
     for cls in ELEMENTWISE:
         with pytest.raises(ValueError, match=f"{cls.__name__} is not one of torch.optim's classes"):
             ShardedOptimizer(nn.Linear(2, 2).parameters(), cls)

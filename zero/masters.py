@@ -1,5 +1,8 @@
 """The owned elements of a bucket in float32, where the parameters have lower precision: kept, or weight and remainder."""
 
+import itertools
+from functools import cache
+
 import torch
 
 from zero.tensors import pieces
@@ -101,12 +104,25 @@ class Remainders:
         return torch.zeros((), dtype=torch.float32, device=self.shard.device).expand(self.shard.shape)
 
     def _checksum(self) -> torch.Tensor:
-        """Return sums over parts of the weights, (number of parts,) int64, with a factor for each pair of weights."""
-        sums = [
-            (part * torch.arange(1, 2 * part.numel(), 2, dtype=torch.int32, device=part.device)).sum()
-            for (part,) in pieces(self.shard.view(torch.int32))
-        ]
-        return torch.stack(sums)
+        """Return the sum of each row of pairs of weights, (rows,) int64, with a random factor for each pair of a row.
+
+        With regular factors, or modulo 2**32, changes that people make would cancel out, such as the signs of a column.
+        """
+        pairs, factors = self.shard.view(torch.int32), _factors(self.shard.device)
+        rows, length = pairs.numel() // len(factors), len(factors)
+        sums = torch.empty(
+            rows + 1, dtype=torch.int64, device=pairs.device
+        )  # a list between the large tensors costs page faults
+        whole, rest = pairs[: rows * length].view(rows, length), pairs[rows * length :].view(1, -1)
+        for part, total in itertools.chain(pieces(whole, sums[:-1]), pieces(rest, sums[-1:])):
+            torch.sum(part.long().mul_(factors[: part.shape[1]]), 1, out=total)
+        return sums
+
+
+@cache
+def _factors(device: torch.device) -> torch.Tensor:
+    """Return the factors of a checksum, (1024,) int64 from 0 to 2**31, the same on every device."""
+    return torch.randint(2**31, (1024,), generator=torch.Generator().manual_seed(0)).to(device)
 
 
 def store_rounded(values: torch.Tensor, place: torch.Tensor) -> None:

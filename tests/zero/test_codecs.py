@@ -168,6 +168,18 @@ def test_remainders_are_exact():
     assert remainders.follow()
 
 
+def test_changes_of_weights_do_not_cancel_out():
+    """The sign of the second weight of each pair is the uppermost bit of a sum modulo 2**32."""
+    shard = torch.randn(3 * 2048 + 64).bfloat16()
+    remainders = Remainders(shard)
+    for start in range(1, 200, 2):
+        for changed in (shard[start : start + 16 : 8], shard[start::2048]):
+            changed.neg_()
+            assert remainders.follow()
+            changed.neg_()
+            assert not remainders.follow()
+
+
 # -- training ----------------------------------------------------------------------------------------------------------
 
 

@@ -83,10 +83,8 @@ class Remainders:
     def read(self, start: int, stop: int) -> torch.Tensor:
         values = self.shard.new_empty(stop - start, dtype=torch.float32)
         for value, weight, remainder in pieces(values, self.shard[start:stop], self.remainder[start:stop]):
-            bits = value.view(torch.int32)
-            bits.copy_(weight.view(torch.int16))
-            bits <<= 16
-            bits += remainder
+            value.copy_(weight)  # these are its upper 16 bits
+            value.view(torch.int32).add_(remainder)
         return values
 
     def write(self, start: int, values: torch.Tensor) -> None:

@@ -1,6 +1,6 @@
 """Print tables, and write them to a folder of results: text and JSON. The pictures are drawn from results.json:
 
-$ python -m benchmarks.results results/*/      # draws all pictures again
+$ python -m benchmarks.results results/gpt2*/      # draws all pictures again
 """
 
 import itertools

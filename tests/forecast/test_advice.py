@@ -1,4 +1,4 @@
-"""forecast/advice.py, speed.py and fully_sharded.py: what is recommended fits, what it costs, and what FSDP2 would take."""
+"""forecast/advice.py, step_time.py and fully_sharded.py: what is recommended fits, what it costs, and what FSDP2 would take."""
 
 import json
 import re

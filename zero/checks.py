@@ -22,11 +22,23 @@ WRITTEN = (
     "(train.py: param_dtype='bfloat16')"
 )
 SPARSE = "sparse gradients cannot be laid flat; use nn.Embedding(sparse=False)"
-# classes that treat every element independently, and keep all their counters in the state of a parameter
-ELEMENTWISE = (
-    *(torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax, torch.optim.ASGD),
-    *(torch.optim.NAdam, torch.optim.RAdam, torch.optim.RMSprop, torch.optim.Rprop, torch.optim.SGD),
-)
+# what each class of torch.optim keeps for a parameter: always, and with some hyperparameters or shapes
+ENTRIES: dict[type, tuple[set[str], set[str]]] = {
+    torch.optim.Adadelta: ({"step", "square_avg", "acc_delta"}, set()),
+    torch.optim.Adagrad: ({"step", "sum"}, set()),
+    **dict.fromkeys((torch.optim.Adam, torch.optim.AdamW), ({"step", "exp_avg", "exp_avg_sq"}, {"max_exp_avg_sq"})),
+    torch.optim.Adamax: ({"step", "exp_avg", "exp_inf"}, set()),
+    torch.optim.ASGD: ({"step", "eta", "mu", "ax"}, set()),
+    torch.optim.Muon: ({"momentum_buffer"}, set()),
+    torch.optim.NAdam: ({"step", "mu_product", "exp_avg", "exp_avg_sq"}, set()),
+    torch.optim.RAdam: ({"step", "exp_avg", "exp_avg_sq"}, set()),
+    torch.optim.RMSprop: ({"step", "square_avg"}, {"momentum_buffer", "grad_avg"}),
+    torch.optim.Rprop: ({"step", "prev", "step_size"}, set()),
+    torch.optim.SGD: (set(), {"momentum_buffer"}),
+}
+# of these, the classes that treat every element independently, and keep all their counters in the state of a parameter
+_ELEMENTWISE = ENTRIES.keys() - {torch.optim.Muon}
+KNOWN = _ELEMENTWISE | {Muon}
 # the state of these must not be rounded between updates. That of the others is means of gradients and of squares
 _EXACT = (torch.optim.Adagrad, torch.optim.ASGD, torch.optim.Rprop)
 _NEEDS_WHOLE = "it looks at the shape of a parameter; use ZeroRedundancyOptimizer, which keeps each one whole on a rank"
@@ -44,7 +56,7 @@ def check_class(optimizer_cls: type[torch.optim.Optimizer], elementwise: bool) -
     for refused, reason in _UNSUPPORTED.items():
         if issubclass(optimizer_cls, refused):
             raise ValueError(f"{optimizer_cls.__name__} cannot be divided among ranks: {reason}")
-    if optimizer_cls not in (*ELEMENTWISE, Muon) and not elementwise:
+    if optimizer_cls not in KNOWN and not elementwise:
         raise ValueError(
             f"{optimizer_cls.__name__} is not one of torch.optim's classes that treat every element independently; if it does, "
             "pass elementwise=True (ShardedOptimizer says what that promises), otherwise use ZeroRedundancyOptimizer"
@@ -53,7 +65,7 @@ def check_class(optimizer_cls: type[torch.optim.Optimizer], elementwise: bool) -
 
 def rounded_state(optimizer_cls: type[torch.optim.Optimizer]) -> Collection[str] | None:
     """Return the names of the state that a class lets be rounded, its attribute `rounded_state`; None: all of its state."""
-    if optimizer_cls in ELEMENTWISE and optimizer_cls not in _EXACT:
+    if optimizer_cls in _ELEMENTWISE and optimizer_cls not in _EXACT:
         return None
     names = vars(optimizer_cls).get("rounded_state")
     if names is None or isinstance(names, str):

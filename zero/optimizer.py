@@ -15,7 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from zero.buckets import Bucket, FlatBuffer, OwnedSlice, allocate
 from zero.checks import (
-    ELEMENTWISE,
+    KNOWN,
     MOVED,
     WRITTEN,
     CallersState,
@@ -29,7 +29,7 @@ from zero.codecs import codec_of
 from zero.collectives import Communicator
 from zero.gradients import GradientSource, ParameterGradients, float32_norms
 from zero.host_comm import check_same_on_all_ranks, on_all_ranks
-from zero.layout import BucketMB, Plan, check_options, parameter_specs, plan
+from zero.layout import BucketMB, Plan, parameter_specs, plan
 from zero.masters import store_rounded
 from zero.muon import Muon
 from zero.muon.exchange import MatrixExchange, check_matrices
@@ -104,7 +104,6 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
         state_dtype: str = "float32",
         **kwargs: Any,
     ) -> None:
-        check_options(bucket_mb, master_dtype)
         codec = codec_of(state_dtype)
         check_class(optimizer_cls, elementwise)
         self.comm, self.optimizer_cls = Communicator(process_group, shard_size), optimizer_cls
@@ -124,7 +123,7 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
         self.wrapper: weakref.ref[Any] | None = None  # the ShardedDataParallel, which keeps this object alive
         self.inner: torch.optim.Optimizer  # optimizer of this rank's slices
         self.plan: Plan
-        self.is_known = optimizer_cls in (*ELEMENTWISE, Muon)  # then it steps by bucket, and keeps no reference to a gradient
+        self.is_known = optimizer_cls in KNOWN  # then it steps by bucket, and keeps no reference to a gradient
         self._lock, self._pid = threading.RLock(), current_process().pid
         # a rank that ends its program right after a step must not leave the others without their parameters
         weakref.finalize(self, _wait_for_gathers, self.buckets, self._pid)

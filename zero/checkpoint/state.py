@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Self
 
 import torch
 
+from zero.checks import ENTRIES
 from zero.codecs import Encoded
 from zero.host_comm import receive, send
 from zero.layout import Slice
@@ -25,21 +26,7 @@ from zero.tensors import flattened, meta_like, shaped
 # these say how this machine computes the update: taken from the running optimizer, never from a file
 _MACHINE_FLAGS = ("fused", "foreach", "capturable", "differentiable", "ns_dtype")
 _RULE = "state must have one number per element, or be one number, the same on all ranks; ZeroRedundancyOptimizer takes any"
-# what each class of torch.optim keeps for a parameter: always, and with some hyperparameters or shapes
-_ENTRIES: dict[type, tuple[set[str], set[str]]] = {
-    torch.optim.Adadelta: ({"step", "square_avg", "acc_delta"}, set()),
-    torch.optim.Adagrad: ({"step", "sum"}, set()),
-    **dict.fromkeys((torch.optim.Adam, torch.optim.AdamW), ({"step", "exp_avg", "exp_avg_sq"}, {"max_exp_avg_sq"})),
-    torch.optim.Adamax: ({"step", "exp_avg", "exp_inf"}, set()),
-    torch.optim.ASGD: ({"step", "eta", "mu", "ax"}, set()),
-    torch.optim.Muon: ({"momentum_buffer"}, set()),
-    torch.optim.NAdam: ({"step", "mu_product", "exp_avg", "exp_avg_sq"}, set()),
-    torch.optim.RAdam: ({"step", "exp_avg", "exp_avg_sq"}, set()),
-    torch.optim.RMSprop: ({"step", "square_avg"}, {"momentum_buffer", "grad_avg"}),
-    torch.optim.Rprop: ({"step", "prev", "step_size"}, set()),
-    torch.optim.SGD: (set(), {"momentum_buffer"}),
-}
-_NUMBERS = {"step", "eta", "mu", "mu_product"}  # which of these are one number; the others have the parameter's shape
+_NUMBERS = {"step", "eta", "mu", "mu_product"}  # which of `ENTRIES` are one number; the others have the parameter's shape
 
 
 class CheckpointError(ValueError):
@@ -378,9 +365,9 @@ def _check_state(saved: dict[int, dict[str, Any]], part: Partition, in_chunks: b
         if not 0 <= number < len(part.params):
             raise CheckpointError(f"there is saved state of parameter {number}, but there are {len(part.params)}")
         is_matrix = issubclass(inner, Muon) and part.plan.params[number].matrices  # the others have the state of AdamW
-        known = torch.optim.Muon if is_matrix else next((cls for cls in inner.__mro__ if cls in _ENTRIES), None)
-        of = [cls for cls, (always, sometimes) in _ENTRIES.items() if always <= entries.keys() <= always | sometimes]
-        if entries and known and known not in of and (of or not _ENTRIES[known][0] <= entries.keys()):
+        known = torch.optim.Muon if is_matrix else next((cls for cls in inner.__mro__ if cls in ENTRIES), None)
+        of = [cls for cls, (always, sometimes) in ENTRIES.items() if always <= entries.keys() <= always | sometimes]
+        if entries and known and known not in of and (of or not ENTRIES[known][0] <= entries.keys()):
             kept = f"{', '.join(entries)}{' of ' if of else ''}{' or '.join(cls.__name__ for cls in of)}"
             raise CheckpointError(f"the saved state is {kept}, not of {inner.__name__}; build the optimizer that was saved")
         whole, shape = _is_whole(part, number), part.params[number].shape
@@ -388,7 +375,7 @@ def _check_state(saved: dict[int, dict[str, Any]], part: Partition, in_chunks: b
             is_tensor = isinstance(value, torch.Tensor)
             is_number = isinstance(value, int | float) or (is_tensor and value.numel() == 1)
             has_shape = is_tensor and value.shape == shape
-            if known is None or name not in set.union(*_ENTRIES[known]):
+            if known is None or name not in set.union(*ENTRIES[known]):
                 fits = not is_tensor or is_number or has_shape or whole
             else:
                 fits = is_number if name in _NUMBERS else has_shape or (value is None and known is torch.optim.SGD)

@@ -35,10 +35,9 @@ from collections.abc import Callable
 from functools import cache
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
 
-import torch
-
 from distributed.exits import exit_with_error
 from distributed.launch import launched
+from zero import flags
 
 TRAIN = os.path.join(os.path.dirname(os.path.abspath(__file__)), "train.py")
 _ITERATIONS = "tokens divided by the tokens per iteration that a run prints"
@@ -73,6 +72,7 @@ PositiveFloat = Annotated[float, Rule("must be positive", lambda value: value > 
 NonNegativeFloat = Annotated[float, Rule("must not be negative", lambda value: value >= 0)]
 UnitInterval = Annotated[float, Rule("must be at least 0 and less than 1", lambda value: 0 <= value < 1)]
 Fraction = Annotated[float, Rule("must be positive and at most 1", lambda value: 0 < value <= 1)]
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]  # of the computation: a key of `machine.DTYPES`, or the best one
 
 # marks: `settings_with` finds the settings that have one
 T = TypeVar("T")
@@ -145,9 +145,9 @@ def integers(key: str, text: str) -> list[int]:
 def settings_of(*paths: str) -> dict[str, Any]:
     """Return the default settings of other scripts, with their annotations, without running the scripts.
 
-    These are the assignments above the call of `configure`. They can use what this module defines and imports.
+    These are the assignments above the call of `configure`. They can use what this module and `zero.flags` define and import.
     """
-    settings, kinds = {**globals(), "torch": torch}, {}
+    settings, kinds = {**vars(flags), **globals()}, {}
     for path in paths:
         assignments = _assignments(path)
         exec(compile(ast.Module([*assignments.values()], []), path, "exec"), settings)

@@ -7,17 +7,17 @@ $ python sample.py --out_dir=out-shakespeare-char --start=FILE:prompt.txt
 
 import os
 import pathlib
-from typing import Literal
 
 import torch
 
-from configurator import PositiveFloat, PositiveInt, Seed, configure
+from configurator import Dtype, PositiveFloat, PositiveInt, Seed, configure
 from data.dataset import DATA_DIR
 from data.vocabulary import load_codec, load_meta
 from distributed import machine
 from distributed.exits import exit_on_wrong_input
 from model import GPT
 from run.checkpoints import load_newest
+from run.sampling import TEMPERATURE, TOP_K
 
 # -----------------------------------------------------------------------------
 init_from = "resume"  # 'resume': the checkpoint in out_dir; 'gpt2', ..., 'gpt2-xl', or a folder that holds a GPT-2
@@ -25,11 +25,11 @@ out_dir = "out"  # folder of the run
 start = "\n"  # the prompt, or FILE:path to read the prompt from a file
 num_samples = 10  # number of texts
 max_new_tokens = 500  # number of tokens to generate per sample
-temperature: PositiveFloat = 0.8  # 1.0: probabilities of the model; lower values: less random text
-top_k: PositiveInt = 200  # sample from the k most likely tokens only
+temperature: PositiveFloat = TEMPERATURE  # 1.0: probabilities of the model; lower values: less random text
+top_k: PositiveInt = TOP_K  # sample from the k most likely tokens only
 seed: Seed = 1337  # another seed gives other texts
 device = "auto"  # 'cpu', 'cuda', 'cuda:1', 'mps'; auto: cuda if available, otherwise cpu
-dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: best on GPU, float32 on CPU
+dtype: Dtype = "auto"  # auto: best on GPU, float32 on CPU
 compile = False  # compile the model block by block with torch.compile
 configure(globals())
 # -----------------------------------------------------------------------------

@@ -26,6 +26,7 @@ import numpy as np
 import torch
 
 from configurator import (
+    Dtype,
     Fraction,
     NonNegativeFloat,
     NonNegativeInt,
@@ -48,7 +49,7 @@ from run.hooks import Run
 from run.rank_checks import check_combinations, compare_model_and_data, compare_settings, compare_with_checkpoint
 from zero import ShardedGradScaler
 from zero.build import build, clip_grad_norm_
-from zero.flags import Flags, muon_of
+from zero.flags import MOMENTUM, Flags, Implementation, ParamDtype, muon_of
 
 # -----------------------------------------------------------------------------
 # default settings: GPT-2 (124M) on OpenWebText
@@ -92,7 +93,7 @@ weight_decay: NonNegativeFloat = 1e-1
 beta1: UnitInterval = 0.9
 beta2: UnitInterval = 0.95
 grad_clip: NonNegativeFloat = 1.0  # maximum gradient norm; 0.0 disables clipping
-muon_momentum: UnitInterval = 0.95
+muon_momentum: UnitInterval = MOMENTUM
 max_nonfinite: PositiveInt = 1  # updates in a row skipped for a loss or gradient norm of inf or nan; the last ends the run
 # learning rate
 decay_lr = True
@@ -103,18 +104,18 @@ decay_fraction: Fraction = 0.2  # 'wsd': part of lr_decay_iters that decays
 min_lr: NonNegativeFloat = 6e-5  # should be about learning_rate / 10
 # ZeRO-1
 use_zero1: SameLoss[bool] = True  # shard the optimizer state across the ranks
-zero1_impl: SameLoss[Literal["sharded", "torch"]] = "sharded"  # the code in zero/, or ZeroRedundancyOptimizer
+zero1_impl: SameLoss[Implementation] = "sharded"  # the code in zero/, or ZeroRedundancyOptimizer
 zero_bucket_mb: SameLoss[Sharded[Literal["auto"] | PositiveFloat]] = "auto"  # megabytes per bucket; auto: 4 or more, by size
 shard_gradients: SameLoss[Sharded[bool]] = False  # also keep only 1/N of the gradients; one reduce-scatter per micro-step
 # weights and gradients; bfloat16: float32 masters, 1/N per rank; bfloat16_remainder: these as 16 bits more, the same values
-param_dtype: Sharded[Literal["float32", "bfloat16", "bfloat16_remainder"]] = "float32"
+param_dtype: Sharded[ParamDtype] = "float32"
 state_dtype: Sharded[Literal["float32", "bfloat16", "int8"]] = "float32"  # of the moments between updates, 1/N per rank
 zero_shard_size: SameLoss[Sharded[NonNegativeInt]] = 0  # ranks that share the state, such as the GPUs of a machine; 0: all
 # system
 backend: SameLoss[Literal["auto", "nccl", "gloo"]] = "auto"  # auto: nccl if every rank has its own GPU, otherwise gloo
 dist_timeout_s: SameLoss[PositiveFloat] = 600.0  # seconds without progress on any rank until the ranks end, with the reason
 device: SameLoss[str] = "auto"  # 'cpu', 'cuda', 'cuda:1', 'mps'; auto: cuda if available, otherwise cpu
-dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # float16 uses GradScaler; auto: best on GPU, float32 on CPU
+dtype: Dtype = "auto"  # float16 uses GradScaler; auto: best on GPU, float32 on CPU
 compile: SameLoss[bool] = torch.cuda.is_available()  # compile the model block by block with torch.compile
 seed: Seed = 1337
 shadow_check: SameLoss[NonNegativeInt] = 0  # iterations of a copy trained without sharding, to compare the weights; 0: off
@@ -128,7 +129,7 @@ rank, world_size = launch.rank, launch.world_size
 # Every rank runs every line, and print0 prints on rank 0: a collective must never be in code that only some ranks run.
 with exit_on_wrong_input():
     device_name, compute_dtype = machine.resolve(device, dtype, param_dtype)
-    compare_settings(launch, config | {"device": device_name.partition(":")[0], "dtype": compute_dtype})
+    compare_settings(launch, config, device_name, compute_dtype)
     check_combinations(config, world_size)
     own_device = start(launch, device_name, backend, dist_timeout_s)
 autocast = machine.autocast(own_device, compute_dtype)

@@ -11,7 +11,7 @@ from model import GPT
 from run.logger import Logger
 
 TOKENS = 100  # per sample
-TEMPERATURE, TOP_K = 0.8, 200  # the defaults of sample.py
+TEMPERATURE, TOP_K = 0.8, 200  # also the defaults of sample.py
 
 
 class Sampler:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, get_args
 
 import torch
 
@@ -19,8 +19,8 @@ from zero.layout import (
 )
 from zero.muon.muon import MOMENTUM
 
-IMPLEMENTATIONS = ("sharded", "torch")
-PARAM_DTYPES = ("float32", "bfloat16", "bfloat16_remainder")  # float32: the model keeps its dtypes
+Implementation = Literal["sharded", "torch"]
+ParamDtype = Literal["float32", "bfloat16", "bfloat16_remainder"]  # float32: the model keeps its dtypes
 
 
 def weight_dtype(param_dtype: str) -> str:
@@ -48,10 +48,9 @@ class Flags:
     state_dtype: str = "float32"  # 'bfloat16' or 'int8': hold the state in fewer bytes between updates
 
     def __post_init__(self) -> None:
-        if self.zero1_impl not in IMPLEMENTATIONS:
-            raise ValueError(f"zero1_impl={self.zero1_impl!r} is not one of {', '.join(IMPLEMENTATIONS)}")
-        if self.param_dtype not in PARAM_DTYPES:
-            raise ValueError(f"param_dtype={self.param_dtype!r} is not one of {', '.join(PARAM_DTYPES)}")
+        for name, choices in (("zero1_impl", get_args(Implementation)), ("param_dtype", get_args(ParamDtype))):
+            if (value := getattr(self, name)) not in choices:
+                raise ValueError(f"{name}={value!r} is not one of {', '.join(choices)}")
         check_options(self.bucket_mb)
         codec_of(self.state_dtype)
 

@@ -86,7 +86,7 @@ def parameter_specs(
             position=positions.get(param, -1),
             name=names.get(param, ""),
             matrices=group.get("matrices", 0),
-            matrix_dtype=torch.float32 if group.get("ns_dtype") == "float32" else torch.bfloat16,
+            matrix_dtype=getattr(torch, group.get("ns_dtype", "bfloat16")),
             state_tensors=1 if group.get("matrices") else 2,  # the momentum of Muon, the moments of AdamW
         )
         for index, group in enumerate(groups)

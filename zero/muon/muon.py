@@ -9,7 +9,7 @@ from zero.muon.matrices import stacked
 from zero.stopwatch import without_hooks
 
 MOMENTUM, NS_STEPS = 0.95, 5  # defaults
-NS_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+NS_DTYPES = ("bfloat16", "float32")
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic iteration, see https://kellerjordan.github.io/posts/muon/
 
 
@@ -78,7 +78,7 @@ class Muon(torch.optim.AdamW):
     def matrix_dtype(self) -> torch.dtype:
         """The dtype in which matrices are sent and transformed: ns_dtype."""
         name = next((group["ns_dtype"] for group in self.param_groups if group["matrices"]), "bfloat16")
-        return NS_DTYPES[name]
+        return getattr(torch, name)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         torch.optim.Optimizer.__setstate__(self, state)  # that of AdamW expects a `step` in the state of every parameter

@@ -46,7 +46,7 @@ import torch.distributed as dist
 from benchmarks import launches, memory_profile, pretended_gpu, speed, training
 from benchmarks.contenders import Setup
 from benchmarks.results import Results, draw
-from configurator import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Seed, configure, integers
+from configurator import Dtype, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Seed, configure, integers
 from data.dataset import WITHOUT_DOWNLOAD, Dataset, prepare_if_missing
 from distributed import machine
 from distributed.exits import exit_on_wrong_input, exit_with_error, finish
@@ -81,14 +81,14 @@ grad_clip: NonNegativeFloat = 1.0  # maximum gradient norm; 0.0 disables clippin
 zero_bucket_mb: Literal["auto"] | PositiveFloat = "auto"  # megabytes per bucket of sharded; auto: by the bytes of the model
 zero_shard_size: NonNegativeInt = 0  # of the mode hybrid: ranks that share the state; 0: those of one machine
 device = "auto"  # 'cpu', 'cuda'; auto: cuda if available, otherwise cpu
-dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of the computation; auto: best on GPU, float32 on CPU
+dtype: Dtype = "auto"  # of the computation; auto: best on GPU, float32 on CPU
 seed: Seed = 1337
 with redirect_stdout(None) if pretended_gpu.is_preloaded() else nullcontext():  # the process that started this one has printed
     config = configure(globals())
 # -----------------------------------------------------------------------------
 DEFAULT_MODES = {
     # on one machine, hybrid is the same as sharded; no_overlap takes as much memory
-    "memory": [mode for mode in MODES if mode not in ("hybrid", "no_overlap")],
+    "memory": [name for name, mode in MODES.items() if mode.overlap and not mode.hybrid],
     "time": ["adamw", "torch", "sharded"],
     "training": [mode for mode in MODES if MODES[mode].planned],
     "launches": [name for name, mode in MODES.items() if not mode.in_place and mode.fully_shard is None],

@@ -14,8 +14,8 @@ Each OUT_DIR is the out_dir of a run of train.py, or a copy of its files metrics
 
 import argparse
 import json
-import math
 import os
+import sys
 from typing import Any, NoReturn
 
 from charts import workspace
@@ -26,7 +26,7 @@ from charts.series import Points, Run
 from charts.style import save
 from distributed.exits import exit_on_wrong_input, exit_with_error
 from run import lock
-from run.logger import FACTS, METRICS
+from run.logger import FACTS, METRICS, event_of
 from zero.checkpoint.files import atomic_write
 
 
@@ -41,25 +41,15 @@ def read_metrics(out_dir: str) -> dict[str, Points]:
     try:
         with open(path, "rb") as file:
             for line in file:
-                iteration, values = _numbers(line)
-                for key, value in values.items():
-                    curves.setdefault(key, []).append((iteration, value))
+                event = event_of(line)
+                for key, value in event.items() if event["iter"] >= 0 else ():
+                    if key != "iter" and type(value) in (int, float) and abs(value) <= sys.float_info.max:
+                        curves.setdefault(key, []).append((event["iter"], value))
     except FileNotFoundError as error:
         raise ValueError(f"there is no {path}; give the out_dir of a run of train.py") from error
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror}; give a folder that can be read") from error
     return dict(curves)
-
-
-def _numbers(line: bytes) -> tuple[int, dict[str, float]]:
-    """Return the iteration of a line, and its finite numbers by metric. A line that is not from train.py has none."""
-    try:
-        event = json.loads(line)
-        numbers = {key: float(value) for key, value in event.items() if type(value) in (int, float)}
-        iteration = int(numbers.pop("iter"))
-    except (ValueError, AttributeError, KeyError, OverflowError):
-        return 0, {}
-    return iteration, {key: value for key, value in numbers.items() if math.isfinite(value)}
 
 
 def read_facts(out_dir: str) -> dict[str, Any]:

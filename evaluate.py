@@ -25,7 +25,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from configurator import PositiveInt, configure
+from configurator import Dtype, PositiveInt, configure
 from data.dataset import DATA_DIR, Dataset
 from data.vocabulary import Codec, DataError, bytes_of_tokens, gpt2_encoding, load_codec, load_meta
 from distributed import machine
@@ -49,7 +49,7 @@ dataset = ""  # name of a folder in data/; '': the one that the checkpoint was t
 hellaswag = "hellaswag_val.jsonl"  # the published file
 batch_size: PositiveInt = 8  # at a time on a rank: sequences, or examples with their endings
 device = "auto"  # 'cpu', 'cuda', 'cuda:1', 'mps'; auto: cuda if available, otherwise cpu
-dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: best on GPU, float32 on CPU
+dtype: Dtype = "auto"  # auto: best on GPU, float32 on CPU
 wandb_log = False  # add the results to the summary of the run in wandb
 config = configure(globals())
 # -----------------------------------------------------------------------------
@@ -148,7 +148,7 @@ def record(checkpoint: dict[str, Any], results: dict[str, float]) -> None:
 launch = launched()
 with exit_on_wrong_input():
     device_name, compute_dtype = machine.resolve(device, dtype)
-    compare_settings(launch, config | {"device": device_name.partition(":")[0], "dtype": compute_dtype})
+    compare_settings(launch, config, device_name, compute_dtype)
     own_device = start(launch, device_name)
 autocast, progress = machine.autocast(own_device, compute_dtype), Progress(0, launch.rank)
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 from unittest import mock
 
 import torch
@@ -17,13 +17,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from benchmarks.contenders import Contender, Setup
 from forecast.activations import LiveBytes
 from forecast.modes import MODES, Mode
-from forecast.prediction import PURPOSES
+from forecast.prediction import PURPOSES, Point
 from zero.checkpoint.format import named_tensors
 from zero.checkpoint.state import full_state
 from zero.held_bytes import held_bytes
 from zero.host_comm import gather_objects
 
-POINTS = ("after init", "wrapping", "after wrapping", "accumulating", "before step", "after step", "saving", "peak")
 MICRO_STEPS = 2  # of a step, so that gradients accumulate
 
 
@@ -173,10 +172,7 @@ def predicted_totals(setup: Setup, mode: Mode, world_size: int) -> dict[str, int
     return {
         "after init": numel if held.on_cpu else 0,
         "wrapping": held.construction,
-        "after wrapping": sum(held.at("wrapped").values()),
-        "accumulating": sum(held.at("accumulating").values()),
-        "before step": sum(held.at("before step").values()),
-        "after step": sum(held.at("after step").values()),
+        **{point: sum(held.at(point).values()) for point in get_args(Point)},
         "saving": forecast.saving_peak,
         "peak": held.peak_of_training(forecast.activations),
     }

@@ -7,11 +7,11 @@ imported when a function needs it.
 import math
 from typing import Any
 
+from forecast.modes import MODES
 from run.metrics import METRICS, SECTIONS, Metric
 
 NAME, X_AXIS = "nanoGPT with ZeRO-1", "iter"  # NAME is the title of the workspace
-# Implementation: colour of its runs. The palette is that of Okabe and Ito, which the colour-blind can tell apart.
-_COLOURS = {"adamw": "#0072B2", "torch": "#E69F00", "sharded": "#009E73"}
+_COLOURS = {name: MODES[name].colour for name in ("adamw", "torch", "sharded")}  # of the runs of an implementation
 
 
 def panels_of(section: str) -> dict[str, list[Metric]]:
@@ -56,7 +56,7 @@ def publish(project: str, entity: str | None) -> str:
         if metrics
     ]
     workspace.settings = ws.WorkspaceSettings(x_axis=X_AXIS, smoothing_type="none")
-    workspace.runset_settings = ws.RunsetSettings(groupby=[expr.Config("implementation")], group_colors=dict(_COLOURS.items()))
+    workspace.runset_settings = ws.RunsetSettings(groupby=[expr.Config("implementation")], group_colors=_COLOURS)
     return workspace.save().url
 
 

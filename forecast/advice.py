@@ -9,6 +9,7 @@ from typing import NamedTuple
 from forecast.modes import LOSS_CHUNK, MODES
 from forecast.planner import Choice, Planner
 from forecast.run_memory import Forecast
+from model import GPT2_SIZES
 from zero.flags import Flags, weight_dtype
 
 
@@ -56,9 +57,10 @@ def ways(planner: Planner, world_size: int) -> dict[str, Choice]:
 
 def largest_model(planner: Planner, name: str, world_size: int) -> Planner | None:
     """Return the planner of the largest model that fits one of `ways`, or None. It is as deep for its width as GPT-2 XL."""
+    xl = GPT2_SIZES["gpt2-xl"]
 
     def of_heads(heads: int) -> Planner:
-        layers = max(1, round(64 * heads * 48 / 1600))
+        layers = max(1, round(64 * heads * xl["n_layer"] / xl["n_embd"]))
         return Planner(planner.settings, replace(planner.config, n_head=heads, n_embd=64 * heads, n_layer=layers))
 
     def fits(heads: int) -> bool:

@@ -31,7 +31,7 @@ class FullyShardedPrediction(Prediction):
         return {
             "parameters": own,
             "gradients": own if point in ("accumulating", "before step") else 0,
-            "state": 0 if point == "wrapped" else -(-self.plan.state_bytes[0] // self.world_size),
+            "state": 0 if point == "after wrapping" else -(-self.plan.state_bytes[0] // self.world_size),
             "master": 0,
             "buckets": 0,
         }

@@ -9,7 +9,7 @@ from distributed.machine import CARDS, CUDA_GB, NCCL_GB, card, resolve_dtype
 from distributed.ranks import batch_in_words, divided_batch
 from forecast.fully_sharded import FullyShardedPrediction
 from forecast.modes import LOSS_CHUNK, MODES
-from forecast.prediction import Activations, Workload
+from forecast.prediction import PURPOSES, Activations, Workload
 from forecast.run_memory import CPU_RESIDENT, Forecast, forecast, gpt_specs, planned_optimizer, predicted_activations
 from forecast.step_time import Network
 from model import GPT, GPTConfig, without_weights
@@ -18,7 +18,7 @@ from zero.layout import Plan, replicated_plan
 from zero.muon.muon import NS_STEPS
 
 BATCHES = [4**power for power in range(7)]  # activations are predicted for these batch sizes, and interpolated between them
-PARTS = ("parameters", "gradients", "state", "master", "buckets", "activations")
+PARTS = (*PURPOSES, "activations")
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,8 @@ class Planner:
         if (found := card(settings["gpu"])) is None:
             raise ValueError(f"gpu={settings['gpu']} is not one of {', '.join(CARDS)}")
         self.card = found
+        # bytes of a rank that the settings give, or that a device without a card has; 0: those of the card
+        self.given_gb = settings["gpu_memory_gb"] or (0.0 if self.device_type == "cuda" else 80.0)
         best = ("bfloat16" if found.has_bfloat16 else "float16") if self.device_type == "cuda" else "float32"
         self.dtype = resolve_dtype(settings["dtype"], settings["param_dtype"], best)
         self.saving = {key: settings[key] for key in ("async_save", "checkpoint_format")}
@@ -71,19 +73,18 @@ class Planner:
 
     def memory(self, world_size: int) -> int:
         """Return the bytes that tensors may take on each of the ranks."""
-        given = self.settings["gpu_memory_gb"]
-        if self.device_type == "cuda" and not given:
-            return round((self.card.memory_gb - self._taken_gb(world_size)) * 1e9)
-        return int((given or 80.0) * 1e9 / (CPU_RESIDENT if self.device_type == "cpu" else 1.0))
+        if self.given_gb:
+            return int(self.given_gb * 1e9 / (CPU_RESIDENT if self.device_type == "cpu" else 1.0))
+        return round((self.card.memory_gb - self._taken_gb(world_size)) * 1e9)
 
     def limit(self, world_size: int) -> str:
         """Return the same in words."""
-        given, tensors = self.settings["gpu_memory_gb"], f"{self.memory(world_size) / 1e9:.3g} GB"
-        if self.device_type == "cuda" and not given:
-            libraries = "CUDA, cuBLAS and NCCL" if world_size > 1 else "CUDA and cuBLAS"
-            whole, taken = self.card.memory_gb, self._taken_gb(world_size)
-            return f"{tensors} ({self.settings['gpu']}: {whole:g} GB, less {taken:g} for {libraries})"
-        return f"{given or 80.0:g} GB" + (f" ({tensors} for tensors)" if self.device_type == "cpu" else "")
+        tensors = f"{self.memory(world_size) / 1e9:.3g} GB"
+        if self.given_gb:
+            return f"{self.given_gb:g} GB" + (f" ({tensors} for tensors)" if self.device_type == "cpu" else "")
+        libraries = "CUDA, cuBLAS and NCCL" if world_size > 1 else "CUDA and cuBLAS"
+        whole, taken = self.card.memory_gb, self._taken_gb(world_size)
+        return f"{tensors} ({self.settings['gpu']}: {whole:g} GB, less {taken:g} for {libraries})"
 
     def _taken_gb(self, world_size: int) -> float:
         return CUDA_GB + NCCL_GB * (world_size > 1)

@@ -26,7 +26,7 @@ PURPOSES = ("parameters", "gradients", "state", "master", "buckets")
 
 # before the first step; after a micro-step that is not the last one of its iteration; after the last backward and after
 # clipping; after the update and `zero_grad`, when all parameters have arrived
-Point = Literal["wrapped", "accumulating", "before step", "after step"]
+Point = Literal["after wrapping", "accumulating", "before step", "after step"]
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Prediction:
         return {
             "parameters": self.parameters,
             "gradients": gradients,
-            "state": 0 if point == "wrapped" else self.state,
+            "state": 0 if point == "after wrapping" else self.state,
             "master": self.master,
             "buckets": buckets,
         }
@@ -119,7 +119,7 @@ class Prediction:
         those that have not moved, although the system provides its pages only as they fill. Weights that are rounded arrive in
         their own dtype first, in parts, of which there are two at a time.
         """
-        wrapped = sum(self.at("wrapped").values())
+        wrapped = sum(self.at("after wrapping").values())
         not_moved = sum(spec.numel * spec.dtype.itemsize for spec in self.plan.params) if self.on_cpu else 0
         peak = before = 0
         for buffer in self.plan.buffers:
@@ -325,7 +325,7 @@ class ShardedPrediction(Prediction):
         return next(spec.matrix_dtype for spec in self.plan.params if spec.matrices).itemsize
 
     def _gradients_and_buckets(self, point: Point) -> tuple[int, int]:
-        if point == "wrapped":
+        if point == "after wrapping":
             return 0, 0
         if point == "accumulating" and not self.shard_gradients:
             return self.full_gradients, 0  # kept buckets are freed

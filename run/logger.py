@@ -54,7 +54,7 @@ class Logger:
             for event in self.file.kept() if self.run.lacks_history else ():
                 self.run.log(event)
             self._tensorboard = TensorBoardRun(out_dir, resume_at or 0, config)
-            for event in map(_event, self.file.late):
+            for event in map(event_of, self.file.late):
                 if event["iter"] == resume_at:  # TensorBoard hides what it has of this iteration
                     self._tensorboard.log(event)
             self.file.rewind()
@@ -153,7 +153,7 @@ class MetricsFile:
             return
         with open(self._path, "rb") as file:
             for line in file:
-                event, is_whole = _event(line), line.endswith(b"\n")
+                event, is_whole = event_of(line), line.endswith(b"\n")
                 found = found or event["iter"] >= iteration or not is_whole
                 is_checkpoint = any(key.startswith("checkpoint/") for key in event)
                 is_evaluation = "val/loss" in event and event["iter"] == iteration and not self._evaluates
@@ -216,10 +216,10 @@ def _write_facts(folder: str, facts: dict[str, Any]) -> None:
         print0(f"WARNING: run.json is not written: {error}")
 
 
-def _event(line: bytes) -> dict[str, Any]:
+def event_of(line: bytes) -> dict[str, Any]:
     """Return the event of a line, whose "iter" is an integer. That of a line which is not from this program is -1."""
     try:
         event = json.loads(line)
         return {**event, "iter": int(event["iter"])}
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, OverflowError):
         return {"iter": -1}

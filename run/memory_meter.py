@@ -4,7 +4,7 @@ import resource
 import sys
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -45,7 +45,7 @@ class MemoryMeter:
         self.held_before_step = 0  # bytes of the model, its optimizer and its communication
         self._state = 0  # bytes of optimizer state, with masters
         self.has_state = False  # whether there was any before the last step, apart from masters
-        self._points: dict[Point, int] = {"after_init": 0, "before_step": 0, "after_step": 0}
+        self._points: dict[Point, int] = dict.fromkeys(get_args(Point), 0)
         self._largest_peak = 0
         self.measure("after_init")
 

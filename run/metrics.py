@@ -2,10 +2,12 @@
 
     $ python -m run.metrics
 
-run/meter.py computes most of them. This module imports nothing of this repository, because charts/ reads it, too.
+run/meter.py computes most of them. charts/ reads this module, too.
 """
 
 from typing import NamedTuple
+
+from forecast.prediction import PURPOSES
 
 
 class Metric(NamedTuple):
@@ -71,7 +73,7 @@ SECTIONS = {  # of the workspace
         Metric("memory/predicted_activations_mb", "MB", "start", "Activations, predicted, MB"),
         *(
             Metric(f"memory/{which}_{part}_mb", "MB", when, f"{part.capitalize()}, predicted and measured, MB", "before a step")
-            for part in ("parameters", "gradients", "state", "master", "buckets")
+            for part in PURPOSES
             for which, when in (("predicted", "start"), ("measured", "third iteration"))
         ),
         Metric("memory/measured_peak_mb", "MB", "third iteration, GPU", "", "of the fullest rank, since the start"),

@@ -29,16 +29,17 @@ Facts = dict[str, dict[str, Any]]  # remedy if values differ between ranks: name
 _SHOWN = 3  # differences that a message names
 
 
-def compare_settings(launch: Launch, settings: dict[str, Any]) -> None:
+def compare_settings(launch: Launch, settings: dict[str, Any], device: str, dtype: str) -> None:
     """Check that all ranks have the same versions, source files and settings. Needs to be called on all ranks.
 
     This works before the process group has started, because a rank with another backend or device could not join it.
-    Settings that are declared `PerHost` may differ: each host may have disks of its own, and only rank 0 logs.
+    Settings that are declared `PerHost` may differ: each host may have disks of its own, and only rank 0 logs. `device` and
+    `dtype` are what `machine.resolve` returned.
 
     Raises:
         ValueError: on all ranks, with a rank that differs, what it has and what the others have.
     """
-    may_differ = settings_with(PER_HOST)
+    may_differ, settings = settings_with(PER_HOST), settings | {"device": device.partition(":")[0], "dtype": dtype}
     facts: Facts = {
         "install the same versions on all hosts": versions(),
         "copy the same code to all hosts": sources(),

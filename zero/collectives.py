@@ -116,7 +116,7 @@ class Communicator:
     """
 
     def __init__(self, group: dist.ProcessGroup | None, shard_size: int = 0) -> None:
-        distributed = dist.is_available() and dist.is_initialized()
+        distributed = dist.is_initialized()
         self.group = group
         self.world_size = dist.get_world_size(group) if distributed else 1
         self.rank = dist.get_rank(group) if distributed else 0

@@ -83,7 +83,7 @@ def measured(cases, micro_steps, sizes):
         points = profile.measure(can_save=False)
         parts = {
             point: (
-                prediction.at("wrapped" if point == "after wrapping" else point),
+                prediction.at(point),
                 {part: points[point][part] for part in PURPOSES},
                 points[point]["total"],
             )

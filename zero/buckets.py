@@ -23,6 +23,7 @@ class FlatBuffer:
     forms: dict[int, tuple[Any, ...]] = field(default_factory=dict)  # by number: what must stay as it was when it moved in
     # by number, where the parameter was before: storage, start address, end address, whether its elements lay as they do here
     left: dict[int, tuple[StorageWeakRef, int, int, bool]] = field(default_factory=dict)
+    held: dict[int, StorageWeakRef] = field(default_factory=dict)  # by number: the storage of its place, as it was given to it
 
     def move_in(self, number: int, like: torch.Tensor) -> None:
         """Make the data of a parameter a view into its place, with the strides of `like`. Its values are not copied."""
@@ -30,7 +31,7 @@ class FlatBuffer:
         if has_memory(param):
             is_same = is_dense(param) and param.dtype == self.data.dtype
             self.left[number] = StorageWeakRef(param.untyped_storage()), *memory_span(param), is_same
-        param.data = self._place(number, like)
+        self._put(number, like)
         self.forms[number] = _form(param)
 
     def take_along(self, tensor: torch.Tensor, name: str, names: dict[torch.nn.Parameter, str]) -> None:
@@ -61,11 +62,14 @@ class FlatBuffer:
                 yield number
 
     def take_back(self, number: int) -> bool:
-        """Copy the data of a moved parameter back into its place if its form is the same, and return whether it is."""
+        """Copy the data of a moved parameter back into its place, and return whether that is possible.
+
+        Its form must be the same, and nobody else may refer to the place, such as the weights that a swap will put back.
+        """
         param, value = self.params[number], self.params[number].data
-        if _form(param) != self.forms[number]:
+        if _form(param) != self.forms[number] or not self.held[number].expired():
             return False
-        param.data = self._place(number, value)
+        self._put(number, value)
         param.data.copy_(value)
         return True
 
@@ -73,6 +77,11 @@ class FlatBuffer:
         """Return whether a tensor lies in this buffer."""
         start, stop = memory_span(self.data)
         return has_memory(tensor) and start <= tensor.data_ptr() < stop
+
+    def _put(self, number: int, like: torch.Tensor) -> None:
+        param = self.params[number]
+        param.data = self._place(number, like)
+        self.held[number] = StorageWeakRef(param.untyped_storage())
 
     def _place(self, number: int, like: torch.Tensor) -> torch.Tensor:
         offset = self.layout.offsets[number]

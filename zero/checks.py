@@ -14,7 +14,7 @@ from zero.tensors import is_dense, may_overlap, memory_span, name_of
 
 MOVED = (
     "was moved or replaced after ShardedOptimizer was built (by model.to, flatten_parameters, or another optimizer); build the "
-    "optimizer after that"
+    "optimizer after that. If param.data was exchanged for other weights while something refers to the old ones, use copy_"
 )
 WRITTEN = (
     "weights were written to since the last step, and with remainders they have lost their masters; write with "

@@ -25,7 +25,8 @@ class ShardedGradScaler(torch.amp.GradScaler):
             return super()._unscale_grads_(optimizer, *args)
         optimizer.collect_gradients()
         _, found_inf, _ = args
-        for found in super()._unscale_grads_(optimizer.inner, *args).values():  # empty if this rank owns nothing
+        scaled = optimizer if optimizer.source.is_whole else optimizer.inner
+        for found in super()._unscale_grads_(scaled, *args).values():  # empty if this rank owns nothing
             found_inf += found.to(found_inf.device)
         works = optimizer.comm.all_reduce(found_inf, dist.ReduceOp.MAX)
         optimizer.comm.wait("found_inf", works, found_inf.device)

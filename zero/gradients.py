@@ -19,6 +19,7 @@ class GradientSource(ABC):
     ParameterGradients. All ranks call the same method.
     """
 
+    is_whole = False  # whether every rank has all gradients: clipping and unscaling must keep them equal on all ranks
     readers: Readers | None = None  # of parameters in flight after `step`; None: `step` waits for its all-gathers
 
     @abstractmethod
@@ -45,9 +46,10 @@ class GradientSource(ABC):
 class ParameterGradients(GradientSource):
     """The source of gradients without ShardedDataParallel: those of the parameters, which must already be averaged."""
 
+    is_whole = True
+
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = weakref.proxy(optimizer)  # a ShardedOptimizer, which keeps this object alive
-        self._converted: dict[torch.nn.Parameter, tuple[torch.Tensor, int]] = {}  # by local: source gradient, its version
 
     def check(self) -> None:
         """Refuse a parameter that has a gradient on some ranks only: each rank would update its slices of it, or would not."""
@@ -76,20 +78,18 @@ class ParameterGradients(GradientSource):
                 if bucket.masters is None and flat.data_ptr() == gradient.data_ptr():  # `flat` is a view
                     local.grad = shaped(flat[owned.start : owned.stop], local)
                     continue
-                converted, version = self._converted.get(local, (None, 0))
-                if converted is not gradient or version != gradient._version:  # otherwise keep the copy, which may be clipped
-                    local.grad = shaped(flat[owned.start : owned.stop], local).to(local.dtype)
-                    self._converted[local] = gradient, gradient._version
+                local.grad = shaped(flat[owned.start : owned.stop], local).to(local.dtype)
             yield bucket
 
     def updated(self) -> list[torch.nn.Parameter]:
         return [param for param in self._optimizer.flat_params if param.grad is not None]
 
     def clear(self) -> None:
-        self._converted.clear()
+        """Do nothing: what `collect` converts is `local.grad`, which `zero_grad` drops."""
 
     def held_bytes(self) -> dict[str, int]:
-        return {"gradients": sum(local.grad.nbytes for local in self._converted if local.grad is not None)}
+        converted = [owned.local.grad for owned in self._optimizer.owned if owned.masters is not None]
+        return {"gradients": sum(gradient.nbytes for gradient in converted if gradient is not None)}
 
 
 def float32_norms(gradients: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from ranks import run_in_turn
 from toy import MODES, batch, build_toy, largest_difference, make_toy, weights
 
-from zero import ShardedGradScaler
+from zero import ShardedGradScaler, ShardedOptimizer
 from zero.build import build, clip_grad_norm_
 
 
@@ -78,3 +78,19 @@ def test_a_step_is_skipped_on_demand():
         for difference, scale in results:
             assert (difference == 0.0) == bool(flag)
             assert scale == (2.0**9 if flag else 2.0**10)
+
+
+def whole_gradients():
+    """Without ShardedDataParallel, every rank has all of them, also after unscaling."""
+    params = [torch.nn.Parameter(torch.zeros(size)) for size in (40, 3)]
+    optimizer, scaler = ShardedOptimizer(params, torch.optim.SGD, lr=1.0), ShardedGradScaler("cpu", init_scale=4.0)
+    for param, gradient in zip(params, scaler.scale([torch.ones(40), torch.ones(3)]), strict=True):
+        param.grad = gradient
+    scaler.unscale_(optimizer)
+    assert all((param.grad == 1.0).all() for param in params)
+    scaler.step(optimizer)
+    assert all((param == -1.0).all() for param in params)
+
+
+def test_whole_gradients_are_unscaled_on_every_rank():
+    run_in_turn(2, whole_gradients)

@@ -247,7 +247,7 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
-        """Scale the gradients of the owned slices like `torch.nn.utils.clip_grad_norm_`. Needs to be called on all ranks.
+        """Scale the gradients like `torch.nn.utils.clip_grad_norm_`. Needs to be called on all ranks.
 
         Return the norm of all gradients before clipping, a float32 scalar. With `max_norm=math.inf`, only measure it.
         """
@@ -261,7 +261,8 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
         self.comm.wait("all-reduce", self.comm.all_reduce(total), total.device)
         norm = (total / self.comm.replicas).sqrt()
         if max_norm < math.inf:
-            torch.nn.utils.clip_grads_with_norm_([owned.local for owned in self.owned], max_norm, norm)
+            groups = (self if self.source.is_whole else self.inner).param_groups
+            torch.nn.utils.clip_grads_with_norm_(itertools.chain(*(group["params"] for group in groups)), max_norm, norm)
         return norm
 
     @torch.no_grad()
@@ -271,6 +272,7 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
         value = value.expand_as(param)
         if self.param_dtype is not None and param in self.number_of:
             store_rounded(flattened(value, param), flattened(param.data, param))
+            torch.autograd.graph.increment_version([param])
         else:
             param.copy_(value)
         for owned in self._owned_of.get(param, []):

@@ -115,6 +115,8 @@ def clipped(value):
     torch.testing.assert_close([other.grad for other in oracle], gradients, rtol=0, atol=0, equal_nan=True)
     norm, expected = sharded.clip_grad_norm_(0.1), torch.nn.utils.clip_grad_norm_(oracle, 0.1)
     torch.testing.assert_close(norm, expected, rtol=1e-6, atol=0, equal_nan=True)
+    for param, other in zip(params, oracle, strict=True):  # on every rank: a loop may add to them
+        torch.testing.assert_close(param.grad, other.grad, rtol=1e-6, atol=1e-9, equal_nan=True)
     sharded.step()
     plain.step()
     for param, other in zip(params, oracle, strict=True):
@@ -124,3 +126,23 @@ def clipped(value):
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_clipping_is_that_of_torch(world_size):
     run_in_turn(world_size, *(partial(clipped, value) for value in (1.0, float("inf"), float("nan"))))
+
+
+@pytest.mark.parametrize("param_dtype", [None, torch.bfloat16])
+def test_former_weights_are_refused_not_overwritten(param_dtype):
+    """A swap will put them back. And a graph notices a weight that was set."""
+    param = torch.nn.Parameter(torch.randn(8))
+    sharded = ShardedOptimizer([param], torch.optim.SGD, param_dtype=param_dtype, lr=1.0)
+    product = param * param
+    sharded.set_parameter(param, torch.ones(8))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.sum().backward()
+    former, param.data = param.data, torch.full_like(param, 2.0)
+    with pytest.raises(RuntimeError, match="exchanged for other weights"):
+        sharded.step()
+    assert former.tolist() == [1.0] * 8
+    del former, product
+    sharded.step()
+    param.grad = torch.ones_like(param)
+    sharded.step()
+    assert param.tolist() == [1.0] * 8

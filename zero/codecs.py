@@ -68,8 +68,9 @@ class Int8:
 
     The scale is the dynamic map of Dettmers et al., "8-bit Optimizers via Block-wise Quantization"
     (https://arxiv.org/abs/2110.02861), with two changes. It includes the largest ratio exactly, with both signs, so that a
-    block that is encoded again does not shrink. And what is not zero does not become zero: an element whose second moment is
-    lost, but not its first, would be updated by too much. Blocks without negative elements use all codes for positive ones.
+    block that is encoded again does not shrink. And what is not zero does not become zero, if its block has a number of 1e-37
+    or more: an element whose second moment is lost, but not its first, would be updated by too much. Blocks without negative
+    elements use all codes for positive ones.
 
     It rounds to the nearest code. A change by less than half the distance to the next code is lost, so a second moment may
     neither decay nor grow as it should (docs/sharding.md has figures).
@@ -187,6 +188,7 @@ class CodedState:
             name
             for name, value in self.inner.state[local].items()
             if isinstance(value, torch.Tensor) and value.dim() and value.shape == local.shape and value.dtype == torch.float32
+            if value.numel()
             if self.names is None or name in self.names
         ]
 

@@ -180,6 +180,16 @@ def test_changes_of_weights_do_not_cancel_out():
             assert not remainders.follow()
 
 
+@pytest.mark.parametrize("state_dtype", ["bfloat16", "int8"])
+def test_a_parameter_without_elements_has_state(state_dtype):
+    params = [torch.nn.Parameter(torch.ones(size)) for size in (0, 5)]
+    optimizer = ShardedOptimizer(params, torch.optim.AdamW, bucket_mb=1e-6, state_dtype=state_dtype, lr=0.1)
+    for param in params:
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    assert ckpt.consolidate(optimizer)["state"][0]["exp_avg"].shape == (0,)
+
+
 # -- training ----------------------------------------------------------------------------------------------------------
 
 

@@ -346,6 +346,15 @@ def test_models_with_more_than_weights_and_state_of_any_shape(tmp_path):
     )
 
 
+def test_a_state_dict_of_copies_lacks_the_masters():
+    model = torch.nn.Linear(4, 4)
+    optimizer = ShardedOptimizer(model.parameters(), torch.optim.AdamW, param_dtype=torch.bfloat16)
+    assert ckpt.model_state_dict(model, optimizer)["weight"].dtype == torch.float32
+    model._register_state_dict_hook(lambda _, state, *__: state.update({"weight": state["weight"].clone()}))
+    with pytest.raises(ckpt.CheckpointError, match="a copy of weight, which lacks its master"):
+        ckpt.model_state_dict(model, optimizer)
+
+
 def test_what_cannot_be_saved_or_restored_is_refused():
     run_in_turn(2, models_that_differ, refused, other_classes)
     run_ranks(refused, 4)  # there are two replicas

@@ -112,6 +112,8 @@ class OwnedSlice(NamedTuple):
         if self.masters is not None and start < stop:
             own = values[start - first : stop - first]
             self.masters.write(self.offset + start - self.start, own.to(self.masters.values.dtype))
+        if isinstance(self.masters, Remainders):
+            self.masters.unknown.discard(self.offset)
 
 
 @dataclass

@@ -1,6 +1,7 @@
 """The owned elements of a bucket in float32, where the parameters have lower precision: kept, or weight and remainder."""
 
 import itertools
+from collections.abc import Collection
 from functools import cache
 
 import torch
@@ -60,7 +61,8 @@ class Remainders:
     The remainder then fits into 16 bits with a sign, while rounding to the nearest even number would need one more value.
     Megatron-LM does the same (store_param_remainders).
 
-    A weight that somebody else writes to has lost its master. The remainder does not show that, but a checksum does.
+    A weight that somebody else writes to has lost its master. The remainder does not show that, but a checksum does, though not
+    which weight it is: if another one is then written as it should be, all of them have to be, see `before_write`.
     """
 
     def __init__(self, shard: torch.Tensor) -> None:
@@ -68,10 +70,16 @@ class Remainders:
         self.remainder = torch.zeros_like(shard, dtype=torch.int16)
         self.values = self._placeholder()
         self.checksum = self._checksum()
+        self.unknown: set[int] = set()  # first elements of the slices that may have lost masters, as far as `write` knows
 
     @property
     def nbytes(self) -> int:
         return self.remainder.nbytes
+
+    def before_write(self, slices: Collection[int]) -> None:
+        """Look for lost masters before weights are overwritten. `slices`: the first elements of all slices of the shard."""
+        if self._differs():
+            self.unknown = set(slices)
 
     def load(self) -> None:
         self.values = self.read(0, self.shard.numel())
@@ -95,6 +103,9 @@ class Remainders:
         self.checksum = self._checksum()
 
     def follow(self) -> torch.Tensor | None:
+        return torch.ones_like(self.checksum[0], dtype=torch.bool) if self.unknown else self._differs()
+
+    def _differs(self) -> torch.Tensor:
         return (self._checksum() != self.checksum).any()
 
     def _placeholder(self) -> torch.Tensor:

@@ -30,7 +30,7 @@ from zero.collectives import Communicator
 from zero.gradients import GradientSource, ParameterGradients, float32_norms
 from zero.host_comm import check_same_on_all_ranks, on_all_ranks
 from zero.layout import BucketMB, Plan, parameter_specs, plan
-from zero.masters import store_rounded
+from zero.masters import Remainders, store_rounded
 from zero.muon import Muon
 from zero.muon.exchange import MatrixExchange, check_matrices
 from zero.overlap import WaitingDict
@@ -269,13 +269,15 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
     def set_parameter(self, param: torch.nn.Parameter, value: torch.Tensor) -> None:
         """Overwrite a parameter and this rank's master slices of it. The masters keep the full precision of `value`."""
         self.synchronize()
-        value = value.expand_as(param)
+        slices, value = self._owned_of.get(param, []), value.expand_as(param)
+        for masters in [owned.masters for owned in slices if isinstance(owned.masters, Remainders)]:
+            masters.before_write([other.offset for other in self.owned if other.masters is masters])
         if self.param_dtype is not None and param in self.number_of:
             store_rounded(flattened(value, param), flattened(param.data, param))
             torch.autograd.graph.increment_version([param])
         else:
             param.copy_(value)
-        for owned in self._owned_of.get(param, []):
+        for owned in slices:
             owned.set_masters(flattened(value, param))
 
     @property

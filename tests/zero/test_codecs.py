@@ -378,9 +378,12 @@ def written():
         model(*batch(1, 0)).backward()
         with pytest.raises(RuntimeError, match=r"lost their masters; write with\s+optimizer.set_parameter"):
             optimizer.step()
-        optimizer.set_parameter(model.module.hidden.weight, torch.ones(7, 7))
-    train(model, optimizer, 0, 1)
-    model.load_state_dict(model.state_dict())
+        optimizer.set_parameter(model.module.hidden.bias, torch.ones(7))
+        with pytest.raises(RuntimeError, match="now all weights"):  # another one was written by the book
+            optimizer.step()
+        model.load_state_dict(model.state_dict())
+        train(model, optimizer, 0, 1)
+    optimizer.set_parameter(model.module.hidden.weight, torch.ones(7, 7))
     train(model, optimizer, 0, 1)
 
 

@@ -250,7 +250,9 @@ def _of_model(part: Partition, model: torch.nn.Module, divided: bool) -> tuple[d
     for name, param in model.named_parameters(remove_duplicate=False):
         number = numbers.get(id(param))
         if number is not None and held.get(name, param) is not param and part.plan.update_dtypes[number] != param.dtype:
-            raise CheckpointError(f"state_dict() of the model has a copy of {name}, which lacks its master; return the parameter")
+            raise CheckpointError(
+                f"state_dict() of the model has a copy of {name}, which lacks its master; return the parameter"
+            )
     chunks = []
     for slice_, local, read in zip(part.slices[part.rank], part.locals, part.readers, strict=True) if divided else ():
         param = part.params[slice_.param]

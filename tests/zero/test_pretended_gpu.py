@@ -175,7 +175,7 @@ def run_part(name):
     dist.new_group = lambda *args, backend=None, **options: new_group(*args, backend="fake", **options)
     if part.ranks:
         os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-        os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+        os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(40000 + os.getpid() % 20000)}
     own = ["--max_iters=6", "--log_interval=2", "--shadow_check=0"] if part.ranks else SIZES  # the check compares values
     command = part.command[part.command[:2] == ["-m", "benchmarks.exact"] and 2 :]  # fake tensors have no nan
     sys.argv = [*(argument.removesuffix(",fsdp2") for argument in command), *own, "--device=cuda"]

@@ -119,9 +119,8 @@ class Remainders:
         """
         pairs, factors = self.shard.view(torch.int32), _factors(self.shard.device)
         rows, length = pairs.numel() // len(factors), len(factors)
-        sums = torch.empty(
-            rows + 1, dtype=torch.int64, device=pairs.device
-        )  # a list between the large tensors costs page faults
+        # not a list: its tensors would lie between the large ones in memory, and these would cost page faults on a CPU
+        sums = torch.empty(rows + 1, dtype=torch.int64, device=pairs.device)
         whole, rest = pairs[: rows * length].view(rows, length), pairs[rows * length :].view(1, -1)
         for part, total in itertools.chain(pieces(whole, sums[:-1]), pieces(rest, sums[-1:])):
             torch.sum(part.long().mul_(factors[: part.shape[1]]), 1, out=total)

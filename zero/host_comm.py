@@ -81,16 +81,33 @@ def check_same_on_all_ranks(facts: dict[str, Any], group: dist.ProcessGroup | No
     on_all_ranks(compare, group)
 
 
-def send(elements: torch.Tensor, rank: int, group: dist.ProcessGroup | None) -> None:
-    """Send the elements of a flat tensor to a rank of a group that sends from main memory, see `cpu_group`.
+def gather_tensors(
+    own: list[Callable[[], torch.Tensor]], places: list[list[torch.Tensor]] | None, group: dist.ProcessGroup | None
+) -> None:
+    """Gather flat tensors of all ranks on rank 0. Needs to be called on all ranks of a group that sends from main memory.
 
-    A GPU may have no memory left, and NCCL needs a communicator per pair of ranks.
+    NCCL is of no use here: a GPU may have no memory left, and it needs a communicator per pair of ranks.
+
+    Args:
+        own: functions that return the tensors of this rank. They are called one by one, so that few tensors exist.
+        places: on rank 0, for each rank, where its tensors go; on others None.
     """
+    if places is None:
+        for read in own:
+            _send(read(), 0, group)
+        return
+    for place, read in zip(places[0], own, strict=True):
+        place.copy_(read())
+    for rank, of_rank in enumerate(places[1:], 1):
+        for place in of_rank:
+            _receive(place, rank, group)
+
+
+def _send(elements: torch.Tensor, rank: int, group: dist.ProcessGroup | None) -> None:
     for message in elements.split(MESSAGE_BYTES // elements.itemsize):
         dist.send(message.cpu(), group_dst=rank, group=group, tag=TAG)
 
 
-def receive(elements: torch.Tensor, rank: int, group: dist.ProcessGroup | None) -> None:
-    """Receive what another rank sends with `send` from a tensor of the same size."""
+def _receive(elements: torch.Tensor, rank: int, group: dist.ProcessGroup | None) -> None:
     for message in elements.split(MESSAGE_BYTES // elements.itemsize):
         dist.recv(message, group_src=rank, group=group, tag=TAG)

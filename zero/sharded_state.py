@@ -3,14 +3,13 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import count
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
-from zero.host_comm import cpu_group, gather_objects
+from zero.host_comm import cpu_group
 from zero.layout import Plan, Slice, parameter_specs, replicated_plan
 from zero.optimizer import ShardedOptimizer
 
@@ -65,10 +64,6 @@ class Partition:
         """The process group of these ranks that sends from main memory; None if there is one rank."""
         return cpu_group(self.process_group) if self.plan.world_size > 1 else None
 
-    def gather(self, value: Any) -> list[Any]:
-        """Gather the values of the ranks that share the state. Needs to be called on all of them."""
-        return gather_objects(value, self.cpu_group) if self.plan.world_size > 1 else [value]
-
 
 def partition(optimizer: torch.optim.Optimizer) -> Partition:
     """Return the partition of a ShardedOptimizer or ZeroRedundancyOptimizer; any other optimizer holds the whole state."""
@@ -92,12 +87,3 @@ def partition(optimizer: torch.optim.Optimizer) -> Partition:
 def parameters(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
     """Return all parameters, in the order in which a torch.optim `state_dict()` numbers them."""
     return [param for group in optimizer.param_groups for param in group["params"]]
-
-
-def packed_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Return the `param_groups` of a torch.optim `state_dict()`: hyperparameters, and numbers in place of parameters."""
-    numbers = count()
-    return [
-        {**{key: value for key, value in group.items() if key != "params"}, "params": [next(numbers) for _ in group["params"]]}
-        for group in optimizer.param_groups
-    ]

@@ -31,11 +31,6 @@ def shaped(flat: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return flat.as_strided(like.shape, like.stride())
 
 
-def meta_like(param: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return a tensor on the meta device, in the shape of `param`, and in its strides if dense."""
-    return shaped(torch.empty(param.numel(), dtype=dtype, device="meta"), param)
-
-
 def piece_numel(on_cpu: bool) -> int:
     """Return how many elements are processed at a time.
 

@@ -13,11 +13,12 @@ from toy import MODES, Toy, build_toy, make_toy
 from forecast.prediction import Prediction
 from model import GPT, GPTConfig
 from zero.build import build
+from zero.checkpoint.state import packed_groups
 from zero.flags import Flags
 from zero.held_bytes import held_bytes
 from zero.layout import ParameterSpec, parameter_specs, plan, replicated_plan, zero_redundancy_plan
 from zero.optimizer import ShardedOptimizer
-from zero.sharded_state import packed_groups, parameters, partition
+from zero.sharded_state import parameters, partition
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float64]
 specs = st.lists(

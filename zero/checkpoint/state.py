@@ -10,18 +10,19 @@ import copy
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
+from itertools import count
 from typing import Any, NamedTuple, Self
 
 import torch
 
 from zero.checks import ENTRIES
 from zero.codecs import Encoded
-from zero.host_comm import receive, send
+from zero.host_comm import gather_objects, gather_tensors
 from zero.layout import Slice
 from zero.muon import Muon
 from zero.optimizer import ShardedOptimizer, hyperparameters
-from zero.sharded_state import Partition, packed_groups, partition
-from zero.tensors import flattened, meta_like, shaped
+from zero.sharded_state import Partition, partition
+from zero.tensors import flattened, is_dense, shaped
 
 # these say how this machine computes the update: taken from the running optimizer, never from a file
 _MACHINE_FLAGS = ("fused", "foreach", "capturable", "differentiable", "ns_dtype")
@@ -88,7 +89,8 @@ def consolidate(optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
             With whole parameters, it may have any shape.
     """
     part = _synchronized(optimizer)
-    whole = _gathered(part, *_of_optimizer(part))
+    outline, chunks = _of_optimizer(part)
+    whole = _gathered(part, outline, chunks)
     return whole and whole["optimizer"]
 
 
@@ -99,14 +101,16 @@ def model_state_dict(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -
         On rank 0: copies on the CPU, tied where the entries are. Masters replace weights of lower precision. On others: None.
     """
     part = _synchronized(optimizer)
-    whole = _gathered(part, *_of_model(part, model, divided=part.plan.has_masters))
+    outline, chunks = _of_model(part, model, divided=part.plan.has_masters)
+    whole = _gathered(part, outline, chunks)
     return whole and whole["model"]
 
 
 def full_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
     """Gather `model_state_dict` and `consolidate` on rank 0, as "model" and "optimizer". Needs to be called on all ranks."""
     part = _synchronized(optimizer)
-    return _gathered(part, *_of_both(part, model, divided=part.plan.has_masters))
+    outline, chunks = _of_both(part, model, divided=part.plan.has_masters)
+    return _gathered(part, outline, chunks)
 
 
 def local_chunks(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any] | None, list[TensorChunk]]:
@@ -174,10 +178,7 @@ def _synchronized(optimizer: torch.optim.Optimizer) -> Partition:
 
 
 def _of_optimizer(part: Partition) -> tuple[dict[str, Any], list[TensorChunk]]:
-    """Return the outline of the whole optimizer state, the same on all ranks, and this rank's chunks of it.
-
-    Needs to be called on all ranks.
-    """
+    """Return the outline of the whole optimizer state, and this rank's chunks of it. Needs to be called on all ranks."""
     own: list[dict[str, Any]] = []  # outlines of the state of this rank's slices
     chunks: list[TensorChunk] = []
     error = None
@@ -187,7 +188,7 @@ def _of_optimizer(part: Partition) -> tuple[dict[str, Any], list[TensorChunk]]:
             own.append(map_leaves(take, state, f"optimizer.state.{slice_.param}"))
     except CheckpointError as raised:
         error = raised
-    gathered = part.gather((own, error))
+    gathered = _gathered_objects(part, (own, error))
     if error := next(filter(None, (error for _, error in gathered)), None):
         raise error
     first: dict[int, tuple[int, dict[str, Any]]] = {}  # by parameter: the rank and the outline of its first slice
@@ -212,20 +213,20 @@ def _take_leaf(part: Partition, slice_: Slice, local: torch.Tensor, chunks: list
     entry = _entry(part, slice_.param, name.removeprefix(f"optimizer.state.{slice_.param}."))
     param = part.params[slice_.param]
     if isinstance(value, Encoded):
-        elements = meta_like(local, torch.float32)
+        elements = _meta_like(local, torch.float32)
         chunks.append(TensorChunk(name, param.numel(), slice_.start, elements, partial(value.decode, local)))
-        return meta_like(param, torch.float32)
+        return _meta_like(param, torch.float32)
     if not isinstance(value, torch.Tensor):
         raise CheckpointError(f"{entry} as {type(value).__name__}, which cannot be restored; use tensors and numbers")
     if value.dim() and value.shape == local.shape:
         chunks.append(TensorChunk(name, param.numel(), slice_.start, value.detach()))
-        return meta_like(value if value.shape == param.shape else param, value.dtype)
+        return _meta_like(value if value.shape == param.shape else param, value.dtype)
     if value.numel() == 1:
         return _copied(value)
     if not _is_whole(part, slice_.param):
         raise CheckpointError(f"{entry} in shape {tuple(value.shape)} for {local.numel()} elements: {_RULE}")
     chunks.append(TensorChunk.of_whole(name, value))
-    return meta_like(value, value.dtype)
+    return _meta_like(value, value.dtype)
 
 
 def _entry(part: Partition, number: int, name: str) -> str:
@@ -257,7 +258,7 @@ def _of_model(part: Partition, model: torch.nn.Module, divided: bool) -> tuple[d
     for slice_, local, read in zip(part.slices[part.rank], part.locals, part.readers, strict=True) if divided else ():
         param = part.params[slice_.param]
         if id(param) in names:
-            chunks.append(TensorChunk(names[id(param)], param.numel(), slice_.start, meta_like(local, local.dtype), read))
+            chunks.append(TensorChunk(names[id(param)], param.numel(), slice_.start, _meta_like(local, local.dtype), read))
     outlines: dict[int, Any] = {}
     for key, tensor in {id(tensor): tensor for tensor in held.values()}.items():
         if not isinstance(tensor, torch.Tensor):  # from get_extra_state()
@@ -266,7 +267,7 @@ def _of_model(part: Partition, model: torch.nn.Module, divided: bool) -> tuple[d
         number, dtype = numbers.get(key), tensor.dtype
         if number is not None and part.plan.params[number].requires_grad:
             dtype = part.plan.update_dtypes[number]
-        outlines[key] = meta_like(tensor, dtype)
+        outlines[key] = _meta_like(tensor, dtype)
         if number is None and part.receives:
             chunks.append(TensorChunk.of_whole(names[key], tensor))
     state_dict = {name: outlines[id(tensor)] for name, tensor in held.items()}
@@ -284,21 +285,20 @@ def _gathered(part: Partition, outline: dict[str, Any], chunks: list[TensorChunk
     """Return on rank 0 the whole state, an outline filled with the chunks of all ranks. Needs to be called on all ranks."""
     if part.replica:
         return None
-    gathered = _gathered_ranges(part, outline, chunks)
-    if not part.receives:
-        for chunk in chunks:
-            send(_flat_elements(chunk), 0, part.cpu_group)
-        return None
-    whole, tensors = materialized(outline, torch.preserve_format)
-    flat = {name: flattened(tensor, tensor) for name, tensor in tensors.items()}
-    for chunk in chunks:
-        flat[chunk.name][chunk.start : chunk.stop].copy_(_flat_elements(chunk))
-    for rank, ranges in enumerate(gathered[1:], 1):
-        for name, start, stop in ranges:
-            receive(flat[name][start:stop], rank, part.cpu_group)
-    if "model" in outline:  # what get_extra_state() has returned stays as it is
+    ranges_of_ranks = _gathered_ranges(part, outline, chunks)
+    whole, places = None, None
+    if part.receives:
+        whole, tensors = materialized(outline, torch.preserve_format)
+        flat = {name: flattened(tensor, tensor) for name, tensor in tensors.items()}
+        places = [[flat[name][start:stop] for name, start, stop in ranges] for ranges in ranges_of_ranks]
+    gather_tensors([partial(_flat_elements, chunk) for chunk in chunks], places, part.cpu_group)
+    if whole and "model" in outline:  # what get_extra_state() has returned stays as it is
         whole["model"] |= {name: held for name, held in outline["model"].items() if not isinstance(held, torch.Tensor)}
     return whole
+
+
+def _gathered_objects(part: Partition, value: Any) -> list[Any]:
+    return gather_objects(value, part.cpu_group) if part.plan.world_size > 1 else [value]
 
 
 def _flat_elements(chunk: TensorChunk) -> torch.Tensor:
@@ -312,7 +312,7 @@ def _gathered_ranges(part: Partition, outline: dict[str, Any], chunks: list[Tens
     """
     tensors = {id(leaf): (name, leaf.numel()) for name, leaf in reversed(leaves(outline).items()) if _is_meta(leaf)}
     own = [(chunk.name, chunk.start, chunk.stop) for chunk in chunks]
-    (_, expected), *_ = gathered = part.gather((own, dict(tensors.values())))
+    (_, expected), *_ = gathered = _gathered_objects(part, (own, dict(tensors.values())))
     held: Counter[str] = Counter()
     for ranges, _ in gathered:
         for name, start, stop in ranges:
@@ -429,8 +429,20 @@ def _is_whole(part: Partition, number: int) -> bool:
     return part.plan.assigned is not None or not part.plan.params[number].requires_grad
 
 
+def _meta_like(param: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return a tensor on the meta device, in the shape of `param`, and in its strides if dense."""
+    memory_format = torch.preserve_format if is_dense(param) else torch.contiguous_format
+    return torch.empty_like(param, dtype=dtype, device="meta", memory_format=memory_format)
+
+
 def _is_meta(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor) and leaf.is_meta
+
+
+def packed_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Return the `param_groups` of a torch.optim `state_dict()`: hyperparameters, and numbers in place of parameters."""
+    numbers = count()
+    return [{**group, "params": [next(numbers) for _ in group["params"]]} for group in optimizer.param_groups]
 
 
 def _copied(tree: Any, device: torch.device | str = "cpu") -> Any:

@@ -1,6 +1,7 @@
 """A small net, wrapped, a backward on it, and gathers that come late; what several tests of the engine share."""
 
 import contextlib
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -58,7 +59,6 @@ class Late:
             self.bucket.copy_(self.received)
 
 
-@contextlib.contextmanager
 def late_gathers(ever=True):
     """In the block, the gathers of this rank are late. If not `ever`, they never arrive, a defect that must be found."""
     all_gather = Communicator.all_gather
@@ -71,11 +71,7 @@ def late_gathers(ever=True):
                 shard.fill_(float("nan"))
         return [Late(bucket, received, works)] if ever else works
 
-    Communicator.all_gather = gather
-    try:
-        yield
-    finally:
-        Communicator.all_gather = all_gather
+    return mock.patch.object(Communicator, "all_gather", gather)
 
 
 def late_on_the_last_rank():

@@ -25,6 +25,7 @@ import traceback
 import warnings
 from collections import Counter
 from dataclasses import dataclass, replace
+from unittest import mock
 
 import hypothesis
 import pytest
@@ -311,18 +312,12 @@ def assert_same_on_all_ranks(params):
         assert torch.equal(of_rank_0, param), "the ranks have different weights"
 
 
-@contextlib.contextmanager
 def no_gathers():
     """A defect: no rank gives its shards to the others, which keep their old values."""
     all_gather = Communicator.all_gather
-    Communicator.all_gather = lambda comm, bucket: all_gather(comm, bucket.clone())
-    try:
-        yield
-    finally:
-        Communicator.all_gather = all_gather
+    return mock.patch.object(Communicator, "all_gather", lambda comm, bucket: all_gather(comm, bucket.clone()))
 
 
-@contextlib.contextmanager
 def gradients_of_one_rank():
     """A defect: the mean is that of rank 0 and zero."""
     add = Communicator.sum_of
@@ -332,11 +327,7 @@ def gradients_of_one_rank():
             part.zero_()
         return add(comm, reduction, shard, like)
 
-    Communicator.sum_of = first_only
-    try:
-        yield
-    finally:
-        Communicator.sum_of = add
+    return mock.patch.object(Communicator, "sum_of", first_only)
 
 
 DEFECTS = {

@@ -3,6 +3,7 @@
 import copy
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -72,14 +73,21 @@ def in_a_thread(read: type[Reader]) -> type[Reader]:
     return InAThread
 
 
-class Average(Reader):
-    """A moving average over a list of parameters that was made once."""
+class OfAList(Reader):
+    """It has made a list of the parameters once."""
 
     by_reference = True
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         super().__init__(model, optimizer)
         self.params = list(model.parameters())
+
+
+class Average(OfAList):
+    """A moving average over the list."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__(model, optimizer)
         self.found = [param.detach().clone() for param in self.params]
 
     def after_step(self) -> None:
@@ -87,100 +95,75 @@ class Average(Reader):
             mean.lerp_(param.detach(), 0.5)
 
 
-class Clamp(Reader):
-    """Clips the weights of a list, as for the critic of a Wasserstein GAN."""
-
-    by_reference = True
-
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        super().__init__(model, optimizer)
-        self.params = list(model.parameters())
+class Clamp(OfAList):
+    """Clips the weights of the list, as for the critic of a Wasserstein GAN."""
 
     def after_step(self) -> None:
         for param in self.params:
             param.data.clamp_(-0.3, 0.3)
 
 
-class Watch(Reader):
-    """A thread that reads all weights again and again while the model trains."""
+def while_it_trains(read: type[Reader]) -> type[Reader]:
+    """The same again and again, in a thread. What it finds is not compared, because it depends on the moment."""
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        super().__init__(model, optimizer)
-        self.is_done = threading.Event()
-        self.error: BaseException | None = None
-        self.thread = threading.Thread(target=self.watch)
-        self.thread.start()
+    class Watches(read):  # type: ignore[misc, valid-type]
+        def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+            super().__init__(model, optimizer)
+            self.is_done = threading.Event()
+            self.watching = ThreadPoolExecutor(1).submit(self.watch)
 
-    def read(self) -> None:
-        for param in self.model.parameters():
-            param.detach().clone()
-
-    def watch(self) -> None:
-        try:
+        def watch(self) -> None:
             while not self.is_done.wait(0.001):
-                self.read()
-        except BaseException as error:
-            self.error = error
+                super().after_step()
+                self.found.clear()
 
-    def stop(self) -> None:
-        self.is_done.set()
-        self.thread.join()
-        if self.error is not None:
-            raise self.error
+        def after_step(self) -> None:
+            """It reads all the time."""
 
+        def stop(self) -> None:
+            self.is_done.set()
+            self.watching.result()
 
-class WatchAList(Watch):
-    by_reference = True
-
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        self.params = list(model.parameters())
-        super().__init__(model, optimizer)
-
-    def read(self) -> None:
-        for param in self.params:
-            param.detach().clone()
+    return Watches
 
 
 def trainable(model: nn.Module) -> list[nn.Parameter]:
     return [param for param in model.parameters() if param.requires_grad]
 
 
-class Saliency(Reader):
-    """The gradient of the loss with respect to the input, on one rank."""
+def between(find: Callable[[nn.Module, torch.Tensor, torch.Tensor], Any], rank: int | None = None) -> type[Reader]:
+    """What `find(model, loss, x)` computes between forward and backward, on one rank or on all."""
 
-    def before_backward(self, loss: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        if now.rank == 1:
-            self.found += torch.autograd.grad(loss, x, retain_graph=True)
-        return loss
+    class Finds(Reader):
+        def before_backward(self, loss: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+            if rank in (None, now.rank):
+                self.found += find(self.model, loss, x)
+            return loss
+
+    return Finds
 
 
-class SaliencyByBackward(Reader):
+def saliency(_: nn.Module, loss: torch.Tensor, x: torch.Tensor) -> Any:
+    """The gradient of the loss with respect to the input."""
+    return torch.autograd.grad(loss, x, retain_graph=True)
+
+
+def saliency_by_backward(_: nn.Module, loss: torch.Tensor, x: torch.Tensor) -> Any:
     """The same by a call of backward that accumulates into the input only."""
-
-    def before_backward(self, loss: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        if now.rank == 1:
-            torch.autograd.backward(loss, inputs=[x], retain_graph=True)
-            self.found.append(x.grad.clone())
-        return loss
+    torch.autograd.backward(loss, inputs=[x], retain_graph=True)
+    return [x.grad.clone()]
 
 
-class LoggedPenalty(Reader):
-    """The squared gradients of the parameters, which one rank logs."""
-
-    def before_backward(self, loss: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        if now.rank == 0:
-            each = torch.autograd.grad(loss, trainable(self.model), retain_graph=True, allow_unused=True)
-            self.found.append(sum(gradient.double().square().sum() for gradient in each if gradient is not None))
-        return loss
+def penalty(model: nn.Module, loss: torch.Tensor, _: torch.Tensor) -> Any:
+    """The squared gradients of the parameters."""
+    each = torch.autograd.grad(loss, trainable(model), retain_graph=True, allow_unused=True)
+    return [sum(gradient.double().square().sum() for gradient in each if gradient is not None)]
 
 
-class LoggedPenaltyOfPenalty(Reader):
-    """The same on all ranks, with a graph that nobody goes through."""
-
-    def before_backward(self, loss: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
-        self.found.append(gradient.square().sum().detach())
-        return loss
+def penalty_with_a_graph(_: nn.Module, loss: torch.Tensor, x: torch.Tensor) -> Any:
+    """The same of the input, with a graph that nobody goes through."""
+    (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+    return [gradient.square().sum().detach()]
 
 
 class Decay(Reader):
@@ -231,12 +214,12 @@ READERS: dict[str, type[Reader]] = {
     "list in a thread": in_a_thread(holds(once(lambda model: list(model.parameters())))),
     "average over a list": Average,
     "clamp a list": Clamp,
-    "watching thread": Watch,
-    "thread that watches a list": WatchAList,
-    "saliency on one rank": Saliency,
-    "saliency by backward on one rank": SaliencyByBackward,
-    "logged penalty on one rank": LoggedPenalty,
-    "logged penalty with a graph": LoggedPenaltyOfPenalty,
+    "watching thread": while_it_trains(reads(lambda model, _: model.parameters())),
+    "thread that watches a list": while_it_trains(holds(once(lambda model: list(model.parameters())))),
+    "saliency on one rank": between(saliency, 1),
+    "saliency by backward on one rank": between(saliency_by_backward, 1),
+    "logged penalty on one rank": between(penalty, 0),
+    "logged penalty with a graph": between(penalty_with_a_graph),
     "decay of a list": Decay,
 }
 OF_GRADIENTS = {name for name, reader in READERS.items() if reader.before_backward is not Reader.before_backward} - {

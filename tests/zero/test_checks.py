@@ -5,6 +5,7 @@ import pickle
 import re
 from functools import partial
 
+import pytest
 import torch
 import torch.distributed as dist
 from nets import backward, inputs, net, wrap
@@ -53,15 +54,14 @@ def wrapped(change):
     return steps
 
 
-def before_a_step(change, of_backward=True):
-    """What `change(module, optimizer)` does to a wrapped net between backward and step."""
+def before_a_step(change, after_backward=False):
+    """What `change(model, optimizer)` does to a wrapped net before a step."""
 
     def steps():
-        module = net()
-        model, optimizer = wrap(module)
-        if of_backward:
+        model, optimizer = wrap(net())
+        if after_backward:
             backward(model)
-        change(module, optimizer)
+        change(model, optimizer)
         yield model
         optimizer.step()
 
@@ -101,17 +101,10 @@ def a_complex_buffer():
     ShardedDataParallel(module, optimizer)
 
 
-def an_optimizer_after_ddp():
-    module = net()
-    model = DistributedDataParallel(module)
-    yield model
-    ShardedOptimizer(module.parameters(), SGD, param_dtype=torch.bfloat16)
-
-
-def an_optimizer_after_weight_norm():
-    module = torch.nn.utils.weight_norm(torch.nn.Linear(4, 4))
+def an_optimizer_after(change):
+    model = change(nn.Linear(4, 4))
     yield
-    ShardedOptimizer(module.parameters(), SGD, param_dtype=torch.bfloat16)
+    ShardedOptimizer(model.parameters(), SGD, param_dtype=torch.bfloat16)
 
 
 def an_optimizer_with_a_wrapper(of_another_module):
@@ -148,25 +141,17 @@ def a_group_of_before_the_wrapper_changed():
     optimizer.step()
 
 
-def a_gradient_put_back():
-    module = net()
-    model, optimizer = wrap(module)
+def a_gradient_put_back(model, optimizer):
     backward(model)
-    saved = module[0].weight.grad
+    saved = model.module[0].weight.grad
     optimizer.zero_grad()
     backward(model, 1)
-    module[0].weight.grad = saved
-    yield
-    optimizer.step()
+    model.module[0].weight.grad = saved
 
 
-def a_replaced_parameter():
-    module = net()
-    model, optimizer = wrap(module)
-    module[0].weight = nn.Parameter(torch.ones(8, 8))
+def a_replaced_parameter(model, _):
+    model.module[0].weight = nn.Parameter(torch.ones(8, 8))
     backward(model)
-    yield
-    optimizer.step()
 
 
 def an_unfrozen_parameter():
@@ -179,15 +164,10 @@ def an_unfrozen_parameter():
     optimizer.step()
 
 
-def a_failed_backward():
-    module = net()
-    model, optimizer = wrap(module)
-    module[0].weight.register_hook(lambda _: 1 / 0)
-    try:
+def a_failed_backward(model, _):
+    model.module[0].weight.register_hook(lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
         backward(model)
-    except ZeroDivisionError:
-        yield
-    optimizer.step()
 
 
 def a_second_backward_after_the_step(is_wrapped):
@@ -323,10 +303,13 @@ CASES = {
         *(ValueError, "registers step hooks on itself"),
         an_optimizer_of(lambda: torch.ones(4), WithOwnHook, elementwise=True, lr=0.1),
     ),
-    "an optimizer after DDP": (*(ValueError, "build ShardedOptimizer before DistributedDataParallel"), an_optimizer_after_ddp),
+    "an optimizer after DDP": (
+        *(ValueError, "build ShardedOptimizer before DistributedDataParallel"),
+        partial(an_optimizer_after, DistributedDataParallel),
+    ),
     "an optimizer after the computation of a weight": (
         *(ValueError, "use parametrizations.weight_norm"),
-        an_optimizer_after_weight_norm,
+        partial(an_optimizer_after, nn.utils.weight_norm),
     ),
     # -- what is wrapped
     **{
@@ -356,20 +339,23 @@ CASES = {
     # -- what happens before a step
     "a parameter less": (
         *(RuntimeError, CHANGED),
-        before_a_step(lambda _, optimizer: optimizer.param_groups[0]["params"].pop()),
+        before_a_step(lambda _, optimizer: optimizer.param_groups[0]["params"].pop(), after_backward=True),
     ),
     "another order": (
         *(RuntimeError, CHANGED),
-        before_a_step(lambda _, optimizer: optimizer.param_groups[0]["params"].reverse()),
+        before_a_step(lambda _, optimizer: optimizer.param_groups[0]["params"].reverse(), after_backward=True),
     ),
-    "a gradient put back": (RuntimeError, r"the gradient of 0\.weight was put there again", a_gradient_put_back),
+    "a gradient put back": (
+        *(RuntimeError, r"the gradient of 0\.weight was put there again"),
+        before_a_step(a_gradient_put_back),
+    ),
     "a gradient by hand": (
         *(RuntimeError, "one set by hand is never sent"),
-        before_a_step(lambda module, _: setattr(module[0].weight, "grad", torch.ones(8, 8)), of_backward=False),
+        before_a_step(lambda model, _: setattr(model.module[0].weight, "grad", torch.ones(8, 8))),
     ),
     "a replaced parameter": (
         *(RuntimeError, r"^0\.weight require gradients, but are not the optimizer's: replaced"),
-        a_replaced_parameter,
+        before_a_step(a_replaced_parameter),
     ),
     "an unfrozen parameter": (RuntimeError, r"0\.bias require gradients, but .* unfrozen", an_unfrozen_parameter),
     "an unfrozen parameter, alone": (
@@ -380,7 +366,7 @@ CASES = {
         *(RuntimeError, "build the optimizer after"),
         partial(before_a_step_alone, lambda module: module.double()),
     ),
-    "a failed backward": (RuntimeError, "the last backward did not end", a_failed_backward),
+    "a failed backward": (RuntimeError, "the last backward did not end", before_a_step(a_failed_backward)),
     "backward after step": (RuntimeError, INPLACE, partial(a_second_backward_after_the_step, True)),
     "backward after step, alone": (RuntimeError, INPLACE, partial(a_second_backward_after_the_step, False)),
     "a sparse gradient": (RuntimeError, "sparse=False", partial(a_sparse_gradient, True)),

@@ -14,9 +14,9 @@ from zero.collectives import Communicator
 TINY_MB = 0.0002  # 50 elements: several buckets
 
 
-def net():
+def net(outputs=3):
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
+    return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, outputs))
 
 
 def wrap(module, bucket_mb=TINY_MB, **kwargs):

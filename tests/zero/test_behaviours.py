@@ -72,12 +72,22 @@ def plain(model: nn.Module, module: nn.Module, step: int) -> None:
     backward(model, step)
 
 
-def loop(each: Any = plain, make: Any = net, after: Any = None, clear: bool = True, **options: Any) -> Any:
-    """Four steps, in each of which `each(model, module, step)` makes the gradients and returns what it has found."""
+def on(make: Any, train: Any, **options: Any) -> Any:
+    """`train(model, module, optimizer)` of what `make` returns. What it has found comes before the weights."""
 
     def trains(wrap: Wrap) -> Tensors:
         module = make()
         model, optimizer = wrap(module, **options)
+        found = train(model, module, optimizer) or []
+        return [tensor.detach().clone() for tensor in found] + weights(module)
+
+    return trains
+
+
+def loop(each: Any = plain, make: Any = net, after: Any = None, clear: bool = True, **options: Any) -> Any:
+    """Four steps, in each of which `each(model, module, step)` makes the gradients and returns what it has found."""
+
+    def train(model: nn.Module, module: nn.Module, optimizer: Any) -> Tensors:
         found = []
         for step in range(4):
             found += each(model, module, step) or []
@@ -86,9 +96,9 @@ def loop(each: Any = plain, make: Any = net, after: Any = None, clear: bool = Tr
                 found += after(model, module, optimizer, step) or []
             if clear:
                 optimizer.zero_grad()
-        return [tensor.detach().clone() for tensor in found] + weights(module)
+        return found
 
-    return trains
+    return on(make, train, **options)
 
 
 # -- forward and backward ------------------------------------------------------------------------------------------------
@@ -175,10 +185,9 @@ def in_a_thread(function, *args):
         return pool.submit(function, *args).result()
 
 
-def a_thread_reads(wrap):
+def a_thread_reads(model, module, optimizer):
     """It and the training must not wait for the same receive."""
-    module, done = net(), threading.Event()
-    model, optimizer = wrap(module)
+    done = threading.Event()
 
     def read():
         while not done.is_set():
@@ -192,7 +201,6 @@ def a_thread_reads(wrap):
         finally:
             done.set()
         reading.result()
-    return weights(module)
 
 
 @dataclasses.dataclass
@@ -387,7 +395,7 @@ class TwoHeads(nn.Module):
 
 def a_gan(wrap):
     """Two models trained in turn; the critic drops the gradients that the turn of the generator leaves in it."""
-    generator, critic = Same(), net()
+    generator, critic = net(8), net()
     (wrapped_generator, its_optimizer), (wrapped_critic, critics_optimizer) = wrap(generator), wrap(critic)
     for step in range(4):
         wrapped_critic.zero_grad()
@@ -519,17 +527,14 @@ def load(strict, assign=False):
     return change
 
 
-def rewind(wrap):
+def rewind(model, module, optimizer):
     """The wrapper loads the weights of an earlier step."""
-    module = net()
-    model, optimizer = wrap(module)
     steps(model, optimizer, 2)
     kept = copy.deepcopy(model.state_dict())
     for _ in range(2):
         steps(model, optimizer, 2, first=2)
         model.load_state_dict(kept)
     steps(model, optimizer, 2, first=4)
-    return weights(module)
 
 
 def parametrized(module, step):
@@ -563,20 +568,8 @@ def grows(module, step):
         module.extra = nn.Linear(8, 3)
 
 
-class Same(nn.Module):
-    """As many outputs as inputs."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
-
-    def forward(self, x):
-        return self.second(torch.tanh(self.first(x)))
-
-
 def swapped(module, step):
-    module.first, module.second = module.second, module.first
+    module[0], module[2] = module[2], module[0]
 
 
 # -- hooks ---------------------------------------------------------------------------------------------------------------
@@ -649,9 +642,8 @@ def global_forward_hook(wrap):
 def step_hooks(of_all_optimizers):
     """One before each step, and one after it that decays the weights; each runs once per step."""
 
-    def trains(wrap):
-        module, calls = net(), []
-        model, optimizer = wrap(module)
+    def train(model, module, optimizer):
+        calls = []
 
         def decay(optimizer, *_):
             calls.append(2.0)
@@ -669,9 +661,9 @@ def step_hooks(of_all_optimizers):
         finally:
             for handle in handles:
                 handle.remove()
-        return [torch.tensor(calls), *weights(module)]
+        return [torch.tensor(calls)]
 
-    return trains
+    return on(net, train)
 
 
 # -- optimizers ----------------------------------------------------------------------------------------------------------
@@ -737,9 +729,7 @@ def wrapped_after_a_step_alone(wrap):
     return weights(module)
 
 
-def a_closure(wrap):
-    module = net()
-    model, optimizer = wrap(module)
+def a_closure(model, module, optimizer):
     found = []
     for step in range(3):
 
@@ -750,13 +740,11 @@ def a_closure(wrap):
             return loss
 
         found.append(optimizer.step(closure).detach())
-    return [*found, *weights(module)]
+    return found
 
 
 def scaled(enabled):
-    def trains(wrap):
-        module = net()
-        model, optimizer = wrap(module)
+    def train(model, module, optimizer):
         scaler = torch.amp.GradScaler("cpu", init_scale=16.0, enabled=enabled)
         for step in range(3):
             scaler.scale(model(inputs(step)).square().sum()).backward()
@@ -764,9 +752,8 @@ def scaled(enabled):
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()
-        return weights(module)
 
-    return trains
+    return on(net, train)
 
 
 def three_phases(wrap, delete=False):
@@ -782,15 +769,13 @@ def three_phases(wrap, delete=False):
     return weights(module)
 
 
-def complex_parameters(wrap):
+def with_complex_parameters():
     torch.manual_seed(0)
-    module = nn.Linear(8, 3, dtype=torch.complex64)
-    model, optimizer = wrap(module)
-    for step in range(3):
-        model(inputs(step).to(torch.complex64)).abs().square().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return [torch.view_as_real(tensor) for tensor in weights(module)]
+    return nn.Linear(8, 3, dtype=torch.complex64)
+
+
+def complex_inputs(model, module, step):
+    model(inputs(step).to(torch.complex64)).abs().square().sum().backward()
 
 
 # -- copies, averages and saves ------------------------------------------------------------------------------------------
@@ -814,22 +799,18 @@ def evaluated_by_one_rank(model, module, optimizer, step):
             return [module(inputs(step + 30))]
 
 
-def a_part_saved(wrap):
+def a_part_saved(model, module, optimizer):
     """It takes that part, not the buffer in which it lies."""
-    module = net()
-    model, optimizer = wrap(module)
     steps(model, optimizer)
     sizes = []
     for thing in (module[2].state_dict(), module[2].weight, copy.deepcopy(module[2].weight), list(module.parameters())[:1]):
         file = io.BytesIO()
         torch.save(thing, file)
         sizes.append(float(file.tell()))
-    return [torch.tensor(sizes), *weights(module)]
+    return [torch.tensor(sizes)]
 
 
-def swa(wrap):
-    module = with_batch_norm()
-    model, optimizer = wrap(module)
+def swa(model, module, optimizer):
     average = AveragedModel(module)
     scheduler = SWALR(optimizer, 0.02, anneal_epochs=2)
     for step in range(4):
@@ -839,21 +820,19 @@ def swa(wrap):
         scheduler.step()
         optimizer.zero_grad()
     update_bn([inputs(step) for step in range(3)], average)
-    return weights(module, average)
+    return weights(average)
 
 
 def averaged(of_wrapper, **how):
-    def trains(wrap):
-        module = net()
-        model, optimizer = wrap(module)
+    def train(model, module, optimizer):
         whole = model if of_wrapper else module
         average = AveragedModel(whole, **how)
         for step in range(4):
             steps(model, optimizer, 1, first=step)
             average.update_parameters(whole)
-        return weights(module, average)
+        return weights(average)
 
-    return trains
+    return on(net, train)
 
 
 # -- more ----------------------------------------------------------------------------------------------------------------
@@ -961,10 +940,8 @@ def holding(block):
     return trains
 
 
-def a_late_read(wrap):
+def a_late_read(model, module, optimizer):
     """A gradient of a parameter that was read through a reference taken before step; afterwards the model is whole."""
-    module = net()
-    model, optimizer = wrap(module)
     references = list(module.parameters())
     steps(model, optimizer, 1)
     try:
@@ -997,7 +974,7 @@ BEHAVIOURS: dict[str, Any] = {
     "autocast": loop(under(partial(torch.autocast, "cpu", torch.bfloat16))),
     "backward in a thread": loop(lambda model, _, step: in_a_thread(backward, model, step)),
     "forward in a thread": loop(lambda model, _, step: in_a_thread(model, inputs(step)).square().sum().backward()),
-    "a thread reads": a_thread_reads,
+    "a thread reads": on(net, a_thread_reads),
     **{f"output in a {kind}": output_of_kind(kind) for kind in OUTPUTS},
     "functional_call": loop(functional_call),
     "functional gradients": loop(functional_gradients),
@@ -1031,10 +1008,10 @@ BEHAVIOURS: dict[str, Any] = {
     },
     "between steps: load": between_steps(load(True)),
     "between steps: load a part": between_steps(load(False)),
-    "rewind": rewind,
+    "rewind": on(net, rewind),
     "a part deleted": between_steps(a_part_deleted, make=WithExtra),
-    "tied later": between_steps(lambda module, _: setattr(module.second, "weight", module.first.weight), make=Same),
-    "swapped": between_steps(swapped, make=Same),
+    "tied later": between_steps(lambda module, _: setattr(module[2], "weight", module[0].weight), make=partial(net, 8)),
+    "swapped": between_steps(swapped, make=partial(net, 8)),
     **{
         f"{install.__name__} on {on}{' later' * later}": hooked(install, on, later)
         for install in (forward_hooks, hooks_that_read, backward_hooks, gradient_hooks)
@@ -1059,16 +1036,16 @@ BEHAVIOURS: dict[str, Any] = {
     "weights clamped over a copy of param_groups": loop(after=clamped(dict)),
     "a parameter of the loss": a_parameter_of_the_loss,
     "wrapped after a step alone": wrapped_after_a_step_alone,
-    "a closure": a_closure,
+    "a closure": on(net, a_closure),
     "a disabled scaler": scaled(enabled=False),
     "three phases": partial(three_phases, delete=True),
     "three phases without deletion": three_phases,
-    "complex parameters": complex_parameters,
+    "complex parameters": loop(complex_inputs, with_complex_parameters),
     "saved after step": loop(after=saved_after_step),
     "saved by one rank": loop(after=saved_by_one_rank),
     "evaluated by one rank": loop(after=evaluated_by_one_rank),
-    "a part saved": a_part_saved,
-    "SWA": swa,
+    "a part saved": on(net, a_part_saved),
+    "SWA": on(with_batch_norm, swa),
     "an average of the wrapper": averaged(of_wrapper=True),
     "EMA, fused": averaged(of_wrapper=False, multi_avg_fn=get_ema_multi_avg_fn(0.9)),
     "no_sync": loop(no_sync(True, True)),
@@ -1104,7 +1081,7 @@ REFUSED: dict[str, Any] = {
 }
 REFUSED_WITH_OVERLAP: dict[str, Any] = {
     **{block: (holding(block), r"uses 1\..*inner\.weight before its all-gather has ended") for block in sorted(HELD)},
-    "a late read": (a_late_read, r"2\.weight has a gradient, but its all-gather was never waited for"),
+    "a late read": (on(net, a_late_read), r"2\.weight has a gradient, but its all-gather was never waited for"),
 }
 
 

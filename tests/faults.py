@@ -136,15 +136,18 @@ def peak_is_known():
 # -- time ----------------------------------------------------------------------------------------------------------------
 
 
+def sleep_before(owner, name, seconds):
+    @around(owner, name)
+    def late(original, *args, **kwargs):
+        time.sleep(seconds)
+        return original(*args, **kwargs)
+
+
 def rank_1_computes_slowly(seconds):
     import model
 
     if rank() == 1:
-
-        @around(model.GPT, "forward")
-        def forward(original, *args):
-            time.sleep(seconds)
-            return original(*args)
+        sleep_before(model.GPT, "forward", seconds)
 
 
 def rank_1_stops_at_a_batch(number):
@@ -163,19 +166,13 @@ def rank_1_stops_at_a_batch(number):
 def saves_take(seconds):
     from zero.checkpoint import store
 
-    @around(store, "commit")
-    def commit(original, *args):
-        time.sleep(seconds)
-        return original(*args)
+    sleep_before(store, "commit", seconds)
 
 
 def logging_takes(seconds):
     from run.logger import MetricsFile
 
-    @around(MetricsFile, "write")
-    def write(original, *args):
-        time.sleep(seconds)
-        return original(*args)
+    sleep_before(MetricsFile, "write", seconds)
 
 
 def measure_every(iterations, fault=None, *args):

@@ -45,6 +45,12 @@ class Finished(NamedTuple):
         assert self.returncode == 0, self.stderr
         return self
 
+    def refusal(self):
+        """Check that all ranks have ended with 2, and return the only line on stderr."""
+        assert set(self.returncodes) == {2}, self.stderr
+        (line,) = self.stderr.splitlines()
+        return line
+
 
 def run(script, *arguments, ranks=0, cwd=ROOT, limit=NO_LIMIT, before=None, timeout=240):
     """Run a script to its end in forked processes.

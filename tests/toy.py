@@ -60,16 +60,19 @@ MODES = {
 
 
 def build_toy(mode, seed=0, muon=False):
+    """`mode`: one of MODES, or flags."""
     model = make_toy(seed)
     model.unused.requires_grad_(False)  # DistributedDataParallel refuses parameters without a gradient
-    return build(model, model.param_groups(muon), MODES[mode], lr=0.01, betas=(0.9, 0.95))
+    return build(model, model.param_groups(muon), MODES.get(mode, mode), lr=0.01, betas=(0.9, 0.95))
 
 
-def train(model, optimizer, rank, steps, clip=0.0, first=0):
+def train(model, optimizer, rank, steps, clip=0.0, first=0, micro_steps=1, decay_lr=True):
     for step in range(first, first + steps):
-        for group in optimizer.param_groups:
+        for group in optimizer.param_groups if decay_lr else ():
             group["lr"] = 0.01 / (1 + step)
-        model(*batch(step, rank)).backward()
+        for micro_step in range(micro_steps):
+            model.require_backward_grad_sync = micro_step == micro_steps - 1
+            (model(*batch(step * micro_steps + micro_step, rank)) / micro_steps).backward()
         if clip:
             norm = clip_grad_norm_(optimizer, clip)
             assert norm > clip, "the clip must bite"

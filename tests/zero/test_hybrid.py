@@ -23,11 +23,7 @@ from zero.sharded_state import partition
 
 
 def hybrid_toy(shard_size, **flags):
-    model = make_toy()
-    model.unused.requires_grad_(False)
-    return build(
-        model, model.param_groups(), Flags(bucket_mb=0.0002, shard_size=shard_size, **flags), lr=0.01, betas=(0.9, 0.95)
-    )
+    return build_toy(Flags(bucket_mb=0.0002, shard_size=shard_size, **flags))
 
 
 def trained_like_adamw(shard_size):
@@ -57,10 +53,7 @@ def test_the_weights_are_those_of_adamw(world_size, shard_size):
 
 def bfloat16_weights(shard_size):
     model, optimizer = hybrid_toy(shard_size, param_dtype="bfloat16")
-    for step in range(10):
-        model(*batch(step, dist.get_rank())).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    train(model, optimizer, dist.get_rank(), 10, decay_lr=False)
     optimizer.synchronize()
     return {"weights": weights(model), "masters": [owned.local.detach().clone() for owned in optimizer.owned]}
 

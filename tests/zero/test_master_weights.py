@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_in_turn
-from toy import batch, largest_difference, make_toy, weights
+from toy import batch, largest_difference, make_toy, train, weights
 
 from zero import ShardedDataParallel, ShardedOptimizer
 from zero import checkpoint as ckpt
@@ -21,7 +21,7 @@ def sharded_run(steps, micro_steps, shard_gradients):
         toy.param_groups(), torch.optim.AdamW, bucket_mb=0.0002, param_dtype=torch.bfloat16, lr=0.01, fused=True
     )
     model = ShardedDataParallel(toy, optimizer, shard_gradients)
-    train(model, optimizer, range(steps), micro_steps)
+    train(model, optimizer, dist.get_rank(), steps, micro_steps=micro_steps, decay_lr=False)
     assert {param.dtype for param in model.parameters()} == {torch.bfloat16}, "also the frozen ones"
     return {
         "low": weights(model),
@@ -29,15 +29,6 @@ def sharded_run(steps, micro_steps, shard_gradients):
         "sent": dict(optimizer.comm.sent_bytes),
         "padded": sum(bucket.data.numel() for bucket in optimizer.buckets),
     }
-
-
-def train(model, optimizer, steps, micro_steps):
-    for step in steps:
-        for micro_step in range(micro_steps):
-            model.require_backward_grad_sync = micro_step == micro_steps - 1
-            (model(*batch(10 * step + micro_step, dist.get_rank())) / micro_steps).backward()
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 def oracle_run(world_size, steps, micro_steps, shard_gradients):
@@ -50,7 +41,7 @@ def oracle_run(world_size, steps, micro_steps, shard_gradients):
             param.grad = None
         for rank in range(world_size):
             for micro_step in range(micro_steps):
-                (model(*batch(10 * step + micro_step, rank)) / micro_steps).backward()
+                (model(*batch(step * micro_steps + micro_step, rank)) / micro_steps).backward()
                 if shard_gradients or micro_step == micro_steps - 1:
                     for param, master in zip(model.parameters(), masters.parameters(), strict=True):
                         if param.grad is not None:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from ranks import run_in_turn, run_ranks
 from torch import nn
 from torch.optim import _muon
-from toy import assert_equal, batch, weights
+from toy import assert_equal, batch, train, weights
 
 from forecast.prediction import ShardedPrediction
 from forecast.run_memory import gpt_specs
@@ -76,15 +76,7 @@ def make_sharded(shard_gradients=False, seed=0, **kwargs):
     return ShardedDataParallel(model, optimizer, shard_gradients), optimizer
 
 
-def train(model, optimizer, rank, steps, first=0, micro_steps=1, clip=0.0):
-    for step in range(first, first + steps):
-        for micro_step in range(micro_steps):
-            model.require_backward_grad_sync = micro_step == micro_steps - 1
-            (model(*batch(step * micro_steps + micro_step, rank)) / micro_steps).backward()
-        if clip:
-            assert optimizer.clip_grad_norm_(clip) > clip
-        optimizer.step()
-        optimizer.zero_grad()
+train = partial(train, decay_lr=False)  # the rate of the oracle
 
 
 def newton_schulz(dtype):
@@ -334,16 +326,12 @@ def test_parts_cover_every_matrix_and_lie_in_the_shards_of_their_ranks(world_siz
 # -- checkpoints -------------------------------------------------------------------------------------------------------
 
 
-def save(steps, seed=0):
-    model, optimizer = make_sharded(seed=seed)
-    train(model, optimizer, dist.get_rank(), steps)
-    return [ckpt.model_state_dict(model.module, optimizer), ckpt.consolidate(optimizer)]
-
-
-def resume(saved, first, steps):
-    model, optimizer = make_sharded(seed=5)
-    model.module.load_state_dict(saved[0])
-    ckpt.restore(optimizer, saved[1])
+def saved_after(steps, saved=None, first=0):
+    """From the start, or from what was saved."""
+    model, optimizer = make_sharded(seed=0 if saved is None else 5)
+    if saved is not None:
+        model.module.load_state_dict(saved[0])
+        ckpt.restore(optimizer, saved[1])
     train(model, optimizer, dist.get_rank(), steps, first=first)
     return [ckpt.model_state_dict(model.module, optimizer), ckpt.consolidate(optimizer)]
 
@@ -362,11 +350,11 @@ def resume_without_sharding(saved):
 
 
 def test_resumed_on_as_many_ranks_bit_for_bit_and_on_others_as_without_sharding():
-    (saved, *_), (uninterrupted, *_) = run_in_turn(4, partial(save, 3), partial(save, 6))
-    assert_equal(run_ranks(resume, 4, saved, 3, 3)[0], uninterrupted)
+    (saved, *_), (uninterrupted, *_) = run_in_turn(4, partial(saved_after, 3), partial(saved_after, 6))
+    assert_equal(run_ranks(saved_after, 4, 3, saved, 3)[0], uninterrupted)
     for world_size in (2, 3):
         (elsewhere, *_), (plain, *_) = run_in_turn(
-            world_size, partial(resume, saved, 3, 3), partial(resume_without_sharding, saved)
+            world_size, partial(saved_after, 3, saved, 3), partial(resume_without_sharding, saved)
         )
         assert largest_difference(elsewhere[0], plain) <= (0 if world_size < 3 else 1e-2)
     kinds = [set(state) for state in saved[1]["state"].values()]  # as in torch's optimizers

@@ -9,11 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_in_turn, run_ranks
-from toy import MODES, assert_equal, largest_difference, make_toy, train, weights
+from toy import MODES, assert_equal, build_toy, largest_difference, make_toy, train, weights
 
 from zero import checkpoint as ckpt
 from zero import host_comm
-from zero.build import build
 from zero.flags import Flags
 
 STEPS = 4  # before and after the save
@@ -47,10 +46,8 @@ def flags_of(mode):
 
 
 def make(mode, seed):
-    model = make_toy(seed)
-    model.unused.requires_grad_(False)  # DistributedDataParallel refuses parameters without a gradient
-    groups = model.param_groups(muon=mode.startswith(MUON))
-    return model, *build(model, groups, flags_of(mode.removeprefix(MUON)), lr=0.01, betas=(0.9, 0.95))
+    model, optimizer = build_toy(flags_of(mode.removeprefix(MUON)), seed, muon=mode.startswith(MUON))
+    return getattr(model, "module", model), model, optimizer
 
 
 def uninterrupted(kind):

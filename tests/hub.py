@@ -98,6 +98,16 @@ def script_with(name, folder, constants, monkeypatch):
     return script, run
 
 
+def refusal(capsys, run, *arguments):
+    """The last line of stderr, an error: a script ends with exit code 2."""
+    with pytest.raises(SystemExit) as end:
+        run(*arguments)
+    assert end.value.code == 2
+    *_, line = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ")
+    return line
+
+
 def parquet(*texts, rows=None):
     """The content of a file with these texts, `rows` in each row group."""
     from pyarrow import parquet

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import hub
 import numpy as np
 import pytest
-from hub import parquet
+from hub import parquet, refusal
 
 NAME = "Skylion007/openwebtext"
 TEXTS = [f"document {number}" for number in range(6)]
@@ -93,11 +93,7 @@ def test_errors_take_one_line_and_the_old_file_stands(prepare, files, library, m
     (prepare.folder / "train.bin").write_bytes(b"old")
     for name, module in library.items():
         monkeypatch.setitem(sys.modules, name, module)
-    with pytest.raises(SystemExit) as end:
-        prepare(files)
-    assert end.value.code == 2
-    *_, line = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: ")
+    line = refusal(capsys, prepare, files)
     assert message in line
     assert line.endswith("give a local copy with --input FILE")
     assert sorted(os.listdir(prepare.folder)) == ["prepare.py", "train.bin"]

@@ -217,15 +217,13 @@ def test_compiled_it_is_the_same_and_keeps_the_logits_alone(enabled):
     targets[0, :5] = -1
 
     def loss_and_gradient():
-        with torch.autocast("cpu", torch.bfloat16, enabled=enabled), torch.autograd.graph.saved_tensors_hooks(keep, get):
+        hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled), hooks:
             loss = model.mean_loss(logits, targets)
         return loss, torch.autograd.grad(loss, logits)[0]
 
     def keep(tensor):
         kept.append(tensor)
-        return tensor
-
-    def get(tensor):
         return tensor
 
     kept = []

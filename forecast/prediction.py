@@ -281,7 +281,9 @@ class ShardedPrediction(Prediction):
                 # of a matrix there are the directions; its momentum and its gradient are needed earlier, see `exchanged`
                 tensors = 1 if spec.matrices else spec.state_tensors * is_decoded + self._is_narrow(buffer)
                 copied += tensors * part.numel
-            found.append(4 * copied + self._of_codec(len(shard)))
+            # and after it the masters, with the products of a checksum of the weights
+            summed = min(len(shard), 2 * piece_numel(self.on_cpu))
+            found.append(4 * max(copied, (len(shard) + summed) * buffer.has_remainders) + self._of_codec(len(shard)))
         return found
 
     @cached_property

@@ -79,8 +79,8 @@ class Guard:
     def check(self, loss: torch.Tensor, norm: torch.Tensor) -> None:
         """Decide whether the next `scaler.step` makes an update. Needs to be called on all ranks, before `scaler.step`.
 
-        One all-reduce tells the decision and the loss, ahead of the all-gathers of the update in the same queue. `loss` is the
-        mean of this rank over the iteration, `norm` that of all gradients, both scalars.
+        One all-reduce tells the decision and the loss. It starts before the all-gathers of the update. `loss` is the mean of
+        this rank over the iteration, `norm` that of all gradients, both scalars.
         """
         finite = loss.isfinite() if self.scaler.is_enabled() else loss.isfinite() & norm.isfinite()
         lost = self.optimizer.lost_masters() if isinstance(self.optimizer, ShardedOptimizer) else None

@@ -154,6 +154,8 @@ class Shadow:
         reasons = ["weights or moments are rounded"] if plan.has_masters or plan.state_dtype != "float32" else []
         if any(spec.matrices and spec.matrix_dtype == torch.bfloat16 for spec in plan.params):
             reasons.append("Newton-Schulz in bfloat16 amplifies rounding, as that of the clipped norm")
+        if self._device.type == "cuda" and torch.backends.cuda.flash_sdp_enabled():
+            reasons.append("attention on a GPU adds up in another order each time (without benchmarks/exact.py)")
         why = f"; differences are expected, because {' and '.join(reasons)}" if reasons else ""
         name = self._names[self._part.params[worst]]
         print0(f"{after}, the largest difference from {plain} is {largest[worst]:.1e}, in {name}{why}")

@@ -52,7 +52,7 @@ class BFloat16:
         return (torch.empty(numel, dtype=torch.bfloat16, device=device),)
 
     def encode(self, values: torch.Tensor, seed: Callable[[], torch.Tensor], out: tuple[torch.Tensor, ...]) -> None:
-        noise = rounding_noise(seed().to(values.device), values.numel())
+        noise = rounding_noise(seed().to(values.device, non_blocking=True), values.numel())
         for target, part in pieces(out[0], values):
             # the sum must not overflow, which it would for the nan whose bits are all one
             bits = part.nan_to_num(math.nan, math.inf, -math.inf).view(torch.int32)
@@ -241,8 +241,8 @@ def _ratios(device: torch.device) -> torch.Tensor:
 
     From 1e-7 to 1, each power of ten has twice as many codes as the one below.
     """
-    positive = [_decades(2), _decades(1)]
-    tables = [torch.cat((torch.zeros(1), positive[0])), -torch.cat((-positive[1].flip(0), torch.zeros(1), positive[1]))]
+    positive, zero = [_decades(2), _decades(1)], torch.zeros(1, device="cpu")
+    tables = [torch.cat((zero, positive[0])), -torch.cat((-positive[1].flip(0), zero, positive[1]))]
     return torch.cat([functional.pad(table, (0, 1), value=1.0) for table in tables]).to(device)
 
 
@@ -250,7 +250,7 @@ def _decades(first: int) -> torch.Tensor:
     """Return the positive ratios in ascending order, `first` of them between 1e-7 and 1e-6."""
     ratios = []
     for power in range(7):
-        bounds = torch.linspace(0.1, 1, first * 2**power + 1, dtype=torch.float64)
+        bounds = torch.linspace(0.1, 1, first * 2**power + 1, dtype=torch.float64, device="cpu")
         ratios.append((bounds[:-1] + bounds[1:]) / 2 * 10.0 ** (power - 6))
     ratios[-1][-1] = 1.0
     return torch.cat(ratios).float()
@@ -262,7 +262,7 @@ def _nearest_codes(device: torch.device) -> torch.Tensor:
 
     Both are in the order of the bits of the ratio in bfloat16, as a number without a sign.
     """
-    ratios = torch.arange(2**16, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16).double()
+    ratios = torch.arange(2**16, dtype=torch.int32, device="cpu").to(torch.uint16).view(torch.bfloat16).double()
     nearest = []
     for table, sign in zip(_ratios(torch.device("cpu")).double().view(2, -1), (1, -1), strict=True):
         ascending, wanted = sign * table[:-1], sign * ratios  # the last code is not used

@@ -256,7 +256,7 @@ class ShardedDataParallel(nn.Module):
         flat, named = self.optimizer.buffers, self.module.named_buffers()
         buffers = {name: buffer for name, buffer in named if not any(other.holds(buffer) for other in flat)}
         own = crc32(repr([(name, properties(buffer)) for name, buffer in buffers.items()]).encode())
-        extremes = torch.tensor([own, -own])
+        extremes = torch.tensor([own, -own], device="cpu")
         if self.optimizer.comm.world_size > 1:
             dist.all_reduce(extremes, dist.ReduceOp.MAX, group=cpu_group(self.optimizer.comm.group))
         if extremes[0] != -extremes[1]:

@@ -23,9 +23,11 @@ class ShardedGradScaler(torch.amp.GradScaler):
     def _unscale_grads_(self, optimizer: torch.optim.Optimizer, *args: Any) -> dict[torch.device, torch.Tensor]:
         if not isinstance(optimizer, ShardedOptimizer):
             return super()._unscale_grads_(optimizer, *args)
+        is_whole, (_, found_inf, _) = optimizer.source.is_whole, args
+        if is_whole and optimizer.param_dtype == torch.float16:
+            raise ValueError("only ShardedDataParallel unscales float16 gradients, as float32 sums; wrap the model in it")
         optimizer.collect_gradients()
-        _, found_inf, _ = args
-        scaled = optimizer if optimizer.source.is_whole else optimizer.inner
+        scaled = optimizer if is_whole else optimizer.inner
         for found in super()._unscale_grads_(scaled, *args).values():  # empty if this rank owns nothing
             found_inf += found.to(found_inf.device)
         works = optimizer.comm.all_reduce(found_inf, dist.ReduceOp.MAX)

@@ -56,7 +56,7 @@ class ParameterGradients(GradientSource):
         comm, params = self._optimizer.comm, self._optimizer.flat_params
         if comm.world_size == 1:
             return
-        has_one = torch.tensor([param.grad is not None for param in params], dtype=torch.bool)
+        has_one = torch.tensor([param.grad is not None for param in params], dtype=torch.bool, device="cpu")
         found = torch.stack((has_one, ~has_one)).to(torch.uint8)
         dist.all_reduce(found, dist.ReduceOp.MAX, group=cpu_group(comm.group))  # does not wait for a GPU
         if on_some := found.all(dim=0).nonzero().flatten().tolist():

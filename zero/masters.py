@@ -130,7 +130,7 @@ class Remainders:
 @cache
 def _factors(device: torch.device) -> torch.Tensor:
     """Return the factors of a checksum, (1024,) int64 from 0 to 2**31, the same on every device."""
-    return torch.randint(2**31, (1024,), generator=torch.Generator().manual_seed(0)).to(device)
+    return torch.randint(2**31, (1024,), generator=torch.Generator().manual_seed(0), device="cpu").to(device)
 
 
 def store_rounded(values: torch.Tensor, place: torch.Tensor) -> None:

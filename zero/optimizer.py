@@ -124,7 +124,7 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
         self.inner: torch.optim.Optimizer  # optimizer of this rank's slices
         self.plan: Plan
         self.is_known = optimizer_cls in KNOWN  # then it steps by bucket, and keeps no reference to a gradient
-        self._lock, self._pid = threading.RLock(), current_process().pid
+        self.lock, self._pid = threading.RLock(), current_process().pid
         # a rank that ends its program right after a step must not leave the others without their parameters
         weakref.finalize(self, _wait_for_gathers, self.buckets, self._pid)
         on_all_ranks(partial(super().__init__, params, dict(kwargs)), self.comm.group)
@@ -213,7 +213,7 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
                 "this process was forked while all-gathers were in flight, and cannot wait for them; call "
                 "optimizer.synchronize() before the fork"
             )
-        with self._lock:  # two threads must not wait for the same receive
+        with self.lock:  # two threads must not wait for the same receive
             ended = False
             for bucket in buckets:
                 if bucket.gather is not None:
@@ -327,7 +327,7 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
                     raise RuntimeError(f"{name_of(param, self.names)} {MOVED}")
         self._follows = True
         lost = [flag for bucket in self.buckets if bucket.masters is not None and (flag := bucket.masters.follow()) is not None]
-        return torch.stack(lost).any() if lost else None
+        return torch.stack([flag.to(lost[0].device) for flag in lost]).any() if lost else None
 
     def _lay_out(self) -> None:
         """Move the parameters to their places in flat buffers."""

@@ -197,9 +197,8 @@ class BucketGradients:
 class Reducer(GradientSource):
     """Takes the gradients of a model while backward runs, and gives their means over the ranks to a ShardedOptimizer.
 
-    What `ShardedDataParallel` says of backward happens here. The end of backward completes the buckets whose parameters it did
-    not reach, and the ranks agree on which parameters have a gradient on any rank. Later changes of `param.grad` are detected
-    when they matter: None drops a gradient, `zero_()` zeroes it.
+    What `ShardedDataParallel` says of backward happens here. Its end completes the buckets of parameters without a gradient,
+    and the ranks agree on which of these have one on any rank. None in `param.grad` drops it later, `zero_()` zeroes it.
     """
 
     def __init__(self, wrapper: Any, undo: list[Callable[[], None]]) -> None:
@@ -303,13 +302,14 @@ class Reducer(GradientSource):
 
         One is in flight while the next bucket fills. With two, GPT-2 124M is not faster on CPUs, and takes a bucket more.
         """
-        while self._next < len(self._gradients) and not self._gradients[self._next].missing:
-            number, self._next = self._next, self._next + 1  # first: hooks of another device may run in another thread
-            if number > 0:
-                self._gradients[number - 1].finish_reduce_scatter()
-                if self._wrapper.require_backward_grad_sync:
-                    self._gradients[number - 1].start_all_reduce()
-            self._gradients[number].start_reduce_scatter()
+        with self.optimizer.lock:  # hooks of parameters on another device run in another thread
+            while self._next < len(self._gradients) and not self._gradients[self._next].missing:
+                if self._next > 0:
+                    self._gradients[self._next - 1].finish_reduce_scatter()
+                    if self._wrapper.require_backward_grad_sync:
+                        self._gradients[self._next - 1].start_all_reduce()
+                self._gradients[self._next].start_reduce_scatter()
+                self._next += 1
 
     @torch.no_grad()
     def _end_backward(self) -> None:
@@ -331,7 +331,7 @@ class Reducer(GradientSource):
         used = torch.ones(len(self.params), dtype=torch.uint8, device=self.params[0].device)
         marks = [number in self._used for number in range(len(self.params))]
         if not all(marks):
-            used.copy_(torch.tensor(marks, dtype=torch.uint8), non_blocking=True)
+            used.copy_(torch.tensor(marks, dtype=torch.uint8, device="cpu"), non_blocking=True)
         self._agreement = self.optimizer.comm.all_reduce(used, dist.ReduceOp.MAX), used
         if not all(marks):  # a rank that has used all parameters does not read the result
             self._wait_for_agreement()

@@ -43,6 +43,7 @@ CASES = {
     "automatic": case("auto"),
     "shard_gradients": case(shard_gradients=True),
     "bfloat16": case(param_dtype="bfloat16"),
+    "remainders": case(param_dtype="bfloat16_remainder"),
     "bfloat16, shard_gradients": case(param_dtype="bfloat16", shard_gradients=True),
     "state in bfloat16": case(state_dtype="bfloat16"),
     "muon": case(muon=True),
@@ -191,9 +192,9 @@ def peak_of_an_update(name, bucket_mb):
     return predicted, peak
 
 
-def test_the_peak_of_an_update_with_muon():
-    """An upper bound: the rounds do not have all their largest tensors at the same time."""
-    hows = itertools.product(("muon", "muon, state in bfloat16"), (0.1, 2))
+def test_the_peak_of_an_update():
+    """An upper bound with Muon: the rounds do not have all their largest tensors at the same time."""
+    hows = itertools.product(("muon", "muon, state in bfloat16", "remainders"), (0.1, 2))
     for results in run_in_turn(2, *(partial(peak_of_an_update, *how) for how in hows)):
         for predicted, peak in results:
             assert 0.98 * peak <= predicted <= 1.35 * peak

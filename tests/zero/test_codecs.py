@@ -12,7 +12,7 @@ from ranks import run_in_turn
 from torch.nn import functional
 from toy import assert_equal, batch, make_toy, train, weights
 
-from zero import Muon, ShardedDataParallel, ShardedOptimizer
+from zero import Muon, ShardedDataParallel, ShardedOptimizer, codecs, masters
 from zero import checkpoint as ckpt
 from zero.codecs import BLOCK, STATE_CODECS, BFloat16, Encoded, Int8, encoded_nbytes
 from zero.flags import Flags
@@ -52,6 +52,25 @@ def half_up_by_numpy(values):
     """Apart from the code under test."""
     bits = values.numpy().view(np.uint32)
     return torch.from_numpy(np.asarray((bits + np.uint32(0x8000)) >> 16 << 16).view(np.float32)).bfloat16()
+
+
+def under_a_default_device(name):
+    """The weights after a step on the CPU, if new tensors go to `name` where the code does not say where they go."""
+    for function in (masters._factors, codecs._ratios, codecs._nearest_codes):
+        function.cache_clear()
+    module, tokens = make_toy(), batch(0, dist.get_rank())
+    with torch.device(name):
+        optimizer = ShardedOptimizer(module.param_groups(False), torch.optim.AdamW, fused=True, lr=0.01, **CODECS["both"])
+        model = ShardedDataParallel(module, optimizer)
+        model(*tokens).backward()
+        optimizer.clip_grad_norm_(1.0)
+        optimizer.step()
+    return weights(model)
+
+
+def test_the_default_device_changes_nothing():
+    on_meta, on_cpu = run_in_turn(2, *(partial(under_a_default_device, name) for name in ("meta", "cpu")))
+    assert_equal(on_meta, on_cpu)
 
 
 def encode(codec, values, step=0):

@@ -3,6 +3,7 @@
 import itertools
 from functools import partial
 
+import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_in_turn
@@ -94,3 +95,12 @@ def whole_gradients():
 
 def test_whole_gradients_are_unscaled_on_every_rank():
     run_in_turn(2, whole_gradients)
+
+
+def test_whole_float16_gradients_are_refused():
+    """As torch.amp.GradScaler does."""
+    param, scaler = torch.nn.Parameter(torch.ones(3)), ShardedGradScaler("cpu")
+    optimizer = ShardedOptimizer([param], torch.optim.SGD, lr=1.0, param_dtype=torch.float16)
+    param.grad = scaler.scale(torch.ones(3)).half()
+    with pytest.raises(ValueError, match="wrap the model"):
+        scaler.unscale_(optimizer)

@@ -17,7 +17,7 @@ from toy import make_toy
 
 from benchmarks import gpu, launches, pretended_gpu
 from benchmarks.pretended_gpu import DEVICE, PretendedGPU, run_preloaded
-from zero import ShardedGradScaler
+from zero import ShardedGradScaler, ShardedOptimizer
 from zero.build import build, clip_grad_norm_
 from zero.checkpoint import restore
 from zero.checkpoint.state import full_state
@@ -156,6 +156,19 @@ def several_streams():
         return waited, is_followed, gpu.waits.total()
 
 
+def waits_of_rounding():
+    """Waits of the host in an update whose steps are counted on the CPU, and whose state is rounded at random."""
+    with launches.pretended_world(8) as gpu:
+        params = [torch.nn.Parameter(torch.ones(70, device=DEVICE))]
+        optimizer = ShardedOptimizer(params, torch.optim.RMSprop, lr=0.01, state_dtype="bfloat16")
+        for _ in range(2):
+            gpu.reset()
+            params[0].grad = torch.ones_like(params[0])
+            optimizer.step()
+        assert {state["step"].device.type for state in optimizer.inner.state.values()} == {"cpu"}
+        return gpu.waits.total()
+
+
 def run_part(name):
     """Run a part of bench-gpu with a small model and few iterations, as rank 0 of 1 that shards its optimizer all the same."""
     part = next(part for part in gpu.parts(1, "pretended") if part.name == name)
@@ -200,7 +213,7 @@ def run_or_skip(*command, cwd):
 
 @pytest.fixture(scope="module")
 def printed():
-    names = "what_it_notices, several_streams, every_combination"
+    names = "what_it_notices, several_streams, waits_of_rounding, every_combination"
     script = f"import json, sys; sys.path[:0] = {sys.path}; from test_pretended_gpu import {names}"
     return json.loads(run_or_skip("-c", f"{script}; print(json.dumps([function() for function in ({names})]))", cwd=ROOT))
 
@@ -213,7 +226,7 @@ def test_it_notices_two_devices_in_an_operation_and_every_wait(printed):
 
 def test_several_streams_follow_each_other(printed):
     """The host waits at the end, where the process would abort what is in flight."""
-    _, (waited, is_followed, waits), _ = printed
+    _, (waited, is_followed, waits), *_ = printed
     expected = ["a gradient", "what had the memory before"]
     assert waited == [
         expected,
@@ -222,6 +235,11 @@ def test_several_streams_follow_each_other(printed):
     ]
     assert is_followed == [True] * 5, "what gets the memory of the bucket follows the sum, and the next reads the first one"
     assert waits == 1
+
+
+def test_the_host_does_not_wait_for_a_seed(printed):
+    *_, waits, _ = printed
+    assert waits == 0
 
 
 def test_every_combination_trains_saves_and_restores(printed):

@@ -403,7 +403,7 @@ def _local_states(saved: dict[int, dict[str, Any]], part: Partition) -> tuple[di
         param = part.params[slice_.param]
         is_per_element = value.shape == param.shape
         if value.is_meta:
-            own = torch.empty(local.shape if is_per_element else value.shape, dtype=value.dtype)
+            own = torch.empty(local.shape if is_per_element else value.shape, dtype=value.dtype, device="cpu")
             chunks.append(TensorChunk(name, value.numel(), slice_.start if is_per_element else 0, own.view(-1)))
             return own
         return shaped(flattened(value, param)[slice_.start : slice_.stop].clone(), local) if is_per_element else value.clone()

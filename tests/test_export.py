@@ -8,11 +8,11 @@ from functools import partial
 import faults
 import pytest
 import torch
-from conftest import write_meta
+from conftest import shared_data, write_meta
 from scripts import ROOT, check_mistakes, run, run_for_real, torch_load, train
 
 from data.dataset import vocabulary_of
-from data.vocabulary import DataError, gpt2_encoding, load_meta
+from data.vocabulary import gpt2_encoding, load_meta
 from model import GPT, GPTConfig
 from zero import checkpoint as ckpt
 
@@ -34,12 +34,11 @@ def models_with_an_option():
     model.GPTConfig = make_dataclass("GPTConfig", [("positions", str, "learned")], bases=(model.GPTConfig,))
 
 
-def gpt2s_tokens():
-    """GPT-2's tokens of GPT2S_TEXT, or skip."""
-    try:
-        return gpt2_encoding().encode(GPT2S_TEXT, allowed_special="all")
-    except DataError as error:
-        pytest.skip(str(error))
+@pytest.fixture
+def gpt2s_tokens(monkeypatch):
+    """GPT-2's tokens of GPT2S_TEXT."""
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", shared_data("tiktoken_cache"))
+    return gpt2_encoding().encode(GPT2S_TEXT, allowed_special="all")
 
 
 def make_run(folder, vocab_size, bias, characters=CHARACTERS):
@@ -110,15 +109,14 @@ def test_characters(tmp_path, bias):
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_gpt2s_vocabulary(tmp_path, bias):
-    tokens = gpt2s_tokens()
+def test_gpt2s_vocabulary(tmp_path, gpt2s_tokens, bias):
     model = make_run(tmp_path, 50304, bias, characters="")
     exported, printed = export(tmp_path)
     assert largest_difference(exported, model) < 1e-4
     check_imported(exported, model)
     tokenizer = transformers.AutoTokenizer.from_pretrained(exported)
-    assert tokenizer(GPT2S_TEXT)["input_ids"] == tokens
-    assert tokenizer.decode(tokens) == GPT2S_TEXT
+    assert tokenizer(GPT2S_TEXT)["input_ids"] == gpt2s_tokens
+    assert tokenizer.decode(gpt2s_tokens) == GPT2S_TEXT
     assert tokenizer.eos_token_id == transformers.GenerationConfig.from_pretrained(exported).eos_token_id == 50256
     assert "vocabulary: 50257 tokens of GPT-2 with their tokenizer; the 47 rows of padding stay" in printed
 

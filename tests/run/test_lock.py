@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from unittest import mock
 
 import pytest
 import ranks
@@ -83,10 +84,7 @@ def test_programs_that_it_starts_do_not_inherit_it(tmp_path):
 
 
 def test_a_file_system_without_locks_is_mentioned(tmp_path, monkeypatch, capsys):
-    def flock(*_):
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(fcntl, "flock", flock)
+    monkeypatch.setattr(fcntl, "flock", mock.Mock(side_effect=OSError(errno.ENOLCK, "No locks available")))
     Lock(str(tmp_path))
     assert "run.lock cannot be locked" in capsys.readouterr().out
 

@@ -2,6 +2,7 @@
 
 import re
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -103,9 +104,7 @@ def test_the_peak_is_compared_on_a_gpu(check, capsys, monkeypatch, factor, compi
 
 
 def test_a_model_that_cannot_be_predicted_trains_all_the_same(monkeypatch, capsys):
-    def fail(*_):
-        raise RuntimeError("no fake tensors for this model")
-
-    monkeypatch.setattr(memory_meter, "predicted_activations", fail)
+    fails = mock.Mock(side_effect=RuntimeError("no fake tensors for this model"))
+    monkeypatch.setattr(memory_meter, "predicted_activations", fails)
     assert memory_meter._activations(None, "float32") == (0,) * 5
     assert capsys.readouterr().out == ("note: activations cannot be predicted: RuntimeError: no fake tensors for this model\n")

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import types
 from functools import cache, partial
+from unittest import mock
 
 import faults
 import pytest
@@ -295,10 +296,7 @@ def test_variables_of_the_environment_come_before_settings(fake, monkeypatch):
 
 
 def test_after_an_error_nothing_more_is_sent(fake, capsys):
-    def fail(row, step):
-        raise RuntimeError("an error of wandb\nand its details")
-
-    fake.log = fail
+    fake.log = mock.Mock(side_effect=RuntimeError("an error of wandb\nand its details"))
     wandb = WandbRun(CONFIG)
     for iteration in range(100):
         wandb.log({"iter": iteration})

@@ -5,6 +5,7 @@ import re
 import resource
 import shutil
 import time
+from unittest import mock
 
 import pytest
 import torch
@@ -117,19 +118,14 @@ def test_weights_that_are_not_finite_take_no_ones_place(tmp_path, format, backgr
     assert [outcome.iter_num for outcome in writer.outcomes()] == [2]
 
 
-def test_a_damaged_file_never_takes_the_place_of_the_one_before(tmp_path, monkeypatch):
+def test_a_damaged_file_never_takes_the_place_of_the_one_before(tmp_path):
     writer = ckpt.CheckpointWriter(str(tmp_path))
     write(writer, 1)
     write(writer, 2)
     (tmp_path / "ckpt.pt").write_bytes(b"damaged")
     assert ckpt.find(str(tmp_path))[1] is not None
     writer = ckpt.CheckpointWriter(str(tmp_path), newest_is_corrupt=True)
-
-    def cannot(*_):
-        raise OSError("as if killed here")
-
-    with monkeypatch.context() as context:
-        context.setattr(os, "replace", cannot)
+    with mock.patch("os.replace", side_effect=OSError("as if killed here")):
         write(writer, 3)
     assert ckpt.load(ckpt.find(str(tmp_path))[0])["iter_num"] == 1
     write(writer, 3)

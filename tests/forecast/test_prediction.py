@@ -102,19 +102,20 @@ def measured(cases, micro_steps, sizes):
     return found
 
 
-def check(name, result, with_peak=False):
-    parts, predicted_sent, sent, (construction, training) = result
-    for point, (predicted, held, alive) in parts.items():
-        assert predicted == held, (name, point)
-        assert sum(predicted.values()) == pytest.approx(alive, rel=0.02), (name, point)
-    if sent:
-        assert {kind: count for kind, count in predicted_sent.items() if count} == sent, name
-    room = 1_200_000 if "bfloat16" in name or "remainders" in name else 0  # weights are rounded 131,072 at a time
-    assert 0.98 * (construction[1] - room) <= construction[0] <= 1.02 * construction[1], name
-    if with_peak:
-        room = 250_000 if "state in" in name else 0  # checksums work on up to 131,072 elements at a time
-        most = 1.1 if name == "muon, state in bfloat16" else 1.03  # rounds of matrices: see the peak of an update with Muon
-        assert 0.98 * (training[1] - room) <= training[0] <= most * training[1], name
+def check(results, with_peak=False):
+    """What `measured` returns on one rank."""
+    for name, (parts, predicted_sent, sent, (construction, training)) in results.items():
+        for point, (predicted, held, alive) in parts.items():
+            assert predicted == held, (name, point)
+            assert sum(predicted.values()) == pytest.approx(alive, rel=0.02), (name, point)
+        if sent:
+            assert {kind: count for kind, count in predicted_sent.items() if count} == sent, name
+        room = 1_200_000 if "bfloat16" in name or "remainders" in name else 0  # weights are rounded 131,072 at a time
+        assert 0.98 * (construction[1] - room) <= construction[0] <= 1.02 * construction[1], name
+        if with_peak:
+            room = 250_000 if "state in" in name else 0  # checksums work on up to 131,072 elements at a time
+            most = 1.1 if name == "muon, state in bfloat16" else 1.03  # rounds of matrices: see the peak of an update with Muon
+            assert 0.98 * (training[1] - room) <= training[0] <= most * training[1], name
 
 
 @pytest.mark.parametrize(
@@ -127,8 +128,7 @@ def check(name, result, with_peak=False):
 )
 def test_predictions_are_what_tensors_take(world_size, micro_steps):
     for results in run_ranks(measured, world_size, CASES, micro_steps, TWO_LAYERS):
-        for name, result in results.items():
-            check(name, result)
+        check(results)
 
 
 @pytest.mark.parametrize(
@@ -138,8 +138,7 @@ def test_the_peak_of_training(world_size):
     cases = CASES if world_size > 1 else {name: CASES[name] for name in ALONE}
     calls = (partial(measured, cases, *how) for how in itertools.product((1, 3), PEAK_SIZES))
     for results in itertools.chain.from_iterable(run_in_turn(world_size, *calls)):
-        for name, result in results.items():
-            check(name, result, with_peak=True)
+        check(results, with_peak=True)
 
 
 @pytest.mark.parametrize(
@@ -149,8 +148,7 @@ def test_predictions_with_tensors_that_the_pool_keeps(micro_steps):
     sizes = replace(LARGER, n_layer=4)  # the pool keeps what has 4 MB
     shards = Flags(bucket_mb=6).plan(gpt_specs(sizes), 2).buffers[0].layout.shards[0]
     for results in run_ranks(measured, 2, CASES_OF_POOL, micro_steps, sizes):
-        for name, result in results.items():
-            check(name, result)
+        check(results)
         held = {name: parts["after step"][1]["buckets"] for name, (parts, *_) in results.items()}
         before = results["buckets of the default"][0]["before step"][1]
         assert held["buckets of the default"] == before["buckets"] + before["gradients"]  # the shards are kept as well
@@ -218,6 +216,5 @@ def test_predictions_for_one_rank_of_a_large_world(world_size, rank):
     process = context.Process(target=_simulated, args=(world_size, rank, sender))
     process.start()
     sender.close()  # so that recv() fails if the process does
-    for name, result in results.recv().items():
-        check(name, result)
+    check(results.recv())
     process.join()

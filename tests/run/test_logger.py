@@ -37,15 +37,13 @@ def test_a_resumed_run_goes_on_after_the_last_whole_line(tmp_path):
 def test_a_resumed_run_goes_on_where_its_checkpoint_stands(tmp_path, torn):
     """What the killed run has logged beyond it comes again; lines of others stay."""
     before = ['{"iter": 3}', "a remark", "[1]", '{"iter": 4, "x": null}', '{"iter": 4}']
-    for beyond in (['{"iter": 5}', '{"iter": 5, "val/loss": 1.0}', '{"iter": 6}', '{"iter": 4, "late": 1}'], []):
-        (tmp_path / "metrics.jsonl").write_text("".join(f"{line}\n" for line in before + beyond) + torn)
-        make(tmp_path, resume_at=5).log({"iter": 5})
-        assert (tmp_path / "metrics.jsonl").read_text().splitlines() == [*before, '{"iter": 5}']
+    lost = ['{"iter": 5}', '{"iter": 5, "val/loss": 1.0}', '{"iter": 6}', '{"iter": 4, "late": 1}']
     saves = [f'{{"iter": {iteration}, "checkpoint/write_s": 1.0}}' for iteration in (3, 5, 7)]
     late = ['{"iter": 5}', saves[0], '{"iter": 6}', saves[1], '{"iter": 7}', saves[2]]
-    (tmp_path / "metrics.jsonl").write_text("".join(f"{line}\n" for line in before + late) + torn)
-    make(tmp_path, resume_at=5).log({"iter": 5})
-    assert (tmp_path / "metrics.jsonl").read_text().splitlines() == [*before, *saves[:2], '{"iter": 5}']
+    for beyond, stays in ((lost, []), ([], []), (late, saves[:2])):
+        (tmp_path / "metrics.jsonl").write_text("".join(f"{line}\n" for line in before + beyond) + torn)
+        make(tmp_path, resume_at=5).log({"iter": 5})
+        assert (tmp_path / "metrics.jsonl").read_text().splitlines() == [*before, *stays, '{"iter": 5}']
     make(tmp_path, resume_at=0)
     assert (tmp_path / "metrics.jsonl").read_text() == ""
 

@@ -292,19 +292,13 @@ def in_a_module(holder):
     return lambda: borrowed[0].weight
 
 
-def in_an_attribute(take):
+def in_an_attribute(take, is_buffer=False):
     """What `take` makes of the weight, in an attribute, where it is found when the memory of the weight moves."""
 
     def hold(holder):
+        if is_buffer:
+            holder.register_buffer("alias", None)
         holder.alias = take(holder.inner.weight)
-        return lambda: holder.alias.view(-1, WIDTH).expand(WIDTH, WIDTH)
-
-    return hold
-
-
-def in_a_buffer(take):
-    def hold(holder):
-        holder.register_buffer("alias", take(holder.inner.weight))
         return lambda: holder.alias.view(-1, WIDTH).expand(WIDTH, WIDTH)
 
     return hold
@@ -318,8 +312,8 @@ HOLDERS: dict[str, Callable[[Holder], Callable[[], torch.Tensor]]] = {
     "an alias": in_an_attribute(lambda weight: weight.detach()),
     "the data": in_an_attribute(lambda weight: weight.data),
     "a row": in_an_attribute(lambda weight: weight.data[2]),
-    "a buffer": in_a_buffer(lambda weight: weight.detach()),
-    "a row in a buffer": in_a_buffer(lambda weight: weight.data[2]),
+    "a buffer": in_an_attribute(lambda weight: weight.detach(), is_buffer=True),
+    "a row in a buffer": in_an_attribute(lambda weight: weight.data[2], is_buffer=True),
 }
 
 

@@ -3,7 +3,7 @@
 import os
 
 import torch
-from toy import assert_equal, batch, make_toy
+from toy import assert_equal, make_toy, train
 
 from zero import checkpoint as ckpt
 
@@ -44,8 +44,7 @@ def save_alone(folder, iteration, **writer):
     """A checkpoint of one process; its model and optimizer."""
     model = make_toy()
     optimizer = torch.optim.AdamW(model.param_groups(), lr=0.01)
-    model(*batch(iteration, rank=0)).backward()
-    optimizer.step()
+    train(model, optimizer, rank=0, steps=1, first=iteration, decay_lr=False)
     os.makedirs(folder, exist_ok=True)
     ckpt.CheckpointWriter(str(folder), format="sharded", **writer).write(model, optimizer, {**VALUES, "iter_num": iteration})
     return model, optimizer

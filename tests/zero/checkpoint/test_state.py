@@ -8,9 +8,10 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+from contents import VALUES
 from ranks import run_in_turn, run_ranks
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from toy import assert_equal, batch, largest_difference, make_toy, weights
+from toy import assert_equal, batch, largest_difference, make_toy, train, weights
 
 from zero import ShardedDataParallel, ShardedOptimizer
 from zero import checkpoint as ckpt
@@ -27,13 +28,7 @@ def steps_there_and_back(name, kwargs, group=None):
     model, oracle = make_toy(), make_toy()
     sharded = ShardedOptimizer(model.parameters(), optimizer_cls, group, bucket_mb=0.0002, lr=0.01, **kwargs)
     plain = optimizer_cls(oracle.parameters(), lr=0.01, **kwargs)  # Adagrad also makes state for frozen ones
-
-    def steps(model, optimizer):
-        for step in range(3):
-            optimizer.zero_grad()
-            model(*batch(step, rank=0)).backward()
-            optimizer.step()
-
+    steps = partial(train, rank=0, steps=3, decay_lr=False)
     steps(model, sharded)
     steps(oracle, plain)
     state = ckpt.consolidate(sharded)
@@ -105,8 +100,7 @@ def odd_models(folder):
         optimizer.step()
         module.inner.weight.data.clamp_(-0.1, 0.1)
         writer = ckpt.CheckpointWriter(folder, format=format)
-        values = {"model_args": {}, "iter_num": 1, "best_val_loss": 1.0, "config": {}}
-        writer.write(module, optimizer, values)
+        writer.write(module, optimizer, VALUES)
         if dist.get_rank() == 0:
             assert [type(outcome) for outcome in writer.outcomes()] == [ckpt.SaveReport]
             saved = ckpt.load(f"{folder}/ckpt.pt")["model"]
@@ -114,12 +108,12 @@ def odd_models(folder):
             assert saved["_extra_state"] == module.extra
             assert torch.equal(saved["mask"], module.mask.float())
         module.inner.weight.data[0, 0] = torch.inf
-        writer.write(module, optimizer, values)
+        writer.write(module, optimizer, VALUES)
         assert dist.get_rank() or [str(outcome) for outcome in writer.outcomes()] == ["inner.weight is not finite"]
         module.inner.weight.data[0, 0] = 0
         module.extra = {"object": object()}
         with pytest.raises(ValueError, match="_extra_state is more than") if dist.get_rank() == 0 else contextlib.nullcontext():
-            writer.write(module, optimizer, values)
+            writer.write(module, optimizer, VALUES)
 
 
 def state_dict_of_another_module():
@@ -231,8 +225,7 @@ def there_and_back(kwargs, folder):
     for format in ckpt.FORMATS:
         path = f"{folder}/{format}/ckpt.pt"
         os.makedirs(os.path.dirname(path), exist_ok=True)
-        values = {"model_args": {}, "iter_num": 3, "best_val_loss": 0.0, "config": {}}
-        ckpt.CheckpointWriter(os.path.dirname(path), format=format).write(model, optimizer, values)
+        ckpt.CheckpointWriter(os.path.dirname(path), format=format).write(model, optimizer, VALUES)
         if dist.get_rank() == 0:
             ckpt.convert(path, f"{path}.converted.pt")
         dist.barrier()

@@ -112,11 +112,13 @@ def configure(settings: dict[str, Any], argv: list[str] | None = None) -> dict[s
         exit_with_error(str(error))
     known = _declared(settings)
     config = {key: setting.default for key, setting in known.items()}
+    files: dict[str, str] = {}  # of settings whose values are from a file
     for argument in sys.argv[1:] if argv is None else argv:
         if argument.startswith("--") and "=" in argument:
             key, text = argument[2:].split("=", 1)
             value = _parsed(text, known[key].type) if key in known else text
             config[key] = _checked(key, value, known, _shortened(argument))
+            files.pop(key, None)
         elif argument in ("-h", "--help"):
             if rank == 0:
                 print(_help(settings, known))
@@ -124,9 +126,10 @@ def configure(settings: dict[str, Any], argv: list[str] | None = None) -> dict[s
         elif argument.startswith("-"):
             exit_with_error(f"{argument} is not of the form --key=value; for example, write --batch_size=32")
         else:
-            config.update(_read_file(argument, config, known))
+            config.update(values := _read_file(argument, config, known))
+            files |= dict.fromkeys(values, f" in {argument}")
     for key, setting in known.items():
-        _check_limits(key, config[key], setting)
+        _check_limits(key, config[key], setting, files.get(key, ""))
     for key, value in config.items():
         if rank == 0 and value != known[key].default:
             print(f"Overriding: {key} = {value!r}")
@@ -209,14 +212,14 @@ def _setting(default: Any, kind: Any) -> Setting:
     return Setting(default, choices=get_args(kind) if get_origin(kind) is Literal else ())
 
 
-def _check_limits(key: str, value: Any, setting: Setting) -> None:
+def _check_limits(key: str, value: Any, setting: Setting, where: str) -> None:
     if value in setting.words:
         return
     if setting.choices and value not in setting.choices:
-        exit_with_error(f"{key}={_shortened(str(value))} is not one of {', '.join(map(str, setting.choices))}")
+        exit_with_error(f"{key}={_shortened(str(value))}{where} is not one of {', '.join(map(str, setting.choices))}")
     for rule in setting.facts:
         if isinstance(rule, Rule) and not rule.holds(value):
-            exit_with_error(f"{key}={value} {rule.text}")
+            exit_with_error(f"{key}={value}{where} {rule.text}")
 
 
 def _is_assignment(key: str, value: Any) -> bool:

@@ -363,8 +363,11 @@ class GPT(nn.Module):
             ImportError: if transformers is not installed.
             OSError: if the weights are not on this machine and cannot be downloaded.
         """
-        if name not in GPT2_SIZES and not os.path.isdir(name):  # the hub would be asked for it, again and again
-            raise ValueError(f"init_from={name} is none of {', '.join(GPT2_SIZES)} and no folder with a GPT-2; see --help")
+        if name not in GPT2_SIZES and not os.path.isfile(os.path.join(name, "config.json")):  # the hub would be asked for it
+            raise ValueError(
+                f"init_from={name} is none of {', '.join(GPT2_SIZES)} and no folder with a GPT-2; see --help, or resume a run "
+                f"with --init_from=resume --out_dir={name}"
+            )
         try:
             from transformers import GPT2LMHeadModel
         except ImportError as error:

@@ -217,6 +217,13 @@ def test_a_value_must_keep_the_declared_range_or_choices(text, capsys):
     assert refused(capsys, declared(), f"--{text}") == f"error: {BAD_VALUES[text]}\n"
 
 
+def test_a_value_out_of_its_range_is_named_with_its_file(tmp_path, capsys):
+    (tmp_path / "config.py").write_text("count = 0\nformat = 'three'\n")
+    path = str(tmp_path / "config.py")
+    assert refused(capsys, declared(), path, "--format=two") == f"error: count=0 in {path} must be at least 1\n"
+    assert refused(capsys, declared(), path, "--count=1") == f"error: format=three in {path} is not one of one, two\n"
+
+
 @pytest.mark.parametrize(
     "text", ["count=1", "step=0", "size=0.01", "rate=0.0", "decay=0.0", "format=two", "bucket='auto'", "bucket=2.5"]
 )

@@ -31,8 +31,14 @@ class Run(NamedTuple):
     curves: Mapping[str, Points]
 
     def get(self, key: str, figure_of: Callable[[Sequence[float]], float]) -> float | None:
-        """Return a figure of the values of a metric, such as their `median`, or None if the run does not have it."""
-        return figure_of([value for _, value in self.curves[key]]) if key in self.curves else None
+        """Return a figure of the values of a metric, such as their `median`, or None if the run does not have it.
+
+        Memory, times and communication count from the last change of implementation or world size on.
+        """
+        is_of_part = key.startswith(("comm/", "memory/", "throughput/")) or key.endswith("_ms")
+        begin = self.facts["parts"][-1]["from_iter"] if is_of_part and self.facts.get("parts") else 0
+        values = [value for at, value in self.curves.get(key, ()) if at >= begin]
+        return figure_of(values) if values else None
 
     @property
     def on_gpu(self) -> bool:

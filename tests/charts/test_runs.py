@@ -4,7 +4,7 @@ import pytest
 from logged import MB, bars, curve, drawn, events, layers, notes, rows, write_run
 from scripts import events_of
 
-from charts.series import MOST_POINTS, look
+from charts.series import MOST_POINTS, Run, look
 from charts.style import number, shown_in
 from run.metrics import METRICS, SECTIONS, Metric
 
@@ -163,3 +163,12 @@ def test_figures_that_no_run_has_are_left_out(tmp_path):
 
 def test_twenty_eight_runs_look_different():
     assert len({(colour, tuple(dashes)) for colour, dashes in map(look, range(28))}) == 28
+
+
+def test_figures_of_a_resumed_run_are_those_of_its_last_part():
+    """On one GPU, say, after several; its best loss and its wall time are those of all parts."""
+    curves = {"memory/peak_mb": [(1, 9.0), (6, 5.0)], "memory/saved_mb": [(1, 2.0)], "val/loss": [(1, 1.0), (6, 3.0)]}
+    parts = [{"from_iter": 0}, {"from_iter": 5}]
+    run = Run("", "", {"parts": parts}, "ended", curves)
+    assert [run.get(key, max) for key in curves] == [5.0, None, 3.0]
+    assert [run._replace(facts={}).get(key, max) for key in curves] == [9.0, 2.0, 3.0]

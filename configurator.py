@@ -30,6 +30,7 @@ import runpy
 import sys
 import textwrap
 import tokenize
+import traceback
 import types
 from collections.abc import Callable
 from functools import cache
@@ -237,7 +238,9 @@ def _read_file(path: str, config: dict[str, Any], known: dict[str, Setting]) -> 
     try:
         names = runpy.run_path(path, init_globals=config)
     except Exception as error:
-        exit_with_error(f"config file {path} cannot be run: {type(error).__name__}: {error}")
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
+        where = f" (line {lines[-1]})" if lines else ""  # the text of a SyntaxError has it
+        exit_with_error(f"config file {path} cannot be run: {type(error).__name__}: {error}{where}")
     return {key: _checked(key, value, known, path) for key, value in names.items() if _is_assignment(key, value)}
 
 

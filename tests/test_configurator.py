@@ -93,7 +93,7 @@ def test_mistakes_end_with_one_line(capsys, argument, message):
         ("betas = (0.9, 0.95)", "unknown setting 'betas'"),
         ("batch_size = '3'", "takes an integer"),
         ("batch_size = ", "SyntaxError"),
-        ("batch_size = 1 / 0", "ZeroDivisionError"),
+        ("\nbatch_size = 1 / 0", "ZeroDivisionError: division by zero (line 2)"),
         ("learning_rate = float('nan')", "is not a finite number"),
     ],
 )

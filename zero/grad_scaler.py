@@ -13,6 +13,9 @@ class ShardedGradScaler(torch.amp.GradScaler):
 
     Each rank sees only its own shards. An all-reduce of one number tells all ranks about an inf or nan in any shard. `unscale_`
     and `step` need to be called on all ranks. For any other optimizer, the behavior is that of `torch.amp.GradScaler`.
+
+    Raises:
+        ValueError: from `unscale_` and `step`, if gradients are float16: only ShardedDataParallel has float32 sums.
     """
 
     def skip_if(self, optimizer: torch.optim.Optimizer, flag: torch.Tensor) -> None:

@@ -94,7 +94,7 @@ def gather_tensors(
     """
     if places is None:
         for read in own:
-            _send(read(), 0, group)
+            _send(read(), group)
         return
     for place, read in zip(places[0], own, strict=True):
         place.copy_(read())
@@ -103,9 +103,9 @@ def gather_tensors(
             _receive(place, rank, group)
 
 
-def _send(elements: torch.Tensor, rank: int, group: dist.ProcessGroup | None) -> None:
+def _send(elements: torch.Tensor, group: dist.ProcessGroup | None) -> None:
     for message in elements.split(MESSAGE_BYTES // elements.itemsize):
-        dist.send(message.cpu(), group_dst=rank, group=group, tag=TAG)
+        dist.send(message.cpu(), group_dst=0, group=group, tag=TAG)
 
 
 def _receive(elements: torch.Tensor, rank: int, group: dist.ProcessGroup | None) -> None:

@@ -319,12 +319,7 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
         (`found_inf` of `inner`), and make none after it. None: no rank can lose any.
         """
         self.synchronize()
-        for buffer in self.buffers:
-            for number in buffer.moved():
-                param = buffer.params[number]
-                inside = any(other.holds(param) for other in self.buffers)
-                if inside or _optimizer_of[param]() is not self or not buffer.take_back(number):
-                    raise RuntimeError(f"{name_of(param, self.names)} {MOVED}")
+        _take_back_moved(self)
         self._follows = True
         lost = [flag for bucket in self.buckets if bucket.masters is not None and (flag := bucket.masters.follow()) is not None]
         return torch.stack([flag.to(lost[0].device) for flag in lost]).any() if lost else None
@@ -352,15 +347,24 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
                     self._owned_of.setdefault(owned.param, []).append(owned)
                     bucket.local_by_group.setdefault(group_of[owned.param], []).append(owned.local)
             for number, param in enumerate(own):
-                source = param.data if is_dense(param) else param.data.contiguous()
-                buffer.move_in(number, source)
-                place = flattened(param.data, param)
-                for first, part in self.comm.parts_of_rank_0(flattened(source, source), place):
-                    if part.dtype != place.dtype:
-                        store_rounded(part, place[first : first + part.numel()])
-                    for owned in self._owned_of.get(param, []):
-                        owned.set_masters(part, first)
+                _move_in(buffer, number, self.comm, self._owned_of.get(param, []))
                 _optimizer_of[param] = weakref.ref(self)
+
+
+def _move_in(buffer: FlatBuffer, number: int, comm: Communicator, slices: list[OwnedSlice]) -> None:
+    """Move a parameter to its place in a flat buffer, with the values of rank 0. Needs to be called on all ranks.
+
+    `slices`: those of the parameter that this rank owns.
+    """
+    param = buffer.params[number]
+    source = param.data if is_dense(param) else param.data.contiguous()
+    buffer.move_in(number, source)
+    place = flattened(param.data, param)
+    for first, part in comm.parts_of_rank_0(flattened(source, source), place):
+        if part.dtype != place.dtype:
+            store_rounded(part, place[first : first + part.numel()])
+        for owned in slices:
+            owned.set_masters(part, first)
 
 
 def _checked_plan(optimizer: ShardedOptimizer) -> Plan:
@@ -386,6 +390,16 @@ def _of_one_element(group: dict[str, Any], device: torch.device | None) -> dict[
     """Return a parameter group with parameters of one element, for a trial of its hyperparameters."""
     tried = [torch.nn.Parameter(param.new_zeros((), device=device), param.requires_grad) for param in group["params"]]
     return {**hyperparameters(group), "params": tried}
+
+
+def _take_back_moved(optimizer: ShardedOptimizer) -> None:
+    """Copy the values of parameters that somebody has moved (`param.data = ...`) into their places, or raise RuntimeError."""
+    for buffer in optimizer.buffers:
+        for number in buffer.moved():
+            param = buffer.params[number]
+            inside = any(other.holds(param) for other in optimizer.buffers)
+            if inside or _optimizer_of[param]() is not optimizer or not buffer.take_back(number):
+                raise RuntimeError(f"{name_of(param, optimizer.names)} {MOVED}")
 
 
 def holds_its_parameters(optimizer: ShardedOptimizer) -> bool:

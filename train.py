@@ -54,9 +54,9 @@ from zero.flags import MOMENTUM, Flags, Implementation, ParamDtype, muon_of
 # -----------------------------------------------------------------------------
 # default settings: GPT-2 (124M) on OpenWebText
 # input and output
-out_dir: PerHost[str] = "out"
-eval_interval: SameLoss[PositiveInt] = 2000
-log_interval: SameLoss[PositiveInt] = 1
+out_dir: PerHost[str] = "out"  # folder of checkpoints, metrics and the report
+eval_interval: SameLoss[PositiveInt] = 2000  # iterations from one evaluation, after which a checkpoint is saved, to the next
+log_interval: SameLoss[PositiveInt] = 1  # iterations from one logged loss to the next
 eval_iters: SameLoss[PositiveInt] = 200  # an evaluation takes 12 * eval_iters sequences of each split, for any batch_size
 sample_interval: SameLoss[NonNegativeInt] = 0  # iterations from one short sample of text to the next; 0: no samples
 eval_only = False  # evaluate once and exit
@@ -69,7 +69,7 @@ checkpoint_format: SameLoss[Literal["consolidated", "sharded"]] = "consolidated"
 init_from = "scratch"  # 'scratch', 'resume', 'auto', 'gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl', or a folder with a GPT-2
 # wandb and TensorBoard
 wandb_log: PerHost[bool] = False  # only rank 0 logs; WANDB_MODE, WANDB_ENTITY and all other variables of wandb count
-wandb_project: PerHost[str] = "owt"
+wandb_project: PerHost[str] = "owt"  # a name of wandb
 wandb_run_name: PerHost[str] = "gpt2"  # the group of the runs to compare; the folder out_dir completes the name of a run
 log_to: PerHost[Literal["none", "tensorboard"]] = "none"  # write the metrics to out_dir/tensorboard as well
 # data
@@ -78,27 +78,27 @@ gradient_accumulation_steps: PositiveInt = 5 * 8  # micro-steps per iteration, s
 batch_size: PositiveInt = 12  # sequences per micro-step
 block_size: PositiveInt = 1024  # tokens per sequence
 # model
-n_layer = 12
-n_head = 12
-n_embd = 768
+n_layer = 12  # blocks
+n_head = 12  # attention heads of a block; must divide n_embd
+n_embd = 768  # width of the model
 dropout = 0.0  # 0 for pretraining; try 0.1 for finetuning
 bias = False  # use biases in LayerNorm and Linear layers
 loss_chunk: SameLoss[NonNegativeInt] = 0  # compute the logits of this many tokens at a time, such as 1024: less memory; 0: all
 activation_checkpointing: SameLoss[bool] = False  # keep only the input of each block, and compute the block again in backward
 # optimizer
 optimizer: Literal["adamw", "muon"] = "adamw"  # 'muon': Muon for the matrices of the blocks, AdamW for everything else
-learning_rate: NonNegativeFloat = 6e-4
-max_iters: SameLoss[NonNegativeInt] = 600000
-weight_decay: NonNegativeFloat = 1e-1
-beta1: UnitInterval = 0.9
-beta2: UnitInterval = 0.95
+learning_rate: NonNegativeFloat = 6e-4  # the largest one, after the warm-up
+max_iters: SameLoss[NonNegativeInt] = 600000  # the last iteration; the first one is 0
+weight_decay: NonNegativeFloat = 1e-1  # of matrices and embeddings, as in AdamW
+beta1: UnitInterval = 0.9  # decay of AdamW's first moment
+beta2: UnitInterval = 0.95  # decay of AdamW's second moment
 grad_clip: NonNegativeFloat = 1.0  # maximum gradient norm; 0.0 disables clipping
-muon_momentum: UnitInterval = MOMENTUM
+muon_momentum: UnitInterval = MOMENTUM  # of the matrices
 max_nonfinite: PositiveInt = 1  # updates in a row skipped for a loss or gradient norm of inf or nan; the last ends the run
 # learning rate
-decay_lr = True
+decay_lr = True  # False: learning_rate throughout
 schedule: Literal["cosine", "wsd"] = "cosine"  # after the warm-up; wsd: constant, then linear decay to min_lr at the end
-warmup_iters: NonNegativeInt = 2000
+warmup_iters: NonNegativeInt = 2000  # iterations in which the learning rate grows linearly
 lr_decay_iters = 600000  # where the decay ends; should be about max_iters, as in Chinchilla
 decay_fraction: Fraction = 0.2  # 'wsd': part of lr_decay_iters that decays
 min_lr: NonNegativeFloat = 6e-5  # should be about learning_rate / 10
@@ -117,7 +117,7 @@ dist_timeout_s: SameLoss[PositiveFloat] = 600.0  # seconds without progress on a
 device: SameLoss[str] = "auto"  # 'cpu', 'cuda', 'cuda:1', 'mps'; auto: cuda if available, otherwise cpu
 dtype: Dtype = "auto"  # float16 uses GradScaler; auto: best on GPU, float32 on CPU
 compile: SameLoss[bool] = torch.cuda.is_available()  # compile the model block by block with torch.compile
-seed: Seed = 1337
+seed: Seed = 1337  # of the first weights, the batches and dropout
 shadow_check: SameLoss[NonNegativeInt] = 0  # iterations of a copy trained without sharding, to compare the weights; 0: off
 profile: SameLoss[bool] = False  # after a few iterations, write traces of time and memory to out_dir/profile
 config = configure(globals())

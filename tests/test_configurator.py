@@ -23,6 +23,7 @@ from configurator import (
     SameLoss,
     Sharded,
     UnitInterval,
+    _notes,
     configure,
     settings_of,
     settings_with,
@@ -310,6 +311,7 @@ def test_settings_of_a_script_are_those_that_its_help_lists(train_defaults):
     kinds = settings.pop("__annotations__")
     del settings["__files__"]
     assert settings == train_defaults
+    assert all(comments for _, comments in _notes(TRAIN).values()), "every setting says what it is"
     assert list(settings) == list(train_defaults)
     assert kinds["batch_size"] is PositiveInt
     assert kinds["zero1_impl"] == SameLoss[Literal["sharded", "torch"]]

@@ -22,8 +22,8 @@ PHASES = ("forward", "backward", "hooks", "clip", "update")
 def launch_rows(setup: Setup, modes: list[str], world_size: int) -> list[dict[str, Any]]:
     """Return one row per mode: what rank 0 launches in each phase of an iteration with one micro-step, and how often it waits.
 
-    "hooks" are those of zero/ in backward, "clip" has the check whether the update is finite. The process must have been
-    preloaded, see `pretended_gpu`. FSDP2 cannot be counted.
+    With `shard_gradients`, it is the second micro-step of two. "hooks" are those of zero/ in backward, "clip" has the check
+    whether the update is finite. The process must have been preloaded, see `pretended_gpu`. FSDP2 cannot be counted.
     """
     return [{"world_size": world_size, "mode": mode, **_counted(setup, mode, world_size)} for mode in modes]
 
@@ -35,6 +35,9 @@ def _counted(setup: Setup, mode: str, world_size: int) -> dict[str, int]:
         guard = Guard(optimizer, scaler, limit=1, alert=print)
         tokens = torch.zeros(2, setup.batch_size, setup.config.block_size, dtype=torch.int64, device=DEVICE)
         for _ in range(3):  # the first two make state, buffers and the tables of codecs
+            if contender.setup.flags(contender.mode).shard_gradients:
+                with contender.accumulating():
+                    scaler.scale(contender.forward(tokens)).backward()
             gpu.reset()
             gpu.phase = "forward"
             loss = contender.forward(tokens)

@@ -57,7 +57,7 @@ class SentGradient(torch.Tensor):
             if function is ops.zero_.default:
                 sent.zeroed, sent.added = True, None
             elif function in (ops.add.Tensor, ops.add_.Tensor) and in_backward and not kwargs:
-                sent.added = args[1].clone() if sent.added is None else sent.added + args[1]
+                sent.added = args[1] if sent.added is None else sent.added + args[1]
             elif function is not ops.detach.default:
                 return _refuse(function.overloadpacket.__name__)
             return sent
@@ -261,6 +261,8 @@ class Reducer(GradientSource):
                 )
         if not self._is_sending:
             self.optimizer.comm.pool.clear()  # frees memory for the full gradients
+            if (added := self._sent[number].added) is not None:
+                self._sent[number].added = added.clone()  # the tensor of autograd may have other owners
             return
         if param.grad is None:  # a hook has dropped it; DistributedDataParallel treats this as zero
             param.grad = torch.zeros_like(param)

@@ -30,7 +30,7 @@ COUNTED = {  # rank 0 of 8, in buckets of 0.1 MB; hybrid: in groups of 4
     "adamw": (43, 61, 0, 32, 6, 1, 0),
     "torch": (43, 61, 0, 32, 18, 16, 0),
     "sharded": (43, 61, 33, 43, 27, 15, 0),
-    "shard_gradients": (43, 61, 33, 43, 27, 15, 0),
+    "shard_gradients": (43, 61, 34, 43, 27, 15, 0),
     "bfloat16": (29, 43, 24, 58, 30, 9, 0),
     "remainder": (29, 43, 24, 69, 60, 9, 0),
     "int8": (43, 61, 33, 43, 117, 15, 0),

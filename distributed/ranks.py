@@ -5,6 +5,7 @@ Without a process group, every function works for a single process.
 
 import datetime
 import math
+import os
 import resource
 import threading
 from collections.abc import Callable, Sequence
@@ -18,9 +19,11 @@ from distributed import machine
 from distributed.launch import Launch
 from distributed.rendezvous import agree, choose_interface, store
 from zero.host_comm import broadcast_object, cpu_group, is_rank_0
+from zero.stopwatch import Stopwatch
 
 tqdm.set_lock(threading.RLock())  # only one process draws; the default is a lock between processes
 
+_WAITS = Stopwatch(of_collectives=True)
 _BACKSTOP_S = 60.0  # collectives time out later than the watchdog, whose message says more
 
 
@@ -75,6 +78,8 @@ def start(launch: Launch, device: str, backend: str = "auto", timeout_s: float =
     if backend == "auto":
         backend = "nccl" if device.startswith("cuda") and _has_each_rank_a_gpu(device, launch) else "gloo"
     device_id = torch.device(device) if backend == "nccl" else None
+    # hybrid sharding has three communicators in flight: NCCL (2.26) keeps their order, which excludes deadlocks
+    os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
     dist.init_process_group(
         backend, store=store(), rank=launch.rank, world_size=launch.world_size, timeout=timeout, device_id=device_id
     )
@@ -124,10 +129,15 @@ def on_rank_0(function: Callable[[], Any]) -> Any:
 
 def mean_over_ranks(value: torch.Tensor) -> float:
     """Return the mean of a scalar tensor over the ranks, and overwrite the tensor. Needs to be called on all ranks."""
-    if not dist.is_initialized():
-        return value.item()
-    dist.all_reduce(value)
-    return value.item() / dist.get_world_size()
+    all_reduce(value)
+    return value.item() / (dist.get_world_size() if dist.is_initialized() else 1)
+
+
+def all_reduce(value: torch.Tensor) -> None:
+    """Sum a tensor over the ranks, in place. Needs to be called on all ranks. The watchdog names it if it does not end."""
+    if dist.is_initialized():
+        with _WAITS.measure("all-reduce", value.device):
+            dist.all_reduce(value)
 
 
 def _raise_limit_of_open_files() -> None:

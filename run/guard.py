@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from distributed.ranks import print0
+from distributed.ranks import all_reduce, print0
 from zero import ShardedGradScaler, ShardedOptimizer
 from zero.checks import WRITTEN
 from zero.host_comm import gather_objects, is_rank_0
@@ -88,8 +88,7 @@ class Guard:
             self._lost = self._lost + lost
             finite = finite & (self._lost == 0)
         sums = torch.stack((loss.float(), (~finite).float(), self._lost))
-        if dist.is_initialized():
-            dist.all_reduce(sums)
+        all_reduce(sums)
         skip = ((sums[1] > 0) | (self._in_a_row >= self.limit)).float()
         own = torch.stack((loss.float(), norm.float()))
         self._first = torch.where(skip > self._in_a_row, own, self._first)

@@ -8,11 +8,14 @@ from unittest import mock
 import faults
 import pytest
 import torch
+import torch.distributed as dist
 from scripts import FEW, SETTINGS, events_of, run
 
+from distributed import ranks
 from distributed.watchdog import Watchdog
-from run import logger
+from run import guard, logger
 from run.hooks import Run
+from zero import stopwatch
 from zero.stopwatch import Stopwatch, awaited_collective
 
 FLAGS = ["--dropout=0.0", "--max_iters=8", "--eval_interval=4", "--sample_interval=6", FEW]
@@ -137,3 +140,14 @@ def test_the_collective_of_a_logged_iteration_has_a_name_on_every_rank(monkeypat
     assert seen == ["reduce-scatter"]
     assert awaited_collective() == ""
     watched.guard.report.assert_called_once_with(7, mock.ANY)
+
+
+def test_an_all_reduce_of_the_guard_has_a_name(monkeypatch):
+    seen, marks = [], list(events(monkeypatch))
+    monkeypatch.setattr(stopwatch, "mark", lambda _: marks.pop(0))
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "all_reduce", seen.append)
+    monkeypatch.setattr(ranks, "_WAITS", Stopwatch(of_collectives=True))
+    guard.all_reduce(value := torch.ones(3))
+    assert seen == [value]
+    assert awaited_collective() == "all-reduce"

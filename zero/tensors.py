@@ -36,7 +36,7 @@ def piece_numel(on_cpu: bool) -> int:
 
     On a CPU, intermediate results fit into its cache. On a GPU they take little memory, and longer than the launch of a kernel.
     """
-    return 2**17 if on_cpu else 2**23
+    return 2**17 if on_cpu else 10 * 2**20
 
 
 def pieces(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:

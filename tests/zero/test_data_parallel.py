@@ -145,6 +145,20 @@ def shard_gradients_set_later():
     assert found == [False, True]
 
 
+def a_gradient_that_somebody_keeps():
+    """It is added to one that has been sent, and overwritten before the sum is sent."""
+    module, kept = nn.Linear(2, 1, bias=False), []
+    module.weight.register_hook(kept.append)
+    nn.init.ones_(module.weight)
+    optimizer = ShardedOptimizer(module.parameters(), torch.optim.SGD, lr=0.1)
+    model = ShardedDataParallel(module, optimizer)
+    for model.require_backward_grad_sync in (True, False, True):
+        model(torch.ones(1, 2)).sum().backward()
+        kept[-1].zero_()
+    optimizer.step()
+    assert module.weight.tolist() == [pytest.approx([1 - 3 * 0.1] * 2)]
+
+
 def reentrant_checkpoints():
     """Each calls backward within backward; every bucket is sent once."""
     torch.manual_seed(0)
@@ -239,6 +253,7 @@ def a_trace_names_the_phases_of_a_step_by_bucket():
 def test_steps_of_two_ranks():
     run_in_turn(
         *(2, overlap_changes_nothing, no_sync_and_state, shard_gradients_set_later, reentrant_checkpoints),
+        a_gradient_that_somebody_keeps,
         *(a_rank_without_gradients, half_precision_norms, a_trace_names_the_phases_of_a_step_by_bucket),
         *(functools.partial(a_backward_without_gradients, shard_gradients) for shard_gradients in (False, True)),
     )

@@ -253,12 +253,33 @@ def test_every_combination_trains_saves_and_restores(printed):
         assert of_groups == [{"hooks": in_hooks, "": others}] * 2, (name, muon)
 
 
+def rows_of(folder, *command):
+    """What bench.py counts with a command, which writes results/."""
+    run_or_skip(f"{ROOT}/bench.py", "--what=launches", *command, cwd=folder)
+    (path,) = folder.glob("results/*/results.json")
+    return json.loads(path.read_text())["launches"]["rows"]
+
+
 def test_launches_and_waits_of_an_iteration(tmp_path):
-    command = f"{ROOT}/bench.py", "--what=launches", "--name=small", "--zero_bucket_mb=0.1", "--zero_shard_size=4", *SIZES
-    run_or_skip(*command, cwd=tmp_path)
-    rows = json.loads((tmp_path / "results" / "small" / "results.json").read_text())["launches"]["rows"]
+    rows = rows_of(tmp_path, "--name=small", "--zero_bucket_mb=0.1", "--zero_shard_size=4", *SIZES)
     counted = {row["mode"]: tuple(row[column] for column in COLUMNS) for row in rows}
     assert {mode: counted[mode] for mode in COUNTED} == COUNTED
+
+
+@pytest.mark.slow("test_every_combination has the scaler without the guard", seconds=20)
+def test_float16_waits_once(tmp_path):
+    (row,) = rows_of(tmp_path, "--name=float16", "--dtype=float16", "--modes=sharded", *SIZES)
+    assert row["waits"] == 1
+
+
+@pytest.mark.slow("counts all modes of 124M and XL", seconds=400)
+@pytest.mark.parametrize("name", ["gpt2-12x1024-launches", "gpt2-xl-12x1024-launches"])
+def test_the_committed_counts(tmp_path, name):
+    with open(os.path.join(ROOT, "results", name, "results.json")) as file:
+        committed = json.load(file)["launches"]
+    rows = rows_of(tmp_path, *committed["command"].split()[2:])
+    assert rows == committed["rows"]
+    assert all(row["clip"] + row["update"] <= 2000 for row in rows if row["mode"] != "plain_muon")
 
 
 OTHERS = "train-float32", "train-bfloat16", "train-muon", "train-float16", "memory-bfloat16", "memory-float32"

@@ -1,4 +1,4 @@
-"""The position of this process in a run: the training code sets it, the watchdog and the progress line read it."""
+"""The position of this process in a run: the training code sets it, the watchdog and the log read it."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

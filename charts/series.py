@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from charts.differences import Facts
 from charts.style import PICKED, alt
+from run.metrics import is_of_part
 
 MOST_POINTS = 1000  # of a curve in a chart; more than it has pixels
 WINDOW = 25  # points of a rolling median
@@ -31,12 +32,8 @@ class Run(NamedTuple):
     curves: Mapping[str, Points]
 
     def get(self, key: str, figure_of: Callable[[Sequence[float]], float]) -> float | None:
-        """Return a figure of the values of a metric, such as their `median`, or None if the run does not have it.
-
-        Memory, times and communication count from the last change of implementation or world size on.
-        """
-        is_of_part = key.startswith(("comm/", "memory/", "throughput/")) or key.endswith("_ms")
-        begin = self.facts["parts"][-1]["from_iter"] if is_of_part and self.facts.get("parts") else 0
+        """Return a figure, such as the `median`, of a metric's values, those of the last part if it `is_of_part`, or None."""
+        begin = self.facts["parts"][-1]["from_iter"] if is_of_part(key) and self.facts.get("parts") else 0
         values = [value for at, value in self.curves.get(key, ()) if at >= begin]
         return figure_of(values) if values else None
 

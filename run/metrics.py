@@ -25,6 +25,11 @@ class Metric(NamedTuple):
     is_maximum: bool = False
 
 
+def is_of_part(key: str) -> bool:
+    """Return whether a metric begins anew with another implementation or world size: memory, speed and communication do."""
+    return key.startswith(("comm/", "memory/", "mfu", "throughput/")) or key.endswith("_ms")
+
+
 NATS, BITS, TOKENS, TFLOPS = "nats per token", "bits per byte", "tokens/s", "TFLOP/s"
 POINTS, PEAK = "At three points of a step, MB", "Peak and its prediction, MB (on a CPU the peak includes Python)"
 EXPOSED, SENT = "Exposed, by kind, ms", "Sent per step, by kind, MB"

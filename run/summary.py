@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from run.metrics import is_of_part
+
 _LOSSES = {"loss": "iter/loss", "val_loss": "val/loss", "val_bits_per_byte": "val/bits_per_byte"}
 _MEDIANS = ("throughput/tokens_per_second", "mfu", "comm/exposed_ms", "comm/exposed_percent")
 
@@ -42,7 +44,7 @@ class Summary:
         """Include an event, which has None or nan for a number that was not finite."""
         known = {key: value for key, value in event.items() if _is_known(value)}
         if "memory/predicted_peak_mb" in known:  # a process begins, perhaps with another implementation
-            self.last = {key: value for key, value in self.last.items() if not key.startswith(("memory/", "comm/"))}
+            self.last = {key: value for key, value in self.last.items() if not is_of_part(key)}
         self.last |= known
         for name, key in _LOSSES.items():
             if key in known:

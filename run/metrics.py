@@ -5,6 +5,7 @@
 run/meter.py computes most of them. charts/ reads this module, too.
 """
 
+import itertools
 from typing import NamedTuple
 
 from forecast.prediction import PURPOSES
@@ -21,6 +22,7 @@ class Metric(NamedTuple):
     chart: str  # title of its chart in the workspace, which may have several metrics; "": no chart
     meaning: str = ""  # what else there is to say; it is of rank 0 if nothing says otherwise
     best: str = ""  # the value that wandb's summary shows, "min" or "max"; "": the last one
+    summary: tuple[str, ...] = ()  # its figures of the whole run, each of which is a metric, too
     # over the ranks; where they differ, `<key>_min` and `<key>_rank`, the rank of the maximum, are logged, too
     is_maximum: bool = False
 
@@ -30,14 +32,15 @@ def is_of_part(key: str) -> bool:
     return key.startswith(("comm/", "memory/", "mfu", "throughput/")) or key.endswith("_ms")
 
 
+COURSE, MEDIAN = ("first", "best", "last"), ("median",)  # figures of the whole run; the best is the smallest
 NATS, BITS, TOKENS, TFLOPS = "nats per token", "bits per byte", "tokens/s", "TFLOP/s"
 POINTS, PEAK = "At three points of a step, MB", "Peak and its prediction, MB (on a CPU the peak includes Python)"
 EXPOSED, SENT = "Exposed, by kind, ms", "Sent per step, by kind, MB"
 SECTIONS = {  # of the workspace
     "Loss": [
-        Metric("iter/loss", NATS, "iteration", "Loss of the global batch", "mean over micro-steps and ranks", "min"),
-        Metric("val/loss", NATS, "evaluation", "Validation loss", "of 12 * eval_iters sequences, the same each time", "min"),
-        Metric("val/bits_per_byte", BITS, "evaluation", "Bits per byte of validation data", "if its bytes are known", "min"),
+        Metric("iter/loss", NATS, "iteration", "Loss of the global batch", "mean over micro-steps and ranks", "min", COURSE),
+        Metric("val/loss", NATS, "evaluation", "Validation loss", "of the same 12 * eval_iters sequences", "min", COURSE),
+        Metric("val/bits_per_byte", BITS, "evaluation", "Bits per byte of validation data", "if they are known", "min", COURSE),
         Metric("train/loss", NATS, "evaluation", "Training loss at evaluations", "the same for the training data", "min"),
         Metric("iter/grad_norm", "norm", "iteration", "Gradient norm before clipping", "of all gradients together"),
         Metric("lr", "", "iteration, evaluation", "Learning rate"),
@@ -47,21 +50,10 @@ SECTIONS = {  # of the workspace
     ],
     "Summary": [
         Metric("peak_memory_mb", "MB", "summary", "Peak memory, MB", "largest memory/peak_mb"),
-        Metric("median_tokens_per_second", TOKENS, "summary", "Median tokens per second"),
-        Metric("best_val_loss", NATS, "summary", "Best validation loss"),
-        Metric("first_val_loss", NATS, "summary", "", "first val/loss"),
-        Metric("last_val_loss", NATS, "summary", "", "last val/loss"),
-        Metric("first_loss", NATS, "summary", "", "first iter/loss"),
-        Metric("best_loss", NATS, "summary", "", "smallest iter/loss"),
-        Metric("last_loss", NATS, "summary", "", "last iter/loss"),
-        *(Metric(f"{which}_val_bits_per_byte", BITS, "summary", "") for which in ("first", "best", "last")),
         Metric("evaluation/val_loss", NATS, "evaluate.py", "", "of the whole validation split"),
         Metric("evaluation/val_bits_per_byte", BITS, "evaluate.py", "", "the same; end-of-text has a loss, and no bytes"),
         Metric("evaluation/hellaswag_acc", "", "evaluate.py", "", "how often the right ending has the smallest loss"),
         Metric("evaluation/hellaswag_acc_norm", "", "evaluate.py", "", "the same with the mean over the tokens of an ending"),
-        Metric("median_mfu", "%", "summary", "", "median of mfu"),
-        Metric("median_exposed_ms", "ms", "summary", "", "median of comm/exposed_ms"),
-        Metric("median_exposed_percent", "%", "summary", "", "median of comm/exposed_percent"),
         Metric("checkpoints", "", "summary", "", "number of checkpoints written"),
         Metric("restarts", "", "summary", "", "how often the run was resumed"),
         Metric("warnings", "", "summary", "", "number of warnings"),
@@ -70,7 +62,7 @@ SECTIONS = {  # of the workspace
         Metric("memory/after_init_mb", "MB", "ranks", POINTS, "of tensors, before the first step", is_maximum=True),
         Metric("memory/before_step_mb", "MB", "ranks", POINTS, "of tensors, with all gradients", is_maximum=True),
         Metric("memory/after_step_mb", "MB", "ranks", POINTS, "of tensors, without gradients", is_maximum=True),
-        Metric("memory/peak_mb", "MB", "ranks", PEAK, "since the last one; GPU: tensors, CPU: the process", "max", True),
+        Metric("memory/peak_mb", "MB", "ranks", PEAK, "since the last; GPU: tensors, CPU: the process", "max", is_maximum=True),
         Metric("memory/predicted_mb", "MB", "ranks", PEAK, "of the tensors of the fullest rank"),
         Metric("memory/optimizer_state_mb", "MB", "ranks", "Optimizer state of a rank, MB", "with masters", is_maximum=True),
         Metric("memory/saved_mb", "MB", "ranks", "Less than without sharding, gradients included, MB"),
@@ -87,14 +79,14 @@ SECTIONS = {  # of the workspace
         Metric("memory/ooms", "", "ranks, GPU", "", "how often it found no memory, if ever", is_maximum=True),
     ],
     "Throughput": [
-        Metric("throughput/tokens_per_second", TOKENS, "iteration", "Tokens per second", "of all ranks together", "max"),
+        Metric("throughput/tokens_per_second", TOKENS, "iteration", "Tokens per second", "of all ranks", "max", MEDIAN),
         Metric("throughput/tokens_per_second_per_rank", TOKENS, "iteration", "Tokens per second per rank"),
         Metric("throughput/tflops_per_rank", TFLOPS, "iteration", "TFLOP/s per rank", "of the model, nothing computed twice"),
         Metric("time/step_ms", "ms", "iteration", "Step, ms", "without evaluations and checkpoints"),
         Metric("time/data_ms", "ms", "iteration", "Parts of a step, ms", "the host prepares batches; a GPU computes meanwhile"),
         Metric("time/forward_backward_ms", "ms", "iteration", "Parts of a step, ms", "all micro-steps, with communication"),
         Metric("time/optimizer_ms", "ms", "iteration", "Parts of a step, ms", "clipping and update, with communication"),
-        Metric("mfu", "%", "iteration, evaluation", "MFU, %", "FLOP/s of the model by the device's peak, running mean", "max"),
+        Metric("mfu", "%", "iteration, evaluation", "MFU, %", "model FLOP/s by the device's peak, running mean", "max", MEDIAN),
         Metric("throughput/eta_hours", "hours", "iteration", "Time to the end of the run, hours", "with all that it does"),
         Metric("time/rank_spread_ms", "ms", "ranks", "Rank spread, ms", "of the time in which a rank computes"),
         Metric("time/slowest_rank", "rank", "ranks", "", "the rank that computes longest"),
@@ -102,8 +94,8 @@ SECTIONS = {  # of the workspace
         Metric("time/elapsed_s", "s", "iteration, evaluation, end", "", "of training, without what a restart has lost"),
     ],
     "Communication": [
-        Metric("comm/exposed_percent", "%", "iteration", "Exposed, % of a step", "comm/exposed_ms by time/step_ms"),
-        Metric("comm/exposed_ms", "ms", "iteration", EXPOSED, "the computation waits for a collective or a slower rank"),
+        Metric("comm/exposed_percent", "%", "iteration", "Exposed, % of a step", "of time/step_ms", summary=MEDIAN),
+        Metric("comm/exposed_ms", "ms", "iteration", EXPOSED, "the computation waits, also for slower ranks", summary=MEDIAN),
         Metric("comm/exposed_all_reduce_ms", "ms", "iteration", EXPOSED, "adamw, torch: gradients; sharded: norm"),
         Metric("comm/exposed_reduce_scatter_ms", "ms", "iteration", EXPOSED, "sharded: gradients, before clipping"),
         Metric("comm/exposed_all_to_all_ms", "ms", "iteration", EXPOSED, "Muon: matrices to their owners and back"),
@@ -129,6 +121,16 @@ SECTIONS = {  # of the workspace
     ],
     "Others": [],
 }
+
+FIGURES = {  # of the whole run, by name: which one, of what metric
+    f"{which}_{metric.key.replace('val/', 'val_').rpartition('/')[2]}": (which, metric)
+    for which in MEDIAN + COURSE
+    for metric in itertools.chain(*SECTIONS.values())
+    if which in metric.summary
+}
+for name, (which, metric) in FIGURES.items():
+    title = f"{which} {metric.chart}".capitalize() if name in ("median_tokens_per_second", "best_val_loss") else ""
+    SECTIONS["Summary"].append(Metric(name, metric.unit, "summary", title, f"{which} {metric.key}"))
 
 METRICS = {metric.key: metric for metrics in SECTIONS.values() for metric in metrics}  # by key
 for metric in [metric for metric in METRICS.values() if metric.is_maximum]:

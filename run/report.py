@@ -30,7 +30,7 @@ def rows(summary: Summary) -> dict[str, str]:
             return ""
 
     def loss(name: str) -> str:
-        at = summary.best_at.get(name, 0)
+        at = summary.at.get(f"best_{name}", 0)
         return fill(f"first {{first_{name}:.4f}}, best {{best_{name}:.4f}} at iteration {at:,}, last {{last_{name}:.4f}}")
 
     def held(which: str, more: str) -> str:

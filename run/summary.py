@@ -6,10 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from run.metrics import is_of_part
-
-_LOSSES = {"loss": "iter/loss", "val_loss": "val/loss", "val_bits_per_byte": "val/bits_per_byte"}
-_MEDIANS = ("throughput/tokens_per_second", "mfu", "comm/exposed_ms", "comm/exposed_percent")
+from run.metrics import FIGURES, is_of_part
 
 
 def is_reached(settings: dict[str, Any], val_loss: float) -> bool:
@@ -36,9 +33,9 @@ class Summary:
         self.save_error = ""  # why the last save failed, if it did
         self.warnings: list[str] = []
         self.reached: dict[str, Any] = {}  # the first evaluation with a loss of at most `stop_at_val_loss`
-        self.best_at: dict[str, int] = {}  # iteration of the best loss, by its name in `_LOSSES`
+        self.at: dict[str, int] = {}  # iteration of a figure, such as best_loss
         self._figures: dict[str, float] = {}  # what is known so far, without the medians
-        self._series = {key: array("d") for key in _MEDIANS}
+        self._series: dict[str, array[float]] = {}  # the values of each median
 
     def add(self, event: dict[str, Any]) -> None:
         """Include an event, which has None or nan for a number that was not finite."""
@@ -46,16 +43,13 @@ class Summary:
         if "memory/predicted_peak_mb" in known:  # a process begins, perhaps with another implementation
             self.last = {key: value for key, value in self.last.items() if not is_of_part(key)}
         self.last |= known
-        for name, key in _LOSSES.items():
-            if key in known:
-                self._add_loss(name, known[key], event["iter"])
+        for name, (which, metric) in FIGURES.items():
+            if metric.key in known:
+                self._add_to(name, which, known[metric.key], event["iter"])
         if not self.reached and "val/loss" in known and is_reached(self.facts, known["val/loss"]):
             self.reached = known
         if "memory/peak_mb" in known:
             self._figures["peak_memory_mb"] = max(known["memory/peak_mb"], self._figures.get("peak_memory_mb", 0.0))
-        if event["iter"] >= self.medians_from:
-            for key in known.keys() & self._series.keys():
-                self._series[key].append(known[key])
         if "checkpoint/bytes" in known:
             self.saves[event["iter"]] = known["checkpoint/bytes"]
         if any(key.startswith("checkpoint/") for key in known):
@@ -63,16 +57,16 @@ class Summary:
         if "warning" in known:
             self.warnings.append(known["warning"])
 
-    def _add_loss(self, name: str, loss: float, iteration: int) -> None:
-        self._figures.setdefault(f"first_{name}", loss)
-        if loss < self._figures.get(f"best_{name}", math.inf):
-            self._figures[f"best_{name}"], self.best_at[name] = loss, iteration
-        self._figures[f"last_{name}"] = loss
+    def _add_to(self, name: str, which: str, value: float, iteration: int) -> None:
+        if which == "median":
+            if iteration >= self.medians_from:
+                self._series.setdefault(name, array("d")).append(value)
+        elif which == "last" or name not in self._figures or (which == "best" and value < self._figures[name]):
+            self._figures[name], self.at[name] = value, iteration
 
     def figures(self) -> dict[str, float]:
         """Return the figures that are known so far, by their names in run/metrics.py."""
-        found = dict(self._figures)
-        found |= {f"median_{key.rpartition('/')[2]}": np.median(series) for key, series in self._series.items() if series}
+        found = self._figures | {name: np.median(series) for name, series in self._series.items()}
         found |= {"checkpoints": len(self.saves), "restarts": len(self.restarts), "warnings": len(self.warnings)}
         return {name: float(figure) for name, figure in found.items()}
 

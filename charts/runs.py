@@ -15,17 +15,13 @@ from charts.bars import TIME, Bar, Group, stack
 from charts.differences import in_common
 from charts.series import COLOURS, Run, latest
 from charts.style import MEMORY, alt, number, shown_in, styled
-from run.metrics import METRICS, SECTIONS
-from zero.communication import KINDS
+from run.metrics import EXPOSED_KEYS, METRICS, SECTIONS, SENT_KEYS
 
 Amounts = Mapping[str, float | None]  # of a run, by the name of a bar or of a part of it
 
 _POINTS = {point: f"memory/{point.replace(' ', '_')}_mb" for point in ("after init", "before step", "after step")}
 _MEASURED = {name: key for part, (name, _) in MEMORY.items() if (key := f"memory/measured_{part}_mb") in METRICS}
 _PHASES = {"data": "time/data_ms", "forward and backward": "time/forward_backward_ms", "optimizer": "time/optimizer_ms"}
-_EXPOSED, _SENT = (
-    {kind: key.format(kind.replace("-", "_")) for kind in KINDS} for key in ("comm/exposed_{}_ms", "comm/sent_{}_mb_per_step")
-)
 _CHECKPOINT = {name: f"checkpoint/{name}_s" for name in ("consolidate", "write", "blocked")}
 
 
@@ -52,8 +48,8 @@ def sections(runs: Sequence[Run]) -> dict[str, list[Any]]:
             curve("Peak memory", "memory/peak_mb", note="on a CPU it is that of the process, with Python and its libraries"),
         ],
         "Communication": [
-            bars("Exposed communication of a step", _figures(_EXPOSED, median), "ms", "medians"),
-            bars("Sent by a rank in a step", _figures(_SENT, median), "MB", "medians"),
+            bars("Exposed communication of a step", _figures(EXPOSED_KEYS, median), "ms", "medians"),
+            bars("Sent by a rank in a step", _figures(SENT_KEYS, median), "MB", "medians"),
         ],
         "Checkpoints": [
             bars("Time of a checkpoint", _figures(_CHECKPOINT, median), "s", "medians; training is blocked", stacked=False)

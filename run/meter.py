@@ -17,6 +17,7 @@ from distributed.launch import launched
 from distributed.ranks import gather_numbers, print0
 from run.guard import Reading
 from run.memory_meter import MemoryCheck, Point
+from run.metrics import EXPOSED_KEYS, SENT_KEYS
 from zero.communication import KINDS, CommunicationMeter
 from zero.stopwatch import Stopwatch, mark
 
@@ -131,10 +132,10 @@ class Meter:
             if launched().world_size > 1:  # without the collectives that the run has not used
                 event |= {
                     "comm/exposed_ms": exposed_ms,
-                    **{f"comm/exposed_{_key(kind)}_ms": waited[kind] for kind in KINDS if kind in self._waited_for},
+                    **{EXPOSED_KEYS[kind]: waited[kind] for kind in KINDS if kind in self._waited_for},
                     "comm/exposed_percent": exposed_ms / (seconds * 1000) * 100,
                     "comm/sent_mb_per_step": sum(sent.values()) / 1e6,
-                    **{f"comm/sent_{_key(kind)}_mb_per_step": sent[kind] / 1e6 for kind in KINDS if lap.sent_so_far[kind]},
+                    **{SENT_KEYS[kind]: sent[kind] / 1e6 for kind in KINDS if lap.sent_so_far[kind]},
                 }
             event |= over_ranks
             percent = f"{event['mfu']:.2f}%" if self._mfu else "n/a"
@@ -218,7 +219,3 @@ class Lap(NamedTuple):
         sent = {kind: count - self.sent_before[kind] for kind, count in self.sent_so_far.items()}
         totals: list[Mapping[str, float]] = [self.phases.read_ms(), waited, sent]
         return tuple(defaultdict(float, {key: total / self.iterations for key, total in of.items()}) for of in totals)
-
-
-def _key(kind: str) -> str:
-    return kind.replace("-", "_")

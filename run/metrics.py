@@ -9,6 +9,7 @@ import itertools
 from typing import NamedTuple
 
 from forecast.prediction import PURPOSES
+from zero.communication import KINDS
 
 
 class Metric(NamedTuple):
@@ -36,6 +37,16 @@ COURSE, MEDIAN = ("first", "best", "last"), ("median",)  # figures of the whole 
 NATS, BITS, TOKENS, TFLOPS = "nats per token", "bits per byte", "tokens/s", "TFLOP/s"
 POINTS, PEAK = "At three points of a step, MB", "Peak and its prediction, MB (on a CPU the peak includes Python)"
 EXPOSED, SENT = "Exposed, by kind, ms", "Sent per step, by kind, MB"
+EXPOSED_KEYS, SENT_KEYS = (
+    {kind: key.format(kind.replace("-", "_")) for kind in KINDS} for key in ("comm/exposed_{}_ms", "comm/sent_{}_mb_per_step")
+)
+COLLECTIVES = {  # by kind: what is waited for, and how the bytes are counted
+    "all-reduce": ("adamw, torch: gradients; sharded: norm", "as a ring: 2 (N - 1) / N of the bytes"),
+    "reduce-scatter": ("sharded: gradients, before clipping", "counted where they are sent"),
+    "all-to-all": ("Muon: matrices to their owners and back", "matrices of Muon"),
+    "all-gather": ("sharded: parameters, in the next forward", "counted where they are sent"),
+    "broadcast": ("torch: parameters, after the update", "mean of the ranks, (N - 1) / N of the bytes"),
+}
 SECTIONS = {  # of the workspace
     "Loss": [
         Metric("iter/loss", NATS, "iteration", "Loss of the global batch", "mean over micro-steps and ranks", "min", COURSE),
@@ -96,17 +107,9 @@ SECTIONS = {  # of the workspace
     "Communication": [
         Metric("comm/exposed_percent", "%", "iteration", "Exposed, % of a step", "of time/step_ms", summary=MEDIAN),
         Metric("comm/exposed_ms", "ms", "iteration", EXPOSED, "the computation waits, also for slower ranks", summary=MEDIAN),
-        Metric("comm/exposed_all_reduce_ms", "ms", "iteration", EXPOSED, "adamw, torch: gradients; sharded: norm"),
-        Metric("comm/exposed_reduce_scatter_ms", "ms", "iteration", EXPOSED, "sharded: gradients, before clipping"),
-        Metric("comm/exposed_all_to_all_ms", "ms", "iteration", EXPOSED, "Muon: matrices to their owners and back"),
-        Metric("comm/exposed_all_gather_ms", "ms", "iteration", EXPOSED, "sharded: parameters, in the next forward"),
-        Metric("comm/exposed_broadcast_ms", "ms", "iteration", EXPOSED, "torch: parameters, after the update"),
+        *(Metric(EXPOSED_KEYS[kind], "ms", "iteration", EXPOSED, COLLECTIVES[kind][0]) for kind in KINDS),
         Metric("comm/sent_mb_per_step", "MB", "iteration", SENT, "for gradients and parameters"),
-        Metric("comm/sent_all_reduce_mb_per_step", "MB", "iteration", SENT, "as a ring: 2 (N - 1) / N of the bytes"),
-        Metric("comm/sent_reduce_scatter_mb_per_step", "MB", "iteration", SENT, "counted where they are sent"),
-        Metric("comm/sent_all_to_all_mb_per_step", "MB", "iteration", SENT, "matrices of Muon"),
-        Metric("comm/sent_all_gather_mb_per_step", "MB", "iteration", SENT, "counted where they are sent"),
-        Metric("comm/sent_broadcast_mb_per_step", "MB", "iteration", SENT, "mean of the ranks, (N - 1) / N of the bytes"),
+        *(Metric(SENT_KEYS[kind], "MB", "iteration", SENT, COLLECTIVES[kind][1]) for kind in KINDS),
     ],
     "Checkpoints": [
         Metric("checkpoint/consolidate_s", "s", "save", "Consolidate, s", "until the state was collected"),

@@ -29,8 +29,7 @@ class AlsoAlone(Flags):
     """Flags that choose the sharded implementation on one rank as well, which train.py does not do."""
 
     def implementation(self, world_size: int) -> Literal["adamw", "torch", "sharded"]:
-        sharded = self.use_zero1 and self.zero1_impl == "sharded"
-        return "sharded" if sharded else super().implementation(world_size)
+        return "sharded" if self.is_sharded else super().implementation(world_size)
 
 
 @dataclass(frozen=True)

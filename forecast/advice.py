@@ -110,8 +110,8 @@ def prices(planner: Planner, world_size: int, choice: Choice, result: Forecast) 
     chosen = planner.chosen(world_size)
     before, after = chosen.flags, choice.flags
     found: dict[str, str] = {}
-    implementation, settings = after.implementation(world_size), planner.settings
-    if implementation == "sharded" and not (settings["use_zero1"] and settings["zero1_impl"] == "sharded"):
+    implementation = after.implementation(world_size)
+    if implementation == "sharded" and not Flags.of(planner.settings).is_sharded:
         found["--use_zero1=True --zero1_impl=sharded"] = "no more bytes to send, the same losses"
     if world_size > 1 and implementation == "adamw" != before.implementation(world_size):
         found["--use_zero1=False"] = "no more bytes to send, the same losses"

@@ -98,14 +98,10 @@ class Planner:
 
     def complete(self, flags: Flags, world_size: int) -> Flags:
         """Return the flags of a mode with the sizes in the settings. If zero_shard_size does not fit, all ranks share it."""
-        flags = replace(flags, bucket_mb=self.settings["zero_bucket_mb"])
-        is_sharded = flags.implementation(world_size) == "sharded"
-        return replace(flags, shard_size=self.shard_size(world_size)) if is_sharded else flags
-
-    def shard_size(self, world_size: int) -> int:
-        """Return zero_shard_size if it divides the number of ranks, otherwise 0: all ranks share the state."""
-        shard_size = self.settings["zero_shard_size"]
-        return shard_size if shard_size and world_size % shard_size == 0 else 0
+        bucket_mb, shard_size = self.settings["zero_bucket_mb"], self.settings["zero_shard_size"]
+        if flags.is_sharded:
+            flags = replace(flags, shard_size=0 if world_size % (shard_size or 1) else shard_size)
+        return replace(flags, bucket_mb=bucket_mb)
 
     def chosen(self, world_size: int) -> Choice:
         """Return the settings of the run as a choice. Flags without effect have their defaults.
@@ -113,9 +109,7 @@ class Planner:
         If the ranks cannot share the batch, the batch size is the one that the error message of train.py names.
         """
         settings = self.settings
-        flags = Flags.of(settings)
-        if flags.use_zero1 and flags.zero1_impl == "sharded":
-            flags = replace(flags, shard_size=self.shard_size(world_size))
+        flags = self.complete(Flags.of(settings), world_size)
         if (implementation := flags.implementation(world_size)) != "sharded":
             flags = MODES[implementation].flags
         flags = replace(flags, bucket_mb="auto", shard_size=0)

@@ -59,6 +59,11 @@ class Flags:
         """Return the flags of a program's settings."""
         return cls(**{flag.name: settings[_setting(flag)] for flag in fields(cls)})
 
+    @property
+    def is_sharded(self) -> bool:
+        """Whether ShardedOptimizer is asked for: `implementation` says whether it is used."""
+        return self.use_zero1 and self.zero1_impl == "sharded"
+
     def implementation(self, world_size: int) -> Literal["adamw", "torch", "sharded"]:
         """Return the implementation on `world_size` ranks.
 
@@ -67,7 +72,7 @@ class Flags:
         Raises:
             ValueError: if the flags cannot be combined, or `shard_size` does not divide `world_size`.
         """
-        if self.use_zero1 and self.zero1_impl == "sharded":
+        if self.is_sharded:
             self.sharing(world_size)
             saves_alone = self.param_dtype != "float32" or self.state_dtype != "float32"
             return "sharded" if world_size > 1 or saves_alone else "adamw"

@@ -30,6 +30,7 @@ class Choice:
     loss_chunk: int
     batch_size: int
     in_place: bool = False  # see `forecast.prediction.Prediction`
+    muon: bool = False  # in place of the AdamW of the settings
 
 
 class Planner:
@@ -69,7 +70,7 @@ class Planner:
             self.flops = found.tflops * 1e12 * settings["mfu"] / 100
         if settings["gpu_hour_price"] and self.flops is None:
             raise ValueError("gpu_hour_price needs the speed of the GPUs, which is known for bfloat16 and float16 on cuda only")
-        self._plans: dict[tuple[Flags, int], Plan] = {}
+        self._plans: dict[tuple[Flags, bool, int], Plan] = {}
 
     def memory(self, world_size: int) -> int:
         """Return the bytes that tensors may take on each of the ranks."""
@@ -89,11 +90,11 @@ class Planner:
     def _taken_gb(self, world_size: int) -> float:
         return CUDA_GB + NCCL_GB * (world_size > 1)
 
-    def plan(self, flags: Flags, world_size: int) -> Plan:
-        """Return the plan of the flags. Modes with equal plans share it: a plan of 1024 ranks takes a tenth of a second."""
-        key = replace(flags, shard_gradients=False), world_size
+    def plan(self, flags: Flags, muon: bool, world_size: int) -> Plan:
+        """Return the plan of a choice. Modes with equal plans share it: a plan of 1024 ranks takes a tenth of a second."""
+        key = replace(flags, shard_gradients=False), muon, world_size
         if key not in self._plans:
-            self._plans[key] = flags.plan(self.specs, world_size)
+            self._plans[key] = flags.plan(gpt_specs(self.config, {}) if muon else self.specs, world_size)
         return self._plans[key]
 
     def complete(self, flags: Flags, world_size: int) -> Flags:
@@ -109,10 +110,7 @@ class Planner:
         If the ranks cannot share the batch, the batch size is the one that the error message of train.py names.
         """
         settings = self.settings
-        flags = self.complete(Flags.of(settings), world_size)
-        if (implementation := flags.implementation(world_size)) != "sharded":
-            flags = MODES[implementation].flags
-        flags = replace(flags, bucket_mb="auto", shard_size=0)
+        flags = replace(_acting(self.complete(Flags.of(settings), world_size), world_size), bucket_mb="auto", shard_size=0)
         batch_size, _ = self.batch(world_size)
         return Choice(flags, settings["activation_checkpointing"], settings["loss_chunk"], batch_size)
 
@@ -123,16 +121,13 @@ class Planner:
     def choices(self, world_size: int) -> dict[Choice, str]:
         """Return the choices of a table with the names of their modes: of a single rank, those that save memory there."""
         chosen = self.chosen(world_size)
-        base = replace(chosen, flags=MODES["sharded" if world_size > 1 else "adamw"].flags)
-        accumulates = self.accumulation_steps(chosen.batch_size, world_size) > world_size
-        modes = {
-            replace(base, flags=mode.flags, in_place=mode.in_place): name
-            for name, mode in MODES.items()
-            if mode.planned
-            and (accumulates or not mode.in_place)
-            and (world_size > 1 or name == "adamw" or mode.flags.implementation(1) == "sharded")
-            and (self.can_round_weights or not mode.lowers_weights)
-        }
+        base = replace(chosen, flags=_acting(Flags(), world_size))
+        accumulates = 1 < world_size < self.accumulation_steps(chosen.batch_size, world_size)
+        modes: dict[Choice, str] = {}
+        for name, mode in MODES.items():
+            if mode.planned and (accumulates or not mode.in_place) and (self.can_round_weights or not mode.lowers_weights):
+                choice = replace(base, flags=_acting(mode.flags, world_size), loss_chunk=chosen.loss_chunk or mode.loss_chunk)
+                modes.setdefault(replace(choice, in_place=mode.in_place, muon=mode.muon and self.has_adamw), name)
         modes.setdefault(replace(base, activation_checkpointing=True), "checkpointing")
         modes.setdefault(replace(base, loss_chunk=chosen.loss_chunk or LOSS_CHUNK), "loss_chunk")
         modes.setdefault(self.everything(world_size), "all")
@@ -214,7 +209,7 @@ class Planner:
         flags = self.complete(choice.flags, world_size)
         steps = self.accumulation_steps(choice.batch_size, world_size)
         return forecast(
-            self.plan(flags, world_size),
+            self.plan(flags, choice.muon, world_size),
             world_size,
             steps // world_size,
             self.device_type,
@@ -285,3 +280,9 @@ class Planner:
             return not self.fits(replace(result, activations=between))
 
         return low[0] + bisect_left(range(low[0] + 1, high[0] + 1), True, key=does_not_fit)
+
+
+def _acting(flags: Flags, world_size: int) -> Flags:
+    """Return the flags, or those of the mode that stands for another implementation."""
+    implementation = flags.implementation(world_size)
+    return flags if implementation == "sharded" else MODES[implementation].flags

@@ -10,6 +10,7 @@ from forecast.modes import LOSS_CHUNK, MODES
 from forecast.planner import Choice, Planner
 from forecast.run_memory import Forecast
 from model import GPT2_SIZES
+from zero.codecs import SMALLEST, codec_of
 from zero.flags import Flags, weight_dtype
 
 
@@ -95,7 +96,7 @@ def _by_price(planner: Planner, world_size: int) -> Iterator[Choice]:
     base = chosen.flags if is_sharded else MODES["sharded"].flags
     for flags, state_dtype, shard_gradients, checkpointing, batch_size, loss_chunk in itertools.product(
         (base, MODES["remainder"].flags) if planner.can_round_weights else (base,),
-        (base.state_dtype, "int8"),
+        (base.state_dtype, SMALLEST),
         sorted({base.shard_gradients, base.shard_gradients or world_size > 1}),
         sorted({chosen.activation_checkpointing, True}),
         [size for size in range(chosen.batch_size, 0, -1) if chosen.batch_size % size == 0],
@@ -136,7 +137,8 @@ def prices(planner: Planner, world_size: int, choice: Choice, result: Forecast) 
         price = "the same values as float32 masters; on a CPU an update takes 1.4 times as long"
         found[f"--param_dtype={after.param_dtype}"] = price if same else rounds + price
     if after.state_dtype != before.state_dtype:
-        found[f"--state_dtype={after.state_dtype}"] = "AdamW's moments are rounded; on a CPU an update takes 7 times as long"
+        codec = codec_of(after.state_dtype)
+        found[f"--state_dtype={after.state_dtype}"] = "moments are not rounded" if codec is None else codec.price
     return found
 
 

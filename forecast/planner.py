@@ -13,6 +13,7 @@ from forecast.prediction import PURPOSES, Activations, Workload
 from forecast.run_memory import CPU_RESIDENT, Forecast, forecast, gpt_specs, planned_optimizer, predicted_activations
 from forecast.step_time import Network
 from model import GPT, GPTConfig, without_weights
+from zero.codecs import SMALLEST
 from zero.flags import Flags, muon_of, weight_dtype
 from zero.layout import Plan, replicated_plan
 from zero.muon.muon import NS_STEPS
@@ -139,7 +140,7 @@ class Planner:
         chosen = self.chosen(world_size)
         weights = "remainder" if self.can_round_weights else "sharded"
         # a single rank has nobody to share gradients with; there, the flag makes their sums float32
-        flags = replace(MODES[weights].flags, shard_gradients=world_size > 1, state_dtype="int8")
+        flags = replace(MODES[weights].flags, shard_gradients=world_size > 1, state_dtype=SMALLEST)
         return replace(chosen, flags=flags, activation_checkpointing=True, loss_chunk=chosen.loss_chunk or LOSS_CHUNK)
 
     @property

@@ -167,10 +167,8 @@ class Prediction:
         """Bytes of the per-element optimizer state of the owned slices. `step` counters, 4 bytes each, are not counted."""
         codec, total = codec_of(self.plan.state_dtype), 0
         for dtype, spec, numel in self._owned:
-            if codec is not None and dtype == torch.float32 and spec.shape:  # a number, which has no dimensions, is not encoded
-                total += spec.state_tensors * encoded_nbytes(codec, numel)
-            else:
-                total += spec.state_tensors * numel * dtype.itemsize
+            is_encoded = dtype == torch.float32 and spec.shape  # a number, which has no dimensions, is not encoded
+            total += spec.state_tensors * (encoded_nbytes(codec, numel) if is_encoded else numel * dtype.itemsize)
         return total
 
     @cached_property
@@ -382,7 +380,8 @@ class ShardedPrediction(Prediction):
 
     def _of_codec(self, numel: int) -> int:
         """Return the bytes of what a codec computes while it encodes the state of so many elements, in pieces."""
-        return 12 * min(numel, piece_numel(self.on_cpu)) * (self.plan.state_dtype != "float32")
+        codec = codec_of(self.plan.state_dtype)
+        return 0 if codec is None else codec.scratch * min(numel, piece_numel(self.on_cpu))
 
     def _is_narrow(self, buffer: BufferPlan) -> bool:
         """Return whether an update needs copies of the gradients in its own dtype."""

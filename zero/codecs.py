@@ -22,6 +22,8 @@ class Codec(Protocol):
     """Encodes flat float32 tensors."""
 
     block: int  # elements that are encoded together: a tensor consists of whole blocks
+    scratch: int  # bytes per element of a piece that `encode` needs in addition
+    price: str  # what it costs with AdamW, in words
 
     def empty(self, numel: int, device: torch.device) -> tuple[torch.Tensor, ...]:
         """Return memory for encoded elements: one or more flat tensors, each with a number per element or per block."""
@@ -46,7 +48,8 @@ class BFloat16:
     as with beta2 = 0.999, rounding to the nearest one would never change it. Stochastic rounding is right on average.
     """
 
-    block = 1
+    block, scratch = 1, 12
+    price = "AdamW's moments are rounded, stochastically"
 
     def empty(self, numel: int, device: torch.device) -> tuple[torch.Tensor, ...]:
         return (torch.empty(numel, dtype=torch.bfloat16, device=device),)
@@ -76,7 +79,8 @@ class Int8:
     neither decay nor grow as it should (docs/sharding.md has figures).
     """
 
-    block = BLOCK
+    block, scratch = BLOCK, 12
+    price = "AdamW's moments are rounded; on a CPU an update takes 7 times as long"
 
     def empty(self, numel: int, device: torch.device) -> tuple[torch.Tensor, ...]:
         codes = torch.empty(numel, dtype=torch.uint8, device=device)
@@ -114,10 +118,15 @@ def codec_of(state_dtype: str) -> Codec | None:
     return STATE_CODECS[state_dtype]
 
 
-def encoded_nbytes(codec: Codec, numel: int) -> int:
-    """Return the bytes of `numel` encoded elements, with those that fill the last block."""
+def encoded_nbytes(codec: Codec | None, numel: int) -> int:
+    """Return the bytes of `numel` encoded elements, with those that fill the last block. Without a codec, they are float32."""
+    if codec is None:
+        return 4 * numel
     whole_blocks = -(-numel // codec.block) * codec.block
     return sum(part.nbytes for part in codec.empty(whole_blocks, torch.device("meta")))
+
+
+SMALLEST = min(STATE_CODECS, key=lambda state_dtype: encoded_nbytes(STATE_CODECS[state_dtype], 2**20))
 
 
 @dataclass(frozen=True)

@@ -51,6 +51,23 @@ def test_the_weights_are_those_of_adamw(world_size, shard_size):
             assert_equal(result["state"], results[rank % shard_size][how]["state"], f"rank {rank}, {how}")  # ... and replica
 
 
+def without_a_backend(folder):
+    """Training after init_process_group() chose the backends of each device, which then have no name."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    dist.init_process_group(init_method=f"file://{folder}/again", rank=rank, world_size=world_size)
+    assert dist.get_backend() == "undefined"
+    comm = hybrid_toy(1)[1].comm
+    assert {dist.get_backend(group) for group in (comm.shard_group, comm.replica_group)} == {"undefined"}
+    return trained_like_adamw(1)
+
+
+def test_groups_have_the_backends_that_pytorch_chooses(tmp_path):
+    for found in run_ranks(without_a_backend, 2, str(tmp_path)):
+        for how, result in found.items():
+            assert largest_difference(result["hybrid"], result["adamw"]) <= (1e-6 if result["clip"] else 0.0), how
+
+
 def bfloat16_weights(shard_size):
     model, optimizer = hybrid_toy(shard_size, param_dtype="bfloat16")
     train(model, optimizer, dist.get_rank(), 10, decay_lr=False)

@@ -41,6 +41,7 @@ _NO_LAUNCH = {
     torch.ops.prim.device,
 }
 _COPIES = {_ATEN._to_copy.default: 0, _ATEN.copy_.default: 1}  # between devices; where their source is among the arguments
+_AT_ONCE = 2**16  # bytes that CUDA copies from pageable memory to the GPU without a wait; it may wait for more
 
 
 def is_preloaded() -> bool:
@@ -84,7 +85,8 @@ class PretendedGPU(TorchDispatchMode):
         phase: set it to the name under which to count. What the package zero does in "backward" counts as "hooks".
         launches: operations on tensors of the GPU that launch a kernel, with collectives, by phase and name; a multi-tensor
             operation counts once.
-        waits: times that the host waits for the GPU, by phase.
+        waits: times that the host waits for the GPU, by phase; for a large copy to it, unless that is non_blocking and from
+            pinned memory.
     """
 
     def __init__(self) -> None:
@@ -129,8 +131,11 @@ class PretendedGPU(TorchDispatchMode):
             return result
         self.launches[self._counted_as(), str(function)] += 1
         if function in _COPIES and _is_on_gpu(args[_COPIES[function]]) != _is_on_gpu(result):
-            is_blocking = not kwargs.get("non_blocking") and args[2:3] != (True,)
-            self.waits[self._counted_as()] += is_blocking  # pinned or not, PyTorch then waits for the stream
+            is_blocking = not kwargs.get("non_blocking") and args[2:3] != (True,)  # pinned or not, PyTorch waits for the stream
+            source = args[_COPIES[function]]
+            is_staged = not _is_on_gpu(source) and not hasattr(source, "is_in_pinned_memory") and source.nbytes > _AT_ONCE
+            if is_blocking or is_staged:
+                self.wait()
         return result
 
 
@@ -174,6 +179,7 @@ def _pretend(gpu: PretendedGPU) -> None:
         (FakeTensor, "data_ptr", _address),
         (FakeTensor, "data", property(_DATA.__get__, _set_data)),
         (torch.nn.Module, "to", _to),
+        (torch.Tensor, "pin_memory", _pin_memory),
         (codecs, "_nearest_codes", lambda device: torch.empty(2**17, dtype=torch.uint8, device=device)),
     ]
     for owner, name, value in replacements:
@@ -213,3 +219,10 @@ def _to(module: torch.nn.Module, target: torch.dtype | torch.device | str) -> to
     for tensor in (*module.parameters(), *module.buffers()):
         tensor.data = tensor.data.to(target)
     return module
+
+
+def _pin_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy that says where it is; a view of it does not."""
+    pinned: Any = tensor.clone()
+    pinned.is_in_pinned_memory = True
+    return pinned

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import runpy
 import sys
 from dataclasses import replace
@@ -17,6 +18,7 @@ from toy import make_toy
 
 from benchmarks import gpu, launches, pretended_gpu
 from benchmarks.pretended_gpu import DEVICE, PretendedGPU, run_preloaded
+from run import hooks
 from zero import ShardedGradScaler, ShardedOptimizer
 from zero.build import build, clip_grad_norm_
 from zero.checkpoint import restore
@@ -66,7 +68,8 @@ def what_it_notices():
         here.cpu()
         there.copy_(here)
         there.to(DEVICE)
-        there.to(DEVICE, non_blocking=True)
+        for copied in (there, torch.ones(2**15), torch.ones(2**15).pin_memory()):  # the second one is large and not pinned
+            copied.to(DEVICE, non_blocking=True)
         assert len(here.nonzero()) == 0
         here.sum() + torch.ones(())
     return str(error.value), gpu.waits.total()
@@ -182,19 +185,23 @@ def run_part(name):
         lambda *_: peak["bytes"],
         lambda *_: peak.update(bytes=0),
     )
-    torch.Tensor.pin_memory, sys.modules[torch.optim.Adam.__module__]._get_value = torch.Tensor.clone, lambda _: 1.0
+    sys.modules[torch.optim.Adam.__module__]._get_value = lambda _: 1.0
     begin, new_group = dist.init_process_group, dist.new_group
     dist.init_process_group = lambda _, world_size=1, **__: begin("fake", store=FakeStore(), rank=0, world_size=world_size)
     dist.new_group = lambda *args, backend=None, **options: new_group(*args, backend="fake", **options)
     if part.ranks:
         os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
         os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(40000 + os.getpid() % 20000)}
-    own = ["--max_iters=6", "--log_interval=2", "--shadow_check=0"] if part.ranks else SIZES  # the check compares values
+    # the check compares values; a batch is too large for a copy without a wait from memory that is not pinned
+    own = ["--max_iters=6", "--log_interval=2", "--shadow_check=0", "--batch_size=65"] if part.ranks else SIZES
     command = part.command[part.command[:2] == ["-m", "benchmarks.exact"] and 2 :]  # fake tensors have no nan
     sys.argv = [*(argument.removesuffix(",fsdp2") for argument in command), *own, "--device=cuda"]
     absent = mock.patch("zero.build.DistributedDataParallel", launches._Absent)
-    with absent, mock.patch("benchmarks.contenders.DistributedDataParallel", launches._Absent), PretendedGPU():
+    with absent, mock.patch("benchmarks.contenders.DistributedDataParallel", launches._Absent), PretendedGPU() as counted:
         pretended_gpu._Event.elapsed_time = lambda *_: 1.0
+        phase, finish = hooks.Run.phase, hooks.finish
+        hooks.Run.phase = lambda run, name: (setattr(counted, "phase", name), phase(run, name))[1]  # until the next one begins
+        hooks.finish = lambda code: (print("the host waits in", sorted(counted.waits), flush=True), finish(code))
         runpy.run_path(sys.argv[0], run_name="__main__")
 
 
@@ -221,7 +228,7 @@ def printed():
 def test_it_notices_two_devices_in_an_operation_and_every_wait(printed):
     (error, waits), *_ = printed
     assert "found at least two devices, cuda:0 and cpu" in error
-    assert waits == 5, "a number, three copies, a size"
+    assert waits == 6, "a number, four copies, a size"
 
 
 def test_several_streams_follow_each_other(printed):
@@ -299,4 +306,8 @@ def test_parts_of_bench_gpu_that_need_no_values(tmp_path, name):
     else:
         assert "on 1 rank, cuda: pretended GPU" in printed
         assert "iter 6: loss" in printed
+        (phases,) = re.findall("the host waits in (.*)", printed)
+        assert "update" in phases, "or after it"
+        assert "forward" not in phases
+        assert "data" not in phases, "a batch is copied from pinned memory"
         assert printed.count("WARNING") == printed.count("is not finite; files from before are unchanged")

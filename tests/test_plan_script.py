@@ -102,7 +102,9 @@ def test_the_table_has_every_mode_for_every_number_of_ranks(planned):
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_the_rows_are_the_predictions_of_the_rank_with_the_most_state(planned, world_size, mode):
     _, rows = planned
-    if (world_size, mode) not in rows:
+    # with one micro-step, nothing accumulates
+    if (world_size == 1 and mode not in ALONE) or (world_size > 6 and mode in IN_PLACE):
+        assert (world_size, mode) not in rows
         return
     flags = FLAGS[mode] if world_size > 1 else replace(FLAGS[mode], shard_gradients=False)
     checkpointing, loss_chunk = mode in ("checkpointing", "all"), LOSS_CHUNK if mode in ("loss_chunk", "all") else 0

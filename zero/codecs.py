@@ -80,7 +80,7 @@ class Int8:
     """
 
     block, scratch = BLOCK, 12
-    price = "AdamW's moments are rounded; on a CPU an update takes 7 times as long"
+    price = "AdamW's moments are rounded; on a CPU an update takes 5 to 10 times as long"
 
     def empty(self, numel: int, device: torch.device) -> tuple[torch.Tensor, ...]:
         codes = torch.empty(numel, dtype=torch.uint8, device=device)

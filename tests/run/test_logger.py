@@ -3,11 +3,13 @@
 import json
 import math
 import os
+from unittest import mock
 
 import pytest
 
 from run import logger
 from run.logger import Logger
+from run.wandb_run import WandbRun
 
 CONFIG = {"wandb_log": False, "implementation": "sharded", "eval_interval": 5}
 
@@ -59,30 +61,14 @@ def test_a_resumed_run_keeps_the_evaluation_that_it_does_not_repeat(tmp_path, ev
         assert log.summary.figures()["best_val_loss"] == (1.5 if kept else 4.0)
 
 
-class FakeRun:
-    """What WandbRun offers, with notes of the calls."""
-
-    def __init__(self, config, run_id=None):
-        self.id, self.lacks_history = run_id, run_id == "offline"
-        self.events, self.alerts, self.summary, self.exit_code = [], [], {}, None
-
-    def log(self, event):
-        self.events.append(event)
-
-    def alert(self, title, text):
-        self.alerts.append((title, text))
-
-    def summarize(self, values):
-        self.summary = values
-
-    def finish(self, exit_code):
-        self.exit_code = exit_code
-
-
 @pytest.fixture
 def wandb(monkeypatch):
-    """Replaces the wandb run; returns a Logger with one."""
-    monkeypatch.setattr(logger, "WandbRun", FakeRun)
+    """Replaces the wandb run by notes of its calls; returns a Logger with one."""
+
+    def noted(config, run_id=None):
+        return mock.create_autospec(WandbRun, instance=True, id=run_id, lacks_history=run_id == "offline")
+
+    monkeypatch.setattr(logger, "WandbRun", noted)
     return lambda folder, resume_at=None, run_id=None, **more: Logger(str(folder), resume_at, CONFIG | more, run_id)
 
 
@@ -90,7 +76,7 @@ def test_what_is_not_finite_is_null_in_the_file_and_itself_in_wandb(tmp_path, wa
     event = {"iter": 1, "a": math.nan, "b": math.inf, "c": -math.inf, "d": 2.0, "e": None}
     log = wandb(tmp_path)
     log.log(event)
-    assert log.run.events == [event]
+    log.run.log.assert_called_once_with(event)
     text = (tmp_path / "metrics.jsonl").read_text()
     assert text == '{"iter": 1, "a": null, "b": null, "c": null, "d": 2.0, "e": null}\n'
 
@@ -101,9 +87,9 @@ def test_wandb_gets_the_run_that_goes_on_and_the_rows_that_it_lacks(tmp_path, wa
         (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
         log = wandb(tmp_path, 2, run_id)
         assert log.run.id == run_id
-        assert log.run.events == events
+        assert log.run.log.mock_calls == [mock.call(event) for event in events]
     log.finish("failed")
-    assert log.run.exit_code == 1
+    log.run.finish.assert_called_once_with(1)
     assert wandb(tmp_path).run.id is None, "a new run"
 
 
@@ -145,28 +131,30 @@ def test_run_json_says_how_the_run_has_ended(tmp_path):
 
 
 def test_the_summary_of_a_run_that_was_resumed(tmp_path, wandb):
+    def summarized(log):
+        return {key: log.run.summarize.call_args[0][0][key] for key in expected}
+
     log = wandb(tmp_path)
     for iteration, speed in enumerate((10.0, 30.0, 20.0, 90.0)):
         log.log({"iter": iteration, "val/loss": 3.0 - iteration, "lr": 0.1})
         log.log({"iter": iteration, "throughput/tokens_per_second": speed, "memory/peak_mb": 100.0 - iteration})
     expected = {"peak_memory_mb": 100.0, "median_tokens_per_second": 20.0}
     expected |= {"first_val_loss": 3.0, "best_val_loss": 2.0, "last_val_loss": 2.0}
-    found = {key: log.run.summary[key] for key in expected}
-    assert found == expected | {"best_val_loss": 0.0, "last_val_loss": 0.0}
+    assert summarized(log) == expected | {"best_val_loss": 0.0, "last_val_loss": 0.0}
     log.finish()
     resumed = wandb(tmp_path, 2, eval_interval=1)
-    assert resumed.run.summary == {}
+    resumed.run.summarize.assert_not_called()
     resumed.log({"iter": 2, "val/loss": math.nan})
     resumed.finish()
-    assert {key: resumed.run.summary[key] for key in expected} == expected
-    assert resumed.run.summary["restarts"] == 1
+    assert summarized(resumed) == expected
+    assert resumed.run.summarize.call_args[0][0]["restarts"] == 1
 
 
 def test_alerts_go_to_the_file_and_to_wandb(tmp_path, wandb):
     log = wandb(tmp_path)
     log.alert("Loss not finite", "at iteration 3", 3)
     assert lines(tmp_path) == [{"iter": 3, "warning": "Loss not finite: at iteration 3"}]
-    assert log.run.alerts == [("Loss not finite", "at iteration 3")]
+    log.run.alert.assert_called_once_with("Loss not finite", "at iteration 3")
 
 
 def test_without_a_folder_there_is_no_file(tmp_path, monkeypatch):

@@ -227,38 +227,19 @@ def test_samples_become_a_table(tmp_path, wandb_folder):
     assert sorted(row for table in tables for row in table["data"]) == [[0, "text 0"], [5, "text 5"]]
 
 
-class FakeWandb(types.ModuleType):
-    """A module `wandb` without a process: it keeps what it gets."""
-
-    errors = types.SimpleNamespace(CommError=KeyError, UsageError=KeyError)
-    offline, disabled, starting_step, id, sync_dir = True, False, 0, "abc", "wandb/offline-run-abc"
-
-    def __init__(self):
-        super().__init__("wandb")
-        self.rows, self.arguments, self.exit_code = [], None, None
-        self.define_metric = lambda *_, **__: None
-        self.Settings = self.Table = dict
-        self.settings = types.SimpleNamespace(mode="offline")
-
-    def setup(self, _):
-        return self
-
-    def init(self, **arguments):
-        self.arguments = arguments
-        return self
-
-    def log(self, row, step):
-        self.rows.append((step, row))
-
-    def finish(self, exit_code):
-        self.exit_code = exit_code
-
-
 @pytest.fixture
 def fake(monkeypatch):
-    module = FakeWandb()
+    """A module `wandb` without a process, which is also its run: it keeps what it gets."""
+    module = mock.Mock(offline=True, disabled=False, starting_step=0, id="abc", sync_dir="wandb/offline-run-abc")
+    module.errors = types.SimpleNamespace(CommError=KeyError, UsageError=KeyError)
+    module.setup.return_value = module.init.return_value = module
+    module.settings.mode = "offline"
     monkeypatch.setitem(sys.modules, "wandb", module)
     return module
+
+
+def rows_of(fake):
+    return [(call.kwargs["step"], call.args[0]) for call in fake.log.call_args_list]
 
 
 def test_an_event_that_comes_late_goes_into_the_newest_row(fake):
@@ -267,8 +248,8 @@ def test_an_event_that_comes_late_goes_into_the_newest_row(fake):
     wandb.log({"iter": 2, "checkpoint/write_s": 1.0})
     wandb.log({"iter": 5, "a": math.nan})
     wandb.finish(3)
-    assert str(fake.rows) == "[(4, {'iter': 4, 'a': 1}), (4, {'checkpoint/write_s': 1.0}), (5, {'iter': 5, 'a': nan})]"
-    assert fake.exit_code == 3
+    assert str(rows_of(fake)) == "[(4, {'iter': 4, 'a': 1}), (4, {'checkpoint/write_s': 1.0}), (5, {'iter': 5, 'a': nan})]"
+    fake.finish.assert_called_once_with(3)
 
 
 @pytest.mark.parametrize(("offline", "run_id"), [(False, "abc"), (True, "abc"), (True, None)])
@@ -277,31 +258,31 @@ def test_a_resumed_run_gets_only_the_rows_that_it_lacks(fake, offline, run_id):
     wandb = WandbRun(CONFIG, run_id)
     for iteration in range(5):
         wandb.log({"iter": iteration})
-    assert [step for step, _ in fake.rows] == list(range(fake.starting_step, 5))
+    assert [step for step, _ in rows_of(fake)] == list(range(fake.starting_step, 5))
     assert wandb.lacks_history == (offline and run_id is not None)
 
 
 def test_variables_of_the_environment_come_before_settings(fake, monkeypatch):
     WandbRun(CONFIG, "abc")
     given = {"project": "p", "name": "n out", "group": "n", "job_type": "sharded", "id": "abc", "resume": "allow"}
-    assert {key: fake.arguments.get(key) for key in given} == given
+    assert {key: fake.init.call_args.kwargs.get(key) for key in given} == given
     for name in ("PROJECT", "NAME", "RUN_GROUP", "JOB_TYPE", "RUN_ID", "RESUME"):
         monkeypatch.setenv(f"WANDB_{name}", "mine")
     WandbRun(CONFIG, "abc")
-    assert not fake.arguments.keys() & given.keys()
+    assert not fake.init.call_args.kwargs.keys() & given.keys()
     monkeypatch.delenv("WANDB_NAME")
     monkeypatch.setenv("WANDB_SWEEP_ID", "abc")
     WandbRun(CONFIG)
-    assert fake.arguments["name"] is None, "wandb names the runs of a sweep"
+    assert fake.init.call_args.kwargs["name"] is None, "wandb names the runs of a sweep"
 
 
 def test_after_an_error_nothing_more_is_sent(fake, capsys):
-    fake.log = mock.Mock(side_effect=RuntimeError("an error of wandb\nand its details"))
+    fake.log.side_effect = RuntimeError("an error of wandb\nand its details")
     wandb = WandbRun(CONFIG)
     for iteration in range(100):
         wandb.log({"iter": iteration})
     wandb.finish()
-    assert fake.exit_code is None
+    fake.finish.assert_not_called()
     assert capsys.readouterr().out.count("WARNING: wandb has stopped: an error of wandb; metrics.jsonl has all figures\n") == 1
 
 

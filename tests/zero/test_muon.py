@@ -426,18 +426,8 @@ def fails_in_its_own_round():
     """Memory runs out on rank 0 in its first matrix, on rank 1 in its second, which is of another round."""
     model, optimizer = make_sharded()
     model(*batch(0, dist.get_rank())).backward()
-    whole = [torch.OutOfMemoryError(f"on rank {dist.get_rank()}")]
-    if dist.get_rank() == 1:
-        whole.insert(0, optimizer.inner.whole)
-    results = iter(whole)
-
-    def next_whole(*args):
-        result = next(results)
-        if isinstance(result, Exception):
-            raise result
-        return result(*args)
-
-    with mock.patch.object(optimizer.inner, "whole", next_whole):
+    results = [mock.DEFAULT] * dist.get_rank() + [torch.OutOfMemoryError(f"on rank {dist.get_rank()}")]
+    with mock.patch.object(optimizer.inner, "whole", mock.Mock(wraps=optimizer.inner.whole, side_effect=results)):
         try:
             optimizer.step()
         except torch.OutOfMemoryError:
@@ -449,16 +439,9 @@ def fails_in_its_own_round():
 def test_one_rank_goes_on_after_a_step_that_has_failed():
     """It waits for no other one: after a step that has failed in its second matrix, the next one is as usual."""
     model, optimizer = make_sharded()
-    whole, calls = optimizer.inner.whole, []
-
-    def fail_in_the_second(*args):
-        calls.append(args)
-        if len(calls) == 2:
-            raise torch.OutOfMemoryError
-        return whole(*args)
-
     model(*batch(0, 0)).backward()
-    with mock.patch.object(optimizer.inner, "whole", fail_in_the_second), pytest.raises(torch.OutOfMemoryError):
+    failing = mock.Mock(wraps=optimizer.inner.whole, side_effect=[mock.DEFAULT, torch.OutOfMemoryError])
+    with mock.patch.object(optimizer.inner, "whole", failing), pytest.raises(torch.OutOfMemoryError):
         optimizer.step()
     before = weights(model)
     optimizer.step()

@@ -1,6 +1,7 @@
 """zero/collectives.py: every way in which a bucket can travel gives the same sums and the same shards."""
 
 import importlib
+from unittest import mock
 
 import pytest
 import torch
@@ -31,16 +32,16 @@ def travel(looks_like_on_gpu, looks_like_nccl, old_names):
                 delattr(dist, name)
     if looks_like_nccl:
         dist.get_backend = lambda group=None: "nccl"
-    called = set()
-    for name in (*NEW_NAMES, *OLD_NAMES, "isend", "irecv", "all_to_all_single", "broadcast"):
-        if hasattr(dist, name):
-            setattr(dist, name, noted(getattr(dist, name), called))
+    names = *NEW_NAMES, *OLD_NAMES, "isend", "irecv", "all_to_all_single", "broadcast"
+    spies = {name: mock.Mock(wraps=getattr(dist, name)) for name in names if hasattr(dist, name)}
+    vars(dist).update(spies)
     importlib.reload(collectives)
     found = []
     for dtype in DTYPES:
-        called.clear()
+        for spy in spies.values():
+            spy.reset_mock()
         there_and_back(looks_like_on_gpu, dtype)
-        found.append(sorted(called))
+        found.append([name for name, spy in spies.items() if spy.called])
     return found
 
 
@@ -69,16 +70,6 @@ def there_and_back(looks_like_on_gpu, dtype, numel=6):
     assert [part.tolist() for part in bucket.split(numel)] == [[float(r)] * numel for r in range(comm.world_size)]
     assert comm.sent_bytes["all-gather"] == (comm.world_size - 1) * numel * dtype.itemsize
     assert set(comm.waits.read_ms()) == {"reduce-scatter", "all-gather"}
-
-
-def noted(function, called):
-    """`function`, which also adds its name to `called`."""
-
-    def call(*args, **kwargs):
-        called.add(function.__name__)
-        return function(*args, **kwargs)
-
-    return call
 
 
 @pytest.mark.parametrize(

@@ -360,11 +360,6 @@ def gradients_of_zero(model, module, optimizer, step):
     optimizer.step()
 
 
-def nothing_has_a_gradient_in_even_steps(model, module, step):
-    if step % 2:
-        backward(model, step)
-
-
 def gradients_dropped_in_no_sync(wrap):
     """In the first micro-step a part is used, and its gradients are dropped; in the second it is not used."""
     module = TwoHeads()
@@ -774,10 +769,6 @@ def with_complex_parameters():
     return nn.Linear(8, 3, dtype=torch.complex64)
 
 
-def complex_inputs(model, module, step):
-    model(inputs(step).to(torch.complex64)).abs().square().sum().backward()
-
-
 # -- copies, averages and saves ------------------------------------------------------------------------------------------
 
 
@@ -810,29 +801,22 @@ def a_part_saved(model, module, optimizer):
     return [torch.tensor(sizes)]
 
 
-def swa(model, module, optimizer):
-    average = AveragedModel(module)
-    scheduler = SWALR(optimizer, 0.02, anneal_epochs=2)
-    for step in range(4):
-        backward(model, step)
-        optimizer.step()
-        average.update_parameters(module)
-        scheduler.step()
-        optimizer.zero_grad()
-    update_bn([inputs(step) for step in range(3)], average)
-    return weights(average)
+def averaged(of_wrapper=False, make=net, **how):
+    """With a schedule, and at the end the statistics of BatchNorm, as for SWA."""
 
-
-def averaged(of_wrapper, **how):
     def train(model, module, optimizer):
         whole = model if of_wrapper else module
-        average = AveragedModel(whole, **how)
+        average, scheduler = AveragedModel(whole, **how), SWALR(optimizer, 0.02, anneal_epochs=2)
         for step in range(4):
-            steps(model, optimizer, 1, first=step)
+            backward(model, step)
+            optimizer.step()
             average.update_parameters(whole)
+            scheduler.step()
+            optimizer.zero_grad()
+        update_bn([inputs(step) for step in range(3)], average)
         return weights(average)
 
-    return on(net, train)
+    return on(make, train)
 
 
 # -- more ----------------------------------------------------------------------------------------------------------------
@@ -924,11 +908,6 @@ def two_optimizers(wrap):
     return weights(module)
 
 
-def clip_by_hand(model, module, step):
-    backward(model)
-    torch.nn.utils.clip_grad_norm_(module.parameters(), 0.1)
-
-
 def holding(block):
     """Forward reads a weight that some holder has, past its module."""
 
@@ -952,21 +931,19 @@ def a_late_read(model, module, optimizer):
         assert all(param.isfinite().all() for param in references)
 
 
-no_context: Any = torch.enable_grad
+CONTEXTS: dict[str, Any] = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode, "grad": torch.enable_grad}
 BEHAVIOURS: dict[str, Any] = {
     "gradient penalty": loop(gradient_penalty),
     "penalty of gradients of parameters": loop(penalty_of_parameters(100)),
     "only a penalty of gradients": loop(penalty_of_parameters(0)),
     "siamese": loop(lambda model, _, step: (model(inputs(step)) - model(inputs(step + 50))).square().sum().backward()),
     "two losses together": loop(two_losses_together),
-    "no_grad between": loop(forwards_between(torch.no_grad)),
-    "inference_mode between": loop(forwards_between(torch.inference_mode)),
-    "grad between": loop(forwards_between(no_context)),
-    "no_grad after step": loop(after=forward_after_step(torch.no_grad, True)),
-    "no_grad after step, module": loop(after=forward_after_step(torch.no_grad, False)),
-    "inference_mode after step": loop(after=forward_after_step(torch.inference_mode, True)),
-    "inference_mode after step, module": loop(after=forward_after_step(torch.inference_mode, False)),
-    "grad after step, module": loop(after=forward_after_step(no_context, False)),
+    **{f"{name} between": loop(forwards_between(context)) for name, context in CONTEXTS.items()},
+    **{
+        f"{name} after step of {of}": loop(after=forward_after_step(context, of == "wrapper"))
+        for name, context in CONTEXTS.items()
+        for of in ("wrapper", "module")
+    },
     "forward without backward": loop(forward_without_backward),
     "an empty batch": loop(an_empty_batch),
     "detect_anomaly": loop(under(partial(torch.autograd.detect_anomaly, check_nan=False))),
@@ -992,7 +969,7 @@ BEHAVIOURS: dict[str, Any] = {
     "steps without zero_grad": loop(clear=False),
     "one gradient less": loop(one_gradient_less),
     "gradients of zero": loop(after=gradients_of_zero),
-    "nothing has a gradient": loop(nothing_has_a_gradient_in_even_steps),
+    "nothing has a gradient": loop(lambda model, _, step: backward(model, step) if step % 2 else None),
     "gradients dropped in no_sync": gradients_dropped_in_no_sync,
     "a GAN": a_gan,
     "frozen for a while": loop(after=frozen_for_a_while),
@@ -1040,14 +1017,16 @@ BEHAVIOURS: dict[str, Any] = {
     "a disabled scaler": scaled(enabled=False),
     "three phases": partial(three_phases, delete=True),
     "three phases without deletion": three_phases,
-    "complex parameters": loop(complex_inputs, with_complex_parameters),
+    "complex parameters": loop(
+        lambda model, _, step: model(inputs(step) + 0j).abs().square().sum().backward(), with_complex_parameters
+    ),
     "saved after step": loop(after=saved_after_step),
     "saved by one rank": loop(after=saved_by_one_rank),
     "evaluated by one rank": loop(after=evaluated_by_one_rank),
     "a part saved": on(net, a_part_saved),
-    "SWA": on(with_batch_norm, swa),
+    "SWA": averaged(make=with_batch_norm),
     "an average of the wrapper": averaged(of_wrapper=True),
-    "EMA, fused": averaged(of_wrapper=False, multi_avg_fn=get_ema_multi_avg_fn(0.9)),
+    "EMA, fused": averaged(multi_avg_fn=get_ema_multi_avg_fn(0.9)),
     "no_sync": loop(no_sync(True, True)),
     "no_sync around forward": loop(no_sync(True, False)),
     "no_sync around backward": loop(no_sync(False, True)),
@@ -1069,14 +1048,12 @@ AVERAGED_BY_HAND: dict[str, Any] = {
     "parametrized": between_steps(parametrized),
     "other dtypes in between": between_steps(lambda module, _: module.double().float()),  # torch replaces autograd nodes
 }
-SENT = "this gradient cannot be read or written: .*optimizer\\.clip_grad_norm_"
 REFUSED: dict[str, Any] = {
     "a buffer on one rank": (loop(make=partial(Buffers, "register on one rank", True)), "buffers differ between the ranks"),
     "data with other strides": (between_steps(orthogonal), r"0\.weight was moved or replaced"),
     "weights assigned": (between_steps(load(True, assign=True)), r"0\.weight, .* replaced \(for example by load_state_dict"),
     "a new part": (between_steps(grows, make=WithExtra), r"extra\.weight, extra\.bias require gradients"),
-    "a scaler": (scaled(enabled=True), SENT),
-    "clip by hand": (loop(clip_by_hand), SENT),
+    "a scaler": (scaled(enabled=True), r"this gradient cannot be read or written: .*optimizer\.clip_grad_norm_"),
     "no_sync around the last backward": (loop(no_sync(False, True, False)), "must run outside of no_sync"),
 }
 REFUSED_WITH_OVERLAP: dict[str, Any] = {

@@ -174,7 +174,7 @@ class MetricsFile:
     def write(self, event: dict[str, Any]) -> None:
         """Append an event, with null for numbers that are not finite. If the disk is full, warn once and continue."""
         values = {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in event.items()}
-        line, begin = json.dumps(values, allow_nan=False).encode() + b"\n", self._file.tell()
+        line, begin = json.dumps(values, allow_nan=False).encode() + b"\n", self._file.seek(0, os.SEEK_END)
         try:
             if self._file.write(line) < len(line):
                 raise OSError("the disk is full")

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import resource
 from unittest import mock
 
 import pytest
@@ -165,35 +166,16 @@ def test_without_a_folder_there_is_no_file(tmp_path, monkeypatch):
     assert not os.listdir(tmp_path)
 
 
-class Full:
-    """A file on a disk with room for `room` bytes."""
-
-    name = "metrics.jsonl"
-
-    def __init__(self, room):
-        self.room, self.content = room, b""
-
-    def tell(self):
-        return len(self.content)
-
-    def write(self, line):
-        taken = line[: self.room - len(self.content)]
-        if not taken:
-            raise OSError("No space left on device")
-        self.content += taken
-        return len(taken)
-
-    def truncate(self, size):
-        self.content = self.content[:size]
-
-
 def test_a_full_disk_is_mentioned_once_and_tears_no_line(tmp_path, capsys):
     log = make(tmp_path)
-    log.file._file = Full(room=30)
-    for iteration in range(10, 15):
-        log.log({"iter": iteration})  # 13 bytes
-    assert log.file._file.content == b'{"iter": 10}\n{"iter": 11}\n'
-    assert capsys.readouterr().out.count("figures are missing from metrics.jsonl") == 1
-    log.file._file.room = 100
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (30, limits[1]))  # bytes per file: a write takes what fits, the next fails
+        for iteration in range(10, 15):
+            log.log({"iter": iteration})  # 13 bytes
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"iter": 10}\n{"iter": 11}\n'
+    assert capsys.readouterr().out.count("figures are missing from") == 1
     log.log({"iter": 15})
-    assert log.file._file.content.endswith(b'11}\n{"iter": 15}\n')
+    assert (tmp_path / "metrics.jsonl").read_text().endswith('11}\n{"iter": 15}\n')

@@ -193,7 +193,9 @@ def run_part(name):
         os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
         os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(40000 + os.getpid() % 20000)}
     # the check compares values; a batch is too large for a copy without a wait from memory that is not pinned
-    own = ["--max_iters=6", "--log_interval=2", "--shadow_check=0", "--batch_size=65"] if part.ranks else SIZES
+    own = ["--max_iters=6", "--log_interval=2", "--shadow_check=0", "--batch_size=65"]
+    if "bench.py" in part.command:
+        own = ["--model=", *SIZES, "--zero_bucket_mb=0.1", "--rounds=2", "--steps_per_turn=1"]
     command = part.command[part.command[:2] == ["-m", "benchmarks.exact"] and 2 :]  # fake tensors have no nan
     sys.argv = [*(argument.removesuffix(",fsdp2") for argument in command), *own, "--device=cuda"]
     absent = mock.patch("zero.build.DistributedDataParallel", launches._Absent)
@@ -290,6 +292,7 @@ def test_the_committed_counts(tmp_path, name):
 
 
 OTHERS = "train-float32", "train-bfloat16", "train-muon", "train-float16", "memory-bfloat16", "memory-float32"
+OTHERS += "memory-2-ranks", "time-1-nccl-rank"
 SLOW = pytest.mark.slow("train-codecs takes the same branches in run/", seconds=120)
 
 
@@ -303,6 +306,8 @@ def test_parts_of_bench_gpu_that_need_no_values(tmp_path, name):
     if name.startswith("memory"):
         rows = json.loads((tmp_path / "results" / "pretended" / name / "results.json").read_text())["memory"]["rows"]
         assert {row["mode"] for row in rows} >= {"sharded", "codecs", "muon"}
+    elif name.startswith("time"):
+        assert "results are in results/pretended/time" in printed
     else:
         assert "on 1 rank, cuda: pretended GPU" in printed
         assert "iter 6: loss" in printed

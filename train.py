@@ -55,7 +55,7 @@ from zero.flags import MOMENTUM, Flags, Implementation, ParamDtype, muon_of
 # default settings: GPT-2 (124M) on OpenWebText
 # input and output
 out_dir: PerHost[str] = "out"  # folder of checkpoints, metrics and the report
-eval_interval: SameLoss[PositiveInt] = 2000  # iterations from one evaluation, after which a checkpoint is saved, to the next
+eval_interval: SameLoss[PositiveInt] = 2000  # iterations from one evaluation, which may save a checkpoint, to the next
 log_interval: SameLoss[PositiveInt] = 1  # iterations from one logged loss to the next
 eval_iters: SameLoss[PositiveInt] = 200  # an evaluation takes 12 * eval_iters sequences of each split, for any batch_size
 sample_interval: SameLoss[NonNegativeInt] = 0  # iterations from one short sample of text to the next; 0: no samples

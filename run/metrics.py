@@ -51,7 +51,7 @@ SECTIONS = {  # of the workspace
     "Loss": [
         Metric("iter/loss", NATS, "iteration", "Loss of the global batch", "mean over micro-steps and ranks", "min", COURSE),
         Metric("val/loss", NATS, "evaluation", "Validation loss", "of the same 12 * eval_iters sequences", "min", COURSE),
-        Metric("val/bits_per_byte", BITS, "evaluation", "Bits per byte of validation data", "if they are known", "min", COURSE),
+        Metric("val/bits_per_byte", BITS, "evaluation", "Bits per byte of validation data", "if bytes known", "min", COURSE),
         Metric("train/loss", NATS, "evaluation", "Training loss at evaluations", "the same for the training data", "min"),
         Metric("iter/grad_norm", "norm", "iteration", "Gradient norm before clipping", "of all gradients together"),
         Metric("lr", "", "iteration, evaluation", "Learning rate"),

@@ -271,6 +271,7 @@ def test_every_flag_is_a_setting_of_the_sharded_optimizer():
     settings = {key for flag in fields(Flags) for key in (flag.name, f"zero_{flag.name}") if key in train_settings()}
     assert settings_with(SHARDED) == settings - {"use_zero1", "zero1_impl"} > {"zero_bucket_mb", "param_dtype"}
     assert settings_with(SAME_LOSS) > {"use_zero1", "zero1_impl"}
+    assert not settings_with(SAME_LOSS) & {"seed", "learning_rate", "dtype", "param_dtype", "state_dtype", "dropout"}
 
 
 @pytest.mark.parametrize("path", sorted(glob.glob(os.path.join(ROOT, "config", "*.py"))))

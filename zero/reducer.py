@@ -262,7 +262,7 @@ class Reducer(GradientSource):
         if not self._is_sending:
             self.optimizer.comm.pool.clear()  # frees memory for the full gradients
             if (added := self._sent[number].added) is not None:
-                self._sent[number].added = added.clone()  # the tensor of autograd may have other owners
+                self._sent[number].added = added.detach().clone()  # the tensor of autograd may have other owners
             return
         if param.grad is None:  # a hook has dropped it; DistributedDataParallel treats this as zero
             param.grad = torch.zeros_like(param)

@@ -31,7 +31,6 @@ class Choice:
     loss_chunk: int
     batch_size: int
     in_place: bool = False  # see `forecast.prediction.Prediction`
-    muon: bool = False  # in place of the AdamW of the settings
 
 
 class Planner:
@@ -71,7 +70,7 @@ class Planner:
             self.flops = found.tflops * 1e12 * settings["mfu"] / 100
         if settings["gpu_hour_price"] and self.flops is None:
             raise ValueError("gpu_hour_price needs the speed of the GPUs, which is known for bfloat16 and float16 on cuda only")
-        self._plans: dict[tuple[Flags, bool, int], Plan] = {}
+        self._plans: dict[tuple[Flags, int], Plan] = {}
 
     def memory(self, world_size: int) -> int:
         """Return the bytes that tensors may take on each of the ranks."""
@@ -91,11 +90,11 @@ class Planner:
     def _taken_gb(self, world_size: int) -> float:
         return CUDA_GB + NCCL_GB * (world_size > 1)
 
-    def plan(self, flags: Flags, muon: bool, world_size: int) -> Plan:
-        """Return the plan of a choice. Modes with equal plans share it: a plan of 1024 ranks takes a tenth of a second."""
-        key = replace(flags, shard_gradients=False), muon, world_size
+    def plan(self, flags: Flags, world_size: int) -> Plan:
+        """Return the plan of the flags. Modes with equal plans share it: a plan of 1024 ranks takes a tenth of a second."""
+        key = replace(flags, shard_gradients=False), world_size
         if key not in self._plans:
-            self._plans[key] = flags.plan(gpt_specs(self.config, {}) if muon else self.specs, world_size)
+            self._plans[key] = flags.plan(self.specs, world_size)
         return self._plans[key]
 
     def complete(self, flags: Flags, world_size: int) -> Flags:
@@ -128,7 +127,7 @@ class Planner:
         for name, mode in MODES.items():
             if mode.planned and (accumulates or not mode.in_place) and (self.can_round_weights or not mode.lowers_weights):
                 choice = replace(base, flags=_acting(mode.flags, world_size), loss_chunk=chosen.loss_chunk or mode.loss_chunk)
-                modes.setdefault(replace(choice, in_place=mode.in_place, muon=mode.muon and self.has_adamw), name)
+                modes.setdefault(replace(choice, in_place=mode.in_place), name)
         modes.setdefault(replace(base, activation_checkpointing=True), "checkpointing")
         modes.setdefault(replace(base, loss_chunk=chosen.loss_chunk or LOSS_CHUNK), "loss_chunk")
         modes.setdefault(self.everything(world_size), "all")
@@ -210,7 +209,7 @@ class Planner:
         flags = self.complete(choice.flags, world_size)
         steps = self.accumulation_steps(choice.batch_size, world_size)
         return forecast(
-            self.plan(flags, choice.muon, world_size),
+            self.plan(flags, world_size),
             world_size,
             steps // world_size,
             self.device_type,

@@ -37,13 +37,14 @@ class SentGradient(torch.Tensor):
 
     added: torch.Tensor | None
     zeroed: bool
+    is_borrowed: bool  # whether `added` is a tensor of autograd, which may have other owners
 
     @staticmethod
     def __new__(cls, param: torch.Tensor) -> "SentGradient":
         sent = torch.Tensor._make_wrapper_subclass(
             cls, param.shape, strides=param.stride(), dtype=param.dtype, device=param.device
         )
-        sent.added, sent.zeroed = None, False
+        sent.added, sent.zeroed, sent.is_borrowed = None, False, False
         return sent
 
     @classmethod
@@ -57,6 +58,7 @@ class SentGradient(torch.Tensor):
             if function is ops.zero_.default:
                 sent.zeroed, sent.added = True, None
             elif function in (ops.add.Tensor, ops.add_.Tensor) and in_backward and not kwargs:
+                sent.is_borrowed = sent.added is None
                 sent.added = args[1] if sent.added is None else sent.added + args[1]
             elif function is not ops.detach.default:
                 return _refuse(function.overloadpacket.__name__)
@@ -261,8 +263,8 @@ class Reducer(GradientSource):
                 )
         if not self._is_sending:
             self.optimizer.comm.pool.clear()  # frees memory for the full gradients
-            if (added := self._sent[number].added) is not None:
-                self._sent[number].added = added.detach().clone()  # the tensor of autograd may have other owners
+            if (sent := self._sent[number]).is_borrowed and sent.added is not None:
+                sent.added, sent.is_borrowed = sent.added.detach().clone(), False
             return
         if param.grad is None:  # a hook has dropped it; DistributedDataParallel treats this as zero
             param.grad = torch.zeros_like(param)

@@ -15,7 +15,7 @@ from distributed import ranks
 from distributed.watchdog import Watchdog
 from run import guard, logger
 from run.hooks import Run
-from zero import stopwatch
+from zero import ShardedGradScaler, stopwatch
 from zero.stopwatch import Stopwatch, awaited_collective
 
 FLAGS = ["--dropout=0.0", "--max_iters=8", "--eval_interval=4", "--sample_interval=6", FEW]
@@ -143,11 +143,13 @@ def test_the_collective_of_a_logged_iteration_has_a_name_on_every_rank(monkeypat
 
 
 def test_an_all_reduce_of_the_guard_has_a_name(monkeypatch):
+    optimizer = torch.optim.AdamW([torch.ones(1, requires_grad=True)], fused=True)
+    watched = guard.Guard(optimizer, ShardedGradScaler("cpu", enabled=False), limit=1, alert=print)
     seen, marks = [], list(events(monkeypatch))
     monkeypatch.setattr(stopwatch, "mark", lambda _: marks.pop(0))
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "all_reduce", seen.append)
     monkeypatch.setattr(ranks, "_WAITS", Stopwatch(of_collectives=True))
-    guard.all_reduce(value := torch.ones(3))
-    assert seen == [value]
+    watched.check(torch.ones(()), torch.ones(()))
+    assert len(seen) == 1
     assert awaited_collective() == "all-reduce"

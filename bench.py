@@ -56,7 +56,7 @@ from forecast.modes import MODES, explained
 from forecast.run_memory import gpt_specs
 from model import GPT2_SIZES, GPTConfig
 from zero.host_comm import is_rank_0
-from zero.layout import resolve_shard_size
+from zero.options import Options
 
 __doc__ += explained(MODES)
 
@@ -124,9 +124,9 @@ with exit_on_wrong_input():
     names = {measure: modes_of(measure) for measure in measures}
     if not worlds and not launch.distributed:
         raise ValueError("bench.py compares several ranks; start it with torchrun --standalone --nproc_per_node=2 bench.py")
-    shard_size = zero_shard_size or launch.local_world_size
+    options = Options(shard_size=zero_shard_size or launch.local_world_size)
     for world in worlds or [launch.world_size]:
-        resolve_shard_size(shard_size, world)
+        options.sharing(world)
     if on_pretended_gpu and not pretended_gpu.is_preloaded():
         sys.exit(pretended_gpu.run_preloaded(sys.argv).returncode)
     if on_pretended_gpu:
@@ -134,7 +134,9 @@ with exit_on_wrong_input():
     else:
         chosen, precision = machine.resolve(device, dtype)
         used = torch.device(chosen) if worlds else start(launch, chosen)
-    setup = Setup(gpt, batch_size, used, precision, zero_bucket_mb, grad_clip, activation_checkpointing, seed, shard_size)
+    setup = Setup(
+        gpt, batch_size, used, precision, zero_bucket_mb, grad_clip, activation_checkpointing, seed, options.shard_size
+    )
     where, title = "pretended GPU" if on_pretended_gpu else machine.device_name(used), model or f"{n_layer}x{n_embd}"
     ranks = f"simulated ranks {simulate_world_size}" if worlds else f"{launch.world_size} ranks, {dist.get_backend()}"
     parent = "out-bench" if name == "auto" else "results"

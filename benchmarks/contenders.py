@@ -20,7 +20,7 @@ from model import GPT, GPTConfig, SkipInitialization
 from zero import ShardedOptimizer
 from zero.build import build, clip_grad_norm_
 from zero.flags import Flags
-from zero.layout import BucketMB
+from zero.options import BucketMB
 
 ADAMW: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95)}
 

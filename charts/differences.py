@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from configurator import PER_HOST, SAME_LOSS, SHARDED, settings_with, train_settings
-from zero.flags import weight_dtype
+from zero.options import weight_dtype
 
 Facts = Mapping[str, Any]
 

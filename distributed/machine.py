@@ -12,8 +12,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from zero.flags import weight_dtype
 from zero.host_comm import gather_objects, is_rank_0
+from zero.options import weight_dtype
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

@@ -11,7 +11,8 @@ from forecast.planner import Choice, Planner
 from forecast.run_memory import Forecast
 from model import GPT2_SIZES
 from zero.codecs import SMALLEST, codec_of
-from zero.flags import Flags, weight_dtype
+from zero.flags import Flags
+from zero.options import weight_dtype
 
 
 class Advice(NamedTuple):

@@ -14,9 +14,10 @@ from forecast.run_memory import CPU_RESIDENT, Forecast, forecast, gpt_specs, pla
 from forecast.step_time import Network
 from model import GPT, GPTConfig, without_weights
 from zero.codecs import SMALLEST
-from zero.flags import Flags, muon_of, weight_dtype
+from zero.flags import Flags, muon_of
 from zero.layout import Plan, replicated_plan
 from zero.muon.muon import NS_STEPS
+from zero.options import weight_dtype
 
 BATCHES = [4**power for power in range(7)]  # activations are predicted for these batch sizes, and interpolated between them
 PARTS = (*PURPOSES, "activations")

@@ -18,7 +18,7 @@ from forecast.modes import LOSS_CHUNK, MODES
 from forecast.prediction import Workload
 from forecast.run_memory import CPU_RESIDENT, forecast, gpt_specs
 from model import GPTConfig
-from zero.flags import weight_dtype
+from zero.options import weight_dtype
 
 CONFIG = GPTConfig(block_size=16, vocab_size=29, n_layer=2, n_head=2, n_embd=32, bias=False)  # as in SIZES and the data
 SETTINGS = [*SIZES, "--device=cpu", "--zero_bucket_mb=0.02"]
@@ -326,7 +326,7 @@ def test_a_card_without_bfloat16_computes_in_float16():
 
 def test_what_changes_nothing_on_one_rank_is_named(data):
     printed = plan(data, "--world_size=1", "--shard_gradients=True", "--zero_shard_size=4", "--zero_bucket_mb=1")
-    idle = "use_zero1=True, zero_bucket_mb=1.0, shard_gradients=True, zero_shard_size=4"
+    idle = "zero_shard_size=4, zero_bucket_mb=1.0, use_zero1=True, shard_gradients=True"
     assert f"note: without effect on 1 rank: {idle}" in printed
     assert re.search(r"^ *1  adamw \*", printed, re.MULTILINE)
 

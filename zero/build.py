@@ -1,6 +1,7 @@
 """Makes the implementation that the flags choose: (model, parameter groups, flags) -> (model, optimizer)."""
 
 import math
+from dataclasses import fields
 from functools import partial
 from typing import Any
 
@@ -16,6 +17,7 @@ from zero.gradients import float32_norms
 from zero.host_comm import on_all_ranks
 from zero.muon import Muon
 from zero.optimizer import ShardedOptimizer
+from zero.options import Options
 from zero.sharded_state import parameters
 
 
@@ -72,10 +74,9 @@ def build(
         sharded = ShardedOptimizer(
             groups,
             optimizer_cls,
-            shard_size=flags.sharing(world_size),
             registration_order=model.parameters(),
             device=device,
-            **flags.options,
+            **{option.name: getattr(flags, option.name) for option in fields(Options)},
             **arguments,
         )
         wrapped = ShardedDataParallel(model, sharded, flags.shard_gradients, overlap=overlap and world_size > 1)

@@ -19,7 +19,7 @@ MOVED = (
 WRITTEN = (
     "weights were written to since the last step, and with remainders they have lost their masters; write with "
     "optimizer.set_parameter(param, value) or load_state_dict of the ShardedDataParallel, now all weights, or use "
-    "master_dtype='float32' (train.py: param_dtype='bfloat16')"
+    "param_dtype='bfloat16'"
 )
 SPARSE = "sparse gradients cannot be laid flat; use nn.Embedding(sparse=False)"
 # what each class of torch.optim keeps for a parameter: always, and with some hyperparameters or shapes

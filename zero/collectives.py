@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from zero.host_comm import TAG
-from zero.layout import resolve_shard_size
+from zero.options import Options
 from zero.stopwatch import Stopwatch
 from zero.tensors import pieces
 
@@ -112,15 +112,15 @@ class Communicator:
 
     Args:
         group: all ranks that train the model. Default: all ranks of the run.
-        shard_size: number of consecutive ranks in a shard group, see `resolve_shard_size`.
+        options: say how many consecutive ranks a shard group has.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, shard_size: int = 0) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, options: Options = Options()) -> None:
         distributed = dist.is_initialized()
         self.group = group
         self.world_size = dist.get_world_size(group) if distributed else 1
         self.rank = dist.get_rank(group) if distributed else 0
-        self.shard_size = resolve_shard_size(shard_size, self.world_size)
+        self.shard_size = options.sharing(self.world_size)
         self.replicas = self.world_size // self.shard_size
         self.replica, self.shard_rank = divmod(self.rank, self.shard_size)
         self.shard_group, self.replica_group = group, None

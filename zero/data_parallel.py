@@ -99,8 +99,8 @@ class ShardedDataParallel(nn.Module):
         self._last_was_synchronized = True  # the last forward; if False, the next one does not broadcast
         optimizer.names.update({param: name for name, param in module.named_parameters()})
         self._check_parameters()
-        if optimizer.param_dtype is not None:
-            module.to(optimizer.param_dtype)
+        if optimizer.plan.param_dtype is not None:
+            module.to(optimizer.plan.param_dtype)
         self._broadcast_unsharded()
         self.readers = self._make_readers() if overlap else None
         self.reducer = Reducer(self, self._undo)
@@ -129,8 +129,8 @@ class ShardedDataParallel(nn.Module):
             if tensor not in optimizer.number_of:
                 for buffer in optimizer.buffers:
                     buffer.take_along(tensor, name, optimizer.names)
-                if optimizer.param_dtype is not None and tensor.is_complex():
-                    raise ValueError(f"param_dtype={optimizer.param_dtype} would drop the imaginary parts of {name}")
+                if optimizer.plan.param_dtype is not None and tensor.is_complex():
+                    raise ValueError(f"param_dtype={optimizer.plan.param_dtype} would drop the imaginary parts of {name}")
 
     def _broadcast_unsharded(self) -> None:
         """Broadcast rank 0's frozen parameters and, with `broadcast_buffers`, its buffers to all ranks."""

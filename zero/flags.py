@@ -1,58 +1,30 @@
 """The flags of `zero.build.build`: which combinations are valid, which implementation they choose, and its plan."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import Field, dataclass, fields
 from typing import Any, Literal, Self, get_args
 
-import torch
-
 from zero.codecs import codec_of
-from zero.layout import (
-    BucketMB,
-    ParameterSpec,
-    Plan,
-    check_options,
-    plan,
-    replicated_plan,
-    resolve_shard_size,
-    zero_redundancy_plan,
-)
+from zero.layout import ParameterSpec, Plan, plan, replicated_plan, zero_redundancy_plan
 from zero.muon.muon import MOMENTUM
+from zero.options import Options
 
 Implementation = Literal["sharded", "torch"]
-ParamDtype = Literal["float32", "bfloat16", "bfloat16_remainder"]  # float32: the model keeps its dtypes
-
-
-def weight_dtype(param_dtype: str) -> str:
-    """Return the name of the dtype of weights and gradients, for a value of the flag `param_dtype`."""
-    return param_dtype.removesuffix("_remainder")
 
 
 @dataclass(frozen=True)
-class Flags:
-    """How the ranks share the optimizer state. All flags from `bucket_mb` on belong to ShardedOptimizer.
-
-    A flag is the setting of its name, or the one that its metadata names.
-    """
+class Flags(Options):
+    """How the ranks share the optimizer state. The options and `shard_gradients` belong to ShardedOptimizer."""
 
     use_zero1: bool = True  # divide the optimizer state among the ranks
     zero1_impl: str = "sharded"  # `zero.ShardedOptimizer`, or 'torch': `torch.distributed.optim.ZeroRedundancyOptimizer`
-    # megabytes per bucket, see `zero.layout.auto_bucket_mb`
-    bucket_mb: BucketMB = field(default="auto", metadata={"setting": "zero_bucket_mb"})
     shard_gradients: bool = False  # no full gradient outlives its bucket; takes one reduce-scatter per micro-step
-    # 'bfloat16': also the gradients, and each rank holds 1/N of the float32 masters; 'bfloat16_remainder': it holds them as the
-    # 16 bits that the weights lack
-    param_dtype: str = "float32"
-    # consecutive ranks that share the state, each such group has all of it; 0: all ranks
-    shard_size: int = field(default=0, metadata={"setting": "zero_shard_size"})
-    state_dtype: str = "float32"  # 'bfloat16' or 'int8': hold the state in fewer bytes between updates
 
     def __post_init__(self) -> None:
-        for name, choices in (("zero1_impl", get_args(Implementation)), ("param_dtype", get_args(ParamDtype))):
-            if (value := getattr(self, name)) not in choices:
-                raise ValueError(f"{name}={value!r} is not one of {', '.join(choices)}")
-        check_options(self.bucket_mb)
+        super().__post_init__()
         codec_of(self.state_dtype)
+        if self.zero1_impl not in (choices := get_args(Implementation)):
+            raise ValueError(f"zero1_impl={self.zero1_impl!r} is not one of {', '.join(choices)}")
 
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> Self:
@@ -82,10 +54,6 @@ class Flags:
                 raise ValueError(f"{_setting(flag)}={value} needs use_zero1=True, zero1_impl='sharded'")
         return "torch" if self.use_zero1 and world_size > 1 else "adamw"
 
-    def sharing(self, world_size: int) -> int:
-        """Return how many of `world_size` ranks share the state. Raises ValueError if `shard_size` does not divide them."""
-        return resolve_shard_size(self.shard_size, world_size) if world_size > 1 else 1
-
     def without_effect(self, world_size: int) -> list[str]:
         """Return `use_zero1` and the settings other than the defaults, if they change nothing on `world_size` ranks."""
         if world_size > 1 or not self.use_zero1:
@@ -98,21 +66,11 @@ class Flags:
         values = {flag: getattr(self, flag.name) for flag in fields(self) if flag.name not in acting}
         return [f"{_setting(flag)}={value}" for flag, value in values.items() if value is True or value != flag.default]
 
-    @property
-    def options(self) -> dict[str, Any]:
-        """The arguments of `zero.layout.plan` that ShardedOptimizer takes as well."""
-        return {
-            "bucket_mb": self.bucket_mb,
-            "param_dtype": None if self.param_dtype == "float32" else torch.bfloat16,
-            "master_dtype": "remainder" if self.param_dtype == "bfloat16_remainder" else "float32",
-            "state_dtype": self.state_dtype,
-        }
-
     def plan(self, params: Sequence[ParameterSpec], world_size: int) -> Plan:
         """Return the plan of the implementation on `world_size` ranks. Raises ValueError, see `implementation`."""
         implementation = self.implementation(world_size)
         if implementation == "sharded":
-            return plan(params, self.sharing(world_size), **self.options)
+            return plan(params, self.sharing(world_size), self)
         return zero_redundancy_plan(params, world_size) if implementation == "torch" else replicated_plan(params)
 
 

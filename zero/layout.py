@@ -22,13 +22,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 
+from zero.options import Options
+
 _VECTOR_BYTES = 64  # size of the widest vector registers (AVX-512) and of a cache line
-MASTER_DTYPES = ("float32", "remainder")  # see `zero.masters`
-BucketMB = float | Literal["auto"]  # megabytes (10**6 bytes) per bucket; auto: see `auto_bucket_mb`
 
 
 class ParameterSpec(NamedTuple):
@@ -162,17 +162,12 @@ class BufferPlan:
     dtype: torch.dtype  # dtype in which the parameters are stored
     update_dtype: torch.dtype  # dtype in which the parameters are updated
     device: torch.device
-    master_dtype: str = "float32"  # in which masters are held: 'float32' means `update_dtype`
+    has_remainders: bool = False  # whether the masters are held as weight and remainder
 
     @property
     def has_masters(self) -> bool:
         """Whether each rank also keeps its slices in `update_dtype`."""
         return self.dtype != self.update_dtype
-
-    @property
-    def has_remainders(self) -> bool:
-        """Whether the masters are held as weight and remainder."""
-        return self.has_masters and self.master_dtype == "remainder"
 
     @property
     def master_itemsize(self) -> int:
@@ -232,18 +227,6 @@ class Plan:
         return any(buffer.has_remainders for buffer in self.buffers)
 
 
-def resolve_shard_size(shard_size: int, world_size: int) -> int:
-    """Return how many of `world_size` ranks share the optimizer state. `shard_size=0` means all of them.
-
-    Raises:
-        ValueError: if `shard_size` does not divide `world_size`.
-    """
-    if shard_size and (shard_size < 0 or world_size % shard_size):
-        fitting = [str(size) for size in range(1, world_size + 1) if world_size % size == 0]
-        raise ValueError(f"zero_shard_size={shard_size} does not divide {world_size} ranks; use one of {', '.join(fitting)}")
-    return shard_size or world_size
-
-
 def auto_bucket_mb(nbytes: int, world_size: int) -> float:
     """Return the megabytes per bucket for `nbytes` of parameters whose optimizer state `world_size` ranks share.
 
@@ -257,48 +240,28 @@ def auto_bucket_mb(nbytes: int, world_size: int) -> float:
     return max(4.0, min(nbytes / 3e6, max(25.0, world_size, nbytes / 40e6)))
 
 
-def check_options(bucket_mb: BucketMB, master_dtype: str = "float32") -> None:
-    """Raise ValueError if `bucket_mb` is neither 'auto' nor positive, or `master_dtype` is unknown."""
-    if isinstance(bucket_mb, str):
-        if bucket_mb != "auto":
-            raise ValueError(f"bucket_mb={bucket_mb!r} is neither 'auto' nor a number")
-    elif bucket_mb <= 0:
-        raise ValueError(f"bucket_mb={bucket_mb} must be positive")
-    if master_dtype not in MASTER_DTYPES:
-        raise ValueError(f"master_dtype={master_dtype!r} is not one of {', '.join(MASTER_DTYPES)}")
-
-
-def plan(
-    params: Sequence[ParameterSpec],
-    world_size: int,
-    *,
-    bucket_mb: BucketMB = "auto",
-    param_dtype: torch.dtype | None = None,
-    master_dtype: str = "float32",
-    state_dtype: str = "float32",
-) -> Plan:
+def plan(params: Sequence[ParameterSpec], world_size: int, options: Options = Options()) -> Plan:
     """Return the plan of a ShardedOptimizer: flat buffers, one per dtype and device, in reverse registration order.
 
     Args:
         params: all parameters, numbered as a torch.optim `state_dict()` numbers them.
         world_size: number of ranks that share the optimizer state.
-        bucket_mb, master_dtype, state_dtype: see `zero.ShardedOptimizer`.
-        param_dtype: dtype in which the parameters will be stored. They are then updated in their own dtype, promoted to at
-            least float32.
+        options: how they are stored. Parameters of lower precision are updated in their own dtype, promoted to at least
+            float32.
 
     Raises:
         ValueError: if an argument is invalid.
     """
-    check_options(bucket_mb, master_dtype)
     if world_size < 1:
         raise ValueError(f"world_size={world_size} must be positive")
+    param_dtype, has_remainders = options.stored_dtype, options.param_dtype == "bfloat16_remainder"
     kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     nbytes = 0
     for number in sorted(range(len(params)), key=lambda number: params[number].position)[::-1]:
         if params[number].requires_grad:
             kinds.setdefault((params[number].dtype, params[number].device), []).append(number)
             nbytes += params[number].numel * (param_dtype or params[number].dtype).itemsize
-    megabytes = auto_bucket_mb(nbytes, world_size) if isinstance(bucket_mb, str) else bucket_mb
+    megabytes = auto_bucket_mb(nbytes, world_size) if isinstance(options.bucket_mb, str) else options.bucket_mb
     buffers = []
     for (own_dtype, device), numbers in kinds.items():
         dtype = param_dtype or own_dtype
@@ -309,13 +272,12 @@ def plan(
             align=_VECTOR_BYTES // dtype.itemsize,
         )
         update_dtype = own_dtype if param_dtype is None else torch.promote_types(own_dtype, torch.float32)
-        if master_dtype == "remainder" and (dtype, update_dtype) != (torch.bfloat16, torch.float32):
+        if has_remainders and update_dtype != torch.float32:
             raise ValueError(
-                f"master_dtype='remainder' needs bfloat16 parameters and float32 masters, not {dtype} and {update_dtype}; use "
-                "param_dtype=torch.bfloat16, or master_dtype='float32'"
+                f"param_dtype='bfloat16_remainder' needs float32 masters, not {update_dtype}; use param_dtype='bfloat16'"
             )
-        buffers.append(BufferPlan(tuple(numbers), layout, dtype, update_dtype, device, master_dtype))
-    return Plan(tuple(params), world_size, tuple(buffers), None, param_dtype, state_dtype)
+        buffers.append(BufferPlan(tuple(numbers), layout, dtype, update_dtype, device, has_remainders))
+    return Plan(tuple(params), world_size, tuple(buffers), None, param_dtype, options.state_dtype)
 
 
 def zero_redundancy_plan(params: Sequence[ParameterSpec], world_size: int) -> Plan:

@@ -29,10 +29,11 @@ from zero.codecs import codec_of
 from zero.collectives import Communicator
 from zero.gradients import GradientSource, ParameterGradients, float32_norms
 from zero.host_comm import check_same_on_all_ranks, on_all_ranks
-from zero.layout import BucketMB, Plan, parameter_specs, plan
+from zero.layout import Plan, parameter_specs, plan
 from zero.masters import Remainders, store_rounded
 from zero.muon import Muon
 from zero.muon.exchange import MatrixExchange, check_matrices
+from zero.options import Options
 from zero.overlap import WaitingDict
 from zero.stopwatch import region
 from zero.tensors import flattened, is_dense, name_of, properties
@@ -63,22 +64,14 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
         params: parameters or parameter groups, as for any `torch.optim.Optimizer`. They must be the same on all ranks.
         optimizer_cls: class of the inner optimizer. One that is not of torch.optim steps once, for all buckets together.
         process_group: the ranks that train the model. Default: all ranks, or this process without torch.distributed.
-        shard_size: number of consecutive ranks that share the state, for example those of one machine; each such group holds
-            a replica of it (hybrid sharding). 0: all ranks.
-        bucket_mb: megabytes (10**6 bytes) per bucket, or 'auto', see `zero.layout.auto_bucket_mb`.
         registration_order: `model.parameters()`, if `params` are groups in another order. Buckets then fill in the order in
             which backward produces gradients.
         elementwise: needed for a class that is not one of torch.optim's. With True, the caller promises: what
             `optimizer_cls` does to an element depends on that element, its gradient, its state, the hyperparameters of its
             group and the number of steps; on no shape, no norm, no other parameter and no random number.
         device: where the parameters will be. Default: where they are. They move there one after the other.
-        param_dtype: dtype in which the parameters are stored, if it has lower precision than the float32 of the update. Each
-            rank then keeps float32 masters of its own slices.
-        master_dtype: 'remainder' holds the masters of bfloat16 parameters as the 16 bits that these lack, see `zero.masters`.
-            Write to parameters with `set_parameter` or `load_state_dict` only; a step refuses what was written otherwise.
-        state_dtype: 'bfloat16' or 'int8' hold state that has a float32 number per element in fewer bytes between updates, see
-            `zero.codecs`. The update itself is in float32. Classes of your own name in `rounded_state` what may be rounded.
-        **kwargs: arguments of `optimizer_cls`.
+        **kwargs: options, such as `bucket_mb`: the fields of `zero.options.Options`. All others are arguments of
+            `optimizer_cls`.
 
     Raises:
         ValueError: if an argument is invalid, `optimizer_cls` cannot be divided in this way or is not declared, or the
@@ -94,22 +87,16 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
         optimizer_cls: type[torch.optim.Optimizer],
         process_group: dist.ProcessGroup | None = None,
         *,
-        shard_size: int = 0,
-        bucket_mb: BucketMB = "auto",
         registration_order: Iterable[torch.nn.Parameter] | None = None,
         elementwise: bool = False,
         device: torch.device | None = None,
-        param_dtype: torch.dtype | None = None,
-        master_dtype: str = "float32",
-        state_dtype: str = "float32",
         **kwargs: Any,
     ) -> None:
-        codec = codec_of(state_dtype)
+        self.options = Options.taken_from(kwargs)
+        codec = codec_of(self.options.state_dtype)
         check_class(optimizer_cls, elementwise)
-        self.comm, self.optimizer_cls = Communicator(process_group, shard_size), optimizer_cls
-        self.arguments, self.param_dtype, self.device = kwargs, param_dtype, device
-        self.plan_options: dict[str, Any] = {"bucket_mb": bucket_mb, "param_dtype": param_dtype}
-        self.plan_options |= {"master_dtype": master_dtype, "state_dtype": state_dtype}
+        self.comm, self.optimizer_cls = Communicator(process_group, self.options), optimizer_cls
+        self.arguments, self.device = kwargs, device
         self.registration_order = list(registration_order or ())
         self.buffers: list[FlatBuffer] = []
         self.buckets: list[Bucket] = []
@@ -272,7 +259,7 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
         slices, value = self._owned_of.get(param, []), value.expand_as(param)
         for masters in [owned.masters for owned in slices if isinstance(owned.masters, Remainders)]:
             masters.before_write([other.offset for other in self.owned if other.masters is masters])
-        if self.param_dtype is not None and param in self.number_of:
+        if self.plan.param_dtype is not None and param in self.number_of:
             store_rounded(flattened(value, param), flattened(param.data, param))
             torch.autograd.graph.increment_version([param])
         else:
@@ -305,7 +292,7 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
         """
         lost = self.lost_masters()
         self._follows = False
-        if lost is not None:  # on all ranks, with master_dtype='remainder'
+        if lost is not None:  # on all ranks, with remainders
             found = lost.to(torch.uint8)
             self.comm.wait("all-reduce", self.comm.all_reduce(found, dist.ReduceOp.MAX), found.device)
             if found:
@@ -369,12 +356,12 @@ def _move_in(buffer: FlatBuffer, number: int, comm: Communicator, slices: list[O
 
 def _checked_plan(optimizer: ShardedOptimizer) -> Plan:
     """Return the plan of all groups. Nothing has moved if this refuses them, on all ranks."""
-    groups, comm, options = optimizer.param_groups, optimizer.comm, optimizer.plan_options
+    groups, comm, options = optimizer.param_groups, optimizer.comm, optimizer.options
     params = [param for group in groups for param in group["params"]]
 
     def check() -> None:
-        check_parameters(params, options["param_dtype"])
-        if options["state_dtype"] != "float32":
+        check_parameters(params, options.stored_dtype)
+        if options.state_dtype != "float32":
             check_rounding(optimizer.optimizer_cls, groups)
         if issubclass(optimizer.optimizer_cls, Muon):
             check_matrices(groups)
@@ -383,7 +370,7 @@ def _checked_plan(optimizer: ShardedOptimizer) -> Plan:
     on_all_ranks(check, comm.group)
     check_same_on_all_ranks({f"parameter {number}": properties(param) for number, param in enumerate(params)}, comm.group)
     specs = parameter_specs(groups, optimizer.registration_order, device=optimizer.device)
-    return plan(specs, comm.shard_size, **options)
+    return plan(specs, comm.shard_size, options)
 
 
 def _of_one_element(group: dict[str, Any], device: torch.device | None) -> dict[str, Any]:

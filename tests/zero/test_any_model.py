@@ -215,7 +215,7 @@ def build(description, plain):
         bucket_mb=description.bucket_mb,
         elementwise=description.optimizer in DECLARED,
         shard_size=description.shard_size,
-        param_dtype=torch.bfloat16 if description.dtype == "float16" else None,
+        param_dtype="bfloat16" if description.dtype == "float16" else "float32",
         state_dtype=description.state_dtype,
         registration_order=model.parameters() if description.registration_order else None,
         **kwargs,

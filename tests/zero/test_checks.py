@@ -96,7 +96,7 @@ def parameters_that_ddp_ignores(module):
 def a_complex_buffer():
     module = net()
     module.register_buffer("phases", torch.ones(3, dtype=torch.complex64))
-    optimizer = ShardedOptimizer(module.parameters(), SGD, param_dtype=torch.bfloat16)
+    optimizer = ShardedOptimizer(module.parameters(), SGD, param_dtype="bfloat16")
     yield
     ShardedDataParallel(module, optimizer)
 
@@ -104,7 +104,7 @@ def a_complex_buffer():
 def an_optimizer_after(change):
     model = change(nn.Linear(4, 4))
     yield
-    ShardedOptimizer(model.parameters(), SGD, param_dtype=torch.bfloat16)
+    ShardedOptimizer(model.parameters(), SGD, param_dtype="bfloat16")
 
 
 def an_optimizer_with_a_wrapper(of_another_module):
@@ -202,7 +202,7 @@ def a_learning_rate():
     address = weight.data_ptr()
     yield
     try:
-        ShardedOptimizer([weight], AdamW, param_dtype=torch.bfloat16, lr=-1.0)
+        ShardedOptimizer([weight], AdamW, param_dtype="bfloat16", lr=-1.0)
     finally:
         assert (weight.dtype, weight.data_ptr()) == (torch.float32, address)
 
@@ -284,7 +284,7 @@ CASES = {
     "parameters that DDP ignores": (ValueError, r"0\.weight", wrapped(parameters_that_ddp_ignores)),
     "imaginary parts": (
         *(ValueError, "imaginary parts of a complex parameter"),
-        an_optimizer_of(lambda: torch.ones(4, dtype=torch.complex64), param_dtype=torch.bfloat16),
+        an_optimizer_of(lambda: torch.ones(4, dtype=torch.complex64), param_dtype="bfloat16"),
     ),
     "no matrices": (ValueError, "does not consist of 3 matrices", an_optimizer_of_matrices(lambda: torch.ones(8, 8), 3)),
     "strides of a matrix": (ValueError, "make it contiguous", an_optimizer_of_matrices(lambda: torch.ones(4, 8).t(), 1)),
@@ -397,7 +397,7 @@ CASES = {
         ),
     ),
     "another shape": (RuntimeError, "expand", another_shape),
-    "another shape in bfloat16": (RuntimeError, "expand", partial(another_shape, param_dtype=torch.bfloat16)),
+    "another shape in bfloat16": (RuntimeError, "expand", partial(another_shape, param_dtype="bfloat16")),
 }
 
 
@@ -434,7 +434,7 @@ def what_is_admitted():
     del model
     model = DistributedDataParallel(module)
     del model
-    ShardedOptimizer(module.parameters(), SGD, param_dtype=torch.bfloat16)
+    ShardedOptimizer(module.parameters(), SGD, param_dtype="bfloat16")
 
 
 def test_what_is_admitted():

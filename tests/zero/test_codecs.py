@@ -21,11 +21,11 @@ from zero.masters import Remainders, store_rounded
 
 STEPS = 4
 CODECS = {
-    "masters": {"param_dtype": torch.bfloat16},
+    "masters": {"param_dtype": "bfloat16"},
     "bfloat16": {"state_dtype": "bfloat16"},
     "int8": {"state_dtype": "int8"},
-    "remainder": {"param_dtype": torch.bfloat16, "master_dtype": "remainder"},
-    "both": {"param_dtype": torch.bfloat16, "master_dtype": "remainder", "state_dtype": "int8"},
+    "remainder": {"param_dtype": "bfloat16_remainder"},
+    "both": {"param_dtype": "bfloat16_remainder", "state_dtype": "int8"},
 }
 WITHOUT_STEP = {  # classes that do not count steps
     "sgd": {"optimizer_cls": torch.optim.SGD, "momentum": 0.9, "state_dtype": "bfloat16"},
@@ -201,7 +201,7 @@ def test_changes_of_weights_do_not_cancel_out():
 
 def test_a_lost_master_is_remembered_when_another_weight_is_set():
     params = [torch.nn.Parameter(torch.randn(40)) for _ in range(3)]  # in one bucket
-    optimizer = ShardedOptimizer(params, torch.optim.SGD, param_dtype=torch.bfloat16, master_dtype="remainder", lr=0.1)
+    optimizer = ShardedOptimizer(params, torch.optim.SGD, param_dtype="bfloat16_remainder", lr=0.1)
     params[0].data.neg_()
     for param in (params[1], params[0], params[2]):
         optimizer.set_parameter(param, torch.ones(40))
@@ -231,8 +231,8 @@ def masters_of(optimizer):
 def both_masters():
     """Remainders are float32 masters bit for bit, in half the bytes."""
     held, trained = [], []
-    for master_dtype in ("float32", "remainder"):
-        model, optimizer = make(param_dtype=torch.bfloat16, master_dtype=master_dtype)
+    for param_dtype in ("bfloat16", "bfloat16_remainder"):
+        model, optimizer = make(param_dtype=param_dtype)
         train(model, optimizer, dist.get_rank(), steps=60)
         held.append(held_bytes(optimizer)["master"])
         trained.append([ckpt.model_state_dict(model.module, optimizer), weights(model)])
@@ -398,7 +398,7 @@ def written():
         lambda param: setattr(param, "data", param.data + 1),
         lambda param: param[0, 0].add_(1),
     ):
-        model, optimizer = make(param_dtype=torch.bfloat16, master_dtype="remainder")
+        model, optimizer = make(param_dtype="bfloat16_remainder")
         train(model, optimizer, 0, 1)
         with torch.no_grad():
             write(model.module.hidden.weight)
@@ -414,12 +414,10 @@ def written():
 TIES = 1 + torch.arange(1, 128, 2)[:, None] * 2.0**-8 + torch.zeros(7)  # between two bfloat16 numbers, exact in float16
 
 
-def rounded_alike(dtype, master_dtype):
+def rounded_alike(dtype, param_dtype):
     """Ties in the weights of a model, set one by one, and loaded: all elements have the owner's rounding at once."""
     built = torch.nn.ParameterDict({"weight": TIES.to(dtype, copy=True)})
-    optimizer = ShardedOptimizer(
-        built.parameters(), torch.optim.AdamW, bucket_mb=0.0002, param_dtype=torch.bfloat16, master_dtype=master_dtype, lr=0.0
-    )
+    optimizer = ShardedOptimizer(built.parameters(), torch.optim.AdamW, bucket_mb=0.0002, param_dtype=param_dtype, lr=0.0)
     model = ShardedDataParallel(built, optimizer)
 
     def check(expected):
@@ -459,10 +457,10 @@ def test_other_optimizers_and_writes():
     assert (half_up(TIES.flatten()) != TIES.flatten().bfloat16()).any(), "the two ways to round differ here"
     other_optimizers = [partial(skipped_and_whole, codec) for codec in ("bfloat16", "int8")]
     dtypes = [
-        (torch.float16, "float32"),
-        (torch.float16, "remainder"),
-        (torch.float32, "remainder"),
-        (torch.float64, "float32"),
+        (torch.float16, "bfloat16"),
+        (torch.float16, "bfloat16_remainder"),
+        (torch.float32, "bfloat16_remainder"),
+        (torch.float64, "bfloat16"),
     ]
     roundings = [partial(rounded_alike, *each) for each in dtypes]
     run_in_turn(2, *other_optimizers, both_masters, changed_later, written, *roundings)
@@ -470,12 +468,12 @@ def test_other_optimizers_and_writes():
 
 
 def test_refusals():
-    for kwargs, text in (
-        ({"state_dtype": "int4"}, f"state_dtype='int4' is not one of {', '.join(STATE_CODECS)}"),
-        ({"master_dtype": "bfloat16"}, "master_dtype='bfloat16' is not one of float32, remainder"),
-        ({"master_dtype": "remainder"}, "master_dtype='remainder' needs"),
+    for dtype, kwargs, text in (
+        (torch.float32, {"state_dtype": "int4"}, f"state_dtype='int4' is not one of {', '.join(STATE_CODECS)}"),
+        (torch.float32, {"param_dtype": "int4"}, "param_dtype='int4' is not one of float32, bfloat16, bfloat16_remainder"),
+        (torch.float64, {"param_dtype": "bfloat16_remainder"}, "needs float32 masters, not torch.float64"),
     ):
         with pytest.raises(ValueError, match=text):
-            ShardedOptimizer(make_toy().parameters(), torch.optim.AdamW, **kwargs)
+            ShardedOptimizer(make_toy().to(dtype).parameters(), torch.optim.AdamW, **kwargs)
     with pytest.raises(ValueError, match="state_dtype=int8 needs use_zero1=True, zero1_impl='sharded'"):
         Flags(zero1_impl="torch", state_dtype="int8").implementation(2)

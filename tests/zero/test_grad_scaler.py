@@ -100,7 +100,7 @@ def test_whole_gradients_are_unscaled_on_every_rank():
 def test_whole_float16_gradients_are_refused():
     """As torch.amp.GradScaler does."""
     param, scaler = torch.nn.Parameter(torch.ones(3)), ShardedGradScaler("cpu")
-    optimizer = ShardedOptimizer([param], torch.optim.SGD, lr=1.0, param_dtype=torch.float16)
+    optimizer = ShardedOptimizer([param], torch.optim.SGD, lr=1.0, param_dtype="float16")
     param.grad = scaler.scale(torch.ones(3)).half()
     with pytest.raises(ValueError, match="wrap the model"):
         scaler.unscale_(optimizer)

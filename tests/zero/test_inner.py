@@ -76,7 +76,7 @@ def a_weight_written_in_place_reaches_its_master():
     """bfloat16 weights with masters: a value written in place between steps counts; all others keep full precision."""
     module = nn.Linear(8, 8)
     optimizer = ShardedOptimizer(
-        module.parameters(), torch.optim.SGD, bucket_mb=TINY_MB, param_dtype=torch.bfloat16, lr=1e-5, momentum=0.9
+        module.parameters(), torch.optim.SGD, bucket_mb=TINY_MB, param_dtype="bfloat16", lr=1e-5, momentum=0.9
     )
     model = ShardedDataParallel(module, optimizer)
     for _ in range(3):

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zero.layout import Layout, ParameterSpec, auto_bucket_mb, plan
+from zero.options import Options
 
 sizes = {
     "numels": st.lists(st.integers(0, 50), max_size=12),
@@ -86,7 +87,7 @@ def test_automatic_buckets_follow_the_bytes_of_the_trainable_parameters():
         return ParameterSpec((numel,), torch.float32, torch.device("cpu"), is_trainable)
 
     specs = [spec(3_000_000, True), spec(3_000_000, True), spec(80_000_000, False)]
-    for param_dtype, megabytes in [(None, 8), (torch.bfloat16, 4)]:
-        (buffer,) = plan(specs, 2, param_dtype=param_dtype).buffers
+    for param_dtype, megabytes in [("float32", 8), ("bfloat16", 4)]:
+        (buffer,) = plan(specs, 2, Options(param_dtype=param_dtype)).buffers
         sizes = [len(bucket) * buffer.dtype.itemsize / 1e6 for bucket in buffer.layout.buckets]
         assert sizes == pytest.approx([megabytes] * 3, rel=1e-4)

@@ -103,7 +103,7 @@ def deletion():
 def a_constructor_that_fails(at_the_end):
     """It leaves no hook behind."""
     module = net()
-    optimizer = ShardedOptimizer(module.parameters(), torch.optim.AdamW, param_dtype=torch.bfloat16)
+    optimizer = ShardedOptimizer(module.parameters(), torch.optim.AdamW, param_dtype="bfloat16")
     if at_the_end:
         optimizer.wrap_param_groups = None
     else:

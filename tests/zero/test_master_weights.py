@@ -18,7 +18,7 @@ STEPS = 8
 def sharded_run(steps, micro_steps, shard_gradients):
     toy = make_toy(seed=dist.get_rank())
     optimizer = ShardedOptimizer(
-        toy.param_groups(), torch.optim.AdamW, bucket_mb=0.0002, param_dtype=torch.bfloat16, lr=0.01, fused=True
+        toy.param_groups(), torch.optim.AdamW, bucket_mb=0.0002, param_dtype="bfloat16", lr=0.01, fused=True
     )
     model = ShardedDataParallel(toy, optimizer, shard_gradients)
     train(model, optimizer, dist.get_rank(), steps, micro_steps=micro_steps, decay_lr=False)
@@ -79,7 +79,7 @@ def test_parity(world_size):
 def alone_under_averaging_by_hand():
     """Without ShardedDataParallel: clipped gradients stay clipped, new gradients and written weights are used."""
     model, masters = make_toy(), make_toy()
-    optimizer = ShardedOptimizer(model.param_groups(), torch.optim.SGD, param_dtype=torch.bfloat16, lr=1.0)
+    optimizer = ShardedOptimizer(model.param_groups(), torch.optim.SGD, param_dtype="bfloat16", lr=1.0)
     model.to(torch.bfloat16)
     plain = torch.optim.SGD(masters.param_groups(), lr=1.0)
     for step in range(4):
@@ -99,7 +99,7 @@ def alone_under_averaging_by_hand():
 
 
 def from_bfloat16():
-    optimizer = ShardedOptimizer(make_toy().to(torch.bfloat16).parameters(), torch.optim.SGD, param_dtype=torch.bfloat16)
+    optimizer = ShardedOptimizer(make_toy().to(torch.bfloat16).parameters(), torch.optim.SGD, param_dtype="bfloat16")
     return [bucket.masters.values.dtype == torch.float32 for bucket in optimizer.buckets]
 
 

@@ -24,6 +24,7 @@ from zero.layout import ParameterSpec
 from zero.layout import plan as make_plan
 from zero.muon.matrices import iteration_flops, matrix_plan
 from zero.muon.muon import COEFFICIENTS, orthogonalized
+from zero.options import Options
 
 WIDTH = 24
 DECAY = 0.1
@@ -163,9 +164,7 @@ def bfloat16_weights():
     """Masters of both kinds are the same, and stay near float32 weights: the gradients are rounded."""
     expected = oracle(2, 10)
     for ns_dtype in ("float32", "bfloat16"):
-        kept, remainders = (
-            sharded(ns_dtype=ns_dtype, param_dtype=torch.bfloat16, master_dtype=kind)[0] for kind in ("float32", "remainder")
-        )
+        kept, remainders = (sharded(ns_dtype=ns_dtype, param_dtype=kind)[0] for kind in ("bfloat16", "bfloat16_remainder"))
         assert_equal(kept, remainders)
         assert largest_difference(kept, expected) < 0.1
 
@@ -310,7 +309,7 @@ def test_hardly_any_rank_waits_for_another_one_in_the_schedule(name, world_size)
 def test_parts_cover_every_matrix_and_lie_in_the_shards_of_their_ranks(world_size):
     shapes = [((7, 10), 1), ((24,), 0), ((15, 4), 3), ((1,), 0), ((33,), 0), ((8, 12), 1)]
     specs = [ParameterSpec(shape, torch.float32, torch.device("cpu"), matrices=count) for shape, count in shapes]
-    planned = make_plan(specs, world_size, bucket_mb=0.0002)
+    planned = make_plan(specs, world_size, Options(bucket_mb=0.0002))
     (buffer,) = planned.buffers
     matrices = matrix_plan(planned)
     assert len(matrices.matrices) == 5

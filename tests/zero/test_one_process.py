@@ -28,7 +28,7 @@ def built(muon=False, **flags):
         ({}, "adamw", ["use_zero1=True"]),
         ({"use_zero1": False}, "adamw", []),
         ({"zero1_impl": "torch"}, "adamw", ["use_zero1=True", "zero1_impl=torch"]),
-        ({"shard_gradients": True, "shard_size": 8}, "adamw", ["use_zero1=True", "shard_gradients=True", "zero_shard_size=8"]),
+        ({"shard_gradients": True, "shard_size": 8}, "adamw", ["zero_shard_size=8", "use_zero1=True", "shard_gradients=True"]),
         ({"param_dtype": "bfloat16", "shard_gradients": True}, "sharded", []),
         ({"state_dtype": "int8", "shard_gradients": True, "bucket_mb": 1.0}, "sharded", ["shard_gradients=True"]),
         ({"param_dtype": "bfloat16_remainder", "state_dtype": "int8", "shard_size": 8}, "sharded", ["zero_shard_size=8"]),
@@ -85,7 +85,7 @@ def test_a_gradient_keeps_its_dtype_unless_it_is_a_sum_of_micro_steps(micro_step
 
 def test_a_scaler_unscales_float16_in_float32():
     model = make_toy()
-    optimizer = ShardedOptimizer(model.param_groups(), torch.optim.AdamW, param_dtype=torch.float16, lr=0.01)
+    optimizer = ShardedOptimizer(model.param_groups(), torch.optim.AdamW, param_dtype="float16", lr=0.01)
     wrapped, scaler = ShardedDataParallel(model, optimizer), ShardedGradScaler("cpu", init_scale=4.0)
     before = weights(model)
     scaler.scale(wrapped(*batch(0, 0))).backward()

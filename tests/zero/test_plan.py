@@ -18,6 +18,7 @@ from zero.flags import Flags
 from zero.held_bytes import held_bytes
 from zero.layout import ParameterSpec, parameter_specs, plan, replicated_plan, zero_redundancy_plan
 from zero.optimizer import ShardedOptimizer
+from zero.options import Options
 from zero.sharded_state import parameters, partition
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float64]
@@ -37,13 +38,17 @@ specs = st.lists(
     max_size=9,
 )
 options = st.fixed_dictionaries(
-    {"bucket_mb": st.sampled_from([75, 0.0002, 0.000001]), "param_dtype": st.sampled_from([None, torch.bfloat16])}
+    {"bucket_mb": st.sampled_from([75, 0.0002, 0.000001]), "param_dtype": st.sampled_from(["float32", "bfloat16"])}
 )
 
 
 @given(specs, st.integers(1, 9), options)
 def test_every_element_has_one_owner_in_every_plan_and_state_bytes_are_those_of_the_slices(params, world_size, kwargs):
-    for planned in (plan(params, world_size, **kwargs), zero_redundancy_plan(params, world_size), replicated_plan(params)):
+    for planned in (
+        plan(params, world_size, Options(**kwargs)),
+        zero_redundancy_plan(params, world_size),
+        replicated_plan(params),
+    ):
         owners = [[0] * max(spec.numel, 1) for spec in params]  # one without elements also has an owner
         for rank, held in enumerate(planned.state_bytes):
             for piece in planned.slices(rank):
@@ -57,19 +62,19 @@ def test_every_element_has_one_owner_in_every_plan_and_state_bytes_are_those_of_
 
 
 @pytest.mark.parametrize(
-    ("kwargs", "message"), [({"bucket_mb": 0}, "bucket_mb=0 must be positive"), ({"world_size": 0}, "world")]
+    ("world_size", "kwargs", "message"), [(2, {"bucket_mb": 0}, "bucket_mb=0 must be positive"), (0, {}, "world")]
 )
-def test_impossible_plans_are_refused(kwargs, message):
+def test_impossible_plans_are_refused(world_size, kwargs, message):
     params = [ParameterSpec((3,), torch.float32, torch.device("cpu"))]
     with pytest.raises(ValueError, match=message):
-        plan(params, **{"world_size": 2, **kwargs})
+        plan(params, world_size, Options(**kwargs))
 
 
 # name: arguments of ShardedOptimizer
 SETTINGS = {
     "equal shards": {},
     "small buckets": {"bucket_mb": 0.0002},
-    "masters": {"bucket_mb": 0.0002, "param_dtype": torch.bfloat16},
+    "masters": {"bucket_mb": 0.0002, "param_dtype": "bfloat16"},
 }
 
 
@@ -81,7 +86,7 @@ def planned_and_built():
         with torch.device("meta"):
             meta = Toy()
         meta_groups = [*meta.param_groups(), {"params": list(meta.frozen.parameters())}]
-        planned = plan(parameter_specs(meta_groups, meta.parameters()), world_size, **kwargs)
+        planned = plan(parameter_specs(meta_groups, meta.parameters()), world_size, Options(**kwargs))
         model = make_toy()
         groups = [*model.param_groups(), {"params": list(model.frozen.parameters())}]
         optimizer = ShardedOptimizer(groups, torch.optim.AdamW, registration_order=model.parameters(), **kwargs)

@@ -94,7 +94,7 @@ def odd_models(folder):
     for format in ckpt.FORMATS:
         torch.manual_seed(0)
         module = Odd()
-        optimizer = ShardedOptimizer(module.parameters(), torch.optim.AdamW, param_dtype=torch.bfloat16, lr=0.1)
+        optimizer = ShardedOptimizer(module.parameters(), torch.optim.AdamW, param_dtype="bfloat16", lr=0.1)
         model = ShardedDataParallel(module, optimizer)
         model(torch.ones(4, 8, dtype=torch.bfloat16)).sum().backward()
         optimizer.step()
@@ -138,7 +138,7 @@ def state_dict_of_another_module():
 def models_that_differ():
     """Rank 1 passes another module, without the weight that both ranks divide."""
     module = torch.nn.Linear(8, 8)
-    optimizer = divide(module, torch.optim.AdamW, param_dtype=torch.bfloat16)
+    optimizer = divide(module, torch.optim.AdamW, param_dtype="bfloat16")
     passed = module if dist.get_rank() == 0 else torch.nn.Sequential(module)
     for save in (ckpt.model_state_dict, full_state, local_chunks):
         with pytest.raises(ckpt.CheckpointError) as error:
@@ -341,7 +341,7 @@ def test_models_with_more_than_weights_and_state_of_any_shape(tmp_path):
 
 def test_a_state_dict_of_copies_lacks_the_masters():
     model = torch.nn.Linear(4, 4)
-    optimizer = ShardedOptimizer(model.parameters(), torch.optim.AdamW, param_dtype=torch.bfloat16)
+    optimizer = ShardedOptimizer(model.parameters(), torch.optim.AdamW, param_dtype="bfloat16")
     assert ckpt.model_state_dict(model, optimizer)["weight"].dtype == torch.float32
     model._register_state_dict_hook(lambda _, state, *__: state.update({"weight": state["weight"].clone()}))
     with pytest.raises(ckpt.CheckpointError, match="a copy of weight, which lacks its master"):

@@ -1,0 +1,67 @@
+"""The options of ShardedOptimizer: which ranks share the state, in which buckets, and in which form it is held."""
+
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, Self, get_args
+
+import torch
+
+BucketMB = float | Literal["auto"]  # megabytes (10**6 bytes) per bucket; auto: see `zero.layout.auto_bucket_mb`
+ParamDtype = Literal["float32", "bfloat16", "bfloat16_remainder"]  # float32: the model keeps its dtypes
+PARAM_DTYPES = (*get_args(ParamDtype), "float16")  # float16 needs a scaler, which train.py has for float32 weights only
+
+
+def weight_dtype(param_dtype: str) -> str:
+    """Return the name of the dtype of weights and gradients, for a value of the option `param_dtype`."""
+    return param_dtype.removesuffix("_remainder")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What ShardedOptimizer can do. An option is the setting of its name, or the one that its metadata names.
+
+    Raises:
+        ValueError: if a value is invalid.
+    """
+
+    # number of consecutive ranks that share the state, for example those of one machine; each such group holds a replica of it
+    # (hybrid sharding). 0: all ranks
+    shard_size: int = field(default=0, metadata={"setting": "zero_shard_size"})
+    bucket_mb: BucketMB = field(default="auto", metadata={"setting": "zero_bucket_mb"})
+    # dtype in which the parameters are stored, if it has lower precision than the float32 of the update. Each rank then keeps
+    # float32 masters of its own slices; 'bfloat16_remainder' holds them as the 16 bits that bfloat16 lacks, see `zero.masters`:
+    # write to parameters with `set_parameter` or `load_state_dict` only; a step refuses what was written otherwise
+    param_dtype: str = "float32"
+    # 'bfloat16' or 'int8' hold state that has a float32 number per element in fewer bytes between updates, see `zero.codecs`.
+    # The update itself is in float32. Classes of your own name in `rounded_state` what may be rounded
+    state_dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        if isinstance(self.bucket_mb, str):
+            if self.bucket_mb != "auto":
+                raise ValueError(f"bucket_mb={self.bucket_mb!r} is neither 'auto' nor a number")
+        elif self.bucket_mb <= 0:
+            raise ValueError(f"bucket_mb={self.bucket_mb} must be positive")
+        if self.param_dtype not in PARAM_DTYPES:
+            raise ValueError(f"param_dtype={self.param_dtype!r} is not one of {', '.join(PARAM_DTYPES)}")
+
+    @classmethod
+    def taken_from(cls, arguments: dict[str, Any]) -> Self:
+        """Return the options among `arguments`, and remove them there."""
+        return cls(**{option.name: arguments.pop(option.name) for option in fields(cls) if option.name in arguments})
+
+    @property
+    def stored_dtype(self) -> torch.dtype | None:
+        """The dtype in which parameters are stored; None: their own."""
+        return None if self.param_dtype == "float32" else getattr(torch, weight_dtype(self.param_dtype))
+
+    def sharing(self, world_size: int) -> int:
+        """Return how many of `world_size` ranks share the state. A single rank shares it with none, whatever `shard_size` is.
+
+        Raises:
+            ValueError: if `shard_size` does not divide `world_size`.
+        """
+        size = self.shard_size if world_size > 1 else 0
+        if size and (size < 0 or world_size % size):
+            fitting = [str(each) for each in range(1, world_size + 1) if world_size % each == 0]
+            raise ValueError(f"zero_shard_size={size} does not divide {world_size} ranks; use one of {', '.join(fitting)}")
+        return size or world_size

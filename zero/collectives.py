@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from zero.host_comm import TAG
 from zero.options import Options
-from zero.stopwatch import Stopwatch
+from zero.stopwatch import Stopwatch, mark
 from zero.tensors import pieces
 
 # torch 2.13 renamed these two functions; torch 2.11 has only the old names
@@ -140,19 +140,17 @@ class Communicator:
         buckets use NCCL's own reduce-scatter. All others use an all-to-all, so that parts of lower precision are added up in
         float32, while a ring would round every partial sum.
         """
-        parts = bucket.chunk(self.shard_size)
-        own = parts[self.shard_rank]
-        self.sent_bytes["reduce-scatter"] += bucket.nbytes - own.nbytes
+        self.sent_bytes["reduce-scatter"] += bucket.nbytes - bucket.nbytes // self.shard_size
         if self.shard_size == 1:
-            return ReduceScatterWork(bucket, [own], [], [])
+            return ReduceScatterWork(bucket, [bucket], [], [])
         on_cpu = is_on_cpu(bucket)
         native = self._is_native(bucket) and bucket.dtype in SUMMED_BY_NCCL
-        numels = received_numels(own.numel(), self.shard_size, on_cpu, native)
-        received = [self.pool.acquire(numel, own) for numel in numels]
+        numels = received_numels(bucket.numel() // self.shard_size, self.shard_size, on_cpu, native)
+        received = [self.pool.acquire(numel, bucket) for numel in numels]
         if on_cpu:  # gloo sends only from main memory
-            sources = [source for source, _ in self._peers()]
+            parts, sources = bucket.chunk(self.shard_size), [source for source, _ in self._peers()]
             works = self._exchange(parts, dict(zip(sources, received, strict=True)), GRADIENTS)
-            return ReduceScatterWork(bucket, [own, *received], received, works)
+            return ReduceScatterWork(bucket, [parts[self.shard_rank], *received], received, works)
         (place,) = received
         if native:
             work = _reduce_scatter_single(place, bucket, group=self.shard_group, async_op=True)
@@ -197,13 +195,14 @@ class Communicator:
         (448 ms for 124M float32 elements on 2 ranks), one broadcast per shard a third more. With gloo between GPUs, each owner
         broadcasts its shard.
         """
-        shards = bucket.chunk(self.shard_size)
-        own = shards[self.shard_rank]
+        numel = bucket.numel() // self.shard_size
+        own = bucket[self.shard_rank * numel : (self.shard_rank + 1) * numel]
         self.sent_bytes["all-gather"] += (self.shard_size - 1) * own.nbytes
+        if self.shard_size > 1 and self._is_native(bucket):
+            return [_all_gather_single(bucket, own, group=self.shard_group, async_op=True)]
+        shards = bucket.chunk(self.shard_size)
         if is_on_cpu(bucket) or self.shard_size == 1:
             return self._exchange([own] * self.shard_size, dict(enumerate(shards)), PARAMETERS)
-        if self._is_native(bucket):
-            return [_all_gather_single(bucket, own, group=self.shard_group, async_op=True)]
         return [
             dist.broadcast(shard, group_src=owner, group=self.shard_group, async_op=True) for owner, shard in enumerate(shards)
         ]
@@ -253,9 +252,11 @@ class Communicator:
 
     def wait(self, kind: str, works: list[dist.Work], device: torch.device) -> None:
         """Make the computation wait for collectives. The wait time is counted under `kind`."""
-        with torch.cuda.device(device) if device.type == "cuda" else nullcontext(), self.waits.measure(kind, device):
+        begin = mark(device)
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             while works:  # a receive must not be waited for twice, even if this is interrupted
                 works.pop(0).wait()  # with NCCL, the current stream of the device waits, not this thread
+        self.waits.add(kind, begin, mark(device))
 
     def _exchange(self, parts: Sequence[torch.Tensor], places: dict[int, torch.Tensor], tag: int) -> list[dist.Work]:
         """Start to send a part to each other rank, `parts[rank]`, and to receive one from it, in `places[rank]`."""

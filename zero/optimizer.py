@@ -169,10 +169,9 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
         if any(_is_changed(group, before) for group, before in self._original_groups.values()):
             raise RuntimeError("a group of before ShardedDataParallel(overlap=True) was changed; take it from param_groups now")
         _copy_hyperparameters(self.param_groups, self.inner.param_groups)
-        buckets, changed = self.buckets[::-1], self.source.updated()
+        changed = self.source.updated()
         try:
-            together = [[bucket] for bucket in buckets] if self.is_known else [buckets]
-            for updated in self._update(together, changed):  # phase 2: update the owned slices
+            for updated in self._update(changed):  # phase 2: update the owned slices
                 for bucket in updated:  # phase 3: all-gather
                     with region(f"zero::all_gather bucket {bucket.number}"):
                         bucket.gather = self.comm.all_gather(bucket.data)

@@ -298,7 +298,8 @@ class Reducer(GradientSource):
                     "a module in several reentrant checkpoints does that: use checkpoint(..., use_reentrant=False)"
                 )
             gradients.accumulate(gradient, slice_)
-            self._send_full_buckets()  # before the next buffer is acquired: a large parameter fills several
+            if not gradients.missing:  # before the next buffer is acquired: a large parameter fills several
+                self._send_full_buckets()
         param.grad = self._sent[number]
 
     def _send_full_buckets(self) -> None:

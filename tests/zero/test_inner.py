@@ -3,6 +3,7 @@
 import copy
 from collections import OrderedDict
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +14,10 @@ from torch import nn
 
 from zero import ShardedDataParallel, ShardedOptimizer, checkpoint
 from zero.checkpoint.state import local_chunks
+
+
+class MyAdamW(torch.optim.AdamW):
+    pass
 
 
 class WithExtraState(nn.Linear):
@@ -94,9 +99,26 @@ def a_weight_written_in_place_reaches_its_master():
     assert module.weight[2:].abs().max() < 1
 
 
+def calls():
+    """On a GPU, small shards share a call of the inner optimizer, unless the call needs memory for each of them."""
+    for on_cpu, kwargs, expected in (
+        (True, {}, [1, 1, 1, 1, 1]),
+        (False, {}, [2, 2, 1]),
+        (False, {"param_dtype": "bfloat16", "bucket_mb": 0.000128}, [1, 1, 1, 1, 1]),
+        (False, {"state_dtype": "int8"}, [1, 1, 1, 1, 1]),
+        (False, {"optimizer_cls": MyAdamW, "elementwise": True}, [5]),
+    ):
+        options = {"optimizer_cls": torch.optim.AdamW, "bucket_mb": 0.000256, **kwargs}
+        with mock.patch("zero.collectives.is_on_cpu", lambda _, on_cpu=on_cpu: on_cpu), mock.patch("zero.update.TOGETHER", 70):
+            optimizer = ShardedOptimizer(nn.Linear(16, 20, bias=False).parameters(), **options)
+            assert [bucket.shard.numel() for bucket in optimizer.buckets] == [32] * 5
+            assert [len(buckets) for buckets in optimizer._update._calls()] == expected
+
+
 def test_the_inner_optimizer():
     run_in_turn(
         2,
+        calls,
         partial(consolidated, torch.optim.AdamW),
         partial(consolidated, torch.optim.Adagrad),  # which also has state of frozen ones
         a_weight_written_in_place_reaches_its_master,

@@ -52,8 +52,8 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
     1. collect gradients   Each owned slice gets the gradient of its elements, averaged over the ranks: from
                            ShardedDataParallel, or views of the parameters' gradients, which must already be averaged (by
                            DistributedDataParallel's all-reduce or by hand).
-    2. update              Bucket by bucket, the inner optimizer steps over the owned slices, 1/N of the elements. The last
-                           bucket comes first, because the next forward begins with its parameters.
+    2. update              Bucket by bucket (on a GPU some small ones at a time), the inner optimizer steps over the owned
+                           slices, 1/N of the elements. The last bucket comes first: the next forward begins with it.
     3. all-gather          As soon as a bucket is updated, its owners send their shards to all ranks. `step` waits for all of
                            these all-gathers, or with `ShardedDataParallel(overlap=True)` the next forward, for each of them.
 

@@ -57,16 +57,7 @@ from operator import itemgetter
 from typing import Any, Literal
 
 from charts.style import number, shown_in, table
-from configurator import (
-    TRAIN,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    configure,
-    integers,
-    settings_of,
-)
+from configurator import TRAIN, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, configure, integers, settings_of
 from data.dataset import DATA_DIR, Dataset
 from data.shards import paths_of
 from data.vocabulary import DataError, expected_vocab_size

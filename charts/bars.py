@@ -175,12 +175,7 @@ def _end(groups: Iterable[Group]) -> float:
 
 
 def _chart(
-    panels: Mapping[str, Sequence[Group]],
-    purposes: Purposes,
-    unit: str,
-    title: str,
-    notes: list[str],
-    shared: bool = True,
+    panels: Mapping[str, Sequence[Group]], purposes: Purposes, unit: str, title: str, notes: list[str], shared: bool = True
 ) -> Any:
     """Draw panels of bars.
 

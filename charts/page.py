@@ -68,7 +68,7 @@ def table(runs: Sequence[Run]) -> str:
         ("tokens per second", "throughput/tokens_per_second", median, number, max),
         ("peak", "memory/peak_mb", max, _memory, min if is_one_kind else None),
         ("saved", "memory/saved_mb", latest, _memory, max),
-        ("wall time", "time/elapsed_s", latest, _hours, None),
+        ("wall time", "time/elapsed_s", latest, lambda seconds: str(timedelta(seconds=round(seconds))), None),
     ):
         if any(values := [run.get(key, figure_of) for run in runs]):
             columns[name] = _column(values, text_of, best_of)
@@ -98,10 +98,6 @@ def _column(
     known = [value for value in values if value is not None]
     best = text_of(best_of(known)) if best_of and len(set(filter(None, texts))) > 1 else None
     return [f'<td class="number{" best" if text == best else ""}">{text}</td>' for text in texts]
-
-
-def _hours(seconds: float) -> str:
-    return str(timedelta(seconds=round(seconds)))  # h:mm:ss
 
 
 def _memory(megabytes: float) -> str:

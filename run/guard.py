@@ -59,11 +59,7 @@ class Guard:
     """
 
     def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        scaler: ShardedGradScaler,
-        limit: int,
-        alert: Callable[[str, str, int], None],
+        self, optimizer: torch.optim.Optimizer, scaler: ShardedGradScaler, limit: int, alert: Callable[[str, str, int], None]
     ) -> None:
         self.optimizer, self.scaler, self.limit, self.alert = optimizer, scaler, limit, alert
         self.failed = False  # whether the run must end without another checkpoint; the same on all ranks

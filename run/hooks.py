@@ -52,13 +52,7 @@ class Run:
     """
 
     def __init__(
-        self,
-        config: dict[str, Any],
-        launch: Launch,
-        device: torch.device,
-        dtype: str,
-        micro_steps: int,
-        tokens_per_iter: int,
+        self, config: dict[str, Any], launch: Launch, device: torch.device, dtype: str, micro_steps: int, tokens_per_iter: int
     ) -> None:
         self.config, self.launch, self.device, self.dtype = config, launch, device, dtype
         self.micro_steps, self.tokens_per_iter = micro_steps, tokens_per_iter

@@ -31,12 +31,7 @@ class Sampler:
     """
 
     def __init__(
-        self,
-        interval: int,
-        model: GPT,
-        meta: dict[str, Any] | None,
-        autocast: AbstractContextManager[Any],
-        seed: int,
+        self, interval: int, model: GPT, meta: dict[str, Any] | None, autocast: AbstractContextManager[Any], seed: int
     ) -> None:
         self._interval, self._model, self._autocast, self._seed = interval, model, autocast, seed
         if not interval:

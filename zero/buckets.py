@@ -154,11 +154,7 @@ class Bucket:
 
 
 def allocate(
-    planned: BufferPlan,
-    params: list[torch.nn.Parameter],
-    rank: int,
-    first_param: int,
-    first_bucket: int,
+    planned: BufferPlan, params: list[torch.nn.Parameter], rank: int, first_param: int, first_bucket: int
 ) -> tuple[FlatBuffer, list[Bucket]]:
     """Return a flat buffer, whose padding is zero and whose places of parameters are still to be written, and its buckets.
 

@@ -83,11 +83,7 @@ def measured(cases, micro_steps, sizes):
         profile = MemoryProfile(setup, mode, micro_steps)
         points = profile.measure(can_save=False)
         parts = {
-            point: (
-                prediction.at(point),
-                {part: points[point][part] for part in PURPOSES},
-                points[point]["total"],
-            )
+            point: (prediction.at(point), {part: points[point][part] for part in PURPOSES}, points[point]["total"])
             for point in ("after wrapping", "accumulating", "before step", "after step")
             if point in points
         }

@@ -131,9 +131,7 @@ def local_chunks(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tu
 
 
 def restore(
-    optimizer: torch.optim.Optimizer,
-    state_dict: dict[str, Any],
-    read_chunks: Callable[[list[TensorChunk]], None] | None = None,
+    optimizer: torch.optim.Optimizer, state_dict: dict[str, Any], read_chunks: Callable[[list[TensorChunk]], None] | None = None
 ) -> None:
     """Load the state of an unsharded optimizer. Each rank takes its slices. Needs to be called on all ranks.
 

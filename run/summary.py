@@ -42,6 +42,8 @@ class Summary:
         known = {key: value for key, value in event.items() if _is_known(value)}
         if "memory/predicted_peak_mb" in known:  # a process begins, perhaps with another implementation
             self.last = {key: value for key, value in self.last.items() if not is_of_part(key)}
+            if event["iter"] == self.medians_from:
+                self._series.clear()  # of the evaluation at the end of the part before
         self.last |= known
         for name, (which, metric) in FIGURES.items():
             if metric.key in known:

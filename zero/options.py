@@ -1,5 +1,6 @@
 """The options of ShardedOptimizer: which ranks share the state, in which buckets, and in which form it is held."""
 
+import math
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, Self, get_args
 
@@ -36,11 +37,8 @@ class Options:
     state_dtype: str = "float32"
 
     def __post_init__(self) -> None:
-        if isinstance(self.bucket_mb, str):
-            if self.bucket_mb != "auto":
-                raise ValueError(f"bucket_mb={self.bucket_mb!r} is neither 'auto' nor a number")
-        elif self.bucket_mb <= 0:
-            raise ValueError(f"bucket_mb={self.bucket_mb} must be positive")
+        if self.bucket_mb != "auto" and not (isinstance(self.bucket_mb, int | float) and 0 < self.bucket_mb < math.inf):
+            raise ValueError(f"bucket_mb={self.bucket_mb!r} must be 'auto' or a positive number")
         if self.param_dtype not in PARAM_DTYPES:
             raise ValueError(f"param_dtype={self.param_dtype!r} is not one of {', '.join(PARAM_DTYPES)}")
 

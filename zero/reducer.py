@@ -298,8 +298,7 @@ class Reducer(GradientSource):
                     "a module in several reentrant checkpoints does that: use checkpoint(..., use_reentrant=False)"
                 )
             gradients.accumulate(gradient, slice_)
-            if not gradients.missing:  # before the next buffer is acquired: a large parameter fills several
-                self._send_full_buckets()
+            self._send_full_buckets()  # before the next buffer is acquired: a large parameter fills several
         param.grad = self._sent[number]
 
     def _send_full_buckets(self) -> None:

@@ -106,10 +106,9 @@ def test_figures_of_an_earlier_process_are_not_mixed_with_those_of_a_later_one()
     assert "tensors" not in rows
     assert rows["predicted"] == "1.0 MB before the update, 3.0 MB at the peak"
     parts = [*FACTS["parts"], {"from_iter": 9, "implementation": "adamw", "world_size": 1}]
-    later = {"iter": 10, "throughput/tokens_per_second": 7.0}
-    rows = report.rows(summary([*EVENTS, sharded, again, later], parts=parts))
-    assert rows["speed"].startswith("7 tokens/s")
-    assert rows["speed"].endswith("(medians since iteration 9)")
+    ended, later = {"iter": 9, "mfu": 28.0}, {"iter": 10, "throughput/tokens_per_second": 7.0}
+    rows = report.rows(summary([*EVENTS, sharded, ended, again, later], parts=parts))
+    assert rows["speed"] == "7 tokens/s (medians since iteration 9)"
     assert "communication" not in rows, "plain AdamW on one rank has none"
 
 

@@ -84,8 +84,8 @@ def flags_that_do_not_go_together():
     for flags, message in (
         ({"zero1_impl": "other"}, "zero1_impl='other' is not one of sharded, torch"),
         ({"param_dtype": "float8"}, "not one of float32, bfloat16"),
-        ({"bucket_mb": 0}, "bucket_mb=0 must be positive"),
-        ({"bucket_mb": "large"}, "bucket_mb='large' is neither 'auto' nor a number"),
+        ({"bucket_mb": 0}, "bucket_mb=0 must be 'auto' or a positive number"),
+        ({"bucket_mb": "large"}, "bucket_mb='large' must be 'auto' or a positive number"),
     ):
         with pytest.raises(ValueError, match=message):
             build(model, groups, Flags(**flags))

@@ -62,7 +62,8 @@ def test_every_element_has_one_owner_in_every_plan_and_state_bytes_are_those_of_
 
 
 @pytest.mark.parametrize(
-    ("world_size", "kwargs", "message"), [(2, {"bucket_mb": 0}, "bucket_mb=0 must be positive"), (0, {}, "world")]
+    ("world_size", "kwargs", "message"),
+    [(2, {"bucket_mb": 0}, "bucket_mb=0 must be 'auto' or a positive number"), (0, {}, "world")],
 )
 def test_impossible_plans_are_refused(world_size, kwargs, message):
     params = [ParameterSpec((3,), torch.float32, torch.device("cpu"))]

@@ -38,7 +38,7 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args
 
 from distributed.exits import exit_with_error
 from distributed.launch import launched
-from zero import flags, options
+from zero import flags
 
 TRAIN = os.path.join(os.path.dirname(os.path.abspath(__file__)), "train.py")
 _ITERATIONS = "tokens divided by the tokens per iteration that a run prints"
@@ -149,9 +149,9 @@ def integers(key: str, text: str) -> list[int]:
 def settings_of(*paths: str) -> dict[str, Any]:
     """Return the default settings of other scripts, with their annotations, without running the scripts.
 
-    These are the assignments above the call of `configure`. They can use names of this module, zero.flags and zero.options.
+    These are the assignments above the call of `configure`. They can use what this module and `zero.flags` define and import.
     """
-    settings, kinds = {**vars(flags), **vars(options), **globals()}, {}
+    settings, kinds = {**vars(flags), **globals()}, {}
     for path in paths:
         assignments = _assignments(path)
         exec(compile(ast.Module([*assignments.values()], []), path, "exec"), settings)

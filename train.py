@@ -49,8 +49,7 @@ from run.hooks import Run
 from run.rank_checks import check_combinations, compare_model_and_data, compare_settings, compare_with_checkpoint
 from zero import ShardedGradScaler
 from zero.build import build, clip_grad_norm_
-from zero.flags import MOMENTUM, Flags, Implementation, muon_of
-from zero.options import ParamDtype
+from zero.flags import MOMENTUM, Flags, Implementation, ParamDtype, muon_of
 
 # -----------------------------------------------------------------------------
 # default settings: GPT-2 (124M) on OpenWebText

@@ -68,8 +68,9 @@ def _in_turn(calls: Sequence[Callable[[], Any]]) -> list[Any]:
 
 def travel_as_on_gpu() -> None:
     """Let gloo take the ways of NCCL in this process: its own reduce-scatter, all-gather and all-to-all, and no pool."""
-    from zero import collectives
+    from zero import collectives, update
 
+    update.TOGETHER = 70  # elements: of several small buckets, two or three share a call of the optimizer
     collectives.is_on_cpu = lambda tensor: False
     collectives.Communicator._is_native = lambda comm, bucket: True  # type: ignore[method-assign]
 

@@ -33,7 +33,7 @@ class ShardedDataParallel(nn.Module):
                full bucket is reduce-scattered at once, in the order of the buckets, and with replicas, each shard is then
                all-reduced over the groups. From then on, `param.grad` is a `SentGradient`. It can be dropped and zeroed, not
                read: clip with `optimizer.clip_grad_norm_`, and scale float16 gradients with `ShardedGradScaler`.
-    step       The optimizer waits for the reduce-scatters, updates the owned slices, all-gathers each bucket as soon as it is
+    step       The optimizer waits for the reduce-scatters, updates the owned slices, all-gathers buckets as soon as they are
                updated, and waits until every parameter is in its place.
     forward    With `overlap`, step does not wait. A read of a parameter from its module waits for its all-gathers.
 

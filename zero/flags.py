@@ -7,12 +7,12 @@ from typing import Any, Literal, Self, get_args
 from zero.codecs import codec_of
 from zero.layout import ParameterSpec, Plan, plan, replicated_plan, zero_redundancy_plan
 from zero.muon.muon import MOMENTUM
-from zero.options import Options
+from zero.options import Options, ParamDtype
 
 Implementation = Literal["sharded", "torch"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Flags(Options):
     """How the ranks share the optimizer state. The options and `shard_gradients` belong to ShardedOptimizer."""
 
@@ -23,8 +23,9 @@ class Flags(Options):
     def __post_init__(self) -> None:
         super().__post_init__()
         codec_of(self.state_dtype)
-        if self.zero1_impl not in (choices := get_args(Implementation)):
-            raise ValueError(f"zero1_impl={self.zero1_impl!r} is not one of {', '.join(choices)}")
+        for name, choices in (("zero1_impl", get_args(Implementation)), ("param_dtype", get_args(ParamDtype))):
+            if (value := getattr(self, name)) not in choices:
+                raise ValueError(f"{name}={value!r} is not one of {', '.join(choices)}")
 
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> Self:

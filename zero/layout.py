@@ -233,9 +233,9 @@ def auto_bucket_mb(nbytes: int, world_size: int) -> float:
     A third of the parameters: two buckets exist at a time, one that fills and one in flight, and each bucket takes 2 % of a
     short step of a small model on a CPU. At least 4 MB, because every message has a latency. At most 25 MB, as in
     DistributedDataParallel: larger buckets take memory and overlap less. Large models have 40 buckets: two of them are 5 % of
-    the parameters, about 2 % of what a rank holds, and each bucket takes the host some 80 us for its collectives and its
-    update. With more than 25 ranks 1 MB per rank, because a ring cuts a bucket into one message per rank (Megatron-LM lets its
-    buckets grow for the same reason). Figures: docs/sharding.md.
+    the parameters, about 2 % of what a rank holds, and the host needs time for the collectives of each. With more than 25
+    ranks 1 MB per rank, because a ring cuts a bucket into one message per rank (Megatron-LM lets its buckets grow for the same
+    reason). Figures: docs/sharding.md.
     """
     return max(4.0, min(nbytes / 3e6, max(25.0, world_size, nbytes / 40e6)))
 

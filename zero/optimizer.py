@@ -110,7 +110,7 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
         self.wrapper: weakref.ref[Any] | None = None  # the ShardedDataParallel, which keeps this object alive
         self.inner: torch.optim.Optimizer  # optimizer of this rank's slices
         self.plan: Plan
-        self.is_known = optimizer_cls in KNOWN  # then it steps by bucket, and keeps no reference to a gradient
+        self.is_known = optimizer_cls in KNOWN  # then it keeps no reference to a gradient
         self.lock, self._pid = threading.RLock(), current_process().pid
         # a rank that ends its program right after a step must not leave the others without their parameters
         weakref.finalize(self, _wait_for_gathers, self.buckets, self._pid)

@@ -7,7 +7,7 @@ from typing import Any, Literal, Self, get_args
 import torch
 
 BucketMB = float | Literal["auto"]  # megabytes (10**6 bytes) per bucket; auto: see `zero.layout.auto_bucket_mb`
-ParamDtype = Literal["float32", "bfloat16", "bfloat16_remainder"]  # float32: the model keeps its dtypes
+ParamDtype = Literal["float32", "bfloat16", "bfloat16_remainder"]
 PARAM_DTYPES = (*get_args(ParamDtype), "float16")  # float16 needs a scaler, which train.py has for float32 weights only
 
 
@@ -16,20 +16,20 @@ def weight_dtype(param_dtype: str) -> str:
     return param_dtype.removesuffix("_remainder")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Options:
     """What ShardedOptimizer can do. An option is the setting of its name, or the one that its metadata names.
 
     Raises:
-        ValueError: if a value is invalid.
+        ValueError: if `bucket_mb` or `param_dtype` is invalid; the others are checked where they are used.
     """
 
     # number of consecutive ranks that share the state, for example those of one machine; each such group holds a replica of it
     # (hybrid sharding). 0: all ranks
     shard_size: int = field(default=0, metadata={"setting": "zero_shard_size"})
     bucket_mb: BucketMB = field(default="auto", metadata={"setting": "zero_bucket_mb"})
-    # dtype in which the parameters are stored, if it has lower precision than the float32 of the update. Each rank then keeps
-    # float32 masters of its own slices; 'bfloat16_remainder' holds them as the 16 bits that bfloat16 lacks, see `zero.masters`:
+    # 'float32': each parameter keeps its dtype. Otherwise the dtype in which all are stored, and each rank keeps float32
+    # masters of its own slices; 'bfloat16_remainder' holds them as the 16 bits that bfloat16 lacks, see `zero.masters`:
     # write to parameters with `set_parameter` or `load_state_dict` only; a step refuses what was written otherwise
     param_dtype: str = "float32"
     # 'bfloat16' or 'int8' hold state that has a float32 number per element in fewer bytes between updates, see `zero.codecs`.

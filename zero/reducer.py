@@ -327,7 +327,7 @@ class Reducer(GradientSource):
                 else:
                     gradients.place(slice_).zero_()
                     gradients.missing.discard(slice_.param)
-        self._send_full_buckets()
+            self._send_full_buckets()  # before the next buffer is acquired
         self.in_backward = False
         self._wait_for_agreement()  # the one of the previous micro-step
         if not self.params or self.optimizer.comm.world_size == 1:

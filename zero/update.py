@@ -1,4 +1,4 @@
-"""Phase 2 of a step: the inner optimizer updates the owned slices, bucket by bucket, each one in full precision."""
+"""Phase 2 of a step: the inner optimizer updates the owned slices, some buckets at a time, in full precision."""
 
 import itertools
 from collections.abc import Iterable, Iterator
@@ -59,7 +59,7 @@ class SliceUpdate:
             if self.exchange is not None:
                 self.exchange.begin(changed, self._before)
             for buckets in self._calls():
-                with region(f"zero::update bucket {buckets[0].number}"):  # the first one of the call
+                with region(f"zero::update bucket {buckets[0].number}" if buckets else "zero::update"):
                     if self.exchange is not None:
                         self.exchange.arrive(buckets, self._before)
                     self._update(buckets)
@@ -70,18 +70,19 @@ class SliceUpdate:
             raise
 
     def _calls(self) -> list[list[Bucket]]:
-        """Return the buckets of each call of the inner optimizer, the same on all ranks.
+        """Return the buckets of each call of the inner optimizer. Their order is the same on all ranks.
 
-        A class that is not of torch.optim steps once. On a GPU, small shards share a call, unless the call needs memory for
-        each of them. A CPU sends a bucket while it updates the next one.
+        A class that is not of torch.optim steps once. On a GPU, small shards share a call, unless the call takes memory for
+        each of them, as kernels that are not fused do. A CPU sends a bucket while it updates the next one.
         """
         buckets, calls, room = self.buckets[::-1], list[list[Bucket]](), 0
         if type(self.inner) not in KNOWN:
-            return [buckets] if buckets else []
+            return [buckets]
+        is_fused = all(group.get("fused") for group in self.inner.param_groups)
+        takes_none = is_fused and self.codec is None and self.exchange is None
         for bucket in buckets:
-            needs_memory = self.codec is not None or self.exchange is not None or bucket.masters is not None
-            alone = needs_memory or collectives.is_on_cpu(bucket.data)
-            if alone or not calls or bucket.shard.numel() > room:
+            alone = not takes_none or bucket.masters is not None or collectives.is_on_cpu(bucket.data)
+            if alone or bucket.shard.numel() > room:
                 calls.append([])
                 room = 0 if alone else TOGETHER
             calls[-1].append(bucket)

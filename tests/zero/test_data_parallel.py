@@ -17,7 +17,7 @@ from toy import batch, largest_difference, make_toy, weights
 from zero import ShardedDataParallel, ShardedOptimizer
 from zero.build import clip_grad_norm_
 from zero.collectives import Communicator
-from zero.reducer import SentGradient, local_gradient
+from zero.reducer import BucketGradients, SentGradient, local_gradient
 
 STEPS = 7
 
@@ -251,10 +251,28 @@ def a_trace_names_the_phases_of_a_step_by_bucket():
     assert names.index(f"zero::update bucket {last}") > names.index(f"zero::wait_reduce_scatter bucket {last}")
 
 
+def buckets_that_nobody_has_filled():
+    """The zeros of parameters without a gradient are sent bucket by bucket: not all of them exist at once."""
+    layers = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(9))
+    optimizer = ShardedOptimizer(layers.parameters(), torch.optim.AdamW, bucket_mb=64 * 4 / 1e6)
+    model = ShardedDataParallel(layers, optimizer)
+    alive, place = [], BucketGradients.place
+
+    def counting(gradients, slice_):
+        result = place(gradients, slice_)
+        alive.append(sum(gradients.buffer is not None for gradients in model.reducer._gradients))
+        return result
+
+    with mock.patch.object(BucketGradients, "place", counting):
+        layers[0](torch.ones(2, 8)).sum().backward()
+    assert len(alive) == len(optimizer.buckets) == 9
+    assert max(alive) == 2
+
+
 def test_steps_of_two_ranks():
     run_in_turn(
         *(2, overlap_changes_nothing, no_sync_and_state, shard_gradients_set_later, reentrant_checkpoints),
-        a_gradient_that_somebody_keeps,
+        *(a_gradient_that_somebody_keeps, buckets_that_nobody_has_filled),
         *(a_rank_without_gradients, half_precision_norms, a_trace_names_the_phases_of_a_step_by_bucket),
         *(functools.partial(a_backward_without_gradients, shard_gradients) for shard_gradients in (False, True)),
     )

@@ -103,9 +103,10 @@ def calls():
     """On a GPU, small shards share a call of the inner optimizer, unless the call needs memory for each of them."""
     for on_cpu, kwargs, expected in (
         (True, {}, [1, 1, 1, 1, 1]),
-        (False, {}, [2, 2, 1]),
-        (False, {"param_dtype": "bfloat16", "bucket_mb": 0.000128}, [1, 1, 1, 1, 1]),
-        (False, {"state_dtype": "int8"}, [1, 1, 1, 1, 1]),
+        (False, {"fused": True}, [2, 2, 1]),
+        (False, {}, [1, 1, 1, 1, 1]),
+        (False, {"fused": True, "param_dtype": "bfloat16", "bucket_mb": 0.000128}, [1, 1, 1, 1, 1]),
+        (False, {"fused": True, "state_dtype": "int8"}, [1, 1, 1, 1, 1]),
         (False, {"optimizer_cls": MyAdamW, "elementwise": True}, [5]),
     ):
         options = {"optimizer_cls": torch.optim.AdamW, "bucket_mb": 0.000256, **kwargs}

@@ -36,6 +36,8 @@ from collections.abc import Callable
 from functools import cache
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
 
+import torch
+
 from distributed.exits import exit_with_error
 from distributed.launch import launched
 from zero import flags
@@ -149,9 +151,10 @@ def integers(key: str, text: str) -> list[int]:
 def settings_of(*paths: str) -> dict[str, Any]:
     """Return the default settings of other scripts, with their annotations, without running the scripts.
 
-    These are the assignments above the call of `configure`. They can use what this module and `zero.flags` define and import.
+    These are the assignments above the call of `configure`. They can use torch, and what this module and `zero.flags` define
+    and import.
     """
-    settings, kinds = {**vars(flags), **globals()}, {}
+    settings, kinds = {"torch": torch, **vars(flags), **globals()}, {}
     for path in paths:
         assignments = _assignments(path)
         exec(compile(ast.Module([*assignments.values()], []), path, "exec"), settings)

@@ -117,7 +117,7 @@ class Communicator:
 
     def __init__(self, group: dist.ProcessGroup | None, options: Options = Options()) -> None:
         distributed = dist.is_initialized()
-        self.group = group
+        self.group, self.options = group, options
         self.world_size = dist.get_world_size(group) if distributed else 1
         self.rank = dist.get_rank(group) if distributed else 0
         self.shard_size = options.sharing(self.world_size)

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from toy import batch, largest_difference, make_toy, weights
 
-from zero import ShardedDataParallel, ShardedOptimizer
+from zero import ShardedDataParallel, ShardedOptimizer, collectives
 from zero.build import clip_grad_norm_
 from zero.collectives import Communicator
 from zero.reducer import BucketGradients, SentGradient, local_gradient
@@ -244,8 +244,10 @@ def a_trace_names_the_phases_of_a_step_by_bucket():
     buckets = list(range(len(optimizer.buckets)))
     assert len(buckets) > 3
     assert of("reduce_scatter") == of("wait_reduce_scatter") == buckets
-    assert of("update") == [together[0].number for together in optimizer._update._calls()]
     assert of("all_gather") == buckets[::-1]
+    assert (
+        of("update") == buckets[:: -1 if collectives.is_on_cpu(optimizer.buckets[0].data) else -2]
+    )  # on a GPU two share a call
     assert sorted(of("wait_all_gather")) == sorted(2 * buckets)
     last = buckets[-1]
     assert names.index(f"zero::update bucket {last}") > names.index(f"zero::wait_reduce_scatter bucket {last}")

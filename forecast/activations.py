@@ -185,7 +185,7 @@ def micro_step(model: GPT, forward: Callable[[], torch.Tensor], autocast: Any, o
         for handle in handles:
             handle.remove()
     peaks += [live.peak] * (3 - len(peaks))  # the first layer may be frozen
-    return Activations(*[saved, *peaks, live.peak])
+    return Activations(*[saved, *peaks, live.peak, sum(param.nbytes for param in first_layer)])
 
 
 def _some_first_tokens(tokens: int, chunk: int) -> set[int]:

@@ -37,7 +37,7 @@ class FullyShardedPrediction(Prediction):
         }
 
     def peak_of_training(self, activations: Activations) -> int:
-        _, forward, loss, layers, embedding = activations
+        _, forward, loss, layers, embedding, _ = activations
         root = self.root_numel * self.itemsize
         return sum(self.at("before step").values()) + max(max(forward, loss, layers) + self.largest_buckets, embedding + root)
 

@@ -53,6 +53,7 @@ class Activations(NamedTuple):
     loss: int  # backward until the first gradient arrives
     layers: int  # from then on, until the first gradient of the first layer arrives
     embedding: int  # from then on; the gradient that arrives last is included
+    first_layer: int  # not a peak: bytes of the gradients of the first layer
 
 
 @dataclass(frozen=True)
@@ -208,7 +209,7 @@ class Prediction:
 
     def _accumulating(self, activations: Activations) -> list[int]:
         """Return the largest bytes of full gradients and activations where gradients accumulate in their own memory."""
-        _, forward, loss, layers, embedding = activations
+        _, forward, loss, layers, embedding, _ = activations
         if self.micro_steps == 1 or self.in_place:
             return []
         before = max(forward, loss, layers)
@@ -239,7 +240,7 @@ class DataParallelPrediction(Prediction):
         return self.full_gradients * (2 if point == "accumulating" and not self.in_place else 1), 0
 
     def _largest_of_a_step(self, activations: Activations) -> int:
-        _, forward, loss, layers, embedding = activations
+        _, forward, loss, layers, embedding, _ = activations
         outside = self._accumulating(activations)
         own = self._last_gradient if outside else 0  # in the last backward, gradients move into buckets one by one
         return self.full_gradients + max(forward, loss, layers, own + embedding, *outside)
@@ -338,7 +339,7 @@ class ShardedPrediction(Prediction):
         return 0, self._traffic.after_step
 
     def _largest_of_a_step(self, activations: Activations) -> int:
-        _, forward, loss, layers, embedding = activations
+        _, forward, loss, *_ = activations
         local = [] if self.shard_gradients else self._accumulating(activations)
         if self.shard_gradients and self.micro_steps > 1:
             local = [
@@ -347,10 +348,11 @@ class ShardedPrediction(Prediction):
             ]
         update = sum(self._gradients_and_buckets("before step")) + max(self.decoded, default=0) + self.exchanged
         # until the first gradient of an iteration arrives, there is what the step before has left
-        return max(*local, self._traffic.after_step + max(forward, loss), self._while_sending(layers, embedding), update)
+        return max(*local, self._traffic.after_step + max(forward, loss), self._while_sending(activations), update)
 
-    def _while_sending(self, layers: int, embedding: int) -> int:
+    def _while_sending(self, activations: Activations) -> int:
         """Return the largest bytes of gradients, buckets and activations while a backward sends gradients."""
+        _, _, _, layers, embedding, first_layer = activations
         accumulated = self.full_gradients if self.micro_steps > 1 and not self.shard_gradients else 0
         before_last = max(1, self._bytes_before_last)
 
@@ -358,8 +360,8 @@ class ShardedPrediction(Prediction):
             """Return gradients and activations when `moved` bytes are in buckets: layers free both at the same rate."""
             if moved > before_last:
                 return self._last_gradient if moved < math.inf else 0
-            freed = max(0, layers - embedding) * int(moved) // before_last
-            return (embedding if moved == before_last else layers - freed) + max(0, accumulated - int(moved))
+            freed = max(0, layers - embedding) * min(1.0, moved / max(1, before_last - first_layer))
+            return (embedding if moved == before_last else layers - int(freed)) + max(0, accumulated - int(moved))
 
         peak = 0
         for start, stop, buckets in self._traffic.steps:

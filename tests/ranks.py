@@ -19,7 +19,7 @@ PRELOADED = [
 ]
 context.set_forkserver_preload(PRELOADED)  # imported once, then forked
 
-TIMEOUT_S = 300
+TIMEOUT_S = 600
 travels = {"as on a GPU": False}  # whether the ranks that start next send buckets in main memory as NCCL does
 
 

@@ -53,7 +53,7 @@ class Activations(NamedTuple):
     loss: int  # backward until the first gradient arrives
     layers: int  # from then on, until the first gradient of the first layer arrives
     embedding: int  # from then on; the gradient that arrives last is included
-    first_layer: int  # not a peak: bytes of the gradients of the first layer
+    first_layer_gradients: int  # no activations: bytes of the gradients with which the last phase begins
 
 
 @dataclass(frozen=True)
@@ -352,7 +352,7 @@ class ShardedPrediction(Prediction):
 
     def _while_sending(self, activations: Activations) -> int:
         """Return the largest bytes of gradients, buckets and activations while a backward sends gradients."""
-        _, _, _, layers, embedding, first_layer = activations
+        _, _, _, layers, embedding, first_layer_gradients = activations
         accumulated = self.full_gradients if self.micro_steps > 1 and not self.shard_gradients else 0
         before_last = max(1, self._bytes_before_last)
 
@@ -360,7 +360,8 @@ class ShardedPrediction(Prediction):
             """Return gradients and activations when `moved` bytes are in buckets: layers free both at the same rate."""
             if moved > before_last:
                 return self._last_gradient if moved < math.inf else 0
-            freed = max(0, layers - embedding) * min(1.0, moved / max(1, before_last - first_layer))
+            # until the last phase, which begins with the first layer
+            freed = max(0, layers - embedding) * min(1.0, moved / max(1, before_last - first_layer_gradients))
             return (embedding if moved == before_last else layers - int(freed)) + max(0, accumulated - int(moved))
 
         peak = 0

@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import pathlib
 import tempfile
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -35,8 +36,9 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any) -> list
         ]
         for process in processes:
             process.start()
+        end = time.monotonic() + TIMEOUT_S
         for process in processes:
-            process.join(TIMEOUT_S)
+            process.join(max(0.0, end - time.monotonic()))
         stuck = [rank for rank, process in enumerate(processes) if process.is_alive()]
         for process in processes:
             process.kill()

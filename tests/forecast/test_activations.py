@@ -74,7 +74,9 @@ def test_predictions_for_two_and_three_layers_give_what_five_take(dtype, param_d
     predicted, (saved, peak) = predict(workload, param_dtype), tracked(workload, param_dtype)
     assert predicted == micro_step(*real_step(workload, param_dtype))
     assert predicted.saved == pytest.approx(saved, rel=0.01)
-    assert max(predicted[1:]) == pytest.approx(peak, rel=0.01)
+    first_layer = GPT(SIZES).transformer.h[0].parameters()
+    assert predicted.first_layer_gradients == sum(map(torch.numel, first_layer)) * DTYPES[param_dtype].itemsize
+    assert max(predicted[1:5]) == pytest.approx(peak, rel=0.01)
 
 
 @pytest.mark.parametrize(("chunk", "precision"), zip([30, 64, 200], PRECISIONS, strict=True))
@@ -183,7 +185,7 @@ def test_dropout_takes_a_byte_per_element_on_a_gpu():
     dropouts = 1 + 2 * SIZES.n_layer
     assert on_gpu.saved - without.saved == pytest.approx(dropouts * ELEMENTS, rel=0.05)
     assert on_gpu.saved < 0.7 * on_cpu.saved
-    assert max(on_gpu) < 0.7 * max(on_cpu)
+    assert max(on_gpu[:5]) < 0.7 * max(on_cpu[:5])
 
 
 def test_a_compiled_loss_takes_the_logits_and_their_gradient():

@@ -15,7 +15,7 @@ from benchmarks.contenders import Contender, Setup
 from benchmarks.memory_profile import MemoryProfile
 from forecast.activations import LiveBytes
 from forecast.modes import Mode
-from forecast.prediction import PURPOSES, DataParallelPrediction, ShardedPrediction
+from forecast.prediction import PURPOSES, Activations, DataParallelPrediction, ShardedPrediction
 from forecast.run_memory import gpt_specs
 from model import GPTConfig
 from zero.codecs import BLOCK, Int8
@@ -135,6 +135,16 @@ def test_the_peak_of_training(world_size):
     calls = (partial(measured, cases, *how) for how in itertools.product((1, 3), PEAK_SIZES))
     for results in itertools.chain.from_iterable(run_in_turn(world_size, *calls)):
         check(results, with_peak=True)
+
+
+def test_activations_have_their_last_peak_from_the_first_layer_on():
+    plan = Flags(bucket_mb=0.1).plan(specs := gpt_specs(SIZES), 2)
+    first_layer = sum(4 * spec.numel for spec in specs if spec.name.startswith("transformer.h.0."))
+
+    def peak(layers, first_layer):  # the buckets of the first layer, the last ones, decide
+        return ShardedPrediction(plan, 0, 2).peak_of_training(Activations(0, 0, 0, layers, 900_000, first_layer))
+
+    assert peak(1_000_000, first_layer) == peak(900_000, first_layer) < peak(1_000_000, 0)
 
 
 @pytest.mark.parametrize(

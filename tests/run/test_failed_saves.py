@@ -72,7 +72,8 @@ def test_a_tmpfs_too_small_for_a_second_save(data, tmp_path, small_disk, capsys,
     assert second.count("WARNING: the checkpoint was not written") == 7, "at iterations 10 to 36, not at 5, where it resumes"
     with open(f"{folder}/metrics.jsonl") as file:
         events = list(map(json.loads, file))
-    missing = {*range(5, 36)} - {event["iter"] for event in events if "iter/loss" in event}
+    missing = {*range(5, 36)} - {event["iter"] for event in events if "iter/loss" in event}  # the longest lines
+    assert missing
     # once, and again after each shorter line that has still found a place in the last page of the file
     later = sum(event["iter"] >= min(missing) for event in events)
     assert 1 <= second.count("WARNING: figures are missing") <= 1 + later < len(missing)

@@ -37,9 +37,9 @@ class FullyShardedPrediction(Prediction):
         }
 
     def peak_of_training(self, activations: Activations) -> int:
-        _, forward, loss, layers, embedding, _ = activations
         root = self.root_numel * self.itemsize
-        return sum(self.at("before step").values()) + max(max(forward, loss, layers) + self.largest_buckets, embedding + root)
+        largest = max(activations.before_embedding + self.largest_buckets, activations.embedding + root)
+        return sum(self.at("before step").values()) + largest
 
     def sent(self) -> dict[str, int]:
         once, root = (

@@ -48,12 +48,17 @@ class Activations(NamedTuple):
     After `saved`, these are peaks by phase. Each figure is linear in the number of layers.
     """
 
-    saved: int  # what forward keeps for backward
-    forward: int
-    loss: int  # backward until the first gradient arrives
-    layers: int  # from then on, until the first gradient of the first layer arrives
-    embedding: int  # from then on; the gradient that arrives last is included
-    first_layer_gradients: int  # no activations: bytes of the gradients with which the last phase begins
+    saved: int = 0  # what forward keeps for backward
+    forward: int = 0
+    loss: int = 0  # backward until the first gradient arrives
+    layers: int = 0  # from then on, until the first gradient of the first layer arrives
+    embedding: int = 0  # from then on; the gradient that arrives last is included
+    first_layer_gradients: int = 0  # no activations: bytes of the gradients with which the last phase begins
+
+    @property
+    def before_embedding(self) -> int:
+        """The peak of all phases but the last."""
+        return max(self.forward, self.loss, self.layers)
 
 
 @dataclass(frozen=True)
@@ -137,7 +142,7 @@ class Prediction:
 
     def _largest_of_a_step(self, activations: Activations) -> int:
         """Return the largest bytes of gradients, buckets and activations together."""
-        before = max(activations.forward, activations.loss, activations.layers)  # before the embedding
+        before = activations.before_embedding
         if self.micro_steps > 1:
             return self.full_gradients + max(before, activations.embedding)
         return max(before, self.full_gradients - self._last_gradient + activations.embedding)
@@ -209,10 +214,9 @@ class Prediction:
 
     def _accumulating(self, activations: Activations) -> list[int]:
         """Return the largest bytes of full gradients and activations where gradients accumulate in their own memory."""
-        _, forward, loss, layers, embedding, _ = activations
         if self.micro_steps == 1 or self.in_place:
             return []
-        before = max(forward, loss, layers)
+        before, embedding = activations.before_embedding, activations.embedding
         if self.micro_steps == 2:  # in the first backward, and until the last one
             return [self.full_gradients - self._last_gradient + embedding, self.full_gradients + before]
         return [self.full_gradients + max(before, embedding)]
@@ -240,10 +244,9 @@ class DataParallelPrediction(Prediction):
         return self.full_gradients * (2 if point == "accumulating" and not self.in_place else 1), 0
 
     def _largest_of_a_step(self, activations: Activations) -> int:
-        _, forward, loss, layers, embedding, _ = activations
         outside = self._accumulating(activations)
         own = self._last_gradient if outside else 0  # in the last backward, gradients move into buckets one by one
-        return self.full_gradients + max(forward, loss, layers, own + embedding, *outside)
+        return self.full_gradients + max(activations.before_embedding, own + activations.embedding, *outside)
 
 
 @dataclass(frozen=True)
@@ -339,7 +342,7 @@ class ShardedPrediction(Prediction):
         return 0, self._traffic.after_step
 
     def _largest_of_a_step(self, activations: Activations) -> int:
-        _, forward, loss, *_ = activations
+        forward, loss = activations.forward, activations.loss
         local = [] if self.shard_gradients else self._accumulating(activations)
         if self.shard_gradients and self.micro_steps > 1:
             local = [
@@ -352,7 +355,7 @@ class ShardedPrediction(Prediction):
 
     def _while_sending(self, activations: Activations) -> int:
         """Return the largest bytes of gradients, buckets and activations while a backward sends gradients."""
-        _, _, _, layers, embedding, first_layer_gradients = activations
+        layers, embedding = activations.layers, activations.embedding
         accumulated = self.full_gradients if self.micro_steps > 1 and not self.shard_gradients else 0
         before_last = max(1, self._bytes_before_last)
 
@@ -361,7 +364,7 @@ class ShardedPrediction(Prediction):
             if moved > before_last:
                 return self._last_gradient if moved < math.inf else 0
             # until the last phase, which begins with the first layer
-            freed = max(0, layers - embedding) * min(1.0, moved / max(1, before_last - first_layer_gradients))
+            freed = max(0, layers - embedding) * min(1.0, moved / max(1, before_last - activations.first_layer_gradients))
             return (embedding if moved == before_last else layers - int(freed)) + max(0, accumulated - int(moved))
 
         peak = 0

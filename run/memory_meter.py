@@ -116,7 +116,7 @@ class MemoryCheck:
         self.memory, self.device = memory, memory.device
         launch, plan = launched(), _plan_of(partition(optimizer))
         param_dtype = "bfloat16" if plan.has_masters else "float32"
-        activations = _activations(workload, param_dtype) if is_rank_0() else Activations(0, 0, 0, 0, 0, 0)
+        activations = _activations(workload, param_dtype) if is_rank_0() else Activations()
         device_type, distributed = workload.device_type, launch.distributed
         self.forecast = forecast(plan, launch.world_size, micro_steps, device_type, activations, shard_gradients, distributed)
         self.compared = False
@@ -175,7 +175,7 @@ def _activations(workload: Workload, param_dtype: str) -> Activations:
         return predicted_activations(workload, param_dtype)
     except Exception as error:  # a model that was changed may do what fake tensors cannot do
         print0(f"note: activations cannot be predicted: {type(error).__name__}: {error}")
-        return Activations(0, 0, 0, 0, 0, 0)
+        return Activations()
 
 
 def _parts(by_purpose: dict[str, int]) -> str:

@@ -78,8 +78,8 @@ vocab_size = 50304
 bias = False  # use biases in LayerNorm and Linear layers
 activation_checkpointing = False  # as in train.py
 grad_clip: NonNegativeFloat = 1.0  # maximum gradient norm; 0.0 disables clipping
-zero_bucket_mb: Literal["auto"] | PositiveFloat = "auto"  # megabytes per bucket of sharded; auto: by the bytes of the model
-zero_shard_size: NonNegativeInt = 0  # of the mode hybrid: ranks that share the state; 0: those of one machine
+bucket_mb: Literal["auto"] | PositiveFloat = "auto"  # megabytes per bucket of sharded; auto: by the bytes of the model
+shard_size: NonNegativeInt = 0  # of the mode hybrid: ranks that share the state; 0: those of one machine
 device = "auto"  # 'cpu', 'cuda'; auto: cuda if available, otherwise cpu
 dtype: Dtype = "auto"  # of the computation; auto: best on GPU, float32 on CPU
 seed: Seed = 1337
@@ -124,7 +124,7 @@ with exit_on_wrong_input():
     names = {measure: modes_of(measure) for measure in measures}
     if not worlds and not launch.distributed:
         raise ValueError("bench.py compares several ranks; start it with torchrun --standalone --nproc_per_node=2 bench.py")
-    options = Options(shard_size=zero_shard_size or launch.local_world_size)
+    options = Options(shard_size=shard_size or launch.local_world_size)
     for world in worlds or [launch.world_size]:
         options.sharing(world)
     if on_pretended_gpu and not pretended_gpu.is_preloaded():
@@ -134,9 +134,7 @@ with exit_on_wrong_input():
     else:
         chosen, precision = machine.resolve(device, dtype)
         used = torch.device(chosen) if worlds else start(launch, chosen)
-    setup = Setup(
-        gpt, batch_size, used, precision, zero_bucket_mb, grad_clip, activation_checkpointing, seed, options.shard_size
-    )
+    setup = Setup(gpt, batch_size, used, precision, bucket_mb, grad_clip, activation_checkpointing, seed, options.shard_size)
     where, title = "pretended GPU" if on_pretended_gpu else machine.device_name(used), model or f"{n_layer}x{n_embd}"
     ranks = f"simulated ranks {simulate_world_size}" if worlds else f"{launch.world_size} ranks, {dist.get_backend()}"
     parent = "out-bench" if name == "auto" else "results"
@@ -147,7 +145,7 @@ with exit_on_wrong_input():
     folder = os.path.join(parent, name) if name else ""
     facts = [title, f"{sum(spec.numel for spec in gpt_specs(gpt)) / 1e6:.1f}M parameters", ranks, precision]
     facts += [f"{batch_size} x {block_size} tokens per rank and micro-step"]
-    facts += [f"buckets of {zero_bucket_mb} MB"] * (zero_bucket_mb != "auto")
+    facts += [f"buckets of {bucket_mb} MB"] * (bucket_mb != "auto")
     facts += ["activation checkpointing"] * activation_checkpointing
     description = {
         "command": " ".join(["bench.py", *sys.argv[1:]]),

@@ -13,7 +13,7 @@ marks that combine with them:
 
     batch_size: PositiveInt = 12  # sequences per micro-step
     zero1_impl: SameLoss[Literal["sharded", "torch"]] = "sharded"
-    zero_bucket_mb: SameLoss[Sharded[Literal["auto"] | PositiveFloat]] = "auto"  # the word, or a number
+    bucket_mb: SameLoss[Sharded[Literal["auto"] | PositiveFloat]] = "auto"  # the word, or a number
 
 `--help` shows the default, the comment, the limits and the marks of each setting. A comment stands at the end of the line, or
 in lines of its own above. A line of at most three plain words, such as "# learning rate", is a heading instead.
@@ -40,6 +40,7 @@ import torch
 
 from distributed.exits import exit_with_error
 from distributed.launch import launched
+from forecast import modes
 from zero import flags
 
 TRAIN = os.path.join(os.path.dirname(os.path.abspath(__file__)), "train.py")
@@ -51,7 +52,8 @@ _REMOVED = {  # settings of earlier versions: what to write instead
     **dict.fromkeys(("metric_interval", "desync_check_interval"), "remove it"),
     "wandb_log_checkpoints": "remove it; wandb artifact put uploads a checkpoint",
     "profile_memory": "use profile, which records memory too",
-    "zero_check_reads": "remove it, or use check_reads of zero.ShardedDataParallel",
+    "zero_check_reads": "remove it",
+    **{f"zero_{name}": f"use {name}" for name in ("bucket_mb", "shard_size")},
     "on_save_error": "remove it: a run goes on, and its exit code is 1 if the last checkpoint could not be written",
     "on_nonfinite": "use max_nonfinite: 1 for 'stop', 10 for 'skip'",
     "master_dtype": "use param_dtype: 'bfloat16_remainder' is what 'remainder' was with bfloat16 weights",
@@ -151,10 +153,10 @@ def integers(key: str, text: str) -> list[int]:
 def settings_of(*paths: str) -> dict[str, Any]:
     """Return the default settings of other scripts, with their annotations, without running the scripts.
 
-    These are the assignments above the call of `configure`. They can use torch, and what this module and `zero.flags` define
-    and import.
+    These are the assignments above the call of `configure`. They can use torch, and what this module, `zero.flags` and
+    `forecast.modes` define and import.
     """
-    settings, kinds = {"torch": torch, **vars(flags), **globals()}, {}
+    settings, kinds = {"torch": torch, **vars(flags), **vars(modes), **globals()}, {}
     for path in paths:
         assignments = _assignments(path)
         exec(compile(ast.Module([*assignments.values()], []), path, "exec"), settings)

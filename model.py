@@ -235,6 +235,11 @@ class GPT(nn.Module):
             elif param.dim() == 2:
                 nn.init.normal_(param, std=0.02)
 
+    @property
+    def blocks(self) -> list[nn.Module]:
+        """The units whose parameters are read together."""
+        return [*self.transformer.h]
+
     def num_params(self) -> int:
         """Return the number of parameters without the position embeddings, as in nanoGPT. The tied embedding counts once."""
         return sum(param.numel() for param in self.parameters()) - self.transformer.wpe.weight.numel()

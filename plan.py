@@ -187,8 +187,8 @@ def verdict(rows: list[dict[str, Any]], planner: Planner, amount: Callable[[int]
         text += f" ({baseline} {plain['largest_batch']})" if chosen is not plain else ""
     else:
         text += f": does not fit in {limit}"
-    steps, shard_size = settings["gradient_accumulation_steps"], settings["zero_shard_size"] or 1
-    needs, kept = ["--zero_shard_size=0"] if size > 1 and size % shard_size else [], ""
+    steps, shard_size = settings["gradient_accumulation_steps"], settings["shard_size"] or 1
+    needs, kept = ["--shard_size=0"] if size > 1 and size % shard_size else [], ""
     if steps % size:
         batch_size, steps = planner.batch(size)
         needs.append(f"--batch_size={batch_size} --gradient_accumulation_steps={steps}")

@@ -44,12 +44,13 @@ from distributed import machine
 from distributed.exits import exit_on_wrong_input
 from distributed.launch import launched
 from distributed.ranks import mean_over_ranks, print0, start
+from forecast.modes import MOMENTUM, muon_of
 from model import GPT, GPTConfig, SkipInitialization, check_block_size
 from run.hooks import Run
 from run.rank_checks import check_combinations, compare_model_and_data, compare_settings, compare_with_checkpoint
 from zero import ShardedGradScaler
 from zero.build import build, clip_grad_norm_
-from zero.flags import MOMENTUM, Flags, Implementation, ParamDtype, muon_of
+from zero.flags import Flags, Implementation, ParamDtype
 
 # -----------------------------------------------------------------------------
 # default settings: GPT-2 (124M) on OpenWebText
@@ -105,12 +106,12 @@ min_lr: NonNegativeFloat = 6e-5  # should be about learning_rate / 10
 # ZeRO-1
 use_zero1: SameLoss[bool] = True  # shard the optimizer state across the ranks
 zero1_impl: SameLoss[Implementation] = "sharded"  # the code in zero/, or ZeroRedundancyOptimizer
-zero_bucket_mb: SameLoss[Sharded[Literal["auto"] | PositiveFloat]] = "auto"  # megabytes per bucket; auto: 4 or more, by size
+bucket_mb: SameLoss[Sharded[Literal["auto"] | PositiveFloat]] = "auto"  # megabytes per bucket; auto: 4 or more, by size
 shard_gradients: SameLoss[Sharded[bool]] = False  # also keep only 1/N of the gradients; one reduce-scatter per micro-step
 # weights and gradients; bfloat16: float32 masters, 1/N per rank; bfloat16_remainder: these as 16 bits more, the same values
 param_dtype: Sharded[ParamDtype] = "float32"
 state_dtype: Sharded[Literal["float32", "bfloat16", "int8"]] = "float32"  # of the moments between updates, 1/N per rank
-zero_shard_size: SameLoss[Sharded[NonNegativeInt]] = 0  # ranks that share the state, such as the GPUs of a machine; 0: all
+shard_size: SameLoss[Sharded[NonNegativeInt]] = 0  # ranks that share the state, such as the GPUs of a machine; 0: all
 # system
 backend: SameLoss[Literal["auto", "nccl", "gloo"]] = "auto"  # auto: nccl if every rank has its own GPU, otherwise gloo
 dist_timeout_s: SameLoss[PositiveFloat] = 600.0  # seconds without progress on any rank until the ranks end, with the reason
@@ -189,7 +190,7 @@ with run.stage("making the optimizer"):
     groups = raw_model.param_groups(weight_decay, muon_of(config))
     run.before_build(raw_model, groups, checkpoint)
     adamw = {"lr": learning_rate, "betas": (beta1, beta2)}
-    model, opt = build(raw_model, groups, Flags.of(config), device=own_device, overlap=True, **adamw)
+    model, opt = build(raw_model, groups, Flags.of(config), device=own_device, overlap=raw_model.blocks, **adamw)
     scaler = ShardedGradScaler(own_device.type, enabled=compute_dtype == "float16")
     if checkpoint is not None:
         run.checkpoints.restore(opt, checkpoint)

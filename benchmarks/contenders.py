@@ -106,8 +106,8 @@ class Contender:
             self.optimizer = ShardedOptimizer(groups, torch.optim.AdamW, bucket_mb=self.setup.bucket_mb, fused=True, **ADAMW)
             self.model = DistributedDataParallel(self.module, gradient_as_bucket_view=True)
         else:
-            flags, overlap = self.setup.flags(self.mode), self.mode.overlap
-            self.model, self.optimizer = build(self.module, groups, flags, device=device, overlap=overlap, **ADAMW)
+            flags, units = self.setup.flags(self.mode), self.module.blocks if self.mode.overlap else ()
+            self.model, self.optimizer = build(self.module, groups, flags, device=device, overlap=units, **ADAMW)
         if dist.get_backend() == "fake" and isinstance(self.model, DistributedDataParallel):
             self.model.register_comm_hook(None, noop_hook)  # the fake process group returns no tensors
         return self

@@ -56,9 +56,9 @@ def parts(gpus: int, out: str) -> list[Part]:
 
     eager = "--compile=False"
     checked = ["--shadow_check=5", "--grad_clip=0", eager]  # the weights are compared with those of the plain optimizer
-    small_buckets = ["--dtype=float32", "--zero_bucket_mb=0.3", *checked]
+    small_buckets = ["--dtype=float32", "--bucket_mb=0.3", *checked]
     exact = ["-m", "benchmarks.exact"]
-    hybrid = {size: [*exact, *train(f"hybrid-{size}", f"--zero_shard_size={size}", *small_buckets)] for size in (1, 2)}
+    hybrid = {size: [*exact, *train(f"hybrid-{size}", f"--shard_size={size}", *small_buckets)] for size in (1, 2)}
     several = [
         # a sum over four ranks has another order than the plain optimizer's
         *(Part(f"train-hybrid-{n}", 2 * n, command, n == 1) for n, command in hybrid.items() if gpus >= 2 * n),

@@ -28,7 +28,7 @@ from zero.reducer import Reducer
 XL = GPTConfig(block_size=20, vocab_size=1048, n_layer=48, n_head=1, n_embd=32, bias=False)  # a fiftieth of its widths
 XL_BUCKET_MB = 0.0629  # in float32; 40 buckets, as XL has
 TIMED: list[tuple[type, str, str]] = [
-    (Reducer, hook, "hooks") for hook in ("_on_output_gradient", "_on_gradient", "_end_backward")
+    (Reducer, hook, "hooks") for hook in ("_on_output_gradient", "on_gradient", "_end_backward")
 ]
 TIMED += [(ShardedOptimizer, "clip_grad_norm_", "clip"), (ShardedOptimizer, "step", "step")]
 PHASES = ("forward", "backward", "hooks", "clip", "update")

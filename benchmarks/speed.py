@@ -14,7 +14,7 @@ import torch.distributed as dist
 from benchmarks.contenders import Contender, Setup
 from distributed.launch import launched
 from forecast.modes import MODES, Mode
-from zero.communication import CommunicationMeter
+from run.communication import CommunicationMeter
 
 EXPOSED = "exposed communication"
 PARTS = ("forward and backward", "optimizer", EXPOSED)  # of a step; the first two are phases, without what they wait

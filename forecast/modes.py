@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from zero.flags import Flags
+from zero.muon.muon import MOMENTUM
 
 LOSS_CHUNK = 1024  # tokens: large enough for a GPU, small beside all tokens
 
@@ -23,7 +24,7 @@ class Mode:
     in_place: bool = False  # zero_grad(set_to_none=False), see `forecast.prediction.Prediction`
     muon: bool = False
     loss_chunk: int = 0
-    hybrid: bool = False  # zero_shard_size ranks share the state
+    hybrid: bool = False  # shard_size ranks share the state
     overlap: bool = True
     simple: bool = False  # ShardedOptimizer under DistributedDataParallel
     fully_shard: Mapping[str, Any] | None = None  # PyTorch's FSDP2, with these arguments
@@ -52,7 +53,7 @@ MODES = {
     "int8": Mode("sharded + 8-bit state", "#56B4E9", Flags(state_dtype="int8"), planned=True),
     "codecs": Mode("sharded + remainders + 8-bit state", "#661100", replace(_REMAINDER, state_dtype="int8")),
     "loss_chunk": Mode(f"sharded + loss_chunk={LOSS_CHUNK}", "#44AA99", loss_chunk=LOSS_CHUNK),
-    "hybrid": Mode("sharded, zero_shard_size ranks share the state", "#117733", hybrid=True),
+    "hybrid": Mode("sharded, shard_size ranks share the state", "#117733", hybrid=True),
     "no_overlap": Mode("sharded, the step waits for the all-gathers", "#DDCC77", overlap=False),
     "simple": Mode("all-reduce, update of a part, all-gather", "#999933", simple=True),
     "fsdp2": Mode("fully_shard, reshard_after_forward=False", "#882255", fully_shard={"reshard_after_forward": False}),
@@ -60,6 +61,20 @@ MODES = {
     "muon": Mode("sharded, with Muon", "#332288", muon=True),
     "plain_muon": Mode("Muon with DDP", "#CC6677", _PLAIN, muon=True),
 }
+
+
+def muon_of(settings: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return what settings say of the groups of `zero.Muon` that have matrices; None: the optimizer is AdamW.
+
+    Raises:
+        ValueError: if it is AdamW and the momentum of Muon has been changed.
+    """
+    momentum = settings["muon_momentum"]
+    if settings["optimizer"] == "muon":
+        return {"momentum": momentum}
+    if momentum != MOMENTUM:
+        raise ValueError(f"muon_momentum={momentum} needs optimizer=muon")
+    return None
 
 
 def explained(names: Iterable[str]) -> str:

@@ -8,13 +8,13 @@ from typing import Any
 from distributed.machine import CARDS, CUDA_GB, NCCL_GB, card, resolve_dtype
 from distributed.ranks import batch_in_words, divided_batch
 from forecast.fully_sharded import FullyShardedPrediction
-from forecast.modes import LOSS_CHUNK, MODES
+from forecast.modes import LOSS_CHUNK, MODES, muon_of
 from forecast.prediction import PURPOSES, Activations, Workload
 from forecast.run_memory import CPU_RESIDENT, Forecast, forecast, gpt_specs, planned_optimizer, predicted_activations
 from forecast.step_time import Network
 from model import GPT, GPTConfig, without_weights
 from zero.codecs import SMALLEST
-from zero.flags import Flags, muon_of
+from zero.flags import Flags
 from zero.layout import Plan, replicated_plan
 from zero.muon.muon import NS_STEPS
 from zero.options import weight_dtype
@@ -99,8 +99,8 @@ class Planner:
         return self._plans[key]
 
     def complete(self, flags: Flags, world_size: int) -> Flags:
-        """Return the flags of a mode with the sizes in the settings. If zero_shard_size does not fit, all ranks share it."""
-        bucket_mb, shard_size = self.settings["zero_bucket_mb"], self.settings["zero_shard_size"]
+        """Return the flags of a mode with the sizes in the settings. If shard_size does not fit, all ranks share it."""
+        bucket_mb, shard_size = self.settings["bucket_mb"], self.settings["shard_size"]
         if flags.is_sharded:
             flags = replace(flags, shard_size=0 if world_size % (shard_size or 1) else shard_size)
         return replace(flags, bucket_mb=bucket_mb)

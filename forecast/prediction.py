@@ -17,7 +17,6 @@ from forecast.traffic import FlatTensor, Traffic, nbytes_of
 from model import GPTConfig
 from zero.codecs import codec_of, encoded_nbytes
 from zero.collectives import PART, SUMMED_BY_NCCL, received_numels
-from zero.communication import sent_by_data_parallel
 from zero.layout import BufferPlan, ParameterSpec, Plan
 from zero.muon.matrices import MatrixPlan, RoundSizes, iteration_flops, matrix_plan, stacked
 from zero.tensors import piece_numel
@@ -27,6 +26,16 @@ PURPOSES = ("parameters", "gradients", "state", "master", "buckets")
 # before the first step; after a micro-step that is not the last one of its iteration; after the last backward and after
 # clipping; after the update and `zero_grad`, when all parameters have arrived
 Point = Literal["after wrapping", "accumulating", "before step", "after step"]
+
+
+def sent_by_data_parallel(plan: Plan, world_size: int) -> dict[str, int]:
+    """Return the bytes that a rank sends per iteration with DistributedDataParallel, by kind of collective.
+
+    An all-reduce counts as a ring, 2 (N - 1) / N of its bytes, a broadcast as the mean over the ranks, (N - 1) / N.
+    """
+    gradients = sum(spec.numel * spec.dtype.itemsize for spec in plan.params if spec.requires_grad)
+    one_way = gradients * (world_size - 1) // world_size
+    return {"all-reduce": 2 * one_way} | ({"broadcast": one_way} if plan.world_size > 1 else {})
 
 
 @dataclass(frozen=True)
@@ -283,9 +292,7 @@ class ShardedPrediction(Prediction):
                 # of a matrix there are the directions; its momentum and its gradient are needed earlier, see `exchanged`
                 tensors = 1 if spec.matrices else spec.state_tensors * is_decoded + self._is_narrow(buffer)
                 copied += tensors * part.numel
-            # and after it the masters, with the products of a checksum of the weights
-            summed = min(len(shard), 2 * piece_numel(self.on_cpu))
-            found.append(4 * max(copied, (len(shard) + summed) * buffer.has_remainders) + self._of_codec(len(shard)))
+            found.append(4 * copied + self._of_codec(len(shard)))
         return found
 
     @cached_property

@@ -71,7 +71,7 @@ def gpt_specs(config: GPTConfig, muon: dict[str, Any] | None = None) -> Sequence
     """Return the parameters of a GPT, as its optimizer numbers them, without allocating them.
 
     Args:
-        muon: see `zero.flags.muon_of`.
+        muon: see `forecast.modes.muon_of`.
     """
     with without_weights():
         model = GPT(config)

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from forecast.fully_sharded import FullyShardedPrediction
 from forecast.prediction import Prediction, ShardedPrediction
-from zero.communication import KINDS
+from zero.collectives import KINDS
 
 _BUCKET_BYTES = 25_000_000  # of DistributedDataParallel, by default
 

@@ -9,8 +9,7 @@ import torch
 import torch.distributed as dist
 
 from distributed.ranks import all_reduce, print0
-from zero import ShardedGradScaler, ShardedOptimizer
-from zero.checks import WRITTEN
+from zero import ShardedGradScaler
 from zero.host_comm import gather_objects, is_rank_0
 from zero.sharded_state import partition
 from zero.stopwatch import mark
@@ -26,7 +25,6 @@ class Figures(NamedTuple):
     grad_norm: float
     in_a_row: float  # number of consecutive skipped updates
     skipped: float  # number of all skipped updates
-    lost: float  # whether any rank has lost masters, see `ShardedOptimizer.lost_masters`
 
 
 class Reading:
@@ -50,8 +48,7 @@ class Guard:
     host does not wait for a GPU (with Muon it does, to skip the exchange of matrices). `report` reads it on the host. After
     `limit` consecutive skipped updates, every later update is skipped as well. So the weights stay as they were before the
     first of these skipped updates, even if the host reads the decision much later. With float16, only the loss counts here,
-    because the gradient scaler handles gradients that are not finite. Weights that have lost their masters count as well, and
-    end the run.
+    because the gradient scaler handles gradients that are not finite.
 
     Args:
         limit: number of consecutive skipped updates that ends the run.
@@ -68,7 +65,6 @@ class Guard:
         device = optimizer.param_groups[0]["params"][0].device
         self._in_a_row = self._skipped = torch.zeros((), device=device)  # number of skipped updates: consecutive ones, all
         self._first = torch.zeros(2, device=device)  # loss and gradient norm of the first skipped update of the latest series
-        self._lost = torch.zeros((), device=device)  # nonzero since this rank has lost masters
         self._latest = torch.zeros(len(Figures._fields), device=device)
         self._reported = 0  # number of skipped updates that `report` has reported
 
@@ -79,18 +75,14 @@ class Guard:
         this rank over the iteration, `norm` that of all gradients, both scalars.
         """
         finite = loss.isfinite() if self.scaler.is_enabled() else loss.isfinite() & norm.isfinite()
-        lost = self.optimizer.lost_masters() if isinstance(self.optimizer, ShardedOptimizer) else None
-        if lost is not None:
-            self._lost = self._lost + lost
-            finite = finite & (self._lost == 0)
-        sums = torch.stack((loss.float(), (~finite).float(), self._lost))
+        sums = torch.stack((loss.float(), (~finite).float()))
         all_reduce(sums)
         skip = ((sums[1] > 0) | (self._in_a_row >= self.limit)).float()
         own = torch.stack((loss.float(), norm.float()))
         self._first = torch.where(skip > self._in_a_row, own, self._first)
         self._in_a_row = (self._in_a_row + 1) * skip
         self._skipped = self._skipped + skip
-        self._latest = torch.stack((sums[0], *own, self._in_a_row, self._skipped, sums[2]))
+        self._latest = torch.stack((sums[0], *own, self._in_a_row, self._skipped))
         if self.scaler.is_enabled():
             self.scaler.skip_if(self.optimizer, skip)
         elif self._inner.defaults.get("fused"):
@@ -105,11 +97,9 @@ class Guard:
     def report(self, iteration: int, reading: Reading | None = None) -> None:
         """Print the updates skipped since the last call. Needs to be called on all ranks, after the step of `iteration`.
 
-        `reading`: of the figures of this iteration; None: it is the last one. Raises RuntimeError if masters are lost.
+        `reading`: of the figures of this iteration; None: it is the last one.
         """
-        *_, in_a_row, skips, lost = (reading or self.figures()).read()
-        if lost:
-            raise RuntimeError(WRITTEN)
+        *_, in_a_row, skips = (reading or self.figures()).read()
         self.in_a_row, skipped = int(in_a_row), int(skips)
         if self.failed or skipped == self._reported:
             return

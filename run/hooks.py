@@ -6,7 +6,6 @@ import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict
-from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -31,9 +30,8 @@ from run.progress import Progress
 from run.sampling import Sampler
 from run.shadow import Shadow
 from run.summary import is_reached
-from zero import ShardedGradScaler
+from zero import ShardedGradScaler, ShardedOptimizer
 from zero.flags import Flags
-from zero.sharded_state import parameters
 
 
 class Run:
@@ -122,7 +120,8 @@ class Run:
         workload = Workload(raw_model.config, config["batch_size"], self.dtype, self.device.type, *how)
         memory = MemoryMeter(model, optimizer)
         self.memory_check = MemoryCheck(self.log, memory, workload, flags.shard_gradients, self.micro_steps)
-        self.profiler.wait = partial(parameters, optimizer)
+        if isinstance(optimizer, ShardedOptimizer):
+            self.profiler.wait = optimizer.synchronize
         flops, max_iters = raw_model.flops_per_token(), config["max_iters"]
         self.meter = Meter(self.memory_check, self.dtype, self.tokens_per_iter, flops, max_iters, state.elapsed_s)
         self.signals = Signals()

@@ -15,10 +15,11 @@ from distributed import machine
 from distributed.heartbeat import position
 from distributed.launch import launched
 from distributed.ranks import gather_numbers, print0
+from run.communication import CommunicationMeter
 from run.guard import Reading
 from run.memory_meter import MemoryCheck, Point
 from run.metrics import EXPOSED_KEYS, SENT_KEYS
-from zero.communication import KINDS, CommunicationMeter
+from zero.collectives import KINDS
 from zero.stopwatch import Stopwatch, mark
 
 INTERVAL = 10  # iterations; the first logged one of each interval measures what needs a collective, too

@@ -9,7 +9,7 @@ import itertools
 from typing import NamedTuple
 
 from forecast.prediction import PURPOSES
-from zero.communication import KINDS
+from zero.collectives import KINDS
 
 
 class Metric(NamedTuple):

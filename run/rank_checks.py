@@ -20,8 +20,9 @@ from distributed.launch import Launch
 from distributed.machine import versions
 from distributed.ranks import batch_in_words, divided_batch, print0
 from distributed.rendezvous import agree
+from forecast.modes import muon_of
 from model import GPTConfig
-from zero.flags import Flags, muon_of
+from zero.flags import Flags
 from zero.host_comm import gather_objects
 
 Facts = dict[str, dict[str, Any]]  # remedy if values differ between ranks: name: value

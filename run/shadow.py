@@ -10,7 +10,7 @@ import torch
 from distributed.ranks import gather_numbers, print0
 from run.checkpoints import Checkpoints
 from run.guard import Guard
-from zero import ShardedGradScaler
+from zero import ShardedGradScaler, ShardedOptimizer
 from zero.build import build, clip_grad_norm_
 from zero.flags import Flags
 from zero.optimizer import hyperparameters
@@ -102,7 +102,7 @@ class Shadow:
         self._losses.append(loss.detach())
 
     def update(self) -> bool:
-        """Update the copy and compare. Call it after the update of the run; waits for parameters in flight.
+        """Update the copy and compare. Call it after the update of the run, for whose parameters it waits.
 
         Return whether this was the last iteration: the result is printed, and the copy is dropped.
         """
@@ -133,7 +133,9 @@ class Shadow:
 
     @torch.no_grad()
     def _compare(self) -> None:
-        part, params, plain = self._part, parameters(self._part.optimizer), parameters(self._optimizer)  # waits for all-gathers
+        part, params, plain = self._part, parameters(self._part.optimizer), parameters(self._optimizer)
+        if isinstance(part.optimizer, ShardedOptimizer):
+            part.optimizer.synchronize()
         differences = ((number, own - plain[number]) for number, own in enumerate(params))
         if part.plan.has_masters:
             differences = (

@@ -234,7 +234,7 @@ class Runs(dict):
         "adamw unclipped": (2, ["--use_zero1=False", "--grad_clip=0.0"], run),
         "torch unclipped": (2, ["--zero1_impl=torch", "--grad_clip=0.0"], run),
         "sharded unclipped": (2, ["--grad_clip=0.0"], run),
-        "hybrid unclipped": (2, ["--zero_shard_size=1", "--grad_clip=0.0"], run),
+        "hybrid unclipped": (2, ["--shard_size=1", "--grad_clip=0.0"], run),
     }
 
     def __init__(self, folder, data):

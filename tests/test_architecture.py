@@ -30,9 +30,9 @@ ABOVE = {
 # inside zero: a module imports its own layer and those before it; zero.checkpoint stands beside them
 LAYERS = (
     ("codecs", "host_comm", "layout", "masters", "options", "stopwatch", "tensors"),
-    ("buckets", "checks", "collectives", "flags", "muon", "muon.matrices", "muon.muon", "overlap"),
+    ("buckets", "checks", "collectives", "flags", "muon", "muon.matrices", "muon.muon"),
     ("gradients", "muon.exchange", "optimizer", "update"),
-    ("communication", "data_parallel", "grad_scaler", "held_bytes", "reducer", "sharded_state"),
+    ("data_parallel", "grad_scaler", "held_bytes", "reducer", "sharded_state"),
     ("build",),
 )
 TABLES = {"run", "run.metrics"}  # plain data, which the charts read as well

@@ -90,8 +90,8 @@ MISTAKES = {
 
 def test_mistakes_have_exit_code_2(tmp_path):
     check_mistakes(f"{ROOT}/bench.py", [], MISTAKES, cwd=tmp_path)
-    refusal = run("bench.py", "--zero_shard_size=3", ranks=2, cwd=tmp_path).refusal()
-    assert "zero_shard_size=3 does not divide 2 ranks; use one of 1, 2" in refusal
+    refusal = run("bench.py", "--shard_size=3", ranks=2, cwd=tmp_path).refusal()
+    assert "shard_size=3 does not divide 2 ranks; use one of 1, 2" in refusal
     assert not os.listdir(tmp_path)
 
 
@@ -125,7 +125,7 @@ def check_memory(rows, modes, points):
 def everything(tmp_path_factory):
     """The folder of results of a run of all measures, without the library that draws."""
     folder = tmp_path_factory.mktemp("everything")
-    flags = "--name=all", "--rounds=1", "--steps_per_turn=1", "--training_steps=3", "--grad_clip=0", "--zero_bucket_mb=0.5"
+    flags = "--name=all", "--rounds=1", "--steps_per_turn=1", "--training_steps=3", "--grad_clip=0", "--bucket_mb=0.5"
     undrawn = partial(faults.without_module, "altair")
     process = run("bench.py", *flags, *SIZES, ranks=2, cwd=folder, before=undrawn).succeeded()
     assert ", then python -m benchmarks.results results/all\n" in process.stdout

@@ -268,8 +268,8 @@ def test_a_setting_of_an_earlier_version_is_answered_with_what_to_write(train_de
 
 def test_every_flag_is_a_setting_of_the_sharded_optimizer():
     """A mark that ranks and dashboards ask for; --help shows it."""
-    settings = {key for flag in fields(Flags) for key in (flag.name, f"zero_{flag.name}") if key in train_settings()}
-    assert settings_with(SHARDED) == settings - {"use_zero1", "zero1_impl"} > {"zero_bucket_mb", "param_dtype"}
+    settings = {key for flag in fields(Flags) if (key := flag.name) in train_settings()}
+    assert settings_with(SHARDED) == settings - {"use_zero1", "zero1_impl"} > {"bucket_mb", "param_dtype"}
     assert settings_with(SAME_LOSS) > {"use_zero1", "zero1_impl"}
     assert not settings_with(SAME_LOSS) & {"seed", "learning_rate", "dtype", "param_dtype", "state_dtype", "dropout"}
 

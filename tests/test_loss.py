@@ -148,7 +148,7 @@ def test_what_it_would_leave_out_is_refused(changed):
 
 def test_a_run_differs_by_rounding(data, tmp_path):
     flags = "--activation_checkpointing=True", "--shadow_check=3", "--shard_gradients=True"
-    flags = *flags, "--max_iters=8", "--eval_interval=8", "--zero_bucket_mb=0.02"
+    flags = *flags, "--max_iters=8", "--eval_interval=8", "--bucket_mb=0.02"
     losses, evaluations, _ = train(tmp_path / "plain", data, *flags, ranks=2)
     chunked, again, printed = train(tmp_path / "out", data, "--loss_chunk=20", *flags, ranks=2)
     assert chunked == pytest.approx(losses, abs=2e-4)

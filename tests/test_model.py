@@ -155,7 +155,7 @@ def test_gradients_are_the_same_bit_for_bit():
 
 
 def test_losses_and_weights_of_a_run_are_the_same_bit_for_bit(data, tmp_path):
-    flags = "--param_dtype=bfloat16", "--shard_gradients=True", "--max_iters=4", "--eval_interval=4", "--zero_bucket_mb=0.02"
+    flags = "--param_dtype=bfloat16", "--shard_gradients=True", "--max_iters=4", "--eval_interval=4", "--bucket_mb=0.02"
     run_and_print = partial(run, before=faults.print_checkpointed_blocks)
     losses, evaluations, printed = train(tmp_path / "plain", data, *flags, ranks=2, run=run_and_print)
     assert "keeps only its input" not in printed

@@ -20,7 +20,7 @@ def of_ddp(data, tmp_path_factory):
     ("flags", "printed"),
     [
         (["--zero1_impl=torch"], "zero1_impl='torch' (ZeroRedundancyOptimizer)"),
-        (["--zero_bucket_mb=0.02", "--shadow_check=3"], "all 15 parameters are bit-identical to plain Muon"),
+        (["--bucket_mb=0.02", "--shadow_check=3"], "all 15 parameters are bit-identical to plain Muon"),
     ],
     ids=str,
 )

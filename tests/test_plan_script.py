@@ -21,7 +21,7 @@ from model import GPTConfig
 from zero.options import weight_dtype
 
 CONFIG = GPTConfig(block_size=16, vocab_size=29, n_layer=2, n_head=2, n_embd=32, bias=False)  # as in SIZES and the data
-SETTINGS = [*SIZES, "--device=cpu", "--zero_bucket_mb=0.02"]
+SETTINGS = [*SIZES, "--device=cpu", "--bucket_mb=0.02"]
 FLAGS = {name: replace(mode.flags, bucket_mb=0.02) for name, mode in MODES.items() if mode.planned}
 IN_PLACE = [name for name, mode in MODES.items() if mode.in_place]
 FLAGS |= {"checkpointing": FLAGS["sharded"], "loss_chunk": FLAGS["sharded"]}
@@ -42,7 +42,7 @@ def plan(data, *arguments):
 def planner(**changes):
     """A Planner of the small model, with one micro-step per rank on two ranks."""
     settings = {**settings_of(plan_script.__file__, f"{ROOT}/train.py"), "device": "cpu"}
-    settings |= {"gradient_accumulation_steps": 2, "batch_size": 2, "zero_bucket_mb": 0.02, **changes}
+    settings |= {"gradient_accumulation_steps": 2, "batch_size": 2, "bucket_mb": 0.02, **changes}
     return plan_script.Planner(settings, CONFIG)
 
 
@@ -215,7 +215,7 @@ MISTAKES = {
     "--init_from=gpt2 --vocab_size=65": "gpt2 has its own; remove --vocab_size",
     # what train.py refuses
     "--n_embd=33": "use a multiple of n_head",
-    "--zero_shard_size=2 --zero1_impl=torch --world_size=4": "zero_shard_size=2 needs use_zero1=True",
+    "--shard_size=2 --zero1_impl=torch --world_size=4": "shard_size=2 needs use_zero1=True",
     "--param_dtype=bfloat16 --use_zero1=False": "param_dtype=bfloat16 needs use_zero1=True",
     "--init_from=gpt2 --block_size=2048": "block_size=2048 does not fit the model; use --block_size=1024",
     "--param_dtype=bfloat16 --dtype=float16": "computes in bfloat16, not in dtype=float16",
@@ -228,7 +228,7 @@ def test_mistakes_have_exit_code_2():
 
 
 def test_groups_of_ranks_share_the_state(data, tmp_path):
-    groups = "--zero_shard_size=4", "--ranks_per_machine=4"
+    groups = "--shard_size=4", "--ranks_per_machine=4"
     printed = plan(data, "--world_size=2,8", *groups, f"--json={tmp_path / 'plan.json'}")
     rows = rows_of(tmp_path / "plan.json")
     whole = FLAGS["sharded"].plan(gpt_specs(CONFIG), 4)
@@ -240,10 +240,8 @@ def test_groups_of_ranks_share_the_state(data, tmp_path):
     for mode in ("adamw", "torch"):  # on two machines of four ranks, one rank of each sends everything to the other machine
         assert rows[8, mode]["between"] == pytest.approx(rows[8, mode]["sent"] / 4, rel=1e-6)
     assert not any(rows[2, mode]["between"] for mode in ("adamw", "torch", "sharded"))  # one machine
-    assert re.search(
-        r"^ *2 ranks  peak .*; train.py needs .*--zero_shard_size=0 for it, as assumed here$", printed, re.MULTILINE
-    )
-    assert printed.count("needs --zero_shard_size") == 1, "4 divides 8"
+    assert re.search(r"^ *2 ranks  peak .*; train.py needs .*--shard_size=0 for it, as assumed here$", printed, re.MULTILINE)
+    assert printed.count("needs --shard_size") == 1, "4 divides 8"
 
 
 @pytest.mark.parametrize(
@@ -325,8 +323,8 @@ def test_a_card_without_bfloat16_computes_in_float16():
 
 
 def test_what_changes_nothing_on_one_rank_is_named(data):
-    printed = plan(data, "--world_size=1", "--shard_gradients=True", "--zero_shard_size=4", "--zero_bucket_mb=1")
-    idle = "zero_shard_size=4, zero_bucket_mb=1.0, use_zero1=True, shard_gradients=True"
+    printed = plan(data, "--world_size=1", "--shard_gradients=True", "--shard_size=4", "--bucket_mb=1")
+    idle = "shard_size=4, bucket_mb=1.0, use_zero1=True, shard_gradients=True"
     assert f"note: without effect on 1 rank: {idle}" in printed
     assert re.search(r"^ *1  adamw \*", printed, re.MULTILINE)
 

@@ -13,7 +13,7 @@ MISTAKES = {
     "unknown key": (["--use_zero=True"], "did you mean 'use_zero1'?"),
     "missing checkpoint": (["--init_from=resume"], "ckpt.pt; to resume, check --out_dir"),
     "indivisible": (["--gradient_accumulation_steps=5"], "use --batch_size=1 --gradient_accumulation_steps=10, the same"),
-    "groups of no one": (["--zero_shard_size=2", "--zero1_impl=torch"], "zero_shard_size=2 needs use_zero1=True"),
+    "groups of no one": (["--shard_size=2", "--zero1_impl=torch"], "shard_size=2 needs use_zero1=True"),
     "found by rank 0 alone": (["--out_dir=/dev/null/out"], "cannot write to out_dir=/dev/null/out"),
     "found by one rank alone": (["--dataset=SPOILT"], "holds token 60000, but the model's vocabulary has 50304"),
 }

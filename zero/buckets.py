@@ -10,7 +10,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from zero.layout import BufferPlan, Layout, Slice
 from zero.masters import Masters, Remainders
-from zero.tensors import has_memory, is_dense, memory_span, name_of, shaped, with_own_storage
+from zero.tensors import has_memory, memory_span, shaped, with_own_storage
 
 
 @dataclass
@@ -20,73 +20,32 @@ class FlatBuffer:
     data: torch.Tensor  # (layout.padded_numel,)
     params: list[torch.nn.Parameter]  # numbered as in the layout
     layout: Layout
-    forms: dict[int, tuple[Any, ...]] = field(default_factory=dict)  # by number: what must stay as it was when it moved in
-    # by number, where the parameter was before: storage, start address, end address, whether its elements lay as they do here
-    left: dict[int, tuple[StorageWeakRef, int, int, bool]] = field(default_factory=dict)
-    held: dict[int, StorageWeakRef] = field(default_factory=dict)  # by number: the storage of its place, as it was given to it
+    places: list[tuple[Any, ...]] = field(default_factory=list)  # by number: address, shape and strides of the parameter
+    left: list[tuple[StorageWeakRef, int, int]] = field(
+        default_factory=list
+    )  # memory of before: storage, start and end address
 
     def move_in(self, number: int, like: torch.Tensor) -> None:
-        """Make the data of a parameter a view into its place, with the strides of `like`. Its values are not copied."""
-        param = self.params[number]
+        """Make the data of the next parameter a view into its place, with the strides of `like`. Its values are not copied."""
+        param, offset = self.params[number], self.layout.offsets[number]
         if has_memory(param):
-            is_same = is_dense(param) and param.dtype == self.data.dtype
-            self.left[number] = StorageWeakRef(param.untyped_storage()), *memory_span(param), is_same
-        self._put(number, like)
-        self.forms[number] = _form(param)
+            self.left.append((StorageWeakRef(param.untyped_storage()), *memory_span(param)))
+        part = with_own_storage(self.data[offset : offset + param.numel()])
+        param.data = part.as_strided(like.shape, like.stride())
+        self.places.append(_place(param))
 
-    def take_along(self, tensor: torch.Tensor, name: str, names: dict[torch.nn.Parameter, str]) -> None:
-        """If a tensor lies where a parameter was before, make it follow the parameter.
+    def moved(self) -> Iterator[torch.nn.Parameter]:
+        """Yield the parameters that are no longer in their place (`param.data = ...`, `model.to`)."""
+        for param, place in zip(self.params, self.places, strict=True):
+            if _place(param) != place and param.numel():
+                yield param
 
-        Raises:
-            ValueError: if it cannot, because it has another dtype, or a part of it lies elsewhere.
-        """
+    def held(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor lies where a parameter was before."""
         if not has_memory(tensor):
-            return
-        storage, (start, stop) = StorageWeakRef(tensor.untyped_storage()), memory_span(tensor)
-        for number, (left, begin, end, is_same) in self.left.items():
-            if left == storage and start < end and begin < stop:
-                param = self.params[number]
-                if not is_same or tensor.dtype != param.dtype or start < begin or end < stop:
-                    raise ValueError(
-                        f"{name} shares memory with {name_of(param, names)}, which ShardedOptimizer has moved, and cannot "
-                        "follow; clone() it, or use the parameter in its place"
-                    )
-                offset = param.storage_offset() + (start - begin) // tensor.itemsize
-                tensor.data = param.data.as_strided(tensor.shape, tensor.stride(), offset)
-
-    def moved(self) -> Iterator[int]:
-        """Yield the numbers of the parameters that are no longer in their place (`param.data = ...`)."""
-        for number, (param, offset) in enumerate(zip(self.params, self.layout.offsets, strict=True)):
-            address = self.data.data_ptr() + offset * self.data.itemsize
-            if param.numel() and (param.data_ptr(), *_form(param)) != (address, *self.forms[number]):
-                yield number
-
-    def take_back(self, number: int) -> bool:
-        """Copy the data of a moved parameter back into its place, and return whether that is possible.
-
-        Its form must be the same, and nobody else may refer to the place, such as the weights that a swap will put back.
-        """
-        param, value = self.params[number], self.params[number].data
-        if _form(param) != self.forms[number] or not self.held[number].expired():
             return False
-        self._put(number, value)
-        param.data.copy_(value)
-        return True
-
-    def holds(self, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor lies in this buffer."""
-        start, stop = memory_span(self.data)
-        return has_memory(tensor) and start <= tensor.data_ptr() < stop
-
-    def _put(self, number: int, like: torch.Tensor) -> None:
-        param = self.params[number]
-        param.data = self._place(number, like)
-        self.held[number] = StorageWeakRef(param.untyped_storage())
-
-    def _place(self, number: int, like: torch.Tensor) -> torch.Tensor:
-        offset = self.layout.offsets[number]
-        part = with_own_storage(self.data[offset : offset + self.params[number].numel()])
-        return part.as_strided(like.shape, like.stride())
+        storage, (start, stop) = StorageWeakRef(tensor.untyped_storage()), memory_span(tensor)
+        return any(left == storage and start < end and begin < stop for left, begin, end in self.left)
 
 
 class OwnedSlice(NamedTuple):
@@ -112,8 +71,6 @@ class OwnedSlice(NamedTuple):
         if self.masters is not None and start < stop:
             own = values[start - first : stop - first]
             self.masters.write(self.offset + start - self.start, own.to(self.masters.values.dtype))
-        if isinstance(self.masters, Remainders):
-            self.masters.unknown.discard(self.offset)
 
 
 @dataclass
@@ -128,7 +85,6 @@ class Bucket:
     local_by_group: dict[int, list[torch.nn.Parameter]]  # their local parameters, by group of the inner optimizer
     members: list[Slice]  # all slices in the bucket; `param` counts through the parameters of all buffers
     gather: list[dist.Work] | None = None  # the all-gather in flight: until it ends, only the `shard` part may be read
-    stream: torch.cuda.Stream | None = None  # on a GPU: the one that has started it
 
     @property
     def updated(self) -> torch.Tensor:
@@ -190,5 +146,5 @@ def allocate(
     return buffer, buckets
 
 
-def _form(param: torch.Tensor) -> tuple[torch.device, torch.dtype, torch.Size, tuple[int, ...]]:
-    return param.device, param.dtype, param.shape, param.stride()
+def _place(param: torch.Tensor) -> tuple[int, torch.Size, tuple[int, ...]]:
+    return param.data_ptr(), param.shape, param.stride()

@@ -1,6 +1,7 @@
 """Makes the implementation that the flags choose: (model, parameter groups, flags) -> (model, optimizer)."""
 
 import math
+from collections.abc import Iterable
 from dataclasses import fields
 from functools import partial
 from typing import Any
@@ -36,7 +37,7 @@ def build(
     flags: Flags = Flags(),
     *,
     device: torch.device | None = None,
-    overlap: bool = False,
+    overlap: Iterable[torch.nn.Module] = (),
     **adamw: Any,
 ) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     """Wrap `model` for data parallelism and create its optimizer. Needs to be called on all ranks.
@@ -46,8 +47,7 @@ def build(
         flags: see `zero.flags.Flags`.
         device: where `model` will train. Default: where it is. Its tensors move there one after the other, and take the values
             of rank 0.
-        overlap: with `zero1_impl='sharded'`, the all-gathers run during the next forward. For models that read parameters
-            through their modules, see `zero.ShardedDataParallel`.
+        overlap: with `zero1_impl='sharded'`, see `zero.ShardedDataParallel`.
         **adamw: arguments of torch.optim.AdamW, see `optimizer_of`.
 
     Returns:
@@ -79,7 +79,7 @@ def build(
             **{option.name: getattr(flags, option.name) for option in fields(Options)},
             **arguments,
         )
-        wrapped = ShardedDataParallel(model, sharded, flags.shard_gradients, overlap=overlap and world_size > 1)
+        wrapped = ShardedDataParallel(model, sharded, flags.shard_gradients, overlap=overlap if world_size > 1 else ())
         return wrapped, sharded
     if not dist.is_initialized():
         return model, optimizer_cls(groups, **arguments)

@@ -1,6 +1,5 @@
 """What this package refuses, with the reason and the remedy: what it cannot divide, move or follow."""
 
-import gc
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Collection
@@ -12,15 +11,6 @@ from torch import nn
 from zero.muon import Muon
 from zero.tensors import is_dense, may_overlap, memory_span, name_of
 
-MOVED = (
-    "was moved or replaced after ShardedOptimizer was built (by model.to, flatten_parameters, or another optimizer); build the "
-    "optimizer after that. If param.data was exchanged for other weights while something refers to the old ones, use copy_"
-)
-WRITTEN = (
-    "weights were written to since the last step, and with remainders they have lost their masters; write with "
-    "optimizer.set_parameter(param, value) or load_state_dict of the ShardedDataParallel, now all weights, or use "
-    "param_dtype='bfloat16'"
-)
 SPARSE = "sparse gradients cannot be laid flat; use nn.Embedding(sparse=False)"
 # what each class of torch.optim keeps for a parameter: always, and with some hyperparameters or shapes
 ENTRIES: dict[type, tuple[set[str], set[str]]] = {
@@ -103,27 +93,6 @@ def check_parameters(params: list[torch.nn.Parameter], param_dtype: torch.dtype 
     if len(params) > len(set(params)):
         raise ValueError("a parameter is given more than once; give each one once")
     _check_memory(params)
-    converted = [param for param in params if param_dtype is not None and param.dtype != param_dtype]
-    if converted:
-        gc.collect()  # a wrapper that is no longer referenced does not count
-    if any(map(_is_hooked, converted)):
-        raise ValueError(
-            "param_dtype would remove the hooks of the DistributedDataParallel around these parameters, and their gradients "
-            "would not be averaged; build ShardedOptimizer before DistributedDataParallel, and drop what was computed from "
-            "them (a loss, or what torch.nn.utils.weight_norm has computed: use parametrizations.weight_norm)"
-        )
-
-
-def _is_hooked(param: torch.nn.Parameter) -> bool:
-    """Return whether somebody keeps autograd's node of a parameter, which is lost when its dtype changes.
-
-    DistributedDataParallel does, with a hook in the node, and so does the graph of a forward.
-    """
-    if not param.requires_grad:
-        return False
-    with torch.enable_grad():
-        first, second = (param.expand_as(param).grad_fn.next_functions[0][0].metadata for _ in range(2))  # type: ignore[union-attr]
-    return first is second  # a node that nobody keeps is made anew
 
 
 def _check_memory(params: list[torch.nn.Parameter]) -> None:
@@ -142,24 +111,30 @@ def _check_memory(params: list[torch.nn.Parameter]) -> None:
         reached[device, trainable] = max((stop, shape), reached.get((device, trainable), (stop, shape)))
 
 
-def check_groups(
-    groups: list[list[torch.nn.Parameter]],
-    before: list[list[torch.nn.Parameter]],
-    inside: Collection[torch.nn.Parameter],
-    names: dict[torch.nn.Parameter, str],
-) -> None:
-    """Raise RuntimeError if parameter groups are not as before, or a gradient is sparse or of a parameter that was frozen."""
-    if [list(map(id, params)) for params in groups] != [list(map(id, params)) for params in before]:
+def check_in_place(optimizer: Any) -> None:
+    """Raise RuntimeError for parameters of a ShardedOptimizer that were moved, regrouped, unfrozen or written to.
+
+    Compares addresses and version counters, and looks at no element.
+    """
+    names, groups = optimizer.names, [group["params"] for group in optimizer.param_groups]
+    if [list(map(id, params)) for params in groups] != [list(map(id, params)) for params in optimizer.params_of_groups]:
         raise RuntimeError("the parameters in param_groups have been changed; build a new ShardedOptimizer for that")
+    for param in itertools.chain(*(buffer.moved() for buffer in optimizer.buffers)):
+        raise RuntimeError(
+            f"{name_of(param, names)} was moved or replaced after ShardedOptimizer was built (by model.to, param.data = ..., "
+            "flatten_parameters, or another optimizer); build the optimizer after that, and write to weights with copy_"
+        )
+    for param in optimizer.written():
+        raise RuntimeError(
+            f"{name_of(param, names)} was written to, but its master was not; write with optimizer.set_parameter(param, value) "
+            "or, under ShardedDataParallel, with load_state_dict of the model"
+        )
     for param in itertools.chain(*groups):
-        gradient = param.grad
-        if gradient is not None and param not in inside:
+        if param.grad is not None and param not in optimizer.number_of:
             raise RuntimeError(
                 f"{name_of(param, names)} was frozen when ShardedOptimizer was built and has a gradient now; build the "
                 "optimizer after requires_grad_(True)"
             )
-        if gradient is not None and gradient.is_sparse:
-            raise RuntimeError(SPARSE)
 
 
 def check_values(module: nn.Module) -> None:
@@ -169,38 +144,28 @@ def check_values(module: nn.Module) -> None:
             raise ValueError(f"{name} is on the meta device; build the model with values on all ranks")
 
 
-def check_wrapping(module: nn.Module, optimizer: Any, wrappers: tuple[type[nn.Module], ...]) -> None:
-    """Raise ValueError if a module and an optimizer cannot be the arguments of a ShardedDataParallel."""
-    if any(isinstance(part, wrappers) for part in module.modules()):
+def check_wrapping(module: nn.Module, optimizer: Any, wrappers: tuple[type[nn.Module], ...], units: list[nn.Module]) -> None:
+    """Raise ValueError if these cannot be the arguments of a ShardedDataParallel."""
+    parts = set(module.modules())
+    if any(isinstance(part, wrappers) for part in parts):
         raise ValueError("the module is wrapped for data parallelism already; ShardedDataParallel takes the bare one")
-    if optimizer.wrapper is not None and optimizer.wrapper() is not None:
+    if not optimizer.source.is_whole:
         raise ValueError("the optimizer has a ShardedDataParallel already; make another ShardedOptimizer for another model")
     if ignored := getattr(module, "_ddp_params_and_buffers_to_ignore", None):
         raise ValueError(f"DistributedDataParallel was told to ignore {', '.join(ignored)}, which ShardedDataParallel cannot")
+    if not parts.issuperset(units):
+        raise ValueError("a unit of overlap is not a module of the model; give some of its modules, such as its blocks")
+    if units and any(isinstance(part, torch.jit.ScriptModule) for part in parts):
+        raise ValueError("a ScriptModule runs no hooks of its parts, which overlap needs; wrap the module it was made from")
 
 
 def check_all_managed(module: nn.Module, managed: Collection[nn.Parameter]) -> None:
     """Raise ValueError if trainable parameters are not among those that are managed: the optimizer's."""
-    if unmanaged := _unmanaged_names(module, managed):
+    if unmanaged := [name for name, param in module.named_parameters() if param.requires_grad and param not in managed]:
         raise ValueError(
             f"these parameters require gradients but are not the optimizer's: {', '.join(unmanaged)}; give all of them to "
             "one ShardedOptimizer, or use DistributedDataParallel, under which several ShardedOptimizers share a module"
         )
-
-
-def check_managed(module: nn.Module, parts: list[nn.Module], managed: Collection[nn.Parameter]) -> None:
-    """Raise RuntimeError for the same in the `parts` of a module while it trains."""
-    params = (param for part in parts for param in part._parameters.values() if param is not None and param.requires_grad)
-    if not all(param in managed for param in params):
-        raise RuntimeError(
-            f"{', '.join(_unmanaged_names(module, managed))} require gradients, but are not the optimizer's: replaced (for "
-            "example by load_state_dict with assign=True) or unfrozen after the optimizer was built; build "
-            "ShardedOptimizer and ShardedDataParallel again"
-        )
-
-
-def _unmanaged_names(module: nn.Module, managed: Collection[nn.Parameter]) -> list[str]:
-    return [name for name, param in module.named_parameters() if param.requires_grad and param not in managed]
 
 
 class StateIsDivided:

@@ -20,6 +20,7 @@ from zero.tensors import pieces
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
+KINDS = ("all-reduce", "reduce-scatter", "all-to-all", "all-gather", "broadcast")  # of collectives
 KEPT_BYTES = 4_000_000  # smallest tensor that a Pool keeps
 PART = 2**22  # elements that are broadcast at a time
 SUMMED_BY_NCCL = (torch.float32, torch.float64)  # other dtypes are added up in float32, see `Communicator.reduce_scatter`

@@ -1,12 +1,11 @@
 """The flags of `zero.build.build`: which combinations are valid, which implementation they choose, and its plan."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import Field, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any, Literal, Self, get_args
 
 from zero.codecs import codec_of
 from zero.layout import ParameterSpec, Plan, plan, replicated_plan, zero_redundancy_plan
-from zero.muon.muon import MOMENTUM
 from zero.options import Options, ParamDtype
 
 Implementation = Literal["sharded", "torch"]
@@ -29,8 +28,8 @@ class Flags(Options):
 
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> Self:
-        """Return the flags of a program's settings."""
-        return cls(**{flag.name: settings[_setting(flag)] for flag in fields(cls)})
+        """Return the flags among other settings of a program."""
+        return cls(**{flag.name: settings[flag.name] for flag in fields(cls)})
 
     @property
     def is_sharded(self) -> bool:
@@ -52,7 +51,7 @@ class Flags(Options):
         for flag in fields(self):
             value, changes_nothing = getattr(self, flag.name), flag.name in ("use_zero1", "zero1_impl", "bucket_mb")
             if value != flag.default and not changes_nothing:
-                raise ValueError(f"{_setting(flag)}={value} needs use_zero1=True, zero1_impl='sharded'")
+                raise ValueError(f"{flag.name}={value} needs use_zero1=True, zero1_impl='sharded'")
         return "torch" if self.use_zero1 and world_size > 1 else "adamw"
 
     def without_effect(self, world_size: int) -> list[str]:
@@ -65,7 +64,7 @@ class Flags(Options):
         if self.param_dtype != "float32":
             acting.add("shard_gradients")  # sums over micro-steps are float32
         values = {flag: getattr(self, flag.name) for flag in fields(self) if flag.name not in acting}
-        return [f"{_setting(flag)}={value}" for flag, value in values.items() if value is True or value != flag.default]
+        return [f"{flag.name}={value}" for flag, value in values.items() if value is True or value != flag.default]
 
     def plan(self, params: Sequence[ParameterSpec], world_size: int) -> Plan:
         """Return the plan of the implementation on `world_size` ranks. Raises ValueError, see `implementation`."""
@@ -73,21 +72,3 @@ class Flags(Options):
         if implementation == "sharded":
             return plan(params, self.sharing(world_size), self)
         return zero_redundancy_plan(params, world_size) if implementation == "torch" else replicated_plan(params)
-
-
-def _setting(flag: Field[Any]) -> str:
-    return flag.metadata.get("setting", flag.name)
-
-
-def muon_of(settings: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return what a program's settings say of the groups of `zero.Muon` that have matrices; None: its optimizer is AdamW.
-
-    Raises:
-        ValueError: if it is AdamW and the momentum of Muon has been changed.
-    """
-    momentum = settings["muon_momentum"]
-    if settings["optimizer"] == "muon":
-        return {"momentum": momentum}
-    if momentum != MOMENTUM:
-        raise ValueError(f"muon_momentum={momentum} needs optimizer=muon")
-    return None

@@ -1,6 +1,5 @@
 """Where a step gets its gradients: GradientSource, and the one without ShardedDataParallel. Their norms."""
 
-import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Any
@@ -9,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 from zero.buckets import Bucket
+from zero.checks import SPARSE
 from zero.host_comm import cpu_group
-from zero.overlap import Readers
 from zero.tensors import flattened, name_of, shaped
 
 
@@ -20,7 +19,6 @@ class GradientSource(ABC):
     """
 
     is_whole = False  # whether every rank has all gradients: clipping and unscaling must keep them equal on all ranks
-    readers: Readers | None = None  # of parameters in flight after `step`; None: `step` waits for its all-gathers
 
     @abstractmethod
     def check(self) -> None:
@@ -35,8 +33,8 @@ class GradientSource(ABC):
         """Return the parameters that have a gradient on any rank. The current step changes these parameters."""
 
     @abstractmethod
-    def clear(self) -> None:
-        """Follow a change of `param.grad` to None or to zero."""
+    def zero_grad(self, set_to_none: bool) -> None:
+        """Drop the gradients that are not in `param.grad`, or set them to zero."""
 
     @abstractmethod
     def held_bytes(self) -> dict[str, int]:
@@ -49,7 +47,7 @@ class ParameterGradients(GradientSource):
     is_whole = True
 
     def __init__(self, optimizer: Any) -> None:
-        self._optimizer = weakref.proxy(optimizer)  # a ShardedOptimizer, which keeps this object alive
+        self._optimizer = optimizer  # a ShardedOptimizer
 
     def check(self) -> None:
         """Refuse a parameter that has a gradient on some ranks only: each rank would update its slices of it, or would not."""
@@ -74,6 +72,8 @@ class ParameterGradients(GradientSource):
                 if gradient is None:
                     local.grad = None
                     continue
+                if gradient.is_sparse:
+                    raise RuntimeError(SPARSE)
                 flat = flattened(gradient, owned.param)
                 if bucket.masters is None and flat.data_ptr() == gradient.data_ptr():  # `flat` is a view
                     local.grad = shaped(flat[owned.start : owned.stop], local)
@@ -84,12 +84,55 @@ class ParameterGradients(GradientSource):
     def updated(self) -> list[torch.nn.Parameter]:
         return [param for param in self._optimizer.flat_params if param.grad is not None]
 
-    def clear(self) -> None:
-        """Do nothing: what `collect` converts is `local.grad`, which `zero_grad` drops."""
+    def zero_grad(self, set_to_none: bool) -> None:
+        """Do nothing: what `collect` converts is `local.grad`, which the optimizer drops."""
 
     def held_bytes(self) -> dict[str, int]:
         converted = [owned.local.grad for owned in self._optimizer.owned if owned.masters is not None]
         return {"gradients": sum(gradient.nbytes for gradient in converted if gradient is not None)}
+
+
+class SentGradient(torch.Tensor):
+    """Stands in `param.grad` for a gradient that backward has taken away, until the next `zero_grad`.
+
+    It has the shape, the dtype and the device of the parameter, but no elements: every operation raises RuntimeError.
+    """
+
+    @staticmethod
+    def __new__(cls, param: torch.Tensor) -> "SentGradient":
+        return torch.Tensor._make_wrapper_subclass(
+            cls, param.shape, strides=param.stride(), dtype=param.dtype, device=param.device
+        )
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch declares it as a function
+        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        _refuse(function.overloadpacket.__name__)
+
+    data = property(lambda sent: _refuse("data"), lambda sent, _: _refuse("data"))
+
+    def share_memory_(self) -> None:
+        _refuse("share_memory_")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        _refuse("pickle")
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"SentGradient(shape={tuple(self.shape)}, dtype={self.dtype})"
+
+
+def _refuse(function: str) -> None:
+    raise RuntimeError(
+        "this gradient cannot be read or written: ShardedDataParallel has sent it, and each rank holds only its shards of the "
+        "mean; clip with optimizer.clip_grad_norm_, scale with zero.ShardedGradScaler, zero it with optimizer.zero_grad, and "
+        f"call backward on an output of the wrapper (the function was {function})"
+    )
+
+
+def local_nbytes(param: torch.Tensor) -> int:
+    """Return the bytes of the gradient that is in `param.grad`."""
+    return 0 if param.grad is None or isinstance(param.grad, SentGradient) else param.grad.nbytes
 
 
 def float32_norms(gradients: list[torch.Tensor]) -> list[torch.Tensor]:

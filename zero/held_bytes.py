@@ -7,9 +7,9 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from zero.codecs import Encoded
+from zero.gradients import local_nbytes
 from zero.layout import ParameterSpec
 from zero.optimizer import ShardedOptimizer
-from zero.reducer import local_gradient
 from zero.sharded_state import parameters, partition
 from zero.stopwatch import without_hooks
 
@@ -31,7 +31,7 @@ def held_bytes(optimizer: torch.optim.Optimizer, model: torch.nn.Module | None =
     states = partition(optimizer).inner.state.values()
     held = {
         "parameters": sum(param.nbytes for param in params),
-        "gradients": sum(gradient.nbytes for param in params if (gradient := local_gradient(param)) is not None),
+        "gradients": sum(map(local_nbytes, params)),
         "state": sum(
             value.nbytes
             for state in states

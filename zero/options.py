@@ -1,7 +1,7 @@
 """The options of ShardedOptimizer: which ranks share the state, in which buckets, and in which form it is held."""
 
 import math
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any, Literal, Self, get_args
 
 import torch
@@ -18,7 +18,7 @@ def weight_dtype(param_dtype: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What ShardedOptimizer can do. An option is the setting of its name, or the one that its metadata names.
+    """What ShardedOptimizer can do.
 
     Raises:
         ValueError: if `bucket_mb` or `param_dtype` is invalid; the others are checked where they are used.
@@ -26,11 +26,10 @@ class Options:
 
     # number of consecutive ranks that share the state, for example those of one machine; each such group holds a replica of it
     # (hybrid sharding). 0: all ranks
-    shard_size: int = field(default=0, metadata={"setting": "zero_shard_size"})
-    bucket_mb: BucketMB = field(default="auto", metadata={"setting": "zero_bucket_mb"})
+    shard_size: int = 0
+    bucket_mb: BucketMB = "auto"
     # 'float32': each parameter keeps its dtype. Otherwise the dtype in which all are stored, and each rank keeps float32
-    # masters of its own slices; 'bfloat16_remainder' holds them as the 16 bits that bfloat16 lacks, see `zero.masters`:
-    # write to parameters with `set_parameter` or `load_state_dict` only; a step refuses what was written otherwise
+    # masters of its own slices; 'bfloat16_remainder' holds them as the 16 bits that bfloat16 lacks, see `zero.masters`
     param_dtype: str = "float32"
     # 'bfloat16' or 'int8' hold state that has a float32 number per element in fewer bytes between updates, see `zero.codecs`.
     # The update itself is in float32. Classes of your own name in `rounded_state` what may be rounded
@@ -61,5 +60,5 @@ class Options:
         size = self.shard_size if world_size > 1 else 0
         if size and (size < 0 or world_size % size):
             fitting = [str(each) for each in range(1, world_size + 1) if world_size % each == 0]
-            raise ValueError(f"zero_shard_size={size} does not divide {world_size} ranks; use one of {', '.join(fitting)}")
+            raise ValueError(f"shard_size={size} does not divide {world_size} ranks; use one of {', '.join(fitting)}")
         return size or world_size

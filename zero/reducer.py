@@ -5,8 +5,9 @@ to the slices: `collect`, which `ShardedOptimizer.clip_grad_norm_` and `step` ca
 """
 
 import itertools
+import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -17,80 +18,13 @@ from torch import nn
 from torch.autograd import Variable
 
 from zero.buckets import Bucket
-from zero.checks import SPARSE, check_managed
+from zero.checks import SPARSE
 from zero.collectives import Communicator, ReduceScatterWork
-from zero.gradients import GradientSource
+from zero.gradients import GradientSource, SentGradient
 from zero.layout import Slice
 from zero.optimizer import ShardedOptimizer
-from zero.overlap import WeakHook
 from zero.stopwatch import region
 from zero.tensors import accumulates, flattened, nearest_leaf, shaped, tensors_in
-
-
-class SentGradient(torch.Tensor):
-    """Stands in `param.grad` for a gradient that has been sent. The ranks' shards hold its mean over the ranks.
-
-    It has the shape and dtype of the parameter, but no elements. `zero_()` sets the gradient to zero, see `zeroed`. `added` is
-    the sum that a further backward has added, until that is sent as well. All other operations raise an error, such as
-    clipping and scaling.
-    """
-
-    added: torch.Tensor | None
-    zeroed: bool
-    is_borrowed: bool  # whether `added` is a tensor of autograd, which may have other owners
-
-    @staticmethod
-    def __new__(cls, param: torch.Tensor) -> "SentGradient":
-        sent = torch.Tensor._make_wrapper_subclass(
-            cls, param.shape, strides=param.stride(), dtype=param.dtype, device=param.device
-        )
-        sent.added, sent.zeroed, sent.is_borrowed = None, False, False
-        return sent
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]  # torch declares it as a function
-        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        ops = torch.ops.aten
-        sent = args[0]
-        if isinstance(sent, SentGradient):
-            in_backward = torch._C._current_graph_task_id() != -1
-            if function is ops.zero_.default:
-                sent.zeroed, sent.added = True, None
-            elif function in (ops.add.Tensor, ops.add_.Tensor) and in_backward and not kwargs:
-                sent.is_borrowed = sent.added is None
-                sent.added = args[1] if sent.added is None else sent.added + args[1]
-            elif function is not ops.detach.default:
-                return _refuse(function.overloadpacket.__name__)
-            return sent
-        if function is not ops._foreach_zero_.default:
-            return _refuse(function.overloadpacket.__name__)
-        for tensor in sent:
-            tensor.zero_()
-        return None
-
-    data = property(lambda sent: sent, lambda sent, _: _refuse("data"))
-
-    def share_memory_(self) -> None:
-        _refuse("share_memory_")
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        _refuse("pickle")
-
-    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        return f"SentGradient(shape={tuple(self.shape)}, dtype={self.dtype})"
-
-
-def _refuse(function: str) -> None:
-    raise RuntimeError(
-        "this gradient cannot be read or written: ShardedDataParallel has sent it, and each rank holds only its shards of "
-        f"the mean; clip with optimizer.clip_grad_norm_, scale with zero.ShardedGradScaler (the function was {function})"
-    )
-
-
-def local_gradient(param: torch.Tensor) -> torch.Tensor | None:
-    """Return the gradient that only this rank holds: `param.grad`, or the sum added to it since it was sent."""
-    return param.grad.added if isinstance(param.grad, SentGradient) else param.grad
 
 
 @dataclass
@@ -199,15 +133,15 @@ class BucketGradients:
 class Reducer(GradientSource):
     """Takes the gradients of a model while backward runs, and gives their means over the ranks to a ShardedOptimizer.
 
-    What `ShardedDataParallel` says of backward happens here. Its end completes the buckets of parameters without a gradient,
-    and the ranks agree on which of these have one on any rank. None in `param.grad` drops it later, `zero_()` zeroes it.
+    `_begin_backward` takes the placeholders away, so that autograd adds nothing to them. `on_gradient` copies a gradient to
+    its buckets and sends those that are full. `_end_backward` completes the buckets of parameters without a gradient, lets the
+    ranks agree on which of these have one on any rank, and puts a placeholder into `param.grad` of those with a gradient.
     """
 
-    def __init__(self, wrapper: Any, undo: list[Callable[[], None]]) -> None:
-        """Install hooks in the module of a ShardedDataParallel. `undo` receives functions that remove them."""
-        self._wrapper = weakref.proxy(wrapper)  # which keeps this object alive
+    def __init__(self, wrapper: Any) -> None:
+        """Install hooks in the parameters of a ShardedDataParallel."""
+        self._wrapper = wrapper
         self.optimizer: ShardedOptimizer = wrapper.optimizer
-        self.readers = wrapper.readers
         self.in_backward = False  # whether gradients arrive; also after a backward that has failed
         self.params = self.optimizer.flat_params
         self._number = self.optimizer.number_of
@@ -217,16 +151,17 @@ class Reducer(GradientSource):
             for placed in gradients.bucket.members:
                 self._places[placed.param].append((gradients, placed))
         self._next = 0  # number of the bucket to be reduce-scattered next
+        self._lock = threading.Lock()  # hooks of parameters on another device run in another thread
         self._used: set[int] = set()  # numbers of the parameters that have a gradient in this step
         # an all-reduce in flight, and what it marks: (number of parameters,) uint8, those that have a gradient on any rank
         self._agreement: tuple[list[dist.Work], torch.Tensor] | None = None
-        self._sent = [SentGradient(param) for param in self.params]  # for gradients in the shards
-        on_gradient = WeakHook(self._on_gradient)
+        self._sent = [SentGradient(param) for param in self.params]
+        self._held = [part._parameters for part in wrapper.module.modules() if part._parameters]  # by the parts of the module
         # not hooks of autograd's nodes, which would keep a gradient in memory while its bucket is sent
-        self._hooks = []
-        for number, param in enumerate(self.params):
-            self._hooks.append(param.register_post_accumulate_grad_hook(partial(on_gradient, number)))
-            undo.append(self._hooks[-1].remove)
+        on_gradient = partial(_call_reducer, weakref.ref(self))
+        self._hooks = [
+            param.register_post_accumulate_grad_hook(partial(on_gradient, number)) for number, param in enumerate(self.params)
+        ]
 
     # -- backward ------------------------------------------------------------------------------------------------------
 
@@ -234,11 +169,11 @@ class Reducer(GradientSource):
         """Install hooks that note the start of a backward pass through the outputs of a forward pass."""
         for param, hook in zip(self.params, self._hooks, strict=True):
             hooks: Any = param._post_accumulate_grad_hooks
-            if hooks and next(reversed(hooks)) != hook.id:  # later hooks run before ours, as under DistributedDataParallel
+            if next(reversed(hooks)) != hook.id:  # later hooks run before ours, as under DistributedDataParallel
                 hooks[hook.id] = hooks.pop(hook.id)  # torch calls them in the order in which they were put in
         for output in tensors_in(result):
             if output.grad_fn is not None:
-                output.register_hook(partial(WeakHook(self._on_output_gradient), nearest_leaf(output.grad_fn)))
+                output.register_hook(partial(self._on_output_gradient, nearest_leaf(output.grad_fn)))
 
     @property
     def _is_sending(self) -> bool:
@@ -250,21 +185,12 @@ class Reducer(GradientSource):
         `torch.autograd.grad` calls this hook as well, but accumulates no gradient, not even in the leaf next to the output.
         Reentrant checkpoints call `backward` inside of the outer call, to which the first call of this hook belongs.
         """
-        if self._is_sending and not self.in_backward and accumulates(leaf):
+        if not self.in_backward and accumulates(leaf):
             self._begin_backward()
 
-    def _on_gradient(self, number: int, param: nn.Parameter) -> None:
+    def on_gradient(self, number: int, param: nn.Parameter) -> None:
         """Process a gradient that backward has just accumulated."""
-        for gradients, _ in self._places[number]:
-            if gradients.bucket.gather is not None:
-                raise RuntimeError(
-                    f"{self.optimizer.names[param]} has a gradient, but its all-gather was never waited for: it was read "
-                    "through an old reference; read it from its module, or call optimizer.synchronize() after step()"
-                )
         if not self._is_sending:
-            self.optimizer.comm.pool.clear()  # frees memory for the full gradients
-            if (sent := self._sent[number]).is_borrowed and sent.added is not None:
-                sent.added, sent.is_borrowed = sent.added.detach().clone(), False
             return
         if param.grad is None:  # a hook has dropped it; DistributedDataParallel treats this as zero
             param.grad = torch.zeros_like(param)
@@ -275,18 +201,35 @@ class Reducer(GradientSource):
     @torch.no_grad()
     def _begin_backward(self) -> None:
         self._wait_for_agreement()
-        self._apply_zeroing()
+        self._follow_zero_grad()
+        for number in self._used:
+            if isinstance(self.params[number].grad, SentGradient):
+                self.params[number].grad = None
+        self.in_backward = True
+        Variable._execution_engine.queue_callback(self._end_backward)
+        if not self._is_sending:
+            self.optimizer.comm.pool.clear()  # frees memory for the full gradients
+            return
+        self._next = 0
         for gradients in self._gradients:
             gradients.finish_reduce_scatter()  # of the previous micro-step
             gradients.missing = {placed.param for placed in gradients.bucket.members}
-        self.in_backward, self._next = True, 0
-        Variable._execution_engine.queue_callback(self._end_backward)
+
+    def _follow_zero_grad(self) -> None:
+        """Drop the gradients if the model's `zero_grad` has dropped their placeholders. Refuse if it has dropped a part."""
+        gone = [number for number in self._used if self.params[number].grad is None]
+        if 0 < len(gone) < len(self._used):
+            raise RuntimeError(
+                f"the gradient of {self.optimizer.names[self.params[gone[0]]]} was dropped, and those of other parameters were "
+                "not; call zero_grad of the optimizer, the wrapper or the whole model"
+            )
+        if gone:
+            self._reset()
 
     def _copy_to_buckets(self, number: int) -> None:
         """Copy a gradient, divided by the world size, to its places in the buckets, and free it."""
         param = self.params[number]
-        gradient: Any = local_gradient(param)
-        self._sent[number].added = None
+        gradient: Any = param.grad
         if gradient.is_sparse:
             raise RuntimeError(SPARSE)
         self._used.add(number)
@@ -299,14 +242,14 @@ class Reducer(GradientSource):
                 )
             gradients.accumulate(gradient, slice_)
             self._send_full_buckets()  # before the next buffer is acquired: a large parameter fills several
-        param.grad = self._sent[number]
+        param.grad = None
 
     def _send_full_buckets(self) -> None:
         """Start the reduce-scatters of full buckets in bucket order: all ranks must start them in the same order.
 
         One is in flight while the next bucket fills. With two, GPT-2 124M is not faster on CPUs, and takes a bucket more.
         """
-        with self.optimizer.lock:  # hooks of parameters on another device run in another thread
+        with self._lock:
             while self._next < len(self._gradients) and not self._gradients[self._next].missing:
                 if self._next > 0:
                     self._gradients[self._next - 1].finish_reduce_scatter()
@@ -317,53 +260,72 @@ class Reducer(GradientSource):
 
     @torch.no_grad()
     def _end_backward(self) -> None:
-        """Complete the buckets that still wait for gradients, for parameters that this backward did not reach."""
+        if self._is_sending:
+            self._complete_buckets()
+            self._agree()
+        self.in_backward = False
+        for number in self._used:
+            if self.params[number].grad is None:  # otherwise, it has accumulated without communication
+                self.params[number].grad = self._sent[number]
+
+    def _complete_buckets(self) -> None:
+        """Send the buckets that still wait for gradients of parameters that this backward did not reach."""
         for gradients in self._gradients:
-            for slice_ in gradients.bucket.members:
+            for slice_ in gradients.bucket.members if gradients.missing else ():
                 if slice_.param not in gradients.missing:
                     continue
-                if local_gradient(self.params[slice_.param]) is not None:  # accumulated in an earlier micro-step
+                if self.params[slice_.param].grad is not None:  # accumulated in an earlier micro-step
                     self._copy_to_buckets(slice_.param)
                 else:
                     gradients.place(slice_).zero_()
                     gradients.missing.discard(slice_.param)
             self._send_full_buckets()  # before the next buffer is acquired
-        self.in_backward = False
+
+    def _agree(self) -> None:
+        """Let the ranks agree on which parameters have a gradient on any rank. One that has used all does not wait for that."""
         self._wait_for_agreement()  # the one of the previous micro-step
         if not self.params or self.optimizer.comm.world_size == 1:
             return
         used = torch.ones(len(self.params), dtype=torch.uint8, device=self.params[0].device)
-        marks = [number in self._used for number in range(len(self.params))]
-        if not all(marks):
+        is_partial = len(self._used) < len(self.params)
+        if is_partial:
+            marks = [number in self._used for number in range(len(self.params))]
             used.copy_(torch.tensor(marks, dtype=torch.uint8, device="cpu"), non_blocking=True)
         self._agreement = self.optimizer.comm.all_reduce(used, dist.ReduceOp.MAX), used
-        if not all(marks):  # a rank that has used all parameters does not read the result
+        if is_partial:
             self._wait_for_agreement()
-            for number in used.nonzero().flatten().tolist():
-                self._used.add(number)
-                self.params[number].grad = self._sent[number]
+            self._used.update(used.nonzero().flatten().tolist())
+
+    def _wait_for_agreement(self) -> None:
+        if self._agreement is not None:
+            (works, used), self._agreement = self._agreement, None
+            self.optimizer.comm.wait("all-reduce", works, used.device)
 
     def recover(self) -> None:
-        """Continue after a failed backward if its gradients have been dropped. Otherwise raise RuntimeError."""
-        self._apply_zeroing()
+        """Continue after a failed backward that has left no gradient. Otherwise raise RuntimeError."""
         if self._used:
-            raise RuntimeError("the last backward did not end; call zero_grad() to drop its gradients")
+            raise RuntimeError("the last backward did not end; call optimizer.zero_grad() to drop its gradients")
         self._reset()
 
     # -- step: the methods of GradientSource ---------------------------------------------------------------------------
 
     def check(self) -> None:
-        parts = list(self._wrapper.module.modules())
-        if self.readers is not None:
-            self.readers.find(parts)  # some may have been added or compiled
-        check_managed(self._wrapper.module, parts, self._number.keys())
+        """Refuse parameters that are not the optimizer's in the place of those that are."""
+        held = itertools.chain(*(parameters.values() for parameters in self._held))
+        if any(param is not None and param.requires_grad and param not in self._number for param in held):
+            named = self._wrapper.module.named_parameters()
+            names = [name for name, param in named if param.requires_grad and param not in self._number]
+            raise RuntimeError(
+                f"{', '.join(names)} require gradients, but are not the optimizer's: replaced (for example by load_state_dict "
+                "with assign=True) or unfrozen after the optimizer was built; build ShardedOptimizer after that"
+            )
 
     @torch.no_grad()
     def collect(self) -> Iterator[Bucket]:
         if self.in_backward:
             raise RuntimeError("the last backward did not end; call optimizer.zero_grad() and repeat the step")
-        self._apply_zeroing()
-        if any(local_gradient(param) is not None for param in self.params):
+        self._follow_zero_grad()
+        if any(param.grad is not None and not isinstance(param.grad, SentGradient) for param in self.params):
             raise RuntimeError(
                 "gradients of this step have not been sent: its last backward must run outside of no_sync(), with "
                 "require_backward_grad_sync = True; one set by hand is never sent"
@@ -384,11 +346,13 @@ class Reducer(GradientSource):
         return [self.params[number] for number in self._used]
 
     @torch.no_grad()
-    def clear(self) -> None:
-        self._wait_for_agreement()
-        self._apply_zeroing()
-        if not self._used or self.in_backward:  # a backward has failed
+    def zero_grad(self, set_to_none: bool) -> None:
+        if set_to_none or self.in_backward:  # a backward has failed
             self._reset()
+        for gradients in self._gradients:
+            gradients.wait()
+            if gradients.shard is not None:
+                gradients.shard.zero_()
 
     def held_bytes(self) -> dict[str, int]:
         return {
@@ -396,55 +360,17 @@ class Reducer(GradientSource):
             "buckets": sum(gradients.buffer_bytes for gradients in self._gradients) + self.optimizer.comm.pool.nbytes,
         }
 
-    # -- gradients that have been sent ---------------------------------------------------------------------------------
-
-    def _apply_zeroing(self) -> None:
-        """Apply later changes of `param.grad` to the sent gradients: None drops a gradient, `zero_()` zeroes it."""
-        current = [param.grad for param in self.params]
-        for param, gradient, sent in zip(self.params, current, self._sent, strict=True):
-            if gradient is not sent and isinstance(gradient, SentGradient):
-                raise RuntimeError(
-                    f"the gradient of {self.optimizer.names[param]} was put there again after zero_grad or a step, but it is "
-                    "gone: ShardedDataParallel keeps the one that was sent last"
-                )
-        dropped = {number for number in self._used if current[number] is not self._sent[number]}
-        zeroed = {number for number in self._used if self._sent[number].zeroed}
-        if self._used and dropped == self._used:
-            self._reset()
-        elif dropped or zeroed:
-            for gradients in self._gradients:
-                gradients.wait()
-                for owned, view in zip(gradients.bucket.owned, gradients.views, strict=False):
-                    if self._number[owned.param] in dropped | zeroed:
-                        view.zero_()
-            for number in zeroed:
-                self._sent[number].zeroed = False
-            self._drop(dropped)
-
-    def _drop(self, numbers: Iterable[int]) -> None:
-        for number in list(numbers):
-            self._used.discard(number)
-            if isinstance(self.params[number].grad, SentGradient):
-                self.params[number].grad = None
-            self._sent[number] = SentGradient(self.params[number])  # a new object, which differs from the old one
-
     def _reset(self) -> None:
         """Drop all gradients that have arrived on this rank. Afterwards nothing is in flight."""
         self._wait_for_agreement()
         for gradients in self._gradients:
             gradients.wait()
             gradients.drop(reuse=self.optimizer.is_known)
-        self._drop(self._used)
+        self._used.clear()
         self.in_backward = False
 
-    def release(self) -> None:
-        """Give up the parameters. A step refuses to run without the gradients that have been sent."""
-        if self._used:
-            self.optimizer.refusal = "the ShardedDataParallel that had sent the gradients of this step is gone"
-        self._reset()
-        self.optimizer.comm.pool.clear()
 
-    def _wait_for_agreement(self) -> None:
-        if self._agreement is not None:
-            (works, used), self._agreement = self._agreement, None
-            self.optimizer.comm.wait("all-reduce", works, used.device)
+def _call_reducer(reducer: weakref.ref[Reducer], number: int, param: nn.Parameter) -> None:
+    """Call `on_gradient`. The garbage collector cannot see what the hooks of a parameter refer to, and would never free it."""
+    if (alive := reducer()) is not None:
+        alive.on_gradient(number, param)

@@ -64,8 +64,8 @@ SAME = [
     {"batch_size": 8, "gradient_accumulation_steps": 1},
     {"shard_gradients": True, "max_iters": 50, "git_commit": "def"},
     {"log_interval": 7, "eval_interval": 9},
-    {"state_dtype": "float32", "zero_bucket_mb": "auto", "param_dtype": "float32"},  # an older run.json has fewer settings
-    {"zero_bucket_mb": 2.0, "zero_shard_size": 1},
+    {"state_dtype": "float32", "bucket_mb": "auto", "param_dtype": "float32"},  # an older run.json has fewer settings
+    {"bucket_mb": 2.0, "shard_size": 1},
     {"init_from": "resume"},
     {"implementation": "adamw", "world_size": 1},
 ]

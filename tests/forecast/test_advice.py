@@ -43,7 +43,7 @@ def test_the_recommended_settings_fit(world_size):
     previous, found = (False, ()), set()
     bucket_mb = 0.1 if world_size == 1 else "auto"  # one bucket of everything would take what the flags save on one rank
     for power in range(100):
-        limited = {"gpu_memory_gb": 0.1 * 0.9**power, "checkpoint_format": "sharded", "zero_bucket_mb": bucket_mb}
+        limited = {"gpu_memory_gb": 0.1 * 0.9**power, "checkpoint_format": "sharded", "bucket_mb": bucket_mb}
         if (result := advice.cheapest(planner(**limited), world_size)) is None:
             break
         settings = {key: value for text in result.prices for key, value in arguments(text).items()}
@@ -107,7 +107,7 @@ def test_the_answers_of_find_are_the_largest_that_fit():
 def test_communication_that_computation_cannot_hide():
     """8 ranks on two machines: a ring crosses to the other machine from one of four ranks."""
     choice = planner().chosen(8)
-    prediction = planner(zero_bucket_mb=0.5).forecast(choice, 8).prediction
+    prediction = planner(bucket_mb=0.5).forecast(choice, 8).prediction
     buckets = len(prediction.plan.buffers[0].layout.shards)
     sent = prediction.sent()
     network = Network(inside=8.0, across=2.0, ranks_per_machine=4)

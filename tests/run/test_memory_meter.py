@@ -30,7 +30,7 @@ def figures(folder, which):
     [
         ["--use_zero1=False"],
         ["--zero1_impl=torch"],
-        ["--zero_bucket_mb=0.02"],
+        ["--bucket_mb=0.02"],
         ["--param_dtype=bfloat16_remainder", "--state_dtype=int8", "--shard_gradients=True"],
     ],
     ids=" ".join,

@@ -16,7 +16,7 @@ from model import GPT, GPTConfig
 from run import metrics
 from run.memory_meter import MemoryMeter
 from run.metrics import METRICS
-from zero.communication import KINDS as COLLECTIVES
+from zero.collectives import KINDS as COLLECTIVES
 
 STEPS = 6
 KINDS = {  # collectives that an implementation waits for, and sends
@@ -31,7 +31,7 @@ LOGGED = {metric.key for metric in METRICS.values() if metric.when != "summary"}
 OF_GPU = {metric.key for metric in METRICS.values() if metric.when.endswith("GPU")}
 OF_RANKS = {metric.key for metric in METRICS.values() if metric.when == "ranks"}
 OF_RANKS -= {f"{key}_{of}" for key in OF_RANKS for of in ("min", "rank")}
-HOW = {"adamw": ["--use_zero1=False"], "torch": ["--zero1_impl=torch"], "sharded": ["--zero_bucket_mb=0.02"]}
+HOW = {"adamw": ["--use_zero1=False"], "torch": ["--zero1_impl=torch"], "sharded": ["--bucket_mb=0.02"]}
 
 
 @pytest.fixture(scope="module")

@@ -30,7 +30,7 @@ def ranges(events, beginning):
 def traces(data, tmp_path_factory):
     """The events of rank 0 and of rank 1, with 3 micro-steps per iteration on each rank, and what was printed."""
     out = tmp_path_factory.mktemp("profiled")
-    flags = [f"--dataset={data}", f"--out_dir={out}", "--max_iters=12", "--eval_interval=100", "--zero_bucket_mb=0.03"]
+    flags = [f"--dataset={data}", f"--out_dir={out}", "--max_iters=12", "--eval_interval=100", "--bucket_mb=0.03"]
     finished = run(
         "train.py", *SETTINGS, *flags, "--profile=True", ranks=2, before=faults.collects_garbage_after_the_profile
     ).succeeded()

@@ -63,7 +63,7 @@ def test_an_update_that_is_not_finite_ends_the_run_with_the_same_reason(data, tm
 def test_the_figures_are_sent_before_the_update_and_read_after_the_next_forward(data, tmp_path, later):
     fault = partial(faults.reads_as_from_a_gpu, faults.print_phases_and_collectives)
     before = fault if later else faults.print_phases_and_collectives
-    _, process = trained(tmp_path, data, "--zero_bucket_mb=1", before=before)
+    _, process = trained(tmp_path, data, "--bucket_mb=1", before=before)
     done = re.findall(r"^([<>] \w+|all-.*|iter \d+)", process.stdout, re.M)
     iteration = done[done.index("iter 1") : done.index("iter 2")]
     others = [step for step in iteration if "iter" not in step and "data" not in step]

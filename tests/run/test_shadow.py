@@ -34,7 +34,7 @@ def verdict(printed):
 @pytest.mark.parametrize(
     ("ranks", "flags", "compare"),
     [
-        (2, ["--zero_bucket_mb=0.02", "--activation_checkpointing=True"], True),
+        (2, ["--bucket_mb=0.02", "--activation_checkpointing=True"], True),
         (2, ["--zero1_impl=torch"], False),
         (2, ["--dtype=float16"], True),
         (0, ["--grad_clip=0.5"], False),

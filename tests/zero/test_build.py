@@ -35,8 +35,8 @@ def the_flags_choose_the_classes():
         elif dist.get_world_size() == 1:
             idle = {
                 "torch": "use_zero1=True, zero1_impl=torch",
-                "sharded": "zero_bucket_mb=0.0002, use_zero1=True",
-                "gradients": "zero_bucket_mb=0.0002, use_zero1=True, shard_gradients=True",
+                "sharded": "bucket_mb=0.0002, use_zero1=True",
+                "gradients": "bucket_mb=0.0002, use_zero1=True, shard_gradients=True",
             }
             expected = "Using plain AdamW: 0.0 MB of optimizer state on each rank; without effect on one rank: "
             assert line == expected + idle[mode]

@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from ranks import run_in_turn, run_ranks
 from toy import MODES, batch, build_toy, train
+from zero.communication import KINDS, CommunicationMeter
 
 from distributed.ranks import gather_numbers
 from forecast.prediction import ShardedPrediction
-from zero.communication import KINDS, CommunicationMeter
 from zero.sharded_state import partition
 
 USED = {  # kinds that send or wait

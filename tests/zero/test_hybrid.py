@@ -272,10 +272,10 @@ def inf_on_one_replica():
 
 
 def groups_that_do_not_fit():
-    for shard_size, message in ((3, "zero_shard_size=3 does not divide 4 ranks; use one of 1, 2"), (-1, "use one of 1, 2, 4")):
+    for shard_size, message in ((3, "shard_size=3 does not divide 4 ranks; use one of 1, 2"), (-1, "use one of 1, 2, 4")):
         with pytest.raises(ValueError, match=message):
             hybrid_toy(shard_size)
-    with pytest.raises(ValueError, match="zero_shard_size=2 needs use_zero1=True, zero1_impl='sharded'"):
+    with pytest.raises(ValueError, match="shard_size=2 needs use_zero1=True, zero1_impl='sharded'"):
         hybrid_toy(2, use_zero1=False)
     lines = gather_objects(describe(hybrid_toy(2)[1], []))
     assert "over 2 ranks in each of 2 groups" in lines[0]

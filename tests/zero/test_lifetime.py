@@ -13,9 +13,9 @@ import torch.distributed as dist
 from nets import backward, inputs, late_on_the_last_rank, net, wrap
 from ranks import run_in_turn
 from torch import nn
+from zero.overlap import WaitingDict, WeakHook
 
 from zero import ShardedDataParallel, ShardedOptimizer
-from zero.overlap import WaitingDict, WeakHook
 from zero.reducer import SentGradient
 
 

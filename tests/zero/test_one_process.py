@@ -28,10 +28,10 @@ def built(muon=False, **flags):
         ({}, "adamw", ["use_zero1=True"]),
         ({"use_zero1": False}, "adamw", []),
         ({"zero1_impl": "torch"}, "adamw", ["use_zero1=True", "zero1_impl=torch"]),
-        ({"shard_gradients": True, "shard_size": 8}, "adamw", ["zero_shard_size=8", "use_zero1=True", "shard_gradients=True"]),
+        ({"shard_gradients": True, "shard_size": 8}, "adamw", ["shard_size=8", "use_zero1=True", "shard_gradients=True"]),
         ({"param_dtype": "bfloat16", "shard_gradients": True}, "sharded", []),
         ({"state_dtype": "int8", "shard_gradients": True, "bucket_mb": 1.0}, "sharded", ["shard_gradients=True"]),
-        ({"param_dtype": "bfloat16_remainder", "state_dtype": "int8", "shard_size": 8}, "sharded", ["zero_shard_size=8"]),
+        ({"param_dtype": "bfloat16_remainder", "state_dtype": "int8", "shard_size": 8}, "sharded", ["shard_size=8"]),
     ],
 )
 def test_which_flags_act(flags, implementation, idle):

@@ -14,7 +14,6 @@ from nets import backward, net, wrap
 from ranks import run_ranks
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-
 from zero.overlap import ReadCheck, WaitingDict
 
 READS = {

@@ -196,7 +196,7 @@ def run_part(name):
     # 100 MB less than predicted would be a warning
     own = ["--max_iters=6", "--log_interval=2", "--shadow_check=0", "--batch_size=65", "--n_layer=2"]
     if "bench.py" in part.command:
-        own = ["--model=", *SIZES, "--zero_bucket_mb=0.1", "--rounds=2", "--steps_per_turn=1"]
+        own = ["--model=", *SIZES, "--bucket_mb=0.1", "--rounds=2", "--steps_per_turn=1"]
     command = part.command[part.command[:2] == ["-m", "benchmarks.exact"] and 2 :]  # fake tensors have no nan
     sys.argv = [*(argument.removesuffix(",fsdp2") for argument in command), *own, "--device=cuda"]
     absent = mock.patch("zero.build.DistributedDataParallel", launches._Absent)
@@ -271,7 +271,7 @@ def rows_of(folder, *command):
 
 
 def test_launches_and_waits_of_an_iteration(tmp_path):
-    rows = rows_of(tmp_path, "--name=small", "--zero_bucket_mb=0.1", "--zero_shard_size=4", *SIZES)
+    rows = rows_of(tmp_path, "--name=small", "--bucket_mb=0.1", "--shard_size=4", *SIZES)
     counted = {row["mode"]: tuple(row[column] for column in COLUMNS) for row in rows}
     assert {mode: counted[mode] for mode in COUNTED} == COUNTED
 

@@ -167,7 +167,7 @@ def restore(
 def _synchronized(optimizer: torch.optim.Optimizer) -> Partition:
     """Return the partition, with nothing in flight, and every parameter in its place."""
     if isinstance(optimizer, ShardedOptimizer):
-        optimizer.update_masters()
+        optimizer.synchronize()
         optimizer.comm.pool.clear()  # frees memory for the copy
     return partition(optimizer)
 

@@ -7,23 +7,12 @@ from torch.autograd import Variable
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from zero.layout import Plan
+from forecast.prediction import sent_by_data_parallel
+from zero.collectives import KINDS
 from zero.optimizer import ShardedOptimizer
 from zero.sharded_state import partition
 from zero.stopwatch import Mark, Stopwatch, mark
 from zero.tensors import tensors_in
-
-KINDS = ("all-reduce", "reduce-scatter", "all-to-all", "all-gather", "broadcast")
-
-
-def sent_by_data_parallel(plan: Plan, world_size: int) -> dict[str, int]:
-    """Return the bytes that a rank sends per iteration with DistributedDataParallel, by kind of collective.
-
-    An all-reduce counts as a ring, 2 (N - 1) / N of its bytes, a broadcast as the mean over the ranks, (N - 1) / N.
-    """
-    gradients = sum(spec.numel * spec.dtype.itemsize for spec in plan.params if spec.requires_grad)
-    one_way = gradients * (world_size - 1) // world_size
-    return {"all-reduce": 2 * one_way} | ({"broadcast": one_way} if plan.world_size > 1 else {})
 
 
 class CommunicationMeter:

@@ -238,7 +238,7 @@ class GPT(nn.Module):
     @property
     def blocks(self) -> list[nn.Module]:
         """The units whose parameters are read together."""
-        return [*self.transformer.h]
+        return list(self.transformer.h.children())
 
     def num_params(self) -> int:
         """Return the number of parameters without the position embeddings, as in nanoGPT. The tied embedding counts once."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -10,7 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from zero.layout import BufferPlan, Layout, Slice
 from zero.masters import Masters, Remainders
-from zero.tensors import has_memory, memory_span, shaped, with_own_storage
+from zero.tensors import cut, cut_sizes, has_memory, memory_span, shaped, with_own_storage
 
 
 @dataclass
@@ -86,6 +87,20 @@ class Bucket:
     members: list[Slice]  # all slices in the bucket; `param` counts through the parameters of all buffers
     gather: list[dist.Work] | None = None  # the all-gather in flight: until it ends, only the `shard` part may be read
 
+    @cached_property
+    def cuts(self) -> list[int]:
+        """Where the members begin and end in `data`, see `zero.tensors.cut`."""
+        return cut_sizes([(placed.offset, placed.numel) for placed in self.members], self.data.numel())
+
+    @cached_property
+    def own_cuts(self) -> list[int]:
+        """Where the owned slices begin and end in `shard`."""
+        return cut_sizes([(owned.offset, owned.local.numel()) for owned in self.owned], self.shard.numel())
+
+    def views(self, shard: torch.Tensor) -> list[torch.Tensor]:
+        """Return the owned slices of a tensor in the shape of `shard`, in the shapes of `OwnedSlice.local`."""
+        return [shaped(part, owned.local) for part, owned in zip(cut(shard, self.own_cuts), self.owned, strict=True)]
+
     @property
     def updated(self) -> torch.Tensor:
         """The tensor that the inner optimizer updates through views, in the shape of `shard`."""
@@ -104,9 +119,9 @@ class Bucket:
             self._follow_masters()
 
     def _follow_masters(self) -> None:
-        for owned in self.owned if isinstance(self.masters, Remainders) else ():
-            values = self.updated[owned.offset : owned.offset + owned.local.numel()]
-            owned.local.data = shaped(values, owned.local)
+        if isinstance(self.masters, Remainders):
+            for owned, values in zip(self.owned, self.views(self.updated), strict=True):
+                owned.local.data = values
 
 
 def allocate(

@@ -129,8 +129,8 @@ def check_in_place(optimizer: Any) -> None:
             f"{name_of(param, names)} was written to, but its master was not; write with optimizer.set_parameter(param, value) "
             "or, under ShardedDataParallel, with load_state_dict of the model"
         )
-    for param in itertools.chain(*groups):
-        if param.grad is not None and param not in optimizer.number_of:
+    for param in optimizer.frozen:
+        if param.grad is not None:
             raise RuntimeError(
                 f"{name_of(param, names)} was frozen when ShardedOptimizer was built and has a gradient now; build the "
                 "optimizer after requires_grad_(True)"

@@ -8,12 +8,13 @@ import math
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import cache
+from itertools import accumulate
 from typing import Protocol
 
 import torch
 from torch.nn import functional
 
-from zero.tensors import pieces, shaped
+from zero.tensors import cut, cut_sizes, pieces, shaped
 
 BLOCK = 256  # elements that share a scale with `Int8`
 
@@ -164,7 +165,7 @@ class CodedState:
         self.codec, self.inner, self.slices, self.names = codec, inner, slices, names
         self._entries: list[tuple[torch.nn.Parameter, str, Encoded]] = []  # slice, name, and what is held between updates
         self._parts: tuple[torch.Tensor, ...] = ()  # all of them
-        self._sizes: list[int] = []  # elements of each entry in whole blocks
+        self._cuts: list[int] = []  # where their elements lie among all, see `zero.tensors.cut`
         self._flat: torch.Tensor | None = None  # what is decoded now
         self._views: list[torch.Tensor] = []  # the entries in it
 
@@ -172,8 +173,8 @@ class CodedState:
         """Make the entries float32 tensors, which may be written to."""
         if self._flat is None and self._entries:
             self._flat = self.codec.decode(self._parts)
-            for (local, name, encoded), elements in zip(self._entries, self._flat.split(self._sizes), strict=True):
-                self._views.append(shaped(elements[: local.numel()], local))
+            for (local, name, encoded), elements in zip(self._entries, cut(self._flat, self._cuts), strict=True):
+                self._views.append(shaped(elements, local))
                 if self.inner.state[local].get(name) is encoded:
                     self.inner.state[local][name] = self._views[-1]
 
@@ -204,14 +205,15 @@ class CodedState:
     def _lay_out(self, found: list[tuple[torch.nn.Parameter, str]]) -> None:
         """Move entries into a flat tensor, one after the other."""
         device, block = found[0][0].device, self.codec.block
-        self._sizes = [-(-local.numel() // block) * block for local, _ in found]
-        numel = sum(self._sizes)
+        sizes = [-(-local.numel() // block) * block for local, _ in found]
+        numel = sum(sizes)
+        self._cuts = cut_sizes(zip(accumulate([0, *sizes]), [local.numel() for local, _ in found], strict=False), numel)
         self._flat = torch.zeros(numel, device=device)
-        for (local, name), elements in zip(found, self._flat.split(self._sizes), strict=True):
-            state, view = self.inner.state[local], shaped(elements[: local.numel()], local)
+        for (local, name), elements in zip(found, cut(self._flat, self._cuts), strict=True):
+            state, view = self.inner.state[local], shaped(elements, local)
             state[name] = view.copy_(state[name])
         self._parts = self.codec.empty(numel, device)
-        each = zip(*(part.split([size * part.numel() // numel for size in self._sizes]) for part in self._parts), strict=True)
+        each = zip(*(part.split([size * part.numel() // numel for size in sizes]) for part in self._parts), strict=True)
         self._entries = [(*entry, Encoded(self.codec, parts)) for entry, parts in zip(found, each, strict=True)]
 
     def _seed(self) -> torch.Tensor:

@@ -129,6 +129,8 @@ class Communicator:
             first = self.replica * self.shard_size
             self.shard_group = _subgroup(group, range(first, first + self.shard_size))
             self.replica_group = _subgroup(group, range(self.shard_rank, self.world_size, self.shard_size))
+        self.share = torch.tensor(1 / self.world_size, dtype=torch.float64, device="cpu")  # as a tensor, which takes less time
+        self.is_gloo = distributed and dist.get_backend(group) == "gloo"
         self.pool = Pool()
         self.sent_bytes: Counter[str] = Counter()  # bytes that this rank sent, by kind of collective
         self.waits = Stopwatch(of_collectives=True)  # exposed communication: time that the computation waited, by kind
@@ -276,4 +278,4 @@ class Communicator:
 
     def _is_native(self, bucket: torch.Tensor) -> bool:
         """Return whether the backend's own functions are the fast method."""
-        return not is_on_cpu(bucket) and dist.get_backend(self.group) != "gloo"
+        return not is_on_cpu(bucket) and not self.is_gloo

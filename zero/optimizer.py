@@ -226,6 +226,7 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
         self.plan = planned = _checked_plan(self)
         self.params_of_groups = [list(group["params"]) for group in self.param_groups]
         params = list(itertools.chain(*self.params_of_groups))
+        self.frozen = [param for param in params if not param.requires_grad]
         group_of = {param: index for index, group in enumerate(self.param_groups) for param in group["params"]}
         for number, start, stop, offset in planned.slices(self.comm.shard_rank):
             if not planned.params[number].requires_grad:  # a frozen parameter stays in its own memory

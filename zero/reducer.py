@@ -24,7 +24,7 @@ from zero.gradients import GradientSource, SentGradient
 from zero.layout import Slice
 from zero.optimizer import ShardedOptimizer
 from zero.stopwatch import region
-from zero.tensors import accumulates, flattened, nearest_leaf, shaped, tensors_in
+from zero.tensors import accumulates, cut, flattened, nearest_leaf, tensors_in
 
 
 @dataclass
@@ -35,6 +35,7 @@ class BucketGradients:
     comm: Communicator
     missing: set[int] = field(default_factory=set)  # in backward: parameters without their gradient yet
     buffer: torch.Tensor | None = None  # in the shape of `bucket.data`, collects gradients as they arrive
+    _places: dict[int, torch.Tensor] = field(default_factory=dict)  # views into `buffer`, by parameter
     streams: set[torch.cuda.Stream] = field(default_factory=set)  # on a GPU: streams that have used `buffer` or `reduction`
     reduction: ReduceScatterWork | None = None  # in flight
     # in the shape of `bucket.shard`, the mean gradient of this step, if one has arrived; in the dtype of
@@ -44,18 +45,21 @@ class BucketGradients:
     # with replicas: the all-reduce of `shard` over them, in flight or done; None: `shard` has the sum over the shard group only
     all_reduce: list[dist.Work] | None = None
 
-    def place(self, slice_: Slice) -> torch.Tensor:
-        """Return the place of a slice in the tensor that collects the gradients."""
+    def places(self) -> dict[int, torch.Tensor]:
+        """Return the places of slices in the tensor that collects the gradients, by parameter."""
         if self.buffer is None:
             self.buffer, self.streams = self.comm.pool.acquire(self.bucket.data.numel(), self.bucket.data), set()
+            parts = cut(self.buffer, self.bucket.cuts)
+            self._places = {placed.param: part for placed, part in zip(self.bucket.members, parts, strict=True)}
         self._follow_streams()
-        return self.buffer[slice_.offset : slice_.offset + slice_.numel]
+        return self._places
 
     def accumulate(self, gradient: torch.Tensor, slice_: Slice) -> None:
         """Put a slice of a flattened gradient, divided by the world size, into its place, or add it to what is there."""
-        place, own = self.place(slice_), gradient[slice_.start : slice_.stop]
+        place = self.places()[slice_.param]
+        own = gradient if slice_.numel == gradient.numel() else gradient[slice_.start : slice_.stop]
         if slice_.param in self.missing:
-            torch.mul(own, 1 / self.comm.world_size, out=place)
+            torch.mul(own, self.comm.share, out=place)
             self.missing.discard(slice_.param)
         else:  # the second gradient of this parameter in this backward
             place.add_(own, alpha=1 / self.comm.world_size)
@@ -74,7 +78,7 @@ class BucketGradients:
         self._follow_streams()
         with region(f"zero::reduce_scatter bucket {self.bucket.number}"):
             self.reduction = self.comm.reduce_scatter(self.buffer)
-        self.buffer = None
+        self.buffer, self._places = None, {}
 
     def finish_reduce_scatter(self) -> None:
         """If a reduce-scatter is in flight, wait for it and accumulate its sum in the shard."""
@@ -93,8 +97,7 @@ class BucketGradients:
         for stream in self.streams if len(self.streams) > 1 else ():  # one of them may reuse the memory of the bucket
             stream.wait_stream(torch.cuda.current_stream(shard.device))
         if shard is not self.shard:
-            self.shard, owned = shard, self.bucket.owned
-            self.views = [shaped(shard[slice_.offset : slice_.offset + slice_.local.numel()], slice_.local) for slice_ in owned]
+            self.shard, self.views = shard, self.bucket.views(shard)
 
     def start_all_reduce(self) -> None:
         """Start the all-reduce of the shard over its replicas, if it has a gradient of this step that is not reduced yet."""
@@ -121,7 +124,7 @@ class BucketGradients:
                 owned.local.grad = None
             if reuse:
                 self.comm.pool.release(shard)
-        self.missing, self.buffer, self.all_reduce = set(), None, None  # left over from a failed backward
+        self.missing, self.buffer, self._places, self.all_reduce = set(), None, {}, None  # left over from a failed backward
 
     @property
     def buffer_bytes(self) -> int:
@@ -153,6 +156,7 @@ class Reducer(GradientSource):
         self._next = 0  # number of the bucket to be reduce-scattered next
         self._lock = threading.Lock()  # hooks of parameters on another device run in another thread
         self._used: set[int] = set()  # numbers of the parameters that have a gradient in this step
+        self._is_collected = False  # whether the slices have their gradients of this step
         # an all-reduce in flight, and what it marks: (number of parameters,) uint8, those that have a gradient on any rank
         self._agreement: tuple[list[dist.Work], torch.Tensor] | None = None
         self._sent = [SentGradient(param) for param in self.params]
@@ -205,7 +209,7 @@ class Reducer(GradientSource):
         for number in self._used:
             if isinstance(self.params[number].grad, SentGradient):
                 self.params[number].grad = None
-        self.in_backward = True
+        self.in_backward, self._is_collected = True, False
         Variable._execution_engine.queue_callback(self._end_backward)
         if not self._is_sending:
             self.optimizer.comm.pool.clear()  # frees memory for the full gradients
@@ -241,7 +245,8 @@ class Reducer(GradientSource):
                     "a module in several reentrant checkpoints does that: use checkpoint(..., use_reentrant=False)"
                 )
             gradients.accumulate(gradient, slice_)
-            self._send_full_buckets()  # before the next buffer is acquired: a large parameter fills several
+            if not gradients.missing:
+                self._send_full_buckets()  # before the next buffer is acquired: a large parameter fills several
         param.grad = None
 
     def _send_full_buckets(self) -> None:
@@ -277,7 +282,7 @@ class Reducer(GradientSource):
                 if self.params[slice_.param].grad is not None:  # accumulated in an earlier micro-step
                     self._copy_to_buckets(slice_.param)
                 else:
-                    gradients.place(slice_).zero_()
+                    gradients.places()[slice_.param].zero_()
                     gradients.missing.discard(slice_.param)
             self._send_full_buckets()  # before the next buffer is acquired
 
@@ -337,10 +342,12 @@ class Reducer(GradientSource):
         if self._wrapper.shard_gradients:
             self.optimizer.comm.pool.clear()
         for gradients in self._gradients:
-            gradients.wait()
-            for owned, view in itertools.zip_longest(gradients.bucket.owned, gradients.views):
-                owned.local.grad = view if self._number[owned.param] in self._used else None
+            if not self._is_collected:
+                gradients.wait()
+                for owned, view in itertools.zip_longest(gradients.bucket.owned, gradients.views):
+                    owned.local.grad = view if self._number[owned.param] in self._used else None
             yield gradients.bucket
+        self._is_collected = True
 
     def updated(self) -> list[nn.Parameter]:
         return [self.params[number] for number in self._used]
@@ -349,6 +356,8 @@ class Reducer(GradientSource):
     def zero_grad(self, set_to_none: bool) -> None:
         if set_to_none or self.in_backward:  # a backward has failed
             self._reset()
+            return
+        self._is_collected = False
         for gradients in self._gradients:
             gradients.wait()
             if gradients.shard is not None:
@@ -367,7 +376,7 @@ class Reducer(GradientSource):
             gradients.wait()
             gradients.drop(reuse=self.optimizer.is_known)
         self._used.clear()
-        self.in_backward = False
+        self.in_backward = self._is_collected = False
 
 
 def _call_reducer(reducer: weakref.ref[Reducer], number: int, param: nn.Parameter) -> None:

@@ -1,7 +1,7 @@
 """Tensors as ranges of memory: flat views, storages, elements that share memory. Their nodes in a graph of autograd."""
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -26,6 +26,8 @@ def flattened(tensor: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
 
 def shaped(flat: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Return a view of contiguous elements, (like.numel(),), in the shape of `like`, and in its strides if dense."""
+    if like.dim() == 1:
+        return flat
     if like.is_contiguous() or not is_dense(like):
         return flat.view(like.shape)
     return flat.as_strided(like.shape, like.stride())
@@ -43,7 +45,23 @@ def piece_numel(on_cpu: bool) -> int:
 def pieces(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
     """Yield tensors of equal length part by part: few elements of the first one at a time on a CPU, more on a GPU."""
     length = piece_numel(tensors[0].device.type == "cpu") // max(1, tensors[0].shape[1:].numel())
+    if len(tensors[0]) <= length:
+        return iter((tensors,))
     return zip(*(tensor.split(length) for tensor in tensors), strict=True)
+
+
+def cut_sizes(slices: Iterable[tuple[int, int]], numel: int) -> list[int]:
+    """Return the sizes for `cut`. `slices`: offsets and numbers of elements of slices of a flat tensor, (numel,), ascending."""
+    sizes, end = [], 0
+    for offset, length in slices:
+        sizes += [offset - end, length]
+        end = offset + length
+    return [*sizes, numel - end]
+
+
+def cut(flat: torch.Tensor, sizes: list[int]) -> tuple[torch.Tensor, ...]:
+    """Return views of the slices of a flat tensor by one call, which takes a third of the time of a call for each."""
+    return torch.split_with_sizes(flat, sizes)[1::2]
 
 
 def is_dense(tensor: torch.Tensor) -> bool:

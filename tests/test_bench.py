@@ -225,7 +225,7 @@ def trained_late():
             for flags in ({}, {"shard_gradients": True}, {"param_dtype": "bfloat16_remainder", "state_dtype": "int8"}):
                 module = make_toy()
                 model, optimizer = build(
-                    module, module.param_groups(True), Flags(bucket_mb=0.0002, **flags), overlap=True, lr=0.01
+                    module, module.param_groups(True), Flags(bucket_mb=0.0002, **flags), overlap=[module.hidden], lr=0.01
                 )
                 train(model, optimizer, dist.get_rank(), steps=3)
                 found[-1].append(weights(model))

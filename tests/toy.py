@@ -78,6 +78,7 @@ def train(model, optimizer, rank, steps, clip=0.0, first=0, micro_steps=1, decay
             assert norm > clip, "the clip must bite"
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
+    getattr(optimizer, "synchronize", int)()  # with overlap
 
 
 def weights(model):

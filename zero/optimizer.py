@@ -292,8 +292,8 @@ def _wait_for_gathers(buckets: list[Bucket]) -> None:
     for bucket in buckets:
         while bucket.gather:
             bucket.gather.pop(0).wait()
-        if bucket.data.is_cuda:  # only streams have waited, and the end of the process aborts what is in flight
-            torch.cuda.synchronize(bucket.data.device)
+    for device in {bucket.data.device for bucket in buckets if bucket.data.is_cuda}:
+        torch.cuda.synchronize(device)  # only streams have waited, and the end of the process aborts what is in flight
 
 
 def _copy_hyperparameters(source: list[dict[str, Any]], target: list[dict[str, Any]]) -> None:

@@ -145,6 +145,9 @@ class Reducer(GradientSource):
         """Install hooks in the parameters of a ShardedDataParallel."""
         self._wrapper = wrapper
         self.optimizer: ShardedOptimizer = wrapper.optimizer
+        names = [name for name, param in wrapper.module.named_parameters() if _is_reduced(param)]
+        if names:
+            raise ValueError(f"{names[0]} is wrapped by another ShardedDataParallel; a model is wrapped once, for its life")
         self.in_backward = False  # whether gradients arrive; also after a backward that has failed
         self.params = self.optimizer.flat_params
         self._number = self.optimizer.number_of
@@ -377,6 +380,11 @@ class Reducer(GradientSource):
             gradients.drop(reuse=self.optimizer.is_known)
         self._used.clear()
         self.in_backward = self._is_collected = False
+
+
+def _is_reduced(param: nn.Parameter) -> bool:
+    hooks: Any = param._post_accumulate_grad_hooks or {}
+    return any(getattr(hook, "func", None) is _call_reducer and hook.args[0]() is not None for hook in hooks.values())
 
 
 def _call_reducer(reducer: weakref.ref[Reducer], number: int, param: nn.Parameter) -> None:

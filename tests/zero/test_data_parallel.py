@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import pickle
 from unittest import mock
 
 import pytest
@@ -17,7 +16,8 @@ from toy import batch, largest_difference, make_toy, weights
 from zero import ShardedDataParallel, ShardedOptimizer, collectives
 from zero.build import clip_grad_norm_
 from zero.collectives import Communicator
-from zero.reducer import BucketGradients, SentGradient, local_gradient
+from zero.gradients import SentGradient
+from zero.reducer import BucketGradients
 
 STEPS = 7
 
@@ -28,7 +28,7 @@ def make(shard_gradients=False, seed=None):
     optimizer = ShardedOptimizer(
         model.param_groups(), torch.optim.AdamW, bucket_mb=TINY_MB, registration_order=model.parameters(), lr=0.01, fused=True
     )
-    return ShardedDataParallel(model, optimizer, shard_gradients=shard_gradients, overlap=True), optimizer
+    return ShardedDataParallel(model, optimizer, shard_gradients=shard_gradients, overlap=[model.hidden, model.head]), optimizer
 
 
 def loss_of(model, step, rank, micro_step):
@@ -50,6 +50,7 @@ def sharded_run(micro_steps=1, clip=0.0, shard_gradients=False):
             assert clip_grad_norm_(optimizer, clip) > clip, "the clip must bite"
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
+    optimizer.synchronize()
     return weights(model)
 
 
@@ -258,14 +259,14 @@ def buckets_that_nobody_has_filled():
     layers = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(9))
     optimizer = ShardedOptimizer(layers.parameters(), torch.optim.AdamW, bucket_mb=64 * 4 / 1e6)
     model = ShardedDataParallel(layers, optimizer)
-    alive, place = [], BucketGradients.place
+    alive, places = [], BucketGradients.places
 
-    def counting(gradients, slice_):
-        result = place(gradients, slice_)
+    def counting(gradients):
+        result = places(gradients)
         alive.append(sum(gradients.buffer is not None for gradients in model.reducer._gradients))
         return result
 
-    with mock.patch.object(BucketGradients, "place", counting):
+    with mock.patch.object(BucketGradients, "places", counting):
         layers[0](torch.ones(2, 8)).sum().backward()
     assert len(alive) == len(optimizer.buckets) == 9
     assert max(alive) == 2
@@ -278,42 +279,3 @@ def test_steps_of_two_ranks():
         *(a_rank_without_gradients, half_precision_norms, a_trace_names_the_phases_of_a_step_by_bucket),
         *(functools.partial(a_backward_without_gradients, shard_gradients) for shard_gradients in (False, True)),
     )
-
-
-def test_a_sent_gradient_has_a_shape_and_no_elements():
-    param = nn.Parameter(torch.ones(3, 2, dtype=torch.bfloat16))
-    sent = SentGradient(param)
-    param.grad = sent
-    assert (param.grad.shape, param.grad.dtype) == (param.shape, param.dtype)
-    assert local_gradient(param) is None
-    assert "shape=(3, 2)" in repr(sent)
-    for read in (
-        lambda: param.grad + 1,
-        lambda: param.grad.norm(),
-        lambda: param.grad.data.mul_(2),
-        lambda: setattr(param.grad, "data", torch.ones(3, 2)),
-        lambda: param.grad.share_memory_(),
-        lambda: pickle.dumps(param.grad),
-    ):
-        with pytest.raises(RuntimeError, match="cannot be read or written"):
-            read()
-
-
-def test_a_sent_gradient_keeps_what_backward_adds():
-    param = nn.Parameter(torch.ones(3))
-    sent = param.grad = SentGradient(param)
-    for factor in (1.0, 2.0):
-        (factor * param).sum().backward()
-    assert param.grad is sent
-    assert torch.equal(local_gradient(param), torch.full((3,), 3.0))
-    assert torch.equal(sent.added, torch.full((3,), 3.0))
-
-
-@pytest.mark.parametrize("foreach", [False, True])
-def test_a_sent_gradient_can_be_zeroed(foreach):
-    param = nn.Parameter(torch.ones(3))
-    sent = param.grad = SentGradient(param)
-    param.sum().backward()
-    torch.optim.SGD([param], foreach=foreach).zero_grad(set_to_none=False)
-    assert sent.added is None
-    assert sent.zeroed

@@ -28,7 +28,7 @@ def make(mode, compile_blocks=False, **overrides):
     if compile_blocks:
         model.compile_blocks()
     flags = replace(MODES[mode], **overrides)
-    return build(model, model.param_groups(0.1), flags, overlap=True, lr=1.2e-3, betas=(0.9, 0.95))
+    return build(model, model.param_groups(0.1), flags, overlap=model.blocks, lr=1.2e-3, betas=(0.9, 0.95))
 
 
 def train(model, optimizer, steps=STEPS, micro_steps=1, clip=0.0):
@@ -46,6 +46,7 @@ def train(model, optimizer, steps=STEPS, micro_steps=1, clip=0.0):
 
 def weights_after(model, optimizer, **how):
     train(model, optimizer, **how)
+    getattr(optimizer, "synchronize", int)()
     return weights(model)
 
 

@@ -91,8 +91,6 @@ ORDERS = [
     ("synchronized", "norm", "local", "synchronized"),
     ("synchronized", "norm", "drop", "synchronized"),
     ("synchronized", "zero", "synchronized"),
-    ("synchronized", "zero one", "synchronized"),
-    ("synchronized", "norm", "drop one", "synchronized"),
 ]
 
 
@@ -118,10 +116,6 @@ def several_backwards(order):
                 optimizer.zero_grad(set_to_none=False)
             elif what == "drop":
                 optimizer.zero_grad()
-            elif what == "zero one":
-                model.module.hidden.weight.grad.zero_()
-            elif what == "drop one":
-                model.module.hidden.weight.grad = None
             elif what == "norm":
                 clip_grad_norm_(optimizer, math.inf)
             else:

@@ -77,7 +77,7 @@ def test_parity(world_size):
 
 
 def alone_under_averaging_by_hand():
-    """Without ShardedDataParallel: clipped gradients stay clipped, new gradients and written weights are used."""
+    """Without ShardedDataParallel: clipped gradients stay clipped, new gradients and weights that were set are used."""
     model, masters = make_toy(), make_toy()
     optimizer = ShardedOptimizer(model.param_groups(), torch.optim.SGD, param_dtype="bfloat16", lr=1.0)
     model.to(torch.bfloat16)
@@ -94,7 +94,7 @@ def alone_under_averaging_by_hand():
         low = {name: tensor.to(torch.bfloat16) for name, tensor in weights(masters).items()}
         assert largest_difference(weights(model), low) <= 2**-8
         for param, master in zip(model.parameters(), masters.parameters(), strict=True):
-            master.data.copy_(param.data.mul_(0.9))
+            optimizer.set_parameter(param, master.data.mul_(0.9))
     return held_bytes(optimizer)["master"]
 
 

@@ -19,7 +19,7 @@ from zero.tensors import from_dlpack
 def built(muon=False, **flags):
     assert not dist.is_initialized()
     model = make_toy()
-    return model, *build(model, model.param_groups(muon), Flags(bucket_mb=0.0002, **flags), overlap=True, lr=0.01)
+    return model, *build(model, model.param_groups(muon), Flags(bucket_mb=0.0002, **flags), overlap=[model.hidden], lr=0.01)
 
 
 @pytest.mark.parametrize(

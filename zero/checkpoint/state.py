@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Self
 
 import torch
 
-from zero.checks import ENTRIES
+from zero.checks import ENTRIES, check_in_place
 from zero.codecs import Encoded
 from zero.host_comm import gather_objects, gather_tensors
 from zero.layout import Slice
@@ -168,6 +168,7 @@ def _synchronized(optimizer: torch.optim.Optimizer) -> Partition:
     """Return the partition, with nothing in flight, and every parameter in its place."""
     if isinstance(optimizer, ShardedOptimizer):
         optimizer.synchronize()
+        check_in_place(optimizer)
         optimizer.comm.pool.clear()  # frees memory for the copy
     return partition(optimizer)
 

@@ -1,4 +1,4 @@
-"""zero/communication.py: bytes sent and time waited, the same for each of the three implementations."""
+"""run/communication.py: bytes sent and time waited, the same for each of the three implementations."""
 
 import itertools
 import time
@@ -9,10 +9,11 @@ import torch
 import torch.distributed as dist
 from ranks import run_in_turn, run_ranks
 from toy import MODES, batch, build_toy, train
-from zero.communication import KINDS, CommunicationMeter
 
 from distributed.ranks import gather_numbers
 from forecast.prediction import ShardedPrediction
+from run.communication import CommunicationMeter
+from zero.collectives import KINDS
 from zero.sharded_state import partition
 
 USED = {  # kinds that send or wait

@@ -56,6 +56,8 @@ class ShardedDataParallel(nn.Module):
         super().__init__()
         if not isinstance(optimizer, ShardedOptimizer):
             raise ValueError(f"ShardedDataParallel needs a ShardedOptimizer, not {type(optimizer).__name__}")
+        if not isinstance(overlap, Iterable):
+            raise ValueError(f"overlap={overlap!r} must be modules of the model, such as overlap=model.blocks; or leave it out")
         units = list(overlap)
         check_wrapping(module, optimizer, (nn.parallel.DistributedDataParallel, ShardedDataParallel), units)
         self.module, self.optimizer = module, optimizer

@@ -50,8 +50,10 @@ class ParameterGradients(GradientSource):
         self._optimizer = optimizer  # a ShardedOptimizer
 
     def check(self) -> None:
-        """Refuse a parameter that has a gradient on some ranks only: each rank would update its slices of it, or would not."""
+        """Refuse sparse gradients, and those on some ranks only: each rank would update its slices, or would not."""
         comm, params = self._optimizer.comm, self._optimizer.flat_params
+        if any(param.grad is not None and param.grad.is_sparse for param in params):
+            raise RuntimeError(SPARSE)
         if comm.world_size == 1:
             return
         has_one = torch.tensor([param.grad is not None for param in params], dtype=torch.bool, device="cpu")
@@ -72,8 +74,6 @@ class ParameterGradients(GradientSource):
                 if gradient is None:
                     local.grad = None
                     continue
-                if gradient.is_sparse:
-                    raise RuntimeError(SPARSE)
                 flat = flattened(gradient, owned.param)
                 if bucket.masters is None and flat.data_ptr() == gradient.data_ptr():  # `flat` is a view
                     local.grad = shaped(flat[owned.start : owned.stop], local)

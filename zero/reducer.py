@@ -164,6 +164,8 @@ class Reducer(GradientSource):
         self._agreement: tuple[list[dist.Work], torch.Tensor] | None = None
         self._sent = [SentGradient(param) for param in self.params]
         self._held = [part._parameters for part in wrapper.module.modules() if part._parameters]  # by the parts of the module
+        # a message that is under way must not lose its memory; at the end of the program, the other rank may be gone
+        weakref.finalize(self, _wait_for_reductions, self._gradients).atexit = False
         # not hooks of autograd's nodes, which would keep a gradient in memory while its bucket is sent
         on_gradient = partial(_call_reducer, weakref.ref(self))
         self._hooks = [
@@ -380,6 +382,11 @@ class Reducer(GradientSource):
             gradients.drop(reuse=self.optimizer.is_known)
         self._used.clear()
         self.in_backward = self._is_collected = False
+
+
+def _wait_for_reductions(of_buckets: list[BucketGradients]) -> None:
+    for gradients in of_buckets:
+        gradients.wait()
 
 
 def _is_reduced(param: nn.Parameter) -> bool:

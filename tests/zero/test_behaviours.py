@@ -1,4 +1,4 @@
-"""DistributedDataParallel's behaviours: under ShardedDataParallel each is the same, with and without overlap, or is refused."""
+"""DistributedDataParallel's behaviours: under ShardedDataParallel each is the same, or is refused."""
 
 import collections
 import contextlib
@@ -6,10 +6,7 @@ import copy
 import dataclasses
 import gc
 import io
-import multiprocessing
-import os
 import re
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -17,13 +14,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from blocks import BLOCKS, HELD, WIDTH
 from nets import TINY_MB, average_gradients, backward, inputs, late_on_the_last_rank, net
 from ranks import run_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils import parametrize, prune
+from torch.nn.utils import prune
 from torch.optim import lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn, update_bn
@@ -34,23 +29,21 @@ Tensors = list[torch.Tensor]
 
 
 class Wrap:
-    """Wraps a module with torch's two classes, or with this package's. `overlap` is None for torch's."""
+    """Wraps a module with this package's two classes, or with torch's."""
 
-    def __init__(self, overlap: bool | None, bucket_mb: float = TINY_MB, by_hand: bool = False) -> None:
-        self.overlap, self.bucket_mb, self.by_hand = overlap, bucket_mb, by_hand
+    def __init__(self, sharded: bool = True, by_hand: bool = False) -> None:
+        self.sharded, self.by_hand = sharded, by_hand
 
     def optimizer(self, params: Any, cls: Any = torch.optim.AdamW, **options: Any) -> Any:
-        if self.overlap is None:
-            return cls(params, lr=0.01)
-        return ShardedOptimizer(params, cls, bucket_mb=self.bucket_mb, lr=0.01, **options)
+        return ShardedOptimizer(params, cls, bucket_mb=TINY_MB, lr=0.01, **options) if self.sharded else cls(params, lr=0.01)
 
     def model(self, module: nn.Module, optimizer: Any, **options: Any) -> Any:
         if self.by_hand:
             optimizer.register_step_pre_hook(lambda *_: average_gradients(module.parameters()))
             return module
-        if self.overlap is None:
+        if not self.sharded:
             return DistributedDataParallel(module, **({"find_unused_parameters": "static_graph" not in options} | options))
-        return ShardedDataParallel(module, optimizer, overlap=self.overlap)
+        return ShardedDataParallel(module, optimizer)
 
     def __call__(self, module: nn.Module, groups: Any = None, **options: Any) -> Any:
         optimizer = self.optimizer(module.parameters() if groups is None else groups)
@@ -185,24 +178,6 @@ def in_a_thread(function, *args):
         return pool.submit(function, *args).result()
 
 
-def a_thread_reads(model, module, optimizer):
-    """It and the training must not wait for the same receive."""
-    done = threading.Event()
-
-    def read():
-        while not done.is_set():
-            for param in module.parameters():
-                param.detach().sum().item()
-
-    with ThreadPoolExecutor(1) as pool:
-        reading = pool.submit(read)
-        try:
-            steps(model, optimizer, 30)
-        finally:
-            done.set()
-        reading.result()
-
-
 @dataclasses.dataclass
 class Output:
     logits: torch.Tensor
@@ -311,23 +286,6 @@ def failing_forward(model, module, step):
     backward(model, step)
 
 
-def a_failing_backward(wrap):
-    """The optimizer or the module drops what it leaves; torch's wrapper would wait for the rest of its all-reduces."""
-    module = net()
-    model, optimizer = wrap(module)
-    for step in range(4):
-        if wrap.overlap is not None:
-            hook = module[0].weight.register_hook(lambda _: 1 / 0)
-            with pytest.raises(ZeroDivisionError):
-                backward(model, 100 + step)
-            hook.remove()
-            (module if step % 2 else optimizer).zero_grad()
-        backward(model, step)
-        optimizer.step()
-        optimizer.zero_grad()
-    return weights(module)
-
-
 def a_backward_of_a_part(model, module, step):
     """Then another one of everything."""
     model(inputs(step)).square().sum().backward(inputs=[module[2].weight])
@@ -339,19 +297,14 @@ def a_backward_of_a_part(model, module, step):
 
 
 def a_dropped_batch(of):
-    """`zero_grad` of the wrapper, of the module or of a part of it, whose other part then has the gradients of two batches."""
+    """By `zero_grad` of the wrapper or of the module."""
 
     def each(model, module, step):
         backward(model, 100 + step)
-        {"wrapper": model, "module": module, "part": module[0]}[of].zero_grad()
+        {"wrapper": model, "module": module}[of].zero_grad()
         backward(model, step)
 
     return loop(each)
-
-
-def one_gradient_less(model, module, step):
-    backward(model, step)
-    module[0].weight.grad = None
 
 
 def gradients_of_zero(model, module, optimizer, step):
@@ -498,20 +451,6 @@ def initialize_again(module, step):
     module.apply(lambda part: part.reset_parameters() if isinstance(part, nn.Linear) else None)
 
 
-def normalize_rows(module, step):
-    module[0].weight.data = F.normalize(module[0].weight.data, dim=1)
-
-
-def orthogonal(module, step):
-    """Its strides are those of a transposed matrix."""
-    module[0].weight.data = torch.linalg.qr(module[0].weight.data)[0].t().contiguous().t()
-
-
-def from_vector(module, step):
-    vector = nn.utils.parameters_to_vector(module.parameters()).detach() * 0.9
-    nn.utils.vector_to_parameters(vector, module.parameters())
-
-
 def load(strict, assign=False):
     def change(module, step):
         state = {name: tensor * 0.9 for name, tensor in module.state_dict().items()}
@@ -532,39 +471,9 @@ def rewind(model, module, optimizer):
     steps(model, optimizer, 2, first=4)
 
 
-def parametrized(module, step):
-    if step == 1:
-        parametrize.register_parametrization(module[0], "weight", nn.Tanh(), unsafe=True)
-    if step == 3:
-        parametrize.remove_parametrizations(module[0], "weight", leave_parametrized=False)
-
-
 def pruned(module, step):
     if step == 1:
         prune.l1_unstructured(module[0], "weight", amount=0.3)
-
-
-class WithExtra(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.inner, self.extra = net(), nn.Linear(8, 3)
-
-    def forward(self, x):
-        return self.inner(x) + (0 if self.extra is None else self.extra(x))
-
-
-def a_part_deleted(module, step):
-    if step == 2:
-        module.extra = None
-
-
-def grows(module, step):
-    if step == 2:
-        module.extra = nn.Linear(8, 3)
-
-
-def swapped(module, step):
-    module[0], module[2] = module[2], module[0]
 
 
 # -- hooks ---------------------------------------------------------------------------------------------------------------
@@ -751,19 +660,6 @@ def scaled(enabled):
     return on(net, train)
 
 
-def three_phases(wrap, delete=False):
-    """A second optimizer, if `delete` after the first one and its wrapper have been deleted; a part is frozen at first."""
-    module = net()
-    for phase in range(3):
-        module[0].requires_grad_(phase > 0)
-        model, optimizer = wrap(module)
-        steps(model, optimizer, 2, first=10 * phase)
-        if delete:
-            del model, optimizer
-            gc.collect()
-    return weights(module)
-
-
 def with_complex_parameters():
     torch.manual_seed(0)
     return nn.Linear(8, 3, dtype=torch.complex64)
@@ -849,28 +745,6 @@ def functional_call_with_one_weight(model, module, optimizer, step):
         ]
 
 
-def shallow_copy(model, module, optimizer, step):
-    with torch.no_grad():
-        return [copy.copy(module)(inputs(step)), copy.copy(module[0])(inputs(step))]
-
-
-def forked(model, module, optimizer, step):
-    """A child process reads the weights."""
-    receiver, sender = multiprocessing.get_context("fork").Pipe(False)
-    pid = os.fork()
-    if pid == 0:
-        try:
-            sender.send([param.detach().numpy().tolist() for param in module.parameters()])
-        except RuntimeError as error:
-            sender.send(str(error))
-        os._exit(0)
-    found = receiver.recv()
-    os.waitpid(pid, 0)
-    if isinstance(found, str):
-        raise RuntimeError(found)
-    return [torch.tensor(values) for values in found]
-
-
 def compiled(what):
     """Before or after the module is wrapped: it, a child, the wrapper, or a function that calls the wrapper."""
 
@@ -908,29 +782,6 @@ def two_optimizers(wrap):
     return weights(module)
 
 
-def holding(block):
-    """Forward reads a weight that some holder has, past its module."""
-
-    def trains(wrap):
-        torch.manual_seed(0)
-        module = nn.Sequential(nn.Linear(8, WIDTH), BLOCKS[block](), nn.Linear(WIDTH, 3))
-        steps(*wrap(module))
-
-    return trains
-
-
-def a_late_read(model, module, optimizer):
-    """A gradient of a parameter that was read through a reference taken before step; afterwards the model is whole."""
-    references = list(module.parameters())
-    steps(model, optimizer, 1)
-    try:
-        (inputs() @ references[2].t()).sum().backward()
-    finally:
-        optimizer.zero_grad()
-        assert model(inputs()).isfinite().all()
-        assert all(param.isfinite().all() for param in references)
-
-
 CONTEXTS: dict[str, Any] = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode, "grad": torch.enable_grad}
 BEHAVIOURS: dict[str, Any] = {
     "gradient penalty": loop(gradient_penalty),
@@ -951,7 +802,6 @@ BEHAVIOURS: dict[str, Any] = {
     "autocast": loop(under(partial(torch.autocast, "cpu", torch.bfloat16))),
     "backward in a thread": loop(lambda model, _, step: in_a_thread(backward, model, step)),
     "forward in a thread": loop(lambda model, _, step: in_a_thread(model, inputs(step)).square().sum().backward()),
-    "a thread reads": on(net, a_thread_reads),
     **{f"output in a {kind}": output_of_kind(kind) for kind in OUTPUTS},
     "functional_call": loop(functional_call),
     "functional gradients": loop(functional_gradients),
@@ -964,10 +814,8 @@ BEHAVIOURS: dict[str, Any] = {
     "adversarial examples": loop(input_gradient_by_wrapper),
     "meta-learning": loop(meta_learning),
     "failing forward": loop(failing_forward),
-    "failing backward": a_failing_backward,
-    **{f"a batch dropped by the {of}": a_dropped_batch(of) for of in ("wrapper", "module", "part")},
+    **{f"a batch dropped by the {of}": a_dropped_batch(of) for of in ("wrapper", "module")},
     "steps without zero_grad": loop(clear=False),
-    "one gradient less": loop(one_gradient_less),
     "gradients of zero": loop(after=gradients_of_zero),
     "nothing has a gradient": loop(lambda model, _, step: backward(model, step) if step % 2 else None),
     "gradients dropped in no_sync": gradients_dropped_in_no_sync,
@@ -981,14 +829,11 @@ BEHAVIOURS: dict[str, Any] = {
     "BatchNorm": loop(two_micro_steps, with_batch_norm, evaluated_after_step),
     **{
         f"between steps: {change.__name__}": between_steps(change)
-        for change in (freeze, write_weights, write_data, initialize_again, normalize_rows, from_vector, pruned)
+        for change in (freeze, write_weights, write_data, initialize_again, pruned)
     },
     "between steps: load": between_steps(load(True)),
     "between steps: load a part": between_steps(load(False)),
     "rewind": on(net, rewind),
-    "a part deleted": between_steps(a_part_deleted, make=WithExtra),
-    "tied later": between_steps(lambda module, _: setattr(module[2], "weight", module[0].weight), make=partial(net, 8)),
-    "swapped": between_steps(swapped, make=partial(net, 8)),
     **{
         f"{install.__name__} on {on}{' later' * later}": hooked(install, on, later)
         for install in (forward_hooks, hooks_that_read, backward_hooks, gradient_hooks)
@@ -1010,13 +855,10 @@ BEHAVIOURS: dict[str, Any] = {
     ),
     "a group replaced": loop(after=a_group_replaced),
     "weights clamped over param_groups": loop(after=clamped(lambda group: group)),
-    "weights clamped over a copy of param_groups": loop(after=clamped(dict)),
     "a parameter of the loss": a_parameter_of_the_loss,
     "wrapped after a step alone": wrapped_after_a_step_alone,
     "a closure": on(net, a_closure),
     "a disabled scaler": scaled(enabled=False),
-    "three phases": partial(three_phases, delete=True),
-    "three phases without deletion": three_phases,
     "complex parameters": loop(
         lambda model, _, step: model(inputs(step) + 0j).abs().square().sum().backward(), with_complex_parameters
     ),
@@ -1032,7 +874,6 @@ BEHAVIOURS: dict[str, Any] = {
     "no_sync around backward": loop(no_sync(False, True)),
     "failing in no_sync": loop(failing_in_no_sync),
     "functional_call with one weight": loop(after=functional_call_with_one_weight),
-    "shallow copy": loop(after=shallow_copy),
     "traced": loop(make=lambda: torch.fx.symbolic_trace(net())),
     **{f"compiled {what}": compiled(what) for what in ("module", "child", "wrapper", "function", "child, later")},
     "static graph": loop(static_graph=True),
@@ -1044,38 +885,26 @@ AVERAGED_BY_HAND: dict[str, Any] = {
     "two losses": loop(two_losses),
     "first the penalty's backward": loop(first_the_penalty_backward),
     "backward of a part": loop(a_backward_of_a_part),
-    "only a part runs": loop(lambda _, module, step: module[0](inputs(step)).square().sum().backward()),
-    "parametrized": between_steps(parametrized),
-    "other dtypes in between": between_steps(lambda module, _: module.double().float()),  # torch replaces autograd nodes
 }
 REFUSED: dict[str, Any] = {
     "a buffer on one rank": (loop(make=partial(Buffers, "register on one rank", True)), "buffers differ between the ranks"),
-    "data with other strides": (between_steps(orthogonal), r"0\.weight was moved or replaced"),
-    "weights assigned": (between_steps(load(True, assign=True)), r"0\.weight, .* replaced \(for example by load_state_dict"),
-    "a new part": (between_steps(grows, make=WithExtra), r"extra\.weight, extra\.bias require gradients"),
     "a scaler": (scaled(enabled=True), r"this gradient cannot be read or written: .*optimizer\.clip_grad_norm_"),
     "no_sync around the last backward": (loop(no_sync(False, True, False)), "must run outside of no_sync"),
-}
-REFUSED_WITH_OVERLAP: dict[str, Any] = {
-    **{block: (holding(block), r"uses 1\..*inner\.weight before its all-gather has ended") for block in sorted(HELD)},
-    "a late read": (on(net, a_late_read), r"2\.weight has a gradient, but its all-gather was never waited for"),
 }
 
 
 def differences(part: int) -> dict[str, float]:
-    """By behaviour of a half of them and how it is wrapped: the largest difference from torch's own."""
-    found, sizes = {}, (75, TINY_MB) if part else (TINY_MB, 75)
+    """By behaviour of a half of them: the largest difference from torch's own."""
+    found = {}
     with late_on_the_last_rank():
         for name in list(BEHAVIOURS | AVERAGED_BY_HAND)[part::2]:
             trains = (BEHAVIOURS | AVERAGED_BY_HAND)[name]
-            expected = trains(Wrap(None, by_hand=name in AVERAGED_BY_HAND))
-            for overlap, bucket_mb in zip((False, True), sizes, strict=True):
-                result = trains(Wrap(overlap, bucket_mb))
-                gc.collect()
-                assert [tensor.shape for tensor in result] == [tensor.shape for tensor in expected], name
-                assert all(tensor.isfinite().all() for tensor in result), name
-                largest = max((one - other).abs().max().item() for one, other in zip(result, expected, strict=True))
-                found[f"{name}, {overlap=}, {bucket_mb=}"] = largest
+            expected = trains(Wrap(sharded=False, by_hand=name in AVERAGED_BY_HAND))
+            result = trains(Wrap())
+            gc.collect()
+            assert [tensor.shape for tensor in result] == [tensor.shape for tensor in expected], name
+            assert all(tensor.isfinite().all() for tensor in result), name
+            found[name] = max((one - other).abs().max().item() for one, other in zip(result, expected, strict=True))
     return found
 
 
@@ -1089,29 +918,17 @@ def refusals() -> list[str]:
     """The refusals that did not come."""
     missing = []
     with late_on_the_last_rank():
-        for name, (trains, reason) in (REFUSED | REFUSED_WITH_OVERLAP).items():
-            for overlap in (True,) if name in REFUSED_WITH_OVERLAP else (False, True):
-                message = ""
-                try:
-                    trains(Wrap(overlap))
-                except RuntimeError as error:
-                    message = str(error)
-                if not re.search(reason, message):
-                    missing.append(f"{name}, {overlap=}: {message}")
-                gc.collect()
+        for name, (trains, reason) in REFUSED.items():
+            message = ""
+            try:
+                trains(Wrap())
+            except RuntimeError as error:
+                message = str(error)
+            if not re.search(reason, message):
+                missing.append(f"{name}: {message}")
+            gc.collect()
     return missing
 
 
 def test_what_differs_is_refused():
     assert run_ranks(refusals, 2) == [[], []]
-
-
-def fork() -> int:
-    forks = loop(after=forked)
-    with pytest.raises(RuntimeError, match="this process was forked while all-gathers were in flight"):
-        forks(Wrap(overlap=True))
-    return len(forks(Wrap(overlap=False)))
-
-
-def test_a_forked_process_reads_the_weights_or_is_told_to_wait():
-    assert run_ranks(fork, 2) == [20, 20]

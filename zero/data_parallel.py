@@ -89,9 +89,8 @@ class ShardedDataParallel(nn.Module):
     def _check_own_parameters(self) -> None:
         check_values(self.module)
         check_all_managed(self.module, self.optimizer.number_of)
-        attributes = (item for part in self.module.modules() for item in vars(part).items())
-        for name, tensor in (*self.module.named_parameters(), *self.module.named_buffers(), *attributes):
-            if not isinstance(tensor, torch.Tensor) or tensor in self.optimizer.number_of:
+        for name, tensor in (*self.module.named_parameters(), *self.module.named_buffers()):
+            if tensor in self.optimizer.number_of:
                 continue
             if any(buffer.held(tensor) for buffer in self.optimizer.buffers):
                 raise ValueError(

@@ -271,17 +271,14 @@ def checkpoint_of_part(use_reentrant):
 
 
 class Holder(nn.Module):
-    """Reads the weight of its child in a way of its own, which it has made once: at construction, or in the first forward."""
+    """Reads the weight of its child past it, in a way that it has made at construction."""
 
-    def __init__(self, hold, late):
+    def __init__(self, hold):
         super().__init__()
-        self.inner, self.hold, self.read = linear(), hold, None
-        if not late:
-            self.read = hold(self)
+        self.inner = linear()
+        self.read = hold(self)
 
     def forward(self, x):
-        if self.read is None:
-            self.read = self.hold(self)
         return self.inner(F.linear(x, self.read()))
 
 
@@ -292,28 +289,11 @@ def in_a_module(holder):
     return lambda: borrowed[0].weight
 
 
-def in_an_attribute(take, is_buffer=False):
-    """What `take` makes of the weight, in an attribute, where it is found when the memory of the weight moves."""
-
-    def hold(holder):
-        if is_buffer:
-            holder.register_buffer("alias", None)
-        holder.alias = take(holder.inner.weight)
-        return lambda: holder.alias.view(-1, WIDTH).expand(WIDTH, WIDTH)
-
-    return hold
-
-
 HOLDERS: dict[str, Callable[[Holder], Callable[[], torch.Tensor]]] = {
     "a list": lambda holder: lambda held=(holder.inner.weight,): held[0],
     "a set": lambda holder: lambda held={holder.inner.weight}: next(iter(held)),
     "a bound method": lambda holder: lambda method=holder.inner.weight.t: method().t(),
     "a module": in_a_module,
-    "an alias": in_an_attribute(lambda weight: weight.detach()),
-    "the data": in_an_attribute(lambda weight: weight.data),
-    "a row": in_an_attribute(lambda weight: weight.data[2]),
-    "a buffer": in_an_attribute(lambda weight: weight.detach(), is_buffer=True),
-    "a row in a buffer": in_an_attribute(lambda weight: weight.data[2], is_buffer=True),
 }
 
 
@@ -411,11 +391,7 @@ BLOCKS: dict[str, Callable[[], nn.Module]] = {
     "read in a reentrant checkpoint": lambda: checkpoint_of_part(True),
     "read in a checkpoint": lambda: checkpoint_of_part(False),
     "list read by a method": lambda: reads_its_list_in("apply_list"),
-    **{
-        f"held in {name}{', later' * late}": partial(Holder, hold, late)
-        for name, hold in HOLDERS.items()
-        for late in (False, True)
-    },
+    **{f"held in {name}": partial(Holder, hold) for name, hold in HOLDERS.items()},
 }
 
 # how a model runs its block
@@ -433,6 +409,5 @@ RUNS: dict[str, Callable[[nn.Module, torch.Tensor], torch.Tensor]] = {
 # what computes its weight in a hook, of which only a call takes notice, and whose weight torch cannot copy
 BY_HOOK = {"legacy weight norm", "legacy spectral norm", "pruned"}
 
-# what holds its weight past its module, and the part of it whose memory was taken before the model was wrapped
-HELD = {block for block in BLOCKS if block.startswith("held in") or block == "list read by a method"}
-EARLY_ALIASES = {f"held in {name}" for name in ("an alias", "the data", "a row", "a buffer", "a row in a buffer")}
+# what writes to its weights in forward, and masters would not follow
+WRITES = {"clamps itself", "clamps its child"}

@@ -1,9 +1,7 @@
 """What reads or writes the weights of a model in training without calling it, in the ways of training scripts."""
 
 import copy
-import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -14,11 +12,10 @@ from torch import nn
 class Reader:
     """Made once, before the first step. What it has `found` is the same whatever the optimizer is.
 
-    With `by_reference` it reads, outside of forward, through references that it has taken once. That is what the rule of
-    overlapped all-gathers is about: `optimizer.synchronize()` comes first.
+    With overlap, `optimizer.synchronize()` comes before `after_step` of one that `reads` parameters.
     """
 
-    by_reference = False
+    reads = False
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.model, self.optimizer = model, optimizer
@@ -31,14 +28,13 @@ class Reader:
     def after_step(self) -> None:
         """Called right after each step."""
 
-    def stop(self) -> None:
-        """Called after the last step."""
-
 
 def reads(read: Callable[[nn.Module, torch.optim.Optimizer], Any]) -> type[Reader]:
     """Parameters that are looked up anew after each step."""
 
     class Looks(Reader):
+        reads = True
+
         def after_step(self) -> None:
             self.found += [tensor.detach().clone() for tensor in read(self.model, self.optimizer)]
 
@@ -49,7 +45,7 @@ def holds(take: Callable[[nn.Module], Callable[[], Any]]) -> type[Reader]:
     """Parameters that have been looked up once, in some holder, which `take` returns as a function that opens it."""
 
     class Holds(Reader):
-        by_reference = True
+        reads = True
 
         def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
             super().__init__(model, optimizer)
@@ -61,22 +57,10 @@ def holds(take: Callable[[nn.Module], Callable[[], Any]]) -> type[Reader]:
     return Holds
 
 
-def in_a_thread(read: type[Reader]) -> type[Reader]:
-    """The same in another thread, which ends before training goes on."""
-
-    class InAThread(read):  # type: ignore[misc, valid-type]
-        def after_step(self) -> None:
-            thread = threading.Thread(target=super().after_step)
-            thread.start()
-            thread.join()
-
-    return InAThread
-
-
 class OfAList(Reader):
     """It has made a list of the parameters once."""
 
-    by_reference = True
+    reads = True
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         super().__init__(model, optimizer)
@@ -101,30 +85,6 @@ class Clamp(OfAList):
     def after_step(self) -> None:
         for param in self.params:
             param.data.clamp_(-0.3, 0.3)
-
-
-def while_it_trains(read: type[Reader]) -> type[Reader]:
-    """The same again and again, in a thread. What it finds is not compared, because it depends on the moment."""
-
-    class Watches(read):  # type: ignore[misc, valid-type]
-        def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-            super().__init__(model, optimizer)
-            self.is_done = threading.Event()
-            self.watching = ThreadPoolExecutor(1).submit(self.watch)
-
-        def watch(self) -> None:
-            while not self.is_done.wait(0.001):
-                super().after_step()
-                self.found.clear()
-
-        def after_step(self) -> None:
-            """It reads all the time."""
-
-        def stop(self) -> None:
-            self.is_done.set()
-            self.watching.result()
-
-    return Watches
 
 
 def trainable(model: nn.Module) -> list[nn.Parameter]:
@@ -203,19 +163,13 @@ READERS: dict[str, type[Reader]] = {
     "one vector": reads(lambda model, _: [torch.cat([param.detach().double().flatten() for param in model.parameters()])]),
     "by name": reads(lambda model, _: [model.get_parameter(name) for name, _ in model.named_parameters()]),
     "param_groups": reads(lambda _, optimizer: [param for group in optimizer.param_groups for param in group["params"]]),
-    "parameters in a thread": in_a_thread(reads(lambda model, _: model.parameters())),
     "list": holds(once(lambda model: list(model.parameters()))),
     "named list": holds(once(lambda model: dict(model.named_parameters()).values())),
     "closure": holds(closure),
     "old state dict": holds(once(lambda model: model.state_dict().values())),
-    "detached aliases": holds(once(lambda model: [param.detach() for param in model.parameters()])),
-    "rows": holds(once(lambda model: [param.data[1:] for param in model.parameters() if param.dim() == 2])),
     "another module": holds(twin),
-    "list in a thread": in_a_thread(holds(once(lambda model: list(model.parameters())))),
     "average over a list": Average,
     "clamp a list": Clamp,
-    "watching thread": while_it_trains(reads(lambda model, _: model.parameters())),
-    "thread that watches a list": while_it_trains(holds(once(lambda model: list(model.parameters())))),
     "saliency on one rank": between(saliency, 1),
     "saliency by backward on one rank": between(saliency_by_backward, 1),
     "logged penalty on one rank": between(penalty, 0),

@@ -31,7 +31,7 @@ import hypothesis
 import pytest
 import torch
 import torch.distributed as dist
-from blocks import BLOCKS, BY_HOOK, EARLY_ALIASES, HELD, RUNS, WIDTH, now
+from blocks import BLOCKS, BY_HOOK, RUNS, WIDTH, WRITES, now
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from nets import average_gradients, late_gathers
@@ -75,7 +75,7 @@ OPTIMIZERS = {
 DECLARED = {cls.__name__ for cls in ELEMENTWISE}
 NOT_ROUNDED = {"adagrad", "asgd", "rprop", "rmsprop centered", *DECLARED}
 NOT_ROUNDED -= {"SignMomentum", "AdamWithWarmup"}  # which say what may be rounded
-NOT_IN_FLOAT16 = {"float64", "bfloat16", "held in an alias", "held in the data", "held in a row"}  # torch refuses to mix dtypes
+NOT_IN_FLOAT16 = {"float64", "bfloat16"}  # torch refuses to mix dtypes
 # what DistributedDataParallel with find_unused_parameters=True refuses, or gets wrong, beside reentrant checkpoints
 NOT_UNDER_DDP = {"expanded buffer"}  # it would broadcast into it
 
@@ -98,7 +98,7 @@ class Description:
     no_sync: str = "attribute"  # or 'context'
     shard_gradients: bool = False
     shard_size: int = 0
-    overlap: bool = False
+    overlap: bool = False  # with the stem, the blocks and the head as units
     broadcast_buffers: bool = True
     reader: str = ""  # which of READERS
     clip: float = 0.0
@@ -228,7 +228,7 @@ def build(description, plain):
             optimizer,
             shard_gradients=description.shard_gradients,
             broadcast_buffers=broadcast_buffers,
-            overlap=description.overlap,
+            overlap=[model.stem, *model.blocks, model.head] if description.overlap else (),
         )
     return model, wrapper, optimizer
 
@@ -278,7 +278,7 @@ def train(description, plain):
         for group in optimizer.param_groups:
             group["lr"] *= 0.9
         optimizer.step()
-        if description.overlap and reader.by_reference and not plain:
+        if description.overlap and (reader.reads or average is not None) and not plain:
             optimizer.synchronize()
         reader.after_step()
         if average is not None:
@@ -291,7 +291,6 @@ def train(description, plain):
             wrapper.train()
         if description.zero_when == "after step":
             clear()
-    reader.stop()
     if isinstance(optimizer, ShardedOptimizer) and description.overlap:
         optimizer.synchronize()
     if description.is_rounded():
@@ -534,7 +533,6 @@ def is_expected_refusal(description, what):
         "declares no state that may be rounded": description.optimizer in NOT_ROUNDED,
         "subtracts one mean from another": description.optimizer == "rmsprop centered",
         "gets a gradient again": any("reentrant" in word for block in description.blocks for word in block),
-        "before its all-gather has ended": description.overlap and description.keys() & HELD,
     }
     return any(applies and reason in what for reason, applies in reasons.items())
 
@@ -546,28 +544,25 @@ def runs_of(block):
 
 @st.composite
 def descriptions(draw, most_ranks, optimizers):
-    others = [block for block in BLOCKS if block not in HELD]
-    kind = st.sampled_from(others) | st.sampled_from(others) | st.sampled_from(others) | st.sampled_from(list(HELD))
-    one = kind.flatmap(lambda block: st.tuples(st.just(block), runs_of(block)))
+    one = st.sampled_from(list(BLOCKS)).flatmap(lambda block: st.tuples(st.just(block), runs_of(block)))
     blocks = tuple(draw(st.lists(one, min_size=1, max_size=4)))
     keys = {block for block, _ in blocks}
     reentrant = any("reentrant" in word for block in blocks for word in block)
     ranks = draw(st.integers(2, most_ranks))
     optimizer = draw(st.sampled_from(optimizers))
-    overlap = draw(st.booleans())
+    zero_grad = draw(st.sampled_from(["optimizer", "optimizer", "optimizer", "wrapper", "module"]))
+    overlap = draw(st.booleans()) and all(run != "forward" for _, run in blocks)
     readers = [
         name
         for name in READERS
         if not (reentrant and name in OF_GRADIENTS)
         and not (keys & BY_HOOK and name == "another module")  # torch cannot copy them
-        and not (overlap and name == "thread that watches a list")  # the rule does not allow it
-        and not (overlap and keys & HELD and name == "watching thread")  # it may wait for what a forward would refuse
     ]
     rarely = st.integers(0, 9).map(lambda number: number == 0)  # for what is refused
     rounding = draw(st.sampled_from([{}, {}, {"dtype": "float16"}, {"state_dtype": "bfloat16"}, {"state_dtype": "int8"}]))
     if "state_dtype" in rounding and optimizer in NOT_ROUNDED and not draw(rarely):
         rounding = {}
-    if "dtype" in rounding and keys & NOT_IN_FLOAT16:
+    if "dtype" in rounding and keys & (NOT_IN_FLOAT16 | WRITES):
         rounding = {}
     if rounding:  # what is read meanwhile is not compared
         readers = []
@@ -576,7 +571,7 @@ def descriptions(draw, most_ranks, optimizers):
     # a weight that is used outside of forward only is marked as ready twice
     if reentrant or keys & NOT_UNDER_DDP or reader == "decay of a list":
         wrappers = ["sharded", "sharded", "sharded", "alone"]
-    if rounding or keys & EARLY_ALIASES:  # the optimizer alone does not know the module, whose attributes would have to follow
+    if rounding:
         wrappers = ["sharded"]
     return Description(
         blocks=blocks,
@@ -597,11 +592,10 @@ def descriptions(draw, most_ranks, optimizers):
         reader=reader,
         broadcast_buffers=draw(st.booleans()),
         clip=draw(st.sampled_from([0.0, 0.1])),
-        zero_grad=draw(st.sampled_from(["optimizer", "optimizer", "optimizer", "wrapper", "module"])),
+        zero_grad=zero_grad,
         zero_when=draw(st.sampled_from(["after step", "before forward", "before backward"])),
-        set_to_none=draw(st.sampled_from([True, True, False])),
-        # the wrapper checks its own forwards only
-        evaluate=draw(st.sampled_from(["", "wrapper"] if overlap and keys & HELD else ["", "wrapper", "module"])),
+        set_to_none=zero_grad == "module" or draw(st.sampled_from([True, True, False])),
+        evaluate=draw(st.sampled_from(["", "wrapper", "module"])),
         average=False if keys & BY_HOOK else draw(st.booleans()),
         late=draw(st.sampled_from([(), (0,), (1,), (0, 1, 2, 3), (0, 1, 2, 3)])),
         other_start=draw(st.booleans()),
@@ -662,8 +656,8 @@ def test_twenty_models(runner):
 
 
 def test_every_reader(runner):
-    both = [replace(PLAIN, reader=reader, overlap=overlap, late=(0, 1)) for reader in READERS for overlap in (False, True)]
-    try_all(runner, [d for d in both if not (d.overlap and d.reader == "thread that watches a list")])
+    late = replace(PLAIN, late=(0, 1))
+    try_all(runner, [replace(late, reader=reader, overlap=overlap) for reader in READERS for overlap in (False, True)])
 
 
 def test_every_optimizer(runner):
@@ -675,12 +669,9 @@ def test_every_optimizer(runner):
 
 
 def test_every_block(runner):
-    """Each block alone between the two ends of the model, in the smallest buckets, which all arrive as late as possible.
-
-    With overlap, where it admits the block; test_behaviours.py has the others.
-    """
+    """Each block alone between the two ends of the model, in the smallest buckets, which all arrive as late as possible."""
     harsh = Description(blocks=(), bucket_mb=0.000001, late=(0, 1), other_start=True)
-    alone = [replace(harsh, blocks=((block, "call"),), overlap=block not in HELD) for block in BLOCKS]
+    alone = [replace(harsh, blocks=((block, "call"),), overlap=True) for block in BLOCKS]
     try_all(runner, alone)
 
 

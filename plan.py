@@ -64,7 +64,7 @@ from data.vocabulary import DataError, expected_vocab_size
 from distributed.exits import exit_on_wrong_input
 from distributed.ranks import check_backend
 from forecast.advice import Advice, batch_of_the_run, cheapest, fewest_ranks, largest_model, prices, ways
-from forecast.modes import MODES, explained
+from forecast.modes import MODES, explained, without_effect
 from forecast.planner import PARTS, Planner
 from forecast.run_memory import CPU_RESIDENT
 from model import GPT2_SIZES, GPT2_VOCAB_SIZE, GPTConfig, check_block_size
@@ -276,7 +276,7 @@ def print_plan(planner: Planner, sizes: list[int]) -> list[dict[str, Any]]:
     print("\n*: the settings; --help explains the columns")
     if 1 in sizes:
         print("note: 1 rank is a process without torchrun; DistributedDataParallel would take the gradients once more")
-        if idle := Flags.of(settings).without_effect(1):
+        if idle := without_effect(Flags.of(settings), 1):
             print(f"note: without effect on 1 rank: {', '.join(idle)}")
     for size in sizes:
         if size > 1 and steps <= size:

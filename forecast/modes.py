@@ -77,6 +77,19 @@ def muon_of(settings: Mapping[str, Any]) -> dict[str, Any] | None:
     return None
 
 
+def without_effect(flags: Flags, world_size: int) -> list[str]:
+    """Return `use_zero1` and the settings other than the defaults, if they change nothing on `world_size` ranks."""
+    if world_size > 1 or not flags.use_zero1:
+        return []
+    acting = {"param_dtype", "state_dtype"}
+    if flags.implementation(1) == "sharded":
+        acting |= {"use_zero1", "bucket_mb"}
+    if flags.param_dtype != "float32":
+        acting.add("shard_gradients")  # sums over micro-steps are float32
+    values = {flag: getattr(flags, flag.name) for flag in fields(flags) if flag.name not in acting}
+    return [f"{flag.name}={value}" for flag, value in values.items() if value is True or value != flag.default]
+
+
 def explained(names: Iterable[str]) -> str:
     """Return a line per mode for a help text: its name, and its label with the settings of train.py that it stands for."""
     lines = []

@@ -13,12 +13,13 @@ from typing import Literal, NamedTuple
 
 import torch
 
+from forecast.matrix_rounds import RoundSizes, owned_flops, round_sizes
 from forecast.traffic import FlatTensor, Traffic, nbytes_of
 from model import GPTConfig
 from zero.codecs import codec_of, encoded_nbytes
 from zero.collectives import PART, SUMMED_BY_NCCL, received_numels
 from zero.layout import BufferPlan, ParameterSpec, Plan
-from zero.muon.matrices import MatrixPlan, RoundSizes, iteration_flops, matrix_plan, stacked
+from zero.muon.matrices import MatrixPlan, iteration_flops, matrix_plan, stacked
 from zero.tensors import piece_numel
 
 PURPOSES = ("parameters", "gradients", "state", "master", "buckets")
@@ -274,7 +275,7 @@ class ShardedPrediction(Prediction):
 
     @cached_property
     def iteration_flops(self) -> int:
-        return self._matrices.flops(self.rank)
+        return owned_flops(self._matrices, self.rank)
 
     @property
     def largest_buckets(self) -> int:
@@ -325,7 +326,7 @@ class ShardedPrediction(Prediction):
     @cached_property
     def _rounds(self) -> list[RoundSizes]:
         """What this rank exchanges of matrices in each round; empty: there are none."""
-        return self._matrices.sizes(self.rank)
+        return round_sizes(self._matrices, self.rank)
 
     @cached_property
     def _matrices(self) -> MatrixPlan:

@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import pathlib
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -19,8 +20,8 @@ from distributed.machine import multiplies_in_float32
 from forecast.prediction import Activations, DataParallelPrediction, Prediction, ShardedPrediction, Workload
 from model import GPT, GPTConfig, without_weights
 from zero.build import optimizer_of
-from zero.held_bytes import with_own_state
 from zero.layout import ParameterSpec, Plan, parameter_specs
+from zero.stopwatch import without_hooks
 
 # Resident peak of a rank on a CPU, without Python and its libraries (0.4 GB), relative to the predicted peak: malloc keeps the
 # pages of freed tensors. Measured: 1.03 to 1.30 for 10.8M and 85M parameters on two ranks, see docs/accounting.md.
@@ -153,3 +154,25 @@ def _write_cache(known: dict[str, Any]) -> None:
         os.replace(file.name, _CACHE)
     except OSError:  # a home that cannot be written to: the next prediction takes a second longer
         return
+
+
+def with_own_state(specs: Sequence[ParameterSpec], optimizer: torch.optim.Optimizer) -> tuple[ParameterSpec, ...]:
+    """Return the specs with as many tensors of state as the class of an optimizer keeps, which may be other than AdamW's.
+
+    A copy of the optimizer that shares no parameter and no state makes a step with a small parameter of each group. What
+    has the shape of the parameter counts, in the dtype of the update.
+
+    Args:
+        optimizer: not ShardedOptimizer or ZeroRedundancyOptimizer, but the inner one. It stays as it is.
+    """
+    counts = []
+    for group in optimizer.param_groups:
+        device = next((param.device for param in group["params"] if not param.is_meta), None)
+        small = torch.nn.Parameter(torch.zeros(6 * (group.get("matrices") or 1), 5, device=device))
+        small.grad = torch.zeros_like(small)
+        twin = object.__new__(type(optimizer))
+        vars(twin).update(vars(optimizer), state=defaultdict(dict), param_groups=[{**group, "params": [small]}])
+        without_hooks(type(twin).step)(twin)
+        state = twin.state[small].values()
+        counts.append(sum(isinstance(value, torch.Tensor) and value.shape == small.shape for value in state))
+    return tuple(spec._replace(state_tensors=counts[spec.group]) for spec in specs)

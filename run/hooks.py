@@ -18,6 +18,7 @@ from distributed.machine import environment, is_slow_on_cpu
 from distributed.ranks import print0
 from distributed.signals import Action, Signals
 from distributed.watchdog import Watchdog
+from forecast.modes import without_effect
 from forecast.run_memory import Workload
 from model import GPT
 from run.checkpoints import Checkpoints, State
@@ -92,7 +93,7 @@ class Run:
         config, state, world_size = self.config, self.state, self.launch.world_size
         flags = Flags.of(config)
         self.raw_model, self.optimizer = raw_model, optimizer
-        print0(describe(optimizer, flags.without_effect(world_size)))
+        print0(describe(optimizer, without_effect(flags, world_size)))
         self.first_iter = state.iter_num
         will_train = not config["eval_only"] and state.iter_num <= config["max_iters"]
         with self.stage("claiming the output folder"):

@@ -12,10 +12,10 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from distributed.launch import launched
 from distributed.ranks import print0
 from forecast.prediction import Activations, Prediction
-from forecast.run_memory import Workload, forecast, predicted_activations
+from forecast.run_memory import Workload, forecast, predicted_activations, with_own_state
 from run.logger import Logger
 from run.report import size
-from zero.held_bytes import held_bytes, with_own_state
+from zero.held_bytes import held_bytes
 from zero.host_comm import gather_objects, is_rank_0
 from zero.layout import Plan, replicated_plan
 from zero.optimizer import ShardedOptimizer
@@ -194,7 +194,7 @@ def _plan_of(part: Partition) -> Plan:
 def describe(optimizer: torch.optim.Optimizer, without_effect: list[str]) -> str:
     """Return one line for the console: the implementation, its state bytes per rank, and the state bytes without sharding.
 
-    `without_effect`: what `Flags.without_effect` returned.
+    `without_effect`: what `forecast.modes.without_effect` returned.
     """
     part = partition(optimizer)
     plan, optimizer_class = _plan_of(part), type(part.inner).__name__

@@ -54,18 +54,6 @@ class Flags(Options):
                 raise ValueError(f"{flag.name}={value} needs use_zero1=True, zero1_impl='sharded'")
         return "torch" if self.use_zero1 and world_size > 1 else "adamw"
 
-    def without_effect(self, world_size: int) -> list[str]:
-        """Return `use_zero1` and the settings other than the defaults, if they change nothing on `world_size` ranks."""
-        if world_size > 1 or not self.use_zero1:
-            return []
-        acting = {"param_dtype", "state_dtype"}
-        if self.implementation(1) == "sharded":
-            acting |= {"use_zero1", "bucket_mb"}
-        if self.param_dtype != "float32":
-            acting.add("shard_gradients")  # sums over micro-steps are float32
-        values = {flag: getattr(self, flag.name) for flag in fields(self) if flag.name not in acting}
-        return [f"{flag.name}={value}" for flag, value in values.items() if value is True or value != flag.default]
-
     def plan(self, params: Sequence[ParameterSpec], world_size: int) -> Plan:
         """Return the plan of the implementation on `world_size` ranks. Raises ValueError, see `implementation`."""
         implementation = self.implementation(world_size)

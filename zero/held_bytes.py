@@ -1,17 +1,12 @@
 """Memory use in bytes, measured on tensors. `forecast.prediction` predicts it."""
 
-from collections import defaultdict
-from collections.abc import Sequence
-
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from zero.codecs import Encoded
 from zero.gradients import local_nbytes
-from zero.layout import ParameterSpec
 from zero.optimizer import ShardedOptimizer
 from zero.sharded_state import parameters, partition
-from zero.stopwatch import without_hooks
 
 
 def held_bytes(optimizer: torch.optim.Optimizer, model: torch.nn.Module | None = None) -> dict[str, int]:
@@ -53,25 +48,3 @@ def held_bytes(optimizer: torch.optim.Optimizer, model: torch.nn.Module | None =
         for purpose, count in optimizer.source.held_bytes().items():
             held[purpose] += count
     return held
-
-
-def with_own_state(specs: Sequence[ParameterSpec], optimizer: torch.optim.Optimizer) -> tuple[ParameterSpec, ...]:
-    """Return the specs with as many tensors of state as the class of an optimizer keeps, which may be other than AdamW's.
-
-    A copy of the optimizer that shares no parameter and no state makes a step with a small parameter of each group. What
-    has the shape of the parameter counts, in the dtype of the update.
-
-    Args:
-        optimizer: not ShardedOptimizer or ZeroRedundancyOptimizer, but the inner one. It stays as it is.
-    """
-    counts = []
-    for group in optimizer.param_groups:
-        device = next((param.device for param in group["params"] if not param.is_meta), None)
-        small = torch.nn.Parameter(torch.zeros(6 * (group.get("matrices") or 1), 5, device=device))
-        small.grad = torch.zeros_like(small)
-        twin = object.__new__(type(optimizer))
-        vars(twin).update(vars(optimizer), state=defaultdict(dict), param_groups=[{**group, "params": [small]}])
-        without_hooks(type(twin).step)(twin)
-        state = twin.state[small].values()
-        counts.append(sum(isinstance(value, torch.Tensor) and value.shape == small.shape for value in state))
-    return tuple(spec._replace(state_tensors=counts[spec.group]) for spec in specs)

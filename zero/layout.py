@@ -43,7 +43,7 @@ class ParameterSpec(NamedTuple):
     name: str = ""
     matrices: int = 0  # how many it consists of, for an optimizer that updates matrices, see `zero.muon`
     matrix_dtype: torch.dtype = torch.bfloat16  # in which these are sent
-    state_tensors: int = 2  # of its shape, in its optimizer state; of another class, see `zero.held_bytes.with_own_state`
+    state_tensors: int = 2  # of its shape, in its optimizer state; of another class, see `forecast.run_memory.with_own_state`
 
     @property
     def numel(self) -> int:

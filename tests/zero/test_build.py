@@ -9,6 +9,7 @@ import torch.distributed as dist
 from ranks import run_in_turn, run_ranks
 from toy import MODES, batch, build_toy, largest_difference, make_toy, train, weights
 
+from forecast.modes import without_effect
 from run.memory_meter import describe
 from zero.build import build, clip_grad_norm_
 from zero.checkpoint.state import model_state_dict
@@ -27,7 +28,7 @@ def the_flags_choose_the_classes():
         model, optimizer = build_toy(mode)
         names, line = (
             (type(model).__name__, type(optimizer).__name__),
-            describe(optimizer, MODES[mode].without_effect(dist.get_world_size())),
+            describe(optimizer, without_effect(MODES[mode], dist.get_world_size())),
         )
         assert names == CLASSES[mode if dist.get_world_size() > 1 else "adamw"]
         if mode == "adamw":

@@ -12,11 +12,12 @@ from toy import MODES, build_toy, train
 
 from forecast.activations import LiveBytes
 from forecast.prediction import Prediction
+from forecast.run_memory import with_own_state
 from model import GPT, GPTConfig
 from zero import Muon, ShardedOptimizer
 from zero.build import build
 from zero.flags import Flags
-from zero.held_bytes import held_bytes, with_own_state
+from zero.held_bytes import held_bytes
 from zero.layout import parameter_specs
 from zero.sharded_state import partition
 

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from toy import assert_equal, batch, make_toy, train, weights
 
+from forecast.modes import without_effect
 from zero import ShardedDataParallel, ShardedGradScaler, ShardedOptimizer
 from zero import checkpoint as ckpt
 from zero.build import build, clip_grad_norm_
@@ -36,8 +37,8 @@ def built(muon=False, **flags):
 )
 def test_which_flags_act(flags, implementation, idle):
     assert Flags(**flags).implementation(1) == implementation
-    assert Flags(**flags).without_effect(1) == idle
-    assert Flags(**flags).without_effect(2) == []
+    assert without_effect(Flags(**flags), 1) == idle
+    assert without_effect(Flags(**flags), 2) == []
 
 
 @pytest.mark.parametrize("muon", [False, True])

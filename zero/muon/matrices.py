@@ -3,7 +3,6 @@
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import NamedTuple
 
 from zero.layout import Plan, Slice, balanced
@@ -38,21 +37,6 @@ class Part(NamedTuple):
         return self.stop - self.start
 
 
-class RoundSizes(NamedTuple):
-    """Numbers of elements of the matrices that a rank exchanges in one round."""
-
-    held: int = 0  # in its shards
-    received: int = 0  # of the matrices that it owns, also from itself
-    kept: int = 0  # in its shards, of the matrices that it owns
-    temporary: int = 0  # at most in tensors of the iterations
-    until: int = 0  # the number of rounds that have arrived when its directions have all been applied
-
-    @property
-    def sent(self) -> int:
-        """Elements that it sends to other ranks, to the owners and back."""
-        return self.held + self.received - 2 * self.kept
-
-
 @dataclass(frozen=True)
 class MatrixPlan:
     """The owner and the parts of each matrix, and the round in which it is exchanged.
@@ -68,38 +52,6 @@ class MatrixPlan:
     owners: list[int]  # of each matrix: the rank that transforms it
     parts: list[list[Part]]  # of each: its elements on each rank
     rounds: list[int]  # of each: the number of its round
-
-    @cached_property
-    def needed(self) -> dict[int, int]:
-        """How many rounds must have arrived before a bucket is updated, by its number, if it holds matrices."""
-        found: dict[int, int] = {}
-        for parts, number in zip(self.parts, self.rounds, strict=True):
-            for part in parts:
-                found[part.bucket] = max(number + 1, found.get(part.bucket, 0))
-        return found
-
-    def sizes(self, rank: int) -> list[RoundSizes]:
-        """Return what a rank exchanges in each round."""
-        found = [RoundSizes()] * (max(self.rounds, default=-1) + 1)
-        batches: Counter[tuple[int, tuple[int, int]]] = Counter()  # by round and shape
-        for matrix, owner, parts, number in zip(self.matrices, self.owners, self.parts, self.rounds, strict=True):
-            own = [part for part in parts if part.rank == rank]
-            held, round_ = sum(part.numel for part in own), found[number]
-            until = max((self.needed[part.bucket] for part in own), default=0)
-            round_ = round_._replace(held=round_.held + held, until=max(round_.until, until))
-            if owner == rank:
-                batches[number, matrix.shape] += 1
-                # two of the shape of the batch, two of its products
-                temporary = batches[number, matrix.shape] * 2 * (matrix.numel + min(matrix.shape) ** 2)
-                received, kept, temporary = round_.received + matrix.numel, round_.kept + held, max(round_.temporary, temporary)
-                round_ = round_._replace(received=received, kept=kept, temporary=temporary)
-            found[number] = round_
-        return found
-
-    def flops(self, rank: int) -> int:
-        """Return the FLOPs of one Newton-Schulz iteration of all matrices that a rank owns."""
-        owned = [matrix for matrix, owner in zip(self.matrices, self.owners, strict=True) if owner == rank]
-        return sum(iteration_flops(matrix.shape) for matrix in owned)
 
 
 def matrix_plan(plan: Plan) -> MatrixPlan:

@@ -37,8 +37,8 @@ class ShardedDataParallel(nn.Module):
 
     Args:
         broadcast_buffers: broadcast rank 0's buffers at construction and before forwards, as DistributedDataParallel does.
-        overlap: modules of the model, such as its blocks, that run in the order of the model. Where ranks have processors of
-            their own for communication, as GPUs do, all-gathers then take no time. Compile units before, not the whole model.
+        overlap: modules of the model, such as its blocks. The all-gathers of a step then run beside the next forward, which
+            gains time where communication has processors of its own, as on GPUs. Compile units before, not the whole model.
 
     Raises ValueError if these do not fit each other or differ between the ranks.
 
@@ -72,7 +72,7 @@ class ShardedDataParallel(nn.Module):
             module.to(optimizer.plan.param_dtype)
         self._broadcast_unsharded()
         self.reducer = optimizer.source = Reducer(self)
-        if optimizer.plan.has_masters:
+        if optimizer.plan.has_masters or units:
             for part in module.modules():
                 part.register_load_state_dict_pre_hook(_Hook(self._before_loading))
         if units:
@@ -162,7 +162,8 @@ class ShardedDataParallel(nn.Module):
     @torch.no_grad()
     def _before_loading(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
         """Load parameters from the state dict into the masters, in full precision. The module itself loads the rest."""
-        for name, param in module.named_parameters(recurse=False):
+        self.optimizer.synchronize()
+        for name, param in module.named_parameters(recurse=False) if self.optimizer.plan.has_masters else ():
             value = state_dict.get(prefix + name)
             if value is not None and value.shape == param.shape:
                 self.optimizer.set_parameter(param, value)

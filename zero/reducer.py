@@ -1,6 +1,6 @@
 """Reducer: gradients arrive, fill buckets, are reduce-scattered, and become the mean gradients of this rank's slices.
 
-From hook to reduce-scatter: `_on_gradient`, `_copy_to_buckets`, `_send_full_buckets`, `Communicator.reduce_scatter`. From there
+From hook to reduce-scatter: `on_gradient`, `_copy_to_buckets`, `_send_full_buckets`, `Communicator.reduce_scatter`. From there
 to the slices: `collect`, which `ShardedOptimizer.clip_grad_norm_` and `step` call.
 """
 
@@ -24,7 +24,7 @@ from zero.gradients import GradientSource, SentGradient
 from zero.layout import Slice
 from zero.optimizer import ShardedOptimizer
 from zero.stopwatch import region
-from zero.tensors import accumulates, cut, flattened, nearest_leaf, tensors_in
+from zero.tensors import accumulates, cut, flattened, name_of, nearest_leaf, tensors_in
 
 
 @dataclass
@@ -163,7 +163,7 @@ class Reducer(GradientSource):
         # an all-reduce in flight, and what it marks: (number of parameters,) uint8, those that have a gradient on any rank
         self._agreement: tuple[list[dist.Work], torch.Tensor] | None = None
         self._sent = [SentGradient(param) for param in self.params]
-        self._held = [part._parameters for part in wrapper.module.modules() if part._parameters]  # by the parts of the module
+        self._held = [part._parameters for part in wrapper.module.modules()]  # what each part of the module has
         # a message that is under way must not lose its memory; at the end of the program, the other rank may be gone
         weakref.finalize(self, _wait_for_reductions, self._gradients).atexit = False
         # not hooks of autograd's nodes, which would keep a gradient in memory while its bucket is sent
@@ -229,11 +229,14 @@ class Reducer(GradientSource):
         gone = [number for number in self._used if self.params[number].grad is None]
         if 0 < len(gone) < len(self._used):
             raise RuntimeError(
-                f"the gradient of {self.optimizer.names[self.params[gone[0]]]} was dropped, and those of other parameters were "
-                "not; call zero_grad of the optimizer, the wrapper or the whole model"
+                f"the gradient of {self._name(gone[0])} was dropped, and those of other parameters were not; call zero_grad of "
+                "the optimizer, the wrapper or the whole model"
             )
         if gone:
             self._reset()
+
+    def _name(self, number: int) -> str:
+        return name_of(self.params[number], self.optimizer.names)
 
     def _copy_to_buckets(self, number: int) -> None:
         """Copy a gradient, divided by the world size, to its places in the buckets, and free it."""
@@ -246,7 +249,7 @@ class Reducer(GradientSource):
         for gradients, slice_ in self._places[number]:
             if gradients.bucket.number < self._next:
                 raise RuntimeError(
-                    f"{self.optimizer.names[param]} gets a gradient again after its bucket has been sent in this backward; "
+                    f"{self._name(number)} gets a gradient again after its bucket has been sent in this backward; "
                     "a module in several reentrant checkpoints does that: use checkpoint(..., use_reentrant=False)"
                 )
             gradients.accumulate(gradient, slice_)

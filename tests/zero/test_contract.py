@@ -119,6 +119,7 @@ WAIT = {
     "save weights": lambda model, optimizer: ckpt.model_state_dict(model.module, optimizer),
     "save state": lambda model, optimizer: ckpt.consolidate(optimizer),
     "write": lambda model, optimizer: optimizer.set_parameter(model.module[0].bias, torch.zeros(8)),
+    "load": lambda model, optimizer: model.module.load_state_dict(net().state_dict()),
     "step": lambda model, optimizer: (optimizer.clip_grad_norm_(1.0), optimizer.step(), optimizer.synchronize()),
 }
 

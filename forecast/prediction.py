@@ -293,7 +293,9 @@ class ShardedPrediction(Prediction):
                 # of a matrix there are the directions; its momentum and its gradient are needed earlier, see `exchanged`
                 tensors = 1 if spec.matrices else spec.state_tensors * is_decoded + self._is_narrow(buffer)
                 copied += tensors * part.numel
-            found.append(4 * copied + self._of_codec(len(shard)))
+            # and after it the masters, with a piece of them that is rounded
+            rounded = (len(shard) + min(len(shard), piece_numel(self.on_cpu))) * buffer.has_remainders
+            found.append(4 * max(copied, rounded) + self._of_codec(len(shard)))
         return found
 
     @cached_property

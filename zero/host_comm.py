@@ -100,14 +100,10 @@ def gather_tensors(
         place.copy_(read())
     for rank, of_rank in enumerate(places[1:], 1):
         for place in of_rank:
-            _receive(place, rank, group)
+            for message in place.split(MESSAGE_BYTES // place.itemsize):
+                dist.recv(message, group_src=rank, group=group, tag=TAG)
 
 
 def _send(elements: torch.Tensor, group: dist.ProcessGroup | None) -> None:
     for message in elements.split(MESSAGE_BYTES // elements.itemsize):
         dist.send(message.cpu(), group_dst=0, group=group, tag=TAG)
-
-
-def _receive(elements: torch.Tensor, rank: int, group: dist.ProcessGroup | None) -> None:
-    for message in elements.split(MESSAGE_BYTES // elements.itemsize):
-        dist.recv(message, group_src=rank, group=group, tag=TAG)

@@ -24,8 +24,7 @@ class Options:
         ValueError: if `bucket_mb` or `param_dtype` is invalid; the others are checked where they are used.
     """
 
-    # number of consecutive ranks that share the state, for example those of one machine; each such group holds a replica of it
-    # (hybrid sharding). 0: all ranks
+    # how many consecutive ranks share the state, such as those of one machine; each such group holds a replica of it. 0: all
     shard_size: int = 0
     bucket_mb: BucketMB = "auto"
     # 'float32': each parameter keeps its dtype. Otherwise the dtype in which all are stored, and each rank keeps float32

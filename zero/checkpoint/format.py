@@ -93,8 +93,7 @@ _MORE_KEYS = {
 def read_file(path: str) -> dict[str, Any]:
     """Read a checkpoint file, with its tensors memory-mapped. Runs no code from it.
 
-    Raises:
-        CheckpointError: if it is missing or damaged, or does not hold the keys and plain values of a checkpoint.
+    Raises CheckpointError if it is missing or damaged, or does not hold the keys and plain values of a checkpoint.
     """
     with reading(path):
         checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
@@ -113,8 +112,7 @@ def read_file(path: str) -> dict[str, Any]:
 def verify(path: str) -> None:
     """Read every byte of a checkpoint and compare checksums: those of the zip archive, and those of the shards.
 
-    Raises:
-        CheckpointError: if the file is missing, corrupt, or not a checkpoint.
+    Raises CheckpointError if the file is missing, corrupt, or not a checkpoint.
     """
     if os.path.isdir(path):
         raise CheckpointError(f"{path} is a folder; name a file, such as {os.path.join(path, NAME)}")
@@ -143,15 +141,12 @@ def load(path: str) -> dict[str, Any]:
 def load_on_all_ranks(path: str) -> dict[str, Any]:
     """Load a checkpoint, see `load`, which every rank reads itself. Needs to be called on all ranks.
 
-    Raises:
-        CheckpointError: on all ranks, if one of them cannot read the file, or sees another one than rank 0. An equal copy is
-            fine.
+    Raises CheckpointError on all ranks, if one cannot read the file, or sees another one than rank 0. An equal copy is fine.
     """
     group = cpu_group(None) if dist.is_initialized() else None
     own = _identity(path)
     of_rank_0 = broadcast_object(own, group)
-    checkpoint: dict[str, Any] = {}
-    reason = None
+    checkpoint, reason = dict[str, Any](), None
     try:
         if own and of_rank_0 and own != of_rank_0:
             verify(path)  # a copy may be damaged
@@ -164,10 +159,8 @@ def load_on_all_ranks(path: str) -> dict[str, Any]:
     if reasons[0]:
         raise CheckpointError(reasons[0])
     if rank := next((rank for rank, reason in enumerate(reasons) if reason), 0):
-        raise CheckpointError(
-            f"rank {rank} does not see the checkpoint of rank 0: {reasons[rank]}; use a folder that all machines share, or "
-            "copy the file to every machine"
-        )
+        remedy = "use a folder that all machines share, or copy the file to every machine"
+        raise CheckpointError(f"rank {rank} does not see the checkpoint of rank 0: {reasons[rank]}; {remedy}")
     return checkpoint
 
 
@@ -193,9 +186,7 @@ def chunk_reader(path: str, checkpoint: dict[str, Any]) -> Callable[[list[Tensor
 def write_file(checkpoint: dict[str, Any], path: str) -> None:
     """Write a checkpoint to the disk. The archive has a CRC-32 of each tensor.
 
-    Raises:
-        OSError: if the disk is full or cannot be written to.
-        ValueError: if extra state of the model contains more than tensors and plain values.
+    Raises OSError if the disk is full or cannot be written to; ValueError if the model has more than tensors and plain values.
     """
     if odd := [name for name, value in checkpoint["model"].items() if not _is_plain(value)]:
         raise ValueError(f"{odd[0]} is more than tensors and plain values, so the checkpoint could not be read; change it")

@@ -48,12 +48,10 @@ def build(
         overlap: with `zero1_impl='sharded'`, see `zero.ShardedDataParallel`.
         **adamw: arguments of torch.optim.AdamW, see `optimizer_of`.
 
-    Returns:
-        The model to call in the training loop, and the optimizer.
+    Return the model to call in the training loop, and the optimizer.
 
-    Raises:
-        ValueError: if the model is on the meta device, if flags cannot be combined, or if `bucket_mb`, `shard_size` or an
-            argument of AdamW is invalid, or the device cannot have what the flags ask for.
+    Raises ValueError if the model is on the meta device, if flags cannot be combined, if `bucket_mb`, `shard_size` or an
+    argument of AdamW is invalid, or if the device cannot have what the flags ask for.
     """
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     implementation = flags.implementation(world_size)

@@ -45,10 +45,8 @@ def _subgroup(group: dist.ProcessGroup | None, members: Iterable[int]) -> dist.P
     whole: Any = group or world
     ranks = dist.get_process_group_ranks(whole)
     if len(ranks) < world.size() and world.bound_device_id is not None:
-        raise ValueError(
-            f"shard_size in a process_group of {len(ranks)} ranks would wait for all {world.size()}, because with "
-            "init_process_group(device_id=...) every rank takes part in each new group; leave device_id out"
-        )
+        reason = "because with init_process_group(device_id=...) every rank takes part in each new group; leave device_id out"
+        raise ValueError(f"shard_size in a process_group of {len(ranks)} ranks would wait for all {world.size()}, {reason}")
     timeout = getattr(getattr(whole._get_backend(whole._device_types[-1]), "options", None), "_timeout", None)
     chosen, backend = [ranks[member] for member in members], dist.get_backend(whole)
     return dist.new_group(chosen, timeout=timeout, backend=backend, use_local_synchronization=True)
@@ -186,8 +184,7 @@ class Communicator:
         """Start an in-place all-gather: fill `bucket` with the shards of all ranks of the shard group.
 
         Between CPUs, each rank sends its shard to each other rank. Gloo's own all-gather takes more than three times as long
-        (448 ms for 124M float32 elements on 2 ranks), one broadcast per shard a third more. With gloo between GPUs, each owner
-        broadcasts its shard.
+        (448 ms for 124M float32 elements on 2 ranks), a broadcast per shard, as with gloo between GPUs, a third more.
         """
         numel = bucket.numel() // self.shard_size
         own = bucket[self.shard_rank * numel : (self.shard_rank + 1) * numel]

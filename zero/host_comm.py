@@ -73,10 +73,8 @@ def check_same_on_all_ranks(facts: dict[str, Any], group: dist.ProcessGroup | No
     def compare() -> None:
         for name in expected | facts:
             if facts.get(name) != expected.get(name):
-                raise ValueError(
-                    f"the model differs between the ranks: {name} is {facts.get(name, 'absent')}, on rank 0 "
-                    f"{expected.get(name, 'absent')}; build the same model on all ranks"
-                )
+                values = f"{facts.get(name, 'absent')}, on rank 0 {expected.get(name, 'absent')}"
+                raise ValueError(f"the model differs between the ranks: {name} is {values}; build the same model on all ranks")
 
     on_all_ranks(compare, group)
 

@@ -254,9 +254,8 @@ def plan(params: Sequence[ParameterSpec], world_size: int, options: Options = Op
         layout = Layout.by_element(numels, world_size, bucket_numel, align=_VECTOR_BYTES // dtype.itemsize)
         update_dtype = own_dtype if param_dtype is None else torch.promote_types(own_dtype, torch.float32)
         if has_remainders and update_dtype != torch.float32:
-            raise ValueError(
-                f"param_dtype='bfloat16_remainder' needs float32 masters, not {update_dtype}; use param_dtype='bfloat16'"
-            )
+            remedy = "use param_dtype='bfloat16'"
+            raise ValueError(f"param_dtype='bfloat16_remainder' needs float32 masters, not {update_dtype}; {remedy}")
         buffers.append(BufferPlan(tuple(numbers), layout, dtype, update_dtype, device, has_remainders))
     return Plan(tuple(params), world_size, tuple(buffers), None, param_dtype, options.state_dtype)
 

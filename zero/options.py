@@ -18,11 +18,7 @@ def weight_dtype(param_dtype: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What ShardedOptimizer can do.
-
-    Raises:
-        ValueError: if `bucket_mb` or `param_dtype` is invalid; the others are checked where they are used.
-    """
+    """What ShardedOptimizer can do. Raises ValueError if `bucket_mb` or `param_dtype` is invalid; others are checked in use."""
 
     # how many consecutive ranks share the state, such as those of one machine; each such group holds a replica of it. 0: all
     shard_size: int = 0
@@ -53,8 +49,7 @@ class Options:
     def sharing(self, world_size: int) -> int:
         """Return how many of `world_size` ranks share the state. A single rank shares it with none, whatever `shard_size` is.
 
-        Raises:
-            ValueError: if `shard_size` does not divide `world_size`.
+        Raises ValueError if `shard_size` does not divide `world_size`.
         """
         size = self.shard_size if world_size > 1 else 0
         if size and (size < 0 or world_size % size):

@@ -25,7 +25,6 @@ class SliceUpdate:
 
     Args:
         inner: the optimizer of this rank's slices.
-        buckets: all buckets.
         codec: of the state, see `zero.codecs`; None: the state stays as `inner` keeps it. A resumed run rounds in the same way.
         exchange: of the matrices, if `inner` needs whole ones, see `zero.muon`.
     """

@@ -85,9 +85,8 @@ def consolidate(optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
 
     Return on rank 0 of the process group the `state_dict()` of the unsharded optimizer, in copies on the CPU; on others None.
 
-    Raises:
-        CheckpointError: on all ranks, if an entry of state has neither one number per element nor the same value on all ranks.
-            With whole parameters, it may have any shape.
+    Raises CheckpointError on all ranks if an entry of state has neither one number per element nor the same value on all ranks.
+    With whole parameters, it may have any shape.
     """
     part = _synchronized(optimizer)
     whole = _gathered(part, *_of_optimizer(part))
@@ -139,8 +138,7 @@ def restore(
         state_dict: the result of `consolidate`, or the `state_dict()` of an unsharded optimizer. It is only read and copied.
         read_chunks: fills the elements of chunks, for tensors of `state_dict` on the meta device.
 
-    Raises:
-        CheckpointError: if its groups, shapes or entries do not match this optimizer's.
+    Raises CheckpointError if its groups, shapes or entries do not match this optimizer's.
     """
     if state_dict is None:
         raise CheckpointError("every rank needs the whole state, but `consolidate` returns it on rank 0: save it and load it")

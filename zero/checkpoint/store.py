@@ -53,8 +53,7 @@ def commit(
         rotate: False if the old file is corrupt and must not replace `ckpt_prev.pt`.
         group: process group for CPU tensors; None if there is one process.
 
-    Raises:
-        OSError: if the disk is full or cannot be written to, of chunks on all ranks. The old files are unchanged.
+    Raises OSError if the disk is full or cannot be written to, of chunks on all ranks. The old files are unchanged.
     """
     begin = time.perf_counter()
     path, previous = os.path.join(folder, NAME), os.path.join(folder, PREVIOUS)
@@ -109,9 +108,8 @@ def convert(source: str, target: str, to: str | None = None) -> str:
 
     `to`: "consolidated" (assembled in memory) or "sharded". None: the format that the source does not have.
 
-    Raises:
-        CheckpointError: if the source cannot be read, or the target exists or does not end in .pt.
-        OSError: if the target cannot be written.
+    Raises CheckpointError if the source cannot be read, or the target exists or does not end in .pt; OSError if the target
+    cannot be written.
     """
     if os.path.exists(target) or not target.endswith(".pt"):
         raise CheckpointError(f"{target} {'exists' if os.path.exists(target) else 'does not end in .pt'}; give another name")
@@ -137,10 +135,7 @@ def _write(
     previous: str | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> int:
-    """Write a checkpoint and atomically replace the file at `path` with it. The old file becomes `previous`. See `commit`.
-
-    Return the bytes of the file and its shards, on rank 0.
-    """
+    """Atomically replace the file at `path`, which becomes `previous`. See `commit`. Return the bytes written, on rank 0."""
     if own is None:
         assert checkpoint is not None
         _replace_file(checkpoint, path, previous)
@@ -148,8 +143,7 @@ def _write(
     # a folder that a checkpoint refers to is never written again, so each one has a new name
     name = f"shards_{checkpoint['iter_num']:08d}_{uuid.uuid4().hex[:8]}" if checkpoint is not None else ""
     name = broadcast_object(name, group) if group is not None else name
-    folder = os.path.dirname(path)
-    shards = os.path.join(folder, name)
+    folder, shards = os.path.dirname(path), os.path.join(os.path.dirname(path), name)
     try:
         sums = chunks.write_chunks(own, shards + ".tmp", group)
         if checkpoint is None:

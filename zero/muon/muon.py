@@ -34,9 +34,8 @@ class Muon(torch.optim.AdamW):
             whose products a GPU rounds to TF32 if `torch.backends.cuda.matmul.allow_tf32`.
         **adamw: arguments of torch.optim.AdamW. The learning rate and the weight decay are also those of the matrices.
 
-    Raises:
-        ValueError: if an argument is invalid; from `step`, and from the constructor of a ShardedOptimizer, if a parameter of a
-            group with "matrices" does not consist of matrices.
+    Raises ValueError if an argument is invalid; from `step`, and from the constructor of a ShardedOptimizer, if a parameter of
+    a group with "matrices" does not consist of matrices.
 
     Source: Keller Jordan et al. (https://kellerjordan.github.io/posts/muon/) and torch.optim.Muon.
     """

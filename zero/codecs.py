@@ -146,9 +146,7 @@ class CodedState:
     All its entries lie in one flat tensor, each from the begin of a block on: an update takes as many operations for many
     slices as for one. A slice that it skips keeps its state, because what was decoded is encoded to the same bytes.
 
-    Args:
-        inner: the optimizer that has the state. `slices` are its parameters, on one device.
-        names: those of the entries that may be encoded; None: all of them.
+    `inner`: the optimizer. `slices`: its parameters, on one device. `names`: of entries that may be encoded; None: of all.
     """
 
     def __init__(

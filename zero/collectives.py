@@ -103,9 +103,7 @@ class Communicator:
     each of them holds a replica of every shard, and the ranks with the same shards form a replica group. This is hybrid
     sharding, as in Megatron-LM (`num_distributed_optimizer_instances`) and in PyTorch FSDP (`HYBRID_SHARD`).
 
-    Args:
-        group: all ranks that train the model. Default: all ranks of the run.
-        options: say how many consecutive ranks a shard group has.
+    `group`: all ranks that train the model; None: all ranks of the run. `options`: say how many of them a shard group has.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, options: Options = Options()) -> None:
@@ -138,7 +136,8 @@ class Communicator:
         self.sent_bytes["reduce-scatter"] += bucket.nbytes - bucket.nbytes // self.shard_size
         if self.shard_size == 1:
             return ReduceScatterWork(bucket, [bucket], [], [])
-        on_cpu, native = is_on_cpu(bucket), self._is_native(bucket) and bucket.dtype in SUMMED_BY_NCCL
+        on_cpu = is_on_cpu(bucket)
+        native = self._is_native(bucket) and bucket.dtype in SUMMED_BY_NCCL
         numels = received_numels(bucket.numel() // self.shard_size, self.shard_size, on_cpu, native)
         received = [self.pool.acquire(numel, bucket) for numel in numels]
         if on_cpu:  # gloo sends only from main memory
@@ -201,9 +200,7 @@ class Communicator:
     def all_to_all(self, outgoing: torch.Tensor, sent: list[int], received: list[int]) -> AllToAllWork:
         """Start an all-to-all over the shard group: each rank sends a part of `outgoing` to every rank.
 
-        Args:
-            outgoing: the parts in the order of the ranks, (sum of sent,).
-            sent, received: number of elements to and from each rank.
+        `outgoing`: the parts in the order of the ranks, (sum of sent,). `sent`, `received`: elements to and from each rank.
         """
         incoming = outgoing.new_empty(sum(received))
         parts, places = outgoing.split(sent), incoming.split(received)

@@ -221,9 +221,9 @@ def auto_bucket_mb(nbytes: int, world_size: int) -> float:
 
     A third of the parameters: two buckets exist at a time, one that fills and one in flight, and each bucket takes 2 % of a
     short step of a small model on a CPU. At least 4 MB, because every message has a latency. At most 25 MB, as in
-    DistributedDataParallel: larger buckets take memory and overlap less. Large models have 40 buckets, because the host needs
-    time for the collectives of each; two of them are 5 % of the parameters. With more than 25 ranks 1 MB per rank, because a
-    ring cuts a bucket into one message per rank (as in Megatron-LM). Figures: docs/sharding.md.
+    DistributedDataParallel: larger buckets take memory and overlap less. Large models have 40 buckets: two of them are 5 % of
+    the parameters, and the host needs time for the collectives of each. With more than 25 ranks 1 MB per rank, because a ring
+    cuts a bucket into one message per rank (Megatron-LM does the same). Figures: docs/sharding.md.
     """
     return max(4.0, min(nbytes / 3e6, max(25.0, world_size, nbytes / 40e6)))
 
@@ -231,11 +231,9 @@ def auto_bucket_mb(nbytes: int, world_size: int) -> float:
 def plan(params: Sequence[ParameterSpec], world_size: int, options: Options = Options()) -> Plan:
     """Return the plan of a ShardedOptimizer: flat buffers, one per dtype and device, in reverse registration order.
 
-    Args:
-        params: all parameters, numbered as a torch.optim `state_dict()` numbers them.
-        world_size: number of ranks that share the optimizer state.
-        options: how they are stored. With a `param_dtype`, they are updated in their own dtype, promoted to at least float32.
-    Raises ValueError if an argument is invalid.
+    `params` are numbered as a torch.optim `state_dict()` numbers them, and `world_size` ranks share their state. Those that
+    `options` store in another dtype are updated in their own one, promoted to at least float32. Raises ValueError if an
+    argument is invalid.
     """
     if world_size < 1:
         raise ValueError(f"world_size={world_size} must be positive")

@@ -20,7 +20,7 @@ def weight_dtype(param_dtype: str) -> str:
 class Options:
     """What ShardedOptimizer can do. Raises ValueError if `bucket_mb` or `param_dtype` is invalid; others are checked in use."""
 
-    # how many consecutive ranks share the state, such as those of one machine; each such group holds a replica of it. 0: all
+    # consecutive ranks that share the state, as those of a machine; each group of them has a replica (hybrid sharding). 0: all
     shard_size: int = 0
     bucket_mb: BucketMB = "auto"
     # 'float32': each parameter keeps its dtype. Otherwise the dtype in which all are stored, and each rank keeps float32

@@ -35,13 +35,14 @@ class SliceUpdate:
         self.inner, self.buckets, self.codec, self.exchange = inner, buckets, codec, exchange
         self._coded: dict[torch.nn.Parameter, CodedState] = {}  # by slice
         if codec is not None:
+            names = rounded_state(type(inner))
             together: dict[tuple[int | None, int | None], list[torch.nn.Parameter]] = {}  # by bucket, or round of matrices
             for bucket in buckets:
                 for owned in bucket.owned:
                     round_ = self._round_of(owned)
                     together.setdefault((bucket.number if round_ is None else None, round_), []).append(owned.local)
             for slices in together.values():
-                self._coded.update(dict.fromkeys(slices, CodedState(codec, inner, slices, rounded_state(type(inner)))))
+                self._coded.update(dict.fromkeys(slices, CodedState(codec, inner, slices, names)))
             inner.register_load_state_dict_post_hook(self._encode_loaded)
 
     def __call__(self, changed: list[torch.nn.Parameter]) -> Iterator[list[Bucket]]:
@@ -88,7 +89,8 @@ class SliceUpdate:
         return calls
 
     def _update(self, buckets: list[Bucket]) -> None:
-        groups, everything = self.inner.param_groups, [group["params"] for group in self.inner.param_groups]
+        groups = self.inner.param_groups
+        everything = [group["params"] for group in groups]
         if len(buckets) < len(self.buckets) or self.exchange is not None:
             for index, group in enumerate(groups):
                 locals_ = [local for bucket in buckets for local in bucket.local_by_group.get(index, [])]

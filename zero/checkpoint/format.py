@@ -21,7 +21,9 @@ EXTRA_STATE = "_extra_state"  # same as in torch.nn.modules.module
 
 
 def _fits(value: Any, kind: Any) -> bool:
-    """Return whether a value is of a kind: a type, dict[keys, values], the kind of each key of a dict, or a predicate."""
+    """Return whether a value is of a kind: a type, dict[keys, values], kinds by key, [that of each element], or a predicate."""
+    if isinstance(kind, list):
+        return isinstance(value, list) and all(_fits(inner, kind[0]) for inner in value)
     if isinstance(kind, dict):
         return isinstance(value, dict) and all(_fits(value.get(key), inner) for key, inner in kind.items())
     if isinstance(kind, GenericAlias):
@@ -54,10 +56,6 @@ def _is_model(value: Any) -> bool:
     )
 
 
-def _are_groups(value: Any) -> bool:
-    return isinstance(value, list) and all(_fits(group, {"params": list}) for group in value)
-
-
 def _is_scaler(value: Any) -> bool:
     """Return whether the value is a state of torch.amp.GradScaler, which is empty if the scaler is not enabled."""
     keys = {"scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"}
@@ -71,7 +69,7 @@ def _are_sums(value: Any) -> bool:
 # keys of every checkpoint, including those of nanoGPT
 KEYS = {
     "model": _is_model,
-    "optimizer": {"state": dict[int, dict], "param_groups": _are_groups},
+    "optimizer": {"state": dict[int, dict], "param_groups": [{"params": list}]},
     "model_args": dict[str, int | float | str | None],
     "iter_num": _is_count,
     "best_val_loss": _is_number,

@@ -201,7 +201,8 @@ def _take_leaf(part: Partition, slice_: Slice, local: torch.Tensor, chunks: list
     """Return the leaf of an outline for a leaf of the state of a slice, and add its elements to `chunks`."""
     if isinstance(value, int | float | complex | None):
         return value
-    entry, param = _entry(part, slice_.param, name.removeprefix(f"optimizer.state.{slice_.param}.")), part.params[slice_.param]
+    entry = _entry(part, slice_.param, name.removeprefix(f"optimizer.state.{slice_.param}."))
+    param = part.params[slice_.param]
     if isinstance(value, Encoded):
         elements = _meta_like(local, torch.float32)
         chunks.append(TensorChunk(name, param.numel(), slice_.start, elements, partial(value.decode, local)))

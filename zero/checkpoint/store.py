@@ -135,7 +135,7 @@ def _write(
     previous: str | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> int:
-    """Atomically replace the file at `path`, which becomes `previous`. See `commit`. Return the bytes written, on rank 0."""
+    """Write a checkpoint in place of the file at `path`, which becomes `previous`, see `commit`. Return its bytes on rank 0."""
     if own is None:
         assert checkpoint is not None
         _replace_file(checkpoint, path, previous)
@@ -143,7 +143,8 @@ def _write(
     # a folder that a checkpoint refers to is never written again, so each one has a new name
     name = f"shards_{checkpoint['iter_num']:08d}_{uuid.uuid4().hex[:8]}" if checkpoint is not None else ""
     name = broadcast_object(name, group) if group is not None else name
-    folder, shards = os.path.dirname(path), os.path.join(os.path.dirname(path), name)
+    folder = os.path.dirname(path)
+    shards = os.path.join(folder, name)
     try:
         sums = chunks.write_chunks(own, shards + ".tmp", group)
         if checkpoint is None:

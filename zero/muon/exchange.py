@@ -34,11 +34,9 @@ class MatrixExchange:
     `zero.muon.matrices.MatrixPlan` says which matrices a round has. Slices are sent to the owners of their matrices, which
     transform these and send the directions back. In a stage of the update, this happens to three rounds: while one is
     transformed, the next one is on its way, and so are the directions of the one before.
-
-    `optimizer`: a ShardedOptimizer with Muon as its inner optimizer.
     """
 
-    def __init__(self, optimizer: Any) -> None:
+    def __init__(self, optimizer: Any) -> None:  # a ShardedOptimizer with Muon as its inner optimizer
         buckets, plan = optimizer.buckets, optimizer.plan
         self.comm: Communicator = optimizer.comm
         self.inner: Muon = optimizer.inner
@@ -95,8 +93,8 @@ class MatrixExchange:
         if arrived:
             torch._foreach_copy_(places, [values for _, _, values in arrived])
         for index, directions in by_group.items():
-            its_shapes, group = [shapes[local] for local in directions], self.inner.param_groups[index]
-            self.inner.after(list(directions), group, list(directions.values()), its_shapes)
+            group, of_slices = self.inner.param_groups[index], [shapes[local] for local in directions]
+            self.inner.after(list(directions), group, list(directions.values()), of_slices)
 
     def round_of(self, param: torch.nn.Parameter) -> int | None:
         """Return the number of the round of a parameter in the plan; None: it does not consist of matrices."""

@@ -25,8 +25,7 @@ from zero.sharded_state import parameters
 def optimizer_of(matrices: bool, device_type: str, **adamw: Any) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
     """Return the class of the optimizer and its arguments: those of torch.optim.AdamW, and its fused kernel if there is one.
 
-    Args:
-        matrices: whether there are groups with an entry "matrices", for `zero.Muon`.
+    `matrices`: whether there are groups with an entry "matrices", for `zero.Muon`.
     """
     return Muon if matrices else torch.optim.AdamW, {**adamw, "fused": device_type in ("cuda", "cpu")}
 
@@ -45,49 +44,38 @@ def build(
     Args:
         groups: parameter groups, as for torch.optim.AdamW. If a group has an entry "matrices", the optimizer is `zero.Muon`.
         flags: see `zero.flags.Flags`.
-        device: where `model` will train. Default: where it is. Its tensors move there one after the other, and take the values
-            of rank 0.
+        device: where `model` will train, with the values of rank 0. Default: where it is. Tensors move one after the other.
         overlap: with `zero1_impl='sharded'`, see `zero.ShardedDataParallel`.
         **adamw: arguments of torch.optim.AdamW, see `optimizer_of`.
 
-    Returns:
-        The model to call in the training loop, and the optimizer.
+    Return the model to call in the training loop, and the optimizer.
 
-    Raises:
-        ValueError: if the model is on the meta device, if flags cannot be combined, or if `bucket_mb`, `shard_size` or an
-            argument of AdamW is invalid, or the device cannot have what the flags ask for.
+    Raises ValueError if the model is on the meta device, if flags cannot be combined, if `bucket_mb`, `shard_size` or an
+    argument of AdamW is invalid, or if the device cannot have what the flags ask for.
     """
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     implementation = flags.implementation(world_size)
     device = device or next(model.parameters()).device
     optimizer_cls, arguments = optimizer_of(any("matrices" in group for group in groups), device.type, **adamw)
     on_all_ranks(partial(check_values, model))
-    if implementation == "sharded" and device.type == "mps":  # which has no float64, and was never tried
-        raise ValueError("param_dtype and state_dtype do not support device=mps; leave them out, or use --device=cpu")
-    if implementation == "sharded":  # ShardedOptimizer moves the trainable parameters
-        for tensor in (*model.parameters(), *model.buffers()):
+    if implementation == "sharded":
+        if device.type == "mps":  # which has no float64, and was never tried
+            raise ValueError("param_dtype and state_dtype do not support device=mps; leave them out, or use --device=cpu")
+        for tensor in (*model.parameters(), *model.buffers()):  # ShardedOptimizer moves the trainable parameters
             if not (isinstance(tensor, torch.nn.Parameter) and tensor.requires_grad):
                 tensor.data = tensor.data.to(device)
-    else:
-        model.to(device)
-    if implementation == "sharded":
-        sharded = ShardedOptimizer(
-            groups,
-            optimizer_cls,
-            registration_order=model.parameters(),
-            device=device,
-            **{option.name: getattr(flags, option.name) for option in fields(Options)},
-            **arguments,
-        )
+        options = {option.name: getattr(flags, option.name) for option in fields(Options)}
+        order = model.parameters()
+        sharded = ShardedOptimizer(groups, optimizer_cls, registration_order=order, device=device, **options, **arguments)
         wrapped = ShardedDataParallel(model, sharded, flags.shard_gradients, overlap=overlap if world_size > 1 else ())
         return wrapped, sharded
-    if not dist.is_initialized():
-        return model, optimizer_cls(groups, **arguments)
-    optimizer: torch.optim.Optimizer
+    model.to(device)
     if implementation == "torch":
-        optimizer = ZeroRedundancyOptimizer(groups, optimizer_class=optimizer_cls, **arguments)
+        optimizer: torch.optim.Optimizer = ZeroRedundancyOptimizer(groups, optimizer_class=optimizer_cls, **arguments)
     else:
         optimizer = optimizer_cls(groups, **arguments)
+    if not dist.is_initialized():
+        return model, optimizer
     # gradients are views into DDP's buckets: the all-reduce is the same, but there is no second copy of every gradient
     device_ids = [device.index] if device.type == "cuda" else None
     return DistributedDataParallel(model, device_ids=device_ids, gradient_as_bucket_view=True), optimizer
@@ -96,8 +84,8 @@ def build(
 def clip_grad_norm_(optimizer: torch.optim.Optimizer, max_norm: float) -> torch.Tensor:
     """Clip the gradients of all parameters together, with any implementation. Needs to be called on all ranks.
 
-    The result is that of `torch.nn.utils.clip_grad_norm_` on full gradients. With `max_norm=math.inf`, the function only
-    measures. Return the norm before clipping, a scalar.
+    As `torch.nn.utils.clip_grad_norm_` on full gradients. With `max_norm=math.inf`, it only measures. Return the norm before
+    clipping, a scalar.
     """
     if isinstance(optimizer, ShardedOptimizer):
         return optimizer.clip_grad_norm_(max_norm)

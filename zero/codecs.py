@@ -28,18 +28,12 @@ class Codec(Protocol):
 
     def empty(self, numel: int, device: torch.device) -> tuple[torch.Tensor, ...]:
         """Return memory for encoded elements: one or more flat tensors, each with a number per element or per block."""
-        ...
 
     def encode(self, values: torch.Tensor, seed: Callable[[], torch.Tensor], out: tuple[torch.Tensor, ...]) -> None:
-        """Encode `values`, (numel,) float32.
-
-        `seed`: returns one number, from which random numbers for the rounding are made.
-        """
-        ...
+        """Encode `values`, (numel,) float32. `seed` returns one number, for the random numbers of the rounding."""
 
     def decode(self, encoded: tuple[torch.Tensor, ...]) -> torch.Tensor:
         """Return the elements, (numel,) float32."""
-        ...
 
 
 class BFloat16:
@@ -152,11 +146,7 @@ class CodedState:
     All its entries lie in one flat tensor, each from the begin of a block on: an update takes as many operations for many
     slices as for one. A slice that it skips keeps its state, because what was decoded is encoded to the same bytes.
 
-    Args:
-        codec: see above.
-        inner: the optimizer that has the state.
-        slices: its parameters, on one device.
-        names: those of the entries that may be encoded; None: all of them.
+    `inner`: the optimizer. `slices`: its parameters, on one device. `names`: of entries that may be encoded; None: of all.
     """
 
     def __init__(
@@ -197,9 +187,8 @@ class CodedState:
         return [
             name
             for name, value in self.inner.state[local].items()
-            if isinstance(value, torch.Tensor) and value.dim() and value.shape == local.shape and value.dtype == torch.float32
-            if value.numel()
-            if self.names is None or name in self.names
+            if isinstance(value, torch.Tensor) and value.shape == local.shape and value.dtype == torch.float32
+            if value.dim() and value.numel() and (self.names is None or name in self.names)
         ]
 
     def _lay_out(self, found: list[tuple[torch.nn.Parameter, str]]) -> None:
@@ -226,10 +215,9 @@ class CodedState:
 
 
 def rounding_noise(steps: torch.Tensor, numel: int) -> torch.Tensor:
-    """Return at most `numel` random numbers for `Codec.encode`: a hash of `steps`, which is one number.
+    """Return at most `numel` random numbers for `Codec.encode`: a hash of `steps`, which is one number. No wait for a GPU.
 
-    It needs no wait for a GPU, and each element gets a new number in each step. Elements that lie far apart get the same one,
-    because random numbers take far more time than their use.
+    Each element gets a new one in each step; elements far apart share one, because making them takes longer than their use.
     """
     (block,) = next(pieces(torch.empty(numel, dtype=torch.int8, device=steps.device)))
     bits = torch.arange(block.numel(), dtype=torch.int32, device=steps.device)

@@ -1,7 +1,4 @@
-"""Reduce-scatter and all-gather of flat buckets, with the fast method of each backend.
-
-Also counts the bytes that the collectives send and the time that the computation waits for them.
-"""
+"""Reduce-scatter and all-gather of flat buckets, with the fast method of each backend. Counts bytes and wait time."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -35,8 +32,7 @@ def is_on_cpu(tensor: torch.Tensor) -> bool:
 def received_numels(own: int, ranks: int, on_cpu: bool, native: bool) -> list[int]:
     """Return the elements of each tensor that a reduce-scatter receives into, for a shard of `own` elements.
 
-    Between CPUs, there is one for each other rank. Between GPUs, one holds the sum if the backend computes it (`native`),
-    otherwise all parts.
+    Between CPUs, there is one for each other rank. Between GPUs, one holds the sum (`native`: of the backend) or all parts.
     """
     if on_cpu or ranks == 1:
         return [own] * (ranks - 1)
@@ -49,13 +45,11 @@ def _subgroup(group: dist.ProcessGroup | None, members: Iterable[int]) -> dist.P
     whole: Any = group or world
     ranks = dist.get_process_group_ranks(whole)
     if len(ranks) < world.size() and world.bound_device_id is not None:
-        raise ValueError(
-            f"shard_size in a process_group of {len(ranks)} ranks would wait for all {world.size()}, because with "
-            "init_process_group(device_id=...) every rank takes part in each new group; leave device_id out"
-        )
+        reason = "because with init_process_group(device_id=...) every rank takes part in each new group; leave device_id out"
+        raise ValueError(f"shard_size in a process_group of {len(ranks)} ranks would wait for all {world.size()}, {reason}")
     timeout = getattr(getattr(whole._get_backend(whole._device_types[-1]), "options", None), "_timeout", None)
-    chosen = [ranks[member] for member in members]
-    return dist.new_group(chosen, timeout=timeout, backend=dist.get_backend(whole), use_local_synchronization=True)
+    chosen, backend = [ranks[member] for member in members], dist.get_backend(whole)
+    return dist.new_group(chosen, timeout=timeout, backend=backend, use_local_synchronization=True)
 
 
 class ReduceScatterWork(NamedTuple):
@@ -76,8 +70,7 @@ class AllToAllWork(NamedTuple):
 
 
 class Pool:
-    """Large CPU tensors that are kept for reuse, from buckets to shards of gradients: fresh memory would cost more time than
-    the sum that it is used for.
+    """Large CPU tensors that are kept for reuse: fresh memory would cost more time than the sum that it is used for.
 
     Tensors of less than `KEPT_BYTES` are freed, because malloc itself reuses their memory, and so does the allocator of a GPU.
     """
@@ -95,7 +88,6 @@ class Pool:
             self._free.setdefault((tensor.numel(), tensor.dtype), []).append(tensor)
 
     def clear(self) -> None:
-        """Free the memory of the pool."""
         self._free.clear()
 
     @property
@@ -111,9 +103,7 @@ class Communicator:
     each of them holds a replica of every shard, and the ranks with the same shards form a replica group. This is hybrid
     sharding, as in Megatron-LM (`num_distributed_optimizer_instances`) and in PyTorch FSDP (`HYBRID_SHARD`).
 
-    Args:
-        group: all ranks that train the model. Default: all ranks of the run.
-        options: say how many consecutive ranks a shard group has.
+    `group`: all ranks that train the model; None: all ranks of the run. `options`: say how many of them a shard group has.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, options: Options = Options()) -> None:
@@ -155,11 +145,9 @@ class Communicator:
             works = self._exchange(parts, dict(zip(sources, received, strict=True)), GRADIENTS)
             return ReduceScatterWork(bucket, [parts[self.shard_rank], *received], received, works)
         (place,) = received
-        if native:
-            work = _reduce_scatter_single(place, bucket, group=self.shard_group, async_op=True)
-            return ReduceScatterWork(bucket, [place], received, [work])
-        work = dist.all_to_all_single(place, bucket, group=self.shard_group, async_op=True)
-        return ReduceScatterWork(bucket, [place.view(self.shard_size, -1)], received, [work])
+        start: Any = _reduce_scatter_single if native else dist.all_to_all_single
+        work = start(place, bucket, group=self.shard_group, async_op=True)
+        return ReduceScatterWork(bucket, [place if native else place.view(self.shard_size, -1)], received, [work])
 
     def sum_of(self, reduction: ReduceScatterWork, shard: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
         """Wait for a reduce-scatter and return its sum over the shard group, added to `shard` if there is one.
@@ -195,8 +183,7 @@ class Communicator:
         """Start an in-place all-gather: fill `bucket` with the shards of all ranks of the shard group.
 
         Between CPUs, each rank sends its shard to each other rank. Gloo's own all-gather takes more than three times as long
-        (448 ms for 124M float32 elements on 2 ranks), one broadcast per shard a third more. With gloo between GPUs, each owner
-        broadcasts its shard.
+        (448 ms for 124M float32 elements on 2 ranks), a broadcast per shard, as with gloo between GPUs, a third more.
         """
         numel = bucket.numel() // self.shard_size
         own = bucket[self.shard_rank * numel : (self.shard_rank + 1) * numel]
@@ -213,9 +200,7 @@ class Communicator:
     def all_to_all(self, outgoing: torch.Tensor, sent: list[int], received: list[int]) -> AllToAllWork:
         """Start an all-to-all over the shard group: each rank sends a part of `outgoing` to every rank.
 
-        Args:
-            outgoing: the parts in the order of the ranks, (sum of sent,).
-            sent, received: number of elements to and from each rank.
+        `outgoing`: the parts in the order of the ranks, (sum of sent,). `sent`, `received`: elements to and from each rank.
         """
         incoming = outgoing.new_empty(sum(received))
         parts, places = outgoing.split(sent), incoming.split(received)
@@ -235,15 +220,10 @@ class Communicator:
 
     def all_reduce(self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> list[dist.Work]:
         """Start an in-place all-reduce over all ranks."""
-        if self.world_size == 1:
-            return []
-        return [dist.all_reduce(tensor, op=op, group=self.group, async_op=True)]
+        return [] if self.world_size == 1 else [dist.all_reduce(tensor, op=op, group=self.group, async_op=True)]
 
     def parts_of_rank_0(self, values: torch.Tensor, place: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield the flat values of rank 0, part by part, each with the number of its first element.
-
-        The parts lie in `place` if that has their dtype.
-        """
+        """Yield the flat values of rank 0 in parts, each with the number of its first element; in `place` if of their dtype."""
         for first in range(0, values.numel(), PART):
             part = place[first : first + PART]
             if part.dtype != values.dtype:

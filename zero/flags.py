@@ -37,12 +37,9 @@ class Flags(Options):
         return self.use_zero1 and self.zero1_impl == "sharded"
 
     def implementation(self, world_size: int) -> Literal["adamw", "torch", "sharded"]:
-        """Return the implementation on `world_size` ranks.
+        """Return the implementation on `world_size` ranks: on one, AdamW, unless `param_dtype` or `state_dtype` save memory.
 
-        A single rank has nothing to divide, and plain AdamW, unless `param_dtype` or `state_dtype` save memory there as well.
-
-        Raises:
-            ValueError: if the flags cannot be combined, or `shard_size` does not divide `world_size`.
+        Raises ValueError if the flags cannot be combined, or `shard_size` does not divide `world_size`.
         """
         if self.is_sharded:
             self.sharing(world_size)

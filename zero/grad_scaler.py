@@ -11,11 +11,10 @@ from zero.optimizer import ShardedOptimizer
 class ShardedGradScaler(torch.amp.GradScaler):
     """`torch.amp.GradScaler`, except that either all ranks of a ShardedOptimizer skip a step or none of them does.
 
-    Each rank sees only its own shards. An all-reduce of one number tells all ranks about an inf or nan in any shard. `unscale_`
-    and `step` need to be called on all ranks. For any other optimizer, the behavior is that of `torch.amp.GradScaler`.
+    An all-reduce of one number tells all ranks about an inf or nan in any shard. For any other optimizer, the behavior is that
+    of `torch.amp.GradScaler`. `unscale_` and `step` need to be called on all ranks.
 
-    Raises:
-        ValueError: from `unscale_` and `step`, if gradients are float16: only ShardedDataParallel has float32 sums.
+    Both raise ValueError if gradients are float16: only ShardedDataParallel has float32 sums.
     """
 
     def skip_if(self, optimizer: torch.optim.Optimizer, flag: torch.Tensor) -> None:
@@ -33,6 +32,5 @@ class ShardedGradScaler(torch.amp.GradScaler):
         scaled = optimizer if is_whole else optimizer.inner
         for found in super()._unscale_grads_(scaled, *args).values():  # empty if this rank owns nothing
             found_inf += found.to(found_inf.device)
-        works = optimizer.comm.all_reduce(found_inf, dist.ReduceOp.MAX)
-        optimizer.comm.wait("found_inf", works, found_inf.device)
+        optimizer.comm.wait("found_inf", optimizer.comm.all_reduce(found_inf, dist.ReduceOp.MAX), found_inf.device)
         return {found_inf.device: found_inf}

@@ -19,20 +19,14 @@ def held_bytes(optimizer: torch.optim.Optimizer, model: torch.nn.Module | None =
         gradients   full gradients, and with ShardedDataParallel also this rank's gradient shards
         state       per-element optimizer state; excludes `step` counters
         master      float32 masters of the owned slices, or their remainders
-        buckets     other memory for communication: buckets that are being filled, sent or received, and tensors in the
-                    pool for later buckets
+        buckets     other memory for communication: buckets being filled, sent or received, and the pool for later ones
     """
     params = list(dict.fromkeys([*parameters(optimizer), *(() if model is None else model.parameters())]))
-    states = partition(optimizer).inner.state.values()
+    entries = [entry for state in partition(optimizer).inner.state.values() for entry in state.items()]
     held = {
         "parameters": sum(param.nbytes for param in params),
         "gradients": sum(map(local_nbytes, params)),
-        "state": sum(
-            value.nbytes
-            for state in states
-            for key, value in state.items()
-            if key != "step" and isinstance(value, torch.Tensor | Encoded)
-        ),
+        "state": sum(value.nbytes for key, value in entries if key != "step" and isinstance(value, torch.Tensor | Encoded)),
         "master": 0,
         "buckets": 0,
     }
@@ -41,9 +35,8 @@ def held_bytes(optimizer: torch.optim.Optimizer, model: torch.nn.Module | None =
         own = [param.grad.nbytes for param in params if param.grad is not None and not param.grad._is_view()]
         held["gradients"] = sum(own) + sum(param.nbytes for param in params if param.requires_grad)
     if isinstance(optimizer, ShardedOptimizer):
-        held["parameters"] += sum(
-            buffer.data.nbytes - sum(param.nbytes for param in buffer.params) for buffer in optimizer.buffers
-        )
+        for buffer in optimizer.buffers:
+            held["parameters"] += buffer.data.nbytes - sum(param.nbytes for param in buffer.params)
         held["master"] = sum(bucket.masters.nbytes for bucket in optimizer.buckets if bucket.masters is not None)
         for purpose, count in optimizer.source.held_bytes().items():
             held[purpose] += count

@@ -73,10 +73,8 @@ def check_same_on_all_ranks(facts: dict[str, Any], group: dist.ProcessGroup | No
     def compare() -> None:
         for name in expected | facts:
             if facts.get(name) != expected.get(name):
-                raise ValueError(
-                    f"the model differs between the ranks: {name} is {facts.get(name, 'absent')}, on rank 0 "
-                    f"{expected.get(name, 'absent')}; build the same model on all ranks"
-                )
+                values = f"{facts.get(name, 'absent')}, on rank 0 {expected.get(name, 'absent')}"
+                raise ValueError(f"the model differs between the ranks: {name} is {values}; build the same model on all ranks")
 
     on_all_ranks(compare, group)
 
@@ -100,14 +98,10 @@ def gather_tensors(
         place.copy_(read())
     for rank, of_rank in enumerate(places[1:], 1):
         for place in of_rank:
-            _receive(place, rank, group)
+            for message in place.split(MESSAGE_BYTES // place.itemsize):
+                dist.recv(message, group_src=rank, group=group, tag=TAG)
 
 
 def _send(elements: torch.Tensor, group: dist.ProcessGroup | None) -> None:
     for message in elements.split(MESSAGE_BYTES // elements.itemsize):
         dist.send(message.cpu(), group_dst=0, group=group, tag=TAG)
-
-
-def _receive(elements: torch.Tensor, rank: int, group: dist.ProcessGroup | None) -> None:
-    for message in elements.split(MESSAGE_BYTES // elements.itemsize):
-        dist.recv(message, group_src=rank, group=group, tag=TAG)

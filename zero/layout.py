@@ -11,7 +11,6 @@ slice         the part of one parameter that lies in one shard: a contiguous ran
 Parameters and shards begin at multiples of `align` elements. A vectorized kernel may round the elements of full vectors and
 those of the tail differently (torch's fused CPU AdamW does). The cuts lie between vectors, so an update of slices equals an
 update of whole parameters bit for bit. A parameter without elements takes `align` elements, so that it has one owner too.
-
 Source: ZeRO, https://arxiv.org/abs/1910.02054, section 5.1.
 """
 
@@ -71,9 +70,7 @@ def parameter_specs(
 ) -> list[ParameterSpec]:
     """Return the specs of the parameters in torch.optim groups.
 
-    Args:
-        registration_order: that of `model.parameters()`.
-        device: where the parameters will be; None: where they are.
+    `registration_order`: that of `model.parameters()`. `device`: where the parameters will be; None: where they are.
     """
     positions, names = {param: position for position, param in enumerate(registration_order)}, names or {}
     return [
@@ -104,21 +101,19 @@ class Layout:
 
     @classmethod
     def by_element(cls, numels: Sequence[int], world_size: int, bucket_numel: int, align: int = 1) -> Self:
-        """Make equal buckets of at most `bucket_numel` elements, with equal shards.
+        """Make equal buckets of at most `bucket_numel` elements, with equal shards for `world_size` ranks.
 
         Args:
             numels: number of elements of each parameter, in the order of the flat buffer.
-            world_size: number of ranks that share the buffer.
             bucket_numel: largest number of elements per bucket, rounded up to a multiple of `align * world_size`.
             align: number of elements per vector of the kernels that will run over slices.
         """
-        *offsets, end = accumulate((_round_up(max(numel, 1), align) for numel in numels), initial=0)
+        *offsets, end = accumulate((_ceil(max(numel, 1), align) * align for numel in numels), initial=0)
         unit = align * world_size
-        buckets = max(1, _ceil(end, _round_up(bucket_numel, unit)))
+        buckets = max(1, _ceil(end, _ceil(bucket_numel, unit) * unit))
         numel = _ceil(end, buckets * unit) * align  # per shard
-        shards = []
-        for first in range(0, buckets * world_size * numel, max(1, world_size * numel)):
-            shards.append(tuple(range(first + r * numel, first + (r + 1) * numel) for r in range(world_size)))
+        firsts = range(0, buckets * world_size * numel, max(1, world_size * numel))
+        shards = [tuple(range(first + r * numel, first + (r + 1) * numel) for r in range(world_size)) for first in firsts]
         return cls(tuple(numels), tuple(offsets), tuple(shards))
 
     @cached_property
@@ -190,11 +185,9 @@ class Plan:
         """Return the slices that `rank` owns, in the order of its inner optimizer's parameters."""
         if self.assigned is not None:
             return list(self.assigned[rank])
-        slices = [
-            slice_._replace(param=buffer.params[slice_.param])
-            for buffer in self.buffers
-            for slice_ in buffer.layout.slices(rank)
-        ]
+        slices: list[Slice] = []
+        for buffer in self.buffers:
+            slices += [slice_._replace(param=buffer.params[slice_.param]) for slice_ in buffer.layout.slices(rank)]
         if rank == 0:  # rank 0 has the optimizer state of frozen parameters, if there is any
             slices += [Slice(number, 0, spec.numel) for number, spec in enumerate(self.params) if not spec.requires_grad]
         return sorted(slices)
@@ -202,13 +195,9 @@ class Plan:
     @cached_property
     def state_bytes(self) -> list[int]:
         """By rank: bytes of the per-element optimizer state of the trainable parameters, in the dtype of the update."""
-        per_element = [
-            spec.requires_grad * spec.state_tensors * dtype.itemsize
-            for spec, dtype in zip(self.params, self.update_dtypes, strict=True)
-        ]
-        return [
-            sum(per_element[slice_.param] * slice_.numel for slice_ in self.slices(rank)) for rank in range(self.world_size)
-        ]
+        with_dtypes = zip(self.params, self.update_dtypes, strict=True)
+        each = [spec.requires_grad * spec.state_tensors * dtype.itemsize for spec, dtype in with_dtypes]  # per element
+        return [sum(each[slice_.param] * slice_.numel for slice_ in self.slices(rank)) for rank in range(self.world_size)]
 
     @cached_property
     def update_dtypes(self) -> list[torch.dtype]:
@@ -233,9 +222,8 @@ def auto_bucket_mb(nbytes: int, world_size: int) -> float:
     A third of the parameters: two buckets exist at a time, one that fills and one in flight, and each bucket takes 2 % of a
     short step of a small model on a CPU. At least 4 MB, because every message has a latency. At most 25 MB, as in
     DistributedDataParallel: larger buckets take memory and overlap less. Large models have 40 buckets: two of them are 5 % of
-    the parameters, about 2 % of what a rank holds, and the host needs time for the collectives of each. With more than 25
-    ranks 1 MB per rank, because a ring cuts a bucket into one message per rank (Megatron-LM lets its buckets grow for the same
-    reason). Figures: docs/sharding.md.
+    the parameters, and the host needs time for the collectives of each. With more than 25 ranks 1 MB per rank, because a ring
+    cuts a bucket into one message per rank (Megatron-LM does the same). Figures: docs/sharding.md.
     """
     return max(4.0, min(nbytes / 3e6, max(25.0, world_size, nbytes / 40e6)))
 
@@ -243,14 +231,9 @@ def auto_bucket_mb(nbytes: int, world_size: int) -> float:
 def plan(params: Sequence[ParameterSpec], world_size: int, options: Options = Options()) -> Plan:
     """Return the plan of a ShardedOptimizer: flat buffers, one per dtype and device, in reverse registration order.
 
-    Args:
-        params: all parameters, numbered as a torch.optim `state_dict()` numbers them.
-        world_size: number of ranks that share the optimizer state.
-        options: how they are stored. Parameters of lower precision are updated in their own dtype, promoted to at least
-            float32.
-
-    Raises:
-        ValueError: if an argument is invalid.
+    `params` are numbered as a torch.optim `state_dict()` numbers them, and `world_size` ranks share their state. Those that
+    `options` store in another dtype are updated in their own one, promoted to at least float32. Raises ValueError if an
+    argument is invalid.
     """
     if world_size < 1:
         raise ValueError(f"world_size={world_size} must be positive")
@@ -265,17 +248,12 @@ def plan(params: Sequence[ParameterSpec], world_size: int, options: Options = Op
     buffers = []
     for (own_dtype, device), numbers in kinds.items():
         dtype = param_dtype or own_dtype
-        layout = Layout.by_element(
-            [params[number].numel for number in numbers],
-            world_size,
-            bucket_numel=max(1, int(megabytes * 1e6) // dtype.itemsize),
-            align=_VECTOR_BYTES // dtype.itemsize,
-        )
+        numels, bucket_numel = [params[number].numel for number in numbers], max(1, int(megabytes * 1e6) // dtype.itemsize)
+        layout = Layout.by_element(numels, world_size, bucket_numel, align=_VECTOR_BYTES // dtype.itemsize)
         update_dtype = own_dtype if param_dtype is None else torch.promote_types(own_dtype, torch.float32)
         if has_remainders and update_dtype != torch.float32:
-            raise ValueError(
-                f"param_dtype='bfloat16_remainder' needs float32 masters, not {update_dtype}; use param_dtype='bfloat16'"
-            )
+            remedy = "use param_dtype='bfloat16'"
+            raise ValueError(f"param_dtype='bfloat16_remainder' needs float32 masters, not {update_dtype}; {remedy}")
         buffers.append(BufferPlan(tuple(numbers), layout, dtype, update_dtype, device, has_remainders))
     return Plan(tuple(params), world_size, tuple(buffers), None, param_dtype, options.state_dtype)
 
@@ -299,11 +277,9 @@ def replicated_plan(params: Sequence[ParameterSpec]) -> Plan:
 
 
 def balanced(costs: Sequence[int], loads: list[int], order: Iterable[int] | None = None) -> list[int]:
-    """Return a rank for each cost: in order, the rank with the smallest load, the first of several.
+    """Return a rank for each cost: in order, the rank with the smallest load, the first of several. Adds the costs to `loads`.
 
-    Args:
-        loads: those of the ranks so far, to which the costs are added.
-        order: numbers of the costs. Default: the largest cost first ("longest processing time").
+    `order`: numbers of the costs. Default: the largest cost first ("longest processing time").
     """
     smallest = sorted((load, rank) for rank, load in enumerate(loads))  # a heap
     ranks = [0] * len(costs)
@@ -313,10 +289,6 @@ def balanced(costs: Sequence[int], loads: list[int], order: Iterable[int] | None
         ranks[number] = rank
         heapq.heapreplace(smallest, (loads[rank], rank))
     return ranks
-
-
-def _round_up(value: int, multiple: int) -> int:
-    return _ceil(value, multiple) * multiple
 
 
 def _ceil(value: int, divisor: int) -> int:

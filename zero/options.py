@@ -18,14 +18,9 @@ def weight_dtype(param_dtype: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What ShardedOptimizer can do.
+    """What ShardedOptimizer can do. Raises ValueError if `bucket_mb` or `param_dtype` is invalid; others are checked in use."""
 
-    Raises:
-        ValueError: if `bucket_mb` or `param_dtype` is invalid; the others are checked where they are used.
-    """
-
-    # number of consecutive ranks that share the state, for example those of one machine; each such group holds a replica of it
-    # (hybrid sharding). 0: all ranks
+    # consecutive ranks that share the state, as those of a machine; each group of them has a replica (hybrid sharding). 0: all
     shard_size: int = 0
     bucket_mb: BucketMB = "auto"
     # 'float32': each parameter keeps its dtype. Otherwise the dtype in which all are stored, and each rank keeps float32
@@ -54,8 +49,7 @@ class Options:
     def sharing(self, world_size: int) -> int:
         """Return how many of `world_size` ranks share the state. A single rank shares it with none, whatever `shard_size` is.
 
-        Raises:
-            ValueError: if `shard_size` does not divide `world_size`.
+        Raises ValueError if `shard_size` does not divide `world_size`.
         """
         size = self.shard_size if world_size > 1 else 0
         if size and (size < 0 or world_size % size):

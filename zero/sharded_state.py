@@ -23,9 +23,7 @@ class Partition:
     plan: Plan
     rank: int  # of this process, among the ranks that share the state
     process_group: dist.ProcessGroup | None  # the ranks that share the state
-    # number of the replica of the state that this process holds a part of. An optimizer that is not sharded has one replica in
-    # every process, which is rank 0 of a world of size 1
-    replica: int = 0
+    replica: int = 0  # of which this process holds a part; if nothing is sharded, each process has a replica, as rank 0 of 1
 
     @cached_property
     def params(self) -> list[torch.nn.Parameter]:
@@ -51,7 +49,7 @@ class Partition:
     def readers(self) -> list[Callable[[], torch.Tensor]]:
         """For each of this rank's slices, the function that returns its elements in the precision of the update."""
         slices = self.optimizer.owned if isinstance(self.optimizer, ShardedOptimizer) else []
-        readers: dict[torch.Tensor, Callable[[], torch.Tensor]] = {owned.local: owned.read for owned in slices}
+        readers = {owned.local: owned.read for owned in slices}
         return [readers.get(local, local.detach) for local in self.locals]
 
     @property
@@ -71,9 +69,8 @@ def partition(optimizer: torch.optim.Optimizer) -> Partition:
         comm = optimizer.comm
         return Partition(optimizer, optimizer.inner, optimizer.plan, comm.shard_rank, comm.shard_group, comm.replica)
     if isinstance(optimizer, ZeroRedundancyOptimizer):
-        # the assignment that this version of torch has made; `zero.layout.zero_redundancy_plan` predicts it
         numbers = {param: number for number, param in enumerate(parameters(optimizer))}
-        assigned = tuple(
+        assigned = tuple(  # by this version of torch; `zero.layout.zero_redundancy_plan` predicts it
             tuple(Slice(numbers[param], 0, param.numel()) for group in groups for param in group["params"])
             for groups in optimizer._partition_parameters()  # type: ignore[attr-defined]  # not in torch's stubs
         )

@@ -16,8 +16,7 @@ Mark = float | torch.cuda.Event  # a moment: seconds of the host's clock, or an 
 class Stopwatch:
     """Adds up time by name. The host never waits for a GPU, except in `read_ms`.
 
-    Args:
-        of_collectives: the times are waits for collectives, see `awaited_collective`.
+    `of_collectives`: the times are waits for collectives, see `awaited_collective`.
     """
 
     def __init__(self, of_collectives: bool = False) -> None:

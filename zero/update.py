@@ -1,7 +1,7 @@
 """Phase 2 of a step: the inner optimizer updates the owned slices, some buckets at a time, in full precision."""
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,7 +25,6 @@ class SliceUpdate:
 
     Args:
         inner: the optimizer of this rank's slices.
-        buckets: all buckets.
         codec: of the state, see `zero.codecs`; None: the state stays as `inner` keeps it. A resumed run rounds in the same way.
         exchange: of the matrices, if `inner` needs whole ones, see `zero.muon`.
     """
@@ -75,12 +74,12 @@ class SliceUpdate:
         A class that is not of torch.optim steps once. On a GPU, small shards share a call, unless the call takes memory for
         each of them, as kernels that are not fused do. A CPU sends a bucket while it updates the next one.
         """
-        buckets, calls, room = self.buckets[::-1], list[list[Bucket]](), 0
         if type(self.inner) not in KNOWN:
-            return [buckets]
+            return [self.buckets[::-1]]
+        calls, room = list[list[Bucket]](), 0
         is_fused = all(group.get("fused") for group in self.inner.param_groups)
         takes_none = is_fused and self.codec is None and self.exchange is None
-        for bucket in buckets:
+        for bucket in self.buckets[::-1]:
             alone = not takes_none or bucket.masters is not None or collectives.is_on_cpu(bucket.data)
             if alone or bucket.shard.numel() > room:
                 calls.append([])
@@ -96,12 +95,8 @@ class SliceUpdate:
             for index, group in enumerate(groups):
                 locals_ = [local for bucket in buckets for local in bucket.local_by_group.get(index, [])]
                 group["params"] = [] if self.exchange is not None and group.get("matrices") else locals_
-        by_element = [
-            owned.local
-            for bucket in buckets
-            for owned in bucket.owned
-            if owned.local.grad is not None and self._round_of(owned) is None
-        ]
+        slices = [owned for bucket in buckets for owned in bucket.owned if owned.local.grad is not None]
+        by_element = [owned.local for owned in slices if self._round_of(owned) is None]
         loaded = []
         try:
             for bucket in buckets:
@@ -120,14 +115,13 @@ class SliceUpdate:
     def _before(self, by_group: dict[int, list[torch.nn.Parameter]]) -> list[torch.Tensor]:
         """Call `before` of the inner optimizer for the slices of each group, with their state in float32."""
         inner: Any = self.inner
-        with self._in_float32(itertools.chain(*by_group.values())):
+        with self._in_float32(list(itertools.chain(*by_group.values()))):
             each = [inner.before(locals_, inner.param_groups[index]) for index, locals_ in by_group.items()]
         return list(itertools.chain(*each))
 
     @contextmanager
-    def _in_float32(self, locals_: Iterable[torch.nn.Parameter]) -> Iterator[None]:
+    def _in_float32(self, locals_: list[torch.nn.Parameter]) -> Iterator[None]:
         """Return a context in which the gradients and the state of some slices have the dtype of the update."""
-        locals_ = list(locals_)
         coded = dict.fromkeys(self._coded[local] for local in locals_ if local in self._coded)
         narrow = {local: local.grad for local in locals_ if local.grad is not None and local.grad.dtype != local.dtype}
         try:

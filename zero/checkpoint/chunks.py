@@ -23,16 +23,8 @@ from zero.host_comm import gather_objects
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 _METADATA = ".metadata"
-_RECORDS = (
-    metadata.ChunkStorageMetadata,
-    metadata.Metadata,
-    metadata.MetadataIndex,
-    metadata.TensorProperties,
-    metadata.TensorStorageMetadata,
-    metadata._MEM_FORMAT_ENCODING,
-    filesystem._StorageInfo,
-    torch.Size,
-)
+_RECORDS: tuple[type, ...] = (metadata.ChunkStorageMetadata, metadata.Metadata, metadata.MetadataIndex, torch.Size)
+_RECORDS += (metadata.TensorProperties, metadata.TensorStorageMetadata, metadata._MEM_FORMAT_ENCODING, filesystem._StorageInfo)
 _ADMITTED: dict[tuple[str, str], Any] = {(record.__module__, record.__qualname__): record for record in _RECORDS}
 _ADMITTED["torch.serialization", "_get_layout"] = torch.serialization._get_layout  # pickles refer to it for a torch.layout
 
@@ -40,21 +32,11 @@ _ADMITTED["torch.serialization", "_get_layout"] = torch.serialization._get_layou
 def write_chunks(chunks: list[TensorChunk], folder: str, process_group: dist.ProcessGroup | None) -> dict[str, FileSum]:
     """Write each rank's chunks, which together cover every tensor once. Needs to be called on all ranks of the group.
 
-    Returns:
-        Name and checksum of each file that any rank wrote into `folder`.
-
-    Raises:
-        OSError: on all ranks, if one of them cannot write.
+    Return name and checksum of each file that any rank wrote into `folder`. Raise OSError on all ranks, if one cannot write.
     """
-    writer = _Writer(folder)
+    writer, plan = _Writer(folder), _SavePlanner(_with_elements(chunks))
     try:
-        dcp.save(
-            {},
-            storage_writer=writer,
-            planner=_SavePlanner(_with_elements(chunks)),
-            process_group=process_group,
-            no_dist=process_group is None,
-        )
+        dcp.save({}, storage_writer=writer, planner=plan, process_group=process_group, no_dist=process_group is None)
     except dcp.api.CheckpointException as failed:  # a subclass of BaseException
         rank, (error, _) = next(iter(failed.failures.items()))
         if isinstance(error, OSError):
@@ -67,8 +49,7 @@ def write_chunks(chunks: list[TensorChunk], folder: str, process_group: dist.Pro
 def read_chunks(folder: str, chunks: list[TensorChunk]) -> None:
     """Fill the elements of `chunks`, which may be other chunks than those that were written. Each rank can call it alone.
 
-    Raises:
-        CheckpointError: if the files are missing, damaged, or not of these tensors.
+    Raises CheckpointError if the files are missing, damaged, or not of these tensors.
     """
     with reading(folder):
         try:
@@ -85,17 +66,16 @@ class _SavePlanner(dcp.DefaultSavePlanner):
         self.chunks = {_index(chunk): chunk for chunk in chunks}
 
     def create_local_plan(self) -> planner.SavePlan:
-        self.plan = planner.SavePlan([self._write_item(chunk) for chunk in self.chunks.values()])
+        items = []
+        for index, chunk in self.chunks.items():
+            properties = metadata.TensorProperties.create_from_tensor(chunk.elements)
+            data = planner.TensorWriteData(_storage_metadata(chunk), properties, torch.Size([chunk.numel]))
+            items.append(planner.WriteItem(index, planner.WriteItemType.SHARD, tensor_data=data))
+        self.plan = planner.SavePlan(items)
         return self.plan
 
     def lookup_object(self, index: metadata.MetadataIndex) -> torch.Tensor:
         return self.chunks[index].read().reshape(-1)
-
-    @staticmethod
-    def _write_item(chunk: TensorChunk) -> planner.WriteItem:
-        properties = metadata.TensorProperties.create_from_tensor(chunk.elements)
-        data = planner.TensorWriteData(_storage_metadata(chunk), properties, torch.Size([chunk.numel]))
-        return planner.WriteItem(_index(chunk), planner.WriteItemType.SHARD, tensor_data=data)
 
 
 class _LoadPlanner(dcp.DefaultLoadPlanner):

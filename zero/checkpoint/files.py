@@ -36,8 +36,7 @@ def reading(path: str) -> Iterator[None]:
 
 def corruption_message(path: str, reason: object) -> str:
     """Return one line about a file or a folder that cannot be read."""
-    refused = re.search(r"GLOBAL ([\w.]+)", str(reason))
-    if refused:
+    if refused := re.search(r"GLOBAL ([\w.]+)", str(reason)):
         return f"{path} asks for {refused[1]}; a checkpoint holds tensors and plain values only, so none of its code was run"
     lines = [line for line in str(reason).splitlines() if line and not line.startswith("Weights only load failed")]
     return f"{path} is damaged, or not a checkpoint: {lines[0] if lines else type(reason).__name__}"

@@ -21,7 +21,9 @@ EXTRA_STATE = "_extra_state"  # same as in torch.nn.modules.module
 
 
 def _fits(value: Any, kind: Any) -> bool:
-    """Return whether a value is of a kind: a type, dict[keys, values], the kind of each key of a dict, or a predicate."""
+    """Return whether a value is of a kind: a type, dict[keys, values], kinds by key, [that of each element], or a predicate."""
+    if isinstance(kind, list):
+        return isinstance(value, list) and all(_fits(inner, kind[0]) for inner in value)
     if isinstance(kind, dict):
         return isinstance(value, dict) and all(_fits(value.get(key), inner) for key, inner in kind.items())
     if isinstance(kind, GenericAlias):
@@ -54,10 +56,6 @@ def _is_model(value: Any) -> bool:
     )
 
 
-def _are_groups(value: Any) -> bool:
-    return isinstance(value, list) and all(_fits(group, {"params": list}) for group in value)
-
-
 def _is_scaler(value: Any) -> bool:
     """Return whether the value is a state of torch.amp.GradScaler, which is empty if the scaler is not enabled."""
     keys = {"scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"}
@@ -71,7 +69,7 @@ def _are_sums(value: Any) -> bool:
 # keys of every checkpoint, including those of nanoGPT
 KEYS = {
     "model": _is_model,
-    "optimizer": {"state": dict[int, dict], "param_groups": _are_groups},
+    "optimizer": {"state": dict[int, dict], "param_groups": [{"params": list}]},
     "model_args": dict[str, int | float | str | None],
     "iter_num": _is_count,
     "best_val_loss": _is_number,
@@ -93,8 +91,7 @@ _MORE_KEYS = {
 def read_file(path: str) -> dict[str, Any]:
     """Read a checkpoint file, with its tensors memory-mapped. Runs no code from it.
 
-    Raises:
-        CheckpointError: if it is missing or damaged, or does not hold the keys and plain values of a checkpoint.
+    Raises CheckpointError if it is missing or damaged, or does not hold the keys and plain values of a checkpoint.
     """
     with reading(path):
         checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
@@ -113,8 +110,7 @@ def read_file(path: str) -> dict[str, Any]:
 def verify(path: str) -> None:
     """Read every byte of a checkpoint and compare checksums: those of the zip archive, and those of the shards.
 
-    Raises:
-        CheckpointError: if the file is missing, corrupt, or not a checkpoint.
+    Raises CheckpointError if the file is missing, corrupt, or not a checkpoint.
     """
     if os.path.isdir(path):
         raise CheckpointError(f"{path} is a folder; name a file, such as {os.path.join(path, NAME)}")
@@ -143,15 +139,12 @@ def load(path: str) -> dict[str, Any]:
 def load_on_all_ranks(path: str) -> dict[str, Any]:
     """Load a checkpoint, see `load`, which every rank reads itself. Needs to be called on all ranks.
 
-    Raises:
-        CheckpointError: on all ranks, if one of them cannot read the file, or sees another one than rank 0. An equal copy is
-            fine.
+    Raises CheckpointError on all ranks, if one cannot read the file, or sees another one than rank 0. An equal copy is fine.
     """
     group = cpu_group(None) if dist.is_initialized() else None
     own = _identity(path)
     of_rank_0 = broadcast_object(own, group)
-    checkpoint: dict[str, Any] = {}
-    reason = None
+    checkpoint, reason = dict[str, Any](), None
     try:
         if own and of_rank_0 and own != of_rank_0:
             verify(path)  # a copy may be damaged
@@ -164,10 +157,8 @@ def load_on_all_ranks(path: str) -> dict[str, Any]:
     if reasons[0]:
         raise CheckpointError(reasons[0])
     if rank := next((rank for rank, reason in enumerate(reasons) if reason), 0):
-        raise CheckpointError(
-            f"rank {rank} does not see the checkpoint of rank 0: {reasons[rank]}; use a folder that all machines share, or "
-            "copy the file to every machine"
-        )
+        remedy = "use a folder that all machines share, or copy the file to every machine"
+        raise CheckpointError(f"rank {rank} does not see the checkpoint of rank 0: {reasons[rank]}; {remedy}")
     return checkpoint
 
 
@@ -193,9 +184,7 @@ def chunk_reader(path: str, checkpoint: dict[str, Any]) -> Callable[[list[Tensor
 def write_file(checkpoint: dict[str, Any], path: str) -> None:
     """Write a checkpoint to the disk. The archive has a CRC-32 of each tensor.
 
-    Raises:
-        OSError: if the disk is full or cannot be written to.
-        ValueError: if extra state of the model contains more than tensors and plain values.
+    Raises OSError if the disk is full or cannot be written to; ValueError if the model has more than tensors and plain values.
     """
     if odd := [name for name, value in checkpoint["model"].items() if not _is_plain(value)]:
         raise ValueError(f"{odd[0]} is more than tensors and plain values, so the checkpoint could not be read; change it")

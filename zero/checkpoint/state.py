@@ -1,9 +1,8 @@
 """Optimizer state that does not depend on its sharding: gather the whole state on rank 0, and restore it at any world size.
 
 Every save makes two things on each rank: an outline of the whole state, with tensors on the meta device, and chunks, the
-elements that this rank owns of them. `local_chunks` returns both; `full_state` fills the outline on rank 0, with what the
-`state_dict()` of a single, unsharded optimizer would hold. `restore` loads this into any implementation at any world size. It
-takes a function that reads chunks: this module accesses no files.
+elements that this rank owns of them. `local_chunks` returns both; `full_state` fills the outline on rank 0. `restore` loads it
+into any implementation. It takes a function that reads chunks: this module accesses no files.
 """
 
 import copy
@@ -56,6 +55,9 @@ class TensorChunk(NamedTuple):
         """Return the elements, decoded in each call: so few chunks exist in full."""
         return self.elements if self.decode is None else self.decode()
 
+    def read_flat(self) -> torch.Tensor:
+        return flattened(elements := self.read(), elements)
+
 
 def map_leaves(function: Callable[[str, Any], Any], tree: Any, name: str = "") -> Any:
     """Return nested dicts, lists and tuples with `function(name, leaf)` in place of each leaf, named by its keys with dots."""
@@ -81,36 +83,30 @@ def leaves(tree: Any) -> dict[str, Any]:
 def consolidate(optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
     """Gather the whole optimizer state on rank 0. Needs to be called on all ranks.
 
-    Returns:
-        On rank 0 of the process group: the `state_dict()` of the unsharded optimizer, in copies on the CPU. On others: None.
+    Return on rank 0 of the process group the `state_dict()` of the unsharded optimizer, in copies on the CPU; on others None.
 
-    Raises:
-        CheckpointError: on all ranks, if an entry of state has neither one number per element nor the same value on all ranks.
-            With whole parameters, it may have any shape.
+    Raises CheckpointError on all ranks if an entry of state has neither one number per element nor the same value on all ranks.
+    With whole parameters, it may have any shape.
     """
     part = _synchronized(optimizer)
-    outline, chunks = _of_optimizer(part)
-    whole = _gathered(part, outline, chunks)
+    whole = _gathered(part, *_of_optimizer(part))
     return whole and whole["optimizer"]
 
 
 def model_state_dict(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor] | None:
     """Gather the model's whole `state_dict()` on rank 0, in the precision of the updates. Needs to be called on all ranks.
 
-    Returns:
-        On rank 0: copies on the CPU, tied where the entries are. Masters replace weights of lower precision. On others: None.
+    Return on rank 0 copies on the CPU, tied where the entries are, with masters for weights of lower precision; on others None.
     """
     part = _synchronized(optimizer)
-    outline, chunks = _of_model(part, model, divided=part.plan.has_masters)
-    whole = _gathered(part, outline, chunks)
+    whole = _gathered(part, *_of_model(part, model, divided=part.plan.has_masters))
     return whole and whole["model"]
 
 
 def full_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
     """Gather `model_state_dict` and `consolidate` on rank 0, as "model" and "optimizer". Needs to be called on all ranks."""
     part = _synchronized(optimizer)
-    outline, chunks = _of_both(part, model, divided=part.plan.has_masters)
-    return _gathered(part, outline, chunks)
+    return _gathered(part, *_of_both(part, model, divided=part.plan.has_masters))
 
 
 def local_chunks(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any] | None, list[TensorChunk]]:
@@ -142,8 +138,7 @@ def restore(
         state_dict: the result of `consolidate`, or the `state_dict()` of an unsharded optimizer. It is only read and copied.
         read_chunks: fills the elements of chunks, for tensors of `state_dict` on the meta device.
 
-    Raises:
-        CheckpointError: if its groups, shapes or entries do not match this optimizer's.
+    Raises CheckpointError if its groups, shapes or entries do not match this optimizer's.
     """
     if state_dict is None:
         raise CheckpointError("every rank needs the whole state, but `consolidate` returns it on rank 0: save it and load it")
@@ -171,9 +166,6 @@ def _synchronized(optimizer: torch.optim.Optimizer) -> Partition:
         check_in_place(optimizer)
         optimizer.comm.pool.clear()  # frees memory for the copy
     return partition(optimizer)
-
-
-# -- save --------------------------------------------------------------------------------------------------------------
 
 
 def _of_optimizer(part: Partition) -> tuple[dict[str, Any], list[TensorChunk]]:
@@ -250,9 +242,8 @@ def _of_model(part: Partition, model: torch.nn.Module, divided: bool) -> tuple[d
     for name, param in model.named_parameters(remove_duplicate=False):
         number = numbers.get(id(param))
         if number is not None and held.get(name, param) is not param and part.plan.update_dtypes[number] != param.dtype:
-            raise CheckpointError(
-                f"state_dict() of the model has a copy of {name}, which lacks its master; return the parameter"
-            )
+            copied = f"state_dict() of the model has a copy of {name}"
+            raise CheckpointError(f"{copied}, which lacks its master; return the parameter")
     chunks = []
     for slice_, local, read in zip(part.slices[part.rank], part.locals, part.readers, strict=True) if divided else ():
         param = part.params[slice_.param]
@@ -269,8 +260,7 @@ def _of_model(part: Partition, model: torch.nn.Module, divided: bool) -> tuple[d
         outlines[key] = _meta_like(tensor, dtype)
         if number is None and part.receives:
             chunks.append(TensorChunk.of_whole(names[key], tensor))
-    state_dict = {name: outlines[id(tensor)] for name, tensor in held.items()}
-    return {"model": state_dict}, [] if part.replica else chunks
+    return {"model": {name: outlines[id(tensor)] for name, tensor in held.items()}}, [] if part.replica else chunks
 
 
 def _of_both(part: Partition, model: torch.nn.Module, divided: bool) -> tuple[dict[str, Any], list[TensorChunk]]:
@@ -290,7 +280,7 @@ def _gathered(part: Partition, outline: dict[str, Any], chunks: list[TensorChunk
         whole, tensors = materialized(outline, torch.preserve_format)
         flat = {name: flattened(tensor, tensor) for name, tensor in tensors.items()}
         places = [[flat[name][start:stop] for name, start, stop in ranges] for ranges in ranges_of_ranks]
-    gather_tensors([partial(_flat_elements, chunk) for chunk in chunks], places, part.cpu_group)
+    gather_tensors([chunk.read_flat for chunk in chunks], places, part.cpu_group)
     if whole and "model" in outline:  # what get_extra_state() has returned stays as it is
         whole["model"] |= {name: held for name, held in outline["model"].items() if not isinstance(held, torch.Tensor)}
     return whole
@@ -298,10 +288,6 @@ def _gathered(part: Partition, outline: dict[str, Any], chunks: list[TensorChunk
 
 def _gathered_objects(part: Partition, value: Any) -> list[Any]:
     return gather_objects(value, part.cpu_group) if part.plan.world_size > 1 else [value]
-
-
-def _flat_elements(chunk: TensorChunk) -> torch.Tensor:
-    return flattened(elements := chunk.read(), elements)
 
 
 def _gathered_ranges(part: Partition, outline: dict[str, Any], chunks: list[TensorChunk]) -> list[list[tuple[str, int, int]]]:
@@ -346,9 +332,6 @@ def _check_contiguous(part: Partition) -> None:
             raise CheckpointError(f"parameter {number} has strides {param.stride()}; {remedy}")
 
 
-# -- restore -----------------------------------------------------------------------------------------------------------
-
-
 def _check_groups(saved_groups: list[dict[str, Any]], optimizer: torch.optim.Optimizer) -> None:
     """Refuse groups that do not match the groups of this optimizer."""
     lengths, saved_lengths = ([len(group["params"]) for group in groups] for groups in (optimizer.param_groups, saved_groups))
@@ -385,10 +368,8 @@ def _check_state(saved: dict[int, dict[str, Any]], part: Partition, in_chunks: b
             else:
                 fits = is_number if name in _NUMBERS else has_shape or (value is None and known is torch.optim.SGD)
             if not fits:
-                found = f"shape {tuple(value.shape)}" if is_tensor else f"type {type(value).__name__}"
-                raise CheckpointError(
-                    f"saved state {name!r} of parameter {number} has {found}, the parameter shape {tuple(shape)}"
-                )
+                found = f"has shape {tuple(value.shape)}" if is_tensor else f"has type {type(value).__name__}"
+                raise CheckpointError(f"saved state {name!r} of parameter {number} {found}, the parameter shape {tuple(shape)}")
 
 
 def _local_states(saved: dict[int, dict[str, Any]], part: Partition) -> tuple[dict[int, dict[str, Any]], list[TensorChunk]]:

@@ -41,7 +41,7 @@ def commit(
     rotate: bool = True,
     group: dist.ProcessGroup | None = None,
 ) -> SaveReport | None:
-    """Make a checkpoint the newest in a folder, which must exist, and remove what is no longer needed.
+    """Make a checkpoint the newest in a folder, which must exist, and remove what is no longer needed. Report it on rank 0.
 
     At every moment, `ckpt.pt` is the old file or the new one, complete and on the disk. The old one becomes `ckpt_prev.pt`.
 
@@ -53,11 +53,7 @@ def commit(
         rotate: False if the old file is corrupt and must not replace `ckpt_prev.pt`.
         group: process group for CPU tensors; None if there is one process.
 
-    Returns:
-        The report, on rank 0.
-
-    Raises:
-        OSError: if the disk is full or cannot be written to, of chunks on all ranks. The old files are unchanged.
+    Raises OSError if the disk is full or cannot be written to, of chunks on all ranks. The old files are unchanged.
     """
     begin = time.perf_counter()
     path, previous = os.path.join(folder, NAME), os.path.join(folder, PREVIOUS)
@@ -82,10 +78,7 @@ def sweep(folder: str) -> None:
 def find(folder: str) -> tuple[str, str | None]:
     """Return the newest checkpoint of a folder that is not corrupt, and what is wrong with a newer one, or None.
 
-    Reads every byte. Call it on one process only.
-
-    Raises:
-        CheckpointError: if there is no checkpoint that is not corrupt.
+    Reads every byte. Call it on one process only. Raises CheckpointError if all are corrupt, or there is none.
     """
     warnings: list[str] = []
     for name in (NAME, PREVIOUS):
@@ -113,12 +106,10 @@ def names(folder: str) -> list[str]:
 def convert(source: str, target: str, to: str | None = None) -> str:
     """Write a checkpoint to a new file, and return its format. Call it on one process only.
 
-    Args:
-        to: "consolidated" (assembled in memory) or "sharded". None: the format that the source does not have.
+    `to`: "consolidated" (assembled in memory) or "sharded". None: the format that the source does not have.
 
-    Raises:
-        CheckpointError: if the source cannot be read, or the target exists or does not end in .pt.
-        OSError: if the target cannot be written.
+    Raises CheckpointError if the source cannot be read, or the target exists or does not end in .pt; OSError if the target
+    cannot be written.
     """
     if os.path.exists(target) or not target.endswith(".pt"):
         raise CheckpointError(f"{target} {'exists' if os.path.exists(target) else 'does not end in .pt'}; give another name")
@@ -144,10 +135,7 @@ def _write(
     previous: str | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> int:
-    """Write a checkpoint and atomically replace the file at `path` with it. The old file becomes `previous`. See `commit`.
-
-    Return the bytes of the file and its shards, on rank 0.
-    """
+    """Write a checkpoint in place of the file at `path`, which becomes `previous`, see `commit`. Return its bytes on rank 0."""
     if own is None:
         assert checkpoint is not None
         _replace_file(checkpoint, path, previous)

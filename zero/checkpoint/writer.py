@@ -54,9 +54,8 @@ class CheckpointWriter:
     def write(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, values: dict[str, Any]) -> None:
         """Write a checkpoint. `outcomes` reports whether this succeeded. Needs to be called on all ranks.
 
-        Args:
-            model: the model from the training code, without the wrapper of `zero.build`.
-            values: plain values that are saved in addition to "model" and "optimizer". Only the values of rank 0 count.
+        `model`: without the wrapper of `zero.build`. `values`: plain values that are saved beside "model" and "optimizer". Only
+        those of rank 0 count.
         """
         self.wait()
         begin = time.perf_counter()
@@ -68,7 +67,8 @@ class CheckpointWriter:
         else:
             state = full_state(model, optimizer)
         checkpoint = {**state, **values} if state is not None else None
-        commit = partial(self._commit, checkpoint, own, _buffers(model), time.perf_counter() - begin)
+        buffers = model.state_dict().keys() - {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        commit = partial(self._commit, checkpoint, own, buffers, time.perf_counter() - begin)
         if self.background:
             self._pending = self._thread.submit(commit)
             return
@@ -122,11 +122,6 @@ class CheckpointWriter:
         """Make the ranks wait here, and not in the collectives of the run, for as long as one of them writes."""
         if self._group is not None:
             dist.barrier(self._group)
-
-
-def _buffers(model: torch.nn.Module) -> set[str]:
-    """Return the names in a model's state dict that are not names of parameters."""
-    return model.state_dict().keys() - {name for name, _ in model.named_parameters(remove_duplicate=False)}
 
 
 def _is_finite(value: Any) -> bool:

@@ -1,7 +1,4 @@
-"""Muon with sharded state.
-
-`muon` is the optimizer, `matrices` says which rank gets which matrix whole, `exchange` sends them there and back.
-"""
+"""Muon with sharded state: `matrices` says which rank gets which matrix whole, `exchange` sends them there and back."""
 
 from zero.muon.muon import Muon
 

@@ -31,15 +31,12 @@ class Round(NamedTuple):
 class MatrixExchange:
     """Exchanges matrices between the ranks of a shard group, round by round. Every method needs to be called on all ranks.
 
-    `zero.muon.matrices.MatrixPlan` says which matrices a round has. Slices are sent to the owners of their matrices, the owners
-    transform these and send the directions back, and the directions are received. In a stage of the update, this happens to
-    three rounds: while one is transformed, the next one is on its way, and so are the directions of the one before.
-
-    Args:
-        optimizer: a ShardedOptimizer with Muon as its inner optimizer.
+    `zero.muon.matrices.MatrixPlan` says which matrices a round has. Slices are sent to the owners of their matrices, which
+    transform these and send the directions back. In a stage of the update, this happens to three rounds: while one is
+    transformed, the next one is on its way, and so are the directions of the one before.
     """
 
-    def __init__(self, optimizer: Any) -> None:
+    def __init__(self, optimizer: Any) -> None:  # a ShardedOptimizer with Muon as its inner optimizer
         buckets, plan = optimizer.buckets, optimizer.plan
         self.comm: Communicator = optimizer.comm
         self.inner: Muon = optimizer.inner
@@ -64,8 +61,7 @@ class MatrixExchange:
     def begin(self, changed: Iterable[torch.nn.Parameter], before: Before) -> None:
         """Begin a step that updates the parameters that have a gradient, the same on all ranks, or nothing.
 
-        Args:
-            before: returns what is sent of slices, all of them in one round.
+        `before`: returns what is sent of slices, all of them in one round.
         """
         used = {self.number_of[param] for param in changed if self.round_of(param) is not None}
         if used and is_skipped(self.inner):
@@ -85,9 +81,8 @@ class MatrixExchange:
 
     def apply(self, bucket: Bucket) -> None:
         """Update the slices of a bucket with their directions, which have arrived, unless this step updates nothing."""
-        arrived = self._directions.pop(bucket.number, [])
         by_group: dict[int, dict[torch.nn.Parameter, torch.Tensor]] = {}
-        places, shapes = [], {}
+        arrived, places, shapes = self._directions.pop(bucket.number, []), [], {}
         for owned, first, values in arrived:
             spec = self._specs[self.number_of[owned.param]]
             directions = by_group.setdefault(spec.group, {})
@@ -98,9 +93,8 @@ class MatrixExchange:
         if arrived:
             torch._foreach_copy_(places, [values for _, _, values in arrived])
         for index, directions in by_group.items():
-            locals_ = list(directions)
-            group = self.inner.param_groups[index]
-            self.inner.after(locals_, group, list(directions.values()), [shapes[local] for local in locals_])
+            group, of_slices = self.inner.param_groups[index], [shapes[local] for local in directions]
+            self.inner.after(list(directions), group, list(directions.values()), of_slices)
 
     def round_of(self, param: torch.nn.Parameter) -> int | None:
         """Return the number of the round of a parameter in the plan; None: it does not consist of matrices."""
@@ -124,10 +118,7 @@ class MatrixExchange:
                     sent[owner].append(part)
                 if owner == own:
                     received[part.rank].append(part)
-        self._rounds = [
-            Round(list(itertools.chain(*sent)), _numels(sent), list(itertools.chain(*received)), _numels(received), device)
-            for sent, received, device in found.values()
-        ]
+        self._rounds = [Round(*_joined(sent), *_joined(received), device) for sent, received, device in found.values()]
 
     def _advance(self, before: Before) -> None:
         """Run a stage: send a round, transform the one before it, and receive the directions of the one before that."""
@@ -200,5 +191,6 @@ def check_matrices(groups: list[dict[str, Any]]) -> None:
                 raise ValueError(f"a matrix of shape {tuple(param.shape)} has strides {param.stride()}; make it contiguous")
 
 
-def _numels(parts: list[list[Part]]) -> list[int]:
-    return [sum(part.numel for part in of_rank) for of_rank in parts]
+def _joined(parts: list[list[Part]]) -> tuple[list[Part], list[int]]:
+    """Return the parts rank by rank, and the number of their elements by rank."""
+    return list(itertools.chain(*parts)), [sum(part.numel for part in of_rank) for of_rank in parts]

@@ -43,9 +43,8 @@ class MatrixPlan:
 
     A round has the matrices of consecutive parameters in the order in which the update needs them: at least one per rank, and
     at least as many elements as a bucket. It ends where the ranks have had equal loads since the first round, up to
-    `IMBALANCE`. So every rank computes in every round and hardly waits for another one. What a rank exchanges in a round is
-    about its share of a bucket or a few matrices, for any number of ranks: as soon as the mean load is 20 times the largest
-    cost of a matrix, loads are equal enough wherever a round ends.
+    `IMBALANCE`, so that a rank hardly waits for another one. What a rank exchanges in a round is about its share of a bucket
+    or a few matrices: once the mean load is 20 times the largest cost of a matrix, loads are equal enough wherever it ends.
     """
 
     matrices: list[Matrix]
@@ -57,8 +56,7 @@ class MatrixPlan:
 def matrix_plan(plan: Plan) -> MatrixPlan:
     """Return the plan of the matrices of a ShardedOptimizer's plan, with parameters numbered as in its buffers, one by one.
 
-    Raises:
-        ValueError: if a parameter does not consist of as many matrices as its group says.
+    Raises ValueError if a parameter does not consist of as many matrices as its group says.
     """
     matrices: list[Matrix] = []
     parts: list[list[Part]] = []
@@ -70,9 +68,8 @@ def matrix_plan(plan: Plan) -> MatrixPlan:
             if spec.matrices:
                 rows, columns = stacked(spec.shape, spec.matrices)
                 of_param[number] = range(len(matrices), len(matrices) + spec.matrices)
-                matrices += [
-                    Matrix(first_param + number, index * rows * columns, (rows, columns)) for index in range(spec.matrices)
-                ]
+                for index in range(spec.matrices):
+                    matrices.append(Matrix(first_param + number, index * rows * columns, (rows, columns)))
         parts += [[] for _ in matrices[len(parts) :]]
         for span, shards in zip(buffer.layout.buckets, buffer.layout.shards, strict=True):
             bucket += 1
@@ -152,11 +149,7 @@ def _parts(number: int, matrix: Matrix, placed: Slice, bucket: int, shard_numel:
 
 
 def stacked(shape: Sequence[int], count: int) -> tuple[int, int]:
-    """Return the rows and columns of each of the `count` matrices of a parameter.
-
-    Raises:
-        ValueError: if it does not consist of so many.
-    """
+    """Return the rows and columns of each of the `count` matrices of a parameter. Raise ValueError if it has not so many."""
     if len(shape) != 2 or 0 in shape or shape[0] % count:
         raise ValueError(f"a parameter of shape {tuple(shape)} does not consist of {count} matrices of equal size")
     return shape[0] // count, shape[1]

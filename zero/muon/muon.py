@@ -20,9 +20,8 @@ class Muon(torch.optim.AdamW):
     torch.optim.Muon does, the learning rate is multiplied by 0.2 * sqrt(max(rows, columns)): an element then changes about as
     much as with AdamW, and both can have the same learning rate and weight decay (https://arxiv.org/abs/2502.16982).
 
-    The update of a matrix has three parts, of which only the second one needs it whole. A ShardedOptimizer calls `before` and
-    `after` for lists of slices, `whole` for matrices of the same shape on the rank that owns them, and `step` for the other
-    groups.
+    Only the second of its three parts needs a matrix whole. A ShardedOptimizer calls `before` and `after` for lists of slices,
+    `whole` for matrices of the same shape on the rank that owns them, and `step` for the other groups.
 
     Args:
         params: parameter groups. A group with the entry "matrices": 1 has parameters with two dimensions. With k > 1, each of
@@ -35,9 +34,8 @@ class Muon(torch.optim.AdamW):
             whose products a GPU rounds to TF32 if `torch.backends.cuda.matmul.allow_tf32`.
         **adamw: arguments of torch.optim.AdamW. The learning rate and the weight decay are also those of the matrices.
 
-    Raises:
-        ValueError: if an argument is invalid; from `step`, and from the constructor of a ShardedOptimizer, if a parameter of a
-            group with "matrices" does not consist of matrices.
+    Raises ValueError if an argument is invalid; from `step`, and from the constructor of a ShardedOptimizer, if a parameter of
+    a group with "matrices" does not consist of matrices.
 
     Source: Keller Jordan et al. (https://kellerjordan.github.io/posts/muon/) and torch.optim.Muon.
     """
@@ -77,8 +75,7 @@ class Muon(torch.optim.AdamW):
     @property
     def matrix_dtype(self) -> torch.dtype:
         """The dtype in which matrices are sent and transformed: ns_dtype."""
-        name = next((group["ns_dtype"] for group in self.param_groups if group["matrices"]), "bfloat16")
-        return getattr(torch, name)
+        return getattr(torch, next((group["ns_dtype"] for group in self.param_groups if group["matrices"]), "bfloat16"))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         torch.optim.Optimizer.__setstate__(self, state)  # that of AdamW expects a `step` in the state of every parameter
@@ -131,13 +128,11 @@ class Muon(torch.optim.AdamW):
         """Update the elements of slices, given their directions. `shapes`: those of their matrices."""
         lr = float(group["lr"])
         torch._foreach_mul_(list[torch.Tensor](locals_), 1 - lr * group["weight_decay"])
-        of_side: dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}  # by the longer side of their matrices
+        of_side: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}  # by the longer side of their matrices
         for local, direction, shape in zip(locals_, directions, shapes, strict=True):
-            chosen = of_side.setdefault(max(shape), ([], []))
-            chosen[0].append(local)
-            chosen[1].append(direction)
-        for side, chosen in of_side.items():
-            torch._foreach_add_(*chosen, alpha=-lr * 0.2 * math.sqrt(side))
+            of_side.setdefault(max(shape), []).append((local, direction))
+        for side, pairs in of_side.items():
+            torch._foreach_add_(*zip(*pairs, strict=True), alpha=-lr * 0.2 * math.sqrt(side))
 
 
 def orthogonalized(matrices: torch.Tensor, steps: int) -> torch.Tensor:

@@ -202,14 +202,17 @@ class Prediction:
     @cached_property
     def decoded_slice(self) -> int:
         """Largest bytes of a float32 copy of what a slice holds in another form, which a checkpoint needs one by one."""
-        if self.plan.state_dtype == "float32" and not self.plan.has_remainders:
+        if self.plan.state_dtype == "float32" and not any(buffer.has_remainders for buffer in self.plan.buffers):
             return 0
         return 4 * max(slice_.numel for slice_ in self.plan.slices(self.rank))
 
     @cached_property
     def master(self) -> int:
         """Bytes of the masters of the owned slices."""
-        return sum(len(shard) * buffer.master_itemsize for buffer, shard in self._own_shards)
+        with_masters = [each for each in self._own_shards if each[0].has_masters]
+        return sum(
+            len(shard) * (2 if buffer.has_remainders else buffer.update_dtype.itemsize) for buffer, shard in with_masters
+        )
 
     @cached_property
     def _own_shards(self) -> list[tuple[BufferPlan, range]]:

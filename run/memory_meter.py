@@ -211,7 +211,7 @@ def describe(optimizer: torch.optim.Optimizer, without_effect: list[str]) -> str
         ranks = f"{len(state)} rank{'s' if len(state) > 1 else ''}"
         replicas = f" in each of {count} groups" if count > 1 else ""
         if plan.has_masters:
-            held = "remainders" if plan.has_remainders else "float32 masters"
+            held = "remainders" if any(buffer.has_remainders for buffer in plan.buffers) else "float32 masters"
             text += f", plus {fullest.master / 1e6:.1f} MB of {held} of the {plan.param_dtype} weights"
         how = f"ZeRO-1 optimizer state sharding: zero1_impl='{name}' ({type(optimizer).__name__}) over {ranks}{replicas}"
         if len(state) * count == 1:

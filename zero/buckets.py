@@ -129,10 +129,7 @@ def allocate(
 ) -> tuple[FlatBuffer, list[Bucket]]:
     """Return a flat buffer, whose padding is zero and whose places of parameters are still to be written, and its buckets.
 
-    Args:
-        params: those of the buffer, as the layout numbers them.
-        rank: the rank whose slices are owned.
-        first_param, first_bucket: how many parameters and buckets the buffers before this one have.
+    `params`: as the layout numbers them. `first_param`, `first_bucket`: how many the buffers before this one have.
     """
     layout = planned.layout
     data = torch.empty(layout.padded_numel, dtype=planned.dtype, device=planned.device)  # on a CPU, no pages yet
@@ -141,15 +138,13 @@ def allocate(
     for number, (span, shards) in enumerate(zip(layout.buckets, layout.shards, strict=True), first_bucket):
         own = shards[rank]
         members = [placed._replace(param=first_param + placed.param) for placed in layout.placed_in(span)]
-        whole_bucket, shard, end = data[span.start : span.stop], data[own.start : own.stop], 0
-        for placed in members:
-            whole_bucket[end : placed.offset] = 0  # padding
-            end = placed.offset + placed.numel
-        whole_bucket[end:] = 0
+        whole_bucket, shard = data[span.start : span.stop], data[own.start : own.stop]
         masters: Masters | Remainders | None = None
         if planned.has_masters:
             masters = Remainders(shard) if planned.has_remainders else Masters(shard, planned.update_dtype)
         bucket = Bucket(number, whole_bucket, shard, masters, [], {}, members)
+        for padding in torch.split_with_sizes(whole_bucket, bucket.cuts)[::2]:
+            padding.zero_()
         for index, start, stop, offset in layout.placed_in(own):
             param, local = params[index], bucket.updated[offset : offset + stop - start]
             if param.numel() == 1:  # then any state of it has one shape

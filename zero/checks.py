@@ -82,10 +82,8 @@ def check_parameters(params: list[torch.nn.Parameter], param_dtype: torch.dtype 
         if param.is_meta:
             raise ValueError(f"{what} on the meta device; build the model on another one")
         if param.requires_grad and param.device.type == "cpu" and param.is_shared():
-            raise ValueError(
-                f"{what} in shared memory (share_memory()), which it would leave; build the optimizer first and share a copy "
-                "of the weights"
-            )
+            remedy = "build the optimizer first and share a copy of the weights"
+            raise ValueError(f"{what} in shared memory (share_memory()), which it would leave; {remedy}")
         if param.requires_grad and not is_dense(param) and may_overlap(param):
             raise ValueError(f"{what} expanded: elements may share memory; clone() it first")
         if param_dtype is not None and param.is_complex():
@@ -97,8 +95,7 @@ def check_parameters(params: list[torch.nn.Parameter], param_dtype: torch.dtype 
 
 def _check_memory(params: list[torch.nn.Parameter]) -> None:
     """Raise ValueError for parameters that share memory. Frozen ones may share it with each other."""
-    with_memory = [param for param in params if param.numel()]
-    spans = sorted((str(p.device), *memory_span(p), p.requires_grad, tuple(p.shape)) for p in with_memory)
+    spans = sorted((str(p.device), *memory_span(p), p.requires_grad, tuple(p.shape)) for p in params if p.numel())
     reached: dict[tuple[str, bool], tuple[int, tuple[int, ...]]] = {}  # by device, trainable: end, shape
     for device, start, stop, trainable, shape in spans:
         for other in (True, False) if trainable else (True,):
@@ -162,39 +159,38 @@ def check_wrapping(module: nn.Module, optimizer: Any, wrappers: tuple[type[nn.Mo
 def check_all_managed(module: nn.Module, managed: Collection[nn.Parameter]) -> None:
     """Raise ValueError if trainable parameters are not among those that are managed: the optimizer's."""
     if unmanaged := [name for name, param in module.named_parameters() if param.requires_grad and param not in managed]:
-        raise ValueError(
-            f"these parameters require gradients but are not the optimizer's: {', '.join(unmanaged)}; give all of them to "
-            "one ShardedOptimizer, or use DistributedDataParallel, under which several ShardedOptimizers share a module"
+        remedy = (
+            "give all of them to one ShardedOptimizer, or use DistributedDataParallel, under which several can share a module"
         )
+        raise ValueError(f"these parameters require gradients but are not the optimizer's: {', '.join(unmanaged)}; {remedy}")
+
+
+_DIVIDED = "the optimizer state is divided among the ranks"
 
 
 class StateIsDivided:
     """What an optimizer refuses because a single rank does not have the whole state: use `zero.checkpoint` instead."""
 
     def state_dict(self) -> dict[str, Any]:
-        raise RuntimeError(
-            "the optimizer state is divided among the ranks; "
-            "call zero.checkpoint.consolidate(optimizer) on all ranks to gather it on rank 0"
-        )
+        raise RuntimeError(f"{_DIVIDED}; call zero.checkpoint.consolidate(optimizer) on all ranks to gather it on rank 0")
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         raise RuntimeError("call zero.checkpoint.restore(optimizer, state_dict) on all ranks: each takes its slices")
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise TypeError(
-            "a ShardedOptimizer belongs to a process group and cannot be copied or pickled; call "
-            "zero.checkpoint.consolidate(optimizer) on all ranks and save what rank 0 gets"
-        )
+        remedy = "call zero.checkpoint.consolidate(optimizer) on all ranks and save what rank 0 gets"
+        raise TypeError(f"a ShardedOptimizer belongs to a process group and cannot be copied or pickled; {remedy}")
 
 
 class CallersState(defaultdict):
     """The `state` of a ShardedOptimizer: what wrappers of optimizers keep there for themselves. Refuses parameters as keys."""
 
     def _refuse(self, *_: Any) -> Any:
-        raise RuntimeError(
-            "the optimizer state is divided among the ranks: optimizer.inner.state has that of this rank's slices, "
-            "zero.checkpoint.consolidate(optimizer) gathers all of it"
+        of_rank, of_all = (
+            "optimizer.inner.state has that of this rank's slices",
+            "zero.checkpoint.consolidate(optimizer) all of it",
         )
+        raise RuntimeError(f"{_DIVIDED}: {of_rank}, {of_all}")
 
     __iter__ = __len__ = keys = values = items = clear = popitem = _refuse  # type: ignore[assignment]
 

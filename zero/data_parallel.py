@@ -93,10 +93,8 @@ class ShardedDataParallel(nn.Module):
             if tensor in self.optimizer.number_of:
                 continue
             if any(buffer.held(tensor) for buffer in self.optimizer.buffers):
-                raise ValueError(
-                    f"{name} shares memory with a parameter, which ShardedOptimizer has moved; use the parameter in its place, "
-                    "or clone() it"
-                )
+                remedy = "use the parameter in its place, or clone() it"
+                raise ValueError(f"{name} shares memory with a parameter, which ShardedOptimizer has moved; {remedy}")
             if self.optimizer.plan.param_dtype is not None and tensor.is_complex():
                 raise ValueError(f"param_dtype={self.optimizer.plan.param_dtype} would drop the imaginary parts of {name}")
 

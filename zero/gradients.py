@@ -14,9 +14,7 @@ from zero.tensors import flattened, name_of, shaped
 
 
 class GradientSource(ABC):
-    """What a ShardedOptimizer asks for gradients: `zero.reducer.Reducer` of the wrapper around the model, or else
-    ParameterGradients. All ranks call the same method.
-    """
+    """What a ShardedOptimizer asks for gradients, with the same calls on all ranks: a Reducer, or else ParameterGradients."""
 
     is_whole = False  # whether every rank has all gradients: clipping and unscaling must keep them equal on all ranks
 
@@ -75,10 +73,9 @@ class ParameterGradients(GradientSource):
                     local.grad = None
                     continue
                 flat = flattened(gradient, owned.param)
-                if bucket.masters is None and flat.data_ptr() == gradient.data_ptr():  # `flat` is a view
-                    local.grad = shaped(flat[owned.start : owned.stop], local)
-                    continue
-                local.grad = shaped(flat[owned.start : owned.stop], local).to(local.dtype)
+                own = shaped(flat[owned.start : owned.stop], local)
+                is_view = bucket.masters is None and flat.data_ptr() == gradient.data_ptr()
+                local.grad = own if is_view else own.to(local.dtype)
             yield bucket
 
     def updated(self) -> list[torch.nn.Parameter]:
@@ -100,9 +97,8 @@ class SentGradient(torch.Tensor):
 
     @staticmethod
     def __new__(cls, param: torch.Tensor) -> "SentGradient":
-        return torch.Tensor._make_wrapper_subclass(
-            cls, param.shape, strides=param.stride(), dtype=param.dtype, device=param.device
-        )
+        how: Any = {"strides": param.stride(), "dtype": param.dtype, "device": param.device}
+        return torch.Tensor._make_wrapper_subclass(cls, param.shape, **how)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch declares it as a function
@@ -128,11 +124,6 @@ def _refuse(function: str) -> None:
         "mean; clip with optimizer.clip_grad_norm_, scale with zero.ShardedGradScaler, zero it with optimizer.zero_grad, and "
         f"call backward on an output of the wrapper (the function was {function})"
     )
-
-
-def local_nbytes(param: torch.Tensor) -> int:
-    """Return the bytes of the gradient that is in `param.grad`."""
-    return 0 if param.grad is None or isinstance(param.grad, SentGradient) else param.grad.nbytes
 
 
 def float32_norms(gradients: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -4,7 +4,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from zero.codecs import Encoded
-from zero.gradients import local_nbytes
+from zero.gradients import SentGradient
 from zero.optimizer import ShardedOptimizer
 from zero.sharded_state import parameters, partition
 
@@ -25,7 +25,9 @@ def held_bytes(optimizer: torch.optim.Optimizer, model: torch.nn.Module | None =
     entries = [entry for state in partition(optimizer).inner.state.values() for entry in state.items()]
     held = {
         "parameters": sum(param.nbytes for param in params),
-        "gradients": sum(map(local_nbytes, params)),
+        "gradients": sum(
+            grad.nbytes for param in params if (grad := param.grad) is not None and not isinstance(grad, SentGradient)
+        ),
         "state": sum(value.nbytes for key, value in entries if key != "step" and isinstance(value, torch.Tensor | Encoded)),
         "master": 0,
         "buckets": 0,

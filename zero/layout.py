@@ -164,11 +164,6 @@ class BufferPlan:
         """Whether each rank also keeps its slices in `update_dtype`."""
         return self.dtype != self.update_dtype
 
-    @property
-    def master_itemsize(self) -> int:
-        """Bytes per owned element that are held for the masters."""
-        return (2 if self.has_remainders else self.update_dtype.itemsize) if self.has_masters else 0
-
 
 @dataclass(frozen=True)
 class Plan:
@@ -209,11 +204,6 @@ class Plan:
     def has_masters(self) -> bool:
         """Whether owners keep their slices in higher precision than the parameters."""
         return any(buffer.has_masters for buffer in self.buffers)
-
-    @property
-    def has_remainders(self) -> bool:
-        """Whether these are held as weight and remainder."""
-        return any(buffer.has_remainders for buffer in self.buffers)
 
 
 def auto_bucket_mb(nbytes: int, world_size: int) -> float:

@@ -90,13 +90,7 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
         on_all_ranks(partial(super().__init__, params, dict(kwargs)), self.comm.group)
         self.state = CallersState(dict)
         self._lay_out()
-        inner_groups = [
-            {
-                **hyperparameters(group),
-                "params": [owned.local for param in group["params"] for owned in self._owned_of.get(param, [])],
-            }
-            for group in self.param_groups
-        ]
+        inner_groups = [{**hyperparameters(group), "params": self._locals(group["params"])} for group in self.param_groups]
         self.inner = on_all_ranks(lambda: optimizer_cls(inner_groups, **kwargs), self.comm.group)
         if self.inner._optimizer_step_pre_hooks or self.inner._optimizer_step_post_hooks:
             raise ValueError(f"{optimizer_cls.__name__} registers step hooks on itself, which ShardedOptimizer would not call")
@@ -104,6 +98,9 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
         self._update = SliceUpdate(self.inner, self.buckets, codec, exchange)
         self.defaults = dict(self.inner.defaults)
         _copy_hyperparameters(self.inner.param_groups, self.param_groups)
+
+    def _locals(self, params: Iterable[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
+        return [owned.local for param in params for owned in self._owned_of.get(param, [])]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group during construction, which lays out all groups together."""
@@ -248,10 +245,7 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
 
 
 def _move_in(buffer: FlatBuffer, number: int, comm: Communicator, slices: list[OwnedSlice]) -> None:
-    """Move a parameter to its place in a flat buffer, with the values of rank 0. Needs to be called on all ranks.
-
-    `slices`: those of the parameter that this rank owns.
-    """
+    """Move a parameter, and its `slices` of this rank, to its place with the values of rank 0. Call it on all ranks."""
     param = buffer.params[number]
     source = param.data if is_dense(param) else param.data.contiguous()
     buffer.move_in(number, source)
@@ -266,7 +260,7 @@ def _move_in(buffer: FlatBuffer, number: int, comm: Communicator, slices: list[O
 def _checked_plan(optimizer: ShardedOptimizer) -> Plan:
     """Return the plan of all groups. Nothing has moved if this refuses them, on all ranks."""
     groups, comm, options = optimizer.param_groups, optimizer.comm, optimizer.options
-    params = [param for group in groups for param in group["params"]]
+    params = list(itertools.chain(*(group["params"] for group in groups)))
 
     def check() -> None:
         check_parameters(params, options.stored_dtype)

@@ -228,15 +228,11 @@ class Reducer(GradientSource):
         """Drop the gradients if the model's `zero_grad` has dropped their placeholders. Refuse if it has dropped a part."""
         gone = [number for number in self._used if self.params[number].grad is None]
         if 0 < len(gone) < len(self._used):
-            raise RuntimeError(
-                f"the gradient of {self._name(gone[0])} was dropped, and those of other parameters were not; call zero_grad of "
-                "the optimizer, the wrapper or the whole model"
-            )
+            name = name_of(self.params[gone[0]], self.optimizer.names)
+            remedy = "call zero_grad of the optimizer, the wrapper or the whole model"
+            raise RuntimeError(f"the gradient of {name} was dropped, and those of other parameters were not; {remedy}")
         if gone:
             self._reset()
-
-    def _name(self, number: int) -> str:
-        return name_of(self.params[number], self.optimizer.names)
 
     def _copy_to_buckets(self, number: int) -> None:
         """Copy a gradient, divided by the world size, to its places in the buckets, and free it."""
@@ -249,7 +245,7 @@ class Reducer(GradientSource):
         for gradients, slice_ in self._places[number]:
             if gradients.bucket.number < self._next:
                 raise RuntimeError(
-                    f"{self._name(number)} gets a gradient again after its bucket has been sent in this backward; "
+                    f"{name_of(param, self.optimizer.names)} gets a gradient again after its bucket has been sent in this backward; "
                     "a module in several reentrant checkpoints does that: use checkpoint(..., use_reentrant=False)"
                 )
             gradients.accumulate(gradient, slice_)
@@ -327,11 +323,9 @@ class Reducer(GradientSource):
         held = itertools.chain(*(parameters.values() for parameters in self._held))
         if any(param is not None and param.requires_grad and param not in self._number for param in held):
             named = self._wrapper.module.named_parameters()
-            names = [name for name, param in named if param.requires_grad and param not in self._number]
-            raise RuntimeError(
-                f"{', '.join(names)} require gradients, but are not the optimizer's: replaced (for example by load_state_dict "
-                "with assign=True) or unfrozen after the optimizer was built; build ShardedOptimizer after that"
-            )
+            names = ", ".join(name for name, param in named if param.requires_grad and param not in self._number)
+            how = "replaced (for example by load_state_dict with assign=True) or unfrozen after ShardedOptimizer was built"
+            raise RuntimeError(f"{names} require gradients, but are not the optimizer's: {how}; build it after that")
 
     @torch.no_grad()
     def collect(self) -> Iterator[Bucket]:

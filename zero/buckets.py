@@ -33,12 +33,12 @@ class FlatBuffer:
             self.left.append((StorageWeakRef(param.untyped_storage()), *memory_span(param)))
         part = with_own_storage(self.data[offset : offset + param.numel()])
         param.data = part.as_strided(like.shape, like.stride())
-        self.places.append(_place(param))
+        self.places.append((param.data_ptr(), param.shape, param.stride()))
 
     def moved(self) -> Iterator[torch.nn.Parameter]:
         """Yield the parameters that are no longer in their place (`param.data = ...`, `model.to`)."""
         for param, place in zip(self.params, self.places, strict=True):
-            if _place(param) != place and param.numel():
+            if (param.data_ptr(), param.shape, param.stride()) != place and param.numel():
                 yield param
 
     def held(self, tensor: torch.Tensor) -> bool:
@@ -154,7 +154,3 @@ def allocate(
             bucket.owned.append(OwnedSlice(param, start, stop, offset, local, bucket.masters))
         buckets.append(bucket)
     return buffer, buckets
-
-
-def _place(param: torch.Tensor) -> tuple[int, torch.Size, tuple[int, ...]]:
-    return param.data_ptr(), param.shape, param.stride()

@@ -101,9 +101,7 @@ class SentGradient(torch.Tensor):
         return torch.Tensor._make_wrapper_subclass(cls, param.shape, **how)
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]  # torch declares it as a function
-        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(cls, function: Any, *_: Any, **__: Any) -> Any:  # type: ignore[override]  # torch declares a function
         _refuse(function.overloadpacket.__name__)
 
     data = property(lambda sent: _refuse("data"), lambda sent, _: _refuse("data"))

@@ -244,10 +244,9 @@ class Reducer(GradientSource):
         gradient = flattened(gradient.detach(), param)  # it requires gradients itself with create_graph=True
         for gradients, slice_ in self._places[number]:
             if gradients.bucket.number < self._next:
-                raise RuntimeError(
-                    f"{name_of(param, self.optimizer.names)} gets a gradient again after its bucket has been sent in this backward; "
-                    "a module in several reentrant checkpoints does that: use checkpoint(..., use_reentrant=False)"
-                )
+                name, remedy = name_of(param, self.optimizer.names), "use checkpoint(..., use_reentrant=False)"
+                why = f"a module in several reentrant checkpoints does that: {remedy}"
+                raise RuntimeError(f"{name} gets a gradient again after its bucket has been sent in this backward; {why}")
             gradients.accumulate(gradient, slice_)
             if not gradients.missing:
                 self._send_full_buckets()  # before the next buffer is acquired: a large parameter fills several

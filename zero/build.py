@@ -64,9 +64,14 @@ def build(
         for tensor in (*model.parameters(), *model.buffers()):  # ShardedOptimizer moves the trainable parameters
             if not (isinstance(tensor, torch.nn.Parameter) and tensor.requires_grad):
                 tensor.data = tensor.data.to(device)
-        options = {option.name: getattr(flags, option.name) for option in fields(Options)}
-        order = model.parameters()
-        sharded = ShardedOptimizer(groups, optimizer_cls, registration_order=order, device=device, **options, **arguments)
+        sharded = ShardedOptimizer(
+            groups,
+            optimizer_cls,
+            registration_order=model.parameters(),
+            device=device,
+            **{option.name: getattr(flags, option.name) for option in fields(Options)},
+            **arguments,
+        )
         wrapped = ShardedDataParallel(model, sharded, flags.shard_gradients, overlap=overlap if world_size > 1 else ())
         return wrapped, sharded
     model.to(device)

@@ -183,7 +183,7 @@ class Lion(torch.optim.Optimizer):
 AS_LION = {  # in zero/build.py, as the section on optimizers says
     "from zero.data_parallel": "from lion import Lion\nfrom zero.data_parallel",
     'Muon if matrices else torch.optim.AdamW, {**adamw, "fused": device_type in ("cuda", "cpu")}': "Lion, adamw",
-    "            optimizer_cls,\n": "            optimizer_cls,\n            elementwise=True,\n",
+    "ShardedOptimizer(groups, optimizer_cls, ": "ShardedOptimizer(groups, optimizer_cls, elementwise=True, ",
 }
 
 

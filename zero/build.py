@@ -64,14 +64,8 @@ def build(
         for tensor in (*model.parameters(), *model.buffers()):  # ShardedOptimizer moves the trainable parameters
             if not (isinstance(tensor, torch.nn.Parameter) and tensor.requires_grad):
                 tensor.data = tensor.data.to(device)
-        sharded = ShardedOptimizer(
-            groups,
-            optimizer_cls,
-            registration_order=model.parameters(),
-            device=device,
-            **{option.name: getattr(flags, option.name) for option in fields(Options)},
-            **arguments,
-        )
+        arguments |= {option.name: getattr(flags, option.name) for option in fields(Options)}
+        sharded = ShardedOptimizer(groups, optimizer_cls, registration_order=model.parameters(), device=device, **arguments)
         wrapped = ShardedDataParallel(model, sharded, flags.shard_gradients, overlap=overlap if world_size > 1 else ())
         return wrapped, sharded
     model.to(device)

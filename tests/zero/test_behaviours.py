@@ -19,9 +19,8 @@ from ranks import run_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import prune
-from torch.optim import lr_scheduler
+from torch.optim.lr_scheduler import OneCycleLR
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn, update_bn
 
 from zero import ShardedDataParallel, ShardedOptimizer
 
@@ -132,28 +131,6 @@ def two_losses_together(model, module, step):
     torch.autograd.backward([first.square().sum(), second], [None, torch.full_like(second, 0.5)])
 
 
-def forwards_between(context):
-    def each(model, module, step):
-        loss = model(inputs(step)).square().sum()
-        with context():
-            found = [module(inputs(step + 7)).clone(), model(inputs(step + 8)).clone()]
-        loss.backward()
-        return [tensor + 0 for tensor in found]
-
-    return each
-
-
-def forward_after_step(context, of_wrapper):
-    def after(model, module, optimizer, step):
-        model.eval()
-        with context():
-            output = (model if of_wrapper else module)(inputs(step + 9))
-        model.train()
-        return [output.clone()]
-
-    return after
-
-
 def forward_without_backward(model, module, step):
     lost = model(inputs(step + 20))
     del lost
@@ -207,27 +184,6 @@ def output_of_kind(kind):
         OUTPUTS[kind][1](model(inputs(step), scale=2.0)).square().sum().backward()
 
     return loop(each, partial(Outputs, kind))
-
-
-def functional_call(model, module, step):
-    changed = {name: 1.01 * param for name, param in module.named_parameters()}
-    loss = torch.func.functional_call(module, changed, inputs(step)).square().sum()
-    (loss + model(inputs(step)).square().sum()).backward()
-
-
-def functional_gradients(model, module, step):
-    params = {name: param.detach() for name, param in module.named_parameters()}
-    backward(model, step)
-    each = torch.func.grad(lambda params: torch.func.functional_call(module, params, inputs(step)).square().sum())(params)
-    return list(each.values())
-
-
-def forward_mode(model, module, step):
-    with torch.autograd.forward_ad.dual_level():
-        x = torch.autograd.forward_ad.make_dual(inputs(step), torch.ones(4, 8))
-        tangent = torch.autograd.forward_ad.unpack_dual(module(x)).tangent.detach()
-    backward(model, step)
-    return [tangent]
 
 
 def penalty_before_forward(model, module, step):
@@ -356,14 +312,6 @@ def a_gan(wrap):
     return weights(generator, critic)
 
 
-def frozen_for_a_while(model, module, optimizer, step):
-    """The critic in the turn of a generator."""
-    optimizer.zero_grad()
-    module.requires_grad_(False)
-    module(inputs(step).requires_grad_()).sum().backward()
-    module.requires_grad_(True)
-
-
 # -- modules that change -------------------------------------------------------------------------------------------------
 
 
@@ -435,22 +383,6 @@ def freeze(module, step):
     module[0].requires_grad_(step % 2 == 0)
 
 
-def write_weights(module, step):
-    with torch.no_grad():
-        for param in module.parameters():
-            param.mul_(0.9)
-
-
-def write_data(module, step):
-    module[0].weight.data[1] = 0.5
-    module[2].bias.data.zero_()
-
-
-def initialize_again(module, step):
-    torch.manual_seed(step)
-    module.apply(lambda part: part.reset_parameters() if isinstance(part, nn.Linear) else None)
-
-
 def load(strict, assign=False):
     def change(module, step):
         state = {name: tensor * 0.9 for name, tensor in module.state_dict().items()}
@@ -497,17 +429,6 @@ def hooked(install, on="module", later=False, **options):
     return trains
 
 
-def forward_hooks(module, seen):
-    for part in module.modules():
-        part.register_forward_pre_hook(lambda part, args: seen.append(args[0].sum()))
-        part.register_forward_hook(lambda part, args, output: seen.append(output.sum()) or output * 0.99)
-
-
-def hooks_that_read(module, seen):
-    for part in module.modules():
-        part.register_forward_pre_hook(lambda part, args: seen.extend(param.sum() for param in part.parameters()))
-
-
 def backward_hooks(module, seen):
     for part in module.modules():
         part.register_full_backward_hook(lambda part, inputs, outputs: seen.append(outputs[0].sum()))
@@ -529,18 +450,6 @@ def hooks_after_accumulation(module, seen):
 
 def a_hook_that_drops_a_gradient(module, seen):
     module[0].weight.register_post_accumulate_grad_hook(lambda param: setattr(param, "grad", None))
-
-
-def global_forward_hook(wrap):
-    seen = []
-    handle = nn.modules.module.register_module_forward_hook(lambda part, args, output: seen.append(output.sum().detach()))
-    try:
-        module = net()
-        model, optimizer = wrap(module)
-        steps(model, optimizer)
-    finally:
-        handle.remove()
-    return [torch.stack(seen), *weights(module)]
 
 
 def step_hooks(of_all_optimizers):
@@ -573,41 +482,23 @@ def step_hooks(of_all_optimizers):
 # -- optimizers ----------------------------------------------------------------------------------------------------------
 
 
-def scheduled(make, metric=False):
+def one_cycle(wrap):
     """A schedule, and another change of a group, from which somebody takes a copy."""
-
-    def trains(wrap):
-        module = net()
-        model, optimizer = wrap(module, [{"params": module[0].parameters()}, {"params": module[2].parameters(), "lr": 0.02}])
-        scheduler = make(optimizer)
-        rates = []
-        for step in range(6):
-            backward(model, step)
-            optimizer.step()
-            scheduler.step(*([1.0] if metric else []))
-            rates += [group["lr"] for group in optimizer.param_groups]
-            optimizer.param_groups[0]["weight_decay"] *= 2
-            assert copy.copy(optimizer.param_groups[0]).keys() >= {"lr", "params"}
-            optimizer.zero_grad()
-        return [torch.tensor(rates), *weights(module)]
-
-    return trains
+    module, rates = net(), []
+    model, optimizer = wrap(module, [{"params": module[0].parameters()}, {"params": module[2].parameters(), "lr": 0.02}])
+    scheduler = OneCycleLR(optimizer, max_lr=0.05, total_steps=10)
+    for step in range(6):
+        steps(model, optimizer, 1, first=step)
+        scheduler.step()
+        rates += [group["lr"] for group in optimizer.param_groups]
+        optimizer.param_groups[0]["weight_decay"] *= 2
+        assert copy.copy(optimizer.param_groups[0]).keys() >= {"lr", "params"}
+    return [torch.tensor(rates), *weights(module)]
 
 
 def a_group_replaced(model, module, optimizer, step):
     """Some schedulers and loaders put other dicts with the same parameters there."""
     optimizer.param_groups[0] = {**optimizer.param_groups[0], "lr": 0.02 / (1 + step)}
-
-
-def clamped(take):
-    """Weights clipped right after the step, as for a Wasserstein critic, over what the optimizer hands out."""
-
-    def after(model, module, optimizer, step):
-        for group in optimizer.param_groups:
-            for param in take(group)["params"]:
-                param.data.clamp_(-0.1, 0.1)
-
-    return after
 
 
 def a_parameter_of_the_loss(wrap):
@@ -668,24 +559,6 @@ def with_complex_parameters():
 # -- copies, averages and saves ------------------------------------------------------------------------------------------
 
 
-def saved_after_step(model, module, optimizer, step):
-    file = io.BytesIO()
-    torch.save(module.state_dict(), file)
-    file.seek(0)
-    return list(torch.load(file).values())
-
-
-def saved_by_one_rank(model, module, optimizer, step):
-    if dist.get_rank() == 0:
-        return saved_after_step(model, module, optimizer, step)
-
-
-def evaluated_by_one_rank(model, module, optimizer, step):
-    if dist.get_rank() == 1:
-        with torch.no_grad():
-            return [module(inputs(step + 30))]
-
-
 def a_part_saved(model, module, optimizer):
     """It takes that part, not the buffer in which it lies."""
     steps(model, optimizer)
@@ -695,24 +568,6 @@ def a_part_saved(model, module, optimizer):
         torch.save(thing, file)
         sizes.append(float(file.tell()))
     return [torch.tensor(sizes)]
-
-
-def averaged(of_wrapper=False, make=net, **how):
-    """With a schedule, and at the end the statistics of BatchNorm, as for SWA."""
-
-    def train(model, module, optimizer):
-        whole = model if of_wrapper else module
-        average, scheduler = AveragedModel(whole, **how), SWALR(optimizer, 0.02, anneal_epochs=2)
-        for step in range(4):
-            backward(model, step)
-            optimizer.step()
-            average.update_parameters(whole)
-            scheduler.step()
-            optimizer.zero_grad()
-        update_bn([inputs(step) for step in range(3)], average)
-        return weights(average)
-
-    return on(make, train)
 
 
 # -- more ----------------------------------------------------------------------------------------------------------------
@@ -735,14 +590,6 @@ def failing_in_no_sync(model, module, step):
         model(inputs(step))
         1 / 0  # noqa: B018
     backward(model, step)
-
-
-def functional_call_with_one_weight(model, module, optimizer, step):
-    with torch.no_grad():
-        return [
-            torch.func.functional_call(module, {"0.weight": torch.ones(8, 8)}, inputs(step)),
-            torch.func.functional_call(model, {"module.0.weight": torch.ones(8, 8)}, inputs(step)),
-        ]
 
 
 def compiled(what):
@@ -782,19 +629,12 @@ def two_optimizers(wrap):
     return weights(module)
 
 
-CONTEXTS: dict[str, Any] = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode, "grad": torch.enable_grad}
 BEHAVIOURS: dict[str, Any] = {
     "gradient penalty": loop(gradient_penalty),
     "penalty of gradients of parameters": loop(penalty_of_parameters(100)),
     "only a penalty of gradients": loop(penalty_of_parameters(0)),
     "siamese": loop(lambda model, _, step: (model(inputs(step)) - model(inputs(step + 50))).square().sum().backward()),
     "two losses together": loop(two_losses_together),
-    **{f"{name} between": loop(forwards_between(context)) for name, context in CONTEXTS.items()},
-    **{
-        f"{name} after step of {of}": loop(after=forward_after_step(context, of == "wrapper"))
-        for name, context in CONTEXTS.items()
-        for of in ("wrapper", "module")
-    },
     "forward without backward": loop(forward_without_backward),
     "an empty batch": loop(an_empty_batch),
     "detect_anomaly": loop(under(partial(torch.autograd.detect_anomaly, check_nan=False))),
@@ -803,9 +643,6 @@ BEHAVIOURS: dict[str, Any] = {
     "backward in a thread": loop(lambda model, _, step: in_a_thread(backward, model, step)),
     "forward in a thread": loop(lambda model, _, step: in_a_thread(model, inputs(step)).square().sum().backward()),
     **{f"output in a {kind}": output_of_kind(kind) for kind in OUTPUTS},
-    "functional_call": loop(functional_call),
-    "functional gradients": loop(functional_gradients),
-    "forward mode": loop(forward_mode),
     "penalty before forward": loop(penalty_before_forward),
     **{
         f"saliency on one rank, {when}": loop(saliency_on_one_rank(when))
@@ -820,41 +657,29 @@ BEHAVIOURS: dict[str, Any] = {
     "nothing has a gradient": loop(lambda model, _, step: backward(model, step) if step % 2 else None),
     "gradients dropped in no_sync": gradients_dropped_in_no_sync,
     "a GAN": a_gan,
-    "frozen for a while": loop(after=frozen_for_a_while),
     **{
         f"buffers: {how}": loop(make=partial(Buffers, how))
         for how in ("write", "replace", "resize", "resize in place", "none", "register", "register on one rank")
     },
     "buffers: register another": loop(make=partial(Buffers, "register", True)),
     "BatchNorm": loop(two_micro_steps, with_batch_norm, evaluated_after_step),
-    **{
-        f"between steps: {change.__name__}": between_steps(change)
-        for change in (freeze, write_weights, write_data, initialize_again, pruned)
-    },
+    "between steps: freeze": between_steps(freeze),
+    "between steps: prune": between_steps(pruned),
     "between steps: load": between_steps(load(True)),
     "between steps: load a part": between_steps(load(False)),
     "rewind": on(net, rewind),
     **{
         f"{install.__name__} on {on}{' later' * later}": hooked(install, on, later)
-        for install in (forward_hooks, hooks_that_read, backward_hooks, gradient_hooks)
+        for install in (backward_hooks, gradient_hooks)
         for on, later in (("module", False), ("module", True), ("wrapper", False))
     },
     "a hook after accumulation": hooked(hooks_after_accumulation),
     "a later hook after accumulation": hooked(hooks_after_accumulation, later=True),
     "a hook that drops a gradient": hooked(a_hook_that_drops_a_gradient, find_unused_parameters=False),
-    "global forward hook": global_forward_hook,
     "step hooks": step_hooks(of_all_optimizers=False),
     "global step hooks": step_hooks(of_all_optimizers=True),
-    "OneCycleLR": scheduled(partial(lr_scheduler.OneCycleLR, max_lr=0.05, total_steps=10)),
-    "ReduceLROnPlateau": scheduled(partial(lr_scheduler.ReduceLROnPlateau, patience=1), metric=True),
-    "LambdaLR": scheduled(partial(lr_scheduler.LambdaLR, lr_lambda=lambda step: 0.9**step)),
-    "SequentialLR": scheduled(
-        lambda optimizer: lr_scheduler.SequentialLR(
-            optimizer, [lr_scheduler.LinearLR(optimizer), lr_scheduler.ExponentialLR(optimizer, 0.9)], milestones=[2]
-        )
-    ),
+    "OneCycleLR": one_cycle,
     "a group replaced": loop(after=a_group_replaced),
-    "weights clamped over param_groups": loop(after=clamped(lambda group: group)),
     "a parameter of the loss": a_parameter_of_the_loss,
     "wrapped after a step alone": wrapped_after_a_step_alone,
     "a closure": on(net, a_closure),
@@ -862,18 +687,11 @@ BEHAVIOURS: dict[str, Any] = {
     "complex parameters": loop(
         lambda model, _, step: model(inputs(step) + 0j).abs().square().sum().backward(), with_complex_parameters
     ),
-    "saved after step": loop(after=saved_after_step),
-    "saved by one rank": loop(after=saved_by_one_rank),
-    "evaluated by one rank": loop(after=evaluated_by_one_rank),
     "a part saved": on(net, a_part_saved),
-    "SWA": averaged(make=with_batch_norm),
-    "an average of the wrapper": averaged(of_wrapper=True),
-    "EMA, fused": averaged(multi_avg_fn=get_ema_multi_avg_fn(0.9)),
     "no_sync": loop(no_sync(True, True)),
     "no_sync around forward": loop(no_sync(True, False)),
     "no_sync around backward": loop(no_sync(False, True)),
     "failing in no_sync": loop(failing_in_no_sync),
-    "functional_call with one weight": loop(after=functional_call_with_one_weight),
     "traced": loop(make=lambda: torch.fx.symbolic_trace(net())),
     **{f"compiled {what}": compiled(what) for what in ("module", "child", "wrapper", "function", "child, later")},
     "static graph": loop(static_graph=True),

@@ -1,12 +1,10 @@
 """DistributedDataParallel's behaviours: under ShardedDataParallel each is the same, or is refused."""
 
-import collections
 import contextlib
 import copy
 import dataclasses
-import gc
 import io
-import re
+from collections import namedtuple
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -15,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from nets import TINY_MB, average_gradients, backward, inputs, late_on_the_last_rank, net
-from ranks import run_ranks
+from ranks import run_in_turn
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import prune
@@ -60,10 +58,6 @@ def steps(model: nn.Module, optimizer: Any, count: int = 3, first: int = 0) -> N
         optimizer.zero_grad()
 
 
-def plain(model: nn.Module, module: nn.Module, step: int) -> None:
-    backward(model, step)
-
-
 def on(make: Any, train: Any, **options: Any) -> Any:
     """`train(model, module, optimizer)` of what `make` returns. What it has found comes before the weights."""
 
@@ -76,12 +70,24 @@ def on(make: Any, train: Any, **options: Any) -> Any:
     return trains
 
 
-def loop(each: Any = plain, make: Any = net, after: Any = None, clear: bool = True, **options: Any) -> Any:
-    """Four steps, in each of which `each(model, module, step)` makes the gradients and returns what it has found."""
+def loop(
+    each: Any = lambda model, _, step: backward(model, step),
+    make: Any = net,
+    after: Any = None,
+    clear: bool = True,
+    between: Any = None,
+    **options: Any,
+) -> Any:
+    """Four steps, in each of which `each(model, module, step)` makes the gradients and returns what it has found.
+
+    `between(module, step)` comes before each but the first one.
+    """
 
     def train(model: nn.Module, module: nn.Module, optimizer: Any) -> Tensors:
         found = []
         for step in range(4):
+            if between is not None and step:
+                between(module, step)
             found += each(model, module, step) or []
             optimizer.step()
             if after is not None:
@@ -93,30 +99,30 @@ def loop(each: Any = plain, make: Any = net, after: Any = None, clear: bool = Tr
     return on(make, train, **options)
 
 
+def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model(x).square().sum()
+
+
 # -- forward and backward ------------------------------------------------------------------------------------------------
 
 
 def backward_twice(model, module, step):
-    loss = model(inputs(step)).square().sum()
+    loss = loss_of(model, inputs(step))
     loss.backward(retain_graph=True)
     loss.backward()
 
 
 def gradient_penalty(model, module, step):
-    x = inputs(step).requires_grad_()
-    loss = model(x).square().sum()
+    loss = loss_of(model, x := inputs(step).requires_grad_())
     (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
     (loss + gradient.square().sum()).backward()
 
 
-def penalty_of_parameters(share_of_loss):
-    def each(model, module, step):
-        loss = model(inputs(step)).square().sum()
-        gradients = torch.autograd.grad(loss, list(module.parameters()), create_graph=True)
-        penalty = sum(gradient.square().sum() for gradient in gradients)
-        (penalty + share_of_loss * loss if share_of_loss else penalty).backward()
-
-    return each
+def penalty_of_gradients(share_of_loss, model, module, step):
+    loss = loss_of(model, inputs(step))
+    gradients = torch.autograd.grad(loss, list(module.parameters()), create_graph=True)
+    penalty = sum(gradient.square().sum() for gradient in gradients)
+    (penalty + share_of_loss * loss if share_of_loss else penalty).backward()
 
 
 def two_losses(model, module, step):
@@ -138,16 +144,12 @@ def forward_without_backward(model, module, step):
 
 
 def an_empty_batch(model, module, step):
-    x = inputs(step)[: 0 if dist.get_rank() == step % 2 else 4 - step]
-    model(x).square().sum().backward()
+    loss_of(model, inputs(step)[: 0 if dist.get_rank() == step % 2 else 4 - step]).backward()
 
 
-def under(context):
-    def each(model, module, step):
-        with context():
-            model(inputs(step)).float().square().sum().backward()
-
-    return each
+def under(context, model, module, step):
+    with context():
+        model(inputs(step)).float().square().sum().backward()
 
 
 def in_a_thread(function, *args):
@@ -155,13 +157,7 @@ def in_a_thread(function, *args):
         return pool.submit(function, *args).result()
 
 
-@dataclasses.dataclass
-class Output:
-    logits: torch.Tensor
-    others: dict[str, Any]
-
-
-Pair = collections.namedtuple("Pair", "first second")
+Output, Pair = dataclasses.make_dataclass("Output", ["logits", "others"]), namedtuple("Pair", "first second")
 OUTPUTS: dict[str, Any] = {  # what a forward returns, and where the loss finds its tensor
     "dict": (lambda x, y: {"logits": y, "none": None, "number": 3}, lambda output: output["logits"]),
     "dataclass": (lambda x, y: Output(y, {"x": x}), lambda output: output.logits),
@@ -179,48 +175,42 @@ class Outputs(nn.Module):
         return OUTPUTS[self.kind][0](x, self.inner(x) * scale)
 
 
-def output_of_kind(kind):
-    def each(model, module, step):
-        OUTPUTS[kind][1](model(inputs(step), scale=2.0)).square().sum().backward()
-
-    return loop(each, partial(Outputs, kind))
+def output_of_kind(kind, model, module, step):
+    OUTPUTS[kind][1](model(inputs(step), scale=2.0)).square().sum().backward()
 
 
 def penalty_before_forward(model, module, step):
     penalty = sum(param.square().sum() for param in module.parameters())
-    (model(inputs(step)).square().sum() + 0.1 * penalty).backward()
+    (loss_of(model, inputs(step)) + 0.1 * penalty).backward()
 
 
 def first_the_penalty_backward(model, module, step):
-    loss = model(inputs(step)).square().sum()
+    loss = loss_of(model, inputs(step))
     sum(param.square().sum() for param in module.parameters()).backward()
     loss.backward()
 
 
-def saliency_on_one_rank(when):
+def saliency_on_one_rank(when, model, module, step):
     """`autograd.grad` of the inputs or of all parameters, also through a forward of the wrapper, is no backward."""
-
-    def each(model, module, step):
-        x = inputs(step).requires_grad_()
-        if when == "before" and dist.get_rank() == 0:
-            torch.autograd.grad(model(x).sum(), x)
-        loss = model(x).square().sum()
-        if when == "between" and dist.get_rank() == 0:
-            torch.autograd.grad(loss, x, retain_graph=True)
-        if when == "other forward" and dist.get_rank() == 0:
-            torch.autograd.grad(module(x).sum(), list(module.parameters()))
-        loss.backward()
-        if when == "after" and dist.get_rank() == 0:
-            torch.autograd.grad(module(x).sum(), x)
-
-    return each
-
-
-def input_gradient_by_wrapper(model, module, step):
-    """An adversarial example: a forward and backward of the wrapper for the input's gradient."""
     x = inputs(step).requires_grad_()
-    (gradient,) = torch.autograd.grad(model(x).square().sum(), x)
-    model(inputs(step) + 0.1 * gradient.sign()).square().sum().backward()
+    now = when if dist.get_rank() == 0 else ""
+    if now == "before":
+        torch.autograd.grad(model(x).sum(), x)
+    loss = loss_of(model, x)
+    if now == "between":
+        torch.autograd.grad(loss, x, retain_graph=True)
+    if now == "other forward":
+        torch.autograd.grad(module(x).sum(), list(module.parameters()))
+    loss.backward()
+    if now == "after":
+        torch.autograd.grad(module(x).sum(), x)
+
+
+def adversarial_examples(model, module, step):
+    """A forward and backward of the wrapper for the input's gradient."""
+    x = inputs(step).requires_grad_()
+    (gradient,) = torch.autograd.grad(loss_of(model, x), x)
+    loss_of(model, inputs(step) + 0.1 * gradient.sign()).backward()
     return [gradient]
 
 
@@ -244,29 +234,35 @@ def failing_forward(model, module, step):
 
 def a_backward_of_a_part(model, module, step):
     """Then another one of everything."""
-    model(inputs(step)).square().sum().backward(inputs=[module[2].weight])
+    loss_of(model, inputs(step)).backward(inputs=[module[2].weight])
     module.zero_grad()
     backward(model, step)
 
 
-# -- gradients that are dropped ------------------------------------------------------------------------------------------
+# -- gradients that are dropped, and no_sync -----------------------------------------------------------------------------
 
 
-def a_dropped_batch(of):
-    """By `zero_grad` of the wrapper or of the module."""
-
-    def each(model, module, step):
-        backward(model, 100 + step)
-        {"wrapper": model, "module": module}[of].zero_grad()
-        backward(model, step)
-
-    return loop(each)
+def a_batch_dropped(by_wrapper, model, module, step):
+    backward(model, 100 + step)
+    (model if by_wrapper else module).zero_grad()
+    backward(model, step)
 
 
 def gradients_of_zero(model, module, optimizer, step):
     """A step with them still decays and still has momentum."""
     optimizer.zero_grad(set_to_none=False)
     optimizer.step()
+
+
+class TwoHeads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 3), nn.Linear(8, 3)
+
+    def forward(self, x):
+        x = torch.tanh(self.body(x))
+        return self.first(x), self.second(x)
 
 
 def gradients_dropped_in_no_sync(wrap):
@@ -286,17 +282,6 @@ def gradients_dropped_in_no_sync(wrap):
     return weights(module)
 
 
-class TwoHeads(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.body, self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 3), nn.Linear(8, 3)
-
-    def forward(self, x):
-        x = torch.tanh(self.body(x))
-        return self.first(x), self.second(x)
-
-
 def a_gan(wrap):
     """Two models trained in turn; the critic drops the gradients that the turn of the generator leaves in it."""
     generator, critic = net(8), net()
@@ -307,9 +292,25 @@ def a_gan(wrap):
         wrapped_critic(wrapped_generator(inputs(step)).detach()).sum().backward()
         critics_optimizer.step()
         wrapped_generator.zero_grad()
-        wrapped_critic(wrapped_generator(inputs(step))).square().sum().backward()
+        loss_of(wrapped_critic, wrapped_generator(inputs(step))).backward()
         its_optimizer.step()
     return weights(generator, critic)
+
+
+def no_sync(forward_inside, backward_inside, then_synchronized, model, module, step):
+    with model.no_sync() if forward_inside else contextlib.nullcontext():
+        loss = loss_of(model, inputs(step))
+    with model.no_sync() if backward_inside else contextlib.nullcontext():
+        loss.backward()
+    if then_synchronized:
+        backward(model, step + 40)
+
+
+def failing_in_no_sync(model, module, step):
+    with contextlib.suppress(ZeroDivisionError), model.no_sync():
+        model(inputs(step))
+        1 / 0  # noqa: B018
+    backward(model, step)
 
 
 # -- modules that change -------------------------------------------------------------------------------------------------
@@ -353,12 +354,6 @@ def with_batch_norm():
     return nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
 
 
-def two_micro_steps(model, module, step):
-    with model.no_sync():
-        backward(model, 2 * step)
-    backward(model, 2 * step + 1)
-
-
 def evaluated_after_step(model, module, optimizer, step):
     """All ranks have the running statistics of rank 0, and evaluate with them."""
     model.eval()
@@ -368,29 +363,18 @@ def evaluated_after_step(model, module, optimizer, step):
     return found
 
 
-def between_steps(change, make=net):
-    """Four steps; `change(module, step)` before each but the first one."""
-
-    def each(model, module, step):
-        if step:
-            change(module, step)
-        backward(model, step)
-
-    return loop(each, make)
-
-
 def freeze(module, step):
     module[0].requires_grad_(step % 2 == 0)
 
 
-def load(strict, assign=False):
-    def change(module, step):
-        state = {name: tensor * 0.9 for name, tensor in module.state_dict().items()}
-        if not strict:
-            state.pop("0.weight")
-        module.load_state_dict(state, strict=strict, assign=assign)
+def load(strict, module, step):
+    state = {name: tensor * 0.9 for name, tensor in module.state_dict().items() if strict or name != "0.weight"}
+    module.load_state_dict(state, strict=strict)
 
-    return change
+
+def prune_once(module, step):
+    if step == 1:
+        prune.l1_unstructured(module[0], "weight", amount=0.3)
 
 
 def rewind(model, module, optimizer):
@@ -403,9 +387,32 @@ def rewind(model, module, optimizer):
     steps(model, optimizer, 2, first=4)
 
 
-def pruned(module, step):
-    if step == 1:
-        prune.l1_unstructured(module[0], "weight", amount=0.3)
+def a_part_saved(model, module, optimizer):
+    """It takes that part, not the buffer in which it lies."""
+    steps(model, optimizer)
+    sizes = []
+    for thing in (module[2].state_dict(), module[2].weight, copy.deepcopy(module[2].weight), list(module.parameters())[:1]):
+        torch.save(thing, file := io.BytesIO())
+        sizes.append(float(file.tell()))
+    return [torch.tensor(sizes)]
+
+
+def compiled(what, wrap):
+    """Before or after the module is wrapped: it, a child, the wrapper, or a function that calls the wrapper."""
+    module = net()
+    inner = torch.compile(module, backend="eager") if what == "module" else module
+    if what == "child":
+        module[0].compile(backend="eager")
+    model, optimizer = wrap(inner)
+    call = model
+    if what == "wrapper":
+        call = torch.compile(model, backend="eager")
+    elif what == "function":
+        call = torch.compile(lambda x: model(x), backend="eager")
+    elif what == "child, later":
+        module[2].compile(backend="eager")
+    steps(call, optimizer)
+    return weights(module)
 
 
 # -- hooks ---------------------------------------------------------------------------------------------------------------
@@ -419,10 +426,8 @@ def hooked(install, on="module", later=False, **options):
         if on == "module" and not later:
             install(module, seen)
         model, optimizer = wrap(module, **options)
-        if on == "wrapper":
-            install(model, seen)
-        elif later:
-            install(module, seen)
+        if on == "wrapper" or later:
+            install(model if on == "wrapper" else module, seen)
         steps(model, optimizer)
         return [tensor.detach().clone() for tensor in seen] + weights(module)
 
@@ -448,35 +453,30 @@ def hooks_after_accumulation(module, seen):
         param.register_post_accumulate_grad_hook(halve)
 
 
-def a_hook_that_drops_a_gradient(module, seen):
+def drops_a_gradient(module, seen):
     module[0].weight.register_post_accumulate_grad_hook(lambda param: setattr(param, "grad", None))
 
 
-def step_hooks(of_all_optimizers):
+def step_hooks(of_all_optimizers, model, module, optimizer):
     """One before each step, and one after it that decays the weights; each runs once per step."""
+    calls = []
 
-    def train(model, module, optimizer):
-        calls = []
+    def decay(optimizer, *_):
+        calls.append(2.0)
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                param.data.mul_(0.99)
 
-        def decay(optimizer, *_):
-            calls.append(2.0)
-            for group in optimizer.param_groups:
-                for param in group["params"]:
-                    param.data.mul_(0.99)
-
-        if of_all_optimizers:
-            before, after = register_optimizer_step_pre_hook, register_optimizer_step_post_hook
-        else:
-            before, after = optimizer.register_step_pre_hook, optimizer.register_step_post_hook
-        handles = before(lambda *_: calls.append(1.0)), after(decay)
-        try:
-            steps(model, optimizer)
-        finally:
-            for handle in handles:
-                handle.remove()
-        return [torch.tensor(calls)]
-
-    return on(net, train)
+    before, after = register_optimizer_step_pre_hook, register_optimizer_step_post_hook
+    if not of_all_optimizers:
+        before, after = optimizer.register_step_pre_hook, optimizer.register_step_post_hook
+    handles = before(lambda *_: calls.append(1.0)), after(decay)
+    try:
+        steps(model, optimizer)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return [torch.tensor(calls)]
 
 
 # -- optimizers ----------------------------------------------------------------------------------------------------------
@@ -525,93 +525,28 @@ def wrapped_after_a_step_alone(wrap):
 
 
 def a_closure(model, module, optimizer):
-    found = []
+    def closure(step):
+        optimizer.zero_grad()
+        loss = loss_of(model, inputs(step))
+        loss.backward()
+        return loss
+
+    return [optimizer.step(partial(closure, step)).detach() for step in range(3)]
+
+
+def scaled(enabled, model, module, optimizer):
+    scaler = torch.amp.GradScaler("cpu", init_scale=16.0, enabled=enabled)
     for step in range(3):
-
-        def closure(step=step):
-            optimizer.zero_grad()
-            loss = model(inputs(step)).square().sum()
-            loss.backward()
-            return loss
-
-        found.append(optimizer.step(closure).detach())
-    return found
-
-
-def scaled(enabled):
-    def train(model, module, optimizer):
-        scaler = torch.amp.GradScaler("cpu", init_scale=16.0, enabled=enabled)
-        for step in range(3):
-            scaler.scale(model(inputs(step)).square().sum()).backward()
-            scaler.unscale_(optimizer)
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
-
-    return on(net, train)
+        scaler.scale(loss_of(model, inputs(step))).backward()
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
 
 
 def with_complex_parameters():
     torch.manual_seed(0)
     return nn.Linear(8, 3, dtype=torch.complex64)
-
-
-# -- copies, averages and saves ------------------------------------------------------------------------------------------
-
-
-def a_part_saved(model, module, optimizer):
-    """It takes that part, not the buffer in which it lies."""
-    steps(model, optimizer)
-    sizes = []
-    for thing in (module[2].state_dict(), module[2].weight, copy.deepcopy(module[2].weight), list(module.parameters())[:1]):
-        file = io.BytesIO()
-        torch.save(thing, file)
-        sizes.append(float(file.tell()))
-    return [torch.tensor(sizes)]
-
-
-# -- more ----------------------------------------------------------------------------------------------------------------
-
-
-def no_sync(forward_inside, backward_inside, then_synchronized=True):
-    def each(model, module, step):
-        with model.no_sync() if forward_inside else contextlib.nullcontext():
-            loss = model(inputs(step)).square().sum()
-        with model.no_sync() if backward_inside else contextlib.nullcontext():
-            loss.backward()
-        if then_synchronized:
-            backward(model, step + 40)
-
-    return each
-
-
-def failing_in_no_sync(model, module, step):
-    with contextlib.suppress(ZeroDivisionError), model.no_sync():
-        model(inputs(step))
-        1 / 0  # noqa: B018
-    backward(model, step)
-
-
-def compiled(what):
-    """Before or after the module is wrapped: it, a child, the wrapper, or a function that calls the wrapper."""
-
-    def trains(wrap):
-        module = net()
-        inner = torch.compile(module, backend="eager") if what == "module" else module
-        if what == "child":
-            module[0].compile(backend="eager")
-        model, optimizer = wrap(inner)
-        call = model
-        if what == "wrapper":
-            call = torch.compile(model, backend="eager")
-        elif what == "function":
-            call = torch.compile(lambda x: model(x), backend="eager")
-        elif what == "child, later":
-            module[2].compile(backend="eager")
-        steps(call, optimizer)
-        return weights(module)
-
-    return trains
 
 
 def two_optimizers(wrap):
@@ -629,45 +564,50 @@ def two_optimizers(wrap):
     return weights(module)
 
 
+def each_of(*functions: Any) -> dict[str, Any]:
+    return {each.__name__: loop(each) for each in functions}
+
+
+def each_with(each: Any, *values: Any) -> dict[str, Any]:
+    return {f"{each.__name__}: {value}": loop(partial(each, value)) for value in values}
+
+
 BEHAVIOURS: dict[str, Any] = {
-    "gradient penalty": loop(gradient_penalty),
-    "penalty of gradients of parameters": loop(penalty_of_parameters(100)),
-    "only a penalty of gradients": loop(penalty_of_parameters(0)),
-    "siamese": loop(lambda model, _, step: (model(inputs(step)) - model(inputs(step + 50))).square().sum().backward()),
-    "two losses together": loop(two_losses_together),
-    "forward without backward": loop(forward_without_backward),
-    "an empty batch": loop(an_empty_batch),
-    "detect_anomaly": loop(under(partial(torch.autograd.detect_anomaly, check_nan=False))),
-    "save_on_cpu": loop(under(torch.autograd.graph.save_on_cpu)),
-    "autocast": loop(under(partial(torch.autocast, "cpu", torch.bfloat16))),
+    **each_of(gradient_penalty, two_losses_together, forward_without_backward, an_empty_batch, failing_forward),
+    **each_of(penalty_before_forward, adversarial_examples, meta_learning, failing_in_no_sync),
+    **each_with(penalty_of_gradients, 100, 0),
+    **each_with(saliency_on_one_rank, "before", "between", "other forward", "after"),
+    **each_with(a_batch_dropped, True, False),
+    **{f"output in a {kind}": loop(partial(output_of_kind, kind), partial(Outputs, kind)) for kind in OUTPUTS},
+    "siamese": loop(lambda model, _, step: loss_of(lambda x: model(x) - model(inputs(step + 50)), inputs(step)).backward()),
+    "detect_anomaly": loop(partial(under, partial(torch.autograd.detect_anomaly, check_nan=False))),
+    "save_on_cpu": loop(partial(under, torch.autograd.graph.save_on_cpu)),
+    "autocast": loop(partial(under, partial(torch.autocast, "cpu", torch.bfloat16))),
     "backward in a thread": loop(lambda model, _, step: in_a_thread(backward, model, step)),
     "forward in a thread": loop(lambda model, _, step: in_a_thread(model, inputs(step)).square().sum().backward()),
-    **{f"output in a {kind}": output_of_kind(kind) for kind in OUTPUTS},
-    "penalty before forward": loop(penalty_before_forward),
-    **{
-        f"saliency on one rank, {when}": loop(saliency_on_one_rank(when))
-        for when in ("before", "between", "other forward", "after")
-    },
-    "adversarial examples": loop(input_gradient_by_wrapper),
-    "meta-learning": loop(meta_learning),
-    "failing forward": loop(failing_forward),
-    **{f"a batch dropped by the {of}": a_dropped_batch(of) for of in ("wrapper", "module")},
     "steps without zero_grad": loop(clear=False),
     "gradients of zero": loop(after=gradients_of_zero),
     "nothing has a gradient": loop(lambda model, _, step: backward(model, step) if step % 2 else None),
     "gradients dropped in no_sync": gradients_dropped_in_no_sync,
     "a GAN": a_gan,
+    "no_sync": loop(partial(no_sync, True, True, True)),
+    "no_sync around forward": loop(partial(no_sync, True, False, True)),
+    "no_sync around backward": loop(partial(no_sync, False, True, True)),
     **{
         f"buffers: {how}": loop(make=partial(Buffers, how))
         for how in ("write", "replace", "resize", "resize in place", "none", "register", "register on one rank")
     },
     "buffers: register another": loop(make=partial(Buffers, "register", True)),
-    "BatchNorm": loop(two_micro_steps, with_batch_norm, evaluated_after_step),
-    "between steps: freeze": between_steps(freeze),
-    "between steps: prune": between_steps(pruned),
-    "between steps: load": between_steps(load(True)),
-    "between steps: load a part": between_steps(load(False)),
+    "BatchNorm": loop(partial(no_sync, True, True, True), with_batch_norm, evaluated_after_step),
+    "freeze": loop(between=freeze),
+    "prune": loop(between=prune_once),
+    "load": loop(between=partial(load, True)),
+    "load a part": loop(between=partial(load, False)),
     "rewind": on(net, rewind),
+    "a part saved": on(net, a_part_saved),
+    **{f"compiled {what}": partial(compiled, what) for what in ("module", "child", "wrapper", "function", "child, later")},
+    "traced": loop(make=lambda: torch.fx.symbolic_trace(net())),
+    "static graph": loop(static_graph=True),
     **{
         f"{install.__name__} on {on}{' later' * later}": hooked(install, on, later)
         for install in (backward_hooks, gradient_hooks)
@@ -675,78 +615,47 @@ BEHAVIOURS: dict[str, Any] = {
     },
     "a hook after accumulation": hooked(hooks_after_accumulation),
     "a later hook after accumulation": hooked(hooks_after_accumulation, later=True),
-    "a hook that drops a gradient": hooked(a_hook_that_drops_a_gradient, find_unused_parameters=False),
-    "step hooks": step_hooks(of_all_optimizers=False),
-    "global step hooks": step_hooks(of_all_optimizers=True),
+    "a hook that drops a gradient": hooked(drops_a_gradient, find_unused_parameters=False),
+    "step hooks": on(net, partial(step_hooks, False)),
+    "global step hooks": on(net, partial(step_hooks, True)),
     "OneCycleLR": one_cycle,
     "a group replaced": loop(after=a_group_replaced),
     "a parameter of the loss": a_parameter_of_the_loss,
     "wrapped after a step alone": wrapped_after_a_step_alone,
     "a closure": on(net, a_closure),
-    "a disabled scaler": scaled(enabled=False),
+    "a disabled scaler": on(net, partial(scaled, False)),
     "complex parameters": loop(
         lambda model, _, step: model(inputs(step) + 0j).abs().square().sum().backward(), with_complex_parameters
     ),
-    "a part saved": on(net, a_part_saved),
-    "no_sync": loop(no_sync(True, True)),
-    "no_sync around forward": loop(no_sync(True, False)),
-    "no_sync around backward": loop(no_sync(False, True)),
-    "failing in no_sync": loop(failing_in_no_sync),
-    "traced": loop(make=lambda: torch.fx.symbolic_trace(net())),
-    **{f"compiled {what}": compiled(what) for what in ("module", "child", "wrapper", "function", "child, later")},
-    "static graph": loop(static_graph=True),
     "two optimizers": two_optimizers,
 }
 # here the ranks of DistributedDataParallel get different weights, so the gradients are averaged by hand
-AVERAGED_BY_HAND: dict[str, Any] = {
-    "backward twice": loop(backward_twice),
-    "two losses": loop(two_losses),
-    "first the penalty's backward": loop(first_the_penalty_backward),
-    "backward of a part": loop(a_backward_of_a_part),
-}
+AVERAGED_BY_HAND = each_of(backward_twice, two_losses, first_the_penalty_backward, a_backward_of_a_part)
 REFUSED: dict[str, Any] = {
     "a buffer on one rank": (loop(make=partial(Buffers, "register on one rank", True)), "buffers differ between the ranks"),
-    "a scaler": (scaled(enabled=True), r"this gradient cannot be read or written: .*optimizer\.clip_grad_norm_"),
-    "no_sync around the last backward": (loop(no_sync(False, True, False)), "must run outside of no_sync"),
+    "a scaler": (on(net, partial(scaled, True)), r"this gradient cannot be read or written: .*optimizer\.clip_grad_norm_"),
+    "no_sync around the last backward": (loop(partial(no_sync, False, True, False)), "must run outside of no_sync"),
 }
 
 
-def differences(part: int) -> dict[str, float]:
-    """By behaviour of a half of them: the largest difference from torch's own."""
-    found = {}
+def is_torchs_own(name: str) -> None:
+    trains = (BEHAVIOURS | AVERAGED_BY_HAND)[name]
     with late_on_the_last_rank():
-        for name in list(BEHAVIOURS | AVERAGED_BY_HAND)[part::2]:
-            trains = (BEHAVIOURS | AVERAGED_BY_HAND)[name]
-            expected = trains(Wrap(sharded=False, by_hand=name in AVERAGED_BY_HAND))
-            result = trains(Wrap())
-            gc.collect()
-            assert [tensor.shape for tensor in result] == [tensor.shape for tensor in expected], name
-            assert all(tensor.isfinite().all() for tensor in result), name
-            found[name] = max((one - other).abs().max().item() for one, other in zip(result, expected, strict=True))
-    return found
+        expected = trains(Wrap(sharded=False, by_hand=name in AVERAGED_BY_HAND))
+        result = trains(Wrap())
+    assert all(tensor.isfinite().all() for tensor in result)
+    torch.testing.assert_close(result, expected, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("part", range(2))
-def test_behaviours_are_those_of_torchs_own(part):
-    for found in run_ranks(differences, 2, part):
-        assert found == {name: pytest.approx(0, abs=1e-6) for name in found}
+def is_refused(name: str) -> None:
+    trains, reason = REFUSED[name]
+    with late_on_the_last_rank(), pytest.raises(RuntimeError, match=reason):
+        trains(Wrap())
 
 
-def refusals() -> list[str]:
-    """The refusals that did not come."""
-    missing = []
-    with late_on_the_last_rank():
-        for name, (trains, reason) in REFUSED.items():
-            message = ""
-            try:
-                trains(Wrap())
-            except RuntimeError as error:
-                message = str(error)
-            if not re.search(reason, message):
-                missing.append(f"{name}: {message}")
-            gc.collect()
-    return missing
+def test_behaviours_are_those_of_torchs_own():
+    run_in_turn(2, *(partial(is_torchs_own, name) for name in BEHAVIOURS | AVERAGED_BY_HAND))
 
 
 def test_what_differs_is_refused():
-    assert run_ranks(refusals, 2) == [[], []]
+    run_in_turn(2, *(partial(is_refused, name) for name in REFUSED))

@@ -674,12 +674,6 @@ def test_two_hundred_models_with_muon(runner):
     check(runner, 200, most_ranks=4, optimizers=("muon",))
 
 
-@pytest.mark.parametrize("wrapper", ["sharded", "alone", "before ddp", "after ddp"])
-def test_a_plain_model_passes(runner, wrapper):
-    verdict, what = runner.run(replace(PLAIN, wrapper=wrapper, late=(0, 1), other_start=True))
-    assert verdict == "same", what
-
-
 @pytest.mark.parametrize("block", ["used by one rank", "used by the ranks in turn", "used in odd steps", "tied"])
 def test_the_oracle_is_that_of_distributed_data_parallel(runner, block):
     """Gradients are averaged by hand because DistributedDataParallel cannot do all blocks; where it can, it does the same."""

@@ -1,6 +1,5 @@
 """zero/data_parallel.py: the weights are those of plain AdamW on the mean gradient, with any overlap."""
 
-import contextlib
 import functools
 from unittest import mock
 
@@ -15,7 +14,6 @@ from toy import batch, largest_difference, make_toy, weights
 
 from zero import ShardedDataParallel, ShardedOptimizer, collectives
 from zero.build import clip_grad_norm_
-from zero.collectives import Communicator
 from zero.gradients import SentGradient
 from zero.reducer import BucketGradients
 
@@ -96,26 +94,6 @@ def test_parity(world_size):
             is_exact = world_size <= 2 and not clip
             assert whole <= (0.0 if is_exact else 1e-6)
             assert sharded <= (0.0 if is_exact and micro_steps == 1 else 1e-6)
-
-
-def overlap_changes_nothing():
-    """Every collective is waited for as soon as it has started."""
-    with contextlib.ExitStack() as stack:
-        for name in ("all_gather", "reduce_scatter"):
-            stack.enter_context(mock.patch.object(Communicator, name, _waiting(getattr(Communicator, name))))
-        plain = sharded_run(micro_steps=2, clip=0.05)
-    assert largest_difference(plain, sharded_run(micro_steps=2, clip=0.05)) == 0.0
-
-
-def _waiting(collective):
-    def wait_at_once(*args):
-        in_flight = collective(*args)
-        works = in_flight if isinstance(in_flight, list) else in_flight.works
-        while works:
-            works.pop(0).wait()
-        return in_flight
-
-    return wait_at_once
 
 
 def no_sync_and_state():
@@ -274,7 +252,7 @@ def buckets_that_nobody_has_filled():
 
 def test_steps_of_two_ranks():
     run_in_turn(
-        *(2, overlap_changes_nothing, no_sync_and_state, shard_gradients_set_later, reentrant_checkpoints),
+        *(2, no_sync_and_state, shard_gradients_set_later, reentrant_checkpoints),
         *(a_gradient_that_somebody_keeps, buckets_that_nobody_has_filled),
         *(a_rank_without_gradients, half_precision_norms, a_trace_names_the_phases_of_a_step_by_bucket),
         *(functools.partial(a_backward_without_gradients, shard_gradients) for shard_gradients in (False, True)),

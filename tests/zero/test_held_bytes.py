@@ -5,39 +5,14 @@ from functools import partial
 
 import pytest
 import torch
-import torch.distributed as dist
 from ranks import run_in_turn, run_ranks
-from toy import MODES, build_toy, train
+from toy import MODES
 
 from forecast.activations import LiveBytes
-from forecast.prediction import Prediction
 from model import GPT, GPTConfig
 from zero.build import build
 from zero.flags import Flags
 from zero.held_bytes import held_bytes
-from zero.sharded_state import partition
-
-
-def state_bytes():
-    """This rank's measured and predicted bytes of state after a step, by mode."""
-    measured, predicted = {}, {}
-    for mode in MODES:
-        model, optimizer = build_toy(mode)
-        train(model, optimizer, dist.get_rank(), steps=1)
-        measured[mode] = held_bytes(optimizer)["state"]
-        predicted[mode] = Prediction(partition(optimizer).plan, dist.get_rank() if mode != "adamw" else 0).state
-    return measured, predicted
-
-
-def test_state_is_sharded_evenly():
-    results = run_ranks(state_bytes, 3)
-    for measured, predicted in results:
-        assert measured == predicted
-    whole = results[0][0]["adamw"]
-    sharded = [measured["sharded"] for measured, _ in results]
-    assert sum(sharded) == whole
-    assert max(sharded) - min(sharded) <= 8 * 16 * 3  # less than a vector per shard of padding, 8 bytes per element
-    assert sum(measured["torch"] for measured, _ in results) == whole
 
 
 def model_state(mode):

@@ -1,25 +1,22 @@
 """zero.layout.plan and zero.flags: a plan made from a model without memory is that of the built optimizer; who holds what."""
 
-from functools import partial
-
 import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from ranks import run_in_turn
-from toy import MODES, Toy, build_toy, make_toy
+from toy import Toy, make_toy
 
 from forecast.prediction import Prediction
 from model import GPT, GPTConfig
 from zero.build import build
-from zero.checkpoint.state import packed_groups
 from zero.flags import Flags
 from zero.held_bytes import held_bytes
 from zero.layout import ParameterSpec, parameter_specs, plan, replicated_plan, zero_redundancy_plan
 from zero.optimizer import ShardedOptimizer
 from zero.options import Options
-from zero.sharded_state import parameters, partition
+from zero.sharded_state import partition
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float64]
 specs = st.lists(
@@ -149,38 +146,3 @@ def test_specs_have_names_and_groups():
     assert specs[0].name == "transformer.wte.weight"
     assert (specs[0].shape, specs[0].group, specs[0].position) == ((19, 24), 0, 0)
     assert {spec.group for spec in specs} == {0, 1}
-
-
-def held(mode):
-    """This rank's view of all slices, as plain lists, and what stands beside them."""
-    _, optimizer = build_toy(mode)
-    part = partition(optimizer)
-    params = parameters(optimizer)
-    assert [id(param) for group in optimizer.param_groups for param in group["params"]] == list(map(id, params))
-    for piece, local in zip(part.slices[part.rank], parameters(part.inner), strict=True):
-        whole = params[piece.param].detach()
-        assert torch.equal(local.detach().reshape(-1), whole.reshape(-1)[piece.start : piece.stop])
-    groups = [{"params": group["params"], "weight_decay": group["weight_decay"]} for group in optimizer.param_groups]
-    plain = torch.optim.AdamW(groups, lr=0.01, betas=(0.9, 0.95), fused=True)
-    assert packed_groups(part.optimizer) == plain.state_dict()["param_groups"]
-    return {
-        "slices": [[list(piece[:3]) for piece in of_rank] for of_rank in part.slices],
-        "numels": [param.numel() for param in params],
-        "rank": part.rank,
-        "replica": part.replica,
-    }
-
-
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_every_element_has_one_holder(world_size):
-    for mode, results in zip(MODES, run_in_turn(world_size, *(partial(held, mode) for mode in MODES)), strict=True):
-        alone = mode == "adamw" or world_size == 1
-        for rank, result in enumerate(results):
-            assert result["slices"] == results[0]["slices"], "all ranks agree"
-            assert len(result["slices"]) == (1 if alone else world_size)
-            assert result["rank"] == (0 if alone else rank)
-            assert result["replica"] == (rank if alone else 0)
-        pieces = sorted(tuple(piece) for of_rank in results[0]["slices"] for piece in of_rank)
-        for number, numel in enumerate(results[0]["numels"]):
-            ends = [(start, stop) for param, start, stop in pieces if param == number]
-            assert [0] + [stop for _, stop in ends] == [start for start, _ in ends] + [numel]

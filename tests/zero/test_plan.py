@@ -1,4 +1,4 @@
-"""zero.layout.plan and zero.flags: a plan made from a model without memory is that of the built optimizer; who holds what."""
+"""zero.layout.plan and zero.flags: a plan made from a model without memory is that of the built optimizer."""
 
 import pytest
 import torch

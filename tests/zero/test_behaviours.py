@@ -62,6 +62,7 @@ def on(make: Any, train: Any, **options: Any) -> Any:
     """`train(model, module, optimizer)` of what `make` returns. What it has found comes before the weights."""
 
     def trains(wrap: Wrap) -> Tensors:
+        torch.manual_seed(0)
         module = make()
         model, optimizer = wrap(module, **options)
         found = train(model, module, optimizer) or []
@@ -103,19 +104,91 @@ def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return model(x).square().sum()
 
 
-# -- forward and backward ------------------------------------------------------------------------------------------------
+def named(functions: type) -> dict[str, Any]:
+    return {name.replace("_", " "): each for name, each in vars(functions).items() if callable(each)}
 
 
-def backward_twice(model, module, step):
-    loss = loss_of(model, inputs(step))
-    loss.backward(retain_graph=True)
-    loss.backward()
+# -- what makes the gradients of a step ----------------------------------------------------------------------------------
 
 
-def gradient_penalty(model, module, step):
-    loss = loss_of(model, x := inputs(step).requires_grad_())
-    (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
-    (loss + gradient.square().sum()).backward()
+class Each:
+    """Functions of the wrapper, the module and the step."""
+
+    def gradient_penalty(model, module, step):
+        loss = loss_of(model, x := inputs(step).requires_grad_())
+        (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+        (loss + gradient.square().sum()).backward()
+
+    def two_losses_together(model, module, step):
+        """One of them with a given gradient."""
+        first, second = model(inputs(step)).split([1, 2], dim=1)
+        torch.autograd.backward([first.square().sum(), second], [None, torch.full_like(second, 0.5)])
+
+    def forward_without_backward(model, module, step):
+        lost = model(inputs(step + 20))
+        del lost
+        backward(model, step)
+
+    def an_empty_batch(model, module, step):
+        loss_of(model, inputs(step)[: 0 if dist.get_rank() == step % 2 else 4 - step]).backward()
+
+    def penalty_before_forward(model, module, step):
+        penalty = sum(param.square().sum() for param in module.parameters())
+        (loss_of(model, inputs(step)) + 0.1 * penalty).backward()
+
+    def adversarial_examples(model, module, step):
+        """A forward and backward of the wrapper for the input's gradient."""
+        x = inputs(step).requires_grad_()
+        (gradient,) = torch.autograd.grad(loss_of(model, x), x)
+        loss_of(model, inputs(step) + 0.1 * gradient.sign()).backward()
+        return [gradient]
+
+    def meta_learning(model, module, step):
+        """MAML: an inner step by hand, and a backward through it."""
+        params = dict(module.named_parameters())
+        inner = torch.func.functional_call(module, params, inputs(step)).square().mean()
+        each = torch.autograd.grad(inner, list(params.values()), create_graph=True)
+        changed = {name: param - 0.1 * grad for (name, param), grad in zip(params.items(), each, strict=True)}
+        outer = torch.func.functional_call(module, changed, inputs(step + 5)).square().sum()
+        (outer + 0 * model(inputs(step)).sum()).backward()
+
+    def failing_forward(model, module, step):
+        hook = module[2].register_forward_pre_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            model(inputs(step))
+        hook.remove()
+        backward(model, step)
+
+    def failing_in_no_sync(model, module, step):
+        with contextlib.suppress(ZeroDivisionError), model.no_sync():
+            model(inputs(step))
+            1 / 0  # noqa: B018
+        backward(model, step)
+
+
+class EachByHand:
+    """The ranks of DistributedDataParallel get different weights, so the gradients are averaged by hand."""
+
+    def backward_twice(model, module, step):
+        loss = loss_of(model, inputs(step))
+        loss.backward(retain_graph=True)
+        loss.backward()
+
+    def two_losses(model, module, step):
+        first, second = model(inputs(step)).split([1, 2], dim=1)
+        first.square().sum().backward(retain_graph=True)
+        second.abs().sum().backward()
+
+    def first_the_penalty_backward(model, module, step):
+        loss = loss_of(model, inputs(step))
+        sum(param.square().sum() for param in module.parameters()).backward()
+        loss.backward()
+
+    def a_backward_of_a_part(model, module, step):
+        """Then another one of everything."""
+        loss_of(model, inputs(step)).backward(inputs=[module[2].weight])
+        module.zero_grad()
+        backward(model, step)
 
 
 def penalty_of_gradients(share_of_loss, model, module, step):
@@ -123,28 +196,6 @@ def penalty_of_gradients(share_of_loss, model, module, step):
     gradients = torch.autograd.grad(loss, list(module.parameters()), create_graph=True)
     penalty = sum(gradient.square().sum() for gradient in gradients)
     (penalty + share_of_loss * loss if share_of_loss else penalty).backward()
-
-
-def two_losses(model, module, step):
-    first, second = model(inputs(step)).split([1, 2], dim=1)
-    first.square().sum().backward(retain_graph=True)
-    second.abs().sum().backward()
-
-
-def two_losses_together(model, module, step):
-    """One of them with a given gradient."""
-    first, second = model(inputs(step)).split([1, 2], dim=1)
-    torch.autograd.backward([first.square().sum(), second], [None, torch.full_like(second, 0.5)])
-
-
-def forward_without_backward(model, module, step):
-    lost = model(inputs(step + 20))
-    del lost
-    backward(model, step)
-
-
-def an_empty_batch(model, module, step):
-    loss_of(model, inputs(step)[: 0 if dist.get_rank() == step % 2 else 4 - step]).backward()
 
 
 def under(context, model, module, step):
@@ -166,28 +217,14 @@ OUTPUTS: dict[str, Any] = {  # what a forward returns, and where the loss finds 
 }
 
 
-class Outputs(nn.Module):
-    def __init__(self, kind):
-        super().__init__()
-        self.inner, self.kind = net(), kind
-
-    def forward(self, x, *, scale=1.0):
-        return OUTPUTS[self.kind][0](x, self.inner(x) * scale)
+def with_output(kind):
+    module = net()
+    module.forward = lambda x, *, scale=1.0: OUTPUTS[kind][0](x, nn.Sequential.forward(module, x) * scale)
+    return module
 
 
 def output_of_kind(kind, model, module, step):
     OUTPUTS[kind][1](model(inputs(step), scale=2.0)).square().sum().backward()
-
-
-def penalty_before_forward(model, module, step):
-    penalty = sum(param.square().sum() for param in module.parameters())
-    (loss_of(model, inputs(step)) + 0.1 * penalty).backward()
-
-
-def first_the_penalty_backward(model, module, step):
-    loss = loss_of(model, inputs(step))
-    sum(param.square().sum() for param in module.parameters()).backward()
-    loss.backward()
 
 
 def saliency_on_one_rank(when, model, module, step):
@@ -206,42 +243,6 @@ def saliency_on_one_rank(when, model, module, step):
         torch.autograd.grad(module(x).sum(), x)
 
 
-def adversarial_examples(model, module, step):
-    """A forward and backward of the wrapper for the input's gradient."""
-    x = inputs(step).requires_grad_()
-    (gradient,) = torch.autograd.grad(loss_of(model, x), x)
-    loss_of(model, inputs(step) + 0.1 * gradient.sign()).backward()
-    return [gradient]
-
-
-def meta_learning(model, module, step):
-    """MAML: an inner step by hand, and a backward through it."""
-    params = dict(module.named_parameters())
-    inner = torch.func.functional_call(module, params, inputs(step)).square().mean()
-    each = torch.autograd.grad(inner, list(params.values()), create_graph=True)
-    changed = {name: param - 0.1 * grad for (name, param), grad in zip(params.items(), each, strict=True)}
-    outer = torch.func.functional_call(module, changed, inputs(step + 5)).square().sum()
-    (outer + 0 * model(inputs(step)).sum()).backward()
-
-
-def failing_forward(model, module, step):
-    hook = module[2].register_forward_pre_hook(lambda *_: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        model(inputs(step))
-    hook.remove()
-    backward(model, step)
-
-
-def a_backward_of_a_part(model, module, step):
-    """Then another one of everything."""
-    loss_of(model, inputs(step)).backward(inputs=[module[2].weight])
-    module.zero_grad()
-    backward(model, step)
-
-
-# -- gradients that are dropped, and no_sync -----------------------------------------------------------------------------
-
-
 def a_batch_dropped(by_wrapper, model, module, step):
     backward(model, 100 + step)
     (model if by_wrapper else module).zero_grad()
@@ -254,49 +255,6 @@ def gradients_of_zero(model, module, optimizer, step):
     optimizer.step()
 
 
-class TwoHeads(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.body, self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 3), nn.Linear(8, 3)
-
-    def forward(self, x):
-        x = torch.tanh(self.body(x))
-        return self.first(x), self.second(x)
-
-
-def gradients_dropped_in_no_sync(wrap):
-    """In the first micro-step a part is used, and its gradients are dropped; in the second it is not used."""
-    module = TwoHeads()
-    for param in module.parameters():
-        param.register_post_accumulate_grad_hook(lambda param: setattr(param, "grad", None) if dropping else None)
-    model, optimizer = wrap(module)
-    for step in range(3):
-        with model.no_sync():
-            dropping = True
-            model(inputs(step))[0].square().sum().backward()
-        dropping = False
-        model(inputs(step))[1].square().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return weights(module)
-
-
-def a_gan(wrap):
-    """Two models trained in turn; the critic drops the gradients that the turn of the generator leaves in it."""
-    generator, critic = net(8), net()
-    (wrapped_generator, its_optimizer), (wrapped_critic, critics_optimizer) = wrap(generator), wrap(critic)
-    for step in range(4):
-        wrapped_critic.zero_grad()
-        backward(wrapped_critic, step)
-        wrapped_critic(wrapped_generator(inputs(step)).detach()).sum().backward()
-        critics_optimizer.step()
-        wrapped_generator.zero_grad()
-        loss_of(wrapped_critic, wrapped_generator(inputs(step))).backward()
-        its_optimizer.step()
-    return weights(generator, critic)
-
-
 def no_sync(forward_inside, backward_inside, then_synchronized, model, module, step):
     with model.no_sync() if forward_inside else contextlib.nullcontext():
         loss = loss_of(model, inputs(step))
@@ -304,13 +262,6 @@ def no_sync(forward_inside, backward_inside, then_synchronized, model, module, s
         loss.backward()
     if then_synchronized:
         backward(model, step + 40)
-
-
-def failing_in_no_sync(model, module, step):
-    with contextlib.suppress(ZeroDivisionError), model.no_sync():
-        model(inputs(step))
-        1 / 0  # noqa: B018
-    backward(model, step)
 
 
 # -- modules that change -------------------------------------------------------------------------------------------------
@@ -349,11 +300,6 @@ class Buffers(nn.Module):
         return y if cache is None else y + 0.1 * cache.mean()
 
 
-def with_batch_norm():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
-
-
 def evaluated_after_step(model, module, optimizer, step):
     """All ranks have the running statistics of rank 0, and evaluate with them."""
     model.eval()
@@ -377,40 +323,15 @@ def prune_once(module, step):
         prune.l1_unstructured(module[0], "weight", amount=0.3)
 
 
-def rewind(model, module, optimizer):
-    """The wrapper loads the weights of an earlier step."""
-    steps(model, optimizer, 2)
-    kept = copy.deepcopy(model.state_dict())
-    for _ in range(2):
-        steps(model, optimizer, 2, first=2)
-        model.load_state_dict(kept)
-    steps(model, optimizer, 2, first=4)
-
-
-def a_part_saved(model, module, optimizer):
-    """It takes that part, not the buffer in which it lies."""
-    steps(model, optimizer)
-    sizes = []
-    for thing in (module[2].state_dict(), module[2].weight, copy.deepcopy(module[2].weight), list(module.parameters())[:1]):
-        torch.save(thing, file := io.BytesIO())
-        sizes.append(float(file.tell()))
-    return [torch.tensor(sizes)]
-
-
 def compiled(what, wrap):
     """Before or after the module is wrapped: it, a child, the wrapper, or a function that calls the wrapper."""
-    module = net()
-    inner = torch.compile(module, backend="eager") if what == "module" else module
+    module, compile = net(), partial(torch.compile, backend="eager")
     if what == "child":
         module[0].compile(backend="eager")
-    model, optimizer = wrap(inner)
-    call = model
-    if what == "wrapper":
-        call = torch.compile(model, backend="eager")
-    elif what == "function":
-        call = torch.compile(lambda x: model(x), backend="eager")
-    elif what == "child, later":
+    model, optimizer = wrap(compile(module) if what == "module" else module)
+    if what == "child, later":
         module[2].compile(backend="eager")
+    call = {"wrapper": compile(model), "function": compile(lambda x: model(x))}.get(what, model)
     steps(call, optimizer)
     return weights(module)
 
@@ -418,16 +339,16 @@ def compiled(what, wrap):
 # -- hooks ---------------------------------------------------------------------------------------------------------------
 
 
-def hooked(install, on="module", later=False, **options):
+def hooked(install, when="before", **options):
     """Hooks that are installed in the module before it is wrapped, or later, or in the wrapper."""
 
     def trains(wrap):
         module, seen = net(), []
-        if on == "module" and not later:
+        if when == "before":
             install(module, seen)
         model, optimizer = wrap(module, **options)
-        if on == "wrapper" or later:
-            install(model if on == "wrapper" else module, seen)
+        if when != "before":
+            install(model if when == "in the wrapper" else module, seen)
         steps(model, optimizer)
         return [tensor.detach().clone() for tensor in seen] + weights(module)
 
@@ -479,59 +400,127 @@ def step_hooks(of_all_optimizers, model, module, optimizer):
     return [torch.tensor(calls)]
 
 
-# -- optimizers ----------------------------------------------------------------------------------------------------------
+# -- whole trainings -----------------------------------------------------------------------------------------------------
 
 
-def one_cycle(wrap):
-    """A schedule, and another change of a group, from which somebody takes a copy."""
-    module, rates = net(), []
-    model, optimizer = wrap(module, [{"params": module[0].parameters()}, {"params": module[2].parameters(), "lr": 0.02}])
-    scheduler = OneCycleLR(optimizer, max_lr=0.05, total_steps=10)
-    for step in range(6):
-        steps(model, optimizer, 1, first=step)
-        scheduler.step()
-        rates += [group["lr"] for group in optimizer.param_groups]
-        optimizer.param_groups[0]["weight_decay"] *= 2
-        assert copy.copy(optimizer.param_groups[0]).keys() >= {"lr", "params"}
-    return [torch.tensor(rates), *weights(module)]
+class Training:
+    """Functions of the wrapper, the module and the optimizer, which return what they have found."""
+
+    def rewind(model, module, optimizer):
+        """The wrapper loads the weights of an earlier step."""
+        steps(model, optimizer, 2)
+        kept = copy.deepcopy(model.state_dict())
+        for _ in range(2):
+            steps(model, optimizer, 2, first=2)
+            model.load_state_dict(kept)
+        steps(model, optimizer, 2, first=4)
+
+    def a_part_saved(model, module, optimizer):
+        """It takes that part, not the buffer in which it lies."""
+        steps(model, optimizer)
+        sizes = []
+        for thing in (module[2].state_dict(), module[2].weight, copy.deepcopy(module[2].weight), list(module.parameters())[:1]):
+            torch.save(thing, file := io.BytesIO())
+            sizes.append(float(file.tell()))
+        return [torch.tensor(sizes)]
+
+    def a_closure(model, module, optimizer):
+        def closure(step):
+            optimizer.zero_grad()
+            loss = loss_of(model, inputs(step))
+            loss.backward()
+            return loss
+
+        return [optimizer.step(partial(closure, step)).detach() for step in range(3)]
+
+
+class TrainingOf:
+    """Functions of a way to wrap, which return the weights."""
+
+    def gradients_dropped_in_no_sync(wrap):
+        """In the first micro-step a part is used, and its gradients are dropped; in the second it is not used."""
+        torch.manual_seed(0)
+        module = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        module.forward = lambda x, head: module[head](torch.tanh(module[0](x)))
+        for param in module.parameters():
+            param.register_post_accumulate_grad_hook(lambda param: setattr(param, "grad", None) if dropping else None)
+        model, optimizer = wrap(module)
+        for step in range(3):
+            with model.no_sync():
+                dropping = True
+                model(inputs(step), 1).square().sum().backward()
+            dropping = False
+            model(inputs(step), 2).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return weights(module)
+
+    def a_gan(wrap):
+        """Two models trained in turn; the critic drops the gradients that the turn of the generator leaves in it."""
+        generator, critic = net(8), net()
+        (wrapped_generator, its_optimizer), (wrapped_critic, critics_optimizer) = wrap(generator), wrap(critic)
+        for step in range(4):
+            wrapped_critic.zero_grad()
+            backward(wrapped_critic, step)
+            wrapped_critic(wrapped_generator(inputs(step)).detach()).sum().backward()
+            critics_optimizer.step()
+            wrapped_generator.zero_grad()
+            loss_of(wrapped_critic, wrapped_generator(inputs(step))).backward()
+            its_optimizer.step()
+        return weights(generator, critic)
+
+    def a_parameter_of_the_loss(wrap):
+        """DistributedDataParallel does not average its gradient, so all ranks have the same data."""
+        module, log_sigma = net(), nn.Parameter(torch.ones(3))
+        model, optimizer = wrap(module, [*module.parameters(), log_sigma])
+        for _ in range(4):
+            (model(torch.ones(4, 8)) / log_sigma.exp() + log_sigma).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [log_sigma.detach(), *weights(module)]
+
+    def wrapped_after_a_step_alone(wrap):
+        """The gradients that the inner optimizer saw last are not those that the wrapper sends."""
+        module = net()
+        optimizer = wrap.optimizer(module.parameters())
+        backward(module)
+        average_gradients(module.parameters())
+        optimizer.step()
+        optimizer.zero_grad()
+        steps(wrap.model(module, optimizer), optimizer, first=1)
+        return weights(module)
+
+    def one_cycle(wrap):
+        """A schedule, and another change of a group, from which somebody takes a copy."""
+        module, rates = net(), []
+        model, optimizer = wrap(module, [{"params": module[0].parameters()}, {"params": module[2].parameters(), "lr": 0.02}])
+        scheduler = OneCycleLR(optimizer, max_lr=0.05, total_steps=10)
+        for step in range(6):
+            steps(model, optimizer, 1, first=step)
+            scheduler.step()
+            rates += [group["lr"] for group in optimizer.param_groups]
+            optimizer.param_groups[0]["weight_decay"] *= 2
+            assert copy.copy(optimizer.param_groups[0]).keys() >= {"lr", "params"}
+        return [torch.tensor(rates), *weights(module)]
+
+    def two_optimizers(wrap):
+        """Two sharded optimizers for one module, with DistributedDataParallel around it."""
+        module = net()
+        matrices = [param for param in module.parameters() if param.dim() == 2]
+        others = [param for param in module.parameters() if param.dim() != 2]
+        both = wrap.optimizer(matrices, torch.optim.SGD), wrap.optimizer(others)
+        model = DistributedDataParallel(module)
+        for step in range(3):
+            backward(model, step)
+            for optimizer in both:
+                optimizer.step()
+            model.zero_grad()
+        return weights(module)
 
 
 def a_group_replaced(model, module, optimizer, step):
     """Some schedulers and loaders put other dicts with the same parameters there."""
     optimizer.param_groups[0] = {**optimizer.param_groups[0], "lr": 0.02 / (1 + step)}
-
-
-def a_parameter_of_the_loss(wrap):
-    """DistributedDataParallel does not average its gradient, so all ranks have the same data."""
-    module, log_sigma = net(), nn.Parameter(torch.ones(3))
-    model, optimizer = wrap(module, [*module.parameters(), log_sigma])
-    for _ in range(4):
-        (model(torch.ones(4, 8)) / log_sigma.exp() + log_sigma).square().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return [log_sigma.detach(), *weights(module)]
-
-
-def wrapped_after_a_step_alone(wrap):
-    """The gradients that the inner optimizer saw last are not those that the wrapper sends."""
-    module = net()
-    optimizer = wrap.optimizer(module.parameters())
-    backward(module)
-    average_gradients(module.parameters())
-    optimizer.step()
-    optimizer.zero_grad()
-    steps(wrap.model(module, optimizer), optimizer, first=1)
-    return weights(module)
-
-
-def a_closure(model, module, optimizer):
-    def closure(step):
-        optimizer.zero_grad()
-        loss = loss_of(model, inputs(step))
-        loss.backward()
-        return loss
-
-    return [optimizer.step(partial(closure, step)).detach() for step in range(3)]
 
 
 def scaled(enabled, model, module, optimizer):
@@ -544,41 +533,18 @@ def scaled(enabled, model, module, optimizer):
         optimizer.zero_grad()
 
 
-def with_complex_parameters():
-    torch.manual_seed(0)
-    return nn.Linear(8, 3, dtype=torch.complex64)
-
-
-def two_optimizers(wrap):
-    """Two sharded optimizers for one module, with DistributedDataParallel around it."""
-    module = net()
-    matrices = [param for param in module.parameters() if param.dim() == 2]
-    others = [param for param in module.parameters() if param.dim() != 2]
-    both = wrap.optimizer(matrices, torch.optim.SGD), wrap.optimizer(others)
-    model = DistributedDataParallel(module)
-    for step in range(3):
-        backward(model, step)
-        for optimizer in both:
-            optimizer.step()
-        model.zero_grad()
-    return weights(module)
-
-
-def each_of(*functions: Any) -> dict[str, Any]:
-    return {each.__name__: loop(each) for each in functions}
-
-
 def each_with(each: Any, *values: Any) -> dict[str, Any]:
     return {f"{each.__name__}: {value}": loop(partial(each, value)) for value in values}
 
 
 BEHAVIOURS: dict[str, Any] = {
-    **each_of(gradient_penalty, two_losses_together, forward_without_backward, an_empty_batch, failing_forward),
-    **each_of(penalty_before_forward, adversarial_examples, meta_learning, failing_in_no_sync),
+    **{name: loop(each) for name, each in named(Each).items()},
+    **{name: on(net, train) for name, train in named(Training).items()},
+    **named(TrainingOf),
     **each_with(penalty_of_gradients, 100, 0),
     **each_with(saliency_on_one_rank, "before", "between", "other forward", "after"),
     **each_with(a_batch_dropped, True, False),
-    **{f"output in a {kind}": loop(partial(output_of_kind, kind), partial(Outputs, kind)) for kind in OUTPUTS},
+    **{f"output in a {kind}": loop(partial(output_of_kind, kind), partial(with_output, kind)) for kind in OUTPUTS},
     "siamese": loop(lambda model, _, step: loss_of(lambda x: model(x) - model(inputs(step + 50)), inputs(step)).backward()),
     "detect_anomaly": loop(partial(under, partial(torch.autograd.detect_anomaly, check_nan=False))),
     "save_on_cpu": loop(partial(under, torch.autograd.graph.save_on_cpu)),
@@ -588,8 +554,6 @@ BEHAVIOURS: dict[str, Any] = {
     "steps without zero_grad": loop(clear=False),
     "gradients of zero": loop(after=gradients_of_zero),
     "nothing has a gradient": loop(lambda model, _, step: backward(model, step) if step % 2 else None),
-    "gradients dropped in no_sync": gradients_dropped_in_no_sync,
-    "a GAN": a_gan,
     "no_sync": loop(partial(no_sync, True, True, True)),
     "no_sync around forward": loop(partial(no_sync, True, False, True)),
     "no_sync around backward": loop(partial(no_sync, False, True, True)),
@@ -598,39 +562,36 @@ BEHAVIOURS: dict[str, Any] = {
         for how in ("write", "replace", "resize", "resize in place", "none", "register", "register on one rank")
     },
     "buffers: register another": loop(make=partial(Buffers, "register", True)),
-    "BatchNorm": loop(partial(no_sync, True, True, True), with_batch_norm, evaluated_after_step),
+    "BatchNorm": loop(
+        partial(no_sync, True, True, True),
+        lambda: nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)),
+        evaluated_after_step,
+    ),
     "freeze": loop(between=freeze),
     "prune": loop(between=prune_once),
     "load": loop(between=partial(load, True)),
     "load a part": loop(between=partial(load, False)),
-    "rewind": on(net, rewind),
-    "a part saved": on(net, a_part_saved),
     **{f"compiled {what}": partial(compiled, what) for what in ("module", "child", "wrapper", "function", "child, later")},
     "traced": loop(make=lambda: torch.fx.symbolic_trace(net())),
     "static graph": loop(static_graph=True),
     **{
-        f"{install.__name__} on {on}{' later' * later}": hooked(install, on, later)
+        f"{install.__name__} {when}": hooked(install, when)
         for install in (backward_hooks, gradient_hooks)
-        for on, later in (("module", False), ("module", True), ("wrapper", False))
+        for when in ("before", "later", "in the wrapper")
     },
     "a hook after accumulation": hooked(hooks_after_accumulation),
-    "a later hook after accumulation": hooked(hooks_after_accumulation, later=True),
+    "a later hook after accumulation": hooked(hooks_after_accumulation, "later"),
     "a hook that drops a gradient": hooked(drops_a_gradient, find_unused_parameters=False),
     "step hooks": on(net, partial(step_hooks, False)),
     "global step hooks": on(net, partial(step_hooks, True)),
-    "OneCycleLR": one_cycle,
     "a group replaced": loop(after=a_group_replaced),
-    "a parameter of the loss": a_parameter_of_the_loss,
-    "wrapped after a step alone": wrapped_after_a_step_alone,
-    "a closure": on(net, a_closure),
     "a disabled scaler": on(net, partial(scaled, False)),
     "complex parameters": loop(
-        lambda model, _, step: model(inputs(step) + 0j).abs().square().sum().backward(), with_complex_parameters
+        lambda model, _, step: model(inputs(step) + 0j).abs().square().sum().backward(),
+        lambda: nn.Linear(8, 3, dtype=torch.complex64),
     ),
-    "two optimizers": two_optimizers,
 }
-# here the ranks of DistributedDataParallel get different weights, so the gradients are averaged by hand
-AVERAGED_BY_HAND = each_of(backward_twice, two_losses, first_the_penalty_backward, a_backward_of_a_part)
+AVERAGED_BY_HAND = {name: loop(each) for name, each in named(EachByHand).items()}
 REFUSED: dict[str, Any] = {
     "a buffer on one rank": (loop(make=partial(Buffers, "register on one rank", True)), "buffers differ between the ranks"),
     "a scaler": (on(net, partial(scaled, True)), r"this gradient cannot be read or written: .*optimizer\.clip_grad_norm_"),

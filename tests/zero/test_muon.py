@@ -123,11 +123,11 @@ def sharded(steps=10, ns_dtype="float32", micro_steps=1, clip=0.0, **kwargs):
     return weights(model), optimizer.comm.sent_bytes["all-to-all"]
 
 
-def difference_from_torch(steps=10, ns_dtype="float32", micro_steps=1, clip=0.0, **kwargs):
-    expected = oracle(dist.get_world_size(), steps, f"torch.{ns_dtype}", micro_steps, clip)
+def like_torch(steps=10, ns_dtype="float32", micro_steps=1, clip=0.0, **kwargs):
+    expected = oracle(world_size := dist.get_world_size(), steps, f"torch.{ns_dtype}", micro_steps, clip)
     after, sent = sharded(steps, ns_dtype, micro_steps, clip, **kwargs)
-    assert (sent == 0) == (dist.get_world_size() == 1)
-    return largest_difference(after, expected)
+    assert (sent == 0) == (world_size == 1)
+    assert largest_difference(after, expected) <= (0 if steps == 20 and world_size < 3 else 1e-5)
 
 
 WAYS = {  # number of ranks: how they train
@@ -141,11 +141,7 @@ WAYS = {  # number of ranks: how they train
 @pytest.mark.parametrize("world_size", WAYS)
 def test_steps_are_those_of_torchs_optimizers(world_size):
     """In float32, up to rounding of the means; twenty steps on two ranks bit for bit, also with matrices in bfloat16."""
-    ways = WAYS[world_size]
-    for way, results in zip(
-        ways, run_in_turn(world_size, *(partial(difference_from_torch, **way) for way in ways)), strict=True
-    ):
-        assert max(results) <= (0 if "steps" in way and world_size < 3 else 1e-5), way
+    run_in_turn(world_size, *(partial(like_torch, **way) for way in WAYS[world_size]))
 
 
 def groups_of_other_classes():

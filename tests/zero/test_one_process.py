@@ -55,17 +55,6 @@ def test_remainders_are_float32_masters(muon):
     assert {tensor.dtype for name, tensor in ends[0][0].items()} == {torch.bfloat16}
 
 
-def test_state_in_int8_alone_is_near_adamw():
-    ends = []
-    for flags in ({}, {"state_dtype": "int8"}):
-        module, model, optimizer = built(**flags)
-        train(model, optimizer, 0, steps=20)
-        ends.append(weights(module))
-        assert isinstance(optimizer, ShardedOptimizer) == bool(flags)
-    differences = {name: (ends[0][name] - ends[1][name]).abs().max() for name in ends[0]}
-    assert 0 < max(differences.values()) < 0.02
-
-
 @pytest.mark.parametrize(
     ("micro_steps", "shard_gradients", "itemsize"), [(1, False, 2), (3, False, 2), (1, True, 2), (3, True, 4)]
 )

@@ -46,14 +46,6 @@ def tied():
     return nn.Sequential(first, nn.Tanh(), second)
 
 
-def frozen():
-    return nn.Sequential(linear().requires_grad_(False), linear())
-
-
-def pruned():
-    return prune.random_unstructured(linear(), "weight", amount=0.4)
-
-
 def weight_norm_legacy():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
@@ -78,25 +70,12 @@ def conv_channels_last():
     return Part(lambda part, x: part.conv(x.reshape(4, 3, 2, WIDTH // 2)).reshape(4, 3, WIDTH), conv=conv)
 
 
-def attention():
-    inner = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
-    return Part(lambda part, x: part.inner(x, x, x)[0], inner=inner)
-
-
-def encoder_layer():
-    return nn.TransformerEncoderLayer(WIDTH, 2, 8, dropout=0.1, batch_first=True)
-
-
 def recurrent(cls, **kwargs):
     return Part(lambda part, x: part.inner(x)[0], inner=cls(WIDTH, WIDTH, batch_first=True, **kwargs))
 
 
 def in_dtype(dtype):
     return Part(lambda part, x: part.inner(x.to(dtype)).to(x.dtype), inner=linear(dtype=dtype))
-
-
-def read_by_parent():
-    return Part(lambda part, x: F.linear(x, part.head.weight, part.head.bias), head=linear())
 
 
 def embeds_with_head():
@@ -235,7 +214,7 @@ BLOCKS: dict[str, Callable[[], nn.Module]] = {
     "layer norm": lambda: nn.LayerNorm(WIDTH),
     "batch norm": lambda: Part(lambda part, x: part.norm(x.flatten(0, 1)).view(x.shape), norm=nn.BatchNorm1d(WIDTH)),
     "tied": tied,
-    "frozen": frozen,
+    "frozen": lambda: nn.Sequential(linear().requires_grad_(False), linear()),
     "unused": lambda: used_when(lambda: False),
     "used in odd steps": lambda: used_when(lambda: now.step % 2 == 1),
     "used in the first step": lambda: used_when(lambda: now.step == 0),
@@ -252,9 +231,9 @@ BLOCKS: dict[str, Callable[[], nn.Module]] = {
     "weight norm": lambda: parametrizations.weight_norm(linear()),
     "legacy spectral norm": lambda: spectral_norm(linear()),
     "spectral norm": lambda: parametrizations.spectral_norm(linear()),
-    "pruned": pruned,
-    "attention": attention,
-    "encoder layer": encoder_layer,
+    "pruned": lambda: prune.random_unstructured(linear(), "weight", amount=0.4),
+    "attention": lambda: Part(lambda part, x: part.inner(x, x, x)[0], inner=nn.MultiheadAttention(WIDTH, 2, batch_first=True)),
+    "encoder layer": lambda: nn.TransformerEncoderLayer(WIDTH, 2, 8, dropout=0.1, batch_first=True),
     "lstm": lambda: recurrent(nn.LSTM),
     "gru": lambda: recurrent(nn.GRU, num_layers=2),
     "channels last": conv_channels_last,
@@ -277,7 +256,7 @@ BLOCKS: dict[str, Callable[[], nn.Module]] = {
     "no dimensions": lambda: Part(lambda part, x: x * part.scale, scale=nn.Parameter(torch.tensor(0.5))),
     "float64": lambda: in_dtype(torch.float64),
     "bfloat16": lambda: in_dtype(torch.bfloat16),
-    "read by parent": read_by_parent,
+    "read by parent": lambda: Part(lambda part, x: F.linear(x, part.head.weight, part.head.bias), head=linear()),
     "embeds with head": embeds_with_head,
     "read by sibling": read_by_sibling,
     "functional call": functional_call,

@@ -91,6 +91,8 @@ def clipped(value):
     torch.testing.assert_close([other.grad for other in oracle], gradients, rtol=0, atol=0, equal_nan=True)
     norm, expected = sharded.clip_grad_norm_(0.1), torch.nn.utils.clip_grad_norm_(oracle, 0.1)
     torch.testing.assert_close(norm, expected, rtol=1e-6, atol=0, equal_nan=True)
+    if norm.isfinite():
+        assert sharded.clip_grad_norm_(torch.inf) == pytest.approx(0.1, rel=1e-3)
     for param, other in zip(params, oracle, strict=True):  # on every rank: a loop may add to them
         torch.testing.assert_close(param.grad, other.grad, rtol=1e-6, atol=1e-9, equal_nan=True)
     sharded.step()

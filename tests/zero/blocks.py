@@ -65,11 +65,6 @@ def chosen_parameter(parameters, key):
     return Part(lambda part, x: F.linear(x, part.parameters_[key()]), parameters_=parameters)
 
 
-def conv_channels_last():
-    conv = nn.Conv2d(3, 3, 3, padding=1).to(memory_format=torch.channels_last)
-    return Part(lambda part, x: part.conv(x.reshape(4, 3, 2, WIDTH // 2)).reshape(4, 3, WIDTH), conv=conv)
-
-
 def recurrent(cls, **kwargs):
     return Part(lambda part, x: part.inner(x)[0], inner=cls(WIDTH, WIDTH, batch_first=True, **kwargs))
 
@@ -236,7 +231,10 @@ BLOCKS: dict[str, Callable[[], nn.Module]] = {
     "encoder layer": lambda: nn.TransformerEncoderLayer(WIDTH, 2, 8, dropout=0.1, batch_first=True),
     "lstm": lambda: recurrent(nn.LSTM),
     "gru": lambda: recurrent(nn.GRU, num_layers=2),
-    "channels last": conv_channels_last,
+    "channels last": lambda: Part(
+        lambda part, x: part.conv(x.reshape(4, 3, 2, WIDTH // 2)).reshape(4, 3, WIDTH),
+        conv=nn.Conv2d(3, 3, 3, padding=1).to(memory_format=torch.channels_last),
+    ),
     "transposed parameter": lambda: Part(
         lambda part, x: F.linear(F.linear(x, part.weight), part.weight.t()), weight=nn.Parameter(parameter(WIDTH, 5).data.t())
     ),

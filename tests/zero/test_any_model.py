@@ -429,7 +429,6 @@ class Ranks:
     def __init__(self, count):
         self.count = count
         self.processes = []
-        self.earlier = []  # what these processes have been given
 
     def run(self, description, defect=""):
         """("same" | "refused" | "invalid" | "wrong", what each rank says)."""
@@ -455,9 +454,6 @@ class Ranks:
                 answers[rank] = "hang", self._log(rank)
         kinds = {kind for kind, _ in answers}
         what = "\n".join(f"rank {rank}: {kind}: {what}" for rank, (kind, what) in enumerate(answers))
-        if "died" in kinds:  # an earlier run may have written to memory that is not its own
-            what += f"\nthe same processes had before: {self.earlier[-5:]}"
-        self.earlier.append(description)
         if kinds != {"same"}:
             self.stop()
         if kinds == {"refused", "hang"}:  # where models differ by rank; a launcher ends the rank that waits
@@ -476,7 +472,6 @@ class Ranks:
             context.Process(target=serve, args=(rank, self.count, self.folder, pipes[rank][1], travels["as on a GPU"]))
             for rank in range(self.count)
         ]
-        self.earlier = []
         for process in self.processes:
             process.start()
         for _, theirs in pipes:

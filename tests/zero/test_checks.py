@@ -90,13 +90,6 @@ def a_complex_buffer():
     ShardedDataParallel(module, optimizer)
 
 
-def an_optimizer_of_a_part():
-    module = net()
-    optimizer = ShardedOptimizer(module[0].parameters(), AdamW)
-    yield
-    ShardedDataParallel(module, optimizer)
-
-
 def an_unfrozen_parameter():
     module = net()
     module[0].bias.requires_grad_(False)
@@ -246,7 +239,7 @@ CONSTRUCTION = {  # ValueError
     ),
     "an optimizer of a part": (
         r"not the optimizer's: 2\.weight, 2\.bias; .*or use DistributedDataParallel",
-        an_optimizer_of_a_part,
+        at_once(lambda: ShardedDataParallel(module := net(), ShardedOptimizer(module[0].parameters(), AdamW))),
     ),
 }
 USE = {  # RuntimeError

@@ -57,9 +57,8 @@ def there_and_back(looks_like_on_gpu, dtype, numel=6):
     for _ in range(2):
         shard = comm.sum_of(comm.reduce_scatter(place(buckets[rank].clone())), shard, torch.empty(numel))
     assert shard.dtype == torch.float32
-    torch.testing.assert_close(
-        shard.as_subclass(torch.Tensor), 2 * expected, rtol=1e-6, atol=1e-6
-    )  # added up in float32, whatever was sent
+    # added up in float32, whatever was sent
+    torch.testing.assert_close(shard.as_subclass(torch.Tensor), 2 * expected, rtol=1e-6, atol=1e-6)
     assert comm.sent_bytes["reduce-scatter"] == 2 * (comm.world_size - 1) * numel * dtype.itemsize
 
     bucket = torch.full((comm.world_size * numel,), float("nan"), dtype=dtype)

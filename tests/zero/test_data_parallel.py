@@ -83,12 +83,9 @@ def like_the_oracle(micro_steps, clip):
         assert largest_difference(sharded_run(micro_steps, clip, sharded), reference) <= (0.0 if is_exact else 1e-6), sharded
 
 
-CASES = [(1, 0.0), (4, 0.0), (2, 0.05)]  # micro-steps and clip
-
-
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_parity(world_size):
-    run_in_turn(world_size, *(functools.partial(like_the_oracle, *case) for case in CASES))
+    run_in_turn(world_size, *(functools.partial(like_the_oracle, *case) for case in ((1, 0.0), (4, 0.0), (2, 0.05))))
 
 
 def no_sync_and_state():
@@ -145,20 +142,11 @@ class Sometimes(nn.Module):
         return (x * self.weight.sum() if used else 2 * x).sum()
 
 
-def a_rank_without_gradients():
-    """DistributedDataParallel hangs."""
-    module = Sometimes()
-    optimizer = ShardedOptimizer(module.parameters(), torch.optim.SGD, lr=1.0)
-    model = ShardedDataParallel(module, optimizer)
-    for _ in range(3):
-        model(dist.get_rank() == 0).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert module.weight.tolist() == [-0.5] * 4
-
-
 def a_backward_without_gradients(shard_gradients):
-    """Two synchronized backwards per step. On rank 0, the first one reaches no parameter; a step is dropped in between."""
+    """Two synchronized backwards per step. On rank 0, the first one reaches no parameter; a step is dropped in between.
+
+    DistributedDataParallel hangs.
+    """
     module = Sometimes()
     optimizer = ShardedOptimizer(module.parameters(), torch.optim.SGD, lr=0.1)
     model = ShardedDataParallel(module, optimizer, shard_gradients)
@@ -202,9 +190,8 @@ def a_trace_names_the_phases_of_a_step_by_bucket():
     assert len(buckets) > 3
     assert of("reduce_scatter") == of("wait_reduce_scatter") == buckets
     assert of("all_gather") == buckets[::-1]
-    assert (
-        of("update") == buckets[:: -1 if collectives.is_on_cpu(optimizer.buckets[0].data) else -2]
-    )  # on a GPU two share a call
+    stride = -1 if collectives.is_on_cpu(optimizer.buckets[0].data) else -2  # on a GPU two share a call
+    assert of("update") == buckets[::stride]
     assert sorted(of("wait_all_gather")) == sorted(2 * buckets)
     last = buckets[-1]
     assert names.index(f"zero::update bucket {last}") > names.index(f"zero::wait_reduce_scatter bucket {last}")
@@ -232,6 +219,6 @@ def test_steps_of_two_ranks():
     run_in_turn(
         *(2, no_sync_and_state, shard_gradients_set_later),
         *(a_gradient_that_somebody_keeps, buckets_that_nobody_has_filled),
-        *(a_rank_without_gradients, half_precision_norms, a_trace_names_the_phases_of_a_step_by_bucket),
+        *(half_precision_norms, a_trace_names_the_phases_of_a_step_by_bucket),
         *(functools.partial(a_backward_without_gradients, shard_gradients) for shard_gradients in (False, True)),
     )

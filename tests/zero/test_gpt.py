@@ -15,10 +15,7 @@ from zero.build import build
 from zero.flags import Flags
 
 STEPS = 10
-MODES = {
-    "adamw": Flags(use_zero1=False),
-    "sharded": Flags(bucket_mb=0.02),
-}
+MODES = {"adamw": Flags(use_zero1=False), "sharded": Flags(bucket_mb=0.02)}
 
 
 def make(mode, compile_blocks=False, **overrides):

@@ -165,11 +165,6 @@ def bfloat16_weights():
         assert largest_difference(kept, expected) < 0.1
 
 
-def state_in_fewer_bytes():
-    for state_dtype in ("bfloat16", "int8"):
-        assert 0 < largest_difference(sharded(state_dtype=state_dtype)[0], oracle(2, 10)) < 0.05
-
-
 def what_has_no_gradient_does_not_move():
     (before, (after, _)) = weights(make()), sharded(3)
     for name in ("unused.weight", "unused.bias", "frozen.weight"):
@@ -225,7 +220,7 @@ def each_matrix_is_sent_once_and_comes_back_once(ns_dtype):
 
 def test_steps_of_two_ranks():
     run_in_turn(
-        *(2, groups_of_other_classes, bfloat16_weights, state_in_fewer_bytes, what_has_no_gradient_does_not_move),
+        *(2, groups_of_other_classes, bfloat16_weights, what_has_no_gradient_does_not_move),
         *(skipping, *(partial(each_matrix_is_sent_once_and_comes_back_once, dtype) for dtype in ("bfloat16", "float32"))),
     )
 

@@ -60,14 +60,9 @@ def test_every_element_has_one_owner_in_every_plan_and_state_bytes_are_those_of_
         assert all(count == 1 for parameter in owners for count in parameter)
 
 
-@pytest.mark.parametrize(
-    ("world_size", "kwargs", "message"),
-    [(2, {"bucket_mb": 0}, "bucket_mb=0 must be 'auto' or a positive number"), (0, {}, "world")],
-)
-def test_impossible_plans_are_refused(world_size, kwargs, message):
-    params = [ParameterSpec((3,), torch.float32, torch.device("cpu"))]
-    with pytest.raises(ValueError, match=message):
-        plan(params, world_size, Options(**kwargs))
+def test_a_plan_for_no_ranks_is_refused():
+    with pytest.raises(ValueError, match="world"):
+        plan([ParameterSpec((3,), torch.float32, torch.device("cpu"))], 0)
 
 
 # name: arguments of ShardedOptimizer

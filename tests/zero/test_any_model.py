@@ -75,8 +75,6 @@ DECLARED = {cls.__name__ for cls in ELEMENTWISE}
 NOT_ROUNDED = {"adagrad", "asgd", "rprop", "rmsprop centered", *DECLARED}
 NOT_ROUNDED -= {"SignMomentum", "AdamWithWarmup"}  # which say what may be rounded
 NOT_IN_FLOAT16 = {"float64", "bfloat16"}  # torch refuses to mix dtypes
-# what DistributedDataParallel with find_unused_parameters=True refuses, or gets wrong, beside reentrant checkpoints
-NOT_UNDER_DDP = {"expanded buffer"}  # it would broadcast into it
 
 
 @dataclass(frozen=True)
@@ -458,9 +456,8 @@ class Ranks:
             self.stop()
         if kinds == {"refused", "hang"}:  # where models differ by rank; a launcher ends the rank that waits
             kinds = {"refused"}
-        if (kinds == {"refused"} and not is_expected_refusal(description, what)) or (
-            kinds == {"same"} and must_be_refused(description)
-        ):
+        must_be_refused = description.state_dtype != "float32" and description.optimizer in NOT_ROUNDED
+        if (kinds == {"refused"} and not is_expected_refusal(description, what)) or (kinds == {"same"} and must_be_refused):
             return "wrong", what
         return (kinds.pop() if kinds in ({"same"}, {"refused"}, {"invalid"}) else "wrong"), what
 
@@ -512,10 +509,6 @@ def runner():
     runner.stop()
 
 
-def must_be_refused(description):
-    return description.state_dtype != "float32" and description.optimizer in NOT_ROUNDED
-
-
 def is_expected_refusal(description, what):
     """Whether it is one of the few things that may be refused, for the reason that these have."""
     reasons = {
@@ -548,7 +541,8 @@ def descriptions(draw, most_ranks, optimizers):
     if "dtype" in rounding and keys & NOT_IN_FLOAT16:
         rounding = {}
     wrappers = ["sharded", "sharded", "sharded", "alone", "before ddp", "after ddp"]
-    if reentrant or keys & NOT_UNDER_DDP:
+    # what DistributedDataParallel with find_unused_parameters=True refuses; it would broadcast into the buffer
+    if reentrant or "expanded buffer" in keys:
         wrappers = ["sharded", "sharded", "sharded", "alone"]
     if rounding:
         wrappers = ["sharded"]

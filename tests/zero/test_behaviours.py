@@ -264,9 +264,6 @@ def no_sync(forward_inside, backward_inside, then_synchronized, model, module, s
         backward(model, step + 40)
 
 
-# -- modules that change -------------------------------------------------------------------------------------------------
-
-
 class Buffers(nn.Module):
     """Buffers that forward writes, replaces, resizes or registers, on all ranks or on one."""
 
@@ -309,18 +306,9 @@ def evaluated_after_step(model, module, optimizer, step):
     return found
 
 
-def freeze(module, step):
-    module[0].requires_grad_(step % 2 == 0)
-
-
 def load(strict, module, step):
     state = {name: tensor * 0.9 for name, tensor in module.state_dict().items() if strict or name != "0.weight"}
     module.load_state_dict(state, strict=strict)
-
-
-def prune_once(module, step):
-    if step == 1:
-        prune.l1_unstructured(module[0], "weight", amount=0.3)
 
 
 def compiled(what, wrap):
@@ -334,9 +322,6 @@ def compiled(what, wrap):
     call = {"wrapper": compile(model), "function": compile(lambda x: model(x))}.get(what, model)
     steps(call, optimizer)
     return weights(module)
-
-
-# -- hooks ---------------------------------------------------------------------------------------------------------------
 
 
 def hooked(install, when="before", **options):
@@ -372,10 +357,6 @@ def hooks_after_accumulation(module, seen):
 
     for param in module.parameters():
         param.register_post_accumulate_grad_hook(halve)
-
-
-def drops_a_gradient(module, seen):
-    module[0].weight.register_post_accumulate_grad_hook(lambda param: setattr(param, "grad", None))
 
 
 def step_hooks(of_all_optimizers, model, module, optimizer):
@@ -567,8 +548,8 @@ BEHAVIOURS: dict[str, Any] = {
         lambda: nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)),
         evaluated_after_step,
     ),
-    "freeze": loop(between=freeze),
-    "prune": loop(between=prune_once),
+    "freeze": loop(between=lambda module, step: module[0].requires_grad_(step % 2 == 0)),
+    "prune": loop(between=lambda module, step: step == 1 and prune.l1_unstructured(module[0], "weight", 0.3)),
     "load": loop(between=partial(load, True)),
     "load a part": loop(between=partial(load, False)),
     **{f"compiled {what}": partial(compiled, what) for what in ("module", "child", "wrapper", "function", "child, later")},
@@ -581,7 +562,10 @@ BEHAVIOURS: dict[str, Any] = {
     },
     "a hook after accumulation": hooked(hooks_after_accumulation),
     "a later hook after accumulation": hooked(hooks_after_accumulation, "later"),
-    "a hook that drops a gradient": hooked(drops_a_gradient, find_unused_parameters=False),
+    "a hook that drops a gradient": hooked(
+        lambda module, _: module[0].weight.register_post_accumulate_grad_hook(lambda param: setattr(param, "grad", None)),
+        find_unused_parameters=False,
+    ),
     "step hooks": on(net, partial(step_hooks, False)),
     "global step hooks": on(net, partial(step_hooks, True)),
     "a group replaced": loop(after=a_group_replaced),

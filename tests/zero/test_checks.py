@@ -76,12 +76,6 @@ def a_frozen_alias(module):
     module.alias = nn.Parameter(module[0].weight.data, requires_grad=False)
 
 
-def a_scripted_unit():
-    module = torch.jit.script(net())
-    yield
-    wrap(module, overlap=list(module.children()))
-
-
 def a_complex_buffer():
     module = net()
     module.register_buffer("phases", torch.ones(3, dtype=torch.complex64))
@@ -225,7 +219,10 @@ CONSTRUCTION = {  # ValueError
         "elements of windows may share memory",
         wrapped(lambda module: module.register_buffer("windows", torch.arange(10.0).as_strided((4, 4), (2, 1)))),
     ),
-    "a ScriptModule": ("ScriptModule", a_scripted_unit),
+    "a ScriptModule": (
+        "ScriptModule",
+        at_once(lambda: wrap(module := torch.jit.script(net()), overlap=list(module.children()))),
+    ),
     "a unit of another model": ("not a module of the model", at_once(lambda: wrap(net(), overlap=[nn.Tanh()]))),
     "no units": ("overlap=True must be modules of the model", at_once(lambda: wrap(net(), overlap=True))),
     "an alias in a buffer": (

@@ -75,10 +75,6 @@ def skip_on_demand(flag):
     assert scaler.get_scale() == (2.0**9 if flag else 2.0**10)
 
 
-def test_a_step_is_skipped_on_demand():
-    run_in_turn(2, partial(skip_on_demand, 0.0), partial(skip_on_demand, 1.0))
-
-
 def whole_gradients():
     """Without ShardedDataParallel, every rank has all of them, also after unscaling."""
     params = [torch.nn.Parameter(torch.zeros(size)) for size in (40, 3)]
@@ -91,8 +87,8 @@ def whole_gradients():
     assert all((param == -1.0).all() for param in params)
 
 
-def test_whole_gradients_are_unscaled_on_every_rank():
-    run_in_turn(2, whole_gradients)
+def test_skips_on_demand_and_whole_gradients():
+    run_in_turn(2, partial(skip_on_demand, 0.0), partial(skip_on_demand, 1.0), whole_gradients)
 
 
 def test_whole_float16_gradients_are_refused():

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from ranks import run_in_turn
-from toy import Toy, make_toy
+from toy import MODES, Toy, make_toy
 
 from forecast.prediction import Prediction
 from model import GPT, GPTConfig
@@ -96,13 +96,7 @@ def planned_and_built(setting):
 
 
 SIZES = GPTConfig(block_size=8, vocab_size=19, n_layer=2, n_head=2, n_embd=24, bias=False)
-FLAGS = [
-    Flags(use_zero1=False),
-    Flags(zero1_impl="torch"),
-    Flags(bucket_mb=0.02),
-    Flags(bucket_mb=0.02, shard_gradients=True),
-    Flags(bucket_mb=0.02, param_dtype="bfloat16"),
-]
+FLAGS = *MODES.values(), Flags(bucket_mb=0.0002, param_dtype="bfloat16")
 
 
 def planned_and_chosen():

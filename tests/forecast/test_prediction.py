@@ -42,6 +42,8 @@ CASES = {
     "sharded": case(),
     "automatic": case("auto"),
     "shard_gradients": case(shard_gradients=True),
+    "hybrid": case(shard_size=1),
+    "hybrid, shard_gradients": case(shard_size=1, shard_gradients=True),
     "bfloat16": case(param_dtype="bfloat16"),
     "remainders": case(param_dtype="bfloat16_remainder"),
     "bfloat16, shard_gradients": case(param_dtype="bfloat16", shard_gradients=True),
@@ -89,7 +91,9 @@ def measured(cases, micro_steps, sizes):
         }
         optimizer = profile.contender.optimizer
         sent = optimizer.comm.sent_bytes if isinstance(optimizer, ShardedOptimizer) else {}
-        per_step = {kind: sent[kind] // 2 for kind in ("reduce-scatter", "all-to-all", "all-gather") if sent.get(kind)}
+        per_step = {
+            kind: sent[kind] // 2 for kind in ("reduce-scatter", "all-reduce", "all-to-all", "all-gather") if sent.get(kind)
+        }
         peaks = (
             (prediction.construction, points["wrapping"]["total"]),
             (prediction.peak_of_training(activations), points["peak"]["total"]),

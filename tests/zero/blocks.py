@@ -46,29 +46,6 @@ def tied():
     return nn.Sequential(first, nn.Tanh(), second)
 
 
-def tied_transposed():
-    return Part(lambda part, x: F.linear(torch.tanh(part.inner(x)), part.inner.weight.t()), inner=linear())
-
-
-def same_module_under_two_names():
-    inner = linear()
-    return Part(lambda part, x: part.second(torch.tanh(part.first(x))), first=inner, second=inner)
-
-
-def frozen():
-    return nn.Sequential(linear().requires_grad_(False), linear())
-
-
-def frozen_bias():
-    inner = linear()
-    inner.bias.requires_grad_(False)
-    return inner
-
-
-def pruned():
-    return prune.random_unstructured(linear(), "weight", amount=0.4)
-
-
 def weight_norm_legacy():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
@@ -88,39 +65,12 @@ def chosen_parameter(parameters, key):
     return Part(lambda part, x: F.linear(x, part.parameters_[key()]), parameters_=parameters)
 
 
-def conv_channels_last():
-    conv = nn.Conv2d(3, 3, 3, padding=1).to(memory_format=torch.channels_last)
-    return Part(lambda part, x: part.conv(x.reshape(4, 3, 2, WIDTH // 2)).reshape(4, 3, WIDTH), conv=conv)
-
-
-def attention():
-    inner = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
-    return Part(lambda part, x: part.inner(x, x, x)[0], inner=inner)
-
-
-def attention_other_widths():
-    inner = nn.MultiheadAttention(WIDTH, 2, kdim=3, vdim=4, add_bias_kv=True, batch_first=True)
-    return Part(lambda part, x: part.inner(x, x[..., :3], x[..., :4])[0], inner=inner)
-
-
-def encoder_layer():
-    return nn.TransformerEncoderLayer(WIDTH, 2, 8, dropout=0.1, batch_first=True)
-
-
-def encoder():
-    return nn.TransformerEncoder(encoder_layer(), 2, enable_nested_tensor=False)
-
-
 def recurrent(cls, **kwargs):
     return Part(lambda part, x: part.inner(x)[0], inner=cls(WIDTH, WIDTH, batch_first=True, **kwargs))
 
 
 def in_dtype(dtype):
     return Part(lambda part, x: part.inner(x.to(dtype)).to(x.dtype), inner=linear(dtype=dtype))
-
-
-def read_by_parent():
-    return Part(lambda part, x: F.linear(x, part.head.weight, part.head.bias), head=linear())
 
 
 def embeds_with_head():
@@ -133,17 +83,6 @@ def embeds_with_head():
     return Part(forward, head=linear(bias=False))
 
 
-def called_or_read(first_read):
-    """Called in one step and read by the parent in the next."""
-
-    def forward(part, x):
-        if now.step % 2 == first_read:
-            return part.head(x)
-        return F.linear(x, part.head.weight, part.head.bias)
-
-    return Part(forward, head=linear())
-
-
 def read_by_sibling():
     """A module that reads the weight of another one, which is not its child and is called after it."""
     owner = linear()
@@ -152,33 +91,12 @@ def read_by_sibling():
     return Part(lambda part, x: part.owner(torch.tanh(part.reader(x))), reader=reader, owner=owner)
 
 
-def detached_read():
-    """Read without a gradient before it is called: no gradient tells of the reading."""
-    return Part(lambda part, x: part.head(x + part.head.weight.detach().mean()), head=linear())
-
-
 def functional_call():
     def forward(part, x):
         changed = {name: 1.01 * param for name, param in part.inner.named_parameters()}
         return torch.func.functional_call(part.inner, changed, x)
 
     return Part(forward, inner=linear())
-
-
-def child_forward():
-    """The child's forward is called as a plain method, which runs no hooks."""
-    return Part(lambda part, x: part.inner.forward(x), inner=linear())
-
-
-def clamps(child):
-    """A constraint that forward puts on weights before it uses them, as the critic of a Wasserstein GAN may."""
-
-    def forward(part, x):
-        owner = part.inner if child else part
-        owner.weight.data.clamp_(-0.2, 0.2)
-        return part.inner(x) if child else F.linear(x, part.weight)
-
-    return Part(forward, inner=linear()) if child else Part(forward, weight=parameter(WIDTH, WIDTH))
 
 
 def strided(*shape):
@@ -211,21 +129,10 @@ def buffers_that_share_memory():
     return Part(forward, inner=linear(), whole=whole, some=whole[::2])
 
 
-def plain_attribute():
-    """A mask that is not registered."""
-    part = Part(lambda part, x: part.inner(x) * part.mask, inner=linear())
-    part.mask = torch.arange(WIDTH) % 2
-    return part
-
-
 def hooked_gradient():
     inner = linear()
-    inner.weight.register_hook(_halve)
+    inner.weight.register_hook(lambda gradient: 0.5 * gradient)
     return inner
-
-
-def _halve(gradient):
-    return 0.5 * gradient
 
 
 def inner_gradient():
@@ -297,34 +204,12 @@ HOLDERS: dict[str, Callable[[Holder], Callable[[], torch.Tensor]]] = {
 }
 
 
-def reads_its_list_in(method):
-    """A parent that calls another method of its child, which reads a list."""
-
-    class Lister(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = linear()
-            self.listed = [self.inner.weight]
-
-        def apply_list(self, x):
-            return F.linear(x, self.listed[0])
-
-        def forward(self, x):
-            return self.inner(x)
-
-    return Part(lambda part, x: part.child(getattr(part.child, method)(x)), child=Lister())
-
-
 BLOCKS: dict[str, Callable[[], nn.Module]] = {
     "linear": linear,
-    "linear without bias": lambda: linear(bias=False),
     "layer norm": lambda: nn.LayerNorm(WIDTH),
     "batch norm": lambda: Part(lambda part, x: part.norm(x.flatten(0, 1)).view(x.shape), norm=nn.BatchNorm1d(WIDTH)),
     "tied": tied,
-    "tied transposed": tied_transposed,
-    "same module under two names": same_module_under_two_names,
-    "frozen": frozen,
-    "frozen bias": frozen_bias,
+    "frozen": lambda: nn.Sequential(linear().requires_grad_(False), linear()),
     "unused": lambda: used_when(lambda: False),
     "used in odd steps": lambda: used_when(lambda: now.step % 2 == 1),
     "used in the first step": lambda: used_when(lambda: now.step == 0),
@@ -334,9 +219,6 @@ BLOCKS: dict[str, Callable[[], nn.Module]] = {
     "parameter list by rank": lambda: chosen_parameter(
         nn.ParameterList(parameter(WIDTH, WIDTH) for _ in range(3)), lambda: (now.step + now.rank) % 3
     ),
-    "parameter dict by rank": lambda: chosen_parameter(
-        nn.ParameterDict({name: parameter(WIDTH, WIDTH) for name in "abcd"}), lambda: "abcd"[now.rank]
-    ),
     "experts by rank": lambda: Part(
         lambda part, x: part.experts[(now.step + now.rank) % 3](x), experts=nn.ModuleList(linear() for _ in range(3))
     ),
@@ -344,14 +226,15 @@ BLOCKS: dict[str, Callable[[], nn.Module]] = {
     "weight norm": lambda: parametrizations.weight_norm(linear()),
     "legacy spectral norm": lambda: spectral_norm(linear()),
     "spectral norm": lambda: parametrizations.spectral_norm(linear()),
-    "pruned": pruned,
-    "attention": attention,
-    "attention of other widths": attention_other_widths,
-    "encoder layer": encoder_layer,
-    "encoder": encoder,
+    "pruned": lambda: prune.random_unstructured(linear(), "weight", amount=0.4),
+    "attention": lambda: Part(lambda part, x: part.inner(x, x, x)[0], inner=nn.MultiheadAttention(WIDTH, 2, batch_first=True)),
+    "encoder layer": lambda: nn.TransformerEncoderLayer(WIDTH, 2, 8, dropout=0.1, batch_first=True),
     "lstm": lambda: recurrent(nn.LSTM),
     "gru": lambda: recurrent(nn.GRU, num_layers=2),
-    "channels last": conv_channels_last,
+    "channels last": lambda: Part(
+        lambda part, x: part.conv(x.reshape(4, 3, 2, WIDTH // 2)).reshape(4, 3, WIDTH),
+        conv=nn.Conv2d(3, 3, 3, padding=1).to(memory_format=torch.channels_last),
+    ),
     "transposed parameter": lambda: Part(
         lambda part, x: F.linear(F.linear(x, part.weight), part.weight.t()), weight=nn.Parameter(parameter(WIDTH, 5).data.t())
     ),
@@ -367,22 +250,14 @@ BLOCKS: dict[str, Callable[[], nn.Module]] = {
     ),
     "expanded buffer": expanded_buffer,
     "buffers that share memory": buffers_that_share_memory,
-    "plain attribute": plain_attribute,
     "no elements": lambda: Part(lambda part, x: part.inner(x) + part.none.sum(), inner=linear(), none=parameter(0, WIDTH)),
     "no dimensions": lambda: Part(lambda part, x: x * part.scale, scale=nn.Parameter(torch.tensor(0.5))),
-    "sum of a parameter": lambda: Part(lambda part, x: x * part.weight.sum(), weight=parameter(WIDTH, 3)),
     "float64": lambda: in_dtype(torch.float64),
     "bfloat16": lambda: in_dtype(torch.bfloat16),
-    "read by parent": read_by_parent,
+    "read by parent": lambda: Part(lambda part, x: F.linear(x, part.head.weight, part.head.bias), head=linear()),
     "embeds with head": embeds_with_head,
-    "called, then read": lambda: called_or_read(0),
-    "read, then called": lambda: called_or_read(1),
     "read by sibling": read_by_sibling,
-    "detached read": detached_read,
     "functional call": functional_call,
-    "child's forward": child_forward,
-    "clamps itself": lambda: clamps(child=False),
-    "clamps its child": lambda: clamps(child=True),
     "hooked gradient": hooked_gradient,
     "inner gradient": inner_gradient,
     "one module in several reentrant checkpoints": lambda: same_module_in_several_checkpoints(True),
@@ -390,7 +265,6 @@ BLOCKS: dict[str, Callable[[], nn.Module]] = {
     "reentrant checkpoint on one rank": checkpoint_on_one_rank,
     "read in a reentrant checkpoint": lambda: checkpoint_of_part(True),
     "read in a checkpoint": lambda: checkpoint_of_part(False),
-    "list read by a method": lambda: reads_its_list_in("apply_list"),
     **{f"held in {name}": partial(Holder, hold) for name, hold in HOLDERS.items()},
 }
 
@@ -408,6 +282,3 @@ RUNS: dict[str, Callable[[nn.Module, torch.Tensor], torch.Tensor]] = {
 
 # what computes its weight in a hook, of which only a call takes notice, and whose weight torch cannot copy
 BY_HOOK = {"legacy weight norm", "legacy spectral norm", "pruned"}
-
-# what writes to its weights in forward, and masters would not follow
-WRITES = {"clamps itself", "clamps its child"}

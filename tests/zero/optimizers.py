@@ -33,19 +33,6 @@ class CountsInGroups(Plain):
         return super().update(param, group) / group["count"]
 
 
-class CountsCalls(Plain):
-    """Its rate falls with the steps, which it counts in an attribute."""
-
-    calls = 0
-
-    def step(self, closure=None):
-        self.calls += 1
-        super().step()
-
-    def update(self, param, group):
-        return super().update(param, group) / self.calls
-
-
 class ReplacesGradients(Plain):
     """A decay that is not added in place."""
 
@@ -112,4 +99,4 @@ class AdamWithWarmup(torch.optim.AdamW):
             group["lr"] = rate
 
 
-ELEMENTWISE = (CountsInGroups, CountsCalls, ReplacesGradients, Lookahead, SignMomentum, OwnTable, AdamWithWarmup)
+ELEMENTWISE = (CountsInGroups, ReplacesGradients, Lookahead, SignMomentum, OwnTable, AdamWithWarmup)

@@ -1,4 +1,4 @@
-"""Any model: random building blocks, optimizers, readers and loops give what the plain optimizer gives, or a clear refusal.
+"""Any model: random building blocks, optimizers and loops give what the plain optimizer gives, or a clear refusal.
 
     pytest tests/zero/test_any_model.py                                          twenty models, on two ranks
     ANY_MODEL_SEED=7 pytest -s -m slow tests/zero/test_any_model.py -k fifty   350 others, on two to four ranks
@@ -6,7 +6,7 @@
 
 Hypothesis describes a model and its training loop in plain values. The ranks, which live as long as they answer, train it
 twice: with the plain optimizer on gradients averaged by hand, and with the sharded one. Either all parameters, buffers,
-losses and what has been read in between agree, or all ranks raise an error that this package has written.
+losses and averages agree, or all ranks raise an error that this package has written.
 """
 
 import contextlib
@@ -31,13 +31,12 @@ import hypothesis
 import pytest
 import torch
 import torch.distributed as dist
-from blocks import BLOCKS, BY_HOOK, RUNS, WIDTH, WRITES, now
+from blocks import BLOCKS, BY_HOOK, RUNS, WIDTH, now
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from nets import average_gradients, late_gathers
 from optimizers import ELEMENTWISE, AdamWithWarmup
 from ranks import context, travel_as_on_gpu, travels
-from readers import OF_GRADIENTS, READERS
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -76,8 +75,6 @@ DECLARED = {cls.__name__ for cls in ELEMENTWISE}
 NOT_ROUNDED = {"adagrad", "asgd", "rprop", "rmsprop centered", *DECLARED}
 NOT_ROUNDED -= {"SignMomentum", "AdamWithWarmup"}  # which say what may be rounded
 NOT_IN_FLOAT16 = {"float64", "bfloat16"}  # torch refuses to mix dtypes
-# what DistributedDataParallel with find_unused_parameters=True refuses, or gets wrong, beside reentrant checkpoints
-NOT_UNDER_DDP = {"expanded buffer"}  # it would broadcast into it
 
 
 @dataclass(frozen=True)
@@ -100,7 +97,6 @@ class Description:
     shard_size: int = 0
     overlap: bool = False  # with the stem, the blocks and the head as units
     broadcast_buffers: bool = True
-    reader: str = ""  # which of READERS
     clip: float = 0.0
     zero_grad: str = "optimizer"  # of which object: or 'wrapper', 'module'
     zero_when: str = "after step"  # or 'before forward', 'before backward'
@@ -145,11 +141,11 @@ class Model(nn.Module):
 
 
 def loss_of(model, step, micro_step):
-    """The loss and the input: other data at every step and on every rank; the same dropout each time it is called."""
+    """Other data at every step and on every rank; the same dropout each time it is called."""
     now.step, now.rank = step, dist.get_rank()
     torch.manual_seed(1000 * step + 10 * micro_step + dist.get_rank())
     x, target = torch.randn(4, 3, 3, requires_grad=True), torch.randn(4, 3, 2)
-    return (model(x) - target).square().mean(), x
+    return (model(x) - target).square().mean()
 
 
 class ByHand(nn.Module):
@@ -245,7 +241,6 @@ def train(description, plain):
     if description.is_rounded():
         assert_same_on_all_ranks(params)
     average = copy.deepcopy(model) if description.average else None
-    reader = READERS[description.reader](model, optimizer)
     found = {}
 
     def clear():
@@ -263,8 +258,7 @@ def train(description, plain):
             elif plain or not by_hand:
                 wrapper.require_backward_grad_sync = last
             with skip:
-                loss, x = loss_of(wrapper, step, micro_step)
-                loss = reader.before_backward(loss, x)
+                loss = loss_of(wrapper, step, micro_step)
                 if description.zero_when == "before backward" and micro_step == 0:
                     clear()
                 (loss / description.micro_steps).backward()
@@ -278,16 +272,15 @@ def train(description, plain):
         for group in optimizer.param_groups:
             group["lr"] *= 0.9
         optimizer.step()
-        if description.overlap and (reader.reads or average is not None) and not plain:
+        if description.overlap and average is not None and not plain:
             optimizer.synchronize()
-        reader.after_step()
         if average is not None:
             for mean, value in zip(average.parameters(), copy.deepcopy(model).parameters(), strict=True):
                 mean.data.lerp_(value.data, 0.5)
         if description.evaluate:
             wrapper.eval()
             with torch.no_grad():
-                found[f"evaluation {step}"] = loss_of(wrapper if description.evaluate == "wrapper" else model, step, 9)[0]
+                found[f"evaluation {step}"] = loss_of(wrapper if description.evaluate == "wrapper" else model, step, 9)
             wrapper.train()
         if description.zero_when == "after step":
             clear()
@@ -295,7 +288,6 @@ def train(description, plain):
         optimizer.synchronize()
     if description.is_rounded():
         assert_same_on_all_ranks(params)
-    found |= {f"read {number}": tensor for number, tensor in enumerate(reader.found)}
     found |= {name: param.detach().clone() for name, param in model.named_parameters()}
     found |= {name: buffer.clone() for name, buffer in model.named_buffers()}
     if average is not None:
@@ -435,7 +427,6 @@ class Ranks:
     def __init__(self, count):
         self.count = count
         self.processes = []
-        self.earlier = []  # what these processes have been given
 
     def run(self, description, defect=""):
         """("same" | "refused" | "invalid" | "wrong", what each rank says)."""
@@ -461,16 +452,12 @@ class Ranks:
                 answers[rank] = "hang", self._log(rank)
         kinds = {kind for kind, _ in answers}
         what = "\n".join(f"rank {rank}: {kind}: {what}" for rank, (kind, what) in enumerate(answers))
-        if "died" in kinds:  # an earlier run may have written to memory that is not its own
-            what += f"\nthe same processes had before: {self.earlier[-5:]}"
-        self.earlier.append(description)
         if kinds != {"same"}:
             self.stop()
         if kinds == {"refused", "hang"}:  # where models differ by rank; a launcher ends the rank that waits
             kinds = {"refused"}
-        if (kinds == {"refused"} and not is_expected_refusal(description, what)) or (
-            kinds == {"same"} and must_be_refused(description)
-        ):
+        must_be_refused = description.state_dtype != "float32" and description.optimizer in NOT_ROUNDED
+        if (kinds == {"refused"} and not is_expected_refusal(description, what)) or (kinds == {"same"} and must_be_refused):
             return "wrong", what
         return (kinds.pop() if kinds in ({"same"}, {"refused"}, {"invalid"}) else "wrong"), what
 
@@ -482,7 +469,6 @@ class Ranks:
             context.Process(target=serve, args=(rank, self.count, self.folder, pipes[rank][1], travels["as on a GPU"]))
             for rank in range(self.count)
         ]
-        self.earlier = []
         for process in self.processes:
             process.start()
         for _, theirs in pipes:
@@ -523,10 +509,6 @@ def runner():
     runner.stop()
 
 
-def must_be_refused(description):
-    return description.state_dtype != "float32" and description.optimizer in NOT_ROUNDED
-
-
 def is_expected_refusal(description, what):
     """Whether it is one of the few things that may be refused, for the reason that these have."""
     reasons = {
@@ -552,24 +534,15 @@ def descriptions(draw, most_ranks, optimizers):
     optimizer = draw(st.sampled_from(optimizers))
     zero_grad = draw(st.sampled_from(["optimizer", "optimizer", "optimizer", "wrapper", "module"]))
     overlap = draw(st.booleans()) and all(run != "forward" for _, run in blocks)
-    readers = [
-        name
-        for name in READERS
-        if not (reentrant and name in OF_GRADIENTS)
-        and not (keys & BY_HOOK and name == "another module")  # torch cannot copy them
-    ]
     rarely = st.integers(0, 9).map(lambda number: number == 0)  # for what is refused
     rounding = draw(st.sampled_from([{}, {}, {"dtype": "float16"}, {"state_dtype": "bfloat16"}, {"state_dtype": "int8"}]))
     if "state_dtype" in rounding and optimizer in NOT_ROUNDED and not draw(rarely):
         rounding = {}
-    if "dtype" in rounding and keys & (NOT_IN_FLOAT16 | WRITES):
+    if "dtype" in rounding and keys & NOT_IN_FLOAT16:
         rounding = {}
-    if rounding:  # what is read meanwhile is not compared
-        readers = []
     wrappers = ["sharded", "sharded", "sharded", "alone", "before ddp", "after ddp"]
-    reader = draw(st.sampled_from(["", *readers]))
-    # a weight that is used outside of forward only is marked as ready twice
-    if reentrant or keys & NOT_UNDER_DDP or reader == "decay of a list":
+    # what DistributedDataParallel with find_unused_parameters=True refuses; it would broadcast into the buffer
+    if reentrant or "expanded buffer" in keys:
         wrappers = ["sharded", "sharded", "sharded", "alone"]
     if rounding:
         wrappers = ["sharded"]
@@ -589,7 +562,6 @@ def descriptions(draw, most_ranks, optimizers):
         shard_gradients=draw(st.booleans()),
         shard_size=draw(st.sampled_from([0, 0, *(size for size in range(1, ranks) if ranks % size == 0)])),
         overlap=overlap,
-        reader=reader,
         broadcast_buffers=draw(st.booleans()),
         clip=draw(st.sampled_from([0.0, 0.1])),
         zero_grad=zero_grad,
@@ -655,11 +627,6 @@ def test_twenty_models(runner):
     check(runner, 20, most_ranks=2)
 
 
-def test_every_reader(runner):
-    late = replace(PLAIN, late=(0, 1))
-    try_all(runner, [replace(late, reader=reader, overlap=overlap) for reader in READERS for overlap in (False, True)])
-
-
 def test_every_optimizer(runner):
     """Gradients stay where they are, also if an optimizer has put others there, or are dropped but kept by the optimizer."""
     try_all(runner, [replace(PLAIN, optimizer=name, set_to_none=drop) for name in OPTIMIZERS for drop in (False, True)])
@@ -694,12 +661,6 @@ def test_ten_models_with_muon(runner):
 @pytest.mark.slow("random models and loops on two to four ranks", seconds=128)
 def test_two_hundred_models_with_muon(runner):
     check(runner, 200, most_ranks=4, optimizers=("muon",))
-
-
-@pytest.mark.parametrize("wrapper", ["sharded", "alone", "before ddp", "after ddp"])
-def test_a_plain_model_passes(runner, wrapper):
-    verdict, what = runner.run(replace(PLAIN, wrapper=wrapper, late=(0, 1), other_start=True))
-    assert verdict == "same", what
 
 
 @pytest.mark.parametrize("block", ["used by one rank", "used by the ranks in turn", "used in odd steps", "tied"])

@@ -1,12 +1,10 @@
 """DistributedDataParallel's behaviours: under ShardedDataParallel each is the same, or is refused."""
 
-import collections
 import contextlib
 import copy
 import dataclasses
-import gc
 import io
-import re
+from collections import namedtuple
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -15,13 +13,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from nets import TINY_MB, average_gradients, backward, inputs, late_on_the_last_rank, net
-from ranks import run_ranks
+from ranks import run_in_turn
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import prune
-from torch.optim import lr_scheduler
+from torch.optim.lr_scheduler import OneCycleLR
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn, update_bn
 
 from zero import ShardedDataParallel, ShardedOptimizer
 
@@ -61,14 +58,11 @@ def steps(model: nn.Module, optimizer: Any, count: int = 3, first: int = 0) -> N
         optimizer.zero_grad()
 
 
-def plain(model: nn.Module, module: nn.Module, step: int) -> None:
-    backward(model, step)
-
-
 def on(make: Any, train: Any, **options: Any) -> Any:
     """`train(model, module, optimizer)` of what `make` returns. What it has found comes before the weights."""
 
     def trains(wrap: Wrap) -> Tensors:
+        torch.manual_seed(0)
         module = make()
         model, optimizer = wrap(module, **options)
         found = train(model, module, optimizer) or []
@@ -77,12 +71,24 @@ def on(make: Any, train: Any, **options: Any) -> Any:
     return trains
 
 
-def loop(each: Any = plain, make: Any = net, after: Any = None, clear: bool = True, **options: Any) -> Any:
-    """Four steps, in each of which `each(model, module, step)` makes the gradients and returns what it has found."""
+def loop(
+    each: Any = lambda model, _, step: backward(model, step),
+    make: Any = net,
+    after: Any = None,
+    clear: bool = True,
+    between: Any = None,
+    **options: Any,
+) -> Any:
+    """Four steps, in each of which `each(model, module, step)` makes the gradients and returns what it has found.
+
+    `between(module, step)` comes before each but the first one.
+    """
 
     def train(model: nn.Module, module: nn.Module, optimizer: Any) -> Tensors:
         found = []
         for step in range(4):
+            if between is not None and step:
+                between(module, step)
             found += each(model, module, step) or []
             optimizer.step()
             if after is not None:
@@ -94,83 +100,107 @@ def loop(each: Any = plain, make: Any = net, after: Any = None, clear: bool = Tr
     return on(make, train, **options)
 
 
-# -- forward and backward ------------------------------------------------------------------------------------------------
+def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model(x).square().sum()
 
 
-def backward_twice(model, module, step):
-    loss = model(inputs(step)).square().sum()
-    loss.backward(retain_graph=True)
-    loss.backward()
+def named(functions: type) -> dict[str, Any]:
+    return {name.replace("_", " "): each for name, each in vars(functions).items() if callable(each)}
 
 
-def gradient_penalty(model, module, step):
-    x = inputs(step).requires_grad_()
-    loss = model(x).square().sum()
-    (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
-    (loss + gradient.square().sum()).backward()
+# -- what makes the gradients of a step ----------------------------------------------------------------------------------
 
 
-def penalty_of_parameters(share_of_loss):
-    def each(model, module, step):
-        loss = model(inputs(step)).square().sum()
-        gradients = torch.autograd.grad(loss, list(module.parameters()), create_graph=True)
-        penalty = sum(gradient.square().sum() for gradient in gradients)
-        (penalty + share_of_loss * loss if share_of_loss else penalty).backward()
+class Each:
+    """Functions of the wrapper, the module and the step."""
 
-    return each
+    def gradient_penalty(model, module, step):
+        loss = loss_of(model, x := inputs(step).requires_grad_())
+        (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+        (loss + gradient.square().sum()).backward()
+
+    def two_losses_together(model, module, step):
+        """One of them with a given gradient."""
+        first, second = model(inputs(step)).split([1, 2], dim=1)
+        torch.autograd.backward([first.square().sum(), second], [None, torch.full_like(second, 0.5)])
+
+    def forward_without_backward(model, module, step):
+        lost = model(inputs(step + 20))
+        del lost
+        backward(model, step)
+
+    def an_empty_batch(model, module, step):
+        loss_of(model, inputs(step)[: 0 if dist.get_rank() == step % 2 else 4 - step]).backward()
+
+    def penalty_before_forward(model, module, step):
+        penalty = sum(param.square().sum() for param in module.parameters())
+        (loss_of(model, inputs(step)) + 0.1 * penalty).backward()
+
+    def adversarial_examples(model, module, step):
+        """A forward and backward of the wrapper for the input's gradient."""
+        x = inputs(step).requires_grad_()
+        (gradient,) = torch.autograd.grad(loss_of(model, x), x)
+        loss_of(model, inputs(step) + 0.1 * gradient.sign()).backward()
+        return [gradient]
+
+    def meta_learning(model, module, step):
+        """MAML: an inner step by hand, and a backward through it."""
+        params = dict(module.named_parameters())
+        inner = torch.func.functional_call(module, params, inputs(step)).square().mean()
+        each = torch.autograd.grad(inner, list(params.values()), create_graph=True)
+        changed = {name: param - 0.1 * grad for (name, param), grad in zip(params.items(), each, strict=True)}
+        outer = torch.func.functional_call(module, changed, inputs(step + 5)).square().sum()
+        (outer + 0 * model(inputs(step)).sum()).backward()
+
+    def failing_forward(model, module, step):
+        hook = module[2].register_forward_pre_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            model(inputs(step))
+        hook.remove()
+        backward(model, step)
+
+    def failing_in_no_sync(model, module, step):
+        with contextlib.suppress(ZeroDivisionError), model.no_sync():
+            model(inputs(step))
+            1 / 0  # noqa: B018
+        backward(model, step)
 
 
-def two_losses(model, module, step):
-    first, second = model(inputs(step)).split([1, 2], dim=1)
-    first.square().sum().backward(retain_graph=True)
-    second.abs().sum().backward()
+class EachByHand:
+    """The ranks of DistributedDataParallel get different weights, so the gradients are averaged by hand."""
 
-
-def two_losses_together(model, module, step):
-    """One of them with a given gradient."""
-    first, second = model(inputs(step)).split([1, 2], dim=1)
-    torch.autograd.backward([first.square().sum(), second], [None, torch.full_like(second, 0.5)])
-
-
-def forwards_between(context):
-    def each(model, module, step):
-        loss = model(inputs(step)).square().sum()
-        with context():
-            found = [module(inputs(step + 7)).clone(), model(inputs(step + 8)).clone()]
+    def backward_twice(model, module, step):
+        loss = loss_of(model, inputs(step))
+        loss.backward(retain_graph=True)
         loss.backward()
-        return [tensor + 0 for tensor in found]
 
-    return each
+    def two_losses(model, module, step):
+        first, second = model(inputs(step)).split([1, 2], dim=1)
+        first.square().sum().backward(retain_graph=True)
+        second.abs().sum().backward()
 
+    def first_the_penalty_backward(model, module, step):
+        loss = loss_of(model, inputs(step))
+        sum(param.square().sum() for param in module.parameters()).backward()
+        loss.backward()
 
-def forward_after_step(context, of_wrapper):
-    def after(model, module, optimizer, step):
-        model.eval()
-        with context():
-            output = (model if of_wrapper else module)(inputs(step + 9))
-        model.train()
-        return [output.clone()]
-
-    return after
-
-
-def forward_without_backward(model, module, step):
-    lost = model(inputs(step + 20))
-    del lost
-    backward(model, step)
+    def a_backward_of_a_part(model, module, step):
+        """Then another one of everything."""
+        loss_of(model, inputs(step)).backward(inputs=[module[2].weight])
+        module.zero_grad()
+        backward(model, step)
 
 
-def an_empty_batch(model, module, step):
-    x = inputs(step)[: 0 if dist.get_rank() == step % 2 else 4 - step]
-    model(x).square().sum().backward()
+def penalty_of_gradients(share_of_loss, model, module, step):
+    loss = loss_of(model, inputs(step))
+    gradients = torch.autograd.grad(loss, list(module.parameters()), create_graph=True)
+    penalty = sum(gradient.square().sum() for gradient in gradients)
+    (penalty + share_of_loss * loss if share_of_loss else penalty).backward()
 
 
-def under(context):
-    def each(model, module, step):
-        with context():
-            model(inputs(step)).float().square().sum().backward()
-
-    return each
+def under(context, model, module, step):
+    with context():
+        model(inputs(step)).float().square().sum().backward()
 
 
 def in_a_thread(function, *args):
@@ -178,13 +208,7 @@ def in_a_thread(function, *args):
         return pool.submit(function, *args).result()
 
 
-@dataclasses.dataclass
-class Output:
-    logits: torch.Tensor
-    others: dict[str, Any]
-
-
-Pair = collections.namedtuple("Pair", "first second")
+Output, Pair = dataclasses.make_dataclass("Output", ["logits", "others"]), namedtuple("Pair", "first second")
 OUTPUTS: dict[str, Any] = {  # what a forward returns, and where the loss finds its tensor
     "dict": (lambda x, y: {"logits": y, "none": None, "number": 3}, lambda output: output["logits"]),
     "dataclass": (lambda x, y: Output(y, {"x": x}), lambda output: output.logits),
@@ -193,118 +217,36 @@ OUTPUTS: dict[str, Any] = {  # what a forward returns, and where the loss finds 
 }
 
 
-class Outputs(nn.Module):
-    def __init__(self, kind):
-        super().__init__()
-        self.inner, self.kind = net(), kind
-
-    def forward(self, x, *, scale=1.0):
-        return OUTPUTS[self.kind][0](x, self.inner(x) * scale)
+def with_output(kind):
+    module = net()
+    module.forward = lambda x, *, scale=1.0: OUTPUTS[kind][0](x, nn.Sequential.forward(module, x) * scale)
+    return module
 
 
-def output_of_kind(kind):
-    def each(model, module, step):
-        OUTPUTS[kind][1](model(inputs(step), scale=2.0)).square().sum().backward()
-
-    return loop(each, partial(Outputs, kind))
+def output_of_kind(kind, model, module, step):
+    OUTPUTS[kind][1](model(inputs(step), scale=2.0)).square().sum().backward()
 
 
-def functional_call(model, module, step):
-    changed = {name: 1.01 * param for name, param in module.named_parameters()}
-    loss = torch.func.functional_call(module, changed, inputs(step)).square().sum()
-    (loss + model(inputs(step)).square().sum()).backward()
-
-
-def functional_gradients(model, module, step):
-    params = {name: param.detach() for name, param in module.named_parameters()}
-    backward(model, step)
-    each = torch.func.grad(lambda params: torch.func.functional_call(module, params, inputs(step)).square().sum())(params)
-    return list(each.values())
-
-
-def forward_mode(model, module, step):
-    with torch.autograd.forward_ad.dual_level():
-        x = torch.autograd.forward_ad.make_dual(inputs(step), torch.ones(4, 8))
-        tangent = torch.autograd.forward_ad.unpack_dual(module(x)).tangent.detach()
-    backward(model, step)
-    return [tangent]
-
-
-def penalty_before_forward(model, module, step):
-    penalty = sum(param.square().sum() for param in module.parameters())
-    (model(inputs(step)).square().sum() + 0.1 * penalty).backward()
-
-
-def first_the_penalty_backward(model, module, step):
-    loss = model(inputs(step)).square().sum()
-    sum(param.square().sum() for param in module.parameters()).backward()
-    loss.backward()
-
-
-def saliency_on_one_rank(when):
+def saliency_on_one_rank(when, model, module, step):
     """`autograd.grad` of the inputs or of all parameters, also through a forward of the wrapper, is no backward."""
-
-    def each(model, module, step):
-        x = inputs(step).requires_grad_()
-        if when == "before" and dist.get_rank() == 0:
-            torch.autograd.grad(model(x).sum(), x)
-        loss = model(x).square().sum()
-        if when == "between" and dist.get_rank() == 0:
-            torch.autograd.grad(loss, x, retain_graph=True)
-        if when == "other forward" and dist.get_rank() == 0:
-            torch.autograd.grad(module(x).sum(), list(module.parameters()))
-        loss.backward()
-        if when == "after" and dist.get_rank() == 0:
-            torch.autograd.grad(module(x).sum(), x)
-
-    return each
-
-
-def input_gradient_by_wrapper(model, module, step):
-    """An adversarial example: a forward and backward of the wrapper for the input's gradient."""
     x = inputs(step).requires_grad_()
-    (gradient,) = torch.autograd.grad(model(x).square().sum(), x)
-    model(inputs(step) + 0.1 * gradient.sign()).square().sum().backward()
-    return [gradient]
+    now = when if dist.get_rank() == 0 else ""
+    if now == "before":
+        torch.autograd.grad(model(x).sum(), x)
+    loss = loss_of(model, x)
+    if now == "between":
+        torch.autograd.grad(loss, x, retain_graph=True)
+    if now == "other forward":
+        torch.autograd.grad(module(x).sum(), list(module.parameters()))
+    loss.backward()
+    if now == "after":
+        torch.autograd.grad(module(x).sum(), x)
 
 
-def meta_learning(model, module, step):
-    """MAML: an inner step by hand, and a backward through it."""
-    params = dict(module.named_parameters())
-    inner = torch.func.functional_call(module, params, inputs(step)).square().mean()
-    each = torch.autograd.grad(inner, list(params.values()), create_graph=True)
-    changed = {name: param - 0.1 * grad for (name, param), grad in zip(params.items(), each, strict=True)}
-    outer = torch.func.functional_call(module, changed, inputs(step + 5)).square().sum()
-    (outer + 0 * model(inputs(step)).sum()).backward()
-
-
-def failing_forward(model, module, step):
-    hook = module[2].register_forward_pre_hook(lambda *_: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        model(inputs(step))
-    hook.remove()
+def a_batch_dropped(by_wrapper, model, module, step):
+    backward(model, 100 + step)
+    (model if by_wrapper else module).zero_grad()
     backward(model, step)
-
-
-def a_backward_of_a_part(model, module, step):
-    """Then another one of everything."""
-    model(inputs(step)).square().sum().backward(inputs=[module[2].weight])
-    module.zero_grad()
-    backward(model, step)
-
-
-# -- gradients that are dropped ------------------------------------------------------------------------------------------
-
-
-def a_dropped_batch(of):
-    """By `zero_grad` of the wrapper or of the module."""
-
-    def each(model, module, step):
-        backward(model, 100 + step)
-        {"wrapper": model, "module": module}[of].zero_grad()
-        backward(model, step)
-
-    return loop(each)
 
 
 def gradients_of_zero(model, module, optimizer, step):
@@ -313,58 +255,13 @@ def gradients_of_zero(model, module, optimizer, step):
     optimizer.step()
 
 
-def gradients_dropped_in_no_sync(wrap):
-    """In the first micro-step a part is used, and its gradients are dropped; in the second it is not used."""
-    module = TwoHeads()
-    for param in module.parameters():
-        param.register_post_accumulate_grad_hook(lambda param: setattr(param, "grad", None) if dropping else None)
-    model, optimizer = wrap(module)
-    for step in range(3):
-        with model.no_sync():
-            dropping = True
-            model(inputs(step))[0].square().sum().backward()
-        dropping = False
-        model(inputs(step))[1].square().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return weights(module)
-
-
-class TwoHeads(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.body, self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 3), nn.Linear(8, 3)
-
-    def forward(self, x):
-        x = torch.tanh(self.body(x))
-        return self.first(x), self.second(x)
-
-
-def a_gan(wrap):
-    """Two models trained in turn; the critic drops the gradients that the turn of the generator leaves in it."""
-    generator, critic = net(8), net()
-    (wrapped_generator, its_optimizer), (wrapped_critic, critics_optimizer) = wrap(generator), wrap(critic)
-    for step in range(4):
-        wrapped_critic.zero_grad()
-        backward(wrapped_critic, step)
-        wrapped_critic(wrapped_generator(inputs(step)).detach()).sum().backward()
-        critics_optimizer.step()
-        wrapped_generator.zero_grad()
-        wrapped_critic(wrapped_generator(inputs(step))).square().sum().backward()
-        its_optimizer.step()
-    return weights(generator, critic)
-
-
-def frozen_for_a_while(model, module, optimizer, step):
-    """The critic in the turn of a generator."""
-    optimizer.zero_grad()
-    module.requires_grad_(False)
-    module(inputs(step).requires_grad_()).sum().backward()
-    module.requires_grad_(True)
-
-
-# -- modules that change -------------------------------------------------------------------------------------------------
+def no_sync(forward_inside, backward_inside, then_synchronized, model, module, step):
+    with model.no_sync() if forward_inside else contextlib.nullcontext():
+        loss = loss_of(model, inputs(step))
+    with model.no_sync() if backward_inside else contextlib.nullcontext():
+        loss.backward()
+    if then_synchronized:
+        backward(model, step + 40)
 
 
 class Buffers(nn.Module):
@@ -400,17 +297,6 @@ class Buffers(nn.Module):
         return y if cache is None else y + 0.1 * cache.mean()
 
 
-def with_batch_norm():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
-
-
-def two_micro_steps(model, module, step):
-    with model.no_sync():
-        backward(model, 2 * step)
-    backward(model, 2 * step + 1)
-
-
 def evaluated_after_step(model, module, optimizer, step):
     """All ranks have the running statistics of rank 0, and evaluate with them."""
     model.eval()
@@ -420,92 +306,38 @@ def evaluated_after_step(model, module, optimizer, step):
     return found
 
 
-def between_steps(change, make=net):
-    """Four steps; `change(module, step)` before each but the first one."""
-
-    def each(model, module, step):
-        if step:
-            change(module, step)
-        backward(model, step)
-
-    return loop(each, make)
+def load(strict, module, step):
+    state = {name: tensor * 0.9 for name, tensor in module.state_dict().items() if strict or name != "0.weight"}
+    module.load_state_dict(state, strict=strict)
 
 
-def freeze(module, step):
-    module[0].requires_grad_(step % 2 == 0)
+def compiled(what, wrap):
+    """Before or after the module is wrapped: it, a child, the wrapper, or a function that calls the wrapper."""
+    module, compile = net(), partial(torch.compile, backend="eager")
+    if what == "child":
+        module[0].compile(backend="eager")
+    model, optimizer = wrap(compile(module) if what == "module" else module)
+    if what == "child, later":
+        module[2].compile(backend="eager")
+    call = {"wrapper": compile(model), "function": compile(lambda x: model(x))}.get(what, model)
+    steps(call, optimizer)
+    return weights(module)
 
 
-def write_weights(module, step):
-    with torch.no_grad():
-        for param in module.parameters():
-            param.mul_(0.9)
-
-
-def write_data(module, step):
-    module[0].weight.data[1] = 0.5
-    module[2].bias.data.zero_()
-
-
-def initialize_again(module, step):
-    torch.manual_seed(step)
-    module.apply(lambda part: part.reset_parameters() if isinstance(part, nn.Linear) else None)
-
-
-def load(strict, assign=False):
-    def change(module, step):
-        state = {name: tensor * 0.9 for name, tensor in module.state_dict().items()}
-        if not strict:
-            state.pop("0.weight")
-        module.load_state_dict(state, strict=strict, assign=assign)
-
-    return change
-
-
-def rewind(model, module, optimizer):
-    """The wrapper loads the weights of an earlier step."""
-    steps(model, optimizer, 2)
-    kept = copy.deepcopy(model.state_dict())
-    for _ in range(2):
-        steps(model, optimizer, 2, first=2)
-        model.load_state_dict(kept)
-    steps(model, optimizer, 2, first=4)
-
-
-def pruned(module, step):
-    if step == 1:
-        prune.l1_unstructured(module[0], "weight", amount=0.3)
-
-
-# -- hooks ---------------------------------------------------------------------------------------------------------------
-
-
-def hooked(install, on="module", later=False, **options):
+def hooked(install, when="before", **options):
     """Hooks that are installed in the module before it is wrapped, or later, or in the wrapper."""
 
     def trains(wrap):
         module, seen = net(), []
-        if on == "module" and not later:
+        if when == "before":
             install(module, seen)
         model, optimizer = wrap(module, **options)
-        if on == "wrapper":
-            install(model, seen)
-        elif later:
-            install(module, seen)
+        if when != "before":
+            install(model if when == "in the wrapper" else module, seen)
         steps(model, optimizer)
         return [tensor.detach().clone() for tensor in seen] + weights(module)
 
     return trains
-
-
-def forward_hooks(module, seen):
-    for part in module.modules():
-        part.register_forward_pre_hook(lambda part, args: seen.append(args[0].sum()))
-        part.register_forward_hook(lambda part, args, output: seen.append(output.sum()) or output * 0.99)
-
-
-def hooks_that_read(module, seen):
-    for part in module.modules():
-        part.register_forward_pre_hook(lambda part, args: seen.extend(param.sum() for param in part.parameters()))
 
 
 def backward_hooks(module, seen):
@@ -527,71 +359,144 @@ def hooks_after_accumulation(module, seen):
         param.register_post_accumulate_grad_hook(halve)
 
 
-def a_hook_that_drops_a_gradient(module, seen):
-    module[0].weight.register_post_accumulate_grad_hook(lambda param: setattr(param, "grad", None))
+def step_hooks(of_all_optimizers, model, module, optimizer):
+    """One before each step, and one after it that decays the weights; each runs once per step."""
+    calls = []
 
+    def decay(optimizer, *_):
+        calls.append(2.0)
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                param.data.mul_(0.99)
 
-def global_forward_hook(wrap):
-    seen = []
-    handle = nn.modules.module.register_module_forward_hook(lambda part, args, output: seen.append(output.sum().detach()))
+    before, after = register_optimizer_step_pre_hook, register_optimizer_step_post_hook
+    if not of_all_optimizers:
+        before, after = optimizer.register_step_pre_hook, optimizer.register_step_post_hook
+    handles = before(lambda *_: calls.append(1.0)), after(decay)
     try:
-        module = net()
-        model, optimizer = wrap(module)
         steps(model, optimizer)
     finally:
-        handle.remove()
-    return [torch.stack(seen), *weights(module)]
+        for handle in handles:
+            handle.remove()
+    return [torch.tensor(calls)]
 
 
-def step_hooks(of_all_optimizers):
-    """One before each step, and one after it that decays the weights; each runs once per step."""
-
-    def train(model, module, optimizer):
-        calls = []
-
-        def decay(optimizer, *_):
-            calls.append(2.0)
-            for group in optimizer.param_groups:
-                for param in group["params"]:
-                    param.data.mul_(0.99)
-
-        if of_all_optimizers:
-            before, after = register_optimizer_step_pre_hook, register_optimizer_step_post_hook
-        else:
-            before, after = optimizer.register_step_pre_hook, optimizer.register_step_post_hook
-        handles = before(lambda *_: calls.append(1.0)), after(decay)
-        try:
-            steps(model, optimizer)
-        finally:
-            for handle in handles:
-                handle.remove()
-        return [torch.tensor(calls)]
-
-    return on(net, train)
+# -- whole trainings -----------------------------------------------------------------------------------------------------
 
 
-# -- optimizers ----------------------------------------------------------------------------------------------------------
+class Training:
+    """Functions of the wrapper, the module and the optimizer, which return what they have found."""
+
+    def rewind(model, module, optimizer):
+        """The wrapper loads the weights of an earlier step."""
+        steps(model, optimizer, 2)
+        kept = copy.deepcopy(model.state_dict())
+        for _ in range(2):
+            steps(model, optimizer, 2, first=2)
+            model.load_state_dict(kept)
+        steps(model, optimizer, 2, first=4)
+
+    def a_part_saved(model, module, optimizer):
+        """It takes that part, not the buffer in which it lies."""
+        steps(model, optimizer)
+        sizes = []
+        for thing in (module[2].state_dict(), module[2].weight, copy.deepcopy(module[2].weight), list(module.parameters())[:1]):
+            torch.save(thing, file := io.BytesIO())
+            sizes.append(float(file.tell()))
+        return [torch.tensor(sizes)]
+
+    def a_closure(model, module, optimizer):
+        def closure(step):
+            optimizer.zero_grad()
+            loss = loss_of(model, inputs(step))
+            loss.backward()
+            return loss
+
+        return [optimizer.step(partial(closure, step)).detach() for step in range(3)]
 
 
-def scheduled(make, metric=False):
-    """A schedule, and another change of a group, from which somebody takes a copy."""
+class TrainingOf:
+    """Functions of a way to wrap, which return the weights."""
 
-    def trains(wrap):
-        module = net()
-        model, optimizer = wrap(module, [{"params": module[0].parameters()}, {"params": module[2].parameters(), "lr": 0.02}])
-        scheduler = make(optimizer)
-        rates = []
-        for step in range(6):
-            backward(model, step)
+    def gradients_dropped_in_no_sync(wrap):
+        """In the first micro-step a part is used, and its gradients are dropped; in the second it is not used."""
+        torch.manual_seed(0)
+        module = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        module.forward = lambda x, head: module[head](torch.tanh(module[0](x)))
+        for param in module.parameters():
+            param.register_post_accumulate_grad_hook(lambda param: setattr(param, "grad", None) if dropping else None)
+        model, optimizer = wrap(module)
+        for step in range(3):
+            with model.no_sync():
+                dropping = True
+                model(inputs(step), 1).square().sum().backward()
+            dropping = False
+            model(inputs(step), 2).square().sum().backward()
             optimizer.step()
-            scheduler.step(*([1.0] if metric else []))
+            optimizer.zero_grad()
+        return weights(module)
+
+    def a_gan(wrap):
+        """Two models trained in turn; the critic drops the gradients that the turn of the generator leaves in it."""
+        generator, critic = net(8), net()
+        (wrapped_generator, its_optimizer), (wrapped_critic, critics_optimizer) = wrap(generator), wrap(critic)
+        for step in range(4):
+            wrapped_critic.zero_grad()
+            backward(wrapped_critic, step)
+            wrapped_critic(wrapped_generator(inputs(step)).detach()).sum().backward()
+            critics_optimizer.step()
+            wrapped_generator.zero_grad()
+            loss_of(wrapped_critic, wrapped_generator(inputs(step))).backward()
+            its_optimizer.step()
+        return weights(generator, critic)
+
+    def a_parameter_of_the_loss(wrap):
+        """DistributedDataParallel does not average its gradient, so all ranks have the same data."""
+        module, log_sigma = net(), nn.Parameter(torch.ones(3))
+        model, optimizer = wrap(module, [*module.parameters(), log_sigma])
+        for _ in range(4):
+            (model(torch.ones(4, 8)) / log_sigma.exp() + log_sigma).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [log_sigma.detach(), *weights(module)]
+
+    def wrapped_after_a_step_alone(wrap):
+        """The gradients that the inner optimizer saw last are not those that the wrapper sends."""
+        module = net()
+        optimizer = wrap.optimizer(module.parameters())
+        backward(module)
+        average_gradients(module.parameters())
+        optimizer.step()
+        optimizer.zero_grad()
+        steps(wrap.model(module, optimizer), optimizer, first=1)
+        return weights(module)
+
+    def one_cycle(wrap):
+        """A schedule, and another change of a group, from which somebody takes a copy."""
+        module, rates = net(), []
+        model, optimizer = wrap(module, [{"params": module[0].parameters()}, {"params": module[2].parameters(), "lr": 0.02}])
+        scheduler = OneCycleLR(optimizer, max_lr=0.05, total_steps=10)
+        for step in range(6):
+            steps(model, optimizer, 1, first=step)
+            scheduler.step()
             rates += [group["lr"] for group in optimizer.param_groups]
             optimizer.param_groups[0]["weight_decay"] *= 2
             assert copy.copy(optimizer.param_groups[0]).keys() >= {"lr", "params"}
-            optimizer.zero_grad()
         return [torch.tensor(rates), *weights(module)]
 
-    return trains
+    def two_optimizers(wrap):
+        """Two sharded optimizers for one module, with DistributedDataParallel around it."""
+        module = net()
+        matrices = [param for param in module.parameters() if param.dim() == 2]
+        others = [param for param in module.parameters() if param.dim() != 2]
+        both = wrap.optimizer(matrices, torch.optim.SGD), wrap.optimizer(others)
+        model = DistributedDataParallel(module)
+        for step in range(3):
+            backward(model, step)
+            for optimizer in both:
+                optimizer.step()
+            model.zero_grad()
+        return weights(module)
 
 
 def a_group_replaced(model, module, optimizer, step):
@@ -599,336 +504,103 @@ def a_group_replaced(model, module, optimizer, step):
     optimizer.param_groups[0] = {**optimizer.param_groups[0], "lr": 0.02 / (1 + step)}
 
 
-def clamped(take):
-    """Weights clipped right after the step, as for a Wasserstein critic, over what the optimizer hands out."""
-
-    def after(model, module, optimizer, step):
-        for group in optimizer.param_groups:
-            for param in take(group)["params"]:
-                param.data.clamp_(-0.1, 0.1)
-
-    return after
-
-
-def a_parameter_of_the_loss(wrap):
-    """DistributedDataParallel does not average its gradient, so all ranks have the same data."""
-    module, log_sigma = net(), nn.Parameter(torch.ones(3))
-    model, optimizer = wrap(module, [*module.parameters(), log_sigma])
-    for _ in range(4):
-        (model(torch.ones(4, 8)) / log_sigma.exp() + log_sigma).square().sum().backward()
-        optimizer.step()
+def scaled(enabled, model, module, optimizer):
+    scaler = torch.amp.GradScaler("cpu", init_scale=16.0, enabled=enabled)
+    for step in range(3):
+        scaler.scale(loss_of(model, inputs(step))).backward()
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
         optimizer.zero_grad()
-    return [log_sigma.detach(), *weights(module)]
 
 
-def wrapped_after_a_step_alone(wrap):
-    """The gradients that the inner optimizer saw last are not those that the wrapper sends."""
-    module = net()
-    optimizer = wrap.optimizer(module.parameters())
-    backward(module)
-    average_gradients(module.parameters())
-    optimizer.step()
-    optimizer.zero_grad()
-    steps(wrap.model(module, optimizer), optimizer, first=1)
-    return weights(module)
+def each_with(each: Any, *values: Any) -> dict[str, Any]:
+    return {f"{each.__name__}: {value}": loop(partial(each, value)) for value in values}
 
 
-def a_closure(model, module, optimizer):
-    found = []
-    for step in range(3):
-
-        def closure(step=step):
-            optimizer.zero_grad()
-            loss = model(inputs(step)).square().sum()
-            loss.backward()
-            return loss
-
-        found.append(optimizer.step(closure).detach())
-    return found
-
-
-def scaled(enabled):
-    def train(model, module, optimizer):
-        scaler = torch.amp.GradScaler("cpu", init_scale=16.0, enabled=enabled)
-        for step in range(3):
-            scaler.scale(model(inputs(step)).square().sum()).backward()
-            scaler.unscale_(optimizer)
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
-
-    return on(net, train)
-
-
-def with_complex_parameters():
-    torch.manual_seed(0)
-    return nn.Linear(8, 3, dtype=torch.complex64)
-
-
-# -- copies, averages and saves ------------------------------------------------------------------------------------------
-
-
-def saved_after_step(model, module, optimizer, step):
-    file = io.BytesIO()
-    torch.save(module.state_dict(), file)
-    file.seek(0)
-    return list(torch.load(file).values())
-
-
-def saved_by_one_rank(model, module, optimizer, step):
-    if dist.get_rank() == 0:
-        return saved_after_step(model, module, optimizer, step)
-
-
-def evaluated_by_one_rank(model, module, optimizer, step):
-    if dist.get_rank() == 1:
-        with torch.no_grad():
-            return [module(inputs(step + 30))]
-
-
-def a_part_saved(model, module, optimizer):
-    """It takes that part, not the buffer in which it lies."""
-    steps(model, optimizer)
-    sizes = []
-    for thing in (module[2].state_dict(), module[2].weight, copy.deepcopy(module[2].weight), list(module.parameters())[:1]):
-        file = io.BytesIO()
-        torch.save(thing, file)
-        sizes.append(float(file.tell()))
-    return [torch.tensor(sizes)]
-
-
-def averaged(of_wrapper=False, make=net, **how):
-    """With a schedule, and at the end the statistics of BatchNorm, as for SWA."""
-
-    def train(model, module, optimizer):
-        whole = model if of_wrapper else module
-        average, scheduler = AveragedModel(whole, **how), SWALR(optimizer, 0.02, anneal_epochs=2)
-        for step in range(4):
-            backward(model, step)
-            optimizer.step()
-            average.update_parameters(whole)
-            scheduler.step()
-            optimizer.zero_grad()
-        update_bn([inputs(step) for step in range(3)], average)
-        return weights(average)
-
-    return on(make, train)
-
-
-# -- more ----------------------------------------------------------------------------------------------------------------
-
-
-def no_sync(forward_inside, backward_inside, then_synchronized=True):
-    def each(model, module, step):
-        with model.no_sync() if forward_inside else contextlib.nullcontext():
-            loss = model(inputs(step)).square().sum()
-        with model.no_sync() if backward_inside else contextlib.nullcontext():
-            loss.backward()
-        if then_synchronized:
-            backward(model, step + 40)
-
-    return each
-
-
-def failing_in_no_sync(model, module, step):
-    with contextlib.suppress(ZeroDivisionError), model.no_sync():
-        model(inputs(step))
-        1 / 0  # noqa: B018
-    backward(model, step)
-
-
-def functional_call_with_one_weight(model, module, optimizer, step):
-    with torch.no_grad():
-        return [
-            torch.func.functional_call(module, {"0.weight": torch.ones(8, 8)}, inputs(step)),
-            torch.func.functional_call(model, {"module.0.weight": torch.ones(8, 8)}, inputs(step)),
-        ]
-
-
-def compiled(what):
-    """Before or after the module is wrapped: it, a child, the wrapper, or a function that calls the wrapper."""
-
-    def trains(wrap):
-        module = net()
-        inner = torch.compile(module, backend="eager") if what == "module" else module
-        if what == "child":
-            module[0].compile(backend="eager")
-        model, optimizer = wrap(inner)
-        call = model
-        if what == "wrapper":
-            call = torch.compile(model, backend="eager")
-        elif what == "function":
-            call = torch.compile(lambda x: model(x), backend="eager")
-        elif what == "child, later":
-            module[2].compile(backend="eager")
-        steps(call, optimizer)
-        return weights(module)
-
-    return trains
-
-
-def two_optimizers(wrap):
-    """Two sharded optimizers for one module, with DistributedDataParallel around it."""
-    module = net()
-    matrices = [param for param in module.parameters() if param.dim() == 2]
-    others = [param for param in module.parameters() if param.dim() != 2]
-    both = wrap.optimizer(matrices, torch.optim.SGD), wrap.optimizer(others)
-    model = DistributedDataParallel(module)
-    for step in range(3):
-        backward(model, step)
-        for optimizer in both:
-            optimizer.step()
-        model.zero_grad()
-    return weights(module)
-
-
-CONTEXTS: dict[str, Any] = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode, "grad": torch.enable_grad}
 BEHAVIOURS: dict[str, Any] = {
-    "gradient penalty": loop(gradient_penalty),
-    "penalty of gradients of parameters": loop(penalty_of_parameters(100)),
-    "only a penalty of gradients": loop(penalty_of_parameters(0)),
-    "siamese": loop(lambda model, _, step: (model(inputs(step)) - model(inputs(step + 50))).square().sum().backward()),
-    "two losses together": loop(two_losses_together),
-    **{f"{name} between": loop(forwards_between(context)) for name, context in CONTEXTS.items()},
-    **{
-        f"{name} after step of {of}": loop(after=forward_after_step(context, of == "wrapper"))
-        for name, context in CONTEXTS.items()
-        for of in ("wrapper", "module")
-    },
-    "forward without backward": loop(forward_without_backward),
-    "an empty batch": loop(an_empty_batch),
-    "detect_anomaly": loop(under(partial(torch.autograd.detect_anomaly, check_nan=False))),
-    "save_on_cpu": loop(under(torch.autograd.graph.save_on_cpu)),
-    "autocast": loop(under(partial(torch.autocast, "cpu", torch.bfloat16))),
+    **{name: loop(each) for name, each in named(Each).items()},
+    **{name: on(net, train) for name, train in named(Training).items()},
+    **named(TrainingOf),
+    **each_with(penalty_of_gradients, 100, 0),
+    **each_with(saliency_on_one_rank, "before", "between", "other forward", "after"),
+    **each_with(a_batch_dropped, True, False),
+    **{f"output in a {kind}": loop(partial(output_of_kind, kind), partial(with_output, kind)) for kind in OUTPUTS},
+    "siamese": loop(lambda model, _, step: loss_of(lambda x: model(x) - model(inputs(step + 50)), inputs(step)).backward()),
+    "detect_anomaly": loop(partial(under, partial(torch.autograd.detect_anomaly, check_nan=False))),
+    "save_on_cpu": loop(partial(under, torch.autograd.graph.save_on_cpu)),
+    "autocast": loop(partial(under, partial(torch.autocast, "cpu", torch.bfloat16))),
     "backward in a thread": loop(lambda model, _, step: in_a_thread(backward, model, step)),
     "forward in a thread": loop(lambda model, _, step: in_a_thread(model, inputs(step)).square().sum().backward()),
-    **{f"output in a {kind}": output_of_kind(kind) for kind in OUTPUTS},
-    "functional_call": loop(functional_call),
-    "functional gradients": loop(functional_gradients),
-    "forward mode": loop(forward_mode),
-    "penalty before forward": loop(penalty_before_forward),
-    **{
-        f"saliency on one rank, {when}": loop(saliency_on_one_rank(when))
-        for when in ("before", "between", "other forward", "after")
-    },
-    "adversarial examples": loop(input_gradient_by_wrapper),
-    "meta-learning": loop(meta_learning),
-    "failing forward": loop(failing_forward),
-    **{f"a batch dropped by the {of}": a_dropped_batch(of) for of in ("wrapper", "module")},
     "steps without zero_grad": loop(clear=False),
     "gradients of zero": loop(after=gradients_of_zero),
     "nothing has a gradient": loop(lambda model, _, step: backward(model, step) if step % 2 else None),
-    "gradients dropped in no_sync": gradients_dropped_in_no_sync,
-    "a GAN": a_gan,
-    "frozen for a while": loop(after=frozen_for_a_while),
+    "no_sync": loop(partial(no_sync, True, True, True)),
+    "no_sync around forward": loop(partial(no_sync, True, False, True)),
+    "no_sync around backward": loop(partial(no_sync, False, True, True)),
     **{
         f"buffers: {how}": loop(make=partial(Buffers, how))
         for how in ("write", "replace", "resize", "resize in place", "none", "register", "register on one rank")
     },
     "buffers: register another": loop(make=partial(Buffers, "register", True)),
-    "BatchNorm": loop(two_micro_steps, with_batch_norm, evaluated_after_step),
+    "BatchNorm": loop(
+        partial(no_sync, True, True, True),
+        lambda: nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)),
+        evaluated_after_step,
+    ),
+    "freeze": loop(between=lambda module, step: module[0].requires_grad_(step % 2 == 0)),
+    "prune": loop(between=lambda module, step: step == 1 and prune.l1_unstructured(module[0], "weight", 0.3)),
+    "load": loop(between=partial(load, True)),
+    "load a part": loop(between=partial(load, False)),
+    **{f"compiled {what}": partial(compiled, what) for what in ("module", "child", "wrapper", "function", "child, later")},
+    "traced": loop(make=lambda: torch.fx.symbolic_trace(net())),
+    "static graph": loop(static_graph=True),
     **{
-        f"between steps: {change.__name__}": between_steps(change)
-        for change in (freeze, write_weights, write_data, initialize_again, pruned)
-    },
-    "between steps: load": between_steps(load(True)),
-    "between steps: load a part": between_steps(load(False)),
-    "rewind": on(net, rewind),
-    **{
-        f"{install.__name__} on {on}{' later' * later}": hooked(install, on, later)
-        for install in (forward_hooks, hooks_that_read, backward_hooks, gradient_hooks)
-        for on, later in (("module", False), ("module", True), ("wrapper", False))
+        f"{install.__name__} {when}": hooked(install, when)
+        for install in (backward_hooks, gradient_hooks)
+        for when in ("before", "later", "in the wrapper")
     },
     "a hook after accumulation": hooked(hooks_after_accumulation),
-    "a later hook after accumulation": hooked(hooks_after_accumulation, later=True),
-    "a hook that drops a gradient": hooked(a_hook_that_drops_a_gradient, find_unused_parameters=False),
-    "global forward hook": global_forward_hook,
-    "step hooks": step_hooks(of_all_optimizers=False),
-    "global step hooks": step_hooks(of_all_optimizers=True),
-    "OneCycleLR": scheduled(partial(lr_scheduler.OneCycleLR, max_lr=0.05, total_steps=10)),
-    "ReduceLROnPlateau": scheduled(partial(lr_scheduler.ReduceLROnPlateau, patience=1), metric=True),
-    "LambdaLR": scheduled(partial(lr_scheduler.LambdaLR, lr_lambda=lambda step: 0.9**step)),
-    "SequentialLR": scheduled(
-        lambda optimizer: lr_scheduler.SequentialLR(
-            optimizer, [lr_scheduler.LinearLR(optimizer), lr_scheduler.ExponentialLR(optimizer, 0.9)], milestones=[2]
-        )
+    "a later hook after accumulation": hooked(hooks_after_accumulation, "later"),
+    "a hook that drops a gradient": hooked(
+        lambda module, _: module[0].weight.register_post_accumulate_grad_hook(lambda param: setattr(param, "grad", None)),
+        find_unused_parameters=False,
     ),
+    "step hooks": on(net, partial(step_hooks, False)),
+    "global step hooks": on(net, partial(step_hooks, True)),
     "a group replaced": loop(after=a_group_replaced),
-    "weights clamped over param_groups": loop(after=clamped(lambda group: group)),
-    "a parameter of the loss": a_parameter_of_the_loss,
-    "wrapped after a step alone": wrapped_after_a_step_alone,
-    "a closure": on(net, a_closure),
-    "a disabled scaler": scaled(enabled=False),
+    "a disabled scaler": on(net, partial(scaled, False)),
     "complex parameters": loop(
-        lambda model, _, step: model(inputs(step) + 0j).abs().square().sum().backward(), with_complex_parameters
+        lambda model, _, step: model(inputs(step) + 0j).abs().square().sum().backward(),
+        lambda: nn.Linear(8, 3, dtype=torch.complex64),
     ),
-    "saved after step": loop(after=saved_after_step),
-    "saved by one rank": loop(after=saved_by_one_rank),
-    "evaluated by one rank": loop(after=evaluated_by_one_rank),
-    "a part saved": on(net, a_part_saved),
-    "SWA": averaged(make=with_batch_norm),
-    "an average of the wrapper": averaged(of_wrapper=True),
-    "EMA, fused": averaged(multi_avg_fn=get_ema_multi_avg_fn(0.9)),
-    "no_sync": loop(no_sync(True, True)),
-    "no_sync around forward": loop(no_sync(True, False)),
-    "no_sync around backward": loop(no_sync(False, True)),
-    "failing in no_sync": loop(failing_in_no_sync),
-    "functional_call with one weight": loop(after=functional_call_with_one_weight),
-    "traced": loop(make=lambda: torch.fx.symbolic_trace(net())),
-    **{f"compiled {what}": compiled(what) for what in ("module", "child", "wrapper", "function", "child, later")},
-    "static graph": loop(static_graph=True),
-    "two optimizers": two_optimizers,
 }
-# here the ranks of DistributedDataParallel get different weights, so the gradients are averaged by hand
-AVERAGED_BY_HAND: dict[str, Any] = {
-    "backward twice": loop(backward_twice),
-    "two losses": loop(two_losses),
-    "first the penalty's backward": loop(first_the_penalty_backward),
-    "backward of a part": loop(a_backward_of_a_part),
-}
+AVERAGED_BY_HAND = {name: loop(each) for name, each in named(EachByHand).items()}
 REFUSED: dict[str, Any] = {
     "a buffer on one rank": (loop(make=partial(Buffers, "register on one rank", True)), "buffers differ between the ranks"),
-    "a scaler": (scaled(enabled=True), r"this gradient cannot be read or written: .*optimizer\.clip_grad_norm_"),
-    "no_sync around the last backward": (loop(no_sync(False, True, False)), "must run outside of no_sync"),
+    "a scaler": (on(net, partial(scaled, True)), r"this gradient cannot be read or written: .*optimizer\.clip_grad_norm_"),
+    "no_sync around the last backward": (loop(partial(no_sync, False, True, False)), "must run outside of no_sync"),
 }
 
 
-def differences(part: int) -> dict[str, float]:
-    """By behaviour of a half of them: the largest difference from torch's own."""
-    found = {}
+def is_torchs_own(name: str) -> None:
+    trains = (BEHAVIOURS | AVERAGED_BY_HAND)[name]
     with late_on_the_last_rank():
-        for name in list(BEHAVIOURS | AVERAGED_BY_HAND)[part::2]:
-            trains = (BEHAVIOURS | AVERAGED_BY_HAND)[name]
-            expected = trains(Wrap(sharded=False, by_hand=name in AVERAGED_BY_HAND))
-            result = trains(Wrap())
-            gc.collect()
-            assert [tensor.shape for tensor in result] == [tensor.shape for tensor in expected], name
-            assert all(tensor.isfinite().all() for tensor in result), name
-            found[name] = max((one - other).abs().max().item() for one, other in zip(result, expected, strict=True))
-    return found
+        expected = trains(Wrap(sharded=False, by_hand=name in AVERAGED_BY_HAND))
+        result = trains(Wrap())
+    assert all(tensor.isfinite().all() for tensor in result)
+    torch.testing.assert_close(result, expected, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("part", range(2))
-def test_behaviours_are_those_of_torchs_own(part):
-    for found in run_ranks(differences, 2, part):
-        assert found == {name: pytest.approx(0, abs=1e-6) for name in found}
+def is_refused(name: str) -> None:
+    trains, reason = REFUSED[name]
+    with late_on_the_last_rank(), pytest.raises(RuntimeError, match=reason):
+        trains(Wrap())
 
 
-def refusals() -> list[str]:
-    """The refusals that did not come."""
-    missing = []
-    with late_on_the_last_rank():
-        for name, (trains, reason) in REFUSED.items():
-            message = ""
-            try:
-                trains(Wrap())
-            except RuntimeError as error:
-                message = str(error)
-            if not re.search(reason, message):
-                missing.append(f"{name}: {message}")
-            gc.collect()
-    return missing
+def test_behaviours_are_those_of_torchs_own():
+    run_in_turn(2, *(partial(is_torchs_own, name) for name in BEHAVIOURS | AVERAGED_BY_HAND))
 
 
 def test_what_differs_is_refused():
-    assert run_ranks(refusals, 2) == [[], []]
+    run_in_turn(2, *(partial(is_refused, name) for name in REFUSED))

@@ -2,13 +2,13 @@
 
 import copy
 import pickle
-import re
 from functools import partial
 
+import pytest
 import torch
 import torch.distributed as dist
 from nets import backward, inputs, net, wrap
-from ranks import run_ranks
+from ranks import run_in_turn
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, SGD, Adafactor, AdamW, SparseAdam
@@ -37,10 +37,6 @@ def an_optimizer_of(make, cls=AdamW, **kwargs):
     return at_once(lambda: ShardedOptimizer([nn.Parameter(make())], cls, **kwargs))
 
 
-def an_optimizer_of_matrices(make, count):
-    return at_once(lambda: ShardedOptimizer([{"params": [nn.Parameter(make())], "matrices": count}], Muon))
-
-
 def wrapped(change):
     """A net that `change` has changed."""
 
@@ -53,27 +49,23 @@ def wrapped(change):
     return steps
 
 
-def before_a_step(change, after_backward=False):
-    """What `change(model, optimizer)` does to a wrapped net before a step."""
-
-    def steps():
-        model, optimizer = wrap(net())
-        if after_backward:
-            backward(model)
-        change(model, optimizer)
-        yield model
-        optimizer.step()
-
-    return steps
+def a_gradient_by_hand():
+    model, optimizer = wrap(net())
+    model.module[0].weight.grad = torch.ones(8, 8)
+    yield
+    optimizer.step()
 
 
 def before_a_step_alone(change):
-    module = net()
-    module[2].bias.requires_grad_(False)
-    optimizer = ShardedOptimizer(module.parameters(), SGD, lr=0.1)
-    change(module)
-    yield
-    optimizer.step()
+    def steps():
+        module = net()
+        module[2].bias.requires_grad_(False)
+        optimizer = ShardedOptimizer(module.parameters(), SGD, lr=0.1)
+        change(module)
+        yield
+        optimizer.step()
+
+    return steps
 
 
 def on_rank_1(change):
@@ -84,31 +76,10 @@ def a_frozen_alias(module):
     module.alias = nn.Parameter(module[0].weight.data, requires_grad=False)
 
 
-def a_scripted_unit():
-    module = torch.jit.script(net())
-    yield
-    wrap(module, overlap=list(module.children()))
-
-
-def a_buffer_that_overlaps_itself(module):
-    module.register_buffer("windows", torch.arange(10.0).as_strided((4, 4), (2, 1)))
-
-
-def parameters_that_ddp_ignores(module):
-    module._ddp_params_and_buffers_to_ignore = ["0.weight"]
-
-
 def a_complex_buffer():
     module = net()
     module.register_buffer("phases", torch.ones(3, dtype=torch.complex64))
     optimizer = ShardedOptimizer(module.parameters(), SGD, param_dtype="bfloat16")
-    yield
-    ShardedDataParallel(module, optimizer)
-
-
-def an_optimizer_of_a_part():
-    module = net()
-    optimizer = ShardedOptimizer(module[0].parameters(), AdamW)
     yield
     ShardedDataParallel(module, optimizer)
 
@@ -170,11 +141,14 @@ def a_gradient_on_one_rank(optimizer_cls, **group):
     optimizer.step()
 
 
-def use_of_the_optimizer(use):
-    module = net()
-    model, optimizer = wrap(module)
-    yield model
-    use(optimizer, module[0].weight)
+def of_the_optimizer(use):
+    def steps():
+        module = net()
+        model, optimizer = wrap(module)
+        yield model
+        use(optimizer, module[0].weight)
+
+    return steps
 
 
 DIFFERS = {  # a model on rank 1
@@ -187,7 +161,6 @@ DIFFERS = {  # a model on rank 1
 }
 INPLACE, CONSOLIDATE = "modified by an inplace operation", r"zero\.checkpoint\.consolidate\(optimizer\)"
 DIVIDED = r"the optimizer state is divided among the ranks.*optimizer\.inner\.state has that of this rank's slices"
-# case: the error, its message, and what is done, where what comes after `yield` must raise it
 STATE = {  # uses of the state of parameters
     "[]": lambda state, weight: state[weight],
     "in": lambda state, weight: weight in state,
@@ -198,28 +171,23 @@ STATE = {  # uses of the state of parameters
     "items": lambda state, _: state.items(),
     "clear": lambda state, _: state.clear(),
 }
-CASES = {
+# case: the message of its error, and what is done, where what comes after `yield` must raise it
+CONSTRUCTION = {  # ValueError
     # -- what an optimizer is made of
-    "an expanded parameter": (ValueError, "share memory", an_optimizer_of(lambda: torch.ones(1, 3).expand(4, 3))),
-    "a sparse parameter": (
-        *(ValueError, "torch.sparse_coo, which cannot be laid flat"),
-        an_optimizer_of(lambda: torch.eye(8).to_sparse()),
-    ),
-    "a buffer without values": (
-        *(ValueError, "mask is on the meta device"),
-        wrapped(lambda module: module.register_buffer("mask", torch.ones(2, device="meta"))),
-    ),
-    "parameters that DDP ignores": (ValueError, r"0\.weight", wrapped(parameters_that_ddp_ignores)),
+    "an expanded parameter": ("share memory", an_optimizer_of(lambda: torch.ones(1, 3).expand(4, 3))),
+    "a sparse parameter": ("torch.sparse_coo, which cannot be laid flat", an_optimizer_of(lambda: torch.eye(8).to_sparse())),
     "imaginary parts": (
-        *(ValueError, "imaginary parts of a complex parameter"),
+        "imaginary parts of a complex parameter",
         an_optimizer_of(lambda: torch.ones(4, dtype=torch.complex64), param_dtype="bfloat16"),
     ),
-    "no matrices": (ValueError, "does not consist of 3 matrices", an_optimizer_of_matrices(lambda: torch.ones(8, 8), 3)),
-    "strides of a matrix": (ValueError, "make it contiguous", an_optimizer_of_matrices(lambda: torch.ones(4, 8).t(), 1)),
-    "a learning rate": (ValueError, "Invalid learning rate", a_learning_rate),
-    "no class": (ValueError, "must be a class", an_optimizer_of(lambda: torch.ones(4), "AdamW")),
+    "strides of a matrix": (
+        "make it contiguous",
+        at_once(lambda: ShardedOptimizer([{"params": [nn.Parameter(torch.ones(4, 8).t())], "matrices": 1}], Muon)),
+    ),
+    "a learning rate": ("Invalid learning rate", a_learning_rate),
+    "no class": ("must be a class", an_optimizer_of(lambda: torch.ones(4), "AdamW")),
     **{
-        cls.__name__: (ValueError, f"{cls.__name__} .*{message}", an_optimizer_of(lambda: torch.ones(4, 4), cls))
+        cls.__name__: (f"{cls.__name__} .*{message}", an_optimizer_of(lambda: torch.ones(4, 4), cls))
         for cls, message in (
             (LBFGS, "all parameters together"),
             (SparseAdam, "laid flat"),
@@ -228,101 +196,97 @@ CASES = {
         )
     },
     "a class with hooks": (
-        *(ValueError, "registers step hooks on itself"),
+        "registers step hooks on itself",
         an_optimizer_of(lambda: torch.ones(4), WithOwnHook, elementwise=True, lr=0.1),
     ),
     # -- what is wrapped
     **{
-        f"differs: {how}": (ValueError, "the model differs between the ranks: .* on rank 0", wrapped(on_rank_1(change)))
+        f"differs: {how}": ("the model differs between the ranks: .* on rank 0", wrapped(on_rank_1(change)))
         for how, change in DIFFERS.items()
     },
-    "a frozen alias": (ValueError, "share memory", wrapped(a_frozen_alias)),
-    "a trained alias": (ValueError, "share memory", wrapped(lambda module: (a_frozen_alias(module), module.requires_grad_()))),
-    "shared memory": (ValueError, "in shared memory", wrapped(lambda module: module.share_memory())),
-    "a buffer that overlaps itself": (
-        *(ValueError, "elements of windows may share memory"),
-        wrapped(a_buffer_that_overlaps_itself),
+    "a buffer without values": (
+        "mask is on the meta device",
+        wrapped(lambda module: module.register_buffer("mask", torch.ones(2, device="meta"))),
     ),
-    "a ScriptModule": (ValueError, "ScriptModule", a_scripted_unit),
-    "a unit of another model": (ValueError, "not a module of the model", at_once(lambda: wrap(net(), overlap=[nn.Tanh()]))),
-    "no units": (ValueError, "overlap=True must be modules of the model", at_once(lambda: wrap(net(), overlap=True))),
+    "parameters that DDP ignores": (
+        r"0\.weight",
+        wrapped(lambda module: setattr(module, "_ddp_params_and_buffers_to_ignore", ["0.weight"])),
+    ),
+    "a frozen alias": ("share memory", wrapped(a_frozen_alias)),
+    "a trained alias": ("share memory", wrapped(lambda module: (a_frozen_alias(module), module.requires_grad_()))),
+    "shared memory": ("in shared memory", wrapped(lambda module: module.share_memory())),
+    "a buffer that overlaps itself": (
+        "elements of windows may share memory",
+        wrapped(lambda module: module.register_buffer("windows", torch.arange(10.0).as_strided((4, 4), (2, 1)))),
+    ),
+    "a ScriptModule": (
+        "ScriptModule",
+        at_once(lambda: wrap(module := torch.jit.script(net()), overlap=list(module.children()))),
+    ),
+    "a unit of another model": ("not a module of the model", at_once(lambda: wrap(net(), overlap=[nn.Tanh()]))),
+    "no units": ("overlap=True must be modules of the model", at_once(lambda: wrap(net(), overlap=True))),
     "an alias in a buffer": (
-        *(ValueError, "alias shares memory with a parameter, which ShardedOptimizer has moved"),
+        "alias shares memory with a parameter, which ShardedOptimizer has moved",
         wrapped(lambda module: module.register_buffer("alias", module[0].weight.data[2])),
     ),
-    "a complex buffer": (ValueError, "imaginary parts of phases", a_complex_buffer),
+    "a complex buffer": ("imaginary parts of phases", a_complex_buffer),
     "another optimizer": (
-        *(ValueError, "needs a ShardedOptimizer, not SGD"),
+        "needs a ShardedOptimizer, not SGD",
         at_once(lambda: ShardedDataParallel(net(), SGD(net().parameters()))),
     ),
     "an optimizer of a part": (
-        *(ValueError, r"not the optimizer's: 2\.weight, 2\.bias; .*or use DistributedDataParallel"),
-        an_optimizer_of_a_part,
+        r"not the optimizer's: 2\.weight, 2\.bias; .*or use DistributedDataParallel",
+        at_once(lambda: ShardedDataParallel(module := net(), ShardedOptimizer(module[0].parameters(), AdamW))),
     ),
+}
+USE = {  # RuntimeError
     # -- what happens before a step
-    "a gradient by hand": (
-        *(RuntimeError, "one set by hand is never sent"),
-        before_a_step(lambda model, _: setattr(model.module[0].weight, "grad", torch.ones(8, 8))),
-    ),
-    "an unfrozen parameter": (RuntimeError, r"0\.bias was frozen when", an_unfrozen_parameter),
+    "a gradient by hand": ("one set by hand is never sent", a_gradient_by_hand),
+    "an unfrozen parameter": (r"0\.bias was frozen when", an_unfrozen_parameter),
     "an unfrozen parameter, alone": (
-        *(RuntimeError, "was frozen when"),
-        partial(before_a_step_alone, lambda module: setattr(module[2].bias.requires_grad_(), "grad", torch.ones(3))),
+        "was frozen when",
+        before_a_step_alone(lambda module: setattr(module[2].bias.requires_grad_(), "grad", torch.ones(3))),
     ),
-    "another dtype, alone": (
-        *(RuntimeError, "build the optimizer after"),
-        partial(before_a_step_alone, lambda module: module.double()),
-    ),
-    "backward after step": (RuntimeError, INPLACE, partial(a_second_backward_after_the_step, True)),
-    "backward after step, alone": (RuntimeError, INPLACE, partial(a_second_backward_after_the_step, False)),
-    "a sparse gradient": (RuntimeError, "sparse=False", partial(a_sparse_gradient, True)),
-    "a sparse gradient, alone": (RuntimeError, "sparse=False", partial(a_sparse_gradient, False)),
-    "a gradient on one rank": (RuntimeError, "on some ranks only", partial(a_gradient_on_one_rank, SGD)),
-    "Muon, a gradient on one rank": (RuntimeError, "on some ranks only", partial(a_gradient_on_one_rank, Muon, matrices=1)),
+    "another dtype, alone": ("build the optimizer after", before_a_step_alone(lambda module: module.double())),
+    "backward after step": (INPLACE, partial(a_second_backward_after_the_step, True)),
+    "backward after step, alone": (INPLACE, partial(a_second_backward_after_the_step, False)),
+    "a sparse gradient": ("sparse=False", partial(a_sparse_gradient, True)),
+    "a sparse gradient, alone": ("sparse=False", partial(a_sparse_gradient, False)),
+    "a gradient on one rank": ("on some ranks only", partial(a_gradient_on_one_rank, SGD)),
+    "Muon, a gradient on one rank": ("on some ranks only", partial(a_gradient_on_one_rank, Muon, matrices=1)),
     # -- what is read or written
     **{
-        f"state: {name}": (
-            *(RuntimeError, DIVIDED),
-            partial(use_of_the_optimizer, lambda optimizer, weight, use=use: use(optimizer.state, weight)),
-        )
+        f"state: {name}": (DIVIDED, of_the_optimizer(lambda optimizer, weight, use=use: use(optimizer.state, weight)))
         for name, use in STATE.items()
     },
-    "state_dict": (RuntimeError, CONSOLIDATE, partial(use_of_the_optimizer, lambda optimizer, _: optimizer.state_dict())),
-    "load_state_dict": (
-        *(RuntimeError, r"zero\.checkpoint\.restore"),
-        partial(use_of_the_optimizer, lambda optimizer, _: optimizer.load_state_dict({})),
-    ),
-    "pickle": (TypeError, CONSOLIDATE, partial(use_of_the_optimizer, lambda optimizer, _: pickle.dumps(optimizer))),
-    "deepcopy": (TypeError, CONSOLIDATE, partial(use_of_the_optimizer, lambda optimizer, _: copy.deepcopy(optimizer))),
+    "state_dict": (CONSOLIDATE, of_the_optimizer(lambda optimizer, _: optimizer.state_dict())),
+    "load_state_dict": (r"zero\.checkpoint\.restore", of_the_optimizer(lambda optimizer, _: optimizer.load_state_dict({}))),
     "a later group": (
-        *(RuntimeError, "give all parameter groups to its constructor"),
-        partial(
-            use_of_the_optimizer,
-            lambda optimizer, weight: optimizer.add_param_group({"params": [nn.Parameter(weight.detach())]}),
-        ),
+        "give all parameter groups to its constructor",
+        of_the_optimizer(lambda optimizer, weight: optimizer.add_param_group({"params": [nn.Parameter(weight.detach())]})),
     ),
-    "another shape": (RuntimeError, "expand", another_shape),
-    "another shape in bfloat16": (RuntimeError, "expand", partial(another_shape, param_dtype="bfloat16")),
+    "another shape": ("expand", another_shape),
+    "another shape in bfloat16": ("expand", partial(another_shape, param_dtype="bfloat16")),
+}
+COPIES = {  # TypeError
+    "pickle": (CONSOLIDATE, of_the_optimizer(lambda optimizer, _: pickle.dumps(optimizer))),
+    "deepcopy": (CONSOLIDATE, of_the_optimizer(lambda optimizer, _: copy.deepcopy(optimizer))),
 }
 
 
-def refusals():
-    """Run each case on this rank: what is not refused, by name."""
-    wrong = {}
-    for name, (error, message, do) in CASES.items():
-        steps = do()
-        next(steps)  # the set-up, which must not raise
-        try:
-            next(steps, None)
-            wrong[name] = "not refused"
-        except error as raised:
-            if not re.search(message, str(raised)):
-                wrong[name] = str(raised)
-    return wrong
+KINDS = {ValueError: CONSTRUCTION, RuntimeError: USE, TypeError: COPIES}
+
+
+def is_refused(error, name):
+    message, do = KINDS[error][name]
+    steps = do()
+    next(steps)  # the set-up, which must not raise
+    with pytest.raises(error, match=message):
+        next(steps, None)
 
 
 def test_refusals():
-    assert run_ranks(refusals, 2) == [{}, {}]
+    run_in_turn(2, *(partial(is_refused, error, name) for error, cases in KINDS.items() for name in cases))
 
 
 def what_is_admitted():
@@ -343,4 +307,4 @@ def what_is_admitted():
 
 
 def test_what_is_admitted():
-    run_ranks(what_is_admitted, 2)
+    run_in_turn(2, what_is_admitted)

@@ -1,137 +1,41 @@
-"""zero/held_bytes.py: bytes as they are predicted, as they are accounted for, and as they are really held."""
+"""zero/held_bytes.py: bytes per parameter, as the paper counts them; tests/forecast/test_prediction.py compares all kinds."""
 
-import copy
-from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
-import torch.distributed as dist
-from ranks import run_in_turn, run_ranks
-from toy import MODES, build_toy, train
+from ranks import run_in_turn
 
-from forecast.activations import LiveBytes
-from forecast.prediction import Prediction
-from forecast.run_memory import with_own_state
-from model import GPT, GPTConfig
-from zero import Muon, ShardedOptimizer
 from zero.build import build
 from zero.flags import Flags
 from zero.held_bytes import held_bytes
-from zero.layout import parameter_specs
-from zero.sharded_state import partition
 
 
-def state_bytes():
-    """This rank's measured and predicted bytes of state after a step, by mode."""
-    measured, predicted = {}, {}
-    for mode in MODES:
-        model, optimizer = build_toy(mode)
-        train(model, optimizer, dist.get_rank(), steps=1)
-        measured[mode] = held_bytes(optimizer)["state"]
-        predicted[mode] = Prediction(partition(optimizer).plan, dist.get_rank() if mode != "adamw" else 0).state
-    return measured, predicted
-
-
-def test_state_is_sharded_evenly():
-    results = run_ranks(state_bytes, 3)
-    for measured, predicted in results:
-        assert measured == predicted
-    whole = results[0][0]["adamw"]
-    sharded = [measured["sharded"] for measured, _ in results]
-    assert sum(sharded) == whole
-    assert max(sharded) - min(sharded) <= 8 * 16 * 3  # less than a vector per shard of padding, 8 bytes per element
-    assert sum(measured["torch"] for measured, _ in results) == whole
-
-
-@pytest.mark.parametrize(
-    ("optimizer_cls", "arguments", "tensors"),
-    [
-        (torch.optim.AdamW, {"fused": True}, [2, 2]),
-        (torch.optim.AdamW, {"amsgrad": True}, [3, 3]),
-        (torch.optim.SGD, {}, [0, 0]),
-        (torch.optim.SGD, {"momentum": 0.9}, [1, 1]),
-        (torch.optim.RMSprop, {"centered": True}, [2, 2]),
-        (Muon, {}, [2, 2, 1, 1]),
-    ],
-)
-def test_the_state_of_a_class_is_counted_before_its_first_step(optimizer_cls, arguments, tensors):
-    model = GPT(GPTConfig(block_size=4, vocab_size=5, n_layer=1, n_head=1, n_embd=8))
-    optimizer = optimizer_cls(model.param_groups(0.1, {} if optimizer_cls is Muon else None), lr=0.1, **arguments)
-    before = copy.deepcopy((list(model.parameters()), optimizer.state_dict()))
-    specs = with_own_state(parameter_specs(optimizer.param_groups), optimizer)
-    if optimizer_cls in (torch.optim.AdamW, Muon) and "amsgrad" not in arguments:
-        assert list(specs) == parameter_specs(optimizer.param_groups), "plan.py does not measure these"
-    assert [tensors[spec.group] for spec in specs] == [spec.state_tensors for spec in specs]
-    assert str(before) == str((list(model.parameters()), optimizer.state_dict())), "nothing has changed"
-    for param in model.parameters():
-        param.grad = torch.ones_like(param)
-    optimizer.step()
-    assert held_bytes(optimizer)["state"] == sum(spec.state_tensors * spec.numel * spec.dtype.itemsize for spec in specs)
-
-
-def gpt2_state():
-    """Bytes of AdamW state for GPT-2 124M's shapes, really held after a step."""
-    with torch.device("meta"):
-        shapes = [param.shape for param in GPT(GPTConfig(vocab_size=50257)).parameters()]
-    params = [torch.nn.Parameter(torch.zeros(shape)) for shape in shapes]
-    for param in params:
-        param.grad = param.data
-    optimizer = ShardedOptimizer(params, torch.optim.AdamW, fused=True)
-    optimizer.step()
-    return held_bytes(optimizer)["state"]
-
-
-def model_state(mode):
-    """Live bytes, and those accounted for, between the micro-steps of the second step, when all kinds of state exist."""
-    with LiveBytes() as live:
-        torch.manual_seed(0)
-        model = GPT(GPTConfig(block_size=16, vocab_size=65, n_layer=12, n_head=2, n_embd=128, bias=False))
-        model, optimizer = build(model, model.param_groups(0.1), replace(MODES[mode], bucket_mb=0.2), lr=1e-2)
-        tokens = torch.randint(65, (2, 1, 16))
-        model(*tokens)[1].backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        model.require_backward_grad_sync = False
-        model(*tokens)[1].backward()
-        held = held_bytes(optimizer, model)
-    params = sum(param.numel() for param in model.parameters())
-    return {"live": live.now, "held": sum(held.values()), "buckets": held["buckets"], "params": params}
-
-
-def test_model_state_bytes():
-    by_mode = run_in_turn(2, *(partial(model_state, mode) for mode in ("adamw", "sharded", "gradients")))
-    for ranks in zip(*by_mode, strict=True):
-        adamw, sharded, gradients = ranks
-        # DistributedDataParallel has its buckets, and the gradients that accumulate
-        assert adamw["live"] == pytest.approx(20 * adamw["params"], rel=0.01)
-        assert (sharded["live"] - sharded["buckets"]) / adamw["params"] == pytest.approx(12, abs=0.1)
-        assert (gradients["live"] - gradients["buckets"]) / adamw["params"] == pytest.approx(10, abs=0.1)
-        for result in ranks:
-            assert result["buckets"] <= 0.05 * adamw["live"]
-            assert result["held"] == pytest.approx(result["live"], rel=0.01), "what is held is accounted for"
-
-
-def model_state_in_bfloat16():
+def bytes_per_parameter(param_dtype, shard_gradients):
+    """Between the micro-steps of the second step, when all kinds of state exist; without the buckets."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(torch.nn.Linear(64, 64, bias=False) for _ in range(8)))
-    params = sum(param.numel() for param in model.parameters())
-    flags = Flags(param_dtype="bfloat16", bucket_mb=0.008192)  # a layer per bucket, without padding
+    params, dtype = sum(param.numel() for param in model.parameters()), getattr(torch, param_dtype)
+    # a layer per bucket, without padding
+    flags = Flags(param_dtype=param_dtype, bucket_mb=64 * 64 * dtype.itemsize / 1e6, shard_gradients=shard_gradients)
     model, optimizer = build(model, [{"params": list(model.parameters())}], flags, lr=0.1)
-    model(torch.ones(2, 64, dtype=torch.bfloat16)).sum().backward()
+    model(torch.ones(2, 64, dtype=dtype)).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
     with model.no_sync():
-        model(torch.ones(2, 64, dtype=torch.bfloat16)).sum().backward()
-    held = held_bytes(optimizer)
-    del held["buckets"]
-    return {purpose: count / params for purpose, count in held.items()}
+        model(torch.ones(2, 64, dtype=dtype)).sum().backward()
+    return {purpose: count / params for purpose, count in held_bytes(optimizer, model).items() if purpose != "buckets"}
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_state_is_that_of_the_paper_and_divided_evenly(world_size):
-    by_rank, paper = run_in_turn(world_size, gpt2_state, model_state_in_bfloat16)
-    assert sum(by_rank) == 8 * 124_439_808
-    assert max(by_rank) / (sum(by_rank) / world_size) <= 1.001
-    for held in paper:
-        assert held == {"parameters": 2, "gradients": 2, "master": 4 / world_size, "state": 8 / world_size}
+    kinds = ("bfloat16", False), ("float32", False), ("float32", True)
+    by_kind = run_in_turn(world_size, *(partial(bytes_per_parameter, *kind) for kind in kinds))
+    state = 8 / world_size
+    expected = (
+        {"parameters": 2, "gradients": 2, "master": 4 / world_size, "state": state},
+        {"parameters": 4, "gradients": 4, "master": 0, "state": state},
+        # the last of eight buckets is on its way
+        {"parameters": 4, "gradients": 7 / 8 * 4 / world_size, "master": 0, "state": state},
+    )
+    assert by_kind == [[each] * world_size for each in expected]

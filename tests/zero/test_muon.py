@@ -123,11 +123,11 @@ def sharded(steps=10, ns_dtype="float32", micro_steps=1, clip=0.0, **kwargs):
     return weights(model), optimizer.comm.sent_bytes["all-to-all"]
 
 
-def difference_from_torch(steps=10, ns_dtype="float32", micro_steps=1, clip=0.0, **kwargs):
-    expected = oracle(dist.get_world_size(), steps, f"torch.{ns_dtype}", micro_steps, clip)
+def like_torch(steps=10, ns_dtype="float32", micro_steps=1, clip=0.0, **kwargs):
+    expected = oracle(world_size := dist.get_world_size(), steps, f"torch.{ns_dtype}", micro_steps, clip)
     after, sent = sharded(steps, ns_dtype, micro_steps, clip, **kwargs)
-    assert (sent == 0) == (dist.get_world_size() == 1)
-    return largest_difference(after, expected)
+    assert (sent == 0) == (world_size == 1)
+    assert largest_difference(after, expected) <= (0 if steps == 20 and world_size < 3 else 1e-5)
 
 
 WAYS = {  # number of ranks: how they train
@@ -141,11 +141,7 @@ WAYS = {  # number of ranks: how they train
 @pytest.mark.parametrize("world_size", WAYS)
 def test_steps_are_those_of_torchs_optimizers(world_size):
     """In float32, up to rounding of the means; twenty steps on two ranks bit for bit, also with matrices in bfloat16."""
-    ways = WAYS[world_size]
-    for way, results in zip(
-        ways, run_in_turn(world_size, *(partial(difference_from_torch, **way) for way in ways)), strict=True
-    ):
-        assert max(results) <= (0 if "steps" in way and world_size < 3 else 1e-5), way
+    run_in_turn(world_size, *(partial(like_torch, **way) for way in WAYS[world_size]))
 
 
 def groups_of_other_classes():
@@ -167,11 +163,6 @@ def bfloat16_weights():
         kept, remainders = (sharded(ns_dtype=ns_dtype, param_dtype=kind)[0] for kind in ("bfloat16", "bfloat16_remainder"))
         assert_equal(kept, remainders)
         assert largest_difference(kept, expected) < 0.1
-
-
-def state_in_fewer_bytes():
-    for state_dtype in ("bfloat16", "int8"):
-        assert 0 < largest_difference(sharded(state_dtype=state_dtype)[0], oracle(2, 10)) < 0.05
 
 
 def what_has_no_gradient_does_not_move():
@@ -196,57 +187,42 @@ def test_the_momentum_does_not_stall(state_dtype):
     assert (momentum / gradient).mean().item() == pytest.approx(1, abs=0.02)
 
 
-def skipping(plain):
+def skipping():
     """Two updates, of which `found_inf` skips the first, which changes nothing."""
-    torch.manual_seed(0)
-    if plain:
-        model = make()
-        inner = optimizer = Muon(model.param_groups(), lr=0.01, fused=True)
-    else:
-        wrapped, optimizer = make_sharded(fused=True)
-        model, inner = wrapped.module, optimizer.inner
+    model, optimizer = make_sharded(fused=True)
     found = [weights(model)]
     for skip in (1.0, 0.0):
-        loss = (model if plain else wrapped)(*batch(0, dist.get_rank()))
+        loss = model(*batch(0, dist.get_rank()))
         (loss * torch.inf if skip else loss).backward()
-        inner.found_inf = torch.tensor(skip)
+        optimizer.inner.found_inf = torch.tensor(skip)
         optimizer.step()
         optimizer.zero_grad()
         found.append(weights(model))
     assert_equal(found[0], found[1])
     assert not torch.equal(found[2]["up.weight"], found[1]["up.weight"])
     assert all(tensor.isfinite().all() for tensor in found[2].values())
-    assert {int(state["step"]) for state in inner.state.values() if "step" in state} == {1}
-    assert all(state["momentum_buffer"].isfinite().all() for state in inner.state.values() if "momentum_buffer" in state)
+    states = optimizer.inner.state.values()
+    assert {int(state["step"]) for state in states if "step" in state} == {1}
+    assert all(state["momentum_buffer"].isfinite().all() for state in states if "momentum_buffer" in state)
 
 
-def test_steps_of_two_ranks():
-    run_in_turn(
-        *(2, groups_of_other_classes, bfloat16_weights, state_in_fewer_bytes, what_has_no_gradient_does_not_move),
-        *(partial(skipping, plain) for plain in (True, False)),
-    )
-
-
-def counted(ns_dtype):
-    """What a rank sends in a step, and the elements of other ranks' matrices that it holds, and of its own that others hold."""
+def each_matrix_is_sent_once_and_comes_back_once(ns_dtype):
+    """Elements of other ranks' matrices that this rank holds, and of its own that others hold; not those without a gradient."""
     model, optimizer = make_sharded(ns_dtype=ns_dtype)
     exchange, rank = optimizer._update.exchange, dist.get_rank()
     pairs = [(owner, part) for owner, parts in zip(exchange.plan.owners, exchange.plan.parts, strict=True) for part in parts]
     unused = exchange.number_of[model.module.unused.weight]
     pairs = [(owner, part) for owner, part in pairs if exchange.plan.matrices[part.matrix].param != unused]
-    there = sum(part.numel for owner, part in pairs if part.rank == rank != owner)
-    back = sum(part.numel for owner, part in pairs if owner == rank != part.rank)
+    sent = sum(part.numel for owner, part in pairs if owner != part.rank and rank in (owner, part.rank))
     train(model, optimizer, rank, 1)
-    return {"sent": optimizer.comm.sent_bytes["all-to-all"], "there": there, "back": back}
+    assert optimizer.comm.sent_bytes["all-to-all"] == getattr(torch, ns_dtype).itemsize * sent > 0
 
 
-@pytest.mark.parametrize(("world_size", "ns_dtype"), [(2, "bfloat16"), (3, "float32")])
-def test_each_matrix_is_sent_once_and_comes_back_once(world_size, ns_dtype):
-    results = run_ranks(counted, world_size, ns_dtype)
-    itemsize = 2 if ns_dtype == "bfloat16" else 4
-    for result in results:
-        assert result["sent"] == itemsize * (result["there"] + result["back"]) > 0
-    assert sum(result["there"] for result in results) == sum(result["back"] for result in results)
+def test_steps_of_two_ranks():
+    run_in_turn(
+        *(2, groups_of_other_classes, bfloat16_weights, what_has_no_gradient_does_not_move),
+        *(skipping, *(partial(each_matrix_is_sent_once_and_comes_back_once, dtype) for dtype in ("bfloat16", "float32"))),
+    )
 
 
 # -- arithmetic --------------------------------------------------------------------------------------------------------
@@ -320,45 +296,6 @@ def test_parts_cover_every_matrix_and_lie_in_the_shards_of_their_ranks(world_siz
             shard = buffer.layout.shards[part.bucket][part.rank]
             assert shard.start + part.offset == buffer.layout.offsets[matrix.param] + matrix.start + part.start
             assert part.offset + part.numel <= len(shard)
-
-
-# -- checkpoints -------------------------------------------------------------------------------------------------------
-
-
-def saved_after(steps, saved=None, first=0):
-    """From the start, or from what was saved."""
-    model, optimizer = make_sharded(seed=0 if saved is None else 5)
-    if saved is not None:
-        model.module.load_state_dict(saved[0])
-        ckpt.restore(optimizer, saved[1])
-    train(model, optimizer, dist.get_rank(), steps, first=first)
-    return [ckpt.model_state_dict(model.module, optimizer), ckpt.consolidate(optimizer)]
-
-
-def resume_without_sharding(saved):
-    model, world_size = make(5), dist.get_world_size()
-    model.load_state_dict(saved[0])
-    optimizer = Muon(model.param_groups(), lr=0.01)
-    ckpt.restore(optimizer, saved[1])
-    for step in range(3, 6):
-        for rank in range(world_size):
-            (model(*batch(step, rank)) / world_size).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return weights(model)
-
-
-def test_resumed_on_as_many_ranks_bit_for_bit_and_on_others_as_without_sharding():
-    (saved, *_), (uninterrupted, *_) = run_in_turn(4, partial(saved_after, 3), partial(saved_after, 6))
-    assert_equal(run_ranks(saved_after, 4, 3, saved, 3)[0], uninterrupted)
-    for world_size in (2, 3):
-        (elsewhere, *_), (plain, *_) = run_in_turn(
-            world_size, partial(saved_after, 3, saved, 3), partial(resume_without_sharding, saved)
-        )
-        assert largest_difference(elsewhere[0], plain) <= (0 if world_size < 3 else 1e-2)
-    kinds = [set(state) for state in saved[1]["state"].values()]  # as in torch's optimizers
-    assert {frozenset(kind) for kind in kinds} == {frozenset({"momentum_buffer"}), frozenset({"step", "exp_avg", "exp_avg_sq"})}
-    assert kinds.count({"momentum_buffer"}) == 11
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------
@@ -460,10 +397,3 @@ def test_a_batch_has_the_bits_of_torchs_iterations_of_each_matrix(count):
     matrices = torch.randn(count, 768, 192, generator=torch.Generator().manual_seed(0)).bfloat16()
     expected = [_muon._zeropower_via_newtonschulz(matrix, COEFFICIENTS, 5, 1e-7) for matrix in matrices]
     assert torch.equal(orthogonalized(matrices, 5), torch.stack(expected))
-
-
-def test_orthogonalized_has_singular_values_of_about_one():
-    matrices = torch.randn(3, 30, 50, generator=torch.Generator().manual_seed(0))
-    for each in (matrices, matrices.mT):
-        values = torch.linalg.svdvals(orthogonalized(each, 5))
-        assert 0.5 < values.min() <= values.max() < 1.3

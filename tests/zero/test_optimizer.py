@@ -1,4 +1,4 @@
-"""zero/optimizer.py: ShardedOptimizer, ZeroRedundancyOptimizer and AdamW give the same weights, or a clear refusal."""
+"""zero/optimizer.py: ShardedOptimizer alone gives the weights of AdamW."""
 
 import warnings
 from functools import partial
@@ -7,34 +7,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_in_turn, run_ranks
-from toy import MODES, batch, build_toy, largest_difference, make_toy, train, weights
+from toy import batch, largest_difference, make_toy, weights
 
 from zero import ShardedDataParallel, ShardedOptimizer
 from zero.build import clip_grad_norm_
-
-
-def train_all_modes(clip):
-    """The weights after 20 steps of each mode, by mode."""
-    after = {}
-    for mode in MODES:
-        model, optimizer = build_toy(mode)
-        train(model, optimizer, dist.get_rank(), steps=20, clip=clip)
-        after[mode] = weights(model)
-    return after
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_parity(world_size):
-    clips = (0.0, 0.1)
-    for clip, results in zip(clips, run_in_turn(world_size, *(partial(train_all_modes, clip) for clip in clips)), strict=True):
-        reference = results[0]["adamw"]
-        assert largest_difference(reference, weights(make_toy())) > 0.01, "training must have changed something"
-        for after in results:
-            for mode in MODES:
-                # a sum of two numbers is the same in any order; the norm of shards is added up in another one than a whole's
-                exact = (not clip and world_size <= 2) or mode == "torch"
-                assert largest_difference(after[mode], reference) <= (0.0 if exact else 1e-6), mode
-        assert torch.equal(reference["frozen.weight"], make_toy().frozen.weight)
 
 
 def step_by_hand(world_size):
@@ -115,6 +91,8 @@ def clipped(value):
     torch.testing.assert_close([other.grad for other in oracle], gradients, rtol=0, atol=0, equal_nan=True)
     norm, expected = sharded.clip_grad_norm_(0.1), torch.nn.utils.clip_grad_norm_(oracle, 0.1)
     torch.testing.assert_close(norm, expected, rtol=1e-6, atol=0, equal_nan=True)
+    if norm.isfinite():
+        assert sharded.clip_grad_norm_(torch.inf) == pytest.approx(0.1, rel=1e-3)
     for param, other in zip(params, oracle, strict=True):  # on every rank: a loop may add to them
         torch.testing.assert_close(param.grad, other.grad, rtol=1e-6, atol=1e-9, equal_nan=True)
     sharded.step()

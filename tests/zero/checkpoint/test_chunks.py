@@ -45,15 +45,6 @@ def test_state_that_is_kept_by_row_and_column(tmp_path):
     run_ranks(rows_and_columns, 2, str(tmp_path))
 
 
-def test_a_single_process_goes_on(tmp_path):
-    model, optimizer = save_alone(tmp_path, 1)
-    other = make_toy(seed=9)
-    resumed = torch.optim.AdamW(other.param_groups(), lr=0.5)
-    other.load_state_dict(restore(resumed, str(tmp_path / "ckpt.pt"))["model"])
-    assert_equal(resumed.state_dict(), optimizer.state_dict())
-    assert_equal(weights(other), weights(model))
-
-
 def test_only_one_file_holds_parameters_with_any_strides(tmp_path):
     def build(seed):
         torch.manual_seed(seed)

@@ -72,19 +72,6 @@ def test_a_missing_file_is_mentioned(tmp_path):
     assert warning == f"there is no checkpoint {tmp_path / 'ckpt.pt'}"
 
 
-def test_a_failed_write_leaves_the_old_file(tmp_path):
-    commit(CHECKPOINT, None, str(tmp_path))
-
-    class Unpicklable:
-        def __reduce__(self):
-            raise OSError("disk full")
-
-    with pytest.raises(OSError, match="disk full"):
-        commit({**CHECKPOINT, "config": Unpicklable()}, None, str(tmp_path))
-    assert ckpt.load(tmp_path / "ckpt.pt")["iter_num"] == 1
-    assert os.listdir(tmp_path) == ["ckpt.pt"]
-
-
 def damages(whole, tmp_path):
     """200 damaged files, by name, as bytes; where the damage lies in the padding between entries the file may be whole."""
     rng = random.Random(0)

@@ -16,7 +16,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 TWO_FILES_AT_A_TIME := -n 2 --dist loadfile --no-loadscope-reorder
 AS_ON_GPU := $(patsubst %,tests/zero/test_%.py,data_parallel master_weights muon hybrid codecs grad_scaler)
-AS_ON_GPU += $(patsubst %,tests/zero/test_any_model.py::test_%,twenty_models every_block)
+AS_ON_GPU += tests/zero/test_gpt.py::test_ten_steps $(patsubst %,tests/zero/test_any_model.py::test_%,twenty_models every_block)
 INSTALLED := $(VENV)/installed
 GPUS := $(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU')
 ifneq ($(filter-out 0 1,$(GPUS)),)

@@ -13,7 +13,7 @@ from torch import nn
 from zero.checks import check_all_managed, check_values, check_wrapping
 from zero.host_comm import MESSAGE_BYTES, check_same_on_all_ranks, cpu_group, on_all_ranks
 from zero.optimizer import ShardedOptimizer
-from zero.reducer import Reducer
+from zero.reducer import Reducer, check_not_wrapped
 from zero.tensors import distinct_elements, properties
 
 
@@ -66,8 +66,8 @@ class ShardedDataParallel(nn.Module):
         self.require_backward_grad_sync = True  # whether the next backward sends its gradients, as in DistributedDataParallel
         self.shard_gradients = shard_gradients  # whether every backward does
         self._last_was_synchronized = True  # the last forward; if False, the next one does not broadcast
-        optimizer.names.update({param: name for name, param in module.named_parameters()})
         self._check_parameters()
+        optimizer.names.update({param: name for name, param in module.named_parameters()})
         if optimizer.plan.param_dtype is not None:
             module.to(optimizer.plan.param_dtype)
         self._broadcast_unsharded()
@@ -82,12 +82,14 @@ class ShardedDataParallel(nn.Module):
         """Refuse, on all ranks, parameters and buffers that are not the optimizer's, differ, or cannot be moved."""
         named = [*self.module.named_parameters(), *self.module.named_buffers()]
         number_of: dict[Any, int] = self.optimizer.number_of
-        facts = {f"{name!r}": (*properties(tensor), number_of.get(tensor)) for name, tensor in named}
+        facts: dict[str, Any] = {f"{name!r}": (*properties(tensor), number_of.get(tensor)) for name, tensor in named}
+        facts |= {"shard_gradients": self.shard_gradients, "broadcast_buffers": self.broadcast_buffers}
         check_same_on_all_ranks(facts, self.optimizer.comm.group)
         on_all_ranks(self._check_own_parameters, self.optimizer.comm.group)
 
     def _check_own_parameters(self) -> None:
         check_values(self.module)
+        check_not_wrapped(self.module)
         check_all_managed(self.module, self.optimizer.number_of)
         for name, tensor in (*self.module.named_parameters(), *self.module.named_buffers()):
             if tensor in self.optimizer.number_of:
@@ -100,19 +102,20 @@ class ShardedDataParallel(nn.Module):
 
     def _broadcast_unsharded(self) -> None:
         """Broadcast rank 0's frozen parameters and, with `broadcast_buffers`, its buffers to all ranks."""
-        buffers = self.module.named_buffers() if self.broadcast_buffers else ()
-        named = (*self.module.named_parameters(), *buffers)
+        named = (*self.module.named_parameters(), *(self.module.named_buffers() if self.broadcast_buffers else ()))
         self._broadcast((name, tensor) for name, tensor in named if tensor not in self.optimizer.number_of)
 
     def _install_waits(self, units: list[nn.Module]) -> None:
         """Let the model wait for the parameters outside of its units, and each unit and compiled module for its own."""
-        inside = {param for unit in units for param in unit.parameters()}
-        for part in self.module.modules():
+        parts, inside = list(self.module.modules()), {part for unit in units for part in unit.modules()}
+        outside = {param for part in parts if part not in inside for param in part.parameters(recurse=False)}  # also tied ones
+        in_units = {param for unit in units for param in unit.parameters()} - outside
+        for part in parts:
             is_compiled = part._compiled_call_impl is not None or isinstance(part, torch._dynamo.OptimizedModule)
             if part in units or is_compiled:
-                wait = self._wait_for(set(part.parameters()))
+                wait = self._wait_for(part.parameters())
             elif part is self.module:
-                wait = self._wait_for(set(part.parameters()) - inside)
+                wait = self._wait_for(self.optimizer.number_of.keys() - in_units)  # and those of a loss
             else:
                 continue
             if part._compiled_call_impl is None:
@@ -121,13 +124,14 @@ class ShardedDataParallel(nn.Module):
                 part._compiled_call_impl = _after(wait, part._compiled_call_impl)
         self.optimizer.overlaps = True
 
-    def _wait_for(self, params: set[nn.Parameter]) -> Callable[..., None]:
+    def _wait_for(self, params: Iterable[nn.Parameter]) -> Callable[..., None]:
         """Return a function that waits for the all-gathers of some parameters."""
         numbers = {self.optimizer.number_of.get(param) for param in params}
         needed = [bucket for bucket in self.optimizer.buckets if any(placed.param in numbers for placed in bucket.members)]
         return lambda *_: self.optimizer.synchronize(needed)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        self.optimizer.synchronize()
         return copy.deepcopy(self.module, memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -150,7 +154,7 @@ class ShardedDataParallel(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients locally in this block; see DistributedDataParallel.no_sync."""
+        """Accumulate the gradients of backward calls in this block locally; see DistributedDataParallel.no_sync."""
         before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
         try:
             yield

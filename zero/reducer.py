@@ -41,7 +41,7 @@ class BucketGradients:
     # in the shape of `bucket.shard`, the mean gradient of this step, if one has arrived; in the dtype of
     # `bucket.updated`, or if nothing has been added up, of the weights
     shard: torch.Tensor | None = None
-    views: list[torch.Tensor] = field(default_factory=list)  # into `shard`, in the shapes of the owned slices
+    views: list[torch.Tensor] = field(default_factory=list)  # into `shard`, in the shapes of the owned slices; none without it
     # with replicas: the all-reduce of `shard` over them, in flight or done; None: `shard` has the sum over the shard group only
     all_reduce: list[dist.Work] | None = None
 
@@ -145,10 +145,7 @@ class Reducer(GradientSource):
         """Install hooks in the parameters of a ShardedDataParallel."""
         self._wrapper = wrapper
         self.optimizer: ShardedOptimizer = wrapper.optimizer
-        names = [name for name, param in wrapper.module.named_parameters() if _is_reduced(param)]
-        if names:
-            raise ValueError(f"{names[0]} is wrapped by another ShardedDataParallel; a model is wrapped once, for its life")
-        self.in_backward = False  # whether gradients arrive; also after a backward that has failed
+        self.in_backward = False  # whether a backward has begun and not ended, perhaps because it has failed
         self.params = self.optimizer.flat_params
         self._number = self.optimizer.number_of
         self._gradients = [BucketGradients(bucket, self.optimizer.comm) for bucket in self.optimizer.buckets]
@@ -163,7 +160,7 @@ class Reducer(GradientSource):
         # an all-reduce in flight, and what it marks: (number of parameters,) uint8, those that have a gradient on any rank
         self._agreement: tuple[list[dist.Work], torch.Tensor] | None = None
         self._sent = [SentGradient(param) for param in self.params]
-        self._held = [part._parameters for part in wrapper.module.modules()]  # what each part of the module has
+        self._dicts = [part._parameters for part in wrapper.module.modules()]  # what each part of the module has
         # a message that is under way must not lose its memory; at the end of the program, the other rank may be gone
         weakref.finalize(self, _wait_for_reductions, self._gradients).atexit = False
         # not hooks of autograd's nodes, which would keep a gradient in memory while its bucket is sent
@@ -279,18 +276,16 @@ class Reducer(GradientSource):
     def _complete_buckets(self) -> None:
         """Send the buckets that still wait for gradients of parameters that this backward did not reach."""
         for gradients in self._gradients:
-            for slice_ in gradients.bucket.members if gradients.missing else ():
-                if slice_.param not in gradients.missing:
-                    continue
-                if self.params[slice_.param].grad is not None:  # accumulated in an earlier micro-step
-                    self._copy_to_buckets(slice_.param)
+            for number in [placed.param for placed in gradients.bucket.members if placed.param in gradients.missing]:
+                if self.params[number].grad is not None:  # accumulated in an earlier micro-step
+                    self._copy_to_buckets(number)
                 else:
-                    gradients.places()[slice_.param].zero_()
-                    gradients.missing.discard(slice_.param)
+                    gradients.places()[number].zero_()
+                    gradients.missing.discard(number)
             self._send_full_buckets()  # before the next buffer is acquired
 
     def _agree(self) -> None:
-        """Let the ranks agree on which parameters have a gradient on any rank. One that has used all does not wait for that."""
+        """Let the ranks agree on which parameters have a gradient on any. A rank on which all have one does not wait for it."""
         self._wait_for_agreement()  # the one of the previous micro-step
         if not self.params or self.optimizer.comm.world_size == 1:
             return
@@ -319,7 +314,7 @@ class Reducer(GradientSource):
 
     def check(self) -> None:
         """Refuse parameters that are not the optimizer's in the place of those that are."""
-        held = itertools.chain(*(parameters.values() for parameters in self._held))
+        held = itertools.chain(*(parameters.values() for parameters in self._dicts))
         if any(param is not None and param.requires_grad and param not in self._number for param in held):
             named = self._wrapper.module.named_parameters()
             names = ", ".join(name for name, param in named if param.requires_grad and param not in self._number)
@@ -385,9 +380,12 @@ def _wait_for_reductions(of_buckets: list[BucketGradients]) -> None:
         gradients.wait()
 
 
-def _is_reduced(param: nn.Parameter) -> bool:
-    hooks: Any = param._post_accumulate_grad_hooks or {}
-    return any(getattr(hook, "func", None) is _call_reducer and hook.args[0]() is not None for hook in hooks.values())
+def check_not_wrapped(module: nn.Module) -> None:
+    """Raise ValueError if the gradients of a parameter go to the reducer of another wrapper."""
+    for name, param in module.named_parameters():
+        hooks = (getattr(param, "_post_accumulate_grad_hooks", None) or {}).values()
+        if any(getattr(hook, "func", None) is _call_reducer and hook.args[0]() is not None for hook in hooks):
+            raise ValueError(f"{name} is wrapped by another ShardedDataParallel; a model is wrapped once, for its life")
 
 
 def _call_reducer(reducer: weakref.ref[Reducer], number: int, param: nn.Parameter) -> None:

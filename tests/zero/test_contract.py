@@ -98,6 +98,31 @@ def a_compiled_whole_waits():
             assert loss_of(model).isfinite()
 
 
+class Tied(nn.Module):
+    """A weight of a unit that is read outside of it first, as the embedding that is tied to the head."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.second.weight = self.first.weight
+
+    def forward(self, x):
+        return self.second(torch.tanh(self.first(x)))
+
+
+def a_tied_weight_is_there_for_both():
+    with late_gathers():
+        module, scale = Tied(), nn.Parameter(torch.ones(8))  # which the loss has
+        optimizer = ShardedOptimizer([*module.parameters(), scale], torch.optim.AdamW, bucket_mb=TINY_MB)
+        model = ShardedDataParallel(module, optimizer, overlap=[module.second])
+        for step in range(3):
+            loss = (model(inputs(step)) * scale).square().sum()
+            assert loss.isfinite()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
 def without_units_nothing_is_in_flight():
     with late_gathers():
         model, optimizer = trained(steps=1)
@@ -154,7 +179,8 @@ def freed():
 
 def test_parameters():
     done = [partial(what_waits_by_itself, name) for name in WAIT]
-    run_in_turn(2, parameters_are_there, a_compiled_whole_waits, without_units_nothing_is_in_flight, copies, freed, *done)
+    of_units = parameters_are_there, a_compiled_whole_waits, a_tied_weight_is_there_for_both
+    run_in_turn(2, *of_units, without_units_nothing_is_in_flight, copies, freed, *done)
 
 
 def _ends_early(rank, folder):

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from nets import TINY_MB, wrap
 from ranks import run_in_turn
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from toy import batch, largest_difference, make_toy, weights
 
 from zero import ShardedDataParallel, ShardedOptimizer, collectives
@@ -130,6 +131,23 @@ def a_gradient_that_somebody_keeps():
     assert module.weight.tolist() == [pytest.approx([1 - 3 * 0.1] * 2)]
 
 
+def reentrant_checkpoints():
+    """Each calls backward within backward; every bucket is sent once."""
+    torch.manual_seed(0)
+    module = nn.Sequential(*[nn.Linear(8, 8) for _ in range(7)])
+    optimizer = ShardedOptimizer(module.parameters(), torch.optim.AdamW, bucket_mb=TINY_MB)
+    whole = nn.Sequential(module)
+    whole.forward = lambda x: functools.reduce(lambda x, part: checkpoint(part, x, use_reentrant=True), module, x)
+    model = ShardedDataParallel(whole, optimizer)
+    assert len(optimizer.buckets) > 7
+    nbytes = sum(bucket.data.nbytes for bucket in optimizer.buckets) // 2
+    for step in range(2):
+        model(torch.ones(2, 8, requires_grad=True)).square().sum().backward()
+        assert optimizer.comm.sent_bytes["reduce-scatter"] == (step + 1) * nbytes
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 class Sometimes(nn.Module):
     """Outputs that depend on the parameters if `used`."""
 
@@ -217,7 +235,7 @@ def buckets_that_nobody_has_filled():
 
 def test_steps_of_two_ranks():
     run_in_turn(
-        *(2, no_sync_and_state, shard_gradients_set_later),
+        *(2, no_sync_and_state, shard_gradients_set_later, reentrant_checkpoints),
         *(a_gradient_that_somebody_keeps, buckets_that_nobody_has_filled),
         *(half_precision_norms, a_trace_names_the_phases_of_a_step_by_bucket),
         *(functools.partial(a_backward_without_gradients, shard_gradients) for shard_gradients in (False, True)),

@@ -122,16 +122,12 @@ def check_in_place(optimizer: Any) -> None:
             "flatten_parameters, or another optimizer); build the optimizer after that, and write to weights with copy_"
         )
     for param in optimizer.written():
-        raise RuntimeError(
-            f"{name_of(param, names)} was written to, but its master was not; write with optimizer.set_parameter(param, value) "
-            "or, under ShardedDataParallel, with load_state_dict of the model"
-        )
+        remedy = "write with optimizer.set_parameter(param, value) or load_state_dict of the model under ShardedDataParallel"
+        raise RuntimeError(f"{name_of(param, names)} was written to, but its master was not; {remedy}")
     for param in optimizer.frozen:
         if param.grad is not None:
-            raise RuntimeError(
-                f"{name_of(param, names)} was frozen when ShardedOptimizer was built and has a gradient now; build the "
-                "optimizer after requires_grad_(True)"
-            )
+            name, remedy = name_of(param, names), "build the optimizer after requires_grad_(True)"
+            raise RuntimeError(f"{name} was frozen when ShardedOptimizer was built and has a gradient now; {remedy}")
 
 
 def check_values(module: nn.Module) -> None:
@@ -150,8 +146,10 @@ def check_wrapping(module: nn.Module, optimizer: Any, wrappers: tuple[type[nn.Mo
         raise ValueError("the optimizer has a ShardedDataParallel already; make another ShardedOptimizer for another model")
     if ignored := getattr(module, "_ddp_params_and_buffers_to_ignore", None):
         raise ValueError(f"DistributedDataParallel was told to ignore {', '.join(ignored)}, which ShardedDataParallel cannot")
-    if not parts.issuperset(units):
-        raise ValueError("a unit of overlap is not a module of the model; give some of its modules, such as its blocks")
+    for unit in units:
+        if unit not in parts or getattr(unit.forward, "__func__", None) is nn.Module.forward:
+            remedy = "give modules of the model that it calls, such as its blocks"
+            raise ValueError(f"{type(unit).__name__} in overlap has no forward, or is no module of the model; {remedy}")
     if units and any(isinstance(part, torch.jit.ScriptModule) for part in parts):
         raise ValueError("a ScriptModule runs no hooks of its parts, which overlap needs; wrap the module it was made from")
 

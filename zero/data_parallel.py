@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from zlib import crc32
 
@@ -21,8 +22,8 @@ class ShardedDataParallel(nn.Module):
     """Data parallelism for a model whose optimizer is a ShardedOptimizer. It replaces DistributedDataParallel.
 
     1. Parameters. After `step()`, every parameter is in its place. With `overlap=units`, the parameters of a unit are there
-       when its forward begins, those outside of all units when the model's forward begins; before any other read, call
-       `optimizer.synchronize()`. Saving, restoring, clipping, `step` and `zero_grad` need no such call.
+       when its forward begins, those outside of all units when the model's forward begins; anywhere else, call
+       `optimizer.synchronize()` first. Saving, restoring, clipping, `step` and `zero_grad` do it themselves.
     2. Gradients. Backward divides a gradient by the world size, copies it into its bucket and frees it. A full bucket is
        reduce-scattered at once. Until the next `zero_grad` (of the optimizer, the wrapper or the model), `param.grad` holds a
        placeholder that refuses every operation: clip with `optimizer.clip_grad_norm_`, scale with `ShardedGradScaler`.
@@ -65,6 +66,7 @@ class ShardedDataParallel(nn.Module):
         self.broadcast_buffers = broadcast_buffers and next(module.buffers(), None) is not None
         self.require_backward_grad_sync = True  # whether the next backward sends its gradients, as in DistributedDataParallel
         self.shard_gradients = shard_gradients  # whether every backward does
+        self._loaded: list[nn.Parameter] = []  # from the state dict, by a module that writes again what they have by then
         self._last_was_synchronized = True  # the last forward; if False, the next one does not broadcast
         self._check_parameters()
         optimizer.names.update({param: name for name, param in module.named_parameters()})
@@ -74,7 +76,9 @@ class ShardedDataParallel(nn.Module):
         self.reducer = optimizer.source = Reducer(self)
         if optimizer.plan.has_masters or units:
             for part in module.modules():
+                part.register_state_dict_pre_hook(_Hook(lambda *_: optimizer.synchronize()))
                 part.register_load_state_dict_pre_hook(_Hook(self._before_loading))
+                part.register_load_state_dict_post_hook(_Hook(lambda *_: optimizer.expect_versions(self._loaded)))
         if units:
             self._install_waits(units)
 
@@ -121,7 +125,7 @@ class ShardedDataParallel(nn.Module):
             if part._compiled_call_impl is None:
                 part.register_forward_pre_hook(_Hook(torch.compiler.disable(wait)), prepend=True)
             else:  # a hook would be compiled too
-                part._compiled_call_impl = _after(wait, part._compiled_call_impl)
+                part._compiled_call_impl = partial(_wait_and_call, wait, part._compiled_call_impl)
         self.optimizer.overlaps = True
 
     def _wait_for(self, params: Iterable[nn.Parameter]) -> Callable[..., None]:
@@ -165,11 +169,12 @@ class ShardedDataParallel(nn.Module):
     def _before_loading(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
         """Load parameters from the state dict into the masters, in full precision. The module itself loads the rest."""
         self.optimizer.synchronize()
-        for name, param in module.named_parameters(recurse=False) if self.optimizer.plan.has_masters else ():
+        self._loaded = []
+        for name, param in module._parameters.items() if self.optimizer.plan.has_masters else ():
             value = state_dict.get(prefix + name)
-            if value is not None and value.shape == param.shape:
-                self.optimizer.set_parameter(param, value)
-                self.optimizer.expect_versions([param], further=1)  # the module writes what it has already
+            if value is not None and param is not None and (value.shape == param.shape or value.numel() == param.numel() == 1):
+                self.optimizer.set_parameter(param, value.view(param.shape))
+                self._loaded.append(param)
                 state_dict[prefix + name] = param.detach()  # as it was rounded; torch has made its own copy of the dict
 
     @torch.no_grad()
@@ -209,11 +214,6 @@ class _Hook:
         return _Hook, ()
 
 
-def _after(wait: Callable[[], None], call: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that waits and then calls another one."""
-
-    def wait_and_call(*args: Any, **kwargs: Any) -> Any:
-        wait()
-        return call(*args, **kwargs)
-
-    return wait_and_call
+def _wait_and_call(wait: Callable[[], None], call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    wait()
+    return call(*args, **kwargs)

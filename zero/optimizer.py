@@ -199,10 +199,10 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
             owned.set_masters(flattened(value, param))
         self.expect_versions([param])
 
-    def expect_versions(self, params: Iterable[torch.nn.Parameter], further: int = 0) -> None:
-        """Note that the writes to parameters so far, and a number of further ones, have reached their masters, if any."""
+    def expect_versions(self, params: Iterable[torch.nn.Parameter]) -> None:
+        """Note that the writes to parameters so far have reached their masters, if they have any."""
         if self.plan.has_masters:
-            self._versions.update((param, param._version + further) for param in params if param in self.number_of)
+            self._versions.update((param, param._version) for param in params if param in self.number_of)
 
     def written(self) -> list[torch.nn.Parameter]:
         """Return the parameters whose masters have missed a write, as far as autograd's version counters show it."""

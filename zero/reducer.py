@@ -160,7 +160,8 @@ class Reducer(GradientSource):
         # an all-reduce in flight, and what it marks: (number of parameters,) uint8, those that have a gradient on any rank
         self._agreement: tuple[list[dist.Work], torch.Tensor] | None = None
         self._sent = [SentGradient(param) for param in self.params]
-        self._dicts = [part._parameters for part in wrapper.module.modules()]  # what each part of the module has
+        self._parts = list(wrapper.module.modules())
+        self._children = [{**part._modules} for part in self._parts]
         # a message that is under way must not lose its memory; at the end of the program, the other rank may be gone
         weakref.finalize(self, _wait_for_reductions, self._gradients).atexit = False
         # not hooks of autograd's nodes, which would keep a gradient in memory while its bucket is sent
@@ -314,7 +315,9 @@ class Reducer(GradientSource):
 
     def check(self) -> None:
         """Refuse parameters that are not the optimizer's in the place of those that are."""
-        held = itertools.chain(*(parameters.values() for parameters in self._dicts))
+        is_changed = [part._modules for part in self._parts] != self._children  # which takes less time than `modules`
+        parts = self._wrapper.module.modules() if is_changed else self._parts
+        held = itertools.chain(*(part._parameters.values() for part in parts))
         if any(param is not None and param.requires_grad and param not in self._number for param in held):
             named = self._wrapper.module.named_parameters()
             names = ", ".join(name for name, param in named if param.requires_grad and param not in self._number)
@@ -327,10 +330,8 @@ class Reducer(GradientSource):
             raise RuntimeError("the last backward did not end; call optimizer.zero_grad() and repeat the step")
         self._follow_zero_grad()
         if any(param.grad is not None and not isinstance(param.grad, SentGradient) for param in self.params):
-            raise RuntimeError(
-                "gradients of this step have not been sent: its last backward must run outside of no_sync(), with "
-                "require_backward_grad_sync = True; one set by hand is never sent"
-            )
+            remedy = "must run outside of no_sync(), with require_backward_grad_sync = True; one set by hand is never sent"
+            raise RuntimeError(f"gradients of this step have not been sent: its last backward {remedy}")
         if self.optimizer.comm.replicas > 1 or self._wrapper.shard_gradients:
             for gradients in self._gradients:  # start all all-reduces before the first wait
                 gradients.finish_reduce_scatter()

@@ -223,7 +223,11 @@ CONSTRUCTION = {  # ValueError
         "ScriptModule",
         at_once(lambda: wrap(module := torch.jit.script(net()), overlap=list(module.children()))),
     ),
-    "a unit of another model": ("not a module of the model", at_once(lambda: wrap(net(), overlap=[nn.Tanh()]))),
+    "a unit of another model": ("Tanh in overlap .* is no module", at_once(lambda: wrap(net(), overlap=[nn.Tanh()]))),
+    "a unit without a forward": (
+        "ModuleList in overlap has no forward",
+        at_once(lambda: wrap(module := nn.Sequential(nn.ModuleList([nn.Linear(8, 8)])), overlap=list(module))),
+    ),
     "no units": ("overlap=True must be modules of the model", at_once(lambda: wrap(net(), overlap=True))),
     "an alias in a buffer": (
         "alias shares memory with a parameter, which ShardedOptimizer has moved",

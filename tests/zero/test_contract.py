@@ -143,6 +143,8 @@ def what_waits_by_itself(name):
 WAIT = {
     "save weights": lambda model, optimizer: ckpt.model_state_dict(model.module, optimizer),
     "save state": lambda model, optimizer: ckpt.consolidate(optimizer),
+    "state_dict": lambda model, optimizer: model.module.state_dict(),
+    "a copy": lambda model, optimizer: copy.deepcopy(model),
     "write": lambda model, optimizer: optimizer.set_parameter(model.module[0].bias, torch.zeros(8)),
     "load": lambda model, optimizer: model.module.load_state_dict(net().state_dict()),
     "step": lambda model, optimizer: (optimizer.clip_grad_norm_(1.0), optimizer.step(), optimizer.synchronize()),
@@ -360,6 +362,18 @@ def writes_that_are_seen_are_refused(param_dtype):
         step_of(model, optimizer)
 
 
+def loading_counts_however_often_a_module_writes(param_dtype):
+    """A parameter under two names, and one number for a parameter without dimensions."""
+    module = net()
+    module[0].other = module[0].weight
+    module[0].scale = nn.Parameter(torch.ones(()))
+    model, optimizer = trained(module, param_dtype=param_dtype)
+    module.load_state_dict({**module.state_dict(), "0.scale": torch.tensor([2.0])})
+    optimizer.step()
+    assert module[0].scale == 2
+    step_of(model, optimizer)
+
+
 def a_write_that_is_not_seen(param_dtype):
     """With remainders, it changes a master by at most half a unit of bfloat16; a separate master knows nothing of it."""
     model, optimizer = trained(param_dtype=param_dtype)
@@ -376,10 +390,11 @@ def a_write_that_is_not_seen(param_dtype):
         assert torch.equal(weight, before)
 
 
+OF_MASTERS = writes_that_are_seen_are_refused, a_write_that_is_not_seen, loading_counts_however_often_a_module_writes
+
+
 def test_weights():
-    with_masters = [
-        partial(test, dtype) for test in (writes_that_are_seen_are_refused, a_write_that_is_not_seen) for dtype in MASTERS
-    ]
+    with_masters = [partial(test, dtype) for test in OF_MASTERS for dtype in MASTERS]
     run_in_turn(2, any_write_counts_without_masters, *with_masters)
     run_in_turn(1, any_write_counts_without_masters)
 
@@ -387,12 +402,14 @@ def test_weights():
 # -- 4. structure --------------------------------------------------------------------------------------------------------
 
 MOVED = r"^(0\.weight|2\.bias) was moved or replaced after ShardedOptimizer was built"
-REPLACED = r"^0\.weight require gradients, but are not the optimizer's: replaced \(for example by load_state_dict"
+REPLACED = r"^0\.weight(, 0\.bias)? require gradients, but are not the optimizer's: replaced \(for example by load_state_dict"
 CHANGES = {  # of a module that has been wrapped
     "to": (lambda module: module.double(), MOVED),
     "data =": (lambda module: setattr(module[0].weight, "data", module[0].weight.data.clone()), MOVED),
     "transposed": (lambda module: setattr(module[0].weight, "data", module[0].weight.data.t()), MOVED),
     "another parameter": (lambda module: setattr(module[0], "weight", nn.Parameter(torch.ones(8, 8))), REPLACED),
+    "another part": (lambda module: module.__setitem__(0, nn.Linear(8, 8)), REPLACED),
+    "a further part": (lambda module: module.append(nn.Linear(3, 3)), r"^3\.weight, 3\.bias require gradients"),
     "assign": (lambda module: module.load_state_dict({"0.weight": torch.ones(8, 8)}, strict=False, assign=True), REPLACED),
 }
 

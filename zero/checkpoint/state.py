@@ -16,7 +16,7 @@ import torch
 
 from zero.checks import ENTRIES, check_in_place
 from zero.codecs import Encoded
-from zero.host_comm import gather_objects, gather_tensors
+from zero.host_comm import gather_objects, gather_tensors, on_all_ranks
 from zero.layout import Slice
 from zero.muon import Muon
 from zero.optimizer import ShardedOptimizer, hyperparameters
@@ -163,7 +163,7 @@ def _synchronized(optimizer: torch.optim.Optimizer) -> Partition:
     """Return the partition, with nothing in flight, and every parameter in its place."""
     if isinstance(optimizer, ShardedOptimizer):
         optimizer.synchronize()
-        check_in_place(optimizer)
+        on_all_ranks(partial(check_in_place, optimizer), optimizer.comm.group)
         optimizer.comm.pool.clear()  # frees memory for the copy
     return partition(optimizer)
 

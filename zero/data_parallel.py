@@ -66,7 +66,7 @@ class ShardedDataParallel(nn.Module):
         self.broadcast_buffers = broadcast_buffers and next(module.buffers(), None) is not None
         self.require_backward_grad_sync = True  # whether the next backward sends its gradients, as in DistributedDataParallel
         self.shard_gradients = shard_gradients  # whether every backward does
-        self._loaded: list[nn.Parameter] = []  # from the state dict, by a module that writes again what they have by then
+        self._loaded: dict[nn.Module, list[nn.Parameter]] = {}  # what a part of the module writes again while it is loaded
         self._last_was_synchronized = True  # the last forward; if False, the next one does not broadcast
         self._check_parameters()
         optimizer.names.update({param: name for name, param in module.named_parameters()})
@@ -78,7 +78,9 @@ class ShardedDataParallel(nn.Module):
             for part in module.modules():
                 part.register_state_dict_pre_hook(_Hook(lambda *_: optimizer.synchronize()))
                 part.register_load_state_dict_pre_hook(_Hook(self._before_loading))
-                part.register_load_state_dict_post_hook(_Hook(lambda *_: optimizer.expect_versions(self._loaded)))
+                part.register_load_state_dict_post_hook(
+                    _Hook(lambda part, _: optimizer.expect_versions(self._loaded.pop(part)))
+                )
         if units:
             self._install_waits(units)
 
@@ -169,12 +171,12 @@ class ShardedDataParallel(nn.Module):
     def _before_loading(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
         """Load parameters from the state dict into the masters, in full precision. The module itself loads the rest."""
         self.optimizer.synchronize()
-        self._loaded = []
+        self._loaded[module] = []
         for name, param in module._parameters.items() if self.optimizer.plan.has_masters else ():
             value = state_dict.get(prefix + name)
             if value is not None and param is not None and (value.shape == param.shape or value.numel() == param.numel() == 1):
                 self.optimizer.set_parameter(param, value.view(param.shape))
-                self._loaded.append(param)
+                self._loaded[module].append(param)
                 state_dict[prefix + name] = param.detach()  # as it was rounded; torch has made its own copy of the dict
 
     @torch.no_grad()

@@ -363,10 +363,10 @@ def writes_that_are_seen_are_refused(param_dtype):
 
 
 def loading_counts_however_often_a_module_writes(param_dtype):
-    """A parameter under two names, and one number for a parameter without dimensions."""
+    """A parameter under two names, a number for one without dimensions, and one of a part that has parts."""
     module = net()
     module[0].other = module[0].weight
-    module[0].scale = nn.Parameter(torch.ones(()))
+    module[0].scale, module.of_root = nn.Parameter(torch.ones(())), nn.Parameter(torch.ones(3))
     model, optimizer = trained(module, param_dtype=param_dtype)
     module.load_state_dict({**module.state_dict(), "0.scale": torch.tensor([2.0])})
     optimizer.step()

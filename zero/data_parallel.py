@@ -78,9 +78,7 @@ class ShardedDataParallel(nn.Module):
             for part in module.modules():
                 part.register_state_dict_pre_hook(_Hook(lambda *_: optimizer.synchronize()))
                 part.register_load_state_dict_pre_hook(_Hook(self._before_loading))
-                part.register_load_state_dict_post_hook(
-                    _Hook(lambda part, _: optimizer.expect_versions(self._loaded.pop(part)))
-                )
+                part.register_load_state_dict_post_hook(_Hook(lambda of, _: optimizer.expect_versions(self._loaded.pop(of))))
         if units:
             self._install_waits(units)
 

@@ -119,7 +119,7 @@ def check_in_place(optimizer: Any) -> None:
     for param in itertools.chain(*(buffer.moved() for buffer in optimizer.buffers)):
         raise RuntimeError(
             f"{name_of(param, names)} was moved or replaced after ShardedOptimizer was built (by model.to, param.data = ..., "
-            "flatten_parameters, or another optimizer); build the optimizer after that, and write to weights with copy_"
+            "flatten_parameters, or another optimizer); build the optimizer after that, and write with optimizer.set_parameter"
         )
     for param in optimizer.written():
         remedy = "write with optimizer.set_parameter(param, value) or load_state_dict of the model under ShardedDataParallel"

@@ -28,8 +28,8 @@ class ShardedDataParallel(nn.Module):
        reduce-scattered at once. Until the next `zero_grad` (of the optimizer, the wrapper or the model), `param.grad` holds a
        placeholder that refuses every operation: clip with `optimizer.clip_grad_norm_`, scale with `ShardedGradScaler`.
     3. Weights are written by the optimizer, by `optimizer.set_parameter`, and by `load_state_dict` of the model. Without a
-       `param_dtype`, any other write counts as well. With one, `step` refuses a write that version counters show; others
-       (`param.data`) change a master of "bfloat16_remainder" by at most half a unit of bfloat16, and are otherwise lost.
+       `param_dtype`, any other write counts as well (with units, after `synchronize()`). With one, `step` refuses what version
+       counters show; others (`param.data`) change a "bfloat16_remainder" by at most half a unit of bfloat16, or are lost.
     4. Structure. A model is wrapped once, for its life. Its parameters are not moved, replaced or regrouped: `step` refuses it.
 
     Gradients add up until `zero_grad`. In `no_sync()` they do so in `param.grad`, and the next synchronized backward sends

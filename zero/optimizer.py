@@ -187,7 +187,7 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
 
     @torch.no_grad()
     def set_parameter(self, param: torch.nn.Parameter, value: torch.Tensor) -> None:
-        """Overwrite a parameter and this rank's master slices of it. The masters keep the full precision of `value`."""
+        """Overwrite a parameter, and its masters in the full precision of `value`. Needs to be called on all ranks."""
         self.synchronize()
         value = value.expand_as(param)
         if self.plan.param_dtype is not None and param in self.number_of:

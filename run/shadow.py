@@ -13,8 +13,7 @@ from run.guard import Guard
 from zero import ShardedGradScaler, ShardedOptimizer
 from zero.build import build, clip_grad_norm_
 from zero.flags import Flags
-from zero.optimizer import hyperparameters
-from zero.sharded_state import parameters, partition
+from zero.sharded_state import hyperparameters, parameters, partition
 from zero.tensors import flattened
 
 

@@ -1,8 +1,7 @@
 """What this package refuses, with the reason and the remedy: what it cannot divide, move or follow."""
 
 import itertools
-from collections import defaultdict
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -40,7 +39,14 @@ _UNSUPPORTED = {
 }
 
 
-def check_class(optimizer_cls: type[torch.optim.Optimizer], elementwise: bool) -> None:
+Class = type[torch.optim.Optimizer] | None
+
+
+def check_class(optimizer_cls: Class, optimizer_class: Class, elementwise: bool) -> type[torch.optim.Optimizer]:
+    """Return the class that one of the two arguments is. Raise ValueError if it cannot be divided."""
+    if optimizer_cls is not None and optimizer_class is not None:
+        raise ValueError("optimizer_cls and optimizer_class are two names of one argument; give one of them")
+    optimizer_cls = optimizer_cls or optimizer_class
     if not isinstance(optimizer_cls, type):
         raise ValueError(f"optimizer_cls={optimizer_cls!r} must be a class, for example torch.optim.AdamW")
     for refused, reason in _UNSUPPORTED.items():
@@ -51,6 +57,7 @@ def check_class(optimizer_cls: type[torch.optim.Optimizer], elementwise: bool) -
             f"{optimizer_cls.__name__} is not one of torch.optim's classes that treat every element independently; if it does, "
             "pass elementwise=True (ShardedOptimizer says what that promises), otherwise use ZeroRedundancyOptimizer"
         )
+    return optimizer_cls
 
 
 def rounded_state(optimizer_cls: type[torch.optim.Optimizer]) -> Collection[str] | None:
@@ -108,14 +115,20 @@ def _check_memory(params: list[torch.nn.Parameter]) -> None:
         reached[device, trainable] = max((stop, shape), reached.get((device, trainable), (stop, shape)))
 
 
+def check_groups(optimizer: Any) -> None:
+    """Raise RuntimeError if the parameters in the groups of a ShardedOptimizer are not those that it has laid out."""
+    groups = [group["params"] for group in optimizer.param_groups]
+    if [list(map(id, params)) for params in groups] != [list(map(id, params)) for params in optimizer.params_of_groups]:
+        raise RuntimeError("the parameters in param_groups have been changed; use add_param_group or build a new optimizer")
+
+
 def check_in_place(optimizer: Any) -> None:
     """Raise RuntimeError for parameters of a ShardedOptimizer that were moved, regrouped, unfrozen or written to.
 
     Compares addresses and version counters, and looks at no element.
     """
-    names, groups = optimizer.names, [group["params"] for group in optimizer.param_groups]
-    if [list(map(id, params)) for params in groups] != [list(map(id, params)) for params in optimizer.params_of_groups]:
-        raise RuntimeError("the parameters in param_groups have been changed; build a new ShardedOptimizer for that")
+    check_groups(optimizer)
+    names = optimizer.names
     for param in itertools.chain(*(buffer.moved() for buffer in optimizer.buffers)):
         raise RuntimeError(
             f"{name_of(param, names)} was moved or replaced after ShardedOptimizer was built (by model.to, param.data = ..., "
@@ -126,7 +139,7 @@ def check_in_place(optimizer: Any) -> None:
         raise RuntimeError(f"{name_of(param, names)} was written to, but its master was not; {remedy}")
     for param in optimizer.frozen:
         if param.grad is not None:
-            name, remedy = name_of(param, names), "build the optimizer after requires_grad_(True)"
+            name, remedy = name_of(param, names), "call add_param_group or build the optimizer after requires_grad_(True)"
             raise RuntimeError(f"{name} was frozen when ShardedOptimizer was built and has a gradient now; {remedy}")
 
 
@@ -161,44 +174,3 @@ def check_all_managed(module: nn.Module, managed: Collection[nn.Parameter]) -> N
             "give all of them to one ShardedOptimizer, or use DistributedDataParallel, under which several can share a module"
         )
         raise ValueError(f"these parameters require gradients but are not the optimizer's: {', '.join(unmanaged)}; {remedy}")
-
-
-_DIVIDED = "the optimizer state is divided among the ranks"
-
-
-class StateIsDivided:
-    """What an optimizer refuses because a single rank does not have the whole state: use `zero.checkpoint` instead."""
-
-    def state_dict(self) -> dict[str, Any]:
-        raise RuntimeError(f"{_DIVIDED}; call zero.checkpoint.consolidate(optimizer) on all ranks to gather it on rank 0")
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        raise RuntimeError("call zero.checkpoint.restore(optimizer, state_dict) on all ranks: each takes its slices")
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        remedy = "call zero.checkpoint.consolidate(optimizer) on all ranks and save what rank 0 gets"
-        raise TypeError(f"a ShardedOptimizer belongs to a process group and cannot be copied or pickled; {remedy}")
-
-
-class CallersState(defaultdict):
-    """The `state` of a ShardedOptimizer: what wrappers of optimizers keep there for themselves. Refuses parameters as keys."""
-
-    def _refuse(self, *_: Any) -> Any:
-        of_rank, of_all = (
-            "optimizer.inner.state has that of this rank's slices",
-            "zero.checkpoint.consolidate(optimizer) all of it",
-        )
-        raise RuntimeError(f"{_DIVIDED}: {of_rank}, {of_all}")
-
-    __iter__ = __len__ = keys = values = items = clear = popitem = _refuse  # type: ignore[assignment]
-
-
-def _for_callers_keys(name: str) -> Callable[..., Any]:
-    def method(state: CallersState, key: Any, *args: Any) -> Any:
-        return state._refuse() if isinstance(key, torch.Tensor) else getattr(super(CallersState, state), name)(key, *args)
-
-    return method
-
-
-for _name in ("__missing__", "__contains__", "__setitem__", "get", "pop", "setdefault"):
-    setattr(CallersState, _name, _for_callers_keys(_name))

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from zero.host_comm import TAG
+from zero.host_comm import TAG, timeout_of
 from zero.options import Options
 from zero.stopwatch import Stopwatch, mark
 from zero.tensors import pieces
@@ -47,9 +47,8 @@ def _subgroup(group: dist.ProcessGroup | None, members: Iterable[int]) -> dist.P
     if len(ranks) < world.size() and world.bound_device_id is not None:
         reason = "because with init_process_group(device_id=...) every rank takes part in each new group; leave device_id out"
         raise ValueError(f"shard_size in a process_group of {len(ranks)} ranks would wait for all {world.size()}, {reason}")
-    timeout = getattr(getattr(whole._get_backend(whole._device_types[-1]), "options", None), "_timeout", None)
     chosen, backend = [ranks[member] for member in members], dist.get_backend(whole)
-    return dist.new_group(chosen, timeout=timeout, backend=backend, use_local_synchronization=True)
+    return dist.new_group(chosen, timeout=timeout_of(group), backend=backend, use_local_synchronization=True)
 
 
 class ReduceScatterWork(NamedTuple):

@@ -12,6 +12,9 @@ from zero.checks import SPARSE
 from zero.host_comm import cpu_group
 from zero.tensors import flattened, name_of, shaped
 
+COMPARED_STEPS = 2  # the first ones
+TOLERANCE = 1e-3  # of norms: ranks that add up in different orders, also in bfloat16, differ by less
+
 
 class GradientSource(ABC):
     """What a ShardedOptimizer asks for gradients, with the same calls on all ranks: a Reducer, or else ParameterGradients."""
@@ -46,9 +49,13 @@ class ParameterGradients(GradientSource):
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer  # a ShardedOptimizer
+        self._compared = 0  # steps whose gradients were compared between the ranks
 
     def check(self) -> None:
-        """Refuse sparse gradients, and those on some ranks only: each rank would update its slices, or would not."""
+        """Refuse sparse gradients, those on some ranks only, and in the first steps those that nobody has averaged.
+
+        Otherwise ranks would update their slices with gradients of their own data, or would not update them.
+        """
         comm, params = self._optimizer.comm, self._optimizer.flat_params
         if any(param.grad is not None and param.grad.is_sparse for param in params):
             raise RuntimeError(SPARSE)
@@ -63,6 +70,20 @@ class ParameterGradients(GradientSource):
                 f"{name} has a gradient on some ranks only; average the gradients over all ranks, where a rank without one "
                 "counts as zero, or use ShardedDataParallel"
             )
+        if self._compared < COMPARED_STEPS:
+            self._compared += 1
+            self._compare([param for param in params if param.grad is not None])
+
+    def _compare(self, params: list[torch.nn.Parameter]) -> None:
+        """Raise RuntimeError on all ranks if the norm of a gradient differs between them. Waits for a GPU."""
+        norms = [norm.item() for param in params for norm in float32_norms([param.grad])]  # type: ignore[list-item]
+        extremes = torch.tensor([[norm, -norm] for norm in norms] or [[0.0, 0.0]], dtype=torch.float64, device="cpu")
+        dist.all_reduce(extremes, dist.ReduceOp.MAX, group=cpu_group(self._optimizer.comm.group))
+        for param, (largest, less) in zip(params, extremes.tolist(), strict=False):
+            if largest + less > TOLERANCE * largest:
+                what = f"the gradient of {name_of(param, self._optimizer.names)} has norm {-less:.4g} on one rank"
+                remedy = "average the gradients over all ranks before step, or use ShardedDataParallel"
+                raise RuntimeError(f"{what} and {largest:.4g} on another; {remedy}")
 
     def collect(self) -> Iterator[Bucket]:
         buckets: list[Bucket] = self._optimizer.buckets
@@ -124,7 +145,7 @@ def _refuse(function: str) -> None:
     )
 
 
-def float32_norms(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
+def float32_norms(gradients: list[torch.Tensor], norm_type: float = 2.0) -> list[torch.Tensor]:
     """Return the norms of gradients in float32, also if these are float16, whose norm may be larger than float16 can hold."""
     dtype = torch.float32 if any(gradient.dtype.itemsize < 4 for gradient in gradients) else None
-    return [norm.float() for norm in torch._foreach_norm(gradients, dtype=dtype)]
+    return [norm.float() for norm in torch._foreach_norm(gradients, norm_type, dtype=dtype)]

@@ -11,6 +11,7 @@ import torch.distributed as dist
 TAG = 0x2E60  # of messages between two ranks, so that a receive in user code never takes one
 MESSAGE_BYTES = 25_000_000  # largest message; longer tensors are sent in several
 LONG_TIMEOUT = timedelta(days=1)  # for waits on a disk, which may take longer than any step
+LONGEST_MEETING = timedelta(minutes=10)
 
 
 @cache
@@ -23,6 +24,27 @@ def cpu_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
         return group
     ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
     return dist.new_group(ranks, timeout=LONG_TIMEOUT, backend="gloo", use_local_synchronization=True)
+
+
+def timeout_of(group: dist.ProcessGroup | None) -> timedelta | None:
+    """Return the timeout of a process group; None: its backend has none."""
+    whole: Any = group or dist.group.WORLD
+    return getattr(getattr(whole._get_backend(whole._device_types[-1]), "options", None), "_timeout", None)
+
+
+def meet(group: dist.ProcessGroup | None) -> None:
+    """Wait until all ranks of the group have called this, for its timeout, at most ten minutes. Then raise RuntimeError.
+
+    For what programs may call on one rank by mistake, before anything that would wait much longer. Rank 0 names who is missing.
+    """
+    if not dist.is_initialized() or dist.get_world_size(group) == 1 or dist.get_backend(group) == "fake":
+        return
+    timeout = min(timeout_of(group) or LONGEST_MEETING, LONGEST_MEETING)
+    try:
+        dist.monitored_barrier(cpu_group(group), timeout, wait_all_ranks=True)
+    except RuntimeError as error:
+        remedy = "gathering and restoring state needs a call on all ranks, outside of `if rank == 0`"
+        raise RuntimeError(f"not all ranks are here: {remedy} ({str(error).splitlines()[0]})") from None
 
 
 def is_rank_0() -> bool:
@@ -80,28 +102,25 @@ def check_same_on_all_ranks(facts: dict[str, Any], group: dist.ProcessGroup | No
 
 
 def gather_tensors(
-    own: list[Callable[[], torch.Tensor]], places: list[list[torch.Tensor]] | None, group: dist.ProcessGroup | None
+    own: list[Callable[[], torch.Tensor]], places: list[list[torch.Tensor]] | None, group: dist.ProcessGroup | None, to: int = 0
 ) -> None:
-    """Gather flat tensors of all ranks on rank 0. Needs to be called on all ranks of a group that sends from main memory.
+    """Gather flat tensors of all ranks on rank `to`. Needs to be called on all ranks of a group that sends from main memory.
 
     NCCL is of no use here: a GPU may have no memory left, and it needs a communicator per pair of ranks.
 
     Args:
         own: functions that return the tensors of this rank. They are called one by one, so that few tensors exist.
-        places: on rank 0, for each rank, where its tensors go; on others None.
+        places: on rank `to`, for each rank, where its tensors go; on others None.
     """
     if places is None:
         for read in own:
-            _send(read(), group)
+            elements = read()
+            for message in elements.split(MESSAGE_BYTES // elements.itemsize):
+                dist.send(message.cpu(), group_dst=to, group=group, tag=TAG)
         return
-    for place, read in zip(places[0], own, strict=True):
+    for place, read in zip(places[to], own, strict=True):
         place.copy_(read())
-    for rank, of_rank in enumerate(places[1:], 1):
-        for place in of_rank:
+    for rank, of_rank in enumerate(places):
+        for place in of_rank if rank != to else ():
             for message in place.split(MESSAGE_BYTES // place.itemsize):
                 dist.recv(message, group_src=rank, group=group, tag=TAG)
-
-
-def _send(elements: torch.Tensor, group: dist.ProcessGroup | None) -> None:
-    for message in elements.split(MESSAGE_BYTES // elements.itemsize):
-        dist.send(message.cpu(), group_dst=0, group=group, tag=TAG)

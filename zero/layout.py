@@ -218,24 +218,26 @@ def auto_bucket_mb(nbytes: int, world_size: int) -> float:
     return max(4.0, min(nbytes / 3e6, max(25.0, world_size, nbytes / 40e6)))
 
 
-def plan(params: Sequence[ParameterSpec], world_size: int, options: Options = Options()) -> Plan:
+def plan(
+    params: Sequence[ParameterSpec], world_size: int, options: Options = Options(), earlier: Sequence[BufferPlan] = ()
+) -> Plan:
     """Return the plan of a ShardedOptimizer: flat buffers, one per dtype and device, in reverse registration order.
 
     `params` are numbered as a torch.optim `state_dict()` numbers them, and `world_size` ranks share their state. Those that
-    `options` store in another dtype are updated in their own one, promoted to at least float32. Raises ValueError if an
-    argument is invalid.
+    `options` store in another dtype are updated in their own one, promoted to at least float32. `earlier`: the buffers that
+    exist already, for some of the parameters. Raises ValueError if an argument is invalid.
     """
     if world_size < 1:
         raise ValueError(f"world_size={world_size} must be positive")
     param_dtype, has_remainders = options.stored_dtype, options.param_dtype == "bfloat16_remainder"
     kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-    nbytes = 0
+    nbytes, laid_out = 0, {number for buffer in earlier for number in buffer.params}
     for number in sorted(range(len(params)), key=lambda number: params[number].position)[::-1]:
-        if params[number].requires_grad:
+        if params[number].requires_grad and number not in laid_out:
             kinds.setdefault((params[number].dtype, params[number].device), []).append(number)
             nbytes += params[number].numel * (param_dtype or params[number].dtype).itemsize
     megabytes = auto_bucket_mb(nbytes, world_size) if isinstance(options.bucket_mb, str) else options.bucket_mb
-    buffers = []
+    buffers = list(earlier)
     for (own_dtype, device), numbers in kinds.items():
         dtype = param_dtype or own_dtype
         numels, bucket_numel = [params[number].numel for number in numbers], max(1, int(megabytes * 1e6) // dtype.itemsize)

@@ -3,7 +3,7 @@
 import itertools
 import math
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -11,22 +11,24 @@ import torch
 import torch.distributed as dist
 
 from zero.buckets import Bucket, FlatBuffer, OwnedSlice, allocate
-from zero.checks import KNOWN, CallersState, StateIsDivided, check_class, check_in_place, check_parameters, check_rounding
+from zero.checks import KNOWN, check_class, check_groups, check_in_place, check_parameters, check_rounding
 from zero.codecs import codec_of
 from zero.collectives import Communicator
 from zero.gradients import GradientSource, ParameterGradients, SentGradient, float32_norms
-from zero.host_comm import check_same_on_all_ranks, on_all_ranks
+from zero.host_comm import check_same_on_all_ranks, meet, on_all_ranks
+from zero.interface import CallersState, DividedState
 from zero.layout import Plan, parameter_specs, plan
 from zero.masters import store_rounded
 from zero.muon import Muon
 from zero.muon.exchange import MatrixExchange, check_matrices
 from zero.options import Options
+from zero.sharded_state import Partition, hyperparameters
 from zero.stopwatch import region
-from zero.tensors import flattened, is_dense, properties
+from zero.tensors import flattened, is_dense, name_of, properties
 from zero.update import SliceUpdate
 
 
-class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
+class ShardedOptimizer(DividedState):
     """ZeRO stage 1: each of N ranks keeps and updates the optimizer state of 1/N of the elements.
 
     At construction, the parameters take the values of rank 0 and move into flat buffers, divided as `zero.layout` says: their
@@ -39,16 +41,18 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
     3. all-gather          As soon as a bucket is updated, its owners send their shards to all ranks.
 
     Parameters without a gradient are skipped. Construction and `step` need to be called on all ranks. `ShardedDataParallel`
-    has the contract.
+    has the contract. The arguments and methods of ZeroRedundancyOptimizer have the same meaning.
 
     Args:
         params: parameters or parameter groups, as for any `torch.optim.Optimizer`. They must be the same on all ranks.
-        optimizer_cls: class of the inner optimizer. One that is not of torch.optim steps once, for all buckets together.
+        optimizer_cls, optimizer_class: class of the inner optimizer, in one of them. One that is not of torch.optim steps
+            once, for all buckets together. If it has methods `train` and `eval`, so has this; call them on all ranks.
         process_group: the ranks that train the model. Default: all ranks, or this process without torch.distributed.
         registration_order: `model.parameters()`, if `params` are groups in another order: that of gradients in backward.
         elementwise: True for a class that is not one of torch.optim's: the caller's promise that what it does to an element
             depends on that element, its gradient, its state, the hyperparameters of its group and the number of steps only.
         device: where the parameters will be. Default: where they are. They move there one after the other.
+        parameters_as_bucket_view: changes nothing, they always are. `overlap_with_ddp` must be False.
         **kwargs: options, such as `bucket_mb`: the fields of `zero.options.Options`. Others are arguments of `optimizer_cls`.
 
     Raises ValueError if an argument is invalid, `optimizer_cls` cannot be divided in this way or is not declared, or the
@@ -60,9 +64,12 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
     def __init__(
         self,
         params: Iterable[Any],
-        optimizer_cls: type[torch.optim.Optimizer],
+        optimizer_cls: type[torch.optim.Optimizer] | None = None,
         process_group: dist.ProcessGroup | None = None,
+        parameters_as_bucket_view: bool = False,
+        overlap_with_ddp: bool = False,
         *,
+        optimizer_class: type[torch.optim.Optimizer] | None = None,
         registration_order: Iterable[torch.nn.Parameter] | None = None,
         elementwise: bool = False,
         device: torch.device | None = None,
@@ -70,7 +77,9 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
     ) -> None:
         self.options = Options.taken_from(kwargs)
         codec = codec_of(self.options.state_dtype)
-        check_class(optimizer_cls, elementwise)
+        if overlap_with_ddp:
+            raise ValueError("overlap_with_ddp=True is not supported; use zero.ShardedDataParallel, which overlaps")
+        optimizer_cls = check_class(optimizer_cls, optimizer_class, elementwise)
         self.comm, self.optimizer_cls = Communicator(process_group, self.options), optimizer_cls
         self.arguments, self.device = kwargs, device
         self.registration_order = list(registration_order or ())
@@ -92,21 +101,70 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
         self._lay_out()
         inner_groups = [{**hyperparameters(group), "params": self._locals(group["params"])} for group in self.param_groups]
         self.inner = on_all_ranks(lambda: optimizer_cls(inner_groups, **kwargs), self.comm.group)
+        self.gathered = None if self.inner.state else {}
         if self.inner._optimizer_step_pre_hooks or self.inner._optimizer_step_post_hooks:
             raise ValueError(f"{optimizer_cls.__name__} registers step hooks on itself, which ShardedOptimizer would not call")
-        exchange = MatrixExchange(self) if isinstance(self.inner, Muon) else None
-        self._update = SliceUpdate(self.inner, self.buckets, codec, exchange)
+        self._update = SliceUpdate(self.inner, self.buckets, codec)
+        self._update.prepare(self._exchange())
         self.defaults = dict(self.inner.defaults)
         _copy_hyperparameters(self.inner.param_groups, self.param_groups)
 
     def _locals(self, params: Iterable[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
         return [owned.local for param in params for owned in self._owned_of.get(param, [])]
 
+    def _exchange(self) -> MatrixExchange | None:
+        return MatrixExchange(self) if isinstance(self.inner, Muon) else None
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group during construction, which lays out all groups together."""
-        if "inner" in vars(self):
-            raise RuntimeError("ShardedOptimizer has laid out its buckets; give all parameter groups to its constructor")
-        super().add_param_group(param_group)
+        """Add a group, as in torch.optim, also between steps. Needs to be called on all ranks.
+
+        Its parameters take the values of rank 0 and move into flat buffers of their own, and so do those of earlier groups that
+        were frozen and require gradients now. All others stay in their places, with their state.
+
+        Raises RuntimeError under a ShardedDataParallel, and if a parameter has state from before it was frozen.
+        """
+        if "inner" not in vars(self):  # the constructor lays out all groups together
+            super().add_param_group(param_group)
+            return
+        if not self.source.is_whole:
+            remedy = "give all groups to the constructor, or train under DistributedDataParallel"
+            raise RuntimeError(f"the buckets of a ShardedDataParallel are laid out once; {remedy}")
+        self.synchronize()
+
+        def add() -> None:
+            check_groups(self)
+            for param in self.frozen:
+                if param.requires_grad and self.inner.state.get(param):
+                    remedy = "build a new ShardedOptimizer, and load into it what consolidate_state_dict() gathers"
+                    raise RuntimeError(f"{name_of(param, self.names)} has state from before it was frozen; {remedy}")
+            super(ShardedOptimizer, self).add_param_group(param_group)
+
+        before = list(self.param_groups)
+        try:
+            on_all_ranks(add, self.comm.group)
+            self._lay_out(self.plan)
+        except BaseException:
+            self.param_groups[:] = before
+            raise
+        for group, inner_group in zip(before, self.inner.param_groups, strict=True):
+            inner_group["params"] = self._locals(group["params"])
+        added = self.param_groups[-1]
+        self.inner.add_param_group({**hyperparameters(added), "params": self._locals(added["params"])})
+        self._update.prepare(self._exchange())
+        self.source = ParameterGradients(self)
+
+    def __getattr__(self, name: str) -> Any:
+        """Return `train` or `eval`, if the inner optimizer has it."""
+        if name in ("train", "eval") and "inner" in vars(self):
+            return partial(self._apply, getattr(self.inner, name))
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    @torch.no_grad()
+    def _apply(self, method: Callable[[], Any]) -> None:
+        """Let a method of the inner optimizer write to the parameters of all ranks."""
+        self.synchronize()
+        check_in_place(self)
+        self._write(self.flat_params, self._update.apply(method))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -121,11 +179,17 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
         self.synchronize()
         check_in_place(self)
         self.source.check()
+        self.gathered = None
         self.collect_gradients()  # phase 1
-        _copy_hyperparameters(self.param_groups, self.inner.param_groups)
         changed = self.source.updated()
+        self._write(changed, self._update(changed))
+        return loss
+
+    def _write(self, changed: list[torch.nn.Parameter], updates: Iterator[list[Bucket]]) -> None:
+        """Let the inner optimizer write to the slices of the changed parameters, and all-gather these."""
+        _copy_hyperparameters(self.param_groups, self.inner.param_groups)
         try:
-            for updated in self._update(changed):  # phase 2: update the owned slices
+            for updated in updates:  # phase 2: update the owned slices
                 for bucket in updated:  # phase 3
                     with region(f"zero::all_gather bucket {bucket.number}"):
                         bucket.gather = self.comm.all_gather(bucket.data)
@@ -139,7 +203,6 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
         self.expect_versions(changed)
         if not self.overlaps:
             self.synchronize()
-        return loss
 
     def synchronize(self, buckets: Iterable[Bucket] | None = None) -> None:
         """Wait for all parameters, or for those in `buckets`. On a GPU, the current stream waits, not the host."""
@@ -166,20 +229,26 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
             owned.local.grad = None
 
     @torch.no_grad()
-    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale the gradients like `torch.nn.utils.clip_grad_norm_`. Needs to be called on all ranks.
 
         Return the norm of all gradients before clipping, a float32 scalar. With `max_norm=math.inf`, only measure it.
+        `norm_type` must be positive, and may be `math.inf`.
         """
+        norm_type = float(norm_type)
+        if not norm_type > 0:
+            raise ValueError(f"norm_type={norm_type} must be positive; 2.0 is the usual norm, inf the largest gradient")
         device = self.buckets[0].data.device if self.buckets else None
         norms = [torch.zeros((), dtype=torch.float32, device=device)]
         for bucket in self.source.collect():  # meanwhile, the gradients of the next bucket are in flight
             if gradients := [owned.local.grad for owned in bucket.owned if owned.local.grad is not None]:
-                norms += [norm.to(device) for norm in float32_norms(gradients)]
-        total = torch.stack(norms).square().sum()
+                norms += [norm.to(device) for norm in float32_norms(gradients, norm_type)]
+        is_max = norm_type == math.inf
+        total = torch.stack(norms).max() if is_max else torch.stack(norms).pow(norm_type).sum()
         # over all ranks, also if there are replicas: the norm must have the same bits on all of them
-        self.comm.wait("all-reduce", self.comm.all_reduce(total), total.device)
-        norm = (total / self.comm.replicas).sqrt()
+        op = dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM
+        self.comm.wait("all-reduce", self.comm.all_reduce(total, op), total.device)
+        norm = total if is_max else (total / self.comm.replicas).pow(1 / norm_type)
         if max_norm < math.inf:
             groups = (self if self.source.is_whole else self.inner).param_groups
             torch.nn.utils.clip_grads_with_norm_(itertools.chain(*(group["params"] for group in groups)), max_norm, norm)
@@ -208,6 +277,17 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
         """Return the parameters whose masters have missed a write, as far as autograd's version counters show it."""
         return [param for param, version in self._versions.items() if param._version != version]
 
+    def partition(self) -> Partition:
+        comm = self.comm
+        return Partition(self, self.inner, self.plan, comm.shard_rank, comm.shard_group, comm.replica, self.owned)
+
+    def settle(self) -> None:
+        meet(self.comm.group)
+        self.gathered = None
+        self.synchronize()
+        on_all_ranks(partial(check_in_place, self), self.comm.group)
+        self.comm.pool.clear()  # frees memory for a copy
+
     @property
     def flat_params(self) -> list[torch.nn.Parameter]:
         """The parameters in the flat buffers, as `Bucket.members` numbers them."""
@@ -218,22 +298,24 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
         """The slices of this rank, bucket by bucket."""
         return [owned for bucket in self.buckets for owned in bucket.owned]
 
-    def _lay_out(self) -> None:
-        """Move the parameters to their places in flat buffers."""
-        self.plan = planned = _checked_plan(self)
+    def _lay_out(self, earlier: Plan | None = None) -> None:
+        """Move the parameters to places in flat buffers, except those that have one in the `earlier` plan."""
+        self.plan = planned = _checked_plan(self, earlier)
         self.params_of_groups = [list(group["params"]) for group in self.param_groups]
         params = list(itertools.chain(*self.params_of_groups))
-        self.frozen = [param for param in params if not param.requires_grad]
+        self.frozen = [param for param, spec in zip(params, planned.params, strict=True) if not spec.requires_grad]
         group_of = {param: index for index, group in enumerate(self.param_groups) for param in group["params"]}
         for number, start, stop, offset in planned.slices(self.comm.shard_rank):
             if not planned.params[number].requires_grad:  # a frozen parameter stays in its own memory
                 self._owned_of[params[number]] = [OwnedSlice(params[number], start, stop, offset, params[number])]
-        for planned_buffer in planned.buffers:
+        for planned_buffer in planned.buffers[len(self.buffers) :]:
             own = [params[number] for number in planned_buffer.params]
-            earlier = len(self.number_of), len(self.buckets)
-            buffer, buckets = allocate(planned_buffer, own, self.comm.shard_rank, *earlier)
+            for param in own:
+                self._owned_of.pop(param, None)  # of a parameter that was frozen
+            first_param, first_bucket = len(self.number_of), len(self.buckets)
+            buffer, buckets = allocate(planned_buffer, own, self.comm.shard_rank, first_param, first_bucket)
             self.buffers.append(buffer)
-            self.number_of.update(zip(own, itertools.count(len(self.number_of)), strict=False))
+            self.number_of.update(zip(own, itertools.count(first_param), strict=False))
             self.buckets += buckets
             for bucket in buckets:
                 for owned in bucket.owned:
@@ -241,7 +323,7 @@ class ShardedOptimizer(StateIsDivided, torch.optim.Optimizer):
                     bucket.local_by_group.setdefault(group_of[owned.param], []).append(owned.local)
             for number, param in enumerate(own):
                 _move_in(buffer, number, self.comm, self._owned_of.get(param, []))
-        self.expect_versions(self.number_of)
+            self.expect_versions(own)
 
 
 def _move_in(buffer: FlatBuffer, number: int, comm: Communicator, slices: list[OwnedSlice]) -> None:
@@ -257,8 +339,8 @@ def _move_in(buffer: FlatBuffer, number: int, comm: Communicator, slices: list[O
             owned.set_masters(part, first)
 
 
-def _checked_plan(optimizer: ShardedOptimizer) -> Plan:
-    """Return the plan of all groups. Nothing has moved if this refuses them, on all ranks."""
+def _checked_plan(optimizer: ShardedOptimizer, earlier: Plan | None) -> Plan:
+    """Return the plan of all groups, with the buffers of the earlier one. Nothing has moved if this refuses, on all ranks."""
     groups, comm, options = optimizer.param_groups, optimizer.comm, optimizer.options
     params = list(itertools.chain(*(group["params"] for group in groups)))
 
@@ -273,7 +355,10 @@ def _checked_plan(optimizer: ShardedOptimizer) -> Plan:
     on_all_ranks(check, comm.group)
     check_same_on_all_ranks({f"parameter {number}": properties(param) for number, param in enumerate(params)}, comm.group)
     specs = parameter_specs(groups, optimizer.registration_order, device=optimizer.device)
-    return plan(specs, comm.shard_size, options)
+    for number, spec in enumerate(earlier.params if earlier else ()):
+        if spec.requires_grad:  # it stays as it is in its buffer, also if it is frozen now
+            specs[number] = spec
+    return plan(specs, comm.shard_size, options, earlier.buffers if earlier else ())
 
 
 def _of_one_element(group: dict[str, Any], device: torch.device | None) -> dict[str, Any]:
@@ -293,8 +378,3 @@ def _wait_for_gathers(buckets: list[Bucket]) -> None:
 def _copy_hyperparameters(source: list[dict[str, Any]], target: list[dict[str, Any]]) -> None:
     for from_group, to_group in zip(source, target, strict=True):
         to_group.update(hyperparameters(from_group))
-
-
-def hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
-    """Return a parameter group without its parameters."""
-    return {key: value for key, value in group.items() if key not in ("params", "param_names")}

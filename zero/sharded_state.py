@@ -1,6 +1,7 @@
 """The partition of the optimizer state over the ranks, for each of the three implementations."""
 
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -9,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
+from zero.buckets import OwnedSlice
 from zero.host_comm import cpu_group
 from zero.layout import Plan, Slice, parameter_specs, replicated_plan
-from zero.optimizer import ShardedOptimizer
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,8 @@ class Partition:
     rank: int  # of this process, among the ranks that share the state
     process_group: dist.ProcessGroup | None  # the ranks that share the state
     replica: int = 0  # of which this process holds a part; if nothing is sharded, each process has a replica, as rank 0 of 1
+    owned: Sequence[OwnedSlice] = ()  # of a ShardedOptimizer
+    to: int = 0  # the rank that receives the whole state; `rank` counts inside of a replica, this number through all of them
 
     @cached_property
     def params(self) -> list[torch.nn.Parameter]:
@@ -48,14 +51,18 @@ class Partition:
     @property
     def readers(self) -> list[Callable[[], torch.Tensor]]:
         """For each of this rank's slices, the function that returns its elements in the precision of the update."""
-        slices = self.optimizer.owned if isinstance(self.optimizer, ShardedOptimizer) else []
-        readers = {owned.local: owned.read for owned in slices}
+        readers = {owned.local: owned.read for owned in self.owned}
         return [readers.get(local, local.detach) for local in self.locals]
+
+    @property
+    def sends(self) -> bool:
+        """Whether the whole state is gathered from the replica of this process."""
+        return self.replica == self.to // self.plan.world_size
 
     @property
     def receives(self) -> bool:
         """Whether this process is the one that receives the whole state."""
-        return self.rank == 0 and self.replica == 0
+        return self.sends and self.rank == self.to % self.plan.world_size
 
     @property
     def cpu_group(self) -> dist.ProcessGroup | None:
@@ -63,11 +70,22 @@ class Partition:
         return cpu_group(self.process_group) if self.plan.world_size > 1 else None
 
 
+class Partitioned(ABC):
+    """An optimizer that knows its partition: a ShardedOptimizer."""
+
+    @abstractmethod
+    def partition(self) -> Partition:
+        """Return the partition of the optimizer state."""
+
+    @abstractmethod
+    def settle(self) -> None:
+        """Make the state and the parameters ready to be gathered or restored. Needs to be called on all ranks."""
+
+
 def partition(optimizer: torch.optim.Optimizer) -> Partition:
     """Return the partition of a ShardedOptimizer or ZeroRedundancyOptimizer; any other optimizer holds the whole state."""
-    if isinstance(optimizer, ShardedOptimizer):
-        comm = optimizer.comm
-        return Partition(optimizer, optimizer.inner, optimizer.plan, comm.shard_rank, comm.shard_group, comm.replica)
+    if isinstance(optimizer, Partitioned):
+        return optimizer.partition()
     if isinstance(optimizer, ZeroRedundancyOptimizer):
         numbers = {param: number for number, param in enumerate(parameters(optimizer))}
         assigned = tuple(  # by this version of torch; `zero.layout.zero_redundancy_plan` predicts it
@@ -84,3 +102,8 @@ def partition(optimizer: torch.optim.Optimizer) -> Partition:
 def parameters(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
     """Return all parameters, in the order in which a torch.optim `state_dict()` numbers them."""
     return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
+    """Return a parameter group without its parameters."""
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}

@@ -1,7 +1,7 @@
 """Phase 2 of a step: the inner optimizer updates the owned slices, some buckets at a time, in full precision."""
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,24 +26,28 @@ class SliceUpdate:
     Args:
         inner: the optimizer of this rank's slices.
         codec: of the state, see `zero.codecs`; None: the state stays as `inner` keeps it. A resumed run rounds in the same way.
-        exchange: of the matrices, if `inner` needs whole ones, see `zero.muon`.
     """
 
-    def __init__(
-        self, inner: torch.optim.Optimizer, buckets: list[Bucket], codec: Codec | None, exchange: MatrixExchange | None
-    ) -> None:
-        self.inner, self.buckets, self.codec, self.exchange = inner, buckets, codec, exchange
+    def __init__(self, inner: torch.optim.Optimizer, buckets: list[Bucket], codec: Codec | None) -> None:
+        self.inner, self.buckets, self.codec = inner, buckets, codec
+        self.exchange: MatrixExchange | None = None
         self._coded: dict[torch.nn.Parameter, CodedState] = {}  # by slice
-        if codec is not None:
-            names = rounded_state(type(inner))
-            together: dict[tuple[int | None, int | None], list[torch.nn.Parameter]] = {}  # by bucket, or round of matrices
-            for bucket in buckets:
-                for owned in bucket.owned:
-                    round_ = self._round_of(owned)
+        inner.register_load_state_dict_post_hook(self._encode_loaded)
+
+    def prepare(self, exchange: MatrixExchange | None) -> None:
+        """Prepare for all buckets, of which some are new. `exchange`: of their matrices, if `inner` needs whole ones."""
+        self.exchange = exchange
+        if self.codec is None:
+            return
+        names = rounded_state(type(self.inner))
+        together: dict[tuple[int | None, int | None], list[torch.nn.Parameter]] = {}  # by bucket, or round of matrices
+        for bucket in self.buckets:
+            for owned in bucket.owned:
+                round_ = self._round_of(owned)
+                if owned.local not in self._coded:
                     together.setdefault((bucket.number if round_ is None else None, round_), []).append(owned.local)
-            for slices in together.values():
-                self._coded.update(dict.fromkeys(slices, CodedState(codec, inner, slices, names)))
-            inner.register_load_state_dict_post_hook(self._encode_loaded)
+        for slices in together.values():
+            self._coded.update(dict.fromkeys(slices, CodedState(self.codec, self.inner, slices, names)))
 
     def __call__(self, changed: list[torch.nn.Parameter]) -> Iterator[list[Bucket]]:
         """Update the slices that have gradients, some buckets at a time, and yield these. Needs to be called on all ranks.
@@ -67,6 +71,12 @@ class SliceUpdate:
             if self.exchange is not None and self.exchange.comm.shard_size > 1:
                 _FAILED.append(self)
             raise
+
+    def apply(self, method: Callable[[], Any]) -> Iterator[list[Bucket]]:
+        """Let a method of the inner optimizer write to all slices and their state, and yield all buckets."""
+        with self._loaded(self.buckets, [owned.local for bucket in self.buckets for owned in bucket.owned]):
+            method()
+        yield self.buckets
 
     def _calls(self) -> list[list[Bucket]]:
         """Return the buckets of each call of the inner optimizer. Their order is the same on all ranks.
@@ -97,18 +107,27 @@ class SliceUpdate:
                 group["params"] = [] if self.exchange is not None and group.get("matrices") else locals_
         slices = [owned for bucket in buckets for owned in bucket.owned if owned.local.grad is not None]
         by_element = [owned.local for owned in slices if self._round_of(owned) is None]
+        try:
+            with self._loaded(buckets, by_element):
+                if self.exchange is not None:
+                    for bucket in buckets:
+                        self.exchange.apply(bucket)
+                without_hooks(type(self.inner).step)(self.inner)
+        finally:
+            for group, params in zip(groups, everything, strict=True):
+                group["params"] = params
+
+    @contextmanager
+    def _loaded(self, buckets: list[Bucket], locals_: list[torch.nn.Parameter]) -> Iterator[None]:
+        """Return a context in which some buckets have masters to write to, and some slices what `_in_float32` says."""
         loaded = []
         try:
             for bucket in buckets:
                 bucket.load_masters()
                 loaded.append(bucket)
-                if self.exchange is not None:
-                    self.exchange.apply(bucket)
-            with self._in_float32(by_element):
-                without_hooks(type(self.inner).step)(self.inner)
+            with self._in_float32(locals_):
+                yield
         finally:
-            for group, params in zip(groups, everything, strict=True):
-                group["params"] = params
             for bucket in loaded:
                 bucket.store_masters()
 

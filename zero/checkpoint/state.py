@@ -8,19 +8,19 @@ into any implementation. It takes a function that reads chunks: this module acce
 import copy
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from typing import Any, NamedTuple, Self
 
 import torch
 
-from zero.checks import ENTRIES, check_in_place
+from zero.checks import ENTRIES
 from zero.codecs import Encoded
-from zero.host_comm import gather_objects, gather_tensors, on_all_ranks
+from zero.host_comm import gather_objects, gather_tensors, meet
 from zero.layout import Slice
 from zero.muon import Muon
-from zero.optimizer import ShardedOptimizer, hyperparameters
-from zero.sharded_state import Partition, partition
+from zero.sharded_state import Partition, Partitioned, hyperparameters, partition
 from zero.tensors import flattened, is_dense, shaped
 
 # these say how this machine computes the update: taken from the running optimizer, never from a file
@@ -80,15 +80,15 @@ def leaves(tree: Any) -> dict[str, Any]:
     return found
 
 
-def consolidate(optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
-    """Gather the whole optimizer state on rank 0. Needs to be called on all ranks.
+def consolidate(optimizer: torch.optim.Optimizer, to: int = 0) -> dict[str, Any] | None:
+    """Gather the whole optimizer state on rank `to` of the process group. Needs to be called on all its ranks.
 
-    Return on rank 0 of the process group the `state_dict()` of the unsharded optimizer, in copies on the CPU; on others None.
+    Return on this rank the `state_dict()` of the unsharded optimizer, in copies on the CPU; on others None.
 
     Raises CheckpointError on all ranks if an entry of state has neither one number per element nor the same value on all ranks.
     With whole parameters, it may have any shape.
     """
-    part = _synchronized(optimizer)
+    part = replace(_synchronized(optimizer), to=to)
     whole = _gathered(part, *_of_optimizer(part))
     return whole and whole["optimizer"]
 
@@ -121,7 +121,7 @@ def local_chunks(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tu
     part = _synchronized(optimizer)
     _check_contiguous(part)
     outline, chunks = _of_both(part, model, divided=True)
-    if not part.replica:
+    if part.sends:
         _gathered_ranges(part, outline, chunks)
     return outline if part.receives else None, chunks
 
@@ -161,11 +161,13 @@ def restore(
 
 def _synchronized(optimizer: torch.optim.Optimizer) -> Partition:
     """Return the partition, with nothing in flight, and every parameter in its place."""
-    if isinstance(optimizer, ShardedOptimizer):
-        optimizer.synchronize()
-        on_all_ranks(partial(check_in_place, optimizer), optimizer.comm.group)
-        optimizer.comm.pool.clear()  # frees memory for the copy
-    return partition(optimizer)
+    if isinstance(optimizer, Partitioned):
+        optimizer.settle()
+        return partition(optimizer)
+    part = partition(optimizer)
+    if part.plan.world_size > 1:
+        meet(part.process_group)
+    return part
 
 
 def _of_optimizer(part: Partition) -> tuple[dict[str, Any], list[TensorChunk]]:
@@ -194,7 +196,7 @@ def _of_optimizer(part: Partition) -> tuple[dict[str, Any], list[TensorChunk]]:
                     raise CheckpointError(f"{entry} as {a} on rank {first_rank} and {b} on rank {rank}: {_RULE}")
     whole = {number: outline for number, (_, outline) in sorted(first.items()) if outline}
     state = {"state": whole, "param_groups": _copied(packed_groups(part.optimizer))}
-    return {"optimizer": state}, [] if part.replica else chunks
+    return {"optimizer": state}, chunks if part.sends else []
 
 
 def _take_leaf(part: Partition, slice_: Slice, local: torch.Tensor, chunks: list[TensorChunk], name: str, value: Any) -> Any:
@@ -260,7 +262,7 @@ def _of_model(part: Partition, model: torch.nn.Module, divided: bool) -> tuple[d
         outlines[key] = _meta_like(tensor, dtype)
         if number is None and part.receives:
             chunks.append(TensorChunk.of_whole(names[key], tensor))
-    return {"model": {name: outlines[id(tensor)] for name, tensor in held.items()}}, [] if part.replica else chunks
+    return {"model": {name: outlines[id(tensor)] for name, tensor in held.items()}}, chunks if part.sends else []
 
 
 def _of_both(part: Partition, model: torch.nn.Module, divided: bool) -> tuple[dict[str, Any], list[TensorChunk]]:
@@ -272,7 +274,7 @@ def _of_both(part: Partition, model: torch.nn.Module, divided: bool) -> tuple[di
 
 def _gathered(part: Partition, outline: dict[str, Any], chunks: list[TensorChunk]) -> dict[str, Any] | None:
     """Return on rank 0 the whole state, an outline filled with the chunks of all ranks. Needs to be called on all ranks."""
-    if part.replica:
+    if not part.sends:
         return None
     ranges_of_ranks = _gathered_ranges(part, outline, chunks)
     whole, places = None, None
@@ -280,7 +282,7 @@ def _gathered(part: Partition, outline: dict[str, Any], chunks: list[TensorChunk
         whole, tensors = materialized(outline, torch.preserve_format)
         flat = {name: flattened(tensor, tensor) for name, tensor in tensors.items()}
         places = [[flat[name][start:stop] for name, start, stop in ranges] for ranges in ranges_of_ranks]
-    gather_tensors([chunk.read_flat for chunk in chunks], places, part.cpu_group)
+    gather_tensors([chunk.read_flat for chunk in chunks], places, part.cpu_group, part.to % part.plan.world_size)
     if whole and "model" in outline:  # what get_extra_state() has returned stays as it is
         whole["model"] |= {name: held for name, held in outline["model"].items() if not isinstance(held, torch.Tensor)}
     return whole

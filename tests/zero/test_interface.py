@@ -1,0 +1,370 @@
+"""What programs expect of an optimizer: the interface of torch.optim and of ZeroRedundancyOptimizer."""
+
+import copy
+import math
+from datetime import timedelta
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from nets import TINY_MB, net, wrap
+from ranks import run_in_turn, run_ranks
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.optim import SGD, Adam, AdamW
+from toy import assert_equal, weights
+
+from zero import Muon, ShardedDataParallel, ShardedOptimizer
+from zero.checkpoint import consolidate
+
+NAMES = r"call optimizer\.consolidate_state_dict\(\) on all ranks"
+
+
+def step_of_each(step, *pairs):
+    """A step of each model with its optimizer, on data that are the same on all ranks: the gradients are the means."""
+    for model, optimizer in pairs:
+        optimizer.zero_grad()
+        model(torch.randn(4, 8, generator=torch.Generator().manual_seed(step))).square().sum().backward()
+        optimizer.step()
+
+
+# -- state dicts -------------------------------------------------------------------------------------------------------
+
+
+def state_dicts(to, **kwargs):
+    module, oracle = net(), net()
+    optimizer = ShardedOptimizer(module.parameters(), optimizer_class=AdamW, lr=0.01, bucket_mb=TINY_MB, **kwargs)
+    plain = AdamW(oracle.parameters(), lr=0.01)
+    assert_equal(optimizer.state_dict(), plain.state_dict())
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert optimizer.state_dict()["state"] == {}, "there is no state yet"
+    seen = []
+    optimizer.register_state_dict_pre_hook(lambda _: seen.append("saved"))
+    optimizer.register_load_state_dict_pre_hook(lambda _, loaded: {**loaded, "loaded": seen.append("loading")})
+    optimizer.register_load_state_dict_post_hook(lambda _: seen.append("loaded"))
+    for step in range(2):
+        step_of_each(step, (module, optimizer), (oracle, plain))
+        with pytest.raises(RuntimeError, match=NAMES):
+            optimizer.state_dict()
+    optimizer.state["seen"], plain.state["seen"] = 3, 3  # which callers may keep there
+    with pytest.raises(ValueError, match="to=9 is not one of 0 to"):
+        optimizer.consolidate_state_dict(9)
+    optimizer.consolidate_state_dict(to)
+    if dist.get_rank() == to:
+        optimizer.state_dict()["state"].clear()  # is the caller's own
+        assert_equal(optimizer.state_dict(), plain.state_dict())
+    else:
+        with pytest.raises(RuntimeError, match=NAMES):
+            optimizer.state_dict()
+    step_of_each(2, (module, optimizer))
+    with torch.no_grad():
+        for param, value in zip(module.parameters(), oracle.parameters(), strict=True):
+            param.copy_(value)
+    saved = plain.state_dict()
+    optimizer.load_state_dict(saved)
+    assert_equal(saved, plain.state_dict(), "is only read")
+    assert (optimizer.state["seen"], seen[-2:]) == (3, ["loading", "loaded"])
+    with pytest.raises(RuntimeError, match=NAMES):
+        optimizer.state_dict()
+    step_of_each(2, (module, optimizer), (oracle, plain))
+    assert_equal(weights(module), weights(oracle))
+
+
+def sum_of_adagrad():
+    """A class whose constructor makes state."""
+    optimizer = ShardedOptimizer(net().parameters(), torch.optim.Adagrad, initial_accumulator_value=0.5)
+    with pytest.raises(RuntimeError, match=NAMES):
+        optimizer.state_dict()
+
+
+def test_state_dicts():
+    run_in_turn(2, partial(state_dicts, 0), partial(state_dicts, 1, parameters_as_bucket_view=True), sum_of_adagrad)
+    run_in_turn(4, partial(state_dicts, 3), partial(state_dicts, 3, shard_size=2), partial(state_dicts, 1, shard_size=2))
+
+
+def what_distributed_checkpoint_does():
+    """It makes a step without gradients where `state` looks empty, and renames the entries of what it gets."""
+    module, oracle = net(), net()
+    optimizer, plain = ShardedOptimizer(module.parameters(), AdamW, lr=0.01), AdamW(oracle.parameters(), lr=0.01)
+    for step in range(3):
+        step_of_each(step, (module, optimizer), (oracle, plain))
+    assert (bool(optimizer.state), len(optimizer.state), list(optimizer.state.items())) == (True, 0, [])
+    expected = get_optimizer_state_dict(oracle, plain)
+    before = consolidate(optimizer)
+    optimizer.consolidate_state_dict()
+    if dist.get_rank() == 0:
+        found = get_optimizer_state_dict(module, optimizer)
+        assert_equal(found["state"], expected["state"])
+        assert float(found["state"]["0.weight"]["step"]) == 3
+        assert found["param_groups"] == expected["param_groups"]
+    assert_equal(consolidate(optimizer), before)
+    set_optimizer_state_dict(module, optimizer, expected)
+    step_of_each(3, (module, optimizer), (oracle, plain))
+    assert_equal(weights(module), weights(oracle))
+
+
+def test_distributed_checkpoint():
+    run_ranks(what_distributed_checkpoint_does, 2)
+
+
+def arguments():
+    params = list(net().parameters())
+    with pytest.raises(ValueError, match="two names of one argument"):
+        ShardedOptimizer(params, AdamW, optimizer_class=AdamW)
+    with pytest.raises(ValueError, match=r"overlap_with_ddp=True .* zero\.ShardedDataParallel"):
+        ShardedOptimizer(params, AdamW, None, True, True)
+    with pytest.raises(ValueError, match="must be a class"):
+        ShardedOptimizer(params)
+    for flags in ({"use_muon": True}, {"kind": "muon"}):
+        with pytest.raises(ValueError, match="the entry matrices=1"):
+            ShardedOptimizer([{"params": params[:1], **flags}, {"params": params[1:]}], Muon)
+    ShardedOptimizer([{"params": params[:1], "kind": "muon", "matrices": 1}, {"params": params[1:], "use_muon": False}], Muon)
+
+
+# -- add_param_group ---------------------------------------------------------------------------------------------------
+
+
+class Tower(nn.Module):
+    """Three layers that thaw from the last to the first, and a head that comes later."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+        self.head = nn.Identity()
+        self.layers[:2].requires_grad_(False)
+
+    def forward(self, x):
+        return self.head(self.layers(x).tanh())
+
+
+def tower(make, **kwargs):
+    """A tower and its optimizer. Its first layer is frozen in a group, the second in none."""
+    model = Tower()
+    matrices = {"matrices": 1, "ns_dtype": "float32"} if Muon in (make, kwargs.get("optimizer_class")) else {}
+    weights_ = [model.layers[0].weight, model.layers[2].weight]
+    biases = [model.layers[0].bias, model.layers[2].bias]
+    groups = [{"params": weights_, **matrices}, {"params": biases, "lr": 0.02}]
+    return model, make(groups, lr=0.01, **kwargs)
+
+
+def grow(model, optimizer, stage):
+    if stage == 0:  # thaw a layer that is in the groups, and add a head
+        model.layers[0].requires_grad_(True)
+        torch.manual_seed(7)
+        model.head = nn.Linear(8, 5)
+        optimizer.add_param_group({"params": model.head.parameters(), "lr": 0.03})
+    else:
+        model.layers[1].requires_grad_(True)
+        optimizer.add_param_group({"params": model.layers[1].parameters()})
+
+
+def trained_in_stages(pairs):
+    for stage in range(3):
+        for step in range(3):
+            step_of_each(10 * stage + step, *pairs)
+        for model, optimizer in pairs if stage < 2 else ():
+            grow(model, optimizer, stage)
+
+
+def groups_are_added(optimizer_class=Adam, exact=True, **options):
+    (model, optimizer), (oracle, plain) = pairs = [
+        tower(ShardedOptimizer, optimizer_class=optimizer_class, bucket_mb=TINY_MB, **options),
+        tower(optimizer_class),
+    ]
+    places = {name: param.data_ptr() for name, param in model.named_parameters() if param.requires_grad}
+    trained_in_stages(pairs)
+    assert all(model.get_parameter(name).data_ptr() == place for name, place in places.items()), "the others do not move"
+    if exact:
+        assert_equal(weights(model), weights(oracle))
+        whole = consolidate(optimizer)
+        if whole is not None:
+            assert_equal(whole, plain.state_dict())
+    model, optimizer = tower(ShardedOptimizer, optimizer_class=optimizer_class, bucket_mb=TINY_MB, **options)
+    trained_in_stages([(model, optimizer)])
+    return weights(model), consolidate(optimizer) or {}
+
+
+def resumed(model_state, saved, **options):
+    """On another number of ranks, with all groups from the begin; and the unsharded run."""
+    pairs = []
+    for make in (partial(ShardedOptimizer, optimizer_class=Adam, bucket_mb=TINY_MB, **options), Adam):
+        model, optimizer = tower(make)
+        grow(model, optimizer, 0)
+        grow(model, optimizer, 1)
+        model.load_state_dict(model_state)
+        optimizer.load_state_dict(copy.deepcopy(saved))  # the ranks share its memory, and torch does not copy it
+        pairs.append((model, optimizer))
+    step_of_each(90, *pairs)
+    assert_equal(weights(pairs[0][0]), weights(pairs[1][0]))
+
+
+def test_groups_are_added_after_steps():
+    groups_are_added()  # in this process
+    for world_size, other in ((2, 3), (3, 2)):
+        (model, saved), *_ = run_ranks(groups_are_added, world_size)
+        run_ranks(resumed, other, model, saved)
+
+
+OPTIONS = (
+    {"param_dtype": "bfloat16"},
+    {"param_dtype": "bfloat16_remainder", "state_dtype": "int8"},
+    {"state_dtype": "bfloat16"},
+)
+
+
+def grown_runs_are_those_of_groups_from_the_begin(optimizer_class, **options):
+    """With masters and codecs: three stages of one step each, against all groups from the begin, with frozen parameters."""
+    ends = []
+    for late in (True, False):
+        model, optimizer = tower(ShardedOptimizer, optimizer_class=optimizer_class, bucket_mb=1.0, **options)
+        if not late:
+            grow(model, optimizer, 0)
+            grow(model, optimizer, 1)
+        for stage in range(2):
+            if late:
+                grow(model, optimizer, stage)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.ones(4, 8, dtype=model.head.weight.dtype)).float().square().sum().backward()
+            optimizer.step()
+        ends.append([weights(model), consolidate(optimizer)])
+    assert_equal(*ends)
+
+
+def no_place_for_a_group():
+    module = net()
+    model, optimizer = wrap(module)
+    with pytest.raises(RuntimeError, match="laid out once; give all groups to the constructor"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+    model, optimizer = tower(ShardedOptimizer, optimizer_class=Adam)
+    with pytest.raises(ValueError, match="more than one parameter group"):
+        optimizer.add_param_group({"params": model.layers[2].bias})
+    with pytest.raises(ValueError, match="the model differs between the ranks"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3 + dist.get_rank()))]})
+    assert len(optimizer.param_groups) == 2, "nothing has been added"
+
+
+def test_groups_with_masters_codecs_and_matrices():
+    cases = [partial(grown_runs_are_those_of_groups_from_the_begin, Adam, **options) for options in OPTIONS]
+    cases.append(partial(groups_are_added, Muon, exact=False, state_dtype="int8"))
+    run_in_turn(2, *cases, partial(groups_are_added, Muon), no_place_for_a_group, arguments)
+
+
+# -- norms, train and eval ---------------------------------------------------------------------------------------------
+
+
+def norms():
+    for norm_type in (1.0, 2.0, 3.5, math.inf, "inf"):
+        module, oracle = net(), net()
+        model, optimizer = wrap(module)
+        for each in (model, oracle):
+            each(torch.ones(4, 8)).square().sum().backward()
+        expected = nn.utils.clip_grad_norm_(oracle.parameters(), 0.1, norm_type)
+        norm = optimizer.clip_grad_norm_(0.1, norm_type)
+        torch.testing.assert_close(norm, expected)
+        for owned in optimizer.owned:
+            whole = dict(oracle.named_parameters())[next(n for n, p in module.named_parameters() if p is owned.param)]
+            torch.testing.assert_close(owned.local.grad.view(-1), whole.grad.view(-1)[owned.start : owned.stop])
+    for wrong in (0.0, -1.0, math.nan):
+        with pytest.raises(ValueError, match=r"norm_type=.* must be positive"):
+            optimizer.clip_grad_norm_(1.0, wrong)
+
+
+class Averaged(SGD):
+    """Weights that are interpolated in `eval`, as those of schedule-free classes are."""
+
+    rounded_state = ("slow",)
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, lr=lr)
+        for group in self.param_groups:
+            group["training"] = True
+
+    def step(self, closure=None):
+        assert all(group["training"] for group in self.param_groups)
+        super().step()
+        for group in self.param_groups:
+            for param in group["params"]:
+                self.state[param].setdefault("slow", param.detach().clone()).lerp_(param.detach(), 0.25)
+
+    @torch.no_grad()
+    def _move(self, training):
+        for group in self.param_groups:
+            for param in group["params"] if group["training"] != training else ():
+                slow = self.state[param]["slow"]
+                param.copy_(2 * param - slow if training else (param + slow) / 2)
+            group["training"] = training
+
+    def eval(self):
+        self._move(False)
+
+    def train(self):
+        self._move(True)
+
+
+def train_and_eval(tolerance=0.0, **options):
+    module, oracle = net(), net()
+    optimizer = ShardedOptimizer(module.parameters(), Averaged, elementwise=True, lr=0.01, bucket_mb=TINY_MB, **options)
+    model, plain = ShardedDataParallel(module, optimizer, overlap=[module[0]]), Averaged(oracle.parameters(), lr=0.01)
+
+    def forward(x):
+        return model(x.to(module[0].weight.dtype)).float()
+
+    for step in range(6):
+        step_of_each(step, (forward, optimizer), (oracle, plain))
+        if step % 2:
+            optimizer.eval()
+            plain.eval()
+            assert optimizer.param_groups[0]["training"] is False
+            held = torch.cat([weight.float().flatten() for weight in weights(module).values()])
+            expected = torch.cat([weight.flatten() for weight in weights(oracle).values()])
+            torch.testing.assert_close(held, expected, rtol=tolerance, atol=tolerance)
+            of_rank_0 = held.clone()
+            dist.broadcast(of_rank_0, 0)
+            assert torch.equal(held, of_rank_0)
+            optimizer.train()
+            plain.train()
+    assert not hasattr(ShardedOptimizer(net().parameters(), AdamW), "eval")
+    with pytest.raises(AttributeError, match="'ShardedOptimizer' object has no attribute 'evaluate'"):
+        optimizer.evaluate()
+
+
+def test_norms_train_and_eval():
+    options = {"param_dtype": "bfloat16_remainder", "state_dtype": "bfloat16"}
+    run_in_turn(2, norms, train_and_eval, partial(train_and_eval, 0.05, **options))
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+def gradients_that_nobody_averaged(broken_step):
+    module = net()
+    optimizer = ShardedOptimizer(module.parameters(), SGD, lr=0.01)
+    before = None
+    for step in range(broken_step + 1):
+        optimizer.zero_grad()
+        module((1 + (step == broken_step) * dist.get_rank()) * torch.ones(4, 8)).square().sum().backward()
+        before = weights(module)
+        if step < broken_step:
+            optimizer.step()
+    with pytest.raises(RuntimeError, match=r"the gradient of a parameter of shape .* on one rank and .*average the gradients"):
+        optimizer.step()
+    assert_equal(weights(module), before)
+
+
+def on_one_rank(rank):
+    """The group's timeout is two seconds."""
+    optimizer = ShardedOptimizer(net().parameters(), AdamW, dist.new_group(timeout=timedelta(seconds=2)))
+    if dist.get_rank() == rank:
+        missing = "Ranks 1 failed" if rank == 0 else ""  # only rank 0 knows who it is
+        with pytest.raises(RuntimeError, match=f"not all ranks are here: .* outside of `if rank == 0`.*{missing}"):
+            optimizer.consolidate_state_dict()
+    dist.barrier()
+
+
+def test_refusals():
+    run_in_turn(2, partial(gradients_that_nobody_averaged, 0), partial(gradients_that_nobody_averaged, 1))
+    for rank in (0, 1):
+        run_ranks(on_one_rank, 2, rank)

@@ -1,0 +1,89 @@
+"""The state of an optimizer that is divided among the ranks, behind the interface of torch.optim."""
+
+import itertools
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from zero.checkpoint.state import consolidate, restore
+from zero.collectives import Communicator
+from zero.sharded_state import Partitioned
+
+_DIVIDED = "the optimizer state is divided among the ranks"
+
+
+class DividedState(Partitioned, torch.optim.Optimizer):
+    """What a ShardedOptimizer shares with ZeroRedundancyOptimizer: the whole state is gathered first, and then a state dict."""
+
+    comm: Communicator
+    gathered: dict[Any, Any] | None  # the state of all ranks if this rank has it, {} where there is none on any
+
+    def consolidate_state_dict(self, to: int = 0) -> None:
+        """Gather the whole state on rank `to` of the process group, where `state_dict` returns it until the next step.
+
+        Needs to be called on all ranks. Raises RuntimeError if one is missing, and as `zero.checkpoint.consolidate` does.
+        """
+        if to not in range(self.comm.world_size):
+            raise ValueError(f"to={to} is not one of 0 to {self.comm.world_size - 1}, the ranks of the process group")
+        whole = consolidate(self, to)
+        self.gathered = whole and whole["state"]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the `state_dict()` of the unsharded optimizer. This is not a collective.
+
+        Raises RuntimeError if this rank does not have the state: `consolidate_state_dict` must follow the last step. Before the
+        first step, there are the parameter groups only, and every rank has them.
+        """
+        if self.gathered is None:
+            remedy = "on all ranks, after the last step; only the rank that it names (0) then has state_dict()"
+            raise RuntimeError(f"{_DIVIDED}; call optimizer.consolidate_state_dict() {remedy}")
+        packed = super().state_dict()
+        return {**packed, "state": packed["state"] | self.gathered}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the state of an unsharded optimizer: each rank takes its slices. Needs to be called on all ranks.
+
+        Raises CheckpointError as `zero.checkpoint.restore` does.
+        """
+        for prepare in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = prepare(self, state_dict) or state_dict
+        in_order = itertools.chain(*(group["params"] for group in state_dict["param_groups"]))
+        numbers = {key: number for number, key in enumerate(in_order)}  # a key may also be a name
+        saved: dict[Any, Any] = {}
+        own: dict[Any, Any] = {}
+        for key, value in state_dict["state"].items():
+            (saved if key in numbers else own)[numbers.get(key, key)] = value
+        restore(self, {**state_dict, "state": saved})
+        self.state.update(own)  # what callers keep there
+        self.gathered = None if saved else {}
+        for finish in self._optimizer_load_state_dict_post_hooks.values():
+            finish(self)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        remedy = "call consolidate_state_dict() on all ranks and save its state_dict()"
+        raise TypeError(f"a ShardedOptimizer belongs to a process group and cannot be copied or pickled; {remedy}")
+
+
+class CallersState(defaultdict):
+    """The `state` of a ShardedOptimizer: what callers keep there under keys of their own. Refuses parameters as keys."""
+
+    def __bool__(self) -> bool:
+        """Return True: `torch.distributed.checkpoint.state_dict` makes a step where `state` looks empty."""
+        return True
+
+    def _refuse(self, *_: Any) -> Any:
+        of_rank = "optimizer.inner.state has that of this rank's slices"
+        raise RuntimeError(f"{_DIVIDED}: {of_rank}, state_dict() all of it after optimizer.consolidate_state_dict()")
+
+
+def _for_callers_keys(name: str) -> Callable[..., Any]:
+    def method(state: CallersState, key: Any, *args: Any) -> Any:
+        return state._refuse() if isinstance(key, torch.Tensor) else getattr(super(CallersState, state), name)(key, *args)
+
+    return method
+
+
+for _name in ("__missing__", "__contains__", "__setitem__", "get", "pop", "setdefault"):
+    setattr(CallersState, _name, _for_callers_keys(_name))

@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 
-from zero.checkpoint.state import consolidate, restore
+from zero.checkpoint.state import CheckpointError, consolidate, restore
 from zero.collectives import Communicator
 from zero.sharded_state import Partitioned
 
+ELSEWHERE = "consolidated_on_rank"  # in the state dicts of other ranks
 _DIVIDED = "the optimizer state is divided among the ranks"
 
 
@@ -18,7 +19,6 @@ class DividedState(Partitioned, torch.optim.Optimizer):
     """What a ShardedOptimizer shares with ZeroRedundancyOptimizer: the whole state is gathered first, and then a state dict."""
 
     comm: Communicator
-    gathered: dict[Any, Any] | None  # the state of all ranks if this rank has it, {} where there is none on any
 
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Gather the whole state on rank `to` of the process group, where `state_dict` returns it until the next step.
@@ -28,18 +28,20 @@ class DividedState(Partitioned, torch.optim.Optimizer):
         if to not in range(self.comm.world_size):
             raise ValueError(f"to={to} is not one of 0 to {self.comm.world_size - 1}, the ranks of the process group")
         whole = consolidate(self, to)
-        self.gathered = whole and whole["state"]
+        self.gathered = {ELSEWHERE: to} if whole is None else whole["state"]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the `state_dict()` of the unsharded optimizer. This is not a collective.
+        """Return the `state_dict()` of the unsharded optimizer, on the rank that `consolidate_state_dict` has named.
 
-        Raises RuntimeError if this rank does not have the state: `consolidate_state_dict` must follow the last step. Before the
-        first step, there are the parameter groups only, and every rank has them.
+        This is not a collective. On the other ranks, and on all before the first step, it has the parameter groups only.
+        Raises RuntimeError if `consolidate_state_dict` was not called after the last step.
         """
         if self.gathered is None:
-            remedy = "on all ranks, after the last step; only the rank that it names (0) then has state_dict()"
-            raise RuntimeError(f"{_DIVIDED}; call optimizer.consolidate_state_dict() {remedy}")
+            remedy = "call optimizer.consolidate_state_dict() on all ranks after the last step"
+            raise RuntimeError(f"{_DIVIDED}; {remedy}, then state_dict() on rank 0")
         packed = super().state_dict()
+        if ELSEWHERE in self.gathered:
+            return {**packed, **self.gathered}
         return {**packed, "state": packed["state"] | self.gathered}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -49,6 +51,8 @@ class DividedState(Partitioned, torch.optim.Optimizer):
         """
         for prepare in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = prepare(self, state_dict) or state_dict
+        if ELSEWHERE in state_dict:
+            raise CheckpointError(f"this state dict has no state; load that of rank {state_dict[ELSEWHERE]}, on all ranks")
         in_order = itertools.chain(*(group["params"] for group in state_dict["param_groups"]))
         numbers = {key: number for number, key in enumerate(in_order)}  # a key may also be a name
         saved: dict[Any, Any] = {}
@@ -57,7 +61,6 @@ class DividedState(Partitioned, torch.optim.Optimizer):
             (saved if key in numbers else own)[numbers.get(key, key)] = value
         restore(self, {**state_dict, "state": saved})
         self.state.update(own)  # what callers keep there
-        self.gathered = None if saved else {}
         for finish in self._optimizer_load_state_dict_post_hooks.values():
             finish(self)
 

@@ -15,7 +15,7 @@ from zero.checks import KNOWN, check_class, check_groups, check_in_place, check_
 from zero.codecs import codec_of
 from zero.collectives import Communicator
 from zero.gradients import GradientSource, ParameterGradients, SentGradient, float32_norms
-from zero.host_comm import check_same_on_all_ranks, meet, on_all_ranks
+from zero.host_comm import check_same_on_all_ranks, cpu_group, gather_objects, meet, on_all_ranks
 from zero.interface import CallersState, DividedState
 from zero.layout import Plan, parameter_specs, plan
 from zero.masters import store_rounded
@@ -76,7 +76,7 @@ class ShardedOptimizer(DividedState):
         **kwargs: Any,
     ) -> None:
         self.options = Options.taken_from(kwargs)
-        codec = codec_of(self.options.state_dtype)
+        codec_of(self.options.state_dtype)  # raises ValueError
         if overlap_with_ddp:
             raise ValueError("overlap_with_ddp=True is not supported; use zero.ShardedDataParallel, which overlaps")
         optimizer_cls = check_class(optimizer_cls, optimizer_class, elementwise)
@@ -98,16 +98,31 @@ class ShardedOptimizer(DividedState):
         weakref.finalize(self, _wait_for_gathers, self.buckets)
         on_all_ranks(partial(super().__init__, params, dict(kwargs)), self.comm.group)
         self.state = CallersState(dict)
+        self._build()
+
+    def _build(self) -> None:
+        """Lay out the parameters where they are now, and make the optimizer of this rank's slices."""
+        for laid_out in (self.buffers, self.buckets, self.number_of, self._owned_of):
+            laid_out.clear()
         self._lay_out()
-        inner_groups = [{**hyperparameters(group), "params": self._locals(group["params"])} for group in self.param_groups]
-        self.inner = on_all_ranks(lambda: optimizer_cls(inner_groups, **kwargs), self.comm.group)
-        self.gathered = None if self.inner.state else {}
+        cls, groups = self.optimizer_cls, self.param_groups
+        inner_groups = [{**hyperparameters(group), "params": self._locals(group["params"])} for group in groups]
+        self.inner = on_all_ranks(lambda: cls(inner_groups, **self.arguments), self.comm.group)
         if self.inner._optimizer_step_pre_hooks or self.inner._optimizer_step_post_hooks:
-            raise ValueError(f"{optimizer_cls.__name__} registers step hooks on itself, which ShardedOptimizer would not call")
-        self._update = SliceUpdate(self.inner, self.buckets, codec)
+            raise ValueError(f"{cls.__name__} registers step hooks on itself, which ShardedOptimizer would not call")
+        self.gathered = None if self.inner.state else {}
+        self._update = SliceUpdate(self.inner, self.buckets, codec_of(self.options.state_dtype))
         self._update.prepare(self._exchange())
         self.defaults = dict(self.inner.defaults)
-        _copy_hyperparameters(self.inner.param_groups, self.param_groups)
+        _copy_hyperparameters(self.inner.param_groups, groups)
+
+    def _follow_moves(self) -> None:
+        """Lay out anew what was moved before the first step, as `Accelerator.prepare` does. Needs to be called on all ranks."""
+        if self.gathered == {} and self.source.is_whole and not self.plan.has_masters:
+            check_groups(self)
+            moved = any(next(buffer.moved(), None) is not None for buffer in self.buffers)
+            if any(gather_objects(moved, cpu_group(self.comm.group) if self.comm.world_size > 1 else None)):
+                self._build()
 
     def _locals(self, params: Iterable[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
         return [owned.local for param in params for owned in self._owned_of.get(param, [])]
@@ -130,6 +145,7 @@ class ShardedOptimizer(DividedState):
             remedy = "give all groups to the constructor, or train under DistributedDataParallel"
             raise RuntimeError(f"the buckets of a ShardedDataParallel are laid out once; {remedy}")
         self.synchronize()
+        self._follow_moves()
 
         def add() -> None:
             check_groups(self)
@@ -177,6 +193,7 @@ class ShardedOptimizer(DividedState):
             with torch.enable_grad():
                 loss = closure()
         self.synchronize()
+        self._follow_moves()
         check_in_place(self)
         self.source.check()
         self.gathered = None
@@ -214,6 +231,7 @@ class ShardedOptimizer(DividedState):
 
     def collect_gradients(self) -> None:
         """Phase 1: give the owned slices their gradients until the next `zero_grad`. Needs to be called on all ranks."""
+        self._follow_moves()
         for _ in self.source.collect():
             pass
 
@@ -238,6 +256,7 @@ class ShardedOptimizer(DividedState):
         norm_type = float(norm_type)
         if not norm_type > 0:
             raise ValueError(f"norm_type={norm_type} must be positive; 2.0 is the usual norm, inf the largest gradient")
+        self._follow_moves()
         device = self.buckets[0].data.device if self.buckets else None
         norms = [torch.zeros((), dtype=torch.float32, device=device)]
         for bucket in self.source.collect():  # meanwhile, the gradients of the next bucket are in flight
@@ -283,8 +302,8 @@ class ShardedOptimizer(DividedState):
 
     def settle(self) -> None:
         meet(self.comm.group)
-        self.gathered = None
         self.synchronize()
+        self._follow_moves()
         on_all_ranks(partial(check_in_place, self), self.comm.group)
         self.comm.pool.clear()  # frees memory for a copy
 

@@ -73,6 +73,8 @@ class Partition:
 class Partitioned(ABC):
     """An optimizer that knows its partition: a ShardedOptimizer."""
 
+    gathered: dict[Any, Any] | None  # the whole state: {} before the first step; None: it would have to be gathered
+
     @abstractmethod
     def partition(self) -> Partition:
         """Return the partition of the optimizer state."""

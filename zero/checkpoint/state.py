@@ -157,6 +157,8 @@ def restore(
                 ours = group.get(key)
                 group[key] = inner_group[key] = _copied(value, ours.device if isinstance(ours, torch.Tensor) else "cpu")
     part.inner.load_state_dict({"state": states, "param_groups": inner_groups})
+    if isinstance(optimizer, Partitioned):
+        optimizer.gathered = None if state_dict["state"] else {}
 
 
 def _synchronized(optimizer: torch.optim.Optimizer) -> Partition:

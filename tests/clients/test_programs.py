@@ -1,0 +1,38 @@
+"""Programs of other packages train, save and resume with a ShardedOptimizer as without one."""
+
+import importlib.util
+import json
+
+import pytest
+from scripts import run
+
+HALF = 4  # steps
+
+
+def losses(program, mode, folder, first, steps):
+    process = run("tests/clients/programs.py", program, mode, str(folder), str(first), str(steps), ranks=2).succeeded()
+    return json.loads(process.stdout.splitlines()[-1])
+
+
+@pytest.mark.slow("six programs start six ranks each and import large packages", seconds=100)
+@pytest.mark.parametrize(
+    ("program", "package"),
+    [
+        ("trainer", "transformers"),
+        ("accelerate", "accelerate"),
+        ("lightning", "lightning"),
+        ("schedule_free", "schedulefree"),
+        ("lion", "lion_pytorch"),
+        ("lora", "peft"),
+    ],
+)
+def test_a_program_trains_saves_and_resumes(program, package, tmp_path):
+    for name in {package, "transformers"}:
+        if importlib.util.find_spec(name) is None:
+            pytest.skip(f"{name} is not installed: pip install -e '.[clients]'")
+    for mode in ("plain", "sharded"):
+        (tmp_path / mode).mkdir()
+    expected = losses(program, "plain", tmp_path / "plain", 0, 2 * HALF)
+    first, second = (losses(program, "sharded", tmp_path / "sharded", begin, HALF) for begin in (0, HALF))
+    assert len(set(expected)) > HALF, "it trains"
+    assert first[:HALF] + second == pytest.approx(expected, rel=2e-6)

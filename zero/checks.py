@@ -39,10 +39,7 @@ _UNSUPPORTED = {
 }
 
 
-Class = type[torch.optim.Optimizer] | None
-
-
-def check_class(optimizer_cls: Class, optimizer_class: Class, elementwise: bool) -> type[torch.optim.Optimizer]:
+def check_class(optimizer_cls: Any, optimizer_class: Any, elementwise: bool) -> type[torch.optim.Optimizer]:
     """Return the class that one of the two arguments is. Raise ValueError if it cannot be divided."""
     if optimizer_cls is not None and optimizer_class is not None:
         raise ValueError("optimizer_cls and optimizer_class are two names of one argument; give one of them")
@@ -120,6 +117,18 @@ def check_groups(optimizer: Any) -> None:
     groups = [group["params"] for group in optimizer.param_groups]
     if [list(map(id, params)) for params in groups] != [list(map(id, params)) for params in optimizer.params_of_groups]:
         raise RuntimeError("the parameters in param_groups have been changed; use add_param_group or build a new optimizer")
+
+
+def check_addition(optimizer: Any) -> None:
+    """Raise RuntimeError if a ShardedOptimizer cannot lay out another group."""
+    if not optimizer.source.is_whole:
+        remedy = "give all groups to the constructor, or train under DistributedDataParallel"
+        raise RuntimeError(f"the buckets of a ShardedDataParallel are laid out once; {remedy}")
+    check_groups(optimizer)
+    for param in optimizer.frozen:
+        if param.requires_grad and optimizer.inner.state.get(param):
+            remedy = "build a new ShardedOptimizer, and load into it what consolidate_state_dict() gathers"
+            raise RuntimeError(f"{name_of(param, optimizer.names)} has state from before it was frozen; {remedy}")
 
 
 def check_in_place(optimizer: Any) -> None:

@@ -86,6 +86,7 @@ class ParameterGradients(GradientSource):
                 raise RuntimeError(f"{what} and {largest:.4g} on another; {remedy}")
 
     def collect(self) -> Iterator[Bucket]:
+        self._optimizer.follow_moves()
         buckets: list[Bucket] = self._optimizer.buckets
         for bucket in buckets:
             for owned in bucket.owned:

@@ -33,10 +33,7 @@ def timeout_of(group: dist.ProcessGroup | None) -> timedelta | None:
 
 
 def meet(group: dist.ProcessGroup | None) -> None:
-    """Wait until all ranks of the group have called this, for its timeout, at most ten minutes. Then raise RuntimeError.
-
-    For what programs may call on one rank by mistake, before anything that would wait much longer. Rank 0 names who is missing.
-    """
+    """Wait for all ranks of the group. Raise RuntimeError after its timeout, at most 10 minutes; rank 0 names who is missing."""
     if not dist.is_initialized() or dist.get_world_size(group) == 1 or dist.get_backend(group) == "fake":
         return
     timeout = min(timeout_of(group) or LONGEST_MEETING, LONGEST_MEETING)

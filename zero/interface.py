@@ -9,16 +9,16 @@ import torch
 
 from zero.checkpoint.state import CheckpointError, consolidate, restore
 from zero.collectives import Communicator
-from zero.sharded_state import Partitioned
 
 ELSEWHERE = "consolidated_on_rank"  # in the state dicts of other ranks
 _DIVIDED = "the optimizer state is divided among the ranks"
 
 
-class DividedState(Partitioned, torch.optim.Optimizer):
+class DividedState(torch.optim.Optimizer):
     """What a ShardedOptimizer shares with ZeroRedundancyOptimizer: the whole state is gathered first, and then a state dict."""
 
     comm: Communicator
+    gathered: dict[Any, Any] | None  # the whole state: {} before the first step; None: it would have to be gathered
 
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Gather the whole state on rank `to` of the process group, where `state_dict` returns it until the next step.

@@ -10,21 +10,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zero.buckets import Bucket, FlatBuffer, OwnedSlice, allocate
-from zero.checks import KNOWN, check_class, check_groups, check_in_place, check_parameters, check_rounding
+from zero.buckets import Bucket, FlatBuffer, OwnedSlice
+from zero.checks import KNOWN, check_addition, check_class, check_in_place
 from zero.codecs import codec_of
 from zero.collectives import Communicator
 from zero.gradients import GradientSource, ParameterGradients, SentGradient, float32_norms
-from zero.host_comm import check_same_on_all_ranks, cpu_group, gather_objects, meet, on_all_ranks
+from zero.host_comm import meet, on_all_ranks
 from zero.interface import CallersState, DividedState
-from zero.layout import Plan, parameter_specs, plan
+from zero.layout import Plan
 from zero.masters import store_rounded
-from zero.muon import Muon
-from zero.muon.exchange import MatrixExchange, check_matrices
 from zero.options import Options
-from zero.sharded_state import Partition, hyperparameters
+from zero.placement import groups_of_slices, have_moved, lay_out
+from zero.sharded_state import Partition, hyperparameters, partition, settled
 from zero.stopwatch import region
-from zero.tensors import flattened, is_dense, name_of, properties
+from zero.tensors import flattened
 from zero.update import SliceUpdate
 
 
@@ -88,7 +87,9 @@ class ShardedOptimizer(DividedState):
         self.number_of: dict[torch.nn.Parameter, int] = {}  # the parameters in the buffers, numbered as in `Bucket.members`
         self._versions: dict[torch.nn.Parameter, int] = {}  # that parameters with masters have if nobody else writes to them
         self.names: dict[torch.nn.Parameter, str] = {}  # known names, for messages
-        self._owned_of: dict[torch.nn.Parameter, list[OwnedSlice]] = {}  # this rank's slices of a parameter, ascending
+        self.params_of_groups: list[list[torch.nn.Parameter]]  # as they were laid out
+        self.frozen: list[torch.nn.Parameter]  # of these, those that are in no buffer
+        self.owned_of: dict[torch.nn.Parameter, list[OwnedSlice]] = {}  # this rank's slices of a parameter, ascending
         self.source: GradientSource = ParameterGradients(self)  # or the Reducer of the ShardedDataParallel around the model
         self.overlaps = False  # whether that one waits for the all-gathers, in place of `step`
         self.inner: torch.optim.Optimizer  # optimizer of this rank's slices
@@ -102,33 +103,25 @@ class ShardedOptimizer(DividedState):
 
     def _build(self) -> None:
         """Lay out the parameters where they are now, and make the optimizer of this rank's slices."""
-        for laid_out in (self.buffers, self.buckets, self.number_of, self._owned_of):
+        for laid_out in (self.buffers, self.buckets, self.number_of, self.owned_of):
             laid_out.clear()
-        self._lay_out()
-        cls, groups = self.optimizer_cls, self.param_groups
-        inner_groups = [{**hyperparameters(group), "params": self._locals(group["params"])} for group in groups]
+        lay_out(self)
+        cls, inner_groups = self.optimizer_cls, groups_of_slices(self)
         self.inner = on_all_ranks(lambda: cls(inner_groups, **self.arguments), self.comm.group)
         if self.inner._optimizer_step_pre_hooks or self.inner._optimizer_step_post_hooks:
             raise ValueError(f"{cls.__name__} registers step hooks on itself, which ShardedOptimizer would not call")
         self.gathered = None if self.inner.state else {}
         self._update = SliceUpdate(self.inner, self.buckets, codec_of(self.options.state_dtype))
-        self._update.prepare(self._exchange())
+        self._update.prepare(self)
+        for name in {"train", "eval"} & {*dir(self.inner)}:  # of schedule-free classes
+            setattr(self, name, partial(self.call_inner, getattr(self.inner, name)))
         self.defaults = dict(self.inner.defaults)
-        _copy_hyperparameters(self.inner.param_groups, groups)
+        _copy_hyperparameters(self.inner.param_groups, self.param_groups)
 
-    def _follow_moves(self) -> None:
+    def follow_moves(self) -> None:
         """Lay out anew what was moved before the first step, as `Accelerator.prepare` does. Needs to be called on all ranks."""
-        if self.gathered == {} and self.source.is_whole and not self.plan.has_masters:
-            check_groups(self)
-            moved = any(next(buffer.moved(), None) is not None for buffer in self.buffers)
-            if any(gather_objects(moved, cpu_group(self.comm.group) if self.comm.world_size > 1 else None)):
-                self._build()
-
-    def _locals(self, params: Iterable[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
-        return [owned.local for param in params for owned in self._owned_of.get(param, [])]
-
-    def _exchange(self) -> MatrixExchange | None:
-        return MatrixExchange(self) if isinstance(self.inner, Muon) else None
+        if have_moved(self):
+            self._build()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as in torch.optim, also between steps. Needs to be called on all ranks.
@@ -141,43 +134,26 @@ class ShardedOptimizer(DividedState):
         if "inner" not in vars(self):  # the constructor lays out all groups together
             super().add_param_group(param_group)
             return
-        if not self.source.is_whole:
-            remedy = "give all groups to the constructor, or train under DistributedDataParallel"
-            raise RuntimeError(f"the buckets of a ShardedDataParallel are laid out once; {remedy}")
         self.synchronize()
-        self._follow_moves()
-
-        def add() -> None:
-            check_groups(self)
-            for param in self.frozen:
-                if param.requires_grad and self.inner.state.get(param):
-                    remedy = "build a new ShardedOptimizer, and load into it what consolidate_state_dict() gathers"
-                    raise RuntimeError(f"{name_of(param, self.names)} has state from before it was frozen; {remedy}")
-            super(ShardedOptimizer, self).add_param_group(param_group)
-
+        self.follow_moves()
         before = list(self.param_groups)
         try:
-            on_all_ranks(add, self.comm.group)
-            self._lay_out(self.plan)
+            on_all_ranks(partial(check_addition, self), self.comm.group)
+            on_all_ranks(partial(super().add_param_group, param_group), self.comm.group)
+            lay_out(self, self.plan)
         except BaseException:
             self.param_groups[:] = before
             raise
-        for group, inner_group in zip(before, self.inner.param_groups, strict=True):
-            inner_group["params"] = self._locals(group["params"])
-        added = self.param_groups[-1]
-        self.inner.add_param_group({**hyperparameters(added), "params": self._locals(added["params"])})
-        self._update.prepare(self._exchange())
+        *groups, added = groups_of_slices(self)
+        for group, inner_group in zip(groups, self.inner.param_groups, strict=True):
+            inner_group["params"] = group["params"]
+        self.inner.add_param_group(added)
+        self._update.prepare(self)
         self.source = ParameterGradients(self)
 
-    def __getattr__(self, name: str) -> Any:
-        """Return `train` or `eval`, if the inner optimizer has it."""
-        if name in ("train", "eval") and "inner" in vars(self):
-            return partial(self._apply, getattr(self.inner, name))
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-
     @torch.no_grad()
-    def _apply(self, method: Callable[[], Any]) -> None:
-        """Let a method of the inner optimizer write to the parameters of all ranks."""
+    def call_inner(self, method: Callable[[], Any]) -> None:
+        """Let a method of the inner optimizer write to the parameters of all ranks. Needs to be called on all ranks."""
         self.synchronize()
         check_in_place(self)
         self._write(self.flat_params, self._update.apply(method))
@@ -193,7 +169,7 @@ class ShardedOptimizer(DividedState):
             with torch.enable_grad():
                 loss = closure()
         self.synchronize()
-        self._follow_moves()
+        self.follow_moves()
         check_in_place(self)
         self.source.check()
         self.gathered = None
@@ -231,7 +207,6 @@ class ShardedOptimizer(DividedState):
 
     def collect_gradients(self) -> None:
         """Phase 1: give the owned slices their gradients until the next `zero_grad`. Needs to be called on all ranks."""
-        self._follow_moves()
         for _ in self.source.collect():
             pass
 
@@ -256,7 +231,6 @@ class ShardedOptimizer(DividedState):
         norm_type = float(norm_type)
         if not norm_type > 0:
             raise ValueError(f"norm_type={norm_type} must be positive; 2.0 is the usual norm, inf the largest gradient")
-        self._follow_moves()
         device = self.buckets[0].data.device if self.buckets else None
         norms = [torch.zeros((), dtype=torch.float32, device=device)]
         for bucket in self.source.collect():  # meanwhile, the gradients of the next bucket are in flight
@@ -283,7 +257,7 @@ class ShardedOptimizer(DividedState):
             torch.autograd.graph.increment_version([param])
         else:
             param.copy_(value)
-        for owned in self._owned_of.get(param, []):
+        for owned in self.owned_of.get(param, []):
             owned.set_masters(flattened(value, param))
         self.expect_versions([param])
 
@@ -296,17 +270,6 @@ class ShardedOptimizer(DividedState):
         """Return the parameters whose masters have missed a write, as far as autograd's version counters show it."""
         return [param for param, version in self._versions.items() if param._version != version]
 
-    def partition(self) -> Partition:
-        comm = self.comm
-        return Partition(self, self.inner, self.plan, comm.shard_rank, comm.shard_group, comm.replica, self.owned)
-
-    def settle(self) -> None:
-        meet(self.comm.group)
-        self.synchronize()
-        self._follow_moves()
-        on_all_ranks(partial(check_in_place, self), self.comm.group)
-        self.comm.pool.clear()  # frees memory for a copy
-
     @property
     def flat_params(self) -> list[torch.nn.Parameter]:
         """The parameters in the flat buffers, as `Bucket.members` numbers them."""
@@ -317,73 +280,21 @@ class ShardedOptimizer(DividedState):
         """The slices of this rank, bucket by bucket."""
         return [owned for bucket in self.buckets for owned in bucket.owned]
 
-    def _lay_out(self, earlier: Plan | None = None) -> None:
-        """Move the parameters to places in flat buffers, except those that have one in the `earlier` plan."""
-        self.plan = planned = _checked_plan(self, earlier)
-        self.params_of_groups = [list(group["params"]) for group in self.param_groups]
-        params = list(itertools.chain(*self.params_of_groups))
-        self.frozen = [param for param, spec in zip(params, planned.params, strict=True) if not spec.requires_grad]
-        group_of = {param: index for index, group in enumerate(self.param_groups) for param in group["params"]}
-        for number, start, stop, offset in planned.slices(self.comm.shard_rank):
-            if not planned.params[number].requires_grad:  # a frozen parameter stays in its own memory
-                self._owned_of[params[number]] = [OwnedSlice(params[number], start, stop, offset, params[number])]
-        for planned_buffer in planned.buffers[len(self.buffers) :]:
-            own = [params[number] for number in planned_buffer.params]
-            for param in own:
-                self._owned_of.pop(param, None)  # of a parameter that was frozen
-            first_param, first_bucket = len(self.number_of), len(self.buckets)
-            buffer, buckets = allocate(planned_buffer, own, self.comm.shard_rank, first_param, first_bucket)
-            self.buffers.append(buffer)
-            self.number_of.update(zip(own, itertools.count(first_param), strict=False))
-            self.buckets += buckets
-            for bucket in buckets:
-                for owned in bucket.owned:
-                    self._owned_of.setdefault(owned.param, []).append(owned)
-                    bucket.local_by_group.setdefault(group_of[owned.param], []).append(owned.local)
-            for number, param in enumerate(own):
-                _move_in(buffer, number, self.comm, self._owned_of.get(param, []))
-            self.expect_versions(own)
+
+@partition.register
+def _(optimizer: ShardedOptimizer) -> Partition:
+    comm, inner = optimizer.comm, optimizer.inner
+    return Partition(optimizer, inner, optimizer.plan, comm.shard_rank, comm.shard_group, comm.replica, optimizer.owned)
 
 
-def _move_in(buffer: FlatBuffer, number: int, comm: Communicator, slices: list[OwnedSlice]) -> None:
-    """Move a parameter, and its `slices` of this rank, to its place with the values of rank 0. Call it on all ranks."""
-    param = buffer.params[number]
-    source = param.data if is_dense(param) else param.data.contiguous()
-    buffer.move_in(number, source)
-    place = flattened(param.data, param)
-    for first, part in comm.parts_of_rank_0(flattened(source, source), place):
-        if part.dtype != place.dtype:
-            store_rounded(part, place[first : first + part.numel()])
-        for owned in slices:
-            owned.set_masters(part, first)
-
-
-def _checked_plan(optimizer: ShardedOptimizer, earlier: Plan | None) -> Plan:
-    """Return the plan of all groups, with the buffers of the earlier one. Nothing has moved if this refuses, on all ranks."""
-    groups, comm, options = optimizer.param_groups, optimizer.comm, optimizer.options
-    params = list(itertools.chain(*(group["params"] for group in groups)))
-
-    def check() -> None:
-        check_parameters(params, options.stored_dtype)
-        if options.state_dtype != "float32":
-            check_rounding(optimizer.optimizer_cls, groups)
-        if issubclass(optimizer.optimizer_cls, Muon):
-            check_matrices(groups)
-        optimizer.optimizer_cls([_of_one_element(group, optimizer.device) for group in groups], **optimizer.arguments)
-
-    on_all_ranks(check, comm.group)
-    check_same_on_all_ranks({f"parameter {number}": properties(param) for number, param in enumerate(params)}, comm.group)
-    specs = parameter_specs(groups, optimizer.registration_order, device=optimizer.device)
-    for number, spec in enumerate(earlier.params if earlier else ()):
-        if spec.requires_grad:  # it stays as it is in its buffer, also if it is frozen now
-            specs[number] = spec
-    return plan(specs, comm.shard_size, options, earlier.buffers if earlier else ())
-
-
-def _of_one_element(group: dict[str, Any], device: torch.device | None) -> dict[str, Any]:
-    """Return a parameter group with parameters of one element, for a trial of its hyperparameters."""
-    tried = [torch.nn.Parameter(param.new_zeros((), device=device), param.requires_grad) for param in group["params"]]
-    return {**hyperparameters(group), "params": tried}
+@settled.register
+def _(optimizer: ShardedOptimizer) -> Partition:
+    meet(optimizer.comm.group)
+    optimizer.synchronize()
+    optimizer.follow_moves()
+    on_all_ranks(partial(check_in_place, optimizer), optimizer.comm.group)
+    optimizer.comm.pool.clear()  # frees memory for a copy
+    return partition(optimizer)
 
 
 def _wait_for_gathers(buckets: list[Bucket]) -> None:

@@ -1,9 +1,8 @@
 """The partition of the optimizer state over the ranks, for each of the three implementations."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, singledispatch
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from zero.buckets import OwnedSlice
-from zero.host_comm import cpu_group
+from zero.host_comm import cpu_group, meet
 from zero.layout import Plan, Slice, parameter_specs, replicated_plan
 
 
@@ -70,24 +69,9 @@ class Partition:
         return cpu_group(self.process_group) if self.plan.world_size > 1 else None
 
 
-class Partitioned(ABC):
-    """An optimizer that knows its partition: a ShardedOptimizer."""
-
-    gathered: dict[Any, Any] | None  # the whole state: {} before the first step; None: it would have to be gathered
-
-    @abstractmethod
-    def partition(self) -> Partition:
-        """Return the partition of the optimizer state."""
-
-    @abstractmethod
-    def settle(self) -> None:
-        """Make the state and the parameters ready to be gathered or restored. Needs to be called on all ranks."""
-
-
+@singledispatch
 def partition(optimizer: torch.optim.Optimizer) -> Partition:
     """Return the partition of a ShardedOptimizer or ZeroRedundancyOptimizer; any other optimizer holds the whole state."""
-    if isinstance(optimizer, Partitioned):
-        return optimizer.partition()
     if isinstance(optimizer, ZeroRedundancyOptimizer):
         numbers = {param: number for number, param in enumerate(parameters(optimizer))}
         assigned = tuple(  # by this version of torch; `zero.layout.zero_redundancy_plan` predicts it
@@ -99,6 +83,14 @@ def partition(optimizer: torch.optim.Optimizer) -> Partition:
     replica = dist.get_rank() if dist.is_initialized() else 0
     plan = replicated_plan(parameter_specs(optimizer.param_groups))
     return Partition(optimizer, optimizer, plan, 0, None, replica)
+
+
+@singledispatch
+def settled(optimizer: torch.optim.Optimizer) -> Partition:
+    """Return the partition when all ranks are here, and everything is ready to be gathered. Needs to be called on all ranks."""
+    if isinstance(optimizer, ZeroRedundancyOptimizer):
+        meet(optimizer.process_group)
+    return partition(optimizer)
 
 
 def parameters(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:

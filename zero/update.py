@@ -11,6 +11,7 @@ from zero import collectives
 from zero.buckets import Bucket, OwnedSlice
 from zero.checks import KNOWN, check_rounding, rounded_state
 from zero.codecs import Codec, CodedState
+from zero.muon import Muon
 from zero.muon.exchange import MatrixExchange
 from zero.stopwatch import region, without_hooks
 
@@ -30,13 +31,13 @@ class SliceUpdate:
 
     def __init__(self, inner: torch.optim.Optimizer, buckets: list[Bucket], codec: Codec | None) -> None:
         self.inner, self.buckets, self.codec = inner, buckets, codec
-        self.exchange: MatrixExchange | None = None
+        self.exchange: MatrixExchange | None = None  # of matrices, if `inner` needs whole ones, see `zero.muon`
         self._coded: dict[torch.nn.Parameter, CodedState] = {}  # by slice
         inner.register_load_state_dict_post_hook(self._encode_loaded)
 
-    def prepare(self, exchange: MatrixExchange | None) -> None:
-        """Prepare for all buckets, of which some are new. `exchange`: of their matrices, if `inner` needs whole ones."""
-        self.exchange = exchange
+    def prepare(self, optimizer: Any) -> None:
+        """Prepare for all buckets of a ShardedOptimizer, of which some are new."""
+        self.exchange = MatrixExchange(optimizer) if isinstance(self.inner, Muon) else None
         if self.codec is None:
             return
         names = rounded_state(type(self.inner))

@@ -2,7 +2,7 @@
 
     $ torchrun --standalone --nproc_per_node=2 tests/clients/programs.py <program> <sharded|plain> <folder> <first step> <steps>
 
-Each trains from its checkpoint in the folder, if the first step is not 0, saves one at the end, and prints the losses of rank 0.
+Each continues from its checkpoint in the folder, unless the first step is 0, saves one, and prints the losses of rank 0.
 """
 
 import json

@@ -18,7 +18,7 @@ def losses(program, mode, folder, first, steps):
 @pytest.mark.parametrize(
     ("program", "package"),
     [
-        ("trainer", "transformers"),
+        ("trainer", "accelerate"),
         ("accelerate", "accelerate"),
         ("lightning", "lightning"),
         ("schedule_free", "schedulefree"),
@@ -27,7 +27,7 @@ def losses(program, mode, folder, first, steps):
     ],
 )
 def test_a_program_trains_saves_and_resumes(program, package, tmp_path):
-    for name in {package, "transformers"}:
+    for name in {package, "transformers", "accelerate"}:
         if importlib.util.find_spec(name) is None:
             pytest.skip(f"{name} is not installed: pip install -e '.[clients]'")
     for mode in ("plain", "sharded"):

@@ -17,6 +17,7 @@ from toy import assert_equal, weights
 
 from zero import Muon, ShardedDataParallel, ShardedOptimizer
 from zero.checkpoint import CheckpointError, consolidate
+from zero.muon.muon import orthogonalized
 
 NAMES = r"call optimizer\.consolidate_state_dict\(\) on all ranks"
 
@@ -247,10 +248,31 @@ def no_place_for_a_group():
     assert len(optimizer.param_groups) == 2, "nothing has been added"
 
 
+def moved_before_the_first_step():
+    """As `Accelerator.prepare` does: after it, parameters have other memory."""
+    module, oracle = net(), net()
+    optimizer, plain = ShardedOptimizer(module.parameters(), AdamW, lr=0.01), AdamW(oracle.parameters(), lr=0.01)
+    for each in (module, oracle) if dist.get_rank() == 0 else (oracle,):  # also if the other rank has nothing to move
+        each._apply(torch.clone)
+    step_of_each(0, (module, optimizer), (oracle, plain))
+    optimizer.consolidate_state_dict()
+    if dist.get_rank() == 0:
+        assert_equal(optimizer.state_dict(), plain.state_dict())
+    assert_equal(weights(module), weights(oracle))
+    module._apply(torch.clone)
+    with pytest.raises(RuntimeError, match="was moved or replaced after"):
+        optimizer.step()
+    dist.barrier()
+    optimizer = ShardedOptimizer(module.parameters(), AdamW, param_dtype="bfloat16")
+    module._apply(torch.clone)
+    with pytest.raises(RuntimeError, match="was moved or replaced after"):
+        optimizer.step()
+
+
 def test_groups_with_masters_codecs_and_matrices():
     cases = [partial(grown_runs_are_those_of_groups_from_the_begin, Adam, **options) for options in OPTIONS]
     cases.append(partial(groups_are_added, Muon, exact=False, state_dtype="int8"))
-    run_in_turn(2, *cases, partial(groups_are_added, Muon), no_place_for_a_group, arguments)
+    run_in_turn(2, *cases, partial(groups_are_added, Muon), no_place_for_a_group, arguments, moved_before_the_first_step)
 
 
 # -- norms, train and eval ---------------------------------------------------------------------------------------------
@@ -335,6 +357,30 @@ def train_and_eval(tolerance=0.0, **options):
 def test_norms_train_and_eval():
     options = {"param_dtype": "bfloat16_remainder", "state_dtype": "bfloat16"}
     run_in_turn(2, norms, train_and_eval, partial(train_and_eval, 0.05, **options))
+
+
+def kellers_muon(weight, gradients, lr, wd, momentum):
+    """A step per gradient of https://github.com/KellerJordan/Muon, with float32 iterations."""
+    mean = torch.zeros_like(weight)
+    for gradient in gradients:
+        mean.lerp_(gradient, 1 - momentum)
+        update = orthogonalized(gradient.lerp(mean, momentum)[None], 5)[0]
+        weight = weight * (1 - lr * wd) - lr * max(1, weight.shape[0] / weight.shape[1]) ** 0.5 * update
+    return weight
+
+
+@pytest.mark.parametrize("shape", [(8, 24), (24, 8), (8, 8)])
+def test_the_rates_of_kellers_muon(shape):
+    torch.manual_seed(0)
+    weight, *gradients = torch.randn(4, *shape)
+    lr, wd, scale = 0.02, 0.3, 0.2 * math.sqrt(shape[1])
+    param = nn.Parameter(weight.clone())
+    group = {"params": [param], "matrices": 1, "lr": lr / scale, "weight_decay": wd * scale, "ns_dtype": "float32"}
+    optimizer = ShardedOptimizer([group], Muon)
+    for gradient in gradients:
+        param.grad = gradient.clone()
+        optimizer.step()
+    torch.testing.assert_close(param.detach(), kellers_muon(weight, gradients, lr, wd, 0.95))
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------

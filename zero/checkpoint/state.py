@@ -17,10 +17,10 @@ import torch
 
 from zero.checks import ENTRIES
 from zero.codecs import Encoded
-from zero.host_comm import gather_objects, gather_tensors, meet
+from zero.host_comm import gather_objects, gather_tensors
 from zero.layout import Slice
 from zero.muon import Muon
-from zero.sharded_state import Partition, Partitioned, hyperparameters, partition
+from zero.sharded_state import Partition, hyperparameters, settled
 from zero.tensors import flattened, is_dense, shaped
 
 # these say how this machine computes the update: taken from the running optimizer, never from a file
@@ -88,7 +88,7 @@ def consolidate(optimizer: torch.optim.Optimizer, to: int = 0) -> dict[str, Any]
     Raises CheckpointError on all ranks if an entry of state has neither one number per element nor the same value on all ranks.
     With whole parameters, it may have any shape.
     """
-    part = replace(_synchronized(optimizer), to=to)
+    part = replace(settled(optimizer), to=to)
     whole = _gathered(part, *_of_optimizer(part))
     return whole and whole["optimizer"]
 
@@ -98,14 +98,14 @@ def model_state_dict(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -
 
     Return on rank 0 copies on the CPU, tied where the entries are, with masters for weights of lower precision; on others None.
     """
-    part = _synchronized(optimizer)
+    part = settled(optimizer)
     whole = _gathered(part, *_of_model(part, model, divided=part.plan.has_masters))
     return whole and whole["model"]
 
 
 def full_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
     """Gather `model_state_dict` and `consolidate` on rank 0, as "model" and "optimizer". Needs to be called on all ranks."""
-    part = _synchronized(optimizer)
+    part = settled(optimizer)
     return _gathered(part, *_of_both(part, model, divided=part.plan.has_masters))
 
 
@@ -118,7 +118,7 @@ def local_chunks(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tu
         owns, and on rank 0 the tensors of the model that no rank owns.
     Raises CheckpointError also for a parameter that is not contiguous.
     """
-    part = _synchronized(optimizer)
+    part = settled(optimizer)
     _check_contiguous(part)
     outline, chunks = _of_both(part, model, divided=True)
     if part.sends:
@@ -142,7 +142,7 @@ def restore(
     """
     if state_dict is None:
         raise CheckpointError("every rank needs the whole state, but `consolidate` returns it on rank 0: save it and load it")
-    part = _synchronized(optimizer)
+    part = settled(optimizer)
     _check_groups(state_dict["param_groups"], optimizer)
     _check_state(state_dict["state"], part, in_chunks=read_chunks is not None)
     states, chunks = _local_states(state_dict["state"], part)
@@ -157,19 +157,8 @@ def restore(
                 ours = group.get(key)
                 group[key] = inner_group[key] = _copied(value, ours.device if isinstance(ours, torch.Tensor) else "cpu")
     part.inner.load_state_dict({"state": states, "param_groups": inner_groups})
-    if isinstance(optimizer, Partitioned):
-        optimizer.gathered = None if state_dict["state"] else {}
-
-
-def _synchronized(optimizer: torch.optim.Optimizer) -> Partition:
-    """Return the partition, with nothing in flight, and every parameter in its place."""
-    if isinstance(optimizer, Partitioned):
-        optimizer.settle()
-        return partition(optimizer)
-    part = partition(optimizer)
-    if part.plan.world_size > 1:
-        meet(part.process_group)
-    return part
+    if "gathered" in vars(optimizer):  # of a ShardedOptimizer
+        vars(optimizer)["gathered"] = None if state_dict["state"] else {}
 
 
 def _of_optimizer(part: Partition) -> tuple[dict[str, Any], list[TensorChunk]]:

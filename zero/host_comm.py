@@ -33,7 +33,7 @@ def timeout_of(group: dist.ProcessGroup | None) -> timedelta | None:
 
 
 def meet(group: dist.ProcessGroup | None) -> None:
-    """Wait for all ranks of the group. Raise RuntimeError after its timeout, at most 10 minutes; rank 0 names who is missing."""
+    """Wait for all ranks of the group. Raise RuntimeError after its timeout, at most 10 minutes; rank 0 names the missing."""
     if not dist.is_initialized() or dist.get_world_size(group) == 1 or dist.get_backend(group) == "fake":
         return
     timeout = min(timeout_of(group) or LONGEST_MEETING, LONGEST_MEETING)

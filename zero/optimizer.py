@@ -75,7 +75,6 @@ class ShardedOptimizer(DividedState):
         **kwargs: Any,
     ) -> None:
         self.options = Options.taken_from(kwargs)
-        codec_of(self.options.state_dtype)  # raises ValueError
         if overlap_with_ddp:
             raise ValueError("overlap_with_ddp=True is not supported; use zero.ShardedDataParallel, which overlaps")
         optimizer_cls = check_class(optimizer_cls, optimizer_class, elementwise)
@@ -228,8 +227,7 @@ class ShardedOptimizer(DividedState):
         Return the norm of all gradients before clipping, a float32 scalar. With `max_norm=math.inf`, only measure it.
         `norm_type` must be positive, and may be `math.inf`.
         """
-        norm_type = float(norm_type)
-        if not norm_type > 0:
+        if not (norm_type := float(norm_type)) > 0:
             raise ValueError(f"norm_type={norm_type} must be positive; 2.0 is the usual norm, inf the largest gradient")
         device = self.buckets[0].data.device if self.buckets else None
         norms = [torch.zeros((), dtype=torch.float32, device=device)]

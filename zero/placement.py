@@ -7,6 +7,7 @@ import torch
 
 from zero.buckets import FlatBuffer, OwnedSlice, allocate
 from zero.checks import check_groups, check_parameters, check_rounding
+from zero.codecs import codec_of
 from zero.collectives import Communicator
 from zero.host_comm import check_same_on_all_ranks, cpu_group, gather_objects, on_all_ranks
 from zero.layout import Plan, parameter_specs, plan
@@ -87,7 +88,7 @@ def _checked_plan(optimizer: Any, earlier: Plan | None) -> Plan:
 
     def check() -> None:
         check_parameters(params, options.stored_dtype)
-        if options.state_dtype != "float32":
+        if codec_of(options.state_dtype) is not None:
             check_rounding(optimizer.optimizer_cls, groups)
         if issubclass(optimizer.optimizer_cls, Muon):
             check_matrices(groups)

@@ -25,6 +25,13 @@ GPT2_SIZES = {
     "gpt2-large": {"n_layer": 36, "n_head": 20, "n_embd": 1280},
     "gpt2-xl": {"n_layer": 48, "n_head": 25, "n_embd": 1600},
 }
+# entries of a config.json of transformers' GPT-2 that change no logits; all others must be those that this model computes
+WITHOUT_EFFECT = {
+    *("_name_or_path", "architectures", "attn_pdrop", "bos_token_id", "dtype", "embd_pdrop", "eos_token_id", "id2label"),
+    *("initializer_range", "label2id", "model_type", "n_ctx", "output_attentions", "output_hidden_states", "pad_token_id"),
+    *("problem_type", "resid_pdrop", "return_dict", "summary_activation", "summary_first_dropout", "summary_proj_to_labels"),
+    *("summary_type", "summary_use_proj", "task_specific_params", "torch_dtype", "transformers_version", "use_cache"),
+}
 # these weights are (in, out) in OpenAI's Conv1D and (out, in) in Linear
 CONV1D = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
 
@@ -60,6 +67,21 @@ def check_block_size(block_size: int, longest: int, croppable: bool = True) -> N
     """Raise ValueError if a model of `longest` positions cannot train on sequences of `block_size` tokens."""
     if not 1 <= block_size <= longest or (block_size < longest and not croppable):
         raise ValueError(f"block_size={block_size} does not fit the model; use --block_size={longest}")
+
+
+def check_gpt2(name: str, config: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+    """Raise ValueError unless this model computes what a config.json of transformers says. `defaults`: those of its GPT-2."""
+    if (kind := config.get("model_type", "gpt2")) != "gpt2":
+        raise ValueError(f"{name} is a model of type {kind}; init_from takes a GPT-2")
+    width = config.get("n_embd", defaults["n_embd"])
+    # the exact GELU and its approximation differ by 1e-3 in the logits
+    computed = {"n_inner": (None, 4 * width), "activation_function": ("gelu_new", "gelu", "gelu_pytorch_tanh")}
+    sizes = {"n_positions", "vocab_size", "n_layer", "n_head", "n_embd"}
+    for entry in config.keys() - WITHOUT_EFFECT - sizes:
+        allowed = computed.get(entry, (defaults.get(entry),))
+        if config[entry] not in allowed:
+            remedy = f"which this model does not compute; it computes {' or '.join(map(repr, allowed))}"
+            raise ValueError(f"{name} has {entry}={config[entry]!r} in its config.json, {remedy}")
 
 
 class LayerNorm(nn.LayerNorm):
@@ -364,7 +386,7 @@ class GPT(nn.Module):
         changes the logits of a trained GPT-2 by about 1e-3. The dropout of the original training is not used.
 
         Raises:
-            ValueError: if the name is neither.
+            ValueError: if the name is neither, or the directory has another model or other weights.
             ImportError: if transformers is not installed.
             OSError: if the weights are not on this machine and cannot be downloaded.
         """
@@ -374,12 +396,19 @@ class GPT(nn.Module):
                 f"with --init_from=resume --out_dir={name}"
             )
         try:
-            from transformers import GPT2LMHeadModel
+            from transformers import GPT2Config, GPT2LMHeadModel
         except ImportError as error:
             raise ImportError(f"{name} needs the transformers library ({error}); pip install -e '.[gpt2]'") from error
 
+        check_gpt2(name, GPT2Config.get_config_dict(name)[0], GPT2Config().to_dict())
         with torch.device("cpu"):
-            source = GPT2LMHeadModel.from_pretrained(name)
+            prefixes = {r"^(module\.|_orig_mod\.)+": ""}  # of models that were wrapped or compiled
+            source, info = GPT2LMHeadModel.from_pretrained(name, output_loading_info=True, key_mapping=prefixes)
+        for what in ("missing", "unexpected"):
+            if names := sorted(info[f"{what}_keys"]):
+                raise ValueError(
+                    f"{name} has {what} weights ({', '.join(names[:3])}, {len(names)} in all); it needs those of a GPT-2"
+                )
         sizes = {"block_size": source.config.n_positions, "dropout": dropout, "bias": True}
         model = cls(GPTConfig.of(source.config.to_dict(), **sizes))
         weights = source.state_dict()

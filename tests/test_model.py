@@ -1,5 +1,7 @@
 """model.py: GPT-2's numbers, nanoGPT's names, tying, cropping, sampling, and activation checkpointing bit for bit."""
 
+import json
+import shutil
 from functools import partial
 
 import faults
@@ -138,6 +140,69 @@ def test_from_pretrained_equals_transformers(tmp_path):
     logits, _ = model(tokens, tokens)
     assert expected.std() > 0.1
     assert (logits - expected).abs().max() < 1e-4
+
+
+@pytest.fixture(scope="module")
+def a_gpt2(tmp_path_factory):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    folder = tmp_path_factory.mktemp("gpt2")
+    GPT2LMHeadModel(GPT2Config(vocab_size=101, n_positions=32, n_embd=24, n_layer=3, n_head=4)).save_pretrained(folder)
+    return folder
+
+
+CHANGES = {  # of config.json
+    "scale_attn_by_inverse_layer_idx": True,
+    "scale_attn_weights": False,
+    "activation_function": "relu",
+    "layer_norm_epsilon": 1e-3,
+    "tie_word_embeddings": False,
+    "reorder_and_upcast_attn": True,
+    "n_inner": 48,
+    "add_cross_attention": True,
+    "is_encoder_decoder": True,
+    "quantization_config": {"bits": 4},
+    "rotary": "an entry that nobody knows",
+}
+
+
+@pytest.mark.parametrize("entry", CHANGES)
+def test_a_gpt2_that_computes_something_else_is_refused(entry, a_gpt2, tmp_path):
+    shutil.copytree(a_gpt2, tmp_path, dirs_exist_ok=True)
+    config = json.loads((a_gpt2 / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, entry: CHANGES[entry]}))
+    with pytest.raises(ValueError, match=f"has {entry}=.* in its config.json, which this model does not compute"):
+        GPT.from_pretrained(str(tmp_path))
+
+
+def test_folders_with_other_weights(a_gpt2, tmp_path):
+    from safetensors.torch import load_file, save_file
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    weights = load_file(a_gpt2 / "model.safetensors")
+    expected = GPT.from_pretrained(str(a_gpt2)).state_dict()
+
+    def folder_with(changed):
+        shutil.copytree(a_gpt2, tmp_path / "changed", dirs_exist_ok=True)
+        save_file(changed, tmp_path / "changed" / "model.safetensors", metadata={"format": "pt"})
+        return str(tmp_path / "changed")
+
+    for prefix in ("module.", "_orig_mod.", "module._orig_mod."):
+        read = GPT.from_pretrained(folder_with({f"{prefix}{name}": value for name, value in weights.items()})).state_dict()
+        assert all(torch.equal(read[name], expected[name]) for name in expected)
+    *_, last = weights
+    with pytest.raises(ValueError, match=r"has missing weights .* in all"):
+        GPT.from_pretrained(folder_with({name: value for name, value in weights.items() if name != last}))
+    with pytest.raises(ValueError, match=r"has unexpected weights \(more.weight, 1 in all\)"):
+        GPT.from_pretrained(folder_with({**weights, "more.weight": torch.ones(3)}))
+    with pytest.raises(ValueError, match=r"has (missing|unexpected) weights"):
+        GPT.from_pretrained(folder_with({f"decoder.{name}": value for name, value in weights.items()}))
+    sizes = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 101}
+    for kind in ("llama", "opt", "gpt_neox", "mistral"):
+        other = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes, intermediate_size=48))
+        other.save_pretrained(tmp_path / kind)
+        with pytest.raises(ValueError, match=f"is a model of type {kind}; init_from takes a GPT-2"):
+            GPT.from_pretrained(str(tmp_path / kind))
 
 
 def gradients(checkpointing):

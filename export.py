@@ -11,13 +11,13 @@ import pathlib
 import shutil
 import tempfile
 import warnings
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
 from configurator import configure
 from data.dataset import DATA_DIR
-from data.vocabulary import GPT2_FILES, load_meta
+from data.vocabulary import GPT2_FILES, load_meta, texts_of
 from distributed.exits import exit_on_wrong_input
 from model import CONV1D, GPT, GPT2_VOCAB_SIZE, GPTConfig, without_weights
 from run.checkpoints import find_newest
@@ -66,10 +66,11 @@ def write_tokenizer(folder: pathlib.Path) -> str:
         for file, content in zip(("vocab.json", "merges.txt"), contents, strict=True):
             (folder / file).write_bytes(content)
         tokenizer = transformers.GPT2TokenizerFast.from_pretrained(folder, model_max_length=sizes.block_size)
-    elif not meta.get("stoi") or max(map(len, meta["stoi"])) > 1:
+    elif not (texts := texts_of(meta)) or any(isinstance(text, bytes) or len(text) > 1 for text in texts.values()):
         return f"{vocab_size} tokens without a tokenizer, because they are neither GPT-2's nor characters"
     else:
-        characters = Tokenizer(models.WordLevel(meta["stoi"], unk_token=""))  # refuses a character that is not among them
+        stoi: Any = {text: token for token, text in texts.items()}
+        characters = Tokenizer(models.WordLevel(stoi, unk_token=""))  # refuses a character that is not among them
         characters.pre_tokenizer, characters.decoder = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated"), decoders.Fuse()
         tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=characters, model_max_length=sizes.block_size)
     tokenizer.save_pretrained(folder)

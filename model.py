@@ -6,7 +6,7 @@ shares its weight with the token embedding.
 
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any, Self
@@ -422,18 +422,26 @@ class GPT(nn.Module):
         max_new_tokens: int,
         temperature: float = 1.0,
         top_k: int | None = None,
-        vocab_size: int | None = None,
+        allowed: Sequence[int] | None = None,
     ) -> torch.Tensor:
         """Append sampled tokens to prompts: (batch, time) int64 becomes (batch, time + max_new_tokens). Call `eval()` first.
 
         Args:
             temperature: the logits are divided by it; close to 0, the most likely token is always chosen.
             top_k: sample from the k most likely tokens only.
-            vocab_size: sample from the first `vocab_size` tokens only, for a model with a padded vocabulary.
+            allowed: sample from these tokens only, for a model with a padded vocabulary; ascending. Default: from all.
+
+        Raises ValueError if the logits are nan.
         """
+        allowed = range(self.config.vocab_size) if allowed is None else allowed
+        limit = allowed[-1] + 1
+        hidden = torch.tensor(sorted(set(range(limit)) - set(allowed)), dtype=torch.int64, device=idx.device)
         for _ in range(max_new_tokens):
             logits, _ = self(idx[:, -self.config.block_size :])
-            logits = logits[:, -1, :vocab_size].float() / temperature
+            logits = logits[:, -1, :limit].float().index_fill(1, hidden, float("-inf"))
+            logits = (logits - logits.amax(-1, keepdim=True)) / max(temperature, torch.finfo(torch.float32).tiny)
+            if logits.isnan().any():
+                raise ValueError("the logits of the model are nan or inf; its weights have diverged, use an earlier checkpoint")
             if top_k is not None:
                 kth = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
                 logits = logits.masked_fill(logits < kth, float("-inf"))

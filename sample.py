@@ -17,6 +17,7 @@ from distributed import machine
 from distributed.exits import exit_on_wrong_input
 from model import GPT
 from run.checkpoints import load_newest
+from run.rank_checks import check_vocabulary
 from run.sampling import TEMPERATURE, TOP_K
 
 # -----------------------------------------------------------------------------
@@ -40,7 +41,9 @@ with exit_on_wrong_input():
     if init_from == "resume":
         checkpoint = load_newest(out_dir)
         model = GPT.from_checkpoint(checkpoint)
-        meta = load_meta(os.path.join(DATA_DIR, checkpoint["config"].get("dataset", "")))
+        dataset = checkpoint["config"].get("dataset", "")
+        meta = load_meta(os.path.join(DATA_DIR, dataset))
+        check_vocabulary(checkpoint, dataset, meta)
     else:
         model = GPT.from_pretrained(init_from)
     codec = load_codec(meta, model.config.vocab_size)
@@ -64,7 +67,7 @@ if compile:
 
 prompt = torch.tensor([tokens], device=device_name)  # (1, time)
 for _ in range(num_samples):
-    with autocast:
-        sample = model.generate(prompt, max_new_tokens, temperature, top_k, codec.vocab_size)
+    with exit_on_wrong_input(), autocast:
+        sample = model.generate(prompt, max_new_tokens, temperature, top_k, codec.tokens)
     print(codec.decode(sample[0].tolist()))
     print("---------------")

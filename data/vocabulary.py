@@ -5,7 +5,7 @@ import hashlib
 import os
 import pickle
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -61,10 +61,12 @@ def load_meta(directory: str) -> dict[str, Any] | None:
     try:
         with open(path, "rb") as file:
             meta = _PlainUnpickler(file).load()
-        if not isinstance(meta["vocab_size"], int):
-            raise pickle.UnpicklingError("vocab_size is not an integer")
+        if type(meta["vocab_size"]) is not int or meta["vocab_size"] < 1:
+            raise pickle.UnpicklingError(f"vocab_size={meta['vocab_size']!r} is not a positive integer")
         if not isinstance(meta.get("itos", {}), dict):  # a list has its tokens as indices
             meta["itos"] = dict(enumerate(meta["itos"]))
+        if not isinstance(meta.get("stoi", {}), dict):
+            raise pickle.UnpicklingError("stoi is no dict")
     except Exception as error:  # damaged bytes can raise any exception
         raise DataError(f"{path} is no vocabulary ({error}); run the dataset's prepare.py again") from error
     return meta
@@ -75,7 +77,7 @@ class Codec(NamedTuple):
 
     encode: Callable[[str], list[int]]
     decode: Callable[[list[int]], str]
-    vocab_size: int
+    tokens: Sequence[int]  # that `decode` takes, ascending
 
 
 def load_codec(meta: dict[str, Any] | None, model_vocab_size: int) -> Codec:
@@ -85,10 +87,10 @@ def load_codec(meta: dict[str, Any] | None, model_vocab_size: int) -> Codec:
         DataError: if GPT-2's vocabulary is not available, or the vocabulary is larger than that of the model.
     """
     codec = _gpt2_codec() if meta is None else _own_codec(meta)
-    if codec.vocab_size > model_vocab_size:
+    if (size := codec.tokens[-1] + 1) > model_vocab_size:
         raise DataError(
-            f"the model knows {model_vocab_size} tokens, the vocabulary at hand has {codec.vocab_size}; prepare the dataset "
-            "that the model was trained on, to create its meta.pkl"
+            f"the model knows {model_vocab_size} tokens, the vocabulary at hand has {size}; prepare the dataset that the model "
+            "was trained on, to create its meta.pkl"
         )
     return codec
 
@@ -107,8 +109,10 @@ def bytes_of_tokens(meta: dict[str, Any] | None) -> np.ndarray:
         texts = {token: encoding.decode_single_token_bytes(token) for token in range(encoding.n_vocab)}
         texts[encoding.eot_token] = b""
     else:
-        characters = {token: text for token, text in meta.get("itos", {}).items() if isinstance(text, str)}
-        texts = {token: text.encode("utf-8", "surrogatepass") for token, text in characters.items()}
+        texts = {
+            token: text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text
+            for token, text in texts_of(meta).items()
+        }
     lengths[list(texts)] = [len(text) for text in texts.values()]
     return lengths
 
@@ -135,19 +139,66 @@ def gpt2_encoding(download: bool = True) -> "tiktoken.Encoding":
 
 def _gpt2_codec() -> Codec:
     encoding = gpt2_encoding()
-    return Codec(lambda text: encoding.encode(text, allowed_special={"<|endoftext|>"}), encoding.decode, encoding.n_vocab)
+    return Codec(
+        lambda text: encoding.encode(text, allowed_special={"<|endoftext|>"}), encoding.decode, range(encoding.n_vocab)
+    )
+
+
+def texts_of(meta: dict[str, Any]) -> dict[int, str | bytes]:
+    """Return the text of each token that has one, all of one type. Either table of a `meta.pkl` is enough; keys may be text.
+
+    Raises:
+        DataError: if a token is no number below `vocab_size`.
+    """
+    table = meta.get("itos") or {token: text for text, token in (meta.get("stoi") or {}).items()}
+    try:
+        texts = {int(token): text if isinstance(text, str | bytes) else str(text) for token, text in table.items()}
+    except (TypeError, ValueError) as error:
+        raise DataError(f"a token of the vocabulary is no number ({error}); run the dataset's prepare.py again") from error
+    if wrong := [token for token in texts if not 0 <= token < meta["vocab_size"]]:
+        raise DataError(f"the vocabulary of {meta['vocab_size']} tokens has a text for token {wrong[0]}; mend its meta.pkl")
+    if any(isinstance(text, bytes) for text in texts.values()):
+        texts = {token: text.encode() if isinstance(text, str) else text for token, text in texts.items()}
+    return texts
 
 
 def _own_codec(meta: dict[str, Any]) -> Codec:
-    stoi, itos = meta["stoi"], meta["itos"]
+    texts: dict[int, Any] = texts_of(meta)
+    if not texts:  # then tokens are printed and read as numbers
+        return Codec(_numbers, lambda tokens: " ".join(map(str, tokens)), range(meta["vocab_size"]))
+    tokens_of = {text: token for token, text in sorted(texts.items(), reverse=True)}  # the first of several with one text
+    longest = max(map(len, texts.values()))
+    in_bytes = isinstance(next(iter(texts.values())), bytes)
+    are_words = longest > 1 and not in_bytes and not any(character.isspace() for text in texts.values() for character in text)
+    between: Any = b"" if in_bytes else " " if are_words else ""
+
+    def pieces(text: Any) -> Iterator[Any]:
+        """Yield the longest text of a token that comes next, or a character that no token has."""
+        while text:
+            sizes = (size for size in range(longest, 0, -1) if text[:size] in tokens_of)
+            size = next(sizes, 1)
+            yield text[:size]
+            text = text[size:]
 
     def encode(text: str) -> list[int]:
-        unknown = sorted(set(text) - set(stoi))
-        if unknown:
-            raise DataError(f"the vocabulary has no {''.join(unknown)!r}; leave it out of the text")
-        return [stoi[character] for character in text]
+        found = text.split() if are_words else list(pieces(text.encode() if in_bytes else text))
+        if unknown := sorted(set(found) - tokens_of.keys()):
+            shown: Any = between.join(unknown)
+            raise DataError(f"the vocabulary has no {shown!r}; leave it out of the text")
+        return [tokens_of[piece] for piece in found]
 
-    return Codec(encode, lambda tokens: "".join(itos[token] for token in tokens), meta["vocab_size"])
+    def decode(tokens: list[int]) -> str:
+        text = between.join([texts[token] for token in tokens])
+        return text.decode(errors="replace") if in_bytes else text
+
+    return Codec(encode, decode, sorted(texts))
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        return [int(number) for number in text.split()] or [0]
+    except ValueError as error:
+        raise DataError("the vocabulary has no texts; write the prompt as numbers of tokens, such as '3 17'") from error
 
 
 class _PlainUnpickler(pickle.Unpickler):

@@ -57,7 +57,7 @@ class Sampler:
         self._model.eval()
         # eager: the model would be recompiled for every length
         with position.at("sampling", patient=True), self._autocast, torch.compiler.set_stance("force_eager"):
-            tokens = self._model.generate(prompt, TOKENS, TEMPERATURE, TOP_K, self._codec.vocab_size)
+            tokens = self._model.generate(prompt, TOKENS, TEMPERATURE, TOP_K, self._codec.tokens)
         self._model.train()
         text = self._codec.decode(tokens[0, len(self._prompt) :].tolist())
         log.log({"iter": iteration, "sample/text": text}, f"sample {iteration}:\n{text}\n---------------")

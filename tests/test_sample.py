@@ -5,6 +5,9 @@ import torch
 from conftest import write_meta
 from scripts import run, run_for_real, torch_load, train
 
+from data.dataset import vocabulary_of
+from data.vocabulary import load_meta
+
 
 @pytest.fixture
 def trained(data, tmp_path):
@@ -38,14 +41,18 @@ def test_sample(data, trained, tmp_path):
 def test_sample_stays_within_the_vocabulary(trained, tmp_path):
     """The model's vocabulary may be padded; it may not be smaller than the one at hand."""
     checkpoint = torch_load(trained)
-    torch.save({**checkpoint, "config": {**checkpoint["config"], "dataset": str(tmp_path)}}, tmp_path / "ckpt.pt")
+    config = {**checkpoint["config"], "dataset": str(tmp_path)}
     command = [f"--out_dir={tmp_path}", "--start=A", "--num_samples=1", "--max_new_tokens=300", "--temperature=50.0"]
     for size, code in ((5, 0), (29, 0), (30, 2)):
         letters = [chr(ord("A") + token) for token in range(size)]
         write_meta(tmp_path, letters)
+        vocabulary = vocabulary_of(load_meta(str(tmp_path)))
+        torch.save({**checkpoint, "config": config, "vocabulary": vocabulary}, tmp_path / "ckpt.pt")
         process = run("sample.py", *command)
         assert process.returncode == code, process.stderr
         if code == 0:
             assert set(process.stdout.splitlines()[-2]) == set(letters)
         else:
             assert "the model knows 29 tokens, the vocabulary at hand has 30" in process.stderr
+    write_meta(tmp_path, "no others")
+    assert "has another vocabulary" in run("sample.py", *command).refusal()

@@ -22,9 +22,7 @@ class FlatBuffer:
     params: list[torch.nn.Parameter]  # numbered as in the layout
     layout: Layout
     places: list[tuple[Any, ...]] = field(default_factory=list)  # by number: address, shape and strides of the parameter
-    left: list[tuple[StorageWeakRef, int, int]] = field(
-        default_factory=list
-    )  # memory of before: storage, start and end address
+    left: list[tuple[StorageWeakRef, int, int]] = field(default_factory=list)  # memory of before: storage, start, end
 
     def move_in(self, number: int, like: torch.Tensor) -> None:
         """Make the data of the next parameter a view into its place, with the strides of `like`. Its values are not copied."""

@@ -43,8 +43,7 @@ def check_class(optimizer_cls: Any, optimizer_class: Any, elementwise: bool) -> 
     """Return the class that one of the two arguments is. Raise ValueError if it cannot be divided."""
     if optimizer_cls is not None and optimizer_class is not None:
         raise ValueError("optimizer_cls and optimizer_class are two names of one argument; give one of them")
-    optimizer_cls = optimizer_cls or optimizer_class
-    if not isinstance(optimizer_cls, type):
+    if not isinstance(optimizer_cls := optimizer_cls or optimizer_class, type):
         raise ValueError(f"optimizer_cls={optimizer_cls!r} must be a class, for example torch.optim.AdamW")
     for refused, reason in _UNSUPPORTED.items():
         if issubclass(optimizer_cls, refused):
@@ -127,8 +126,8 @@ def check_addition(optimizer: Any) -> None:
     check_groups(optimizer)
     for param in optimizer.frozen:
         if param.requires_grad and optimizer.inner.state.get(param):
-            remedy = "build a new ShardedOptimizer, and load into it what consolidate_state_dict() gathers"
-            raise RuntimeError(f"{name_of(param, optimizer.names)} has state from before it was frozen; {remedy}")
+            remedy = "build a new ShardedOptimizer, and load what consolidate_state_dict() gathers"
+            raise RuntimeError(f"{name_of(param, optimizer.names)} has state from while it was frozen; {remedy}")
 
 
 def check_in_place(optimizer: Any) -> None:

@@ -143,7 +143,7 @@ class Encoded:
 class CodedState:
     """The state of slices that are updated together: in float32 from `decode` to `encode`, encoded the rest of the time.
 
-    All its entries lie in one flat tensor, each from the begin of a block on: an update takes as many operations for many
+    All its entries lie in one flat tensor, each from the beginning of a block on: an update takes as many operations for many
     slices as for one. A slice that it skips keeps its state, because what was decoded is encoded to the same bytes.
 
     `inner`: the optimizer. `slices`: its parameters, on one device. `names`: of entries that may be encoded; None: of all.

@@ -1,5 +1,6 @@
 """Where a step gets its gradients: GradientSource, and the one without ShardedDataParallel. Their norms."""
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Any
@@ -77,7 +78,8 @@ class ParameterGradients(GradientSource):
     def _compare(self, params: list[torch.nn.Parameter]) -> None:
         """Raise RuntimeError on all ranks if the norm of a gradient differs between them. Waits for a GPU."""
         norms = [norm.item() for param in params for norm in float32_norms([param.grad])]  # type: ignore[list-item]
-        extremes = torch.tensor([[norm, -norm] for norm in norms] or [[0.0, 0.0]], dtype=torch.float64, device="cpu")
+        rows = [[norm, -norm] if math.isfinite(norm) else [0.0, 0.0] for norm in norms] or [[0.0, 0.0]]
+        extremes = torch.tensor(rows, dtype=torch.float64, device="cpu")
         dist.all_reduce(extremes, dist.ReduceOp.MAX, group=cpu_group(self._optimizer.comm.group))
         for param, (largest, less) in zip(params, extremes.tolist(), strict=False):
             if largest + less > TOLERANCE * largest:

@@ -58,6 +58,12 @@ def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[A
     return values
 
 
+def on_any_rank(flag: bool, group: dist.ProcessGroup | None) -> bool:
+    """Return whether a flag is set on any rank. Needs to be called on all ranks."""
+    several = dist.is_initialized() and dist.get_world_size(group) > 1
+    return any(gather_objects(flag, cpu_group(group))) if several else flag
+
+
 def broadcast_object(value: Any, group: dist.ProcessGroup | None = None) -> Any:
     """Return the value of rank 0. Call it on all ranks; without torch.distributed, there is one."""
     if not dist.is_initialized() or dist.get_backend(group) == "fake":  # there, no rank sends

@@ -3,12 +3,14 @@
 import itertools
 from collections import defaultdict
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
 from zero.checkpoint.state import CheckpointError, consolidate, restore
 from zero.collectives import Communicator
+from zero.host_comm import broadcast_object, cpu_group, meet, on_all_ranks, on_any_rank
 
 ELSEWHERE = "consolidated_on_rank"  # in the state dicts of other ranks
 _DIVIDED = "the optimizer state is divided among the ranks"
@@ -18,17 +20,21 @@ class DividedState(torch.optim.Optimizer):
     """What a ShardedOptimizer shares with ZeroRedundancyOptimizer: the whole state is gathered first, and then a state dict."""
 
     comm: Communicator
-    gathered: dict[Any, Any] | None  # the whole state: {} before the first step; None: it would have to be gathered
+    has_state: bool  # whether any rank may have state; the same on all ranks
+    gathered: dict[Any, Any] | None  # the state of all ranks, or, under `ELSEWHERE`, the rank that has it; None: nobody has it
 
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Gather the whole state on rank `to` of the process group, where `state_dict` returns it until the next step.
 
         Needs to be called on all ranks. Raises RuntimeError if one is missing, and as `zero.checkpoint.consolidate` does.
         """
-        if to not in range(self.comm.world_size):
-            raise ValueError(f"to={to} is not one of 0 to {self.comm.world_size - 1}, the ranks of the process group")
+        meet(self.comm.group)
+        of_rank_0 = broadcast_object(to, cpu_group(self.comm.group)) if self.comm.world_size > 1 else to
+        if on_any_rank(to != of_rank_0 or to not in range(self.comm.world_size), self.comm.group):
+            raise ValueError(f"to={to} is not the same rank on all ranks, one of 0 to {self.comm.world_size - 1}")
         whole = consolidate(self, to)
-        self.gathered = {ELSEWHERE: to} if whole is None else whole["state"]
+        if self.has_state:
+            self.gathered = {ELSEWHERE: to} if whole is None else whole["state"]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the `state_dict()` of the unsharded optimizer, on the rank that `consolidate_state_dict` has named.
@@ -36,13 +42,18 @@ class DividedState(torch.optim.Optimizer):
         This is not a collective. On the other ranks, and on all before the first step, it has the parameter groups only.
         Raises RuntimeError if `consolidate_state_dict` was not called after the last step.
         """
-        if self.gathered is None:
+        if self.has_state and self.gathered is None:
             remedy = "call optimizer.consolidate_state_dict() on all ranks after the last step"
             raise RuntimeError(f"{_DIVIDED}; {remedy}, then state_dict() on rank 0")
-        packed = super().state_dict()
-        if ELSEWHERE in self.gathered:
-            return {**packed, **self.gathered}
-        return {**packed, "state": packed["state"] | self.gathered}
+        whole = self.gathered or {}
+        if ELSEWHERE in whole:
+            return {**super().state_dict(), **whole}
+        dict.update(self.state, whole)  # where torch and its hooks look for it
+        try:
+            return super().state_dict()
+        finally:
+            for number in whole:
+                del self.state[number]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the state of an unsharded optimizer: each rank takes its slices. Needs to be called on all ranks.
@@ -51,8 +62,7 @@ class DividedState(torch.optim.Optimizer):
         """
         for prepare in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = prepare(self, state_dict) or state_dict
-        if ELSEWHERE in state_dict:
-            raise CheckpointError(f"this state dict has no state; load that of rank {state_dict[ELSEWHERE]}, on all ranks")
+        on_all_ranks(partial(_check_whole, state_dict), self.comm.group)
         in_order = itertools.chain(*(group["params"] for group in state_dict["param_groups"]))
         numbers = {key: number for number, key in enumerate(in_order)}  # a key may also be a name
         saved: dict[Any, Any] = {}
@@ -67,6 +77,11 @@ class DividedState(torch.optim.Optimizer):
     def __reduce_ex__(self, protocol: Any) -> Any:
         remedy = "call consolidate_state_dict() on all ranks and save its state_dict()"
         raise TypeError(f"a ShardedOptimizer belongs to a process group and cannot be copied or pickled; {remedy}")
+
+
+def _check_whole(state_dict: dict[str, Any] | None) -> None:
+    if state_dict is None or ELSEWHERE in state_dict:
+        raise CheckpointError("this state dict has no state; save that of the rank that was consolidated, and load it on all")
 
 
 class CallersState(defaultdict):

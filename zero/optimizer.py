@@ -15,7 +15,7 @@ from zero.checks import KNOWN, check_addition, check_class, check_in_place
 from zero.codecs import codec_of
 from zero.collectives import Communicator
 from zero.gradients import GradientSource, ParameterGradients, SentGradient, float32_norms
-from zero.host_comm import meet, on_all_ranks
+from zero.host_comm import meet, on_all_ranks, on_any_rank
 from zero.interface import CallersState, DividedState
 from zero.layout import Plan
 from zero.masters import store_rounded
@@ -109,11 +109,11 @@ class ShardedOptimizer(DividedState):
         self.inner = on_all_ranks(lambda: cls(inner_groups, **self.arguments), self.comm.group)
         if self.inner._optimizer_step_pre_hooks or self.inner._optimizer_step_post_hooks:
             raise ValueError(f"{cls.__name__} registers step hooks on itself, which ShardedOptimizer would not call")
-        self.gathered = None if self.inner.state else {}
+        self.has_state, self.gathered = on_any_rank(bool(self.inner.state), self.comm.group), None  # as of Adagrad
         self._update = SliceUpdate(self.inner, self.buckets, codec_of(self.options.state_dtype))
         self._update.prepare(self)
         for name in {"train", "eval"} & {*dir(self.inner)}:  # of schedule-free classes
-            setattr(self, name, partial(self.call_inner, getattr(self.inner, name)))
+            setattr(self, name, partial(self._call_inner, name))
         self.defaults = dict(self.inner.defaults)
         _copy_hyperparameters(self.inner.param_groups, self.param_groups)
 
@@ -128,7 +128,7 @@ class ShardedOptimizer(DividedState):
         Its parameters take the values of rank 0 and move into flat buffers of their own, and so do those of earlier groups that
         were frozen and require gradients now. All others stay in their places, with their state.
 
-        Raises RuntimeError under a ShardedDataParallel, and if a parameter has state from before it was frozen.
+        Raises RuntimeError under a ShardedDataParallel, or if a frozen parameter has state, otherwise ValueError as torch does.
         """
         if "inner" not in vars(self):  # the constructor lays out all groups together
             super().add_param_group(param_group)
@@ -151,11 +151,16 @@ class ShardedOptimizer(DividedState):
         self.source = ParameterGradients(self)
 
     @torch.no_grad()
-    def call_inner(self, method: Callable[[], Any]) -> None:
-        """Let a method of the inner optimizer write to the parameters of all ranks. Needs to be called on all ranks."""
+    def _call_inner(self, name: str) -> None:
+        """Call a method of the inner optimizer, which may write to the parameters. Needs to be called on all ranks."""
         self.synchronize()
+        self.follow_moves()
         check_in_place(self)
-        self._write(self.flat_params, self._update.apply(method))
+        _copy_hyperparameters(self.param_groups, self.inner.param_groups)
+        wrote = self._update.apply(getattr(self.inner, name))
+        _copy_hyperparameters(self.inner.param_groups, self.param_groups)
+        if on_any_rank(wrote, self.comm.group):
+            self._write(self.flat_params, iter([self.buckets]))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -171,7 +176,6 @@ class ShardedOptimizer(DividedState):
         self.follow_moves()
         check_in_place(self)
         self.source.check()
-        self.gathered = None
         self.collect_gradients()  # phase 1
         changed = self.source.updated()
         self._write(changed, self._update(changed))
@@ -179,6 +183,7 @@ class ShardedOptimizer(DividedState):
 
     def _write(self, changed: list[torch.nn.Parameter], updates: Iterator[list[Bucket]]) -> None:
         """Let the inner optimizer write to the slices of the changed parameters, and all-gather these."""
+        self.has_state, self.gathered = True, None
         _copy_hyperparameters(self.param_groups, self.inner.param_groups)
         try:
             for updated in updates:  # phase 2: update the owned slices
@@ -229,6 +234,7 @@ class ShardedOptimizer(DividedState):
         """
         if not (norm_type := float(norm_type)) > 0:
             raise ValueError(f"norm_type={norm_type} must be positive; 2.0 is the usual norm, inf the largest gradient")
+        self.follow_moves()
         device = self.buckets[0].data.device if self.buckets else None
         norms = [torch.zeros((), dtype=torch.float32, device=device)]
         for bucket in self.source.collect():  # meanwhile, the gradients of the next bucket are in flight

@@ -9,7 +9,7 @@ from zero.buckets import FlatBuffer, OwnedSlice, allocate
 from zero.checks import check_groups, check_parameters, check_rounding
 from zero.codecs import codec_of
 from zero.collectives import Communicator
-from zero.host_comm import check_same_on_all_ranks, cpu_group, gather_objects, on_all_ranks
+from zero.host_comm import check_same_on_all_ranks, on_all_ranks, on_any_rank
 from zero.layout import Plan, parameter_specs, plan
 from zero.masters import store_rounded
 from zero.muon import Muon
@@ -19,10 +19,7 @@ from zero.tensors import flattened, is_dense, properties
 
 
 def lay_out(optimizer: Any, earlier: Plan | None = None) -> None:
-    """Move the parameters of a ShardedOptimizer to places in flat buffers, except those that have one in the `earlier` plan.
-
-    Needs to be called on all ranks. Raises ValueError before anything has moved.
-    """
+    """Move a ShardedOptimizer's parameters into flat buffers, except those of the `earlier` plan. Call it on all ranks."""
     optimizer.plan = planned = _checked_plan(optimizer, earlier)
     optimizer.params_of_groups = [list(group["params"]) for group in optimizer.param_groups]
     params = list(itertools.chain(*optimizer.params_of_groups))
@@ -60,12 +57,12 @@ def groups_of_slices(optimizer: Any) -> list[dict[str, Any]]:
 
 def have_moved(optimizer: Any) -> bool:
     """Return whether parameters have left their places on any rank, before the first step. Needs to be called on all ranks."""
-    if optimizer.gathered != {} or not optimizer.source.is_whole or optimizer.plan.has_masters:
+    if optimizer.has_state or not optimizer.source.is_whole or optimizer.plan.has_masters:
         return False
     check_groups(optimizer)
-    moved = any(next(buffer.moved(), None) is not None for buffer in optimizer.buffers)
-    comm = optimizer.comm
-    return moved if comm.world_size == 1 else any(gather_objects(moved, cpu_group(comm.group)))
+    dtypes = {param: buffer.data.dtype for buffer in optimizer.buffers for param in buffer.moved()}
+    is_cast = on_any_rank(any(param.dtype != dtype for param, dtype in dtypes.items()), optimizer.comm.group)
+    return on_any_rank(bool(dtypes), optimizer.comm.group) and not is_cast
 
 
 def _move_in(buffer: FlatBuffer, number: int, comm: Communicator, slices: list[OwnedSlice]) -> None:

@@ -11,6 +11,7 @@ from zero import collectives
 from zero.buckets import Bucket, OwnedSlice
 from zero.checks import KNOWN, check_rounding, rounded_state
 from zero.codecs import Codec, CodedState
+from zero.gradients import float32_norms
 from zero.muon import Muon
 from zero.muon.exchange import MatrixExchange
 from zero.stopwatch import region, without_hooks
@@ -73,11 +74,13 @@ class SliceUpdate:
                 _FAILED.append(self)
             raise
 
-    def apply(self, method: Callable[[], Any]) -> Iterator[list[Bucket]]:
-        """Let a method of the inner optimizer write to all slices and their state, and yield all buckets."""
-        with self._loaded(self.buckets, [owned.local for bucket in self.buckets for owned in bucket.owned]):
+    def apply(self, method: Callable[[], Any]) -> bool:
+        """Let a method of the inner optimizer write to all slices and their state. Return whether it has changed a slice."""
+        locals_ = [owned.local for bucket in self.buckets for owned in bucket.owned]
+        with self._loaded(self.buckets, locals_):
+            before = [float32_norms([local])[0].item() for local in locals_]  # a write to `data` leaves no other trace
             method()
-        yield self.buckets
+            return before != [float32_norms([local])[0].item() for local in locals_]
 
     def _calls(self) -> list[list[Bucket]]:
         """Return the buckets of each call of the inner optimizer. Their order is the same on all ranks.

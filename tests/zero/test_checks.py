@@ -247,6 +247,7 @@ USE = {  # RuntimeError
         "was frozen when",
         before_a_step_alone(lambda module: setattr(module[2].bias.requires_grad_(), "grad", torch.ones(3))),
     ),
+    "another dtype, alone": ("build the optimizer after", before_a_step_alone(lambda module: module.double())),
     "backward after step": (INPLACE, partial(a_second_backward_after_the_step, True)),
     "backward after step, alone": (INPLACE, partial(a_second_backward_after_the_step, False)),
     "a sparse gradient": ("sparse=False", partial(a_sparse_gradient, True)),

@@ -41,7 +41,7 @@ def state_dicts(to, **kwargs):
     optimizer.load_state_dict(optimizer.state_dict())
     assert optimizer.state_dict()["state"] == {}, "there is no state yet"
     seen = []
-    optimizer.register_state_dict_pre_hook(lambda _: seen.append("saved"))
+    optimizer.register_state_dict_post_hook(lambda _, saved: seen.append(len(saved["state"])))
     optimizer.register_load_state_dict_pre_hook(lambda _, loaded: {**loaded, "loaded": seen.append("loading")})
     optimizer.register_load_state_dict_post_hook(lambda _: seen.append("loaded"))
     for step in range(2):
@@ -49,16 +49,17 @@ def state_dicts(to, **kwargs):
         with pytest.raises(RuntimeError, match=NAMES):
             optimizer.state_dict()
     optimizer.state["seen"], plain.state["seen"] = 3, 3  # which callers may keep there
-    with pytest.raises(ValueError, match="to=9 is not one of 0 to"):
+    with pytest.raises(ValueError, match="to=9 is not the same rank on all ranks, one of 0 to"):
         optimizer.consolidate_state_dict(9)
     optimizer.consolidate_state_dict(to)
     if dist.get_rank() == to:
         optimizer.state_dict()["state"].clear()  # is the caller's own
         assert_equal(optimizer.state_dict(), plain.state_dict())
+        assert (seen[-1], len(optimizer.state)) == (5, 1)  # hooks see four parameters and the caller's entry
     else:
         assert_equal(optimizer.state_dict()["param_groups"], plain.state_dict()["param_groups"])
-        with pytest.raises(CheckpointError, match=f"has no state; load that of rank {to}"):
-            optimizer.load_state_dict(optimizer.state_dict())
+    with pytest.raises(ValueError, match="this state dict has no state"):  # each rank its own
+        optimizer.load_state_dict(optimizer.state_dict())
     step_of_each(2, (module, optimizer))
     with torch.no_grad():
         for param, value in zip(module.parameters(), oracle.parameters(), strict=True):
@@ -73,15 +74,39 @@ def state_dicts(to, **kwargs):
     assert_equal(weights(module), weights(oracle))
 
 
-def sum_of_adagrad():
-    """A class whose constructor makes state."""
-    optimizer = ShardedOptimizer(net().parameters(), torch.optim.Adagrad, initial_accumulator_value=0.5)
-    with pytest.raises(RuntimeError, match=NAMES):
-        optimizer.state_dict()
+def without_state():
+    """Nothing is gathered: before the first step, twice, and of a class without state, where later steps go on."""
+    for optimizer_class, steps in ((AdamW, 0), (SGD, 1), (torch.optim.Adagrad, 0)):
+        small = nn.Linear(4, 1)  # of which the last rank has nothing
+        for param in small.parameters():
+            dist.broadcast(param.data, 0)
+        optimizer = ShardedOptimizer(small.parameters(), optimizer_class, lr=0.01)
+        for _ in range(steps + 2):
+            optimizer.consolidate_state_dict()
+            optimizer.consolidate_state_dict()
+            if dist.get_rank() == 0:
+                assert_equal(optimizer.state_dict(), consolidated := consolidate(optimizer))
+                assert bool(consolidated["state"]) == (optimizer_class is torch.optim.Adagrad)
+            else:
+                consolidate(optimizer)
+            for _ in range(steps):
+                optimizer.zero_grad()
+                small(torch.ones(2, 4)).sum().backward()
+                optimizer.step()
+
+
+def several_targets():
+    optimizer = ShardedOptimizer(net().parameters(), AdamW)
+    with pytest.raises(ValueError, match="is not the same rank on all ranks"):
+        optimizer.consolidate_state_dict(dist.get_rank())
+    with pytest.raises(CheckpointError, match="this state dict has no state"):
+        optimizer.load_state_dict(None)
 
 
 def test_state_dicts():
-    run_in_turn(2, partial(state_dicts, 0), partial(state_dicts, 1, parameters_as_bucket_view=True), sum_of_adagrad)
+    run_in_turn(
+        2, partial(state_dicts, 0), partial(state_dicts, 1, parameters_as_bucket_view=True), without_state, several_targets
+    )
     run_in_turn(4, partial(state_dicts, 3), partial(state_dicts, 3, shard_size=2), partial(state_dicts, 1, shard_size=2))
 
 
@@ -118,8 +143,8 @@ def arguments():
         ShardedOptimizer(params, AdamW, None, True, True)
     with pytest.raises(ValueError, match="must be a class"):
         ShardedOptimizer(params)
-    for flags in ({"use_muon": True}, {"kind": "muon"}):
-        with pytest.raises(ValueError, match="the entry matrices=1"):
+    for flags in ({"use_muon": True}, {"kind": "muon"}, {"algorithm": "Muon"}):
+        with pytest.raises(ValueError, match="by its entry matrices=1 only"):
             ShardedOptimizer([{"params": params[:1], **flags}, {"params": params[1:]}], Muon)
     ShardedOptimizer([{"params": params[:1], "kind": "muon", "matrices": 1}, {"params": params[1:], "use_muon": False}], Muon)
 
@@ -189,7 +214,7 @@ def groups_are_added(optimizer_class=Adam, exact=True, **options):
 
 
 def resumed(model_state, saved, **options):
-    """On another number of ranks, with all groups from the begin; and the unsharded run."""
+    """On another number of ranks, with all groups from the beginning; and the unsharded run."""
     pairs = []
     for make in (partial(ShardedOptimizer, optimizer_class=Adam, bucket_mb=TINY_MB, **options), Adam):
         model, optimizer = tower(make)
@@ -217,7 +242,7 @@ OPTIONS = (
 
 
 def grown_runs_are_those_of_groups_from_the_begin(optimizer_class, **options):
-    """With masters and codecs: three stages of one step each, against all groups from the begin, with frozen parameters."""
+    """With masters and codecs: three stages of one step each, against all groups from the beginning, with frozen parameters."""
     ends = []
     for late in (True, False):
         model, optimizer = tower(ShardedOptimizer, optimizer_class=optimizer_class, bucket_mb=1.0, **options)
@@ -338,8 +363,14 @@ def train_and_eval(tolerance=0.0, **options):
     for step in range(6):
         step_of_each(step, (forward, optimizer), (oracle, plain))
         if step % 2:
-            optimizer.eval()
-            plain.eval()
+            optimizer.consolidate_state_dict()
+            sent = optimizer.comm.sent_bytes["all-gather"]
+            for _ in range(2):  # the second one changes nothing
+                optimizer.eval()
+                plain.eval()
+            assert optimizer.comm.sent_bytes["all-gather"] - sent == sum(bucket.shard.nbytes for bucket in optimizer.buckets)
+            with pytest.raises(RuntimeError, match=NAMES):
+                optimizer.state_dict()
             assert optimizer.param_groups[0]["training"] is False
             held = torch.cat([weight.float().flatten() for weight in weights(module).values()])
             expected = torch.cat([weight.flatten() for weight in weights(oracle).values()])
@@ -386,6 +417,16 @@ def test_the_rates_of_kellers_muon(shape):
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
 
+def an_overflow_on_one_rank():
+    weight = nn.Parameter(torch.ones(3))
+    optimizer = ShardedOptimizer([weight], SGD, lr=0.01)
+    weight.grad = torch.full((3,), math.inf)  # on all ranks: as under DistributedDataParallel
+    optimizer.step()
+    weight.grad = torch.ones(3) if dist.get_rank() else torch.tensor([math.nan, 1.0, 1.0])
+    with pytest.raises(RuntimeError, match=r"on one rank and .*average the gradients"):
+        optimizer.step()
+
+
 def gradients_that_nobody_averaged(broken_step):
     module = net()
     optimizer = ShardedOptimizer(module.parameters(), SGD, lr=0.01)
@@ -412,6 +453,8 @@ def on_one_rank(rank):
 
 
 def test_refusals():
-    run_in_turn(2, partial(gradients_that_nobody_averaged, 0), partial(gradients_that_nobody_averaged, 1))
+    run_in_turn(
+        2, partial(gradients_that_nobody_averaged, 0), partial(gradients_that_nobody_averaged, 1), an_overflow_on_one_rank
+    )
     for rank in (0, 1):
         run_ranks(on_one_rank, 2, rank)

@@ -157,8 +157,8 @@ def restore(
                 ours = group.get(key)
                 group[key] = inner_group[key] = _copied(value, ours.device if isinstance(ours, torch.Tensor) else "cpu")
     part.inner.load_state_dict({"state": states, "param_groups": inner_groups})
-    if "gathered" in vars(optimizer):  # of a ShardedOptimizer
-        vars(optimizer)["gathered"] = None if state_dict["state"] else {}
+    if "has_state" in vars(optimizer):  # a ShardedOptimizer
+        vars(optimizer).update(has_state=bool(state_dict["state"]), gathered=None)
 
 
 def _of_optimizer(part: Partition) -> tuple[dict[str, Any], list[TensorChunk]]:

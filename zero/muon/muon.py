@@ -67,8 +67,8 @@ class Muon(torch.optim.AdamW):
             raise ValueError(f"ns_steps={group['ns_steps']} must be positive")
         if group["ns_dtype"] not in NS_DTYPES:
             raise ValueError(f"ns_dtype={group['ns_dtype']!r} is not one of {', '.join(NS_DTYPES)}")
-        if not group["matrices"] and (group.get("use_muon") or group.get("kind") == "muon"):
-            raise ValueError("zero.Muon does not read use_muon and kind; give a group of matrices the entry matrices=1")
+        if not group["matrices"] and (group.get("use_muon") or "muon" in (str(value).lower() for value in group.values())):
+            raise ValueError("zero.Muon knows a group of matrices by its entry matrices=1 only, not by use_muon or kind")
         with_matrices = [group for group in (group, *self.param_groups) if group["matrices"]]
         if len({group["ns_dtype"] for group in with_matrices}) > 1:
             raise ValueError("the groups of matrices have different ns_dtype; use one for all")

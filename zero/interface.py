@@ -24,7 +24,7 @@ class DividedState(torch.optim.Optimizer):
     gathered: dict[Any, Any] | None  # the state of all ranks, or, under `ELSEWHERE`, the rank that has it; None: nobody has it
 
     def consolidate_state_dict(self, to: int = 0) -> None:
-        """Gather the whole state on rank `to` of the process group, where `state_dict` returns it until the next step.
+        """Gather the whole state on rank `to` of the process group, where `state_dict` returns it until the next write.
 
         Needs to be called on all ranks. Raises RuntimeError if one is missing, and as `zero.checkpoint.consolidate` does.
         """

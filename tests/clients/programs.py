@@ -37,7 +37,7 @@ def adamw(params, is_sharded):
 
 
 def trainer(is_sharded, folder, first, steps):
-    from transformers import Trainer, TrainerCallback, TrainingArguments
+    from transformers import Trainer, TrainingArguments
 
     settings = TrainingArguments(
         *(folder,),
@@ -53,13 +53,13 @@ def trainer(is_sharded, folder, first, steps):
     model, data = gpt2(), [{"input_ids": row, "labels": row} for row in tokens(settings.world_size)]
     optimizer = adamw(model.parameters(), is_sharded)
 
-    class Consolidate(TrainerCallback):
-        def on_step_end(self, args, state, control, **_):
-            if control.should_save:
-                optimizer.consolidate_state_dict()
+    class Consolidating(Trainer):
+        def _save_optimizer_and_scheduler(self, output_dir):
+            if is_sharded:
+                optimizer.consolidate_state_dict()  # on all ranks
+            super()._save_optimizer_and_scheduler(output_dir)
 
-    callbacks = [Consolidate()] if is_sharded else []
-    run = Trainer(model, settings, train_dataset=data, optimizers=(optimizer, None), callbacks=callbacks)
+    run = Consolidating(model, settings, train_dataset=data, optimizers=(optimizer, None))
     run.train(resume_from_checkpoint=bool(first))
     return [float(entry["loss"]) for entry in run.state.log_history if "loss" in entry][-steps:]
 

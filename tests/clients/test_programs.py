@@ -27,7 +27,7 @@ def losses(program, mode, folder, first, steps):
     ],
 )
 def test_a_program_trains_saves_and_resumes(program, package, tmp_path):
-    for name in {package, "transformers", "accelerate"}:
+    for name in {package, "transformers"}:
         if importlib.util.find_spec(name) is None:
             pytest.skip(f"{name} is not installed: pip install -e '.[clients]'")
     for mode in ("plain", "sharded"):

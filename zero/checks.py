@@ -131,10 +131,7 @@ def check_addition(optimizer: Any) -> None:
 
 
 def check_in_place(optimizer: Any) -> None:
-    """Raise RuntimeError for parameters of a ShardedOptimizer that were moved, regrouped, unfrozen or written to.
-
-    Compares addresses and version counters, and looks at no element.
-    """
+    """Raise RuntimeError for parameters that were moved, regrouped, unfrozen or written to. Looks at no element."""
     check_groups(optimizer)
     names = optimizer.names
     for param in itertools.chain(*(buffer.moved() for buffer in optimizer.buffers)):

@@ -64,11 +64,10 @@ class BFloat16:
 class Int8:
     """One byte per element: its ratio to the largest element of its block of 256, on a scale that is finer for large ratios.
 
-    The scale is the dynamic map of Dettmers et al., "8-bit Optimizers via Block-wise Quantization"
-    (https://arxiv.org/abs/2110.02861), with two changes. It includes the largest ratio exactly, with both signs, so that a
-    block that is encoded again does not shrink. And what is not zero does not become zero, if its block has a number of 1e-37
-    or more: an element whose second moment is lost, but not its first, would be updated by too much. Blocks without negative
-    elements use all codes for positive ones.
+    The scale is the dynamic map of Dettmers et al., "8-bit Optimizers" (https://arxiv.org/abs/2110.02861), with two changes. It
+    includes the largest ratio exactly, with both signs, so that a block that is encoded again does not shrink. And what is not
+    zero does not become zero, if its block has a number of 1e-37 or more: an element whose second moment is lost, but not its
+    first, would be updated by too much. Blocks without negative elements use all codes for positive ones.
 
     It rounds to the nearest code. A change by less than half the distance to the next code is lost, so a second moment may
     neither decay nor grow as it should (docs/sharding.md has figures).

@@ -71,7 +71,7 @@ class AllToAllWork(NamedTuple):
 class Pool:
     """Large CPU tensors that are kept for reuse: fresh memory would cost more time than the sum that it is used for.
 
-    Tensors of less than `KEPT_BYTES` are freed, because malloc itself reuses their memory, and so does the allocator of a GPU.
+    Those of less than `KEPT_BYTES` are freed, because malloc reuses their memory, as the allocator of a GPU does.
     """
 
     def __init__(self) -> None:
@@ -98,11 +98,10 @@ class Communicator:
     """The collectives of one process group, with counters of bytes and wait time.
 
     Without torch.distributed, the group has one rank. Construction and all collectives need to be called on all ranks, in the
-    same order. A bucket is a flat tensor, the equal shards of the ranks of a shard group end to end. With several shard groups,
-    each of them holds a replica of every shard, and the ranks with the same shards form a replica group. This is hybrid
-    sharding, as in Megatron-LM (`num_distributed_optimizer_instances`) and in PyTorch FSDP (`HYBRID_SHARD`).
-
-    `group`: all ranks that train the model; None: all ranks of the run. `options`: say how many of them a shard group has.
+    same order. A bucket is a flat tensor, the equal shards of the ranks of a shard group end to end. Of several shard groups,
+    each holds a replica of every shard, and ranks with the same shards form a replica group: hybrid sharding, as in Megatron-LM
+    (`num_distributed_optimizer_instances`) and PyTorch FSDP (`HYBRID_SHARD`). `group`: all ranks that train the model; None:
+    all ranks of the run. `options` say how many of them a shard group has.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, options: Options = Options()) -> None:

@@ -11,10 +11,8 @@ from zero.optimizer import ShardedOptimizer
 class ShardedGradScaler(torch.amp.GradScaler):
     """`torch.amp.GradScaler`, except that either all ranks of a ShardedOptimizer skip a step or none of them does.
 
-    An all-reduce of one number tells all ranks about an inf or nan in any shard. For any other optimizer, the behavior is that
-    of `torch.amp.GradScaler`. `unscale_` and `step` need to be called on all ranks.
-
-    Both raise ValueError if gradients are float16: only ShardedDataParallel has float32 sums.
+    An all-reduce of one number tells all ranks about an inf or nan in any shard. Call `unscale_` and `step` on all ranks. Both
+    raise ValueError if gradients are float16 and there is no ShardedDataParallel, which has float32 sums.
     """
 
     def skip_if(self, optimizer: torch.optim.Optimizer, flag: torch.Tensor) -> None:

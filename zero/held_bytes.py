@@ -10,16 +10,13 @@ from zero.sharded_state import parameters, partition
 
 
 def held_bytes(optimizer: torch.optim.Optimizer, model: torch.nn.Module | None = None) -> dict[str, int]:
-    """Return the bytes that this rank holds now for the model and its optimizer, by purpose.
+    """Return the bytes that this rank holds now for its optimizer and the wrapped `model`, by purpose.
 
-    With the wrapped model, parameters outside of the optimizer and the buckets of DistributedDataParallel count as well.
-
-    Returns:
-        parameters  the weights that forward and backward use
-        gradients   full gradients, and with ShardedDataParallel also this rank's gradient shards
-        state       per-element optimizer state; excludes `step` counters
-        master      float32 masters of the owned slices, or their remainders
-        buckets     other memory for communication: buckets being filled, sent or received, and the pool for later ones
+    parameters  the weights that forward and backward use
+    gradients   full gradients, and with ShardedDataParallel also this rank's gradient shards
+    state       per-element optimizer state; excludes `step` counters
+    master      float32 masters of the owned slices, or their remainders
+    buckets     other memory for communication: buckets being filled, sent or received, and the pool for later ones
     """
     params = list(dict.fromkeys([*parameters(optimizer), *(() if model is None else model.parameters())]))
     entries = [entry for state in partition(optimizer).inner.state.values() for entry in state.items()]

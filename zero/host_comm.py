@@ -11,7 +11,6 @@ import torch.distributed as dist
 TAG = 0x2E60  # of messages between two ranks, so that a receive in user code never takes one
 MESSAGE_BYTES = 25_000_000  # largest message; longer tensors are sent in several
 LONG_TIMEOUT = timedelta(days=1)  # for waits on a disk, which may take longer than any step
-LONGEST_MEETING = timedelta(minutes=10)
 
 
 @cache
@@ -36,7 +35,7 @@ def meet(group: dist.ProcessGroup | None) -> None:
     """Wait for all ranks of the group. Raise RuntimeError after its timeout, at most 10 minutes; rank 0 names the missing."""
     if not dist.is_initialized() or dist.get_world_size(group) == 1 or dist.get_backend(group) == "fake":
         return
-    timeout = min(timeout_of(group) or LONGEST_MEETING, LONGEST_MEETING)
+    timeout = min(timeout_of(group) or LONG_TIMEOUT, timedelta(minutes=10))
     try:
         dist.monitored_barrier(cpu_group(group), timeout, wait_all_ranks=True)
     except RuntimeError as error:
@@ -108,8 +107,6 @@ def gather_tensors(
     own: list[Callable[[], torch.Tensor]], places: list[list[torch.Tensor]] | None, group: dist.ProcessGroup | None, to: int = 0
 ) -> None:
     """Gather flat tensors of all ranks on rank `to`. Needs to be called on all ranks of a group that sends from main memory.
-
-    NCCL is of no use here: a GPU may have no memory left, and it needs a communicator per pair of ranks.
 
     Args:
         own: functions that return the tensors of this rank. They are called one by one, so that few tensors exist.

@@ -39,12 +39,12 @@ class DividedState(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the `state_dict()` of the unsharded optimizer, on the rank that `consolidate_state_dict` has named.
 
-        This is not a collective. On the other ranks, and on all before the first step, it has the parameter groups only.
-        Raises RuntimeError if `consolidate_state_dict` was not called after the last step.
+        On others, and before the first step, it has the groups only. Raises RuntimeError if a step has followed that call.
         """
         if self.has_state and self.gathered is None:
-            remedy = "call optimizer.consolidate_state_dict() on all ranks after the last step"
-            raise RuntimeError(f"{_DIVIDED}; {remedy}, then state_dict() on rank 0")
+            raise RuntimeError(
+                f"{_DIVIDED}; call optimizer.consolidate_state_dict() on all ranks after the last step, before this"
+            )
         whole = self.gathered or {}
         if ELSEWHERE in whole:
             return {**super().state_dict(), **whole}
@@ -56,10 +56,7 @@ class DividedState(torch.optim.Optimizer):
                 del self.state[number]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state of an unsharded optimizer: each rank takes its slices. Needs to be called on all ranks.
-
-        Raises CheckpointError as `zero.checkpoint.restore` does.
-        """
+        """Load an unsharded optimizer's state on all ranks: each takes its slices. Raises what `zero.checkpoint.restore` does."""
         for prepare in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = prepare(self, state_dict) or state_dict
         on_all_ranks(partial(_check_whole, state_dict), self.comm.group)

@@ -209,11 +209,10 @@ class Plan:
 def auto_bucket_mb(nbytes: int, world_size: int) -> float:
     """Return the megabytes per bucket for `nbytes` of parameters whose optimizer state `world_size` ranks share.
 
-    A third of the parameters: two buckets exist at a time, one that fills and one in flight, and each bucket takes 2 % of a
-    short step of a small model on a CPU. At least 4 MB, because every message has a latency. At most 25 MB, as in
-    DistributedDataParallel: larger buckets take memory and overlap less. Large models have 40 buckets: two of them are 5 % of
-    the parameters, and the host needs time for the collectives of each. With more than 25 ranks 1 MB per rank, because a ring
-    cuts a bucket into one message per rank (Megatron-LM does the same). Figures: docs/sharding.md.
+    A third of the parameters: two buckets exist at a time, and each takes 2 % of a short step of a small model on a CPU. At
+    least 4 MB, because messages have a latency. At most 25 MB, as in DistributedDataParallel: larger ones take memory and
+    overlap less. Large models have 40 buckets: two are 5 % of the parameters, and the host needs time for each. With more than
+    25 ranks 1 MB per rank, because a ring sends one message per rank, as in Megatron-LM. Figures: docs/sharding.md.
     """
     return max(4.0, min(nbytes / 3e6, max(25.0, world_size, nbytes / 40e6)))
 
@@ -223,9 +222,8 @@ def plan(
 ) -> Plan:
     """Return the plan of a ShardedOptimizer: flat buffers, one per dtype and device, in reverse registration order.
 
-    `params` are numbered as a torch.optim `state_dict()` numbers them, and `world_size` ranks share their state. Those that
-    `options` store in another dtype are updated in their own one, promoted to at least float32. `earlier`: the buffers that
-    exist already, for some of the parameters. Raises ValueError if an argument is invalid.
+    `params` are numbered as in a torch.optim `state_dict()`, and `world_size` ranks share their state. Those that `options`
+    store in another dtype are updated in their own, promoted to float32. `earlier`: buffers that exist. Raises ValueError.
     """
     if world_size < 1:
         raise ValueError(f"world_size={world_size} must be positive")

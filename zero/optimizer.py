@@ -39,8 +39,8 @@ class ShardedOptimizer(DividedState):
                            slices, 1/N of the elements. The last bucket comes first: the next forward begins with it.
     3. all-gather          As soon as a bucket is updated, its owners send their shards to all ranks.
 
-    Parameters without a gradient are skipped. Construction and `step` need to be called on all ranks. `ShardedDataParallel`
-    has the contract. The arguments and methods of ZeroRedundancyOptimizer have the same meaning.
+    Parameters without a gradient are skipped. Call construction and `step` on all ranks. `ShardedDataParallel` has the
+    contract. Arguments and methods of ZeroRedundancyOptimizer have the same meaning.
 
     Args:
         params: parameters or parameter groups, as for any `torch.optim.Optimizer`. They must be the same on all ranks.
@@ -113,7 +113,7 @@ class ShardedOptimizer(DividedState):
         self._update = SliceUpdate(self.inner, self.buckets, codec_of(self.options.state_dtype))
         self._update.prepare(self)
         for name in {"train", "eval"} & {*dir(self.inner)}:  # of schedule-free classes
-            setattr(self, name, partial(self._call_inner, name))
+            setattr(self, name, partial(_call_inner, self, name))
         self.defaults = dict(self.inner.defaults)
         _copy_hyperparameters(self.inner.param_groups, self.param_groups)
 
@@ -127,7 +127,6 @@ class ShardedOptimizer(DividedState):
 
         Its parameters take the values of rank 0 and move into flat buffers of their own, and so do those of earlier groups that
         were frozen and require gradients now. All others stay in their places, with their state.
-
         Raises RuntimeError under a ShardedDataParallel, or if a frozen parameter has state, otherwise ValueError as torch does.
         """
         if "inner" not in vars(self):  # the constructor lays out all groups together
@@ -149,18 +148,6 @@ class ShardedOptimizer(DividedState):
         self.inner.add_param_group(added)
         self._update.prepare(self)
         self.source = ParameterGradients(self)
-
-    @torch.no_grad()
-    def _call_inner(self, name: str) -> None:
-        """Call a method of the inner optimizer, which may write to the parameters. Needs to be called on all ranks."""
-        self.synchronize()
-        self.follow_moves()
-        check_in_place(self)
-        _copy_hyperparameters(self.param_groups, self.inner.param_groups)
-        wrote = self._update.apply(getattr(self.inner, name))
-        _copy_hyperparameters(self.inner.param_groups, self.param_groups)
-        if on_any_rank(wrote, self.comm.group):
-            self._write(self.flat_params, iter([self.buckets]))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -283,6 +270,19 @@ class ShardedOptimizer(DividedState):
     def owned(self) -> list[OwnedSlice]:
         """The slices of this rank, bucket by bucket."""
         return [owned for bucket in self.buckets for owned in bucket.owned]
+
+
+@torch.no_grad()
+def _call_inner(optimizer: ShardedOptimizer, name: str) -> None:
+    """Call a method of the inner optimizer, which may write to the parameters. Needs to be called on all ranks."""
+    optimizer.synchronize()
+    optimizer.follow_moves()
+    check_in_place(optimizer)
+    _copy_hyperparameters(optimizer.param_groups, optimizer.inner.param_groups)
+    wrote = optimizer._update.apply(getattr(optimizer.inner, name))
+    _copy_hyperparameters(optimizer.inner.param_groups, optimizer.param_groups)
+    if on_any_rank(wrote, optimizer.comm.group):
+        optimizer._write(optimizer.flat_params, iter([optimizer.buckets]))
 
 
 @partition.register

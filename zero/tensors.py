@@ -13,9 +13,8 @@ from torch.utils.dlpack import from_dlpack
 def flattened(tensor: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
     """Flatten `tensor`, which has the shape of `param`, in the order in which the elements of `param` lie in memory.
 
-    Return (param.numel(),), a view if `tensor` has the strides of `param` and these are dense. Slices use this order, so that
-    for example a channels_last parameter keeps its strides in the flat buffer. If the elements of `param` are not dense, which
-    can happen for a frozen parameter, the order is that of the indices.
+    Return (param.numel(),), a view if `tensor` has the strides of `param` and these are dense. So a channels_last parameter
+    keeps its strides in the flat buffer. If `param` is not dense, as a frozen one can be, the order is that of the indices.
     """
     if param.is_contiguous() or not is_dense(param):
         return tensor.reshape(-1)

@@ -23,11 +23,9 @@ TOGETHER = 2**24  # elements of this rank that a GPU updates in one call: 0.1 ms
 
 
 class SliceUpdate:
-    """Calls the inner optimizer. What it needs in float32 exists for the buckets of the call, the rest stays encoded.
+    """Calls `inner`, the optimizer of this rank's slices. What it needs in float32 exists for the buckets of a call only.
 
-    Args:
-        inner: the optimizer of this rank's slices.
-        codec: of the state, see `zero.codecs`; None: the state stays as `inner` keeps it. A resumed run rounds in the same way.
+    `codec`: of the state, see `zero.codecs`; None: the state stays as `inner` keeps it. A resumed run rounds in the same way.
     """
 
     def __init__(self, inner: torch.optim.Optimizer, buckets: list[Bucket], codec: Codec | None) -> None:

@@ -134,11 +134,8 @@ def restore(
     Hyperparameters come from `state_dict`, except for the choice of kernel (`fused`, `foreach`, ...). `step` counters go to the
     device that this requires (https://github.com/pytorch/pytorch/issues/124133).
 
-    Args:
-        state_dict: the result of `consolidate`, or the `state_dict()` of an unsharded optimizer. It is only read and copied.
-        read_chunks: fills the elements of chunks, for tensors of `state_dict` on the meta device.
-
-    Raises CheckpointError if its groups, shapes or entries do not match this optimizer's.
+    `state_dict`: that of `consolidate` or of an unsharded optimizer. It is only read and copied. `read_chunks`: fills the
+    elements of chunks, for tensors on the meta device. Raises CheckpointError if groups, shapes or entries do not match.
     """
     if state_dict is None:
         raise CheckpointError("every rank needs the whole state, but `consolidate` returns it on rank 0: save it and load it")

@@ -42,9 +42,8 @@ class MatrixPlan:
     """The owner and the parts of each matrix, and the round in which it is exchanged.
 
     A round has the matrices of consecutive parameters in the order in which the update needs them: at least one per rank, and
-    at least as many elements as a bucket. It ends where the ranks have had equal loads since the first round, up to
-    `IMBALANCE`, so that a rank hardly waits for another one. What a rank exchanges in a round is about its share of a bucket
-    or a few matrices: once the mean load is 20 times the largest cost of a matrix, loads are equal enough wherever it ends.
+    as many elements as a bucket. It ends where the ranks have had equal loads since the first round, up to `IMBALANCE`, so that
+    they hardly wait for each other: anywhere, once the mean load is 20 times the largest cost of a matrix.
     """
 
     matrices: list[Matrix]

@@ -56,7 +56,7 @@ class DividedState(torch.optim.Optimizer):
                 del self.state[number]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load an unsharded optimizer's state on all ranks: each takes its slices. Raises what `zero.checkpoint.restore` does."""
+        """Load an unsharded optimizer's state on all ranks: each takes its slices. Errors: `zero.checkpoint.restore`."""
         for prepare in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = prepare(self, state_dict) or state_dict
         on_all_ranks(partial(_check_whole, state_dict), self.comm.group)

@@ -39,8 +39,8 @@ def meet(group: dist.ProcessGroup | None) -> None:
     try:
         dist.monitored_barrier(cpu_group(group), timeout, wait_all_ranks=True)
     except RuntimeError as error:
-        remedy = "gathering and restoring state needs a call on all ranks, outside of `if rank == 0`"
-        raise RuntimeError(f"not all ranks are here: {remedy} ({str(error).splitlines()[0]})") from None
+        remedy = "gathering or restoring state and adding groups need a call on all ranks, outside of `if rank == 0`"
+        raise RuntimeError(f"not all ranks are here: {remedy} ({str(error).split(' in ')[0]})") from None
 
 
 def is_rank_0() -> bool:

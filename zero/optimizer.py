@@ -132,6 +132,7 @@ class ShardedOptimizer(DividedState):
         if "inner" not in vars(self):  # the constructor lays out all groups together
             super().add_param_group(param_group)
             return
+        meet(self.comm.group)
         self.synchronize()
         self.follow_moves()
         before = list(self.param_groups)

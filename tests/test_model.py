@@ -108,6 +108,12 @@ def test_generate():
     assert torch.equal(model.generate(prompt, 20, temperature=0.8, top_k=5), sample)
     greedy = model.generate(prompt, 4, top_k=1)
     assert torch.equal(greedy[:, 3], model(prompt)[0][:, -1].argmax(-1))
+    assert torch.equal(model.generate(prompt, 4, temperature=1e-40), greedy)
+    assert set(model.generate(prompt, 40, allowed=[1, 7, 9])[:, 3:].flatten().tolist()) == {1, 7, 9}
+    with torch.no_grad():
+        model.transformer.ln_f.weight[0] = float("nan")
+    with pytest.raises(ValueError, match="logits of the model are nan or inf"):
+        model.generate(prompt, 1)
 
 
 def test_from_checkpoint_takes_a_compiled_models_names_and_refuses_other_weights():

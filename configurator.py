@@ -228,25 +228,22 @@ def _check_limits(key: str, value: Any, setting: Setting, where: str) -> None:
             exit_with_error(f"{key}={value}{where} {rule.text}")
 
 
-def _is_assignment(key: str, value: Any) -> bool:
-    return not key.startswith("_") and not callable(value) and not isinstance(value, types.ModuleType)
-
-
 def _read_file(path: str, config: dict[str, Any], known: dict[str, Setting]) -> dict[str, Any]:
     """Run a config file and return the settings that it assigns.
 
-    The file can read the current value of every setting. Its modules, functions and names with a leading underscore are not
-    settings.
+    The file can read the current value of every setting. Its names with a leading underscore are not settings, nor are its
+    modules, functions and classes, unless they have the name of one.
     """
     if not os.path.isfile(path):
         exit_with_error(f"config file {path} does not exist; settings are given as --key=value")
     try:
         names = runpy.run_path(path, init_globals=config)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
         where = f" (line {lines[-1]})" if lines else ""  # the text of a SyntaxError has it
         exit_with_error(f"config file {path} cannot be run: {type(error).__name__}: {error}{where}")
-    return {key: _checked(key, value, known, path) for key, value in names.items() if _is_assignment(key, value)}
+    helpers = {key for key, value in names.items() if callable(value) or isinstance(value, types.ModuleType)} - known.keys()
+    return {key: _checked(key, names[key], known, path) for key in names if not key.startswith("_") and key not in helpers}
 
 
 def _parsed(text: str, wanted: type[Any]) -> Any:
@@ -258,7 +255,7 @@ def _parsed(text: str, wanted: type[Any]) -> Any:
         return text
     try:
         return ast.literal_eval(text)
-    except (SyntaxError, ValueError, TypeError):
+    except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError):  # the last two: deeply nested
         return text
 
 
@@ -276,6 +273,8 @@ def _checked(key: str, value: Any, known: dict[str, Setting], where: str) -> Any
     setting = known[key]
     if isinstance(value, str) and value in setting.words:
         return value
+    if type(value) is int and not -(2**63) <= value < 2**63:
+        exit_with_error(f"{key} in {where} has more than 64 bits; use a smaller number")
     if setting.type is float and type(value) is int:
         return float(value)
     if type(value) is not setting.type:
@@ -283,6 +282,8 @@ def _checked(key: str, value: Any, known: dict[str, Setting], where: str) -> Any
         exit_with_error(f"{key}={_shortened(repr(value))} in {where} is {_article(type(value))}, but {key} takes {accepted}")
     if setting.type is float and not math.isfinite(value):
         exit_with_error(f"{key}={value} in {where} is not a finite number")
+    if isinstance(value, str) and value != value.encode(errors="replace").decode():
+        exit_with_error(f"{key}={value!r} is not text in UTF-8; use another name")
     return value
 
 

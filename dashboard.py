@@ -57,7 +57,7 @@ def read_facts(out_dir: str) -> dict[str, Any]:
     try:
         with open(os.path.join(out_dir, FACTS), "rb") as file:
             facts = json.load(file)
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return facts if isinstance(facts, dict) else {}
 

@@ -67,9 +67,12 @@ def read_hellaswag(path: str, codec: Codec) -> list[Example]:
     """
     where, examples = path, []
     try:
-        with open(path, encoding="utf-8") as file:
+        with open(path, encoding="utf-8-sig") as file:
             for number, line in enumerate(file, 1):
-                where, fields = f"{path}, line {number}", json.loads(line)
+                if not line.strip():
+                    continue
+                where = f"{path}, line {number}"
+                fields = json.loads(line)
                 (context, *endings), label = [fields["ctx"]] + fields["endings"], int(fields["label"])
                 if len(endings) != 4 or label not in range(4) or not all(isinstance(x, str) and x for x in (context, *endings)):
                     raise ValueError("an example is a context, four endings and a label of 0 to 3")
@@ -78,7 +81,7 @@ def read_hellaswag(path: str, codec: Codec) -> list[Example]:
             raise ValueError("it is empty")
     except DataError as error:
         raise ValueError(f"hellaswag needs GPT-2's vocabulary, or one with the characters of {where}: {error}") from error
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{where}: no HellaSwag ({error!r}); get it by curl -O {URL}, or use --hellaswag=FILE") from error
     return examples
 
@@ -135,7 +138,7 @@ def hellaswag_sums() -> np.ndarray:
 
 def record(checkpoint: dict[str, Any], results: dict[str, float]) -> None:
     """Write the results to the folder of the run and, with `wandb_log`, to wandb. Call it on rank 0 only."""
-    report.add_evaluation(out_dir, checkpoint["iter_num"], name, results)
+    report.add_evaluation(out_dir, checkpoint.get("iter_num"), name, results)
     if wandb_log:
         with open(os.path.join(out_dir, FACTS)) as file:
             run = WandbRun({**json.load(file), "wandb_log": True}, checkpoint["wandb_run_id"])
@@ -179,7 +182,7 @@ with exit_on_wrong_input():
 
 own = np.zeros(6)
 with exit_on_wrong_input():
-    compare_model_and_data(model, fingerprint, iter_num=checkpoint and checkpoint["iter_num"])
+    compare_model_and_data(model, fingerprint, iter_num=checkpoint and checkpoint.get("iter_num"))
     if "val" in tasks:
         own[:3] = val_sums()
     if "hellaswag" in tasks:

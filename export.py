@@ -16,12 +16,11 @@ from typing import Any, Literal
 import torch
 
 from configurator import configure
-from data.dataset import DATA_DIR
-from data.vocabulary import GPT2_FILES, load_meta, texts_of
+from data.vocabulary import GPT2_FILES, texts_of
 from distributed.exits import exit_on_wrong_input
-from model import CONV1D, GPT, GPT2_VOCAB_SIZE, GPTConfig, without_weights
+from model import CONV1D, GPT, GPT2_VOCAB_SIZE, WRAPPERS, GPTConfig, without_weights
 from run.checkpoints import find_newest
-from run.rank_checks import check_vocabulary
+from run.rank_checks import vocabulary_at_hand
 from zero.checkpoint.chunks import read_tensors
 from zero.checkpoint.format import read_file, shards_folder
 
@@ -90,14 +89,13 @@ with exit_on_wrong_input():
         raise ValueError(f"--to={to} is neither a new nor an empty folder; name one to write, as in --to=out-exported")
     path = find_newest(out_dir)
     checkpoint = read_file(path)  # its tensors are memory-mapped, or in shards
-    names = {name.removeprefix("_orig_mod."): name for name in checkpoint["model"]}  # in the checkpoint
+    names = {WRAPPERS.sub("", name): name for name in checkpoint["model"]}  # in the checkpoint
     with without_weights(), warnings.catch_warnings(action="ignore"):  # no weight is copied
         sizes = GPT.from_checkpoint(checkpoint).config
-    dataset = checkpoint["config"].get("dataset", "")
-    meta = load_meta(os.path.join(DATA_DIR, dataset))
-    check_vocabulary(checkpoint, dataset, meta)
+    meta = vocabulary_at_hand(checkpoint)
     vocab_size = meta["vocab_size"] if meta else GPT2_VOCAB_SIZE
     if vocab_size > sizes.vocab_size:
+        dataset = checkpoint["config"].get("dataset")
         raise ValueError(f"the model knows {sizes.vocab_size} tokens, GPT-2 {vocab_size}: dataset {dataset} lacks its meta.pkl")
     padding = list(range(vocab_size, sizes.vocab_size))
     ends = dict.fromkeys(("bos_token_id", "eos_token_id"), None if meta else vocab_size - 1)  # GPT-2's <|endoftext|>
@@ -128,6 +126,8 @@ with exit_on_wrong_input():
     except (OSError, SafetensorError) as error:
         raise ValueError(f"cannot write {to}: {error}; name a folder that can be written to, on a disk with space") from error
 biases = "" if sizes.bias else "; zeros as the biases, which the model does not have"
-print(f"{to}: GPT2LMHeadModel in {dtype}, of iteration {checkpoint['iter_num']}; exact GELU; tied weights once{biases}")
+print(
+    f"{to}: GPT2LMHeadModel in {dtype}, of iteration {checkpoint.get('iter_num', '?')}; exact GELU; tied weights once{biases}"
+)
 rows = f"; the {len(padding)} rows of padding stay, and generate() does not choose them" if padding else ""
 print(f"vocabulary: {vocabulary}{rows}")

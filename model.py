@@ -6,6 +6,7 @@ shares its weight with the token embedding.
 
 import math
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
@@ -32,6 +33,7 @@ WITHOUT_EFFECT = {
     *("problem_type", "resid_pdrop", "return_dict", "summary_activation", "summary_first_dropout", "summary_proj_to_labels"),
     *("summary_type", "summary_use_proj", "task_specific_params", "torch_dtype", "transformers_version", "use_cache"),
 }
+WRAPPERS = re.compile(r"^(module\.|_orig_mod\.)+")  # prefixes of names in a model that was wrapped or compiled
 # these weights are (in, out) in OpenAI's Conv1D and (out, in) in Linear
 CONV1D = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
 
@@ -50,8 +52,8 @@ class GPTConfig:
 
     def __post_init__(self) -> None:
         for name in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+            if type(value := getattr(self, name)) is not int or value < 1:
+                raise ValueError(f"{name}={value!r} must be an integer of at least 1")
         if self.n_embd % self.n_head:
             raise ValueError(f"n_embd={self.n_embd} cannot be split over n_head={self.n_head} heads; use a multiple of n_head")
         if not 0.0 <= self.dropout < 1.0:
@@ -82,6 +84,13 @@ def check_gpt2(name: str, config: Mapping[str, Any], defaults: Mapping[str, Any]
         if config[entry] not in allowed:
             remedy = f"which this model does not compute; it computes {' or '.join(map(repr, allowed))}"
             raise ValueError(f"{name} has {entry}={config[entry]!r} in its config.json, {remedy}")
+
+
+def check_names(where: str, missing: Iterable[str], unexpected: Iterable[str]) -> None:
+    """Raise ValueError if weights are missing, or are not those of this model."""
+    for what, names in (("missing", sorted(missing)), ("unexpected", sorted(unexpected))):
+        if names:
+            raise ValueError(f"{where} has {what} weights ({', '.join(names[:3])}, {len(names)} in all); it needs a GPT-2's")
 
 
 class LayerNorm(nn.LayerNorm):
@@ -331,6 +340,8 @@ class GPT(nn.Module):
         is_plain = type(head) is nn.Linear and head.bias is None and not hooks and "forward" not in vars(head)
         if self.loss_chunk < 0:
             raise ValueError(f"loss_chunk={self.loss_chunk} must not be negative")
+        if torch._C._are_functorch_transforms_active():
+            raise ValueError("loss_chunk has no gradients for torch.func (grad, vmap, ...); use loss_chunk=0")
         if not is_plain:
             raise ValueError("loss_chunk needs an lm_head that is a torch.nn.Linear without bias and hooks; use loss_chunk=0")
 
@@ -357,7 +368,7 @@ class GPT(nn.Module):
     def from_checkpoint(cls, checkpoint: dict[str, Any], dropout: float = 0.0) -> "GPT":
         """Return the model of a checkpoint that this program or nanoGPT wrote.
 
-        The checkpoint may come from a model that was compiled with `torch.compile`.
+        The model may have been wrapped or compiled as a whole when it was saved.
 
         Raises:
             ValueError: if the weights of the checkpoint do not fit its `model_args`, or its head is not tied to its embedding.
@@ -367,12 +378,16 @@ class GPT(nn.Module):
             model = cls(GPTConfig.of(sizes, dropout=dropout))
         except (TypeError, ValueError, RuntimeError) as error:
             raise ValueError(f"the checkpoint's model_args {sizes} are not valid model sizes: {error}") from error
-        weights = {key.removeprefix("_orig_mod."): tensor for key, tensor in checkpoint["model"].items()}
+        weights = {WRAPPERS.sub("", key): tensor for key, tensor in checkpoint["model"].items()}
         weights = {key: tensor for key, tensor in weights.items() if not key.endswith(".attn.bias")}  # old causal masks
         try:
-            model.load_state_dict(weights)
-        except RuntimeError as error:  # the message lists the wrong names, one per line
-            raise ValueError(f"the checkpoint's weights do not fit its model_args: {error}") from error
+            info = model.load_state_dict(weights, strict=False)
+        except RuntimeError as error:  # a line for each tensor of another shape
+            _, first, *more = str(error).splitlines()
+            raise ValueError(
+                f"the checkpoint's weights do not fit its model_args: {first.strip()} ({len(more)} more)"
+            ) from error
+        check_names("the checkpoint", info.missing_keys, info.unexpected_keys)
         head, wte = (weights[f"{name}.weight"].contiguous().view(torch.uint8) for name in ("lm_head", "transformer.wte"))
         if not head.is_meta and not torch.equal(head, wte):  # as bytes: nan equals nan
             raise ValueError("the checkpoint's lm_head differs from its wte; only models that share this weight can be read")
@@ -402,13 +417,9 @@ class GPT(nn.Module):
 
         check_gpt2(name, GPT2Config.get_config_dict(name)[0], GPT2Config().to_dict())
         with torch.device("cpu"):
-            prefixes = {r"^(module\.|_orig_mod\.)+": ""}  # of models that were wrapped or compiled
+            prefixes = {WRAPPERS.pattern: ""}
             source, info = GPT2LMHeadModel.from_pretrained(name, output_loading_info=True, key_mapping=prefixes)
-        for what in ("missing", "unexpected"):
-            if names := sorted(info[f"{what}_keys"]):
-                raise ValueError(
-                    f"{name} has {what} weights ({', '.join(names[:3])}, {len(names)} in all); it needs those of a GPT-2"
-                )
+        check_names(name, info["missing_keys"], info["unexpected_keys"])
         sizes = {"block_size": source.config.n_positions, "dropout": dropout, "bias": True}
         model = cls(GPTConfig.of(source.config.to_dict(), **sizes))
         weights = source.state_dict()

@@ -5,19 +5,17 @@ $ python sample.py --init_from=gpt2-xl --start="What is the answer to life?" --m
 $ python sample.py --out_dir=out-shakespeare-char --start=FILE:prompt.txt
 """
 
-import os
 import pathlib
 
 import torch
 
 from configurator import Dtype, PositiveFloat, PositiveInt, Seed, configure
-from data.dataset import DATA_DIR
-from data.vocabulary import load_codec, load_meta
+from data.vocabulary import load_codec
 from distributed import machine
 from distributed.exits import exit_on_wrong_input
 from model import GPT
 from run.checkpoints import load_newest
-from run.rank_checks import check_vocabulary
+from run.rank_checks import vocabulary_at_hand
 from run.sampling import TEMPERATURE, TOP_K
 
 # -----------------------------------------------------------------------------
@@ -41,16 +39,14 @@ with exit_on_wrong_input():
     if init_from == "resume":
         checkpoint = load_newest(out_dir)
         model = GPT.from_checkpoint(checkpoint)
-        dataset = checkpoint["config"].get("dataset", "")
-        meta = load_meta(os.path.join(DATA_DIR, dataset))
-        check_vocabulary(checkpoint, dataset, meta)
+        meta = vocabulary_at_hand(checkpoint)
     else:
         model = GPT.from_pretrained(init_from)
     codec = load_codec(meta, model.config.vocab_size)
     text = start
     if start.startswith("FILE:"):
         try:
-            text = pathlib.Path(start[5:]).read_text(encoding="utf-8")
+            text = pathlib.Path(start[5:]).read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
             raise ValueError(
                 f"cannot read the prompt file {start[5:]}: {error}; --start=FILE:path names a text file"

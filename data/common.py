@@ -2,6 +2,7 @@
 
 import argparse
 import glob
+import gzip
 import hashlib
 import http.client
 import itertools
@@ -10,10 +11,11 @@ import os
 import pickle
 import sys
 import urllib.request
+import zlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 
@@ -26,12 +28,18 @@ if TYPE_CHECKING:
 TINY_SHAKESPEARE_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 TINY_SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 _BATCH = 1024  # documents to read or to tokenize at once
+_JSON = (".jsonl", ".json", ".ndjson")
+_ENDINGS = (".parquet", *_JSON, ".txt", *(f"{ending}.gz" for ending in (*_JSON, ".txt")))  # of files of documents
 
 
-def exit_with_error(message: str) -> NoReturn:
-    """End the script with one line and exit code 2. (The function in `distributed.exits` would import PyTorch.)"""
-    sys.stderr.write(f"error: {' '.join(message.split())}\n")
-    sys.exit(2)
+@contextmanager
+def exit_on_data_error() -> Iterator[None]:
+    """End the script with one line and exit code 2 for a DataError. (`distributed.exits` would import PyTorch.)"""
+    try:
+        yield
+    except DataError as error:  # said only here, when a progress bar has ended
+        sys.stderr.write(f"error: {' '.join(str(error).split())}\n")
+        sys.exit(2)
 
 
 def input_argument(description: str) -> str | None:
@@ -46,18 +54,21 @@ def tiny_shakespeare(directory: str, local: str | None) -> str:
     path = local or os.path.join(directory, "input.txt")
     if local is None and not os.path.exists(path):
         download(TINY_SHAKESPEARE_URL, path, TINY_SHAKESPEARE_SHA256)
-    return read_text(path)
+    text = read_text(path)
+    if returns := text.count("\r"):
+        print(f"note: {path} has {returns:,} carriage returns, which become tokens; remove them with dos2unix")
+    return text
 
 
 def read_text(path: str) -> str:
-    """Return the text of a UTF-8 file. Line ends are not changed."""
+    """Return the text of a UTF-8 file without its byte order mark. Line ends are not changed."""
     try:
-        with open(path, encoding="utf-8", newline="") as file:
+        with open(path, encoding="utf-8-sig", newline="") as file:
             text = file.read()
     except (OSError, UnicodeDecodeError) as error:
-        exit_with_error(f"cannot read {path} as UTF-8 text: {error}")
+        raise DataError(f"cannot read {path} as UTF-8 text: {error}") from error
     if not text:
-        exit_with_error(f"{path} is empty; give a text file with --input FILE")
+        raise DataError(f"{path} is empty; give a text file with --input FILE")
     return text
 
 
@@ -68,57 +79,81 @@ def download(url: str, path: str, sha256: str) -> None:
             content = response.read()
         if (found := hashlib.sha256(content).hexdigest()) != sha256:
             raise ValueError(f"its checksum is {found}, not {sha256}")
-        with atomic(path) as file:
+        with atomic(path) as [file]:
             file.write(content)
     except (OSError, http.client.HTTPException, ValueError) as error:
-        exit_with_error(
+        raise DataError(
             f"cannot download {url} ({error}); download it in another way and save it as {path}, or use --input FILE"
-        )
+        ) from error
 
 
 @contextmanager
-def atomic(path: str) -> Iterator[BinaryIO]:
-    """Yield a temporary binary file that replaces `path` if the block ends without an error. Otherwise it is removed."""
-    temporary = f"{path}.{os.getpid()}.tmp"
+def atomic(*paths: str, without: str = "") -> Iterator[list[BinaryIO]]:
+    """Yield a temporary binary file for each path. They replace the paths if the block ends without an error; none does if not.
+
+    Args:
+        without: a file that is removed first. A dataset that lacks it is not used, so one that is half new never is.
+
+    Raises:
+        DataError: if a file cannot be written, for example because the disk is full.
+    """
+    temporary = [f"{path}.{os.getpid()}.tmp" for path in paths]
     try:
-        with open(temporary, "wb") as file:
-            yield file
-        os.replace(temporary, path)
+        with ExitStack() as files:
+            yield [files.enter_context(open(path, "wb")) for path in temporary]
+        if os.path.exists(without):
+            os.remove(without)
+        for source, path in zip(temporary, paths, strict=True):
+            os.replace(source, path)
+    except OSError as error:
+        raise DataError(f"cannot write {', '.join(paths)}: {error.strerror or error}; earlier files are unchanged") from error
     finally:
-        if os.path.exists(temporary):
-            os.remove(temporary)
+        for path in filter(os.path.exists, temporary):
+            os.remove(path)
 
 
 def local_documents(path: str) -> Iterator[str]:
     """Yield the documents of a local file, or of the files of a folder and of those inside it, in the order of their paths.
 
-    A file has a column "text" (`.parquet`), JSON lines with a "text" key (`.jsonl`), or one document per line (any other name;
-    of a folder only `.txt`).
+    A file has a column "text" (`.parquet`), JSON lines with a "text" key (`.jsonl`, `.json`), or one document per line (`.txt`,
+    or no ending). All but parquet may be compressed, `.gz`. Prints which files of a folder are left out.
 
     Raises:
         DataError: if a file cannot be read.
     """
-    inside = glob.glob(os.path.join(glob.escape(path), "**"), recursive=True)
-    for file in sorted(name for name in inside if name.endswith((".parquet", ".jsonl", ".txt"))) or [path]:
+    inside = sorted(filter(os.path.isfile, glob.glob(os.path.join(glob.escape(path), "**"), recursive=True)))
+    files = [file for file in inside if file.endswith(_ENDINGS)]
+    if os.path.isdir(path):
+        left_out = sorted(set(inside) - set(files))
+        if not files:
+            raise DataError(f"{path} has no file that ends in {', '.join(_ENDINGS)}")
+        if left_out:
+            print(f"note: left out of {path}: {', '.join(left_out[:3])} ({len(left_out)} in all)")
+    elif not path.endswith(_ENDINGS) and os.path.splitext(path)[1]:
+        raise DataError(f"{path}: a file of documents ends in {', '.join(_ENDINGS)}; convert it")
+    for file in files or [path]:
         try:
             yield from parquet_documents([file]) if file.endswith(".parquet") else _lines(file)
         except DataError:
             raise
         except ImportError as error:
             raise DataError(f"{file} needs {error.name}; pip install -e '.[openwebtext]'") from error
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, EOFError, zlib.error) as error:
             raise DataError(f"cannot read {file}: {error}") from error
 
 
 def _lines(path: str) -> Iterator[str]:
-    with open(path, encoding="utf-8") as file:
+    is_json = path.removesuffix(".gz").endswith(_JSON)
+    with gzip.open(path, "rt", encoding="utf-8-sig") if path.endswith(".gz") else open(path, encoding="utf-8-sig") as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue
             try:
-                text = json.loads(line)["text"] if path.endswith(".jsonl") else line
-            except (json.JSONDecodeError, KeyError, TypeError) as error:
-                raise DataError(f'{path} line {number} is no JSON object with a "text" key') from error
+                text = json.loads(line)["text"] if is_json else line
+            except (json.JSONDecodeError, KeyError, TypeError, RecursionError) as error:
+                raise DataError(
+                    f'{path} line {number} is no JSON object with a "text" key; write one object per line'
+                ) from error
             yield _checked(text, f"{path} line {number}")
 
 
@@ -192,33 +227,39 @@ def tokenized(documents: Iterator[str], encoding: "tiktoken.Encoding") -> Iterat
             yield from encoding.encode_ordinary_batch(batch, num_threads=os.cpu_count() or 1)
 
 
-def write_tokens(directory: str, split: str, tokens: Sequence[int] | np.ndarray, vocab_size: int | None = None) -> None:
-    """Write tokens to `split`.bin, in the dtype of a vocabulary of `vocab_size` tokens, None: GPT-2's."""
-    with atomic(os.path.join(directory, f"{split}.bin")) as file:
-        file.write(np.asarray(tokens, dtype=token_dtype(vocab_size)).tobytes())
-    print(f"{split}: {len(tokens):,} tokens")
+def write_dataset(
+    directory: str, val: Sequence[int] | np.ndarray, train: Sequence[int] | np.ndarray, meta: dict[str, Any] | None = None
+) -> None:
+    """Write the tokens of both splits and `meta.pkl`, which GPT-2's vocabulary does not need. Raises as `atomic`."""
+    dtype = token_dtype(meta and meta["vocab_size"])
+    contents = {"meta.pkl": pickle.dumps(meta)} if meta else {}
+    contents |= {f"{name}.bin": np.asarray(tokens, dtype).tobytes() for name, tokens in (("val", val), ("train", train))}
+    paths = [os.path.join(directory, name) for name in contents]
+    with atomic(*paths, without=paths[-1]) as files:
+        for file, content in zip(files, contents.values(), strict=True):
+            file.write(content)
+    print(f"val: {len(val):,} tokens\ntrain: {len(train):,} tokens")
 
 
-def write_shard(path: str, tokens: np.ndarray) -> None:
-    """Write uint16 tokens in the format of llm.c."""
-    header = np.zeros(HEADER_BYTES // 4, dtype=np.int32)
-    header[:3] = MAGIC[0], 1, len(tokens)
-    with atomic(path) as file:
-        file.write(header.tobytes())
-        file.write(tokens.data)
+def write_shards(shards: dict[str, np.ndarray], without: str = "") -> None:
+    """Write uint16 tokens by path, in the format of llm.c. Raises as `atomic`, which says what `without` is."""
+    with atomic(*shards, without=without) as files:
+        for file, tokens in zip(files, shards.values(), strict=True):
+            header = np.zeros(HEADER_BYTES // 4, dtype=np.int32)
+            header[:3] = MAGIC[0], 1, len(tokens)
+            file.write(header.tobytes())
+            file.write(tokens.data)
 
 
 def write_characters(directory: str, text: str, vocabulary: list[str]) -> None:
     """Write a text with one token per character: vocabulary to meta.pkl, first 90 % to train.bin, the rest to val.bin."""
     if len(text) < 20:
-        exit_with_error(f"a text of {len(text)} characters is too short to train and validate on; give a longer one")
+        raise DataError(f"a text of {len(text)} characters is too short to train and validate on; give a longer one")
     stoi = {character: token for token, character in enumerate(vocabulary)}
     print(f"{len(text):,} characters, vocabulary of {len(vocabulary)}: {''.join(vocabulary)!r}")
     table = np.zeros(max(map(ord, vocabulary)) + 1, dtype=token_dtype(len(vocabulary)))
     table[[ord(character) for character in vocabulary]] = range(len(vocabulary))
     tokens = table[np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)]
     split = int(len(tokens) * 0.9)
-    with atomic(os.path.join(directory, "meta.pkl")) as file:
-        pickle.dump({"vocab_size": len(vocabulary), "stoi": stoi, "itos": dict(enumerate(vocabulary))}, file)
-    write_tokens(directory, "val", tokens[split:], len(vocabulary))
-    write_tokens(directory, "train", tokens[:split], len(vocabulary))
+    meta = {"vocab_size": len(vocabulary), "stoi": stoi, "itos": dict(enumerate(vocabulary))}
+    write_dataset(directory, tokens[split:], tokens[:split], meta)

@@ -23,6 +23,12 @@ SPLITS = ("train", "val")
 HEADER_BYTES = 256 * 4
 MAGIC = (20240520, 20240801)  # of llm.c's files for GPT-2 and for Llama 3
 _DTYPES: dict[int, np.dtype] = {1: np.dtype(np.uint16), 7: np.dtype(np.uint32)}  # by version
+_OTHER_KINDS = {
+    b"\x93NUMPY": "a NumPy file",
+    b"PK\3\4": "a zip archive",
+    b"PAR1": "a Parquet table",
+    b"ARROW1": "an Arrow table",
+}
 _SAMPLE = 2**13  # words of 4 bytes at the beginning and in the middle of a file that are read to know its format
 _OPEN_FILES = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2  # of all splits; more are closed again
 _LARGEST_QUOTIENT = 5  # is even enough; Zaremba's conjecture: every number of windows has such strides
@@ -142,6 +148,12 @@ def _inspect(path: str, vocab_size: int | None) -> _File:
     size, inode = status.st_size, status.st_ino
     vocabulary = "GPT-2's vocabulary" if vocab_size is None else f"a vocabulary of {vocab_size}"
     words = np.concatenate([np.fromfile(path, np.uint32, _SAMPLE, offset=offset) for offset in (0, size // 8 * 4)])
+    with open(path, "rb") as file:
+        beginning = file.read(8)
+    if kind := next((kind for magic, kind in _OTHER_KINDS.items() if beginning.startswith(magic)), ""):
+        raise DataError(
+            f"{path} is {kind}, no token file; write the numbers alone, as in array.astype('{expected}').tofile(path)"
+        )
     if len(words) > 2 and words[0] in MAGIC:
         version, count = words[1:3].tolist()
         dtype = _DTYPES.get(version)

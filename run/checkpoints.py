@@ -18,6 +18,7 @@ from run.lock import Lock, read_holder
 from run.logger import Logger
 from zero import checkpoint as ckpt
 from zero.checkpoint import CheckpointError, CheckpointWriter, DivergedError, SaveReport
+from zero.checkpoint.format import check_trainable
 from zero.checkpoint.store import NAME, PREVIOUS
 from zero.host_comm import gather_objects, is_rank_0
 
@@ -111,6 +112,7 @@ class Checkpoints:
         print0(f"Resuming training from {self.folder}")
         self.loaded_from = os.path.join(self.folder, os.path.basename(found))  # each host may have another folder
         checkpoint = ckpt.load_on_all_ranks(self.loaded_from)
+        check_trainable(checkpoint, self.loaded_from)
         self._newest = checkpoint["iter_num"]
         return checkpoint
 
@@ -134,9 +136,9 @@ class Checkpoints:
         )
 
     def make_room(self) -> None:
-        """Move the files of another run aside, if this one starts anew. Call it after `claim`, when nothing else is refused."""
+        """Move the files of other runs aside, if this one starts anew. Call it after `claim`, when nothing else is refused."""
         if not self.read_only and not self.loaded_from:
-            on_rank_0(lambda: earlier.move_aside(self.folder) if self.exist() else None)
+            on_rank_0(lambda: earlier.move_aside(self.folder))
 
     def begin_save(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, values: dict[str, Any]) -> None:
         """Write a checkpoint. `report` prints the result. See `CheckpointWriter.write`."""

@@ -12,10 +12,10 @@ _LOGS = (logger.METRICS, logger.FACTS, report.NAME, report.EVALUATION, tensorboa
 
 
 def move_aside(folder: str) -> None:
-    """Move the files of the run in `folder` into a new folder there, `before-<time in UTC>`, and print where they are.
+    """Move what runs have left in `folder` into a new folder there, `before-<time in UTC>`, and print where it is.
 
-    Files of other names stay. The folder gets its name when it has all of them, ckpt.pt as the last one: what a killed process
-    has moved before that goes back by `put_back`. Call it on one process only.
+    Files of other names stay, and nothing happens if there are no others. The folder gets its name when it has all of them,
+    ckpt.pt as the last one: what a killed process has moved before that goes back by `put_back`. Call it on one process only.
 
     Raises:
         ValueError: if a file cannot be moved.
@@ -24,6 +24,8 @@ def move_aside(folder: str) -> None:
     while os.path.exists(target):  # two starts in the same second
         target += "+"
     names = [name for name in _LOGS if os.path.lexists(os.path.join(folder, name))] + store.names(folder)
+    if not names:
+        return
     try:
         os.mkdir(target + ".tmp")
         for name in names:
@@ -31,9 +33,10 @@ def move_aside(folder: str) -> None:
         os.rename(target + ".tmp", target)
     except OSError as error:
         raise ValueError(f"cannot move the run in out_dir={folder} aside: {error}; use another --out_dir") from error
+    resumes = store.NAME in names or store.PREVIOUS in names
     print0(
         f"note: out_dir={folder} held another run; its checkpoints and logs, {len(names)} files and folders, are now in "
-        f"{target}; to continue that run, use --init_from=resume --out_dir={target}"
+        f"{target}{f'; to continue that run, use --init_from=resume --out_dir={target}' if resumes else ''}"
     )
 
 

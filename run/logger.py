@@ -197,7 +197,10 @@ def _all_facts(folder: str, config: dict[str, Any], resume_at: int | None) -> di
     starts: list[int] = []
     if resume_at is not None:
         starts = [0]
-        with contextlib.suppress(OSError, ValueError, KeyError), open(os.path.join(folder, FACTS)) as file:
+        with (
+            contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError),
+            open(os.path.join(folder, FACTS)) as file,
+        ):
             before = json.load(file)
             parts = [part for part in before["parts"] if part["from_iter"] < resume_at]
             starts = [start for start in before.get("starts", [0]) if start <= resume_at]
@@ -220,6 +223,7 @@ def event_of(line: bytes) -> dict[str, Any]:
     """Return the event of a line, whose "iter" is an integer. That of a line which is not from this program is -1."""
     try:
         event = json.loads(line)
-        return {**event, "iter": int(event["iter"])}
-    except (ValueError, TypeError, KeyError, OverflowError):
+        values = {key: value for key, value in event.items() if isinstance(value, int | float | str | None)}
+        return {**values, "iter": int(event["iter"])}
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
         return {"iter": -1}

@@ -5,6 +5,7 @@ A rank that differs would make the ranks wait for each other forever, or would s
 docs/running.md says what the checks cannot detect.
 """
 
+import os
 import pathlib
 import sys
 import zlib
@@ -15,13 +16,14 @@ import torch
 import torch.distributed as dist
 
 from configurator import PER_HOST, settings_with
-from data.dataset import Dataset, vocabulary_of
+from data.dataset import DATA_DIR, Dataset, vocabulary_of
+from data.vocabulary import load_meta
 from distributed.launch import Launch
 from distributed.machine import versions
 from distributed.ranks import batch_in_words, divided_batch, print0
 from distributed.rendezvous import agree
 from forecast.modes import muon_of
-from model import GPTConfig
+from model import GPT2_VOCAB_SIZE, GPTConfig
 from zero.flags import Flags
 from zero.host_comm import gather_objects
 
@@ -117,6 +119,22 @@ def compare_with_checkpoint(checkpoint: dict[str, Any], settings: dict[str, Any]
     if ignored:
         used = ", ".join(f"{name}={saved[name]} (not {settings[name]})" for name in ignored)
         print0(f"note: a resumed run uses the checkpoint's values: {used}")
+
+
+def vocabulary_at_hand(checkpoint: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the `Dataset.meta` of the dataset that a checkpoint was trained on; None: GPT-2's vocabulary.
+
+    A checkpoint that was stripped may not name its dataset. If its model is too small for GPT-2's, tokens have no texts then.
+
+    Raises:
+        ValueError: as `check_vocabulary`.
+    """
+    if (dataset := checkpoint["config"].get("dataset")) is None:
+        size = checkpoint["model_args"].get("vocab_size", GPTConfig.vocab_size)
+        return {"vocab_size": size} if size < GPT2_VOCAB_SIZE else None
+    meta = load_meta(os.path.join(DATA_DIR, dataset))
+    check_vocabulary(checkpoint, dataset, meta)
+    return meta
 
 
 def check_vocabulary(checkpoint: dict[str, Any], name: str, meta: dict[str, Any] | None) -> None:

@@ -131,7 +131,7 @@ def write(outcome: str, summary: Summary) -> None:
     print0("\n" + "\n".join(f"{label:<15}{text}" for label, text in texts.items()))
 
 
-def add_evaluation(folder: str, iteration: int, dataset: str, results: dict[str, float]) -> None:
+def add_evaluation(folder: str, iteration: int | None, dataset: str, results: dict[str, float]) -> None:
     """Write results of evaluate.py to evaluation.json, and to the card if there is one. Others of the same checkpoint stay.
 
     Raises:
@@ -139,7 +139,7 @@ def add_evaluation(folder: str, iteration: int, dataset: str, results: dict[str,
     """
     path, card = os.path.join(folder, EVALUATION), os.path.join(folder, NAME)
     values: dict[str, Any] = {"iter": iteration, "dataset": dataset}
-    with suppress(FileNotFoundError, ValueError), open(path) as file:
+    with suppress(FileNotFoundError, ValueError, AttributeError, KeyError, RecursionError), open(path) as file:
         before = json.load(file)
         if before.get("iter") == iteration:
             same_data = before["dataset"] == dataset
@@ -152,7 +152,8 @@ def add_evaluation(folder: str, iteration: int, dataset: str, results: dict[str,
             of_run = file.read().partition(_HEADING)[0]
         text = ", ".join(f"{key.partition('/')[2]} {value:.4f}" for key, value in values.items() if "/" in key)
         with atomic_write(card) as temporary, open(temporary, "w") as file:
-            file.write(f"{of_run}{_HEADING}{dataset}, after {iteration:,} iterations: {text}\n")
+            after = "" if iteration is None else f", after {iteration:,} iterations"
+            file.write(f"{of_run}{_HEADING}{dataset}{after}: {text}\n")
 
 
 def size(count: float) -> str:

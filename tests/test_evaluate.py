@@ -42,7 +42,11 @@ def write_hellaswag(path, count, text):
         fields = {"ind": number, "ctx": text(generator, generator.randint(2, 12)), "endings": endings}
         label = generator.randrange(4)
         lines.append(json.dumps({**fields, "label": str(label) if number % 2 else label}))  # some copies have strings
-    path.write_text("\n".join(lines) + "\n")
+    path.write_bytes(b"\xef\xbb\xbf" + "\n".join(lines).encode() + b"\n\n")  # the mark and the blank line are no examples
+
+
+def examples_of(path):
+    return [json.loads(line) for line in path.read_text(encoding="utf-8-sig").splitlines() if line.strip()]
 
 
 def wrong_examples(folder):
@@ -55,6 +59,9 @@ def wrong_examples(folder):
         path = folder / f"wrong{number}.jsonl"
         path.write_text(f"{json.dumps(EXAMPLE)}\n{json.dumps(EXAMPLE | field)}\n")
         yield path
+    for name, line in (("no_json", "?"), ("nested", "[" * 100_000), ("number", "7")):
+        (folder / name).write_text(f"{json.dumps(EXAMPLE)}\n{line}\n")
+        yield folder / name
 
 
 def evaluated(out, *arguments, ranks=0):
@@ -87,8 +94,7 @@ def scored(examples, encode, logits_of, longest):
 
 def test_figures_are_those_of_a_plain_count_on_any_number_of_ranks(trained):
     out, folder = trained
-    with open(folder / "hellaswag.jsonl") as file:
-        examples = [json.loads(line) for line in file]
+    examples = examples_of(folder / "hellaswag.jsonl")
     both = ["--tasks=val,hellaswag", f"--hellaswag={folder / 'hellaswag.jsonl'}", "--batch_size=3"]
     alone, printed = evaluated(out, *both)
     together, _ = evaluated(out, *both, ranks=2)
@@ -147,8 +153,8 @@ def test_hellaswag_of_a_gpt2_is_that_of_transformers(tmp_path, monkeypatch):
     sizes = {"n_layer": 2, "n_head": 2, "n_embd": 16, "n_positions": 128, "initializer_range": 0.3}
     model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, activation_function="gelu")).eval()
     model.save_pretrained(tmp_path / "gpt2")
-    with open(tmp_path / "examples.jsonl") as file, torch.no_grad():
-        right, right_norm = scored(map(json.loads, file), encoding.encode, lambda x: model(x).logits, 129)
+    with torch.no_grad():
+        right, right_norm = scored(examples_of(tmp_path / "examples.jsonl"), encoding.encode, lambda x: model(x).logits, 129)
     arguments = [f"--init_from={tmp_path / 'gpt2'}", "--tasks=hellaswag", f"--hellaswag={tmp_path / 'examples.jsonl'}"]
     process = run("evaluate.py", *arguments, "--device=cpu", ranks=2, cwd=tmp_path).succeeded()
     found = dict(line.split()[:2] for line in process.stdout.splitlines() if line.startswith("evaluation/"))

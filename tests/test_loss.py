@@ -114,6 +114,10 @@ def test_an_evaluation_computes_no_gradients_and_a_second_backward_is_refused():
         loss.backward()
     with pytest.raises(RuntimeError, match="one backward, without create_graph; use loss_chunk=0"):  # for a gradient penalty
         torch.autograd.grad(model(tokens, tokens)[1], model.transformer.wpe.weight, create_graph=True)
+    with pytest.raises(ValueError, match=r"loss_chunk has no gradients for torch.func \(grad, vmap, ...\); use loss_chunk=0"):
+        torch.func.grad(lambda weights: torch.func.functional_call(model, weights, (tokens, tokens))[1])(
+            dict(model.named_parameters())
+        )
     assert model(tokens)[0].shape == (1, 1, SIZES.vocab_size), "sampling needs logits"
 
 

@@ -116,18 +116,25 @@ def test_generate():
         model.generate(prompt, 1)
 
 
-def test_from_checkpoint_takes_a_compiled_models_names_and_refuses_other_weights():
-    model = tiny()
-    checkpoint = {
-        "model_args": {**TINY, "dropout": 0.3, "bias": True},
-        "model": {f"_orig_mod.{key}": value for key, value in model.state_dict().items()},
-    }
-    loaded = GPT.from_checkpoint(checkpoint)
-    assert loaded.config.dropout == 0.0
-    assert all(torch.equal(value, model.state_dict()[key]) for key, value in loaded.state_dict().items())
+def test_from_checkpoint_takes_the_names_of_a_wrapped_model_and_refuses_other_weights():
+    weights = tiny().state_dict()
+    checkpoint = {"model_args": {**TINY, "dropout": 0.3, "bias": True}}
+
+    def refusal(changed):
+        with pytest.raises(ValueError, match="the checkpoint") as error:
+            GPT.from_checkpoint({**checkpoint, "model": changed})
+        assert len(str(error.value).splitlines()) == 1
+        assert len(str(error.value)) < 300
+        return str(error.value)
+
+    for prefix in ("", "module.", "_orig_mod.", "module._orig_mod."):
+        loaded = GPT.from_checkpoint({**checkpoint, "model": {f"{prefix}{key}": value for key, value in weights.items()}})
+        assert loaded.config.dropout == 0.0
+        assert all(torch.equal(value, weights[key]) for key, value in loaded.state_dict().items())
+    assert "has missing weights" in refusal({f"net.{key}": value for key, value in weights.items()})
+    assert "has unexpected weights (more, 1 in all)" in refusal({**weights, "more": torch.ones(3)})
     checkpoint["model_args"]["n_embd"] = 16
-    with pytest.raises(ValueError, match="do not fit"):
-        GPT.from_checkpoint(checkpoint)
+    assert "do not fit its model_args: size mismatch for transformer.wte.weight" in refusal(weights)
 
 
 def test_from_pretrained_equals_transformers(tmp_path):

@@ -24,7 +24,7 @@ def test_sample(data, trained, tmp_path):
     for text in samples[:2]:
         assert "ADGJ" in text
         assert set(text.splitlines()[-1]) <= {chr(ord("A") + token) for token in range(29)}
-    (tmp_path / "prompt.txt").write_text("BEH")
+    (tmp_path / "prompt.txt").write_text("BEH", encoding="utf-8-sig")
     prompted = run("sample.py", f"--out_dir={tmp_path}", f"--start=FILE:{tmp_path / 'prompt.txt'}", "--num_samples=1")
     assert "BEH" in prompted.stdout
     whole = (tmp_path / "ckpt.pt").read_bytes()
@@ -36,6 +36,26 @@ def test_sample(data, trained, tmp_path):
     assert "WARNING: " in before.stderr
     _, _, printed = train(tmp_path, data, "--max_iters=0")
     assert f"note: out_dir={tmp_path} held another run; its checkpoints and logs, 5 files and folders, are now in" in printed
+
+
+def test_a_checkpoint_with_nothing_but_the_model(trained, tmp_path):
+    """It has neither its dataset, so that its tokens have no texts, nor what a run needs to go on."""
+    whole = torch_load(trained)
+    stripped = {key: whole[key] for key in ("model", "model_args")}
+    torch.save(
+        {**stripped, "optimizer": None, "model": {f"module.{name}": held for name, held in stripped["model"].items()}},
+        trained / "ckpt.pt",
+    )
+    sampled = run("sample.py", f"--out_dir={trained}", "--num_samples=1", "--max_new_tokens=9", "--start=3 17")
+    assert sampled.stdout.splitlines()[-2].startswith("3 17 ")
+    evaluated = run("evaluate.py", f"--out_dir={trained}", f"--dataset={whole['config']['dataset']}")
+    assert "evaluation/val_loss" in evaluated.succeeded().stdout
+    exported = run("export.py", f"--out_dir={trained}", f"--to={tmp_path}/exported").succeeded()
+    assert "29 tokens without a tokenizer" in exported.stdout
+    resumed = run(
+        "train.py", f"--out_dir={trained}", f"--dataset={whole['config']['dataset']}", "--block_size=32", "--init_from=resume"
+    )
+    assert "lacks best_val_loss, iter_num, optimizer, which training needs to go on" in resumed.refusal()
 
 
 def test_sample_stays_within_the_vocabulary(trained, tmp_path):

@@ -20,7 +20,7 @@ import tiktoken
 from tqdm import tqdm
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", ".."))
-from data.common import begun, exit_with_error, from_hub, local_documents, parquet_documents, tokenized, write_shard
+from data.common import begun, exit_on_data_error, from_hub, local_documents, parquet_documents, tokenized, write_shards
 from data.shards import HEADER_BYTES, SPLITS, Shards, paths_of
 from data.vocabulary import DataError, gpt2_encoding
 
@@ -60,13 +60,6 @@ def hub_texts(skip: int) -> Iterator[str]:
     yield from parquet_documents(paths, hub, skip)
 
 
-def save(number: int, tokens: np.ndarray) -> None:
-    """Write a shard. Before the first one, remove the second one: of a smaller part it would hold what is in the first now."""
-    if number == 0 and os.path.exists(path_of(1)):
-        os.remove(path_of(1))
-    write_shard(path_of(number), tokens)
-
-
 def write(documents: Iterator[str], encoding: tiktoken.Encoding, number: int, last: np.ndarray, limit: int | None) -> None:
     """Write documents to the shards `number`, `number` + 1, ..., up to `limit` tokens in all shards.
 
@@ -85,8 +78,8 @@ def write(documents: Iterator[str], encoding: tiktoken.Encoding, number: int, la
             tokens = tokens[: limit and limit - bar.n]
             bar.update(len(tokens))
             while len(tokens):
-                if filled == SHARD:
-                    save(number, shard)
+                if filled == SHARD:  # a second shard of a smaller part holds what is in the first one now
+                    write_shards({path_of(number): shard}, without="" if number else path_of(1))
                     number, filled = number + 1, 0
                 part, tokens = tokens[: SHARD - filled], tokens[SHARD - filled :]
                 shard[filled : filled + len(part)] = part
@@ -94,10 +87,10 @@ def write(documents: Iterator[str], encoding: tiktoken.Encoding, number: int, la
             if bar.n == limit:
                 break
     if number == 0:
-        save(0, shard[: filled // 10])
-        save(1, shard[filled // 10 : filled])
+        parts = np.split(shard[:filled], [filled // 10])
+        write_shards(dict(zip(map(path_of, (0, 1)), parts, strict=True)), without=path_of(1))
     elif filled:
-        save(number, shard[:filled])
+        write_shards({path_of(number): shard[:filled]})
 
 
 if __name__ == "__main__":
@@ -105,13 +98,14 @@ if __name__ == "__main__":
     parser.add_argument("--input", metavar="PATH", help="a local file, or a folder of them, to use instead of the download")
     parser.add_argument("--tokens", metavar="N", type=float, help="write only this many tokens, such as 1e9")
     arguments = parser.parse_args()
-    if arguments.tokens is not None and not 1 <= arguments.tokens < 1e15:
-        exit_with_error(f"--tokens={arguments.tokens}: give a number of tokens, such as --tokens=1e9")
+    with exit_on_data_error():
+        if arguments.tokens is not None and not 1 <= arguments.tokens < 1e15:
+            raise DataError(f"--tokens={arguments.tokens}: give a number of tokens, such as --tokens=1e9")
     limit = arguments.tokens and int(arguments.tokens)
     existing = list(itertools.takewhile(os.path.exists, map(path_of, itertools.count())))
     shards = list(itertools.takewhile(whole, existing))
     if limit is None or limit > sum(os.path.getsize(path) - HEADER_BYTES for path in existing) // 2:
-        try:
+        with exit_on_data_error():
             encoding = gpt2_encoding()
             skip, last = position(shards, encoding.eot_token)
             if arguments.input:
@@ -119,8 +113,6 @@ if __name__ == "__main__":
             else:
                 documents = begun(from_hub(NAME, hub_texts(skip)))
             write(documents, encoding, len(shards), last, limit)
-        except DataError as error:  # said only here, when the progress bar has ended
-            exit_with_error(str(error))
     for split in SPLITS:
         if paths := paths_of(DIRECTORY, split):
             print(f"{split}: {len(Shards(paths, VOCAB_SIZE)):,} tokens")

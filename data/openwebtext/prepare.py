@@ -4,7 +4,7 @@
 
 8,013,769 documents give about 9 billion tokens for training (18 GB) and 4.5 million for validation. Every 2000th document is
 for validation, the same fraction as in nanoGPT. `--input FILE` uses your own documents, a file or a folder of them: JSON lines
-with a "text" key (`.jsonl`), a column "text" (`.parquet`), or plain text with one document per line.
+with a "text" key (`.jsonl`, `.json`, `.jsonl.gz`), a column "text" (`.parquet`), or plain text with one document per line.
 
 The documents come from the parquet files of the Hugging Face hub if these hold all of them, otherwise from the archives that
 the files were made of. Fewer documents are refused. This is tested with a small server that has the hub's layout, and has not
@@ -24,8 +24,17 @@ import tiktoken
 from tqdm import tqdm
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", ".."))
-from data.common import atomic, begun, exit_with_error, from_hub, input_argument, local_documents, parquet_documents, tokenized
-from data.vocabulary import DataError, gpt2_encoding
+from data.common import (
+    atomic,
+    begun,
+    exit_on_data_error,
+    from_hub,
+    input_argument,
+    local_documents,
+    parquet_documents,
+    tokenized,
+)
+from data.vocabulary import gpt2_encoding
 
 DIRECTORY = os.path.dirname(os.path.abspath(__file__))
 VOCAB_SIZE = None  # for plan.py: GPT-2's, without a meta.pkl
@@ -77,12 +86,9 @@ def write(documents: Iterator[str], encoding: tiktoken.Encoding) -> dict[str, in
     An end-of-text token follows every document.
     """
     counts = {"train": 0, "val": 0}
-    with (
-        atomic(os.path.join(DIRECTORY, "val.bin")) as val,
-        atomic(os.path.join(DIRECTORY, "train.bin")) as train,
-        tqdm(unit=" documents") as bar,
-    ):
-        files = {"train": train, "val": val}
+    val, train = (os.path.join(DIRECTORY, f"{split}.bin") for split in ("val", "train"))
+    with atomic(val, train, without=train) as opened, tqdm(unit=" documents") as bar:
+        files = dict(zip(("val", "train"), opened, strict=True))
         for number, tokens in enumerate(tokenized(documents, encoding)):
             split = "train" if number % VALIDATION_EVERY else "val"
             files[split].write(np.array([*tokens, encoding.eot_token], dtype=np.uint16).tobytes())
@@ -93,10 +99,8 @@ def write(documents: Iterator[str], encoding: tiktoken.Encoding) -> dict[str, in
 
 if __name__ == "__main__":
     path = input_argument(__doc__.splitlines()[0])
-    try:
+    with exit_on_data_error():
         documents = local_documents(path) if path else from_hub(NAME, hub_texts(), DOCUMENTS)
         counts = write(begun(documents), gpt2_encoding())
-    except DataError as error:  # said only here, when the progress bar has ended
-        exit_with_error(str(error))
     for split, count in counts.items():
         print(f"{split}: {count:,} tokens")

@@ -12,7 +12,8 @@ import sys
 import sysconfig
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", ".."))
-from data.common import exit_with_error, input_argument, read_text, write_characters
+from data.common import exit_on_data_error, input_argument, read_text, write_characters
+from data.vocabulary import DataError
 
 DIRECTORY = os.path.dirname(os.path.abspath(__file__))
 VOCAB_SIZE = 96  # for plan.py
@@ -31,12 +32,13 @@ def standard_library() -> str:
                 with open(os.path.join(folder, name), encoding="utf-8", errors="ignore") as file:
                     texts.append(file.read())
     if not texts:
-        exit_with_error(f"there are no .py files in {root}; give a text file with --input FILE")
+        raise DataError(f"there are no .py files in {root}; give a text file with --input FILE")
     return "\n".join(texts)
 
 
 if __name__ == "__main__":
     local = input_argument(__doc__.splitlines()[0])
-    text = read_text(local) if local else standard_library()
     allowed = set(VOCABULARY)
-    write_characters(DIRECTORY, "".join(filter(allowed.__contains__, text.expandtabs())), VOCABULARY)
+    with exit_on_data_error():
+        text = read_text(local) if local else standard_library()
+        write_characters(DIRECTORY, "".join(filter(allowed.__contains__, text.expandtabs())), VOCABULARY)

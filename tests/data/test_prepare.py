@@ -1,5 +1,7 @@
 """data/*/prepare.py: from a text to token files, also from a local file, and what is said without a network."""
 
+import contextlib
+import gzip
 import json
 import os
 import shutil
@@ -10,7 +12,7 @@ import numpy as np
 import pytest
 from conftest import ROOT, shared_data
 
-from data import vocabulary
+from data import common, vocabulary
 from data.dataset import Dataset
 from data.vocabulary import DataError, expected_vocab_size
 
@@ -39,6 +41,110 @@ def test_a_text_that_is_too_short_leaves_what_is_there(scripts, tmp_path):
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "error: a text of 1 characters is too short to train and validate on; give a longer one\n"
     assert not (scripts / "data" / "shakespeare_char" / "meta.pkl").exists()
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.suffix in (".bin", ".pkl", ".tmp")}
+
+
+@pytest.mark.parametrize("name", ["shakespeare_char", "stdlib_char", "shakespeare", "openwebtext"])
+def test_a_full_disk_leaves_the_dataset_of_before(scripts, tmp_path, name):
+    cache = {"TIKTOKEN_CACHE_DIR": shared_data("tiktoken_cache")} if name in ("shakespeare", "openwebtext") else {}
+    (tmp_path / "one.txt").write_text("ab\n" * 2000)
+    (tmp_path / "two.txt").write_text("".join(f"{number} xyz\n" for number in range(20_000)))
+    assert prepare(scripts, name, "--input", str(tmp_path / "one.txt"), **cache).returncode == 0
+    before = contents(scripts / "data" / name)
+    script = str(scripts / "data" / name / "prepare.py")
+    limited = f"ulimit -f 64; exec {sys.executable} {script} --input {tmp_path / 'two.txt'}"  # val.bin fits, train.bin does not
+    done = subprocess.run(["bash", "-c", limited], env={**os.environ, **cache}, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith("error: cannot write ")
+    assert "train.bin: File too large; earlier files are unchanged" in done.stderr
+    assert contents(scripts / "data" / name) == before
+
+
+def test_a_kill_between_two_files_leaves_no_mixture(tmp_path, monkeypatch):
+    replace, left = os.replace, 0
+
+    def replace_or_die(*paths):
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise KeyboardInterrupt
+        replace(*paths)
+
+    monkeypatch.setattr(os, "replace", replace_or_die)
+    for moved in range(4):
+        left = 99
+        common.write_characters(str(tmp_path), "ab" * 50, ["a", "b"])
+        left = moved
+        with contextlib.suppress(KeyboardInterrupt):
+            common.write_characters(str(tmp_path), "bac" * 50, ["a", "b", "c"])
+        found = contents(tmp_path)
+        assert not any(name.endswith(".tmp") for name in found)
+        if moved < 3:
+            assert "train.bin" not in found
+            with pytest.raises(DataError, match=r"train.bin is missing"):
+                Dataset(str(tmp_path), 4)
+        else:
+            data = Dataset(str(tmp_path), 4)
+            assert vocabulary.load_codec(data.meta, 3).decode(data.tokens["train"][:6].tolist()) == "bacbac"
+
+
+def test_a_byte_order_mark_is_no_character_and_carriage_returns_are_named(scripts, tmp_path):
+    (tmp_path / "windows.txt").write_bytes(b"\xef\xbb\xbf" + b"ab\r\n" * 50)
+    done = prepare(scripts, "shakespeare_char", "--input", str(tmp_path / "windows.txt"))
+    assert f"note: {tmp_path}/windows.txt has 50 carriage returns, which become tokens" in done.stdout
+    assert sorted(vocabulary.load_meta(str(scripts / "data" / "shakespeare_char"))["stoi"]) == ["\n", "\r", "a", "b"]
+
+
+LINES = b'{"text": "one"}\n\n{"text": "two"}\n'
+DOCUMENTS = {  # name of a file: its content, and the documents or an error
+    "a.jsonl": (LINES, ["one", "two"]),
+    "a.json": (LINES, ["one", "two"]),
+    "a.ndjson": (LINES, ["one", "two"]),
+    "bom.jsonl": (b"\xef\xbb\xbf" + LINES, ["one", "two"]),
+    "a.jsonl.gz": (gzip.compress(LINES), ["one", "two"]),
+    "a.json.gz": (gzip.compress(LINES), ["one", "two"]),
+    "bom.txt": (b"\xef\xbb\xbfone\r\n\r\ntwo\r\n", ["one\n", "two\n"]),
+    "a.txt.gz": (gzip.compress(b"one\n"), ["one\n"]),
+    "plain": (b"one\ntwo", ["one\n", "two"]),
+    "array.json": (b'[{"text": "one"},\n {"text": "two"}]', "line 1 is no JSON object"),
+    "one line.json": (b'[{"text": "one"}, {"text": "two"}]', "line 1 is no JSON object"),
+    "indented.json": (b'{\n "text": "one"\n}', "line 1 is no JSON object"),
+    "deep.jsonl": (b"[" * 100_000, "line 1 is no JSON object"),
+    "number.jsonl": (b"7\n", "line 1 is no JSON object"),
+    "other.jsonl.gz": (b"no gzip", "cannot read"),
+    "cut.txt.gz": (gzip.compress(LINES * 99)[:-9], "cannot read"),
+    "damaged.txt.gz": (gzip.compress(LINES * 99)[:20] + b"xxxxxxxx" + gzip.compress(LINES * 99)[28:], "cannot read"),
+    "latin.txt": ("é".encode("latin-1"), "cannot read"),
+    "zip.txt": (b"PK\3\4\xff\xff", "cannot read"),
+    **dict.fromkeys(
+        ("a.csv", "a.tsv", "a.zst", "a.npy", "a.parquet.gz", "a.xlsx"), (b"text\none\n", "a file of documents ends in")
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_documents_as_others_write_them(name, tmp_path):
+    content, expected = DOCUMENTS[name]
+    (tmp_path / name).write_bytes(content)
+    if isinstance(expected, list):
+        assert list(common.local_documents(str(tmp_path / name))) == expected
+        return
+    with pytest.raises(DataError, match=expected) as error:
+        list(common.local_documents(str(tmp_path / name)))
+    assert str(tmp_path / name) in str(error.value)
+
+
+def test_what_is_left_out_of_a_folder_is_named(tmp_path, capsys):
+    (tmp_path / "more.txt").mkdir()
+    with pytest.raises(DataError, match=f"{tmp_path} has no file that ends in .parquet"):
+        list(common.local_documents(str(tmp_path)))
+    for name in ("more.txt/b.txt", "a.jsonl", "c.csv", "more.txt/README"):
+        (tmp_path / name).write_bytes(LINES)
+    assert list(common.local_documents(str(tmp_path)))[:2] == ["one", "two"]
+    assert capsys.readouterr().out == f"note: left out of {tmp_path}: {tmp_path}/c.csv, {tmp_path}/more.txt/README (2 in all)\n"
 
 
 def test_stdlib_char(scripts):
@@ -106,11 +212,8 @@ def test_offline_download_says_where_the_file_goes(scripts):
     assert os.listdir(scripts / "data" / "shakespeare_char") == ["prepare.py"]
 
 
-def test_a_download_with_the_wrong_checksum_is_thrown_away(scripts, tmp_path, monkeypatch, capsys):
-    from data import common
-
+def test_a_download_with_the_wrong_checksum_is_thrown_away(tmp_path):
     (tmp_path / "source").write_bytes(b"not what was expected")
-    with pytest.raises(SystemExit):
+    with pytest.raises(DataError, match="checksum"):
         common.download((tmp_path / "source").as_uri(), str(tmp_path / "copy"), "0" * 64)
-    assert "checksum" in capsys.readouterr().err
     assert not (tmp_path / "copy").exists()

@@ -182,11 +182,21 @@ def test_a_token_outside_the_vocabulary_names_its_file(tmp_path):
     data.check(1500, part=0, parts=2)
 
 
+@pytest.mark.parametrize(
+    ("save", "kind"), [(np.save, "NumPy"), (np.savez, "zip"), (lambda path, _: path.write_bytes(b"PAR1" * 9), "Parquet")]
+)
+def test_a_file_of_another_kind_is_no_token_file(save, kind, tmp_path):
+    other = tmp_path / "tokens.npz" if kind == "zip" else tmp_path / "tokens.npy"
+    save(other, np.arange(1000, dtype=np.uint16))
+    for split in ("train", "val"):
+        shutil.copy(other, tmp_path / f"{split}.bin")
+    with pytest.raises(DataError, match=f"train.bin is a {kind}.* no token file"):
+        Dataset(str(tmp_path), BLOCK)
+
+
 def test_a_large_vocabulary_has_uint32_files(tmp_path):
     tokens = np.arange(0, 200_000, 100)
-    (tmp_path / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": 200_000}))
-    for split in ("train", "val"):
-        common.write_tokens(str(tmp_path), split, tokens, 200_000)
+    common.write_dataset(str(tmp_path), tokens, tokens, {"vocab_size": 200_000})
     assert (tmp_path / "train.bin").stat().st_size == 8000
     data = Dataset(str(tmp_path), BLOCK)
     assert np.array_equal(data.batch("train", np.array([3]))[1, 0], tokens[4 : 4 + BLOCK])

@@ -89,14 +89,23 @@ def test_a_kill_between_two_moves_leaves_a_run_that_resumes(out, monkeypatch):
 
 
 @pytest.mark.parametrize("read_only", [True, False])
-def test_without_a_checkpoint_or_a_run_that_writes_nothing_moves(out, read_only):
-    if not read_only:
-        (out / "ckpt.pt").unlink()
+def test_what_has_no_checkpoint_moves_too_unless_the_run_writes_nothing(out, read_only, capsys):
+    """Milestones and figures are worth keeping when ckpt.pt was deleted."""
+    (out / "ckpt.pt").rename(out / "ckpt_00000004.pt")
     files = names(out)
-    starts = checkpoints(out, read_only)
-    starts.claim()
-    starts.make_room()
-    assert {*names(out)} - {"run.lock"} == {*files}
+    for _ in range(2):  # the second one finds nothing
+        starts = checkpoints(out, read_only)
+        starts.claim()
+        starts.make_room()
+        if not read_only:
+            starts._lock.release()
+    printed = capsys.readouterr().out
+    if read_only:
+        assert (names(out), printed) == (files, "")
+    else:
+        [before] = out.glob("before-*")
+        assert names(before) == sorted({*files} - {"notes.txt", "prompt.pt"})
+        assert printed.endswith(f"are now in {before}\n")
 
 
 def test_a_file_that_cannot_move_ends_the_start_with_a_line(out, monkeypatch):

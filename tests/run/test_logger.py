@@ -83,7 +83,16 @@ def test_what_is_not_finite_is_null_in_the_file_and_itself_in_wandb(tmp_path, wa
 
 
 def test_wandb_gets_the_run_that_goes_on_and_the_rows_that_it_lacks(tmp_path, wandb):
-    lines = ['{"iter": 0}', "a remark", '{"iter": 2}', '{"iter": 4}', '{"iter": 2, "checkpoint/bytes": 7}', '{"iter": 9, "to']
+    lines = [
+        '{"iter": 0, "by_layer": {"a": 1}}',
+        "a remark",
+        "[7]",
+        "[" * 100_000,
+        '{"iter": 2}',
+        '{"iter": 4}',
+        '{"iter": 2, "checkpoint/bytes": 7}',
+        '{"iter": 9, "to',
+    ]
     for run_id, events in (("abc", []), ("offline", [{"iter": 0}, {"iter": 2, "checkpoint/bytes": 7}])):
         (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
         log = wandb(tmp_path, 2, run_id)
@@ -107,8 +116,9 @@ def test_run_json_lists_what_a_resumed_run_has_changed(tmp_path):
     assert parts(30, "torch", 4) == [(0, "sharded", 2), (20, "torch", 2), (30, "torch", 4)]
     assert parts(20, "adamw") == [(0, "sharded", 2), (20, "adamw", 2)], "from an older checkpoint"
     assert parts(None, "adamw") == [(0, "adamw", 2)]
-    (tmp_path / "run.json").write_text("damaged")
-    assert parts(30, "adamw") == [(30, "adamw", 2)]
+    for damaged in ("damaged", '{"parts": ["a"]}', '{"parts": 7}', "[" * 100_000):
+        (tmp_path / "run.json").write_text(damaged)
+        assert parts(30, "adamw") == [(30, "adamw", 2)]
 
 
 def test_a_new_run_removes_the_card_of_the_run_that_it_replaces(tmp_path):

@@ -17,7 +17,10 @@ def _inspect(path: str) -> None:
     checkpoint = read_file(path)
     kind = FORMATS["shards" in checkpoint] if "format" in checkpoint else "written by nanoGPT"
     print(f"{path}: all checksums hold; {os.path.getsize(path) / 1e6:.1f} MB, {kind}")
-    print(f"iteration {checkpoint['iter_num']}, best validation loss {float(checkpoint['best_val_loss']):.4f}")
+    if missing := sorted(KEYS.keys() - checkpoint.keys()):
+        print(f"without {', '.join(missing)}")
+    else:
+        print(f"iteration {checkpoint['iter_num']}, best validation loss {float(checkpoint['best_val_loss']):.4f}")
     for key in ["model_args", *sorted(checkpoint.keys() - KEYS.keys() - {"manifest"})]:  # older files have one
         print(f"{key} {checkpoint[key]}")
 

@@ -66,7 +66,7 @@ def _are_sums(value: Any) -> bool:
     return _fits(value, dict[str, list]) and all(len(entry) == len(FileSum._fields) for entry in value.values())
 
 
-# keys of every checkpoint, including those of nanoGPT
+# keys of every checkpoint in training, including those of nanoGPT
 KEYS = {
     "model": _is_model,
     "optimizer": {"state": dict[int, dict], "param_groups": [{"params": list}]},
@@ -91,20 +91,29 @@ _MORE_KEYS = {
 def read_file(path: str) -> dict[str, Any]:
     """Read a checkpoint file, with its tensors memory-mapped. Runs no code from it.
 
+    It may have been stripped to its model; its config is empty then.
+
     Raises CheckpointError if it is missing or damaged, or does not hold the keys and plain values of a checkpoint.
     """
     with reading(path):
         checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    held = checkpoint if isinstance(checkpoint, dict) else {}
-    wrong = [key for key, kind in KEYS.items() if not _fits(held.get(key), kind)]
-    wrong += [key for key, kind in _MORE_KEYS.items() if key in held and not _fits(held[key], kind)]
+    held = {key: value for key, value in checkpoint.items() if value is not None} if isinstance(checkpoint, dict) else {}
+    wrong = [key for key in ("model", "model_args") if key not in held]
+    wrong += [key for key, kind in (KEYS | _MORE_KEYS).items() if key in held and not _fits(held[key], kind)]
     if wrong:
-        raise CheckpointError(f"{path} is no checkpoint of a model in training: wrong or missing in it: {', '.join(wrong)}")
+        raise CheckpointError(f"{path} is no checkpoint of a model: wrong or missing in it: {', '.join(wrong)}")
     if held.get("format", FORMAT) != FORMAT:
         raise CheckpointError(f"{path} has format {held['format']}, this program reads {FORMAT}; use the one that wrote it")
     if "shards" not in held and any(tensor.is_meta for tensor in named_tensors(held).values()):
         raise CheckpointError(f"{path} does not say where its tensors are; it is no checkpoint of this program")
-    return checkpoint
+    return {"config": {}, **held}
+
+
+def check_trainable(checkpoint: dict[str, Any], path: str) -> None:
+    """Raise CheckpointError if a checkpoint was stripped of what training needs to go on."""
+    if missing := sorted(KEYS.keys() - checkpoint.keys()):
+        remedy = "it can be sampled, evaluated and exported; train from the exported folder with --init_from=FOLDER"
+        raise CheckpointError(f"{path} lacks {', '.join(missing)}, which training needs to go on; {remedy}")
 
 
 def verify(path: str) -> None:

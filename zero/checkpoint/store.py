@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from zero.checkpoint import chunks
 from zero.checkpoint.files import atomic_write, link_or_copy, sync_folder
-from zero.checkpoint.format import NAME, read_file, shards_folder, verify, write_file
+from zero.checkpoint.format import NAME, check_trainable, read_file, shards_folder, verify, write_file
 from zero.checkpoint.state import CheckpointError, TensorChunk
 from zero.host_comm import broadcast_object
 
@@ -115,6 +115,7 @@ def convert(source: str, target: str, to: str | None = None) -> str:
         raise CheckpointError(f"{target} {'exists' if os.path.exists(target) else 'does not end in .pt'}; give another name")
     verify(source)
     checkpoint = read_file(source)
+    check_trainable(checkpoint, source)
     tensors = {"model": checkpoint["model"], "optimizer.state": checkpoint["optimizer"]["state"]}
     to = to or FORMATS["shards" not in checkpoint]
     own: list[TensorChunk] | None = None

@@ -231,7 +231,7 @@ def write_dataset(
     directory: str, val: Sequence[int] | np.ndarray, train: Sequence[int] | np.ndarray, meta: dict[str, Any] | None = None
 ) -> None:
     """Write the tokens of both splits and `meta.pkl`, which GPT-2's vocabulary does not need. Raises as `atomic`."""
-    dtype = token_dtype(meta and meta["vocab_size"])
+    dtype = token_dtype(meta["vocab_size"] if meta else None)
     contents = {"meta.pkl": pickle.dumps(meta)} if meta else {}
     contents |= {f"{name}.bin": np.asarray(tokens, dtype).tobytes() for name, tokens in (("val", val), ("train", train))}
     paths = [os.path.join(directory, name) for name in contents]

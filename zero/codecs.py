@@ -17,6 +17,8 @@ from torch.nn import functional
 from zero.tensors import cut, cut_sizes, pieces, shaped
 
 BLOCK = 256  # elements that share a scale with `Int8`
+# state of torch.optim's classes to which an update is proportional: small numbers may become zero
+MEANS = ("exp_avg", "momentum_buffer", "grad_avg")
 
 
 class Codec(Protocol):
@@ -29,8 +31,13 @@ class Codec(Protocol):
     def empty(self, numel: int, device: torch.device) -> tuple[torch.Tensor, ...]:
         """Return memory for encoded elements: one or more flat tensors, each with a number per element or per block."""
 
-    def encode(self, values: torch.Tensor, seed: Callable[[], torch.Tensor], out: tuple[torch.Tensor, ...]) -> None:
-        """Encode `values`, (numel,) float32. `seed` returns one number, for the random numbers of the rounding."""
+    def encode(
+        self, values: torch.Tensor, seed: Callable[[], torch.Tensor], out: tuple[torch.Tensor, ...], means: int = 0
+    ) -> None:
+        """Encode `values`, (numel,) float32, of which the first `means` are `MEANS`.
+
+        `seed` returns one number, for the random numbers of the rounding.
+        """
 
     def decode(self, encoded: tuple[torch.Tensor, ...]) -> torch.Tensor:
         """Return the elements, (numel,) float32."""
@@ -49,7 +56,9 @@ class BFloat16:
     def empty(self, numel: int, device: torch.device) -> tuple[torch.Tensor, ...]:
         return (torch.empty(numel, dtype=torch.bfloat16, device=device),)
 
-    def encode(self, values: torch.Tensor, seed: Callable[[], torch.Tensor], out: tuple[torch.Tensor, ...]) -> None:
+    def encode(
+        self, values: torch.Tensor, seed: Callable[[], torch.Tensor], out: tuple[torch.Tensor, ...], means: int = 0
+    ) -> None:
         noise = rounding_noise(seed().to(values.device, non_blocking=True), values.numel())
         for target, part in pieces(out[0], values):
             # the sum must not overflow, which it would for the nan whose bits are all one
@@ -65,9 +74,10 @@ class Int8:
     """One byte per element: its ratio to the largest element of its block of 256, on a scale that is finer for large ratios.
 
     The scale is the dynamic map of Dettmers et al., "8-bit Optimizers" (https://arxiv.org/abs/2110.02861), with two changes. It
-    includes the largest ratio exactly, with both signs, so that a block that is encoded again does not shrink. And what is not
-    zero does not become zero, if its block has a number of 1e-37 or more: an element whose second moment is lost, but not its
-    first, would be updated by too much. Blocks without negative elements use all codes for positive ones.
+    includes the largest ratio exactly, with both signs, so that a block that is encoded again does not shrink. And only `MEANS`
+    become zero, if a block has a number of 1e-37 or more: an element whose second moment is lost, but not its first, would be
+    updated by too much, and so would one whose mean is made larger. Blocks without negative elements use all codes for positive
+    ones.
 
     It rounds to the nearest code. A change by less than half the distance to the next code is lost, so a second moment may
     neither decay nor grow as it should (docs/sharding.md has figures).
@@ -80,8 +90,10 @@ class Int8:
         codes = torch.empty(numel, dtype=torch.uint8, device=device)
         return codes, torch.empty(numel // BLOCK, device=device)  # the scales: negative if the block has negative elements
 
-    def encode(self, values: torch.Tensor, seed: Callable[[], torch.Tensor], out: tuple[torch.Tensor, ...]) -> None:
-        nearest = _nearest_codes(values.device)
+    def encode(
+        self, values: torch.Tensor, seed: Callable[[], torch.Tensor], out: tuple[torch.Tensor, ...], means: int = 0
+    ) -> None:
+        nearest, means = _nearest_codes(values.device), means // BLOCK
         for blocks, codes, scales in _by_block(values, *out):
             lowest, highest = blocks.amin(1, keepdim=True), blocks.amax(1, keepdim=True)  # aminmax is slow on a CPU
             has_negative = lowest < 0
@@ -89,6 +101,9 @@ class Int8:
             ratios = torch.div(blocks, scales, out=torch.empty_like(blocks, dtype=torch.bfloat16))
             numbers = ratios.view(torch.uint16).to(torch.int32)
             numbers.add_(has_negative, alpha=2**16)
+            if means > 0:
+                numbers[:means].add_(2**17)
+                means -= len(blocks)
             torch.index_select(nearest, 0, numbers.view(-1), out=codes.view(-1))
 
     def decode(self, encoded: tuple[torch.Tensor, ...]) -> torch.Tensor:
@@ -154,6 +169,7 @@ class CodedState:
         self.codec, self.inner, self.slices, self.names = codec, inner, slices, names
         self._entries: list[tuple[torch.nn.Parameter, str, Encoded]] = []  # slice, name, and what is held between updates
         self._parts: tuple[torch.Tensor, ...] = ()  # all of them
+        self._means = 0  # elements of `MEANS`, which come first
         self._cuts: list[int] = []  # where their elements lie among all, see `zero.tensors.cut`
         self._flat: torch.Tensor | None = None  # what is decoded now
         self._views: list[torch.Tensor] = []  # the entries in it
@@ -173,10 +189,11 @@ class CodedState:
         found = [(local, name) for local in self.slices if local in state for name in self._encodable(local)]
         if not found:
             return
+        found.sort(key=lambda entry: entry[1] not in MEANS)
         if self._flat is None or [id(state[local][name]) for local, name in found] != list(map(id, self._views)):
             self._lay_out(found)
         assert self._flat is not None
-        self.codec.encode(self._flat, self._seed, self._parts)
+        self.codec.encode(self._flat, self._seed, self._parts, self._means)
         for local, name, encoded in self._entries:
             state[local][name] = encoded
         self._flat, self._views = None, []
@@ -195,6 +212,7 @@ class CodedState:
         device, block = found[0][0].device, self.codec.block
         sizes = [-(-local.numel() // block) * block for local, _ in found]
         numel = sum(sizes)
+        self._means = sum(size for size, (_, name) in zip(sizes, found, strict=True) if name in MEANS)
         self._cuts = cut_sizes(zip(accumulate([0, *sizes]), [local.numel() for local, _ in found], strict=False), numel)
         self._flat = torch.zeros(numel, device=device)
         for (local, name), elements in zip(found, cut(self._flat, self._cuts), strict=True):
@@ -256,17 +274,17 @@ def _decades(first: int) -> torch.Tensor:
 
 @cache
 def _nearest_codes(device: torch.device) -> torch.Tensor:
-    """Return the code of each ratio to the scale, (2 * 65536,) uint8: for a positive scale, then for a negative one.
+    """Return the code of each ratio to the scale, (4 * 65536,) uint8: for a positive scale, then for a negative one.
 
-    Both are in the order of the bits of the ratio in bfloat16, as a number without a sign.
+    All are in the order of the bits of the ratio in bfloat16, as a number without a sign. Those of `MEANS` come last.
     """
     ratios = torch.arange(2**16, dtype=torch.int32, device="cpu").to(torch.uint16).view(torch.bfloat16).double()
-    nearest = []
+    keeping, nearest = [], []
     for table, sign in zip(_ratios(torch.device("cpu")).double().view(2, -1), (1, -1), strict=True):
         ascending, wanted = sign * table[:-1], sign * ratios  # the last code is not used
         codes = torch.bucketize(wanted, (ascending[:-1] + ascending[1:]) / 2)
         zero = int((ascending == 0).nonzero())
-        codes = torch.where((codes == zero) & (wanted > 0), zero + 1, codes)
-        codes = torch.where((codes == zero) & (wanted < 0), zero - 1, codes)
-        nearest.append(torch.where(wanted.isnan() | (wanted == 0), zero, codes))  # nan: of a block of zeros
-    return torch.cat(nearest).to(torch.uint8).to(device)
+        codes[wanted.isnan()] = zero  # of a block of zeros
+        nearest.append(codes)
+        keeping.append(codes + torch.where(codes == zero, wanted.nan_to_num().sign().int(), 0))
+    return torch.cat([*keeping, *nearest]).to(torch.uint8).to(device)

@@ -128,6 +128,26 @@ def test_what_is_not_zero_stays_so(positive):
     assert torch.equal(decoded.sign(), exact.sign())
 
 
+@pytest.mark.parametrize("signs", [1, -1])
+@pytest.mark.parametrize("cls", [torch.optim.AdamW, torch.optim.RMSprop, torch.optim.NAdam])
+def test_int8_moves_no_weight_further_than_the_plain_class(cls, signs):
+    """Gradients of 1 to 1e-30 share a block: the squares of some underflow, and their means would be larger than they are."""
+    gradients = torch.tensor([10.0**-power for power in range(31)]).repeat(BLOCK // 31)
+    gradients[::2] *= signs
+    moved = []
+    for state_dtype in ("float32", "int8"):
+        param = torch.nn.Parameter(torch.zeros_like(gradients))
+        more = {"momentum": 0.9} if cls is torch.optim.RMSprop else {}
+        optimizer = ShardedOptimizer([param], cls, lr=1e-3, state_dtype=state_dtype, **more)
+        for _ in range(20):
+            param.grad = gradients.clone()
+            optimizer.step()
+            optimizer.zero_grad()
+        moved.append(param.detach().abs())
+    plain, rounded = moved
+    assert (rounded <= 1.15 * plain).all(), (rounded / plain).max()
+
+
 def test_stochastic_rounding_is_right_on_average():
     """A second moment with beta2 = 0.999 falls by 0.1 % in a step: nearest rounding would never change it."""
     numel, steps = 2**17, 200

@@ -226,6 +226,8 @@ def _check_limits(key: str, value: Any, setting: Setting, where: str) -> None:
     for rule in setting.facts:
         if isinstance(rule, Rule) and not rule.holds(value):
             exit_with_error(f"{key}={value}{where} {rule.text}")
+    if type(value) is int and not -(2**63) <= value < 2**63:
+        exit_with_error(f"{key}{where} must be less than 2**63")
 
 
 def _read_file(path: str, config: dict[str, Any], known: dict[str, Setting]) -> dict[str, Any]:
@@ -273,10 +275,8 @@ def _checked(key: str, value: Any, known: dict[str, Setting], where: str) -> Any
     setting = known[key]
     if isinstance(value, str) and value in setting.words:
         return value
-    if type(value) is int and not -(2**63) <= value < 2**63:
-        exit_with_error(f"{key} in {where} has more than 64 bits; use a smaller number")
     if setting.type is float and type(value) is int:
-        return float(value)
+        value = float(value) if abs(value) < 2**1023 else math.inf
     if type(value) is not setting.type:
         accepted = " or ".join([*setting.words, _article(setting.type)])
         exit_with_error(f"{key}={_shortened(repr(value))} in {where} is {_article(type(value))}, but {key} takes {accepted}")

@@ -361,8 +361,9 @@ class GPT(nn.Module):
             return
         check_block_size(block_size, self.config.block_size)
         self.config.block_size = block_size
-        kept = self.transformer.wpe.weight.detach()[:block_size].clone()
-        self.transformer.wpe = nn.Embedding.from_pretrained(kept, freeze=False)
+        weight = self.transformer.wpe.weight
+        kept = weight.detach()[:block_size].clone()
+        self.transformer.wpe = nn.Embedding.from_pretrained(kept, freeze=not weight.requires_grad)
 
     @classmethod
     def from_checkpoint(cls, checkpoint: dict[str, Any], dropout: float = 0.0) -> "GPT":

@@ -1,7 +1,7 @@
 """Memory for the activations of a GPT, predicted without a GPU and without its weights.
 
 `predict` runs a micro-step of a small model on fake tensors (PyTorch's FakeTensorMode): they have shapes, dtypes and
-lifetimes, but no memory. `LiveBytes` counts the bytes that would be alive. The result for many equal layers is
+lifetimes, but no memory. `LiveBytes` counts the bytes that would be alive. The result for many layers that are alike is
 extrapolated from two and three layers. So there is no formula that a change of `model.py` would make wrong.
 """
 
@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from distributed.machine import DTYPES, multiplies_in_float32
 from forecast.prediction import Activations, Workload
-from model import GPT, CausalSelfAttention, SkipInitialization
+from model import GPT, CausalSelfAttention, SkipInitialization, without_weights
 
 _WITH_MEMORY = (torch.Tensor, nn.Parameter, FakeTensor)  # other classes wrap these, or are placeholders without memory
 _PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
@@ -127,7 +127,10 @@ def predict(workload: Workload, param_dtype: str) -> Activations:
     `param_dtype`: dtype of the weights, a key of `machine.DTYPES`. A `device_type` other than 'cpu' counts as 'cuda'.
     """
     layers = workload.config.n_layer
-    if layers <= 3:
+    with without_weights():
+        blocks = GPT(workload.config).blocks
+    kinds = {tuple((param.shape, param.requires_grad) for param in block.parameters()) for block in blocks}
+    if layers <= 3 or len(kinds) > 1:  # some may be frozen
         return _measure(workload, layers, param_dtype)
     pairs = zip(_measure(workload, 2, param_dtype), _measure(workload, 3, param_dtype), strict=True)
     return Activations(*(of_three + (layers - 3) * (of_three - of_two) for of_two, of_three in pairs))
@@ -173,7 +176,8 @@ def micro_step(model: GPT, forward: Callable[[], torch.Tensor], autocast: Any, o
         if len(peaks) == 2 and param in first_layer:
             end_phase()
 
-    handles = [param.register_post_accumulate_grad_hook(drop) for param in model.parameters()]
+    trained = [param for param in model.parameters() if param.requires_grad]
+    handles = [param.register_post_accumulate_grad_hook(drop) for param in trained]
     try:
         with live:
             with autocast:

@@ -42,20 +42,20 @@ class FullyShardedPrediction(Prediction):
         return sum(self.at("before step").values()) + largest
 
     def sent(self) -> dict[str, int]:
-        once, root = (
-            numel * self.itemsize * (self.world_size - 1) // self.world_size for numel in (self._numel, self.root_numel)
-        )
-        return {"all-gather": self.micro_steps * (2 * once - root), "reduce-scatter": self.micro_steps * once}
+        numels = self._gathered, self.root_numel, sum(spec.numel for spec in self.plan.params)
+        whole, root, trained = (numel * self.itemsize * (self.world_size - 1) // self.world_size for numel in numels)
+        return {"all-gather": self.micro_steps * (2 * whole - root), "reduce-scatter": self.micro_steps * trained}
 
     @property
     def gathered_in_forward(self) -> float:
         """Part of the all-gathers that runs in forward."""
-        return self._numel / (2 * self._numel - self.root_numel)
+        return self._gathered / (2 * self._gathered - self.root_numel)
 
     @property
     def largest_buckets(self) -> int:
         return (self.root_numel + 3 * self.block_numel) * self.itemsize
 
     @property
-    def _numel(self) -> int:
-        return sum(spec.numel for spec in self.plan.params)
+    def _gathered(self) -> int:
+        """Number of all parameters, which are float32 outside of the computation."""
+        return self.parameters // 4

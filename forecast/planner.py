@@ -5,6 +5,8 @@ from bisect import bisect_left
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from distributed.machine import CARDS, CUDA_GB, NCCL_GB, card, resolve_dtype
 from distributed.ranks import batch_in_words, divided_batch
 from forecast.fully_sharded import FullyShardedPrediction
@@ -45,10 +47,9 @@ class Planner:
     def __init__(self, settings: dict[str, Any], config: GPTConfig) -> None:
         self.settings, self.config = settings, config
         muon = muon_of(settings)
-        self.specs = gpt_specs(config, muon)
+        self.specs = gpt_specs(config, muon)  # of what is trained
         # what every mode but `adamw` divides
         self.has_adamw, self.plain = muon is None, f"plain {planned_optimizer(muon)[0].__name__}"
-        self.numel = sum(spec.numel for spec in self.specs)
         if settings["device"].partition(":")[0] not in ("auto", "cpu", "cuda", "mps"):
             raise ValueError(f"device={settings['device']} is not one of auto, cpu, cuda, mps")
         self.device_type = "cuda" if settings["device"] == "auto" else settings["device"].partition(":")[0]
@@ -63,7 +64,10 @@ class Planner:
         bandwidth = settings["bandwidth_gbit"] or found.link_gbit
         self.network = Network(bandwidth, settings["between_gbit"], settings["ranks_per_machine"])
         with without_weights():
-            self.flops_per_token = GPT(config).flops_per_token()
+            model = GPT(config)
+        self.flops_per_token, self.numel = model.flops_per_token(), sum(param.numel() for param in model.parameters())
+        self.block_numel = sum(param.numel() for param in model.blocks[0].parameters())
+        self.frozen_numel = self.numel - sum(spec.numel for spec in self.specs)
         if settings["mfu"] > 100:
             raise ValueError(f"mfu={settings['mfu']:g} must be at most 100")
         self.flops: float | None = None  # per second and rank; None: not known
@@ -162,15 +166,15 @@ class Planner:
         """Return the row of PyTorch's fully_shard in place of the flags. It gathers weights in the dtype of the computation."""
         lowered = self.dtype == "bfloat16"
         choice = replace(choice, flags=MODES["bfloat16" if lowered else "adamw"].flags)
-        block = sum(spec.numel for spec in self.specs if spec.name.startswith("transformer.h.0."))
         prediction = FullyShardedPrediction(
             replicated_plan(self.specs),
             world_size=world_size,
             micro_steps=self.accumulation_steps(choice.batch_size, world_size) // world_size,
             shard_gradients=True,
             on_cpu=self.device_type == "cpu",
-            block_numel=block,
-            root_numel=self.numel - self.config.n_layer * block,
+            frozen=4 * self.frozen_numel,
+            block_numel=self.block_numel,
+            root_numel=self.numel - self.config.n_layer * self.block_numel,
             itemsize=2 if lowered else 4,
         )
         result = Forecast(prediction, self.activations(choice), **self.saving)
@@ -209,8 +213,9 @@ class Planner:
         """Return what a choice needs. All choices have the same number of sequences per iteration."""
         flags = self.complete(choice.flags, world_size)
         steps = self.accumulation_steps(choice.batch_size, world_size)
+        plan = self.plan(flags, world_size)
         return forecast(
-            self.plan(flags, world_size),
+            plan,
             world_size,
             steps // world_size,
             self.device_type,
@@ -218,6 +223,7 @@ class Planner:
             flags.shard_gradients,
             distributed=world_size > 1,
             in_place=choice.in_place,
+            frozen=self.frozen_numel * (plan.param_dtype or torch.float32).itemsize,
             **self.saving,
         )
 

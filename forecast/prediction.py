@@ -83,6 +83,7 @@ class Prediction:
         shard_gradients: see `zero.ShardedDataParallel`.
         on_cpu: gloo, and large buckets are kept from step to step. On a GPU, the backend is NCCL.
         in_place: gradients accumulate in the buckets of DistributedDataParallel: with `zero_grad(set_to_none=False)`.
+        frozen: bytes of the weights of the model that are not in the plan.
     """
 
     plan: Plan
@@ -92,6 +93,7 @@ class Prediction:
     shard_gradients: bool = False
     on_cpu: bool = False
     in_place: bool = False
+    frozen: int = 0
 
     def at(self, point: Point) -> dict[str, int]:
         """Return the bytes of the model and its optimizer at a point of a step by purpose, see `zero.held_bytes.held_bytes`."""
@@ -163,7 +165,7 @@ class Prediction:
         layouts = [(buffer.layout, buffer.dtype.itemsize) for buffer in self.plan.buffers]
         padding = sum((layout.padded_numel - sum(layout.numels)) * itemsize for layout, itemsize in layouts)
         frozen = sum(self._frozen_bytes(spec) for spec in self.plan.params if not spec.requires_grad)
-        return frozen + self.full_gradients + padding
+        return self.frozen + frozen + self.full_gradients + padding
 
     @cached_property
     def full_gradients(self) -> int:
@@ -223,7 +225,7 @@ class Prediction:
     def consolidated(self) -> int:
         """Bytes in the main memory of rank 0 while it saves a consolidated checkpoint: weights and state of all ranks."""
         specs = zip(self.plan.params, self.plan.update_dtypes, strict=True)
-        return sum(self.plan.state_bytes) + sum(spec.numel * dtype.itemsize for spec, dtype in specs)
+        return self.frozen + sum(self.plan.state_bytes) + sum(spec.numel * dtype.itemsize for spec, dtype in specs)
 
     def _accumulating(self, activations: Activations) -> list[int]:
         """Return the largest bytes of full gradients and activations where gradients accumulate in their own memory."""

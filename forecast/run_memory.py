@@ -91,6 +91,7 @@ def forecast(
     shard_gradients: bool,
     distributed: bool,
     in_place: bool = False,
+    frozen: int = 0,
     **saving: Any,
 ) -> Forecast:
     """Predict what the rank with the most optimizer state will need. `Prediction` explains the other arguments.
@@ -111,6 +112,7 @@ def forecast(
         shard_gradients=sharded and shard_gradients,
         on_cpu=device_type == "cpu",
         in_place=in_place,
+        frozen=frozen,
     )
     return Forecast(prediction, activations, **saving)
 

@@ -28,6 +28,7 @@ from run.memory_meter import MemoryCheck, MemoryMeter, describe
 from run.meter import Meter
 from run.profiling import FOLDER, Profiler
 from run.progress import Progress
+from run.rank_checks import check_gradients
 from run.sampling import Sampler
 from run.shadow import Shadow
 from run.summary import is_reached
@@ -92,7 +93,7 @@ class Run:
         """Make the watchers. Call when the model and its optimizer exist."""
         config, state, world_size = self.config, self.state, self.launch.world_size
         flags = Flags.of(config)
-        self.raw_model, self.optimizer = raw_model, optimizer
+        self.raw_model, self.model, self.optimizer = raw_model, model, optimizer
         print0(describe(optimizer, without_effect(flags, world_size)))
         self.first_iter = state.iter_num
         will_train = not config["eval_only"] and state.iter_num <= config["max_iters"]
@@ -164,6 +165,9 @@ class Run:
 
         `loss` and `grad_norm` are scalars of this rank and of all ranks together.
         """
+        if self.state.iter_num == self.first_iter:
+            with exit_on_wrong_input():
+                check_gradients(self.model, "use --use_zero1=True --zero1_impl=sharded, which needs none")
         self.guard.check(loss, grad_norm)  # waits for all ranks
         self.meter.measure_memory("before_step")
 

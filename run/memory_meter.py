@@ -118,19 +118,18 @@ class MemoryCheck:
         param_dtype = "bfloat16" if plan.has_masters else "float32"
         activations = _activations(workload, param_dtype) if is_rank_0() else Activations()
         device_type, distributed = workload.device_type, launch.distributed
-        self.forecast = forecast(plan, launch.world_size, micro_steps, device_type, activations, shard_gradients, distributed)
+        inside = set(parameters(optimizer))
+        frozen = sum(param.nbytes for param in model.parameters() if param not in inside)
+        how = shard_gradients, distributed
+        self.forecast = forecast(plan, launch.world_size, micro_steps, device_type, activations, *how, frozen=frozen)
         self.compared = False
         self.predicted = self.forecast.prediction.at("before step")
-        inside = set(parameters(optimizer))
-        frozen = sum(param.nbytes for param in model.parameters() if param not in inside)  # the plan does not have them
-        self.predicted["parameters"] += frozen
         # bytes that one rank would hold without sharding before its step
-        self.plain = sum(Prediction(replicated_plan(plan.params)).at("before step").values()) + frozen
-        self.predicted_peak = self.forecast.peak + frozen
+        self.plain = sum(Prediction(replicated_plan(plan.params), frozen=frozen).at("before step").values())
 
     def announce(self, iteration: int) -> None:
         """Print and log the prediction."""
-        peak, parts = self.predicted_peak, {"activations": self.forecast.activations.saved, **self.predicted}
+        peak, parts = self.forecast.peak, {"activations": self.forecast.activations.saved, **self.predicted}
         held = _parts({**parts, "temporary tensors": max(0, peak - sum(parts.values()))})
         on_cpu = ", without Python and its libraries" if self.device.type == "cpu" else ""
         print0(f"predicted memory: {size(peak)} at the peak of the fullest rank{on_cpu}; {held}")
@@ -152,14 +151,14 @@ class MemoryCheck:
         line = f"memory of tensors: {size(total)} of parameters, gradients, state and buckets (predicted {size(predicted)})"
         event: dict[str, Any] = {"iter": iteration, **_logged("measured", held)}
         if on_gpu:
-            line += f", {size(peak)} at the peak (predicted {size(self.predicted_peak)})"
+            line += f", {size(peak)} at the peak (predicted {size(self.forecast.peak)})"
             event["memory/measured_peak_mb"] = peak / 1e6
         print0(line)
         self.log.log(event)
         if self._differs(predicted, total):
             self.log.warn(f"model and optimizer take {_parts(held)}; predicted were {_parts(self.predicted)}")
-        is_comparable = self.forecast.activations.saved > 0 and not (self.compiled and peak < self.predicted_peak)
-        if on_gpu and is_comparable and self._differs(self.predicted_peak, peak):
+        is_comparable = self.forecast.activations.saved > 0 and not (self.compiled and peak < self.forecast.peak)
+        if on_gpu and is_comparable and self._differs(self.forecast.peak, peak):
             self.log.warn(
                 f"the peak is {size(peak)}; predicted were {_parts(self.predicted)}, and activations of "
                 f"{size(self.forecast.activations.saved)}"

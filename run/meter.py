@@ -176,7 +176,7 @@ class Meter:
         figures = zip(memory, by_figure, strict=True)
         values_of = {name: values for name, values in figures if name.endswith("_mb") or any(values)}  # no counters at 0
         event = {f"memory/{name}": max(values) for name, values in values_of.items()}
-        event["memory/predicted_mb"] = self.memory_check.predicted_peak / 1e6
+        event["memory/predicted_mb"] = self.memory_check.forecast.peak / 1e6
         if len(losses) > 1:  # there are ranks to compare
             event["iter/loss_max_rank"] = float(np.max(losses))  # nan if a loss is nan
             event["time/rank_spread_ms"] = max(times) - min(times)

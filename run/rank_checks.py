@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from configurator import PER_HOST, settings_with
 from data.dataset import DATA_DIR, Dataset, vocabulary_of
@@ -119,6 +120,17 @@ def compare_with_checkpoint(checkpoint: dict[str, Any], settings: dict[str, Any]
     if ignored:
         used = ", ".join(f"{name}={saved[name]} (not {settings[name]})" for name in ignored)
         print0(f"note: a resumed run uses the checkpoint's values: {used}")
+
+
+def check_gradients(model: torch.nn.Module, remedy: str) -> None:
+    """Raise ValueError if a backward has left a parameter of a DistributedDataParallel without gradient: it could not go on."""
+    if not isinstance(model, DistributedDataParallel):
+        return
+    if without := [name for name, param in model.module.named_parameters() if param.requires_grad and param.grad is None]:
+        raise ValueError(
+            f"DistributedDataParallel needs a gradient of each trained parameter; {without[0]} has none ({len(without)} in "
+            f"all); freeze it with requires_grad_(False), or {remedy}"
+        )
 
 
 def vocabulary_at_hand(checkpoint: dict[str, Any]) -> dict[str, Any] | None:

@@ -7,9 +7,11 @@ from typing import Any
 
 import torch
 
+from distributed.exits import exit_on_wrong_input
 from distributed.ranks import gather_numbers, print0
 from run.checkpoints import Checkpoints
 from run.guard import Guard
+from run.rank_checks import check_gradients
 from zero import ShardedGradScaler, ShardedOptimizer
 from zero.build import build, clip_grad_norm_
 from zero.flags import Flags
@@ -107,6 +109,9 @@ class Shadow:
         """
         if not self._remaining:
             return False
+        if not self._made:
+            with exit_on_wrong_input():
+                check_gradients(self._model, "use --shadow_check=0")
         for own, group in zip(self._optimizer.param_groups, self._part.optimizer.param_groups, strict=True):
             own.update(hyperparameters(group))
         self._scaler.unscale_(self._optimizer)

@@ -71,6 +71,15 @@ def another_source_file():
         return {**original(), "zero/layout.py": "changed"}
 
 
+def a_parameter_that_no_forward_uses():
+    import model
+
+    @around(model.GPT, "__init__")
+    def init(original, self, *args):
+        original(self, *args)
+        self.unused = torch.nn.Linear(2, 3)
+
+
 def half_the_model():
     import model
 

@@ -14,7 +14,7 @@ from functools import partial
 import faults
 import pytest
 from conftest import ROOT
-from scripts import SIZES, events_of, run
+from scripts import SIZES, events_of, run, torch_load
 
 from model import GPT, GPTConfig
 
@@ -114,6 +114,27 @@ def test_the_new_model_option_is_trained_planned_with_the_new_mode_and_kept_in_t
     assert planned["parameters"] == 4 * without, "no bias in any norm"
     resumed = run_copy(copy, "train.py", *TRAIN, "--bias=True", "--init_from=resume", f"--out_dir={copy / 'out'}")
     assert "a resumed run uses the checkpoint's values: norm=rmsnorm (not layernorm)\n" in resumed.stdout, resumed.stderr
+
+
+@pytest.mark.parametrize(
+    "implementation", [["--use_zero1=False"], ["--zero1_impl=torch"], ["--grad_clip=0", "--shadow_check=3"]]
+)
+def test_rotary_embeddings_leave_wpe_frozen(copy, implementation):
+    """It has no gradient, which the wrapper and the copy of shadow_check would refuse if it were trained."""
+    out = copy / "rotary"
+    flags = *TRAIN, "--positions=rotary", "--n_layer=4"
+    process = run_copy(copy, "train.py", *flags, *implementation, f"--out_dir={out}", ranks=2).succeeded()
+    assert ("bit-identical to plain AdamW" in process.stdout) == ("--shadow_check=3" in implementation)
+    weights = torch_load(out)["model"]
+    assert not weights["transformer.wpe.weight"].any()
+    known = {key: value for event in events_of(out) for key, value in event.items()}
+    assert known["memory/predicted_parameters_mb"] == pytest.approx(known["memory/measured_parameters_mb"])
+    losses = [event["val/loss"] for event in events_of(out) if "val/loss" in event]
+    assert losses[-1] < losses[0]
+    run_copy(copy, "plan.py", *flags, *implementation, "--world_size=2", f"--json={copy / 'plan.json'}").succeeded()
+    [planned] = [row for row in json.loads((copy / "plan.json").read_text())["rows"] if row["chosen"]]
+    for part in ("parameters", "activations"):
+        assert known[f"memory/predicted_{part}_mb"] == planned[part] / 1e6
 
 
 def test_the_new_mode_and_the_new_model_option_are_measured(copy):

@@ -68,6 +68,27 @@ def test_a_mistake_of_one_rank_is_told_once(data, tmp_path):
     assert process.refusal().startswith("error: n_layer")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "remedy"),
+    [
+        (["--use_zero1=False"], "use --use_zero1=True --zero1_impl=sharded, which needs none"),
+        (["--zero1_impl=torch"], "use --use_zero1=True --zero1_impl=sharded, which needs none"),
+        (["--shadow_check=2"], "use --shadow_check=0"),
+        ([], ""),
+    ],
+)
+def test_a_parameter_without_a_gradient(data, tmp_path, arguments, remedy):
+    flags = *SETTINGS, "--device=cpu", "--max_iters=3", f"--dataset={data}", f"--out_dir={tmp_path}", *arguments
+    process = run("train.py", *flags, ranks=2, before=faults.a_parameter_that_no_forward_uses)
+    if not remedy:
+        process.succeeded()
+        return
+    message = (
+        "needs a gradient of each trained parameter; unused.weight has none (2 in all); freeze it with requires_grad_(False)"
+    )
+    assert f"{message}, or {remedy}" in process.refusal()
+
+
 def test_mistakes_of_one_process_have_exit_code_2(data, tmp_path):
     check_mistakes("train.py", [*SETTINGS, f"--dataset={data}", f"--out_dir={tmp_path}"], MORE_MISTAKES)
     assert not os.listdir(tmp_path)

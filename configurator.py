@@ -129,7 +129,9 @@ def configure(settings: dict[str, Any], argv: list[str] | None = None) -> dict[s
                 print(_help(settings, known))
             sys.exit(0)
         elif argument.startswith("-"):
-            exit_with_error(f"{argument} is not of the form --key=value; for example, write --batch_size=32")
+            key = argument.lstrip("-")
+            example = f"--{key}={known[key].default is False or known[key].default}" if key in known else "--batch_size=32"
+            exit_with_error(f"{argument} is not of the form --key=value; for example, write {example}")
         else:
             config.update(values := _read_file(argument, config, known))
             files |= dict.fromkeys(values, f" in {argument}")
@@ -269,7 +271,8 @@ def _checked(key: str, value: Any, known: dict[str, Setting], where: str) -> Any
     if key not in known:
         if key in _REMOVED:
             exit_with_error(f"{key} in {where} is no setting any more; {_REMOVED[key]}")
-        near = difflib.get_close_matches(key, known, n=1)
+        near = [name for name in known if key == "".join(word[0] for word in name.split("_"))]  # lr: learning_rate
+        near = near or difflib.get_close_matches(key, known, n=1)
         hint = f"did you mean {near[0]!r}?" if near else "--help lists all settings; in a file, start other names with _"
         exit_with_error(f"unknown setting {key!r} in {where}; {hint}")
     setting = known[key]
@@ -292,10 +295,10 @@ def _shortened(text: str) -> str:
 
 
 def _help(settings: dict[str, Any], known: dict[str, Setting]) -> str:
-    """Return the docstring of a script, and every setting with its default, its comment, its limits and its marks."""
-    files = settings.get("__files__", [settings["__file__"]] if "__file__" in settings else [])
-    notes = {key: note for file in files for key, note in _notes(file).items()}
-    assigned = {key: f"  --{key}={setting.default!r}" for key, setting in known.items()}
+    """Return the docstring of a script, and each setting of its own with its default, its comment, its limits and its marks."""
+    file = settings["__files__"][0] if "__files__" in settings else settings.get("__file__")
+    notes = _notes(file) if file else {}
+    assigned = {key: f"  --{key}={setting.default!r}" for key, setting in known.items() if key in notes or not notes}
     width = max(map(len, assigned.values())) + 2
     lines = [settings.get("__doc__") or "", _HELP_INTRODUCTION]
     for key, start in assigned.items():

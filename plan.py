@@ -17,7 +17,7 @@ One card, and two without bfloat16:
 The table as a file:
     $ python plan.py config/train_gpt2_xl.py --json=plan.json
 
-Every setting of train.py is a setting of plan.py, with the same default.
+Every setting of train.py is a setting of plan.py, with the same default; python train.py --help explains them.
 
 Time is estimated: computation at --mfu per cent of the data sheet's peak, and the communication that does not overlap
 with it. Evaluations and checkpoints are not counted. A machine has --ranks_per_machine ranks.
@@ -65,7 +65,7 @@ from distributed.exits import exit_on_wrong_input
 from distributed.ranks import check_backend
 from forecast.advice import Advice, batch_of_the_run, cheapest, fewest_ranks, largest_model, prices, ways
 from forecast.modes import MODES, explained, without_effect
-from forecast.planner import PARTS, Planner
+from forecast.planner import PARTS, Choice, Planner
 from forecast.run_memory import CPU_RESIDENT
 from model import GPT2_SIZES, GPT2_VOCAB_SIZE, GPTConfig, check_block_size
 from zero.flags import Flags
@@ -198,14 +198,22 @@ def verdict(rows: list[dict[str, Any]], planner: Planner, amount: Callable[[int]
         return text + duration(chosen, planner)
     if (advice := cheapest(planner, size)) is None:
         return f"{text}\n{'':7}nothing fits{wrong_tool(planner, size, amount)}"
-    lines = [text, f"{'':7}the cheapest that fits: {' '.join(advice.prices)}", *details(advice, planner, amount)]
-    rounded = cheapest(planner, size, rounded=True)
+    best = "fastest that fits, as predicted" if planner.flops else "cheapest that fits"
+    lines = [text, f"{'':7}the {best}: {' '.join(advice.prices)}", *details(advice, planner, amount)]
+    if second := cheapest(planner, size, lambda choice: _pays_with(choice) != _pays_with(advice.choice)):
+        lines += [f"{'':7}the second choice: {' '.join(second.prices)}", *details(second, planner, amount)]
+    rounded = cheapest(planner, size, lambda choice: choice.flags.param_dtype != "float32")
     if rounded is not None and planner.cost(rounded.choice, rounded.result) < planner.cost(advice.choice, advice.result):
         lines += [f"{'':7}cheaper, but rounded: {' '.join(rounded.prices)}", *details(rounded, planner, amount)]
     if rows[-1]["mode"] == "fsdp2_reshard" and rows[-1]["fits"] == "yes":
         peak, sent = amount(rows[-1]["peak"]), amount(rows[-1]["sent"])
         lines.append(f"{'':7}FSDP2 would fit without any of these: a peak of about {peak}, and {sent} to send per iteration")
     return "\n".join(lines)
+
+
+def _pays_with(choice: Choice) -> tuple[bool, bool]:
+    """Return whether a choice sends more bytes, and whether it computes more."""
+    return choice.flags.shard_gradients, choice.activation_checkpointing
 
 
 def details(advice: Advice, planner: Planner, amount: Callable[[int], str]) -> list[str]:

@@ -74,7 +74,7 @@ wandb_project: PerHost[str] = "owt"  # a name of wandb
 wandb_run_name: PerHost[str] = "gpt2"  # the group of the runs to compare; the folder out_dir completes the name of a run
 log_to: PerHost[Literal["none", "tensorboard"]] = "none"  # write the metrics to out_dir/tensorboard as well
 # data
-dataset: PerHost[str] = "openwebtext"  # name of a folder in data/; the content must be the same
+dataset: PerHost[str] = "openwebtext"  # name of a folder in data/, or the path of another; its content must be the same
 gradient_accumulation_steps: PositiveInt = 5 * 8  # micro-steps per iteration, summed over all ranks
 batch_size: PositiveInt = 12  # sequences per micro-step
 block_size: PositiveInt = 1024  # tokens per sequence

@@ -21,6 +21,7 @@ Amounts = Mapping[str, float | None]  # of a run, by the name of a bar or of a p
 
 _POINTS = {point: f"memory/{point.replace(' ', '_')}_mb" for point in ("after init", "before step", "after step")}
 _MEASURED = {name: key for part, (name, _) in MEMORY.items() if (key := f"memory/measured_{part}_mb") in METRICS}
+_UNSHARDED = {name: key.replace("measured", "unsharded") for name, key in _MEASURED.items()}
 _PHASES = {"data": "time/data_ms", "forward and backward": "time/forward_backward_ms", "optimizer": "time/optimizer_ms"}
 _CHECKPOINT = {name: f"checkpoint/{name}_s" for name in ("consolidate", "write", "blocked")}
 
@@ -44,7 +45,14 @@ def sections(runs: Sequence[Run]) -> dict[str, list[Any]]:
         ],
         "Memory": [
             bars("Memory at the points of a step", _memory_points, "MB", "latest values", stacked=False, mark=_predicted_peak),
-            bars("What takes memory", _figures(_MEASURED, latest), "MB", "bytes held before a step", mark=_predicted),
+            bars(
+                "What takes memory",
+                _figures(_MEASURED, latest),
+                "MB",
+                "bytes held before a step",
+                mark=_predicted,
+                beside=("with DDP (predicted)", _figures(_UNSHARDED, latest)),
+            ),
             curve("Peak memory", "memory/peak_mb", note="on a CPU it is that of the process, with Python and its libraries"),
         ],
         "Communication": [
@@ -93,6 +101,7 @@ def _bars(
     note: str,
     stacked: bool = True,
     mark: Callable[[Run], float | None] = lambda run: None,
+    beside: tuple[str, Callable[[Run], Amounts]] = ("", lambda run: {}),
 ) -> Any:
     """Return horizontal bars below the name of each run, or None if no run has any. What is zero is left out.
 
@@ -101,22 +110,31 @@ def _bars(
         unit: of all amounts.
         note: to be written below the title.
         mark: where to draw a tick, the prediction for the last bar of a run.
+        beside: the parts of another bar, to compare with, and what it is in words. Left out where it is as long.
     """
-    amounts = [{name: amount for name, amount in amounts_of(run).items() if amount} for run in runs]
-    names = list(dict.fromkeys(name for of in amounts for name in of))
+
+    def found(run: Run, amounts_of: Callable[[Run], Amounts]) -> dict[str, float]:
+        return {name: amount for name, amount in amounts_of(run).items() if amount}
+
+    amounts = [found(run, amounts_of) for run in runs]
+    compared = [found(run, beside[1]) if of else {} for run, of in zip(runs, amounts, strict=True)]
+    names = list(dict.fromkeys(name for of in amounts + compared for name in of))
     if not names:
         return None
     every = [sum(of.values()) if stacked else max(of.values(), default=0) for of in amounts]
-    divisor, unit = shown_in(unit, max(every))
+    divisor, unit = shown_in(unit, max(every + [sum(of.values()) for of in compared]))
     groups: list[Group] = []
     ticks = list(map(mark, runs))
     note += "; tick: prediction" if any(ticks) else ""
-    for run, of, tick in zip(runs, amounts, ticks, strict=True):
+    for run, of, tick, other in zip(runs, amounts, ticks, compared, strict=True):
         parts = {name: amount / divisor for name, amount in of.items()}
         alone = [parts] if stacked and parts else [{name: amount} for name, amount in parts.items()]
         bars = [Bar(of_bar, number(sum(of_bar.values()))) for of_bar in alone]
         if bars and tick is not None:
             bars[-1] = bars[-1]._replace(tick=tick / divisor)
+        if other and abs(sum(other.values()) - sum(of.values())) > 0.01 * sum(other.values()):
+            parts = {name: amount / divisor for name, amount in other.items()}
+            bars.append(Bar(parts, f"{number(sum(parts.values()))} {beside[0]}"))
         groups.append((run.name, bars))
     return stack(groups, _part_colours(names), unit).properties(title=series.title(title, [note]))
 

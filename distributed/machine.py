@@ -27,8 +27,8 @@ class Card(NamedTuple):
     has_bfloat16: bool = True
 
 
-# From the data sheets of NVIDIA and AMD, the memory from PyTorch's error messages ("has a total capacity of 22.03 GiB"). card()
-# takes the first row that fits a name, so longer names come before shorter names.
+# From the data sheets of NVIDIA and AMD, products summed in float32; the memory from PyTorch's error messages ("has a total
+# capacity of 22.03 GiB").
 CARDS = {
     "B200": Card(2250.0, 191.4, 7200),
     "GH200": Card(989.4, 101.4, 3600),
@@ -39,6 +39,8 @@ CARDS = {
     "A100-40": Card(312.0, 42.2, 2400),
     "A100": Card(312.0, 84.9, 2400),
     "A800": Card(312.0, 84.9, 1600),
+    "A6000": Card(154.8, 51.0, 256),
+    "6000 Ada": Card(364.2, 47.7, 256),
     "A40": Card(149.7, 47.5, 256),
     "A30": Card(165.0, 25.2, 256),
     "A10G": Card(70.0, 23.6, 256),
@@ -53,10 +55,15 @@ CARDS = {
     "5080": Card(112.6, 16.6, 512),
     "4090": Card(165.2, 25.2, 256),
     "4080": Card(97.5, 16.6, 256),
+    "4070 Ti": Card(80.2, 12.5, 256),
     "3090": Card(71.0, 25.2, 256),
+    "3080": Card(59.5, 10.5, 256),
+    "2080 Ti": Card(53.8, 11.5, 128, has_bfloat16=False),
     "MI300X": Card(1307.4, 206.0, 3584),
     "MI250X": Card(191.5, 68.7, 800),
 }
+
+_ANY_CARD = r"nvidia|tesla|amd|instinct|generation|sxm\d?|hbm\d?e?"  # words that do not tell one card from another
 
 # What a process takes on a GPU in addition to tensors, in 10^9 bytes. The context of CUDA, from the same messages ("non-PyTorch
 # memory"): 0.2 on an L4 (evo2#190), 0.5 on a 4090 (pytorch#16417). Workspaces of cuBLAS and cuBLASLt, for forward's thread and
@@ -159,11 +166,19 @@ def divide_threads(local_world_size: int) -> None:
 
 
 def card(name: str) -> Card | None:
-    """Return what is known of a GPU, such as 'H100', 'A100-40' or 'NVIDIA A100-SXM4-40GB'; None: it is not in the list."""
-    if "Laptop" in name:  # of the same name, but another card
-        return None
-    patterns = ((re.sub(r"-(\d+)", r"\\b.*\\b\1(GB)?", key), found) for key, found in CARDS.items())
-    return next((found for pattern, found in patterns if re.search(rf"\b{pattern}\b", name)), None)
+    """Return what is known of a GPU, such as 'h100', 'A100-40' or 'NVIDIA A100-SXM4-40GB'; None: it is not in the list.
+
+    A name with any other word is another card: a laptop's, a slice of one (MIG), '4090 D'.
+    """
+    words = re.findall(r"[a-z0-9]+", re.sub(r"(geforce|rtx) ?", " ", name.lower()))
+    known = {re.sub(r"[^a-z0-9]", "", key.lower()): found for key, found in CARDS.items()}
+    sizes = [size[1] for word in words if (size := re.fullmatch(r"(\d{2,3})(gb?)?", word))]  # GB
+    for dropped in ("", "|pcie"):
+        parts = [word for word in words if not re.fullmatch(rf"\d{{2,3}}(gb?)?|{_ANY_CARD}{dropped}", word)]
+        for key in ("".join(parts + sizes), "".join(parts)):
+            if key in known and all(int(size) > 0.9 * known[key].memory_gb for size in sizes):
+                return known[key]
+    return None
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:

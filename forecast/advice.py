@@ -2,7 +2,7 @@
 
 import itertools
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -23,15 +23,14 @@ class Advice(NamedTuple):
     prices: dict[str, str]  # by argument of the command line; empty: the settings as they are
 
 
-def cheapest(planner: Planner, world_size: int, rounded: bool = False) -> Advice | None:
-    """Return the cheapest choice that fits, or None. All have about the same number of sequences per iteration.
+def cheapest(planner: Planner, world_size: int, allowed: Callable[[Choice], bool] = lambda choice: True) -> Advice | None:
+    """Return the cheapest choice that is allowed and fits, or None. All have about the same number of sequences per iteration.
 
     Cheap is, in this order: no more rounding than in the settings, an iteration that is faster by more than 3 % if the speed of
-    the GPU is known, no bytes to send in addition, no computation in addition, large micro-steps, and few changes. With
-    `rounded`, only choices with bfloat16 weights count.
+    the GPU is known, no bytes to send in addition, no computation in addition, large micro-steps, and few changes.
     """
     chosen = planner.chosen(world_size)
-    choices = [choice for choice in _by_price(planner, world_size) if not rounded or choice.flags.param_dtype != "float32"]
+    choices = list(filter(allowed, _by_price(planner, world_size)))
     results = {choice: planner.forecast(choice, world_size) for choice in choices}
     fitting = [choice for choice in choices if planner.fits(results[choice])]
     if not fitting:

@@ -3,6 +3,7 @@
 import math
 import os
 import sys
+import tempfile
 import time
 from collections import deque
 from dataclasses import dataclass
@@ -95,8 +96,9 @@ class Checkpoints:
         begins a new run, and returns None.
 
         Raises:
-            ValueError: if there is no checkpoint, a rank cannot read it, or another run writes to the folder. For 'auto', also
-                if only another rank sees a checkpoint, in a folder of its own: a restart may put rank 0 on another host.
+            ValueError: if there is no checkpoint, a rank cannot read it, another run writes to the folder, or nobody can. For
+                'auto', also if only another rank sees a checkpoint, in a folder of its own: a restart may put rank 0 on another
+                host.
         """
         if init_from == "auto":
             seen = gather_objects(self.exist())  # by rank
@@ -107,6 +109,7 @@ class Checkpoints:
                 )
             init_from = "resume" if seen[0] else "scratch"
         if init_from != "resume":
+            on_rank_0(self._check_writable)
             return None
         found = on_rank_0(self._find)
         print0(f"Resuming training from {self.folder}")
@@ -201,6 +204,17 @@ class Checkpoints:
     def exist(self) -> bool:
         """Return whether the folder has a checkpoint to resume from."""
         return any(os.path.exists(os.path.join(self.folder, name)) for name in (NAME, PREVIOUS))
+
+    def _check_writable(self) -> None:
+        """Check, before the model is made, that a file can be written where `claim` will make the folder."""
+        above = os.path.abspath(self.folder)
+        while not os.path.exists(above):
+            above = os.path.dirname(above)
+        try:
+            if not self.read_only:
+                tempfile.TemporaryFile(dir=above).close()
+        except OSError as error:
+            raise ValueError(f"cannot write to out_dir={self.folder}: {error}") from error
 
     def _check_shared(self) -> None:
         """Check that all ranks see the folder of rank 0, by the text of its lock."""

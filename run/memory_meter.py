@@ -125,7 +125,7 @@ class MemoryCheck:
         self.compared = False
         self.predicted = self.forecast.prediction.at("before step")
         # bytes that one rank would hold without sharding before its step
-        self.plain = sum(Prediction(replicated_plan(plan.params), frozen=frozen).at("before step").values())
+        self.plain = Prediction(replicated_plan(plan.params), frozen=frozen).at("before step")
 
     def announce(self, iteration: int) -> None:
         """Print and log the prediction."""
@@ -133,7 +133,7 @@ class MemoryCheck:
         held = _parts({**parts, "temporary tensors": max(0, peak - sum(parts.values()))})
         on_cpu = ", without Python and its libraries" if self.device.type == "cpu" else ""
         print0(f"predicted memory: {size(peak)} at the peak of the fullest rank{on_cpu}; {held}")
-        self.log.log({"iter": iteration, **_logged("predicted", {"peak": peak, **parts})})
+        self.log.log({"iter": iteration, **_logged("predicted", {"peak": peak, **parts}), **_logged("unsharded", self.plain)})
 
     def compare(self, iteration: int) -> None:
         """Print and log once what the fullest rank holds. Call it on all ranks, after an update and before `zero_grad`."""

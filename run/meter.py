@@ -185,7 +185,7 @@ class Meter:
             event |= {f"memory/{name}_min": min(values) for name, values in differing.items()}
             event |= {f"memory/{name}_rank": values.index(max(values)) for name, values in differing.items()}
         has_state = self.memory.has_state or self.memory_check.compared
-        saved = self.memory_check.plain - max(held)
+        saved = sum(self.memory_check.plain.values()) - max(held)
         if has_state and saved:  # not before the first update, and not for what is not sharded
             event["memory/saved_mb"] = saved / 1e6
         return event

@@ -80,9 +80,14 @@ SECTIONS = {  # of the workspace
         Metric("memory/predicted_peak_mb", "MB", "start", "Predicted peak, MB", "memory/predicted_mb, once"),
         Metric("memory/predicted_activations_mb", "MB", "start", "Activations, predicted, MB"),
         *(
-            Metric(f"memory/{which}_{part}_mb", "MB", when, f"{part.capitalize()}, predicted and measured, MB", "before a step")
+            Metric(f"memory/{which}_{part}_mb", "MB", when, f"{part.capitalize()} before a step, MB", meaning)
             for part in PURPOSES
-            for which, when in (("predicted", "start"), ("measured", "third iteration"))
+            for which, when, meaning in (
+                ("predicted", "start", "predicted"),
+                ("measured", "third iteration", "measured"),
+                ("unsharded", "start", "predicted for the plain optimizer with DistributedDataParallel"),
+            )
+            if which != "unsharded" or part in ("parameters", "gradients", "state")
         ),
         Metric("memory/measured_peak_mb", "MB", "third iteration, GPU", "", "of the fullest rank, since the start"),
         Metric("memory/reserved_mb", "MB", "ranks, GPU", "", "what PyTorch's allocator has taken", is_maximum=True),

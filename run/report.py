@@ -5,6 +5,7 @@ import math
 import os
 import shlex
 from contextlib import suppress
+from dataclasses import fields
 from datetime import timedelta
 from typing import Any
 
@@ -12,6 +13,7 @@ from distributed.ranks import print0
 from forecast.prediction import PURPOSES
 from run.summary import Summary
 from zero.checkpoint.files import atomic_write
+from zero.flags import Flags
 
 NAME, EVALUATION = "report.md", "evaluation.json"  # in out_dir
 _HEADING = "\n## Evaluation\n\n"  # of the part of the card that `add_evaluation` writes
@@ -47,12 +49,20 @@ def rows(summary: Summary) -> dict[str, str]:
     commit, _, dirty = (facts.get("git_commit") or "").partition("-")
     tokens, elapsed_s, saved_mb = (known.get(key, 0) for key in ("iter/tokens", "time/elapsed_s", "memory/saved_mb"))
     medians = f" (medians since iteration {summary.medians_from:,})" if summary.medians_from else " (medians)"
-    less = f", {size(abs(saved_mb) * 1e6)} {'less' if saved_mb > 0 else 'more'} than without these flags" if saved_mb else ""
+    plain = (
+        f"{facts['optimizer']} with DistributedDataParallel"
+        if facts["parts"][-1]["world_size"] > 1
+        else f"plain {facts['optimizer']}"
+    )
+    less = f", {size(abs(saved_mb) * 1e6)} {'less' if saved_mb > 0 else 'more'} than {plain}" if saved_mb else ""
+    flags = {flag.name: flag.default for flag in fields(Flags)} | {"activation_checkpointing": False, "loss_chunk": 0}
+    changed = [f", {name}={facts[name]}" for name, default in flags.items() if facts.get(name, default) != default]
     of_tensors = held("measured", f"{less}: parameters, gradients, state and buckets")
     texts = {  # parts; without the first one there is no row
         "model": [f"{facts['parameters'] / 1e6:.2f}M parameters, {facts['dtype']}; {', then '.join(how)}, {device}: {names}"],
         "data": [f"{facts['dataset']}: {tokens:,} tokens, {tokens / facts['train_tokens']:.2f} epochs"],
         "settings": [
+            f"optimizer={facts['optimizer']}{''.join(changed)}, ",
             f"learning_rate={facts['learning_rate']:g}, seed={facts['seed']}, ",
             f"{tokens_per_iter:,} tokens per iteration: {factors}",
             f"; commit {commit[:8]}{dirty and f' ({dirty})'}" if commit else "",

@@ -142,6 +142,23 @@ def test_parts_of_a_run_are_one_bar_and_notes_say_what_is_drawn(charts):
     assert notes(chart) == "bytes held before a step; tick: prediction"
 
 
+def test_what_ddp_would_hold_stands_beside_a_run_that_holds_less(tmp_path):
+    plain = {f"memory/unsharded_{part}_mb": 500.0 for part in ("parameters", "gradients")} | {
+        "memory/unsharded_state_mb": 800.0
+    }
+    runs = []
+    for name, measured in (("sharded", [500, 300, 400]), ("adamw", [500, 500, 800])):
+        held = {
+            f"memory/measured_{part}_mb": mb for part, mb in zip(("parameters", "gradients", "state"), measured, strict=True)
+        }
+        runs.append(write_run(tmp_path / name, [{"iter": 0, **plain}, {"iter": 3, **held}], implementation=name, **SAME))
+    assert bars(drawn(runs)["What takes memory"]) == [
+        "sharded: parameters 0.5 gradients 0.3 optimizer state 0.4 = 1.20 parameters 0.5 gradients 0.5 optimizer state 0.8 = "
+        "1.80 with DDP (predicted)",
+        "adamw: parameters 0.5 gradients 0.5 optimizer state 0.8 = 1.80",
+    ]
+
+
 def test_on_a_cpu_the_peak_is_that_of_the_process_and_data_takes_time(on_cpu):
     assert "peak" not in bars(on_cpu["Memory at the points of a step"])[0]
     assert curve(on_cpu["Peak memory"], 0)[0] == (0, 2.7)

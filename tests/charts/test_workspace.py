@@ -91,8 +91,11 @@ def test_the_workspace_has_the_charts_of_the_metrics(server):
     assert {metric.key for metric in METRICS.values() if metric.chart} - shown == set()
     bars, lines = "Bar Chart", "Run History Line Plot"
     assert ("Peak memory, MB", bars, ["peak_memory_mb"]) in found["Summary"]
-    both, state = ["memory/predicted_state_mb", "memory/measured_state_mb"], "memory/optimizer_state_mb"
-    assert ("State, predicted and measured, MB", bars, both) in found["Memory"]
+    all_three, state = (
+        [f"memory/{which}_state_mb" for which in ("predicted", "measured", "unsharded")],
+        "memory/optimizer_state_mb",
+    )
+    assert ("State before a step, MB", bars, all_three) in found["Memory"]
     assert ("Optimizer state of a rank, MB", lines, [state, f"{state}_min"]) in found["Memory"]
     points = [f"memory/{point}_mb" for point in ("after_init", "before_step", "after_step")]
     assert ("At three points of a step, MB", lines, points) in found["Memory"], "without the minima, which would be six lines"

@@ -53,12 +53,28 @@ def test_the_peak_of_a_gpu_is_that_of_its_data_sheet(monkeypatch, name, tflops):
     [
         *((name, name) for name in machine.CARDS),
         *(("NVIDIA A100-PCIE-40GB", "A100-40"), ("NVIDIA A100-SXM4-80GB", "A100"), ("Tesla V100-SXM2-32GB", "V100-32")),
-        *(("Tesla T4", "T4"), ("NVIDIA GeForce RTX 5090", "5090")),
+        *(
+            ("Tesla T4", "T4"),
+            ("NVIDIA GeForce RTX 5090", "5090"),
+            ("rtx 4090", "4090"),
+            ("rtx4090", "4090"),
+            ("2080ti", "2080 Ti"),
+        ),
+        *(("NVIDIA RTX A6000", "A6000"), ("NVIDIA RTX 6000 Ada Generation", "6000 Ada"), ("a100 40gb", "A100-40")),
+        *(("NVIDIA GeForce RTX 4070 Ti", "4070 Ti"), ("NVIDIA A100 80GB PCIe", "A100"), ("h100 sxm", "H100")),
     ],
 )
 def test_a_card_is_known_by_its_name_and_by_that_of_its_driver(name, row):
     assert machine.card(name) is machine.CARDS[row]
-    assert machine.card(f"{name} Laptop GPU") is None
+    for other in (f"{name} Laptop GPU", f"{name} MIG 1g.5gb", f"{name} D", f"{name} SUPER"):
+        assert machine.card(other) is None
+
+
+@pytest.mark.parametrize(
+    "name", ["", "A100X", "H200 NVL", "Quadro RTX 6000", "RTX 3080 Ti", "GRID A100X-40C", "NVIDIA A100-SXM-64GB"]
+)
+def test_other_cards_are_not_known(name):
+    assert machine.card(name) is None
 
 
 def test_the_peak_of_a_cpu_is_measured_and_float32_is_slow_nowhere():

@@ -96,7 +96,9 @@ def test_the_workspace_has_the_charts_of_the_metrics(server):
         "memory/optimizer_state_mb",
     )
     assert ("State before a step, MB", bars, all_three) in found["Memory"]
-    assert ("Optimizer state of a rank, MB", lines, [state, f"{state}_min"]) in found["Memory"]
+    assert ("Optimizer state of a rank, MB", lines, [f"memory/optimizer_state_mb{end}" for end in ("", "_min")]) in found[
+        "Memory"
+    ]
     points = [f"memory/{point}_mb" for point in ("after_init", "before_step", "after_step")]
     assert ("At three points of a step, MB", lines, points) in found["Memory"], "without the minima, which would be six lines"
     assert found["Samples"] == [(None, "Weave", ["sample/text"])]

@@ -34,6 +34,7 @@ FACTS = {
         "batch_size": 6,
         "block_size": 16,
     },
+    **{"optimizer": "adamw", "state_dtype": "int8", "loss_chunk": 0},
     **{"git_commit": 40 * "a" + "-dirty"},
     **{"parts": [{"from_iter": 0, "implementation": "sharded", "world_size": 2}], "starts": [0]},
 }
@@ -68,14 +69,15 @@ def test_the_rows_of_a_run():
     assert report.rows(summary()) == {
         "model": "1.50M parameters, float32; sharded on 2 ranks, cpu: a CPU",
         "data": "letters: 1,500 tokens, 1.50 epochs",
-        "settings": "optimizer=adamw, state_dtype=int8, learning_rate=0.001, seed=7, 192 tokens per iteration: gradient_accumulation_steps=2 x batch_size=6 x "
-        "block_size=16; commit aaaaaaaa (dirty)",
+        "settings": "optimizer=adamw, state_dtype=int8, learning_rate=0.001, seed=7, 192 tokens per iteration: "
+        "gradient_accumulation_steps=2 x batch_size=6 x block_size=16; commit aaaaaaaa (dirty)",
         "loss": "first 4.1000, best 3.0000 at iteration 7, last 3.0000",
         "val loss": "first 4.0000, best 0.6931 at iteration 5, last 3.5000; the best is 0.5000 bits per byte",
         "time": "0:02:31 (h:mm:ss), with evaluations and checkpoints",
         "speed": "20 tokens/s, MFU 30.0 % of this CPU's fastest matrix product (medians)",
         "process": "300.0 MB at the peak, with Python and its libraries",
-        "tensors": "7.0 MB before the update, 5.0 MB less than adamw with DistributedDataParallel: parameters, gradients, state and buckets",
+        "tensors": "7.0 MB before the update, 5.0 MB less than adamw with DistributedDataParallel: parameters, gradients, state "
+        "and buckets",
         "predicted": "8.0 MB before the update, 2.0 MB at the peak",
         "checkpoints": "1 written, 6.0 MB each; the newest after 5 iterations",
         "warnings": "1; the last one: Loss spike: of 3.0",

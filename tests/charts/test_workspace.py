@@ -91,10 +91,7 @@ def test_the_workspace_has_the_charts_of_the_metrics(server):
     assert {metric.key for metric in METRICS.values() if metric.chart} - shown == set()
     bars, lines = "Bar Chart", "Run History Line Plot"
     assert ("Peak memory, MB", bars, ["peak_memory_mb"]) in found["Summary"]
-    all_three, state = (
-        [f"memory/{which}_state_mb" for which in ("predicted", "measured", "unsharded")],
-        "memory/optimizer_state_mb",
-    )
+    all_three = [f"memory/{which}_state_mb" for which in ("predicted", "measured", "unsharded")]
     assert ("State before a step, MB", bars, all_three) in found["Memory"]
     assert ("Optimizer state of a rank, MB", lines, [f"memory/optimizer_state_mb{end}" for end in ("", "_min")]) in found[
         "Memory"

@@ -76,8 +76,8 @@ def test_the_rows_of_a_run():
         "time": "0:02:31 (h:mm:ss), with evaluations and checkpoints",
         "speed": "20 tokens/s, MFU 30.0 % of this CPU's fastest matrix product (medians)",
         "process": "300.0 MB at the peak, with Python and its libraries",
-        "tensors": "7.0 MB before the update, 5.0 MB less than adamw with DistributedDataParallel: parameters, gradients, state "
-        "and buckets",
+        "tensors": "7.0 MB before the update, 5.0 MB less than adamw with DistributedDataParallel: parameters, gradients, "
+        "state and buckets",
         "predicted": "8.0 MB before the update, 2.0 MB at the peak",
         "checkpoints": "1 written, 6.0 MB each; the newest after 5 iterations",
         "warnings": "1; the last one: Loss spike: of 3.0",

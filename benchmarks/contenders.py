@@ -122,7 +122,7 @@ class Contender:
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
-        """Accumulate gradients in this block without communication (with shard_gradients, they are sent)."""
+        """Accumulate gradients in this block without sending them, except with shard_gradients and FSDP2's defaults."""
         self._set_sync(False)
         yield
         self._set_sync(True)
@@ -162,5 +162,6 @@ class Contender:
     def _set_sync(self, sync: bool) -> None:
         if self.mode.fully_shard is None:
             self.model.require_backward_grad_sync = sync
-        elif self.mode.fully_shard:  # with its defaults, every micro-step sends gradients
+        elif self.mode.fully_shard:  # with its defaults, every micro-step gathers weights and sends gradients
             self.model.set_requires_gradient_sync(sync)
+            self.model.set_reshard_after_backward(sync)

@@ -59,7 +59,7 @@ class MemoryProfile:
     def measure(self, can_save: bool = True) -> dict[str, dict[str, Any]]:
         """Run two steps and return the bytes by point of a step: total and parts."""
         free_unused_memory()
-        with self.live:
+        with self.live, resizes_count(self.live):
             self.contender = Contender(self.setup, self.mode)
             params, device_type = self.contender.module.parameters(), self.setup.device.type
             on_device = sum(param.nbytes for param in params if param.device.type == device_type)
@@ -118,14 +118,34 @@ class MemoryProfile:
         """Return the bytes of the model and its optimizer by purpose."""
         if self.mode.fully_shard is None:
             return held_bytes(self.contender.optimizer, self.contender.model)
-        params = list(self.contender.module.parameters())
+        parts = [
+            part._get_fsdp_state()._fsdp_param_group for part in self.contender.model.modules() if isinstance(part, FSDPModule)
+        ]
+        params = [param for part in parts if part is not None for param in part.fsdp_params]
+        whole = [param._unsharded_param for param in params if hasattr(param, "_unsharded_param")]
+        gradients = [param.sharded_param.grad for param in params] + [param.grad for param in whole]
+        gradients += [param.unsharded_accumulated_grad for param in params]
         states = self.contender.optimizer.state.values()
         return {
-            "parameters": sum(_local_bytes(param) for param in params),
-            "gradients": sum(_local_bytes(param.grad) for param in params if param.grad is not None)
-            + unsharded_gradient_bytes(self.contender.model),
+            "parameters": sum(_local_bytes(param.sharded_param) for param in params)
+            + sum(param.untyped_storage().nbytes() for param in whole),
+            "gradients": sum(_local_bytes(gradient) for gradient in gradients if gradient is not None),
             "state": sum(_local_bytes(value) for state in states for key, value in state.items() if key != "step"),
         }
+
+
+@contextmanager
+def resizes_count(live: LiveBytes) -> Iterator[None]:
+    """Let `live` count the storages that are resized in this block."""
+    resize = torch.UntypedStorage.resize_
+
+    def resize_and_count(storage: torch.UntypedStorage, size: int) -> Any:
+        result = resize(storage, size)
+        live.resized(storage)
+        return result
+
+    with mock.patch.object(torch.UntypedStorage, "resize_", resize_and_count):
+        yield
 
 
 @contextmanager
@@ -212,15 +232,6 @@ def _all_to_all_single(original: Any, output: torch.Tensor, sent: torch.Tensor, 
 def _local_bytes(tensor: torch.Tensor) -> int:
     """Return the bytes of a tensor, or of this rank's part of a DTensor."""
     return getattr(tensor, "_local_tensor", tensor).nbytes
-
-
-def unsharded_gradient_bytes(model: torch.nn.Module) -> int:
-    """Return the bytes of the whole gradients that FSDP2 keeps between micro-steps that do not communicate."""
-    groups = [part._get_fsdp_state()._fsdp_param_group for part in model.modules() if isinstance(part, FSDPModule)]
-    params = [param for group in groups if group is not None for param in group.fsdp_params]
-    whole = [getattr(param, "_unsharded_param", None) for param in params]
-    held = [param.unsharded_accumulated_grad for param in params] + [getattr(param, "grad", None) for param in whole]
-    return sum(gradient.nbytes for gradient in held if gradient is not None)
 
 
 def free_unused_memory() -> None:

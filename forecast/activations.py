@@ -74,6 +74,7 @@ class LiveBytes(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         before = self._peak
         for leaf in tree_leaves(result):
+            leaf = getattr(leaf, "_local_tensor", leaf)  # of a DTensor, whose own operations do not come here
             if type(leaf) in _WITH_MEMORY and not leaf.is_meta:
                 self._count(leaf.untyped_storage(), is_real=type(leaf) is not FakeTensor)
         if _adds_gradients(func, args):
@@ -82,6 +83,13 @@ class LiveBytes(TorchDispatchMode):
         if in_bfloat16 and self._multiplies_in_float32[args[-2].stride(0) == 1 < args[-2].stride(1)]:
             self._peak = max(self._peak, self.now + result.numel() * torch.float32.itemsize)
         return result
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """Count what a storage has now: FSDP2 frees the memory of storages that stay alive, and allocates it again."""
+        if (key := storage._cdata) in self._alive:
+            self.now += storage.nbytes() - self._alive[key]
+            self._alive[key] = storage.nbytes()
+            self._peak = max(self._peak, self.now)
 
     def _end_sum(self) -> None:
         """Count both the sum and the gradient that was added to, if that is still alive."""
@@ -94,7 +102,6 @@ class LiveBytes(TorchDispatchMode):
         if key in self._alive:
             return
         start = storage.data_ptr() if is_real else 0
-        # FSDP2 frees the memory of storages that stay alive, and allocates it again in another place
         spans = list(self._spans.values())  # a thread of gloo may free a storage meanwhile
         around = [(other(), begin) for other, begin, end in spans if start and begin <= start < end]
         is_inside = any(other is not None and other.data_ptr() == begin for other, begin in around)

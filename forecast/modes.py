@@ -27,7 +27,7 @@ class Mode:
     hybrid: bool = False  # shard_size ranks share the state
     overlap: bool = True
     simple: bool = False  # ShardedOptimizer under DistributedDataParallel
-    fully_shard: Mapping[str, Any] | None = None  # PyTorch's FSDP2, with these arguments
+    fully_shard: Mapping[str, Any] | None = None  # PyTorch's FSDP2, with these arguments; if any, it gathers once an iteration
 
     @property
     def is_built(self) -> bool:
@@ -56,7 +56,7 @@ MODES = {
     "hybrid": Mode("sharded, shard_size ranks share the state", "#117733", hybrid=True),
     "no_overlap": Mode("sharded, the step waits for the all-gathers", "#DDCC77", overlap=False),
     "simple": Mode("all-reduce, update of a part, all-gather", "#999933", simple=True),
-    "fsdp2": Mode("fully_shard, reshard_after_forward=False", "#882255", fully_shard={"reshard_after_forward": False}),
+    "fsdp2": Mode("fully_shard, whole in an iteration", "#882255", fully_shard={"reshard_after_forward": False}),
     "fsdp2_reshard": Mode("fully_shard with its defaults", "#AA4499", fully_shard={}),
     "muon": Mode("sharded, with Muon", "#332288", muon=True),
     "plain_muon": Mode("Muon with DDP", "#CC6677", _PLAIN, muon=True),

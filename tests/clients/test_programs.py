@@ -4,7 +4,7 @@ import importlib.util
 import json
 
 import pytest
-from scripts import run
+from scripts import run, run_for_real
 
 HALF = 4  # steps
 
@@ -36,3 +36,14 @@ def test_a_program_trains_saves_and_resumes(program, package, tmp_path):
     first, second = (losses(program, "sharded", tmp_path / "sharded", begin, HALF) for begin in (0, HALF))
     assert len(set(expected)) > HALF, "it trains"
     assert first[:HALF] + second == pytest.approx(expected, rel=2e-6)
+
+
+@pytest.mark.slow("imports a large package on two ranks", seconds=30)
+def test_deepspeed_all_reduces_and_gathers(monkeypatch):
+    """So it sends 3P (N-1)/N, as docs/accounting.md says."""
+    if importlib.util.find_spec("deepspeed") is None:
+        pytest.skip("deepspeed is not installed: pip install deepspeed")
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    process = run_for_real("tests/clients/deepspeed_bytes.py", ranks=2).succeeded()
+    found = json.loads(process.stdout.splitlines()[-1])
+    assert found == {"allreduce_": 1.0, "_allgather_base_": 1.0, "masters": 0.5}

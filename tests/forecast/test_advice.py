@@ -174,43 +174,44 @@ class Sent(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.bytes = {"all-gather": 0, "reduce-scatter": 0}
+        self.bytes, self.calls = (dict.fromkeys(("all-gather", "reduce-scatter"), 0) for _ in range(2))
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kind = {"_allgather_base_": "all-gather", "_reduce_scatter_base_": "reduce-scatter"}.get(func._opname)
         if kind:
             self.bytes[kind] += max(tensor.nbytes for tensor in args[:2]) // 2
+            self.calls[kind] += 1
         return func(*args, **(kwargs or {}))
 
 
 def fully_sharded_sent(micro_steps):
-    """By the defaults, without gradients before the last micro-step, and with weights that stay from forward to backward."""
+    """By the defaults, and with weights and gradients that stay whole until the last micro-step; bytes, and collectives."""
     found = []
-    for mode, every_micro_step in (("fsdp2_reshard", True), ("fsdp2_reshard", False), ("fsdp2", True)):
+    for mode in ("fsdp2_reshard", "fsdp2"):
         contender = Contender(setup_of(SIZES_OF_FSDP[1]), MODES[mode]).wrap()
+        contender.step([None] * micro_steps)  # makes the state
         with Sent() as sent:
-            for number in range(micro_steps):
-                contender.model.set_requires_gradient_sync(every_micro_step or number == micro_steps - 1)
-                contender.forward().backward()
-        found.append(sent.bytes)
+            contender.step([None] * micro_steps)
+        found.append((sum(sent.bytes.values()), sent.calls))
     return found
 
 
 def test_what_fsdp2_sends_and_takes():
-    """By default, blocks are gathered twice in a micro-step; with reshard_after_forward=False, once, as in an all-reduce.
+    """By default, blocks are gathered twice in a micro-step. At its best, each unit is gathered and sent once an iteration.
 
     It takes what is predicted of weights, gradients and state exactly; the peak is an estimate.
     """
-    *sends, (takes, _) = run_in_turn(2, *(partial(fully_sharded_sent, steps) for steps in (1, 2)), fully_sharded_bytes)
-    for micro_steps, by_rank in enumerate(sends, start=1):
+    *sends, (takes, _) = run_in_turn(2, *(partial(fully_sharded_sent, steps) for steps in (1, 4)), fully_sharded_bytes)
+    for micro_steps, by_rank in zip((1, 4), sends, strict=True):
         settings = {**planner(**NOTHING_FITS).settings, "gradient_accumulation_steps": 2 * micro_steps}
         of_run = Planner(settings, SIZES_OF_FSDP[1])
         row = of_run.fully_sharded(2, of_run.chosen(2))
         plain = of_run.forecast(replace(of_run.chosen(2), flags=MODES["adamw"].flags), 2).prediction
         all_reduce = plain.sent()["all-reduce"]
-        expected = [row["sent"], row["sent"] - (micro_steps - 1) * all_reduce // 2, micro_steps * all_reduce]
-        for found in by_rank:
-            assert [sum(sent.values()) for sent in found] == expected
+        units = SIZES_OF_FSDP[1].n_layer + 1
+        for by_default, at_best in by_rank:
+            assert by_default[0] == row["sent"]
+            assert at_best == (all_reduce, {"all-gather": units, "reduce-scatter": units})
     for sizes, (after, before, peak) in zip(SIZES_OF_FSDP, takes, strict=True):
         settings = {**planner(**NOTHING_FITS).settings, "batch_size": 1, "gradient_accumulation_steps": 4}
         row = Planner(settings, sizes).fully_sharded(2, Planner(settings, sizes).chosen(2))

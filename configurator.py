@@ -8,14 +8,13 @@ calls
     config = configure(globals())
 
 once, below its defaults. A setting is a module-level int, float, bool or str with a lowercase name and no leading underscore.
-The type of a setting is the type of its default. An annotation declares what else there is to know: a range or choices, and
-marks that combine with them:
+The type of a setting is the type of its default. An annotation declares a range or choices:
 
     batch_size: PositiveInt = 12  # sequences per micro-step
-    zero1_impl: SameLoss[Literal["sharded", "torch"]] = "sharded"
-    bucket_mb: SameLoss[Sharded[Literal["auto"] | PositiveFloat]] = "auto"  # the word, or a number
+    zero1_impl: Literal["sharded", "torch"] = "sharded"
+    bucket_mb: Literal["auto"] | PositiveFloat = "auto"  # the word, or a number
 
-`--help` shows the default, the comment, the limits and the marks of each setting. A comment stands at the end of the line, or
+`--help` shows the default, the comment and the limits of each setting. A comment stands at the end of the line, or
 in lines of its own above. A line of at most three plain words, such as "# learning rate", is a heading instead.
 """
 
@@ -34,7 +33,7 @@ import traceback
 import types
 from collections.abc import Callable
 from functools import cache
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
 
 import torch
 
@@ -79,12 +78,8 @@ UnitInterval = Annotated[float, Rule("must be at least 0 and less than 1", lambd
 Fraction = Annotated[float, Rule("must be positive and at most 1", lambda value: 0 < value <= 1)]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]  # of the computation: a key of `machine.DTYPES`, or the best one
 
-# marks: `settings_with` finds the settings that have one
-T = TypeVar("T")
-SAME_LOSS, PER_HOST, SHARDED = "changes no loss", "may differ between hosts", "for zero1_impl=sharded"
-SameLoss = Annotated[T, SAME_LOSS]  # two runs that differ in it have the same training losses, up to rounding
-PerHost = Annotated[T, PER_HOST]  # the ranks may have different values: nothing that they compute together depends on it
-Sharded = Annotated[T, SHARDED]  # no effect on the other ways to hold the optimizer state
+# of train.py: hosts may have other values, because each may have disks of its own, and only rank 0 logs
+PER_HOST = {"out_dir", "dataset", "wandb_log", "wandb_project", "wandb_run_name", "log_to"}
 
 
 class Setting(NamedTuple):
@@ -93,7 +88,7 @@ class Setting(NamedTuple):
     default: Any
     words: tuple[str, ...] = ()  # what a number may be instead: "auto"
     choices: tuple[Any, ...] = ()
-    facts: tuple[Rule | str, ...] = ()  # limits on its values, and marks
+    rules: tuple[Rule, ...] = ()  # limits on its values
 
     @property
     def type(self) -> type[Any]:
@@ -175,11 +170,6 @@ def train_settings() -> dict[str, Setting]:
     return _declared(settings_of(TRAIN))
 
 
-def settings_with(mark: str) -> set[str]:
-    """Return the names of the settings of train.py that have a mark, such as SAME_LOSS."""
-    return {key for key, setting in train_settings().items() if mark in setting.facts}
-
-
 def _assignments(path: str) -> dict[str, ast.stmt]:
     """Return the assignments to lowercase names above the call of `configure` in a script, by name."""
     with tokenize.open(path) as file:
@@ -211,9 +201,9 @@ def _declared(settings: dict[str, Any]) -> dict[str, Setting]:
 
 
 def _setting(default: Any, kind: Any) -> Setting:
-    if facts := getattr(kind, "__metadata__", ()):  # of Annotated
+    if rules := getattr(kind, "__metadata__", ()):  # of Annotated
         setting = _setting(default, kind.__origin__)
-        return setting._replace(facts=(*setting.facts, *facts))
+        return setting._replace(rules=(*setting.rules, *rules))
     if get_origin(kind) in (Union, types.UnionType):  # Literal["auto"] | PositiveFloat
         words, number = get_args(kind)
         return _setting(default, number)._replace(words=get_args(words))
@@ -225,8 +215,8 @@ def _check_limits(key: str, value: Any, setting: Setting, where: str) -> None:
         return
     if setting.choices and value not in setting.choices:
         exit_with_error(f"{key}={_shortened(str(value))}{where} is not one of {', '.join(map(str, setting.choices))}")
-    for rule in setting.facts:
-        if isinstance(rule, Rule) and not rule.holds(value):
+    for rule in setting.rules:
+        if not rule.holds(value):
             exit_with_error(f"{key}={value}{where} {rule.text}")
     if type(value) is int and not -(2**63) <= value < 2**63:
         exit_with_error(f"{key}{where} must be less than 2**63")
@@ -295,7 +285,7 @@ def _shortened(text: str) -> str:
 
 
 def _help(settings: dict[str, Any], known: dict[str, Setting]) -> str:
-    """Return the docstring of a script, and each setting of its own with its default, its comment, its limits and its marks."""
+    """Return the docstring of a script, and each setting of its own with its default, its comment and its limits."""
     file = settings["__files__"][0] if "__files__" in settings else settings.get("__file__")
     notes = _notes(file) if file else {}
     assigned = {key: f"  --{key}={setting.default!r}" for key, setting in known.items() if key in notes or not notes}
@@ -317,7 +307,7 @@ def _help(settings: dict[str, Any], known: dict[str, Setting]) -> str:
 def _limits(setting: Setting) -> list[str]:
     choices = [f"one of {', '.join(map(str, setting.choices))}"] if setting.choices else []
     number = f"{', '.join(setting.words)}, or a number that " if setting.words else ""
-    return choices + [number + fact.text if isinstance(fact, Rule) else fact for fact in setting.facts]
+    return choices + [number + rule.text for rule in setting.rules]
 
 
 def _notes(path: str) -> dict[str, tuple[str, list[str]]]:

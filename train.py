@@ -30,12 +30,9 @@ from configurator import (
     Fraction,
     NonNegativeFloat,
     NonNegativeInt,
-    PerHost,
     PositiveFloat,
     PositiveInt,
-    SameLoss,
     Seed,
-    Sharded,
     UnitInterval,
     configure,
 )
@@ -55,26 +52,26 @@ from zero.flags import Flags, Implementation, ParamDtype
 # -----------------------------------------------------------------------------
 # default settings: GPT-2 (124M) on OpenWebText
 # input and output
-out_dir: PerHost[str] = "out"  # folder of checkpoints, metrics and the report
-eval_interval: SameLoss[PositiveInt] = 2000  # iterations from one evaluation, which may save a checkpoint, to the next
-log_interval: SameLoss[PositiveInt] = 1  # iterations from one logged loss to the next
-eval_iters: SameLoss[PositiveInt] = 200  # an evaluation takes 12 * eval_iters sequences of each split, for any batch_size
-sample_interval: SameLoss[NonNegativeInt] = 0  # iterations from one short sample of text to the next; 0: no samples
+out_dir = "out"  # folder of checkpoints, metrics and the report
+eval_interval: PositiveInt = 2000  # iterations from one evaluation, which may save a checkpoint, to the next
+log_interval: PositiveInt = 1  # iterations from one logged loss to the next
+eval_iters: PositiveInt = 200  # an evaluation takes 12 * eval_iters sequences of each split, for any batch_size
+sample_interval: NonNegativeInt = 0  # iterations from one short sample of text to the next; 0: no samples
 eval_only = False  # evaluate once and exit
-stop_at_val_loss: SameLoss[NonNegativeFloat] = 0.0  # end when an evaluation has a validation loss of at most this; 0.0: never
-always_save_checkpoint: SameLoss[bool] = True  # after every evaluation and at the end; False: when the validation loss improves
-keep_checkpoints: SameLoss[NonNegativeInt] = 0  # number of ckpt_<iter>.pt files to keep beside ckpt.pt and ckpt_prev.pt
-async_save: SameLoss[bool] = False  # write checkpoints in the background
-checkpoint_format: SameLoss[Literal["consolidated", "sharded"]] = "consolidated"  # by rank 0 alone, or each rank its part
+stop_at_val_loss: NonNegativeFloat = 0.0  # end when an evaluation has a validation loss of at most this; 0.0: never
+always_save_checkpoint = True  # after every evaluation and at the end; False: when the validation loss improves
+keep_checkpoints: NonNegativeInt = 0  # number of ckpt_<iter>.pt files to keep beside ckpt.pt and ckpt_prev.pt
+async_save = False  # write checkpoints in the background
+checkpoint_format: Literal["consolidated", "sharded"] = "consolidated"  # by rank 0 alone, or each rank its part
 # 'auto': resume if out_dir has a checkpoint, otherwise scratch; so torchrun --max-restarts=3 goes on after a rank is lost
 init_from = "scratch"  # 'scratch', 'resume', 'auto', 'gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl', or a folder with a GPT-2
 # wandb and TensorBoard
-wandb_log: PerHost[bool] = False  # only rank 0 logs; WANDB_MODE, WANDB_ENTITY and all other variables of wandb count
-wandb_project: PerHost[str] = "owt"  # a name of wandb
-wandb_run_name: PerHost[str] = "gpt2"  # the group of the runs to compare; the folder out_dir completes the name of a run
-log_to: PerHost[Literal["none", "tensorboard"]] = "none"  # write the metrics to out_dir/tensorboard as well
+wandb_log = False  # only rank 0 logs; WANDB_MODE, WANDB_ENTITY and all other variables of wandb count
+wandb_project = "owt"  # a name of wandb
+wandb_run_name = "gpt2"  # the group of the runs to compare; the folder out_dir completes the name of a run
+log_to: Literal["none", "tensorboard"] = "none"  # write the metrics to out_dir/tensorboard as well
 # data
-dataset: PerHost[str] = "openwebtext"  # name of a folder in data/, or the path of another; its content must be the same
+dataset = "openwebtext"  # name of a folder in data/, or the path of another; its content must be the same
 gradient_accumulation_steps: PositiveInt = 5 * 8  # micro-steps per iteration, summed over all ranks
 batch_size: PositiveInt = 12  # sequences per micro-step
 block_size: PositiveInt = 1024  # tokens per sequence
@@ -84,12 +81,12 @@ n_head = 12  # attention heads of a block; must divide n_embd
 n_embd = 768  # width of the model
 dropout = 0.0  # 0 for pretraining; try 0.1 for finetuning
 bias = False  # use biases in LayerNorm and Linear layers
-loss_chunk: SameLoss[NonNegativeInt] = 0  # compute the logits of this many tokens at a time, such as 1024: less memory; 0: all
-activation_checkpointing: SameLoss[bool] = False  # keep only the input of each block, and compute the block again in backward
+loss_chunk: NonNegativeInt = 0  # compute the logits of this many tokens at a time, such as 1024: less memory; 0: all
+activation_checkpointing = False  # keep only the input of each block, and compute the block again in backward
 # optimizer
 optimizer: Literal["adamw", "muon"] = "adamw"  # 'muon': Muon for the matrices of the blocks, AdamW for everything else
 learning_rate: NonNegativeFloat = 6e-4  # the largest one, after the warm-up
-max_iters: SameLoss[NonNegativeInt] = 600000  # the last iteration; the first one is 0
+max_iters: NonNegativeInt = 600000  # the last iteration; the first one is 0
 weight_decay: NonNegativeFloat = 1e-1  # of matrices and embeddings, as in AdamW
 beta1: UnitInterval = 0.9  # decay of AdamW's first moment
 beta2: UnitInterval = 0.95  # decay of AdamW's second moment
@@ -104,23 +101,23 @@ lr_decay_iters = 600000  # where the decay ends; should be about max_iters, as i
 decay_fraction: Fraction = 0.2  # 'wsd': part of lr_decay_iters that decays
 min_lr: NonNegativeFloat = 6e-5  # should be about learning_rate / 10
 # ZeRO-1
-use_zero1: SameLoss[bool] = True  # shard the optimizer state across the ranks
-zero1_impl: SameLoss[Implementation] = "sharded"  # the code in zero/, or ZeroRedundancyOptimizer
-bucket_mb: SameLoss[Sharded[Literal["auto"] | PositiveFloat]] = "auto"  # megabytes per bucket; auto: 4 or more, by size
-shard_gradients: SameLoss[Sharded[bool]] = False  # also keep only 1/N of the gradients; one reduce-scatter per micro-step
+use_zero1 = True  # shard the optimizer state across the ranks
+zero1_impl: Implementation = "sharded"  # the code in zero/, or ZeroRedundancyOptimizer
+bucket_mb: Literal["auto"] | PositiveFloat = "auto"  # megabytes per bucket; auto: 4 or more, by size
+shard_gradients = False  # also keep only 1/N of the gradients; one reduce-scatter per micro-step
 # weights and gradients; bfloat16: float32 masters, 1/N per rank; bfloat16_remainder: these as 16 bits more, the same values
-param_dtype: Sharded[ParamDtype] = "float32"
-state_dtype: Sharded[Literal["float32", "bfloat16", "int8"]] = "float32"  # of the moments between updates, 1/N per rank
-shard_size: SameLoss[Sharded[NonNegativeInt]] = 0  # ranks that share the state, such as the GPUs of a machine; 0: all
+param_dtype: ParamDtype = "float32"
+state_dtype: Literal["float32", "bfloat16", "int8"] = "float32"  # of the moments between updates, 1/N per rank
+shard_size: NonNegativeInt = 0  # ranks that share the state, such as the GPUs of a machine; 0: all
 # system
-backend: SameLoss[Literal["auto", "nccl", "gloo"]] = "auto"  # auto: nccl if every rank has its own GPU, otherwise gloo
-dist_timeout_s: SameLoss[PositiveFloat] = 600.0  # seconds without progress on any rank until the ranks end, with the reason
-device: SameLoss[str] = "auto"  # 'cpu', 'cuda', 'cuda:1', 'mps'; auto: cuda if available, otherwise cpu
+backend: Literal["auto", "nccl", "gloo"] = "auto"  # auto: nccl if every rank has its own GPU, otherwise gloo
+dist_timeout_s: PositiveFloat = 600.0  # seconds without progress on any rank until the ranks end, with the reason
+device = "auto"  # 'cpu', 'cuda', 'cuda:1', 'mps'; auto: cuda if available, otherwise cpu
 dtype: Dtype = "auto"  # float16 uses GradScaler; auto: best on GPU, float32 on CPU
-compile: SameLoss[bool] = torch.cuda.is_available()  # compile the model block by block with torch.compile
+compile = torch.cuda.is_available()  # compile the model block by block with torch.compile
 seed: Seed = 1337  # of the first weights, the batches and dropout
-shadow_check: SameLoss[NonNegativeInt] = 0  # iterations of a copy trained without sharding, to compare the weights; 0: off
-profile: SameLoss[bool] = False  # after a few iterations, write traces of time and memory to out_dir/profile
+shadow_check: NonNegativeInt = 0  # iterations of a copy trained without sharding, to compare the weights; 0: off
+profile = False  # after a few iterations, write traces of time and memory to out_dir/profile
 config = configure(globals())
 # -----------------------------------------------------------------------------
 

@@ -59,7 +59,7 @@ class MemoryProfile:
     def measure(self, can_save: bool = True) -> dict[str, dict[str, Any]]:
         """Run two steps and return the bytes by point of a step: total and parts."""
         free_unused_memory()
-        with self.live, resizes_count(self.live):
+        with self.live, resizes_count(self.live) if isinstance(self.live, LiveBytes) else nullcontext():
             self.contender = Contender(self.setup, self.mode)
             params, device_type = self.contender.module.parameters(), self.setup.device.type
             on_device = sum(param.nbytes for param in params if param.device.type == device_type)

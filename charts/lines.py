@@ -5,7 +5,6 @@ from operator import itemgetter
 from statistics import median, quantiles
 from typing import Any
 
-from charts.differences import agreeing
 from charts.series import HEIGHT, WINDOW, Run, by_run, look, rows, title
 from charts.style import alt, dashes, shown_in
 from run.metrics import METRICS
@@ -25,10 +24,11 @@ def losses(runs: Sequence[Run]) -> Any:
     largest = top = max(values)
     if len(values) >= 20:  # the fall at the beginning would make the rest flat
         top = max(quantiles(values, n=10)[-1], *(min(value for _, value in points) for points in curves.values()))
-    groups = agreeing([run.facts for run in runs])
     patterns = [look(position)[1] for position in range(len(runs))]
-    for group in groups:  # equal losses lie on top of each other
-        for position, pattern in zip(group, dashes(len(group)), strict=True):
+    pixel, apart = (top - min(values)) / HEIGHT, [_apart(runs[0], run) for run in runs]
+    equal = [position for position, found in enumerate(apart) if found and max(found, key=itemgetter(1))[1] < pixel]
+    if len(equal) > 1:  # they lie on top of each other
+        for position, pattern in zip(equal, dashes(len(equal)), strict=True):
             patterns[position] = pattern
     y = alt.Y("value:Q", title="loss", scale=alt.Scale(domainMax=top, zero=False, nice=False))
     base = alt.Chart().encode(x=_iterations(), y=y)
@@ -36,7 +36,7 @@ def losses(runs: Sequence[Run]) -> Any:
     evaluations = base.transform_filter("datum.kind == 'validation'")
     thick = evaluations.mark_line(clip=True, strokeWidth=2.5, strokeJoin="round", point={"filled": True, "size": 40})
     notes = ["thin: training, each batch; thick: validation, a mark for each evaluation"]
-    notes += ["where losses are equal, the colours take turns"] if groups else []
+    notes += ["where losses are equal, the colours take turns"] if len(equal) > 1 else []
     notes += [f"losses up to {largest:.2f} are above the chart"] if top < largest else []
     drawn = [row for (position, kind), points in curves.items() for row in rows(position, points, kind)]
     layers = [batches.encode(**by_run(patterns, opaque=0.6)), thick.encode(**by_run(patterns))]
@@ -76,27 +76,27 @@ def interactive(chart: Any) -> Any:
 
 
 def disagreement(runs: Sequence[Run]) -> Any:
-    """Return how far the training losses of runs lie apart that should be the same, or None if there are no such runs."""
-    values, notes, most = list[dict[str, Any]](), list[str](), 0.0
-    for group in agreeing([run.facts for run in runs]):
-        by_iteration = [dict(curve) for position in group if (curve := runs[position].curves.get("iter/loss"))]
-        shared = sorted(set.intersection(*map(set, by_iteration))) if len(by_iteration) > 1 else []
-        if not shared:
-            continue
-        found = [(at, [losses[at] for losses in by_iteration]) for at in shared]
-        apart = [(at, max(losses) - min(losses)) for at, losses in found]
-        at, largest = max(apart, key=itemgetter(1))
-        most = max(most, largest)
-        rest = f"at most {largest:.2g} apart, at iteration {at:,}" if largest else "nowhere apart"
-        notes.append(f"{runs[group[0]].name} and {len(by_iteration) - 1} more: {rest}")
-        values += rows(group[0], apart, "difference")
-    if not values:
+    """Return how far the training losses of other runs lie from those of the first one, or None if they share no iteration."""
+    found = {position: apart for position in range(1, len(runs)) if (apart := _apart(runs[0], runs[position]))}
+    if not found:
         return None
-    scale = alt.Scale(type="symlog", constant=1e-9, domain=[0, most or 1e-9], nice=False)
+    at, largest = zip(*(max(apart, key=itemgetter(1)) for apart in found.values()), strict=True)
+    notes = [
+        f"{runs[position].name}: {f'at most {most:.2g}, at iteration {where:,}' if most else 'nowhere'}"
+        for position, where, most in zip(found, at, largest, strict=True)
+    ]
+    values = [row for position, apart in found.items() for row in rows(position, apart, "difference")]
+    scale = alt.Scale(type="symlog", constant=1e-9, domain=[0, max(largest) or 1e-9], nice=False)
     axis = alt.Axis(format=".0e", values=[0, *(10.0**power for power in range(-9, 2, 2))])
-    y = alt.Y("value:Q", title="largest difference", scale=scale, axis=axis)
+    y = alt.Y("value:Q", title="difference", scale=scale, axis=axis)
     points = alt.Chart().mark_point(filled=True, size=14).encode(x=_iterations(), y=y, **by_run([[1, 0]] * len(runs)))
-    return _chart("Training losses that should agree: largest difference", notes, values, [points])
+    return _chart("Training loss, apart from that of the first run", notes, values, [points])
+
+
+def _apart(first: Run, other: Run) -> list[tuple[int, float]]:
+    """Return how far the training losses of two runs lie apart in the iterations that both have."""
+    losses = dict(other.curves.get("iter/loss", ()))
+    return [(at, abs(loss - losses[at])) for at, loss in first.curves.get("iter/loss", ()) if at in losses]
 
 
 def curves(runs: Sequence[Run], title: str, key: str, is_log: bool = False, is_rolling: bool = False, note: str = "") -> Any:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from configurator import PER_HOST, settings_with
+from configurator import PER_HOST
 from data.dataset import DATA_DIR, Dataset, vocabulary_of
 from data.vocabulary import load_meta
 from distributed.launch import Launch
@@ -37,17 +37,16 @@ def compare_settings(launch: Launch, settings: dict[str, Any], device: str, dtyp
     """Check that all ranks have the same versions, source files and settings. Needs to be called on all ranks.
 
     This works before the process group has started, because a rank with another backend or device could not join it.
-    Settings that are declared `PerHost` may differ: each host may have disks of its own, and only rank 0 logs. `device` and
-    `dtype` are what `machine.resolve` returned.
+    Those in `PER_HOST` may differ. `device` and `dtype` are what `machine.resolve` returned.
 
     Raises:
         ValueError: on all ranks, with a rank that differs, what it has and what the others have.
     """
-    may_differ, settings = settings_with(PER_HOST), settings | {"device": device.partition(":")[0], "dtype": dtype}
+    settings = settings | {"device": device.partition(":")[0], "dtype": dtype}
     facts: Facts = {
         "install the same versions on all hosts": versions(),
         "copy the same code to all hosts": sources(),
-        "start all ranks with the same settings": {key: settings[key] for key in settings if key not in may_differ},
+        "start all ranks with the same settings": {key: settings[key] for key in settings if key not in PER_HOST},
     }
     if message := agree(launch, facts, difference):
         raise ValueError(message)

@@ -12,22 +12,15 @@ from scripts import defaults_of, run
 
 from configurator import (
     _REMOVED,
-    SAME_LOSS,
-    SHARDED,
     TRAIN,
     NonNegativeFloat,
     NonNegativeInt,
-    PerHost,
     PositiveFloat,
     PositiveInt,
-    SameLoss,
-    Sharded,
     UnitInterval,
     _notes,
     configure,
     settings_of,
-    settings_with,
-    train_settings,
 )
 from zero.flags import Flags
 
@@ -130,12 +123,12 @@ def test_files_and_arguments_apply_in_order(tmp_path):
 SCRIPT = (
     '''"""What it does."""
 from typing import Literal
-from configurator import PerHost, PositiveInt, SameLoss, configure
+from configurator import PositiveInt, configure
 # -----
 # this comment belongs to no setting, because a heading comes next
 # AdamW
 rate = 0.5  # per step; # is no end
-steps: SameLoss[PerHost[PositiveInt]] = 3
+steps: PositiveInt = 3
 # longer than a heading: it goes to the setting below,
 # in two lines, then.
 names = (
@@ -155,7 +148,7 @@ INTRODUCTION
 
 AdamW
   --rate=0.5       per step; # is no end
-  --steps=3        must be at least 1; may differ between hosts; changes no loss
+  --steps=3        must be at least 1
   --names='a # b'  at the end; longer than a heading: it goes to the setting below, in two lines, then.
 
 data
@@ -200,11 +193,11 @@ DECLARED = {
     "count": (3, PositiveInt),
     "step": (3, NonNegativeInt),
     "size": (0.5, PositiveFloat),
-    "rate": (0.5, SameLoss[NonNegativeFloat]),
+    "rate": (0.5, NonNegativeFloat),
     "decay": (0.5, UnitInterval),
-    "format": ("one", PerHost[Literal["one", "two"]]),
+    "format": ("one", Literal["one", "two"]),
     "level": (1, Literal[1, 2]),
-    "bucket": ("auto", SameLoss[Sharded[Literal["auto"] | PositiveFloat]]),  # the word or a number
+    "bucket": ("auto", Literal["auto"] | PositiveFloat),  # the word or a number
 }
 BAD_VALUES = {
     "count=0": "count=0 must be at least 1",
@@ -280,12 +273,8 @@ def test_a_setting_of_an_earlier_version_is_answered_with_what_to_write(train_de
         assert f"`{name}" in changelog.read()
 
 
-def test_every_flag_is_a_setting_of_the_sharded_optimizer():
-    """A mark that ranks and dashboards ask for; --help shows it."""
-    settings = {key for flag in fields(Flags) if (key := flag.name) in train_settings()}
-    assert settings_with(SHARDED) == settings - {"use_zero1", "zero1_impl"} > {"bucket_mb", "param_dtype"}
-    assert settings_with(SAME_LOSS) > {"use_zero1", "zero1_impl"}
-    assert not settings_with(SAME_LOSS) & {"seed", "learning_rate", "dtype", "param_dtype", "state_dtype", "dropout"}
+def test_every_flag_is_a_setting_with_the_same_default(train_defaults):
+    assert {flag.name: flag.default for flag in fields(Flags)}.items() <= train_defaults.items()
 
 
 @pytest.mark.parametrize("path", sorted(glob.glob(os.path.join(ROOT, "config", "*.py"))))
@@ -311,7 +300,7 @@ def test_settings_of_a_script_are_those_that_its_help_lists(train_defaults):
     assert all(comments for _, comments in _notes(TRAIN).values()), "every setting says what it is"
     assert list(settings) == list(train_defaults)
     assert kinds["batch_size"] is PositiveInt
-    assert kinds["zero1_impl"] == SameLoss[Literal["sharded", "torch"]]
+    assert kinds["zero1_impl"] == Literal["sharded", "torch"]
 
 
 def test_settings_of_a_script_keep_their_limits_and_the_script_is_not_run(tmp_path, capsys):

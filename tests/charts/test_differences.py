@@ -1,8 +1,6 @@
 """charts/differences.py: the names of runs, what differs between them, and which should have the same losses."""
 
-import pytest
-
-from charts.differences import agreeing, differences, in_common, names
+from charts.differences import differences, in_common, names
 
 BASE = {
     **{"out_dir": "out", "dataset": "d", "batch_size": 4, "gradient_accumulation_steps": 2, "dropout": 0.0, "seed": 1},
@@ -56,38 +54,3 @@ def test_what_runs_have_in_common():
     assert in_common([BASE, ADAMW]) == ["d", "0.80M parameters", "2 ranks"]
     assert in_common([BASE]) == ["d", "0.80M parameters", "sharded", "2 ranks"]
     assert in_common([{}, BASE]) == []
-
-
-SAME = [
-    {"implementation": "torch"},
-    {"world_size": 4},
-    {"batch_size": 8, "gradient_accumulation_steps": 1},
-    {"shard_gradients": True, "max_iters": 50, "git_commit": "def"},
-    {"log_interval": 7, "eval_interval": 9},
-    {"state_dtype": "float32", "bucket_mb": "auto", "param_dtype": "float32"},  # an older run.json has fewer settings
-    {"bucket_mb": 2.0, "shard_size": 1},
-    {"init_from": "resume"},
-    {"implementation": "adamw", "world_size": 1},
-]
-OTHERS = [
-    *({"dataset": "e"}, {"learning_rate": 0.1}, {"batch_size": 5}, {"seed": 2}, {"init_from": "gpt2"}),
-    *({"param_dtype": "bfloat16"}, {"state_dtype": "int8"}),
-]
-
-
-@pytest.mark.parametrize("changed", SAME, ids=str)
-def test_runs_that_should_agree(changed):
-    assert agreeing([BASE, BASE | {"seed": 7}, BASE | changed]) == [[0, 2]]
-
-
-@pytest.mark.parametrize("changed", OTHERS, ids=str)
-def test_runs_that_need_not_agree(changed):
-    assert agreeing([BASE, BASE | changed]) == []
-
-
-def test_remainders_dropout_and_runs_without_facts():
-    rounded = [BASE | {"param_dtype": dtype} for dtype in ("bfloat16", "bfloat16_remainder", "float32")]
-    assert agreeing(rounded) == [[0, 1]], "remainders hold the same values"
-    dropout = BASE | {"dropout": 0.1}
-    assert agreeing([dropout, dropout | {"implementation": "torch"}, dropout | {"world_size": 4}]) == [[0, 1]]
-    assert agreeing([{}, {}]) == []

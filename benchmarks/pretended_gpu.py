@@ -52,7 +52,7 @@ def run_preloaded(command: Sequence[str], **options: Any) -> subprocess.Complete
     """Run Python with these arguments in a process that has the library. `options`: of subprocess.run.
 
     Raises:
-        ValueError: with the reason why the library cannot be built.
+        ValueError: with the reason why the library cannot be built or used.
     """
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, _LIBRARY)
@@ -63,6 +63,8 @@ def run_preloaded(command: Sequence[str], **options: Any) -> subprocess.Complete
 
 def _build(path: str) -> None:
     """Build the library that claims the device."""
+    if torch.backends.cuda.is_built():
+        raise ValueError(f"a pretended GPU needs a CPU build of torch, and {torch.__version__} was built for CUDA")
     root = os.path.dirname(torch.__file__)
     lib = os.path.join(root, "lib")
     command = ["c++", "-shared", "-fPIC", "-std=c++20", f"-I{root}/include", f"{os.path.splitext(__file__)[0]}.cpp", "-o", path]

@@ -6,6 +6,7 @@ import sys
 import tempfile
 import time
 from collections import deque
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -138,10 +139,10 @@ class Checkpoints:
             self.folder, keep, background, format, self._newest_is_corrupt, sweep=not self.read_only
         )
 
-    def make_room(self) -> None:
-        """Move the files of other runs aside, if this one starts anew. Call it after `claim`, when nothing else is refused."""
-        if not self.read_only and not self.loaded_from:
-            on_rank_0(lambda: earlier.move_aside(self.folder))
+    def room(self) -> AbstractContextManager[None]:
+        """Return the context in which a run that starts anew writes its first files: those of other runs move aside."""
+        starts_anew = is_rank_0() and not self.read_only and not self.loaded_from
+        return earlier.moved_aside(self.folder) if starts_anew else nullcontext()
 
     def begin_save(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, values: dict[str, Any]) -> None:
         """Write a checkpoint. `report` prints the result. See `CheckpointWriter.write`."""

@@ -3,6 +3,8 @@
 import glob
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from distributed.ranks import print0
 from run import logger, profiling, report, tensorboard_run
@@ -11,11 +13,13 @@ from zero.checkpoint import store
 _LOGS = (logger.METRICS, logger.FACTS, report.NAME, report.EVALUATION, tensorboard_run.FOLDER, profiling.FOLDER)
 
 
-def move_aside(folder: str) -> None:
-    """Move what runs have left in `folder` into a new folder there, `before-<time in UTC>`, and print where it is.
+@contextmanager
+def moved_aside(folder: str) -> Iterator[None]:
+    """Move what runs have left in `folder` into a new folder there, `before-<time in UTC>`, and at the end print where it is.
 
-    Files of other names stay, and nothing happens if there are no others. The folder gets its name when it has all of them,
-    ckpt.pt as the last one: what a killed process has moved before that goes back by `put_back`. Call it on one process only.
+    Files of other names stay, and nothing happens if there are no others. The folder gets its name at the end. What a killed
+    process has moved before that, ckpt.pt as the last one, goes back by `put_back`; at once, if the block raises for wrong
+    input. Call it on one process only.
 
     Raises:
         ValueError: if a file cannot be moved.
@@ -25,14 +29,20 @@ def move_aside(folder: str) -> None:
         target += "+"
     names = [name for name in _LOGS if os.path.lexists(os.path.join(folder, name))] + store.names(folder)
     if not names:
+        yield
         return
     try:
         os.mkdir(target + ".tmp")
         for name in names:
             os.rename(os.path.join(folder, name), os.path.join(target + ".tmp", name))
-        os.rename(target + ".tmp", target)
     except OSError as error:
         raise ValueError(f"cannot move the run in out_dir={folder} aside: {error}; use another --out_dir") from error
+    try:
+        yield
+    except ValueError:
+        put_back(folder)
+        raise
+    os.rename(target + ".tmp", target)
     resumes = store.NAME in names or store.PREVIOUS in names
     print0(
         f"note: out_dir={folder} held another run; its checkpoints and logs, {len(names)} files and folders, are now in "

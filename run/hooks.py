@@ -103,7 +103,6 @@ class Run:
             interval = config["sample_interval"] if will_train else 0
             self.sampler = Sampler(interval, raw_model, data.meta, autocast, config["seed"])
         with self.stage("starting the log"):
-            self.checkpoints.make_room()
             facts = {
                 "implementation": flags.implementation(world_size),
                 "world_size": world_size,
@@ -116,7 +115,8 @@ class Run:
                 **{key: value for key, value in asdict(raw_model.config).items() if key in config},  # perhaps the checkpoint's
             }
             resume_at = state.iter_num if self.checkpoints.loaded_from else None
-            self.log = Logger(config["out_dir"] if will_train else None, resume_at, config | facts, state.wandb_run_id)
+            with self.checkpoints.room():
+                self.log = Logger(config["out_dir"] if will_train else None, resume_at, config | facts, state.wandb_run_id)
             atexit.register(self.log.finish, "failed", "ended by an error, see the traceback")  # does nothing after `finish`
             state.wandb_run_id = self.log.run.id or state.wandb_run_id
         how = raw_model.activation_checkpointing, raw_model.loss_chunk, config["compile"]

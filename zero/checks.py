@@ -30,7 +30,7 @@ _ELEMENTWISE = ENTRIES.keys() - {torch.optim.Muon}
 KNOWN = _ELEMENTWISE | {Muon}
 # the state of these must not be rounded between updates. That of the others is means of gradients and of squares
 _EXACT = (torch.optim.Adagrad, torch.optim.ASGD, torch.optim.Rprop)
-_NEEDS_WHOLE = "it looks at the shape of a parameter; ZeroRedundancyOptimizer, experimental in PyTorch, keeps each one whole"
+_NEEDS_WHOLE = "it looks at the shape of a parameter; use ZeroRedundancyOptimizer (experimental), which keeps each one whole"
 _UNSUPPORTED = {
     torch.optim.Adafactor: _NEEDS_WHOLE,
     torch.optim.Muon: f"{_NEEDS_WHOLE}, or zero.Muon",

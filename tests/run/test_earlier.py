@@ -18,6 +18,11 @@ def names(folder):
     return sorted(os.listdir(folder))
 
 
+def move_aside(folder):
+    with earlier.moved_aside(str(folder)):
+        pass
+
+
 def checkpoints(folder, read_only=False):
     settings = {"out_dir": str(folder), "keep_checkpoints": 0, "async_save": False, "checkpoint_format": "consolidated"}
     return Checkpoints(settings | {"always_save_checkpoint": True, "eval_only": read_only})
@@ -71,7 +76,7 @@ def test_a_kill_between_two_moves_leaves_a_run_that_resumes(out, monkeypatch):
     for moved in range(moves):
         left = moved
         with pytest.raises(KeyboardInterrupt):
-            earlier.move_aside(str(out))
+            move_aside(out)
         left = 99
         assert len(names(out)) == len(files) + 1 - moved
         resumed = checkpoints(out)
@@ -82,7 +87,8 @@ def test_a_kill_between_two_moves_leaves_a_run_that_resumes(out, monkeypatch):
         (out / "run.lock").unlink()
     starts = checkpoints(out)
     starts.claim()
-    starts.make_room()
+    with starts.room():
+        pass
     *_, before = sorted(names(out), key=lambda name: name.startswith("before-"))
     assert names(out) == sorted([before, "notes.txt", "prompt.pt", "run.lock"])
     assert names(out / before) == sorted({*files} - {"notes.txt", "prompt.pt"})
@@ -96,7 +102,8 @@ def test_what_has_no_checkpoint_moves_too_unless_the_run_writes_nothing(out, rea
     for _ in range(2):  # the second one finds nothing
         starts = checkpoints(out, read_only)
         starts.claim()
-        starts.make_room()
+        with starts.room():
+            pass
         if not read_only:
             starts._lock.release()
     printed = capsys.readouterr().out
@@ -111,20 +118,33 @@ def test_what_has_no_checkpoint_moves_too_unless_the_run_writes_nothing(out, rea
 def test_a_file_that_cannot_move_ends_the_start_with_a_line(out, monkeypatch):
     monkeypatch.setattr(earlier.time, "strftime", lambda *_: "missing/before-Z")
     with pytest.raises(ValueError, match=rf"cannot move the run in out_dir={out} aside: .*; use another --out_dir"):
-        earlier.move_aside(str(out))
+        move_aside(out)
 
 
 def test_two_starts_in_the_same_second_get_two_folders(out, monkeypatch):
     monkeypatch.setattr(earlier.time, "strftime", lambda *_: "before-Z")
     for _ in range(2):
         (out / "ckpt.pt").touch()
-        earlier.move_aside(str(out))
+        move_aside(out)
     assert [name for name in names(out) if name.startswith("before-")] == ["before-Z", "before-Z+"]
     (out / "before-Z+.tmp").mkdir()
     assert earlier.newest(str(out)) == str(out / "before-Z+")
 
 
 def test_a_resume_without_a_checkpoint_names_the_run_that_moved_aside(out):
-    earlier.move_aside(str(out))
+    move_aside(out)
     with pytest.raises(ValueError, match=rf"to resume, use --out_dir={out}/before-\d+-\d+Z; to start a new run"):
         checkpoints(out).load("resume")
+
+
+def test_what_is_refused_later_leaves_the_files_where_they_were(out):
+    def start():
+        with earlier.moved_aside(str(out)):
+            (out / "metrics.jsonl").write_text("")
+            raise ValueError("no login")
+
+    files = names(out)
+    with pytest.raises(ValueError, match="no login"):
+        start()
+    assert names(out) == files
+    assert (out / "metrics.jsonl").read_text() == "of before"

@@ -187,7 +187,7 @@ CONSTRUCTION = {  # ValueError
         for cls, message in (
             (LBFGS, "all parameters together"),
             (SparseAdam, "laid flat"),
-            (torch.optim.Muon, "use ZeroRedundancyOptimizer, .* or zero.Muon"),
+            (torch.optim.Muon, "use ZeroRedundancyOptimizer .*or zero.Muon"),
             (Adafactor, "use ZeroRedundancyOptimizer"),
         )
     },

@@ -82,10 +82,10 @@ train = partial(train, decay_lr=False)  # the rate of the oracle
 
 def newton_schulz(dtype):
     """torch's iteration, which has its dtype hard-wired, in another one."""
-    source = inspect.getsource(_muon._zeropower_via_newtonschulz)
-    assert source.count("grad.bfloat16()") == 1
-    found = {}
-    exec(source.replace("grad.bfloat16()", f"grad.to({dtype}, copy=True)"), vars(_muon).copy(), found)
+    source, found = inspect.getsource(_muon._zeropower_via_newtonschulz), {}
+    hard_wired = "grad.bfloat16()" if "grad.bfloat16()" in source else "grad.to(dtype=torch.bfloat16, copy=True)"  # torch 2.15
+    assert source.count(hard_wired) == 1
+    exec(source.replace(hard_wired, f"grad.to({dtype}, copy=True)"), vars(_muon).copy(), found)
     return found["_zeropower_via_newtonschulz"]
 
 

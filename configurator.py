@@ -215,11 +215,11 @@ def _check_limits(key: str, value: Any, setting: Setting, where: str) -> None:
         return
     if setting.choices and value not in setting.choices:
         exit_with_error(f"{key}={_shortened(str(value))}{where} is not one of {', '.join(map(str, setting.choices))}")
+    if type(value) is int and not -(2**63) <= value < 2**63:
+        exit_with_error(f"{key}{where} must be less than 2**63")
     for rule in setting.rules:
         if not rule.holds(value):
             exit_with_error(f"{key}={value}{where} {rule.text}")
-    if type(value) is int and not -(2**63) <= value < 2**63:
-        exit_with_error(f"{key}{where} must be less than 2**63")
 
 
 def _read_file(path: str, config: dict[str, Any], known: dict[str, Setting]) -> dict[str, Any]:
@@ -231,6 +231,8 @@ def _read_file(path: str, config: dict[str, Any], known: dict[str, Setting]) -> 
     if not os.path.isfile(path):
         exit_with_error(f"config file {path} does not exist; settings are given as --key=value")
     try:
+        with tokenize.open(path) as file:
+            _check_statements(ast.parse(file.read()).body)
         names = runpy.run_path(path, init_globals=config)
     except (Exception, SystemExit) as error:
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
@@ -238,6 +240,14 @@ def _read_file(path: str, config: dict[str, Any], known: dict[str, Setting]) -> 
         exit_with_error(f"config file {path} cannot be run: {type(error).__name__}: {error}{where}")
     helpers = {key for key, value in names.items() if callable(value) or isinstance(value, types.ModuleType)} - known.keys()
     return {key: _checked(key, names[key], known, path) for key in names if not key.startswith("_") and key not in helpers}
+
+
+def _check_statements(statements: list[ast.stmt]) -> None:
+    """Raise ValueError for a statement that looks like a setting and sets none, as in YAML and JSON."""
+    for line in statements:
+        is_bare = isinstance(line, ast.Expr) and not isinstance(line.value, ast.Call | ast.Constant)
+        if is_bare or (isinstance(line, ast.AnnAssign) and line.value is None):
+            raise ValueError(f"line {line.lineno} sets nothing; write it in Python: batch_size = 8")
 
 
 def _parsed(text: str, wanted: type[Any]) -> Any:
@@ -272,7 +282,9 @@ def _checked(key: str, value: Any, known: dict[str, Setting], where: str) -> Any
         value = float(value) if abs(value) < 2**1023 else math.inf
     if type(value) is not setting.type:
         accepted = " or ".join([*setting.words, _article(setting.type)])
-        exit_with_error(f"{key}={_shortened(repr(value))} in {where} is {_article(type(value))}, but {key} takes {accepted}")
+        is_long = type(value) is int and abs(value) >= 2**63  # Python writes no number of over 4300 digits
+        shown = "a long number" if is_long else _shortened(repr(value))
+        exit_with_error(f"{key}={shown} in {where} is {_article(type(value))}, but {key} takes {accepted}")
     if setting.type is float and not math.isfinite(value):
         exit_with_error(f"{key}={value} in {where} is not a finite number")
     if isinstance(value, str) and value != value.encode(errors="replace").decode():

@@ -27,7 +27,7 @@ import torch
 
 from configurator import Dtype, PositiveInt, configure
 from data.dataset import DATA_DIR, Dataset
-from data.vocabulary import Codec, DataError, bytes_of_tokens, gpt2_encoding, load_codec, load_meta
+from data.vocabulary import Codec, DataError, bytes_of_tokens, gpt2_encoding, load_codec, load_meta, of_size
 from distributed import machine
 from distributed.exits import exit_on_wrong_input, finish
 from distributed.launch import launched
@@ -67,22 +67,25 @@ def read_hellaswag(path: str, codec: Codec) -> list[Example]:
     """
     where, examples = path, []
     try:
-        with open(path, encoding="utf-8-sig") as file:
+        with open(path, "rb") as file:
             for number, line in enumerate(file, 1):
                 if not line.strip():
                     continue
                 where = f"{path}, line {number}"
-                fields = json.loads(line)
+                fields = json.loads(line.decode("utf-8-sig"))
                 (context, *endings), label = [fields["ctx"]] + fields["endings"], int(fields["label"])
-                if len(endings) != 4 or label not in range(4) or not all(isinstance(x, str) and x for x in (context, *endings)):
+                is_label = type(fields["label"]) in (int, str) and label in range(4)
+                if len(endings) != 4 or not is_label or not all(isinstance(x, str) and x for x in (context, *endings)):
                     raise ValueError("an example is a context, four endings and a label of 0 to 3")
                 examples.append((codec.encode(context), [codec.encode(f" {ending}") for ending in endings], label))
         if not examples:
             raise ValueError("it is empty")
     except DataError as error:
         raise ValueError(f"hellaswag needs GPT-2's vocabulary, or one with the characters of {where}: {error}") from error
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ValueError(f"{where}: no HellaSwag ({error!r}); get it by curl -O {URL}, or use --hellaswag=FILE") from error
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
+        raise ValueError(
+            f"{where}: no HellaSwag ({type(error).__name__}: {error}); get it by curl -O {URL}, or use --hellaswag=FILE"
+        ) from error
     return examples
 
 
@@ -161,8 +164,8 @@ with exit_on_wrong_input():
         raise ValueError("wandb_log=True needs a run in out_dir that was trained with it")
     model = GPT.from_pretrained(init_from) if checkpoint is None else GPT.from_checkpoint(checkpoint)
     model.eval().to(own_device).mean_loss.reduction = "none"
-    name = dataset or ("" if checkpoint is None else checkpoint["config"].get("dataset", ""))
-    meta = load_meta(os.path.join(DATA_DIR, name))
+    name = dataset or ("" if checkpoint is None else checkpoint["config"].get("dataset") or "")
+    meta = load_meta(os.path.join(DATA_DIR, name)) if name else of_size(model.config.vocab_size)
     fingerprint: dict[str, str] = {}
     if "val" in tasks:
         if not name:
@@ -170,7 +173,7 @@ with exit_on_wrong_input():
         data = Dataset(name, block_size=1, splits=("val",))
         fingerprint |= data.fingerprint
         data.check(model.config.vocab_size, launch.rank, launch.world_size)
-    if checkpoint is not None:
+    if checkpoint is not None and name:
         check_vocabulary(checkpoint, name, meta)
     elif meta is not None and meta["vocab_size"] != model.config.vocab_size:
         raise ValueError(f"dataset {name} has a vocabulary of {meta['vocab_size']}, {init_from} of {model.config.vocab_size}")

@@ -26,12 +26,12 @@ GPT2_SIZES = {
     "gpt2-large": {"n_layer": 36, "n_head": 20, "n_embd": 1280},
     "gpt2-xl": {"n_layer": 48, "n_head": 25, "n_embd": 1600},
 }
-# entries of a config.json of transformers' GPT-2 that change no logits; all others must be those that this model computes
+# entries of a config.json of transformers' GPT-2, of several years, that change no logits, beside those of generation
 WITHOUT_EFFECT = {
-    *("_name_or_path", "architectures", "attn_pdrop", "bos_token_id", "dtype", "embd_pdrop", "eos_token_id", "id2label"),
-    *("initializer_range", "label2id", "model_type", "n_ctx", "output_attentions", "output_hidden_states", "pad_token_id"),
-    *("problem_type", "resid_pdrop", "return_dict", "summary_activation", "summary_first_dropout", "summary_proj_to_labels"),
-    *("summary_type", "summary_use_proj", "task_specific_params", "torch_dtype", "transformers_version", "use_cache"),
+    *("_attn_implementation", "_name_or_path", "_num_labels", "architectures", "attn_pdrop", "dtype", "embd_pdrop", "id2label"),
+    *("initializer_range", "label2id", "model_type", "n_ctx", "output_past", "problem_type", "resid_pdrop", "return_dict"),
+    *("summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj"),
+    *("task_specific_params", "torch_dtype", "transformers_version"),
 }
 WRAPPERS = re.compile(r"^(module\.|_orig_mod\.)+")  # prefixes of names in a model that was wrapped or compiled
 # these weights are (in, out) in OpenAI's Conv1D and (out, in) in Linear
@@ -71,26 +71,37 @@ def check_block_size(block_size: int, longest: int, croppable: bool = True) -> N
         raise ValueError(f"block_size={block_size} does not fit the model; use --block_size={longest}")
 
 
-def check_gpt2(name: str, config: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
-    """Raise ValueError unless this model computes what a config.json of transformers says. `defaults`: those of its GPT-2."""
+def check_gpt2(name: str, config: Mapping[str, Any], defaults: Mapping[str, Any], generation: Mapping[str, Any]) -> None:
+    """Raise ValueError unless this model computes what a config.json of transformers says.
+
+    `defaults`, `generation`: those of its GPT2Config and GenerationConfig.
+    """
     if (kind := config.get("model_type", "gpt2")) != "gpt2":
         raise ValueError(f"{name} is a model of type {kind}; init_from takes a GPT-2")
     width = config.get("n_embd", defaults["n_embd"])
     # the exact GELU and its approximation differ by 1e-3 in the logits
     computed = {"n_inner": (None, 4 * width), "activation_function": ("gelu_new", "gelu", "gelu_pytorch_tanh")}
     sizes = {"n_positions", "vocab_size", "n_layer", "n_head", "n_embd"}
-    for entry in config.keys() - WITHOUT_EFFECT - sizes:
-        allowed = computed.get(entry, (defaults.get(entry),))
-        if config[entry] not in allowed:
+    for entry in config.keys() - WITHOUT_EFFECT - generation.keys() - sizes:
+        value, allowed = config[entry], computed.get(entry, (defaults.get(entry),))
+        if value not in allowed and (value or entry in defaults):  # an option that is off and unknown is none
             remedy = f"which this model does not compute; it computes {' or '.join(map(repr, allowed))}"
-            raise ValueError(f"{name} has {entry}={config[entry]!r} in its config.json, {remedy}")
+            raise ValueError(f"{name} has {entry}={value!r} in its config.json, {remedy}")
 
 
 def check_names(where: str, missing: Iterable[str], unexpected: Iterable[str]) -> None:
     """Raise ValueError if weights are missing, or are not those of this model."""
     for what, names in (("missing", sorted(missing)), ("unexpected", sorted(unexpected))):
         if names:
-            raise ValueError(f"{where} has {what} weights ({', '.join(names[:3])}, {len(names)} in all); it needs a GPT-2's")
+            raise ValueError(
+                f"{where} has {what} weights ({', '.join(names[:3])}, {len(names)} in all); it needs the weights of a GPT-2"
+            )
+
+
+def check_tied(where: str, head: torch.Tensor, wte: torch.Tensor) -> None:
+    """Raise ValueError unless the output head has the weight of the token embedding."""
+    if not head.is_meta and not torch.equal(head.contiguous().view(torch.uint8), wte.contiguous().view(torch.uint8)):
+        raise ValueError(f"{where}'s lm_head differs from its wte; only models that share this weight can be read")
 
 
 class LayerNorm(nn.LayerNorm):
@@ -379,8 +390,12 @@ class GPT(nn.Module):
             model = cls(GPTConfig.of(sizes, dropout=dropout))
         except (TypeError, ValueError, RuntimeError) as error:
             raise ValueError(f"the checkpoint's model_args {sizes} are not valid model sizes: {error}") from error
+        if more := [f"{key}={value}" for key, value in sizes.items() if value and key not in vars(model.config)]:
+            raise ValueError(f"the checkpoint's model_args have {more[0]}, which this model does not know")
         weights = {WRAPPERS.sub("", key): tensor for key, tensor in checkpoint["model"].items()}
         weights = {key: tensor for key, tensor in weights.items() if not key.endswith(".attn.bias")}  # old causal masks
+        if wrong := [key for key, tensor in weights.items() if not tensor.is_floating_point()]:
+            raise ValueError(f"the checkpoint's {wrong[0]} is {weights[wrong[0]].dtype}; weights are floating-point numbers")
         try:
             info = model.load_state_dict(weights, strict=False)
         except RuntimeError as error:  # a line for each tensor of another shape
@@ -389,9 +404,7 @@ class GPT(nn.Module):
                 f"the checkpoint's weights do not fit its model_args: {first.strip()} ({len(more)} more)"
             ) from error
         check_names("the checkpoint", info.missing_keys, info.unexpected_keys)
-        head, wte = (weights[f"{name}.weight"].contiguous().view(torch.uint8) for name in ("lm_head", "transformer.wte"))
-        if not head.is_meta and not torch.equal(head, wte):  # as bytes: nan equals nan
-            raise ValueError("the checkpoint's lm_head differs from its wte; only models that share this weight can be read")
+        check_tied("the checkpoint", weights["lm_head.weight"], weights["transformer.wte.weight"])
         return model
 
     @classmethod
@@ -412,15 +425,21 @@ class GPT(nn.Module):
                 f"with --init_from=resume --out_dir={name}"
             )
         try:
-            from transformers import GPT2Config, GPT2LMHeadModel
+            from transformers import GenerationConfig, GPT2Config, GPT2LMHeadModel
         except ImportError as error:
             raise ImportError(f"{name} needs the transformers library ({error}); pip install -e '.[gpt2]'") from error
 
-        check_gpt2(name, GPT2Config.get_config_dict(name)[0], GPT2Config().to_dict())
-        with torch.device("cpu"):
-            prefixes = {WRAPPERS.pattern: ""}
-            source, info = GPT2LMHeadModel.from_pretrained(name, output_loading_info=True, key_mapping=prefixes)
+        prefixes = {WRAPPERS.pattern: ""}
+        try:
+            check_gpt2(name, GPT2Config.get_config_dict(name)[0], GPT2Config().to_dict(), GenerationConfig().to_dict())
+            with torch.device("cpu"):
+                source, info = GPT2LMHeadModel.from_pretrained(name, output_loading_info=True, key_mapping=prefixes)
+        except (ValueError, OSError):
+            raise
+        except Exception as error:  # of safetensors, of the hub's checks, of torch
+            raise ValueError(f"cannot read the GPT-2 in {name}: {str(error).strip().splitlines()[0]}") from error
         check_names(name, info["missing_keys"], info["unexpected_keys"])
+        check_tied(name, source.lm_head.weight, source.transformer.wte.weight)
         sizes = {"block_size": source.config.n_positions, "dropout": dropout, "bias": True}
         model = cls(GPTConfig.of(source.config.to_dict(), **sizes))
         weights = source.state_dict()

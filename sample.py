@@ -10,7 +10,7 @@ import pathlib
 import torch
 
 from configurator import Dtype, PositiveFloat, PositiveInt, Seed, configure
-from data.vocabulary import load_codec
+from data.vocabulary import load_codec, of_size
 from distributed import machine
 from distributed.exits import exit_on_wrong_input
 from model import GPT
@@ -35,13 +35,13 @@ configure(globals())
 
 with exit_on_wrong_input():
     device_name, compute_dtype = machine.resolve(device, dtype)
-    meta = None
     if init_from == "resume":
         checkpoint = load_newest(out_dir)
         model = GPT.from_checkpoint(checkpoint)
         meta = vocabulary_at_hand(checkpoint)
     else:
         model = GPT.from_pretrained(init_from)
+        meta = of_size(model.config.vocab_size)
     codec = load_codec(meta, model.config.vocab_size)
     text = start
     if start.startswith("FILE:"):
@@ -51,7 +51,7 @@ with exit_on_wrong_input():
             raise ValueError(
                 f"cannot read the prompt file {start[5:]}: {error}; --start=FILE:path names a text file"
             ) from error
-    tokens = codec.encode(text)
+    tokens = codec.prompt(text)
     if not tokens:
         raise ValueError("the prompt is empty; give at least one character with --start")
 autocast = machine.autocast(torch.device(device_name), compute_dtype)

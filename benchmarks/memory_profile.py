@@ -59,7 +59,7 @@ class MemoryProfile:
     def measure(self, can_save: bool = True) -> dict[str, dict[str, Any]]:
         """Run two steps and return the bytes by point of a step: total and parts."""
         free_unused_memory()
-        with self.live, resizes_count(self.live) if isinstance(self.live, LiveBytes) else nullcontext():
+        with self.live:
             self.contender = Contender(self.setup, self.mode)
             params, device_type = self.contender.module.parameters(), self.setup.device.type
             on_device = sum(param.nbytes for param in params if param.device.type == device_type)
@@ -132,20 +132,6 @@ class MemoryProfile:
             "gradients": sum(_local_bytes(gradient) for gradient in gradients if gradient is not None),
             "state": sum(_local_bytes(value) for state in states for key, value in state.items() if key != "step"),
         }
-
-
-@contextmanager
-def resizes_count(live: LiveBytes) -> Iterator[None]:
-    """Let `live` count the storages that are resized in this block."""
-    resize = torch.UntypedStorage.resize_
-
-    def resize_and_count(storage: torch.UntypedStorage, size: int) -> Any:
-        result = resize(storage, size)
-        live.resized(storage)
-        return result
-
-    with mock.patch.object(torch.UntypedStorage, "resize_", resize_and_count):
-        yield
 
 
 @contextmanager

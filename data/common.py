@@ -54,10 +54,7 @@ def tiny_shakespeare(directory: str, local: str | None) -> str:
     path = local or os.path.join(directory, "input.txt")
     if local is None and not os.path.exists(path):
         download(TINY_SHAKESPEARE_URL, path, TINY_SHAKESPEARE_SHA256)
-    text = read_text(path)
-    if returns := text.count("\r"):
-        print(f"note: {path} has {returns:,} carriage returns, which become tokens; remove them with dos2unix")
-    return text
+    return read_text(path)
 
 
 def read_text(path: str) -> str:
@@ -66,9 +63,11 @@ def read_text(path: str) -> str:
         with open(path, encoding="utf-8-sig", newline="") as file:
             text = file.read()
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"cannot read {path} as UTF-8 text: {error}") from error
+        raise DataError(f"cannot read {path} as UTF-8 text: {error}; convert it, as with iconv -f UTF-16 -t UTF-8") from error
     if not text:
         raise DataError(f"{path} is empty; give a text file with --input FILE")
+    if returns := text.count("\r"):
+        print(f"note: {path} has {returns:,} carriage returns, which become tokens; remove them with dos2unix")
     return text
 
 
@@ -89,26 +88,33 @@ def download(url: str, path: str, sha256: str) -> None:
 
 @contextmanager
 def atomic(*paths: str, without: str = "") -> Iterator[list[BinaryIO]]:
-    """Yield a temporary binary file for each path. They replace the paths if the block ends without an error; none does if not.
+    """Yield a temporary binary file for each path. If the block ends without an error, they replace the files at the paths.
 
-    Args:
-        without: a file that is removed first. A dataset that lacks it is not used, so one that is half new never is.
+    Otherwise no file changes. `without`: a file that is gone while others are replaced. A dataset that lacks it is refused, so
+    one that is half new, because the process was killed, is never used.
 
     Raises:
         DataError: if a file cannot be written, for example because the disk is full.
     """
-    temporary = [f"{path}.{os.getpid()}.tmp" for path in paths]
+    new = [f"{path}.{os.getpid()}.tmp" for path in paths]
+    old = {path: f"{path}.{os.getpid()}.old" for path in dict.fromkeys((without, *paths)) if os.path.isfile(path)}
     try:
         with ExitStack() as files:
-            yield [files.enter_context(open(path, "wb")) for path in temporary]
-        if os.path.exists(without):
-            os.remove(without)
-        for source, path in zip(temporary, paths, strict=True):
-            os.replace(source, path)
-    except OSError as error:
-        raise DataError(f"cannot write {', '.join(paths)}: {error.strerror or error}; earlier files are unchanged") from error
+            yield [files.enter_context(open(path, "wb")) for path in new]
+        for source, path in [*old.items()]:
+            os.rename(source, path)
+        for source, path in zip(new, paths, strict=True):
+            os.rename(source, path)
+    except BaseException as error:
+        for path, kept in old.items():
+            if os.path.exists(kept):
+                os.replace(kept, path)
+        if isinstance(error, OSError):
+            reason = error.strerror or error
+            raise DataError(f"cannot write {', '.join(paths)}: {reason}; the files of before are unchanged") from error
+        raise
     finally:
-        for path in filter(os.path.exists, temporary):
+        for path in filter(os.path.isfile, [*new, *old.values()]):
             os.remove(path)
 
 
@@ -130,7 +136,7 @@ def local_documents(path: str) -> Iterator[str]:
         if left_out:
             print(f"note: left out of {path}: {', '.join(left_out[:3])} ({len(left_out)} in all)")
     elif not path.endswith(_ENDINGS) and os.path.splitext(path)[1]:
-        raise DataError(f"{path}: a file of documents ends in {', '.join(_ENDINGS)}; convert it")
+        raise DataError(f"{path}: a file of documents ends in {', '.join(_ENDINGS)}; rename it to .txt if it is plain text")
     for file in files or [path]:
         try:
             yield from parquet_documents([file]) if file.endswith(".parquet") else _lines(file)

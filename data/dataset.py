@@ -170,7 +170,7 @@ def vocabulary_of(meta: dict[str, Any] | None) -> str:
     """Return what identifies the vocabulary of `load_meta`: its size, and a checksum (CRC-32) of its tokens."""
     if not meta:
         return "GPT-2's"
-    tokens = sorted(meta.get("itos", {}).items())
+    tokens = sorted((meta.get("itos") or {}).items())
     return f"{meta['vocab_size']} tokens with checksum {zlib.crc32(repr(tokens).encode()):08x}"
 
 

@@ -4,6 +4,7 @@ A file is nanoGPT's, tokens and nothing else, or has the header of llm.c and mod
 are a magic number, the version (1: uint16 tokens follow, 7: uint32) and the number of tokens.
 """
 
+import codecs
 import functools
 import glob
 import itertools
@@ -23,12 +24,7 @@ SPLITS = ("train", "val")
 HEADER_BYTES = 256 * 4
 MAGIC = (20240520, 20240801)  # of llm.c's files for GPT-2 and for Llama 3
 _DTYPES: dict[int, np.dtype] = {1: np.dtype(np.uint16), 7: np.dtype(np.uint32)}  # by version
-_OTHER_KINDS = {
-    b"\x93NUMPY": "a NumPy file",
-    b"PK\3\4": "a zip archive",
-    b"PAR1": "a Parquet table",
-    b"ARROW1": "an Arrow table",
-}
+_OTHER_KINDS = b"\x93NUMPY", b"PK\3\4", b"PAR1", b"ARROW1", b"\x89HDF"  # beginnings of files of other programs
 _SAMPLE = 2**13  # words of 4 bytes at the beginning and in the middle of a file that are read to know its format
 _OPEN_FILES = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2  # of all splits; more are closed again
 _LARGEST_QUOTIENT = 5  # is even enough; Zaremba's conjecture: every number of windows has such strides
@@ -148,12 +144,10 @@ def _inspect(path: str, vocab_size: int | None) -> _File:
     size, inode = status.st_size, status.st_ino
     vocabulary = "GPT-2's vocabulary" if vocab_size is None else f"a vocabulary of {vocab_size}"
     words = np.concatenate([np.fromfile(path, np.uint32, _SAMPLE, offset=offset) for offset in (0, size // 8 * 4)])
-    with open(path, "rb") as file:
-        beginning = file.read(8)
-    if kind := next((kind for magic, kind in _OTHER_KINDS.items() if beginning.startswith(magic)), ""):
-        raise DataError(
-            f"{path} is {kind}, no token file; write the numbers alone, as in array.astype('{expected}').tofile(path)"
-        )
+    beginning = words[:_SAMPLE].tobytes()
+    if beginning.startswith(_OTHER_KINDS) or _is_text(beginning):
+        remedy = f"write the tokens as numbers alone, as in np.array(tokens, '{expected}').tofile(path)"
+        raise DataError(f"{path} is no token file, but a text or a file of another program; {remedy}")
     if len(words) > 2 and words[0] in MAGIC:
         version, count = words[1:3].tolist()
         dtype = _DTYPES.get(version)
@@ -179,6 +173,15 @@ def _inspect(path: str, vocab_size: int | None) -> _File:
             "(version 1 if they are uint16, 7 if uint32), or the true vocab_size to meta.pkl"
         )
     return _File(path, expected, 0, size // expected.itemsize, inode)
+
+
+def _is_text(beginning: bytes) -> bool:
+    """Return whether these are characters in UTF-8. Of tokens, some have the byte of a control character, or of none."""
+    try:
+        codecs.getincrementaldecoder("utf-8")().decode(beginning)
+    except UnicodeDecodeError:
+        return False
+    return len(beginning) >= 64 and re.search(rb"[\0-\10\13\14\16-\37]", beginning) is None
 
 
 @functools.lru_cache(_OPEN_FILES)

@@ -4,8 +4,9 @@ import ast
 import hashlib
 import os
 import pickle
+import re
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -63,9 +64,9 @@ def load_meta(directory: str) -> dict[str, Any] | None:
             meta = _PlainUnpickler(file).load()
         if type(meta["vocab_size"]) is not int or meta["vocab_size"] < 1:
             raise pickle.UnpicklingError(f"vocab_size={meta['vocab_size']!r} is not a positive integer")
-        if not isinstance(meta.get("itos", {}), dict):  # a list has its tokens as indices
+        if not isinstance(meta.get("itos"), dict | None):  # a list has its tokens as indices
             meta["itos"] = dict(enumerate(meta["itos"]))
-        if not isinstance(meta.get("stoi", {}), dict):
+        if not isinstance(meta.get("stoi"), dict | None):
             raise pickle.UnpicklingError("stoi is no dict")
     except Exception as error:  # damaged bytes can raise any exception
         raise DataError(f"{path} is no vocabulary ({error}); run the dataset's prepare.py again") from error
@@ -78,6 +79,23 @@ class Codec(NamedTuple):
     encode: Callable[[str], list[int]]
     decode: Callable[[list[int]], str]
     tokens: Sequence[int]  # that `decode` takes, ascending
+
+    def prompt(self, text: str) -> list[int]:
+        """Return the tokens of a prompt. A line break, the usual one, is the first token if the vocabulary has none."""
+        try:
+            return self.encode(text) or [self.tokens[0]] * (text == "\n")
+        except DataError:
+            if text != "\n":
+                raise
+            return [self.tokens[0]]
+
+
+def of_size(vocab_size: int) -> dict[str, Any] | None:
+    """Return the `load_meta` of a model that comes without a dataset: None, GPT-2's, or tokens without texts.
+
+    GPT-2's vocabulary may have been padded to a multiple of up to 512.
+    """
+    return None if 50257 <= vocab_size <= 50688 else {"vocab_size": vocab_size}
 
 
 def load_codec(meta: dict[str, Any] | None, model_vocab_size: int) -> Codec:
@@ -164,24 +182,21 @@ def texts_of(meta: dict[str, Any]) -> dict[int, str | bytes]:
 
 def _own_codec(meta: dict[str, Any]) -> Codec:
     texts: dict[int, Any] = texts_of(meta)
-    if not texts:  # then tokens are printed and read as numbers
-        return Codec(_numbers, lambda tokens: " ".join(map(str, tokens)), range(meta["vocab_size"]))
+    if not texts:
+        return _numbers_codec(meta["vocab_size"])
     tokens_of = {text: token for token, text in sorted(texts.items(), reverse=True)}  # the first of several with one text
-    longest = max(map(len, texts.values()))
     in_bytes = isinstance(next(iter(texts.values())), bytes)
-    are_words = longest > 1 and not in_bytes and not any(character.isspace() for text in texts.values() for character in text)
+    any_of = "|".join(map(re.escape, sorted(map(_as_text, tokens_of), key=len, reverse=True)))
+    pieces = re.compile(f"{any_of}|.", re.DOTALL)  # the longest text of a token that comes next, or a character that none has
+    long = [text for text in texts.values() if len(text) > 1]
+    are_words = not in_bytes and 2 * len(long) > len(texts) and " " not in texts.values() and not any(map(_has_space, long))
     between: Any = b"" if in_bytes else " " if are_words else ""
 
-    def pieces(text: Any) -> Iterator[Any]:
-        """Yield the longest text of a token that comes next, or a character that no token has."""
-        while text:
-            sizes = (size for size in range(longest, 0, -1) if text[:size] in tokens_of)
-            size = next(sizes, 1)
-            yield text[:size]
-            text = text[size:]
-
     def encode(text: str) -> list[int]:
-        found = text.split() if are_words else list(pieces(text.encode() if in_bytes else text))
+        found: list[Any] = pieces.findall(_as_text(text.encode()) if in_bytes else text)
+        found = [piece.encode("latin-1") for piece in found] if in_bytes else found
+        if are_words and not tokens_of.keys() >= set(found):
+            found = [word for word in re.findall(r"\S+|\s", text) if word in tokens_of or not word.isspace()]
         if unknown := sorted(set(found) - tokens_of.keys()):
             shown: Any = between.join(unknown)
             raise DataError(f"the vocabulary has no {shown!r}; leave it out of the text")
@@ -194,11 +209,25 @@ def _own_codec(meta: dict[str, Any]) -> Codec:
     return Codec(encode, decode, sorted(texts))
 
 
-def _numbers(text: str) -> list[int]:
-    try:
-        return [int(number) for number in text.split()] or [0]
-    except ValueError as error:
-        raise DataError("the vocabulary has no texts; write the prompt as numbers of tokens, such as '3 17'") from error
+def _as_text(text: Any) -> str:
+    """Return a text, of bytes a character for each."""
+    return text.decode("latin-1") if isinstance(text, bytes) else text
+
+
+def _has_space(text: str) -> bool:
+    return any(map(str.isspace, text))
+
+
+def _numbers_codec(vocab_size: int) -> Codec:
+    """Return the vocabulary of tokens that have no texts: they are written as numbers."""
+
+    def encode(text: str) -> list[int]:
+        numbers = text.split()
+        if not all(number.isdecimal() and int(number) < vocab_size for number in numbers):
+            raise DataError(f"the vocabulary has no texts; write numbers below {vocab_size}, such as --start='3 17'")
+        return list(map(int, numbers))
+
+    return Codec(encode, lambda tokens: " ".join(map(str, tokens)), range(vocab_size))
 
 
 class _PlainUnpickler(pickle.Unpickler):

@@ -9,8 +9,8 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
-from typing import Any
+from functools import partial, partialmethod
+from typing import Any, Self
 from unittest import mock
 
 import torch
@@ -84,6 +84,17 @@ class LiveBytes(TorchDispatchMode):
             self._peak = max(self._peak, self.now + result.numel() * torch.float32.itemsize)
         return result
 
+    def __enter__(self) -> Self:
+        self._resizes = mock.patch.object(
+            torch.UntypedStorage, "resize_", partialmethod(_resize, torch.UntypedStorage.resize_, self)
+        )
+        self._resizes.start()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._resizes.stop()
+        super().__exit__(*error)
+
     def resized(self, storage: torch.UntypedStorage) -> None:
         """Count what a storage has now: FSDP2 frees the memory of storages that stay alive, and allocates it again."""
         if (key := storage._cdata) in self._alive:
@@ -117,6 +128,12 @@ class LiveBytes(TorchDispatchMode):
         self._spans.pop(key, None)
         if self._sum is not None and self._sum[0] == key:
             self._sum = None
+
+
+def _resize(storage: torch.UntypedStorage, resize: Any, live: LiveBytes, nbytes: int) -> Any:
+    result = resize(storage, nbytes)
+    live.resized(storage)
+    return result
 
 
 def _adds_gradients(func: Any, args: Any) -> bool:

@@ -5,12 +5,13 @@ import json
 import math
 import os
 import pathlib
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 from distributed.heartbeat import position
 from distributed.ranks import print0
-from run import report
+from run import metrics, report
 from run.summary import Summary
 from run.tensorboard_run import TensorBoardRun
 from run.wandb_run import WandbRun
@@ -202,7 +203,7 @@ def _all_facts(folder: str, config: dict[str, Any], resume_at: int | None) -> di
             open(os.path.join(folder, FACTS)) as file,
         ):
             before = json.load(file)
-            parts = [part for part in before["parts"] if part["from_iter"] < resume_at]
+            parts = [part for part in before["parts"] if part["from_iter"] < resume_at and part.keys() >= now.keys()]
             starts = [start for start in before.get("starts", [0]) if start <= resume_at]
     if not parts or {key: parts[-1].get(key) for key in now} != now:
         parts.append({"from_iter": resume_at or 0, **now})
@@ -219,11 +220,17 @@ def _write_facts(folder: str, facts: dict[str, Any]) -> None:
         print0(f"WARNING: run.json is not written: {error}")
 
 
+def _fits(key: str, value: Any) -> bool:
+    """Return whether a value can be that of a metric: a finite number or nothing, or if it is none of our numbers, a text."""
+    if isinstance(value, str):
+        return key not in metrics.METRICS or metrics.METRICS[key].unit == "text"
+    return value is None or (type(value) in (int, float) and abs(value) <= sys.float_info.max)
+
+
 def event_of(line: bytes) -> dict[str, Any]:
     """Return the event of a line, whose "iter" is an integer. That of a line which is not from this program is -1."""
     try:
         event = json.loads(line)
-        values = {key: value for key, value in event.items() if isinstance(value, int | float | str | None)}
-        return {**values, "iter": int(event["iter"])}
+        return {key: value for key, value in event.items() if _fits(key, value)} | {"iter": int(event["iter"])}
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
         return {"iter": -1}

@@ -18,13 +18,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from configurator import PER_HOST
 from data.dataset import DATA_DIR, Dataset, vocabulary_of
-from data.vocabulary import load_meta
+from data.vocabulary import load_meta, of_size
 from distributed.launch import Launch
 from distributed.machine import versions
 from distributed.ranks import batch_in_words, divided_batch, print0
 from distributed.rendezvous import agree
 from forecast.modes import muon_of
-from model import GPT2_VOCAB_SIZE, GPTConfig
+from model import GPTConfig
 from zero.flags import Flags
 from zero.host_comm import gather_objects
 
@@ -135,14 +135,13 @@ def check_gradients(model: torch.nn.Module, remedy: str) -> None:
 def vocabulary_at_hand(checkpoint: dict[str, Any]) -> dict[str, Any] | None:
     """Return the `Dataset.meta` of the dataset that a checkpoint was trained on; None: GPT-2's vocabulary.
 
-    A checkpoint that was stripped may not name its dataset. If its model is too small for GPT-2's, tokens have no texts then.
+    A checkpoint that was stripped may not name its dataset. Then `of_size` decides.
 
     Raises:
         ValueError: as `check_vocabulary`.
     """
     if (dataset := checkpoint["config"].get("dataset")) is None:
-        size = checkpoint["model_args"].get("vocab_size", GPTConfig.vocab_size)
-        return {"vocab_size": size} if size < GPT2_VOCAB_SIZE else None
+        return of_size(checkpoint["model_args"].get("vocab_size", GPTConfig.vocab_size))
     meta = load_meta(os.path.join(DATA_DIR, dataset))
     check_vocabulary(checkpoint, dataset, meta)
     return meta

@@ -153,7 +153,8 @@ def add_evaluation(folder: str, iteration: int | None, dataset: str, results: di
         before = json.load(file)
         if before.get("iter") == iteration:
             same_data = before["dataset"] == dataset
-            values = {key: value for key, value in before.items() if same_data or "/val_" not in key} | values
+            kept = {key: value for key, value in before.items() if isinstance(value, int | float)}
+            values = {key: value for key, value in kept.items() if same_data or "/val_" not in key} | values
     values |= results
     with atomic_write(path) as temporary, open(temporary, "w") as file:
         json.dump(values, file, indent=1)

@@ -40,10 +40,7 @@ class Sampler:
             self._codec = load_codec(meta, model.config.vocab_size)
         except DataError as error:
             raise DataError(f"sample_interval={interval} cannot write samples: {error}; or use --sample_interval=0") from error
-        try:
-            self._prompt = self._codec.encode("\n")
-        except DataError:  # the vocabulary has no such character
-            self._prompt = [0]
+        self._prompt = self._codec.prompt("\n")
 
     def write(self, iteration: int, log: Logger) -> bool:
         """Write a sample if one is due before this iteration, and return whether it was. Needs to be called on all ranks.

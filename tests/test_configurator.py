@@ -103,6 +103,11 @@ def test_mistakes_end_with_one_line(capsys, argument, message):
         ("from functools import partial\nout_dir = partial(print)", "is a partial, but out_dir takes text"),
         ("\nimport sys\nsys.exit('no GPU')", "cannot be run: SystemExit: no GPU (line 3)"),
         ("exit(0)", "cannot be run: SystemExit: 0 (line 1)"),
+        ("# yaml\nbatch_size: 8", "cannot be run: ValueError: line 2 sets nothing"),
+        ('{"batch_size": 8}', "ValueError: line 1 sets nothing"),
+        ("batch_size == 8", "sets nothing; write it in Python: batch_size = 8"),
+        ("out_dir = 10**5000", "out_dir=a long number in"),
+        ("batch_size = -(10**5000)", "must be less than 2**63"),
     ],
 )
 def test_mistakes_in_files_name_the_file(capsys, tmp_path, text, message):

@@ -59,8 +59,10 @@ def wrong_examples(folder):
         path = folder / f"wrong{number}.jsonl"
         path.write_text(f"{json.dumps(EXAMPLE)}\n{json.dumps(EXAMPLE | field)}\n")
         yield path
-    for name, line in (("no_json", "?"), ("nested", "[" * 100_000), ("number", "7")):
-        (folder / name).write_text(f"{json.dumps(EXAMPLE)}\n{line}\n")
+    lines = {"no_json": b"?", "nested": b"[" * 100_000, "number": b"7", "latin": b"\xe9", "infinity": None, "true": None}
+    for name, line in lines.items():
+        odd = json.dumps(EXAMPLE | {"label": math.inf if name == "infinity" else True}).encode()
+        (folder / name).write_bytes(json.dumps(EXAMPLE).encode() + b"\n" + (line or odd) + b"\n")
         yield folder / name
 
 
@@ -172,8 +174,8 @@ def test_mistakes(data, trained, tmp_path):
     messages = {
         "--tasks=all": "tasks=all is not one of val, hellaswag",
         "--tasks=hellaswag --hellaswag=nowhere.jsonl": "curl -O https://raw.githubusercontent.com/rowanz/hellaswag/",
-        f"--tasks=hellaswag --hellaswag={tmp_path / 'other.jsonl'}": "other.jsonl, line 1: no HellaSwag (KeyError('label'))",
-        f"--tasks=hellaswag --hellaswag={os.devnull}": "no HellaSwag (ValueError('it is empty'))",
+        f"--tasks=hellaswag --hellaswag={tmp_path / 'other.jsonl'}": "other.jsonl, line 1: no HellaSwag (KeyError: 'label')",
+        f"--tasks=hellaswag --hellaswag={os.devnull}": "no HellaSwag (ValueError: it is empty)",
         f"--tasks=hellaswag --dataset={data}": "has another vocabulary",
         **{f"--tasks=hellaswag --hellaswag={path}": f"{path}, line 2: no HellaSwag" for path in wrong_examples(tmp_path)},
         f"--tasks=hellaswag --hellaswag={tmp_path / 'accents.jsonl'}": "the vocabulary has no 'Z'",

@@ -133,6 +133,10 @@ def test_from_checkpoint_takes_the_names_of_a_wrapped_model_and_refuses_other_we
         assert all(torch.equal(value, weights[key]) for key, value in loaded.state_dict().items())
     assert "has missing weights" in refusal({f"net.{key}": value for key, value in weights.items()})
     assert "has unexpected weights (more, 1 in all)" in refusal({**weights, "more": torch.ones(3)})
+    assert "weights are floating-point numbers" in refusal({name: held.to(torch.int8) for name, held in weights.items()})
+    checkpoint["model_args"]["rotary"] = True
+    assert "have rotary=True, which this model does not know" in refusal(weights)
+    del checkpoint["model_args"]["rotary"]
     checkpoint["model_args"]["n_embd"] = 16
     assert "do not fit its model_args: size mismatch for transformer.wte.weight" in refusal(weights)
 
@@ -177,6 +181,14 @@ CHANGES = {  # of config.json
     "quantization_config": {"bits": 4},
     "rotary": "an entry that nobody knows",
 }
+OLD = {
+    "output_past": True,
+    "gradient_checkpointing": False,
+    "_num_labels": 1,
+    "do_sample": True,
+    "max_length": 50,
+    "rotary": False,
+}
 
 
 @pytest.mark.parametrize("entry", CHANGES)
@@ -185,6 +197,34 @@ def test_a_gpt2_that_computes_something_else_is_refused(entry, a_gpt2, tmp_path)
     config = json.loads((a_gpt2 / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, entry: CHANGES[entry]}))
     with pytest.raises(ValueError, match=f"has {entry}=.* in its config.json, which this model does not compute"):
+        GPT.from_pretrained(str(tmp_path))
+
+
+def test_entries_of_older_versions_change_nothing(a_gpt2, tmp_path):
+    shutil.copytree(a_gpt2, tmp_path, dirs_exist_ok=True)
+    config = json.loads((a_gpt2 / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, **OLD}))
+    expected = GPT.from_pretrained(str(a_gpt2)).state_dict()
+    assert all(torch.equal(held, expected[name]) for name, held in GPT.from_pretrained(str(tmp_path)).state_dict().items())
+
+
+@pytest.mark.parametrize("change", ["size", "head", "cut", "words"])
+def test_folders_that_transformers_refuses_or_reads_in_another_way(change, a_gpt2, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(a_gpt2, tmp_path, dirs_exist_ok=True)
+    config, path = json.loads((a_gpt2 / "config.json").read_text()), tmp_path / "model.safetensors"
+    message = f"cannot read the GPT-2 in {tmp_path}: "
+    if change == "head":
+        weights = load_file(path)
+        save_file({**weights, "lm_head.weight": weights["transformer.wte.weight"] + 1}, path, metadata={"format": "pt"})
+        message = "lm_head differs from its wte"
+    elif change == "cut":
+        path.write_bytes(path.read_bytes()[:5000])
+    else:
+        config |= {"n_positions": 64} if change == "size" else {"n_layer": "three"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=message):
         GPT.from_pretrained(str(tmp_path))
 
 

@@ -20,6 +20,8 @@ BLOCK = 256  # elements that share a scale with `Int8`
 # state of torch.optim's classes to which an update is proportional: small numbers may become zero
 MEANS = ("exp_avg", "momentum_buffer", "grad_avg")
 
+Parts = tuple[torch.Tensor, ...]  # of encoded elements
+
 
 class Codec(Protocol):
     """Encodes flat float32 tensors."""
@@ -28,18 +30,16 @@ class Codec(Protocol):
     scratch: int  # bytes per element of a piece that `encode` needs in addition
     price: str  # what it costs with AdamW, in words
 
-    def empty(self, numel: int, device: torch.device) -> tuple[torch.Tensor, ...]:
+    def empty(self, numel: int, device: torch.device) -> Parts:
         """Return memory for encoded elements: one or more flat tensors, each with a number per element or per block."""
 
-    def encode(
-        self, values: torch.Tensor, seed: Callable[[], torch.Tensor], out: tuple[torch.Tensor, ...], means: int = 0
-    ) -> None:
+    def encode(self, values: torch.Tensor, seed: Callable[[], torch.Tensor], out: Parts, means: int = 0) -> None:
         """Encode `values`, (numel,) float32, of which the first `means` are `MEANS`.
 
         `seed` returns one number, for the random numbers of the rounding.
         """
 
-    def decode(self, encoded: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    def decode(self, encoded: Parts) -> torch.Tensor:
         """Return the elements, (numel,) float32."""
 
 
@@ -53,12 +53,10 @@ class BFloat16:
     block, scratch = 1, 12
     price = "AdamW's moments are rounded, stochastically"
 
-    def empty(self, numel: int, device: torch.device) -> tuple[torch.Tensor, ...]:
+    def empty(self, numel: int, device: torch.device) -> Parts:
         return (torch.empty(numel, dtype=torch.bfloat16, device=device),)
 
-    def encode(
-        self, values: torch.Tensor, seed: Callable[[], torch.Tensor], out: tuple[torch.Tensor, ...], means: int = 0
-    ) -> None:
+    def encode(self, values: torch.Tensor, seed: Callable[[], torch.Tensor], out: Parts, means: int = 0) -> None:
         noise = rounding_noise(seed().to(values.device, non_blocking=True), values.numel())
         for target, part in pieces(out[0], values):
             # the sum must not overflow, which it would for the nan whose bits are all one
@@ -66,7 +64,7 @@ class BFloat16:
             bits += noise[: part.numel()]
             target.view(torch.int16).copy_(bits >> 16)
 
-    def decode(self, encoded: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    def decode(self, encoded: Parts) -> torch.Tensor:
         return encoded[0].float()
 
 
@@ -74,10 +72,10 @@ class Int8:
     """One byte per element: its ratio to the largest element of its block of 256, on a scale that is finer for large ratios.
 
     The scale is the dynamic map of Dettmers et al., "8-bit Optimizers" (https://arxiv.org/abs/2110.02861), with two changes. It
-    includes the largest ratio exactly, with both signs, so that a block that is encoded again does not shrink. And only `MEANS`
-    become zero, if a block has a number of 1e-37 or more: an element whose second moment is lost, but not its first, would be
-    updated by too much, and so would one whose mean is made larger. Blocks without negative elements use all codes for positive
-    ones.
+    includes the largest ratio exactly, with both signs, so that a block that is encoded again does not shrink. And of numbers
+    that are not zero, only `MEANS` become zero, or those of a block with nothing above 1e-37. An element whose second moment is
+    lost, but not its first, would be updated by too much. So would an element whose mean is made larger. Blocks without
+    negative elements use all codes for positive ones.
 
     It rounds to the nearest code. A change by less than half the distance to the next code is lost, so a second moment may
     neither decay nor grow as it should (docs/sharding.md has figures).
@@ -86,13 +84,11 @@ class Int8:
     block, scratch = BLOCK, 12
     price = "AdamW's moments are rounded; on a CPU an update takes 5 to 10 times as long"
 
-    def empty(self, numel: int, device: torch.device) -> tuple[torch.Tensor, ...]:
+    def empty(self, numel: int, device: torch.device) -> Parts:
         codes = torch.empty(numel, dtype=torch.uint8, device=device)
         return codes, torch.empty(numel // BLOCK, device=device)  # the scales: negative if the block has negative elements
 
-    def encode(
-        self, values: torch.Tensor, seed: Callable[[], torch.Tensor], out: tuple[torch.Tensor, ...], means: int = 0
-    ) -> None:
+    def encode(self, values: torch.Tensor, seed: Callable[[], torch.Tensor], out: Parts, means: int = 0) -> None:
         nearest, means = _nearest_codes(values.device), means // BLOCK
         for blocks, codes, scales in _by_block(values, *out):
             lowest, highest = blocks.amin(1, keepdim=True), blocks.amax(1, keepdim=True)  # aminmax is slow on a CPU
@@ -106,7 +102,7 @@ class Int8:
                 means -= len(blocks)
             torch.index_select(nearest, 0, numbers.view(-1), out=codes.view(-1))
 
-    def decode(self, encoded: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    def decode(self, encoded: Parts) -> torch.Tensor:
         values = torch.empty_like(encoded[0], dtype=torch.float32)
         ratios = _ratios(values.device)
         for blocks, codes, scales in _by_block(values, *encoded):
@@ -143,7 +139,7 @@ class Encoded:
     """An entry of the state of a slice between updates."""
 
     codec: Codec
-    parts: tuple[torch.Tensor, ...]
+    parts: Parts
 
     def decode(self, local: torch.Tensor) -> torch.Tensor:
         """Return the entry in float32, in the shape of `local`, the slice."""
@@ -168,7 +164,7 @@ class CodedState:
     ) -> None:
         self.codec, self.inner, self.slices, self.names = codec, inner, slices, names
         self._entries: list[tuple[torch.nn.Parameter, str, Encoded]] = []  # slice, name, and what is held between updates
-        self._parts: tuple[torch.Tensor, ...] = ()  # all of them
+        self._parts: Parts = ()  # all of them
         self._means = 0  # elements of `MEANS`, which come first
         self._cuts: list[int] = []  # where their elements lie among all, see `zero.tensors.cut`
         self._flat: torch.Tensor | None = None  # what is decoded now

@@ -101,11 +101,10 @@ if __name__ == "__main__":
     with exit_on_data_error():
         if arguments.tokens is not None and not 1 <= arguments.tokens < 1e15:
             raise DataError(f"--tokens={arguments.tokens}: give a number of tokens, such as --tokens=1e9")
-    limit = arguments.tokens and int(arguments.tokens)
-    existing = list(itertools.takewhile(os.path.exists, map(path_of, itertools.count())))
-    shards = list(itertools.takewhile(whole, existing))
-    if limit is None or limit > sum(os.path.getsize(path) - HEADER_BYTES for path in existing) // 2:
-        with exit_on_data_error():
+        limit = arguments.tokens and int(arguments.tokens)
+        existing = list(itertools.takewhile(os.path.exists, map(path_of, itertools.count())))
+        shards = list(itertools.takewhile(whole, existing))
+        if limit is None or limit > sum(os.path.getsize(path) - HEADER_BYTES for path in existing) // 2:
             encoding = gpt2_encoding()
             skip, last = position(shards, encoding.eot_token)
             if arguments.input:

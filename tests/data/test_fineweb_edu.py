@@ -97,19 +97,25 @@ def test_a_part_and_later_the_rest(prepare, capsys):
 
 
 @pytest.mark.parametrize("limit", ["--tokens=45", "--tokens=1e9"])
-def test_no_token_is_in_both_splits_after_a_stop_between_the_shards(prepare, monkeypatch, limit):
+@pytest.mark.parametrize("moves", range(4))
+def test_a_stop_between_the_shards_leaves_those_of_before(prepare, monkeypatch, limit, moves):
+    """The first two shards of a part are put away, and then replaced: no token is in both splits."""
     prepare("--tokens=40")
-    replace = os.replace
+    before, rename, left = shards(prepare.folder), os.rename, moves
 
-    def and_stop(source, path):
-        replace(source, path)
-        raise KeyboardInterrupt
+    def and_stop(*paths):
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise KeyboardInterrupt
+        rename(*paths)
 
     with monkeypatch.context() as patch:
-        patch.setattr(os, "replace", and_stop)
+        patch.setattr(os, "rename", and_stop)
         with pytest.raises(KeyboardInterrupt):
             prepare(limit)
-    assert list(shards(prepare.folder)) == names(1)
+    whole = limit == "--tokens=1e9" and moves == 3  # the first shard alone is replaced, the second one written later
+    assert shards(prepare.folder) == (before if not whole else {names(1)[0]: STREAM[:SHARD]})
     prepare()
     assert list(chain(*shards(prepare.folder).values())) == STREAM
 

@@ -1,9 +1,9 @@
 """data/*/prepare.py: from a text to token files, also from a local file, and what is said without a network."""
 
-import contextlib
 import gzip
 import json
 import os
+import pickle
 import shutil
 import subprocess
 import sys
@@ -59,36 +59,45 @@ def test_a_full_disk_leaves_the_dataset_of_before(scripts, tmp_path, name):
     done = subprocess.run(["bash", "-c", limited], env={**os.environ, **cache}, capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1].startswith("error: cannot write ")
-    assert "train.bin: File too large; earlier files are unchanged" in done.stderr
+    assert "train.bin: File too large; the files of before are unchanged" in done.stderr
     assert contents(scripts / "data" / name) == before
 
 
-def test_a_kill_between_two_files_leaves_no_mixture(tmp_path, monkeypatch):
-    replace, left = os.replace, 0
+KILLED = """
+import os, sys
+sys.path.insert(0, {root!r})
+from data import common
+left, rename = {moves}, os.rename
+def rename_or_die(*paths):
+    global left
+    left -= 1
+    if left < 0:
+        {end}
+    rename(*paths)
+os.rename = rename_or_die
+common.write_characters({folder!r}, "bac" * 50, ["a", "b", "c"])
+"""
 
-    def replace_or_die(*paths):
-        nonlocal left
-        left -= 1
-        if left < 0:
-            raise KeyboardInterrupt
-        replace(*paths)
 
-    monkeypatch.setattr(os, "replace", replace_or_die)
-    for moved in range(4):
-        left = 99
+@pytest.mark.parametrize("end", ["os._exit(9)", "raise KeyboardInterrupt", "raise OSError('no space')"])
+def test_an_end_between_two_files_leaves_no_mixture(tmp_path, end):
+    """All files are as before, unless the process was killed: then train.bin is missing."""
+    for moves in range(7):  # three files are put away, then three get their names
         common.write_characters(str(tmp_path), "ab" * 50, ["a", "b"])
-        left = moved
-        with contextlib.suppress(KeyboardInterrupt):
-            common.write_characters(str(tmp_path), "bac" * 50, ["a", "b", "c"])
+        before = contents(tmp_path)
+        script = KILLED.format(root=ROOT, folder=str(tmp_path), moves=moves, end=end)
+        process = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+        assert (process.returncode != 0) == (moves < 6), process.stderr
         found = contents(tmp_path)
-        assert not any(name.endswith(".tmp") for name in found)
-        if moved < 3:
+        if moves == 6:
+            assert pickle.loads(found["meta.pkl"])["vocab_size"] == 3
+            assert len(found) == 3
+        elif end == "os._exit(9)" and moves:
             assert "train.bin" not in found
-            with pytest.raises(DataError, match=r"train.bin is missing"):
-                Dataset(str(tmp_path), 4)
         else:
-            data = Dataset(str(tmp_path), 4)
-            assert vocabulary.load_codec(data.meta, 3).decode(data.tokens["train"][:6].tolist()) == "bacbac"
+            assert found == before | ({} if "exit" not in end else found)
+        shutil.rmtree(tmp_path)
+        tmp_path.mkdir()
 
 
 def test_a_byte_order_mark_is_no_character_and_carriage_returns_are_named(scripts, tmp_path):

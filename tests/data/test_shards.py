@@ -11,6 +11,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+import torch
 from conftest import ROOT
 from scripts import FEW, torch_load, train
 from toy import assert_equal
@@ -182,15 +183,25 @@ def test_a_token_outside_the_vocabulary_names_its_file(tmp_path):
     data.check(1500, part=0, parts=2)
 
 
-@pytest.mark.parametrize(
-    ("save", "kind"), [(np.save, "NumPy"), (np.savez, "zip"), (lambda path, _: path.write_bytes(b"PAR1" * 9), "Parquet")]
-)
-def test_a_file_of_another_kind_is_no_token_file(save, kind, tmp_path):
-    other = tmp_path / "tokens.npz" if kind == "zip" else tmp_path / "tokens.npy"
-    save(other, np.arange(1000, dtype=np.uint16))
+OTHERS = {
+    "NumPy": lambda path: np.save(path, np.arange(1000, dtype=np.uint16)),
+    "NumPy, several": lambda path: np.savez(path, np.arange(1000)),
+    "torch": lambda path: torch.save(torch.arange(1000), path),
+    "Parquet": lambda path: path.write_bytes(b"PAR1" * 20),
+    "text": lambda path: path.write_text("To be, or not to be\n" * 50),
+    "text in another script": lambda path: path.write_text("в начале было слово " * 50),
+    "numbers as text": lambda path: path.write_text(", ".join(map(str, range(200)))),
+    "an error page": lambda path: path.write_text("<!DOCTYPE html>\n<html>" + 20 * "not found "),
+}
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_a_file_of_another_kind_is_no_token_file(kind, tmp_path):
+    other = tmp_path / ("other.npz" if kind == "NumPy, several" else "other.npy")
+    OTHERS[kind](other)
     for split in ("train", "val"):
-        shutil.copy(other, tmp_path / f"{split}.bin")
-    with pytest.raises(DataError, match=f"train.bin is a {kind}.* no token file"):
+        (tmp_path / f"{split}.bin").write_bytes(other.read_bytes()[: other.stat().st_size // 2 * 2])
+    with pytest.raises(DataError, match=r"train.bin is no token file, but a text or a file of another program"):
         Dataset(str(tmp_path), BLOCK)
 
 

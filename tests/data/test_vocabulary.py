@@ -22,6 +22,16 @@ TABLES = {
     "bytes": ({"vocab_size": 256, "itos": {n: bytes([n]) for n in range(256)}}, "ü", [195, 188], "ü", list(range(256))),
     "bytes as keys": ({"vocab_size": 2, "stoi": {b"x": 0, b"yz": 1}}, "yzx", [1, 0], "yzx", [0, 1]),
     "words": ({"vocab_size": 3, "stoi": {"the": 0, "cat": 1, ".": 2}}, "the cat\n.", [0, 1, 2], "the cat .", [0, 1, 2]),
+    "words without a line break": ({"vocab_size": 2, "stoi": {"the": 0, "cat": 1}}, "\n", [0], "the", [0, 1]),
+    "words and a line break": (
+        {"vocab_size": 3, "itos": ["the", "cat", "\n"]},
+        "the cat\n",
+        [0, 1, 2],
+        "the cat \n",
+        [0, 1, 2],
+    ),
+    "letters and a mark": ({"vocab_size": 5, "itos": ["<pad>", *"ACGT"]}, "ACGT", [1, 2, 3, 4], "ACGT", [0, 1, 2, 3, 4]),
+    "one table is None": ({"vocab_size": 2, "itos": None, "stoi": {"a": 0, "b": 1}}, "ab", [0, 1], "ab", [0, 1]),
     "pieces of words": (
         {"vocab_size": 4, "stoi": {"un": 0, "do": 1, " ": 2, "u": 3}},
         "undo u",
@@ -41,7 +51,7 @@ def load(folder, meta):
 def test_tables_as_others_write_them(name, tmp_path):
     meta, text, tokens, back, allowed = TABLES[name]
     codec = load(tmp_path, meta)
-    assert (codec.encode(text), codec.decode(tokens), list(codec.tokens)) == (tokens, back, allowed)
+    assert (codec.prompt(text), codec.decode(tokens), list(codec.tokens)) == (tokens, back, allowed)
 
 
 @pytest.mark.parametrize(
@@ -72,5 +82,6 @@ def test_unknown_texts(tmp_path):
         with pytest.raises(DataError) as refused:
             load(tmp_path, meta).encode(text)
         assert f"has no {shown}; leave it out" in str(refused.value)
-    with pytest.raises(DataError, match="numbers of tokens, such as '3 17'"):
-        load(tmp_path, {"vocab_size": 5}).encode("def ")
+    for text in ("def ", "3 5", "-1", "1.5"):
+        with pytest.raises(DataError, match="write numbers below 5, such as --start='3 17'"):
+            load(tmp_path, {"vocab_size": 5}).encode(text)

@@ -84,7 +84,7 @@ def test_what_is_not_finite_is_null_in_the_file_and_itself_in_wandb(tmp_path, wa
 
 def test_wandb_gets_the_run_that_goes_on_and_the_rows_that_it_lacks(tmp_path, wandb):
     lines = [
-        '{"iter": 0, "by_layer": {"a": 1}}',
+        f'{{"iter": 0, "by_layer": {{"a": 1}}, "iter/loss": "abc", "lr": 1{400 * "0"}}}',
         "a remark",
         "[7]",
         "[" * 100_000,
@@ -116,7 +116,14 @@ def test_run_json_lists_what_a_resumed_run_has_changed(tmp_path):
     assert parts(30, "torch", 4) == [(0, "sharded", 2), (20, "torch", 2), (30, "torch", 4)]
     assert parts(20, "adamw") == [(0, "sharded", 2), (20, "adamw", 2)], "from an older checkpoint"
     assert parts(None, "adamw") == [(0, "adamw", 2)]
-    for damaged in ("damaged", '{"parts": ["a"]}', '{"parts": 7}', "[" * 100_000):
+    for damaged in (
+        "damaged",
+        '{"parts": ["a"]}',
+        '{"parts": 7}',
+        '{"parts": [{"from_iter": 0}]}',
+        '{"parts": [{"from_iter": 0}]}',
+        "[" * 100_000,
+    ):
         (tmp_path / "run.json").write_text(damaged)
         assert parts(30, "adamw") == [(30, "adamw", 2)]
 

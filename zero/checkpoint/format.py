@@ -56,6 +56,10 @@ def _is_model(value: Any) -> bool:
     )
 
 
+def _is_config(value: Any) -> bool:
+    return _fits(value, dict[str, object]) and isinstance(value.get("dataset"), str | None)
+
+
 def _is_scaler(value: Any) -> bool:
     """Return whether the value is a state of torch.amp.GradScaler, which is empty if the scaler is not enabled."""
     keys = {"scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"}
@@ -73,7 +77,7 @@ KEYS = {
     "model_args": dict[str, int | float | str | None],
     "iter_num": _is_count,
     "best_val_loss": _is_number,
-    "config": dict[str, object],
+    "config": _is_config,
 }
 # keys of this program's checkpoints only
 _MORE_KEYS = {
@@ -91,13 +95,14 @@ _MORE_KEYS = {
 def read_file(path: str) -> dict[str, Any]:
     """Read a checkpoint file, with its tensors memory-mapped. Runs no code from it.
 
-    It may have been stripped to its model; its config is empty then.
+    The file may hold the model only. Then its config is empty.
 
     Raises CheckpointError if it is missing or damaged, or does not hold the keys and plain values of a checkpoint.
     """
     with reading(path):
         checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    held = {key: value for key, value in checkpoint.items() if value is not None} if isinstance(checkpoint, dict) else {}
+    found = checkpoint if isinstance(checkpoint, dict) else {}
+    held = {key: value for key, value in found.items() if value is not None and not (isinstance(value, dict) and not value)}
     wrong = [key for key in ("model", "model_args") if key not in held]
     wrong += [key for key, kind in (KEYS | _MORE_KEYS).items() if key in held and not _fits(held[key], kind)]
     if wrong:

@@ -102,7 +102,8 @@ def test_wrong_shapes_and_keys(tmp_path):
 def test_hostile_and_incomplete_files_say_what_is_wrong(tmp_path):
     for content, message in (
         ({**CHECKPOINT, "config": 3, "model_args": 3}, "missing in it: model_args, config"),
-        ({**CHECKPOINT, "optimizer": {}}, r"missing in it: optimizer"),
+        ({**CHECKPOINT, "optimizer": {"state": {}}}, r"missing in it: optimizer"),
+        ({**CHECKPOINT, "config": {"dataset": 5}}, r"missing in it: config"),
         ({**CHECKPOINT, "config": Hostile()}, "system"),
         ({**CHECKPOINT, "format": 99}, "has format 99"),
         (7, "missing in it: model, model_args"),

@@ -1,4 +1,4 @@
-// Claims that there is one CUDA device. In a CPU build of PyTorch, fake tensors on cuda:0 then go the way of a GPU. Nothing can be
+// Claims that there is one CUDA device. On a machine without one, fake tensors on cuda:0 then go the way of a GPU. Nothing can be
 // computed on it. benchmarks/pretended_gpu.py builds this, and preloads it, because PyTorch looks for devices only once.
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
@@ -37,9 +37,15 @@ struct CUDAHooks final : at::CUDAHooksInterface {  // PyTorch asks for a class o
 
 C10_REGISTER_GUARD_IMPL(CUDA, Guard)
 
+// A build for CUDA registers a guard of its own when it is imported: call this afterwards.
+extern "C" void claim_device() {
+  static const Guard guard;
+  c10::impl::device_guard_impl_registry[static_cast<size_t>(kDevice.type())].store(&guard);
+}
+
 }  // namespace pretended
 
 namespace at {
 using pretended::CUDAHooks;
-REGISTER_CUDA_HOOKS(CUDAHooks)
+C10_REGISTER_CLASS_WITH_PRIORITY(CUDAHooksRegistry, CUDAHooks, c10::REGISTRY_PREFERRED, CUDAHooks)
 }  // namespace at

@@ -5,6 +5,7 @@ operation that mixes devices raises an error. Launches, collectives and waits of
 C++ compiler. There are no values: every number that the host reads is 0, and every mask is False.
 """
 
+import ctypes
 import os
 import subprocess
 import sys
@@ -52,7 +53,7 @@ def run_preloaded(command: Sequence[str], **options: Any) -> subprocess.Complete
     """Run Python with these arguments in a process that has the library. `options`: of subprocess.run.
 
     Raises:
-        ValueError: with the reason why the library cannot be built or used.
+        ValueError: with the reason why the library cannot be built.
     """
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, _LIBRARY)
@@ -63,8 +64,6 @@ def run_preloaded(command: Sequence[str], **options: Any) -> subprocess.Complete
 
 def _build(path: str) -> None:
     """Build the library that claims the device."""
-    if torch.backends.cuda.is_built():
-        raise ValueError(f"a pretended GPU needs a CPU build of torch, and {torch.__version__} was built for CUDA")
     root = os.path.dirname(torch.__file__)
     lib = os.path.join(root, "lib")
     command = ["c++", "-shared", "-fPIC", "-std=c++20", f"-I{root}/include", f"{os.path.splitext(__file__)[0]}.cpp", "-o", path]
@@ -163,6 +162,7 @@ class _Event:
 
 
 def _pretend(gpu: PretendedGPU) -> None:
+    ctypes.CDLL(os.environ["LD_PRELOAD"]).claim_device()
     replacements: list[tuple[Any, str, Any]] = [
         *((torch.cuda, name, lambda _: nullcontext()) for name in ("device", "device_of")),
         (torch.cuda, "current_stream", lambda *_: _STREAM),
@@ -179,7 +179,7 @@ def _pretend(gpu: PretendedGPU) -> None:
         (FakeTensor, "data", property(_DATA.__get__, _set_data)),
         (torch.nn.Module, "to", _to),
         (torch.Tensor, "pin_memory", _pin_memory),
-        (codecs, "_nearest_codes", lambda device: torch.empty(2**17, dtype=torch.uint8, device=device)),
+        (codecs, "_nearest_codes", lambda device: torch.empty(2**18, dtype=torch.uint8, device=device)),
     ]
     for owner, name, value in replacements:
         setattr(owner, name, value)

@@ -198,7 +198,7 @@ def verdict(rows: list[dict[str, Any]], planner: Planner, amount: Callable[[int]
         return text + duration(chosen, planner)
     if (advice := cheapest(planner, size)) is None:
         return f"{text}\n{'':7}nothing fits{wrong_tool(planner, size, amount)}"
-    best = "fastest that fits, as predicted" if planner.flops else "cheapest that fits"
+    best = "fastest that fits without more rounding, as predicted" if planner.flops else "cheapest that fits"
     lines = [text, f"{'':7}the {best}: {' '.join(advice.prices)}", *details(advice, planner, amount)]
     if second := cheapest(planner, size, lambda choice: _pays_with(choice) != _pays_with(advice.choice)):
         lines += [f"{'':7}the second choice: {' '.join(second.prices)}", *details(second, planner, amount)]

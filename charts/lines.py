@@ -82,7 +82,7 @@ def disagreement(runs: Sequence[Run]) -> Any:
         return None
     at, largest = zip(*(max(apart, key=itemgetter(1)) for apart in found.values()), strict=True)
     notes = [
-        f"{runs[position].name}: {f'at most {most:.2g}, at iteration {where:,}' if most else 'nowhere'}"
+        f"{runs[position].name}: {f'at most {most:.2g}, at iteration {where:,}' if most else 'none'}"
         for position, where, most in zip(found, at, largest, strict=True)
     ]
     values = [row for position, apart in found.items() for row in rows(position, apart, "difference")]
@@ -90,7 +90,7 @@ def disagreement(runs: Sequence[Run]) -> Any:
     axis = alt.Axis(format=".0e", values=[0, *(10.0**power for power in range(-9, 2, 2))])
     y = alt.Y("value:Q", title="difference", scale=scale, axis=axis)
     points = alt.Chart().mark_point(filled=True, size=14).encode(x=_iterations(), y=y, **by_run([[1, 0]] * len(runs)))
-    return _chart("Training loss, apart from that of the first run", notes, values, [points])
+    return _chart("Training loss: difference from the first run", notes, values, [points])
 
 
 def _apart(first: Run, other: Run) -> list[tuple[int, float]]:

@@ -90,8 +90,8 @@ def download(url: str, path: str, sha256: str) -> None:
 def atomic(*paths: str, without: str = "") -> Iterator[list[BinaryIO]]:
     """Yield a temporary binary file for each path. If the block ends without an error, they replace the files at the paths.
 
-    Otherwise no file changes. `without`: a file that is gone while others are replaced. A dataset that lacks it is refused, so
-    one that is half new, because the process was killed, is never used.
+    Otherwise no file changes. `without`: a file that is gone while others are replaced. Without it, a dataset is refused. So a
+    dataset that is half new, because the process was killed, is never used.
 
     Raises:
         DataError: if a file cannot be written, for example because the disk is full.

@@ -204,7 +204,8 @@ def _open(directory: str, split: str, vocab_size: int | None, block_size: int) -
         script = os.path.join(directory, "prepare.py")
         others = f"--dataset takes {', '.join(names())}, or the absolute path of a folder with train.bin and val.bin, or shards"
         remedy = f"run: python {os.path.relpath(script)}" if os.path.exists(script) else others
-        raise DataError(f"dataset file {os.path.relpath(os.path.join(directory, split))}.bin is missing; {remedy}")
+        path = os.path.join(directory, f"{split}.bin")
+        raise DataError(f"dataset file {min(path, os.path.relpath(path), key=len)} is missing; {remedy}")
     tokens = Shards(paths, vocab_size)
     if len(tokens) < block_size + 1:
         raise DataError(

@@ -54,7 +54,8 @@ class Planner:
             raise ValueError(f"device={settings['device']} is not one of auto, cpu, cuda, mps")
         self.device_type = "cuda" if settings["device"] == "auto" else settings["device"].partition(":")[0]
         if (found := card(settings["gpu"])) is None:
-            raise ValueError(f"gpu={settings['gpu']} is not one of {', '.join(CARDS)}")
+            remedy = "for another card, give the nearest one, and --gpu_memory_gb"
+            raise ValueError(f"gpu={settings['gpu']} is not one of {', '.join(CARDS)}; {remedy}")
         self.card = found
         # bytes of a rank that the settings give, or that a device without a card has; 0: those of the card
         self.given_gb = settings["gpu_memory_gb"] or (0.0 if self.device_type == "cuda" else 80.0)

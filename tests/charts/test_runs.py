@@ -9,7 +9,7 @@ from charts.style import number, shown_in
 from run.metrics import METRICS, SECTIONS, Metric
 
 SAME = {"dataset": "d", "learning_rate": 0.1, "world_size": 2}
-LOSSES, APART = "Training and validation loss", "Training loss, apart from that of the first run"
+LOSSES, APART = "Training and validation loss", "Training loss: difference from the first run"
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +75,7 @@ def test_a_metric_that_is_not_declared_or_has_no_other_section_gets_a_curve(char
 
 def test_how_far_losses_are_from_those_of_the_first_run_and_their_dashes(runs, charts, tmp_path):
     assert curve(charts[APART], 1, "difference") == [(iteration, 0) for iteration in range(12)]
-    assert notes(charts[APART]) == "sharded: nowhere"
+    assert notes(charts[APART]) == "sharded: none"
     below, above = layers(charts[LOSSES], "line")[1]["strokeDash"]["scale"]["range"]
     assert below[1] == 0, "the lower line is not dashed"
     assert above[0] == above[1] > 0, "the upper line shows as much of the lower line as of itself"
@@ -83,9 +83,7 @@ def test_how_far_losses_are_from_those_of_the_first_run_and_their_dashes(runs, c
     other = write_run(tmp_path / "other", changed, implementation="adamw", **SAME | {"learning_rate": 0.2})
     found = drawn([*runs, other])
     assert curve(found[APART], 2, "difference") == [(at, pytest.approx(0.47 if at == 3 else 0)) for at in range(12)]
-    assert notes(found[APART]) == (
-        "sharded, learning_rate=0.1: nowhere; adamw, learning_rate=0.2: at most 0.47, at iteration 3"
-    )
+    assert notes(found[APART]) == ("sharded, learning_rate=0.1: none; adamw, learning_rate=0.2: at most 0.47, at iteration 3")
     assert layers(found[LOSSES], "line")[1]["strokeDash"]["scale"]["range"][2] == [1, 0], "it is not equal to the first one"
     assert APART not in drawn(runs[:1])
 

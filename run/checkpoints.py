@@ -207,12 +207,14 @@ class Checkpoints:
         return any(os.path.exists(os.path.join(self.folder, name)) for name in (NAME, PREVIOUS))
 
     def _check_writable(self) -> None:
-        """Check, before the model is made, that the folder can be written to."""
+        """Check, before the model is made, that a file can be written where `claim` will make the folder."""
+        above = os.path.abspath(self.folder)
+        while not os.path.exists(above):
+            above = os.path.dirname(above)
         try:
             if not self.read_only:
-                os.makedirs(self.folder, exist_ok=True)
-                tempfile.TemporaryFile(dir=self.folder).close()
-        except (OSError, ValueError) as error:  # ValueError: no path at all
+                tempfile.TemporaryFile(dir=above).close()
+        except OSError as error:
             raise ValueError(f"cannot write to out_dir={self.folder}: {error}") from error
 
     def _check_shared(self) -> None:

@@ -102,7 +102,7 @@ def read_file(path: str) -> dict[str, Any]:
     with reading(path):
         checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     found = checkpoint if isinstance(checkpoint, dict) else {}
-    held = {key: value for key, value in found.items() if value is not None and not (isinstance(value, dict) and not value)}
+    held = {key: value for key, value in found.items() if value is not None and not (key == "optimizer" and value == {})}
     wrong = [key for key in ("model", "model_args") if key not in held]
     wrong += [key for key, kind in (KEYS | _MORE_KEYS).items() if key in held and not _fits(held[key], kind)]
     if wrong:

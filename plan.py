@@ -25,7 +25,7 @@ with it. Evaluations and checkpoints are not counted. A machine has --ranks_per_
 The row that the settings choose is marked with *. `checkpointing` is sharded with activation_checkpointing=True, and
 `all` has everything together. If the settings have checkpointing or loss_chunk, all rows have it. For comparison only:
 `_in_place`, a loop whose zero_grad(set_to_none=False) leaves gradients in DDP's buckets, where they take no memory in
-addition from the third iteration on, and `fsdp2_reshard`, whose peak is an estimate, up to a tenth too high.
+addition from the third iteration on, and `fsdp2_reshard`, whose peak is an estimate, within 2 %.
 
 Columns, of the rank with the most optimizer state:
   gradients    between micro-steps if there are several, otherwise before the update

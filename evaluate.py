@@ -51,7 +51,7 @@ batch_size: PositiveInt = 8  # at a time on a rank: sequences, or examples with 
 device = "auto"  # 'cpu', 'cuda', 'cuda:1', 'mps'; auto: cuda if available, otherwise cpu
 dtype: Dtype = "auto"  # auto: best on GPU, float32 on CPU
 wandb_log = False  # add the results to the summary of the run in wandb
-config = configure(globals())
+config = configure(globals(), meets=True)
 # -----------------------------------------------------------------------------
 
 URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl"
@@ -154,7 +154,7 @@ def record(checkpoint: dict[str, Any], results: dict[str, float]) -> None:
 launch = launched()
 with exit_on_wrong_input():
     device_name, compute_dtype = machine.resolve(device, dtype)
-    compare_settings(launch, config, device_name, compute_dtype)
+    compare_settings(config, device_name, compute_dtype)
     own_device = start(launch, device_name)
 autocast, progress = machine.autocast(own_device, compute_dtype), Progress(0, launch.rank)
 

@@ -11,8 +11,6 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
-from distributed.launch import launched
-from distributed.rendezvous import meet, result_key, store, value_key
 from zero.host_comm import LONG_TIMEOUT, gather_objects
 
 
@@ -24,25 +22,11 @@ def finish(exit_code: int = 0) -> NoReturn:
     _exit(exit_code)
 
 
-def exit_with_error(message: str) -> NoReturn:
-    """End this process because the user's input is wrong: one line on stderr, exit code 2, no traceback.
-
-    Before the process group has started, the ranks end together: the first rank of each host prints the line, and ranks that
-    call `agree` get the message there. When it has started, this rank prints its line, and torchrun ends the others; if every
-    rank could have the message, use `exit_on_wrong_input`.
-    """
-    if _is_one_of_several() and not dist.is_initialized():
-        _end_with_other_ranks(message)
-    else:
-        _print_error(message)
-    _exit(2)
-
-
 @contextmanager
 def exit_on_wrong_input() -> Iterator[None]:
     """End all ranks with exit code 2 if the block raises for wrong input on any of them. Needs to be entered on all ranks.
 
-    The first rank of each host prints the error of the first rank that has one.
+    The first rank of each host prints the error of the first rank that has one, in one line on stderr, without a traceback.
     """
     message = None
     try:
@@ -52,51 +36,29 @@ def exit_on_wrong_input() -> Iterator[None]:
     message = next(filter(None, gather_objects(message)), None)
     if message is None:
         return
-    if not dist.is_initialized():
-        exit_with_error(message)
-    if launched().local_rank == 0:
+    if os.environ.get("LOCAL_RANK", "0") == "0" or not dist.is_initialized():
         _print_error(message)
-    dist.barrier()  # torchrun kills the others when one of its ranks has ended
+    if dist.is_initialized():
+        dist.barrier()  # torchrun kills the others when one of its ranks has ended
+    _exit(2)
+
+
+def exit_alone(message: str) -> NoReturn:
+    """End this rank with an error that the others may not have: exit code 2. torchrun ends the others."""
+    _print_error(message)
     _exit(2)
 
 
 def _exit(code: int) -> NoReturn:
-    """End this process. Under torchrun, skip Python's shutdown.
+    """End this process. With other ranks, skip Python's shutdown.
 
     The threads of gloo can abort the shutdown (https://github.com/pytorch/pytorch/pull/179291).
     """
     sys.stdout.flush()
     sys.stderr.flush()
-    if _is_one_of_several():
+    if dist.is_initialized():
         os._exit(code)
     sys.exit(code)
-
-
-def _is_one_of_several() -> bool:
-    try:
-        return launched().distributed
-    except ValueError:  # the caller already reports this error
-        return False
-
-
-def _end_with_other_ranks(message: str, timeout_s: float = 30.0) -> None:
-    """Print why this rank ends, and wait until the others end too: torchrun kills them when the first rank ends.
-
-    The first rank of each host prints its message. The others print theirs if the ranks do not end in time.
-    """
-    launch, ending, end = launched(), 0, time.monotonic() + timeout_s
-    if launch.local_rank == 0:
-        _print_error(message)
-    with contextlib.suppress(RuntimeError):  # the store has ended with rank 0, or the other ranks did not connect
-        shared = store() if store.cache_info().currsize else meet(timeout_s)
-        for key in map(result_key, range(1, launch.world_size)) if launch.rank == 0 else [value_key(launch.rank)]:
-            shared.set(key, json.dumps([None, message]))
-        ending = shared.add("ranks about to end", 1)
-        while ending < launch.world_size and time.monotonic() < end:
-            time.sleep(0.01)
-            ending = shared.add("ranks about to end", 0)
-    if launch.local_rank > 0 and ending < launch.world_size:
-        _print_error(message)
 
 
 def _print_error(message: str) -> None:

@@ -4,21 +4,20 @@ Without a process group, every function works for a single process.
 """
 
 import datetime
-import math
 import os
-import resource
+import socket
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from tqdm import tqdm
 
 from distributed import machine
 from distributed.launch import Launch
-from distributed.rendezvous import agree, choose_interface, store
-from zero.host_comm import broadcast_object, cpu_group, is_rank_0
+from zero.host_comm import broadcast_object, cpu_group, gather_objects, is_rank_0
 from zero.stopwatch import Stopwatch
 
 tqdm.set_lock(threading.RLock())  # only one process draws; the default is a lock between processes
@@ -27,26 +26,8 @@ _WAITS = Stopwatch(of_collectives=True)
 _BACKSTOP_S = 60.0  # collectives time out later than the watchdog, whose message says more
 
 
-def divided_batch(batch_size: int, steps: int, world_size: int) -> tuple[int, int]:
-    """Return a batch_size and gradient_accumulation_steps that the ranks can share, for the same sequences per iteration.
-
-    The batch size is the largest one that is possible, up to the given one. If the number of sequences is no multiple of the
-    number of ranks, it grows to the next one.
-    """
-    each = math.ceil(batch_size * steps / world_size)  # sequences of a rank
-    size = next(size for size in range(batch_size, 0, -1) if each % size == 0)
-    return size, each // size * world_size
-
-
-def batch_in_words(sequences: int, before: int) -> str:
-    """Return whether an iteration with other settings has as many sequences as `before`."""
-    if sequences == before:
-        return "the same global batch"
-    return f"a global batch of {sequences} sequences in place of {before}, {sequences / before - 1:.1%} more"
-
-
 def start(launch: Launch, device: str, backend: str = "auto", timeout_s: float = 600.0) -> torch.device:
-    """Start torch.distributed, unless the run is a single process. Needs to be called on all ranks.
+    """Choose the device of this rank and the backend of the process group. Needs to be called on all ranks, after `meet`.
 
     Args:
         launch: what `launched` returned.
@@ -67,23 +48,25 @@ def start(launch: Launch, device: str, backend: str = "auto", timeout_s: float =
     if device.startswith("mps"):
         raise ValueError(f"device={device} works without torchrun only, because gloo cannot send from it; or use --device=cpu")
     check_backend(backend, device)
-    _raise_limit_of_open_files()
     if device.startswith("cuda"):
         device = f"cuda:{launch.local_rank % torch.cuda.device_count()}"
         torch.cuda.set_device(device)
     elif device == "cpu":
         machine.divide_threads(launch.local_world_size)
-    choose_interface(store(), launch.rank, launch.world_size, is_one_machine=launch.local_world_size == launch.world_size)
     timeout = datetime.timedelta(seconds=timeout_s + _BACKSTOP_S)
-    if backend == "auto":
-        backend = "nccl" if device.startswith("cuda") and _has_each_rank_a_gpu(device, launch) else "gloo"
-    device_id = torch.device(device) if backend == "nccl" else None
+    if backend == "gloo" or (backend == "auto" and not (device.startswith("cuda") and _has_each_rank_a_gpu(device))):
+        distributed_c10d._set_pg_timeout(timeout)
+        return torch.device(device)
     # hybrid sharding has three communicators in flight: NCCL (2.26) keeps their order, which excludes deadlocks
     os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
+    _meeting = dist.group.WORLD  # keeps the connections of gloo until all ranks have left it
+    store = distributed_c10d._get_default_store()
+    dist.destroy_process_group()
+    store, own_device = dist.PrefixStore("nccl", store), torch.device(device)
     dist.init_process_group(
-        backend, store=store(), rank=launch.rank, world_size=launch.world_size, timeout=timeout, device_id=device_id
+        "nccl", store=store, rank=launch.rank, world_size=launch.world_size, timeout=timeout, device_id=own_device
     )
-    return torch.device(device)
+    return own_device
 
 
 def check_backend(backend: str, device: str) -> None:
@@ -140,15 +123,11 @@ def all_reduce(value: torch.Tensor) -> None:
             dist.all_reduce(value)
 
 
-def _raise_limit_of_open_files() -> None:
-    """Raise it to the hard limit, at most 65,536: gloo aborts when connections from other programs use it up."""
-    limit, largest = resource.getrlimit(resource.RLIMIT_NOFILE)
-    enough = 2**16 if largest == resource.RLIM_INFINITY else min(largest, 2**16)
-    if limit != resource.RLIM_INFINITY and limit < enough:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (enough, largest))
+def _has_each_rank_a_gpu(device: str) -> bool:
+    """Return whether every rank has its own GPU, as NCCL compares them: by machine and PCI address, the same for MIG's slices.
 
-
-def _has_each_rank_a_gpu(device: str, launch: Launch) -> bool:
-    """Return whether every rank has its own GPU. A rank may see all GPUs of its machine, or only its own."""
-    gpu = str(torch.cuda.get_device_properties(device).uuid)
-    return agree(launch, gpu, lambda gpus: len(set(gpus)) == len(gpus))
+    A rank may see all GPUs of its machine, or only its own.
+    """
+    card: Any = torch.cuda.get_device_properties(device)
+    gpus = gather_objects((socket.gethostname(), card.pci_domain_id, card.pci_bus_id, card.pci_device_id))
+    return len(set(gpus)) == len(gpus)

@@ -1,23 +1,18 @@
-"""How the ranks find each other: the store through which they meet before the process group starts, and the network interface
-of gloo.
-"""
+"""How the ranks find each other: the store, the network interface of gloo, and their first process group."""
 
 import contextlib
 import ctypes
 import datetime
 import hashlib
 import ipaddress
-import json
 import os
+import resource
 import signal
 import socket
 import struct
 import sys
 import time
 import uuid
-from collections.abc import Callable
-from functools import cache
-from typing import Any
 
 import torch.distributed as dist
 
@@ -26,28 +21,24 @@ from distributed.launch import Launch
 _MEETING_S = 600.0  # seconds within which all ranks must start
 
 
-def agree(launch: Launch, value: Any, rule: Callable[[list[Any]], Any]) -> Any:
-    """Return on all ranks what `rule` returns on rank 0 for the values of all ranks. Needs to be called on all ranks.
+def meet(launch: Launch) -> None:
+    """Start a process group of gloo, through which the ranks agree until `ranks.start` chooses the backend of the training.
 
-    This works before the process group has started. `value` and the result must be what JSON can hold. A key is deleted
-    when it has been read, so that the next call does not find it.
-
-    Raises:
-        ValueError: on all ranks, if one of them ends with `exit_with_error` before it calls this function.
+    Needs to be called on all ranks. A single process has none.
     """
     if not launch.distributed:
-        return rule([value])
-    store().set(value_key(launch.rank), json.dumps([value, None]))
-    if launch.rank == 0:
-        values, errors = zip(*(_take(value_key(rank)) for rank in range(launch.world_size)), strict=True)
-        error = "; ".join(dict.fromkeys(filter(None, errors)))
-        result = json.dumps([None if error else rule(list(values)), error])
-        for rank in range(launch.world_size):
-            store().set(result_key(rank), result)
-    result, error = _take(result_key(launch.rank))
-    if error:
-        raise ValueError(error)
-    return result
+        return
+    _end_with_torchrun()
+    _raise_limit_of_open_files()
+    is_one_machine = launch.local_world_size == launch.world_size
+    if is_one_machine:  # torchrun --standalone writes the name of the machine, which may have no address
+        os.environ["MASTER_ADDR"] = "127.0.0.1"
+    timeout = datetime.timedelta(seconds=_MEETING_S)
+    store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
+    store.delete_key("exception_dump")  # from before a restart: NCCL ends a rank that finds it, and ignores parts of a store
+    store = without_old_keys(store, rank, world_size)
+    choose_interface(store, rank, world_size, is_one_machine)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 
 def without_old_keys(store: dist.Store, rank: int, world_size: int, timeout_s: float = _MEETING_S) -> dist.Store:
@@ -130,37 +121,6 @@ def _interfaces() -> dict[str, str]:
     return found
 
 
-@cache
-def store() -> dist.Store:
-    """Return the store through which the ranks meet. Needs to be called on all ranks.
-
-    It is cached in this process, because rank 0 may be the process that hosts it for all ranks.
-    """
-    return meet(_MEETING_S)
-
-
-def meet(timeout_s: float) -> dist.Store:
-    _end_with_torchrun()
-    store, rank, world_size = next(dist.rendezvous("env://", timeout=datetime.timedelta(seconds=timeout_s)))
-    store.delete_key("exception_dump")  # from before a restart: NCCL ends a rank that finds it, and ignores parts of a store
-    return without_old_keys(store, rank, world_size, timeout_s)
-
-
-def value_key(rank: int) -> str:
-    return f"value of rank {rank}"
-
-
-def result_key(rank: int) -> str:
-    return f"result for rank {rank}"
-
-
-def _take(key: str) -> Any:
-    """Wait until a rank has set the key, delete it and return its value."""
-    value = json.loads(store().get(key))
-    store().delete_key(key)
-    return value
-
-
 def _end_with_torchrun() -> None:
     """On Linux, let the kernel kill a rank of torchrun when torchrun ends; if it has ended, end now.
 
@@ -176,3 +136,11 @@ def _end_with_torchrun() -> None:
     if os.getppid() == 1 and b"python" not in os.path.basename(first):
         sys.stderr.write("error: torchrun has ended\n")
         os._exit(1)
+
+
+def _raise_limit_of_open_files() -> None:
+    """Raise it to the hard limit, at most 65,536: gloo aborts when connections from other programs use it up."""
+    limit, largest = resource.getrlimit(resource.RLIMIT_NOFILE)
+    enough = 2**16 if largest == resource.RLIM_INFINITY else min(largest, 2**16)
+    if limit != resource.RLIM_INFINITY and limit < enough:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (enough, largest))

@@ -3,6 +3,7 @@
 A row says everything that bench.py, plan.py, `benchmarks.gpu` and the charts need to know of a mode.
 """
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -98,3 +99,21 @@ def explained(names: Iterable[str]) -> str:
         changed = [f"{flag.name}={flags[flag.name]}" for flag in fields(Flags) if flags[flag.name] != flag.default]
         lines.append(f"  {name:<15}  {'; '.join([MODES[name].label, *changed])}\n")
     return "".join(lines)
+
+
+def divided_batch(batch_size: int, steps: int, world_size: int) -> tuple[int, int]:
+    """Return a batch_size and gradient_accumulation_steps that the ranks can share, for the same sequences per iteration.
+
+    The batch size is the largest one that is possible, up to the given one. If the number of sequences is no multiple of the
+    number of ranks, it grows to the next one.
+    """
+    each = math.ceil(batch_size * steps / world_size)  # sequences of a rank
+    size = next(size for size in range(batch_size, 0, -1) if each % size == 0)
+    return size, each // size * world_size
+
+
+def batch_in_words(sequences: int, before: int) -> str:
+    """Return whether an iteration with other settings has as many sequences as `before`."""
+    if sequences == before:
+        return "the same global batch"
+    return f"a global batch of {sequences} sequences in place of {before}, {sequences / before - 1:.1%} more"

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 
 from distributed.machine import CARDS, CUDA_GB, NCCL_GB, card, resolve_dtype
-from distributed.ranks import batch_in_words, divided_batch
 from forecast.fully_sharded import FullyShardedPrediction
-from forecast.modes import LOSS_CHUNK, MODES, muon_of
+from forecast.modes import LOSS_CHUNK, MODES, batch_in_words, divided_batch, muon_of
 from forecast.prediction import PURPOSES, Activations, Workload
 from forecast.run_memory import CPU_RESIDENT, Forecast, forecast, gpt_specs, planned_optimizer, predicted_activations
 from forecast.step_time import Network

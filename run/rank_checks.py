@@ -19,11 +19,9 @@ from torch.nn.parallel import DistributedDataParallel
 from configurator import PER_HOST
 from data.dataset import DATA_DIR, Dataset, vocabulary_of
 from data.vocabulary import load_meta, of_size
-from distributed.launch import Launch
 from distributed.machine import versions
-from distributed.ranks import batch_in_words, divided_batch, print0
-from distributed.rendezvous import agree
-from forecast.modes import muon_of
+from distributed.ranks import print0
+from forecast.modes import batch_in_words, divided_batch, muon_of
 from model import GPTConfig
 from zero.flags import Flags
 from zero.host_comm import gather_objects
@@ -33,11 +31,11 @@ Facts = dict[str, dict[str, Any]]  # remedy if values differ between ranks: name
 _SHOWN = 3  # differences that a message names
 
 
-def compare_settings(launch: Launch, settings: dict[str, Any], device: str, dtype: str) -> None:
+def compare_settings(settings: dict[str, Any], device: str, dtype: str) -> None:
     """Check that all ranks have the same versions, source files and settings. Needs to be called on all ranks.
 
-    This works before the process group has started, because a rank with another backend or device could not join it.
-    Those in `PER_HOST` may differ. `device` and `dtype` are what `machine.resolve` returned.
+    Call it before `start`, where a rank with another backend or device could not join the others. The settings in `PER_HOST`
+    may differ. `device` and `dtype` are what `machine.resolve` returned.
 
     Raises:
         ValueError: on all ranks, with a rank that differs, what it has and what the others have.
@@ -48,7 +46,7 @@ def compare_settings(launch: Launch, settings: dict[str, Any], device: str, dtyp
         "copy the same code to all hosts": sources(),
         "start all ranks with the same settings": {key: settings[key] for key in settings if key not in PER_HOST},
     }
-    if message := agree(launch, facts, difference):
+    if message := difference(gather_objects(facts)):
         raise ValueError(message)
 
 

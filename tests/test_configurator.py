@@ -11,7 +11,6 @@ from conftest import ROOT
 from scripts import defaults_of, run
 
 from configurator import (
-    _REMOVED,
     TRAIN,
     NonNegativeFloat,
     NonNegativeInt,
@@ -265,17 +264,6 @@ NANOGPT_DEFAULTS = {
 def test_nanogpts_settings_have_nanogpts_defaults(train_defaults):
     assert {key: train_defaults[key] for key in NANOGPT_DEFAULTS} == NANOGPT_DEFAULTS
     assert {"backend", "device", "dtype", "compile"} <= train_defaults.keys(), "also in nanoGPT, but the machine decides"
-
-
-@pytest.mark.parametrize("name", _REMOVED)
-def test_a_setting_of_an_earlier_version_is_answered_with_what_to_write(train_defaults, name, tmp_path, capsys):
-    file = tmp_path / "config.py"
-    file.write_text(f"{name} = 1\n")
-    for argument in (f"--{name}=1", str(file)):
-        error = refused(capsys, train_defaults, argument)
-        assert error == f"error: {name} in {argument} is no setting any more; {_REMOVED[name]}\n"
-    with open(os.path.join(ROOT, "CHANGELOG.md")) as changelog:
-        assert f"`{name}" in changelog.read()
 
 
 def test_every_flag_is_a_setting_with_the_same_default(train_defaults):

@@ -175,7 +175,8 @@ def waits_of_rounding():
 def run_part(name):
     """Run a part of bench-gpu with a small model and few iterations, as rank 0 of 1 that shards its optimizer all the same."""
     part = next(part for part in gpu.parts(1, "pretended") if part.name == name)
-    card = SimpleNamespace(uuid="", name="pretended GPU", total_memory=80 * 10**9, major=9, minor=0, multi_processor_count=132)
+    card = SimpleNamespace(name="pretended GPU", total_memory=80 * 10**9, major=9, minor=0, multi_processor_count=132)
+    card.pci_domain_id = card.pci_bus_id = card.pci_device_id = 0
     numbers = {"memory_allocated": 0, "memory_reserved": 0, "max_memory_reserved": 0}
     numbers |= {"is_available": True, "device_count": 1, "set_device": None}
     for key, value in (numbers | {"get_device_properties": card}).items():

@@ -6,19 +6,15 @@ import math
 import os
 import re
 import subprocess
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import faults
 import numpy as np
 import pytest
-import torch.distributed as dist
 from scripts import ROOT, SETTINGS, command, run
 
 from configurator import TRAIN, configure, settings_of
 from data.dataset import Dataset
-from distributed.launch import Launch
-from distributed.rendezvous import agree
 from run.rank_checks import check_combinations, difference
 
 REFUSED = {  # what the last rank does before it runs train.py, and the line that is printed; DATA is another dataset
@@ -64,17 +60,6 @@ def test_torchrun_can_start_the_ranks_again(data, tmp_path):
     message = "error: rank 0 has n_layer=2, rank 1 has n_layer=3; start all ranks with the same settings"
     assert process.stderr.splitlines().count(message) == 1, process.stderr
     assert "iter 1: loss" in process.stdout
-
-
-def test_ranks_agree_again_and_again_through_one_store(monkeypatch):
-    store = dist.HashStore()
-    monkeypatch.setattr("distributed.rendezvous.store", lambda: store)
-    with ThreadPoolExecutor(3) as pool:
-        for first in (0, 10):
-            agreed = [pool.submit(agree, Launch(True, rank, rank, 3, 3), first + rank, sum) for rank in range(3)]
-            assert [result.result(60) for result in agreed] == [3 * first + 3] * 3
-    assert store.num_keys() == 0, "a later start would read what is left"
-    assert agree(Launch(), 5, sum) == 5
 
 
 def test_each_host_may_write_elsewhere(data, tmp_path):

@@ -31,7 +31,7 @@ from data.vocabulary import Codec, DataError, bytes_of_tokens, gpt2_encoding, lo
 from distributed import machine
 from distributed.exits import exit_on_wrong_input, finish
 from distributed.launch import launched
-from distributed.ranks import gather_numbers, on_rank_0, print0, start
+from distributed.ranks import on_rank_0, print0, start
 from model import GPT
 from run import report
 from run.checkpoints import load_newest
@@ -40,6 +40,7 @@ from run.metrics import METRICS
 from run.progress import Progress
 from run.rank_checks import check_vocabulary, compare_model_and_data, compare_settings
 from run.wandb_run import WandbRun
+from zero.host_comm import gather_objects
 
 # -----------------------------------------------------------------------------
 init_from = "resume"  # 'resume': the checkpoint in out_dir; 'gpt2', ..., 'gpt2-xl', or a folder that holds a GPT-2
@@ -190,7 +191,7 @@ with exit_on_wrong_input():
         own[:3] = val_sums()
     if "hellaswag" in tasks:
         own[3:] = hellaswag_sums()
-nats, targets, val_bytes, right, right_norm, count = np.sum(gather_numbers(own.tolist()), axis=0).tolist()
+nats, targets, val_bytes, right, right_norm, count = np.sum(gather_objects(own.tolist()), axis=0).tolist()
 rates = {
     "evaluation/val_loss": (nats, targets),
     "evaluation/val_bits_per_byte": (nats / math.log(2), val_bytes),

@@ -130,6 +130,8 @@ with exit_on_wrong_input():
     compare_settings(config, device_name, compute_dtype)
     check_combinations(config, world_size)
     own_device = start(launch, device_name, backend, dist_timeout_s)
+    if launch.local_rank == 0:
+        prepare_if_missing(dataset)
 autocast = machine.autocast(own_device, compute_dtype)
 torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
 micro_steps = gradient_accumulation_steps // world_size  # per iteration on this rank
@@ -139,31 +141,14 @@ print0(f"tokens per iteration will be: {tokens_per_iter:,}")
 run = Run(config, launch, own_device, compute_dtype, micro_steps, tokens_per_iter)  # what accompanies it: run/hooks.py
 state = run.state
 
-# data
-with run.stage(f"preparing {dataset}"):
-    if launch.local_rank == 0:
-        prepare_if_missing(dataset)
-with run.stage("reading the dataset"):
-    data = Dataset(dataset, block_size)
-
-
-def get_batch(split, offsets):
-    """Return the sequences at `offsets` and their targets, on the device, each (len(offsets), block_size)."""
-    batch = torch.from_numpy(data.batch(split, offsets))
-    if own_device.type == "cuda":  # pinned memory: the copy overlaps with the computation
-        batch = batch.pin_memory()
-    return batch.to(own_device, non_blocking=True).unbind()
-
-
-# model
+# data and model
 torch.manual_seed(seed)
-with run.stage("reading the checkpoint"):
-    checkpoint = run.checkpoints.load(init_from)  # None: a new run
+with run.stage("making the model"), SkipInitialization() if rank > 0 else nullcontext():  # `build` broadcasts rank 0's weights
+    checkpoint = run.checkpoints.load(init_from)  # None: a new run. Needs all ranks, so it comes first
+    data = Dataset(dataset, block_size)
     if checkpoint is not None:
         compare_with_checkpoint(checkpoint, config, data)
         state.resume(checkpoint, sequences_per_iter)
-with run.stage("making the model"), SkipInitialization() if rank > 0 else nullcontext():  # `build` broadcasts rank 0's weights
-    if checkpoint is not None:
         raw_model = GPT.from_checkpoint(checkpoint, dropout)
         print0(f"with the checkpoint's model, at iteration {state.iter_num}: {raw_model.config}")
     elif init_from in ("scratch", "auto"):
@@ -175,8 +160,6 @@ with run.stage("making the model"), SkipInitialization() if rank > 0 else nullco
     check_block_size(block_size, raw_model.config.block_size, croppable=checkpoint is None)
     raw_model.crop_block_size(block_size)
     data.check(raw_model.config.vocab_size, rank, world_size)
-with run.stage("comparing the ranks"):
-    compare_model_and_data(raw_model, data.fingerprint, **vars(state))
 print0(f"number of parameters: {raw_model.num_params() / 1e6:.2f}M")
 raw_model.activation_checkpointing, raw_model.loss_chunk = activation_checkpointing, loss_chunk
 if compile:
@@ -184,6 +167,7 @@ if compile:
 
 # optimizer: `build` chooses the implementation from the ZeRO-1 settings
 with run.stage("making the optimizer"):
+    compare_model_and_data(raw_model, data.fingerprint, **vars(state))
     groups = raw_model.param_groups(weight_decay, muon_of(config))
     run.before_build(raw_model, groups, checkpoint)
     adamw = {"lr": learning_rate, "betas": (beta1, beta2)}
@@ -194,6 +178,14 @@ with run.stage("making the optimizer"):
         if checkpoint.get("scaler"):  # the checkpoint is from a float16 run
             scaler.load_state_dict(checkpoint["scaler"])
         checkpoint = None  # frees the memory
+
+
+def get_batch(split, offsets):
+    """Return the sequences at `offsets` and their targets, on the device, each (len(offsets), block_size)."""
+    batch = torch.from_numpy(data.batch(split, offsets))
+    if own_device.type == "cuda":  # pinned memory: the copy overlaps with the computation
+        batch = batch.pin_memory()
+    return batch.to(own_device, non_blocking=True).unbind()
 
 
 @torch.no_grad()
@@ -217,13 +209,11 @@ def estimate_loss():
 
 
 def evaluate(lr):
-    """Log the losses, save a checkpoint if it is due, and return whether the run ends here. Needs to be called on all ranks."""
+    """Log the losses, of which the run may take a checkpoint or end. Needs to be called on all ranks."""
     with run.aside("evaluation"):
         begin = time.perf_counter()
         losses = estimate_loss()
-        if run.after_evaluation(losses, lr, time.perf_counter() - begin):
-            save_checkpoint()
-    return run.must_stop
+        run.after_evaluation(losses, lr, time.perf_counter() - begin)
 
 
 def get_lr(iteration):
@@ -252,16 +242,16 @@ run.watch(raw_model, model, opt, scaler, autocast, data)
 batches = data.micro_batches(seed, state.data_position, batch_size, gradient_accumulation_steps, rank, world_size)
 with run.aside("the first batch"):
     x, y = get_batch("train", next(batches))
-if eval_only:
-    evaluate(get_lr(state.iter_num))
 while True:
-    if eval_only or state.iter_num > max_iters or run.must_stop:
-        break
-    run.begin_iteration()
-    lr = get_lr(state.iter_num)
+    run.agree()  # on all ranks: was there a signal to one, or a failure on one?
+    lr, is_end = get_lr(state.iter_num), eval_only or state.iter_num > max_iters
     for group in opt.param_groups:
         group["lr"] = lr
-    if state.iter_num % eval_interval == 0 and evaluate(lr):
+    if not run.must_stop and (eval_only or (state.iter_num % eval_interval == 0 and not is_end)):
+        evaluate(lr)
+    if run.must_save:  # a signal, the end, or always_save_checkpoint or a better loss after an evaluation
+        save_checkpoint()
+    if is_end or run.must_stop:
         break
     run.begin_step()  # writes a sample, if one is due
     # seed dropout from (seed, iteration, rank): a resumed run repeats it, and an evaluation does not change it
@@ -270,7 +260,7 @@ while True:
     for micro_step in range(micro_steps):
         # sync in the last micro-step only; shard_gradients: in all
         model.require_backward_grad_sync = micro_step == micro_steps - 1  # type: ignore[assignment]
-        run.before_forward(x, y)  # shadow_check trains its copy
+        run.shadow.micro_step(x, y)  # shadow_check trains its copy
         with run.phase("forward"), autocast:
             loss = model(x, y)[1]  # the logits, which can be the largest tensor, are not kept
         loss_sum += loss.detach()
@@ -290,7 +280,4 @@ while True:
     state.data_position += sequences_per_iter
     run.end_iteration(lr)  # logs
     state.iter_num += 1
-    run.agree()  # all ranks: was there a signal to one of them, a failure on one, or the end?
-    if run.must_save:
-        save_checkpoint()
 run.finish()

@@ -63,16 +63,9 @@ class Setup:
         flags = self.flags(mode)
         plan = flags.plan(gpt_specs(self.config, {} if mode.muon else None), world_size)
         activations = predicted_activations(self.workload(mode), "bfloat16" if mode.lowers_weights else "float32")
-        return forecast(
-            plan,
-            world_size,
-            micro_steps,
-            self.device.type,
-            activations,
-            flags.shard_gradients,
-            distributed=True,
-            in_place=mode.in_place,
-        )
+        how: dict[str, Any] = {"on_cpu": self.device.type == "cpu", "in_place": mode.in_place}
+        how |= {"world_size": world_size, "micro_steps": micro_steps, "shard_gradients": flags.shard_gradients}
+        return forecast(plan, activations, distributed=True, **how)
 
 
 class Contender:

@@ -191,10 +191,8 @@ def prepare_if_missing(name: str) -> None:
     if name != WITHOUT_DOWNLOAD or all(os.path.exists(os.path.join(directory, file)) for file in files):
         return
     script = os.path.join(directory, "prepare.py")
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
-    sys.stdout.write(done.stdout)
-    sys.stderr.write(done.stderr)
-    if done.returncode:
+    sys.stdout.flush()
+    if subprocess.run([sys.executable, script], check=False).returncode:
         raise DataError(f"{script} failed; run it yourself to see the reason")
 
 

@@ -7,7 +7,7 @@ import datetime
 import os
 import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from distributed import machine
 from distributed.launch import Launch
-from zero.host_comm import broadcast_object, cpu_group, gather_objects, is_rank_0
+from zero.host_comm import broadcast_object, gather_objects, is_rank_0
 from zero.stopwatch import Stopwatch
 
 tqdm.set_lock(threading.RLock())  # only one process draws; the default is a lock between processes
@@ -73,16 +73,6 @@ def check_backend(backend: str, device: str) -> None:
     """Raise ValueError if several ranks cannot use the backend on such a device."""
     if backend == "nccl" and not device.startswith("cuda"):
         raise ValueError(f"backend=nccl does not support device={device}; use --backend=gloo")
-
-
-def gather_numbers(values: Sequence[float]) -> list[list[float]]:
-    """Gather the same number of values from every rank, like `gather_objects`, without a wait for a GPU."""
-    if not dist.is_initialized():
-        return [list(values)]
-    own = torch.tensor(values, dtype=torch.float64)
-    gathered = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-    dist.all_gather(gathered, own, group=cpu_group(None))
-    return [numbers.tolist() for numbers in gathered]
 
 
 def print0(*values: Any) -> None:

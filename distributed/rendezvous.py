@@ -9,7 +9,6 @@ import os
 import resource
 import signal
 import socket
-import struct
 import sys
 import time
 import uuid
@@ -80,16 +79,23 @@ def choose_interface(store: dist.Store, rank: int, world_size: int, is_one_machi
     has this address, the name may resolve to loopback. Then it uses the interface that reaches another machine. If none
     is found, the variable stays unset. NCCL chooses for itself. Needs to be called on all ranks.
     """
-    address = _own_address("127.0.0.1" if is_one_machine else os.environ["MASTER_ADDR"])
-    if not is_one_machine:
-        store.set(f"address of rank {rank}", address)
-        addresses = [found.decode() for found in store.multi_get([f"address of rank {r}" for r in range(world_size)])]
-        outside = [found for found in addresses if found and not ipaddress.ip_address(found).is_loopback]
-        if address not in outside and outside:
-            address = _own_address(outside[0])
-    name = _interfaces().get(address)
-    if name:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+    if is_one_machine:
+        if sys.platform == "linux":
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        return
+    try:
+        import psutil
+    except ImportError as error:
+        raise ImportError(f"several machines need psutil ({error}); pip install psutil") from error
+    address = _own_address(os.environ["MASTER_ADDR"])
+    store.set(f"address of rank {rank}", address)
+    addresses = [found.decode() for found in store.multi_get([f"address of rank {r}" for r in range(world_size)])]
+    outside = [found for found in addresses if found and not ipaddress.ip_address(found).is_loopback]
+    if address not in outside and outside:
+        address = _own_address(outside[0])
+    for name, found in psutil.net_if_addrs().items():
+        if address in [each.address.partition("%")[0] for each in found]:  # of IPv6 without its zone
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
 
 def _own_address(peer: str) -> str:
@@ -100,25 +106,6 @@ def _own_address(peer: str) -> str:
                 probe.connect(address)  # with UDP, this sends nothing
                 return probe.getsockname()[0]
     return ""
-
-
-def _interfaces() -> dict[str, str]:
-    """Return the interface that has an address, by address; only on Linux."""
-    if sys.platform != "linux":
-        return {}
-    import fcntl
-
-    found = {}
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):  # it has no IPv4 address
-                answer = fcntl.ioctl(probe, 0x8915, struct.pack("256s", name.encode()))  # SIOCGIFADDR
-                found[socket.inet_ntoa(answer[20:24])] = name
-    with contextlib.suppress(OSError), open("/proc/net/if_inet6") as file:
-        for line in file:
-            digits, *_, name = line.split()
-            found[str(ipaddress.IPv6Address(int(digits, 16)))] = name
-    return found
 
 
 def _end_with_torchrun() -> None:

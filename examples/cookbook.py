@@ -34,12 +34,9 @@ def main(zero: str) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     before = peak_mb()
 
-    def show(what: str, figure: str) -> None:
-        if dist.get_rank() == 0:
-            print(f"{what}: {figure}")
-
     def show_peak(point: str) -> None:
-        show(f"peak memory after {point}", f"{peak_mb() - before:.0f} MB")
+        if dist.get_rank() == 0:
+            print(f"peak memory after {point}: {peak_mb() - before:.0f} MB")
 
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(2000, 2000) for _ in range(20))).to(device)
@@ -60,7 +57,8 @@ def main(zero: str) -> None:
     show_peak("backward, before the step")
     optimizer.step()
     show_peak("the step")
-    show("sum of all parameters", f"{sum(param.detach().double().sum().item() for param in model.parameters()):.6f}")
+    if dist.get_rank() == 0:
+        print(f"sum of all parameters: {sum(param.detach().double().sum().item() for param in model.parameters()):.6f}")
     dist.destroy_process_group()
 
 

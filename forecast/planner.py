@@ -216,15 +216,15 @@ class Planner:
         plan = self.plan(flags, world_size)
         return forecast(
             plan,
-            world_size,
-            steps // world_size,
-            self.device_type,
             self.activations(choice),
-            flags.shard_gradients,
             distributed=world_size > 1,
+            saving=self.saving,
+            world_size=world_size,
+            micro_steps=steps // world_size,
+            shard_gradients=flags.shard_gradients,
+            on_cpu=self.device_type == "cpu",
             in_place=choice.in_place,
             frozen=self.frozen_numel * (plan.param_dtype or torch.float32).itemsize,
-            **self.saving,
         )
 
     def accumulation_steps(self, batch_size: int, world_size: int) -> int:

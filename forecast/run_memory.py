@@ -83,38 +83,19 @@ def gpt_specs(config: GPTConfig, muon: dict[str, Any] | None = None) -> Sequence
 
 
 def forecast(
-    plan: Plan,
-    world_size: int,
-    micro_steps: int,
-    device_type: str,
-    activations: Activations,
-    shard_gradients: bool,
-    distributed: bool,
-    in_place: bool = False,
-    frozen: int = 0,
-    **saving: Any,
+    plan: Plan, activations: Activations, distributed: bool, saving: dict[str, Any] | None = None, **how: Any
 ) -> Forecast:
-    """Predict what the rank with the most optimizer state will need. `Prediction` explains the other arguments.
+    """Predict what the rank with the most optimizer state will need.
 
     Args:
         plan: see `Flags.plan`.
         distributed: the ranks are torchrun's, so that the model is wrapped for data parallelism.
-        **saving: see `Forecast`.
+        saving: see `Forecast`.
+        **how: see `Prediction`.
     """
     state = plan.state_bytes
-    sharded = bool(plan.buffers)
-    plain = DataParallelPrediction if distributed else Prediction
-    prediction = (ShardedPrediction if sharded else plain)(
-        plan,
-        state.index(max(state)),
-        world_size,
-        micro_steps,
-        shard_gradients=sharded and shard_gradients,
-        on_cpu=device_type == "cpu",
-        in_place=in_place,
-        frozen=frozen,
-    )
-    return Forecast(prediction, activations, **saving)
+    kind = ShardedPrediction if plan.buffers else DataParallelPrediction if distributed else Prediction
+    return Forecast(kind(plan, state.index(max(state)), **how), activations, **(saving or {}))
 
 
 def predicted_activations(workload: Workload, param_dtype: str) -> Activations:

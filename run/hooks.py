@@ -3,7 +3,7 @@
 import atexit
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict
 from typing import Any, NoReturn
@@ -65,7 +65,8 @@ class Run:
         self.profiler = Profiler(os.path.join(config["out_dir"], FOLDER), launch.rank, device, config["profile"])
         self.checkpoints = Checkpoints(config)
         self._reads_later = device.type == "cuda" and not config["shadow_check"]  # shadow_check waits in every iteration
-        self._unread: tuple[int, Reading] | None = None  # of the last iteration: its number and figures
+        # of the last iteration: its number, its figures, and what logs its metrics
+        self._unread: tuple[int, Reading, Callable[[], None] | None] | None = None
         self._action = Action.CONTINUE  # of all ranks, at the end of the last iteration
         self._reached = False  # whether the last evaluation has reached `stop_at_val_loss`
 
@@ -98,11 +99,10 @@ class Run:
         print0(describe(optimizer, without_effect(flags, world_size)))
         self.first_iter = state.iter_num
         will_train = not config["eval_only"] and state.iter_num <= config["max_iters"]
-        with self.stage("claiming the output folder"):
+        with self.stage("starting the log"):
             self.checkpoints.claim()
             interval = config["sample_interval"] if will_train else 0
             self.sampler = Sampler(interval, raw_model, data.meta, autocast, config["seed"])
-        with self.stage("starting the log"):
             facts = {
                 "implementation": flags.implementation(world_size),
                 "world_size": world_size,
@@ -141,19 +141,30 @@ class Run:
 
     # -- an iteration --------------------------------------------------------------------------------------------------
 
-    def begin_iteration(self) -> None:
-        """Call first in an iteration."""
+    def agree(self) -> None:
+        """Call first in an iteration: all ranks agree on `must_save` and `must_stop`. A signal or a failure on one counts."""
         position.begin_iteration(self.state.iter_num)
+        is_end = self.state.iter_num > self.config["max_iters"] and not self.guard.in_a_row
+        must_fail = self.checkpoints.report(self.log) or self.guard.failed
+        due = Action.FAIL if must_fail else self.checkpoints.due(self.state.iter_num, is_end)
+        self._action = self.signals.agree(due)
+
+    @property
+    def must_save(self) -> bool:
+        """Whether a checkpoint is due before this iteration: at the end, because of a signal or of an evaluation."""
+        return self._action in (Action.SAVE, Action.SAVE_AND_STOP) and not self.checkpoints.read_only
+
+    @property
+    def must_stop(self) -> bool:
+        """Whether the run ends early: by a signal, `stop_at_val_loss`, or a watcher that failed, perhaps while it saved."""
+        return self._action in (Action.SAVE_AND_STOP, Action.FAIL) or self.guard.failed or self._reached
 
     def begin_step(self) -> None:
         """Call when the learning rate is set, and an evaluation is over. Draws random numbers."""
-        if self.sampler.write(self.state.iter_num, self.log):
-            self.meter.restart()
+        if self.sampler.is_due(self.state.iter_num):
+            with self.aside("sampling"):
+                self.sampler.write(self.state.iter_num, self.log)
         self.meter.begin_iteration(self.state.iter_num, self._is_logged())
-
-    def before_forward(self, x: torch.Tensor, y: torch.Tensor) -> None:
-        """Call when a micro-step begins."""
-        self.shadow.micro_step(x, y)
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Measure a part of an iteration: "forward", "data", "backward", "clip" or "update"."""
@@ -183,9 +194,9 @@ class Run:
         self.meter.measure_memory("after_step")
         is_evaluated = (iteration + 1) % self.config["eval_interval"] == 0
         if self._is_logged() or is_evaluated or self.device.type == "cpu":
-            self._unread = iteration, self.guard.figures()
-            if self._is_logged():
-                self.meter.log_iteration(*self._unread, lr, self._tokens())
+            figures, lr_and_tokens = self.guard.figures(), (lr, self._tokens())
+            log = self.meter.end_iteration(iteration, figures, *lr_and_tokens) if self._is_logged() else None
+            self._unread = iteration, figures, log
         if not self._reads_later or is_evaluated or iteration == self.config["max_iters"]:
             self._report()
         self.progress.update(iteration, self.log.summary.last)
@@ -194,23 +205,6 @@ class Run:
             self.meter.restart()
         if self.profiler.step():
             self.meter.restart()
-
-    def agree(self) -> None:
-        """Call last in an iteration: all ranks agree on `must_save` and `must_stop`. A signal or a failure on one counts."""
-        is_end = self.state.iter_num > self.config["max_iters"] and not self.guard.in_a_row
-        must_fail = self.checkpoints.report(self.log) or self.guard.failed
-        due = Action.FAIL if must_fail else self.checkpoints.due(self.state.iter_num, is_end)
-        self._action = self.signals.agree(due)
-
-    @property
-    def must_save(self) -> bool:
-        """Whether a checkpoint is due between two iterations: at the end, or because of a signal."""
-        return self._action in (Action.SAVE, Action.SAVE_AND_STOP)
-
-    @property
-    def must_stop(self) -> bool:
-        """Whether the run ends early: by a signal, `stop_at_val_loss`, or a watcher that failed, perhaps while it saved."""
-        return self._action in (Action.SAVE_AND_STOP, Action.FAIL) or self.guard.failed or self._reached
 
     # -- evaluations and checkpoints -----------------------------------------------------------------------------------
 
@@ -222,19 +216,21 @@ class Run:
             yield
         self.meter.restart()
 
-    def after_evaluation(self, losses: dict[str, float], lr: float, seconds: float) -> bool:
-        """Log the losses by split. Return whether to save a checkpoint because of them."""
+    def after_evaluation(self, losses: dict[str, float], lr: float, seconds: float) -> None:
+        """Log the losses by split. With them, `must_save` and `must_stop` may become true."""
         self.meter.log_evaluation(self.state.iter_num, losses, lr, seconds, self._tokens())
         if self.checkpoints.read_only:
-            return False
+            return
         if self.guard.in_a_row or not all(map(math.isfinite, losses.values())):
             self.log.warn("not saved: the loss or the last gradients are not finite")
-            return False
+            return
         is_best = losses["val"] < self.state.best_val_loss
         self.state.best_val_loss = min(self.state.best_val_loss, losses["val"])
         self._reached = is_reached(self.config, losses["val"])
         due = self.checkpoints.due(self.state.iter_num, is_end=self._reached)  # perhaps before the first iteration
-        return due == Action.SAVE or ((is_best or self.checkpoints.always) and self.state.iter_num > self.first_iter)
+        if (is_best or self.checkpoints.always) and self.state.iter_num > self.first_iter:
+            due = Action.SAVE
+        self._action = max(self._action, due)
 
     def save(self, values: dict[str, Any]) -> None:
         """Write a checkpoint, see `zero.checkpoint.CheckpointWriter.write`, unless the guard says that the run has failed."""
@@ -273,9 +269,11 @@ class Run:
     def _report(self) -> None:
         """Log and print what the last iteration has left to read. Needs to be called on all ranks."""
         if self._unread is not None:
-            self._unread[1].read()  # waits while the deferred event still has the times that `awaited_collective` asks
-            self.log.flush()
-            self.guard.report(*self._unread)
+            iteration, figures, log = self._unread
+            figures.read()  # waits while the device's events still have the times that `awaited_collective` asks
+            if log is not None and self.launch.rank == 0:
+                log()
+            self.guard.report(iteration, figures)
         self._unread = None
 
     def _tokens(self) -> int:

@@ -6,7 +6,7 @@ import math
 import os
 import pathlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, Literal
 
 from distributed.heartbeat import position
@@ -40,7 +40,6 @@ class Logger:
 
     def __init__(self, out_dir: str | None, resume_at: int | None, config: dict[str, Any], run_id: str | None = None) -> None:
         self.file: MetricsFile | None = None
-        self._deferred: Callable[[], None] | None = None
         self.summary, self._is_finished = Summary(config), False
         if out_dir is None or not is_rank_0():
             self.run, self._tensorboard = WandbRun(config), TensorBoardRun(None, 0, config)
@@ -70,7 +69,6 @@ class Logger:
 
         `event` has metrics by key, numbers or texts; "iter" is the iteration, by default the current one.
         """
-        self.flush()
         if not is_rank_0():
             return
         event = {"iter": max(0, position.iteration), **event}
@@ -83,16 +81,6 @@ class Logger:
             self.file.write(event)
         if line is not None:
             print0(line)
-
-    def defer(self, write: Callable[[], None]) -> None:
-        """Call a function that logs an event later: in `flush`, or before the next event. Nothing in it is a collective."""
-        self._deferred = write
-
-    def flush(self) -> None:
-        """Log the event that was deferred, if there is one."""
-        write, self._deferred = self._deferred, None
-        if write is not None and is_rank_0():
-            write()
 
     def warn(self, text: str, values: dict[str, Any] | None = None) -> None:
         """Print a warning and log it, in one event with `values`."""
@@ -194,14 +182,10 @@ def _all_facts(folder: str, config: dict[str, Any], resume_at: int | None) -> di
     `parts` lists all of them.
     """
     now: dict[str, Any] = {key: config[key] for key in ("implementation", "world_size") if key in config}
-    parts: list[dict[str, Any]] = []
-    starts: list[int] = []
+    parts, starts = list[dict[str, Any]](), [] if resume_at is None else [0]
+    damaged = OSError, ValueError, KeyError, TypeError, RecursionError
     if resume_at is not None:
-        starts = [0]
-        with (
-            contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError),
-            open(os.path.join(folder, FACTS)) as file,
-        ):
+        with contextlib.suppress(*damaged), open(os.path.join(folder, FACTS)) as file:
             before = json.load(file)
             parts = [part for part in before["parts"] if part["from_iter"] < resume_at and part.keys() >= now.keys()]
             starts = [start for start in before.get("starts", [0]) if start <= resume_at]

@@ -117,11 +117,12 @@ class MemoryCheck:
         launch, plan = launched(), _plan_of(partition(optimizer))
         param_dtype = "bfloat16" if plan.has_masters else "float32"
         activations = _activations(workload, param_dtype) if is_rank_0() else Activations()
-        device_type, distributed = workload.device_type, launch.distributed
         inside = set(parameters(optimizer))
         frozen = sum(param.nbytes for param in model.parameters() if param not in inside)
-        how = shard_gradients, distributed
-        self.forecast = forecast(plan, launch.world_size, micro_steps, device_type, activations, *how, frozen=frozen)
+        how: dict[str, Any] = {"on_cpu": workload.device_type == "cpu", "shard_gradients": shard_gradients, "frozen": frozen}
+        self.forecast = forecast(
+            plan, activations, launch.distributed, world_size=launch.world_size, micro_steps=micro_steps, **how
+        )
         self.compared = False
         self.predicted = self.forecast.prediction.at("before step")
         # bytes that one rank would hold without sharding before its step

@@ -3,7 +3,7 @@
 import math
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -14,12 +14,13 @@ from torch.profiler import record_function
 from distributed import machine
 from distributed.heartbeat import position
 from distributed.launch import launched
-from distributed.ranks import gather_numbers, print0
+from distributed.ranks import print0
 from run.communication import CommunicationMeter
 from run.guard import Reading
 from run.memory_meter import MemoryCheck, Point
 from run.metrics import EXPOSED_KEYS, SENT_KEYS
 from zero.collectives import KINDS
+from zero.host_comm import gather_objects
 from zero.stopwatch import Stopwatch, mark
 
 INTERVAL = 10  # iterations; the first logged one of each interval measures what needs a collective, too
@@ -75,7 +76,7 @@ class Meter:
         return self._elapsed_before + self._own_s()
 
     def begin_iteration(self, iteration: int, is_logged: bool) -> None:
-        """Note that an iteration begins, and whether `log_iteration` will be called for it."""
+        """Note that an iteration begins, and whether `end_iteration` will be called for it."""
         self._is_measured = is_logged and iteration // INTERVAL > self._last_interval
         if self._is_measured:
             self._last_interval = iteration // INTERVAL
@@ -95,17 +96,17 @@ class Meter:
             with self._phases.measure("memory", _HOST):  # on a CPU, it may wait for the parameters
                 self.memory.measure(point)
 
-    def log_iteration(self, iteration: int, reading: Reading, lr: float, tokens: int) -> None:
-        """Log the metrics of an iteration. Times are means over the iterations since the last restart or log.
+    def end_iteration(self, iteration: int, reading: Reading, lr: float, tokens: int) -> Callable[[], None]:
+        """Return a function that logs the metrics of an iteration. Call it on rank 0: only then the host waits for the device.
 
-        Needs to be called on all ranks. The event is deferred, see `Logger.defer`: only then the host waits for the device. If
-        this iteration is measured, it waits here, because the ranks are compared. `tokens`: what all ranks together have seen.
+        Times are means over the iterations since the last restart or log. Needs to be called on all ranks. If this iteration
+        is measured, the host waits here, because the ranks are compared. `tokens`: what all ranks together have seen.
         """
         lap = self._end_lap()
         over_ranks = self._over_ranks(reading.read().loss_of_rank, lap) if self._is_measured else {}
         peak, iterations = self.memory.peak(), self._iterations
 
-        def write() -> None:
+        def log() -> None:
             figures, (phases, waited, sent) = reading.read(), lap.means()
             seconds = phases["lap"] / 1000
             if iterations > self._WARM_UP:
@@ -146,7 +147,7 @@ class Meter:
                 f"{self.tokens_per_iter / seconds:,.0f} tok/s, {self.memory.peak_of} {peak / 1e9:.2f} GB at the peak",
             )
 
-        self.log.defer(write)
+        return log
 
     def log_evaluation(self, iteration: int, losses: dict[str, float], lr: float, seconds: float, tokens: int) -> None:
         """Log the losses by split of an evaluation, which ran before this iteration. `tokens`: see `log_iteration`."""
@@ -172,7 +173,7 @@ class Meter:
         computed_ms = sum(phases[name] for name in computed) - sum(waited.values())  # without waits for other ranks
         memory = self.memory.take()
         own = [loss, computed_ms, self.memory.held_before_step, *memory.values()]
-        losses, times, held, *by_figure = zip(*gather_numbers(own), strict=True)  # each: one number per rank
+        losses, times, held, *by_figure = zip(*gather_objects(own), strict=True)  # each: one number per rank
         figures = zip(memory, by_figure, strict=True)
         values_of = {name: values for name, values in figures if name.endswith("_mb") or any(values)}  # no counters at 0
         event = {f"memory/{name}": max(values) for name, values in values_of.items()}

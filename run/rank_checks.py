@@ -159,12 +159,11 @@ def check_vocabulary(checkpoint: dict[str, Any], name: str, meta: dict[str, Any]
 def sources() -> dict[str, str]:
     """Return a checksum (CRC-32) of each source file of this program that has been imported, by path."""
     root = pathlib.Path(__file__).resolve().parent.parent
-    files = {name: pathlib.Path(getattr(module, "__file__", None) or "") for name, module in list(sys.modules.items())}
-    # its own modules are at the root or in a package there; a virtual environment may be below the root, too
-    top = {name: file.resolve() for name, file in files.items() if "." not in name and file.suffix == ".py"}
-    own = {name for name, file in top.items() if root == (file.parent if file.name == "__init__.py" else file).parent}
-    paths = sorted({file.resolve() for name, file in files.items() if name.partition(".")[0] in own and file.is_file()})
-    return {str(path.relative_to(root)): f"{zlib.crc32(path.read_bytes()):08x}" for path in paths if path.is_relative_to(root)}
+    files = {pathlib.Path(getattr(module, "__file__", None) or "").resolve() for module in list(sys.modules.values())}
+    python = tuple(map(pathlib.Path, {sys.prefix, sys.base_prefix}))  # an environment may be below the root, too
+    own = [file for file in files if file.suffix == ".py" and file.is_relative_to(root) and file.is_file()]
+    paths = sorted(file for file in own if not any(file.is_relative_to(prefix) for prefix in python))
+    return {str(path.relative_to(root)): f"{zlib.crc32(path.read_bytes()):08x}" for path in paths}
 
 
 def difference(by_rank: list[Facts]) -> str | None:

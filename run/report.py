@@ -49,11 +49,8 @@ def rows(summary: Summary) -> dict[str, str]:
     commit, _, dirty = (facts.get("git_commit") or "").partition("-")
     tokens, elapsed_s, saved_mb = (known.get(key, 0) for key in ("iter/tokens", "time/elapsed_s", "memory/saved_mb"))
     medians = f" (medians since iteration {summary.medians_from:,})" if summary.medians_from else " (medians)"
-    plain = (
-        f"{facts['optimizer']} with DistributedDataParallel"
-        if facts["parts"][-1]["world_size"] > 1
-        else f"plain {facts['optimizer']}"
-    )
+    optimizer = facts["optimizer"]
+    plain = f"{optimizer} with DistributedDataParallel" if facts["parts"][-1]["world_size"] > 1 else f"plain {optimizer}"
     less = f", {size(abs(saved_mb) * 1e6)} {'less' if saved_mb > 0 else 'more'} than {plain}" if saved_mb else ""
     flags = {flag.name: flag.default for flag in fields(Flags)} | {"activation_checkpointing": False, "loss_chunk": 0}
     changed = [f", {name}={facts[name]}" for name, default in flags.items() if facts.get(name, default) != default]
@@ -62,7 +59,7 @@ def rows(summary: Summary) -> dict[str, str]:
         "model": [f"{facts['parameters'] / 1e6:.2f}M parameters, {facts['dtype']}; {', then '.join(how)}, {device}: {names}"],
         "data": [f"{facts['dataset']}: {tokens:,} tokens, {tokens / facts['train_tokens']:.2f} epochs"],
         "settings": [
-            f"optimizer={facts['optimizer']}{''.join(changed)}, ",
+            f"optimizer={optimizer}{''.join(changed)}, ",
             f"learning_rate={facts['learning_rate']:g}, seed={facts['seed']}, ",
             f"{tokens_per_iter:,} tokens per iteration: {factors}",
             f"; commit {commit[:8]}{dirty and f' ({dirty})'}" if commit else "",

@@ -42,13 +42,12 @@ class Sampler:
             raise DataError(f"sample_interval={interval} cannot write samples: {error}; or use --sample_interval=0") from error
         self._prompt = self._codec.prompt("\n")
 
-    def write(self, iteration: int, log: Logger) -> bool:
-        """Write a sample if one is due before this iteration, and return whether it was. Needs to be called on all ranks.
+    def is_due(self, iteration: int) -> bool:
+        """Return whether a sample is due before this iteration."""
+        return self._interval > 0 and iteration % self._interval == 0
 
-        Draws random numbers, after it has set the seed.
-        """
-        if not self._interval or iteration % self._interval:
-            return False
+    def write(self, iteration: int, log: Logger) -> None:
+        """Write a sample. Needs to be called on all ranks. Draws random numbers, after it has set the seed."""
         torch.manual_seed(self._seed)
         prompt = torch.tensor([self._prompt], device=self._model.lm_head.weight.device)  # (1, 1)
         self._model.eval()
@@ -58,4 +57,3 @@ class Sampler:
         self._model.train()
         text = self._codec.decode(tokens[0, len(self._prompt) :].tolist())
         log.log({"iter": iteration, "sample/text": text}, f"sample {iteration}:\n{text}\n---------------")
-        return True

@@ -8,13 +8,14 @@ from typing import Any
 import torch
 
 from distributed.exits import exit_on_wrong_input
-from distributed.ranks import gather_numbers, print0
+from distributed.ranks import print0
 from run.checkpoints import Checkpoints
 from run.guard import Guard
 from run.rank_checks import check_gradients
 from zero import ShardedGradScaler, ShardedOptimizer
 from zero.build import build, clip_grad_norm_
 from zero.flags import Flags
+from zero.host_comm import gather_objects
 from zero.sharded_state import hyperparameters, parameters, partition
 from zero.tensors import flattened
 
@@ -150,7 +151,7 @@ class Shadow:
             self._largest[number] = torch.maximum(self._largest[number], difference.abs().max())  # nan stays
 
     def _report(self) -> None:
-        largest = torch.tensor(gather_numbers(self._largest.tolist())).amax(0)  # (parameters,)
+        largest = torch.tensor(gather_objects(self._largest.tolist())).amax(0)  # (parameters,)
         plan, plain = self._part.plan, f"plain {type(self._optimizer).__name__}"
         after = f"shadow check: after {self._made} iteration{'s' if self._made > 1 else ''}"
         if not largest.any():

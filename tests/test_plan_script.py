@@ -112,8 +112,8 @@ def test_the_rows_are_the_predictions_of_the_rank_with_the_most_state(planned, w
     dtype = weight_dtype(flags.param_dtype)
     activations = predict(Workload(CONFIG, 2, dtype, "cpu", checkpointing, loss_chunk), dtype)
     owners = flags.plan(gpt_specs(CONFIG), world_size)
-    micro_steps, in_place = math.ceil(6 / world_size), mode in IN_PLACE
-    result = forecast(owners, world_size, micro_steps, "cpu", activations, flags.shard_gradients, world_size > 1, in_place)
+    how = {"micro_steps": math.ceil(6 / world_size), "shard_gradients": flags.shard_gradients, "in_place": mode in IN_PLACE}
+    result = forecast(owners, activations, world_size > 1, world_size=world_size, on_cpu=True, **how)
     fullest = result.prediction
     state = owners.state_bytes
     assert state[fullest.rank] == max(state)

@@ -49,18 +49,21 @@ def is_rank_0() -> bool:
 
 
 def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Gather the values of all ranks, in rank order. Call it on all ranks; without torch.distributed, there is one."""
+    """Gather the values of all ranks, in rank order. Call it on all ranks; without torch.distributed, there is one.
+
+    It does not wait for a GPU.
+    """
     if not dist.is_initialized():
         return [value]
     values = [None] * dist.get_world_size(group)
-    dist.all_gather_object(values, value, group=group)
+    dist.all_gather_object(values, value, group=cpu_group(group))
     return values
 
 
 def on_any_rank(flag: bool, group: dist.ProcessGroup | None) -> bool:
     """Return whether a flag is set on any rank. Needs to be called on all ranks."""
     several = dist.is_initialized() and dist.get_world_size(group) > 1
-    return any(gather_objects(flag, cpu_group(group))) if several else flag
+    return any(gather_objects(flag, group)) if several else flag
 
 
 def broadcast_object(value: Any, group: dist.ProcessGroup | None = None) -> Any:
@@ -68,7 +71,7 @@ def broadcast_object(value: Any, group: dist.ProcessGroup | None = None) -> Any:
     if not dist.is_initialized() or dist.get_backend(group) == "fake":  # there, no rank sends
         return value
     values = [value]
-    dist.broadcast_object_list(values, group_src=0, group=group)
+    dist.broadcast_object_list(values, group_src=0, group=cpu_group(group))
     return values[0]
 
 
@@ -80,7 +83,7 @@ def on_all_ranks(make: Callable[[], Any], group: dist.ProcessGroup | None = None
     except Exception as raised:
         error = raised
     if dist.is_initialized() and dist.get_world_size(group) > 1:
-        errors = gather_objects(error and (str(error) or repr(error)), cpu_group(group))
+        errors = gather_objects(error and (str(error) or repr(error)), group)
         if error is None and any(errors):
             rank = next(rank for rank, message in enumerate(errors) if message)
             raise ValueError(f"rank {rank}: {errors[rank]}")
@@ -92,7 +95,7 @@ def on_all_ranks(make: Callable[[], Any], group: dist.ProcessGroup | None = None
 def check_same_on_all_ranks(facts: dict[str, Any], group: dist.ProcessGroup | None = None) -> None:
     """Raise ValueError on all ranks if the facts about the model of a rank differ from those of rank 0."""
     several = dist.is_initialized() and dist.get_world_size(group) > 1
-    expected = broadcast_object(facts, cpu_group(group)) if several else facts
+    expected = broadcast_object(facts, group) if several else facts
 
     def compare() -> None:
         for name in expected | facts:

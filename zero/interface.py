@@ -10,7 +10,7 @@ import torch
 
 from zero.checkpoint.state import CheckpointError, consolidate, restore
 from zero.collectives import Communicator
-from zero.host_comm import broadcast_object, cpu_group, meet, on_all_ranks, on_any_rank
+from zero.host_comm import broadcast_object, meet, on_all_ranks, on_any_rank
 
 ELSEWHERE = "consolidated_on_rank"  # in the state dicts of other ranks
 _DIVIDED = "the optimizer state is divided among the ranks"
@@ -29,7 +29,7 @@ class DividedState(torch.optim.Optimizer):
         Needs to be called on all ranks. Raises RuntimeError if one is missing, and as `zero.checkpoint.consolidate` does.
         """
         meet(self.comm.group)
-        of_rank_0 = broadcast_object(to, cpu_group(self.comm.group)) if self.comm.world_size > 1 else to
+        of_rank_0 = broadcast_object(to, self.comm.group) if self.comm.world_size > 1 else to
         if on_any_rank(to != of_rank_0 or to not in range(self.comm.world_size), self.comm.group):
             raise ValueError(f"to={to} is not the same rank on all ranks, one of 0 to {self.comm.world_size - 1}")
         whole = consolidate(self, to)

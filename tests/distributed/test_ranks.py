@@ -27,13 +27,6 @@ TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_
     [
         ({"RANK": "0"}, "RANK is set without WORLD_SIZE, MASTER_ADDR, MASTER_PORT; start with torchrun"),
         ({**TORCHRUN, "MASTER_PORT": ""}, "RANK is set without MASTER_PORT"),
-        ({**TORCHRUN, "RANK": "one"}, "RANK=one is not an integer"),
-        ({**TORCHRUN, "WORLD_SIZE": "2.0"}, "WORLD_SIZE=2.0 is not an integer"),
-        ({**TORCHRUN, "RANK": "2"}, "RANK=2 is not one of the ranks 0 to WORLD_SIZE-1=1"),
-        ({**TORCHRUN, "RANK": "-1"}, "RANK=-1 is not one"),
-        ({**TORCHRUN, "MASTER_PORT": "70000"}, "MASTER_PORT=70000 is not a port"),
-        ({**TORCHRUN, "LOCAL_WORLD_SIZE": "0"}, "LOCAL_WORLD_SIZE=0 cannot be"),
-        ({**TORCHRUN, "LOCAL_RANK": "x"}, "LOCAL_RANK=x is not an integer"),
     ],
 )
 def test_launch_variables_that_cannot_be(capsys, monkeypatch, variables, message):

@@ -2,7 +2,9 @@
 
 import os
 import sys
+from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch.distributed as dist
 
@@ -11,7 +13,8 @@ from distributed.rendezvous import choose_interface
 
 MACHINE_0 = {"host0": "127.0.1.1", "10.0.0.2": "10.0.0.1"}  # has MASTER_ADDR; its own name means loopback, as on Debian
 MACHINE_1 = {"host0": "10.0.0.2", "10.0.0.2": "10.0.0.2"}
-INTERFACES = {"127.0.0.1": "lo", "10.0.0.1": "eth0", "10.0.0.2": "eth1"}
+NAMES = {"lo": "127.0.0.1", "eth0": "10.0.0.1", "eth1": "10.0.0.2"}
+INTERFACES = {name: [SimpleNamespace(address=found)] for name, found in NAMES.items()}
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +36,7 @@ def _unset(monkeypatch):
 def test_each_machine_takes_the_interface_that_reaches_the_other(monkeypatch, rank, routes, others, variables, interface):
     for name, value in {"MASTER_ADDR": "host0", **variables}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(rendezvous, "_interfaces", lambda: INTERFACES)
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: INTERFACES)
     monkeypatch.setattr(rendezvous, "_own_address", lambda peer: routes.get(peer, ""))
     store = dist.HashStore()
     store.set(f"address of rank {1 - rank}", others)  # which the other rank has found

@@ -112,9 +112,7 @@ def peak_of_one_process(config, dtype):
 def predicted_peak_of_one_process(config, dtype):
     setup = replace(SETUP, config=config, dtype=dtype, batch_size=1)
     plan, activations = MODES["adamw"].flags.plan(gpt_specs(config), 1), setup.forecast(MODES["adamw"], 1, 1).activations
-    return forecast(plan, 1, 1, "cpu", activations, shard_gradients=False, distributed=False).prediction.peak_of_training(
-        activations
-    )
+    return forecast(plan, activations, distributed=False, on_cpu=True).prediction.peak_of_training(activations)
 
 
 @pytest.fixture(scope="module")

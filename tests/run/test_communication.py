@@ -10,10 +10,10 @@ import torch.distributed as dist
 from ranks import run_in_turn, run_ranks
 from toy import MODES, batch, build_toy, train
 
-from distributed.ranks import gather_numbers
 from forecast.prediction import ShardedPrediction
 from run.communication import CommunicationMeter
 from zero.collectives import KINDS
+from zero.host_comm import gather_objects
 from zero.sharded_state import partition
 
 USED = {  # kinds that send or wait
@@ -95,7 +95,7 @@ def sleepy(mode):
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
-    return gather_numbers([sum(meter.waited_ms().values()) - sum(before.values())])
+    return gather_objects([sum(meter.waited_ms().values()) - sum(before.values())])
 
 
 def test_a_rank_waits_for_a_slower_one():

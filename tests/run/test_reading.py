@@ -12,8 +12,9 @@ import torch.distributed as dist
 from scripts import FEW, SETTINGS, events_of, run
 
 from distributed import ranks
+from distributed.launch import Launch
 from distributed.watchdog import Watchdog
-from run import guard, logger
+from run import guard
 from run.hooks import Run
 from zero import ShardedGradScaler, stopwatch
 from zero.stopwatch import Stopwatch, awaited_collective
@@ -131,11 +132,9 @@ def test_the_collective_of_a_logged_iteration_has_a_name_on_every_rank(monkeypat
     done, not_done = events(monkeypatch)
     waits = Stopwatch(of_collectives=True)
     waits.add("reduce-scatter", done, not_done)
-    monkeypatch.setattr(logger, "is_rank_0", lambda: False)
     seen, watched = [], object.__new__(Run)
-    watched.log, watched.guard = object.__new__(logger.Logger), mock.Mock()
-    watched._unread = 7, mock.Mock(read=lambda: seen.append(awaited_collective()))
-    watched.log.defer(partial(lambda lap: None, waits.take()))
+    watched.guard, watched.launch = mock.Mock(), Launch(rank=1)
+    watched._unread = 7, mock.Mock(read=lambda: seen.append(awaited_collective())), partial(lambda lap: None, waits.take())
     watched._report()
     assert seen == ["reduce-scatter"]
     assert awaited_collective() == ""

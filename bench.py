@@ -49,7 +49,7 @@ from benchmarks.results import Results, draw
 from configurator import Dtype, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Seed, configure, integers
 from data.dataset import WITHOUT_DOWNLOAD, Dataset, prepare_if_missing
 from distributed import machine
-from distributed.exits import exit_alone, exit_on_wrong_input, finish
+from distributed.exits import exit_on_wrong_input, finish
 from distributed.launch import launched
 from distributed.ranks import on_rank_0, print0, start
 from forecast.modes import MODES, explained
@@ -187,17 +187,12 @@ MEASURES: dict[str, tuple[str, Callable[[list[str]], list[dict[str, Any]]]]] = {
 
 
 print0(results.title)
-try:
-    for measure in measures:
-        title, rows_of = MEASURES[measure]
-        rows = rows_of(names[measure])
-        if is_rank_0():
-            details = f"{memory_profile.MICRO_STEPS} micro-steps per rank" if measure in ("memory", "training") else ""
-            results.add(measure, title, rows, details)
-except RuntimeError as error:
-    if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
-        raise
-    exit_alone(f"out of memory: {error}; lower --batch_size or --block_size, choose a smaller --model, or fewer --modes")
+for measure in measures:
+    title, rows_of = MEASURES[measure]
+    rows = rows_of(names[measure])
+    if is_rank_0():
+        details = f"{memory_profile.MICRO_STEPS} micro-steps per rank" if measure in ("memory", "training") else ""
+        results.add(measure, title, rows, details)
 if is_rank_0() and folder:
     try:
         draw(folder)

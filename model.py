@@ -400,9 +400,8 @@ class GPT(nn.Module):
             info = model.load_state_dict(weights, strict=False)
         except RuntimeError as error:  # a line for each tensor of another shape
             _, first, *more = str(error).splitlines()
-            raise ValueError(
-                f"the checkpoint's weights do not fit its model_args: {first.strip()} ({len(more)} more)"
-            ) from error
+            what = f"{first.strip()} ({len(more)} more)"
+            raise ValueError(f"the checkpoint's weights do not fit its model_args: {what}") from error
         check_names("the checkpoint", info.missing_keys, info.unexpected_keys)
         check_tied("the checkpoint", weights["lm_head.weight"], weights["transformer.wte.weight"])
         return model

@@ -48,9 +48,8 @@ with exit_on_wrong_input():
         try:
             text = pathlib.Path(start[5:]).read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(
-                f"cannot read the prompt file {start[5:]}: {error}; --start=FILE:path names a text file"
-            ) from error
+            remedy = "--start=FILE:path names a text file"
+            raise ValueError(f"cannot read the prompt file {start[5:]}: {error}; {remedy}") from error
     tokens = codec.prompt(text)
     if not tokens:
         raise ValueError("the prompt is empty; give at least one character with --start")

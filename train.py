@@ -26,6 +26,7 @@ import numpy as np
 import torch
 
 from configurator import (
+    BelowOne,
     Dtype,
     Fraction,
     NonNegativeFloat,
@@ -33,7 +34,6 @@ from configurator import (
     PositiveFloat,
     PositiveInt,
     Seed,
-    UnitInterval,
     configure,
 )
 from data.dataset import EVALUATION_BATCH, Dataset, prepare_if_missing
@@ -88,10 +88,10 @@ optimizer: Literal["adamw", "muon"] = "adamw"  # 'muon': Muon for the matrices o
 learning_rate: NonNegativeFloat = 6e-4  # the largest one, after the warm-up
 max_iters: NonNegativeInt = 600000  # the last iteration; the first one is 0
 weight_decay: NonNegativeFloat = 1e-1  # of matrices and embeddings, as in AdamW
-beta1: UnitInterval = 0.9  # decay of AdamW's first moment
-beta2: UnitInterval = 0.95  # decay of AdamW's second moment
+beta1: BelowOne = 0.9  # decay of AdamW's first moment
+beta2: BelowOne = 0.95  # decay of AdamW's second moment
 grad_clip: NonNegativeFloat = 1.0  # maximum gradient norm; 0.0 disables clipping
-muon_momentum: UnitInterval = MOMENTUM  # of the matrices
+muon_momentum: BelowOne = MOMENTUM  # of the matrices
 max_nonfinite: PositiveInt = 1  # updates in a row skipped for a loss or gradient norm of inf or nan; the last ends the run
 # learning rate
 decay_lr = True  # False: learning_rate throughout

@@ -14,6 +14,7 @@ from charts.bars import memory_chart, time_chart, training_chart
 from charts.style import MEMORY, save, table
 
 IN_BYTES = ("total", "predicted", "peak", *MEMORY)  # the tables show them in MB
+FORMS = {"largest difference": "{:.1g}", "ratio": "{:.3f}x"}
 HIDDEN = ("rounds, ms", "losses")  # in results.json only
 CHARTS: dict[str, Callable[..., Any]] = {"memory": memory_chart, "time": time_chart, "training": training_chart}
 
@@ -32,14 +33,12 @@ def _table(rows: list[dict[str, Any]]) -> str:
 def _cell(column: str, value: Any) -> str:
     if value is None:
         return ""
-    if column in IN_BYTES:
-        return f"{value / 1e6:.1f}"
-    if column == "largest difference":
-        return f"{value:.1g}"
-    if column == "ratio":
-        return f"{value:.3f}x"
+    if column in FORMS:
+        return FORMS[column].format(value)
     if column == "ratio, quartiles":
         return " to ".join(f"{quartile:.3f}" for quartile in value)
+    if column in IN_BYTES:
+        return f"{value / 1e6:.1f}"
     if isinstance(value, float):
         if column.endswith("%"):
             return f"{round(value, 1) + 0:.1f}"  # no -0.0

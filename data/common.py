@@ -33,7 +33,7 @@ _ENDINGS = (".parquet", *_JSON, ".txt", *(f"{ending}.gz" for ending in (*_JSON, 
 
 
 @contextmanager
-def exit_on_data_error() -> Iterator[None]:
+def exit_on_error() -> Iterator[None]:
     """End the script with one line and exit code 2 for a DataError. (`distributed.exits` would import PyTorch.)"""
     try:
         yield

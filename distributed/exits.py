@@ -43,12 +43,6 @@ def exit_on_wrong_input() -> Iterator[None]:
     _exit(2)
 
 
-def exit_alone(message: str) -> NoReturn:
-    """End this rank with an error that the others may not have: exit code 2. torchrun ends the others."""
-    _print_error(message)
-    _exit(2)
-
-
 def _exit(code: int) -> NoReturn:
     """End this process. With other ranks, skip Python's shutdown.
 

@@ -26,8 +26,6 @@ def launched() -> Launch:
     if "RANK" not in os.environ:
         return Launch()
     if missing := [name for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]:
-        raise ValueError(
-            f"RANK is set without {', '.join(missing)}; start with torchrun, or unset RANK to start a single process"
-        )
+        raise ValueError(f"RANK is set without {', '.join(missing)}; start with torchrun, or unset RANK for a single process")
     defaults = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1}
     return Launch(True, *(int(os.environ.get(name, default)) for name, default in defaults.items()))

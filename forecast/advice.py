@@ -48,12 +48,8 @@ def ways(planner: Planner, world_size: int) -> dict[str, Choice]:
     chosen, everything = planner.chosen(world_size), planner.everything(world_size)
     plain = replace(chosen, flags=MODES["adamw"].flags, activation_checkpointing=False, loss_chunk=0)
     same = MODES["shard_gradients" if world_size > 1 else "adamw"].flags
-    return {
-        planner.plain: plain,
-        "these settings": chosen,
-        "same losses": replace(everything, flags=same),
-        "all flags": everything,
-    }
+    same_losses = replace(everything, flags=same)
+    return {planner.plain: plain, "these settings": chosen, "same losses": same_losses, "all flags": everything}
 
 
 def largest_model(planner: Planner, name: str, world_size: int) -> Planner | None:

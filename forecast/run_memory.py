@@ -10,6 +10,7 @@ import os
 import pathlib
 from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -121,22 +122,18 @@ def _version() -> str:
 
 @cache
 def _read_cache() -> dict[str, Any]:
-    try:
-        with open(_CACHE) as file:
-            known = json.load(file)
-            return known if isinstance(known, dict) else {}
-    except (OSError, ValueError):  # there is none, or it is damaged: it will be written again
-        return {}
+    with suppress(OSError, ValueError), open(_CACHE) as file:  # if it is missing or damaged, it will be written again
+        if isinstance(known := json.load(file), dict):
+            return known
+    return {}
 
 
 def _write_cache(known: dict[str, Any]) -> None:
-    try:
+    with suppress(OSError):  # a home that cannot be written to: the next prediction takes a second longer
         os.makedirs(os.path.dirname(_CACHE), exist_ok=True)
         with open(f"{_CACHE}.{os.getpid()}", "w") as file:
             json.dump(known, file)
         os.replace(file.name, _CACHE)
-    except OSError:  # a home that cannot be written to: the next prediction takes a second longer
-        return
 
 
 def with_own_state(specs: Sequence[ParameterSpec], optimizer: torch.optim.Optimizer) -> tuple[ParameterSpec, ...]:

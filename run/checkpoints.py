@@ -135,9 +135,8 @@ class Checkpoints:
             if self._settings["checkpoint_format"] == "sharded":
                 self._check_shared()
         keep, background, format = (self._settings[key] for key in ("keep_checkpoints", "async_save", "checkpoint_format"))
-        self._writer = CheckpointWriter(
-            self.folder, keep, background, format, self._newest_is_corrupt, sweep=not self.read_only
-        )
+        how = self._newest_is_corrupt, not self.read_only
+        self._writer = CheckpointWriter(self.folder, keep, background, format, *how)
 
     def room(self) -> AbstractContextManager[None]:
         """Return the context in which a run that starts anew writes its first files: those of other runs move aside."""

@@ -120,9 +120,8 @@ class MemoryCheck:
         inside = set(parameters(optimizer))
         frozen = sum(param.nbytes for param in model.parameters() if param not in inside)
         how: dict[str, Any] = {"on_cpu": workload.device_type == "cpu", "shard_gradients": shard_gradients, "frozen": frozen}
-        self.forecast = forecast(
-            plan, activations, launch.distributed, world_size=launch.world_size, micro_steps=micro_steps, **how
-        )
+        how |= {"world_size": launch.world_size, "micro_steps": micro_steps}
+        self.forecast = forecast(plan, activations, launch.distributed, **how)
         self.compared = False
         self.predicted = self.forecast.prediction.at("before step")
         # bytes that one rank would hold without sharding before its step

@@ -12,11 +12,11 @@ from scripts import defaults_of, run
 
 from configurator import (
     TRAIN,
+    BelowOne,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
-    UnitInterval,
     _notes,
     configure,
     settings_of,
@@ -198,7 +198,7 @@ DECLARED = {
     "step": (3, NonNegativeInt),
     "size": (0.5, PositiveFloat),
     "rate": (0.5, NonNegativeFloat),
-    "decay": (0.5, UnitInterval),
+    "decay": (0.5, BelowOne),
     "format": ("one", Literal["one", "two"]),
     "level": (1, Literal[1, 2]),
     "bucket": ("auto", Literal["auto"] | PositiveFloat),  # the word or a number

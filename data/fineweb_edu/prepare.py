@@ -20,7 +20,7 @@ import tiktoken
 from tqdm import tqdm
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", ".."))
-from data.common import begun, exit_on_data_error, from_hub, local_documents, parquet_documents, tokenized, write_shards
+from data.common import begun, exit_on_error, from_hub, local_documents, parquet_documents, tokenized, write_shards
 from data.shards import HEADER_BYTES, SPLITS, Shards, paths_of
 from data.vocabulary import DataError, gpt2_encoding
 
@@ -98,7 +98,7 @@ if __name__ == "__main__":
     parser.add_argument("--input", metavar="PATH", help="a local file, or a folder of them, to use instead of the download")
     parser.add_argument("--tokens", metavar="N", type=float, help="write only this many tokens, such as 1e9")
     arguments = parser.parse_args()
-    with exit_on_data_error():
+    with exit_on_error():
         if arguments.tokens is not None and not 1 <= arguments.tokens < 1e15:
             raise DataError(f"--tokens={arguments.tokens}: give a number of tokens, such as --tokens=1e9")
         limit = arguments.tokens and int(arguments.tokens)

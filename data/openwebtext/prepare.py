@@ -24,16 +24,7 @@ import tiktoken
 from tqdm import tqdm
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", ".."))
-from data.common import (
-    atomic,
-    begun,
-    exit_on_data_error,
-    from_hub,
-    input_argument,
-    local_documents,
-    parquet_documents,
-    tokenized,
-)
+from data.common import atomic, begun, exit_on_error, from_hub, input_argument, local_documents, parquet_documents, tokenized
 from data.vocabulary import gpt2_encoding
 
 DIRECTORY = os.path.dirname(os.path.abspath(__file__))
@@ -99,7 +90,7 @@ def write(documents: Iterator[str], encoding: tiktoken.Encoding) -> dict[str, in
 
 if __name__ == "__main__":
     path = input_argument(__doc__.splitlines()[0])
-    with exit_on_data_error():
+    with exit_on_error():
         documents = local_documents(path) if path else from_hub(NAME, hub_texts(), DOCUMENTS)
         counts = write(begun(documents), gpt2_encoding())
     for split, count in counts.items():

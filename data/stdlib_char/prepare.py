@@ -12,7 +12,7 @@ import sys
 import sysconfig
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", ".."))
-from data.common import exit_on_data_error, input_argument, read_text, write_characters
+from data.common import exit_on_error, input_argument, read_text, write_characters
 from data.vocabulary import DataError
 
 DIRECTORY = os.path.dirname(os.path.abspath(__file__))
@@ -39,6 +39,6 @@ def standard_library() -> str:
 if __name__ == "__main__":
     local = input_argument(__doc__.splitlines()[0])
     allowed = set(VOCABULARY)
-    with exit_on_data_error():
+    with exit_on_error():
         text = read_text(local) if local else standard_library()
         write_characters(DIRECTORY, "".join(filter(allowed.__contains__, text.expandtabs())), VOCABULARY)

@@ -34,7 +34,7 @@ def test_launch_variables_that_cannot_be(capsys, monkeypatch, variables, message
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ValueError, match=r"start with torchrun, or unset RANK to start a single process$") as caught:
+    with pytest.raises(ValueError, match=r"start with torchrun, or unset RANK for a single process$") as caught:
         launched()
     assert message in str(caught.value)
     with pytest.raises(SystemExit) as ended:

@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import dataclasses
-import io
 from collections import namedtuple
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -132,26 +131,6 @@ class Each:
     def an_empty_batch(model, module, step):
         loss_of(model, inputs(step)[: 0 if dist.get_rank() == step % 2 else 4 - step]).backward()
 
-    def penalty_before_forward(model, module, step):
-        penalty = sum(param.square().sum() for param in module.parameters())
-        (loss_of(model, inputs(step)) + 0.1 * penalty).backward()
-
-    def adversarial_examples(model, module, step):
-        """A forward and backward of the wrapper for the input's gradient."""
-        x = inputs(step).requires_grad_()
-        (gradient,) = torch.autograd.grad(loss_of(model, x), x)
-        loss_of(model, inputs(step) + 0.1 * gradient.sign()).backward()
-        return [gradient]
-
-    def meta_learning(model, module, step):
-        """MAML: an inner step by hand, and a backward through it."""
-        params = dict(module.named_parameters())
-        inner = torch.func.functional_call(module, params, inputs(step)).square().mean()
-        each = torch.autograd.grad(inner, list(params.values()), create_graph=True)
-        changed = {name: param - 0.1 * grad for (name, param), grad in zip(params.items(), each, strict=True)}
-        outer = torch.func.functional_call(module, changed, inputs(step + 5)).square().sum()
-        (outer + 0 * model(inputs(step)).sum()).backward()
-
     def failing_forward(model, module, step):
         hook = module[2].register_forward_pre_hook(lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
@@ -178,17 +157,6 @@ class EachByHand:
         first, second = model(inputs(step)).split([1, 2], dim=1)
         first.square().sum().backward(retain_graph=True)
         second.abs().sum().backward()
-
-    def first_the_penalty_backward(model, module, step):
-        loss = loss_of(model, inputs(step))
-        sum(param.square().sum() for param in module.parameters()).backward()
-        loss.backward()
-
-    def a_backward_of_a_part(model, module, step):
-        """Then another one of everything."""
-        loss_of(model, inputs(step)).backward(inputs=[module[2].weight])
-        module.zero_grad()
-        backward(model, step)
 
 
 def penalty_of_gradients(share_of_loss, model, module, step):
@@ -265,36 +233,21 @@ def no_sync(forward_inside, backward_inside, then_synchronized, model, module, s
 
 
 class Buffers(nn.Module):
-    """Buffers that forward writes, replaces, resizes or registers, on all ranks or on one."""
+    """Buffers that forward writes, differently on each rank, or registers on one."""
 
-    def __init__(self, how, extra=False):
+    def __init__(self, registers=False):
         super().__init__()
-        self.inner, self.how = net(), how
-        if not how.startswith("register") or extra:
-            self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
-        if not how.startswith("register"):
-            self.register_buffer("cache", torch.zeros(2, 3))
+        self.inner, self.registers = net(), registers
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("mean", torch.zeros(3))
 
     def forward(self, x):
         y = self.inner(x)
-        mean = y.detach().mean(0)
-        if hasattr(self, "calls"):
-            self.calls += 1 + dist.get_rank()
-        if self.how == "write":
-            self.cache[0].lerp_(mean, 0.5)
-        elif self.how == "replace":
-            self.cache = self.cache + mean
-        elif self.how == "resize":
-            self.cache = torch.cat([self.cache, mean[None]])
-        elif self.how == "resize in place":
-            self.cache.resize_(self.cache.shape[0] + 1, 3).fill_(1.0)
-        elif self.how == "none":
-            self.cache = None
-            self.how = "write later"
-        elif not hasattr(self, "cache") and (self.how == "register" or dist.get_rank() == 1):
-            self.register_buffer("cache", mean)
-        cache = getattr(self, "cache", None)
-        return y if cache is None else y + 0.1 * cache.mean()
+        self.calls += 1 + dist.get_rank()
+        self.mean.lerp_(y.detach().mean(0), 0.5)
+        if self.registers and dist.get_rank() == 1:
+            self.register_buffer("more", torch.zeros(3))
+        return y + 0.1 * self.mean
 
 
 def evaluated_after_step(model, module, optimizer, step):
@@ -387,24 +340,6 @@ def step_hooks(of_all_optimizers, model, module, optimizer):
 class Training:
     """Functions of the wrapper, the module and the optimizer, which return what they have found."""
 
-    def rewind(model, module, optimizer):
-        """The wrapper loads the weights of an earlier step."""
-        steps(model, optimizer, 2)
-        kept = copy.deepcopy(model.state_dict())
-        for _ in range(2):
-            steps(model, optimizer, 2, first=2)
-            model.load_state_dict(kept)
-        steps(model, optimizer, 2, first=4)
-
-    def a_part_saved(model, module, optimizer):
-        """It takes that part, not the buffer in which it lies."""
-        steps(model, optimizer)
-        sizes = []
-        for thing in (module[2].state_dict(), module[2].weight, copy.deepcopy(module[2].weight), list(module.parameters())[:1]):
-            torch.save(thing, file := io.BytesIO())
-            sizes.append(float(file.tell()))
-        return [torch.tensor(sizes)]
-
     def a_closure(model, module, optimizer):
         def closure(step):
             optimizer.zero_grad()
@@ -417,24 +352,6 @@ class Training:
 
 class TrainingOf:
     """Functions of a way to wrap, which return the weights."""
-
-    def gradients_dropped_in_no_sync(wrap):
-        """In the first micro-step a part is used, and its gradients are dropped; in the second it is not used."""
-        torch.manual_seed(0)
-        module = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
-        module.forward = lambda x, head: module[head](torch.tanh(module[0](x)))
-        for param in module.parameters():
-            param.register_post_accumulate_grad_hook(lambda param: setattr(param, "grad", None) if dropping else None)
-        model, optimizer = wrap(module)
-        for step in range(3):
-            with model.no_sync():
-                dropping = True
-                model(inputs(step), 1).square().sum().backward()
-            dropping = False
-            model(inputs(step), 2).square().sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return weights(module)
 
     def a_gan(wrap):
         """Two models trained in turn; the critic drops the gradients that the turn of the generator leaves in it."""
@@ -449,27 +366,6 @@ class TrainingOf:
             loss_of(wrapped_critic, wrapped_generator(inputs(step))).backward()
             its_optimizer.step()
         return weights(generator, critic)
-
-    def a_parameter_of_the_loss(wrap):
-        """DistributedDataParallel does not average its gradient, so all ranks have the same data."""
-        module, log_sigma = net(), nn.Parameter(torch.ones(3))
-        model, optimizer = wrap(module, [*module.parameters(), log_sigma])
-        for _ in range(4):
-            (model(torch.ones(4, 8)) / log_sigma.exp() + log_sigma).square().sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return [log_sigma.detach(), *weights(module)]
-
-    def wrapped_after_a_step_alone(wrap):
-        """The gradients that the inner optimizer saw last are not those that the wrapper sends."""
-        module = net()
-        optimizer = wrap.optimizer(module.parameters())
-        backward(module)
-        average_gradients(module.parameters())
-        optimizer.step()
-        optimizer.zero_grad()
-        steps(wrap.model(module, optimizer), optimizer, first=1)
-        return weights(module)
 
     def one_cycle(wrap):
         """A schedule, and another change of a group, from which somebody takes a copy."""
@@ -497,11 +393,6 @@ class TrainingOf:
                 optimizer.step()
             model.zero_grad()
         return weights(module)
-
-
-def a_group_replaced(model, module, optimizer, step):
-    """Some schedulers and loaders put other dicts with the same parameters there."""
-    optimizer.param_groups[0] = {**optimizer.param_groups[0], "lr": 0.02 / (1 + step)}
 
 
 def scaled(enabled, model, module, optimizer):
@@ -538,11 +429,7 @@ BEHAVIOURS: dict[str, Any] = {
     "no_sync": loop(partial(no_sync, True, True, True)),
     "no_sync around forward": loop(partial(no_sync, True, False, True)),
     "no_sync around backward": loop(partial(no_sync, False, True, True)),
-    **{
-        f"buffers: {how}": loop(make=partial(Buffers, how))
-        for how in ("write", "replace", "resize", "resize in place", "none", "register", "register on one rank")
-    },
-    "buffers: register another": loop(make=partial(Buffers, "register", True)),
+    "buffers": loop(make=Buffers),
     "BatchNorm": loop(
         partial(no_sync, True, True, True),
         lambda: nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)),
@@ -568,7 +455,6 @@ BEHAVIOURS: dict[str, Any] = {
     ),
     "step hooks": on(net, partial(step_hooks, False)),
     "global step hooks": on(net, partial(step_hooks, True)),
-    "a group replaced": loop(after=a_group_replaced),
     "a disabled scaler": on(net, partial(scaled, False)),
     "complex parameters": loop(
         lambda model, _, step: model(inputs(step) + 0j).abs().square().sum().backward(),
@@ -577,7 +463,7 @@ BEHAVIOURS: dict[str, Any] = {
 }
 AVERAGED_BY_HAND = {name: loop(each) for name, each in named(EachByHand).items()}
 REFUSED: dict[str, Any] = {
-    "a buffer on one rank": (loop(make=partial(Buffers, "register on one rank", True)), "buffers differ between the ranks"),
+    "a buffer on one rank": (loop(make=partial(Buffers, True)), "buffers differ between the ranks"),
     "a scaler": (on(net, partial(scaled, True)), r"this gradient cannot be read or written: .*optimizer\.clip_grad_norm_"),
     "no_sync around the last backward": (loop(partial(no_sync, False, True, False)), "must run outside of no_sync"),
 }

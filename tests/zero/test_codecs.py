@@ -12,7 +12,7 @@ from ranks import run_in_turn
 from torch.nn import functional
 from toy import assert_equal, batch, make_toy, train, weights
 
-from zero import Muon, ShardedDataParallel, ShardedOptimizer, codecs
+from zero import Muon, ShardedDataParallel, ShardedOptimizer
 from zero import checkpoint as ckpt
 from zero.codecs import BLOCK, STATE_CODECS, BFloat16, Encoded, Int8, encoded_nbytes
 from zero.flags import Flags
@@ -53,23 +53,6 @@ def half_up_by_numpy(values):
     return torch.from_numpy(np.asarray((bits + np.uint32(0x8000)) >> 16 << 16).view(np.float32)).bfloat16()
 
 
-def the_default_device_changes_nothing():
-    """New tensors would go to it where the code does not say where they go."""
-    tokens, after = batch(0, dist.get_rank()), []
-    for name in ("meta", "cpu"):
-        for function in (codecs._ratios, codecs._nearest_codes):
-            function.cache_clear()
-        module = make_toy()
-        with torch.device(name):
-            optimizer = ShardedOptimizer(module.param_groups(False), torch.optim.AdamW, fused=True, lr=0.01, **CODECS["both"])
-            model = ShardedDataParallel(module, optimizer)
-            model(*tokens).backward()
-            optimizer.clip_grad_norm_(1.0)
-            optimizer.step()
-        after.append(weights(model))
-    assert_equal(*after)
-
-
 def encode(codec, values, step=0):
     """The encoded parts of values, of which the last block is filled with zeros."""
     padded = functional.pad(values, (0, -len(values) % codec.block))
@@ -98,16 +81,6 @@ def test_what_is_decoded_encodes_to_the_same_bytes(codec, numel, positive):
     assert sum(part.nbytes for part in encoded) == encoded_nbytes(codec, numel)
     again = encode(codec, codec.decode(encoded), step=2)
     assert all(map(torch.equal, encoded, again))
-
-
-def test_every_code_of_int8_encodes_to_itself():
-    codec = Int8()
-    for largest in (1.0, 3e-9, 0.7e30):
-        for sign in (1.0, -1.0):  # all codes that a block with this largest element can have
-            wide = largest * torch.linspace(sign, 0 if sign > 0 else 1, BLOCK)
-            block = torch.cat((wide, torch.logspace(0, -9, BLOCK - 1) * largest, torch.tensor([sign * largest])))
-            decoded = codec.decode(encode(codec, block))
-            assert torch.equal(codec.decode(encode(codec, decoded)), decoded)
 
 
 def test_errors_of_int8_are_those_of_the_dynamic_map():
@@ -273,22 +246,6 @@ def test_a_resumed_run_is_bit_exact(world_size):
     run_in_turn(world_size, *runs)
 
 
-def fails_to_load():
-    """Memory runs out while the second bucket of a step is made ready."""
-    model, optimizer = make(**CODECS["both"])
-    train(model, optimizer, 0, 1)
-    model(*batch(1, 0)).backward()
-    groups = [len(group["params"]) for group in optimizer.inner.param_groups]
-    *others, failing, _ = optimizer.buckets
-    before = [bucket.data.clone() for bucket in (*others, failing)]
-    with mock.patch.object(failing.masters, "load", side_effect=torch.OutOfMemoryError), pytest.raises(torch.OutOfMemoryError):
-        optimizer.step()
-    assert all(map(torch.equal, before, (bucket.data for bucket in (*others, failing))))
-    assert [len(group["params"]) for group in optimizer.inner.param_groups] == groups
-    optimizer.zero_grad()
-    train(model, optimizer, 0, 1, first=1)
-
-
 def replicas(name):
     model, optimizer = make(shard_size=2, **CODECS[name])
     train(model, optimizer, dist.get_rank(), STEPS)
@@ -395,8 +352,7 @@ def test_other_optimizers_and_dtypes():
         (torch.float64, "bfloat16"),
     ]
     roundings = [partial(rounded_alike, *each) for each in dtypes]
-    run_in_turn(2, the_default_device_changes_nothing, *other_optimizers, changed_later, *roundings)
-    run_in_turn(1, fails_to_load)
+    run_in_turn(2, *other_optimizers, changed_later, *roundings)
 
 
 def test_refusals():

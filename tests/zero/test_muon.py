@@ -1,8 +1,6 @@
 """zero/muon/: sharded Muon is torch.optim.Muon and AdamW; who transforms what, and what is sent."""
 
-import copy
 import inspect
-import pickle
 from functools import partial
 from unittest import mock
 
@@ -144,18 +142,6 @@ def test_steps_are_those_of_torchs_optimizers(world_size):
     run_in_turn(world_size, *(partial(like_torch, **way) for way in WAYS[world_size]))
 
 
-def groups_of_other_classes():
-    """AdamW ignores an entry "matrices" of its groups."""
-    found = []
-    for entries in ({}, {"matrices": 1}):
-        model = make()
-        groups = [{"params": [param for param in model.parameters() if param.requires_grad], **entries}]
-        optimizer = ShardedOptimizer(groups, torch.optim.AdamW, bucket_mb=0.002, lr=0.01)
-        train(ShardedDataParallel(model, optimizer), optimizer, dist.get_rank(), 2)
-        found.append(weights(model))
-    assert_equal(*found)
-
-
 def bfloat16_weights():
     """Masters of both kinds are the same, and stay near float32 weights: the gradients are rounded."""
     expected = oracle(2, 10)
@@ -220,7 +206,7 @@ def each_matrix_is_sent_once_and_comes_back_once(ns_dtype):
 
 def test_steps_of_two_ranks():
     run_in_turn(
-        *(2, groups_of_other_classes, bfloat16_weights, what_has_no_gradient_does_not_move),
+        *(2, bfloat16_weights, what_has_no_gradient_does_not_move),
         *(skipping, *(partial(each_matrix_is_sent_once_and_comes_back_once, dtype) for dtype in ("bfloat16", "float32"))),
     )
 
@@ -338,15 +324,6 @@ def test_maximize_is_followed_also_if_it_is_set_later():
     assert_equal(*trained)
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda optimizer: pickle.loads(pickle.dumps(optimizer))])
-def test_a_copy_takes_further_groups(copied):
-    optimizer = copied(Muon([nn.Parameter(torch.ones(3))], momentum=0.5))
-    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(4, 4))], "matrices": 2})
-    assert [(group["matrices"], group["momentum"]) for group in optimizer.param_groups] == [(0, 0.5), (2, 0.5)]
-    with pytest.raises(ValueError, match="ns_steps=0"):
-        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(4))], "ns_steps": 0})
-
-
 def test_state_of_adamw_is_refused():
     _, optimizer = make_sharded()
     groups = [{key: value for key, value in group.items() if key != "matrices"} for group in make().param_groups()]
@@ -370,18 +347,6 @@ def fails_in_its_own_round():
             with pytest.raises(RuntimeError, match="a step has failed while matrices were exchanged; restart the program"):
                 optimizer.step()
             raise
-
-
-def test_one_rank_goes_on_after_a_step_that_has_failed():
-    """It waits for no other one: after a step that has failed in its second matrix, the next one is as usual."""
-    model, optimizer = make_sharded()
-    model(*batch(0, 0)).backward()
-    failing = mock.Mock(wraps=optimizer.inner.whole, side_effect=[mock.DEFAULT, torch.OutOfMemoryError])
-    with mock.patch.object(optimizer.inner, "whole", failing), pytest.raises(torch.OutOfMemoryError):
-        optimizer.step()
-    before = weights(model)
-    optimizer.step()
-    assert largest_difference(weights(model), before) > 1e-4
 
 
 def test_ranks_that_fail_in_different_rounds_end_together():

@@ -14,7 +14,7 @@ from ranks import run_ranks
 from toy import assert_equal, build_toy, make_toy, train
 
 from zero import checkpoint as ckpt
-from zero.checkpoint.files import FileSum, atomic_write, corruption_message, file_sum, find_corruption, link_or_copy
+from zero.checkpoint.files import FileSum, atomic_write, corruption_message, file_sum, find_corruption
 from zero.checkpoint.state import local_chunks
 from zero.checkpoint.store import commit
 
@@ -198,17 +198,6 @@ def test_shards_of_a_kept_file_that_is_replaced_are_removed(tmp_path):
     assert sorted(path.name for path in tmp_path.glob("ckpt_0*.pt")) == ["ckpt_00000006.pt", "ckpt_00000008.pt"]
 
 
-def test_shards_whose_removal_was_killed_are_swept(tmp_path):
-    for iteration in (1, 2):
-        save_alone(tmp_path, iteration)
-    with mock.patch("shutil.rmtree", side_effect=SystemExit("killed")), pytest.raises(SystemExit):
-        save_alone(tmp_path, 3)
-    assert iterations(tmp_path) == [1, 2, 3]
-    ckpt.CheckpointWriter(str(tmp_path))
-    assert iterations(tmp_path) == [2, 3]
-    assert not [name for name in os.listdir(tmp_path) if name.endswith(".tmp")]
-
-
 def test_what_went_wrong_afterwards_is_told_but_the_checkpoint_is_written(tmp_path, monkeypatch):
     for iteration in (1, 2):
         save_alone(tmp_path, iteration)
@@ -248,19 +237,6 @@ def test_a_block_that_fails_leaves_the_old_file(tmp_path):
         fail_halfway()
     assert path.read_text() == "second"
     assert os.listdir(tmp_path) == ["file"]
-
-
-@pytest.mark.parametrize("link", [False, True])
-def test_another_name(tmp_path, link):
-    """A linked file is one file under two names, a copied one is two files; both replace what had the name."""
-    path, other = tmp_path / "file", tmp_path / "other"
-    path.write_text("new")
-    other.write_text("old")
-    (tmp_path / "other.tmp").write_text("left by a killed process")
-    link_or_copy(str(path), str(other), link)
-    assert other.read_text() == "new"
-    assert path.samefile(other) == link
-    assert sorted(os.listdir(tmp_path)) == ["file", "other"]
 
 
 def test_damage_is_named(tmp_path):

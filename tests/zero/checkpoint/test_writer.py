@@ -3,14 +3,13 @@
 import os
 import re
 import resource
-import shutil
 import threading
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from contents import VALUES, iterations, save_alone, write
+from contents import VALUES, write
 from ranks import run_ranks
 from toy import build_toy, train
 
@@ -143,18 +142,6 @@ def test_what_a_killed_process_left_is_swept_by_a_writer_that_may(tmp_path):
     assert len(os.listdir(tmp_path)) == 3
     ckpt.CheckpointWriter(str(tmp_path))
     assert os.listdir(tmp_path) == ["other.tmp"]
-
-
-def test_shards_of_a_save_that_was_killed_just_before_it_counted_are_swept(tmp_path):
-    for iteration in (1, 2, 3):
-        save_alone(tmp_path, iteration)
-    os.rename(tmp_path / "ckpt.pt", tmp_path / "ckpt.pt.tmp")
-    shutil.copyfile(tmp_path / "ckpt_prev.pt", tmp_path / "ckpt.pt")
-    os.link(tmp_path / "ckpt.pt", tmp_path / "ckpt_prev.pt.tmp")
-    assert iterations(tmp_path) == [2, 3]
-    ckpt.CheckpointWriter(str(tmp_path))
-    assert iterations(tmp_path) == [2]
-    assert not [name for name in os.listdir(tmp_path) if name.endswith(".tmp")]
 
 
 def save_where_one_rank_cannot(folder):
